@@ -1,0 +1,41 @@
+"""Reverse-mode differentiation of plain NumPy code: a tape, a traced array, and rules that are mathematics.
+
+It knows nothing of meshes. What operands of different state mean to each other enters by one hook (`tracer.Mixing`).
+"""
+
+from spmd.autodiff import rules
+from spmd.autodiff.tracer import Array, at
+from spmd.autodiff.transforms import (
+    checkpoint,
+    custom_vjp,
+    grad,
+    hessian,
+    hvp,
+    jacfwd,
+    jacrev,
+    jvp,
+    linear_transpose,
+    linearize,
+    stop_gradient,
+    value_and_grad,
+    vjp,
+)
+
+__all__ = [
+    "Array",
+    "at",
+    "checkpoint",
+    "custom_vjp",
+    "grad",
+    "hessian",
+    "hvp",
+    "jacfwd",
+    "jacrev",
+    "jvp",
+    "linear_transpose",
+    "linearize",
+    "rules",
+    "stop_gradient",
+    "value_and_grad",
+    "vjp",
+]

@@ -1,0 +1,209 @@
+"""Primitives: NumPy functions with their derivative rules, and the registry that dispatch looks them up in.
+
+A rule is one line of mathematics. It receives the cotangent `g`, the result `ans`, and the arguments of the call,
+and returns the cotangent of one argument:
+
+    rule(np.multiply, lambda g, _ans, _x, y: g * y, lambda g, _ans, x, _y: x * g)
+
+Its parameter names say what the tape keeps. A name with a leading underscore is not kept: of an argument the rule
+then sees the shape and dtype only, of the result nothing. Broadcasting, casts, and complex cotangents of real
+arguments are undone by the sweep, so no rule mentions them.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from spmd.errors import DifferentiationError, message
+
+__all__ = ["Like", "Primitive", "composite", "composites", "constant", "constants", "handlers", "primitive", "rule"]
+
+Rule = Callable[..., Any]
+
+handlers: dict[Any, Callable[..., Any]] = {}
+"""What runs when a NumPy function meets a traced array: function -> primitive, constant or composition."""
+
+constants: set[Any] = set()
+"""Functions whose derivative is zero everywhere it exists: they are computed and not recorded."""
+
+composites: set[Any] = set()
+"""Functions that are compositions of others: where nothing is differentiated, NumPy computes them itself."""
+
+
+class Like:
+    """The shape and dtype of an array that a rule does not keep."""
+
+    __slots__ = ("dtype", "shape")
+
+    def __init__(self, shape, dtype):
+        self.shape = shape
+        self.dtype = dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape))
+
+
+class Primitive:
+    """A function on arrays with one rule per array argument (or one rule for all, which is told which argument).
+
+    rules: the rule of each leading array argument; None for an argument without derivative.
+    variadic: in place of rules, `variadic(k, g, ans, *args, **kwargs)` gives the cotangent of argument k.
+    linear: with variadic, the function is linear in each argument: the rule of argument k does not ask for its value.
+    joint: in place of rules, `joint(g, *args)` gives the cotangents of all parents at once.
+    owe: `owe(shared, g, *args)` may return a Future for the cotangent of a leaf, or None to use the rule.
+    """
+
+    __slots__ = ("fun", "joint", "linear", "name", "owe", "plans", "rules", "variadic")
+
+    def __init__(self, fun, name, rules=(), *, variadic=None, linear=False, joint=None, owe=None):
+        self.fun = fun
+        self.name = name
+        self.rules: tuple[Rule | None, ...] = tuple(rules)
+        self.variadic = variadic
+        self.linear = linear
+        self.joint = joint
+        self.owe = owe
+        self.plans: dict[int, Plan] = {}
+
+    def __repr__(self) -> str:
+        return f"Primitive({self.name})"
+
+    def pull(self, k: int) -> Rule:
+        """The rule of argument k."""
+        if self.variadic is None:
+            return self.rules[k]  # type: ignore[return-value]
+        return functools.partial(self.variadic, k)
+
+    def plan(self, key: int) -> Plan:
+        """What to keep for the rules of the differentiated arguments.
+
+        key: a bit per argument, the first one leading, set where it is differentiated; above them one more set bit.
+        """
+        count = key.bit_length() - 1
+        plan = Plan(self, [i for i in range(count) if key >> (count - 1 - i) & 1], count)
+        self.plans[key] = plan
+        return plan
+
+
+class Plan:
+    """What the rules of some arguments ask for, as their parameter names say.
+
+    keep_ans: whether the result is kept.
+    dropped: the positions of the arguments of which shape and dtype are kept only.
+    """
+
+    __slots__ = ("dropped", "keep_ans", "names", "prim")
+
+    def __init__(self, prim: Primitive, active: list[int], count: int):
+        for k in active:
+            if prim.variadic is None and (k >= len(prim.rules) or prim.rules[k] is None):
+                raise _not_differentiable(prim, k)
+        asked: set[int] = set()
+        self.keep_ans = False
+        self.names: set[str] | None = None
+        self.prim = prim
+        for k in active:
+            parameters = list(inspect.signature(prim.pull(k)).parameters.values())
+            keyed = [p.name for p in parameters[2:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+            rest = next((p.name for p in parameters if p.kind == p.VAR_POSITIONAL), None)
+            placed = [p.name for p in parameters[2:] if p.kind == p.POSITIONAL_OR_KEYWORD]
+            if count > len(placed) and rest is None:
+                raise _not_supported(prim, f"number {len(placed) + 1}", placed)
+            placed += [rest or ""] * (count - len(placed))
+            asked |= {i for i, name in enumerate(placed) if name[0] != "_" and not (prim.linear and i == k)}
+            self.keep_ans |= parameters[1].name[0] != "_"
+            self.names = None if any(p.kind == p.VAR_KEYWORD for p in parameters) else set(keyed)
+        self.dropped = tuple(i for i in range(count) if i not in asked)
+
+    def options(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The keyword arguments that the rules ask for; one that they do not know, and that matters, is refused."""
+        names = self.names
+        if names is None:
+            return kwargs
+        for name in kwargs:
+            if name not in names and name not in _NEUTRAL:
+                raise _not_supported(self.prim, name, names)
+        return {name: value for name, value in kwargs.items() if name in names}
+
+
+_NEUTRAL = frozenset(("casting", "copy", "dtype", "kind", "optimize", "order", "stable", "subok"))
+"""Options that change how a function computes, but no derivative except by a cast, which the sweep undoes."""
+
+
+def _not_differentiable(prim: Primitive, i: int) -> Exception:
+    return DifferentiationError(
+        message(
+            prim.name,
+            argument=f"number {i + 1}",
+            got="a traced array where the function has no derivative",
+            need="bare data",
+            mend="pass spmd.stop_gradient(x)",
+        )
+    )
+
+
+def _not_supported(prim: Primitive, argument: str, known: Iterable[str]) -> Exception:
+    options = ", ".join(n for n in known if n[0] != "_")
+    return DifferentiationError(
+        message(
+            prim.name,
+            argument=argument,
+            got="an option that the derivative rule does not know",
+            need=f"no others than {options}" if options else "no options",
+            mend="compose the function of simpler ones (for a mask: np.where(mask, x, other) first)",
+        )
+    )
+
+
+def rule(fun: Any, *rules: Rule | None) -> Primitive:
+    """Declare the derivative of a NumPy function: one rule per array argument, in order."""
+    prim = Primitive(fun, fun.__name__, rules)
+    handlers[fun] = _entry(prim)
+    return prim
+
+
+def primitive(name: str, *rules: Rule | None, variadic: Rule | None = None, linear: bool = False):
+    """Make a primitive of an own function: `@primitive("name", rule, ...)`; the result is called like the function."""
+
+    def declare(fun):
+        return _entry(Primitive(fun, name, rules, variadic=variadic, linear=linear))
+
+    return declare
+
+
+def _entry(prim: Primitive):
+    from spmd.autodiff.tracer import apply
+
+    def call(*args, **kwargs):
+        return apply(prim, args, kwargs)
+
+    call.__name__ = call.__qualname__ = prim.name
+    call.__doc__ = prim.fun.__doc__
+    call.primitive = prim  # type: ignore[attr-defined]
+    return call
+
+
+def constant(*funs: Any) -> None:
+    """Declare functions constant: their results keep the state of what they came from, and no gradient."""
+    constants.update(funs)
+
+
+def composite(*funs: Any):
+    """Declare a function by a composition of others, with the signature of NumPy's: `@composite(np.vstack)`."""
+
+    def declare(f):
+        composites.update(funs)
+        handlers.update(dict.fromkeys(funs, f))
+        return f
+
+    return declare

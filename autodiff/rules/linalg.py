@@ -1,0 +1,245 @@
+"""Rules of products of matrices and tensors, and of norms."""
+
+from __future__ import annotations
+
+import string
+
+import numpy as np
+
+from spmd.autodiff.primitive import composite, primitive, rule
+from spmd.autodiff.rules.elementwise import nonzero
+from spmd.autodiff.rules.reduce import conj, expand
+from spmd.errors import DifferentiationError, message
+
+# np.matmul: a vector on the left is a row, one on the right a column, and the dimensions before the last two are
+# a batch. Where only the other operand has a batch, contracting over it at once saves a product per member.
+
+
+def _matmul_left(g, _ans, _x, y):
+    ndim = np.ndim(y)
+    if ndim == 1:
+        return g[..., None] * y
+    if len(_x.shape) == 1 or (len(_x.shape) == 2 and ndim > 2):
+        batch = [*range(ndim - 2)]
+        return np.tensordot(g, y, ([*batch, g.ndim - 1], [*batch, ndim - 1]))
+    return g @ np.swapaxes(y, -1, -2)
+
+
+def _matmul_right(g, _ans, x, _y):
+    ndim = np.ndim(x)
+    if ndim == 1:
+        return x[:, None] * g[..., None, :] if len(_y.shape) > 1 else x * g
+    if len(_y.shape) == 1 or (len(_y.shape) == 2 and ndim > 2):
+        batch = [*range(ndim - 1)]
+        return np.tensordot(x, g, (batch, batch))
+    return np.swapaxes(x, -1, -2) @ g
+
+
+rule(np.matmul, _matmul_left, _matmul_right)
+
+
+@composite(np.linalg.matmul)
+def matmul(x1, x2, /):
+    return np.matmul(x1, x2)
+
+
+@composite(np.dot)
+def dot(a, b, out=None):
+    if np.ndim(a) == 0 or np.ndim(b) == 0:
+        return np.multiply(a, b)
+    return np.matmul(a, b) if np.ndim(a) == 1 or np.ndim(b) < 3 else np.tensordot(a, b, (-1, -2))
+
+
+@composite(np.inner)
+def inner(a, b, /):
+    return np.tensordot(a, b, (-1, -1)) if np.ndim(a) and np.ndim(b) else np.multiply(a, b)
+
+
+@composite(np.vdot)
+def vdot(a, b, /):
+    return np.matmul(conj(np.ravel(a)), np.ravel(b))
+
+
+@composite(np.outer, np.linalg.outer)
+def outer(a, b, out=None):
+    return np.ravel(a)[:, None] * np.ravel(b)
+
+
+@composite(np.vecdot)
+def vecdot(x1, x2, /, *, axis=-1):
+    return np.sum(conj(np.moveaxis(x1, axis, -1)) * np.moveaxis(x2, axis, -1), -1)
+
+
+@composite(np.linalg.vecdot)
+def linalg_vecdot(x1, x2, /, *, axis=-1):
+    return vecdot(x1, x2, axis=axis)
+
+
+if hasattr(np, "matvec"):
+
+    @composite(np.matvec)
+    def matvec(x1, x2, /):
+        return np.matmul(x1, np.expand_dims(x2, -1))[..., 0]
+
+    @composite(np.vecmat)
+    def vecmat(x1, x2, /):
+        return np.matmul(np.expand_dims(conj(x1), -2), x2)[..., 0, :]
+
+
+@composite(np.kron)
+def kron(a, b):
+    ndim = max(np.ndim(a), np.ndim(b))
+    left, right = ((1,) * (ndim - np.ndim(x)) + np.shape(x) for x in (a, b))
+    a = np.reshape(a, [m for n in left for m in (n, 1)])
+    b = np.reshape(b, [m for n in right for m in (1, n)])
+    return np.reshape(a * b, [m * n for m, n in zip(left, right, strict=True)])
+
+
+@composite(np.cross, np.linalg.cross)
+def cross(a, b, axisa=-1, axisb=-1, axisc=-1, axis=None):
+    axisa, axisb, axisc = (axisa, axisb, axisc) if axis is None else (axis,) * 3
+    a, b = np.moveaxis(a, axisa, -1), np.moveaxis(b, axisb, -1)
+    if a.shape[-1] != 3 or b.shape[-1] != 3:
+        raise ValueError("np.cross needs vectors of three components")
+    return np.moveaxis(np.roll(a, -1, -1) * np.roll(b, -2, -1) - np.roll(a, -2, -1) * np.roll(b, -1, -1), -1, axisc)
+
+
+# np.tensordot: the result has the free dimensions of x, then those of y.
+
+
+def _split(axes, m: int, n: int):
+    """The contracted dimensions of x and of y, and their free ones."""
+    if np.ndim(axes) == 0:
+        summed = [*range(m - axes, m)], [*range(axes)]
+    else:
+        summed = [a % m for a in np.atleast_1d(axes[0])], [a % n for a in np.atleast_1d(axes[1])]
+    return *summed, *([i for i in range(k) if i not in s] for k, s in zip((m, n), summed, strict=True))
+
+
+def _tensordot_left(g, _ans, _x, y, axes=2):
+    own, theirs, free, others = _split(axes, len(_x.shape), np.ndim(y))
+    placed = free + [own[i] for i in np.argsort(theirs)]
+    return np.transpose(np.tensordot(g, y, ([*range(len(free), g.ndim)], others)), np.argsort(placed))
+
+
+def _tensordot_right(g, _ans, x, _y, axes=2):
+    theirs, own, others, free = _split(axes, np.ndim(x), len(_y.shape))
+    placed = [own[i] for i in np.argsort(theirs)] + free
+    return np.transpose(np.tensordot(x, g, (others, [*range(len(others))])), np.argsort(placed))
+
+
+rule(np.tensordot, _tensordot_left, _tensordot_right)
+
+
+@composite(np.linalg.tensordot)
+def tensordot(x1, x2, /, *, axes=2):
+    return np.tensordot(x1, x2, axes)
+
+
+# np.einsum
+
+
+def _explicit(subscripts: str, ndims: list[int]) -> str:
+    """The same subscripts with a result and without ellipses."""
+    terms, arrow, out = subscripts.replace(" ", "").partition("->")
+    labels = terms.split(",")
+    unused = [c for c in string.ascii_letters if c not in terms]
+    widths = [n - len(t) + 3 if "..." in t else 0 for n, t in zip(ndims, labels, strict=True)]
+    letters = unused[: max(widths, default=0)]
+    labels = [t.replace("...", "".join(letters[len(letters) - w :])) for t, w in zip(labels, widths, strict=True)]
+    if not arrow:
+        out = "..." + "".join(sorted(c for c in set(terms) - {",", "."} if terms.count(c) == 1))
+    return ",".join(labels) + "->" + out.replace("...", "".join(letters))
+
+
+def _einsum_rule(k, g, _ans, *operands, subscripts, optimize):
+    """The einsum of g and the other operands, which has the labels of operand k.
+
+    A label that stands nowhere else was summed: it comes back by a vector of ones. The second of two equal labels
+    took a diagonal: it comes back by an identity matrix.
+    """
+    terms, out = subscripts.split("->")
+    labels = terms.split(",")
+    inputs, arrays = [out, *labels[:k], *labels[k + 1 :]], [g, *operands[:k], *operands[k + 1 :]]
+    known, unused, target = set("".join(inputs)), [c for c in string.ascii_letters if c not in subscripts], ""
+    for c, n in zip(labels[k], np.shape(operands[k]), strict=True):
+        if c in target:
+            fresh = unused.pop()
+            inputs.append(c + fresh)
+            arrays.append(np.diag(np.ones_like(g, shape=n)))
+            c = fresh
+        elif c not in known:
+            inputs.append(c)
+            arrays.append(np.ones_like(g, shape=n))
+        target += c
+    return np.einsum(",".join(inputs) + "->" + target, *arrays, optimize=optimize)
+
+
+@primitive("einsum", variadic=_einsum_rule, linear=True)
+def _einsum(*operands, subscripts, optimize):
+    return np.einsum(subscripts, *operands, optimize=optimize)
+
+
+@composite(np.einsum)
+def einsum(subscripts, *operands, out=None, optimize=False, dtype=None, order="K", casting="safe"):
+    if not isinstance(subscripts, str):
+        operands = (subscripts, *operands)
+        lists = ["".join("..." if i is Ellipsis else string.ascii_letters[i] for i in s) for s in operands[1::2]]
+        last = operands[-1] if len(operands) % 2 else None
+        operands = operands[: len(lists) * 2 : 2]
+        subscripts = ",".join(lists)
+        if last is not None:
+            subscripts += "->" + "".join("..." if i is Ellipsis else string.ascii_letters[i] for i in last)
+    explicit = _explicit(subscripts, [np.ndim(x) for x in operands])
+    result = _einsum(*operands, subscripts=explicit, optimize=optimize)
+    return result if dtype is None else result.astype(dtype)
+
+
+# Norms. At zero the derivative of a two-norm is taken as zero.
+
+
+@primitive("norm", lambda g, ans, x, axis, keepdims: expand(g / nonzero(ans), x, axis, keepdims) * conj(x))
+def _two_norm(x, axis, keepdims):
+    norm = np.linalg.norm if axis is None or np.size(axis) < 3 else np.linalg.vector_norm
+    return norm(x, axis=axis, keepdims=keepdims)
+
+
+@composite(np.linalg.vector_norm)
+def vector_norm(x, /, *, axis=None, keepdims=False, ord=2):
+    if ord == 2:
+        return _two_norm(x, axis, keepdims)
+    if abs(ord) == np.inf:
+        return (np.max if ord > 0 else np.min)(np.abs(x), axis, keepdims=keepdims)
+    if ord == 0:
+        return np.sum((x != 0).astype(np.real(x).dtype), axis, keepdims=keepdims)
+    if ord == 1:
+        return np.sum(np.abs(x), axis, keepdims=keepdims)
+    return np.sum(np.abs(x) ** ord, axis, keepdims=keepdims) ** (1 / ord)
+
+
+@composite(np.linalg.matrix_norm)
+def matrix_norm(x, /, *, keepdims=False, ord="fro"):
+    return np.linalg.norm(x, ord, (-2, -1), keepdims)
+
+
+@composite(np.linalg.norm)
+def norm(x, ord=None, axis=None, keepdims=False):
+    if ord is None:
+        return _two_norm(x, axis, keepdims)
+    axes = tuple(range(x.ndim)) if axis is None else tuple(np.atleast_1d(axis).tolist())
+    if len(axes) == 1:
+        return vector_norm(x, ord=ord, axis=axes[0], keepdims=keepdims)
+    if ord == "fro":
+        return _two_norm(x, axes, keepdims)
+    if ord in (1, -1, np.inf, -np.inf):
+        sums = np.sum(np.abs(x), axes[0 if abs(ord) == 1 else 1], keepdims=True)
+        return (np.max if ord > 0 else np.min)(sums, axes, keepdims=keepdims)
+    raise DifferentiationError(
+        message(
+            "np.linalg.norm",
+            argument="ord",
+            got=repr(ord),
+            need="None, a vector norm, or a matrix norm among 'fro', 1, -1, inf and -inf",
+            mend="compose it of np.linalg.svd",
+        )
+    )

@@ -1,0 +1,303 @@
+"""Rules of functions that change the shape or the order of entries, join arrays or part them."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from spmd.autodiff.primitive import composite, handlers, primitive, rule
+from spmd.errors import DifferentiationError, message
+
+
+def along(axis: int, ndim: int, index) -> tuple:
+    """The index that selects along one dimension: x[along(1, x.ndim, i)] is x[:, i]."""
+    return (slice(None),) * (axis % ndim) + (index,)
+
+
+# What is known without looking at the entries is no array, and has no state.
+
+handlers.update(
+    {
+        np.shape: lambda a: a.shape,
+        np.ndim: lambda a: a.ndim,
+        np.size: lambda a, axis=None: a.size if axis is None else a.shape[axis],
+        np.iscomplexobj: lambda x: x.dtype.kind == "c",
+        np.isrealobj: lambda x: x.dtype.kind != "c",
+    }
+)
+
+# Shape
+
+
+def _reshape(g, _ans, _x, shape, order="C", copy=None):
+    if order not in "CF":
+        raise DifferentiationError(
+            message(
+                "np.reshape, in a backward sweep",
+                argument="order",
+                got=f"{order!r}, which depends on how the array lies in memory",
+                need="order 'C' or 'F'",
+                mend="name the order that is meant",
+            )
+        )
+    return np.reshape(g, _x.shape, order=order)
+
+
+rule(np.reshape, _reshape)
+rule(np.broadcast_to, lambda g, _ans, _x, shape: g)
+rule(np.expand_dims, lambda g, _ans, _x, axis: np.reshape(g, _x.shape))
+rule(np.squeeze, lambda g, _ans, _x, axis=None: np.reshape(g, _x.shape))
+rule(np.copy, lambda g, _ans, _x: g)
+
+
+@composite(np.ravel)
+def ravel(a, order="C"):
+    return np.reshape(a, -1, order)
+
+
+def _each(f, arrays):
+    results = tuple(f(a) for a in arrays)
+    return results[0] if len(results) == 1 else results
+
+
+@composite(np.atleast_1d)
+def atleast_1d(*arrays):
+    return _each(lambda a: a if np.ndim(a) else np.reshape(a, 1), arrays)
+
+
+@composite(np.atleast_2d)
+def atleast_2d(*arrays):
+    return _each(lambda a: a if np.ndim(a) > 1 else np.reshape(a, (1, -1)), arrays)
+
+
+@composite(np.atleast_3d)
+def atleast_3d(*arrays):
+    shapes = {0: (1, 1, 1), 1: (1, -1, 1)}
+    return _each(lambda a: a if np.ndim(a) > 2 else np.reshape(a, shapes.get(np.ndim(a), (*np.shape(a), 1))), arrays)
+
+
+@composite(np.broadcast_arrays)
+def broadcast_arrays(*arrays, subok=False):
+    shape = np.broadcast_shapes(*map(np.shape, arrays))
+    return tuple(np.broadcast_to(a, shape) for a in arrays)
+
+
+@composite(np.meshgrid)
+def meshgrid(*xi, copy=True, sparse=False, indexing="xy"):
+    n = len(xi)
+    order = [1, 0, *range(2, n)] if indexing == "xy" and n > 1 else range(n)
+    grid = [np.reshape(x, [-1 if i == k else 1 for i in range(n)]) for k, x in zip(order, xi, strict=True)]
+    return tuple(grid) if sparse else np.broadcast_arrays(*grid)
+
+
+if hasattr(np, "astype"):
+
+    @composite(np.astype)
+    def astype(x, dtype, /, *, copy=True, device=None):
+        return x.astype(dtype)
+
+
+# Order
+
+
+def _transpose_back(g, axes):
+    return np.transpose(g, None if axes is None else np.argsort([a % g.ndim for a in axes]))
+
+
+rule(np.transpose, lambda g, _ans, _x, axes=None: _transpose_back(g, axes))
+rule(np.swapaxes, lambda g, _ans, _x, axis1, axis2: np.swapaxes(g, axis1, axis2))
+rule(np.moveaxis, lambda g, _ans, _x, source, destination: np.moveaxis(g, destination, source))
+rule(np.flip, lambda g, _ans, _x, axis=None: np.flip(g, axis))
+rule(np.fliplr, lambda g, _ans, _x: np.fliplr(g))
+rule(np.flipud, lambda g, _ans, _x: np.flipud(g))
+rule(np.rot90, lambda g, _ans, _x, k=1, axes=(0, 1): np.rot90(g, -k, axes))
+rule(np.roll, lambda g, _ans, _x, shift, axis=None: np.roll(g, np.negative(shift), axis))
+
+
+@composite(np.matrix_transpose, np.linalg.matrix_transpose)
+def matrix_transpose(x, /):
+    return np.swapaxes(x, -1, -2)
+
+
+@composite(np.rollaxis)
+def rollaxis(a, axis, start=0):
+    axis, start = axis % a.ndim, start + a.ndim if start < 0 else start
+    return np.moveaxis(a, axis, start - (axis < start))
+
+
+# Join
+
+
+def _join(k, g, _ans, *_arrays, axis):
+    sizes = [np.shape(a)[axis] for a in _arrays[: k + 1]]
+    return g[along(axis, g.ndim, slice(sum(sizes[:-1]), sum(sizes)))]
+
+
+@primitive("concatenate", variadic=_join)
+def _concatenate(*arrays, axis):
+    return np.concatenate(arrays, axis)
+
+
+@primitive("stack", variadic=lambda k, g, _ans, *_arrays, axis: g[along(axis, g.ndim, k)])
+def _stack(*arrays, axis):
+    return np.stack(arrays, axis)
+
+
+def _cast(x, dtype):
+    return x if dtype is None else x.astype(dtype)
+
+
+@composite(np.concatenate)
+def concatenate(arrays, /, axis=0, out=None, *, dtype=None, casting="same_kind"):
+    if axis is None:
+        arrays, axis = [np.ravel(a) for a in arrays], 0
+    return _cast(_concatenate(*arrays, axis=axis), dtype)
+
+
+@composite(np.stack)
+def stack(arrays, axis=0, out=None, *, dtype=None, casting="same_kind"):
+    return _cast(_stack(*arrays, axis=axis), dtype)
+
+
+@composite(np.vstack)
+def vstack(tup, *, dtype=None, casting="same_kind"):
+    return np.concatenate([np.atleast_2d(a) for a in tup], 0, dtype=dtype)
+
+
+@composite(np.hstack)
+def hstack(tup, *, dtype=None, casting="same_kind"):
+    arrays = [np.atleast_1d(a) for a in tup]
+    return np.concatenate(arrays, 0 if arrays[0].ndim == 1 else 1, dtype=dtype)
+
+
+@composite(np.dstack)
+def dstack(tup):
+    return np.concatenate([np.atleast_3d(a) for a in tup], 2)
+
+
+@composite(np.column_stack)
+def column_stack(tup):
+    return np.concatenate([a if np.ndim(a) > 1 else np.reshape(a, (-1, 1)) for a in tup], 1)
+
+
+@composite(np.append)
+def append(arr, values, axis=None):
+    return np.concatenate([arr, values], axis)
+
+
+@composite(np.block)
+def block(arrays):
+    def depth(tree):
+        return 1 + depth(tree[0]) if isinstance(tree, list) else 0
+
+    def leaves(tree):
+        return [leaf for t in tree for leaf in leaves(t)] if isinstance(tree, list) else [tree]
+
+    def build(tree, axis):
+        if isinstance(tree, list):
+            return np.concatenate([build(t, axis + 1) for t in tree], axis)
+        return np.reshape(tree, (1,) * (ndim - np.ndim(tree)) + np.shape(tree))
+
+    ndim = max(depth(arrays), *map(np.ndim, leaves(arrays)))
+    return build(arrays, -depth(arrays))
+
+
+# Part
+
+
+@composite(np.array_split)
+def array_split(ary, indices_or_sections, axis=0):
+    size = ary.shape[axis]
+    if np.ndim(indices_or_sections):
+        cuts = [0, *indices_or_sections, size]
+    else:
+        each, extra = divmod(size, int(indices_or_sections))
+        cuts = [i * each + min(i, extra) for i in range(int(indices_or_sections) + 1)]
+    return [ary[along(axis, ary.ndim, slice(low, high))] for low, high in itertools.pairwise(cuts)]
+
+
+@composite(np.split)
+def split(ary, indices_or_sections, axis=0):
+    if np.ndim(indices_or_sections) == 0 and ary.shape[axis] % indices_or_sections:
+        raise ValueError("array split does not result in an equal division")
+    return np.array_split(ary, indices_or_sections, axis)
+
+
+@composite(np.hsplit)
+def hsplit(ary, indices_or_sections):
+    return np.split(ary, indices_or_sections, min(ary.ndim - 1, 1))
+
+
+@composite(np.vsplit)
+def vsplit(ary, indices_or_sections):
+    return np.split(ary, indices_or_sections, 0)
+
+
+@composite(np.dsplit)
+def dsplit(ary, indices_or_sections):
+    return np.split(ary, indices_or_sections, 2)
+
+
+if hasattr(np, "unstack"):
+
+    @composite(np.unstack)
+    def unstack(x, /, *, axis=0):
+        return tuple(x[along(axis, x.ndim, i)] for i in range(x.shape[axis]))
+
+
+# Repeat and pad
+
+
+@composite(np.repeat)
+def repeat(a, repeats, axis=None):
+    if axis is None:
+        a, axis = np.ravel(a), 0
+    axis %= a.ndim
+    if np.size(repeats) != 1:
+        return np.take(a, np.repeat(np.arange(a.shape[axis]), repeats), axis)
+    n, shape = int(np.reshape(repeats, ())), a.shape
+    columns = np.broadcast_to(np.expand_dims(a, axis + 1), (*shape[: axis + 1], n, *shape[axis + 1 :]))
+    return np.reshape(columns, (*shape[:axis], shape[axis] * n, *shape[axis + 1 :]))
+
+
+@composite(np.tile)
+def tile(A, reps):
+    reps = np.atleast_1d(reps).tolist()
+    reps = [1] * (A.ndim - len(reps)) + reps
+    shape = (1,) * (len(reps) - A.ndim) + A.shape
+    pairs = list(zip(reps, shape, strict=True))
+    tiles = np.broadcast_to(np.reshape(A, [m for n in shape for m in (1, n)]), [m for pair in pairs for m in pair])
+    return np.reshape(tiles, [r * n for r, n in pairs])
+
+
+def _inside(widths, shape) -> tuple[slice, ...]:
+    return tuple(slice(low, low + n) for (low, _), n in zip(widths, shape, strict=True))
+
+
+@primitive("pad", lambda g, _ans, _x, widths, **_: g[_inside(widths, _x.shape)])
+def _pad(x, widths, **values):
+    return np.pad(x, widths, **values)
+
+
+@composite(np.pad)
+def pad(array, pad_width, mode="constant", **kwargs):
+    if isinstance(pad_width, dict):
+        pad_width = [pad_width.get(i, pad_width.get(i - array.ndim, 0)) for i in range(array.ndim)]
+        pad_width = [(w, w) if np.ndim(w) == 0 else w for w in pad_width]
+    widths = np.broadcast_to(pad_width, (array.ndim, 2)).tolist()
+    if mode == "constant":
+        return _pad(array, widths, **kwargs)
+    if mode not in ("edge", "reflect", "symmetric", "wrap") or kwargs.get("reflect_type", "even") != "even":
+        raise DifferentiationError(
+            message(
+                "np.pad",
+                argument="mode",
+                got=f"{mode!r} with {kwargs}" if kwargs else repr(mode),
+                need="constant, edge, wrap, or even reflect and symmetric, where differentiated",
+                mend="np.concatenate the edges that are meant",
+            )
+        )
+    for axis, width in enumerate(widths):
+        array = np.take(array, np.pad(np.arange(array.shape[axis]), width, mode=mode), axis)
+    return array

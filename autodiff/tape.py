@@ -1,0 +1,244 @@
+"""The tape: what was computed, in order, and the sweep that goes back over it.
+
+A `Tape` is a list of `Node`s. Each node keeps what its derivative rules ask for, and nothing else. The backward
+sweep is one loop from the last node to the first; it calls the rules and adds the cotangents that meet in a node.
+
+A cotangent is a linear functional under the plain pairing sum(g * x), without a conjugate: rules are transposes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+import numpy as np
+
+from spmd.errors import ClosureError, DifferentiationError, message
+
+__all__ = ["Bundle", "Future", "Node", "Tape", "fit", "recording", "suspended", "sweep", "unbroadcast"]
+
+_levels = itertools.count(1)
+_active: ContextVar[tuple[Tape, ...]] = ContextVar("spmd_active_tapes", default=())
+
+
+class Node:
+    """One recorded result: the primitive that made it, the nodes it came from, and what its rules keep.
+
+    `shape` and `dtype` are those of the result; a `dtype` of None marks a weakly typed Python number.
+    A node without a primitive is a leaf: an argument that is differentiated.
+    """
+
+    __slots__ = ("ans", "args", "dtype", "index", "kwargs", "parents", "prim", "shape")
+
+    def __init__(self, prim, parents, args, kwargs, ans, shape, dtype):
+        self.prim = prim
+        self.parents = parents
+        self.args = args
+        self.kwargs = kwargs
+        self.ans = ans
+        self.shape = shape
+        self.dtype = dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape))
+
+
+class Tape:
+    """The nodes of one differentiation, in the order they were computed.
+
+    A higher `level` means a later, inner differentiation. `twins` caches what operands were brought to other
+    states, so that their cotangents meet before they are sent anywhere.
+    """
+
+    __slots__ = ("append", "level", "nodes", "twins")
+
+    def __init__(self) -> None:
+        self.level = next(_levels)
+        self.nodes: list[Node] = []
+        self.twins: dict[Any, Any] = {}
+        self.append: Callable[[Node], None] = self._append
+
+    def _append(self, node: Node) -> None:
+        node.index = len(self.nodes)
+        self.nodes.append(node)
+
+    def leaf(self, shape, dtype) -> Node:
+        node = Node(None, (), (), {}, None, shape, dtype)
+        self._append(node)
+        return node
+
+    def refuse(self, refusal: Callable[[], Exception]) -> None:
+        """From now on recording raises: a traced array has outlived its transformation, or crossed into a body."""
+
+        def append(node: Node) -> None:
+            raise refusal()
+
+        self.append = append
+
+    def resume(self) -> None:
+        self.append = self._append
+
+
+def _leaked() -> Exception:
+    return DifferentiationError(
+        message(
+            "a traced array",
+            got="an operation on an array traced by a transformation that has already ended",
+            need="a value that was returned by the transformed function",
+            mend="return it (grad(f, has_aux=True) returns extra values); do not keep it in a variable outside",
+        )
+    )
+
+
+def _closed_over() -> Exception:
+    return ClosureError(
+        message(
+            "spmd.map",
+            got="a body that uses an array traced outside of its map",
+            need="bodies that use their arguments only",
+            mend="pass the array to the map as an argument, with a spec in in_specs (P() for a replicated one)",
+        )
+    )
+
+
+@contextmanager
+def recording() -> Iterator[Tape]:
+    """A new tape, innermost until the block ends; recording on it later is an error."""
+    tape = Tape()
+    token = _active.set((*_active.get(), tape))
+    try:
+        yield tape
+    finally:
+        _active.reset(token)
+        tape.refuse(_leaked)
+
+
+@contextmanager
+def suspended() -> Iterator[None]:
+    """Within the block, recording on the tapes that are active here is an error: bodies take arguments."""
+    tapes = _active.get()
+    if not tapes:
+        yield
+        return
+    token = _active.set(())
+    before = [tape.append for tape in tapes]
+    for tape in tapes:
+        tape.refuse(_closed_over)
+    try:
+        yield
+    finally:
+        for tape, append in zip(tapes, before, strict=True):
+            tape.append = append
+        _active.reset(token)
+
+
+class Future(Protocol):
+    """A cotangent that is under way."""
+
+    def wait(self) -> Any: ...
+
+
+class Bundle:
+    """The cotangents of a node with several results, by the position of the result."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self, parts: dict[int, Any]):
+        self.parts = parts
+
+    def __add__(self, other: Bundle) -> Bundle:
+        parts = dict(self.parts)
+        for k, g in other.parts.items():
+            parts[k] = parts[k] + g if k in parts else g
+        return Bundle(parts)
+
+
+def unbroadcast(g, shape: tuple[int, ...]):
+    """The transpose of broadcasting `shape` to the shape of g: sum over the dimensions that were added or stretched."""
+    extra = g.ndim - len(shape)
+    stretched = tuple(i + extra for i, n in enumerate(shape) if n == 1 and g.shape[i + extra] != 1)
+    axes = tuple(range(extra)) + stretched
+    return np.reshape(np.sum(g, axis=axes), shape) if axes else np.reshape(g, shape)
+
+
+def fit(g, node):
+    """Bring a cotangent to the shape and dtype of its node: undo broadcasting, complex promotion and casts."""
+    if type(g) is Bundle:
+        return g
+    if not hasattr(g, "dtype"):
+        g = np.asarray(g)
+    if g.shape != node.shape:
+        g = unbroadcast(g, node.shape)
+    if node.dtype is not None and g.dtype != node.dtype:
+        if g.dtype.kind == "c" and node.dtype.kind != "c":
+            g = np.real(g)
+        if g.dtype != node.dtype:
+            g = g.astype(node.dtype)
+    return g
+
+
+def sweep(tape: Tape, seeds: Iterable[tuple[Node, Any]], leaves: list[Node], *, free: bool) -> list[Any]:
+    """The cotangents of `leaves`, given those of some results; None where no cotangent reaches.
+
+    With `free`, nodes are dropped as the sweep passes, so that memory falls as it goes; the tape serves once.
+    A primitive may owe a leaf its cotangent (`owe`): the sweep goes on, and waits for all debts at the end.
+    """
+    nodes = tape.nodes
+    cotangents: dict[int, Any] = {}
+    owed: dict[int, list[Future]] = {}
+    shared: dict[Any, Any] = {}
+
+    def add(index: int, g) -> None:
+        known = cotangents.get(index)
+        cotangents[index] = g if known is None else known + g
+
+    for node, g in seeds:
+        add(node.index, fit(g, node))
+    for index in range(max(cotangents, default=-1), -1, -1):
+        node = nodes[index]
+        prim = node.prim
+        if prim is not None and index in cotangents:
+            g = cotangents.pop(index)
+            if node.args is None:
+                raise _freed()
+            if prim.joint is not None:
+                for parent, part in zip(node.parents, prim.joint(g, *node.args), strict=True):
+                    if parent is not None and part is not None:
+                        add(parent.index, fit(part, parent))
+            else:
+                for k, parent in enumerate(node.parents):
+                    if parent is None:
+                        continue
+                    if prim.owe is not None and parent.prim is None:
+                        debt = prim.owe(shared, g, *node.args)
+                        if debt is not None:
+                            owed.setdefault(parent.index, []).append(debt)
+                            continue
+                    add(parent.index, fit(prim.pull(k)(g, node.ans, *node.args, **node.kwargs), parent))
+        if free and prim is not None:
+            node.args = node.ans = None
+            node.parents = ()
+            nodes.pop()
+    for node in leaves:
+        for debt in owed.get(node.index, ()):
+            add(node.index, fit(debt.wait(), node))
+    return [cotangents.get(node.index) for node in leaves]
+
+
+def _freed() -> Exception:
+    return DifferentiationError(
+        message(
+            "a backward sweep",
+            got="a tape that has been freed by grad or value_and_grad",
+            need="a tape that was kept",
+            mend="use vjp: its pullback may be called many times",
+        )
+    )

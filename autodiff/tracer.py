@@ -1,0 +1,693 @@
+"""The traced array: plain NumPy syntax that records itself.
+
+An `Array` holds a value, the state of that value (opaque here), and, where it is differentiated, a tape and its node
+there. The value is bare data, or an `Array` of an outer differentiation: transformations nest by nesting arrays.
+
+NumPy reaches an Array by its protocols (`np.tanh(x)`, `bare @ x`, `np.concatenate([x, y])`); operators reach it
+directly. What a function does here stands in `autodiff/rules/`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import operator
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from spmd.autodiff.primitive import Like, Primitive, composites, constants, handlers, primitive
+from spmd.autodiff.tape import Node, Tape
+from spmd.errors import DifferentiationError, StateError, TracedConversionError, describe, message, nearest
+
+__all__ = ["Array", "Mixing", "apply", "at", "bare", "mixing", "record", "use_mixing", "value_of"]
+
+
+class Mixing:
+    """How operands of different state are brought together: the one hook for distributed meaning.
+
+    This default knows one state, None: that of arrays outside of any map.
+    """
+
+    def ambient(self) -> Any:
+        """The state of bare arrays here."""
+        return None
+
+    def join(self, arrays: list[Array]) -> tuple[list[Array], Any]:
+        """The arrays brought to one state (those without a tape may stay as they are), and that state."""
+        raise NotImplementedError
+
+    def bring(self, g, have, state):
+        """A cotangent in state `have` brought to exactly `state`; arrays of more state than that are summed."""
+        return g
+
+    def settle(self, g, value):
+        """A gradient in the form in which its argument `value` came."""
+        return g
+
+
+mixing = Mixing()
+
+
+def use_mixing(hook: Mixing) -> None:
+    global mixing
+    mixing = hook
+
+
+def value_of(x):
+    """The bare data under x, through all levels."""
+    while type(x) is Array:
+        x = x.value
+    return x
+
+
+def bare(tree):
+    """The bare data under every array in nested tuples, lists and dicts."""
+    if type(tree) is Array:
+        return value_of(tree)
+    if isinstance(tree, tuple | list):
+        return type(tree)(bare(t) for t in tree)
+    if isinstance(tree, dict):
+        return {k: bare(v) for k, v in tree.items()}
+    if isinstance(tree, slice):
+        return slice(bare(tree.start), bare(tree.stop), bare(tree.step))
+    return tree
+
+
+def find(tree, into: list[Array]) -> list[Array]:
+    """Every Array in nested tuples, lists, dicts and slices."""
+    if type(tree) is Array:
+        into.append(tree)
+    elif isinstance(tree, tuple | list):
+        for t in tree:
+            find(t, into)
+    elif isinstance(tree, dict):
+        for t in tree.values():
+            find(t, into)
+    elif isinstance(tree, slice):
+        find((tree.start, tree.stop, tree.step), into)
+    return into
+
+
+def apply(prim: Primitive, args, kwargs):
+    """Run a primitive on arrays of any level and state, and record it where a rule will be asked for."""
+    top = first = state = None
+    mixed = False
+    for a in args:
+        if type(a) is Array:
+            if first is None:
+                first, state = a, a.state
+            elif a.state is not state:
+                mixed = True
+            tape = a.tape
+            if tape is not top and tape is not None and (top is None or tape.level > top.level):
+                top = tape
+    if kwargs and find(kwargs, []):
+        return _with_keyword_arrays(prim, args, kwargs)
+    if mixed:
+        joined, state = mixing.join([a for a in args if type(a) is Array])
+        rest = iter(joined)
+        args = [next(rest) if type(a) is Array else a for a in args]
+    if top is None:
+        return wrap(prim.fun(*[a.value if type(a) is Array else a for a in args], **kwargs), state)
+    lower, nodes, deeper, key = [], [], False, 1
+    for a in args:
+        key <<= 1
+        node = None
+        if type(a) is Array:
+            tape = a.tape
+            if tape is top:
+                node = a.node
+                key |= 1
+                a = a.value
+                deeper = deeper or type(a) is Array
+            elif tape is None:
+                a = a.value
+            else:
+                deeper = True
+        lower.append(a)
+        nodes.append(node)
+    plan = prim.plans.get(key) or prim.plan(key)
+    options = plan.options(kwargs) if kwargs else kwargs
+    ans = apply(prim, lower, kwargs) if deeper else prim.fun(*lower, **kwargs)
+    try:
+        shape, dtype = ans.shape, ans.dtype
+        if dtype.kind in "biu":
+            return wrap(ans, state)
+    except AttributeError:
+        if not isinstance(ans, float | complex):
+            return wrap(ans, state)
+        shape, dtype = (), weak(ans)
+    for i in plan.dropped:
+        a = lower[i]
+        if nodes[i] is not None:
+            lower[i] = nodes[i]
+        elif hasattr(a, "shape"):
+            lower[i] = Like(a.shape, a.dtype)
+    node = Node(prim, nodes, lower, options, ans if plan.keep_ans else None, shape, dtype)
+    top.append(node)
+    return Array(ans, state, top, node)
+
+
+def weak(number: float | complex):
+    """The dtype by which a node marks a Python number: none for a real one, whose type adapts to what it meets."""
+    return np.dtype(complex) if isinstance(number, complex) else None
+
+
+def _with_keyword_arrays(prim: Primitive, args, kwargs):
+    """Arrays given by keyword: brought to their positions where they follow there, else taken as constants."""
+    names = [p.name for p in _signature(prim.fun) if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    args, kwargs = list(args), dict(kwargs)
+    while len(args) < len(names) and names[len(args)] in kwargs:
+        args.append(kwargs.pop(names[len(args)]))
+    arrays, extra = [a for a in args if type(a) is Array], find(kwargs, [])
+    if any(a.tape is not None for a in extra):
+        raise _keyword_array(prim)
+    if all(a.tape is None for a in arrays):
+        return compute(prim.fun, args, kwargs)
+    joined = iter(arrays if all(a.state is arrays[0].state for a in arrays + extra) else mixing.join(arrays + extra)[0])
+    return apply(prim, [next(joined) if type(a) is Array else a for a in args], bare(kwargs))
+
+
+def _signature(fun):
+    try:
+        return inspect.signature(fun).parameters.values()
+    except ValueError:
+        return ()
+
+
+def record(tape: Tape, prim: Primitive, parents: list[Node | None], args: tuple, shape, dtype) -> Node:
+    """Record a result that was computed elsewhere; `args` is what the rule is given."""
+    node = Node(prim, parents, args, {}, None, shape, dtype)
+    tape.append(node)
+    return node
+
+
+def wrap(ans, state):
+    """Give results their state; outside of maps constants are bare."""
+    if state is None:
+        return ans
+    if isinstance(ans, tuple | list):
+        parts = (wrap(a, state) for a in ans)
+        return type(ans)(*parts) if hasattr(ans, "_fields") else type(ans)(parts)
+    return Array(ans, state) if hasattr(ans, "dtype") or isinstance(ans, int | float | complex) else ans
+
+
+def compute(fun, args, kwargs):
+    """Run a function on bare data and give the results the joined state of all arrays in its arguments."""
+    arrays = find((args, kwargs), [])
+    state = arrays[0].state
+    if any(a.state is not state for a in arrays):
+        state = mixing.join([Array(value_of(a), a.state) for a in arrays])[1]
+    return wrap(fun(*_read_only(bare(args)), **_read_only(bare(kwargs))), state)
+
+
+def _read_only(tree):
+    """Views that a function without rule cannot write through."""
+    if isinstance(tree, np.ndarray):
+        view = tree.view()
+        view.flags.writeable = False
+        return view
+    if isinstance(tree, tuple | list) and not hasattr(tree, "_fields"):
+        return type(tree)(_read_only(t) for t in tree)
+    if isinstance(tree, dict):
+        return {k: _read_only(v) for k, v in tree.items()}
+    return tree
+
+
+def dispatch(fun, args, kwargs):
+    """What a NumPy function does when one of its arguments is an Array."""
+    if kwargs.get("out") is not None and kwargs["out"] != (None,):
+        raise StateError(
+            message(
+                _name(fun),
+                argument="out",
+                got="an array to write into",
+                need="no out: arrays of a body are immutable",
+                mend=f"use the result: y = {_name(fun)}(...)",
+            )
+        )
+    kwargs.pop("out", None)
+    if fun in constants:
+        return compute(fun, args, kwargs)
+    handler = handlers.get(fun) or late(fun)
+    if handler is None or fun in composites:
+        if all(a.tape is None for a in find((args, kwargs), [])):
+            return compute(fun, args, kwargs)
+        if handler is None:
+            raise _no_rule(fun)
+    return handler(*args, **kwargs)
+
+
+def late(fun):
+    """The rule of a function of an optional package: those rules are loaded once the package shows up."""
+    if "scipy.special" in sys.modules and isinstance(fun, np.ufunc):
+        importlib.import_module("spmd.autodiff.rules.special")
+    return handlers.get(fun)
+
+
+def _name(fun) -> str:
+    module = getattr(fun, "__module__", None) or "numpy"
+    module = "scipy.special" if "scipy" in module or fun.__name__ not in np.__dict__ else module
+    if hasattr(np, fun.__name__) and getattr(np, fun.__name__) is fun:
+        module = "numpy"
+    return f"{module}.{fun.__name__}".replace("numpy.", "np.")
+
+
+def _no_rule(fun) -> Exception:
+    known = nearest(fun.__name__, (f.__name__ for f in handlers))
+    return DifferentiationError(
+        message(
+            _name(fun),
+            got="a traced array, and no derivative rule for this function",
+            need=f"a function with a rule{'; the nearest are ' if known else ''}{', '.join('np.' + k for k in known)}",
+            mend="compose it of functions with rules, declare it with spmd.custom_vjp, "
+            "or cut its argument off with spmd.stop_gradient",
+        )
+    )
+
+
+def _keyword_array(prim: Primitive) -> Exception:
+    return DifferentiationError(
+        message(
+            prim.name,
+            got="a traced array passed by keyword",
+            need="array arguments by position",
+            mend="write it without the keyword",
+        )
+    )
+
+
+class Array:
+    """An array whose operations are tracked: its state always, its derivative where a tape is given.
+
+    It is immutable and behaves as the NumPy array it holds; `x.at[i].set(v)` gives a changed copy.
+    """
+
+    __slots__ = ("__weakref__", "node", "state", "tape", "value")
+    __array_priority__ = 1000.0
+
+    def __init__(self, value, state=None, tape=None, node=None):
+        self.value = value
+        self.state = state
+        self.tape = tape
+        self.node = node
+
+    # What it is
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return np.shape(self.value) if type(self.value) in (int, float, complex, bool) else self.value.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        value = self.value
+        return np.asarray(value).dtype if type(value) in (int, float, complex, bool) else value.dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of an array without dimensions")
+        return self.shape[0]
+
+    def __iter__(self):
+        return (self[i] for i in range(len(self)))
+
+    def __spmd_describe__(self) -> str:
+        state = f"{self.state} array" if self.state is not None else "array"
+        return f"{'traced ' if self.tape is not None else ''}{state} {self.dtype}{list(self.shape)}"
+
+    def __repr__(self) -> str:
+        data = np.array2string(np.asarray(value_of(self)), separator=", ", threshold=20, edgeitems=2)
+        return f"Array({data}, {self.__spmd_describe__()})"
+
+    def __format__(self, spec: str) -> str:
+        return format(value_of(self), spec) if spec and self.shape == () else str(self)
+
+    # What it refuses
+
+    def __array__(self, dtype=None, copy=None):
+        traced = self.tape is not None
+        raise TracedConversionError(
+            message(
+                "np.asarray, or a function that calls it",
+                got=describe(self),
+                need="a bare array; converting would "
+                + ("cut the result off from its gradient" if traced else "lose the state of the array"),
+                mend="np.stack([a, b]) in place of np.array([a, b]); "
+                + (
+                    "spmd.stop_gradient(x) if no gradient is wanted"
+                    if traced
+                    else "spmd.block(x) gives the bare read-only data"
+                ),
+            )
+        )
+
+    def _number(self, kind: str):
+        if self.tape is not None:
+            raise TracedConversionError(
+                message(
+                    f"{kind}()",
+                    got=describe(self),
+                    need="an undifferentiated array; a Python number has no gradient",
+                    mend="keep it an array, or take spmd.stop_gradient(x) first",
+                )
+            )
+        if self.state is not None and self.state.varying:
+            raise StateError(
+                message(
+                    f"{kind}()",
+                    got=describe(self),
+                    need="an Invariant array: each worker would go its own way",
+                    mend="reduce it over the axes it varies over (spmd.psum, spmd.pmax), or use np.where; "
+                    "spmd.block(x) gives this worker's bare data, spmd.worker_index the worker's plain index",
+                )
+            )
+        return self.value
+
+    def __bool__(self) -> bool:
+        return bool(self._number("bool"))
+
+    def __int__(self) -> int:
+        return int(self._number("int"))
+
+    def __float__(self) -> float:
+        return float(self._number("float"))
+
+    def __complex__(self) -> complex:
+        return complex(self._number("complex"))
+
+    def __index__(self) -> int:
+        return operator.index(self._number("index"))
+
+    def item(self):
+        return self._number("item").item()
+
+    def tolist(self):
+        return self._number("tolist").tolist()
+
+    def __setitem__(self, index, value):
+        raise StateError(
+            message(
+                "x[i] = v",
+                got=f"an assignment into a {self.__spmd_describe__()}",
+                need="arrays are immutable",
+                mend="x = x.at[i].set(v), or spmd.at(x)[i].set(v) where x may be a bare array",
+            )
+        )
+
+    def __hash__(self):
+        raise TypeError("arrays are not hashable")
+
+    # How NumPy reaches it
+
+    def __array_ufunc__(self, ufunc, method, *inputs, **kwargs):
+        if method == "__call__":
+            where = kwargs.pop("where", True)
+            if where is not True:
+                raise DifferentiationError(
+                    message(
+                        _name(ufunc),
+                        argument="where",
+                        got="a mask",
+                        need="no where argument",
+                        mend="np.where(mask, f(x), other)",
+                    )
+                )
+            return dispatch(ufunc, inputs, kwargs)
+        if method == "reduce" and ufunc in _reductions:
+            kwargs.setdefault("axis", 0)
+            return dispatch(_reductions[ufunc], inputs, kwargs)
+        if method == "at" or any(a.tape is not None for a in find((inputs, kwargs), [])):
+            raise _no_rule(ufunc)
+        return compute(getattr(ufunc, method), inputs, kwargs)
+
+    def __array_function__(self, fun, types, args, kwargs):
+        if fun in _creators:
+            return wrap(fun(*args, **kwargs, like=value_of(self)), self.state)
+        return dispatch(fun, args, dict(kwargs))
+
+    def __array_namespace__(self, *, api_version=None):
+        return np
+
+    # Indexing and update
+
+    def __getitem__(self, index):
+        arrays = find(index, [])
+        if not arrays:
+            return _getitem(self, index)
+        x, state = self, self.state
+        if any(a.state is not state for a in arrays):
+            x = mixing.join([self, *[Array(value_of(a), a.state) for a in arrays]])[0][0]
+        return _getitem(x, bare(index))
+
+    @property
+    def at(self) -> At:
+        return At(self)
+
+    def astype(self, dtype, copy: bool = True):
+        return _astype(self, np.dtype(dtype))
+
+    def copy(self):
+        return self
+
+    @property
+    def T(self):
+        return np.transpose(self)
+
+    @property
+    def mT(self):
+        return np.swapaxes(self, -1, -2)
+
+    @property
+    def real(self):
+        return np.real(self)
+
+    @property
+    def imag(self):
+        return np.imag(self)
+
+    def reshape(self, *shape, order="C"):
+        return np.reshape(self, shape[0] if len(shape) == 1 else shape, order=order)
+
+    def transpose(self, *axes):
+        return np.transpose(self, (axes[0] if len(axes) == 1 else axes) or None)
+
+    def flatten(self):
+        return np.ravel(self)
+
+    def __pos__(self):
+        return self
+
+    def __round__(self, ndigits=None):
+        return np.round(self, ndigits or 0)
+
+    def __divmod__(self, other):
+        return self // other, self % other
+
+
+_creators = {
+    getattr(np, name) for name in "arange array asanyarray asarray empty eye full identity ones tri zeros".split()
+}
+"""Functions that reach an Array by `like=` only."""
+
+_reductions = {
+    np.add: np.sum,
+    np.multiply: np.prod,
+    np.maximum: np.max,
+    np.minimum: np.min,
+    np.logical_and: np.all,
+    np.logical_or: np.any,
+}
+
+
+def _operand(x) -> bool:
+    kind = type(x)
+    return (
+        kind is Array
+        or kind is np.ndarray
+        or isinstance(x, int | float | complex | list | tuple)
+        or hasattr(x, "dtype")
+    )
+
+
+def _arithmetic(symbol: str, ufunc) -> None:
+    """An operator with the rules of its ufunc. It computes by Python's operator, so that numbers stay numbers."""
+    fun = getattr(operator, symbol)
+    prim: Primitive = handlers[ufunc].primitive  # type: ignore[attr-defined]
+    prim = Primitive(fun, prim.name, prim.rules)
+    if symbol in ("neg", "abs"):
+        setattr(Array, f"__{symbol}__", lambda self: apply(prim, (self,), {}))
+        return
+
+    setattr(
+        Array,
+        f"__{symbol}__",
+        lambda self, other: apply(prim, (self, other), {}) if _operand(other) else NotImplemented,
+    )
+    setattr(
+        Array,
+        f"__r{symbol}__",
+        lambda self, other: apply(prim, (other, self), {}) if _operand(other) else NotImplemented,
+    )
+
+
+def _constant(symbol: str, reflect: bool) -> None:
+    """An operator without derivative."""
+    fun = getattr(operator, f"__{symbol}__")
+
+    def run(x, y):
+        state = x.state if type(x) is Array else y.state
+        if type(x) is type(y) is Array and x.state is not y.state:
+            state = mixing.join([Array(value_of(x), x.state), Array(value_of(y), y.state)])[1]
+        return wrap(fun(value_of(x), value_of(y)), state)
+
+    setattr(Array, f"__{symbol}__", lambda self, other: run(self, other) if _operand(other) else NotImplemented)
+    if reflect:
+        setattr(Array, f"__r{symbol}__", lambda self, other: run(other, self) if _operand(other) else NotImplemented)
+
+
+def define_operators() -> None:
+    """Give Array Python's operators, once the rules of their ufuncs are there."""
+    for symbol, ufunc in {
+        "add": np.add,
+        "sub": np.subtract,
+        "mul": np.multiply,
+        "truediv": np.true_divide,
+        "mod": np.remainder,
+        "pow": np.power,
+        "matmul": np.matmul,
+        "neg": np.negative,
+        "abs": np.absolute,
+    }.items():
+        _arithmetic(symbol, ufunc)
+    for symbol in "floordiv and or xor lshift rshift".split():
+        _constant(symbol, reflect=True)
+    for symbol in "lt le gt ge eq ne".split():
+        _constant(symbol, reflect=False)
+    Array.__invert__ = lambda self: compute(operator.invert, (self,), {})  # type: ignore[attr-defined]
+
+
+def _method(fun):
+    def method(self, *args, **kwargs):
+        return fun(self, *args, **kwargs)
+
+    method.__name__ = fun.__name__
+    method.__doc__ = f"As np.{fun.__name__}(x, ...)."
+    return method
+
+
+for _each in (
+    "all any argmax argmin argsort clip conj cumprod cumsum diagonal dot max mean min nonzero prod ravel repeat "
+    "round searchsorted sort squeeze std sum swapaxes take trace var"
+).split():
+    setattr(Array, _each, _method(getattr(np, _each)))
+Array.conjugate = Array.conj  # type: ignore[attr-defined]
+
+
+def _add_into(shape, dtype, index, g):
+    """Zeros with g added at index, repeated positions as often as they stand there."""
+    out = np.zeros(shape, dtype)
+    if _is_basic(index):
+        out[index] = g
+    else:
+        np.add.at(out, index, g)
+    return out
+
+
+def _is_basic(index) -> bool:
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(p is None or p is Ellipsis or isinstance(p, int | np.integer | slice) for p in parts)
+
+
+@primitive("x[i]", lambda g, _ans, _x, index: scatter_add(g, _x.shape, index))
+def _getitem(x, index):
+    return x[index]
+
+
+@primitive("scatter_add", lambda g, _ans, _v, _shape, index: g[index])
+def scatter_add(g, shape, index):
+    """Zeros of `shape` with g added at `index`; the transpose of indexing."""
+    return _add_into(shape, np.result_type(g), index, g)
+
+
+@primitive("astype", lambda g, _ans, _x, _dtype: g)
+def _astype(x, dtype):
+    if hasattr(x, "astype"):
+        return x.astype(dtype)
+    return np.asarray(x, dtype)
+
+
+@primitive("x.at[i].set", lambda g, _ans, _x, _v, index: _set(g, 0.0, index), lambda g, _ans, _x, _v, index: g[index])
+def _set(x, v, index):
+    out = np.array(x)
+    out[index] = v
+    return out
+
+
+@primitive("x.at[i].add", lambda g, _ans, _x, _v, index: g, lambda g, _ans, _x, _v, index: g[index])
+def _add(x, v, index):
+    out = np.array(x)
+    np.add.at(out, index, v)
+    return out
+
+
+class At:
+    """`x.at[i].set(v)`, `.add(v)`, `.get()`: changed copies of an array, traced or bare."""
+
+    __slots__ = ("array", "index")
+
+    def __init__(self, array, index=None):
+        self.array = array
+        self.index = index
+
+    def __getitem__(self, index) -> At:
+        return At(self.array, index)
+
+    def get(self):
+        return self.array[self.index]
+
+    def set(self, v):
+        return self._update(_set, v)
+
+    def add(self, v):
+        return self._update(_add, v)
+
+    def _update(self, update: Callable, v):
+        arrays = find(self.index, [])
+        x = self.array
+        if arrays:
+            ambient = [a if type(a) is Array else Array(a, mixing.ambient()) for a in (x,)]
+            joined, _ = mixing.join([*ambient, *[Array(value_of(a), a.state) for a in arrays]])
+            x = joined[0]
+        return update(x, v, bare(self.index))
+
+
+def at(x) -> At:
+    """Changed copies of x, which may be bare or traced: `spmd.at(x)[i].set(v)`."""
+    return At(x)
+
+
+def supported() -> Iterable[str]:
+    """The names of the functions that have a rule or a composition."""
+    return sorted({f.__name__ for f in handlers})
+
+
+__all__ += ["compute", "dispatch", "scatter_add", "supported"]

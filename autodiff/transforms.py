@@ -1,0 +1,538 @@
+"""Transformations of functions: grad, vjp, jvp and their kin, with the signatures of JAX.
+
+Each opens a tape, lifts the arguments onto it, runs the function and sweeps back. They nest to any order, because a
+tape records the rules that run while an outer one is open. Forward mode is the transpose of the transpose: a pullback
+is linear in its cotangent, so its own pullback is the push-forward.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import optree
+
+from spmd.autodiff import tracer
+from spmd.autodiff.primitive import Primitive
+from spmd.autodiff.tape import Bundle, Node, Tape, recording, sweep
+from spmd.autodiff.tracer import Array, find, record, value_of
+from spmd.errors import ClosureError, DifferentiationError, describe, message
+
+__all__ = [
+    "checkpoint",
+    "custom_vjp",
+    "grad",
+    "hessian",
+    "hvp",
+    "jacfwd",
+    "jacrev",
+    "jvp",
+    "linear_transpose",
+    "linearize",
+    "stop_gradient",
+    "value_and_grad",
+    "vjp",
+]
+
+_NUMBERS = (int, float, complex)
+
+
+def lift(tape: Tape, x, where: str, path: str) -> Array:
+    """An argument as a leaf of the tape."""
+    if type(x) in _NUMBERS and type(x) is not int:
+        return Array(x, tracer.mixing.ambient(), tape, tape.leaf((), None))
+    dtype = getattr(x, "dtype", None)
+    if dtype is None or dtype.kind not in "fc" and dtype.name != "bfloat16":
+        raise DifferentiationError(
+            message(
+                where,
+                argument=path,
+                got=describe(x),
+                need="an array of floating or complex dtype",
+                mend="convert it (x.astype(float)), or leave it out of argnums",
+            )
+        )
+    if type(x) is Array:
+        return Array(x if x.tape is not None else x.value, x.state, tape, tape.leaf(x.shape, dtype))
+    return Array(x, tracer.mixing.ambient(), tape, tape.leaf(x.shape, dtype))
+
+
+def lower(x, tape: Tape):
+    """What lies under the tape: the value, with its state."""
+    if type(x) is Array and x.tape is tape:
+        return x.value if type(x.value) is Array else _stated(x.value, x.state)
+    return x
+
+
+def _stated(value, state):
+    return value if state is None or type(value) is Array else Array(value, state)
+
+
+def _unstated(g):
+    """A cotangent as rules see it: bare, or an array of an outer tape."""
+    return g.value if type(g) is Array and g.tape is None else g
+
+
+def _zeros_like(x):
+    return np.zeros_like(value_of(x))
+
+
+def _flatten(tree, name: str):
+    paths, leaves, treedef = optree.tree_flatten_with_path(tree)
+    return [name + "".join(f"[{p!r}]" for p in path) for path in paths], leaves, treedef
+
+
+def _finish(g, leaf: Array):
+    """The cotangent of a leaf as the caller sees it: zeros where none came, with the state of the argument."""
+    return _stated(_zeros_like(leaf) if g is None else tracer.mixing.settle(g, leaf.value), leaf.state)
+
+
+def _names(fun) -> str:
+    return getattr(fun, "__name__", None) or type(fun).__name__
+
+
+def value_and_grad(fun: Callable, argnums: int | Sequence[int] = 0, has_aux: bool = False, holomorphic: bool = False):
+    """A function that returns `fun`'s value and the gradient of that scalar with respect to its arguments.
+
+    fun: returns a real scalar (with has_aux: a pair of it and anything else).
+    argnums: which positional arguments to differentiate; each may be a pytree of floating or complex arrays.
+    holomorphic: allow a complex result of a holomorphic function.
+
+    The gradient has the structure, shapes, dtypes and states of the arguments. For complex arguments it is that of
+    JAX: df/dRe - i df/dIm. Memory is freed as the sweep goes.
+    Raises DifferentiationError where the result is no scalar or an argument is not floating.
+    """
+
+    @functools.wraps(fun)
+    def wrapped(*args, **kwargs):
+        where = f"grad of {_names(fun)}"
+        single = isinstance(argnums, int)
+        numbers = [argnums] if single else list(argnums)
+        for n in numbers:
+            if not -len(args) <= n < len(args):
+                raise DifferentiationError(
+                    message(
+                        where,
+                        argument="argnums",
+                        got=f"{argnums} with {len(args)} positional arguments",
+                        need=f"positions below {len(args)}",
+                        mend="pass the arguments to differentiate by position",
+                    )
+                )
+        flat = [_flatten(args[n], f"number {n % len(args)}") for n in numbers]
+        with recording() as tape:
+            lifted = [[lift(tape, x, where, p) for p, x in zip(paths, xs, strict=True)] for paths, xs, _ in flat]
+            full = list(args)
+            for n, xs, (_, _, treedef) in zip(numbers, lifted, flat, strict=True):
+                full[n] = optree.tree_unflatten(treedef, xs)
+            out = fun(*full, **kwargs)
+            aux = None
+            if has_aux:
+                out, aux = out
+                aux = optree.tree_map(lambda x: lower(x, tape), aux)
+            out = _scalar(out, where, holomorphic)
+        traced = type(out) is Array and out.tape is tape
+        seeds = [(out.node, np.ones_like(value_of(out)))] if traced else []
+        leaves = [x for xs in lifted for x in xs]
+        found = iter(sweep(tape, seeds, [x.node for x in leaves], free=True))
+        grads = [
+            optree.tree_unflatten(treedef, [_finish(next(found), x) for x in xs])
+            for xs, (_, _, treedef) in zip(lifted, flat, strict=True)
+        ]
+        value = lower(out, tape)
+        return (value, aux) if has_aux else value, grads[0] if single else tuple(grads)
+
+    return wrapped
+
+
+def _scalar(out, where: str, holomorphic: bool):
+    """The result of a function to take the gradient of: one real number."""
+    if isinstance(out, _NUMBERS):
+        return out
+    if getattr(out, "shape", None) != ():
+        raise DifferentiationError(
+            message(
+                where,
+                argument="result",
+                got=describe(out),
+                need="a scalar (shape ())",
+                mend="reduce it (x.sum()), or use spmd.jacrev or spmd.vjp",
+            )
+        )
+    if out.dtype.kind == "c" and not holomorphic:
+        raise DifferentiationError(
+            message(
+                where,
+                argument="result",
+                got=describe(out),
+                need="a real scalar",
+                mend="take np.real or abs of it, or holomorphic=True for a holomorphic function",
+            )
+        )
+    return out
+
+
+def grad(fun: Callable, argnums: int | Sequence[int] = 0, has_aux: bool = False, holomorphic: bool = False):
+    """A function that returns the gradient of `fun`; see `value_and_grad`. With has_aux: (gradient, aux)."""
+    both = value_and_grad(fun, argnums, has_aux, holomorphic)
+
+    @functools.wraps(fun)
+    def wrapped(*args, **kwargs):
+        value, gradient = both(*args, **kwargs)
+        return (gradient, value[1]) if has_aux else gradient
+
+    return wrapped
+
+
+def vjp(fun: Callable, *primals, has_aux: bool = False):
+    """`fun(*primals)` and its pullback: the transpose of the derivative there.
+
+    The pullback takes a cotangent of the result's structure and returns a tuple of cotangents, one per primal, of
+    the primals' shapes, dtypes and states. It may be called many times. A cotangent of less state than the result is
+    varied, one of more is summed. With has_aux, `fun` returns (result, aux) and vjp (result, pullback, aux).
+    """
+    where = f"vjp of {_names(fun)}"
+    paths, xs, treedef = _flatten(primals, "primals")
+    with recording() as tape:
+        lifted = [lift(tape, x, where, p) for p, x in zip(paths, xs, strict=True)]
+        out = fun(*optree.tree_unflatten(treedef, lifted))
+        aux = None
+        if has_aux:
+            out, aux = out
+            aux = optree.tree_map(lambda x: lower(x, tape), aux)
+    outs, out_tree = optree.tree_flatten(out)
+
+    def pullback(cotangent):
+        gs = _match(cotangent, outs, out_tree, where)
+        seeds = [(o.node, g) for o, g in zip(outs, gs, strict=True) if type(o) is Array and o.tape is tape]
+        found = sweep(tape, seeds, [x.node for x in lifted], free=False)
+        return optree.tree_unflatten(treedef, [_finish(g, x) for g, x in zip(found, lifted, strict=True)])
+
+    value = optree.tree_unflatten(out_tree, [lower(o, tape) for o in outs])
+    return (value, pullback, aux) if has_aux else (value, pullback)
+
+
+def _match(cotangent, outs, out_tree, where: str) -> list:
+    """The leaves of a cotangent, checked against the results and brought to their states."""
+    gs, tree = optree.tree_flatten(cotangent)
+    if tree != out_tree:
+        raise DifferentiationError(
+            message(
+                f"pullback, {where}",
+                argument="cotangent",
+                got=f"structure {tree}",
+                need=f"the structure of the result, {out_tree}",
+                mend="pass one cotangent per result",
+            )
+        )
+    matched = []
+    for g, o in zip(gs, outs, strict=True):
+        shape = np.shape(value_of(o))
+        if np.shape(value_of(g)) != shape:
+            raise DifferentiationError(
+                message(
+                    f"pullback, {where}",
+                    argument="cotangent",
+                    got=describe(g),
+                    need=f"shape {list(shape)}, that of the result",
+                    mend="pass np.broadcast_to(g, shape) if one number is meant for all",
+                )
+            )
+        if not hasattr(g, "dtype"):
+            g = np.asarray(g, dtype=getattr(o, "dtype", None))
+        matched.append(_unstated(tracer.mixing.bring(g, None, o.state) if type(o) is Array else g))
+    return matched
+
+
+def jvp(fun: Callable, primals: Sequence[Any], tangents: Sequence[Any]):
+    """`fun(*primals)` and its directional derivative along `tangents` (same structure), as a pair."""
+    out, push = linearize(fun, *primals)
+    return out, push(*tangents)
+
+
+def linearize(fun: Callable, *primals):
+    """`fun(*primals)` and its push-forward, a linear function of the tangents that may be called many times."""
+    out, pull = vjp(fun, *primals)
+    zeros = optree.tree_map(lambda o: _stated(_zeros_like(o), getattr(o, "state", None)), out)
+    _, pullpull = vjp(pull, zeros)
+
+    def push(*tangents):
+        return pullpull(tangents)[0]
+
+    return out, push
+
+
+def linear_transpose(fun: Callable, *primals):
+    """The transpose of a linear function, given arrays of its arguments' shapes: cotangent -> tuple of cotangents."""
+    return vjp(fun, *optree.tree_map(lambda x: _stated(_zeros_like(x), getattr(x, "state", None)), primals))[1]
+
+
+def _basis(x):
+    """The unit arrays of x's shape, first index slowest."""
+    data = value_of(x)
+    for i in range(np.size(data)):
+        unit = np.zeros(np.shape(data), getattr(data, "dtype", float))
+        unit.reshape(-1)[i] = 1
+        yield unit
+
+
+def jacrev(fun: Callable, argnums: int | Sequence[int] = 0, has_aux: bool = False, holomorphic: bool = False):
+    """The Jacobian by reverse mode, a row per entry of the result: shape (*result, *argument) for each pair of leaves."""
+
+    @functools.wraps(fun)
+    def wrapped(*args, **kwargs):
+        numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+        def part(*chosen):
+            full = list(args)
+            for n, a in zip(numbers, chosen, strict=True):
+                full[n] = a
+            return fun(*full, **kwargs)
+
+        out, pull, *aux = vjp(part, *(args[n] for n in numbers), has_aux=has_aux)
+        outs, out_tree = optree.tree_flatten(out)
+        for o in outs:
+            if o.dtype.kind == "c" and not holomorphic:
+                raise DifferentiationError(
+                    message(
+                        f"jacrev of {_names(fun)}",
+                        got=describe(o),
+                        need="real results",
+                        mend="holomorphic=True for a holomorphic function",
+                    )
+                )
+        rows = []
+        for k, o in enumerate(outs):
+            units = []
+            for unit in _basis(o):
+                cotangent = [unit if j == k else _zeros_like(p) for j, p in enumerate(outs)]
+                units.append(pull(optree.tree_unflatten(out_tree, cotangent)))
+            shape = np.shape(value_of(o))
+            rows.append(_stack_rows(units, shape, args, numbers))
+        jacobian = optree.tree_unflatten(out_tree, [r[0] if isinstance(argnums, int) else r for r in rows])
+        return (jacobian, aux[0]) if has_aux else jacobian
+
+    return wrapped
+
+
+def _stack_rows(units: list, shape: tuple[int, ...], args, numbers):
+    """Cotangents of unit results, stacked along the result's dimensions."""
+    if not units:
+        return optree.tree_map(
+            lambda x: np.zeros(shape + np.shape(value_of(x)), value_of(x).dtype), tuple(args[n] for n in numbers)
+        )
+    return optree.tree_map(lambda *gs: np.reshape(np.stack(gs), shape + gs[0].shape), *units)
+
+
+def jacfwd(fun: Callable, argnums: int = 0):
+    """The Jacobian by forward mode, a column per entry of the argument: shape (*result, *argument) per result leaf."""
+
+    @functools.wraps(fun)
+    def wrapped(*args, **kwargs):
+        x = args[argnums]
+
+        def part(a):
+            return fun(*args[:argnums], a, *args[argnums % len(args) + 1 :], **kwargs)
+
+        out, push = linearize(part, x)
+        columns = [push(unit) for unit in _basis(x)]
+        shape = np.shape(value_of(x))
+        if not columns:
+            return optree.tree_map(lambda o: np.zeros(np.shape(value_of(o)) + shape, value_of(o).dtype), out)
+        return optree.tree_map(lambda *cs: np.reshape(np.stack(cs, axis=-1), cs[0].shape + shape), *columns)
+
+    return wrapped
+
+
+def hessian(fun: Callable, argnums: int | Sequence[int] = 0):
+    """The matrix of second derivatives of a function: the Jacobian of the Jacobian."""
+    return jacrev(jacrev(fun, argnums), argnums)
+
+
+def hvp(fun: Callable, primals: Sequence[Any], tangents: Sequence[Any]):
+    """The Hessian of a real scalar function at `primals` applied to `tangents`, without forming it: a tuple.
+
+    The Hessian is symmetric, so that this is one gradient and one pullback of it.
+    """
+    argnums = tuple(range(len(primals)))
+    _, pull = vjp(grad(fun, argnums), *primals)
+    return pull(tuple(tangents))
+
+
+def stop_gradient(x):
+    """x (a pytree of arrays) without its derivative: the same values and states, constant from here on."""
+
+    def stop(leaf):
+        return _stated(value_of(leaf), leaf.state) if type(leaf) is Array else leaf
+
+    return optree.tree_map(stop, x)
+
+
+# Functions that bring their own pullback
+
+_JOINT = Primitive(None, "joint", joint=lambda bundle, pull: pull(bundle))
+_SELECT = Primitive(None, "select", rules=(lambda g, ans, k: Bundle({k: g}),))
+
+
+def joint(tape: Tape, parents: list[Array], outs: list, pull: Callable[[list], Sequence[Any]]) -> list:
+    """Record results that one pullback serves: `pull(cotangents, None where none came)` gives those of `parents`.
+
+    Each of `outs` is a value of the level below the tape; each comes back as an Array on the tape.
+    """
+
+    def pull_bundle(bundle: Bundle):
+        return pull([bundle.parts.get(k) for k in range(len(outs))])
+
+    node = record(tape, _JOINT, [p.node if p.tape is tape else None for p in parents], (pull_bundle,), (), None)
+    results = []
+    for k, out in enumerate(outs):
+        if getattr(out, "dtype", None) is None or out.dtype.kind not in "fcV":
+            results.append(out)
+            continue
+        state = out.state if type(out) is Array else tracer.mixing.ambient()
+        chosen = record(tape, _SELECT, [node], (k,), np.shape(value_of(out)), out.dtype)
+        results.append(Array(_unstated(out), state, tape, chosen))
+    return results
+
+
+class custom_vjp:
+    """A function with its own derivative: `f.defvjp(fwd, bwd)`, as in JAX.
+
+    fwd(*args) -> (result, residuals); bwd(*nondiff_args, residuals, cotangent) -> a tuple of cotangents, one per
+    differentiable argument (None for zero). A cotangent in more state than its argument is summed over those axes.
+    Arguments are positional; the functions must not use arrays traced outside of them.
+    """
+
+    def __init__(self, fun: Callable, nondiff_argnums: Sequence[int] = ()):
+        self.fun = fun
+        self.nondiff = tuple(nondiff_argnums)
+        self.fwd: Callable | None = None
+        self.bwd: Callable | None = None
+        functools.update_wrapper(self, fun)
+
+    def defvjp(self, fwd: Callable, bwd: Callable) -> None:
+        self.fwd, self.bwd = fwd, bwd
+
+    def __call__(self, *args):
+        where = f"custom_vjp {_names(self.fun)}"
+        if self.fwd is None or self.bwd is None:
+            raise DifferentiationError(
+                message(where, got="no rule", need="fwd and bwd", mend="f.defvjp(fwd, bwd) before the first call")
+            )
+        chosen = [i for i in range(len(args)) if i not in self.nondiff]
+        leaves, treedef = optree.tree_flatten(tuple(args[i] for i in chosen))
+        tape = _top(leaves)
+        if tape is None:
+            return self.fun(*args)
+        bwd, fixed = self.bwd, [args[i] for i in self.nondiff]
+
+        def run(values):
+            full = list(args)
+            for i, a in zip(chosen, optree.tree_unflatten(treedef, values), strict=True):
+                full[i] = a
+            return self.fwd(*full)
+
+        def back(residuals, cotangent):
+            gs = bwd(*fixed, residuals, cotangent)
+            return _cotangent_leaves(gs, treedef, where)
+
+        return _with_pullback(tape, leaves, run, back, where)
+
+
+def checkpoint(fun: Callable) -> Callable:
+    """`fun`, whose intermediate values are not kept but computed again in the backward sweep."""
+
+    @functools.wraps(fun)
+    def wrapped(*args, **kwargs):
+        leaves, treedef = optree.tree_flatten((args, kwargs))
+        tape = _top(leaves)
+        if tape is None:
+            return fun(*args, **kwargs)
+        moved = [i for i, x in enumerate(leaves) if type(x) is Array and x.tape is not None]
+
+        def rebuild(values, chosen):
+            full = list(values)
+
+            def call(*xs):
+                for i, x in zip(moved, xs, strict=True):
+                    full[i] = x
+                a, k = optree.tree_unflatten(treedef, full)
+                return fun(*a, **k)
+
+            return call(*chosen) if chosen is not None else call
+
+        def run(values):
+            return fun(*(t := optree.tree_unflatten(treedef, values))[0], **t[1]), values
+
+        def back(values, cotangent):
+            _, pull = vjp(rebuild(values, None), *(values[i] for i in moved))
+            gs: list[Any] = [None] * len(values)
+            for i, g in zip(moved, pull(cotangent), strict=True):
+                gs[i] = g
+            return gs
+
+        return _with_pullback(tape, leaves, run, back, f"checkpoint of {_names(fun)}")
+
+    return wrapped
+
+
+def _top(leaves) -> Tape | None:
+    tapes = [x.tape for x in find(leaves, []) if x.tape is not None]
+    return max(tapes, key=lambda t: t.level) if tapes else None
+
+
+def _with_pullback(tape: Tape, leaves: list, run: Callable, back: Callable, where: str):
+    """Run below the tape, and record the results with `back(residuals, cotangent)` as their pullback."""
+    before = tape.append
+    tape.refuse(lambda: _closure(where))
+    try:
+        out, residuals = run([lower(x, tape) for x in leaves])
+    finally:
+        tape.append = before
+    outs, out_tree = optree.tree_flatten(out)
+
+    def pull(gs):
+        full = [_stated(_zeros_like(o) if g is None else g, getattr(o, "state", None)) for g, o in zip(gs, outs, strict=True)]
+        found = back(residuals, optree.tree_unflatten(out_tree, full))
+        return [
+            None if g is None or type(x) is not Array else _unstated(tracer.mixing.bring(g, None, x.state))
+            for g, x in zip(found, leaves, strict=True)
+        ]
+
+    parents = [x if type(x) is Array else Array(x) for x in leaves]
+    return optree.tree_unflatten(out_tree, joint(tape, parents, outs, pull))
+
+
+def _closure(where: str) -> Exception:
+    return ClosureError(
+        message(
+            where,
+            got="a function that uses an array traced outside of it",
+            need="functions that use their arguments only",
+            mend="pass the array as an argument",
+        )
+    )
+
+
+def _cotangent_leaves(gs, treedef, where: str) -> list:
+    """The leaves of a backward function's result, None standing for zeros of a whole argument."""
+    children = treedef.children()
+    if not isinstance(gs, tuple | list) or len(gs) != len(children):
+        raise DifferentiationError(
+            message(
+                where,
+                argument="result of bwd",
+                got=describe(gs),
+                need=f"a tuple of {len(children)} cotangents",
+                mend="return one per differentiable argument, None for zero",
+            )
+        )
+    leaves: list[Any] = []
+    for g, child in zip(gs, children, strict=True):
+        leaves += [None] * child.num_leaves if g is None else child.flatten_up_to(g)
+    return leaves
+
+
+__all__ += ["Node", "joint", "lift", "lower"]

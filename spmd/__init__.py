@@ -1,0 +1,43 @@
+"""spmd: functional SPMD arrays. Differentiate through distributed programs in plain NumPy.
+
+    import numpy as np, spmd
+    from spmd import P
+
+    with spmd.Mesh(data=2, model=2):
+        loss = spmd.map(local_loss, in_specs=(P(), P("data")), out_specs=P())
+        value, grads = spmd.value_and_grad(loss)(params, batch)
+"""
+
+from spmd import optim
+from spmd.array import PartitionedArray, freeze, from_blocks, from_callback, inner, norm, put
+from spmd.autodiff import (
+    Array,
+    at,
+    checkpoint,
+    custom_vjp,
+    grad,
+    hessian,
+    hvp,
+    jacfwd,
+    jacrev,
+    jvp,
+    linear_transpose,
+    linearize,
+    stop_gradient,
+    value_and_grad,
+    vjp,
+)
+from spmd.functions import log_softmax, relu, softmax_cross_entropy
+from spmd.layout import Layout, P
+from spmd.ledger import ledger
+from spmd.mapping import map
+from spmd.mesh import Mesh, axis_index, axis_size, is_main, make_mesh, worker_index
+from spmd.operators.base import block, varying
+from spmd.operators.exchange import all_to_all
+from spmd.operators.gather import all_gather, pslice, psum_scatter
+from spmd.operators.permute import ppermute, shift
+from spmd.operators.reduce import pcast, pmax, pmean, pmin, psum, pvary
+from spmd.operators.root import broadcast, keep, replicate, sum_reduce
+from spmd.operators.totals import max, mean, min, sum
+
+__version__ = "0.1.0"

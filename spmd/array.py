@@ -1,0 +1,680 @@
+"""Global arrays whose blocks lie on the workers of a mesh, and the inner product that knows the states."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import optree
+
+from spmd.autodiff.tracer import Array
+from spmd.errors import ClosureError, LayoutError, MeshError, StateError, describe, message
+from spmd.layout import Layout, P
+from spmd.mesh import WORKER, Mesh, Worker, current_mesh
+from spmd.operators.base import operate
+from spmd.operators.reduce import Sum
+from spmd.operators.root import Rooted
+from spmd.plan import plan
+from spmd.state import state_of
+from spmd.transport.base import Call
+
+__all__ = [
+    "Frozen",
+    "PartitionedArray",
+    "cut",
+    "freeze",
+    "from_blocks",
+    "from_callback",
+    "inner",
+    "mesh_for",
+    "norm",
+    "owned",
+    "put",
+    "relayout",
+]
+
+
+class PartitionedArray:
+    """A global array of which each worker of a mesh holds a block. Immutable.
+
+    shape, dtype: of the whole. layout: which box each worker holds. mesh: whose workers. blocks: those that this
+    process holds, by worker; where the layout has copies, they are one array here.
+
+    `x.numpy()` assembles it on every process (collective under MPI). `np.asarray(x)` does so where all of it is
+    here already. NumPy's ufuncs work block by block where the layouts agree; anything else belongs into `spmd.map`.
+    """
+
+    __slots__ = ("__weakref__", "blocks", "dtype", "layout", "mesh")
+    __array_priority__ = 500.0
+
+    def __init__(self, blocks: Mapping[int, np.ndarray], layout: Layout, mesh: Mesh):
+        self.blocks = dict(blocks)
+        self.layout = layout
+        self.mesh = mesh
+        self.dtype = next(iter(self.blocks.values())).dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.layout.shape
+
+    @property
+    def spec(self) -> P:
+        """Which mesh axes split which dimension."""
+        return self.layout.spec
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole, copies counted once."""
+        return self.size * self.dtype.itemsize
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of an array without dimensions")
+        return self.shape[0]
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this process holds every block."""
+        held = {self.layout.positions(w) for w in self.blocks}
+        return len(held) == math.prod(len(c) for c in self.layout.cuts)
+
+    def numpy(self) -> np.ndarray:
+        """The whole array, assembled on every process; read-only. Collective under MPI: all processes call it."""
+        _not_in_a_body("PartitionedArray.numpy", self)
+        whole = self if self.is_here else relayout(self, Layout(self.shape, P(), self.mesh.axes))
+        return whole._assembled()
+
+    def _assembled(self) -> np.ndarray:
+        first = next(iter(self.blocks.values()))
+        if first.shape == self.shape:
+            return first
+        out = np.empty(self.shape, self.dtype)
+        for w, b in self.blocks.items():
+            out[self.layout.slices(w)] = b
+        out.flags.writeable = False
+        return out
+
+    def __array__(self, dtype=None, copy=None):
+        _not_in_a_body("np.asarray", self)
+        if not self.is_here:
+            raise LayoutError(
+                message(
+                    "np.asarray",
+                    got=f"{describe(self)}, of which this process holds a part",
+                    need="an array that is wholly here; assembling it takes all processes",
+                    mend="x.numpy() on all processes",
+                )
+            )
+        whole = self._assembled()
+        return np.array(whole, dtype=dtype) if copy or copy is None else np.asarray(whole, dtype=dtype)
+
+    def item(self):
+        """The number in an array of one entry."""
+        return self._number("item").item()
+
+    def _number(self, kind: str) -> np.ndarray:
+        _not_in_a_body(f"{kind}()", self)
+        if self.size != 1 or not self.is_here:
+            raise LayoutError(
+                message(
+                    f"{kind}()",
+                    got=describe(self),
+                    need="an array of one entry that every process holds",
+                    mend="x.numpy() assembles it",
+                )
+            )
+        return self._assembled().reshape(())
+
+    def __float__(self) -> float:
+        return float(self._number("float"))
+
+    def __int__(self) -> int:
+        return int(self._number("int"))
+
+    def __complex__(self) -> complex:
+        return complex(self._number("complex"))
+
+    def __bool__(self) -> bool:
+        return bool(self._number("bool"))
+
+    def __spmd_describe__(self) -> str:
+        return f"PartitionedArray {self.dtype}{list(self.shape)} laid out by {self.spec}"
+
+    def __str__(self) -> str:
+        if WORKER.get() is None and self.is_here:
+            return str(self._assembled())
+        return f"<{describe(self)} on {self.mesh}>"
+
+    def __format__(self, spec: str) -> str:
+        return format(self._number("format")[()], spec) if spec else str(self)
+
+    def __repr__(self) -> str:
+        uneven = "" if self.layout.balanced else f", blocks of {self.layout.cuts}"
+        if self.is_here and WORKER.get() is None:
+            data = np.array2string(self._assembled(), separator=", ", threshold=20, edgeitems=2, prefix=" " * 17)
+            return f"PartitionedArray({data}, dtype={self.dtype}, spec={self.spec}{uneven})"
+        return f"PartitionedArray(shape={self.shape}, dtype={self.dtype}, spec={self.spec}{uneven})"
+
+    def __hash__(self):
+        raise TypeError("arrays are not hashable")
+
+    def __getitem__(self, index):
+        raise _in_a_map(f"x[{index!r}]", self)
+
+    def __iter__(self):
+        raise _in_a_map("iteration", self)
+
+    def __setitem__(self, index, value):
+        raise LayoutError(
+            message(
+                "x[i] = v",
+                got=describe(self),
+                need="arrays are immutable",
+                mend="spmd.map(lambda b: b.at[i].set(v), in_specs=x.spec, out_specs=x.spec)(x), "
+                "with i an index into the blocks",
+            )
+        )
+
+    def astype(self, dtype) -> PartitionedArray:
+        return self._each(lambda b: b.astype(dtype))
+
+    def _each(self, f: Callable[[np.ndarray], np.ndarray]) -> PartitionedArray:
+        """f on every block, once per distinct one."""
+        done: dict[int, np.ndarray] = {}
+        blocks = {}
+        for w, b in self.blocks.items():
+            blocks[w] = done[id(b)] = done[id(b)] if id(b) in done else _sealed(f(b))
+        return PartitionedArray(blocks, self.layout, self.mesh)
+
+    def __array_ufunc__(self, ufunc, method, *inputs, **kwargs):
+        _not_in_a_body(f"np.{ufunc.__name__}", self)
+        if any(type(x) is Array for x in inputs):
+            return NotImplemented
+        if method != "__call__" or kwargs.get("out") is not None:
+            raise _in_a_map(f"np.{ufunc.__name__}{'.' + method if method != '__call__' else ' with out='}", self)
+        return _blockwise(ufunc, inputs, kwargs)
+
+    def __array_function__(self, fun, types, args, kwargs):
+        _not_in_a_body(f"np.{fun.__name__}", self)
+        if any(issubclass(t, Array) for t in types):
+            return NotImplemented
+        handler = _functions.get(fun)
+        if handler is None:
+            raise _in_a_map(f"np.{fun.__name__}", self)
+        return handler(*args, **kwargs)
+
+
+def _operator(ufunc, swap: bool):
+    def method(self, other):
+        if type(other) is Array:
+            return NotImplemented
+        return ufunc(other, self) if swap else ufunc(self, other)
+
+    return method
+
+
+for _name, _ufunc in {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "truediv": np.true_divide,
+    "floordiv": np.floor_divide,
+    "mod": np.remainder,
+    "pow": np.power,
+    "matmul": np.matmul,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}.items():
+    setattr(PartitionedArray, f"__{_name}__", _operator(_ufunc, swap=False))
+    setattr(PartitionedArray, f"__r{_name}__", _operator(_ufunc, swap=True))
+for _name, _ufunc in {
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "eq": np.equal,
+    "ne": np.not_equal,
+}.items():
+    setattr(PartitionedArray, f"__{_name}__", _operator(_ufunc, swap=False))
+for _name, _ufunc in {"neg": np.negative, "abs": np.absolute, "invert": np.invert, "pos": np.positive}.items():
+    setattr(PartitionedArray, f"__{_name}__", lambda self, _ufunc=_ufunc: _ufunc(self))
+
+
+def _sealed(x) -> np.ndarray:
+    x = np.asarray(x, order="C")
+    x.flags.writeable = False
+    return x
+
+
+def _not_in_a_body(where: str, x: PartitionedArray) -> None:
+    if WORKER.get() is not None:
+        raise ClosureError(
+            message(
+                where,
+                got=f"{describe(x)} in a body",
+                need="bodies that use their arguments only",
+                mend=f"pass it to the map as an argument, with {x.spec} in in_specs",
+            )
+        )
+
+
+def _in_a_map(what: str, x: PartitionedArray) -> Exception:
+    return LayoutError(
+        message(
+            what,
+            got=describe(x),
+            need="a ufunc on operands whose layouts agree: other functions need to know what their blocks mean",
+            mend="do it in a body, spmd.map(f, in_specs=..., out_specs=...)(x), or on x.numpy()",
+        )
+    )
+
+
+def _blockwise(ufunc, inputs, kwargs):
+    """A ufunc on every worker's blocks of operands that agree in layout."""
+    arrays = [x for x in inputs if type(x) is PartitionedArray]
+    mesh = arrays[0].mesh
+    where = f"np.{ufunc.__name__}"
+    if ufunc.signature is not None:
+        raise _in_a_map(where, arrays[0])
+    for a in arrays[1:]:
+        if a.mesh != mesh:
+            raise MeshError(
+                message(
+                    where,
+                    got=f"arrays on {mesh} and on {a.mesh}",
+                    need="arrays on one mesh",
+                    mend="spmd.put(x.numpy(), spec, mesh)",
+                )
+            )
+    try:
+        shape = np.broadcast_shapes(*(np.shape(x) for x in inputs))
+    except ValueError as error:
+        raise LayoutError(
+            message(
+                where,
+                got=" and ".join(describe(x) for x in inputs),
+                need="shapes that broadcast",
+                mend="give them the same shape, or length 1 where one is to be repeated",
+            )
+        ) from error
+    layout = _common_layout(where, arrays, shape, mesh)
+    results: dict[int, Any] = {}
+    for w in arrays[0].blocks:
+        owner = layout.owners[w]
+        if owner in results:
+            results[w] = results[owner]
+            continue
+        operands = [_part(x, layout, w) for x in inputs]
+        got = ufunc(*operands, **kwargs)
+        results[w] = tuple(map(_sealed, got)) if isinstance(got, tuple) else _sealed(got)
+    if isinstance(next(iter(results.values())), tuple):
+        return tuple(
+            PartitionedArray({w: r[k] for w, r in results.items()}, layout, mesh) for k in range(ufunc.nout)
+        )
+    return PartitionedArray(results, layout, mesh)
+
+
+def _common_layout(where: str, arrays: list[PartitionedArray], shape: tuple[int, ...], mesh: Mesh) -> Layout:
+    """The layout of a result: each dimension split as the operands that split it are, which must agree."""
+    dims: list[tuple[str, ...]] = [()] * len(shape)
+    cuts: list[tuple[int, ...] | None] = [None] * len(shape)
+    for a in arrays:
+        for k, (names, cut) in enumerate(zip(a.spec.dims, a.layout.cuts, strict=True)):
+            d = k + len(shape) - a.ndim
+            if not names:
+                continue
+            if a.shape[k] != shape[d] or (dims[d] and (dims[d], cuts[d]) != (names, cut)):
+                raise _layouts_differ(where, arrays)
+            dims[d], cuts[d] = names, cut
+    used = [n for names in dims for n in names]
+    if len(set(used)) < len(used):
+        raise _layouts_differ(where, arrays)
+    return Layout(shape, P(*dims), mesh.axes, cuts)
+
+
+def _layouts_differ(where: str, arrays: list[PartitionedArray]) -> Exception:
+    return LayoutError(
+        message(
+            where,
+            got=" and ".join(describe(a) + ("" if a.layout.balanced else f" in blocks of {a.layout.cuts}") for a in arrays),
+            need="operands that are split alike, or not at all",
+            mend="spmd.put(x, other.spec) lays x out like the other; or work in a body: spmd.map(f, in_specs=..., ...)",
+        )
+    )
+
+
+def _part(x, layout: Layout, worker: int):
+    """The part of an operand that belongs to a worker's block of the result."""
+    box = layout.slices(worker)
+    if type(x) is PartitionedArray:
+        data, whole = x.blocks[worker], [not names for names in x.spec.dims]
+    elif np.ndim(x) == 0:
+        return x
+    else:
+        data = np.asarray(x)
+        whole = [True] * data.ndim
+    skip = len(box) - data.ndim
+    cut = tuple(box[d + skip] if whole[d] and data.shape[d] != 1 else slice(None) for d in range(data.ndim))
+    return data[cut]
+
+
+def _sum(x: PartitionedArray, axis=None, dtype=None, out=None, keepdims=False) -> PartitionedArray:
+    """np.sum: over the dimensions of the global array."""
+    dims = range(x.ndim) if axis is None else (axis,) if isinstance(axis, int) else axis
+    summed = sorted({d % x.ndim for d in dims})
+    axes = tuple(n for n in x.mesh.axes if any(n in x.spec.dims[d] for d in summed))
+
+    def body(worker: Worker):
+        part = np.asarray(np.sum(x.blocks[worker.index], axis=tuple(summed), dtype=dtype, keepdims=keepdims))
+        if not axes:
+            return part
+        call = Call("np.sum", axes, part.dtype, part.shape, alike=True)
+        return worker.comm.all_reduce(worker.group(axes), call, part).wait()
+
+    kept = [d for d in range(x.ndim) if d not in summed]
+    every = range(x.ndim) if keepdims else kept
+    spec = P(*(x.spec.dims[d] if d in kept else None for d in every))
+    shape = [x.shape[d] if d in kept else 1 for d in every]
+    cuts = [x.layout.cuts[d] if d in kept else None for d in every]
+    results = x.mesh.run(body).results
+    return _one_copy({w: _sealed(b) for w, b in results.items()}, Layout(shape, spec, x.mesh.axes, cuts), x.mesh)
+
+
+def _one_copy(blocks: Mapping[int, np.ndarray], layout: Layout, mesh: Mesh) -> PartitionedArray:
+    """An array from every worker's block; where workers hold copies, the first one here is kept for all."""
+    kept: dict[int, np.ndarray] = {}
+    return PartitionedArray({w: kept.setdefault(layout.owners[w], b) for w, b in blocks.items()}, layout, mesh)
+
+
+def _broadcast_to(x: PartitionedArray, shape) -> PartitionedArray:
+    layout = _common_layout("np.broadcast_to", [x], tuple(shape), x.mesh)
+    blocks = {w: np.broadcast_to(b, layout.block_shape(w)) for w, b in x.blocks.items()}
+    return PartitionedArray(blocks, layout, x.mesh)
+
+
+def _expand_dims(x: PartitionedArray, axis) -> PartitionedArray:
+    new = sorted(d % (x.ndim + np.size(axis)) for d in np.atleast_1d(axis))
+    dims, cuts = list(x.spec.dims), list(x.layout.cuts)
+    for d in new:
+        dims.insert(d, ())
+        cuts.insert(d, (1,))
+    layout = Layout([sum(c) for c in cuts], P(*dims), x.mesh.axes, cuts)
+    return PartitionedArray({w: np.expand_dims(b, tuple(new)) for w, b in x.blocks.items()}, layout, x.mesh)
+
+
+def _reshape(x: PartitionedArray, shape, *args, **kwargs) -> PartitionedArray:
+    if tuple(np.atleast_1d(shape)) != x.shape and not (x.shape == () and shape == ()):
+        raise _in_a_map("np.reshape", x)
+    return x
+
+
+_functions: dict[Any, Callable[..., Any]] = {
+    np.sum: _sum,
+    np.broadcast_to: _broadcast_to,
+    np.expand_dims: _expand_dims,
+    np.reshape: _reshape,
+    np.real: lambda x: x._each(np.real),
+    np.imag: lambda x: x._each(np.imag),
+    np.zeros_like: lambda x, **kw: x._each(lambda b: np.zeros_like(b, **kw)),
+    np.ones_like: lambda x, **kw: x._each(lambda b: np.ones_like(b, **kw)),
+    np.shape: lambda x: x.shape,
+    np.ndim: lambda x: x.ndim,
+    np.size: lambda x: x.size,
+}
+
+
+# Making them
+
+
+class Frozen(np.ndarray):
+    """An array whose owner has promised not to write to it any more."""
+
+
+def freeze(a: np.ndarray) -> np.ndarray:
+    """Promise that nobody writes to `a` any more: maps then share it with their bodies instead of copying it.
+
+    Gives a read-only view; writing to `a` through another view afterwards breaks the promise.
+    """
+    view = np.asarray(a).view(Frozen)
+    view.flags.writeable = False
+    return view
+
+
+def owned(a: np.ndarray) -> np.ndarray:
+    """A C-contiguous read-only array with the data of a: a copy, unless the owner has frozen it."""
+    if isinstance(a, Frozen) and not a.flags.writeable:
+        a = a.view(np.ndarray)
+        return a if a.flags.c_contiguous else _sealed(np.array(a, order="C"))
+    return _sealed(np.array(a, order="C", subok=False))
+
+
+def mesh_for(mesh: Mesh | None, where: str) -> Mesh:
+    """The mesh of a call: the one given, else that of the enclosing `with mesh:`."""
+    found = mesh or current_mesh()
+    if found is None:
+        raise MeshError(
+            message(
+                where,
+                argument="mesh",
+                got="no mesh, and no enclosing `with mesh:`",
+                need="a mesh to run on",
+                mend="with spmd.Mesh(x=4): ..., or pass mesh=spmd.Mesh(x=4)",
+            )
+        )
+    return found
+
+
+def put(x, spec: P, mesh: Mesh | None = None) -> PartitionedArray:
+    """Lay an array out on a mesh.
+
+    x: a bare array that every process has, of which each keeps its blocks, or a `PartitionedArray` (collective).
+    spec: which mesh axes split which dimension. Copies the blocks, once each.
+    """
+    where = "spmd.put"
+    if type(x) is PartitionedArray:
+        mesh = mesh or x.mesh
+        if mesh != x.mesh:
+            raise MeshError(
+                message(
+                    where,
+                    argument="mesh",
+                    got=f"{mesh} for an array on {x.mesh}",
+                    need="the mesh that the array is on",
+                    mend="spmd.put(x.numpy(), spec, mesh)",
+                )
+            )
+        spec.check(mesh.axes, where, "spec", x.ndim)
+        return relayout(x, Layout(x.shape, spec, mesh.axes))
+    mesh = mesh_for(mesh, where)
+    data = np.asarray(x)
+    spec.check(mesh.axes, where, "spec", data.ndim)
+    layout = Layout(data.shape, spec, mesh.axes)
+    return PartitionedArray(cut(x if isinstance(x, Frozen) else data, layout, mesh), layout, mesh)
+
+
+def cut(data: np.ndarray, layout: Layout, mesh: Mesh) -> dict[int, np.ndarray]:
+    """The blocks of a whole array that this process holds; one array for all copies of a block."""
+    done: dict[int, np.ndarray] = {}
+    blocks = {}
+    for w in mesh.local_workers:
+        owner = layout.owners[w]
+        if owner not in done:
+            done[owner] = owned(data[layout.slices(w)] if data.ndim else data)
+        blocks[w] = done[owner]
+    return blocks
+
+
+def from_callback(
+    shape: Sequence[int], spec: P, fn: Callable[[tuple[slice, ...]], Any], mesh: Mesh | None = None
+) -> PartitionedArray:
+    """An array of which each process makes its own blocks: fn(index) gives the block at that index of the whole.
+
+    As `jax.make_array_from_callback`. Raises LayoutError for a block of another shape than its index has.
+    """
+    where = "spmd.from_callback"
+    mesh = mesh_for(mesh, where)
+    spec.check(mesh.axes, where, "spec", len(shape))
+    layout = Layout(shape, spec, mesh.axes)
+    done: dict[int, np.ndarray] = {}
+    for w in mesh.local_workers:
+        if layout.owners[w] not in done:
+            block = owned(np.asarray(fn(layout.slices(w))))
+            if block.shape != layout.block_shape(w):
+                raise LayoutError(
+                    message(
+                        where,
+                        argument="fn",
+                        got=f"a block of shape {list(block.shape)} for {layout.slices(w)}",
+                        need=f"shape {list(layout.block_shape(w))}",
+                        mend="return whole[index]",
+                    )
+                )
+            done[layout.owners[w]] = block
+    return PartitionedArray({w: done[layout.owners[w]] for w in mesh.local_workers}, layout, mesh)
+
+
+def from_blocks(blocks: Sequence[Any] | Mapping[int, Any], spec: P, mesh: Mesh | None = None) -> PartitionedArray:
+    """An array from the blocks of the workers, joined as the spec says; they may be uneven.
+
+    blocks: one for each worker that this process holds, in order, or a mapping from their numbers: all of them in
+    one process, the own one under MPI (collective: the shapes are exchanged).
+    """
+    where = "spmd.from_blocks"
+    mesh = mesh_for(mesh, where)
+    local = list(mesh.local_workers)
+    given = dict(blocks) if isinstance(blocks, Mapping) else dict(zip(local, blocks, strict=False))
+    if sorted(given) != local or len(given) != len(blocks):
+        raise LayoutError(
+            message(
+                where,
+                argument="blocks",
+                got=f"{len(blocks)} blocks",
+                need=f"one for each worker held here: {local}",
+                mend="give every worker its block, empty ones too",
+            )
+        )
+    mine = {w: owned(np.asarray(b)) for w, b in given.items()}
+    shapes = mesh.transport.share({w: list(b.shape) for w, b in mine.items()})
+    layout = Layout.of_blocks([tuple(shapes[w]) for w in range(mesh.size)], spec, mesh.axes, where)
+    return _one_copy(mine, layout, mesh)
+
+
+def relayout(x: PartitionedArray, layout: Layout) -> PartitionedArray:
+    """The same array in another layout: each worker sends what others need of its block, once. Collective."""
+    if layout == x.layout:
+        return x
+    moves = plan(x.layout, layout)
+    axes = tuple(x.mesh.axes)
+
+    def body(worker: Worker):
+        me = worker.index
+        block = x.blocks[me]
+        at = [start for start, _ in x.layout.boxes[me]]
+        sends = {
+            m.target: np.asarray(block[_within(m.box, at)], order="C") for m in moves if m.source == me
+        }
+        call = Call("relayout", axes, x.dtype, block.shape, detail=f"{x.layout} to {layout}")
+        received = worker.comm.exchange(worker.group(axes), call, sends).wait()
+        mine = [m for m in moves if m.target == me]
+        if len(mine) == 1 and received[mine[0].source].shape == layout.block_shape(me):
+            return received[mine[0].source]
+        out = np.empty(layout.block_shape(me), x.dtype)
+        origin = [start for start, _ in layout.boxes[me]]
+        for m in mine:
+            out[_within(m.box, origin)] = received[m.source]
+        return _sealed(out)
+
+    return _one_copy(x.mesh.run(body).results, layout, x.mesh)
+
+
+def _within(box, origin: Sequence[int]) -> tuple[slice, ...]:
+    """A box of the global index space as an index into the block that begins at `origin`."""
+    return tuple(slice(start - o, stop - o) for (start, stop), o in zip(box, origin, strict=True))
+
+
+# The inner product
+
+
+def inner(x, y):
+    """<x, y> = sum(conj(x) * y) over the entries of the global arrays: Invariant values counted once, Varying ones
+    summed over the workers, Rooted ones counted at the root. x, y: arrays, or pytrees of one structure.
+
+    In a body the result is Invariant and differentiable; outside it is a number.
+    """
+    xs, ys = optree.tree_leaves(x), optree.tree_leaves(y)
+    if len(xs) != len(ys):
+        raise StateError(
+            message(
+                "spmd.inner",
+                argument="y",
+                got=f"{len(ys)} arrays for {len(xs)}",
+                need="pytrees of one structure",
+                mend="pair every array with its counterpart",
+            )
+        )
+    total = 0.0
+    by_state: dict[Any, Any] = {}
+    for a, b in zip(xs, ys, strict=True):
+        if WORKER.get() is None:
+            total = total + _inner_outside(a, b)
+            continue
+        key, value = _inner_here(a, b)
+        by_state[key] = by_state[key] + value if key in by_state else value
+    for axes, value in by_state.items():
+        total = total + (operate(Sum(axes), value) if axes else value)
+    return total
+
+
+def _inner_here(a, b) -> tuple[tuple[str, ...], Any]:
+    """This worker's share of an inner product, and the axes to sum it over."""
+    worker = WORKER.get()
+    assert worker is not None
+    axes = tuple(worker.mesh.axes)
+    if type(a) is Rooted and type(b) is Rooted and (a.axes, a.root) == (b.axes, b.root):
+        held = np.sum(np.conj(a.block) * b.block)
+        state = getattr(held, "state", None)
+        root = state_of(a.axes)
+        share = Array(held.value, state | root, held.tape, held.node) if state is not None else held
+        return tuple(n for n in axes if n in (state | root).varying) if state is not None else axes, share
+    value = np.sum(np.conj(a) * b)
+    if type(value) is Array:
+        return tuple(n for n in axes if n in value.state.varying), value
+    return (() if worker.tracked else axes), value
+
+
+def _inner_outside(a, b):
+    if type(a) is not PartitionedArray:
+        a, b = (a, b) if type(b) is not PartitionedArray else (put(a, b.spec, b.mesh), b)
+    if type(a) is not PartitionedArray:
+        return np.vdot(a, b)
+    if type(b) is not PartitionedArray:
+        b = put(b, a.spec, a.mesh)
+    b = relayout(b, a.layout)
+    axes = tuple(a.mesh.axes)
+
+    def body(worker: Worker):
+        w = worker.index
+        mine = np.vdot(a.blocks[w], b.blocks[w]) if a.layout.owners[w] == w else 0
+        part = np.asarray(mine, np.result_type(a.dtype, b.dtype))
+        call = Call("inner", axes, part.dtype, part.shape, alike=True)
+        return worker.comm.all_reduce(worker.group(axes), call, part).wait()
+
+    return next(iter(a.mesh.run(body).results.values()))[()]
+
+
+def norm(x):
+    """The 2-norm that belongs to `inner`: sqrt(<x, x>), real."""
+    return np.sqrt(np.real(inner(x, x)))
+
+

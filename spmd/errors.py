@@ -1,0 +1,114 @@
+"""Error classes and the one place where error messages are built.
+
+Every message names where it arose, the argument, what came, what was needed and how to mend it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from types import FrameType
+
+__all__ = [
+    "ClosureError",
+    "DeadlockError",
+    "DifferentiationError",
+    "LayoutError",
+    "MeshError",
+    "MismatchError",
+    "SpecError",
+    "StateError",
+    "TracedConversionError",
+    "TransportError",
+    "caller",
+    "describe",
+    "message",
+    "nearest",
+    "source_line",
+]
+
+
+class MeshError(ValueError):
+    """No mesh, an unknown or repeated axis, or a mesh that does not fit the workers there are."""
+
+
+class SpecError(ValueError):
+    """A partition spec that does not fit its mesh, its array or the tree of its arguments."""
+
+
+class LayoutError(ValueError):
+    """Blocks, shapes or layouts that do not fit together."""
+
+
+class StateError(TypeError):
+    """An array whose state (Invariant, Varying, Rooted) an operation does not take."""
+
+
+class ClosureError(TypeError):
+    """A body that uses an array of the world outside its map."""
+
+
+class DifferentiationError(TypeError):
+    """A function that has no derivative rule, or an argument that cannot be differentiated."""
+
+
+class TracedConversionError(TypeError):
+    """A traced array was asked for the bare data that would cut it off from its gradient."""
+
+
+class TransportError(RuntimeError):
+    """An engine is missing, or does not have the workers that the mesh asks for."""
+
+
+class MismatchError(RuntimeError):
+    """Workers met in one collective with different calls."""
+
+
+class DeadlockError(MismatchError):
+    """Workers wait for others that will never come."""
+
+
+def message(where: str, *, got: str, need: str, mend: str, argument: str | None = None) -> str:
+    """The text of an error: where it arose, what came, what was needed, how to mend it."""
+    head = where if argument is None else f"{where}: argument {argument}"
+    return f"{head}\n  got:    {got}\n  needed: {need}\n  mend:   {mend}"
+
+
+def describe(x: object) -> str:
+    """A short description of a value: its kind, dtype and shape where it has them."""
+    said = getattr(x, "__spmd_describe__", None)
+    if said is not None:
+        return said()
+    shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
+    if shape is not None and dtype is not None:
+        return f"{type(x).__name__} {dtype}{list(shape)}"
+    text = repr(x)
+    return f"{type(x).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
+    """The known names most like `name`, best first."""
+    from difflib import get_close_matches
+
+    names = sorted(set(known))
+    close = get_close_matches(name, names, n=count, cutoff=0.5)
+    return close + [k for k in names if name and k not in close and (name in k or k in name)][: count - len(close)]
+
+
+def caller(frame: FrameType | None = None) -> FrameType | None:
+    """The nearest frame outside this library, going up from `frame` (default: the caller's)."""
+    frame = frame or sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name.split(".", 1)[0] != "spmd" or name == "spmd.__main__":
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def source_line(frame: FrameType | None) -> str:
+    """`file.py:12 in f` for the user's frame at or above `frame`."""
+    found = caller(frame) if frame is not None else None
+    if found is None:
+        return "unknown source"
+    return f"{found.f_code.co_filename}:{found.f_lineno} in {found.f_code.co_name}"

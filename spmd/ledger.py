@@ -1,0 +1,85 @@
+"""What was done and what was sent: `with spmd.ledger() as log:`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from spmd.transport.base import LEDGERS
+
+__all__ = ["Ledger", "Record", "ledger"]
+
+
+class Record:
+    """One worker's account. operators: how often each was applied. verbs: how often each transport verb was used.
+    messages, bytes: what the worker sent, by the usual algorithms: the same in every transport."""
+
+    def __init__(self) -> None:
+        self.operators: Counter[str] = Counter()
+        self.axes: Counter[tuple[str, tuple[str, ...]]] = Counter()
+        self.verbs: Counter[str] = Counter()
+        self.messages = 0
+        self.bytes = 0
+
+
+class Ledger:
+    """Counts per worker, of those that this process holds. `operators`, `verbs`, `messages` and `bytes` are those
+    of the first worker here: worker 0 of virtual workers, the own one under MPI."""
+
+    def __init__(self) -> None:
+        self.workers: dict[int, Record] = {}
+
+    def _record(self, worker: int) -> Record:
+        record = self.workers.get(worker)
+        return record if record is not None else self.workers.setdefault(worker, Record())
+
+    def operator(self, worker: int, name: str, axes: tuple[str, ...]) -> None:
+        """Called where an operator is applied."""
+        record = self._record(worker)
+        record.operators[name] += 1
+        record.axes[name, axes] += 1
+
+    def verb(self, worker: int, verb: str, messages: int, nbytes: int) -> None:
+        """Called where a transport verb is used."""
+        record = self._record(worker)
+        record.verbs[verb] += 1
+        record.messages += messages
+        record.bytes += nbytes
+
+    @property
+    def first(self) -> Record:
+        """The account of the first worker here; empty before anything was done."""
+        return self.workers[min(self.workers)] if self.workers else Record()
+
+    @property
+    def operators(self) -> Counter[str]:
+        return self.first.operators
+
+    @property
+    def verbs(self) -> Counter[str]:
+        return self.first.verbs
+
+    @property
+    def messages(self) -> int:
+        return self.first.messages
+
+    @property
+    def bytes(self) -> int:
+        return self.first.bytes
+
+    def __str__(self) -> str:
+        lines = [f"{'operator':16}{'times':>8}"]
+        lines += [f"{name:16}{n:8}" for name, n in sorted(self.operators.items())]
+        return "\n".join([*lines, f"{self.messages} messages, {self.bytes} bytes sent by one worker"])
+
+
+@contextmanager
+def ledger() -> Iterator[Ledger]:
+    """Count operators, verbs, messages and bytes while the block runs: in maps it calls, or in the body around it."""
+    log = Ledger()
+    token = LEDGERS.set((*LEDGERS.get(), log))
+    try:
+        yield log
+    finally:
+        LEDGERS.reset(token)

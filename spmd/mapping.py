@@ -1,0 +1,653 @@
+"""spmd.map: a function on blocks becomes a function on global arrays, differentiable from outside.
+
+A call takes four steps, each a function below: arguments are laid out by in_specs (`_Inputs`), every worker runs the
+body on its blocks (`_body`), its results are checked against out_specs (`_results`), and the blocks are joined to
+`PartitionedArray`s (`_joined`). Where an argument is traced, every worker keeps a tape of its own between the forward
+and the backward run, and the outer tape records one node for the whole map.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import optree
+
+from spmd.array import Frozen, PartitionedArray, cut, mesh_for, owned, put, relayout
+from spmd.autodiff import tracer, transforms
+from spmd.autodiff.tape import suspended
+from spmd.autodiff.tracer import Array, value_of
+from spmd.errors import ClosureError, LayoutError, MeshError, SpecError, StateError, describe, message
+from spmd.layout import Layout, P
+from spmd.mesh import WORKER, Mesh, Worker
+from spmd.operators.base import Join, vary
+from spmd.operators.root import Rooted
+from spmd.state import state_of
+from spmd.transport.base import Call, Outcome
+from spmd.transport.blas import usable_cores
+
+__all__ = ["Mapped", "map"]
+
+_NUMBERS = (bool, int, float, complex)
+_MISSING: Any = object()
+
+
+def map(f: Callable | None = None, in_specs: Any = _MISSING, out_specs: Any = _MISSING, *, mesh: Mesh | None = None, check: bool = True):
+    """A function on global arrays that runs `f` on the block of every worker.
+
+    f: the body: plain NumPy on this worker's blocks, and collectives (`spmd.psum(x, "data")`). A pure function of its
+    arguments.
+    in_specs: for each argument how it is laid out on the mesh: `P("x", None)` splits dimension 0 over axis x,
+    `P()` gives every worker a copy, None passes the argument as it is. A tuple, one entry per positional argument,
+    or a dict by name, or one spec for all; each entry may stand for a whole pytree (a prefix).
+    out_specs: the same for the result. Along axes that a spec does not name the result must be Invariant.
+    mesh: by default that of the enclosing `with mesh:`, looked up at the call.
+    check: bodies see arrays that carry their state, and what is promised Invariant is verified. With check=False and
+    nothing differentiated a body sees bare read-only arrays, and a result promised Invariant is worker 0's.
+
+    The mapped function takes NumPy arrays, Python numbers and `PartitionedArray`s, and gives `PartitionedArray`s. It
+    can be differentiated from outside; a gradient has the layout of its argument. Without f it is a decorator:
+    `@spmd.map(in_specs=..., out_specs=...)`. As `jax.shard_map`.
+
+    Raises SpecError, LayoutError or StateError that name the argument or result by its path; MeshError without mesh.
+    """
+    for name, specs in (("in_specs", in_specs), ("out_specs", out_specs)):
+        if specs is _MISSING:
+            raise SpecError(
+                message(
+                    "spmd.map",
+                    argument=name,
+                    got="nothing",
+                    need="a spec, or a pytree of specs",
+                    mend=f'{name}=P() for replicated, P("x") for split over axis x',
+                )
+            )
+    if f is None:
+        return lambda body: Mapped(body, in_specs, out_specs, mesh, check)
+    return Mapped(f, in_specs, out_specs, mesh, check)
+
+
+def _on_mesh(self: Mesh, f: Callable | None = None, in_specs: Any = _MISSING, out_specs: Any = _MISSING, *, check: bool = True):
+    """`spmd.map` on this mesh."""
+    return map(f, in_specs, out_specs, mesh=self, check=check)
+
+
+Mesh.map = _on_mesh  # type: ignore[method-assign]
+
+
+class _Leaf(NamedTuple):
+    """One array among the arguments: its path in f's arguments, its spec, and what was passed."""
+
+    path: str
+    spec: P | None
+    value: Any
+
+
+class Mapped:
+    """A body with its specs; see `spmd.map`."""
+
+    def __init__(self, f: Callable, in_specs: Any, out_specs: Any, mesh: Mesh | None, check: bool):
+        self.f = f
+        self.in_specs = tuple(in_specs) if isinstance(in_specs, list) else in_specs
+        self.out_specs = out_specs
+        self.mesh = mesh
+        self.check = check
+        self._schedulers: dict[Any, str] = {}
+        functools.update_wrapper(self, f)
+        self.where = f"spmd.map of {getattr(f, '__name__', None) or type(f).__name__}"
+        for name, specs in (("in_specs", in_specs), ("out_specs", out_specs)):
+            for path, spec in _spec_leaves(specs):
+                if spec is not None and not isinstance(spec, P):
+                    raise SpecError(
+                        message(
+                            self.where,
+                            argument=name + path,
+                            got=describe(spec),
+                            need="P(...), None, or a pytree of them",
+                            mend='P("x") splits dimension 0 over axis x; P() replicates',
+                        )
+                    )
+
+    def __repr__(self) -> str:
+        return f"{self.where} ({self.in_specs} -> {self.out_specs})"
+
+    def __call__(self, *args, **kwargs):
+        if WORKER.get() is not None:
+            raise MeshError(
+                message(
+                    self.where,
+                    got="a map that is called inside a body",
+                    need="maps that are called from outside",
+                    mend="call the function itself: in a body it already has its blocks",
+                )
+            )
+        mesh = mesh_for(self.mesh, self.where)
+        leaves, rebuild = self._arguments(mesh, args, kwargs)
+        tape = transforms._top([leaf.value for leaf in leaves if leaf.spec is not None])
+        if tape is None:
+            return self._run(mesh, leaves, rebuild)
+        return self._differentiated(mesh, leaves, rebuild, tape)
+
+    # Arguments
+
+    def _arguments(self, mesh: Mesh, args: tuple, kwargs: dict) -> tuple[list[_Leaf], Callable[[Sequence], tuple]]:
+        """The arguments as leaves with their specs, and what makes (args, kwargs) of new leaves."""
+        named = self._named(args, kwargs)
+        leaves: list[_Leaf] = []
+        for name, spec, value in named:
+            leaves += _with_specs(self.where, name, "in_specs", spec, value)
+        for leaf in leaves:
+            if leaf.spec is not None and leaf.value is not None:
+                self._check_argument(mesh, leaf)
+        _, treedef = optree.tree_flatten((args, kwargs), none_is_leaf=True)
+        return leaves, functools.partial(optree.tree_unflatten, treedef)
+
+    def _named(self, args: tuple, kwargs: dict) -> list[tuple[str, Any, Any]]:
+        """(name in f's signature, spec, value) for each argument, positional ones first, keywords by sorted name."""
+        specs = self.in_specs
+        names = _parameter_names(self.f)
+        positional = [names[k] if k < len(names) else f"args[{k}]" for k in range(len(args))]
+        keywords = sorted(kwargs)
+        if isinstance(specs, dict):
+            missing = [n for n in (*positional, *keywords) if n not in specs]
+            if missing:
+                raise self._no_spec(missing[0], f"specs for {', '.join(repr(s) for s in specs)}")
+            chosen = [specs[n] for n in (*positional, *keywords)]
+        elif isinstance(specs, tuple):
+            places = [*range(len(args)), *(names.index(n) if n in names else len(specs) for n in keywords)]
+            if len(args) > len(specs):
+                raise SpecError(
+                    message(
+                        self.where,
+                        argument="in_specs",
+                        got=f"{len(specs)} spec{'s' * (len(specs) != 1)} for {len(args)} arguments",
+                        need="one entry per argument",
+                        mend="give each argument a spec, None for one that is passed as it is",
+                    )
+                )
+            for n, k in zip((*positional, *keywords), places, strict=True):
+                if k >= len(specs):
+                    raise self._no_spec(n, f"{len(specs)} positional specs")
+            chosen = [specs[k] for k in places]
+        else:
+            chosen = [specs] * (len(args) + len(kwargs))
+        values = [*args, *(kwargs[n] for n in keywords)]
+        return list(zip((*positional, *keywords), chosen, values, strict=True))
+
+    def _no_spec(self, name: str, got: str) -> SpecError:
+        return SpecError(
+            message(
+                self.where,
+                argument=f"in_specs, for {name!r}",
+                got=got,
+                need="a spec for every argument",
+                mend=f"in_specs as a dict by name: {{{name!r}: P(), ...}}, or one entry more",
+            )
+        )
+
+    def _check_argument(self, mesh: Mesh, leaf: _Leaf) -> None:
+        """Raise where an argument is no array, or does not fit its spec."""
+        x = value_of(leaf.value)
+        assert leaf.spec is not None
+        if not isinstance(x, np.ndarray | np.generic | PartitionedArray | int | float | complex) or (
+            getattr(x, "dtype", None) is not None and x.dtype.kind in "OSUMm"
+        ):
+            raise SpecError(
+                message(
+                    self.where,
+                    argument=leaf.path,
+                    got=describe(x),
+                    need="an array, a number, or a PartitionedArray",
+                    mend="convert it with np.asarray, or give it the spec None to pass it as it is",
+                )
+            )
+        leaf.spec.check(mesh.axes, self.where, leaf.path, np.ndim(x))
+        if isinstance(x, PartitionedArray) and x.mesh != mesh:
+            raise MeshError(
+                message(
+                    self.where,
+                    argument=leaf.path,
+                    got=f"an array on {x.mesh} ({x.mesh.transport.name})",
+                    need=f"an array on {mesh} ({mesh.transport.name})",
+                    mend="spmd.put(x.numpy(), spec, mesh), or x.numpy()",
+                )
+            )
+
+    # Running
+
+    def _run(self, mesh: Mesh, leaves: list[_Leaf], rebuild: Callable):
+        """The map of arguments that are not traced."""
+        inputs = [_Input(mesh, leaf) for leaf in leaves]
+        check = self.check
+
+        def body(worker: Worker):
+            args, kwargs = rebuild([x.block(worker) for x in inputs])
+            return self._results(worker, self.f(*args, **kwargs))
+
+        outcome = self._execute(mesh, ("run", *(x.kind for x in inputs)), body, tracked=check)
+        return _joined(self.where, mesh, outcome, check)
+
+    def _execute(self, mesh: Mesh, key: Any, body: Callable[[Worker], Any], *, tracked: bool) -> Outcome:
+        """Run on all workers, with the scheduler that suits this map on these shapes."""
+        key = (mesh, key)
+        scheduler = self._schedulers.get(key)
+        with suspended():
+            outcome = mesh.run(body, tracked=tracked, scheduler=scheduler)
+        if scheduler is None and mesh.scheduler == "auto":
+            self._schedulers[key] = suited(outcome, mesh)
+        return outcome
+
+    def _results(self, worker: Worker, out) -> _Results:
+        """What a body returned, leaf by leaf, checked against out_specs."""
+        leaves = _with_specs(self.where, "result", "out_specs", self.out_specs, out)
+        _, treedef = optree.tree_flatten(out, none_is_leaf=True)
+        blocks = [self._result(worker, leaf) if leaf.spec is not None else leaf.value for leaf in leaves]
+        return _Results(treedef, [leaf.path for leaf in leaves], [leaf.spec for leaf in leaves], blocks)
+
+    def _result(self, worker: Worker, leaf: _Leaf):
+        """One result as a block: bare, C-contiguous, read-only, Invariant where it was promised to be."""
+        x, spec = leaf.value, leaf.spec
+        assert spec is not None
+        if type(x) is Array:
+            x = self._stated(worker, leaf, x)
+            block = np.asarray(value_of(x), order="C")
+        elif isinstance(x, np.ndarray | np.generic | int | float | complex):
+            block = np.asarray(x, order="C")
+            if block.flags.writeable and (isinstance(x, np.ndarray)):
+                block = owned(block)
+        else:
+            raise self._bad_result(leaf)
+        spec.check(worker.mesh.axes, self.where, leaf.path, block.ndim)
+        copies = tuple(n for n in worker.mesh.axes if n not in spec.axes)
+        if not worker.tracked and copies and worker.group(copies).size > 1:
+            call = Call("spmd.map, check=False", copies, block.dtype, block.shape, detail=leaf.path, alike=True)
+            group = worker.group(copies)
+            block = worker.comm.broadcast(group, call, block if group.index == 0 else None, 0).wait()
+        return block
+
+    def _stated(self, worker: Worker, leaf: _Leaf, x: Array) -> Array:
+        """A result in the state that its spec says, or an error where it is promised more."""
+        spec = leaf.spec
+        assert spec is not None
+        if x.state is None:
+            raise ClosureError(
+                message(
+                    self.where,
+                    argument=leaf.path,
+                    got=f"{describe(x)} that was traced outside of this map",
+                    need="arrays of this body",
+                    mend="pass it to the map as an argument",
+                )
+            )
+        spec.check(worker.mesh.axes, self.where, leaf.path, x.ndim)
+        extra = [n for n in worker.mesh.axes if n in x.state.varying and n not in spec.axes]
+        if extra:
+            axis = extra[0]
+            raise StateError(
+                message(
+                    self.where,
+                    argument=leaf.path,
+                    got=f"{describe(x)}, promised by out_specs {spec} to be Invariant along {axis!r}",
+                    need=f"one value along axis {axis!r}",
+                    mend=f"spmd.psum(x, {axis!r}), spmd.mean(x, {axis!r}) or spmd.all_gather(x, {axis!r}, "
+                    f'to="invariant") make it so; or name {axis!r} in out_specs to keep a block per worker',
+                )
+            )
+        return vary(x, state_of(x.state.varying | set(spec.axes)))
+
+    def _bad_result(self, leaf: _Leaf) -> Exception:
+        x = leaf.value
+        if type(x) is Rooted:
+            mend = "spmd.replicate(x, axis_name) for one value known to all, spmd.broadcast(x, axis_name) for a block each"
+        else:
+            mend = "return arrays or numbers, or give it the out_spec None to return any object"
+        return StateError(
+            message(self.where, argument=leaf.path, got=describe(x), need="an array or a number", mend=mend)
+        )
+
+    # Differentiation from outside
+
+    def _differentiated(self, mesh: Mesh, leaves: list[_Leaf], rebuild: Callable, tape):
+        """The map of arguments of which some are traced: one node on the innermost tape."""
+        moved = [k for k, x in enumerate(leaves) if x.spec is not None and _on(x.value, tape)]
+        lowered = [x._replace(value=transforms.lower(x.value, tape)) for x in leaves]
+        if transforms._top([x.value for x in lowered]) is None:
+            out_tree, outs, pull = self._forward(mesh, lowered, rebuild, moved)
+        else:
+            # An outer tape watches too: run on what lies below, and differentiate the derivative as a map of its own.
+            args, kwargs = rebuild([x.value for x in lowered])
+            outs, out_tree = optree.tree_flatten(self(*args, **kwargs), none_is_leaf=True)
+            pull = functools.partial(self._derivative, mesh, lowered, rebuild, moved, outs)
+        parents = [leaves[k].value for k in moved]
+        return optree.tree_unflatten(out_tree, transforms.joint(tape, parents, outs, pull))
+
+    def _forward(self, mesh: Mesh, leaves: list[_Leaf], rebuild: Callable, moved: list[int]):
+        """Run forward, every worker on a tape of its own; the results and a pullback that runs the tapes back."""
+        inputs = [_Input(mesh, leaf) for leaf in leaves]
+
+        def body(worker: Worker):
+            blocks = [x.block(worker) for x in inputs]
+            return self._vjp(worker, blocks, rebuild, moved)
+
+        kind = (*(x.kind for x in inputs), *moved)
+        outcome = self._execute(mesh, ("forward", *kind), body, tracked=True)
+        pulls = {w: result.pull for w, result in outcome.results.items()}
+        joined = _joined(self.where, mesh, outcome, self.check)
+        outs, out_tree = optree.tree_flatten(joined, none_is_leaf=True)
+
+        def pull(gs):
+            if any(type(value) is Array for value in gs):
+                return self._derivative(mesh, leaves, rebuild, moved, outs, gs)
+            cotangents = [_cotangent(mesh, o, g) for o, g in zip(outs, gs, strict=True)]
+            paths = [f"the gradient of {leaves[k].path}" for k in moved]
+            specs = [leaves[k].spec for k in moved]
+
+            def backward(worker: Worker):
+                given = [None if c is None else c.block(worker) for c in cotangents]
+                found = pulls[worker.index](given)
+                blocks = [np.asarray(value_of(g), order="C") for g in found]
+                return _Results(None, paths, specs, blocks)
+
+            outcome = self._execute(mesh, ("backward", *kind), backward, tracked=True)
+            found = _joined_leaves(self.where, mesh, outcome, self.check)
+            return [_settled(g, leaves[k].value) for g, k in zip(found, moved, strict=True)]
+
+        return out_tree, outs, pull
+
+    def _vjp(self, worker: Worker, blocks: list, rebuild: Callable, moved: list[int]) -> _Results:
+        """One worker's forward run on its tape: its results, and their pullback to the blocks at `moved`."""
+
+        def part(*xs):
+            full = list(blocks)
+            for k, x in zip(moved, xs, strict=True):
+                full[k] = x
+            args, kwargs = rebuild(full)
+            out = self.f(*args, **kwargs)
+            found = _with_specs(self.where, "result", "out_specs", self.out_specs, out)
+            _, treedef = optree.tree_flatten(out, none_is_leaf=True)
+            stated = [
+                self._stated(worker, leaf, leaf.value) if leaf.spec is not None and type(leaf.value) is Array else leaf.value
+                for leaf in found
+            ]
+            return [x for x in stated if _differentiable(x)], (treedef, found, stated)
+
+        values, pullback, (treedef, found, stated) = transforms.vjp(part, *(blocks[k] for k in moved), has_aux=True)
+        traced = iter(values)
+        final = [next(traced) if _differentiable(x) else x for x in stated]
+        results = [
+            self._result(worker, leaf._replace(value=x)) if leaf.spec is not None else x
+            for leaf, x in zip(found, final, strict=True)
+        ]
+        places = [k for k, x in enumerate(stated) if _differentiable(x)]
+
+        def pull(given: list):
+            cotangent = [
+                Array(np.zeros_like(results[k]), state_of(found[k].spec.axes)) if given[k] is None else given[k]
+                for k in places
+            ]
+            return pullback(cotangent)
+
+        return _Results(treedef, [x.path for x in found], [x.spec for x in found], results, pull)
+
+    def _derivative(self, mesh: Mesh, leaves: list[_Leaf], rebuild: Callable, moved: list[int], outs: list, gs: list):
+        """The pullback as a map of the arguments and the cotangents, to be differentiated again."""
+        places = [k for k, g in enumerate(gs) if g is not None]
+        cotangents = {k: gs[k] for k in places}
+
+        def body(arguments: list, given: dict):
+            result = self._vjp(_worker(), list(arguments), rebuild, moved)
+            return result.pull([given.get(k) for k in range(len(outs))])
+
+        out_specs = [_spec_of(o) for o in outs]
+        derivative = Mapped(
+            body,
+            ([x.spec for x in leaves], {k: out_specs[k] for k in places}),
+            tuple(leaves[k].spec for k in moved),
+            mesh,
+            self.check,
+        )
+        found = derivative([x.value for x in leaves], cotangents)
+        return [_settled(g, leaves[k].value) for g, k in zip(found, moved, strict=True)]
+
+
+class _Results(NamedTuple):
+    """What one worker's body returned: blocks, or any objects where the spec is None."""
+
+    treedef: Any
+    paths: list[str]
+    specs: list[P | None]
+    blocks: list[Any]
+    pull: Callable | None = None
+
+
+def _worker() -> Worker:
+    worker = WORKER.get()
+    assert worker is not None
+    return worker
+
+
+def _on(x, tape) -> bool:
+    return type(x) is Array and x.tape is tape
+
+
+def _differentiable(x) -> bool:
+    return type(x) is Array and x.dtype.kind in "fc"
+
+
+def _spec_of(x) -> P | None:
+    x = value_of(x)
+    return x.spec if isinstance(x, PartitionedArray) else None
+
+
+@functools.lru_cache(maxsize=256)
+def _signature_names(f: Callable) -> tuple[str, ...]:
+    try:
+        parameters = inspect.signature(f).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
+
+
+def _parameter_names(f: Callable) -> tuple[str, ...]:
+    try:
+        return _signature_names(f)
+    except TypeError:
+        return ()
+
+
+def _spec_leaves(specs) -> list[tuple[str, Any]]:
+    paths, leaves, _ = optree.tree_flatten_with_path(specs, none_is_leaf=True)
+    return [("".join(f"[{p!r}]" for p in path), leaf) for path, leaf in zip(paths, leaves, strict=True)]
+
+
+def _with_specs(where: str, name: str, argument: str, specs, value) -> list[_Leaf]:
+    """The leaves of a value, each with the spec that stands for it in a prefix of its tree."""
+    if type(value) is Array or isinstance(value, (np.ndarray, PartitionedArray, *_NUMBERS)):
+        if specs is None or isinstance(specs, P):
+            return [_Leaf(name, specs, value)]
+    try:
+        spread = optree.broadcast_prefix(specs, value, none_is_leaf=True)
+    except ValueError as error:
+        raise SpecError(
+            message(
+                where,
+                argument=f"{argument}, for {name!r}",
+                got=f"the structure {optree.tree_structure(specs, none_is_leaf=True)}".replace("PyTreeSpec", ""),
+                need=f"a prefix of {optree.tree_structure(value, none_is_leaf=True)}".replace("PyTreeSpec", ""),
+                mend="one spec for the whole, or one for each part of it",
+            )
+        ) from error
+    paths, leaves, _ = optree.tree_flatten_with_path(value, none_is_leaf=True)
+    return [
+        _Leaf(name + "".join(f"[{p!r}]" for p in path), None if leaf is None else spec, leaf)
+        for path, spec, leaf in zip(paths, spread, leaves, strict=True)
+    ]
+
+
+class _Input:
+    """One argument, ready to give every worker its block."""
+
+    __slots__ = ("blocks", "kind", "spec", "state", "value")
+
+    def __init__(self, mesh: Mesh, leaf: _Leaf):
+        x, spec = leaf.value, leaf.spec
+        self.spec = spec
+        self.value = x
+        self.blocks: dict[int, np.ndarray] | None = None
+        self.kind: Any = None
+        if spec is None or isinstance(x, _NUMBERS) and not isinstance(x, np.generic):
+            return
+        layout = Layout(np.shape(x), spec, mesh.axes)
+        if isinstance(x, PartitionedArray):
+            self.blocks = relayout(x, layout).blocks
+        else:
+            self.blocks = cut(x if isinstance(x, Frozen) else np.asarray(x), layout, mesh)
+        self.state = state_of(spec.axes)
+        self.kind = layout.shape
+
+    def block(self, worker: Worker):
+        """The worker's block, with its state where states are tracked."""
+        if self.blocks is None:
+            return self.value
+        block = self.blocks[worker.index]
+        return Array(block, self.state) if worker.tracked else block
+
+
+def _cotangent(mesh: Mesh, out: PartitionedArray, g) -> _Input | None:
+    """A cotangent laid out as the result it belongs to, uneven blocks included."""
+    if g is None:
+        return None
+    if not isinstance(g, PartitionedArray):
+        g = put(np.broadcast_to(np.asarray(g), out.shape), out.spec, mesh)
+    held = _Input.__new__(_Input)
+    held.value, held.spec, held.kind = g, out.spec, None
+    held.blocks = relayout(g, out.layout).blocks
+    held.state = state_of(out.spec.axes)
+    return held
+
+
+def _settled(g, value):
+    """A gradient as its argument came: laid out like a PartitionedArray, bare for bare data."""
+    if type(g) is Array or not isinstance(g, PartitionedArray):
+        return g
+    value = value_of(value)
+    if isinstance(value, PartitionedArray):
+        return relayout(g, value.layout)
+    return g.numpy()
+
+
+class _Settling(Join):
+    """States as in bodies; outside of them, gradients get the layout of their arguments."""
+
+    def settle(self, g, value):
+        return _settled(g, value)
+
+
+tracer.use_mixing(_Settling())
+
+
+# Joining results
+
+
+_WHOLE = 1 << 16
+_SAMPLE = 1 << 12
+
+
+def fingerprint(block: np.ndarray) -> int:
+    """A checksum of a block's bits: of all of them where it is small, of a strided sample where it is large."""
+    flat = block.reshape(-1)
+    if block.nbytes > _WHOLE:
+        flat = flat[:: max(1, flat.size // _SAMPLE)]
+    return zlib.crc32(np.ascontiguousarray(flat).view(np.uint8))
+
+
+def _joined(where: str, mesh: Mesh, outcome: Outcome, check: bool):
+    """The results of all workers as the caller gets them."""
+    mine = next(iter(outcome.results.values()))
+    for w, other in outcome.results.items():
+        if other.treedef != mine.treedef:
+            raise LayoutError(
+                message(
+                    where,
+                    argument="result",
+                    got=f"the structure {mine.treedef} on worker 0 and {other.treedef} on {mesh.describe(w)}",
+                    need="one structure on all workers",
+                    mend="return the same tree everywhere",
+                )
+            )
+    return optree.tree_unflatten(mine.treedef, _joined_leaves(where, mesh, outcome, check))
+
+
+def _joined_leaves(where: str, mesh: Mesh, outcome: Outcome, check: bool) -> list:
+    """Every worker's blocks as PartitionedArrays; objects with the spec None from the first worker here."""
+    mine = next(iter(outcome.results.values()))
+    places = [k for k, spec in enumerate(mine.specs) if spec is not None]
+    notes = {
+        w: [[list(r.blocks[k].shape), r.blocks[k].dtype.name, fingerprint(r.blocks[k]) if check else 0] for k in places]
+        for w, r in outcome.results.items()
+    }
+    shared = mesh.transport.share(notes) if places else {}
+    joined = list(mine.blocks)
+    for j, k in enumerate(places):
+        said = [shared[w][j] for w in range(mesh.size)]
+        path, spec = mine.paths[k], mine.specs[k]
+        assert spec is not None
+        _one_dtype(where, path, mesh, [s[1] for s in said])
+        layout = Layout.of_blocks([tuple(s[0]) for s in said], spec, mesh.axes, f"{where}: argument {path}")
+        if check:
+            _copies_agree(where, path, mesh, layout, [s[2] for s in said])
+        kept: dict[int, np.ndarray] = {}
+        blocks = {w: kept.setdefault(layout.owners[w], r.blocks[k]) for w, r in outcome.results.items()}
+        joined[k] = PartitionedArray(blocks, layout, mesh)
+    return joined
+
+
+def _one_dtype(where: str, path: str, mesh: Mesh, dtypes: list[str]) -> None:
+    for w, dtype in enumerate(dtypes):
+        if dtype != dtypes[0]:
+            raise LayoutError(
+                message(
+                    where,
+                    argument=path,
+                    got=f"{dtypes[0]} on worker 0 and {dtype} on {mesh.describe(w)}",
+                    need="one dtype on all workers",
+                    mend="x.astype(...) before returning it",
+                )
+            )
+
+
+def _copies_agree(where: str, path: str, mesh: Mesh, layout: Layout, prints: list[int]) -> None:
+    """The backstop: what is typed Invariant must be equal by value."""
+    for w, owner in enumerate(layout.owners):
+        if prints[w] != prints[owner]:
+            raise StateError(
+                message(
+                    where,
+                    argument=path,
+                    got=f"an Invariant array that differs between {mesh.describe(owner)} and {mesh.describe(w)}",
+                    need="one value on all workers along the axes that its spec does not name",
+                    mend="data made from a worker's place, from random numbers or from files is Varying: declare it with "
+                    "spmd.varying(a, axis_name), and reduce it before it is returned",
+                )
+            )
+
+
+# Which scheduler
+
+
+_LONG = 400e-6
+"""Seconds between two waits from which threads pay for their handoffs (about 35 us each across cores)."""
+
+
+def suited(outcome: Outcome, mesh: Mesh) -> str:
+    """The scheduler for a map, from its first run in lockstep: threads where the work between waits is long."""
+    cores = usable_cores()
+    segment = outcome.seconds / (outcome.switches + mesh.size)
+    return "threads" if cores > 1 and mesh.size > 1 and segment > _LONG else "lockstep"
+
+
+__all__ += ["fingerprint", "suited"]

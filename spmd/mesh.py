@@ -1,0 +1,363 @@
+"""A named grid of workers, and a worker's place in it."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from spmd.autodiff.tracer import Array
+from spmd.errors import MeshError, TransportError, message, nearest
+from spmd.state import State, state_of
+from spmd.transport.base import Comm, Group, Outcome, Transport
+from spmd.transport.detect import mpi_world
+from spmd.transport.local import LocalTransport
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = [
+    "WORKER",
+    "Mesh",
+    "Worker",
+    "axis_index",
+    "axis_size",
+    "current_mesh",
+    "here",
+    "is_main",
+    "make_mesh",
+    "worker_index",
+]
+
+TRANSPORTS = ("local", "mpi")
+SCHEDULERS = ("auto", "lockstep", "threads")
+
+
+class Worker:
+    """One worker of a mesh while it runs a body.
+
+    index: its number, last axis fastest. coordinates: its place along each axis. tracked: whether the arrays of its
+    body carry their state.
+    """
+
+    __slots__ = ("comm", "coordinates", "index", "mesh", "tracked")
+
+    def __init__(self, mesh: Mesh, comm: Comm, tracked: bool):
+        self.mesh = mesh
+        self.comm = comm
+        self.index = comm.worker
+        self.coordinates = mesh.coordinates(comm.worker)
+        self.tracked = tracked
+
+    def group(self, axes: tuple[str, ...]) -> Group:
+        """The workers that differ from this one along `axes` only."""
+        return self.mesh.group(self.index, axes)
+
+    def state(self) -> State:
+        """The state of bare data in this body."""
+        return state_of(())
+
+
+WORKER: ContextVar[Worker | None] = ContextVar("spmd_worker", default=None)
+_meshes: ContextVar[tuple[Mesh, ...]] = ContextVar("spmd_meshes", default=())
+
+
+class Mesh:
+    """A grid of workers with named axes: `Mesh(data=2, model=2)`.
+
+    axes: the axis sizes by name, major to minor. The options are keywords of the same call, so an axis of one of
+    their names needs `make_mesh`:
+    transport: "local" (virtual workers of this process) or "mpi" (processes). By default "mpi" where this process
+    is one of an MPI world of the mesh's size, else "local"; the variable SPMD_TRANSPORT overrides the default.
+    scheduler: of "local": "lockstep", "threads", or "auto" (by measurement); the variable SPMD_SCHEDULER overrides
+    the default.
+    comm: an mpi4py communicator whose processes are the workers; implies "mpi".
+
+    `with mesh:` makes it the mesh of the maps that are called inside. A mesh starts nothing before it is used.
+    Raises MeshError for bad sizes or options, TransportError where the engine does not have the workers.
+    """
+
+    def __init__(
+        self,
+        *,
+        transport: str | None = None,
+        scheduler: str | None = None,
+        comm: MPI.Comm | None = None,
+        **axes: int,
+    ):
+        self._setup(axes, transport, scheduler, comm)
+
+    def _setup(self, axes: Mapping[str, int], transport: str | None, scheduler: str | None, comm: Any) -> None:
+        where = "spmd.Mesh"
+        for name, n in axes.items():
+            if not isinstance(n, int | np.integer) or isinstance(n, bool) or n < 1:
+                raise MeshError(
+                    message(where, argument=name, got=repr(n), need="a size of at least 1", mend=f"Mesh({name}=2)")
+                )
+        self.axes: dict[str, int] = {name: int(n) for name, n in axes.items()}
+        self.size = math.prod(self.axes.values())
+        self.scheduler = _choice(where, "scheduler", scheduler, "SPMD_SCHEDULER", SCHEDULERS) or "auto"
+        self._wanted = _choice(where, "transport", transport, "SPMD_TRANSPORT", TRANSPORTS)
+        if comm is not None and self._wanted == "local" and transport is not None:
+            raise MeshError(
+                message(
+                    where,
+                    argument="comm",
+                    got='a communicator, and transport="local"',
+                    need="one of them",
+                    mend="leave out the one that is not meant",
+                )
+            )
+        self._comm = comm
+        self._transport: Transport | None = None
+        self._groups: dict[tuple[int, tuple[str, ...]], Group] = {}
+
+    map: Callable[..., Any]
+    """`mesh.map(f, in_specs, out_specs)`: `spmd.map` on this mesh. Set by `spmd.mapping`."""
+
+    def __repr__(self) -> str:
+        return f"Mesh({', '.join(f'{k}={n}' for k, n in self.axes.items())})"
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, Mesh)
+            and list(self.axes.items()) == list(other.axes.items())
+            and self._comm is other._comm
+            and self.transport is other.transport
+        )
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.axes.items()))
+
+    def __enter__(self) -> Mesh:
+        _meshes.set((*_meshes.get(), self))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _meshes.set(_meshes.get()[:-1])
+
+    @property
+    def transport(self) -> Transport:
+        """The engine, chosen at first use."""
+        if self._transport is None:
+            self._transport = _transport(self)
+        return self._transport
+
+    @property
+    def local_workers(self) -> Sequence[int]:
+        """The numbers of the workers that this process holds."""
+        return self.transport.local
+
+    def coordinates(self, worker: int) -> dict[str, int]:
+        """The place of a worker along each axis."""
+        place: dict[str, int] = {}
+        for name, n in reversed(self.axes.items()):
+            worker, place[name] = divmod(worker, n)
+        return {name: place[name] for name in self.axes}
+
+    def describe(self, worker: int) -> str:
+        """A worker as error messages name it."""
+        return f"worker {worker} ({', '.join(f'{k}={v}' for k, v in self.coordinates(worker).items())})"
+
+    def names(self, axis_name: str | Sequence[str], where: str) -> tuple[str, ...]:
+        """The axis names of an argument `axis_name`, checked."""
+        names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+        for n in names:
+            if n not in self.axes:
+                close = nearest(str(n), self.axes, 1)
+                raise MeshError(
+                    message(
+                        where,
+                        argument="axis_name",
+                        got=repr(axis_name),
+                        need=f"an axis of {self}, or a tuple of axes",
+                        mend=f"write {close[0]!r}" if close else f"name one of {', '.join(map(repr, self.axes))}",
+                    )
+                )
+        if len(set(names)) < len(names):
+            raise MeshError(
+                message(
+                    where,
+                    argument="axis_name",
+                    got=repr(axis_name),
+                    need="each axis once",
+                    mend="leave out the repetition",
+                )
+            )
+        return names
+
+    def group(self, worker: int, axes: tuple[str, ...]) -> Group:
+        """The workers that differ from `worker` along `axes` only, the first axis major."""
+        found = self._groups.get((worker, axes))
+        if found is None:
+            strides, stride = {}, 1
+            for name, n in reversed(self.axes.items()):
+                strides[name] = stride
+                stride *= n
+            place = self.coordinates(worker)
+            members = [worker - sum(place[a] * strides[a] for a in axes)]
+            index = 0
+            for a in axes:
+                members = [m + k * strides[a] for m in members for k in range(self.axes[a])]
+                index = index * self.axes[a] + place[a]
+            dims = tuple(self.axes[a] for a in axes)
+            found = self._groups[worker, axes] = Group(axes, dims, tuple(members), index)
+        return found
+
+    def run(self, body: Callable[[Worker], Any], *, tracked: bool = True, scheduler: str | None = None) -> Outcome:
+        """Run body(worker) on every worker held here; their results by worker number."""
+
+        def main(comm: Comm):
+            worker = Worker(self, comm, tracked)
+            token = WORKER.set(worker)
+            try:
+                return body(worker)
+            finally:
+                WORKER.reset(token)
+
+        chosen = scheduler or ("lockstep" if self.scheduler == "auto" else self.scheduler)
+        return self.transport.run(main, chosen, self.describe)
+
+
+def _choice(where: str, option: str, given: str | None, variable: str, known: tuple[str, ...]) -> str | None:
+    """An option from its argument or its environment variable, checked."""
+    value = given if given is not None else os.environ.get(variable) or None
+    if value is not None and value not in known:
+        raise MeshError(
+            message(
+                where,
+                argument=option if given is not None else f"{option}, from the environment variable {variable}",
+                got=repr(value),
+                need=f"one of {', '.join(map(repr, known))}",
+                mend=f'{option}="{(nearest(str(value), known, 1) or known)[0]}"',
+            )
+        )
+    return value
+
+
+_mpi_transports: dict[int, Transport] = {}
+
+
+def _transport(mesh: Mesh) -> Transport:
+    """The engine of a mesh: what was asked for, else MPI where its world fits, else virtual workers."""
+    wanted = mesh._wanted if mesh._comm is None else "mpi"
+    if wanted == "local":
+        return LocalTransport(mesh.size)
+    comm = mesh._comm if mesh._comm is not None else mpi_world()
+    if comm is None and wanted == "mpi":
+        try:
+            from mpi4py import MPI
+        except ImportError as error:
+            raise TransportError(
+                message(
+                    "spmd.Mesh",
+                    argument="transport",
+                    got=f'"mpi", and mpi4py cannot be imported ({error})',
+                    need="mpi4py with a working MPI library",
+                    mend='pip install "spmd[mpi]"',
+                )
+            ) from error
+        comm = MPI.COMM_WORLD
+    world = 1 if comm is None else comm.Get_size()
+    if wanted is None and world == 1:
+        return LocalTransport(mesh.size)
+    if world != mesh.size:
+        raise TransportError(
+            message(
+                "spmd.Mesh",
+                got=f"{mesh} of {mesh.size} workers, and an MPI world of {world} processes",
+                need="as many processes as workers",
+                mend=f'start it with "mpiexec -n {mesh.size}", or Mesh(..., transport="local") '
+                "for virtual workers in each process",
+            )
+        )
+    from mpi4py import MPI
+
+    from spmd.transport.mpi import MpiTransport
+
+    key = MPI._handleof(comm)
+    if key not in _mpi_transports:
+        _mpi_transports[key] = MpiTransport(comm)
+    return _mpi_transports[key]
+
+
+def make_mesh(
+    axis_shapes: Sequence[int],
+    axis_names: Sequence[str],
+    *,
+    transport: str | None = None,
+    scheduler: str | None = None,
+    comm: MPI.Comm | None = None,
+) -> Mesh:
+    """A mesh of these axis sizes and names, as `jax.make_mesh`: `make_mesh((2, 2), ("data", "model"))`."""
+    if len(axis_shapes) != len(axis_names) or len(set(axis_names)) < len(axis_names):
+        raise MeshError(
+            message(
+                "spmd.make_mesh",
+                argument="axis_names",
+                got=f"{tuple(axis_names)!r} for sizes {tuple(axis_shapes)!r}",
+                need="one name for each size, all different",
+                mend='make_mesh((2, 2), ("data", "model"))',
+            )
+        )
+    mesh = Mesh.__new__(Mesh)
+    mesh._setup(dict(zip(axis_names, axis_shapes, strict=True)), transport, scheduler, comm)
+    return mesh
+
+
+def current_mesh() -> Mesh | None:
+    """The mesh of the innermost `with mesh:`, if any."""
+    meshes = _meshes.get()
+    return meshes[-1] if meshes else None
+
+
+def here(where: str) -> Worker:
+    """The worker whose body this is."""
+    worker = WORKER.get()
+    if worker is None:
+        raise MeshError(
+            message(
+                where,
+                got="a call outside of any body",
+                need="a worker to be called on",
+                mend=f"call it inside a function that spmd.map runs: spmd.map(lambda x: {where}(...), "
+                "in_specs=..., out_specs=...)",
+            )
+        )
+    return worker
+
+
+def axis_size(axis_name: str | Sequence[str]) -> int:
+    """The number of workers along an axis, or along several together. A plain int."""
+    worker = here("spmd.axis_size")
+    return math.prod(worker.mesh.axes[n] for n in worker.mesh.names(axis_name, "spmd.axis_size"))
+
+
+def worker_index(axis_name: str | Sequence[str]) -> int:
+    """This worker's place along an axis as a plain int: for those who know that workers may part ways on it."""
+    worker = here("spmd.worker_index")
+    return worker.group(worker.mesh.names(axis_name, "spmd.worker_index")).index
+
+
+def axis_index(axis_name: str | Sequence[str]):
+    """This worker's place along an axis (along several: major to minor), as an array that varies over it."""
+    worker = here("spmd.axis_index")
+    names = worker.mesh.names(axis_name, "spmd.axis_index")
+    index = np.int64(worker.group(names).index)
+    return Array(index, state_of(names)) if worker.tracked else index
+
+
+def is_main() -> bool:
+    """Whether this is the process (inside a body: the worker) that should print: the first one."""
+    worker = WORKER.get()
+    if worker is not None:
+        return worker.index == 0
+    mesh = current_mesh()
+    if mesh is not None and mesh._comm is not None:
+        return mesh._comm.Get_rank() == 0
+    world = mpi_world()
+    return world is None or world.Get_rank() == 0

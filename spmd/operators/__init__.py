@@ -1,0 +1,1 @@
+"""Data movement as linear operators, each declared once together with its adjoint."""

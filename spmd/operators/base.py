@@ -1,0 +1,465 @@
+"""What an operator is: one frozen dataclass from which everything else about it is derived.
+
+A `Collective` says which states it takes and gives, what moves, and what comes of it. An `Operator` is a linear one
+together with its adjoint; its tape rule, algebra and tests follow from `H`. Along each of its axes an operator maps
+
+    I -> V, V -> I, V -> V, or to and from a Rooted handle,
+
+and is the identity on the states along all other axes. Its adjoint is relative to the inner product of `spmd.state`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from types import FrameType
+from typing import Any, ClassVar
+
+import numpy as np
+import optree
+
+from spmd.autodiff import tracer
+from spmd.autodiff.primitive import Primitive
+from spmd.autodiff.tape import Future
+from spmd.autodiff.tracer import Array, Mixing, record
+from spmd.errors import ClosureError, DifferentiationError, LayoutError, StateError, describe, message
+from spmd.layout import block_sizes
+from spmd.mesh import WORKER, Worker, here
+from spmd.state import INVARIANT, VARYING, State, state_of
+from spmd.transport.base import LEDGERS, Call, Comm, Group, Handle, Ready
+
+__all__ = ["Collective", "Operator", "Vary", "block", "move", "operate", "split_at", "vary", "varying"]
+
+Shape = tuple[int, ...]
+Launched = tuple[Handle, Callable[[Any], tuple[Any, "Collective"]]]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Something that the workers along `axes` do together.
+
+    function: the name of the function that users write. source and target: the state along the axes that it takes
+    and gives. adds: it refuses an Invariant array (which would be multiplied), others insert `Vary`.
+    alike: whether all members must bring blocks of one shape (None: not even of as many dimensions).
+    """
+
+    axes: tuple[str, ...]
+
+    function: ClassVar[str]
+    source: ClassVar[str] = VARYING
+    target: ClassVar[str] = VARYING
+    adds: ClassVar[bool] = False
+    alike: ClassVar[bool | None] = False
+
+    def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
+        """Start it on this worker's block. Gives the handle, and what turns its result into this worker's new
+        block and the operator bound to the shapes it met."""
+        raise NotImplementedError
+
+    def check(self, group: Group, x: np.ndarray) -> None:
+        """Raise where this worker's block cannot be right, before anyone is asked."""
+
+    def pull(self, g, x, ans):
+        """The cotangent of this worker's block, given that of the result."""
+        raise NotImplementedError
+
+    keeps: ClassVar[bool] = True
+    """Whether `pull` needs the block and the result."""
+
+    def owe(self, shared: dict, g) -> Future | None:
+        """The cotangent of a leaf, if it may come later."""
+        return None
+
+    @property
+    def detail(self) -> str:
+        """The parameters that all members must agree on."""
+        own = (f for f in fields(self) if f.name not in ("axes", *self.private))
+        return ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in own)
+
+    private: ClassVar[tuple[str, ...]] = ()
+    """Parameters that may differ between workers."""
+
+    def out_state(self, state: State) -> State:
+        """The state of the result of an array in `state`."""
+        if self.target == INVARIANT:
+            return state_of(state.varying - set(self.axes))
+        return state_of(state.varying | set(self.axes))
+
+
+@dataclass(frozen=True)
+class Operator(Collective):
+    """A linear collective, declared with its adjoint.
+
+    `A.H` is the adjoint in the state-aware inner product, `A.T` the transpose: equal, because data movement is real.
+    The adjoint of a bound operator gives back exactly the blocks that came in; that of an unbound one assumes
+    balanced blocks.
+    """
+
+    keeps: ClassVar[bool] = False
+
+    @property
+    def H(self) -> Operator:
+        """The adjoint: another operator, with <A x, y> = <x, A.H y>."""
+        raise NotImplementedError
+
+    @property
+    def T(self) -> Operator:
+        """The transpose; data movement is real, so it is the adjoint."""
+        return self.H
+
+    def cost(self, group: Group, x: np.ndarray) -> tuple[int, int]:
+        """The messages and bytes that this worker sends."""
+        return 0, 0
+
+    def pull(self, g, x, ans):
+        return move(self.H, g)
+
+    def __call__(self, x):
+        """The operator applied to this worker's block, or to a pytree of blocks, in a body."""
+        return operate(self, x, sys._getframe(1))
+
+
+# How a collective is applied
+
+
+def operate(op: Collective, x, frame: FrameType | None = None):
+    """Apply a collective to the user's x: a traced or bare array, a number, or a pytree of them."""
+    worker = here(f"spmd.{op.function}")
+    frame = frame or sys._getframe(1)
+    if type(x) is Array or isinstance(x, np.ndarray | np.generic | int | float | complex):
+        return _begin(op, x, worker, frame)()
+    leaves, treedef = optree.tree_flatten(x)
+    begun = [_begin(op, leaf, worker, frame) for leaf in leaves]
+    return optree.tree_unflatten(treedef, [finish() for finish in begun])
+
+
+def _begin(op: Collective, x, worker: Worker, frame) -> Callable[[], Any]:
+    """Admit one array, start the collective, and say how to finish."""
+    if type(x) in (int, float, complex, bool):
+        begun = _launch(op, np.asarray(x), worker, frame)
+        return lambda: _number(begun()[0], op, worker)
+    if type(x) is not Array:
+        x = _owned(x, op)
+        if not worker.tracked:
+            if x.dtype == bool and op.adds:
+                x = x.astype(np.int64)
+            begun = _launch(op, x, worker, frame)
+            return lambda: begun()[0]
+        x = Array(x, worker.state())
+    x = _admit(op, x, worker)
+    if op.adds and x.dtype == bool:
+        x = x.astype(np.int64)
+    begun = _apply(op, x, worker, frame)
+    return lambda: begun()[0]
+
+
+def _number(ans, op: Collective, worker: Worker):
+    """The result of a collective of Python numbers: a weakly typed number where it is one number."""
+    value = ans.item() if ans.shape == () else ans
+    return Array(value, op.out_state(state_of(op.axes))) if worker.tracked else value
+
+
+def _owned(x, op: Collective) -> np.ndarray:
+    """A block that nobody else writes to."""
+    if not isinstance(x, np.ndarray | np.generic) or x.dtype.kind in "OSUMm":
+        raise StateError(
+            message(
+                f"spmd.{op.function}",
+                argument="x",
+                got=describe(x),
+                need="an array of numbers, a number, or a pytree of them",
+                mend="convert it with np.asarray before",
+            )
+        )
+    x = np.asarray(x)
+    if x.flags.writeable:
+        x = np.array(x, order="C")
+        x.flags.writeable = False
+    return x
+
+
+def _admit(op: Collective, x: Array, worker: Worker) -> Array:
+    """x in the state that the operator takes, or an error that says why not."""
+    if x.state is None:
+        raise _outside(f"spmd.{op.function}", x)
+    missing = [n for n in op.axes if n not in x.state.varying]
+    if op.source == VARYING and missing:
+        if op.adds:
+            some = len(missing) < len(op.axes)
+            axes = repr(missing[0]) if len(missing) == 1 else repr(tuple(missing))
+            factor = worker.group(tuple(missing)).size
+            raise StateError(
+                message(
+                    f"spmd.{op.function}",
+                    argument="x",
+                    got=f"{describe(x)}, which does not vary over axis {axes}",
+                    need=f"an array that varies over {' and '.join(map(repr, op.axes))}"
+                    + (": it does over the others" if some else ""),
+                    mend=f"leave that axis out: the value is already the same on its {factor} workers; "
+                    f"spmd.pvary(x, {axes}) first if the sum of {factor} copies is meant",
+                )
+            )
+        return vary(x, state_of(x.state.varying | set(op.axes)))
+    present = [n for n in op.axes if n in x.state.varying]
+    if op.source == INVARIANT and present:
+        raise StateError(
+            message(
+                f"spmd.{op.function}",
+                argument="x",
+                got=f"{describe(x)}, which varies over axis {present[0]!r}",
+                need=f"an array that is Invariant along {' and '.join(map(repr, op.axes))}",
+                mend="reduce or gather it first (spmd.psum, spmd.all_gather(..., to='invariant'))",
+            )
+        )
+    return x
+
+
+def _outside(where: str, x: Array) -> Exception:
+    return ClosureError(
+        message(
+            where,
+            got=f"{describe(x)} that was traced outside of this map",
+            need="arrays of this body",
+            mend="pass it to the map as an argument, with a spec in in_specs (P() for a replicated one)",
+        )
+    )
+
+
+def _apply(op: Collective, x, worker: Worker, frame) -> Callable[[], tuple[Any, Collective]]:
+    """Start on a block or an Array of any level; recorded where it is traced. No check of states."""
+    if type(x) is not Array:
+        return _launch(op, x, worker, frame)
+    if x.tape is None:
+        launched = _launch(op, x.value, worker, frame)
+        state = op.out_state(x.state)
+
+        def finish():
+            block, bound = launched()
+            return Array(block, state), bound
+
+        return finish
+    inner = _apply(op, x.value, worker, frame)
+
+    def finish_traced():
+        ans, bound = inner()
+        tape = x.tape
+        args = (bound, x.value, ans) if bound.keeps else (bound, None, None)
+        node = record(tape, _MOVE, [x.node], args, ans.shape, ans.dtype)
+        return Array(ans, op.out_state(x.state), tape, node), bound
+
+    return finish_traced
+
+
+def _launch(op: Collective, x, worker: Worker, frame) -> Callable[[], tuple[Any, Collective]]:
+    """Start on a bare block."""
+    x = np.asarray(x, order="C")
+    group = worker.group(op.axes)
+    op.check(group, x)
+    for ledger in LEDGERS.get():
+        ledger.operator(worker.index, type(op).__name__, op.axes)
+    call = Call(op.function, op.axes, x.dtype, x.shape, detail=op.detail, alike=op.alike, frame=frame)
+    handle, arrive = op.launch(worker.comm, group, x, call)
+    return lambda: arrive(handle.wait())
+
+
+def move(op: Collective, g):
+    """Apply an operator to a cotangent: its state is right by construction, so nothing is checked."""
+    return _apply(op, g, here(f"spmd.{op.function}"), sys._getframe(1))()[0]
+
+
+_MOVE = Primitive(
+    None,
+    "collective",
+    rules=(lambda g, ans, op, x, y: op.pull(g, x, y),),
+    owe=lambda shared, g, op, x, y: op.owe(shared, g),
+)
+
+
+# Vary, and how states meet
+
+
+@dataclass(frozen=True)
+class Vary(Operator):
+    """I -> V: one value becomes a copy per worker. Moves nothing; its adjoint is `Sum`.
+
+    Broadcasting along the hidden dimension of an axis, from length 1 to n.
+    """
+
+    function: ClassVar[str] = "pvary"
+    source: ClassVar[str] = INVARIANT
+
+    def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
+        return Ready(x), lambda block: (block, self)
+
+    @property
+    def H(self) -> Operator:
+        from spmd.operators.reduce import Sum
+
+        return Sum(self.axes)
+
+    def owe(self, shared: dict, g) -> Future | None:
+        from spmd.operators.reduce import owe_sum
+
+        return None if type(g) is Array else owe_sum(shared, self.axes, g)
+
+
+def vary(x: Array, state: State) -> Array:
+    """x in a state of more axes. A traced array is varied once for each state: its cotangents meet before the sum."""
+    if x.state is state:
+        return x
+    if x.tape is None:
+        return Array(x.value, state)
+    key = (x.node.index, state)
+    twin = x.tape.twins.get(key)
+    if twin is None:
+        op = Vary(tuple(n for n in here("spmd.pvary").mesh.axes if n in state.varying - x.state.varying))
+        twin = x.tape.twins[key] = move(op, x)
+    return twin
+
+
+class Join(Mixing):
+    """How arrays of different state meet in a body: Invariant ones are varied."""
+
+    def ambient(self) -> State | None:
+        worker = WORKER.get()
+        if worker is None:
+            return None
+        if not worker.tracked:
+            raise DifferentiationError(
+                message(
+                    "a gradient transformation in a body",
+                    got="a map with check=False that is not differentiated from outside: its arrays are bare",
+                    need="arrays that carry their state",
+                    mend="spmd.map(..., check=True)",
+                )
+            )
+        return worker.state()
+
+    def join(self, arrays: list[Array]) -> tuple[list[Array], Any]:
+        for a in arrays:
+            if a.state is None:
+                raise _outside("an operation in a body", a)
+        state = state_of(frozenset().union(*(a.state.varying for a in arrays)))
+        return [vary(a, state) for a in arrays], state
+
+    def bring(self, g, have, state):
+        if type(g) is not Array or g.state is state or state is None:
+            return g
+        if g.state is None:
+            raise _outside("a cotangent", g)
+        missing = state.varying - g.state.varying
+        if missing:
+            g = vary(g, state_of(g.state.varying | missing))
+        extra = tuple(n for n in here("a cotangent").mesh.axes if n in g.state.varying - state.varying)
+        if extra:
+            g = move(Vary(extra).H, g)
+        return g
+
+
+tracer.use_mixing(Join())
+
+
+def varying(a, axis_name: str | Sequence[str]):
+    """Declare that bare data differs from worker to worker along an axis: made from `worker_index`, read from a file.
+
+    a: a bare array, a number, or an array of the body (which is varied). Gives an array that varies over the axis.
+    """
+    worker = here("spmd.varying")
+    state = state_of(worker.mesh.names(axis_name, "spmd.varying"))
+    if type(a) is Array:
+        if a.state is None:
+            raise _outside("spmd.varying", a)
+        return vary(a, a.state | state)
+    a = _owned(np.asarray(a), Vary(()))
+    return Array(a, state) if worker.tracked else a
+
+
+def block(x) -> np.ndarray:
+    """The bare read-only data of an undifferentiated array of a body: to print it, or to use any library on it.
+
+    Raises StateError for a differentiated one: what is computed from bare data has no gradient.
+    """
+    if type(x) is not Array:
+        data = np.asarray(x)
+    elif x.tape is not None:
+        raise StateError(
+            message(
+                "spmd.block",
+                argument="x",
+                got=describe(x),
+                need="an undifferentiated array",
+                mend="spmd.block(spmd.stop_gradient(x)) if the gradient may end here",
+            )
+        )
+    else:
+        data = np.asarray(x.value)
+    view = data.view()
+    view.flags.writeable = False
+    return view
+
+
+# What operators that split or join share
+
+
+def split_at(op: Collective, group: Group, shape: Shape, axis: int, sizes: Sequence[int] | None) -> tuple[int, ...]:
+    """The sizes of the pieces of a dimension: those that were given, checked, or the balanced ones."""
+    n = shape[axis]
+    if sizes is None:
+        return block_sizes(n, group.dims)
+    if len(sizes) != group.size or sum(sizes) != n or min(sizes) < 0:
+        raise LayoutError(
+            message(
+                f"spmd.{op.function}",
+                argument="sizes",
+                got=f"{tuple(sizes)} for a dimension of length {n} over {group.size} workers",
+                need=f"{group.size} sizes that add to {n}",
+                mend="leave sizes out for balanced pieces",
+            )
+        )
+    return tuple(sizes)
+
+
+def normal_axis(function: str, argument: str, axis: int, ndim: int) -> int:
+    """A dimension counted from the front, checked."""
+    if not isinstance(axis, int | np.integer) or not -ndim <= axis < ndim:
+        raise LayoutError(
+            message(
+                f"spmd.{function}",
+                argument=argument,
+                got=f"{axis!r} for an array of {ndim} dimensions",
+                need=f"a dimension from {-ndim} to {ndim - 1}" if ndim else "an array of at least one dimension",
+                mend="name a dimension that the array has" if ndim else "reshape(x, 1) first, or tiled=False",
+            )
+        )
+    return int(axis) % ndim
+
+
+def pieces(x: np.ndarray, axis: int, sizes: Sequence[int]) -> list[np.ndarray]:
+    """x cut along an axis, each piece contiguous."""
+    cuts = np.cumsum(sizes)[:-1]
+    return [np.asarray(p, order="C") for p in np.split(x, cuts, axis=axis)]
+
+
+def sealed(x: np.ndarray) -> np.ndarray:
+    """A new array as one that nobody writes to."""
+    x.flags.writeable = False
+    return x
+
+
+def agree(function: str, shapes: Sequence[Shape], axis: int) -> None:
+    """Raise where blocks that are to be joined along an axis differ elsewhere."""
+    rest = [s[:axis] + s[axis + 1 :] for s in shapes]
+    for k, r in enumerate(rest):
+        if r != rest[0]:
+            raise LayoutError(
+                message(
+                    f"spmd.{function}",
+                    got=f"blocks of shapes {list(shapes[0])} (member 0) and {list(shapes[k])} (member {k})",
+                    need=f"blocks that differ in dimension {axis} only",
+                    mend="gather along the dimension in which they differ",
+                )
+            )
+
+
+__all__ += ["Join", "Launched", "agree", "normal_axis", "pieces", "sealed"]

@@ -1,0 +1,247 @@
+"""Operators that join the blocks of workers, or split one: all-gather, reduce-scatter, collect, slice."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+
+from spmd.errors import LayoutError, StateError, message
+from spmd.operators.base import (
+    Launched,
+    Operator,
+    Shape,
+    agree,
+    normal_axis,
+    operate,
+    pieces,
+    sealed,
+    split_at,
+)
+from spmd.operators.reduce import AxisName, _names
+from spmd.state import INVARIANT
+from spmd.transport.base import Call, Comm, Group, Ready, gather_cost, scatter_cost
+
+__all__ = ["AllGather", "Collect", "ReduceScatter", "Slice", "all_gather", "pslice", "psum_scatter"]
+
+
+@dataclass(frozen=True)
+class _Along(Operator):
+    """An operator that joins or splits along a dimension of the blocks.
+
+    tiled: blocks are joined along dimension `axis` as it is; else they are stacked along a new one, a worker each.
+    sizes: the length of each member's piece (None: balanced, or as they come).
+    """
+
+    axis: int = 0
+    tiled: bool = False
+    sizes: tuple[int, ...] | None = None
+
+    @property
+    def detail(self) -> str:
+        return f"axis={self.axis}, tiled={self.tiled}"
+
+
+@dataclass(frozen=True)
+class _Join(_Along):
+    """Blocks joined on every worker."""
+
+    def check(self, group: Group, x: np.ndarray) -> None:
+        axis = normal_axis(self.function, "axis", self.axis, x.ndim if self.tiled else x.ndim + 1)
+        if self.sizes is not None and self.tiled and x.shape[axis] != self.sizes[group.index]:
+            raise LayoutError(
+                message(
+                    f"spmd.{self.function}",
+                    argument="x",
+                    got=f"a block of length {x.shape[axis]} in dimension {axis}",
+                    need=f"length {self.sizes[group.index]}, as sizes={self.sizes} says",
+                    mend="leave sizes out: they travel with the blocks",
+                )
+            )
+
+    def bind(self, shapes: Sequence[Shape]) -> _Join:
+        """This operator with the sizes of the blocks it met."""
+        if not self.tiled:
+            agree(self.function, [(0, *s) for s in shapes], 0)
+            return replace(self, axis=normal_axis(self.function, "axis", self.axis, len(shapes[0]) + 1))
+        axis = normal_axis(self.function, "axis", self.axis, len(shapes[0]))
+        agree(self.function, shapes, axis)
+        return replace(self, axis=axis, sizes=tuple(s[axis] for s in shapes))
+
+    def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
+        def arrive(blocks: list[np.ndarray]):
+            bound = self.bind([b.shape for b in blocks])
+            axis = bound.axis
+            return sealed((np.concatenate if self.tiled else np.stack)(blocks, axis=axis)), bound
+
+        return comm.all_gather(group, call, x), arrive
+
+    def cost(self, group: Group, x: np.ndarray) -> tuple[int, int]:
+        return gather_cost(group, x)
+
+
+@dataclass(frozen=True)
+class _Split(_Along):
+    """A block split over the workers."""
+
+    def bounds(self, group: Group, shape: Shape) -> tuple[int, tuple[int, ...]]:
+        """The dimension, and the length of each member's piece of it."""
+        argument = "scatter_dimension" if self.function == "psum_scatter" else "axis"
+        axis = normal_axis(self.function, argument, self.axis, len(shape))
+        if self.tiled:
+            return axis, split_at(self, group, shape, axis, self.sizes)
+        if shape[axis] != group.size:
+            raise LayoutError(
+                message(
+                    f"spmd.{self.function}",
+                    argument="x",
+                    got=f"length {shape[axis]} in dimension {axis}",
+                    need=f"length {group.size}, one entry per worker",
+                    mend="tiled=True splits a dimension of any length into blocks",
+                )
+            )
+        return axis, (1,) * group.size
+
+    def check(self, group: Group, x: np.ndarray) -> None:
+        self.bounds(group, x.shape)
+
+    def bind(self, group: Group, shape: Shape) -> _Split:
+        """This operator with the sizes of the pieces of a block of this shape."""
+        axis, sizes = self.bounds(group, shape)
+        return replace(self, axis=axis, sizes=sizes if self.tiled else None)
+
+    def parts(self, group: Group, x: np.ndarray) -> list[np.ndarray]:
+        """The piece of each member."""
+        axis, sizes = self.bounds(group, x.shape)
+        found = pieces(x, axis, sizes)
+        return found if self.tiled else [p.reshape(x.shape[:axis] + x.shape[axis + 1 :]) for p in found]
+
+
+@dataclass(frozen=True)
+class AllGather(_Join):
+    """V -> V: every worker gets all blocks, joined. Its adjoint is `ReduceScatter`: each takes the sum of its part."""
+
+    function: ClassVar[str] = "all_gather"
+
+    @property
+    def H(self) -> Operator:
+        return ReduceScatter(self.axes, self.axis, self.tiled, self.sizes)
+
+
+@dataclass(frozen=True)
+class ReduceScatter(_Split):
+    """V -> V: the sum of all workers' blocks, split over them. Its adjoint is `AllGather`."""
+
+    function: ClassVar[str] = "psum_scatter"
+    adds: ClassVar[bool] = True
+    alike: ClassVar[bool] = True
+
+    @property
+    def detail(self) -> str:
+        return f"{super().detail}, sizes={self.sizes}"
+
+    def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
+        bound = self.bind(group, x.shape)
+        return comm.reduce_scatter(group, call, self.parts(group, x)), lambda block: (block, bound)
+
+    @property
+    def H(self) -> Operator:
+        return AllGather(self.axes, self.axis, self.tiled, self.sizes)
+
+    def cost(self, group: Group, x: np.ndarray) -> tuple[int, int]:
+        return scatter_cost(group, self.parts(group, x))
+
+
+@dataclass(frozen=True)
+class Collect(_Join):
+    """V -> I: all blocks, joined, one value known to all. Its adjoint is `Slice`, which moves nothing."""
+
+    function: ClassVar[str] = "all_gather"
+    target: ClassVar[str] = INVARIANT
+
+    @property
+    def detail(self) -> str:
+        return f"{super().detail}, to='invariant'"
+
+    @property
+    def H(self) -> Operator:
+        return Slice(self.axes, self.axis, self.tiled, self.sizes)
+
+
+@dataclass(frozen=True)
+class Slice(_Split):
+    """I -> V: each worker takes its part of one value. Moves nothing; its adjoint is `Collect`."""
+
+    function: ClassVar[str] = "pslice"
+    source: ClassVar[str] = INVARIANT
+
+    def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
+        bound = self.bind(group, x.shape)
+        part = self.parts(group, x)[group.index]
+        return Ready(part), lambda block: (block, bound)
+
+    @property
+    def H(self) -> Operator:
+        return Collect(self.axes, self.axis, self.tiled, self.sizes)
+
+
+def all_gather(x, axis_name: AxisName, *, axis: int = 0, tiled: bool = False, to: str = "varying"):
+    """The blocks of all workers along axis_name, on every one of them.
+
+    x: the block, or a pytree of blocks. tiled=False stacks equal blocks along a new dimension `axis`: (n, *x.shape);
+    tiled=True joins them along the dimension that is there, and they may be uneven there.
+    to: "varying", or "invariant" ("invarying"): then the result is known to be one value.
+
+    Forward: y = [x_0; x_1; ...]. Adjoint: of V -> V `psum_scatter`; of V -> I `pslice`, which moves nothing. Choose
+    "invariant" where every worker goes on to compute the same with it. Cost: one all-gather. As `jax.lax.all_gather`.
+    """
+    names = _names(axis_name, "all_gather")
+    kinds = {"varying": AllGather, "invariant": Collect, "invarying": Collect}
+    if to not in kinds:
+        raise StateError(
+            message(
+                "spmd.all_gather",
+                argument="to",
+                got=repr(to),
+                need='"varying" or "invariant"',
+                mend='leave it out, or to="invariant" for a result that counts as one value',
+            )
+        )
+    return operate(kinds[to](names, axis, tiled), x, sys._getframe(1))
+
+
+def psum_scatter(
+    x,
+    axis_name: AxisName,
+    *,
+    scatter_dimension: int = 0,
+    tiled: bool = False,
+    sizes: Sequence[int] | None = None,
+):
+    """The sum of x over the workers along axis_name, split over them: each gets its part.
+
+    x: varies over every named axis, of one shape on all workers. tiled=False: dimension scatter_dimension has one
+    entry per worker, and goes away; tiled=True: it is split into blocks, balanced or of the given sizes.
+
+    Forward: y_k = (x_0 + x_1 + ...)[part k]. Adjoint: `all_gather`. Cost: one reduce-scatter, half of a `psum`.
+    As `jax.lax.psum_scatter`, and of any length.
+    """
+    names = _names(axis_name, "psum_scatter")
+    given = None if sizes is None else tuple(int(n) for n in sizes)
+    return operate(ReduceScatter(names, scatter_dimension, tiled, given), x, sys._getframe(1))
+
+
+def pslice(x, axis_name: AxisName, *, axis: int = 0, tiled: bool = False, sizes: Sequence[int] | None = None):
+    """This worker's part of a value that all workers along axis_name have.
+
+    x: Invariant along the named axes. tiled=False: dimension `axis` has one entry per worker, and goes away;
+    tiled=True: it is split into blocks, balanced or of the given sizes.
+
+    Forward (I -> V): y_k = x[part k]; nothing moves. Adjoint (V -> I): `all_gather(..., to="invariant")`.
+    """
+    names = _names(axis_name, "pslice")
+    given = None if sizes is None else tuple(int(n) for n in sizes)
+    return operate(Slice(names, axis, tiled, given), x, sys._getframe(1))

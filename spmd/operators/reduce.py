@@ -1,0 +1,301 @@
+"""Sums and extrema over workers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import optree
+
+from spmd.autodiff.tracer import Array, value_of
+from spmd.errors import StateError, describe, message
+from spmd.mesh import Worker, here
+from spmd.operators.base import Collective, Launched, Operator, Vary, move, operate, vary
+from spmd.state import INVARIANT, state_of
+from spmd.transport.base import LEDGERS, Call, Comm, Group, Handle, all_reduce_cost
+
+__all__ = ["Extremum", "Sum", "pcast", "pmax", "pmean", "pmin", "psum", "pvary"]
+
+AxisName = str | Sequence[str]
+
+
+@dataclass(frozen=True)
+class Sum(Operator):
+    """V -> I: the sum over the workers, known to all. One all-reduce; its adjoint is `Vary`, which moves nothing."""
+
+    function: ClassVar[str] = "psum"
+    target: ClassVar[str] = INVARIANT
+    adds: ClassVar[bool] = True
+    alike: ClassVar[bool] = True
+
+    def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
+        return comm.all_reduce(group, call, x), lambda total: (total, self)
+
+    @property
+    def H(self) -> Operator:
+        return Vary(self.axes)
+
+    def cost(self, group: Group, x: np.ndarray) -> tuple[int, int]:
+        return all_reduce_cost(group, x)
+
+
+_BUCKET = 4 << 20
+"""Bytes of owed sums that are sent together: enough to hide a message's latency, few enough to overlap the sweep."""
+
+
+class _Bucket:
+    """Sums owed to leaves, over one group and of one dtype: sent together when they are many, or at the end."""
+
+    def __init__(self, worker: Worker, axes: tuple[str, ...]):
+        self.worker = worker
+        self.axes = axes
+        self.blocks: list[np.ndarray] = []
+        self.nbytes = 0
+        self.handle: Handle | None = None
+
+    def send(self) -> None:
+        if self.handle is None:
+            group = self.worker.group(self.axes)
+            first = self.blocks[0]
+            shapes = ", ".join(str(list(b.shape)) for b in self.blocks)
+            size = (sum(b.size for b in self.blocks),)
+            call = Call(
+                "psum", self.axes, first.dtype, size, detail=f"gradients of shapes {shapes}", alike=True, frame=_frame()
+            )
+            self.handle = self.worker.comm.all_reduce_many(group, call, self.blocks)
+
+
+class _Owed:
+    """One sum in a bucket."""
+
+    __slots__ = ("bucket", "buckets", "index")
+
+    def __init__(self, buckets: dict[Any, _Bucket], bucket: _Bucket):
+        self.buckets = buckets
+        self.bucket = bucket
+        self.index = len(bucket.blocks) - 1
+
+    def wait(self) -> np.ndarray:
+        for bucket in self.buckets.values():
+            bucket.send()
+        assert self.bucket.handle is not None
+        return self.bucket.handle.wait()[self.index]
+
+
+def _frame():
+    return sys._getframe(2)
+
+
+def owe_sum(shared: dict, axes: tuple[str, ...], g) -> _Owed:
+    """Put the sum of a cotangent into the open bucket of its group; send the bucket when it is full."""
+    worker = here("spmd.psum")
+    g = np.asarray(g, order="C")
+    for ledger in LEDGERS.get():
+        ledger.operator(worker.index, "Sum", axes)
+    count = shared.setdefault("count", {})
+    kind = (axes, g.dtype)
+    buckets = shared.setdefault("buckets", {})
+    key = (*kind, count.get(kind, 0))
+    bucket = buckets.get(key)
+    if bucket is None:
+        bucket = buckets[key] = _Bucket(worker, axes)
+    bucket.blocks.append(g)
+    bucket.nbytes += g.nbytes
+    owed = _Owed(buckets, bucket)
+    if bucket.nbytes >= _BUCKET:
+        bucket.send()
+        count[kind] = count.get(kind, 0) + 1
+    return owed
+
+
+def psum(x, axis_name: AxisName):
+    """The sum of x over the workers along axis_name, the same on all of them.
+
+    x: an array that varies over every named axis, of one shape on all workers, or a pytree of them; booleans are
+    counted. A Python number is summed over all workers too: `psum(len(x), "x")` is the true total.
+    axis_name: an axis of the mesh, or a tuple of axes.
+
+    Forward (V -> I): y = x_0 + x_1 + ..., in this order. Adjoint (I -> V): `pvary`, every worker gets the cotangent.
+    Cost: one all-reduce forward, nothing backward. As `jax.lax.psum`, but an Invariant array is refused (StateError).
+    """
+    return operate(Sum(_names(axis_name, "psum")), x, sys._getframe(1))
+
+
+def pvary(x, axis_name: AxisName):
+    """x as one value per worker along axis_name: what tells that its gradient is wanted for each worker by itself.
+
+    Forward (I -> V): the same value on every worker; nothing moves. Adjoint (V -> I): `psum` of the cotangents.
+    It is inserted wherever an Invariant array meets Varying data. Axes that x varies over already are left alone.
+    As `jax.lax.pvary`; `jax.lax.pcast(x, axis_name, to="varying")`.
+    """
+    names = _names(axis_name, "pvary")
+    worker = here("spmd.pvary")
+    if not worker.tracked:
+        return x
+    state = state_of(names)
+
+    def one(a):
+        a = a if type(a) is Array else Array(a, worker.state())
+        return vary(a, a.state | state)
+
+    return optree.tree_map(one, x)
+
+
+def pcast(x, axis_name: AxisName, *, to: str = "varying"):
+    """x in the state `to` along axis_name: "varying" is `pvary`; "invariant" (or "invarying") only states a fact.
+
+    Raises StateError where a Varying array is to be Invariant: that takes a sum, a mean or a gather.
+    """
+    if to == "varying":
+        return pvary(x, axis_name)
+    names = _names(axis_name, "pcast")
+    if to not in ("invariant", "invarying"):
+        raise StateError(
+            message(
+                "spmd.pcast",
+                argument="to",
+                got=repr(to),
+                need='"varying" or "invariant"',
+                mend='spmd.pcast(x, axis_name, to="varying")',
+            )
+        )
+    for a in optree.tree_leaves(x):
+        if type(a) is Array and a.state.varying & set(names):
+            raise StateError(
+                message(
+                    "spmd.pcast",
+                    argument="x",
+                    got=describe(a),
+                    need=f"an array that is Invariant along {names}",
+                    mend="spmd.psum, spmd.pmean or spmd.all_gather(..., to='invariant') make it so",
+                )
+            )
+    return x
+
+
+def _names(axis_name: AxisName, function: str) -> tuple[str, ...]:
+    where = f"spmd.{function}"
+    return here(where).mesh.names(axis_name, where)
+
+
+def varying_of(x, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of the axes that x varies over: all of them for what carries no state (numbers, untracked blocks)."""
+    if type(x) is Array:
+        return tuple(n for n in names if n in x.state.varying)
+    if here("a reduction").tracked and not isinstance(x, int | float | complex):
+        return ()
+    return names
+
+
+def pmean(x, axis_name: AxisName):
+    """The mean of x over the workers along axis_name: psum(x) / n. An Invariant array is its own mean.
+
+    Workers count equally, however many entries their blocks have; `spmd.mean` counts entries.
+    """
+    names = _names(axis_name, "pmean")
+
+    def one(a):
+        over = varying_of(a, names)
+        if not over:
+            return a
+        return operate(Sum(over), a) / here("spmd.pmean").group(over).size
+
+    return optree.tree_map(one, x)
+
+
+@dataclass(frozen=True)
+class Extremum(Collective):
+    """V -> I: the largest (smallest) entry over the workers and over the dimensions `dims` of their blocks.
+
+    Not linear. The cotangent goes to the entries and workers that attain it, shared equally among ties.
+    """
+
+    how: str = "max"
+    dims: tuple[int, ...] = ()
+
+    function: ClassVar[str] = "pmax"
+    target: ClassVar[str] = INVARIANT
+
+    def check(self, group: Group, x: np.ndarray) -> None:
+        if x.dtype.kind == "c":
+            raise StateError(
+                message(
+                    f"spmd.{self.function}",
+                    argument="x",
+                    got=describe(x),
+                    need="real numbers: complex ones have no order",
+                    mend="take np.abs, np.real or np.imag first",
+                )
+            )
+
+    def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
+        if not self.dims:
+            call.alike = True
+            return comm.all_reduce(group, call, x, self.how), lambda y: (y, self)
+        least = _identity(x.dtype, self.how)
+        top = np.max if self.how == "max" else np.min
+        y = np.asarray(top(x, axis=self.dims, initial=least))
+        some = np.full((1,), _marker(x.dtype, self.how, x.size > 0 or y.size == 0), x.dtype)
+        packed = np.concatenate([y.reshape(-1), some])
+        call.shape, call.alike = packed.shape, True
+
+        def arrive(got: np.ndarray):
+            if got[-1] != _marker(x.dtype, self.how, True):
+                raise ValueError(
+                    message(
+                        f"spmd.{self.how}",
+                        argument="x",
+                        got="blocks without entries on every worker",
+                        need="at least one entry",
+                        mend="test the size before (spmd.psum(x.size, axis_name))",
+                    )
+                )
+            return got[:-1].reshape(y.shape), self
+
+        return comm.all_reduce(group, call, packed, self.how), arrive
+
+    def pull(self, g, x, ans):
+        bare, top = np.asarray(value_of(x)), np.asarray(value_of(ans))
+        if self.dims:
+            top, g = np.expand_dims(top, self.dims), np.expand_dims(g, self.dims)
+        ties = (bare == top) | ((bare != bare) & (top != top))
+        count = np.sum(ties, axis=self.dims, keepdims=True).astype(bare.real.dtype) if self.dims else ties
+        total = move(Sum(self.axes), np.asarray(count, bare.real.dtype))
+        return move(Vary(self.axes), g) * (ties / total)
+
+
+def _identity(dtype, how: str):
+    """The value that never wins."""
+    if dtype == bool:
+        return how == "min"
+    low, high = (-np.inf, np.inf) if dtype.kind == "f" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    return dtype.type(low if how == "max" else high)
+
+
+def _marker(dtype, how: str, some: bool):
+    """A number that says whether a block had entries, chosen so that one that had wins."""
+    return dtype.type(some if how == "max" else not some)
+
+
+def _extremum(x, names: tuple[str, ...], how: str):
+    def one(a):
+        over = varying_of(a, names)
+        return operate(Extremum(over, how), a) if over else a
+
+    return optree.tree_map(one, x)
+
+
+def pmax(x, axis_name: AxisName):
+    """The largest x of the workers along axis_name, entry by entry; Invariant. An Invariant array is its own.
+
+    Gradient: to the workers that attain it, in equal shares. Cost: one all-reduce forward, one backward for ties.
+    """
+    return _extremum(x, _names(axis_name, "pmax"), "max")
+
+
+def pmin(x, axis_name: AxisName):
+    """The smallest x of the workers along axis_name, entry by entry; see `pmax`."""
+    return _extremum(x, _names(axis_name, "pmin"), "min")

@@ -1,0 +1,211 @@
+"""Rooted values, and the operators between one worker's value and everyone's."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from spmd.autodiff.tracer import Array
+from spmd.errors import LayoutError, StateError, describe, message
+from spmd.mesh import here
+from spmd.operators.base import Launched, Operator, operate, sealed
+from spmd.operators.reduce import AxisName, _names
+from spmd.state import INVARIANT, ROOTED, State, state_of
+from spmd.transport.base import Call, Comm, Group, Ready, root_cost
+
+__all__ = ["Broadcast", "Keep", "Replicate", "Rooted", "SumReduce", "broadcast", "keep", "replicate", "sum_reduce"]
+
+
+class Rooted:
+    """A handle on a value that one worker along some axes holds; the others hold a zero-volume block.
+
+    shape, dtype: of the value, known to all. axes, root: who holds it: the worker at place `root` along `axes`.
+    Only collectives take it. Mixing it with arrays is an error.
+    """
+
+    __slots__ = ("axes", "block", "dtype", "root", "shape")
+
+    def __init__(self, block: Any, shape: tuple[int, ...], dtype, axes: tuple[str, ...], root: int):
+        self.block = block
+        self.shape = shape
+        self.dtype = dtype
+        self.axes = axes
+        self.root = root
+
+    def __spmd_describe__(self) -> str:
+        return f"Rooted({self.root} along {', '.join(self.axes)}) value {self.dtype}{list(self.shape)}"
+
+    def __repr__(self) -> str:
+        return f"<{self.__spmd_describe__()}>"
+
+    def _refuse(self, *args: object, **kwargs: object):
+        raise StateError(
+            message(
+                "an operation on arrays",
+                got=describe(self),
+                need="a value that this worker has",
+                mend="spmd.replicate(x, axis_name) makes it Invariant, spmd.broadcast(x, axis_name) Varying",
+            )
+        )
+
+    __array__ = __array_ufunc__ = __array_function__ = __getitem__ = __bool__ = __float__ = __int__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+    __matmul__ = __rmatmul__ = __pow__ = __rpow__ = __neg__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+
+
+@dataclass(frozen=True)
+class _AtRoot(Operator):
+    """An operator to or from the worker at place `root` along the axes."""
+
+    root: int = 0
+    alike: ClassVar[bool | None] = None
+
+    def out_state(self, state: State) -> State:
+        return state_of(state.varying - set(self.axes)) if self.target == ROOTED else super().out_state(state)
+
+    def check(self, group: Group, x: np.ndarray) -> None:
+        if not 0 <= self.root < group.size:
+            raise LayoutError(
+                message(
+                    f"spmd.{self.function}",
+                    argument="root",
+                    got=repr(self.root),
+                    need=f"a place along {' and '.join(group.axes)}, from 0 to {group.size - 1}",
+                    mend="root=0",
+                )
+            )
+
+    def held(self, group: Group, x: np.ndarray) -> np.ndarray:
+        """The block as a Rooted value has it: nothing but at the root."""
+        return x if group.index == self.root else sealed(np.zeros((0,), x.dtype))
+
+
+@dataclass(frozen=True)
+class _FromRoot(_AtRoot):
+    source: ClassVar[str] = ROOTED
+
+    def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
+        mine = x if group.index == self.root else None
+        return comm.broadcast(group, call, mine, self.root), lambda block: (block, self)
+
+    def cost(self, group: Group, x: np.ndarray) -> tuple[int, int]:
+        return root_cost(group, self.root, x.nbytes, down=True)
+
+
+@dataclass(frozen=True)
+class Broadcast(_FromRoot):
+    """Rooted -> V: the root's value, on every worker as its own. Its adjoint is `SumReduce`."""
+
+    function: ClassVar[str] = "broadcast"
+
+    @property
+    def H(self) -> Operator:
+        return SumReduce(self.axes, self.root)
+
+
+@dataclass(frozen=True)
+class Replicate(_FromRoot):
+    """Rooted -> I: the root's value becomes one value known to all. Its adjoint is `Keep`, which moves nothing."""
+
+    function: ClassVar[str] = "replicate"
+    target: ClassVar[str] = INVARIANT
+
+    @property
+    def H(self) -> Operator:
+        return Keep(self.axes, self.root)
+
+
+@dataclass(frozen=True)
+class SumReduce(_AtRoot):
+    """V -> Rooted: the sum over the workers, at the root. Its adjoint is `Broadcast`."""
+
+    function: ClassVar[str] = "sum_reduce"
+    target: ClassVar[str] = ROOTED
+    adds: ClassVar[bool] = True
+    alike: ClassVar[bool | None] = True
+
+    def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
+        return comm.reduce(group, call, x, self.root), lambda total: (
+            self.held(group, x if total is None else total),
+            self,
+        )
+
+    def cost(self, group: Group, x: np.ndarray) -> tuple[int, int]:
+        return root_cost(group, self.root, x.nbytes, down=False)
+
+    @property
+    def H(self) -> Operator:
+        return Broadcast(self.axes, self.root)
+
+
+@dataclass(frozen=True)
+class Keep(_AtRoot):
+    """I -> Rooted: the root keeps the value, the others drop it. Moves nothing; its adjoint is `Replicate`."""
+
+    function: ClassVar[str] = "keep"
+    source: ClassVar[str] = INVARIANT
+    target: ClassVar[str] = ROOTED
+
+    def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
+        return Ready(self.held(group, x)), lambda block: (block, self)
+
+    @property
+    def H(self) -> Operator:
+        return Replicate(self.axes, self.root)
+
+
+def _to_root(op: _AtRoot, x) -> Rooted:
+    return Rooted(operate(op, x, sys._getframe(2)), np.shape(x), x.dtype, op.axes, op.root)
+
+
+def _from_root(kind: type[_FromRoot], x, axis_name: AxisName, root: int):
+    where = kind.function
+    names = _names(axis_name, where)
+    if type(x) is not Rooted or x.axes != names or x.root != root:
+        raise StateError(
+            message(
+                f"spmd.{where}",
+                argument="x",
+                got=describe(x),
+                need=f"a value that is Rooted({root}) along {' and '.join(names)}",
+                mend="spmd.keep(x, axis_name, root) or spmd.sum_reduce(x, axis_name, root) make one",
+            )
+        )
+    return operate(kind(names, root), x.block, sys._getframe(2))
+
+
+def sum_reduce(x, axis_name: AxisName, root: int = 0) -> Rooted:
+    """The sum of x over the workers along axis_name, at the one at place `root`.
+
+    x: varies over every named axis, of one shape on all workers.
+    Forward (V -> Rooted): y_root = x_0 + x_1 + .... Adjoint: `broadcast`. Cost: one reduce.
+    """
+    return _to_root(SumReduce(_names(axis_name, "sum_reduce"), root), x)
+
+
+def keep(x, axis_name: AxisName, root: int = 0) -> Rooted:
+    """One value that all workers along axis_name have, kept by the one at place `root`.
+
+    Forward (I -> Rooted): y_root = x; nothing moves. Adjoint: `replicate`.
+    """
+    return _to_root(Keep(_names(axis_name, "keep"), root), x)
+
+
+def broadcast(x: Rooted, axis_name: AxisName, root: int = 0):
+    """The root's value, on every worker along axis_name as its own.
+
+    Forward (Rooted -> V): y_k = x_root. Adjoint: `sum_reduce`. Cost: one broadcast.
+    """
+    return _from_root(Broadcast, x, axis_name, root)
+
+
+def replicate(x: Rooted, axis_name: AxisName, root: int = 0):
+    """The root's value as one value that all workers along axis_name have.
+
+    Forward (Rooted -> I): y = x_root. Adjoint: `keep`, which moves nothing. Cost: one broadcast.
+    """
+    return _from_root(Replicate, x, axis_name, root)

@@ -1,0 +1,77 @@
+"""Reductions over the dimensions of an array and over workers together, with true counts on uneven blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+
+from spmd.autodiff.tracer import Array
+from spmd.mesh import here
+from spmd.operators.base import normal_axis, operate
+from spmd.operators.reduce import AxisName, Extremum, Sum, pmax, pmean, pmin, psum, varying_of
+
+__all__ = ["max", "mean", "min", "sum"]
+
+Axis = int | Sequence[int] | None
+
+
+def _start(x, axis_name: AxisName, axis: Axis, function: str):
+    """The array, the axes of the mesh it varies over among those named, and the dimensions as a tuple."""
+    where = f"spmd.{function}"
+    names = here(where).mesh.names(axis_name, where)
+    x = x if type(x) is Array else np.asarray(x)
+    chosen = range(x.ndim) if axis is None else (axis,) if isinstance(axis, int) else axis
+    return x, names, varying_of(x, names), tuple(normal_axis(function, "axis", d, x.ndim) for d in chosen)
+
+
+def sum(x, axis_name: AxisName, axis: Axis = None):
+    """The sum of x over its dimensions `axis` (None: all) and over the workers along axis_name; Invariant there.
+
+    x: varies over every named axis; blocks may be uneven or empty in the summed dimensions. Adjoint: the cotangent,
+    broadcast to every entry of every worker. Cost: one all-reduce of the locally summed array.
+    """
+    if isinstance(x, int | float | complex):
+        return psum(x, axis_name)
+    x, names, _, dims = _start(x, axis_name, axis, "sum")
+    return operate(Sum(names), np.sum(x, axis=dims))
+
+
+def mean(x, axis_name: AxisName, axis: Axis = None):
+    """The mean of x over its dimensions `axis` (None: all) and over the workers along axis_name.
+
+    Every entry counts once, however uneven the blocks. Along axes where x is Invariant the copies count as one.
+    Cost: one all-reduce of the locally summed array and one of the count.
+    """
+    if isinstance(x, int | float | complex):
+        return pmean(x, axis_name)
+    x, _, over, dims = _start(x, axis_name, axis, "mean")
+    total, count = np.sum(x, axis=dims), prod(x.shape[d] for d in dims)
+    if over:
+        # A number without entries behind it divides 0 by 0, as np.mean does.
+        total, count = operate(Sum(over), total), operate(Sum(over), count)
+    return total / count
+
+
+def max(x, axis_name: AxisName, axis: Axis = None):
+    """The largest entry of x over its dimensions `axis` (None: all) and over the workers along axis_name.
+
+    Blocks may be uneven or empty, not all empty (ValueError). Gradient: to all entries that attain it, on whichever
+    worker, in equal shares. Cost: one all-reduce forward, and one backward that counts the ties.
+    """
+    return _extremum(x, axis_name, axis, "max")
+
+
+def min(x, axis_name: AxisName, axis: Axis = None):
+    """The smallest entry; see `max`."""
+    return _extremum(x, axis_name, axis, "min")
+
+
+def _extremum(x, axis_name: AxisName, axis: Axis, how: str):
+    if isinstance(x, int | float | complex):
+        return pmax(x, axis_name) if how == "max" else pmin(x, axis_name)
+    x, _, over, dims = _start(x, axis_name, axis, how)
+    if not over:
+        return np.max(x, axis=dims) if how == "max" else np.min(x, axis=dims)
+    return operate(Extremum(over, how, dims), x)

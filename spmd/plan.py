@@ -1,0 +1,54 @@
+"""From one layout to another: which worker sends which box to whom. Integers only."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from spmd.errors import LayoutError, message
+from spmd.layout import Box, Layout
+
+__all__ = ["Move", "plan"]
+
+
+class Move(NamedTuple):
+    """The box of the global index space that worker `source` gives to worker `target` (itself included)."""
+
+    source: int
+    target: int
+    box: Box
+
+
+def _overlap(a: Box, b: Box) -> Box | None:
+    """What two boxes share; None where that is nothing."""
+    box = tuple((max(p, r), min(q, s)) for (p, q), (r, s) in zip(a, b, strict=True))
+    return box if all(start < stop for start, stop in box) else None
+
+
+@lru_cache(maxsize=1024)
+def plan(source: Layout, target: Layout) -> tuple[Move, ...]:
+    """The moves that turn `source` into `target`, ordered by target, then source.
+
+    Where several workers hold a copy of what is needed, the target's own copy is taken; else that of the holder
+    with the least distance in number, so that senders share the work.
+    """
+    if source.shape != target.shape or source.size != target.size:
+        raise LayoutError(
+            message(
+                "spmd.plan",
+                got=f"a source of shape {source.shape} on {source.size} workers "
+                f"and a target of shape {target.shape} on {target.size}",
+                need="the same global shape and the same workers",
+                mend="lay the same array out twice on one mesh",
+            )
+        )
+    holders: dict[Box, list[int]] = {}
+    for w, box in enumerate(source.boxes):
+        holders.setdefault(box, []).append(w)
+    moves = []
+    for t, wanted in enumerate(target.boxes):
+        for held, workers in holders.items():
+            shared = _overlap(held, wanted)
+            if shared is not None:
+                moves.append(Move(min(workers, key=lambda w: (w != t, abs(w - t), w)), t, shared))
+    return tuple(sorted(moves, key=lambda m: (m.target, m.source, m.box)))

@@ -1,0 +1,265 @@
+"""What a transport is: few verbs on contiguous buffers, spoken by every worker of a group alike.
+
+A worker holds a `Comm`. Each verb starts a collective and returns a `Handle`; `wait()` gives the result. All members
+of a group start the same verbs in the same order; the `Call` that travels with each lets them verify it, and shapes
+travel along, so that nobody needs to know the others' blocks beforehand.
+
+Sums are taken in the order of the group's members, whatever the timing: the same inputs give the same bits.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Protocol
+
+import numpy as np
+
+from spmd.errors import message, source_line
+from spmd.layout import block_sizes
+
+__all__ = [
+    "LEDGERS",
+    "Call",
+    "Comm",
+    "Group",
+    "Handle",
+    "Observer",
+    "Outcome",
+    "Ready",
+    "Transport",
+    "all_reduce_cost",
+    "gather_cost",
+    "mismatch",
+    "root_cost",
+    "scatter_cost",
+]
+
+
+class Observer(Protocol):
+    """Who is told what workers do: see `spmd.ledger`."""
+
+    def operator(self, worker: int, name: str, axes: tuple[str, ...]) -> None: ...
+
+    def verb(self, worker: int, verb: str, messages: int, nbytes: int) -> None: ...
+
+
+LEDGERS: ContextVar[tuple[Observer, ...]] = ContextVar("spmd_ledgers", default=())
+
+
+class Group:
+    """The workers that meet in a collective: those that differ only along `axes`, in the order of `axes`.
+
+    dims: the sizes of the axes. members: their numbers, major axis first. index: this worker's place among them. key: what identifies the group
+    among all groups, whichever way its axes were ordered.
+    """
+
+    __slots__ = ("axes", "dims", "index", "key", "members", "size")
+
+    def __init__(self, axes: tuple[str, ...], dims: tuple[int, ...], members: tuple[int, ...], index: int):
+        self.axes = axes
+        self.dims = dims
+        self.members = members
+        self.index = index
+        self.size = len(members)
+        self.key = (tuple(sorted(axes)), min(members))
+
+
+class Call:
+    """One worker's side of a collective: the operator, its parameters, and what it brings.
+
+    op: the function's name as users write it. detail: the parameters that must agree. shape: of the block. alike:
+    all members must bring the same shape (False: as many dimensions; None: any). frame: where the user called from.
+    """
+
+    __slots__ = ("alike", "axes", "detail", "dtype", "frame", "op", "shape")
+
+    def __init__(self, op: str, axes: tuple[str, ...], dtype, shape, *, detail="", alike: bool | None = False, frame=None):
+        self.op = op
+        self.axes = axes
+        self.detail = detail
+        self.dtype = dtype
+        self.shape = shape
+        self.alike = alike
+        self.frame: FrameType | None = frame
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What must be equal on all members."""
+        shape = self.shape if self.alike else None if self.alike is None else len(self.shape)
+        return self.op, self.axes, self.detail, self.dtype, shape
+
+    def __str__(self) -> str:
+        names = ", ".join(repr(a) for a in self.axes)
+        more = f", {self.detail}" if self.detail else ""
+        return f"{self.op}({self.dtype}{list(self.shape)}, {names}{more})"
+
+    @property
+    def source(self) -> str:
+        return source_line(self.frame)
+
+
+def mismatch(first: tuple[str, str, str], second: tuple[str, str, str]) -> str:
+    """The text for two workers that met with different calls; each given as (worker, call, source line)."""
+    return message(
+        "a collective",
+        got="workers that met with different calls\n"
+        + "\n".join(f"          {worker} called {call}\n            at {line}" for worker, call, line in (first, second)),
+        need="the same operator, axes, parameters, dtype and shape from every worker of the group, in the same order",
+        mend="let all workers take the same path: no branch on a worker's own data around a collective",
+    )
+
+
+class Handle(Protocol):
+    """A collective that is under way."""
+
+    def wait(self) -> Any:
+        """Its result, as soon as there is one."""
+        ...
+
+
+@dataclass(slots=True)
+class Ready:
+    """A collective that was done at once."""
+
+    value: Any
+
+    def wait(self) -> Any:
+        return self.value
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How a run of all workers ended: their results, and how much of it was waiting."""
+
+    results: dict[int, Any]
+    seconds: float
+    switches: int
+
+
+class Comm(ABC):
+    """One worker's view of a transport. Buffers are C-contiguous; received ones are read-only.
+
+    The public verbs count what they cost, in messages and bytes that this worker sends; engines implement the
+    protected ones. The cost is logical (that of the usual algorithm), the same in every transport.
+    """
+
+    worker: int
+
+    def _count(self, verb: str, messages: int, nbytes: int) -> None:
+        for ledger in LEDGERS.get():
+            ledger.verb(self.worker, verb, messages, nbytes)
+
+    def all_reduce(self, group: Group, call: Call, x: np.ndarray, how: str = "sum") -> Handle:
+        """The entrywise sum (max, min) of all members' blocks of one shape, on every member.
+
+        Cost: 2 (n - 1) messages; every chunk but the own one goes out, the reduced own chunk goes to all others.
+        """
+        self._count("all_reduce", *all_reduce_cost(group, x))
+        return self._all_reduce(group, call, x, how)
+
+    def all_reduce_many(self, group: Group, call: Call, xs: Sequence[np.ndarray]) -> Handle:
+        """The sums of several blocks of one dtype in one collective; the result is a list."""
+        self._count("all_reduce", *all_reduce_cost(group, *xs))
+        return self._all_reduce_many(group, call, xs)
+
+    def reduce_scatter(self, group: Group, call: Call, parts: Sequence[np.ndarray]) -> Handle:
+        """parts[k] goes to member k, which gets the sum of what all sent it. Cost: n - 1 messages."""
+        self._count("reduce_scatter", *scatter_cost(group, parts))
+        return self._reduce_scatter(group, call, parts)
+
+    def all_gather(self, group: Group, call: Call, x: np.ndarray) -> Handle:
+        """All members' blocks, as a list; shapes may differ. Cost: n - 1 messages of the own block."""
+        self._count("all_gather", *gather_cost(group, x))
+        return self._all_gather(group, call, x)
+
+    def all_to_all(self, group: Group, call: Call, parts: Sequence[np.ndarray]) -> Handle:
+        """parts[k] goes to member k; the result lists what each member sent here. Cost: n - 1 messages."""
+        self._count("all_to_all", *scatter_cost(group, parts))
+        return self._all_to_all(group, call, parts)
+
+    def broadcast(self, group: Group, call: Call, x: np.ndarray | None, root: int) -> Handle:
+        """The root's block, on every member (others pass None). Cost: n - 1 messages, sent by the root."""
+        self._count("broadcast", *root_cost(group, root, x.nbytes if x is not None else 0, down=True))
+        return self._broadcast(group, call, x, root)
+
+    def reduce(self, group: Group, call: Call, x: np.ndarray, root: int) -> Handle:
+        """The sum of all blocks at the root; None elsewhere. Cost: one message from each other member."""
+        self._count("reduce", *root_cost(group, root, x.nbytes, down=False))
+        return self._reduce(group, call, x, root)
+
+    def exchange(self, group: Group, call: Call, sends: Mapping[int, np.ndarray]) -> Handle:
+        """sends[k] goes to member k; the result maps senders to what they sent. Cost: a message per send to another."""
+        others = [x for k, x in sends.items() if k != group.index]
+        self._count("exchange", len(others), sum(x.nbytes for x in others))
+        return self._exchange(group, call, sends)
+
+    @abstractmethod
+    def _all_reduce(self, group: Group, call: Call, x: np.ndarray, how: str) -> Handle: ...
+
+    @abstractmethod
+    def _all_reduce_many(self, group: Group, call: Call, xs: Sequence[np.ndarray]) -> Handle: ...
+
+    @abstractmethod
+    def _reduce_scatter(self, group: Group, call: Call, parts: Sequence[np.ndarray]) -> Handle: ...
+
+    @abstractmethod
+    def _all_gather(self, group: Group, call: Call, x: np.ndarray) -> Handle: ...
+
+    @abstractmethod
+    def _all_to_all(self, group: Group, call: Call, parts: Sequence[np.ndarray]) -> Handle: ...
+
+    @abstractmethod
+    def _broadcast(self, group: Group, call: Call, x: np.ndarray | None, root: int) -> Handle: ...
+
+    @abstractmethod
+    def _reduce(self, group: Group, call: Call, x: np.ndarray, root: int) -> Handle: ...
+
+    @abstractmethod
+    def _exchange(self, group: Group, call: Call, sends: Mapping[int, np.ndarray]) -> Handle: ...
+
+
+def all_reduce_cost(group: Group, *xs: np.ndarray) -> tuple[int, int]:
+    """Messages and bytes this member sends in an all-reduce: a reduce-scatter, then an all-gather, of chunks."""
+    n, nbytes = group.size, sum(x.nbytes for x in xs)
+    own = block_sizes(sum(x.size for x in xs), n)[group.index] * (xs[0].itemsize if xs else 0)
+    return 2 * (n - 1), nbytes - own + own * (n - 1) if n > 1 else 0
+
+
+def gather_cost(group: Group, x: np.ndarray) -> tuple[int, int]:
+    """Messages and bytes this member sends in an all-gather: its block to each of the others."""
+    return group.size - 1, (group.size - 1) * x.nbytes
+
+
+def scatter_cost(group: Group, parts: Sequence[np.ndarray]) -> tuple[int, int]:
+    """Messages and bytes this member sends in a reduce-scatter or an all-to-all: its parts for the others."""
+    return group.size - 1, sum(p.nbytes for k, p in enumerate(parts) if k != group.index)
+
+
+def root_cost(group: Group, root: int, nbytes: int, *, down: bool) -> tuple[int, int]:
+    """Messages and bytes this member sends in a broadcast (down: the root to all others) or a reduce (up)."""
+    n = (group.size - 1 if down else 0) if group.index == root else (0 if down else 1)
+    return n, n * nbytes
+
+
+class Transport(ABC):
+    """The workers of one mesh."""
+
+    name: str
+    size: int
+    local: Sequence[int]
+    """The numbers of the workers that this process holds."""
+
+    @abstractmethod
+    def run(self, body: Callable[[Comm], Any], scheduler: str, describe: Callable[[int], str]) -> Outcome:
+        """Run body on every worker held here, with its Comm; their results by worker.
+
+        describe: names a worker in error messages. Raises the first error of any worker.
+        """
+
+    @abstractmethod
+    def share(self, local: dict[int, Any]) -> dict[int, Any]:
+        """Small JSON values, one per worker held here, made known to all processes."""

@@ -1,0 +1,48 @@
+"""`import spmd` is light: no engine comes with it, and it costs little more than NumPy."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+HEAVY = ["mpi4py", "cupy", "torch", "jax", "scipy", "numba"]
+LIMIT = 1.5
+PAIRS = 15
+ROUNDS = 3
+
+
+def python(code: str) -> str:
+    """What `code` prints in a fresh interpreter that finds this checkout first and may keep its bytecode."""
+    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONDONTWRITEBYTECODE")}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def seconds(module: str) -> float:
+    """Time of the import alone, without the start of the interpreter."""
+    return float(python(f"import time; t = time.perf_counter(); import {module}; print(time.perf_counter() - t)"))
+
+
+def test_import_brings_no_engine():
+    # What is there before belongs to the environment: some distributions import themselves at start-up.
+    new = python("import sys; old = set(sys.modules); import spmd; print(*(set(sys.modules) - old))").split()
+    assert "spmd" in new
+    heavy = sorted(name for name in new if name in HEAVY)
+    assert not heavy, f"import spmd imports {heavy}; import them where they are used"
+
+
+def test_import_takes_little_more_than_numpy():
+    seconds("spmd"), seconds("numpy")  # bytecode and file cache
+    best = float("inf")
+    for _ in range(ROUNDS):  # a second one only where noise may be at fault
+        ours, numpys = zip(*((seconds("spmd"), seconds("numpy")) for _ in range(PAIRS)), strict=True)
+        best = min(best, statistics.median(ours) / statistics.median(numpys))
+        if best < LIMIT:
+            break
+    assert best < LIMIT, f"import spmd takes {best:.2f} times as long as import numpy, in the best round"

@@ -1,0 +1,164 @@
+"""Imports are absolute and run one way: a file imports only what stands above it in LEVELS."""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Top to bottom. Files and folders of one level may import each other.
+LEVELS = [
+    {"errors"},
+    {"kernels", "autodiff"},
+    {"layout"},
+    {"plan"},
+    {"state"},
+    {"transport"},
+    {"mesh"},
+    {"operators"},
+    {"array"},
+    {"mapping"},
+    {"functions", "random", "optim", "solvers"},
+    {"ledger", "debug"},
+    {"numpy", "scipy"},
+    {"testing"},
+    {"bridge"},
+    {"__init__"},
+    {"__main__"},
+]
+LEVEL = {part: depth for depth, parts in enumerate(LEVELS) for part in parts}
+LEAVES = {"kernels", "autodiff"}
+
+
+def modules() -> dict[str, Path]:
+    """Dotted name → file of every module; those under the links carry their name inside spmd."""
+    found = {}
+    for folder, folders, files in os.walk(ROOT / "spmd", followlinks=True):
+        folders[:] = [name for name in folders if name != "__pycache__"]
+        for name in files:
+            if name.endswith(".py"):
+                path = Path(folder, name)
+                found[".".join(path.relative_to(ROOT).with_suffix("").parts)] = path
+    return found
+
+
+def is_type_checking(test: ast.expr) -> bool:
+    return ast.unparse(test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def imports(node: ast.AST, typing_only: bool = False) -> Iterator[tuple[ast.AST, list[str], bool]]:
+    """Every import at or below `node`: where, the dotted names it asks for, and whether only type checkers see it.
+
+    `from spmd import errors` asks for `spmd.errors`; a relative import asks for a name that starts with a dot.
+    """
+    match node:
+        case ast.Import(names=names):
+            yield node, [alias.name for alias in names], typing_only
+        case ast.ImportFrom(module=module, names=names, level=level):
+            base = "." * level + (module or "")
+            yield node, [f"{base}.{alias.name}" if base == "spmd" else base for alias in names], typing_only
+        case ast.Call(func=ast.Name("__import__") | ast.Name("import_module") | ast.Attribute(attr="import_module")):
+            match node.args:
+                case [ast.Constant(value=str(name)), *_]:
+                    yield node, [name], typing_only
+    if isinstance(node, ast.If) and is_type_checking(node.test):
+        for child in node.body:
+            yield from imports(child, True)
+        for child in node.orelse:
+            yield from imports(child, typing_only)
+        return
+    for child in ast.iter_child_nodes(node):
+        yield from imports(child, typing_only)
+
+
+def part_of(name: str) -> str | None:
+    """The part of spmd that a dotted name lies in; None for other libraries. What spmd/__init__ exports is its own."""
+    match name.split("."):
+        case ["spmd"]:
+            return "__init__"
+        case ["spmd", part, *_]:
+            return part if part in LEVEL else "__init__"
+        case _:
+            return None
+
+
+def fault(importer: str, name: str) -> str | None:
+    """What is wrong with `importer` (a part of spmd) importing `name` at run time, if anything is."""
+    if name.startswith("."):
+        return "relative import"
+    if name.split(".", 1)[0] in LEAVES:
+        return f"the top-level name is another distribution's: import spmd.{name}"
+    part = part_of(name)
+    if part is None or part == importer:
+        return None
+    if importer in LEAVES:
+        return None if part == "errors" else f"{importer} may import spmd.errors and spmd.{importer} only"
+    if LEVEL[part] > LEVEL[importer]:
+        return f"{part} stands below {importer}"
+    return None
+
+
+def faults(importer: str, source: str, shown: str) -> list[str]:
+    return [
+        f"{shown}:{node.lineno}: {ast.unparse(node)}  ({wrong})"  # type: ignore[attr-defined]
+        for node, names, typing_only in imports(ast.parse(source))
+        for name in dict.fromkeys(names)
+        if (wrong := fault(importer, name)) and not (typing_only and wrong != "relative import")
+    ]
+
+
+MODULES = modules()
+
+
+def test_every_part_has_its_level():
+    assert MODULES, "no modules found"
+    parts = {name.split(".")[1] for name in MODULES}
+    assert parts <= LEVEL.keys(), f"no level in LEVELS: {sorted(parts - LEVEL.keys())}"
+
+
+def test_imports_run_one_way():
+    wrong = []
+    for name, path in sorted(MODULES.items()):
+        shown = str(path.resolve().relative_to(ROOT))
+        wrong += faults(name.split(".")[1], path.read_text(encoding="utf-8"), shown)
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("importer", "source", "wrong"),
+    [
+        ("mesh", "import spmd.transport.local", False),
+        ("mesh", "from spmd import errors, layout", False),
+        ("mesh", "from spmd import errors, mapping", True),
+        ("mesh", "import numpy, spmd.array", True),
+        ("mesh", "def f():\n    from spmd.operators.base import Operator", True),
+        ("mesh", "import importlib\nimportlib.import_module('spmd.mapping')", True),
+        ("mesh", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from spmd.array import inner", False),
+        ("mesh", "if TYPE_CHECKING:\n    pass\nelse:\n    from spmd.array import inner", True),
+        ("mesh", "if TYPE_CHECKING:\n    from .array import inner", True),
+        ("mesh", "from . import errors", True),
+        ("mesh", "from spmd.kernels import of", False),
+        ("mesh", "from kernels import of", True),
+        ("mesh", "import autodiff.tape", True),
+        ("mesh", "import spmd", True),
+        ("mesh", "from spmd import P", True),
+        ("transport", "from spmd.transport.base import Transport", False),
+        ("functions", "import spmd.optim", False),
+        ("numpy", "import numpy as np", False),
+        ("kernels", "from spmd.errors import message\nimport spmd.kernels.shared", False),
+        ("kernels", "from spmd.autodiff.tape import Tape", True),
+        ("kernels", "from spmd import layout", True),
+        ("kernels", "import spmd", True),
+        ("autodiff", "from spmd.kernels import of", True),
+        ("errors", "from spmd.layout import P", True),
+        ("__init__", "from spmd.bridge import torch", False),
+        ("__main__", "import spmd", False),
+    ],
+)
+def test_the_rule_itself(importer, source, wrong):
+    assert bool(faults(importer, source, "file.py")) is wrong

@@ -1,0 +1,194 @@
+"""The wheel, the sdist, the editable install and the bare checkout all hold the same modules, and all work.
+
+Nothing here needs the network: builds run without isolation, installs without dependencies.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+OPTIONAL = ["mpi4py", "cupy", "torch"]
+
+
+def python(*arguments: str | Path, cwd: Path, check: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
+    """A fresh interpreter without the caller's Python paths; it must succeed unless `check` is false."""
+    clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONSAFEPATH")}
+    done = subprocess.run([sys.executable, *arguments], cwd=cwd, env=clean | env, capture_output=True, text=True)
+    assert done.returncode == 0 or not check, f"{arguments}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def copy(source: Path, target: Path) -> Path:
+    """A copy of a checkout without what git ignores; links stay links."""
+    ignore = shutil.ignore_patterns(".*", "venv", "__pycache__", "build", "dist", "*.egg-info")
+    return Path(shutil.copytree(source, target, symlinks=True, ignore=ignore))
+
+
+def build(source: Path, kind: str) -> Path:
+    python("-m", "build", "--no-isolation", kind, "--outdir", source / "dist", cwd=source)
+    (made,) = (source / "dist").iterdir()
+    return made
+
+
+def contents(wheel: Path) -> list[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return sorted(archive.namelist())
+
+
+def modules(names: list[str]) -> list[str]:
+    return sorted(name for name in names if name.endswith(".py"))
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory) -> Path:
+    return copy(ROOT, tmp_path_factory.mktemp("bare") / "checkout")
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout, tmp_path_factory) -> Path:
+    return build(copy(checkout, tmp_path_factory.mktemp("wheel") / "source"), "--wheel")
+
+
+@pytest.fixture(scope="module")
+def sdist(checkout, tmp_path_factory) -> Path:
+    return build(copy(checkout, tmp_path_factory.mktemp("sdist") / "source"), "--sdist")
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory) -> Path:
+    """A folder that holds this wheel beside another distribution's `kernels` and `autodiff`."""
+    other = tmp_path_factory.mktemp("other") / "kernels_and_autodiff-1.0-py3-none-any.whl"
+    info = "kernels_and_autodiff-1.0.dist-info"
+    with zipfile.ZipFile(other, "w") as archive:
+        archive.writestr("kernels/__init__.py", "OWNER = 'other'\n")
+        archive.writestr("autodiff/__init__.py", "OWNER = 'other'\n")
+        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: kernels-and-autodiff\nVersion: 1.0\n")
+        archive.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr(f"{info}/RECORD", "")
+    target = tmp_path_factory.mktemp("installed")
+    python("-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", target, other, wheel, cwd=target)
+    return target
+
+
+def test_wheel_holds_spmd_alone(wheel):
+    names = contents(wheel)
+    assert {name.split("/")[0].removesuffix(".dist-info") for name in names} == {"spmd", wheel.name.split("-py3")[0]}
+    assert "spmd/py.typed" in names
+
+
+def test_wheel_holds_every_module(checkout, wheel):
+    """Setuptools leaves out, without a word, a folder that has no __init__.py."""
+    needed = modules(
+        [
+            Path(folder, name).relative_to(checkout).as_posix()
+            for folder, _, names in os.walk(checkout / "spmd", followlinks=True)
+            for name in names
+        ]
+    )
+    assert {"spmd/__init__.py", "spmd/kernels/__init__.py", "spmd/autodiff/rules/__init__.py"} <= set(needed)
+    assert modules(contents(wheel)) == needed
+
+
+def test_sdist_builds_the_same_wheel(sdist, wheel, tmp_path):
+    with tarfile.open(sdist) as archive:
+        assert not [member.name for member in archive if member.issym() or member.islnk()]
+    shutil.unpack_archive(sdist, tmp_path)
+    (source,) = tmp_path.iterdir()
+    assert contents(build(source, "--wheel")) == contents(wheel)
+
+
+IMPORT_ONE = f"""
+import importlib, pathlib, sys
+
+target, name = sys.argv[1:]
+sys.path.insert(0, target)
+try:
+    importlib.import_module(name)
+except Exception as error:
+    cause = error
+    while cause is not None and not (isinstance(cause, ImportError) and (cause.name or "").split(".")[0] in {OPTIONAL}):
+        cause = cause.__cause__ or cause.__context__
+    if cause is None:
+        raise
+outside = {{
+    module: file
+    for module, loaded in sys.modules.items()
+    if module.split(".")[0] == "spmd" and (file := getattr(loaded, "__file__", None))
+    and not pathlib.Path(file).resolve().is_relative_to(pathlib.Path(target).resolve())
+}}
+assert "spmd" in sys.modules and not outside, outside
+"""
+
+
+def test_every_module_of_the_wheel_imports(wheel, installed, tmp_path):
+    """Each first and alone, so that none leans on another having been imported before it."""
+    names = [file.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for file in modules(contents(wheel))]
+    script = tmp_path / "import_one.py"
+    script.write_text(IMPORT_ONE)
+
+    def attempt(name: str) -> str:
+        done = python(script, installed, name, cwd=tmp_path, check=False)
+        return "" if done.returncode == 0 else f"{name}\n{done.stderr}"
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        failed = [text for text in pool.map(attempt, names) if text]
+    assert not failed, "\n".join(failed)
+
+
+def test_lives_beside_other_kernels_and_autodiff(installed, tmp_path):
+    code = (
+        "import kernels, autodiff, spmd.kernels, spmd.autodiff\n"
+        "assert kernels.OWNER == autodiff.OWNER == 'other'\n"
+        "assert not hasattr(spmd.kernels, 'OWNER') and not hasattr(spmd.autodiff, 'OWNER')\n"
+    )
+    python("-c", code, cwd=tmp_path, PYTHONPATH=str(installed))
+    assert python("-m", "spmd", "info", cwd=tmp_path, PYTHONPATH=str(installed)).stdout
+
+
+WHERE = (
+    "import spmd.kernels, spmd.autodiff; print(*(m.__file__ for m in (spmd, spmd.kernels, spmd.autodiff)), sep='\\n')"
+)
+
+
+def test_bare_checkout(checkout):
+    files = python("-c", WHERE, cwd=checkout).stdout.splitlines()
+    assert all(Path(file).is_relative_to(checkout) for file in files)
+    assert python("-m", "spmd", "info", cwd=checkout).stdout
+
+
+def test_editable_install(checkout, tmp_path):
+    """What an editable install puts beside the other libraries finds spmd in the checkout, and nothing else there."""
+    libraries = [path for path in sys.path if path.endswith("-packages")]
+    if any(Path(path, "spmd").exists() for path in libraries):
+        pytest.skip("an installed spmd hides the editable one")
+    source = copy(checkout, tmp_path / "source")
+    python("-c", f"from setuptools.build_meta import build_editable as b; b({str(tmp_path)!r})", cwd=source)
+    (made,) = tmp_path.glob("*.whl")
+    site = tmp_path / "site"
+    with zipfile.ZipFile(made) as archive:
+        archive.extractall(site)
+    code = f"""
+import importlib.util, site, sys
+
+site.addsitedir({str(site)!r})
+sys.path += {libraries}
+{WHERE}
+for name in "kernels", "autodiff":
+    spec = importlib.util.find_spec(name)
+    assert spec is None or {str(source)!r} not in str(spec.origin), spec
+"""
+    # -S: no .pth file of the environment runs, so no other editable install of spmd gets in the way.
+    files = python("-I", "-S", "-c", code, cwd=tmp_path).stdout.splitlines()
+    assert all(Path(file).is_relative_to(source) for file in files)
