@@ -177,11 +177,12 @@ def fit(g, node):
         g = np.asarray(g)
     if g.shape != node.shape:
         g = unbroadcast(g, node.shape)
-    if node.dtype is not None and g.dtype != node.dtype:
-        if g.dtype.kind == "c" and node.dtype.kind != "c":
+    dtype = node.dtype
+    if g.dtype is not dtype:
+        if g.dtype.kind == "c" and (dtype is None or dtype.kind != "c"):
             g = np.real(g)
-        if g.dtype != node.dtype:
-            g = g.astype(node.dtype)
+        if dtype is not None and g.dtype != dtype:
+            g = g.astype(dtype)
     return g
 
 
@@ -196,40 +197,43 @@ def sweep(tape: Tape, seeds: Iterable[tuple[Node, Any]], leaves: list[Node], *, 
     owed: dict[int, list[Future]] = {}
     shared: dict[Any, Any] = {}
 
-    def add(index: int, g) -> None:
-        known = cotangents.get(index)
-        cotangents[index] = g if known is None else known + g
+    def add(node: Node, g) -> None:
+        if type(g) is not np.ndarray or g.shape != node.shape or g.dtype is not node.dtype:
+            g = fit(g, node)
+        index = node.index
+        cotangents[index] = cotangents[index] + g if index in cotangents else g
 
     for node, g in seeds:
-        add(node.index, fit(g, node))
+        add(node, g)
     for index in range(max(cotangents, default=-1), -1, -1):
         node = nodes[index]
         prim = node.prim
         if prim is not None and index in cotangents:
             g = cotangents.pop(index)
-            if node.args is None:
+            args, kwargs = node.args, node.kwargs
+            if args is None:
                 raise _freed()
             if prim.joint is not None:
-                for parent, part in zip(node.parents, prim.joint(g, *node.args), strict=True):
+                for parent, part in zip(node.parents, prim.joint(g, *args), strict=True):
                     if parent is not None and part is not None:
-                        add(parent.index, fit(part, parent))
+                        add(parent, part)
             else:
                 for k, parent in enumerate(node.parents):
                     if parent is None:
                         continue
                     if prim.owe is not None and parent.prim is None:
-                        debt = prim.owe(shared, g, *node.args)
+                        debt = prim.owe(shared, g, *args)
                         if debt is not None:
                             owed.setdefault(parent.index, []).append(debt)
                             continue
-                    add(parent.index, fit(prim.pull(k)(g, node.ans, *node.args, **node.kwargs), parent))
+                    add(parent, prim.pull(k)(g, node.ans, *args, **kwargs))
         if free and prim is not None:
             node.args = node.ans = None
             node.parents = ()
             nodes.pop()
     for node in leaves:
         for debt in owed.get(node.index, ()):
-            add(node.index, fit(debt.wait(), node))
+            add(node, debt.wait())
     return [cotangents.get(node.index) for node in leaves]
 
 

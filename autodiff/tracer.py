@@ -144,7 +144,7 @@ def apply(prim: Primitive, args, kwargs):
         a = lower[i]
         if nodes[i] is not None:
             lower[i] = nodes[i]
-        elif hasattr(a, "shape"):
+        elif hasattr(a, "dtype"):
             lower[i] = Like(a.shape, a.dtype)
     node = Node(prim, nodes, lower, options, ans if plan.keep_ans else None, shape, dtype)
     top.append(node)
@@ -219,7 +219,8 @@ def _read_only(tree):
 
 def dispatch(fun, args, kwargs):
     """What a NumPy function does when one of its arguments is an Array."""
-    if kwargs.get("out") is not None and kwargs["out"] != (None,):
+    out = kwargs.get("out")
+    if out is not None and not (isinstance(out, tuple) and all(o is None for o in out)):
         raise StateError(
             message(
                 _name(fun),
@@ -249,20 +250,22 @@ def late(fun):
 
 
 def _name(fun) -> str:
-    module = getattr(fun, "__module__", None) or "numpy"
-    module = "scipy.special" if "scipy" in module or fun.__name__ not in np.__dict__ else module
-    if hasattr(np, fun.__name__) and getattr(np, fun.__name__) is fun:
-        module = "numpy"
-    return f"{module}.{fun.__name__}".replace("numpy.", "np.")
+    """A function as users write it: np.svd is np.linalg.svd."""
+    name = fun.__name__
+    for module, prefix in ((np, "np"), (np.linalg, "np.linalg"), (np.fft, "np.fft")):
+        if getattr(module, name, None) is fun:
+            return f"{prefix}.{name}"
+    return f"{(getattr(fun, '__module__', None) or 'scipy.special').removeprefix('numpy.')}.{name}"
 
 
 def _no_rule(fun) -> Exception:
-    known = nearest(fun.__name__, (f.__name__ for f in handlers))
+    names = {f.__name__: _name(f) for f in handlers}
+    known = [names[k] for k in nearest(fun.__name__, names)]
     return DifferentiationError(
         message(
             _name(fun),
             got="a traced array, and no derivative rule for this function",
-            need=f"a function with a rule{'; the nearest are ' if known else ''}{', '.join('np.' + k for k in known)}",
+            need=f"a function with a rule{'; the nearest are ' if known else ''}{', '.join(known)}",
             mend="compose it of functions with rules, declare it with spmd.custom_vjp, "
             "or cut its argument off with spmd.stop_gradient",
         )
@@ -419,6 +422,7 @@ class Array:
     # How NumPy reaches it
 
     def __array_ufunc__(self, ufunc, method, *inputs, **kwargs):
+        inputs = tuple(np.asarray(a) if isinstance(a, list | tuple) else a for a in inputs)
         if method == "__call__":
             where = kwargs.pop("where", True)
             if where is not True:
@@ -518,38 +522,43 @@ _reductions = {
 }
 
 
-def _operand(x) -> bool:
-    kind = type(x)
-    return (
-        kind is Array
-        or kind is np.ndarray
-        or isinstance(x, int | float | complex | list | tuple)
-        or hasattr(x, "dtype")
-    )
+_plain = {np.ndarray, int, float, complex, bool}
 
 
-def _arithmetic(symbol: str, ufunc) -> None:
+def _define(symbol: str, run: Callable, reflect: bool) -> None:
+    """Give Array an operator, and its reflection, for whatever NumPy takes as an operand."""
+
+    def forward(self, other):
+        if type(other) is not Array and type(other) not in _plain and (other := _operand(other)) is NotImplemented:
+            return NotImplemented
+        return run(self, other)
+
+    def reflected(self, other):
+        return NotImplemented if (other := _operand(other)) is NotImplemented else run(other, self)
+
+    setattr(Array, f"__{symbol}__", forward)
+    if reflect:
+        setattr(Array, f"__r{symbol}__", reflected)
+
+
+def _operand(x):
+    """What an operator takes of x: lists become arrays; what is no number is left to its own operators."""
+    if isinstance(x, list | tuple):
+        return np.asarray(x)
+    return x if isinstance(x, int | float | complex) or hasattr(x, "dtype") else NotImplemented
+
+
+def _recorded(symbol: str, ufunc) -> Callable:
     """An operator with the rules of its ufunc. It computes by Python's operator, so that numbers stay numbers."""
-    fun = getattr(operator, symbol)
-    prim: Primitive = handlers[ufunc].primitive  # type: ignore[attr-defined]
-    prim = Primitive(fun, prim.name, prim.rules)
-    if symbol in ("neg", "abs"):
-        setattr(Array, f"__{symbol}__", lambda self: apply(prim, (self,), {}))
-        return
-
-    setattr(
-        Array,
-        f"__{symbol}__",
-        lambda self, other: apply(prim, (self, other), {}) if _operand(other) else NotImplemented,
-    )
-    setattr(
-        Array,
-        f"__r{symbol}__",
-        lambda self, other: apply(prim, (other, self), {}) if _operand(other) else NotImplemented,
-    )
+    known = handlers[ufunc].primitive  # type: ignore[attr-defined]
+    prim = Primitive(getattr(operator, symbol), known.name, known.rules)
+    return lambda *operands: apply(prim, operands, _no_options)
 
 
-def _constant(symbol: str, reflect: bool) -> None:
+_no_options: dict[str, Any] = {}
+
+
+def _constant(symbol: str) -> Callable:
     """An operator without derivative."""
     fun = getattr(operator, f"__{symbol}__")
 
@@ -559,9 +568,7 @@ def _constant(symbol: str, reflect: bool) -> None:
             state = mixing.join([Array(value_of(x), x.state), Array(value_of(y), y.state)])[1]
         return wrap(fun(value_of(x), value_of(y)), state)
 
-    setattr(Array, f"__{symbol}__", lambda self, other: run(self, other) if _operand(other) else NotImplemented)
-    if reflect:
-        setattr(Array, f"__r{symbol}__", lambda self, other: run(other, self) if _operand(other) else NotImplemented)
+    return run
 
 
 def define_operators() -> None:
@@ -574,14 +581,15 @@ def define_operators() -> None:
         "mod": np.remainder,
         "pow": np.power,
         "matmul": np.matmul,
-        "neg": np.negative,
-        "abs": np.absolute,
     }.items():
-        _arithmetic(symbol, ufunc)
+        _define(symbol, _recorded(symbol, ufunc), reflect=True)
     for symbol in "floordiv and or xor lshift rshift".split():
-        _constant(symbol, reflect=True)
+        _define(symbol, _constant(symbol), reflect=True)
     for symbol in "lt le gt ge eq ne".split():
-        _constant(symbol, reflect=False)
+        _define(symbol, _constant(symbol), reflect=False)
+    for symbol, ufunc in {"neg": np.negative, "abs": np.absolute}.items():
+        run = _recorded(symbol, ufunc)
+        setattr(Array, f"__{symbol}__", lambda self, run=run: run(self))
     Array.__invert__ = lambda self: compute(operator.invert, (self,), {})  # type: ignore[attr-defined]
 
 

@@ -42,7 +42,7 @@ _NUMBERS = (int, float, complex)
 def lift(tape: Tape, x, where: str, path: str) -> Array:
     """An argument as a leaf of the tape."""
     if type(x) in _NUMBERS and type(x) is not int:
-        return Array(x, tracer.mixing.ambient(), tape, tape.leaf((), None))
+        return Array(x, tracer.mixing.ambient(), tape, tape.leaf((), tracer.weak(x)))
     dtype = getattr(x, "dtype", None)
     if dtype is None or dtype.kind not in "fc" and dtype.name != "bfloat16":
         raise DifferentiationError(

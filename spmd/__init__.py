@@ -28,6 +28,7 @@ from spmd.autodiff import (
     vjp,
 )
 from spmd.functions import log_softmax, relu, softmax_cross_entropy
+from spmd.info import info
 from spmd.layout import Layout, P
 from spmd.ledger import ledger
 from spmd.mapping import map
@@ -41,3 +42,11 @@ from spmd.operators.root import broadcast, keep, replicate, sum_reduce
 from spmd.operators.totals import max, mean, min, sum
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str):
+    if name == "check_adjoint":
+        from spmd.testing import check_adjoint
+
+        return check_adjoint
+    raise AttributeError(f"module 'spmd' has no attribute {name!r}")

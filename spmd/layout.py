@@ -48,11 +48,8 @@ class P:
     __slots__ = ("dims",)
 
     def __init__(self, *dims: str | Sequence[str] | None):
-        self.dims: tuple[tuple[str, ...], ...] = tuple(
-            () if d is None else (d,) if isinstance(d, str) else tuple(d) for d in dims
-        )
-        for d, names in enumerate(self.dims):
-            if not all(isinstance(n, str) for n in names):
+        for d, names in enumerate(dims):
+            if not (names is None or isinstance(names, str | tuple | list) and all(isinstance(n, str) for n in names)):
                 raise SpecError(
                     message(
                         "spmd.P",
@@ -62,6 +59,9 @@ class P:
                         mend='write P("x"), P(("x", "y")) or P(None, "x")',
                     )
                 )
+        self.dims: tuple[tuple[str, ...], ...] = tuple(
+            () if d is None else (d,) if isinstance(d, str) else tuple(d) for d in dims
+        )
         names = self.axes
         repeated = sorted({n for n in names if names.count(n) > 1})
         if repeated:
@@ -119,7 +119,7 @@ class P:
                     mend="name an axis of the mesh, or make a mesh that has this one",
                 )
             )
-        if ndim is not None and len(self.trimmed) > ndim:
+        if ndim is not None and len(self.dims) > ndim:
             raise SpecError(
                 message(
                     where,

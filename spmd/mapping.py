@@ -238,7 +238,7 @@ class Mapped:
         with suspended():
             outcome = mesh.run(body, tracked=tracked, scheduler=scheduler)
         if scheduler is None and mesh.scheduler == "auto":
-            self._schedulers[key] = suited(outcome, mesh)
+            self._schedulers[key] = mesh.chosen[f"{key[1][0]} of {self.where}"] = suited(outcome, mesh)
         return outcome
 
     def _results(self, worker: Worker, out) -> _Results:
@@ -476,8 +476,8 @@ def _with_specs(where: str, name: str, argument: str, specs, value) -> list[_Lea
             message(
                 where,
                 argument=f"{argument}, for {name!r}",
-                got=f"the structure {optree.tree_structure(specs, none_is_leaf=True)}".replace("PyTreeSpec", ""),
-                need=f"a prefix of {optree.tree_structure(value, none_is_leaf=True)}".replace("PyTreeSpec", ""),
+                got=f"{_structure(specs)}, which does not fit ({str(error).split(";")[0].splitlines()[0]})",
+                need=f"a prefix of the structure {_structure(value)}",
                 mend="one spec for the whole, or one for each part of it",
             )
         ) from error
@@ -486,6 +486,12 @@ def _with_specs(where: str, name: str, argument: str, specs, value) -> list[_Lea
         _Leaf(name + "".join(f"[{p!r}]" for p in path), None if leaf is None else spec, leaf)
         for path, spec, leaf in zip(paths, spread, leaves, strict=True)
     ]
+
+
+def _structure(tree) -> str:
+    """The structure of a pytree as messages show it, * for a leaf."""
+    text = str(optree.tree_structure(tree, none_is_leaf=True))
+    return text.removeprefix("PyTreeSpec(").removesuffix(")").removesuffix(", NoneIsLeaf")
 
 
 class _Input:

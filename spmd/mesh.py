@@ -115,6 +115,8 @@ class Mesh:
         self._comm = comm
         self._transport: Transport | None = None
         self._groups: dict[tuple[int, tuple[str, ...]], Group] = {}
+        self.chosen: dict[str, str] = {}
+        """The scheduler that "auto" settled on, by the name of the map; `spmd.info()` shows it."""
 
     map: Callable[..., Any]
     """`mesh.map(f, in_specs, out_specs)`: `spmd.map` on this mesh. Set by `spmd.mapping`."""
@@ -269,7 +271,7 @@ def _transport(mesh: Mesh) -> Transport:
         raise TransportError(
             message(
                 "spmd.Mesh",
-                got=f"{mesh} of {mesh.size} workers, and an MPI world of {world} processes",
+                got=f"{mesh} of {mesh.size} workers, and an MPI world of {world} process{'es' * (world != 1)}",
                 need="as many processes as workers",
                 mend=f'start it with "mpiexec -n {mesh.size}", or Mesh(..., transport="local") '
                 "for virtual workers in each process",

@@ -24,7 +24,7 @@ LEVELS = [
     {"array"},
     {"mapping"},
     {"functions", "random", "optim", "solvers"},
-    {"ledger", "debug"},
+    {"ledger", "debug", "info"},
     {"numpy", "scipy"},
     {"testing"},
     {"bridge"},

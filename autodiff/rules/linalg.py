@@ -22,7 +22,7 @@ def _matmul_left(g, _ans, _x, y):
     if len(_x.shape) == 1 or (len(_x.shape) == 2 and ndim > 2):
         batch = [*range(ndim - 2)]
         return np.tensordot(g, y, ([*batch, g.ndim - 1], [*batch, ndim - 1]))
-    return g @ np.swapaxes(y, -1, -2)
+    return g @ y.swapaxes(-1, -2)
 
 
 def _matmul_right(g, _ans, x, _y):
@@ -32,7 +32,7 @@ def _matmul_right(g, _ans, x, _y):
     if len(_y.shape) == 1 or (len(_y.shape) == 2 and ndim > 2):
         batch = [*range(ndim - 1)]
         return np.tensordot(x, g, (batch, batch))
-    return np.swapaxes(x, -1, -2) @ g
+    return x.swapaxes(-1, -2) @ g
 
 
 rule(np.matmul, _matmul_left, _matmul_right)
@@ -155,20 +155,21 @@ def _explicit(subscripts: str, ndims: list[int]) -> str:
 def _einsum_rule(k, g, _ans, *operands, subscripts, optimize):
     """The einsum of g and the other operands, which has the labels of operand k.
 
-    A label that stands nowhere else was summed: it comes back by a vector of ones. The second of two equal labels
-    took a diagonal: it comes back by an identity matrix.
+    A label that stands nowhere else was summed, and one that is longer in operand k was broadcast against: it comes
+    back by a vector of ones. The second of two equal labels took a diagonal: it comes back by an identity matrix.
     """
     terms, out = subscripts.split("->")
     labels = terms.split(",")
     inputs, arrays = [out, *labels[:k], *labels[k + 1 :]], [g, *operands[:k], *operands[k + 1 :]]
-    known, unused, target = set("".join(inputs)), [c for c in string.ascii_letters if c not in subscripts], ""
+    sizes = {c: n for t, a in zip(inputs, arrays, strict=True) for c, n in zip(t, np.shape(a), strict=True)}
+    unused, target = [c for c in string.ascii_letters if c not in subscripts], ""
     for c, n in zip(labels[k], np.shape(operands[k]), strict=True):
         if c in target:
             fresh = unused.pop()
             inputs.append(c + fresh)
             arrays.append(np.diag(np.ones_like(g, shape=n)))
             c = fresh
-        elif c not in known:
+        elif c not in sizes or sizes[c] == 1 != n:
             inputs.append(c)
             arrays.append(np.ones_like(g, shape=n))
         target += c

@@ -285,7 +285,7 @@ def pad(array, pad_width, mode="constant", **kwargs):
     if isinstance(pad_width, dict):
         pad_width = [pad_width.get(i, pad_width.get(i - array.ndim, 0)) for i in range(array.ndim)]
         pad_width = [(w, w) if np.ndim(w) == 0 else w for w in pad_width]
-    widths = np.broadcast_to(pad_width, (array.ndim, 2)).tolist()
+    widths = np.broadcast_to(pad_width, (array.ndim, 2))
     if mode == "constant":
         return _pad(array, widths, **kwargs)
     if mode not in ("edge", "reflect", "symmetric", "wrap") or kwargs.get("reflect_type", "even") != "even":

@@ -87,9 +87,10 @@ class Collective:
         return state_of(state.varying | set(self.axes))
 
 
-@dataclass(frozen=True)
 class Operator(Collective):
     """A linear collective, declared with its adjoint.
+
+    Operators are frozen dataclasses; those that add no field inherit what that takes, which keeps the import quick.
 
     `A.H` is the adjoint in the state-aware inner product, `A.T` the transpose: equal, because data movement is real.
     The adjoint of a bound operator gives back exactly the blocks that came in; that of an unbound one assumes
@@ -279,7 +280,6 @@ _MOVE = Primitive(
 # Vary, and how states meet
 
 
-@dataclass(frozen=True)
 class Vary(Operator):
     """I -> V: one value becomes a copy per worker. Moves nothing; its adjoint is `Sum`.
 

@@ -45,7 +45,6 @@ class _Along(Operator):
         return f"axis={self.axis}, tiled={self.tiled}"
 
 
-@dataclass(frozen=True)
 class _Join(_Along):
     """Blocks joined on every worker."""
 
@@ -83,7 +82,6 @@ class _Join(_Along):
         return gather_cost(group, x)
 
 
-@dataclass(frozen=True)
 class _Split(_Along):
     """A block split over the workers."""
 
@@ -120,7 +118,6 @@ class _Split(_Along):
         return found if self.tiled else [p.reshape(x.shape[:axis] + x.shape[axis + 1 :]) for p in found]
 
 
-@dataclass(frozen=True)
 class AllGather(_Join):
     """V -> V: every worker gets all blocks, joined. Its adjoint is `ReduceScatter`: each takes the sum of its part."""
 
@@ -131,7 +128,6 @@ class AllGather(_Join):
         return ReduceScatter(self.axes, self.axis, self.tiled, self.sizes)
 
 
-@dataclass(frozen=True)
 class ReduceScatter(_Split):
     """V -> V: the sum of all workers' blocks, split over them. Its adjoint is `AllGather`."""
 
@@ -155,7 +151,6 @@ class ReduceScatter(_Split):
         return scatter_cost(group, self.parts(group, x))
 
 
-@dataclass(frozen=True)
 class Collect(_Join):
     """V -> I: all blocks, joined, one value known to all. Its adjoint is `Slice`, which moves nothing."""
 
@@ -171,7 +166,6 @@ class Collect(_Join):
         return Slice(self.axes, self.axis, self.tiled, self.sizes)
 
 
-@dataclass(frozen=True)
 class Slice(_Split):
     """I -> V: each worker takes its part of one value. Moves nothing; its adjoint is `Collect`."""
 

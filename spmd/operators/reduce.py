@@ -22,7 +22,6 @@ __all__ = ["Extremum", "Sum", "pcast", "pmax", "pmean", "pmin", "psum", "pvary"]
 AxisName = str | Sequence[str]
 
 
-@dataclass(frozen=True)
 class Sum(Operator):
     """V -> I: the sum over the workers, known to all. One all-reduce; its adjoint is `Vary`, which moves nothing."""
 

@@ -84,7 +84,6 @@ class _AtRoot(Operator):
         return x if group.index == self.root else sealed(np.zeros((0,), x.dtype))
 
 
-@dataclass(frozen=True)
 class _FromRoot(_AtRoot):
     source: ClassVar[str] = ROOTED
 
@@ -96,7 +95,6 @@ class _FromRoot(_AtRoot):
         return root_cost(group, self.root, x.nbytes, down=True)
 
 
-@dataclass(frozen=True)
 class Broadcast(_FromRoot):
     """Rooted -> V: the root's value, on every worker as its own. Its adjoint is `SumReduce`."""
 
@@ -107,7 +105,6 @@ class Broadcast(_FromRoot):
         return SumReduce(self.axes, self.root)
 
 
-@dataclass(frozen=True)
 class Replicate(_FromRoot):
     """Rooted -> I: the root's value becomes one value known to all. Its adjoint is `Keep`, which moves nothing."""
 
@@ -119,7 +116,6 @@ class Replicate(_FromRoot):
         return Keep(self.axes, self.root)
 
 
-@dataclass(frozen=True)
 class SumReduce(_AtRoot):
     """V -> Rooted: the sum over the workers, at the root. Its adjoint is `Broadcast`."""
 
@@ -142,7 +138,6 @@ class SumReduce(_AtRoot):
         return Broadcast(self.axes, self.root)
 
 
-@dataclass(frozen=True)
 class Keep(_AtRoot):
     """I -> Rooted: the root keeps the value, the others drop it. Moves nothing; its adjoint is `Replicate`."""
 

@@ -1,0 +1,89 @@
+"""What was found and chosen: `spmd.info()` and `python -m spmd info`."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+
+from spmd.mesh import Mesh, current_mesh
+from spmd.transport.blas import share_of_cores, usable_cores
+from spmd.transport.detect import launcher_hint, mpi_world
+
+__all__ = ["info"]
+
+_VARIABLES = ("SPMD_TRANSPORT", "SPMD_SCHEDULER", "SPMD_TIMEOUT", "SPMD_CHECK")
+_PACKAGES = ("numpy", "optree", "greenlet", "threadpoolctl", "mpi4py", "cupy-cuda13x", "torch", "scipy", "numba")
+
+
+def _version(package: str) -> str | None:
+    from importlib import metadata
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _blas() -> str:
+    from threadpoolctl import threadpool_info
+
+    found = [b for b in threadpool_info() if b["user_api"] == "blas"]
+    return ", ".join(f"{b['internal_api']} {b['version']} ({b['num_threads']} threads)" for b in found) or "none found"
+
+
+def _mpi_library() -> str:
+    """Which MPI library mpi4py speaks to, without starting it where no launcher has."""
+    if _version("mpi4py") is None:
+        return 'mpi4py is not installed: pip install "spmd[mpi]"'
+    try:
+        import mpi4py
+
+        mpi4py.rc.initialize = "mpi4py.MPI" in sys.modules or launcher_hint() is not None
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        return f"mpi4py {_version('mpi4py')} finds no MPI library: {error}".splitlines()[0]
+    return MPI.Get_library_version().splitlines()[0].split(",")[0].strip("\x00 ")
+
+
+def info() -> str:
+    """A report of the workers' engines: what this process found, and what a mesh made here would use.
+
+    Inside a `with mesh:` it says what that mesh uses, and which scheduler its maps have settled on.
+    """
+    world = mpi_world()
+    size = 1 if world is None else world.Get_size()
+    mesh = current_mesh()
+    hint = launcher_hint()
+    rows = [
+        ("spmd", f"{_version('spmd') or 'a bare checkout'}, Python {platform.python_version()}"),
+        ("packages", ", ".join(f"{p} {_version(p) or '-'}" for p in _PACKAGES)),
+        ("MPI library", _mpi_library()),
+        ("MPI launcher", f"yes ({hint} is set)" if hint is not None else "no"),
+        ("MPI world", f"{size} process{'es' * (size > 1)}"),
+        ("cores", f"{usable_cores()} usable by this process"),
+        ("BLAS", _blas()),
+        ("variables", ", ".join(f"{v}={os.environ[v]}" for v in _VARIABLES if v in os.environ) or "none set"),
+    ]
+    if mesh is not None:
+        rows += _of_mesh(mesh)
+    elif os.environ.get("SPMD_TRANSPORT") or size == 1:
+        transport = os.environ.get("SPMD_TRANSPORT") or "local"
+        rows.append(("transport", f"{transport}: {_meaning[transport]}"))
+        if transport == "local":
+            rows.append(("scheduler", os.environ.get("SPMD_SCHEDULER") or "auto"))
+    else:
+        rows.append(("transport", f"mpi for a mesh of {size} workers; others need transport='local'"))
+    return "\n".join(f"{name:14}{text}" for name, text in rows)
+
+
+_meaning = {"local": "virtual workers in this process", "mpi": "one process per worker"}
+
+
+def _of_mesh(mesh: Mesh) -> list[tuple[str, str]]:
+    rows = [("mesh", repr(mesh)), ("transport", f"{mesh.transport.name}: {_meaning[mesh.transport.name]}")]
+    if mesh.transport.name == "local":
+        rows.append(("scheduler", mesh.scheduler))
+        rows += [("", f"{scheduler} for {name}") for name, scheduler in mesh.chosen.items()]
+        rows.append(("BLAS threads", f"{share_of_cores(mesh.size)} per worker"))
+    return rows

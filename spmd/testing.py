@@ -1,0 +1,495 @@
+"""Tools that test what we claim, for our own operators and for anyone's: the dot test above all.
+
+The adjoint F* of a linear map F is the one with <F x, y> = <x, F* y> for all x and y, in the inner product that counts
+an Invariant value once, sums a Varying one over the workers, and counts a Rooted one at its root.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import optree
+
+from spmd.array import mesh_for
+from spmd.autodiff.tape import suspended
+from spmd.autodiff.tracer import Array, value_of
+from spmd.autodiff.transforms import vjp
+from spmd.errors import SpecError, message
+from spmd.layout import Layout, P
+from spmd.ledger import ledger
+from spmd.mesh import Mesh, Worker
+from spmd.operators.base import Operator, Vary, operate
+from spmd.operators.exchange import AllToAll
+from spmd.operators.gather import AllGather, Collect, ReduceScatter, Slice
+from spmd.operators.permute import Permute
+from spmd.operators.reduce import Sum
+from spmd.operators.root import Broadcast, Keep, Replicate, SumReduce
+from spmd.state import INVARIANT, ROOTED, VARYING, state_of
+from spmd.transport.base import Call
+
+__all__ = ["AdjointError", "AdjointReport", "Case", "check_adjoint", "operator_cases", "operator_classes"]
+
+Shape = tuple[int, ...]
+
+
+class AdjointError(AssertionError):
+    """A pair of maps that are not adjoint to each other. `report` holds the figures."""
+
+    def __init__(self, report: AdjointReport):
+        super().__init__(str(report))
+        self.report = report
+
+
+@dataclass
+class AdjointReport:
+    """What a dot test found.
+
+    passed: the verdict, the same on all workers. mode: "exact" (integers, equality) or "float". forward: <F x, y>,
+    backward: <x, F* y>, of the trial with the largest error. error: |forward - backward| relative to
+    |F x| |y| + |x| |F* y|; bound: the largest error that rounding explains. faults: what else is wrong.
+    """
+
+    name: str
+    mesh: str
+    mode: str
+    trials: int
+    forward: complex = 0.0
+    backward: complex = 0.0
+    error: float = 0.0
+    bound: float = 0.0
+    faults: list[str] = field(default_factory=list)
+    reproduce: str = ""
+    messages: int = 0
+    bytes: int = 0
+
+    @property
+    def passed(self) -> bool:
+        return not self.faults
+
+    def __bool__(self) -> bool:
+        return self.passed
+
+    def __str__(self) -> str:
+        verdict = "adjoint" if self.passed else "NOT adjoint"
+        lines = [
+            f"{self.name} on {self.mesh}: {verdict} ({self.mode}, {self.trials} trials)",
+            f"  <F x, y>  = {_plain(self.forward)}",
+            f"  <x, F* y> = {_plain(self.backward)}",
+        ]
+        if self.mode == "float":
+            lines.append(f"  error {self.error:.2e}, bound {self.bound:.2e}")
+        lines += [f"  {fault}" for fault in self.faults]
+        if not self.passed:
+            lines.append(f"  reproduce: {self.reproduce}")
+        return "\n".join(lines)
+
+
+def _plain(z: complex) -> str:
+    return f"{z.real:.17g}" if not np.iscomplexobj(z) or z.imag == 0 else f"{z:.17g}"
+
+
+def check_adjoint(
+    f: Operator | Callable,
+    *shapes: Shape,
+    mesh: Mesh | None = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+    adjoint: Callable | None = None,
+    exact: bool | None = None,
+    dtype: Any = np.float64,
+    trials: int = 3,
+    seed: int = 0,
+    raises: bool = True,
+) -> AdjointReport:
+    """Test that F and F* are adjoint: <F x, y> = <x, F* y>. One line: `check_adjoint(AllGather(("x",)), (3,), mesh=m)`.
+
+    f: an operator, or the body of a linear map: a function of blocks. shapes: one per argument. in_specs: a spec for
+    each argument, which splits its shape over the mesh; without it every worker has a block of the shape itself, all
+    different for an operator on Varying arrays, one value for an Invariant one. out_specs: what the states of the
+    results must be. adjoint: a body for F* (cotangents -> tuple of cotangents of the arguments); by default that of
+    the operator, or of the tape.
+    exact: draw small integers and demand equality: right for what copies and adds, and the default for operators.
+    Otherwise draw normal numbers and demand an error below what perturbing the inputs in the last bit explains.
+    trials, seed: how many draws, and from which.
+
+    It also checks linearity, that F* gives back shape, dtype and state of the arguments, that F** = F, and that
+    nothing writes into its input. Collective under MPI; all workers reach one verdict.
+    Returns a report; raises AdjointError, which holds one, unless raises=False.
+    """
+    where = "spmd.check_adjoint"
+    mesh = mesh_for(mesh, where)
+    if not shapes:
+        raise SpecError(
+            message(where, argument="shapes", got="none", need="one per argument", mend="check_adjoint(f, (8, 3), ...)")
+        )
+    operator = f if isinstance(f, Operator) else None
+    exact = operator is not None if exact is None else exact
+    specs = _specs(where, operator, len(shapes), in_specs)
+    for k, (shape, spec) in enumerate(zip(shapes, specs, strict=True)):
+        if spec is not None:
+            spec.check(mesh.axes, where, f"in_specs[{k}]", len(shape))
+    trial = _Trial(mesh, f, operator, shapes, specs, out_specs, adjoint, exact, np.dtype(dtype), seed)
+    name = repr(f) if operator is not None else getattr(f, "__name__", repr(f))
+    report = AdjointReport(name, repr(mesh), "exact" if exact else "float", trials, reproduce=trial.reproduction(name))
+    for t in range(trials):
+        with suspended(), ledger() as log:
+            found = next(iter(mesh.run(lambda worker, t=t: trial(worker, t)).results.values()))
+        report.messages += sum(r.messages for r in log.workers.values())
+        report.bytes += sum(r.bytes for r in log.workers.values())
+        _note(report, found, exact)
+        if report.faults:
+            break
+    if raises and not report.passed:
+        raise AdjointError(report)
+    return report
+
+
+def _specs(where: str, operator: Operator | None, count: int, in_specs: Any) -> tuple[P | None, ...]:
+    """One spec per argument; None where every worker has a block of the whole shape."""
+    if in_specs is None:
+        if operator is None:
+            raise SpecError(
+                message(
+                    where,
+                    argument="in_specs",
+                    got="none, for a function",
+                    need="a spec for each argument",
+                    mend='in_specs=P("x") splits the argument over axis x; P() replicates it',
+                )
+            )
+        return (None,) * count
+    specs = (in_specs,) * count if isinstance(in_specs, P) else tuple(in_specs)
+    if len(specs) != count:
+        raise SpecError(
+            message(
+                where,
+                argument="in_specs",
+                got=f"{len(specs)} specs for {count} shapes",
+                need="one per argument",
+                mend="give as many specs as shapes",
+            )
+        )
+    return specs
+
+
+def _note(report: AdjointReport, found: dict[str, Any], exact: bool) -> None:
+    """Enter one trial into the report."""
+    forward, backward = found["forward"], found["backward"]
+    scale = found["scale"]
+    error = abs(forward - backward) / scale if scale else abs(forward - backward)
+    if error >= report.error:
+        report.forward, report.backward, report.error, report.bound = forward, backward, error, found["bound"]
+    report.faults += found["faults"]
+    if exact and forward != backward:
+        report.faults.append(f"<F x, y> and <x, F* y> differ by {_plain(forward - backward)}; integers must agree")
+    if not exact and not error <= found["bound"]:
+        report.faults.append(f"error {error:.2e} above the bound {found['bound']:.2e} that rounding explains")
+
+
+class _Trial(NamedTuple):
+    """One dot test, as a body."""
+
+    mesh: Mesh
+    f: Callable
+    operator: Operator | None
+    shapes: Sequence[Shape]
+    specs: Sequence[P | None]
+    out_specs: Any
+    adjoint: Callable | None
+    exact: bool
+    dtype: np.dtype
+    seed: int
+
+    def reproduction(self, name: str) -> str:
+        given = "" if all(s is None for s in self.specs) else f", in_specs={self.specs!r}"
+        shapes = ", ".join(map(repr, self.shapes))
+        mode = "" if self.exact == (self.operator is not None) else f", exact={self.exact}"
+        return (
+            f"spmd.check_adjoint({name}, {shapes}, mesh=spmd.{self.mesh!r}{given}{mode}, "
+            f"dtype={self.dtype.name!r}, seed={self.seed})"
+        )
+
+    def __call__(self, worker: Worker, t: int) -> dict[str, Any]:
+        draw = _Draw(worker, self.exact, self.dtype, (self.seed, t))
+        xs = [self._argument(worker, draw, k) for k in range(len(self.shapes))]
+        before = [np.array(value_of(x)) for x in xs]
+        forward = self.f if self.operator is None else lambda x: operate(self.operator, x)
+        out, pull = vjp(forward, *xs)
+        outs, tree = optree.tree_flatten(out)
+        faults = self._states(outs)
+        ys = [draw.like(o, 1 + k, self._rooted("target")) for k, o in enumerate(outs)]
+
+        def back(*cotangents):
+            if self.adjoint is not None:
+                found = self.adjoint(*cotangents)
+                return found if isinstance(found, tuple | list) else (found,)
+            conjugate = [np.conj(y) for y in cotangents]
+            return tuple(np.conj(g) for g in pull(optree.tree_unflatten(tree, conjugate)))
+
+        found = back(*ys)
+        faults += _same_kind(found, xs)
+        if not faults:
+            faults += self._laws(worker, draw, forward, back, xs, ys, outs, found)
+        for k, (x, b) in enumerate(zip(xs, before, strict=True)):
+            if not np.array_equal(value_of(x), b, equal_nan=True):
+                faults.append(f"argument {k} was modified")
+        source, target = self._rooted("source"), self._rooted("target")
+        products = [_local(worker, outs, ys, target), _local(worker, xs, found if not faults else xs, source)]
+        squares = [
+            _local(worker, a, a, rooted).real
+            for a, rooted in ((outs, target), (ys, target), (xs, source), (found if not faults else xs, source))
+        ]
+        moved = self._moved(worker, draw, forward, back, xs, ys, outs, found) if not self.exact and not faults else [0, 0]
+        sums = _total(worker, [*products, *squares, *moved])
+        norms = [float(np.sqrt(s.real)) for s in sums[2:6]]
+        scale = norms[0] * norms[1] + norms[2] * norms[3]
+        shaken = float(np.sqrt(sums[6].real)) * norms[1] + float(np.sqrt(sums[7].real)) * norms[2]
+        eps = float(np.finfo(self.dtype).eps)
+        return {
+            "forward": _number(sums[0]),
+            "backward": _number(sums[1]),
+            "scale": scale,
+            "bound": 0.0 if self.exact else _SAFETY * (shaken / scale if scale else 0.0) + 4 * eps,
+            "faults": _everyones(worker, faults),
+        }
+
+    def _rooted(self, side: str) -> tuple[str, ...]:
+        """The axes along which the argument (the result) of the operator is Rooted."""
+        return self.operator.axes if self.operator is not None and getattr(self.operator, side) == ROOTED else ()
+
+    def _argument(self, worker: Worker, draw: _Draw, k: int) -> Array:
+        """A random block for argument k, in its state."""
+        shape, spec = self.shapes[k], self.specs[k]
+        if spec is not None:
+            state = state_of(spec.axes)
+            shape = Layout(shape, spec, self.mesh.axes).block_shape(worker.index)
+            if self.operator is not None and self.operator.source == VARYING:
+                state = state_of(state.varying | set(self.operator.axes))
+        else:
+            assert self.operator is not None
+            state = state_of(self.operator.axes if self.operator.source == VARYING else ())
+        rooted = self._rooted("source")
+        if rooted and worker.group(rooted).index != getattr(self.operator, "root", 0):
+            shape = (0,)
+        return draw(shape, state, -1 - k)
+
+    def _states(self, outs: list) -> list[str]:
+        """What is wrong with the states of the results."""
+        if self.out_specs is None:
+            return []
+        specs = [self.out_specs] * len(outs) if isinstance(self.out_specs, P) else list(self.out_specs)
+        return [
+            f"result {k} is {o.state}, and out_specs promise {spec}"
+            for k, (o, spec) in enumerate(zip(outs, specs, strict=True))
+            if type(o) is Array and o.state.varying - set(spec.axes)
+        ]
+
+    def _laws(self, worker, draw: _Draw, forward, back, xs, ys, outs, found) -> list[str]:
+        """Linearity of F and of F*, and F** = F, each to the precision of the mode."""
+        faults = []
+        others = [draw.like(x, -100 - k, self._rooted("source")) for k, x in enumerate(xs)]
+        both = optree.tree_leaves(forward(*[2 * x + o for x, o in zip(xs, others, strict=True)]))
+        apart = optree.tree_leaves(forward(*others))
+        for k, (b, o, a) in enumerate(zip(both, outs, apart, strict=True)):
+            if not self._close(b, 2 * o + a):
+                faults.append(f"result {k} is not linear in the arguments: F(2x + z) is not 2 F(x) + F(z)")
+        if self.adjoint is None and not faults:
+            _, again = vjp(lambda *cs: back(*cs), *ys)
+            twice = [np.conj(g) for g in again(tuple(np.conj(x) for x in xs))]
+            for k, (t, o) in enumerate(zip(twice, outs, strict=True)):
+                if not self._close(t, o):
+                    faults.append(f"result {k}: the adjoint of the adjoint is another map than F")
+        return faults
+
+    def _close(self, a, b) -> bool:
+        a, b = np.asarray(value_of(a)), np.asarray(value_of(b))
+        if self.exact or a.shape != b.shape:
+            return np.array_equal(a, b)
+        rough = np.sqrt(np.finfo(self.dtype).eps)
+        return bool(np.linalg.norm((a - b).reshape(-1)) <= rough * (1 + np.linalg.norm(b.reshape(-1))))
+
+    def _moved(self, worker, draw: _Draw, forward, back, xs, ys, outs, found) -> list:
+        """How far F x and F* y move (squared, this worker's share) when x and y are perturbed in the last bit."""
+        most = [0.0, 0.0]
+        for r in range(_SHAKES):
+            shaken_x = [draw.shaken(x, -200 - r) for x in xs]
+            shaken_y = [draw.shaken(y, 200 + r) for y in ys]
+            pairs = (
+                (optree.tree_leaves(forward(*shaken_x)), outs, "target"),
+                (list(back(*shaken_y)), list(found), "source"),
+            )
+            for side, (new, old, which) in enumerate(pairs):
+                delta = [n - o for n, o in zip(new, old, strict=True)]
+                most[side] = max(most[side], float(_local(worker, delta, delta, self._rooted(which)).real))
+        return most
+
+
+_SHAKES = 3
+_SAFETY = 16.0
+"""How much larger than a perturbation of the last bit the rounding inside of F may be."""
+
+
+class _Draw:
+    """Random blocks: different on workers that hold different values, the same on those that hold copies."""
+
+    def __init__(self, worker: Worker, exact: bool, dtype: np.dtype, key: tuple[int, ...]):
+        self.worker = worker
+        self.exact = exact
+        self.dtype = dtype
+        self.key = key
+
+    def _rng(self, state, tag: int) -> np.random.Generator:
+        place = [v if n in state.varying else 0 for n, v in self.worker.coordinates.items()]
+        return np.random.default_rng([*self.key, tag % (1 << 31), *place])
+
+    def __call__(self, shape: Shape, state, tag: int) -> Array:
+        rng = self._rng(state, tag)
+
+        def real():
+            return rng.integers(-4, 5, shape) if self.exact else rng.standard_normal(shape)
+
+        data = real() + 1j * real() if self.dtype.kind == "c" else real()
+        data = np.asarray(data).astype(self.dtype)
+        data.flags.writeable = False
+        return Array(data, state)
+
+    def like(self, x, tag: int, rooted: tuple[str, ...]) -> Array:
+        return self(np.shape(value_of(x)), getattr(x, "state", None) or self.worker.state(), tag)
+
+    def shaken(self, x: Array, tag: int) -> Array:
+        signs = self._rng(x.state, tag).choice([-1.0, 1.0], np.shape(x.value))
+        eps = np.finfo(self.dtype).eps
+        return Array((np.asarray(x.value) * (1 + eps * signs)).astype(self.dtype), x.state)
+
+
+def _same_kind(found: Sequence, xs: Sequence[Array]) -> list[str]:
+    """What of shape, dtype and state the adjoint does not give back."""
+    faults = []
+    if len(found) != len(xs):
+        return [f"F* gives {len(found)} cotangents for {len(xs)} arguments"]
+    for k, (g, x) in enumerate(zip(found, xs, strict=True)):
+        for what, came, need in (
+            ("shape", np.shape(value_of(g)), x.shape),
+            ("dtype", getattr(g, "dtype", None), x.dtype),
+            ("state", str(getattr(g, "state", None)), str(x.state)),
+        ):
+            if came != need:
+                faults.append(f"F* gives {what} {came} for argument {k}, which has {need}")
+    return faults
+
+
+def _local(worker: Worker, a: Sequence, b: Sequence, rooted: tuple[str, ...]):
+    """This worker's share of <a, b>: copies are counted on the first worker that has them."""
+    total = np.clongdouble(0)
+    for x, y in zip(a, b, strict=True):
+        varying = getattr(x, "state", worker.state()).varying
+        if all(v == 0 or n in varying or n in rooted for n, v in worker.coordinates.items()):
+            u, v = np.asarray(value_of(x)), np.asarray(value_of(y))
+            total += np.sum(np.conj(u).astype(np.clongdouble) * v.astype(np.clongdouble))
+    return total
+
+
+def _total(worker: Worker, shares: list) -> list:
+    """The sums of the workers' shares, the same on all."""
+    axes = tuple(worker.mesh.axes)
+    mine = np.array(shares, np.clongdouble)
+    call = Call("check_adjoint", axes, mine.dtype, mine.shape, alike=True)
+    return list(sum(worker.comm.all_gather(worker.group(axes), call, mine).wait()))
+
+
+def _everyones(worker: Worker, faults: list[str]) -> list[str]:
+    """The faults that any worker found, the same list on all."""
+    axes = tuple(worker.mesh.axes)
+    text = "\n".join(f"{f} (on {worker.mesh.describe(worker.index)})" for f in faults)
+    mine = np.frombuffer(text.encode(), np.uint8)
+    call = Call("check_adjoint", axes, mine.dtype, mine.shape)
+    texts = [bytes(b).decode() for b in worker.comm.all_gather(worker.group(axes), call, mine).wait()]
+    return [line for t in texts for line in t.split("\n") if line][:4]
+
+
+def _number(z) -> complex:
+    return complex(z) if z.imag else float(z.real)
+
+
+# All operators, with cases
+
+
+class Case(NamedTuple):
+    """An operator and a shape to test it on; with a spec the shape is cut, else every worker has a block of it."""
+
+    operator: Operator
+    shape: Shape
+    spec: P | None = None
+
+
+_ROWS: dict[type[Operator], Callable[[tuple[str, ...], int], list[Case]]] = {
+    Vary: lambda a, n: [Case(Vary(a), s) for s in ((3, 2), (0, 2), ())],
+    Sum: lambda a, n: [Case(Sum(a), s) for s in ((3, 2), (0, 2), ())],
+    AllGather: lambda a, n: [
+        *(Case(AllGather(a, axis), (2, 3)) for axis in (0, 1, 2)),
+        *(Case(AllGather(a, 0, True), (m, 2), P(a)) for m in (2 * n, 2 * n + 1, 1, 0)),
+        Case(AllGather(a, 1, True), (2, n + 1), P(None, a)),
+    ],
+    ReduceScatter: lambda a, n: [
+        *(Case(ReduceScatter(a, axis), (n,) * 2) for axis in (0, 1)),
+        *(Case(ReduceScatter(a, 0, True), (m, 2)) for m in (2 * n, 2 * n + 1, 1, 0)),
+        Case(ReduceScatter(a, 1, True, (n + 2, *(1,) * (n - 1))), (2, 2 * n + 1)),
+    ],
+    Collect: lambda a, n: [
+        *(Case(Collect(a, axis), (2, 3)) for axis in (0, 1, 2)),
+        *(Case(Collect(a, 0, True), (m, 2), P(a)) for m in (2 * n, 2 * n + 1, 1, 0)),
+    ],
+    Slice: lambda a, n: [
+        *(Case(Slice(a, axis), (n,) * 2) for axis in (0, 1)),
+        *(Case(Slice(a, 0, True), (m, 2)) for m in (2 * n, 2 * n + 1, 1, 0)),
+    ],
+    Permute: lambda a, n: [
+        Case(Permute(a, tuple((k, (k + 1) % n) for k in range(n))), (2 * n + 1, 2), P(a)),
+        Case(Permute(a, tuple((k, k + 1) for k in range(n - 1))), (2 * n + 1, 2), P(a)),
+        Case(Permute(a, ((n - 1, 0),)), (1, 3), P(a)),
+        Case(Permute(a, ()), (3,)),
+    ],
+    AllToAll: lambda a, n: [
+        *(Case(AllToAll(a, i, j), (n, n)) for i, j in itertools.product((0, 1), repeat=2)),
+        *(Case(AllToAll(a, i, j, True), (n + 1, 2 * n)) for i, j in itertools.product((0, 1), repeat=2)),
+        Case(AllToAll(a, 1, 0, True), (2 * n + 1, n + 2), P(a)),
+        Case(AllToAll(a, 1, 0, True), (1, n + 2), P(a)),
+    ],
+    Broadcast: lambda a, n: [Case(Broadcast(a, r), s) for r in (0, n - 1) for s in ((3, 2), (0, 2), ())],
+    SumReduce: lambda a, n: [Case(SumReduce(a, r), s) for r in (0, n - 1) for s in ((3, 2), (0, 2), ())],
+    Replicate: lambda a, n: [Case(Replicate(a, r), s) for r in (0, n - 1) for s in ((3, 2), (0, 2), ())],
+    Keep: lambda a, n: [Case(Keep(a, r), s) for r in (0, n - 1) for s in ((3, 2), (0, 2), ())],
+}
+"""For each operator its cases on the axes `a`, which n workers lie along: even, uneven, shorter than the mesh, empty."""
+
+
+def operator_classes() -> list[type[Operator]]:
+    """Every operator of the library, in the order of their declaration."""
+
+    def below(kind: type[Operator]) -> Iterator[type[Operator]]:
+        for sub in kind.__subclasses__():
+            yield sub
+            yield from below(sub)
+
+    return [kind for kind in below(Operator) if not kind.__name__.startswith("_")]
+
+
+def operator_cases(kind: type[Operator], mesh: Mesh) -> list[Case]:
+    """The cases of an operator on a mesh: along every axis, and along all of them together in both orders."""
+    names = tuple(mesh.axes)
+    groups = [(n,) for n in names] + ([names, names[::-1]] if len(names) > 1 else [])
+    row = _ROWS[kind]
+    return [case for axes in groups for case in row(axes, int(np.prod([mesh.axes[n] for n in axes])))]
+
+
+def states(kind: type[Operator]) -> str:
+    """The states an operator maps, as the tables write them."""
+    letter = {INVARIANT: "I", VARYING: "V", ROOTED: "Rooted"}
+    return f"{letter[kind.source]} → {letter[kind.target]}"
+
+
+__all__ += ["states"]
