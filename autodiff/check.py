@@ -40,9 +40,8 @@ def check_vjp(f: Callable, args: Sequence[Any], *, seed: int = 0) -> None:
     f: takes and returns pytrees of floating or complex arrays, smooth within about eps^(1/3) of `args`.
     Raises AssertionError, which names the argument that is most wrong.
     """
-    args = tuple(args)
     rng = np.random.default_rng(seed)
-    xs, treedef = optree.tree_flatten(args)
+    xs, treedef = optree.tree_flatten(tuple(args))  # type: ignore[arg-type]
     value, pull = vjp(f, *args)
     ys, out_tree = optree.tree_flatten(value)
     ys = [value_of(y) for y in ys]

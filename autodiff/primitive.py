@@ -24,6 +24,7 @@ from spmd.errors import DifferentiationError, message
 __all__ = ["Like", "Primitive", "composite", "composites", "constant", "constants", "handlers", "primitive", "rule"]
 
 Rule = Callable[..., Any]
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 handlers: dict[Any, Callable[..., Any]] = {}
 """What runs when a NumPy function meets a traced array: function -> primitive, constant or composition."""
@@ -100,40 +101,39 @@ class Plan:
 
     keep_ans: whether the result is kept.
     dropped: the positions of the arguments of which shape and dtype are kept only.
+    options: the names of the further arguments that the rules take; None for any.
     """
 
-    __slots__ = ("dropped", "keep_ans", "names", "prim")
+    __slots__ = ("dropped", "keep_ans", "options", "prim")
 
     def __init__(self, prim: Primitive, active: list[int], count: int):
+        asked: set[int] = set()
+        self.keep_ans = False
         for k in active:
             if prim.variadic is None and (k >= len(prim.rules) or prim.rules[k] is None):
                 raise _not_differentiable(prim, k)
-        asked: set[int] = set()
-        self.keep_ans = False
-        self.names: set[str] | None = None
+            _, ans, *rest = inspect.signature(prim.pull(k)).parameters.values()
+            names = [p.name for p in rest if p.kind == p.POSITIONAL_OR_KEYWORD]
+            more = [p.name for p in rest if p.kind == p.VAR_POSITIONAL] * (count - len(names))
+            if count > len(names + more):
+                raise _not_supported(prim, f"number {len(names) + 1}", names[len(prim.rules) :])
+            self.keep_ans |= ans.name[0] != "_"
+            own = k if prim.linear else None
+            asked |= {i for i, name in enumerate(names + more) if name[0] != "_" and i != own}
+            names += [p.name for p in rest if p.kind == p.KEYWORD_ONLY]
+            self.options = None if any(p.kind == p.VAR_KEYWORD for p in rest) else names[len(prim.rules) :]
         self.prim = prim
-        for k in active:
-            parameters = list(inspect.signature(prim.pull(k)).parameters.values())
-            keyed = [p.name for p in parameters[2:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-            rest = next((p.name for p in parameters if p.kind == p.VAR_POSITIONAL), None)
-            placed = [p.name for p in parameters[2:] if p.kind == p.POSITIONAL_OR_KEYWORD]
-            if count > len(placed) and rest is None:
-                raise _not_supported(prim, f"number {len(placed) + 1}", placed)
-            placed += [rest or ""] * (count - len(placed))
-            asked |= {i for i, name in enumerate(placed) if name[0] != "_" and not (prim.linear and i == k)}
-            self.keep_ans |= parameters[1].name[0] != "_"
-            self.names = None if any(p.kind == p.VAR_KEYWORD for p in parameters) else set(keyed)
         self.dropped = tuple(i for i in range(count) if i not in asked)
 
-    def options(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def chosen(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The keyword arguments that the rules ask for; one that they do not know, and that matters, is refused."""
-        names = self.names
-        if names is None:
+        options = self.options
+        if options is None:
             return kwargs
         for name in kwargs:
-            if name not in names and name not in _NEUTRAL:
-                raise _not_supported(self.prim, name, names)
-        return {name: value for name, value in kwargs.items() if name in names}
+            if name not in options and name not in _NEUTRAL:
+                raise _not_supported(self.prim, name, options)
+        return {name: value for name, value in kwargs.items() if name in options}
 
 
 _NEUTRAL = frozenset(("casting", "copy", "dtype", "kind", "optimize", "order", "stable", "subok"))
@@ -153,7 +153,7 @@ def _not_differentiable(prim: Primitive, i: int) -> Exception:
 
 
 def _not_supported(prim: Primitive, argument: str, known: Iterable[str]) -> Exception:
-    options = ", ".join(n for n in known if n[0] != "_")
+    options = ", ".join(known)
     return DifferentiationError(
         message(
             prim.name,
@@ -172,7 +172,7 @@ def rule(fun: Any, *rules: Rule | None) -> Primitive:
     return prim
 
 
-def primitive(name: str, *rules: Rule | None, variadic: Rule | None = None, linear: bool = False):
+def primitive(name: str, *rules: Rule | None, variadic: Rule | None = None, linear: bool = False) -> Decorator:
     """Make a primitive of an own function: `@primitive("name", rule, ...)`; the result is called like the function."""
 
     def declare(fun):
@@ -181,7 +181,7 @@ def primitive(name: str, *rules: Rule | None, variadic: Rule | None = None, line
     return declare
 
 
-def _entry(prim: Primitive):
+def _entry(prim: Any) -> Callable[..., Any]:
     from spmd.autodiff.tracer import apply
 
     def call(*args, **kwargs):

@@ -226,7 +226,8 @@ def sweep(tape: Tape, seeds: Iterable[tuple[Node, Any]], leaves: list[Node], *, 
                         if debt is not None:
                             owed.setdefault(parent.index, []).append(debt)
                             continue
-                    add(parent, prim.pull(k)(g, node.ans, *args, **kwargs))
+                    rule = prim.rules[k] if prim.variadic is None else prim.pull(k)
+                    add(parent, rule(g, node.ans, *args, **kwargs))
         if free and prim is not None:
             node.args = node.ans = None
             node.parents = ()

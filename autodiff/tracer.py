@@ -20,7 +20,7 @@ import numpy as np
 
 from spmd.autodiff.primitive import Like, Primitive, composites, constants, handlers, primitive
 from spmd.autodiff.tape import Node, Tape
-from spmd.errors import DifferentiationError, StateError, TracedConversionError, describe, message, nearest
+from spmd.errors import DifferentiationError, MissingMethodError, StateError, TracedConversionError, describe, message, nearest
 
 __all__ = ["Array", "Mixing", "apply", "at", "bare", "mixing", "record", "use_mixing", "value_of"]
 
@@ -63,7 +63,7 @@ def value_of(x):
     return x
 
 
-def bare(tree):
+def bare(tree) -> Any:
     """The bare data under every array in nested tuples, lists and dicts."""
     if type(tree) is Array:
         return value_of(tree)
@@ -130,7 +130,7 @@ def apply(prim: Primitive, args, kwargs):
         lower.append(a)
         nodes.append(node)
     plan = prim.plans.get(key) or prim.plan(key)
-    options = plan.options(kwargs) if kwargs else kwargs
+    options = plan.chosen(kwargs) if kwargs else kwargs
     ans = apply(prim, lower, kwargs) if deeper else prim.fun(*lower, **kwargs)
     try:
         shape, dtype = ans.shape, ans.dtype
@@ -204,7 +204,7 @@ def compute(fun, args, kwargs):
     return wrap(fun(*_read_only(bare(args)), **_read_only(bare(kwargs))), state)
 
 
-def _read_only(tree):
+def _read_only(tree) -> Any:
     """Views that a function without rule cannot write through."""
     if isinstance(tree, np.ndarray):
         view = tree.view()
@@ -223,11 +223,11 @@ def dispatch(fun, args, kwargs):
     if out is not None and not (isinstance(out, tuple) and all(o is None for o in out)):
         raise StateError(
             message(
-                _name(fun),
+                name_of(fun),
                 argument="out",
                 got="an array to write into",
                 need="no out: arrays of a body are immutable",
-                mend=f"use the result: y = {_name(fun)}(...)",
+                mend=f"use the result: y = {name_of(fun)}(...)",
             )
         )
     kwargs.pop("out", None)
@@ -249,7 +249,7 @@ def late(fun):
     return handlers.get(fun)
 
 
-def _name(fun) -> str:
+def name_of(fun) -> str:
     """A function as users write it: np.svd is np.linalg.svd."""
     name = fun.__name__
     for module, prefix in ((np, "np"), (np.linalg, "np.linalg"), (np.fft, "np.fft")):
@@ -258,12 +258,12 @@ def _name(fun) -> str:
     return f"{(getattr(fun, '__module__', None) or 'scipy.special').removeprefix('numpy.')}.{name}"
 
 
-def _no_rule(fun) -> Exception:
-    names = {f.__name__: _name(f) for f in handlers}
-    known = [names[k] for k in nearest(fun.__name__, names)]
+def _no_rule(fun, method: str = "") -> Exception:
+    names = {f.__name__: name_of(f) for f in handlers}
+    known = [names[k] for k in nearest(fun.__name__, names)] if method != ".at" else ["x.at[i].add(v)"]
     return DifferentiationError(
         message(
-            _name(fun),
+            name_of(fun) + method,
             got="a traced array, and no derivative rule for this function",
             need=f"a function with a rule{'; the nearest are ' if known else ''}{', '.join(known)}",
             mend="compose it of functions with rules, declare it with spmd.custom_vjp, "
@@ -294,9 +294,9 @@ class Array:
 
     def __init__(self, value, state=None, tape=None, node=None):
         self.value = value
-        self.state = state
-        self.tape = tape
-        self.node = node
+        self.state: Any = state
+        self.tape: Any = tape
+        self.node: Any = node
 
     # What it is
 
@@ -364,19 +364,20 @@ class Array:
         )
 
     def _number(self, kind: str):
+        where = f"{kind}()" + {"bool": ", as `if` calls it", "index": ", as range(x) and list[x] call it"}.get(kind, "")
         if self.tape is not None:
             raise TracedConversionError(
                 message(
-                    f"{kind}()",
+                    where,
                     got=describe(self),
                     need="an undifferentiated array; a Python number has no gradient",
-                    mend="keep it an array, or take spmd.stop_gradient(x) first",
+                    mend="keep it an array (np.where in place of `if`), or take spmd.stop_gradient(x) first",
                 )
             )
         if self.state is not None and self.state.varying:
             raise StateError(
                 message(
-                    f"{kind}()",
+                    where,
                     got=describe(self),
                     need="an Invariant array: each worker would go its own way",
                     mend="reduce it over the axes it varies over (spmd.psum, spmd.pmax), or use np.where; "
@@ -419,16 +420,30 @@ class Array:
     def __hash__(self):
         raise TypeError("arrays are not hashable")
 
+    def __getattr__(self, name: str):
+        if name.startswith("_"):
+            raise AttributeError(f"'Array' object has no attribute {name!r}")
+        known = [f"x.{k}" for k in nearest(name, (k for k in dir(Array) if not k.startswith("_")))]
+        raise MissingMethodError(
+            message(
+                f"x.{name}",
+                got=describe(self),
+                need="a method that arrays of a body, or traced ones, have"
+                + (f"; the nearest are {', '.join(known)}" if known else ""),
+                mend=f"np.{name}(x)" if hasattr(np, name) else "a function np.f(x) with a rule, or a map around it",
+            )
+        )
+
     # How NumPy reaches it
 
     def __array_ufunc__(self, ufunc, method, *inputs, **kwargs):
-        inputs = tuple(np.asarray(a) if isinstance(a, list | tuple) else a for a in inputs)
+        if not _sequences.isdisjoint(map(type, inputs)):
+            inputs = tuple(np.asarray(a) if type(a) in _sequences else a for a in inputs)
         if method == "__call__":
-            where = kwargs.pop("where", True)
-            if where is not True:
+            if kwargs and kwargs.pop("where", True) is not True:
                 raise DifferentiationError(
                     message(
-                        _name(ufunc),
+                        name_of(ufunc),
                         argument="where",
                         got="a mask",
                         need="no where argument",
@@ -436,11 +451,12 @@ class Array:
                     )
                 )
             return dispatch(ufunc, inputs, kwargs)
-        if method == "reduce" and ufunc in _reductions:
+        known = _methods.get((ufunc, method))
+        if known is not None:
             kwargs.setdefault("axis", 0)
-            return dispatch(_reductions[ufunc], inputs, kwargs)
+            return dispatch(known, inputs, kwargs)
         if method == "at" or any(a.tape is not None for a in find((inputs, kwargs), [])):
-            raise _no_rule(ufunc)
+            raise _no_rule(ufunc, "." + method)
         return compute(getattr(ufunc, method), inputs, kwargs)
 
     def __array_function__(self, fun, types, args, kwargs):
@@ -488,7 +504,7 @@ class Array:
     def imag(self):
         return np.imag(self)
 
-    def reshape(self, *shape, order="C"):
+    def reshape(self, *shape, order: Any = "C"):
         return np.reshape(self, shape[0] if len(shape) == 1 else shape, order=order)
 
     def transpose(self, *axes):
@@ -512,16 +528,19 @@ _creators = {
 }
 """Functions that reach an Array by `like=` only."""
 
-_reductions = {
-    np.add: np.sum,
-    np.multiply: np.prod,
-    np.maximum: np.max,
-    np.minimum: np.min,
-    np.logical_and: np.all,
-    np.logical_or: np.any,
+_methods = {
+    (np.add, "reduce"): np.sum,
+    (np.multiply, "reduce"): np.prod,
+    (np.maximum, "reduce"): np.max,
+    (np.minimum, "reduce"): np.min,
+    (np.logical_and, "reduce"): np.all,
+    (np.logical_or, "reduce"): np.any,
+    (np.add, "accumulate"): np.cumsum,
+    (np.multiply, "accumulate"): np.cumprod,
 }
 
 
+_sequences = {list, tuple}
 _plain = {np.ndarray, int, float, complex, bool}
 
 
@@ -543,7 +562,7 @@ def _define(symbol: str, run: Callable, reflect: bool) -> None:
 
 def _operand(x):
     """What an operator takes of x: lists become arrays; what is no number is left to its own operators."""
-    if isinstance(x, list | tuple):
+    if type(x) in _sequences:
         return np.asarray(x)
     return x if isinstance(x, int | float | complex) or hasattr(x, "dtype") else NotImplemented
 
@@ -643,7 +662,7 @@ def _astype(x, dtype):
     return np.asarray(x, dtype)
 
 
-@primitive("x.at[i].set", lambda g, _ans, _x, _v, index: _set(g, 0.0, index), lambda g, _ans, _x, _v, index: g[index])
+@primitive("x.at[i].set", lambda g, _ans, _x, _v, index: _set(g, 0.0, index), lambda g, _ans, _x, _v, index: g[index])  # type: ignore
 def _set(x, v, index):
     out = np.array(x)
     out[index] = v
@@ -698,4 +717,4 @@ def supported() -> Iterable[str]:
     return sorted({f.__name__ for f in handlers})
 
 
-__all__ += ["compute", "dispatch", "scatter_add", "supported"]
+__all__ += ["compute", "dispatch", "name_of", "scatter_add", "supported"]

@@ -8,6 +8,7 @@ is linear in its cotangent, so its own pullback is the push-forward.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,8 +40,8 @@ __all__ = [
 _NUMBERS = (int, float, complex)
 
 
-def lift(tape: Tape, x, where: str, path: str) -> Array:
-    """An argument as a leaf of the tape."""
+def lift(tape: Tape, x, where: str, path: Callable[[], str]) -> Array:
+    """An argument as a leaf of the tape; `path` says how it is written."""
     if type(x) in _NUMBERS and type(x) is not int:
         return Array(x, tracer.mixing.ambient(), tape, tape.leaf((), tracer.weak(x)))
     dtype = getattr(x, "dtype", None)
@@ -48,10 +49,10 @@ def lift(tape: Tape, x, where: str, path: str) -> Array:
         raise DifferentiationError(
             message(
                 where,
-                argument=path,
+                argument=path(),
                 got=describe(x),
                 need="an array of floating or complex dtype",
-                mend="convert it (x.astype(float)), or leave it out of argnums",
+                mend="convert it, x.astype(float) or float(x), or leave it out of argnums",
             )
         )
     if type(x) is Array:
@@ -79,14 +80,28 @@ def _zeros_like(x):
     return np.zeros_like(value_of(x))
 
 
-def _flatten(tree, name: str):
-    paths, leaves, treedef = optree.tree_flatten_with_path(tree)
-    return [name + "".join(f"[{p!r}]" for p in path) for path in paths], leaves, treedef
+def _lift_all(tape: Tape, tree, where: str, name: Callable[[], str]):
+    """The leaves of an argument as leaves of the tape, and its structure."""
+
+    def path(k: int) -> str:
+        return name() + "".join(f"[{p!r}]" for p in optree.tree_paths(tree)[k])
+
+    leaves, treedef = optree.tree_flatten(tree)
+    return [lift(tape, x, where, functools.partial(path, k)) for k, x in enumerate(leaves)], treedef
 
 
 def _finish(g, leaf: Array):
     """The cotangent of a leaf as the caller sees it: zeros where none came, with the state of the argument."""
     return _stated(_zeros_like(leaf) if g is None else tracer.mixing.settle(g, leaf.value), leaf.state)
+
+
+def _parameter(fun, n: int) -> str:
+    """An argument by its name in the signature, or by its position where it has none."""
+    try:
+        names = [p.name for p in inspect.signature(fun).parameters.values() if p.kind in (0, 1)]
+    except (TypeError, ValueError):
+        names = []
+    return names[n] if n < len(names) else f"number {n}"
 
 
 def _names(fun) -> str:
@@ -121,11 +136,11 @@ def value_and_grad(fun: Callable, argnums: int | Sequence[int] = 0, has_aux: boo
                         mend="pass the arguments to differentiate by position",
                     )
                 )
-        flat = [_flatten(args[n], f"number {n % len(args)}") for n in numbers]
+        names = [functools.partial(_parameter, fun, n % len(args)) for n in numbers]
         with recording() as tape:
-            lifted = [[lift(tape, x, where, p) for p, x in zip(paths, xs, strict=True)] for paths, xs, _ in flat]
+            lifted = [_lift_all(tape, args[n], where, name) for n, name in zip(numbers, names, strict=True)]
             full = list(args)
-            for n, xs, (_, _, treedef) in zip(numbers, lifted, flat, strict=True):
+            for n, (xs, treedef) in zip(numbers, lifted, strict=True):
                 full[n] = optree.tree_unflatten(treedef, xs)
             out = fun(*full, **kwargs)
             aux = None
@@ -135,12 +150,8 @@ def value_and_grad(fun: Callable, argnums: int | Sequence[int] = 0, has_aux: boo
             out = _scalar(out, where, holomorphic)
         traced = type(out) is Array and out.tape is tape
         seeds = [(out.node, np.ones_like(value_of(out)))] if traced else []
-        leaves = [x for xs in lifted for x in xs]
-        found = iter(sweep(tape, seeds, [x.node for x in leaves], free=True))
-        grads = [
-            optree.tree_unflatten(treedef, [_finish(next(found), x) for x in xs])
-            for xs, (_, _, treedef) in zip(lifted, flat, strict=True)
-        ]
+        found = iter(sweep(tape, seeds, [x.node for xs, _ in lifted for x in xs], free=True))
+        grads = [optree.tree_unflatten(treedef, [_finish(next(found), x) for x in xs]) for xs, treedef in lifted]
         value = lower(out, tape)
         return (value, aux) if has_aux else value, grads[0] if single else tuple(grads)
 
@@ -186,7 +197,7 @@ def grad(fun: Callable, argnums: int | Sequence[int] = 0, has_aux: bool = False,
     return wrapped
 
 
-def vjp(fun: Callable, *primals, has_aux: bool = False):
+def vjp(fun: Callable, *primals, has_aux: bool = False) -> tuple[Any, ...]:
     """`fun(*primals)` and its pullback: the transpose of the derivative there.
 
     The pullback takes a cotangent of the result's structure and returns a tuple of cotangents, one per primal, of
@@ -194,9 +205,8 @@ def vjp(fun: Callable, *primals, has_aux: bool = False):
     varied, one of more is summed. With has_aux, `fun` returns (result, aux) and vjp (result, pullback, aux).
     """
     where = f"vjp of {_names(fun)}"
-    paths, xs, treedef = _flatten(primals, "primals")
     with recording() as tape:
-        lifted = [lift(tape, x, where, p) for p, x in zip(paths, xs, strict=True)]
+        lifted, treedef = _lift_all(tape, primals, where, lambda: "primals")
         out = fun(*optree.tree_unflatten(treedef, lifted))
         aux = None
         if has_aux:
@@ -294,7 +304,7 @@ def jacrev(fun: Callable, argnums: int | Sequence[int] = 0, has_aux: bool = Fals
         out, pull, *aux = vjp(part, *(args[n] for n in numbers), has_aux=has_aux)
         outs, out_tree = optree.tree_flatten(out)
         for o in outs:
-            if o.dtype.kind == "c" and not holomorphic:
+            if np.iscomplexobj(value_of(o)) and not holomorphic:
                 raise DifferentiationError(
                     message(
                         f"jacrev of {_names(fun)}",
@@ -496,6 +506,9 @@ def _with_pullback(tape: Tape, leaves: list, run: Callable, back: Callable, wher
     def pull(gs):
         full = [_stated(_zeros_like(o) if g is None else g, getattr(o, "state", None)) for g, o in zip(gs, outs, strict=True)]
         found = back(residuals, optree.tree_unflatten(out_tree, full))
+        for k, (g, x) in enumerate(zip(found, leaves, strict=True)):
+            if g is not None and np.shape(value_of(g)) != np.shape(value_of(x)):
+                raise _misshapen(g, x, where, k)
         return [
             None if g is None or type(x) is not Array else _unstated(tracer.mixing.bring(g, None, x.state))
             for g, x in zip(found, leaves, strict=True)
@@ -512,6 +525,18 @@ def _closure(where: str) -> Exception:
             got="a function that uses an array traced outside of it",
             need="functions that use their arguments only",
             mend="pass the array as an argument",
+        )
+    )
+
+
+def _misshapen(g, x, where: str, k: int) -> Exception:
+    return DifferentiationError(
+        message(
+            where,
+            argument=f"cotangent of leaf {k}",
+            got=describe(g),
+            need=f"shape {list(np.shape(value_of(x)))}, that of the argument",
+            mend="sum it over the dimensions that were broadcast",
         )
     )
 

@@ -8,8 +8,7 @@ import cupy as cp
 
 from spmd.kernels import shared
 
-__all__ = ["combine", "log_softmax", "softmax_cross_entropy"]
+__all__ = ["combine", "log_softmax"]
 
 combine = partial(shared.combine, cp)
 log_softmax = partial(shared.log_softmax, cp)
-softmax_cross_entropy = partial(shared.softmax_cross_entropy, cp)

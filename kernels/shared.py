@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-__all__ = ["combine", "log_softmax", "softmax_cross_entropy"]
+__all__ = ["combine", "log_softmax"]
 
 _FOLDS = {"sum": "add", "max": "maximum", "min": "minimum"}
 
@@ -29,16 +29,3 @@ def log_softmax(xp: ModuleType, x):
     """x - log(sum(exp(x))) along the last axis, without overflow. x: (..., classes)."""
     shifted = x - xp.max(x, axis=-1, keepdims=True, initial=-xp.inf)
     return shifted - xp.log(xp.sum(xp.exp(shifted), axis=-1, keepdims=True))
-
-
-def softmax_cross_entropy(xp: ModuleType, logits, labels):
-    """-log softmax(logits)[label] for each row, and its gradient softmax(logits) - onehot(label).
-
-    logits: (rows, classes) floating. labels: (rows,) integer. Gives (rows,) and (rows, classes).
-    """
-    logp = log_softmax(xp, logits)
-    rows = xp.arange(len(labels))
-    gradient = xp.exp(logp)
-    losses = -logp[rows, labels]
-    gradient[rows, labels] -= 1
-    return losses, gradient

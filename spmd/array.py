@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+import operator
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import optree
 
-from spmd.autodiff.tracer import Array
-from spmd.errors import ClosureError, LayoutError, MeshError, StateError, describe, message
+from spmd.autodiff.tracer import Array, name_of
+from spmd.errors import ClosureError, LayoutError, MeshError, MissingMethodError, SpecError, StateError, describe, message
 from spmd.layout import Layout, P
 from spmd.mesh import WORKER, Mesh, Worker, current_mesh
-from spmd.operators.base import operate
+from spmd.operators.base import normal_axis, operate
 from spmd.operators.reduce import Sum
 from spmd.operators.root import Rooted
 from spmd.plan import plan
@@ -23,7 +25,9 @@ from spmd.transport.base import Call
 __all__ = [
     "Frozen",
     "PartitionedArray",
+    "closed_over",
     "cut",
+    "fingerprint",
     "freeze",
     "from_blocks",
     "from_callback",
@@ -91,7 +95,7 @@ class PartitionedArray:
     def numpy(self) -> np.ndarray:
         """The whole array, assembled on every process; read-only. Collective under MPI: all processes call it."""
         _not_in_a_body("PartitionedArray.numpy", self)
-        whole = self if self.is_here else relayout(self, Layout(self.shape, P(), self.mesh.axes))
+        whole = self if self.is_here else relayout(self, self.mesh.layout(self.shape, P()))
         return whole._assembled()
 
     def _assembled(self) -> np.ndarray:
@@ -147,6 +151,9 @@ class PartitionedArray:
     def __bool__(self) -> bool:
         return bool(self._number("bool"))
 
+    def __index__(self) -> int:
+        return operator.index(self._number("index"))
+
     def __spmd_describe__(self) -> str:
         return f"PartitionedArray {self.dtype}{list(self.shape)} laid out by {self.spec}"
 
@@ -185,6 +192,11 @@ class PartitionedArray:
             )
         )
 
+    def __getattr__(self, name: str):
+        if name.startswith("_") or not hasattr(np.ndarray, name):
+            raise AttributeError(f"'PartitionedArray' object has no attribute {name!r}")
+        raise MissingMethodError(str(_in_a_map(f"x.{name}", self)))
+
     def astype(self, dtype) -> PartitionedArray:
         return self._each(lambda b: b.astype(dtype))
 
@@ -205,12 +217,12 @@ class PartitionedArray:
         return _blockwise(ufunc, inputs, kwargs)
 
     def __array_function__(self, fun, types, args, kwargs):
-        _not_in_a_body(f"np.{fun.__name__}", self)
+        _not_in_a_body(name_of(fun), self)
         if any(issubclass(t, Array) for t in types):
             return NotImplemented
         handler = _functions.get(fun)
         if handler is None:
-            raise _in_a_map(f"np.{fun.__name__}", self)
+            raise _in_a_map(name_of(fun), self)
         return handler(*args, **kwargs)
 
 
@@ -257,24 +269,32 @@ def _sealed(x) -> np.ndarray:
     return x
 
 
+def closed_over(where: str, x: PartitionedArray, argument: str | None = None) -> Exception:
+    """The error for a global array that a body meets otherwise than as its argument."""
+    return ClosureError(
+        message(
+            where,
+            argument=argument,
+            got=f"{describe(x)} in a body",
+            need="bodies that use their arguments only",
+            mend=f"pass it to the map as an argument, with {x.spec} in in_specs",
+        )
+    )
+
+
 def _not_in_a_body(where: str, x: PartitionedArray) -> None:
     if WORKER.get() is not None:
-        raise ClosureError(
-            message(
-                where,
-                got=f"{describe(x)} in a body",
-                need="bodies that use their arguments only",
-                mend=f"pass it to the map as an argument, with {x.spec} in in_specs",
-            )
-        )
+        raise closed_over(where, x)
 
 
 def _in_a_map(what: str, x: PartitionedArray) -> Exception:
+    if WORKER.get() is not None:
+        return closed_over(what, x)
     return LayoutError(
         message(
             what,
             got=describe(x),
-            need="a ufunc on operands whose layouts agree: other functions need to know what their blocks mean",
+            need="a ufunc (+, <, np.exp, ...) or np.sum: other functions need to know what the blocks mean",
             mend="do it in a body, spmd.map(f, in_specs=..., out_specs=...)(x), or on x.numpy()",
         )
     )
@@ -371,8 +391,8 @@ def _part(x, layout: Layout, worker: int):
 
 def _sum(x: PartitionedArray, axis=None, dtype=None, out=None, keepdims=False) -> PartitionedArray:
     """np.sum: over the dimensions of the global array."""
-    dims = range(x.ndim) if axis is None else (axis,) if isinstance(axis, int) else axis
-    summed = sorted({d % x.ndim for d in dims})
+    dims = range(x.ndim) if axis is None else (axis,) if np.ndim(axis) == 0 else axis
+    summed = sorted({normal_axis("np.sum", "axis", d, x.ndim) for d in dims})
     axes = tuple(n for n in x.mesh.axes if any(n in x.spec.dims[d] for d in summed))
 
     def body(worker: Worker):
@@ -404,7 +424,7 @@ def _broadcast_to(x: PartitionedArray, shape) -> PartitionedArray:
 
 
 def _expand_dims(x: PartitionedArray, axis) -> PartitionedArray:
-    new = sorted(d % (x.ndim + np.size(axis)) for d in np.atleast_1d(axis))
+    new = sorted(normal_axis("np.expand_dims", "axis", d, x.ndim + np.size(axis)) for d in np.atleast_1d(axis))
     dims, cuts = list(x.spec.dims), list(x.layout.cuts)
     for d in new:
         dims.insert(d, ())
@@ -419,6 +439,15 @@ def _reshape(x: PartitionedArray, shape, *args, **kwargs) -> PartitionedArray:
     return x
 
 
+def _of_wholes(fun):
+    """A function that looks at arrays as a whole: on those that are here."""
+
+    def look(*args, **kwargs):
+        return fun(*(np.asarray(a) if type(a) is PartitionedArray else a for a in args), **kwargs)
+
+    return look
+
+
 _functions: dict[Any, Callable[..., Any]] = {
     np.sum: _sum,
     np.broadcast_to: _broadcast_to,
@@ -431,6 +460,7 @@ _functions: dict[Any, Callable[..., Any]] = {
     np.shape: lambda x: x.shape,
     np.ndim: lambda x: x.ndim,
     np.size: lambda x: x.size,
+    **{f: _of_wholes(f) for f in (np.allclose, np.array_equal, np.array2string)},
 }
 
 
@@ -461,7 +491,20 @@ def owned(a: np.ndarray) -> np.ndarray:
 
 def mesh_for(mesh: Mesh | None, where: str) -> Mesh:
     """The mesh of a call: the one given, else that of the enclosing `with mesh:`."""
-    found = mesh or current_mesh()
+    if WORKER.get() is not None:
+        raise MeshError(
+            message(
+                where,
+                got="a call inside a body",
+                need="a call from outside: a body has its own blocks only",
+                mend="do it before the map, and pass the result as an argument",
+            )
+        )
+    found = mesh if mesh is not None else current_mesh()
+    if found is not None and not isinstance(found, Mesh):
+        raise MeshError(
+            message(where, argument="mesh", got=describe(found), need="a Mesh", mend="mesh=spmd.Mesh(x=4)")
+        )
     if found is None:
         raise MeshError(
             message(
@@ -475,6 +518,31 @@ def mesh_for(mesh: Mesh | None, where: str) -> Mesh:
     return found
 
 
+def _fits(spec: Any, mesh: Mesh, where: str, ndim: int) -> None:
+    """Raise where a spec does not fit the mesh or an array of ndim dimensions, or is none."""
+    if not isinstance(spec, P):
+        raise SpecError(
+            message(where, argument="spec", got=describe(spec), need="a P", mend='P("x", None), or P() for copies')
+        )
+    spec.check(mesh.axes, where, "spec", ndim)
+
+
+def _numbers(x, where: str, argument: str) -> np.ndarray:
+    """x as an array of numbers; a frozen one stays frozen."""
+    data = x if isinstance(x, Frozen) else np.asarray(x)
+    if data.dtype.kind in "OSUMm":
+        raise LayoutError(
+            message(
+                where,
+                argument=argument,
+                got=describe(data),
+                need="an array of numbers",
+                mend="convert it: np.asarray(x, dtype=float)",
+            )
+        )
+    return data
+
+
 def put(x, spec: P, mesh: Mesh | None = None) -> PartitionedArray:
     """Lay an array out on a mesh.
 
@@ -483,6 +551,7 @@ def put(x, spec: P, mesh: Mesh | None = None) -> PartitionedArray:
     """
     where = "spmd.put"
     if type(x) is PartitionedArray:
+        _not_in_a_body(where, x)
         mesh = mesh or x.mesh
         if mesh != x.mesh:
             raise MeshError(
@@ -494,13 +563,13 @@ def put(x, spec: P, mesh: Mesh | None = None) -> PartitionedArray:
                     mend="spmd.put(x.numpy(), spec, mesh)",
                 )
             )
-        spec.check(mesh.axes, where, "spec", x.ndim)
-        return relayout(x, Layout(x.shape, spec, mesh.axes))
+        _fits(spec, mesh, where, x.ndim)
+        return relayout(x, mesh.layout(x.shape, spec))
     mesh = mesh_for(mesh, where)
-    data = np.asarray(x)
-    spec.check(mesh.axes, where, "spec", data.ndim)
-    layout = Layout(data.shape, spec, mesh.axes)
-    return PartitionedArray(cut(x if isinstance(x, Frozen) else data, layout, mesh), layout, mesh)
+    data = _numbers(x, where, "x")
+    _fits(spec, mesh, where, data.ndim)
+    layout = mesh.layout(data.shape, spec)
+    return PartitionedArray(cut(data, layout, mesh), layout, mesh)
 
 
 def cut(data: np.ndarray, layout: Layout, mesh: Mesh) -> dict[int, np.ndarray]:
@@ -524,12 +593,12 @@ def from_callback(
     """
     where = "spmd.from_callback"
     mesh = mesh_for(mesh, where)
-    spec.check(mesh.axes, where, "spec", len(shape))
-    layout = Layout(shape, spec, mesh.axes)
+    _fits(spec, mesh, where, len(shape))
+    layout = mesh.layout(tuple(shape), spec)
     done: dict[int, np.ndarray] = {}
     for w in mesh.local_workers:
         if layout.owners[w] not in done:
-            block = owned(np.asarray(fn(layout.slices(w))))
+            block = owned(_numbers(fn(layout.slices(w)), where, "fn"))
             if block.shape != layout.block_shape(w):
                 raise LayoutError(
                     message(
@@ -564,10 +633,44 @@ def from_blocks(blocks: Sequence[Any] | Mapping[int, Any], spec: P, mesh: Mesh |
                 mend="give every worker its block, empty ones too",
             )
         )
-    mine = {w: owned(np.asarray(b)) for w, b in given.items()}
-    shapes = mesh.transport.share({w: list(b.shape) for w, b in mine.items()})
-    layout = Layout.of_blocks([tuple(shapes[w]) for w in range(mesh.size)], spec, mesh.axes, where)
+    mine = {w: owned(_numbers(b, where, f"blocks[{w}]")) for w, b in given.items()}
+    _fits(spec, mesh, where, next(iter(mine.values())).ndim)
+    said = mesh.transport.share({w: [list(b.shape), b.dtype.name, fingerprint(b)] for w, b in mine.items()})
+    layout = mesh.joined(tuple(tuple(said[w][0]) for w in range(mesh.size)), spec, where)
+    for w, owner in enumerate(layout.owners):
+        if said[w][1] != said[0][1]:
+            raise LayoutError(
+                message(
+                    where,
+                    argument="blocks",
+                    got=f"{said[0][1]} on {mesh.describe(0)} and {said[w][1]} on {mesh.describe(w)}",
+                    need="one dtype on all workers",
+                    mend="convert them with x.astype(...)",
+                )
+            )
+        if said[w][2] != said[owner][2]:
+            raise LayoutError(
+                message(
+                    where,
+                    argument="blocks",
+                    got=f"blocks that differ between {mesh.describe(owner)} and {mesh.describe(w)}",
+                    need=f"copies of one block along the axes that {spec} does not name",
+                    mend="name in the spec the axis along which the blocks differ",
+                )
+            )
     return _one_copy(mine, layout, mesh)
+
+
+_WHOLE = 1 << 16
+_SAMPLE = 1 << 12
+
+
+def fingerprint(block: np.ndarray) -> int:
+    """A checksum of a block's bits: of all of them where it is small, of a strided sample where it is large."""
+    flat = block.reshape(-1)
+    if block.nbytes > _WHOLE:
+        flat = flat[:: max(1, flat.size // _SAMPLE)]
+    return zlib.crc32(np.ascontiguousarray(flat).view(np.uint8))
 
 
 def relayout(x: PartitionedArray, layout: Layout) -> PartitionedArray:

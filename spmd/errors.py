@@ -5,9 +5,10 @@ Every message names where it arose, the argument, what came, what was needed and
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterable
-from types import FrameType
+from types import CodeType, FrameType
 
 __all__ = [
     "ClosureError",
@@ -16,6 +17,7 @@ __all__ = [
     "LayoutError",
     "MeshError",
     "MismatchError",
+    "MissingMethodError",
     "SpecError",
     "StateError",
     "TracedConversionError",
@@ -56,6 +58,10 @@ class TracedConversionError(TypeError):
     """A traced array was asked for the bare data that would cut it off from its gradient."""
 
 
+class MissingMethodError(AttributeError):
+    """A method or attribute that NumPy's arrays have, and this kind of value does not."""
+
+
 class TransportError(RuntimeError):
     """An engine is missing, or does not have the workers that the mesh asks for."""
 
@@ -70,7 +76,8 @@ class DeadlockError(MismatchError):
 
 def message(where: str, *, got: str, need: str, mend: str, argument: str | None = None) -> str:
     """The text of an error: where it arose, what came, what was needed, how to mend it."""
-    head = where if argument is None else f"{where}: argument {argument}"
+    noun = "" if argument is None or argument.startswith(("result", "the ")) else "argument "
+    head = where if argument is None else f"{where}: {noun}{argument}"
     return f"{head}\n  got:    {got}\n  needed: {need}\n  mend:   {mend}"
 
 
@@ -106,9 +113,9 @@ def caller(frame: FrameType | None = None) -> FrameType | None:
     return None
 
 
-def source_line(frame: FrameType | None) -> str:
-    """`file.py:12 in f` for the user's frame at or above `frame`."""
-    found = caller(frame) if frame is not None else None
-    if found is None:
+def source_line(code: CodeType | None, instruction: int) -> str:
+    """`file.py:12 in f` for an instruction of the user's code."""
+    if code is None:
         return "unknown source"
-    return f"{found.f_code.co_filename}:{found.f_lineno} in {found.f_code.co_name}"
+    line = next(itertools.islice(code.co_positions(), instruction // 2, None))[0]
+    return f"{code.co_filename}:{line} in {code.co_name}"

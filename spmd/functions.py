@@ -6,7 +6,8 @@ import numpy as np
 
 from spmd import kernels
 from spmd.autodiff.primitive import primitive
-from spmd.autodiff.tracer import Array, bare
+from spmd.autodiff.tracer import value_of
+from spmd.errors import describe, message
 
 __all__ = ["log_softmax", "relu", "softmax_cross_entropy"]
 
@@ -16,21 +17,44 @@ def relu(x):
     return np.where(x > 0, x, np.zeros((), x.dtype))
 
 
-def log_softmax(x):
-    """x - log(sum(exp(x))) along the last axis. x: (..., classes). Adjoint: g - softmax(x) sum(g)."""
-    return _log_softmax(x)
-
-
 @primitive("log_softmax", lambda g, ans, _x: g - np.exp(ans) * np.sum(g, axis=-1, keepdims=True))
 def _log_softmax(x):
     return kernels.of(x).log_softmax(x)
 
 
-def softmax_cross_entropy(logits, labels):
-    """-log softmax(logits)[label] for each row: (rows, classes) and integer (rows,) give (rows,).
+def log_softmax(x):
+    """x - log(sum(exp(x))) along the last axis, without overflow. x: (..., classes), floating.
 
-    Value and gradient, softmax(logits) - onehot(labels), come from one pass.
+    Adjoint of its derivative: g - softmax(x) * sum(g).
     """
-    labels = bare(labels) if type(labels) is not Array or labels.state is None else labels
-    onehot = np.equal(np.expand_dims(labels, -1), np.arange(logits.shape[-1])).astype(logits.dtype)
-    return -np.sum(log_softmax(logits) * onehot, axis=-1)
+    return _log_softmax(x)
+
+
+def softmax_cross_entropy(logits, labels):
+    """-log softmax(logits)[label], for each row.
+
+    logits: (..., classes), floating. labels: (...), integers from 0 to classes - 1. Gives (...).
+    Gradient: softmax(logits) - onehot(label). Raises ValueError for labels out of range or of another shape.
+    """
+    classes, found = logits.shape[-1], np.asarray(value_of(labels))
+    if found.dtype.kind not in "iu" or found.shape != logits.shape[:-1]:
+        raise ValueError(
+            message(
+                "spmd.softmax_cross_entropy",
+                argument="labels",
+                got=f"{describe(labels)} for logits of shape {list(logits.shape)}",
+                need=f"integers of shape {list(logits.shape[:-1])}",
+                mend="give one class number per row: onehot.argmax(-1) of onehot rows",
+            )
+        )
+    if found.size and (found.min() < 0 or found.max() >= classes):
+        raise ValueError(
+            message(
+                "spmd.softmax_cross_entropy",
+                argument="labels",
+                got=f"labels from {found.min()} to {found.max()}",
+                need=f"classes from 0 to {classes - 1}",
+                mend="leave out rows without a class, or count from 0",
+            )
+        )
+    return -np.squeeze(np.take_along_axis(log_softmax(logits), np.expand_dims(labels, -1), axis=-1), axis=-1)

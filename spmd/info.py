@@ -69,7 +69,7 @@ def info() -> str:
         rows += _of_mesh(mesh)
     elif os.environ.get("SPMD_TRANSPORT") or size == 1:
         transport = os.environ.get("SPMD_TRANSPORT") or "local"
-        rows.append(("transport", f"{transport}: {_meaning[transport]}"))
+        rows.append(("transport", f"{transport}: {_meaning.get(transport, 'no such transport')}"))
         if transport == "local":
             rows.append(("scheduler", os.environ.get("SPMD_SCHEDULER") or "auto"))
     else:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 
-from spmd.errors import LayoutError, SpecError, message
+from spmd.errors import LayoutError, SpecError, message, nearest
 
-__all__ = ["Layout", "P", "block_bounds", "block_sizes", "offsets"]
+__all__ = ["Layout", "P", "beside", "block_bounds", "block_sizes", "offsets"]
 
 Box = tuple[tuple[int, int], ...]
 
@@ -19,12 +19,16 @@ def block_sizes(n: int, parts: int | Sequence[int]) -> tuple[int, ...]:
 
     parts: a number, or several from major to minor: each part of the first is split by the next, and so on.
     """
-    parts = (parts,) if isinstance(parts, int) else tuple(parts)
+    return _block_sizes(n, (parts,) if isinstance(parts, int) else tuple(parts))
+
+
+@lru_cache(maxsize=4096)
+def _block_sizes(n: int, parts: tuple[int, ...]) -> tuple[int, ...]:
     if not parts:
         return (n,)
     share, more = divmod(n, parts[0])
     major = (share + (i < more) for i in range(parts[0]))
-    return tuple(itertools.chain.from_iterable(block_sizes(m, parts[1:]) for m in major))
+    return tuple(itertools.chain.from_iterable(_block_sizes(m, parts[1:]) for m in major))
 
 
 def offsets(sizes: Sequence[int]) -> tuple[int, ...]:
@@ -45,7 +49,7 @@ class P:
     block over y. Dimensions that are not mentioned are whole. Axes that are not mentioned hold copies.
     """
 
-    __slots__ = ("dims",)
+    __slots__ = ("axes", "dims", "trimmed")
 
     def __init__(self, *dims: str | Sequence[str] | None):
         for d, names in enumerate(dims):
@@ -62,6 +66,11 @@ class P:
         self.dims: tuple[tuple[str, ...], ...] = tuple(
             () if d is None else (d,) if isinstance(d, str) else tuple(d) for d in dims
         )
+        self.axes: tuple[str, ...] = tuple(n for d in self.dims for n in d)
+        """The axes that split something, in the order of the dimensions."""
+        whole = next((k for k, d in enumerate(reversed(self.dims)) if d), len(self.dims))
+        self.trimmed: tuple[tuple[str, ...], ...] = self.dims[: len(self.dims) - whole]
+        """The dimensions without whole ones at the end: what equality of specs goes by."""
         names = self.axes
         repeated = sorted({n for n in names if names.count(n) > 1})
         if repeated:
@@ -75,11 +84,6 @@ class P:
                 )
             )
 
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """The axes that split something, in the order of the dimensions."""
-        return tuple(n for d in self.dims for n in d)
-
     def __len__(self) -> int:
         return len(self.dims)
 
@@ -92,14 +96,6 @@ class P:
     def __hash__(self) -> int:
         return hash(self.trimmed)
 
-    @property
-    def trimmed(self) -> tuple[tuple[str, ...], ...]:
-        """The dimensions without whole ones at the end: what equality of specs goes by."""
-        dims = self.dims
-        while dims and not dims[-1]:
-            dims = dims[:-1]
-        return dims
-
     def __repr__(self) -> str:
         def one(names: tuple[str, ...]) -> str:
             return "None" if not names else repr(names[0]) if len(names) == 1 else repr(names)
@@ -110,13 +106,14 @@ class P:
         """Raise where the spec names unknown axes, or is longer than the array has dimensions."""
         unknown = [n for n in self.axes if n not in axes]
         if unknown:
+            close = nearest(unknown[0], axes, 1)
             raise SpecError(
                 message(
                     where,
                     argument=argument,
                     got=f"{self}, which names axis {unknown[0]!r}",
-                    need=f"axes of the mesh: {', '.join(map(repr, axes))}",
-                    mend="name an axis of the mesh, or make a mesh that has this one",
+                    need=f"axes of the mesh: {', '.join(map(repr, axes)) or 'it has none'}",
+                    mend=f"write {close[0]!r}" if close else "name an axis of the mesh, or make a mesh that has this one",
                 )
             )
         if ndim is not None and len(self.dims) > ndim:
@@ -125,8 +122,9 @@ class P:
                     where,
                     argument=argument,
                     got=f"{self} for an array of {ndim} dimension{'s' * (ndim != 1)}",
-                    need=f"a spec of at most {ndim} entr{'y' if ndim == 1 else 'ies'}",
-                    mend="shorten the spec, or give the array the dimensions it names",
+                    need=f"a spec of at most {ndim} entr{'y' if ndim == 1 else 'ies'}" if ndim else "P(): one number is not split",
+                    mend="shorten the spec, or give the array the dimensions it names"
+                    + ("" if ndim else " (np.asarray makes one array of a list)"),
                 )
             )
 
@@ -210,6 +208,10 @@ class Layout:
             worker, place[name] = divmod(worker, n)
         return {name: place[name] for name in self.axes}
 
+    def describe(self, worker: int) -> str:
+        """A worker as error messages name it."""
+        return f"worker {worker} ({', '.join(f'{k}={v}' for k, v in self.coordinates(worker).items())})"
+
     def positions(self, worker: int) -> tuple[int, ...]:
         """Which block of each dimension the worker holds."""
         place = self.coordinates(worker)
@@ -241,6 +243,31 @@ class Layout:
         first: dict[tuple[int, ...], int] = {}
         return tuple(first.setdefault(self.positions(w), w) for w in range(self.size))
 
+    def picture(self, title: str = "", *, ascii: bool = False, width: int = 100) -> str:
+        """How the array lies on the mesh, drawn: a box for each block, with its shape and the workers that hold it.
+
+        At its left and above it stand the coordinates of these workers and its range of indices:
+
+            w (5, 8)  P('x')
+                ┌──────────┐
+            x=0 │ worker 0 │
+            0:3 │  (3, 8)  │
+                ├──────────┤
+            x=1 │ worker 1 │
+            3:5 │  (2, 8)  │
+                └──────────┘
+
+        Two split dimensions make a grid; of more, there is a grid for each block of the first ones. Several workers
+        in one box have a copy each of one value.
+        title: goes before the shape. ascii: draw with + - | only. width: in characters; wider grids go on below.
+        """
+        grids = _Grids(self)
+        lines = [f"{title} {self.shape}  {P(*self.spec.trimmed)}".lstrip()]
+        for caption, cells in grids.all():
+            lines += [caption] if caption else []
+            lines += _boxes(cells, grids.rows, grids.columns, "+++++++++-|" if ascii else "┌┬┐├┼┤└┴┘─│", width)
+        return "\n".join(lines)
+
     @classmethod
     def of_blocks(cls, shapes: Sequence[tuple[int, ...]], spec: P, axes: Mapping[str, int], where: str) -> Layout:
         """The layout in which workers hold blocks of these shapes, joined as the spec says."""
@@ -255,16 +282,111 @@ class Layout:
                     other = next(v for v in range(w) if len(shape) != ndim or probe.positions(v)[d] == k)
                     raise LayoutError(
                         message(
-                            where,
-                            argument=f"spec {spec}",
-                            got=f"worker {probe.coordinates(other)} with a block of shape {list(shapes[other])}, "
-                            f"worker {probe.coordinates(w)} with one of shape {list(shape)}",
+                            f"{where}, laid out by {spec}",
+                            got=f"a block of shape {list(shapes[other])} on {probe.describe(other)}, "
+                            f"and one of shape {list(shape)} on {probe.describe(w)}",
                             need=f"blocks that join to one array: equal lengths in dimension {d}"
                             if len(shape) == ndim
                             else "blocks of as many dimensions everywhere",
-                            mend="make the lengths agree, or name in the spec the axis that they differ along",
+                            mend="make the lengths agree, or name in the spec the axis that they differ along"
+                            if len(shape) == ndim
+                            else "np.expand_dims, or reduce everywhere over the same dimensions",
                         )
                     )
                 cuts[d][k] = shape[d]
         sizes = [[k or 0 for k in c] for c in cuts]
         return cls([sum(c) for c in sizes], spec, axes, sizes)
+
+
+# Pictures
+
+Lines = tuple[str, ...]
+
+
+class _Grids:
+    """The blocks of a layout as texts in grids: `columns` belong to one split dimension, `rows` to the one before."""
+
+    def __init__(self, layout: Layout):
+        self.layout = layout
+        split = [d for d, names in enumerate(layout.spec.dims) if names]
+        # One split dimension runs downwards, as the rows of a matrix do, unless it is the last.
+        across = split.pop() if split and (len(split) > 1 or split[-1] == len(layout.shape) - 1) else None
+        down = split.pop() if split else None
+        self.outer, self.inner = split, (down, across)
+        self.rows, self.columns = self._labels(down), self._labels(across)
+
+    def _labels(self, d: int | None) -> list[Lines]:
+        """For each block of a dimension the coordinates of its workers and its range; one empty label for None."""
+        if d is None:
+            return [()]
+        names = self.layout.spec.dims[d]
+        places = itertools.product(*(range(self.layout.axes[n]) for n in names))
+        at = offsets(self.layout.cuts[d])
+        return [
+            (", ".join(f"{n}={i}" for n, i in zip(names, place, strict=True)), f"{at[k]}:{at[k + 1]}")
+            for k, place in enumerate(places)
+        ]
+
+    def all(self) -> Iterator[tuple[str, list[list[Lines]]]]:
+        """Each grid with its caption, for each block of the outer split dimensions."""
+        holders: dict[tuple[int, ...], list[int]] = {}
+        for w in range(self.layout.size):
+            holders.setdefault(self.layout.positions(w), []).append(w)
+        for outer in itertools.product(*(enumerate(self._labels(d)) for d in self.outer)):
+            place = {d: k for d, (k, _) in zip(self.outer, outer, strict=True)}
+            caption = [f"dimension {d}: {' '.join(label)}" for d, (_, label) in zip(self.outer, outer, strict=True)]
+            columns = range(len(self.columns))
+            cells = [[self._cell(holders, place, i, j) for j in columns] for i in range(len(self.rows))]
+            yield ", ".join(caption), cells
+
+    def _cell(self, holders: Mapping[tuple[int, ...], list[int]], place: dict[int, int], i: int, j: int) -> Lines:
+        place = place | {d: k for d, k in zip(self.inner, (i, j), strict=True) if d is not None}
+        workers = holders[tuple(place.get(d, 0) for d in range(len(self.layout.shape)))]
+        shape = self.layout.block_shape(workers[0])
+        who = f"worker{'s' * (len(workers) > 1)} {_numbers(workers)}"
+        return who, f"empty {shape}" if 0 in shape else str(shape)
+
+
+def _numbers(workers: Sequence[int]) -> str:
+    """0-3, 8, 10: neighbours together, and of many groups the first and the last."""
+    groups = [[w for _, w in g] for _, g in itertools.groupby(enumerate(workers), lambda kw: kw[1] - kw[0])]
+    texts = [f"{g[0]}-{g[-1]}" if len(g) > 2 else ", ".join(map(str, g)) for g in groups]
+    return ", ".join(texts if len(texts) <= 4 else [*texts[:2], "...", texts[-1]])
+
+
+def _boxes(cells: list[list[Lines]], rows: list[Lines], columns: list[Lines], marks: str, width: int) -> list[str]:
+    """Cells as boxes that touch, with the labels of rows at their left and of columns above."""
+    top, middle, bottom, (dash, bar) = marks[0:3], marks[3:6], marks[6:9], marks[9:]
+    left = max(len(t) for label in rows for t in label) + 1 if rows[0] else 0
+    size = max(len(t) for texts in (*itertools.chain(*cells), *columns) for t in texts) + 2
+    fit = max(1, (width - left - 1) // (size + 1))
+    lines = []
+    for start in range(0, len(columns), fit):
+        part = columns[start : start + fit]
+
+        def rule(ends: str, n: int = len(part)) -> str:
+            return " " * left + ends[0] + ends[1].join([dash * size] * n) + ends[2]
+
+        lines += [" " * (left + 1) + " ".join(t.center(size) for t in texts) for texts in zip(*part, strict=True)]
+        for k, (label, row) in enumerate(zip(rows, cells, strict=True)):
+            lines.append(rule(middle if k else top))
+            for t, texts in zip(label or ("", ""), zip(*row[start : start + fit], strict=True), strict=True):
+                lines.append(t.rjust(left - 1).ljust(left) + bar + bar.join(x.center(size) for x in texts) + bar)
+        lines.append(rule(bottom))
+    return [line.rstrip() for line in lines]
+
+
+def beside(pictures: Sequence[str], width: int = 100) -> str:
+    """Texts of several lines next to each other, as many as fit, the rest below."""
+    shelves: list[list[list[str]]] = [[]]
+    for lines in (p.splitlines() for p in pictures):
+        wide = max(map(len, lines))
+        if shelves[-1] and sum(len(b[0]) + 3 for b in shelves[-1]) + wide > width:
+            shelves.append([])
+        shelves[-1].append([line.ljust(wide) for line in lines])
+    texts = []
+    for shelf in shelves:
+        blank = [" " * len(block[0]) for block in shelf]
+        rows = itertools.zip_longest(*shelf)
+        texts.append("\n".join("   ".join(t or b for t, b in zip(row, blank, strict=True)).rstrip() for row in rows))
+    return "\n\n".join(texts)

@@ -10,21 +10,20 @@ from __future__ import annotations
 
 import functools
 import inspect
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import optree
 
-from spmd.array import Frozen, PartitionedArray, cut, mesh_for, owned, put, relayout
+from spmd.array import Frozen, PartitionedArray, closed_over, cut, fingerprint, mesh_for, owned, put, relayout
 from spmd.autodiff import tracer, transforms
 from spmd.autodiff.tape import suspended
 from spmd.autodiff.tracer import Array, value_of
-from spmd.errors import ClosureError, LayoutError, MeshError, SpecError, StateError, describe, message
+from spmd.errors import ClosureError, LayoutError, MeshError, SpecError, StateError, describe, message, nearest
 from spmd.layout import Layout, P
 from spmd.mesh import WORKER, Mesh, Worker
-from spmd.operators.base import Join, vary
+from spmd.operators.base import Join, sealed, vary
 from spmd.operators.root import Rooted
 from spmd.state import state_of
 from spmd.transport.base import Call, Outcome
@@ -66,6 +65,16 @@ def map(f: Callable | None = None, in_specs: Any = _MISSING, out_specs: Any = _M
                     mend=f'{name}=P() for replicated, P("x") for split over axis x',
                 )
             )
+    if f is not None and not callable(f):
+        raise SpecError(
+            message(
+                "spmd.map",
+                argument="f",
+                got=describe(f),
+                need="a function",
+                mend="spmd.map(f, in_specs, out_specs); as a decorator @spmd.map(in_specs=..., out_specs=...)",
+            )
+        )
     if f is None:
         return lambda body: Mapped(body, in_specs, out_specs, mesh, check)
     return Mapped(f, in_specs, out_specs, mesh, check)
@@ -96,6 +105,7 @@ class Mapped:
         self.out_specs = out_specs
         self.mesh = mesh
         self.check = check
+        self.as_it_lies = False
         self._schedulers: dict[Any, str] = {}
         functools.update_wrapper(self, f)
         self.where = f"spmd.map of {getattr(f, '__name__', None) or type(f).__name__}"
@@ -155,7 +165,9 @@ class Mapped:
         if isinstance(specs, dict):
             missing = [n for n in (*positional, *keywords) if n not in specs]
             if missing:
-                raise self._no_spec(missing[0], f"specs for {', '.join(repr(s) for s in specs)}")
+                raise self._no_spec(missing[0], f"specs for {', '.join(repr(n) for n in specs)}")
+            if len(specs) > len(positional) + len(keywords):
+                self._no_surplus({*positional, *keywords})
             chosen = [specs[n] for n in (*positional, *keywords)]
         elif isinstance(specs, tuple):
             places = [*range(len(args)), *(names.index(n) if n in names else len(specs) for n in keywords)]
@@ -169,9 +181,11 @@ class Mapped:
                         mend="give each argument a spec, None for one that is passed as it is",
                     )
                 )
+            if len(specs) > len(args) + len(kwargs):
+                self._no_surplus(set())
             for n, k in zip((*positional, *keywords), places, strict=True):
                 if k >= len(specs):
-                    raise self._no_spec(n, f"{len(specs)} positional specs")
+                    raise self._no_spec(n, f"{len(specs)} spec{'s' * (len(specs) != 1)}, all for positional arguments")
             chosen = [specs[k] for k in places]
         else:
             chosen = [specs] * (len(args) + len(kwargs))
@@ -185,9 +199,44 @@ class Mapped:
                 argument=f"in_specs, for {name!r}",
                 got=got,
                 need="a spec for every argument",
-                mend=f"in_specs as a dict by name: {{{name!r}: P(), ...}}, or one entry more",
+                mend=f"in_specs as a dict by name: {{{name!r}: P(), ...}}",
             )
         )
+
+    def _no_surplus(self, given: set[str]) -> None:
+        """Raise where in_specs hold specs for arguments that f does not have."""
+        specs = self.in_specs
+        try:
+            parameters = inspect.signature(self.f, follow_wrapped=False).parameters
+        except (TypeError, ValueError):
+            return
+        kinds = {p.kind for p in parameters.values()}
+        if isinstance(specs, dict):
+            unknown = [n for n in specs if n not in given and n not in parameters]
+            if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:
+                close = nearest(str(unknown[0]), parameters, 1)
+                raise SpecError(
+                    message(
+                        self.where,
+                        argument="in_specs",
+                        got=f"a spec for {unknown[0]!r}",
+                        need=f"names of arguments: {', '.join(repr(n) for n in parameters)}",
+                        mend=f"write {close[0]!r}" if close else "a dict is by name; for one argument that is itself a dict "
+                        "write in_specs=({...},)",
+                    )
+                )
+        elif inspect.Parameter.VAR_POSITIONAL not in kinds:
+            places = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+            if len(specs) > len(places):
+                raise SpecError(
+                    message(
+                        self.where,
+                        argument="in_specs",
+                        got=f"{len(specs)} specs for {len(places)} argument{'s' * (len(places) != 1)}",
+                        need="one entry per argument",
+                        mend="leave out the rest; for one argument that is itself a tuple write in_specs=((P(), ...),)",
+                    )
+                )
 
     def _check_argument(self, mesh: Mesh, leaf: _Leaf) -> None:
         """Raise where an argument is no array, or does not fit its spec."""
@@ -221,7 +270,7 @@ class Mapped:
 
     def _run(self, mesh: Mesh, leaves: list[_Leaf], rebuild: Callable):
         """The map of arguments that are not traced."""
-        inputs = [_Input(mesh, leaf) for leaf in leaves]
+        inputs = [_input(mesh, leaf, as_it_lies=self.as_it_lies) for leaf in leaves]
         check = self.check
 
         def body(worker: Worker):
@@ -241,11 +290,25 @@ class Mapped:
             self._schedulers[key] = mesh.chosen[f"{key[1][0]} of {self.where}"] = suited(outcome, mesh)
         return outcome
 
+    def _returned(self, out) -> tuple[list[_Leaf], Any]:
+        """What a body returned, as leaves with their specs, and its structure."""
+        if out is None and self.out_specs is not None:
+            raise StateError(
+                message(
+                    self.where,
+                    argument="result",
+                    got="None",
+                    need=f"what out_specs promise: {self.out_specs}",
+                    mend="end the body with a return; out_specs=None if it has no result",
+                )
+            )
+        leaves = _with_specs(self.where, "result", "out_specs", self.out_specs, out)
+        return leaves, optree.tree_structure(out, none_is_leaf=True)
+
     def _results(self, worker: Worker, out) -> _Results:
         """What a body returned, leaf by leaf, checked against out_specs."""
-        leaves = _with_specs(self.where, "result", "out_specs", self.out_specs, out)
-        _, treedef = optree.tree_flatten(out, none_is_leaf=True)
-        blocks = [self._result(worker, leaf) if leaf.spec is not None else leaf.value for leaf in leaves]
+        leaves, treedef = self._returned(out)
+        blocks = [self._result(worker, leaf) if leaf.spec is not None else self._object(leaf) for leaf in leaves]
         return _Results(treedef, [leaf.path for leaf in leaves], [leaf.spec for leaf in leaves], blocks)
 
     def _result(self, worker: Worker, leaf: _Leaf):
@@ -254,12 +317,14 @@ class Mapped:
         assert spec is not None
         if type(x) is Array:
             x = self._stated(worker, leaf, x)
-            block = np.asarray(value_of(x), order="C")
-        elif isinstance(x, np.ndarray | np.generic | int | float | complex):
-            block = np.asarray(x, order="C")
-            if block.flags.writeable and (isinstance(x, np.ndarray)):
-                block = owned(block)
+            block = sealed(np.asarray(value_of(x), order="C"))
+        elif isinstance(x, np.ndarray):
+            block = owned(x) if x.flags.writeable else np.asarray(x, order="C")
+        elif isinstance(x, np.generic | int | float | complex):
+            block = sealed(np.asarray(x))
         else:
+            raise self._bad_result(leaf)
+        if block.dtype.kind in "OSUMm":
             raise self._bad_result(leaf)
         spec.check(worker.mesh.axes, self.where, leaf.path, block.ndim)
         copies = tuple(n for n in worker.mesh.axes if n not in spec.axes)
@@ -280,7 +345,7 @@ class Mapped:
                     argument=leaf.path,
                     got=f"{describe(x)} that was traced outside of this map",
                     need="arrays of this body",
-                    mend="pass it to the map as an argument",
+                    mend="pass it to the map as an argument, with a spec in in_specs (P() for a replicated one)",
                 )
             )
         spec.check(worker.mesh.axes, self.where, leaf.path, x.ndim)
@@ -299,14 +364,33 @@ class Mapped:
             )
         return vary(x, state_of(x.state.varying | set(spec.axes)))
 
+    def _object(self, leaf: _Leaf):
+        """A result with the out_spec None, which passes as it is; of arrays, those that are one value."""
+        x = leaf.value
+        if type(x) is Array and x.tape is None and x.state is not None and not x.state.varying:
+            return x.value
+        if type(x) in (Array, Rooted):
+            raise StateError(
+                message(
+                    self.where,
+                    argument=leaf.path,
+                    got=f"{describe(x)}, with the out_spec None",
+                    need="an object that is equal on all workers and has no gradient",
+                    mend="give it a spec: P() for one value, P(axis) for a block per worker",
+                )
+            )
+        return x
+
     def _bad_result(self, leaf: _Leaf) -> Exception:
         x = leaf.value
+        if type(x) is PartitionedArray:
+            return closed_over(self.where, x, leaf.path)
         if type(x) is Rooted:
             mend = "spmd.replicate(x, axis_name) for one value known to all, spmd.broadcast(x, axis_name) for a block each"
         else:
-            mend = "return arrays or numbers, or give it the out_spec None to return any object"
+            mend = "return arrays or numbers; the out_spec None lets any object pass that is equal on all workers"
         return StateError(
-            message(self.where, argument=leaf.path, got=describe(x), need="an array or a number", mend=mend)
+            message(self.where, argument=leaf.path, got=describe(x), need="an array of numbers, or a number", mend=mend)
         )
 
     # Differentiation from outside
@@ -327,7 +411,7 @@ class Mapped:
 
     def _forward(self, mesh: Mesh, leaves: list[_Leaf], rebuild: Callable, moved: list[int]):
         """Run forward, every worker on a tape of its own; the results and a pullback that runs the tapes back."""
-        inputs = [_Input(mesh, leaf) for leaf in leaves]
+        inputs = [_input(mesh, leaf, as_it_lies=self.as_it_lies) for leaf in leaves]
 
         def body(worker: Worker):
             blocks = [x.block(worker) for x in inputs]
@@ -349,7 +433,7 @@ class Mapped:
             def backward(worker: Worker):
                 given = [None if c is None else c.block(worker) for c in cotangents]
                 found = pulls[worker.index](given)
-                blocks = [np.asarray(value_of(g), order="C") for g in found]
+                blocks = [sealed(np.asarray(value_of(g), order="C")) for g in found]
                 return _Results(None, paths, specs, blocks)
 
             outcome = self._execute(mesh, ("backward", *kind), backward, tracked=True)
@@ -367,10 +451,13 @@ class Mapped:
                 full[k] = x
             args, kwargs = rebuild(full)
             out = self.f(*args, **kwargs)
-            found = _with_specs(self.where, "result", "out_specs", self.out_specs, out)
-            _, treedef = optree.tree_flatten(out, none_is_leaf=True)
+            found, treedef = self._returned(out)
             stated = [
-                self._stated(worker, leaf, leaf.value) if leaf.spec is not None and type(leaf.value) is Array else leaf.value
+                self._object(leaf)
+                if leaf.spec is None
+                else self._stated(worker, leaf, leaf.value)
+                if type(leaf.value) is Array
+                else leaf.value
                 for leaf in found
             ]
             return [x for x in stated if _differentiable(x)], (treedef, found, stated)
@@ -410,6 +497,7 @@ class Mapped:
             mesh,
             self.check,
         )
+        derivative.as_it_lies = True  # cotangents have the blocks of their results
         found = derivative([x.value for x in leaves], cotangents)
         return [_settled(g, leaves[k].value) for g, k in zip(found, moved, strict=True)]
 
@@ -471,16 +559,16 @@ def _with_specs(where: str, name: str, argument: str, specs, value) -> list[_Lea
             return [_Leaf(name, specs, value)]
     try:
         spread = optree.broadcast_prefix(specs, value, none_is_leaf=True)
-    except ValueError as error:
+    except ValueError:
         raise SpecError(
             message(
                 where,
                 argument=f"{argument}, for {name!r}",
-                got=f"{_structure(specs)}, which does not fit ({str(error).split(";")[0].splitlines()[0]})",
-                need=f"a prefix of the structure {_structure(value)}",
-                mend="one spec for the whole, or one for each part of it",
+                got=f"{_structure(specs)}: {_misfit(specs, value, name)}",
+                need=f"one spec, or a tree of specs that is a prefix of {_structure(value)}",
+                mend="write a spec for the whole, or one for each part of it",
             )
-        ) from error
+        ) from None
     paths, leaves, _ = optree.tree_flatten_with_path(value, none_is_leaf=True)
     return [
         _Leaf(name + "".join(f"[{p!r}]" for p in path), None if leaf is None else spec, leaf)
@@ -490,30 +578,51 @@ def _with_specs(where: str, name: str, argument: str, specs, value) -> list[_Lea
 
 def _structure(tree) -> str:
     """The structure of a pytree as messages show it, * for a leaf."""
-    text = str(optree.tree_structure(tree, none_is_leaf=True))
-    return text.removeprefix("PyTreeSpec(").removesuffix(")").removesuffix(", NoneIsLeaf")
+    return _shown(optree.tree_structure(tree, none_is_leaf=True))
+
+
+def _shown(treedef) -> str:
+    text = str(treedef)
+    text = text.removeprefix("PyTreeSpec(").removesuffix(")").removesuffix(", NoneIsLeaf")
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
+def _misfit(specs, value, path: str) -> str:
+    """The first place where a tree of specs is no prefix of a value's tree, and how."""
+    if isinstance(specs, dict) and isinstance(value, dict):
+        for names, text in ((specs, "{} has no {!r}"), (value, "{}[{!r}] has no spec")):
+            missing = [k for k in names if k not in specs or k not in value]
+            if missing:
+                return text.format(path, missing[0])
+        inside = [(k, specs[k], value[k]) for k in specs]
+    elif isinstance(specs, tuple | list) and type(specs) is type(value):
+        if len(specs) != len(value):
+            return f"{path} has {len(value)} entries for {len(specs)} specs"
+        inside = [(k, s, v) for k, (s, v) in enumerate(zip(specs, value, strict=True))]
+    else:
+        return f"{path} is {_a(type(value).__name__)}, its specs {_a(type(specs).__name__)}"
+    found = (_misfit(s, v, f"{path}[{k!r}]") for k, s, v in inside if s is not None and not isinstance(s, P))
+    return next((text for text in found if text), "")
+
+
+def _a(noun: str) -> str:
+    return f"a{'n' * (noun[0] in 'aeiouAEIOU' or noun.startswith('nd'))} {noun}"
 
 
 class _Input:
-    """One argument, ready to give every worker its block."""
+    """One argument, ready to give every worker its block.
 
-    __slots__ = ("blocks", "kind", "spec", "state", "value")
+    value: what is passed as it is; blocks: those to pass instead, by worker, in the state of the spec.
+    kind: what of the argument the choice of a scheduler may depend on.
+    """
 
-    def __init__(self, mesh: Mesh, leaf: _Leaf):
-        x, spec = leaf.value, leaf.spec
-        self.spec = spec
-        self.value = x
-        self.blocks: dict[int, np.ndarray] | None = None
-        self.kind: Any = None
-        if spec is None or isinstance(x, _NUMBERS) and not isinstance(x, np.generic):
-            return
-        layout = Layout(np.shape(x), spec, mesh.axes)
-        if isinstance(x, PartitionedArray):
-            self.blocks = relayout(x, layout).blocks
-        else:
-            self.blocks = cut(x if isinstance(x, Frozen) else np.asarray(x), layout, mesh)
-        self.state = state_of(spec.axes)
-        self.kind = layout.shape
+    __slots__ = ("blocks", "kind", "state", "value")
+
+    def __init__(self, value: Any, blocks: dict[int, np.ndarray] | None = None, spec: P | None = None):
+        self.value = value
+        self.blocks = blocks
+        self.state = state_of(spec.axes) if spec is not None else None
+        self.kind = None if blocks is None else np.shape(value)
 
     def block(self, worker: Worker):
         """The worker's block, with its state where states are tracked."""
@@ -523,17 +632,25 @@ class _Input:
         return Array(block, self.state) if worker.tracked else block
 
 
+def _input(mesh: Mesh, leaf: _Leaf, *, as_it_lies: bool = False) -> _Input:
+    """An argument laid out by its spec: balanced, or in the blocks it has already."""
+    x, spec = leaf.value, leaf.spec
+    if spec is None or type(x) in _NUMBERS:
+        return _Input(x)
+    if not isinstance(x, PartitionedArray):
+        data = x if isinstance(x, Frozen) else np.asarray(x)
+        return _Input(x, cut(data, mesh.layout(data.shape, spec), mesh), spec)
+    lies = as_it_lies and x.spec == spec
+    return _Input(x, (x if lies else relayout(x, mesh.layout(x.shape, spec))).blocks, spec)
+
+
 def _cotangent(mesh: Mesh, out: PartitionedArray, g) -> _Input | None:
     """A cotangent laid out as the result it belongs to, uneven blocks included."""
     if g is None:
         return None
     if not isinstance(g, PartitionedArray):
         g = put(np.broadcast_to(np.asarray(g), out.shape), out.spec, mesh)
-    held = _Input.__new__(_Input)
-    held.value, held.spec, held.kind = g, out.spec, None
-    held.blocks = relayout(g, out.layout).blocks
-    held.state = state_of(out.spec.axes)
-    return held
+    return _Input(g, relayout(g, out.layout).blocks, out.spec)
 
 
 def _settled(g, value):
@@ -559,51 +676,51 @@ tracer.use_mixing(_Settling())
 # Joining results
 
 
-_WHOLE = 1 << 16
-_SAMPLE = 1 << 12
-
-
-def fingerprint(block: np.ndarray) -> int:
-    """A checksum of a block's bits: of all of them where it is small, of a strided sample where it is large."""
-    flat = block.reshape(-1)
-    if block.nbytes > _WHOLE:
-        flat = flat[:: max(1, flat.size // _SAMPLE)]
-    return zlib.crc32(np.ascontiguousarray(flat).view(np.uint8))
-
-
 def _joined(where: str, mesh: Mesh, outcome: Outcome, check: bool):
     """The results of all workers as the caller gets them."""
-    mine = next(iter(outcome.results.values()))
+    first, mine = next(iter(outcome.results.items()))
     for w, other in outcome.results.items():
         if other.treedef != mine.treedef:
-            raise LayoutError(
-                message(
-                    where,
-                    argument="result",
-                    got=f"the structure {mine.treedef} on worker 0 and {other.treedef} on {mesh.describe(w)}",
-                    need="one structure on all workers",
-                    mend="return the same tree everywhere",
-                )
-            )
+            raise _structures_differ(where, mesh, (first, w), (_shown(mine.treedef), _shown(other.treedef)))
     return optree.tree_unflatten(mine.treedef, _joined_leaves(where, mesh, outcome, check))
+
+
+def _structures_differ(where: str, mesh: Mesh, workers: Sequence[int], structures: Sequence[str]) -> Exception:
+    return LayoutError(
+        message(
+            where,
+            argument="result",
+            got=" and ".join(f"{s} on {mesh.describe(w)}" for w, s in zip(workers, structures, strict=True)),
+            need="one structure on all workers",
+            mend="return the same tree everywhere",
+        )
+    )
 
 
 def _joined_leaves(where: str, mesh: Mesh, outcome: Outcome, check: bool) -> list:
     """Every worker's blocks as PartitionedArrays; objects with the spec None from the first worker here."""
     mine = next(iter(outcome.results.values()))
     places = [k for k, spec in enumerate(mine.specs) if spec is not None]
+    # The structures of workers held here have been compared already.
+    structure = _shown(mine.treedef) if len(outcome.results) < mesh.size else ""
     notes = {
-        w: [[list(r.blocks[k].shape), r.blocks[k].dtype.name, fingerprint(r.blocks[k]) if check else 0] for k in places]
+        w: [
+            structure,
+            [[list(r.blocks[k].shape), r.blocks[k].dtype.name, fingerprint(r.blocks[k]) if check else 0] for k in places],
+        ]
         for w, r in outcome.results.items()
     }
-    shared = mesh.transport.share(notes) if places else {}
+    shared = mesh.transport.share(notes) if places or structure else {}
+    for w, (other, _) in shared.items():
+        if other != shared[0][0]:
+            raise _structures_differ(where, mesh, (0, w), (shared[0][0], other))
     joined = list(mine.blocks)
     for j, k in enumerate(places):
-        said = [shared[w][j] for w in range(mesh.size)]
+        said = [shared[w][1][j] for w in range(mesh.size)]
         path, spec = mine.paths[k], mine.specs[k]
         assert spec is not None
         _one_dtype(where, path, mesh, [s[1] for s in said])
-        layout = Layout.of_blocks([tuple(s[0]) for s in said], spec, mesh.axes, f"{where}: argument {path}")
+        layout = mesh.joined(tuple(tuple(s[0]) for s in said), spec, f"{where}: {path}")
         if check:
             _copies_agree(where, path, mesh, layout, [s[2] for s in said])
         kept: dict[int, np.ndarray] = {}
@@ -619,7 +736,7 @@ def _one_dtype(where: str, path: str, mesh: Mesh, dtypes: list[str]) -> None:
                 message(
                     where,
                     argument=path,
-                    got=f"{dtypes[0]} on worker 0 and {dtype} on {mesh.describe(w)}",
+                    got=f"{dtypes[0]} on {mesh.describe(0)} and {dtype} on {mesh.describe(w)}",
                     need="one dtype on all workers",
                     mend="x.astype(...) before returning it",
                 )
@@ -656,4 +773,4 @@ def suited(outcome: Outcome, mesh: Mesh) -> str:
     return "threads" if cores > 1 and mesh.size > 1 and segment > _LONG else "lockstep"
 
 
-__all__ += ["fingerprint", "suited"]
+__all__ += ["suited"]

@@ -6,12 +6,14 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from spmd.autodiff.tracer import Array
-from spmd.errors import MeshError, TransportError, message, nearest
+from spmd.errors import MeshError, TransportError, describe, message, nearest
+from spmd.layout import Layout, P
 from spmd.state import State, state_of
 from spmd.transport.base import Comm, Group, Outcome, Transport
 from spmd.transport.detect import mpi_world
@@ -96,7 +98,7 @@ class Mesh:
         for name, n in axes.items():
             if not isinstance(n, int | np.integer) or isinstance(n, bool) or n < 1:
                 raise MeshError(
-                    message(where, argument=name, got=repr(n), need="a size of at least 1", mend=f"Mesh({name}=2)")
+                    message(where, argument=name, got=repr(n), need="a size, an int of at least 1", mend=f"Mesh({name}=2)")
                 )
         self.axes: dict[str, int] = {name: int(n) for name, n in axes.items()}
         self.size = math.prod(self.axes.values())
@@ -128,8 +130,7 @@ class Mesh:
         return self is other or (
             isinstance(other, Mesh)
             and list(self.axes.items()) == list(other.axes.items())
-            and self._comm is other._comm
-            and self.transport is other.transport
+            and (self.transport is other.transport or self.transport.name == other.transport.name == "local")
         )
 
     def __hash__(self) -> int:
@@ -167,7 +168,7 @@ class Mesh:
 
     def names(self, axis_name: str | Sequence[str], where: str) -> tuple[str, ...]:
         """The axis names of an argument `axis_name`, checked."""
-        names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+        names = (axis_name,) if isinstance(axis_name, str) or not isinstance(axis_name, Sequence) else tuple(axis_name)
         for n in names:
             if n not in self.axes:
                 close = nearest(str(n), self.axes, 1)
@@ -177,7 +178,7 @@ class Mesh:
                         argument="axis_name",
                         got=repr(axis_name),
                         need=f"an axis of {self}, or a tuple of axes",
-                        mend=f"write {close[0]!r}" if close else f"name one of {', '.join(map(repr, self.axes))}",
+                        mend=f"write {close[0]!r}" if close else f"name one of {', '.join(map(repr, self.axes)) or 'none'}",
                     )
                 )
         if len(set(names)) < len(names):
@@ -191,6 +192,14 @@ class Mesh:
                 )
             )
         return names
+
+    def layout(self, shape: tuple[int, ...], spec: P) -> Layout:
+        """The balanced layout of an array of this shape."""
+        return _balanced(shape, spec, tuple(self.axes.items()))
+
+    def joined(self, shapes: tuple[tuple[int, ...], ...], spec: P, where: str) -> Layout:
+        """The layout of the array that blocks of these shapes, one per worker, join to."""
+        return _of_blocks(shapes, spec, tuple(self.axes.items()), where)
 
     def group(self, worker: int, axes: tuple[str, ...]) -> Group:
         """The workers that differ from `worker` along `axes` only, the first axis major."""
@@ -225,6 +234,16 @@ class Mesh:
         return self.transport.run(main, chosen, self.describe)
 
 
+@lru_cache(maxsize=1024)
+def _balanced(shape: tuple[int, ...], spec: P, axes: tuple[tuple[str, int], ...]) -> Layout:
+    return Layout(shape, spec, dict(axes))
+
+
+@lru_cache(maxsize=1024)
+def _of_blocks(shapes, spec: P, axes: tuple[tuple[str, int], ...], where: str) -> Layout:
+    return Layout.of_blocks(shapes, spec, dict(axes), where)
+
+
 def _choice(where: str, option: str, given: str | None, variable: str, known: tuple[str, ...]) -> str | None:
     """An option from its argument or its environment variable, checked."""
     value = given if given is not None else os.environ.get(variable) or None
@@ -235,13 +254,12 @@ def _choice(where: str, option: str, given: str | None, variable: str, known: tu
                 argument=option if given is not None else f"{option}, from the environment variable {variable}",
                 got=repr(value),
                 need=f"one of {', '.join(map(repr, known))}",
-                mend=f'{option}="{(nearest(str(value), known, 1) or known)[0]}"',
+                mend=f'make_mesh(({value},), ("{option}",)) for an axis of this name'
+                if isinstance(value, int)
+                else f'{option}="{(nearest(str(value), known, 1) or known)[0]}"',
             )
         )
     return value
-
-
-_mpi_transports: dict[int, Transport] = {}
 
 
 def _transport(mesh: Mesh) -> Transport:
@@ -250,6 +268,16 @@ def _transport(mesh: Mesh) -> Transport:
     if wanted == "local":
         return LocalTransport(mesh.size)
     comm = mesh._comm if mesh._comm is not None else mpi_world()
+    if comm is not None and not hasattr(comm, "Get_size"):
+        raise MeshError(
+            message(
+                "spmd.Mesh",
+                argument="comm",
+                got=describe(comm),
+                need="an mpi4py communicator",
+                mend="comm=MPI.COMM_WORLD, or leave it out",
+            )
+        )
     if comm is None and wanted == "mpi":
         try:
             from mpi4py import MPI
@@ -277,14 +305,9 @@ def _transport(mesh: Mesh) -> Transport:
                 "for virtual workers in each process",
             )
         )
-    from mpi4py import MPI
-
     from spmd.transport.mpi import MpiTransport
 
-    key = MPI._handleof(comm)
-    if key not in _mpi_transports:
-        _mpi_transports[key] = MpiTransport(comm)
-    return _mpi_transports[key]
+    return MpiTransport.of(comm)
 
 
 def make_mesh(
@@ -296,13 +319,14 @@ def make_mesh(
     comm: MPI.Comm | None = None,
 ) -> Mesh:
     """A mesh of these axis sizes and names, as `jax.make_mesh`: `make_mesh((2, 2), ("data", "model"))`."""
-    if len(axis_shapes) != len(axis_names) or len(set(axis_names)) < len(axis_names):
+    lists = all(isinstance(a, Sequence) and not isinstance(a, str) for a in (axis_shapes, axis_names))
+    if not lists or len(axis_shapes) != len(axis_names) or len({n for n in axis_names if isinstance(n, str)}) < len(axis_names):
         raise MeshError(
             message(
                 "spmd.make_mesh",
                 argument="axis_names",
-                got=f"{tuple(axis_names)!r} for sizes {tuple(axis_shapes)!r}",
-                need="one name for each size, all different",
+                got=f"{axis_names!r} for sizes {axis_shapes!r}",
+                need="a tuple of sizes and one of as many names, all different",
                 mend='make_mesh((2, 2), ("data", "model"))',
             )
         )

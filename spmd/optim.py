@@ -22,7 +22,8 @@ class Optimizer(NamedTuple):
 
     init: params -> state. update: (grads, state, params) -> (new params, new state); the arguments stand in the order
     of optax, whose `update` returns differences instead. New parameters keep the dtype and the layout of the old.
-    Everything is differentiable, so one can differentiate through training. ValueError where trees differ.
+    Updates are differentiable, so one can differentiate through training (through Adam: where no gradient entry has
+    been zero throughout). Raises ValueError where the trees differ.
     """
 
     init: Callable[[Any], Any]
@@ -30,7 +31,7 @@ class Optimizer(NamedTuple):
 
 
 class SGDState(NamedTuple):
-    """count: updates done. velocity: the running sum of gradients, shaped like the parameters; None without momentum."""
+    """count: updates done. velocity: the running sum of gradients, like the parameters; None without momentum."""
 
     count: int
     velocity: Any

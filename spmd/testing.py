@@ -19,7 +19,7 @@ from spmd.autodiff.tape import suspended
 from spmd.autodiff.tracer import Array, value_of
 from spmd.autodiff.transforms import vjp
 from spmd.errors import SpecError, message
-from spmd.layout import Layout, P
+from spmd.layout import P
 from spmd.ledger import ledger
 from spmd.mesh import Mesh, Worker
 from spmd.operators.base import Operator, Vary, operate
@@ -217,8 +217,9 @@ class _Trial(NamedTuple):
         draw = _Draw(worker, self.exact, self.dtype, (self.seed, t))
         xs = [self._argument(worker, draw, k) for k in range(len(self.shapes))]
         before = [np.array(value_of(x)) for x in xs]
-        forward = self.f if self.operator is None else lambda x: operate(self.operator, x)
-        out, pull = vjp(forward, *xs)
+        op = self.operator
+        forward = self.f if op is None else lambda x: operate(op, x)
+        out, pull, *_ = vjp(forward, *xs)
         outs, tree = optree.tree_flatten(out)
         faults = self._states(outs)
         ys = [draw.like(o, 1 + k, self._rooted("target")) for k, o in enumerate(outs)]
@@ -266,7 +267,7 @@ class _Trial(NamedTuple):
         shape, spec = self.shapes[k], self.specs[k]
         if spec is not None:
             state = state_of(spec.axes)
-            shape = Layout(shape, spec, self.mesh.axes).block_shape(worker.index)
+            shape = self.mesh.layout(tuple(shape), spec).block_shape(worker.index)
             if self.operator is not None and self.operator.source == VARYING:
                 state = state_of(state.varying | set(self.operator.axes))
         else:
@@ -298,7 +299,7 @@ class _Trial(NamedTuple):
             if not self._close(b, 2 * o + a):
                 faults.append(f"result {k} is not linear in the arguments: F(2x + z) is not 2 F(x) + F(z)")
         if self.adjoint is None and not faults:
-            _, again = vjp(lambda *cs: back(*cs), *ys)
+            _, again, *_ = vjp(lambda *cs: back(*cs), *ys)
             twice = [np.conj(g) for g in again(tuple(np.conj(x) for x in xs))]
             for k, (t, o) in enumerate(zip(twice, outs, strict=True)):
                 if not self._close(t, o):
@@ -398,7 +399,7 @@ def _total(worker: Worker, shares: list) -> list:
     axes = tuple(worker.mesh.axes)
     mine = np.array(shares, np.clongdouble)
     call = Call("check_adjoint", axes, mine.dtype, mine.shape, alike=True)
-    return list(sum(worker.comm.all_gather(worker.group(axes), call, mine).wait()))
+    return list(np.sum(worker.comm.all_gather(worker.group(axes), call, mine).wait(), axis=0))
 
 
 def _everyones(worker: Worker, faults: list[str]) -> list[str]:

@@ -90,7 +90,7 @@ class Oracle:
     # As in spmd
 
     def axis_index(self, axis_name):
-        return self.meet(0, axis_name, range_of)
+        return self.meet(0, axis_name, lambda blocks: list(np.arange(len(blocks))))
 
     def axis_size(self, axis_name):
         return math.prod(self.axes[a] for a in names(axis_name))
@@ -196,10 +196,6 @@ def names(axis_name) -> tuple[str, ...]:
 
 def add(blocks: list):
     return functools.reduce(operator.add, blocks)
-
-
-def range_of(blocks: list) -> range:
-    return range(len(blocks))
 
 
 def whole(blocks: list, axis):

@@ -109,7 +109,7 @@ def sinc(x):
     return _sinc(x, 0)
 
 
-@primitive("sinc", lambda g, _ans, x, k: g * _sinc(x, k + 1))
+@primitive("sinc", lambda g, _ans, x, k: g * _sinc(x, k + 1))  # type: ignore
 def _sinc(x, k):
     """The k-th derivative of sin(πx) / πx, which is π^k ∫₀¹ t^k cos(πxt + kπ/2) dt.
 

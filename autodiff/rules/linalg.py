@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+from typing import Any
 
 import numpy as np
 
@@ -219,7 +220,7 @@ def vector_norm(x, /, *, axis=None, keepdims=False, ord=2):
 
 
 @composite(np.linalg.matrix_norm)
-def matrix_norm(x, /, *, keepdims=False, ord="fro"):
+def matrix_norm(x, /, *, keepdims=False, ord: Any = "fro"):
     return np.linalg.norm(x, ord, (-2, -1), keepdims)
 
 

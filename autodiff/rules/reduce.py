@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -62,7 +63,7 @@ rule(
 
 
 @composite(np.average)
-def average(a, axis=None, weights=None, returned=False, *, keepdims=False):
+def average(a, axis: Any = None, weights=None, returned=False, *, keepdims=False):
     if weights is None:
         weights = np.ones_like(a)
     elif np.shape(weights) != np.shape(a):
@@ -99,11 +100,11 @@ def _before(x):
 
 def _prod(g, _ans, x, axis=None, dtype=None, out=None, keepdims=False):
     ndim = np.ndim(x)
-    axes = range(ndim) if axis is None else [a % ndim for a in np.atleast_1d(axis)]
-    front = np.moveaxis(x, axes, range(len(axes)))
+    axes = tuple(range(ndim)) if axis is None else tuple(a % ndim for a in np.atleast_1d(axis).tolist())
+    front = np.moveaxis(x, axes, tuple(range(len(axes))))
     column = np.reshape(front, (math.prod(front.shape[: len(axes)]), *front.shape[len(axes) :]))
     others = _before(column) * np.flip(_before(np.flip(column, 0)), 0)
-    return expand(g, x, axis, keepdims) * np.moveaxis(np.reshape(others, front.shape), range(len(axes)), axes)
+    return expand(g, x, axis, keepdims) * np.moveaxis(np.reshape(others, front.shape), tuple(range(len(axes))), axes)
 
 
 def _cumprod(g, _ans, x, axis=None):

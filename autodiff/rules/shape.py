@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +31,7 @@ handlers.update(
 # Shape
 
 
-def _reshape(g, _ans, _x, shape, order="C", copy=None):
+def _reshape(g, _ans, _x, shape, order: Any = "C", copy=None):
     if order not in "CF":
         raise DifferentiationError(
             message(
@@ -52,7 +53,7 @@ rule(np.copy, lambda g, _ans, _x: g)
 
 
 @composite(np.ravel)
-def ravel(a, order="C"):
+def ravel(a, order: Any = "C"):
     return np.reshape(a, -1, order)
 
 

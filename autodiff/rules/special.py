@@ -10,7 +10,7 @@ from scipy import special
 from spmd.autodiff.primitive import primitive, rule
 
 
-@primitive("zeta", None, lambda g, _ans, s, q: -g * s * _zeta(s + 1, q))
+@primitive("zeta", None, lambda g, _ans, s, q: -g * s * _zeta(s + 1, q))  # type: ignore
 def _zeta(s, q):
     return special.zeta(s, q)
 

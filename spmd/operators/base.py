@@ -22,14 +22,16 @@ import optree
 from spmd.autodiff import tracer
 from spmd.autodiff.primitive import Primitive
 from spmd.autodiff.tape import Future
-from spmd.autodiff.tracer import Array, Mixing, record
+from spmd.autodiff.tracer import Array, Mixing, record, value_of, weak
 from spmd.errors import ClosureError, DifferentiationError, LayoutError, StateError, describe, message
 from spmd.layout import block_sizes
 from spmd.mesh import WORKER, Worker, here
 from spmd.state import INVARIANT, VARYING, State, state_of
 from spmd.transport.base import LEDGERS, Call, Comm, Group, Handle, Ready
 
-__all__ = ["Collective", "Operator", "Vary", "block", "move", "operate", "split_at", "vary", "varying"]
+__all__ = ["Collective", "Operator", "Vary", "block", "leafwise", "move", "operate", "split_at", "vary", "varying"]
+
+_NUMBERS = (bool, int, float, complex)
 
 Shape = tuple[int, ...]
 Launched = tuple[Handle, Callable[[Any], tuple[Any, "Collective"]]]
@@ -135,9 +137,16 @@ def operate(op: Collective, x, frame: FrameType | None = None):
     return optree.tree_unflatten(treedef, [finish() for finish in begun])
 
 
+def leafwise(f: Callable[[Any], Any], tree):
+    """f on every leaf. Unlike in optree.tree_map, f may wait for others: no C++ frame lies beneath it, and those do
+    not bear a switch of greenlets."""
+    leaves, treedef = optree.tree_flatten(tree)
+    return optree.tree_unflatten(treedef, [f(leaf) for leaf in leaves])
+
+
 def _begin(op: Collective, x, worker: Worker, frame) -> Callable[[], Any]:
     """Admit one array, start the collective, and say how to finish."""
-    if type(x) in (int, float, complex, bool):
+    if type(x) in _NUMBERS:
         begun = _launch(op, np.asarray(x), worker, frame)
         return lambda: _number(begun()[0], op, worker)
     if type(x) is not Array:
@@ -164,13 +173,18 @@ def _number(ans, op: Collective, worker: Worker):
 def _owned(x, op: Collective) -> np.ndarray:
     """A block that nobody else writes to."""
     if not isinstance(x, np.ndarray | np.generic) or x.dtype.kind in "OSUMm":
+        # Only the class is asked: global arrays and Rooted values are declared further up.
+        mend = {
+            "PartitionedArray": "pass it to the map as an argument, with a spec in in_specs",
+            "Rooted": "spmd.replicate(x, axis_name) makes it Invariant, spmd.broadcast(x, axis_name) Varying",
+        }.get(type(x).__name__, "convert it with np.asarray before")
         raise StateError(
             message(
                 f"spmd.{op.function}",
                 argument="x",
                 got=describe(x),
                 need="an array of numbers, a number, or a pytree of them",
-                mend="convert it with np.asarray before",
+                mend=mend,
             )
         )
     x = np.asarray(x)
@@ -187,7 +201,7 @@ def _admit(op: Collective, x: Array, worker: Worker) -> Array:
     missing = [n for n in op.axes if n not in x.state.varying]
     if op.source == VARYING and missing:
         if op.adds:
-            some = len(missing) < len(op.axes)
+            rest = [n for n in op.axes if n not in missing]
             axes = repr(missing[0]) if len(missing) == 1 else repr(tuple(missing))
             factor = worker.group(tuple(missing)).size
             raise StateError(
@@ -195,9 +209,9 @@ def _admit(op: Collective, x: Array, worker: Worker) -> Array:
                     f"spmd.{op.function}",
                     argument="x",
                     got=f"{describe(x)}, which does not vary over axis {axes}",
-                    need=f"an array that varies over {' and '.join(map(repr, op.axes))}"
-                    + (": it does over the others" if some else ""),
-                    mend=f"leave that axis out: the value is already the same on its {factor} workers; "
+                    need=f"an array that varies over {' and '.join(map(repr, op.axes))}",
+                    mend=(f"name {' and '.join(map(repr, rest))} only" if rest else "leave the call out")
+                    + f": along {axes} the value is already the same on all {factor} workers; "
                     f"spmd.pvary(x, {axes}) first if the sum of {factor} copies is meant",
                 )
             )
@@ -246,19 +260,23 @@ def _apply(op: Collective, x, worker: Worker, frame) -> Callable[[], tuple[Any, 
         ans, bound = inner()
         tape = x.tape
         args = (bound, x.value, ans) if bound.keeps else (bound, None, None)
-        node = record(tape, _MOVE, [x.node], args, ans.shape, ans.dtype)
+        bare = value_of(ans)
+        dtype = weak(bare) if type(bare) in _NUMBERS else ans.dtype
+        node = record(tape, _MOVE, [x.node], args, np.shape(bare), dtype)
         return Array(ans, op.out_state(x.state), tape, node), bound
 
     return finish_traced
 
 
 def _launch(op: Collective, x, worker: Worker, frame) -> Callable[[], tuple[Any, Collective]]:
-    """Start on a bare block."""
+    """Start on a bare block. A number that is varied stays a number, weakly typed."""
+    for ledger in LEDGERS.get():
+        ledger.operator(worker.index, type(op).__name__, op.axes)
+    if type(op) is Vary and type(x) in _NUMBERS:
+        return lambda: (x, op)
     x = np.asarray(x, order="C")
     group = worker.group(op.axes)
     op.check(group, x)
-    for ledger in LEDGERS.get():
-        ledger.operator(worker.index, type(op).__name__, op.axes)
     call = Call(op.function, op.axes, x.dtype, x.shape, detail=op.detail, alike=op.alike, frame=frame)
     handle, arrive = op.launch(worker.comm, group, x, call)
     return lambda: arrive(handle.wait())
@@ -425,11 +443,11 @@ def normal_axis(function: str, argument: str, axis: int, ndim: int) -> int:
     if not isinstance(axis, int | np.integer) or not -ndim <= axis < ndim:
         raise LayoutError(
             message(
-                f"spmd.{function}",
+                function if "." in function else f"spmd.{function}",
                 argument=argument,
                 got=f"{axis!r} for an array of {ndim} dimensions",
                 need=f"a dimension from {-ndim} to {ndim - 1}" if ndim else "an array of at least one dimension",
-                mend="name a dimension that the array has" if ndim else "reshape(x, 1) first, or tiled=False",
+                mend="name a dimension that the array has" if ndim else "np.reshape(x, (1,)) first",
             )
         )
     return int(axis) % ndim
@@ -447,17 +465,22 @@ def sealed(x: np.ndarray) -> np.ndarray:
     return x
 
 
-def agree(function: str, shapes: Sequence[Shape], axis: int) -> None:
-    """Raise where blocks that are to be joined along an axis differ elsewhere."""
-    rest = [s[:axis] + s[axis + 1 :] for s in shapes]
+def agree(function: str, shapes: Sequence[Shape], axis: int | None) -> None:
+    """Raise where blocks that are to be joined along an axis differ elsewhere, or (None) to be stacked differ at all."""
+    rest = [s if axis is None else s[:axis] + s[axis + 1 :] for s in shapes]
     for k, r in enumerate(rest):
         if r != rest[0]:
             raise LayoutError(
                 message(
                     f"spmd.{function}",
+                    argument="x",
                     got=f"blocks of shapes {list(shapes[0])} (member 0) and {list(shapes[k])} (member {k})",
-                    need=f"blocks that differ in dimension {axis} only",
-                    mend="gather along the dimension in which they differ",
+                    need="blocks of one shape, to be stacked"
+                    if axis is None
+                    else f"blocks that differ in dimension {axis} only, along which they are joined",
+                    mend="tiled=True joins blocks of different lengths along a dimension that is there"
+                    if axis is None
+                    else "join along the dimension in which they differ",
                 )
             )
 

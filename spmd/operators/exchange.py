@@ -64,7 +64,7 @@ class AllToAll(Operator):
         split, concat = self._axes(x.ndim)
 
         def arrive(blocks: list[np.ndarray]):
-            agree(self.function, [b.shape if self.tiled else (0, *b.shape) for b in blocks], concat if self.tiled else 0)
+            agree(self.function, [b.shape for b in blocks], concat if self.tiled else None)
             if not self.tiled:
                 return sealed(np.stack(blocks, axis=concat)), replace(self, split_axis=split, concat_axis=concat)
             sizes = split_at(self, group, x.shape, split, self.sizes)

@@ -64,7 +64,7 @@ class _Join(_Along):
     def bind(self, shapes: Sequence[Shape]) -> _Join:
         """This operator with the sizes of the blocks it met."""
         if not self.tiled:
-            agree(self.function, [(0, *s) for s in shapes], 0)
+            agree(self.function, shapes, None)
             return replace(self, axis=normal_axis(self.function, "axis", self.axis, len(shapes[0]) + 1))
         axis = normal_axis(self.function, "axis", self.axis, len(shapes[0]))
         agree(self.function, shapes, axis)

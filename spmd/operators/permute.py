@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import index
 from typing import ClassVar
 
 import numpy as np
 
-from spmd.errors import LayoutError, message
+from spmd.errors import LayoutError, describe, message
 from spmd.mesh import here
 from spmd.operators.base import Launched, Operator, Shape, operate, sealed
 from spmd.operators.reduce import AxisName, _names
@@ -43,7 +44,7 @@ class Permute(Operator):
                             where,
                             argument="perm",
                             got=f"the pair {pair}, whose {name} is out of range",
-                            need=f"workers from 0 to {group.size - 1}, the places along {' and '.join(group.axes)}",
+                            need=f"places from 0 to {group.size - 1} along {' and '.join(map(repr, group.axes))}",
                             mend=f"count modulo the axis size: [(i, (i + 1) % {group.size}) for i in range({group.size})]",
                         )
                     )
@@ -89,7 +90,18 @@ def ppermute(x, axis_name: AxisName, perm: Sequence[tuple[int, int]]):
     Raises LayoutError for a place out of range or named twice.
     """
     names = _names(axis_name, "ppermute")
-    pairs = tuple(sorted((int(s), int(t)) for s, t in perm))
+    try:
+        pairs = tuple(sorted((index(s), index(t)) for s, t in perm))
+    except (TypeError, ValueError):
+        raise LayoutError(
+            message(
+                "spmd.ppermute",
+                argument="perm",
+                got=repr(perm),
+                need="pairs (source, target) of ints, places along the axis",
+                mend="[(0, 1), (1, 0)] swaps the blocks of workers 0 and 1",
+            )
+        ) from None
     return operate(Permute(names, pairs), x, sys._getframe(1))
 
 
@@ -101,5 +113,15 @@ def shift(x, axis_name: AxisName, offset: int = 1, *, wrap: bool = True):
     """
     names = _names(axis_name, "shift")
     n = here("spmd.shift").group(names).size
+    if not isinstance(offset, int | np.integer):
+        raise LayoutError(
+            message(
+                "spmd.shift",
+                argument="offset",
+                got=describe(offset),
+                need="an int, the same on all workers",
+                mend="spmd.shift(x, axis_name, 1); spmd.ppermute takes any pairs of workers",
+            )
+        )
     pairs = tuple((k, (k + offset) % n) for k in range(n) if wrap or 0 <= k + offset < n)
     return operate(Permute(names, pairs), x, sys._getframe(1))

@@ -11,9 +11,9 @@ import numpy as np
 import optree
 
 from spmd.autodiff.tracer import Array, value_of
-from spmd.errors import StateError, describe, message
+from spmd.errors import LayoutError, StateError, describe, message
 from spmd.mesh import Worker, here
-from spmd.operators.base import Collective, Launched, Operator, Vary, move, operate, vary
+from spmd.operators.base import Collective, Launched, Operator, Vary, leafwise, move, operate, vary
 from spmd.state import INVARIANT, state_of
 from spmd.transport.base import LEDGERS, Call, Comm, Group, Handle, all_reduce_cost
 
@@ -140,7 +140,7 @@ def pvary(x, axis_name: AxisName):
         a = a if type(a) is Array else Array(a, worker.state())
         return vary(a, a.state | state)
 
-    return optree.tree_map(one, x)
+    return leafwise(one, x)
 
 
 def pcast(x, axis_name: AxisName, *, to: str = "varying"):
@@ -168,7 +168,7 @@ def pcast(x, axis_name: AxisName, *, to: str = "varying"):
                     "spmd.pcast",
                     argument="x",
                     got=describe(a),
-                    need=f"an array that is Invariant along {names}",
+                    need=f"an array that is Invariant along {' and '.join(map(repr, names))}",
                     mend="spmd.psum, spmd.pmean or spmd.all_gather(..., to='invariant') make it so",
                 )
             )
@@ -202,7 +202,7 @@ def pmean(x, axis_name: AxisName):
             return a
         return operate(Sum(over), a) / here("spmd.pmean").group(over).size
 
-    return optree.tree_map(one, x)
+    return leafwise(one, x)
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ class Extremum(Collective):
 
         def arrive(got: np.ndarray):
             if got[-1] != _marker(x.dtype, self.how, True):
-                raise ValueError(
+                raise LayoutError(
                     message(
                         f"spmd.{self.how}",
                         argument="x",
@@ -284,7 +284,7 @@ def _extremum(x, names: tuple[str, ...], how: str):
         over = varying_of(a, names)
         return operate(Extremum(over, how), a) if over else a
 
-    return optree.tree_map(one, x)
+    return leafwise(one, x)
 
 
 def pmax(x, axis_name: AxisName):

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from spmd.autodiff.tracer import Array
-from spmd.errors import LayoutError, StateError, describe, message
+from spmd.errors import LayoutError, MissingMethodError, StateError, describe, message
 from spmd.mesh import here
-from spmd.operators.base import Launched, Operator, operate, sealed
+from spmd.operators.base import Launched, Operator, leafwise, operate, sealed
 from spmd.operators.reduce import AxisName, _names
 from spmd.state import INVARIANT, ROOTED, State, state_of
 from spmd.transport.base import Call, Comm, Group, Ready, root_cost
@@ -42,15 +42,21 @@ class Rooted:
     def __repr__(self) -> str:
         return f"<{self.__spmd_describe__()}>"
 
-    def _refuse(self, *args: object, **kwargs: object):
-        raise StateError(
-            message(
-                "an operation on arrays",
-                got=describe(self),
-                need="a value that this worker has",
-                mend="spmd.replicate(x, axis_name) makes it Invariant, spmd.broadcast(x, axis_name) Varying",
-            )
+    def _refusal(self, where: str) -> str:
+        return message(
+            where,
+            got=describe(self),
+            need="a value that this worker has",
+            mend="spmd.replicate(x, axis_name) makes it Invariant, spmd.broadcast(x, axis_name) Varying",
         )
+
+    def _refuse(self, *args: object, **kwargs: object):
+        raise StateError(self._refusal("an operation on arrays"))
+
+    def __getattr__(self, name: str):
+        if name.startswith("_") or not hasattr(np.ndarray, name):
+            raise AttributeError(f"'Rooted' object has no attribute {name!r}")
+        raise MissingMethodError(self._refusal(f"x.{name}"))
 
     __array__ = __array_ufunc__ = __array_function__ = __getitem__ = __bool__ = __float__ = __int__ = _refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
@@ -68,13 +74,13 @@ class _AtRoot(Operator):
         return state_of(state.varying - set(self.axes)) if self.target == ROOTED else super().out_state(state)
 
     def check(self, group: Group, x: np.ndarray) -> None:
-        if not 0 <= self.root < group.size:
+        if not isinstance(self.root, int | np.integer) or not 0 <= self.root < group.size:
             raise LayoutError(
                 message(
                     f"spmd.{self.function}",
                     argument="root",
                     got=repr(self.root),
-                    need=f"a place along {' and '.join(group.axes)}, from 0 to {group.size - 1}",
+                    need=f"a place along {' and '.join(map(repr, group.axes))}, from 0 to {group.size - 1}",
                     mend="root=0",
                 )
             )
@@ -153,27 +159,39 @@ class Keep(_AtRoot):
         return Replicate(self.axes, self.root)
 
 
-def _to_root(op: _AtRoot, x) -> Rooted:
-    return Rooted(operate(op, x, sys._getframe(2)), np.shape(x), x.dtype, op.axes, op.root)
+def _to_root(op: _AtRoot, x):
+    frame = sys._getframe(2)
+
+    def one(leaf) -> Rooted:
+        block = operate(op, leaf, frame)
+        return Rooted(block, np.shape(leaf), np.result_type(getattr(block, "dtype", block)), op.axes, op.root)
+
+    return leafwise(one, x)
 
 
 def _from_root(kind: type[_FromRoot], x, axis_name: AxisName, root: int):
-    where = kind.function
+    where, frame = kind.function, sys._getframe(2)
     names = _names(axis_name, where)
-    if type(x) is not Rooted or x.axes != names or x.root != root:
-        raise StateError(
-            message(
-                f"spmd.{where}",
-                argument="x",
-                got=describe(x),
-                need=f"a value that is Rooted({root}) along {' and '.join(names)}",
-                mend="spmd.keep(x, axis_name, root) or spmd.sum_reduce(x, axis_name, root) make one",
+
+    def one(leaf):
+        if type(leaf) is not Rooted or leaf.axes != names or leaf.root != root:
+            raise StateError(
+                message(
+                    f"spmd.{where}",
+                    argument="x",
+                    got=describe(leaf),
+                    need=f"a value that is Rooted({root}) along {' and '.join(map(repr, names))}",
+                    mend=f"spmd.{where}(x, {leaf.axes if len(leaf.axes) > 1 else leaf.axes[0]!r}, root={leaf.root})"
+                    if type(leaf) is Rooted
+                    else "spmd.keep(x, axis_name, root) or spmd.sum_reduce(x, axis_name, root) make one",
+                )
             )
-        )
-    return operate(kind(names, root), x.block, sys._getframe(2))
+        return operate(kind(names, root), leaf.block, frame)
+
+    return leafwise(one, x)
 
 
-def sum_reduce(x, axis_name: AxisName, root: int = 0) -> Rooted:
+def sum_reduce(x, axis_name: AxisName, root: int = 0):
     """The sum of x over the workers along axis_name, at the one at place `root`.
 
     x: varies over every named axis, of one shape on all workers.
@@ -182,7 +200,7 @@ def sum_reduce(x, axis_name: AxisName, root: int = 0) -> Rooted:
     return _to_root(SumReduce(_names(axis_name, "sum_reduce"), root), x)
 
 
-def keep(x, axis_name: AxisName, root: int = 0) -> Rooted:
+def keep(x, axis_name: AxisName, root: int = 0):
     """One value that all workers along axis_name have, kept by the one at place `root`.
 
     Forward (I -> Rooted): y_root = x; nothing moves. Adjoint: `replicate`.
@@ -190,7 +208,7 @@ def keep(x, axis_name: AxisName, root: int = 0) -> Rooted:
     return _to_root(Keep(_names(axis_name, "keep"), root), x)
 
 
-def broadcast(x: Rooted, axis_name: AxisName, root: int = 0):
+def broadcast(x, axis_name: AxisName, root: int = 0):
     """The root's value, on every worker along axis_name as its own.
 
     Forward (Rooted -> V): y_k = x_root. Adjoint: `sum_reduce`. Cost: one broadcast.
@@ -198,7 +216,7 @@ def broadcast(x: Rooted, axis_name: AxisName, root: int = 0):
     return _from_root(Broadcast, x, axis_name, root)
 
 
-def replicate(x: Rooted, axis_name: AxisName, root: int = 0):
+def replicate(x, axis_name: AxisName, root: int = 0):
     """The root's value as one value that all workers along axis_name have.
 
     Forward (Rooted -> I): y = x_root. Adjoint: `keep`, which moves nothing. Cost: one broadcast.

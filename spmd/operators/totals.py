@@ -57,7 +57,7 @@ def mean(x, axis_name: AxisName, axis: Axis = None):
 def max(x, axis_name: AxisName, axis: Axis = None):
     """The largest entry of x over its dimensions `axis` (None: all) and over the workers along axis_name.
 
-    Blocks may be uneven or empty, not all empty (ValueError). Gradient: to all entries that attain it, on whichever
+    Blocks may be uneven or empty, not all empty (LayoutError). Gradient: to all entries that attain it, on whichever
     worker, in equal shares. Cost: one all-reduce forward, and one backward that counts the ties.
     """
     return _extremum(x, axis_name, axis, "max")

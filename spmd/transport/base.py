@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from spmd.errors import message, source_line
+from spmd.errors import DeadlockError, MismatchError, caller, message, source_line
 from spmd.layout import block_sizes
 
 __all__ = [
@@ -32,10 +32,13 @@ __all__ = [
     "Ready",
     "Transport",
     "all_reduce_cost",
+    "deadlock",
     "gather_cost",
     "mismatch",
+    "raised_by",
     "root_cost",
     "scatter_cost",
+    "sealed",
 ]
 
 
@@ -53,8 +56,8 @@ LEDGERS: ContextVar[tuple[Observer, ...]] = ContextVar("spmd_ledgers", default=(
 class Group:
     """The workers that meet in a collective: those that differ only along `axes`, in the order of `axes`.
 
-    dims: the sizes of the axes. members: their numbers, major axis first. index: this worker's place among them. key: what identifies the group
-    among all groups, whichever way its axes were ordered.
+    dims: the sizes of the axes. members: their numbers, major axis first. index: this worker's place among them.
+    key: what identifies the group among all groups, whichever way its axes were ordered.
     """
 
     __slots__ = ("axes", "dims", "index", "key", "members", "size")
@@ -72,19 +75,32 @@ class Call:
     """One worker's side of a collective: the operator, its parameters, and what it brings.
 
     op: the function's name as users write it. detail: the parameters that must agree. shape: of the block. alike:
-    all members must bring the same shape (False: as many dimensions; None: any). frame: where the user called from.
+    all members must bring the same shape (False: as many dimensions; None: any). frame: where the user called from;
+    only its code and place in it are kept, because a frame would keep the user's arrays alive.
     """
 
-    __slots__ = ("alike", "axes", "detail", "dtype", "frame", "op", "shape")
+    __slots__ = ("alike", "axes", "code", "detail", "dtype", "instruction", "op", "shape")
 
-    def __init__(self, op: str, axes: tuple[str, ...], dtype, shape, *, detail="", alike: bool | None = False, frame=None):
+    def __init__(
+        self,
+        op: str,
+        axes: tuple[str, ...],
+        dtype: np.dtype,
+        shape: tuple[int, ...],
+        *,
+        detail: str = "",
+        alike: bool | None = False,
+        frame: FrameType | None = None,
+    ):
         self.op = op
         self.axes = axes
         self.detail = detail
         self.dtype = dtype
         self.shape = shape
         self.alike = alike
-        self.frame: FrameType | None = frame
+        user = caller(frame) if frame is not None else None
+        self.code = user.f_code if user is not None else None
+        self.instruction = user.f_lasti if user is not None else 0
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -99,18 +115,42 @@ class Call:
 
     @property
     def source(self) -> str:
-        return source_line(self.frame)
+        """The user's line that called."""
+        return source_line(self.code, self.instruction)
 
 
-def mismatch(first: tuple[str, str, str], second: tuple[str, str, str]) -> str:
-    """The text for two workers that met with different calls; each given as (worker, call, source line)."""
-    return message(
-        "a collective",
-        got="workers that met with different calls\n"
-        + "\n".join(f"          {worker} called {call}\n            at {line}" for worker, call, line in (first, second)),
-        need="the same operator, axes, parameters, dtype and shape from every worker of the group, in the same order",
-        mend="let all workers take the same path: no branch on a worker's own data around a collective",
+_ONE_PATH = "let all workers take the same path: no branch on a worker's own data around a collective"
+
+
+def mismatch(first: tuple[str, str, str], second: tuple[str, str, str]) -> MismatchError:
+    """Two workers met with different calls; each is given as (worker, call, source line)."""
+    sides = (f"          {worker} called {call}\n            at {line}" for worker, call, line in (first, second))
+    return MismatchError(
+        message(
+            "a collective",
+            got="workers that met with different calls\n" + "\n".join(sides),
+            need="the same operator, axes, parameters, dtype and shape from all of the group, in the same order",
+            mend=_ONE_PATH,
+        )
     )
+
+
+def deadlock(lines: Sequence[str]) -> DeadlockError:
+    """Workers wait in vain; the lines say who, in what, and for whom."""
+    return DeadlockError(
+        message(
+            "a collective",
+            got="workers that wait for others that will never come\n" + "\n".join(f"          {x}" for x in lines),
+            need="every worker of a group to start the same collectives in the same order",
+            mend=_ONE_PATH,
+        )
+    )
+
+
+def raised_by(error: BaseException, who: str) -> None:
+    """Note on an error which worker raised it, in place of the note of an earlier map that raised the same object."""
+    kept = [note for note in getattr(error, "__notes__", ()) if not note.startswith("raised by worker ")]
+    error.__notes__ = [*kept, f"raised by {who}"]
 
 
 class Handle(Protocol):
@@ -119,6 +159,13 @@ class Handle(Protocol):
     def wait(self) -> Any:
         """Its result, as soon as there is one."""
         ...
+
+
+def sealed(x: Any) -> Any:
+    """An array as one that nobody writes to, in place."""
+    if type(x) is np.ndarray:
+        x.flags.writeable = False
+    return x
 
 
 @dataclass(slots=True)

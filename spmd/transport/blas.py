@@ -1,7 +1,8 @@
 """One limit for the process on the threads of BLAS: the same share of the cores for every worker, in every transport.
 
 A product of matrices gives other bits on another number of threads, so the number must not depend on the transport.
-The limit is process-wide; those who want it are counted, and the last one to go restores what was before.
+The limit is process-wide: while several maps run, the least of what they ask for holds, and the last one to end
+restores what was before. It never raises what the user has set.
 """
 
 from __future__ import annotations
@@ -9,55 +10,88 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["blas_threads", "share_of_cores", "usable_cores"]
+__all__ = ["blas_threads", "core_numbers", "share_of_cores", "usable_cores"]
 
-_lock = threading.Lock()
-_users = 0
-_restore: Any = None
-_controller: tuple[Any, Any] | None = None
-_BRINGS_ITS_OWN = ("scipy.linalg", "torch", "sklearn")
+
+def core_numbers() -> Iterable[int]:
+    """The cores that this process may run on."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
 
 
 def usable_cores() -> int:
-    """The cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """How many cores this process may run on."""
+    return sum(1 for _ in core_numbers())
 
 
-def share_of_cores(workers: int) -> int:
-    """BLAS threads per worker where `workers` share this host: at least one."""
-    return max(1, usable_cores() // workers)
+def share_of_cores(workers: int, cores: int | None = None) -> int:
+    """BLAS threads per worker where `workers` share a host's cores: at least one."""
+    return max(1, (usable_cores() if cores is None else cores) // workers)
 
 
-def _libraries() -> Any:
-    """The loaded BLAS libraries; found anew when a module that brings its own has been imported."""
-    global _controller
-    loaded = tuple(name in sys.modules for name in _BRINGS_ITS_OWN)
-    if _controller is None or _controller[0] != loaded:
-        from threadpoolctl import ThreadpoolController
+class _Limit:
+    """Who asks for how many threads, and what each library had before the first one asked."""
 
-        _controller = loaded, ThreadpoolController().select(user_api="blas")
-    return _controller[1]
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.asked: list[int] = []
+        self.before: list[tuple[Any, int]] = []
+        self.libraries: list[Any] = []
+        self.modules = -1
+
+    def enter(self, n: int) -> None:
+        with self.lock:
+            if not self.asked:
+                self.before = []
+            held = {library.filepath for library, _ in self.before}
+            self.before += [(x, x.num_threads) for x in self._loaded() if x.filepath not in held]
+            self.asked.append(n)
+            self._apply(min(self.asked))
+
+    def leave(self, n: int) -> None:
+        with self.lock:
+            self.asked.remove(n)
+            self._apply(min(self.asked, default=sys.maxsize))
+
+    def _apply(self, n: int) -> None:
+        for library, before in self.before:
+            if library.num_threads != min(n, before):
+                library.set_num_threads(min(n, before))
+
+    def _loaded(self) -> list[Any]:
+        """The loaded BLAS libraries; searched anew when modules, which may bring one, have been imported."""
+        if self.modules != len(sys.modules):
+            from threadpoolctl import ThreadpoolController
+
+            self.libraries = ThreadpoolController().select(user_api="blas").lib_controllers
+            self.modules = len(sys.modules)
+        return self.libraries
+
+
+_limit = _Limit()
+
+
+def _forget() -> None:
+    """In a forked child, where the maps that asked do not run."""
+    global _limit
+    for library, before in _limit.before if _limit.asked else ():
+        library.set_num_threads(before)
+    _limit = _Limit()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
 
 
 @contextmanager
 def blas_threads(n: int) -> Iterator[None]:
-    """At most n BLAS threads while anyone is inside; the first to enter decides."""
-    global _users, _restore
-    with _lock:
-        if _users == 0:
-            libraries = _libraries()
-            if any(lib.num_threads > n for lib in libraries.lib_controllers):
-                _restore = libraries.limit(limits=n)
-        _users += 1
+    """At most n BLAS threads while the block runs."""
+    limit = _limit
+    limit.enter(n)
     try:
         yield
     finally:
-        with _lock:
-            _users -= 1
-            if _users == 0 and _restore is not None:
-                _restore.restore_original_limits()
-                _restore = None
+        limit.leave(n)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from typing import Any
 
 from spmd.errors import TransportError, message
 
 __all__ = ["launcher_hint", "mpi_world"]
 
+# What a launcher of MPI tells each process that it starts: how many there are, or which one it is. Variables that a
+# scheduler sets in plain shells of an allocation too (SLURM_NTASKS, SLURM_PROCID) say nothing.
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS")
 _RANKS = ("PMIX_RANK", "PMI_RANK")
 
@@ -25,26 +28,54 @@ def launcher_hint() -> str | None:
 def mpi_world() -> Any:
     """MPI.COMM_WORLD where it may have several processes, else None. Imports mpi4py only if a launcher is likely.
 
-    Raises TransportError where a launcher started several processes and mpi4py is missing.
+    Raises TransportError where mpiexec started several processes and mpi4py is missing. srun may have started
+    several that have nothing to do with each other: there, and where MPI sees one process only, it warns.
     """
     hint = launcher_hint()
     if hint is None and "mpi4py.MPI" not in sys.modules:
         return None
+    several = hint in _SIZES
     try:
         from mpi4py import MPI
     except ImportError as error:
-        if hint is None or os.environ.get(hint, "1") == "1" or hint.startswith("SLURM") or hint in _RANKS:
-            return None
-        raise TransportError(
-            message(
-                "spmd.Mesh",
-                got=f"{hint}={os.environ[hint]}: a launcher started several processes, and mpi4py cannot be imported "
-                f"({error})",
-                need="mpi4py with a working MPI library in this environment",
-                mend='pip install "spmd[mpi]" and use the mpiexec of that environment, or Mesh(..., transport="local") '
-                "to run each process by itself",
-            )
-        ) from error
+        if several and hint != "SLURM_STEP_NUM_TASKS":
+            raise TransportError(
+                message(
+                    "spmd.Mesh",
+                    got=f"{_said(hint)}, and mpi4py cannot be imported ({error})",
+                    need="mpi4py with a working MPI library in this environment",
+                    mend='pip install "spmd[mpi]" and use the mpiexec of that environment, or Mesh(..., '
+                    'transport="local") or SPMD_TRANSPORT=local to run each process by itself',
+                )
+            ) from error
+        if several:
+            _warn_alone(hint, f"mpi4py cannot be imported ({error})")
+        return None
     if not MPI.Is_initialized() or MPI.Is_finalized():
         return None
+    if MPI.COMM_WORLD.Get_size() > 1:
+        from spmd.transport.mpi import end_the_job_on_error
+
+        end_the_job_on_error()
+    elif several:
+        _warn_alone(hint, f"MPI sees one ({MPI.Get_library_version().splitlines()[0].split(',')[0]})")
     return MPI.COMM_WORLD
+
+
+def _said(hint: str | None) -> str:
+    return f"{hint}={os.environ[hint or '']}: a launcher started several processes"
+
+
+_warned = False
+
+
+def _warn_alone(hint: str | None, reason: str) -> None:
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(
+            f"{_said(hint)}, but {reason}: each one runs all workers by itself. Use the mpiexec of the environment "
+            "that mpi4py is in, or set SPMD_TRANSPORT=local if this is meant",
+            RuntimeWarning,
+            stacklevel=3,
+        )

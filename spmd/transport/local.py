@@ -11,17 +11,35 @@ waiting are a deadlock, reported with what each waits for.
 from __future__ import annotations
 
 import contextvars
+import ctypes
+import math
+import os
 import threading
 import time
+import traceback
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from spmd import kernels
-from spmd.errors import DeadlockError, MismatchError, message
-from spmd.transport.base import Call, Comm, Group, Handle, Outcome, Ready, Transport, mismatch
+from spmd.errors import MismatchError, TransportError, message
+from spmd.transport.base import (
+    Call,
+    Comm,
+    Group,
+    Handle,
+    Outcome,
+    Ready,
+    Transport,
+    deadlock,
+    mismatch,
+    raised_by,
+    sealed,
+)
 from spmd.transport.blas import blas_threads, share_of_cores
 
 __all__ = ["LocalTransport"]
@@ -34,13 +52,14 @@ class Stopped(BaseException):
 class Meeting:
     """One collective of one group: who has come, with what, and what came of it."""
 
-    __slots__ = ("calls", "done", "error", "group", "missing", "payloads", "result", "waiters")
+    __slots__ = ("calls", "clock", "done", "error", "group", "missing", "payloads", "result", "waiters")
 
     def __init__(self, group: Group):
         self.group = group
         self.calls: list[Call | None] = [None] * group.size
         self.payloads: list[Any] = [None] * group.size
         self.missing = group.size
+        self.clock = 0
         self.waiters: list[Any] = []
         self.result: Any = None
         self.error: Exception | None = None
@@ -55,131 +74,202 @@ class Waiting:
     def __init__(self, comm: LocalComm, meeting: Meeting, take: Callable[[Meeting], Any]):
         self.comm = comm
         self.meeting: Meeting | None = meeting
-        self.take = take
+        self.take: Callable[[Meeting], Any] = take
         self.value: Any = None
 
     def wait(self) -> Any:
-        if self.meeting is not None:
-            meeting, self.meeting = self.meeting, None
-            if not meeting.done:
-                self.comm.waiting = meeting
-                self.comm.run.wait(meeting)
-                self.comm.waiting = None
-            if meeting.error is not None:
-                raise meeting.error
-            self.value = self.take(meeting)
+        meeting, comm = self.meeting, self.comm
+        if meeting is None:
+            return self.value
+        if not meeting.done:
+            comm.waiting = meeting
+            try:
+                comm.run.wait(meeting)
+            finally:
+                comm.waiting = None
+        if comm.clock < meeting.clock:
+            comm.clock = meeting.clock
+        if meeting.error is not None:
+            raise _own(meeting.error)
+        self.value = self.take(meeting)
+        self.meeting = None
+        del self.take
         return self.value
 
 
+def _own(error: Exception) -> Exception:
+    """The error of a meeting, for one of its members: an object that no other thread raises at the same time."""
+    try:
+        return type(error)(*error.args)
+    except Exception:
+        return error
+
+
 class Run:
-    """One execution of all workers. Schedulers say how a worker waits and how it is woken."""
+    """One execution of all workers. Schedulers say how a worker waits and how it is woken.
+
+    A worker's clock counts the collectives behind it, its own and those that its partners had behind them. So what
+    a worker does at one clock depends on nothing that others do at later clocks, whatever the timing.
+
+    limit: the clock past which nobody needs to go: that of the first error, -1 when all are to stop.
+    """
 
     def __init__(self, size: int, describe: Callable[[int], str]):
-        self.size = size
         self.describe = describe
+        self.lock = threading.Lock()
         self.open: dict[Any, Meeting] = {}
         self.comms = [LocalComm(self, w) for w in range(size)]
         self.results: dict[int, Any] = {}
         self.errors: list[tuple[int, int, BaseException]] = []
-        self.finished: set[int] = set()
-        self.stopping = False
+        self.limit: float = math.inf
+        self.left = size
         self.switches = 0
 
     def wait(self, meeting: Meeting) -> None:
+        """Let others run until the meeting is done."""
         raise NotImplementedError
 
     def wake(self, meeting: Meeting) -> None:
+        """Let those that wait for the meeting go on. Needs the lock."""
         raise NotImplementedError
 
-    def enter(self, comm: LocalComm, group: Group, call: Call, payload: Any) -> tuple[Meeting, bool]:
-        """Leave a call and its payload in the group's meeting; whether this worker is the last to come."""
+    def stop(self) -> None:
+        """All workers are to end. Needs the lock."""
+        self.limit = -1
+
+    def work(self, comm: LocalComm, body: Callable[[Comm], Any]) -> None:
+        """A worker's life."""
+        try:
+            self.results[comm.worker] = body(comm)
+        except Stopped:
+            pass
+        except BaseException as error:
+            with self.lock:
+                self._fail(comm, error)
+
+    def _fail(self, comm: LocalComm, error: BaseException) -> None:
+        if self.limit < 0:
+            return  # What a worker raises while it is being stopped says nothing new.
+        self.errors.append((comm.clock, comm.worker, error))
+        if isinstance(error, Exception):
+            self.limit = min(self.limit, comm.clock)
+        else:
+            self.stop()
+
+    def stalled(self) -> None:
+        """All who are left wait: for some that failed, or it is a deadlock. Needs the lock."""
+        if self.limit >= 0:
+            if not self.errors:
+                self.errors.append((0, 0, deadlock(self._waits())))
+            self.stop()
+
+    def post(self, comm: LocalComm, group: Group, call: Call, payload: Any, finish) -> Meeting:
+        """Leave a call and its payload in the group's meeting; the last to come completes it."""
+        with self.lock:
+            comm.clock += 1
+            if comm.clock > self.limit:
+                raise Stopped
+            meeting, last = self._enter(comm, group, call, payload)
+        if last:
+            self._complete(meeting, finish)
+            with self.lock:
+                self.wake(meeting)
+        return meeting
+
+    def _enter(self, comm: LocalComm, group: Group, call: Call, payload: Any) -> tuple[Meeting, bool]:
+        """The group's meeting, and whether this worker is the last to come."""
+        comm.last = call
         count = comm.counts.get(group.key, 0)
         comm.counts[group.key] = count + 1
-        comm.steps += 1
         key = (group.key, count)
         meeting = self.open.get(key)
         if meeting is None:
             meeting = self.open[key] = Meeting(group)
-        place = group.members.index(comm.worker) if meeting.group.axes != group.axes else group.index
+        place = group.index if meeting.group.axes == group.axes else meeting.group.members.index(comm.worker)
         meeting.calls[place] = call
         meeting.payloads[place] = payload
+        if meeting.clock < comm.clock:
+            meeting.clock = comm.clock
         meeting.missing -= 1
-        if meeting.missing:
-            return meeting, False
-        del self.open[key]
-        return meeting, True
+        if meeting.missing == 0:
+            del self.open[key]
+        return meeting, meeting.missing == 0
 
-    def complete(self, meeting: Meeting, finish: Callable[[list[Any]], Any] | None) -> None:
-        """Verify that all called alike, make the shared result, let everyone go on."""
-        calls = meeting.calls
-        first = calls[0]
-        assert first is not None
-        key = first.key
-        for place, call in enumerate(calls):
-            if call is None or call.key != key:
-                meeting.error = self._mismatch(meeting, place)
-                break
-        else:
-            try:
-                meeting.result = finish(meeting.payloads) if finish is not None else None
-            except Exception as error:
-                meeting.error = error
+    def _complete(self, meeting: Meeting, finish: Callable[[list[Any]], Any] | None) -> None:
+        """Verify that all called alike, and make the shared result. Whatever goes wrong is everyone's error."""
+        try:
+            calls = [c for c in meeting.calls if c is not None]
+            key = calls[0].key
+            for place, call in enumerate(calls):
+                if call.key != key:
+                    members = meeting.group.members
+                    a, b = ((self.describe(members[k]), str(calls[k]), calls[k].source) for k in (0, place))
+                    raise mismatch(a, b)
+            if finish is not None:
+                meeting.result = finish(meeting.payloads)
+        except Exception as error:
+            meeting.error = error.with_traceback(None)
         meeting.calls = []
         meeting.done = True
 
-    def _mismatch(self, meeting: Meeting, place: int) -> MismatchError:
-        a, b = meeting.calls[0], meeting.calls[place]
-        members = meeting.group.members
-        sides = [
-            (self.describe(members[k]), str(call), call.source if call is not None else "unknown source")
-            for k, call in ((0, a), (place, b))
-        ]
-        return MismatchError(mismatch(sides[0], sides[1]))
-
-    def fail(self, worker: int, error: BaseException) -> None:
-        if not isinstance(error, Stopped):
-            self.errors.append((self.comms[worker].steps, worker, error))
-
-    def deadlock(self) -> DeadlockError:
+    def _waits(self) -> list[str]:
         """What each worker waits for, and who has left."""
         lines = []
-        for comm in self.comms:
-            who = self.describe(comm.worker)
-            meeting = comm.waiting
-            if meeting is None:
-                lines.append(f"          {who} has left the map")
-                continue
-            place = meeting.group.members.index(comm.worker)
-            call = meeting.calls[place]
-            absent = [self.describe(m) for m, c in zip(meeting.group.members, meeting.calls, strict=True) if c is None]
-            lines.append(f"          {who} waits in {call} for {', '.join(absent)}")
-            lines.append(f"            at {call.source if call is not None else 'unknown source'}")
-        return DeadlockError(
-            message(
-                "a collective",
-                got="workers that wait for others that will never come\n" + "\n".join(lines),
-                need="every worker of a group to start the same collectives in the same order",
-                mend="let all workers take the same path: no branch on a worker's own data around a collective",
-            )
-        )
+        for comm in self.comms[:_SHOWN]:
+            who, call, meeting = self.describe(comm.worker), comm.last, comm.waiting
+            if meeting is not None:
+                call = meeting.calls[meeting.group.members.index(comm.worker)]
+                absent = [m for m, c in zip(meeting.group.members, meeting.calls, strict=True) if c is None]
+                names = ", ".join(self.describe(m) for m in absent[:_SHOWN]) + ", ..." * (len(absent) > _SHOWN)
+                lines.append(f"{who} waits in {call} for {names}")
+            elif call is not None:
+                lines.append(f"{who} has left the map; the last it called was {call}")
+            else:
+                lines.append(f"{who} has left the map and called nothing")
+            if call is not None:
+                lines.append(f"  at {call.source}")
+        more = len(self.comms) - _SHOWN
+        return [*lines, f"and {more} more"] if more > 0 else lines
+
+    def close(self) -> None:
+        """Let go of everything: workers know their run, and errors know its frames; nothing big may hang on that."""
+        self.comms = []
+        self.results = {}
+        self.errors = []
+        self.open.clear()
 
     def outcome(self, seconds: float) -> Outcome:
-        """The results, or the first error: first in the order of collectives, then of workers."""
-        if not self.errors:
+        """The results, or the first error: first by the clock, then by worker."""
+        errors, self.errors = self.errors, []
+        if not errors:
             return Outcome(self.results, seconds, self.switches)
-        urgent = [e for e in self.errors if not isinstance(e[2], Exception)]
-        ordered = urgent or sorted(self.errors, key=lambda e: e[:2])
-        _, worker, error = ordered[0]
-        if not getattr(error, "spmd_noted", False) and not isinstance(error, MismatchError):
-            error.add_note(f"raised by {self.describe(worker)}")
-            for _, other, also in ordered[1:4]:
-                if type(also) is not type(error) or str(also) != str(error):
-                    error.add_note(f"{self.describe(other)} raised {type(also).__name__}: {also}")
+        urgent = [e for e in errors if not isinstance(e[2], Exception)]
+        errors = sorted(urgent or errors, key=lambda e: e[:2])
+        error = errors[0][2]
+        if not isinstance(error, MismatchError):
+            self._note(errors)
         try:
             raise error
         finally:
-            del error, ordered, urgent
-            self.errors.clear()
+            del error, errors, urgent
+
+    def _note(self, errors: list[tuple[int, int, BaseException]]) -> None:
+        """Say on the first error who raised it, and what others raised at the same clock."""
+        clock, worker, error = errors[0]
+        said = _text(error)
+        others = [(w, _text(e)) for c, w, e in errors[1:] if c == clock]
+        alike = sum(text == said for _, text in others)
+        lines = [self.describe(worker) + (f", and alike by {alike} more" if alike else "")]
+        lines += [f"{self.describe(w)} raised {text}" for w, text in others if text != said]
+        raised_by(error, "\n".join(lines))
+
+
+_SHOWN = 16
+"""Workers that a report shows one by one."""
+
+
+def _text(error: BaseException) -> str:
+    return "".join(traceback.format_exception_only(type(error), error)[:1]).strip()
 
 
 class LockstepRun(Run):
@@ -189,163 +279,166 @@ class LockstepRun(Run):
         super().__init__(size, describe)
         self.ready: deque[Any] = deque()
         self.hub: Any = None
+        self.current: Callable[[], Any]
 
     def execute(self, body: Callable[[Comm], Any]) -> Outcome:
         from greenlet import getcurrent, greenlet
 
-        self.hub = getcurrent()
-        self.current = getcurrent
-        greenlets = []
-        for comm in self.comms:
-            g = greenlet(self._main)
-            g.gr_context = contextvars.copy_context()
-            greenlets.append(g)
+        self.current, self.hub = getcurrent, getcurrent()
+        workers = []
         started = time.perf_counter()
         try:
-            for comm, g in zip(self.comms, greenlets, strict=True):
-                g.switch(comm, body)
-                while self.ready:
+            for comm in self.comms:
+                worker = greenlet(self.work)
+                worker.gr_context = contextvars.copy_context()
+                workers.append(worker)
+                worker.switch(comm, body)
+                while self.ready and self.limit >= 0:
                     self.ready.popleft().switch()
-            if len(self.finished) < self.size:
-                if not self.errors:
-                    self.errors.append((0, 0, self.deadlock()))
-                self._stop(greenlets, Stopped)
-        except BaseException:
-            self._stop(greenlets, Stopped)
-            raise
+                if self.limit < 0:
+                    break
+            if not all(worker.dead for worker in workers):
+                self.stalled()
+        finally:
+            self.stop()
+            for worker in workers:
+                if worker:
+                    worker.throw(Stopped)
         return self.outcome(time.perf_counter() - started)
 
-    def _stop(self, greenlets, how) -> None:
-        self.stopping = True
-        for g in greenlets:
-            if g and not g.dead:
-                g.throw(how)
-
-    def _main(self, comm: LocalComm, body: Callable[[Comm], Any]) -> None:
-        try:
-            self.results[comm.worker] = body(comm)
-        except Exception as error:
-            self.fail(comm.worker, error)
-        except Stopped:
-            pass
-        self.finished.add(comm.worker)
-
-    def post(self, comm: LocalComm, group: Group, call: Call, payload: Any, finish) -> Meeting:
-        if self.stopping:
-            raise Stopped
-        meeting, last = self.enter(comm, group, call, payload)
-        if last:
-            self.complete(meeting, finish)
-            self.ready.extend(meeting.waiters)
-            meeting.waiters = []
-        return meeting
+    def wake(self, meeting: Meeting) -> None:
+        self.ready.extend(meeting.waiters)
+        meeting.waiters = []
 
     def wait(self, meeting: Meeting) -> None:
         self.switches += 1
         meeting.waiters.append(self.current())
         while not meeting.done:
+            if self.limit < 0:
+                raise Stopped
             (self.ready.popleft() if self.ready else self.hub).switch()
 
 
 class ThreadRun(Run):
-    """Workers in threads of a persistent pool; worker 0 runs in the caller's thread."""
+    """Workers in threads of a persistent pool. The caller's thread only waits, so an interrupt finds it there.
+
+    running: the workers that neither wait nor have left. parked: what wakes those that wait. inside: the threads
+    of those that are in the body.
+    """
 
     def __init__(self, size: int, describe: Callable[[int], str]):
         super().__init__(size, describe)
-        self.lock = threading.Lock()
         self.running = size
+        self.parked: set[Any] = set()
+        self.inside: dict[int, int] = {}
+        self.begun = False
         self.over = threading.Lock()
         self.over.acquire()
-        self.parked: set[Any] = set()
+        self.process = os.getpid()
 
     def execute(self, body: Callable[[Comm], Any]) -> Outcome:
         started = time.perf_counter()
-        for comm in self.comms[1:]:
-            context = contextvars.copy_context()
-            _pool.submit(lambda comm=comm, context=context: context.run(self._main, comm, body))
-        contextvars.copy_context().run(self._main, self.comms[0], body)
-        while True:
-            try:
-                if self.size > 1:
-                    self.over.acquire()
-                break
-            except KeyboardInterrupt as interrupt:
-                self.fail(0, interrupt)
-                with self.lock:
-                    self._stop()
+        threads = _pool.take(self.left)
+        context = contextvars.copy_context()
+        try:
+            threads[0].begin(partial(self._begin, context, body, threads), self._leave)
+            self.over.acquire()
+        except BaseException:
+            self._interrupt()
+            raise
         return self.outcome(time.perf_counter() - started)
 
-    def _main(self, comm: LocalComm, body: Callable[[Comm], Any]) -> None:
+    def _begin(self, context: contextvars.Context, body: Callable[[Comm], Any], threads: list[_Thread]) -> None:
+        """In the first worker's thread: let the others begin, then work."""
+        with self.lock:
+            begun, self.begun = self.begun, True
+        if begun:
+            _pool.give(threads[1:])
+            return
+        first, *others = self.comms
+        for comm, thread in zip(others, threads[1:], strict=True):
+            thread.begin(partial(self._work_in, context.copy(), comm, body), self._leave)
+        self._work_in(context, first, body)
+
+    def _work_in(self, context: contextvars.Context, comm: LocalComm, body: Callable[[Comm], Any]) -> None:
+        with self.lock:
+            if self.limit < 0:
+                return
+            self.inside[comm.worker] = threading.get_ident()
         try:
-            self.results[comm.worker] = body(comm)
-        except BaseException as error:
-            self.fail(comm.worker, error)
-            if not isinstance(error, Exception | Stopped):
-                with self.lock:
-                    self._stop()
-        with self.lock:
-            self.finished.add(comm.worker)
-            self._pause()
-            if len(self.finished) == self.size and self.size > 1:
-                self.over.release()
-
-    def _pause(self) -> None:
-        """One worker fewer is running; when the last one pauses, those that wait do so in vain. Needs the lock."""
-        self.running -= 1
-        if self.running == 0 and len(self.finished) < self.size and not self.stopping:
-            if not self.errors:
-                self.errors.append((0, 0, self.deadlock()))
-            self._stop()
-
-    def _stop(self) -> None:
-        """Wake every waiting worker, to end. Needs the lock."""
-        self.stopping = True
-        self.running += len(self.parked)
-        for signal in self.parked:
-            signal.release()
-        self.parked.clear()
-
-    def post(self, comm: LocalComm, group: Group, call: Call, payload: Any, finish) -> Meeting:
-        with self.lock:
-            if self.stopping:
-                raise Stopped
-            meeting, last = self.enter(comm, group, call, payload)
-        if last:
-            self.complete(meeting, finish)
+            context.run(self.work, comm, body)
+        finally:
             with self.lock:
-                self._wake(meeting)
-        return meeting
+                self.inside.pop(comm.worker)
 
-    def _wake(self, meeting: Meeting) -> None:
-        for signal in meeting.waiters:
-            if signal in self.parked:
-                self.parked.discard(signal)
-                self.running += 1
-                signal.release()
+    def _leave(self) -> None:
+        with self.lock:
+            self.left -= 1
+            self.running -= 1
+            if self.left == 0:
+                self.over.release()
+            elif self.running == 0:
+                self.stalled()
+
+    def _interrupt(self) -> None:
+        """End all workers, wherever they are, and wait for that; a second interrupt leaves them to themselves."""
+        with self.lock:
+            begun, self.begun = self.begun, True
+            self.stop()
+            for thread in self.inside.values():
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Stopped))
+        if begun:
+            self.over.acquire()
+
+    def stop(self) -> None:
+        super().stop()
+        self._release(self.parked)
+
+    def wake(self, meeting: Meeting) -> None:
+        self._release(meeting.waiters)
         meeting.waiters = []
 
+    def _release(self, signals: Iterable[Any]) -> None:
+        for signal in list(signals):
+            if signal in self.parked:
+                self.parked.remove(signal)
+                self.running += 1
+                signal.release()
+
     def wait(self, meeting: Meeting) -> None:
+        if os.getpid() != self.process:
+            raise _forked()
         signal = threading.Lock()
         signal.acquire()
-        with self.lock:
-            if meeting.done:
-                return
-            if self.stopping:
-                raise Stopped
-            self.switches += 1
-            meeting.waiters.append(signal)
-            self.parked.add(signal)
-            self._pause()
         try:
-            signal.acquire()
-        except BaseException:
             with self.lock:
-                if signal in self.parked:
-                    self.parked.discard(signal)
-                    self.running += 1
-            raise
+                if meeting.done:
+                    return
+                if self.limit < 0:
+                    raise Stopped
+                self.switches += 1
+                meeting.waiters.append(signal)
+                self.parked.add(signal)
+                self.running -= 1
+                if self.running == 0:
+                    self.stalled()
+            signal.acquire()
+        finally:
+            with self.lock:
+                self._release([signal])
         if not meeting.done:
             raise Stopped
+
+
+def _forked() -> TransportError:
+    return TransportError(
+        message(
+            "a collective",
+            got="a process that was forked inside a body: the other workers' threads stayed behind",
+            need="the process that called the map",
+            mend="fork outside of bodies, or start the process by multiprocessing's spawn",
+        )
+    )
 
 
 class _Pool:
@@ -355,46 +448,75 @@ class _Pool:
         self.lock = threading.Lock()
         self.idle: list[_Thread] = []
 
-    def submit(self, task: Callable[[], None]) -> None:
+    def take(self, n: int) -> list[_Thread]:
+        """n threads that wait for a task: idle ones, and new ones if need be."""
         with self.lock:
-            thread = self.idle.pop() if self.idle else None
-        if thread is None:
-            thread = _Thread(self)
-            thread.start()
-        thread.task = task
-        thread.signal.release()
+            taken = [self.idle.pop() for _ in range(min(n, len(self.idle)))]
+        try:
+            while len(taken) < n:
+                thread = _Thread(self)
+                thread.start()
+                taken.append(thread)
+        except BaseException:
+            self.give(taken)
+            raise
+        return taken
+
+    def give(self, threads: Iterable[_Thread]) -> None:
+        with self.lock:
+            self.idle.extend(threads)
+
+    def forget(self) -> None:
+        """In a forked child: the threads have stayed with the parent."""
+        self.lock = threading.Lock()
+        self.idle = []
 
 
 class _Thread(threading.Thread):
     def __init__(self, pool: _Pool):
         super().__init__(name="spmd-worker", daemon=True)
         self.pool = pool
-        self.task: Callable[[], None] | None = None
+        self.task: Callable[[], Any] | None = None
+        self.after: Callable[[], Any] | None = None
         self.signal = threading.Lock()
         self.signal.acquire()
+
+    def begin(self, task: Callable[[], Any], after: Callable[[], Any]) -> None:
+        """Run task, lie down, then run after: whoever learns of the end may count on this thread."""
+        self.task, self.after = task, after
+        self.signal.release()
 
     def run(self) -> None:
         while True:
             self.signal.acquire()
-            task, self.task = self.task, None
-            if task is not None:
+            task, after, self.task, self.after = self.task, self.after, None, None
+            assert task is not None
+            assert after is not None
+            with suppress(Stopped):  # An interrupt that came when the work was done.
                 task()
             del task
-            with self.pool.lock:
-                self.pool.idle.append(self)
+            self.pool.give([self])
+            after()
+            del after
 
 
 _pool = _Pool()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pool.forget)
 
 
 class LocalComm(Comm):
-    """A virtual worker's view: every verb is a meeting."""
+    """A virtual worker's view: every verb is a meeting.
+
+    counts: the collectives of each group so far. last: the latest call. waiting: the meeting that it waits for.
+    """
 
     def __init__(self, run: Run, worker: int):
-        self.run: Any = run
+        self.run = run
         self.worker = worker
         self.counts: dict[Any, int] = {}
-        self.steps = 0
+        self.clock = 0
+        self.last: Call | None = None
         self.waiting: Meeting | None = None
 
     def _meet(self, group: Group, call: Call, payload: Any, take: Callable[[Meeting], Any], finish=None) -> Handle:
@@ -406,50 +528,48 @@ class LocalComm(Comm):
         return Waiting(self, self.run.post(self, group, call, payload, finish), take)
 
     def _all_reduce(self, group: Group, call: Call, x: np.ndarray, how: str) -> Handle:
-        return self._meet(group, call, x, _result, lambda xs: _sealed(kernels.of(xs[0]).combine(xs, how)))
+        def finish(xs: list[np.ndarray]):
+            return sealed(kernels.of(xs[0]).combine(xs, how))
+
+        return self._meet(group, call, sealed(x), _result, finish)
 
     def _all_reduce_many(self, group: Group, call: Call, xs: Sequence[np.ndarray]) -> Handle:
-        def finish(all_xs):
-            return [_sealed(kernels.of(one[0]).combine(one)) for one in zip(*all_xs, strict=True)]
+        def finish(all_xs: list[Sequence[np.ndarray]]):
+            return [sealed(kernels.of(one[0]).combine(one)) for one in zip(*all_xs, strict=True)]
 
-        return self._meet(group, call, xs, _result, finish)
+        return self._meet(group, call, [sealed(x) for x in xs], _result, finish)
 
     def _reduce_scatter(self, group: Group, call: Call, parts: Sequence[np.ndarray]) -> Handle:
         def take(m: Meeting):
             mine = [p[group.index] for p in m.payloads]
-            return _sealed(kernels.of(mine[0]).combine(mine))
+            return sealed(kernels.of(mine[0]).combine(mine))
 
-        return self._meet(group, call, parts, take)
+        return self._meet(group, call, [sealed(p) for p in parts], take)
 
     def _all_gather(self, group: Group, call: Call, x: np.ndarray) -> Handle:
-        return self._meet(group, call, x, lambda m: m.payloads)
+        return self._meet(group, call, sealed(x), lambda m: list(m.payloads))
 
     def _all_to_all(self, group: Group, call: Call, parts: Sequence[np.ndarray]) -> Handle:
-        return self._meet(group, call, parts, lambda m: [p[group.index] for p in m.payloads])
+        return self._meet(group, call, [sealed(p) for p in parts], lambda m: [p[group.index] for p in m.payloads])
 
     def _broadcast(self, group: Group, call: Call, x: np.ndarray | None, root: int) -> Handle:
-        return self._meet(group, call, x, lambda m: m.payloads[root])
+        return self._meet(group, call, sealed(x), lambda m: m.payloads[root])
 
     def _reduce(self, group: Group, call: Call, x: np.ndarray, root: int) -> Handle:
         def take(m: Meeting):
-            return _sealed(kernels.of(x).combine(m.payloads)) if group.index == root else None
+            return sealed(kernels.of(x).combine(m.payloads)) if group.index == root else None
 
-        return self._meet(group, call, x, take)
+        return self._meet(group, call, sealed(x), take)
 
     def _exchange(self, group: Group, call: Call, sends: Mapping[int, np.ndarray]) -> Handle:
         def take(m: Meeting):
             return {k: p[group.index] for k, p in enumerate(m.payloads) if group.index in p}
 
-        return self._meet(group, call, sends, take)
+        return self._meet(group, call, {k: sealed(x) for k, x in sends.items()}, take)
 
 
 def _result(m: Meeting):
     return m.result
-
-
-def _sealed(x: np.ndarray) -> np.ndarray:
-    x.flags.writeable = False
-    return x
 
 
 class LocalTransport(Transport):
@@ -462,9 +582,13 @@ class LocalTransport(Transport):
         self.local = range(size)
 
     def run(self, body: Callable[[Comm], Any], scheduler: str, describe: Callable[[int], str]) -> Outcome:
+        kind = LockstepRun if scheduler == "lockstep" or self.size == 1 else ThreadRun
+        execution = kind(self.size, describe)
         with blas_threads(share_of_cores(self.size)):
-            execution = LockstepRun(self.size, describe) if scheduler == "lockstep" else ThreadRun(self.size, describe)
-            return execution.execute(body)
+            try:
+                return execution.execute(body)
+            finally:
+                execution.close()
 
     def share(self, local: dict[int, Any]) -> dict[int, Any]:
         return local

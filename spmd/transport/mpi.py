@@ -1,8 +1,9 @@
 """Workers that are MPI processes, over mpi4py's buffer calls.
 
-Every collective begins with a header: a small message in which each member says what it calls and the shape it
-brings. Workers that disagree learn it there, before any data moves; and receivers learn the sizes of what comes.
-Sums are taken here, in the order of the members, because MPI only advises an order.
+Every collective begins with a header: a small message in which each member says to each what it calls, and the shape
+of what it is going to send. It is one and the same MPI call for all verbs, so that workers that disagree learn it
+there, before any data moves; and receivers learn the sizes of what comes. Sums are taken here, in the order of the
+members, because MPI only advises an order.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property, lru_cache
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -21,43 +24,45 @@ from mpi4py import MPI
 from spmd import kernels
 from spmd.errors import MismatchError, TransportError, message
 from spmd.layout import block_sizes, offsets
-from spmd.transport.base import Call, Comm, Group, Handle, Outcome, Ready, Transport, mismatch
-from spmd.transport.blas import blas_threads, share_of_cores
+from spmd.transport.base import Call, Comm, Group, Handle, Outcome, Ready, Transport, mismatch, raised_by, sealed
+from spmd.transport.blas import blas_threads, core_numbers, share_of_cores
 
-__all__ = ["MpiTransport"]
+__all__ = ["MpiTransport", "end_the_job_on_error"]
 
 _MAX_NDIM = 32
-_HEADER = np.dtype(
-    [("key", "u8"), ("ndim", "i8"), ("shape", "i8", (_MAX_NDIM,)), ("dtype", "S16"), ("call", "S160"), ("line", "S240")]
-)
 _SMALL = 1 << 15
 """Bytes up to which an all-reduce sends whole blocks to everyone: one message time in place of two."""
 
+Shape = tuple[int, ...]
 
-def _header(call: Call, shape: tuple[int, ...], present: bool = True) -> np.ndarray:
-    """One call as a record of fixed size."""
-    if len(shape) > _MAX_NDIM:
-        raise TransportError(
-            message(
-                call.op,
-                got=f"an array of {len(shape)} dimensions",
-                need=f"at most {_MAX_NDIM} over MPI",
-                mend="reshape it for the collective",
+
+@lru_cache(maxsize=4096)
+def _digest(*key: object) -> int:
+    """A call's key as a number that is the same in every process."""
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def _headers(call: Call, shapes: Sequence[Shape | None]) -> np.ndarray:
+    """A row for each member: what is called, and the rank and the shape of what comes for it (rank -1: nothing)."""
+    op, axes, detail, dtype, shape = call.key
+    heads = np.zeros((len(shapes), 2 + _MAX_NDIM), np.int64)
+    heads[:, 0] = _digest(op, axes, detail, np.dtype(dtype).str, shape)
+    for head, lengths in zip(heads, shapes, strict=True):
+        if lengths is None:
+            head[1] = -1
+        elif len(lengths) <= _MAX_NDIM:
+            head[1] = len(lengths)
+            head[2 : 2 + len(lengths)] = lengths
+        else:
+            raise TransportError(
+                message(
+                    call.op,
+                    got=f"an array of {len(lengths)} dimensions",
+                    need=f"at most {_MAX_NDIM} over MPI",
+                    mend="reshape it for the collective",
+                )
             )
-        )
-    head = np.zeros((), _HEADER)
-    key = hashlib.blake2b(repr(call.key).encode(), digest_size=8).digest()
-    head["key"] = int.from_bytes(key, "little")
-    head["ndim"] = len(shape) if present else -1
-    head["shape"][: len(shape)] = shape
-    head["dtype"] = np.dtype(call.dtype).name.encode()
-    head["call"] = str(call).encode()[:160]
-    head["line"] = call.source.encode()[-240:]
-    return head
-
-
-def _shape(head: np.ndarray) -> tuple[int, ...]:
-    return tuple(int(n) for n in head["shape"][: int(head["ndim"])])
+    return heads
 
 
 def _bytes(x: np.ndarray) -> np.ndarray:
@@ -70,30 +75,38 @@ def _joined(parts: Sequence[np.ndarray]) -> tuple[np.ndarray, list[int]]:
     return (flat[0] if len(flat) == 1 else np.concatenate(flat)), [f.size for f in flat]
 
 
-def _split(buffer: np.ndarray, shapes: Sequence[tuple[int, ...]], dtype) -> list[np.ndarray]:
+def _split(buffer: np.ndarray, shapes: Sequence[Shape], dtype) -> list[np.ndarray]:
     """The blocks of these shapes that lie one after the other in a buffer of bytes."""
-    sizes = [int(np.prod(s)) * dtype.itemsize for s in shapes]
-    at = offsets(sizes)
-    buffer.flags.writeable = False
+    at = offsets([prod(s) * dtype.itemsize for s in shapes])
+    sealed(buffer)
     return [buffer[at[k] : at[k + 1]].view(dtype).reshape(s) for k, s in enumerate(shapes)]
 
 
+def _placed(buffer: np.ndarray, counts: Sequence[int]) -> list[Any]:
+    """A buffer of bytes as MPI's calls with counts take it: pieces of these sizes one after the other."""
+    return [buffer, counts, offsets(counts)[:-1], MPI.BYTE]
+
+
 class Pending:
-    """Requests under way, and what is to be done when they have arrived."""
+    """Requests under way, and what is to be done when they have arrived. Their buffers live until then."""
 
-    __slots__ = ("finish", "keep", "requests", "value")
+    __slots__ = ("buffers", "finish", "flying", "requests", "value")
 
-    def __init__(self, requests: list[MPI.Request], keep: Any, finish: Callable[[], Any]):
+    def __init__(self, flying: set[Pending], requests: list[MPI.Request], buffers: Any, finish: Callable[[], Any]):
         self.requests: list[MPI.Request] | None = requests
-        self.keep = keep
+        self.buffers = buffers
         self.finish = finish
+        self.flying = flying
         self.value: Any = None
+        flying.add(self)
 
     def wait(self) -> Any:
         if self.requests is not None:
             MPI.Request.Waitall(self.requests)
-            self.requests = self.keep = None
+            self.flying.discard(self)
+            self.requests = self.buffers = None
             self.value = self.finish()
+            del self.finish
         return self.value
 
 
@@ -102,53 +115,61 @@ class MpiComm(Comm):
 
     def __init__(self, transport: MpiTransport):
         self.transport = transport
-        self.worker = transport.comm.Get_rank()
+        self.worker = transport.local[0]
 
-    def _meet(self, group: Group, call: Call) -> list[tuple[int, ...]]:
-        """Exchange headers with the group; the shapes that its members bring."""
-        comm = self.transport.subcomm(group)
-        heads = np.empty(group.size, _HEADER)
-        comm.Allgather([_header(call, call.shape), MPI.BYTE], [heads, MPI.BYTE])
-        self._verify(group, heads)
-        return [_shape(h) for h in heads]
+    def _pending(self, requests: list[MPI.Request], buffers: Any, finish: Callable[[], Any]) -> Pending:
+        return Pending(self.transport.flying, requests, buffers, finish)
 
-    def _meet_each(self, group: Group, call: Call, parts: Mapping[int, np.ndarray]) -> dict[int, tuple[int, ...]]:
-        """Exchange headers that say to each member what comes for it; the shapes of what comes here, by sender."""
-        comm = self.transport.subcomm(group)
-        mine = np.array([_header(call, parts[k].shape if k in parts else (), k in parts) for k in range(group.size)])
-        heads = np.empty(group.size, _HEADER)
-        comm.Alltoall([mine, MPI.BYTE], [heads, MPI.BYTE])
-        self._verify(group, heads)
-        return {k: _shape(h) for k, h in enumerate(heads) if h["ndim"] >= 0}
+    def meet(self, group: Group, call: Call, shapes: Iterable[Shape | None]) -> list[Shape | None]:
+        """Tell every member what is called and the shape of what comes for it (None: nothing), and learn theirs.
 
-    def _verify(self, group: Group, heads: np.ndarray) -> None:
-        keys = heads["key"]
-        if (keys == keys[0]).all():
-            return
-        other = int(np.argmax(keys != keys[0]))
-        if group.index != 0 and keys[group.index] != keys[0]:
-            other = group.index
-        sides = [
-            (self.transport.describe(group.members[k]), heads[k]["call"].decode(), heads[k]["line"].decode())
+        Raises MismatchError on all members where they call different things.
+        """
+        comm, order = self.transport.meeting_place(group)
+        mine = _headers(call, list(shapes))[order]
+        heads = np.empty_like(mine)
+        comm.Alltoall(mine, heads)
+        heads[order] = heads.copy()
+        if (heads[:, 0] != heads[0, 0]).any():
+            raise self._mismatch(group, call, heads[:, 0])
+        return [None if ndim < 0 else tuple(lengths[:ndim]) for _, ndim, *lengths in heads.tolist()]
+
+    def _mismatch(self, group: Group, call: Call, keys: np.ndarray) -> MismatchError:
+        """What to raise: the members, who all know by now that they disagree, tell each other their calls and lines."""
+        comm, order = self.transport.meeting_place(group)
+        mine = np.array([str(call).encode()[:400], call.source.encode()[-400:]], "S400")
+        texts = np.empty((group.size, 2), "S400")
+        comm.Allgather([mine.view(np.uint8), MPI.BYTE], [texts.view(np.uint8), MPI.BYTE])
+        texts[order] = texts.copy()
+        different = keys != keys[0]
+        other = group.index if different[group.index] else int(np.argmax(different))
+        first, second = (
+            (self.transport.describe(group.members[k]), *(text.decode(errors="replace") for text in texts[k].tolist()))
             for k in (0, other)
-        ]
-        raise MismatchError(mismatch(sides[0], sides[1]))
+        )
+        return mismatch(first, second)
+
+    def _meet_alike(self, group: Group, call: Call, x: np.ndarray) -> list[Shape]:
+        """Meet with something for everyone; the shapes that the members bring."""
+        return [s or () for s in self.meet(group, call, [x.shape] * group.size)]
 
     def _all_reduce(self, group: Group, call: Call, x: np.ndarray, how: str) -> Handle:
         if group.size == 1:
-            return Ready(x)
-        self._meet(group, call)
+            return Ready(sealed(x))
+        self._meet_alike(group, call, x)
         return self._reduce_blocks(group, x, how)
 
     def _reduce_blocks(self, group: Group, x: np.ndarray, how: str) -> Handle:
-        comm, n = self.transport.subcomm(group), group.size
+        """The sum of blocks whose shapes are known to be equal."""
+        comm, n = self.transport.subcomm(group.members), group.size
+        send = _bytes(x)
         if x.nbytes <= _SMALL:
             blocks = np.empty((n, x.nbytes), np.uint8)
 
             def small() -> np.ndarray:
-                return _sealed(kernels.of(x).combine([b.view(x.dtype).reshape(x.shape) for b in blocks], how))
+                return sealed(kernels.of(x).combine([b.view(x.dtype).reshape(x.shape) for b in blocks], how))
 
-            return Pending([comm.Iallgather(_bytes(x), blocks)], x, small)
+            return self._pending([comm.Iallgather(send, blocks)], (send, blocks), small)
         sizes = [k * x.itemsize for k in block_sizes(x.size, n)]
         own = sizes[group.index]
         chunks = np.empty((n, own), np.uint8)
@@ -156,20 +177,17 @@ class MpiComm(Comm):
         def large() -> np.ndarray:
             mine = kernels.of(x).combine([c.view(x.dtype) for c in chunks], how)
             out = np.empty(x.shape, x.dtype)
-            comm.Allgatherv(_bytes(mine), [_bytes(out), sizes, offsets(sizes)[:-1], MPI.BYTE])
-            return _sealed(out)
+            comm.Allgatherv(_bytes(mine), _placed(_bytes(out), sizes))
+            return sealed(out)
 
-        request = comm.Ialltoallv(
-            [_bytes(x), sizes, offsets(sizes)[:-1], MPI.BYTE],
-            [chunks, [own] * n, [own * k for k in range(n)], MPI.BYTE],
-        )
-        return Pending([request], x, large)
+        request = comm.Ialltoallv(_placed(send, sizes), _placed(chunks.reshape(-1), [own] * n))
+        return self._pending([request], (send, chunks), large)
 
     def _all_reduce_many(self, group: Group, call: Call, xs: Sequence[np.ndarray]) -> Handle:
         if group.size == 1 or not xs:
-            return Ready(list(xs))
-        self._meet(group, call)
+            return Ready([sealed(x) for x in xs])
         packed = np.concatenate([x.reshape(-1) for x in xs])
+        self._meet_alike(group, call, packed)
         whole = self._reduce_blocks(group, packed, "sum")
         at = offsets([x.size for x in xs])
 
@@ -177,116 +195,141 @@ class MpiComm(Comm):
             total = whole.wait()
             return [total[at[k] : at[k + 1]].reshape(x.shape) for k, x in enumerate(xs)]
 
-        return Pending([], packed, unpack)
+        return self._pending([], packed, unpack)
 
     def _reduce_scatter(self, group: Group, call: Call, parts: Sequence[np.ndarray]) -> Handle:
         if group.size == 1:
-            return Ready(parts[0])
-        self._meet(group, call)
+            return Ready(sealed(parts[0]))
         mine = parts[group.index]
+        self.meet(group, call, [p.shape for p in parts])
         return self._all_to_all_blocks(
-            group, parts, [mine.shape] * group.size, lambda xs: _sealed(kernels.of(mine).combine(xs))
+            group, parts, [mine.shape] * group.size, lambda xs: sealed(kernels.of(mine).combine(xs))
         )
 
-    def _all_to_all_blocks(self, group: Group, parts, shapes, finish: Callable[[list[np.ndarray]], Any]) -> Handle:
+    def _all_to_all_blocks(
+        self,
+        group: Group,
+        parts: Sequence[np.ndarray],
+        shapes: Sequence[Shape],
+        finish: Callable[[list[np.ndarray]], Any],
+    ) -> Handle:
         dtype = parts[0].dtype
         send, counts = _joined(parts)
-        incoming = [int(np.prod(s)) * dtype.itemsize for s in shapes]
+        incoming = [prod(s) * dtype.itemsize for s in shapes]
         receive = np.empty(sum(incoming), np.uint8)
-        request = self.transport.subcomm(group).Ialltoallv(
-            [send, counts, offsets(counts)[:-1], MPI.BYTE], [receive, incoming, offsets(incoming)[:-1], MPI.BYTE]
-        )
-        return Pending([request], send, lambda: finish(_split(receive, shapes, dtype)))
+        comm = self.transport.subcomm(group.members)
+        request = comm.Ialltoallv(_placed(send, counts), _placed(receive, incoming))
+        return self._pending([request], (send, receive), lambda: finish(_split(receive, shapes, dtype)))
 
     def _all_gather(self, group: Group, call: Call, x: np.ndarray) -> Handle:
         if group.size == 1:
-            return Ready([x])
-        shapes = self._meet(group, call)
-        counts = [int(np.prod(s)) * x.itemsize for s in shapes]
-        receive = np.empty(sum(counts), np.uint8)
-        send = _bytes(x)
-        request = self.transport.subcomm(group).Iallgatherv(send, [receive, counts, offsets(counts)[:-1], MPI.BYTE])
-        return Pending([request], send, lambda: _split(receive, shapes, x.dtype))
+            return Ready([sealed(x)])
+        shapes = self._meet_alike(group, call, x)
+        counts = [prod(s) * x.itemsize for s in shapes]
+        send, receive = _bytes(x), np.empty(sum(counts), np.uint8)
+        request = self.transport.subcomm(group.members).Iallgatherv(send, _placed(receive, counts))
+        return self._pending([request], (send, receive), lambda: _split(receive, shapes, x.dtype))
 
     def _all_to_all(self, group: Group, call: Call, parts: Sequence[np.ndarray]) -> Handle:
         if group.size == 1:
-            return Ready(list(parts))
-        shapes = self._meet_each(group, call, dict(enumerate(parts)))
-        return self._all_to_all_blocks(group, parts, [shapes[k] for k in range(group.size)], lambda xs: xs)
+            return Ready([sealed(p) for p in parts])
+        shapes = [s or () for s in self.meet(group, call, [p.shape for p in parts])]
+        return self._all_to_all_blocks(group, parts, shapes, lambda xs: xs)
 
     def _broadcast(self, group: Group, call: Call, x: np.ndarray | None, root: int) -> Handle:
         if group.size == 1:
-            return Ready(x)
-        shapes = self._meet(group, call)
-        block = x if x is not None else np.empty(shapes[root], call.dtype)
-        request = self.transport.subcomm(group).Ibcast([_bytes(block), MPI.BYTE], root)
-        return Pending([request], block, lambda: _sealed(block) if x is None else block)
+            return Ready(sealed(x))
+        shape = self.meet(group, call, [None if x is None else x.shape] * group.size)[root]
+        block = x if x is not None else np.empty(shape or (), call.dtype)
+        send = _bytes(block)
+        request = self.transport.subcomm(group.members).Ibcast([send, MPI.BYTE], root)
+        return self._pending([request], send, lambda: sealed(block))
 
     def _reduce(self, group: Group, call: Call, x: np.ndarray, root: int) -> Handle:
         if group.size == 1:
-            return Ready(x)
-        self._meet(group, call)
+            return Ready(sealed(x))
+        self._meet_alike(group, call, x)
         at_root = group.index == root
-        blocks = np.empty((group.size, x.nbytes), np.uint8) if at_root else None
-        request = self.transport.subcomm(group).Igather(_bytes(x), blocks, root)
+        send, blocks = _bytes(x), np.empty((group.size, x.nbytes), np.uint8) if at_root else None
+        request = self.transport.subcomm(group.members).Igather(send, blocks, root)
 
-        def finish():
+        def finish() -> np.ndarray | None:
             if blocks is None:
                 return None
-            return _sealed(kernels.of(x).combine([b.view(x.dtype).reshape(x.shape) for b in blocks]))
+            return sealed(kernels.of(x).combine([b.view(x.dtype).reshape(x.shape) for b in blocks]))
 
-        return Pending([request], x, finish)
+        return self._pending([request], (send, blocks), finish)
 
     def _exchange(self, group: Group, call: Call, sends: Mapping[int, np.ndarray]) -> Handle:
+        own = {k: sealed(x) for k, x in sends.items() if k == group.index}
         if group.size == 1:
-            return Ready(dict(sends))
-        shapes = self._meet_each(group, call, sends)
-        comm = self.transport.subcomm(group)
-        dtype = np.dtype(call.dtype)
-        received = {k: np.empty(int(np.prod(s)) * dtype.itemsize, np.uint8) for k, s in shapes.items()}
-        flat = {k: _bytes(x) for k, x in sends.items()}
-        requests = [comm.Irecv([b, MPI.BYTE], k) for k, b in received.items() if k != group.index]
-        requests += [comm.Isend([b, MPI.BYTE], k) for k, b in flat.items() if k != group.index]
+            return Ready(own)
+        shapes = self.meet(group, call, [sends[k].shape if k in sends else None for k in range(group.size)])
+        comm, dtype = self.transport.subcomm(group.members), np.dtype(call.dtype)
+        coming = {k: s for k, s in enumerate(shapes) if s is not None and k != group.index}
+        received = {k: np.empty(prod(s) * dtype.itemsize, np.uint8) for k, s in coming.items()}
+        sent = {k: _bytes(x) for k, x in sends.items() if k != group.index}
+        requests = [comm.Irecv([b, MPI.BYTE], k) for k, b in received.items()]
+        requests += [comm.Isend([b, MPI.BYTE], k) for k, b in sent.items()]
 
         def finish() -> dict[int, np.ndarray]:
-            found = {k: _split(b, [shapes[k]], dtype)[0] for k, b in received.items() if k != group.index}
-            if group.index in sends:
-                found[group.index] = sends[group.index]
-            return dict(sorted(found.items()))
+            found = {k: _split(b, [coming[k]], dtype)[0] for k, b in received.items()}
+            return dict(sorted((found | own).items()))
 
-        return Pending(requests, flat, finish)
-
-
-def _sealed(x: np.ndarray) -> np.ndarray:
-    x.flags.writeable = False
-    return x
+        return self._pending(requests, (sent, received), finish)
 
 
 class MpiTransport(Transport):
-    """The processes of an MPI communicator, one worker each."""
+    """Processes of an MPI world, one worker each, in the order of a communicator. Making it sends nothing."""
 
     name = "mpi"
 
     def __init__(self, comm: MPI.Comm):
-        self.comm = comm.Dup()
-        self.size = self.comm.Get_size()
-        self.local = (self.comm.Get_rank(),)
-        self._subcomms: dict[tuple[int, ...], MPI.Comm] = {}
+        self.group = comm.Get_group()
+        self.size = comm.Get_size()
+        self.local = (comm.Get_rank(),)
         self.describe: Callable[[int], str] = lambda worker: f"worker {worker}"
-        host = self.comm.Split_type(MPI.COMM_TYPE_SHARED)
-        share = np.array(share_of_cores(host.Get_size()))
-        host.Free()
-        self.comm.Allreduce(MPI.IN_PLACE, share, MPI.MIN)
-        self.threads = int(share)
-        _end_the_job_on_error(self.comm)
+        self.flying: set[Pending] = set()
+        self._subcomms: dict[Shape, MPI.Comm] = {}
+        end_the_job_on_error()
 
-    def subcomm(self, group: Group) -> MPI.Comm:
-        """The communicator of a group, made when its members first meet."""
-        found = self._subcomms.get(group.members)
+    @classmethod
+    def of(cls, comm: MPI.Comm) -> MpiTransport:
+        """The transport of a communicator's processes: one for each list of processes."""
+        ranks = tuple(MPI.Group.Translate_ranks(comm.Get_group(), None, MPI.COMM_WORLD.Get_group()))
+        if ranks not in _transports:
+            _transports[ranks] = cls(comm)
+        return _transports[ranks]
+
+    @cached_property
+    def threads(self) -> int:
+        """The BLAS threads of every worker: this host's usable cores over its workers, agreed by all."""
+        comm = self.subcomm(tuple(range(self.size)))
+        host = comm.Split_type(MPI.COMM_TYPE_SHARED)
+        cores = np.zeros(4096, np.uint8)
+        cores[list(core_numbers())] = 1
+        host.Allreduce(MPI.IN_PLACE, cores, MPI.MAX)  # A launcher may have bound each process to cores of its own.
+        share = np.array(share_of_cores(host.Get_size(), int(cores.sum())))
+        host.Free()
+        comm.Allreduce(MPI.IN_PLACE, share, MPI.MIN)
+        return int(share)
+
+    def subcomm(self, members: Shape) -> MPI.Comm:
+        """The communicator of some workers, in this order, made when they first meet."""
+        found = self._subcomms.get(members)
         if found is None:
-            members = self.comm.Get_group().Incl(group.members)
-            found = self._subcomms[group.members] = self.comm.Create_group(members)
+            group = self.group.Incl(members)
+            found = self._subcomms[members] = MPI.COMM_WORLD.Create_group(group)
+            group.Free()
         return found
+
+    def meeting_place(self, group: Group) -> tuple[MPI.Comm, Sequence[int] | slice]:
+        """A communicator of the group's members that does not depend on the order of its axes, and the members in its
+        order: those who name the axes in another order must meet too, to learn it."""
+        members = tuple(sorted(group.members))
+        if members == group.members:
+            return self.subcomm(members), slice(None)
+        return self.subcomm(members), sorted(range(group.size), key=group.members.__getitem__)
 
     def run(self, body: Callable[[Comm], Any], scheduler: str, describe: Callable[[int], str]) -> Outcome:
         self.describe = describe
@@ -295,38 +338,52 @@ class MpiTransport(Transport):
         with blas_threads(self.threads):
             try:
                 result = contextvars.copy_context().run(body, MpiComm(self))
+            except SystemExit as end:
+                _end_the_job(end.code)
+                raise
             except Exception as error:
                 if not isinstance(error, MismatchError):
-                    error.add_note(f"raised by {describe(worker)}")
+                    raised_by(error, describe(worker))
                 raise
         return Outcome({worker: result}, time.perf_counter() - started, 0)
 
     def share(self, local: dict[int, Any]) -> dict[int, Any]:
         (value,) = local.values()
         send = np.frombuffer(json.dumps(value).encode(), np.uint8)
-        counts = np.empty(self.size, np.int64)
-        self.comm.Allgather(np.array([send.size], np.int64), counts)
-        receive = np.empty(int(counts.sum()), np.uint8)
-        at = offsets(counts.tolist())
-        self.comm.Allgatherv(send, [receive, counts, np.array(at[:-1]), MPI.BYTE])
-        return {k: json.loads(receive[at[k] : at[k + 1]].tobytes()) for k in range(self.size)}
+        everyone = tuple(range(self.size))
+        group = Group((), (), everyone, self.local[0])
+        call = Call("the end of the map", (), send.dtype, send.shape)
+        blocks = MpiComm(self).all_gather(group, call, send).wait()
+        return {k: json.loads(block.tobytes()) for k, block in enumerate(blocks)}
 
 
-_hooked = False
+_transports: dict[Shape, MpiTransport] = {}
+_report: Any = None
 
 
-def _end_the_job_on_error(comm: MPI.Comm) -> None:
-    """An error that nobody catches ends all processes, with a status that says so; the others would wait forever."""
-    global _hooked
-    if _hooked or comm.Get_size() == 1:
-        return
-    _hooked = True
-    report = sys.excepthook
+def end_the_job_on_error() -> None:
+    """From now on an error that nobody catches ends all processes, with a status that says so; else the others would
+    wait forever."""
+    global _report
+    if _report is None and MPI.COMM_WORLD.Get_size() > 1:
+        _report, sys.excepthook = sys.excepthook, _hook
 
-    def hook(kind, error, traceback):
-        report(kind, error, traceback)
-        sys.stderr.flush()
-        sys.stdout.flush()
-        MPI.COMM_WORLD.Abort(1)
 
-    sys.excepthook = hook
+def _hook(kind, error, traceback) -> None:
+    _report(kind, error, traceback)
+    _abort(1)
+
+
+def _end_the_job(code: Any) -> None:
+    """Follow sys.exit of one worker, unless it reports success."""
+    if code not in (None, 0) and MPI.COMM_WORLD.Get_size() > 1:
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
+        _abort(code if isinstance(code, int) else 1)
+
+
+def _abort(status: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if not MPI.Is_finalized():
+        MPI.COMM_WORLD.Abort(status)

@@ -1,0 +1,165 @@
+"""Optimisers follow their formulas, entry by entry, on every kind of array, and keep dtype and layout."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import optree
+import pytest
+
+import spmd
+from spmd import P
+from spmd.optim import AdamState, SGDState, adam, adamw, sgd
+
+OPTIMIZERS = {
+    "sgd": sgd(0.1),
+    "momentum": sgd(0.1, momentum=0.9),
+    "nesterov": sgd(0.1, momentum=0.9, nesterov=True),
+    "schedule": sgd(lambda t: 0.1 / (1 + t), momentum=0.5),
+    "adam": adam(0.02, b1=0.8, b2=0.95, eps=1e-7),
+    "adamw": adamw(0.02, weight_decay=0.1),
+}
+
+
+def sgd_serial(p, gs, rate, momentum=0.0, nesterov=False):
+    """One number after the steps along gs, in plain Python."""
+    v = 0.0
+    for t, g in enumerate(gs):
+        v = momentum * v + g
+        p -= rate(t) * (momentum * v + g if nesterov else v)
+    return p
+
+
+def adam_serial(p, gs, rate, b1=0.9, b2=0.999, eps=1e-8, decay=0.0):
+    m = s = 0.0
+    for t, g in enumerate(gs, 1):
+        m = b1 * m + (1 - b1) * g
+        s = b2 * s + (1 - b2) * g**2
+        p -= rate * (m / (1 - b1**t) / (math.sqrt(s / (1 - b2**t)) + eps) + decay * p)
+    return p
+
+
+SERIAL = {
+    "sgd": lambda p, gs: sgd_serial(p, gs, lambda t: 0.1),
+    "momentum": lambda p, gs: sgd_serial(p, gs, lambda t: 0.1, 0.9),
+    "nesterov": lambda p, gs: sgd_serial(p, gs, lambda t: 0.1, 0.9, True),
+    "schedule": lambda p, gs: sgd_serial(p, gs, lambda t: 0.1 / (1 + t), 0.5),
+    "adam": lambda p, gs: adam_serial(p, gs, 0.02, 0.8, 0.95, 1e-7),
+    "adamw": lambda p, gs: adam_serial(p, gs, 0.02, decay=0.1),
+}
+
+
+def tree(rng, dtype=np.float64):
+    """Parameters of several ranks, in nested containers."""
+    return {"w": rng.normal(size=(5, 3)).astype(dtype), "rest": [rng.normal(size=4).astype(dtype), (dtype(0.5),)]}
+
+
+def trained(optimizer, params, grads):
+    state = optimizer.init(params)
+    for g in grads:
+        params, state = optimizer.update(g, state, params)
+    return params, state
+
+
+def assert_same(left, right):
+    """Two trees of arrays are equal to the last bit."""
+    assert optree.tree_structure(left) == optree.tree_structure(right)
+    for a, b in zip(optree.tree_leaves(left), optree.tree_leaves(right), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_formula(name):
+    rng = np.random.default_rng(0)
+    params, grads = tree(rng), [tree(rng) for _ in range(5)]
+    after, state = trained(OPTIMIZERS[name], params, grads)
+    assert state.count == 5
+    columns = [optree.tree_leaves(t) for t in (params, after, *grads)]
+    for p, q, *gs in zip(*columns, strict=True):
+        wanted = [SERIAL[name](*entry) for entry in zip(np.ravel(p), zip(*map(np.ravel, gs), strict=True), strict=True)]
+        np.testing.assert_allclose(np.ravel(q), wanted, rtol=1e-14)
+
+
+def test_adam_goes_by_its_rate_along_a_constant_gradient():
+    g = np.array([3.0, -0.01, 1e3])
+    after, _ = trained(adam(0.1, eps=0.0), np.zeros(3), [g] * 7)
+    np.testing.assert_allclose(after, -0.7 * np.sign(g), rtol=1e-13)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_dtypes_are_kept(name, dtype):
+    rng = np.random.default_rng(1)
+    params = tree(rng, dtype)
+    # Gradients and options of more precision do not widen the parameters, or the state.
+    after, state = trained(OPTIMIZERS[name], params, [tree(rng) for _ in range(2)])
+    assert {x.dtype for x in optree.tree_leaves(after)} == {np.dtype(dtype)}
+    assert {x.dtype for x in optree.tree_leaves(tuple(state)[1:])} <= {np.dtype(dtype)}
+
+
+def test_options_of_more_precision_do_not_widen():
+    for optimizer in sgd(np.float64(0.1), momentum=np.float64(0.9)), adam(np.float64(0.1), b1=np.float64(0.9)):
+        after, _ = trained(optimizer, np.ones(3, np.float32), [np.ones(3, np.float32)] * 2)
+        assert after.dtype == np.float32
+
+
+def test_nothing_is_overwritten():
+    params = np.ones(3)
+    optimizer = sgd(0.1, momentum=0.9)
+    state = optimizer.init(params)
+    optimizer.update(np.ones(3), state, params)
+    np.testing.assert_array_equal(params, np.ones(3))
+    np.testing.assert_array_equal(state.velocity, np.zeros(3))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_partitioned_arrays_stay_as_they_lie(name):
+    rng = np.random.default_rng(2)
+    params, grads = {"w": rng.normal(size=(5, 3)), "b": rng.normal(size=3)}, []
+    specs = {"w": P("x", "y"), "b": P("y")}
+    grads = [{k: rng.normal(size=v.shape) for k, v in params.items()} for _ in range(3)]
+    with spmd.Mesh(x=2, y=2, transport="local"):
+        laid = [{k: spmd.put(v, specs[k]) for k, v in t.items()} for t in (params, *grads)]
+        with spmd.ledger() as log:
+            after, state = trained(OPTIMIZERS[name], laid[0], laid[1:])
+        assert not log.verbs
+    for k, w in after.items():
+        assert w.layout == laid[0][k].layout
+    wanted, serial_state = trained(OPTIMIZERS[name], params, grads)
+    assert_same(after, wanted)
+    assert_same(state, serial_state)
+
+
+def test_update_in_a_body():
+    rng = np.random.default_rng(3)
+    p, g = rng.normal(size=7), rng.normal(size=7)
+    for optimizer, spec in (sgd(0.1, 0.9), SGDState(None, P("x"))), (adam(), AdamState(None, P("x"), P("x"))):
+        update = spmd.map(optimizer.update, in_specs=(P("x"), spec, P("x")), out_specs=(P("x"), spec))
+        state = optimizer.init(p)
+        with spmd.Mesh(x=3, transport="local"):
+            once = update(g, state, p)
+            twice = update(g, once[1], once[0])
+        assert_same(twice, trained(optimizer, p, [g, g]))
+
+
+def test_training_is_differentiable():
+    # Steps along the gradient of x^2/2 multiply x by 1 - rate: a closed form to differentiate.
+    def after(rate, x):
+        optimizer = sgd(rate)
+        state = optimizer.init(x)
+        for _ in range(4):
+            x, state = optimizer.update(spmd.grad(lambda x: (x * x).sum() / 2)(x), state, x)
+        return x.sum()
+
+    x = np.array([1.0, -3.0, 5.0])
+    by_rate, by_x = spmd.grad(after, argnums=(0, 1))(np.float64(0.1), x)
+    np.testing.assert_allclose(by_rate, -4 * 0.9**3 * x.sum(), rtol=1e-13)
+    np.testing.assert_allclose(by_x, np.full(3, 0.9**4), rtol=1e-13)
+
+
+def test_trees_must_agree():
+    for optimizer in sgd(0.1), sgd(0.1, 0.9), adam():
+        params = {"w": np.ones(2)}
+        with pytest.raises(ValueError, match="w"):
+            optimizer.update({"v": np.ones(2)}, optimizer.init(params), params)
