@@ -4,6 +4,7 @@ It knows nothing of meshes. What operands of different state mean to each other 
 """
 
 from spmd.autodiff import rules
+from spmd.autodiff.check import check_grads, check_vjp
 from spmd.autodiff.tracer import Array, at
 from spmd.autodiff.transforms import (
     checkpoint,
@@ -24,6 +25,8 @@ from spmd.autodiff.transforms import (
 __all__ = [
     "Array",
     "at",
+    "check_grads",
+    "check_vjp",
     "checkpoint",
     "custom_vjp",
     "grad",

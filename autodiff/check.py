@@ -63,7 +63,7 @@ def check_vjp(f: Callable, args: Sequence[Any], *, seed: int = 0) -> None:
 
     def compare(vs) -> tuple[float, float, float]:
         """The derivative along vs by finite difference and by the pullback, and the scale of their terms."""
-        over, under = (values([x + s * h * v for x, v in zip(xs, vs, strict=True)]) for s in (1, -1))
+        over, under = (values([_moved(x, s * h * v) for x, v in zip(xs, vs, strict=True)]) for s in (1, -1))
         numeric = sum(_dot(g, (o - u) / (2 * h)) for g, o, u in zip(gs, over, under, strict=True))
         exact = sum(_dot(p, v) for p, v in zip(found, vs, strict=True))
         terms = [(g, y) for g, y in zip(gs, ys, strict=True)] + [
@@ -111,6 +111,11 @@ def _random_like(rng, x):
     if dtype.kind == "c":
         numbers = numbers * np.exp(2j * np.pi * rng.uniform(size=np.shape(x)))
     return np.asarray(numbers).astype(dtype)
+
+
+def _moved(x, step):
+    """x + step, still an array where it has no dimensions."""
+    return np.asarray(x + step) if isinstance(x, np.ndarray) else x + step
 
 
 def _dot(a, b) -> float:

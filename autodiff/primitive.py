@@ -21,7 +21,18 @@ import numpy as np
 
 from spmd.errors import DifferentiationError, message
 
-__all__ = ["Like", "Primitive", "composite", "composites", "constant", "constants", "handlers", "primitive", "rule"]
+__all__ = [
+    "Like",
+    "Primitive",
+    "composite",
+    "composites",
+    "constant",
+    "constants",
+    "handlers",
+    "name_of",
+    "primitive",
+    "rule",
+]
 
 Rule = Callable[..., Any]
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -167,7 +178,7 @@ def _not_supported(prim: Primitive, argument: str, known: Iterable[str]) -> Exce
 
 def rule(fun: Any, *rules: Rule | None) -> Primitive:
     """Declare the derivative of a NumPy function: one rule per array argument, in order."""
-    prim = Primitive(fun, fun.__name__, rules)
+    prim = Primitive(fun, name_of(fun), rules)
     handlers[fun] = _entry(prim)
     return prim
 
@@ -191,6 +202,16 @@ def _entry(prim: Any) -> Callable[..., Any]:
     call.__doc__ = prim.fun.__doc__
     call.primitive = prim  # type: ignore[attr-defined]
     return call
+
+
+def name_of(fun) -> str:
+    """A function as users write it: np.svd is np.linalg.svd."""
+    name = fun.__name__
+    for prefix in ("np", "np.linalg", "np.fft"):
+        module = getattr(np, prefix[3:]) if prefix[3:] else np
+        if getattr(module, name, None) is fun:
+            return f"{prefix}.{name}"
+    return f"{(getattr(fun, '__module__', None) or 'scipy.special').removeprefix('numpy.')}.{name}"
 
 
 def constant(*funs: Any) -> None:

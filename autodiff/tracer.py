@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd.autodiff.primitive import Like, Primitive, composites, constants, handlers, primitive
+from spmd.autodiff.primitive import Like, Primitive, composites, constants, handlers, name_of, primitive
 from spmd.autodiff.tape import Node, Tape
 from spmd.errors import DifferentiationError, MissingMethodError, StateError, TracedConversionError, describe, message, nearest
 
@@ -249,15 +249,6 @@ def late(fun):
     return handlers.get(fun)
 
 
-def name_of(fun) -> str:
-    """A function as users write it: np.svd is np.linalg.svd."""
-    name = fun.__name__
-    for module, prefix in ((np, "np"), (np.linalg, "np.linalg"), (np.fft, "np.fft")):
-        if getattr(module, name, None) is fun:
-            return f"{prefix}.{name}"
-    return f"{(getattr(fun, '__module__', None) or 'scipy.special').removeprefix('numpy.')}.{name}"
-
-
 def _no_rule(fun, method: str = "") -> Exception:
     names = {f.__name__: name_of(f) for f in handlers}
     known = [names[k] for k in nearest(fun.__name__, names)] if method != ".at" else ["x.at[i].add(v)"]
@@ -451,6 +442,9 @@ class Array:
                     )
                 )
             return dispatch(ufunc, inputs, kwargs)
+        if method == "outer":
+            x, y = (a if type(a) is Array else np.asarray(a) for a in inputs)
+            return ufunc(np.reshape(x, x.shape + (1,) * y.ndim), y)
         known = _methods.get((ufunc, method))
         if known is not None:
             kwargs.setdefault("axis", 0)
@@ -631,7 +625,7 @@ Array.conjugate = Array.conj  # type: ignore[attr-defined]
 
 def _add_into(shape, dtype, index, g):
     """Zeros with g added at index, repeated positions as often as they stand there."""
-    out = np.zeros(shape, dtype)
+    out = np.zeros_like(g, dtype=dtype, shape=shape)
     if _is_basic(index):
         out[index] = g
     else:
@@ -664,14 +658,14 @@ def _astype(x, dtype):
 
 @primitive("x.at[i].set", lambda g, _ans, _x, _v, index: _set(g, 0.0, index), lambda g, _ans, _x, _v, index: g[index])  # type: ignore
 def _set(x, v, index):
-    out = np.array(x)
+    out = np.copy(x)
     out[index] = v
     return out
 
 
 @primitive("x.at[i].add", lambda g, _ans, _x, _v, index: g, lambda g, _ans, _x, _v, index: g[index])
 def _add(x, v, index):
-    out = np.array(x)
+    out = np.copy(x)
     np.add.at(out, index, v)
     return out
 

@@ -289,7 +289,7 @@ def _basis(x):
 
 
 def jacrev(fun: Callable, argnums: int | Sequence[int] = 0, has_aux: bool = False, holomorphic: bool = False):
-    """The Jacobian by reverse mode, a row per entry of the result: shape (*result, *argument) for each pair of leaves."""
+    """The Jacobian by reverse mode, a row per entry of the result: (*result, *argument) for each pair of leaves."""
 
     @functools.wraps(fun)
     def wrapped(*args, **kwargs):
@@ -504,7 +504,10 @@ def _with_pullback(tape: Tape, leaves: list, run: Callable, back: Callable, wher
     outs, out_tree = optree.tree_flatten(out)
 
     def pull(gs):
-        full = [_stated(_zeros_like(o) if g is None else g, getattr(o, "state", None)) for g, o in zip(gs, outs, strict=True)]
+        full = [
+            _stated(_zeros_like(o) if g is None else g, getattr(o, "state", None))
+            for g, o in zip(gs, outs, strict=True)
+        ]
         found = back(residuals, optree.tree_unflatten(out_tree, full))
         for k, (g, x) in enumerate(zip(found, leaves, strict=True)):
             if g is not None and np.shape(value_of(g)) != np.shape(value_of(x)):

@@ -122,7 +122,7 @@ def show_progress(args, mesh, epoch, part, loss, accuracy):
         return
     text = f"epoch {epoch:2}/{args.epochs}  loss {repr(loss) if args.full_precision else format(loss, '.4f')}"
     text += f"  test accuracy {accuracy:.1%}"
-    # A process of an MPI job may be shown a terminal where the job has none.
+    # The processes of an MPI job may see a terminal where the job itself has none.
     if sys.stdout.isatty() and mesh.transport.name == "local" and not args.full_precision:
         done = (epoch - 1 + part) / args.epochs
         bar = "█░" if writes_unicode() else "#."
@@ -158,10 +158,12 @@ def parse_args():
     parser.add_argument("--hidden", type=int, nargs="+", default=[128, 64, 128], help="widths, an odd number of them")
     parser.add_argument("--epochs", type=int, default=15, help="how often to go through the data")
     parser.add_argument("--optimizer", choices=["sgd", "adam"], default="sgd", help="sgd with momentum 0.9, or Adam")
-    parser.add_argument("--lr", type=float, help="learning rate; 0.05 for sgd and 0.002 for adam if not given")
+    parser.add_argument("--lr", type=float, help="learning rate; None means 0.05 for sgd, 0.002 for adam")
     parser.add_argument("--seed", type=int, default=0, help="of the split, the parameters and the order of the scans")
     parser.add_argument("--dtype", choices=["float32", "float64"], default="float64", help="of data and parameters")
-    parser.add_argument("--scheduler", choices=["auto", "lockstep", "threads"], help="of virtual workers")
+    parser.add_argument(
+        "--scheduler", choices=["auto", "lockstep", "threads"], help="of virtual workers; None: by itself"
+    )
     parser.add_argument("--full-precision", action="store_true", help="print losses to the last bit, a line per epoch")
     args = parser.parse_args()
     if len(args.hidden) % 2 == 0 or min(args.hidden) < 1 or args.batch < 1:

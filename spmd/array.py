@@ -6,6 +6,7 @@ import math
 import operator
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -120,7 +121,19 @@ class PartitionedArray:
                 )
             )
         whole = self._assembled()
-        return np.array(whole, dtype=dtype) if copy or copy is None else np.asarray(whole, dtype=dtype)
+        if copy is not False:
+            return np.array(whole, dtype=dtype)
+        if not any(whole is b for b in self.blocks.values()) or dtype not in (None, self.dtype):
+            raise LayoutError(
+                message(
+                    "np.asarray",
+                    argument="copy",
+                    got=f"False, for {describe(self)}",
+                    need="True or None: it is put together, or converted",
+                    mend="leave copy out",
+                )
+            )
+        return whole
 
     def item(self):
         """The number in an array of one entry."""
@@ -328,7 +341,7 @@ def _blockwise(ufunc, inputs, kwargs):
                 mend="give them the same shape, or length 1 where one is to be repeated",
             )
         ) from error
-    layout = _common_layout(where, arrays, shape, mesh)
+    layout = _common_layout(where, arrays, shape)
     results: dict[int, Any] = {}
     for w in arrays[0].blocks:
         owner = layout.owners[w]
@@ -345,37 +358,47 @@ def _blockwise(ufunc, inputs, kwargs):
     return PartitionedArray(results, layout, mesh)
 
 
-def _common_layout(where: str, arrays: list[PartitionedArray], shape: tuple[int, ...], mesh: Mesh) -> Layout:
+def _common_layout(where: str, arrays: Sequence[PartitionedArray], shape: tuple[int, ...]) -> Layout:
     """The layout of a result: each dimension split as the operands that split it are, which must agree."""
+    first = arrays[0].layout
+    if first.shape == shape and all(a.layout == first for a in arrays):
+        return first
+    found = _joint_layout(tuple(a.layout for a in arrays), shape)
+    if found is None:
+        raise LayoutError(
+            message(
+                where,
+                got=" and ".join(describe(a) + (f" in blocks of {a.layout.cuts}" * (not a.layout.balanced)) for a in arrays),
+                need="operands that are split alike, or not at all",
+                mend="spmd.put(x, other.spec) lays x out like the other; or work in a body: spmd.map(f, in_specs=...)",
+            )
+        )
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _joint_layout(layouts: tuple[Layout, ...], shape: tuple[int, ...]) -> Layout | None:
+    """The layout in which operands of these layouts broadcast to a shape, or None where they are split differently."""
     dims: list[tuple[str, ...]] = [()] * len(shape)
     cuts: list[tuple[int, ...] | None] = [None] * len(shape)
-    for a in arrays:
-        for k, (names, cut) in enumerate(zip(a.spec.dims, a.layout.cuts, strict=True)):
-            d = k + len(shape) - a.ndim
+    for layout in layouts:
+        for k, (names, cut) in enumerate(zip(layout.spec.dims, layout.cuts, strict=True)):
+            d = k + len(shape) - len(layout.shape)
             if not names:
                 continue
-            if a.shape[k] != shape[d] or (dims[d] and (dims[d], cuts[d]) != (names, cut)):
-                raise _layouts_differ(where, arrays)
+            if layout.shape[k] != shape[d] or (dims[d] and (dims[d], cuts[d]) != (names, cut)):
+                return None
             dims[d], cuts[d] = names, cut
     used = [n for names in dims for n in names]
     if len(set(used)) < len(used):
-        raise _layouts_differ(where, arrays)
-    return Layout(shape, P(*dims), mesh.axes, cuts)
-
-
-def _layouts_differ(where: str, arrays: list[PartitionedArray]) -> Exception:
-    return LayoutError(
-        message(
-            where,
-            got=" and ".join(describe(a) + ("" if a.layout.balanced else f" in blocks of {a.layout.cuts}") for a in arrays),
-            need="operands that are split alike, or not at all",
-            mend="spmd.put(x, other.spec) lays x out like the other; or work in a body: spmd.map(f, in_specs=..., ...)",
-        )
-    )
+        return None
+    return Layout(shape, P(*dims), layouts[0].axes, cuts)
 
 
 def _part(x, layout: Layout, worker: int):
     """The part of an operand that belongs to a worker's block of the result."""
+    if type(x) is PartitionedArray and x.layout is layout:
+        return x.blocks[worker]
     box = layout.slices(worker)
     if type(x) is PartitionedArray:
         data, whole = x.blocks[worker], [not names for names in x.spec.dims]
@@ -418,7 +441,7 @@ def _one_copy(blocks: Mapping[int, np.ndarray], layout: Layout, mesh: Mesh) -> P
 
 
 def _broadcast_to(x: PartitionedArray, shape) -> PartitionedArray:
-    layout = _common_layout("np.broadcast_to", [x], tuple(shape), x.mesh)
+    layout = _common_layout("np.broadcast_to", [x], tuple(shape))
     blocks = {w: np.broadcast_to(b, layout.block_shape(w)) for w, b in x.blocks.items()}
     return PartitionedArray(blocks, layout, x.mesh)
 

@@ -170,14 +170,19 @@ class Layout:
             )
         return tuple(cut)
 
+    @cached_property
     def _key(self):
         return self.shape, self.spec, tuple(self.axes.items()), self.cuts
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self._key)
+
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Layout) and self._key() == other._key()
+        return self is other or (isinstance(other, Layout) and self._key == other._key)
 
     def __hash__(self) -> int:
-        return hash(self._key())
+        return self._hash
 
     def __repr__(self) -> str:
         uneven = "" if self.balanced else f", cuts={self.cuts}"

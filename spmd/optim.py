@@ -31,16 +31,16 @@ class Optimizer(NamedTuple):
 
 
 class SGDState(NamedTuple):
-    """count: updates done. velocity: the running sum of gradients, like the parameters; None without momentum."""
+    """steps: updates done. velocity: the running sum of gradients, like the parameters; None without momentum."""
 
-    count: int
+    steps: int
     velocity: Any
 
 
 class AdamState(NamedTuple):
-    """count: updates done. mean, square: running averages of the gradient and of its square, like the parameters."""
+    """steps: updates done. mean, square: running averages of the gradient and of its square, like the parameters."""
 
-    count: int
+    steps: int
     mean: Any
     square: Any
 
@@ -57,12 +57,12 @@ def sgd(learning_rate: Rate, momentum: float = 0.0, *, nesterov: bool = False) -
         return SGDState(0, optree.tree_map(np.zeros_like, params) if momentum else None)
 
     def update(grads, state, params):
-        rate, velocity, along = _rate(learning_rate, state.count), state.velocity, grads
+        rate, velocity, along = _rate(learning_rate, state.steps), state.velocity, grads
         if momentum:
             velocity = optree.tree_map(lambda v, g: _like(momentum * v + g, v), velocity, grads)
             along = optree.tree_map(lambda v, g: momentum * v + g, velocity, grads) if nesterov else velocity
         params = optree.tree_map(lambda p, v: _like(p - rate * v, p), params, along)
-        return params, SGDState(state.count + 1, velocity)
+        return params, SGDState(state.steps + 1, velocity)
 
     return Optimizer(init, update)
 
@@ -92,8 +92,8 @@ def adamw(
         return AdamState(0, optree.tree_map(np.zeros_like, params), optree.tree_map(np.zeros_like, params))
 
     def update(grads, state, params):
-        t = state.count + 1
-        rate, unbias1, unbias2 = _rate(learning_rate, state.count), 1 - b1**t, 1 - b2**t
+        t = state.steps + 1
+        rate, unbias1, unbias2 = _rate(learning_rate, state.steps), 1 - b1**t, 1 - b2**t
 
         def step(p, m, s):
             along = (m / unbias1) / (np.sqrt(s / unbias2) + eps)
@@ -106,8 +106,8 @@ def adamw(
     return Optimizer(init, update)
 
 
-def _rate(learning_rate: Rate, count: int):
-    return learning_rate(count) if callable(learning_rate) else learning_rate
+def _rate(learning_rate: Rate, steps: int):
+    return learning_rate(steps) if callable(learning_rate) else learning_rate
 
 
 def _like(new, old):

@@ -74,7 +74,7 @@ def test_formula(name):
     rng = np.random.default_rng(0)
     params, grads = tree(rng), [tree(rng) for _ in range(5)]
     after, state = trained(OPTIMIZERS[name], params, grads)
-    assert state.count == 5
+    assert state.steps == 5
     columns = [optree.tree_leaves(t) for t in (params, after, *grads)]
     for p, q, *gs in zip(*columns, strict=True):
         wanted = [SERIAL[name](*entry) for entry in zip(np.ravel(p), zip(*map(np.ravel, gs), strict=True), strict=True)]

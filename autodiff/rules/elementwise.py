@@ -174,7 +174,18 @@ rule(
     lambda g, _ans, condition, _x, _y: np.where(condition, g, 0),
     lambda g, _ans, condition, _x, _y: np.where(condition, 0, g),
 )
-rule(np.nan_to_num, lambda g, _ans, x, copy=True, nan=0.0, posinf=None, neginf=None: np.where(np.isfinite(x), g, 0))
+
+
+@composite(np.nan_to_num)
+def nan_to_num(x, copy=True, nan=0.0, posinf=None, neginf=None):
+    return _nan_to_num(x, nan=nan, posinf=posinf, neginf=neginf)
+
+
+@primitive("np.nan_to_num", lambda g, _ans, x, **_: np.where(np.isfinite(x), g, 0))
+def _nan_to_num(x, **values):
+    return np.nan_to_num(x, **values)
+
+
 rule(
     np.copysign,
     lambda g, _ans, x, y: np.where(np.signbit(x) == np.signbit(y), g, -g),

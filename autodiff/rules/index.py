@@ -58,10 +58,12 @@ def select(condlist, choicelist, default=0):
 @primitive("embed_diagonal", lambda g, _ans, _d, _shape, offset, axis1, axis2: np.diagonal(g, offset, axis1, axis2))
 def embed_diagonal(d, shape, offset, axis1, axis2):
     """Zeros of `shape` with d on a diagonal: the transpose of np.diagonal."""
-    out = np.zeros_like(d, shape=shape)
-    i = np.arange(d.shape[-1])
-    np.moveaxis(out, (axis1, axis2), (-2, -1))[..., i + max(-offset, 0), i + max(offset, 0)] = d
-    return out
+    rows, columns = shape[axis1], shape[axis2]
+    *batch, n = d.shape
+    flat = np.zeros_like(d, shape=(*batch, rows * columns))
+    start = offset if offset >= 0 else -offset * columns
+    flat[..., start : start + n * (columns + 1) : columns + 1] = d
+    return np.moveaxis(np.reshape(flat, (*batch, rows, columns)), (-2, -1), (axis1, axis2))
 
 
 rule(

@@ -9,6 +9,7 @@ import numpy as np
 
 from spmd.autodiff.primitive import composite, constant, rule
 from spmd.autodiff.rules.elementwise import nonzero
+from spmd.autodiff.rules.shape import along
 
 
 def expand(g, like, axis, keepdims):
@@ -54,6 +55,7 @@ rule(
         g, x, axis, keepdims, ddof or correction
     ),
 )
+# At zero the derivative of a standard deviation is taken as zero.
 rule(
     np.std,
     lambda g, ans, x, axis=None, dtype=None, out=None, ddof=0, keepdims=False, *, correction=0: _spread(
@@ -145,6 +147,62 @@ rule(
     np.sort,
     lambda g, _ans, x, axis=-1: np.reshape(np.take_along_axis(g, _ranks(x, axis), axis), np.shape(x)),
 )
+
+
+# Differences and integrals
+
+
+def _slices(a, axis):
+    """a without its first and without its last entry along a dimension."""
+    return a[along(axis, a.ndim, slice(1, None))], a[along(axis, a.ndim, slice(None, -1))]
+
+
+@composite(np.diff)
+def diff(a, n=1, axis=-1, prepend=None, append=None):
+    ends = [
+        x if x is None or np.ndim(x) else np.broadcast_to(x, a[along(axis, a.ndim, slice(0, 1))].shape)
+        for x in (prepend, append)
+    ]
+    a = np.concatenate([x for x in (ends[0], a, ends[1]) if x is not None], axis)
+    for _ in range(n):
+        after, before = _slices(a, axis)
+        a = after - before
+    return a
+
+
+@composite(np.trapezoid)
+def trapezoid(y, x=None, dx=1.0, axis=-1):
+    after, before = _slices(np.moveaxis(y, axis, -1), -1)
+    widths = dx if x is None else np.diff(x if np.ndim(x) == 1 else np.moveaxis(x, axis, -1))
+    return np.sum(widths * (after + before) / 2, -1)
+
+
+@composite(np.ptp)
+def ptp(a, axis=None, out=None, keepdims=False):
+    return np.max(a, axis, keepdims=keepdims) - np.min(a, axis, keepdims=keepdims)
+
+
+def _headed(running, first, axis, include_initial):
+    """A running sum or product, with its first value in front if asked for."""
+    if not include_initial:
+        return running
+    axis = 0 if axis is None else axis
+    head = np.full_like(
+        running, first, shape=[1 if i == axis % running.ndim else n for i, n in enumerate(running.shape)]
+    )
+    return np.concatenate([head, running], axis)
+
+
+if hasattr(np, "cumulative_sum"):
+
+    @composite(np.cumulative_sum)
+    def cumulative_sum(x, /, *, axis=None, dtype=None, out=None, include_initial=False):
+        return _headed(np.cumsum(x, axis, dtype=dtype), 0, axis, include_initial)
+
+    @composite(np.cumulative_prod)
+    def cumulative_prod(x, /, *, axis=None, dtype=None, out=None, include_initial=False):
+        return _headed(np.cumprod(x, axis, dtype=dtype), 1, axis, include_initial)
+
 
 # Constants
 

@@ -147,7 +147,7 @@ def leafwise(f: Callable[[Any], Any], tree):
 def _begin(op: Collective, x, worker: Worker, frame) -> Callable[[], Any]:
     """Admit one array, start the collective, and say how to finish."""
     if type(x) in _NUMBERS:
-        begun = _launch(op, np.asarray(x), worker, frame)
+        begun = _launch(op, np.asarray(int(x) if op.adds and type(x) is bool else x), worker, frame)
         return lambda: _number(begun()[0], op, worker)
     if type(x) is not Array:
         x = _owned(x, op)
