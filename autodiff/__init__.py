@@ -3,7 +3,7 @@
 It knows nothing of meshes. What operands of different state mean to each other enters by one hook (`tracer.Mixing`).
 """
 
-from spmd.autodiff import rules
+from spmd.autodiff import rules, tree
 from spmd.autodiff.check import check_grads, check_vjp
 from spmd.autodiff.tracer import Array, at
 from spmd.autodiff.transforms import (
@@ -39,6 +39,7 @@ __all__ = [
     "linearize",
     "rules",
     "stop_gradient",
+    "tree",
     "value_and_grad",
     "vjp",
 ]

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import optree
 
+from spmd.autodiff import tree
 from spmd.autodiff.tracer import value_of
 from spmd.autodiff.transforms import vjp
 from spmd.errors import message
@@ -41,21 +41,21 @@ def check_vjp(f: Callable, args: Sequence[Any], *, seed: int = 0) -> None:
     Raises AssertionError, which names the argument that is most wrong.
     """
     rng = np.random.default_rng(seed)
-    xs, treedef = optree.tree_flatten(tuple(args))  # type: ignore[arg-type]
+    xs, treedef = tree.flatten(tuple(args))  # type: ignore[arg-type]
     value, pull = vjp(f, *args)
-    ys, out_tree = optree.tree_flatten(value)
+    ys, out_tree = tree.flatten(value)
     ys = [value_of(y) for y in ys]
     eps = _eps([*xs, *ys])
     bound, h = tolerance(eps), eps ** (1 / 3)
 
     def values(xs):
-        return [value_of(y) for y in optree.tree_leaves(f(*optree.tree_unflatten(treedef, xs)))]
+        return [value_of(y) for y in tree.leaves(f(*tree.unflatten(treedef, xs)))]
 
     for k, (y, plain) in enumerate(zip(ys, values(xs), strict=True)):
         if not np.allclose(y, plain, rtol=1e3 * eps, atol=1e3 * eps, equal_nan=True):
             raise _failure(f, f"result {k}", f"{y} where traced", f"{plain}, as where not")
     gs = [_random_like(rng, y) for y in ys]
-    found = optree.tree_leaves(pull(optree.tree_unflatten(out_tree, gs)))
+    found = tree.leaves(pull(tree.unflatten(out_tree, gs)))
     for k, (x, p) in enumerate(zip(xs, found, strict=True)):
         have, need = (np.shape(p), getattr(p, "dtype", None)), (np.shape(x), getattr(x, "dtype", None))
         if have[0] != need[0] or (need[1] is not None and have[1] != need[1]):
@@ -95,7 +95,7 @@ def check_grads(f: Callable, args: Sequence[Any], order: int = 2, *, seed: int =
     check_vjp(f, args, seed=seed)
     if order > 1:
         rng = np.random.default_rng(seed + 1)
-        cotangent = optree.tree_map(lambda y: _random_like(rng, value_of(y)), f(*args))
+        cotangent = tree.map(lambda y: _random_like(rng, value_of(y)), f(*args))
 
         def pullback(args, cotangent):
             return vjp(f, *args)[1](cotangent)
@@ -129,7 +129,7 @@ def _excess(numeric: float, exact: float, scale: float) -> float:
 
 
 def _path(args, k: int) -> str:
-    path = optree.tree_paths(args)[k]
+    path = tree.paths(args)[k]
     return f"number {path[0]}" + "".join(f"[{p!r}]" for p in path[1:])
 
 

@@ -55,13 +55,14 @@ class Tape:
     """The nodes of one differentiation, in the order they were computed.
 
     A higher `level` means a later, inner differentiation. `twins` caches what operands were brought to other
-    states, so that their cotangents meet before they are sent anywhere.
+    states, so that their cotangents meet before they are sent anywhere. `once` tells that it will be swept one time.
     """
 
-    __slots__ = ("append", "level", "nodes", "twins")
+    __slots__ = ("append", "level", "nodes", "once", "twins")
 
-    def __init__(self) -> None:
+    def __init__(self, once: bool = False) -> None:
         self.level = next(_levels)
+        self.once = once
         self.nodes: list[Node] = []
         self.twins: dict[Any, Any] = {}
         self.append: Callable[[Node], None] = self._append
@@ -82,9 +83,6 @@ class Tape:
             raise refusal()
 
         self.append = append
-
-    def resume(self) -> None:
-        self.append = self._append
 
 
 def _leaked() -> Exception:
@@ -110,9 +108,9 @@ def _closed_over() -> Exception:
 
 
 @contextmanager
-def recording() -> Iterator[Tape]:
+def recording(once: bool = False) -> Iterator[Tape]:
     """A new tape, innermost until the block ends; recording on it later is an error."""
-    tape = Tape()
+    tape = Tape(once)
     token = _active.set((*_active.get(), tape))
     try:
         yield tape
@@ -164,6 +162,15 @@ class Bundle:
 def unbroadcast(g, shape: tuple[int, ...]):
     """The transpose of broadcasting `shape` to the shape of g: sum over the dimensions that were added or stretched."""
     extra = g.ndim - len(shape)
+    if extra < 0 or any(n not in (1, m) for n, m in zip(shape, g.shape[extra:], strict=True)):
+        raise DifferentiationError(
+            message(
+                "the backward sweep",
+                got=f"a cotangent of shape {list(g.shape)} for a value of shape {list(shape)}",
+                need="the shape of the value, or one that the value broadcasts to",
+                mend="let the backward function (custom_vjp, an operator's H) return cotangents as its arguments are",
+            )
+        )
     stretched = tuple(i + extra for i, n in enumerate(shape) if n == 1 and g.shape[i + extra] != 1)
     axes = tuple(range(extra)) + stretched
     return np.reshape(np.sum(g, axis=axes), shape) if axes else np.reshape(g, shape)

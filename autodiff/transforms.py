@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import optree
 
-from spmd.autodiff import tracer
+from spmd.autodiff import tracer, tree
 from spmd.autodiff.primitive import Primitive
 from spmd.autodiff.tape import Bundle, Node, Tape, recording, sweep
 from spmd.autodiff.tracer import Array, find, record, value_of
@@ -40,7 +39,7 @@ __all__ = [
 _NUMBERS = (int, float, complex)
 
 
-def lift(tape: Tape, x, where: str, path: Callable[[], str]) -> Array:
+def lift(tape: Tape, x: Any, where: str, path: Callable[[], str]) -> Array:
     """An argument as a leaf of the tape; `path` says how it is written."""
     if type(x) in _NUMBERS and type(x) is not int:
         return Array(x, tracer.mixing.ambient(), tape, tape.leaf((), tracer.weak(x)))
@@ -80,19 +79,27 @@ def _zeros_like(x):
     return np.zeros_like(value_of(x))
 
 
-def _lift_all(tape: Tape, tree, where: str, name: Callable[[], str]):
+def _lift_all(tape: Tape, argument, where: str, name: Callable[[], str]):
     """The leaves of an argument as leaves of the tape, and its structure."""
 
     def path(k: int) -> str:
-        return name() + "".join(f"[{p!r}]" for p in optree.tree_paths(tree)[k])
+        return name() + "".join(f"[{p!r}]" for p in tree.paths(argument)[k])
 
-    leaves, treedef = optree.tree_flatten(tree)
+    leaves, treedef = tree.flatten(argument)
     return [lift(tape, x, where, functools.partial(path, k)) for k, x in enumerate(leaves)], treedef
 
 
-def _finish(g, leaf: Array):
-    """The cotangent of a leaf as the caller sees it: zeros where none came, with the state of the argument."""
-    return _stated(_zeros_like(leaf) if g is None else tracer.mixing.settle(g, leaf.value), leaf.state)
+def _finish(cotangents: Iterable[Any], leaves: Iterable[Array]) -> Iterator[Any]:
+    """The cotangents of leaves as the caller sees them: zeros where none came, each with the state of its argument,
+    and bare ones as arrays of their own, so that writing into one changes no other."""
+    seen: set[int] = set()
+    for g, leaf in zip(cotangents, leaves, strict=True):
+        g = _zeros_like(leaf) if g is None else tracer.mixing.settle(g, leaf.value)
+        if leaf.state is None and isinstance(g, np.ndarray):
+            if id(g) in seen or not (g.flags.owndata and g.flags.writeable):
+                g = g.copy()
+            seen.add(id(g))
+        yield _stated(g, leaf.state)
 
 
 def _parameter(fun, n: int) -> str:
@@ -123,8 +130,7 @@ def value_and_grad(fun: Callable, argnums: int | Sequence[int] = 0, has_aux: boo
     @functools.wraps(fun)
     def wrapped(*args, **kwargs):
         where = f"grad of {_names(fun)}"
-        single = isinstance(argnums, int)
-        numbers = [argnums] if single else list(argnums)
+        numbers = [argnums] if isinstance(argnums, int) else list(argnums)
         for n in numbers:
             if not -len(args) <= n < len(args):
                 raise DifferentiationError(
@@ -137,28 +143,29 @@ def value_and_grad(fun: Callable, argnums: int | Sequence[int] = 0, has_aux: boo
                     )
                 )
         names = [functools.partial(_parameter, fun, n % len(args)) for n in numbers]
-        with recording() as tape:
+        with recording(once=True) as tape:
             lifted = [_lift_all(tape, args[n], where, name) for n, name in zip(numbers, names, strict=True)]
             full = list(args)
             for n, (xs, treedef) in zip(numbers, lifted, strict=True):
-                full[n] = optree.tree_unflatten(treedef, xs)
+                full[n] = tree.unflatten(treedef, xs)
             out = fun(*full, **kwargs)
             aux = None
             if has_aux:
                 out, aux = out
-                aux = optree.tree_map(lambda x: lower(x, tape), aux)
+                aux = tree.map(lambda x: lower(x, tape), aux)
             out = _scalar(out, where, holomorphic)
         traced = type(out) is Array and out.tape is tape
         seeds = [(out.node, np.ones_like(value_of(out)))] if traced else []
-        found = iter(sweep(tape, seeds, [x.node for xs, _ in lifted for x in xs], free=True))
-        grads = [optree.tree_unflatten(treedef, [_finish(next(found), x) for x in xs]) for xs, treedef in lifted]
+        leaves = [x for xs, _ in lifted for x in xs]
+        found = _finish(sweep(tape, seeds, [x.node for x in leaves], free=True), leaves)
+        grads = [tree.unflatten(treedef, [next(found) for _ in xs]) for xs, treedef in lifted]
         value = lower(out, tape)
-        return (value, aux) if has_aux else value, grads[0] if single else tuple(grads)
+        return (value, aux) if has_aux else value, grads[0] if isinstance(argnums, int) else tuple(grads)
 
     return wrapped
 
 
-def _scalar(out, where: str, holomorphic: bool):
+def _scalar(out: Any, where: str, holomorphic: bool) -> Any:
     """The result of a function to take the gradient of: one real number."""
     if isinstance(out, _NUMBERS):
         return out
@@ -191,6 +198,7 @@ def grad(fun: Callable, argnums: int | Sequence[int] = 0, has_aux: bool = False,
 
     @functools.wraps(fun)
     def wrapped(*args, **kwargs):
+        value: Any
         value, gradient = both(*args, **kwargs)
         return (gradient, value[1]) if has_aux else gradient
 
@@ -204,35 +212,40 @@ def vjp(fun: Callable, *primals, has_aux: bool = False) -> tuple[Any, ...]:
     the primals' shapes, dtypes and states. It may be called many times. A cotangent of less state than the result is
     varied, one of more is summed. With has_aux, `fun` returns (result, aux) and vjp (result, pullback, aux).
     """
+    return pullback_of(fun, primals, has_aux=has_aux)
+
+
+def pullback_of(fun: Callable, primals: Sequence[Any], *, has_aux: bool = False, once: bool = False) -> tuple[Any, ...]:
+    """As `vjp`; with `once` the pullback serves one time, and memory is freed as it goes."""
     where = f"vjp of {_names(fun)}"
-    with recording() as tape:
-        lifted, treedef = _lift_all(tape, primals, where, lambda: "primals")
-        out = fun(*optree.tree_unflatten(treedef, lifted))
+    with recording(once) as tape:
+        lifted, treedef = _lift_all(tape, tuple(primals), where, lambda: "primals")
+        out = fun(*tree.unflatten(treedef, lifted))
         aux = None
         if has_aux:
             out, aux = out
-            aux = optree.tree_map(lambda x: lower(x, tape), aux)
-    outs, out_tree = optree.tree_flatten(out)
+            aux = tree.map(lambda x: lower(x, tape), aux)
+    outs, out_tree = tree.flatten(out)
 
     def pullback(cotangent):
         gs = _match(cotangent, outs, out_tree, where)
         seeds = [(o.node, g) for o, g in zip(outs, gs, strict=True) if type(o) is Array and o.tape is tape]
-        found = sweep(tape, seeds, [x.node for x in lifted], free=False)
-        return optree.tree_unflatten(treedef, [_finish(g, x) for g, x in zip(found, lifted, strict=True)])
+        found = sweep(tape, seeds, [x.node for x in lifted], free=once)
+        return tree.unflatten(treedef, _finish(found, lifted))
 
-    value = optree.tree_unflatten(out_tree, [lower(o, tape) for o in outs])
+    value = tree.unflatten(out_tree, [lower(o, tape) for o in outs])
     return (value, pullback, aux) if has_aux else (value, pullback)
 
 
 def _match(cotangent, outs, out_tree, where: str) -> list:
     """The leaves of a cotangent, checked against the results and brought to their states."""
-    gs, tree = optree.tree_flatten(cotangent)
-    if tree != out_tree:
+    gs, given = tree.flatten(cotangent)
+    if given != out_tree:
         raise DifferentiationError(
             message(
                 f"pullback, {where}",
                 argument="cotangent",
-                got=f"structure {tree}",
+                got=f"structure {given}",
                 need=f"the structure of the result, {out_tree}",
                 mend="pass one cotangent per result",
             )
@@ -265,7 +278,7 @@ def jvp(fun: Callable, primals: Sequence[Any], tangents: Sequence[Any]):
 def linearize(fun: Callable, *primals):
     """`fun(*primals)` and its push-forward, a linear function of the tangents that may be called many times."""
     out, pull = vjp(fun, *primals)
-    zeros = optree.tree_map(lambda o: _stated(_zeros_like(o), getattr(o, "state", None)), out)
+    zeros = tree.map(lambda o: _stated(_zeros_like(o), getattr(o, "state", None)), out)
     _, pullpull = vjp(pull, zeros)
 
     def push(*tangents):
@@ -276,7 +289,7 @@ def linearize(fun: Callable, *primals):
 
 def linear_transpose(fun: Callable, *primals):
     """The transpose of a linear function, given arrays of its arguments' shapes: cotangent -> tuple of cotangents."""
-    return vjp(fun, *optree.tree_map(lambda x: _stated(_zeros_like(x), getattr(x, "state", None)), primals))[1]
+    return vjp(fun, *tree.map(lambda x: _stated(_zeros_like(x), getattr(x, "state", None)), primals))[1]
 
 
 def _basis(x):
@@ -302,7 +315,7 @@ def jacrev(fun: Callable, argnums: int | Sequence[int] = 0, has_aux: bool = Fals
             return fun(*full, **kwargs)
 
         out, pull, *aux = vjp(part, *(args[n] for n in numbers), has_aux=has_aux)
-        outs, out_tree = optree.tree_flatten(out)
+        outs, out_tree = tree.flatten(out)
         for o in outs:
             if np.iscomplexobj(value_of(o)) and not holomorphic:
                 raise DifferentiationError(
@@ -318,10 +331,10 @@ def jacrev(fun: Callable, argnums: int | Sequence[int] = 0, has_aux: bool = Fals
             units = []
             for unit in _basis(o):
                 cotangent = [unit if j == k else _zeros_like(p) for j, p in enumerate(outs)]
-                units.append(pull(optree.tree_unflatten(out_tree, cotangent)))
+                units.append(pull(tree.unflatten(out_tree, cotangent)))
             shape = np.shape(value_of(o))
             rows.append(_stack_rows(units, shape, args, numbers))
-        jacobian = optree.tree_unflatten(out_tree, [r[0] if isinstance(argnums, int) else r for r in rows])
+        jacobian = tree.unflatten(out_tree, [r[0] if isinstance(argnums, int) else r for r in rows])
         return (jacobian, aux[0]) if has_aux else jacobian
 
     return wrapped
@@ -330,10 +343,10 @@ def jacrev(fun: Callable, argnums: int | Sequence[int] = 0, has_aux: bool = Fals
 def _stack_rows(units: list, shape: tuple[int, ...], args, numbers):
     """Cotangents of unit results, stacked along the result's dimensions."""
     if not units:
-        return optree.tree_map(
+        return tree.map(
             lambda x: np.zeros(shape + np.shape(value_of(x)), value_of(x).dtype), tuple(args[n] for n in numbers)
         )
-    return optree.tree_map(lambda *gs: np.reshape(np.stack(gs), shape + gs[0].shape), *units)
+    return tree.map(lambda *gs: np.reshape(np.stack(gs), shape + gs[0].shape), *units)
 
 
 def jacfwd(fun: Callable, argnums: int = 0):
@@ -350,8 +363,8 @@ def jacfwd(fun: Callable, argnums: int = 0):
         columns = [push(unit) for unit in _basis(x)]
         shape = np.shape(value_of(x))
         if not columns:
-            return optree.tree_map(lambda o: np.zeros(np.shape(value_of(o)) + shape, value_of(o).dtype), out)
-        return optree.tree_map(lambda *cs: np.reshape(np.stack(cs, axis=-1), cs[0].shape + shape), *columns)
+            return tree.map(lambda o: np.zeros(np.shape(value_of(o)) + shape, value_of(o).dtype), out)
+        return tree.map(lambda *cs: np.reshape(np.stack(cs, axis=-1), cs[0].shape + shape), *columns)
 
     return wrapped
 
@@ -377,7 +390,7 @@ def stop_gradient(x):
     def stop(leaf):
         return _stated(value_of(leaf), leaf.state) if type(leaf) is Array else leaf
 
-    return optree.tree_map(stop, x)
+    return tree.map(stop, x)
 
 
 # Functions that bring their own pullback
@@ -432,17 +445,17 @@ class custom_vjp:
                 message(where, got="no rule", need="fwd and bwd", mend="f.defvjp(fwd, bwd) before the first call")
             )
         chosen = [i for i in range(len(args)) if i not in self.nondiff]
-        leaves, treedef = optree.tree_flatten(tuple(args[i] for i in chosen))
+        leaves, treedef = tree.flatten(tuple(args[i] for i in chosen))
         tape = _top(leaves)
         if tape is None:
             return self.fun(*args)
-        bwd, fixed = self.bwd, [args[i] for i in self.nondiff]
+        fwd, bwd, fixed = self.fwd, self.bwd, [args[i] for i in self.nondiff]
 
         def run(values):
             full = list(args)
-            for i, a in zip(chosen, optree.tree_unflatten(treedef, values), strict=True):
+            for i, a in zip(chosen, tree.unflatten(treedef, values), strict=True):
                 full[i] = a
-            return self.fwd(*full)
+            return fwd(*full)
 
         def back(residuals, cotangent):
             gs = bwd(*fixed, residuals, cotangent)
@@ -456,7 +469,7 @@ def checkpoint(fun: Callable) -> Callable:
 
     @functools.wraps(fun)
     def wrapped(*args, **kwargs):
-        leaves, treedef = optree.tree_flatten((args, kwargs))
+        leaves, treedef = tree.flatten((args, kwargs))
         tape = _top(leaves)
         if tape is None:
             return fun(*args, **kwargs)
@@ -468,13 +481,13 @@ def checkpoint(fun: Callable) -> Callable:
             def call(*xs):
                 for i, x in zip(moved, xs, strict=True):
                     full[i] = x
-                a, k = optree.tree_unflatten(treedef, full)
+                a, k = tree.unflatten(treedef, full)
                 return fun(*a, **k)
 
             return call(*chosen) if chosen is not None else call
 
         def run(values):
-            return fun(*(t := optree.tree_unflatten(treedef, values))[0], **t[1]), values
+            return fun(*(t := tree.unflatten(treedef, values))[0], **t[1]), values
 
         def back(values, cotangent):
             _, pull = vjp(rebuild(values, None), *(values[i] for i in moved))
@@ -501,14 +514,14 @@ def _with_pullback(tape: Tape, leaves: list, run: Callable, back: Callable, wher
         out, residuals = run([lower(x, tape) for x in leaves])
     finally:
         tape.append = before
-    outs, out_tree = optree.tree_flatten(out)
+    outs, out_tree = tree.flatten(out)
 
     def pull(gs):
         full = [
             _stated(_zeros_like(o) if g is None else g, getattr(o, "state", None))
             for g, o in zip(gs, outs, strict=True)
         ]
-        found = back(residuals, optree.tree_unflatten(out_tree, full))
+        found = back(residuals, tree.unflatten(out_tree, full))
         for k, (g, x) in enumerate(zip(found, leaves, strict=True)):
             if g is not None and np.shape(value_of(g)) != np.shape(value_of(x)):
                 raise _misshapen(g, x, where, k)
@@ -518,7 +531,7 @@ def _with_pullback(tape: Tape, leaves: list, run: Callable, back: Callable, wher
         ]
 
     parents = [x if type(x) is Array else Array(x) for x in leaves]
-    return optree.tree_unflatten(out_tree, joint(tape, parents, outs, pull))
+    return tree.unflatten(out_tree, joint(tape, parents, outs, pull))
 
 
 def _closure(where: str) -> Exception:

@@ -11,7 +11,7 @@ from typing import Any
 
 import optree
 
-__all__ = ["flatten", "flatten_with_path", "leaves", "map", "prefix", "structure", "unflatten"]
+__all__ = ["flatten", "flatten_with_path", "leaves", "map", "paths", "prefix", "structure", "unflatten"]
 
 
 def flatten(tree: Any, *, none_is_leaf: bool = False) -> tuple[list[Any], Any]:
@@ -29,6 +29,11 @@ def flatten_with_path(tree: Any, *, none_is_leaf: bool = False) -> tuple[list[st
     """As `flatten`, with the path of each leaf before: `['w'][0]`."""
     paths, found, structure = optree.tree_flatten_with_path(tree, none_is_leaf=none_is_leaf)
     return ["".join(f"[{p!r}]" for p in path) for path in paths], found, structure
+
+
+def paths(tree: Any) -> list[tuple[Any, ...]]:
+    """The path of each leaf, as its keys and indices."""
+    return optree.tree_paths(tree)
 
 
 def leaves(tree: Any) -> list[Any]:

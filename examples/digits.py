@@ -14,7 +14,6 @@ import sys
 import time
 
 import numpy as np
-import optree
 from sklearn.datasets import load_digits
 
 import spmd
@@ -79,7 +78,7 @@ def main():
 
     with spmd.Mesh(data=args.data, model=args.model, scheduler=args.scheduler) as mesh:
         # Every worker keeps its blocks. A gradient lies as its parameter does, so that an update sends nothing.
-        params = [tuple(map(spmd.put, layer, spec)) for layer, spec in zip(drawn, specs, strict=True)]
+        params = spmd.put(drawn, specs)
         state = optimizer.init(params)
 
         # One step to look at: what it sends, and whether its gradients are those of one worker that holds everything.
@@ -89,7 +88,7 @@ def main():
             optimizer.update(grads, state, params)
         with spmd.Mesh(data=1, model=1, transport="local"):
             _, grads_of_one = loss_and_grads(drawn, batch, batch_labels)
-        difference = largest_difference(optree.tree_map(lambda g: g.numpy(), grads), grads_of_one)
+        difference = largest_difference(spmd.tree.map(lambda g: g.numpy(), grads), grads_of_one)
 
         start, accuracy = time.perf_counter(), accuracy_of(params)
         for epoch in range(1, args.epochs + 1):
@@ -112,8 +111,8 @@ def main():
 
 def largest_difference(tree, other):
     """The largest difference between two trees of arrays, relative to the largest entry of each array."""
-    relative = optree.tree_map(lambda a, b: abs(a - b).max() / (abs(b).max() or 1), tree, other)
-    return max(optree.tree_leaves(relative))
+    relative = spmd.tree.map(lambda a, b: abs(a - b).max() / (abs(b).max() or 1), tree, other)
+    return max(spmd.tree.leaves(relative))
 
 
 def show_progress(args, mesh, epoch, part, loss, accuracy):

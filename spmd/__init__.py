@@ -24,6 +24,7 @@ from spmd.autodiff import (
     linear_transpose,
     linearize,
     stop_gradient,
+    tree,
     value_and_grad,
     vjp,
 )

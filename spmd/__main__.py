@@ -64,7 +64,7 @@ def table(mesh: Mesh, rows: list[dict]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m spmd", description=spmd.__doc__.split("\n", 1)[0])
+    parser = argparse.ArgumentParser(prog="python -m spmd", description="Functional SPMD arrays.")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="what was found and chosen: transports, schedulers, libraries")
     dot = commands.add_parser("adjoint", help="test every operator against its adjoint; works under mpiexec")

@@ -10,16 +10,26 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-import optree
 
+from spmd.autodiff import tree
 from spmd.autodiff.tracer import Array, name_of
-from spmd.errors import ClosureError, LayoutError, MeshError, MissingMethodError, SpecError, StateError, describe, message
+from spmd.errors import (
+    ClosureError,
+    LayoutError,
+    MeshError,
+    MissingMethodError,
+    SpecError,
+    StateError,
+    describe,
+    message,
+)
 from spmd.layout import Layout, P
 from spmd.mesh import WORKER, Mesh, Worker, current_mesh
 from spmd.operators.base import normal_axis, operate
 from spmd.operators.reduce import Sum
 from spmd.operators.root import Rooted
 from spmd.plan import plan
+from spmd.specs import spread
 from spmd.state import state_of
 from spmd.transport.base import Call
 
@@ -225,8 +235,11 @@ class PartitionedArray:
         _not_in_a_body(f"np.{ufunc.__name__}", self)
         if any(type(x) is Array for x in inputs):
             return NotImplemented
-        if method != "__call__" or kwargs.get("out") is not None:
-            raise _in_a_map(f"np.{ufunc.__name__}{'.' + method if method != '__call__' else ' with out='}", self)
+        if method != "__call__":
+            raise _in_a_map(f"{name_of(ufunc)}.{method}", self)
+        for option in ("out", "where"):
+            if kwargs.get(option) not in (None, True):
+                raise _in_a_map(f"{name_of(ufunc)} with {option}=", self)
         return _blockwise(ufunc, inputs, kwargs)
 
     def __array_function__(self, fun, types, args, kwargs):
@@ -442,24 +455,63 @@ def _one_copy(blocks: Mapping[int, np.ndarray], layout: Layout, mesh: Mesh) -> P
 
 def _broadcast_to(x: PartitionedArray, shape) -> PartitionedArray:
     layout = _common_layout("np.broadcast_to", [x], tuple(shape))
-    blocks = {w: np.broadcast_to(b, layout.block_shape(w)) for w, b in x.blocks.items()}
-    return PartitionedArray(blocks, layout, x.mesh)
+    return _one_copy({w: np.broadcast_to(b, layout.block_shape(w)) for w, b in x.blocks.items()}, layout, x.mesh)
+
+
+def _with_whole(layout: Layout, new: Mapping[int, int]) -> Layout:
+    """A layout with more dimensions, which are not split: their lengths by position."""
+    dims, cuts = list(layout.spec.dims), list(layout.cuts)
+    for d, n in sorted(new.items()):
+        dims.insert(d, ())
+        cuts.insert(d, (n,))
+    return Layout([sum(c) for c in cuts], P(*dims), layout.axes, cuts)
 
 
 def _expand_dims(x: PartitionedArray, axis) -> PartitionedArray:
-    new = sorted(normal_axis("np.expand_dims", "axis", d, x.ndim + np.size(axis)) for d in np.atleast_1d(axis))
-    dims, cuts = list(x.spec.dims), list(x.layout.cuts)
-    for d in new:
-        dims.insert(d, ())
-        cuts.insert(d, (1,))
-    layout = Layout([sum(c) for c in cuts], P(*dims), x.mesh.axes, cuts)
-    return PartitionedArray({w: np.expand_dims(b, tuple(new)) for w, b in x.blocks.items()}, layout, x.mesh)
+    ndim = x.ndim + np.size(axis)
+    new = tuple(normal_axis("np.expand_dims", "axis", d, ndim) for d in np.atleast_1d(axis))
+    blocks = {w: np.expand_dims(b, new) for w, b in x.blocks.items()}
+    return _one_copy(blocks, _with_whole(x.layout, dict.fromkeys(new, 1)), x.mesh)
 
 
-def _reshape(x: PartitionedArray, shape, *args, **kwargs) -> PartitionedArray:
-    if tuple(np.atleast_1d(shape)) != x.shape and not (x.shape == () and shape == ()):
+def _stack(arrays, axis=0) -> PartitionedArray:
+    """np.stack along a new dimension, which is whole."""
+    arrays = list(arrays)
+    given = [a for a in arrays if type(a) is PartitionedArray]
+    shape, mesh = given[0].shape, given[0].mesh
+    if any(np.shape(a) != shape for a in arrays):
+        raise LayoutError(
+            message(
+                "np.stack",
+                got=" and ".join(describe(a) for a in arrays),
+                need="arrays of one shape",
+                mend="np.broadcast_to(x, shape) first",
+            )
+        )
+    layout = _common_layout("np.stack", given, shape)
+    d = normal_axis("np.stack", "axis", axis, len(shape) + 1)
+    blocks = {w: _sealed(np.stack([_part(a, layout, w) for a in arrays], d)) for w in given[0].blocks}
+    return _one_copy(blocks, _with_whole(layout, {d: len(arrays)}), mesh)
+
+
+def _reshape(x: PartitionedArray, shape, order="C") -> PartitionedArray:
+    """np.reshape, where it leaves the split dimensions as they are."""
+    new = [int(n) for n in np.atleast_1d(shape)] if np.size(shape) else []
+    if new.count(-1) == 1:
+        new[new.index(-1)] = x.size // max(1, math.prod(n for n in new if n != -1))
+    dims: list[tuple[str, ...]] = [()] * len(new)
+    cuts: list[tuple[int, ...]] = [(n,) for n in new]
+    for d, names in enumerate(x.spec.dims):
+        if names:
+            at = (e for e, n in enumerate(new) if n == x.shape[d] and math.prod(new[:e]) == math.prod(x.shape[:d]))
+            e = next((e for e in at if not dims[e]), None)
+            if e is None:
+                raise _in_a_map("np.reshape", x)
+            dims[e], cuts[e] = names, x.layout.cuts[d]
+    if math.prod(new) != x.size or order != "C":
         raise _in_a_map("np.reshape", x)
-    return x
+    layout = Layout(new, P(*dims), x.mesh.axes, cuts)
+    return _one_copy({w: b.reshape(layout.block_shape(w)) for w, b in x.blocks.items()}, layout, x.mesh)
 
 
 def _of_wholes(fun):
@@ -476,6 +528,7 @@ _functions: dict[Any, Callable[..., Any]] = {
     np.broadcast_to: _broadcast_to,
     np.expand_dims: _expand_dims,
     np.reshape: _reshape,
+    np.stack: _stack,
     np.real: lambda x: x._each(np.real),
     np.imag: lambda x: x._each(np.imag),
     np.zeros_like: lambda x, **kw: x._each(lambda b: np.zeros_like(b, **kw)),
@@ -483,6 +536,8 @@ _functions: dict[Any, Callable[..., Any]] = {
     np.shape: lambda x: x.shape,
     np.ndim: lambda x: x.ndim,
     np.size: lambda x: x.size,
+    np.iscomplexobj: lambda x: x.dtype.kind == "c",
+    np.isrealobj: lambda x: x.dtype.kind != "c",
     **{f: _of_wholes(f) for f in (np.allclose, np.array_equal, np.array2string)},
 }
 
@@ -566,12 +621,19 @@ def _numbers(x, where: str, argument: str) -> np.ndarray:
     return data
 
 
-def put(x, spec: P, mesh: Mesh | None = None) -> PartitionedArray:
-    """Lay an array out on a mesh.
+def put(x, spec: Any, mesh: Mesh | None = None) -> Any:
+    """Lay an array, or a pytree of arrays, out on a mesh.
 
-    x: a bare array that every process has, of which each keeps its blocks, or a `PartitionedArray` (collective).
-    spec: which mesh axes split which dimension. Copies the blocks, once each.
+    x: bare arrays that every process has, of which each keeps its blocks, or `PartitionedArray`s (collective).
+    spec: which mesh axes split which dimension: one P, or a tree of them that is a prefix of x's. Copies the blocks,
+    once each. Gives a `PartitionedArray`, or a tree of them.
     """
+    leaves = spread("spmd.put", "x", "spec", spec, x)
+    placed = [_put(leaf.value, leaf.spec, mesh) if leaf.spec is not None else leaf.value for leaf in leaves]
+    return placed[0] if len(leaves) == 1 and leaves[0].value is x else tree.unflatten(tree.structure(x, none_is_leaf=True), placed)
+
+
+def _put(x, spec: P, mesh: Mesh | None) -> PartitionedArray:
     where = "spmd.put"
     if type(x) is PartitionedArray:
         _not_in_a_body(where, x)
@@ -693,7 +755,7 @@ def fingerprint(block: np.ndarray) -> int:
     flat = block.reshape(-1)
     if block.nbytes > _WHOLE:
         flat = flat[:: max(1, flat.size // _SAMPLE)]
-    return zlib.crc32(np.ascontiguousarray(flat).view(np.uint8))
+    return zlib.crc32(memoryview(np.ascontiguousarray(flat).view(np.uint8)))
 
 
 def relayout(x: PartitionedArray, layout: Layout) -> PartitionedArray:
@@ -738,7 +800,7 @@ def inner(x, y):
 
     In a body the result is Invariant and differentiable; outside it is a number.
     """
-    xs, ys = optree.tree_leaves(x), optree.tree_leaves(y)
+    xs, ys = tree.leaves(x), tree.leaves(y)
     if len(xs) != len(ys):
         raise StateError(
             message(

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import optree
 
 from spmd.array import Frozen, PartitionedArray, closed_over, cut, fingerprint, mesh_for, owned, put, relayout
-from spmd.autodiff import tracer, transforms
+from spmd.autodiff import tracer, transforms, tree
+from spmd.autodiff.primitive import primitive
 from spmd.autodiff.tape import suspended
 from spmd.autodiff.tracer import Array, value_of
 from spmd.errors import ClosureError, LayoutError, MeshError, SpecError, StateError, describe, message, nearest
@@ -25,6 +25,7 @@ from spmd.layout import Layout, P
 from spmd.mesh import WORKER, Mesh, Worker
 from spmd.operators.base import Join, sealed, vary
 from spmd.operators.root import Rooted
+from spmd.specs import Leaf, shown, spec_leaves, spread
 from spmd.state import state_of
 from spmd.transport.base import Call, Outcome
 from spmd.transport.blas import usable_cores
@@ -88,14 +89,6 @@ def _on_mesh(self: Mesh, f: Callable | None = None, in_specs: Any = _MISSING, ou
 Mesh.map = _on_mesh  # type: ignore[method-assign]
 
 
-class _Leaf(NamedTuple):
-    """One array among the arguments: its path in f's arguments, its spec, and what was passed."""
-
-    path: str
-    spec: P | None
-    value: Any
-
-
 class Mapped:
     """A body with its specs; see `spmd.map`."""
 
@@ -110,7 +103,7 @@ class Mapped:
         functools.update_wrapper(self, f)
         self.where = f"spmd.map of {getattr(f, '__name__', None) or type(f).__name__}"
         for name, specs in (("in_specs", in_specs), ("out_specs", out_specs)):
-            for path, spec in _spec_leaves(specs):
+            for path, spec in spec_leaves(specs):
                 if spec is not None and not isinstance(spec, P):
                     raise SpecError(
                         message(
@@ -144,17 +137,17 @@ class Mapped:
 
     # Arguments
 
-    def _arguments(self, mesh: Mesh, args: tuple, kwargs: dict) -> tuple[list[_Leaf], Callable[[Sequence], tuple]]:
+    def _arguments(self, mesh: Mesh, args: tuple, kwargs: dict) -> tuple[list[Leaf], Callable[[Sequence], tuple]]:
         """The arguments as leaves with their specs, and what makes (args, kwargs) of new leaves."""
         named = self._named(args, kwargs)
-        leaves: list[_Leaf] = []
+        leaves: list[Leaf] = []
         for name, spec, value in named:
-            leaves += _with_specs(self.where, name, "in_specs", spec, value)
+            leaves += spread(self.where, name, "in_specs", spec, value)
         for leaf in leaves:
             if leaf.spec is not None and leaf.value is not None:
                 self._check_argument(mesh, leaf)
-        _, treedef = optree.tree_flatten((args, kwargs), none_is_leaf=True)
-        return leaves, functools.partial(optree.tree_unflatten, treedef)
+        _, treedef = tree.flatten((args, kwargs), none_is_leaf=True)
+        return leaves, functools.partial(tree.unflatten, treedef)
 
     def _named(self, args: tuple, kwargs: dict) -> list[tuple[str, Any, Any]]:
         """(name in f's signature, spec, value) for each argument, positional ones first, keywords by sorted name."""
@@ -238,13 +231,12 @@ class Mapped:
                     )
                 )
 
-    def _check_argument(self, mesh: Mesh, leaf: _Leaf) -> None:
+    def _check_argument(self, mesh: Mesh, leaf: Leaf) -> None:
         """Raise where an argument is no array, or does not fit its spec."""
-        x = value_of(leaf.value)
+        x: Any = value_of(leaf.value)
         assert leaf.spec is not None
-        if not isinstance(x, np.ndarray | np.generic | PartitionedArray | int | float | complex) or (
-            getattr(x, "dtype", None) is not None and x.dtype.kind in "OSUMm"
-        ):
+        kind = getattr(getattr(x, "dtype", None), "kind", "")
+        if not isinstance(x, np.ndarray | np.generic | PartitionedArray | int | float | complex) or (kind and kind in "OSUMm"):
             raise SpecError(
                 message(
                     self.where,
@@ -268,7 +260,7 @@ class Mapped:
 
     # Running
 
-    def _run(self, mesh: Mesh, leaves: list[_Leaf], rebuild: Callable):
+    def _run(self, mesh: Mesh, leaves: list[Leaf], rebuild: Callable):
         """The map of arguments that are not traced."""
         inputs = [_input(mesh, leaf, as_it_lies=self.as_it_lies) for leaf in leaves]
         check = self.check
@@ -290,7 +282,7 @@ class Mapped:
             self._schedulers[key] = mesh.chosen[f"{key[1][0]} of {self.where}"] = suited(outcome, mesh)
         return outcome
 
-    def _returned(self, out) -> tuple[list[_Leaf], Any]:
+    def _returned(self, out) -> tuple[list[Leaf], Any]:
         """What a body returned, as leaves with their specs, and its structure."""
         if out is None and self.out_specs is not None:
             raise StateError(
@@ -302,8 +294,8 @@ class Mapped:
                     mend="end the body with a return; out_specs=None if it has no result",
                 )
             )
-        leaves = _with_specs(self.where, "result", "out_specs", self.out_specs, out)
-        return leaves, optree.tree_structure(out, none_is_leaf=True)
+        leaves = spread(self.where, "result", "out_specs", self.out_specs, out)
+        return leaves, tree.structure(out, none_is_leaf=True)
 
     def _results(self, worker: Worker, out) -> _Results:
         """What a body returned, leaf by leaf, checked against out_specs."""
@@ -311,7 +303,7 @@ class Mapped:
         blocks = [self._result(worker, leaf) if leaf.spec is not None else self._object(leaf) for leaf in leaves]
         return _Results(treedef, [leaf.path for leaf in leaves], [leaf.spec for leaf in leaves], blocks)
 
-    def _result(self, worker: Worker, leaf: _Leaf):
+    def _result(self, worker: Worker, leaf: Leaf):
         """One result as a block: bare, C-contiguous, read-only, Invariant where it was promised to be."""
         x, spec = leaf.value, leaf.spec
         assert spec is not None
@@ -334,7 +326,7 @@ class Mapped:
             block = worker.comm.broadcast(group, call, block if group.index == 0 else None, 0).wait()
         return block
 
-    def _stated(self, worker: Worker, leaf: _Leaf, x: Array) -> Array:
+    def _stated(self, worker: Worker, leaf: Leaf, x: Array) -> Array:
         """A result in the state that its spec says, or an error where it is promised more."""
         spec = leaf.spec
         assert spec is not None
@@ -364,7 +356,7 @@ class Mapped:
             )
         return vary(x, state_of(x.state.varying | set(spec.axes)))
 
-    def _object(self, leaf: _Leaf):
+    def _object(self, leaf: Leaf):
         """A result with the out_spec None, which passes as it is; of arrays, those that are one value."""
         x = leaf.value
         if type(x) is Array and x.tape is None and x.state is not None and not x.state.varying:
@@ -381,7 +373,7 @@ class Mapped:
             )
         return x
 
-    def _bad_result(self, leaf: _Leaf) -> Exception:
+    def _bad_result(self, leaf: Leaf) -> Exception:
         x = leaf.value
         if type(x) is PartitionedArray:
             return closed_over(self.where, x, leaf.path)
@@ -395,33 +387,33 @@ class Mapped:
 
     # Differentiation from outside
 
-    def _differentiated(self, mesh: Mesh, leaves: list[_Leaf], rebuild: Callable, tape):
+    def _differentiated(self, mesh: Mesh, leaves: list[Leaf], rebuild: Callable, tape):
         """The map of arguments of which some are traced: one node on the innermost tape."""
         moved = [k for k, x in enumerate(leaves) if x.spec is not None and _on(x.value, tape)]
         lowered = [x._replace(value=transforms.lower(x.value, tape)) for x in leaves]
         if transforms._top([x.value for x in lowered]) is None:
-            out_tree, outs, pull = self._forward(mesh, lowered, rebuild, moved)
+            out_tree, outs, pull = self._forward(mesh, lowered, rebuild, moved, tape.once)
         else:
             # An outer tape watches too: run on what lies below, and differentiate the derivative as a map of its own.
             args, kwargs = rebuild([x.value for x in lowered])
-            outs, out_tree = optree.tree_flatten(self(*args, **kwargs), none_is_leaf=True)
+            outs, out_tree = tree.flatten(self(*args, **kwargs), none_is_leaf=True)
             pull = functools.partial(self._derivative, mesh, lowered, rebuild, moved, outs)
         parents = [leaves[k].value for k in moved]
-        return optree.tree_unflatten(out_tree, transforms.joint(tape, parents, outs, pull))
+        return tree.unflatten(out_tree, transforms.joint(tape, parents, outs, pull))
 
-    def _forward(self, mesh: Mesh, leaves: list[_Leaf], rebuild: Callable, moved: list[int]):
+    def _forward(self, mesh: Mesh, leaves: list[Leaf], rebuild: Callable, moved: list[int], once: bool):
         """Run forward, every worker on a tape of its own; the results and a pullback that runs the tapes back."""
         inputs = [_input(mesh, leaf, as_it_lies=self.as_it_lies) for leaf in leaves]
 
         def body(worker: Worker):
             blocks = [x.block(worker) for x in inputs]
-            return self._vjp(worker, blocks, rebuild, moved)
+            return self._vjp(worker, blocks, rebuild, moved, once)
 
         kind = (*(x.kind for x in inputs), *moved)
         outcome = self._execute(mesh, ("forward", *kind), body, tracked=True)
         pulls = {w: result.pull for w, result in outcome.results.items()}
         joined = _joined(self.where, mesh, outcome, self.check)
-        outs, out_tree = optree.tree_flatten(joined, none_is_leaf=True)
+        outs, out_tree = tree.flatten(joined, none_is_leaf=True)
 
         def pull(gs):
             if any(type(value) is Array for value in gs):
@@ -442,7 +434,7 @@ class Mapped:
 
         return out_tree, outs, pull
 
-    def _vjp(self, worker: Worker, blocks: list, rebuild: Callable, moved: list[int]) -> _Results:
+    def _vjp(self, worker: Worker, blocks: list, rebuild: Callable, moved: list[int], once: bool) -> _Results:
         """One worker's forward run on its tape: its results, and their pullback to the blocks at `moved`."""
 
         def part(*xs):
@@ -462,7 +454,8 @@ class Mapped:
             ]
             return [x for x in stated if _differentiable(x)], (treedef, found, stated)
 
-        values, pullback, (treedef, found, stated) = transforms.vjp(part, *(blocks[k] for k in moved), has_aux=True)
+        moving = [blocks[k] for k in moved]
+        values, pullback, (treedef, found, stated) = transforms.pullback_of(part, moving, has_aux=True, once=once)
         traced = iter(values)
         final = [next(traced) if _differentiable(x) else x for x in stated]
         results = [
@@ -480,14 +473,15 @@ class Mapped:
 
         return _Results(treedef, [x.path for x in found], [x.spec for x in found], results, pull)
 
-    def _derivative(self, mesh: Mesh, leaves: list[_Leaf], rebuild: Callable, moved: list[int], outs: list, gs: list):
+    def _derivative(self, mesh: Mesh, leaves: list[Leaf], rebuild: Callable, moved: list[int], outs: list, gs: list):
         """The pullback as a map of the arguments and the cotangents, to be differentiated again."""
         places = [k for k, g in enumerate(gs) if g is not None]
         cotangents = {k: gs[k] for k in places}
 
         def body(arguments: list, given: dict):
-            result = self._vjp(_worker(), list(arguments), rebuild, moved)
-            return result.pull([given.get(k) for k in range(len(outs))])
+            pull = self._vjp(_worker(), list(arguments), rebuild, moved, False).pull
+            assert pull is not None
+            return pull([given.get(k) for k in range(len(outs))])
 
         out_specs = [_spec_of(o) for o in outs]
         derivative = Mapped(
@@ -547,68 +541,6 @@ def _parameter_names(f: Callable) -> tuple[str, ...]:
         return ()
 
 
-def _spec_leaves(specs) -> list[tuple[str, Any]]:
-    paths, leaves, _ = optree.tree_flatten_with_path(specs, none_is_leaf=True)
-    return [("".join(f"[{p!r}]" for p in path), leaf) for path, leaf in zip(paths, leaves, strict=True)]
-
-
-def _with_specs(where: str, name: str, argument: str, specs, value) -> list[_Leaf]:
-    """The leaves of a value, each with the spec that stands for it in a prefix of its tree."""
-    if type(value) is Array or isinstance(value, (np.ndarray, PartitionedArray, *_NUMBERS)):
-        if specs is None or isinstance(specs, P):
-            return [_Leaf(name, specs, value)]
-    try:
-        spread = optree.broadcast_prefix(specs, value, none_is_leaf=True)
-    except ValueError:
-        raise SpecError(
-            message(
-                where,
-                argument=f"{argument}, for {name!r}",
-                got=f"{_structure(specs)}: {_misfit(specs, value, name)}",
-                need=f"one spec, or a tree of specs that is a prefix of {_structure(value)}",
-                mend="write a spec for the whole, or one for each part of it",
-            )
-        ) from None
-    paths, leaves, _ = optree.tree_flatten_with_path(value, none_is_leaf=True)
-    return [
-        _Leaf(name + "".join(f"[{p!r}]" for p in path), None if leaf is None else spec, leaf)
-        for path, spec, leaf in zip(paths, spread, leaves, strict=True)
-    ]
-
-
-def _structure(tree) -> str:
-    """The structure of a pytree as messages show it, * for a leaf."""
-    return _shown(optree.tree_structure(tree, none_is_leaf=True))
-
-
-def _shown(treedef) -> str:
-    text = str(treedef)
-    text = text.removeprefix("PyTreeSpec(").removesuffix(")").removesuffix(", NoneIsLeaf")
-    return text if len(text) <= 200 else text[:197] + "..."
-
-
-def _misfit(specs, value, path: str) -> str:
-    """The first place where a tree of specs is no prefix of a value's tree, and how."""
-    if isinstance(specs, dict) and isinstance(value, dict):
-        for names, text in ((specs, "{} has no {!r}"), (value, "{}[{!r}] has no spec")):
-            missing = [k for k in names if k not in specs or k not in value]
-            if missing:
-                return text.format(path, missing[0])
-        inside = [(k, specs[k], value[k]) for k in specs]
-    elif isinstance(specs, tuple | list) and type(specs) is type(value):
-        if len(specs) != len(value):
-            return f"{path} has {len(value)} entries for {len(specs)} specs"
-        inside = [(k, s, v) for k, (s, v) in enumerate(zip(specs, value, strict=True))]
-    else:
-        return f"{path} is {_a(type(value).__name__)}, its specs {_a(type(specs).__name__)}"
-    found = (_misfit(s, v, f"{path}[{k!r}]") for k, s, v in inside if s is not None and not isinstance(s, P))
-    return next((text for text in found if text), "")
-
-
-def _a(noun: str) -> str:
-    return f"a{'n' * (noun[0] in 'aeiouAEIOU' or noun.startswith('nd'))} {noun}"
-
-
 class _Input:
     """One argument, ready to give every worker its block.
 
@@ -632,7 +564,7 @@ class _Input:
         return Array(block, self.state) if worker.tracked else block
 
 
-def _input(mesh: Mesh, leaf: _Leaf, *, as_it_lies: bool = False) -> _Input:
+def _input(mesh: Mesh, leaf: Leaf, *, as_it_lies: bool = False) -> _Input:
     """An argument laid out by its spec: balanced, or in the blocks it has already."""
     x, spec = leaf.value, leaf.spec
     if spec is None or type(x) in _NUMBERS:
@@ -655,12 +587,19 @@ def _cotangent(mesh: Mesh, out: PartitionedArray, g) -> _Input | None:
 
 def _settled(g, value):
     """A gradient as its argument came: laid out like a PartitionedArray, bare for bare data."""
-    if type(g) is Array or not isinstance(g, PartitionedArray):
+    bare, value = value_of(g), value_of(value)
+    have, want = (x.layout if isinstance(x, PartitionedArray) else None for x in (bare, value))
+    if have == want:
         return g
-    value = value_of(value)
-    if isinstance(value, PartitionedArray):
-        return relayout(g, value.layout)
-    return g.numpy()
+    return _brought(g, have, want, (value if have is None else bare).mesh)
+
+
+@primitive("relayout", lambda g, _ans, _x, have, want, mesh: _brought(g, want, have, mesh))
+def _brought(x, have: Layout | None, want: Layout | None, mesh: Mesh) -> Any:
+    """An array in another layout; None for bare data. Its transpose is the way back."""
+    if want is None:
+        return x.numpy() if isinstance(x, PartitionedArray) else x
+    return relayout(x, want) if isinstance(x, PartitionedArray) else PartitionedArray(cut(x, want, mesh), want, mesh)
 
 
 class _Settling(Join):
@@ -681,8 +620,8 @@ def _joined(where: str, mesh: Mesh, outcome: Outcome, check: bool):
     first, mine = next(iter(outcome.results.items()))
     for w, other in outcome.results.items():
         if other.treedef != mine.treedef:
-            raise _structures_differ(where, mesh, (first, w), (_shown(mine.treedef), _shown(other.treedef)))
-    return optree.tree_unflatten(mine.treedef, _joined_leaves(where, mesh, outcome, check))
+            raise _structures_differ(where, mesh, (first, w), (shown(mine.treedef), shown(other.treedef)))
+    return tree.unflatten(mine.treedef, _joined_leaves(where, mesh, outcome, check))
 
 
 def _structures_differ(where: str, mesh: Mesh, workers: Sequence[int], structures: Sequence[str]) -> Exception:
@@ -702,7 +641,7 @@ def _joined_leaves(where: str, mesh: Mesh, outcome: Outcome, check: bool) -> lis
     mine = next(iter(outcome.results.values()))
     places = [k for k, spec in enumerate(mine.specs) if spec is not None]
     # The structures of workers held here have been compared already.
-    structure = _shown(mine.treedef) if len(outcome.results) < mesh.size else ""
+    structure = shown(mine.treedef) if len(outcome.results) < mesh.size else ""
     notes = {
         w: [
             structure,

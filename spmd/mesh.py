@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -168,9 +168,9 @@ class Mesh:
 
     def names(self, axis_name: str | Sequence[str], where: str) -> tuple[str, ...]:
         """The axis names of an argument `axis_name`, checked."""
-        names = (axis_name,) if isinstance(axis_name, str) or not isinstance(axis_name, Sequence) else tuple(axis_name)
+        names = (axis_name,) if isinstance(axis_name, str) or not isinstance(axis_name, Iterable) else tuple(axis_name)
         for n in names:
-            if n not in self.axes:
+            if not isinstance(n, str) or n not in self.axes:
                 close = nearest(str(n), self.axes, 1)
                 raise MeshError(
                     message(

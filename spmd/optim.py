@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-import optree
+
+from spmd.autodiff import tree
 
 __all__ = ["AdamState", "Optimizer", "SGDState", "adam", "adamw", "sgd"]
 
@@ -54,14 +55,14 @@ def sgd(learning_rate: Rate, momentum: float = 0.0, *, nesterov: bool = False) -
     """
 
     def init(params):
-        return SGDState(0, optree.tree_map(np.zeros_like, params) if momentum else None)
+        return SGDState(0, tree.map(np.zeros_like, params) if momentum else None)
 
     def update(grads, state, params):
         rate, velocity, along = _rate(learning_rate, state.steps), state.velocity, grads
         if momentum:
-            velocity = optree.tree_map(lambda v, g: _like(momentum * v + g, v), velocity, grads)
-            along = optree.tree_map(lambda v, g: momentum * v + g, velocity, grads) if nesterov else velocity
-        params = optree.tree_map(lambda p, v: _like(p - rate * v, p), params, along)
+            velocity = tree.map(lambda v, g: _like(momentum * v + g, v), velocity, grads)
+            along = tree.map(lambda v, g: momentum * v + g, velocity, grads) if nesterov else velocity
+        params = tree.map(lambda p, v: _like(p - rate * v, p), params, along)
         return params, SGDState(state.steps + 1, velocity)
 
     return Optimizer(init, update)
@@ -89,7 +90,7 @@ def adamw(
     """
 
     def init(params):
-        return AdamState(0, optree.tree_map(np.zeros_like, params), optree.tree_map(np.zeros_like, params))
+        return AdamState(0, tree.map(np.zeros_like, params), tree.map(np.zeros_like, params))
 
     def update(grads, state, params):
         t = state.steps + 1
@@ -99,9 +100,9 @@ def adamw(
             along = (m / unbias1) / (np.sqrt(s / unbias2) + eps)
             return _like(p - rate * (along + weight_decay * p if weight_decay else along), p)
 
-        mean = optree.tree_map(lambda m, g: _like(b1 * m + (1 - b1) * g, m), state.mean, grads)
-        square = optree.tree_map(lambda s, g: _like(b2 * s + (1 - b2) * (g * g), s), state.square, grads)
-        return optree.tree_map(step, params, mean, square), AdamState(t, mean, square)
+        mean = tree.map(lambda m, g: _like(b1 * m + (1 - b1) * g, m), state.mean, grads)
+        square = tree.map(lambda s, g: _like(b2 * s + (1 - b2) * (g * g), s), state.square, grads)
+        return tree.map(step, params, mean, square), AdamState(t, mean, square)
 
     return Optimizer(init, update)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -30,7 +31,7 @@ def plan(source: Layout, target: Layout) -> tuple[Move, ...]:
     """The moves that turn `source` into `target`, ordered by target, then source.
 
     Where several workers hold a copy of what is needed, the target's own copy is taken; else that of the holder
-    with the least distance in number, so that senders share the work.
+    that has least to send so far, so that senders share the work, and among those of the nearest in number.
     """
     if source.shape != target.shape or source.size != target.size:
         raise LayoutError(
@@ -46,9 +47,12 @@ def plan(source: Layout, target: Layout) -> tuple[Move, ...]:
     for w, box in enumerate(source.boxes):
         holders.setdefault(box, []).append(w)
     moves = []
+    load = [0] * source.size
     for t, wanted in enumerate(target.boxes):
         for held, workers in holders.items():
             shared = _overlap(held, wanted)
             if shared is not None:
-                moves.append(Move(min(workers, key=lambda w: (w != t, abs(w - t), w)), t, shared))
+                s = t if t in workers else min(workers, key=lambda w: (load[w], abs(w - t), w))
+                load[s] += math.prod(stop - start for start, stop in shared) if s != t else 0
+                moves.append(Move(s, t, shared))
     return tuple(sorted(moves, key=lambda m: (m.target, m.source, m.box)))

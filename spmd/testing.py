@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-import optree
 
 from spmd.array import mesh_for
+from spmd.autodiff import tree
 from spmd.autodiff.tape import suspended
 from spmd.autodiff.tracer import Array, value_of
 from spmd.autodiff.transforms import vjp
-from spmd.errors import SpecError, message
-from spmd.layout import P
+from spmd.errors import LayoutError, SpecError, message
+from spmd.layout import Layout, P
 from spmd.ledger import ledger
 from spmd.mesh import Mesh, Worker
 from spmd.operators.base import Operator, Vary, operate
@@ -57,8 +57,8 @@ class AdjointReport:
     mesh: str
     mode: str
     trials: int
-    forward: complex = 0.0
-    backward: complex = 0.0
+    forward: complex = np.nan
+    backward: complex = np.nan
     error: float = 0.0
     bound: float = 0.0
     faults: list[str] = field(default_factory=list)
@@ -75,13 +75,10 @@ class AdjointReport:
 
     def __str__(self) -> str:
         verdict = "adjoint" if self.passed else "NOT adjoint"
-        lines = [
-            f"{self.name} on {self.mesh}: {verdict} ({self.mode}, {self.trials} trials)",
-            f"  <F x, y>  = {_plain(self.forward)}",
-            f"  <x, F* y> = {_plain(self.backward)}",
-        ]
-        if self.mode == "float":
-            lines.append(f"  error {self.error:.2e}, bound {self.bound:.2e}")
+        lines = [f"{self.name} on {self.mesh}: {verdict} ({self.mode}, {self.trials} trials)"]
+        if not np.isnan(self.backward):
+            lines += [f"  <F x, y>  = {_plain(self.forward)}", f"  <x, F* y> = {_plain(self.backward)}"]
+            lines += [f"  error {self.error:.2e}, bound {self.bound:.2e}"] * (self.mode == "float")
         lines += [f"  {fault}" for fault in self.faults]
         if not self.passed:
             lines.append(f"  reproduce: {self.reproduce}")
@@ -108,17 +105,17 @@ def check_adjoint(
     """Test that F and F* are adjoint: <F x, y> = <x, F* y>. One line: `check_adjoint(AllGather(("x",)), (3,), mesh=m)`.
 
     f: an operator, or the body of a linear map: a function of blocks. shapes: one per argument. in_specs: a spec for
-    each argument, which splits its shape over the mesh; without it every worker has a block of the shape itself, all
-    different for an operator on Varying arrays, one value for an Invariant one. out_specs: what the states of the
-    results must be. adjoint: a body for F* (cotangents -> tuple of cotangents of the arguments); by default that of
-    the operator, or of the tape.
+    each argument, which splits its shape over the mesh, or a Layout, for uneven blocks of given sizes; without it every
+    worker has a block of the shape itself, all different for an operator on Varying arrays, one value for an Invariant
+    one. out_specs: what the states of the results must be. adjoint: a body for F* (cotangents -> tuple of cotangents of
+    the arguments); by default that of the operator, or of the tape.
     exact: draw small integers and demand equality: right for what copies and adds, and the default for operators.
     Otherwise draw normal numbers and demand an error below what perturbing the inputs in the last bit explains.
-    trials, seed: how many draws, and from which.
+    dtype: of the blocks, floating or complex. trials, seed: how many draws, and from which.
 
     It also checks linearity, that F* gives back shape, dtype and state of the arguments, that F** = F, and that
     nothing writes into its input. Collective under MPI; all workers reach one verdict.
-    Returns a report; raises AdjointError, which holds one, unless raises=False.
+    Returns a report; raises AdjointError, which holds one, unless raises=False. An error in f itself is raised as it is.
     """
     where = "spmd.check_adjoint"
     mesh = mesh_for(mesh, where)
@@ -131,13 +128,31 @@ def check_adjoint(
     specs = _specs(where, operator, len(shapes), in_specs)
     for k, (shape, spec) in enumerate(zip(shapes, specs, strict=True)):
         if spec is not None:
-            spec.check(mesh.axes, where, f"in_specs[{k}]", len(shape))
+            _check_spec(where, mesh, k, tuple(shape), spec)
+    if np.dtype(dtype).kind not in "fc":
+        raise SpecError(
+            message(
+                where,
+                argument="dtype",
+                got=repr(np.dtype(dtype).name),
+                need="a floating or complex dtype: only those have adjoints",
+                mend="leave it out; integers are drawn in any dtype where the test is exact",
+            )
+        )
     trial = _Trial(mesh, f, operator, shapes, specs, out_specs, adjoint, exact, np.dtype(dtype), seed)
-    name = repr(f) if operator is not None else getattr(f, "__name__", repr(f))
-    report = AdjointReport(name, repr(mesh), "exact" if exact else "float", trials, reproduce=trial.reproduction(name))
+    name = _name(f)
+    reproduce = trial.reproduction(name, trials)
+    report = AdjointReport(name, repr(mesh), "exact" if exact else "float", trials, reproduce=reproduce)
     for t in range(trials):
-        with suspended(), ledger() as log:
-            found = next(iter(mesh.run(lambda worker, t=t: trial(worker, t)).results.values()))
+        try:
+            with suspended(), ledger() as log:
+                found = next(iter(mesh.run(lambda worker, t=t: trial(worker, t)).results.values()))
+        except Exception as error:
+            # Of an adjoint that fails on some workers all must learn, which they do where all are in this process.
+            if not getattr(error, "spmd_in_adjoint", False) or len(mesh.local_workers) < mesh.size:
+                raise
+            report.faults.append(f"F* raises {type(error).__name__}: {error}".replace("\n", "\n    "))
+            break
         report.messages += sum(r.messages for r in log.workers.values())
         report.bytes += sum(r.bytes for r in log.workers.values())
         _note(report, found, exact)
@@ -148,7 +163,27 @@ def check_adjoint(
     return report
 
 
-def _specs(where: str, operator: Operator | None, count: int, in_specs: Any) -> tuple[P | None, ...]:
+def _name(f) -> str:
+    return repr(f) if isinstance(f, Operator) else getattr(f, "__name__", repr(f))
+
+
+def _check_spec(where: str, mesh: Mesh, k: int, shape: Shape, spec: P | Layout) -> None:
+    """Raise where a spec or a layout does not fit the mesh or the shape of argument k."""
+    if isinstance(spec, P):
+        spec.check(mesh.axes, where, f"in_specs[{k}]", len(shape))
+    elif (spec.shape, list(spec.axes.items())) != (shape, list(mesh.axes.items())):
+        raise SpecError(
+            message(
+                where,
+                argument=f"in_specs[{k}]",
+                got=repr(spec),
+                need=f"a layout of shape {shape} on {mesh}",
+                mend=f"Layout({shape}, spec, mesh.axes, cuts)",
+            )
+        )
+
+
+def _specs(where: str, operator: Operator | None, count: int, in_specs: Any) -> tuple[P | Layout | None, ...]:
     """One spec per argument; None where every worker has a block of the whole shape."""
     if in_specs is None:
         if operator is None:
@@ -162,7 +197,7 @@ def _specs(where: str, operator: Operator | None, count: int, in_specs: Any) -> 
                 )
             )
         return (None,) * count
-    specs = (in_specs,) * count if isinstance(in_specs, P) else tuple(in_specs)
+    specs = (in_specs,) * count if isinstance(in_specs, P | Layout) else tuple(in_specs)
     if len(specs) != count:
         raise SpecError(
             message(
@@ -181,9 +216,11 @@ def _note(report: AdjointReport, found: dict[str, Any], exact: bool) -> None:
     forward, backward = found["forward"], found["backward"]
     scale = found["scale"]
     error = abs(forward - backward) / scale if scale else abs(forward - backward)
-    if error >= report.error:
+    if not error < report.error:
         report.forward, report.backward, report.error, report.bound = forward, backward, error, found["bound"]
     report.faults += found["faults"]
+    if not found["fits"]:
+        return
     if exact and forward != backward:
         report.faults.append(f"<F x, y> and <x, F* y> differ by {_plain(forward - backward)}; integers must agree")
     if not exact and not error <= found["bound"]:
@@ -197,21 +234,27 @@ class _Trial(NamedTuple):
     f: Callable
     operator: Operator | None
     shapes: Sequence[Shape]
-    specs: Sequence[P | None]
+    specs: Sequence[P | Layout | None]
     out_specs: Any
     adjoint: Callable | None
     exact: bool
     dtype: np.dtype
     seed: int
 
-    def reproduction(self, name: str) -> str:
-        given = "" if all(s is None for s in self.specs) else f", in_specs={self.specs!r}"
-        shapes = ", ".join(map(repr, self.shapes))
-        mode = "" if self.exact == (self.operator is not None) else f", exact={self.exact}"
-        return (
-            f"spmd.check_adjoint({name}, {shapes}, mesh=spmd.{self.mesh!r}{given}{mode}, "
-            f"dtype={self.dtype.name!r}, seed={self.seed})"
-        )
+    def reproduction(self, name: str, trials: int) -> str:
+        """The call as one line, options left out that are as by default."""
+        options = {
+            "in_specs": None if all(s is None for s in self.specs) else repr(self.specs),
+            "out_specs": None if self.out_specs is None else repr(self.out_specs),
+            "adjoint": None if self.adjoint is None else _name(self.adjoint),
+            "exact": None if self.exact == (self.operator is not None) else repr(self.exact),
+            "dtype": repr(self.dtype.name),
+            "trials": None if trials == 3 else repr(trials),
+            "seed": repr(self.seed),
+        }
+        given = [*map(repr, self.shapes), f"mesh=spmd.{self.mesh!r}"]
+        given += [f"{option}={text}" for option, text in options.items() if text is not None]
+        return f"spmd.check_adjoint({name}, {', '.join(given)})"
 
     def __call__(self, worker: Worker, t: int) -> dict[str, Any]:
         draw = _Draw(worker, self.exact, self.dtype, (self.seed, t))
@@ -220,29 +263,41 @@ class _Trial(NamedTuple):
         op = self.operator
         forward = self.f if op is None else lambda x: operate(op, x)
         out, pull, *_ = vjp(forward, *xs)
-        outs, tree = optree.tree_flatten(out)
+        outs, out_tree = tree.flatten(out)
         faults = self._states(outs)
         ys = [draw.like(o, 1 + k, self._rooted("target")) for k, o in enumerate(outs)]
+        before += [np.array(value_of(y)) for y in ys]
 
         def back(*cotangents):
-            if self.adjoint is not None:
-                found = self.adjoint(*cotangents)
-                return found if isinstance(found, tuple | list) else (found,)
-            conjugate = [np.conj(y) for y in cotangents]
-            return tuple(np.conj(g) for g in pull(optree.tree_unflatten(tree, conjugate)))
+            try:
+                if self.adjoint is not None:
+                    found = self.adjoint(*cotangents)
+                    return found if isinstance(found, tuple | list) else (found,)
+                conjugate = [np.conj(y) for y in cotangents]
+                return tuple(np.conj(g) for g in pull(tree.unflatten(out_tree, conjugate)))
+            except Exception as error:
+                error.spmd_in_adjoint = True  # type: ignore[attr-defined]
+                raise
 
+        # Workers go on together: what one of them finds amiss, all know.
         found = back(*ys)
-        faults += _same_kind(found, xs)
+        unlike = _everyones(worker, _same_kind(found, xs))
+        names = [f"argument {k} of F" for k in range(len(xs))] + [f"argument {k} of F*" for k in range(len(ys))]
+        faults += [
+            f"{name} was modified"
+            for name, a, b in zip(names, (*xs, *ys), before, strict=True)
+            if not np.array_equal(value_of(a), b, equal_nan=True)
+        ]
+        faults = _everyones(worker, faults) + unlike
         if not faults:
-            faults += self._laws(worker, draw, forward, back, xs, ys, outs, found)
-        for k, (x, b) in enumerate(zip(xs, before, strict=True)):
-            if not np.array_equal(value_of(x), b, equal_nan=True):
-                faults.append(f"argument {k} was modified")
+            faults = self._laws(worker, draw, forward, back, xs, ys, outs, found)
+        fits = not unlike
         source, target = self._rooted("source"), self._rooted("target")
-        products = [_local(worker, outs, ys, target), _local(worker, xs, found if not faults else xs, source)]
+        pulled = found if fits else []
+        products = [_local(worker, outs, ys, target), _local(worker, xs, pulled, source) if fits else np.nan]
         squares = [
             _local(worker, a, a, rooted).real
-            for a, rooted in ((outs, target), (ys, target), (xs, source), (found if not faults else xs, source))
+            for a, rooted in ((outs, target), (ys, target), (xs, source), (pulled, source))
         ]
         moved = self._moved(worker, draw, forward, back, xs, ys, outs, found) if not self.exact and not faults else [0, 0]
         sums = _total(worker, [*products, *squares, *moved])
@@ -255,7 +310,8 @@ class _Trial(NamedTuple):
             "backward": _number(sums[1]),
             "scale": scale,
             "bound": 0.0 if self.exact else _SAFETY * (shaken / scale if scale else 0.0) + 4 * eps,
-            "faults": _everyones(worker, faults),
+            "faults": faults,
+            "fits": fits,
         }
 
     def _rooted(self, side: str) -> tuple[str, ...]:
@@ -266,8 +322,8 @@ class _Trial(NamedTuple):
         """A random block for argument k, in its state."""
         shape, spec = self.shapes[k], self.specs[k]
         if spec is not None:
-            state = state_of(spec.axes)
-            shape = self.mesh.layout(tuple(shape), spec).block_shape(worker.index)
+            layout = spec if isinstance(spec, Layout) else self.mesh.layout(tuple(shape), spec)
+            state, shape = state_of(layout.varying), layout.block_shape(worker.index)
             if self.operator is not None and self.operator.source == VARYING:
                 state = state_of(state.varying | set(self.operator.axes))
         else:
@@ -289,21 +345,28 @@ class _Trial(NamedTuple):
             if type(o) is Array and o.state.varying - set(spec.axes)
         ]
 
-    def _laws(self, worker, draw: _Draw, forward, back, xs, ys, outs, found) -> list[str]:
-        """Linearity of F and of F*, and F** = F, each to the precision of the mode."""
+    def _laws(self, worker: Worker, draw: _Draw, forward, back, xs, ys, outs, found) -> list[str]:
+        """Linearity of F and of F*, and F** = F, each to the precision of the mode; what any worker finds amiss."""
         faults = []
         others = [draw.like(x, -100 - k, self._rooted("source")) for k, x in enumerate(xs)]
-        both = optree.tree_leaves(forward(*[2 * x + o for x, o in zip(xs, others, strict=True)]))
-        apart = optree.tree_leaves(forward(*others))
+        both = tree.leaves(forward(*[o - 2 * x for x, o in zip(xs, others, strict=True)]))
+        apart = tree.leaves(forward(*others))
         for k, (b, o, a) in enumerate(zip(both, outs, apart, strict=True)):
-            if not self._close(b, 2 * o + a):
-                faults.append(f"result {k} is not linear in the arguments: F(2x + z) is not 2 F(x) + F(z)")
+            if not self._close(b, a - 2 * o):
+                faults.append(f"result {k} is not linear in the arguments: F(z - 2x) is not F(z) - 2 F(x)")
+        faults = _everyones(worker, faults)
         if self.adjoint is None and not faults:
-            _, again, *_ = vjp(lambda *cs: back(*cs), *ys)
+            same, again, *_ = vjp(lambda *cs: back(*cs), *ys)
+            faults += [
+                f"F* gives another value for argument {k} where it is differentiated"
+                for k, (s, g) in enumerate(zip(same, found, strict=True))
+                if not self._close(s, g)
+            ]
             twice = [np.conj(g) for g in again(tuple(np.conj(x) for x in xs))]
             for k, (t, o) in enumerate(zip(twice, outs, strict=True)):
                 if not self._close(t, o):
                     faults.append(f"result {k}: the adjoint of the adjoint is another map than F")
+            faults = _everyones(worker, faults)
         return faults
 
     def _close(self, a, b) -> bool:
@@ -320,7 +383,7 @@ class _Trial(NamedTuple):
             shaken_x = [draw.shaken(x, -200 - r) for x in xs]
             shaken_y = [draw.shaken(y, 200 + r) for y in ys]
             pairs = (
-                (optree.tree_leaves(forward(*shaken_x)), outs, "target"),
+                (tree.leaves(forward(*shaken_x)), outs, "target"),
                 (list(back(*shaken_y)), list(found), "source"),
             )
             for side, (new, old, which) in enumerate(pairs):
@@ -351,7 +414,10 @@ class _Draw:
         rng = self._rng(state, tag)
 
         def real():
-            return rng.integers(-4, 5, shape) if self.exact else rng.standard_normal(shape)
+            # No zeros, behind which a missed cell would hide; few bits, so that sums and multiples stay exact.
+            most = 1 << (np.finfo(self.dtype).nmant // 3)
+            signs = rng.choice((-1, 1), shape)
+            return rng.integers(1, most + 1, shape) * signs if self.exact else rng.standard_normal(shape)
 
         data = real() + 1j * real() if self.dtype.kind == "c" else real()
         data = np.asarray(data).astype(self.dtype)
@@ -420,11 +486,20 @@ def _number(z) -> complex:
 
 
 class Case(NamedTuple):
-    """An operator and a shape to test it on; with a spec the shape is cut, else every worker has a block of it."""
+    """An operator and a shape to test it on; with a spec the shape is cut, else every worker has a block of it.
+
+    cuts: for each dimension the sizes of its blocks, or None where they are balanced.
+    """
 
     operator: Operator
     shape: Shape
-    spec: P | None = None
+    spec: P | Layout | None = None
+    cuts: tuple[Shape | None, ...] | None = None
+
+
+def _lopsided(n: int) -> Shape:
+    """Sizes of n blocks that are not balanced, 2 n + 1 in all: the last is the largest, and with three one is empty."""
+    return (*(0 if k == 1 else 1 for k in range(n - 1)), n + 2 + (n > 2)) if n > 1 else (3,)
 
 
 _ROWS: dict[type[Operator], Callable[[tuple[str, ...], int], list[Case]]] = {
@@ -434,24 +509,28 @@ _ROWS: dict[type[Operator], Callable[[tuple[str, ...], int], list[Case]]] = {
         *(Case(AllGather(a, axis), (2, 3)) for axis in (0, 1, 2)),
         *(Case(AllGather(a, 0, True), (m, 2), P(a)) for m in (2 * n, 2 * n + 1, 1, 0)),
         Case(AllGather(a, 1, True), (2, n + 1), P(None, a)),
+        Case(AllGather(a, 0, True), (2 * n + 1, 2), P(a), (_lopsided(n), None)),
     ],
     ReduceScatter: lambda a, n: [
         *(Case(ReduceScatter(a, axis), (n,) * 2) for axis in (0, 1)),
         *(Case(ReduceScatter(a, 0, True), (m, 2)) for m in (2 * n, 2 * n + 1, 1, 0)),
-        Case(ReduceScatter(a, 1, True, (n + 2, *(1,) * (n - 1))), (2, 2 * n + 1)),
+        Case(ReduceScatter(a, 1, True, _lopsided(n)), (2, 2 * n + 1)),
     ],
     Collect: lambda a, n: [
         *(Case(Collect(a, axis), (2, 3)) for axis in (0, 1, 2)),
         *(Case(Collect(a, 0, True), (m, 2), P(a)) for m in (2 * n, 2 * n + 1, 1, 0)),
+        Case(Collect(a, 0, True), (2 * n + 1, 2), P(a), (_lopsided(n), None)),
     ],
     Slice: lambda a, n: [
         *(Case(Slice(a, axis), (n,) * 2) for axis in (0, 1)),
         *(Case(Slice(a, 0, True), (m, 2)) for m in (2 * n, 2 * n + 1, 1, 0)),
+        Case(Slice(a, 1, True, _lopsided(n)), (2, 2 * n + 1)),
     ],
     Permute: lambda a, n: [
         Case(Permute(a, tuple((k, (k + 1) % n) for k in range(n))), (2 * n + 1, 2), P(a)),
         Case(Permute(a, tuple((k, k + 1) for k in range(n - 1))), (2 * n + 1, 2), P(a)),
         Case(Permute(a, ((n - 1, 0),)), (1, 3), P(a)),
+        Case(Permute(a, tuple((k, (k + 1) % n) for k in range(n))), (2, 2 * n + 1), P(None, a), (None, _lopsided(n))),
         Case(Permute(a, ()), (3,)),
     ],
     AllToAll: lambda a, n: [
@@ -459,6 +538,7 @@ _ROWS: dict[type[Operator], Callable[[tuple[str, ...], int], list[Case]]] = {
         *(Case(AllToAll(a, i, j, True), (n + 1, 2 * n)) for i, j in itertools.product((0, 1), repeat=2)),
         Case(AllToAll(a, 1, 0, True), (2 * n + 1, n + 2), P(a)),
         Case(AllToAll(a, 1, 0, True), (1, n + 2), P(a)),
+        Case(AllToAll(a, 1, 0, True, _lopsided(n)), (2 * n + 1, 2 * n + 1), P(a), (_lopsided(n), None)),
     ],
     Broadcast: lambda a, n: [Case(Broadcast(a, r), s) for r in (0, n - 1) for s in ((3, 2), (0, 2), ())],
     SumReduce: lambda a, n: [Case(SumReduce(a, r), s) for r in (0, n - 1) for s in ((3, 2), (0, 2), ())],
@@ -483,8 +563,25 @@ def operator_cases(kind: type[Operator], mesh: Mesh) -> list[Case]:
     """The cases of an operator on a mesh: along every axis, and along all of them together in both orders."""
     names = tuple(mesh.axes)
     groups = [(n,) for n in names] + ([names, names[::-1]] if len(names) > 1 else [])
-    row = _ROWS[kind]
-    return [case for axes in groups for case in row(axes, int(np.prod([mesh.axes[n] for n in axes])))]
+    if kind not in _ROWS:
+        raise LayoutError(
+            message(
+                "spmd.testing.operator_cases",
+                argument="kind",
+                got=kind.__name__,
+                need="an operator with a row of cases",
+                mend=f"add a row to spmd/testing.py: {kind.__name__}: lambda a, n: [Case({kind.__name__}(a), (3, 2))],",
+            )
+        )
+    cases = [case for axes in groups for case in _ROWS[kind](axes, int(np.prod([mesh.axes[n] for n in axes])))]
+    return [_laid_out(case, mesh) for case in cases]
+
+
+def _laid_out(case: Case, mesh: Mesh) -> Case:
+    if case.cuts is None:
+        return case
+    assert isinstance(case.spec, P)
+    return case._replace(spec=Layout(case.shape, case.spec, mesh.axes, case.cuts))
 
 
 def states(kind: type[Operator]) -> str:

@@ -58,7 +58,9 @@ def test_put_and_assemble(shape, spec):
     assert len(x) == len(a)
 
 
-@pytest.mark.parametrize("a", [3, 2.5, 1j, True, np.float32(1.5), [[1, 2], [3, 4]], np.arange(3, dtype=np.int8)], ids=repr)
+@pytest.mark.parametrize(
+    "a", [3, 2.5, 1j, True, np.float32(1.5), [[1, 2], [3, 4]], np.arange(3, dtype=np.int8)], ids=repr
+)
 def test_put_of_anything_numpy_takes(a):
     equal(spmd.put(a, P(), MESH), np.asarray(a))
 
@@ -294,7 +296,18 @@ def test_numbers():
 
 
 UNARY = [np.negative, np.absolute, np.exp, np.sin, np.sign, np.isfinite, np.square, np.conjugate, np.floor]
-BINARY = [np.add, np.subtract, np.multiply, np.divide, np.maximum, np.hypot, np.greater, np.equal, np.arctan2, np.copysign]
+BINARY = [
+    np.add,
+    np.subtract,
+    np.multiply,
+    np.divide,
+    np.maximum,
+    np.hypot,
+    np.greater,
+    np.equal,
+    np.arctan2,
+    np.copysign,
+]
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
@@ -436,6 +449,35 @@ def test_sums(spec, axis, keepdims):
     a = np.round(A * 8)  # small integers: any order gives the same
     x = spmd.put(a, spec, MESH)
     equal(np.sum(x, axis=axis, keepdims=keepdims), np.sum(a, axis=axis, keepdims=keepdims))
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_stack_expand_and_reshape_what_is_whole(spec):
+    x = spmd.put(A, spec, MESH)
+    for axis in (0, 1, 2, -1):
+        equal(np.stack([x, x + 1, A], axis), np.stack([A, A + 1, A], axis))
+        equal(np.expand_dims(x, axis), np.expand_dims(A, axis))
+    equal(np.expand_dims(x, (0, 2)), np.expand_dims(A, (0, 2)))
+    equal(np.expand_dims(x, (-1, 0)), np.expand_dims(A, (-1, 0)))
+    equal(np.broadcast_to(x, (2, 7, 5)), np.broadcast_to(A, (2, 7, 5)))
+    for shape in ((7, 5), (7, -1), (7, 1, 5), (1, 7, 5, 1), [7, 5]):
+        equal(np.reshape(x, shape), np.reshape(A, shape))
+    deep = spmd.put(shaped((6, 5)), spec, MESH)
+    for shape in ((2, 3, 5), (6, 5, 1), (3, 2, 5), (30,), -1, (5, 6)):
+        try:
+            found = np.reshape(deep, shape)
+        except LayoutError:
+            split = [d for d, names in enumerate(deep.spec.dims) if names]
+            assert split
+            assert shape in ((30,), -1, (5, 6)) or 0 in split
+        else:
+            equal(found, np.reshape(shaped((6, 5)), shape))
+    wide = spmd.from_blocks([np.ones((2, k // 3 + 1)) for k in range(6)], P(None, "x"), MESH)
+    equal(np.reshape(wide, (2, 1, 3)), np.ones((2, 1, 3)))
+    assert np.reshape(wide, (2, 1, 3)).layout.cuts == ((2,), (1,), (1, 2))
+    for bad in ((7, 6), (-1, -1), (35, 2)):
+        with pytest.raises(LayoutError, match=r"np\.reshape"):
+            np.reshape(x, bad)
 
 
 def test_sums_of_uneven_blocks_and_other_dtypes():

@@ -1417,11 +1417,21 @@ GLOBAL = [
             ("np.concatenate", "np.concatenate", LayoutError, lambda: np.concatenate([here(), here()])),
             ("np.add.reduce", "np.add.reduce", LayoutError, lambda: np.add.reduce(here())),
             ("out=", "np.add with out=", LayoutError, lambda: np.add(here(), 1, out=np.zeros((3, 2)))),
+            ("where=", "np.add with where=", LayoutError, lambda: np.add(here(), 1, where=[[True, False]])),
             ("an index", "x[0]", LayoutError, lambda: here()[0]),
             ("iteration", "iteration", LayoutError, lambda: list(here())),
             ("a method", "x.mean", MissingMethodError, lambda: here().mean()),
             ("an attribute", "x.T", MissingMethodError, lambda: here().T),
         )
+    ),
+    Row(
+        "a stack of different shapes",
+        lambda: np.stack([here(), X[:1]]),
+        LayoutError,
+        "np.stack",
+        "PartitionedArray float64[3, 2] laid out by P('data', None) and ndarray float64[1, 2]",
+        "arrays of one shape",
+        "np.broadcast_to",
     ),
     Row(
         "an assignment to a global array",
@@ -1662,7 +1672,10 @@ def test_without_a_mesh():
 
 @pytest.mark.parametrize(
     ("variable", "option", "known"),
-    [("SPMD_TRANSPORT", "transport", "'local', 'mpi'"), ("SPMD_SCHEDULER", "scheduler", "'auto', 'lockstep', 'threads'")],
+    [
+        ("SPMD_TRANSPORT", "transport", "'local', 'mpi'"),
+        ("SPMD_SCHEDULER", "scheduler", "'auto', 'lockstep', 'threads'"),
+    ],
 )
 def test_a_variable_of_the_environment(monkeypatch, variable, option, known):
     monkeypatch.setenv(variable, "bogus")

@@ -16,6 +16,7 @@ LEVELS = [
     {"errors"},
     {"kernels", "autodiff"},
     {"layout"},
+    {"specs"},
     {"plan"},
     {"state"},
     {"transport"},

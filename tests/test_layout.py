@@ -248,7 +248,7 @@ def test_a_transposition_by_hand():
     )
 
 
-def test_a_copy_is_taken_from_oneself_or_from_the_nearest():
+def test_a_copy_is_taken_from_oneself_or_from_the_least_busy():
     axes = {"x": 2, "y": 2}
     everywhere = Layout((4,), P(), axes)
     assert all(m.source == m.target for m in plan(everywhere, Layout((4,), P(("x", "y")), axes)))
@@ -257,12 +257,16 @@ def test_a_copy_is_taken_from_oneself_or_from_the_nearest():
         (0, 0),
         (2, 0),
         (1, 1),
-        (2, 1),
+        (3, 1),
         (1, 2),
         (2, 2),
-        (1, 3),
+        (0, 3),
         (3, 3),
     ]
+    columns = Layout((4, 4), P(None, "x"), axes)
+    for target in (Layout((4, 4), P("x"), axes), Layout((4, 4), P("y"), axes), Layout((4, 4), P(), axes)):
+        sent = [m.source for m in plan(columns, target) if m.source != m.target]
+        assert sorted(sent) == [0, 1, 2, 3]
 
 
 @settings(max_examples=300)

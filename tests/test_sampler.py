@@ -681,6 +681,12 @@ def check_values(p: Program, laid_out: bool):
         close(got.numpy(), want, p.x.dtype, "value")
         bare = p.mapped(body, p.out, check=False)(*args)
         close(bare.numpy(), got.numpy(), p.x.dtype, "check=False")
+        tree = p.mapped(
+            lambda x, tree: {"y": body(x, tree), "rest": (2.0, [x, None])}, {"y": p.out, "rest": (P(), p.spec)}
+        )
+        tree = tree(*args)
+        np.testing.assert_array_equal(tree["y"].numpy(), got.numpy(), err_msg="in a pytree")
+        np.testing.assert_array_equal(tree["rest"][1][0].numpy(), p.x, err_msg="in a pytree")
         traced, _ = spmd.vjp(p.mapped(body, p.out), *args)
         np.testing.assert_array_equal(traced.numpy(), got.numpy(), err_msg="under vjp")
 
@@ -791,14 +797,14 @@ def test_values(p, laid_out):
 
 @pytest.mark.parametrize("mode", FIRST)
 @given(programs(), st.booleans())
-@settings(max_examples=100)
+@settings(max_examples=120)
 def test_gradients(mode, p, laid_out):
     check_first(p, mode, laid_out)
 
 
 @pytest.mark.parametrize("mode", SECOND)
 @given(programs(longest=4), st.integers(0, 99))
-@settings(max_examples=60)
+@settings(max_examples=80)
 def test_second_derivatives(mode, p, seed):
     check_second(p, mode, seed)
 

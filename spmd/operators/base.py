@@ -17,9 +17,8 @@ from types import FrameType
 from typing import Any, ClassVar
 
 import numpy as np
-import optree
 
-from spmd.autodiff import tracer
+from spmd.autodiff import tracer, tree
 from spmd.autodiff.primitive import Primitive
 from spmd.autodiff.tape import Future
 from spmd.autodiff.tracer import Array, Mixing, record, value_of, weak
@@ -29,7 +28,7 @@ from spmd.mesh import WORKER, Worker, here
 from spmd.state import INVARIANT, VARYING, State, state_of
 from spmd.transport.base import LEDGERS, Call, Comm, Group, Handle, Ready
 
-__all__ = ["Collective", "Operator", "Vary", "block", "leafwise", "move", "operate", "split_at", "vary", "varying"]
+__all__ = ["Collective", "Operator", "Vary", "block", "move", "operate", "split_at", "vary", "varying"]
 
 _NUMBERS = (bool, int, float, complex)
 
@@ -132,16 +131,9 @@ def operate(op: Collective, x, frame: FrameType | None = None):
     frame = frame or sys._getframe(1)
     if type(x) is Array or isinstance(x, np.ndarray | np.generic | int | float | complex):
         return _begin(op, x, worker, frame)()
-    leaves, treedef = optree.tree_flatten(x)
+    leaves, treedef = tree.flatten(x)
     begun = [_begin(op, leaf, worker, frame) for leaf in leaves]
-    return optree.tree_unflatten(treedef, [finish() for finish in begun])
-
-
-def leafwise(f: Callable[[Any], Any], tree):
-    """f on every leaf. Unlike in optree.tree_map, f may wait for others: no C++ frame lies beneath it, and those do
-    not bear a switch of greenlets."""
-    leaves, treedef = optree.tree_flatten(tree)
-    return optree.tree_unflatten(treedef, [f(leaf) for leaf in leaves])
+    return tree.unflatten(treedef, [finish() for finish in begun])
 
 
 def _begin(op: Collective, x, worker: Worker, frame) -> Callable[[], Any]:
@@ -187,11 +179,19 @@ def _owned(x, op: Collective) -> np.ndarray:
                 mend=mend,
             )
         )
-    x = np.asarray(x)
-    if x.flags.writeable:
+    if _writable(x):
         x = np.array(x, order="C")
         x.flags.writeable = False
-    return x
+    return np.asarray(x)
+
+
+def _writable(x) -> bool:
+    """Whether somebody may write to x: to itself, or to what it is a view of, unless that was frozen."""
+    while isinstance(x, np.ndarray) and type(x).__name__ != "Frozen":
+        if x.flags.writeable:
+            return True
+        x = x.base
+    return False
 
 
 def _admit(op: Collective, x: Array, worker: Worker) -> Array:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
-import optree
 
+from spmd.autodiff import tree
 from spmd.autodiff.tracer import Array, value_of
 from spmd.errors import LayoutError, StateError, describe, message
 from spmd.mesh import Worker, here
-from spmd.operators.base import Collective, Launched, Operator, Vary, leafwise, move, operate, vary
+from spmd.operators.base import Collective, Launched, Operator, Vary, move, operate, vary
 from spmd.state import INVARIANT, state_of
 from spmd.transport.base import LEDGERS, Call, Comm, Group, Handle, all_reduce_cost
 
@@ -140,7 +140,7 @@ def pvary(x, axis_name: AxisName):
         a = a if type(a) is Array else Array(a, worker.state())
         return vary(a, a.state | state)
 
-    return leafwise(one, x)
+    return tree.map(one, x)
 
 
 def pcast(x, axis_name: AxisName, *, to: str = "varying"):
@@ -161,7 +161,7 @@ def pcast(x, axis_name: AxisName, *, to: str = "varying"):
                 mend='spmd.pcast(x, axis_name, to="varying")',
             )
         )
-    for a in optree.tree_leaves(x):
+    for a in tree.leaves(x):
         if type(a) is Array and a.state.varying & set(names):
             raise StateError(
                 message(
@@ -202,7 +202,7 @@ def pmean(x, axis_name: AxisName):
             return a
         return operate(Sum(over), a) / here("spmd.pmean").group(over).size
 
-    return leafwise(one, x)
+    return tree.map(one, x)
 
 
 @dataclass(frozen=True)
@@ -258,11 +258,12 @@ class Extremum(Collective):
 
     def pull(self, g, x, ans):
         bare, top = np.asarray(value_of(x)), np.asarray(value_of(ans))
+        real: Any = bare.dtype
         if self.dims:
             top, g = np.expand_dims(top, self.dims), np.expand_dims(g, self.dims)
         ties = (bare == top) | ((bare != bare) & (top != top))
-        count = np.sum(ties, axis=self.dims, keepdims=True).astype(bare.real.dtype) if self.dims else ties
-        total = move(Sum(self.axes), np.asarray(count, bare.real.dtype))
+        count = np.sum(ties, axis=self.dims, keepdims=True) if self.dims else ties
+        total = move(Sum(self.axes), np.asarray(count, real))
         return move(Vary(self.axes), g) * (ties / total)
 
 
@@ -284,7 +285,7 @@ def _extremum(x, names: tuple[str, ...], how: str):
         over = varying_of(a, names)
         return operate(Extremum(over, how), a) if over else a
 
-    return leafwise(one, x)
+    return tree.map(one, x)
 
 
 def pmax(x, axis_name: AxisName):

@@ -9,10 +9,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from spmd.autodiff import tree
 from spmd.autodiff.tracer import Array
 from spmd.errors import LayoutError, MissingMethodError, StateError, describe, message
 from spmd.mesh import here
-from spmd.operators.base import Launched, Operator, leafwise, operate, sealed
+from spmd.operators.base import Launched, Operator, operate, sealed
 from spmd.operators.reduce import AxisName, _names
 from spmd.state import INVARIANT, ROOTED, State, state_of
 from spmd.transport.base import Call, Comm, Group, Ready, root_cost
@@ -166,7 +167,7 @@ def _to_root(op: _AtRoot, x):
         block = operate(op, leaf, frame)
         return Rooted(block, np.shape(leaf), np.result_type(getattr(block, "dtype", block)), op.axes, op.root)
 
-    return leafwise(one, x)
+    return tree.map(one, x)
 
 
 def _from_root(kind: type[_FromRoot], x, axis_name: AxisName, root: int):
@@ -181,14 +182,14 @@ def _from_root(kind: type[_FromRoot], x, axis_name: AxisName, root: int):
                     argument="x",
                     got=describe(leaf),
                     need=f"a value that is Rooted({root}) along {' and '.join(map(repr, names))}",
-                    mend=f"spmd.{where}(x, {leaf.axes if len(leaf.axes) > 1 else leaf.axes[0]!r}, root={leaf.root})"
+                    mend=f"spmd.{where}(x, {(*leaf.axes,)!r}, root={leaf.root})"
                     if type(leaf) is Rooted
                     else "spmd.keep(x, axis_name, root) or spmd.sum_reduce(x, axis_name, root) make one",
                 )
             )
         return operate(kind(names, root), leaf.block, frame)
 
-    return leafwise(one, x)
+    return tree.map(one, x)
 
 
 def sum_reduce(x, axis_name: AxisName, root: int = 0):

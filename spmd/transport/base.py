@@ -109,22 +109,22 @@ class Call:
         return self.op, self.axes, self.detail, self.dtype, shape
 
     def __str__(self) -> str:
-        names = ", ".join(repr(a) for a in self.axes)
+        axes = repr(self.axes[0] if len(self.axes) == 1 else self.axes)
         more = f", {self.detail}" if self.detail else ""
-        return f"{self.op}({self.dtype}{list(self.shape)}, {names}{more})"
+        return f"{self.op}({self.dtype}{list(self.shape)}, {axes}{more})"
 
     @property
     def source(self) -> str:
-        """The user's line that called."""
-        return source_line(self.code, self.instruction)
+        """`at` and the user's line that called."""
+        return f"at {source_line(self.code, self.instruction)}"
 
 
 _ONE_PATH = "let all workers take the same path: no branch on a worker's own data around a collective"
 
 
 def mismatch(first: tuple[str, str, str], second: tuple[str, str, str]) -> MismatchError:
-    """Two workers met with different calls; each is given as (worker, call, source line)."""
-    sides = (f"          {worker} called {call}\n            at {line}" for worker, call, line in (first, second))
+    """Two workers met with different calls; each is given as (worker, call, where)."""
+    sides = (f"          {worker}: {call}\n            {line}" for worker, call, line in (first, second))
     return MismatchError(
         message(
             "a collective",

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import stat
 import sys
 import warnings
+from contextlib import suppress
 from typing import Any
 
 from spmd.errors import TransportError, message
 
-__all__ = ["launcher_hint", "mpi_world"]
+__all__ = ["abort", "end_the_job_on_error", "launcher_hint", "mpi_world"]
 
 # What a launcher of MPI tells each process that it starts: how many there are, or which one it is. Variables that a
 # scheduler sets in plain shells of an allocation too (SLURM_NTASKS, SLURM_PROCID) say nothing.
@@ -28,11 +30,12 @@ def launcher_hint() -> str | None:
 def mpi_world() -> Any:
     """MPI.COMM_WORLD where it may have several processes, else None. Imports mpi4py only if a launcher is likely.
 
+    With SPMD_TRANSPORT=local every process is by itself: None.
     Raises TransportError where mpiexec started several processes and mpi4py is missing. srun may have started
     several that have nothing to do with each other: there, and where MPI sees one process only, it warns.
     """
     hint = launcher_hint()
-    if hint is None and "mpi4py.MPI" not in sys.modules:
+    if os.environ.get("SPMD_TRANSPORT") == "local" or (hint is None and "mpi4py.MPI" not in sys.modules):
         return None
     several = hint in _SIZES
     try:
@@ -54,8 +57,6 @@ def mpi_world() -> Any:
     if not MPI.Is_initialized() or MPI.Is_finalized():
         return None
     if MPI.COMM_WORLD.Get_size() > 1:
-        from spmd.transport.mpi import end_the_job_on_error
-
         end_the_job_on_error()
     elif several:
         _warn_alone(hint, f"MPI sees one ({MPI.Get_library_version().splitlines()[0].split(',')[0]})")
@@ -79,3 +80,38 @@ def _warn_alone(hint: str | None, reason: str) -> None:
             RuntimeWarning,
             stacklevel=3,
         )
+
+
+_report: Any = None
+
+
+def end_the_job_on_error() -> None:
+    """From now on an error that nobody catches ends all processes of the job; the others would wait forever."""
+    global _report
+    if _report is None:
+        _report, sys.excepthook = sys.excepthook, _end_the_job
+
+
+def _end_the_job(kind, error, traceback) -> None:
+    _report(kind, error, traceback)
+    abort(1)
+
+
+def abort(status: int) -> None:
+    """End all processes of this process's job, with this status."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized():
+        if not mpi.Is_finalized() and mpi.COMM_WORLD.Get_size() > 1:
+            mpi.COMM_WORLD.Abort(status)
+    elif "PMI_FD" in os.environ:
+        # MPICH's launcher takes no notice of a process that fails before it has started MPI, unless it says so.
+        with suppress(OSError, ValueError):
+            launcher = int(os.environ["PMI_FD"])
+            if stat.S_ISSOCK(os.fstat(launcher).st_mode):
+                os.write(launcher, f"cmd=abort exitcode={status}\n".encode())
+
+
+if launcher_hint() in _SIZES and os.environ.get("SPMD_TRANSPORT") != "local":
+    end_the_job_on_error()

@@ -227,7 +227,7 @@ class Run:
             else:
                 lines.append(f"{who} has left the map and called nothing")
             if call is not None:
-                lines.append(f"  at {call.source}")
+                lines.append(f"  {call.source}")
         more = len(self.comms) - _SHOWN
         return [*lines, f"and {more} more"] if more > 0 else lines
 
@@ -242,7 +242,7 @@ class Run:
         """The results, or the first error: first by the clock, then by worker."""
         errors, self.errors = self.errors, []
         if not errors:
-            return Outcome(dict(sorted(self.results.items())), seconds, self.switches)
+            return Outcome(self.results, seconds, self.switches)
         urgent = [e for e in errors if not isinstance(e[2], Exception)]
         errors = sorted(urgent or errors, key=lambda e: e[:2])
         error = errors[0][2]
@@ -344,7 +344,7 @@ class ThreadRun(Run):
             threads[0].begin(partial(self._begin, context, body, threads), self._leave)
             self.over.acquire()
         except BaseException:
-            self._interrupt()
+            self._interrupt(threads)
             raise
         return self.outcome(time.perf_counter() - started)
 
@@ -353,8 +353,7 @@ class ThreadRun(Run):
         with self.lock:
             begun, self.begun = self.begun, True
         if begun:
-            _pool.give(threads[1:])
-            return
+            return  # Interrupted before.
         first, *others = self.comms
         for comm, thread in zip(others, threads[1:], strict=True):
             thread.begin(partial(self._work_in, context.copy(), comm, body), self._leave)
@@ -380,14 +379,17 @@ class ThreadRun(Run):
             elif self.running == 0:
                 self.stalled()
 
-    def _interrupt(self) -> None:
+    def _interrupt(self, threads: list[_Thread]) -> None:
         """End all workers, wherever they are, and wait for that; a second interrupt leaves them to themselves."""
         with self.lock:
             begun, self.begun = self.begun, True
+            running = begun and self.left
             self.stop()
             for thread in self.inside.values():
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Stopped))
-        if begun:
+        if not begun:
+            _pool.give(threads[1:])
+        if running:
             self.over.acquire()
 
     def stop(self) -> None:

@@ -26,8 +26,9 @@ from spmd.errors import MismatchError, TransportError, message
 from spmd.layout import block_sizes, offsets
 from spmd.transport.base import Call, Comm, Group, Handle, Outcome, Ready, Transport, mismatch, raised_by, sealed
 from spmd.transport.blas import blas_threads, core_numbers, share_of_cores
+from spmd.transport.detect import abort, end_the_job_on_error
 
-__all__ = ["MpiTransport", "end_the_job_on_error"]
+__all__ = ["MpiTransport"]
 
 _MAX_NDIM = 32
 _SMALL = 1 << 15
@@ -110,6 +111,23 @@ class Pending:
         return self.value
 
 
+class _End(Call):
+    """The side of a worker that has left the map, where others still call."""
+
+    __slots__ = ("last",)
+
+    def __init__(self, x: np.ndarray, last: Call | None):
+        super().__init__("the end of the map", (), x.dtype, x.shape)
+        self.last = last
+
+    def __str__(self) -> str:
+        return self.op
+
+    @property
+    def source(self) -> str:
+        return f"after {self.last} {self.last.source}" if self.last is not None else "without any call before"
+
+
 class MpiComm(Comm):
     """This process's view."""
 
@@ -132,6 +150,7 @@ class MpiComm(Comm):
         heads[order] = heads.copy()
         if (heads[:, 0] != heads[0, 0]).any():
             raise self._mismatch(group, call, heads[:, 0])
+        self.transport.last = call
         return [None if ndim < 0 else tuple(lengths[:ndim]) for _, ndim, *lengths in heads.tolist()]
 
     def _mismatch(self, group: Group, call: Call, keys: np.ndarray) -> MismatchError:
@@ -290,6 +309,7 @@ class MpiTransport(Transport):
         self.local = (comm.Get_rank(),)
         self.describe: Callable[[int], str] = lambda worker: f"worker {worker}"
         self.flying: set[Pending] = set()
+        self.last: Call | None = None
         self._subcomms: dict[Shape, MPI.Comm] = {}
         end_the_job_on_error()
 
@@ -339,7 +359,7 @@ class MpiTransport(Transport):
             try:
                 result = contextvars.copy_context().run(body, MpiComm(self))
             except SystemExit as end:
-                _end_the_job(end.code)
+                _follow(end.code)
                 raise
             except Exception as error:
                 if not isinstance(error, MismatchError):
@@ -352,38 +372,17 @@ class MpiTransport(Transport):
         send = np.frombuffer(json.dumps(value).encode(), np.uint8)
         everyone = tuple(range(self.size))
         group = Group((), (), everyone, self.local[0])
-        call = Call("the end of the map", (), send.dtype, send.shape)
-        blocks = MpiComm(self).all_gather(group, call, send).wait()
+        blocks = MpiComm(self).all_gather(group, _End(send, self.last), send).wait()
+        self.last = None
         return {k: json.loads(block.tobytes()) for k, block in enumerate(blocks)}
 
 
 _transports: dict[Shape, MpiTransport] = {}
-_report: Any = None
 
 
-def end_the_job_on_error() -> None:
-    """From now on an error that nobody catches ends all processes, with a status that says so; else the others would
-    wait forever."""
-    global _report
-    if _report is None and MPI.COMM_WORLD.Get_size() > 1:
-        _report, sys.excepthook = sys.excepthook, _hook
-
-
-def _hook(kind, error, traceback) -> None:
-    _report(kind, error, traceback)
-    _abort(1)
-
-
-def _end_the_job(code: Any) -> None:
-    """Follow sys.exit of one worker, unless it reports success."""
+def _follow(code: Any) -> None:
+    """End the whole job with one worker's sys.exit, unless that reports success."""
     if code not in (None, 0) and MPI.COMM_WORLD.Get_size() > 1:
         if not isinstance(code, int):
             print(code, file=sys.stderr)
-        _abort(code if isinstance(code, int) else 1)
-
-
-def _abort(status: int) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if not MPI.Is_finalized():
-        MPI.COMM_WORLD.Abort(status)
+        abort(code if isinstance(code, int) else 1)

@@ -1,0 +1,82 @@
+"""Trees of specs: which spec stands for which array of a tree of arguments or results."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from spmd.autodiff import tree
+from spmd.errors import SpecError, message
+from spmd.layout import P
+
+__all__ = ["Leaf", "shown", "spec_leaves", "spread"]
+
+
+class Leaf(NamedTuple):
+    """One array of a tree: its path from the argument's name, the spec that stands for it, and its value."""
+
+    path: str
+    spec: P | None
+    value: Any
+
+
+def spec_leaves(specs) -> list[tuple[str, Any]]:
+    """The specs of a tree of specs, each with its path."""
+    paths, leaves, _ = tree.flatten_with_path(specs, none_is_leaf=True)
+    return list(zip(paths, leaves, strict=True))
+
+
+def spread(where: str, name: str, argument: str, specs, value) -> list[Leaf]:
+    """The leaves of a value, each with the spec that stands for it in a prefix of its tree."""
+    if (specs is None or isinstance(specs, P)) and (hasattr(value, "shape") or isinstance(value, int | float | complex)):
+        return [Leaf(name, specs, value)]
+    try:
+        each = tree.prefix(specs, value)
+    except ValueError:
+        raise SpecError(
+            message(
+                where,
+                argument=f"{argument}, for {name!r}",
+                got=f"{_structure(specs)}: {_misfit(specs, value, name)}",
+                need=f"one spec, or a tree of specs that is a prefix of {_structure(value)}",
+                mend="write a spec for the whole, or one for each part of it",
+            )
+        ) from None
+    paths, leaves, _ = tree.flatten_with_path(value, none_is_leaf=True)
+    return [
+        Leaf(name + path, None if leaf is None else spec, leaf)
+        for path, spec, leaf in zip(paths, each, leaves, strict=True)
+    ]
+
+
+def _structure(value) -> str:
+    """The structure of a pytree as messages show it, * for a leaf."""
+    return shown(tree.structure(value, none_is_leaf=True))
+
+
+def shown(treedef) -> str:
+    """The structure of a pytree as messages show it."""
+    text = str(treedef)
+    text = text.removeprefix("PyTreeSpec(").removesuffix(")").removesuffix(", NoneIsLeaf")
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
+def _misfit(specs, value, path: str) -> str:
+    """The first place where a tree of specs is no prefix of a value's tree, and how."""
+    if isinstance(specs, dict) and isinstance(value, dict):
+        for names, text in ((specs, "{} has no {!r}"), (value, "{}[{!r}] has no spec")):
+            missing = [k for k in names if k not in specs or k not in value]
+            if missing:
+                return text.format(path, missing[0])
+        inside = [(k, specs[k], value[k]) for k in specs]
+    elif isinstance(specs, tuple | list) and type(specs) is type(value):
+        if len(specs) != len(value):
+            return f"{path} has {len(value)} entries for {len(specs)} specs"
+        inside = [(k, s, v) for k, (s, v) in enumerate(zip(specs, value, strict=True))]
+    else:
+        return f"{path} is {_a(type(value).__name__)}, its specs {_a(type(specs).__name__)}"
+    found = (_misfit(s, v, f"{path}[{k!r}]") for k, s, v in inside if s is not None and not isinstance(s, P))
+    return next((text for text in found if text), "")
+
+
+def _a(noun: str) -> str:
+    return f"a{'n' * (noun[0] in 'aeiouAEIOU' or noun.startswith('nd'))} {noun}"

@@ -1,0 +1,110 @@
+"""Start programs from tests: under the mpiexec that stands beside a Python, or alone, always with a time limit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from functools import cache
+from pathlib import Path
+
+__all__ = ["PROGRAMS", "ROOT", "Ended", "launch", "mpiexec", "run_python"]
+
+ROOT = Path(__file__).resolve().parent.parent
+PROGRAMS = ROOT / "tests" / "mpi_programs"
+_MARK = "SPMD_TEST_LAUNCH"
+
+# Open MPI refuses root and more processes than cores unless it is told so; the rest halves its time to start.
+_OPENMPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_pml": "ob1",
+    "OMPI_MCA_btl": "self,sm",
+}
+
+
+class Ended(subprocess.CompletedProcess):
+    """How a program ended. returncode: None where it had to be killed."""
+
+    returncode: int | None
+
+    def __str__(self) -> str:
+        ended = "ran out of time" if self.returncode is None else f"ended with {self.returncode}"
+        return f"{self.args} {ended}\n--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
+
+
+def mpiexec(python: str | os.PathLike = sys.executable) -> Path | None:
+    """The mpiexec of the environment of this Python."""
+    found = Path(python).parent / "mpiexec"
+    return found if found.exists() else None
+
+
+@cache
+def _is_openmpi(command: Path) -> bool:
+    said = subprocess.run(
+        [command, "--version"], capture_output=True, text=True, check=False, env=os.environ | _OPENMPI
+    )
+    return "Open MPI" in said.stdout or "OpenRTE" in said.stdout
+
+
+def launch(
+    program: str | os.PathLike,
+    *args: str,
+    n: int = 4,
+    python: str | os.PathLike = sys.executable,
+    timeout=60.0,
+    **env: str,
+) -> Ended:
+    """`mpiexec -n n python program args`, by the mpiexec beside `python`. env: more environment variables."""
+    command = mpiexec(python)
+    assert command is not None, f"no mpiexec beside {python}"
+    options = ["--oversubscribe"] if _is_openmpi(command) else []
+    if options:
+        env = _OPENMPI | env
+    return _run([command, *options, "-n", str(n), python, program, *args], timeout, env)
+
+
+def run_python(*args: str | os.PathLike, python: str | os.PathLike = sys.executable, timeout=60.0, **env: str) -> Ended:
+    """`python args` in a process of its own."""
+    return _run([python, *args], timeout, env)
+
+
+def _run(command: list, timeout: float, env: dict[str, str]) -> Ended:
+    words = [os.fspath(c) for c in command]
+    mark = uuid.uuid4().hex
+    path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH", "")) if p)
+    process = subprocess.Popen(
+        words,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=os.environ | {"PYTHONPATH": path, _MARK: mark} | env,
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=timeout)
+        status: int | None = process.returncode
+    except subprocess.TimeoutExpired:
+        _kill(process, mark)
+        stdout, stderr = process.communicate()
+        status = None
+    except BaseException:
+        _kill(process, mark)
+        raise
+    ended = Ended(words, 0, stdout, stderr)
+    ended.returncode = status
+    return ended
+
+
+def _kill(process: subprocess.Popen, mark: str) -> None:
+    """End the group of processes, and those that a launcher has put into groups of their own."""
+    os.killpg(process.pid, signal.SIGKILL)
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"{_MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                os.kill(int(folder.name), signal.SIGKILL)
+        except OSError:
+            continue

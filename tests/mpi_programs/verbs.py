@@ -1,0 +1,168 @@
+"""What every verb and every operator gives, worker by worker, as digests. The same file runs with any transport."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+import spmd
+from spmd import P
+from spmd.transport.base import Call
+
+DTYPES = "bool int8 int32 int64 float16 float32 float64 complex64 complex128".split()
+SMALL = [(), (0, 3), (3, 5)]
+LARGE = 4099  # In float64 a little more than what an all-reduce over MPI sends whole, and odd.
+
+
+def draw(worker: int, shape: tuple[int, ...], dtype: str, seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng([worker, seed, *shape])
+    x = rng.normal(size=shape) * 50
+    if dtype.startswith("complex"):
+        x = x + 1j * rng.normal(size=shape)
+    return np.asarray(x > 0 if dtype == "bool" else x, dtype)
+
+
+def digest(x) -> str:
+    """The bits of arrays in nested lists and dicts, and whether they may be written to."""
+    if isinstance(x, list):
+        return "[" + " ".join(digest(a) for a in x) + "]"
+    if isinstance(x, dict):
+        return "{" + " ".join(f"{k}:{digest(a)}" for k, a in x.items()) + "}"
+    if x is None:
+        return "None"
+    assert not x.flags.writeable, "a received array is writable"
+    assert x.flags.c_contiguous
+    return f"{x.dtype}{list(x.shape)}" + hashlib.sha256(x.tobytes()).hexdigest()[:12]
+
+
+def verbs(worker, axes: tuple[str, ...], dtype: str, shape: tuple[int, ...]) -> dict[str, object]:
+    """All verbs over a group, on blocks of this shape; uneven ones where the verb takes them."""
+    comm, group, me = worker.comm, worker.group(axes), worker.index
+    n, k = group.size, group.index
+    x = draw(me, shape, dtype)
+
+    def call(name: str, x, alike: bool | None = False) -> Call:
+        return Call(name, axes, x.dtype, x.shape, alike=alike)
+
+    parts = [draw(me, (*shape, j + 1), dtype, j) for j in range(n)]
+    uneven = draw(me, (*shape, k + 1), dtype)
+    sends = {j: draw(me, (*shape, j, k + 1), dtype, j) for j in range(n) if (j + k) % 3 != 1}
+    found = {
+        "reduce_scatter": comm.reduce_scatter(group, call("scatter", x, True), parts).wait(),
+        "all_gather": comm.all_gather(group, call("gather", uneven), uneven).wait(),
+        "all_to_all": comm.all_to_all(group, call("all_to_all", uneven), parts).wait(),
+        "exchange": comm.exchange(group, call("exchange", uneven), sends).wait(),
+    }
+    for how in ("sum",) if dtype.startswith("complex") else ("sum", "max", "min"):
+        found[how] = comm.all_reduce(group, call(how, x, True), draw(me, shape, dtype), how).wait()
+    ys = [draw(me, shape, dtype, 1), draw(me, (3,), dtype), draw(me, (), dtype)]
+    packed = np.empty(sum(y.size for y in ys), dtype)
+    found["many"] = comm.all_reduce_many(group, call("many", packed, True), ys).wait()
+    for root in range(n):
+        mine = draw(me, shape, dtype, root) if k == root else None
+        found[f"broadcast {root}"] = comm.broadcast(group, call("broadcast", x, None), mine, root).wait()
+        found[f"reduce {root}"] = comm.reduce(group, call("reduce", x, True), x, root).wait()
+    return found
+
+
+def strided(worker, axes: tuple[str, ...]) -> dict[str, object]:
+    """Operators on blocks that are not C-contiguous."""
+    base = draw(worker.index, (12, 8, 6), "float64")
+    found: dict[str, object] = {}
+    for name, x in {"F": np.asfortranarray(base), "strided": base[::2, ::-1, 1::2], "T": base.T}.items():
+        bare = [
+            spmd.psum(x, axes),
+            spmd.pmax(x, axes),
+            spmd.all_gather(x, axes, axis=1, tiled=True),
+            spmd.psum_scatter(x, axes, scatter_dimension=1, tiled=True),
+            spmd.all_to_all(x, axes, 0, 2, tiled=True),
+            spmd.shift(x, axes),
+            spmd.broadcast(spmd.sum_reduce(x, axes, 1), axes, 1),
+        ]
+        found[name] = [np.asarray(b, order="C") for b in bare]
+    for b in (b for blocks in found.values() for b in blocks):  # type: ignore[attr-defined]
+        b.flags.writeable = False
+    return found
+
+
+def in_flight(worker, axes: tuple[str, ...]) -> dict[str, object]:
+    """Several collectives of several groups under way at once."""
+    comm, all_axes = worker.comm, tuple(worker.mesh.axes)
+    handles = []
+    for k, over in enumerate([axes, all_axes, axes, axes]):
+        for size in (7, 50000):
+            x = draw(worker.index, (size,), "float64", k)
+            call = Call("sum", over, x.dtype, x.shape, alike=True)
+            handles.append(comm.all_reduce(worker.group(over), call, x))
+            handles.append(comm.exchange(worker.group(over), Call("swap", over, x.dtype, x.shape), {0: x, 1: x[:3]}))
+    return {"in flight": [h.wait() for h in handles]}
+
+
+def products(worker, axes: tuple[str, ...]) -> dict[str, object]:
+    """Products of matrices: their bits depend on the number of BLAS threads."""
+    found = {}
+    for dtype in ("float32", "float64"):
+        a, b = draw(worker.index, (301, 257), dtype), draw(worker.index, (257, 401), dtype, 1)
+        found[dtype] = ready(spmd.psum(a @ b, axes))
+    return found
+
+
+def ready(x: np.ndarray) -> np.ndarray:
+    x = np.ascontiguousarray(x)
+    x.flags.writeable = False
+    return x
+
+
+def cases(axes: tuple[str, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """dtypes and shapes: all of them along one axis of four, a few along others."""
+    if axes == ("x",):
+        yield from ((dtype, shape) for dtype in DTYPES for shape in SMALL)
+    yield from (("float64", (LARGE,)), ("complex64", (5,)), ("float16", (0,)))
+
+
+def bodies(mesh: spmd.Mesh) -> Iterator[tuple[str, Callable]]:
+    orders = [("y",), ("x", "y"), ("y", "x")] if "y" in mesh.axes else [("x",)]
+    for axes in orders:
+        name = f"{mesh} {','.join(axes)}"
+        for dtype, shape in cases(axes):
+            yield f"{name} {dtype}{list(shape)}", lambda w, a=axes, d=dtype, s=shape: verbs(w, a, d, s)
+        yield f"{name} strided", lambda w, a=axes: strided(w, a)
+        yield f"{name} in flight", lambda w, a=axes: in_flight(w, a)
+        yield f"{name} products", lambda w, a=axes: products(w, a)
+
+
+def gradients(mesh: spmd.Mesh) -> dict[str, str]:
+    """A small network with sums over both axes, differentiated from outside, twice."""
+    axis = next(iter(mesh.axes))
+    rng = np.random.default_rng(0)
+    w, x = rng.normal(size=(6, 7)), rng.normal(size=(10, 6))
+
+    def body(w, x):
+        h = np.tanh(x @ w)
+        return spmd.mean(h * spmd.psum(h.sum(), axis), axis)
+
+    loss = spmd.map(body, in_specs=(P(), P(axis)), out_specs=P(), mesh=mesh)
+    value, grad = spmd.value_and_grad(loss)(w, x)
+    second = spmd.grad(lambda w: (spmd.grad(loss)(w, x) * w).sum())(w)
+    return {k: digest(ready(np.asarray(v))) for k, v in {"value": value, "grad": grad, "second": second}.items()}
+
+
+def results(**options) -> dict[str, dict[str, str]]:
+    """For each case the digests of all workers."""
+    found: dict[str, dict[str, str]] = {}
+    for mesh in (spmd.Mesh(x=4, **options), spmd.Mesh(x=2, y=2, **options)):
+        for name, body in bodies(mesh):
+            outcome = mesh.run(lambda w, body=body: {k: digest(v) for k, v in body(w).items()}, tracked=False)
+            for worker, said in mesh.transport.share(outcome.results).items():
+                found[f"{name} worker {worker}"] = said
+        found[f"{mesh} gradients"] = gradients(mesh)
+    return found
+
+
+if __name__ == "__main__":
+    found = results()
+    if spmd.is_main():
+        print(json.dumps(found))

@@ -1,0 +1,606 @@
+"""The dot test itself: it passes what is right, catches what is wrong, on every worker alike, and says how to see it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+import spmd
+from spmd import P
+from spmd.autodiff.tracer import value_of
+from spmd.errors import LayoutError, MeshError, SpecError
+from spmd.layout import Layout
+from spmd.operators import base
+from spmd.operators.base import Operator, Vary
+from spmd.operators.exchange import AllToAll
+from spmd.operators.gather import AllGather, ReduceScatter, Slice
+from spmd.operators.permute import Permute
+from spmd.operators.reduce import Sum
+from spmd.operators.root import Keep
+from spmd.testing import AdjointError, check_adjoint, operator_cases, operator_classes, states
+
+X = ("x",)
+MESHES = [{"x": 1}, {"x": 2}, {"x": 3}, {"x": 5}, {"x": 8}, {"x": 3, "y": 2}, {"x": 2, "y": 2, "z": 2}]
+OURS = [kind for kind in operator_classes() if kind.__module__.startswith("spmd.")]
+
+
+# What is right passes
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+@pytest.mark.parametrize("kind", OURS, ids=lambda kind: kind.__name__)
+def test_every_operator_and_its_adjoint(kind, axes):
+    mesh = spmd.make_mesh(tuple(axes.values()), tuple(axes), scheduler="lockstep")
+    cases = operator_cases(kind, mesh)
+    assert len(cases) >= 3 * len(axes)
+    for k, case in enumerate(cases):
+        report = check_adjoint(case.operator, case.shape, mesh=mesh, in_specs=case.spec, trials=1, seed=k)
+        assert report.passed
+        assert report.error == 0
+        assert report.mode == "exact"
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.complex64, np.complex128, np.float16], ids=str)
+def test_every_operator_in_every_dtype(dtype, scheduler):
+    mesh = spmd.Mesh(x=3, scheduler=scheduler)
+    for kind in OURS:
+        for case in operator_cases(kind, mesh):
+            check_adjoint(case.operator, case.shape, mesh=mesh, in_specs=case.spec, trials=1, dtype=dtype)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("axes", [*MESHES, {"x": 7}, {"x": 4, "y": 2}, {"y": 2, "x": 4}], ids=str)
+def test_every_operator_with_many_seeds(axes, scheduler):
+    mesh = spmd.make_mesh(tuple(axes.values()), tuple(axes), scheduler=scheduler)
+    for kind in OURS:
+        for case in operator_cases(kind, mesh):
+            for dtype in (np.float64, np.complex128):
+                check_adjoint(case.operator, case.shape, mesh=mesh, in_specs=case.spec, trials=10, dtype=dtype)
+
+
+def test_every_operator_has_a_row_of_cases():
+    """Classes whose names begin with an underscore share code, or are planted here."""
+    assert {kind.__name__ for kind in OURS} >= {
+        *("Vary", "Sum", "AllGather", "ReduceScatter", "Collect", "Slice", "Permute", "AllToAll"),
+        *("Broadcast", "SumReduce", "Replicate", "Keep"),
+    }
+    for kind in OURS:
+        cases = operator_cases(kind, spmd.Mesh(x=3))
+        assert all(type(case.operator) is kind for case in cases)
+        assert any(0 in shape for case in cases for shape in _blocks(case)), f"no empty blocks for {kind}"
+        assert re.fullmatch(r"(I|V|Rooted) → (I|V|Rooted)", states(kind))
+
+
+def _blocks(case) -> list[tuple[int, ...]]:
+    """The shapes of the workers' blocks."""
+    layout = case.spec if isinstance(case.spec, Layout) else case.spec and Layout(case.shape, case.spec, {"x": 3})
+    return [layout.block_shape(w) for w in range(3)] if layout else [case.shape]
+
+
+def test_an_operator_without_a_row_is_missed():
+    class Forgotten(Sum):
+        pass
+
+    try:
+        assert Forgotten in operator_classes()
+        with pytest.raises(LayoutError, match=r"add a row to spmd/testing\.py: Forgotten"):
+            operator_cases(Forgotten, spmd.Mesh(x=2))
+    finally:  # so that no other test finds it
+        Forgotten.__name__ = "_Forgotten"
+
+
+# Right maps in float mode
+
+
+def matrix(n: int, seed: int = 0, dtype=np.float64):
+    """A well-conditioned matrix, another on every worker."""
+    rng = np.random.default_rng([seed, spmd.worker_index("x")])
+    a = rng.normal(size=(n, n)) + (1j * rng.normal(size=(n, n)) if np.dtype(dtype).kind == "c" else 0)
+    return spmd.varying((a / n + 2 * np.eye(n)).astype(dtype), "x")
+
+
+def cumulated(x):
+    """np.cumsum over all workers."""
+    mine = np.cumsum(x, axis=0)
+    totals = spmd.all_gather(np.sum(x, axis=0), "x")
+    return mine + np.sum(totals[: spmd.worker_index("x")], axis=0)
+
+
+def solved(x):
+    """The solution of a triangular system on every worker, row by row."""
+    a, rows = matrix(x.shape[0], dtype=x.dtype), []
+    for k in range(x.shape[0]):
+        known = sum((a[k, j] * rows[j] for j in range(k)), np.zeros(x.shape[1:], x.dtype))
+        rows.append((x[k] - known) / a[k, k])
+    return np.stack(rows)
+
+
+def multiplied(x):
+    """A product whose inner dimension is split."""
+    return spmd.psum(matrix(8, dtype=x.dtype)[:, : x.shape[0]] @ x, "x")
+
+
+def wave(u):
+    """Twenty steps of the wave equation on a line that is split."""
+    before, now = u, u
+    for _ in range(20):
+        left = spmd.shift(now[-1:], "x", 1, wrap=False)
+        right = spmd.shift(now[:1], "x", -1, wrap=False)
+        wide = np.concatenate([left, now, right])
+        before, now = now, 2 * now - before + 0.3 * (wide[2:] - 2 * now + wide[:-2])
+    return now
+
+
+def two_arguments(a, b):
+    return spmd.sum(3 * a, "x", axis=0) + b, spmd.all_gather(a, "x", tiled=True)
+
+
+class Right(NamedTuple):
+    f: object
+    shapes: tuple
+    in_specs: object = P("x")
+
+
+RIGHT = [
+    Right(cumulated, ((9, 2),)),
+    Right(solved, ((9, 2),)),
+    Right(multiplied, ((7, 2),)),
+    Right(wave, ((10,),)),
+    Right(two_arguments, ((7, 2), (2,)), (P("x"), P())),
+    Right(lambda w: w * matrix(3)[0], ((3,),), P()),
+    Right(lambda x: x[::-1] * 0.1, ((7,),)),
+]
+
+
+@pytest.mark.parametrize("right", RIGHT, ids=lambda r: r.f.__name__)
+def test_no_false_alarm(right):
+    meshes = [spmd.Mesh(x=n, scheduler="lockstep") for n in (1, 2, 3)]
+    worst = 0.0
+    for seed in range(51):
+        report = check_adjoint(
+            right.f, *right.shapes, mesh=meshes[seed % 3], in_specs=right.in_specs, trials=1, seed=seed
+        )
+        assert report.mode == "float"
+        assert report.error <= report.bound < 1e-10
+        worst = max(worst, report.error)
+    assert worst < 1e-13
+
+
+@pytest.mark.parametrize("right", RIGHT[:4], ids=lambda r: r.f.__name__)
+@pytest.mark.parametrize("dtype", [np.float32, np.complex128, np.complex64], ids=str)
+def test_no_false_alarm_in_other_dtypes(right, dtype):
+    mesh = spmd.Mesh(x=3, scheduler="lockstep")
+    for seed in range(15):
+        report = check_adjoint(
+            right.f, *right.shapes, mesh=mesh, in_specs=right.in_specs, trials=1, seed=seed, dtype=dtype
+        )
+        assert report.error <= report.bound < 1e4 * np.finfo(dtype).eps
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("right", RIGHT, ids=lambda r: r.f.__name__)
+def test_no_false_alarm_in_a_thousand_draws(right):
+    for n in (1, 3, 4):
+        mesh = spmd.Mesh(x=n, scheduler="lockstep")
+        shapes = [tuple(4 * m if m > 6 else m for m in shape) for shape in right.shapes]
+        check_adjoint(right.f, *shapes, mesh=mesh, in_specs=right.in_specs, trials=350)
+
+
+def test_right_maps_may_be_tested_exactly():
+    """Maps that only copy and add are exact on integers, whoever writes them."""
+    mesh = spmd.Mesh(x=3)
+
+    def difference(x):
+        return x - spmd.shift(x, "x", 1)
+
+    def adjoint(g):
+        return g - spmd.shift(g, "x", -1)
+
+    for dtype in (np.float64, np.complex64):
+        check_adjoint(difference, (6, 2), mesh=mesh, in_specs=P("x"), exact=True, dtype=dtype)
+        check_adjoint(difference, (6, 2), mesh=mesh, in_specs=P("x"), exact=True, dtype=dtype, adjoint=adjoint)
+        check_adjoint(cumulated, (6, 2), mesh=mesh, in_specs=P("x"), exact=True, dtype=dtype)
+
+
+def test_layouts_give_uneven_blocks():
+    mesh = spmd.Mesh(x=3)
+    layout = Layout((7, 2), P("x"), mesh.axes, [(0, 6, 1), None])
+    check_adjoint(AllGather(X, 0, True), (7, 2), mesh=mesh, in_specs=layout)
+    check_adjoint(AllGather(X, 0, True), (7, 2), mesh=mesh, in_specs=[layout])
+    check_adjoint(lambda x: spmd.all_gather(x, "x", tiled=True) * 0.5, (7, 2), mesh=mesh, in_specs=layout)
+
+
+def test_the_mesh_of_a_with_block_and_out_specs():
+    with spmd.Mesh(x=3):
+        assert check_adjoint(multiplied, (6, 2), in_specs=P("x"), out_specs=P()).mesh == "Mesh(x=3)"
+        assert spmd.check_adjoint(Sum(X), (2,)).passed
+        report = check_adjoint(lambda x: 2.0 * x, (6,), in_specs=P("x"), out_specs=P(), raises=False)
+    assert "result 0 is Varying(x), and out_specs promise P()" in str(report)
+
+
+# What is wrong is caught
+
+
+class _Backwards(Permute):
+    """Its adjoint shifts the same way."""
+
+    @property
+    def H(self) -> Operator:
+        return Permute(self.axes, self.perm, None if self.shapes is None else self.shapes[::-1])
+
+
+class _Double(Vary):
+    def launch(self, comm, group, x, call):
+        return base.Ready(base.sealed(2 * x)), lambda block: (block, self)
+
+
+class _Twice(Sum):
+    """Its adjoint counts twice."""
+
+    @property
+    def H(self) -> Operator:
+        return _Double(self.axes)
+
+
+class _First(Sum):
+    def launch(self, comm, group, x, call):
+        return comm.broadcast(group, call, x if group.index == 0 else None, 0), lambda block: (block, self)
+
+
+class _Overwritten(Vary):
+    """Its adjoint takes one cotangent in place of their sum, but where the sum is owed to a leaf."""
+
+    @property
+    def H(self) -> Operator:
+        return _First(self.axes)
+
+
+class _AlwaysOverwritten(_Overwritten):
+    def owe(self, shared, g):
+        return None
+
+
+class _Unsummed(Keep):
+    """Its adjoint sums over the workers what the root alone has: right, but for dropping the others' copies."""
+
+    @property
+    def H(self) -> Operator:
+        return _Doubled(self.axes, self.root)
+
+
+class _Doubled(type(Keep(X).H)):
+    def launch(self, comm, group, x, call):
+        handle, arrive = super().launch(comm, group, x, call)
+        return handle, lambda block: (base.sealed(2 * block), arrive(block)[1])
+
+
+class _WrongSizes(AllGather):
+    """Its adjoint gives the blocks back with their sizes in the opposite order."""
+
+    @property
+    def H(self) -> Operator:
+        return ReduceScatter(self.axes, self.axis, self.tiled, self.sizes and self.sizes[::-1])
+
+
+class _AssumesBalanced(AllGather):
+    """Its adjoint forgets the sizes."""
+
+    @property
+    def H(self) -> Operator:
+        return ReduceScatter(self.axes, self.axis, self.tiled)
+
+
+class _Unswapped(AllToAll):
+    """Its adjoint splits as it split before."""
+
+    @property
+    def H(self) -> Operator:
+        return AllToAll(self.axes, self.concat_axis, self.split_axis, self.tiled, self.sizes, self.joined)
+
+
+class _NotItsOwnAdjoint(Slice):
+    """Its adjoint is that of the slice by the next worker."""
+
+    @property
+    def H(self) -> Operator:
+        return _Rolled(self.axes, self.axis, self.tiled, self.sizes)
+
+
+class _Rolled(type(Slice(X).H)):
+    def launch(self, comm, group, x, call):
+        handle, arrive = super().launch(comm, group, x, call)
+        return handle, lambda blocks: arrive([*blocks[1:], blocks[0]])
+
+
+@dataclass(frozen=True)
+class _OneCell(Operator):
+    """The identity, whose adjoint misses one cell on one worker."""
+
+    misses: bool = False
+    function = "one_cell"
+
+    def launch(self, comm, group, x, call):
+        y = np.array(x)
+        if self.misses and group.index == group.size - 1 and x.size:
+            y.reshape(-1)[-1] = 0
+        return base.Ready(base.sealed(y)), lambda block: (block, self)
+
+    @property
+    def H(self) -> Operator:
+        return _OneCell(self.axes, not self.misses)
+
+
+LOPSIDED = Layout((7, 2), P("x"), {"x": 3}, [(4, 1, 2), None])
+
+
+class Wrong(NamedTuple):
+    """A pair that is not adjoint, and a part of the fault that it must be accused of."""
+
+    name: str
+    f: object
+    shapes: tuple
+    fault: str
+    in_specs: object = None
+    options: dict = {}  # noqa: RUF012
+
+
+DIFFER = "integers must agree"
+RING = tuple((k, (k + 1) % 3) for k in range(3))
+
+
+def difference(x):
+    return x - spmd.shift(x, "x", 1)
+
+
+def rotated(x):
+    return (1 + 2j) * x
+
+
+def tampering(side):
+    """The identity, or its adjoint, which writes into what it is given."""
+
+    def tamper(x):
+        y = x * 1.0
+        data = value_of(x)
+        data.flags.writeable = True
+        data += 1
+        return y
+
+    return {"f": tamper} if side == "F" else {"f": lambda x: x * 1.0, "adjoint": tamper}
+
+
+def on_worker_1(f):
+    """f on worker 1 only; the others do what is right."""
+    return lambda g: f(g) if spmd.worker_index("x") == 1 else 2.0 * g
+
+
+def twice(x):
+    return 2.0 * x
+
+
+WRONG = [
+    Wrong("shifted the same way", _Backwards(X, RING), ((6, 2),), DIFFER, P("x")),
+    Wrong("shifted the same way, without a ring", _Backwards(X, ((0, 1), (1, 2))), ((3,),), DIFFER),
+    Wrong("counted twice", _Twice(X), ((2, 2),), DIFFER),
+    Wrong("overwritten, not added", _AlwaysOverwritten(X), ((2, 2),), DIFFER),
+    Wrong("overwritten when differentiated", _Overwritten(X), ((2, 2),), "F* gives another value for argument 0"),
+    Wrong("doubled at the root", _Unsummed(X, 1), ((3,),), DIFFER),
+    Wrong("wrong sizes", _WrongSizes(X, 0, True), ((7, 2),), "F* raises DifferentiationError", LOPSIDED),
+    Wrong("sizes forgotten", _AssumesBalanced(X, 0, True), ((7, 2),), "F* raises DifferentiationError", LOPSIDED),
+    Wrong("sizes not swapped", _Unswapped(X, 1, 0, True), ((7, 4),), "F* raises LayoutError", P("x")),
+    Wrong("joined in another order", _NotItsOwnAdjoint(X, 0, True), ((6, 2),), DIFFER),
+    Wrong("one cell missed", _OneCell(X), ((9, 4),), DIFFER, P("x")),
+    Wrong("one cell dropped on the way", _OneCell(X, True), ((9, 4),), DIFFER, P("x")),
+    Wrong("a difference to the wrong side", difference, ((6,),), "above the bound", P("x"), {"adjoint": difference}),
+    Wrong("the same, exactly", difference, ((6,),), DIFFER, P("x"), {"adjoint": difference, "exact": True}),
+    Wrong(
+        "no conjugate", rotated, ((4,),), "above the bound", P("x"), {"adjoint": rotated, "dtype": np.complex128}
+    ),
+    Wrong(
+        "no conjugate, exactly", rotated, ((4,),), DIFFER, P("x"), {"adjoint": rotated, "dtype": complex, "exact": True}
+    ),
+    Wrong("a psum back through a psum", lambda x: spmd.psum(x, "x"), ((3,),), DIFFER, P("x"), {
+        "adjoint": lambda g: spmd.psum(spmd.pvary(g, "x"), "x") * spmd.varying(1.0, "x"), "exact": True}),
+    Wrong("off by a millionth", twice, ((6,),), "above the bound", P("x"), {"adjoint": lambda g: 2.000002 * g}),
+    Wrong("off in the twelfth digit", twice, ((6,),), "above the bound", P("x"), {"adjoint": lambda g: (2 + 2e-12) * g}),
+    Wrong("off on one worker", twice, ((6,),), DIFFER, P("x"), {"adjoint": on_worker_1(lambda g: 3.0 * g), "exact": True}),
+    Wrong("another shape", twice, ((6,),), "F* gives shape (1,) for argument 0, which has (2,)", P("x"), {
+        "adjoint": lambda g: g[:1]}),
+    Wrong("another shape on one worker", twice, ((6,),), "(on worker 1 (x=1))", P("x"), {
+        "adjoint": on_worker_1(lambda g: g[:1])}),
+    Wrong("another dtype", twice, ((6,),), "F* gives dtype float32 for argument 0, which has float64", P("x"), {
+        "adjoint": lambda g: (2 * g).astype(np.float32)}),
+    Wrong("another state", twice, ((6,),), "F* gives state Varying(x) for argument 0, which has Invariant", P(), {
+        "adjoint": lambda g: spmd.pvary(2 * g, "x")}),
+    Wrong("too many cotangents", twice, ((6,),), "F* gives 2 cotangents for 1 arguments", P("x"), {
+        "adjoint": lambda g: (g, g)}),
+    Wrong("no cotangent", twice, ((6,),), "F* gives shape", P("x"), {"adjoint": lambda g: None}),
+    Wrong("an adjoint that assigns", twice, ((6,),), "F* raises StateError", P("x"), {
+        "adjoint": lambda g: g.__setitem__(0, 0.0)}),
+    Wrong("an adjoint that fails on one worker", twice, ((6,),), "F* raises ZeroDivisionError", P("x"), {
+        "adjoint": on_worker_1(lambda g: 1 / 0)}),
+    Wrong("an adjoint that leaves the others waiting", lambda x: spmd.psum(x, "x"), ((6,),), "F* raises MismatchError", P("x"),
+          {"adjoint": lambda g: g if spmd.worker_index("x") == 1 else spmd.pvary(g, "x") + 0 * spmd.psum(spmd.pvary(g, "x"), "x")}),
+    Wrong("writes into x", tampering("F")["f"], ((6,),), "argument 0 of F was modified", P("x")),
+    Wrong("writes into y", tampering("F*")["f"], ((6,),), "argument 0 of F* was modified", P("x"), {
+        "adjoint": tampering("F*")["adjoint"]}),
+    Wrong("a square", lambda x: x**2, ((6,),), "not linear", P("x")),
+    Wrong("an absolute value", np.abs, ((6,),), "not linear", P("x"), {"exact": True}),
+    Wrong("a shift of the origin", lambda x: x + 1.0, ((6,),), "not linear", P("x")),
+    Wrong("nonlinear on one worker", on_worker_1(lambda x: np.maximum(x, 0.0)), ((9,),), "not linear", P("x")),
+    Wrong("a product of both arguments", lambda a, b: a * b, ((6,), (6,)), "not linear", P("x")),
+    Wrong("conjugation", np.conj, ((6,),), "", P("x"), {"dtype": np.complex128}),
+]  # fmt: skip
+
+
+def checked(wrong: Wrong, mesh, seed: int, **options):
+    given = {"trials": 1, "raises": False, **wrong.options, **options}
+    return check_adjoint(wrong.f, *wrong.shapes, mesh=mesh, in_specs=wrong.in_specs, seed=seed, **given)
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda w: w.name)
+def test_wrong_pairs_are_caught_at_every_seed(wrong):
+    mesh = spmd.Mesh(x=3, scheduler="lockstep")
+    for seed in range(20):
+        report = checked(wrong, mesh, seed)
+        assert not report, f"seed {seed}"
+        assert wrong.fault in str(report), str(report)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda w: w.name)
+def test_wrong_pairs_are_caught_at_a_thousand_seeds(wrong):
+    mesh = spmd.Mesh(x=3, scheduler="lockstep")
+    assert not any(checked(wrong, mesh, seed).passed for seed in range(1000))
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda w: w.name)
+def test_one_verdict_under_both_schedulers(wrong):
+    reports = [checked(wrong, spmd.Mesh(x=3, scheduler=s), 5) for s in ("lockstep", "threads", "threads")]
+    texts = [str(r) for r in reports]
+    if wrong.name != "an adjoint that leaves the others waiting":  # who met whom depends on who came first
+        assert texts[0] == texts[1] == texts[2]
+    assert [r.passed for r in reports] == [False] * 3
+
+
+@pytest.mark.parametrize("kind", OURS, ids=lambda kind: kind.__name__)
+def test_a_doubled_adjoint_is_caught(kind):
+    """In every case of every operator, but those where all that moves is nothing."""
+    if "Rooted" in states(kind):
+        return  # a body does not take Rooted values
+    mesh, caught = spmd.Mesh(x=3, scheduler="lockstep"), 0
+    for case in operator_cases(kind, mesh):
+
+        def doubled(g, case=case):
+            like = np.zeros(_blocks(case)[spmd.worker_index("x") if case.spec else 0])
+            like = spmd.varying(like, "x") if kind.source == "Varying" else like
+            return 2 * spmd.vjp(case.operator, like)[1](g)[0]
+
+        given = {"mesh": mesh, "in_specs": case.spec, "trials": 1, "raises": False}
+        right = check_adjoint(case.operator, case.shape, **given)
+        report = check_adjoint(case.operator, case.shape, adjoint=doubled, **given)
+        assert right.passed
+        assert report.passed == (right.forward == 0), str(report)
+        caught += not report.passed
+    assert caught >= 2
+
+
+# What a report says
+
+
+def test_a_report_of_success():
+    report = check_adjoint(AllGather(X, 0, True), (7, 2), mesh=spmd.Mesh(x=3), in_specs=P("x"), trials=2)
+    assert report
+    assert bool(report) is report.passed is True
+    assert report.forward == report.backward
+    lines = str(report).splitlines()
+    assert lines[0] == "AllGather(axes=('x',), axis=0, tiled=True, sizes=None) on Mesh(x=3): adjoint (exact, 2 trials)"
+    assert lines[1] == f"  <F x, y>  = {report.forward:.0f}"
+    assert lines[2] == f"  <x, F* y> = {report.backward:.0f}"
+    assert len(lines) == 3
+    assert report.messages > 0
+    assert report.bytes > 0
+
+
+def test_a_report_of_success_in_float_mode():
+    text = str(check_adjoint(wave, (10,), mesh=spmd.Mesh(x=3), in_specs=P("x")))
+    assert text.startswith("wave on Mesh(x=3): adjoint (float, 3 trials)\n")
+    assert re.search(r"\n  error \d\.\d\de-1\d, bound \d\.\d\de-1\d$", text)
+    assert re.search(r"<F x, y>  = -?\d+\.\d{10}", text)
+
+
+def test_a_report_of_failure():
+    mesh = spmd.Mesh(x=3)
+    with pytest.raises(AdjointError) as caught:
+        check_adjoint(_Backwards(X, RING), (6, 2), mesh=mesh, in_specs=P("x"), seed=7)
+    assert isinstance(caught.value, AssertionError)
+    report = caught.value.report
+    assert not report
+    assert str(caught.value) == str(report)
+    lines = str(report).splitlines()
+    assert re.match(r"_Backwards\(axes=\('x',\), perm=.*\) on Mesh\(x=3\): NOT adjoint \(exact, 3 trials\)$", lines[0])
+    difference = report.forward - report.backward
+    assert lines[3] == "  result 0: the adjoint of the adjoint is another map than F (on worker 0 (x=0))"
+    assert lines[-2] == f"  <F x, y> and <x, F* y> differ by {difference:.0f}; integers must agree"
+    assert lines[-1] == (
+        "  reproduce: spmd.check_adjoint(_Backwards(axes=('x',), perm=((0, 1), (1, 2), (2, 0)), shapes=None), "
+        "(6, 2), mesh=spmd.Mesh(x=3), in_specs=(P('x'),), dtype='float64', seed=7)"
+    )
+
+
+@pytest.mark.parametrize(
+    "wrong", [w for w in WRONG if "lambda" not in getattr(w.f, "__name__", "")], ids=lambda w: w.name
+)
+def test_the_line_that_reproduces_a_failure(wrong):
+    if any("lambda" in getattr(v, "__name__", "") or "tamper" in str(v) for v in (wrong.f, *wrong.options.values())):
+        return
+    report = checked(wrong, spmd.Mesh(x=3), 11, trials=2)
+    assert f"  reproduce: {report.reproduce}" in str(report)
+    assert "\n" not in report.reproduce
+    names = {"np": np, "absolute": np.abs, "conjugate": np.conj, **globals()}
+    with pytest.raises(AdjointError) as caught:
+        eval(report.reproduce, names)
+    assert str(caught.value) == str(report)
+
+
+def test_a_failure_in_a_late_trial_is_reproduced():
+    """The line names the trials, where they are not the usual three."""
+    report = check_adjoint(_Twice(X), (2,), mesh=spmd.Mesh(x=2), trials=9, raises=False)
+    assert report.reproduce.endswith("dtype='float64', trials=9, seed=0)")
+
+
+def test_draws_differ_on_every_worker_and_hide_nothing():
+    seen = []
+
+    def look(x):
+        seen.append(np.array(value_of(x)))
+        return 1.0 * x
+
+    check_adjoint(look, (12,), mesh=spmd.Mesh(x=3, scheduler="lockstep"), in_specs=P("x"), exact=True, trials=2)
+    first = seen[:3]
+    assert all(np.all(a == np.round(a)) for a in seen)
+    assert all(np.all(a != 0) and np.abs(a).max() <= 2**17 for a in first)
+    assert len({a.tobytes() for a in first}) == 3
+    kept = []
+    check_adjoint(
+        lambda w: (kept.append(np.array(value_of(w))), w * 1.0)[1], (5,), mesh=spmd.Mesh(x=3), in_specs=P(), trials=1
+    )
+    assert len({a.tobytes() for a in kept[:3]}) == 1  # an Invariant argument is one value
+
+
+# Misuse
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda m: check_adjoint(Sum(X), mesh=m), "argument shapes(.|\n)*one per argument"),
+        (lambda m: check_adjoint(twice, (3,), mesh=m), "argument in_specs(.|\n)*none, for a function"),
+        (lambda m: check_adjoint(twice, (3,), mesh=m, in_specs=[P(), P()]), "2 specs for 1 shapes"),
+        (lambda m: check_adjoint(twice, (3,), mesh=m, in_specs=P("q")), r"in_specs\[0\](.|\n)*axis 'q'"),
+        (lambda m: check_adjoint(twice, (3,), mesh=m, in_specs=P(None, "x")), "at most 1 entry"),
+        (lambda m: check_adjoint(Sum(X), (3,), mesh=m, dtype=int), "argument dtype(.|\n)*'int64'"),
+        (lambda m: check_adjoint(Sum(X), (6, 2), mesh=m, in_specs=LOPSIDED), r"a layout of shape \(6, 2\)"),
+    ],
+)
+def test_misuse_is_explained(call, words):
+    with pytest.raises(SpecError, match=words):
+        call(spmd.Mesh(x=3))
+
+
+def test_an_error_of_the_map_itself_is_no_verdict():
+    mesh = spmd.Mesh(x=3)
+    with pytest.raises(MeshError, match="write 'x'"):
+        check_adjoint(lambda a: spmd.psum(a, "xx"), (3,), mesh=mesh, in_specs=P("x"), raises=False)
+    with pytest.raises(ZeroDivisionError):
+        check_adjoint(lambda a: 1 / 0, (3,), mesh=mesh, in_specs=P("x"), raises=False)
+
+
+def test_a_check_is_called_from_outside():
+    mesh = spmd.Mesh(x=2)
+    with pytest.raises(MeshError, match="a call inside a body"):
+        spmd.map(lambda x: check_adjoint(Sum(X), (2,)) and x, P("x"), P("x"), mesh=mesh)(np.ones(2))
