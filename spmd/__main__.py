@@ -9,6 +9,7 @@ import sys
 import numpy as np
 
 import spmd
+from spmd.errors import MeshError, TransportError
 from spmd.info import info
 from spmd.mesh import Mesh, is_main
 from spmd.testing import AdjointReport, check_adjoint, operator_cases, operator_classes, states
@@ -17,10 +18,13 @@ from spmd.testing import AdjointReport, check_adjoint, operator_cases, operator_
 def parse_mesh(text: str) -> Mesh:
     """`x=3,y=2` as a mesh."""
     try:
-        axes = {name.strip(): int(n) for name, n in (part.split("=") for part in text.split(","))}
-        return spmd.make_mesh(tuple(axes.values()), tuple(axes))
-    except ValueError as error:
-        raise SystemExit(f"--mesh: got {text!r}, needed axis sizes by name, as in x=3,y=2 ({error})") from error
+        names, sizes = zip(*(part.split("=") for part in text.split(",")), strict=True)
+        mesh = spmd.make_mesh([int(n) for n in sizes], [name.strip() for name in names])
+        assert mesh.transport
+        return mesh
+    except (ValueError, RuntimeError) as error:
+        reason = f"\n{error}" if isinstance(error, MeshError | TransportError) else ""
+        raise SystemExit(f"--mesh: got {text!r}, needed axis sizes by name, as in x=3,y=2{reason}") from error
 
 
 def adjoint(args: argparse.Namespace) -> int:

@@ -596,13 +596,13 @@ def mesh_for(mesh: Mesh | None, where: str) -> Mesh:
     return found
 
 
-def _fits(spec: Any, mesh: Mesh, where: str, ndim: int) -> None:
+def _fits(spec: Any, mesh: Mesh, where: str, ndim: int, argument: str = "spec") -> None:
     """Raise where a spec does not fit the mesh or an array of ndim dimensions, or is none."""
     if not isinstance(spec, P):
         raise SpecError(
-            message(where, argument="spec", got=describe(spec), need="a P", mend='P("x", None), or P() for copies')
+            message(where, argument=argument, got=describe(spec), need="a P", mend='P("x", None), or P() for copies')
         )
-    spec.check(mesh.axes, where, "spec", ndim)
+    spec.check(mesh.axes, where, argument, ndim)
 
 
 def _numbers(x, where: str, argument: str) -> np.ndarray:
@@ -629,12 +629,12 @@ def put(x, spec: Any, mesh: Mesh | None = None) -> Any:
     once each. Gives a `PartitionedArray`, or a tree of them.
     """
     leaves = spread("spmd.put", "x", "spec", spec, x)
-    placed = [_put(leaf.value, leaf.spec, mesh) if leaf.spec is not None else leaf.value for leaf in leaves]
+    placed = [_put(leaf.value, leaf.spec, mesh, leaf.path) if leaf.spec is not None else leaf.value for leaf in leaves]
     return placed[0] if len(leaves) == 1 and leaves[0].value is x else tree.unflatten(tree.structure(x, none_is_leaf=True), placed)
 
 
-def _put(x, spec: P, mesh: Mesh | None) -> PartitionedArray:
-    where = "spmd.put"
+def _put(x, spec: P, mesh: Mesh | None, path: str) -> PartitionedArray:
+    where, argument = "spmd.put", "spec" if path == "x" else f"spec, for {path}"
     if type(x) is PartitionedArray:
         _not_in_a_body(where, x)
         mesh = mesh or x.mesh
@@ -648,11 +648,11 @@ def _put(x, spec: P, mesh: Mesh | None) -> PartitionedArray:
                     mend="spmd.put(x.numpy(), spec, mesh)",
                 )
             )
-        _fits(spec, mesh, where, x.ndim)
+        _fits(spec, mesh, where, x.ndim, argument)
         return relayout(x, mesh.layout(x.shape, spec))
     mesh = mesh_for(mesh, where)
-    data = _numbers(x, where, "x")
-    _fits(spec, mesh, where, data.ndim)
+    data = _numbers(x, where, path)
+    _fits(spec, mesh, where, data.ndim, argument)
     layout = mesh.layout(data.shape, spec)
     return PartitionedArray(cut(data, layout, mesh), layout, mesh)
 

@@ -281,17 +281,16 @@ class _Trial(NamedTuple):
 
         # Workers go on together: what one of them finds amiss, all know.
         found = back(*ys)
-        unlike = _everyones(worker, _same_kind(found, xs))
         names = [f"argument {k} of F" for k in range(len(xs))] + [f"argument {k} of F*" for k in range(len(ys))]
         faults += [
             f"{name} was modified"
             for name, a, b in zip(names, (*xs, *ys), before, strict=True)
             if not np.array_equal(value_of(a), b, equal_nan=True)
         ]
-        faults = _everyones(worker, faults) + unlike
+        faults = _everyones(worker, _same_kind(found, xs) + faults)
+        fits = not any(fault.startswith(_UNLIKE) for fault in faults)
         if not faults:
             faults = self._laws(worker, draw, forward, back, xs, ys, outs, found)
-        fits = not unlike
         source, target = self._rooted("source"), self._rooted("target")
         pulled = found if fits else []
         products = [_local(worker, outs, ys, target), _local(worker, xs, pulled, source) if fits else np.nan]
@@ -354,11 +353,10 @@ class _Trial(NamedTuple):
         for k, (b, o, a) in enumerate(zip(both, outs, apart, strict=True)):
             if not self._close(b, a - 2 * o):
                 faults.append(f"result {k} is not linear in the arguments: F(z - 2x) is not F(z) - 2 F(x)")
-        faults = _everyones(worker, faults)
-        if self.adjoint is None and not faults:
+        if self.adjoint is None:
             same, again, *_ = vjp(lambda *cs: back(*cs), *ys)
             faults += [
-                f"F* gives another value for argument {k} where it is differentiated"
+                f"where it is differentiated F* has another value for argument {k}"
                 for k, (s, g) in enumerate(zip(same, found, strict=True))
                 if not self._close(s, g)
             ]
@@ -366,8 +364,7 @@ class _Trial(NamedTuple):
             for k, (t, o) in enumerate(zip(twice, outs, strict=True)):
                 if not self._close(t, o):
                     faults.append(f"result {k}: the adjoint of the adjoint is another map than F")
-            faults = _everyones(worker, faults)
-        return faults
+        return _everyones(worker, faults)
 
     def _close(self, a, b) -> bool:
         a, b = np.asarray(value_of(a)), np.asarray(value_of(b))
@@ -433,11 +430,15 @@ class _Draw:
         return Array((np.asarray(x.value) * (1 + eps * signs)).astype(self.dtype), x.state)
 
 
+_UNLIKE = "F* gives"
+"""How the faults begin with which cotangents cannot be compared with the arguments."""
+
+
 def _same_kind(found: Sequence, xs: Sequence[Array]) -> list[str]:
     """What of shape, dtype and state the adjoint does not give back."""
     faults = []
     if len(found) != len(xs):
-        return [f"F* gives {len(found)} cotangents for {len(xs)} arguments"]
+        return [f"{_UNLIKE} {len(found)} cotangents for {len(xs)} arguments"]
     for k, (g, x) in enumerate(zip(found, xs, strict=True)):
         for what, came, need in (
             ("shape", np.shape(value_of(g)), x.shape),
@@ -445,7 +446,7 @@ def _same_kind(found: Sequence, xs: Sequence[Array]) -> list[str]:
             ("state", str(getattr(g, "state", None)), str(x.state)),
         ):
             if came != need:
-                faults.append(f"F* gives {what} {came} for argument {k}, which has {need}")
+                faults.append(f"{_UNLIKE} {what} {came} for argument {k}, which has {need}")
     return faults
 
 

@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import uuid
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -94,6 +96,8 @@ def _run(command: list, timeout: float, env: dict[str, str]) -> Ended:
     except BaseException:
         _kill(process, mark)
         raise
+    if status != 0:
+        _sweep()
     ended = Ended(words, 0, stdout, stderr)
     ended.returncode = status
     return ended
@@ -101,10 +105,25 @@ def _run(command: list, timeout: float, env: dict[str, str]) -> Ended:
 
 def _kill(process: subprocess.Popen, mark: str) -> None:
     """End the group of processes, and those that a launcher has put into groups of their own."""
-    os.killpg(process.pid, signal.SIGKILL)
+    os.killpg(process.pid, signal.SIGTERM)  # A launcher tidies up.
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=2)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if f"{_MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
                 os.kill(int(folder.name), signal.SIGKILL)
         except OSError:
             continue
+
+
+def _sweep() -> None:
+    """Remove the shared memory that jobs of MPICH leave behind when they are aborted, 4 MB each: what nobody maps."""
+    left = {str(p) for p in Path("/dev/shm").glob("mpich_shm_*") if p.stat().st_mtime < time.time() - 5}
+    for maps in Path("/proc").glob("[0-9]*/maps") if left else ():
+        with suppress(OSError):
+            left -= {line.rpartition(" ")[2] for line in maps.read_text().splitlines()}
+    for path in left:
+        with suppress(OSError):
+            os.unlink(path)

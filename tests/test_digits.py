@@ -102,17 +102,24 @@ JOBS = {
 @functools.cache
 def lockstep(job: str, python: str = sys.executable) -> list[str]:
     """What all other ways to run a job must print."""
-    lines = losses(run(*JOBS[job][1], "--epochs", "3", "--full-precision", "--scheduler", "lockstep", python=python))
-    assert len(lines) == 3
-    assert all(len(line.split()[3]) > 12 for line in lines)
-    return lines
+    lines = run(*JOBS[job][1], "--epochs", "3", "--full-precision", "--scheduler", "lockstep", python=python)
+    assert len(losses(lines)) == 3
+    assert all(len(line.split()[3]) > 12 for line in losses(lines))
+    return losses(lines) + counts(lines)
+
+
+def counts(lines: list[str]) -> list[str]:
+    """What a step sends and sums: the same in every transport."""
+    found = [line for line in lines if line.startswith(("sent per step", "sums per step"))]
+    assert len(found) == 2
+    return found
 
 
 @pytest.mark.parametrize("job", JOBS)
 @pytest.mark.parametrize("scheduler", ["threads", "auto"])
 def test_schedulers_give_the_same_bits(job, scheduler):
     lines = run(*JOBS[job][1], "--epochs", "3", "--full-precision", SPMD_SCHEDULER=scheduler)
-    assert losses(lines) == lockstep(job)
+    assert losses(lines) + counts(lines) == lockstep(job)
 
 
 @pytest.mark.mpi
@@ -120,7 +127,7 @@ def test_schedulers_give_the_same_bits(job, scheduler):
 def test_mpi_gives_the_same_bits(job):
     launcher = mpiexec(sys.executable, JOBS[job][0])
     lines = run(*JOBS[job][1], "--epochs", "3", "--full-precision", launcher=launcher)
-    assert losses(lines) == lockstep(job)  # three lines: only one process prints
+    assert losses(lines) + counts(lines) == lockstep(job)  # three lines: only one process prints
     assert sum("mpi transport" in line for line in lines) == 1
     assert number(lines, "gradients") <= 1e-12
 
@@ -130,7 +137,7 @@ def test_openmpi_gives_the_same_bits():
     python = os.environ.get("SPMD_TEST_OPENMPI_PYTHON") or pytest.skip("SPMD_TEST_OPENMPI_PYTHON is not set")
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     lines = run("--epochs", "3", "--full-precision", launcher=mpiexec(python, 4), python=python, **root)
-    assert losses(lines) == lockstep("even", python)
+    assert losses(lines) + counts(lines) == lockstep("even", python)
 
 
 def test_bar_on_a_terminal():

@@ -375,6 +375,42 @@ def test_declared_cost_is_what_was_sent(kind, data):
     assert all(dict(r.axes) == {(kind.__name__, case.op.axes): 1} for r in log.workers.values())
 
 
+@pytest.mark.parametrize(
+    ("op", "messages", "nbytes"),
+    [
+        (Sum(("x",)), [6] * 4, [96] * 4),  # three chunks out, the reduced own one to three others
+        (AllGather(("x",)), [3] * 4, [192] * 4),
+        (Collect(("x",), 0, True), [3] * 4, [192] * 4),
+        (ReduceScatter(("x",), 0, True), [3] * 4, [48] * 4),
+        (AllToAll(("x",), 0, 0, True), [3] * 4, [48] * 4),
+        (Permute(("x",), ((0, 1), (1, 2), (3, 3))), [1, 1, 0, 0], [64, 64, 0, 0]),
+        (Broadcast(("x",), 1), [0, 3, 0, 0], [0, 192, 0, 0]),
+        (Replicate(("x",), 1), [0, 3, 0, 0], [0, 192, 0, 0]),
+        (SumReduce(("x",), 1), [1, 0, 1, 1], [64, 0, 64, 64]),
+        (Vary(("x",)), [0] * 4, [0] * 4),
+        (Slice(("x",), 0, True), [0] * 4, [0] * 4),
+        (Keep(("x",), 1), [0] * 4, [0] * 4),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_what_a_block_of_64_bytes_costs(op, messages, nbytes):
+    varying = op.axes if op.source == VARYING else ()
+    with spmd.ledger() as log:
+        on_workers({"x": 4}, op, ([np.ones(8)] * 4, varying))
+    sent = [log.workers[w] for w in range(4)]
+    assert ([r.messages for r in sent], [r.bytes for r in sent]) == (messages, nbytes)
+
+
+def test_the_members_of_a_group_are_in_the_order_of_its_axes():
+    for axes in MESHES:
+        mesh, world = spmd.Mesh(**axes, transport="local"), Oracle(axes)
+        for over in (s for r in range(1, len(axes) + 1) for s in itertools.permutations(axes, r)):
+            for row in world.rows(over):
+                for k, w in enumerate(row):
+                    group = mesh.group(int(w), over)
+                    assert (list(group.members), group.index) == (list(row), k)
+
+
 @pytest.mark.parametrize("kind", [Vary, Slice, Keep])
 @given(st.data())
 @settings(max_examples=10)

@@ -706,6 +706,47 @@ def test_a_block_that_is_written_to_after_it_was_sent_reaches_the_others_as_it_w
     assert run(mesh, body) == {w: [float((w - 1) % 4)] * 3 for w in range(4)}
 
 
+def test_read_only_views_of_what_a_worker_writes_to_are_copied(scheduler):
+    mesh = mesh_of(scheduler)
+
+    def body(worker):
+        x = np.full(3, float(worker.index))
+        view, stretched = x[:], np.broadcast_to(x, (2, 3))
+        view.flags.writeable = False
+        received = [spmd.shift(view, "x"), spmd.broadcast(spmd.keep(stretched, "x"), "x")]
+        spmd.psum(np.ones(1), "x")
+        x[:] = -1
+        spmd.psum(np.ones(1), "x")
+        return [float(r.min()) for r in received]
+
+    assert run(mesh, body) == {w: [float((w - 1) % 4), 0.0] for w in range(4)}
+
+
+def test_blocks_of_a_map_are_nobodys_to_write(scheduler):
+    mesh, whole = mesh_of(scheduler), np.arange(8.0)
+    kept = []
+
+    def body(copy, part):
+        for x in (copy, part):
+            with pytest.raises(ValueError, match="read-only"):
+                x[0] = -1
+            with pytest.raises(ValueError, match="WRITEABLE"):
+                x[:].flags.writeable = True
+        mine = np.ones(2)
+        kept.append(mine)
+        return copy, mine
+
+    mapped = spmd.map(body, in_specs=(P(), P("x")), out_specs=(P(), P("x")), mesh=mesh, check=False)
+    copy, mine = mapped(whole, whole)
+    whole[:] = -2
+    for x in kept:
+        x[:] = -3
+    assert copy.numpy().tolist() == list(range(8))
+    assert mine.numpy().tolist() == [1.0] * 8
+    for block in [*copy.blocks.values(), *mine.blocks.values()]:
+        assert not block.flags.writeable
+
+
 def test_calls_do_not_keep_the_arrays_of_those_who_called(scheduler):
     """While others have still to come, and afterwards: a call remembers its line, not its frame."""
     mesh = mesh_of(scheduler)
@@ -786,6 +827,11 @@ def test_threads_run_at_the_same_time():
     """Each waits outside of any collective until all have come."""
     barrier = threading.Barrier(4)
     run(mesh_of("threads"), lambda worker: barrier.wait(timeout=20))
+
+
+def test_results_come_in_the_order_of_the_workers(scheduler):
+    results = run(mesh_of(scheduler), lambda worker: time.sleep(0.01 * (3 - worker.index)))
+    assert list(results) == [0, 1, 2, 3]
 
 
 def test_a_handle_may_be_asked_twice_and_late(scheduler):

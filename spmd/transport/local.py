@@ -242,7 +242,7 @@ class Run:
         """The results, or the first error: first by the clock, then by worker."""
         errors, self.errors = self.errors, []
         if not errors:
-            return Outcome(self.results, seconds, self.switches)
+            return Outcome(dict(sorted(self.results.items())), seconds, self.switches)
         urgent = [e for e in errors if not isinstance(e[2], Exception)]
         errors = sorted(urgent or errors, key=lambda e: e[:2])
         error = errors[0][2]

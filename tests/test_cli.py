@@ -1,0 +1,264 @@
+"""`python -m spmd info` and `python -m spmd adjoint`: what they print, their exit status, alone and under mpiexec."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import pytest
+from launch import launch, mpiexec, run_python
+
+import spmd
+from spmd.__main__ import main, parse_mesh
+from spmd.testing import operator_classes
+
+OPERATORS = [kind.__name__ for kind in operator_classes() if kind.__module__.startswith("spmd.")]
+
+PLANTED = '''
+import sys
+from spmd import testing
+from spmd.__main__ import main
+from spmd.operators.reduce import Sum
+
+
+class Planted(Sum):
+    """Its adjoint sums once more."""
+
+    @property
+    def H(self):
+        return Sum(self.axes)
+
+
+if "--without-row" not in sys.argv:
+    testing._ROWS[Planted] = lambda axes, n: [testing.Case(Planted(axes), (3, 2)), testing.Case(Planted(axes), ())]
+sys.exit(main([a for a in sys.argv[1:] if a != "--without-row"]))
+'''
+
+
+@pytest.fixture
+def planted(tmp_path):
+    program = tmp_path / "planted.py"
+    program.write_text(PLANTED)
+    return program
+
+
+def said(capsys, *args: str) -> str:
+    """What the command prints in this process."""
+    assert main(list(args)) == 0
+    out = capsys.readouterr()
+    assert not out.err
+    return out.out
+
+
+# info
+
+
+def facts(text: str) -> dict[str, str]:
+    return {line[:14].strip(): line[14:] for line in text.splitlines()}
+
+
+def test_info():
+    ended = run_python("-m", "spmd", "info")
+    assert ended.returncode == 0, str(ended)
+    assert not ended.stderr
+    found = facts(ended.stdout)
+    assert found["spmd"].startswith(("0.", "a bare checkout"))
+    assert f"numpy {np.__version__}" in found["packages"]
+    assert found["MPI launcher"] == "no"
+    assert found["MPI world"] == "1 process"
+    assert re.match(r"[1-9]\d* usable", found["cores"])
+    assert "threads)" in found["BLAS"]
+    assert found["variables"] == "none set"
+    assert found["transport"] == "local: virtual workers in this process"
+    assert found["scheduler"] == "auto"
+    assert "MPI library" in found
+
+
+def test_info_tells_of_the_environment():
+    ended = run_python("-m", "spmd", "info", SPMD_TRANSPORT="local", SPMD_SCHEDULER="lockstep", SPMD_TIMEOUT="7")
+    found = facts(ended.stdout)
+    assert found["variables"] == "SPMD_TRANSPORT=local, SPMD_SCHEDULER=lockstep, SPMD_TIMEOUT=7"
+    assert found["scheduler"] == "lockstep"
+    ended = run_python("-m", "spmd", "info", SPMD_TRANSPORT="pigeon")
+    assert ended.returncode == 0, str(ended)
+    assert facts(ended.stdout)["transport"] == "pigeon: no such transport"
+
+
+def test_info_tells_of_the_mesh():
+    with spmd.Mesh(a=2, b=3, scheduler="threads"):
+        found = facts(spmd.info())
+    assert found["mesh"] == "Mesh(a=2, b=3)"
+    assert found["transport"] == "local: virtual workers in this process"
+    assert found["scheduler"] == "threads"
+    assert found["BLAS threads"].endswith("per worker")
+
+
+# adjoint
+
+
+def test_adjoint_prints_a_row_for_every_operator():
+    ended = run_python("-m", "spmd", "adjoint", "--mesh", "x=3,y=2")
+    assert ended.returncode == 0, str(ended)
+    assert not ended.stderr
+    title, _, head, *rows = ended.stdout.splitlines()
+    assert title == "dot tests on Mesh(x=3, y=2), transport local: integers, exact equality"
+    assert head.split() == ["operator", "function", "states", "adjoint", "cases", "verdict"]
+    assert [row.split()[0] for row in rows] == OPERATORS
+    assert all(re.fullmatch(r"\w+ +spmd\.\w+ +\w+ → \w+ +\w+ +[1-9]\d* +exact", row) for row in rows)
+    assert len({row.index("spmd.") for row in rows}) == 1
+
+
+def test_adjoint_in_json(capsys):
+    rows = json.loads(said(capsys, "adjoint", "--mesh", "x=3,y=2", "--json", "--trials", "1"))
+    assert [row["operator"] for row in rows] == OPERATORS
+    by_name = {row["operator"]: row for row in rows}
+    for row in rows:
+        assert row["passed"] is True
+        assert row["failures"] == []
+        assert row["cases"] > 0
+        assert callable(getattr(spmd, row["function"].removeprefix("spmd.")))
+        assert by_name[row["adjoint"]]["adjoint"] == row["operator"]
+        assert by_name[row["adjoint"]]["states"] == " → ".join(reversed(row["states"].split(" → ")))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "complex128"])
+def test_adjoint_in_another_dtype(capsys, dtype):
+    assert said(capsys, "adjoint", "--dtype", dtype, "--trials", "1", "--seed", "4").count("exact\n") == len(OPERATORS)
+
+
+def test_trials_multiply_the_cases(capsys):
+    few, many = (json.loads(said(capsys, "adjoint", "--mesh", "x=2", "--json", "--trials", n)) for n in ("1", "4"))
+    assert [4 * row["cases"] for row in few] == [row["cases"] for row in many]
+
+
+def test_meshes_by_their_text():
+    assert parse_mesh("x=3,y=2") == spmd.Mesh(x=3, y=2)
+    assert parse_mesh(" x = 3 , data=1 ").axes == {"x": 3, "data": 1}
+    assert parse_mesh("transport=2").axes == {"transport": 2}
+
+
+@pytest.mark.parametrize("text", ["", "x", "x=", "=2,x", "x=2,", "x=a", "x=2=3", "x=0", "x=-1", "x=2,x=3", "x=1.5"])
+def test_a_bad_mesh_is_explained(text):
+    with pytest.raises(SystemExit) as caught:
+        main(["adjoint", "--mesh", text])
+    said = str(caught.value)
+    assert said.startswith(f"--mesh: got {text!r}, needed axis sizes by name, as in x=3,y=2")
+    assert ("needed: " in said) == (text in ("x=0", "x=-1", "x=2,x=3"))
+
+
+def test_a_bad_mesh_ends_with_a_status():
+    ended = run_python("-m", "spmd", "adjoint", "--mesh", "x=0")
+    assert ended.returncode == 1
+    assert "Traceback" not in ended.stderr
+    assert "spmd.Mesh: argument x" in ended.stderr
+    assert not ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ([], "required: command"),
+        (["adjoin"], "invalid choice: 'adjoin'"),
+        (["adjoint", "--dtype", "floaty"], "--dtype"),
+        (["adjoint", "--trials", "many"], "--trials"),
+        (["info", "--mesh", "x=2"], "unrecognized arguments"),
+    ],
+)
+def test_bad_arguments(capsys, args, words):
+    with pytest.raises(SystemExit) as caught:
+        main(args)
+    assert caught.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_help_names_the_commands(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    assert caught.value.code == 0
+    out = capsys.readouterr().out
+    assert "python -m spmd" in out
+    assert "adjoint" in out
+    assert "info" in out
+
+
+def test_a_wrong_operator_gives_status_1(planted):
+    ended = run_python(planted, "adjoint", "--mesh", "x=3")
+    assert ended.returncode == 1, str(ended)
+    rows = {line.split()[0]: line for line in ended.stdout.splitlines() if line.rstrip().endswith(("exact", "ADJOINT"))}
+    assert rows.keys() == {*OPERATORS, "Planted"}
+    assert [name for name, line in rows.items() if line.endswith("NOT ADJOINT")] == ["Planted"]
+    assert "Planted(axes=('x',)) on Mesh(x=3): NOT adjoint (exact, 3 trials)" in ended.stdout
+    assert "reproduce: spmd.check_adjoint(Planted(axes=('x',)), (3, 2), mesh=spmd.Mesh(x=3)" in ended.stdout
+
+
+def test_a_wrong_operator_in_json(planted):
+    ended = run_python(planted, "adjoint", "--mesh", "x=3", "--json")
+    assert ended.returncode == 1, str(ended)
+    failed = [row for row in json.loads(ended.stdout) if not row["passed"]]
+    assert [row["operator"] for row in failed] == ["Planted"]
+    assert len(failed[0]["failures"]) == 2
+    assert all("integers must agree" in text for text in failed[0]["failures"])
+
+
+def test_an_operator_without_cases_is_missed(planted):
+    ended = run_python(planted, "adjoint", "--without-row")
+    assert ended.returncode != 0
+    assert "add a row to spmd/testing.py: Planted" in ended.stderr
+
+
+# Under mpiexec
+
+needs_mpiexec = pytest.mark.skipif(mpiexec() is None, reason="no mpiexec beside this Python")
+
+
+@pytest.fixture
+def command(tmp_path):
+    """A program that is `python -m spmd`."""
+    program = tmp_path / "command.py"
+    program.write_text("import runpy\nrunpy.run_module('spmd', run_name='__main__', alter_sys=True)\n")
+    return program
+
+
+@pytest.mark.mpi
+@needs_mpiexec
+def test_info_under_mpiexec(command):
+    ended = launch(command, "info", n=4)
+    assert ended.returncode == 0, str(ended)
+    found = facts(ended.stdout)
+    assert found["MPI world"] == "4 processes"
+    assert found["MPI launcher"].startswith("yes (")
+    assert found["transport"] == "mpi for a mesh of 4 workers; others need transport='local'"
+    assert ended.stdout.count("MPI world") == 1  # one process prints
+
+
+@pytest.mark.mpi
+@needs_mpiexec
+@pytest.mark.parametrize(("mesh", "trials"), [("x=4", "1"), pytest.param("x=2,y=2", "3", marks=pytest.mark.full)])
+def test_adjoint_under_mpiexec(command, capsys, mesh, trials):
+    ended = launch(command, "adjoint", "--mesh", mesh, "--trials", trials, n=4, timeout=300)
+    assert ended.returncode == 0, str(ended)
+    alone = said(capsys, "adjoint", "--mesh", mesh, "--trials", trials)
+    assert ended.stdout == alone.replace("transport local", "transport mpi")
+
+
+@pytest.mark.mpi
+@needs_mpiexec
+def test_a_wrong_operator_gives_a_status_under_mpiexec(planted):
+    ended = launch(planted, "adjoint", "--mesh", "x=3", "--trials", "1", "--json", n=3, timeout=120)
+    assert ended.returncode not in (0, None), str(ended)
+    alone = run_python(planted, "adjoint", "--mesh", "x=3", "--trials", "1", "--json")
+    assert json.loads(ended.stdout) == json.loads(alone.stdout)
+
+
+@pytest.mark.mpi
+@needs_mpiexec
+def test_a_mesh_of_another_size_than_the_world(command):
+    ended = launch(command, "adjoint", "--mesh", "x=3", n=2)
+    assert ended.returncode not in (0, None), str(ended)
+    assert "Mesh(x=3) of 3 workers, and an MPI world of 2 processes" in ended.stderr
+    assert 'transport="local"' in ended.stderr
+    assert "Traceback" not in ended.stderr
+    alone = launch(command, "adjoint", "--mesh", "x=3", "--trials", "1", n=2, SPMD_TRANSPORT="local")
+    assert alone.returncode == 0, str(alone)
+    assert alone.stdout.count("dot tests on Mesh(x=3), transport local") == 2  # each process by itself

@@ -1,0 +1,187 @@
+"""The documents: every block of Python runs, every command is one line, every name and every link is there."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import re
+import tomllib
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+import spmd
+from spmd.testing import operator_classes
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+NOT_RUN = "# not run"
+
+
+class Block(NamedTuple):
+    """A fenced block: its language, the line of its first line, and its text."""
+
+    language: str
+    line: int
+    text: str
+
+
+def blocks(path: Path) -> list[Block]:
+    """The fenced blocks of a document; one inside of a list is indented as the list is."""
+    found, opened = [], None
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        fence = re.fullmatch(r"( *)```(\S*) *", line)
+        if fence and opened is None:
+            opened = (fence[1], fence[2], number + 1, [])
+        elif fence and fence[1] == opened[0] and not fence[2]:
+            found.append(Block(opened[1], opened[2], "\n".join(opened[3]) + "\n"))
+            opened = None
+        elif opened is not None:
+            assert line.startswith(opened[0]) or not line.strip(), f"{path.name}:{number}: out of its block"
+            opened[3].append(line.removeprefix(opened[0]))
+    assert opened is None, f"{path.name}:{opened and opened[2]}: a block that does not end"
+    return found
+
+
+def run(path: Path) -> tuple[dict, list[str]]:
+    """Run the blocks of a document, one after the other, in one namespace; that, and what each block prints."""
+    names: dict = {"__name__": path.stem}
+    printed = []
+    for block in blocks(path):
+        if block.language != "python" or block.text.startswith(NOT_RUN):
+            continue
+        # Line numbers in tracebacks are those of the document.
+        code = compile("\n" * (block.line - 1) + block.text, str(path), "exec")
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            exec(code, names)
+        printed.append(out.getvalue())
+    return names, printed
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def test_the_documents_are_found():
+    assert {relative(path) for path in FILES} >= {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/map.md"}
+    assert all(path.exists() for path in FILES)
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_every_block_runs(path):
+    run(path)
+
+
+def test_blocks_are_run_and_not_skipped():
+    every = [block for path in FILES for block in blocks(path)]
+    assert sum(block.language == "python" for block in every) >= 8
+    assert not [block for block in every if NOT_RUN in block.text]
+    assert {block.language for block in every} <= {"python", "sh", "text", ""}
+
+
+def test_a_block_that_fails_is_noticed(tmp_path):
+    path = tmp_path / "wrong.md"
+    path.write_text("Words.\n\n  ```python\n  x = 1\n  ```\n\n```python\nassert x == 2\n```\n")
+    assert [(b.line, b.text) for b in blocks(path)] == [(4, "x = 1\n"), (8, "assert x == 2\n")]
+    with pytest.raises(AssertionError) as caught:
+        run(path)
+    assert caught.traceback[-1].lineno + 1 == 8
+
+
+def test_the_first_program_prints_what_the_readme_says():
+    names, printed = run(ROOT / "README.md")
+    line = next(line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("print(f"))
+    promised = line.split("# ")[1]
+    pattern = r"loss (\S+), w (\[.*\])"
+    loss, w = re.fullmatch(pattern, printed[0].strip()).groups()
+    promised_loss, promised_w = re.fullmatch(pattern, promised).groups()
+    assert w == promised_w
+    assert float(loss) == pytest.approx(float(promised_loss), rel=0.2, abs=0)
+    assert np.allclose(names["w"], [1.0, -2.0, 0.5])
+    assert "adjoint (exact, 3 trials)" in printed[1]
+
+
+def test_the_first_program_is_short():
+    first = blocks(ROOT / "README.md")[0]
+    assert first.language == "python"
+    assert sum(bool(line.strip()) for line in first.text.splitlines()) <= 14
+
+
+# Commands
+
+
+def test_two_commands_that_need_only_a_clone_and_python():
+    text = (ROOT / "README.md").read_text()
+    commands = [line for line in text.splitlines() if "python3 -m venv" in line]
+    assert len(commands) == 2
+    shell = [block.text for block in blocks(ROOT / "README.md") if block.language == "sh"]
+    assert shell == [command + "\n" for command in commands]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for command, extra, last in zip(
+        commands,
+        ("examples", "test"),
+        (".venv/bin/python examples/digits.py", ".venv/bin/python -m pytest"),
+        strict=True,
+    ):
+        make, install, do = command.split(" && ")
+        assert make == "python3 -m venv .venv"
+        assert install == f'.venv/bin/python -m pip install -q -e ".[{extra}]"'
+        assert do == last
+        assert extra in extras
+    assert (ROOT / "examples" / "digits.py").exists()
+    assert any("examples" in need and "mpi" in need for need in extras["test"])
+
+
+def test_mpiexec_with_a_path_is_the_environment_s_own():
+    for path in FILES:
+        for found in re.findall(r"(\S*)mpiexec -n \d+ (\S+)", path.read_text()):
+            before, python = found
+            assert (before.strip("`") == "") == (python == "python"), f"{path.name}: {found}"
+            assert before.strip("`") in ("", ".venv/bin/"), f"{path.name}: {found}"
+
+
+# Names and links
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_every_link_leads_somewhere(path):
+    text = re.sub(r"```.*?```", "", path.read_text(), flags=re.S)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not target.startswith(("http://", "https://", "#", "mailto:")):
+            assert (path.parent / target.split("#")[0]).exists(), target
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_every_name_of_the_library_is_there(path):
+    for name in set(re.findall(r"\bspmd((?:\.[A-Za-z_]+)+)", path.read_text())):
+        thing, parts = spmd, name[1:].split(".")
+        if parts[-1] in ("py", "md"):
+            continue
+        for k, part in enumerate(parts):
+            if not hasattr(thing, part):
+                importlib.import_module(".".join(["spmd", *parts[: k + 1]]))
+            thing = getattr(thing, part)
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_every_file_that_is_named_is_there(path):
+    for name in set(
+        re.findall(r"`((?:spmd|autodiff|kernels|tests|examples|benchmarks|docs)/[\w./]*)`", path.read_text())
+    ):
+        assert (ROOT / name).exists(), name
+
+
+def test_every_operator_is_in_the_table():
+    text = (ROOT / "docs" / "adjoint.md").read_text()
+    rows = {
+        cells[0].strip(" `"): cells for cells in (line.split("|")[1:-1] for line in text.splitlines() if "|" in line)
+    }
+    for kind in operator_classes():
+        if not kind.__module__.startswith("spmd."):
+            continue
+        _, function, _, adjoint = (cell.strip() for cell in rows[kind.__name__])
+        assert f"`{kind.function}" in function
+        assert adjoint.startswith("`")
