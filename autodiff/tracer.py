@@ -20,7 +20,15 @@ import numpy as np
 
 from spmd.autodiff.primitive import Like, Primitive, composites, constants, handlers, name_of, primitive
 from spmd.autodiff.tape import Node, Tape
-from spmd.errors import DifferentiationError, MissingMethodError, StateError, TracedConversionError, describe, message, nearest
+from spmd.errors import (
+    DifferentiationError,
+    MissingMethodError,
+    StateError,
+    TracedConversionError,
+    describe,
+    message,
+    nearest,
+)
 
 __all__ = ["Array", "Mixing", "apply", "at", "bare", "mixing", "record", "use_mixing", "value_of"]
 

@@ -54,9 +54,10 @@ def lift(tape: Tape, x: Any, where: str, path: Callable[[], str]) -> Array:
                 mend="convert it, x.astype(float) or float(x), or leave it out of argnums",
             )
         )
+    leaf = tape.leaf(np.shape(value_of(x)), dtype)
     if type(x) is Array:
-        return Array(x if x.tape is not None else x.value, x.state, tape, tape.leaf(x.shape, dtype))
-    return Array(x, tracer.mixing.ambient(), tape, tape.leaf(x.shape, dtype))
+        return Array(x if x.tape is not None else x.value, x.state, tape, leaf)
+    return Array(x, tracer.mixing.ambient(), tape, leaf)
 
 
 def lower(x, tape: Tape):

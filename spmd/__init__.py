@@ -1,18 +1,22 @@
 """spmd: functional SPMD arrays. Differentiate through distributed programs in plain NumPy.
 
-    import numpy as np, spmd
-    from spmd import P
+import numpy as np, spmd
+from spmd import P
 
-    with spmd.Mesh(data=2, model=2):
-        loss = spmd.map(local_loss, in_specs=(P(), P("data")), out_specs=P())
-        value, grads = spmd.value_and_grad(loss)(params, batch)
+with spmd.Mesh(data=2, model=2):
+    loss = spmd.map(local_loss, in_specs=(P(), P("data")), out_specs=P())
+    value, grads = spmd.value_and_grad(loss)(params, batch)
 """
+
+from typing import TYPE_CHECKING
 
 from spmd import optim
 from spmd.array import PartitionedArray, freeze, from_blocks, from_callback, inner, norm, put
 from spmd.autodiff import (
     Array,
     at,
+    check_grads,
+    check_vjp,
     checkpoint,
     custom_vjp,
     grad,
@@ -41,6 +45,75 @@ from spmd.operators.permute import ppermute, shift
 from spmd.operators.reduce import pcast, pmax, pmean, pmin, psum, pvary
 from spmd.operators.root import broadcast, keep, replicate, sum_reduce
 from spmd.operators.totals import max, mean, min, sum
+
+if TYPE_CHECKING:
+    from spmd.testing import check_adjoint
+
+__all__ = [
+    "Array",
+    "Layout",
+    "Mesh",
+    "P",
+    "PartitionedArray",
+    "all_gather",
+    "all_to_all",
+    "at",
+    "axis_index",
+    "axis_size",
+    "block",
+    "broadcast",
+    "check_adjoint",
+    "check_grads",
+    "check_vjp",
+    "checkpoint",
+    "custom_vjp",
+    "freeze",
+    "from_blocks",
+    "from_callback",
+    "grad",
+    "hessian",
+    "hvp",
+    "info",
+    "inner",
+    "is_main",
+    "jacfwd",
+    "jacrev",
+    "jvp",
+    "keep",
+    "ledger",
+    "linear_transpose",
+    "linearize",
+    "log_softmax",
+    "make_mesh",
+    "map",
+    "max",
+    "mean",
+    "min",
+    "norm",
+    "optim",
+    "pcast",
+    "pmax",
+    "pmean",
+    "pmin",
+    "ppermute",
+    "pslice",
+    "psum",
+    "psum_scatter",
+    "put",
+    "pvary",
+    "relu",
+    "replicate",
+    "shift",
+    "softmax_cross_entropy",
+    "stop_gradient",
+    "sum",
+    "sum_reduce",
+    "tree",
+    "value_and_grad",
+    "varying",
+    "vjp",
+    "worker_index",
+]
 
 __version__ = "0.1.0"
 

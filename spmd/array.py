@@ -365,9 +365,7 @@ def _blockwise(ufunc, inputs, kwargs):
         got = ufunc(*operands, **kwargs)
         results[w] = tuple(map(_sealed, got)) if isinstance(got, tuple) else _sealed(got)
     if isinstance(next(iter(results.values())), tuple):
-        return tuple(
-            PartitionedArray({w: r[k] for w, r in results.items()}, layout, mesh) for k in range(ufunc.nout)
-        )
+        return tuple(PartitionedArray({w: r[k] for w, r in results.items()}, layout, mesh) for k in range(ufunc.nout))
     return PartitionedArray(results, layout, mesh)
 
 
@@ -381,7 +379,9 @@ def _common_layout(where: str, arrays: Sequence[PartitionedArray], shape: tuple[
         raise LayoutError(
             message(
                 where,
-                got=" and ".join(describe(a) + (f" in blocks of {a.layout.cuts}" * (not a.layout.balanced)) for a in arrays),
+                got=" and ".join(
+                    describe(a) + (f" in blocks of {a.layout.cuts}" * (not a.layout.balanced)) for a in arrays
+                ),
                 need="operands that are split alike, or not at all",
                 mend="spmd.put(x, other.spec) lays x out like the other; or work in a body: spmd.map(f, in_specs=...)",
             )
@@ -580,9 +580,7 @@ def mesh_for(mesh: Mesh | None, where: str) -> Mesh:
         )
     found = mesh if mesh is not None else current_mesh()
     if found is not None and not isinstance(found, Mesh):
-        raise MeshError(
-            message(where, argument="mesh", got=describe(found), need="a Mesh", mend="mesh=spmd.Mesh(x=4)")
-        )
+        raise MeshError(message(where, argument="mesh", got=describe(found), need="a Mesh", mend="mesh=spmd.Mesh(x=4)"))
     if found is None:
         raise MeshError(
             message(
@@ -630,7 +628,11 @@ def put(x, spec: Any, mesh: Mesh | None = None) -> Any:
     """
     leaves = spread("spmd.put", "x", "spec", spec, x)
     placed = [_put(leaf.value, leaf.spec, mesh, leaf.path) if leaf.spec is not None else leaf.value for leaf in leaves]
-    return placed[0] if len(leaves) == 1 and leaves[0].value is x else tree.unflatten(tree.structure(x, none_is_leaf=True), placed)
+    return (
+        placed[0]
+        if len(leaves) == 1 and leaves[0].value is x
+        else tree.unflatten(tree.structure(x, none_is_leaf=True), placed)
+    )
 
 
 def _put(x, spec: P, mesh: Mesh | None, path: str) -> PartitionedArray:
@@ -755,7 +757,7 @@ def fingerprint(block: np.ndarray) -> int:
     flat = block.reshape(-1)
     if block.nbytes > _WHOLE:
         flat = flat[:: max(1, flat.size // _SAMPLE)]
-    return zlib.crc32(memoryview(np.ascontiguousarray(flat).view(np.uint8)))
+    return zlib.crc32(np.ascontiguousarray(flat).view(np.uint8).data)
 
 
 def relayout(x: PartitionedArray, layout: Layout) -> PartitionedArray:
@@ -769,9 +771,7 @@ def relayout(x: PartitionedArray, layout: Layout) -> PartitionedArray:
         me = worker.index
         block = x.blocks[me]
         at = [start for start, _ in x.layout.boxes[me]]
-        sends = {
-            m.target: np.asarray(block[_within(m.box, at)], order="C") for m in moves if m.source == me
-        }
+        sends = {m.target: np.asarray(block[_within(m.box, at)], order="C") for m in moves if m.source == me}
         call = Call("relayout", axes, x.dtype, block.shape, detail=f"{x.layout} to {layout}")
         received = worker.comm.exchange(worker.group(axes), call, sends).wait()
         mine = [m for m in moves if m.target == me]
@@ -864,5 +864,3 @@ def _inner_outside(a, b):
 def norm(x):
     """The 2-norm that belongs to `inner`: sqrt(<x, x>), real."""
     return np.sqrt(np.real(inner(x, x)))
-
-

@@ -113,7 +113,9 @@ class P:
                     argument=argument,
                     got=f"{self}, which names axis {unknown[0]!r}",
                     need=f"axes of the mesh: {', '.join(map(repr, axes)) or 'it has none'}",
-                    mend=f"write {close[0]!r}" if close else "name an axis of the mesh, or make a mesh that has this one",
+                    mend=f"write {close[0]!r}"
+                    if close
+                    else "name an axis of the mesh, or make a mesh that has this one",
                 )
             )
         if ndim is not None and len(self.dims) > ndim:
@@ -122,7 +124,9 @@ class P:
                     where,
                     argument=argument,
                     got=f"{self} for an array of {ndim} dimension{'s' * (ndim != 1)}",
-                    need=f"a spec of at most {ndim} entr{'y' if ndim == 1 else 'ies'}" if ndim else "P(): one number is not split",
+                    need=f"a spec of at most {ndim} entr{'y' if ndim == 1 else 'ies'}"
+                    if ndim
+                    else "P(): one number is not split",
                     mend="shorten the spec, or give the array the dimensions it names"
                     + ("" if ndim else " (np.asarray makes one array of a list)"),
                 )
@@ -232,9 +236,7 @@ class Layout:
     def boxes(self) -> tuple[Box, ...]:
         """For each worker the (start, stop) of its block in each dimension."""
         at = [offsets(c) for c in self.cuts]
-        return tuple(
-            tuple((at[d][k], at[d][k + 1]) for d, k in enumerate(self.positions(w))) for w in range(self.size)
-        )
+        return tuple(tuple((at[d][k], at[d][k + 1]) for d, k in enumerate(self.positions(w))) for w in range(self.size))
 
     def block_shape(self, worker: int) -> tuple[int, ...]:
         return tuple(stop - start for start, stop in self.boxes[worker])

@@ -36,7 +36,14 @@ _NUMBERS = (bool, int, float, complex)
 _MISSING: Any = object()
 
 
-def map(f: Callable | None = None, in_specs: Any = _MISSING, out_specs: Any = _MISSING, *, mesh: Mesh | None = None, check: bool = True):
+def map(
+    f: Callable | None = None,
+    in_specs: Any = _MISSING,
+    out_specs: Any = _MISSING,
+    *,
+    mesh: Mesh | None = None,
+    check: bool = True,
+):
     """A function on global arrays that runs `f` on the block of every worker.
 
     f: the body: plain NumPy on this worker's blocks, and collectives (`spmd.psum(x, "data")`). A pure function of its
@@ -81,7 +88,9 @@ def map(f: Callable | None = None, in_specs: Any = _MISSING, out_specs: Any = _M
     return Mapped(f, in_specs, out_specs, mesh, check)
 
 
-def _on_mesh(self: Mesh, f: Callable | None = None, in_specs: Any = _MISSING, out_specs: Any = _MISSING, *, check: bool = True):
+def _on_mesh(
+    self: Mesh, f: Callable | None = None, in_specs: Any = _MISSING, out_specs: Any = _MISSING, *, check: bool = True
+):
     """`spmd.map` on this mesh."""
     return map(f, in_specs, out_specs, mesh=self, check=check)
 
@@ -214,8 +223,9 @@ class Mapped:
                         argument="in_specs",
                         got=f"a spec for {unknown[0]!r}",
                         need=f"names of arguments: {', '.join(repr(n) for n in parameters)}",
-                        mend=f"write {close[0]!r}" if close else "a dict is by name; for one argument that is itself a dict "
-                        "write in_specs=({...},)",
+                        mend=f"write {close[0]!r}"
+                        if close
+                        else "a dict is by name; for one argument that is itself a dict write in_specs=({...},)",
                     )
                 )
         elif inspect.Parameter.VAR_POSITIONAL not in kinds:
@@ -236,7 +246,9 @@ class Mapped:
         x: Any = value_of(leaf.value)
         assert leaf.spec is not None
         kind = getattr(getattr(x, "dtype", None), "kind", "")
-        if not isinstance(x, np.ndarray | np.generic | PartitionedArray | int | float | complex) or (kind and kind in "OSUMm"):
+        if not isinstance(x, np.ndarray | np.generic | PartitionedArray | int | float | complex) or (
+            kind and kind in "OSUMm"
+        ):
             raise SpecError(
                 message(
                     self.where,
@@ -378,7 +390,9 @@ class Mapped:
         if type(x) is PartitionedArray:
             return closed_over(self.where, x, leaf.path)
         if type(x) is Rooted:
-            mend = "spmd.replicate(x, axis_name) for one value known to all, spmd.broadcast(x, axis_name) for a block each"
+            mend = (
+                "spmd.replicate(x, axis_name) for one value known to all, spmd.broadcast(x, axis_name) for a block each"
+            )
         else:
             mend = "return arrays or numbers; the out_spec None lets any object pass that is equal on all workers"
         return StateError(
@@ -594,7 +608,11 @@ def _settled(g, value):
     return _brought(g, have, want, (value if have is None else bare).mesh)
 
 
-@primitive("relayout", lambda g, _ans, _x, have, want, mesh: _brought(g, want, have, mesh))
+def _way_back(g, _ans, _x, have: Layout | None, want: Layout | None, mesh: Mesh) -> Any:
+    return _brought(g, want, have, mesh)
+
+
+@primitive("relayout", _way_back)
 def _brought(x, have: Layout | None, want: Layout | None, mesh: Mesh) -> Any:
     """An array in another layout; None for bare data. Its transpose is the way back."""
     if want is None:
@@ -645,7 +663,10 @@ def _joined_leaves(where: str, mesh: Mesh, outcome: Outcome, check: bool) -> lis
     notes = {
         w: [
             structure,
-            [[list(r.blocks[k].shape), r.blocks[k].dtype.name, fingerprint(r.blocks[k]) if check else 0] for k in places],
+            [
+                [list(r.blocks[k].shape), r.blocks[k].dtype.name, fingerprint(r.blocks[k]) if check else 0]
+                for k in places
+            ],
         ]
         for w, r in outcome.results.items()
     }

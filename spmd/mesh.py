@@ -98,7 +98,9 @@ class Mesh:
         for name, n in axes.items():
             if not isinstance(n, int | np.integer) or isinstance(n, bool) or n < 1:
                 raise MeshError(
-                    message(where, argument=name, got=repr(n), need="a size, an int of at least 1", mend=f"Mesh({name}=2)")
+                    message(
+                        where, argument=name, got=repr(n), need="a size, an int of at least 1", mend=f"Mesh({name}=2)"
+                    )
                 )
         self.axes: dict[str, int] = {name: int(n) for name, n in axes.items()}
         self.size = math.prod(self.axes.values())
@@ -178,7 +180,9 @@ class Mesh:
                         argument="axis_name",
                         got=repr(axis_name),
                         need=f"an axis of {self}, or a tuple of axes",
-                        mend=f"write {close[0]!r}" if close else f"name one of {', '.join(map(repr, self.axes)) or 'none'}",
+                        mend=f"write {close[0]!r}"
+                        if close
+                        else f"name one of {', '.join(map(repr, self.axes)) or 'none'}",
                     )
                 )
         if len(set(names)) < len(names):
@@ -307,6 +311,7 @@ def _transport(mesh: Mesh) -> Transport:
         )
     from spmd.transport.mpi import MpiTransport
 
+    assert comm is not None
     return MpiTransport.of(comm)
 
 
@@ -320,7 +325,11 @@ def make_mesh(
 ) -> Mesh:
     """A mesh of these axis sizes and names, as `jax.make_mesh`: `make_mesh((2, 2), ("data", "model"))`."""
     lists = all(isinstance(a, Sequence) and not isinstance(a, str) for a in (axis_shapes, axis_names))
-    if not lists or len(axis_shapes) != len(axis_names) or len({n for n in axis_names if isinstance(n, str)}) < len(axis_names):
+    if (
+        not lists
+        or len(axis_shapes) != len(axis_names)
+        or len({n for n in axis_names if isinstance(n, str)}) < len(axis_names)
+    ):
         raise MeshError(
             message(
                 "spmd.make_mesh",

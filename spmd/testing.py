@@ -115,7 +115,7 @@ def check_adjoint(
 
     It also checks linearity, that F* gives back shape, dtype and state of the arguments, that F** = F, and that
     nothing writes into its input. Collective under MPI; all workers reach one verdict.
-    Returns a report; raises AdjointError, which holds one, unless raises=False. An error in f itself is raised as it is.
+    Returns a report; raises AdjointError, which holds one, unless raises=False. An error in f is raised as it is.
     """
     where = "spmd.check_adjoint"
     mesh = mesh_for(mesh, where)
@@ -298,7 +298,9 @@ class _Trial(NamedTuple):
             _local(worker, a, a, rooted).real
             for a, rooted in ((outs, target), (ys, target), (xs, source), (pulled, source))
         ]
-        moved = self._moved(worker, draw, forward, back, xs, ys, outs, found) if not self.exact and not faults else [0, 0]
+        moved = (
+            self._moved(worker, draw, forward, back, xs, ys, outs, found) if not self.exact and not faults else [0, 0]
+        )
         sums = _total(worker, [*products, *squares, *moved])
         norms = [float(np.sqrt(s.real)) for s in sums[2:6]]
         scale = norms[0] * norms[1] + norms[2] * norms[3]
@@ -546,7 +548,7 @@ _ROWS: dict[type[Operator], Callable[[tuple[str, ...], int], list[Case]]] = {
     Replicate: lambda a, n: [Case(Replicate(a, r), s) for r in (0, n - 1) for s in ((3, 2), (0, 2), ())],
     Keep: lambda a, n: [Case(Keep(a, r), s) for r in (0, n - 1) for s in ((3, 2), (0, 2), ())],
 }
-"""For each operator its cases on the axes `a`, which n workers lie along: even, uneven, shorter than the mesh, empty."""
+"""For each operator its cases on the axes `a`, which n workers lie along: even, uneven, short, empty."""
 
 
 def operator_classes() -> list[type[Operator]]:

@@ -466,7 +466,7 @@ def sealed(x: np.ndarray) -> np.ndarray:
 
 
 def agree(function: str, shapes: Sequence[Shape], axis: int | None) -> None:
-    """Raise where blocks that are to be joined along an axis differ elsewhere, or (None) to be stacked differ at all."""
+    """Raise where blocks that are to be joined along an axis differ elsewhere, or (None) differ at all."""
     rest = [s if axis is None else s[:axis] + s[axis + 1 :] for s in shapes]
     for k, r in enumerate(rest):
         if r != rest[0]:

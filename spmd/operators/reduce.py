@@ -269,7 +269,7 @@ class Extremum(Collective):
 
 def _identity(dtype, how: str):
     """The value that never wins."""
-    if dtype == bool:
+    if dtype.kind == "b":
         return how == "min"
     low, high = (-np.inf, np.inf) if dtype.kind == "f" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
     return dtype.type(low if how == "max" else high)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
 from spmd.autodiff import tree
-from spmd.autodiff.tracer import Array
 from spmd.errors import LayoutError, MissingMethodError, StateError, describe, message
-from spmd.mesh import here
 from spmd.operators.base import Launched, Operator, operate, sealed
 from spmd.operators.reduce import AxisName, _names
 from spmd.state import INVARIANT, ROOTED, State, state_of

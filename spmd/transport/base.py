@@ -9,6 +9,7 @@ Sums are taken in the order of the group's members, whatever the timing: the sam
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -120,6 +121,8 @@ class Call:
 
 
 _ONE_PATH = "let all workers take the same path: no branch on a worker's own data around a collective"
+_ONE_SHAPE = "reduce uneven blocks over their own dimensions first, as spmd.sum and spmd.mean(x, axis_name, axis) do"
+_SHAPE = re.compile(r"\[[\d, ]*\]")
 
 
 def mismatch(first: tuple[str, str, str], second: tuple[str, str, str]) -> MismatchError:
@@ -130,7 +133,7 @@ def mismatch(first: tuple[str, str, str], second: tuple[str, str, str]) -> Misma
             "a collective",
             got="workers that met with different calls\n" + "\n".join(sides),
             need="the same operator, axes, parameters, dtype and shape from all of the group, in the same order",
-            mend=_ONE_PATH,
+            mend=_ONE_SHAPE if _SHAPE.sub("", first[1]) == _SHAPE.sub("", second[1]) else _ONE_PATH,
         )
     )
 
