@@ -628,11 +628,8 @@ def put(x, spec: Any, mesh: Mesh | None = None) -> Any:
     """
     leaves = spread("spmd.put", "x", "spec", spec, x)
     placed = [_put(leaf.value, leaf.spec, mesh, leaf.path) if leaf.spec is not None else leaf.value for leaf in leaves]
-    return (
-        placed[0]
-        if len(leaves) == 1 and leaves[0].value is x
-        else tree.unflatten(tree.structure(x, none_is_leaf=True), placed)
-    )
+    alone = len(leaves) == 1 and leaves[0].value is x
+    return placed[0] if alone else tree.unflatten(tree.structure(x, none_is_leaf=True), placed)
 
 
 def _put(x, spec: P, mesh: Mesh | None, path: str) -> PartitionedArray:

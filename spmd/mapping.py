@@ -713,7 +713,7 @@ def _copies_agree(where: str, path: str, mesh: Mesh, layout: Layout, prints: lis
                     argument=path,
                     got=f"an Invariant array that differs between {mesh.describe(owner)} and {mesh.describe(w)}",
                     need="one value on all workers along the axes that its spec does not name",
-                    mend="data made from a worker's place, from random numbers or from files is Varying: declare it with "
+                    mend="data made from a worker's place, from random numbers or files is Varying: declare it with "
                     "spmd.varying(a, axis_name), and reduce it before it is returned",
                 )
             )

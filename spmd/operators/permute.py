@@ -45,7 +45,7 @@ class Permute(Operator):
                             argument="perm",
                             got=f"the pair {pair}, whose {name} is out of range",
                             need=f"places from 0 to {group.size - 1} along {' and '.join(map(repr, group.axes))}",
-                            mend=f"count modulo the axis size: [(i, (i + 1) % {group.size}) for i in range({group.size})]",
+                            mend=f"count modulo the size: [(i, (i + 1) % {group.size}) for i in range({group.size})]",
                         )
                     )
                 if k in seen:

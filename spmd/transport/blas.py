@@ -37,26 +37,27 @@ class _Limit:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.asked: list[int] = []
+        self.asked: dict[object, int] = {}
         self.before: list[tuple[Any, int]] = []
         self.libraries: list[Any] = []
         self.modules = -1
 
-    def enter(self, n: int) -> None:
+    def enter(self, who: object, n: int) -> None:
         with self.lock:
             if not self.asked:
                 self.before = []
             held = {library.filepath for library, _ in self.before}
             self.before += [(x, x.num_threads) for x in self._loaded() if x.filepath not in held]
-            self.asked.append(n)
-            self._apply(min(self.asked))
+            self.asked[who] = n
+            self._apply()
 
-    def leave(self, n: int) -> None:
+    def leave(self, who: object) -> None:
         with self.lock:
-            self.asked.remove(n)
-            self._apply(min(self.asked, default=sys.maxsize))
+            self.asked.pop(who, None)
+            self._apply()
 
-    def _apply(self, n: int) -> None:
+    def _apply(self) -> None:
+        n = min(self.asked.values(), default=sys.maxsize)
         for library, before in self.before:
             if library.num_threads != min(n, before):
                 library.set_num_threads(min(n, before))
@@ -89,9 +90,9 @@ if hasattr(os, "register_at_fork"):
 @contextmanager
 def blas_threads(n: int) -> Iterator[None]:
     """At most n BLAS threads while the block runs."""
-    limit = _limit
-    limit.enter(n)
+    limit, who = _limit, object()
     try:
+        limit.enter(who, n)
         yield
     finally:
-        limit.leave(n)
+        limit.leave(who)
