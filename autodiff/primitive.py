@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from spmd.autodiff.tape import Like
 from spmd.errors import DifferentiationError, message
 
 __all__ = [
@@ -45,24 +46,6 @@ constants: set[Any] = set()
 
 composites: set[Any] = set()
 """Functions that are compositions of others: where nothing is differentiated, NumPy computes them itself."""
-
-
-class Like:
-    """The shape and dtype of an array that a rule does not keep."""
-
-    __slots__ = ("dtype", "shape")
-
-    def __init__(self, shape, dtype):
-        self.shape = shape
-        self.dtype = dtype
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        return int(np.prod(self.shape))
 
 
 class Primitive:

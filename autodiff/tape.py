@@ -18,27 +18,18 @@ import numpy as np
 
 from spmd.errors import ClosureError, DifferentiationError, message
 
-__all__ = ["Bundle", "Future", "Node", "Tape", "fit", "recording", "suspended", "sweep", "unbroadcast"]
+__all__ = ["Bundle", "Future", "Like", "Node", "Tape", "fit", "recording", "suspended", "sweep", "unbroadcast"]
 
 _levels = itertools.count(1)
 _active: ContextVar[tuple[Tape, ...]] = ContextVar("spmd_active_tapes", default=())
 
 
-class Node:
-    """One recorded result: the primitive that made it, the nodes it came from, and what its rules keep.
+class Like:
+    """The shape and dtype of an array."""
 
-    `shape` and `dtype` are those of the result; a `dtype` of None marks a weakly typed Python number.
-    A node without a primitive is a leaf: an argument that is differentiated.
-    """
+    __slots__ = ("dtype", "shape")
 
-    __slots__ = ("ans", "args", "dtype", "index", "kwargs", "parents", "prim", "shape")
-
-    def __init__(self, prim, parents, args, kwargs, ans, shape, dtype):
-        self.prim = prim
-        self.parents = parents
-        self.args = args
-        self.kwargs = kwargs
-        self.ans = ans
+    def __init__(self, shape, dtype):
         self.shape = shape
         self.dtype = dtype
 
@@ -49,6 +40,25 @@ class Node:
     @property
     def size(self) -> int:
         return int(np.prod(self.shape))
+
+
+class Node(Like):
+    """One recorded result: the primitive that made it, the nodes it came from, and what its rules keep.
+
+    `shape` and `dtype` are those of the result; a `dtype` of None marks a weakly typed Python number.
+    A node without a primitive is a leaf: an argument that is differentiated.
+    """
+
+    __slots__ = ("ans", "args", "index", "kwargs", "parents", "prim")
+
+    def __init__(self, prim, parents, args, kwargs, ans, shape, dtype):
+        self.prim = prim
+        self.parents = parents
+        self.args = args
+        self.kwargs = kwargs
+        self.ans = ans
+        self.shape = shape
+        self.dtype = dtype
 
 
 class Tape:
@@ -122,20 +132,26 @@ def recording(once: bool = False) -> Iterator[Tape]:
 @contextmanager
 def suspended() -> Iterator[None]:
     """Within the block, recording on the tapes that are active here is an error: bodies take arguments."""
-    tapes = _active.get()
-    if not tapes:
-        yield
-        return
-    token = _active.set(())
+    with refusing(0, _closed_over):
+        token = _active.set(())
+        try:
+            yield
+        finally:
+            _active.reset(token)
+
+
+@contextmanager
+def refusing(level: int, refusal: Callable[[], Exception]) -> Iterator[None]:
+    """Within the block, recording on the tapes here that are of this level or further in is an error."""
+    tapes = [tape for tape in _active.get() if tape.level >= level]
     before = [tape.append for tape in tapes]
     for tape in tapes:
-        tape.refuse(_closed_over)
+        tape.refuse(refusal)
     try:
         yield
     finally:
         for tape, append in zip(tapes, before, strict=True):
             tape.append = append
-        _active.reset(token)
 
 
 class Future(Protocol):

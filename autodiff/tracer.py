@@ -22,6 +22,7 @@ from spmd.autodiff.primitive import Like, Primitive, composites, constants, hand
 from spmd.autodiff.tape import Node, Tape
 from spmd.errors import (
     DifferentiationError,
+    DtypeError,
     MissingMethodError,
     StateError,
     TracedConversionError,
@@ -209,7 +210,15 @@ def compute(fun, args, kwargs):
     state = arrays[0].state
     if any(a.state is not state for a in arrays):
         state = mixing.join([Array(value_of(a), a.state) for a in arrays])[1]
-    return wrap(fun(*_read_only(bare(args)), **_read_only(bare(kwargs))), state)
+    return wrap(_unshared(fun(*_read_only(bare(args)), **_read_only(bare(kwargs)))), state)
+
+
+def _unshared(ans):
+    """Results as arrays of their own: a view of a bare argument could change under its owner's hand."""
+    if isinstance(ans, tuple | list):
+        parts = [_unshared(a) for a in ans]
+        return type(ans)(*parts) if hasattr(ans, "_fields") else type(ans)(parts)
+    return ans.copy() if isinstance(ans, np.ndarray) and ans.base is not None else ans
 
 
 def _read_only(tree) -> Any:
@@ -664,7 +673,24 @@ def _astype(x, dtype):
     return np.asarray(x, dtype)
 
 
-@primitive("x.at[i].set", lambda g, _ans, _x, _v, index: _set(g, 0.0, index), lambda g, _ans, _x, _v, index: g[index])  # type: ignore
+def _last(g, index):
+    """The entries of g at index; zero for those that a later entry of the index overwrites."""
+    if _is_basic(index):
+        return g[index]
+    writer = np.full(g.shape, -1)
+    order = np.reshape(np.arange(writer[index].size), writer[index].shape)
+    writer[index] = order
+    return g[index] * (writer[index] == order)
+
+
+def _cleared(g, index) -> Any:
+    """g with zeros at index."""
+    return _set(g, 0.0, index)
+
+
+@primitive(
+    "x.at[i].set", lambda g, _ans, _x, _v, index: _cleared(g, index), lambda g, _ans, _x, _v, index: _last(g, index)
+)
 def _set(x, v, index):
     out = np.copy(x)
     out[index] = v
@@ -706,7 +732,24 @@ class At:
             ambient = [a if type(a) is Array else Array(a, mixing.ambient()) for a in (x,)]
             joined, _ = mixing.join([*ambient, *[Array(value_of(a), a.state) for a in arrays]])
             x = joined[0]
+        kinds = "biufc"
+        have, comes = np.asarray(value_of(x)).dtype, np.result_type(value_of(v))
+        if have.kind in kinds and comes.kind in kinds and _rank(comes) > _rank(have):
+            raise DtypeError(
+                message(
+                    "x.at[i]",
+                    argument="v",
+                    got=f"{comes} for an array of {have}",
+                    need=f"values that {have} can hold: others would be cut, and their gradient lost",
+                    mend=f"x.astype({str(comes)!r}).at[i], or convert v",
+                )
+            )
         return update(x, v, bare(self.index))
+
+
+def _rank(dtype) -> int:
+    """Boolean, integer, floating, complex: each holds those before it."""
+    return "biufc".index(dtype.kind) - (dtype.kind == "u")
 
 
 def at(x) -> At:

@@ -16,7 +16,7 @@ import numpy as np
 
 from spmd.autodiff import tracer, tree
 from spmd.autodiff.primitive import Primitive
-from spmd.autodiff.tape import Bundle, Node, Tape, recording, sweep
+from spmd.autodiff.tape import Bundle, Node, Tape, recording, refusing, sweep
 from spmd.autodiff.tracer import Array, find, record, value_of
 from spmd.errors import ClosureError, DifferentiationError, describe, message
 
@@ -57,7 +57,10 @@ def lift(tape: Tape, x: Any, where: str, path: Callable[[], str]) -> Array:
     leaf = tape.leaf(np.shape(value_of(x)), dtype)
     if type(x) is Array:
         return Array(x if x.tape is not None else x.value, x.state, tape, leaf)
-    return Array(x, tracer.mixing.ambient(), tape, leaf)
+    state = tracer.mixing.ambient()
+    if state is not None and isinstance(x, np.ndarray) and x.flags.writeable:
+        x = x.copy()  # blocks of a body are shared as they are, so no one may write into one
+    return Array(x, state, tape, leaf)
 
 
 def lower(x, tape: Tape):
@@ -90,10 +93,10 @@ def _lift_all(tape: Tape, argument, where: str, name: Callable[[], str]):
     return [lift(tape, x, where, functools.partial(path, k)) for k, x in enumerate(leaves)], treedef
 
 
-def _finish(cotangents: Iterable[Any], leaves: Iterable[Array]) -> Iterator[Any]:
+def _finish(cotangents: Iterable[Any], leaves: Iterable[Array], given: Iterable[Any] = ()) -> Iterator[Any]:
     """The cotangents of leaves as the caller sees them: zeros where none came, each with the state of its argument,
-    and bare ones as arrays of their own, so that writing into one changes no other."""
-    seen: set[int] = set()
+    and bare ones as arrays of their own, so that writing into one changes no other, nor what was given."""
+    seen = {id(g) for g in given}
     for g, leaf in zip(cotangents, leaves, strict=True):
         g = _zeros_like(leaf) if g is None else tracer.mixing.settle(g, leaf.value)
         if leaf.state is None and isinstance(g, np.ndarray):
@@ -155,12 +158,13 @@ def value_and_grad(fun: Callable, argnums: int | Sequence[int] = 0, has_aux: boo
                 out, aux = out
                 aux = tree.map(lambda x: lower(x, tape), aux)
             out = _scalar(out, where, holomorphic)
-        traced = type(out) is Array and out.tape is tape
-        seeds = [(out.node, np.ones_like(value_of(out)))] if traced else []
+        held = getattr(out, "block", out)  # of a Rooted handle: the scalar at the root, nothing elsewhere
+        traced = type(held) is Array and held.tape is tape
+        seeds = [(held.node, np.ones_like(value_of(held)))] if traced else []
         leaves = [x for xs, _ in lifted for x in xs]
         found = _finish(sweep(tape, seeds, [x.node for x in leaves], free=True), leaves)
         grads = [tree.unflatten(treedef, [next(found) for _ in xs]) for xs, treedef in lifted]
-        value = lower(out, tape)
+        value = lower(out, tape) if held is out else out.holding(lower(held, tape))
         return (value, aux) if has_aux else value, grads[0] if isinstance(argnums, int) else tuple(grads)
 
     return wrapped
@@ -232,8 +236,9 @@ def pullback_of(fun: Callable, primals: Sequence[Any], *, has_aux: bool = False,
         gs = _match(cotangent, outs, out_tree, where)
         seeds = [(o.node, g) for o, g in zip(outs, gs, strict=True) if type(o) is Array and o.tape is tape]
         found = sweep(tape, seeds, [x.node for x in lifted], free=once)
-        return tree.unflatten(treedef, _finish(found, lifted))
+        return tree.unflatten(treedef, _finish(found, lifted, gs))
 
+    pullback.tape = tape  # type: ignore[attr-defined]
     value = tree.unflatten(out_tree, [lower(o, tape) for o in outs])
     return (value, pullback, aux) if has_aux else (value, pullback)
 
@@ -278,14 +283,64 @@ def jvp(fun: Callable, primals: Sequence[Any], tangents: Sequence[Any]):
 
 def linearize(fun: Callable, *primals):
     """`fun(*primals)` and its push-forward, a linear function of the tangents that may be called many times."""
+    where = f"jvp of {_names(fun)}"
     out, pull = vjp(fun, *primals)
     zeros = tree.map(lambda o: _stated(_zeros_like(o), getattr(o, "state", None)), out)
     _, pullpull = vjp(pull, zeros)
 
     def push(*tangents):
+        _check_tangents(where, primals, tangents)
         return pullpull(tangents)[0]
 
     return out, push
+
+
+def _varying(x) -> frozenset[str]:
+    """The axes that an array varies over."""
+    state = getattr(x, "state", None)
+    return frozenset() if state is None else state.varying
+
+
+def _check_tangents(where: str, primals: Sequence[Any], tangents: Sequence[Any]) -> None:
+    """Raise where tangents do not fit their primals. A cotangent that varies more is summed; a tangent has no sum."""
+    (xs, wanted), (ts, given) = tree.flatten(tuple(primals)), tree.flatten(tuple(tangents))
+    if given != wanted:
+        raise DifferentiationError(
+            message(
+                where,
+                argument="tangents",
+                got=f"structure {given}",
+                need=f"that of the primals, {wanted}",
+                mend="pass one tangent per primal, each of the same structure",
+            )
+        )
+    for x, t in zip(xs, ts, strict=True):
+        if np.shape(value_of(t)) != np.shape(value_of(x)) or _varying(t) - _varying(x):
+            raise DifferentiationError(
+                message(
+                    where,
+                    argument="tangents",
+                    got=f"{describe(t)} for a primal that is {describe(x)}",
+                    need="a tangent of the primal's shape, which varies over no other axes",
+                    mend="spmd.pvary(primal, axis_name) makes the primal one value per worker",
+                )
+            )
+
+
+def _one_by_one(where: str, args: Any, outs: Any, tape: Tape) -> None:
+    """Raise where entries of a Jacobian would mix workers: unit vectors are seeded on all of them at once."""
+    states = {_varying(x) for x in (*tree.leaves(args), *tree.leaves(outs))}
+    moves = any(node.prim is not None and node.prim.owe is not None for node in tape.nodes)
+    if len(states) > 1 or (moves and states != {frozenset()}):
+        raise DifferentiationError(
+            message(
+                where,
+                got="a function that communicates, of arrays of which some vary over workers",
+                need="Invariant arguments and results, or a function of each worker's own block",
+                mend="take the Jacobian outside of the map, where arrays are global; "
+                "or use spmd.vjp, whose cotangents and sums are well defined",
+            )
+        )
 
 
 def linear_transpose(fun: Callable, *primals):
@@ -315,7 +370,9 @@ def jacrev(fun: Callable, argnums: int | Sequence[int] = 0, has_aux: bool = Fals
                 full[n] = a
             return fun(*full, **kwargs)
 
-        out, pull, *aux = vjp(part, *(args[n] for n in numbers), has_aux=has_aux)
+        chosen = [args[n] for n in numbers]
+        out, pull, *aux = vjp(part, *chosen, has_aux=has_aux)
+        _one_by_one(f"jacrev of {_names(fun)}", chosen, out, pull.tape)
         outs, out_tree = tree.flatten(out)
         for o in outs:
             if np.iscomplexobj(value_of(o)) and not holomorphic:
@@ -360,7 +417,9 @@ def jacfwd(fun: Callable, argnums: int = 0):
         def part(a):
             return fun(*args[:argnums], a, *args[argnums % len(args) + 1 :], **kwargs)
 
+        _, pull = vjp(part, x)
         out, push = linearize(part, x)
+        _one_by_one(f"jacfwd of {_names(fun)}", x, out, pull.tape)
         columns = [push(unit) for unit in _basis(x)]
         shape = np.shape(value_of(x))
         if not columns:
@@ -509,12 +568,8 @@ def _top(leaves) -> Tape | None:
 
 def _with_pullback(tape: Tape, leaves: list, run: Callable, back: Callable, where: str):
     """Run below the tape, and record the results with `back(residuals, cotangent)` as their pullback."""
-    before = tape.append
-    tape.refuse(lambda: _closure(where))
-    try:
+    with refusing(tape.level, lambda: _closure(where)):
         out, residuals = run([lower(x, tape) for x in leaves])
-    finally:
-        tape.append = before
     outs, out_tree = tree.flatten(out)
 
     def pull(gs):

@@ -14,6 +14,7 @@ __all__ = [
     "ClosureError",
     "DeadlockError",
     "DifferentiationError",
+    "DtypeError",
     "LayoutError",
     "MeshError",
     "MismatchError",
@@ -52,6 +53,10 @@ class ClosureError(TypeError):
 
 class DifferentiationError(TypeError):
     """A function that has no derivative rule, or an argument that cannot be differentiated."""
+
+
+class DtypeError(TypeError):
+    """A value that an array's dtype cannot hold."""
 
 
 class TracedConversionError(TypeError):

@@ -12,7 +12,7 @@ from spmd.transport.detect import launcher_hint, mpi_world
 
 __all__ = ["info"]
 
-_VARIABLES = ("SPMD_TRANSPORT", "SPMD_SCHEDULER", "SPMD_TIMEOUT", "SPMD_CHECK")
+_VARIABLES = ("SPMD_TRANSPORT", "SPMD_SCHEDULER")
 _PACKAGES = ("numpy", "optree", "greenlet", "threadpoolctl", "mpi4py", "cupy-cuda13x", "torch", "scipy", "numba")
 
 

@@ -23,7 +23,7 @@ from spmd.autodiff.tracer import Array, value_of
 from spmd.errors import ClosureError, LayoutError, MeshError, SpecError, StateError, describe, message, nearest
 from spmd.layout import Layout, P
 from spmd.mesh import WORKER, Mesh, Worker
-from spmd.operators.base import Join, sealed, vary
+from spmd.operators.base import Join, sealed, vary, writable
 from spmd.operators.root import Rooted
 from spmd.specs import Leaf, shown, spec_leaves, spread
 from spmd.state import state_of
@@ -108,6 +108,7 @@ class Mapped:
         self.mesh = mesh
         self.check = check
         self.as_it_lies = False
+        self._names = _parameter_names(f)
         self._schedulers: dict[Any, str] = {}
         functools.update_wrapper(self, f)
         self.where = f"spmd.map of {getattr(f, '__name__', None) or type(f).__name__}"
@@ -161,7 +162,7 @@ class Mapped:
     def _named(self, args: tuple, kwargs: dict) -> list[tuple[str, Any, Any]]:
         """(name in f's signature, spec, value) for each argument, positional ones first, keywords by sorted name."""
         specs = self.in_specs
-        names = _parameter_names(self.f)
+        names = self._names
         positional = [names[k] if k < len(names) else f"args[{k}]" for k in range(len(args))]
         keywords = sorted(kwargs)
         if isinstance(specs, dict):
@@ -323,7 +324,7 @@ class Mapped:
             x = self._stated(worker, leaf, x)
             block = sealed(np.asarray(value_of(x), order="C"))
         elif isinstance(x, np.ndarray):
-            block = owned(x) if x.flags.writeable else np.asarray(x, order="C")
+            block = owned(x) if writable(x) else np.asarray(x, order="C")
         elif isinstance(x, np.generic | int | float | complex):
             block = sealed(np.asarray(x))
         else:
@@ -539,20 +540,13 @@ def _spec_of(x) -> P | None:
     return x.spec if isinstance(x, PartitionedArray) else None
 
 
-@functools.lru_cache(maxsize=256)
-def _signature_names(f: Callable) -> tuple[str, ...]:
+def _parameter_names(f: Callable) -> tuple[str, ...]:
+    """The names of the positional parameters of a function, as far as they are known."""
     try:
         parameters = inspect.signature(f).parameters.values()
     except (TypeError, ValueError):
         return ()
     return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
-
-
-def _parameter_names(f: Callable) -> tuple[str, ...]:
-    try:
-        return _signature_names(f)
-    except TypeError:
-        return ()
 
 
 class _Input:

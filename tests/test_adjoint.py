@@ -59,7 +59,7 @@ def test_every_operator_with_many_seeds(axes, scheduler):
     for kind in OURS:
         for case in operator_cases(kind, mesh):
             for dtype in (np.float64, np.complex128):
-                check_adjoint(case.operator, case.shape, mesh=mesh, in_specs=case.spec, trials=10, dtype=dtype)
+                check_adjoint(case.operator, case.shape, mesh=mesh, in_specs=case.spec, trials=4, dtype=dtype)
 
 
 def test_every_operator_has_a_row_of_cases():
@@ -121,7 +121,7 @@ def solved(x):
 
 def multiplied(x):
     """A product whose inner dimension is split."""
-    return spmd.psum(matrix(8, dtype=x.dtype)[:, : x.shape[0]] @ x, "x")
+    return spmd.psum(matrix(28, dtype=x.dtype)[:8, : x.shape[0]] @ x, "x")
 
 
 def wave(u):
@@ -183,11 +183,11 @@ def test_no_false_alarm_in_other_dtypes(right, dtype):
 
 @pytest.mark.full
 @pytest.mark.parametrize("right", RIGHT, ids=lambda r: r.f.__name__)
-def test_no_false_alarm_in_a_thousand_draws(right):
+def test_no_false_alarm_in_hundreds_of_draws(right):
     for n in (1, 3, 4):
         mesh = spmd.Mesh(x=n, scheduler="lockstep")
         shapes = [tuple(4 * m if m > 6 else m for m in shape) for shape in right.shapes]
-        check_adjoint(right.f, *shapes, mesh=mesh, in_specs=right.in_specs, trials=350)
+        check_adjoint(right.f, *shapes, mesh=mesh, in_specs=right.in_specs, trials=150)
 
 
 def test_right_maps_may_be_tested_exactly():
@@ -422,7 +422,7 @@ WRONG = [
         exact=True,
     ),
     by_hand("off by a millionth", twice, lambda g: 2.000002 * g, "above the bound"),
-    by_hand("off in the twelfth digit", twice, lambda g: (2 + 2e-12) * g, "above the bound"),
+    by_hand("off in the twelfth digit", twice, lambda g: (2 + 2e-12) * g, "above the bound", trials=3),
     by_hand("off on one worker", twice, on_worker_1(lambda g: 3.0 * g), DIFFER, exact=True),
     by_hand("another shape", twice, lambda g: g[:1], "F* gives shape (1,) for argument 0, which has (2,)"),
     by_hand("another shape on one worker", twice, on_worker_1(lambda g: g[:1]), "(on worker 1 (x=1))"),
@@ -449,7 +449,7 @@ WRONG = [
     by_hand("a square", lambda x: x**2, None, "not linear"),
     by_hand("an absolute value", np.abs, None, "not linear", exact=True),
     by_hand("a shift of the origin", lambda x: x + 1.0, None, "not linear"),
-    by_hand("nonlinear on one worker", on_worker_1(lambda x: np.maximum(x, 0.0)), None, "not linear", shape=(9,)),
+    by_hand("nonlinear on one worker", on_worker_1(lambda x: np.maximum(x, 0.0)), None, "not linear", trials=3),
     by_hand("conjugation", np.conj, None, "above the bound", dtype=np.complex128),
     Wrong("a product of both arguments", lambda a, b: a * b, ((6,), (6,)), "not linear", P("x")),
 ]
@@ -471,9 +471,9 @@ def test_wrong_pairs_are_caught_at_every_seed(wrong):
 
 @pytest.mark.full
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda w: w.name)
-def test_wrong_pairs_are_caught_at_a_thousand_seeds(wrong):
+def test_wrong_pairs_are_caught_at_hundreds_of_seeds(wrong):
     mesh = spmd.Mesh(x=3, scheduler="lockstep")
-    assert not any(checked(wrong, mesh, seed).passed for seed in range(1000))
+    assert not any(checked(wrong, mesh, seed).passed for seed in range(300))
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda w: w.name)

@@ -18,6 +18,7 @@ from spmd.errors import (
     ClosureError,
     DeadlockError,
     DifferentiationError,
+    DtypeError,
     LayoutError,
     MeshError,
     MismatchError,
@@ -1210,6 +1211,15 @@ BODIES = [
         "an assignment into a Varying(data) array float64[2, 2]",
         "arrays are immutable",
         "x = x.at[i].set(v), or spmd.at(x)[i].set(v)",
+    ),
+    Row(
+        "a value that the dtype cannot hold",
+        lambda: run(lambda x: x.at[0].set(0.5), np.arange(4)),
+        DtypeError,
+        "x.at[i]: argument v",
+        "float64 for an array of int64",
+        "values that int64 can hold",
+        "x.astype('float64').at[i]",
     ),
     Row(
         "out=",

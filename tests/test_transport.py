@@ -438,6 +438,7 @@ _PROGRAM = """
 import os, signal, sys, threading, time
 import numpy as np
 import spmd
+signal.signal(signal.SIGINT, signal.default_int_handler)  # It is ignored in processes that started in the background.
 mesh = spmd.Mesh(x=4, transport="local", scheduler=sys.argv[1])
 def run(body): return mesh.run(body, tracked=False).results
 def all_is_well(): assert set(run(lambda w: int(spmd.psum(np.int64(w.index), "x"))).values()) == {6}
@@ -466,9 +467,10 @@ def in_process(scheduler: str, program: str) -> str:
 @pytest.mark.parametrize("what", ["waits", "computes", "stuck"])
 def test_an_interrupt_stops_all_workers_wherever_they_are(scheduler, what):
     program = f"""
+all_is_well()
 for k in range(5):
-    later(0.02 + 0.013 * k, interrupt)
     try:
+        later(0.02 + 0.013 * k, interrupt)
         run({what})
     except KeyboardInterrupt:
         pass
@@ -486,10 +488,11 @@ def test_a_second_interrupt_does_not_wait_for_workers_that_cannot_be_stopped():
 def sleeps(w):
     if w.index == 1: time.sleep(60)
     spmd.psum(np.ones(1), "x")
-later(0.05, interrupt)
-later(0.3, interrupt)
+all_is_well()
 started = time.monotonic()
 try:
+    later(0.05, interrupt)
+    later(0.8, interrupt)
     run(sleeps)
 except KeyboardInterrupt:
     pass
@@ -978,8 +981,9 @@ def test_signals_that_raise_other_exceptions_end_a_map_too(scheduler):
 class Alarm(Exception): pass
 def ring(*_): raise Alarm
 signal.signal(signal.SIGALRM, ring)
-signal.setitimer(signal.ITIMER_REAL, 0.05)
+all_is_well()
 try:
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
     run(computes if sys.argv[1] == "threads" else waits)
 except Alarm:
     print("well")

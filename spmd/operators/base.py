@@ -28,7 +28,19 @@ from spmd.mesh import WORKER, Worker, here
 from spmd.state import INVARIANT, VARYING, State, state_of
 from spmd.transport.base import LEDGERS, Call, Comm, Group, Handle, Ready
 
-__all__ = ["Collective", "Operator", "Vary", "block", "move", "operate", "split_at", "vary", "varying"]
+__all__ = [
+    "Collective",
+    "Operator",
+    "Vary",
+    "block",
+    "move",
+    "operate",
+    "owned_block",
+    "split_at",
+    "vary",
+    "varying",
+    "writable",
+]
 
 _NUMBERS = (bool, int, float, complex)
 
@@ -142,7 +154,7 @@ def _begin(op: Collective, x, worker: Worker, frame) -> Callable[[], Any]:
         begun = _launch(op, np.asarray(int(x) if op.adds and type(x) is bool else x), worker, frame)
         return lambda: _number(begun()[0], op, worker)
     if type(x) is not Array:
-        x = _owned(x, op)
+        x = owned_block(x, op)
         if not worker.tracked:
             if x.dtype == bool and op.adds:
                 x = x.astype(np.int64)
@@ -162,7 +174,7 @@ def _number(ans, op: Collective, worker: Worker):
     return Array(value, op.out_state(state_of(op.axes))) if worker.tracked else value
 
 
-def _owned(x, op: Collective) -> np.ndarray:
+def owned_block(x, op: Collective) -> np.ndarray:
     """A block that nobody else writes to."""
     if not isinstance(x, np.ndarray | np.generic) or x.dtype.kind in "OSUMm":
         # Only the class is asked: global arrays and Rooted values are declared further up.
@@ -179,13 +191,13 @@ def _owned(x, op: Collective) -> np.ndarray:
                 mend=mend,
             )
         )
-    if _writable(x):
+    if writable(x):
         x = np.array(x, order="C")
         x.flags.writeable = False
     return np.asarray(x)
 
 
-def _writable(x) -> bool:
+def writable(x) -> bool:
     """Whether somebody may write to x: to itself, or to what it is a view of, unless that was frozen."""
     while isinstance(x, np.ndarray) and type(x).__name__ != "Frozen":
         if x.flags.writeable:
@@ -389,7 +401,7 @@ def varying(a, axis_name: str | Sequence[str]):
         if a.state is None:
             raise _outside("spmd.varying", a)
         return vary(a, a.state | state)
-    a = _owned(np.asarray(a), Vary(()))
+    a = owned_block(np.asarray(a), Vary(()))
     return Array(a, state) if worker.tracked else a
 
 

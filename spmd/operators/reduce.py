@@ -13,7 +13,7 @@ from spmd.autodiff import tree
 from spmd.autodiff.tracer import Array, value_of
 from spmd.errors import LayoutError, StateError, describe, message
 from spmd.mesh import Worker, here
-from spmd.operators.base import Collective, Launched, Operator, Vary, move, operate, vary
+from spmd.operators.base import Collective, Launched, Operator, Vary, move, operate, owned_block, vary
 from spmd.state import INVARIANT, state_of
 from spmd.transport.base import LEDGERS, Call, Comm, Group, Handle, all_reduce_cost
 
@@ -137,7 +137,8 @@ def pvary(x, axis_name: AxisName):
     state = state_of(names)
 
     def one(a):
-        a = a if type(a) is Array else Array(a, worker.state())
+        if type(a) is not Array:
+            a = Array(a if isinstance(a, int | float | complex) else owned_block(a, Vary(names)), worker.state())
         return vary(a, a.state | state)
 
     return tree.map(one, x)

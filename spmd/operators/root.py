@@ -34,6 +34,10 @@ class Rooted:
         self.axes = axes
         self.root = root
 
+    def holding(self, block) -> Rooted:
+        """This handle on another block: the same value on another level of differentiation."""
+        return Rooted(block, self.shape, self.dtype, self.axes, self.root)
+
     def __spmd_describe__(self) -> str:
         return f"Rooted({self.root} along {', '.join(self.axes)}) value {self.dtype}{list(self.shape)}"
 

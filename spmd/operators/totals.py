@@ -22,7 +22,7 @@ def _start(x, axis_name: AxisName, axis: Axis, function: str):
     where = f"spmd.{function}"
     names = here(where).mesh.names(axis_name, where)
     x = x if type(x) is Array else np.asarray(x)
-    chosen = range(x.ndim) if axis is None else (axis,) if isinstance(axis, int) else axis
+    chosen = range(x.ndim) if axis is None else (axis,) if isinstance(axis, int | np.integer) else axis
     return x, names, varying_of(x, names), tuple(normal_axis(function, "axis", d, x.ndim) for d in chosen)
 
 

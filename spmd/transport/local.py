@@ -14,6 +14,7 @@ import contextvars
 import ctypes
 import math
 import os
+import sys
 import threading
 import time
 import traceback
@@ -272,6 +273,24 @@ def _text(error: BaseException) -> str:
     return "".join(traceback.format_exception_only(type(error), error)[:1]).strip()
 
 
+def _no_frames_of_optree() -> None:
+    """Raise where a worker is to wait inside optree's C++ code: that does not survive a switch of greenlets."""
+    optree = sys.modules.get("optree.ops")
+    theirs = vars(optree) if optree is not None else None
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_globals is theirs:
+            raise TransportError(
+                message(
+                    "a collective",
+                    got=f"a call from within optree.{frame.f_code.co_name}, under the lockstep scheduler",
+                    need="no C++ frames between the body and the collective",
+                    mend="give the collective the whole tree, spmd.psum(tree, axis_name), or use spmd.tree.map",
+                )
+            )
+        frame = frame.f_back
+
+
 class LockstepRun(Run):
     """Workers as greenlets of the calling thread; each runs until it has to wait."""
 
@@ -311,6 +330,7 @@ class LockstepRun(Run):
         meeting.waiters = []
 
     def wait(self, meeting: Meeting) -> None:
+        _no_frames_of_optree()
         self.switches += 1
         meeting.waiters.append(self.current())
         while not meeting.done:
@@ -342,7 +362,7 @@ class ThreadRun(Run):
         context = contextvars.copy_context()
         try:
             threads[0].begin(partial(self._begin, context, body, threads), self._leave)
-            self.over.acquire()
+            self._join()
         except BaseException:
             self._interrupt(threads)
             raise
@@ -390,7 +410,12 @@ class ThreadRun(Run):
         if not begun:
             _pool.give(threads[1:])
         if running:
-            self.over.acquire()
+            self._join()
+
+    def _join(self) -> None:
+        """Wait until all workers have left. In rounds: a wait does not see a signal that came just before it began."""
+        while not self.over.acquire(timeout=0.5):
+            pass
 
     def stop(self) -> None:
         super().stop()

@@ -43,11 +43,11 @@ def _digest(*key: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little", signed=True)
 
 
-def _headers(call: Call, shapes: Sequence[Shape | None]) -> np.ndarray:
+def _headers(call: Call, shapes: Sequence[Shape | None], run: int = 0) -> np.ndarray:
     """A row for each member: what is called, and the rank and the shape of what comes for it (rank -1: nothing)."""
     op, axes, detail, dtype, shape = call.key
     heads = np.zeros((len(shapes), 2 + _MAX_NDIM), np.int64)
-    heads[:, 0] = _digest(op, axes, detail, np.dtype(dtype).str, shape)
+    heads[:, 0] = _digest(run, op, axes, detail, np.dtype(dtype).str, shape)
     for head, lengths in zip(heads, shapes, strict=True):
         if lengths is None:
             head[1] = -1
@@ -144,7 +144,7 @@ class MpiComm(Comm):
         Raises MismatchError on all members where they call different things.
         """
         comm, order = self.transport.meeting_place(group)
-        mine = _headers(call, list(shapes))[order]
+        mine = _headers(call, list(shapes), self.transport.runs)[order]
         heads = np.empty_like(mine)
         comm.Alltoall(mine, heads)
         heads[order] = heads.copy()
@@ -310,6 +310,7 @@ class MpiTransport(Transport):
         self.describe: Callable[[int], str] = lambda worker: f"worker {worker}"
         self.flying: set[Pending] = set()
         self.last: Call | None = None
+        self.runs = 0
         self._subcomms: dict[Shape, MPI.Comm] = {}
         end_the_job_on_error()
 
@@ -353,6 +354,7 @@ class MpiTransport(Transport):
 
     def run(self, body: Callable[[Comm], Any], scheduler: str, describe: Callable[[int], str]) -> Outcome:
         self.describe = describe
+        self.runs += 1
         worker = self.local[0]
         started = time.perf_counter()
         with blas_threads(self.threads):

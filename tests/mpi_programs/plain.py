@@ -13,4 +13,4 @@ mesh = spmd.Mesh(x=4)
 with mesh:
     total = spmd.map(lambda x: spmd.psum(x, "x"), P("x"), P())(np.arange(4.0))
     if spmd.is_main():
-        print(mesh.transport.name, float(total.item()), "mpi4py" in sys.modules, flush=True)
+        print(f"{mesh.transport.name} {float(total.item())} {'mpi4py' in sys.modules}", flush=True)
