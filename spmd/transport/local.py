@@ -17,7 +17,6 @@ import os
 import sys
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -270,7 +269,9 @@ _SHOWN = 16
 
 
 def _text(error: BaseException) -> str:
-    return "".join(traceback.format_exception_only(type(error), error)[:1]).strip()
+    from traceback import format_exception_only
+
+    return "".join(format_exception_only(type(error), error)[:1]).strip()
 
 
 def _no_frames_of_optree() -> None:
