@@ -281,7 +281,7 @@ def jvp(fun: Callable, primals: Sequence[Any], tangents: Sequence[Any]):
     return out, push(*tangents)
 
 
-def linearize(fun: Callable, *primals):
+def linearize(fun: Callable, *primals) -> tuple[Any, Any]:
     """`fun(*primals)` and its push-forward, a linear function of the tangents that may be called many times."""
     where = f"jvp of {_names(fun)}"
     out, pull = vjp(fun, *primals)
@@ -292,6 +292,7 @@ def linearize(fun: Callable, *primals):
         _check_tangents(where, primals, tangents)
         return pullpull(tangents)[0]
 
+    push.tape = pull.tape  # type: ignore[attr-defined]
     return out, push
 
 
@@ -417,9 +418,8 @@ def jacfwd(fun: Callable, argnums: int = 0):
         def part(a):
             return fun(*args[:argnums], a, *args[argnums % len(args) + 1 :], **kwargs)
 
-        _, pull = vjp(part, x)
         out, push = linearize(part, x)
-        _one_by_one(f"jacfwd of {_names(fun)}", x, out, pull.tape)
+        _one_by_one(f"jacfwd of {_names(fun)}", x, out, push.tape)
         columns = [push(unit) for unit in _basis(x)]
         shape = np.shape(value_of(x))
         if not columns:

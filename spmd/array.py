@@ -31,7 +31,7 @@ from spmd.operators.root import Rooted
 from spmd.plan import plan
 from spmd.specs import spread
 from spmd.state import state_of
-from spmd.transport.base import Call
+from spmd.transport.base import Call, sealed
 
 __all__ = [
     "Frozen",
@@ -290,9 +290,7 @@ for _name, _ufunc in {"neg": np.negative, "abs": np.absolute, "invert": np.inver
 
 
 def _sealed(x) -> np.ndarray:
-    x = np.asarray(x, order="C")
-    x.flags.writeable = False
-    return x
+    return sealed(np.asarray(x, order="C"))
 
 
 def closed_over(where: str, x: PartitionedArray, argument: str | None = None) -> Exception:

@@ -1,8 +1,8 @@
 """spmd.map: a function on blocks becomes a function on global arrays, differentiable from outside.
 
-A call takes four steps, each a function below: arguments are laid out by in_specs (`_Inputs`), every worker runs the
-body on its blocks (`_body`), its results are checked against out_specs (`_results`), and the blocks are joined to
-`PartitionedArray`s (`_joined`). Where an argument is traced, every worker keeps a tape of its own between the forward
+A call takes four steps: arguments are laid out by in_specs (`_input`), every worker runs the body on its blocks
+(`_execute`), its results are checked against out_specs (`_results`), and the blocks are joined to `PartitionedArray`s
+(`_joined`). Where an argument is traced, every worker keeps a tape of its own between the forward
 and the backward run, and the outer tape records one node for the whole map.
 """
 
@@ -20,10 +20,10 @@ from spmd.autodiff import tracer, transforms, tree
 from spmd.autodiff.primitive import primitive
 from spmd.autodiff.tape import suspended
 from spmd.autodiff.tracer import Array, value_of
-from spmd.errors import ClosureError, LayoutError, MeshError, SpecError, StateError, describe, message, nearest
+from spmd.errors import LayoutError, MeshError, SpecError, StateError, describe, message, nearest
 from spmd.layout import Layout, P
 from spmd.mesh import WORKER, Mesh, Worker
-from spmd.operators.base import Join, sealed, vary, writable
+from spmd.operators.base import Join, outside, sealed, vary, writable
 from spmd.operators.root import Rooted
 from spmd.specs import Leaf, shown, spec_leaves, spread
 from spmd.state import state_of
@@ -344,15 +344,7 @@ class Mapped:
         spec = leaf.spec
         assert spec is not None
         if x.state is None:
-            raise ClosureError(
-                message(
-                    self.where,
-                    argument=leaf.path,
-                    got=f"{describe(x)} that was traced outside of this map",
-                    need="arrays of this body",
-                    mend="pass it to the map as an argument, with a spec in in_specs (P() for a replicated one)",
-                )
-            )
+            raise outside(self.where, x, leaf.path)
         spec.check(worker.mesh.axes, self.where, leaf.path, x.ndim)
         extra = [n for n in worker.mesh.axes if n in x.state.varying and n not in spec.axes]
         if extra:

@@ -26,7 +26,7 @@ from spmd.errors import ClosureError, DifferentiationError, LayoutError, StateEr
 from spmd.layout import block_sizes
 from spmd.mesh import WORKER, Worker, here
 from spmd.state import INVARIANT, VARYING, State, state_of
-from spmd.transport.base import LEDGERS, Call, Comm, Group, Handle, Ready
+from spmd.transport.base import LEDGERS, Call, Comm, Group, Handle, Ready, sealed
 
 __all__ = [
     "Collective",
@@ -35,6 +35,7 @@ __all__ = [
     "block",
     "move",
     "operate",
+    "outside",
     "owned_block",
     "split_at",
     "vary",
@@ -209,7 +210,7 @@ def writable(x) -> bool:
 def _admit(op: Collective, x: Array, worker: Worker) -> Array:
     """x in the state that the operator takes, or an error that says why not."""
     if x.state is None:
-        raise _outside(f"spmd.{op.function}", x)
+        raise outside(f"spmd.{op.function}", x)
     missing = [n for n in op.axes if n not in x.state.varying]
     if op.source == VARYING and missing:
         if op.adds:
@@ -242,10 +243,12 @@ def _admit(op: Collective, x: Array, worker: Worker) -> Array:
     return x
 
 
-def _outside(where: str, x: Array) -> Exception:
+def outside(where: str, x: Array, argument: str | None = None) -> Exception:
+    """The error for an array that a body meets without having been given it."""
     return ClosureError(
         message(
             where,
+            argument=argument,
             got=f"{describe(x)} that was traced outside of this map",
             need="arrays of this body",
             mend="pass it to the map as an argument, with a spec in in_specs (P() for a replicated one)",
@@ -369,7 +372,7 @@ class Join(Mixing):
     def join(self, arrays: list[Array]) -> tuple[list[Array], Any]:
         for a in arrays:
             if a.state is None:
-                raise _outside("an operation in a body", a)
+                raise outside("an operation in a body", a)
         state = state_of(frozenset().union(*(a.state.varying for a in arrays)))
         return [vary(a, state) for a in arrays], state
 
@@ -377,7 +380,7 @@ class Join(Mixing):
         if type(g) is not Array or g.state is state or state is None:
             return g
         if g.state is None:
-            raise _outside("a cotangent", g)
+            raise outside("a cotangent", g)
         missing = state.varying - g.state.varying
         if missing:
             g = vary(g, state_of(g.state.varying | missing))
@@ -399,7 +402,7 @@ def varying(a, axis_name: str | Sequence[str]):
     state = state_of(worker.mesh.names(axis_name, "spmd.varying"))
     if type(a) is Array:
         if a.state is None:
-            raise _outside("spmd.varying", a)
+            raise outside("spmd.varying", a)
         return vary(a, a.state | state)
     a = owned_block(np.asarray(a), Vary(()))
     return Array(a, state) if worker.tracked else a
@@ -469,12 +472,6 @@ def pieces(x: np.ndarray, axis: int, sizes: Sequence[int]) -> list[np.ndarray]:
     """x cut along an axis, each piece contiguous."""
     cuts = np.cumsum(sizes)[:-1]
     return [np.asarray(p, order="C") for p in np.split(x, cuts, axis=axis)]
-
-
-def sealed(x: np.ndarray) -> np.ndarray:
-    """A new array as one that nobody writes to."""
-    x.flags.writeable = False
-    return x
 
 
 def agree(function: str, shapes: Sequence[Shape], axis: int | None) -> None:
