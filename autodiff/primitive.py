@@ -30,8 +30,13 @@ __all__ = [
     "constant",
     "constants",
     "handlers",
+    "in_place",
     "name_of",
+    "passive",
+    "passives",
     "primitive",
+    "refusals",
+    "refused",
     "rule",
 ]
 
@@ -46,6 +51,15 @@ constants: set[Any] = set()
 
 composites: set[Any] = set()
 """Functions that are compositions of others: where nothing is differentiated, NumPy computes them itself."""
+
+refusals: dict[Any, str] = {}
+"""Functions that a traced array is refused to, and what to write instead. Undifferentiated arrays they take."""
+
+in_place: set[Any] = set()
+"""Those among the refused functions that write into an argument: they are refused for every Array."""
+
+passives: set[Any] = set()
+"""Functions that take no entries of arrays: they make arrays of numbers, read files, tell about dtypes."""
 
 
 class Primitive:
@@ -200,6 +214,18 @@ def name_of(fun) -> str:
 def constant(*funs: Any) -> None:
     """Declare functions constant: their results keep the state of what they came from, and no gradient."""
     constants.update(funs)
+
+
+def refused(*funs: Any, instead: str, writes: bool = False) -> None:
+    """Declare functions without derivative, and the mend that their error names; `writes` for those in place."""
+    refusals.update(dict.fromkeys(funs, instead))
+    if writes:
+        in_place.update(funs)
+
+
+def passive(*funs: Any) -> None:
+    """Declare functions that take no entries of arrays, so that no derivative goes through them."""
+    passives.update(funs)
 
 
 def composite(*funs: Any):

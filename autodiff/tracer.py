@@ -18,7 +18,17 @@ from typing import Any
 
 import numpy as np
 
-from spmd.autodiff.primitive import Like, Primitive, composites, constants, handlers, name_of, primitive
+from spmd.autodiff.primitive import (
+    Like,
+    Primitive,
+    composites,
+    constants,
+    handlers,
+    in_place,
+    name_of,
+    primitive,
+    refusals,
+)
 from spmd.autodiff.tape import Node, Tape
 from spmd.errors import (
     DifferentiationError,
@@ -248,9 +258,14 @@ def dispatch(fun, args, kwargs):
             )
         )
     kwargs.pop("out", None)
+    handler = handlers.get(fun)
+    if handler is None and fun not in constants and fun not in refusals:
+        load_families()
+        handler = handlers.get(fun)
     if fun in constants:
         return compute(fun, args, kwargs)
-    handler = handlers.get(fun) or late(fun)
+    if fun in in_place:
+        raise _no_rule(fun)
     if handler is None or fun in composites:
         if all(a.tape is None for a in find((args, kwargs), [])):
             return compute(fun, args, kwargs)
@@ -259,22 +274,33 @@ def dispatch(fun, args, kwargs):
     return handler(*args, **kwargs)
 
 
-def late(fun):
-    """The rule of a function of an optional package: those rules are loaded once the package shows up."""
-    if "scipy.special" in sys.modules and isinstance(fun, np.ufunc):
+_families = ["decompose", "fourier", "refused", "series", "statistics"]
+"""The rules that most programs do not need: loaded when a function first meets an Array that has no rule so far."""
+
+
+def load_families() -> None:
+    """Load the rules that are left, those of scipy.special too where it is imported."""
+    while _families:
+        importlib.import_module(f"spmd.autodiff.rules.{_families.pop()}")
+    if "scipy.special" in sys.modules:
         importlib.import_module("spmd.autodiff.rules.special")
-    return handlers.get(fun)
 
 
 def _no_rule(fun, method: str = "") -> Exception:
     names = {f.__name__: name_of(f) for f in handlers}
-    known = [names[k] for k in nearest(fun.__name__, names)] if method != ".at" else ["x.at[i].add(v)"]
+    instead = refusals.get(fun) if not method else None
+    known = [] if instead else [names[k] for k in nearest(fun.__name__, names)]
+    if method == ".at":
+        known = ["x.at[i].add(v)"]
     return DifferentiationError(
         message(
             name_of(fun) + method,
-            got="a traced array, and no derivative rule for this function",
+            got="an Array, which is immutable"
+            if fun in in_place
+            else "a traced array, and no derivative rule for this function",
             need=f"a function with a rule{'; the nearest are ' if known else ''}{', '.join(known)}",
-            mend="compose it of functions with rules, declare it with spmd.custom_vjp, "
+            mend=instead
+            or "compose it of functions with rules, declare it with spmd.custom_vjp, "
             "or cut its argument off with spmd.stop_gradient",
         )
     )

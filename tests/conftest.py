@@ -21,3 +21,20 @@ settings.load_profile("spmd")
 def scheduler(request) -> str:
     """The test runs once with each scheduler."""
     return request.param
+
+
+def pytest_collection_modifyitems(config, items) -> None:
+    """Tests marked gpu are left out where there is no GPU: they run other tests' cases a second time, on CuPy."""
+    if any(item.get_closest_marker("gpu") for item in items) and not _has_gpu():
+        left = [item for item in items if item.get_closest_marker("gpu")]
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+        config.hook.pytest_deselected(items=left)
+
+
+def _has_gpu() -> bool:
+    try:
+        import cupy
+
+        return cupy.cuda.runtime.getDeviceCount() > 0
+    except Exception:  # no CuPy, no driver, or no device: each has an error class of its own
+        return False

@@ -3,91 +3,32 @@
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import scipy.special
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
+from rules import (
+    Table,
+    above_one,
+    complex_,
+    distinct,
+    full,
+    inner,
+    of,
+    one,
+    pair,
+    positive,
+    signed,
+    spread,
+)
 
 from spmd.autodiff import at, grad, value_and_grad, vjp
 from spmd.autodiff.check import check_grads, check_vjp, tolerance
 from spmd.autodiff.tracer import Array
 from spmd.errors import DifferentiationError
 
-FEW = settings(derandomize=True, deadline=None, max_examples=8, database=None)
-MANY = settings(derandomize=True, deadline=None, max_examples=200, database=None)
-
-# Where arguments are drawn from: rng, shape -> array. All stay clear of kinks and poles by more than a step.
-
-
-def signed(rng, shape):
-    return rng.uniform(0.3, 1.7, shape) * rng.choice([-1, 1], shape)
-
-
-def positive(rng, shape):
-    return rng.uniform(0.3, 2, shape)
-
-
-def inner(rng, shape):
-    return rng.uniform(0.1, 0.8, shape) * rng.choice([-1, 1], shape)
-
-
-def above_one(rng, shape):
-    return rng.uniform(1.2, 3, shape)
-
-
-def distinct(rng, shape):
-    n = math.prod(shape)
-    return (rng.permutation(n).reshape(shape) - n / 2 + rng.uniform(0.1, 0.4, shape)) / 3
-
-
-def spread(rng, shape):
-    """Distinct, and different from what another call gives."""
-    return distinct(rng, shape) + rng.choice([0.1, 0.2]) + rng.uniform(0, 0.03)
-
-
-def complex_(rng, shape):
-    return rng.uniform(0.3, 1.7, shape) * np.exp(1j * rng.uniform(0.3, 2.8, shape) * rng.choice([-1, 1], shape))
-
-
-@dataclass(frozen=True)
-class Row:
-    """A function, where its arguments come from, and of which shapes they are."""
-
-    name: str
-    f: Callable
-    domains: tuple
-    shapes: st.SearchStrategy
-
-    def draw(self, data):
-        rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
-        return tuple(np.asarray(d(rng, s)) for d, s in zip(self.domains, data.draw(self.shapes), strict=True))
-
-
-any_shape = hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3)
-full_shape = hnp.array_shapes(min_dims=1, max_dims=3, min_side=1, max_side=4)
-one = any_shape.map(lambda s: (s,))
-full = full_shape.map(lambda s: (s,))
-pair = hnp.mutually_broadcastable_shapes(num_shapes=2, min_side=0, max_side=3, max_dims=3).map(lambda b: b.input_shapes)
-
-
-def of(*options):
-    """These shapes only: a string each, of one shape per argument, a digit per dimension ("." has none)."""
-    return st.sampled_from([tuple(tuple(map(int, s.strip("."))) for s in option.split()) for option in options])
-
-
-ROWS: dict[str, Row] = {}
-
-
-def row(name, f, domains, shapes):
-    domains = domains if isinstance(domains, tuple) else (domains,)
-    assert name not in ROWS, name
-    ROWS[name] = Row(name, f, domains, shapes)
+TABLE = Table()
+row = TABLE.row
 
 
 def unary(names, *domains):
@@ -334,34 +275,7 @@ row(
 )
 
 
-rows = pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
-
-
-@rows
-@FEW
-@given(data=st.data())
-def test_against_finite_differences(row, data):
-    check_grads(row.f, row.draw(data))
-
-
-@pytest.mark.full
-@rows
-@MANY
-@given(data=st.data())
-def test_against_finite_differences_long(row, data):
-    check_grads(row.f, row.draw(data))
-
-
-@rows
-@FEW
-@given(data=st.data())
-def test_single_precision_stays_single(row, data):
-    args = tuple(a.astype("c8" if a.dtype.kind == "c" else "f4") for a in row.draw(data))
-    value, pull = vjp(row.f, *args)
-    assert value.dtype == row.f(*args).dtype
-    for g, a in zip(pull(np.ones_like(value)), args, strict=True):
-        assert g.dtype == a.dtype
-    check_vjp(row.f, args)
+TestRows = TABLE.tests()
 
 
 # Conventions

@@ -1,0 +1,3 @@
+"""Rules of the discrete Fourier transforms of numpy.fft."""
+
+from __future__ import annotations
