@@ -7,7 +7,8 @@ and returns the cotangent of one argument:
 
 Its parameter names say what the tape keeps. A name with a leading underscore is not kept: of an argument the rule
 then sees the shape and dtype only, of the result nothing. Broadcasting, casts, and complex cotangents of real
-arguments are undone by the sweep, so no rule mentions them.
+arguments are undone by the sweep, so no rule mentions them. Of a function with several results (a tuple) `ans` and `g`
+are tuples; g holds zeros for results that no cotangent reached.
 """
 
 from __future__ import annotations

@@ -46,10 +46,11 @@ class Node(Like):
     """One recorded result: the primitive that made it, the nodes it came from, and what its rules keep.
 
     `shape` and `dtype` are those of the result; a `dtype` of None marks a weakly typed Python number.
-    A node without a primitive is a leaf: an argument that is differentiated.
+    A node without a primitive is a leaf: an argument that is differentiated. One of a function with several results
+    has their shapes and dtypes in `results`; a node per result selects from it.
     """
 
-    __slots__ = ("ans", "args", "index", "kwargs", "parents", "prim")
+    __slots__ = ("ans", "args", "index", "kwargs", "parents", "prim", "results")
 
     def __init__(self, prim, parents, args, kwargs, ans, shape, dtype):
         self.prim = prim
@@ -174,6 +175,14 @@ class Bundle:
             parts[k] = parts[k] + g if k in parts else g
         return Bundle(parts)
 
+    def filled(self, results: tuple[Like, ...]) -> tuple[Any, ...]:
+        """The cotangents of all results, zeros where none came."""
+        like = next(iter(self.parts.values()))
+        return tuple(
+            self.parts[k] if k in self.parts else np.zeros_like(like, shape=r.shape, dtype=r.dtype)
+            for k, r in enumerate(results)
+        )
+
 
 def unbroadcast(g, shape: tuple[int, ...]):
     """The transpose of broadcasting `shape` to the shape of g: sum over the dimensions that were added or stretched."""
@@ -241,6 +250,8 @@ def sweep(tape: Tape, seeds: Iterable[tuple[Node, Any]], leaves: list[Node], *, 
                     if parent is not None and part is not None:
                         add(parent, part)
             else:
+                if type(g) is Bundle:
+                    g = g.filled(node.results)
                 for k, parent in enumerate(node.parents):
                     if parent is None:
                         continue

@@ -29,7 +29,7 @@ from spmd.autodiff.primitive import (
     primitive,
     refusals,
 )
-from spmd.autodiff.tape import Node, Tape
+from spmd.autodiff.tape import Bundle, Node, Tape
 from spmd.errors import (
     DifferentiationError,
     DtypeError,
@@ -156,9 +156,12 @@ def apply(prim: Primitive, args, kwargs):
         if dtype.kind in "biu":
             return wrap(ans, state)
     except AttributeError:
-        if not isinstance(ans, float | complex):
+        if isinstance(ans, tuple):
+            shape, dtype = None, None
+        elif isinstance(ans, float | complex):
+            shape, dtype = (), weak(ans)
+        else:
             return wrap(ans, state)
-        shape, dtype = (), weak(ans)
     for i in plan.dropped:
         a = lower[i]
         if nodes[i] is not None:
@@ -167,7 +170,24 @@ def apply(prim: Primitive, args, kwargs):
             lower[i] = Like(a.shape, a.dtype)
     node = Node(prim, nodes, lower, options, ans if plan.keep_ans else None, shape, dtype)
     top.append(node)
-    return Array(ans, state, top, node)
+    return Array(ans, state, top, node) if shape is not None else _parts(ans, state, top, node)
+
+
+_SELECT = Primitive(None, "select", (lambda g, ans, k: Bundle({k: g}),))
+
+
+def part(node: Node, k: int, value, state, tape: Tape) -> Array:
+    """Result k of a node with several results, recorded as a node of its own."""
+    one = Node(_SELECT, [node], (k,), {}, None, np.shape(value), value.dtype)
+    tape.append(one)
+    return Array(value, state, tape, one)
+
+
+def _parts(ans: tuple, state, tape: Tape, node: Node):
+    """The results of a function that has several; those of integers and booleans have no derivative."""
+    node.results = tuple(Like(a.shape, a.dtype) for a in ans)
+    parts = [part(node, k, a, state, tape) if a.dtype.kind not in "biu" else wrap(a, state) for k, a in enumerate(ans)]
+    return type(ans)(*parts) if hasattr(ans, "_fields") else tuple(parts)
 
 
 def weak(number: float | complex):

@@ -17,7 +17,7 @@ import numpy as np
 from spmd.autodiff import tracer, tree
 from spmd.autodiff.primitive import Primitive
 from spmd.autodiff.tape import Bundle, Node, Tape, recording, refusing, sweep
-from spmd.autodiff.tracer import Array, find, record, value_of
+from spmd.autodiff.tracer import Array, find, part, record, value_of
 from spmd.errors import ClosureError, DifferentiationError, describe, message
 
 __all__ = [
@@ -456,7 +456,6 @@ def stop_gradient(x):
 # Functions that bring their own pullback
 
 _JOINT = Primitive(None, "joint", joint=lambda bundle, pull: pull(bundle))
-_SELECT = Primitive(None, "select", rules=(lambda g, ans, k: Bundle({k: g}),))
 
 
 def joint(tape: Tape, parents: list[Array], outs: list, pull: Callable[[list], Sequence[Any]]) -> list:
@@ -475,8 +474,7 @@ def joint(tape: Tape, parents: list[Array], outs: list, pull: Callable[[list], S
             results.append(out)
             continue
         state = out.state if type(out) is Array else tracer.mixing.ambient()
-        chosen = record(tape, _SELECT, [node], (k,), np.shape(value_of(out)), out.dtype)
-        results.append(Array(_unstated(out), state, tape, chosen))
+        results.append(part(node, k, _unstated(out), state, tape))
     return results
 
 
