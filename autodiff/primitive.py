@@ -25,6 +25,7 @@ from spmd.errors import DifferentiationError, message
 
 __all__ = [
     "Like",
+    "Method",
     "Primitive",
     "composite",
     "composites",
@@ -61,6 +62,21 @@ in_place: set[Any] = set()
 
 passives: set[Any] = set()
 """Functions that take no entries of arrays: they make arrays of numbers, read files, tell about dtypes."""
+
+
+class Method(tuple):
+    """A method of a ufunc as the registry knows it: `Method((np.add, "reduce"))`, called like np.add.reduce."""
+
+    __slots__ = ()
+
+    def __call__(self, *args, **kwargs):
+        ufunc, method = self
+        return getattr(ufunc, method)(*args, **kwargs)
+
+    @property
+    def __name__(self) -> str:
+        ufunc, method = self
+        return f"{ufunc.__name__}.{method}"
 
 
 class Primitive:
@@ -204,6 +220,8 @@ def _entry(prim: Any) -> Callable[..., Any]:
 
 def name_of(fun) -> str:
     """A function as users write it: np.svd is np.linalg.svd."""
+    if type(fun) is Method:
+        return f"{name_of(fun[0])}.{fun[1]}"
     name = fun.__name__
     for prefix in ("np", "np.linalg", "np.fft"):
         module = getattr(np, prefix[3:]) if prefix[3:] else np
