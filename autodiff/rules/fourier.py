@@ -23,7 +23,7 @@ from spmd.autodiff.rules.shape import along
 from spmd.errors import DifferentiationError, message
 
 
-@primitive("scaled", lambda g, _ans, _x, index, factor: scaled(g, index, factor))
+@primitive("scaled", lambda g, _ans, _x, index, factor: scaled(g, index, factor))  # type: ignore
 def scaled(x, index, factor: float):
     """x with the entries at a basic index multiplied by a number; its own transpose."""
     out = np.copy(x)
@@ -31,7 +31,7 @@ def scaled(x, index, factor: float):
     return out
 
 
-@primitive("resized", lambda g, _ans, _x, _shape: resized(g, _x.shape))
+@primitive("resized", lambda g, _ans, _x, _shape: resized(g, _x.shape))  # type: ignore
 def resized(x, shape: tuple[int, ...]):
     """x cropped, or padded with zeros, at the end of each dimension; its transpose does it backwards."""
     x = x[tuple(map(slice, shape))]
@@ -47,7 +47,7 @@ def fitted(x, shape: tuple[int, ...]):
     return x if x.shape == shape else resized(x, shape)
 
 
-def over(ndim: int, s, axes) -> tuple[int, ...]:
+def over(ndim: int, s, axes: Any) -> tuple[int, ...]:
     """The dimensions that a transform with these options goes over."""
     if axes is None:
         axes = range(ndim) if s is None else range(-np.size(s), 0)
@@ -106,7 +106,7 @@ def of_hermitian(real: Callable) -> Callable:
     return pull
 
 
-_OTHER = {None: "forward", "backward": "forward", "forward": "backward", "ortho": "ortho"}
+_OTHER: dict[Any, Any] = {None: "forward", "backward": "forward", "forward": "backward", "ortho": "ortho"}
 
 
 def _hfftn(x, s, axes: Sequence[int], norm):

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import importlib
 
-__all__ = ["fft", "linalg", "special"]
+_PARTS = ("fft", "linalg", "special")
 
 
 def __getattr__(name: str):
-    if name in __all__:
+    if name in _PARTS:
         try:
             return importlib.import_module(f"{__name__}.{name}")
         except ModuleNotFoundError as missing:
@@ -22,4 +22,4 @@ def __getattr__(name: str):
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted([*globals(), *_PARTS])
