@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from spmd.autodiff.primitive import composite, constant, primitive, rule
-from spmd.autodiff.tracer import compute
+from spmd.autodiff.tracer import compute, value_of
 
 
 def nonzero(x):
@@ -57,6 +57,15 @@ def divmod(x, y):
 @composite(np.modf)
 def modf(x):
     return x - np.trunc(x), np.trunc(x)
+
+
+rule(np.ldexp, lambda g, _ans, _x, y: np.ldexp(g, y))
+
+
+@composite(np.frexp)
+def frexp(x):
+    exponent = compute(lambda x: np.frexp(x)[1], (x,), {})
+    return np.ldexp(x, -exponent), exponent
 
 
 # Exponentials and logarithms
@@ -130,6 +139,36 @@ def _sinc(x, k):
     return math.pi**k * np.where(small, series, closed)
 
 
+@composite(np.i0)
+def i0(x):
+    return _bessel(x, 0)
+
+
+@primitive("i0", lambda g, _ans, x, k: g * _bessel(x, k + 1))  # type: ignore
+def _bessel(x, k):
+    """The k-th derivative of I₀(x) = 1/π ∫₀^π exp(x cos t) dt, which brings the k-th power of cos t into the integral.
+
+    The integrand is periodic and smooth, so that the mean over 4n even steps of t is exact to all digits once n is
+    some multiple of √|x|; by symmetry a quarter of the period serves. Beyond 720 the result overflows.
+    """
+    if k == 0:
+        return np.i0(x)
+    x = x * np.ones_like(np.i0(x))
+    n = 10 + int(2.5 * math.sqrt(float(np.max(np.where(np.abs(x) < 720, np.abs(x), 0), initial=0)))) + k
+    half = np.sinh if k % 2 else np.cosh
+    total = (half(x) + (k == 0)) / 2
+    for i in range(1, n):
+        c = math.cos(math.pi * i / (2 * n))
+        total = total + c**k * half(c * x)
+    return total / n
+
+
+@composite(np.real_if_close)
+def real_if_close(a, tol=100):
+    bare = value_of(a)
+    return np.real(a) if np.iscomplexobj(a) and not np.iscomplexobj(np.real_if_close(bare, tol)) else a
+
+
 # Complex numbers. A cotangent is a plain transpose: that of a real argument is made real by the sweep.
 
 rule(np.real, lambda g, _ans, _x: g)
@@ -181,7 +220,14 @@ def nan_to_num(x, copy=True, nan=0.0, posinf=None, neginf=None):
     return _nan_to_num(x, nan=nan, posinf=posinf, neginf=neginf)
 
 
-@primitive("np.nan_to_num", lambda g, _ans, x, **_: np.where(np.isfinite(x), g, 0))
+def _kept(g, x):
+    """The share of g that belongs to the finite parts of x: its real and its imaginary part are replaced apart."""
+    if not np.iscomplexobj(x):
+        return np.where(np.isfinite(x), g, 0)
+    return np.where(np.isfinite(np.real(x)), np.real(g), 0) + 1j * np.where(np.isfinite(np.imag(x)), np.imag(g), 0)
+
+
+@primitive("np.nan_to_num", lambda g, _ans, x, **_: _kept(g, x))
 def _nan_to_num(x, **values):
     return np.nan_to_num(x, **values)
 
@@ -191,6 +237,10 @@ rule(
     lambda g, _ans, x, y: np.where(np.signbit(x) == np.signbit(y), g, -g),
     lambda g, _ans, _x, _y: np.zeros_like(g),
 )
+
+
+rule(np.heaviside, lambda g, _ans, _x, _y: np.zeros_like(g), lambda g, _ans, x, _y: np.where(x == 0, g, 0))
+rule(np.nextafter, lambda g, _ans, _x, _y: g, lambda g, _ans, _x, _y: np.zeros_like(g))
 
 
 @composite(np.clip)
@@ -215,4 +265,5 @@ constant(np.equal, np.greater, np.greater_equal, np.less, np.less_equal, np.not_
 constant(np.logical_and, np.logical_not, np.logical_or, np.logical_xor)
 constant(np.bitwise_and, np.bitwise_or, np.bitwise_xor, np.invert, np.left_shift, np.right_shift)
 constant(np.isfinite, np.isinf, np.isnan, np.isneginf, np.isposinf, np.isreal, np.iscomplex)
-constant(np.allclose, np.array_equal, np.array_equiv, np.isclose, np.result_type, np.spacing)
+constant(np.allclose, np.array_equal, np.array_equiv, np.isclose, np.isin, np.spacing)
+constant(np.bitwise_count, np.gcd, np.lcm, np.packbits, np.unpackbits, np.ravel_multi_index, np.unravel_index)

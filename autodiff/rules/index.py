@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import math
+
 import numpy as np
 
 from spmd.autodiff.primitive import composite, primitive, rule
-from spmd.autodiff.rules.shape import along
+from spmd.autodiff.rules.shape import along, entries
+from spmd.autodiff.tracer import Array, at, value_of
+from spmd.errors import DtypeError, message
 
 
 @composite(np.take)
@@ -44,12 +49,128 @@ def delete(arr, obj, axis=None):
     return np.take(arr, np.delete(np.arange(arr.shape[axis]), obj), axis)
 
 
+@composite(np.insert)
+def insert(arr, obj, values, axis=None):
+    """The entries of arr and values side by side, in the order in which NumPy inserts their numbers."""
+    arr = entries(arr)
+    arr, axis = (np.ravel(arr), 0) if axis is None else (arr, axis % arr.ndim)
+    n, values = arr.shape[axis], entries(values)
+    if not np.can_cast(values.dtype, arr.dtype, "same_kind"):
+        raise DtypeError(
+            message(
+                "np.insert",
+                argument="values",
+                got=f"{values.dtype} for an array of {arr.dtype}",
+                need=f"values that {arr.dtype} can hold: others would be cut, and their gradient lost",
+                mend=f"arr.astype({str(values.dtype)!r})",
+            )
+        )
+    values = values.astype(arr.dtype)
+    count = len(np.insert(np.arange(n), obj, 0)) - n
+    if count == 1:
+        values = np.reshape(values, (1,) * (arr.ndim - values.ndim) + values.shape)
+        if np.ndim(obj) == 0 and not isinstance(obj, slice):
+            values = np.moveaxis(values, 0, axis)
+        count = values.shape[axis]
+    values = np.broadcast_to(values, [count if i == axis else m for i, m in enumerate(arr.shape)])
+    order = np.insert(np.arange(n), obj, np.arange(n, n + count))
+    return np.take(np.concatenate([arr, values], axis), order, axis)
+
+
 @composite(np.select)
 def select(condlist, choicelist, default=0):
+    if len(condlist) != len(choicelist) or not len(condlist):
+        raise ValueError("np.select needs as many choices as conditions, and at least one")
+    if any(entries(c).dtype != bool for c in condlist):
+        raise TypeError("np.select needs conditions that are boolean arrays")
     result = default
     for condition, choice in zip(reversed(condlist), reversed(choicelist), strict=True):
         result = np.where(condition, choice, result)
     return result
+
+
+@composite(np.choose)
+def choose(a, choices, out=None, mode="raise"):
+    n, a = len(choices), entries(a)
+    if mode == "raise" and np.any(value_of((a < 0) | (a >= n))):
+        raise ValueError(f"np.choose has {n} choices, and an entry that is none of 0 to {n - 1}")
+    a = np.remainder(a, n) if mode == "wrap" else np.clip(a, 0, n - 1)
+    result = np.broadcast_to(choices[n - 1], np.broadcast_shapes(a.shape, *map(np.shape, choices)))
+    for i in reversed(range(n - 1)):
+        result = np.where(a == i, choices[i], result)
+    return result
+
+
+@composite(np.piecewise)
+def piecewise(x, condlist, funclist, *args, **kw):
+    x = entries(x)
+    if np.ndim(condlist) == 0 or (not isinstance(condlist[0], list | np.ndarray | Array) and x.ndim):
+        condlist = [condlist]
+    conditions = [entries(c).astype(bool) for c in condlist]
+    if len(conditions) == len(funclist) - 1:
+        conditions.append(np.logical_not(functools.reduce(np.logical_or, conditions)))
+    if len(conditions) != len(funclist):
+        raise ValueError(f"np.piecewise has {len(conditions)} conditions and {len(funclist)} functions")
+    y = np.zeros_like(x)
+    for condition, f in zip(conditions, funclist, strict=True):
+        if not callable(f):
+            y = at(y)[condition].set(f)
+        elif np.any(value_of(condition)):
+            y = at(y)[condition].set(f(x[condition], *args, **kw))
+    return y
+
+
+@composite(np.apply_along_axis)
+def apply_along_axis(func1d, axis, arr, *args, **kwargs):
+    arr = entries(arr)
+    axis %= arr.ndim
+    rows = np.moveaxis(arr, axis, -1)
+    outer = rows.shape[:-1]
+    if not math.prod(outer):
+        raise ValueError("Cannot apply_along_axis when any iteration dimensions are 0")
+    results = [entries(func1d(rows[i], *args, **kwargs)) for i in np.ndindex(outer)]
+    stacked = np.reshape(np.stack(results), outer + results[0].shape)
+    inner = range(len(outer), stacked.ndim)
+    return np.moveaxis(stacked, tuple(inner), tuple(range(axis, axis + len(inner))))
+
+
+@composite(np.apply_over_axes)
+def apply_over_axes(func, a, axes):
+    a = entries(a)
+    for axis in np.atleast_1d(axes).tolist():
+        axis %= a.ndim
+        result = func(a, axis)
+        a, shape = (result if result.ndim == a.ndim else np.expand_dims(result, axis)), a.shape
+        if a.ndim != len(shape):
+            raise ValueError("np.apply_over_axes needs a function that keeps or removes one dimension")
+    return a
+
+
+@composite(np.ix_)
+def ix_(*args):
+    found = []
+    for k, x in enumerate(args):
+        x = entries(x)
+        if x.ndim != 1:
+            raise ValueError("Cross index must be 1 dimensional")
+        x = np.flatnonzero(x) if x.dtype == bool else x if x.size else x.astype(int)
+        found.append(np.reshape(x, [-1 if i == k else 1 for i in range(len(args))]))
+    return tuple(found)
+
+
+@composite(np.lib.stride_tricks.sliding_window_view)
+def sliding_window_view(x, window_shape, axis=None, *, subok=False, writeable=False):
+    x = entries(x)
+    widths = np.atleast_1d(window_shape).tolist()
+    axes = range(x.ndim) if axis is None else [a % x.ndim for a in np.atleast_1d(axis).tolist()]
+    if len(widths) != len(axes):
+        raise ValueError("sliding_window_view needs one length for each axis")
+    for a, n in zip(axes, widths, strict=True):
+        starts = np.arange(x.shape[a] - n + 1)
+        if not 0 <= n <= x.shape[a]:
+            raise ValueError("sliding_window_view needs windows that fit into the array")
+        x = np.moveaxis(np.take(x, starts[:, None] + np.arange(n), a), a + 1, -1)
+    return x
 
 
 # Diagonals
@@ -76,6 +197,8 @@ rule(np.triu, lambda g, _ans, _m, k=0: np.triu(g, k))
 
 @composite(np.diag)
 def diag(v, k=0):
+    if v.ndim not in (1, 2):
+        raise ValueError("Input must be 1- or 2-d.")
     n = v.shape[0] + abs(k)
     return embed_diagonal(v, (n, n), k, 0, 1) if v.ndim == 1 else np.diagonal(v, k)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import numpy as np
 
 from spmd.autodiff.primitive import composite, handlers, primitive, rule
+from spmd.autodiff.tracer import bare, find, value_of
 from spmd.errors import DifferentiationError, message
 
 
@@ -16,15 +18,39 @@ def along(axis: int, ndim: int, index) -> tuple:
     return (slice(None),) * (axis % ndim) + (index,)
 
 
-# What is known without looking at the entries is no array, and has no state.
+def entries(x):
+    """x with its shape and dtype: lists and Python numbers become arrays."""
+    return x if hasattr(x, "shape") else np.asarray(x)
+
+
+# What is known without looking at the entries, and what is printed, is no array and has no state.
+
+
+def _of_bare(fun):
+    return lambda *args, **kwargs: fun(*bare(args), **bare(kwargs))
+
+
+def _printed(fun):
+    def run(a, *args, **kwargs):
+        value = value_of(a)
+        return fun(value.get() if hasattr(value, "get") else np.asarray(value), *args, **kwargs)
+
+    return run
+
 
 handlers.update(
     {
         np.shape: lambda a: a.shape,
         np.ndim: lambda a: a.ndim,
-        np.size: lambda a, axis=None: a.size if axis is None else a.shape[axis],
+        np.size: lambda a, axis=None: a.size if axis is None else math.prod(a.shape[i] for i in np.atleast_1d(axis)),
         np.iscomplexobj: lambda x: x.dtype.kind == "c",
         np.isrealobj: lambda x: x.dtype.kind != "c",
+        np.tril_indices_from: lambda arr, k=0: np.tril_indices(arr.shape[-2], k, arr.shape[-1]),
+        np.triu_indices_from: lambda arr, k=0: np.triu_indices(arr.shape[-2], k, arr.shape[-1]),
+        np.diag_indices_from: lambda arr: np.diag_indices_from(np.empty(arr.shape, bool)),
+        **{f: _of_bare(f) for f in (np.can_cast, np.common_type, np.einsum_path, np.min_scalar_type, np.result_type)},
+        **{f: _of_bare(f) for f in (np.may_share_memory, np.shares_memory)},
+        **{f: _printed(f) for f in (np.array2string, np.array_repr, np.array_str)},
     }
 )
 
@@ -86,6 +112,8 @@ def broadcast_arrays(*arrays, subok=False):
 
 @composite(np.meshgrid)
 def meshgrid(*xi, copy=True, sparse=False, indexing="xy"):
+    if indexing not in ("xy", "ij"):
+        raise ValueError("np.meshgrid needs 'xy' or 'ij' for its indexing")
     n = len(xi)
     order = [1, 0, *range(2, n)] if indexing == "xy" and n > 1 else range(n)
     grid = [np.reshape(x, [-1 if i == k else 1 for i in range(n)]) for k, x in zip(order, xi, strict=True)]
@@ -145,31 +173,36 @@ def _stack(*arrays, axis):
     return np.stack(arrays, axis)
 
 
-def _cast(x, dtype):
-    return x if dtype is None else x.astype(dtype)
+def _cast(x, dtype, casting):
+    if dtype is None:
+        return x
+    if not np.can_cast(x.dtype, dtype, casting):
+        raise TypeError(f"cannot cast from {x.dtype} to {np.dtype(dtype)} by the rule {casting!r}")
+    return x.astype(dtype)
 
 
 @composite(np.concatenate)
 def concatenate(arrays, /, axis=0, out=None, *, dtype=None, casting="same_kind"):
     if axis is None:
         arrays, axis = [np.ravel(a) for a in arrays], 0
-    return _cast(_concatenate(*arrays, axis=axis), dtype)
+    return _cast(_concatenate(*arrays, axis=axis), dtype, casting)
 
 
 @composite(np.stack)
 def stack(arrays, axis=0, out=None, *, dtype=None, casting="same_kind"):
-    return _cast(_stack(*arrays, axis=axis), dtype)
+    return _cast(_stack(*arrays, axis=axis), dtype, casting)
 
 
-@composite(np.vstack)
+# Older releases of NumPy have np.row_stack as another name.
+@composite(*{np.vstack, getattr(np, "row_stack", np.vstack)})
 def vstack(tup, *, dtype=None, casting="same_kind"):
-    return np.concatenate([np.atleast_2d(a) for a in tup], 0, dtype=dtype)
+    return np.concatenate([np.atleast_2d(a) for a in tup], 0, dtype=dtype, casting=casting)
 
 
 @composite(np.hstack)
 def hstack(tup, *, dtype=None, casting="same_kind"):
     arrays = [np.atleast_1d(a) for a in tup]
-    return np.concatenate(arrays, 0 if arrays[0].ndim == 1 else 1, dtype=dtype)
+    return np.concatenate(arrays, 0 if arrays[0].ndim == 1 else 1, dtype=dtype, casting=casting)
 
 
 @composite(np.dstack)
@@ -213,6 +246,8 @@ def array_split(ary, indices_or_sections, axis=0):
     if np.ndim(indices_or_sections):
         cuts = [0, *indices_or_sections, size]
     else:
+        if indices_or_sections < 1:
+            raise ValueError("number of sections must be larger than 0")
         each, extra = divmod(size, int(indices_or_sections))
         cuts = [i * each + min(i, extra) for i in range(int(indices_or_sections) + 1)]
     return [ary[along(axis, ary.ndim, slice(low, high))] for low, high in itertools.pairwise(cuts)]
@@ -272,6 +307,33 @@ def tile(A, reps):
     return np.reshape(tiles, [r * n for r, n in pairs])
 
 
+@composite(np.resize)
+def resize(a, new_shape):
+    shape = tuple(new_shape) if np.ndim(new_shape) else (int(new_shape),)
+    if min(shape, default=0) < 0:
+        raise ValueError("np.resize needs lengths that are not negative")
+    a, size = np.ravel(a), math.prod(shape)
+    if a.size == 0 or size == 0:
+        return np.zeros_like(a, shape=shape)
+    return np.reshape(np.tile(a, -(-size // a.size))[:size], shape)
+
+
+@composite(np.trim_zeros)
+def trim_zeros(filt, trim="fb", axis=None):
+    if trim.lower() not in ("fb", "bf", "f", "b"):
+        raise ValueError(f"np.trim_zeros needs 'f', 'b' or both, and has {trim!r}")
+    axes = range(filt.ndim) if axis is None else [i % filt.ndim for i in np.atleast_1d(axis).tolist()]
+    index: list[slice] = [slice(None)] * filt.ndim
+    for i, found in enumerate(np.nonzero(value_of(filt))):
+        if i in axes:
+            first, last = (int(found.min()), int(found.max()) + 1) if found.size else (0, 0)
+            whole = found.size == 0
+            index[i] = slice(
+                first if whole or "f" in trim.lower() else None, last if whole or "b" in trim.lower() else None
+            )
+    return filt[tuple(index)]
+
+
 def _inside(widths, shape) -> tuple[slice, ...]:
     return tuple(slice(low, low + n) for (low, _), n in zip(widths, shape, strict=True))
 
@@ -281,24 +343,89 @@ def _pad(x, widths, **values):
     return np.pad(x, widths, **values)
 
 
+def _reflected(x, axis, low, high, mode):
+    """x with its reflections in its end points, 2 edge - x; "symmetric" repeats the edge. Several laps if need be."""
+    first, period = (0, x.shape[axis]) if mode == "symmetric" else (1, x.shape[axis] - 1)
+    while low or high:
+        n = x.shape[axis]
+        most = (n - first) // period * period
+        before, after = min(most, low), min(most, high)
+        there = lambda start, stop, x=x: x[along(axis, x.ndim, slice(start, stop))]
+        left = 2 * there(0, 1) - np.flip(there(first, first + before), axis)
+        right = 2 * there(n - 1, n) - np.flip(there(n - first - after, n - first), axis)
+        x = np.concatenate([left, x, right], axis)
+        low, high = low - before, high - after
+    return x
+
+
+_STATISTICS = {"maximum": "max", "minimum": "min", "mean": "mean", "median": "median"}
+
+_PAD_OPTIONS = {
+    "constant": "constant_values",
+    "linear_ramp": "end_values",
+    "reflect": "reflect_type",
+    "symmetric": "reflect_type",
+    **dict.fromkeys(_STATISTICS, "stat_length"),
+    **dict.fromkeys(("edge", "empty", "wrap")),
+}
+
+
+def _ends(x, axis, widths, mode, options):
+    """What mode puts before x and after it; `options` are a pair."""
+    n = x.shape[axis]
+    for k, (width, option) in enumerate(zip(widths, options, strict=True)):
+        shape = [width if i == axis else m for i, m in enumerate(x.shape)]
+        if mode == "constant":
+            end = option
+        elif mode == "linear_ramp":
+            edge = x[along(axis, x.ndim, -k)]
+            end = np.linspace(option, edge, width, endpoint=False, dtype=x.dtype, axis=axis)
+            end = np.flip(end, axis) if k else end
+        else:
+            m = n if option is None else min(option, n)
+            part = x[along(axis, x.ndim, slice(n - m, n) if k else slice(0, m))]
+            end = getattr(np, _STATISTICS[mode])(part, axis, keepdims=True)
+        yield np.broadcast_to(entries(end).astype(x.dtype), shape)
+
+
 @composite(np.pad)
-def pad(array, pad_width, mode="constant", **kwargs):
+def pad(array, pad_width, mode: Any = "constant", **kwargs):
+    ndim = array.ndim
     if isinstance(pad_width, dict):
-        pad_width = [pad_width.get(i, pad_width.get(i - array.ndim, 0)) for i in range(array.ndim)]
+        pad_width = [pad_width.get(i, pad_width.get(i - ndim, 0)) for i in range(ndim)]
         pad_width = [(w, w) if np.ndim(w) == 0 else w for w in pad_width]
-    widths = np.broadcast_to(pad_width, (array.ndim, 2))
-    if mode == "constant":
-        return _pad(array, widths, **kwargs)
-    if mode not in ("edge", "reflect", "symmetric", "wrap") or kwargs.get("reflect_type", "even") != "even":
+    if callable(mode):
         raise DifferentiationError(
             message(
                 "np.pad",
                 argument="mode",
-                got=f"{mode!r} with {kwargs}" if kwargs else repr(mode),
-                need="constant, edge, wrap, or even reflect and symmetric, where differentiated",
+                got="a function, which writes into the padded array",
+                need=f"one of {', '.join(_PAD_OPTIONS)}",
                 mend="np.concatenate the edges that are meant",
             )
         )
-    for axis, width in enumerate(widths):
-        array = np.take(array, np.pad(np.arange(array.shape[axis]), width, mode=mode), axis)
+    if mode not in _PAD_OPTIONS:
+        raise ValueError(f"np.pad has no mode {mode!r}")
+    name = _PAD_OPTIONS[mode]
+    if not set(kwargs) <= {name}:
+        raise ValueError(f"np.pad takes {name or 'no option'} for the mode {mode!r}, and has {', '.join(kwargs)}")
+    widths = np.broadcast_to(pad_width, (ndim, 2))
+    if mode == "empty" or (mode == "constant" and not find(kwargs, [])):
+        return _pad(array, widths, mode=mode, **kwargs)
+    even = name == "reflect_type" and kwargs.get(name, "even") != "odd"
+    sizes, options = array.shape, None
+    if name != "reflect_type" and name is not None:
+        options = np.broadcast_to(kwargs.get(name, None if name == "stat_length" else 0), (ndim, 2))
+    for axis, (low, high) in enumerate(widths.tolist()):
+        if low == high == 0:
+            continue
+        if sizes[axis] == 0 and mode != "constant":
+            raise ValueError(f"can't extend empty axis {axis} using modes other than 'constant' or 'empty'")
+        if options is not None:
+            before, after = _ends(array, axis, (low, high), mode, options[axis])
+            array = np.concatenate([before, array, after], axis)
+        elif name is None or even or sizes[axis] == 1:
+            array = np.take(array, np.pad(np.arange(sizes[axis]), (low, high), mode=mode), axis)
+        else:
+            array = _reflected(array, axis, low, high, mode)
     return array
