@@ -13,6 +13,7 @@ are tuples; g holds zeros for results that no cotangent reached.
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 from collections.abc import Callable, Iterable
@@ -124,15 +125,17 @@ class Primitive:
 class Plan:
     """What the rules of some arguments ask for, as their parameter names say.
 
+    pulls: the rules of the differentiated arguments, in order.
     keep_ans: whether the result is kept.
-    dropped: the positions of the arguments of which shape and dtype are kept only.
+    keeps: for each argument whether its value is kept (VALUE), its shape and dtype (LIKE), or nothing (NOTHING).
     options: the names of the further arguments that the rules take; None for any.
     """
 
-    __slots__ = ("dropped", "keep_ans", "options", "prim")
+    __slots__ = ("keep_ans", "keeps", "options", "prim", "pulls")
 
     def __init__(self, prim: Primitive, active: list[int], count: int):
         asked: set[int] = set()
+        read: set[int] = set()
         self.keep_ans = False
         for k in active:
             if prim.variadic is None and (k >= len(prim.rules) or prim.rules[k] is None):
@@ -145,10 +148,12 @@ class Plan:
             self.keep_ans |= ans.name[0] != "_"
             own = k if prim.linear else None
             asked |= {i for i, name in enumerate(names + more) if name[0] != "_" and i != own}
+            read |= {i for i, name in enumerate(names + more) if _reads(prim.variadic or prim.pull(k), name)}
             names += [p.name for p in rest if p.kind == p.KEYWORD_ONLY]
             self.options = None if any(p.kind == p.VAR_KEYWORD for p in rest) else names[len(prim.rules) :]
         self.prim = prim
-        self.dropped = tuple(i for i in range(count) if i not in asked)
+        self.pulls = tuple(prim.pull(k) for k in active)
+        self.keeps = tuple(VALUE if i in asked else LIKE if i in read else NOTHING for i in range(count))
 
     def chosen(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The keyword arguments that the rules ask for; one that they do not know, and that matters, is refused."""
@@ -159,6 +164,20 @@ class Plan:
             if name not in options and name not in _NEUTRAL:
                 raise _not_supported(self.prim, name, options)
         return {name: value for name, value in kwargs.items() if name in options}
+
+
+VALUE, LIKE, NOTHING = "value", "like", None
+
+
+def _reads(rule: Any, parameter: str) -> bool:
+    """Whether a rule looks at this parameter at all."""
+    code = getattr(rule, "__code__", None)
+    if code is None or parameter in code.co_cellvars:
+        return True
+    return any(
+        parameter == i.argval or (isinstance(i.argval, tuple) and parameter in i.argval)
+        for i in dis.get_instructions(code)
+    )
 
 
 _NEUTRAL = frozenset(("casting", "copy", "dtype", "kind", "optimize", "order", "stable", "subok"))

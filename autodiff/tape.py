@@ -43,23 +43,26 @@ class Like:
 
 
 class Node(Like):
-    """One recorded result: the primitive that made it, the nodes it came from, and what its rules keep.
+    """One recorded result: the primitive that made it, the rules and the nodes of its differentiated arguments, and
+    what the rules ask for.
 
     `shape` and `dtype` are those of the result; a `dtype` of None marks a weakly typed Python number.
     A node without a primitive is a leaf: an argument that is differentiated. One of a function with several results
     has their shapes and dtypes in `results`; a node per result selects from it.
     """
 
-    __slots__ = ("ans", "args", "index", "kwargs", "parents", "prim", "results")
+    __slots__ = ("ans", "args", "index", "kwargs", "parents", "prim", "pulls", "results")
 
-    def __init__(self, prim, parents, args, kwargs, ans, shape, dtype):
+    def __init__(self, prim, pulls, parents, args, kwargs, ans, shape, dtype, index):
         self.prim = prim
+        self.pulls = pulls
         self.parents = parents
         self.args = args
         self.kwargs = kwargs
         self.ans = ans
         self.shape = shape
         self.dtype = dtype
+        self.index = index
 
 
 class Tape:
@@ -67,33 +70,38 @@ class Tape:
 
     A higher `level` means a later, inner differentiation. `twins` caches what operands were brought to other
     states, so that their cotangents meet before they are sent anywhere. `once` tells that it will be swept one time.
+    `open` is what recording appends to: the nodes, or something that refuses.
     """
 
-    __slots__ = ("append", "level", "nodes", "once", "twins")
+    __slots__ = ("level", "nodes", "once", "open", "twins")
 
     def __init__(self, once: bool = False) -> None:
         self.level = next(_levels)
         self.once = once
         self.nodes: list[Node] = []
+        self.open: Any = self.nodes
         self.twins: dict[Any, Any] = {}
-        self.append: Callable[[Node], None] = self._append
-
-    def _append(self, node: Node) -> None:
-        node.index = len(self.nodes)
-        self.nodes.append(node)
 
     def leaf(self, shape, dtype) -> Node:
-        node = Node(None, (), (), {}, None, shape, dtype)
-        self._append(node)
+        node = Node(None, (), (), (), {}, None, shape, dtype, len(self.open))
+        self.open.append(node)
         return node
 
     def refuse(self, refusal: Callable[[], Exception]) -> None:
         """From now on recording raises: a traced array has outlived its transformation, or crossed into a body."""
+        self.open = _Closed(refusal)
 
-        def append(node: Node) -> None:
-            raise refusal()
 
-        self.append = append
+class _Closed:
+    """Stands for the nodes of a tape that takes no more: whoever asks where the next one would stand is refused."""
+
+    __slots__ = ("refusal",)
+
+    def __init__(self, refusal: Callable[[], Exception]):
+        self.refusal = refusal
+
+    def __len__(self) -> int:
+        raise self.refusal()
 
 
 def _leaked() -> Exception:
@@ -145,14 +153,14 @@ def suspended() -> Iterator[None]:
 def refusing(level: int, refusal: Callable[[], Exception]) -> Iterator[None]:
     """Within the block, recording on the tapes here that are of this level or further in is an error."""
     tapes = [tape for tape in _active.get() if tape.level >= level]
-    before = [tape.append for tape in tapes]
+    before = [tape.open for tape in tapes]
     for tape in tapes:
         tape.refuse(refusal)
     try:
         yield
     finally:
-        for tape, append in zip(tapes, before, strict=True):
-            tape.append = append
+        for tape, nodes in zip(tapes, before, strict=True):
+            tape.open = nodes
 
 
 class Future(Protocol):
@@ -224,24 +232,41 @@ def sweep(tape: Tape, seeds: Iterable[tuple[Node, Any]], leaves: list[Node], *, 
     With `free`, nodes are dropped as the sweep passes, so that memory falls as it goes; the tape serves once.
     A primitive may owe a leaf its cotangent (`owe`): the sweep goes on, and waits for all debts at the end.
     """
-    nodes = tape.nodes
-    cotangents: dict[int, Any] = {}
+    nodes, bare = tape.nodes, np.ndarray
+    cotangents: list[Any] = [None] * len(nodes)
     owed: dict[int, list[Future]] = {}
     shared: dict[Any, Any] = {}
+    own: set[int] = set()  # where a large sum stands that was made here, so that more can be added in place
 
     def add(node: Node, g) -> None:
-        if type(g) is not np.ndarray or g.shape != node.shape or g.dtype is not node.dtype:
+        if type(g) is not bare or g.dtype is not node.dtype or g.shape != node.shape:
             g = fit(g, node)
         index = node.index
-        cotangents[index] = cotangents[index] + g if index in cotangents else g
+        old = cotangents[index]
+        if old is None:
+            cotangents[index] = g
+        elif index in own and type(g) is bare:
+            old += g
+        else:
+            total = cotangents[index] = old + g
+            own.discard(index)
+            if type(total) is bare and total.nbytes > _LARGE:
+                own.add(index)
 
+    last = -1
     for node, g in seeds:
         add(node, g)
-    for index in range(max(cotangents, default=-1), -1, -1):
+        last = max(last, node.index)
+    if free:
+        del nodes[last + 1 :]
+    for index in range(last, -1, -1):
         node = nodes[index]
         prim = node.prim
-        if prim is not None and index in cotangents:
-            g = cotangents.pop(index)
+        if prim is None:
+            continue
+        g = cotangents[index]
+        if g is not None:
+            cotangents[index] = None
             args, kwargs = node.args, node.kwargs
             if args is None:
                 raise _freed()
@@ -252,24 +277,35 @@ def sweep(tape: Tape, seeds: Iterable[tuple[Node, Any]], leaves: list[Node], *, 
             else:
                 if type(g) is Bundle:
                     g = g.filled(node.results)
-                for k, parent in enumerate(node.parents):
-                    if parent is None:
-                        continue
+                for pull, parent in zip(node.pulls, node.parents, strict=False):
                     if prim.owe is not None and parent.prim is None:
                         debt = prim.owe(shared, g, *args)
                         if debt is not None:
                             owed.setdefault(parent.index, []).append(debt)
                             continue
-                    rule = prim.rules[k] if prim.variadic is None else prim.pull(k)
-                    add(parent, rule(g, node.ans, *args, **kwargs))
-        if free and prim is not None:
+                    h = pull(g, node.ans, *args, **kwargs) if kwargs else pull(g, node.ans, *args)
+                    # As in `add`, for the case that counts.
+                    if (
+                        cotangents[parent.index] is None
+                        and type(h) is bare
+                        and h.dtype is parent.dtype
+                        and h.shape == parent.shape
+                    ):
+                        cotangents[parent.index] = h
+                    else:
+                        add(parent, h)
+        if free:
             node.args = node.ans = None
             node.parents = ()
-            nodes.pop()
+            nodes[index] = None  # type: ignore[call-overload]
     for node in leaves:
         for debt in owed.get(node.index, ()):
             add(node, debt.wait())
-    return [cotangents.get(node.index) for node in leaves]
+    return [cotangents[node.index] for node in leaves]
+
+
+_LARGE = 1 << 16
+"""Bytes from which a sum of cotangents is worth adding to in place."""
 
 
 def _freed() -> Exception:

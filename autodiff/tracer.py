@@ -9,6 +9,7 @@ directly. What a function does here stands in `autodiff/rules/`.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import operator
@@ -19,7 +20,10 @@ from typing import Any
 import numpy as np
 
 from spmd.autodiff.primitive import (
+    NOTHING,
+    VALUE,
     Like,
+    Method,
     Primitive,
     composites,
     constants,
@@ -131,14 +135,15 @@ def apply(prim: Primitive, args, kwargs):
         args = [next(rest) if type(a) is Array else a for a in args]
     if top is None:
         return wrap(prim.fun(*[a.value if type(a) is Array else a for a in args], **kwargs), state)
-    lower, nodes, deeper, key = [], [], False, 1
+    lower, likes, parents, deeper, key = [], [], [], False, 1
     for a in args:
         key <<= 1
-        node = None
+        like = None
         if type(a) is Array:
             tape = a.tape
             if tape is top:
-                node = a.node
+                like = a.node
+                parents.append(like)
                 key |= 1
                 a = a.value
                 deeper = deeper or type(a) is Array
@@ -147,7 +152,7 @@ def apply(prim: Primitive, args, kwargs):
             else:
                 deeper = True
         lower.append(a)
-        nodes.append(node)
+        likes.append(like)
     plan = prim.plans.get(key) or prim.plan(key)
     options = plan.chosen(kwargs) if kwargs else kwargs
     ans = apply(prim, lower, kwargs) if deeper else prim.fun(*lower, **kwargs)
@@ -162,15 +167,99 @@ def apply(prim: Primitive, args, kwargs):
             shape, dtype = (), weak(ans)
         else:
             return wrap(ans, state)
-    for i in plan.dropped:
-        a = lower[i]
-        if nodes[i] is not None:
-            lower[i] = nodes[i]
-        elif hasattr(a, "dtype"):
-            lower[i] = Like(a.shape, a.dtype)
-    node = Node(prim, nodes, lower, options, ans if plan.keep_ans else None, shape, dtype)
-    top.append(node)
+    for i, keep in enumerate(plan.keeps):
+        if keep is not VALUE:
+            lower[i] = None if keep is NOTHING else likes[i] or _like(lower[i])
+    nodes = top.open
+    node = Node(prim, plan.pulls, parents, lower, options, ans if plan.keep_ans else None, shape, dtype, len(nodes))
+    nodes.append(node)
     return Array(ans, state, top, node) if shape is not None else _parts(ans, state, top, node)
+
+
+# The same for one and for two operands, where nothing is unusual: a tape of its own level, or none.
+
+
+def apply_unary(prim: Primitive, x: Array):
+    """As `apply`, of one Array."""
+    value, tape, state = x.value, x.tape, x.state
+    if type(value) not in _usual:
+        return apply(prim, (x,), _no_options)
+    ans = prim.fun(value)
+    if tape is None:
+        return Array(ans, state) if state is not None else ans
+    dtype = ans.dtype
+    if dtype is not _FLOAT and dtype.kind in "biu":
+        return wrap(ans, state)
+    plan = prim.plans.get(3) or prim.plan(3)
+    nodes, parent = tape.open, x.node
+    node = Node(
+        prim,
+        plan.pulls,
+        (parent,),
+        (value if plan.keeps[0] is VALUE else parent,),
+        _no_options,
+        ans if plan.keep_ans else None,
+        ans.shape,
+        dtype,
+        len(nodes),
+    )
+    nodes.append(node)
+    return Array(ans, state, tape, node)
+
+
+def apply_binary(prim: Primitive, x, y):
+    """As `apply`, of two operands, of which one at least is an Array."""
+    if type(x) is Array:
+        tape, state, a, left = x.tape, x.state, x.value, x.node
+        if type(y) is Array:
+            if y.tape is not tape or y.state is not state:
+                return apply(prim, (x, y), _no_options)
+            b, right, key = y.value, y.node, 7
+        else:
+            b, right, key = y, y, 6
+    else:
+        tape, state, a, b, left, right, key = y.tape, y.state, x, y.value, x, y.node, 5
+    if type(a) not in _operands or type(b) not in _operands:
+        return apply(prim, (x, y), _no_options)
+    ans = prim.fun(a, b)
+    if type(ans) not in _usual:
+        return apply(prim, (x, y), _no_options)
+    if tape is None:
+        return Array(ans, state) if state is not None else ans
+    dtype = ans.dtype
+    if dtype is not _FLOAT and dtype.kind in "biu":
+        return wrap(ans, state)
+    plan = prim.plans.get(key) or prim.plan(key)
+    first, second = plan.keeps
+    nodes = tape.open
+    node = Node(
+        prim,
+        plan.pulls,
+        (left, right) if key == 7 else (left,) if key == 6 else (right,),
+        (
+            a if first is VALUE else None if first is NOTHING else _like(left),
+            b if second is VALUE else None if second is NOTHING else _like(right),
+        ),
+        _no_options,
+        ans if plan.keep_ans else None,
+        ans.shape,
+        dtype,
+        len(nodes),
+    )
+    nodes.append(node)
+    return Array(ans, state, tape, node)
+
+
+def _like(x):
+    """What is left of an operand whose value is not kept: its node, or its shape and dtype."""
+    return Like(x.shape, x.dtype) if hasattr(x, "dtype") and type(x) is not Node else x
+
+
+_FLOAT = np.dtype(float)
+_no_options: dict[str, Any] = {}
+_usual = {np.ndarray, np.float64, np.float32}
+"""The types of values without any surprise: no number of Python's, and no Array of another level."""
+_operands = _usual | {int, float}
 
 
 _SELECT = Primitive(None, "select", (lambda g, ans, k: Bundle({k: g}),))
@@ -178,9 +267,7 @@ _SELECT = Primitive(None, "select", (lambda g, ans, k: Bundle({k: g}),))
 
 def part(node: Node, k: int, value, state, tape: Tape) -> Array:
     """Result k of a node with several results, recorded as a node of its own."""
-    one = Node(_SELECT, [node], (k,), {}, None, np.shape(value), value.dtype)
-    tape.append(one)
-    return Array(value, state, tape, one)
+    return Array(value, state, tape, record(tape, _SELECT, [node], (k,), np.shape(value), value.dtype))
 
 
 def _parts(ans: tuple, state, tape: Tape, node: Node):
@@ -219,8 +306,8 @@ def _signature(fun):
 
 def record(tape: Tape, prim: Primitive, parents: list[Node | None], args: tuple, shape, dtype) -> Node:
     """Record a result that was computed elsewhere; `args` is what the rule is given."""
-    node = Node(prim, parents, args, {}, None, shape, dtype)
-    tape.append(node)
+    node = Node(prim, prim.rules, parents, args, _no_options, None, shape, dtype, len(tape.open))
+    tape.open.append(node)
     return node
 
 
@@ -294,7 +381,7 @@ def dispatch(fun, args, kwargs):
     return handler(*args, **kwargs)
 
 
-_families = ["decompose", "fourier", "refused", "series", "statistics"]
+_families = ["statistics", "decompose", "fourier", "refused", "series"]
 """The rules that most programs do not need: loaded when a function first meets an Array that has no rule so far."""
 
 
@@ -306,15 +393,13 @@ def load_families() -> None:
         importlib.import_module("spmd.autodiff.rules.special")
 
 
-def _no_rule(fun, method: str = "") -> Exception:
+def _no_rule(fun) -> Exception:
     names = {f.__name__: name_of(f) for f in handlers}
-    instead = refusals.get(fun) if not method else None
+    instead = refusals.get(fun)
     known = [] if instead else [names[k] for k in nearest(fun.__name__, names)]
-    if method == ".at":
-        known = ["x.at[i].add(v)"]
     return DifferentiationError(
         message(
-            name_of(fun) + method,
+            name_of(fun),
             got="an Array, which is immutable"
             if fun in in_place
             else "a traced array, and no derivative rule for this function",
@@ -477,20 +562,29 @@ class Array:
     def __getattr__(self, name: str):
         if name.startswith("_"):
             raise AttributeError(f"'Array' object has no attribute {name!r}")
-        known = [f"x.{k}" for k in nearest(name, (k for k in dir(Array) if not k.startswith("_")))]
-        raise MissingMethodError(
-            message(
+
+        def text() -> str:
+            known = [f"x.{k}" for k in nearest(name, (k for k in dir(Array) if not k.startswith("_")))]
+            return message(
                 f"x.{name}",
                 got=describe(self),
                 need="a method that arrays of a body, or traced ones, have"
                 + (f"; the nearest are {', '.join(known)}" if known else ""),
                 mend=f"np.{name}(x)" if hasattr(np, name) else "a function np.f(x) with a rule, or a map around it",
             )
-        )
+
+        raise MissingMethodError(text)
 
     # How NumPy reaches it
 
     def __array_ufunc__(self, ufunc, method, *inputs, **kwargs):
+        if method == "__call__" and not kwargs and ufunc in handlers:
+            prim = getattr(handlers[ufunc], "primitive", None)
+            if prim is not None:
+                if len(inputs) == 1:
+                    return apply_unary(prim, self)
+                if len(inputs) == 2 and _known.issuperset(map(type, inputs)):
+                    return apply_binary(prim, *inputs)
         if not _sequences.isdisjoint(map(type, inputs)):
             inputs = tuple(np.asarray(a) if type(a) in _sequences else a for a in inputs)
         if method == "__call__":
@@ -505,16 +599,11 @@ class Array:
                     )
                 )
             return dispatch(ufunc, inputs, kwargs)
-        if method == "outer":
-            x, y = (a if type(a) is Array else np.asarray(a) for a in inputs)
-            return ufunc(np.reshape(x, x.shape + (1,) * y.ndim), y)
-        known = _methods.get((ufunc, method))
-        if known is not None:
-            kwargs.setdefault("axis", 0)
-            return dispatch(known, inputs, kwargs)
-        if method == "at" or any(a.tape is not None for a in find((inputs, kwargs), [])):
-            raise _no_rule(ufunc, "." + method)
-        return compute(getattr(ufunc, method), inputs, kwargs)
+        known = Method((ufunc, method))
+        if known not in handlers and known not in constants and known not in refusals:
+            load_families()
+            importlib.import_module("spmd.autodiff.rules.statistics").declare(ufunc)
+        return dispatch(known, inputs, kwargs)
 
     def __array_function__(self, fun, types, args, kwargs):
         if fun in _creators:
@@ -585,32 +674,22 @@ _creators = {
 }
 """Functions that reach an Array by `like=` only."""
 
-_methods = {
-    (np.add, "reduce"): np.sum,
-    (np.multiply, "reduce"): np.prod,
-    (np.maximum, "reduce"): np.max,
-    (np.minimum, "reduce"): np.min,
-    (np.logical_and, "reduce"): np.all,
-    (np.logical_or, "reduce"): np.any,
-    (np.add, "accumulate"): np.cumsum,
-    (np.multiply, "accumulate"): np.cumprod,
-}
-
-
 _sequences = {list, tuple}
-_plain = {np.ndarray, int, float, complex, bool}
+_known = {Array, np.ndarray, int, float, complex, bool}
 
 
 def _define(symbol: str, run: Callable, reflect: bool) -> None:
     """Give Array an operator, and its reflection, for whatever NumPy takes as an operand."""
 
     def forward(self, other):
-        if type(other) is not Array and type(other) not in _plain and (other := _operand(other)) is NotImplemented:
+        if type(other) not in _known and (other := _operand(other)) is NotImplemented:
             return NotImplemented
         return run(self, other)
 
     def reflected(self, other):
-        return NotImplemented if (other := _operand(other)) is NotImplemented else run(other, self)
+        if type(other) not in _known and (other := _operand(other)) is NotImplemented:
+            return NotImplemented
+        return run(other, self)
 
     setattr(Array, f"__{symbol}__", forward)
     if reflect:
@@ -624,14 +703,10 @@ def _operand(x):
     return x if isinstance(x, int | float | complex) or hasattr(x, "dtype") else NotImplemented
 
 
-def _recorded(symbol: str, ufunc) -> Callable:
+def _recorded(symbol: str, ufunc) -> Primitive:
     """An operator with the rules of its ufunc. It computes by Python's operator, so that numbers stay numbers."""
     known = handlers[ufunc].primitive  # type: ignore[attr-defined]
-    prim = Primitive(getattr(operator, symbol), known.name, known.rules)
-    return lambda *operands: apply(prim, operands, _no_options)
-
-
-_no_options: dict[str, Any] = {}
+    return Primitive(getattr(operator, symbol), known.name, known.rules)
 
 
 def _constant(symbol: str) -> Callable:
@@ -658,14 +733,14 @@ def define_operators() -> None:
         "pow": np.power,
         "matmul": np.matmul,
     }.items():
-        _define(symbol, _recorded(symbol, ufunc), reflect=True)
+        _define(symbol, functools.partial(apply_binary, _recorded(symbol, ufunc)), reflect=True)
     for symbol in "floordiv and or xor lshift rshift".split():
         _define(symbol, _constant(symbol), reflect=True)
     for symbol in "lt le gt ge eq ne".split():
         _define(symbol, _constant(symbol), reflect=False)
     for symbol, ufunc in {"neg": np.negative, "abs": np.absolute}.items():
-        run = _recorded(symbol, ufunc)
-        setattr(Array, f"__{symbol}__", lambda self, run=run: run(self))
+        prim = _recorded(symbol, ufunc)
+        setattr(Array, f"__{symbol}__", lambda self, prim=prim: apply_unary(prim, self))
     Array.__invert__ = lambda self: compute(operator.invert, (self,), {})  # type: ignore[attr-defined]
 
 

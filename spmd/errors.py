@@ -64,7 +64,14 @@ class TracedConversionError(TypeError):
 
 
 class MissingMethodError(AttributeError):
-    """A method or attribute that NumPy's arrays have, and this kind of value does not."""
+    """A method or attribute that NumPy's arrays have, and this kind of value does not.
+
+    Its text may be given as a function, called when it is read: who asks by `hasattr` never reads it.
+    """
+
+    def __str__(self) -> str:
+        text = self.args[0] if self.args else ""
+        return text() if callable(text) else str(text)
 
 
 class TransportError(RuntimeError):
