@@ -5,15 +5,12 @@ It knows nothing of meshes. What operands of different state mean to each other 
 
 from spmd.autodiff import rules, tree
 from spmd.autodiff.check import check_grads, check_vjp
+from spmd.autodiff.custom import checkpoint, custom_jvp, custom_vjp
+from spmd.autodiff.jacobian import hessian, hvp, jacfwd, jacrev
 from spmd.autodiff.tracer import Array, at
 from spmd.autodiff.transforms import (
-    checkpoint,
-    custom_vjp,
+    float0,
     grad,
-    hessian,
-    hvp,
-    jacfwd,
-    jacrev,
     jvp,
     linear_transpose,
     linearize,
@@ -28,7 +25,9 @@ __all__ = [
     "check_grads",
     "check_vjp",
     "checkpoint",
+    "custom_jvp",
     "custom_vjp",
+    "float0",
     "grad",
     "hessian",
     "hvp",

@@ -9,25 +9,21 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from spmd.autodiff import tracer, tree
 from spmd.autodiff.primitive import Primitive
-from spmd.autodiff.tape import Bundle, Node, Tape, recording, refusing, sweep
+from spmd.autodiff.tape import Bundle, Node, Tape, recording, sweep
 from spmd.autodiff.tracer import Array, find, part, record, value_of
-from spmd.errors import ClosureError, DifferentiationError, describe, message
+from spmd.errors import DifferentiationError, describe, message
 
 __all__ = [
-    "checkpoint",
-    "custom_vjp",
+    "float0",
     "grad",
-    "hessian",
-    "hvp",
-    "jacfwd",
-    "jacrev",
     "jvp",
     "linear_transpose",
     "linearize",
@@ -36,25 +32,35 @@ __all__ = [
     "vjp",
 ]
 
+float0 = np.dtype([("float0", np.void, 0)])
+"""The dtype of tangents and cotangents of integers and booleans, which have no derivative: of no bytes, as in JAX."""
+
 _NUMBERS = (int, float, complex)
+
+
+# Leaves: arguments on a tape, and back
+
+
+def kind_of(x: Any) -> str:
+    """What a leaf is to differentiation: "f" real, "c" complex, "i" integer or boolean, "" anything else."""
+    if type(x) in (float, complex):
+        return "f" if type(x) is float else "c"
+    if type(x) in (int, bool):
+        return "i"
+    dtype = getattr(x, "dtype", None)
+    if getattr(dtype, "name", "") == "bfloat16":
+        return "f"
+    kind = getattr(dtype, "kind", "")
+    return kind if kind in tuple("fc") else "i" if kind in tuple("biu") or dtype == float0 else ""
 
 
 def lift(tape: Tape, x: Any, where: str, path: Callable[[], str]) -> Array:
     """An argument as a leaf of the tape; `path` says how it is written."""
-    if type(x) in _NUMBERS and type(x) is not int:
+    if type(x) in (float, complex):
         return Array(x, tracer.mixing.ambient(), tape, tape.leaf((), tracer.weak(x)))
-    dtype = getattr(x, "dtype", None)
-    if dtype is None or dtype.kind not in "fc" and dtype.name != "bfloat16":
-        raise DifferentiationError(
-            message(
-                where,
-                argument=path(),
-                got=describe(x),
-                need="an array of floating or complex dtype",
-                mend="convert it, x.astype(float) or float(x), or leave it out of argnums",
-            )
-        )
-    leaf = tape.leaf(np.shape(value_of(x)), dtype)
+    if kind_of(x) not in ("f", "c"):
+        raise _not_floating(x, where, path, "or leave it out of argnums")
+    leaf = tape.leaf(np.shape(value_of(x)), x.dtype)
     if type(x) is Array:
         return Array(x if x.tape is not None else x.value, x.state, tape, leaf)
     state = tracer.mixing.ambient()
@@ -63,47 +69,118 @@ def lift(tape: Tape, x: Any, where: str, path: Callable[[], str]) -> Array:
     return Array(x, state, tape, leaf)
 
 
-def lower(x, tape: Tape):
-    """What lies under the tape: the value, with its state."""
-    if type(x) is Array and x.tape is tape:
-        return x.value if type(x.value) is Array else _stated(x.value, x.state)
-    return x
+def _not_floating(x, where: str, path: Callable[[], str], otherwise: str) -> Exception:
+    return DifferentiationError(
+        message(
+            where,
+            argument=path(),
+            got=describe(x),
+            need="an array of floating or complex dtype",
+            mend=f"convert it, x.astype(float) or float(x), {otherwise}",
+        )
+    )
 
 
-def _stated(value, state):
-    return value if state is None or type(value) is Array else Array(value, state)
+def _lift_all(tape: Tape, argument, where: str, name: Callable[[], str], *, ints: str = "", holomorphic: bool = False):
+    """The leaves of an argument as leaves of the tape, and its structure.
 
-
-def _unstated(g):
-    """A cotangent as rules see it: bare, or an array of an outer tape."""
-    return g.value if type(g) is Array and g.tape is None else g
-
-
-def _zeros_like(x):
-    return np.zeros_like(value_of(x))
-
-
-def _lift_all(tape: Tape, argument, where: str, name: Callable[[], str]):
-    """The leaves of an argument as leaves of the tape, and its structure."""
+    ints: where it is not empty, integers raise, and it says what else there is to do; else they are constants.
+    """
 
     def path(k: int) -> str:
         return name() + "".join(f"[{p!r}]" for p in tree.paths(argument)[k])
 
     leaves, treedef = tree.flatten(argument)
-    return [lift(tape, x, where, functools.partial(path, k)) for k, x in enumerate(leaves)], treedef
+    lifted: list[Any] = []
+    for k, x in enumerate(leaves):
+        at, kind = functools.partial(path, k), kind_of(x)
+        if kind == "i" and ints:
+            raise _not_floating(x, where, at, ints)
+        if holomorphic and kind == "f":
+            raise DifferentiationError(
+                message(
+                    where,
+                    argument=at(),
+                    got=describe(x),
+                    need="complex arguments, as holomorphic=True says",
+                    mend="x.astype(complex), or leave holomorphic out",
+                )
+            )
+        lifted.append(x if kind == "i" else lift(tape, x, where, at))
+    return lifted, treedef
 
 
-def _finish(cotangents: Iterable[Any], leaves: Iterable[Array], given: Iterable[Any] = ()) -> Iterator[Any]:
+def lower(x, tape: Tape):
+    """What lies under the tape: the value, with its state."""
+    if type(x) is Array and x.tape is tape:
+        return x.value if type(x.value) is Array else stated(x.value, x.state)
+    return x
+
+
+def stated(value, state):
+    """A value with its state, as a caller sees it."""
+    return value if state is None or type(value) is Array else Array(value, state)
+
+
+def unstated(g):
+    """A cotangent as rules see it: bare, or an array of an outer tape."""
+    return g.value if type(g) is Array and g.tape is None else g
+
+
+def zeros_like(x):
+    """Bare zeros for the tangents or cotangents of a leaf: of dtype float0 where it is an integer."""
+    return np.zeros_like(value_of(x)) if kind_of(x) != "i" else np.zeros(np.shape(value_of(x)), float0)
+
+
+def on(x, tape: Tape) -> bool:
+    """Whether x is traced by this tape itself."""
+    return type(x) is Array and x.tape is tape
+
+
+def _top(leaves) -> Tape | None:
+    """The innermost tape of the arrays among some leaves."""
+    tapes = [x.tape for x in find(leaves, []) if x.tape is not None]
+    return max(tapes, key=lambda t: t.level) if tapes else None
+
+
+def _pulled(tape: Tape, seeds, leaves: list, given: Iterable[Any] = (), *, free: bool) -> list[Any]:
     """The cotangents of leaves as the caller sees them: zeros where none came, each with the state of its argument,
     and bare ones as arrays of their own, so that writing into one changes no other, nor what was given."""
+    found = iter(sweep(tape, seeds, [x.node for x in leaves if on(x, tape)], free=free))
     seen = {id(g) for g in given}
-    for g, leaf in zip(cotangents, leaves, strict=True):
-        g = _zeros_like(leaf) if g is None else tracer.mixing.settle(g, leaf.value)
-        if leaf.state is None and isinstance(g, np.ndarray):
+    pulled = []
+    for leaf in leaves:
+        g = next(found) if on(leaf, tape) else None
+        state = getattr(leaf, "state", None)
+        g = zeros_like(leaf) if g is None else tracer.mixing.settle(g, leaf.value)
+        if state is None and isinstance(g, np.ndarray):
             if id(g) in seen or not (g.flags.owndata and g.flags.writeable):
                 g = g.copy()
             seen.add(id(g))
-        yield _stated(g, leaf.state)
+        pulled.append(stated(g, state))
+    return pulled
+
+
+def positions(argnums: int | Sequence[int], count: int, where: str) -> tuple[int, ...]:
+    """The positions that argnums name among so many arguments, counted from 0."""
+    try:
+        numbers = [operator.index(n) for n in ([argnums] if hasattr(argnums, "__index__") else argnums)]  # type: ignore[union-attr]
+    except TypeError:
+        numbers = None
+    wrapped = {n % count for n in numbers if -count <= n < count} if numbers and count else set()
+    if numbers is None or len(wrapped) < len(numbers):
+        raise DifferentiationError(
+            message(
+                where,
+                argument="argnums",
+                got=f"{argnums!r} with {count} positional arguments",
+                need=f"an integer, or several different ones, from {-count} to {count - 1}"
+                if count
+                else "arguments that are passed by position",
+                mend="pass the arguments to differentiate by position, and name each once",
+            )
+        )
+    return tuple(n % count for n in numbers)
 
 
 def _parameter(fun, n: int) -> str:
@@ -115,16 +192,46 @@ def _parameter(fun, n: int) -> str:
     return names[n] if n < len(names) else f"number {n}"
 
 
-def _names(fun) -> str:
+def name_of(fun) -> str:
+    """A function's name for errors."""
+    while isinstance(fun, functools.partial):
+        fun = fun.func
     return getattr(fun, "__name__", None) or type(fun).__name__
 
 
-def value_and_grad(fun: Callable, argnums: int | Sequence[int] = 0, has_aux: bool = False, holomorphic: bool = False):
+def _result(out: Any, has_aux: bool, tape: Tape, where: str) -> tuple[Any, Any]:
+    """The result of a function, and what it returned beside it, lowered."""
+    if not has_aux:
+        return out, None
+    if not isinstance(out, tuple | list) or len(out) != 2:
+        raise DifferentiationError(
+            message(
+                where,
+                argument="result",
+                got=describe(out),
+                need="a pair (result, aux), as has_aux=True says",
+                mend="return both, or leave has_aux out",
+            )
+        )
+    return out[0], tree.map(lambda x: lower(x, tape), out[1])
+
+
+# Reverse mode
+
+
+def value_and_grad(
+    fun: Callable,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+) -> Callable[..., tuple[Any, Any]]:
     """A function that returns `fun`'s value and the gradient of that scalar with respect to its arguments.
 
     fun: returns a real scalar (with has_aux: a pair of it and anything else).
     argnums: which positional arguments to differentiate; each may be a pytree of floating or complex arrays.
-    holomorphic: allow a complex result of a holomorphic function.
+    holomorphic: for a holomorphic function, of complex arguments and with a complex result.
+    allow_int: integers among the arguments are no error; their gradient is zeros of dtype float0.
 
     The gradient has the structure, shapes, dtypes and states of the arguments. For complex arguments it is that of
     JAX: df/dRe - i df/dIm. Memory is freed as the sweep goes.
@@ -133,48 +240,33 @@ def value_and_grad(fun: Callable, argnums: int | Sequence[int] = 0, has_aux: boo
 
     @functools.wraps(fun)
     def wrapped(*args, **kwargs):
-        where = f"grad of {_names(fun)}"
-        numbers = [argnums] if isinstance(argnums, int) else list(argnums)
-        for n in numbers:
-            if not -len(args) <= n < len(args):
-                raise DifferentiationError(
-                    message(
-                        where,
-                        argument="argnums",
-                        got=f"{argnums} with {len(args)} positional arguments",
-                        need=f"positions below {len(args)}",
-                        mend="pass the arguments to differentiate by position",
-                    )
-                )
-        names = [functools.partial(_parameter, fun, n % len(args)) for n in numbers]
+        where = f"grad of {name_of(fun)}"
+        numbers = positions(argnums, len(args), where)
+        ints = "" if allow_int else "allow_int=True for a gradient of zeros, or leave it out of argnums"
+        full = list(args)
         with recording(once=True) as tape:
-            lifted = [_lift_all(tape, args[n], where, name) for n, name in zip(numbers, names, strict=True)]
-            full = list(args)
-            for n, (xs, treedef) in zip(numbers, lifted, strict=True):
+            lifted = []
+            for n in numbers:
+                name = functools.partial(_parameter, fun, n)
+                xs, treedef = _lift_all(tape, args[n], where, name, ints=ints, holomorphic=holomorphic)
+                lifted.append((xs, treedef))
                 full[n] = tree.unflatten(treedef, xs)
-            out = fun(*full, **kwargs)
-            aux = None
-            if has_aux:
-                out, aux = out
-                aux = tree.map(lambda x: lower(x, tape), aux)
-            out = _scalar(out, where, holomorphic)
-        held = getattr(out, "block", out)  # of a Rooted handle: the scalar at the root, nothing elsewhere
-        traced = type(held) is Array and held.tape is tape
-        seeds = [(held.node, np.ones_like(value_of(held)))] if traced else []
-        leaves = [x for xs, _ in lifted for x in xs]
-        found = _finish(sweep(tape, seeds, [x.node for x in leaves], free=True), leaves)
+            out, aux = _result(fun(*full, **kwargs), has_aux, tape, where)
+            _check_scalar(out, where, holomorphic)
+        # Of a Rooted handle: the scalar at the root, nothing elsewhere.
+        held = out if type(out) is Array else getattr(out, "block", out)
+        seeds = [(held.node, np.ones_like(value_of(held)))] if on(held, tape) else []
+        found = iter(_pulled(tape, seeds, [x for xs, _ in lifted for x in xs], free=True))
         grads = [tree.unflatten(treedef, [next(found) for _ in xs]) for xs, treedef in lifted]
         value = lower(out, tape) if held is out else out.holding(lower(held, tape))
-        return (value, aux) if has_aux else value, grads[0] if isinstance(argnums, int) else tuple(grads)
+        return (value, aux) if has_aux else value, grads[0] if hasattr(argnums, "__index__") else tuple(grads)
 
     return wrapped
 
 
-def _scalar(out: Any, where: str, holomorphic: bool) -> Any:
-    """The result of a function to take the gradient of: one real number."""
-    if isinstance(out, _NUMBERS):
-        return out
-    if getattr(out, "shape", None) != ():
+def _check_scalar(out: Any, where: str, holomorphic: bool) -> None:
+    """Raise where a result is not what has a gradient: one real number, or a complex one of a holomorphic function."""
+    if type(out) not in _NUMBERS and getattr(out, "shape", None) != ():
         raise DifferentiationError(
             message(
                 where,
@@ -184,26 +276,35 @@ def _scalar(out: Any, where: str, holomorphic: bool) -> Any:
                 mend="reduce it (x.sum()), or use spmd.jacrev or spmd.vjp",
             )
         )
-    if out.dtype.kind == "c" and not holomorphic:
-        raise DifferentiationError(
-            message(
-                where,
-                argument="result",
-                got=describe(out),
-                need="a real scalar",
-                mend="take np.real or abs of it, or holomorphic=True for a holomorphic function",
-            )
-        )
-    return out
+    check_result(out, where, holomorphic)
 
 
-def grad(fun: Callable, argnums: int | Sequence[int] = 0, has_aux: bool = False, holomorphic: bool = False):
+def check_result(out: Any, where: str, holomorphic: bool) -> None:
+    """Raise where a result is an integer; or complex, of a function that is not declared holomorphic; or reverse."""
+    kind = kind_of(out)
+    if kind == ("c" if holomorphic else "f"):
+        return
+    if holomorphic:
+        need, mend = "a complex result, as holomorphic=True says", "leave holomorphic out"
+    elif kind == "c":
+        need, mend = "a real result", "take np.real or abs of it, or holomorphic=True for a holomorphic function"
+    else:
+        need, mend = "a floating result: integers have no derivative", "x.astype(float), if it is meant"
+    raise DifferentiationError(message(where, argument="result", got=describe(out), need=need, mend=mend))
+
+
+def grad(
+    fun: Callable,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+) -> Callable:
     """A function that returns the gradient of `fun`; see `value_and_grad`. With has_aux: (gradient, aux)."""
-    both = value_and_grad(fun, argnums, has_aux, holomorphic)
+    both = value_and_grad(fun, argnums, has_aux, holomorphic, allow_int)
 
     @functools.wraps(fun)
     def wrapped(*args, **kwargs):
-        value: Any
         value, gradient = both(*args, **kwargs)
         return (gradient, value[1]) if has_aux else gradient
 
@@ -213,30 +314,28 @@ def grad(fun: Callable, argnums: int | Sequence[int] = 0, has_aux: bool = False,
 def vjp(fun: Callable, *primals, has_aux: bool = False) -> tuple[Any, ...]:
     """`fun(*primals)` and its pullback: the transpose of the derivative there.
 
-    The pullback takes a cotangent of the result's structure and returns a tuple of cotangents, one per primal, of
-    the primals' shapes, dtypes and states. It may be called many times. A cotangent of less state than the result is
-    varied, one of more is summed. With has_aux, `fun` returns (result, aux) and vjp (result, pullback, aux).
+    The pullback takes a cotangent of the result's structure, shapes and dtypes (Python numbers adapt), and returns a
+    tuple of cotangents, one per primal, of the primals' shapes, dtypes and states; of integers they are zeros of dtype
+    float0. It may be called many times. A cotangent of less state than the result is varied, one of more is summed.
+    With has_aux, `fun` returns (result, aux) and vjp (result, pullback, aux).
+
+    A primal that is a bare array is kept as it is, not copied: who writes into it later changes the pullback.
     """
     return pullback_of(fun, primals, has_aux=has_aux)
 
 
 def pullback_of(fun: Callable, primals: Sequence[Any], *, has_aux: bool = False, once: bool = False) -> tuple[Any, ...]:
     """As `vjp`; with `once` the pullback serves one time, and memory is freed as it goes."""
-    where = f"vjp of {_names(fun)}"
+    where = f"vjp of {name_of(fun)}"
     with recording(once) as tape:
         lifted, treedef = _lift_all(tape, tuple(primals), where, lambda: "primals")
-        out = fun(*tree.unflatten(treedef, lifted))
-        aux = None
-        if has_aux:
-            out, aux = out
-            aux = tree.map(lambda x: lower(x, tape), aux)
+        out, aux = _result(fun(*tree.unflatten(treedef, lifted)), has_aux, tape, where)
     outs, out_tree = tree.flatten(out)
 
     def pullback(cotangent):
         gs = _match(cotangent, outs, out_tree, where)
-        seeds = [(o.node, g) for o, g in zip(outs, gs, strict=True) if type(o) is Array and o.tape is tape]
-        found = sweep(tape, seeds, [x.node for x in lifted], free=once)
-        return tree.unflatten(treedef, _finish(found, lifted, gs))
+        seeds = [(o.node, g) for o, g in zip(outs, gs, strict=True) if on(o, tape)]
+        return tree.unflatten(treedef, _pulled(tape, seeds, lifted, gs, free=once))
 
     pullback.tape = tape  # type: ignore[attr-defined]
     value = tree.unflatten(out_tree, [lower(o, tape) for o in outs])
@@ -269,31 +368,69 @@ def _match(cotangent, outs, out_tree, where: str) -> list:
                     mend="pass np.broadcast_to(g, shape) if one number is meant for all",
                 )
             )
-        if not hasattr(g, "dtype"):
-            g = np.asarray(g, dtype=getattr(o, "dtype", None))
-        matched.append(_unstated(tracer.mixing.bring(g, None, o.state) if type(o) is Array else g))
+        if kind_of(o) != "i":
+            g = _fitting(g, o, f"pullback, {where}", "cotangent", "result")
+        matched.append(unstated(tracer.mixing.bring(g, None, o.state) if type(o) is Array else g))
     return matched
 
 
-def jvp(fun: Callable, primals: Sequence[Any], tangents: Sequence[Any]):
-    """`fun(*primals)` and its directional derivative along `tangents` (same structure), as a pair."""
-    out, push = linearize(fun, *primals)
-    return out, push(*tangents)
+def _fitting(g, x, where: str, argument: str, of: str):
+    """A cotangent or tangent g of x, checked for its dtype; a Python number takes that of x."""
+    own = getattr(x, "dtype", None)
+    if type(g) in _NUMBERS and not (type(g) is complex and kind_of(x) == "f"):
+        return np.full_like(value_of(x), g) if own is not None else np.asarray(g, type(x))
+    if getattr(g, "dtype", None) != own and not (own is None and kind_of(g) in ("f", kind_of(x))):
+        raise DifferentiationError(
+            message(
+                where,
+                argument=argument,
+                got=describe(g),
+                need=f"dtype {own or type(x).__name__}, that of the {of}",
+                mend="np.real(g)" if kind_of(g) == "c" else f"g.astype({str(own or type(x).__name__)!r}), a cast",
+            )
+        )
+    return g
 
 
-def linearize(fun: Callable, *primals) -> tuple[Any, Any]:
-    """`fun(*primals)` and its push-forward, a linear function of the tangents that may be called many times."""
-    where = f"jvp of {_names(fun)}"
-    out, pull = vjp(fun, *primals)
-    zeros = tree.map(lambda o: _stated(_zeros_like(o), getattr(o, "state", None)), out)
+# Forward mode
+
+
+def jvp(fun: Callable, primals: Sequence[Any], tangents: Sequence[Any], has_aux: bool = False) -> tuple[Any, ...]:
+    """`fun(*primals)` and its directional derivative along `tangents`, as a pair; with has_aux the aux as the third.
+
+    primals, tangents: tuples or lists of the same structure, shapes and dtypes (Python numbers adapt); the tangent of
+    an integer is zeros of dtype float0.
+    """
+    if not all(isinstance(x, tuple | list) for x in (primals, tangents)):
+        raise DifferentiationError(
+            message(
+                f"jvp of {name_of(fun)}",
+                argument="primals" if not isinstance(primals, tuple | list) else "tangents",
+                got=f"{describe(primals)} and {describe(tangents)}",
+                need="a tuple or list of arguments, and one of their tangents",
+                mend="spmd.jvp(f, (x,), (v,))",
+            )
+        )
+    out, push, *aux = linearize(fun, *primals, has_aux=has_aux)
+    return out, push(*tangents), *aux
+
+
+def linearize(fun: Callable, *primals, has_aux: bool = False) -> tuple[Any, ...]:
+    """`fun(*primals)` and its push-forward, a linear function of the tangents that may be called many times.
+
+    With has_aux, `fun` returns (result, aux) and linearize (result, push-forward, aux).
+    """
+    where = f"jvp of {name_of(fun)}"
+    out, pull, *aux = vjp(fun, *primals, has_aux=has_aux)
+    zeros = tree.map(lambda o: stated(zeros_like(o), getattr(o, "state", None)), out)
     _, pullpull = vjp(pull, zeros)
+    likes, treedef = tree.flatten(primals)  # type: ignore[arg-type]
 
     def push(*tangents):
-        _check_tangents(where, primals, tangents)
-        return pullpull(tangents)[0]
+        return pullpull(tree.unflatten(treedef, match_tangents(where, likes, treedef, tangents)))[0]
 
     push.tape = pull.tape  # type: ignore[attr-defined]
-    return out, push
+    return out, push, *aux
 
 
 def _varying(x) -> frozenset[str]:
@@ -302,19 +439,23 @@ def _varying(x) -> frozenset[str]:
     return frozenset() if state is None else state.varying
 
 
-def _check_tangents(where: str, primals: Sequence[Any], tangents: Sequence[Any]) -> None:
-    """Raise where tangents do not fit their primals. A cotangent that varies more is summed; a tangent has no sum."""
-    (xs, wanted), (ts, given) = tree.flatten(tuple(primals)), tree.flatten(tuple(tangents))
-    if given != wanted:
+def match_tangents(where: str, xs: list, treedef: Any, tangents: Sequence[Any]) -> list:
+    """The leaves of tangents, checked against those of the primals.
+
+    A cotangent that varies over more axes than its primal is summed; for a tangent there is no such meaning.
+    """
+    ts, given = tree.flatten(tuple(tangents))  # type: ignore[arg-type]
+    if given != treedef:
         raise DifferentiationError(
             message(
                 where,
                 argument="tangents",
                 got=f"structure {given}",
-                need=f"that of the primals, {wanted}",
+                need=f"that of the primals, {treedef}",
                 mend="pass one tangent per primal, each of the same structure",
             )
         )
+    matched = []
     for x, t in zip(xs, ts, strict=True):
         if np.shape(value_of(t)) != np.shape(value_of(x)) or _varying(t) - _varying(x):
             raise DifferentiationError(
@@ -326,308 +467,83 @@ def _check_tangents(where: str, primals: Sequence[Any], tangents: Sequence[Any])
                     mend="spmd.pvary(primal, axis_name) makes the primal one value per worker",
                 )
             )
-
-
-def _one_by_one(where: str, args: Any, outs: Any, tape: Tape) -> None:
-    """Raise where entries of a Jacobian would mix workers: unit vectors are seeded on all of them at once."""
-    states = {_varying(x) for x in (*tree.leaves(args), *tree.leaves(outs))}
-    moves = any(node.prim is not None and node.prim.owe is not None for node in tape.nodes)
-    if len(states) > 1 or (moves and states != {frozenset()}):
-        raise DifferentiationError(
-            message(
-                where,
-                got="a function that communicates, of arrays of which some vary over workers",
-                need="Invariant arguments and results, or a function of each worker's own block",
-                mend="take the Jacobian outside of the map, where arrays are global; "
-                "or use spmd.vjp, whose cotangents and sums are well defined",
-            )
-        )
-
-
-def linear_transpose(fun: Callable, *primals):
-    """The transpose of a linear function, given arrays of its arguments' shapes: cotangent -> tuple of cotangents."""
-    return vjp(fun, *tree.map(lambda x: _stated(_zeros_like(x), getattr(x, "state", None)), primals))[1]
-
-
-def _basis(x):
-    """The unit arrays of x's shape, first index slowest."""
-    data = value_of(x)
-    for i in range(np.size(data)):
-        unit = np.zeros(np.shape(data), getattr(data, "dtype", float))
-        unit.reshape(-1)[i] = 1
-        yield unit
-
-
-def jacrev(fun: Callable, argnums: int | Sequence[int] = 0, has_aux: bool = False, holomorphic: bool = False):
-    """The Jacobian by reverse mode, a row per entry of the result: (*result, *argument) for each pair of leaves."""
-
-    @functools.wraps(fun)
-    def wrapped(*args, **kwargs):
-        numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-
-        def part(*chosen):
-            full = list(args)
-            for n, a in zip(numbers, chosen, strict=True):
-                full[n] = a
-            return fun(*full, **kwargs)
-
-        chosen = [args[n] for n in numbers]
-        out, pull, *aux = vjp(part, *chosen, has_aux=has_aux)
-        _one_by_one(f"jacrev of {_names(fun)}", chosen, out, pull.tape)
-        outs, out_tree = tree.flatten(out)
-        for o in outs:
-            if np.iscomplexobj(value_of(o)) and not holomorphic:
+        if kind_of(x) == "i":
+            if getattr(t, "dtype", None) != float0:
                 raise DifferentiationError(
                     message(
-                        f"jacrev of {_names(fun)}",
-                        got=describe(o),
-                        need="real results",
-                        mend="holomorphic=True for a holomorphic function",
+                        where,
+                        argument="tangents",
+                        got=f"{describe(t)} for a primal that is {describe(x)}",
+                        need="dtype float0: an integer has no derivative",
+                        mend="np.zeros(x.shape, spmd.autodiff.float0), or close over x in place of passing it",
                     )
                 )
-        rows = []
-        for k, o in enumerate(outs):
-            units = []
-            for unit in _basis(o):
-                cotangent = [unit if j == k else _zeros_like(p) for j, p in enumerate(outs)]
-                units.append(pull(tree.unflatten(out_tree, cotangent)))
-            shape = np.shape(value_of(o))
-            rows.append(_stack_rows(units, shape, args, numbers))
-        jacobian = tree.unflatten(out_tree, [r[0] if isinstance(argnums, int) else r for r in rows])
-        return (jacobian, aux[0]) if has_aux else jacobian
-
-    return wrapped
+            matched.append(t)
+        else:
+            matched.append(_fitting(t, x, where, "tangents", "primal"))
+    return matched
 
 
-def _stack_rows(units: list, shape: tuple[int, ...], args, numbers):
-    """Cotangents of unit results, stacked along the result's dimensions."""
-    if not units:
-        return tree.map(
-            lambda x: np.zeros(shape + np.shape(value_of(x)), value_of(x).dtype), tuple(args[n] for n in numbers)
-        )
-    return tree.map(lambda *gs: np.reshape(np.stack(gs), shape + gs[0].shape), *units)
+def linear_transpose(fun: Callable, *primals) -> Callable:
+    """The transpose of a linear function: a function from the cotangent of its result to a tuple, one per argument.
 
-
-def jacfwd(fun: Callable, argnums: int = 0):
-    """The Jacobian by forward mode, a column per entry of the argument: shape (*result, *argument) per result leaf."""
-
-    @functools.wraps(fun)
-    def wrapped(*args, **kwargs):
-        x = args[argnums]
-
-        def part(a):
-            return fun(*args[:argnums], a, *args[argnums % len(args) + 1 :], **kwargs)
-
-        out, push = linearize(part, x)
-        _one_by_one(f"jacfwd of {_names(fun)}", x, out, push.tape)
-        columns = [push(unit) for unit in _basis(x)]
-        shape = np.shape(value_of(x))
-        if not columns:
-            return tree.map(lambda o: np.zeros(np.shape(value_of(o)) + shape, value_of(o).dtype), out)
-        return tree.map(lambda *cs: np.reshape(np.stack(cs, axis=-1), cs[0].shape + shape), *columns)
-
-    return wrapped
-
-
-def hessian(fun: Callable, argnums: int | Sequence[int] = 0):
-    """The matrix of second derivatives of a function: the Jacobian of the Jacobian."""
-    return jacrev(jacrev(fun, argnums), argnums)
-
-
-def hvp(fun: Callable, primals: Sequence[Any], tangents: Sequence[Any]):
-    """The Hessian of a real scalar function at `primals` applied to `tangents`, without forming it: a tuple.
-
-    The Hessian is symmetric, so that this is one gradient and one pullback of it.
+    primals: pytrees of arrays, or of anything with a shape and a dtype; their values do not matter. Of a function
+    that is not linear it is the transpose of the derivative at zero.
     """
-    argnums = tuple(range(len(primals)))
-    _, pull = vjp(grad(fun, argnums), *primals)
-    return pull(tuple(tangents))
+
+    def zeros(x):
+        data = value_of(x)
+        if kind_of(data) not in ("f", "c"):
+            where = f"linear_transpose of {name_of(fun)}"
+            raise _not_floating(x, where, lambda: "primals", "and its cotangents too")
+        array = type(data) in _NUMBERS or hasattr(data, "__array_function__")
+        return stated(np.zeros_like(data) if array else np.zeros(data.shape, data.dtype), getattr(x, "state", None))
+
+    return vjp(fun, *tree.map(zeros, primals))[1]
 
 
 def stop_gradient(x):
     """x (a pytree of arrays) without its derivative: the same values and states, constant from here on."""
 
     def stop(leaf):
-        return _stated(value_of(leaf), leaf.state) if type(leaf) is Array else leaf
+        return stated(value_of(leaf), leaf.state) if type(leaf) is Array else leaf
 
     return tree.map(stop, x)
 
 
-# Functions that bring their own pullback
+# What brings its own pullback
 
 _JOINT = Primitive(None, "joint", joint=lambda bundle, pull: pull(bundle))
 
 
-def joint(tape: Tape, parents: list[Array], outs: list, pull: Callable[[list], Sequence[Any]]) -> list:
+def joint(tape: Tape, parents: Sequence[Any], outs: list, pull: Callable[[list], Sequence[Any]]) -> list:
     """Record results that one pullback serves: `pull(cotangents, None where none came)` gives those of `parents`.
 
-    Each of `outs` is a value of the level below the tape; each comes back as an Array on the tape.
+    Each of `parents` is a node of the tape, or an argument that may be traced by it. Each of `outs` is a value of the
+    level below the tape; each comes back as an Array on the tape.
     """
+    count = len(outs)
 
     def pull_bundle(bundle: Bundle):
-        return pull([bundle.parts.get(k) for k in range(len(outs))])
+        return pull([bundle.parts.get(k) for k in range(count)])
 
-    node = record(tape, _JOINT, [p.node if p.tape is tape else None for p in parents], (pull_bundle,), (), None)
+    nodes = [p if type(p) is Node else p.node if on(p, tape) else None for p in parents]
+    node = record(tape, _JOINT, nodes, (pull_bundle,), (), None)
     results = []
     for k, out in enumerate(outs):
-        if getattr(out, "dtype", None) is None or out.dtype.kind not in "fcV":
+        if kind_of(out) not in ("f", "c"):
             results.append(out)
             continue
         state = out.state if type(out) is Array else tracer.mixing.ambient()
-        results.append(part(node, k, _unstated(out), state, tape))
+        value = unstated(out)
+        traced = part(node, k, value if hasattr(value, "dtype") else np.asarray(value), state, tape)
+        if traced.value is not value:  # a Python number stays one, and weak
+            traced.value, traced.node.dtype = value, tracer.weak(value)
+        results.append(traced)
     return results
 
 
-class custom_vjp:
-    """A function with its own derivative: `f.defvjp(fwd, bwd)`, as in JAX.
-
-    fwd(*args) -> (result, residuals); bwd(*nondiff_args, residuals, cotangent) -> a tuple of cotangents, one per
-    differentiable argument (None for zero). A cotangent in more state than its argument is summed over those axes.
-    Arguments are positional; the functions must not use arrays traced outside of them.
-    """
-
-    def __init__(self, fun: Callable, nondiff_argnums: Sequence[int] = ()):
-        self.fun = fun
-        self.nondiff = tuple(nondiff_argnums)
-        self.fwd: Callable | None = None
-        self.bwd: Callable | None = None
-        functools.update_wrapper(self, fun)
-
-    def defvjp(self, fwd: Callable, bwd: Callable) -> None:
-        self.fwd, self.bwd = fwd, bwd
-
-    def __call__(self, *args):
-        where = f"custom_vjp {_names(self.fun)}"
-        if self.fwd is None or self.bwd is None:
-            raise DifferentiationError(
-                message(where, got="no rule", need="fwd and bwd", mend="f.defvjp(fwd, bwd) before the first call")
-            )
-        chosen = [i for i in range(len(args)) if i not in self.nondiff]
-        leaves, treedef = tree.flatten(tuple(args[i] for i in chosen))
-        tape = _top(leaves)
-        if tape is None:
-            return self.fun(*args)
-        fwd, bwd, fixed = self.fwd, self.bwd, [args[i] for i in self.nondiff]
-
-        def run(values):
-            full = list(args)
-            for i, a in zip(chosen, tree.unflatten(treedef, values), strict=True):
-                full[i] = a
-            return fwd(*full)
-
-        def back(residuals, cotangent):
-            gs = bwd(*fixed, residuals, cotangent)
-            return _cotangent_leaves(gs, treedef, where)
-
-        return _with_pullback(tape, leaves, run, back, where)
-
-
-def checkpoint(fun: Callable) -> Callable:
-    """`fun`, whose intermediate values are not kept but computed again in the backward sweep."""
-
-    @functools.wraps(fun)
-    def wrapped(*args, **kwargs):
-        leaves, treedef = tree.flatten((args, kwargs))
-        tape = _top(leaves)
-        if tape is None:
-            return fun(*args, **kwargs)
-        moved = [i for i, x in enumerate(leaves) if type(x) is Array and x.tape is not None]
-
-        def rebuild(values, chosen):
-            full = list(values)
-
-            def call(*xs):
-                for i, x in zip(moved, xs, strict=True):
-                    full[i] = x
-                a, k = tree.unflatten(treedef, full)
-                return fun(*a, **k)
-
-            return call(*chosen) if chosen is not None else call
-
-        def run(values):
-            return fun(*(t := tree.unflatten(treedef, values))[0], **t[1]), values
-
-        def back(values, cotangent):
-            _, pull = vjp(rebuild(values, None), *(values[i] for i in moved))
-            gs: list[Any] = [None] * len(values)
-            for i, g in zip(moved, pull(cotangent), strict=True):
-                gs[i] = g
-            return gs
-
-        return _with_pullback(tape, leaves, run, back, f"checkpoint of {_names(fun)}")
-
-    return wrapped
-
-
-def _top(leaves) -> Tape | None:
-    tapes = [x.tape for x in find(leaves, []) if x.tape is not None]
-    return max(tapes, key=lambda t: t.level) if tapes else None
-
-
-def _with_pullback(tape: Tape, leaves: list, run: Callable, back: Callable, where: str):
-    """Run below the tape, and record the results with `back(residuals, cotangent)` as their pullback."""
-    with refusing(tape.level, lambda: _closure(where)):
-        out, residuals = run([lower(x, tape) for x in leaves])
-    outs, out_tree = tree.flatten(out)
-
-    def pull(gs):
-        full = [
-            _stated(_zeros_like(o) if g is None else g, getattr(o, "state", None))
-            for g, o in zip(gs, outs, strict=True)
-        ]
-        found = back(residuals, tree.unflatten(out_tree, full))
-        for k, (g, x) in enumerate(zip(found, leaves, strict=True)):
-            if g is not None and np.shape(value_of(g)) != np.shape(value_of(x)):
-                raise _misshapen(g, x, where, k)
-        return [
-            None if g is None or type(x) is not Array else _unstated(tracer.mixing.bring(g, None, x.state))
-            for g, x in zip(found, leaves, strict=True)
-        ]
-
-    parents = [x if type(x) is Array else Array(x) for x in leaves]
-    return tree.unflatten(out_tree, joint(tape, parents, outs, pull))
-
-
-def _closure(where: str) -> Exception:
-    return ClosureError(
-        message(
-            where,
-            got="a function that uses an array traced outside of it",
-            need="functions that use their arguments only",
-            mend="pass the array as an argument",
-        )
-    )
-
-
-def _misshapen(g, x, where: str, k: int) -> Exception:
-    return DifferentiationError(
-        message(
-            where,
-            argument=f"cotangent of leaf {k}",
-            got=describe(g),
-            need=f"shape {list(np.shape(value_of(x)))}, that of the argument",
-            mend="sum it over the dimensions that were broadcast",
-        )
-    )
-
-
-def _cotangent_leaves(gs, treedef, where: str) -> list:
-    """The leaves of a backward function's result, None standing for zeros of a whole argument."""
-    children = treedef.children()
-    if not isinstance(gs, tuple | list) or len(gs) != len(children):
-        raise DifferentiationError(
-            message(
-                where,
-                argument="result of bwd",
-                got=describe(gs),
-                need=f"a tuple of {len(children)} cotangents",
-                mend="return one per differentiable argument, None for zero",
-            )
-        )
-    leaves: list[Any] = []
-    for g, child in zip(gs, children, strict=True):
-        leaves += [None] * child.num_leaves if g is None else child.flatten_up_to(g)
-    return leaves
-
-
-__all__ += ["Node", "joint", "lift", "lower"]
+__all__ += [
+    "Node", "check_result", "joint", "kind_of", "lift", "lower", "match_tangents", "name_of", "on", "positions",
+    "pullback_of", "stated", "unstated", "zeros_like",
+]  # fmt: skip

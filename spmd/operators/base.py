@@ -343,7 +343,7 @@ def vary(x: Array, state: State) -> Array:
         return x
     if x.tape is None:
         return Array(x.value, state)
-    key = (x.node.index, state)
+    key = (x.node, state)
     twin = x.tape.twins.get(key)
     if twin is None:
         op = Vary(tuple(n for n in here("spmd.pvary").mesh.axes if n in state.varying - x.state.varying))
