@@ -95,10 +95,10 @@ def choose(a, choices, out=None, mode="raise"):
     if mode == "raise" and np.any(value_of((a < 0) | (a >= n))):
         raise ValueError(f"np.choose has {n} choices, and an entry that is none of 0 to {n - 1}")
     a = np.remainder(a, n) if mode == "wrap" else np.clip(a, 0, n - 1)
-    result = np.broadcast_to(choices[n - 1], np.broadcast_shapes(a.shape, *map(np.shape, choices)))
+    result = choices[n - 1]
     for i in reversed(range(n - 1)):
         result = np.where(a == i, choices[i], result)
-    return result
+    return np.broadcast_to(result, np.broadcast_shapes(a.shape, np.shape(result)))
 
 
 @composite(np.piecewise)
@@ -149,11 +149,12 @@ def apply_over_axes(func, a, axes):
 @composite(np.ix_)
 def ix_(*args):
     found = []
-    for k, x in enumerate(args):
-        x = entries(x)
+    for k, arg in enumerate(args):
+        x = entries(arg)
         if x.ndim != 1:
             raise ValueError("Cross index must be 1 dimensional")
-        x = np.flatnonzero(x) if x.dtype == bool else x if x.size else x.astype(int)
+        # An empty list is one of no numbers, not of no floating numbers.
+        x = np.flatnonzero(x) if x.dtype == bool else x.astype(int) if x is not arg and not x.size else x
         found.append(np.reshape(x, [-1 if i == k else 1 for i in range(len(args))]))
     return tuple(found)
 

@@ -33,7 +33,7 @@ def _of_bare(fun):
 def _printed(fun):
     def run(a, *args, **kwargs):
         value = value_of(a)
-        return fun(value.get() if hasattr(value, "get") else np.asarray(value), *args, **kwargs)
+        return fun(value.get() if hasattr(value, "get") else value, *args, **kwargs)
 
     return run
 
@@ -409,6 +409,8 @@ def pad(array, pad_width, mode: Any = "constant", **kwargs):
     name = _PAD_OPTIONS[mode]
     if not set(kwargs) <= {name}:
         raise ValueError(f"np.pad takes {name or 'no option'} for the mode {mode!r}, and has {', '.join(kwargs)}")
+    if ndim == 0:
+        return array
     widths = np.broadcast_to(pad_width, (ndim, 2))
     if mode == "empty" or (mode == "constant" and not find(kwargs, [])):
         return _pad(array, widths, mode=mode, **kwargs)
