@@ -6,22 +6,40 @@ import math
 from typing import Any
 
 import numpy as np
+from numpy.lib.array_utils import normalize_axis_tuple
 
-from spmd.autodiff.primitive import composite, constant, rule
+from spmd.autodiff.primitive import composite, constant, primitive, rule
 from spmd.autodiff.rules.elementwise import nonzero
 from spmd.autodiff.rules.shape import along
+from spmd.autodiff.tracer import value_of
+
+absent: Any = np._NoValue
+"""The default of options that NumPy tells apart from every value."""
+
+
+def given(**options) -> dict[str, Any]:
+    """The options that are there."""
+    return {name: value for name, value in options.items() if value is not absent}
 
 
 def expand(g, like, axis, keepdims):
     """A reduced cotangent spread over the entries it was reduced from: the transpose of a sum."""
-    if axis is not None and not keepdims:
+    if axis is not None and not keepdims and np.ndim(like):
         g = np.expand_dims(g, axis)
     return np.broadcast_to(g, np.shape(like))
 
 
-def count(g, like) -> int:
-    """How many entries were reduced to one (one where none were, so that it divides)."""
-    return max(np.size(like) // max(g.size, 1), 1)
+def kept(x, where):
+    """The entries of x that `where` selects, zero for the others."""
+    return x if where is True else np.where(where, x, 0)
+
+
+def count(g, like, axis=None, keepdims=False, where=True) -> Any:
+    """How many entries were reduced to one: a number, or one for each result if there is a mask."""
+    if where is True:
+        return np.size(like) // max(g.size, 1)
+    mask = np.broadcast_to(where, np.shape(like))
+    return np.sum(mask, axis, keepdims=keepdims, dtype=np.result_type(g.dtype, np.float32))
 
 
 def conj(x):
@@ -29,63 +47,156 @@ def conj(x):
     return np.conj(x) if np.iscomplexobj(x) else x
 
 
-# Sums and moments
+def square(x):
+    """|x|²."""
+    return np.real(x * np.conj(x)) if np.iscomplexobj(x) else x * x
+
+
+def array(x) -> Any:
+    """x as an array, if it is a number or a list."""
+    return x if hasattr(x, "dtype") else np.asarray(x)
+
+
+def front(x, axis):
+    """x with the dimensions `axis` (None for all) as one, the first; the dimensions, and the shape with keepdims."""
+    axes = tuple(range(x.ndim)) if axis is None else normalize_axis_tuple(axis, x.ndim)
+    moved = np.moveaxis(x, axes, tuple(range(len(axes))))
+    flat = np.reshape(moved, (math.prod(moved.shape[: len(axes)]), *moved.shape[len(axes) :]))
+    return flat, axes, tuple(1 if i in axes else n for i, n in enumerate(x.shape))
+
+
+def back(flat, axes, shape):
+    """What `front` made of an array of `shape`, undone."""
+    moved = [shape[i] for i in axes] + list(flat.shape[1:])
+    return np.moveaxis(np.reshape(flat, moved), tuple(range(len(axes))), axes)
+
+
+# Sums and moments. Half precision is averaged in single precision, as NumPy does.
+
+
+def wide(x):
+    """The dtype in which the entries of x are averaged: None for their own."""
+    return np.float32 if getattr(x, "dtype", None) == np.float16 else None
 
 
 def _sum(g, _ans, _x, axis=None, dtype=None, out=None, keepdims=False, initial=0, where=True):
-    g = expand(g, _x, axis, keepdims)
-    return g if where is True else np.where(where, g, 0)
+    return kept(expand(g, _x, axis, keepdims), where)
 
 
-def _spread(g, x, axis, keepdims, ddof):
-    """The cotangent of a variance: 2 (x - mean) / (n - ddof)."""
-    n = count(g, x) - ddof
-    deviation = conj(x - np.mean(x, axis=axis, keepdims=True))
-    return expand(g * (2 / n if n > 0 else math.nan), x, axis, keepdims) * deviation
+def _mean(g, _ans, _x, axis=None, dtype=None, out=None, keepdims=False, *, where=True):
+    n = count(g, _x, axis, keepdims, where)
+    return kept(expand(g * (1 / (n + (n == 0))), _x, axis, keepdims), where)
+
+
+def _spread(g, x, axis, keepdims, free, where):
+    """The cotangent of a variance: 2 (x - mean) / (n - free)."""
+    n = count(g, x, axis, keepdims, where) - free
+    scale = np.where(n > 0, 2 / nonzero(n), math.nan) if where is not True else 2 / n if n > 0 else math.nan
+    deviation = x - np.mean(x, axis=axis, keepdims=True, dtype=wide(x), where=where)
+    return kept(expand(g.astype(wide(g) or g.dtype) * scale, x, axis, keepdims) * conj(deviation), where)
+
+
+def _freedom(ddof, correction):
+    """How many of the observations a variance leaves out of its divisor."""
+    return ddof if correction is absent else correction
 
 
 rule(np.sum, _sum)
-rule(
-    np.mean,
-    lambda g, _ans, _x, axis=None, dtype=None, out=None, keepdims=False: expand(g / count(g, _x), _x, axis, keepdims),
-)
-rule(
-    np.var,
-    lambda g, _ans, x, axis=None, dtype=None, out=None, ddof=0, keepdims=False, *, correction=0: _spread(
-        g, x, axis, keepdims, ddof or correction
+rule(np.mean, _mean)
+_var = primitive(
+    "np.var",
+    lambda g, _ans, x, axis=None, dtype=None, ddof=0, keepdims=False, where=True, correction=absent: _spread(
+        g, x, axis, keepdims, _freedom(ddof, correction), where
     ),
-)
+)(np.var)
 # At zero the derivative of a standard deviation is taken as zero.
-rule(
-    np.std,
-    lambda g, ans, x, axis=None, dtype=None, out=None, ddof=0, keepdims=False, *, correction=0: _spread(
-        g / nonzero(2 * ans), x, axis, keepdims, ddof or correction
+_std = primitive(
+    "np.std",
+    lambda g, ans, x, axis=None, dtype=None, ddof=0, keepdims=False, where=True, correction=absent: _spread(
+        g / nonzero(2 * ans), x, axis, keepdims, _freedom(ddof, correction), where
     ),
-)
+)(np.std)
+
+
+def root(variance):
+    """The square root, with zero derivative at zero."""
+    return np.sqrt(nonzero(variance)) * (variance != 0)
+
+
+def about(deviation, axis, dtype, free, keepdims, where):
+    """The mean of squared deviations from a mean that was given."""
+    total = np.sum(square(deviation), axis, dtype or wide(deviation), keepdims=keepdims, where=where)
+    n = np.maximum(count(total, deviation, axis, keepdims, where) - free, 0)
+    return (total / n).astype(dtype or np.real(deviation).dtype)
+
+
+def _moment(prim, finish):
+    def moment(
+        a,
+        axis=None,
+        dtype=None,
+        out=None,
+        ddof=0,
+        keepdims=False,
+        *,
+        where: Any = True,
+        mean=absent,
+        correction=absent,
+    ):
+        options = given(correction=correction) if where is True else given(correction=correction, where=where)
+        if mean is absent:
+            return prim(a, axis=axis, dtype=dtype, ddof=ddof, keepdims=keepdims, **options)
+        return finish(about(a - mean, axis, dtype, _freedom(ddof, correction), keepdims, where))
+
+    return moment
+
+
+composite(np.var)(_moment(_var, lambda variance: variance))
+composite(np.std)(_moment(_std, root))
+
+
+def weights_for(weights, a, axis) -> Any:
+    """Weights with the dimensions of a: those of its shape, or of its shape along `axis`."""
+    weights = array(weights)
+    if weights.shape == a.shape:
+        return weights
+    if axis is None:
+        raise TypeError("Axis must be specified when shapes of a and weights differ.")
+    axes = normalize_axis_tuple(axis, a.ndim)
+    if weights.shape != tuple(a.shape[i] for i in axes):
+        raise ValueError("Shape of weights must be consistent with shape of a along specified axis.")
+    ordered = np.transpose(weights, np.argsort(axes))
+    return np.reshape(ordered, [n if i in axes else 1 for i, n in enumerate(a.shape)])
 
 
 @composite(np.average)
 def average(a, axis: Any = None, weights=None, returned=False, *, keepdims=False):
+    a = array(a)
     if weights is None:
-        weights = np.ones_like(a)
-    elif np.shape(weights) != np.shape(a):
-        weights = np.moveaxis(np.broadcast_to(weights, np.moveaxis(a, axis, -1).shape), -1, axis)
-    total = np.sum(weights, axis, keepdims=keepdims)
-    mean = np.sum(a * weights, axis, keepdims=keepdims) / total
-    return (mean, total) if returned else mean
+        mean = np.mean(a, axis, keepdims=keepdims)
+        return (mean, np.full_like(mean, a.size / mean.size)) if returned else mean
+    weights = weights_for(weights, a, axis)
+    dtype = np.result_type(a.dtype, weights.dtype, *["f8"] * (a.dtype.kind in "biu"))
+    total = np.sum(weights, axis, dtype, keepdims=keepdims)
+    if np.any(value_of(total) == 0):
+        raise ZeroDivisionError("Weights sum to zero, can't be normalized")
+    mean = np.sum(np.multiply(a, weights, dtype=dtype), axis, keepdims=keepdims) / total
+    return (mean, np.broadcast_to(total, mean.shape)) if returned else mean
 
 
-# Extremes: entries that tie share the derivative.
+# Extremes: entries that tie share the derivative, and `initial` takes its share as one of them.
 
 
-def _share(g, ans, x, axis=None, out=None, keepdims=False):
-    there = x == expand(ans, x, axis, keepdims)
+def share(g, ans, x, axis=None, out=None, keepdims=False, initial=absent, where=True):
+    there = (x == expand(ans, x, axis, keepdims)) & where
     ties = np.sum(there, axis=axis, dtype=g.dtype, keepdims=keepdims)
-    return expand(g / ties, x, axis, keepdims) * there
+    if initial is not absent and initial is not None:
+        ties = ties + (ans == initial)
+    return expand(g / nonzero(ties), x, axis, keepdims) * there
 
 
 for _f in (np.max, np.amax, np.min, np.amin):
-    rule(_f, _share)
+    rule(_f, share)
 
 # Products: no division, so that they hold where entries are zero.
 
@@ -100,28 +211,28 @@ def _before(x):
     return np.cumprod(np.concatenate([np.ones_like(x[:1]), x[:-1]]), 0)
 
 
-def _prod(g, _ans, x, axis=None, dtype=None, out=None, keepdims=False):
-    ndim = np.ndim(x)
-    axes = tuple(range(ndim)) if axis is None else tuple(a % ndim for a in np.atleast_1d(axis).tolist())
-    front = np.moveaxis(x, axes, tuple(range(len(axes))))
-    column = np.reshape(front, (math.prod(front.shape[: len(axes)]), *front.shape[len(axes) :]))
+def _prod(g, _ans, x, axis=None, dtype=None, out=None, keepdims=False, initial=1, where=True):
+    factors = array(x) if where is True else np.where(where, x, 1)
+    column, axes, _ = front(factors, axis if factors.ndim else None)
     others = _before(column) * np.flip(_before(np.flip(column, 0)), 0)
-    return expand(g, x, axis, keepdims) * np.moveaxis(np.reshape(others, front.shape), tuple(range(len(axes))), axes)
+    g = expand(g if initial is None else g * initial, x, axis, keepdims)
+    return kept(g * back(others, axes, np.shape(x)), where)
 
 
-def _cumprod(g, _ans, x, axis=None):
+def _cumprod(g, _ans, x, axis=None, dtype=None, out=None):
     """Entry i of x is a factor of all results from i on: before_i (g_i + x_{i+1} (g_{i+1} + x_{i+2} (...))).
 
     The inner sum r_i = g_i + x_{i+1} r_{i+1} is taken by doubling: after step s it reaches s entries ahead.
     """
-    column = np.ravel(x) if axis is None else np.moveaxis(x, axis, 0)
-    total, factor = g if axis is None else np.moveaxis(g, axis, 0), _shift(column, 1)
+    flat = axis is None or np.ndim(x) == 0
+    column = np.ravel(x) if flat else np.moveaxis(x, axis, 0)
+    total, factor = g if flat else np.moveaxis(g, axis, 0), _shift(column, 1)
     step = 1
     while step < len(column):
         total, factor = total + factor * _shift(total, step), factor * _shift(factor, step)
         step *= 2
     pulled = _before(column) * total
-    return np.reshape(pulled, np.shape(x)) if axis is None else np.moveaxis(pulled, 0, axis)
+    return np.reshape(pulled, np.shape(x)) if flat else np.moveaxis(pulled, 0, axis)
 
 
 rule(np.prod, _prod)
@@ -139,14 +250,28 @@ rule(np.cumsum, lambda g, _ans, _x, axis=None, dtype=None, out=None: np.reshape(
 
 
 def _ranks(x, axis):
-    """The place of each entry in the sorted order."""
+    """The place of each entry in the sorted order; entries that tie keep theirs."""
     return np.argsort(np.argsort(x, axis, kind="stable"), axis)
 
 
+def _unsorted(g, x, axis):
+    return np.reshape(np.take_along_axis(g, _ranks(x, axis), axis), np.shape(x))
+
+
+rule(np.sort, lambda g, _ans, x, axis=-1, kind=None, order=None, *, stable=None: _unsorted(g, x, axis))
+# NumPy's partition and argpartition need not agree on the order within the parts: the values tell it.
 rule(
-    np.sort,
-    lambda g, _ans, x, axis=-1: np.reshape(np.take_along_axis(g, _ranks(x, axis), axis), np.shape(x)),
+    np.partition,
+    lambda g, ans, x, kth, axis=-1, kind="introselect", order=None: _unsorted(
+        np.take_along_axis(g, np.argsort(ans, axis, kind="stable"), axis), x, axis
+    ),
 )
+
+
+@composite(np.sort_complex)
+def sort_complex(a):
+    ordered = np.sort(a)
+    return ordered if np.iscomplexobj(a) else ordered.astype(np.result_type(a.dtype, np.complex128))
 
 
 # Differences and integrals
@@ -158,12 +283,16 @@ def _slices(a, axis):
 
 
 @composite(np.diff)
-def diff(a, n=1, axis=-1, prepend=None, append=None):
-    ends = [
-        x if x is None or np.ndim(x) else np.broadcast_to(x, a[along(axis, a.ndim, slice(0, 1))].shape)
-        for x in (prepend, append)
-    ]
-    a = np.concatenate([x for x in (ends[0], a, ends[1]) if x is not None], axis)
+def diff(a, n=1, axis=-1, prepend=absent, append=absent):
+    a = array(a)
+    if n < 0:
+        raise ValueError(f"order must be non-negative but got {n!r}")
+    if n == 0:
+        return a
+    (axis,) = normalize_axis_tuple(axis, a.ndim)
+    one = (*a.shape[:axis], 1, *a.shape[axis + 1 :])
+    ends = [x if x is absent or np.ndim(x) else np.broadcast_to(x, one) for x in (prepend, append)]
+    a = np.concatenate([x for x in (ends[0], a, ends[1]) if x is not absent], axis)
     for _ in range(n):
         after, before = _slices(a, axis)
         a = after - before
@@ -172,9 +301,15 @@ def diff(a, n=1, axis=-1, prepend=None, append=None):
 
 @composite(np.trapezoid)
 def trapezoid(y, x=None, dx=1.0, axis=-1):
-    after, before = _slices(np.moveaxis(y, axis, -1), -1)
-    widths = dx if x is None else np.diff(x if np.ndim(x) == 1 else np.moveaxis(x, axis, -1))
-    return np.sum(widths * (after + before) / 2, -1)
+    y = array(y)
+    if x is None:
+        widths = dx
+    elif np.ndim(x) == 1:
+        widths = np.reshape(np.diff(x), [-1 if i == axis % y.ndim else 1 for i in range(y.ndim)])
+    else:
+        widths = np.diff(x, axis=axis)
+    after, before = _slices(y, axis)
+    return np.sum(widths * (after + before) / 2.0, axis)
 
 
 @composite(np.ptp)
@@ -193,15 +328,22 @@ def _headed(running, first, axis, include_initial):
     return np.concatenate([head, running], axis)
 
 
+def _line(x, axis):
+    """What a running sum goes along: an axis must be named where there are several."""
+    if axis is None and np.ndim(x) > 1:
+        raise ValueError("For arrays which have more than one dimension ``axis`` argument is required.")
+    return np.atleast_1d(x)
+
+
 if hasattr(np, "cumulative_sum"):
 
     @composite(np.cumulative_sum)
     def cumulative_sum(x, /, *, axis=None, dtype=None, out=None, include_initial=False):
-        return _headed(np.cumsum(x, axis, dtype=dtype), 0, axis, include_initial)
+        return _headed(np.cumsum(_line(x, axis), axis, dtype=dtype), 0, axis, include_initial)
 
     @composite(np.cumulative_prod)
     def cumulative_prod(x, /, *, axis=None, dtype=None, out=None, include_initial=False):
-        return _headed(np.cumprod(x, axis, dtype=dtype), 1, axis, include_initial)
+        return _headed(np.cumprod(_line(x, axis), axis, dtype=dtype), 1, axis, include_initial)
 
 
 # Constants

@@ -1,3 +1,632 @@
 """Rules of order statistics, of sums that skip NaN, of covariances, and of the methods of ufuncs."""
 
 from __future__ import annotations
+
+import functools
+import itertools
+import warnings
+from typing import Any
+
+import numpy as np
+from numpy.lib.array_utils import normalize_axis_tuple
+
+from spmd.autodiff.primitive import Method, composite, constant, constants, handlers, primitive, refusals, refused, rule
+from spmd.autodiff.rules.reduce import absent, array, front, given, root, share, square, weights_for
+from spmd.autodiff.rules.shape import along
+from spmd.autodiff.indexing import scatter_add
+from spmd.autodiff.tracer import compute, find, value_of
+
+
+def settled(fun, *args):
+    """fun of the entries alone, without derivative: for what is constant but at jumps."""
+    return compute(fun, args, {}) if find(args, []) else fun(*args)
+
+
+# Order statistics: sort, then take. Of entries that tie, each stands where it stands in the stable order.
+
+
+def _take(ordered, place, n):
+    return np.take_along_axis(ordered, np.clip(place, 0, np.maximum(n - 1, 0)).astype(np.intp), 0)
+
+
+def _ordered(a, axis, skip):
+    """The entries of a in order along the first dimension, how many of them count, and which results are NaN."""
+    column, _, keep = front(a, axis)
+    ordered = np.sort(column, 0)
+    nan = np.isnan(ordered)
+    n = np.sum(~nan if skip else np.ones_like(nan), 0, keepdims=True)
+    return (np.where(nan, 0, ordered), n, n == 0, keep) if skip else (ordered, n, nan[-1:], keep)
+
+
+def _median(a, axis, keepdims, skip):
+    a = array(a)
+    ordered, n, bad, keep = _ordered(a, axis, skip)
+    shape = keep if keepdims else ordered.shape[1:]
+    if len(ordered) == 0:
+        return np.reshape(np.mean(ordered, 0), shape)
+    middle = np.mean(_take(ordered, np.concatenate([(n - 1) // 2, n // 2]), n), 0)
+    return np.reshape(np.where(bad[0], np.nan, middle), shape)
+
+
+@composite(np.median)
+def median(a, axis=None, out=None, overwrite_input=False, keepdims=False):
+    return _median(a, axis, keepdims, skip=False)
+
+
+@composite(np.nanmedian)
+def nanmedian(a, axis=None, out=None, overwrite_input=False, keepdims=False):
+    return _median(a, axis, keepdims, skip=True)
+
+
+_CONTINUOUS = {
+    "interpolated_inverted_cdf": (0, 1),
+    "hazen": (0.5, 0.5),
+    "weibull": (0, 0),
+    "median_unbiased": (1 / 3, 1 / 3),
+    "normal_unbiased": (3 / 8, 3 / 8),
+}
+"""The methods that interpolate, by their parameters alpha and beta (Hyndman and Fan, 1996)."""
+
+
+def _place(q, n, method):
+    """Where the quantiles q stand among n entries in order, counted from 0: integers where nothing is interpolated."""
+    if method == "linear":
+        return (n - 1) * q
+    if method in _CONTINUOUS:
+        alpha, beta = _CONTINUOUS[method]
+        return n * q + (alpha + q * (1 - alpha - beta)) - 1.0
+    return settled(_jump, q, n, method)
+
+
+def _jump(q, n, method):
+    """The place of a quantile that jumps from entry to entry: NumPy finds it among the numbers 0, 1, ..."""
+    place = np.zeros_like(q, shape=np.broadcast_shapes(np.shape(q), np.shape(n)), dtype=float)
+    for m in np.unique(n).tolist():
+        if m:
+            found = np.quantile(np.arange(float(m), like=q), np.ravel(q), method=method)
+            place = np.where(np.equal(n, m), np.reshape(found, q.shape), place)
+    return place if method in ("averaged_inverted_cdf", "midpoint") else place.astype(np.intp)
+
+
+def _weighted(q, weights, method):
+    """The place of a quantile among weighted entries in order."""
+    numbers = np.arange(float(len(weights)), like=weights)
+    numbers = np.broadcast_to(np.reshape(numbers, (-1,) + (1,) * (weights.ndim - 1)), weights.shape)
+    return np.quantile(numbers, np.ravel(q), axis=0, method=method, weights=weights).astype(np.intp)
+
+
+def _quantile(a, q, axis, method, keepdims, weights, skip):
+    a, weak = array(a), type(value_of(q)) in (int, float)
+    if a.dtype.kind == "c":
+        raise TypeError("a must be an array of real numbers")
+    q = q if hasattr(q, "dtype") else np.asarray(q, like=np.ravel(a))
+    if not np.all((value_of(q) >= 0) & (value_of(q) <= 1)):
+        raise ValueError("Quantiles must be in the range [0, 1]")
+    if skip and a.size == 0:
+        return np.nanmean(a, axis, keepdims=keepdims)
+    ordered, n, bad, keep = _ordered(a, axis, skip)
+    rows = np.reshape(q, (-1,) + (1,) * (ordered.ndim - 1))
+    if weights is None:
+        place = _place(rows, n, method)
+    else:
+        column = front(a, axis)[0]
+        heavy = np.broadcast_to(front(np.broadcast_to(weights_for(weights, a, axis), a.shape), axis)[0], column.shape)
+        heavy = np.take_along_axis(heavy, np.argsort(column, 0), 0)
+        if skip:
+            heavy = np.where(np.isnan(np.sort(column, 0)), n == 0, heavy)
+        place = settled(_weighted, rows, heavy, method)
+    if place.dtype.kind in "iu":
+        result = _take(ordered, place, n)
+    else:
+        low = np.floor(place)
+        part = (place - low).astype(a.dtype) if weak else place - low
+        below, above = _take(ordered, low, n), _take(ordered, low + 1, n)
+        gap = above - below
+        result = np.where(part >= 0.5, above - gap * (1 - part), below + gap * part)
+    result = np.where(bad, np.nan, result)
+    return np.reshape(result, (*q.shape, *(keep if keepdims else ordered.shape[1:])))
+
+
+@composite(np.quantile)
+def quantile(
+    a,
+    q,
+    axis=None,
+    out=None,
+    overwrite_input=False,
+    method="linear",
+    keepdims=False,
+    *,
+    weights=None,
+    interpolation=None,
+):
+    """Piecewise constant in the weights; differentiable in q where the method interpolates, constant else."""
+    return _quantile(a, q, axis, interpolation or method, keepdims, weights, skip=False)
+
+
+@composite(np.nanquantile)
+def nanquantile(
+    a,
+    q,
+    axis=None,
+    out=None,
+    overwrite_input=False,
+    method="linear",
+    keepdims=False,
+    *,
+    weights=None,
+    interpolation=None,
+):
+    return _quantile(a, q, axis, interpolation or method, keepdims, weights, skip=True)
+
+
+def _hundredth(q):
+    return q / 100 if type(q) in (int, float) else np.true_divide(q, 100)
+
+
+@composite(np.percentile)
+def percentile(a, q, *args, **options):
+    return np.quantile(a, _hundredth(q), *args, **options)
+
+
+@composite(np.nanpercentile)
+def nanpercentile(a, q, *args, **options):
+    return np.nanquantile(a, _hundredth(q), *args, **options)
+
+
+# Sums that skip NaN: entries that are NaN have the cotangent zero.
+
+
+def _filled(a, value):
+    return np.where(np.isnan(a), value, a)
+
+
+for _skipping, _plain, _neutral in (
+    (np.nansum, np.sum, 0),
+    (np.nanprod, np.prod, 1),
+    (np.nancumsum, np.cumsum, 0),
+    (np.nancumprod, np.cumprod, 1),
+):
+    composite(_skipping)(
+        lambda a, *args, plain=_plain, neutral=_neutral, **options: plain(_filled(a, neutral), *args, **options)
+    )
+
+rule(np.nanmax, share)
+rule(np.nanmin, share)
+
+
+def _divided(total, n):
+    """A sum over a number of entries, NaN where there are none."""
+    return (total / np.where(n > 0, n, np.nan)).astype(total.dtype)
+
+
+@composite(np.nanmean)
+def nanmean(a, axis=None, dtype=None, out=None, keepdims=False, *, where: Any = True):
+    n = np.sum(~np.isnan(a), axis, keepdims=keepdims, where=where)
+    return _divided(np.sum(_filled(a, 0), axis, dtype, keepdims=keepdims, where=where), n)
+
+
+@composite(np.nanvar)
+def nanvar(
+    a, axis=None, dtype=None, out=None, ddof=0, keepdims=False, *, where: Any = True, mean=absent, correction=absent
+):
+    there, filled = ~np.isnan(a), _filled(a, 0)
+    if mean is absent:
+        n = np.sum(there, axis, keepdims=True, where=where)
+        # Where nothing is left the mean is NaN, and so is the result: no NaN may enter the cotangents.
+        mean = np.sum(filled, axis, dtype, keepdims=True, where=where) / np.maximum(n, 1)
+    deviation = np.where(there, filled - mean, 0).astype(filled.dtype)
+    n = np.sum(there, axis, keepdims=keepdims, where=where) - (ddof if correction is absent else correction)
+    return _divided(np.sum(square(deviation), axis, dtype, keepdims=keepdims, where=where), n)
+
+
+@composite(np.nanstd)
+def nanstd(a, *args, **options):
+    return root(np.nanvar(a, *args, **options))
+
+
+constant(np.argpartition, np.nanargmax, np.nanargmin)
+
+
+# Covariance
+
+
+def _observed(weights, n, name):
+    """Weights of n observations, checked as NumPy does."""
+    weights = array(weights).astype(float)
+    bare = value_of(weights)
+    if weights.ndim > 1:
+        raise RuntimeError(f"cannot handle multidimensional {name}")
+    if weights.shape[0] != n:
+        raise RuntimeError(f"incompatible numbers of samples and {name}")
+    if np.any(bare < 0):
+        raise ValueError(f"{name} cannot be negative")
+    if name == "fweights" and np.any(bare != np.around(bare)):
+        raise TypeError("fweights must be integer")
+    return weights
+
+
+def _variables(m, rowvar, dtype, name):
+    """Variables as rows."""
+    if m.ndim > 2:
+        raise ValueError(f"{name} has more than 2 dimensions")
+    rows = np.atleast_2d(m).astype(dtype)
+    return rows if rowvar or m.ndim < 2 else rows.T
+
+
+@composite(np.cov)
+def cov(m, y=None, rowvar=True, bias=False, ddof=None, fweights=None, aweights=None, *, dtype=None):
+    if ddof is not None and ddof != int(ddof):
+        raise ValueError("ddof must be integer")
+    parts = [array(part) for part in (m, y) if part is not None]
+    dtype = dtype or np.result_type(*[part.dtype for part in parts], np.float64)
+    x = _variables(parts[0], rowvar, dtype, "m")
+    if x.shape[0] == 0:
+        return np.zeros_like(x, shape=(0, 0))
+    if y is not None:
+        x = np.concatenate([x, _variables(parts[1], rowvar or parts[1].shape[0] == 1, dtype, "y")])
+    ddof = (0 if bias else 1) if ddof is None else ddof
+    n: Any = x.shape[1]
+    weights = [_observed(w, n, name) for w, name in ((fweights, "fweights"), (aweights, "aweights")) if w is not None]
+    if not weights:
+        factor, deviation = n - ddof, x - np.mean(x, 1, keepdims=True)
+        scaled = deviation
+    else:
+        weight = functools.reduce(np.multiply, weights)
+        total = np.sum(weight)
+        factor = total - (ddof * (np.sum(weight * weights[-1]) / total) if aweights is not None else ddof)
+        deviation = x - np.average(x, 1, weight)[:, None]
+        scaled = deviation * weight
+    if value_of(factor) <= 0:
+        warnings.warn("Degrees of freedom <= 0 for slice", RuntimeWarning, stacklevel=2)
+        factor = 0.0
+    product = deviation @ (np.conj(scaled.T) if np.iscomplexobj(x) else scaled.T)
+    return np.squeeze(product * np.true_divide(1, factor))
+
+
+@composite(np.corrcoef)
+def corrcoef(x, y=None, rowvar=True, *, dtype=None):
+    c = np.cov(x, y, rowvar, dtype=dtype)
+    if c.ndim == 0:
+        return c / c
+    deviation = np.sqrt(np.real(np.diagonal(c)))
+    c = c / deviation[:, None] / deviation[None, :]
+    clipped = np.clip(np.real(c), -1, 1)
+    return clipped + 1j * np.clip(np.imag(c), -1, 1) if np.iscomplexobj(c) else clipped
+
+
+# Histograms: which bin an entry falls into is constant, where the bins stand is not, nor what the entries weigh.
+
+
+@primitive(
+    "edges",
+    lambda g, _ans, _low, _high, n, dtype: np.sum(g * (1 - _ramp(g, n))),
+    lambda g, _ans, _low, _high, n, dtype: np.sum(g * _ramp(g, n)),
+)
+def _evenly(low, high, n, dtype):
+    return np.linspace(low, high, n + 1, dtype=dtype)
+
+
+def _ramp(g, n):
+    """The numbers 0, 1/n, ..., 1."""
+    return (np.cumsum(np.ones_like(g)) - 1) / n
+
+
+def _edges(a, bins, range, dtype):
+    """Where bins begin and end: NumPy tells how many they are, the least and the largest entry where."""
+    if np.ndim(bins) == 1:
+        return array(bins)
+    count = settled(np.histogram_bin_edges, a, bins, range).shape[0] - 1
+    low, high = range if range is not None else (np.min(a), np.max(a)) if np.size(a) else (0, 1)
+    if value_of(low) == value_of(high):
+        low, high = low - 0.5, high + 0.5
+    return _evenly(low, high, count, dtype)
+
+
+@composite(np.histogram_bin_edges)
+def histogram_bin_edges(a, bins: Any = 10, range=None, weights=None):
+    found = settled(np.histogram_bin_edges, a, bins, range, weights)
+    return _edges(array(a), bins, range, found.dtype)
+
+
+def _bins(columns, edges):
+    """The number of the bin that each sample falls into, in the order of a flat array; one past the end outside."""
+    places = [np.searchsorted(e, x, "right") - 1 - (x == e[-1]) for x, e in zip(columns, edges, strict=True)]
+    sizes = [len(e) - 1 for e in edges]
+    inside = functools.reduce(np.logical_and, [(p >= 0) & (p < n) for p, n in zip(places, sizes, strict=True)])
+    flat = np.zeros_like(places[0])
+    for p, n in zip(places, sizes, strict=True):
+        flat = flat * n + p
+    return np.where(inside, flat, int(np.prod(sizes)))
+
+
+def _weighed(columns, edges, weights):
+    """The sum of the weights in each bin."""
+    sizes = tuple(e.shape[0] - 1 for e in edges)
+    count = int(np.prod(sizes))
+    exact = weights.astype(np.result_type(weights.dtype, np.float64))
+    return np.reshape(scatter_add(exact, (count + 1,), settled(_bins, columns, edges))[:count], sizes)
+
+
+def _traced(tree) -> bool:
+    return any(a.tape is not None for a in find(tree, []))
+
+
+@composite(np.histogram)
+def histogram(a, bins: Any = 10, range=None, density=None, weights=None):
+    """Constant in a but for the edges, where a tells them; linear in the weights."""
+    edges = np.histogram_bin_edges(a, bins, range, weights)
+    if _traced(weights):
+        if np.shape(weights) != np.shape(a):
+            raise ValueError("weights should have the same shape as a.")
+        n = _weighed([np.ravel(array(a))], [edges], np.ravel(weights)).astype(weights.dtype)
+    else:
+        n = settled(lambda *args: np.histogram(*args)[0], a, edges if find(edges, []) else bins, range, None, weights)
+    return (n / np.diff(edges) / np.sum(n) if density else n), edges
+
+
+@composite(np.histogramdd)
+def histogramdd(sample, bins: Any = 10, range=None, density=None, weights=None):
+    if not hasattr(sample, "dtype") or sample.ndim != 2:
+        sample = np.atleast_2d(sample if hasattr(sample, "dtype") else np.stack([array(x) for x in sample])).T
+    columns = [sample[:, i] for i in np.arange(sample.shape[1])]
+    if not hasattr(bins, "__len__"):
+        bins = [bins] * len(columns)
+    if len(bins) != len(columns):
+        raise ValueError("The dimension of bins must be equal to the dimension of the sample x.")
+    ranges = [None] * len(columns) if range is None else range
+    if len(ranges) != len(columns):
+        raise ValueError("range argument must have one entry per dimension")
+    edges = [_edges(x, b, r, None) for x, b, r in zip(columns, bins, ranges, strict=True)]
+    if _traced(weights):
+        n = _weighed(columns, edges, weights)
+    else:
+        n = settled(lambda x, e, w: np.histogramdd(x, e, weights=w)[0], sample, edges, weights)
+    if density:
+        total = np.sum(n)
+        for i, e in enumerate(edges):
+            n = n / np.reshape(np.diff(e), [-1 if i == k else 1 for k, _ in enumerate(edges)])
+        n = n / total
+    return n, tuple(edges)
+
+
+@composite(np.histogram2d)
+def histogram2d(x, y, bins: Any = 10, range=None, density=None, weights=None):
+    if len(x) != len(y):
+        raise ValueError("x and y must have the same length.")
+    if hasattr(bins, "__len__") and len(bins) not in (1, 2):
+        bins = [bins, bins]
+    n, edges = np.histogramdd(np.stack([array(x), array(y)], 1), bins, range, density, weights)
+    return n, edges[0], edges[1]
+
+
+@composite(np.bincount)
+def bincount(x, /, weights=None, minlength=0):
+    if np.size(x) == 0:
+        return settled(np.bincount, x, weights, minlength)
+    size = settled(np.bincount, x, None, minlength).shape[0]
+    if np.shape(weights) != np.shape(x):
+        raise ValueError("The weights and list don't have the same length.")
+    if weights.dtype.kind == "c":
+        raise TypeError("Cannot cast complex weights to dtype('float64')")
+    return scatter_add(weights.astype(float), (size,), array(x).astype(np.intp))
+
+
+constant(np.digitize)
+
+
+# Methods of ufuncs. Each of reduce, accumulate, reduceat and outer has the signature of NumPy's; `at` writes.
+
+
+def _cast(ufunc, x, dtype):
+    """The entries in the dtype that the ufunc gives them."""
+    x = array(x)
+    dtype = dtype or ufunc.resolve_dtypes((x.dtype, x.dtype, None))[2]
+    return x if x.dtype == dtype else x.astype(dtype)
+
+
+def _axis_of(ufunc, method, x, axis) -> int:
+    """The one dimension that accumulate and reduceat go along."""
+    if x.ndim == 0:
+        raise TypeError(f"cannot {method} on a scalar")
+    axes = tuple(range(x.ndim)) if axis is None else normalize_axis_tuple(axis, x.ndim)
+    if len(axes) != 1:
+        raise ValueError(f"{method} does not allow multiple axes")
+    return axes[0]
+
+
+def _by(ufunc, function):
+    """`reduce` by a reduction that NumPy has as a function."""
+
+    def reduce(array, axis=0, dtype=None, out=None, keepdims=False, initial=absent, where: Any = True):
+        options = given(initial=initial) if where is True else given(initial=initial, where=where)
+        return function(_cast(ufunc, array, dtype), axis, keepdims=keepdims, **options)
+
+    return reduce
+
+
+def _extreme(ufunc):
+    """`reduce` of fmax and fmin, which skip NaN."""
+    name = f"np.{ufunc.__name__}.reduce"
+    return primitive(name, share)(
+        lambda x, axis, keepdims, **options: ufunc.reduce(x, axis, keepdims=keepdims, **options)
+    )
+
+
+def _halved(ufunc):
+    """`reduce` of an associative ufunc, both halves together at once: log n steps, each stable as the ufunc is."""
+
+    def reduce(array, axis=0, dtype=None, out=None, keepdims=False, initial=absent, where: Any = True):
+        x = _cast(ufunc, array, dtype)
+        x = x if where is True else np.where(where, x, ufunc.identity)
+        column, _, keep = front(x, axis if x.ndim else None)
+        if initial is absent or initial is None:
+            initial = ufunc.identity
+        if len(column) == 0 or initial != ufunc.identity:
+            column = np.concatenate([np.full_like(column, initial, shape=(1, *column.shape[1:])), column])
+        while len(column) > 1:
+            half = len(column) // 2
+            column = np.concatenate([ufunc(column[:half], column[half : 2 * half]), column[2 * half :]])
+        return np.reshape(column[0], keep if keepdims else column.shape[1:])
+
+    return reduce
+
+
+def _folded(ufunc):
+    """`reduce` of any ufunc: entry by entry."""
+
+    def reduce(array, axis=0, dtype=None, out=None, keepdims=False, initial=absent, where: Any = True):
+        x, name = _cast(ufunc, array, dtype), ufunc.__name__
+        column, axes, keep = front(x, axis if x.ndim else None)
+        if len(axes) > 1:
+            raise ValueError(f"reduction operation '{name}' is not reorderable, so at most one axis may be specified")
+        rows, total = list(range(len(column))), initial
+        if initial is absent or initial is None:
+            if where is not True:
+                raise ValueError(f"reduction operation '{name}' has no identity: a where mask needs an initial")
+            if not rows:
+                raise ValueError(f"zero-size array to reduction operation {name} which has no identity")
+            total = column[rows.pop(0)]
+        elif not rows:
+            total = np.full_like(column, initial, shape=column.shape[1:])
+        mask = None if where is True else front(np.broadcast_to(where, x.shape), axis if x.ndim else None)[0]
+        for i in rows:
+            following = ufunc(total, column[i])
+            total = following if mask is None else np.where(mask[i], following, total)
+        return np.reshape(total, keep if keepdims else column.shape[1:])
+
+    return reduce
+
+
+def _running(ufunc, along_column):
+    """`accumulate` by a function of the array with the dimension in front."""
+
+    def accumulate(array, axis=0, dtype=None, out=None):
+        x = _cast(ufunc, array, dtype)
+        axis = _axis_of(ufunc, "accumulate", x, axis)
+        return np.moveaxis(along_column(np.moveaxis(x, axis, 0)), 0, axis) if x.size else x
+
+    return accumulate
+
+
+def _one_by_one(ufunc, column):
+    totals = [column[0]]
+    for i in range(1, len(column)):
+        totals.append(ufunc(totals[-1], column[i]))
+    return np.stack(totals)
+
+
+def _doubled(ufunc, column):
+    """The running result of an associative ufunc: after step s each entry has what the s before it have."""
+    step = 1
+    while step < len(column):
+        column = np.concatenate([column[:step], ufunc(column[:-step], column[step:])])
+        step *= 2
+    return column
+
+
+def _record(ufunc):
+    """The running extreme: the cotangent belongs to the entry that is it, the first one of those that tie."""
+
+    def pull(g, ans, _x):
+        rank = np.reshape(np.arange(len(ans)), (-1,) + (1,) * (ans.ndim - 1))
+        new = np.concatenate([np.ones_like(ans[:1], dtype=bool), ans[1:] != ans[:-1]])
+        first = np.maximum.accumulate(np.where(new, rank, 0))
+        width = ans.size // len(ans)
+        flat = first * width + np.reshape(np.arange(width), ans.shape[1:])
+        return np.reshape(scatter_add(np.ravel(g), (ans.size,), np.ravel(flat)), ans.shape)
+
+    return primitive(f"np.{ufunc.__name__}.accumulate", pull)(ufunc.accumulate)
+
+
+def _parts(indices, n, name):
+    """Where the parts of a reduceat start and stop."""
+    starts = np.asarray(value_of(indices)).tolist()
+    for i in starts:
+        if not 0 <= i < n:
+            raise IndexError(f"index {i} out-of-bounds in {name}.reduceat [0, {n})")
+    return [(i, max(j, i + 1)) for i, j in itertools.pairwise([*starts, n])]
+
+
+def _sums_at(g, _ans, _x, indices, axis):
+    """Each entry gets the cotangents of the parts that it stands in."""
+    parts = _parts(indices, _x.shape[axis], "add")
+    entries = np.concatenate([np.arange(i, j) for i, j in parts] or [np.arange(0)])
+    numbers = np.repeat(np.arange(len(parts)), [j - i for i, j in parts])
+    return scatter_add(np.take(g, numbers, axis), _x.shape, along(axis, len(_x.shape), entries))
+
+
+_add_at = primitive("np.add.reduceat", _sums_at)(np.add.reduceat)
+
+
+def _at_parts(ufunc):
+    """`reduceat` by a reduce of each part."""
+
+    def reduceat(array, indices, axis=0, dtype=None, out=None):
+        x = _cast(ufunc, array, dtype)
+        axis = _axis_of(ufunc, "reduceat", x, axis)
+        if ufunc is np.add:
+            return _add_at(x, indices, axis)
+        parts = [x[along(axis, x.ndim, slice(i, j))] for i, j in _parts(indices, x.shape[axis], ufunc.__name__)]
+        if not parts:
+            return x[along(axis, x.ndim, slice(0, 0))]
+        return np.concatenate([ufunc.reduce(part, axis=axis, keepdims=True) for part in parts], axis)
+
+    return reduceat
+
+
+def _outer(ufunc):
+    def outer(x, y, /, **options):
+        x, y = array(x), array(y)
+        return ufunc(np.reshape(x, x.shape + (1,) * y.ndim), y, **options)
+
+    return outer
+
+
+_reductions = {
+    np.add: _by(np.add, np.sum),
+    np.multiply: _by(np.multiply, np.prod),
+    np.maximum: _by(np.maximum, np.max),
+    np.minimum: _by(np.minimum, np.min),
+    np.fmax: _by(np.fmax, _extreme(np.fmax)),
+    np.fmin: _by(np.fmin, _extreme(np.fmin)),
+    **{ufunc: _halved(ufunc) for ufunc in (np.logaddexp, np.logaddexp2, np.hypot)},
+}
+
+_columns = {
+    np.add: functools.partial(np.cumsum, axis=0),
+    np.multiply: functools.partial(np.cumprod, axis=0),
+    **{ufunc: _record(ufunc) for ufunc in (np.maximum, np.minimum, np.fmax, np.fmin)},
+    **{ufunc: functools.partial(_doubled, ufunc) for ufunc in (np.logaddexp, np.logaddexp2, np.hypot)},
+}
+
+
+def declare(ufunc) -> None:
+    """Declare the methods of a ufunc: what derivative they have follows from the ufunc's own.
+
+    Methods that NumPy does not have for a ufunc are not declared.
+    """
+    if ufunc.signature is not None:
+        return
+    update = "add(v)" if ufunc is np.add else "set(v), with v computed from x[i]"
+    instead = f"x = x.at[i].{update}, or spmd.at(x)[i] where x may be a bare array"
+    refused(Method((ufunc, "at")), instead=instead, writes=True)
+    if ufunc.nin != 2:
+        return
+    own = {"outer": _outer(ufunc)}
+    if ufunc.nout == 1:
+        own["reduce"] = _reductions.get(ufunc) or _folded(ufunc)
+        own["accumulate"] = _running(ufunc, _columns.get(ufunc) or functools.partial(_one_by_one, ufunc))
+        own["reduceat"] = _at_parts(ufunc)
+    for method, fun in own.items():
+        if ufunc in constants:
+            constant(Method((ufunc, method)))
+        elif ufunc in refusals:
+            refused(Method((ufunc, method)), instead=refusals[ufunc])
+        elif ufunc in handlers:
+            composite(Method((ufunc, method)))(fun)
+
+
+for _ufunc in vars(np).values():
+    if isinstance(_ufunc, np.ufunc):
+        declare(_ufunc)
