@@ -10,7 +10,6 @@ import numpy as np
 from spmd.autodiff.primitive import composite, primitive, rule
 from spmd.autodiff.rules.elementwise import nonzero
 from spmd.autodiff.rules.reduce import conj, expand
-from spmd.errors import DifferentiationError, message
 
 # np.matmul: a vector on the left is a row, one on the right a column, and the dimensions before the last two are
 # a batch. Where only the other operand has a batch, contracting over it at once saves a product per member.
@@ -206,12 +205,17 @@ def _two_norm(x, axis, keepdims):
     return norm(x, axis=axis, keepdims=keepdims)
 
 
+def _max(x, axis, keepdims=False):
+    """As np.max; zero where there is nothing."""
+    return np.max(x, axis, keepdims=keepdims) if x.size else np.sum(x, axis, keepdims=keepdims)
+
+
 @composite(np.linalg.vector_norm)
 def vector_norm(x, /, *, axis=None, keepdims=False, ord=2):
     if ord == 2:
         return _two_norm(x, axis, keepdims)
     if abs(ord) == np.inf:
-        return (np.max if ord > 0 else np.min)(np.abs(x), axis, keepdims=keepdims)
+        return (_max if ord > 0 else np.min)(np.abs(x), axis, keepdims=keepdims)
     if ord == 0:
         return np.sum((x != 0).astype(np.real(x).dtype), axis, keepdims=keepdims)
     if ord == 1:
@@ -225,23 +229,29 @@ def matrix_norm(x, /, *, keepdims=False, ord: Any = "fro"):
 
 
 @composite(np.linalg.norm)
-def norm(x, ord=None, axis=None, keepdims=False):
-    if ord is None:
+def norm(x, ord: Any = None, axis=None, keepdims=False):
+    if axis is None and ord is None:
         return _two_norm(x, axis, keepdims)
     axes = tuple(range(x.ndim)) if axis is None else tuple(np.atleast_1d(axis).tolist())
     if len(axes) == 1:
-        return vector_norm(x, ord=ord, axis=axes[0], keepdims=keepdims)
-    if ord == "fro":
+        if isinstance(ord, str):
+            raise ValueError(f"Invalid norm order '{ord}' for vectors")
+        return vector_norm(x, ord=2 if ord is None else ord, axis=axes[0], keepdims=keepdims)
+    if len(axes) != 2:
+        raise ValueError("Improper number of dimensions to norm.")
+    if ord in (None, "fro", "f"):
         return _two_norm(x, axes, keepdims)
     if ord in (1, -1, np.inf, -np.inf):
         sums = np.sum(np.abs(x), axes[0 if abs(ord) == 1 else 1], keepdims=True)
-        return (np.max if ord > 0 else np.min)(sums, axes, keepdims=keepdims)
-    raise DifferentiationError(
-        message(
-            "np.linalg.norm",
-            argument="ord",
-            got=repr(ord),
-            need="None, a vector norm, or a matrix norm among 'fro', 1, -1, inf and -inf",
-            mend="compose it of np.linalg.svd",
-        )
-    )
+        return (_max if ord > 0 else np.min)(sums, axes, keepdims=keepdims)
+    matrices = np.moveaxis(x, axes, (-2, -1))
+    if ord == "nuc":
+        # decompose is loaded where it is needed.
+        from spmd.autodiff.rules.decompose import nuclear_norm
+
+        result = nuclear_norm(matrices)
+    elif ord in (2, -2):
+        result = (_max if ord > 0 else np.min)(np.linalg.svd(matrices, compute_uv=False), -1)
+    else:
+        raise ValueError("Invalid norm order for matrices.")
+    return np.expand_dims(result, axes) if keepdims else result
