@@ -9,12 +9,11 @@ directly. What a function does here stands in `autodiff/rules/`.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
 import operator
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -30,13 +29,11 @@ from spmd.autodiff.primitive import (
     handlers,
     in_place,
     name_of,
-    primitive,
     refusals,
 )
 from spmd.autodiff.tape import Bundle, Node, Tape
 from spmd.errors import (
     DifferentiationError,
-    DtypeError,
     MissingMethodError,
     StateError,
     TracedConversionError,
@@ -45,7 +42,7 @@ from spmd.errors import (
     nearest,
 )
 
-__all__ = ["Array", "Mixing", "apply", "at", "bare", "mixing", "record", "use_mixing", "value_of"]
+__all__ = ["Array", "Mixing", "apply", "bare", "mixing", "record", "use_mixing", "value_of"]
 
 
 class Mixing:
@@ -182,13 +179,13 @@ def apply(prim: Primitive, args, kwargs):
 def apply_unary(prim: Primitive, x: Array):
     """As `apply`, of one Array."""
     value, tape, state = x.value, x.tape, x.state
-    if type(value) not in _usual:
-        return apply(prim, (x,), _no_options)
+    if type(value) not in USUAL:
+        return apply(prim, (x,), NO_OPTIONS)
     ans = prim.fun(value)
     if tape is None:
         return Array(ans, state) if state is not None else ans
     dtype = ans.dtype
-    if dtype is not _FLOAT and dtype.kind in "biu":
+    if dtype is not FLOAT and dtype.kind in "biu":
         return wrap(ans, state)
     plan = prim.plans.get(3) or prim.plan(3)
     nodes, parent = tape.open, x.node
@@ -197,7 +194,7 @@ def apply_unary(prim: Primitive, x: Array):
         plan.pulls,
         (parent,),
         (value if plan.keeps[0] is VALUE else parent,),
-        _no_options,
+        NO_OPTIONS,
         ans if plan.keep_ans else None,
         ans.shape,
         dtype,
@@ -213,21 +210,21 @@ def apply_binary(prim: Primitive, x, y):
         tape, state, a, left = x.tape, x.state, x.value, x.node
         if type(y) is Array:
             if y.tape is not tape or y.state is not state:
-                return apply(prim, (x, y), _no_options)
+                return apply(prim, (x, y), NO_OPTIONS)
             b, right, key = y.value, y.node, 7
         else:
             b, right, key = y, y, 6
     else:
         tape, state, a, b, left, right, key = y.tape, y.state, x, y.value, x, y.node, 5
     if type(a) not in _operands or type(b) not in _operands:
-        return apply(prim, (x, y), _no_options)
+        return apply(prim, (x, y), NO_OPTIONS)
     ans = prim.fun(a, b)
-    if type(ans) not in _usual:
-        return apply(prim, (x, y), _no_options)
+    if type(ans) not in USUAL:
+        return apply(prim, (x, y), NO_OPTIONS)
     if tape is None:
         return Array(ans, state) if state is not None else ans
     dtype = ans.dtype
-    if dtype is not _FLOAT and dtype.kind in "biu":
+    if dtype is not FLOAT and dtype.kind in "biu":
         return wrap(ans, state)
     plan = prim.plans.get(key) or prim.plan(key)
     first, second = plan.keeps
@@ -240,7 +237,7 @@ def apply_binary(prim: Primitive, x, y):
             a if first is VALUE else None if first is NOTHING else _like(left),
             b if second is VALUE else None if second is NOTHING else _like(right),
         ),
-        _no_options,
+        NO_OPTIONS,
         ans if plan.keep_ans else None,
         ans.shape,
         dtype,
@@ -255,11 +252,11 @@ def _like(x):
     return Like(x.shape, x.dtype) if hasattr(x, "dtype") and type(x) is not Node else x
 
 
-_FLOAT = np.dtype(float)
-_no_options: dict[str, Any] = {}
-_usual = {np.ndarray, np.float64, np.float32}
+FLOAT = np.dtype(float)
+NO_OPTIONS: dict[str, Any] = {}
+USUAL = {np.ndarray, np.float64, np.float32}
 """The types of values without any surprise: no number of Python's, and no Array of another level."""
-_operands = _usual | {int, float}
+_operands = USUAL | {int, float}
 
 
 _SELECT = Primitive(None, "select", (lambda g, ans, k: Bundle({k: g}),))
@@ -306,7 +303,7 @@ def _signature(fun):
 
 def record(tape: Tape, prim: Primitive, parents: list[Node | None], args: tuple, shape, dtype) -> Node:
     """Record a result that was computed elsewhere; `args` is what the rule is given."""
-    node = Node(prim, prim.rules, parents, args, _no_options, None, shape, dtype, len(tape.open))
+    node = Node(prim, prim.rules, parents, args, NO_OPTIONS, None, shape, dtype, len(tape.open))
     tape.open.append(node)
     return node
 
@@ -583,10 +580,10 @@ class Array:
             if prim is not None:
                 if len(inputs) == 1:
                     return apply_unary(prim, self)
-                if len(inputs) == 2 and _known.issuperset(map(type, inputs)):
+                if len(inputs) == 2 and OPERANDS.issuperset(map(type, inputs)):
                     return apply_binary(prim, *inputs)
-        if not _sequences.isdisjoint(map(type, inputs)):
-            inputs = tuple(np.asarray(a) if type(a) in _sequences else a for a in inputs)
+        if not SEQUENCES.isdisjoint(map(type, inputs)):
+            inputs = tuple(np.asarray(a) if type(a) in SEQUENCES else a for a in inputs)
         if method == "__call__":
             if kwargs and kwargs.pop("where", True) is not True:
                 raise DifferentiationError(
@@ -613,23 +610,7 @@ class Array:
     def __array_namespace__(self, *, api_version=None):
         return np
 
-    # Indexing and update
-
-    def __getitem__(self, index):
-        arrays = find(index, [])
-        if not arrays:
-            return _getitem(self, index)
-        x, state = self, self.state
-        if any(a.state is not state for a in arrays):
-            x = mixing.join([self, *[Array(value_of(a), a.state) for a in arrays]])[0][0]
-        return _getitem(x, bare(index))
-
-    @property
-    def at(self) -> At:
-        return At(self)
-
-    def astype(self, dtype, copy: bool = True):
-        return _astype(self, np.dtype(dtype))
+    # What needs no rule of its own (`syntax` and `indexing` add the rest)
 
     def copy(self):
         return self
@@ -674,208 +655,8 @@ _creators = {
 }
 """Functions that reach an Array by `like=` only."""
 
-_sequences = {list, tuple}
-_known = {Array, np.ndarray, int, float, complex, bool}
-
-
-def _define(symbol: str, run: Callable, reflect: bool) -> None:
-    """Give Array an operator, and its reflection, for whatever NumPy takes as an operand."""
-
-    def forward(self, other):
-        if type(other) not in _known and (other := _operand(other)) is NotImplemented:
-            return NotImplemented
-        return run(self, other)
-
-    def reflected(self, other):
-        if type(other) not in _known and (other := _operand(other)) is NotImplemented:
-            return NotImplemented
-        return run(other, self)
-
-    setattr(Array, f"__{symbol}__", forward)
-    if reflect:
-        setattr(Array, f"__r{symbol}__", reflected)
-
-
-def _operand(x):
-    """What an operator takes of x: lists become arrays; what is no number is left to its own operators."""
-    if type(x) in _sequences:
-        return np.asarray(x)
-    return x if isinstance(x, int | float | complex) or hasattr(x, "dtype") else NotImplemented
-
-
-def _recorded(symbol: str, ufunc) -> Primitive:
-    """An operator with the rules of its ufunc. It computes by Python's operator, so that numbers stay numbers."""
-    known = handlers[ufunc].primitive  # type: ignore[attr-defined]
-    return Primitive(getattr(operator, symbol), known.name, known.rules)
-
-
-def _constant(symbol: str) -> Callable:
-    """An operator without derivative."""
-    fun = getattr(operator, f"__{symbol}__")
-
-    def run(x, y):
-        state = x.state if type(x) is Array else y.state
-        if type(x) is type(y) is Array and x.state is not y.state:
-            state = mixing.join([Array(value_of(x), x.state), Array(value_of(y), y.state)])[1]
-        return wrap(fun(value_of(x), value_of(y)), state)
-
-    return run
-
-
-def define_operators() -> None:
-    """Give Array Python's operators, once the rules of their ufuncs are there."""
-    for symbol, ufunc in {
-        "add": np.add,
-        "sub": np.subtract,
-        "mul": np.multiply,
-        "truediv": np.true_divide,
-        "mod": np.remainder,
-        "pow": np.power,
-        "matmul": np.matmul,
-    }.items():
-        _define(symbol, functools.partial(apply_binary, _recorded(symbol, ufunc)), reflect=True)
-    for symbol in "floordiv and or xor lshift rshift".split():
-        _define(symbol, _constant(symbol), reflect=True)
-    for symbol in "lt le gt ge eq ne".split():
-        _define(symbol, _constant(symbol), reflect=False)
-    for symbol, ufunc in {"neg": np.negative, "abs": np.absolute}.items():
-        prim = _recorded(symbol, ufunc)
-        setattr(Array, f"__{symbol}__", lambda self, prim=prim: apply_unary(prim, self))
-    Array.__invert__ = lambda self: compute(operator.invert, (self,), {})  # type: ignore[attr-defined]
-
-
-def _method(fun):
-    def method(self, *args, **kwargs):
-        return fun(self, *args, **kwargs)
-
-    method.__name__ = fun.__name__
-    method.__doc__ = f"As np.{fun.__name__}(x, ...)."
-    return method
-
-
-for _each in (
-    "all any argmax argmin argsort clip conj cumprod cumsum diagonal dot max mean min nonzero prod ravel repeat "
-    "round searchsorted sort squeeze std sum swapaxes take trace var"
-).split():
-    setattr(Array, _each, _method(getattr(np, _each)))
-Array.conjugate = Array.conj  # type: ignore[attr-defined]
-
-
-def _add_into(shape, dtype, index, g):
-    """Zeros with g added at index, repeated positions as often as they stand there."""
-    out = np.zeros_like(g, dtype=dtype, shape=shape)
-    if _is_basic(index):
-        out[index] = g
-    else:
-        np.add.at(out, index, g)
-    return out
-
-
-def _is_basic(index) -> bool:
-    parts = index if isinstance(index, tuple) else (index,)
-    return all(p is None or p is Ellipsis or isinstance(p, int | np.integer | slice) for p in parts)
-
-
-@primitive("x[i]", lambda g, _ans, _x, index: scatter_add(g, _x.shape, index))
-def _getitem(x, index):
-    return x[index]
-
-
-@primitive("scatter_add", lambda g, _ans, _v, _shape, index: g[index])
-def scatter_add(g, shape, index):
-    """Zeros of `shape` with g added at `index`; the transpose of indexing."""
-    return _add_into(shape, np.result_type(g), index, g)
-
-
-@primitive("astype", lambda g, _ans, _x, _dtype: g)
-def _astype(x, dtype):
-    if hasattr(x, "astype"):
-        return x.astype(dtype)
-    return np.asarray(x, dtype)
-
-
-def _last(g, index):
-    """The entries of g at index; zero for those that a later entry of the index overwrites."""
-    if _is_basic(index):
-        return g[index]
-    writer = np.full(g.shape, -1)
-    order = np.reshape(np.arange(writer[index].size), writer[index].shape)
-    writer[index] = order
-    return g[index] * (writer[index] == order)
-
-
-def _cleared(g, index) -> Any:
-    """g with zeros at index."""
-    return _set(g, 0.0, index)
-
-
-@primitive(
-    "x.at[i].set", lambda g, _ans, _x, _v, index: _cleared(g, index), lambda g, _ans, _x, _v, index: _last(g, index)
-)
-def _set(x, v, index):
-    out = np.copy(x)
-    out[index] = v
-    return out
-
-
-@primitive("x.at[i].add", lambda g, _ans, _x, _v, index: g, lambda g, _ans, _x, _v, index: g[index])
-def _add(x, v, index):
-    out = np.copy(x)
-    np.add.at(out, index, v)
-    return out
-
-
-class At:
-    """`x.at[i].set(v)`, `.add(v)`, `.get()`: changed copies of an array, traced or bare."""
-
-    __slots__ = ("array", "index")
-
-    def __init__(self, array, index=None):
-        self.array = array
-        self.index = index
-
-    def __getitem__(self, index) -> At:
-        return At(self.array, index)
-
-    def get(self):
-        return self.array[self.index]
-
-    def set(self, v):
-        return self._update(_set, v)
-
-    def add(self, v):
-        return self._update(_add, v)
-
-    def _update(self, update: Callable, v):
-        arrays = find(self.index, [])
-        x = self.array
-        if arrays:
-            ambient = [a if type(a) is Array else Array(a, mixing.ambient()) for a in (x,)]
-            joined, _ = mixing.join([*ambient, *[Array(value_of(a), a.state) for a in arrays]])
-            x = joined[0]
-        kinds = "biufc"
-        have, comes = np.asarray(value_of(x)).dtype, np.result_type(value_of(v))
-        if have.kind in kinds and comes.kind in kinds and _rank(comes) > _rank(have):
-            raise DtypeError(
-                message(
-                    "x.at[i]",
-                    argument="v",
-                    got=f"{comes} for an array of {have}",
-                    need=f"values that {have} can hold: others would be cut, and their gradient lost",
-                    mend=f"x.astype({str(comes)!r}).at[i], or convert v",
-                )
-            )
-        return update(x, v, bare(self.index))
-
-
-def _rank(dtype) -> int:
-    """Boolean, integer, floating, complex: each holds those before it."""
-    return "biufc".index(dtype.kind) - (dtype.kind == "u")
-
-
-def at(x) -> At:
-    """Changed copies of x, which may be bare or traced: `spmd.at(x)[i].set(v)`."""
-    return At(x)
+SEQUENCES = {list, tuple}
+OPERANDS = {Array, np.ndarray, int, float, complex, bool}
 
 
 def supported() -> Iterable[str]:
@@ -883,4 +664,4 @@ def supported() -> Iterable[str]:
     return sorted({f.__name__ for f in handlers})
 
 
-__all__ += ["compute", "dispatch", "name_of", "scatter_add", "supported"]
+__all__ += ["compute", "dispatch", "name_of", "supported"]

@@ -9,7 +9,8 @@ import numpy as np
 
 from spmd.autodiff.primitive import composite, primitive, rule
 from spmd.autodiff.rules.shape import along, entries
-from spmd.autodiff.tracer import Array, at, value_of
+from spmd.autodiff.indexing import at
+from spmd.autodiff.tracer import Array, value_of
 from spmd.errors import DtypeError, message
 
 

@@ -1,0 +1,264 @@
+"""Indexing, its transpose, and changed copies: x[i], `scatter_add`, `x.at[i].set(v)`."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from spmd.autodiff import tracer
+from spmd.autodiff.primitive import primitive
+from spmd.autodiff.tape import Node
+from spmd.autodiff.tracer import FLOAT, NO_OPTIONS, USUAL, Array, bare, find, value_of
+from spmd.errors import DtypeError, describe, message
+
+__all__ = ["At", "astype", "at", "define_indexing", "scatter_add"]
+
+_NO_ARRAYS = (int, slice, np.ndarray, type(None), type(Ellipsis))
+
+
+def _is_basic(index) -> bool:
+    """Whether an index takes each entry once, by numbers and slices."""
+    if type(index) is tuple:
+        return all(p is None or p is Ellipsis or isinstance(p, int | np.integer | slice) for p in index)
+    return index is None or index is Ellipsis or isinstance(index, int | np.integer | slice)
+
+
+def _is_mask(index) -> bool:
+    """Whether an index is a boolean mask, which takes each entry at most once."""
+    return isinstance(index, bool | np.bool_) or getattr(getattr(index, "dtype", None), "kind", "") == "b"
+
+
+def _places(shape, index):
+    """The positions, in C order, of the entries that an index takes."""
+    return np.reshape(np.arange(int(np.prod(shape))), shape)[index]
+
+
+def _add_into(out, index, v) -> None:
+    """out[index] += v, for repeated positions as often as they stand there."""
+    if _is_basic(index) or _is_mask(index):
+        out[index] += v
+    elif type(out) is not np.ndarray or out.ndim < 2 or not out.flags.c_contiguous:
+        np.add.at(out, index, v)
+    else:  # NumPy is several times quicker in one dimension
+        places = _places(out.shape, index)
+        np.add.at(out.reshape(-1), places.reshape(-1), np.broadcast_to(v, places.shape).reshape(-1))
+
+
+@primitive("x[i]", lambda g, _ans, _x, index: scatter_add(g, _x.shape, index))
+def _getitem(x, index):
+    return x[index]
+
+
+@primitive("scatter_add", lambda g, _ans, _v, _shape, index: g[index])
+def scatter_add(g, shape, index):
+    """Zeros of `shape` with g added at `index`; the transpose of indexing."""
+    out = np.zeros(shape, g.dtype) if type(g) is np.ndarray else np.zeros_like(g, shape=shape)
+    if _is_basic(index) or _is_mask(index):
+        out[index] = g
+    else:
+        _add_into(out, index, g)
+    return out
+
+
+_GET = _getitem.primitive  # type: ignore[attr-defined]
+
+
+def _get(x: Array, index):
+    """x[index]; Arrays in the index are integers or masks, whose state the result has too."""
+    tape, value = x.tape, x.value
+    simple = type(index) in _NO_ARRAYS and (type(index) is not slice or type(index.stop) in (int, type(None)))
+    if not simple or tape is None or type(value) not in USUAL:
+        arrays = find(index, [])
+        if any(a.state is not x.state for a in arrays):
+            x = tracer.mixing.join([x, *[Array(value_of(a), a.state) for a in arrays]])[0][0]
+        return _getitem(x, bare(index) if arrays else index)
+    ans = value[index]
+    dtype = ans.dtype
+    if dtype is not FLOAT and dtype.kind in "biu":
+        return _getitem(x, index)
+    plan = _GET.plans.get(6) or _GET.plan(6)
+    nodes, parent = tape.open, x.node
+    node = Node(_GET, plan.pulls, (parent,), (parent, index), NO_OPTIONS, None, ans.shape, dtype, len(nodes))
+    nodes.append(node)
+    return Array(ans, x.state, tape, node)
+
+
+@primitive("astype", lambda g, _ans, _x, _dtype: g)
+def astype(x, dtype):
+    """x in another dtype."""
+    return x.astype(dtype) if hasattr(x, "astype") else np.asarray(x, dtype)
+
+
+# Changed copies. Where a position stands several times in an index, each of its values counts, as in JAX.
+
+
+def _last(g, index):
+    """The entries of g at index; zero for those that a later entry of the index overwrites."""
+    if _is_basic(index) or _is_mask(index):
+        return g[index]
+    writer = np.full(g.shape, -1)
+    order = np.reshape(np.arange(writer[index].size), writer[index].shape)
+    writer[index] = order
+    return g[index] * (writer[index] == order)
+
+
+def _cleared(g, index) -> Any:
+    """g with zeros at index."""
+    return _set(g, 0.0, index)
+
+
+@primitive(
+    "x.at[i].set", lambda g, _ans, _x, _v, index: _cleared(g, index), lambda g, _ans, _x, _v, index: _last(g, index)
+)
+def _set(x, v, index):
+    out = np.copy(x)
+    out[index] = v
+    return out
+
+
+@primitive("x.at[i].add", lambda g, _ans, _x, _v, index: g, lambda g, _ans, _x, _v, index: g[index])
+def _add(x, v, index):
+    out = np.copy(x)
+    _add_into(out, index, v)
+    return out
+
+
+def _share(g, ans, x, v, index):
+    """g divided by how many of x and v attain the extreme."""
+    attained = _add((x == ans).astype(g.dtype), (v == ans[index]).astype(g.dtype), index)
+    return g / (attained + (attained == 0))
+
+
+def _extreme(name: str, ufunc) -> Callable:
+    """The larger or smaller of entries and what comes to them. Those that tie share the derivative."""
+
+    @primitive(
+        name,
+        lambda g, ans, x, v, index: _share(g, ans, x, v, index) * (x == ans),
+        lambda g, ans, x, v, index: _share(g, ans, x, v, index)[index] * (v == ans[index]),
+    )
+    def run(x, v, index):
+        out = np.copy(x)
+        ufunc.at(out, index, v)
+        return out
+
+    return run
+
+
+_max, _min = _extreme("x.at[i].max", np.maximum), _extreme("x.at[i].min", np.minimum)
+
+
+def _in_turn(x, index, step: Callable, v=None):
+    """x with step(x[i], v) at i; where a position stands several times, one after the other."""
+    if _is_basic(index) or _is_mask(index):
+        return _set(x, step(x[index], v), index)
+    places = _places(np.shape(x), index)
+    v, places = None if v is None else np.ravel(np.broadcast_to(v, places.shape)), np.ravel(places)
+    order = np.argsort(places, kind="stable")
+    ordered = places[order]
+    begins = np.flatnonzero(np.diff(ordered, prepend=-1))
+    turn = np.empty_like(order)
+    turn[order] = np.arange(len(order)) - np.repeat(begins, np.diff(begins, append=len(order)))
+    flat = np.ravel(x)
+    for k in range(int(turn.max(initial=-1)) + 1):
+        (chosen,) = np.nonzero(turn == k)
+        at_once = places[chosen]
+        flat = _set(flat, step(flat[at_once], None if v is None else v[chosen]), at_once)
+    return np.reshape(flat, np.shape(x))
+
+
+class At:
+    """`x.at[i].set(v)`, `.add`, `.subtract`, `.multiply`, `.divide`, `.power`, `.min`, `.max`, `.apply(f)`, `.get()`:
+    changed copies of an array, traced or bare.
+
+    v broadcasts to x[i]. Where i holds a position several times, `set` takes the last value, and the others apply
+    every value. Extremes that tie share the derivative equally.
+    Raises DtypeError where x cannot hold v.
+    """
+
+    __slots__ = ("array", "index")
+
+    def __init__(self, array, index=None):
+        self.array = array
+        self.index = index
+
+    def __getitem__(self, index) -> At:
+        return At(self.array, index)
+
+    def get(self):
+        return self.array[self.index]
+
+    def set(self, v):
+        return self._update(_set, v)
+
+    def add(self, v):
+        return self._update(_add, v)
+
+    def subtract(self, v):
+        return self._update(_add, -v if hasattr(v, "dtype") or np.isscalar(v) else np.negative(v))
+
+    def multiply(self, v):
+        return self._update(lambda x, v, index: _in_turn(x, index, operator.mul, v), v)
+
+    def divide(self, v):
+        return self._update(lambda x, v, index: _in_turn(x, index, operator.truediv, v), v)
+
+    def power(self, v):
+        return self._update(lambda x, v, index: _in_turn(x, index, operator.pow, v), v)
+
+    def min(self, v):
+        return self._update(_min, v)
+
+    def max(self, v):
+        return self._update(_max, v)
+
+    def apply(self, f: Callable):
+        """x with f(x[i]) at i; f acts entry by entry."""
+        return self._update(lambda x, _v, index: _in_turn(x, index, lambda y, _: f(y)), 0)
+
+    def _update(self, update: Callable, v):
+        arrays = find(self.index, [])
+        x = self.array
+        if arrays:
+            ambient = x if type(x) is Array else Array(x, tracer.mixing.ambient())
+            x = tracer.mixing.join([ambient, *[Array(value_of(a), a.state) for a in arrays]])[0][0]
+        if not hasattr(x, "dtype"):
+            raise DtypeError(
+                message("spmd.at", argument="x", got=describe(x), need="an array", mend="spmd.at(np.asarray(x))[i]")
+            )
+        v = v if hasattr(v, "dtype") or np.isscalar(v) else np.stack(v)
+        comes = np.result_type(value_of(v))
+        if x.dtype.kind in _KINDS and comes.kind in _KINDS and _rank(comes) > _rank(x.dtype):
+            raise DtypeError(
+                message(
+                    "x.at[i]",
+                    argument="v",
+                    got=f"{comes} for an array of {x.dtype}",
+                    need=f"values that {x.dtype} can hold: others would be cut, and their gradient lost",
+                    mend=f"x.astype({str(comes)!r}).at[i], or convert v",
+                )
+            )
+        return update(x, v, bare(self.index))
+
+
+_KINDS = "biufc"
+
+
+def _rank(dtype) -> int:
+    """Boolean, integer, floating, complex: each holds those before it."""
+    return _KINDS.index(dtype.kind) - (dtype.kind == "u")
+
+
+def at(x) -> At:
+    """Changed copies of x, which may be bare or traced: `spmd.at(x)[i].set(v)`."""
+    return At(x)
+
+
+def define_indexing() -> None:
+    """Give Array x[i], x.at and x.astype."""
+    Array.__getitem__ = _get  # type: ignore[attr-defined]
+    Array.at = property(at)  # type: ignore[attr-defined]
+    Array.astype = lambda self, dtype, copy=True: astype(self, np.dtype(dtype))  # type: ignore[attr-defined]
