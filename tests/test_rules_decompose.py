@@ -385,9 +385,9 @@ def test_det_of_singular_matrices_to_the_third_order(rank, scale, complex):
         a = scale * (_of_rank(rank, complex=complex) + near * directions[0])
         f, oracle = np.linalg.det, leibniz
         for order, d in enumerate(directions, 1):
-            got, expected = grad(f, holomorphic=True)(a), grad(oracle, holomorphic=True)(a)
+            got, expected = grad(f, holomorphic=complex)(a), grad(oracle, holomorphic=complex)(a)
             np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6 * (4 * scale) ** (4 - order))
-            f, oracle = (lambda a, f=f, d=d: np.sum(grad(f, holomorphic=True)(a) * d) for f in (f, oracle))
+            f, oracle = (lambda a, f=f, d=d: np.sum(grad(f, holomorphic=complex)(a) * d) for f in (f, oracle))
 
 
 @pytest.mark.filterwarnings("error")

@@ -365,7 +365,7 @@ def _eigh(g, ans, _a, UPLO="L"):
     return _one_triangle((conj(v) * gw[..., None, :] + conj(v) @ inside) @ _t(v), UPLO.upper() == "U")
 
 
-def _eigvalsh(g, _ans, a, UPLO="L"):
+def _eigvalsh(g, _ans, a, UPLO: Any = "L"):
     v = np.linalg.eigh(a, UPLO)[1]
     return _one_triangle((conj(v) * g[..., None, :]) @ _t(v), UPLO.upper() == "U")
 
