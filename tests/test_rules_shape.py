@@ -87,6 +87,7 @@ row("compress", lambda x: np.compress([True, False, True], x, -1) * np.compress(
 row("extract", lambda x: np.extract(x > 0, x) ** 2, distinct, of("23", "4"))
 
 # Joins
+row("linalg.cross", lambda x, y: np.linalg.cross(x, y, axis=0) ** 2, (signed, complex_), of("3 3", "32 32"))
 row("vstack-dtype", lambda x, y: np.vstack([x, y], dtype=complex) ** 2, both[:1] * 2, of("3 23"))
 row("concatenate-one", lambda x: np.concatenate(x) * np.stack(x, 1).ravel() * np.hstack(x), signed, of("23"))
 
