@@ -21,7 +21,12 @@ _NO_ARRAYS = (int, slice, np.ndarray, type(None), type(Ellipsis))
 
 def _is_basic(index) -> bool:
     """Whether an index takes each entry once, by numbers and slices."""
-    if type(index) is tuple:
+    kind = type(index)
+    if kind is slice or kind is int:
+        return True
+    if kind is np.ndarray:
+        return False
+    if kind is tuple:
         return all(p is None or p is Ellipsis or isinstance(p, int | np.integer | slice) for p in index)
     return index is None or index is Ellipsis or isinstance(index, int | np.integer | slice)
 
@@ -47,20 +52,27 @@ def _add_into(out, index, v) -> None:
         np.add.at(out.reshape(-1), places.reshape(-1), np.broadcast_to(v, places.shape).reshape(-1))
 
 
-@primitive("x[i]", lambda g, _ans, _x, index: scatter_add(g, _x.shape, index))
-def _getitem(x, index):
-    return x[index]
-
-
-@primitive("scatter_add", lambda g, _ans, _v, _shape, index: g[index])
-def scatter_add(g, shape, index):
-    """Zeros of `shape` with g added at `index`; the transpose of indexing."""
+def _scattered(g, shape, index):
     out = np.zeros(shape, g.dtype) if type(g) is np.ndarray else np.zeros_like(g, shape=shape)
     if _is_basic(index) or _is_mask(index):
         out[index] = g
     else:
         _add_into(out, index, g)
     return out
+
+
+@primitive("scatter_add", lambda g, _ans, _v, _shape, index: g[index])
+def scatter_add(g, shape, index):
+    """Zeros of `shape` with g added at `index`; the transpose of indexing."""
+    return _scattered(g, shape, index)
+
+
+@primitive(
+    "x[i]",
+    lambda g, _ans, _x, index: (scatter_add if type(g) is Array else _scattered)(g, _x.shape, index),
+)
+def _getitem(x, index):
+    return x[index]
 
 
 _GET = _getitem.primitive  # type: ignore[attr-defined]

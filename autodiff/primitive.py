@@ -38,6 +38,7 @@ __all__ = [
     "passive",
     "passives",
     "primitive",
+    "primitives",
     "refusals",
     "refused",
     "rule",
@@ -48,6 +49,9 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 handlers: dict[Any, Callable[..., Any]] = {}
 """What runs when a NumPy function meets a traced array: function -> primitive, constant or composition."""
+
+primitives: dict[Any, Primitive] = {}
+"""The functions among the handlers that have rules of their own."""
 
 constants: set[Any] = set()
 """Functions whose derivative is zero everywhere it exists: they are computed and not recorded."""
@@ -211,7 +215,7 @@ def _not_supported(prim: Primitive, argument: str, known: Iterable[str]) -> Exce
 
 def rule(fun: Any, *rules: Rule | None) -> Primitive:
     """Declare the derivative of a NumPy function: one rule per array argument, in order."""
-    prim = Primitive(fun, name_of(fun), rules)
+    prim = primitives[fun] = Primitive(fun, name_of(fun), rules)
     handlers[fun] = _entry(prim)
     return prim
 
@@ -226,9 +230,11 @@ def primitive(name: str, *rules: Rule | None, variadic: Rule | None = None, line
 
 
 def _entry(prim: Any) -> Callable[..., Any]:
-    from spmd.autodiff.tracer import apply
+    from spmd.autodiff.tracer import Array, apply
 
     def call(*args, **kwargs):
+        if Array not in map(type, args) and not kwargs:
+            return prim.fun(*args)
         return apply(prim, args, kwargs)
 
     call.__name__ = call.__qualname__ = prim.name

@@ -29,6 +29,7 @@ from spmd.autodiff.primitive import (
     handlers,
     in_place,
     name_of,
+    primitives,
     refusals,
 )
 from spmd.autodiff.tape import Bundle, Node, Tape
@@ -575,12 +576,12 @@ class Array:
     # How NumPy reaches it
 
     def __array_ufunc__(self, ufunc, method, *inputs, **kwargs):
-        if method == "__call__" and not kwargs and ufunc in handlers:
-            prim = getattr(handlers[ufunc], "primitive", None)
+        if not kwargs and method == "__call__":
+            prim = primitives.get(ufunc)
             if prim is not None:
                 if len(inputs) == 1:
                     return apply_unary(prim, self)
-                if len(inputs) == 2 and OPERANDS.issuperset(map(type, inputs)):
+                if OPERANDS.issuperset(map(type, inputs)) and len(inputs) == 2:
                     return apply_binary(prim, *inputs)
         if not SEQUENCES.isdisjoint(map(type, inputs)):
             inputs = tuple(np.asarray(a) if type(a) in SEQUENCES else a for a in inputs)

@@ -47,7 +47,11 @@ def kind_of(x: Any) -> str:
         return "f" if type(x) is float else "c"
     if type(x) in (int, bool):
         return "i"
-    dtype = getattr(x, "dtype", None)
+    return _kind_of_dtype(getattr(x, "dtype", None))
+
+
+@functools.cache
+def _kind_of_dtype(dtype: Any) -> str:
     if getattr(dtype, "name", "") == "bfloat16":
         return "f"
     kind = getattr(dtype, "kind", "")

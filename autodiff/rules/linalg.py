@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import string
 from typing import Any
 
@@ -9,28 +10,32 @@ import numpy as np
 
 from spmd.autodiff.primitive import composite, primitive, rule
 from spmd.autodiff.rules.elementwise import nonzero
-from spmd.autodiff.rules.reduce import conj, expand
+from spmd.autodiff.rules.reduce import array, conj, expand
+from spmd.autodiff.rules.shape import _cast as cast
+from spmd.errors import DifferentiationError, message
 
 # np.matmul: a vector on the left is a row, one on the right a column, and the dimensions before the last two are
 # a batch. Where only the other operand has a batch, contracting over it at once saves a product per member.
 
 
 def _matmul_left(g, _ans, _x, y):
-    ndim = np.ndim(y)
-    if ndim == 1:
+    m, n = len(_x.shape), y.ndim
+    if n == 1:
         return g[..., None] * y
-    if len(_x.shape) == 1 or (len(_x.shape) == 2 and ndim > 2):
-        batch = [*range(ndim - 2)]
-        return np.tensordot(g, y, ([*batch, g.ndim - 1], [*batch, ndim - 1]))
-    return g @ y.swapaxes(-1, -2)
+    if m == 1 or (m == 2 and n > 2):
+        batch = [*range(n - 2)]
+        return np.tensordot(g, y, ([*batch, g.ndim - 1], [*batch, n - 1]))
+    return g @ (y.T if n == 2 else y.swapaxes(-1, -2))
 
 
 def _matmul_right(g, _ans, x, _y):
-    ndim = np.ndim(x)
-    if ndim == 1:
-        return x[:, None] * g[..., None, :] if len(_y.shape) > 1 else x * g
-    if len(_y.shape) == 1 or (len(_y.shape) == 2 and ndim > 2):
-        batch = [*range(ndim - 1)]
+    m, n = x.ndim, len(_y.shape)
+    if m == 1:
+        return x[:, None] * g[..., None, :] if n > 1 else x * g
+    if m == 2:
+        return g @ x if n == 1 else x.T @ g
+    if n < 3:
+        batch = [*range(m - 1)]
         return np.tensordot(x, g, (batch, batch))
     return x.swapaxes(-1, -2) @ g
 
@@ -45,6 +50,7 @@ def matmul(x1, x2, /):
 
 @composite(np.dot)
 def dot(a, b, out=None):
+    a, b = array(a), array(b)
     if np.ndim(a) == 0 or np.ndim(b) == 0:
         return np.multiply(a, b)
     return np.matmul(a, b) if np.ndim(a) == 1 or np.ndim(b) < 3 else np.tensordot(a, b, (-1, -2))
@@ -52,6 +58,7 @@ def dot(a, b, out=None):
 
 @composite(np.inner)
 def inner(a, b, /):
+    a, b = array(a), array(b)
     return np.tensordot(a, b, (-1, -1)) if np.ndim(a) and np.ndim(b) else np.multiply(a, b)
 
 
@@ -60,14 +67,44 @@ def vdot(a, b, /):
     return np.matmul(conj(np.ravel(a)), np.ravel(b))
 
 
-@composite(np.outer, np.linalg.outer)
+@composite(np.outer)
 def outer(a, b, out=None):
     return np.ravel(a)[:, None] * np.ravel(b)
 
 
+@composite(np.linalg.outer)
+def linalg_outer(x1, x2, /):
+    if np.ndim(x1) != 1 or np.ndim(x2) != 1:
+        raise ValueError("np.linalg.outer needs vectors")
+    return np.outer(x1, x2)
+
+
+def _operands(name: str, arrays, ndims, dtype=None, casting: Any = "same_kind", order=None, subok=None, **others):
+    """The operands of a generalised ufunc, as arrays of the dtype asked for and of these numbers of dimensions."""
+    if others:
+        raise DifferentiationError(
+            message(
+                name,
+                argument=next(iter(others)),
+                got="an option that is not supported where the function is differentiated",
+                need="no others than axis and keepdims (of vecdot), dtype and casting",
+                mend="move the dimensions by np.moveaxis",
+            )
+        )
+    arrays = [cast(array(x), dtype, casting) for x in arrays]
+    for x, n in zip(arrays, ndims, strict=True):
+        if x.ndim < n:
+            raise ValueError(f"{name} needs operands of {ndims} dimensions at least, and one has {x.ndim}")
+    return arrays
+
+
 @composite(np.vecdot)
-def vecdot(x1, x2, /, *, axis=-1):
-    return np.sum(conj(np.moveaxis(x1, axis, -1)) * np.moveaxis(x2, axis, -1), -1)
+def vecdot(x1, x2, /, *, axis=-1, keepdims=False, **options):
+    x1, x2 = (np.moveaxis(x, axis, -1) for x in _operands("np.vecdot", (x1, x2), (1, 1), **options))
+    if x1.shape[-1] != x2.shape[-1]:
+        raise ValueError(f"np.vecdot needs vectors of one length, not of {x1.shape[-1]} and {x2.shape[-1]}")
+    result = np.sum(conj(x1) * x2, -1)
+    return np.expand_dims(result, axis) if keepdims else result
 
 
 @composite(np.linalg.vecdot)
@@ -78,12 +115,14 @@ def linalg_vecdot(x1, x2, /, *, axis=-1):
 if hasattr(np, "matvec"):
 
     @composite(np.matvec)
-    def matvec(x1, x2, /):
-        return np.matmul(x1, np.expand_dims(x2, -1))[..., 0]
+    def matvec(x1, x2, /, **options):
+        x1, x2 = _operands("np.matvec", (x1, x2), (2, 1), **options)
+        return np.matmul(x1, x2[..., None])[..., 0]
 
     @composite(np.vecmat)
-    def vecmat(x1, x2, /):
-        return np.matmul(np.expand_dims(conj(x1), -2), x2)[..., 0, :]
+    def vecmat(x1, x2, /, **options):
+        x1, x2 = _operands("np.vecmat", (x1, x2), (1, 2), **options)
+        return np.matmul(conj(x1)[..., None, :], x2)[..., 0, :]
 
 
 @composite(np.kron)
@@ -95,13 +134,25 @@ def kron(a, b):
     return np.reshape(a * b, [m * n for m, n in zip(left, right, strict=True)])
 
 
-@composite(np.cross, np.linalg.cross)
+@composite(np.cross)
 def cross(a, b, axisa=-1, axisb=-1, axisc=-1, axis=None):
+    """The third component of a vector of two is zero; of two such vectors, only the third of the product is given."""
     axisa, axisb, axisc = (axisa, axisb, axisc) if axis is None else (axis,) * 3
-    a, b = np.moveaxis(a, axisa, -1), np.moveaxis(b, axisb, -1)
-    if a.shape[-1] != 3 or b.shape[-1] != 3:
-        raise ValueError("np.cross needs vectors of three components")
+    a, b = np.moveaxis(array(a), axisa, -1), np.moveaxis(array(b), axisb, -1)
+    if not {a.shape[-1], b.shape[-1]} <= {2, 3}:
+        raise ValueError("np.cross needs vectors of two or three components")
+    if a.shape[-1] == b.shape[-1] == 2:
+        return a[..., 0] * b[..., 1] - a[..., 1] * b[..., 0]
+    a, b = (x if x.shape[-1] == 3 else np.concatenate([x, np.zeros_like(x[..., :1])], -1) for x in (a, b))
     return np.moveaxis(np.roll(a, -1, -1) * np.roll(b, -2, -1) - np.roll(a, -2, -1) * np.roll(b, -1, -1), -1, axisc)
+
+
+@composite(np.linalg.cross)
+def linalg_cross(x1, x2, /, *, axis=-1):
+    x1, x2 = array(x1), array(x2)
+    if x1.shape[axis] != 3 or x2.shape[axis] != 3:
+        raise ValueError("np.linalg.cross needs vectors of three components")
+    return cross(x1, x2, axis=axis)
 
 
 # np.tensordot: the result has the free dimensions of x, then those of y.
@@ -146,6 +197,8 @@ def _explicit(subscripts: str, ndims: list[int]) -> str:
     unused = [c for c in string.ascii_letters if c not in terms]
     widths = [n - len(t) + 3 if "..." in t else 0 for n, t in zip(ndims, labels, strict=True)]
     letters = unused[: max(widths, default=0)]
+    if arrow and letters and "..." not in out:
+        raise ValueError("np.einsum: the ellipsis has dimensions, so the result needs an ellipsis too")
     labels = [t.replace("...", "".join(letters[len(letters) - w :])) for t, w in zip(labels, widths, strict=True)]
     if not arrow:
         out = "..." + "".join(sorted(c for c in set(terms) - {",", "."} if terms.count(c) == 1))
@@ -173,6 +226,8 @@ def _einsum_rule(k, g, _ans, *operands, subscripts, optimize):
             inputs.append(c)
             arrays.append(np.ones_like(g, shape=n))
         target += c
+    # A path that was given is one for the operands of the function.
+    optimize = optimize if isinstance(optimize, bool | str) else True
     return np.einsum(",".join(inputs) + "->" + target, *arrays, optimize=optimize)
 
 
@@ -185,23 +240,23 @@ def _einsum(*operands, subscripts, optimize):
 def einsum(subscripts, *operands, out=None, optimize=False, dtype=None, order="K", casting="safe"):
     if not isinstance(subscripts, str):
         operands = (subscripts, *operands)
-        lists = ["".join("..." if i is Ellipsis else string.ascii_letters[i] for i in s) for s in operands[1::2]]
+        labels = string.ascii_uppercase + string.ascii_lowercase  # in NumPy's order, which an implicit result follows
+        lists = ["".join("..." if i is Ellipsis else labels[i] for i in s) for s in operands[1::2]]
         last = operands[-1] if len(operands) % 2 else None
         operands = operands[: len(lists) * 2 : 2]
         subscripts = ",".join(lists)
         if last is not None:
-            subscripts += "->" + "".join("..." if i is Ellipsis else string.ascii_letters[i] for i in last)
-    explicit = _explicit(subscripts, [np.ndim(x) for x in operands])
-    result = _einsum(*operands, subscripts=explicit, optimize=optimize)
-    return result if dtype is None else result.astype(dtype)
+            subscripts += "->" + "".join("..." if i is Ellipsis else labels[i] for i in last)
+    operands = [cast(array(x), dtype, casting) for x in operands]
+    return _einsum(*operands, subscripts=_explicit(subscripts, [x.ndim for x in operands]), optimize=optimize)
 
 
-# Norms. At zero the derivative of a two-norm is taken as zero.
+# Norms. At zero the derivative of a norm is taken as zero.
 
 
 @primitive("norm", lambda g, ans, x, axis, keepdims: expand(g / nonzero(ans), x, axis, keepdims) * conj(x))
 def _two_norm(x, axis, keepdims):
-    norm = np.linalg.norm if axis is None or np.size(axis) < 3 else np.linalg.vector_norm
+    norm = np.linalg.norm if axis is None or np.size(axis) in (1, 2) else np.linalg.vector_norm
     return norm(x, axis=axis, keepdims=keepdims)
 
 
@@ -212,7 +267,7 @@ def _max(x, axis, keepdims=False):
 
 @composite(np.linalg.vector_norm)
 def vector_norm(x, /, *, axis=None, keepdims=False, ord=2):
-    if ord == 2:
+    if ord in (2, None):
         return _two_norm(x, axis, keepdims)
     if abs(ord) == np.inf:
         return (_max if ord > 0 else np.min)(np.abs(x), axis, keepdims=keepdims)
@@ -220,7 +275,8 @@ def vector_norm(x, /, *, axis=None, keepdims=False, ord=2):
         return np.sum((x != 0).astype(np.real(x).dtype), axis, keepdims=keepdims)
     if ord == 1:
         return np.sum(np.abs(x), axis, keepdims=keepdims)
-    return np.sum(np.abs(x) ** ord, axis, keepdims=keepdims) ** (1 / ord)
+    total = np.sum(np.abs(x) ** ord, axis, keepdims=keepdims)
+    return total ** (1 / ord) if ord < 0 else nonzero(total) ** (1 / ord) * (total != 0)
 
 
 @composite(np.linalg.matrix_norm)
@@ -232,7 +288,7 @@ def matrix_norm(x, /, *, keepdims=False, ord: Any = "fro"):
 def norm(x, ord: Any = None, axis=None, keepdims=False):
     if axis is None and ord is None:
         return _two_norm(x, axis, keepdims)
-    axes = tuple(range(x.ndim)) if axis is None else tuple(np.atleast_1d(axis).tolist())
+    axes = tuple(range(x.ndim)) if axis is None else axis if isinstance(axis, tuple) else (operator.index(axis),)
     if len(axes) == 1:
         if isinstance(ord, str):
             raise ValueError(f"Invalid norm order '{ord}' for vectors")

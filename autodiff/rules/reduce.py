@@ -26,7 +26,16 @@ def expand(g, like, axis, keepdims):
     """A reduced cotangent spread over the entries it was reduced from: the transpose of a sum."""
     if axis is not None and not keepdims and np.ndim(like):
         g = np.expand_dims(g, axis)
-    return np.broadcast_to(g, np.shape(like))
+    shape = np.shape(like)
+    if type(g) is np.ndarray and g.ndim == 0 and math.prod(shape) < _SMALL:
+        out = np.empty(shape, g.dtype)
+        out.fill(g)
+        return out
+    return np.broadcast_to(g, shape)
+
+
+_SMALL = 4096
+"""Entries below which writing a number out is quicker than a view of it."""
 
 
 def kept(x, where):
