@@ -5,9 +5,10 @@ It knows nothing of meshes. What operands of different state mean to each other 
 
 from spmd.autodiff import rules, tree
 from spmd.autodiff.check import check_grads, check_vjp
-from spmd.autodiff.custom import checkpoint, custom_jvp, custom_vjp
+from spmd.autodiff.custom import custom_jvp, custom_vjp
 from spmd.autodiff.indexing import at
 from spmd.autodiff.jacobian import hessian, hvp, jacfwd, jacrev
+from spmd.autodiff.recompute import checkpoint
 from spmd.autodiff.tracer import Array
 from spmd.autodiff.transforms import (
     float0,

@@ -3,118 +3,285 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from spmd.autodiff import tree
 from spmd.autodiff.tracer import value_of
-from spmd.autodiff.transforms import vjp
-from spmd.errors import message
+from spmd.autodiff.transforms import float0, jvp, kind_of, name_of, vjp, zeros_like
+from spmd.errors import DifferentiationError, message
 
 __all__ = ["check_grads", "check_vjp", "tolerance"]
 
-
-def _eps(arrays) -> float:
-    """The coarsest spacing of floating numbers among the arrays."""
-    dtypes = [x.dtype for x in arrays if hasattr(x, "dtype") and x.dtype.kind in "fc"]
-    return max((float(np.finfo(d).eps) for d in dtypes), default=float(np.finfo(float).eps))
+_DOUBLE = float(np.finfo(float).eps)
 
 
 def tolerance(eps: float) -> float:
-    """The relative error that a check allows: 200 eps^(2/3), which is 7e-9 in double and 5e-3 in single precision.
+    """The relative error that a finite difference in a precision is allowed: 200 eps^(2/3), 7e-9 in double.
 
     A central difference with step h is wrong by eps/h from rounding and by h²/6 times the third derivative; at
     h = eps^(1/3) both are eps^(2/3). The factor leaves room for third derivatives a thousand times the function.
+    In single precision it is 5e-3; in half precision it is above 1, and a finite difference says nothing.
     """
     return 200 * eps ** (2 / 3)
 
 
-def check_vjp(f: Callable, args: Sequence[Any], *, seed: int = 0) -> None:
+def check_vjp(
+    f: Callable,
+    args: Sequence[Any],
+    *,
+    atol: float = 0.0,
+    rtol: float | None = None,
+    eps: float | None = None,
+    seed: int = 0,
+) -> None:
     """Check the pullback of `f` at `args` along a random direction v, for a random cotangent g.
 
-    It compares Re Σ pull(g) v with Re Σ g (f(x + h v) - f(x - h v)) / 2h, relative to the sizes of all that is
-    summed; see `tolerance`. It also checks that f gives the same traced and bare, and that each cotangent has the
-    shape and dtype of its argument.
+    It compares Re Σ pull(g) v with Re Σ g (f(x + h v) - f(x - h v)) / 2h, within atol + rtol · S, where S is the sum of
+    the sizes of all that is summed: Σ |g| |f(x)| + Σ |pull(g)| (|v| + |x|). It also checks that f gives the same traced
+    and bare, and that each cotangent has the shape and dtype of its argument.
 
-    f: takes and returns pytrees of floating or complex arrays, smooth within about eps^(1/3) of `args`.
+    f: takes and returns pytrees, smooth within about h of `args`. Integers and anything that is no array are constants.
+    rtol: `tolerance` of the precision, by default: 7e-9 in double. eps: the step h; eps^(1/3) of the precision, 6e-6.
+
+    Single and half precision (float32, float16, bfloat16) are checked in two steps. The mathematics is checked in
+    double, where a rule that is wrong by one part in a million is seen: f is called with its arguments cast to it. Then
+    the pullback in the given dtype must agree with that in double to half of its digits, √eps · S: 3e-4, 3e-2 and 9e-2.
+    For a function that computes in single precision whatever it is given the finite difference is taken there, within
+    5e-3 · S; in half precision such a function cannot be checked, which is an error.
+
     Raises AssertionError, which names the argument that is most wrong.
     """
+    fun, xs, paths = _reduced(f, args)
     rng = np.random.default_rng(seed)
-    xs, treedef = tree.flatten(tuple(args))  # type: ignore[arg-type]
-    value, pull = vjp(f, *args)
+    value, pull = vjp(fun, *xs)
     ys, out_tree = tree.flatten(value)
-    ys = [value_of(y) for y in ys]
-    eps = _eps([*xs, *ys])
-    bound, h = tolerance(eps), eps ** (1 / 3)
-
-    def values(xs):
-        return [value_of(y) for y in tree.leaves(f(*tree.unflatten(treedef, xs)))]
-
-    for k, (y, plain) in enumerate(zip(ys, values(xs), strict=True)):
-        if not np.allclose(y, plain, rtol=1e3 * eps, atol=1e3 * eps, equal_nan=True):
-            raise _failure(f, f"result {k}", f"{y} where traced", f"{plain}, as where not")
+    coarse = _coarsest([*xs, *ys])
+    _compare_values(f, ys, tree.leaves(fun(*xs)), coarse)
     gs = [_random_like(rng, y) for y in ys]
-    found = tree.leaves(pull(tree.unflatten(out_tree, gs)))
-    for k, (x, p) in enumerate(zip(xs, found, strict=True)):
+    vs = [_random_like(rng, x) for x in xs]
+    found = pull(tree.unflatten(out_tree, gs))
+    for path, x, p in zip(paths, xs, found, strict=True):
         have, need = (np.shape(p), getattr(p, "dtype", None)), (np.shape(x), getattr(x, "dtype", None))
         if have[0] != need[0] or (need[1] is not None and have[1] != need[1]):
-            raise _failure(f, _path(args, k), f"a cotangent {have[1]}{list(have[0])}", f"{need[1]}{list(need[0])}")
-
-    def compare(vs) -> tuple[float, float, float]:
-        """The derivative along vs by finite difference and by the pullback, and the scale of their terms."""
-        over, under = (values([_moved(x, s * h * v) for x, v in zip(xs, vs, strict=True)]) for s in (1, -1))
-        numeric = sum(_dot(g, (o - u) / (2 * h)) for g, o, u in zip(gs, over, under, strict=True))
-        exact = sum(_dot(p, v) for p, v in zip(found, vs, strict=True))
-        terms = [(g, y) for g, y in zip(gs, ys, strict=True)] + [
-            (p, np.abs(v) + np.abs(x)) for p, v, x in zip(found, vs, xs, strict=True)
-        ]
-        return numeric, exact, sum(_dot(np.abs(a), np.abs(b)) for a, b in terms)
-
-    vs = [_random_like(rng, x) for x in xs]
-    numeric, exact, scale = compare(vs)
-    if abs(numeric - exact) <= bound * scale:
-        return
-    alone = [compare([v if i == k else 0 * v for i, v in enumerate(vs)]) for k in range(len(xs))]
-    k = max(range(len(xs)), key=lambda k: _excess(*alone[k]))
-    numeric, exact, scale = alone[k]
-    raise _failure(
-        f,
-        _path(args, k),
-        f"{exact:.10g} by the pullback",
-        f"{numeric:.10g} by finite difference, within {bound * scale:.2g}",
-    )
+            raise _failure(f, path, f"a cotangent {have[1]}{list(have[0])}", f"{need[1]}{list(need[0])}")
+    here = _Point(fun, paths, xs, ys, gs, vs, found)
+    wide = _in_double(here) if coarse > _DOUBLE else None
+    if wide is not None:
+        _check_direction(wide, atol, rtol or tolerance(_DOUBLE), eps or _DOUBLE ** (1 / 3))
+        _compare_precisions(here, wide, atol, max(rtol or 0, coarse**0.5))
+    elif tolerance(coarse) > 0.1:
+        raise _failure(
+            f,
+            "the precision",
+            "a function that computes in half precision where it is given double",
+            "a function that computes in the dtype of its arguments",
+            "leave out what casts to half precision, for the check",
+        )
+    else:
+        _check_direction(here, atol, rtol or tolerance(coarse), eps or coarse ** (1 / 3))
 
 
-def check_grads(f: Callable, args: Sequence[Any], order: int = 2, *, seed: int = 0) -> None:
+def check_grads(
+    f: Callable,
+    args: Sequence[Any],
+    order: int = 2,
+    *,
+    modes: Sequence[str] = ("rev",),
+    atol: float = 0.0,
+    rtol: float | None = None,
+    eps: float | None = None,
+    seed: int = 0,
+) -> None:
     """Check the derivatives of `f` at `args` up to an order: `check_vjp` of f, of its pullback, and so on.
 
-    The pullback is checked as a function of the arguments and of the cotangent.
+    The pullback is checked as a function of the arguments and of the cotangent, which covers forward mode, as that
+    transposes the pullback. With "fwd" among the modes `jvp` is compared with the pullback besides.
+    atol, rtol, eps: see `check_vjp`.
     """
-    args = tuple(args)
-    check_vjp(f, args, seed=seed)
+    if not set(modes) <= {"fwd", "rev"}:
+        raise ValueError(
+            message(
+                "check_grads", argument="modes", got=repr(modes), need='"fwd", "rev" or both', mend='modes=("rev",)'
+            )
+        )
+    if "rev" in modes:
+        check_vjp(f, args, atol=atol, rtol=rtol, eps=eps, seed=seed)
+    if "fwd" in modes:
+        _check_jvp(f, args, seed)
     if order > 1:
         rng = np.random.default_rng(seed + 1)
         cotangent = tree.map(lambda y: _random_like(rng, value_of(y)), f(*args))
 
         def pullback(args, cotangent):
-            return vjp(f, *args)[1](cotangent)
+            fun, xs, _ = _reduced(f, args)
+            return vjp(fun, *xs)[1](cotangent)
 
-        pullback.__name__ = f"the pullback of {getattr(f, '__name__', f)}"
-        check_grads(pullback, (args, cotangent), order - 1, seed=seed + 1)
+        pullback.__name__ = f"the pullback of {name_of(f)}"
+        options: Any = {"modes": modes, "atol": atol, "rtol": rtol, "eps": eps}
+        check_grads(pullback, (tuple(args), cotangent), order - 1, seed=seed + 1, **options)
+
+
+def _reduced(f: Callable, args: Sequence[Any]) -> tuple[Callable, list, list[str]]:
+    """f as a function of the leaves that are differentiated; those, and how each is written."""
+    leaves, treedef = tree.flatten(tuple(args))  # type: ignore[arg-type]
+    active = [k for k, x in enumerate(leaves) if kind_of(x) in ("f", "c")]
+
+    def fun(*xs):
+        full = list(leaves)
+        for k, x in zip(active, xs, strict=True):
+            full[k] = x
+        return f(*tree.unflatten(treedef, full))
+
+    fun.__name__ = name_of(f)
+    paths = tree.paths(tuple(args))  # type: ignore[arg-type]
+    names = [f"number {paths[k][0]}" + "".join(f"[{p!r}]" for p in paths[k][1:]) for k in active]
+    return fun, [leaves[k] for k in active], names
+
+
+def _compare_values(f: Callable, traced: list, bare: list, eps: float) -> None:
+    """Raise where a function gives something else traced than bare."""
+    if len(traced) != len(bare):
+        raise _failure(f, "result", f"{len(traced)} arrays where traced", f"{len(bare)}, as where not")
+    for k, (y, plain) in enumerate(zip(map(value_of, traced), map(value_of, bare), strict=True)):
+        if kind_of(y) not in ("f", "c"):
+            continue
+        bound = min(1e3 * eps, eps**0.5)
+        if not np.allclose(_wide(y), _wide(plain), rtol=bound, atol=bound, equal_nan=True):
+            raise _failure(f, f"result {k}", f"{y} where traced", f"{plain}, as where not")
+
+
+class _Point(NamedTuple):
+    """A function where it is checked: arguments and how they are written, results, cotangents, directions, pullback."""
+
+    fun: Callable
+    paths: list[str]
+    xs: list
+    ys: list
+    gs: list
+    vs: list
+    found: Sequence[Any]
+
+    @property
+    def scale(self) -> float:
+        """The sum of the sizes of all terms, by which errors are measured."""
+        sizes = [(g, y) for g, y in zip(self.gs, self.ys, strict=True) if _counts(g)]
+        moved = [np.abs(_wide(v)) + np.abs(_wide(x)) for v, x in zip(self.vs, self.xs, strict=True)]
+        sizes += zip(self.found, moved, strict=True)
+        return sum(_dot(np.abs(_wide(a)), np.abs(_wide(b))) for a, b in sizes)
+
+
+def _in_double(here: _Point) -> _Point | None:
+    """The same in double precision; None of a function that does not use it."""
+    xs, gs, vs = ([_wide(x) for x in some] for some in (here.xs, here.gs, here.vs))
+    try:
+        value, pull = vjp(here.fun, *xs)
+        ys, out_tree = tree.flatten(value)
+        if _coarsest(ys) > _DOUBLE:
+            return None
+        return here._replace(xs=xs, ys=ys, gs=gs, vs=vs, found=pull(tree.unflatten(out_tree, gs)))
+    except DifferentiationError:
+        return None
+
+
+def _check_direction(here: _Point, atol: float, rtol: float, h: float) -> None:
+    """Compare the pullback along the directions with a finite difference of step h."""
+    fun, _, xs, _, gs, *_ = here
+
+    def paired(these: list, those: list) -> float:
+        pairs = zip(gs, these, those, strict=True)
+        return sum(_dot(g, _wide(a) - _wide(b)) for g, a, b in pairs if _counts(g))
+
+    def compare(vs: list) -> tuple[float, float, float, bool]:
+        """The derivative by finite difference and by the pullback, the error allowed, and whether f is smooth there."""
+        over, middle, under = (
+            tree.leaves(fun(*(_moved(x, s * h, v) for x, v in zip(xs, vs, strict=True)))) for s in (1, 0, -1)
+        )
+        scale = here._replace(vs=vs).scale
+        exact = sum(_dot(p, v) for p, v in zip(here.found, vs, strict=True))
+        bend = (paired(over, middle) - paired(middle, under)) / h
+        return paired(over, under) / (2 * h), exact, atol + rtol * scale, not abs(bend) > 1e3 * h * scale
+
+    numeric, exact, bound, _ = compare(here.vs)
+    if abs(numeric - exact) <= bound:
+        return
+    alone = [compare([v if i == k else 0 * v for i, v in enumerate(here.vs)]) for k in range(len(xs))]
+    k = max(range(len(xs)), key=lambda k: _excess(*alone[k][:3]))
+    numeric, exact, bound, smooth = alone[k]
+    raise _failure(
+        fun,
+        here.paths[k],
+        f"{exact:.10g} by the pullback",
+        f"{numeric:.10g} by finite difference, within {bound:.2g}",
+        "correct the derivative rule"
+        if smooth
+        else f"move away from a kink or a jump within {h:.1g} of the arguments, or from a cast to a coarser dtype; "
+        "if there is none, correct the derivative rule",
+    )
+
+
+def _compare_precisions(here: _Point, wide: _Point, atol: float, rtol: float) -> None:
+    """Raise where a pullback in lower precision parts from that in double."""
+    bound = atol + rtol * wide.scale
+    for path, p, w, v in zip(here.paths, here.found, wide.found, wide.vs, strict=True):
+        if not np.sum(np.abs(_wide(p) - w) * np.abs(v)) <= bound:
+            raise _failure(here.fun, path, f"{p} by the pullback", f"{w}, that in double, within {bound:.2g}")
+
+
+def _check_jvp(f: Callable, args: Sequence[Any], seed: int) -> None:
+    """Raise where jvp and the pullback are not transposes of each other: Re Σ g jvp(v) = Re Σ pull(g) v."""
+    fun, xs, paths = _reduced(f, args)
+    rng = np.random.default_rng(seed)
+    value, pull = vjp(fun, *xs)
+    ys, out_tree = tree.flatten(value)
+    gs, vs = [_random_like(rng, y) for y in ys], [_random_like(rng, x) for x in xs]
+    found = pull(tree.unflatten(out_tree, gs))
+    pushed = tree.leaves(jvp(fun, xs, vs)[1])
+    forward = sum(_dot(g, t) for g, t in zip(gs, pushed, strict=True) if _counts(g))
+    backward = sum(_dot(p, v) for p, v in zip(found, vs, strict=True))
+    bound = _coarsest([*xs, *ys]) ** 0.5 * _Point(fun, paths, xs, ys, gs, vs, found).scale
+    if not abs(forward - backward) <= bound:
+        raise _failure(
+            f, "the tangent", f"{forward:.10g} by jvp", f"{backward:.10g} by the pullback, within {bound:.2g}"
+        )
+
+
+def _eps(x) -> float:
+    """The spacing of floating numbers at 1 in the dtype of x."""
+    dtype = getattr(x, "dtype", np.dtype(float))
+    return float(np.finfo(dtype).eps) if dtype.kind in "fc" else 2.0**-7  # bfloat16
+
+
+def _coarsest(arrays) -> float:
+    return max((_eps(x) for x in arrays if kind_of(x) in ("f", "c")), default=_DOUBLE)
+
+
+def _wide(x):
+    """x in double precision."""
+    x = value_of(x)
+    kind = kind_of(x)
+    return x if kind not in ("f", "c") or not hasattr(x, "dtype") else np.asarray(x, float if kind == "f" else complex)
 
 
 def _random_like(rng, x):
-    """Random numbers of x's shape and dtype, of size about one."""
-    dtype = getattr(x, "dtype", np.result_type(type(x)))
+    """Random numbers of x's shape and dtype, of size about one; of an integer zeros of dtype float0."""
+    kind = kind_of(x)
+    if kind not in ("f", "c"):
+        return zeros_like(x) if kind == "i" else x
     numbers = rng.uniform(0.5, 1, np.shape(x)) * rng.choice([-1, 1], np.shape(x))
-    if dtype.kind == "c":
+    if kind == "c":
         numbers = numbers * np.exp(2j * np.pi * rng.uniform(size=np.shape(x)))
-    return np.asarray(numbers).astype(dtype)
+    return np.asarray(numbers).astype(getattr(x, "dtype", type(x)))
 
 
-def _moved(x, step):
-    """x + step, still an array where it has no dimensions."""
+def _counts(g) -> bool:
+    return getattr(g, "dtype", None) != float0
+
+
+def _moved(x, h: float, v):
+    """x + h v, still an array where it has no dimensions."""
+    step = h * v
     return np.asarray(x + step) if isinstance(x, np.ndarray) else x + step
 
 
@@ -123,16 +290,10 @@ def _dot(a, b) -> float:
     return float(np.sum(np.asarray(a, complex) * np.asarray(b, complex)).real)
 
 
-def _excess(numeric: float, exact: float, scale: float) -> float:
-    error = abs(numeric - exact) / scale if scale else 0.0
+def _excess(numeric: float, exact: float, bound: float) -> float:
+    error = abs(numeric - exact) / bound if bound else 0.0
     return error if error == error else np.inf
 
 
-def _path(args, k: int) -> str:
-    path = tree.paths(args)[k]
-    return f"number {path[0]}" + "".join(f"[{p!r}]" for p in path[1:])
-
-
-def _failure(f, argument: str, got: str, need: str) -> AssertionError:
-    where = f"check_vjp of {getattr(f, '__name__', f)}"
-    return AssertionError(message(where, argument=argument, got=got, need=need, mend="correct the derivative rule"))
+def _failure(f, argument: str, got: str, need: str, mend: str = "correct the derivative rule") -> AssertionError:
+    return AssertionError(message(f"check_vjp of {name_of(f)}", argument=argument, got=got, need=need, mend=mend))

@@ -1,17 +1,16 @@
-"""Functions that bring their own derivative, or compute themselves again to find it."""
+"""Functions that bring their own derivative: a pullback (custom_vjp) or a push-forward (custom_jvp)."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from spmd.autodiff import tracer, tree
-from spmd.autodiff.tape import Node, Tape, _active, recording, refusing, sweep
+from spmd.autodiff.tape import Tape, refusing
 from spmd.autodiff.tracer import Array, value_of
 from spmd.autodiff.transforms import (
     _top,
@@ -19,7 +18,6 @@ from spmd.autodiff.transforms import (
     kind_of,
     lower,
     name_of,
-    on,
     pullback_of,
     stated,
     unstated,
@@ -27,7 +25,7 @@ from spmd.autodiff.transforms import (
 )
 from spmd.errors import ClosureError, DifferentiationError, describe, message
 
-__all__ = ["checkpoint", "custom_jvp", "custom_vjp"]
+__all__ = ["custom_jvp", "custom_vjp"]
 
 
 class _Custom:
@@ -68,7 +66,8 @@ class _Custom:
     def _fixed(self, args: tuple) -> set[int]:
         """The positions of the arguments that are not differentiated; they must not be traced."""
         numbers = self.nondiff_argnums
-        numbers = {n % len(args) for n in ([numbers] if hasattr(numbers, "__index__") else numbers)} if args else set()  # type: ignore[union-attr]
+        numbers = [numbers] if hasattr(numbers, "__index__") else list(numbers)  # type: ignore[arg-type]
+        numbers = {n % len(args) for n in numbers if -len(args) <= n < len(args)}
         names = [p.name for p in self.parameters or ()]
         numbers |= {names.index(n) for n in self.nondiff_argnames if n in names[: len(args)]}
         for n in numbers:
@@ -101,6 +100,9 @@ class _Custom:
 
 
 def _parameters(fun: Callable) -> list[inspect.Parameter] | None:
+    """What the signature of a function says; None where it is not known, or that of a ufunc with all its options."""
+    if isinstance(fun, np.ufunc):
+        return None
     try:
         return list(inspect.signature(fun).parameters.values())
     except (TypeError, ValueError):
@@ -321,218 +323,3 @@ def _misbuilt(where: str, got: str, need: str) -> Exception:
             mend="return one per differentiable argument, None for zero",
         )
     )
-
-
-# Computing again
-
-
-def checkpoint(
-    fun: Callable,
-    *,
-    prevent_cse: bool = True,
-    policy: None = None,
-    static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Iterable[str] = (),
-) -> Callable:
-    """`fun`, whose intermediate values are not kept but computed again in the backward sweep, as jax.checkpoint.
-
-    What enters is kept: arguments, and traced arrays that `fun` closes over. A chain of n steps in √n checkpointed
-    blocks of √n steps so holds O(√n) arrays. The sweep of the block is checkpointed too, for outer differentiations.
-    `fun` must give the same when it is called again.
-
-    prevent_cse: for compilers; it changes nothing here.
-    policy: None. Which intermediates are kept is said by which functions are checkpointed.
-    static_argnums, static_argnames: arguments that are passed as they are, and are never traced.
-    """
-    if policy is not None:
-        raise DifferentiationError(
-            message(
-                f"checkpoint of {name_of(fun)}",
-                argument="policy",
-                got=describe(policy),
-                need="None: all intermediate values are computed again",
-                mend="checkpoint smaller functions, and leave out what is to be kept",
-            )
-        )
-    numbers = [static_argnums] if hasattr(static_argnums, "__index__") else list(static_argnums)  # type: ignore[arg-type]
-    names = {static_argnames} if isinstance(static_argnames, str) else set(static_argnames)
-
-    @functools.wraps(fun)
-    def wrapped(*args, **kwargs):
-        tapes = _active.get()
-        if not tapes:
-            return fun(*args, **kwargs)
-        static = {n % len(args) for n in numbers} if args else set()
-        fixed = {k: v for k, v in kwargs.items() if k in names}
-        if _top(tree.leaves(([args[n] for n in static], fixed))) is not None:
-            raise DifferentiationError(
-                message(
-                    f"checkpoint of {name_of(fun)}",
-                    argument="static_argnums",
-                    got="a traced array in a static argument",
-                    need="static arguments without a gradient",
-                    mend="leave it out of static_argnums and static_argnames",
-                )
-            )
-        moving = [i for i in range(len(args)) if i not in static]
-        named = {k: v for k, v in kwargs.items() if k not in names}
-        leaves, treedef = tree.flatten(([args[i] for i in moving], named))
-        template = [a if i in static else None for i, a in enumerate(args)]
-
-        def call(values):
-            given, more = tree.unflatten(treedef, values)
-            full = list(template)
-            for i, a in zip(moving, given, strict=True):
-                full[i] = a
-            return fun(*full, **more, **fixed)
-
-        return _computed_again(call, leaves, tapes, f"checkpoint of {name_of(fun)}")
-
-    return wrapped
-
-
-def _computed_again(call: Callable, leaves: list, tapes: Sequence[Tape], where: str):
-    """`call(leaves)`, on each of the tapes (outermost first) as one node, whose pullback runs `call` again.
-
-    It runs with its leaves below all tapes, so that they record only what it closes over. That goes aside, to tell on
-    which nodes the results depend, and is dropped.
-    """
-    if not tapes:
-        return call(leaves)
-    levels = [leaves]  # from the innermost: the leaves as each tape sees them
-    for tape in reversed(tapes):
-        levels.append([lower(x, tape) for x in levels[-1]])
-    *levels, values = levels
-    asides = [Tape() for _ in tapes]
-    with _redirected(zip(tapes, asides, strict=True)):
-        out = call(values)
-    outs, out_tree = tree.flatten(out)
-    closed = [_closed(tape, aside, outs) for tape, aside in zip(tapes, asides, strict=True)]
-    for tape in reversed(tapes):
-        outs = [lower(o, tape) for o in outs]
-    for i, (tape, seen) in enumerate(zip(tapes, reversed(levels), strict=True)):
-        moved = {k: x for k, x in enumerate(seen) if on(x, tape)}
-        if moved or closed[i]:
-            inner = [t for t, nodes in zip(tapes[i + 1 :], closed[i + 1 :], strict=True) if nodes]
-            again = _Again(call, [lower(x, tape) for x in seen], list(moved), tape, closed[i], inner, where)
-            outs = joint(tape, [*(x.node for x in moved.values()), *closed[i]], outs, again.pull)
-    return tree.unflatten(out_tree, outs)
-
-
-class _Again:
-    """The pullback of a call that is run again.
-
-    values: its leaves below the tape; moved: the positions of those that are differentiated.
-    closed: nodes of the tape that the call depends on beside them. Only then is the tape itself kept, and used again:
-    arrays that are closed over know no other.
-    inner: tapes further in, on which the call records what it closes over, to no use.
-    """
-
-    __slots__ = ("call", "closed", "inner", "moved", "tape", "values", "where")
-
-    def __init__(self, call, values: list, moved: list[int], tape: Tape, closed: list[Node], inner, where: str):
-        self.call = call
-        self.values = values
-        self.moved = moved
-        self.tape = tape if closed else None
-        self.closed = closed
-        self.inner = inner
-        self.where = where
-
-    def pull(self, gs: list) -> list:
-        if self.closed:
-            return self.swept(self.values, gs)
-        # For tapes further out this is a computation that holds as little as the call itself.
-        n = len(self.values)
-        leaves = [*self.values, *gs]
-        found = _computed_again(lambda xs: self.swept(xs[:n], xs[n:]), leaves, _active.get(), self.where)
-        return [unstated(g) for g in found]
-
-    def swept(self, values: list, gs: list) -> list:
-        """Call again, and sweep back: the cotangents of what moved, and of what is closed over."""
-        with self.recording() as (tape, aside):
-            full, starts, states = list(values), [], []
-            for k in self.moved:
-                x = values[k]
-                starts.append(aside.leaf(np.shape(value_of(x)), getattr(x, "dtype", None) or tracer.weak(x)))
-                states.append(getattr(x, "state", None))
-                full[k] = Array(
-                    x if type(x) is not Array or x.tape is not None else x.value, states[-1], tape, starts[-1]
-                )
-            outs = tree.leaves(self.call(full))
-        for t in reversed(self.inner):
-            outs = [lower(o, t) for o in outs]
-        proxies = {id(node): aside.leaf(node.shape, node.dtype) for node in self.closed}
-
-        def own(node):
-            """The node that stands for one on the sweep's own tape."""
-            if node is None or _stands_on(aside, node):
-                return node
-            if id(node) not in proxies:
-                raise self.another()
-            return proxies[id(node)]
-
-        for node in aside.nodes:
-            node.parents = [own(p) for p in node.parents]
-        if len(outs) != len(gs):
-            raise self.another()
-        seeds = [(own(o.node), unstated(g)) for o, g in zip(outs, gs, strict=True) if g is not None and on(o, tape)]
-        leaves = [*starts, *proxies.values()]
-        found = sweep(aside, seeds, leaves, free=True)
-        states += [None] * len(proxies)
-        return [None if g is None else stated(g, state) for g, state in zip(found, states, strict=True)]
-
-    @contextmanager
-    def recording(self) -> Iterator[tuple[Tape, Tape]]:
-        """The tape that the call records on, and the one that its nodes go to."""
-        junk = [(t, Tape()) for t in self.inner]
-        if self.tape is None:
-            with recording(once=True) as tape, _redirected(junk):
-                yield tape, tape
-            return
-        aside = Tape(once=True)
-        token = _active.set((*_active.get(), self.tape))
-        try:
-            with _redirected([(self.tape, aside), *junk]):
-                yield self.tape, aside
-        finally:
-            _active.reset(token)
-
-    def another(self) -> Exception:
-        return DifferentiationError(
-            message(
-                self.where,
-                got="a function that uses other arrays, or returns others, when it is called again",
-                need="a function of its arguments, and of arrays that stay what they are",
-                mend="keep random draws, counters and the like outside, and pass them in",
-            )
-        )
-
-
-def _stands_on(tape: Tape, node: Node) -> bool:
-    return node.index < len(tape.nodes) and tape.nodes[node.index] is node
-
-
-def _closed(tape: Tape, aside: Tape, outs: list) -> list[Node]:
-    """The nodes of a tape that what went aside depends on, and results that are such nodes themselves."""
-    nodes = [p for node in aside.nodes for p in node.parents if p is not None]
-    for o in outs:
-        while type(o) is Array:
-            if o.tape is tape:
-                nodes.append(o.node)
-            o = o.value
-    return list({id(n): n for n in nodes if not _stands_on(aside, n)}.values())
-
-
-@contextmanager
-def _redirected(pairs: Iterable[tuple[Tape, Tape]]) -> Iterator[None]:
-    """Within the block, what is recorded on the first of each pair goes to the other."""
-    pairs = list(pairs)
-    before = [(tape.open, tape.twins) for tape, _ in pairs]
-    for tape, aside in pairs:
-        tape.open, tape.twins = aside.nodes, {}
-    try:
-        yield
-    finally:
-        for (tape, _), (nodes, twins) in zip(pairs, before, strict=True):
-            tape.open, tape.twins = nodes, twins
