@@ -22,7 +22,7 @@ import numpy as np
 
 from spmd.autodiff.primitive import composite, constant, primitive, rule
 from spmd.autodiff.rules.elementwise import nonzero
-from spmd.autodiff.rules.reduce import conj
+from spmd.autodiff.rules.reduce import array, conj, square
 from spmd.autodiff.tracer import bare, compute
 from spmd.errors import DifferentiationError, message
 
@@ -96,10 +96,6 @@ def _warn_of_turns(name: str, gaps, gw, *turns) -> None:
             return
 
 
-def _array(x):
-    return x if hasattr(x, "dtype") else np.asarray(x)
-
-
 def _require_square(a) -> None:
     if a.ndim < 2 or a.shape[-1] != a.shape[-2]:
         raise np.linalg.LinAlgError(f"a square matrix is needed, not an array of shape {a.shape}")
@@ -121,13 +117,13 @@ def _solve(a, b):
 
 @composite(np.linalg.solve)
 def solve(a, b):
-    a, b = _array(a), _array(b)
+    a, b = array(a), array(b)
     return _solve(a, b[:, None])[..., 0] if b.ndim == 1 else _solve(a, b)
 
 
 @composite(np.linalg.tensorsolve)
 def tensorsolve(a, b, axes=None):
-    a, b = _array(a), _array(b)
+    a, b = array(a), array(b)
     if axes is not None:
         axes = [k % a.ndim for k in axes]
         a = np.transpose(a, [k for k in range(a.ndim) if k not in axes] + axes)
@@ -166,7 +162,7 @@ def matrix_power(a, n):
 
 @composite(np.linalg.multi_dot)
 def multi_dot(arrays, *, out=None):
-    arrays = [_array(a) for a in arrays]
+    arrays = [array(a) for a in arrays]
     if len(arrays) < 2:
         raise ValueError("Expecting at least two arrays.")
     if len(arrays) == 2:
@@ -562,7 +558,7 @@ def _lstsq(a, b, rcond):
 
 @composite(np.linalg.lstsq)
 def lstsq(a, b, rcond=None):
-    a, b = _array(a), _array(b)
+    a, b = array(a), array(b)
     rank = compute(lambda a, b: np.linalg.lstsq(a, b, rcond)[2], (a, b), {})
     m, n = a.shape
     eps = float(np.finfo(float).eps)  # LAPACK's part of NumPy computes in double precision
@@ -570,8 +566,7 @@ def lstsq(a, b, rcond=None):
     columns = b[:, None] if b.ndim == 1 else b
     x = _lstsq(_without_small(a, cutoff), columns, cutoff)
     if bare(rank) == n < m:
-        rest = columns - a @ x
-        residuals = np.sum(np.real(rest * conj(rest)), 0)
+        residuals = np.sum(square(columns - a @ x), 0)
     else:
         residuals = np.zeros_like(np.real(x), shape=0)
     return x[:, 0] if b.ndim == 1 else x, residuals, rank, _svdvals(a)

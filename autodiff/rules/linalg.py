@@ -266,7 +266,9 @@ def _max(x, axis, keepdims=False):
 
 
 @composite(np.linalg.vector_norm)
-def vector_norm(x, /, *, axis=None, keepdims=False, ord=2):
+def vector_norm(x, /, *, axis=None, keepdims=False, ord: Any = 2):
+    if isinstance(ord, str):
+        raise ValueError(f"Invalid norm order '{ord}' for vectors")
     if ord in (2, None):
         return _two_norm(x, axis, keepdims)
     if abs(ord) == np.inf:
@@ -290,8 +292,6 @@ def norm(x, ord: Any = None, axis=None, keepdims=False):
         return _two_norm(x, axis, keepdims)
     axes = tuple(range(x.ndim)) if axis is None else axis if isinstance(axis, tuple) else (operator.index(axis),)
     if len(axes) == 1:
-        if isinstance(ord, str):
-            raise ValueError(f"Invalid norm order '{ord}' for vectors")
         return vector_norm(x, ord=2 if ord is None else ord, axis=axes[0], keepdims=keepdims)
     if len(axes) != 2:
         raise ValueError("Improper number of dimensions to norm.")
