@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -64,7 +65,7 @@ rule(np.ldexp, lambda g, _ans, _x, y: np.ldexp(g, y))
 
 @composite(np.frexp)
 def frexp(x):
-    exponent = compute(lambda x: np.frexp(x)[1], (x,), {})
+    exponent: Any = compute(lambda x: np.frexp(x)[1], (x,), {})
     return np.ldexp(x, -exponent), exponent
 
 

@@ -7,9 +7,9 @@ import math
 
 import numpy as np
 
+from spmd.autodiff.indexing import at
 from spmd.autodiff.primitive import composite, primitive, rule
 from spmd.autodiff.rules.shape import along, entries
-from spmd.autodiff.indexing import at
 from spmd.autodiff.tracer import Array, value_of
 from spmd.errors import DtypeError, message
 

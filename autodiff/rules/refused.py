@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from spmd.autodiff.primitive import passive, refused
+from spmd.autodiff.primitive import composite, constant, passive, refused
 
 # Those that write into an argument. Arrays are immutable: a changed copy takes their place.
 
@@ -68,9 +68,9 @@ refused(np.save, np.savetxt, np.savez, np.savez_compressed, instead="save spmd.s
 refused(np.format_float_positional, np.format_float_scientific, instead="np.array2string(x), or an f-string")
 
 
-def _named(names: str):
-    """The functions of numpy by their names, those that this version has."""
-    return [getattr(np, name) for name in names.split() if hasattr(np, name)]
+def _named(names: str, module=np):
+    """The functions of a module by their names, those that this version has."""
+    return [getattr(module, name) for name in names.split() if hasattr(module, name)]
 
 
 passive(*_named("empty eye fromfunction identity indices ones tri zeros bartlett blackman hamming hanning"))
@@ -79,4 +79,15 @@ passive(*_named("frombuffer fromfile fromregex fromstring genfromtxt load loadtx
 passive(*_named("isdtype isscalar issubdtype iterable mintypecode promote_types typename"))
 passive(*_named("busday_count busday_offset datetime_as_string datetime_data is_busday isnat base_repr binary_repr"))
 passive(*_named("get_include get_printoptions getbufsize geterr geterrcall info printoptions set_printoptions"))
-passive(*_named("setbufsize seterr seterrcall show_config show_runtime test"), np.linalg.test, np.fft.test)
+passive(*_named("setbufsize seterr seterrcall show_config show_runtime"))
+for _module in (np, np.linalg, np.fft):
+    passive(*_named("test", _module))
+
+# Other names of older releases.
+
+constant(*_named("in1d"))
+
+
+@composite(*_named("trapz"))
+def trapz(y, x=None, dx=1.0, axis=-1):
+    return np.trapezoid(y, x, dx, axis)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from spmd.autodiff.tracer import bare, compute, value_of
 
 # Convolution: sum_k a_k v_{n-k}, so that the cotangent of a is sum_n g_n v_{n-k}.
 
-_MODES = {0: "valid", 1: "same", 2: "full"}
+_MODES: dict[Any, str] = {0: "valid", 1: "same", 2: "full"}
 
 
 def _opposite(g, size, other, mode):

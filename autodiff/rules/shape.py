@@ -182,25 +182,25 @@ def _cast(x, dtype, casting):
 
 
 @composite(np.concatenate)
-def concatenate(arrays, /, axis=0, out=None, *, dtype=None, casting="same_kind"):
+def concatenate(arrays, /, axis=0, out=None, *, dtype=None, casting: Any = "same_kind"):
     if axis is None:
         arrays, axis = [np.ravel(a) for a in arrays], 0
     return _cast(_concatenate(*arrays, axis=axis), dtype, casting)
 
 
 @composite(np.stack)
-def stack(arrays, axis=0, out=None, *, dtype=None, casting="same_kind"):
+def stack(arrays, axis=0, out=None, *, dtype=None, casting: Any = "same_kind"):
     return _cast(_stack(*arrays, axis=axis), dtype, casting)
 
 
 # Older releases of NumPy have np.row_stack as another name.
 @composite(*{np.vstack, getattr(np, "row_stack", np.vstack)})
-def vstack(tup, *, dtype=None, casting="same_kind"):
+def vstack(tup, *, dtype=None, casting: Any = "same_kind"):
     return np.concatenate([np.atleast_2d(a) for a in tup], 0, dtype=dtype, casting=casting)
 
 
 @composite(np.hstack)
-def hstack(tup, *, dtype=None, casting="same_kind"):
+def hstack(tup, *, dtype=None, casting: Any = "same_kind"):
     arrays = [np.atleast_1d(a) for a in tup]
     return np.concatenate(arrays, 0 if arrays[0].ndim == 1 else 1, dtype=dtype, casting=casting)
 
