@@ -93,7 +93,7 @@ def _get(x: Array, index):
         return _getitem(x, index)
     plan = _GET.plans.get(6) or _GET.plan(6)
     nodes, parent = tape.open, x.node
-    node = Node(_GET, plan.pulls, (parent,), (parent, index), NO_OPTIONS, None, ans.shape, dtype, len(nodes))
+    node = Node(_GET, plan.pulls, (parent,), (None, parent, index), NO_OPTIONS, ans.shape, dtype, len(nodes))
     nodes.append(node)
     return Array(ans, x.state, tape, node)
 

@@ -230,11 +230,14 @@ def primitive(name: str, *rules: Rule | None, variadic: Rule | None = None, line
 
 
 def _entry(prim: Any) -> Callable[..., Any]:
-    from spmd.autodiff.tracer import Array, apply
+    from spmd.autodiff.tracer import Array, apply, apply_unary
 
     def call(*args, **kwargs):
-        if Array not in map(type, args) and not kwargs:
-            return prim.fun(*args)
+        if not kwargs:
+            if Array not in map(type, args):
+                return prim.fun(*args)
+            if len(args) == 1:
+                return apply_unary(prim, *args)
         return apply(prim, args, kwargs)
 
     call.__name__ = call.__qualname__ = prim.name

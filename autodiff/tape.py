@@ -44,22 +44,21 @@ class Like:
 
 class Node(Like):
     """One recorded result: the primitive that made it, the rules and the nodes of its differentiated arguments, and
-    what the rules ask for.
+    what the rules ask for: `args` holds the result and the arguments, None for those that no rule looks at.
 
     `shape` and `dtype` are those of the result; a `dtype` of None marks a weakly typed Python number.
     A node without a primitive is a leaf: an argument that is differentiated. One of a function with several results
     has their shapes and dtypes in `results`; a node per result selects from it.
     """
 
-    __slots__ = ("ans", "args", "index", "kwargs", "parents", "prim", "pulls", "results")
+    __slots__ = ("args", "index", "kwargs", "parents", "prim", "pulls", "results")
 
-    def __init__(self, prim, pulls, parents, args, kwargs, ans, shape, dtype, index):
+    def __init__(self, prim, pulls, parents, args, kwargs, shape, dtype, index):
         self.prim = prim
         self.pulls = pulls
         self.parents = parents
         self.args = args
         self.kwargs = kwargs
-        self.ans = ans
         self.shape = shape
         self.dtype = dtype
         self.index = index
@@ -83,7 +82,7 @@ class Tape:
         self.twins: dict[Any, Any] = {}
 
     def leaf(self, shape, dtype) -> Node:
-        node = Node(None, (), (), (), {}, None, shape, dtype, len(self.open))
+        node = Node(None, (), (), (), {}, shape, dtype, len(self.open))
         self.open.append(node)
         return node
 
@@ -260,43 +259,41 @@ def sweep(tape: Tape, seeds: Iterable[tuple[Node, Any]], leaves: list[Node], *, 
     if free:
         del nodes[last + 1 :]
     for index in range(last, -1, -1):
+        g = cotangents[index]
         node = nodes[index]
         prim = node.prim
         if prim is None:
             continue
-        g = cotangents[index]
         if g is not None:
             cotangents[index] = None
             args, kwargs = node.args, node.kwargs
             if args is None:
                 raise _freed()
             if prim.joint is not None:
-                for parent, part in zip(node.parents, prim.joint(g, *args), strict=True):
+                for parent, part in zip(node.parents, prim.joint(g, *args[1:]), strict=True):
                     if parent is not None and part is not None:
                         add(parent, part)
-            else:
-                if type(g) is Bundle:
-                    g = g.filled(node.results)
-                for pull, parent in zip(node.pulls, node.parents, strict=False):
-                    if prim.owe is not None and parent.prim is None:
-                        debt = prim.owe(shared, g, *args)
-                        if debt is not None:
-                            owed.setdefault(parent.index, []).append(debt)
-                            continue
-                    h = pull(g, node.ans, *args, **kwargs) if kwargs else pull(g, node.ans, *args)
-                    # As in `add`, for the case that counts.
-                    if (
-                        cotangents[parent.index] is None
-                        and type(h) is bare
-                        and h.dtype is parent.dtype
-                        and h.shape == parent.shape
-                    ):
-                        cotangents[parent.index] = h
-                    else:
-                        add(parent, h)
+            elif type(g) is Bundle:
+                g = g.filled(node.results)
+            for pull, parent in zip(node.pulls, node.parents):  # noqa: B905 (quicker, and they are as many)
+                if prim.owe is not None and parent.prim is None:
+                    debt = prim.owe(shared, g, *args[1:])
+                    if debt is not None:
+                        owed.setdefault(parent.index, []).append(debt)
+                        continue
+                h = pull(g, *args, **kwargs) if kwargs else pull(g, *args)
+                place = parent.index
+                if (  # as in `add`, for the case that counts
+                    cotangents[place] is None
+                    and type(h) is bare
+                    and h.dtype is parent.dtype
+                    and h.shape == parent.shape
+                ):
+                    cotangents[place] = h
+                else:
+                    add(parent, h)
         if free:
-            node.args = node.ans = None
-            node.parents = ()
+            node.args, node.parents = None, ()
             nodes[index] = None  # type: ignore[call-overload]
     for node in leaves:
         for debt in owed.get(node.index, ()):

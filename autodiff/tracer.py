@@ -169,7 +169,8 @@ def apply(prim: Primitive, args, kwargs):
         if keep is not VALUE:
             lower[i] = None if keep is NOTHING else likes[i] or _like(lower[i])
     nodes = top.open
-    node = Node(prim, plan.pulls, parents, lower, options, ans if plan.keep_ans else None, shape, dtype, len(nodes))
+    lower.insert(0, ans if plan.keep_ans else None)
+    node = Node(prim, plan.pulls, parents, lower, options, shape, dtype, len(nodes))
     nodes.append(node)
     return Array(ans, state, top, node) if shape is not None else _parts(ans, state, top, node)
 
@@ -190,17 +191,8 @@ def apply_unary(prim: Primitive, x: Array):
         return wrap(ans, state)
     plan = prim.plans.get(3) or prim.plan(3)
     nodes, parent = tape.open, x.node
-    node = Node(
-        prim,
-        plan.pulls,
-        (parent,),
-        (value if plan.keeps[0] is VALUE else parent,),
-        NO_OPTIONS,
-        ans if plan.keep_ans else None,
-        ans.shape,
-        dtype,
-        len(nodes),
-    )
+    args = (ans if plan.keep_ans else None, value if plan.keeps[0] is VALUE else parent)
+    node = Node(prim, plan.pulls, (parent,), args, NO_OPTIONS, ans.shape, dtype, len(nodes))
     nodes.append(node)
     return Array(ans, state, tape, node)
 
@@ -230,20 +222,13 @@ def apply_binary(prim: Primitive, x, y):
     plan = prim.plans.get(key) or prim.plan(key)
     first, second = plan.keeps
     nodes = tape.open
-    node = Node(
-        prim,
-        plan.pulls,
-        (left, right) if key == 7 else (left,) if key == 6 else (right,),
-        (
-            a if first is VALUE else None if first is NOTHING else _like(left),
-            b if second is VALUE else None if second is NOTHING else _like(right),
-        ),
-        NO_OPTIONS,
+    args = (
         ans if plan.keep_ans else None,
-        ans.shape,
-        dtype,
-        len(nodes),
+        a if first is VALUE else None if first is NOTHING else _like(left),
+        b if second is VALUE else None if second is NOTHING else _like(right),
     )
+    parents = (left, right) if key == 7 else (left,) if key == 6 else (right,)
+    node = Node(prim, plan.pulls, parents, args, NO_OPTIONS, ans.shape, dtype, len(nodes))
     nodes.append(node)
     return Array(ans, state, tape, node)
 
@@ -304,7 +289,7 @@ def _signature(fun):
 
 def record(tape: Tape, prim: Primitive, parents: list[Node | None], args: tuple, shape, dtype) -> Node:
     """Record a result that was computed elsewhere; `args` is what the rule is given."""
-    node = Node(prim, prim.rules, parents, args, NO_OPTIONS, None, shape, dtype, len(tape.open))
+    node = Node(prim, prim.rules, parents, (None, *args), NO_OPTIONS, shape, dtype, len(tape.open))
     tape.open.append(node)
     return node
 
@@ -359,7 +344,7 @@ def dispatch(fun, args, kwargs):
                 argument="out",
                 got="an array to write into",
                 need="no out: arrays of a body are immutable",
-                mend=f"use the result: y = {name_of(fun)}(...)",
+                mend=f"use the result: y = {name_of(fun)}(...); for `y += x`: y = y + x",
             )
         )
     kwargs.pop("out", None)
@@ -464,10 +449,20 @@ class Array:
 
     def __len__(self) -> int:
         if not self.shape:
-            raise TypeError("len() of an array without dimensions")
+            # Libraries that take an array for a sequence ask this of its entries, to make numbers of them.
+            raise TypeError(
+                message(
+                    "len()",
+                    got=describe(self),
+                    need="an array with dimensions",
+                    mend="x.size; spmd.stop_gradient(x), before another library takes its entries",
+                )
+            )
         return self.shape[0]
 
     def __iter__(self):
+        if not self.shape:
+            raise TypeError("iteration over an array without dimensions")
         return (self[i] for i in range(len(self)))
 
     def __spmd_describe__(self) -> str:
@@ -475,11 +470,16 @@ class Array:
         return f"{'traced ' if self.tape is not None else ''}{state} {self.dtype}{list(self.shape)}"
 
     def __repr__(self) -> str:
-        data = np.array2string(np.asarray(value_of(self)), separator=", ", threshold=20, edgeitems=2)
+        value = value_of(self)
+        value = value.get() if hasattr(value, "get") else np.asarray(value)
+        data = np.array2string(value, separator=", ", threshold=20, edgeitems=2)
         return f"Array({data}, {self.__spmd_describe__()})"
 
     def __format__(self, spec: str) -> str:
-        return format(value_of(self), spec) if spec and self.shape == () else str(self)
+        if not spec or self.shape:
+            return object.__format__(self, spec)
+        value = value_of(self)
+        return format(value.item() if hasattr(value, "item") else value, spec)
 
     # What it refuses
 
@@ -538,11 +538,13 @@ class Array:
     def __index__(self) -> int:
         return operator.index(self._number("index"))
 
-    def item(self):
-        return self._number("item").item()
+    def item(self, *args):
+        value = self._number("x.item")
+        return value.item(*args) if hasattr(value, "item") else np.asarray(value).item(*args)
 
     def tolist(self):
-        return self._number("tolist").tolist()
+        value = self._number("x.tolist")
+        return value.tolist() if hasattr(value, "tolist") else value
 
     def __setitem__(self, index, value):
         raise StateError(
@@ -562,13 +564,18 @@ class Array:
             raise AttributeError(f"'Array' object has no attribute {name!r}")
 
         def text() -> str:
-            known = [f"x.{k}" for k in nearest(name, (k for k in dir(Array) if not k.startswith("_")))]
+            need, mend = missing.get(name, (None, None))
+            known = [] if need else [f"x.{k}" for k in nearest(name, (k for k in dir(Array) if not k.startswith("_")))]
+            if mend is None:
+                mend = f"np.{name}(x)" if hasattr(np, name) else "a function np.f(x) with a rule, or a map around it"
+            data = "x" if self.tape is None else "spmd.stop_gradient(x)"
             return message(
                 f"x.{name}",
                 got=describe(self),
-                need="a method that arrays of a body, or traced ones, have"
+                need=need
+                or "a method that arrays of a body, or traced ones, have"
                 + (f"; the nearest are {', '.join(known)}" if known else ""),
-                mend=f"np.{name}(x)" if hasattr(np, name) else "a function np.f(x) with a rule, or a map around it",
+                mend=mend.format(data=data if self.state is None else f"spmd.block({data})"),
             )
 
         raise MissingMethodError(text)
@@ -609,52 +616,18 @@ class Array:
         return dispatch(fun, args, dict(kwargs))
 
     def __array_namespace__(self, *, api_version=None):
-        return np
+        from spmd.autodiff import namespace
 
-    # What needs no rule of its own (`syntax` and `indexing` add the rest)
-
-    def copy(self):
-        return self
-
-    @property
-    def T(self):
-        return np.transpose(self)
-
-    @property
-    def mT(self):
-        return np.swapaxes(self, -1, -2)
-
-    @property
-    def real(self):
-        return np.real(self)
-
-    @property
-    def imag(self):
-        return np.imag(self)
-
-    def reshape(self, *shape, order: Any = "C"):
-        return np.reshape(self, shape[0] if len(shape) == 1 else shape, order=order)
-
-    def transpose(self, *axes):
-        return np.transpose(self, (axes[0] if len(axes) == 1 else axes) or None)
-
-    def flatten(self):
-        return np.ravel(self)
-
-    def __pos__(self):
-        return self
-
-    def __round__(self, ndigits=None):
-        return np.round(self, ndigits or 0)
-
-    def __divmod__(self, other):
-        return self // other, self % other
+        return namespace.of(self, api_version)
 
 
 _creators = {
     getattr(np, name) for name in "arange array asanyarray asarray empty eye full identity ones tri zeros".split()
 }
 """Functions that reach an Array by `like=` only."""
+
+missing: dict[str, tuple[str, str]] = {}
+"""What NumPy's arrays have and an Array has not: why, and what to write instead."""
 
 SEQUENCES = {list, tuple}
 OPERANDS = {Array, np.ndarray, int, float, complex, bool}

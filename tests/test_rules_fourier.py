@@ -194,7 +194,7 @@ def names_of(tape):
 def test_a_pullback_is_one_transform_and_keeps_nothing(f, x):
     with recording() as tape:
         y = f(lift(tape, x, "", str))
-        assert not any(isinstance(a, np.ndarray) for a in (*y.node.args, y.node.ans))
+        assert not any(isinstance(a, np.ndarray) for a in y.node.args)
     y, pull = vjp(f, x)
     with recording() as tape:
         (back,) = pull(lift(tape, np.ones_like(y), "", str))
