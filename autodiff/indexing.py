@@ -270,7 +270,6 @@ def at(x) -> At:
 
 
 def define_indexing() -> None:
-    """Give Array x[i], x.at and x.astype."""
+    """Give Array x[i] and x.at."""
     Array.__getitem__ = _get  # type: ignore[attr-defined]
     Array.at = property(at)  # type: ignore[attr-defined]
-    Array.astype = lambda self, dtype, copy=True: astype(self, np.dtype(dtype))  # type: ignore[attr-defined]

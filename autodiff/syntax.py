@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
+import types
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from spmd.autodiff import tracer
 from spmd.autodiff.primitive import Primitive, handlers
+from spmd.autodiff.indexing import astype
 from spmd.autodiff.tracer import OPERANDS, SEQUENCES, Array, apply_binary, apply_unary, compute, value_of, wrap
+from spmd.errors import DtypeError, StateError, TracedConversionError, describe, message
 
 __all__ = ["define_operators"]
 
@@ -37,7 +42,21 @@ def _operand(x):
     """What an operator takes of x: lists become arrays; what is no number is left to its own operators."""
     if type(x) in SEQUENCES:
         return np.asarray(x)
-    return x if isinstance(x, int | float | complex) or hasattr(x, "dtype") else NotImplemented
+    if isinstance(x, np.matrix | np.ma.MaskedArray):
+        raise StateError(
+            message(
+                "an operator",
+                got=f"{describe(x)} beside an Array",
+                need="a plain array: the operators of this one mean something else, or skip entries",
+                mend="np.asarray(m), with @ for a product of matrices; np.where(mask, x, other) for a mask",
+            )
+        )
+    return x if isinstance(x, int | float | complex | np.ndarray) or _is_array(x) else NotImplemented
+
+
+def _is_array(x) -> bool:
+    """Whether x is an array by NumPy's dtypes: those of torch are left to what they say themselves."""
+    return isinstance(getattr(x, "dtype", None), np.dtype)
 
 
 def _recorded(symbol: str, ufunc) -> Primitive:
@@ -85,14 +104,222 @@ def _method(fun):
     def method(self, *args, **kwargs):
         return fun(self, *args, **kwargs)
 
-    method.__name__ = fun.__name__
-    method.__doc__ = f"As np.{fun.__name__}(x, ...)."
     return method
 
 
-for _each in (
-    "all any argmax argmin argsort clip conj cumprod cumsum diagonal dot max mean min nonzero prod ravel repeat "
-    "round searchsorted sort squeeze std sum swapaxes take trace var"
-).split():
-    setattr(Array, _each, _method(getattr(np, _each)))
-Array.conjugate = Array.conj  # type: ignore[attr-defined]
+def _clip(self, min=None, max=None, out=None, **kwargs):
+    return np.clip(self, min, max, out=out, **kwargs)
+
+
+def _reshape(self, *shape, order: Any = "C", copy=None):
+    options = {} if copy is None else {"copy": copy}
+    return np.reshape(self, shape[0] if len(shape) == 1 else shape, order=order, **options)
+
+
+def _transpose(self, *axes):
+    if not axes or axes == (None,):
+        return np.transpose(self)
+    return np.transpose(self, axes[0] if len(axes) == 1 and np.ndim(axes[0]) else axes)
+
+
+def _astype(self, dtype, order="K", casting: Any = "unsafe", subok=True, copy=True):
+    dtype = np.dtype(dtype)
+    if casting != "unsafe" and not np.can_cast(self.dtype, dtype, casting):
+        raise TypeError(f"cannot cast from {self.dtype} to {dtype} by the rule {casting!r}")
+    if self.tape is not None and (dtype.kind in "OSUMmT" or dtype.type is np.void):
+        raise DtypeError(
+            message(
+                "x.astype",
+                argument="dtype",
+                got=f"{dtype} for a {describe(self)}",
+                need="a dtype of numbers: others have no gradient",
+                mend=f"spmd.stop_gradient(x).astype({str(dtype)!r})",
+            )
+        )
+    return astype(self, dtype)
+
+
+def _view(self, dtype=None, type=None):
+    if type is None and (dtype is None or (not _is_type(dtype) and np.dtype(dtype) == self.dtype)):
+        return self
+    raise StateError(
+        message(
+            "x.view",
+            got=f"{describe(dtype or type)} for a {describe(self)}",
+            need="the array's own dtype: other views read its bytes, which are no part of its value",
+            mend="x.astype(dtype); np.real(x) and np.imag(x) of complex entries",
+        )
+    )
+
+
+def _is_type(dtype) -> bool:
+    return isinstance(dtype, type) and issubclass(dtype, np.ndarray)
+
+
+def _device(self):
+    return getattr(value_of(self), "device", "cpu")
+
+
+def _to_device(self, device, /, *, stream=None):
+    if device == self.device:
+        return self
+    raise ValueError(
+        message(
+            "x.to_device",
+            argument="device",
+            got=f"{device!r} for a {describe(self)} on {self.device!r}",
+            need="the device where it is: a gradient does not travel between devices",
+            mend="move the argument before it is differentiated",
+        )
+    )
+
+
+def _contains(self, value):
+    return bool((self == value).any())
+
+
+def _divmod(x, y):
+    return x // y, x % y
+
+
+def _rounded(self, ndigits=None):
+    return np.round(self, ndigits or 0)
+
+
+def _whole(name: str) -> Callable:
+    """math.floor and its kin: a Python number, where the array has one."""
+    fun = getattr(math, name)
+    return lambda self: fun(self._number(f"math.{name}"))
+
+
+_SAME = (
+    "all any argmax argmin argpartition argsort choose conj cumprod cumsum diagonal dot max mean min nonzero prod "
+    "ravel repeat round searchsorted squeeze std sum swapaxes take trace var"
+)
+"""Methods with the arguments of the function of their name."""
+
+_METHODS: dict[str, Callable] = {
+    **{name: _method(getattr(np, name)) for name in _SAME.split()},
+    "astype": _astype,
+    "clip": _clip,
+    "compress": lambda self, condition, axis=None, out=None: np.compress(condition, self, axis, out=out),
+    "conjugate": lambda self: np.conj(self),
+    "copy": lambda self, order="C": self,
+    "flatten": lambda self, order="C": np.ravel(self, order),
+    "reshape": _reshape,
+    "to_device": _to_device,
+    "transpose": _transpose,
+    "view": _view,
+    "__ceil__": _whole("ceil"),
+    "__contains__": _contains,
+    "__copy__": lambda self: self,
+    "__deepcopy__": lambda self, memo: self,
+    "__divmod__": _divmod,
+    "__floor__": _whole("floor"),
+    "__pos__": lambda self: self,
+    "__rdivmod__": lambda self, other: _divmod(other, self),
+    "__round__": _rounded,
+    "__trunc__": _whole("trunc"),
+}
+
+_ATTRIBUTES: dict[str, Callable] = {
+    "T": lambda self: np.transpose(self),
+    "device": _device,
+    "flat": lambda self: np.ravel(self),
+    "imag": lambda self: np.imag(self),
+    "mT": lambda self: np.matrix_transpose(self),
+    "real": lambda self: np.real(self),
+}
+
+# What an Array refuses
+
+_IMMUTABLE = "arrays are immutable"
+_MEMORY = "a bare array: how an array lies in memory is no part of its value"
+_BYTES = "a bare array: bytes have no gradient and no state"
+
+tracer.missing.update(
+    {
+        "fill": (_IMMUTABLE, "x = x.at[...].set(v)"),
+        "itemset": (_IMMUTABLE, "x = x.at[i].set(v)"),
+        "partition": (_IMMUTABLE, "x = np.partition(x, k)"),
+        "put": (_IMMUTABLE, "x = np.ravel(x).at[i].set(v), reshaped to the shape of x"),
+        "resize": (_IMMUTABLE, "x = np.resize(x, shape)"),
+        "setfield": (_IMMUTABLE, "x = x.at[i].set(v)"),
+        "setflags": (_IMMUTABLE, "leave it out"),
+        "sort": (f"{_IMMUTABLE}, and NumPy's method sorts in place", "x = np.sort(x)"),
+        "base": (_MEMORY, "{data}.base"),
+        "byteswap": (_MEMORY, "{data}.byteswap()"),
+        "ctypes": (_MEMORY, "{data}.ctypes"),
+        "data": (_MEMORY, "{data}.data"),
+        "flags": (_MEMORY, "{data}.flags"),
+        "getfield": (_MEMORY, "{data}.getfield(...); np.real(x) and np.imag(x) of complex entries"),
+        "strides": (_MEMORY, "{data}.strides"),
+        "dump": (_BYTES, "{data}.dump(file)"),
+        "dumps": (_BYTES, "{data}.dumps()"),
+        "tobytes": (_BYTES, "{data}.tobytes()"),
+        "tofile": (_BYTES, "{data}.tofile(file)"),
+    }
+)
+
+_SETTERS = {
+    "dtype": "x = x.astype(dtype)",
+    "flat": "x = x.at[...].set(v)",
+    "imag": "x = x.real + 1j * v",
+    "real": "x = v + 1j * x.imag",
+    "shape": "x = x.reshape(shape)",
+}
+
+
+def _refuse_setting(name: str, mend: str) -> Callable:
+    def refuse(self, value):
+        raise StateError(
+            message(f"x.{name} = v", got=f"an assignment to a {describe(self)}", need=_IMMUTABLE, mend=mend)
+        )
+
+    return refuse
+
+
+def _refuse(where: str, need: str, mend: str, error: type[Exception]) -> Callable:
+    def refuse(self, *args, **kwargs):
+        raise error(message(where, got=describe(self), need=need, mend=mend))
+
+    return refuse
+
+
+_OTHER = "a bare array: another library does not record what it does"
+_BARE = "spmd.stop_gradient(x), and in a body spmd.block of it; or NumPy's functions in place of the other library's"
+
+_REFUSED = {
+    "__delitem__": _refuse("del x[i]", _IMMUTABLE, "x = np.delete(x, i)", StateError),
+    "__dlpack__": _refuse("from_dlpack", _OTHER, _BARE, TracedConversionError),
+    "__dlpack_device__": _refuse("from_dlpack", _OTHER, _BARE, TracedConversionError),
+    "__reduce_ex__": _refuse("pickle", _BYTES, "spmd.stop_gradient(x), and in a body spmd.block of it", StateError),
+}
+
+
+def _torch_function(cls, func, types, args=(), kwargs=None):
+    raise TracedConversionError(
+        message(
+            f"torch.{getattr(func, '__name__', func)}",
+            got="an Array beside tensors, or in place of one",
+            need="tensors only: torch does not record on this tape, nor NumPy on that of torch",
+            mend=_BARE,
+        )
+    )
+
+
+def _define_methods() -> None:
+    for name, method in {**_METHODS, **_REFUSED}.items():
+        method.__name__ = name
+        method.__qualname__ = f"Array.{name}"
+        method.__doc__ = f"As numpy.ndarray.{name}." if name in _METHODS else None
+        setattr(Array, name, method)
+    for name, get in _ATTRIBUTES.items():
+        setattr(Array, name, property(get, doc=f"As numpy.ndarray.{name}."))
+    for name, mend in _SETTERS.items():
+        setattr(Array, name, getattr(Array, name).setter(_refuse_setting(name, mend)))
+    Array.__torch_function__ = classmethod(_torch_function)  # type: ignore[attr-defined]
+    Array.__class_getitem__ = classmethod(types.GenericAlias)  # type: ignore[attr-defined]
+
+
+_define_methods()

@@ -9,6 +9,7 @@ directly. What a function does here stands in `autodiff/rules/`.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import operator
@@ -368,6 +369,12 @@ _families = ["statistics", "decompose", "fourier", "refused", "series"]
 """The rules that most programs do not need: loaded when a function first meets an Array that has no rule so far."""
 
 
+@functools.cache
+def _place_of_out(fun) -> int:
+    """Where a function takes an array to write into, among its arguments by position."""
+    return next((i for i, p in enumerate(_signature(fun)) if p.name == "out" and p.kind != p.KEYWORD_ONLY), 1000)
+
+
 def load_families() -> None:
     """Load the rules that are left, those of scipy.special too where it is imported."""
     while _families:
@@ -613,6 +620,8 @@ class Array:
     def __array_function__(self, fun, types, args, kwargs):
         if fun in _creators:
             return wrap(fun(*args, **kwargs, like=value_of(self)), self.state)
+        if len(args) > (place := _place_of_out(fun)) and args[place] is not None:
+            kwargs = {**kwargs, "out": args[place]}
         return dispatch(fun, args, dict(kwargs))
 
     def __array_namespace__(self, *, api_version=None):
