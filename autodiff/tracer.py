@@ -185,6 +185,8 @@ def apply_unary(prim: Primitive, x: Array):
     if type(value) not in USUAL:
         return apply(prim, (x,), NO_OPTIONS)
     ans = prim.fun(value)
+    if isinstance(ans, tuple):
+        return _several(prim, x, ans)
     if tape is None:
         return Array(ans, state) if state is not None else ans
     dtype = ans.dtype
@@ -196,6 +198,18 @@ def apply_unary(prim: Primitive, x: Array):
     node = Node(prim, plan.pulls, (parent,), args, NO_OPTIONS, ans.shape, dtype, len(nodes))
     nodes.append(node)
     return Array(ans, state, tape, node)
+
+
+def _several(prim: Primitive, x: Array, ans: tuple):
+    """The end of `apply_unary` for a function with several results."""
+    tape, plan = x.tape, prim.plans.get(3) or prim.plan(3)
+    if tape is None:
+        return wrap(ans, x.state)
+    nodes = tape.open
+    args = (ans if plan.keep_ans else None, x.value if plan.keeps[0] is VALUE else x.node)
+    node = Node(prim, plan.pulls, (x.node,), args, NO_OPTIONS, None, None, len(nodes))
+    nodes.append(node)
+    return _parts(ans, x.state, tape, node)
 
 
 def apply_binary(prim: Primitive, x, y):
