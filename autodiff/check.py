@@ -193,29 +193,29 @@ def _check_direction(here: _Point, atol: float, rtol: float, h: float) -> None:
         pairs = zip(gs, these, those, strict=True)
         return sum(_dot(g, _wide(a) - _wide(b)) for g, a, b in pairs if _counts(g))
 
-    def compare(vs: list) -> tuple[float, float, float, bool]:
-        """The derivative by finite difference and by the pullback, the error allowed, and whether f is smooth there."""
+    def compare(vs: list) -> tuple[float, float, float, float]:
+        """The derivative by finite difference and by the pullback, the error allowed, and by how much slopes differ."""
         over, middle, under = (
             tree.leaves(fun(*(_moved(x, s * h, v) for x, v in zip(xs, vs, strict=True)))) for s in (1, 0, -1)
         )
         scale = here._replace(vs=vs).scale
         exact = sum(_dot(p, v) for p, v in zip(here.found, vs, strict=True))
         bend = (paired(over, middle) - paired(middle, under)) / h
-        return paired(over, under) / (2 * h), exact, atol + rtol * scale, not abs(bend) > 1e3 * h * scale
+        return paired(over, under) / (2 * h), exact, atol + rtol * scale, abs(bend)
 
     numeric, exact, bound, _ = compare(here.vs)
     if abs(numeric - exact) <= bound:
         return
     alone = [compare([v if i == k else 0 * v for i, v in enumerate(here.vs)]) for k in range(len(xs))]
     k = max(range(len(xs)), key=lambda k: _excess(*alone[k][:3]))
-    numeric, exact, bound, smooth = alone[k]
+    numeric, exact, bound, bend = alone[k]
     raise _failure(
         fun,
         here.paths[k],
         f"{exact:.10g} by the pullback",
         f"{numeric:.10g} by finite difference, within {bound:.2g}",
         "correct the derivative rule"
-        if smooth
+        if bend < abs(numeric - exact) / 2
         else f"move away from a kink or a jump within {h:.1g} of the arguments, or from a cast to a coarser dtype; "
         "if there is none, correct the derivative rule",
     )

@@ -98,8 +98,10 @@ def _computed_again(call: Callable, leaves: list, tapes: Sequence[Tape], where: 
     with _redirected(zip(tapes, asides, strict=True)):
         out = call(values)
     outs, out_tree = tree.flatten(out)
-    if any(t not in tapes for t in _tapes(outs)):
-        raise _traced_elsewhere(where)
+    for o in outs:
+        foreign = [t not in tapes for t in _tapes([o])]
+        if sorted(foreign) != foreign:  # what went aside is hidden below a tape that is not known here
+            raise _traced_elsewhere(where)
     closed = [_closed(tape, aside, outs) for tape, aside in zip(tapes, asides, strict=True)]
     for tape in reversed(tapes):
         outs = [lower(o, tape) for o in outs]
@@ -107,38 +109,38 @@ def _computed_again(call: Callable, leaves: list, tapes: Sequence[Tape], where: 
         moved = {k: x for k, x in enumerate(seen) if on(x, tape)}
         if moved or closed[i]:
             inner = [t for t, nodes in zip(tapes[i + 1 :], closed[i + 1 :], strict=True) if nodes]
-            again = _Again(call, [lower(x, tape) for x in seen], list(moved), tape, closed[i], inner, where)
-            outs = joint(tape, [*(x.node for x in moved.values()), *closed[i]], outs, again.pull)
+            again = _Again(call, list(moved), tape, closed[i], inner, where)
+            pull = functools.partial(again.pull, [lower(x, tape) for x in seen])
+            outs = joint(tape, [*(x.node for x in moved.values()), *closed[i]], outs, pull)
     return tree.unflatten(out_tree, outs)
 
 
 class _Again:
-    """The pullback of a call that is run again.
+    """The pullback of a call that is run again. The leaves of the call below the tape, `values`, are not kept here:
+    they may be on an outer tape, which then would hold itself.
 
-    values: its leaves below the tape; moved: the positions of those that are differentiated.
+    moved: the positions of the leaves that are differentiated.
     closed: nodes of the tape that the call depends on beside them. Only then is the tape itself kept, and used again:
     arrays that are closed over know no other.
     inner: tapes further in, on which the call records what it closes over, to no use.
     """
 
-    __slots__ = ("call", "closed", "inner", "moved", "tape", "values", "where")
+    __slots__ = ("call", "closed", "inner", "moved", "tape", "where")
 
-    def __init__(self, call, values: list, moved: list[int], tape: Tape, closed: list[Node], inner, where: str):
+    def __init__(self, call, moved: list[int], tape: Tape, closed: list[Node], inner, where: str):
         self.call = call
-        self.values = values
         self.moved = moved
         self.tape = tape if closed else None
         self.closed = closed
         self.inner = inner
         self.where = where
 
-    def pull(self, gs: list) -> list:
+    def pull(self, values: list, gs: list) -> list:
         if self.closed:
-            return self.swept(self.values, gs)
+            return [unstated(g) for g in self.swept(values, gs)]
         # For tapes further out this is a computation that holds as little as the call itself.
-        n = len(self.values)
-        leaves = [*self.values, *gs]
-        found = _computed_again(lambda xs: self.swept(xs[:n], xs[n:]), leaves, _active.get(), self.where)
+        n = len(values)
+        found = _computed_again(lambda xs: self.swept(xs[:n], xs[n:]), [*values, *gs], _active.get(), self.where)
         return [unstated(g) for g in found]
 
     def swept(self, values: list, gs: list) -> list:
@@ -149,9 +151,7 @@ class _Again:
                 x = values[k]
                 starts.append(aside.leaf(np.shape(value_of(x)), getattr(x, "dtype", None) or tracer.weak(x)))
                 states.append(getattr(x, "state", None))
-                full[k] = Array(
-                    x if type(x) is not Array or x.tape is not None else x.value, states[-1], tape, starts[-1]
-                )
+                full[k] = Array(unstated(x), states[-1], tape, starts[-1])
             outs = tree.leaves(self.call(full))
         for t in reversed(self.inner):
             outs = [lower(o, t) for o in outs]

@@ -1,0 +1,249 @@
+"""What is alive, and when: measured in arrays, by tracemalloc and weak references, not in seconds."""
+
+from __future__ import annotations
+
+import gc
+import math
+import tracemalloc
+import weakref
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from spmd.autodiff import checkpoint, custom_vjp, grad, hvp, jacrev, jvp, linearize, value_and_grad, vjp
+
+SIZE = 20_000
+X = np.linspace(-1, 1, SIZE)
+
+
+def arrays() -> float:
+    """The bytes that Python holds, in arrays like X."""
+    return tracemalloc.get_traced_memory()[0] / X.nbytes
+
+
+@contextmanager
+def measured():
+    """Without the cycle collector: what is freed is freed because nothing refers to it."""
+    gc.collect()
+    gc.disable()
+    tracemalloc.start()
+    try:
+        yield
+    finally:
+        tracemalloc.stop()
+        gc.enable()
+
+
+def peak(run) -> float:
+    with measured():
+        before = arrays()
+        run()
+        return tracemalloc.get_traced_memory()[1] / X.nbytes - before
+
+
+def left(run) -> float:
+    with measured():
+        run()
+        before = arrays()
+        run()
+        return arrays() - before
+
+
+def step(x):
+    return np.tanh(x) * 1.01
+
+
+def chain(n: int):
+    def f(x):
+        for _ in range(n):
+            x = step(x)
+        return np.sum(x)
+
+    return f
+
+
+def blocks(n: int):
+    """The same chain in √n checkpointed blocks of √n steps."""
+
+    def block(x):
+        for _ in range(math.isqrt(n)):
+            x = step(x)
+        return x
+
+    def f(x):
+        for _ in range(math.isqrt(n)):
+            x = checkpoint(block)(x)
+        return np.sum(x)
+
+    return f
+
+
+def test_memory_falls_while_the_sweep_goes():
+    samples = []
+
+    @custom_vjp
+    def probe(x):
+        return x * 1.0
+
+    def bwd(_, g):
+        samples.append(arrays())
+        return (g,)
+
+    probe.defvjp(lambda x: (x * 1.0, None), bwd)
+
+    def f(x):
+        for _ in range(20):
+            x = probe(step(x))
+        return np.sum(x)
+
+    with measured():
+        grad(f)(X)
+    falls = -np.diff(samples)
+    assert samples[0] > 18
+    assert samples[-1] < 6
+    assert falls.min() > -0.5
+    # One array per step, but for the first ones, where cotangents come into being.
+    assert np.abs(falls[3:] - 1).max() < 0.5
+
+
+def test_every_array_is_dropped_once_the_sweep_has_passed_it():
+    later = []
+
+    @custom_vjp
+    def first(x):
+        return x * 1.0
+
+    def bwd(_, g):
+        assert len(later) == 4
+        assert all(r() is None for r in later)
+        return (g,)
+
+    first.defvjp(lambda x: (x * 1.0, None), bwd)
+
+    def f(x):
+        x = first(x)
+        for _ in range(4):
+            y = np.exp(x)
+            later.append(weakref.ref(y.value))
+            x = y * 0.1
+        return np.sum(x)
+
+    grad(f)(np.ones(3))
+
+
+def test_a_rule_of_a_user_keeps_its_residuals_alone():
+    """Neither the argument nor the result, where the rule does not ask for them."""
+    alive = []
+
+    @custom_vjp
+    def double(x):
+        return x * 2
+
+    def fwd(x):
+        y = x * 2
+        alive.extend((weakref.ref(x), weakref.ref(y)))
+        return y, None
+
+    double.defvjp(fwd, lambda _, g: (2 * g,))
+    _, pull = vjp(lambda x: np.sum(double(x * 1.0) * 1.0), X)
+    assert [r() for r in alive] == [None, None]
+    assert pull(1.0)[0][0] == 2
+
+
+FIRST_ORDER = [
+    (grad, lambda f: grad(f)(X)),
+    (vjp, lambda f: vjp(f, X)[1](1.0)),
+]
+SECOND_ORDER = [
+    (hvp, lambda f: hvp(f, (X,), (X,))),
+    (jvp, lambda f: jvp(f, (X,), (X,))),
+    (grad, lambda f: grad(lambda x: np.sum(grad(f)(x) ** 2))(X)),
+]
+
+
+def fit(run) -> tuple[float, float]:
+    """Arrays at the peak for n steps in √n blocks: the coefficient and the exponent of a power of n."""
+    sizes = np.array([16, 64, 256])
+    exponent, log = np.polyfit(np.log(sizes), np.log([peak(lambda n=n: run(blocks(n))) for n in sizes]), 1)
+    return float(np.exp(log)), float(exponent)
+
+
+@pytest.mark.parametrize("run", [r for _, r in FIRST_ORDER], ids=[t.__name__ for t, _ in FIRST_ORDER])
+def test_checkpoints_hold_the_root_of_all_arrays(run):
+    assert peak(lambda: run(chain(64))) > 64
+    coefficient, exponent = fit(run)
+    assert 0.35 < exponent < 0.55
+    assert coefficient < 5
+    assert peak(lambda: run(blocks(256))) < 2.5 * 16
+
+
+@pytest.mark.parametrize("run", [r for _, r in SECOND_ORDER], ids=["hvp", "jvp", "grad of grad"])
+def test_checkpoints_hold_the_root_of_all_arrays_at_second_order_too(run):
+    assert peak(lambda: run(chain(64))) > 64
+    coefficient, exponent = fit(run)
+    assert 0.3 < exponent < 0.55
+    assert coefficient < 12
+
+
+LEFT = {
+    "grad": lambda: grad(chain(8))(X),
+    "grad of grad": lambda: grad(lambda x: np.sum(grad(blocks(9))(x) ** 2))(X),
+    "vjp": lambda: vjp(chain(8), X),
+    "vjp, swept": lambda: vjp(chain(8), X)[1](1.0),
+    "vjp of checkpoints": lambda: vjp(blocks(9), X)[1](1.0),
+    "linearize": lambda: linearize(chain(8), X)[1](X),
+    "jvp": lambda: jvp(blocks(9), (X,), (X,)),
+    "hvp": lambda: hvp(blocks(9), (X,), (X,)),
+    "jacrev": lambda: jacrev(chain(8))(X),
+    "a closure": lambda: grad(lambda x: np.sum(checkpoint(lambda: np.sin(x))()))(X),
+}
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_nothing_is_left_to_the_cycle_collector(case):
+    assert left(LEFT[case]) < 0.5
+
+
+# Long tapes
+
+
+def long_chain(n: int) -> None:
+    def f(x):
+        for _ in range(n):
+            x = x * 1.0
+        return x
+
+    x = np.array(2.0)
+    assert value_and_grad(f)(x) == (2.0, 1.0)
+    kept = []
+    value, pull, _ = vjp(lambda x: (f(x), kept.append(x)), x, has_aux=True)
+    assert pull(1.0)[0] == 1
+    # The first array and the last result hold the two ends of the tape; it goes without recursion.
+    del pull
+    kept.clear()
+    del value
+    assert jvp(f, (x,), (x,)) == (2.0, 2.0)
+
+
+def test_a_long_chain_needs_no_recursion():
+    long_chain(100_000)
+
+
+@pytest.mark.full
+def test_a_million_operations():
+    long_chain(1_000_000)
+
+
+def test_a_traced_array_that_outlives_its_long_tape():
+    kept = []
+
+    def f(x):
+        for _ in range(100_000):
+            x = x * 1.0
+        kept.append(x)
+        return x
+
+    _, pull = vjp(f, np.array(2.0))
+    del pull
+    kept.clear()
