@@ -80,11 +80,11 @@ def back(flat, axes, shape):
     return np.moveaxis(np.reshape(flat, moved), tuple(range(len(axes))), axes)
 
 
-# Sums and moments. Half precision is averaged in single precision, as NumPy does.
+# Sums and moments. Deviations of half precision are taken from a mean in single precision.
 
 
 def wide(x):
-    """The dtype in which the entries of x are averaged: None for their own."""
+    """The dtype in which deviations of the entries of x are taken: None for their own."""
     return np.float32 if getattr(x, "dtype", None) == np.float16 else None
 
 
@@ -134,7 +134,7 @@ def root(variance):
 
 def about(deviation, axis, dtype, free, keepdims, where):
     """The mean of squared deviations from a mean that was given."""
-    total = np.sum(square(deviation), axis, dtype or wide(deviation), keepdims=keepdims, where=where)
+    total = np.sum(square(deviation), axis, dtype, keepdims=keepdims, where=where)
     n = np.maximum(count(total, deviation, axis, keepdims, where) - free, 0)
     return (total / n).astype(dtype or np.real(deviation).dtype)
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.lib.array_utils import normalize_axis_tuple
 
+from spmd.autodiff.indexing import scatter_add
 from spmd.autodiff.primitive import Method, composite, constant, constants, handlers, primitive, refusals, refused, rule
 from spmd.autodiff.rules.reduce import absent, array, front, given, root, share, square, weights_for
 from spmd.autodiff.rules.shape import along
-from spmd.autodiff.indexing import scatter_add
 from spmd.autodiff.tracer import compute, find, value_of
 
 
@@ -70,6 +70,7 @@ _CONTINUOUS = {
 
 def _place(q, n, method):
     """Where the quantiles q stand among n entries in order, counted from 0: integers where nothing is interpolated."""
+    n = n if q.dtype.kind in "biu" else n.astype(q.dtype)
     if method == "linear":
         return (n - 1) * q
     if method in _CONTINUOUS:
@@ -80,12 +81,13 @@ def _place(q, n, method):
 
 def _jump(q, n, method):
     """The place of a quantile that jumps from entry to entry: NumPy finds it among the numbers 0, 1, ..."""
-    place = np.zeros_like(q, shape=np.broadcast_shapes(np.shape(q), np.shape(n)), dtype=float)
+    place = np.zeros_like(q, shape=np.broadcast_shapes(q.shape, n.shape), dtype=float)
     for m in np.unique(n).tolist():
         if m:
             found = np.quantile(np.arange(float(m), like=q), np.ravel(q), method=method)
             place = np.where(np.equal(n, m), np.reshape(found, q.shape), place)
-    return place if method in ("averaged_inverted_cdf", "midpoint") else place.astype(np.intp)
+    between = method in ("averaged_inverted_cdf", "midpoint")
+    return place.astype(np.result_type(q.dtype, np.float16) if between else np.intp)
 
 
 def _weighted(q, weights, method):
@@ -362,7 +364,7 @@ def histogram(a, bins: Any = 10, range=None, density=None, weights=None):
         n = _weighed([np.ravel(array(a))], [edges], np.ravel(weights)).astype(weights.dtype)
     else:
         n = settled(lambda *args: np.histogram(*args)[0], a, edges if find(edges, []) else bins, range, None, weights)
-    return (n / np.diff(edges) / np.sum(n) if density else n), edges
+    return (n / np.diff(edges).astype(float) / np.sum(n) if density else n), edges
 
 
 @composite(np.histogramdd)
@@ -387,7 +389,7 @@ def histogramdd(sample, bins: Any = 10, range=None, density=None, weights=None):
         for i, e in enumerate(edges):
             n = n / np.reshape(np.diff(e), [-1 if i == k else 1 for k, _ in enumerate(edges)])
         n = n / total
-    return n, tuple(edges)
+    return n, edges
 
 
 @composite(np.histogram2d)
@@ -421,7 +423,8 @@ constant(np.digitize)
 def _cast(ufunc, x, dtype):
     """The entries in the dtype that the ufunc gives them."""
     x = array(x)
-    dtype = dtype or ufunc.resolve_dtypes((x.dtype, x.dtype, None))[2]
+    dtype = np.dtype(dtype or x.dtype)
+    dtype = ufunc.resolve_dtypes((dtype, dtype, None))[2]
     return x if x.dtype == dtype else x.astype(dtype)
 
 
@@ -453,6 +456,13 @@ def _extreme(ufunc):
     )
 
 
+def _no_identity(ufunc) -> Exception:
+    return ValueError(
+        f"reduction operation {ufunc.__name__} has no identity to start with: "
+        "a where mask, or an array without entries, needs an initial"
+    )
+
+
 def _halved(ufunc):
     """`reduce` of an associative ufunc, both halves together at once: log n steps, each stable as the ufunc is."""
 
@@ -460,10 +470,11 @@ def _halved(ufunc):
         x = _cast(ufunc, array, dtype)
         x = x if where is True else np.where(where, x, ufunc.identity)
         column, _, keep = front(x, axis if x.ndim else None)
-        if initial is absent or initial is None:
-            initial = ufunc.identity
-        if len(column) == 0 or initial != ufunc.identity:
-            column = np.concatenate([np.full_like(column, initial, shape=(1, *column.shape[1:])), column])
+        if initial is not None:
+            first = ufunc.identity if initial is absent else initial
+            column = np.concatenate([np.full_like(column, first, shape=(1, *column.shape[1:])), column])
+        elif where is not True or len(column) == 0:
+            raise _no_identity(ufunc)
         while len(column) > 1:
             half = len(column) // 2
             column = np.concatenate([ufunc(column[:half], column[half : 2 * half]), column[2 * half :]])
@@ -476,16 +487,16 @@ def _folded(ufunc):
     """`reduce` of any ufunc: entry by entry."""
 
     def reduce(array, axis=0, dtype=None, out=None, keepdims=False, initial=absent, where: Any = True):
-        x, name = _cast(ufunc, array, dtype), ufunc.__name__
+        x = _cast(ufunc, array, dtype)
         column, axes, keep = front(x, axis if x.ndim else None)
         if len(axes) > 1:
-            raise ValueError(f"reduction operation '{name}' is not reorderable, so at most one axis may be specified")
+            raise ValueError(
+                f"reduction operation {ufunc.__name__} is not reorderable, so at most one axis may be specified"
+            )
         rows, total = list(range(len(column))), initial
         if initial is absent or initial is None:
-            if where is not True:
-                raise ValueError(f"reduction operation '{name}' has no identity: a where mask needs an initial")
-            if not rows:
-                raise ValueError(f"zero-size array to reduction operation {name} which has no identity")
+            if where is not True or not rows:
+                raise _no_identity(ufunc)
             total = column[rows.pop(0)]
         elif not rows:
             total = np.full_like(column, initial, shape=column.shape[1:])
@@ -570,7 +581,7 @@ def _at_parts(ufunc):
         parts = [x[along(axis, x.ndim, slice(i, j))] for i, j in _parts(indices, x.shape[axis], ufunc.__name__)]
         if not parts:
             return x[along(axis, x.ndim, slice(0, 0))]
-        return np.concatenate([ufunc.reduce(part, axis=axis, keepdims=True) for part in parts], axis)
+        return np.concatenate([ufunc.reduce(part, axis=axis, keepdims=True, initial=None) for part in parts], axis)
 
     return reduceat
 
@@ -601,6 +612,17 @@ _columns = {
 }
 
 
+_updates = {
+    np.add: "add(v)",
+    np.subtract: "subtract(v)",
+    np.multiply: "multiply(v)",
+    np.divide: "divide(v)",
+    np.power: "power(v)",
+    np.minimum: "min(v)",
+    np.maximum: "max(v)",
+}
+
+
 def declare(ufunc) -> None:
     """Declare the methods of a ufunc: what derivative they have follows from the ufunc's own.
 
@@ -608,7 +630,7 @@ def declare(ufunc) -> None:
     """
     if ufunc.signature is not None:
         return
-    update = "add(v)" if ufunc is np.add else "set(v), with v computed from x[i]"
+    update = _updates.get(ufunc) or ("apply(f)" if ufunc.nin == 1 else "set(v), with v computed from x[i]")
     instead = f"x = x.at[i].{update}, or spmd.at(x)[i] where x may be a bare array"
     refused(Method((ufunc, "at")), instead=instead, writes=True)
     if ufunc.nin != 2:
