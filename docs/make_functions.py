@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from spmd.autodiff.primitive import composites, constants, handlers, passives, refusals
+from spmd.autodiff.primitive import constants, handlers, passives, refusals
+from spmd.autodiff.rules.shape import told
 from spmd.autodiff.tracer import load_families
 
 PAGE = Path(__file__).with_name("functions.md")
@@ -48,11 +49,8 @@ def functions(module) -> dict[str, object]:
 def kinds(f) -> list[str]:
     """What the registry says of a function; it should say one thing."""
     said = []
-    if f in composites:
-        said.append(COMPOSITION)
-    elif f in handlers:
-        # What is neither a primitive nor a composition tells about the shape, or prints.
-        said.append(RULE if hasattr(handlers[f], "primitive") else CONSTANT)
+    if f in handlers:
+        said.append(CONSTANT if f in told else RULE if hasattr(handlers[f], "primitive") else COMPOSITION)
     for known, kind in ((constants, CONSTANT), (refusals, REFUSED), (passives, PASSIVE)):
         if f in known:
             said.append(kind)

@@ -220,7 +220,6 @@ CALLED = {
 }
 LOUD = {
     np.isfortran: AttributeError,
-    np.from_dlpack: AttributeError,
     np.nested_iters: TypeError,
     np.frompyfunc: DifferentiationError,
 }

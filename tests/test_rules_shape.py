@@ -443,3 +443,71 @@ def test_classes_that_would_cut_off_raise():
         with pytest.raises((TracedConversionError, TypeError)):
             grad(lambda x, f=f: f(x))(x)
     assert isinstance(stop_gradient(x), np.ndarray)
+
+
+# In a body: x varies over the workers, v is the same on all; some values are differentiated, some only have a state.
+
+BODIES = {
+    "pad": lambda x, v: (
+        sum(np.pad(x, 2, m).sum() for m in "edge mean linear_ramp maximum wrap median".split())
+        + np.pad(x, 1, constant_values=v[0]).sum()
+        + np.pad(v, 3, "reflect", reflect_type="odd").sum()
+    ),
+    "insert": lambda x, v: np.insert(x, [1, 2, 3], v).sum() + np.insert(v, 1, x[0]).sum() + np.delete(x, [1]).sum(),
+    "choose": lambda x, v: np.choose([0, 1, 0], [x[:3], v]).sum() + np.choose(v.astype(int) % 2, [x[0], 3.0]).sum(),
+    "piecewise": lambda x, v: (
+        np.piecewise(x, [x > 1], [lambda t: t * v[0], 2.0]).sum()
+        + np.piecewise(v, [x[:3] > 1], [lambda t: t * v[0], 2.0]).sum()
+    ),
+    "apply": lambda x, v: (
+        np.apply_along_axis(lambda r: r * v[0], 0, np.stack([x, x])).sum()
+        + np.apply_over_axes(lambda a, i: np.sum(a * v[0], i), np.outer(v, v), (0, 1)).sum()
+    ),
+    "select": lambda x, v: np.select([x[:3] > 1], [v * x[0]], x[0]).sum() + np.multiply(*np.ix_(x, v)).sum(),
+    "pick": lambda x, v: (
+        np.take(v, np.argsort(x[:3])).sum()
+        + np.compress(x[:3] > 1, v).sum() * np.extract(x[:3] > 1, v).sum()
+        + np.sum(np.tril(np.outer(x, v)))
+    ),
+    "change": lambda x, v: np.resize(v, 5).sum() + np.trim_zeros(x).sum() + x[np.isin(x, v)].sum(),
+    "entries": lambda x, v: np.frexp(x)[0].sum() + np.i0(v).sum() + np.heaviside(x, v[0]).sum(),
+    "convolve": lambda x, v: np.convolve(x, v).sum() * np.correlate(v, x, "same")[0],
+    "interp": lambda x, v: np.interp(x, [0.0, 1, 2], v).sum() + np.interp(v, [0.0, 1, 2], x[:3], period=v[0]).sum(),
+    "gradient": lambda x, v: np.gradient(x, v[0]).sum() + np.gradient(v, np.sort(x[:3])).sum(),
+    "unwrap": lambda x, v: np.unwrap(x * 4, period=v[0] + 5).sum() + np.ediff1d(v, x).sum(),
+    "polynomials": lambda x, v: (
+        np.polyval(v, x).sum()
+        + np.polymul(v, x).sum()
+        + np.polydiv(x, v)[0].sum()
+        + np.poly(x).sum()
+        + np.abs(np.sum(np.roots(v) ** 2))
+        + np.vander(v).sum()
+    ),
+    "polyfit": lambda x, v: np.polyfit(np.arange(3.0) + v, x[:3], 1).sum(),
+    "spaces": lambda x, v: (
+        np.linspace(x[0], v, 3).sum() + np.geomspace(v[0], x[:2], 3).sum() + np.logspace(0, v[0], 3).sum()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_in_a_body(name):
+    import spmd
+
+    f, mesh = BODIES[name], spmd.Mesh(a=2)
+    rng = np.random.default_rng(0)
+    x, v = rng.uniform(0.5, 2, 8), rng.uniform(1, 2, 3)
+
+    def alone(x, v):
+        return f(x[:4], v) + f(x[4:], v)
+
+    body = lambda x, v: spmd.psum(f(x, v) + 0 * x[0], "a")
+    whole = spmd.map(body, mesh=mesh, in_specs=(spmd.P("a"), spmd.P()), out_specs=spmd.P())
+    # Outside of bodies NumPy does not ask all arguments: `np.pad(bare, 1, constant_values=traced)` is an error.
+    expected, wanted = alone(x, v), grad(alone, (0, 1))(x, v)
+    np.testing.assert_allclose(float(whole(x, v)), expected)
+    for argnums in ((0,), (1,), (0, 1)):
+        value, gs = spmd.value_and_grad(whole, argnums)(x, v)
+        np.testing.assert_allclose(float(value), expected)
+        for k, g in zip(argnums, gs, strict=True):
+            np.testing.assert_allclose(g.numpy() if hasattr(g, "numpy") else g, wanted[k], atol=1e-12)

@@ -7,11 +7,24 @@ import math
 
 import numpy as np
 
+from spmd.autodiff import tracer
 from spmd.autodiff.indexing import at
-from spmd.autodiff.primitive import composite, primitive, rule
+from spmd.autodiff.primitive import composite, handlers, primitive, rule
 from spmd.autodiff.rules.shape import along, entries
 from spmd.autodiff.tracer import Array, value_of
 from spmd.errors import DtypeError, message
+
+
+def pick(a, index):
+    """a[index], where the index may be an Array of a body and a may be bare."""
+    if type(index) is Array and type(a) is not Array:
+        a = Array(a, tracer.mixing.ambient())
+    return a[index]
+
+
+def _always(fun):
+    """Declare a composition of which each part decides by itself whether NumPy computes it."""
+    return lambda f: handlers.setdefault(fun, f)
 
 
 @composite(np.take)
@@ -102,10 +115,14 @@ def choose(a, choices, out=None, mode="raise"):
     return np.broadcast_to(result, np.broadcast_shapes(a.shape, np.shape(result)))
 
 
-@composite(np.piecewise)
+# The functions that these are given may use Arrays of a body, so that they are compositions there as well.
+
+
+@_always(np.piecewise)
 def piecewise(x, condlist, funclist, *args, **kw):
     x = entries(x)
-    if np.ndim(condlist) == 0 or (not isinstance(condlist[0], list | np.ndarray | Array) and x.ndim):
+    several = isinstance(condlist, list | tuple) or np.ndim(condlist) > 0
+    if not several or (x.ndim and not isinstance(condlist[0], list | np.ndarray | Array)):
         condlist = [condlist]
     conditions = [entries(c).astype(bool) for c in condlist]
     if len(conditions) == len(funclist) - 1:
@@ -117,11 +134,11 @@ def piecewise(x, condlist, funclist, *args, **kw):
         if not callable(f):
             y = at(y)[condition].set(f)
         elif np.any(value_of(condition)):
-            y = at(y)[condition].set(f(x[condition], *args, **kw))
+            y = at(y)[condition].set(f(pick(x, condition), *args, **kw))
     return y
 
 
-@composite(np.apply_along_axis)
+@_always(np.apply_along_axis)
 def apply_along_axis(func1d, axis, arr, *args, **kwargs):
     arr = entries(arr)
     axis %= arr.ndim
@@ -135,7 +152,7 @@ def apply_along_axis(func1d, axis, arr, *args, **kwargs):
     return np.moveaxis(stacked, tuple(inner), tuple(range(axis, axis + len(inner))))
 
 
-@composite(np.apply_over_axes)
+@_always(np.apply_over_axes)
 def apply_over_axes(func, a, axes):
     a = entries(a)
     for axis in np.atleast_1d(axes).tolist():

@@ -10,6 +10,7 @@ import numpy as np
 
 from spmd.autodiff.primitive import composite, primitive
 from spmd.autodiff.rules.elementwise import nonzero
+from spmd.autodiff.rules.index import pick
 from spmd.autodiff.rules.reduce import conj
 from spmd.autodiff.rules.shape import entries
 from spmd.autodiff.tracer import bare, compute, value_of
@@ -68,14 +69,16 @@ def interp(x, xp, fp, left=None, right=None, period=None):
         period = np.abs(period)
         x, xp = np.remainder(x, period), np.remainder(xp, period)
         order = np.argsort(xp)
-        xp, fp = xp[order], fp[order]
+        xp, fp = pick(xp, order), pick(fp, order)
         xp = np.concatenate([xp[-1:] - period, xp, xp[:1] + period])
         fp = np.concatenate([fp[-1:], fp, fp[:1]])
     before, after = x < xp[0], x > xp[-1]
     x = np.where(before | after, xp[0], x)
     i = np.clip(np.searchsorted(xp, x, "right") - 1, 0, max(xp.size - 2, 0))
     j = np.minimum(i + 1, xp.size - 1)
-    inside = fp[i] + (fp[j] - fp[i]) / nonzero(xp[j] - xp[i]) * (x - xp[i])
+    low, high = (pick(xp, k) for k in (i, j))
+    first, second = (pick(fp, k) for k in (i, j))
+    inside = first + (second - first) / nonzero(high - low) * (x - low)
     below = np.where(before, fp[0] if left is None else left, inside)
     return np.where(after, fp[-1] if right is None else right, below)
 

@@ -38,21 +38,20 @@ def _printed(fun):
     return run
 
 
-handlers.update(
-    {
-        np.shape: lambda a: a.shape,
-        np.ndim: lambda a: a.ndim,
-        np.size: lambda a, axis=None: a.size if axis is None else math.prod(a.shape[i] for i in np.atleast_1d(axis)),
-        np.iscomplexobj: lambda x: x.dtype.kind == "c",
-        np.isrealobj: lambda x: x.dtype.kind != "c",
-        np.tril_indices_from: lambda arr, k=0: np.tril_indices(arr.shape[-2], k, arr.shape[-1]),
-        np.triu_indices_from: lambda arr, k=0: np.triu_indices(arr.shape[-2], k, arr.shape[-1]),
-        np.diag_indices_from: lambda arr: np.diag_indices_from(np.empty(arr.shape, bool)),
-        **{f: _of_bare(f) for f in (np.can_cast, np.common_type, np.einsum_path, np.min_scalar_type, np.result_type)},
-        **{f: _of_bare(f) for f in (np.may_share_memory, np.shares_memory)},
-        **{f: _printed(f) for f in (np.array2string, np.array_repr, np.array_str)},
-    }
-)
+told: dict = {
+    np.shape: lambda a: a.shape,
+    np.ndim: lambda a: a.ndim,
+    np.size: lambda a, axis=None: a.size if axis is None else math.prod(a.shape[i] for i in np.atleast_1d(axis)),
+    np.iscomplexobj: lambda x: x.dtype.kind == "c",
+    np.isrealobj: lambda x: x.dtype.kind != "c",
+    np.tril_indices_from: lambda arr, k=0: np.tril_indices(arr.shape[-2], k, arr.shape[-1]),
+    np.triu_indices_from: lambda arr, k=0: np.triu_indices(arr.shape[-2], k, arr.shape[-1]),
+    np.diag_indices_from: lambda arr: np.diag_indices_from(np.empty(arr.shape, bool)),
+    **{f: _of_bare(f) for f in (np.can_cast, np.common_type, np.einsum_path, np.min_scalar_type, np.result_type)},
+    **{f: _of_bare(f) for f in (np.may_share_memory, np.shares_memory)},
+    **{f: _printed(f) for f in (np.array2string, np.array_repr, np.array_str)},
+}
+handlers.update(told)
 
 # Shape
 
