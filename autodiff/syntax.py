@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from spmd.autodiff import tracer
-from spmd.autodiff.primitive import Primitive, handlers
 from spmd.autodiff.indexing import astype
+from spmd.autodiff.primitive import Primitive, handlers
 from spmd.autodiff.tracer import OPERANDS, SEQUENCES, Array, apply_binary, apply_unary, compute, value_of, wrap
 from spmd.errors import DtypeError, StateError, TracedConversionError, describe, message
 

@@ -633,7 +633,9 @@ class Array:
 
     def __array_function__(self, fun, types, args, kwargs):
         if fun in _creators:
-            return wrap(fun(*args, **kwargs, like=value_of(self)), self.state)
+            from spmd.autodiff import namespace
+
+            return namespace.create(fun, args, kwargs, self)
         if len(args) > (place := _place_of_out(fun)) and args[place] is not None:
             kwargs = {**kwargs, "out": args[place]}
         return dispatch(fun, args, dict(kwargs))

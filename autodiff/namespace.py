@@ -1,0 +1,548 @@
+"""NumPy's functions as one namespace for bare, stated and traced arrays: `spmd.numpy`, and `x.__array_namespace__()`.
+
+NumPy's protocols hand most functions to an Array by themselves: those are NumPy's own here. The others, which make an
+array of what they are given or ask some of their arguments only, have twins: where an Array stands in the arguments a
+twin records what it does; else it is NumPy's function, with NumPy's result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from spmd.autodiff import tracer
+from spmd.autodiff.primitive import handlers
+from spmd.autodiff.tracer import Array, bare, dispatch, find, value_of
+from spmd.errors import DtypeError, StateError, TracedConversionError, describe, message
+
+__all__ = ["Namespace", "create", "namespace", "of", "twins"]
+
+twins: dict[str, Any] = {}
+"""What takes the place of NumPy's functions and objects, by name."""
+
+
+def twin(fun: Callable) -> Callable[[Callable], Callable]:
+    """Declare what a function of NumPy does where an Array stands among its arguments."""
+
+    def declare(f):
+        @functools.wraps(fun)
+        def call(*args, **kwargs):
+            return f(*args, **kwargs) if find((args, kwargs), []) else fun(*args, **kwargs)
+
+        twins[fun.__name__] = call
+        return call
+
+    return declare
+
+
+# Arrays of what is given
+
+
+def _built(tree, sample):
+    """One array of an Array, of nested lists that hold some, or of bare data; `sample` tells whose arrays are made."""
+    if type(tree) is Array or not find(tree, []):
+        x = tree if hasattr(tree, "dtype") else _of_kind(sample, np.asarray, tree)
+    elif isinstance(tree, list | tuple):
+        parts = [_built(t, sample) for t in tree]
+        shapes = {p.shape for p in parts}
+        if len(shapes) > 1:
+            raise ValueError(f"np.array needs entries of one shape, and has {', '.join(map(str, sorted(shapes)))}")
+        x = np.stack(parts)
+    else:
+        x = np.asarray(tree)
+    if x.dtype.kind == "O":
+        raise _objects(tree)
+    return x
+
+
+def _of_kind(sample, fun, *args, **kwargs):
+    """What a creating function of NumPy makes, as an array of the kind of `sample`: CuPy's, say."""
+    return fun(*args, **kwargs, like=sample if hasattr(sample, "__array_function__") else None)
+
+
+def _objects(tree) -> Exception:
+    return TracedConversionError(
+        message(
+            "np.array",
+            got=f"{describe(tree)}, which would become an array of objects",
+            need="numbers and arrays, in lists of lists",
+            mend="a list, a tuple or a dict of arrays as it is: transformations take them as arguments and results",
+        )
+    )
+
+
+def _is_weak(x) -> bool:
+    return type(value_of(x)) in (bool, int, float, complex)
+
+
+def _made(where: str, tree, dtype=None, copy: bool | None = None, device=None, ndmin: int = 0):
+    """An array as np.array makes it. An Array among the arguments stays what it is: it is immutable."""
+    arrays = find(tree, [])
+    x = _built(tree, value_of(next((a for a in arrays if not _is_weak(a)), 0.0)) if arrays else None)
+    dtype = x.dtype if dtype is None else np.dtype(dtype)
+    as_it_is = type(tree) is Array and dtype == x.dtype and not _is_weak(x)
+    if copy is False and not as_it_is:
+        raise ValueError(
+            message(
+                where,
+                argument="copy",
+                got=f"False, for {describe(tree)} as {dtype}",
+                need="True or None: it is put together, or converted",
+                mend="leave copy out",
+            )
+        )
+    x = x if as_it_is or (dtype == x.dtype and not _is_weak(x)) else x.astype(dtype)
+    x = np.reshape(x, (1,) * (ndmin - x.ndim) + x.shape) if ndmin > x.ndim else x
+    return x if device is None else x.to_device(device)
+
+
+def create(fun, args, kwargs, like):
+    """What a creating function of NumPy makes, as an array of the kind and the state of `like`."""
+    if fun.__name__ in twins and find((args, kwargs), []):
+        return twins[fun.__name__](*args, **kwargs)
+    return tracer.wrap(_of_kind(value_of(like), fun, *args, **kwargs), like.state if type(like) is Array else None)
+
+
+@twin(np.array)
+def array(object, dtype=None, *, copy: bool | None = True, order="K", subok=False, ndmin=0, ndmax=0, like=None):
+    if not find(object, []):
+        options = {"copy": copy, "order": order, "subok": subok, "ndmin": ndmin}
+        return create(np.array, (object, dtype), options, like)
+    x = _made("np.array", object, dtype, copy if copy is not True else None, ndmin=ndmin)
+    if 0 < ndmax < x.ndim:
+        raise _objects(object)
+    return x
+
+
+def _as_array(fun):
+    @twin(fun)
+    def convert(a, dtype=None, order=None, *, device=None, copy=None, like=None):
+        if not find(a, []):
+            return create(fun, (a, dtype, order), {"device": device, "copy": copy}, like)
+        return _made(f"np.{fun.__name__}", a, dtype, copy if copy is not True else None, device)
+
+    return convert
+
+
+asarray = _as_array(np.asarray)
+_as_array(np.asanyarray)
+
+
+def _as_lying(fun):
+    @twin(fun)
+    def convert(a, dtype=None, *, like=None):
+        return _made(f"np.{fun.__name__}", a, dtype, ndmin=1) if find(a, []) else create(fun, (a, dtype), {}, like)
+
+
+_as_lying(np.ascontiguousarray)
+_as_lying(np.asfortranarray)
+
+
+@twin(np.require)
+def require(a, dtype=None, requirements=None, *, like=None):
+    wanted = {str(r).upper() for r in ([requirements] if isinstance(requirements, str) else requirements or ())}
+    if wanted & {"W", "WRITEABLE"}:
+        raise StateError(
+            message(
+                "np.require",
+                argument="requirements",
+                got=f"writeable, for a {describe(a)}",
+                need="arrays that are immutable",
+                mend="x = x.at[i].set(v)",
+            )
+        )
+    return _made("np.require", a, dtype)
+
+
+@twin(np.asarray_chkfinite)
+def asarray_chkfinite(a, dtype=None, order=None):
+    x = _made("np.asarray_chkfinite", a, dtype)
+    if not np.all(np.isfinite(value_of(x))):
+        raise ValueError("array must not contain infs or NaNs")
+    return x
+
+
+@twin(np.fromiter)
+def fromiter(iter, dtype, count=-1, *, like=None):
+    return _made("np.fromiter", list(iter)[: None if count < 0 else count], dtype)
+
+
+@twin(np.from_dlpack)
+def from_dlpack(x, /, *, device=None, copy=None):
+    return _made("np.from_dlpack", x, device=device)
+
+
+@twin(np.full)
+def full(shape, fill_value, dtype=None, order="C", *, device=None, like=None):
+    if not find(fill_value, []):
+        return create(np.full, (shape, fill_value, dtype, order), {"device": device}, like)
+    return np.broadcast_to(_made("np.full", fill_value, dtype, device=device), shape)
+
+
+@twin(np.full_like)
+def full_like(a, fill_value, dtype=None, order="K", subok=True, shape=None, *, device=None):
+    if not find(fill_value, []):
+        return np.full_like(a, fill_value, dtype, order, subok, shape, device=device)
+    x = a if hasattr(a, "dtype") else np.asarray(a)
+    v = _made("np.full_like", fill_value, x.dtype if dtype is None else dtype, device=device)
+    return _joined_state(np.broadcast_to(v, x.shape if shape is None else shape), x)
+
+
+def _joined_state(x, other):
+    """x with the state of `other` too, on whose shape it depends."""
+    if type(other) is not Array or other.state is x.state:
+        return x
+    return tracer.mixing.join([x, Array(value_of(other), other.state)])[0][0]
+
+
+# Ranges and grids
+
+
+def _alike_on_workers(where: str, *numbers) -> None:
+    """Ends of ranges are refused where they vary: their lengths would differ from worker to worker."""
+    for x in numbers:
+        if type(x) is Array and x.state is not None and x.state.varying:
+            raise StateError(
+                message(
+                    where,
+                    got=describe(x),
+                    need="ends that are Invariant: the length would differ from worker to worker",
+                    mend="np.linspace(start, stop, n), or start + step * np.arange(n)",
+                )
+            )
+
+
+@twin(np.arange)
+def arange(start=0, stop=None, step=1, *, dtype=None, device=None, like=None):
+    if not find((start, stop, step), []):
+        ends = (start,) if stop is None else (start, stop, step)
+        return create(np.arange, ends, {"dtype": dtype, "device": device}, like)
+    start, stop = (0, start) if stop is None else (start, stop)
+    step = 1 if step is None else step
+    _alike_on_workers("np.arange", start, stop, step)
+    plain = np.arange(*(_number(x) for x in (start, stop, step)), dtype=dtype, device=device)
+    first = np.arange(plain.size, dtype=plain.dtype if plain.dtype.kind in "fc" else None)
+    # NumPy takes the difference of the first two entries for the step.
+    return (start + first * ((start + step) - start)).astype(plain.dtype)
+
+
+def _number(x):
+    """The Python number in an Array of one."""
+    value = value_of(x)
+    return value.item() if hasattr(value, "item") else value
+
+
+def _plain_slice(s: slice) -> slice:
+    return slice(*(_number(x) for x in (s.start, s.stop, s.step)))
+
+
+def _steps(s: slice, n: int):
+    """The n entries of a slice of np.mgrid."""
+    start = 0 if s.start is None else s.start
+    step = 1 if s.step is None else s.step
+    if isinstance(step, complex):
+        step = (s.stop - start) / (n - 1) if n > 1 else 1
+    return np.arange(n) * step + start
+
+
+class _Grid:
+    """np.mgrid or np.ogrid, with ends that may be traced."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self.__doc__ = f"As np.{name}."
+
+    def __getitem__(self, key):
+        arrays = find(key, [])
+        if not arrays:
+            return getattr(np, self.name)[key]
+        _alike_on_workers(f"np.{self.name}", *arrays)
+        slices = key if isinstance(key, tuple) else (key,)
+        plain = np.ogrid[tuple(map(_plain_slice, slices))]
+        parts = [np.reshape(_steps(s, p.size), p.shape).astype(p.dtype) for s, p in zip(slices, plain, strict=True)]
+        if not isinstance(key, tuple):
+            return parts[0]
+        return tuple(parts) if self.name == "ogrid" else np.stack(np.broadcast_arrays(*parts))
+
+
+twins.update({name: _Grid(name) for name in ("mgrid", "ogrid")})
+
+
+class _Joiner:
+    """np.r_ or np.c_, with arrays and ends of slices that may be traced."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self.__doc__ = f"As np.{name}."
+
+    def __getitem__(self, key):
+        numpys = getattr(np, self.name)
+        if not find(key, []):
+            return numpys[key]
+        items = key if isinstance(key, tuple) else (key,)
+        if items[0] in ("r", "c") if isinstance(items[0], str) else False:
+            raise StateError(
+                message(
+                    f"np.{self.name}",
+                    got=f"{items[0]!r}, which makes a matrix",
+                    need="arrays",
+                    mend=f"np.{self.name} without it, and np.atleast_2d",
+                )
+            )
+        # What NumPy makes of the positions of all entries tells where each of them goes.
+        entries: list = []
+        places = tuple(self._place(item, entries) for item in items)
+        dtype = numpys[tuple(_plain_slice(s) if isinstance(s, slice) else bare(s) for s in items)].dtype
+        return np.concatenate(entries).astype(dtype)[numpys[places]]
+
+    def _place(self, item, entries: list):
+        """An item in which positions stand for the entries, which are added to `entries`."""
+        if isinstance(item, str):
+            return item
+        at = sum(e.size for e in entries)
+        if isinstance(item, slice):
+            _alike_on_workers(f"np.{self.name}", *find(item, []))
+            n = np.r_[_plain_slice(item)].size
+            start = 0 if item.start is None else item.start
+            linear = isinstance(item.step, complex)
+            entries.append(np.linspace(start, item.stop, n) if linear else asarray(_steps(item, n)))
+            return slice(at, at + n)
+        x = asarray(item)
+        entries.append(np.ravel(x))
+        is_scalar = type(bare(item)) in np.ScalarType
+        return at if is_scalar else np.reshape(np.arange(at, at + x.size), x.shape)
+
+
+twins.update({name: _Joiner(name) for name in ("r_", "c_")})
+
+
+# Functions with arguments that NumPy does not ask
+
+
+def _lifted(x):
+    """x as an Array, which NumPy asks."""
+    return x if type(x) is Array else Array(asarray(x), tracer.mixing.ambient())
+
+
+def _reached(fun) -> None:
+    """NumPy asks the first argument of these only: it becomes an Array where a later one is."""
+
+    @twin(fun)
+    def run(first, *rest, **kwargs):
+        return dispatch(fun, (_lifted(first), *rest), kwargs)
+
+
+for _name in "interp nanmean nanstd nanvar pad take trapezoid unwrap".split():
+    _reached(getattr(np, _name))
+
+
+def _from_initial(name: str, join: Callable, neutral: float | None = None) -> None:
+    """A reduction that may start from an Array."""
+    fun = getattr(np, name)
+
+    @twin(fun)
+    def run(a, *rest, initial=np._NoValue, **kwargs):  # type: ignore[attr-defined]
+        if not find(initial, []):
+            kwargs = kwargs if initial is np._NoValue else {**kwargs, "initial": initial}  # type: ignore[attr-defined]
+            return dispatch(fun, (_lifted(a), *rest), kwargs)
+        kwargs = kwargs if neutral is None else {**kwargs, "initial": neutral}
+        result = dispatch(fun, (_lifted(a), *rest), kwargs)
+        dtype = _dtype_of(result)
+        if not np.can_cast(initial.dtype, dtype, "same_kind"):
+            raise DtypeError(
+                message(
+                    f"np.{name}",
+                    argument="initial",
+                    got=f"{initial.dtype} for a result of {dtype}",
+                    need=f"a value that {dtype} can hold: another would be cut, and its gradient lost",
+                    mend=f"a.astype({str(initial.dtype)!r})",
+                )
+            )
+        return join(result, initial.astype(dtype))
+
+
+for _name in ("sum", "nansum"):
+    _from_initial(_name, np.add)
+for _name in ("prod", "nanprod"):
+    _from_initial(_name, np.multiply)
+for _name in ("max", "nanmax"):
+    _from_initial(_name, np.maximum, -np.inf)
+for _name in ("min", "nanmin"):
+    _from_initial(_name, np.minimum, np.inf)
+twins.update(amax=twins["max"], amin=twins["min"])
+
+
+@twin(np.nan_to_num)
+def nan_to_num(x, copy=True, nan=0.0, posinf=None, neginf=None):
+    x = _lifted(x)
+    if not find((nan, posinf, neginf), []):
+        return dispatch(np.nan_to_num, (x, copy, nan, posinf, neginf), {})
+    if x.dtype.kind == "c":
+        parts = (nan_to_num(part, copy, nan, posinf, neginf) for part in (np.real(x), np.imag(x)))
+        return sum(part * unit for part, unit in zip(parts, (1, 1j), strict=True))
+    if x.dtype.kind != "f":
+        return x
+    most = np.finfo(x.dtype).max
+    posinf, neginf = most if posinf is None else posinf, -most if neginf is None else neginf
+    y = np.where(np.isnan(x), nan, np.where(np.isposinf(x), posinf, np.where(np.isneginf(x), neginf, x)))
+    return y.astype(x.dtype)
+
+
+@twin(np.select)
+def select(condlist, choicelist, default=0):
+    return dispatch(np.select, (condlist, choicelist, default), {})
+
+
+@twin(np.kaiser)
+def kaiser(M, beta):
+    n, middle = np.arange(0, M), (M - 1) / 2
+    return np.ones(M) if M == 1 else np.i0(beta * np.sqrt(1 - ((n - middle) / middle) ** 2.0)) / np.i0(beta)
+
+
+for _fun in (np.format_float_positional, np.format_float_scientific):
+    twin(_fun)(lambda x, *args, _fun=_fun, **kwargs: _fun(bare(x), *args, **kwargs))
+
+
+@twin(np.ndenumerate)
+def ndenumerate(arr):
+    return ((i, arr[i]) for i in np.ndindex(arr.shape))
+
+
+# Functions that call a function, which may give Arrays though it is given none
+
+
+def _calls(fun) -> None:
+    compose = handlers[fun]
+
+    @functools.wraps(fun)
+    def call(*args, **kwargs):
+        if not find((args, kwargs), []):
+            with contextlib.suppress(TracedConversionError):
+                return fun(*args, **kwargs)
+        return compose(*args, **kwargs)
+
+    twins[fun.__name__] = call
+
+
+for _fun in (np.apply_along_axis, np.apply_over_axes, np.piecewise):
+    _calls(_fun)
+
+
+class vectorize(np.vectorize):
+    """As np.vectorize. Where Arrays are concerned the function runs on one entry after the other, and is recorded."""
+
+    def __call__(self, *args, **kwargs):
+        if getattr(self, "pyfunc", None) in (None, np._NoValue):  # type: ignore[attr-defined]
+            return super().__call__(*args, **kwargs)
+        if not find((args, kwargs), []):
+            with contextlib.suppress(TracedConversionError):
+                return super().__call__(*args, **kwargs)
+        return self._in_a_loop(args, kwargs)
+
+    def _in_a_loop(self, args, kwargs):
+        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        arrays = {k: asarray(v) for k, v in given.items() if k not in self.excluded}
+        cores = dict.fromkeys(arrays, 0)
+        if self.signature is not None:
+            wanted = re.findall(r"\(([^)]*)\)", self.signature.split("->")[0])
+            cores.update({k: len(dims.split(",")) if dims.strip() else 0 for k, dims in enumerate(wanted)})
+        outer = np.broadcast_shapes(*(x.shape[: x.ndim - cores[k]] for k, x in arrays.items()))
+        arrays = {k: np.broadcast_to(x, outer + x.shape[x.ndim - cores[k] :]) for k, x in arrays.items()}
+        if 0 in outer:
+            raise ValueError("np.vectorize cannot run on traced arrays without entries")
+        results = []
+        for i in np.ndindex(outer):
+            each = {**given, **{k: x[i] for k, x in arrays.items()}}
+            results.append(self.pyfunc(*(each[k] for k in range(len(args))), **{k: each[k] for k in kwargs}))
+        if not isinstance(results[0], tuple):
+            return self._joined(results, outer, 0)
+        return tuple(self._joined(r, outer, k) for k, r in enumerate(zip(*results, strict=True)))
+
+    def _joined(self, results, outer: tuple[int, ...], k: int):
+        """The results at all entries. NumPy gives them the dtype of the first, unless otypes names one."""
+        x = asarray(list(results))
+        otypes = self.otypes or ""
+        dtype = np.dtype(otypes[k]) if otypes else _dtype_of(results[0])
+        if not otypes and self.signature is None and not np.can_cast(x.dtype, dtype, "same_kind"):
+            raise DtypeError(
+                message(
+                    "np.vectorize",
+                    argument="otypes",
+                    got=f"none; the first entry is {dtype}, and others are {x.dtype}",
+                    need="the dtype of the results: NumPy would cut them to that of the first",
+                    mend=f"np.vectorize(f, otypes=[{str(x.dtype)!r}])",
+                )
+            )
+        x = x if self.signature is not None and not otypes else x.astype(dtype)
+        return np.reshape(x, outer + x.shape[1:])
+
+
+def _dtype_of(x) -> np.dtype:
+    return x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
+
+
+twins["vectorize"] = vectorize
+
+
+# The namespace
+
+_CREATORS = (
+    "arange array asanyarray asarray ascontiguousarray asfortranarray empty eye full fromfunction identity indices "
+    "linspace ones tri zeros"
+).split()
+
+
+class Namespace(types.ModuleType):
+    """The names of NumPy, for Arrays whose values are of `module`: numpy, or cupy, whose arrays it then makes."""
+
+    def __init__(self, module=np):
+        super().__init__("spmd.numpy", __doc__)
+        self._module = module
+
+    def __getattr__(self, name: str):
+        if name.startswith("_") and name not in ("__array_namespace_info__", "__array_api_version__", "__version__"):
+            raise AttributeError(f"spmd.numpy has no attribute {name!r}")
+        found = twins.get(name)
+        if found is None:
+            found = getattr(np, name)
+        if self._module is not np and name in _CREATORS:
+            found = self._creator(name, found)
+        setattr(self, name, found)
+        return found
+
+    def __dir__(self):
+        return sorted({*dir(np), *np.__all__})
+
+    def _creator(self, name: str, found: Callable) -> Callable:
+        """Of the other module, where no Array says whose array is to be made."""
+        other = getattr(self._module, name)
+
+        @functools.wraps(found)
+        def create(*args, device=None, **kwargs):
+            if find((args, kwargs), []):
+                return found(*args, **kwargs)
+            with device or contextlib.nullcontext():
+                return other(*args, **kwargs)
+
+        return create
+
+
+namespace = Namespace()
+_others: dict[str, Namespace] = {}
+
+
+def of(x: Array, api_version: str | None = None) -> Namespace:
+    """The namespace for the value of an Array. Raises ValueError for a version of the standard that NumPy lacks."""
+    if api_version is not None:
+        np.empty(0).__array_namespace__(api_version=api_version)
+    name = type(value_of(x)).__module__.partition(".")[0]
+    if name != "cupy":
+        return namespace
+    return _others.setdefault(name, Namespace(sys.modules[name]))

@@ -1,0 +1,32 @@
+"""NumPy's names for bare, stated and traced arrays alike: `import spmd.numpy as snp`.
+
+    snp.array([[x[0], 1.0], [y, 2.0]])     # keeps the gradients of x and y
+
+Plain NumPy records itself wherever its protocols reach. This is for those who want certainty: all names of numpy are
+here, and what the protocols do not reach (`array`, `full`, `arange`, `r_`, `vectorize`, ...) takes traced arrays too.
+With bare arguments each function is NumPy's, with NumPy's result.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from spmd.autodiff.namespace import namespace
+
+if TYPE_CHECKING:
+    from numpy import *  # noqa: F403
+
+_PARTS = ("fft", "linalg")
+
+__all__ = [name for name in dir(namespace) if name[0] != "_"]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str):
+    found = importlib.import_module(f"{__name__}.{name}") if name in _PARTS else getattr(namespace, name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
