@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from spmd.autodiff.tracer import Array, value_of
 from spmd.errors import DtypeError, message
 
 
-def pick(a, index):
+def pick(a: Any, index) -> Any:
     """a[index], where the index may be an Array of a body and a may be bare."""
     if type(index) is Array and type(a) is not Array:
         a = Array(a, tracer.mixing.ambient())

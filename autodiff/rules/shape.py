@@ -18,7 +18,7 @@ def along(axis: int, ndim: int, index) -> tuple:
     return (slice(None),) * (axis % ndim) + (index,)
 
 
-def entries(x):
+def entries(x) -> Any:
     """x with its shape and dtype: lists and Python numbers become arrays."""
     return x if hasattr(x, "shape") else np.asarray(x)
 
