@@ -27,6 +27,7 @@ from spmd.errors import DifferentiationError, message
 __all__ = [
     "Like",
     "Method",
+    "Plan",
     "Primitive",
     "composite",
     "composites",
@@ -94,7 +95,7 @@ class Primitive:
     owe: `owe(shared, g, *args)` may return a Future for the cotangent of a leaf, or None to use the rule.
     """
 
-    __slots__ = ("fun", "joint", "linear", "name", "owe", "plans", "rules", "variadic")
+    __slots__ = ("fun", "joint", "linear", "name", "owe", "plans", "rules", "unary", "variadic")
 
     def __init__(self, fun, name, rules=(), *, variadic=None, linear=False, joint=None, owe=None):
         self.fun = fun
@@ -105,6 +106,7 @@ class Primitive:
         self.joint = joint
         self.owe = owe
         self.plans: dict[int, Plan] = {}
+        self.unary: tuple[tuple[Rule, ...], bool, bool] | None = None
 
     def __repr__(self) -> str:
         return f"Primitive({self.name})"
@@ -124,6 +126,12 @@ class Primitive:
         plan = Plan(self, [i for i in range(count) if key >> (count - 1 - i) & 1], count)
         self.plans[key] = plan
         return plan
+
+    def plan_unary(self) -> tuple[tuple[Rule, ...], bool, bool]:
+        """The plan of a function of one argument: its rule, and whether result and argument are kept."""
+        plan = self.plan(3)
+        self.unary = plan.pulls, plan.keep_ans, plan.keeps[0] is VALUE
+        return self.unary
 
 
 class Plan:

@@ -24,6 +24,7 @@ from spmd.autodiff.primitive import (
     VALUE,
     Like,
     Method,
+    Plan,
     Primitive,
     composites,
     constants,
@@ -155,6 +156,11 @@ def apply(prim: Primitive, args, kwargs):
     plan = prim.plans.get(key) or prim.plan(key)
     options = plan.chosen(kwargs) if kwargs else kwargs
     ans = apply(prim, lower, kwargs) if deeper else prim.fun(*lower, **kwargs)
+    return _recorded(plan, parents, lower, likes, options, ans, state, top)
+
+
+def _recorded(plan: Plan, parents, args: list, likes, options, ans, state, tape: Tape):
+    """A result with what its rules ask for on the tape; one that has no derivative as it is."""
     try:
         shape, dtype = ans.shape, ans.dtype
         if dtype.kind in "biu":
@@ -168,12 +174,12 @@ def apply(prim: Primitive, args, kwargs):
             return wrap(ans, state)
     for i, keep in enumerate(plan.keeps):
         if keep is not VALUE:
-            lower[i] = None if keep is NOTHING else likes[i] or _like(lower[i])
-    nodes = top.open
-    lower.insert(0, ans if plan.keep_ans else None)
-    node = Node(prim, plan.pulls, parents, lower, options, shape, dtype, len(nodes))
+            args[i] = None if keep is NOTHING else _like(args[i] if likes[i] is None else likes[i])
+    args.insert(0, ans if plan.keep_ans else None)
+    nodes = tape.open
+    node = Node(plan.prim, plan.pulls, parents, args, options, shape, dtype, len(nodes))
     nodes.append(node)
-    return Array(ans, state, top, node) if shape is not None else _parts(ans, state, top, node)
+    return Array(ans, state, tape, node) if shape is not None else _parts(ans, state, tape, node)
 
 
 # The same for one and for two operands, where nothing is unusual: a tape of its own level, or none.
@@ -181,23 +187,23 @@ def apply(prim: Primitive, args, kwargs):
 
 def apply_unary(prim: Primitive, x: Array):
     """As `apply`, of one Array."""
-    value, tape, state = x.value, x.tape, x.state
-    if type(value) not in USUAL:
+    value, tape = x.value, x.tape
+    if type(value) is not np.ndarray and type(value) not in USUAL:
         return apply(prim, (x,), NO_OPTIONS)
     ans = prim.fun(value)
     if isinstance(ans, tuple):
         return _several(prim, x, ans)
     if tape is None:
-        return Array(ans, state) if state is not None else ans
+        return Array(ans, x.state) if x.state is not None else ans
     dtype = ans.dtype
     if dtype is not FLOAT and dtype.kind in "biu":
-        return wrap(ans, state)
-    plan = prim.plans.get(3) or prim.plan(3)
-    nodes, parent = tape.open, x.node
-    args = (ans if plan.keep_ans else None, value if plan.keeps[0] is VALUE else parent)
-    node = Node(prim, plan.pulls, (parent,), args, NO_OPTIONS, ans.shape, dtype, len(nodes))
+        return wrap(ans, x.state)
+    pulls, keeps_ans, keeps_x = prim.unary or prim.plan_unary()
+    parent, nodes = x.node, tape.open
+    args = (ans if keeps_ans else None, value if keeps_x else parent)
+    node = Node(prim, pulls, (parent,), args, NO_OPTIONS, ans.shape, dtype, len(nodes))
     nodes.append(node)
-    return Array(ans, state, tape, node)
+    return Array(ans, x.state, tape, node)
 
 
 def _several(prim: Primitive, x: Array, ans: tuple):
@@ -227,14 +233,15 @@ def apply_binary(prim: Primitive, x, y):
     if type(a) not in _operands or type(b) not in _operands:
         return apply(prim, (x, y), NO_OPTIONS)
     ans = prim.fun(a, b)
-    if type(ans) not in USUAL:
-        return apply(prim, (x, y), NO_OPTIONS)
     if tape is None:
-        return Array(ans, state) if state is not None else ans
+        return Array(ans, state) if state is not None and type(ans) in USUAL else wrap(ans, state)
+    plan = prim.plans.get(key) or prim.plan(key)
+    parents = (left, right) if key == 7 else (left,) if key == 6 else (right,)
+    if type(ans) not in USUAL:
+        return _recorded(plan, parents, [a, b], [left, right], NO_OPTIONS, ans, state, tape)
     dtype = ans.dtype
     if dtype is not FLOAT and dtype.kind in "biu":
         return wrap(ans, state)
-    plan = prim.plans.get(key) or prim.plan(key)
     first, second = plan.keeps
     nodes = tape.open
     args = (
@@ -242,7 +249,6 @@ def apply_binary(prim: Primitive, x, y):
         a if first is VALUE else None if first is NOTHING else _like(left),
         b if second is VALUE else None if second is NOTHING else _like(right),
     )
-    parents = (left, right) if key == 7 else (left,) if key == 6 else (right,)
     node = Node(prim, plan.pulls, parents, args, NO_OPTIONS, ans.shape, dtype, len(nodes))
     nodes.append(node)
     return Array(ans, state, tape, node)
