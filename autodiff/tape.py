@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from spmd.autodiff.watch import WATCHING, Watched
 from spmd.errors import ClosureError, DifferentiationError, message
 
 __all__ = ["Bundle", "Future", "Like", "Node", "Tape", "fit", "recording", "suspended", "sweep", "unbroadcast"]
@@ -77,7 +78,7 @@ class Tape:
     def __init__(self, once: bool = False) -> None:
         self.level = next(_levels)
         self.once = once
-        self.nodes: list[Node] = []
+        self.nodes: list[Node] = Watched() if WATCHING.get() else []
         self.open: Any = self.nodes
         self.twins: dict[Any, Any] = {}
 
@@ -232,6 +233,8 @@ def sweep(tape: Tape, seeds: Iterable[tuple[Node, Any]], leaves: list[Node], *, 
     A primitive may owe a leaf its cotangent (`owe`): the sweep goes on, and waits for all debts at the end.
     """
     nodes, bare = tape.nodes, np.ndarray
+    if type(nodes) is Watched:
+        nodes.check()
     cotangents: list[Any] = [None] * len(nodes)
     owed: dict[int, list[Future]] = {}
     shared: dict[Any, Any] = {}

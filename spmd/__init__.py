@@ -32,6 +32,7 @@ from spmd.autodiff import (
     value_and_grad,
     vjp,
 )
+from spmd.debug import debug
 from spmd.functions import log_softmax, relu, softmax_cross_entropy
 from spmd.info import info
 from spmd.layout import Layout, P
@@ -67,6 +68,7 @@ __all__ = [
     "check_vjp",
     "checkpoint",
     "custom_vjp",
+    "debug",
     "freeze",
     "from_blocks",
     "from_callback",

@@ -19,6 +19,7 @@ __all__ = [
     "MeshError",
     "MismatchError",
     "MissingMethodError",
+    "MutationError",
     "SpecError",
     "StateError",
     "TracedConversionError",
@@ -72,6 +73,10 @@ class MissingMethodError(AttributeError):
     def __str__(self) -> str:
         text = self.args[0] if self.args else ""
         return text() if callable(text) else str(text)
+
+
+class MutationError(RuntimeError):
+    """A bare array changed between the forward run and the backward sweep that needs it."""
 
 
 class TransportError(RuntimeError):

@@ -23,6 +23,7 @@ from spmd.errors import (
     MeshError,
     MismatchError,
     MissingMethodError,
+    MutationError,
     SpecError,
     StateError,
     TracedConversionError,
@@ -82,6 +83,14 @@ def refused(row: Row) -> None:
 def run(body, *args, ins=D, out=D, **options):
     """A body on X, or on these arguments, cut by rows."""
     return spmd.map(body, ins, out, **options)(*(args or (X,)))
+
+
+def _written_into():
+    x = X.copy()
+    with spmd.debug(mutation=True):
+        _, pull = spmd.vjp(lambda x: np.sum(x * x), x)
+        x += 1
+        pull(1.0)
 
 
 def here() -> spmd.PartitionedArray:
@@ -1347,7 +1356,7 @@ GRADIENTS = [
         DifferentiationError,
         "grad of <lambda>: argument argnums",
         "1 with 1 positional arguments",
-        "positions below 1",
+        "an integer, or several different ones, from -1 to 0",
         "by position",
     ),
     Row(
@@ -1383,8 +1392,17 @@ GRADIENTS = [
         DifferentiationError,
         "grad of sum: result",
         "traced array complex128[]",
-        "a real scalar",
+        "a real result",
         "holomorphic=True",
+    ),
+    Row(
+        "of a bare array that was written into",
+        _written_into,
+        MutationError,
+        "np.multiply, recorded at",
+        "a bare array that was written into after the tape had kept it",
+        "arrays that stay as they are",
+        "a = a + 1 in place of a += 1",
     ),
     Row(
         "in a body with check=False",
@@ -1397,12 +1415,12 @@ GRADIENTS = [
     ),
     Row(
         "through a function without a rule",
-        lambda: spmd.grad(lambda w: run(lambda w: np.ldexp(w, 2), w))(X),
+        lambda: spmd.grad(lambda w: run(lambda w: np.unique(w), w))(X),
         DifferentiationError,
-        "np.ldexp",
+        "np.unique",
         "a traced array, and no derivative rule for this function",
-        "the nearest are np.",
-        "spmd.custom_vjp",
+        "a function with a rule",
+        "np.sort",
     ),
     Row(
         "a cotangent of another structure",
