@@ -249,7 +249,7 @@ def _check_jvp(f: Callable, args: Sequence[Any], seed: int) -> None:
 
 def _eps(x) -> float:
     """The spacing of floating numbers at 1 in the dtype of x."""
-    dtype = getattr(x, "dtype", np.dtype(float))
+    dtype: Any = getattr(x, "dtype", np.dtype(float))
     return float(np.finfo(dtype).eps) if dtype.kind in "fc" else 2.0**-7  # bfloat16
 
 

@@ -18,6 +18,7 @@ from spmd.autodiff.transforms import (
     kind_of,
     lower,
     name_of,
+    places,
     pullback_of,
     stated,
     unstated,
@@ -37,10 +38,10 @@ class _Custom:
         self.parameters = _parameters(fun)
         self.nondiff_argnums = nondiff_argnums
         self.nondiff_argnames = (nondiff_argnames,) if isinstance(nondiff_argnames, str) else tuple(nondiff_argnames)
-        functools.update_wrapper(self, fun)
+        functools.update_wrapper(self, fun)  # type: ignore[arg-type]
 
     def __get__(self, instance, owner=None):
-        return self if instance is None else functools.partial(self, instance)
+        return self if instance is None else functools.partial(self, instance)  # type: ignore[arg-type]
 
     def _resolved(self, args: tuple, kwargs: dict) -> tuple[Any, ...]:
         """All arguments by position, defaults too, as the signature of the function says."""
@@ -65,9 +66,7 @@ class _Custom:
 
     def _fixed(self, args: tuple) -> set[int]:
         """The positions of the arguments that are not differentiated; they must not be traced."""
-        numbers = self.nondiff_argnums
-        numbers = [numbers] if hasattr(numbers, "__index__") else list(numbers)  # type: ignore[arg-type]
-        numbers = {n % len(args) for n in numbers if -len(args) <= n < len(args)}
+        numbers = places(self.nondiff_argnums, len(args))
         names = [p.name for p in self.parameters or ()]
         numbers |= {names.index(n) for n in self.nondiff_argnames if n in names[: len(args)]}
         for n in numbers:

@@ -15,6 +15,7 @@ from spmd.autodiff.transforms import (
     check_result,
     float0,
     grad,
+    is_one,
     kind_of,
     linearize,
     match_tangents,
@@ -140,7 +141,7 @@ def _chosen(fun: Callable, argnums, args: tuple, kwargs: dict, where: str):
 
 def _pick(trees: tuple, argnums):
     """Of the trees of the chosen arguments the only one, where argnums is no sequence."""
-    return trees[0] if hasattr(argnums, "__index__") else trees
+    return trees[0] if is_one(argnums) else trees
 
 
 def _check_arguments(where: str, chosen: list, holomorphic: bool, *, allow_int: bool = False, real: bool = False):

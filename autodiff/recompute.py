@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 
 from spmd.autodiff import tracer, tree
 from spmd.autodiff.tape import Node, Tape, _active, recording, sweep
 from spmd.autodiff.tracer import Array, value_of
-from spmd.autodiff.transforms import _top, joint, lower, name_of, on, stated, unstated
+from spmd.autodiff.transforms import _top, joint, lower, name_of, on, places, stated, unstated
 from spmd.errors import DifferentiationError, describe, message
 
 __all__ = ["checkpoint"]
@@ -45,7 +46,6 @@ def checkpoint(
                 mend="checkpoint smaller functions, and leave out what is to be kept",
             )
         )
-    numbers = [static_argnums] if hasattr(static_argnums, "__index__") else list(static_argnums)  # type: ignore[arg-type]
     names = {static_argnames} if isinstance(static_argnames, str) else set(static_argnames)
 
     @functools.wraps(fun)
@@ -53,7 +53,7 @@ def checkpoint(
         tapes = _active.get()
         if not tapes or any(t not in tapes for t in _tapes(tree.leaves((args, kwargs)))):
             return fun(*args, **kwargs)  # nothing is differentiated, or elsewhere: by a tape of another thread
-        static = {n % len(args) for n in numbers if -len(args) <= n < len(args)}
+        static = places(static_argnums, len(args))
         fixed = {k: v for k, v in kwargs.items() if k in names}
         if _top(tree.leaves(([args[n] for n in static], fixed))) is not None:
             raise DifferentiationError(
@@ -157,7 +157,7 @@ class _Again:
             outs = [lower(o, t) for o in outs]
         proxies = {id(node): aside.leaf(node.shape, node.dtype) for node in self.closed}
 
-        def own(node):
+        def own(node: Any) -> Any:
             """The node that stands for one on the sweep's own tape."""
             if node is None or _stands_on(aside, node):
                 return node

@@ -165,14 +165,30 @@ def _pulled(tape: Tape, seeds, leaves: list, given: Iterable[Any] = (), *, free:
     return pulled
 
 
+def is_one(argnums: int | Sequence[int]) -> bool:
+    """Whether argnums is one integer, and no sequence."""
+    return np.ndim(argnums) == 0 and hasattr(argnums, "__index__")  # type: ignore[arg-type]
+
+
+def indices(argnums: Any) -> list[int]:
+    """The integers that argnums hold."""
+    return [operator.index(n) for n in ([argnums] if is_one(argnums) else argnums)]
+
+
+def places(argnums: Any, count: int) -> set[int]:
+    """The positions that argnums name among so many arguments, those that are there."""
+    return {n % count for n in indices(argnums) if -count <= n < count}
+
+
 def positions(argnums: int | Sequence[int], count: int, where: str) -> tuple[int, ...]:
     """The positions that argnums name among so many arguments, counted from 0."""
+    if type(argnums) is int and 0 <= argnums < count:
+        return (argnums,)
     try:
-        numbers = [operator.index(n) for n in ([argnums] if hasattr(argnums, "__index__") else argnums)]  # type: ignore[union-attr]
+        numbers = indices(argnums)
     except TypeError:
         numbers = None
-    wrapped = {n % count for n in numbers if -count <= n < count} if numbers and count else set()
-    if numbers is None or len(wrapped) < len(numbers):
+    if numbers is None or len(places(numbers, count)) < len(numbers):
         raise DifferentiationError(
             message(
                 where,
@@ -241,6 +257,7 @@ def value_and_grad(
     JAX: df/dRe - i df/dIm. Memory is freed as the sweep goes.
     Raises DifferentiationError where the result is no scalar or an argument is not floating.
     """
+    single = is_one(argnums)
 
     @functools.wraps(fun)
     def wrapped(*args, **kwargs):
@@ -263,7 +280,7 @@ def value_and_grad(
         found = iter(_pulled(tape, seeds, [x for xs, _ in lifted for x in xs], free=True))
         grads = [tree.unflatten(treedef, [next(found) for _ in xs]) for xs, treedef in lifted]
         value = lower(out, tape) if held is out else out.holding(lower(held, tape))
-        return (value, aux) if has_aux else value, grads[0] if hasattr(argnums, "__index__") else tuple(grads)
+        return (value, aux) if has_aux else value, grads[0] if single else tuple(grads)
 
     return wrapped
 
@@ -427,11 +444,14 @@ def linearize(fun: Callable, *primals, has_aux: bool = False) -> tuple[Any, ...]
     where = f"jvp of {name_of(fun)}"
     out, pull, *aux = vjp(fun, *primals, has_aux=has_aux)
     zeros = tree.map(lambda o: stated(zeros_like(o), getattr(o, "state", None)), out)
-    _, pullpull = vjp(pull, zeros)
+    cotangents, pullpull = vjp(pull, zeros)
     likes, treedef = tree.flatten(primals)  # type: ignore[arg-type]
+    dtypes = [c.dtype for c in tree.leaves(cotangents)]  # of a Python number that of what it met
 
     def push(*tangents):
-        return pullpull(tree.unflatten(treedef, match_tangents(where, likes, treedef, tangents)))[0]
+        matched = match_tangents(where, likes, treedef, tangents)
+        cast = [t if t.dtype == dtype else t.astype(dtype) for t, dtype in zip(matched, dtypes, strict=True)]
+        return pullpull(tree.unflatten(treedef, cast))[0]
 
     push.tape = pull.tape  # type: ignore[attr-defined]
     return out, push, *aux
@@ -542,12 +562,6 @@ def joint(tape: Tape, parents: Sequence[Any], outs: list, pull: Callable[[list],
         value = unstated(out)
         traced = part(node, k, value if hasattr(value, "dtype") else np.asarray(value), state, tape)
         if traced.value is not value:  # a Python number stays one, and weak
-            traced.value, traced.node.dtype = value, tracer.weak(value)
+            traced.value, traced.node.dtype = value, tracer.weak(value)  # type: ignore[arg-type]
         results.append(traced)
     return results
-
-
-__all__ += [
-    "Node", "check_result", "joint", "kind_of", "lift", "lower", "match_tangents", "name_of", "on", "positions",
-    "pullback_of", "stated", "unstated", "zeros_like",
-]  # fmt: skip
