@@ -7,9 +7,9 @@ import pytest
 import scipy.special
 from rules import Table, complex_, distinct, full, of, one, pair, positive, signed
 
-from spmd.autodiff import grad, value_and_grad, vjp
+from spmd.autodiff import grad, vjp
 from spmd.autodiff.check import check_grads
-from spmd.autodiff.primitive import composites, constants, handlers, passives, refusals
+from spmd.autodiff.primitive import constants, handlers, passives, refusals
 from spmd.errors import DifferentiationError, TracedConversionError
 from spmd.scipy import special
 
@@ -34,16 +34,24 @@ wide = between(-3, 3)
 SHAPES = {1: one, 2: pair, 3: of("3 . 23", "2 2 2", ". 0 1"), 4: of("3 . 3 1", ". . . .")}
 
 
-def cases(names, *rows):
-    """Rows of functions, each a tuple of arguments: domains of those that are differentiated, values of the others."""
-    for name in names.split():
-        for k, args in enumerate(rows):
-            args = args if isinstance(args, tuple) else (args,)
-            domains = tuple(a for a in args if callable(a))
+def cases(names, *calls):
+    """Rows of functions. A call has domains for arguments that are differentiated, and values for the others.
 
-            def f(*xs, fun=getattr(special, name), args=args):
-                xs = iter(xs)
-                return fun(*[next(xs) if callable(a) else a for a in args])
+    The calls with the same domains are one row, with several results.
+    """
+    calls = [args if isinstance(args, tuple) else (args,) for args in calls]
+    groups = {}
+    for args in calls:
+        groups.setdefault(tuple(a for a in args if callable(a)), []).append(args)
+    for name in names.split():
+        for k, (domains, group) in enumerate(groups.items()):
+
+            def f(*xs, name=name, group=group):
+                results = []
+                for args in group:
+                    rest = iter(xs)
+                    results.append(getattr(special, name)(*[next(rest) if callable(a) else a for a in args]))
+                return results if len(results) > 1 else results[0]
 
             TABLE.row(f"{name}-{k}", f, domains, SHAPES[len(domains)])
 
@@ -107,6 +115,8 @@ cases("binom", (between(2.1, 4), between(0.2, 1.8)), (between(0.1, 1), between(2
 cases("poch", (positive, positive), (halves, 3.3), (halves, 2), (between(-2.9, -2.6), between(0.1, 0.3)))
 cases("comb perm", (between(3.2, 5), between(0.3, 3)), (between(3.2, 5), 2))
 cases("factorial", positive)
+TABLE.row("factorial2", lambda x: special.factorial2(x, extend="complex"), positive, one)
+TABLE.row("factorialk", lambda x: special.factorialk(x, 3, extend="complex"), positive, one)
 
 # distributions
 cases("gammainc gammaincc", (1.7, positive), (0.6, positive))
@@ -200,11 +210,10 @@ for k, options in enumerate([{}, {"axis": 0}, {"axis": (0, -1)}, {"axis": -1, "k
         of("23 23", "23 3", "13 21"),
     )
     for sign in (1, -1):
+        w = sign * np.array([1, -0.2, 1])
         TABLE.row(
             f"logsumexp-sign-{k}-{sign}",
-            lambda a, b, o=options, w=sign * np.array([1, -0.2, 1]): special.logsumexp(
-                a, b=b * w, return_sign=True, **o
-            )[0],
+            lambda a, b, o=options, w=w: special.logsumexp(a, b=b * w, return_sign=True, **o)[0],
             (between(-0.5, 0.5), between(1, 2)),
             of("23 23", "23 3"),
         )
@@ -243,11 +252,14 @@ def test_itairy():
         np.testing.assert_allclose(grad(lambda x, k=k: np.sum(special.itairy(x)[k]))(x), expected)
 
 
-@pytest.mark.parametrize(
-    "name",
-    "expit log_expit logit exp10 exp2 expm1 log1p cbrt cosm1 sindg exprel entr erf erfc erfi erfcx dawsn erfinv ndtr "
-    "log_ndtr ndtri gamma gammaln loggamma digamma rgamma j0 j1 i0 i1 spence wrightomega expi exp1 softplus lambertw".split(),
-)
+ELEMENTARY = """
+    expit log_expit logit exp10 exp2 expm1 log1p cbrt cosm1 sindg exprel entr softplus lambertw wrightomega
+    erf erfc erfi erfcx dawsn erfinv ndtr log_ndtr ndtri expi exp1 spence
+    gamma gammaln loggamma digamma rgamma j0 j1 i0 i1
+"""
+
+
+@pytest.mark.parametrize("name", ELEMENTARY.split())
 def test_third_order(name):
     x = np.linspace(0.2, 0.8, 5)
     check_grads(getattr(special, name), (x,), 3)
@@ -379,3 +391,293 @@ def test_points(name, args, k, expected):
             atol=1e-25 if 0 < abs(e) < 1e-9 else 1e-12,
             err_msg=f"order {order + 1}",
         )
+
+
+# The namespace
+
+FUNCTIONS = {name: getattr(scipy.special, name) for name in sorted(set(scipy.special.__all__))}
+
+
+def kinds(f) -> list[str]:
+    """What the registry says of a function."""
+    f = getattr(f, "__wrapped__", f) if isinstance(getattr(f, "__wrapped__", f), np.ufunc) else f
+    known = {"rule": handlers, "constant": constants, "refused": refusals, "no entries": passives}
+    return [kind for kind, those in known.items() if f in those]
+
+
+def test_each_function_is_of_one_kind():
+    assert {name: kinds(f) for name, f in FUNCTIONS.items() if len(kinds(f)) != 1} == {}
+    ufuncs = [f for f in FUNCTIONS.values() if isinstance(f, np.ufunc)]
+    assert len([f for f in ufuncs if kinds(f) == ["rule"]]) > 170
+
+
+def test_each_function_is_there():
+    assert dir(special) == sorted(FUNCTIONS)
+    for name, f in FUNCTIONS.items():
+        here = getattr(special, name)
+        assert here.__name__ == f.__name__
+        assert here is f or not isinstance(f, np.ufunc | type)
+    with pytest.raises(AttributeError, match=r"spmd\.scipy\.special(.|\n)*nothing"):
+        special.nothing  # noqa: B018
+
+
+def test_each_rule_has_a_row():
+    others = ["itairy", "jn"] + [name for name in FUNCTIONS if name.startswith("mathieu")]
+    ruled = {name for name, f in FUNCTIONS.items() if kinds(f) == ["rule"]}
+    assert ruled - {name.split("-")[0] for name in TABLE.rows} - set(others) == set()
+
+
+def test_constants():
+    x = np.array([0.6, -1.4])
+    assert grad(lambda x: np.sum(x * special.round(x) + x * special.gammasgn(x)))(x).tolist() == [2, 0]
+
+
+@pytest.mark.parametrize("name", [name for name, f in FUNCTIONS.items() if kinds(f) == ["refused"]])
+def test_refused(name):
+    """Traced arrays are refused, and the mend names functions that exist."""
+    f = getattr(special, name)
+    count = f.nin if isinstance(f, np.ufunc) else 1
+    with pytest.raises(DifferentiationError) as error:
+        grad(lambda x: f(*(x,) * count))(0.5)
+    text = str(error.value)
+    assert f.__name__ in text.splitlines()[0]
+    mend = text.split("mend:")[1]
+    named = set(mend.replace("(", " ").replace(",", " ").replace(".", " ").replace(";", " ").split()) & set(FUNCTIONS)
+    assert named
+    assert all(kinds(FUNCTIONS[n]) == ["rule"] for n in named)
+
+
+REFUSED = {
+    "ellip_harm": (5, 8, 1, 1, 2.5),
+    "lmbda": (1, 2.5),
+    "riccati_jn": (2, 1.5),
+    "pbdv_seq": (2.0, 1.5),
+    "roots_jacobi": (3, 0.5, 1.5),
+    "mathieu_even_coef": (2, 0.5),
+    "assoc_legendre_p": (3, 1, 0.5),
+    "sph_harm_y_all": (2, 1, 0.5, 0.5),
+    "kolmogorov": (0.5,),
+    "pro_cv": (1, 2, 0.5),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_functions_take_bare_arrays(name):
+    got, expected = getattr(special, name)(*REFUSED[name]), getattr(scipy.special, name)(*REFUSED[name])
+    for a, b in (
+        zip(np.atleast_1d(*got), np.atleast_1d(*expected), strict=True) if type(got) is tuple else [(got, expected)]
+    ):
+        np.testing.assert_array_equal(a, b)
+
+
+# scipy's own functions, which no protocol reaches, refuse traced arrays themselves
+
+PLAIN = {
+    "softplus": lambda f, x: f(x),
+    "sinc": lambda f, x: f(x),
+    "zeta": lambda f, x: f(2, x),
+    "lambertw": lambda f, x: np.real(f(x)),
+    "jvp": lambda f, x: f(1, x),
+    "assoc_laguerre": lambda f, x: f(x, 3),
+}
+CONVERTS = {
+    "logsumexp": lambda f, x: f(x),
+    "softmax": lambda f, x: f(x)[0],
+    "log_softmax": lambda f, x: f(x)[0],
+    "multigammaln": lambda f, x: f(x + 2, 2),
+    "polygamma": lambda f, x: f(1, x),
+    "comb": lambda f, x: f(5, x),
+    "factorial": lambda f, x: f(x),
+    "spherical_jn": lambda f, x: f(1, x),
+    "diric": lambda f, x: f(x, 3),
+    "sph_harm_y": lambda f, x: np.real(f(2, 1, x, x)),
+    "legendre_p": lambda f, x: f(2, x),
+}
+
+
+@pytest.mark.parametrize("name", [*PLAIN, *CONVERTS])
+def test_plain_functions_of_scipy(name):
+    f, x = {**PLAIN, **CONVERTS}[name], np.array([0.3, 0.5])
+    here = grad(lambda x: np.sum(f(getattr(special, name), x)))(x)
+    assert np.all(here != 0)
+    if name in PLAIN:
+        np.testing.assert_array_equal(grad(lambda x: np.sum(f(getattr(scipy.special, name), x)))(x), here)
+    else:
+        with pytest.raises(TracedConversionError):
+            grad(lambda x: np.sum(f(getattr(scipy.special, name), x)))(x)
+
+
+def same(f, g, x):
+    """f gives what g gives: the values and dtypes, bare and traced."""
+    args, eps = (x,), np.finfo(x.dtype).eps
+    with np.errstate(all="ignore"):
+        expected = g(*args)
+        for got in (f(*args), vjp(f, *args)[0]):
+            got, plain = (r if isinstance(r, tuple) else (r,) for r in (got, expected))
+            assert len(got) == len(plain)
+            for a, b in zip(got, plain, strict=True):
+                assert (np.shape(a), np.result_type(a)) == (np.shape(b), np.result_type(b))
+                np.testing.assert_allclose(a, b, rtol=50 * eps, atol=50 * eps)
+
+
+rng = np.random.default_rng(0)
+M = rng.normal(size=(3, 4))
+EDGES = [
+    np.array(v) for v in ([-INF, 0.0], [-INF, -INF], [INF, 0], [INF, INF], [INF, -INF], [NAN, 0], [1000.0, 1000], [])
+]
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f8", "c16"])
+@pytest.mark.parametrize("axis", [None, 0, -1, (0, 1), (1,)])
+def test_sums_of_exponentials_as_in_scipy(axis, dtype):
+    a = M.astype(dtype)
+    b = rng.normal(size=(3, 4)).astype(a.real.dtype)
+    for keepdims in (False, True):
+        for weights in (None, b, abs(b), abs(b[0]), 0 * b, 2.0):
+            for sign in (False, True):
+                options = {"axis": axis, "b": weights, "keepdims": keepdims, "return_sign": sign}
+                same(
+                    lambda x, o=options: special.logsumexp(x, **o),
+                    lambda x, o=options: scipy.special.logsumexp(x, **o),
+                    a,
+                )
+    if dtype != "c16":
+        for name in ("softmax", "log_softmax"):
+            f, g = getattr(special, name), getattr(scipy.special, name)
+            same(lambda x, f=f: f(x, axis), lambda x, g=g: g(x, axis=axis), a)
+
+
+@pytest.mark.parametrize("x", EDGES, ids=str)
+def test_edges_of_sums_of_exponentials(x):
+    same(special.logsumexp, scipy.special.logsumexp, x)
+    same(lambda x: special.logsumexp(x, return_sign=True), lambda x: scipy.special.logsumexp(x, return_sign=True), x)
+    if x.size:
+        same(special.softmax, scipy.special.softmax, x)
+        same(special.log_softmax, scipy.special.log_softmax, x)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_gradients_at_edges_of_sums_of_exponentials():
+    def g(x, **options):
+        return grad(lambda x: special.logsumexp(x, **options))(np.array(x)).tolist()
+
+    assert g([-INF, 0]) == [0, 1]
+    assert g([-INF, -INF]) == [0, 0]
+    assert g([INF, 0]) == [1, 0]
+    assert g([INF, INF, -INF]) == [0.5, 0.5, 0]
+    assert g([1e4, 1e4]) == [0.5, 0.5]
+    assert g([1e4, 0.0], b=[0, 1]) == [0, 1]
+    assert g([0.0, 0.0], b=[0, 0]) == [0, 0]
+    assert grad(lambda b: special.logsumexp(np.zeros(2), b=b))(np.zeros(2)).tolist() == [INF, INF]
+    assert g([]) == []
+    assert g([0.0, INF, NAN], b=[1, 0, 0]) == [1, 0, 0]
+    assert np.isnan(g([NAN, 0])).all()
+    assert grad(lambda b: special.logsumexp([-INF, 0], b=b))(np.ones(2)).tolist() == [0, 1]
+    assert grad(lambda x: special.softmax(x)[1])(np.array([-INF, 0, 0])).tolist() == [0, 0.25, -0.25]
+    assert grad(lambda x: special.log_softmax(x)[1])(np.array([-INF, 0])).tolist() == [0, 0]
+    check_grads(lambda x: special.logsumexp(np.stack([x, x - INF, x])), (np.ones(2),))
+
+
+FLOATS = np.array([0.0, 0.5, 1, 2, 3.5, 5])
+TWINS = {
+    "polygamma": [lambda f, x: f(2, x + 1), lambda f, x: f([[0], [1]], x + 1)],
+    "zeta": [lambda f, x: f(2.5, x + 1), lambda f, x: f(q=x + 1, x=2)],
+    "lambertw": [lambda f, x: f(x), lambda f, x: f(x, -1), lambda f, x: f(x - 2.0, k=2), lambda f, x: f(x + 1j)],
+    "comb": [
+        lambda f, x: f(5, x),
+        lambda f, x: f(x, 2),
+        lambda f, x: f(x, [[1], [3]]),
+        lambda f, x: f(x - 1, 2, repetition=True),
+        lambda f, x: f(x, 0, repetition=True),
+    ],
+    "perm": [lambda f, x: f(5, x), lambda f, x: f(x - 1, 2)],
+    "factorial": [lambda f, x: f(x - 1), lambda f, x: f(x + 0.5, extend="complex"), lambda f, x: f(x[3] + 0)],
+    "factorial2": [lambda f, x: f(x, extend="complex")],
+    "factorialk": [lambda f, x: f(x, 3, extend="complex")],
+    "multigammaln": [lambda f, x: f(x + 2, 3)],
+    "diric": [lambda f, x: f(x * 2 * PI, 3), lambda f, x: f(x, [[1], [4], [-1]]), lambda f, x: f(x * PI, 4)],
+    "jvp": [lambda f, x: f(1.5, x + 1, 2), lambda f, x: f(2, x, 0)],
+    "spherical_jn": [lambda f, x: f(2, x), lambda f, x: f([[0], [1]], x, True), lambda f, x: f(1, x, derivative=True)],
+    "spherical_kn": [lambda f, x: f(2, x + 1)],
+    "softplus": [lambda f, x: f(x - 2), lambda f, x: f(1000 * x)],
+    "sinc": [lambda f, x: f(x)],
+    "assoc_laguerre": [lambda f, x: f(x, 3, 0.5)],
+    "legendre_p": [lambda f, x: f(3, x / 5)],
+    "sph_harm_y": [lambda f, x: f(3, 1, x, 2 * x), lambda f, x: f([[2], [3]], -2, x, 0.5)],
+}
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+@pytest.mark.parametrize("name", TWINS)
+def test_twins_as_in_scipy(name, dtype):
+    f, g = getattr(special, name), getattr(scipy.special, name)
+    for call in TWINS[name]:
+        same(lambda x, c=call: c(f, x), lambda x, c=call: c(g, x), FLOATS.astype(dtype))
+
+
+def test_integers_and_lists():
+    assert special.comb(5, 2, exact=True) == 10
+    assert special.logsumexp([0, 0]) == np.log(2)
+    assert special.factorial([3, 4]).tolist() == [6, 24]
+    assert grad(lambda x: special.logsumexp([0, 0], b=x))(np.array([1.0, 3])).tolist() == [0.25, 0.25]
+    assert grad(lambda x: special.logsumexp(x, b=[1, 3]))(np.zeros(2)).tolist() == [0.25, 0.75]
+
+
+def test_options_that_have_no_derivative():
+    x = np.array([2.5, 3])
+    for f, word in (
+        (lambda x: special.comb(x, 2, exact=True), "exact=False"),
+        (lambda x: special.perm(x, 2, exact=True), "exact=False"),
+        (lambda x: special.factorial(x, exact=True), "exact=False"),
+        (lambda x: special.factorial2(x), "extend='complex'"),
+        (lambda x: special.factorialk(x, 3), "extend='complex'"),
+        (lambda x: special.legendre_p(2, x, diff_n=1), "spmd.grad"),
+        (lambda x: special.sph_harm_y(2, 1, x, x, diff_n=1), "spmd.grad"),
+        (lambda x: special.gammainc(x, 2.0), "stop_gradient"),
+        (lambda x: special.zeta(x, 2.0), "stop_gradient"),
+        (lambda x: special.zeta(x), "stop_gradient"),
+        (lambda x: special.jv(x, 2.0), "stop_gradient"),
+        (lambda x: special.polygamma(x, 2.0), "stop_gradient"),
+        (lambda x: special.erf(x, where=x > 2), "np.where"),
+    ):
+        with pytest.raises(DifferentiationError, match=word.replace("(", r"\(")):
+            grad(lambda x, f=f: np.sum(np.real(f(x))))(x)
+    with pytest.raises(ValueError, match="not met"):
+        grad(lambda x: special.multigammaln(x, 9))(2.0)
+    with pytest.raises(ValueError, match="extend"):
+        grad(lambda x: special.factorial(x, extend="other"))(2.0)
+
+
+def test_in_bodies():
+    """Arrays that have a state and are not differentiated go to scipy; differentiated ones keep their state."""
+    import spmd
+    from spmd import P
+
+    x = np.linspace(0.5, 2, 6)
+
+    def body(x):
+        y = (
+            special.logsumexp(x)
+            + special.comb(5, x).sum()
+            + special.lmbda(2.0, 1.5)[0][0]
+            + special.kolmogorov(x).sum()
+        )
+        return spmd.psum(y, "x")
+
+    with spmd.Mesh(x=2):
+        total = spmd.map(body, in_specs=P("x"), out_specs=P())(x)
+        g = grad(
+            lambda x: spmd.map(
+                lambda x: spmd.psum(special.logsumexp(x) * special.j1(x).sum(), "x"), in_specs=P("x"), out_specs=P()
+            )(x)
+        )(x)
+    plain = sum(
+        scipy.special.logsumexp(h)
+        + scipy.special.comb(5, h).sum()
+        + scipy.special.lmbda(2.0, 1.5)[0][0]
+        + scipy.special.kolmogorov(h).sum()
+        for h in (x[:3], x[3:])
+    )
+    np.testing.assert_allclose(float(total), plain)
+    expected = grad(lambda x: sum(special.logsumexp(h) * np.sum(special.j1(h)) for h in (x[:3], x[3:])))(x)
+    np.testing.assert_allclose(np.asarray(g), expected)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -17,8 +18,8 @@ from spmd.autodiff.tracer import value_of
 
 def _bessel(name: str, below: float, above: float, scaled: Callable = lambda g, ans, x: 0) -> None:
     """A family by its recurrence; `scaled` is the cotangent that its scaling adds."""
-    f = getattr(special, name, None)
-    ufunc(name, None, lambda g, ans, v, x: g * (below * f(v - 1, x) + above * f(v + 1, x)) + scaled(g, ans, x))  # type: ignore
+    f: Any = getattr(special, name, None)
+    ufunc(name, None, lambda g, ans, v, x: g * (below * f(v - 1, x) + above * f(v + 1, x)) + scaled(g, ans, x))
 
 
 def _damped(g, ans, x):
@@ -87,13 +88,13 @@ for _name in "jvp yvp ivp kvp h1vp h2vp".split():
 
 def _spherical(name: str, below: int, above: int) -> None:
     """f_n' = (± n f_{n-1} ± (n + 1) f_{n+1}) / (2n + 1); the same holds for derivatives."""
-    f = functions.get(name)
+    f: Any = functions.get(name)
 
     def pull(g, _ans, n, z, derivative=False):
         if not derivative:
-            return g * f(n, z, True)  # type: ignore
+            return g * f(n, z, True)
         n = np.asarray(n)
-        return g * (below * n * f(n - (n > 0), z, True) + above * (n + 1) * f(n + 1, z, True)) / (2 * n + 1)  # type: ignore
+        return g * (below * n * f(n - (n > 0), z, True) + above * (n + 1) * f(n + 1, z, True)) / (2 * n + 1)
 
     function(name, None, pull)
 
@@ -187,10 +188,10 @@ ufunc(
 
 def _mathieu(name: str, characteristic: str, unit: float, force: Callable) -> None:
     """y'' = (2q cos 2x - a) y, or for the modified functions its negative in cosh; x in degrees, or in radians."""
-    a = getattr(special, characteristic, None)
+    a: Any = getattr(special, characteristic, None)
 
     def pull(g, ans, m, q, x):
-        return unit * (g[0] * ans[1] + g[1] * force(a(m, q), q, unit * x) * ans[0])  # type: ignore
+        return unit * (g[0] * ans[1] + g[1] * force(a(m, q), q, unit * x) * ans[0])
 
     ufunc(name, None, None, pull)
 

@@ -188,7 +188,9 @@ def factorialk(n, k, exact=False, extend="zero"):
         )
     if np.ndim(k) or is_complex(k) or k <= 0:
         raise refusal("factorialk", "k", f"{k}", "a positive number", "write the powers and gamma functions out")
-    return float(k) ** ((n - 1) / k) * special.gamma(n / k + 1) * float(special.rgamma(1 / k + 1))
+    result = float(k) ** ((n - 1) / k) * special.gamma(n / k + 1) * float(special.rgamma(1 / k + 1))
+    # scipy gives single numbers, unlike arrays, in double precision, whatever comes.
+    return result if np.ndim(n) else result * np.float64(1)
 
 
 @composed("factorial2")

@@ -9,32 +9,37 @@ import numpy as np
 from spmd.autodiff.primitive import primitive
 from spmd.autodiff.rules.reduce import expand
 from spmd.autodiff.rules.special.frame import composed, function, is_complex, runner
-from spmd.autodiff.tracer import Array
+from spmd.autodiff.tracer import value_of
+from spmd.autodiff.transforms import stop_gradient
 
 
-def _weights(ans, a, b, axis, keepdims):
-    """The derivative of log Σ b exp(a) by a, but for a sign: zero where there is no sum, shared by infinite entries."""
-    total = expand(ans, a, axis, keepdims)
-    infinite = np.isinf(total)
-    plain = np.exp(np.where(infinite, -np.inf, a) - np.where(infinite, 0, total))
-    if b is not None:
-        plain = np.where(b == 0, 0, plain * b)
-    top = (a == np.inf) & (total == np.inf) & (True if b is None else b != 0)
-    ties = expand(np.sum(top, axis=axis, keepdims=keepdims), a, axis, keepdims)
-    return np.where(top, 1 / np.where(top, ties, 1), plain)
+def _weighed(a, b, axis):
+    """exp(a), b exp(a) and the sum of the latter, scaled so that they do not overflow.
+
+    Where all entries are -inf the terms are zero, and entries of +inf share alike.
+    """
+    bare, weight = stop_gradient(np.real(a)), 1 if b is None else stop_gradient(b)
+    top = np.max(np.where(weight == 0, -np.inf, bare), axis=axis, keepdims=True, initial=-np.inf)
+    infinite = np.isinf(top)
+    a = np.where((bare == -np.inf) | infinite, -np.inf, a - np.where(infinite, 0, top))
+    power = np.where((top == np.inf) & (bare == np.inf), 1, np.exp(a))
+    power = np.where((top == -np.inf) & (bare > -np.inf), np.inf, power)  # all weights are zero
+    terms = power if b is None else np.where(weight == 0, 0, power * b)
+    total = np.sum(terms, axis=axis, keepdims=True)
+    return power, terms, np.where(top == -np.inf, 1, total)
 
 
-def _by_weights(ans, a, axis, keepdims):
-    """The derivative of log Σ b exp(a) by b, but for a sign."""
-    empty = np.real(a) == -np.inf
-    return np.where(empty, 0, np.exp(np.where(empty, 0, a) - expand(ans, a, axis, keepdims)))
+def _by_a(g, _ans, a, b, axis, keepdims):
+    _, terms, total = _weighed(a, b, axis)
+    return expand(g, a, axis, keepdims) * (terms / total)
 
 
-@primitive(
-    "scipy.special.logsumexp",
-    lambda g, ans, a, b, axis, keepdims: expand(g, a, axis, keepdims) * _weights(ans, a, b, axis, keepdims),
-    lambda g, ans, a, _b, axis, keepdims: expand(g, a, axis, keepdims) * _by_weights(ans, a, axis, keepdims),
-)  # type: ignore
+def _by_b(g, _ans, a, b, axis, keepdims):
+    power, _, total = _weighed(a, b, axis)
+    return expand(g, a, axis, keepdims) * (power / total)
+
+
+@primitive("scipy.special.logsumexp", _by_a, _by_b)
 def _logsumexp(a, b, axis, keepdims):
     if not a.size:
         return np.full_like(np.sum(a, axis=axis, keepdims=keepdims), -np.inf)
@@ -43,13 +48,9 @@ def _logsumexp(a, b, axis, keepdims):
 
 @primitive(
     "scipy.special.logsumexp",
-    lambda g, ans, a, b, axis, keepdims: (
-        expand(g[0] * ans[1], a, axis, keepdims) * _weights(ans[0], a, b, axis, keepdims)
-    ),
-    lambda g, ans, a, _b, axis, keepdims: (
-        expand(g[0] * ans[1], a, axis, keepdims) * _by_weights(ans[0], a, axis, keepdims)
-    ),
-)  # type: ignore
+    lambda g, _ans, a, b, axis, keepdims: _by_a(g[0], _ans, a, b, axis, keepdims),
+    lambda g, _ans, a, b, axis, keepdims: _by_b(g[0], _ans, a, b, axis, keepdims),
+)
 def _logabssumexp(a, b, axis, keepdims):
     if not a.size:
         empty = np.full_like(np.sum(a, axis=axis, keepdims=keepdims), -np.inf)
@@ -59,11 +60,14 @@ def _logabssumexp(a, b, axis, keepdims):
 
 @composed("logsumexp")
 def logsumexp(a: Any, axis=None, b: Any = None, keepdims=False, return_sign=False):
-    a, b = (x if x is None or isinstance(x, Array) else np.asarray(x) for x in (a, b))
-    if b is not None:
-        a, b = np.broadcast_arrays(a, b)
-    a = np.atleast_1d(a)
-    b = b if b is None else np.atleast_1d(b)
+    a, b = (np.asarray(x) if isinstance(x, list | tuple) else x for x in (a, b))
+    if b is None:
+        a = np.atleast_1d(a)
+    else:
+        # Numbers take the dtype of what they meet.
+        dtype = np.result_type(value_of(a), value_of(b))
+        a, b = (np.asarray(x, dtype) if isinstance(x, int | float | complex) else x for x in (a, b))
+        a, b = (np.atleast_1d(x) for x in np.broadcast_arrays(a, b))
     if not return_sign:
         return _logsumexp(a, b, axis, keepdims)
     if not is_complex(a) and (b is None or not is_complex(b)):
