@@ -278,7 +278,10 @@ def sweep(tape: Tape, seeds: Iterable[tuple[Node, Any]], leaves: list[Node], *, 
                         add(parent, part)
             elif type(g) is Bundle:
                 g = g.filled(node.results)
-            for pull, parent in zip(node.pulls, node.parents):  # noqa: B905 (quicker, and they are as many)
+            k, parents = 0, node.parents
+            for pull in node.pulls:
+                parent = parents[k]
+                k += 1
                 if prim.owe is not None and parent.prim is None:
                     debt = prim.owe(shared, g, *args[1:])
                     if debt is not None:
