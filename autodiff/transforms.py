@@ -499,7 +499,7 @@ def match_tangents(where: str, xs: list, treedef: Any, tangents: Sequence[Any]) 
                         argument="tangents",
                         got=f"{describe(t)} for a primal that is {describe(x)}",
                         need="dtype float0: an integer has no derivative",
-                        mend="np.zeros(x.shape, spmd.autodiff.float0), or close over x in place of passing it",
+                        mend="np.zeros(x.shape, spmd.float0), or close over x in place of passing it",
                     )
                 )
             matched.append(t)
