@@ -37,13 +37,13 @@ __all__ = [
 ]
 
 
-def _ufunc_under(f):
-    """The ufunc itself: with SCIPY_ARRAY_API=1 scipy.special wraps some of its ufuncs in functions."""
+def _under(f):
+    """What NumPy dispatches on: with SCIPY_ARRAY_API=1 scipy.special wraps some of its ufuncs in functions."""
     under = getattr(f, "__wrapped__", f)
-    return under if isinstance(under, np.ufunc) else f
+    return under if isinstance(under, np.ufunc) or under is np.sinc else f
 
 
-special: Any = SimpleNamespace(**{name: _ufunc_under(getattr(_public, name)) for name in _public.__all__})
+special: Any = SimpleNamespace(**{name: _under(getattr(_public, name)) for name in _public.__all__})
 """The functions of scipy.special by name."""
 
 
