@@ -186,22 +186,6 @@ def full(shape, fill_value, dtype=None, order="C", *, device=None, like=None):
     return np.broadcast_to(_made("np.full", fill_value, dtype, device=device), shape)
 
 
-@twin(np.full_like)
-def full_like(a, fill_value, dtype=None, order="K", subok=True, shape=None, *, device=None):
-    if not find(fill_value, []):
-        return np.full_like(a, fill_value, dtype, order, subok, shape, device=device)
-    x = a if hasattr(a, "dtype") else np.asarray(a)
-    v = _made("np.full_like", fill_value, x.dtype if dtype is None else dtype, device=device)
-    return _joined_state(np.broadcast_to(v, x.shape if shape is None else shape), x)
-
-
-def _joined_state(x, other):
-    """x with the state of `other` too, on whose shape it depends."""
-    if type(other) is not Array or other.state is x.state:
-        return x
-    return tracer.mixing.join([x, Array(value_of(other), other.state)])[0][0]
-
-
 # Ranges and grids
 
 
@@ -339,7 +323,7 @@ def _reached(fun) -> None:
         return dispatch(fun, (_lifted(first), *rest), kwargs)
 
 
-for _name in "interp nanmean nanstd nanvar pad take trapezoid unwrap".split():
+for _name in "full_like interp nanmean nanstd nanvar pad take trapezoid unwrap".split():
     _reached(getattr(np, _name))
 
 
@@ -500,11 +484,15 @@ _CREATORS = (
 
 
 class Namespace(types.ModuleType):
-    """The names of NumPy, for Arrays whose values are of `module`: numpy, or cupy, whose arrays it then makes."""
+    """The names of NumPy, for Arrays whose values are of `module`: numpy, or cupy, whose arrays it then makes.
 
-    def __init__(self, module=np):
+    stated: made arrays are Arrays too, with the state of bare data, so that all arrays of a body are of one kind.
+    """
+
+    def __init__(self, module=np, stated: bool = False):
         super().__init__("spmd.numpy", __doc__)
         self._module = module
+        self._stated = stated
 
     def __getattr__(self, name: str):
         if name.startswith("_") and name not in ("__array_namespace_info__", "__array_api_version__", "__version__"):
@@ -512,7 +500,7 @@ class Namespace(types.ModuleType):
         found = twins.get(name)
         if found is None:
             found = getattr(np, name)
-        if self._module is not np and name in _CREATORS:
+        if name in _CREATORS and (self._stated or self._module is not np):
             found = self._creator(name, found)
         setattr(self, name, found)
         return found
@@ -521,21 +509,25 @@ class Namespace(types.ModuleType):
         return sorted({*dir(np), *np.__all__})
 
     def _creator(self, name: str, found: Callable) -> Callable:
-        """Of the other module, where no Array says whose array is to be made."""
-        other = getattr(self._module, name)
+        """A function that makes arrays, of this namespace's kind where no Array says whose it is to be."""
+        other = getattr(self._module, name, found)
 
         @functools.wraps(found)
         def create(*args, device=None, **kwargs):
             if find((args, kwargs), []):
                 return found(*args, **kwargs)
-            with device or contextlib.nullcontext():
-                return other(*args, **kwargs)
+            if self._module is not np:
+                with device or contextlib.nullcontext():
+                    ans = other(*args, **kwargs)
+            else:
+                ans = other(*args, **kwargs) if device is None else other(*args, device=device, **kwargs)
+            return tracer.wrap(ans, tracer.mixing.ambient()) if self._stated else ans
 
         return create
 
 
 namespace = Namespace()
-_others: dict[str, Namespace] = {}
+_others: dict[tuple[str, bool], Namespace] = {("numpy", False): namespace}
 
 
 def of(x: Array, api_version: str | None = None) -> Namespace:
@@ -543,6 +535,7 @@ def of(x: Array, api_version: str | None = None) -> Namespace:
     if api_version is not None:
         np.empty(0).__array_namespace__(api_version=api_version)
     name = type(value_of(x)).__module__.partition(".")[0]
-    if name != "cupy":
-        return namespace
-    return _others.setdefault(name, Namespace(sys.modules[name]))
+    key = (name if name == "cupy" else "numpy", x.state is not None)
+    if key not in _others:
+        _others[key] = Namespace(sys.modules[key[0]], key[1])
+    return _others[key]

@@ -51,12 +51,20 @@ def _operand(x):
                 mend="np.asarray(m), with @ for a product of matrices; np.where(mask, x, other) for a mask",
             )
         )
-    return x if isinstance(x, int | float | complex | np.ndarray) or _is_array(x) else NotImplemented
+    if hasattr(type(x), "__torch_function__"):
+        raise _beside_tensors("an operator")
+    return x if isinstance(x, int | float | complex) or hasattr(x, "dtype") else NotImplemented
 
 
-def _is_array(x) -> bool:
-    """Whether x is an array by NumPy's dtypes: those of torch are left to what they say themselves."""
-    return isinstance(getattr(x, "dtype", None), np.dtype)
+def _beside_tensors(where: str) -> Exception:
+    return TracedConversionError(
+        message(
+            where,
+            got="an Array beside tensors, or in place of one",
+            need="one or the other: torch does not record on this tape, nor NumPy on that of torch",
+            mend=_BARE,
+        )
+    )
 
 
 def _recorded(symbol: str, ufunc) -> Primitive:
@@ -145,7 +153,7 @@ def _view(self, dtype=None, type=None):
     raise StateError(
         message(
             "x.view",
-            got=f"{describe(dtype or type)} for a {describe(self)}",
+            got=f"{type or dtype} for a {describe(self)}",
             need="the array's own dtype: other views read its bytes, which are no part of its value",
             mend="x.astype(dtype); np.real(x) and np.imag(x) of complex entries",
         )
@@ -188,8 +196,12 @@ def _rounded(self, ndigits=None):
 
 def _whole(name: str) -> Callable:
     """math.floor and its kin: a Python number, where the array has one."""
-    fun = getattr(math, name)
-    return lambda self: fun(self._number(f"math.{name}"))
+
+    def whole(self) -> int:
+        value = self._number(f"math.{name}")
+        return getattr(math, name)(value.item() if hasattr(value, "item") else value)
+
+    return whole
 
 
 _SAME = (
@@ -298,14 +310,7 @@ _REFUSED = {
 
 
 def _torch_function(cls, func, types, args=(), kwargs=None):
-    raise TracedConversionError(
-        message(
-            f"torch.{getattr(func, '__name__', func)}",
-            got="an Array beside tensors, or in place of one",
-            need="tensors only: torch does not record on this tape, nor NumPy on that of torch",
-            mend=_BARE,
-        )
-    )
+    raise _beside_tensors(f"torch.{getattr(func, '__name__', func)}")
 
 
 def _define_methods() -> None:

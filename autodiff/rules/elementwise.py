@@ -255,8 +255,9 @@ def clip(a, a_min=None, a_max=None, out=None, *, min=None, max=None):
 
 
 @composite(np.full_like)
-def full_like(a, fill_value, dtype=None, order="K", subok=True, *, shape=None):
-    zeros = np.zeros_like(a, dtype=dtype, shape=shape)
+def full_like(a, fill_value, dtype=None, order="K", subok=True, shape=None, *, device=None):
+    where: dict = {} if device is None else {"device": device}
+    zeros = np.zeros_like(a, dtype=dtype, shape=shape, **where)
     return (zeros + fill_value).astype(zeros.dtype)
 
 
