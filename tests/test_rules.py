@@ -6,7 +6,6 @@ import itertools
 
 import numpy as np
 import pytest
-import scipy.special
 from rules import (
     Table,
     above_one,
@@ -472,28 +471,6 @@ def kept(f, **args) -> str:
 def test_kept_memory(f, names):
     x = np.arange(1.0, 5).reshape(2, 2)
     assert kept(f, x=x, y=x + 1) == names
-
-
-# scipy.special
-
-
-SPECIAL = (
-    "expit log_expit logit erf erfc erfcx erfinv ndtr log_ndtr ndtri gamma gammaln loggamma digamma entr exp10 exp2"
-)
-
-
-@pytest.mark.parametrize("name", [*SPECIAL.split(), *"expm1 log1p cbrt j0 j1 i0 i1".split()])
-def test_special(name):
-    f = getattr(scipy.special, name)
-    x = np.linspace(0.2, 0.8, 5)
-    check_grads(f, (x,), 3)
-    assert vjp(f, x.astype("f4"))[1](np.ones(5, "f4"))[0].dtype == "f4"
-
-
-def test_special_of_two():
-    x = np.linspace(0.2, 0.8, 5)
-    check_grads(scipy.special.xlogy, (x, x[::-1].copy()), 3)
-    check_grads(scipy.special.xlog1py, (x, x[::-1].copy()), 3)
 
 
 # The checkers themselves

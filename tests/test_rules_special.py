@@ -267,6 +267,12 @@ def test_third_order(name):
     check_grads(getattr(special, name), (x,), 3)
 
 
+def test_third_order_of_two():
+    x = np.linspace(0.2, 0.8, 5)
+    for f in (special.xlogy, special.xlog1py, special.boxcox, special.beta):
+        check_grads(f, (x, x[::-1].copy()), 3)
+
+
 # Points at which a formula would divide by zero
 
 INF, NAN, PI = np.inf, np.nan, np.pi
