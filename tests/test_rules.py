@@ -21,7 +21,7 @@ from rules import (
     spread,
 )
 
-from spmd.autodiff import at, grad, value_and_grad, vjp
+from spmd.autodiff import at, grad, value_and_grad
 from spmd.autodiff.check import check_grads, check_vjp, tolerance
 from spmd.autodiff.primitive import primitive
 from spmd.autodiff.tracer import Array
