@@ -366,7 +366,7 @@ SPECS = (P(), P("x"))
 
 def deep(ck, psum, w, x):
     """Checkpoints that close over arrays of both states, one with a collective in it."""
-    h = ck(lambda v: np.sin(x * v) * w)(w)
+    h = ck(lambda v: np.sin(x * v) * w)(w * w)
     k = ck(lambda: psum(np.sum(np.cos(h) * w)))()
     return k * ck(lambda u: np.sum(u * w))(w * w)
 
