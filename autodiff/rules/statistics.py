@@ -215,7 +215,7 @@ def nanvar(
     there, filled = ~np.isnan(a), _filled(a, 0)
     if mean is absent:
         n = np.sum(there, axis, keepdims=True, where=where)
-        # Where nothing is left the mean is NaN, and so is the result: no NaN may enter the cotangents.
+        # Where nothing is left the result is NaN by its own count of entries.
         mean = np.sum(filled, axis, dtype, keepdims=True, where=where) / np.maximum(n, 1)
     deviation = np.where(there, filled - mean, 0).astype(filled.dtype)
     n = np.sum(there, axis, keepdims=keepdims, where=where) - (ddof if correction is absent else correction)
