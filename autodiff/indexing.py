@@ -16,6 +16,7 @@ from spmd.errors import DtypeError, describe, message
 
 __all__ = ["At", "astype", "at", "define_indexing", "scatter_add"]
 
+_NUMBERS = {int, type(None)}
 _NO_ARRAYS = (int, slice, np.ndarray, type(None), type(Ellipsis))
 
 
@@ -81,7 +82,12 @@ _GET = _getitem.primitive  # type: ignore[attr-defined]
 def _get(x: Array, index):
     """x[index]; Arrays in the index are integers or masks, whose state the result has too."""
     tape, value = x.tape, x.value
-    simple = type(index) in _NO_ARRAYS and (type(index) is not slice or type(index.stop) in (int, type(None)))
+    simple = type(index) in _NO_ARRAYS and (
+        type(index) is not slice or {type(index.start), type(index.stop), type(index.step)} <= _NUMBERS
+    )
+    if simple and tape is None and x.state is not None and type(value) is np.ndarray:
+        ans = value[index]
+        return Array(ans, x.state)
     if not simple or tape is None or type(value) not in USUAL:
         arrays = find(index, [])
         if any(a.state is not x.state for a in arrays):

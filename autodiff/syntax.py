@@ -110,7 +110,7 @@ def define_operators() -> None:
 
 def _method(fun):
     def method(self, *args, **kwargs):
-        return fun(self, *args, **kwargs)
+        return self.__array_function__(fun, (), (self, *args), kwargs)
 
     return method
 
@@ -120,6 +120,8 @@ def _clip(self, min=None, max=None, out=None, **kwargs):
 
 
 def _reshape(self, *shape, order: Any = "C", copy=None):
+    if self.tape is None and self.state is not None and copy is None and type(self.value) is np.ndarray:
+        return Array(self.value.reshape(*shape, order=order), self.state)
     options = {} if copy is None else {"copy": copy}
     return np.reshape(self, shape[0] if len(shape) == 1 else shape, order=order, **options)
 

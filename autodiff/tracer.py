@@ -127,7 +127,7 @@ def apply(prim: Primitive, args, kwargs):
             tape = a.tape
             if tape is not top and tape is not None and (top is None or tape.level > top.level):
                 top = tape
-    if kwargs and find(kwargs, []):
+    if kwargs and not _PLAIN.issuperset(map(type, kwargs.values())) and find(kwargs, []):
         return _with_keyword_arrays(prim, args, kwargs)
     if mixed:
         joined, state = mixing.join([a for a in args if type(a) is Array])
@@ -264,6 +264,7 @@ NO_OPTIONS: dict[str, Any] = {}
 USUAL = {np.ndarray, np.float64, np.float32}
 """The types of values without any surprise: no number of Python's, and no Array of another level."""
 _operands = USUAL | {int, float}
+_PLAIN = {*_operands, bool, str, type(None), np.dtype, type}
 
 
 _SELECT = Primitive(None, "select", (lambda g, ans, k: Bundle({k: g}),))
@@ -327,11 +328,28 @@ def wrap(ans, state):
 
 def compute(fun, args, kwargs):
     """Run a function on bare data and give the results the joined state of all arrays in its arguments."""
-    arrays = find((args, kwargs), [])
+    arrays: list[Array] = []
+    args, kwargs = tuple([_bared(a, arrays) for a in args]), {k: _bared(v, arrays) for k, v in kwargs.items()}
     state = arrays[0].state
     if any(a.state is not state for a in arrays):
         state = mixing.join([Array(value_of(a), a.state) for a in arrays])[1]
-    return wrap(_unshared(fun(*_read_only(bare(args)), **_read_only(bare(kwargs)))), state)
+    if fun not in handlers and fun not in constants:
+        args, kwargs = _read_only(args), _read_only(kwargs)
+    return wrap(_unshared(fun(*args, **kwargs)), state)
+
+
+def _bared(tree, into: list[Array]) -> Any:
+    """As `bare`, and the arrays on the way."""
+    kind = type(tree)
+    if kind is Array:
+        into.append(tree)
+        return value_of(tree)
+    if kind is tuple or kind is list:
+        return kind([_bared(t, into) for t in tree])
+    if isinstance(tree, tuple | list | dict | slice):
+        find(tree, into)
+        return bare(tree)
+    return tree
 
 
 def _unshared(ans):
@@ -339,7 +357,12 @@ def _unshared(ans):
     if isinstance(ans, tuple | list):
         parts = [_unshared(a) for a in ans]
         return type(ans)(*parts) if hasattr(ans, "_fields") else type(ans)(parts)
-    return ans.copy() if isinstance(ans, np.ndarray) and ans.base is not None else ans
+    base = ans.base if type(ans) is np.ndarray else None
+    if base is None:
+        return ans
+    while isinstance(base, np.ndarray) and base.base is not None:
+        base = base.base
+    return ans.copy() if getattr(getattr(base, "flags", None), "writeable", True) else ans
 
 
 def _read_only(tree) -> Any:
@@ -370,6 +393,8 @@ def dispatch(fun, args, kwargs):
         )
     kwargs.pop("out", None)
     handler = handlers.get(fun)
+    if fun in primitives:
+        return handler(*args, **kwargs)  # type: ignore[misc]
     if handler is None and fun not in constants and fun not in refusals:
         load_families()
         handler = handlers.get(fun)
@@ -518,7 +543,7 @@ class Array:
                 got=describe(self),
                 need="a bare array; converting would "
                 + ("cut the result off from its gradient" if traced else "lose the state of the array"),
-                mend="np.stack([a, b]) in place of np.array([a, b]); "
+                mend="np.stack([a, b]) or spmd.numpy.array([a, b]) in place of np.array([a, b]); "
                 + (
                     "spmd.stop_gradient(x) if no gradient is wanted"
                     if traced

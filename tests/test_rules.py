@@ -364,8 +364,10 @@ def test_arrays_by_keyword():
     assert grad(lambda x: np.sum(a=x, where=mask, initial=1.0))(x).tolist() == [0, 1, 1]
     assert grad(lambda x: np.sum(np.clip(np.ones(3), a_min=x, a_max=None)))(x).tolist() == [0, 0.5, 1]
     assert grad(lambda x: np.tensordot(a=x, b=x, axes=1))(x).tolist() == [0, 2, 4]
+    scaled = primitive("scaled", lambda g, _ans, _x, *, by: g * by)(lambda x, *, by: x * by)
+    assert grad(lambda x: np.sum(scaled(x, by=mask)))(x).tolist() == [0, 1, 1]
     with pytest.raises(DifferentiationError, match="array passed by keyword"):
-        grad(lambda x: np.sum(np.pad(x, 1, constant_values=x[0])))(x)
+        grad(lambda x: np.sum(scaled(x, by=x)))(x)
 
 
 def test_options_without_a_rule_are_refused():
@@ -376,10 +378,6 @@ def test_options_without_a_rule_are_refused():
         grad(lambda x: np.sum(twice(x, where=x > 0)))(x)
     with pytest.raises(DifferentiationError, match="order"):
         grad(lambda x: np.sum(np.reshape(x, (1, 3), order="A")))(x)
-    with pytest.raises(DifferentiationError, match=r"ord(.|\n)*'nuc'(.|\n)*svd"):
-        grad(lambda x: np.linalg.norm(x, "nuc"))(np.eye(2))
-    with pytest.raises(DifferentiationError, match="linear_ramp"):
-        grad(lambda x: np.sum(np.pad(x, 1, mode="linear_ramp")))(x)
     assert grad(lambda x: np.sum(np.add(x, x, dtype="f4", order="C")))(x).tolist() == [2, 2, 2]
 
 
