@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import re
 import sys
 import types
@@ -57,8 +58,8 @@ def _built(tree, sample):
         x = np.stack(parts)
     else:
         x = np.asarray(tree)
-    if x.dtype.kind == "O":
-        raise _objects(tree)
+    if x.dtype.kind in "OSUMmT":
+        raise _no_numbers(tree, x.dtype)
     return x
 
 
@@ -67,11 +68,11 @@ def _of_kind(sample, fun, *args, **kwargs):
     return fun(*args, **kwargs, like=sample if hasattr(sample, "__array_function__") else None)
 
 
-def _objects(tree) -> Exception:
+def _no_numbers(tree, dtype) -> Exception:
     return TracedConversionError(
         message(
             "np.array",
-            got=f"{describe(tree)}, which would become an array of objects",
+            got=f"{describe(tree)}, which would become an array of {dtype}",
             need="numbers and arrays, in lists of lists",
             mend="a list, a tuple or a dict of arrays as it is: transformations take them as arguments and results",
         )
@@ -117,7 +118,7 @@ def array(object, dtype=None, *, copy: bool | None = True, order="K", subok=Fals
         return create(np.array, (object, dtype), options, like)
     x = _made("np.array", object, dtype, copy if copy is not True else None, ndmin=ndmin)
     if 0 < ndmax < x.ndim:
-        raise _objects(object)
+        raise _no_numbers(object, np.dtype("O"))
     return x
 
 
@@ -169,9 +170,15 @@ def asarray_chkfinite(a, dtype=None, order=None):
     return x
 
 
-@twin(np.fromiter)
+@functools.wraps(np.fromiter)
 def fromiter(iter, dtype, count=-1, *, like=None):
-    return _made("np.fromiter", list(iter)[: None if count < 0 else count], dtype)
+    items = list(iter if count < 0 else itertools.islice(iter, count))
+    if find(items, []):
+        return _made("np.fromiter", items, dtype)
+    return create(np.fromiter, (items, dtype, count), {}, like)
+
+
+twins["fromiter"] = fromiter
 
 
 @twin(np.from_dlpack)
@@ -402,15 +409,28 @@ def ndenumerate(arr):
 # Functions that call a function, which may give Arrays though it is given none
 
 
-def _calls(fun) -> None:
-    compose = handlers[fun]
+def _unless_traced(numpys: Callable, composed: Callable) -> Any:
+    """What NumPy computes; what `composed` does if NumPy met an Array, which tells it so."""
+    try:
+        return numpys()
+    except Exception as error:
+        reason: BaseException | None = error
+        while reason is not None and not isinstance(reason, TracedConversionError):
+            reason = reason.__cause__ or reason.__context__
+        if reason is None:
+            raise
+    return composed()
 
+
+def _calls(fun) -> None:
     @functools.wraps(fun)
     def call(*args, **kwargs):
-        if not find((args, kwargs), []):
-            with contextlib.suppress(TracedConversionError):
-                return fun(*args, **kwargs)
-        return compose(*args, **kwargs)
+        def composed():
+            return handlers[fun](*args, **kwargs)
+
+        if find((args, kwargs), []):
+            return composed()
+        return _unless_traced(lambda: fun(*args, **kwargs), composed)
 
     twins[fun.__name__] = call
 
@@ -425,10 +445,11 @@ class vectorize(np.vectorize):
     def __call__(self, *args, **kwargs):
         if getattr(self, "pyfunc", None) in (None, np._NoValue):  # type: ignore[attr-defined]
             return super().__call__(*args, **kwargs)
-        if not find((args, kwargs), []):
-            with contextlib.suppress(TracedConversionError):
-                return super().__call__(*args, **kwargs)
-        return self._in_a_loop(args, kwargs)
+        if find((args, kwargs), []):
+            return self._in_a_loop(args, kwargs)
+        return _unless_traced(
+            lambda: np.vectorize.__call__(self, *args, **kwargs), lambda: self._in_a_loop(args, kwargs)
+        )
 
     def _in_a_loop(self, args, kwargs):
         given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}

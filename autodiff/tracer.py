@@ -543,7 +543,7 @@ class Array:
                 got=describe(self),
                 need="a bare array; converting would "
                 + ("cut the result off from its gradient" if traced else "lose the state of the array"),
-                mend="np.stack([a, b]) or spmd.numpy.array([a, b]) in place of np.array([a, b]); "
+                mend="np.stack([a, b]) in place of np.array([a, b]), or spmd.numpy.array; "
                 + (
                     "spmd.stop_gradient(x) if no gradient is wanted"
                     if traced

@@ -140,7 +140,9 @@ def test_pad_has_numpys_values(mode):
     rng = np.random.default_rng(0)
     for shape in ((3, 4), (1, 3), (2, 1)):
         x = distinct(rng, shape)
-        for widths, option in itertools.product((0, 1, (0, 7), ((9, 4), (0, 11)), *BY_AXIS), PADS[mode]):
+        for widths, option in itertools.product(
+            (0, 1, (0, 7), ((9, 4), (0, 11)), ((9, 1), (2, 14)), *BY_AXIS), PADS[mode]
+        ):
             if mode in ("maximum", "minimum", "median"):
                 # Padded copies tie in later axes, where maximum shares: its values are compared alone.
                 f = lambda x, w=widths, o=option: np.pad(x, w, mode, **o)

@@ -781,6 +781,12 @@ def inside_dot(a, b):
     return spmd.inner([np.real(a[0]), *map(np.real, a[1]["ws"])], [b[0], *b[1]["ws"]])
 
 
+def like(args, v):
+    """The directions in the dtypes of the arguments, as tangents must be."""
+    cast = lambda d, a: d if isinstance(a, float) else d.astype(a.dtype)
+    return cast(v[0], args[0]), {"ws": [cast(d, w) for d, w in zip(v[1]["ws"], args[1]["ws"], strict=True)]}
+
+
 def gradient(p: Program):
     """In the body."""
     return spmd.grad(lambda x, t: p.scalar(spmd, x, t["ws"]), (0, 1))
@@ -794,7 +800,7 @@ def both(p: Program, f, out):
 
 SECOND = {
     "outside": lambda p, args, v: spmd.grad(lambda x, t: dot(spmd.grad(outside(p), (0, 1))(x, t), v), (0, 1))(*args),
-    "hvp": lambda p, args, v: spmd.hvp(p.mapped(lambda x, t: p.scalar(spmd, x, t["ws"]), P()), args, v),
+    "hvp": lambda p, args, v: spmd.hvp(p.mapped(lambda x, t: p.scalar(spmd, x, t["ws"]), P()), args, like(args, v)),
     "grad of grad": lambda p, args, v: spmd.grad(
         lambda x, t: dot(spmd.grad(p.mapped(lambda x, t: p.scalar(spmd, x, t["ws"]), P()), (0, 1))(x, t), v), (0, 1)
     )(*args),
@@ -810,7 +816,7 @@ SECOND = {
         p,
         lambda x, t, vx, vt: spmd.hvp(lambda x, t: p.scalar(spmd, x, t["ws"]), (x, t), (vx, vt)),
         (p.spec, {"ws": p.specs}),
-    )(*args, *v),
+    )(*args, *like(args, v)),
 }
 
 

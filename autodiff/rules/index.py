@@ -16,11 +16,10 @@ from spmd.autodiff.tracer import Array, value_of
 from spmd.errors import DtypeError, message
 
 
-def pick(a: Any, index) -> Any:
+def pick(a, index) -> Any:
     """a[index], where the index may be an Array of a body and a may be bare."""
-    if type(index) is Array and type(a) is not Array:
-        a = Array(a, tracer.mixing.ambient())
-    return a[index]
+    array: Any = Array(a, tracer.mixing.ambient()) if type(index) is Array and type(a) is not Array else a
+    return array[index]
 
 
 def _always(fun):
