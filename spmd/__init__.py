@@ -8,6 +8,7 @@ with spmd.Mesh(data=2, model=2):
     value, grads = spmd.value_and_grad(loss)(params, batch)
 """
 
+import importlib
 from typing import TYPE_CHECKING
 
 from spmd import optim
@@ -50,6 +51,8 @@ from spmd.operators.root import broadcast, keep, replicate, sum_reduce
 from spmd.operators.totals import max, mean, min, sum
 
 if TYPE_CHECKING:
+    from spmd import numpy as numpy
+    from spmd import scipy as scipy
     from spmd.testing import check_adjoint
 
 __all__ = [
@@ -129,4 +132,6 @@ def __getattr__(name: str):
         from spmd.testing import check_adjoint
 
         return check_adjoint
+    if name in ("numpy", "scipy"):
+        return importlib.import_module(f"spmd.{name}")
     raise AttributeError(f"module 'spmd' has no attribute {name!r}")

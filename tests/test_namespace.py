@@ -76,9 +76,10 @@ def test_imports():
 
 def test_it_is_loaded_when_it_is_asked_for():
     code = "import sys, spmd; print(*[m for m in sys.modules if 'numpy' in m and 'spmd' in m or 'namespace' in m])"
+    code += "; print(spmd.numpy.array([1]), spmd.scipy.__name__, hasattr(spmd, 'torch'))"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == ""
+    assert done.stdout.splitlines() == ["", "[1] spmd.scipy False"]
 
 
 # With bare arguments: NumPy's results, bit for bit, in plain arrays
