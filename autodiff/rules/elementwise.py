@@ -37,8 +37,9 @@ rule(np.remainder, lambda g, _ans, _x, _y: g, lambda g, _ans, x, y: -g * np.floo
 rule(np.fmod, lambda g, _ans, _x, _y: g, lambda g, _ans, x, y: -g * np.trunc(x / y))
 
 # At y = 0 the first is 0 · x⁰, and at x = 0 the second is g · 0ʸ · log 1: no logarithm or quotient of zero.
+# An exponent that is a mask becomes one of integers by adding 0; others stay what they are.
 _power = (
-    lambda g, _ans, x, y: g * (y * x ** (y - (y != 0))),
+    lambda g, _ans, x, y: g * (y * x ** (0 + y - (y != 0))),
     lambda g, ans, x, _y: g * (ans * np.log(nonzero(x))),
 )
 rule(np.power, *_power)
