@@ -190,7 +190,7 @@ def multi_dot(arrays, *, out=None):
         if i == j:
             return arrays[i]
         k = cheapest(i, j)[1]
-        return product(i, k) @ product(k + 1, j)
+        return np.dot(product(i, k), product(k + 1, j))
 
     result = product(0, len(arrays) - 1)
     if row:

@@ -53,7 +53,13 @@ def dot(a, b, out=None):
     a, b = array(a), array(b)
     if np.ndim(a) == 0 or np.ndim(b) == 0:
         return np.multiply(a, b)
-    return np.matmul(a, b) if np.ndim(a) == 1 or np.ndim(b) < 3 else np.tensordot(a, b, (-1, -2))
+    plain = (a.ndim == 1 or b.ndim < 3) and not _is_foreign(a, b)
+    return np.matmul(a, b) if plain else np.tensordot(a, b, (-1, -min(b.ndim, 2)))
+
+
+def _is_foreign(*arrays) -> bool:
+    """Whether the dtype is of another library, as bfloat16 is: NumPy's gufuncs compute in another one then."""
+    return np.result_type(*(a.dtype for a in arrays)).kind == "V"
 
 
 @composite(np.inner)
@@ -64,7 +70,7 @@ def inner(a, b, /):
 
 @composite(np.vdot)
 def vdot(a, b, /):
-    return np.matmul(conj(np.ravel(a)), np.ravel(b))
+    return dot(conj(np.ravel(a)), np.ravel(b))
 
 
 @composite(np.outer)
@@ -103,7 +109,10 @@ def vecdot(x1, x2, /, *, axis=-1, keepdims=False, **options):
     x1, x2 = (np.moveaxis(x, axis, -1) for x in _operands("np.vecdot", (x1, x2), (1, 1), **options))
     if x1.shape[-1] != x2.shape[-1]:
         raise ValueError(f"np.vecdot needs vectors of one length, not of {x1.shape[-1]} and {x2.shape[-1]}")
-    result = np.sum(conj(x1) * x2, -1)
+    if _is_foreign(x1, x2):
+        result = (conj(x1)[..., None, :] @ x2[..., None])[..., 0, 0]
+    else:
+        result = np.sum(conj(x1) * x2, -1)
     return np.expand_dims(result, axis) if keepdims else result
 
 
@@ -291,6 +300,7 @@ def norm(x, ord: Any = None, axis=None, keepdims=False):
     if axis is None and ord is None:
         return _two_norm(x, axis, keepdims)
     axes = tuple(range(x.ndim)) if axis is None else axis if isinstance(axis, tuple) else (operator.index(axis),)
+    x = x if issubclass(x.dtype.type, np.inexact) else x.astype(float)
     if len(axes) == 1:
         return vector_norm(x, ord=2 if ord is None else ord, axis=axes[0], keepdims=keepdims)
     if len(axes) != 2:

@@ -45,7 +45,12 @@ def _median(a, axis, keepdims, skip):
     if len(ordered) == 0:
         return np.reshape(np.mean(ordered, 0), shape)
     middle = np.mean(_take(ordered, np.concatenate([(n - 1) // 2, n // 2]), n), 0)
-    return np.reshape(np.where(bad[0], np.nan, middle), shape)
+    return np.reshape(np.where(bad[0], _nan(middle), middle), shape)
+
+
+def _nan(x):
+    """A NaN that leaves the dtype of x: one of another library, as bfloat16 is, gives way to Python's."""
+    return x.dtype.type(np.nan) if x.dtype.kind == "V" else np.nan
 
 
 @composite(np.median)
@@ -121,11 +126,13 @@ def _quantile(a, q, axis, method, keepdims, weights, skip):
         result = _take(ordered, place, n)
     else:
         low = np.floor(place)
-        part = (place - low).astype(a.dtype) if weak else place - low
+        part = (place - low).astype(a.dtype) if weak and a.dtype.kind != "V" else place - low
         below, above = _take(ordered, low, n), _take(ordered, low + 1, n)
         gap = above - below
         result = np.where(part >= 0.5, above - gap * (1 - part), below + gap * part)
-    result = np.where(bad, np.nan, result)
+    result = np.where(bad, _nan(result), result)
+    if a.dtype.kind == "V":  # NumPy promotes it by steps of its own
+        result = result.astype(np.quantile(np.ones(1, a.dtype), value_of(q), method=method).dtype)
     return np.reshape(result, (*q.shape, *(keep if keepdims else ordered.shape[1:])))
 
 
