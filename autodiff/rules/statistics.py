@@ -132,7 +132,7 @@ def _quantile(a, q, axis, method, keepdims, weights, skip):
         result = np.where(part >= 0.5, above - gap * (1 - part), below + gap * part)
     result = np.where(bad, _nan(result), result)
     if a.dtype.kind == "V":  # NumPy promotes it by steps of its own
-        result = result.astype(np.quantile(np.ones(1, a.dtype), value_of(q), method=method).dtype)
+        result = result.astype(np.quantile(np.ones(1, a.dtype), 0.5 if weak else value_of(q)).dtype)
     return np.reshape(result, (*q.shape, *(keep if keepdims else ordered.shape[1:])))
 
 
