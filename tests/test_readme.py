@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import math
+import pickle
 import re
 import tomllib
 from pathlib import Path
@@ -77,7 +79,8 @@ def test_every_block_runs(path):
 
 def test_blocks_are_run_and_not_skipped():
     every = [block for path in FILES for block in blocks(path)]
-    assert sum(block.language == "python" for block in every) >= 8
+    assert sum(block.language == "python" for block in every) >= 50
+    assert len(rows_of_errors()) >= 30
     assert not [block for block in every if NOT_RUN in block.text]
     assert {block.language for block in every} <= {"python", "sh", "text", ""}
 
@@ -108,6 +111,59 @@ def test_the_first_program_is_short():
     first = blocks(ROOT / "README.md")[0]
     assert first.language == "python"
     assert sum(bool(line.strip()) for line in first.text.splitlines()) <= 14
+
+
+def test_the_tape_is_as_long_as_it_says():
+    text = (ROOT / "docs" / "tape.md").read_text()
+    code, rules = map(int, re.search(r"the whole of it: (\d+) lines, of which (\d+) are rules", text).groups())
+
+    def lines(until: str) -> int:
+        end = text[: text.index(until)].count("\n") + 1
+        every = [line for b in blocks(ROOT / "docs" / "tape.md") if b.line < end for line in b.text.splitlines()]
+        return sum(bool(line.strip()) for line in every)
+
+    assert lines("That is all.") == code
+    assert lines("Indexing and `scatter` are") - lines("## 4. Rules") == rules
+
+
+def rows_of_errors() -> list[tuple[str, str, list[str]]]:
+    """The table of what raises: what is written, the name of the error, and what to write instead."""
+    _, after = (ROOT / "docs" / "autodiff.md").read_text().split("## What raises\n")
+    cells = [[re.findall(r"`([^`]+)`", cell) for cell in re.split(r" \| ", row)] for row in after.splitlines()]
+    return [(this[0], name[0], mends) for this, name, mends in (c for c in cells if len(c) == 3) if this and mends]
+
+
+@pytest.mark.filterwarnings("ignore:the matrix subclass")
+@pytest.mark.parametrize(("this", "name", "mends"), rows_of_errors(), ids=lambda x: x if isinstance(x, str) else "")
+def test_what_raises_is_as_the_table_says(this, name, mends):
+    scipy = pytest.importorskip("scipy")
+    for module in ("scipy.fft", "scipy.special", "spmd.numpy", "spmd.scipy.fft", "spmd.scipy.special"):
+        importlib.import_module(module)
+    known = {"np": np, "spmd": spmd, "snp": spmd.numpy, "math": math, "pickle": pickle, "scipy": scipy}
+
+    def run(text):
+        def f(x):
+            names = known | {"x": x, "b": np.zeros(3), "rng": np.random.default_rng(0)}
+            try:
+                code = compile(text, "<table>", "eval")
+            except SyntaxError:
+                exec(text, names)
+                raise AssertionError("nothing was raised") from None
+            value = eval(code, names)
+            if "stop_gradient" not in text:
+                assert isinstance(value, spmd.Array)
+                assert value.tape is not None
+            return np.sum(x)
+
+        return spmd.grad(f)(np.array([0.5, 1.5, 2.5]))
+
+    with pytest.raises((TypeError, AttributeError, ValueError)) as caught:
+        run(this)
+    assert type(caught.value).__name__ == name
+    told = caught.value if hasattr(spmd.errors, name) else caught.value.__cause__
+    assert "mend: " in str(told)
+    for mend in mends:
+        run(mend)
 
 
 # Commands
@@ -150,8 +206,18 @@ def test_mpiexec_with_a_path_is_the_environment_s_own():
 def test_every_link_leads_somewhere(path):
     text = re.sub(r"```.*?```", "", path.read_text(), flags=re.S)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        if not target.startswith(("http://", "https://", "#", "mailto:")):
-            assert (path.parent / target.split("#")[0]).exists(), target
+        if target.startswith(("http://", "https://", "mailto:")):
+            continue
+        file, _, anchor = target.partition("#")
+        there = path.parent / file if file else path
+        assert there.exists(), target
+        assert not anchor or anchor in anchors(there), target
+
+
+def anchors(path: Path) -> set[str]:
+    """The headings of a document, as links name them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", path.read_text(), flags=re.S), flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("path", FILES, ids=relative)
