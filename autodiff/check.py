@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from spmd.autodiff import tree
+from spmd.autodiff.dtypes import spacing
 from spmd.autodiff.tracer import value_of
 from spmd.autodiff.transforms import float0, jvp, kind_of, name_of, vjp, zeros_like
 from spmd.errors import DifferentiationError, message
@@ -249,8 +250,7 @@ def _check_jvp(f: Callable, args: Sequence[Any], seed: int) -> None:
 
 def _eps(x) -> float:
     """The spacing of floating numbers at 1 in the dtype of x."""
-    dtype: Any = getattr(x, "dtype", np.dtype(float))
-    return float(np.finfo(dtype).eps) if dtype.kind in "fc" else 2.0**-7  # bfloat16
+    return spacing(getattr(x, "dtype", np.dtype(float)))
 
 
 def _coarsest(arrays) -> float:

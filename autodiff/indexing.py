@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from spmd.autodiff import tracer
+from spmd.autodiff.dtypes import kind_of_dtype
 from spmd.autodiff.primitive import primitive
 from spmd.autodiff.tape import Node
 from spmd.autodiff.tracer import FLOAT, NO_OPTIONS, USUAL, Array, bare, find, value_of
@@ -249,7 +250,7 @@ class At:
             )
         v = v if hasattr(v, "dtype") or np.isscalar(v) else np.stack(v)
         comes = np.result_type(value_of(v))
-        if x.dtype.kind in _KINDS and comes.kind in _KINDS and _rank(comes) > _rank(x.dtype):
+        if -1 < _rank(x.dtype) < _rank(comes):
             raise DtypeError(
                 message(
                     "x.at[i]",
@@ -262,12 +263,9 @@ class At:
         return update(x, v, bare(self.index))
 
 
-_KINDS = "biufc"
-
-
 def _rank(dtype) -> int:
-    """Boolean, integer, floating, complex: each holds those before it."""
-    return _KINDS.index(dtype.kind) - (dtype.kind == "u")
+    """Boolean, integer, floating, complex: each holds those before it. -1 for anything else."""
+    return "bifc".find("b" if dtype.kind == "b" else kind_of_dtype(dtype) or "?")
 
 
 def at(x) -> At:

@@ -378,7 +378,7 @@ def nan_to_num(x, copy=True, nan=0.0, posinf=None, neginf=None):
     if x.dtype.kind == "c":
         parts = (nan_to_num(part, copy, nan, posinf, neginf) for part in (np.real(x), np.imag(x)))
         return sum(part * unit for part, unit in zip(parts, (1, 1j), strict=True))
-    if x.dtype.kind != "f":
+    if not issubclass(x.dtype.type, np.floating):
         return x
     most = np.finfo(x.dtype).max
     posinf, neginf = most if posinf is None else posinf, -most if neginf is None else neginf

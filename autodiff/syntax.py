@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from spmd.autodiff import tracer
+from spmd.autodiff.dtypes import kind_of_dtype
 from spmd.autodiff.indexing import astype
 from spmd.autodiff.primitive import Primitive, handlers
 from spmd.autodiff.tracer import OPERANDS, SEQUENCES, Array, apply_binary, apply_unary, compute, value_of, wrap
@@ -136,7 +137,8 @@ def _astype(self, dtype, order="K", casting: Any = "unsafe", subok=True, copy=Tr
     dtype = np.dtype(dtype)
     if casting != "unsafe" and not np.can_cast(self.dtype, dtype, casting):
         raise TypeError(f"cannot cast from {self.dtype} to {dtype} by the rule {casting!r}")
-    if self.tape is not None and (dtype.kind in "OSUMmT" or dtype.type is np.void):
+    kind = kind_of_dtype(dtype)
+    if self.tape is not None and (not kind or dtype.type is np.void):
         raise DtypeError(
             message(
                 "x.astype",
@@ -146,7 +148,7 @@ def _astype(self, dtype, order="K", casting: Any = "unsafe", subok=True, copy=Tr
                 mend=f"spmd.stop_gradient(x).astype({str(dtype)!r})",
             )
         )
-    return astype(self, dtype)
+    return astype(self, dtype) if kind != "i" else wrap(value_of(self).astype(dtype), self.state)
 
 
 def _view(self, dtype=None, type=None):

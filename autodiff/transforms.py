@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from spmd.autodiff import tracer, tree
+from spmd.autodiff.dtypes import float0, kind_of_dtype
 from spmd.autodiff.primitive import Primitive
 from spmd.autodiff.tape import Bundle, Node, Tape, recording, sweep
 from spmd.autodiff.tracer import Array, find, part, record, value_of
@@ -32,9 +33,6 @@ __all__ = [
     "vjp",
 ]
 
-float0 = np.dtype([("float0", np.void, 0)])
-"""The dtype of tangents and cotangents of integers and booleans, which have no derivative: of no bytes, as in JAX."""
-
 _NUMBERS = (int, float, complex)
 
 
@@ -47,15 +45,7 @@ def kind_of(x: Any) -> str:
         return "f" if type(x) is float else "c"
     if type(x) in (int, bool):
         return "i"
-    return _kind_of_dtype(getattr(x, "dtype", None))
-
-
-@functools.cache
-def _kind_of_dtype(dtype: Any) -> str:
-    if getattr(dtype, "name", "") == "bfloat16":
-        return "f"
-    kind = getattr(dtype, "kind", "")
-    return kind if kind in tuple("fc") else "i" if kind in tuple("biu") or dtype == float0 else ""
+    return kind_of_dtype(getattr(x, "dtype", None))
 
 
 def lift(tape: Tape, x: Any, where: str, path: Callable[[], str]) -> Array:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from spmd.autodiff.dtypes import is_foreign
 from spmd.autodiff.primitive import composite, primitive, rule
 from spmd.autodiff.rules.elementwise import nonzero
 from spmd.autodiff.rules.reduce import array, conj, expand
@@ -53,13 +54,8 @@ def dot(a, b, out=None):
     a, b = array(a), array(b)
     if np.ndim(a) == 0 or np.ndim(b) == 0:
         return np.multiply(a, b)
-    plain = (a.ndim == 1 or b.ndim < 3) and not _is_foreign(a, b)
+    plain = (a.ndim == 1 or b.ndim < 3) and not is_foreign(np.result_type(a.dtype, b.dtype))
     return np.matmul(a, b) if plain else np.tensordot(a, b, (-1, -min(b.ndim, 2)))
-
-
-def _is_foreign(*arrays) -> bool:
-    """Whether the dtype is of another library, as bfloat16 is: NumPy's gufuncs compute in another one then."""
-    return np.result_type(*(a.dtype for a in arrays)).kind == "V"
 
 
 @composite(np.inner)
@@ -109,7 +105,7 @@ def vecdot(x1, x2, /, *, axis=-1, keepdims=False, **options):
     x1, x2 = (np.moveaxis(x, axis, -1) for x in _operands("np.vecdot", (x1, x2), (1, 1), **options))
     if x1.shape[-1] != x2.shape[-1]:
         raise ValueError(f"np.vecdot needs vectors of one length, not of {x1.shape[-1]} and {x2.shape[-1]}")
-    if _is_foreign(x1, x2):
+    if is_foreign(np.result_type(x1.dtype, x2.dtype)):
         result = (conj(x1)[..., None, :] @ x2[..., None])[..., 0, 0]
     else:
         result = np.sum(conj(x1) * x2, -1)

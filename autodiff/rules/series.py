@@ -112,7 +112,7 @@ def _slopes(f, h, edge_order):
 @composite(np.gradient)
 def gradient(f, *varargs, axis=None, edge_order=1):
     f = entries(f)
-    f = f if f.dtype.kind in "fc" else f.astype(float)
+    f = f if issubclass(f.dtype.type, np.inexact) else f.astype(float)
     axes = range(f.ndim) if axis is None else [a % f.ndim for a in np.atleast_1d(axis).tolist()]
     spacings = list(varargs) or [1.0]
     if len(spacings) == 1 and np.ndim(spacings[0]) == 0:
@@ -130,7 +130,7 @@ def gradient(f, *varargs, axis=None, edge_order=1):
             h = entries(h)
             if h.shape != (n,):
                 raise ValueError(f"np.gradient needs {n} coordinates along axis {a}, and has the shape {h.shape}")
-            h = np.diff(h if h.dtype.kind in "fc" else h.astype(float))
+            h = np.diff(h if issubclass(h.dtype.type, np.inexact) else h.astype(float))
         results.append(np.moveaxis(_slopes(np.moveaxis(f, a, -1), h, edge_order), -1, a).astype(f.dtype))
     return results[0] if len(results) == 1 else tuple(results)
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.lib.array_utils import normalize_axis_tuple
 
+from spmd.autodiff.dtypes import is_foreign
 from spmd.autodiff.indexing import scatter_add
 from spmd.autodiff.primitive import Method, composite, constant, constants, handlers, primitive, refusals, refused, rule
 from spmd.autodiff.rules.reduce import absent, array, front, given, root, share, square, weights_for
@@ -50,7 +51,7 @@ def _median(a, axis, keepdims, skip):
 
 def _nan(x):
     """A NaN that leaves the dtype of x: one of another library, as bfloat16 is, gives way to Python's."""
-    return x.dtype.type(np.nan) if x.dtype.kind == "V" else np.nan
+    return x.dtype.type(np.nan) if is_foreign(x.dtype) else np.nan
 
 
 @composite(np.median)
@@ -126,12 +127,12 @@ def _quantile(a, q, axis, method, keepdims, weights, skip):
         result = _take(ordered, place, n)
     else:
         low = np.floor(place)
-        part = (place - low).astype(a.dtype) if weak and a.dtype.kind != "V" else place - low
+        part = (place - low).astype(a.dtype) if weak and not is_foreign(a.dtype) else place - low
         below, above = _take(ordered, low, n), _take(ordered, low + 1, n)
         gap = above - below
         result = np.where(part >= 0.5, above - gap * (1 - part), below + gap * part)
     result = np.where(bad, _nan(result), result)
-    if a.dtype.kind == "V":  # NumPy promotes it by steps of its own
+    if is_foreign(a.dtype):
         result = result.astype(np.quantile(np.ones(1, a.dtype), 0.5 if weak else value_of(q)).dtype)
     return np.reshape(result, (*q.shape, *(keep if keepdims else ordered.shape[1:])))
 

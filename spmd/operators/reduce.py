@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from spmd.autodiff import tree
+from spmd.autodiff.dtypes import kind_of_dtype
 from spmd.autodiff.tracer import Array, value_of
 from spmd.errors import LayoutError, StateError, describe, message
 from spmd.mesh import Worker, here
@@ -272,7 +273,7 @@ def _identity(dtype, how: str):
     """The value that never wins."""
     if dtype.kind == "b":
         return how == "min"
-    low, high = (-np.inf, np.inf) if dtype.kind == "f" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    low, high = (-np.inf, np.inf) if kind_of_dtype(dtype) == "f" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
     return dtype.type(low if how == "max" else high)
 
 
