@@ -166,6 +166,35 @@ def test_what_raises_is_as_the_table_says(this, name, mends):
         run(mend)
 
 
+def test_the_broken_rule_prints_what_the_page_says():
+    _, printed = run(ROOT / "docs" / "rules.md")
+    promised = [block.text for block in blocks(ROOT / "docs" / "rules.md") if block.text.startswith("check_vjp")]
+    number = r"-?\d+\.\d+(?:e-?\d+)?"
+    (text,) = (text for text in printed if text)
+    assert re.sub(number, "#", text) == re.sub(number, "#", promised[0])
+    got, needed = ([float(n) for n in re.findall(number, t)] for t in (text, promised[0]))
+    assert got == pytest.approx(needed, rel=0.1)
+
+
+def test_the_rules_and_the_row_on_the_page_are_true(monkeypatch):
+    import rules
+
+    source = "".join(path.read_text() for path in (ROOT / "autodiff" / "rules").glob("*.py"))
+    texts = [block.text for block in blocks(ROOT / "docs" / "rules.md") if block.language == "text"]
+    (quoted,) = (text for text in texts if text.startswith("rule("))
+    assert not [line for line in quoted.splitlines() if f"\n{line}" not in source]
+
+    monkeypatch.setattr(rules.Table, "all", [])
+    names, _ = run(ROOT / "docs" / "rules.md")
+    table = rules.Table()
+    (text,) = (text for text in texts if "row(" in text)
+    exec(text, {**vars(rules), **names, "row": table.row})
+    (row,) = table.rows.values()
+    tests = table.tests()()
+    tests.test_against_finite_differences(row)
+    tests.test_single_precision_stays_single(row)
+
+
 # Commands
 
 
