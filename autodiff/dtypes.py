@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["float0", "is_foreign", "kind_of_dtype", "spacing"]
+__all__ = ["float0", "is_foreign", "kind_of_dtype", "most", "spacing"]
 
 float0 = np.dtype([("float0", np.void, 0)])
 """The dtype of tangents and cotangents of integers and booleans, which have no derivative: of no bytes, as in JAX."""
@@ -32,6 +32,15 @@ def is_foreign(dtype: Any) -> bool:
 
 def spacing(dtype: Any) -> float:
     """The spacing of floating numbers at 1."""
+    return float(_finfo(dtype).eps)
+
+
+def most(dtype: Any) -> Any:
+    """The largest number of a real dtype: infinity, where it has one."""
+    infinity = dtype.type(np.inf)
+    return infinity if infinity > 0 else _finfo(dtype).max
+
+
+def _finfo(dtype: Any) -> Any:
     # NumPy knows its own only; where there are others, ml_dtypes is imported.
-    known = np if issubclass(dtype.type, np.inexact) else sys.modules["ml_dtypes"]
-    return float(known.finfo(dtype).eps)
+    return (np if issubclass(dtype.type, np.inexact) else sys.modules["ml_dtypes"]).finfo(dtype)

@@ -17,6 +17,7 @@ import numpy as np
 
 from spmd.array import Frozen, PartitionedArray, closed_over, cut, fingerprint, mesh_for, owned, put, relayout
 from spmd.autodiff import tracer, transforms, tree
+from spmd.autodiff.dtypes import kind_of_dtype
 from spmd.autodiff.primitive import primitive
 from spmd.autodiff.tape import suspended
 from spmd.autodiff.tracer import Array, value_of
@@ -524,7 +525,7 @@ def _on(x, tape) -> bool:
 
 
 def _differentiable(x) -> bool:
-    return type(x) is Array and x.dtype.kind in "fc"
+    return type(x) is Array and kind_of_dtype(x.dtype) in ("f", "c")
 
 
 def _spec_of(x) -> P | None:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from spmd.autodiff import tree
-from spmd.autodiff.dtypes import kind_of_dtype
+from spmd.autodiff.dtypes import kind_of_dtype, most
 from spmd.autodiff.tracer import Array, value_of
 from spmd.errors import LayoutError, StateError, describe, message
 from spmd.mesh import Worker, here
@@ -273,8 +273,9 @@ def _identity(dtype, how: str):
     """The value that never wins."""
     if dtype.kind == "b":
         return how == "min"
-    low, high = (-np.inf, np.inf) if kind_of_dtype(dtype) == "f" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
-    return dtype.type(low if how == "max" else high)
+    if kind_of_dtype(dtype) == "f":
+        return -most(dtype) if how == "max" else most(dtype)
+    return dtype.type(np.iinfo(dtype).min if how == "max" else np.iinfo(dtype).max)
 
 
 def _marker(dtype, how: str, some: bool):
