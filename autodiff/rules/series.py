@@ -60,8 +60,8 @@ def correlate(a, v, mode="valid"):
 
 @composite(np.interp)
 def interp(x, xp, fp, left=None, right=None, period=None):
-    fp = entries(fp).astype(complex if np.iscomplexobj(fp) else float)
-    x, xp = entries(x).astype(float), entries(xp).astype(float)
+    fp = entries(fp).astype(complex if np.iscomplexobj(fp) else float, casting="safe")
+    x, xp = (entries(a).astype(float, casting="safe") for a in (x, xp))
     if xp.ndim != 1 or xp.shape != fp.shape or not xp.size:
         raise ValueError("np.interp needs two sequences of one length, xp and fp, that are not empty")
     if period is not None:
