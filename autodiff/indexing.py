@@ -72,6 +72,7 @@ def scatter_add(g, shape, index):
 @primitive(
     "x[i]",
     lambda g, _ans, _x, index: (scatter_add if type(g) is Array else _scattered)(g, _x.shape, index),
+    into=lambda total, g, _ans, _x, index: _add_into(total, index, g),
 )
 def _getitem(x, index):
     return x[index]

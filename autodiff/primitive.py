@@ -16,6 +16,7 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -93,11 +94,15 @@ class Primitive:
     linear: with variadic, the function is linear in each argument: the rule of argument k does not ask for its value.
     joint: in place of rules, `joint(g, *args)` gives the cotangents of all parents at once.
     owe: `owe(shared, g, *args)` may return a Future for the cotangent of a leaf, or None to use the rule.
+    into: `into(total, g, *args)` adds the cotangent of the argument to an array in place, where most of it is zero.
+    same: for two operands that are one and the same array, a primitive of it alone, where that is less work.
     """
 
-    __slots__ = ("fun", "joint", "linear", "name", "owe", "plans", "rules", "unary", "variadic")
+    __slots__ = (
+        *("fun", "into", "joint", "linear", "name", "owe", "plain", "plans", "rules", "same", "unary", "variadic"),
+    )
 
-    def __init__(self, fun, name, rules=(), *, variadic=None, linear=False, joint=None, owe=None):
+    def __init__(self, fun, name, rules=(), *, variadic=None, linear=False, joint=None, owe=None, into=None):
         self.fun = fun
         self.name = name
         self.rules: tuple[Rule | None, ...] = tuple(rules)
@@ -105,11 +110,18 @@ class Primitive:
         self.linear = linear
         self.joint = joint
         self.owe = owe
+        self.into = into
+        self.plain = joint is None and owe is None and into is None
         self.plans: dict[int, Plan] = {}
         self.unary: tuple[tuple[Rule, ...], bool, bool] | None = None
+        self.same: Primitive | None = None
 
     def __repr__(self) -> str:
         return f"Primitive({self.name})"
+
+    def if_same(self, rule: Rule) -> None:
+        """Declare the rule for two operands that are one array."""
+        self.same = Primitive(lambda x: self.fun(x, x), self.name, (rule,))
 
     def pull(self, k: int) -> Rule:
         """The rule of argument k."""
@@ -228,11 +240,17 @@ def rule(fun: Any, *rules: Rule | None) -> Primitive:
     return prim
 
 
-def primitive(name: str, *rules: Rule | None, variadic: Rule | None = None, linear: bool = False) -> Decorator:
+def primitive(
+    name: str,
+    *rules: Rule | None,
+    variadic: Rule | None = None,
+    linear: bool = False,
+    into: Callable[..., None] | None = None,
+) -> Decorator:
     """Make a primitive of an own function: `@primitive("name", rule, ...)`; the result is called like the function."""
 
     def declare(fun):
-        return _entry(Primitive(fun, name, rules, variadic=variadic, linear=linear))
+        return _entry(Primitive(fun, name, rules, variadic=variadic, linear=linear, into=into))
 
     return declare
 
@@ -263,7 +281,11 @@ def name_of(fun) -> str:
         module = getattr(np, prefix[3:]) if prefix[3:] else np
         if getattr(module, name, None) is fun:
             return f"{prefix}.{name}"
-    return f"{(getattr(fun, '__module__', None) or 'scipy.special').removeprefix('numpy.')}.{name}"
+    special = sys.modules.get("scipy.special")
+    if getattr(special, name, None) is fun:
+        return f"scipy.special.{name}"
+    module = getattr(fun, "__module__", None)
+    return f"{'np' + module[5:] if module.startswith('numpy') else module}.{name}" if module else name
 
 
 def constant(*funs: Any) -> None:

@@ -71,7 +71,10 @@ def _beside_tensors(where: str) -> Exception:
 def _recorded(symbol: str, ufunc) -> Primitive:
     """An operator with the rules of its ufunc. It computes by Python's operator, so that numbers stay numbers."""
     entry = handlers[ufunc].primitive  # type: ignore[attr-defined]
-    return Primitive(getattr(operator, symbol), entry.name, entry.rules)
+    prim = Primitive(getattr(operator, symbol), entry.name, entry.rules)
+    if entry.same is not None:
+        prim.if_same(*entry.same.rules)
+    return prim
 
 
 def _constant(symbol: str) -> Callable:
@@ -258,7 +261,7 @@ tracer.missing.update(
         "fill": (_IMMUTABLE, "x = x.at[...].set(v)"),
         "itemset": (_IMMUTABLE, "x = x.at[i].set(v)"),
         "partition": (_IMMUTABLE, "x = np.partition(x, k)"),
-        "put": (_IMMUTABLE, "x = np.ravel(x).at[i].set(v), reshaped to the shape of x"),
+        "put": (_IMMUTABLE, "x = x.at[np.unravel_index(i, x.shape)].set(v)"),
         "resize": (_IMMUTABLE, "x = np.resize(x, shape)"),
         "setfield": (_IMMUTABLE, "x = x.at[i].set(v)"),
         "setflags": (_IMMUTABLE, "leave it out"),
@@ -305,10 +308,12 @@ def _refuse(where: str, need: str, mend: str, error: type[Exception]) -> Callabl
 _OTHER = "a bare array: another library does not record what it does"
 _BARE = "spmd.stop_gradient(x), and in a body spmd.block of it; or NumPy's functions in place of the other library's"
 
+_DLPACK = f"spmd.numpy.from_dlpack(x) in place of NumPy's; {_BARE}"
+
 _REFUSED = {
     "__delitem__": _refuse("del x[i]", _IMMUTABLE, "x = np.delete(x, i)", StateError),
-    "__dlpack__": _refuse("from_dlpack", _OTHER, _BARE, TracedConversionError),
-    "__dlpack_device__": _refuse("from_dlpack", _OTHER, _BARE, TracedConversionError),
+    "__dlpack__": _refuse("from_dlpack", _OTHER, _DLPACK, TracedConversionError),
+    "__dlpack_device__": _refuse("from_dlpack", _OTHER, _DLPACK, TracedConversionError),
     "__reduce_ex__": _refuse("pickle", _BYTES, "spmd.stop_gradient(x), and in a body spmd.block of it", StateError),
 }
 

@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from sys import getrefcount
 from typing import Any, Protocol
 
 import numpy as np
@@ -126,16 +127,21 @@ def _closed_over() -> Exception:
     )
 
 
-@contextmanager
-def recording(once: bool = False) -> Iterator[Tape]:
+class recording:
     """A new tape, innermost until the block ends; recording on it later is an error."""
-    tape = Tape(once)
-    token = _active.set((*_active.get(), tape))
-    try:
-        yield tape
-    finally:
-        _active.reset(token)
-        tape.refuse(_leaked)
+
+    __slots__ = ("tape", "token")
+
+    def __init__(self, once: bool = False):
+        self.tape = Tape(once)
+
+    def __enter__(self) -> Tape:
+        self.token = _active.set((*_active.get(), self.tape))
+        return self.tape
+
+    def __exit__(self, *_: object) -> None:
+        _active.reset(self.token)
+        self.tape.refuse(_leaked)
 
 
 @contextmanager
@@ -269,34 +275,45 @@ def sweep(tape: Tape, seeds: Iterable[tuple[Node, Any]], leaves: list[Node], *, 
             continue
         if g is not None:
             cotangents[index] = None
-            args, kwargs = node.args, node.kwargs
+            args, kwargs, parents = node.args, node.kwargs, node.parents
             if args is None:
                 raise _freed()
-            if prim.joint is not None:
-                for parent, part in zip(node.parents, prim.joint(g, *args[1:]), strict=True):
+            plain = prim.plain
+            if not plain and prim.joint is not None:
+                for parent, part in zip(parents, prim.joint(g, *args[1:]), strict=True):
                     if parent is not None and part is not None:
                         add(parent, part)
             elif type(g) is Bundle:
                 g = g.filled(node.results)
-            k, parents = 0, node.parents
+            k = 0
             for pull in node.pulls:
                 parent = parents[k]
                 k += 1
-                if prim.owe is not None and parent.prim is None:
-                    debt = prim.owe(shared, g, *args[1:])
-                    if debt is not None:
-                        owed.setdefault(parent.index, []).append(debt)
+                place = parent.index
+                if not plain:
+                    if prim.owe is not None and parent.prim is None:
+                        debt = prim.owe(shared, g, *args[1:])
+                        if debt is not None:
+                            owed.setdefault(place, []).append(debt)
+                            continue
+                    if prim.into is not None and place in own and type(g) is bare:
+                        prim.into(cotangents[place], g, *args)
                         continue
                 h = pull(g, *args, **kwargs) if kwargs else pull(g, *args)
-                place = parent.index
-                if (  # as in `add`, for the case that counts
-                    cotangents[place] is None
-                    and type(h) is bare
-                    and h.dtype is parent.dtype
-                    and h.shape == parent.shape
-                ):
+                old = cotangents[place]
+                if type(h) is not bare or h.dtype is not parent.dtype or h.shape != parent.shape:
+                    add(parent, h)
+                elif old is None:  # as in `add`, for the case that counts
                     cotangents[place] = h
+                    if prim.into is not None and h.nbytes > _LARGE and _alone(getrefcount(h) - 1, h):
+                        own.add(place)
+                elif place not in own and type(old) is bare and h.nbytes > _LARGE and _alone(getrefcount(h), h):
+                    h += old  # nobody else holds h
+                    cotangents[place] = h
+                    own.add(place)
+                    old = None
                 else:
+                    old = None
                     add(parent, h)
         if free:
             node.args, node.parents = None, ()
@@ -309,6 +326,20 @@ def sweep(tape: Tape, seeds: Iterable[tuple[Node, Any]], leaves: list[Node], *, 
 
 _LARGE = 1 << 16
 """Bytes from which a sum of cotangents is worth adding to in place."""
+
+
+def _count_alone() -> int:
+    h = np.zeros(())
+    return getrefcount(h)
+
+
+_ALONE = _count_alone()
+"""The reference count of an array that a variable of one function holds, and nothing else."""
+
+
+def _alone(count: int, h: np.ndarray) -> bool:
+    """Whether an array of this reference count, taken first, is held by one variable only and may be written into."""
+    return count == _ALONE and h.base is None and h.flags.writeable
 
 
 def _freed() -> Exception:

@@ -187,12 +187,13 @@ def _recorded(plan: Plan, parents, args: list, likes, options, ans, state, tape:
 
 def apply_unary(prim: Primitive, x: Array):
     """As `apply`, of one Array."""
-    value, tape = x.value, x.tape
-    if type(value) is not np.ndarray and type(value) not in USUAL:
+    value = x.value
+    if type(value) not in USUAL:
         return apply(prim, (x,), NO_OPTIONS)
     ans = prim.fun(value)
-    if isinstance(ans, tuple):
-        return _several(prim, x, ans)
+    if type(ans) not in USUAL:
+        return _unusual(prim, x, ans)
+    tape = x.tape
     if tape is None:
         return Array(ans, x.state) if x.state is not None else ans
     dtype = ans.dtype
@@ -206,16 +207,12 @@ def apply_unary(prim: Primitive, x: Array):
     return Array(ans, x.state, tape, node)
 
 
-def _several(prim: Primitive, x: Array, ans: tuple):
-    """The end of `apply_unary` for a function with several results."""
-    tape, plan = x.tape, prim.plans.get(3) or prim.plan(3)
-    if tape is None:
+def _unusual(prim: Primitive, x: Array, ans):
+    """The end of `apply_unary` for several results, and for a scalar of another type."""
+    if x.tape is None:
         return wrap(ans, x.state)
-    nodes = tape.open
-    args = (ans if plan.keep_ans else None, x.value if plan.keeps[0] is VALUE else x.node)
-    node = Node(prim, plan.pulls, (x.node,), args, NO_OPTIONS, None, None, len(nodes))
-    nodes.append(node)
-    return _parts(ans, x.state, tape, node)
+    plan = prim.plans.get(3) or prim.plan(3)
+    return _recorded(plan, (x.node,), [x.value], [x.node], NO_OPTIONS, ans, x.state, x.tape)
 
 
 def apply_binary(prim: Primitive, x, y):
@@ -232,6 +229,8 @@ def apply_binary(prim: Primitive, x, y):
         tape, state, a, b, left, right, key = y.tape, y.state, x, y.value, x, y.node, 5
     if type(a) not in _operands or type(b) not in _operands:
         return apply(prim, (x, y), NO_OPTIONS)
+    if left is right and prim.same is not None and type(a) in USUAL and tape is not None:
+        return apply_unary(prim.same, x)
     ans = prim.fun(a, b)
     if tape is None:
         return Array(ans, state) if state is not None and type(ans) in USUAL else wrap(ans, state)
@@ -431,6 +430,11 @@ def load_families() -> None:
 def _no_rule(fun) -> Exception:
     names = {f.__name__: name_of(f) for f in handlers}
     instead = refusals.get(fun)
+    if fun in in_place:
+        from spmd.autodiff.conversion import asked
+
+        # A function of NumPy that writes into what it makes has a twin.
+        instead = (asked(sys._getframe(3)) or ("", ""))[1] or instead
     known = [] if instead else [names[k] for k in nearest(fun.__name__, names)]
     return DifferentiationError(
         message(
@@ -536,18 +540,21 @@ class Array:
     # What it refuses
 
     def __array__(self, dtype=None, copy=None):
+        from spmd.autodiff.conversion import asked
+
         traced = self.tape is not None
+        where, mend = asked(sys._getframe(1)) or ("np.asarray, or a function that calls it", "")
         raise TracedConversionError(
             message(
-                "np.asarray, or a function that calls it",
+                where,
                 got=describe(self),
                 need="a bare array; converting would "
                 + ("cut the result off from its gradient" if traced else "lose the state of the array"),
-                mend="np.stack([a, b]) in place of np.array([a, b]), or spmd.numpy.array; "
+                mend=(mend or "np.stack([a, b]) in place of np.array([a, b]), or spmd.numpy.array")
                 + (
-                    "spmd.stop_gradient(x) if no gradient is wanted"
+                    "; spmd.stop_gradient(x) if no gradient is wanted"
                     if traced
-                    else "spmd.block(x) gives the bare read-only data"
+                    else "; spmd.block(x) gives the bare read-only data"
                 ),
             )
         )
@@ -555,12 +562,16 @@ class Array:
     def _number(self, kind: str):
         where = f"{kind}()" + {"bool": ", as `if` calls it", "index": ", as range(x) and list[x] call it"}.get(kind, "")
         if self.tape is not None:
+            from spmd.autodiff.conversion import asked
+
+            function, mend = asked(sys._getframe(2)) or ("", "")
             raise TracedConversionError(
                 message(
-                    where,
+                    f"{function}, which calls {where}" if mend else where,
                     got=describe(self),
                     need="an undifferentiated array; a Python number has no gradient",
-                    mend="keep it an array (np.where in place of `if`), or take spmd.stop_gradient(x) first",
+                    mend=(f"{mend}; " if mend else "keep it an array (np.where in place of `if`), or take ")
+                    + "spmd.stop_gradient(x) first",
                 )
             )
         if self.state is not None and self.state.varying:
@@ -663,6 +674,10 @@ class Array:
         return dispatch(known, inputs, kwargs)
 
     def __array_function__(self, fun, types, args, kwargs):
+        if not kwargs and len(args) == 1 and args[0] is self:
+            prim = primitives.get(fun)
+            if prim is not None:
+                return apply_unary(prim, self)
         if fun in _creators:
             from spmd.autodiff import namespace
 

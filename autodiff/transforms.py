@@ -19,7 +19,7 @@ from spmd.autodiff import tracer, tree
 from spmd.autodiff.dtypes import float0, kind_of_dtype
 from spmd.autodiff.primitive import Primitive
 from spmd.autodiff.tape import Bundle, Node, Tape, recording, sweep
-from spmd.autodiff.tracer import Array, find, part, record, value_of
+from spmd.autodiff.tracer import FLOAT, Array, find, part, record, value_of
 from spmd.errors import DifferentiationError, describe, message
 
 __all__ = [
@@ -33,7 +33,8 @@ __all__ = [
     "vjp",
 ]
 
-_NUMBERS = (int, float, complex)
+_NUMBERS = {float: "f", complex: "c", int: "i", bool: "i"}
+"""What Python's numbers are to differentiation, as `kind_of` says it."""
 
 
 # Leaves: arguments on a tape, and back
@@ -41,11 +42,10 @@ _NUMBERS = (int, float, complex)
 
 def kind_of(x: Any) -> str:
     """What a leaf is to differentiation: "f" real, "c" complex, "i" integer or boolean, "" anything else."""
-    if type(x) in (float, complex):
-        return "f" if type(x) is float else "c"
-    if type(x) in (int, bool):
-        return "i"
-    return kind_of_dtype(getattr(x, "dtype", None))
+    if type(x) in _NUMBERS:
+        return _NUMBERS[type(x)]
+    dtype = getattr(x, "dtype", None)
+    return "f" if dtype is FLOAT else kind_of_dtype(dtype)
 
 
 def lift(tape: Tape, x: Any, where: str, path: Callable[[], str]) -> Array:
@@ -126,6 +126,15 @@ def zeros_like(x):
     return np.zeros_like(value_of(x)) if kind_of(x) != "i" else np.zeros(np.shape(value_of(x)), float0)
 
 
+def one_like(x):
+    """The cotangent of a scalar that is differentiated."""
+    return _ONE if type(x) is np.float64 else np.ones_like(x)
+
+
+_ONE = np.ones(())
+_ONE.flags.writeable = False
+
+
 def on(x, tape: Tape) -> bool:
     """Whether x is traced by this tape itself."""
     return type(x) is Array and x.tape is tape
@@ -146,7 +155,10 @@ def _pulled(tape: Tape, seeds, leaves: list, given: Iterable[Any] = (), *, free:
     for leaf in leaves:
         g = next(found) if on(leaf, tape) else None
         state = getattr(leaf, "state", None)
-        g = zeros_like(leaf) if g is None else tracer.mixing.settle(g, leaf.value)
+        if g is None:
+            g = zeros_like(leaf)
+        elif type(g) is not np.ndarray or type(leaf.value) is not np.ndarray:
+            g = tracer.mixing.settle(g, leaf.value)
         if state is None and isinstance(g, np.ndarray):
             if id(g) in seen or not (g.flags.owndata and g.flags.writeable):
                 g = g.copy()
@@ -248,12 +260,12 @@ def value_and_grad(
     Raises DifferentiationError where the result is no scalar or an argument is not floating.
     """
     single = is_one(argnums)
+    where = f"grad of {name_of(fun)}"
+    ints = "" if allow_int else "allow_int=True for a gradient of zeros, or leave it out of argnums"
 
     @functools.wraps(fun)
     def wrapped(*args, **kwargs):
-        where = f"grad of {name_of(fun)}"
         numbers = positions(argnums, len(args), where)
-        ints = "" if allow_int else "allow_int=True for a gradient of zeros, or leave it out of argnums"
         full = list(args)
         with recording(once=True) as tape:
             lifted = []
@@ -266,7 +278,7 @@ def value_and_grad(
             _check_scalar(out, where, holomorphic)
         # Of a Rooted handle: the scalar at the root, nothing elsewhere.
         held = out if type(out) is Array else getattr(out, "block", out)
-        seeds = [(held.node, np.ones_like(value_of(held)))] if on(held, tape) else []
+        seeds = [(held.node, one_like(value_of(held)))] if on(held, tape) else []
         found = iter(_pulled(tape, seeds, [x for xs, _ in lifted for x in xs], free=True))
         grads = [tree.unflatten(treedef, [next(found) for _ in xs]) for xs, treedef in lifted]
         value = lower(out, tape) if held is out else out.holding(lower(held, tape))
@@ -277,7 +289,7 @@ def value_and_grad(
 
 def _check_scalar(out: Any, where: str, holomorphic: bool) -> None:
     """Raise where a result is not what has a gradient: one real number, or a complex one of a holomorphic function."""
-    if type(out) not in _NUMBERS and getattr(out, "shape", None) != ():
+    if getattr(out, "shape", None) != () and type(out) not in _NUMBERS:
         raise DifferentiationError(
             message(
                 where,

@@ -9,19 +9,29 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import optree
 
 __all__ = ["flatten", "flatten_with_path", "leaves", "map", "paths", "prefix", "structure", "unflatten"]
 
 
+LEAF = optree.tree_structure(0)
+"""The structure of a leaf alone."""
+
+
 def flatten(tree: Any, *, none_is_leaf: bool = False) -> tuple[list[Any], Any]:
     """The leaves of a tree, and its structure. Dictionaries go by sorted keys."""
+    if type(tree) is np.ndarray and not none_is_leaf:
+        return [tree], LEAF
     found, structure = optree.tree_flatten(tree, none_is_leaf=none_is_leaf)
     return found, structure
 
 
 def unflatten(structure: Any, leaves: Iterable[Any]) -> Any:
     """The tree of this structure with these leaves."""
+    if structure is LEAF:
+        (leaf,) = leaves
+        return leaf
     return optree.tree_unflatten(structure, leaves)
 
 

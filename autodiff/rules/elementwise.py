@@ -25,7 +25,7 @@ def unit(x):
 
 rule(np.add, lambda g, _ans, _x, _y: g, lambda g, _ans, _x, _y: g)
 rule(np.subtract, lambda g, _ans, _x, _y: g, lambda g, _ans, _x, _y: -g)
-rule(np.multiply, lambda g, _ans, _x, y: g * y, lambda g, _ans, x, _y: x * g)
+rule(np.multiply, lambda g, _ans, _x, y: g * y, lambda g, _ans, x, _y: x * g).if_same(lambda g, _ans, x: 2 * g * x)
 rule(np.divide, lambda g, _ans, _x, y: g / y, lambda g, ans, _x, y: -g * ans / y)
 rule(np.negative, lambda g, _ans, _x: -g)
 rule(np.positive, lambda g, _ans, _x: g)
@@ -39,7 +39,7 @@ rule(np.fmod, lambda g, _ans, _x, _y: g, lambda g, _ans, x, y: -g * np.trunc(x /
 # At y = 0 the first is 0 · x⁰, and at x = 0 the second is g · 0ʸ · log 1: no logarithm or quotient of zero.
 # An exponent that is a mask becomes one of integers by adding 0; others stay what they are.
 _power = (
-    lambda g, _ans, x, y: g * (y * x ** (0 + y - (y != 0))),
+    lambda g, _ans, x, y: g * (2 * x if type(y) is int and y == 2 else y * x ** (0 + y - (y != 0))),
     lambda g, ans, x, _y: g * (ans * np.log(nonzero(x))),
 )
 rule(np.power, *_power)
