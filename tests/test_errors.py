@@ -1261,7 +1261,7 @@ BODIES = [
         "np.array of arrays of a body",
         lambda: run(lambda x: np.array([x[0], x[0]])),
         TracedConversionError,
-        "np.asarray, or a function that calls it",
+        "np.array",
         "Varying(data) array float64[2]",
         "a bare array",
         "np.stack([a, b]) in place of np.array([a, b])",

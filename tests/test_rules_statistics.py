@@ -348,7 +348,7 @@ def test_methods_of_ufuncs_have_the_values_of_numpy(u):
             same(lambda x, a=axis, i=indices: u.reduceat(x, i, axis=a), positive[:, :, ::-1])
     same(lambda x: u.outer(x, [1.0, 2.0]), X)
     same(lambda x: u.outer(np.ones((1, 2)), x), X)
-    with pytest.raises(DifferentiationError, match=rf"np\.{u.__name__}\.at(.|\n)*x\.at\[i\]"):
+    with pytest.raises(DifferentiationError, match=rf"np\.{u.__name__}\.at(.|\n)*spmd\.at\(x\)\[i\]"):
         vjp(lambda x: u.at(x, 0, 1.0), X)
 
 

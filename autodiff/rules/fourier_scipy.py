@@ -15,9 +15,10 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from scipy import fft
 
-from spmd.autodiff.primitive import primitive
+from spmd.autodiff.primitive import composite, composites, passive, primitive
 from spmd.autodiff.rules.fourier import fitted, of_complex, of_hermitian, of_real, over, scaled
 from spmd.autodiff.rules.shape import along
 from spmd.autodiff.tracer import Array
@@ -182,3 +183,11 @@ _fht = _declare("fht", lambda g, _ans, _a, dln, mu, offset, bias: _fht(g, dln, m
 _ifht = _declare("ifht", lambda g, _ans, _A, dln, mu, offset, bias: _ifht(g, dln, mu, offset, bias))
 _add("fht", lambda a, dln, mu, offset=0.0, bias=0.0: _fht(a, dln, mu, offset, bias))
 _add("ifht", lambda A, dln, mu, offset=0.0, bias=0.0: _ifht(A, dln, mu, offset, bias))
+
+# The others, which are as NumPy's or take no arrays.
+
+composite(fft.fftshift)(np.fft.fftshift)
+composite(fft.ifftshift)(np.fft.ifftshift)
+for _name in fft.__all__:
+    if _name not in functions and getattr(fft, _name) not in composites:
+        passive(getattr(fft, _name))

@@ -8,16 +8,16 @@ from spmd.autodiff.primitive import composite, constant, passive, refused
 
 # Those that write into an argument. Arrays are immutable: a changed copy takes their place.
 
-refused(np.copyto, instead="y = x.at[...].set(v), or np.where(mask, v, x)", writes=True)
-refused(np.fill_diagonal, instead="y = x.at[np.diag_indices_from(x)].set(v)", writes=True)
-refused(np.place, instead="y = x.at[mask].set(v)", writes=True)
-refused(np.put, instead="y = np.ravel(x).at[i].set(v), reshaped to the shape of x", writes=True)
+refused(np.copyto, instead="y = np.where(mask, v, x), or spmd.at(x)[...].set(v)", writes=True)
+refused(np.fill_diagonal, instead="i = np.arange(min(x.shape)); y = spmd.at(x)[i, i].set(v)", writes=True)
+refused(np.place, instead="y = spmd.at(x)[mask].set(np.resize(v, np.count_nonzero(mask)))", writes=True)
+refused(np.put, instead="y = spmd.at(x)[np.unravel_index(i, x.shape)].set(v)", writes=True)
 refused(
     np.put_along_axis,
-    instead="y = x.at[i].set(v); along the last of two: i = (np.arange(n)[:, None], indices)",
+    instead="y = spmd.at(x)[np.arange(len(x))[:, None], i].set(v), along the last dimension of two",
     writes=True,
 )
-refused(np.putmask, instead="y = np.where(mask, v, x)", writes=True)
+refused(np.putmask, instead="y = np.where(mask, np.resize(v, x.shape), x)", writes=True)
 
 # Sets. Where two entries are equal one of them is dropped, and which of them it was has no derivative.
 
@@ -34,38 +34,23 @@ refused(np.setdiff1d, instead="x[np.isin(x, y, invert=True)]")
 refused(np.setxor1d, instead="np.concatenate([x[np.isin(x, y, invert=True)], y[np.isin(y, x, invert=True)]])")
 refused(np.union1d, instead="np.sort(np.concatenate([x, y]))")
 
-# Those that make a new array of what they are given: NumPy does not tell us of the call, so that the array raises.
+# Those whose arguments NumPy does not ask, so that the array itself raises. More of this kind have twins in spmd.numpy.
 
 refused(
-    np.array,
-    np.asanyarray,
-    np.asarray,
-    np.fromiter,
-    instead="np.stack([a, b]) of traced entries; a traced array is one already",
-)
-refused(np.asarray_chkfinite, instead="x itself, and np.isfinite(x)")
-refused(
-    np.ascontiguousarray,
-    np.asfortranarray,
     np.isfortran,
-    np.require,
-    instead="x itself: how it lies in memory is no part of its value",
+    instead="leave it out: how an array lies in memory is no part of its value",
 )
-refused(np.from_dlpack, instead="x itself, or spmd.stop_gradient(x)")
 refused(np.asmatrix, instead="np.atleast_2d(x)")
-refused(np.bmat, instead="np.block")
-refused(np.nested_iters, instead="`for row in x`, or np.apply_along_axis")
-refused(np.arange, instead="start + step * np.arange(n), or np.linspace")
-refused(np.full, instead="np.broadcast_to(v, shape)")
-refused(np.kaiser, instead="np.i0(beta * np.sqrt(1 - t**2)) / np.i0(beta) for t from -1 to 1")
-refused(
-    np.frompyfunc, instead="the Python function itself: NumPy's functions in it are recorded; or np.apply_along_axis"
-)
+refused(np.bmat, instead="np.block([[x, y]])")
+refused(np.nested_iters, instead="np.stack([f(row) for row in x]), or np.apply_along_axis(f, -1, x)")
+refused(np.frompyfunc, instead="spmd.numpy.vectorize(f), or f(x) where f is made of NumPy's functions")
 
-# Those that write files and text.
+# Those that write files.
 
-refused(np.save, np.savetxt, np.savez, np.savez_compressed, instead="save spmd.stop_gradient(x)")
-refused(np.format_float_positional, np.format_float_scientific, instead="np.array2string(x), or an f-string")
+refused(np.save, instead="np.save(file, spmd.stop_gradient(x))")
+refused(np.savetxt, instead="np.savetxt(file, spmd.stop_gradient(x))")
+refused(np.savez, instead="np.savez(file, spmd.stop_gradient(x))")
+refused(np.savez_compressed, instead="np.savez_compressed(file, spmd.stop_gradient(x))")
 
 
 def _named(names: str, module=np):

@@ -12,7 +12,19 @@ from numpy.lib.array_utils import normalize_axis_tuple
 
 from spmd.autodiff.dtypes import is_foreign
 from spmd.autodiff.indexing import scatter_add
-from spmd.autodiff.primitive import Method, composite, constant, constants, handlers, primitive, refusals, refused, rule
+from spmd.autodiff.primitive import (
+    Method,
+    composite,
+    constant,
+    constants,
+    handlers,
+    name_of,
+    passives,
+    primitive,
+    refusals,
+    refused,
+    rule,
+)
 from spmd.autodiff.rules.reduce import absent, array, front, given, root, share, square, weights_for
 from spmd.autodiff.rules.shape import along
 from spmd.autodiff.tracer import compute, find, value_of
@@ -638,9 +650,10 @@ def declare(ufunc) -> None:
     """
     if ufunc.signature is not None:
         return
-    update = _updates.get(ufunc) or ("apply(f)" if ufunc.nin == 1 else "set(v), with v computed from x[i]")
-    instead = f"x = x.at[i].{update}, or spmd.at(x)[i] where x may be a bare array"
-    refused(Method((ufunc, "at")), instead=instead, writes=True)
+    if ufunc.nout == 1 and ufunc not in passives:
+        apply = f"apply({name_of(ufunc)})"
+        update = apply if ufunc.nin == 1 else _updates.get(ufunc) or f"set({name_of(ufunc)}(x[i], v))"
+        refused(Method((ufunc, "at")), instead=f"x = spmd.at(x)[i].{update}", writes=True)
     if ufunc.nin != 2:
         return
     own = {"outer": _outer(ufunc)}
