@@ -91,7 +91,8 @@ def bare(tree) -> Any:
     if type(tree) is Array:
         return value_of(tree)
     if isinstance(tree, tuple | list):
-        return type(tree)(bare(t) for t in tree)
+        parts = [bare(t) for t in tree]
+        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
     if isinstance(tree, dict):
         return {k: bare(v) for k, v in tree.items()}
     if isinstance(tree, slice):
