@@ -35,6 +35,19 @@ class Like:
         self.shape = shape
         self.dtype = dtype
 
+    def __array_ufunc__(self, *_, **__):
+        raise DifferentiationError(
+            message(
+                "a derivative rule",
+                got="the value of a parameter whose name begins with an underscore",
+                need="what was kept: of such a parameter .shape, .dtype, .ndim and .size",
+                mend="name the parameter without the underscore",
+            )
+        )
+
+    __array__ = __add__ = __mul__ = __sub__ = __truediv__ = __neg__ = __pow__ = __getitem__ = __array_ufunc__
+    __radd__ = __rmul__ = __rsub__ = __rtruediv__ = __rpow__ = __matmul__ = __rmatmul__ = __array_ufunc__
+
     @property
     def ndim(self) -> int:
         return len(self.shape)

@@ -275,7 +275,7 @@ def part(node: Node, k: int, value, state, tape: Tape) -> Array:
     return Array(value, state, tape, record(tape, _SELECT, [node], (k,), np.shape(value), value.dtype))
 
 
-def _parts(ans: tuple, state, tape: Tape, node: Node):
+def _parts(ans: Any, state, tape: Tape, node: Node):
     """The results of a function that has several; those of integers and booleans have no derivative."""
     node.results = tuple(Like(a.shape, a.dtype) for a in ans)
     parts = [part(node, k, a, state, tape) if a.dtype.kind not in "biu" else wrap(a, state) for k, a in enumerate(ans)]
@@ -387,7 +387,7 @@ def dispatch(fun, args, kwargs):
                 name_of(fun),
                 argument="out",
                 got="an array to write into",
-                need="no out: arrays of a body are immutable",
+                need="no out: arrays are immutable",
                 mend=f"use the result: y = {name_of(fun)}(...); for `y += x`: y = y + x",
             )
         )
@@ -520,7 +520,7 @@ class Array:
     def __iter__(self):
         if not self.shape:
             raise TypeError("iteration over an array without dimensions")
-        return (self[i] for i in range(len(self)))
+        return (self[i] for i in range(len(self)))  # type: ignore[index]
 
     def __spmd_describe__(self) -> str:
         state = f"{self.state} array" if self.state is not None else "array"
@@ -629,7 +629,7 @@ class Array:
 
         def text() -> str:
             need, mend = missing.get(name, (None, None))
-            known = [] if need else [f"x.{k}" for k in nearest(name, (k for k in dir(Array) if not k.startswith("_")))]
+            known = [] if need else [f"x.{k}" for k in nearest(name, (k for k in dir(Array) if k[0] != "_" and k not in Array.__slots__))]
             if mend is None:
                 mend = f"np.{name}(x)" if hasattr(np, name) else "a function np.f(x) with a rule, or a map around it"
             data = "x" if self.tape is None else "spmd.stop_gradient(x)"

@@ -160,7 +160,9 @@ def _pulled(tape: Tape, seeds, leaves: list, given: Iterable[Any] = (), *, free:
         elif type(g) is not np.ndarray or type(leaf.value) is not np.ndarray:
             g = tracer.mixing.settle(g, leaf.value)
         if state is None and isinstance(g, np.ndarray):
-            if id(g) in seen or not (g.flags.owndata and g.flags.writeable):
+            if g.ndim == 0 and g.dtype != float0 and isinstance(leaf.value, float | complex | np.generic):
+                g = g[()]
+            elif id(g) in seen or not (g.flags.owndata and g.flags.writeable):
                 g = g.copy()
             seen.add(id(g))
         pulled.append(stated(g, state))

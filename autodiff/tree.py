@@ -15,7 +15,7 @@ import optree
 __all__ = ["flatten", "flatten_with_path", "leaves", "map", "paths", "prefix", "structure", "unflatten"]
 
 
-LEAF = optree.tree_structure(0)
+LEAF: Any = optree.tree_structure(0)  # type: ignore[arg-type]
 """The structure of a leaf alone."""
 
 
@@ -23,7 +23,7 @@ def flatten(tree: Any, *, none_is_leaf: bool = False) -> tuple[list[Any], Any]:
     """The leaves of a tree, and its structure. Dictionaries go by sorted keys."""
     if type(tree) is np.ndarray and not none_is_leaf:
         return [tree], LEAF
-    found, structure = optree.tree_flatten(tree, none_is_leaf=none_is_leaf)
+    found, structure = optree.tree_flatten(tree, none_is_leaf=none_is_leaf)  # type: ignore[arg-type]
     return found, structure
 
 

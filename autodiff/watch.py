@@ -76,6 +76,6 @@ def _arrays(kept, seen: set[int]) -> Iterator[Any]:
     elif callable(kept) and getattr(kept, "__module__", "").startswith("spmd.autodiff"):
         inside = [c.cell_contents for c in getattr(kept, "__closure__", None) or ()]
     else:
-        inside = [kept.value] if type(kept).__name__ == "Array" else ()
+        inside = [kept.value] if type(kept).__name__ == "Array" else ()  # type: ignore[attr-defined]
     for each in inside:
         yield from _arrays(each, seen)

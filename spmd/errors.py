@@ -72,7 +72,7 @@ class MissingMethodError(AttributeError):
 
     def __str__(self) -> str:
         text = self.args[0] if self.args else ""
-        return text() if callable(text) else str(text)
+        return str(text() if callable(text) else text)
 
 
 class MutationError(RuntimeError):

@@ -36,10 +36,16 @@ rule(np.cbrt, lambda g, ans, _x: g / (3 * ans * ans))
 rule(np.remainder, lambda g, _ans, _x, _y: g, lambda g, _ans, x, y: -g * np.floor_divide(x, y))
 rule(np.fmod, lambda g, _ans, _x, _y: g, lambda g, _ans, x, y: -g * np.trunc(x / y))
 
+
+def numpys(x):
+    """A float of Python's as NumPy's, which divides by zero as arrays do."""
+    return np.float64(x) if type(x) is float else x
+
+
 # At y = 0 the first is 0 · x⁰, and at x = 0 the second is g · 0ʸ · log 1: no logarithm or quotient of zero.
 # An exponent that is a mask becomes one of integers by adding 0; others stay what they are.
 _power = (
-    lambda g, _ans, x, y: g * (2 * x if type(y) is int and y == 2 else y * x ** (0 + y - (y != 0))),
+    lambda g, _ans, x, y: g * (2 * x if type(y) is int and y == 2 else y * numpys(x) ** (0 + y - (y != 0))),
     lambda g, ans, x, _y: g * (ans * np.log(nonzero(x))),
 )
 rule(np.power, *_power)

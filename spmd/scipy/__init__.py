@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import importlib
 
-_PARTS = ("fft", "linalg", "special")
+_PARTS = ("fft", "special")
 
 
 def __getattr__(name: str):
     if name in _PARTS:
-        try:
-            return importlib.import_module(f"{__name__}.{name}")
-        except ModuleNotFoundError as missing:
-            if missing.name != f"{__name__}.{name}":
-                raise
+        return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module 'spmd.scipy' has no attribute {name!r}")
 
 
