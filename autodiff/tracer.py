@@ -320,6 +320,8 @@ def wrap(ans, state):
     """Give results their state; outside of maps constants are bare."""
     if state is None:
         return ans
+    if type(ans) is np.ndarray:
+        return Array(ans, state)
     if isinstance(ans, tuple | list):
         parts = (wrap(a, state) for a in ans)
         return type(ans)(*parts) if hasattr(ans, "_fields") else type(ans)(parts)
@@ -328,14 +330,26 @@ def wrap(ans, state):
 
 def compute(fun, args, kwargs):
     """Run a function on bare data and give the results the joined state of all arrays in its arguments."""
-    arrays: list[Array] = []
-    args, kwargs = tuple([_bared(a, arrays) for a in args]), {k: _bared(v, arrays) for k, v in kwargs.items()}
+    return _computed(fun, *_all_bared(args, kwargs))
+
+
+def _computed(fun, args, kwargs, arrays: list[Array]):
+    """The end of `compute`, with the bare arguments and the arrays that were among them."""
     state = arrays[0].state
-    if any(a.state is not state for a in arrays):
-        state = mixing.join([Array(value_of(a), a.state) for a in arrays])[1]
+    for a in arrays:
+        if a.state is not state:
+            state = mixing.join([Array(value_of(a), a.state) for a in arrays])[1]
+            break
     if fun not in handlers and fun not in constants:
         args, kwargs = _read_only(args), _read_only(kwargs)
     return wrap(_unshared(fun(*args, **kwargs)), state)
+
+
+def _all_bared(args, kwargs) -> tuple[Any, Any, list[Array]]:
+    """Arguments as `bare` makes them, and the arrays on the way."""
+    arrays: list[Array] = []
+    args = [_bared(a, arrays) for a in args]
+    return args, {k: _bared(v, arrays) for k, v in kwargs.items()} if kwargs else kwargs, arrays
 
 
 def _bared(tree, into: list[Array]) -> Any:
@@ -344,6 +358,8 @@ def _bared(tree, into: list[Array]) -> Any:
     if kind is Array:
         into.append(tree)
         return value_of(tree)
+    if kind is np.ndarray or kind is int:
+        return tree
     if kind is tuple or kind is list:
         return kind([_bared(t, into) for t in tree])
     if isinstance(tree, tuple | list | dict | slice):
@@ -354,6 +370,8 @@ def _bared(tree, into: list[Array]) -> Any:
 
 def _unshared(ans):
     """Results as arrays of their own: a view of a bare argument could change under its owner's hand."""
+    if type(ans) is np.ndarray and ans.base is None:
+        return ans
     if isinstance(ans, tuple | list):
         parts = [_unshared(a) for a in ans]
         return type(ans)(*parts) if hasattr(ans, "_fields") else type(ans)(parts)
@@ -403,8 +421,12 @@ def dispatch(fun, args, kwargs):
     if fun in in_place:
         raise _no_rule(fun)
     if handler is None or fun in composites:
-        if all(a.tape is None for a in find((args, kwargs), [])):
-            return compute(fun, args, kwargs)
+        bared = _all_bared(args, kwargs)
+        for a in bared[2]:
+            if a.tape is not None:
+                break
+        else:
+            return _computed(fun, *bared)
         if handler is None:
             raise _no_rule(fun)
     return handler(*args, **kwargs)
