@@ -218,7 +218,7 @@ class At:
         return self._update(_add, v)
 
     def subtract(self, v):
-        return self._update(_add, np.negative(v) if not hasattr(v, "dtype") and type(v) not in (int, float, complex) else -v)
+        return self._update(_add, -v if hasattr(v, "dtype") or type(v) in (int, float, complex) else np.negative(v))
 
     def multiply(self, v):
         return self._update(lambda x, v, index: _in_turn(x, index, operator.mul, v), v)

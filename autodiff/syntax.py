@@ -113,10 +113,30 @@ def define_operators() -> None:
 
 
 def _method(fun):
+    name = fun.__name__
+
     def method(self, *args, **kwargs):
         return self.__array_function__(fun, (), (self, *args), kwargs)
 
-    return method
+    def reduction(self, *args, **kwargs):
+        value = self.value
+        if self.tape is None and type(value) is np.ndarray and _is_plain(args) and _is_plain(kwargs.values()):
+            return wrap(getattr(value, name)(*args, **kwargs), self.state)
+        return method(self, *args, **kwargs)
+
+    return reduction if name in _REDUCTIONS else method
+
+
+_REDUCTIONS = set("all any argmax argmin cumprod cumsum max mean min prod std sum var".split())
+"""Methods whose results are arrays of their own, never views."""
+
+
+def _is_plain(options) -> bool:
+    """Whether options are numbers, names and the like, and neither a mask nor an array to write into."""
+    return _OPTIONS.issuperset(map(type, options))
+
+
+_OPTIONS = {int, bool, str, float, type(None), np.dtype, type, tuple}
 
 
 def _clip(self, min=None, max=None, out=None, **kwargs):

@@ -361,7 +361,14 @@ def _bared(tree, into: list[Array]) -> Any:
     if kind is np.ndarray or kind is int:
         return tree
     if kind is tuple or kind is list:
-        return kind([_bared(t, into) for t in tree])
+        found = []
+        for t in tree:
+            if type(t) is Array and type(t.value) is np.ndarray:
+                into.append(t)
+                found.append(t.value)
+            else:
+                found.append(_bared(t, into))
+        return found if kind is list else tuple(found)
     if isinstance(tree, tuple | list | dict | slice):
         find(tree, into)
         return bare(tree)
@@ -398,7 +405,7 @@ def _read_only(tree) -> Any:
 
 def dispatch(fun, args, kwargs):
     """What a NumPy function does when one of its arguments is an Array."""
-    out = kwargs.get("out")
+    out = kwargs.pop("out", None) if kwargs else None
     if out is not None and not (isinstance(out, tuple) and all(o is None for o in out)):
         raise StateError(
             message(
@@ -409,7 +416,6 @@ def dispatch(fun, args, kwargs):
                 mend=f"use the result: y = {name_of(fun)}(...); for `y += x`: y = y + x",
             )
         )
-    kwargs.pop("out", None)
     handler = handlers.get(fun)
     if fun in primitives:
         return handler(*args, **kwargs)  # type: ignore[misc]
@@ -432,7 +438,7 @@ def dispatch(fun, args, kwargs):
     return handler(*args, **kwargs)
 
 
-_families = ["statistics", "decompose", "fourier", "refused", "series"]
+_families = ["statistics", "decompose", "fourier", "refused", "series", "sets"]
 """The rules that most programs do not need: loaded when a function first meets an Array that has no rule so far."""
 
 
@@ -651,7 +657,8 @@ class Array:
 
         def text() -> str:
             need, mend = missing.get(name, (None, None))
-            known = [] if need else [f"x.{k}" for k in nearest(name, (k for k in dir(Array) if k[0] != "_" and k not in Array.__slots__))]
+            public = [k for k in dir(Array) if k[0] != "_" and k not in Array.__slots__]
+            known = [] if need else [f"x.{k}" for k in nearest(name, public)]
             if mend is None:
                 mend = f"np.{name}(x)" if hasattr(np, name) else "a function np.f(x) with a rule, or a map around it"
             data = "x" if self.tape is None else "spmd.stop_gradient(x)"
@@ -697,10 +704,9 @@ class Array:
         return dispatch(known, inputs, kwargs)
 
     def __array_function__(self, fun, types, args, kwargs):
-        if not kwargs and len(args) == 1 and args[0] is self:
-            prim = primitives.get(fun)
-            if prim is not None:
-                return apply_unary(prim, self)
+        prim = primitives.get(fun)
+        if prim is not None and not kwargs and len(args) <= _place_of_out(fun):
+            return apply_unary(prim, self) if len(args) == 1 and args[0] is self else apply(prim, args, kwargs)
         if fun in _creators:
             from spmd.autodiff import namespace
 

@@ -6,6 +6,8 @@ compared before it is timed.
 
 from __future__ import annotations
 
+import functools
+
 import autograd
 import autograd.numpy as anp
 import numpy as np
@@ -181,23 +183,40 @@ def _with(f, xp):
     return type(f)(f.__code__, {**f.__globals__, "np": xp}, f.__name__, f.__defaults__, f.__closure__)
 
 
+STATED = {
+    "x * x": lambda x: x * x,
+    "tanh": np.tanh,
+    "x @ x": lambda x: x @ x,
+    "x[1:3]": lambda x: x[1:3],
+    "reshape": lambda x: np.reshape(x, (5, 1)),
+    "sum over an axis": lambda x: x.sum(axis=0),
+    "where": lambda x: np.where(x > 0, x, 0.0),
+    "concatenate": lambda x: np.concatenate([x, x]),
+}
+
+
 def state() -> None:
     """What carrying the state costs an operation of a body."""
     x, count = RNG.normal(size=10), 1000
 
-    def body(x):
-        y = x
-        for _ in range(count):
-            y = y * x
-        return y
+    def repeated(step):
+        def body(x):
+            for _ in range(count):
+                step(x)
+            return x
 
-    with spmd.Mesh(x=2, scheduler="lockstep"):
-        bare = spmd.map(body, in_specs=P("x"), out_specs=P("x"), check=False)
-        stated = spmd.map(body, in_specs=P("x"), out_specs=P("x"))
-        np.testing.assert_array_equal(bare(x).numpy(), stated(x).numpy())
-        a, b = (t / count / 2 * 1e6 for t in interleaved(lambda: bare(x), lambda: stated(x)))
+        return body
+
     print("\nAn operation of a body on 5 entries: µs")
-    print(f"bare (check=False) {a:.2f}, with its state {b:.2f}: {b - a:.2f} more")
+    print(f"{'':30}{'bare':>10}{'stated':>10}{'more':>10}")
+    with spmd.Mesh(x=2, scheduler="lockstep"):
+        for name, step in STATED.items():
+            runs = [
+                functools.partial(spmd.map(repeated(step), in_specs=P("x"), out_specs=P("x"), check=check), x)
+                for check in (False, True)
+            ]
+            a, b = (t / count / 2 * 1e6 for t in interleaved(*runs))
+            print(f"{name:30}{a:10.2f}{b:10.2f}{b - a:10.2f}")
 
 
 if __name__ == "__main__":
