@@ -496,11 +496,72 @@ def _dtype_of(x) -> np.dtype:
 twins["vectorize"] = vectorize
 
 
+# What the standard of array namespaces asks for, and NumPy's functions do not take
+
+
+def _more(fun):
+    """Declare a function that takes what NumPy's takes, and more."""
+
+    def declare(f):
+        twins[fun.__name__] = functools.wraps(fun, updated=())(f)
+        return f
+
+    return declare
+
+
+@_more(np.sort)
+def sort(a, axis=-1, kind=None, order=None, *, stable=None, descending=False):
+    if not descending:
+        return np.sort(a, axis, kind, order, stable=stable)
+    a, axis = (np.ravel(a), 0) if axis is None else (a, axis)
+    return np.flip(np.sort(np.flip(a, axis), axis, kind, order, stable=stable), axis)
+
+
+@_more(np.argsort)
+def argsort(a, axis=-1, kind=None, order=None, *, stable=None, descending=False):
+    if not descending:
+        return np.argsort(a, axis, kind, order, stable=stable)
+    a, axis = (np.ravel(a), 0) if axis is None else (a, axis)
+    # Flipped before and after, so that of equals the first stays the first.
+    return np.shape(a)[axis] - 1 - np.flip(np.argsort(np.flip(a, axis), axis, kind, order, stable=stable), axis)
+
+
+@_more(np.diff)
+def diff(a, n=1, axis=-1, prepend=None, append=None):
+    ends = {"prepend": prepend, "append": append}
+    return np.diff(a, n, axis, **{name: end for name, end in ends.items() if end is not None})
+
+
+@_more(np.finfo)
+def finfo(dtype):
+    return np.finfo(_dtype_in(dtype))
+
+
+@_more(np.iinfo)
+def iinfo(dtype):
+    return np.iinfo(_dtype_in(dtype))
+
+
+def _dtype_in(x):
+    """The dtype of an array; other things as they are."""
+    return x.dtype if hasattr(x, "dtype") and not isinstance(x, type) else x
+
+
+def _frequencies(fun):
+    def frequencies(n, d=1.0, dtype=None, device=None):
+        ans = fun(n, d, device=device)
+        return ans if dtype is None else ans.astype(dtype)
+
+    return functools.wraps(fun)(frequencies)
+
+
+fftfreq, rfftfreq = _frequencies(np.fft.fftfreq), _frequencies(np.fft.rfftfreq)
+
 # The namespace
 
 _CREATORS = (
-    "arange array asanyarray asarray ascontiguousarray asfortranarray empty eye full fromfunction identity indices "
-    "linspace ones tri zeros"
+    "arange array asanyarray asarray ascontiguousarray asfortranarray empty eye fftfreq from_dlpack full fromfunction "
+    "identity indices linspace ones rfftfreq tri zeros"
 ).split()
 
 
@@ -516,6 +577,9 @@ class Namespace(types.ModuleType):
         self._stated = stated
 
     def __getattr__(self, name: str):
+        if name == "fft":
+            self.fft = self._of_fft()
+            return self.fft
         if name.startswith("_") and name not in ("__array_namespace_info__", "__array_api_version__", "__version__"):
             raise AttributeError(f"spmd.numpy has no attribute {name!r}")
         found = twins.get(name)
@@ -529,9 +593,19 @@ class Namespace(types.ModuleType):
     def __dir__(self):
         return sorted({*dir(np), *np.__all__})
 
-    def _creator(self, name: str, found: Callable) -> Callable:
+    def _of_fft(self):
+        """numpy.fft, and frequencies of this namespace's kind of arrays."""
+        part = types.ModuleType("spmd.numpy.fft", np.fft.__doc__)
+        vars(part).update({name: getattr(np.fft, name) for name in np.fft.__all__})
+        for found in (fftfreq, rfftfreq):
+            made = found if self._module is np else _frequencies(_anywhere(getattr(self._module.fft, found.__name__)))
+            plain = self._module is np and not self._stated
+            setattr(part, found.__name__, found if plain else self._creator(found.__name__, found, made))
+        return part
+
+    def _creator(self, name: str, found: Callable, other: Callable | None = None) -> Callable:
         """A function that makes arrays, of this namespace's kind where no Array says whose it is to be."""
-        other = getattr(self._module, name, found)
+        other = other or getattr(self._module, name, found)
 
         @functools.wraps(found)
         def create(*args, device=None, **kwargs):
@@ -545,6 +619,11 @@ class Namespace(types.ModuleType):
             return tracer.wrap(ans, tracer.mixing.ambient()) if self._stated else ans
 
         return create
+
+
+def _anywhere(fun: Callable) -> Callable:
+    """A function that is told no device."""
+    return lambda *args, device: fun(*args)
 
 
 namespace = Namespace()
