@@ -296,6 +296,7 @@ tracer.missing.update(
         "dump": (_BYTES, "{data}.dump(file)"),
         "dumps": (_BYTES, "{data}.dumps()"),
         "tobytes": (_BYTES, "{data}.tobytes()"),
+        "tostring": (_BYTES, "{data}.tobytes()"),
         "tofile": (_BYTES, "{data}.tofile(file)"),
     }
 )

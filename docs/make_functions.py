@@ -45,7 +45,8 @@ of what it came from |
 Arrays that are not differentiated go through all of them but twins and those that write into an argument.
 
 Of some functions with a rule NumPy asks some arguments only, of `np.sum` the array and not `initial`. Where the column
-*instead* names `spmd.numpy` beside a rule, that twin takes traced arrays in every argument; NumPy's own raises.
+*instead* names `spmd.numpy` beside another kind, that twin takes traced arrays in every argument, and what the Array
+API standard has further; where NumPy's own does not, it raises.
 """
 
 
@@ -113,7 +114,7 @@ NUMBERS = "x[i], an array of one entry; spmd.stop_gradient(x).{name}() for numbe
 def attributes() -> dict[str, tuple[str, str]]:
     """The public attributes and methods of NumPy's arrays: their kinds, and what to write instead."""
     found = {}
-    for name in sorted(name for name in dir(np.ndarray) if name[0] != "_"):
+    for name in sorted(name for name in dir(np.ndarray) if name[0] != "_" and hasattr(np.empty((0, 0)), name)):
         f = getattr(np, name, None)
         if name in missing:
             found[name] = REFUSED, missing[name][1].format(data="spmd.stop_gradient(x)")

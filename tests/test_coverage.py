@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import inspect
 import io
+import itertools
 import operator
 import re
 import warnings
@@ -209,7 +210,7 @@ def test_constants(name):
         np.testing.assert_equal(seen[0], expected)
 
 
-# The same within a body: what comes of a Varying array is Varying, what comes of an Invariant one Invariant.
+# The same within a body: what comes of a Varying array is Varying, what comes of Invariant ones Invariant.
 
 
 @pytest.mark.parametrize("name", of_kind(page.CONSTANT))
@@ -219,17 +220,20 @@ def test_constants_keep_the_state(name):
     bare = f(*args)
 
     def body(x, y):
-        for like in (x, y):
-            result = f(*_lifted(args, like))
-            flat = find(result, [])
+        for likes in ((x, x), (y, y), (x, y), (y, x)):
+            given = _in_body(args, *likes)
+            states = {a.state for a in find(given, [])}
+            state = x.state if x.state in states else y.state
+            result = f(*given)
+            parts = find(result, [])
             if f in told:
-                assert flat == []
+                assert parts == []
                 np.testing.assert_equal(result, bare)
             else:
-                assert len(flat) == len(bare if isinstance(bare, tuple | list) else [bare])
-                assert {a.state for a in flat} == {like.state}
+                assert len(parts) == (len(bare) if isinstance(bare, tuple | list) else 1)
+                assert {a.state for a in parts} == {state}
                 if f is not np.empty_like:
-                    np.testing.assert_equal([spmd.block(a) for a in flat], bare if isinstance(bare, tuple) else [bare])
+                    np.testing.assert_equal([spmd.block(a) for a in parts], bare if isinstance(bare, tuple) else [bare])
         return spmd.psum(np.sum(x), "d") + np.sum(y)
 
     with spmd.Mesh(d=2):
@@ -238,9 +242,15 @@ def test_constants_keep_the_state(name):
         spmd.grad(mapped, (0, 1))(np.ones(2), np.ones(1))
 
 
-def _lifted(args, like):
-    """Arrays as ones of a body, with the state of `like`, and its tape where they may be differentiated."""
-    return _map(lambda a: Array(a, like.state) + 0 * like[0] if a.dtype.kind == "f" else Array(a, like.state), args)
+def _in_body(args, first, other):
+    """Arrays with the state of `first`, those after the first one with that of `other`, and their tape."""
+    likes = itertools.chain([first], itertools.repeat(other))
+
+    def lift(a):
+        like = next(likes)
+        return Array(a, like.state) + 0 * like[0] if a.dtype.kind == "f" else Array(a, like.state)
+
+    return _map(lift, args)
 
 
 def _map(f, args):
@@ -275,7 +285,7 @@ CALLED = {
     np.frompyfunc: lambda f, x: f(lambda t: t, 1, 1)(x),
     np.format_float_positional: lambda f, x: f(x[0]),
     np.format_float_scientific: lambda f, x: f(x[0]),
-    **dict.fromkeys((np.intersect1d, np.setdiff1d, np.setxor1d, np.union1d), lambda f, x: f(x, x)),
+    np.intersect1d: lambda f, x: f(x, x),
 }
 LOUD = {
     np.isfortran: AttributeError,
@@ -376,8 +386,7 @@ def test_mends_name_what_there_is():
 
 
 def test_what_is_refused_takes_undifferentiated_arrays():
-    assert np.unique(Array(np.array([2.0, 1, 2]))).tolist() == [1, 2]
-    assert np.union1d(Array(X), [9.0]).tolist() == [-1.5, 0.5, 2, 9]
+    assert np.intersect1d(Array(X), [9.0, 0.5]).tolist() == [0.5]
     for write in (
         lambda x: np.copyto(np.ones(3), x),
         lambda x: np.put(np.ones(3), 0, x),
@@ -473,8 +482,11 @@ def failure(run):
 
 
 def test_each_twin_is_told():
+    """The others are of functions that NumPy hands to us; they take more."""
     functions = {name for name in twins if inspect.isroutine(f := getattr(np, name)) or dispatches(f)}
-    assert functions == set(PLAIN) | set(LATER) | {"take"}  # of which whole numbers are not asked
+    called = {*PLAIN, *LATER}
+    assert called <= functions
+    assert [name for name in functions - called if page.kinds(getattr(np, name)) == [page.TWIN]] == []
 
 
 def test_classes_of_numpy_cut_nothing_off():
@@ -715,7 +727,7 @@ def check_mend_of_at(f, known):
 def test_attributes_of_arrays():
     tables = importlib.import_module("test_syntax")
     found = page.attributes()
-    assert set(found) == {name for name in dir(np.ndarray) if name[0] != "_"}
+    assert {"T", "sum", "item", "strides", "shape"} < set(found) <= set(dir(np.ndarray))
     for name, (kind, instead) in found.items():
         table = {page.CONSTANT: tables.CONSTANT, page.REFUSED: tables.REFUSED}.get(kind, tables.WORKS)
         assert name in table or name == "to_device", name

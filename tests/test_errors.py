@@ -1415,12 +1415,12 @@ GRADIENTS = [
     ),
     Row(
         "through a function without a rule",
-        lambda: spmd.grad(lambda w: run(lambda w: np.unique(w), w))(X),
+        lambda: spmd.grad(lambda w: run(lambda w: np.intersect1d(w, w), w))(X),
         DifferentiationError,
-        "np.unique",
+        "np.intersect1d",
         "a traced array, and no derivative rule for this function",
         "a function with a rule",
-        "np.sort",
+        "np.isin",
     ),
     Row(
         "a cotangent of another structure",

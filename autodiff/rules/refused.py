@@ -19,20 +19,7 @@ refused(
 )
 refused(np.putmask, instead="y = np.where(mask, np.resize(v, x.shape), x)", writes=True)
 
-# Sets. Where two entries are equal one of them is dropped, and which of them it was has no derivative.
-
-refused(
-    np.unique,
-    np.unique_all,
-    np.unique_counts,
-    np.unique_inverse,
-    np.unique_values,
-    instead="np.sort(x), whose entries keep their gradients; of spmd.stop_gradient(x) for the values alone",
-)
-refused(np.intersect1d, instead="x[np.isin(x, y)]")
-refused(np.setdiff1d, instead="x[np.isin(x, y, invert=True)]")
-refused(np.setxor1d, instead="np.concatenate([x[np.isin(x, y, invert=True)], y[np.isin(y, x, invert=True)]])")
-refused(np.union1d, instead="np.sort(np.concatenate([x, y]))")
+refused(np.intersect1d, instead="x[np.isin(x, y)], of which x alone is differentiated")
 
 # Those whose arguments NumPy does not ask, so that the array itself raises. More of this kind have twins in spmd.numpy.
 
