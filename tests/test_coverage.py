@@ -625,6 +625,24 @@ def test_transforms_cut_nothing_off(name):
         assert twin is f
 
 
+LAST = {
+    "lmbda": lambda f, x: f(2, x)[0][-1],
+    "riccati_jn": lambda f, x: f(2, x)[0][-1],
+    "riccati_yn": lambda f, x: f(2, x)[0][-1],
+}
+
+
+@pytest.mark.parametrize("name", [name for name in LAST if name in SPECIAL])
+def test_mends_of_special_functions(name):
+    """They have the values of what is refused, and a derivative."""
+    special = importlib.import_module("spmd.scipy.special")
+    here = {"spmd": spmd, "jv": special.jv, "gamma": special.gamma, "v": 2, "n": 2}
+    expected = LAST[name](getattr(special, name), 1.3)
+    run = eval(f"lambda x: {refusals[SPECIAL[name]]}", here)
+    np.testing.assert_allclose(run(1.3), expected)
+    check_grads(run, (1.3,), 1)
+
+
 # Methods of ufuncs
 
 
