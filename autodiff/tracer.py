@@ -445,7 +445,8 @@ _families = ["statistics", "decompose", "fourier", "refused", "series", "sets"]
 @functools.cache
 def _place_of_out(fun) -> int:
     """Where a function takes an array to write into, among its arguments by position."""
-    return next((i for i, p in enumerate(_signature(fun)) if p.name == "out" and p.kind != p.KEYWORD_ONLY), 1000)
+    parameters = _signature(fun) or _signature(handlers.get(fun, fun))  # of its own functions older NumPy tells none
+    return next((i for i, p in enumerate(parameters) if p.name == "out" and p.kind != p.KEYWORD_ONLY), 1000)
 
 
 def load_families() -> None:
