@@ -34,9 +34,9 @@ def _define(symbol: str, run: Callable, reflect: bool) -> None:
             return NotImplemented
         return run(other, self)
 
-    setattr(Array, f"__{symbol}__", forward)
-    if reflect:
-        setattr(Array, f"__r{symbol}__", reflected)
+    for name, method in {symbol: forward, **({f"r{symbol}": reflected} if reflect else {})}.items():
+        method.__name__, method.__qualname__ = f"__{name}__", f"Array.__{name}__"
+        setattr(Array, method.__name__, method)
 
 
 def _operand(x):
