@@ -316,7 +316,7 @@ def record(tape: Tape, prim: Primitive, parents: list[Node | None], args: tuple,
     return node
 
 
-def wrap(ans, state):
+def wrap(ans, state) -> Any:
     """Give results their state; outside of maps constants are bare."""
     if state is None:
         return ans
@@ -328,12 +328,12 @@ def wrap(ans, state):
     return Array(ans, state) if hasattr(ans, "dtype") or isinstance(ans, int | float | complex) else ans
 
 
-def compute(fun, args, kwargs):
+def compute(fun, args, kwargs) -> Any:
     """Run a function on bare data and give the results the joined state of all arrays in its arguments."""
     return _computed(fun, *_all_bared(args, kwargs))
 
 
-def _computed(fun, args, kwargs, arrays: list[Array]):
+def _computed(fun, args, kwargs, arrays: list[Array]) -> Any:
     """The end of `compute`, with the bare arguments and the arrays that were among them."""
     state = arrays[0].state
     for a in arrays:

@@ -267,11 +267,11 @@ def test_picking_says_what_it_needs():
     x = np.ones((2, 3))
     for error, match, f in [
         (ValueError, "2 choices", lambda x: np.choose([0, 2, 0], x)),
-        (ValueError, "1- or 2-d", lambda x: np.diag(x[None])),
+        (ValueError, "one or two dimensions", lambda x: np.diag(x[None])),
         (TypeError, "boolean", lambda x: np.select([[1, 0, 1]], [x])),
         (ValueError, "as many choices", lambda x: np.select([x > 0], [x, x])),
         (ValueError, "1 conditions and 3 functions", lambda x: np.piecewise(x, [x > 0], [1, 2, 3])),
-        (ValueError, "larger than 0", lambda x: np.array_split(x, 0)),
+        (ValueError, "a section or more", lambda x: np.array_split(x, 0)),
         (ValueError, "dimensions are 0", lambda x: np.apply_along_axis(np.sum, 0, x[:, :0])),
         (ValueError, "keeps or removes", lambda x: np.apply_over_axes(lambda a, axis: a[0, 0], x, 0)),
         (ValueError, "not negative", lambda x: np.resize(x, (-1, 2))),

@@ -130,14 +130,14 @@ def tensorsolve(a, b, axes=None):
     shape = a.shape[-(a.ndim - b.ndim) :]
     n = math.prod(shape)
     if a.size != n**2:
-        raise np.linalg.LinAlgError("prod(a.shape[b.ndim:]) must be prod(a.shape[:b.ndim])")
+        raise np.linalg.LinAlgError(f"np.linalg.tensorsolve needs as many equations as unknowns, {n}")
     return np.reshape(np.linalg.solve(np.reshape(a, (n, n)), np.ravel(b)), shape)
 
 
 @composite(np.linalg.tensorinv)
 def tensorinv(a, ind=2):
     if ind <= 0:
-        raise ValueError("Invalid ind argument.")
+        raise ValueError(f"np.linalg.tensorinv needs an ind of 1 or more, and got {ind}")
     rows, columns = a.shape[:ind], a.shape[ind:]
     square = np.reshape(a, (math.prod(columns), math.prod(rows)))
     return np.reshape(np.linalg.inv(square), columns + rows)
@@ -164,7 +164,7 @@ def matrix_power(a, n):
 def multi_dot(arrays, *, out=None):
     arrays = [array(a) for a in arrays]
     if len(arrays) < 2:
-        raise ValueError("Expecting at least two arrays.")
+        raise ValueError(f"np.linalg.multi_dot needs two arrays or more, and got {len(arrays)}")
     if len(arrays) == 2:
         return np.dot(*arrays)
     row, column = arrays[0].ndim == 1, arrays[-1].ndim == 1
@@ -532,7 +532,7 @@ _NONE: Any = object()
 @composite(np.linalg.pinv)
 def pinv(a, rcond: Any = None, hermitian=False, *, rtol: Any = _NONE):
     if rcond is not None and rtol is not _NONE:
-        raise ValueError("`rtol` and `rcond` can't be both set.")
+        raise ValueError("np.linalg.pinv takes rtol or rcond, and got both")
     if hermitian:
         _require_square(a)
         a = _hermitian(a)

@@ -145,7 +145,7 @@ def apply_along_axis(func1d, axis, arr, *args, **kwargs):
     rows = np.moveaxis(arr, axis, -1)
     outer = rows.shape[:-1]
     if not math.prod(outer):
-        raise ValueError("Cannot apply_along_axis when any iteration dimensions are 0")
+        raise ValueError(f"np.apply_along_axis needs a row to apply to, and got the shape {arr.shape}")
     results = [entries(func1d(rows[i], *args, **kwargs)) for i in np.ndindex(outer)]
     stacked = np.reshape(np.stack(results), outer + results[0].shape)
     inner = range(len(outer), stacked.ndim)
@@ -170,7 +170,7 @@ def ix_(*args):
     for k, arg in enumerate(args):
         x = entries(arg)
         if x.ndim != 1:
-            raise ValueError("Cross index must be 1 dimensional")
+            raise ValueError(f"np.ix_ needs sequences, and got an array of shape {x.shape}")
         # An empty list is one of no numbers, not of no floating numbers.
         x = np.flatnonzero(x) if x.dtype == bool else x.astype(int) if x is not arg and not x.size else x
         found.append(np.reshape(x, [-1 if i == k else 1 for i in range(len(args))]))
@@ -217,7 +217,7 @@ rule(np.triu, lambda g, _ans, _m, k=0: np.triu(g, k))
 @composite(np.diag)
 def diag(v, k=0):
     if v.ndim not in (1, 2):
-        raise ValueError("Input must be 1- or 2-d.")
+        raise ValueError(f"np.diag needs an array of one or two dimensions, and got the shape {v.shape}")
     n = v.shape[0] + abs(k)
     return embed_diagonal(v, (n, n), k, 0, 1) if v.ndim == 1 else np.diagonal(v, k)
 

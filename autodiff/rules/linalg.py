@@ -273,7 +273,7 @@ def _max(x, axis, keepdims=False):
 @composite(np.linalg.vector_norm)
 def vector_norm(x, /, *, axis=None, keepdims=False, ord: Any = 2):
     if isinstance(ord, str):
-        raise ValueError(f"Invalid norm order '{ord}' for vectors")
+        raise ValueError(f"the norm of vectors needs a number as ord, and got {ord!r}")
     if ord in (2, None):
         return _two_norm(x, axis, keepdims)
     if abs(ord) == np.inf:
@@ -300,7 +300,7 @@ def norm(x, ord: Any = None, axis=None, keepdims=False):
     if len(axes) == 1:
         return vector_norm(x, ord=2 if ord is None else ord, axis=axes[0], keepdims=keepdims)
     if len(axes) != 2:
-        raise ValueError("Improper number of dimensions to norm.")
+        raise ValueError(f"np.linalg.norm needs one axis or two, and got {len(axes)}")
     if ord in (None, "fro", "f"):
         return _two_norm(x, axes, keepdims)
     if ord in (1, -1, np.inf, -np.inf):
@@ -315,5 +315,5 @@ def norm(x, ord: Any = None, axis=None, keepdims=False):
     elif ord in (2, -2):
         result = (_max if ord > 0 else np.min)(np.linalg.svd(matrices, compute_uv=False), -1)
     else:
-        raise ValueError("Invalid norm order for matrices.")
+        raise ValueError(f"the norm of matrices needs ord 1, -1, 2, -2, inf, -inf, 'fro' or 'nuc', and got {ord!r}")
     return np.expand_dims(result, axes) if keepdims else result

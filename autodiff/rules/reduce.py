@@ -170,10 +170,10 @@ def weights_for(weights, a, axis) -> Any:
     if weights.shape == a.shape:
         return weights
     if axis is None:
-        raise TypeError("Axis must be specified when shapes of a and weights differ.")
+        raise TypeError(f"weights of shape {weights.shape} for {a.shape} need an axis to say where they lie")
     axes = normalize_axis_tuple(axis, a.ndim)
     if weights.shape != tuple(a.shape[i] for i in axes):
-        raise ValueError("Shape of weights must be consistent with shape of a along specified axis.")
+        raise ValueError(f"weights of shape {weights.shape} do not fit axis {axis} of the shape {a.shape}")
     ordered = np.transpose(weights, np.argsort(axes))
     return np.reshape(ordered, [n if i in axes else 1 for i, n in enumerate(a.shape)])
 
@@ -228,12 +228,13 @@ def _prod(g, _ans, x, axis=None, dtype=None, out=None, keepdims=False, initial=1
     return kept(g * back(others, axes, np.shape(x)), where)
 
 
-def _cumprod(g, _ans, x, axis=None, dtype=None, out=None):
+def _cumprod(g, _ans, x, axis: Any = None, dtype=None, out=None):
     """Entry i of x is a factor of all results from i on: before_i (g_i + x_{i+1} (g_{i+1} + x_{i+2} (...))).
 
     The inner sum r_i = g_i + x_{i+1} r_{i+1} is taken by doubling: after step s it reaches s entries ahead.
     """
     flat = axis is None or np.ndim(x) == 0
+    axis = 0 if axis is None else axis
     column = np.ravel(x) if flat else np.moveaxis(x, axis, 0)
     total, factor = g if flat else np.moveaxis(g, axis, 0), _shift(column, 1)
     step = 1
@@ -295,7 +296,7 @@ def _slices(a, axis):
 def diff(a, n=1, axis=-1, prepend=absent, append=absent):
     a = array(a)
     if n < 0:
-        raise ValueError(f"order must be non-negative but got {n!r}")
+        raise ValueError(f"np.diff needs an n of 0 or more, and got {n!r}")
     if n == 0:
         return a
     (axis,) = normalize_axis_tuple(axis, a.ndim)
@@ -340,7 +341,7 @@ def _headed(running, first, axis, include_initial):
 def _line(x, axis):
     """What a running sum goes along: an axis must be named where there are several."""
     if axis is None and np.ndim(x) > 1:
-        raise ValueError("For arrays which have more than one dimension ``axis`` argument is required.")
+        raise ValueError(f"an array of {np.ndim(x)} dimensions needs an axis to sum along")
     return np.atleast_1d(x)
 
 

@@ -246,7 +246,7 @@ def array_split(ary, indices_or_sections, axis=0):
         cuts = [0, *indices_or_sections, size]
     else:
         if indices_or_sections < 1:
-            raise ValueError("number of sections must be larger than 0")
+            raise ValueError(f"np.array_split needs a section or more, and got {indices_or_sections}")
         each, extra = divmod(size, int(indices_or_sections))
         cuts = [i * each + min(i, extra) for i in range(int(indices_or_sections) + 1)]
     return [ary[along(axis, ary.ndim, slice(low, high))] for low, high in itertools.pairwise(cuts)]

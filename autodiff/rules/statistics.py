@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -118,10 +119,10 @@ def _weighted(q, weights, method):
 def _quantile(a, q, axis, method, keepdims, weights, skip):
     a, weak = array(a), type(value_of(q)) in (int, float)
     if a.dtype.kind == "c":
-        raise TypeError("a must be an array of real numbers")
+        raise TypeError(f"quantiles need real numbers, and got {a.dtype}")
     q = q if hasattr(q, "dtype") else np.asarray(q, like=np.ravel(a))
     if not np.all((value_of(q) >= 0) & (value_of(q) <= 1)):
-        raise ValueError("Quantiles must be in the range [0, 1]")
+        raise ValueError("quantiles need a q from 0 to 1")
     if skip and a.size == 0:
         return np.nanmean(a, axis, keepdims=keepdims)
     ordered, n, bad, keep = _ordered(a, axis, skip)
@@ -258,20 +259,20 @@ def _observed(weights, n, name):
     weights = array(weights).astype(float)
     bare = value_of(weights)
     if weights.ndim > 1:
-        raise RuntimeError(f"cannot handle multidimensional {name}")
+        raise RuntimeError(f"np.cov needs {name} of one dimension, and got the shape {weights.shape}")
     if weights.shape[0] != n:
-        raise RuntimeError(f"incompatible numbers of samples and {name}")
+        raise RuntimeError(f"np.cov needs {n} {name}, one per observation, and got {weights.shape[0]}")
     if np.any(bare < 0):
-        raise ValueError(f"{name} cannot be negative")
+        raise ValueError(f"np.cov needs {name} of 0 or more")
     if name == "fweights" and np.any(bare != np.around(bare)):
-        raise TypeError("fweights must be integer")
+        raise TypeError("np.cov needs fweights that are whole numbers")
     return weights
 
 
 def _variables(m, rowvar, dtype, name):
     """Variables as rows."""
     if m.ndim > 2:
-        raise ValueError(f"{name} has more than 2 dimensions")
+        raise ValueError(f"np.cov needs {name} of two dimensions at most, and got the shape {m.shape}")
     rows = np.atleast_2d(m).astype(dtype)
     return rows if rowvar or m.ndim < 2 else rows.T
 
@@ -279,7 +280,7 @@ def _variables(m, rowvar, dtype, name):
 @composite(np.cov)
 def cov(m, y=None, rowvar=True, bias=False, ddof=None, fweights=None, aweights=None, *, dtype=None):
     if ddof is not None and ddof != int(ddof):
-        raise ValueError("ddof must be integer")
+        raise ValueError(f"np.cov needs a ddof that is a whole number, and got {ddof}")
     parts = [array(part) for part in (m, y) if part is not None]
     dtype = dtype or np.result_type(*[part.dtype for part in parts], np.float64)
     x = _variables(parts[0], rowvar, dtype, "m")
@@ -375,12 +376,12 @@ def _traced(tree) -> bool:
 
 
 @composite(np.histogram)
-def histogram(a, bins: Any = 10, range=None, density=None, weights=None):
+def histogram(a, bins: Any = 10, range=None, density=None, weights: Any = None):
     """Constant in a but for the edges, where a tells them; linear in the weights."""
     edges = np.histogram_bin_edges(a, bins, range, weights)
     if _traced(weights):
         if np.shape(weights) != np.shape(a):
-            raise ValueError("weights should have the same shape as a.")
+            raise ValueError(f"np.histogram needs weights of the shape {np.shape(a)}, and got {np.shape(weights)}")
         n = _weighed([np.ravel(array(a))], [edges], np.ravel(weights)).astype(weights.dtype)
     else:
         n = settled(lambda *args: np.histogram(*args)[0], a, edges if find(edges, []) else bins, range, None, weights)
@@ -395,10 +396,10 @@ def histogramdd(sample, bins: Any = 10, range=None, density=None, weights=None):
     if not hasattr(bins, "__len__"):
         bins = [bins] * len(columns)
     if len(bins) != len(columns):
-        raise ValueError("The dimension of bins must be equal to the dimension of the sample x.")
+        raise ValueError(f"np.histogramdd needs bins for {len(columns)} dimensions, and got them for {len(bins)}")
     ranges = [None] * len(columns) if range is None else range
     if len(ranges) != len(columns):
-        raise ValueError("range argument must have one entry per dimension")
+        raise ValueError(f"np.histogramdd needs {len(columns)} ranges, and got {len(ranges)}")
     edges = [_edges(x, b, r, None) for x, b, r in zip(columns, bins, ranges, strict=True)]
     if _traced(weights):
         n = _weighed(columns, edges, weights)
@@ -415,7 +416,7 @@ def histogramdd(sample, bins: Any = 10, range=None, density=None, weights=None):
 @composite(np.histogram2d)
 def histogram2d(x, y, bins: Any = 10, range=None, density=None, weights=None):
     if len(x) != len(y):
-        raise ValueError("x and y must have the same length.")
+        raise ValueError(f"np.histogram2d needs as many y as x, and got {len(y)} for {len(x)}")
     if hasattr(bins, "__len__") and len(bins) not in (1, 2):
         bins = [bins, bins]
     n, edges = np.histogramdd(np.stack([array(x), array(y)], 1), bins, range, density, weights)
@@ -423,14 +424,14 @@ def histogram2d(x, y, bins: Any = 10, range=None, density=None, weights=None):
 
 
 @composite(np.bincount)
-def bincount(x, /, weights=None, minlength=0):
+def bincount(x, /, weights: Any = None, minlength=0):
     if np.size(x) == 0:
         return settled(np.bincount, x, weights, minlength)
     size = settled(np.bincount, x, None, minlength).shape[0]
     if np.shape(weights) != np.shape(x):
-        raise ValueError("The weights and list don't have the same length.")
+        raise ValueError(f"np.bincount needs a weight per entry of x, and got {np.shape(weights)} for {np.shape(x)}")
     if weights.dtype.kind == "c":
-        raise TypeError("Cannot cast complex weights to dtype('float64')")
+        raise TypeError("np.bincount needs real weights, and got complex ones; count np.real and np.imag of them")
     return scatter_add(weights.astype(float), (size,), array(x).astype(np.intp))
 
 
@@ -656,7 +657,7 @@ def declare(ufunc) -> None:
         refused(Method((ufunc, "at")), instead=f"x = spmd.at(x)[i].{update}", writes=True)
     if ufunc.nin != 2:
         return
-    own = {"outer": _outer(ufunc)}
+    own: dict[str, Callable] = {"outer": _outer(ufunc)}
     if ufunc.nout == 1:
         own["reduce"] = _reductions.get(ufunc) or _folded(ufunc)
         own["accumulate"] = _running(ufunc, _columns.get(ufunc) or functools.partial(_one_by_one, ufunc))
