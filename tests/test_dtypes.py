@@ -118,6 +118,8 @@ def promotes(f, dtypes):
 
 @pytest.mark.parametrize("name", sorted(BINARY))
 def test_promotion(name):
+    if name == "operator pow" and not hasattr(np, "unstack"):
+        pytest.skip("NumPy's operator and np.power were not of one mind before 2.1")
     promotes(BINARY[name], [*NUMPYS, np.dtype("i4"), np.dtype(bool)])
 
 

@@ -209,7 +209,8 @@ def calls(table):
 
 
 def test_each_name_of_numpys_arrays_is_of_one_kind():
-    counts = {name: sum(name in kind for kind in KINDS) for name in dir(np.ndarray)}
+    names = set(dir(np.ndarray)) - {"itemset", "newbyteorder", "ptp"}  # expired; NumPy 2.0 still shows them
+    counts = {name: sum(name in kind for kind in KINDS) for name in names}
     assert {name: n for name, n in counts.items() if n != 1} == {}
 
 
