@@ -272,7 +272,7 @@ def test_picking_says_what_it_needs():
         (ValueError, "as many choices", lambda x: np.select([x > 0], [x, x])),
         (ValueError, "1 conditions and 3 functions", lambda x: np.piecewise(x, [x > 0], [1, 2, 3])),
         (ValueError, "a section or more", lambda x: np.array_split(x, 0)),
-        (ValueError, "dimensions are 0", lambda x: np.apply_along_axis(np.sum, 0, x[:, :0])),
+        (ValueError, "needs a row", lambda x: np.apply_along_axis(np.sum, 0, x[:, :0])),
         (ValueError, "keeps or removes", lambda x: np.apply_over_axes(lambda a, axis: a[0, 0], x, 0)),
         (ValueError, "not negative", lambda x: np.resize(x, (-1, 2))),
         (ValueError, "windows that fit", lambda x: np.lib.stride_tricks.sliding_window_view(x, 3, 0)),

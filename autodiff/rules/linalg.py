@@ -12,7 +12,7 @@ from spmd.autodiff.dtypes import is_foreign
 from spmd.autodiff.primitive import composite, primitive, rule
 from spmd.autodiff.rules.elementwise import nonzero
 from spmd.autodiff.rules.reduce import array, conj, expand
-from spmd.autodiff.rules.shape import _cast as cast
+from spmd.autodiff.rules.shape import cast
 from spmd.errors import DifferentiationError, message
 
 # np.matmul: a vector on the left is a row, one on the right a column, and the dimensions before the last two are

@@ -172,7 +172,7 @@ def _stack(*arrays, axis):
     return np.stack(arrays, axis)
 
 
-def _cast(x, dtype, casting):
+def cast(x, dtype, casting):
     if dtype is None:
         return x
     if not np.can_cast(x.dtype, dtype, casting):
@@ -184,12 +184,12 @@ def _cast(x, dtype, casting):
 def concatenate(arrays, /, axis=0, out=None, *, dtype=None, casting: Any = "same_kind"):
     if axis is None:
         arrays, axis = [np.ravel(a) for a in arrays], 0
-    return _cast(_concatenate(*arrays, axis=axis), dtype, casting)
+    return cast(_concatenate(*arrays, axis=axis), dtype, casting)
 
 
 @composite(np.stack)
 def stack(arrays, axis=0, out=None, *, dtype=None, casting: Any = "same_kind"):
-    return _cast(_stack(*arrays, axis=axis), dtype, casting)
+    return cast(_stack(*arrays, axis=axis), dtype, casting)
 
 
 # Older releases of NumPy have np.row_stack as another name.
