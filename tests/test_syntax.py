@@ -631,3 +631,202 @@ def test_cupy():
     np.testing.assert_array_equal(cupy.asnumpy(grad(f)(there)), expected)
     with pytest.raises((TracedConversionError, TypeError, DifferentiationError)):
         vjp(cupy.asarray, X)
+
+
+# x.at[i]
+
+W = RNG.uniform(1, 2, (4, 5))
+INDICES = {
+    "number": 1,
+    "negative": -1,
+    "number of NumPy": np.int64(2),
+    "slice": slice(1, 3),
+    "backwards": slice(None, None, -1),
+    "backwards by two": slice(3, 0, -2),
+    "nothing": slice(2, 2),
+    "entry": (1, 2),
+    "block": (slice(1, 3), slice(None, None, 2)),
+    "ellipsis": ...,
+    "ellipsis and number": (..., 0),
+    "new dimensions": (slice(None), None, 2),
+    "all": (),
+    "mask": W > 1.5,
+    "mask of rows": np.array([True, False, True, True]),
+    "list of booleans": [True, False, True, True],
+    "mask and number": (np.array([True, False, True, True]), 1),
+    "true": True,
+    "integers": np.array([0, 2]),
+    "repeated": np.array([1, 1, 3, 1]),
+    "list": [1, 1, 0],
+    "pairs": (np.array([0, 1, 1]), np.array([2, 3, 3])),
+    "grid": np.ix_([0, 2], [1, 1]),
+    "integers and slice": (np.array([1, 1]), slice(1, 4)),
+    "slice and integers": (slice(None), [0, 0, -1]),
+    "apart": (np.array([0, 1]), None, np.array([1, 1])),
+    "matrix": np.array([[0, 1], [1, 3]]),
+    "unsigned": np.array([1, 1], "u1"),
+    "no integers": np.array([], int),
+    "array without dimensions": np.array(1),
+}
+CHANGES = {
+    "add": np.add,
+    "subtract": np.subtract,
+    "multiply": np.multiply,
+    "divide": np.divide,
+    "power": np.power,
+    "min": np.minimum,
+    "max": np.maximum,
+}
+
+
+@pytest.mark.parametrize("name", INDICES)
+def test_changed_copies(name):
+    index, rng = INDICES[name], np.random.default_rng(0)
+    shape = W[index].shape
+    for v in (0.7, rng.uniform(1, 2, shape), rng.uniform(1, 2, shape[-1:]), np.float64(1.3)):
+        for method in ("set", *CHANGES):
+            expected = W.copy()
+            if method == "set":
+                expected[index] = v
+            else:
+                CHANGES[method].at(expected, index, v)
+
+            def change(x, v, method=method):
+                return getattr(spmd.at(x)[index], method)(v)
+
+            def copies(change=change, v=v):
+                yield change(W, v)
+                yield vjp(lambda x: change(x, v), W)[0]
+                yield vjp(lambda v: change(W, v), v)[0]
+                yield vjp(change, W, v)[0]
+
+            for found in copies():
+                np.testing.assert_allclose(found, expected, rtol=1e-14, err_msg=method)
+            check_grads(change, (W, np.asarray(v)), order=1)
+        check_grads(lambda x: x.at[index].get() if type(x) is Array else x[index], (W,), order=1)
+        check_grads(lambda x: spmd.at(x)[index].apply(np.sin), (W,), order=1)
+
+
+def test_changed_copies_leave_the_original():
+    before = W.copy()
+    value, _ = vjp(lambda x: (x.at[0].set(9.0), x), W)
+    np.testing.assert_array_equal(W, before)
+    np.testing.assert_array_equal(value[1], before)
+    assert (value[0][0] == 9).all()
+    # An index may come from the array itself.
+    np.testing.assert_array_equal(vjp(lambda x: x.at[np.argmax(x, 0), np.arange(5)].set(0.0), W)[0].max(0) < 2, True)
+    np.testing.assert_array_equal(grad(lambda x: np.sum(x.at[x > 1.5].multiply(2.0)))(W), 1 + (W > 1.5))
+    with pytest.raises(IndexError):
+        vjp(lambda x: x.at[9].set(0.0), W)
+
+
+# What comes first
+
+
+@pytest.mark.parametrize(
+    "first", [np.float64(2), np.float32(2), np.int8(2), np.True_, np.array(2.0), np.array(2), 2, 2.0, True, 2 + 1j]
+)
+def test_scalars_that_come_first(first):
+    for symbol in "add sub mul truediv pow mod floordiv lt eq".split():
+        f = getattr(operator, symbol)
+        if isinstance(first, complex) and symbol in ("mod", "floordiv", "lt"):
+            continue
+        for x in (X, X[0, 0], X[:, :0]):
+            for g in (lambda x, f=f: f(first, x), lambda x, f=f: f(x, first)):
+                with np.errstate(all="ignore"):
+                    value, expected = vjp(g, x)[0], g(x)
+                np.testing.assert_array_equal(value, expected)
+                assert np.asarray(value).dtype == np.asarray(expected).dtype
+                assert np.shape(value) == np.shape(expected)
+
+
+def test_products_with_what_is_no_array():
+    for f in (lambda x: [1.0, 2.0] @ x, lambda x: (1.0, 2.0) @ x, lambda x: x @ ROW, lambda x: x @ np.ones(3, "f4")):
+        np.testing.assert_allclose(vjp(f, X)[0], f(X))
+    for f in (lambda x: x @ 2, lambda x: 2 @ x, lambda x: x @ x[0, 0]):
+        with pytest.raises(ValueError, match="enough dimensions"):
+            vjp(f, X)
+
+
+def test_in_place_on_numbers_and_lists_rebinds():
+    for y in (1.0, np.float64(1), ROW, tuple(ROW)):
+
+        def f(x, y=y):
+            y += x
+            return y
+
+        np.testing.assert_array_equal(vjp(f, X[0])[0], y + X[0])
+    for y in (np.ones(()), np.ones((2, 3)), np.ones((2, 3), "f4"), np.ones((2, 3), int)):
+        with pytest.raises(StateError, match=r"y = y \+ x"):
+            vjp(lambda x, y=y: operator.iadd(y, x if y.ndim else x[0, 0]), X)
+
+
+# Python's own functions and statements
+
+
+def test_pythons_functions():
+    def check(f):
+        value, _ = vjp(f, X)
+        np.testing.assert_allclose(value, f(X), rtol=1e-15)
+        check_grads(f, (X,))
+
+    check(lambda x: sum(x))
+    check(lambda x: sum([x[0, 0], x[1, 1]]))
+    check(lambda x: max(x[0]) * min(x[1]))
+    check(lambda x: max(x[0, 0], 0.1))
+    check(lambda x: sorted(x[0])[1] * sorted(x[0], key=abs)[0])
+    check(lambda x: next(reversed(x)) * [row for _, row in enumerate(x)][1])
+    check(lambda x: [a * b for a, b in zip(*x, strict=True)][2])
+    check(lambda x: (lambda a, b: a * b)(*x))
+    check(lambda x: math.prod(x[0]))
+    check(lambda x: abs(x) + divmod(x, 0.4)[1] + pow(x, 2))
+    check(lambda x: x[0, 0] if x[0, 0] > 0 and not x[0, 1] > 0 else x[1, 1])
+    check(lambda x: [[v * v for v in row] for row in x][1][2])
+
+    def unpacked(x):
+        (a, _b, c), [_d, *rest] = x
+        return a * c * rest[1]
+
+    check(unpacked)
+
+
+def test_comparisons_with_what_is_no_number():
+    def f(x):
+        assert (x is None) is False
+        assert (x == None) is False  # noqa: E711
+        assert (x != None) is True  # noqa: E711
+        assert (x == "a") is False
+        assert x[0, 0] not in [1.0, None, "a"]
+        for other in (None, "a", object()):
+            with pytest.raises(TypeError):
+                x < other  # noqa: B015
+        return np.sum(x)
+
+    grad(f)(X)
+
+
+def test_what_is_shown():
+    """An Array shows its entries, dtype and shape, that it is traced, and its state."""
+    seen = []
+    grad(lambda x: seen.extend([repr(x[0, 0]), str(x[0]), f"{x[0, 0]}"]) or np.sum(x))(X.astype("f4"))
+    number, row = "Array(0.71, traced array float32[])", "Array([ 0.71, -1.23,  0.43], traced array float32[3])"
+    assert seen == [number, row, number]
+    large = []
+    grad(lambda x: large.append(repr(x)) or np.sum(x))(np.zeros((1000, 1000)))
+    assert len(large[0]) < 200
+    with spmd.Mesh(d=2):
+        shown = []
+
+        def body(x):
+            shown.extend([repr(x), f"{spmd.psum(x[0], 'd'):.2f}", f"{x[0]:>6.1f}"])
+            return x
+
+        spmd.map(body, P("d"), P("d"))(np.array([1.0, 2.0]))
+    assert "Array([1.], Varying(d) array float64[1])" in shown
+    assert "3.00" in shown
+    assert "   2.0" in shown
+
+
+def test_a_third_argument_of_pow():
+    with pytest.raises(TypeError, match=r"Array\.__pow__"):
+        grad(lambda x: pow(x, 2, 3))(2.0)
