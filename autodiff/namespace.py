@@ -339,7 +339,7 @@ def _from_initial(name: str, join: Callable, neutral: float | None = None) -> No
     fun = getattr(np, name)
 
     @twin(fun)
-    def run(a, *rest, initial=np._NoValue, **kwargs):  # type: ignore[attr-defined]
+    def run(a, *rest, initial: Any = np._NoValue, **kwargs):  # type: ignore[attr-defined]
         if not find(initial, []):
             kwargs = kwargs if initial is np._NoValue else {**kwargs, "initial": initial}  # type: ignore[attr-defined]
             return dispatch(fun, (_lifted(a), *rest), kwargs)
@@ -605,7 +605,7 @@ class Namespace(types.ModuleType):
 
     def _creator(self, name: str, found: Callable, other: Callable | None = None) -> Callable:
         """A function that makes arrays, of this namespace's kind where no Array says whose it is to be."""
-        other = other or getattr(self._module, name, found)
+        made: Callable = other or getattr(self._module, name, found)
 
         @functools.wraps(found)
         def create(*args, device=None, **kwargs):
@@ -613,9 +613,9 @@ class Namespace(types.ModuleType):
                 return found(*args, **kwargs)
             if self._module is not np:
                 with device or contextlib.nullcontext():
-                    ans = other(*args, **kwargs)
+                    ans = made(*args, **kwargs)
             else:
-                ans = other(*args, **kwargs) if device is None else other(*args, device=device, **kwargs)
+                ans = made(*args, **kwargs) if device is None else made(*args, device=device, **kwargs)
             return tracer.wrap(ans, tracer.mixing.ambient()) if self._stated else ans
 
         return create
@@ -630,7 +630,7 @@ namespace = Namespace()
 _others: dict[tuple[str, bool], Namespace] = {("numpy", False): namespace}
 
 
-def of(x: Array, api_version: str | None = None) -> Namespace:
+def of(x: Any, api_version: Any = None) -> Namespace:
     """The namespace for the value of an Array. Raises ValueError for a version of the standard that NumPy lacks."""
     if api_version is not None:
         np.empty(0).__array_namespace__(api_version=api_version)

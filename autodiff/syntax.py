@@ -150,6 +150,10 @@ def _reshape(self, *shape, order: Any = "C", copy=None):
     return np.reshape(self, shape[0] if len(shape) == 1 else shape, order=order, **options)
 
 
+def _flatten(self, order: Any = "C"):
+    return np.ravel(self, order)
+
+
 def _transpose(self, *axes):
     if not axes or axes == (None,):
         return np.transpose(self)
@@ -244,7 +248,7 @@ _METHODS: dict[str, Callable] = {
     "compress": lambda self, condition, axis=None, out=None: np.compress(condition, self, axis, out=out),
     "conjugate": lambda self: np.conj(self),
     "copy": lambda self, order="C": self,
-    "flatten": lambda self, order="C": np.ravel(self, order),
+    "flatten": _flatten,
     "reshape": _reshape,
     "to_device": _to_device,
     "transpose": _transpose,
