@@ -279,7 +279,7 @@ def test_picking_says_what_it_needs():
         (ValueError, "'xy' or 'ij'", lambda x: np.meshgrid(x[0], indexing="yx")),
         (TypeError, "cannot cast", lambda x: np.concatenate([x, x], dtype="f4", casting="safe")),
         (TypeError, "cannot cast", lambda x: np.hstack([x, 1j * x], dtype="f4")),
-        (ValueError, "1 dimensional", lambda x: np.ix_(x, [0])),
+        (ValueError, "needs sequences", lambda x: np.ix_(x, [0])),
         (ValueError, "'f', 'b' or both", lambda x: np.trim_zeros(x, "g")),
     ]:
         refuses(error, match, f, x)
