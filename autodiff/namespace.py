@@ -560,8 +560,8 @@ fftfreq, rfftfreq = _frequencies(np.fft.fftfreq), _frequencies(np.fft.rfftfreq)
 # The namespace
 
 _CREATORS = (
-    "arange array asanyarray asarray ascontiguousarray asfortranarray empty eye fftfreq from_dlpack full fromfunction "
-    "identity indices linspace ones rfftfreq tri zeros"
+    "arange array asanyarray asarray ascontiguousarray asfortranarray empty eye from_dlpack full fromfunction identity "
+    "indices linspace ones tri zeros"
 ).split()
 
 
