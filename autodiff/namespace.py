@@ -580,6 +580,8 @@ class Namespace(types.ModuleType):
         if name == "fft":
             self.fft = self._of_fft()
             return self.fft
+        if name == "special" and "scipy.special" in sys.modules:
+            return _SPECIAL
         if name.startswith("_") and name not in ("__array_namespace_info__", "__array_api_version__", "__version__"):
             raise AttributeError(f"spmd.numpy has no attribute {name!r}")
         found = twins.get(name)
@@ -619,6 +621,17 @@ class Namespace(types.ModuleType):
             return tracer.wrap(ans, tracer.mixing.ambient()) if self._stated else ans
 
         return create
+
+
+class _Special:
+    """Where scipy.special looks for functions, with SCIPY_ARRAY_API=1: its ufuncs, which NumPy's protocols reach."""
+
+    def __getattr__(self, name: str):
+        fun = getattr(sys.modules["scipy.special"], name)
+        return getattr(fun, "__wrapped__", fun)
+
+
+_SPECIAL = _Special()
 
 
 def _anywhere(fun: Callable) -> Callable:

@@ -801,6 +801,12 @@ V = np.array([0.5, 1.5, 2.5, 4.0])
 for f in (
     scipy.special.softmax,
     lambda x: scipy.special.xlogy(x, x),
+    scipy.special.gamma,
+    scipy.special.gammaln,
+    scipy.special.erf,
+    scipy.special.i0,
+    lambda x: scipy.special.betaln(x, x) + scipy.special.rel_entr(x, x * x),
+    lambda x: scipy.special.logit(scipy.special.expit(x)),
     scipy.stats.gmean,
     scipy.stats.hmean,
     lambda x: scipy.stats.pmean(x, 2.0),
