@@ -59,6 +59,19 @@ class _Custom:
         bound.apply_defaults()
         return bound.args
 
+    def __call__(self, *args, **kwargs):
+        args = self._resolved(args, kwargs)
+        fixed = self._fixed(args)
+        chosen = [i for i in range(len(args)) if i not in fixed]
+        leaves, treedef = tree.flatten(tuple(args[i] for i in chosen))
+        run, back = self._ruled(args, chosen, [args[i] for i in sorted(fixed)], treedef)
+        tape = _top(leaves)
+        return self.fun(*args) if tape is None else _with_pullback(tape, leaves, run, back, self.where)
+
+    def _ruled(self, args: tuple, chosen: list[int], first: list, treedef) -> tuple[Callable, Callable]:
+        """What runs forward on the chosen arguments' leaves, giving result and residuals, and what goes back."""
+        raise NotImplementedError
+
     def _unresolved(self, got: str, need: str) -> Exception:
         return DifferentiationError(
             message(self.where, argument="arguments", got=got, need=need, mend="pass the arguments by position")
@@ -127,18 +140,10 @@ class custom_vjp(_Custom):
             raise self._no_symbols()
         self.fwd, self.bwd = fwd, bwd
 
-    def __call__(self, *args, **kwargs):
+    def _ruled(self, args, chosen, first, treedef):
         if self.fwd is None or self.bwd is None:
             raise self._no_rule("fwd and bwd", "f.defvjp(fwd, bwd) before the first call")
-        args = self._resolved(args, kwargs)
-        fixed = self._fixed(args)
-        chosen = [i for i in range(len(args)) if i not in fixed]
-        leaves, treedef = tree.flatten(tuple(args[i] for i in chosen))
-        tape = _top(leaves)
-        if tape is None:
-            return self.fun(*args)
         fwd, bwd, where = self.fwd, self.bwd, self.where
-        first = [args[i] for i in sorted(fixed)]
 
         def run(values):
             full = list(args)
@@ -152,7 +157,7 @@ class custom_vjp(_Custom):
         def back(residuals, cotangent):
             return _cotangent_leaves(bwd(*first, residuals, cotangent), treedef, where)
 
-        return _with_pullback(tape, leaves, run, back, where)
+        return run, back
 
 
 class custom_jvp(_Custom):
@@ -183,18 +188,10 @@ class custom_jvp(_Custom):
 
         self.rule = rule
 
-    def __call__(self, *args, **kwargs):
+    def _ruled(self, args, chosen, first, treedef):
         if self.rule is None:
             raise self._no_rule("a rule for tangents", "f.defjvp(rule) before the first call")
-        args = self._resolved(args, kwargs)
-        fixed = self._fixed(args)
-        chosen = [i for i in range(len(args)) if i not in fixed]
-        leaves, treedef = tree.flatten(tuple(args[i] for i in chosen))
-        tape = _top(leaves)
-        if tape is None:
-            return self.fun(*args)
         rule, where = self.rule, self.where
-        first = [args[i] for i in sorted(fixed)]
 
         def run(values):
             primals = tree.unflatten(treedef, values)
@@ -213,7 +210,7 @@ class custom_jvp(_Custom):
         def back(pull, cotangent):
             return tree.leaves(pull(cotangent))
 
-        return _with_pullback(tape, leaves, run, back, where)
+        return run, back
 
 
 def _check_moved(where: str, result, moved) -> None:
