@@ -502,7 +502,7 @@ REFUSED = [
     (lambda x: np.sum(x, out=np.zeros(())), StateError, r"np\.sum: argument out"),
     (lambda x: np.exp(x, where=x > 0), DifferentiationError, r"np\.where\(mask, f\(x\), other\)"),
     (lambda x: np.add.at(np.zeros(3), [0], x), DifferentiationError, r"np\.add\.at(.|\n)*spmd\.at\(x\)\[i\]\.add\(v\)"),
-    (lambda x: np.frompyfunc(math.sin, 1, 1)(x), DifferentiationError, r"nearest are np\.sin(.|\n)*spmd\.custom_vjp"),
+    (lambda x: np.frompyfunc(math.sin, 1, 1)(x), DifferentiationError, r"nearest are .*np\.sin(.|\n)*spmd\.custom_vjp"),
     (lambda x: np.sinh.outer(x, x), (DifferentiationError, ValueError), "outer"),
     (lambda x: hash(x), TypeError, "not hashable"),
 ]
