@@ -100,9 +100,9 @@ def _get(x: Array, index):
     if dtype is not FLOAT and dtype.kind in "biu":
         return _getitem(x, index)
     plan = _GET.plans.get(6) or _GET.plan(6)
-    nodes, parent = tape.open, x.node
-    node = Node(_GET, plan.pulls, (parent,), (None, parent, index), NO_OPTIONS, ans.shape, dtype, len(nodes))
-    nodes.append(node)
+    parent = x.node
+    node = Node(_GET, plan.pulls, (parent,), (None, parent, index), NO_OPTIONS, ans.shape, dtype)
+    tape.open.append(node)
     return Array(ans, x.state, tape, node)
 
 

@@ -156,10 +156,11 @@ class _Again:
         for t in reversed(self.inner):
             outs = [lower(o, t) for o in outs]
         proxies = {id(node): aside.leaf(node.shape, node.dtype) for node in self.closed}
+        here = set(map(id, aside.nodes))
 
         def own(node: Any) -> Any:
             """The node that stands for one on the sweep's own tape."""
-            if node is None or _stands_on(aside, node):
+            if node is None or id(node) in here:
                 return node
             if id(node) not in proxies:
                 raise self.another()
@@ -186,7 +187,8 @@ class _Again:
         aside = Tape(once=True)
         token = _active.set((*_active.get(), self.tape))
         try:
-            with _redirected([(self.tape, aside), *junk]):
+            # A pullback may be called by several threads; the tape goes aside for one at a time.
+            with self.tape.lock, _redirected([(self.tape, aside), *junk]):
                 yield self.tape, aside
         finally:
             _active.reset(token)
@@ -222,10 +224,6 @@ def _tapes(leaves: list) -> Iterator[Tape]:
             x = x.value
 
 
-def _stands_on(tape: Tape, node: Node) -> bool:
-    return node.index < len(tape.nodes) and tape.nodes[node.index] is node
-
-
 def _closed(tape: Tape, aside: Tape, outs: list) -> list[Node]:
     """The nodes of a tape that what went aside depends on, and results that are such nodes themselves."""
     nodes = [p for node in aside.nodes for p in node.parents if p is not None]
@@ -234,7 +232,8 @@ def _closed(tape: Tape, aside: Tape, outs: list) -> list[Node]:
             if o.tape is tape:
                 nodes.append(o.node)
             o = o.value
-    return list({id(n): n for n in nodes if not _stands_on(aside, n)}.values())
+    here = set(map(id, aside.nodes))
+    return list({id(n): n for n in nodes if id(n) not in here}.values())
 
 
 @contextmanager

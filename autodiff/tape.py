@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from sys import getrefcount
+from threading import RLock
 from typing import Any, Protocol
 
 import numpy as np
@@ -63,12 +64,13 @@ class Node(Like):
 
     `shape` and `dtype` are those of the result; a `dtype` of None marks a weakly typed Python number.
     A node without a primitive is a leaf: an argument that is differentiated. One of a function with several results
-    has their shapes and dtypes in `results`; a node per result selects from it.
+    has their shapes and dtypes in `results`; a node per result selects from it. `index` is its place on the tape,
+    which is counted before a sweep: threads may record at once.
     """
 
     __slots__ = ("args", "index", "kwargs", "parents", "prim", "pulls", "results")
 
-    def __init__(self, prim, pulls, parents, args, kwargs, shape, dtype, index):
+    def __init__(self, prim, pulls, parents, args, kwargs, shape, dtype):
         self.prim = prim
         self.pulls = pulls
         self.parents = parents
@@ -76,7 +78,6 @@ class Node(Like):
         self.kwargs = kwargs
         self.shape = shape
         self.dtype = dtype
-        self.index = index
 
 
 class Tape:
@@ -84,22 +85,31 @@ class Tape:
 
     A higher `level` means a later, inner differentiation. `twins` caches what operands were brought to other
     states, so that their cotangents meet before they are sent anywhere. `once` tells that it will be swept one time.
-    `open` is what recording appends to: the nodes, or something that refuses.
+    `open` is what recording appends to: the nodes, or something that refuses. So many nodes are `counted`.
     """
 
-    __slots__ = ("level", "nodes", "once", "open", "twins")
+    __slots__ = ("counted", "level", "lock", "nodes", "once", "open", "twins")
 
     def __init__(self, once: bool = False) -> None:
         self.level = next(_levels)
         self.once = once
         self.nodes: list[Node] = Watched() if WATCHING.get() else []
         self.open: Any = self.nodes
+        self.counted = 0
+        self.lock = RLock()
         self.twins: dict[Any, Any] = {}
 
     def leaf(self, shape, dtype) -> Node:
-        node = Node(None, (), (), (), {}, shape, dtype, len(self.open))
+        node = Node(None, (), (), (), {}, shape, dtype)
         self.open.append(node)
         return node
+
+    def count(self) -> None:
+        """Tell the nodes their places."""
+        nodes = self.nodes
+        for index in range(self.counted, len(nodes)):
+            nodes[index].index = index
+        self.counted = len(nodes)
 
     def refuse(self, refusal: Callable[[], Exception]) -> None:
         """From now on recording raises: a traced array has outlived its transformation, or crossed into a body."""
@@ -107,14 +117,14 @@ class Tape:
 
 
 class _Closed:
-    """Stands for the nodes of a tape that takes no more: whoever asks where the next one would stand is refused."""
+    """Stands for the nodes of a tape that takes no more."""
 
     __slots__ = ("refusal",)
 
     def __init__(self, refusal: Callable[[], Exception]):
         self.refusal = refusal
 
-    def __len__(self) -> int:
+    def append(self, node: Node) -> None:
         raise self.refusal()
 
 
@@ -254,6 +264,7 @@ def sweep(tape: Tape, seeds: Iterable[tuple[Node, Any]], leaves: list[Node], *, 
     nodes, bare = tape.nodes, np.ndarray
     if type(nodes) is Watched:
         nodes.check()
+    tape.count()
     cotangents: list[Any] = [None] * len(nodes)
     owed: dict[int, list[Future]] = {}
     shared: dict[Any, Any] = {}
@@ -280,6 +291,7 @@ def sweep(tape: Tape, seeds: Iterable[tuple[Node, Any]], leaves: list[Node], *, 
         last = max(last, node.index)
     if free:
         del nodes[last + 1 :]
+        tape.counted = len(nodes)
     for index in range(last, -1, -1):
         g = cotangents[index]
         node = nodes[index]

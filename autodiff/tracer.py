@@ -177,9 +177,8 @@ def _recorded(plan: Plan, parents, args: list, likes, options, ans, state, tape:
         if keep is not VALUE:
             args[i] = None if keep is NOTHING else _like(args[i] if likes[i] is None else likes[i])
     args.insert(0, ans if plan.keep_ans else None)
-    nodes = tape.open
-    node = Node(plan.prim, plan.pulls, parents, args, options, shape, dtype, len(nodes))
-    nodes.append(node)
+    node = Node(plan.prim, plan.pulls, parents, args, options, shape, dtype)
+    tape.open.append(node)
     return Array(ans, state, tape, node) if shape is not None else _parts(ans, state, tape, node)
 
 
@@ -201,10 +200,10 @@ def apply_unary(prim: Primitive, x: Array):
     if dtype is not FLOAT and dtype.kind in "biu":
         return wrap(ans, x.state)
     pulls, keeps_ans, keeps_x = prim.unary or prim.plan_unary()
-    parent, nodes = x.node, tape.open
+    parent = x.node
     args = (ans if keeps_ans else None, value if keeps_x else parent)
-    node = Node(prim, pulls, (parent,), args, NO_OPTIONS, ans.shape, dtype, len(nodes))
-    nodes.append(node)
+    node = Node(prim, pulls, (parent,), args, NO_OPTIONS, ans.shape, dtype)
+    tape.open.append(node)
     return Array(ans, x.state, tape, node)
 
 
@@ -243,14 +242,13 @@ def apply_binary(prim: Primitive, x, y):
     if dtype is not FLOAT and dtype.kind in "biu":
         return wrap(ans, state)
     first, second = plan.keeps
-    nodes = tape.open
     args = (
         ans if plan.keep_ans else None,
         a if first is VALUE else None if first is NOTHING else _like(left),
         b if second is VALUE else None if second is NOTHING else _like(right),
     )
-    node = Node(prim, plan.pulls, parents, args, NO_OPTIONS, ans.shape, dtype, len(nodes))
-    nodes.append(node)
+    node = Node(prim, plan.pulls, parents, args, NO_OPTIONS, ans.shape, dtype)
+    tape.open.append(node)
     return Array(ans, state, tape, node)
 
 
@@ -311,7 +309,7 @@ def _signature(fun):
 
 def record(tape: Tape, prim: Primitive, parents: list[Node | None], args: tuple, shape, dtype) -> Node:
     """Record a result that was computed elsewhere; `args` is what the rule is given."""
-    node = Node(prim, prim.rules, parents, (None, *args), NO_OPTIONS, shape, dtype, len(tape.open))
+    node = Node(prim, prim.rules, parents, (None, *args), NO_OPTIONS, shape, dtype)
     tape.open.append(node)
     return node
 
