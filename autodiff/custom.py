@@ -14,6 +14,7 @@ from spmd.autodiff.tape import Tape, refusing
 from spmd.autodiff.tracer import Array, value_of
 from spmd.autodiff.transforms import (
     _top,
+    float0,
     joint,
     kind_of,
     lower,
@@ -217,7 +218,8 @@ def _check_moved(where: str, result, moved) -> None:
     """Raise where the tangent of a result is not as the result is."""
     (xs, need), (ts, have) = tree.flatten(result), tree.flatten(moved)
     for x, t in zip(xs, ts, strict=False):
-        if np.shape(value_of(x)) != np.shape(value_of(t)):
+        floats = kind_of(x) == "i" or type(t) in (float, complex) or kind_of(t) in ("f", "c")
+        if np.shape(value_of(x)) != np.shape(value_of(t)) or not floats:
             need, have = describe(x), describe(t)
     if need != have:
         raise DifferentiationError(
@@ -244,13 +246,15 @@ def _with_pullback(tape: Tape, leaves: list, run: Callable, back: Callable, wher
         full = [zeros() if g is None else stated(g, state) for g, (zeros, state) in zip(gs, results, strict=True)]
         pulled: list[Any] = []
         for k, (g, like) in enumerate(zip(back(residuals, tree.unflatten(out_tree, full)), likes, strict=True)):
-            if g is None or like is None or kind_of(g) == "i":
+            if g is None or like is None or getattr(g, "dtype", None) == float0:
                 pulled.append(None)
                 continue
             shape, state = like
             if np.shape(value_of(g)) != shape:
-                raise _misshapen(g, shape, where, k)
-            pulled.append(unstated(tracer.mixing.bring(g, None, state)))
+                raise _misfit(g, f"shape {list(shape)}, that of the argument", _SUMMED, where, k)
+            if hasattr(g, "dtype") and kind_of(g) not in ("f", "c"):
+                raise _misfit(g, "a floating cotangent", "g.astype(float), or None for zero", where, k)
+            pulled.append(unstated(tracer.mixing.bring(float(g) if type(g) is int else g, None, state)))
         return pulled
 
     return tree.unflatten(out_tree, joint(tape, leaves, outs, pull))
@@ -283,15 +287,12 @@ def _no_pair(where: str, argument: str, got, need: str) -> Exception:
     )
 
 
-def _misshapen(g, shape: tuple[int, ...], where: str, k: int) -> Exception:
+_SUMMED = "sum it over the dimensions that were broadcast"
+
+
+def _misfit(g, need: str, mend: str, where: str, k: int) -> Exception:
     return DifferentiationError(
-        message(
-            where,
-            argument=f"cotangent of leaf {k}",
-            got=describe(g),
-            need=f"shape {list(shape)}, that of the argument",
-            mend="sum it over the dimensions that were broadcast",
-        )
+        message(where, argument=f"cotangent of leaf {k}", got=describe(g), need=need, mend=mend)
     )
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from spmd.autodiff.watch import WATCHING, Watched
 from spmd.errors import ClosureError, DifferentiationError, message
 
-__all__ = ["Bundle", "Future", "Like", "Node", "Tape", "fit", "recording", "suspended", "sweep", "unbroadcast"]
+__all__ = ["Bundle", "Future", "Like", "Node", "Tape", "alone", "fit", "recording", "suspended", "sweep", "unbroadcast"]
 
 _levels = itertools.count(1)
 _active: ContextVar[tuple[Tape, ...]] = ContextVar("spmd_active_tapes", default=())
@@ -36,6 +36,13 @@ class Like:
         self.shape = shape
         self.dtype = dtype
 
+    def __getattr__(self, name: str):
+        raise AttributeError(
+            f"{name}, of a parameter whose name begins with an underscore: leave that out"
+        )
+
+    __hash__ = object.__hash__
+
     def __array_ufunc__(self, *_, **__):
         raise DifferentiationError(
             message(
@@ -47,6 +54,7 @@ class Like:
         )
 
     __array__ = __add__ = __mul__ = __sub__ = __truediv__ = __neg__ = __pow__ = __getitem__ = __array_ufunc__
+    __eq__ = __ne__ = __lt__ = __gt__ = __le__ = __ge__ = __abs__ = __array_ufunc__
     __radd__ = __rmul__ = __rsub__ = __rtruediv__ = __rpow__ = __matmul__ = __rmatmul__ = __array_ufunc__
 
     @property
@@ -330,9 +338,9 @@ def sweep(tape: Tape, seeds: Iterable[tuple[Node, Any]], leaves: list[Node], *, 
                     add(parent, h)
                 elif old is None:  # as in `add`, for the case that counts
                     cotangents[place] = h
-                    if prim.into is not None and h.nbytes > _LARGE and _alone(getrefcount(h) - 1, h):
+                    if prim.into is not None and h.nbytes > _LARGE and alone(getrefcount(h) - 1, h):
                         own.add(place)
-                elif place not in own and type(old) is bare and h.nbytes > _LARGE and _alone(getrefcount(h), h):
+                elif place not in own and type(old) is bare and h.nbytes > _LARGE and alone(getrefcount(h), h):
                     h += old  # nobody else holds h
                     cotangents[place] = h
                     own.add(place)
@@ -362,7 +370,7 @@ _ALONE = _count_alone()
 """The reference count of an array that a variable of one function holds, and nothing else."""
 
 
-def _alone(count: int, h: np.ndarray) -> bool:
+def alone(count: int, h: np.ndarray) -> bool:
     """Whether an array of this reference count, taken first, is held by one variable only and may be written into."""
     return count == _ALONE and h.base is None and h.flags.writeable
 

@@ -152,12 +152,44 @@ def apply(prim: Primitive, args, kwargs):
                 a = a.value
             else:
                 deeper = True
+        elif type(a) is list or (type(a) is tuple and Array in map(type, a)):
+            if find(a, []):
+                raise _inside(prim, a)
+            a = _copied(a)
         lower.append(a)
         likes.append(like)
     plan = prim.plans.get(key) or prim.plan(key)
     options = plan.chosen(kwargs) if kwargs else kwargs
     ans = apply(prim, lower, kwargs) if deeper else prim.fun(*lower, **kwargs)
     return _recorded(plan, parents, lower, likes, options, ans, state, top)
+
+
+def _copied(tree):
+    """Nested lists (of indices, of axes) as their owner cannot change them later; the rest as it is."""
+    return [_copied(t) for t in tree] if type(tree) is list else tree
+
+
+def _no_array(prim: Primitive, ans) -> Exception:
+    return DifferentiationError(
+        message(
+            prim.name,
+            argument="result",
+            got=describe(ans),
+            need="an array, a number, or a tuple of arrays, as results that a tape records",
+            mend="return a tuple",
+        )
+    )
+
+
+def _inside(prim: Primitive, a) -> Exception:
+    return DifferentiationError(
+        message(
+            prim.name,
+            got=f"a traced array within a {type(a).__name__}",
+            need="arrays as arguments of their own, each with a rule",
+            mend="f(*arrays) with a rule for each, or spmd.custom_vjp, whose arguments are pytrees",
+        )
+    )
 
 
 def _recorded(plan: Plan, parents, args: list, likes, options, ans, state, tape: Tape):
@@ -171,8 +203,10 @@ def _recorded(plan: Plan, parents, args: list, likes, options, ans, state, tape:
             shape, dtype = None, None
         elif isinstance(ans, float | complex):
             shape, dtype = (), weak(ans)
-        else:
+        elif isinstance(ans, int):
             return wrap(ans, state)
+        else:
+            raise _no_array(plan.prim, ans) from None
     for i, keep in enumerate(plan.keeps):
         if keep is not VALUE:
             args[i] = None if keep is NOTHING else _like(args[i] if likes[i] is None else likes[i])

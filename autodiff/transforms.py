@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from sys import getrefcount
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import numpy as np
 from spmd.autodiff import tracer, tree
 from spmd.autodiff.dtypes import float0, kind_of_dtype
 from spmd.autodiff.primitive import Primitive
-from spmd.autodiff.tape import Bundle, Node, Tape, recording, sweep
+from spmd.autodiff.tape import Bundle, Node, Tape, alone, recording, sweep
 from spmd.autodiff.tracer import FLOAT, Array, find, part, record, value_of
 from spmd.errors import DifferentiationError, describe, message
 
@@ -54,6 +55,8 @@ def lift(tape: Tape, x: Any, where: str, path: Callable[[], str]) -> Array:
         return Array(x, tracer.mixing.ambient(), tape, tape.leaf((), tracer.weak(x)))
     if kind_of(x) not in ("f", "c"):
         raise _not_floating(x, where, path, "or leave it out of argnums")
+    if type(x) is not np.ndarray and isinstance(x, np.ndarray) and not isinstance(x, np.memmap):
+        raise _subclass(x, where, path)
     leaf = tape.leaf(np.shape(value_of(x)), x.dtype)
     if type(x) is Array:
         return Array(x if x.tape is not None else x.value, x.state, tape, leaf)
@@ -61,6 +64,18 @@ def lift(tape: Tape, x: Any, where: str, path: Callable[[], str]) -> Array:
     if state is not None and isinstance(x, np.ndarray) and x.flags.writeable:
         x = x.copy()  # blocks of a body are shared as they are, so no one may write into one
     return Array(x, state, tape, leaf)
+
+
+def _subclass(x, where: str, path: Callable[[], str]) -> Exception:
+    return DifferentiationError(
+        message(
+            where,
+            argument=path(),
+            got=f"{describe(x)}, a subclass of np.ndarray",
+            need="a plain array: what the operations of another class mean, no rule knows",
+            mend="np.asarray(x); for a mask, np.where(mask, other, x) in the function",
+        )
+    )
 
 
 def _not_floating(x, where: str, path: Callable[[], str], otherwise: str) -> Exception:
@@ -146,14 +161,14 @@ def _top(leaves) -> Tape | None:
     return max(tapes, key=lambda t: t.level) if tapes else None
 
 
-def _pulled(tape: Tape, seeds, leaves: list, given: Iterable[Any] = (), *, free: bool) -> list[Any]:
+def _pulled(tape: Tape, seeds, leaves: list, *, free: bool) -> list[Any]:
     """The cotangents of leaves as the caller sees them: zeros where none came, each with the state of its argument,
-    and bare ones as arrays of their own, so that writing into one changes no other, nor what was given."""
-    found = iter(sweep(tape, seeds, [x.node for x in leaves if on(x, tape)], free=free))
-    seen = {id(g) for g in given}
+    and bare ones as arrays of their own: writing into one changes no other, nor what was given or is kept."""
+    found = sweep(tape, seeds, [x.node for x in leaves if on(x, tape)], free=free)
+    found.reverse()
     pulled = []
     for leaf in leaves:
-        g = next(found) if on(leaf, tape) else None
+        g = found.pop() if on(leaf, tape) else None
         state = getattr(leaf, "state", None)
         if g is None:
             g = zeros_like(leaf)
@@ -162,9 +177,8 @@ def _pulled(tape: Tape, seeds, leaves: list, given: Iterable[Any] = (), *, free:
         if state is None and isinstance(g, np.ndarray):
             if g.ndim == 0 and g.dtype != float0 and isinstance(leaf.value, float | complex | np.generic):
                 g = g[()]
-            elif id(g) in seen or not (g.flags.owndata and g.flags.writeable):
+            elif not alone(getrefcount(g), g):
                 g = g.copy()
-            seen.add(id(g))
         pulled.append(stated(g, state))
     return pulled
 
@@ -344,7 +358,8 @@ def vjp(fun: Callable, *primals, has_aux: bool = False) -> tuple[Any, ...]:
     float0. It may be called many times. A cotangent of less state than the result is varied, one of more is summed.
     With has_aux, `fun` returns (result, aux) and vjp (result, pullback, aux).
 
-    A primal that is a bare array is kept as it is, not copied: who writes into it later changes the pullback.
+    A bare array among the primals, or one that `fun` closes over, is kept as it is, not copied: who writes into it
+    later changes the pullback (`spmd.debug(mutation=True)` finds that). The result is the caller's own.
     """
     return pullback_of(fun, primals, has_aux=has_aux)
 
@@ -360,10 +375,13 @@ def pullback_of(fun: Callable, primals: Sequence[Any], *, has_aux: bool = False,
     def pullback(cotangent):
         gs = _match(cotangent, outs, out_tree, where)
         seeds = [(o.node, g) for o, g in zip(outs, gs, strict=True) if on(o, tape)]
-        return tree.unflatten(treedef, _pulled(tape, seeds, lifted, gs, free=once))
+        return tree.unflatten(treedef, _pulled(tape, seeds, lifted, free=once))
 
     pullback.tape = tape  # type: ignore[attr-defined]
-    value = tree.unflatten(out_tree, [lower(o, tape) for o in outs])
+    values = [lower(o, tape) for o in outs]
+    if not once:  # the caller may write into a result, and the tape may keep it
+        values = [y.copy() if type(y) is np.ndarray else y for y in values]
+    value = tree.unflatten(out_tree, values)
     return (value, pullback, aux) if has_aux else (value, pullback)
 
 
