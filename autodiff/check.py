@@ -11,7 +11,7 @@ from spmd.autodiff import tree
 from spmd.autodiff.dtypes import spacing
 from spmd.autodiff.tracer import value_of
 from spmd.autodiff.transforms import float0, jvp, kind_of, name_of, vjp, zeros_like
-from spmd.errors import DifferentiationError, message
+from spmd.errors import DifferentiationError, describe, message
 
 __all__ = ["check_grads", "check_vjp", "tolerance"]
 
@@ -59,6 +59,9 @@ def check_vjp(
     rng = np.random.default_rng(seed)
     value, pull = vjp(fun, *xs)
     ys, out_tree = tree.flatten(value)
+    for what, some in (("arguments", xs), ("results", ys)):
+        if not any(kind_of(x) in ("f", "c") for x in some):
+            raise _failure(f, what, "nothing that has a derivative", f"floating {what}", "x.astype(float)")
     coarse = _coarsest([*xs, *ys])
     _compare_values(f, ys, tree.leaves(fun(*xs)), coarse)
     gs = [_random_like(rng, y) for y in ys]
@@ -108,10 +111,9 @@ def check_grads(
                 "check_grads", argument="modes", got=repr(modes), need='"fwd", "rev" or both', mend='modes=("rev",)'
             )
         )
-    if "rev" in modes:
-        check_vjp(f, args, atol=atol, rtol=rtol, eps=eps, seed=seed)
     if "fwd" in modes:
         _check_jvp(f, args, seed)
+    check_vjp(f, args, atol=atol, rtol=rtol, eps=eps, seed=seed)  # in either mode: jvp was compared with the pullback
     if order > 1:
         rng = np.random.default_rng(seed + 1)
         cotangent = tree.map(lambda y: _random_like(rng, value_of(y)), f(*args))
@@ -127,6 +129,16 @@ def check_grads(
 
 def _reduced(f: Callable, args: Sequence[Any]) -> tuple[Callable, list, list[str]]:
     """f as a function of the leaves that are differentiated; those, and how each is written."""
+    if not isinstance(args, tuple | list):
+        raise ValueError(
+            message(
+                f"check_vjp of {name_of(f)}",
+                argument="args",
+                got=describe(args),
+                need="a tuple of arguments",
+                mend="(x,) for one argument",
+            )
+        )
     leaves, treedef = tree.flatten(tuple(args))  # type: ignore[arg-type]
     active = [k for k, x in enumerate(leaves) if kind_of(x) in ("f", "c")]
 
@@ -151,7 +163,8 @@ def _compare_values(f: Callable, traced: list, bare: list, eps: float) -> None:
             continue
         bound = min(1e3 * eps, eps**0.5)
         if not np.allclose(_wide(y), _wide(plain), rtol=bound, atol=bound, equal_nan=True):
-            raise _failure(f, f"result {k}", f"{y} where traced", f"{plain}, as where not")
+            mend = "make f deterministic if it draws numbers; else correct its composition or its rule"
+            raise _failure(f, f"result {k}", f"{y} where traced", f"{plain}, as where not", mend)
 
 
 class _Point(NamedTuple):
@@ -217,7 +230,9 @@ def _check_direction(here: _Point, atol: float, rtol: float, h: float) -> None:
         here.paths[k],
         f"{exact:.10g} by the pullback",
         f"{numeric:.10g} by finite difference, within {bound:.2g}",
-        "correct the derivative rule"
+        "move to a place where neither f nor its pullback is NaN"
+        if numeric != numeric or exact != exact
+        else "correct the derivative rule"
         if bend < abs(numeric - exact) / 2
         else f"move away from a kink or a jump within {h:.1g} of the arguments, or from a cast to a coarser dtype; "
         "if there is none, correct the derivative rule",

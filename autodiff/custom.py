@@ -13,8 +13,8 @@ from spmd.autodiff import tracer, tree
 from spmd.autodiff.tape import Tape, refusing
 from spmd.autodiff.tracer import Array, value_of
 from spmd.autodiff.transforms import (
-    _top,
     float0,
+    innermost,
     joint,
     kind_of,
     lower,
@@ -66,7 +66,7 @@ class _Custom:
         chosen = [i for i in range(len(args)) if i not in fixed]
         leaves, treedef = tree.flatten(tuple(args[i] for i in chosen))
         run, back = self._ruled(args, chosen, [args[i] for i in sorted(fixed)], treedef)
-        tape = _top(leaves)
+        tape = innermost(leaves)
         return self.fun(*args) if tape is None else _with_pullback(tape, leaves, run, back, self.where)
 
     def _ruled(self, args: tuple, chosen: list[int], first: list, treedef) -> tuple[Callable, Callable]:
@@ -84,7 +84,7 @@ class _Custom:
         names = [p.name for p in self.parameters or ()]
         numbers |= {names.index(n) for n in self.nondiff_argnames if n in names[: len(args)]}
         for n in numbers:
-            if _top(tree.leaves(args[n])) is not None:
+            if innermost(tree.leaves(args[n])) is not None:
                 raise DifferentiationError(
                     message(
                         self.where,
@@ -257,7 +257,7 @@ def _with_pullback(tape: Tape, leaves: list, run: Callable, back: Callable, wher
             pulled.append(unstated(tracer.mixing.bring(float(g) if type(g) is int else g, None, state)))
         return pulled
 
-    return tree.unflatten(out_tree, joint(tape, leaves, outs, pull))
+    return tree.unflatten(out_tree, joint(where, tape, leaves, outs, pull))
 
 
 def _zeros(x) -> Callable[[], Any]:

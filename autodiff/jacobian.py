@@ -13,6 +13,7 @@ from spmd.autodiff.tape import Tape
 from spmd.autodiff.tracer import value_of
 from spmd.autodiff.transforms import (
     check_result,
+    check_sequences,
     float0,
     grad,
     is_one,
@@ -21,6 +22,7 @@ from spmd.autodiff.transforms import (
     match_tangents,
     name_of,
     positions,
+    varying_over,
     vjp,
     zeros_like,
 )
@@ -120,6 +122,7 @@ def hvp(fun: Callable, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple
 
     The Hessian is symmetric, so that this is one gradient and one pullback of it.
     """
+    check_sequences("hvp", fun, primals, tangents)
     _, pull = vjp(grad(fun, range(len(primals))), *primals)
     xs, treedef = tree.flatten(tuple(primals))
     return pull(tree.unflatten(treedef, match_tangents(f"hvp of {name_of(fun)}", xs, treedef, tangents)))
@@ -180,14 +183,9 @@ def _stacked(parts: list, like, shape: tuple[int, ...], axis: int):
     return np.reshape(np.stack(parts, axis=axis), whole)
 
 
-def _varying(x) -> frozenset[str]:
-    state = getattr(x, "state", None)
-    return frozenset() if state is None else state.varying
-
-
 def _one_by_one(where: str, args: Any, outs: Any, tape: Tape) -> None:
     """Raise where entries of a Jacobian would mix workers: unit vectors are seeded on all of them at once."""
-    states = {_varying(x) for x in (*tree.leaves(args), *tree.leaves(outs))}
+    states = {varying_over(x) for x in (*tree.leaves(args), *tree.leaves(outs))}
     moves = any(node.prim is not None and node.prim.owe is not None for node in tape.nodes)
     if len(states) > 1 or (moves and states != {frozenset()}):
         raise DifferentiationError(

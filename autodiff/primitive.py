@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from spmd.autodiff.tape import Like
-from spmd.errors import DifferentiationError, message
+from spmd.errors import DifferentiationError, describe, message
 
 __all__ = [
     "Like",
@@ -164,7 +164,10 @@ class Plan:
         for k in active:
             if prim.variadic is None and (k >= len(prim.rules) or prim.rules[k] is None):
                 raise _not_differentiable(prim, k)
-            _, ans, *rest = inspect.signature(prim.pull(k)).parameters.values()
+            parameters = list(inspect.signature(prim.pull(k)).parameters.values())
+            if len(parameters) < 2 + len(prim.rules) and parameters[-1].kind != inspect.Parameter.VAR_POSITIONAL:
+                raise _malformed(prim, k, parameters)
+            _, ans, *rest = parameters
             names = [p.name for p in rest if p.kind == p.POSITIONAL_OR_KEYWORD]
             more = [p.name for p in rest if p.kind == p.VAR_POSITIONAL] * (count - len(names))
             if count > len(names + more):
@@ -220,6 +223,18 @@ def _not_differentiable(prim: Primitive, i: int) -> Exception:
     )
 
 
+def _malformed(prim: Primitive, k: int, parameters: list[inspect.Parameter]) -> Exception:
+    return DifferentiationError(
+        message(
+            prim.name,
+            argument=f"the rule of argument {k}",
+            got=f"parameters ({', '.join(p.name for p in parameters)})",
+            need="g, the result, and every array argument: lambda g, ans, x: ...",
+            mend="name those that the rule does not look at _ans, _x",
+        )
+    )
+
+
 def _not_supported(prim: Primitive, argument: str, known: Iterable[str]) -> Exception:
     options = ", ".join(known)
     return DifferentiationError(
@@ -248,6 +263,9 @@ def primitive(
     into: Callable[..., None] | None = None,
 ) -> Decorator:
     """Make a primitive of an own function: `@primitive("name", rule, ...)`; the result is called like the function."""
+    if not isinstance(name, str):
+        mend = '@primitive("f", rule)'
+        raise TypeError(message("primitive", argument="name", got=describe(name), need="a name", mend=mend))
 
     def declare(fun):
         return _entry(Primitive(fun, name, rules, variadic=variadic, linear=linear, into=into))

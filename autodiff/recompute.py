@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from spmd.autodiff import tracer, tree
-from spmd.autodiff.tape import Node, Tape, _active, recording, sweep
+from spmd.autodiff.tape import ACTIVE, Node, Tape, recording, sweep
 from spmd.autodiff.tracer import Array, value_of
-from spmd.autodiff.transforms import _top, joint, lower, name_of, on, places, stated, unstated
+from spmd.autodiff.transforms import innermost, joint, lower, name_of, on, places, stated, unstated
 from spmd.errors import DifferentiationError, describe, message
 
 __all__ = ["checkpoint"]
@@ -50,12 +50,12 @@ def checkpoint(
 
     @functools.wraps(fun)
     def wrapped(*args, **kwargs):
-        tapes = _active.get()
+        tapes = ACTIVE.get()
         if not tapes or any(t not in tapes for t in _tapes(tree.leaves((args, kwargs)))):
             return fun(*args, **kwargs)  # nothing is differentiated, or elsewhere: by a tape of another thread
         static = places(static_argnums, len(args))
         fixed = {k: v for k, v in kwargs.items() if k in names}
-        if _top(tree.leaves(([args[n] for n in static], fixed))) is not None:
+        if innermost(tree.leaves(([args[n] for n in static], fixed))) is not None:
             raise DifferentiationError(
                 message(
                     f"checkpoint of {name_of(fun)}",
@@ -111,7 +111,7 @@ def _computed_again(call: Callable, leaves: list, tapes: Sequence[Tape], where: 
             inner = [t for t, nodes in zip(tapes[i + 1 :], closed[i + 1 :], strict=True) if nodes]
             again = _Again(call, list(moved), tape, closed[i], inner, where)
             pull = functools.partial(again.pull, [lower(x, tape) for x in seen])
-            outs = joint(tape, [*(x.node for x in moved.values()), *closed[i]], outs, pull)
+            outs = joint(where, tape, [*(x.node for x in moved.values()), *closed[i]], outs, pull)
     return tree.unflatten(out_tree, outs)
 
 
@@ -140,7 +140,7 @@ class _Again:
             return [unstated(g) for g in self.swept(values, gs)]
         # For tapes further out this is a computation that holds as little as the call itself.
         n = len(values)
-        found = _computed_again(lambda xs: self.swept(xs[:n], xs[n:]), [*values, *gs], _active.get(), self.where)
+        found = _computed_again(lambda xs: self.swept(xs[:n], xs[n:]), [*values, *gs], ACTIVE.get(), self.where)
         return [unstated(g) for g in found]
 
     def swept(self, values: list, gs: list) -> list:
@@ -185,13 +185,13 @@ class _Again:
                 yield tape, tape
             return
         aside = Tape(once=True)
-        token = _active.set((*_active.get(), self.tape))
+        token = ACTIVE.set((*ACTIVE.get(), self.tape))
         try:
             # A pullback may be called by several threads; the tape goes aside for one at a time.
             with self.tape.lock, _redirected([(self.tape, aside), *junk]):
                 yield self.tape, aside
         finally:
-            _active.reset(token)
+            ACTIVE.reset(token)
 
     def another(self) -> Exception:
         return DifferentiationError(

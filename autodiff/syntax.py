@@ -15,7 +15,17 @@ from spmd.autodiff import tracer
 from spmd.autodiff.dtypes import kind_of_dtype
 from spmd.autodiff.indexing import astype
 from spmd.autodiff.primitive import Primitive, handlers
-from spmd.autodiff.tracer import OPERANDS, SEQUENCES, Array, apply_binary, apply_unary, compute, value_of, wrap
+from spmd.autodiff.tracer import (
+    OPERANDS,
+    SEQUENCES,
+    Array,
+    apply_binary,
+    apply_unary,
+    check_operand,
+    compute,
+    value_of,
+    wrap,
+)
 from spmd.errors import DtypeError, StateError, TracedConversionError, describe, message
 
 __all__ = ["define_operators"]
@@ -43,18 +53,10 @@ def _operand(x):
     """What an operator takes of x: lists become arrays; what is no number is left to its own operators."""
     if type(x) in SEQUENCES:
         return np.asarray(x)
-    if isinstance(x, np.matrix | np.ma.MaskedArray):
-        raise StateError(
-            message(
-                "an operator",
-                got=f"{describe(x)} beside an Array",
-                need="a plain array: the operators of this one mean something else, or skip entries",
-                mend="np.asarray(m), with @ for a product of matrices; np.where(mask, x, other) for a mask",
-            )
-        )
-    if hasattr(type(x), "__torch_function__"):
-        raise _beside_tensors("an operator")
-    return x if isinstance(x, int | float | complex) or hasattr(x, "dtype") else NotImplemented
+    check_operand(x, "an operator")
+    if isinstance(x, int | float | complex) or hasattr(x, "__array_function__") or isinstance(x, np.generic):
+        return x
+    return np.asarray(x) if hasattr(x, "__array__") else NotImplemented
 
 
 def _beside_tensors(where: str) -> Exception:
@@ -249,6 +251,7 @@ _METHODS: dict[str, Callable] = {
     "conjugate": lambda self: np.conj(self),
     "copy": lambda self, order="C": self,
     "flatten": _flatten,
+    "numpy": lambda self: tracer.mixing.whole(self),
     "reshape": _reshape,
     "to_device": _to_device,
     "transpose": _transpose,

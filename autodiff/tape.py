@@ -21,10 +21,23 @@ import numpy as np
 from spmd.autodiff.watch import WATCHING, Watched
 from spmd.errors import ClosureError, DifferentiationError, message
 
-__all__ = ["Bundle", "Future", "Like", "Node", "Tape", "alone", "fit", "recording", "suspended", "sweep", "unbroadcast"]
+__all__ = [
+    "ACTIVE",
+    "Bundle",
+    "Future",
+    "Like",
+    "Node",
+    "Tape",
+    "alone",
+    "fit",
+    "recording",
+    "suspended",
+    "sweep",
+    "unbroadcast",
+]
 
 _levels = itertools.count(1)
-_active: ContextVar[tuple[Tape, ...]] = ContextVar("spmd_active_tapes", default=())
+ACTIVE: ContextVar[tuple[Tape, ...]] = ContextVar("spmd_active_tapes", default=())
 
 
 class Like:
@@ -37,9 +50,7 @@ class Like:
         self.dtype = dtype
 
     def __getattr__(self, name: str):
-        raise AttributeError(
-            f"{name}, of a parameter whose name begins with an underscore: leave that out"
-        )
+        raise AttributeError(f"{name}, of a parameter whose name begins with an underscore: leave that out")
 
     __hash__ = object.__hash__
 
@@ -167,11 +178,11 @@ class recording:
         self.tape = Tape(once)
 
     def __enter__(self) -> Tape:
-        self.token = _active.set((*_active.get(), self.tape))
+        self.token = ACTIVE.set((*ACTIVE.get(), self.tape))
         return self.tape
 
     def __exit__(self, *_: object) -> None:
-        _active.reset(self.token)
+        ACTIVE.reset(self.token)
         self.tape.refuse(_leaked)
 
 
@@ -179,17 +190,17 @@ class recording:
 def suspended() -> Iterator[None]:
     """Within the block, recording on the tapes that are active here is an error: bodies take arguments."""
     with refusing(0, _closed_over):
-        token = _active.set(())
+        token = ACTIVE.set(())
         try:
             yield
         finally:
-            _active.reset(token)
+            ACTIVE.reset(token)
 
 
 @contextmanager
 def refusing(level: int, refusal: Callable[[], Exception]) -> Iterator[None]:
     """Within the block, recording on the tapes here that are of this level or further in is an error."""
-    tapes = [tape for tape in _active.get() if tape.level >= level]
+    tapes = [tape for tape in ACTIVE.get() if tape.level >= level]
     before = [tape.open for tape in tapes]
     for tape in tapes:
         tape.refuse(refusal)
@@ -335,6 +346,8 @@ def sweep(tape: Tape, seeds: Iterable[tuple[Node, Any]], leaves: list[Node], *, 
                 h = pull(g, *args, **kwargs) if kwargs else pull(g, *args)
                 old = cotangents[place]
                 if type(h) is not bare or h.dtype is not parent.dtype or h.shape != parent.shape:
+                    if h is None:
+                        raise _nothing(prim)
                     add(parent, h)
                 elif old is None:  # as in `add`, for the case that counts
                     cotangents[place] = h
@@ -373,6 +386,17 @@ _ALONE = _count_alone()
 def alone(count: int, h: np.ndarray) -> bool:
     """Whether an array of this reference count, taken first, is held by one variable only and may be written into."""
     return count == _ALONE and h.base is None and h.flags.writeable
+
+
+def _nothing(prim) -> Exception:
+    return DifferentiationError(
+        message(
+            f"the backward sweep, at {prim.name}",
+            got="None from a derivative rule",
+            need="the cotangent of the argument",
+            mend="return it; zero is np.zeros_like(x), and an argument without derivative has None in place of a rule",
+        )
+    )
 
 
 def _freed() -> Exception:

@@ -14,7 +14,6 @@ import importlib
 import inspect
 import operator
 import sys
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -37,6 +36,7 @@ from spmd.autodiff.primitive import (
 from spmd.autodiff.tape import Bundle, Node, Tape
 from spmd.errors import (
     DifferentiationError,
+    DtypeError,
     MissingMethodError,
     StateError,
     TracedConversionError,
@@ -69,6 +69,10 @@ class Mixing:
     def settle(self, g, value):
         """A gradient in the form in which its argument `value` came."""
         return g
+
+    def whole(self, x: Array):
+        """An array whose value is spread over workers, as one that is not."""
+        return x
 
 
 mixing = Mixing()
@@ -365,8 +369,47 @@ def compute(fun, args, kwargs) -> Any:
     return _computed(fun, *_all_bared(args, kwargs))
 
 
+def check_operand(x, where: str) -> None:
+    """Raise where x is no plain array, but one whose operations mean something else or are recorded elsewhere."""
+    kind = type(x)
+    if kind is list or kind is tuple:
+        for part in x:
+            check_operand(part, where)
+        return
+    if kind in OPERANDS:
+        return
+    if isinstance(x, np.ndarray) and kind is not np.ndarray and not isinstance(x, np.memmap):
+        raise StateError(
+            message(
+                where,
+                got=f"{describe(x)} beside an Array",
+                need="a plain array: the operations of this one mean something else, or skip entries",
+                mend="np.asarray(m), with @ for a product of matrices; np.where(mask, x, other) for a mask",
+            )
+        )
+    if hasattr(kind, "__torch_function__") or kind.__module__.partition(".")[0] in ("jax", "jaxlib"):
+        raise TracedConversionError(
+            message(
+                where,
+                got=f"{describe(x)} beside an Array",
+                need="arrays of NumPy or CuPy: other libraries do not record on this tape, nor it on theirs",
+                mend="np.asarray(x) of it, where it is a constant; spmd.custom_vjp around the other library",
+            )
+        )
+
+
+def joined(arrays) -> list[Any]:
+    """Arrays, bare ones too, brought to one state: what a function that returns them all gives undifferentiated."""
+    some = find(list(arrays), [])
+    if not some or some[0].state is None:
+        return list(arrays)
+    return mixing.join([a if type(a) is Array else Array(np.asarray(a), mixing.ambient()) for a in arrays])[0]
+
+
 def _computed(fun, args, kwargs, arrays: list[Array]) -> Any:
     """The end of `compute`, with the bare arguments and the arrays that were among them."""
+    if not arrays:
+        raise _hidden(fun)
     state = arrays[0].state
     for a in arrays:
         if a.state is not state:
@@ -375,6 +418,23 @@ def _computed(fun, args, kwargs, arrays: list[Array]) -> Any:
     if fun not in handlers and fun not in constants:
         args, kwargs = _read_only(args), _read_only(kwargs)
     return wrap(_unshared(fun(*args, **kwargs)), state)
+
+
+def _no_mask(fun, where: Array) -> Exception:
+    return DtypeError(
+        message(name_of(fun), argument="where", got=describe(where), need="a mask of booleans", mend="x != 0")
+    )
+
+
+def _hidden(fun) -> Exception:
+    return TracedConversionError(
+        message(
+            name_of(fun),
+            got="an Array as like=, or within an object of another class",
+            need="arrays as arguments, or in lists, tuples and dicts",
+            mend="pass the array itself; leave like out",
+        )
+    )
 
 
 def _all_bared(args, kwargs) -> tuple[Any, Any, list[Array]]:
@@ -448,6 +508,8 @@ def dispatch(fun, args, kwargs):
                 mend=f"use the result: y = {name_of(fun)}(...); for `y += x`: y = y + x",
             )
         )
+    if kwargs and type(where := kwargs.get("where")) is Array and where.dtype.kind != "b":
+        raise _no_mask(fun, where)
     handler = handlers.get(fun)
     if fun in primitives:
         return handler(*args, **kwargs)  # type: ignore[misc]
@@ -716,6 +778,8 @@ class Array:
                     return apply_unary(prim, self)
                 if OPERANDS.issuperset(map(type, inputs)) and len(inputs) == 2:
                     return apply_binary(prim, *inputs)
+        for x in inputs:
+            check_operand(x, name_of(ufunc))
         if not SEQUENCES.isdisjoint(map(type, inputs)):
             inputs = tuple(np.asarray(a) if type(a) in SEQUENCES else a for a in inputs)
         if method == "__call__":
@@ -737,6 +801,9 @@ class Array:
         return dispatch(known, inputs, kwargs)
 
     def __array_function__(self, fun, types, args, kwargs):
+        if not _TYPES.issuperset(types):
+            for x in (*args, *kwargs.values()):
+                check_operand(x, name_of(fun))
         prim = primitives.get(fun)
         if prim is not None and not kwargs and len(args) <= _place_of_out(fun):
             return apply_unary(prim, self) if len(args) == 1 and args[0] is self else apply(prim, args, kwargs)
@@ -764,11 +831,7 @@ missing: dict[str, tuple[str, str]] = {}
 
 SEQUENCES = {list, tuple}
 OPERANDS = {Array, np.ndarray, int, float, complex, bool}
+_TYPES = {Array, np.ndarray}
 
 
-def supported() -> Iterable[str]:
-    """The names of the functions that have a rule or a composition."""
-    return sorted({f.__name__ for f in handlers})
-
-
-__all__ += ["compute", "dispatch", "name_of", "supported"]
+__all__ += ["compute", "dispatch", "name_of"]

@@ -79,14 +79,15 @@ def _subclass(x, where: str, path: Callable[[], str]) -> Exception:
 
 
 def _not_floating(x, where: str, path: Callable[[], str], otherwise: str) -> Exception:
+    if kind_of(x) == "i":
+        mend = "convert it, x.astype(float) or float(x)"
+    elif hasattr(x, "dtype") or isinstance(x, str | bytes):
+        mend = "pass numbers"
+    else:
+        mend = "make its class a pytree, spmd.tree.register(cls)"
+    need = "an array of floating or complex dtype"
     return DifferentiationError(
-        message(
-            where,
-            argument=path(),
-            got=describe(x),
-            need="an array of floating or complex dtype",
-            mend=f"convert it, x.astype(float) or float(x), {otherwise}",
-        )
+        message(where, argument=path(), got=describe(x), need=need, mend=f"{mend}, {otherwise}")
     )
 
 
@@ -155,7 +156,7 @@ def on(x, tape: Tape) -> bool:
     return type(x) is Array and x.tape is tape
 
 
-def _top(leaves) -> Tape | None:
+def innermost(leaves) -> Tape | None:
     """The innermost tape of the arrays among some leaves."""
     tapes = [x.tape for x in find(leaves, []) if x.tape is not None]
     return max(tapes, key=lambda t: t.level) if tapes else None
@@ -275,6 +276,16 @@ def value_and_grad(
     JAX: df/dRe - i df/dIm. Memory is freed as the sweep goes.
     Raises DifferentiationError where the result is no scalar or an argument is not floating.
     """
+    if not callable(fun):
+        raise DifferentiationError(
+            message(
+                "grad",
+                argument="fun",
+                got=describe(fun),
+                need="a function",
+                mend="spmd.grad(f)(x), not spmd.grad(f(x))",
+            )
+        )
     single = is_one(argnums)
     where = f"grad of {name_of(fun)}"
     ints = "" if allow_int else "allow_int=True for a gradient of zeros, or leave it out of argnums"
@@ -444,18 +455,24 @@ def jvp(fun: Callable, primals: Sequence[Any], tangents: Sequence[Any], has_aux:
     primals, tangents: tuples or lists of the same structure, shapes and dtypes (Python numbers adapt); the tangent of
     an integer is zeros of dtype float0.
     """
-    if not all(isinstance(x, tuple | list) for x in (primals, tangents)):
-        raise DifferentiationError(
-            message(
-                f"jvp of {name_of(fun)}",
-                argument="primals" if not isinstance(primals, tuple | list) else "tangents",
-                got=f"{describe(primals)} and {describe(tangents)}",
-                need="a tuple or list of arguments, and one of their tangents",
-                mend="spmd.jvp(f, (x,), (v,))",
-            )
-        )
+    check_sequences("jvp", fun, primals, tangents)
     out, push, *aux = linearize(fun, *primals, has_aux=has_aux)
     return out, push(*tangents), *aux
+
+
+def check_sequences(transform: str, fun: Callable, primals, tangents) -> None:
+    """Raise where primals or tangents are no sequence of arguments."""
+    for argument, given in (("primals", primals), ("tangents", tangents)):
+        if not isinstance(given, tuple | list):
+            raise DifferentiationError(
+                message(
+                    f"{transform} of {name_of(fun)}",
+                    argument=argument,
+                    got=describe(given),
+                    need="a tuple or list of arguments, and one of their tangents",
+                    mend=f"spmd.{transform}(f, (x,), (v,))",
+                )
+            )
 
 
 def linearize(fun: Callable, *primals, has_aux: bool = False) -> tuple[Any, ...]:
@@ -479,7 +496,7 @@ def linearize(fun: Callable, *primals, has_aux: bool = False) -> tuple[Any, ...]
     return out, push, *aux
 
 
-def _varying(x) -> frozenset[str]:
+def varying_over(x) -> frozenset[str]:
     """The axes that an array varies over."""
     state = getattr(x, "state", None)
     return frozenset() if state is None else state.varying
@@ -503,7 +520,7 @@ def match_tangents(where: str, xs: list, treedef: Any, tangents: Sequence[Any]) 
         )
     matched = []
     for x, t in zip(xs, ts, strict=True):
-        if np.shape(value_of(t)) != np.shape(value_of(x)) or _varying(t) - _varying(x):
+        if np.shape(value_of(t)) != np.shape(value_of(x)) or varying_over(t) - varying_over(x):
             raise DifferentiationError(
                 message(
                     where,
@@ -559,11 +576,11 @@ def stop_gradient(x):
 
 # What brings its own pullback
 
-_JOINT = Primitive(None, "joint", joint=lambda bundle, pull: pull(bundle))
 
-
-def joint(tape: Tape, parents: Sequence[Any], outs: list, pull: Callable[[list], Sequence[Any]]) -> list:
+def joint(name: str, tape: Tape, parents: Sequence[Any], outs: list, pull: Callable[[list], Sequence[Any]]) -> list:
     """Record results that one pullback serves: `pull(cotangents, None where none came)` gives those of `parents`.
+
+    name: of what is recorded, for errors.
 
     Each of `parents` is a node of the tape, or an argument that may be traced by it. Each of `outs` is a value of the
     level below the tape; each comes back as an Array on the tape.
@@ -574,7 +591,7 @@ def joint(tape: Tape, parents: Sequence[Any], outs: list, pull: Callable[[list],
         return pull([bundle.parts.get(k) for k in range(count)])
 
     nodes = [p if type(p) is Node else p.node if on(p, tape) else None for p in parents]
-    node = record(tape, _JOINT, nodes, (pull_bundle,), (), None)
+    node = record(tape, Primitive(None, name, joint=_pulled_together), nodes, (pull_bundle,), (), None)
     results = []
     for k, out in enumerate(outs):
         if kind_of(out) not in ("f", "c"):
@@ -587,3 +604,7 @@ def joint(tape: Tape, parents: Sequence[Any], outs: list, pull: Callable[[list],
             traced.value, traced.node.dtype = value, tracer.weak(value)  # type: ignore[arg-type]
         results.append(traced)
     return results
+
+
+def _pulled_together(bundle: Bundle, pull: Callable[[Bundle], Sequence[Any]]) -> Sequence[Any]:
+    return pull(bundle)

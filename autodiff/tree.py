@@ -1,29 +1,75 @@
 """Pytrees: nested tuples, lists, dicts and registered classes, with arrays as leaves.
 
-The one place that names the library behind them; a class of your own becomes a pytree by
-`optree.register_pytree_node(cls, flatten, unflatten, namespace="")`.
+The one place that names the library behind them. A class of your own becomes a pytree by `spmd.tree.register`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import optree
 
-__all__ = ["flatten", "flatten_with_path", "leaves", "map", "paths", "prefix", "structure", "unflatten"]
+from spmd.errors import message
 
+__all__ = ["flatten", "flatten_with_path", "leaves", "map", "paths", "prefix", "register", "structure", "unflatten"]
 
-LEAF: Any = optree.tree_structure(0)  # type: ignore[arg-type]
+_OURS: Any = {"namespace": "spmd"}
+"""Where classes are registered: other programs that use the library behind may see them otherwise."""
+
+LEAF: Any = optree.tree_structure(0, **_OURS)  # type: ignore[arg-type]
 """The structure of a leaf alone."""
+
+Class = TypeVar("Class", bound=type)
+
+
+def register(cls: Class, flatten: Callable | None = None, unflatten: Callable | None = None) -> Class:
+    """Make a class a pytree, whose leaves are differentiated, mapped and moved: `@spmd.tree.register` on a dataclass.
+
+    flatten(x) -> (children, metadata), unflatten(metadata, children) -> x, as jax.tree_util.register_pytree_node has
+    them; metadata can be compared and hashed. Without them cls is a dataclass: its fields are the children, those with
+    `field(metadata={"static": True})` are metadata. Gives cls back. Raises TypeError for other classes, ValueError for
+    a class that is registered already.
+    """
+    if flatten is None or unflatten is None:
+        flatten, unflatten = _of_fields(cls)
+    optree.register_pytree_node(cls, flatten, unflatten, **_OURS)  # type: ignore[arg-type]
+    return cls
+
+
+def _of_fields(cls: type) -> tuple[Callable, Callable]:
+    """How a dataclass is taken apart and put together."""
+    import dataclasses
+
+    if not dataclasses.is_dataclass(cls):
+        raise TypeError(
+            message(
+                "spmd.tree.register",
+                argument="cls",
+                got=f"class {cls.__qualname__}",
+                need="a dataclass, or flatten and unflatten",
+                mend="register(cls, lambda x: ((x.a, x.b), None), lambda _, children: cls(*children))",
+            )
+        )
+    fields = [f for f in dataclasses.fields(cls) if f.init]
+    moved = tuple(f.name for f in fields if not f.metadata.get("static"))
+    fixed = tuple(f.name for f in fields if f.metadata.get("static"))
+
+    def flatten(x):
+        return [getattr(x, name) for name in moved], tuple(getattr(x, name) for name in fixed), moved
+
+    def unflatten(metadata, children):
+        return cls(**dict(zip(fixed, metadata, strict=True)), **dict(zip(moved, children, strict=True)))
+
+    return flatten, unflatten
 
 
 def flatten(tree: Any, *, none_is_leaf: bool = False) -> tuple[list[Any], Any]:
     """The leaves of a tree, and its structure. Dictionaries go by sorted keys."""
     if type(tree) is np.ndarray and not none_is_leaf:
         return [tree], LEAF
-    found, structure = optree.tree_flatten(tree, none_is_leaf=none_is_leaf)  # type: ignore[arg-type]
+    found, structure = optree.tree_flatten(tree, none_is_leaf=none_is_leaf, **_OURS)  # type: ignore[arg-type]
     return found, structure
 
 
@@ -37,23 +83,23 @@ def unflatten(structure: Any, leaves: Iterable[Any]) -> Any:
 
 def flatten_with_path(tree: Any, *, none_is_leaf: bool = False) -> tuple[list[str], list[Any], Any]:
     """As `flatten`, with the path of each leaf before: `['w'][0]`."""
-    paths, found, structure = optree.tree_flatten_with_path(tree, none_is_leaf=none_is_leaf)
+    paths, found, structure = optree.tree_flatten_with_path(tree, none_is_leaf=none_is_leaf, **_OURS)
     return ["".join(f"[{p!r}]" for p in path) for path in paths], found, structure
 
 
 def paths(tree: Any) -> list[tuple[Any, ...]]:
     """The path of each leaf, as its keys and indices."""
-    return optree.tree_paths(tree)
+    return optree.tree_paths(tree, **_OURS)
 
 
 def leaves(tree: Any) -> list[Any]:
     """The leaves of a tree."""
-    return optree.tree_leaves(tree)
+    return optree.tree_leaves(tree, **_OURS)
 
 
 def structure(tree: Any, *, none_is_leaf: bool = False) -> Any:
     """The structure of a tree."""
-    return optree.tree_structure(tree, none_is_leaf=none_is_leaf)
+    return optree.tree_structure(tree, none_is_leaf=none_is_leaf, **_OURS)
 
 
 def map(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
@@ -68,4 +114,4 @@ def map(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
 
 def prefix(shorter: Any, tree: Any) -> list[Any]:
     """For each leaf of a tree the leaf of a shorter tree that stands for it. None is a leaf. ValueError: no prefix."""
-    return optree.broadcast_prefix(shorter, tree, none_is_leaf=True)
+    return optree.broadcast_prefix(shorter, tree, none_is_leaf=True, **_OURS)

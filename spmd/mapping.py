@@ -141,7 +141,7 @@ class Mapped:
             )
         mesh = mesh_for(self.mesh, self.where)
         leaves, rebuild = self._arguments(mesh, args, kwargs)
-        tape = transforms._top([leaf.value for leaf in leaves if leaf.spec is not None])
+        tape = transforms.innermost([leaf.value for leaf in leaves if leaf.spec is not None])
         if tape is None:
             return self._run(mesh, leaves, rebuild)
         return self._differentiated(mesh, leaves, rebuild, tape)
@@ -399,7 +399,7 @@ class Mapped:
         """The map of arguments of which some are traced: one node on the innermost tape."""
         moved = [k for k, x in enumerate(leaves) if x.spec is not None and _on(x.value, tape)]
         lowered = [x._replace(value=transforms.lower(x.value, tape)) for x in leaves]
-        if transforms._top([x.value for x in lowered]) is None:
+        if transforms.innermost([x.value for x in lowered]) is None:
             out_tree, outs, pull = self._forward(mesh, lowered, rebuild, moved, tape.once)
         else:
             # An outer tape watches too: run on what lies below, and differentiate the derivative as a map of its own.
@@ -407,7 +407,7 @@ class Mapped:
             outs, out_tree = tree.flatten(self(*args, **kwargs), none_is_leaf=True)
             pull = functools.partial(self._derivative, mesh, lowered, rebuild, moved, outs)
         parents = [leaves[k].value for k in moved]
-        return tree.unflatten(out_tree, transforms.joint(tape, parents, outs, pull))
+        return tree.unflatten(out_tree, transforms.joint(self.where, tape, parents, outs, pull))
 
     def _forward(self, mesh: Mesh, leaves: list[Leaf], rebuild: Callable, moved: list[int], once: bool):
         """Run forward, every worker on a tape of its own; the results and a pullback that runs the tapes back."""
@@ -612,6 +612,10 @@ class _Settling(Join):
 
     def settle(self, g, value):
         return _settled(g, value)
+
+    def whole(self, x):
+        value = value_of(x)
+        return _brought(x, value.layout, None, value.mesh) if isinstance(value, PartitionedArray) else x
 
 
 tracer.use_mixing(_Settling())

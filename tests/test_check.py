@@ -118,8 +118,11 @@ def test_python_numbers_and_nothing_at_all():
     check_grads(lambda x, y: x * y**2, (2.0, 3.0), 3)
     check_grads(lambda z: z * z, (1.0 + 2.0j,), 2)
     check_grads(lambda x: x * 2, (np.zeros((0, 3)),))
-    check_grads(lambda: 3.0, ())
-    check_grads(lambda n: n * 2.0, (3,))
+    for f, args in ((lambda: 3.0, ()), (lambda n: n * 2.0, (3,)), (lambda x: x.astype(int), (np.ones(2),))):
+        with pytest.raises(AssertionError, match="nothing that has a derivative"):
+            check_grads(f, args)
+    with pytest.raises(ValueError, match=r"\(x,\) for one argument"):
+        check_grads(np.sin, np.ones(3))
 
 
 def test_kinks():

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from spmd.autodiff import checkpoint, custom_vjp, grad, hessian, jacfwd, jvp, linearize, value_and_grad, vjp
-from spmd.autodiff.tape import _active
+from spmd.autodiff.tape import ACTIVE
 from spmd.errors import ClosureError, DifferentiationError
 
 X = np.array([0.5, -1.0, 2.0])
@@ -23,9 +23,9 @@ class Own(Exception):
 
 @pytest.fixture(autouse=True)
 def nothing_is_left():
-    assert _active.get() == ()
+    assert ACTIVE.get() == ()
     yield
-    assert _active.get() == ()
+    assert ACTIVE.get() == ()
 
 
 def work(k: int, pause):
@@ -68,7 +68,7 @@ def test_interleaved_greenlets_with_open_tapes(seed):
     while alive := [let for let in lets if not let.dead]:
         rng.choice(alive).switch()
         switches += 1
-        assert _active.get() == ()
+        assert ACTIVE.get() == ()
     assert switches > 40
     for k in range(4):
         same(*results[k])
@@ -84,7 +84,7 @@ def test_a_greenlet_that_fails_leaves_the_others_alone():
 
         with pytest.raises(Own):
             grad(lambda x: np.sum(checkpoint(f)(grad(np.sum)(x) * x)))(X)
-        results.append(_active.get())
+        results.append(ACTIVE.get())
         results.append(work(0, lambda: None))
 
     lets = [greenlet.greenlet(fails), greenlet.greenlet(lambda: results.append(work(1, hub.switch)))]
@@ -235,7 +235,7 @@ def test_exceptions_leave_nothing_behind(case):
     for _ in range(2):
         with pytest.raises(Own):
             EXCEPTIONS[case]()
-        assert _active.get() == ()
+        assert ACTIVE.get() == ()
         same(*work(0, lambda: None))
 
 

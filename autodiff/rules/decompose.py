@@ -569,4 +569,4 @@ def lstsq(a, b, rcond=None):
         residuals = np.sum(square(columns - a @ x), 0)
     else:
         residuals = np.zeros_like(np.real(x), shape=0)
-    return x[:, 0] if b.ndim == 1 else x, residuals, rank, _svdvals(a)
+    return x[:, 0] if b.ndim == 1 else x, residuals, rank, _svdvals(a.astype(np.result_type(a.dtype, b.dtype)))

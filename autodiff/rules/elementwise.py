@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from spmd.autodiff.primitive import composite, constant, primitive, rule
-from spmd.autodiff.tracer import compute, value_of
+from spmd.autodiff.tracer import Array, compute, value_of
 
 
 def nonzero(x):
@@ -42,10 +42,21 @@ def numpys(x):
     return np.float64(x) if type(x) is float else x
 
 
-# At y = 0 the first is 0 · x⁰, and at x = 0 the second is g · 0ʸ · log 1: no logarithm or quotient of zero.
-# An exponent that is a mask becomes one of integers by adding 0; others stay what they are.
+def power_slope(x, y: Any) -> Any:
+    """y xʸ⁻¹, zero at y = 0, also where x is zero: there x is not raised to -1.
+
+    An exponent that is a mask becomes one of integers by adding 0; others stay what they are.
+    """
+    if type(y) is int and y == 2:
+        return 2 * x
+    if type(y) is Array:  # the slope is differentiated by y
+        return y * (x + ((x == 0) & (y == 0))) ** (y - 1)  # type: ignore[operator]
+    return y * numpys(x) ** (0 + y - (y != 0))
+
+
+# At x = 0 the second is g · 0ʸ · log 1: no logarithm of zero.
 _power = (
-    lambda g, _ans, x, y: g * (2 * x if type(y) is int and y == 2 else y * numpys(x) ** (0 + y - (y != 0))),
+    lambda g, _ans, x, y: g * power_slope(x, y),
     lambda g, ans, x, _y: g * (ans * np.log(nonzero(x))),
 )
 rule(np.power, *_power)
@@ -62,9 +73,7 @@ def divmod(x, y):
     return np.floor_divide(x, y), np.remainder(x, y)
 
 
-@composite(np.modf)
-def modf(x):
-    return x - np.trunc(x), np.trunc(x)
+rule(np.modf, lambda g, _ans, _x: g[0])
 
 
 rule(np.ldexp, lambda g, _ans, _x, y: np.ldexp(g, y))

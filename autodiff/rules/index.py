@@ -12,8 +12,8 @@ from spmd.autodiff import tracer
 from spmd.autodiff.indexing import at
 from spmd.autodiff.primitive import composite, handlers, primitive, rule
 from spmd.autodiff.rules.shape import along, entries
-from spmd.autodiff.tracer import Array, value_of
-from spmd.errors import DtypeError, message
+from spmd.autodiff.tracer import Array, joined, value_of
+from spmd.errors import DtypeError, describe, message
 
 
 def pick(a, index) -> Any:
@@ -31,6 +31,7 @@ def _always(fun):
 def take(a, indices, axis=None, out=None, mode="raise"):
     if axis is None:
         a, axis = np.ravel(a), 0
+    a = np.atleast_1d(a)
     if mode == "wrap":
         indices = np.remainder(indices, a.shape[axis])
     elif mode == "clip":
@@ -59,6 +60,10 @@ def extract(condition, arr):
 
 @composite(np.delete)
 def delete(arr, obj, axis=None):
+    if getattr(obj, "dtype", np.dtype(int)).kind not in "biu":
+        raise DtypeError(
+            message("np.delete", argument="obj", got=describe(obj), need="integers or a mask", mend="obj.astype(int)")
+        )
     arr, axis = (np.ravel(arr), 0) if axis is None else (arr, axis)
     return np.take(arr, np.delete(np.arange(arr.shape[axis]), obj), axis)
 
@@ -167,7 +172,7 @@ def apply_over_axes(func, a, axes):
 @composite(np.ix_)
 def ix_(*args):
     found = []
-    for k, arg in enumerate(args):
+    for k, arg in enumerate(joined(args)):
         x = entries(arg)
         if x.ndim != 1:
             raise ValueError(f"np.ix_ needs sequences, and got an array of shape {x.shape}")

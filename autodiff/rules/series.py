@@ -328,10 +328,13 @@ def polyfit(x, y, deg, rcond=None, full=False, w=None, cov=False):
     if full:
         return c, residuals, rank, s, rcond
     if value_of(rank) != order:
-        warnings.warn("Polyfit may be poorly conditioned", np.exceptions.RankWarning, stacklevel=2)
+        warnings.warn(
+            f"np.polyfit: the rank {value_of(rank)} is below the {order} coefficients",
+            np.exceptions.RankWarning,
+            stacklevel=2,
+        )
     if not cov:
         return c
-    left = left * scale
     spread = np.linalg.inv(np.transpose(left) @ left) / np.outer(scale, scale)
     if cov != "unscaled":
         if len(x) <= order:
@@ -384,5 +387,6 @@ def geomspace(start, stop, num=50, endpoint=True, dtype=None, axis=0):
     own = np.result_type(start.dtype, stop.dtype, 1.0, np.zeros((), dtype))
     start, stop = start.astype(own), stop.astype(own)
     ratio = stop / start
-    y = np.moveaxis(start * ratio ** _weights(num, endpoint, ratio), 0, axis)
+    t = _weights(num, endpoint, ratio)
+    y = np.moveaxis(np.where(t == 1, stop, start * ratio**t), 0, axis)
     return y if dtype is None else y.astype(dtype)

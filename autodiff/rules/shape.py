@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from spmd.autodiff.primitive import composite, handlers, primitive, rule
-from spmd.autodiff.tracer import bare, find, value_of
+from spmd.autodiff.tracer import bare, find, joined, value_of
 from spmd.errors import DifferentiationError, message
 
 
@@ -58,16 +58,20 @@ handlers.update(told)
 
 def _reshape(g, _ans, _x, shape, order: Any = "C", copy=None):
     if order not in "CF":
-        raise DifferentiationError(
-            message(
-                "np.reshape, in a backward sweep",
-                argument="order",
-                got=f"{order!r}, which depends on how the array lies in memory",
-                need="order 'C' or 'F'",
-                mend="name the order that is meant",
-            )
-        )
+        raise _unordered("np.reshape, in a backward sweep", order)
     return np.reshape(g, _x.shape, order=order)
+
+
+def _unordered(where: str, order) -> Exception:
+    return DifferentiationError(
+        message(
+            where,
+            argument="order",
+            got=f"{order!r}, which depends on how the array lies in memory",
+            need="order 'C' or 'F'",
+            mend="name the order that is meant",
+        )
+    )
 
 
 rule(np.reshape, _reshape)
@@ -79,7 +83,12 @@ rule(np.copy, lambda g, _ans, _x: g)
 
 @composite(np.ravel)
 def ravel(a, order: Any = "C"):
-    return np.reshape(a, -1, order)
+    if order in ("A", "K") and a.ndim > 1:
+        flags = getattr(value_of(a), "flags", None)
+        if not (flags is None or flags.c_contiguous or flags.f_contiguous):
+            raise _unordered("np.ravel", order)
+        order = "C" if flags is None or flags.c_contiguous else "F"
+    return np.reshape(a, -1, "C" if order in ("A", "K") else order)
 
 
 def _each(f, arrays):
@@ -106,7 +115,7 @@ def atleast_3d(*arrays):
 @composite(np.broadcast_arrays)
 def broadcast_arrays(*arrays, subok=False):
     shape = np.broadcast_shapes(*map(np.shape, arrays))
-    return tuple(np.broadcast_to(a, shape) for a in arrays)
+    return tuple(np.broadcast_to(a, shape) for a in joined(arrays))
 
 
 @composite(np.meshgrid)
@@ -115,7 +124,7 @@ def meshgrid(*xi, copy=True, sparse=False, indexing="xy"):
         raise ValueError("np.meshgrid needs 'xy' or 'ij' for its indexing")
     n = len(xi)
     order = [1, 0, *range(2, n)] if indexing == "xy" and n > 1 else range(n)
-    grid = [np.reshape(x, [-1 if i == k else 1 for i in range(n)]) for k, x in zip(order, xi, strict=True)]
+    grid = [np.reshape(x, [-1 if i == k else 1 for i in range(n)]) for k, x in zip(order, joined(xi), strict=True)]
     return tuple(grid) if sparse else np.broadcast_arrays(*grid)
 
 
@@ -288,6 +297,7 @@ if hasattr(np, "unstack"):
 def repeat(a, repeats, axis=None):
     if axis is None:
         a, axis = np.ravel(a), 0
+    a = np.atleast_1d(a)
     axis %= a.ndim
     if np.size(repeats) != 1:
         return np.take(a, np.repeat(np.arange(a.shape[axis]), repeats), axis)

@@ -301,10 +301,11 @@ def cov(m, y=None, rowvar=True, bias=False, ddof=None, fweights=None, aweights=N
         deviation = x - np.average(x, 1, weight)[:, None]
         scaled = deviation * weight
     if value_of(factor) <= 0:
-        warnings.warn("Degrees of freedom <= 0 for slice", RuntimeWarning, stacklevel=2)
+        warnings.warn("np.cov: no degree of freedom is left", RuntimeWarning, stacklevel=2)
         factor = 0.0
     product = deviation @ (np.conj(scaled.T) if np.iscomplexobj(x) else scaled.T)
-    return np.squeeze(product * np.true_divide(1, factor))
+    # NumPy divides by a scalar of double precision, which a given dtype gives way to.
+    return np.squeeze(product * array(np.true_divide(1, factor)).astype(product.real.dtype))
 
 
 @composite(np.corrcoef)

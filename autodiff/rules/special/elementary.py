@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from spmd.autodiff.primitive import primitive
-from spmd.autodiff.rules.elementwise import nonzero
+from spmd.autodiff.rules.elementwise import nonzero, power_slope
 from spmd.autodiff.rules.special.frame import special, ufunc
 
 ufunc("expit", lambda g, ans, _x: g * (ans * (1 - ans)))
@@ -75,7 +75,7 @@ log1p_quotient = _quotient(
 ufunc("exprel", lambda g, _ans, x: g * exprel(x, 1))
 ufunc(
     "powm1",
-    lambda g, _ans, x, y: g * (y * x ** (y - (y != 0))),
+    lambda g, _ans, x, y: g * power_slope(x, y),
     lambda g, ans, x, _y: g * ((ans + 1) * np.log(nonzero(x))),
 )
 
