@@ -23,6 +23,7 @@ from spmd.autodiff import (
     value_and_grad,
     vjp,
 )
+from spmd.autodiff.primitive import primitive
 from spmd.errors import ClosureError, DifferentiationError
 
 X = np.array([0.5, -1.0, 2.0])
@@ -411,3 +412,59 @@ def test_custom_jvp_in_bodies(mesh):
     close(
         spmd.map(jacrev(grad(loss)), SPECS, P(), mesh=mesh)(W, BATCH), hessian(lambda w: np.sum(f(w * BATCH, BATCH)))(W)
     )
+
+
+# What rules return, and who owns it
+
+
+def test_integers_are_cotangents_of_numbers_only():
+    f = custom_vjp(lambda x: 2.0 * x)
+    f.defvjp(lambda x: (2.0 * x, None), lambda _, g: (2,))
+    assert grad(f)(1.0) == 2
+    f.defvjp(lambda x: (2.0 * x, None), lambda _, g: (np.arange(3),))
+    with pytest.raises(DifferentiationError, match=r"int64\[3\](.|\n)*g\.astype\(float\)"):
+        vjp(f, X)[1](X)
+
+
+def test_integers_are_no_tangents_of_floats():
+    f = custom_jvp(lambda x: 2.0 * x)
+    for tangent in (2, np.array(2)):
+        f.defjvp(lambda primals, tangents, tangent=tangent: (primals[0] * 2.0, tangent))
+        with pytest.raises(DifferentiationError, match="the tangent of the result"):
+            grad(f)(1.0)
+
+
+def test_a_gradient_is_no_array_of_the_rule():
+    kept = np.ones(3)
+    f = custom_vjp(lambda x: np.sum(kept * x))
+    f.defvjp(lambda x: (np.sum(kept * x), None), lambda _, g: (kept,))
+    gradient = grad(f)(X)
+    gradient[:] = 0
+    assert kept.tolist() == [1, 1, 1]
+    _, pull = vjp(f, X)
+    pull(1.0)[0][:] = 0
+    assert pull(1.0)[0].tolist() == [1, 1, 1]
+
+
+def test_errors_of_rules():
+    def message(rule, count=1, result=lambda x: 2 * x):
+        f = primitive("f", *[rule] * count)(result)
+        with pytest.raises((DifferentiationError, AttributeError)) as raised:
+            grad(lambda x: np.sum(f(*[x] * count)))(X)
+        return str(raised.value)
+
+    assert "parameters (g, x)" in message(lambda g, x: g)
+    assert "None from a derivative rule" in message(lambda g, ans, x: None)
+    assert "at f" in message(lambda g, ans, x: None)
+    for rule in (lambda g, _ans, _x: g * _x, lambda g, _ans, _x: g * (_x != 0), lambda g, _ans, _x: g * _x.sum()):
+        assert "underscore" in message(rule)
+    assert "return a tuple" in message(lambda g, ans, x: g[0], result=lambda x: [x])
+    with pytest.raises(TypeError, match=r'@primitive\("f", rule\)'):
+        primitive(lambda x: x)
+
+
+def test_an_array_within_a_list_is_not_lost():
+    f = primitive("f", lambda g, ans, x, y: g, lambda g, ans, x, y: g)(lambda x, y: x + y[0])
+    with pytest.raises(DifferentiationError, match="a traced array within a list"):
+        grad(lambda x: np.sum(f(x, [x])))(X)
+    assert vjp(lambda x: f(x, [1.0]), X)[1](X)[0].tolist() == X.tolist()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import greenlet
 import numpy as np
@@ -274,3 +276,44 @@ def test_a_checkpoint_that_fails_while_it_is_computed_again():
     with pytest.raises(Own):
         grad(lambda x: np.sum(checkpoint(lambda y: body(y, x))(x)))(X)
     np.testing.assert_array_equal(grad(lambda x: np.sum(checkpoint(lambda y: body(y, x))(x)))(X), 2 * X)
+
+
+# Threads that share a tape
+
+
+@pytest.fixture
+def switching():
+    """Threads take turns as often as they can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_threads_record_on_one_tape(switching):
+    def work(x, k):
+        for _ in range(300):
+            x = np.sin(x) + k * 0.01
+        return np.sum(x)
+
+    def together(x):
+        with ThreadPoolExecutor(4) as pool:
+            return sum(pool.map(lambda k: work(x, k), range(8)))
+
+    x = np.array([1.0, 2.0, 3.0])
+    want = grad(lambda x: sum(work(x, k) for k in range(8)))(x)
+    for _ in range(5):
+        np.testing.assert_allclose(grad(together)(x), want, rtol=1e-12)
+
+
+def test_threads_call_one_pullback(switching):
+    x = np.array([1.0, 2.0, 3.0])
+
+    def f(x):
+        return np.sum(checkpoint(lambda y: np.sin(x * y) * x)(2 * x))  # closes over x
+
+    _, pull = vjp(f, x)
+    want = pull(1.0)[0]
+    with ThreadPoolExecutor(4) as pool:
+        for got in pool.map(lambda _: pull(1.0)[0], range(100)):
+            np.testing.assert_array_equal(got, want)

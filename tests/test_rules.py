@@ -504,3 +504,16 @@ def test_tolerances():
     assert tolerance(np.finfo("f8").eps) < 1e-8
     assert tolerance(np.finfo("f4").eps) < 6e-3
     check_grads(lambda x: np.sum(np.tanh(x)), (np.ones(3, "f4"),))
+
+
+@pytest.mark.parametrize("f", [lambda x, y: x**y, np.power, np.float_power], ids=["**", "power", "float_power"])
+@pytest.mark.parametrize("y", [-1.0, 0.0, 1.0, 2.0, 2.5])
+def test_second_derivatives_of_powers(f, y):
+    """Those by both are symmetric, at integers too: xʸ⁻¹ (1 + y log x)."""
+    x = np.array([0.5, 2.0])
+    by_y = lambda x, y: np.sum(f(x, y))
+    mixed = [grad(lambda y: grad(by_y)(x, y)[0])(y), grad(lambda x: grad(by_y, 1)(x, y))(x)[0]]
+    np.testing.assert_allclose(mixed, x[0] ** (y - 1) * (1 + y * np.log(x[0])))
+    third = grad(lambda y: grad(lambda y: grad(by_y)(x, y)[1])(y))(y)
+    np.testing.assert_allclose(third, 2 ** (y - 1) * np.log(2) * (2 + y * np.log(2)))
+    assert np.all(np.isfinite(grad(by_y)(np.zeros(2), max(y, 0.0)))) or 0 < y < 1

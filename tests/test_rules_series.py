@@ -298,3 +298,20 @@ def test_linspace_has_numpys_values():
         grad(lambda a: np.geomspace(a, 0.0)[0])(1.0)
     with pytest.raises(ValueError, match="non-negative"):
         grad(lambda a: np.linspace(a, 1.0, -1)[0])(1.0)
+
+
+@pytest.mark.parametrize("cov", [True, "unscaled"])
+@pytest.mark.parametrize("columns", [(), (2,)])
+def test_the_covariance_of_a_fit(cov, columns):
+    rng = np.random.default_rng(0)
+    x, y = np.arange(6.0), rng.normal(size=(6, *columns))
+    f = lambda x, y, w: np.polyfit(x, y, 2, cov=cov, w=w)
+    w = rng.uniform(1, 2, 6)
+    for got, want in zip(vjp(f, x, y, w)[0], f(x, y, w), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-9)
+    check_grads(f, (x, y, w), rtol=1e-6)
+
+
+def test_the_last_of_a_geometric_series_is_what_was_given():
+    y = vjp(lambda a: np.geomspace(a, 7.7, 13), 0.3)[0]
+    assert y[-1] == 7.7

@@ -719,3 +719,31 @@ def test_schedulers_agree_bit_for_bit():
             value, (gw, gx) = spmd.value_and_grad(spmd.map(loss, (P(), P("x")), P()), (0, 1))(w, x)
             results.append((value.item(), gw.tobytes(), gx.tobytes()))
     assert all(r == results[0] for r in results)
+
+
+# Functions that return several arrays
+
+
+@pytest.mark.parametrize("name", ["broadcast_arrays", "meshgrid"])
+def test_results_vary_alike_whether_differentiated_or_not(name):
+    """An Invariant argument beside a Varying one gives a Varying result: its shape follows the block."""
+
+    def body(a, w):
+        first, second = np.broadcast_arrays(a, w) if name == "broadcast_arrays" else np.meshgrid(a[:, 0], w[0])
+        return spmd.psum(np.sum(first * 1.0) + np.sum(second * second), "x")
+
+    def alone(a, w):
+        return np.sum(np.broadcast_arrays(a, w)[1])
+
+    a, w = np.arange(6.0).reshape(3, 2), np.ones((1, 2))
+    with spmd.Mesh(x=2):
+        f = spmd.map(body, in_specs=(P("x"), P()), out_specs=P())
+        value, gradient = spmd.value_and_grad(f, 1)(a, w)
+        assert value == f(a, w)
+        for k in range(2):
+            moved = w + 1e-6 * (np.arange(2) == k)
+            np.testing.assert_allclose((f(a, moved) - value) / 1e-6, gradient[0, k], rtol=1e-4)
+        promised = spmd.map(alone, in_specs=(P("x"), P()), out_specs=P())
+        for run in (promised, spmd.grad(promised, 1)):
+            with pytest.raises(StateError, match="promised"):
+                run(a, w)

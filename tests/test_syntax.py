@@ -574,6 +574,14 @@ def test_torch():
 
 
 @pytest.mark.full
+def test_jax_beside_an_array():
+    jnp = pytest.importorskip("jax.numpy")
+    for use in (lambda x: x * jnp.ones(3), lambda x: np.add(jnp.ones(3), x)):
+        with pytest.raises(TracedConversionError, match="do not record on this tape"):
+            vjp(use, np.ones(3))
+
+
+@pytest.mark.full
 def test_jax():
     pytest.importorskip("jax")
     import jax.numpy as jnp
@@ -830,3 +838,59 @@ def test_what_is_shown():
 def test_a_third_argument_of_pow():
     with pytest.raises(TypeError, match=r"Array\.__pow__"):
         grad(lambda x: pow(x, 2, 3))(2.0)
+
+
+# Operands of other classes
+
+V = np.array([1.0, 2.0, 3.0])
+MASKED = np.ma.array([1.0, 2.0, 3.0], mask=[0, 1, 0])
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x: np.multiply(np.eye(3).view(np.matrix), x),
+        lambda x: np.eye(3).view(np.matrix) @ x,
+        lambda x: np.dot(np.eye(3).view(np.matrix), x),
+        lambda x: x * np.eye(3).view(np.matrix),
+        lambda x: np.add(x, MASKED),
+        lambda x: np.add(x, np.ma.masked),
+        lambda x: np.clip(x, MASKED, 5),
+        lambda x: np.average(x, weights=MASKED),
+        lambda x: np.concatenate([x, MASKED]),
+    ],
+)
+def test_other_arrays_of_numpy_are_refused(use):
+    with pytest.raises(StateError, match=r"beside an Array(.|\n)*np\.asarray\(m\)"):
+        grad(lambda x: np.sum(use(x)))(V)
+    with spmd.Mesh(x=1), pytest.raises(StateError, match="beside an Array"):
+        spmd.map(use, in_specs=P(), out_specs=P())(V)
+
+
+def test_sparse_matrices_are_refused():
+    sparse = pytest.importorskip("scipy.sparse")
+    linalg = pytest.importorskip("scipy.sparse.linalg")
+    dense = np.array([[1.0, 2, 0], [0, 3, 4], [5, 0, 6]])
+    for m in (sparse.csr_matrix(dense), sparse.csr_array(dense), linalg.aslinearoperator(dense)):
+        for use in (lambda x, m=m: x * m, lambda x, m=m: x @ m, lambda x, m=m: m @ x, lambda x, m=m: x[0] * m):
+            with pytest.raises(TracedConversionError, match="stop_gradient"):
+                vjp(use, V)
+        for use in (lambda x, m=m: x + m, lambda x, m=m: m - x):
+            with pytest.raises(TypeError):
+                vjp(use, V)
+
+
+def test_what_converts_to_an_array_is_one_as_for_numpy():
+    p = np.poly1d([3.0, 4.0, 5.0])
+    for f in (lambda x: x * p, lambda x: x + p, lambda x: x - p):
+        np.testing.assert_array_equal(vjp(f, V)[0], f(V))
+    assert vjp(lambda x: np.sum(x * p), V)[1](1.0)[0].tolist() == [3, 4, 5]
+
+
+def test_hidden_arrays():
+    with pytest.raises(DtypeError, match="a mask of booleans"):
+        grad(lambda x: np.sum(np.ones(3), where=x))(V)
+    with pytest.raises(DtypeError, match=r"np\.delete"):
+        grad(lambda x: np.sum(np.delete(np.ones(3), x)))(V)
+    with pytest.raises(TracedConversionError, match="like"):
+        grad(lambda x: np.sum(np.require(np.ones(3), like=x)))(V)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import threading
@@ -579,3 +580,115 @@ def test_a_closed_over_array_of_an_outer_tape_in_another_thread():
         return results.pop()
 
     np.testing.assert_array_equal(grad(f)(X), 2 * X)
+
+
+# Who owns results
+
+
+@pytest.mark.parametrize("f", [np.tanh, np.exp, lambda x: x, lambda x: x.T, lambda x: x * 1.0], ids=repr)
+def test_a_result_may_be_written_into(f):
+    x = X.copy()
+    y, pull = vjp(f, x)
+    want = pull(np.ones(3))[0].copy()
+    y -= 1
+    np.testing.assert_array_equal(pull(np.ones(3))[0], want)
+    np.testing.assert_array_equal(x, X)
+    y, push = linearize(f, x)
+    y -= 1
+    np.testing.assert_array_equal(push(np.ones(3)), want)
+
+
+def test_results_and_gradients_are_arrays_of_their_own():
+    (a, b), pull = vjp(lambda x: (x, x), X)
+    a[:] = 0
+    assert b.tolist() == X.tolist()
+    g = np.ones(3)
+    pull((g, g))[0][:] = 5
+    vjp(lambda x: x, X)[1](g)[0][:] = 5
+    assert g.tolist() == [1, 1, 1]
+    first, second = grad(lambda x, y: np.sum(x + y), (0, 1))(X, X)
+    first[:] = 5
+    assert second.tolist() == [1, 1, 1]
+
+
+def test_an_index_may_change_after_it_was_used():
+    index = [0, 1]
+    _, pull = vjp(lambda x: x[index] * 1.0, X)
+    index[0] = 2
+    assert pull(np.ones(2))[0].tolist() == [1, 1, 0]
+
+
+@pytest.mark.parametrize("x", [np.ma.array(X, mask=[0, 1, 0]), np.ones(3).view(type("Mine", (np.ndarray,), {}))])
+def test_subclasses_of_arrays_are_no_arguments(x):
+    with pytest.raises(DifferentiationError, match=r"a subclass of np\.ndarray(.|\n)*np\.asarray\(x\)"):
+        grad(np.sum)(x)
+
+
+def test_memory_maps_are_arguments(tmp_path):
+    x = np.memmap(tmp_path / "x", float, "w+", shape=3)
+    x[:] = X
+    assert grad(lambda x: np.sum(x * x))(x).tolist() == (2 * X).tolist()
+
+
+# Classes as pytrees
+
+
+@tree.register
+@dataclasses.dataclass
+class Layer:
+    w: np.ndarray
+    b: np.ndarray
+    name: str = dataclasses.field(default="layer", metadata={"static": True})
+
+
+class Pair:
+    def __init__(self, a, b):
+        self.a, self.b = a, b
+
+
+tree.register(Pair, lambda p: ((p.a, p.b), None), lambda _, children: Pair(*children))
+
+
+def test_classes_of_users_are_pytrees():
+    layer = Layer(np.ones((3, 2)), np.zeros(2), "first")
+    g = grad(lambda layer: np.sum(X @ layer.w + 2 * layer.b))(layer)
+    assert type(g) is Layer
+    assert g.name == "first"
+    assert g.b.tolist() == [2, 2]
+    assert g.w.tolist() == [[x, x] for x in X]
+    p = grad(lambda p: np.sum(p.a * p.b))(Pair(X, 2 * X))
+    assert p.a.tolist() == (2 * X).tolist()
+    assert p.b.tolist() == X.tolist()
+    with spmd.Mesh(x=2):
+        f = spmd.map(lambda p: Pair(p.a * 2, spmd.psum(np.sum(p.b), "x")), Pair(P("x"), P("x")), Pair(P("x"), P()))
+        assert f(Pair(X, X)).b == X.sum()
+
+
+def test_what_no_pytree_can_be_made_of():
+    with pytest.raises(TypeError, match="a dataclass, or flatten and unflatten"):
+        tree.register(dict)
+    with pytest.raises(ValueError, match="registered"):
+        tree.register(Pair, lambda p: ((p.a, p.b), None), lambda _, children: Pair(*children))
+    with pytest.raises(DifferentiationError, match=r"spmd\.tree\.register"):
+        grad(lambda p: 1.0)(object())
+    with pytest.raises(DifferentiationError, match="pass numbers"):
+        grad(lambda p: 1.0)("text")
+    with pytest.raises(DifferentiationError, match=r"spmd\.grad\(f\)\(x\)"):
+        grad(3.0)
+    with pytest.raises(DifferentiationError, match=r"spmd\.hvp\(f, \(x,\), \(v,\)\)"):
+        hvp(np.sum, X, X)
+
+
+# Arrays that are spread over workers
+
+
+def test_a_spread_array_becomes_whole_on_the_tape():
+    v = np.arange(5.0)
+    with spmd.Mesh(x=2):
+        double = spmd.map(lambda a: a * 2, in_specs=P("x"), out_specs=P("x"))
+        f = lambda x: np.sum(np.roll(double(x).numpy(), 1) ** 2 * v)
+        check_grads(f, (v + 0.5,))
+        x = spmd.put(v, P("x"))
+        g = grad(lambda x: np.sum(np.cumsum(x.numpy())))(x)
+        assert type(g) is spmd.PartitionedArray
+        assert g.numpy().tolist() == [5, 4, 3, 2, 1]
