@@ -5,21 +5,33 @@ The one place that names the library behind them. A class of your own becomes a 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import numpy as np
-import optree
 
 from spmd.errors import message
 
 __all__ = ["flatten", "flatten_with_path", "leaves", "map", "paths", "prefix", "register", "structure", "unflatten"]
 
+
+class _Late:
+    """The library behind, imported when it is first asked for something: it is a third of what importing spmd costs."""
+
+    def __getattr__(self, name: str) -> Any:
+        global optree
+        optree = importlib.import_module("optree")
+        return getattr(optree, name)
+
+
+optree: Any = _Late()
+
 _OURS: Any = {"namespace": "spmd"}
 """Where classes are registered: other programs that use the library behind may see them otherwise."""
 
-LEAF: Any = optree.tree_structure(0, **_OURS)  # type: ignore[arg-type]
-"""The structure of a leaf alone."""
+LEAF: Any = None
+"""The structure of a leaf alone, once one was met."""
 
 Class = TypeVar("Class", bound=type)
 
@@ -34,7 +46,7 @@ def register(cls: Class, flatten: Callable | None = None, unflatten: Callable | 
     """
     if flatten is None or unflatten is None:
         flatten, unflatten = _of_fields(cls)
-    optree.register_pytree_node(cls, flatten, unflatten, **_OURS)  # type: ignore[arg-type]
+    optree.register_pytree_node(cls, flatten, unflatten, **_OURS)
     return cls
 
 
@@ -68,8 +80,10 @@ def _of_fields(cls: type) -> tuple[Callable, Callable]:
 def flatten(tree: Any, *, none_is_leaf: bool = False) -> tuple[list[Any], Any]:
     """The leaves of a tree, and its structure. Dictionaries go by sorted keys."""
     if type(tree) is np.ndarray and not none_is_leaf:
+        global LEAF
+        LEAF = LEAF or optree.tree_structure(0, **_OURS)
         return [tree], LEAF
-    found, structure = optree.tree_flatten(tree, none_is_leaf=none_is_leaf, **_OURS)  # type: ignore[arg-type]
+    found, structure = optree.tree_flatten(tree, none_is_leaf=none_is_leaf, **_OURS)
     return found, structure
 
 
