@@ -42,6 +42,20 @@ def block_bounds(n: int, parts: int | Sequence[int], index: int) -> tuple[int, i
     return at[index], at[index + 1]
 
 
+def _of_copies(copies: str) -> str:
+    if copies not in ("invariant", "varying"):
+        raise LayoutError(
+            message(
+                "spmd.Layout",
+                argument="copies",
+                got=repr(copies),
+                need='"invariant" (one value, counted once) or "varying" (a value each)',
+                mend='leave it out, or copies="varying"',
+            )
+        )
+    return copies
+
+
 class P:
     """A partition spec: for each dimension the mesh axes that split it.
 
@@ -139,10 +153,17 @@ class Layout:
     shape: the global shape. spec: the axes that split each dimension. axes: the names and sizes of the mesh axes,
     major to minor. cuts: for each dimension the sizes of its blocks, or None where they are balanced.
     Workers are numbered by their coordinates, last axis fastest. Along axes that the spec does not name the workers
-    hold copies of one value.
+    hold copies.
+    copies: "invariant": of one value, which counts once; "varying": a value each, which all count.
+
+    `Layout.grid` lays the array on any grid of any of the workers. Its spec is None.
     """
 
-    __slots__ = ("__dict__", "axes", "cuts", "shape", "spec")
+    __slots__ = ("__dict__", "axes", "copies", "cuts", "shape", "spec", "workers")
+
+    spec: P | None
+    workers: tuple[int, ...] | None
+    """Of a grid: its workers, last dimension fastest."""
 
     def __init__(
         self,
@@ -150,16 +171,82 @@ class Layout:
         spec: P,
         axes: Mapping[str, int],
         cuts: Sequence[Sequence[int] | None] | None = None,
+        *,
+        copies: str = "invariant",
     ):
         self.shape = tuple(shape)
         self.axes = dict(axes)
         spec.check(self.axes, "spmd.Layout", "spec", len(self.shape))
         self.spec = P(*spec.trimmed, *[None] * (len(self.shape) - len(spec.trimmed)))
-        given = cuts if cuts is not None else [None] * len(self.shape)
-        self.cuts = tuple(self._sizes(d, c) for d, c in enumerate(given))
+        self.workers = None
+        self.copies = _of_copies(copies)
+        self.cuts = self._cut([[self.axes[n] for n in names] for names in self.spec.dims], cuts)
 
-    def _sizes(self, d: int, cut: Sequence[int] | None) -> tuple[int, ...]:
-        balanced = block_sizes(self.shape[d], [self.axes[n] for n in self.spec.dims[d]])
+    @classmethod
+    def grid(
+        cls,
+        shape: Sequence[int],
+        grid: Sequence[int],
+        axes: Mapping[str, int],
+        workers: Sequence[int] | None = None,
+        cuts: Sequence[Sequence[int] | None] | None = None,
+        *,
+        copies: str = "varying",
+    ) -> Layout:
+        """An array cut into a Cartesian grid of blocks, held by any workers of a mesh; the others hold nothing.
+
+        grid: the number of blocks in each dimension; numbers after those of the array's dimensions count copies of
+        each block. workers: who holds the blocks, by number, last dimension of the grid fastest; the first
+        prod(grid) by default. cuts, copies: as for `Layout`.
+        Who holds nothing has a block of shape (0, 0, ...).
+        """
+        where = "spmd.Layout.grid"
+        self = cls.__new__(cls)
+        self.shape, self.axes, self.spec = tuple(shape), dict(axes), None
+        self.copies = _of_copies(copies)
+        counts, ndim, total = tuple(grid), len(self.shape), math.prod(self.axes.values())
+        if len(counts) < ndim or any(n < 1 for n in counts):
+            raise LayoutError(
+                message(
+                    where,
+                    argument="grid",
+                    got=f"{counts} for an array of {ndim} dimensions",
+                    need="a number of blocks, 1 or more, for each dimension; numbers of copies may follow",
+                    mend="write 1 for a dimension that is whole",
+                )
+            )
+        chosen = tuple(workers) if workers is not None else tuple(range(math.prod(counts)))
+        if len(chosen) != math.prod(counts) or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(total)):
+            raise LayoutError(
+                message(
+                    where,
+                    argument="workers",
+                    got=str(chosen),
+                    need=f"{math.prod(counts)} different workers of the {total} of the mesh, one for each block",
+                    mend="make the grid smaller, or the mesh larger",
+                )
+            )
+        self.workers = chosen
+        self.cuts = self._cut([[n] for n in counts[:ndim]], cuts)
+        return self
+
+    def _cut(self, parts: Sequence[Sequence[int]], cuts) -> tuple[tuple[int, ...], ...]:
+        """The sizes of the blocks in each dimension: those given, checked, or balanced ones."""
+        given = cuts if cuts is not None else [None] * len(self.shape)
+        if len(given) != len(self.shape):
+            raise LayoutError(
+                message(
+                    "spmd.Layout",
+                    argument="cuts",
+                    got=f"{len(given)} entries",
+                    need=f"one for each of {len(self.shape)} dimensions",
+                    mend="None for a dimension in balanced blocks",
+                )
+            )
+        return tuple(self._sizes(d, parts[d], c) for d, c in enumerate(given))
+
+    def _sizes(self, d: int, parts: Sequence[int], cut: Sequence[int] | None) -> tuple[int, ...]:
+        balanced = block_sizes(self.shape[d], parts)
         if cut is None:
             return balanced
         if len(cut) != len(balanced) or sum(cut) != self.shape[d] or min(cut, default=0) < 0:
@@ -176,7 +263,7 @@ class Layout:
 
     @cached_property
     def _key(self):
-        return self.shape, self.spec, tuple(self.axes.items()), self.cuts
+        return self.shape, self.spec, tuple(self.axes.items()), self.cuts, self.copies, self.workers
 
     @cached_property
     def _hash(self) -> int:
@@ -189,16 +276,23 @@ class Layout:
         return self._hash
 
     def __repr__(self) -> str:
-        uneven = "" if self.balanced else f", cuts={self.cuts}"
-        return f"Layout({self.shape}, {self.spec}, {self.axes}{uneven})"
+        more = "" if self.balanced else f", cuts={self.cuts}"
+        if self.workers is not None:
+            blocks = tuple(len(c) for c in self.cuts)
+            count = math.prod(blocks)
+            grid = (*blocks, len(self.workers) // count) if count < len(self.workers) else blocks
+            more += "" if self.copies == "varying" else f", copies={self.copies!r}"
+            return f"Layout.grid({self.shape}, {grid}, {self.axes}, {self.workers}{more})"
+        more += "" if self.copies == "invariant" else f", copies={self.copies!r}"
+        return f"Layout({self.shape}, {self.spec}, {self.axes}{more})"
 
     @cached_property
     def balanced(self) -> bool:
         """Whether every dimension is split by the one formula."""
-        return all(
-            self.cuts[d] == block_sizes(self.shape[d], [self.axes[n] for n in names])
-            for d, names in enumerate(self.spec.dims)
-        )
+        parts = [[len(c)] for c in self.cuts]
+        if self.spec is not None:
+            parts = [[self.axes[n] for n in names] for names in self.spec.dims]
+        return all(self.cuts[d] == block_sizes(self.shape[d], parts[d]) for d in range(len(self.shape)))
 
     @cached_property
     def size(self) -> int:
@@ -207,8 +301,8 @@ class Layout:
 
     @cached_property
     def varying(self) -> frozenset[str]:
-        """The axes along which workers hold different blocks."""
-        return frozenset(self.spec.axes)
+        """The axes along which workers hold values of their own: of a grid all axes."""
+        return frozenset(self.axes if self.spec is None or self.copies == "varying" else self.spec.axes)
 
     def coordinates(self, worker: int) -> dict[str, int]:
         """The worker's place along each axis."""
@@ -221,8 +315,18 @@ class Layout:
         """A worker as error messages name it."""
         return f"worker {worker} ({', '.join(f'{k}={v}' for k, v in self.coordinates(worker).items())})"
 
-    def positions(self, worker: int) -> tuple[int, ...]:
-        """Which block of each dimension the worker holds."""
+    @cached_property
+    def _places(self) -> dict[int, tuple[int, ...]]:
+        """Of a grid: which block of each dimension its workers hold."""
+        assert self.workers is not None
+        blocks = list(itertools.product(*(range(len(c)) for c in self.cuts)))
+        each = len(self.workers) // len(blocks)
+        return {w: blocks[k // each] for k, w in enumerate(self.workers)}
+
+    def positions(self, worker: int) -> tuple[int, ...] | None:
+        """Which block of each dimension the worker holds; None if it holds none."""
+        if self.spec is None:
+            return self._places.get(worker)
         place = self.coordinates(worker)
         found = []
         for names in self.spec.dims:
@@ -234,11 +338,18 @@ class Layout:
 
     @cached_property
     def boxes(self) -> tuple[Box, ...]:
-        """For each worker the (start, stop) of its block in each dimension."""
+        """For each worker the (start, stop) of its block in each dimension; of zeros if it holds none."""
         at = [offsets(c) for c in self.cuts]
-        return tuple(tuple((at[d][k], at[d][k + 1]) for d, k in enumerate(self.positions(w))) for w in range(self.size))
+        places = map(self.positions, range(self.size))
+        nothing = ((0, 0),) * len(self.shape)
+        return tuple(
+            nothing if place is None else tuple((at[d][k], at[d][k + 1]) for d, k in enumerate(place))
+            for place in places
+        )
 
     def block_shape(self, worker: int) -> tuple[int, ...]:
+        if not self.shape and self.positions(worker) is None:
+            return (0,)  # a number has no dimension that could be empty
         return tuple(stop - start for start, stop in self.boxes[worker])
 
     def slices(self, worker: int) -> tuple[slice, ...]:
@@ -246,9 +357,25 @@ class Layout:
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
-        """For each worker the first that holds the same block."""
+        """For each worker the first that holds the same value: of copies that vary, and of nothing, itself."""
         first: dict[tuple[int, ...], int] = {}
-        return tuple(first.setdefault(self.positions(w), w) for w in range(self.size))
+        places = [self.positions(w) if self.copies == "invariant" else None for w in range(self.size)]
+        return tuple(w if place is None else first.setdefault(place, w) for w, place in enumerate(places))
+
+    @cached_property
+    def holders(self) -> dict[tuple[int, ...], tuple[int, ...]]:
+        """For each block, by its place in each dimension, the workers that hold it."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for w in range(self.size):
+            place = self.positions(w)
+            if place is not None:
+                found.setdefault(place, []).append(w)
+        return {place: tuple(workers) for place, workers in found.items()}
+
+    @cached_property
+    def has_copies(self) -> bool:
+        """Whether several workers hold one block."""
+        return any(len(workers) > 1 for workers in self.holders.values())
 
     def picture(self, title: str = "", *, ascii: bool = False, width: int = 100) -> str:
         """How the array lies on the mesh, drawn: a box for each block, with its shape and the workers that hold it.
@@ -269,10 +396,14 @@ class Layout:
         title: goes before the shape. ascii: draw with + - | only. width: in characters; wider grids go on below.
         """
         grids = _Grids(self)
-        lines = [f"{title} {self.shape}  {P(*self.spec.trimmed)}".lstrip()]
+        lies = f"grid {tuple(len(c) for c in self.cuts)}" if self.spec is None else str(P(*self.spec.trimmed))
+        lines = [f"{title} {self.shape}  {lies}".lstrip()]
         for caption, cells in grids.all():
             lines += [caption] if caption else []
             lines += _boxes(cells, grids.rows, grids.columns, "+++++++++-|" if ascii else "┌┬┐├┼┤└┴┘─│", width)
+        idle = [w for w in range(self.size) if self.positions(w) is None]
+        if idle:
+            lines.append(f"worker{'s' * (len(idle) > 1)} {_numbers(idle)}: nothing")
         return "\n".join(lines)
 
     @classmethod
@@ -283,10 +414,10 @@ class Layout:
         probe = cls((0,) * ndim, spec, axes)
         cuts: list[list[int | None]] = [[None] * len(c) for c in probe.cuts]
         for w, shape in enumerate(shapes):
-            for d, k in enumerate(probe.positions(w)):
+            for d, k in enumerate(probe.positions(w) or ()):
                 known = cuts[d][k]
                 if len(shape) != ndim or (known is not None and known != shape[d]):
-                    other = next(v for v in range(w) if len(shape) != ndim or probe.positions(v)[d] == k)
+                    other = next(v for v in range(w) if len(shape) != ndim or (probe.positions(v) or ())[d] == k)
                     raise LayoutError(
                         message(
                             f"{where}, laid out by {spec}",
@@ -315,7 +446,7 @@ class _Grids:
 
     def __init__(self, layout: Layout):
         self.layout = layout
-        split = [d for d, names in enumerate(layout.spec.dims) if names]
+        split = [d for d, cut in enumerate(layout.cuts) if (layout.spec.dims[d] if layout.spec else len(cut) > 1)]
         # One split dimension runs downwards, as the rows of a matrix do, unless it is the last.
         across = split.pop() if split and (len(split) > 1 or split[-1] == len(layout.shape) - 1) else None
         down = split.pop() if split else None
@@ -326,9 +457,11 @@ class _Grids:
         """For each block of a dimension the coordinates of its workers and its range; one empty label for None."""
         if d is None:
             return [()]
+        at = offsets(self.layout.cuts[d])
+        if self.layout.spec is None:
+            return [(f"{d}: block {k}", f"{at[k]}:{at[k + 1]}") for k in range(len(at) - 1)]
         names = self.layout.spec.dims[d]
         places = itertools.product(*(range(self.layout.axes[n]) for n in names))
-        at = offsets(self.layout.cuts[d])
         return [
             (", ".join(f"{n}={i}" for n, i in zip(names, place, strict=True)), f"{at[k]}:{at[k + 1]}")
             for k, place in enumerate(places)
@@ -336,9 +469,7 @@ class _Grids:
 
     def all(self) -> Iterator[tuple[str, list[list[Lines]]]]:
         """Each grid with its caption, for each block of the outer split dimensions."""
-        holders: dict[tuple[int, ...], list[int]] = {}
-        for w in range(self.layout.size):
-            holders.setdefault(self.layout.positions(w), []).append(w)
+        holders = self.layout.holders
         for outer in itertools.product(*(enumerate(self._labels(d)) for d in self.outer)):
             place = {d: k for d, (k, _) in zip(self.outer, outer, strict=True)}
             caption = [f"dimension {d}: {' '.join(label)}" for d, (_, label) in zip(self.outer, outer, strict=True)]
@@ -346,7 +477,7 @@ class _Grids:
             cells = [[self._cell(holders, place, i, j) for j in columns] for i in range(len(self.rows))]
             yield ", ".join(caption), cells
 
-    def _cell(self, holders: Mapping[tuple[int, ...], list[int]], place: dict[int, int], i: int, j: int) -> Lines:
+    def _cell(self, holders: Mapping[tuple[int, ...], tuple[int, ...]], place: dict[int, int], i: int, j: int) -> Lines:
         place = place | {d: k for d, k in zip(self.inner, (i, j), strict=True) if d is not None}
         workers = holders[tuple(place.get(d, 0) for d in range(len(self.layout.shape)))]
         shape = self.layout.block_shape(workers[0])

@@ -30,8 +30,9 @@ def _overlap(a: Box, b: Box) -> Box | None:
 def plan(source: Layout, target: Layout) -> tuple[Move, ...]:
     """The moves that turn `source` into `target`, ordered by target, then source.
 
-    Where several workers hold a copy of what is needed, the target's own copy is taken; else that of the holder
-    that has least to send so far, so that senders share the work, and among those of the nearest in number.
+    Where several workers hold an invariant copy of what is needed, the target's own copy is taken; else that of the
+    holder that has least to send so far, so that senders share the work, and among those of the nearest in number.
+    Where the copies vary all of them are sent, for the target to add.
     """
     if source.shape != target.shape or source.size != target.size:
         raise LayoutError(
@@ -43,15 +44,16 @@ def plan(source: Layout, target: Layout) -> tuple[Move, ...]:
                 mend="lay the same array out twice on one mesh",
             )
         )
-    holders: dict[Box, list[int]] = {}
-    for w, box in enumerate(source.boxes):
-        holders.setdefault(box, []).append(w)
     moves = []
     load = [0] * source.size
     for t, wanted in enumerate(target.boxes):
-        for held, workers in holders.items():
-            shared = _overlap(held, wanted)
-            if shared is not None:
+        for workers in source.holders.values():
+            shared = _overlap(source.boxes[workers[0]], wanted)
+            if shared is None or target.positions(t) is None:
+                continue
+            if source.copies == "varying":
+                moves += [Move(s, t, shared) for s in workers]
+            else:
                 s = t if t in workers else min(workers, key=lambda w: (load[w], abs(w - t), w))
                 load[s] += math.prod(stop - start for start, stop in shared) if s != t else 0
                 moves.append(Move(s, t, shared))

@@ -94,6 +94,10 @@ class Collective:
     private: ClassVar[tuple[str, ...]] = ()
     """Parameters that may differ between workers."""
 
+    def takes(self, axis: str) -> str:
+        """The state along one of the axes that it takes."""
+        return self.source
+
     def out_state(self, state: State) -> State:
         """The state of the result of an array in `state`."""
         if self.target == INVARIANT:
@@ -211,8 +215,8 @@ def _admit(op: Collective, x: Array, worker: Worker) -> Array:
     """x in the state that the operator takes, or an error that says why not."""
     if x.state is None:
         raise outside(f"spmd.{op.function}", x)
-    missing = [n for n in op.axes if n not in x.state.varying]
-    if op.source == VARYING and missing:
+    missing = [n for n in op.axes if op.takes(n) == VARYING and n not in x.state.varying]
+    if missing:
         if op.adds:
             rest = [n for n in op.axes if n not in missing]
             axes = repr(missing[0]) if len(missing) == 1 else repr(tuple(missing))
@@ -228,9 +232,9 @@ def _admit(op: Collective, x: Array, worker: Worker) -> Array:
                     f"spmd.pvary(x, {axes}) first if the sum of {factor} copies is meant",
                 )
             )
-        return vary(x, state_of(x.state.varying | set(op.axes)))
-    present = [n for n in op.axes if n in x.state.varying]
-    if op.source == INVARIANT and present:
+        x = vary(x, state_of(x.state.varying | set(missing)))
+    present = [n for n in op.axes if op.takes(n) == INVARIANT and n in x.state.varying]
+    if present:
         raise StateError(
             message(
                 f"spmd.{op.function}",

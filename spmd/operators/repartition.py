@@ -1,0 +1,196 @@
+"""From one layout to another: repartition, and its adjoint, which adds."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from spmd.errors import LayoutError, describe, message
+from spmd.layout import Box, Layout
+from spmd.mesh import here
+from spmd.operators.base import Launched, Operator, operate, sealed
+from spmd.plan import Move, plan
+from spmd.state import INVARIANT, VARYING, State, state_of
+from spmd.transport.base import Call, Comm, Group, Ready
+
+__all__ = ["Accumulate", "Repartition", "accumulate", "repartition"]
+
+
+def within(box: Box, origin: Sequence[int]) -> tuple[slice, ...]:
+    """Where a box of the global array lies in a block that begins at `origin`."""
+    return tuple(slice(start - o, stop - o) for (start, stop), o in zip(box, origin, strict=True))
+
+
+@dataclass(frozen=True)
+class _Relayout(Operator):
+    """Blocks of `src` turned into those of `dst`: whoever holds part of what another needs sends it, once."""
+
+    src: Layout
+    dst: Layout
+
+    def takes(self, axis: str) -> str:
+        return VARYING if axis in self.src.varying else INVARIANT
+
+    def out_state(self, state: State) -> State:
+        return state_of((state.varying - set(self.axes)) | (self.dst.varying & set(self.axes)))
+
+    @property
+    def moves(self) -> tuple[Move, ...]:
+        return plan(self.src, self.dst)
+
+    def check(self, group: Group, x: np.ndarray) -> None:
+        need = self.src.block_shape(group.index)
+        if x.shape != need:
+            raise LayoutError(
+                message(
+                    f"spmd.{self.function}",
+                    argument="x",
+                    got=f"a block of shape {list(x.shape)} on {self.src.describe(group.index)}",
+                    need=f"shape {list(need)}, as {self.src} says",
+                    mend="pass the layout that the block has as src"
+                    + (", or np.zeros(0) cut to it on workers without a block" if 0 in need else ""),
+                )
+            )
+
+    def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
+        me = group.index
+        if self.src == self.dst and not self._adds:
+            return Ready(x), lambda block: (block, self)
+        at = [start for start, _ in self.src.boxes[me]]
+        sends = {m.target: np.asarray(x[within(m.box, at)], order="C") for m in self.moves if m.source == me}
+        mine = [m for m in self.moves if m.target == me]
+
+        def arrive(received: dict[int, np.ndarray]):
+            shape = self.dst.block_shape(me)
+            if len(mine) == 1 and received[mine[0].source].shape == shape:
+                return received[mine[0].source], self
+            origin = [start for start, _ in self.dst.boxes[me]]
+            out = np.zeros(shape, x.dtype)
+            for m in mine:  # in the order of their sources
+                if self._adds:
+                    out[within(m.box, origin)] += received[m.source]
+                else:
+                    out[within(m.box, origin)] = received[m.source]
+            return sealed(out), self
+
+        return comm.exchange(group, call, sends), arrive
+
+    @property
+    def _adds(self) -> bool:
+        return self.src.copies == "varying" and self.src.has_copies
+
+    def cost(self, group: Group, x: np.ndarray) -> tuple[int, int]:
+        if self.src == self.dst and not self._adds:
+            return 0, 0
+        sizes = [
+            int(np.prod([stop - start for start, stop in m.box])) * x.itemsize
+            for m in self.moves
+            if m.source == group.index and m.target != group.index
+        ]
+        return len(sizes), sum(sizes)
+
+
+class Repartition(_Relayout):
+    """Layout -> layout: every worker gets the box that `dst` gives it, from whoever holds it in `src`.
+
+    It copies. Its adjoint is `Accumulate` from dst to src.
+    """
+
+    function: ClassVar[str] = "repartition"
+
+    @property
+    def H(self) -> Operator:
+        return Accumulate(self.axes, self.dst, self.src)
+
+
+class Accumulate(_Relayout):
+    """Layout -> layout: copies that vary in `src` are added, of invariant ones one is taken.
+
+    Its adjoint is `Repartition` from dst to src.
+    """
+
+    function: ClassVar[str] = "accumulate"
+
+    @property
+    def H(self) -> Operator:
+        return Repartition(self.axes, self.dst, self.src)
+
+
+def _layouts(where: str, src: Layout, dst: Layout, copying: Layout, argument: str) -> tuple[str, ...]:
+    """The axes of two layouts, checked: `copying` is the one that may hold no varying copies."""
+    axes = here(f"spmd.{where}").mesh.axes
+    for name, layout in (("src", src), ("dst", dst)):
+        if not isinstance(layout, Layout) or any(axes.get(n) != size for n, size in layout.axes.items()):
+            raise LayoutError(
+                message(
+                    f"spmd.{where}",
+                    argument=name,
+                    got=describe(layout),
+                    need=f"a Layout over axes of the mesh, {dict(axes)}",
+                    mend="mesh.layout(shape, spec), or spmd.Layout.grid(shape, grid, axes, workers)",
+                )
+            )
+        if layout.spec is None and layout.copies == "invariant" and layout.has_copies:
+            raise LayoutError(
+                message(
+                    f"spmd.{where}",
+                    argument=name,
+                    got=f"{layout}, whose copies are one value on workers that no axis tells apart",
+                    need="copies that vary, or that lie along axes of a spec",
+                    mend='copies="varying", or a spec that leaves the axis of the copies out',
+                )
+            )
+    if src.shape != dst.shape or src.axes != dst.axes:
+        raise LayoutError(
+            message(
+                f"spmd.{where}",
+                argument="dst",
+                got=f"{dst}",
+                need=f"the shape {src.shape} and the axes {src.axes} of src",
+                mend="lay the same array out twice, over the same axes",
+            )
+        )
+    if copying.copies == "varying" and copying.has_copies:
+        raise LayoutError(
+            message(
+                f"spmd.{where}",
+                argument=argument,
+                got=f"{copying}, of which several workers hold a value each for one block",
+                need="one value for each block",
+                mend="spmd.accumulate(x, src, dst) adds such copies" if argument == "src" else "repartition to it",
+            )
+        )
+    return tuple(src.axes)
+
+
+def repartition(x, src: Layout, dst: Layout):
+    """A distributed array in another layout.
+
+    x: this worker's block as src lays the array out, or a pytree of such blocks; of shape (0, 0, ...) where it has
+    none. src, dst: layouts of one shape over the same axes, the same on all workers: `mesh.layout(shape, spec)`, or
+    any grid on any workers, `spmd.Layout.grid(...)`. Several workers may hold a block of dst.
+
+    Forward: y = x[box of dst]; only overlaps that are not already there move, each from one worker, a message per
+    pair. Nothing moves where the layouts are equal. Adjoint: `accumulate` from dst to src.
+    States: Varying along the axes that split a layout or hold its varying copies, Invariant along the others.
+    Raises LayoutError where the layouts do not fit each other or the block, or src has varying copies.
+    """
+    axes = _layouts("repartition", src, dst, src, "src")
+    return operate(Repartition(axes, src, dst), x, sys._getframe(1))
+
+
+def accumulate(x, src: Layout, dst: Layout):
+    """A distributed array in another layout, where the varying copies of src are added.
+
+    Forward: y = Σ x over the copies, [box of dst]; a message per pair of workers that share something. Of invariant
+    copies one is taken. Adjoint: `repartition` from dst to src. Arguments as for `repartition`; dst has no varying
+    copies.
+    """
+    axes = _layouts("accumulate", src, dst, dst, "dst")
+    return operate(Accumulate(axes, src, dst), x, sys._getframe(1))
+
+
