@@ -27,8 +27,8 @@ from spmd.layout import Layout, P
 from spmd.mesh import WORKER, Mesh, Worker, current_mesh
 from spmd.operators.base import normal_axis, operate
 from spmd.operators.reduce import Sum
+from spmd.operators.repartition import Repartition
 from spmd.operators.root import Rooted
-from spmd.plan import plan
 from spmd.specs import spread
 from spmd.state import state_of
 from spmd.transport.base import Call, sealed
@@ -759,31 +759,15 @@ def relayout(x: PartitionedArray, layout: Layout) -> PartitionedArray:
     """The same array in another layout: each worker sends what others need of its block, once. Collective."""
     if layout == x.layout:
         return x
-    moves = plan(x.layout, layout)
-    axes = tuple(x.mesh.axes)
+    op = Repartition(tuple(x.mesh.axes), x.layout, layout)
 
     def body(worker: Worker):
-        me = worker.index
-        block = x.blocks[me]
-        at = [start for start, _ in x.layout.boxes[me]]
-        sends = {m.target: np.asarray(block[_within(m.box, at)], order="C") for m in moves if m.source == me}
-        call = Call("relayout", axes, x.dtype, block.shape, detail=f"{x.layout} to {layout}")
-        received = worker.comm.exchange(worker.group(axes), call, sends).wait()
-        mine = [m for m in moves if m.target == me]
-        if len(mine) == 1 and received[mine[0].source].shape == layout.block_shape(me):
-            return received[mine[0].source]
-        out = np.empty(layout.block_shape(me), x.dtype)
-        origin = [start for start, _ in layout.boxes[me]]
-        for m in mine:
-            out[_within(m.box, origin)] = received[m.source]
-        return _sealed(out)
+        block = x.blocks[worker.index]
+        call = Call("relayout", op.axes, x.dtype, block.shape, detail=f"{x.layout} to {layout}")
+        handle, arrive = op.launch(worker.comm, worker.group(op.axes), block, call)
+        return arrive(handle.wait())[0]
 
     return _one_copy(x.mesh.run(body).results, layout, x.mesh)
-
-
-def _within(box, origin: Sequence[int]) -> tuple[slice, ...]:
-    """A box of the global index space as an index into the block that begins at `origin`."""
-    return tuple(slice(start - o, stop - o) for (start, stop), o in zip(box, origin, strict=True))
 
 
 # The inner product

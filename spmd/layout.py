@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
+from typing import Any
 
 from spmd.errors import LayoutError, SpecError, message, nearest
 
@@ -161,7 +162,8 @@ class Layout:
 
     __slots__ = ("__dict__", "axes", "copies", "cuts", "shape", "spec", "workers")
 
-    spec: P | None
+    spec: Any
+    """A P; None of a grid."""
     workers: tuple[int, ...] | None
     """Of a grid: its workers, last dimension fastest."""
 
