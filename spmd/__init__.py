@@ -47,6 +47,7 @@ from spmd.operators.exchange import all_to_all
 from spmd.operators.gather import all_gather, pslice, psum_scatter
 from spmd.operators.permute import ppermute, shift
 from spmd.operators.reduce import pcast, pmax, pmean, pmin, psum, pvary
+from spmd.operators.repartition import accumulate, repartition
 from spmd.operators.root import broadcast, keep, replicate, sum_reduce
 from spmd.operators.totals import max, mean, min, sum
 
@@ -61,6 +62,7 @@ __all__ = [
     "Mesh",
     "P",
     "PartitionedArray",
+    "accumulate",
     "all_gather",
     "all_to_all",
     "at",
@@ -111,6 +113,7 @@ __all__ = [
     "put",
     "pvary",
     "relu",
+    "repartition",
     "replicate",
     "shift",
     "softmax_cross_entropy",

@@ -7,6 +7,7 @@ an Invariant value once, sums a Varying one over the workers, and counts a Roote
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from spmd.operators.exchange import AllToAll
 from spmd.operators.gather import AllGather, Collect, ReduceScatter, Slice
 from spmd.operators.permute import Permute
 from spmd.operators.reduce import Sum
+from spmd.operators.repartition import Accumulate, Repartition
 from spmd.operators.root import Broadcast, Keep, Replicate, SumReduce
 from spmd.state import INVARIANT, ROOTED, VARYING, state_of
 from spmd.transport.base import Call
@@ -171,7 +173,7 @@ def _check_spec(where: str, mesh: Mesh, k: int, shape: Shape, spec: P | Layout) 
     """Raise where a spec or a layout does not fit the mesh or the shape of argument k."""
     if isinstance(spec, P):
         spec.check(mesh.axes, where, f"in_specs[{k}]", len(shape))
-    elif (spec.shape, list(spec.axes.items())) != (shape, list(mesh.axes.items())):
+    elif spec.shape != shape or any(mesh.axes.get(n) != size for n, size in spec.axes.items()):
         raise SpecError(
             message(
                 where,
@@ -324,9 +326,9 @@ class _Trial(NamedTuple):
         shape, spec = self.shapes[k], self.specs[k]
         if spec is not None:
             layout = spec if isinstance(spec, Layout) else self.mesh.layout(tuple(shape), spec)
-            state, shape = state_of(layout.varying), layout.block_shape(worker.index)
-            if self.operator is not None and self.operator.source == VARYING:
-                state = state_of(state.varying | set(self.operator.axes))
+            state, shape = state_of(layout.varying), layout.block_shape(worker.group(tuple(layout.axes)).index)
+            if self.operator is not None:
+                state = state_of(state.varying | {n for n in self.operator.axes if self.operator.takes(n) == VARYING})
         else:
             assert self.operator is not None
             state = state_of(self.operator.axes if self.operator.source == VARYING else ())
@@ -548,6 +550,34 @@ _ROWS: dict[type[Operator], Callable[[tuple[str, ...], int], list[Case]]] = {
     Replicate: lambda a, n: [Case(Replicate(a, r), s) for r in (0, n - 1) for s in ((3, 2), (0, 2), ())],
     Keep: lambda a, n: [Case(Keep(a, r), s) for r in (0, n - 1) for s in ((3, 2), (0, 2), ())],
 }
+
+
+def _pairs(axes: dict[str, int]) -> list[tuple[Layout, Layout]]:
+    """Pairs of layouts over axes, the first without varying copies: disjoint, overlapping, equal, with copies."""
+    a, n = tuple(axes), math.prod(axes.values())
+    half = max(1, n // 2)
+    whole = Layout((5, 3), P(), axes)
+    rows, columns = Layout((5, 3), P(a), axes), Layout((5, 3), P(None, a), axes)
+    last = Layout.grid((5, 3), (1, 1), axes, [n - 1])
+    lopsided = Layout((2 * n + 1, 3), P(a), axes, [_lopsided(n), None])
+    backwards = Layout.grid((2 * n + 1, 3), (n, 1), axes, range(n)[::-1])
+    some = Layout.grid((5, 3), (half, 1), axes, range(half))
+    others = Layout.grid((5, 3), (1, n - half), axes, range(half, n)) if n > half else last
+    each = Layout.grid((5, 3), (half, 1, n // half), axes, range(half * (n // half)))
+    pairs = [(rows, columns), (rows, rows), (whole, rows), (rows, whole), (rows, last), (last, columns)]
+    pairs += [(lopsided, backwards), (backwards, lopsided), (some, others), (some, each), (rows, each)]
+    pairs += [(rows, Layout((5, 3), P(), axes, copies="varying"))]
+    pairs += [(Layout((0, 3), P(a), axes), Layout((0, 3), P(), axes))]
+    return [*pairs, (Layout.grid((), (), axes, [0]), Layout.grid((), (n,), axes))]
+
+
+_BETWEEN: dict[type[Operator], Callable[[tuple[str, ...], Layout, Layout], Case]] = {
+    Repartition: lambda a, src, dst: Case(Repartition(a, src, dst), src.shape, src),
+    Accumulate: lambda a, src, dst: Case(Accumulate(a, dst, src), dst.shape, dst),
+}
+"""For each operator between layouts its case on a pair of them."""
+
+
 """For each operator its cases on the axes `a`, which n workers lie along: even, uneven, short, empty."""
 
 
@@ -566,6 +596,9 @@ def operator_cases(kind: type[Operator], mesh: Mesh) -> list[Case]:
     """The cases of an operator on a mesh: along every axis, and along all of them together in both orders."""
     names = tuple(mesh.axes)
     groups = [(n,) for n in names] + ([names, names[::-1]] if len(names) > 1 else [])
+    if kind in _BETWEEN:
+        pairs = [(axes, pair) for axes in groups for pair in _pairs({n: mesh.axes[n] for n in axes})]
+        return [_BETWEEN[kind](axes, *pair) for axes, pair in pairs]
     if kind not in _ROWS:
         raise LayoutError(
             message(

@@ -19,13 +19,14 @@ from oracle import Each, Oracle
 import spmd
 from spmd import P
 from spmd.errors import ClosureError, LayoutError, MeshError, StateError
-from spmd.layout import block_sizes
+from spmd.layout import Layout, block_sizes
 from spmd.mesh import here
 from spmd.operators.base import Operator, Vary
 from spmd.operators.exchange import AllToAll
 from spmd.operators.gather import AllGather, Collect, ReduceScatter, Slice
 from spmd.operators.permute import Permute
 from spmd.operators.reduce import Sum
+from spmd.operators.repartition import Accumulate, Repartition
 from spmd.operators.root import Broadcast, Keep, Replicate, Rooted, SumReduce
 from spmd.state import ROOTED, VARYING
 
@@ -53,6 +54,8 @@ class Case(NamedTuple):
     @property
     def out_varying(self) -> tuple[str, ...]:
         extra = [a for a in self.varying if a not in self.op.axes]
+        if isinstance(self.op, Repartition | Accumulate):
+            return tuple(extra) + tuple(a for a in self.op.axes if a in self.op.dst.varying)
         return tuple(extra) + (self.op.axes if self.op.target == VARYING else ())
 
     def __repr__(self) -> str:
@@ -223,6 +226,64 @@ def replaced(shape: list[int], axis: int, n: int) -> list[int]:
     return shape
 
 
+def a_layout(d: Draw, shape: tuple[int, ...], copies: str) -> Layout:
+    """Any layout over the axes: a spec with cuts, or a grid on some workers; its copies vary only if that is asked."""
+    axes = {a: d.axes[a] for a in d.over}
+    if d.flag():
+        dims: list[list[str]] = [[] for _ in shape]
+        for a in d.draw(st.permutations(d.over)):
+            k = d.upto(0, len(shape)) if shape else 0
+            if k < len(shape):
+                dims[k].append(a)
+        parts = [math.prod(axes[a] for a in names) for names in dims]
+        cuts = [uneven(d, n, p) if d.flag() else None for n, p in zip(shape, parts, strict=True)]
+        return Layout(shape, P(*map(tuple, dims)), axes, cuts, copies=copies)
+    left, grid = d.n, []
+    for _ in range(len(shape) + (copies == "varying")):
+        grid.append(d.upto(1, left))
+        left //= grid[-1]
+    workers = d.draw(st.permutations(range(d.n)))[: math.prod(grid)]
+    cuts = [uneven(d, n, p) if d.flag() else None for n, p in zip(shape, grid, strict=False)]
+    return Layout.grid(shape, grid, axes, workers, cuts, copies=copies)
+
+
+def uneven(d: Draw, total: int, parts: int) -> tuple[int, ...]:
+    cuts = np.sort(d.rng.integers(0, total + 1, parts - 1))
+    return tuple(int(k) for k in np.diff([0, *cuts, total]))
+
+
+def relayout(kind):
+    def make(d: Draw) -> Case:
+        shape = tuple(d.draw(st.lists(st.sampled_from([5, 3, 1, 8, 0]), max_size=3)))
+        plain, any_ = (
+            a_layout(d, shape, "invariant"),
+            a_layout(d, shape, d.draw(st.sampled_from(["varying", "invariant"]))),
+        )
+        src, dst = (plain, any_) if kind is Repartition else (any_, plain)
+        op = kind(d.over, src, dst)
+
+        def expect(world: Oracle, x: Each) -> Each:
+            out: list = [None] * world.grid.size
+            for row in world.rows(d.over):
+                whole = np.zeros(shape, d.dtype)
+                for holders in src.holders.values():
+                    for k in holders if src.copies == "varying" else holders[:1]:
+                        whole[src.slices(k)] += x.blocks[row[k]]
+                for k, w in enumerate(row):
+                    nothing = dst.positions(k) is None
+                    out[w] = np.zeros(dst.block_shape(k), d.dtype) if nothing else whole[dst.slices(k)]
+            return Each(out)
+
+        varying = d.extra + tuple(a for a in d.over if a in src.varying)
+        shapes: list = [None] * d.world.grid.size
+        for row in d.world.rows(d.over):
+            for k, w in enumerate(row):
+                shapes[w] = src.block_shape(k)
+        return Case(d.axes, op, varying, stated_blocks(d.world, d.rng, d.dtype, shapes, varying), expect)
+
+    return make
+
+
 OPERATORS: dict[type[Operator], Callable[[Draw], Case]] = {
     Vary: vary,
     Sum: total,
@@ -236,6 +297,8 @@ OPERATORS: dict[type[Operator], Callable[[Draw], Case]] = {
     Replicate: rooted(Replicate),
     SumReduce: rooted(SumReduce),
     Keep: rooted(Keep),
+    Repartition: relayout(Repartition),
+    Accumulate: relayout(Accumulate),
 }
 
 

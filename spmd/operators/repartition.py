@@ -32,6 +32,8 @@ class _Relayout(Operator):
     src: Layout
     dst: Layout
 
+    alike: ClassVar[bool | None] = None
+
     def takes(self, axis: str) -> str:
         return VARYING if axis in self.src.varying else INVARIANT
 
