@@ -564,7 +564,7 @@ def test_torch():
     torch = pytest.importorskip("torch")
     tensor = torch.ones(2, 3)
     for use in (torch.sin, lambda x: tensor + x, lambda x: x + tensor, lambda x: torch.stack([tensor, x])):
-        with pytest.raises(TracedConversionError, match="torch does not record"):
+        with pytest.raises(TracedConversionError, match="record on this tape"):
             vjp(use, X)
     for use in (torch.tensor, torch.as_tensor, torch.asarray, lambda x: torch.tensor([x[0, 0]]), torch.from_dlpack):
         with pytest.raises(TypeError, match="stop_gradient"):
@@ -577,7 +577,7 @@ def test_torch():
 def test_jax_beside_an_array():
     jnp = pytest.importorskip("jax.numpy")
     for use in (lambda x: x * jnp.ones(3), lambda x: np.add(jnp.ones(3), x)):
-        with pytest.raises(TracedConversionError, match="do not record on this tape"):
+        with pytest.raises(TracedConversionError, match="record on this tape"):
             vjp(use, np.ones(3))
 
 
