@@ -18,6 +18,7 @@ LEVELS = [
     {"layout"},
     {"specs"},
     {"plan"},
+    {"window"},
     {"state"},
     {"transport"},
     {"mesh"},

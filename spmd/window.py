@@ -1,0 +1,504 @@
+"""Which interval of the input each block of an output needs, and the halos that fetch it. Integers only.
+
+Output o of a window reads the inputs o·stride − low + j·dilation for 0 ≤ j < kernel. Indices are those of the input:
+entries before 0 and from its length on are padding. What a block of outputs needs is the interval from the first tap
+of its first output to the last tap of its last one, both included: no entry more.
+
+Convolution, pooling and stencils are windows (`plan_window`; `plan_windows` for several dimensions). A transposed
+convolution is one read backwards (`plan_transposed`). Interpolation is any other map of outputs to intervals of the
+input (`plan_needs`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+from spmd.errors import LayoutError, message
+from spmd.layout import Box, Layout, block_sizes, offsets
+
+__all__ = ["Taps", "Window", "Windows", "plan_needs", "plan_transposed", "plan_window", "plan_windows"]
+
+Interval = tuple[int, int]
+Pairs = tuple[tuple[int, int], ...]
+Padding = int | Sequence[int] | str
+
+
+class Taps(NamedTuple):
+    """Output o reads the inputs o·stride − low + j·dilation, 0 ≤ j < kernel; the input is padded by low and high."""
+
+    kernel: int
+    stride: int = 1
+    dilation: int = 1
+    low: int = 0
+    high: int = 0
+
+    @property
+    def extent(self) -> int:
+        """From the first tap of an output to its last, both included."""
+        return (self.kernel - 1) * self.dilation + 1
+
+    def __call__(self, o: int) -> Interval:
+        """The interval that output o reads."""
+        start = o * self.stride - self.low
+        return start, start + self.extent
+
+    def fit(self, n: int, ceil: bool = False) -> tuple[Taps, int]:
+        """The number of outputs of n inputs, and the taps with the padding that they take.
+
+        ceil: the entries left over at the end have an output too, unless it would start in the high padding.
+        """
+        free = n + self.low + self.high - self.extent
+        count = max(0, free // self.stride + 1)
+        more = max(0, -(-free // self.stride) + 1)
+        if not ceil or more == count or (more - 1) * self.stride >= n + self.low:
+            return self, count
+        return self._replace(high=self(more - 1)[1] - n), more
+
+    def __str__(self) -> str:
+        said = [f"kernel {self.kernel}"]
+        said += [f"stride {self.stride}"] * (self.stride != 1) + [f"dilation {self.dilation}"] * (self.dilation != 1)
+        return ", ".join(said + [f"padding ({self.low}, {self.high})"] * (self.low != 0 or self.high != 0))
+
+
+@dataclass(frozen=True)
+class Window:
+    """Who needs what, in one dimension. The entry k of each tuple is of block k.
+
+    inputs, outputs: the sizes of the blocks, in order; some may be 0.
+    needs: the interval of the input, padding included, that the outputs are made of. A block without outputs needs
+    nothing: its interval is empty and lies at the start of its own block, so that its halo (0, −size) reaches nobody
+    and trims everything.
+    taps: the window; None where the map is another.
+
+    A block with `widths[k]` around it is `needs[k]`. On it the same window without padding has `outputs[k]` results,
+    and they are those of the whole, from `output_bounds[k]` on.
+    """
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    needs: tuple[Interval, ...]
+    taps: Taps | None = None
+
+    @property
+    def length(self) -> int:
+        """The length of the input, without padding."""
+        return sum(self.inputs)
+
+    @property
+    def output_length(self) -> int:
+        return sum(self.outputs)
+
+    @cached_property
+    def input_bounds(self) -> tuple[Interval, ...]:
+        return tuple(itertools.pairwise(offsets(self.inputs)))
+
+    @cached_property
+    def output_bounds(self) -> tuple[Interval, ...]:
+        return tuple(itertools.pairwise(offsets(self.outputs)))
+
+    @cached_property
+    def widths(self) -> Pairs:
+        """What to add to each block, low and high, padding included: the widths of a halo exchange.
+
+        A negative one trims. With boundary "zero" the padding is zeros, with "periodic" the other end, and so on.
+        """
+        return tuple((a - start, stop - b) for (a, b), (start, stop) in self._pairs())
+
+    @cached_property
+    def halos(self) -> Pairs:
+        """What to add to each block, low and high, of entries that the input has: widths without padding."""
+        n = self.length
+        inside = lambda i: min(max(i, 0), n)
+        return tuple((a - inside(start), inside(stop) - b) for (a, b), (start, stop) in self._pairs())
+
+    @cached_property
+    def pads(self) -> Pairs:
+        """How many entries of each interval are padding, before the input and after it."""
+        n = self.length
+        return tuple((min(stop, 0) - min(start, 0), max(stop, n) - max(start, n)) for start, stop in self.needs)
+
+    def _pairs(self) -> Iterator[tuple[Interval, Interval]]:
+        return zip(self.input_bounds, self.needs, strict=True)
+
+    def __str__(self) -> str:
+        """A line per block: its inputs, its outputs, what they need, the halo, and the padding."""
+
+        def span(start: int, stop: int) -> str:
+            return f"{start}:{stop}" if start < stop else "-"
+
+        rows = [
+            ("block", "input", "output", "needs", "halo", "padding"),
+            *(
+                (
+                    str(k),
+                    span(*self.input_bounds[k]),
+                    span(*self.output_bounds[k]),
+                    span(*self.needs[k]),
+                    str(self.halos[k]),
+                    str(self.pads[k]) if any(self.pads[k]) else "",
+                )
+                for k in range(len(self.inputs))
+            ),
+        ]
+        wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(t.rjust(w) for t, w in zip(row, wide, strict=True)).rstrip() for row in rows]
+        of = f", {self.taps}" if self.taps else ""
+        return "\n".join([f"{self.length} -> {self.output_length}{of}", *lines])
+
+
+def plan_window(
+    n: int,
+    kernel: int,
+    *,
+    stride: int = 1,
+    padding: Padding = 0,
+    dilation: int = 1,
+    ceil: bool = False,
+    inputs: int | Sequence[int] = 1,
+    outputs: Sequence[int] | None = None,
+) -> Window:
+    """The window over n entries that lie in blocks: what each block of its output needs.
+
+    padding: a number of entries at both ends, (low, high), or a word; a negative number crops.
+        "valid": none.
+        "same": ⌈n / stride⌉ outputs; the (outputs − 1)·stride + extent − n entries that this takes, if more than 0,
+        are shared by both ends, an odd one at the high end ("same_lower": at the low end). The extent of the kernel
+        is (kernel − 1)·dilation + 1.
+    ceil: the entries left over where the stride does not fit have an output too, unless it would start in the high
+        padding, as in `ceil_mode` of pooling. The padding grows at the high end by what it reads beyond.
+    inputs: the sizes of the blocks of the input, or the number of balanced ones.
+    outputs: the sizes of the blocks of the output, as many; None: balanced.
+
+    A stencil that reads `low` entries before each and `high` after it has the kernel low + high + 1 and the padding
+    (low, high). A kernel that is longer than the padded input has no outputs, and nobody needs anything.
+    """
+    where = "spmd.plan_window"
+    n = _integer(where, "n", n, 0)
+    taps = _taps(where, n, kernel, stride, padding, dilation)
+    sizes = _blocks(where, "inputs", n, inputs)
+    taps, m = taps.fit(n, ceil)
+    return _plan(where, sizes, _blocks(where, "outputs", m, len(sizes) if outputs is None else outputs), taps)
+
+
+def plan_transposed(
+    n: int,
+    kernel: int,
+    *,
+    stride: int = 1,
+    padding: Padding = 0,
+    dilation: int = 1,
+    output_padding: int = 0,
+    inputs: int | Sequence[int] = 1,
+    outputs: Sequence[int] | None = None,
+) -> Window:
+    """The window of a transposed convolution of n entries: the convolution that it is the transpose of.
+
+    So input and output are exchanged: `Window.inputs` are the blocks of the result (here `outputs`), `Window.outputs`
+    those of the n entries (here `inputs`). Block k of these is spread, without padding, over `needs[k]` entries of
+    the result. Those in the halo belong to others: a halo accumulation with `widths` adds them there.
+
+    The result has (n − 1)·stride + extent − low − high + output_padding entries, 0 ≤ output_padding < stride; with
+    padding "same" n·stride. stride, padding, dilation: of the convolution.
+    """
+    where = "spmd.plan_transposed"
+    n = _integer(where, "n", n, 0)
+    probe = _taps(where, 0, kernel, stride, 0, dilation)
+    more = _integer(where, "output_padding", output_padding, 0)
+    if more >= probe.stride:
+        raise LayoutError(
+            message(
+                where,
+                argument="output_padding",
+                got=f"{more}, with stride {probe.stride}",
+                need="less than the stride: more would be a result of one more entry",
+                mend="leave it out, or make the stride larger",
+            )
+        )
+    if isinstance(padding, str) and padding.lower() != "valid":
+        length = n * probe.stride
+        taps = _taps(where, length, kernel, stride, padding, dilation)
+    else:
+        taps = _taps(where, 0, kernel, stride, padding, dilation)
+        length = max(0, taps(n - 1)[1] - taps.high + more) if n else 0
+    sizes = _blocks(where, "inputs", n, inputs)
+    return _plan(where, _blocks(where, "outputs", length, len(sizes) if outputs is None else outputs), sizes, taps)
+
+
+def plan_needs(
+    n: int,
+    m: int,
+    needs: Callable[[int], tuple[int, int]],
+    *,
+    inputs: int | Sequence[int] = 1,
+    outputs: Sequence[int] | None = None,
+) -> Window:
+    """What each block of m outputs needs of n inputs, where output o reads the interval needs(o) = (start, stop).
+
+    start and stop must not decrease from one output to the next; needs is asked at the ends of the blocks only. What
+    lies outside of 0:n is padding. inputs, outputs: as for `plan_window`.
+    """
+    where = "spmd.plan_needs"
+    n, m = _integer(where, "n", n, 0), _integer(where, "m", m, 0)
+    sizes = _blocks(where, "inputs", n, inputs)
+    return _plan(where, sizes, _blocks(where, "outputs", m, len(sizes) if outputs is None else outputs), needs)
+
+
+def _plan(
+    where: str, inputs: tuple[int, ...], outputs: tuple[int, ...], needs: Callable[[int], tuple[int, int]]
+) -> Window:
+    if len(inputs) != len(outputs):
+        raise LayoutError(
+            message(
+                where,
+                got=f"{len(inputs)} block{'s' * (len(inputs) != 1)} of the input and {len(outputs)} of the output",
+                need="as many: block k of both lies on the same worker",
+                mend="give blocks of size 0 to workers without any",
+            )
+        )
+    found: list[Interval] = []
+    before = (0, (-math.inf, -math.inf))
+    starts, ends = offsets(inputs), offsets(outputs)
+    for a, first, end in zip(starts, ends, ends[1:], strict=False):
+        reads = []
+        for o in dict.fromkeys((first, end - 1)) if first < end else ():
+            start, stop = needs(o)
+            if start > stop or start < before[1][0] or stop < before[1][1]:
+                after = "" if start > stop else f" after {before[1]} for output {before[0]}"
+                raise LayoutError(
+                    message(
+                        where,
+                        argument="needs",
+                        got=f"{(start, stop)} for output {o}{after}",
+                        need="start <= stop, and neither smaller than for the output before",
+                        mend="turn the input round if the map runs backwards; (start, start) reads nothing",
+                    )
+                )
+            before = (o, (start, stop))
+            reads.append((start, stop))
+        hull = (reads[0][0], reads[-1][1]) if reads else (a, a)
+        found.append(hull if hull[0] < hull[1] else (a, a))
+    return Window(inputs, outputs, tuple(found), needs if isinstance(needs, Taps) else None)
+
+
+# Several dimensions
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Who needs what, in all dimensions: one `Window` for each, and the layouts of input and output."""
+
+    source: Layout
+    target: Layout
+    dims: tuple[Window, ...]
+
+    @property
+    def widths(self) -> tuple[Pairs, ...]:
+        """For each dimension, for each of its blocks (low, high), padding included: as a halo exchange takes them."""
+        return tuple(w.widths for w in self.dims)
+
+    @property
+    def halos(self) -> tuple[Pairs, ...]:
+        """The widths without padding."""
+        return tuple(w.halos for w in self.dims)
+
+    @property
+    def pads(self) -> tuple[Pairs, ...]:
+        return tuple(w.pads for w in self.dims)
+
+    def needs(self, worker: int) -> Box | None:
+        """The box of the input, padding included, that a worker needs; None if it holds no block."""
+        place = self.source.positions(worker)
+        return None if place is None else tuple(w.needs[k] for w, k in zip(self.dims, place, strict=True))
+
+    def __str__(self) -> str:
+        lines = [f"{self.source.shape} -> {self.target.shape}"]
+        lines += [f"dimension {d}: {w}" for d, w in enumerate(self.dims)]
+        return "\n".join(lines)
+
+
+def plan_windows(
+    source: Layout,
+    kernel: int | Sequence[int | None],
+    *,
+    stride: int | Sequence[int | None] = 1,
+    padding: int | str | Sequence[Padding | None] = 0,
+    dilation: int | Sequence[int | None] = 1,
+    ceil: bool = False,
+    target: Layout | Sequence[Sequence[int] | None] | None = None,
+) -> Windows:
+    """The window over an array of several dimensions that lies as `source` says.
+
+    kernel, stride, padding, dilation: one for all dimensions, or a sequence with one for each. A dimension whose kernel
+    is None has no window: its blocks stay as they are. The rest as for `plan_window`; (low, high) of a single dimension
+    is written ((low, high),).
+    target: the layout of the output, on the same workers block by block; or the sizes of its blocks in each dimension
+    (None: balanced). Without one it is balanced.
+    """
+    goal = target if isinstance(target, Layout) else _plain(target)
+    return _plan_windows(source, *map(_plain, (kernel, stride, padding, dilation)), bool(ceil), goal)
+
+
+def _plain(x: Any) -> Any:
+    """x as it can be looked up in a cache."""
+    return tuple(map(_plain, x)) if isinstance(x, Iterable) and not isinstance(x, str) else x
+
+
+# A body asks for its plan at every step.
+@lru_cache(maxsize=256, typed=True)
+def _plan_windows(source: Layout, kernel, stride, padding, dilation, ceil: bool, target) -> Windows:
+    where = "spmd.plan_windows"
+    given = {"kernel": kernel, "stride": stride, "padding": padding, "dilation": dilation}
+    each = {name: _each(where, name, value, len(source.shape)) for name, value in given.items()}
+    whole = [k is None for k in each["kernel"]]
+    taps = []
+    for d, n in enumerate(source.shape):
+        if whole[d]:
+            taps.append((Taps(1), n))
+            continue
+        k, s, p, r = (each[name][d] for name in given)
+        t = _taps(f"{where}, dimension {d}", n, k, 1 if s is None else s, 0 if p is None else p, 1 if r is None else r)
+        taps.append(t.fit(n, ceil))
+    shape = tuple(m for _, m in taps)
+    if isinstance(target, Layout):
+        _check_target(where, source, target, shape)
+        goal = target
+    else:
+        cuts: Sequence = _each(where, "target", target, len(shape))
+        kept = [source.cuts[d] if whole[d] and cut is None else cut for d, cut in enumerate(cuts)]
+        goal = _alike(source, shape, kept)
+    dims = [_plan(f"{where}, dimension {d}", source.cuts[d], goal.cuts[d], t) for d, (t, _) in enumerate(taps)]
+    return Windows(source, goal, tuple(dims))
+
+
+def _alike(layout: Layout, shape: tuple[int, ...], cuts: Sequence[Sequence[int] | None]) -> Layout:
+    """The layout of another array on the same grid of the same workers."""
+    if layout.spec is not None:
+        return Layout(shape, layout.spec, layout.axes, cuts, copies=layout.copies)
+    assert layout.workers is not None
+    blocks = [len(c) for c in layout.cuts]
+    grid = (*blocks, len(layout.workers) // math.prod(blocks))
+    return Layout.grid(shape, grid, layout.axes, layout.workers, cuts, copies=layout.copies)
+
+
+def _check_target(where: str, source: Layout, target: Layout, shape: tuple[int, ...]) -> None:
+    if target.shape != shape:
+        raise LayoutError(
+            message(
+                where,
+                argument="target",
+                got=f"a layout of shape {target.shape}",
+                need=f"the shape of the output, {shape}",
+                mend="leave it out, and read the shape off the result: plan.target.shape",
+            )
+        )
+    workers = range(max(source.size, target.size))
+    if source.size != target.size or any(source.positions(w) != target.positions(w) for w in workers):
+        raise LayoutError(
+            message(
+                where,
+                argument="target",
+                got=f"{target} for an input that lies as {source}",
+                need="the same grid of the same workers: block k of the output where block k of the input is",
+                mend="leave it out, and repartition the output; or repartition the input first",
+            )
+        )
+
+
+# Checks
+
+
+_MENDS = {
+    "kernel": "1 reads one entry for each output",
+    "stride": "1 skips nothing; outputs that lie closer than inputs are spmd.plan_transposed or spmd.plan_needs",
+    "dilation": "1 reads neighbours",
+    "padding": "round it to whole entries",
+}
+
+
+def _integer(where: str, argument: str, value: Any, least: int | None) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool) or (least is not None and number < least):
+        raise LayoutError(
+            message(
+                where,
+                argument=argument,
+                got=repr(value),
+                need="an integer" + ("" if least is None else f" of at least {least}"),
+                mend=_MENDS.get(argument, f"{least} is the least"),
+            )
+        )
+    return number
+
+
+def _each(where: str, argument: str, value: Any, ndim: int) -> tuple:
+    """One value for each dimension."""
+    if not isinstance(value, tuple):
+        return (value,) * ndim
+    if len(value) != ndim:
+        raise LayoutError(
+            message(
+                where,
+                argument=argument,
+                got=f"{len(value)} entries: {value}",
+                need=f"one for each of {ndim} dimension{'s' * (ndim != 1)}",
+                mend="kernel None for a dimension without a window" if argument == "kernel" else "or one for all",
+            )
+        )
+    return value
+
+
+def _taps(where: str, n: int, kernel: int, stride: int, padding: Any, dilation: int) -> Taps:
+    taps = Taps(
+        *(_integer(where, name, v, 1) for name, v in zip(Taps._fields, (kernel, stride, dilation), strict=False))
+    )
+    word = padding.lower() if isinstance(padding, str) else None
+    if word == "valid":
+        return taps
+    if word in ("same", "same_lower"):
+        total = max((-(-n // taps.stride) - 1) * taps.stride + taps.extent - n, 0) if n else 0
+        less, more = total // 2, total - total // 2
+        low, high = (more, less) if word == "same_lower" else (less, more)
+    elif word is None and isinstance(padding, Sequence) and len(padding) == 2:
+        low, high = (_integer(where, "padding", p, None) for p in padding)
+    elif isinstance(padding, Sequence):
+        raise LayoutError(
+            message(
+                where,
+                argument="padding",
+                got=repr(padding),
+                need='a number, (low, high), "valid", "same" or "same_lower"',
+                mend='"same" for ⌈n / stride⌉ outputs, 0 for no padding',
+            )
+        )
+    else:
+        low = high = _integer(where, "padding", padding, None)
+    return taps._replace(low=low, high=high)
+
+
+def _blocks(where: str, argument: str, n: int, given: int | Sequence[int]) -> tuple[int, ...]:
+    """The sizes of the blocks of n entries: balanced for a number of blocks, else as given."""
+    if not isinstance(given, Iterable):
+        return block_sizes(n, _integer(where, argument, given, 1))
+    sizes = tuple(_integer(where, argument, size, 0) for size in given)
+    if not sizes or sum(sizes) != n:
+        raise LayoutError(
+            message(
+                where,
+                argument=argument,
+                got=f"block sizes {sizes}, which add to {sum(sizes)}",
+                need=f"sizes that add to the length of the {argument.removesuffix('s')}, {n}",
+                mend="one size for each block, zeros included, or None for balanced blocks"
+                if argument == "outputs"
+                else "one size for each block, zeros included, or the number of balanced blocks",
+            )
+        )
+    return sizes
