@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
+from test_readme import ROOT, blocks, run
 
 import spmd
 from spmd import window as module
@@ -434,6 +435,14 @@ def test_the_table_of_a_window():
     assert str(plan) == "\n".join(["(20,) -> (5,)", f"dimension 0: {lines[0]}", *lines[1:]])
     assert str(plan_needs(2, 2, lambda o: (o, o + 1))).splitlines()[0] == "2 -> 2"
     assert str(Taps(3, dilation=2)) == "kernel 3, dilation 2"
+
+
+def test_the_tables_of_the_page_are_printed():
+    page = ROOT / "docs" / "window.md"
+    _, printed = run(page)
+    tables = [block.text for block in blocks(page) if block.language == "text"]
+    assert len(tables) >= 3
+    assert [text for text in printed if text.startswith(tuple("0123456789"))] == tables
 
 
 # Errors
