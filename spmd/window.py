@@ -210,17 +210,18 @@ def plan_transposed(
     n = _integer(where, "n", n, 0)
     probe = _taps(where, 0, kernel, stride, 0, dilation)
     more = _integer(where, "output_padding", output_padding, 0)
-    if more >= probe.stride:
+    word = isinstance(padding, str) and padding.lower() != "valid"
+    if more >= probe.stride or (word and more):
         raise LayoutError(
             message(
                 where,
                 argument="output_padding",
-                got=f"{more}, with stride {probe.stride}",
-                need="less than the stride: more would be a result of one more entry",
-                mend="leave it out, or make the stride larger",
+                got=f"{more}, with " + (f"padding {padding!r}" if word else f"stride {probe.stride}"),
+                need="0: the word says how long the result is" if word else "less than the stride",
+                mend="leave it out, or give the padding in numbers" if word else "add the rest to `n`, as zeros",
             )
         )
-    if isinstance(padding, str) and padding.lower() != "valid":
+    if word:
         length = n * probe.stride
         taps = _taps(where, length, kernel, stride, padding, dilation)
     else:
@@ -267,7 +268,7 @@ def _plan(
     for a, first, end in zip(starts, ends, ends[1:], strict=False):
         reads = []
         for o in dict.fromkeys((first, end - 1)) if first < end else ():
-            start, stop = needs(o)
+            start, stop = (_integer(where, "needs", end, None) for end in needs(o))
             if start > stop or start < before[1][0] or stop < before[1][1]:
                 after = "" if start > stop else f" after {before[1]} for output {before[0]}"
                 raise LayoutError(
@@ -418,6 +419,7 @@ _MENDS = {
     "stride": "1 skips nothing; outputs that lie closer than inputs are spmd.plan_transposed or spmd.plan_needs",
     "dilation": "1 reads neighbours",
     "padding": "round it to whole entries",
+    "needs": "round down with //, or by math.floor",
 }
 
 

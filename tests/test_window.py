@@ -475,6 +475,11 @@ def test_the_tables_of_the_page_are_printed():
             ["plan_needs", "(3, 6) for output 2 after (5, 6) for output 0"],
         ),
         (lambda: plan_needs(5, 3, lambda o: (0, 4 - o)), ["argument needs", "after (0, 4)", "turn the input round"]),
+        (
+            lambda: plan_transposed(5, 3, stride=2, padding="same", output_padding=1),
+            ["1, with padding 'same'", "numbers"],
+        ),
+        (lambda: plan_needs(5, 3, lambda o: (o / 2, 4)), ["plan_needs: argument needs", "0.0", "//"]),
         (lambda: plan_needs(5, 3, lambda o: (2, 1)), ["argument needs", "(2, 1) for output 0\n", "start <= stop"]),
         (
             lambda: plan_windows(Layout((5, 5), P("x"), MESH), (3,)),
