@@ -43,12 +43,12 @@ from spmd.ledger import ledger
 from spmd.mapping import map
 from spmd.mesh import Mesh, axis_index, axis_size, is_main, make_mesh, worker_index
 from spmd.operators.base import block, varying
-from spmd.operators.exchange import all_to_all
+from spmd.operators.exchange import all_to_all, pswapaxes, ragged_all_to_all
 from spmd.operators.gather import all_gather, pslice, psum_scatter
-from spmd.operators.permute import ppermute, shift
+from spmd.operators.permute import ppermute, pshuffle, sendrecv, shift
 from spmd.operators.reduce import pcast, pmax, pmean, pmin, psum, pvary
 from spmd.operators.repartition import accumulate, repartition
-from spmd.operators.root import broadcast, keep, replicate, sum_reduce
+from spmd.operators.root import broadcast, gather, keep, replicate, scatter, sum_reduce
 from spmd.operators.totals import max, mean, min, sum
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ __all__ = [
     "freeze",
     "from_blocks",
     "from_callback",
+    "gather",
     "grad",
     "hessian",
     "hvp",
@@ -112,14 +113,19 @@ __all__ = [
     "pmean",
     "pmin",
     "ppermute",
+    "pshuffle",
     "pslice",
     "psum",
     "psum_scatter",
+    "pswapaxes",
     "put",
     "pvary",
+    "ragged_all_to_all",
     "relu",
     "repartition",
     "replicate",
+    "scatter",
+    "sendrecv",
     "shift",
     "softmax_cross_entropy",
     "stop_gradient",

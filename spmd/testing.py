@@ -24,12 +24,12 @@ from spmd.layout import Layout, P
 from spmd.ledger import ledger
 from spmd.mesh import Mesh, Worker
 from spmd.operators.base import Operator, Vary, operate
-from spmd.operators.exchange import AllToAll
+from spmd.operators.exchange import AllToAll, Piece, RaggedAllToAll
 from spmd.operators.gather import AllGather, Collect, ReduceScatter, Slice
 from spmd.operators.permute import Permute
 from spmd.operators.reduce import Sum
 from spmd.operators.repartition import Accumulate, Repartition
-from spmd.operators.root import Broadcast, Keep, Replicate, SumReduce
+from spmd.operators.root import Broadcast, Gather, Keep, Replicate, Scatter, SumReduce
 from spmd.state import INVARIANT, ROOTED, VARYING, state_of
 from spmd.transport.base import Call
 
@@ -507,6 +507,11 @@ def _lopsided(n: int) -> Shape:
     return (*(0 if k == 1 else 1 for k in range(n - 1)), n + 2 + (n > 2)) if n > 1 else (3,)
 
 
+def _ragged(n: int, most: int) -> tuple[Piece, ...]:
+    """Pieces of 0, 1 or 2 rows from every worker to every other, among 2 n rows, that end at row `most` there."""
+    return tuple(Piece(s, t, 2 * t, most - 2 * s - 2, (s + 2 * t) % 3) for s in range(n) for t in range(n))
+
+
 _ROWS: dict[type[Operator], Callable[[tuple[str, ...], int], list[Case]]] = {
     Vary: lambda a, n: [Case(Vary(a), s) for s in ((3, 2), (0, 2), ())],
     Sum: lambda a, n: [Case(Sum(a), s) for s in ((3, 2), (0, 2), ())],
@@ -549,6 +554,19 @@ _ROWS: dict[type[Operator], Callable[[tuple[str, ...], int], list[Case]]] = {
     SumReduce: lambda a, n: [Case(SumReduce(a, r), s) for r in (0, n - 1) for s in ((3, 2), (0, 2), ())],
     Replicate: lambda a, n: [Case(Replicate(a, r), s) for r in (0, n - 1) for s in ((3, 2), (0, 2), ())],
     Keep: lambda a, n: [Case(Keep(a, r), s) for r in (0, n - 1) for s in ((3, 2), (0, 2), ())],
+    Scatter: lambda a, n: [
+        *(Case(Scatter(a, r), (m, 2)) for r in (0, n - 1) for m in (2 * n, 2 * n + 1, 1, 0)),
+        Case(Scatter(a, n - 1, 1, _lopsided(n)), (2, 2 * n + 1)),
+    ],
+    Gather: lambda a, n: [
+        *(Case(Gather(a, r), (m, 2), P(a)) for r in (0, n - 1) for m in (2 * n, 2 * n + 1, 1, 0)),
+        Case(Gather(a, n - 1, 1), (2, 2 * n + 1), P(None, a), (None, _lopsided(n))),
+    ],
+    RaggedAllToAll: lambda a, n: [
+        *(Case(RaggedAllToAll(a, _ragged(n, most), (2 * n, most)), (2 * n, 2)) for most in (2 * n, 2 * n + 3)),
+        Case(RaggedAllToAll(a, _ragged(n, 2 * n)[:1], (2 * n, 2 * n)), (2 * n,)),
+        Case(RaggedAllToAll(a, (), (0, 3)), (0, 2)),
+    ],
 }
 
 

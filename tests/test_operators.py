@@ -22,12 +22,12 @@ from spmd.errors import ClosureError, LayoutError, MeshError, StateError
 from spmd.layout import Layout, block_sizes
 from spmd.mesh import here
 from spmd.operators.base import Operator, Vary
-from spmd.operators.exchange import AllToAll
+from spmd.operators.exchange import AllToAll, Piece, RaggedAllToAll
 from spmd.operators.gather import AllGather, Collect, ReduceScatter, Slice
 from spmd.operators.permute import Permute
 from spmd.operators.reduce import Sum
 from spmd.operators.repartition import Accumulate, Repartition
-from spmd.operators.root import Broadcast, Keep, Replicate, Rooted, SumReduce
+from spmd.operators.root import Broadcast, Gather, Keep, Replicate, Rooted, Scatter, SumReduce
 from spmd.state import ROOTED, VARYING
 
 MESHES = [
@@ -213,11 +213,52 @@ def rooted(kind) -> Callable[[Draw], Case]:
             if kind in (Broadcast, Replicate):
                 return w.replicate(x, d.over, root)
             x = w.sum_reduce(x, d.over) if kind is SumReduce else x
-            return w.meet(x, d.over, lambda bs: [b if k == root else np.zeros(0, b.dtype) for k, b in enumerate(bs)])
+            return at_root(w, x, d.over, root)
 
         return d.case(kind(d.over, root), lambda k: shape, expect)
 
     return case
+
+
+def at_root(w: Oracle, x: Each, over, root: int) -> Each:
+    """The root's block, and nothing elsewhere."""
+    return w.meet(x, over, lambda bs: [b if k == root else np.zeros(0, b.dtype) for k, b in enumerate(bs)])
+
+
+def scatter(d: Draw) -> Case:
+    shape, root = d.shape(least=1), d.upto(0, d.n - 1)
+    axis, n = d.dim(len(shape)), d.upto(0, 9)
+    sizes = d.sizes(n) if d.flag() else None
+    expect = lambda w, x: w.pslice(w.replicate(x, d.over, root), d.over, axis=axis, tiled=True, sizes=sizes)
+    return d.case(Scatter(d.over, root, axis, sizes), lambda k: replaced(shape, axis, n), expect)
+
+
+def join_at_root(d: Draw) -> Case:
+    shape, root = d.shape(least=1), d.upto(0, d.n - 1)
+    axis, n, balanced = d.dim(len(shape)), d.upto(0, 9), d.flag()
+    sizes = block_sizes(n, d.dims) if balanced else d.sizes(n)
+    expect = lambda w, x: at_root(w, w.all_gather(x, d.over, axis=axis, tiled=True), d.over, root)
+    return d.case(Gather(d.over, root, axis), lambda k: replaced(shape, axis, sizes[k]), expect, balanced)
+
+
+def ragged(d: Draw) -> Case:
+    """Pieces that may overlap, on both sides."""
+    shape, (before, after) = d.shape(least=1), (d.upto(0, 6), d.upto(0, 6))
+
+    def piece() -> Piece:
+        size = d.upto(0, min(before, after, 3))
+        return Piece(d.upto(0, d.n - 1), d.upto(0, d.n - 1), d.upto(0, before - size), d.upto(0, after - size), size)
+
+    pieces = tuple(piece() for _ in range(d.upto(0, 6)))
+
+    def expect(blocks: list) -> list:
+        new = [np.zeros((after, *b.shape[1:]), b.dtype) for b in blocks]
+        for p in pieces:
+            new[p.target][p.at : p.at + p.size] += blocks[p.source][p.start : p.start + p.size]
+        return new
+
+    op = RaggedAllToAll(d.over, pieces, (before, after))
+    return d.case(op, lambda k: replaced(shape, 0, before), lambda w, x: w.meet(x, d.over, expect))
 
 
 def replaced(shape: list[int], axis: int, n: int) -> list[int]:
@@ -297,6 +338,9 @@ OPERATORS: dict[type[Operator], Callable[[Draw], Case]] = {
     Replicate: rooted(Replicate),
     SumReduce: rooted(SumReduce),
     Keep: rooted(Keep),
+    Scatter: scatter,
+    Gather: join_at_root,
+    RaggedAllToAll: ragged,
     Repartition: relayout(Repartition),
     Accumulate: relayout(Accumulate),
 }

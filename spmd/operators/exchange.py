@@ -1,20 +1,24 @@
-"""All-to-all: every worker has a piece for every other."""
+"""All-to-all: every worker has a piece for every other, of equal, balanced or any lengths."""
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from spmd.errors import LayoutError, message
-from spmd.operators.base import Launched, Operator, agree, normal_axis, operate, pieces, sealed, split_at
+from spmd.autodiff import tree
+from spmd.autodiff.tracer import value_of
+from spmd.errors import LayoutError, describe, message
+from spmd.mesh import Worker, here
+from spmd.operators.base import Launched, Operator, agree, normal_axis, operate, pieces, sealed, split_at, varying
 from spmd.operators.reduce import AxisName, _names
 from spmd.transport.base import Call, Comm, Group, scatter_cost
 
-__all__ = ["AllToAll", "all_to_all"]
+__all__ = ["AllToAll", "Piece", "RaggedAllToAll", "all_to_all", "pswapaxes", "ragged_all_to_all"]
 
 
 @dataclass(frozen=True)
@@ -104,3 +108,275 @@ def all_to_all(
     names = _names(axis_name, "all_to_all")
     given = None if sizes is None else tuple(int(n) for n in sizes)
     return operate(AllToAll(names, split_axis, concat_axis, tiled, given), x, sys._getframe(1))
+
+
+def pswapaxes(x, axis_name: AxisName, axis: int):
+    """Dimension `axis` of the blocks swapped with the mesh axis: y_k[j] = x_j[k] along it.
+
+    x: the block, or a pytree of blocks; dimension `axis` has one entry per worker along axis_name.
+
+    Forward: the transpose of workers and entries. Adjoint: the same. Cost: one all-to-all. As `jax.lax.pswapaxes`;
+    for blocks of any length, uneven ones too, `all_to_all(x, axis_name, axis, axis, tiled=True)`.
+    """
+    names = _names(axis_name, "pswapaxes")
+    n = here("spmd.pswapaxes").group(names).size
+    for leaf in tree.leaves(x):
+        shape = np.shape(value_of(leaf))
+        d = normal_axis("pswapaxes", "axis", axis, len(shape))
+        if shape[d] != n:
+            raise LayoutError(
+                message(
+                    "spmd.pswapaxes",
+                    argument="x",
+                    got=f"length {shape[d]} in dimension {d}",
+                    need=f"length {n}, one entry per worker",
+                    mend="spmd.all_to_all(x, axis_name, axis, axis, tiled=True) exchanges pieces of any length",
+                )
+            )
+    return operate(AllToAll(names, axis, axis), x, sys._getframe(1))
+
+
+class Piece(NamedTuple):
+    """Rows [start, start + size) of the block of member `source`: they go to rows from `at` on of member `target`."""
+
+    source: int
+    target: int
+    start: int
+    at: int
+    size: int
+
+
+@dataclass(frozen=True)
+class RaggedAllToAll(Operator):
+    """V -> V: pieces of the blocks' rows, of any length, copied to other workers and added to zeros there.
+
+    pieces: those that this worker sends or gets, at least; those of other workers are left alone. rows: the lengths of
+    the blocks before and after in dimension 0. Its adjoint is the same with the pieces the other way round.
+    """
+
+    pieces: tuple[Piece, ...] = ()
+    rows: tuple[int, int] = (0, 0)
+
+    function: ClassVar[str] = "ragged_all_to_all"
+    private: ClassVar[tuple[str, ...]] = ("pieces", "rows")
+
+    def check(self, group: Group, x: np.ndarray) -> None:
+        k = group.index
+        if x.ndim == 0 or x.shape[0] != self.rows[0]:
+            raise self._bad(f"a block of shape {list(x.shape)}", f"{self.rows[0]} rows, as rows={self.rows} says")
+        for p in self.pieces:
+            if not (0 <= p.source < group.size and 0 <= p.target < group.size):
+                raise self._bad(repr(p), f"places from 0 to {group.size - 1}")
+            for mine, start, n in ((p.source == k, p.start, self.rows[0]), (p.target == k, p.at, self.rows[1])):
+                if mine and not (p.size >= 0 and 0 <= start <= n - p.size):
+                    raise self._bad(repr(p), f"rows from 0 to {n}")
+
+    def _bad(self, got: str, need: str) -> LayoutError:
+        return LayoutError(
+            message(
+                f"spmd.{self.function}", argument="x", got=got, need=need, mend="give pieces of the blocks there are"
+            )
+        )
+
+    def runs(self, group: Group) -> tuple[dict[int, list[Piece]], dict[int, list[Piece]]]:
+        """The pieces that this worker sends, by target, and those that it gets, by source; empty ones left out."""
+        sends: dict[int, list[Piece]] = {}
+        gets: dict[int, list[Piece]] = {}
+        for p in self.pieces:
+            if p.size and p.source == group.index:
+                sends.setdefault(p.target, []).append(p)
+            if p.size and p.target == group.index:
+                gets.setdefault(p.source, []).append(p)
+        return sends, gets
+
+    def parts(self, group: Group, x: np.ndarray) -> dict[int, np.ndarray]:
+        """What goes to each target: all its pieces, joined."""
+        return {
+            target: np.concatenate([x[p.start : p.start + p.size] for p in run]) if len(run) > 1 else _rows(x, run[0])
+            for target, run in self.runs(group)[0].items()
+        }
+
+    def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
+        def arrive(received: dict[int, np.ndarray]):
+            y = np.zeros_like(x, shape=(self.rows[1], *x.shape[1:]), order="C")
+            for source, run in self.runs(group)[1].items():
+                block, start = received[source], 0
+                for p in run:
+                    y[p.at : p.at + p.size] += block[start : start + p.size]
+                    start += p.size
+            return sealed(y), self
+
+        return comm.exchange(group, call, self.parts(group, x)), arrive
+
+    @property
+    def H(self) -> Operator:
+        turned = tuple(Piece(p.target, p.source, p.at, p.start, p.size) for p in self.pieces)
+        return RaggedAllToAll(self.axes, turned, (self.rows[1], self.rows[0]))
+
+    def cost(self, group: Group, x: np.ndarray) -> tuple[int, int]:
+        others = [part for target, part in self.parts(group, x).items() if target != group.index]
+        return len(others), sum(part.nbytes for part in others)
+
+
+def _rows(x: np.ndarray, p: Piece) -> np.ndarray:
+    return x[p.start : p.start + p.size]
+
+
+def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name: AxisName):
+    """Pieces of any number of rows from every worker to every other along axis_name, written into `output`.
+
+    operand: the block to send from. output: the block whose rows are replaced by those that arrive. Both have the same
+    dtype and the same dimensions but for the first; or pytrees of such blocks, all sent alike.
+    input_offsets, send_sizes: where the pieces to send begin in operand, and how many rows they have: m for each
+    worker along the axis, those for the first worker first. output_offsets: where each begins in the output of the
+    worker that it goes to. recv_sizes: how many rows come, m from each worker, in its order. Integer arrays, which may
+    differ from worker to worker (bare data of this worker, or Varying), or sequences of ints.
+
+    Forward (V -> V): y_k = output_k, with the rows [output_offsets_j, + size) replaced by the piece that j sends to k.
+    Linear in operand and output. Adjoint: to operand, the rows of the cotangent go back to where they came from, and
+    those of a row that was sent twice are added; to output, the cotangent with zeros where rows were replaced.
+    Cost: a message to each other worker that gets rows from here; and one all-to-all of 16 bytes per piece, by which
+    workers learn what comes and check it. As `jax.lax.ragged_all_to_all`, which checks nothing.
+    Raises LayoutError for rows that are not there, sizes on which sender and receiver do not agree, and pieces that
+    overlap in output.
+    """
+    names, frame = _names(axis_name, "ragged_all_to_all"), sys._getframe(1)
+    worker = here("spmd.ragged_all_to_all")
+    group = worker.group(names)
+    numbers = _numbers(
+        group,
+        input_offsets=input_offsets,
+        send_sizes=send_sizes,
+        output_offsets=output_offsets,
+        recv_sizes=recv_sizes,
+    )
+    pairs, treedef = _pairs(operand, output)
+    rows = [(np.shape(x)[0], np.shape(y)[0]) for x, y in pairs]
+    for n, _ in rows:
+        _check_rows("input_offsets", numbers["input_offsets"], numbers["send_sizes"], n, worker, group)
+    told = np.stack([numbers["output_offsets"], numbers["send_sizes"]], axis=-1)
+    call = Call("ragged_all_to_all", names, told.dtype, told.shape, detail="where the rows go", alike=True, frame=frame)
+    came = np.stack(worker.comm.all_to_all(group, call, [np.ascontiguousarray(t) for t in told]).wait())
+    _check_sizes(came[..., 1], numbers["recv_sizes"], worker, group)
+    for _, n in rows:
+        _check_rows("output_offsets", came[..., 0], came[..., 1], n, worker, group)
+    _check_overlap(came, worker, group)
+
+    me, m = group.index, told.shape[1]
+    both = [
+        Piece(me, k, *map(int, (numbers["input_offsets"][k, i], *told[k, i])))
+        for k in range(group.size)
+        for i in range(m)
+    ]
+    # Where a piece begins at its sender no receiver knows, nor needs to: it takes what comes in order.
+    both += [Piece(k, me, 0, *map(int, came[k, i])) for k in range(group.size) if k != me for i in range(m)]
+    found = []
+    for (x, y), n in zip(pairs, rows, strict=True):
+        arrived = operate(RaggedAllToAll(names, tuple(both), n), x, frame)
+        new = np.zeros((n[1],) + (1,) * (np.ndim(y) - 1), bool)
+        for at, size in came.reshape(-1, 2).tolist():
+            new[at : at + size] = True
+        found.append(sealed(np.where(varying(new, names), arrived, y)))
+    return tree.unflatten(treedef, found)
+
+
+def _numbers(group: Group, **given) -> dict[str, np.ndarray]:
+    """The offsets and sizes, a row of them for each worker."""
+    found, need = {}, f"integers, one for each of the {group.size} workers, or m of them each; as many in all four"
+    for argument, numbers in given.items():
+        bare = np.asarray(value_of(numbers))
+        bare = bare.astype(np.int64) if bare.size == 0 or bare.dtype.kind in "iu" else bare
+        first = next(iter(found.values()), bare)
+        if bare.ndim != 1 or bare.dtype != np.int64 or bare.size % group.size or bare.size != first.size:
+            raise LayoutError(
+                message(
+                    "spmd.ragged_all_to_all",
+                    argument=argument,
+                    got=describe(numbers),
+                    need=need,
+                    mend="np.array([...]), those for the first worker first",
+                )
+            )
+        found[argument] = bare.reshape(group.size, -1) if bare.size else np.zeros((group.size, 0), np.int64)
+    return found
+
+
+def _pairs(operand, output) -> tuple[list[tuple[Any, Any]], Any]:
+    """The leaves of operand and output, matched, and the structure of both."""
+    (xs, treedef), (ys, other) = tree.flatten(operand), tree.flatten(output)
+
+    def fit(x, y) -> bool:
+        shapes = np.shape(value_of(x)), np.shape(value_of(y))
+        dtypes = getattr(x, "dtype", None), getattr(y, "dtype", None)
+        return min(map(len, shapes)) > 0 and shapes[0][1:] == shapes[1][1:] and dtypes[0] == dtypes[1] is not None
+
+    wrong = [(x, y) for x, y in zip(xs, ys, strict=False) if not fit(x, y)]
+    if treedef != other or wrong:
+        raise LayoutError(
+            message(
+                "spmd.ragged_all_to_all",
+                argument="output",
+                got=f"{describe(wrong[0][1])} for {describe(wrong[0][0])}" if wrong else f"structure {other}",
+                need="the dtype of operand, and its shape but for the first dimension"
+                if wrong
+                else f"the structure of operand, {treedef}",
+                mend="np.zeros((rows, *operand.shape[1:]), operand.dtype)",
+            )
+        )
+    return list(zip(xs, ys, strict=True)), treedef
+
+
+def _named(worker: Worker, group: Group, k: int) -> str:
+    return worker.mesh.describe(group.members[k])
+
+
+def _check_rows(argument: str, offsets: np.ndarray, sizes: np.ndarray, rows: int, worker: Worker, group: Group) -> None:
+    """Raise where a piece is not within the rows of this worker's block."""
+    wrong = (offsets < 0) | (sizes < 0) | (offsets + sizes > rows)
+    if wrong.any():
+        k, i = np.argwhere(wrong)[0]
+        mine, other = _named(worker, group, group.index), _named(worker, group, int(k))
+        ends = f"from {mine} to {other}" if argument == "input_offsets" else f"from {other} to {mine}"
+        raise LayoutError(
+            message(
+                "spmd.ragged_all_to_all",
+                argument=argument,
+                got=f"a piece of {sizes[k, i]} rows from row {offsets[k, i]} on, {ends}",
+                need=f"rows of a block that has {rows}",
+                mend="offsets from 0 on, with offset + size within the block",
+            )
+        )
+
+
+def _check_sizes(sent: np.ndarray, expected: np.ndarray, worker: Worker, group: Group) -> None:
+    """Raise where this worker waits for other sizes than come."""
+    if (sent != expected).any():
+        k, i = np.argwhere(sent != expected)[0]
+        raise LayoutError(
+            message(
+                "spmd.ragged_all_to_all",
+                argument="recv_sizes",
+                got=f"{_named(worker, group, int(k))} sends {sent[k, i]} rows to "
+                f"{_named(worker, group, group.index)}, which waits for {expected[k, i]}",
+                need="the sender's send_sizes",
+                mend="recv_sizes = spmd.all_to_all(send_sizes, axis_name, 0, 0, tiled=True)",
+            )
+        )
+
+
+def _check_overlap(came: np.ndarray, worker: Worker, group: Group) -> None:
+    """Raise where two pieces are to be written into the same rows: which is last would be left to chance."""
+    some = [(at, at + size, k) for k, run in enumerate(came.tolist()) for at, size in run if size]
+    some.sort()
+    for (_, end, k), (start, _, other) in itertools.pairwise(some):
+        if start < end:
+            raise LayoutError(
+                message(
+                    "spmd.ragged_all_to_all",
+                    argument="output_offsets",
+                    got=f"row {start} of {_named(worker, group, group.index)} twice: "
+                    f"from {_named(worker, group, k)} and from {_named(worker, group, other)}",
+                    need="pieces that do not overlap in output",
+                    mend="give each its own rows, from where the one before ends",
+                )
+            )

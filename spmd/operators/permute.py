@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from operator import index
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
+from spmd.autodiff.tracer import value_of
 from spmd.errors import LayoutError, describe, message
-from spmd.mesh import here
+from spmd.mesh import Worker, here
 from spmd.operators.base import Launched, Operator, Shape, operate, sealed
 from spmd.operators.reduce import AxisName, _names
 from spmd.transport.base import Call, Comm, Group
 
-__all__ = ["Permute", "ppermute", "shift"]
+__all__ = ["Permute", "ppermute", "pshuffle", "sendrecv", "shift"]
 
 
 @dataclass(frozen=True)
@@ -125,3 +126,119 @@ def shift(x, axis_name: AxisName, offset: int = 1, *, wrap: bool = True):
         )
     pairs = tuple((k, (k + offset) % n) for k in range(n) if wrap or 0 <= k + offset < n)
     return operate(Permute(names, pairs), x, sys._getframe(1))
+
+
+def pshuffle(x, axis_name: AxisName, perm: Sequence[int]):
+    """Blocks permuted along axis_name: worker k gets the block of worker perm[k].
+
+    x: the block, or a pytree of blocks; uneven ones travel as they are. perm: every place along the axis once.
+
+    Forward: y_k = x_perm[k]. Adjoint: the inverse permutation. Cost: a message from each worker that does not keep
+    its block. As `jax.lax.pshuffle`.
+    """
+    names = _names(axis_name, "pshuffle")
+    n = here("spmd.pshuffle").group(names).size
+    try:
+        sources = [index(s) for s in perm]
+    except TypeError:
+        sources = None
+    if sources is None or sorted(sources) != list(range(n)):
+        raise LayoutError(
+            message(
+                "spmd.pshuffle",
+                argument="perm",
+                got=repr(perm),
+                need=f"a permutation of the places from 0 to {n - 1}: whose block each worker gets",
+                mend="spmd.ppermute takes any pairs (source, target), and gives zeros to who is no target",
+            )
+        )
+    return operate(Permute(names, tuple(sorted((s, t) for t, s in enumerate(sources)))), x, sys._getframe(1))
+
+
+Partner = int | None | Sequence[int | None] | np.ndarray | Callable[[int], int | None]
+
+
+def sendrecv(x, axis_name: AxisName, source: Partner, dest: Partner):
+    """Each worker sends its block to worker `dest` along axis_name, and gets that of worker `source`.
+
+    x: the block, or a pytree of blocks; uneven ones travel as they are.
+    source, dest: this worker's partners, as places along the axis; None for no partner. Or what tells the partners of
+    all workers: a function of the place, or a sequence with an entry for each place. A worker without source gets
+    zeros of its own shape.
+
+    Forward: y_k = x_source(k). Adjoint: `sendrecv` with source and dest exchanged. Cost: a message per pair; where a
+    partner is given as a number, one more all-gather of 16 bytes, by which all learn the pairs.
+    Raises LayoutError, before anything moves, where one worker receives from another that sends elsewhere.
+    """
+    where = "spmd.sendrecv"
+    names = _names(axis_name, "sendrecv")
+    worker, frame = here(where), sys._getframe(1)
+    group = worker.group(names)
+    given = {"source": source, "dest": dest}
+    partners = {argument: _partners(argument, partner, group) for argument, partner in given.items()}
+    if any(type(p) is int for p in partners.values()):
+        mine = np.array([p if type(p) is int else p[group.index] for p in partners.values()], np.int64)
+        call = Call("sendrecv", names, mine.dtype, mine.shape, detail="the partners", alike=True, frame=frame)
+        everyones = np.stack(worker.comm.all_gather(group, call, mine).wait())
+        partners = {argument: everyones[:, i].tolist() for i, argument in enumerate(partners)}
+    sources, dests = partners["source"], partners["dest"]
+    _check_partners(worker, group, sources, dests)
+    return operate(Permute(names, tuple((k, t) for k, t in enumerate(dests) if t != _NOBODY)), x, frame)
+
+
+_NOBODY = -1
+
+
+def _partners(argument: str, partner: Any, group: Group) -> Any:
+    """A partner as an int, or those of all workers as a list of ints, checked; _NOBODY for none."""
+    n = group.size
+
+    def one(p) -> int:
+        if p is None:
+            return _NOBODY
+        k = index(p)
+        if not 0 <= k < n:
+            raise IndexError
+        return k
+
+    try:
+        if callable(partner):
+            return [one(partner(k)) for k in range(n)]
+        bare = value_of(partner)
+        if bare is None or np.ndim(bare) == 0:
+            return one(bare)
+        found = [one(p) for p in bare]
+        if len(found) == n:
+            return found
+    except (TypeError, IndexError):
+        pass
+    raise LayoutError(
+        message(
+            "spmd.sendrecv",
+            argument=argument,
+            got=describe(partner),
+            need=f"a place from 0 to {n - 1} along {' and '.join(map(repr, group.axes))}, None, {n} of them, "
+            "or a function from this worker's place to one",
+            mend=f"lambda k: (k {'-' if argument == 'source' else '+'} 1) % {n}",
+        )
+    )
+
+
+def _check_partners(worker: Worker, group: Group, sources: list[int], dests: list[int]) -> None:
+    """Raise where what one worker does is not what its partner expects."""
+
+    def named(k: int) -> str:
+        return "nobody" if k == _NOBODY else worker.mesh.describe(group.members[k])
+
+    def refuse(got: str, k: int, other: int, mend: str) -> LayoutError:
+        need = f"{named(k)} and {named(other)} to agree"
+        return LayoutError(message("spmd.sendrecv", argument="source", got=got, need=need, mend=mend))
+
+    for k, s in enumerate(sources):
+        if s != _NOBODY and dests[s] != k:
+            got = f"{named(k)} receives from {named(s)}, which sends to {named(dests[s])}"
+            raise refuse(got, k, s, f"dest={k} on place {s}, or another source on place {k}")
+    for k, t in enumerate(dests):
+        if t != _NOBODY and sources[t] != k:
+            got = f"{named(k)} sends to {named(t)}, which receives from {named(sources[t])}"
+            raise refuse(got, k, t, f"source={k} on place {t}, or another dest on place {k}")

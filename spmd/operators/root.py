@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
 
 from spmd.autodiff import tree
 from spmd.errors import LayoutError, MissingMethodError, StateError, describe, message
-from spmd.operators.base import Launched, Operator, operate, sealed
+from spmd.mesh import here
+from spmd.operators.base import Launched, Operator, agree, normal_axis, operate, pieces, sealed, split_at
 from spmd.operators.reduce import AxisName, _names
 from spmd.state import INVARIANT, ROOTED, State, state_of
-from spmd.transport.base import Call, Comm, Group, Ready, root_cost
+from spmd.transport.base import Call, Comm, Group, Ready, root_cost, scatter_cost
 
-__all__ = ["Broadcast", "Keep", "Replicate", "Rooted", "SumReduce", "broadcast", "keep", "replicate", "sum_reduce"]
+__all__ = [
+    "Broadcast",
+    "Gather",
+    "Keep",
+    "Replicate",
+    "Rooted",
+    "Scatter",
+    "SumReduce",
+    "broadcast",
+    "gather",
+    "keep",
+    "replicate",
+    "scatter",
+    "sum_reduce",
+]
 
 
 class Rooted:
@@ -76,6 +92,10 @@ class _AtRoot(Operator):
         return state_of(state.varying - set(self.axes)) if self.target == ROOTED else super().out_state(state)
 
     def check(self, group: Group, x: np.ndarray) -> None:
+        self.check_root(group)
+
+    def check_root(self, group: Group) -> None:
+        """Raise where there is no such place along the axes."""
         if not isinstance(self.root, int | np.integer) or not 0 <= self.root < group.size:
             raise LayoutError(
                 message(
@@ -161,6 +181,97 @@ class Keep(_AtRoot):
         return Replicate(self.axes, self.root)
 
 
+@dataclass(frozen=True)
+class _InPieces(_AtRoot):
+    """An operator between the root's value and the pieces of it along dimension `axis`, one per worker.
+
+    sizes: the lengths of the pieces (None: balanced, or as they come). Only the root needs them.
+    """
+
+    axis: int = 0
+    sizes: tuple[int, ...] | None = None
+    private: ClassVar[tuple[str, ...]] = ("sizes",)
+
+
+class Scatter(_InPieces):
+    """Rooted -> V: the root's value split over the workers. Its adjoint is `Gather`."""
+
+    function: ClassVar[str] = "scatter"
+    source: ClassVar[str] = ROOTED
+
+    def check(self, group: Group, x: np.ndarray) -> None:
+        super().check(group, x)
+        self.parts(group, x)
+
+    def parts(self, group: Group, x: np.ndarray) -> list[np.ndarray]:
+        """The piece for each worker; none where this is not the root."""
+        if group.index != self.root:
+            return []
+        axis = normal_axis(self.function, "axis", self.axis, x.ndim)
+        return pieces(x, axis, split_at(self, group, x.shape, axis, self.sizes))
+
+    def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
+        parts = self.parts(group, x)
+
+        def arrive(received: dict[int, np.ndarray]):
+            block = received[self.root]
+            axis = normal_axis(self.function, "axis", self.axis, block.ndim)
+            sizes = tuple(p.shape[axis] for p in parts) if parts else self.sizes
+            return block, replace(self, axis=axis, sizes=sizes)
+
+        return comm.exchange(group, call, dict(enumerate(parts))), arrive
+
+    def cost(self, group: Group, x: np.ndarray) -> tuple[int, int]:
+        parts = self.parts(group, x)
+        return scatter_cost(group, parts) if parts else (0, 0)
+
+    @property
+    def H(self) -> Operator:
+        return Gather(self.axes, self.root, self.axis, self.sizes)
+
+
+class Gather(_InPieces):
+    """V -> Rooted: the workers' blocks joined at the root. Its adjoint is `Scatter`."""
+
+    function: ClassVar[str] = "gather"
+    target: ClassVar[str] = ROOTED
+    alike: ClassVar[bool | None] = False
+
+    def check(self, group: Group, x: np.ndarray) -> None:
+        super().check(group, x)
+        axis = normal_axis(self.function, "axis", self.axis, x.ndim)
+        if self.sizes is not None and x.shape[axis] != self.sizes[group.index]:
+            raise LayoutError(
+                message(
+                    f"spmd.{self.function}",
+                    argument="x",
+                    got=f"a block of length {x.shape[axis]} in dimension {axis}",
+                    need=f"length {self.sizes[group.index]}, as sizes={self.sizes} says",
+                    mend="leave sizes out: they travel with the blocks",
+                )
+            )
+
+    def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
+        axis = normal_axis(self.function, "axis", self.axis, x.ndim)
+
+        def arrive(received: dict[int, np.ndarray]):
+            if group.index != self.root:
+                return self.held(group, x), replace(self, axis=axis)
+            blocks = [received[k] for k in range(group.size)]
+            agree(self.function, [b.shape for b in blocks], axis)
+            whole = sealed(np.concatenate(blocks, axis=axis)) if len(blocks) > 1 else x
+            return whole, replace(self, axis=axis, sizes=tuple(b.shape[axis] for b in blocks))
+
+        return comm.exchange(group, call, {self.root: x}), arrive
+
+    def cost(self, group: Group, x: np.ndarray) -> tuple[int, int]:
+        return root_cost(group, self.root, x.nbytes, down=False)
+
+    @property
+    def H(self) -> Operator:
+        return Scatter(self.axes, self.root, self.axis, self.sizes)
+
+
 def _to_root(op: _AtRoot, x):
     frame = sys._getframe(2)
 
@@ -174,23 +285,24 @@ def _to_root(op: _AtRoot, x):
 def _from_root(kind: type[_FromRoot], x, axis_name: AxisName, root: int):
     where, frame = kind.function, sys._getframe(2)
     names = _names(axis_name, where)
+    return tree.map(lambda leaf: operate(kind(names, root), rooted(leaf, names, root, where).block, frame), x)
 
-    def one(leaf):
-        if type(leaf) is not Rooted or leaf.axes != names or leaf.root != root:
-            raise StateError(
-                message(
-                    f"spmd.{where}",
-                    argument="x",
-                    got=describe(leaf),
-                    need=f"a value that is Rooted({root}) along {' and '.join(map(repr, names))}",
-                    mend=f"spmd.{where}(x, {(*leaf.axes,)!r}, root={leaf.root})"
-                    if type(leaf) is Rooted
-                    else "spmd.keep(x, axis_name, root) or spmd.sum_reduce(x, axis_name, root) make one",
-                )
+
+def rooted(x, names: tuple[str, ...], root: int, where: str) -> Rooted:
+    """x, a value that is Rooted there, or an error."""
+    if type(x) is not Rooted or x.axes != names or x.root != root:
+        raise StateError(
+            message(
+                f"spmd.{where}",
+                argument="x",
+                got=describe(x),
+                need=f"a value that is Rooted({root}) along {' and '.join(map(repr, names))}",
+                mend=f"spmd.{where}(x, {(*x.axes,)!r}, root={x.root})"
+                if type(x) is Rooted
+                else "spmd.keep(x, axis_name, root) or spmd.sum_reduce(x, axis_name, root) make one",
             )
-        return operate(kind(names, root), leaf.block, frame)
-
-    return tree.map(one, x)
+        )
+    return x
 
 
 def sum_reduce(x, axis_name: AxisName, root: int = 0):
@@ -224,3 +336,55 @@ def replicate(x, axis_name: AxisName, root: int = 0):
     Forward (Rooted -> I): y = x_root. Adjoint: `keep`, which moves nothing. Cost: one broadcast.
     """
     return _from_root(Replicate, x, axis_name, root)
+
+
+def scatter(x, axis_name: AxisName, *, axis: int = 0, root: int = 0, sizes: Sequence[int] | None = None):
+    """The root's value split along dimension `axis` over the workers along axis_name.
+
+    x: a Rooted value, or a pytree of them. sizes: the lengths of the pieces, one per worker; None: balanced.
+    Forward (Rooted -> V): y_k = x_root[piece k]. Adjoint: `gather`, which gives back the value as it was.
+    Cost: n - 1 messages from the root, a piece each.
+    Raises LayoutError where the sizes do not add to the length, on all workers.
+    """
+    names, frame = _names(axis_name, "scatter"), sys._getframe(1)
+    group = here("spmd.scatter").group(names)
+
+    def one(leaf):
+        shape = rooted(leaf, names, root, "scatter").shape
+        along = normal_axis("scatter", "axis", axis, len(shape))
+        given = None if sizes is None else tuple(int(n) for n in sizes)
+        cut = split_at(Scatter(names), group, shape, along, given)
+        return operate(Scatter(names, root, along, cut), leaf.block, frame)
+
+    return tree.map(one, x)
+
+
+def gather(x, axis_name: AxisName, *, axis: int = 0, root: int = 0):
+    """The blocks of the workers along axis_name, joined along dimension `axis` at the one at place `root`.
+
+    x: the block, or a pytree of blocks; they may be uneven in that dimension, or empty.
+    Forward (V -> Rooted): y_root = [x_0; x_1; ...]. Adjoint: `scatter` into pieces as they came.
+    Cost: one message to the root from each other worker; and, because all know the shape of a Rooted value, one
+    all-gather of the blocks' shapes: n - 1 messages of 8 bytes per dimension.
+    Raises LayoutError where blocks differ elsewhere, on all workers.
+    """
+    names, frame = _names(axis_name, "gather"), sys._getframe(1)
+    worker = here("spmd.gather")
+    group = worker.group(names)
+    leaves, treedef = tree.flatten(x)
+    shapes = [np.shape(leaf) for leaf in leaves]
+    along = [normal_axis("gather", "axis", axis, len(s)) for s in shapes]
+    Gather(names, root).check_root(group)
+    mine = np.array([n for s in shapes for n in s], np.int64)
+    call = Call("gather", names, mine.dtype, mine.shape, detail="the shapes of the blocks", alike=True, frame=frame)
+    everyones = [b.tolist() for b in worker.comm.all_gather(group, call, mine).wait()]
+    found, at = [], 0
+    for leaf, shape, d in zip(leaves, shapes, along, strict=True):
+        theirs = [tuple(numbers[at : at + len(shape)]) for numbers in everyones]
+        at += len(shape)
+        agree("gather", theirs, d)
+        cut = tuple(s[d] for s in theirs)
+        block = operate(Gather(names, root, d, cut), leaf, frame)
+        whole = (*shape[:d], sum(cut), *shape[d + 1 :])
+        found.append(Rooted(block, whole, np.result_type(getattr(block, "dtype", block)), names, root))
+    return tree.unflatten(treedef, found)
