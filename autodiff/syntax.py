@@ -7,14 +7,16 @@ import math
 import operator
 import types
 from collections.abc import Callable
+from sys import getrefcount
 from typing import Any
 
 import numpy as np
 
-from spmd.autodiff import tracer
+from spmd.autodiff import tape, tracer
 from spmd.autodiff.dtypes import kind_of_dtype
 from spmd.autodiff.indexing import astype
 from spmd.autodiff.primitive import Primitive, handlers
+from spmd.autodiff.tape import alone
 from spmd.autodiff.tracer import (
     OPERANDS,
     SEQUENCES,
@@ -33,10 +35,17 @@ __all__ = ["define_operators"]
 
 def _define(symbol: str, run: Callable, reflect: bool) -> None:
     """Give Array an operator, and its reflection, for whatever NumPy takes as an operand."""
+    ufunc = _IN_PLACE.get(symbol)
 
     def forward(self, other):
         if type(other) not in OPERANDS and (other := _operand(other)) is NotImplemented:
             return NotImplemented
+        if ufunc is not None and getattr(self.value, "nbytes", 0) > tape.LARGE:
+            # As NumPy does with its own temporaries: a large array that nobody can ask for again takes the result.
+            if getrefcount(self) == _TEMPORARY and taken(self, other):
+                return run(self, other, self, ufunc)
+            if type(other) is Array and getrefcount(other) == _TEMPORARY and taken(other, self):
+                return run(self, other, other, ufunc)
         return run(self, other)
 
     def reflected(self, other):
@@ -47,6 +56,33 @@ def _define(symbol: str, run: Callable, reflect: bool) -> None:
     for name, method in {symbol: forward, **({f"r{symbol}": reflected} if reflect else {})}.items():
         method.__name__, method.__qualname__ = f"__{name}__", f"Array.__{name}__"
         setattr(Array, method.__name__, method)
+
+
+_IN_PLACE = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "truediv": np.true_divide}
+
+
+class _Probe:
+    def __add__(self, other):
+        return getrefcount(self)
+
+
+def _count_temporary() -> int:
+    """The reference count of an operand that an expression made; 0 where Python does not tell it from a variable."""
+    kept = _Probe()
+    return _Probe() + 0 if _Probe() + 0 < kept + 0 else 0
+
+
+_TEMPORARY = _count_temporary()
+
+
+def taken(x: Array, other) -> bool:
+    """Whether the data of a temporary Array may be written over by the result with another operand."""
+    a, b = x.value, other.value if type(other) is Array else other
+    if type(a) is not np.ndarray or not alone(getrefcount(a) - 1, a):
+        return False
+    if a.dtype.kind not in "fc":
+        return False
+    return type(b) in (int, float) or (type(b) is np.ndarray and b.dtype is a.dtype and b.shape == a.shape)
 
 
 def _operand(x):

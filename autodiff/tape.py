@@ -301,7 +301,7 @@ def sweep(tape: Tape, seeds: Iterable[tuple[Node, Any]], leaves: list[Node], *, 
         else:
             total = cotangents[index] = old + g
             own.discard(index)
-            if type(total) is bare and total.nbytes > _LARGE:
+            if type(total) is bare and total.nbytes > LARGE:
                 own.add(index)
 
     last = -1
@@ -351,9 +351,9 @@ def sweep(tape: Tape, seeds: Iterable[tuple[Node, Any]], leaves: list[Node], *, 
                     add(parent, h)
                 elif old is None:  # as in `add`, for the case that counts
                     cotangents[place] = h
-                    if prim.into is not None and h.nbytes > _LARGE and alone(getrefcount(h) - 1, h):
+                    if prim.into is not None and h.nbytes > LARGE and alone(getrefcount(h) - 1, h):
                         own.add(place)
-                elif place not in own and type(old) is bare and h.nbytes > _LARGE and alone(getrefcount(h), h):
+                elif place not in own and type(old) is bare and h.nbytes > LARGE and alone(getrefcount(h), h):
                     h += old  # nobody else holds h
                     cotangents[place] = h
                     own.add(place)
@@ -370,7 +370,7 @@ def sweep(tape: Tape, seeds: Iterable[tuple[Node, Any]], leaves: list[Node], *, 
     return [cotangents[node.index] for node in leaves]
 
 
-_LARGE = 1 << 16
+LARGE = 1 << 16
 """Bytes from which a sum of cotangents is worth adding to in place."""
 
 

@@ -253,8 +253,11 @@ def _unusual(prim: Primitive, x: Array, ans):
     return _recorded(plan, (x.node,), [x.value], [x.node], NO_OPTIONS, ans, x.state, x.tape)
 
 
-def apply_binary(prim: Primitive, x, y):
-    """As `apply`, of two operands, of which one at least is an Array."""
+def apply_binary(prim: Primitive, x, y, into: Array | None = None, ufunc: Any = None):
+    """As `apply`, of two operands, of which one at least is an Array.
+
+    into: the operand whose data may be written over by the result, which `ufunc` computes; it is of no use then.
+    """
     if type(x) is Array:
         tape, state, a, left = x.tape, x.state, x.value, x.node
         if type(y) is Array:
@@ -269,10 +272,14 @@ def apply_binary(prim: Primitive, x, y):
         return apply(prim, (x, y), NO_OPTIONS)
     if left is right and prim.same is not None and type(a) in USUAL and tape is not None:
         return apply_unary(prim.same, x)
-    ans = prim.fun(a, b)
-    if tape is None:
+    plan = prim.plans.get(key) or prim.plan(key) if tape is not None else None
+    if into is not None and (plan is None or plan.keeps[into is not x] is not VALUE):
+        ans = ufunc(a, b, out=into.value)
+        into.value = TAKEN
+    else:
+        ans = prim.fun(a, b)
+    if plan is None or tape is None:
         return Array(ans, state) if state is not None and type(ans) in USUAL else wrap(ans, state)
-    plan = prim.plans.get(key) or prim.plan(key)
     parents = (left, right) if key == 7 else (left,) if key == 6 else (right,)
     if type(ans) not in USUAL:
         return _recorded(plan, parents, [a, b], [left, right], NO_OPTIONS, ans, state, tape)
@@ -294,6 +301,22 @@ def _like(x):
     """What is left of an operand whose value is not kept: its node, or its shape and dtype."""
     return Like(x.shape, x.dtype) if hasattr(x, "dtype") and type(x) is not Node else x
 
+
+class _Taken:
+    """What is left of a temporary whose data a result was written into."""
+
+    def __getattr__(self, name: str):
+        raise StateError(
+            message(
+                "an array",
+                got="a temporary array, used again after an operator had written its result into it",
+                need="arrays that Python code holds in a variable while it needs them",
+                mend="assign it to a variable before the operator, in code that is compiled to C",
+            )
+        )
+
+
+TAKEN: Any = _Taken()
 
 FLOAT = np.dtype(float)
 NO_OPTIONS: dict[str, Any] = {}

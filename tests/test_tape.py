@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import operator
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import spmd
-from spmd.autodiff import indexing, tape
+from spmd.autodiff import indexing, syntax, tape
+from spmd.errors import StateError
 
 UNARY = {
     "itself": lambda x: x,
@@ -65,16 +71,16 @@ def test_sums_in_place_are_sums(steps, seed):
     x, *gs = rng.normal(size=(3, 3, 3))
     before = [x.copy(), *(g.copy() for g in gs)]
     found = []
-    large = tape._LARGE
+    large = tape.LARGE
     try:
-        for tape._LARGE in (1 << 60, -1, -1):
+        for tape.LARGE in (1 << 60, -1, -1):
             out, pull = spmd.vjp(lambda x: run(steps, x), x)
             kept = [o.copy() for o in out]
             found += [pull(tuple(gs))[0], pull(tuple(gs))[0], spmd.grad(lambda x: np.sum(run(steps, x)[1] * gs[1]))(x)]
             for have, want in zip([x, *gs, *out], [*before, *kept], strict=True):
                 np.testing.assert_array_equal(have, want)
     finally:
-        tape._LARGE = large
+        tape.LARGE = large
     for k in range(3):
         np.testing.assert_allclose(found[3 + k], found[k], rtol=1e-13, atol=1e-13)
         np.testing.assert_array_equal(found[6 + k], found[3 + k])
@@ -113,3 +119,97 @@ def test_an_array_that_a_rule_keeps_is_not_written_into():
     assert np.all(keep == 1)
     assert gradient[0, 0] == 5
     assert gradient[1, 0] == 6
+
+
+# Operators write into temporaries
+
+C = np.array([0.5, -1.0, 2.0])
+HELD: dict = {}
+
+
+def keep(x):
+    HELD["x"] = x
+    return x
+
+
+EXPRESSIONS = {
+    "a sum of products": lambda x: x * C + x,
+    "on both sides": lambda x: x * C - x * 2.0 + (C - x) * (x + 1.0) / (x * x + 1.0),
+    "numbers": lambda x: 1.0 - (2.0 * x + 1.0) / 3.0,
+    "a variable used again": lambda x: (lambda y: (y + 1.0) * y - y)(x * C),
+    "a named expression": lambda x: (y := x * C) + 1.0 + y,
+    "an entry of a list": lambda x: (lambda ys: ys[0] + 1.0 + ys[0])([x * C]),
+    "an attribute": lambda x: keep(x * C) + 1.0 + HELD["x"],
+    "kept by the tape": lambda x: (np.exp(x) + 1.0) * np.tanh(x * C) - np.sqrt(x * x + 1.0) * 2.0,
+    "a factor of what is differentiated": lambda x: (x + 1.0) * (x - 1.0) / (x + 3.0),
+    "a view": lambda x: (x * C)[::-1] + 1.0,
+    "what the view is of": lambda x: (lambda y: y[::-1] + (y + 1.0))(x * C),
+    "broadcasting": lambda x: (x + 1.0)[None] * np.ones((2, 1)) + (x * C),
+    "another dtype": lambda x: (x * C) + (1 + 0j) * np.ones(3),
+    "sum": lambda x: sum([x * C, x, x * 2.0]) + sum(x * k for k in (1.0, 2.0)),
+    "reduce": lambda x: functools.reduce(lambda a, b: a + b * a, [x * C, x, x * 2.0]),
+    "reduce an operator": lambda x: functools.reduce(operator.add, [x * C, x, x * 2.0]),
+    "accumulate": lambda x: sum(itertools.accumulate([x * C, x + 0.0, x * 2.0])),
+    "map": lambda x: sum(map(operator.mul, [x * C, x + 1.0], [x - 1.0, x * C])),
+    "a conditional": lambda x: (x * C if np.sum(C) > 0 else x) + 1.0,
+    "a generator": lambda x: sum(y + 1.0 for y in (x * k for k in (1.0, 2.0))),
+    "a function": lambda x: (lambda y: y * C)(x) + (lambda y: y)(x) + 1.0,
+}
+
+
+@pytest.mark.parametrize("name", EXPRESSIONS)
+def test_operators_on_temporaries(name, monkeypatch):
+    f, x = EXPRESSIONS[name], np.array([0.3, -0.7, 1.1])
+    plain = f(x)
+    want, before = spmd.jacrev(lambda x: np.real(f(x)))(x), x.copy()
+    monkeypatch.setattr(tape, "LARGE", -1)
+    y, _ = spmd.vjp(f, x)
+    np.testing.assert_array_equal(y, plain)
+    np.testing.assert_array_equal(spmd.jacrev(lambda x: np.real(f(x)))(x), want)
+    np.testing.assert_allclose(spmd.hvp(lambda x: np.sum(np.real(f(x))), (x,), (C,))[0], hvp_of(f, x, C))
+    with spmd.Mesh(w=2):
+        np.testing.assert_array_equal(spmd.map(f, in_specs=spmd.P(), out_specs=spmd.P())(x).numpy(), plain)
+    for a, b in ((x, before), (C, np.array([0.5, -1.0, 2.0]))):
+        np.testing.assert_array_equal(a, b)
+
+
+def hvp_of(f, x, v):
+    """By the gradient, where no operator writes into anything."""
+    large, tape.LARGE = tape.LARGE, 1 << 60
+    try:
+        return spmd.grad(lambda x: np.sum(spmd.grad(lambda x: np.sum(np.real(f(x))))(x) * v))(x)
+    finally:
+        tape.LARGE = large
+
+
+def test_a_temporary_is_written_into():
+    if not syntax._TEMPORARY:
+        pytest.skip("this Python does not tell temporaries from variables")
+    x, sizes = np.ones(20_000), []
+
+    def f(x):
+        y = x + 1.0 - 2.0 + 3.0 - 4.0  # one array, not four
+        sizes.append(tracemalloc.get_traced_memory()[1] / x.nbytes)
+        return np.sum(y)
+
+    tracemalloc.start()
+    try:
+        assert spmd.grad(f)(x).tolist() == [1.0] * 20_000
+    finally:
+        tracemalloc.stop()
+    assert sizes[0] < 1.5
+
+
+def test_a_temporary_that_is_used_again_says_so():
+    """Only code in C can hold one without Python knowing: an array of objects."""
+    if not syntax._TEMPORARY:
+        pytest.skip("this Python does not tell temporaries from variables")
+
+    def f(x):
+        held = np.empty(1, object)
+        held[0] = x * 1.0
+        held + 1.0
+        return np.sum((held + 1.0)[0])
+
+    with pytest.raises(StateError, match="assign it to a variable"):
+        spmd.grad(f)(np.ones(20_000))
