@@ -21,6 +21,7 @@ from spmd.autodiff.transforms import (
     name_of,
     places,
     pullback_of,
+    refuse_handles,
     stated,
     unstated,
     zeros_like,
@@ -235,9 +236,11 @@ def _check_moved(where: str, result, moved) -> None:
 
 def _with_pullback(tape: Tape, leaves: list, run: Callable, back: Callable, where: str):
     """Run below the tape, and record the results with `back(residuals, cotangent)` as their pullback."""
+    refuse_handles(leaves, where, "arguments")
     with refusing(tape.level, lambda: _closure(where)):
         out, residuals = run([lower(x, tape) for x in leaves])
     outs, out_tree = tree.flatten(out)
+    refuse_handles(outs, where, "result")
     # Shapes and states are all that the pullback asks of arguments and results: it keeps none of them.
     likes = [(np.shape(value_of(x)), x.state) if type(x) is Array else None for x in leaves]
     results = [(_zeros(o), getattr(o, "state", None)) for o in outs]

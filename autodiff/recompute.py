@@ -12,7 +12,7 @@ import numpy as np
 from spmd.autodiff import tracer, tree
 from spmd.autodiff.tape import ACTIVE, Node, Tape, recording, sweep
 from spmd.autodiff.tracer import Array, value_of
-from spmd.autodiff.transforms import innermost, joint, lower, name_of, on, places, stated, unstated
+from spmd.autodiff.transforms import innermost, joint, lower, name_of, on, places, refuse_handles, stated, unstated
 from spmd.errors import DifferentiationError, describe, message
 
 __all__ = ["checkpoint"]
@@ -90,6 +90,7 @@ def _computed_again(call: Callable, leaves: list, tapes: Sequence[Tape], where: 
     """
     if not tapes:
         return call(leaves)
+    refuse_handles(leaves, where, "arguments")
     levels = [leaves]  # from the innermost: the leaves as each tape sees them
     for tape in reversed(tapes):
         levels.append([lower(x, tape) for x in levels[-1]])
@@ -98,6 +99,7 @@ def _computed_again(call: Callable, leaves: list, tapes: Sequence[Tape], where: 
     with _redirected(zip(tapes, asides, strict=True)):
         out = call(values)
     outs, out_tree = tree.flatten(out)
+    refuse_handles(outs, where, "result")
     for o in outs:
         foreign = [t not in tapes for t in _tapes([o])]
         if sorted(foreign) != foreign:  # what went aside is hidden below a tape that is not known here

@@ -49,10 +49,37 @@ def kind_of(x: Any) -> str:
     return "f" if dtype is FLOAT else kind_of_dtype(dtype)
 
 
-def lift(tape: Tape, x: Any, where: str, path: Callable[[], str]) -> Array:
+def is_handle(x) -> bool:
+    """Whether x stands for a block that may be traced, and is no array itself: a value that one worker holds."""
+    return type(x) is not Array and type(x) is not np.ndarray and hasattr(type(x), "holding")
+
+
+def held(x):
+    """What may be on a tape: x, or the block that a handle stands for."""
+    return x.block if is_handle(x) else x
+
+
+def refuse_handles(leaves: list, where: str, argument: str) -> None:
+    """Raise where a value that one worker holds would be cut off from its gradient."""
+    for x in leaves:
+        if is_handle(x):
+            raise DifferentiationError(
+                message(
+                    where,
+                    argument=argument,
+                    got=describe(x),
+                    need="arrays: a function with a pullback of its own knows no values that one worker holds",
+                    mend="spmd.replicate(x, axis_name, root) before, and spmd.keep inside",
+                )
+            )
+
+
+def lift(tape: Tape, x: Any, where: str, path: Callable[[], str]) -> Any:
     """An argument as a leaf of the tape; `path` says how it is written."""
     if type(x) in (float, complex):
         return Array(x, tracer.mixing.ambient(), tape, tape.leaf((), tracer.weak(x)))
+    if is_handle(x):
+        return x.holding(lift(tape, x.block, where, path))
     if kind_of(x) not in ("f", "c"):
         raise _not_floating(x, where, path, "or leave it out of argnums")
     if type(x) is not np.ndarray and isinstance(x, np.ndarray) and not isinstance(x, np.memmap):
@@ -124,7 +151,7 @@ def lower(x, tape: Tape):
     """What lies under the tape: the value, with its state."""
     if type(x) is Array and x.tape is tape:
         return x.value if type(x.value) is Array else stated(x.value, x.state)
-    return x
+    return x.holding(lower(x.block, tape)) if is_handle(x) else x
 
 
 def stated(value, state):
@@ -139,6 +166,8 @@ def unstated(g):
 
 def zeros_like(x):
     """Bare zeros for the tangents or cotangents of a leaf: of dtype float0 where it is an integer."""
+    if is_handle(x):
+        return x.holding(stated(zeros_like(x.block), getattr(x.block, "state", None)))
     return np.zeros_like(value_of(x)) if kind_of(x) != "i" else np.zeros(np.shape(value_of(x)), float0)
 
 
@@ -165,10 +194,11 @@ def innermost(leaves) -> Tape | None:
 def _pulled(tape: Tape, seeds, leaves: list, *, free: bool) -> list[Any]:
     """The cotangents of leaves as the caller sees them: zeros where none came, each with the state of its argument,
     and bare ones as arrays of their own: writing into one changes no other, nor what was given or is kept."""
-    found = sweep(tape, seeds, [x.node for x in leaves if on(x, tape)], free=free)
+    found = sweep(tape, seeds, [held(x).node for x in leaves if on(held(x), tape)], free=free)
     found.reverse()
     pulled = []
-    for leaf in leaves:
+    for given in leaves:
+        leaf = held(given)
         g = found.pop() if on(leaf, tape) else None
         state = getattr(leaf, "state", None)
         if g is None:
@@ -180,7 +210,8 @@ def _pulled(tape: Tape, seeds, leaves: list, *, free: bool) -> list[Any]:
                 g = g[()]
             elif not alone(getrefcount(g), g):
                 g = g.copy()
-        pulled.append(stated(g, state))
+        g = stated(g, state)
+        pulled.append(g if leaf is given else given.holding(g))
     return pulled
 
 
@@ -303,12 +334,11 @@ def value_and_grad(
                 full[n] = tree.unflatten(treedef, xs)
             out, aux = _result(fun(*full, **kwargs), has_aux, tape, where)
             _check_scalar(out, where, holomorphic)
-        # Of a Rooted handle: the scalar at the root, nothing elsewhere.
-        held = out if type(out) is Array else getattr(out, "block", out)
-        seeds = [(held.node, one_like(value_of(held)))] if on(held, tape) else []
+        scalar = held(out)  # of a handle what this worker holds: the scalar, or nothing
+        seeds = [(scalar.node, one_like(value_of(scalar)))] if on(scalar, tape) else []
         found = iter(_pulled(tape, seeds, [x for xs, _ in lifted for x in xs], free=True))
         grads = [tree.unflatten(treedef, [next(found) for _ in xs]) for xs, treedef in lifted]
-        value = lower(out, tape) if held is out else out.holding(lower(held, tape))
+        value = lower(out, tape)
         return (value, aux) if has_aux else value, grads[0] if single else tuple(grads)
 
     return wrapped
@@ -385,7 +415,7 @@ def pullback_of(fun: Callable, primals: Sequence[Any], *, has_aux: bool = False,
 
     def pullback(cotangent):
         gs = _match(cotangent, outs, out_tree, where)
-        seeds = [(o.node, g) for o, g in zip(outs, gs, strict=True) if on(o, tape)]
+        seeds = [(held(o).node, g) for o, g in zip(outs, gs, strict=True) if on(held(o), tape)]
         return tree.unflatten(treedef, _pulled(tape, seeds, lifted, free=once))
 
     pullback.tape = tape  # type: ignore[attr-defined]
@@ -411,8 +441,8 @@ def _match(cotangent, outs, out_tree, where: str) -> list:
         )
     matched = []
     for g, o in zip(gs, outs, strict=True):
-        shape = np.shape(value_of(o))
-        if np.shape(value_of(g)) != shape:
+        shape = _shape(o)
+        if _shape(g) != shape:
             raise DifferentiationError(
                 message(
                     f"pullback, {where}",
@@ -422,10 +452,29 @@ def _match(cotangent, outs, out_tree, where: str) -> list:
                     mend="pass np.broadcast_to(g, shape) if one number is meant for all",
                 )
             )
+        g, o = _handed(g, o, f"pullback, {where}", "cotangent", "result")
         if kind_of(o) != "i":
             g = _fitting(g, o, f"pullback, {where}", "cotangent", "result")
         matched.append(unstated(tracer.mixing.bring(g, None, o.state) if type(o) is Array else g))
     return matched
+
+
+def _handed(g, x, where: str, argument: str, of: str) -> tuple[Any, Any]:
+    """A cotangent or tangent g of x, and x: where x is a handle, the blocks of both."""
+    if is_handle(x) and type(g) in _NUMBERS:
+        return np.full_like(value_of(x.block), g), x.block
+    if is_handle(x) != is_handle(g) or (is_handle(x) and not x.is_held_as(g)):
+        raise DifferentiationError(
+            message(where, argument=argument, got=describe(g), need=f"{describe(x)}, as the {of}", mend=_ONE_KIND)
+        )
+    return held(g), held(x)
+
+
+_ONE_KIND = "spmd.keep(g, axis_name, root) makes a Rooted value of an array, spmd.replicate the other way round"
+
+
+def _shape(x) -> tuple[int, ...]:
+    return x.shape if is_handle(x) else np.shape(value_of(x))
 
 
 def _fitting(g, x, where: str, argument: str, of: str):
@@ -520,7 +569,7 @@ def match_tangents(where: str, xs: list, treedef: Any, tangents: Sequence[Any]) 
         )
     matched = []
     for x, t in zip(xs, ts, strict=True):
-        if np.shape(value_of(t)) != np.shape(value_of(x)) or varying_over(t) - varying_over(x):
+        if _shape(t) != _shape(x) or varying_over(t) - varying_over(x):
             raise DifferentiationError(
                 message(
                     where,
@@ -530,6 +579,8 @@ def match_tangents(where: str, xs: list, treedef: Any, tangents: Sequence[Any]) 
                     mend="spmd.pvary(primal, axis_name) makes the primal one value per worker",
                 )
             )
+        given = x
+        t, x = _handed(t, x, where, "tangents", "primal")
         if kind_of(x) == "i":
             if getattr(t, "dtype", None) != float0:
                 raise DifferentiationError(
@@ -541,9 +592,9 @@ def match_tangents(where: str, xs: list, treedef: Any, tangents: Sequence[Any]) 
                         mend="np.zeros(x.shape, spmd.float0), or close over x in place of passing it",
                     )
                 )
-            matched.append(t)
         else:
-            matched.append(_fitting(t, x, where, "tangents", "primal"))
+            t = _fitting(t, x, where, "tangents", "primal")
+        matched.append(t if x is given else given.holding(t))
     return matched
 
 

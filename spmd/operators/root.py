@@ -54,6 +54,10 @@ class Rooted:
         """This handle on another block: the same value on another level of differentiation."""
         return Rooted(block, self.shape, self.dtype, self.axes, self.root)
 
+    def is_held_as(self, other: Rooted) -> bool:
+        """Whether the same workers hold both."""
+        return (self.axes, self.root) == (other.axes, other.root)
+
     def __spmd_describe__(self) -> str:
         return f"Rooted({self.root} along {', '.join(self.axes)}) value {self.dtype}{list(self.shape)}"
 

@@ -1,0 +1,327 @@
+"""Functions that one worker runs on values that it alone holds.
+
+Only the root runs f. What the others must know for what follows, the structure, shapes, dtypes and states of the
+results, the root tells them. On a tape the call is one node on every worker, whose pullback runs at the root alone: so
+all workers go back through the same collectives, whatever f did.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from spmd import errors
+from spmd.autodiff import tree
+from spmd.autodiff.tape import refusing
+from spmd.autodiff.tracer import Array
+from spmd.autodiff.transforms import innermost, joint, lower, on, pullback_of, unstated
+from spmd.errors import ClosureError, StateError, describe, message
+from spmd.mesh import WORKER, Worker, here
+from spmd.operators.base import Vary, owned_block
+from spmd.operators.reduce import AxisName, _names
+from spmd.operators.root import Keep, Rooted, rooted
+from spmd.state import state_of
+from spmd.transport.base import Call, Group, sealed
+
+__all__ = ["at_root"]
+
+_WHERE = "spmd.at_root"
+
+
+def at_root(f: Callable, *xs, axis_name: AxisName, root: int = 0):
+    """f(*xs), run by the worker at place `root` along axis_name only: as Rooted values.
+
+    f: a function of arrays, which may print, read and write files, and branch on values; of collectives it may use
+    those along other axes. It returns arrays, numbers or None, in tuples, lists and dicts.
+    xs: Rooted values, and pytrees of them; f gets the arrays that they stand for. Numbers, strings and the like, equal
+    on all workers, pass as they are; an array is made Rooted by `keep` first.
+
+    Returns what f returns, its arrays and numbers as Rooted values, on every worker. Differentiable to any order: the
+    root's tape holds what f did, cotangents are Rooted; the rules run at the root, and at order 2 f runs again.
+    Cost: one broadcast of what the others must know, about 50 bytes per result; nothing backward.
+    An error that f raises is raised on all workers.
+    Raises StateError for other arrays among xs and for results that are no arrays; ClosureError where f uses a
+    differentiated array that is not among its arguments.
+    """
+    names, frame = _names(axis_name, "at_root"), sys._getframe(1)
+    worker = here(_WHERE)
+    group = worker.group(names)
+    Keep(names, root).check_root(group)
+    leaves, treedef = tree.flatten(xs)
+    places = [k for k, leaf in enumerate(leaves) if _is_array(leaf)]
+    call = _Call(worker, group, names, root, frame)
+
+    def of_blocks(*blocks) -> list:
+        full = list(leaves)
+        for k, block in zip(places, blocks, strict=True):
+            full[k] = block
+        call.structure, outs = _encoded(f(*tree.unflatten(treedef, full)), worker)
+        return [call.stripped(out) for out in outs]
+
+    outs = call.run(of_blocks, [rooted(leaves[k], names, root, "at_root").block for k in places])
+    handles = (
+        Rooted(x, like.shape, np.dtype(like.dtype), names, root) for x, like in zip(outs, call.likes, strict=True)
+    )
+    return _decoded(call.structure, handles)
+
+
+def _is_array(leaf) -> bool:
+    return type(leaf) in (Rooted, Array) or isinstance(leaf, np.ndarray) or hasattr(leaf, "__spmd_describe__")
+
+
+class _Like(NamedTuple):
+    """What all workers know of a Rooted value."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    varying: tuple[str, ...]
+
+
+class _Call:
+    """One call of `at_root` on one worker."""
+
+    def __init__(self, worker: Worker, group: Group, axes: tuple[str, ...], root: int, frame: FrameType):
+        self.worker = worker
+        self.group = group
+        self.axes = axes
+        self.root = root
+        self.frame = frame
+        self.structure: Any = None
+        self.likes: list[_Like] = []
+
+    @property
+    def is_root(self) -> bool:
+        return self.group.index == self.root
+
+    def run(self, fn: Callable, xs: list, likes: list[_Like] | None = None) -> list:
+        """fn(*xs), a list of blocks, at the root; blocks of nothing elsewhere. Recorded on all tapes of xs.
+
+        likes: of the results, where the others know them already.
+        """
+        tape = innermost(xs)
+        if tape is None:
+            return self.alone(fn, xs, likes)
+        lowered = [lower(x, tape) for x in xs]
+        active = [k for k, x in enumerate(xs) if on(x, tape)]
+
+        def with_pullback(args: Sequence, once: bool) -> tuple[Any, Callable]:
+            def of_active(*values):
+                full = list(args)
+                for k, value in zip(active, values, strict=True):
+                    full[k] = value
+                return tuple(fn(*full))
+
+            return pullback_of(of_active, [args[k] for k in active], once=once)  # type: ignore[return-value]
+
+        pulled: Callable
+        if innermost(lowered) is None:
+            kept: list[Callable] = []
+
+            def keeping(*args):
+                outs, pull = with_pullback(args, tape.once)
+                kept.append(pull)
+                return outs
+
+            outs = self.alone(keeping, lowered, likes)
+            pulled, given = lambda *gs: kept[0](gs), []
+        else:
+            # An outer tape watches too: the pullback is a function of the arguments, run again as one of its own.
+            outs = self.run(fn, lowered, likes)
+            n, given = len(lowered), lowered
+            pulled = lambda *args: with_pullback(args[:n], True)[1](args[n:])
+        ends = [_like(xs[k]) for k in active]
+        zeros = [(np.shape(_data(x)), _data(x).dtype) for x in outs]
+
+        def pull(gs: list) -> list:
+            full = [np.zeros(*zero) if g is None else g for g, zero in zip(gs, zeros, strict=True)]
+            return [unstated(g) for g in self.run(pulled, [*given, *full], ends)]
+
+        return joint(_WHERE, tape, [xs[k] for k in active], outs, pull)
+
+    def alone(self, fn: Callable, xs: list, likes: list[_Like] | None) -> list:
+        """`run` below all tapes."""
+        if not self.is_root:
+            if likes is None:
+                likes = self.heard()
+            return [self.nothing(like) for like in likes]
+        token = WORKER.set(_Alone(self.worker, self.axes))
+        try:
+            with refusing(0, _closure):
+                outs = list(fn(*xs))
+        except Exception as error:
+            if likes is None and len(self.worker.mesh.local_workers) < self.worker.mesh.size:
+                self.tell({"error": type(error).__name__, "text": str(error), "trace": traceback.format_exc()})
+            raise
+        finally:
+            WORKER.reset(token)
+        if likes is None:
+            self.likes = [_like(x) for x in outs]
+            self.tell({"structure": self.structure, "likes": self.likes})
+        return outs
+
+    def tell(self, said: dict[str, Any]) -> None:
+        """From the root to all others."""
+        self._broadcast(np.frombuffer(json.dumps(said).encode(), np.uint8))
+
+    def heard(self) -> list[_Like]:
+        """What the root says of the results; its error is raised here too."""
+        said = json.loads(self._broadcast(None).tobytes())
+        if "error" in said:
+            raise _same_error(said, self.worker.mesh.describe(self.group.members[self.root]))
+        self.structure = said["structure"]
+        self.likes = [_Like(tuple(shape), dtype, tuple(varying)) for shape, dtype, varying in said["likes"]]
+        return self.likes
+
+    def _broadcast(self, mine: np.ndarray | None) -> np.ndarray:
+        shape = (0,) if mine is None else mine.shape
+        call = Call(
+            "at_root", self.axes, np.dtype(np.uint8), shape, detail=f"root={self.root}", alike=None, frame=self.frame
+        )
+        return self.worker.comm.broadcast(self.group, call, mine, self.root).wait()
+
+    def nothing(self, like: _Like):
+        """What another worker than the root has of a result."""
+        block = sealed(np.zeros((0,), np.dtype(like.dtype)))
+        return Array(block, state_of(like.varying)) if self.worker.tracked else block
+
+    def stripped(self, x):
+        """A result in the state that the root's value has: it may have met data that vary along the axes."""
+        if type(x) is not Array or not x.state.varying & set(self.axes):
+            return x
+        return Array(x.value, state_of(x.state.varying - set(self.axes)), x.tape, x.node)
+
+
+def _data(x):
+    return x if hasattr(x, "dtype") else np.asarray(x)
+
+
+def _like(x) -> _Like:
+    varying = sorted(x.state.varying) if type(x) is Array else ()
+    return _Like(np.shape(_data(x)), _data(x).dtype.name, tuple(varying))
+
+
+class _Alone(Worker):
+    """The root while it runs f: along the axes nobody else takes part."""
+
+    __slots__ = ()
+
+    def __init__(self, worker: Worker, axes: tuple[str, ...]):
+        super().__init__(worker.mesh, worker.comm, worker.tracked)
+        self.comm: Any = _Apart(worker.comm, axes)
+
+
+class _Apart:
+    """A worker's transport, without the collectives that would wait for workers who never come."""
+
+    def __init__(self, comm: Any, axes: tuple[str, ...]):
+        self.comm = comm
+        self.axes = axes
+
+    def __getattr__(self, name: str):
+        found = getattr(self.comm, name)
+        if not callable(found):
+            return found
+
+        def verb(group: Group, call: Call, *args):
+            along = [a for a in self.axes if a in group.axes]
+            if along and group.size > 1:
+                raise StateError(
+                    message(
+                        _WHERE,
+                        argument="f",
+                        got=f"{call} {call.source}, within a function that only the root along {along[0]!r} runs",
+                        need="no collective along the axes of the root; none is needed for the gradient of an array "
+                        "that met others, if all that vary along them are arguments",
+                        mend="call it before or after at_root",
+                    )
+                )
+            return found(group, call, *args)
+
+        return verb
+
+
+# Results as JSON, which is all that travels
+
+
+def _encoded(out, worker: Worker) -> tuple[Any, list]:
+    """The structure of a result, 0 for each leaf, and its leaves."""
+    leaves: list = []
+
+    def of(x):
+        if x is None:
+            return None
+        if type(x) in (tuple, list):
+            return [type(x).__name__, [of(a) for a in x]]
+        if type(x) is dict and all(type(k) in (str, int, bool) for k in x):
+            return ["dict", [[k, of(a)] for k, a in x.items()]]
+        leaves.append(_leaf(x, worker))
+        return 0
+
+    return of(out), leaves
+
+
+def _leaf(x, worker: Worker):
+    data = (
+        x
+        if type(x) is Array
+        else np.asarray(x)
+        if isinstance(x, np.ndarray | np.generic | int | float | complex)
+        else None
+    )
+    if data is None or data.dtype.kind in "OSUMm":
+        raise StateError(
+            message(
+                _WHERE,
+                argument="result of f",
+                got=describe(x),
+                need="arrays, numbers and None, in tuples, lists and dicts with keys that are strings or integers",
+                mend="return the arrays; what else is needed on all workers, let all of them compute",
+            )
+        )
+    if type(x) is Array:
+        return x if hasattr(x.value, "dtype") else x.astype(x.dtype)
+    data = owned_block(data, Vary(()))
+    return Array(data, worker.state()) if worker.tracked else data
+
+
+def _decoded(structure, leaves: Iterator):
+    """The structure with the leaves in their places."""
+    if structure is None:
+        return None
+    if structure == 0:
+        return next(leaves)
+    kind, parts = structure
+    if kind == "dict":
+        return {k: _decoded(part, leaves) for k, part in parts}
+    return {"tuple": tuple, "list": list}[kind](_decoded(part, leaves) for part in parts)
+
+
+def _same_error(said: dict[str, str], who: str) -> Exception:
+    """An error like the one that the root raised, in another process."""
+    kind = getattr(builtins, said["error"], None) or getattr(errors, said["error"], None)
+    try:
+        error = kind(said["text"])  # type: ignore[misc]
+        assert isinstance(error, Exception)
+    except Exception:
+        error = RuntimeError(f"{said['error']}: {said['text']}")
+    error.add_note(f"raised in spmd.at_root by {who}:\n{said['trace']}")
+    return error
+
+
+def _closure() -> Exception:
+    return ClosureError(
+        message(
+            _WHERE,
+            argument="f",
+            got="a function that uses a differentiated array which is not among its arguments",
+            need="Rooted values as arguments",
+            mend="spmd.keep(x, axis_name, root) makes one of an Invariant array; pass it to at_root",
+        )
+    )
