@@ -52,11 +52,9 @@ from spmd.operators.root import broadcast, gather, keep, replicate, scatter, sum
 from spmd.operators.totals import max, mean, min, sum
 
 if TYPE_CHECKING:
-    from spmd import linear as linear
     from spmd import numpy as numpy
     from spmd import scipy as scipy
-    from spmd import solvers as solvers
-    from spmd.linear import linear_operator
+    from spmd.operators.at_root import at_root
     from spmd.testing import check_adjoint
     from spmd.window import plan_needs, plan_transposed, plan_window, plan_windows
 
@@ -70,6 +68,7 @@ __all__ = [
     "all_gather",
     "all_to_all",
     "at",
+    "at_root",
     "axis_index",
     "axis_size",
     "block",
@@ -97,7 +96,6 @@ __all__ = [
     "jvp",
     "keep",
     "ledger",
-    "linear_operator",
     "linear_transpose",
     "linearize",
     "log_softmax",
@@ -150,12 +148,10 @@ def __getattr__(name: str):
         from spmd.testing import check_adjoint
 
         return check_adjoint
-    if name == "linear_operator":
-        from spmd.linear import linear_operator
-
-        return linear_operator
-    if name in ("linear", "numpy", "scipy", "solvers"):
+    if name in ("numpy", "scipy"):
         return importlib.import_module(f"spmd.{name}")
+    if name == "at_root":
+        return importlib.import_module("spmd.operators.at_root").at_root
     if name in ("plan_needs", "plan_transposed", "plan_window", "plan_windows"):
         return getattr(importlib.import_module("spmd.window"), name)
     raise AttributeError(f"module 'spmd' has no attribute {name!r}")
