@@ -54,10 +54,10 @@ def small() -> None:
         "x[array]": lambda x, xp: x[index],
         "all of them": lambda x, xp: xp.tanh(m @ x + c)[index][::-1] * c,
     }
-    print(f"\nValue and gradient, chains of {LENGTH} steps on {n} entries: µs per step")
+    print(f"\nValue and gradient, chains of {10 * LENGTH} steps on {n} entries: µs per step")
     print(f"{'':30}{'NumPy':>10}{'spmd':>10}{'autograd':>10}{'ratio':>10}")
     for name, step in steps.items():
-        against_autograd(name, step, RNG.normal(size=n))
+        against_autograd(name, step, RNG.normal(size=n), 10 * LENGTH)
 
 
 def sizes() -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launch import ROOT, run_python
 
 import spmd
 from spmd.autodiff import indexing, syntax, tape
@@ -213,3 +214,14 @@ def test_a_temporary_that_is_used_again_says_so():
 
     with pytest.raises(StateError, match="assign it to a variable"):
         spmd.grad(f)(np.ones(20_000))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "files", ["test_rules.py test_rules_linalg.py", "test_sampler.py test_states.py test_custom.py"]
+)
+def test_in_place_at_every_size(files):
+    """Other tests, with all that is done in place for large arrays done for small ones."""
+    tests = [str(ROOT / "tests" / name) for name in files.split()]
+    ended = run_python("-m", "pytest", "-q", "-p", "in_place", *tests, timeout=1200, PYTHONPATH=str(ROOT / "tests"))
+    assert ended.returncode == 0, str(ended)
