@@ -52,8 +52,11 @@ from spmd.operators.root import broadcast, gather, keep, replicate, scatter, sum
 from spmd.operators.totals import max, mean, min, sum
 
 if TYPE_CHECKING:
+    from spmd import linear as linear
     from spmd import numpy as numpy
     from spmd import scipy as scipy
+    from spmd import solvers as solvers
+    from spmd.linear import linear_operator
     from spmd.operators.at_root import at_root
     from spmd.testing import check_adjoint
     from spmd.window import plan_needs, plan_transposed, plan_window, plan_windows
@@ -96,6 +99,7 @@ __all__ = [
     "jvp",
     "keep",
     "ledger",
+    "linear_operator",
     "linear_transpose",
     "linearize",
     "log_softmax",
@@ -148,7 +152,11 @@ def __getattr__(name: str):
         from spmd.testing import check_adjoint
 
         return check_adjoint
-    if name in ("numpy", "scipy"):
+    if name == "linear_operator":
+        from spmd.linear import linear_operator
+
+        return linear_operator
+    if name in ("linear", "numpy", "scipy", "solvers"):
         return importlib.import_module(f"spmd.{name}")
     if name == "at_root":
         return importlib.import_module("spmd.operators.at_root").at_root

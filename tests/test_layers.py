@@ -25,6 +25,7 @@ LEVELS = [
     {"operators"},
     {"array"},
     {"mapping"},
+    {"linear"},
     {"functions", "random", "optim", "solvers"},
     {"ledger", "debug", "info"},
     {"numpy", "scipy"},

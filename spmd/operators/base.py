@@ -11,7 +11,7 @@ and is the identity on the states along all other axes. Its adjoint is relative 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from types import FrameType
 from typing import Any, ClassVar
@@ -25,6 +25,7 @@ from spmd.autodiff.tracer import Array, Mixing, record, value_of, weak
 from spmd.errors import ClosureError, DifferentiationError, LayoutError, StateError, describe, message
 from spmd.layout import block_sizes
 from spmd.mesh import WORKER, Worker, here
+from spmd.operators.algebra import Linear, Term, across, composed, meet
 from spmd.state import INVARIANT, VARYING, State, state_of
 from spmd.transport.base import LEDGERS, Call, Comm, Group, Handle, Ready, sealed
 
@@ -105,12 +106,13 @@ class Collective:
         return state_of(state.varying | set(self.axes))
 
 
-class Operator(Collective):
+class Operator(Collective, Linear):
     """A linear collective, declared with its adjoint.
 
     Operators are frozen dataclasses; those that add no field inherit what that takes, which keeps the import quick.
 
     `A.H` is the adjoint in the state-aware inner product, `A.T` the transpose: equal, because data movement is real.
+    `A @ B`, `A + B`, `2 * A` are operators too (`spmd.operators.algebra`).
     The adjoint of a bound operator gives back exactly the blocks that came in; that of an unbound one assumes
     balanced blocks.
     """
@@ -135,8 +137,15 @@ class Operator(Collective):
         return move(self.H, g)
 
     def __call__(self, x):
-        """The operator applied to this worker's block, or to a pytree of blocks, in a body."""
-        return operate(self, x, sys._getframe(1))
+        """The operator applied to this worker's block, or to a pytree of blocks, in a body; outside of bodies to a
+        `PartitionedArray`, block by block."""
+        return across(self, x) if WORKER.get() is None else operate(self, x, sys._getframe(1))
+
+    def _make(self, terms: Iterable[Term], ends: Any) -> Linear:
+        return composed(terms)
+
+    def _meet(self, other: Linear, sign: str) -> None:
+        meet(self, other, sign)
 
 
 # How a collective is applied

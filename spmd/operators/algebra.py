@@ -1,0 +1,408 @@
+"""The algebra of linear maps: sums, products and multiples of operators are operators, with their adjoints.
+
+Whatever is composed is kept in one normal form: a sum of terms, each a number times a product of factors, applied from
+right to left. A product without factors is the identity. Equality is that of normal forms, so
+
+    (A @ B).H == B.H @ A.H,    A.H.H == A,    2 * (3 * A) == 6 * A,    A @ identity == A,    A + A == 2 * A.
+
+`Linear` is what operators of bodies (`spmd.operators.base.Operator`) and operators on global arrays (`spmd.linear`)
+share. `Composed` is a composition of operators of bodies: it knows the states, and inserts `Vary` where a body would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+from spmd.autodiff import tree
+from spmd.autodiff.tracer import value_of
+from spmd.errors import LayoutError, SpecError, StateError, describe, message
+from spmd.layout import P
+from spmd.mesh import WORKER, here
+from spmd.state import INVARIANT, ROOTED, VARYING, state_of
+
+__all__ = ["Composed", "Linear", "Terms", "across", "added", "identity", "signature"]
+
+Number = int | float | complex
+Term = tuple[Number, tuple["Linear", ...]]
+Ends = tuple[Any, Any]
+
+
+class Linear:
+    """A linear map that can be composed: `A @ B`, `A + B`, `2 * A`, `A.H`, `A.T`; `A @ x` and `A(x)` apply it."""
+
+    __slots__ = ()
+    __array_ufunc__ = None  # so that NumPy's numbers and arrays leave `a * A` to us
+
+    @property
+    def H(self) -> Any:
+        """The adjoint, with <A x, y> = <x, A.H y>."""
+        raise NotImplementedError
+
+    @property
+    def T(self) -> Any:
+        """The transpose: the conjugate of the adjoint."""
+        raise NotImplementedError
+
+    def __call__(self, x: Any) -> Any:
+        raise NotImplementedError
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        """The normal form."""
+        return ((1, (self,)),)
+
+    @property
+    def _ends(self) -> Ends:
+        """What the map goes from and to, where that is known."""
+        return None, None
+
+    def _make(self, terms: Iterable[Term], ends: Ends) -> Any:
+        """A map of the same kind from a normal form."""
+        raise NotImplementedError
+
+    def _meet(self, other: Linear, sign: str) -> None:
+        """Raise where two maps cannot be composed."""
+        raise NotImplementedError
+
+    def __matmul__(self, other: Any) -> Any:
+        if not isinstance(other, Linear):
+            return self(other)
+        self._meet(other, "@")
+        ends = other._ends[0], self._ends[1]
+        for one, rest in ((self, other), (other, self)):
+            if len(one.terms) == 1 and not one.terms[0][1]:
+                return self._make(((one.terms[0][0] * c, fs) for c, fs in rest.terms), ends)
+        if not self.terms or not other.terms:
+            return self._make((), ends)
+        (a, left), (b, right) = (x.terms[0] if len(x.terms) == 1 else (1, (x,)) for x in (self, other))
+        return self._make(((a * b, left + right),), ends)
+
+    def __add__(self, other: Any) -> Any:
+        if not isinstance(other, Linear):
+            return NotImplemented
+        self._meet(other, "+")
+        return self._make((*self.terms, *other.terms), self._ends)
+
+    def __mul__(self, number: Any) -> Any:
+        number = _number(number)
+        if number is None:
+            return NotImplemented
+        return self._make(((number * c, fs) for c, fs in self.terms), self._ends)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, number: Any) -> Any:
+        number = _number(number)
+        return NotImplemented if number is None else self * (1 / number)
+
+    def __neg__(self) -> Any:
+        return self * -1
+
+    def __sub__(self, other: Any) -> Any:
+        return self + -other if isinstance(other, Linear) else NotImplemented
+
+
+def _number(a: Any) -> Number | None:
+    """A number as Python's own, which leaves the dtype of arrays as it is; None for anything else."""
+    if isinstance(a, np.bool_ | np.number) or (isinstance(a, np.ndarray) and a.ndim == 0 and a.dtype.kind in "biufc"):
+        a = a.item()
+    return cast(Number, a) if isinstance(a, int | float | complex) else None
+
+
+def collected(terms: Iterable[Term]) -> tuple[Term, ...]:
+    """Terms with the numbers of equal products added. What vanishes is left out, but one: it knows the shapes."""
+    found: dict[tuple[Linear, ...], Number] = {}
+    for c, factors in terms:
+        found[factors] = found[factors] + c if factors in found else c
+    kept = [(c, fs) for fs, c in found.items() if c != 0]
+    return tuple(kept or [(c, fs) for fs, c in found.items()][:1])
+
+
+class Terms(Linear):
+    """A map given by its normal form: what compositions of both kinds share."""
+
+    __slots__ = ("_terms",)
+    _terms: tuple[Term, ...]
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        return self._terms
+
+    @property
+    def H(self) -> Any:
+        turned = ((c.conjugate(), tuple(f.H for f in reversed(factors))) for c, factors in self._terms)
+        return self._make(turned, self._ends[::-1])
+
+    @property
+    def T(self) -> Any:
+        turned = ((c, tuple(f.T for f in reversed(factors))) for c, factors in self._terms)
+        return self._make(turned, self._ends[::-1])
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        return {fs: c for c, fs in self._terms} == {fs: c for c, fs in other.terms} and self._ends == other._ends
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._terms))
+
+    def __repr__(self) -> str:
+        return formula(self._terms)
+
+    def _applied(self, x: Any) -> Any:
+        """The sum of the terms, each applied to x."""
+        total: Any = None
+        for c, factors in self._terms:
+            y = x
+            for factor in reversed(factors):
+                y = factor(y)
+            if c != 1:
+                y = tree.map(lambda a, c=c: c * a, y)
+            total = y if total is None else tree.map(added, total, y)
+        return total
+
+
+def added(a: Any, b: Any) -> Any:
+    """a + b of one shape: broadcasting would be another linear map."""
+    if np.shape(value_of(a)) != np.shape(value_of(b)):
+        raise LayoutError(
+            message(
+                "A + B",
+                got=f"{describe(a)} from one operator and {describe(b)} from the other",
+                need="results of one shape",
+                mend="add operators that map to arrays of one shape",
+            )
+        )
+    return a + b
+
+
+def _short(op: Linear) -> str:
+    """An operator as one writes it: what is as by default is left out."""
+    if not is_dataclass(op):
+        return str(op)
+    given = [f.name for f in fields(op) if getattr(op, f.name) != f.default]
+    texts = [("" if n == "axes" else f"{n}=") + repr(getattr(op, n)) for n in given]
+    return f"{type(op).__name__}({', '.join(texts)})"
+
+
+def formula(terms: tuple[Term, ...], name=_short) -> str:
+    """A normal form as one writes it."""
+
+    def product(factors: tuple[Linear, ...]) -> str:
+        texts = (name(f) for f in factors)
+        summed = (isinstance(f, Terms) and len(f.terms) > 1 for f in factors)
+        return " @ ".join(f"({t})" if s else t for t, s in zip(texts, summed, strict=True)) or "identity"
+
+    text = ""
+    for c, factors in terms:
+        minus = not isinstance(c, complex) and c < 0
+        size = -c if minus else c
+        one = product(factors) if size == 1 else f"{size!r} * {product(factors)}"
+        text += (" - " if minus else " + ") + one if text else ("-" if minus else "") + one
+    return text or "zero"
+
+
+# Operators of bodies
+
+
+class Along(NamedTuple):
+    """What a map does along one axis: the states it takes and gives, and whether it refuses an Invariant array."""
+
+    source: str
+    target: str
+    adds: bool
+
+
+def signature(op: Linear) -> Mapping[str, Along]:
+    """What an operator does along each axis it knows of; along others it leaves the state as it is."""
+    if isinstance(op, Composed):
+        return op.signature
+    known: Any = op
+    rooted = f"{ROOTED}({getattr(known, 'root', 0)})"
+    taken = {n: rooted if known.source == ROOTED else known.takes(n) for n in known.axes}
+    out = known.out_state(state_of(n for n, s in taken.items() if s == VARYING)).varying
+    given = {n: rooted if known.target == ROOTED else VARYING if n in out else INVARIANT for n in known.axes}
+    return {n: Along(taken[n], given[n], known.adds) for n in known.axes}
+
+
+class Composed(Terms):
+    """Sums, products and multiples of operators of bodies. `A(x)` applies it to this worker's block.
+
+    The states have to fit, as in a body: where an Invariant result meets an operator on Varying arrays `Vary` is
+    inserted, and it is part of the adjoint. The adjoint of unbound operators assumes balanced blocks.
+    """
+
+    __slots__ = ("signature",)
+    signature: Mapping[str, Along]
+
+    def __init__(self, terms: Iterable[Term]):
+        self._terms, self.signature = _typed(collected(terms))
+
+    def _make(self, terms: Iterable[Term], ends: Ends) -> Linear:
+        return composed(terms)
+
+    def _meet(self, other: Linear, sign: str) -> None:
+        meet(self, other, sign)
+
+    def __call__(self, x: Any) -> Any:
+        return across(self, x) if WORKER.get() is None else self._applied(x)
+
+
+def composed(terms: Iterable[Term]) -> Linear:
+    """The operator of a body with this normal form."""
+    made = Composed(terms)
+    match made.terms:
+        case ((1, (one,)),):
+            return one
+    return made
+
+
+def identity() -> Linear:
+    """The operator that leaves every block as it is. 0 * identity() gives zeros of the shape that came."""
+    return Composed(((1, ()),))
+
+
+def meet(one: Linear, other: Linear, sign: str) -> None:
+    """Raise where an operator of bodies meets one on global arrays."""
+    from spmd.operators.base import Operator
+
+    if not isinstance(other, Operator | Composed):
+        raise LayoutError(
+            message(
+                f"A {sign} B",
+                argument="B",
+                got=f"{other!r}, which maps global arrays",
+                need=f"an operator of bodies, as {one!r} is",
+                mend="spmd.linear_operator(A, in_specs, out_specs, shape=...) makes A one on global arrays",
+            )
+        )
+
+
+def _typed(terms: tuple[Term, ...]) -> tuple[tuple[Term, ...], dict[str, Along]]:
+    """Terms of which the states fit, and what their sum does along each axis."""
+    typed = [(c, *_chained(factors)) for c, factors in terms]
+    axes = dict.fromkeys(n for _, _, known in typed for n in known)
+    sources = {n: _met({k[n].source for _, _, k in typed if n in k}, n, "take") for n in axes}
+    if len(typed) > 1:
+        typed = [(c, *_varied_first(factors, known, sources)) for c, factors, known in typed]
+    given = [{n: k[n].target if n in k else sources[n] for n in axes} for _, _, k in typed]
+    targets = {n: _met({g[n] for g in given}, n, "give") for n in axes}
+    final: list[Term] = []
+    for (c, factors, _), g in zip(typed, given, strict=True):
+        final.append((c, _vary([n for n in axes if (g[n], targets[n]) == (INVARIANT, VARYING)]) + factors))
+    adds = {n: any(k[n].adds for _, _, k in typed if n in k) for n in axes}
+    return collected(final), {n: Along(sources[n], targets[n], adds[n]) for n in axes}
+
+
+def _met(states: set[str], axis: str, verb: str) -> str:
+    """The state in which terms of a sum meet: what they take is Invariant if one of them wants that, what they give
+    is Varying if one of them is."""
+    if len(states) > 1 and not states <= {INVARIANT, VARYING}:
+        raise StateError(
+            message(
+                "A + B",
+                got=f"operators that {verb} {' and '.join(sorted(states))} arrays along axis {axis!r}",
+                need="operators on arrays of one state",
+                mend="compose with Replicate or Broadcast, Keep or SumReduce first",
+            )
+        )
+    if len(states) == 1:
+        return next(iter(states))
+    return INVARIANT if verb == "take" else VARYING
+
+
+def _vary(axes: Iterable[str]) -> tuple[Linear, ...]:
+    from spmd.operators.base import Vary
+
+    names = tuple(sorted(axes))
+    return (Vary(names),) if names else ()
+
+
+def _varied_first(factors, known: dict[str, Along], sources: Mapping[str, str]):
+    """A term that takes what all terms of the sum take."""
+    need = [n for n in known if (sources[n], known[n].source) == (INVARIANT, VARYING)]
+    _refuse(need, known, factors, "+")
+    return _chained(factors + _vary(need))
+
+
+def _chained(factors: tuple[Linear, ...]) -> tuple[tuple[Linear, ...], dict[str, Along]]:
+    """A product of which each factor takes what the one to its right gives, and what it does along each axis."""
+    chain: tuple[Linear, ...] = ()
+    known: dict[str, Along] = {}
+    for factor in reversed(factors):
+        own = signature(factor)
+        need = [n for n in own if n in known and (known[n].target, own[n].source) == (INVARIANT, VARYING)]
+        _refuse(need, own, (factor, *chain), "@")
+        for n, along in own.items():
+            if n in known and n not in need and known[n].target != along.source:
+                raise StateError(
+                    message(
+                        "A @ B",
+                        got=f"{formula(((1, chain),))}, which gives {known[n].target} arrays along axis {n!r}, before "
+                        f"{factor!r}",
+                        need=f"{along.source} arrays along {n!r}",
+                        mend=f"Sum(({n!r},)) or Collect(({n!r},)) in between make a Varying array Invariant, Replicate "
+                        "a Rooted one",
+                    )
+                )
+        chain = (factor, *_vary(need), *chain)
+        for n, along in own.items():
+            known[n] = along._replace(source=known[n].source, adds=known[n].adds) if n in known else along
+    return chain, known
+
+
+def _refuse(axes: list[str], own: Mapping[str, Along], factors, sign: str) -> None:
+    """Raise where an operator that adds would be given Invariant arrays."""
+    added = [n for n in axes if own[n].adds]
+    if added:
+        raise StateError(
+            message(
+                f"A {sign} B",
+                got=f"an array that is Invariant along axis {added[0]!r} for {formula(((1, tuple(factors[:1])),))}",
+                need=f"an array that varies over {added[0]!r}: copies would be counted",
+                mend=f"leave the sum over {added[0]!r} out; or compose with Vary(({added[0]!r},)) first, if the sum of "
+                "copies is meant",
+            )
+        )
+
+
+# Outside of bodies
+
+
+def across(op: Linear, x: Any) -> Any:
+    """An operator of bodies applied to a global array: to every block, as the spec of x cuts it.
+
+    The result is laid out by the same spec, less the axes along which the operator gives an Invariant array.
+    """
+    value = value_of(x)
+    mesh, spec = getattr(value, "mesh", None), getattr(value, "spec", None)
+    if mesh is None or not isinstance(spec, P):
+        here(getattr(op, "function", "an operator"))  # which says that this is no body
+    known = signature(op)
+    rooted = [n for n, along in known.items() if ROOTED in along.source + along.target]
+    lost = [n for n, along in known.items() if along.target == VARYING and n not in cast(P, spec).axes]
+    if rooted or lost:
+        axis = (rooted or lost)[0]
+        raise SpecError(
+            message(
+                f"{op!r} of a global array",
+                argument="x",
+                got=describe(x),
+                need=f"an operator whose result is known to be laid out as x is, along axis {axis!r} too",
+                mend="spmd.linear_operator(A, in_specs, out_specs, shape=x.shape) says how the result is laid out"
+                if lost
+                else "spmd.map(f, in_specs, out_specs), with the operator in f",
+            )
+        )
+    gone = {n for n, along in known.items() if along.target == INVARIANT}
+    out = P(*(tuple(n for n in names if n not in gone) for names in cast(P, spec).dims))
+
+    def body(block):
+        return op(block)
+
+    body.__name__ = getattr(op, "function", "operator")
+    return cast(Any, mesh).map(body, spec, out)(x)

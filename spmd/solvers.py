@@ -1,0 +1,368 @@
+"""Iterative solvers of linear systems on global arrays, which never gather.
+
+Vectors are `PartitionedArray`s, or pytrees of them. Besides what the operator moves, every iteration sends a few sums
+of one number (`spmd.inner`, which counts copies once); everything else is work on the workers' own blocks.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from spmd.array import PartitionedArray, inner, norm
+from spmd.autodiff import transforms, tree
+from spmd.autodiff.tracer import value_of
+from spmd.errors import DifferentiationError, LayoutError, describe, message
+from spmd.linear import LinearOperator, Space, _admitted, _conj, _fit, _size, _space_of
+from spmd.mapping import _brought
+
+__all__ = ["LeastSquares", "Solution", "cg", "lsqr"]
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What a solver found.
+
+    x: the solution, laid out as x0, or else as b. iterations: how many were done. residual: |b - A x|, as the iteration
+    knows it. converged: whether it went as far as was asked. reason: why it ended, in words. residuals: the residual
+    before the first iteration and after each.
+    """
+
+    x: Any
+    iterations: int
+    residual: float
+    converged: bool
+    reason: str
+    residuals: tuple[float, ...] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class LeastSquares(Solution):
+    """What `lsqr` found.
+
+    normal_residual: |A* r - damp² x|, zero at the solution. norm, condition: estimates of |A|, in the Frobenius norm,
+    and of its condition number; with damp, of A with the rows damp I below it.
+    """
+
+    normal_residual: float
+    norm: float
+    condition: float
+
+
+def _axpy(a: Any, x: Any, y: Any) -> Any:
+    """a x + y. `a` is a Python number, so that dtypes stay."""
+    return tree.map(lambda u, v: a * u + v, x, y)
+
+
+def _product(x: Any, y: Any) -> Any:
+    """<x, y> as a Python number."""
+    return np.asarray(inner(x, y)).item()
+
+
+def _norm(x: Any) -> float:
+    return float(norm(x))
+
+
+def _brought_back(x: Any, like: Any) -> Any:
+    """A solution in the layout of the vector that was given; as it is where that was bare."""
+
+    def one(a, given):
+        have, want = value_of(a), value_of(given)
+        if not isinstance(want, PartitionedArray) or want.layout == have.layout:
+            return a
+        return _brought(a, have.layout, want.layout, have.mesh)
+
+    return tree.map(one, x, like)
+
+
+def _limits(where: str, **given: float) -> None:
+    for name, value in given.items():
+        if not isinstance(value, int | float | np.number) or not value >= 0:
+            raise LayoutError(
+                message(where, argument=name, got=describe(value), need="a number, not negative", mend=f"{name}=1e-6")
+            )
+
+
+def _widened(space: Any, b: Any) -> Any:
+    """A space whose numbers hold those of b too."""
+    kind = np.result_type(np.float16, *(getattr(value_of(v), "dtype", float) for v in tree.leaves(b)))
+    return tree.map(lambda s: s.of(kind), space)
+
+
+# Conjugate gradients
+
+
+def cg(
+    A: LinearOperator | Callable,
+    b: Any,
+    x0: Any = None,
+    *,
+    rtol: float = 1e-6,
+    atol: float = 0.0,
+    maxiter: int | None = None,
+    M: LinearOperator | Callable | None = None,
+    callback: Callable[[Any], Any] | None = None,
+) -> Solution:
+    """Solve A x = b for a Hermitian positive definite A, by conjugate gradients.
+
+    A: a `LinearOperator`, or a function of an array (or tree of arrays) laid out as b is. b: `PartitionedArray`, bare
+    array, or a tree of them. x0: where to begin; zero by default.
+    It ends when |b - A x| <= max(rtol |b|, atol), or after maxiter iterations (by default 10 times the unknowns).
+    M: an approximate inverse of A, Hermitian positive definite. callback: called with x after each iteration.
+
+    Each iteration applies A once and sends two sums of one number, with M three. x is laid out as x0, or else b.
+    x is differentiable with respect to b and to the params of A, to any order: the derivative solves another system
+    with A, which takes A to be Hermitian. Iterations and residuals are plain numbers.
+    Hestenes, Stiefel, "Methods of conjugate gradients for solving linear systems", 1952.
+    Raises LayoutError where A is not square or b does not fit; DifferentiationError where a plain function closes over
+    a differentiated array.
+    """
+    where = "spmd.solvers.cg"
+    _limits(where, rtol=rtol, atol=atol)
+    # The solution does not depend on where the iteration begins, nor on what speeds it up.
+    x0 = None if x0 is None else tree.map(value_of, x0)
+    M = M._with(value_of) if isinstance(M, LinearOperator) else M
+    given = b if x0 is None else x0
+    A, b, x0 = _system(where, A, b, x0)
+    options = {"rtol": rtol, "atol": atol, "maxiter": maxiter}
+    tape = transforms.innermost([*tree.leaves(b), *_parameters(A)])
+    if tape is not None:
+        return _differentiated(where, tape, A, b, x0, given, M, callback, options)
+    found = _cg(A, b, x0, M, callback, **options)
+    return replace(found, x=_brought_back(found.x, given))
+
+
+def _parameters(A: Any) -> list:
+    return A._parameters if isinstance(A, LinearOperator) else []
+
+
+def _lowered(A: Any, tape: Any) -> Any:
+    return A._with(lambda p: transforms.lower(p, tape)) if isinstance(A, LinearOperator) else A
+
+
+def _system(where: str, A: Any, b: Any, x0: Any) -> tuple[Any, Any, Any]:
+    """A, b and x0, brought to the layout that A works in."""
+    if isinstance(A, LinearOperator):
+        _fit("=", A.range, A.domain, "a matrix that is not square: A gives")
+        space = _widened(A.domain, b)
+    elif callable(A) and not hasattr(A, "shape"):
+        arrays = [value_of(v) for v in tree.leaves(b)]
+        if not all(isinstance(v, PartitionedArray) for v in arrays):
+            raise LayoutError(
+                message(
+                    where,
+                    argument="b",
+                    got=", ".join(describe(v) for v in arrays),
+                    need="partitioned arrays, where A is a function",
+                    mend="spmd.put(b, spec, mesh), or A=spmd.linear_operator(f, in_specs, out_specs, shape=...)",
+                )
+            )
+        space = tree.map(lambda v: _space_of(value_of(v)).of(np.float16), b)
+    else:
+        raise LayoutError(
+            message(
+                where,
+                argument="A",
+                got=describe(A),
+                need="a linear operator on global arrays, or a function",
+                mend="spmd.linear.from_scipy(A, spec, mesh=mesh) makes one of a matrix",
+            )
+        )
+    b = _admitted(where, "b", b, space)
+    return A, b, None if x0 is None else _admitted(where, "x0", x0, space)
+
+
+def _cg(A, b, x0, M, callback, *, rtol, atol, maxiter) -> Solution:
+    """The iteration, on bare vectors in the layout of A."""
+    maxiter = 10 * sum(v.size for v in tree.leaves(b)) if maxiter is None else maxiter
+    precondition = M if M is not None else lambda r: r
+    bound = max(rtol * _norm(b), atol)
+    x = tree.map(np.zeros_like, b) if x0 is None else x0
+    r = b if x0 is None else _axpy(-1, A(x), b)
+    p: Any = None
+    before = 0.0
+    square = _product(r, r).real
+    residuals = [math.sqrt(square)]
+    reason = ""
+    while not residuals[-1] <= bound:
+        if len(residuals) > maxiter:
+            reason = f"no convergence in {maxiter} iterations"
+            break
+        z = precondition(r)
+        rho = square if M is None else _product(r, z).real
+        if not rho > 0:
+            reason = "the preconditioner is not positive definite" if math.isfinite(rho) else "numbers are not finite"
+            break
+        p = z if p is None else _axpy(rho / before, p, z)
+        q = A(p)
+        curvature = _product(p, q).real
+        if not curvature > 0:
+            indefinite = math.isfinite(curvature)
+            reason = "A is not positive definite" if indefinite else "numbers are not finite"
+            break
+        x = _axpy(rho / curvature, p, x)
+        r = _axpy(-rho / curvature, q, r)
+        before = rho
+        square = _product(r, r).real
+        residuals.append(math.sqrt(square))
+        if callback is not None:
+            callback(x)
+    reached = f"the residual is below {bound:.3g}"
+    return Solution(x, len(residuals) - 1, residuals[-1], not reason, reason or reached, tuple(residuals))
+
+
+def _differentiated(where, tape, A, b, x0, given, M, callback, options) -> Solution:
+    """The solution as a node of the tape. With x = solution and r = b - A x, whose value is small, the derivative of x
+    is A^-1 dr at fixed x: A x is on the tape for what A is made of, and the rest is another solve."""
+    below = _lowered(A, tape)
+    if not isinstance(A, LinearOperator) and transforms.innermost(tree.leaves(A(tree.map(value_of, b)))) is not None:
+        raise DifferentiationError(
+            message(
+                where,
+                argument="A",
+                got="a function that closes over a differentiated array",
+                need="an operator that knows what it is differentiated with respect to",
+                mend="spmd.linear_operator(f, in_specs, out_specs, params=theta, shape=...)",
+            )
+        )
+    found = cg(below, tree.map(lambda v: transforms.lower(v, tape), b), x0, M=M, callback=callback, **options)
+    _, x, _ = _system(where, below, found.x, None)
+    xs, treedef = tree.flatten(x)
+    residual = tree.leaves(_axpy(-1, A(x), b))
+
+    def pull(gs):
+        cotangent = tree.unflatten(
+            treedef, [np.zeros_like(value_of(x)) if g is None else g for g, x in zip(gs, xs, strict=True)]
+        )
+        solved = cg(below, _conj(cotangent), M=M, **options)
+        if not solved.converged:
+            warnings.warn(f"{where}: the derivative is not exact: {solved.reason}", RuntimeWarning, stacklevel=2)
+        return tree.leaves(_conj(solved.x))
+
+    traced = transforms.joint(where, tape, residual, xs, pull)
+    return replace(found, x=_brought_back(tree.unflatten(treedef, traced), given))
+
+
+# Least squares
+
+
+def lsqr(
+    A: LinearOperator,
+    b: Any,
+    x0: Any = None,
+    *,
+    damp: float = 0.0,
+    atol: float = 1e-6,
+    btol: float = 1e-6,
+    conlim: float = 1e8,
+    maxiter: int | None = None,
+    callback: Callable[[Any], Any] | None = None,
+) -> LeastSquares:
+    """The x that minimises |A x - b|² + damp² |x - x0|², by Golub-Kahan bidiagonalisation.
+
+    A: a `LinearOperator` of any shape. b: an array of its range, partitioned or bare, or a tree of them. x0: where to
+    begin; with zero, the default, and damp=0 it is the least solution, also where A has no full rank.
+    It ends when A x = b is solved: |r| <= btol |b| + atol |A| |x|; when the least-squares problem is:
+    |A* r| <= atol |A| |r|; when the estimate of the condition exceeds conlim (0: no limit); or after maxiter
+    iterations (by default twice the unknowns). callback: called with x after each iteration.
+
+    Each iteration applies A and A.H once and sends four sums of one number. x is laid out as x0, or else as A has it.
+    Paige, Saunders, "LSQR: an algorithm for sparse linear equations and sparse least squares", ACM TOMS 8, 1982.
+    Raises LayoutError where b does not fit, DifferentiationError where A or b is differentiated.
+    """
+    where = "spmd.solvers.lsqr"
+    _limits(where, damp=damp, atol=atol, btol=btol, conlim=conlim)
+    if not isinstance(A, LinearOperator):
+        raise LayoutError(
+            message(
+                where,
+                argument="A",
+                got=describe(A),
+                need="a linear operator on global arrays: its adjoint is needed",
+                mend="spmd.linear_operator(f, in_specs, out_specs, shape=...)",
+            )
+        )
+    if transforms.innermost([*tree.leaves(b), *_parameters(A), *tree.leaves(x0)]) is not None:
+        raise DifferentiationError(
+            message(
+                where,
+                got="a differentiated system",
+                need="numbers: LSQR has no derivative rule",
+                mend="spmd.solvers.cg(A.H @ A, A.H(b)), which has one; or spmd.stop_gradient(b)",
+            )
+        )
+    b = _admitted(where, "b", b, _widened(tree.map(lambda s: s.of(A.dtype), A.range), b))
+    domain = _widened(tree.map(lambda s: s.of(A.dtype), A.domain), b)
+    start = None if x0 is None else _admitted(where, "x0", x0, domain)
+    maxiter = 2 * _size(domain) if maxiter is None else maxiter
+    least = float(np.finfo(np.result_type(*(v.dtype for v in tree.leaves(b)))).eps)
+    found = _lsqr(A, b, start, domain, float(damp), max(atol, least), max(btol, least), conlim, maxiter, callback)
+    return found if x0 is None else replace(found, x=_brought_back(found.x, x0))
+
+
+def _unit(x: Any) -> tuple[float, Any]:
+    """The norm of x, and x divided by it; zero stays zero."""
+    size = _norm(x)
+    return size, tree.map(lambda u: u / size, x) if size > 0 else x
+
+
+def _lsqr(A, b, start, domain, damp, atol, btol, conlim, maxiter, callback) -> LeastSquares:
+    """The iteration, in the names of the paper: A V = U B, with B lower bidiagonal of diagonal alpha and beta below."""
+    adjoint = A.H
+    size_b = _norm(b)
+    beta, u = _unit(b if start is None else _axpy(-1, A(start), b))
+    change = tree.map(Space.zeros, domain)  # what is added to x0
+    alpha, v = _unit(adjoint(u)) if beta > 0 else (0.0, change)
+    # rho_bar and phi_bar are the last diagonal entry and the last right-hand side of the rotated system.
+    w, rho_bar, phi_bar = v, alpha, beta
+    squares, inverse_squares, damped = alpha**2, 0.0, 0.0
+    residuals, normal, reason, converged = [beta], alpha * beta, "", True
+    if beta <= btol * size_b:
+        reason = "the system is solved"
+    elif normal == 0:
+        reason = "the least-squares problem is solved"
+    elif not math.isfinite(normal):
+        reason, converged = "numbers are not finite", False
+    while not reason:
+        if len(residuals) > maxiter:
+            reason, converged = f"no convergence in {maxiter} iterations", False
+            break
+        beta, u = _unit(_axpy(-alpha, u, A(v)))
+        squares += beta**2 + damp**2
+        alpha, v = _unit(_axpy(-beta, v, adjoint(u))) if beta > 0 else (0.0, v)
+        # One rotation takes the damping out of the last row, another the entry below the diagonal.
+        rho_damped = math.hypot(rho_bar, damp)
+        psi, phi_bar = damp / rho_damped * phi_bar, rho_bar / rho_damped * phi_bar
+        rho = math.hypot(rho_damped, beta)
+        cos, sin = rho_damped / rho, beta / rho
+        theta, rho_bar = sin * alpha, -cos * alpha
+        phi, phi_bar = cos * phi_bar, sin * phi_bar
+        inverse_squares += (_norm(w) / rho) ** 2
+        change = _axpy(phi / rho, w, change)
+        w = _axpy(-theta / rho, w, v)
+        damped += psi**2
+        total = math.hypot(phi_bar, math.sqrt(damped))
+        size, size_a = _norm(change), math.sqrt(squares)
+        normal = alpha * abs(sin * phi)
+        residuals.append(math.sqrt(max(total**2 - (damp * size) ** 2, 0.0)) if damp else total)
+        squares += alpha**2
+        if callback is not None:
+            callback(change if start is None else _axpy(1, start, change))
+        if not math.isfinite(total):
+            reason, converged = "numbers are not finite", False
+        elif total <= btol * size_b + atol * size_a * size:
+            reason = "the system is solved"
+        elif normal <= atol * size_a * total:
+            reason = "the least-squares problem is solved"
+        elif conlim and size_a * math.sqrt(inverse_squares) >= conlim:
+            reason, converged = f"the condition is beyond {conlim:.3g}", False
+    x = change if start is None else _axpy(1, start, change)
+    size_a = math.sqrt(squares)
+    condition = size_a * math.sqrt(inverse_squares)
+    done = len(residuals) - 1
+    return LeastSquares(x, done, residuals[-1], converged, reason, tuple(residuals), normal, size_a, condition)
