@@ -188,8 +188,9 @@ def test_a_wrong_operator_gives_status_1(planted):
     rows = {line.split()[0]: line for line in ended.stdout.splitlines() if line.rstrip().endswith(("exact", "ADJOINT"))}
     assert rows.keys() == {*OPERATORS, "Planted"}
     assert [name for name, line in rows.items() if line.endswith("NOT ADJOINT")] == ["Planted"]
-    assert "Planted(axes=('x',)) on Mesh(x=3): NOT adjoint (exact, 3 trials)" in ended.stdout
-    assert "reproduce: spmd.check_adjoint(Planted(axes=('x',)), (3, 2), mesh=spmd.Mesh(x=3)" in ended.stdout
+    assert "Planted(axes=('x',)) of (3, 2) on Mesh(x=3): NOT adjoint (exact, 3 trials)" in ended.stdout
+    assert "smallest case that fails: Planted(axes=('x',)) of () on Mesh(x=2)" in ended.stdout
+    assert "reproduce: import spmd; spmd.check_adjoint(Planted(axes=('x',)), (), mesh=spmd.Mesh(x=2)" in ended.stdout
 
 
 def test_a_wrong_operator_in_json(planted):

@@ -1,0 +1,197 @@
+"""The dot test: whether two maps are adjoint to each other, and where they are not.
+
+The adjoint F* of a linear map F is the one with <F x, y> = <x, F* y> for all x and y, in the inner product that counts
+an Invariant value once, sums a Varying one over the workers, and counts a Rooted one at its root.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from spmd.adjoints.dot import DotTest, usual_specs
+from spmd.adjoints.matrices import Matrices, hint
+from spmd.adjoints.report import AdjointError, AdjointReport, Entry, Fault, Place, number, table
+from spmd.adjoints.trial import Trial
+from spmd.array import mesh_for
+from spmd.autodiff.tape import suspended
+from spmd.errors import SpecError, message
+from spmd.layout import Layout, P
+from spmd.mesh import Mesh, Worker
+from spmd.operators.base import Operator
+
+__all__ = ["AdjointError", "AdjointReport", "Entry", "Fault", "Place", "check_adjoint", "table"]
+
+Shape = tuple[int, ...]
+
+
+def check_adjoint(
+    f: Operator | Callable,
+    *shapes: Shape,
+    mesh: Mesh | None = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+    adjoint: Callable | None = None,
+    exact: bool | None = None,
+    real: bool = False,
+    dtype: Any = np.float64,
+    trials: int = 3,
+    seed: int = 0,
+    raises: bool = True,
+    shrink: bool = True,
+) -> AdjointReport:
+    """Test that F and F* are adjoint: <F x, y> = <x, F* y>. One line: `check_adjoint(AllGather(("x",)), (3,), mesh=m)`.
+
+    f: an operator, or the body of a linear map: a function of blocks. shapes: one per argument. in_specs: a spec for
+    each argument, which splits its shape over the mesh, or a Layout, for uneven blocks of given sizes; without it every
+    worker has a block of the shape itself, all different for an operator on Varying arrays, one value for an Invariant
+    one. out_specs: what the states of the results must be. adjoint: a body for F* (cotangents -> tuple of cotangents of
+    the arguments); by default that of the operator, or of the tape.
+    exact: draw small integers and demand equality: right for what copies and adds, and the default for operators.
+    Otherwise draw normal numbers and demand an error below what perturbing the inputs in the last bit explains.
+    real: F is linear over the reals only, as conj is, and the inner product is the real part. Maps between real and
+    complex arrays are tested so in any case.
+    dtype: of the blocks, floating or complex. trials, seed: how many draws, and from which.
+    shrink: where the test fails, look for a smaller mesh, smaller shapes and simpler parameters that fail as well.
+
+    Linearity comes first; what is not linear has no adjoint. Then: F* gives back shape, dtype and state of the
+    arguments, workers that hold copies of a value hold the same, F** = F, and nothing writes into its input.
+    Collective under MPI; all workers reach one verdict.
+    Returns a report, which also says where F* is not F^H; raises AdjointError, which holds one, unless raises=False.
+    An error in f is raised as it is.
+    """
+    where = "spmd.check_adjoint"
+    mesh = mesh_for(mesh, where)
+    if not shapes:
+        raise SpecError(
+            message(where, argument="shapes", got="none", need="one per argument", mend="check_adjoint(f, (8, 3), ...)")
+        )
+    operator = f if isinstance(f, Operator) else None
+    exact = operator is not None if exact is None else exact
+    specs = _specs(where, operator, len(shapes), in_specs)
+    for k, (shape, spec) in enumerate(zip(shapes, specs, strict=True)):
+        if spec is not None:
+            _check_spec(where, mesh, k, tuple(shape), spec)
+    if np.dtype(dtype).kind not in "fc":
+        raise SpecError(
+            message(
+                where,
+                argument="dtype",
+                got=repr(np.dtype(dtype).name),
+                need="a floating or complex dtype: only those have adjoints",
+                mend="leave it out; integers are drawn in any dtype where the test is exact",
+            )
+        )
+    given = tuple(tuple(shape) for shape in shapes)
+    test = DotTest(mesh, f, given, specs, out_specs, adjoint, exact, real, np.dtype(dtype), trials, seed)
+    report = run(test)
+    if not report.passed:
+        locate(test, report)
+        if shrink:
+            from spmd.adjoints.smaller import smallest_like  # Most tests pass.
+
+            smallest = smallest_like(test, lambda smaller: run(smaller).kind == report.kind)
+            if smallest is not test:
+                report.smallest = run(smallest)
+                locate(smallest, report.smallest)
+    if raises and not report.passed:
+        raise AdjointError(report)
+    return report
+
+
+def _check_spec(where: str, mesh: Mesh, k: int, shape: Shape, spec: P | Layout) -> None:
+    """Raise where a spec or a layout does not fit the mesh or the shape of argument k."""
+    if isinstance(spec, P):
+        spec.check(mesh.axes, where, f"in_specs[{k}]", len(shape))
+    elif spec.shape != shape or any(mesh.axes.get(n) != size for n, size in spec.axes.items()):
+        raise SpecError(
+            message(
+                where,
+                argument=f"in_specs[{k}]",
+                got=repr(spec),
+                need=f"a layout of shape {shape} on {mesh}",
+                mend=f"Layout({shape}, spec, mesh.axes, cuts)",
+            )
+        )
+
+
+def _specs(where: str, operator: Operator | None, count: int, in_specs: Any) -> tuple[P | Layout | None, ...]:
+    """One spec per argument; None where every worker has a block of the whole shape."""
+    if in_specs is None:
+        if operator is None:
+            raise SpecError(
+                message(
+                    where,
+                    argument="in_specs",
+                    got="none, for a function",
+                    need="a spec for each argument",
+                    mend='in_specs=P("x") splits the argument over axis x; P() replicates it',
+                )
+            )
+        return usual_specs(operator, count)
+    specs = (in_specs,) * count if isinstance(in_specs, P | Layout) else tuple(in_specs)
+    if len(specs) != count:
+        raise SpecError(
+            message(
+                where,
+                argument="in_specs",
+                got=f"{len(specs)} specs for {count} shapes",
+                need="one per argument",
+                mend="give as many specs as shapes",
+            )
+        )
+    return specs
+
+
+def run(test: DotTest) -> AdjointReport:
+    """The verdict on a test."""
+    name = repr(test.f) if test.operator is not None else getattr(test.f, "__name__", repr(test.f))
+    mode = "exact" if test.exact else "float"
+    report = AdjointReport(name, test.shapes, repr(test.mesh), mode, test.trials, reproduce=test.reproduction())
+    for t in range(test.trials):
+        try:
+            found = _on_workers(test, lambda worker, t=t: Trial(test, worker, t).found())
+        except Exception as error:
+            # Of an adjoint that fails on some workers all must learn, which they do where all are in this process.
+            if not getattr(error, "spmd_in_adjoint", False) or len(test.mesh.local_workers) < test.mesh.size:
+                raise
+            text = f"F* raises {type(error).__name__}: {error}".replace("\n", "\n    ")
+            report.faults.append(Fault(f"raises {type(error).__name__}", text))
+            break
+        found.enter(report)
+        if report.faults:
+            break
+    return report
+
+
+def _on_workers(test: DotTest, body: Callable[[Worker], Any]):
+    """What the first worker here gives: all give the same."""
+    with suspended():
+        return next(iter(test.mesh.run(body).results.values()))
+
+
+def locate(test: DotTest, report: AdjointReport) -> None:
+    """Enter into the report of a failure where F* is not F^H, if it is small enough to be looked at whole."""
+    if report.kind not in ("value", "twice"):
+        return
+    try:
+        found = _on_workers(test, lambda worker: Matrices(test, worker).found())
+    except Exception:  # The verdict is there; only what would explain it is missing.
+        return
+    if found is None:
+        return
+    needed, given, xs, ys = found
+    most = np.abs(np.concatenate([needed.reshape(-1), given.reshape(-1)])).max(initial=0.0)
+    room = 0.0 if test.exact else max(4 * report.bound, 64 * float(np.finfo(test.dtype).eps)) * most
+    wrong = np.abs(needed - given) > room
+    report.differing, report.entries_of = int(np.sum(wrong)), wrong.size
+    report.entries = [
+        Entry(xs[i], ys[j], number(needed[i, j]), number(given[i, j])) for i, j in np.argwhere(wrong)[:_SHOWN]
+    ]
+    report.hint = hint(needed, given, room)
+
+
+_SHOWN = 8
+"""How many entries a report lists."""

@@ -1,0 +1,110 @@
+"""What a dot test is: a map, what it is tried on, and the line of Python that does so again."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import numpy as np
+
+from spmd.layout import Layout, P
+from spmd.mesh import Mesh
+from spmd.operators.base import Operator
+
+__all__ = ["DotTest", "usual_specs"]
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class DotTest:
+    """A dot test: what is tested, on what."""
+
+    mesh: Mesh
+    f: Callable
+    shapes: tuple[Shape, ...]
+    specs: tuple[P | Layout | None, ...]
+    out_specs: Any
+    adjoint: Callable | None
+    exact: bool
+    real: bool
+    dtype: np.dtype
+    trials: int
+    seed: int
+
+    @property
+    def operator(self) -> Operator | None:
+        return self.f if isinstance(self.f, Operator) else None
+
+    def reproduction(self) -> str:
+        """The test as one line of Python, options left out that are as by default."""
+        imports: dict[str, set[str]] = {}
+        operator = self.operator
+        name = _written(self.f, "f", imports)
+        specs = self.specs if operator is None or self.specs != usual_specs(operator, len(self.specs)) else None
+        options = {
+            "mesh": _mesh_text(self.mesh),
+            "in_specs": None if specs is None else _written(specs[0] if len(specs) == 1 else specs, "", imports),
+            "out_specs": None if self.out_specs is None else _written(self.out_specs, "", imports),
+            "adjoint": None if self.adjoint is None else _written(self.adjoint, "adjoint", imports),
+            "exact": None if self.exact == (operator is not None) else repr(self.exact),
+            "real": "True" if self.real else None,
+            "dtype": None if self.dtype == np.float64 else repr(self.dtype.name),
+            "trials": None if self.trials == 3 else repr(self.trials),
+            "seed": None if self.seed == 0 else repr(self.seed),
+        }
+        given = [name, *map(repr, self.shapes)]
+        given += [f"{option}={text}" for option, text in options.items() if text is not None]
+        call = f"spmd.check_adjoint({', '.join(given)})"
+        lines = ["import numpy as np"] * ("np." in call) + ["import spmd"]
+        lines += [f"from {module} import {', '.join(sorted(names))}" for module, names in sorted(imports.items())]
+        return "; ".join([*lines, call])
+
+
+def usual_specs(operator: Operator, count: int) -> tuple[Layout | None, ...]:
+    """How the arguments of an operator lie, where nobody says: as it does, or a block of the shape on every worker."""
+    source = getattr(operator, "src", None)
+    return (source if isinstance(source, Layout) else None,) * count
+
+
+def _mesh_text(mesh: Mesh) -> str:
+    if {"transport", "scheduler", "comm"} & set(mesh.axes):
+        return f"spmd.make_mesh({tuple(mesh.axes.values())}, {tuple(mesh.axes)})"
+    return f"spmd.{mesh!r}"
+
+
+def _written(value: Any, stand_in: str, imports: dict[str, set[str]]) -> str:
+    """A value as Python text. Enters what must be imported for it; what cannot be, goes by its name, or a stand-in."""
+    if callable(value) and not isinstance(value, Operator):
+        name, module = getattr(value, "__name__", ""), getattr(value, "__module__", None)
+        if module and module != "__main__" and getattr(sys.modules.get(module), name, None) is value:
+            imports.setdefault(module, set()).add(name)
+        return name if name.isidentifier() else stand_in
+    for part in _parts(value):
+        kind = type(part)
+        if isinstance(part, P | Layout):
+            imports.setdefault("spmd", set()).add(kind.__name__)
+        elif callable(part) and not isinstance(part, Operator):
+            _written(part, "", imports)
+        elif kind.__module__ != "__main__" and getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind:
+            imports.setdefault(kind.__module__, set()).add(kind.__name__)
+    return repr(value)
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """The objects in a value that its text names."""
+    if isinstance(value, Layout):
+        yield value
+        if value.spec is not None:
+            yield value.spec
+    elif isinstance(value, P):
+        yield value
+    elif isinstance(value, tuple | list):
+        for v in value:
+            yield from _parts(v)
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield value
+        for f in fields(value):
+            yield from _parts(getattr(value, f.name))

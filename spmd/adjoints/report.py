@@ -1,0 +1,194 @@
+"""What a dot test says: the report, its figures, and where F* is not F^H."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
+
+import numpy as np
+
+__all__ = ["AdjointError", "AdjointReport", "Entry", "Fault", "Place", "number", "plain", "table"]
+
+Shape = tuple[int, ...]
+
+
+class Fault(NamedTuple):
+    """Something that is wrong. kind: one word for what; shrinking looks for the same one."""
+
+    kind: str
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class Place(NamedTuple):
+    """One number of an argument or of a result.
+
+    part: of which argument or result. worker: its number; of copies the first. local: the index in this worker's block.
+    whole: in the global array, where its layout is known. unit: "re" or "im" where the map is linear over the reals.
+    """
+
+    name: str
+    part: int
+    worker: str
+    local: Shape
+    whole: Shape | None = None
+    unit: str = ""
+
+    def __str__(self) -> str:
+        def of(index: Shape) -> str:
+            return f"[{', '.join(map(str, index))}]" if index else ""
+
+        name = f"{self.name}{self.part or ''}{of(self.local if self.whole is None else self.whole)}"
+        local = f", {of(self.local)} of its block" if self.whole is not None and self.whole != self.local else ""
+        return f"{self.unit} {name} ({self.worker}{local})".lstrip()
+
+
+class Entry(NamedTuple):
+    """An entry of the matrix of F* that is not that of F^H: from `y`, part of a result, to `x`, of an argument."""
+
+    x: Place
+    y: Place
+    needed: complex
+    given: complex
+
+    def __str__(self) -> str:
+        return f"from {self.y} to {self.x}: {plain(self.given)}, needed {plain(self.needed)}"
+
+
+class AdjointError(AssertionError):
+    """A pair of maps that are not adjoint to each other. `report` holds the figures."""
+
+    def __init__(self, report: AdjointReport):
+        super().__init__(str(report))
+        self.report = report
+
+
+@dataclass
+class AdjointReport:
+    """What a dot test found.
+
+    passed: the verdict, the same on all workers. name, shapes, mesh: of what. mode: "exact" (integers, equality) or
+    "float". forward: <F x, y>, backward: <x, F* y>, of the trial with the largest error. error: |forward - backward|
+    relative to |F x| |y| + |x| |F* y|; bound: the largest error that rounding explains. faults: what is wrong.
+    messages, bytes: what all workers send for one F; declared: what the operator says that they do, if it is one.
+
+    Where the test fails: smallest: the report of the smallest case found that fails in the same way, unless that is
+    this one. differing: how many entries of the matrix of F* are not those of F^H, of `entries_of` in all (0 where
+    the matrix is too large to look at); entries: the first of them. hint: what kind of fault that looks like.
+    reproduce: a line of Python that fails like this.
+    """
+
+    name: str
+    shapes: tuple[Shape, ...]
+    mesh: str
+    mode: str
+    trials: int
+    forward: complex = np.nan
+    backward: complex = np.nan
+    error: float = 0.0
+    bound: float = 0.0
+    faults: list[Fault] = field(default_factory=list)
+    messages: int = 0
+    bytes: int = 0
+    declared: tuple[int, int] | None = None
+    smallest: AdjointReport | None = None
+    entries: list[Entry] = field(default_factory=list)
+    differing: int = 0
+    entries_of: int = 0
+    hint: str = ""
+    reproduce: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return not self.faults
+
+    def __bool__(self) -> bool:
+        return self.passed
+
+    @property
+    def kind(self) -> str:
+        """The fault that matters most, as one word; empty where there is none."""
+        return min((f.kind for f in self.faults), key=lambda k: _KINDS.index(k.split()[0]), default="")
+
+    @property
+    def of(self) -> str:
+        """What was tested, on what."""
+        return f"{self.name} of {' and '.join(map(str, self.shapes))} on {self.mesh}"
+
+    def __str__(self) -> str:
+        verdict = "adjoint" if self.passed else "NOT adjoint"
+        lines = [f"{self.of}: {verdict} ({self.mode}, {self.trials} trial{'s' * (self.trials != 1)})"]
+        if not np.isnan(self.backward):
+            lines += [f"  <F x, y>  = {plain(self.forward)}", f"  <x, F* y> = {plain(self.backward)}"]
+            lines += [f"  error {self.error:.2e}, bound {self.bound:.2e}"] * (self.mode == "float")
+        lines += [f"  {fault}" for fault in self.faults]
+        if not self.passed:
+            small = self if self.smallest is None else self.smallest  # a report that fails is false
+            if small is not self:
+                lines.append(f"  smallest case that fails: {small.of}")
+            if small.entries:
+                lines.append(f"  F* is not F^H in {small.differing} of {small.entries_of} entries:")
+                lines += [f"    {entry}" for entry in small.entries]
+                lines += ["    ..."] * (small.differing > len(small.entries))
+            if hint := self.hint or small.hint:  # the larger case says more
+                lines.append(f"  looks like: {hint}")
+            lines.append(f"  reproduce: {small.reproduce}")
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures, as JSON takes them: complex numbers are pairs, and NaN is None."""
+
+        def simple(value):
+            if isinstance(value, complex) and value.imag:
+                return [value.real, value.imag]
+            if isinstance(value, float | complex):
+                return None if np.isnan(value) else float(value.real)
+            if isinstance(value, AdjointReport):
+                return value.to_dict()
+            if isinstance(value, tuple | list):
+                if hasattr(value, "_asdict"):
+                    return {k: simple(v) for k, v in value._asdict().items()}  # type: ignore[union-attr]
+                return [simple(v) for v in value]
+            return value
+
+        return {"passed": self.passed} | {f.name: simple(getattr(self, f.name)) for f in fields(self)}
+
+
+_KINDS: list[str] = [
+    *("modified", "linear", "raises", "count", "shape", "dtype", "state", "promise", "copies", "value", "twice")
+]
+"""The kinds of faults, each hiding those after it: what is not linear has no adjoint to be compared."""
+
+
+def plain(z: complex) -> str:
+    if isinstance(z, float | int) or z.imag == 0:
+        return f"{z.real:.17g}"
+    return f"{z.real:.17g}{z.imag:+.17g}j"
+
+
+def table(reports: Iterable[AdjointReport]) -> str:
+    """Reports as a table, a row each."""
+    rows = [("map", "mesh", "trials", "error", "bound", "messages", "bytes", "verdict")]
+    for r in reports:
+        exact = r.mode == "exact"
+        figures = (
+            str(r.trials),
+            f"{r.error:.1e}",
+            "exact" if exact else f"{r.bound:.1e}",
+            f"{r.messages}",
+            f"{r.bytes}",
+        )
+        rows.append((f"{r.name} {' '.join(map(str, r.shapes))}", r.mesh, *figures, "adjoint" if r else r.kind))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = enumerate(zip(row, widths, strict=True))
+        lines.append("  ".join(text.ljust(w) if k in (0, 1, 7) else text.rjust(w) for k, (text, w) in cells).rstrip())
+    return "\n".join(lines)
+
+
+def number(z) -> complex:
+    return complex(z) if z.imag else float(z.real)
