@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from spmd import solvers as solvers
     from spmd.linear import linear_operator
     from spmd.operators.at_root import at_root
+    from spmd.operators.halo import halo_accumulate, halo_exchange
     from spmd.testing import check_adjoint
     from spmd.window import plan_needs, plan_transposed, plan_window, plan_windows
 
@@ -89,6 +90,8 @@ __all__ = [
     "from_callback",
     "gather",
     "grad",
+    "halo_accumulate",
+    "halo_exchange",
     "hessian",
     "hvp",
     "info",
@@ -162,4 +165,6 @@ def __getattr__(name: str):
         return importlib.import_module("spmd.operators.at_root").at_root
     if name in ("plan_needs", "plan_transposed", "plan_window", "plan_windows"):
         return getattr(importlib.import_module("spmd.window"), name)
+    if name in ("halo_accumulate", "halo_exchange"):
+        return getattr(importlib.import_module("spmd.operators.halo"), name)
     raise AttributeError(f"module 'spmd' has no attribute {name!r}")

@@ -24,6 +24,7 @@ from spmd.mesh import here
 from spmd.operators.base import Operator, Vary
 from spmd.operators.exchange import AllToAll, Piece, RaggedAllToAll
 from spmd.operators.gather import AllGather, Collect, ReduceScatter, Slice
+from spmd.operators.halo import HaloAccumulate, HaloExchange
 from spmd.operators.permute import Permute
 from spmd.operators.reduce import Sum
 from spmd.operators.repartition import Accumulate, Repartition
@@ -169,6 +170,40 @@ def split(kind) -> Callable[[Draw], Case]:
             return w.psum_scatter(x, d.over, scatter_dimension=axis, tiled=tiled, sizes=sizes)
 
         return d.case(kind(d.over, axis, tiled, sizes), lambda k: replaced(shape, axis, n), expect)
+
+    return case
+
+
+def halo(kind) -> Callable[[Draw], Case]:
+    """Along one dimension; tests/test_halo.py has the others. The joined blocks are padded by np.pad."""
+    modes = {"zero": "constant", "periodic": "wrap", "reflect": "reflect", "edge": "edge"}
+
+    def case(d: Draw) -> Case:
+        shape = d.shape(least=1)
+        axis, n = d.upto(0, len(shape) - 1), d.upto(1, 9)
+        sizes = block_sizes(n, d.dims) if d.flag() else d.sizes(n)
+        widths, boundary = (d.upto(0, 3), d.upto(0, 3)), d.draw(st.sampled_from(list(modes)))
+        beyond = {"constant_values": n} if boundary == "zero" else {}
+        line = np.pad(np.arange(n), widths, modes[boundary], **beyond)  # entry n is the zero beyond the ends
+        ends = np.cumsum([0, *sizes])
+        stand = [line[ends[k] : ends[k + 1] + sum(widths)] for k in range(d.n)]
+        spec = P(*[None] * axis, d.over)
+        op = HaloExchange(d.over, spec, (0,) * axis + (widths,), boundary, (None,) * axis + (sizes,))
+
+        def exchange(blocks: list) -> list:
+            whole = np.concatenate([*blocks, np.zeros(replaced(shape, axis, 1), d.dtype)], axis)
+            return [np.take(whole, s, axis) for s in stand]
+
+        def accumulate(blocks: list) -> list:
+            whole = np.zeros(replaced(shape, axis, n + 1), d.dtype)
+            for s, b in zip(stand, blocks, strict=True):
+                np.add.at(np.moveaxis(whole, axis, 0), s, np.moveaxis(b, axis, 0))
+            return np.split(whole, ends[1:], axis)[:-1]
+
+        if kind is HaloExchange:
+            return d.case(op, lambda k: replaced(shape, axis, sizes[k]), lambda w, x: w.meet(x, d.over, exchange))
+        lengths = [len(s) for s in stand]
+        return d.case(op.H, lambda k: replaced(shape, axis, lengths[k]), lambda w, x: w.meet(x, d.over, accumulate))
 
     return case
 
@@ -332,6 +367,8 @@ OPERATORS: dict[type[Operator], Callable[[Draw], Case]] = {
     Collect: gather(Collect),
     ReduceScatter: split(ReduceScatter),
     Slice: split(Slice),
+    HaloExchange: halo(HaloExchange),
+    HaloAccumulate: halo(HaloAccumulate),
     Permute: permute,
     AllToAll: all_to_all,
     Broadcast: rooted(Broadcast),
