@@ -10,9 +10,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from spmd.autodiff import tree
+from spmd.autodiff.tracer import Array
 from spmd.errors import LayoutError, MissingMethodError, StateError, describe, message
 from spmd.mesh import here
-from spmd.operators.base import Launched, Operator, agree, normal_axis, operate, pieces, sealed, split_at
+from spmd.operators.base import Launched, Operator, agree, normal_axis, operate, owned_block, pieces, sealed, split_at
 from spmd.operators.reduce import AxisName, _names
 from spmd.state import INVARIANT, ROOTED, State, state_of
 from spmd.transport.base import Call, Comm, Group, Ready, root_cost, scatter_cost
@@ -376,6 +377,9 @@ def gather(x, axis_name: AxisName, *, axis: int = 0, root: int = 0):
     worker = here("spmd.gather")
     group = worker.group(names)
     leaves, treedef = tree.flatten(x)
+    for leaf in leaves:
+        if not isinstance(leaf, Array | np.ndarray | np.generic | int | float | complex):
+            owned_block(leaf, Gather(names, root))  # an error that says what to pass
     shapes = [np.shape(leaf) for leaf in leaves]
     along = [normal_axis("gather", "axis", axis, len(s)) for s in shapes]
     Gather(names, root).check_root(group)
