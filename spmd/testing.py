@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -27,6 +27,15 @@ from spmd.operators.repartition import Accumulate, Repartition
 from spmd.operators.root import Broadcast, Gather, Keep, Replicate, Scatter, SumReduce
 from spmd.state import INVARIANT, ROOTED, VARYING
 
+if TYPE_CHECKING:
+    from spmd.strategies import Halo as Halo
+    from spmd.strategies import arrays as arrays
+    from spmd.strategies import halos as halos
+    from spmd.strategies import layouts as layouts
+    from spmd.strategies import meshes as meshes
+    from spmd.strategies import shapes as shapes
+    from spmd.strategies import specs as specs
+
 __all__ = [
     "AdjointError",
     "AdjointReport",
@@ -40,6 +49,16 @@ __all__ = [
     "states",
     "table",
 ]
+
+
+def __getattr__(name: str):
+    """The strategies, which need hypothesis: imported when one is used."""
+    if name in ("Halo", "arrays", "halos", "layouts", "meshes", "shapes", "specs"):
+        from spmd import strategies
+
+        return getattr(strategies, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 Shape = tuple[int, ...]
 

@@ -1,0 +1,202 @@
+"""A plugin for pytest: tests that run on meshes of 1 to 8 virtual workers, and under mpiexec.
+
+In the conftest.py at the top:
+
+    pytest_plugins = ["spmd.pytest_plugin"]
+
+Then a test that takes `mesh` runs once for each size and scheduler:
+
+    def test_sum(mesh): ...                                      # 1, 2, 4 and 8 workers along axis x
+
+    @pytest.mark.spmd(workers=[1, 3, {"x": 2, "y": 2}], schedulers=["lockstep"])
+    def test_gather(mesh): ...
+
+With `pytest --spmd-mpi=4` each runs once more, by 4 processes under mpiexec, in a job of its own that is given
+`--spmd-mpi-timeout` seconds.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from spmd.mesh import Mesh, make_mesh
+
+WORKERS, SCHEDULERS = (1, 2, 4, 8), ("lockstep", "threads")
+_INSIDE = "SPMD_PYTEST_REPORTS"
+"""The variable that holds, in a process of a job, the folder where it says what went wrong."""
+
+
+class Plan(NamedTuple):
+    """On which mesh a test runs; of scheduler "mpi": processes."""
+
+    axes: tuple[tuple[str, int], ...]
+    scheduler: str
+
+    def __str__(self) -> str:
+        return f"{self.scheduler}-{','.join(f'{name}={n}' for name, n in self.axes)}"
+
+    def mesh(self) -> Mesh:
+        sizes, names = [n for _, n in self.axes], [name for name, _ in self.axes]
+        if self.scheduler == "mpi":
+            return make_mesh(sizes, names, transport="mpi")
+        return make_mesh(sizes, names, transport="local", scheduler=self.scheduler)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("spmd")
+    group.addoption("--spmd-mpi", type=int, default=0, metavar="N", help="run tests on a mesh by N MPI processes too")
+    group.addoption("--spmd-mpi-timeout", type=float, default=60.0, metavar="SECONDS", help="for each (default: 60)")
+    group.addoption("--spmd-mpiexec", default=None, metavar="COMMAND", help="instead of the mpiexec beside this Python")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers",
+        "spmd(workers=[1, 2, 4, 8], schedulers=['lockstep', 'threads']): the meshes on which a test of `mesh` runs; "
+        "workers: numbers, or axis sizes by name",
+    )
+
+
+@pytest.fixture
+def mesh(request: pytest.FixtureRequest) -> Iterator[Mesh]:
+    """The mesh that the test runs on, entered: maps in the test need not name it."""
+    plan: Plan = request.param
+    if plan.scheduler == "mpi" and _INSIDE not in os.environ:
+        plan = plan._replace(scheduler="lockstep")  # for other fixtures; the test itself runs elsewhere
+    with plan.mesh() as made:
+        yield made
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    definitions = metafunc._arg2fixturedefs.get("mesh", ())
+    if not definitions or definitions[-1].func is not _function(mesh):
+        return  # the test takes no mesh, or one of its own
+    mark = metafunc.definition.get_closest_marker("spmd")
+    plans = _plans(metafunc.config, **(mark.kwargs if mark is not None else {}))
+    metafunc.parametrize("mesh", plans, indirect=True, ids=str)
+
+
+def _function(fixture: Any) -> Any:
+    """The function of a fixture."""
+    return getattr(fixture, "_fixture_function", None) or fixture.__wrapped__
+
+
+def _plans(config: pytest.Config, workers: Sequence = WORKERS, schedulers: Sequence[str] = SCHEDULERS) -> list[Plan]:
+    n = config.getoption("--spmd-mpi")
+    axes = [tuple(w.items()) if isinstance(w, dict) else (("x", int(w)),) for w in workers]
+    plans = [Plan(a, s) for a in axes for s in schedulers]
+    if n:
+        fitting = [a for a in axes if math.prod(k for _, k in a) == n]
+        plans += [Plan(a, "mpi") for a in fitting or [(("x", n),)]]
+    return plans
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs a test that is meant for processes in a job of them; what it asks for besides `mesh` is made there."""
+    plan = getattr(getattr(pyfuncitem, "callspec", None), "params", {}).get("mesh")
+    if not isinstance(plan, Plan) or plan.scheduler != "mpi" or _INSIDE in os.environ:
+        return None
+    wrong = _job(pyfuncitem, math.prod(n for _, n in plan.axes))
+    if wrong:
+        pytest.fail(wrong, pytrace=False)
+    return True
+
+
+def _job(item: pytest.Function, n: int) -> str:
+    """Run one test in n processes under mpiexec; what went wrong, or nothing."""
+    config = item.config
+    limit = config.getoption("--spmd-mpi-timeout")
+    options = [f"--spmd-mpi={n}", "-p", "no:cacheprovider", "-m", "", "-k", "", f"--rootdir={config.rootpath}"]
+    if config.inipath is not None:
+        options += ["-c", str(config.inipath)]
+    plugins = [o for name in config.getoption("plugins") or [] for o in ("-p", name)]
+    test = f"{item.path}::{item.nodeid.partition('::')[2]}"
+    with tempfile.TemporaryDirectory() as folder:
+        command = [*_mpiexec(config, n), sys.executable, "-m", "pytest", *plugins, *options, test]
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            cwd=config.invocation_params.dir,
+            env=_OPENMPI | os.environ | {_INSIDE: folder},
+        )
+        try:
+            said, _ = process.communicate(timeout=limit)
+            ended = f"ended with status {process.returncode}" if process.returncode else ""
+        except subprocess.TimeoutExpired:
+            ended = f"did not end within {limit:g} seconds (--spmd-mpi-timeout)"
+            said = ""
+        finally:
+            _end(process)
+        reports = sorted(Path(folder).iterdir(), key=lambda p: int(p.name))
+        if not ended and not reports:
+            return ""
+        texts = [f"process {p.name} of {n}:\n{p.read_text(encoding='utf-8')}" for p in reports] or [said]
+        return "\n\n".join([f"{shlex.join(command)}\n{ended}", *texts]).rstrip()
+
+
+_OPENMPI = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+"""What Open MPI wants of root, in a container; others do not look."""
+
+
+def _mpiexec(config: pytest.Config, n: int) -> list[str]:
+    """The launcher, of n processes."""
+    given = config.getoption("--spmd-mpiexec")
+    if given:
+        return [*shlex.split(given), "-n", str(n)]
+    beside = Path(sys.executable).parent / "mpiexec"
+    found = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if found is None:
+        raise pytest.UsageError('--spmd-mpi: no mpiexec found: pip install "spmd[mpi]", or name one by --spmd-mpiexec')
+    said = subprocess.run([found, "--version"], capture_output=True, text=True, check=False, env=_OPENMPI | os.environ)
+    openmpi = "Open MPI" in said.stdout or "OpenRTE" in said.stdout
+    return [found, *["--oversubscribe"] * openmpi, "-n", str(n)]
+
+
+def _end(process: subprocess.Popen) -> None:
+    """End a job that goes on: the launcher tidies up if it is asked to."""
+    for number in (signal.SIGTERM, signal.SIGKILL) if process.poll() is None else ():
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=5)
+            return
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
+    """In a process of a job: a failure is written down, and ends the job, as others may wait for this process."""
+    report: pytest.TestReport = yield
+    if _INSIDE in os.environ and report.failed:
+        _abort(report.longreprtext)
+    return report
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    if _INSIDE in os.environ and report.failed:
+        _abort(report.longreprtext)
+
+
+def _abort(text: str) -> None:
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    Path(os.environ[_INSIDE], str(world.Get_rank())).write_text(text, encoding="utf-8")
+    world.Abort(1)
