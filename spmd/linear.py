@@ -243,6 +243,9 @@ class LinearOperator(Linear):
     def _ends(self):
         return self.domain, self.range
 
+    def _ends_with(self, other: Linear):
+        return tuple(tree.map(lambda s, t: s.of(t.dtype), a, b) for a, b in zip(self._ends, other._ends, strict=True))
+
     def _make(self, terms: Iterable[Term], ends) -> LinearOperator:
         return _made(terms, *ends)
 
@@ -705,13 +708,15 @@ def from_scipy(op: Any, in_spec: P, out_spec: P | None = None, *, shape=None, ou
     """A matrix or `scipy.sparse.linalg.LinearOperator` as an operator on global arrays.
 
     op: of shape (m, n), with an adjoint (rmatvec) if A.H is wanted. in_spec, out_spec: how argument and result are
-    laid out; out_spec is in_spec by default. shape, out_shape: those of the arrays, (n,) and (m,) by default.
+    laid out; out_spec is in_spec by default. shape, out_shape: those of the arrays, by default (n,), and (m,) or, of a
+    square one, shape.
     Every process assembles the argument and applies `op` to the whole of it: for small parts, and for comparison.
     """
     where = "spmd.linear.from_scipy"
     mesh = mesh_for(mesh, where)
     m, n = op.shape
     dtype = np.result_type(op.dtype, np.float32)
+    out_shape = shape if out_shape is None and m == n else out_shape
     spaces = []
     for argument, given, spec, size in (("shape", shape, in_spec, n), ("out_shape", out_shape, out_spec or in_spec, m)):
         full = (size,) if given is None else tuple(given)

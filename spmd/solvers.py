@@ -88,6 +88,31 @@ def _limits(where: str, **given: float) -> None:
             )
 
 
+class _Function:
+    """A function that is applied as an operator; it must not bring in derivatives of its own."""
+
+    def __init__(self, where: str, f: Callable):
+        self.where, self.f = where, f
+
+    @classmethod
+    def of(cls, where: str, f: Callable) -> _Function:
+        return f if isinstance(f, cls) else cls(where, f)
+
+    def __call__(self, x: Any) -> Any:
+        y = self.f(x)
+        if transforms.innermost(tree.leaves(x)) is None and transforms.innermost(tree.leaves(y)) is not None:
+            raise DifferentiationError(
+                message(
+                    self.where,
+                    argument="A",
+                    got="a function that closes over a differentiated array",
+                    need="an operator that knows what it is differentiated with respect to",
+                    mend="spmd.linear_operator(f, in_specs, out_specs, params=theta, shape=...)",
+                )
+            )
+        return y
+
+
 def _widened(space: Any, b: Any) -> Any:
     """A space whose numbers hold those of b too."""
     kind = np.result_type(np.float16, *(getattr(value_of(v), "dtype", float) for v in tree.leaves(b)))
@@ -162,7 +187,7 @@ def _system(where: str, A: Any, b: Any, x0: Any) -> tuple[Any, Any, Any]:
                     mend="spmd.put(b, spec, mesh), or A=spmd.linear_operator(f, in_specs, out_specs, shape=...)",
                 )
             )
-        space = tree.map(lambda v: _space_of(value_of(v)).of(np.float16), b)
+        space, A = tree.map(lambda v: _space_of(value_of(v)).of(np.float16), b), _Function.of(where, A)
     else:
         raise LayoutError(
             message(
@@ -220,18 +245,8 @@ def _differentiated(where, tape, A, b, x0, given, M, callback, options) -> Solut
     """The solution as a node of the tape. With x = solution and r = b - A x, whose value is small, the derivative of x
     is A^-1 dr at fixed x: A x is on the tape for what A is made of, and the rest is another solve."""
     below = _lowered(A, tape)
-    if not isinstance(A, LinearOperator) and transforms.innermost(tree.leaves(A(tree.map(value_of, b)))) is not None:
-        raise DifferentiationError(
-            message(
-                where,
-                argument="A",
-                got="a function that closes over a differentiated array",
-                need="an operator that knows what it is differentiated with respect to",
-                mend="spmd.linear_operator(f, in_specs, out_specs, params=theta, shape=...)",
-            )
-        )
     found = cg(below, tree.map(lambda v: transforms.lower(v, tape), b), x0, M=M, callback=callback, **options)
-    _, x, _ = _system(where, below, found.x, None)
+    below, x, _ = _system(where, below, found.x, None)
     xs, treedef = tree.flatten(x)
     residual = tree.leaves(_axpy(-1, A(x), b))
 
@@ -320,7 +335,7 @@ def _lsqr(A, b, start, domain, damp, atol, btol, conlim, maxiter, callback) -> L
     alpha, v = _unit(adjoint(u)) if beta > 0 else (0.0, change)
     # rho_bar and phi_bar are the last diagonal entry and the last right-hand side of the rotated system.
     w, rho_bar, phi_bar = v, alpha, beta
-    squares, inverse_squares, damped = alpha**2, 0.0, 0.0
+    squares, inverse_squares, damped, size_a = alpha**2, 0.0, 0.0, alpha
     residuals, normal, reason, converged = [beta], alpha * beta, "", True
     if beta <= btol * size_b:
         reason = "the system is solved"
@@ -362,7 +377,6 @@ def _lsqr(A, b, start, domain, damp, atol, btol, conlim, maxiter, callback) -> L
         elif conlim and size_a * math.sqrt(inverse_squares) >= conlim:
             reason, converged = f"the condition is beyond {conlim:.3g}", False
     x = change if start is None else _axpy(1, start, change)
-    size_a = math.sqrt(squares)
     condition = size_a * math.sqrt(inverse_squares)
     done = len(residuals) - 1
     return LeastSquares(x, done, residuals[-1], converged, reason, tuple(residuals), normal, size_a, condition)

@@ -60,6 +60,10 @@ class Linear:
         """What the map goes from and to, where that is known."""
         return None, None
 
+    def _ends_with(self, other: Linear) -> Ends:
+        """What the sum of two maps goes from and to."""
+        return self._ends
+
     def _make(self, terms: Iterable[Term], ends: Ends) -> Any:
         """A map of the same kind from a normal form."""
         raise NotImplementedError
@@ -85,7 +89,7 @@ class Linear:
         if not isinstance(other, Linear):
             return NotImplemented
         self._meet(other, "+")
-        return self._make((*self.terms, *other.terms), self._ends)
+        return self._make((*self.terms, *other.terms), self._ends_with(other))
 
     def __mul__(self, number: Any) -> Any:
         number = _number(number)
@@ -343,7 +347,7 @@ def _chained(factors: tuple[Linear, ...]) -> tuple[tuple[Linear, ...], dict[str,
                     message(
                         "A @ B",
                         got=f"{formula(((1, chain),))}, which gives {known[n].target} arrays along axis {n!r}, before "
-                        f"{factor!r}",
+                        f"{formula(((1, (factor,)),))}",
                         need=f"{along.source} arrays along {n!r}",
                         mend=f"Sum(({n!r},)) or Collect(({n!r},)) in between make a Varying array Invariant, Replicate "
                         "a Rooted one",
