@@ -166,5 +166,5 @@ def __getattr__(name: str):
     if name in ("plan_needs", "plan_transposed", "plan_window", "plan_windows"):
         return getattr(importlib.import_module("spmd.window"), name)
     if name in ("halo_accumulate", "halo_exchange"):
-        return getattr(importlib.import_module("spmd.operators.halo"), name)
+        return globals().setdefault(name, getattr(importlib.import_module("spmd.operators.halo"), name))
     raise AttributeError(f"module 'spmd' has no attribute {name!r}")

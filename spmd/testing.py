@@ -20,7 +20,8 @@ from spmd.mesh import Mesh
 from spmd.operators.base import Operator, Vary
 from spmd.operators.exchange import AllToAll, Piece, RaggedAllToAll
 from spmd.operators.gather import AllGather, Collect, ReduceScatter, Slice
-from spmd.operators.halo import BOUNDARIES, HaloAccumulate, HaloExchange, halo_plan
+from spmd.operators.halo import HaloAccumulate, HaloExchange
+from spmd.operators.halo_plan import BOUNDARIES, halo_plan
 from spmd.operators.permute import Permute
 from spmd.operators.reduce import Sum
 from spmd.operators.repartition import Accumulate, Repartition

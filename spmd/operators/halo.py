@@ -1,261 +1,39 @@
 """Blocks with their neighbours' edges around them, and the adjoint, which adds them back.
 
-A halo is planned in integers, one dimension at a time: `halo_plan` says of every block of a dimension which entries of
-which blocks it gets, and where. The operators carry plans out, dimension after dimension, so that corners come along
-with the edges: a worker exchanges messages with those only that lie on its own lines through the grid of blocks.
+`halo_plan` says of every block of a dimension which entries of which blocks it gets, and where. The operators carry
+plans out, dimension after dimension, so that corners come along with the edges: a worker exchanges messages with those
+only that lie on its own lines through the grid of blocks.
 """
 
 from __future__ import annotations
 
 import sys
-from bisect import bisect_right
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from operator import index
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from spmd.errors import LayoutError, SpecError, describe, message, nearest
-from spmd.layout import P, block_sizes, offsets
+from spmd.layout import P, block_sizes
 from spmd.mesh import here
 from spmd.operators.base import Launched, Operator, Shape, operate, sealed
+from spmd.operators.halo_plan import (
+    BOUNDARIES,
+    HaloPlan,
+    Message,
+    Pair,
+    Piece,
+    halo_plan,
+    lengths_before,
+    near_size,
+    trimmed,
+)
 from spmd.transport.base import Call, Comm, Group, Handle, gather_cost
 
-__all__ = ["HaloAccumulate", "HaloExchange", "HaloPlan", "Piece", "halo_accumulate", "halo_exchange", "halo_plan"]
-
-Pair = tuple[int, int]
-BOUNDARIES = ("none", "zero", "periodic", "reflect", "edge")
-
-
-# The plan of one dimension: integers only
-
-
-class Piece(NamedTuple):
-    """Entries start:stop of block `source`, which stand at place `at` of the result: from the last to the first where
-    flipped; a single entry may stand there `repeat` times."""
-
-    source: int
-    start: int
-    stop: int
-    at: int
-    flipped: bool = False
-    repeat: int = 1
-
-    @property
-    def length(self) -> int:
-        return (self.stop - self.start) * self.repeat
-
-
-class Message(NamedTuple):
-    """What one block gives to another: ranges of its entries, each once and one after the other, and where the pieces
-    stand that are taken from them. Of a block's own pieces start and stop count within the block, else within the
-    message."""
-
-    ranges: tuple[Pair, ...]
-    pieces: tuple[Piece, ...]
-
-    @property
-    def length(self) -> int:
-        return sum(stop - start for start, stop in self.ranges)
-
-
-@dataclass(frozen=True)
-class HaloPlan:
-    """What every block of a dimension gets from the others.
-
-    sizes: the lengths of the blocks; lengths: those of the results. pieces: for each result what it is put together
-    of, in the order of their places; what they leave out is zero.
-    """
-
-    sizes: tuple[int, ...]
-    lengths: tuple[int, ...]
-    pieces: tuple[tuple[Piece, ...], ...]
-
-    @cached_property
-    def messages(self) -> dict[Pair, Message]:
-        """By source and target; those of a block to itself are its own pieces."""
-        found: dict[Pair, list[Piece]] = {}
-        for target, pieces in enumerate(self.pieces):
-            for p in pieces:
-                found.setdefault((p.source, target), []).append(p)
-        return {
-            (s, t): Message(((0, self.sizes[s]),), tuple(pieces)) if s == t else _packed(pieces)
-            for (s, t), pieces in sorted(found.items())
-        }
-
-    @cached_property
-    def sends(self) -> tuple[dict[int, Message], ...]:
-        """For each block its messages to others, by target."""
-        return tuple({t: m for (s, t), m in self.messages.items() if s == k != t} for k in range(len(self.sizes)))
-
-    @cached_property
-    def takes(self) -> tuple[dict[int, Message], ...]:
-        """For each block the messages that come for it, by source."""
-        return tuple({s: m for (s, t), m in self.messages.items() if t == k != s} for k in range(len(self.sizes)))
-
-    @cached_property
-    def moves(self) -> bool:
-        """Whether any block gets something from another."""
-        return any(self.sends)
-
-    def own(self, k: int) -> tuple[Piece, ...]:
-        """The pieces that block k gives to itself."""
-        message = self.messages.get((k, k))
-        return message.pieces if message else ()
-
-    def keeps(self, k: int) -> bool:
-        """Whether the result of block k is the block itself."""
-        return self.lengths[k] == self.sizes[k] and all(p[:4] == (k, 0, self.sizes[k], 0) for p in self.pieces[k])
-
-
-def _packed(pieces: list[Piece]) -> Message:
-    """The message that holds what these pieces need of a block, each entry once."""
-    ranges: list[list[int]] = []
-    for start, stop in sorted((p.start, p.stop) for p in pieces):
-        if ranges and start <= ranges[-1][1]:
-            ranges[-1][1] = max(ranges[-1][1], stop)
-        else:
-            ranges.append([start, stop])
-    at = offsets([stop - start for start, stop in ranges])
-
-    def shifted(p: Piece) -> Piece:
-        k = next(k for k, (start, stop) in enumerate(ranges) if start <= p.start and p.stop <= stop)
-        return p._replace(start=p.start - ranges[k][0] + at[k], stop=p.stop - ranges[k][0] + at[k])
-
-    return Message(tuple((start, stop) for start, stop in ranges), tuple(map(shifted, pieces)))
-
-
-class _Run(NamedTuple):
-    """Entries start:stop of the whole dimension, and where they stand: as in `Piece`."""
-
-    start: int
-    stop: int
-    at: int
-    flipped: bool = False
-    repeat: int = 1
-
-
-@lru_cache(maxsize=1024)
-def halo_plan(sizes: tuple[int, ...], widths: tuple[Pair, ...], boundary: str) -> HaloPlan:
-    """The plan of one dimension.
-
-    sizes: the lengths of its blocks. widths: (low, high) of each block, how far its result reaches below and above
-    the block; a negative width trims. boundary: what stands beyond the ends of the array: see `halo_exchange`.
-
-    The result of a block at [start, stop) is the box [start - low, stop + high) of the array, continued at its ends.
-    Raises LayoutError where more is trimmed than is there, and where an array without entries is to be continued.
-    """
-    at, n = offsets(sizes), sum(sizes)
-    lengths, found = [], []
-    for k, (low, high) in enumerate(widths):
-        start, stop = at[k] - low, at[k + 1] + high
-        if stop < start:
-            raise _trimmed("halo_plan", k, sizes[k], (low, high))
-        if boundary == "none":
-            start, stop = (min(max(end, 0), n) for end in (start, stop))
-        lengths.append(stop - start)
-        runs = _runs(start, stop, n, boundary)
-        found.append(tuple(piece for run in runs for piece in _owned(run, at)))
-    return HaloPlan(sizes, tuple(lengths), tuple(found))
-
-
-def _runs(start: int, stop: int, n: int, boundary: str) -> Iterator[_Run]:
-    """What stands at start:stop of an array of length n that is continued at its ends."""
-    if 0 <= start <= stop <= n or boundary in ("none", "zero"):
-        a, b = max(start, 0), min(stop, n)
-        if a < b:
-            yield _Run(a, b, a - start)
-        return
-    if start == stop:
-        return
-    if n == 0:
-        raise LayoutError(
-            message(
-                "spmd.halo_exchange",
-                argument="boundary",
-                got=f'"{boundary}" for an array of length 0',
-                need="an entry at least, to be repeated beyond the ends",
-                mend='boundary="zero"',
-            )
-        )
-    if boundary == "edge" or (boundary == "reflect" and n == 1):  # a single entry is its own mirror image
-        if start < 0:
-            yield _Run(0, 1, 0, False, min(stop, 0) - start)
-        a, b = max(start, 0), min(stop, n)
-        if a < b:
-            yield _Run(a, b, a - start)
-        a = max(start, n)
-        if a < stop:
-            yield _Run(n - 1, n, a - start, False, stop - a)
-        return
-    period = n if boundary == "periodic" else 2 * (n - 1)
-    for base in range(start // period * period, stop, period):
-        a, b = max(start, base), min(stop, base + n)
-        if a < b:
-            yield _Run(a - base, b - base, a - start)
-        a, b = max(start, base + n), min(stop, base + period)  # the way back, which leaves out the ends
-        if a < b:
-            mirror = base + 2 * n - 1
-            yield _Run(mirror - b, mirror - a, a - start, True)
-
-
-def _owned(run: _Run, at: Sequence[int]) -> list[Piece]:
-    """A run cut at the ends of the blocks, which begin at `at`; in the order of their places."""
-    pieces = []
-    k = bisect_right(at, run.start) - 1
-    while k < len(at) - 1 and at[k] < run.stop:
-        start, stop = max(run.start, at[k]), min(run.stop, at[k + 1])
-        if start < stop:
-            place = run.at + (run.stop - stop if run.flipped else start - run.start)
-            pieces.append(Piece(k, start - at[k], stop - at[k], place, run.flipped, run.repeat))
-        k += 1
-    return pieces[::-1] if run.flipped else pieces
-
-
-def _before(lengths: tuple[int, ...], widths: tuple[Pair, ...], boundary: str, parts: Sequence[int]) -> tuple[int, ...]:
-    """The sizes of the blocks whose results have these lengths. With "none" they do not say it all: balanced blocks
-    are tried first, then such as halos do not reach across."""
-    if boundary != "none":
-        return tuple(n - low - high for n, (low, high) in zip(lengths, widths, strict=True))
-    total, ends = sum(lengths), range(len(lengths))
-    added = sum(max(w, 0) for pair in widths for w in pair)
-    cut = sum(max(-w, 0) for pair in widths for w in pair)
-    guesses: Iterator[tuple[int, ...]] = (block_sizes(n, parts) for n in range(max(total - added, 0), total + cut + 1))
-    near = tuple(_near(lengths[k], widths[k], k == 0, k == ends[-1]) for k in ends)
-    for sizes in (*guesses, near):
-        fit = min(sizes) >= 0 and all(n + low + high >= 0 for n, (low, high) in zip(sizes, widths, strict=True))
-        if fit and halo_plan(sizes, widths, boundary).lengths == lengths:
-            return sizes
-    raise LayoutError(
-        message(
-            "spmd.halo_accumulate",
-            argument="x",
-            got=f"blocks of lengths {lengths}",
-            need=f"lengths that blocks have after a halo of {widths}",
-            mend="give the sizes of the blocks without halo: sizes=, or shape= for balanced ones",
-        )
-    )
-
-
-def _near(length: int, widths: Pair, first: bool, last: bool) -> int:
-    """The size of a block without its halo, where halos end within the next block."""
-    low, high = widths
-    return length - (min(low, 0) if first else low) - (min(high, 0) if last else high)
-
-
-def _trimmed(where: str, block: int, size: int, widths: Pair) -> LayoutError:
-    return LayoutError(
-        message(
-            f"spmd.{where}",
-            argument="widths",
-            got=f"{widths} for block {block}, of length {size}",
-            need="widths that leave a length of zero at least: low + high + the block's length",
-            mend="trim less; give each block its own widths, [(low, high), ...], where one pair does not suit all",
-        )
-    )
-
+__all__ = ["HaloAccumulate", "HaloExchange", "halo_accumulate", "halo_exchange"]
 
 # Moving blocks
 
@@ -329,8 +107,61 @@ class Steps:
         return self.value
 
 
+class Dimension(NamedTuple):
+    """One dimension as a worker sees it: the workers along it, the widths of all their blocks, the boundary."""
+
+    line: Group
+    pairs: tuple[Pair, ...]
+    boundary: str
+
+    @property
+    def alone(self) -> bool:
+        """Whether the worker needs nobody else here, nor anybody else this one: halos reach nowhere, or trim."""
+        return self.line.size == 1 or all(low <= 0 and high <= 0 for low, high in self.pairs)
+
+    @property
+    def own(self) -> Pair:
+        return self.pairs[self.line.index]
+
+
+@lru_cache(maxsize=1024)
+def _dimensions(
+    spec: P,
+    widths: tuple[tuple[Pair, ...], ...],
+    boundary: str | tuple[str, ...],
+    axes: tuple[str, ...],
+    sides: Shape,
+    members: Shape,
+    place: int,
+    ndim: int,
+) -> tuple[Dimension, ...]:
+    """The dimensions of the block of the worker at `place` of a group."""
+    found = []
+    for d in range(ndim):
+        line = _line(axes, sides, members, place, spec.dims[d] if d < len(spec) else ())
+        pairs = widths[d] if d < len(widths) else ((0, 0),)
+        end = boundary if isinstance(boundary, str) else boundary[d] if d < len(boundary) else "none"
+        found.append(Dimension(line, pairs * line.size if len(pairs) == 1 else pairs, end))
+    return tuple(found)
+
+
+def _line(axes: tuple[str, ...], sides: Shape, members: Shape, place: int, names: tuple[str, ...]) -> Group:
+    """Of a group along `axes` those that differ from the one at `place` along `names` only."""
+    strides, stride = {}, 1
+    for name, n in zip(reversed(axes), reversed(sides), strict=True):
+        strides[name] = (stride, n)
+        stride *= n
+    own = [place // strides[n][0] % strides[n][1] for n in names]
+    places = [place - sum(k * strides[n][0] for k, n in zip(own, names, strict=True))]
+    at = 0
+    for k, n in zip(own, names, strict=True):
+        places = [p + j * strides[n][0] for p in places for j in range(strides[n][1])]
+        at = at * strides[n][1] + k
+    return Group(names, tuple(strides[n][1] for n in names), tuple(members[p] for p in places), at)
+
+
 class Stage(NamedTuple):
-    """One dimension: the workers along it, its plan, and which of the plan's blocks is this worker's."""
+    """The plan of a dimension, which of its blocks is this worker's, and the workers that it is for."""
 
     line: Group
     plan: HaloPlan
@@ -354,26 +185,17 @@ class Stage(NamedTuple):
         whole = _whole(self.plan.own(self.k), size)
         return whole.at if whole else None
 
-    @property
-    def full(self) -> bool:
-        """Whether pieces fill the whole result."""
-        return sum(p.length for p in self.plan.pieces[self.k]) == self.length
 
-
-@lru_cache(maxsize=4096)
-def _line(axes: tuple[str, ...], dims: Shape, members: Shape, place: int, names: tuple[str, ...]) -> Group:
-    """Of a group along `axes` those that differ from the one at `place` along `names` only."""
-    strides, stride = {}, 1
-    for name, n in zip(reversed(axes), reversed(dims), strict=True):
-        strides[name] = (stride, n)
-        stride *= n
-    own = [place // strides[n][0] % strides[n][1] for n in names]
-    places = [place - sum(k * strides[n][0] for k, n in zip(own, names, strict=True))]
-    at = 0
-    for k, n in zip(own, names, strict=True):
-        places = [p + j * strides[n][0] for p in places for j in range(strides[n][1])]
-        at = at * strides[n][1] + k
-    return Group(names, tuple(strides[n][1] for n in names), tuple(members[p] for p in places), at)
+def _stages(dimensions: Sequence[Dimension], block: Shape, sizes: Sequence[tuple[int, ...] | None]) -> list[Stage]:
+    """The plans for a block of this shape. sizes: the lengths of all blocks of a dimension, where they matter."""
+    stages = []
+    for dim, n, known in zip(dimensions, block, sizes, strict=True):
+        if dim.alone:
+            stages.append(Stage(dim.line, halo_plan((n,), (dim.own,), dim.boundary), 0))
+        else:
+            assert known is not None
+            stages.append(Stage(dim.line, halo_plan(known, dim.pairs, dim.boundary), dim.line.index))
+    return stages
 
 
 _WHOLE = P()
@@ -414,55 +236,25 @@ class _Halo(Operator):
         if self.sizes is not None:
             object.__setattr__(self, "sizes", _sizes(where, self.sizes))
 
-    def _pairs(self, d: int, count: int) -> tuple[Pair, ...]:
-        """The widths of all blocks of a dimension."""
-        if d >= len(self.widths):
-            return ((0, 0),) * count
-        pairs = self.widths[d]
-        return pairs * count if len(pairs) == 1 else pairs
-
-    def _boundary(self, d: int) -> str:
-        if isinstance(self.boundary, str):
-            return self.boundary
-        return self.boundary[d] if d < len(self.boundary) else "none"
-
-    def _lines(self, group: Group, ndim: int) -> list[Group]:
-        """For each dimension the workers along it; this one alone where nobody needs anything of another."""
-        lines = []
-        for d in range(ndim):
-            names = self.spec.dims[d] if d < len(self.spec) else ()
-            line = _line(group.axes, group.dims, group.members, group.index, names)
-            reaches = any(w > 0 for pair in self._pairs(d, line.size) for w in pair)
-            lines.append(line if reaches else _line(group.axes, group.dims, group.members, group.index, ()))
-        return lines
-
-    def _place(self, group: Group, d: int) -> int:
-        """Which block of a dimension is this worker's."""
-        names = self.spec.dims[d] if d < len(self.spec) else ()
-        return _line(group.axes, group.dims, group.members, group.index, names).index
-
-    def _stages(self, group: Group, block: Shape, sizes: Sequence[tuple[int, ...] | None]) -> list[Stage]:
-        stages = []
-        for d, line in enumerate(self._lines(group, len(block))):
-            place, known = self._place(group, d), sizes[d]
-            if line.size > 1:
-                assert known is not None
-                plan = halo_plan(known, self._pairs(d, line.size), self._boundary(d))
-                stages.append(Stage(line, plan, place))
-            else:
-                own = self._pairs(d, place + 1)[place]
-                stages.append(Stage(line, halo_plan((block[d],), (own,), self._boundary(d)), 0))
-        return stages
+    def _dimensions(self, group: Group, ndim: int) -> tuple[Dimension, ...]:
+        return _dimensions(
+            self.spec, self.widths, self.boundary, group.axes, group.dims, group.members, group.index, ndim
+        )
 
     def _given(self, d: int) -> tuple[int, ...] | None:
         """The lengths of the blocks of a dimension, if known."""
         return self.sizes[d] if self.sizes is not None and d < len(self.sizes) else None
 
-    def _learnt(self, comm: Comm, group: Group, x: np.ndarray, call: Call):
+    def _like(self, kind: type[_Halo], **changes: Any) -> _Halo:
+        """This operator, or its adjoint, with other sizes: what was checked once need not be checked again."""
+        other = object.__new__(kind)
+        other.__dict__.update({f.name: getattr(self, f.name) for f in fields(self)}, **changes)
+        return other
+
+    def _learnt(self, comm: Comm, dimensions: Sequence[Dimension], x: np.ndarray, call: Call):
         """For each dimension the lengths of the blocks there are, where they matter and are not known: gathered."""
-        lines = self._lines(group, x.ndim)
-        unknown = [d for d, line in enumerate(lines) if line.size > 1 and self._given(d) is None]
-        handles = [comm.all_gather(lines[d], call, np.array([x.shape[d]])) for d in unknown]
+        unknown = [d for d, dim in enumerate(dimensions) if not dim.alone and self._given(d) is None]
+        handles = [comm.all_gather(dimensions[d].line, call, np.array([x.shape[d]])) for d in unknown]
         found: dict[int, tuple[int, ...]] = {}
         for d, handle in zip(unknown, handles, strict=True):
             found[d] = tuple(int(n[0]) for n in (yield handle))
@@ -489,38 +281,29 @@ class _Halo(Operator):
                         else "leave out dimensions that the block does not have",
                     )
                 )
-        for d in range(x.ndim):
-            self._check_dimension(group, d)
+        for d, dim in enumerate(self._dimensions(group, x.ndim)):
+            for argument, found in {"widths": dim.pairs, "sizes": self._given(d)}.items():
+                if found is not None and len(found) != dim.line.size:
+                    raise self._miscounted(argument, d, found, dim.line.size)
 
-    def _check_dimension(self, group: Group, d: int) -> None:
-        names = self.spec.dims[d] if d < len(self.spec) else ()
-        line = _line(group.axes, group.dims, group.members, group.index, names)
-        given = {"widths": self.widths[d] if d < len(self.widths) else ((0, 0),), "sizes": self._given(d)}
-        for argument, found in given.items():
-            if found is None or len(found) == line.size or (argument == "widths" and len(found) == 1):
-                continue
-            raise LayoutError(
-                message(
-                    f"spmd.{self.function}",
-                    argument=f"{argument}, dimension {d}",
-                    got=f"{len(found)} entries: {found}",
-                    need=f"{line.size}, one per block",
-                    mend="one (low, high) for all blocks"
-                    if argument == "widths"
-                    else "None where they are to be learnt",
-                )
+    def _miscounted(self, argument: str, d: int, found: tuple, blocks: int) -> LayoutError:
+        return LayoutError(
+            message(
+                f"spmd.{self.function}",
+                argument=f"{argument}, dimension {d}",
+                got=f"{len(found)} entries: {found}",
+                need=f"{blocks}, one per block",
+                mend="one (low, high) for all blocks" if argument == "widths" else "None where they are to be learnt",
             )
+        )
 
-    def _at(self, group: Group, shape: Shape) -> Iterator[tuple[Group, int]]:
-        return zip(self._lines(group, len(shape)), shape, strict=True)
-
-    def _supposed(self, group: Group, d: int, line: Group, n: int) -> tuple[int, ...] | None:
+    def _supposed(self, d: int, dim: Dimension, n: int) -> tuple[int, ...] | None:
         """The lengths of the blocks of a dimension; if they are not known, n for this one and enough for others."""
         known = self._given(d)
-        if known is not None or line.size == 1:
+        if known is not None or dim.alone:
             return known
-        enough = n + sum(abs(w) for pair in self._pairs(d, line.size) for w in pair) + 1
-        return tuple(n if k == line.index else enough for k in range(line.size))
+        enough = n + sum(abs(w) for pair in dim.pairs for w in pair) + 1
+        return tuple(n if k == dim.line.index else enough for k in range(dim.line.size))
 
     def _agree(self, part: np.ndarray, block: np.ndarray, d: int, m: Message, line: Group, s: int) -> None:
         if part.shape != (*block.shape[:d], m.length, *block.shape[d + 1 :]):
@@ -535,12 +318,14 @@ class _Halo(Operator):
                 )
             )
 
-    def _cost(self, group: Group, block: Shape, sizes, x: np.ndarray, forward: bool) -> tuple[int, int]:
+    def _cost(
+        self, dimensions: Sequence[Dimension], block: Shape, sizes, x: np.ndarray, forward: bool
+    ) -> tuple[int, int]:
         """The messages and bytes of this worker: the lengths it tells, and the halos."""
         count = nbytes = 0
         shape = list(block)
-        for d, stage in enumerate(self._stages(group, block, sizes)):
-            if stage.line.size > 1 and self._given(d) is None:
+        for d, stage in enumerate(_stages(dimensions, block, sizes)):
+            if not dimensions[d].alone and self._given(d) is None:
                 told = gather_cost(stage.line, np.zeros(1, np.int64))
                 count, nbytes = count + told[0], nbytes + told[1]
             for m in (stage.plan.sends if forward else stage.plan.takes)[stage.k].values():
@@ -557,8 +342,8 @@ class HaloExchange(_Halo):
 
     def check(self, group: Group, x: np.ndarray) -> None:
         super().check(group, x)
-        for d, n in enumerate(x.shape):
-            k, given = self._place(group, d), self._given(d)
+        for d, dim in enumerate(self._dimensions(group, x.ndim)):
+            n, k, given = x.shape[d], dim.line.index, self._given(d)
             if given is not None and given[k] != n:
                 raise LayoutError(
                     message(
@@ -569,25 +354,25 @@ class HaloExchange(_Halo):
                         mend="leave sizes and shape out: they are learnt",
                     )
                 )
-            low, high = self._pairs(d, k + 1)[k]
-            if n + low + high < 0:
-                raise _trimmed(self.function, k, n, (low, high))
+            if n + sum(dim.own) < 0:
+                raise trimmed(self.function, k, n, dim.own)
 
     def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
         return Steps(self._exchange(comm, group, x, call)), lambda found: found
 
     def _exchange(self, comm: Comm, group: Group, x: np.ndarray, call: Call):
-        learnt = yield from self._learnt(comm, group, x, call)
+        dimensions = self._dimensions(group, x.ndim)
+        learnt = yield from self._learnt(comm, dimensions, x, call)
         sizes = tuple(learnt.get(d, self._given(d)) for d in range(x.ndim))
-        bound = replace(self, sizes=sizes, block=x.shape)
-        stages = self._stages(group, x.shape, sizes)
+        bound = self._like(type(self), sizes=sizes, block=x.shape)
+        stages = _stages(dimensions, x.shape, sizes)
         if all(stage.idle for stage in stages):
             return x, bound
         # The result is made once, and the block put where it stands in it; each stage then fills a little more. A
         # block that is trimmed may still owe others what it loses, so there every stage makes an array of its own.
         places = [stage.place for stage in stages]
         shape = tuple(stage.length for stage in stages)
-        make = np.empty_like if all(stage.full for stage in stages) else np.zeros_like
+        make = np.empty_like if all(stage.plan.full(stage.k) for stage in stages) else np.zeros_like
         room, window = None, []
         if all(at is not None for at in places):
             room = make(x, shape=shape, order="C")
@@ -618,12 +403,13 @@ class HaloExchange(_Halo):
 
     @property
     def H(self) -> Operator:
-        return HaloAccumulate(self.axes, self.spec, self.widths, self.boundary, self.sizes, self.block)
+        return self._like(HaloAccumulate)
 
     def cost(self, group: Group, x: np.ndarray) -> tuple[int, int]:
         """Exact where sizes are known, or where halos end within the next block."""
-        sizes = [self._supposed(group, d, line, n) for d, (line, n) in enumerate(self._at(group, x.shape))]
-        return self._cost(group, x.shape, sizes, x, True)
+        dimensions = self._dimensions(group, x.ndim)
+        sizes = [self._supposed(d, dim, x.shape[d]) for d, dim in enumerate(dimensions)]
+        return self._cost(dimensions, x.shape, sizes, x, True)
 
 
 class HaloAccumulate(_Halo):
@@ -636,9 +422,10 @@ class HaloAccumulate(_Halo):
         return Steps(self._accumulate(comm, group, x, call)), lambda found: found
 
     def _accumulate(self, comm: Comm, group: Group, x: np.ndarray, call: Call):
-        learnt = yield from self._learnt(comm, group, x, call)
-        block, sizes = self._without(group, x.shape, learnt)
-        stages = self._stages(group, block, sizes)
+        dimensions = self._dimensions(group, x.ndim)
+        learnt = yield from self._learnt(comm, dimensions, x, call)
+        block, sizes = self._without(dimensions, x.shape, learnt)
+        stages = _stages(dimensions, block, sizes)
         need = tuple(stage.length for stage in stages)
         if x.shape != need:
             raise LayoutError(
@@ -650,7 +437,7 @@ class HaloAccumulate(_Halo):
                     mend="give the spec, widths, boundary and sizes of the exchange",
                 )
             )
-        bound = replace(self, sizes=sizes, block=block)
+        bound = self._like(type(self), sizes=sizes, block=block)
         g = x
         for d in reversed(range(x.ndim)):
             line, plan, k = stages[d]
@@ -671,37 +458,34 @@ class HaloAccumulate(_Halo):
             g = out
         return sealed(g), bound
 
-    def _without(self, group: Group, shape: Shape, learnt: dict[int, tuple[int, ...]]):
+    def _without(self, dimensions: Sequence[Dimension], shape: Shape, learnt: dict[int, tuple[int, ...]]):
         """The shape of the block without its halo, and the lengths of all where they matter."""
         block, sizes = [], []
-        for d, line in enumerate(self._lines(group, len(shape))):
-            place, known = self._place(group, d), self._given(d)
-            if line.size > 1 and known is None:
-                known = _before(learnt[d], self._pairs(d, line.size), self._boundary(d), line.dims)
+        for d, dim in enumerate(dimensions):
+            known = self._given(d)
+            if known is None and not dim.alone:
+                known = lengths_before(learnt[d], dim.pairs, dim.boundary, dim.line.dims)
             sizes.append(known)
             if self.block is not None:
                 block.append(self.block[d])
             elif known is not None:
-                block.append(known[place])
+                block.append(known[dim.line.index])
             else:
-                own = self._pairs(d, place + 1)[place]
-                block.append(_before((shape[d],), (own,), self._boundary(d), ())[0])
+                block.append(lengths_before((shape[d],), (dim.own,), dim.boundary, ())[0])
         return tuple(block), tuple(sizes)
 
     @property
     def H(self) -> Operator:
-        return HaloExchange(self.axes, self.spec, self.widths, self.boundary, self.sizes, self.block)
+        return self._like(HaloExchange)
 
     def cost(self, group: Group, x: np.ndarray) -> tuple[int, int]:
         """Exact where sizes are known, or where halos end within the next block."""
-        sizes = []
-        for d, (line, length) in enumerate(self._at(group, x.shape)):
-            place, none = self._place(group, d), self._boundary(d) == "none"
-            own = self._pairs(d, line.size)[place] if line.size > 1 else (0, 0)
-            n = _near(length, own, none and place == 0, none and place == line.size - 1)
-            sizes.append(self._supposed(group, d, line, max(n, 0)))
-        block, _ = replace(self, sizes=sizes)._without(group, x.shape, {})
-        return self._cost(group, block, sizes, x, False)
+        dimensions, sizes = self._dimensions(group, x.ndim), []
+        for d, dim in enumerate(dimensions):
+            n = near_size(x.shape[d], dim.own, dim.boundary, dim.line.index, dim.line.size)
+            sizes.append(self._supposed(d, dim, max(n, 0)))
+        block, _ = replace(self, sizes=sizes)._without(dimensions, x.shape, {})
+        return self._cost(dimensions, block, sizes, x, False)
 
 
 # The functions that users write

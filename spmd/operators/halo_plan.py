@@ -1,0 +1,260 @@
+"""Halos in integers, one dimension at a time: which entries of which blocks each block gets, and where they stand."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+from spmd.errors import LayoutError, message
+from spmd.layout import block_sizes, offsets
+
+__all__ = [
+    "BOUNDARIES",
+    "HaloPlan",
+    "Message",
+    "Pair",
+    "Piece",
+    "halo_plan",
+    "lengths_before",
+    "near_size",
+    "trimmed",
+]
+
+Pair = tuple[int, int]
+BOUNDARIES = ("none", "zero", "periodic", "reflect", "edge")
+
+
+class Piece(NamedTuple):
+    """Entries start:stop of block `source`, which stand at place `at` of the result: from the last to the first where
+    flipped; a single entry may stand there `repeat` times."""
+
+    source: int
+    start: int
+    stop: int
+    at: int
+    flipped: bool = False
+    repeat: int = 1
+
+    @property
+    def length(self) -> int:
+        return (self.stop - self.start) * self.repeat
+
+
+class Message(NamedTuple):
+    """What one block gives to another: ranges of its entries, each once and one after the other, and where the pieces
+    stand that are taken from them. Of a block's own pieces start and stop count within the block, else within the
+    message."""
+
+    ranges: tuple[Pair, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def length(self) -> int:
+        return sum(stop - start for start, stop in self.ranges)
+
+
+@dataclass(frozen=True)
+class HaloPlan:
+    """What every block of a dimension gets from the others.
+
+    sizes: the lengths of the blocks; lengths: those of the results. pieces: for each result what it is put together
+    of, in the order of their places; what they leave out is zero.
+    """
+
+    sizes: tuple[int, ...]
+    lengths: tuple[int, ...]
+    pieces: tuple[tuple[Piece, ...], ...]
+
+    @cached_property
+    def messages(self) -> dict[Pair, Message]:
+        """By source and target; those of a block to itself are its own pieces."""
+        found: dict[Pair, list[Piece]] = {}
+        for target, pieces in enumerate(self.pieces):
+            for p in pieces:
+                found.setdefault((p.source, target), []).append(p)
+        return {
+            (s, t): Message(((0, self.sizes[s]),), tuple(pieces)) if s == t else _packed(pieces)
+            for (s, t), pieces in sorted(found.items())
+        }
+
+    @cached_property
+    def sends(self) -> tuple[dict[int, Message], ...]:
+        """For each block its messages to others, by target."""
+        return tuple({t: m for (s, t), m in self.messages.items() if s == k != t} for k in range(len(self.sizes)))
+
+    @cached_property
+    def takes(self) -> tuple[dict[int, Message], ...]:
+        """For each block the messages that come for it, by source."""
+        return tuple({s: m for (s, t), m in self.messages.items() if t == k != s} for k in range(len(self.sizes)))
+
+    @cached_property
+    def moves(self) -> bool:
+        """Whether any block gets something from another."""
+        return any(self.sends)
+
+    def own(self, k: int) -> tuple[Piece, ...]:
+        """The pieces that block k gives to itself."""
+        message = self.messages.get((k, k))
+        return message.pieces if message else ()
+
+    def keeps(self, k: int) -> bool:
+        """Whether the result of block k is the block itself."""
+        return self.lengths[k] == self.sizes[k] and all(p[:4] == (k, 0, self.sizes[k], 0) for p in self.pieces[k])
+
+    def full(self, k: int) -> bool:
+        """Whether pieces fill the result of block k."""
+        return sum(p.length for p in self.pieces[k]) == self.lengths[k]
+
+
+def _packed(pieces: list[Piece]) -> Message:
+    """The message that holds what these pieces need of a block, each entry once."""
+    ranges: list[list[int]] = []
+    for start, stop in sorted((p.start, p.stop) for p in pieces):
+        if ranges and start <= ranges[-1][1]:
+            ranges[-1][1] = max(ranges[-1][1], stop)
+        else:
+            ranges.append([start, stop])
+    at = offsets([stop - start for start, stop in ranges])
+
+    def shifted(p: Piece) -> Piece:
+        k = next(k for k, (start, stop) in enumerate(ranges) if start <= p.start and p.stop <= stop)
+        return p._replace(start=p.start - ranges[k][0] + at[k], stop=p.stop - ranges[k][0] + at[k])
+
+    return Message(tuple((start, stop) for start, stop in ranges), tuple(map(shifted, pieces)))
+
+
+class _Run(NamedTuple):
+    """Entries start:stop of the whole dimension, and where they stand: as in `Piece`."""
+
+    start: int
+    stop: int
+    at: int
+    flipped: bool = False
+    repeat: int = 1
+
+
+@lru_cache(maxsize=1024)
+def halo_plan(sizes: tuple[int, ...], widths: tuple[Pair, ...], boundary: str) -> HaloPlan:
+    """The plan of one dimension.
+
+    sizes: the lengths of its blocks. widths: (low, high) of each block, how far its result reaches below and above
+    the block; a negative width trims. boundary: what stands beyond the ends of the array: see `halo_exchange`.
+
+    The result of a block at [start, stop) is the box [start - low, stop + high) of the array, continued at its ends.
+    Raises LayoutError where more is trimmed than is there, and where an array without entries is to be continued.
+    """
+    at, n = offsets(sizes), sum(sizes)
+    lengths, found = [], []
+    for k, (low, high) in enumerate(widths):
+        start, stop = at[k] - low, at[k + 1] + high
+        if stop < start:
+            raise trimmed("halo_plan", k, sizes[k], (low, high))
+        if boundary == "none":
+            start, stop = (min(max(end, 0), n) for end in (start, stop))
+        lengths.append(stop - start)
+        runs = _runs(start, stop, n, boundary)
+        found.append(tuple(piece for run in runs for piece in _owned(run, at)))
+    return HaloPlan(sizes, tuple(lengths), tuple(found))
+
+
+def _runs(start: int, stop: int, n: int, boundary: str) -> Iterator[_Run]:
+    """What stands at start:stop of an array of length n that is continued at its ends."""
+    if 0 <= start <= stop <= n or boundary in ("none", "zero"):
+        a, b = max(start, 0), min(stop, n)
+        if a < b:
+            yield _Run(a, b, a - start)
+        return
+    if start == stop:
+        return
+    if n == 0:
+        raise LayoutError(
+            message(
+                "spmd.halo_exchange",
+                argument="boundary",
+                got=f'"{boundary}" for an array of length 0',
+                need="an entry at least, to be repeated beyond the ends",
+                mend='boundary="zero"',
+            )
+        )
+    if boundary == "edge" or (boundary == "reflect" and n == 1):  # a single entry is its own mirror image
+        if start < 0:
+            yield _Run(0, 1, 0, False, min(stop, 0) - start)
+        a, b = max(start, 0), min(stop, n)
+        if a < b:
+            yield _Run(a, b, a - start)
+        a = max(start, n)
+        if a < stop:
+            yield _Run(n - 1, n, a - start, False, stop - a)
+        return
+    period = n if boundary == "periodic" else 2 * (n - 1)
+    for base in range(start // period * period, stop, period):
+        a, b = max(start, base), min(stop, base + n)
+        if a < b:
+            yield _Run(a - base, b - base, a - start)
+        a, b = max(start, base + n), min(stop, base + period)  # the way back, which leaves out the ends
+        if a < b:
+            mirror = base + 2 * n - 1
+            yield _Run(mirror - b, mirror - a, a - start, True)
+
+
+def _owned(run: _Run, at: Sequence[int]) -> list[Piece]:
+    """A run cut at the ends of the blocks, which begin at `at`; in the order of their places."""
+    pieces = []
+    k = bisect_right(at, run.start) - 1
+    while k < len(at) - 1 and at[k] < run.stop:
+        start, stop = max(run.start, at[k]), min(run.stop, at[k + 1])
+        if start < stop:
+            place = run.at + (run.stop - stop if run.flipped else start - run.start)
+            pieces.append(Piece(k, start - at[k], stop - at[k], place, run.flipped, run.repeat))
+        k += 1
+    return pieces[::-1] if run.flipped else pieces
+
+
+def lengths_before(
+    lengths: tuple[int, ...], widths: tuple[Pair, ...], boundary: str, parts: Sequence[int]
+) -> tuple[int, ...]:
+    """The sizes of the blocks whose results have these lengths. With "none" they do not say it all: balanced blocks
+    are tried first, then such as halos do not reach across."""
+    if boundary != "none":
+        return tuple(n - low - high for n, (low, high) in zip(lengths, widths, strict=True))
+    total, count = sum(lengths), len(lengths)
+    added = sum(max(w, 0) for pair in widths for w in pair)
+    cut = sum(max(-w, 0) for pair in widths for w in pair)
+    guesses: Iterator[tuple[int, ...]] = (block_sizes(n, parts) for n in range(max(total - added, 0), total + cut + 1))
+    near = tuple(near_size(lengths[k], widths[k], boundary, k, count) for k in range(count))
+    for sizes in (*guesses, near):
+        fit = min(sizes) >= 0 and all(n + low + high >= 0 for n, (low, high) in zip(sizes, widths, strict=True))
+        if fit and halo_plan(sizes, widths, boundary).lengths == lengths:
+            return sizes
+    raise LayoutError(
+        message(
+            "spmd.halo_accumulate",
+            argument="x",
+            got=f"blocks of lengths {lengths}",
+            need=f"lengths that blocks have after a halo of {widths}",
+            mend="give the sizes of the blocks without halo: sizes=, or shape= for balanced ones",
+        )
+    )
+
+
+def near_size(length: int, widths: Pair, boundary: str, k: int, blocks: int) -> int:
+    """The size of block k before its halo, if halos end within the next block."""
+    low, high = widths
+    ends = boundary == "none"
+    low, high = min(low, 0) if ends and k == 0 else low, min(high, 0) if ends and k == blocks - 1 else high
+    return length - low - high
+
+
+def trimmed(where: str, block: int, size: int, widths: Pair) -> LayoutError:
+    return LayoutError(
+        message(
+            f"spmd.{where}",
+            argument="widths",
+            got=f"{widths} for block {block}, of length {size}",
+            need="widths that leave a length of zero at least: low + high + the block's length",
+            mend="trim less; give each block its own widths, [(low, high), ...], where one pair does not suit all",
+        )
+    )
