@@ -41,3 +41,35 @@ def test_an_affine_layer_on_unequal_partitions():
 @pytest.mark.skipif(mpiexec() is None, reason="no mpiexec beside this Python")
 def test_the_same_under_mpiexec():
     assert right(launch(AFFINE, n=12, timeout=120)) == right(run_python(AFFINE))
+
+
+WAVE = ROOT / "examples" / "wave.py"
+SHORT = ("--points", "12", "--steps", "2", "--times", "40")
+
+
+def wave(ended: subprocess.CompletedProcess) -> list[str]:
+    """The lines of wave.py that say no times."""
+    assert ended.returncode == 0, str(ended)
+    return [re.sub(r"  +[\d.]+ s$", "", line) for line in ended.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("mesh", ["2,2", "3,1", "1,1"])
+def test_the_gradient_of_a_wave_is_the_adjoint_by_hand(mesh, tmp_path):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("scipy")
+    plot = tmp_path / "wave.png"
+    lines = wave(run_python(WAVE, *SHORT, "--mesh", mesh, "--plot", str(plot), timeout=120))
+    assert float(re.search(r"by hand: ([\d.e+-]+) apart", lines[2])[1]) < 1e-12
+    assert float(re.search(r"misfit ([\d.e+-]+) of the start", "\n".join(lines))[1]) < 1
+    messages = int(re.search(r"takes (\d+) messages", lines[3])[1])
+    assert messages == 0 if mesh == "1,1" else messages > 0
+    assert plot.stat().st_size > 10_000
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(mpiexec() is None, reason="no mpiexec beside this Python")
+def test_a_wave_under_mpiexec_takes_the_same_steps():
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("scipy")
+    ours, theirs = wave(launch(WAVE, *SHORT, n=4, timeout=120)), wave(run_python(WAVE, *SHORT, timeout=120))
+    assert ours[:3] + ours[4:] == theirs[:3] + theirs[4:]  # the fourth counts messages: here the gradient is assembled
