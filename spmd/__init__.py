@@ -164,7 +164,7 @@ def __getattr__(name: str):
     if name == "at_root":
         return importlib.import_module("spmd.operators.at_root").at_root
     if name in ("plan_needs", "plan_transposed", "plan_window", "plan_windows"):
-        return getattr(importlib.import_module("spmd.window"), name)
+        return globals().setdefault(name, getattr(importlib.import_module("spmd.window"), name))
     if name in ("halo_accumulate", "halo_exchange"):
         return globals().setdefault(name, getattr(importlib.import_module("spmd.operators.halo"), name))
     raise AttributeError(f"module 'spmd' has no attribute {name!r}")

@@ -398,8 +398,7 @@ def _check_target(where: str, source: Layout, target: Layout, shape: tuple[int, 
                 mend="leave it out, and read the shape off the result: plan.target.shape",
             )
         )
-    workers = range(max(source.size, target.size))
-    if source.size != target.size or any(source.positions(w) != target.positions(w) for w in workers):
+    if source.axes != target.axes or any(source.positions(w) != target.positions(w) for w in range(source.size)):
         raise LayoutError(
             message(
                 where,
