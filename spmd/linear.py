@@ -27,7 +27,7 @@ from spmd.layout import Layout, P
 from spmd.mapping import Mapped, _brought
 from spmd.mapping import map as spmd_map
 from spmd.mesh import Mesh
-from spmd.operators.algebra import Linear, Number, Term, Terms, added, collected, formula
+from spmd.operators.algebra import Linear, Term, Terms, added, collected, formula
 from spmd.specs import spread
 
 __all__ = [
@@ -385,11 +385,24 @@ def _made(terms: Iterable[Term], domain: Any, range: Any) -> LinearOperator:
     match kept:
         case ((1, (LinearOperator() as one,)),):
             return one
-    numbers: list[Number] = [c for c, _ in kept]
-    kinds = {np.dtype(type(c)).kind for c in numbers}
-    kinds |= {_dtype(space).kind for _, factors in kept for f in factors for space in f._ends}
-    if "c" in kinds:  # else the adjoint of a composition of real and complex maps would not be that of its parts
-        domain, range = (tree.map(lambda s: s.of(np.complex64), space) for space in (domain, range))
+    factors = [f for _, fs in kept for f in fs]
+    starts = [_dtype(fs[-1].domain if fs else domain).kind for _, fs in kept]  # type: ignore[attr-defined]
+    is_complex = any(isinstance(c, complex) for c, _ in kept)
+    kinds = {_dtype(space).kind for f in factors for space in f._ends}
+    if not any(_dtype(f.domain).kind != _dtype(f.range).kind for f in factors):  # type: ignore[attr-defined]
+        # One kind for all: else the adjoint of a composition of real and complex maps would not be that of its parts.
+        if is_complex or "c" in kinds:
+            domain, range = (tree.map(lambda s: s.of(np.complex64), space) for space in (domain, range))
+    elif is_complex or set(starts) != {_dtype(domain).kind}:
+        raise LayoutError(
+            message(
+                "the algebra of operators",
+                got=formula(kept, str),
+                need="real multiples and sums of one kind where a factor maps between real and complex arrays: it is "
+                "linear over the real numbers only",
+                mend="make its body one on complex arrays, with dtype=complex",
+            )
+        )
     return _Expression(kept, domain, range)
 
 

@@ -210,7 +210,7 @@ def cut(u):
     return u[: (spmd.worker_index("x") + 1) % 3]
 
 
-N = 8
+N = 5
 
 
 def operators(mesh, dtype=float):
@@ -459,12 +459,12 @@ def test_errors():
     with mesh:
         whole = linear_operator(lambda u: u, P(), P(), shape=(N,))
     cases = [
-        (lambda: a @ c, LayoutError, r"needed: float64\[8\]"),
+        (lambda: a @ c, LayoutError, r"needed: float64\[5\]"),
         (lambda: a + c, LayoutError, "B that gives"),
         (lambda: a @ whole, SpecError, "one spec and one mesh"),
         (lambda: a @ b, SpecError, r"on Mesh\(x=2\)"),
         (lambda: a @ RING, LayoutError, "linear_operator"),
-        (lambda: a @ np.ones(3), LayoutError, r"needed: shape \[8\]"),
+        (lambda: a @ np.ones(3), LayoutError, r"needed: shape \[5\]"),
         (lambda: a @ (np.ones(N), np.ones(N)), LayoutError, "PyTree"),
         (lambda: a @ spmd.put(np.ones(N), P("x"), other), MeshError, "an array on"),
         (lambda: a @ np.array(["a"] * N), LayoutError, "numbers"),
@@ -483,3 +483,63 @@ def test_errors():
     for f, kind, text in cases:
         with pytest.raises(kind, match=text):
             f()
+
+
+# The dot test
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.complex128, np.float32, np.complex64])
+def test_the_dot_test_of_global_operators(dtype):
+    mesh = spmd.Mesh(x=3, scheduler="lockstep")
+    a, b, cut = operators(mesh, dtype)
+    for op in (a, a.H, cut, 2 * a.H @ b - identity(a.domain), VStack(a, cut), HStack(a, b).H, BlockDiagonal(cut, a)):
+        report = check_adjoint(op, exact=True, trials=1)
+        assert (report.passed, report.error, report.mode) == (True, 0.0, "exact"), op
+        report = check_adjoint(op, trials=1)
+        assert report.passed, op
+        assert 0 < report.bound < 1e5 * np.finfo(dtype).eps, op
+    assert "cut of (5,) on Mesh(x=3): adjoint (exact, 3 trials)" in str(check_adjoint(cut, exact=True))
+
+
+def test_the_dot_test_of_maps_between_real_and_complex_arrays():
+    mesh = spmd.Mesh(x=2, scheduler="lockstep")
+    with mesh:
+        rfft = linear_operator(lambda u: np.fft.rfft(u, axis=1), P("x"), P("x"), shape=(4, 9))
+    assert rfft.range.shape == (4, 5)
+    half = linear_operator(lambda u: 1j * u, P("x"), P("x"), shape=(4, 5), dtype=complex, mesh=mesh)
+    one = identity(rfft.domain)
+    for op in (
+        rfft,
+        rfft.H,
+        rfft.H @ rfft,
+        half @ rfft,
+        2 * rfft.H @ half @ rfft - one,
+    ):
+        check_adjoint(op)
+    for bad in (lambda: 1j * rfft, lambda: rfft.H @ rfft + 1j * one):
+        with pytest.raises(LayoutError, match="linear over the real numbers only"):
+            bad()
+    copies = linear_operator(lambda u: spmd.psum(u, "x"), P("x"), P(), shape=(6,), mesh=mesh)
+    check_adjoint(copies, exact=True)  # of which the result is Invariant: it counts once
+
+
+def test_the_dot_test_sees_what_is_wrong():
+    mesh = spmd.Mesh(x=3, scheduler="lockstep")
+
+    def made(f, adjoint=None, dtype=float):
+        return linear_operator(f, P("x"), P("x"), shape=(9,), mesh=mesh, adjoint=adjoint, dtype=dtype)
+
+    def fault(op, **options):
+        with pytest.raises(AssertionError, match="NOT adjoint"):
+            check_adjoint(op, **options)
+        return check_adjoint(op, raises=False, **options).kind
+
+    almost = lambda v: v * (1 + 1e-9)
+    for exact in (False, True):
+        assert fault(made(lambda u: u * u), exact=exact) == "linear"
+        assert fault(made(lambda u: u + 1), exact=exact) == "linear"
+        assert fault(made(shifted, shifted), exact=exact) == "value"
+        assert fault(made(lambda u: u, almost), exact=exact) == "value"
+        assert fault(made(lambda u: 1j * u, lambda v: 1j * v, complex), exact=exact) == "value"
+        assert fault(made(lambda u: u + spmd.stop_gradient(u)), exact=exact) == "value"
+    check_adjoint(made(lambda u: 1j * u, lambda v: -1j * v, complex), exact=True)

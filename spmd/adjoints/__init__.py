@@ -20,6 +20,7 @@ from spmd.autodiff.tape import suspended
 from spmd.errors import SpecError, message
 from spmd.layout import Layout, P
 from spmd.mesh import Mesh, Worker
+from spmd.operators.algebra import Linear
 from spmd.operators.base import Operator
 
 __all__ = ["AdjointError", "AdjointReport", "Entry", "Fault", "Place", "check_adjoint", "table"]
@@ -58,11 +59,19 @@ def check_adjoint(
 
     Linearity comes first; what is not linear has no adjoint. Then: F* gives back shape, dtype and state of the
     arguments, workers that hold copies of a value hold the same, F** = F, and nothing writes into its input.
-    Collective under MPI; all workers reach one verdict.
+    Collective under MPI; all workers reach one verdict. Of an operator on global arrays (`spmd.linear_operator`) the
+    adjoint A.H is tested: `check_adjoint(A)`; it brings its shapes, specs, dtypes and mesh.
     Returns a report, which also says where F* is not F^H; raises AdjointError, which holds one, unless raises=False.
     An error in f is raised as it is.
     """
     where = "spmd.check_adjoint"
+    if not shapes and isinstance(f, Linear) and hasattr(f, "domain"):
+        from spmd.adjoints.across import check_across
+
+        report = check_across(f, bool(exact), trials, seed)  # type: ignore[arg-type]
+        if raises and not report.passed:
+            raise AdjointError(report)
+        return report
     mesh = mesh_for(mesh, where)
     if not shapes:
         raise SpecError(

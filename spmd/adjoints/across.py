@@ -1,0 +1,126 @@
+"""The dot test of an operator on global arrays: <A x, y> = <x, A.H y>."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from spmd.adjoints.report import AdjointReport, Fault, number, plain
+from spmd.adjoints.trial import _SAFETY, _SHAKES
+from spmd.autodiff import tree
+from spmd.autodiff.transforms import vjp
+from spmd.ledger import ledger
+from spmd.linear import LinearOperator, Space, _conj
+from spmd.mesh import Worker
+from spmd.transport.base import Call
+
+__all__ = ["check_across"]
+
+
+def check_across(op: LinearOperator, exact: bool, trials: int, seed: int) -> AdjointReport:
+    """Test A and A.H in as many trials; where one fails no other follows."""
+    shapes = tuple(s.shape for s in tree.leaves(op.domain))
+    report = AdjointReport(str(op), shapes, repr(op.mesh), "exact" if exact else "float", trials)
+    report.reproduce = f"spmd.check_adjoint(A, exact={exact}, trials={trials}, seed={seed})"
+    for t in range(trials):
+        _trial(op, exact, (seed, t), report)
+        if report.faults:
+            break
+    return report
+
+
+def _trial(op: LinearOperator, exact: bool, key: tuple[int, ...], report: AdjointReport) -> None:
+    """One trial, entered into the report."""
+    mixed = len({op.dtype.kind, *(s.dtype.kind for s in tree.leaves((op.domain, op.range)))}) > 1
+    eps = max(float(np.finfo(s.dtype).eps) for s in tree.leaves((op.domain, op.range)))
+    x, z, y = (_drawn(s, exact, (*key, k)) for k, s in enumerate((op.domain, op.domain, op.range)))
+    with ledger() as log:
+        out = op(x)
+    report.messages = sum(r.messages for r in log.workers.values())
+    report.bytes = sum(r.bytes for r in log.workers.values())
+    back = op.H(y)
+
+    def close(a: Any, b: Any) -> bool:
+        gap = _norm(tree.map(np.subtract, a, b))
+        return gap == 0 if exact else gap <= np.sqrt(eps) * (1 + _norm(b))
+
+    if not close(op(tree.map(lambda v, u: v - 2 * u, z, x)), tree.map(lambda v, u: v - 2 * u, op(z), out)):
+        report.faults.append(Fault("linear", "A is not linear: A(z - 2x) is not A(z) - 2 A(x)"))
+        return
+    for found, space, name in ((out, op.range, "A"), (back, op.domain, "A.H")):
+        for a, s in zip(tree.leaves(found), tree.leaves(space), strict=True):
+            if a.shape != s.shape or a.dtype != s.dtype:
+                report.faults.append(Fault("shape", f"{name} gives {a.dtype}{list(a.shape)}, needed {s}"))
+                return
+    forward, backward = _inner(out, y), _inner(x, back)
+    if mixed:  # the adjoint is over the reals
+        forward, backward = forward.real, backward.real
+    norms = _norm(out) * _norm(y), _norm(x) * _norm(back)
+    scale = sum(norms)
+    error = abs(forward - backward) / scale if scale else abs(forward - backward)
+    bound = 0.0 if exact else _SAFETY * _moved(op, x, y, out, back, key) / (scale or 1) + 4 * eps
+    if not error < report.error:
+        report.forward, report.backward = number(forward), number(backward)
+        report.error, report.bound = float(error), bound
+    if not error <= bound:
+        text = "<F x, y> and <x, F* y> differ by " + plain(number(forward - backward))
+        report.faults.append(Fault("value", text + ("; integers must agree" if exact else ", more than rounding does")))
+    elif not close(_conj(vjp(op, x)[1](_conj(y))[0]), back):
+        report.faults.append(Fault("twice", "where A is differentiated its transpose is another one than A.T"))
+
+
+def _drawn(space: Any, exact: bool, key: tuple[int, ...]) -> Any:
+    """A random element of a space: no zeros behind which an error would hide."""
+    spaces, treedef = tree.flatten(space)
+
+    def one(s: Space, k: int):
+        def block(shape: tuple[int, ...], place: tuple[int, ...]) -> np.ndarray:
+            rng = np.random.default_rng([*key, k, *place])
+            most = 1 << (np.finfo(s.dtype).nmant // 3)
+
+            def real():
+                whole = rng.integers(1, most + 1, shape) * rng.choice((-1, 1), shape)
+                return whole if exact else rng.standard_normal(shape)
+
+            return real() + 1j * real() if s.dtype.kind == "c" else real()
+
+        return s.made(block)
+
+    return tree.unflatten(treedef, [one(s, k) for k, s in enumerate(spaces)])
+
+
+def _moved(op: LinearOperator, x: Any, y: Any, out: Any, back: Any, key: tuple[int, ...]) -> float:
+    """How far the products move when x and y are perturbed in the last bit."""
+
+    def shaken(space: Any, u: Any, tag: int) -> Any:
+        noise = _drawn(space, False, (*key, tag))
+        return tree.map(lambda a, n: a * (1 + float(np.finfo(a.dtype).eps) * np.sign(np.real(n))), u, noise)
+
+    def most(f: Callable, space: Any, u: Any, was: Any, tag: int) -> float:
+        return max(_norm(tree.map(np.subtract, f(shaken(space, u, tag + r)), was)) for r in range(_SHAKES))
+
+    return most(op, op.domain, x, out, 100) * _norm(y) + most(op.H, op.range, y, back, 200) * _norm(x)
+
+
+def _inner(a: Any, b: Any) -> Any:
+    """<a, b> in extended precision, copies counted once."""
+    pairs = list(zip(tree.leaves(a), tree.leaves(b), strict=True))
+    mesh = pairs[0][0].mesh
+    axes = tuple(mesh.axes)
+
+    def body(worker: Worker):
+        w, total = worker.index, np.clongdouble(0)
+        for u, v in pairs:
+            if u.layout.owners[w] == w:
+                total += np.sum(np.conj(u.blocks[w]).astype(np.clongdouble) * v.blocks[w].astype(np.clongdouble))
+        mine = np.array([total])
+        call = Call("check_adjoint", axes, mine.dtype, mine.shape, alike=True)
+        return np.sum(worker.comm.all_gather(worker.group(axes), call, mine).wait(), axis=0)[0]
+
+    return next(iter(mesh.run(body).results.values()))
+
+
+def _norm(a: Any) -> float:
+    return float(np.sqrt(_inner(a, a).real))
