@@ -237,9 +237,9 @@ class _Apart:
                         _WHERE,
                         argument="f",
                         got=f"{call} {call.source}, within a function that only the root along {along[0]!r} runs",
-                        need="no collective along the axes of the root; none is needed for the gradient of an array "
-                        "that met others, if all that vary along them are arguments",
-                        mend="call it before or after at_root",
+                        need="no collective along the axes of the root, nor an argument that is differentiated and "
+                        "meets data that vary along them: its gradient is a sum over workers",
+                        mend="call it before or after at_root; make Varying data Rooted (spmd.gather, spmd.sum_reduce)",
                     )
                 )
             return found(group, call, *args)
