@@ -327,7 +327,7 @@ def check_pair(problem: Problem) -> None:
 
 
 @given(problems(("f8", "c16", "f4")))
-@settings(max_examples=200)
+@settings(max_examples=120)
 def test_exact_dot_test(problem):
     note(str(problem))
     check_pair(problem)
@@ -678,10 +678,19 @@ def test_planted_faults_are_found(fault, boundary, seed):
     kind = fault if fault is _WithoutCorners else planted(fault)
     op = kind(("x", "y"), P("x", "y"), 1, boundary)
     mesh = spmd.Mesh(x=2, y=2, transport="local")
-    report = check_adjoint(op, (6, 5), mesh=mesh, in_specs=P("x", "y"), seed=seed, trials=1, raises=False)
+    report = check_adjoint(op, (6, 5), mesh=mesh, in_specs=P("x", "y"), seed=seed, trials=1, raises=False, shrink=False)
     assert not report.passed
     right = HaloExchange(("x", "y"), P("x", "y"), 1, boundary)
     assert check_adjoint(right, (6, 5), mesh=mesh, in_specs=P("x", "y"), seed=seed, trials=1)
+
+
+def test_a_lost_corner_is_located():
+    """On the smallest mesh and halo that have one."""
+    op = _WithoutCorners(("x", "y"), P("x", "y"), 1, "zero")
+    mesh = spmd.Mesh(x=2, y=2, transport="local")
+    said = str(check_adjoint(op, (6, 5), mesh=mesh, in_specs=P("x", "y"), trials=1, raises=False))
+    assert "of (1, 1) on Mesh(x=2, y=2)" in said
+    assert "from y[0, 0] (worker 3 (x=1, y=1)) to x[0, 0] (worker 0 (x=0, y=0)): 1, needed 0" in said
 
 
 def test_a_planner_that_is_wrong_is_found(monkeypatch):

