@@ -478,10 +478,22 @@ def test_an_error_of_f_is_that_of_the_map(mesh):
     near(spmd.map(lambda x: spmd.psum(x, "x"), P("x"), P(), mesh=mesh)(np.ones(N)), [N])
 
 
+def again(r):
+    return spmd.checkpoint(lambda r: spmd.replicate(r, "x"))(r)
+
+
+def given_back(w):
+    return np.sum(spmd.replicate(spmd.checkpoint(lambda w: spmd.keep(w, "x"))(w), "x"))
+
+
 @pytest.mark.parametrize(
     ("f", "words"),
     [
-        (lambda r: spmd.checkpoint(lambda r: r)(r), "checkpoint | Rooted(0 along x) | spmd.replicate"),
+        (
+            lambda r: spmd.grad(lambda r: np.sum(again(r)))(r),
+            "checkpoint | arguments | Rooted(0 along x) | spmd.replicate",
+        ),
+        (lambda r: spmd.grad(lambda w: given_back(w))(W), "checkpoint | result | Rooted(0 along x) | spmd.replicate"),
         (lambda r: spmd.vjp(lambda r: r, r)[1](W), "cotangent | Rooted(0 along x) | spmd.keep"),
         (lambda r: spmd.vjp(lambda r: r, r)[1](spmd.keep(W, "x", 1)), "cotangent | Rooted(0 along x) | Rooted(1"),
         (lambda r: spmd.jvp(lambda r: r, (r,), (W,)), "tangents | Rooted(0 along x) | spmd.keep"),
@@ -491,7 +503,7 @@ def test_an_error_of_f_is_that_of_the_map(mesh):
 def test_misuse_in_differentiation_is_an_error(mesh, f, words):
     def body(w):
         r = spmd.keep(w, "x")
-        return spmd.grad(lambda s: np.sum(spmd.replicate(f(r), "x")) * s)(1.0) if "checkpoint" in words else f(r)
+        return f(r)
 
     with pytest.raises(DifferentiationError) as caught:
         spmd.map(body, P(), P(), mesh=mesh)(W)
