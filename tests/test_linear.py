@@ -348,6 +348,10 @@ def test_an_adjoint_that_is_given():
     assert calls
     second = lambda op: spmd.grad(lambda x: np.sum(spmd.grad(f(op))(x) ** 2))(x)
     assert np.array_equal(second(a), second(b))
+    uneven = linear_operator(
+        cut, P("x"), P("x"), shape=(6,), mesh=mesh, adjoint=lambda v: np.concatenate([v, np.zeros(2)])[:2]
+    )
+    assert np.array_equal(uneven.H.dense(), uneven.dense().T)
     z = (1j - 2) * np.arange(9.0)
     c = linear_operator(
         lambda u: 1j * spmd.shift(u, "x"),

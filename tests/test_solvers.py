@@ -123,6 +123,8 @@ def test_where_cg_ends():
     assert (few.iterations, few.converged, few.reason) == (3, False, "no convergence in 3 iterations")
     assert cg(a, b, maxiter=0).iterations == 0
     assert cg(a, b, rtol=0, atol=0.1).residual <= 0.1
+    assert cg(a, np.ones(20), rtol=0.1, atol=0.125).reason.endswith(f"below {0.1 * 20**0.5:.3g}")
+    assert cg(a, np.ones(20), rtol=0.01, atol=0.125).reason.endswith("below 0.125")
     assert cg(-1 * a, b).reason == "A is not positive definite"
     assert cg(a, b, M=-1 * identity(a.domain)).reason == "the preconditioner is not positive definite"
     assert cg(a, np.full(20, np.nan)).reason == "numbers are not finite"
@@ -303,6 +305,10 @@ def test_the_estimates_of_lsqr():
     found = lsqr(from_scipy(c, P("x"), mesh=LOCK), np.ones(6), atol=1e-10, btol=1e-10)
     assert found.norm == pytest.approx(np.linalg.norm(c), rel=1e-6)
     assert found.condition == pytest.approx(np.linalg.norm(c) * np.linalg.norm(np.linalg.inv(c)), rel=1e-6)
+    damped = lsqr(from_scipy(c, P("x"), mesh=LOCK), np.ones(6), damp=2.0, atol=1e-10, btol=1e-10)
+    below = np.vstack([c, 2 * np.eye(6)])
+    assert damped.norm == pytest.approx(np.linalg.norm(below), rel=1e-6)
+    assert damped.condition == pytest.approx(np.linalg.norm(below) * np.linalg.norm(np.linalg.pinv(below)), rel=1e-6)
 
 
 # Arguments, and the same bits everywhere
