@@ -23,17 +23,21 @@ _UNITS = 192
 
 
 class Matrices(InBody):
-    """The matrices of F and F*, column by column."""
+    """The matrices of F and F*, column by column.
 
-    def __init__(self, test: DotTest, worker: Worker):
+    reals: over the reals, in which a complex number is two: shows maps that are not linear over the complex numbers.
+    """
+
+    def __init__(self, test: DotTest, worker: Worker, reals: bool = False):
         super().__init__(test, worker, (test.seed, 0))
+        self.reals = reals or test.real
 
     def found(self) -> tuple[np.ndarray, np.ndarray, list[Place], list[Place]] | None:
         """F^H and F* as matrices, and what their rows and columns stand for; None if that would take too long."""
         xs = [self.argument(k) for k in range(len(self.test.shapes))]
         outs = self.run(xs)
         kinds = {np.dtype(a.dtype).kind == "c" for a in (*xs, *outs)}
-        self.split = (self.test.real and True in kinds) or len(kinds) > 1
+        self.split = (self.reals and True in kinds) or len(kinds) > 1
         starts = [self._start(self.layout(k)) for k in range(len(xs))]
         inputs = _Side(self, xs, "x", "source", starts)
         outputs = _Side(self, outs, "y", "target", [self._start(layout) for layout in self._results(len(outs))])
@@ -115,8 +119,8 @@ class _Side:
         return vector
 
 
-def hint(needed: np.ndarray, given: np.ndarray, room: float) -> str:
-    """What kind of fault turns the one matrix into the other."""
+def hint(needed: np.ndarray, given: np.ndarray, room: float, imaginary: np.ndarray) -> str:
+    """What kind of fault turns the one matrix into the other. imaginary: which rows are imaginary parts."""
 
     def same(a, b) -> bool:
         return a.shape == b.shape and bool(np.all(np.abs(a - b) <= room))
@@ -125,8 +129,8 @@ def hint(needed: np.ndarray, given: np.ndarray, room: float) -> str:
     if not wrong.any():
         return ""
     there, here = np.abs(needed) > room, np.abs(given) > room
-    if same(given, needed.conj()):
-        return "the conjugate is forgotten"
+    if same(given, needed.conj()) or same(given, np.where(imaginary[:, None], -needed, needed)):
+        return "the conjugate is forgotten, or taken once too often"
     if not here.any():
         return "F* gives zeros"
     if same(given, needed.conj().T):
