@@ -33,11 +33,10 @@ def adjoint(args: argparse.Namespace) -> int:
     rows = []
     for kind in operator_classes():
         cases = operator_cases(kind, mesh)
-        reports: list[AdjointReport] = []
-        for case in cases:
-            given = {"mesh": mesh, "in_specs": case.spec, "dtype": args.dtype, "trials": args.trials, "seed": args.seed}
-            reports.append(check_adjoint(case.operator, case.shape, raises=False, **given))
-        failed = [r for r in reports if not r.passed]
+        given = {"mesh": mesh, "dtype": args.dtype, "trials": args.trials, "seed": args.seed, "raises": False}
+        reports = [check_adjoint(case.operator, case.shape, in_specs=case.spec, **given) for case in cases]
+        costs = [f"{r.of}: sends {_cost(r)}, declares {_cost(r, declared=True)}" for r in reports if not fits(r)]
+        failures = [str(r) for r in reports if not r.passed]
         rows.append(
             {
                 "operator": kind.__name__,
@@ -45,8 +44,14 @@ def adjoint(args: argparse.Namespace) -> int:
                 "states": states(kind),
                 "adjoint": type(cases[0].operator.H).__name__,
                 "cases": len(cases) * args.trials,
-                "passed": not failed,
-                "failures": [str(r) for r in failed],
+                "exact": sum(r.passed and r.error == 0 for r in reports) * args.trials,
+                "messages": sum(r.messages for r in reports),
+                "bytes": sum(r.bytes for r in reports),
+                "declared_messages": sum(r.declared[0] for r in reports if r.declared),
+                "declared_bytes": sum(r.declared[1] for r in reports if r.declared),
+                "passed": not failures and not costs,
+                "failures": failures + costs,
+                "reports": [r.to_dict() for r in reports if not r.passed],
             }
         )
     if is_main():
@@ -54,14 +59,32 @@ def adjoint(args: argparse.Namespace) -> int:
     return int(not all(row["passed"] for row in rows))
 
 
+def fits(report: AdjointReport) -> bool:
+    """Whether an operator sent what it declares; of one that failed nobody knows."""
+    return report.declared is None or report.declared == (report.messages, report.bytes)
+
+
+def _cost(report: AdjointReport, declared: bool = False) -> str:
+    messages, size = report.declared or (0, 0) if declared else (report.messages, report.bytes)
+    return f"{messages} messages of {size} bytes"
+
+
 def table(mesh: Mesh, rows: list[dict]) -> str:
     """The rows as text."""
-    lines = [f"dot tests on {mesh}, transport {mesh.transport.name}: integers, exact equality", ""]
-    form = "{:14} {:19} {:11} {:14} {:>6}  {}"
-    lines.append(form.format("operator", "function", "states", "adjoint", "cases", "verdict"))
+    lines = [
+        f"dot tests on {mesh}, transport {mesh.transport.name}: integers, exact equality",
+        "messages and bytes: what all workers send, in one application of each case, against what is declared",
+        "",
+    ]
+    form = "{:14} {:24} {:11} {:14} {:>6} {:>6} {:>9} {:>10}  {:10} {}"
+    heads = ("operator", "function", "states", "adjoint", "cases", "exact", "messages", "bytes", "declared", "verdict")
+    lines.append(form.format(*heads))
     for r in rows:
-        verdict = "exact" if r["passed"] else "NOT ADJOINT"
-        lines.append(form.format(r["operator"], r["function"], r["states"], r["adjoint"], r["cases"], verdict))
+        alike = (r["messages"], r["bytes"]) == (r["declared_messages"], r["declared_bytes"])
+        cost = "as sent" if alike else f"{r['declared_messages']}, {r['declared_bytes']}"
+        wrong = "COST DIFFERS" if r["exact"] == r["cases"] else "NOT ADJOINT"
+        figures = (r["cases"], r["exact"], r["messages"], r["bytes"], cost, "exact" if r["passed"] else wrong)
+        lines.append(form.format(r["operator"], r["function"], r["states"], r["adjoint"], *figures))
     for r in rows:
         lines += ["", *r["failures"]] if r["failures"] else []
     return "\n".join(lines)

@@ -11,6 +11,7 @@ from launch import launch, mpiexec, run_python
 
 import spmd
 from spmd.__main__ import main, parse_mesh
+from spmd.operators.reduce import Sum
 from spmd.testing import operator_classes
 
 OPERATORS = [kind.__name__ for kind in operator_classes() if kind.__module__.startswith("spmd.")]
@@ -101,11 +102,15 @@ def test_adjoint_prints_a_row_for_every_operator():
     ended = run_python("-m", "spmd", "adjoint", "--mesh", "x=3,y=2")
     assert ended.returncode == 0, str(ended)
     assert not ended.stderr
-    title, _, head, *rows = ended.stdout.splitlines()
+    title, about, _, head, *rows = ended.stdout.splitlines()
     assert title == "dot tests on Mesh(x=3, y=2), transport local: integers, exact equality"
-    assert head.split() == ["operator", "function", "states", "adjoint", "cases", "verdict"]
+    assert about.startswith("messages and bytes: what all workers send")
+    heads = ["operator", "function", "states", "adjoint", "cases", "exact", "messages", "bytes", "declared", "verdict"]
+    assert head.split() == heads
     assert [row.split()[0] for row in rows] == OPERATORS
-    assert all(re.fullmatch(r"\w+ +spmd\.\w+ +\w+ → \w+ +\w+ +[1-9]\d* +exact", row) for row in rows)
+    form = r"\w+ +spmd\.\w+ +\w+ → \w+ +\w+ +([1-9]\d*) +\1 +\d+ +\d+  as sent +exact"
+    assert all(re.fullmatch(form, row) for row in rows)
+    assert all(row.index("  as sent ") == rows[0].index("  as sent ") for row in rows)
     assert len({row.index("spmd.") for row in rows}) == 1
 
 
@@ -116,7 +121,9 @@ def test_adjoint_in_json(capsys):
     for row in rows:
         assert row["passed"] is True
         assert row["failures"] == []
-        assert row["cases"] > 0
+        assert row["cases"] == row["exact"] > 0
+        assert (row["messages"], row["bytes"]) == (row["declared_messages"], row["declared_bytes"])
+        assert (row["messages"] > 0) == (row["operator"] not in ("Vary", "Keep", "Slice"))
         assert callable(getattr(spmd, row["function"].removeprefix("spmd.")))
         assert by_name[row["adjoint"]]["adjoint"] == row["operator"]
         assert by_name[row["adjoint"]]["states"] == " → ".join(reversed(row["states"].split(" → ")))
@@ -198,8 +205,23 @@ def test_a_wrong_operator_in_json(planted):
     assert ended.returncode == 1, str(ended)
     failed = [row for row in json.loads(ended.stdout) if not row["passed"]]
     assert [row["operator"] for row in failed] == ["Planted"]
-    assert len(failed[0]["failures"]) == 2
+    assert len(failed[0]["failures"]) == len(failed[0]["reports"]) == 2
+    report = failed[0]["reports"][0]
+    assert report["smallest"]["entries"][0]["needed"] == 1.0
+    assert report["kind"] == "value"
     assert all("integers must agree" in text for text in failed[0]["failures"])
+
+
+def test_a_wrong_cost_gives_status_1(capsys, monkeypatch):
+    monkeypatch.setattr(Sum, "cost", lambda self, group, x: (1, x.nbytes))
+    assert main(["adjoint", "--mesh", "x=3", "--trials", "1"]) == 1
+    out = capsys.readouterr().out
+    (row,) = [line for line in out.splitlines() if line.endswith("COST DIFFERS")]
+    assert re.match(r"Sum .* 3 +3 +36 +224  9, 168 +COST DIFFERS$", row), row
+    assert "Sum(axes=('x',)) of (3, 2) on Mesh(x=3): sends 12 messages of" in out
+    assert main(["adjoint", "--mesh", "x=3", "--trials", "1", "--json"]) == 1
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["operator"] for row in rows if not row["passed"]] == ["Sum"]
 
 
 def test_an_operator_without_cases_is_missed(planted):

@@ -154,7 +154,8 @@ class AdjointReport:
                 return [simple(v) for v in value]
             return value
 
-        return {"passed": self.passed} | {f.name: simple(getattr(self, f.name)) for f in fields(self)}
+        figures = {f.name: simple(getattr(self, f.name)) for f in fields(self)}
+        return {"passed": self.passed, "kind": self.kind, **figures}
 
 
 _KINDS: list[str] = [
