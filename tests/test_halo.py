@@ -237,6 +237,18 @@ def test_plan(data, boundary):
     check_plan(sizes, widths, boundary)
 
 
+def test_a_block_may_leave_its_own_entries_behind():
+    """Where it is trimmed on one side by as much as the halo is wide on the other."""
+    plan = halo_plan((1, 2), ((1, -1), (2, -2)), "zero")
+    assert plan.lengths == plan.sizes
+    assert [plan.keeps(k) for k in range(2)] == [False, False]
+    assert [len(pieces) for pieces in plan.pieces] == [0, 1]
+    layout = Layout((3,), P("x"), {"x": 2}, [(1, 2)])
+    for widths in (((1, -1), (2, -2)), ((-1, 1), (-2, 2)), ((-1, 2), (3, -2))):
+        for boundary in BOUNDARIES:
+            check_problem(Problem({"x": 2}, layout, (widths,), (boundary,), "f8", 1, None), "lockstep")
+
+
 def test_a_plan_reads_well():
     plan = halo_plan((3, 0, 2), ((1, 1), (0, 0), (1, 1)), "reflect")
     assert [[tuple(p) for p in pieces] for pieces in plan.pieces] == [

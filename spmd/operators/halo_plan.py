@@ -102,7 +102,8 @@ class HaloPlan:
 
     def keeps(self, k: int) -> bool:
         """Whether the result of block k is the block itself."""
-        return self.lengths[k] == self.sizes[k] and all(p[:4] == (k, 0, self.sizes[k], 0) for p in self.pieces[k])
+        own = self.lengths[k] == self.sizes[k] and self.full(k)
+        return own and all(p[:4] == (k, 0, self.sizes[k], 0) for p in self.pieces[k])
 
     def full(self, k: int) -> bool:
         """Whether pieces fill the result of block k."""
