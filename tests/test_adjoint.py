@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,7 +22,7 @@ from spmd.operators.gather import AllGather, ReduceScatter, Slice
 from spmd.operators.permute import Permute
 from spmd.operators.reduce import Sum
 from spmd.operators.root import Keep
-from spmd.testing import AdjointError, check_adjoint, operator_cases, operator_classes, states
+from spmd.testing import AdjointError, check_adjoint, operator_cases, operator_classes, states, table
 
 X = ("x",)
 MESHES = [{"x": 1}, {"x": 2}, {"x": 3}, {"x": 5}, {"x": 8}, {"x": 3, "y": 2}, {"x": 2, "y": 2, "z": 2}]
@@ -179,6 +180,125 @@ def test_no_false_alarm_in_other_dtypes(right, dtype):
             right.f, *right.shapes, mesh=mesh, in_specs=right.in_specs, trials=1, seed=seed, dtype=dtype
         )
         assert report.error <= report.bound < 1e4 * np.finfo(dtype).eps
+
+
+def ill(condition: float):
+    """The solution of a linear system of this condition, another on every worker."""
+
+    def ill_conditioned(x):
+        n = x.shape[0]
+        rng = np.random.default_rng([n, spmd.worker_index("x")])
+        q, p = (np.linalg.qr(rng.normal(size=(n, n)))[0] for _ in range(2))
+        a = q * np.geomspace(1, 1 / condition, n) @ p if condition else rng.normal(size=(n, n))
+        return np.linalg.solve(spmd.varying(a.astype(x.dtype), "x"), x)
+
+    return ill_conditioned
+
+
+@pytest.mark.parametrize("condition", [0, 1e2, 1e6, 1e12])
+@pytest.mark.parametrize("dtype", [np.float64, np.complex128], ids=str)
+def test_no_false_alarm_on_systems_of_any_condition(condition, dtype):
+    """The bound grows with the condition, which no perturbation of the arguments shows."""
+    meshes = [spmd.Mesh(x=n, scheduler="lockstep") for n in (1, 2, 4)]
+    for seed in range(30):
+        given = {"mesh": meshes[seed % 3], "in_specs": P("x"), "seed": seed, "trials": 1, "dtype": dtype}
+        report = check_adjoint(ill(condition), (40, 2), **given)
+        assert report.error <= report.bound / 4
+        assert report.bound < 1e-12 * max(condition, 1e4)
+
+
+def long_cumsum(x):
+    return np.cumsum(x, axis=0)
+
+
+def long_wave(u):
+    """Four hundred steps of the wave equation."""
+    before, now = u, u
+    for _ in range(400):
+        left = spmd.shift(now[-1:], "x", 1, wrap=False)
+        right = spmd.shift(now[:1], "x", -1, wrap=False)
+        wide = np.concatenate([left, now, right])
+        before, now = now, 2 * now - before + 0.3 * (wide[2:] - 2 * now + wide[:-2])
+    return now
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32], ids=str)
+@pytest.mark.parametrize(("f", "n", "seeds"), [(long_cumsum, 4000, 60), (long_wave, 12, 1)])
+def test_no_false_alarm_where_errors_pile_up(f, n, seeds, dtype):
+    for seed in range(seeds):
+        mesh = spmd.Mesh(x=seed % 3 + 1, scheduler="lockstep")
+        report = check_adjoint(f, (n,), mesh=mesh, in_specs=P("x"), seed=seed, trials=1, dtype=dtype)
+        assert report.error <= report.bound < 2e4 * np.finfo(dtype).eps
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.complex128], ids=str)
+@pytest.mark.parametrize(("f", "n", "seeds"), [(long_cumsum, 4000, 600), (long_wave, 16, 20), (ill(0), 40, 300)])
+def test_no_false_alarm_where_errors_pile_up_in_hundreds_of_draws(f, n, seeds, dtype):
+    for seed in range(seeds):
+        mesh = spmd.Mesh(x=seed % 3 + 1, scheduler="lockstep")
+        check_adjoint(f, (n,), mesh=mesh, in_specs=P("x"), seed=1000 + seed, trials=1, dtype=dtype)
+
+
+# Maps that are linear over the reals
+
+
+REAL = [
+    (np.conj, np.complex128, {"real": True}),
+    (lambda z: np.conj(z) * (1 + 2j) + 3 * z, np.complex64, {"real": True}),
+    (lambda z: spmd.psum(np.conj(z), "x"), np.complex128, {"real": True}),
+    (np.real, np.complex128, {}),
+    (lambda z: np.imag(z) * 2.0, np.complex128, {}),
+    (lambda x: x * (1 + 2j), np.float64, {}),
+    (lambda x: spmd.psum(x * 1j, "x"), np.float32, {}),
+    (np.conj, np.complex128, {"real": True, "adjoint": np.conj}),
+    (np.real, np.complex128, {"adjoint": lambda y: y + 0j}),
+]
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize(("f", "dtype", "options"), REAL)
+def test_maps_that_are_linear_over_the_reals(f, dtype, options, exact):
+    for seed in range(5):
+        given = {"mesh": spmd.Mesh(x=3), "in_specs": P("x"), "dtype": dtype, "seed": seed, "exact": exact}
+        assert check_adjoint(f, (6,), **given, **options)
+
+
+@pytest.mark.parametrize(
+    ("f", "adjoint", "options", "needed"),
+    [
+        (np.conj, lambda y: y, {"real": True}, {-1.0}),
+        (np.real, lambda y: y * 1j, {}, {0.0, 1.0}),
+        (lambda z: 1j * np.conj(z), lambda y: -1j * np.conj(y), {"real": True}, {1.0}),
+    ],
+)
+def test_wrong_adjoints_over_the_reals_are_located(f, adjoint, options, needed):
+    given = {"mesh": spmd.Mesh(x=3), "in_specs": P("x"), "dtype": complex, "exact": True, "raises": False}
+    for seed in range(20):
+        report = check_adjoint(f, (3,), adjoint=adjoint, seed=seed, **given, **options)
+        assert report.kind == "value"
+        assert {e.needed for e in report.entries} == needed
+        assert {e.x.unit for e in report.entries} <= {"re", "im"}
+    assert "from im y" in str(report) or "to im x" in str(report)
+
+
+def test_what_is_linear_over_the_reals_only_says_so():
+    report = check_adjoint(np.conj, (3,), mesh=spmd.Mesh(x=2), in_specs=P("x"), dtype=complex, raises=False)
+    assert report.kind == "linear"
+    assert "real=True tests it so (on all workers)" in str(report)
+    assert (
+        "real=True"
+        in check_adjoint(
+            np.conj,
+            (3,),
+            mesh=spmd.Mesh(x=2),
+            in_specs=P("x"),
+            dtype=complex,
+            real=True,
+            adjoint=np.negative,
+            raises=False,
+        ).reproduce
+    )
 
 
 @pytest.mark.full
@@ -607,6 +727,37 @@ def test_draws_differ_on_every_worker_and_hide_nothing():
 
     check_adjoint(keep, (5,), mesh=spmd.Mesh(x=3), in_specs=P(), trials=1)
     assert kept[0] == kept[1] == kept[2]  # an Invariant argument is one value
+
+
+def test_a_report_as_a_dictionary_and_a_table():
+    mesh = spmd.Mesh(x=3)
+    right = check_adjoint(Sum(X), (2,), mesh=mesh)
+    wrong = check_adjoint(_Twice(X), (2,), mesh=mesh, raises=False)
+    figures = json.loads(json.dumps(wrong.to_dict()))
+    assert figures["passed"] is False
+    assert figures["kind"] == "value"
+    assert figures["forward"] == wrong.forward
+    assert figures["differing"] == 6
+    assert figures["entries_of"] == 12
+    assert figures["smallest"]["entries"][0]["given"] == 2.0
+    assert figures["declared"] == [wrong.messages, wrong.bytes]
+    head, *rows = table([right, wrong]).splitlines()
+    assert head.split() == ["map", "mesh", "trials", "error", "bound", "messages", "bytes", "verdict"]
+    assert [row.split()[-1] for row in rows] == ["adjoint", "value"]
+    assert rows[0].startswith("Sum(axes=('x',)) (2,)")
+
+
+def test_workers_with_copies_must_agree():
+    """An Invariant cotangent that is another on one worker: its first copy alone would pass."""
+    mesh = spmd.Mesh(x=3, scheduler="lockstep")
+
+    def unlike(g):
+        return 2.0 * g if spmd.worker_index("x") == 2 else 1.0 * g
+
+    report = check_adjoint(lambda w: 1.0 * w, (2,), mesh=mesh, in_specs=P(), adjoint=unlike, raises=False)
+    assert report.kind == "copies"
+    text = "cotangent of argument 0 is Invariant along x, and worker 0 (x=0) and worker 2 (x=2) hold different values"
+    assert text in str(report)
 
 
 # Misuse

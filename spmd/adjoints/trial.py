@@ -102,11 +102,15 @@ class InBody:
             if self.test.adjoint is not None:
                 found = self.test.adjoint(*ys)
                 return tuple(found) if isinstance(found, tuple | list) else (found,)
-            conjugate = [np.conj(y) for y in ys]
-            return tuple(np.conj(g) for g in self.pull(tree.unflatten(self.out_tree, conjugate)))
+            return self._pulled(ys)
         except Exception as error:
             error.spmd_in_adjoint = True  # type: ignore[attr-defined]
             raise
+
+    def _pulled(self, ys) -> tuple:
+        """F* y by the tape."""
+        conjugate = [np.conj(y) for y in ys]
+        return tuple(np.conj(g) for g in self.pull(tree.unflatten(self.out_tree, conjugate)))
 
     def owns(self, x, rooted: tuple[str, ...]) -> bool:
         """Whether this worker is the first of those that hold the same value."""
@@ -286,16 +290,48 @@ class Trial(InBody):
         return None
 
     def _moved(self, xs, ys, outs, found) -> list[float]:
-        """How far F x and F* y move (squared, this worker's share) when x and y are perturbed in the last bit."""
+        """How far F x and F* y move (squared, this worker's share) when values are perturbed in the last bit: x, y, and
+        what the tape of F has kept, where the conditioning of its parts shows, as of a linear system."""
         most = [0.0, 0.0]
+        pulled = found if self.test.adjoint is None else self._pulled(ys)
         for r in range(_SHAKES):
             shaken_x = [self.draw.shaken(x, -200 - r) for x in xs]
             shaken_y = [self.draw.shaken(y, 200 + r) for y in ys]
-            pairs = ((self.forward(*shaken_x), outs, "target"), (self.back(*shaken_y), found, "source"))
-            for side, (new, old, which) in enumerate(pairs):
+            moves = (
+                (0, self.forward(*shaken_x), outs, "target"),
+                (1, self.back(*shaken_y), found, "source"),
+                (1, self._pulled_through_shaken(ys, 300 + r), pulled, "source"),
+            )
+            for side, new, old, which in moves:
                 delta = [n - o for n, o in zip(new, old, strict=True)]
                 most[side] = max(most[side], float(self.local(delta, delta, which).real))
         return most
+
+    def _pulled_through_shaken(self, ys, tag: int) -> tuple:
+        """The tape's F* y, with what the tape has kept perturbed in the last bit."""
+        nodes = self.pull.tape.nodes
+        kept = [node.args for node in nodes]
+        rngs: dict = {}
+
+        def shaken(a):
+            data = a.value if type(a) is Array else a
+            if type(data) is not np.ndarray or data.dtype.kind not in "fc":
+                return a
+            state = state_in(a, self.worker)
+            if state not in rngs:  # Workers that hold copies draw the same for them.
+                rngs[state] = self.draw.rng(state, tag)
+            signs = rngs[state].choice([-1.0, 1.0], data.shape)
+            new = sealed((data * (1 + np.finfo(data.dtype).eps * signs)).astype(data.dtype))
+            return Array(new, a.state) if type(a) is Array else new
+
+        try:
+            for node, args in zip(nodes, kept, strict=True):
+                if args is not None:
+                    node.args = tuple(shaken(a) for a in args)
+            return self._pulled(ys)
+        finally:
+            for node, args in zip(nodes, kept, strict=True):
+                node.args = args
 
 
 _SHAKES = 3
@@ -312,12 +348,12 @@ class _Draw:
         self.dtype = dtype
         self.key = key
 
-    def _rng(self, state, tag: int) -> np.random.Generator:
+    def rng(self, state, tag: int) -> np.random.Generator:
         place = [v if n in state.varying else 0 for n, v in self.worker.coordinates.items()]
         return np.random.default_rng([*self.key, tag % (1 << 31), *place])
 
     def __call__(self, shape: Shape, state, dtype: np.dtype, tag: int) -> Array:
-        rng = self._rng(state, tag)
+        rng = self.rng(state, tag)
 
         def real():
             if not self.exact:
@@ -336,7 +372,7 @@ class _Draw:
         return self(np.shape(value_of(x)), state_in(x, self.worker), dtype if dtype.kind in "fc" else self.dtype, tag)
 
     def shaken(self, x: Array, tag: int) -> Array:
-        signs = self._rng(x.state, tag).choice([-1.0, 1.0], np.shape(x.value))
+        signs = self.rng(x.state, tag).choice([-1.0, 1.0], np.shape(x.value))
         return Array((np.asarray(x.value) * (1 + np.finfo(x.dtype).eps * signs)).astype(x.dtype), x.state)
 
 
