@@ -385,7 +385,8 @@ def across(op: Linear, x: Any) -> Any:
     value = value_of(x)
     mesh, spec = getattr(value, "mesh", None), getattr(value, "spec", None)
     if mesh is None or not isinstance(spec, P):
-        here(getattr(op, "function", "an operator"))  # which says that this is no body
+        function = getattr(op, "function", None)
+        here(f"spmd.{function}" if function else "an operator")  # which says that this is no body
     known = signature(op)
     rooted = [n for n, along in known.items() if ROOTED in along.source + along.target]
     lost = [n for n, along in known.items() if along.target == VARYING and n not in cast(P, spec).axes]
