@@ -587,7 +587,7 @@ def test_wrong_pairs_are_caught_at_every_seed(wrong):
         report = checked(wrong, mesh, seed, shrink=seed == 0)
         assert not report, f"seed {seed}"
         assert wrong.fault in str(report), str(report)
-        assert report.kind == (report if report.smallest is None else report.smallest).kind
+        assert report.kind == report.smallest.kind
 
 
 @pytest.mark.full
@@ -688,7 +688,7 @@ def _named(f) -> bool:
 def test_the_line_that_reproduces_a_failure(wrong):
     """It runs by itself, fails as the report says, and cannot be made smaller."""
     report = checked(wrong, spmd.Mesh(x=3), 11, trials=2)
-    small = report if report.smallest is None else report.smallest
+    small = report.smallest
     assert str(report).endswith(f"\n  reproduce: {small.reproduce}")
     for one in (report, small):
         assert "\n" not in one.reproduce
@@ -740,6 +740,8 @@ def test_a_report_as_a_dictionary_and_a_table():
     assert figures["differing"] == 6
     assert figures["entries_of"] == 12
     assert figures["smallest"]["entries"][0]["given"] == 2.0
+    assert figures["smallest"]["smallest"] is None
+    assert right.smallest is None
     assert figures["declared"] == [wrong.messages, wrong.bytes]
     head, *rows = table([right, wrong]).splitlines()
     assert head.split() == ["map", "mesh", "trials", "error", "bound", "messages", "bytes", "verdict"]

@@ -10,9 +10,11 @@ from launch import PROGRAMS, launch, mpiexec
 from sampled import sample
 
 import spmd
+from spmd import P
 from spmd.adjoints import matrices
 from spmd.operators import base
 from spmd.operators.base import Operator
+from spmd.operators.halo import HaloAccumulate, HaloExchange
 from spmd.state import VARYING
 from spmd.testing import AdjointReport, check_adjoint, operator_classes
 
@@ -194,3 +196,40 @@ def test_planted_faults_are_caught_and_located(kind, name):
 @pytest.mark.parametrize("kind", OURS, ids=lambda kind: kind.__name__)
 def test_planted_faults_are_caught_on_larger_meshes(kind, name):
     run_planted(kind, name, range(100, 200), 12)
+
+
+# What shrinking comes to
+
+
+class _WithoutCorner(HaloExchange):
+    """Its adjoint loses the first corner of the halo, where there is one."""
+
+    @property
+    def H(self):
+        whole = super().H
+        return _made(_LosesCorner, whole)
+
+
+class _LosesCorner(HaloAccumulate):
+    def launch(self, comm, group, x, call):
+        y = np.array(x)
+        if len(self.widths) == 2 and all(low > 0 for ((low, _),) in self.widths):
+            y[(0,) * y.ndim] = 0
+        return super().launch(comm, group, base.sealed(y), call)
+
+
+@pytest.mark.parametrize("axes", [{"x": 2, "y": 2}, {"x": 3, "y": 4}, {"z": 2, "y": 2, "x": 2}], ids=str)
+def test_a_lost_corner_shrinks_to_the_smallest_mesh_shape_and_halo(axes):
+    op = _WithoutCorner(("x", "y"), P("x", "y"), (((2, 1),), ((1, 3),)), "none")
+    mesh = mesh_of(tuple(axes.items()))
+    for seed in range(5):
+        report = check_adjoint(op, (9, 14), mesh=mesh, in_specs=P("x", "y"), seed=seed, raises=False)
+        small = report.smallest
+        assert report.kind == small.kind == "value"
+        assert "widths=(((1, 0),), ((1, 0),))" in small.name
+        assert small.shapes == ((1, 1),)
+        assert small.mesh in ("Mesh(x=1)", "Mesh(y=1)")
+        (entry,) = small.entries
+        assert (entry.given, entry.needed, entry.x.local, entry.y.local) == (0, 1, (0, 0), (0, 0))
+        with pytest.raises(AssertionError, match="NOT adjoint"):
+            exec(small.reproduce, {})

@@ -98,6 +98,7 @@ def check_adjoint(
     report = run(test)
     if not report.passed:
         locate(test, report)
+        report.smallest = report
     if shrink and not report.passed:
         from spmd.adjoints.smaller import smallest_like  # Most tests pass.
 
@@ -105,6 +106,7 @@ def check_adjoint(
         if smallest is not test:
             report.smallest = run(smallest)
             locate(smallest, report.smallest)
+            report.hint = report.hint or report.smallest.hint  # the larger case says more
     if raises and not report.passed:
         raise AdjointError(report)
     return report

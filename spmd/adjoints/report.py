@@ -66,7 +66,7 @@ class AdjointError(AssertionError):
         self.report = report
 
 
-@dataclass
+@dataclass(eq=False)
 class AdjointReport:
     """What a dot test found.
 
@@ -75,8 +75,8 @@ class AdjointReport:
     relative to |F x| |y| + |x| |F* y|; bound: the largest error that rounding explains. faults: what is wrong.
     messages, bytes: what all workers send for one F; declared: what the operator says that they do, if it is one.
 
-    Where the test fails: smallest: the report of the smallest case found that fails in the same way, unless that is
-    this one. differing: how many entries of the matrix of F* are not those of F^H, of `entries_of` in all (0 where
+    Where the test fails: smallest: the report of the smallest case found that fails in the same way; this one, if there
+    is no smaller. differing: how many entries of the matrix of F* are not those of F^H, of `entries_of` in all (0 where
     the matrix is too large to look at); entries: the first of them. hint: what kind of fault that looks like.
     reproduce: a line of Python that fails like this.
     """
@@ -126,15 +126,15 @@ class AdjointReport:
             lines += [f"  error {self.error:.2e}, bound {self.bound:.2e}"] * (self.mode == "float")
         lines += [f"  {fault}" for fault in self.faults]
         if not self.passed:
-            small = self if self.smallest is None else self.smallest  # a report that fails is false
+            small = self if self.smallest is None else self.smallest  # a report of failure is false
             if small is not self:
                 lines.append(f"  smallest case that fails: {small.of}")
             if small.entries:
                 lines.append(f"  F* is not F^H in {small.differing} of {small.entries_of} entries:")
                 lines += [f"    {entry}" for entry in small.entries]
                 lines += ["    ..."] * (small.differing > len(small.entries))
-            if hint := self.hint or small.hint:  # the larger case says more
-                lines.append(f"  looks like: {hint}")
+            if self.hint:
+                lines.append(f"  looks like: {self.hint}")
             lines.append(f"  reproduce: {small.reproduce}")
         return "\n".join(lines)
 
@@ -147,7 +147,7 @@ class AdjointReport:
             if isinstance(value, float | complex):
                 return None if np.isnan(value) else float(value.real)
             if isinstance(value, AdjointReport):
-                return value.to_dict()
+                return value.to_dict() if value is not self else None
             if isinstance(value, tuple | list):
                 if hasattr(value, "_asdict"):
                     return {k: simple(v) for k, v in value._asdict().items()}  # type: ignore[union-attr]
