@@ -25,7 +25,8 @@ from spmd.operators.root import Keep
 from spmd.testing import AdjointError, check_adjoint, operator_cases, operator_classes, states, table
 
 X = ("x",)
-MESHES = [{"x": 1}, {"x": 2}, {"x": 3}, {"x": 5}, {"x": 8}, {"x": 3, "y": 2}, {"x": 2, "y": 2, "z": 2}]
+MESHES = [{"x": 1}, {"x": 2}, {"x": 3}, {"x": 5}, {"x": 3, "y": 2}]
+LARGER = [{"x": 8}, {"x": 2, "y": 2, "z": 2}, {"x": 7}, {"x": 4, "y": 2}, {"y": 2, "x": 4}]
 OURS = [kind for kind in operator_classes() if kind.__module__.startswith("spmd.")]
 
 
@@ -54,7 +55,7 @@ def test_every_operator_in_every_dtype(dtype, scheduler):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("axes", [*MESHES, {"x": 7}, {"x": 4, "y": 2}, {"y": 2, "x": 4}], ids=str)
+@pytest.mark.parametrize("axes", [*MESHES, *LARGER], ids=str)
 def test_every_operator_with_many_seeds(axes, scheduler):
     mesh = spmd.make_mesh(tuple(axes.values()), tuple(axes), scheduler=scheduler)
     for kind in OURS:
@@ -175,7 +176,7 @@ def test_no_false_alarm(right):
 @pytest.mark.parametrize("dtype", [np.float32, np.complex128, np.complex64], ids=str)
 def test_no_false_alarm_in_other_dtypes(right, dtype):
     mesh = spmd.Mesh(x=3, scheduler="lockstep")
-    for seed in range(15):
+    for seed in range(6):
         report = check_adjoint(
             right.f, *right.shapes, mesh=mesh, in_specs=right.in_specs, trials=1, seed=seed, dtype=dtype
         )
@@ -604,28 +605,6 @@ def test_one_verdict_under_both_schedulers(wrong):
     if wrong.name != WAITING:  # who met whom depends on who came first
         assert texts[0] == texts[1] == texts[2]
     assert [r.passed for r in reports] == [False] * 3
-
-
-@pytest.mark.parametrize("kind", OURS, ids=lambda kind: kind.__name__)
-def test_a_doubled_adjoint_is_caught(kind):
-    """In every case of every operator, but those where all that moves is nothing."""
-    if "Rooted" in states(kind):
-        return  # a body does not take Rooted values
-    mesh, caught = spmd.Mesh(x=3, scheduler="lockstep"), 0
-    for case in operator_cases(kind, mesh):
-
-        def doubled(g, case=case):
-            like = np.zeros(_blocks(case)[spmd.worker_index("x") if case.spec else 0])
-            like = spmd.varying(like, "x") if case.operator.takes("x") == "Varying" else like
-            return 2 * spmd.vjp(case.operator, like)[1](g)[0]
-
-        given = {"mesh": mesh, "in_specs": case.spec, "trials": 1, "raises": False}
-        right = check_adjoint(case.operator, case.shape, **given)
-        report = check_adjoint(case.operator, case.shape, adjoint=doubled, **given)
-        assert right.passed
-        assert report.passed == (right.forward == 0), str(report)
-        caught += not report.passed
-    assert caught >= 2
 
 
 # What a report says
