@@ -73,3 +73,30 @@ def test_a_wave_under_mpiexec_takes_the_same_steps():
     pytest.importorskip("scipy")
     ours, theirs = wave(launch(WAVE, *SHORT, n=4, timeout=120)), wave(run_python(WAVE, *SHORT, timeout=120))
     assert ours[:3] + ours[4:] == theirs[:3] + theirs[4:]  # the fourth counts messages: here the gradient is assembled
+
+
+ADJOINT = ROOT / "examples" / "adjoint_test.py"
+
+
+def located(ended: subprocess.CompletedProcess) -> str:
+    assert ended.returncode == 0, str(ended)
+    first, mended, tape = ended.stdout.strip().split("\n\n")
+    assert "NOT adjoint" in first
+    assert "from y[0] (worker 1 (line=1)) to x[0] (worker 0 (line=0)): 0, needed -1" in first
+    assert "Mesh(line=2)" in first  # the smallest mesh that shows it
+    for right in (mended, tape):
+        assert ": adjoint (exact" in right
+    return ended.stdout
+
+
+def test_a_planted_bug_in_an_adjoint_is_located():
+    located(run_python(ADJOINT))
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(mpiexec() is None, reason="no mpiexec beside this Python")
+def test_a_planted_bug_is_found_under_mpiexec_too():
+    ended = launch(ADJOINT, n=3)
+    assert ended.returncode == 0, str(ended)
+    assert ended.stdout.count("NOT adjoint") == 1
+    assert ended.stdout.count(": adjoint (exact") == 2
