@@ -61,10 +61,7 @@ def jacrev(
         xs, chosen_tree = tree.flatten(tuple(chosen))
         jacobians = []
         for k, o in enumerate(outs):
-            rows = []
-            for unit in _basis(o):
-                cotangent = [unit if j == k else zeros_like(p) for j, p in enumerate(outs)]
-                rows.append(tree.leaves(pull(tree.unflatten(out_tree, cotangent))))
+            rows = _images(pull, outs, out_tree, k)
             shape = np.shape(value_of(o))
             blocks = [_stacked([row[i] for row in rows], x, shape, 0) for i, x in enumerate(xs)]
             jacobians.append(_pick(tree.unflatten(chosen_tree, blocks), argnums))
@@ -97,10 +94,7 @@ def jacfwd(
         xs, chosen_tree = tree.flatten(tuple(chosen))
         blocks = []  # per leaf of the argument, per leaf of the result
         for k, x in enumerate(xs):
-            columns = []
-            for unit in _basis(x):
-                tangents = [unit if j == k else zeros_like(p) for j, p in enumerate(xs)]
-                columns.append(tree.leaves(push(*tree.unflatten(chosen_tree, tangents))))
+            columns = _images(lambda tangents: push(*tangents), xs, chosen_tree, k)
             shape = np.shape(value_of(x))
             blocks.append([_stacked([c[i] for c in columns], o, shape, -1) for i, o in enumerate(outs)])
         trees = [_pick(tree.unflatten(chosen_tree, [b[i] for b in blocks]), argnums) for i in range(len(outs))]
@@ -161,6 +155,15 @@ def _check_arguments(where: str, chosen: list, holomorphic: bool, *, allow_int: 
         else:
             continue
         raise DifferentiationError(message(where, argument="argnums", got=describe(x), need=need, mend=mend))
+
+
+def _images(linear: Callable, leaves: list, treedef, k: int) -> list[list]:
+    """The leaves of what a linear function gives for each unit array in the place of leaf k, zeros in the others."""
+    found = []
+    for unit in _basis(leaves[k]):
+        units = [unit if j == k else zeros_like(p) for j, p in enumerate(leaves)]
+        found.append(tree.leaves(linear(tree.unflatten(treedef, units))))
+    return found
 
 
 def _basis(x) -> Iterator[Any]:

@@ -78,9 +78,7 @@ _TEMPORARY = _count_temporary()
 def taken(x: Array, other) -> bool:
     """Whether the data of a temporary Array may be written over by the result with another operand."""
     a, b = x.value, other.value if type(other) is Array else other
-    if type(a) is not np.ndarray or not alone(getrefcount(a) - 1, a):
-        return False
-    if a.dtype.kind not in "fc":
+    if type(a) is not np.ndarray or a.dtype.kind not in "fc" or not alone(getrefcount(a) - 1, a):
         return False
     return type(b) in (int, float) or (type(b) is np.ndarray and b.dtype is a.dtype and b.shape == a.shape)
 

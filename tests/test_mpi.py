@@ -3,37 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 import time
 from functools import cache
 from pathlib import Path
 
 import pytest
-from launch import PROGRAMS, Ended, launch, mpiexec
+from launch import PROGRAMS, Ended, each_mpi, launch
 from mpi_programs import mismatch, verbs
 
-OPENMPI = os.environ.get("SPMD_TEST_OPENMPI_PYTHON")
-
 # Everything here runs under the mpiexec of this environment, and again under Open MPI where there is one.
-pytestmark = pytest.mark.parametrize(
-    "python",
-    [
-        pytest.param(
-            sys.executable,
-            id="mpich",
-            marks=[pytest.mark.mpi, pytest.mark.skipif(mpiexec() is None, reason="no mpiexec beside this Python")],
-        ),
-        pytest.param(
-            OPENMPI,
-            id="openmpi",
-            marks=[
-                pytest.mark.openmpi,
-                pytest.mark.skipif(OPENMPI is None, reason="SPMD_TEST_OPENMPI_PYTHON is unset"),
-            ],
-        ),
-    ],
-)
+pytestmark = each_mpi
 
 
 def ended_well(program: str, *args: str, python: str, **options) -> str:

@@ -150,37 +150,27 @@ def _quantile(a, q, axis, method, keepdims, weights, skip):
     return np.reshape(result, (*q.shape, *(keep if keepdims else ordered.shape[1:])))
 
 
-@composite(np.quantile)
-def quantile(
-    a,
-    q,
-    axis=None,
-    out=None,
-    overwrite_input=False,
-    method="linear",
-    keepdims=False,
-    *,
-    weights=None,
-    interpolation=None,
-):
-    """Piecewise constant in the weights; differentiable in q where the method interpolates, constant else."""
-    return _quantile(a, q, axis, interpolation or method, keepdims, weights, skip=False)
+def _quantiles(skip: bool):
+    def quantile(
+        a,
+        q,
+        axis=None,
+        out=None,
+        overwrite_input=False,
+        method="linear",
+        keepdims=False,
+        *,
+        weights=None,
+        interpolation=None,
+    ):
+        """Piecewise constant in the weights; differentiable in q where the method interpolates, constant else."""
+        return _quantile(a, q, axis, interpolation or method, keepdims, weights, skip)
+
+    return quantile
 
 
-@composite(np.nanquantile)
-def nanquantile(
-    a,
-    q,
-    axis=None,
-    out=None,
-    overwrite_input=False,
-    method="linear",
-    keepdims=False,
-    *,
-    weights=None,
-    interpolation=None,
-):
-    return _quantile(a, q, axis, interpolation or method, keepdims, weights, skip=True)
+composite(np.quantile)(_quantiles(skip=False))
+composite(np.nanquantile)(_quantiles(skip=True))
 
 
 def _hundredth(q):

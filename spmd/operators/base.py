@@ -466,6 +466,20 @@ def split_at(op: Collective, group: Group, shape: Shape, axis: int, sizes: Seque
     return tuple(sizes)
 
 
+def check_length(op: Collective, group: Group, x: np.ndarray, axis: int, sizes: Sequence[int] | None) -> None:
+    """Raise where a block that is to be joined has another length than the sizes of the blocks say."""
+    if sizes is not None and x.shape[axis] != sizes[group.index]:
+        raise LayoutError(
+            message(
+                f"spmd.{op.function}",
+                argument="x",
+                got=f"a block of length {x.shape[axis]} in dimension {axis}",
+                need=f"length {sizes[group.index]}, as sizes={tuple(sizes)} says",
+                mend="leave sizes out: they travel with the blocks",
+            )
+        )
+
+
 def normal_axis(function: str, argument: str, axis: int, ndim: int) -> int:
     """A dimension counted from the front, checked."""
     if not isinstance(axis, int | np.integer) or not -ndim <= axis < ndim:
@@ -507,4 +521,4 @@ def agree(function: str, shapes: Sequence[Shape], axis: int | None) -> None:
             )
 
 
-__all__ += ["Join", "Launched", "agree", "normal_axis", "pieces", "sealed"]
+__all__ += ["Join", "Launched", "agree", "check_length", "normal_axis", "pieces", "sealed"]

@@ -15,6 +15,7 @@ from spmd.operators.base import (
     Operator,
     Shape,
     agree,
+    check_length,
     normal_axis,
     operate,
     pieces,
@@ -50,16 +51,8 @@ class _Join(_Along):
 
     def check(self, group: Group, x: np.ndarray) -> None:
         axis = normal_axis(self.function, "axis", self.axis, x.ndim if self.tiled else x.ndim + 1)
-        if self.sizes is not None and self.tiled and x.shape[axis] != self.sizes[group.index]:
-            raise LayoutError(
-                message(
-                    f"spmd.{self.function}",
-                    argument="x",
-                    got=f"a block of length {x.shape[axis]} in dimension {axis}",
-                    need=f"length {self.sizes[group.index]}, as sizes={self.sizes} says",
-                    mend="leave sizes out: they travel with the blocks",
-                )
-            )
+        if self.tiled:
+            check_length(self, group, x, axis, self.sizes)
 
     def bind(self, shapes: Sequence[Shape]) -> _Join:
         """This operator with the sizes of the blocks it met."""

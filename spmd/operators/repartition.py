@@ -194,5 +194,3 @@ def accumulate(x, src: Layout, dst: Layout):
     """
     axes = _layouts("accumulate", src, dst, dst, "dst")
     return operate(Accumulate(axes, src, dst), x, sys._getframe(1))
-
-

@@ -13,7 +13,18 @@ from spmd.autodiff import tree
 from spmd.autodiff.tracer import Array
 from spmd.errors import LayoutError, MissingMethodError, StateError, describe, message
 from spmd.mesh import here
-from spmd.operators.base import Launched, Operator, agree, normal_axis, operate, owned_block, pieces, sealed, split_at
+from spmd.operators.base import (
+    Launched,
+    Operator,
+    agree,
+    check_length,
+    normal_axis,
+    operate,
+    owned_block,
+    pieces,
+    sealed,
+    split_at,
+)
 from spmd.operators.reduce import AxisName, _names
 from spmd.state import INVARIANT, ROOTED, State, state_of
 from spmd.transport.base import Call, Comm, Group, Ready, root_cost, scatter_cost
@@ -245,16 +256,7 @@ class Gather(_InPieces):
     def check(self, group: Group, x: np.ndarray) -> None:
         super().check(group, x)
         axis = normal_axis(self.function, "axis", self.axis, x.ndim)
-        if self.sizes is not None and x.shape[axis] != self.sizes[group.index]:
-            raise LayoutError(
-                message(
-                    f"spmd.{self.function}",
-                    argument="x",
-                    got=f"a block of length {x.shape[axis]} in dimension {axis}",
-                    need=f"length {self.sizes[group.index]}, as sizes={self.sizes} says",
-                    mend="leave sizes out: they travel with the blocks",
-                )
-            )
+        check_length(self, group, x, axis, self.sizes)
 
     def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
         axis = normal_axis(self.function, "axis", self.axis, x.ndim)
