@@ -83,11 +83,10 @@ class Node(Like):
 
     `shape` and `dtype` are those of the result; a `dtype` of None marks a weakly typed Python number.
     A node without a primitive is a leaf: an argument that is differentiated. One of a function with several results
-    has their shapes and dtypes in `results`; a node per result selects from it. `index` is its place on the tape,
-    which is counted before a sweep: threads may record at once.
+    has their shapes and dtypes in `results`; a node per result selects from it.
     """
 
-    __slots__ = ("args", "index", "kwargs", "parents", "prim", "pulls", "results")
+    __slots__ = ("args", "kwargs", "parents", "prim", "pulls", "results")
 
     def __init__(self, prim, pulls, parents, args, kwargs, shape, dtype):
         self.prim = prim
@@ -104,17 +103,16 @@ class Tape:
 
     A higher `level` means a later, inner differentiation. `twins` caches what operands were brought to other
     states, so that their cotangents meet before they are sent anywhere. `once` tells that it will be swept one time.
-    `open` is what recording appends to: the nodes, or something that refuses. So many nodes are `counted`.
+    `open` is what recording appends to: the nodes, or something that refuses.
     """
 
-    __slots__ = ("counted", "level", "lock", "nodes", "once", "open", "twins")
+    __slots__ = ("level", "lock", "nodes", "once", "open", "twins")
 
     def __init__(self, once: bool = False) -> None:
         self.level = next(_levels)
         self.once = once
         self.nodes: list[Node] = Watched() if WATCHING.get() else []
         self.open: Any = self.nodes
-        self.counted = 0
         self.lock = RLock()
         self.twins: dict[Any, Any] = {}
 
@@ -122,13 +120,6 @@ class Tape:
         node = Node(None, (), (), (), {}, shape, dtype)
         self.open.append(node)
         return node
-
-    def count(self) -> None:
-        """Tell the nodes their places."""
-        nodes = self.nodes
-        for index in range(self.counted, len(nodes)):
-            nodes[index].index = index
-        self.counted = len(nodes)
 
     def refuse(self, refusal: Callable[[], Exception]) -> None:
         """From now on recording raises: a traced array has outlived its transformation, or crossed into a body."""
@@ -283,42 +274,34 @@ def sweep(tape: Tape, seeds: Iterable[tuple[Node, Any]], leaves: list[Node], *, 
     nodes, bare = tape.nodes, np.ndarray
     if type(nodes) is Watched:
         nodes.check()
-    tape.count()
-    cotangents: list[Any] = [None] * len(nodes)
-    owed: dict[int, list[Future]] = {}
+    cotangents: dict[Node, Any] = {}
+    owed: dict[Node, list[Future]] = {}
     shared: dict[Any, Any] = {}
-    own: set[int] = set()  # where a large sum stands that was made here, so that more can be added in place
+    own: set[Node] = set()  # where a large sum stands that was made here, so that more can be added in place
 
     def add(node: Node, g) -> None:
         if type(g) is not bare or g.dtype is not node.dtype or g.shape != node.shape:
             g = fit(g, node)
-        index = node.index
-        old = cotangents[index]
+        old = cotangents.get(node)
         if old is None:
-            cotangents[index] = g
-        elif index in own and type(g) is bare:
+            cotangents[node] = g
+        elif node in own and type(g) is bare:
             old += g
         else:
-            total = cotangents[index] = old + g
-            own.discard(index)
+            total = cotangents[node] = old + g
+            own.discard(node)
             if type(total) is bare and total.nbytes > LARGE:
-                own.add(index)
+                own.add(node)
 
-    last = -1
     for node, g in seeds:
         add(node, g)
-        last = max(last, node.index)
-    if free:
-        del nodes[last + 1 :]
-        tape.counted = len(nodes)
-    for index in range(last, -1, -1):
-        g = cotangents[index]
-        node = nodes[index]
+    topmost = _topmost(nodes) if free else None
+    for node in map(nodes.pop, itertools.repeat(-1, len(nodes))) if free else reversed(nodes):
         prim = node.prim
         if prim is None:
             continue
+        g = cotangents.pop(node, None)
         if g is not None:
-            cotangents[index] = None
             args, kwargs, parents = node.args, node.kwargs, node.parents
             if args is None:
                 raise _freed()
@@ -333,45 +316,60 @@ def sweep(tape: Tape, seeds: Iterable[tuple[Node, Any]], leaves: list[Node], *, 
             for pull in node.pulls:
                 parent = parents[k]
                 k += 1
-                place = parent.index
                 if not plain:
                     if prim.owe is not None and parent.prim is None:
                         debt = prim.owe(shared, g, *args[1:])
                         if debt is not None:
-                            owed.setdefault(place, []).append(debt)
+                            owed.setdefault(parent, []).append(debt)
                             continue
-                    if prim.into is not None and place in own and type(g) is bare:
-                        prim.into(cotangents[place], g, *args)
+                    if prim.into is not None and parent in own and type(g) is bare:
+                        prim.into(cotangents[parent], g, *args)
                         continue
-                h = pull(g, *args, **kwargs) if kwargs else pull(g, *args)
-                old = cotangents[place]
+                if kwargs:
+                    h = pull(g, *args, **kwargs)
+                elif len(args) == 2:
+                    h = pull(g, args[0], args[1])
+                else:
+                    h = pull(g, *args)
+                old = cotangents.get(parent)
                 if type(h) is not bare or h.dtype is not parent.dtype or h.shape != parent.shape:
                     if h is None:
                         raise _nothing(prim)
                     add(parent, h)
                 elif old is None:  # as in `add`, for the case that counts
-                    cotangents[place] = h
+                    cotangents[parent] = h
                     if prim.into is not None and h.nbytes > LARGE and alone(getrefcount(h) - 1, h):
-                        own.add(place)
-                elif place not in own and type(old) is bare and h.nbytes > LARGE and alone(getrefcount(h), h):
+                        own.add(parent)
+                elif parent not in own and type(old) is bare and h.nbytes > LARGE and alone(getrefcount(h), h):
                     h += old  # nobody else holds h
-                    cotangents[place] = h
-                    own.add(place)
+                    cotangents[parent] = h
+                    own.add(parent)
                     old = None
                 else:
                     old = None
                     add(parent, h)
         if free:
             node.args, node.parents = None, ()
-            nodes[index] = None  # type: ignore[call-overload]
     for node in leaves:
-        for debt in owed.get(node.index, ()):
+        for debt in owed.get(node, ()):
             add(node, debt.wait())
-    return [cotangents[node.index] for node in leaves]
+    del topmost
+    return [cotangents.get(node) for node in leaves]
 
 
 LARGE = 1 << 16
 """Bytes from which a sum of cotangents is worth adding to in place."""
+
+
+def _topmost(nodes: list[Node]) -> np.ndarray | None:
+    """The large array that was kept last. It lies at the top of the heap; were it freed first, the C library would give
+    the memory beneath back to the system with every array that follows, and the next arrays would fault it in again.
+    """
+    for node in nodes[:-5:-1]:
+        for x in node.args:
+            if type(x) is np.ndarray and x.nbytes > LARGE:
+                return x
+    return None
 
 
 def _count_alone() -> int:
