@@ -49,20 +49,10 @@ class Like:
         self.shape = shape
         self.dtype = dtype
 
-    def __getattr__(self, name: str):
-        raise AttributeError(f"{name}, of a parameter whose name begins with an underscore: leave that out")
-
     __hash__ = object.__hash__
 
     def __array_ufunc__(self, *_, **__):
-        raise DifferentiationError(
-            message(
-                "a derivative rule",
-                got="the value of a parameter whose name begins with an underscore",
-                need="what was kept: of such a parameter .shape, .dtype, .ndim and .size",
-                mend="name the parameter without the underscore",
-            )
-        )
+        raise DifferentiationError(_underscored("the value"))
 
     __array__ = __add__ = __mul__ = __sub__ = __truediv__ = __neg__ = __pow__ = __getitem__ = __array_ufunc__
     __eq__ = __ne__ = __lt__ = __gt__ = __le__ = __ge__ = __abs__ = __array_ufunc__
@@ -75,6 +65,15 @@ class Like:
     @property
     def size(self) -> int:
         return int(np.prod(self.shape))
+
+
+def _underscored(what: str) -> str:
+    return message(
+        "a derivative rule",
+        got=f"{what} of a parameter whose name begins with an underscore",
+        need="what was kept: of such a parameter .shape, .dtype, .ndim and .size",
+        mend="name the parameter without the underscore",
+    )
 
 
 class Node(Like):
@@ -296,60 +295,65 @@ def sweep(tape: Tape, seeds: Iterable[tuple[Node, Any]], leaves: list[Node], *, 
     for node, g in seeds:
         add(node, g)
     topmost = _topmost(nodes) if free else None
-    for node in map(nodes.pop, itertools.repeat(-1, len(nodes))) if free else reversed(nodes):
-        prim = node.prim
-        if prim is None:
-            continue
-        g = cotangents.pop(node, None)
-        if g is not None:
-            args, kwargs, parents = node.args, node.kwargs, node.parents
-            if args is None:
-                raise _freed()
-            plain = prim.plain
-            if not plain and prim.joint is not None:
-                for parent, part in zip(parents, prim.joint(g, *args[1:]), strict=True):
-                    if parent is not None and part is not None:
-                        add(parent, part)
-            elif type(g) is Bundle:
-                g = g.filled(node.results)
-            k = 0
-            for pull in node.pulls:
-                parent = parents[k]
-                k += 1
-                if not plain:
-                    if prim.owe is not None and parent.prim is None:
-                        debt = prim.owe(shared, g, *args[1:])
-                        if debt is not None:
-                            owed.setdefault(parent, []).append(debt)
+    try:
+        for node in map(nodes.pop, itertools.repeat(-1, len(nodes))) if free else reversed(nodes):
+            prim = node.prim
+            if prim is None:
+                continue
+            g = cotangents.pop(node, None)
+            if g is not None:
+                args, kwargs, parents = node.args, node.kwargs, node.parents
+                if args is None:
+                    raise _freed()
+                plain = prim.plain
+                if not plain and prim.joint is not None:
+                    for parent, part in zip(parents, prim.joint(g, *args[1:]), strict=True):
+                        if parent is not None and part is not None:
+                            add(parent, part)
+                elif type(g) is Bundle:
+                    g = g.filled(node.results)
+                k = 0
+                for pull in node.pulls:
+                    parent = parents[k]
+                    k += 1
+                    if not plain:
+                        if prim.owe is not None and parent.prim is None:
+                            debt = prim.owe(shared, g, *args[1:])
+                            if debt is not None:
+                                owed.setdefault(parent, []).append(debt)
+                                continue
+                        if prim.into is not None and parent in own and type(g) is bare:
+                            prim.into(cotangents[parent], g, *args)
                             continue
-                    if prim.into is not None and parent in own and type(g) is bare:
-                        prim.into(cotangents[parent], g, *args)
-                        continue
-                if kwargs:
-                    h = pull(g, *args, **kwargs)
-                elif len(args) == 2:
-                    h = pull(g, args[0], args[1])
-                else:
-                    h = pull(g, *args)
-                old = cotangents.get(parent)
-                if type(h) is not bare or h.dtype is not parent.dtype or h.shape != parent.shape:
-                    if h is None:
-                        raise _nothing(prim)
-                    add(parent, h)
-                elif old is None:  # as in `add`, for the case that counts
-                    cotangents[parent] = h
-                    if prim.into is not None and h.nbytes > LARGE and alone(getrefcount(h) - 1, h):
+                    if kwargs:
+                        h = pull(g, *args, **kwargs)
+                    elif len(args) == 2:
+                        h = pull(g, args[0], args[1])
+                    else:
+                        h = pull(g, *args)
+                    old = cotangents.get(parent)
+                    if type(h) is not bare or h.dtype is not parent.dtype or h.shape != parent.shape:
+                        if h is None:
+                            raise _nothing(prim)
+                        add(parent, h)
+                    elif old is None:  # as in `add`, for the case that counts
+                        cotangents[parent] = h
+                        if prim.into is not None and h.nbytes > LARGE and alone(getrefcount(h) - 1, h):
+                            own.add(parent)
+                    elif parent not in own and type(old) is bare and h.nbytes > LARGE and alone(getrefcount(h), h):
+                        h += old  # nobody else holds h
+                        cotangents[parent] = h
                         own.add(parent)
-                elif parent not in own and type(old) is bare and h.nbytes > LARGE and alone(getrefcount(h), h):
-                    h += old  # nobody else holds h
-                    cotangents[parent] = h
-                    own.add(parent)
-                    old = None
-                else:
-                    old = None
-                    add(parent, h)
-        if free:
-            node.args, node.parents = None, ()
+                        old = None
+                    else:
+                        old = None
+                        add(parent, h)
+            if free:
+                node.args, node.parents = None, ()
+    except AttributeError as error:
+        if isinstance(error.obj, Like):
+            raise AttributeError(_underscored(f".{error.name}")) from None
+        raise
     for node in leaves:
         for debt in owed.get(node, ()):
             add(node, debt.wait())
