@@ -834,9 +834,9 @@ class Array:
             from spmd.autodiff import namespace
 
             return namespace.create(fun, args, kwargs, self)
-        if len(args) > (place := _place_of_out(fun)) and args[place] is not None:
+        if len(args) > 1 and len(args) > (place := _place_of_out(fun)) and args[place] is not None:
             kwargs = {**kwargs, "out": args[place]}
-        return dispatch(fun, args, dict(kwargs))
+        return dispatch(fun, args, dict(kwargs) if kwargs else kwargs)
 
     def __array_namespace__(self, *, api_version=None):
         from spmd.autodiff import namespace
