@@ -398,8 +398,8 @@ def test_a_halo_costs_two_messages_in_each_dimension():
     assert cost(2, "periodic", shape=shape) == ([2] * 4, [32] * 4)
     assert cost(1, "reflect", shape=shape) == ([1, 2, 2, 1], [8, 16, 16, 8])
     assert cost(((7, 0),), shape=shape) == ([2, 2, 1, 0], [56, 56, 40, 0])  # to every owner reached, what it needs
-    # Lengths that are not given are told: one int to each of the others.
-    assert cost(1) == ([4, 5, 5, 4], [32, 40, 40, 32])
+    # Lengths that are not given travel with the calls.
+    assert cost(1) == ([1, 2, 2, 1], [8, 16, 16, 8])
     # Nothing moves where nobody needs anything.
     assert cost(0) == cost(-1) == cost(((0, -2),)) == ([0] * 4, [0] * 4)
 

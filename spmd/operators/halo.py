@@ -31,7 +31,7 @@ from spmd.operators.halo_plan import (
     near_size,
     trimmed,
 )
-from spmd.transport.base import Call, Comm, Group, Handle, gather_cost
+from spmd.transport.base import Call, Comm, Group, Handle
 
 __all__ = ["HaloAccumulate", "HaloExchange", "halo_accumulate", "halo_exchange"]
 
@@ -251,13 +251,13 @@ class _Halo(Operator):
         other.__dict__.update({f.name: getattr(self, f.name) for f in fields(self)}, **changes)
         return other
 
-    def _learnt(self, comm: Comm, dimensions: Sequence[Dimension], x: np.ndarray, call: Call):
-        """For each dimension the lengths of the blocks there are, where they matter and are not known: gathered."""
+    def _learnt(self, comm: Comm, dimensions: Sequence[Dimension], call: Call):
+        """For each dimension the lengths of the blocks there are, where they matter and are not known."""
         unknown = [d for d, dim in enumerate(dimensions) if not dim.alone and self._given(d) is None]
-        handles = [comm.all_gather(dimensions[d].line, call, np.array([x.shape[d]])) for d in unknown]
+        handles = [comm.shapes(dimensions[d].line, call) for d in unknown]
         found: dict[int, tuple[int, ...]] = {}
         for d, handle in zip(unknown, handles, strict=True):
-            found[d] = tuple(int(n[0]) for n in (yield handle))
+            found[d] = tuple(shape[d] for shape in (yield handle))
         return found
 
     def check(self, group: Group, x: np.ndarray) -> None:
@@ -321,13 +321,10 @@ class _Halo(Operator):
     def _cost(
         self, dimensions: Sequence[Dimension], block: Shape, sizes, x: np.ndarray, forward: bool
     ) -> tuple[int, int]:
-        """The messages and bytes of this worker: the lengths it tells, and the halos."""
+        """The messages and bytes that this worker sends."""
         count = nbytes = 0
         shape = list(block)
         for d, stage in enumerate(_stages(dimensions, block, sizes)):
-            if not dimensions[d].alone and self._given(d) is None:
-                told = gather_cost(stage.line, np.zeros(1, np.int64))
-                count, nbytes = count + told[0], nbytes + told[1]
             for m in (stage.plan.sends if forward else stage.plan.takes)[stage.k].values():
                 count += 1
                 nbytes += int(np.prod([*shape[:d], m.length, *shape[d + 1 :]], dtype=np.int64)) * x.itemsize
@@ -362,7 +359,7 @@ class HaloExchange(_Halo):
 
     def _exchange(self, comm: Comm, group: Group, x: np.ndarray, call: Call):
         dimensions = self._dimensions(group, x.ndim)
-        learnt = yield from self._learnt(comm, dimensions, x, call)
+        learnt = yield from self._learnt(comm, dimensions, call)
         sizes = tuple(learnt.get(d, self._given(d)) for d in range(x.ndim))
         bound = self._like(type(self), sizes=sizes, block=x.shape)
         stages = _stages(dimensions, x.shape, sizes)
@@ -423,7 +420,7 @@ class HaloAccumulate(_Halo):
 
     def _accumulate(self, comm: Comm, group: Group, x: np.ndarray, call: Call):
         dimensions = self._dimensions(group, x.ndim)
-        learnt = yield from self._learnt(comm, dimensions, x, call)
+        learnt = yield from self._learnt(comm, dimensions, call)
         block, sizes = self._without(dimensions, x.shape, learnt)
         stages = _stages(dimensions, block, sizes)
         need = tuple(stage.length for stage in stages)
@@ -629,12 +626,12 @@ def halo_exchange(
     ends are smaller), "zero", "periodic", "reflect" or "edge" (as `np.pad` with "wrap", "reflect" and "edge").
     Dimensions that are not split have boundaries too.
     shape: of the whole array, if its blocks are balanced; sizes: for each dimension the lengths of its blocks, or None.
-    Either saves telling lengths.
+    Either saves a meeting of the workers in which they learn the lengths.
 
     Forward (V -> V): y = X[start - low : stop + high] in each dimension, of the array X continued at its ends. Corners
     are right. Adjoint: `halo_accumulate`.
     Cost: in each dimension one message to each worker whose halo reaches into this block, two where it ends within the
-    next blocks; where neither shape nor sizes is given also an all-gather of one int along each dimension with a halo.
+    next blocks.
     Raises LayoutError where more is trimmed than there is, where widths, boundary or sizes do not fit the block, and
     where an array of length 0 is to be continued; SpecError for an unknown axis.
     """

@@ -247,6 +247,14 @@ class Comm(ABC):
         self._count("exchange", len(others), sum(x.nbytes for x in others))
         return self._exchange(group, call, sends)
 
+    def shapes(self, group: Group, call: Call) -> Handle:
+        """The shapes of all members' blocks, as a list. They travel with the calls: no message, no bytes."""
+        self._count("shapes", 0, 0)
+        return self._shapes(group, call)
+
+    @abstractmethod
+    def _shapes(self, group: Group, call: Call) -> Handle: ...
+
     @abstractmethod
     def _all_reduce(self, group: Group, call: Call, x: np.ndarray, how: str) -> Handle: ...
 

@@ -555,6 +555,9 @@ class LocalComm(Comm):
             return Ready(take(alone))
         return Waiting(self, self.run.post(self, group, call, payload, finish), take)
 
+    def _shapes(self, group: Group, call: Call) -> Handle:
+        return self._meet(group, call, call.shape, lambda m: list(m.payloads))
+
     def _all_reduce(self, group: Group, call: Call, x: np.ndarray, how: str) -> Handle:
         def finish(xs: list[np.ndarray]):
             return sealed(kernels.of(xs[0]).combine(xs, how))

@@ -172,6 +172,9 @@ class MpiComm(Comm):
         """Meet with something for everyone; the shapes that the members bring."""
         return [s or () for s in self.meet(group, call, [x.shape] * group.size)]
 
+    def _shapes(self, group: Group, call: Call) -> Handle:
+        return Ready(self.meet(group, call, [call.shape] * group.size) if group.size > 1 else [call.shape])
+
     def _all_reduce(self, group: Group, call: Call, x: np.ndarray, how: str) -> Handle:
         if group.size == 1:
             return Ready(sealed(x))
