@@ -12,10 +12,11 @@ from __future__ import annotations
 import numpy as np
 
 import spmd
-from spmd import Layout
+from spmd import Layout, P
 
 AXES = {"w": 12}
 BATCH, FEATURES, TARGETS = 41, 13, 6
+STEPS, RATE = 100, 1.0
 ROWS, COLUMNS = 4, 3  # of the grid of weights
 
 # Block j of the features is needed by all that hold column j of the weights: a copy each, of values that vary.
@@ -36,62 +37,40 @@ def affine(w, b, x):
     return y + b
 
 
-def loss(w, b, x, y):
+def local_loss(w, b, x, y):
     """The mean squared error, known to all workers."""
     error = affine(w, b, x) - y
     return spmd.psum(np.sum(error * error), "w") / (BATCH * TARGETS)
-
-
-def blocks(layout: Layout, whole: np.ndarray):
-    """This worker's block of an array."""
-    k = spmd.worker_index("w")
-    block = np.zeros(layout.block_shape(k)) if layout.positions(k) is None else whole[layout.slices(k)]
-    return spmd.varying(block, "w")
-
-
-def assembled(layout: Layout, block):
-    """The whole array, on every worker."""
-    everyone = Layout(layout.shape, spmd.P(), AXES)
-    return spmd.repartition(block, layout, everyone)
-
-
-def train(w, b, x, y, steps: int, rate: float):
-    """Losses of gradient descent, and the whole gradients of the first step."""
-
-    def body(w, b, x, y):
-        w, b = blocks(w_layout, spmd.block(w)), blocks(b_layout, spmd.block(b))
-        x, y = blocks(x_layout, spmd.block(x)), blocks(y_layout, spmd.block(y))
-        losses, first = [], None
-        for _ in range(steps):
-            value, (gw, gb) = spmd.value_and_grad(loss, (0, 1))(w, b, x, y)
-            first = first or (assembled(w_layout, gw), assembled(b_layout, gb))
-            w, b = w - rate * gw, b - rate * gb
-            losses.append(value)
-        return np.stack(losses), first, assembled(y_layout, affine(w, b, x))
-
-    P = spmd.P
-    return spmd.map(body, in_specs=(P(), P(), P(), P()), out_specs=(P(), (P(), P()), P()))(w, b, x, y)
 
 
 def main() -> None:
     rng = np.random.default_rng(0)
     x, true = rng.normal(size=(BATCH, FEATURES)), rng.normal(size=(TARGETS, FEATURES))
     y = x @ true.T + 0.5
-    w, b = np.zeros((TARGETS, FEATURES)), np.zeros(TARGETS)
     with spmd.Mesh(**AXES):
         if spmd.is_main():
             for name, layout in {"input": x_layout, "weights": w_layout, "output": y_layout}.items():
                 print(layout.picture(name), "\n")
+        layer = spmd.map(affine, in_specs=(w_layout, b_layout, x_layout), out_specs=y_layout)
+        loss = spmd.map(local_loss, in_specs=(w_layout, b_layout, x_layout, y_layout), out_specs=P())
+        parts_x, parts_y = spmd.put((x, y), (x_layout, y_layout))
+        w, b = spmd.put((np.zeros((TARGETS, FEATURES)), np.zeros(TARGETS)), (w_layout, b_layout))
+        losses, gradients = [], None
         with spmd.ledger() as log:
-            losses, (gw, gb), fitted = train(w, b, x, y, steps=300, rate=0.5)
+            for _ in range(STEPS):
+                value, (gw, gb) = spmd.value_and_grad(loss, (0, 1))(w, b, parts_x, parts_y)
+                gradients = gradients or (gw, gb)  # they lie as the parameters do
+                w, b = w - RATE * gw, b - RATE * gb
+                losses.append(float(value))
+        fitted = layer(w, b, parts_x).numpy()
+        gw, gb = (g.numpy() for g in gradients)
 
     serial = spmd.grad(lambda w, b: np.mean((x @ w.T + b - y) ** 2), (0, 1))
-    sw, sb = serial(w, b)
+    sw, sb = serial(np.zeros((TARGETS, FEATURES)), np.zeros(TARGETS))
     if spmd.is_main():
-        losses = losses.numpy()
         print(f"loss {losses[0]:.3f} at first, {losses[-1]:.1e} after {len(losses)} steps")
-        print(f"largest error of the fit {np.abs(fitted.numpy() - y).max():.1e}")
-        apart = max(np.abs(gw.numpy() - sw).max(), np.abs(gb.numpy() - sb).max())
+        print(f"largest error of the fit {np.abs(fitted - y).max():.1e}")
+        apart = max(np.abs(gw - sw).max(), np.abs(gb - sb).max())
         print(f"gradients against NumPy on one worker: {apart:.1e} apart")
         print(f"worker 0 sent {log.messages} messages; operators: {dict(log.operators)}")
 

@@ -23,7 +23,7 @@ from spmd.errors import (
     describe,
     message,
 )
-from spmd.layout import Layout, P
+from spmd.layout import Layout, P, Spec
 from spmd.mesh import WORKER, Mesh, Worker, current_mesh
 from spmd.operators.base import normal_axis, operate
 from spmd.operators.reduce import Sum
@@ -75,9 +75,9 @@ class PartitionedArray:
         return self.layout.shape
 
     @property
-    def spec(self) -> P:
-        """Which mesh axes split which dimension."""
-        return self.layout.spec
+    def spec(self) -> Any:
+        """Which mesh axes split which dimension; of an array on a grid its layout."""
+        return self.layout if self.layout.spec is None else self.layout.spec
 
     @property
     def ndim(self) -> int:
@@ -100,21 +100,25 @@ class PartitionedArray:
     @property
     def is_here(self) -> bool:
         """Whether this process holds every block."""
-        held = {self.layout.positions(w) for w in self.blocks}
+        held = {self.layout.positions(w) for w in self.blocks} - {None}
         return len(held) == math.prod(len(c) for c in self.layout.cuts)
 
     def numpy(self) -> np.ndarray:
         """The whole array, assembled on every process; read-only. Collective under MPI: all processes call it."""
         _not_in_a_body("PartitionedArray.numpy", self)
-        whole = self if self.is_here else relayout(self, self.mesh.layout(self.shape, P()))
+        everywhere = len(self.blocks) == self.mesh.size or [*self.layout.holders.values()] == [
+            (*range(self.mesh.size),)
+        ]
+        whole = self if everywhere else relayout(self, self.mesh.layout(self.shape, P()))
         return whole._assembled()
 
     def _assembled(self) -> np.ndarray:
-        first = next(iter(self.blocks.values()))
+        blocks = {w: b for w, b in self.blocks.items() if self.layout.positions(w) is not None}
+        first = next(iter(blocks.values()))
         if first.shape == self.shape:
             return first
         out = np.empty(self.shape, self.dtype)
-        for w, b in self.blocks.items():
+        for w, b in blocks.items():
             out[self.layout.slices(w)] = b
         out.flags.writeable = False
         return out
@@ -390,6 +394,10 @@ def _common_layout(where: str, arrays: Sequence[PartitionedArray], shape: tuple[
 @lru_cache(maxsize=1024)
 def _joint_layout(layouts: tuple[Layout, ...], shape: tuple[int, ...]) -> Layout | None:
     """The layout in which operands of these layouts broadcast to a shape, or None where they are split differently."""
+    grids = {layout for layout in layouts if layout.spec is None}
+    if grids:
+        alone = len(grids) == 1 and not any(layout.spec is not None and layout.spec.axes for layout in layouts)
+        return next((grid for grid in grids if alone and grid.shape == shape), None)
     dims: list[tuple[str, ...]] = [()] * len(shape)
     cuts: list[tuple[int, ...] | None] = [None] * len(shape)
     for layout in layouts:
@@ -408,7 +416,7 @@ def _joint_layout(layouts: tuple[Layout, ...], shape: tuple[int, ...]) -> Layout
 
 def _part(x, layout: Layout, worker: int):
     """The part of an operand that belongs to a worker's block of the result."""
-    if type(x) is PartitionedArray and x.layout is layout:
+    if type(x) is PartitionedArray and x.layout == layout:
         return x.blocks[worker]
     box = layout.slices(worker)
     if type(x) is PartitionedArray:
@@ -427,7 +435,12 @@ def _sum(x: PartitionedArray, axis=None, dtype=None, out=None, keepdims=False) -
     """np.sum: over the dimensions of the global array."""
     dims = range(x.ndim) if axis is None else (axis,) if np.ndim(axis) == 0 else axis
     summed = sorted({normal_axis("np.sum", "axis", d, x.ndim) for d in dims})
-    axes = tuple(n for n in x.mesh.axes if any(n in x.spec.dims[d] for d in summed))
+    split = [tuple(x.mesh.axes)] * x.ndim if x.layout.spec is None else x.layout.spec.dims
+    if x.layout.spec is None and not x.ndim:
+        return x if dtype is None else x.astype(dtype)
+    if x.layout.spec is None and len(summed) < x.ndim:
+        raise _in_a_map("np.sum over some dimensions of a grid", x)
+    axes = tuple(n for n in x.mesh.axes if any(n in split[d] for d in summed))
 
     def body(worker: Worker):
         part = np.asarray(np.sum(x.blocks[worker.index], axis=tuple(summed), dtype=dtype, keepdims=keepdims))
@@ -438,7 +451,7 @@ def _sum(x: PartitionedArray, axis=None, dtype=None, out=None, keepdims=False) -
 
     kept = [d for d in range(x.ndim) if d not in summed]
     every = range(x.ndim) if keepdims else kept
-    spec = P(*(x.spec.dims[d] if d in kept else None for d in every))
+    spec = P(*(split[d] if d in kept else None for d in every))
     shape = [x.shape[d] if d in kept else 1 for d in every]
     cuts = [x.layout.cuts[d] if d in kept else None for d in every]
     results = x.mesh.run(body).results
@@ -458,18 +471,22 @@ def _broadcast_to(x: PartitionedArray, shape) -> PartitionedArray:
 
 def _with_whole(layout: Layout, new: Mapping[int, int]) -> Layout:
     """A layout with more dimensions, which are not split: their lengths by position."""
-    dims, cuts = list(layout.spec.dims), list(layout.cuts)
+    dims: list[tuple[str, ...]] = [] if layout.spec is None else list(layout.spec.dims)
+    cuts = list(layout.cuts)
     for d, n in sorted(new.items()):
         dims.insert(d, ())
         cuts.insert(d, (n,))
-    return Layout([sum(c) for c in cuts], P(*dims), layout.axes, cuts)
+    shape = [sum(c) for c in cuts]
+    if layout.spec is None:
+        return Layout.grid(shape, [len(c) for c in cuts], layout.axes, layout.workers, cuts)
+    return Layout(shape, P(*dims), layout.axes, cuts)
 
 
 def _expand_dims(x: PartitionedArray, axis) -> PartitionedArray:
     ndim = x.ndim + np.size(axis)
     new = tuple(normal_axis("np.expand_dims", "axis", d, ndim) for d in np.atleast_1d(axis))
-    blocks = {w: np.expand_dims(b, new) for w, b in x.blocks.items()}
-    return _one_copy(blocks, _with_whole(x.layout, dict.fromkeys(new, 1)), x.mesh)
+    layout = _with_whole(x.layout, dict.fromkeys(new, 1))
+    return _one_copy({w: np.reshape(b, layout.block_shape(w)) for w, b in x.blocks.items()}, layout, x.mesh)
 
 
 def _stack(arrays, axis=0) -> PartitionedArray:
@@ -488,8 +505,14 @@ def _stack(arrays, axis=0) -> PartitionedArray:
         )
     layout = _common_layout("np.stack", given, shape)
     d = normal_axis("np.stack", "axis", axis, len(shape) + 1)
-    blocks = {w: _sealed(np.stack([_part(a, layout, w) for a in arrays], d)) for w in given[0].blocks}
-    return _one_copy(blocks, _with_whole(layout, {d: len(arrays)}), mesh)
+    stacked = _with_whole(layout, {d: len(arrays)})
+    blocks = {}
+    for w in given[0].blocks:
+        block = np.stack(
+            [_part(a, layout, w) for a in arrays], d if layout.block_shape(w) == given[0].blocks[w].shape else 0
+        )
+        blocks[w] = _sealed(np.reshape(block, stacked.block_shape(w)))
+    return _one_copy(blocks, stacked, mesh)
 
 
 def _reshape(x: PartitionedArray, shape, order="C") -> PartitionedArray:
@@ -497,6 +520,8 @@ def _reshape(x: PartitionedArray, shape, order="C") -> PartitionedArray:
     new = [int(n) for n in np.atleast_1d(shape)] if np.size(shape) else []
     if new.count(-1) == 1:
         new[new.index(-1)] = x.size // max(1, math.prod(n for n in new if n != -1))
+    if x.layout.spec is None:
+        raise _in_a_map("np.reshape", x)
     dims: list[tuple[str, ...]] = [()] * len(new)
     cuts: list[tuple[int, ...]] = [(n,) for n in new]
     for d, names in enumerate(x.spec.dims):
@@ -594,9 +619,15 @@ def mesh_for(mesh: Mesh | None, where: str) -> Mesh:
 
 def _fits(spec: Any, mesh: Mesh, where: str, ndim: int, argument: str = "spec") -> None:
     """Raise where a spec does not fit the mesh or an array of ndim dimensions, or is none."""
-    if not isinstance(spec, P):
+    if not isinstance(spec, Spec):
         raise SpecError(
-            message(where, argument=argument, got=describe(spec), need="a P", mend='P("x", None), or P() for copies')
+            message(
+                where,
+                argument=argument,
+                got=describe(spec),
+                need="a P, or a Layout",
+                mend='P("x", None), or P() for copies',
+            )
         )
     spec.check(mesh.axes, where, argument, ndim)
 
@@ -621,8 +652,9 @@ def put(x, spec: Any, mesh: Mesh | None = None) -> Any:
     """Lay an array, or a pytree of arrays, out on a mesh.
 
     x: bare arrays that every process has, of which each keeps its blocks, or `PartitionedArray`s (collective).
-    spec: which mesh axes split which dimension: one P, or a tree of them that is a prefix of x's. Copies the blocks,
-    once each. Gives a `PartitionedArray`, or a tree of them.
+    spec: which mesh axes split which dimension: one P, or a tree of them that is a prefix of x's; or a `Layout`: blocks
+    of any lengths, or a grid on some of the workers. Copies the blocks, once each. Gives a `PartitionedArray`, or a
+    tree of them.
     """
     leaves = spread("spmd.put", "x", "spec", spec, x)
     placed = [_put(leaf.value, leaf.spec, mesh, leaf.path) if leaf.spec is not None else leaf.value for leaf in leaves]
@@ -630,7 +662,7 @@ def put(x, spec: Any, mesh: Mesh | None = None) -> Any:
     return placed[0] if alone else tree.unflatten(tree.structure(x, none_is_leaf=True), placed)
 
 
-def _put(x, spec: P, mesh: Mesh | None, path: str) -> PartitionedArray:
+def _put(x, spec: Spec, mesh: Mesh | None, path: str) -> PartitionedArray:
     where, argument = "spmd.put", "spec" if path == "x" else f"spec, for {path}"
     if type(x) is PartitionedArray:
         _not_in_a_body(where, x)
@@ -646,11 +678,11 @@ def _put(x, spec: P, mesh: Mesh | None, path: str) -> PartitionedArray:
                 )
             )
         _fits(spec, mesh, where, x.ndim, argument)
-        return relayout(x, mesh.layout(x.shape, spec))
+        return relayout(x, mesh.layout(x.shape, spec, where, argument))
     mesh = mesh_for(mesh, where)
     data = _numbers(x, where, path)
     _fits(spec, mesh, where, data.ndim, argument)
-    layout = mesh.layout(data.shape, spec)
+    layout = mesh.layout(data.shape, spec, where, argument)
     return PartitionedArray(cut(data, layout, mesh), layout, mesh)
 
 
@@ -661,13 +693,22 @@ def cut(data: np.ndarray, layout: Layout, mesh: Mesh) -> dict[int, np.ndarray]:
     for w in mesh.local_workers:
         owner = layout.owners[w]
         if owner not in done:
-            done[owner] = owned(data[layout.slices(w)] if data.ndim else data)
+            done[owner] = owned(data[layout.slices(w)] if data.ndim else _number(data, layout, w))
         blocks[w] = done[owner]
     return blocks
 
 
+def _number(x: Any, layout: Layout, worker: int) -> np.ndarray:
+    """A worker's block of an array without dimensions: empty where it holds none."""
+    return (
+        np.reshape(x, layout.block_shape(worker))
+        if layout.positions(worker) is not None
+        else np.zeros(0, np.asarray(x).dtype)
+    )
+
+
 def from_callback(
-    shape: Sequence[int], spec: P, fn: Callable[[tuple[slice, ...]], Any], mesh: Mesh | None = None
+    shape: Sequence[int], spec: Spec, fn: Callable[[tuple[slice, ...]], Any], mesh: Mesh | None = None
 ) -> PartitionedArray:
     """An array of which each process makes its own blocks: fn(index) gives the block at that index of the whole.
 
@@ -676,11 +717,12 @@ def from_callback(
     where = "spmd.from_callback"
     mesh = mesh_for(mesh, where)
     _fits(spec, mesh, where, len(shape))
-    layout = mesh.layout(tuple(shape), spec)
+    layout = mesh.layout(tuple(shape), spec, where)
     done: dict[int, np.ndarray] = {}
     for w in mesh.local_workers:
         if layout.owners[w] not in done:
             block = owned(_numbers(fn(layout.slices(w)), where, "fn"))
+            block = block if shape else sealed(_number(block, layout, w))
             if block.shape != layout.block_shape(w):
                 raise LayoutError(
                     message(
@@ -695,7 +737,7 @@ def from_callback(
     return PartitionedArray({w: done[layout.owners[w]] for w in mesh.local_workers}, layout, mesh)
 
 
-def from_blocks(blocks: Sequence[Any] | Mapping[int, Any], spec: P, mesh: Mesh | None = None) -> PartitionedArray:
+def from_blocks(blocks: Sequence[Any] | Mapping[int, Any], spec: Spec, mesh: Mesh | None = None) -> PartitionedArray:
     """An array from the blocks of the workers, joined as the spec says; they may be uneven.
 
     blocks: one for each worker that this process holds, in order, or a mapping from their numbers: all of them in
@@ -763,7 +805,7 @@ def relayout(x: PartitionedArray, layout: Layout) -> PartitionedArray:
 
     def body(worker: Worker):
         block = x.blocks[worker.index]
-        call = Call("relayout", op.axes, x.dtype, block.shape, detail=f"{x.layout} to {layout}")
+        call = Call("relayout", op.axes, x.dtype, block.shape, detail=f"{x.layout} to {layout}", alike=op.alike)
         handle, arrive = op.launch(worker.comm, worker.group(op.axes), block, call)
         return arrive(handle.wait())[0]
 

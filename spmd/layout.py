@@ -10,7 +10,7 @@ from typing import Any
 
 from spmd.errors import LayoutError, SpecError, message, nearest
 
-__all__ = ["Layout", "P", "beside", "block_bounds", "block_sizes", "offsets"]
+__all__ = ["Layout", "P", "Spec", "beside", "block_bounds", "block_sizes", "offsets"]
 
 Box = tuple[tuple[int, int], ...]
 
@@ -64,7 +64,7 @@ class P:
     block over y. Dimensions that are not mentioned are whole. Axes that are not mentioned hold copies.
     """
 
-    __slots__ = ("axes", "dims", "trimmed")
+    __slots__ = ("axes", "dims", "trimmed", "varying")
 
     def __init__(self, *dims: str | Sequence[str] | None):
         for d, names in enumerate(dims):
@@ -83,6 +83,8 @@ class P:
         )
         self.axes: tuple[str, ...] = tuple(n for d in self.dims for n in d)
         """The axes that split something, in the order of the dimensions."""
+        self.varying = frozenset(self.axes)
+        """The axes along which workers hold values of their own: the same."""
         whole = next((k for k, d in enumerate(reversed(self.dims)) if d), len(self.dims))
         self.trimmed: tuple[tuple[str, ...], ...] = self.dims[: len(self.dims) - whole]
         """The dimensions without whole ones at the end: what equality of specs goes by."""
@@ -306,6 +308,40 @@ class Layout:
         """The axes along which workers hold values of their own: of a grid all axes."""
         return frozenset(self.axes if self.spec is None or self.copies == "varying" else self.spec.axes)
 
+    def check(self, axes: Mapping[str, int], where: str, argument: str, ndim: int | None = None) -> None:
+        """Raise where the layout cannot stand for a spec: on another mesh, of other dimensions, or of many values."""
+        if self.axes != dict(axes):
+            raise LayoutError(
+                message(
+                    where,
+                    argument=argument,
+                    got=f"{self}, over the axes {self.axes}",
+                    need=f"a layout over the axes of the mesh, {dict(axes)}",
+                    mend="spmd.Layout(shape, spec, mesh.axes), spmd.Layout.grid(shape, grid, mesh.axes, workers)",
+                )
+            )
+        if ndim is not None and ndim != len(self.shape) and (self.shape or ndim > 1):
+            raise LayoutError(
+                message(
+                    where,
+                    argument=argument,
+                    got=f"{self} for an array of {ndim} dimension{'s' * (ndim != 1)}",
+                    need=f"a layout of an array of {ndim}",
+                    mend="lay out an array of this shape",
+                )
+            )
+        if self.has_copies and (self.spec is None or self.copies == "varying"):
+            raise LayoutError(
+                message(
+                    where,
+                    argument=argument,
+                    got=f"{self}, of which several workers hold one block",
+                    need="each block on one worker, or copies along axes that a spec leaves out",
+                    mend="in a body spmd.repartition(x, src, dst) copies blocks to more workers, and spmd.accumulate "
+                    "adds such copies",
+                )
+            )
+
     def coordinates(self, worker: int) -> dict[str, int]:
         """The worker's place along each axis."""
         place = {}
@@ -437,6 +473,9 @@ class Layout:
         sizes = [[k or 0 for k in c] for c in cuts]
         return cls([sum(c) for c in sizes], spec, axes, sizes)
 
+
+Spec = P | Layout
+"""How an array lies on a mesh, as `spmd.map` and `spmd.put` take it."""
 
 # Pictures
 

@@ -23,7 +23,7 @@ from spmd.autodiff.custom import custom_vjp
 from spmd.autodiff.tracer import value_of
 from spmd.autodiff.transforms import vjp
 from spmd.errors import LayoutError, MeshError, SpecError, describe, message
-from spmd.layout import Layout, P
+from spmd.layout import Layout, P, Spec
 from spmd.mapping import Mapped, _brought
 from spmd.mapping import map as spmd_map
 from spmd.mesh import Mesh
@@ -65,9 +65,9 @@ class Space:
         return math.prod(self.shape)
 
     @property
-    def spec(self) -> P:
-        assert self.layout.spec is not None
-        return self.layout.spec
+    def spec(self) -> Spec:
+        """Which mesh axes split which dimension; on a grid the layout."""
+        return self.layout if self.layout.spec is None else self.layout.spec
 
     def _key(self):
         return self.dtype, self.layout, self.mesh
@@ -489,15 +489,19 @@ class _View(LinearOperator):
 
 
 class _Map(_Base):
-    """A map of a body: forward `spmd.map` of it, back its tape, or a body that is given."""
+    """A map of a body: forward `spmd.map` of it, back its tape, or the map that `back` makes of a body that is given,
+    for cotangents that lie as the results do."""
 
-    def __init__(self, f: Callable, domain: Any, mapped: Mapped, back: Mapped | None, params: Any, key: Any):
+    def __init__(
+        self, f: Callable, domain: Any, mapped: Mapped, back: Callable[[Any], Mapped] | None, params: Any, key: Any
+    ):
         self.name = getattr(f, "__name__", None) or _short_name(f)
         self.domain, self.mapped, self.back, self.params = domain, mapped, back, params
         self.parameters = [] if params is None else tree.leaves(params)
         self.key = (f, key)
         self._range: Any = None
         self._pull: Callable | None = None
+        self._mapped_back: Mapped | None = None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Map) and (
@@ -554,7 +558,9 @@ class _Map(_Base):
 
     def _back(self, params, y):
         assert self.back is not None
-        found = self.back(params, _conj(y))
+        if self._mapped_back is None:
+            self._mapped_back = self.back(tree.map(lambda s: s.layout, self.range))
+        found = self._mapped_back(params, _conj(y))
         return _conj(_admitted(f"the adjoint of {self.name}", "result", found, self.domain))
 
     def replaced(self, f, params=None):
@@ -623,8 +629,7 @@ def linear_operator(
     mapped: Any = spmd_map(body, (param_specs, in_specs), out_specs, mesh=mesh)
     mapped_back: Any = None
     if adjoint is not None:
-        mapped_back = spmd_map(back, (param_specs, out_specs), in_specs, mesh=mesh)
-        mapped_back.as_it_lies = True  # cotangents have the blocks of the results
+        mapped_back = lambda layouts: spmd_map(back, (param_specs, layouts), in_specs, mesh=mesh)
     specs = tuple(tree.leaves((in_specs, out_specs, param_specs)))
     return _View(_Map(f, domain, mapped, mapped_back, params, (specs, mesh, adjoint)))
 
@@ -632,7 +637,8 @@ def linear_operator(
 def _domain(where: str, in_specs: Any, shape: Any, dtype: Any, like: Any, mesh: Mesh) -> Any:
     """The space of the argument, or a tree of spaces."""
     if like is None:
-        if shape is None or not (isinstance(in_specs, (P, tuple))):
+        shape = in_specs.shape if shape is None and isinstance(in_specs, Layout) else shape
+        if shape is None or not (isinstance(in_specs, Spec | tuple)):
             raise LayoutError(
                 message(
                     where,
@@ -660,7 +666,7 @@ def _domain(where: str, in_specs: Any, shape: Any, dtype: Any, like: Any, mesh: 
     leaves = spread(where, "x", "in_specs", in_specs, like)
     spaces = []
     for leaf in leaves:
-        if not isinstance(leaf.spec, P) or np.dtype(leaf.value.dtype).kind not in "fc":
+        if not isinstance(leaf.spec, Spec) or np.dtype(leaf.value.dtype).kind not in "fc":
             raise SpecError(
                 message(
                     where,
@@ -671,7 +677,7 @@ def _domain(where: str, in_specs: Any, shape: Any, dtype: Any, like: Any, mesh: 
                 )
             )
         leaf.spec.check(mesh.axes, where, leaf.path, len(leaf.value.shape))
-        spaces.append(Space(leaf.value.dtype, mesh.layout(tuple(leaf.value.shape), leaf.spec), mesh))
+        spaces.append(Space(leaf.value.dtype, mesh.layout(tuple(leaf.value.shape), leaf.spec, where, leaf.path), mesh))
     return tree.unflatten(tree.structure(like, none_is_leaf=True), spaces)
 
 
@@ -717,7 +723,7 @@ class _SciPy(_Base):
         return ruled
 
 
-def from_scipy(op: Any, in_spec: P, out_spec: P | None = None, *, shape=None, out_shape=None, mesh=None):
+def from_scipy(op: Any, in_spec: Spec, out_spec: Spec | None = None, *, shape=None, out_shape=None, mesh=None):
     """A matrix or `scipy.sparse.linalg.LinearOperator` as an operator on global arrays.
 
     op: of shape (m, n), with an adjoint (rmatvec) if A.H is wanted. in_spec, out_spec: how argument and result are
@@ -744,7 +750,7 @@ def from_scipy(op: Any, in_spec: P, out_spec: P | None = None, *, shape=None, ou
                 )
             )
         spec.check(mesh.axes, where, argument, len(full))
-        spaces.append(Space(dtype, mesh.layout(full, spec), mesh))
+        spaces.append(Space(dtype, mesh.layout(full, spec, where, argument), mesh))
     return _View(_SciPy(op, *spaces))
 
 

@@ -22,10 +22,10 @@ from spmd.autodiff.primitive import primitive
 from spmd.autodiff.tape import suspended
 from spmd.autodiff.tracer import Array, value_of
 from spmd.errors import LayoutError, MeshError, SpecError, StateError, describe, message, nearest
-from spmd.layout import Layout, P
+from spmd.layout import Layout, P, Spec
 from spmd.mesh import WORKER, Mesh, Worker
 from spmd.operators.base import Join, outside, sealed, vary, writable
-from spmd.operators.root import Rooted
+from spmd.operators.root import Rooted, laid_out
 from spmd.specs import Leaf, shown, spec_leaves, spread
 from spmd.state import state_of
 from spmd.transport.base import Call, Outcome
@@ -50,9 +50,11 @@ def map(
     f: the body: plain NumPy on this worker's blocks, and collectives (`spmd.psum(x, "data")`). A pure function of its
     arguments.
     in_specs: for each argument how it is laid out on the mesh: `P("x", None)` splits dimension 0 over axis x,
-    `P()` gives every worker a copy, None passes the argument as it is. A tuple, one entry per positional argument,
-    or a dict by name, or one spec for all; each entry may stand for a whole pytree (a prefix).
-    out_specs: the same for the result. Along axes that a spec does not name the result must be Invariant.
+    `P()` gives every worker a copy, None passes the argument as it is; a `Layout` gives the blocks it says, uneven
+    ones or those of a grid on some of the workers. A tuple, one entry per positional argument, or a dict by name, or
+    one spec for all; each entry may stand for a whole pytree (a prefix).
+    out_specs: the same for the result. Along axes that a spec does not name the result must be Invariant. A Rooted
+    result leaves by a layout that gives all of it to its root.
     mesh: by default that of the enclosing `with mesh:`, looked up at the call.
     check: bodies see arrays that carry their state, and what is promised Invariant is verified. With check=False and
     nothing differentiated a body sees bare read-only arrays, and a result promised Invariant is worker 0's.
@@ -108,20 +110,19 @@ class Mapped:
         self.out_specs = out_specs
         self.mesh = mesh
         self.check = check
-        self.as_it_lies = False
         self._names = _parameter_names(f)
         self._schedulers: dict[Any, str] = {}
         functools.update_wrapper(self, f)
         self.where = f"spmd.map of {getattr(f, '__name__', None) or type(f).__name__}"
         for name, specs in (("in_specs", in_specs), ("out_specs", out_specs)):
             for path, spec in spec_leaves(specs):
-                if spec is not None and not isinstance(spec, P):
+                if spec is not None and not isinstance(spec, Spec):
                     raise SpecError(
                         message(
                             self.where,
                             argument=name + path,
                             got=describe(spec),
-                            need="P(...), None, or a pytree of them",
+                            need="P(...), a Layout, None, or a pytree of them",
                             mend='P("x") splits dimension 0 over axis x; P() replicates',
                         )
                     )
@@ -261,6 +262,7 @@ class Mapped:
                 )
             )
         leaf.spec.check(mesh.axes, self.where, leaf.path, np.ndim(x))
+        mesh.layout(np.shape(x), leaf.spec, self.where, leaf.path)
         if isinstance(x, PartitionedArray) and x.mesh != mesh:
             raise MeshError(
                 message(
@@ -276,7 +278,7 @@ class Mapped:
 
     def _run(self, mesh: Mesh, leaves: list[Leaf], rebuild: Callable):
         """The map of arguments that are not traced."""
-        inputs = [_input(mesh, leaf, as_it_lies=self.as_it_lies) for leaf in leaves]
+        inputs = [_input(mesh, leaf) for leaf in leaves]
         check = self.check
 
         def body(worker: Worker):
@@ -308,7 +310,12 @@ class Mapped:
                     mend="end the body with a return; out_specs=None if it has no result",
                 )
             )
-        leaves = spread(self.where, "result", "out_specs", self.out_specs, out)
+        leaves = [
+            leaf._replace(value=laid_out(leaf.value, leaf.spec, self.where, leaf.path))
+            if type(leaf.value) is Rooted and isinstance(leaf.spec, Layout)
+            else leaf
+            for leaf in spread(self.where, "result", "out_specs", self.out_specs, out)
+        ]
         return leaves, tree.structure(out, none_is_leaf=True)
 
     def _results(self, worker: Worker, out) -> _Results:
@@ -333,7 +340,7 @@ class Mapped:
         if block.dtype.kind in "OSUMm":
             raise self._bad_result(leaf)
         spec.check(worker.mesh.axes, self.where, leaf.path, block.ndim)
-        copies = tuple(n for n in worker.mesh.axes if n not in spec.axes)
+        copies = tuple(n for n in worker.mesh.axes if n not in spec.varying)
         if not worker.tracked and copies and worker.group(copies).size > 1:
             call = Call("spmd.map, check=False", copies, block.dtype, block.shape, detail=leaf.path, alike=True)
             group = worker.group(copies)
@@ -347,7 +354,7 @@ class Mapped:
         if x.state is None:
             raise outside(self.where, x, leaf.path)
         spec.check(worker.mesh.axes, self.where, leaf.path, x.ndim)
-        extra = [n for n in worker.mesh.axes if n in x.state.varying and n not in spec.axes]
+        extra = [n for n in worker.mesh.axes if n in x.state.varying and n not in spec.varying]
         if extra:
             axis = extra[0]
             raise StateError(
@@ -360,7 +367,7 @@ class Mapped:
                     f'to="invariant") make it so; or name {axis!r} in out_specs to keep a block per worker',
                 )
             )
-        return vary(x, state_of(x.state.varying | set(spec.axes)))
+        return vary(x, state_of(x.state.varying | spec.varying))
 
     def _object(self, leaf: Leaf):
         """A result with the out_spec None, which passes as it is; of arrays, those that are one value."""
@@ -385,7 +392,8 @@ class Mapped:
             return closed_over(self.where, x, leaf.path)
         if type(x) is Rooted:
             mend = (
-                "spmd.replicate(x, axis_name) for one value known to all, spmd.broadcast(x, axis_name) for a block each"
+                "spmd.replicate(x, axis_name) for one value known to all, spmd.broadcast(x, axis_name) for a block "
+                "each; or a Layout in out_specs that gives it to its root"
             )
         else:
             mend = "return arrays or numbers; the out_spec None lets any object pass that is equal on all workers"
@@ -411,7 +419,7 @@ class Mapped:
 
     def _forward(self, mesh: Mesh, leaves: list[Leaf], rebuild: Callable, moved: list[int], once: bool):
         """Run forward, every worker on a tape of its own; the results and a pullback that runs the tapes back."""
-        inputs = [_input(mesh, leaf, as_it_lies=self.as_it_lies) for leaf in leaves]
+        inputs = [_input(mesh, leaf) for leaf in leaves]
 
         def body(worker: Worker):
             blocks = [x.block(worker) for x in inputs]
@@ -474,7 +482,7 @@ class Mapped:
 
         def pull(given: list):
             cotangent = [
-                Array(np.zeros_like(results[k]), state_of(found[k].spec.axes)) if given[k] is None else given[k]
+                Array(np.zeros_like(results[k]), state_of(found[k].spec.varying)) if given[k] is None else given[k]
                 for k in places
             ]
             return pullback(cotangent)
@@ -491,7 +499,7 @@ class Mapped:
             assert pull is not None
             return pull([given.get(k) for k in range(len(outs))])
 
-        out_specs = [_spec_of(o) for o in outs]
+        out_specs = [_layout_of(o) for o in outs]  # cotangents have the blocks of their results
         derivative = Mapped(
             body,
             ([x.spec for x in leaves], {k: out_specs[k] for k in places}),
@@ -499,7 +507,6 @@ class Mapped:
             mesh,
             self.check,
         )
-        derivative.as_it_lies = True  # cotangents have the blocks of their results
         found = derivative([x.value for x in leaves], cotangents)
         return [_settled(g, leaves[k].value) for g, k in zip(found, moved, strict=True)]
 
@@ -509,7 +516,7 @@ class _Results(NamedTuple):
 
     treedef: Any
     paths: list[str]
-    specs: list[P | None]
+    specs: list[Spec | None]
     blocks: list[Any]
     pull: Callable | None = None
 
@@ -528,9 +535,9 @@ def _differentiable(x) -> bool:
     return type(x) is Array and kind_of_dtype(x.dtype) in ("f", "c")
 
 
-def _spec_of(x) -> P | None:
+def _layout_of(x) -> Layout | None:
     x = value_of(x)
-    return x.spec if isinstance(x, PartitionedArray) else None
+    return x.layout if isinstance(x, PartitionedArray) else None
 
 
 def _parameter_names(f: Callable) -> tuple[str, ...]:
@@ -551,10 +558,10 @@ class _Input:
 
     __slots__ = ("blocks", "kind", "state", "value")
 
-    def __init__(self, value: Any, blocks: dict[int, np.ndarray] | None = None, spec: P | None = None):
+    def __init__(self, value: Any, blocks: dict[int, np.ndarray] | None = None, spec: Spec | None = None):
         self.value = value
         self.blocks = blocks
-        self.state = state_of(spec.axes) if spec is not None else None
+        self.state = state_of(spec.varying) if spec is not None else None
         self.kind = None if blocks is None else np.shape(value)
 
     def block(self, worker: Worker):
@@ -565,16 +572,15 @@ class _Input:
         return Array(block, self.state) if worker.tracked else block
 
 
-def _input(mesh: Mesh, leaf: Leaf, *, as_it_lies: bool = False) -> _Input:
-    """An argument laid out by its spec: balanced, or in the blocks it has already."""
+def _input(mesh: Mesh, leaf: Leaf) -> _Input:
+    """An argument laid out by its spec."""
     x, spec = leaf.value, leaf.spec
-    if spec is None or type(x) in _NUMBERS:
+    if spec is None or (type(x) in _NUMBERS and isinstance(spec, P)):
         return _Input(x)
     if not isinstance(x, PartitionedArray):
         data = x if isinstance(x, Frozen) else np.asarray(x)
         return _Input(x, cut(data, mesh.layout(data.shape, spec), mesh), spec)
-    lies = as_it_lies and x.spec == spec
-    return _Input(x, (x if lies else relayout(x, mesh.layout(x.shape, spec))).blocks, spec)
+    return _Input(x, relayout(x, mesh.layout(x.shape, spec)).blocks, spec)
 
 
 def _cotangent(mesh: Mesh, out: PartitionedArray, g) -> _Input | None:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from spmd.autodiff.tracer import Array
-from spmd.errors import MeshError, TransportError, describe, message, nearest
-from spmd.layout import Layout, P
+from spmd.errors import LayoutError, MeshError, TransportError, describe, message, nearest
+from spmd.layout import Layout, P, Spec
 from spmd.state import State, state_of
 from spmd.transport.base import Comm, Group, Outcome, Transport
 from spmd.transport.detect import mpi_world
@@ -197,13 +197,38 @@ class Mesh:
             )
         return names
 
-    def layout(self, shape: tuple[int, ...], spec: P) -> Layout:
-        """The balanced layout of an array of this shape."""
-        return _balanced(shape, spec, tuple(self.axes.items()))
+    def layout(self, shape: tuple[int, ...], spec: Spec, where: str = "Mesh.layout", argument: str = "spec") -> Layout:
+        """The layout of an array of this shape: by a spec the balanced one; a layout of this shape is itself."""
+        if isinstance(spec, P):
+            return _balanced(shape, spec, tuple(self.axes.items()))
+        if spec.shape != shape:
+            raise LayoutError(
+                message(
+                    where,
+                    argument=argument,
+                    got=f"{spec} for an array of shape {list(shape)}",
+                    need=f"a layout of shape {list(spec.shape)}, or an array of that",
+                    mend="a spec, P(...), serves arrays of every shape",
+                )
+            )
+        return spec
 
-    def joined(self, shapes: tuple[tuple[int, ...], ...], spec: P, where: str) -> Layout:
+    def joined(self, shapes: tuple[tuple[int, ...], ...], spec: Spec, where: str) -> Layout:
         """The layout of the array that blocks of these shapes, one per worker, join to."""
-        return _of_blocks(shapes, spec, tuple(self.axes.items()), where)
+        if isinstance(spec, P):
+            return _of_blocks(shapes, spec, tuple(self.axes.items()), where)
+        for w, shape in enumerate(shapes):
+            if shape != spec.block_shape(w):
+                raise LayoutError(
+                    message(
+                        where,
+                        got=f"a block of shape {list(shape)} on {self.describe(w)}",
+                        need=f"shape {list(spec.block_shape(w))} there, as {spec} says",
+                        mend="cut the block to its box, or lay it out by another spec; on workers that hold nothing "
+                        "blocks have length 0 in every dimension",
+                    )
+                )
+        return spec
 
     def group(self, worker: int, axes: tuple[str, ...]) -> Group:
         """The workers that differ from `worker` along `axes` only, the first axis major."""

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from spmd.autodiff import tree
 from spmd.errors import SpecError, message
-from spmd.layout import P
+from spmd.layout import Spec
 
 __all__ = ["Leaf", "shown", "spec_leaves", "spread"]
 
@@ -15,7 +15,7 @@ class Leaf(NamedTuple):
     """One array of a tree: its path from the argument's name, the spec that stands for it, and its value."""
 
     path: str
-    spec: P | None
+    spec: Spec | None
     value: Any
 
 
@@ -27,7 +27,7 @@ def spec_leaves(specs) -> list[tuple[str, Any]]:
 
 def spread(where: str, name: str, argument: str, specs, value) -> list[Leaf]:
     """The leaves of a value, each with the spec that stands for it in a prefix of its tree."""
-    if (specs is None or isinstance(specs, P)) and (
+    if (specs is None or isinstance(specs, Spec)) and (
         hasattr(value, "shape") or isinstance(value, int | float | complex)
     ):
         return [Leaf(name, specs, value)]
@@ -76,7 +76,7 @@ def _misfit(specs, value, path: str) -> str:
         inside = [(k, s, v) for k, (s, v) in enumerate(zip(specs, value, strict=True))]
     else:
         return f"{path} is {_a(type(value).__name__)}, its specs {_a(type(specs).__name__)}"
-    found = (_misfit(s, v, f"{path}[{k!r}]") for k, s, v in inside if s is not None and not isinstance(s, P))
+    found = (_misfit(s, v, f"{path}[{k!r}]") for k, s, v in inside if s is not None and not isinstance(s, Spec))
     return next((text for text in found if text), "")
 
 

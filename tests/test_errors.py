@@ -234,7 +234,7 @@ SPECS = [
         SpecError,
         "argument in_specs[0]['w'][0]",
         "str 'data'",
-        "P(...), None, or a pytree of them",
+        "P(...), a Layout, None, or a pytree of them",
         'P("x") splits dimension 0',
     ),
     Row(

@@ -13,7 +13,7 @@ AFFINE = ROOT / "examples" / "affine.py"
 
 def figures(text: str) -> dict[str, float]:
     """What affine.py reports."""
-    found = re.search(r"loss ([\d.]+) at first, ([\d.e+-]+) after 300 steps", text)
+    found = re.search(r"loss ([\d.]+) at first, ([\d.e+-]+) after 100 steps", text)
     return {
         "first": float(found[1]),
         "last": float(found[2]),

@@ -14,7 +14,7 @@ from spmd.adjoints.report import AdjointReport, Fault, number, plain
 from spmd.autodiff import tree
 from spmd.autodiff.tracer import Array, value_of
 from spmd.autodiff.transforms import vjp
-from spmd.layout import Layout, P
+from spmd.layout import Layout, P, Spec
 from spmd.ledger import ledger
 from spmd.mesh import Worker
 from spmd.state import ROOTED, VARYING, state_of
@@ -221,11 +221,11 @@ class Trial(InBody):
         promised = self.test.out_specs
         if promised is None:
             return []
-        specs = [promised] * len(outs) if isinstance(promised, P) else list(promised)
+        specs = [promised] * len(outs) if isinstance(promised, Spec) else list(promised)
         return [
             Fault("promise", f"result {k} is {o.state}, and out_specs promise {spec}")
             for k, (o, spec) in enumerate(zip(outs, specs, strict=True))
-            if type(o) is Array and o.state.varying - set(spec.axes)
+            if type(o) is Array and o.state.varying - spec.varying
         ]
 
     def _twice(self, xs, ys, outs, found) -> list[Fault]:

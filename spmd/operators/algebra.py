@@ -20,7 +20,7 @@ import numpy as np
 from spmd.autodiff import tree
 from spmd.autodiff.tracer import value_of
 from spmd.errors import LayoutError, SpecError, StateError, describe, message
-from spmd.layout import P
+from spmd.layout import Layout, P, Spec
 from spmd.mesh import WORKER, here
 from spmd.state import INVARIANT, ROOTED, VARYING, state_of
 
@@ -378,25 +378,94 @@ def _refuse(axes: list[str], own: Mapping[str, Along], factors, sign: str) -> No
 
 
 def across(op: Linear, x: Any) -> Any:
-    """An operator of bodies applied to a global array: to every block, as the spec of x cuts it.
+    """An operator of bodies applied to a global array: to every block, as x lies.
 
-    The result is laid out by the same spec, less the axes along which the operator gives an Invariant array.
+    The result lies by the same spec, less the axes along which the operator gives an Invariant array. An operator from
+    one layout to another takes x in the first, wherever it lay, and gives it in the second.
     """
     value = value_of(x)
     mesh, spec = getattr(value, "mesh", None), getattr(value, "spec", None)
-    if mesh is None or not isinstance(spec, P):
+    if mesh is None or not isinstance(spec, Spec):
         function = getattr(op, "function", None)
         here(f"spmd.{function}" if function else "an operator")  # which says that this is no body
+    source, target = _source(op, cast(Spec, spec)), _target(op, cast(Spec, spec), describe(x))
+
+    def body(block):
+        return op(block)
+
+    body.__name__ = getattr(op, "function", "operator")
+    return cast(Any, mesh).map(body, source, target)(x)
+
+
+def _relays(op: Linear) -> bool:
+    """Whether an operator, or a factor of it, goes from one layout to another."""
+    return getattr(op, "layouts", None) is not None or (
+        isinstance(op, Terms) and any(_relays(f) for _, factors in op.terms for f in factors)
+    )
+
+
+def _source(op: Linear, spec: Spec) -> Spec:
+    """How an operator takes an array that lies by a spec."""
+    layouts = getattr(op, "layouts", None)
+    if layouts is not None:
+        return layouts[0]
+    if not _relays(op):
+        return spec
+    return _one([_source(factors[-1], spec) if factors else spec for _, factors in op.terms], op, "take")
+
+
+def _target(op: Linear, spec: Spec, what: str) -> Spec:
+    """How the result of an operator lies, of an array that lies by a spec."""
+    layouts = getattr(op, "layouts", None)
+    if layouts is not None:
+        return layouts[1]
+    if not _relays(op):
+        return _kept(op, spec, what)
+    found = []
+    for _, factors in op.terms:
+        lies, run = spec, ()
+        for factor in reversed(factors):
+            if _relays(factor):
+                lies, run = _target(factor, _kept(composed([(1, run)]), lies, what) if run else lies, what), ()
+            else:
+                run = (factor, *run)
+        found.append(_kept(composed([(1, run)]), lies, what) if run else lies)
+    return _one(found, op, "give")
+
+
+def _one(found: list[Spec], op: Linear, verb: str) -> Spec:
+    """The spec that all terms of a sum agree in."""
+    plain = [
+        P(*s.spec.trimmed)
+        if isinstance(s, Layout) and s.spec is not None and s.balanced and s.copies == "invariant"
+        else s
+        for s in found
+    ]
+    if any(s != plain[0] for s in plain):
+        raise SpecError(
+            message(
+                f"{op!r} of a global array",
+                got=f"terms that {verb} arrays laid out by {' and by '.join(map(str, dict.fromkeys(plain)))}",
+                need="terms that agree",
+                mend="Repartition the terms that lie otherwise",
+            )
+        )
+    return found[0]
+
+
+def _kept(op: Linear, spec: Spec, what: str) -> Spec:
+    """How the result of an operator lies that goes by axes, not by layouts."""
     known = signature(op)
+    by_axes = spec if isinstance(spec, P) else spec.spec
     rooted = [n for n, along in known.items() if ROOTED in along.source + along.target]
-    lost = [n for n, along in known.items() if along.target == VARYING and n not in cast(P, spec).axes]
+    lost = [n for n, along in known.items() if along.target == VARYING and n not in (by_axes or P()).axes]
     if rooted or lost:
         axis = (rooted or lost)[0]
         raise SpecError(
             message(
                 f"{op!r} of a global array",
                 argument="x",
-                got=describe(x),
+                got=what,
                 need=f"an operator whose result is known to be laid out as x is, along axis {axis!r} too",
                 mend="spmd.linear_operator(A, in_specs, out_specs, shape=x.shape) says how the result is laid out"
                 if lost
@@ -404,10 +473,4 @@ def across(op: Linear, x: Any) -> Any:
             )
         )
     gone = {n for n, along in known.items() if along.target == INVARIANT}
-    out = P(*(tuple(n for n in names if n not in gone) for names in cast(P, spec).dims))
-
-    def body(block):
-        return op(block)
-
-    body.__name__ = getattr(op, "function", "operator")
-    return cast(Any, mesh).map(body, spec, out)(x)
+    return P(*(tuple(n for n in names if n not in gone) for names in by_axes.dims)) if by_axes is not None else spec

@@ -34,6 +34,10 @@ class _Relayout(Operator):
 
     alike: ClassVar[bool | None] = None
 
+    @property
+    def layouts(self) -> tuple[Layout, Layout]:
+        return self.src, self.dst
+
     def takes(self, axis: str) -> str:
         return VARYING if axis in self.src.varying else INVARIANT
 

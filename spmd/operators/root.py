@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ import numpy as np
 from spmd.autodiff import tree
 from spmd.autodiff.tracer import Array
 from spmd.errors import LayoutError, MissingMethodError, StateError, describe, message
+from spmd.layout import Layout
 from spmd.mesh import here
 from spmd.operators.base import (
     Launched,
@@ -195,6 +197,72 @@ class Keep(_AtRoot):
     @property
     def H(self) -> Operator:
         return Replicate(self.axes, self.root)
+
+
+@dataclass(frozen=True)
+class _Leave(_AtRoot):
+    """Rooted -> V: the root's value as its block, and blocks of length 0 elsewhere. Moves nothing."""
+
+    ndim: int = 1
+    function: ClassVar[str] = "map"
+    source: ClassVar[str] = ROOTED
+
+    def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
+        block = x if group.index == self.root else sealed(np.zeros((0,) * max(1, self.ndim), x.dtype))
+        return Ready(block), lambda block: (block, self)
+
+    @property
+    def H(self) -> Operator:
+        return _Enter(self.axes, self.root, self.ndim)
+
+
+@dataclass(frozen=True)
+class _Enter(_AtRoot):
+    """V -> Rooted: the adjoint of `_Leave`."""
+
+    ndim: int = 1
+    function: ClassVar[str] = "map"
+    target: ClassVar[str] = ROOTED
+
+    def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
+        return Ready(self.held(group, x)), lambda block: (block, self)
+
+    @property
+    def H(self) -> Operator:
+        return _Leave(self.axes, self.root, self.ndim)
+
+
+def laid_out(x: Rooted, layout: Layout, where: str, argument: str) -> Any:
+    """A Rooted value as the blocks of a layout which gives all of it to its root, to leave a map."""
+    worker = here(where)
+    mesh = worker.mesh
+    state = getattr(x.block, "state", None)
+    places = [mesh.coordinates(w) for workers in layout.holders.values() for w in workers]
+    dims = [mesh.axes[n] for n in x.axes]
+    root = dict(zip(x.axes, np.unravel_index(x.root, dims), strict=True))
+    others = [n for n in mesh.axes if n not in x.axes]
+    alone = [n for n in others if len({p[n] for p in places}) == 1]
+    fits = all(p[n] == k for p in places for n, k in root.items())
+    if state is not None:  # along the other axes a value each leaves from each worker, one value from one
+        fits = fits and all((n in alone) != (n in state.varying) for n in others if mesh.axes[n] > 1)
+    if not fits:
+        holders = [w for w in range(mesh.size) if all(mesh.coordinates(w)[n] == k for n, k in root.items())]
+        raise LayoutError(
+            message(
+                where,
+                argument=argument,
+                got=f"{describe(x)}, by {layout}",
+                need=f"a layout that gives all of it to {' or '.join(map(mesh.describe, holders))}",
+                mend=f"spmd.Layout.grid({x.shape}, {(1,) * len(x.shape)}, mesh.axes, workers=[{holders[0]}])",
+            )
+        )
+    block, axes, at = x.block, x.axes, x.root
+    kept = tuple(n for n in alone if state is None or n not in state.varying)
+    if kept:
+        place = int(np.ravel_multi_index([places[0][n] for n in kept], [mesh.axes[n] for n in kept]))
+        block = operate(Keep(kept, place), block)
+        axes, at = axes + kept, at * math.prod(mesh.axes[n] for n in kept) + place
+    return operate(_Leave(axes, at, len(x.shape)), block)
 
 
 @dataclass(frozen=True)
