@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 
@@ -37,6 +37,18 @@ _NUMBERS = (bool, int, float, complex)
 _MISSING: Any = object()
 
 
+@overload
+def map(
+    f: None = None, in_specs: Any = ..., out_specs: Any = ..., *, mesh: Mesh | None = ..., check: bool = ...
+) -> Callable[[Callable], Mapped]: ...
+
+
+@overload
+def map(
+    f: Callable, in_specs: Any = ..., out_specs: Any = ..., *, mesh: Mesh | None = ..., check: bool = ...
+) -> Mapped: ...
+
+
 def map(
     f: Callable | None = None,
     in_specs: Any = _MISSING,
@@ -44,7 +56,7 @@ def map(
     *,
     mesh: Mesh | None = None,
     check: bool = True,
-):
+) -> Any:
     """A function on global arrays that runs `f` on the block of every worker.
 
     f: the body: plain NumPy on this worker's blocks, and collectives (`spmd.psum(x, "data")`). A pure function of its
@@ -130,7 +142,7 @@ class Mapped:
     def __repr__(self) -> str:
         return f"{self.where} ({self.in_specs} -> {self.out_specs})"
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args, **kwargs) -> Any:
         if WORKER.get() is not None:
             raise MeshError(
                 message(

@@ -6,10 +6,11 @@ The dot test (`check_adjoint`), the cases of every operator, and strategies for 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from spmd.operators.halo_plan import BOUNDARIES, halo_plan
 from spmd.operators.permute import Permute
 from spmd.operators.reduce import Sum
 from spmd.operators.repartition import Accumulate, Repartition
-from spmd.operators.root import Broadcast, Gather, Keep, Replicate, Scatter, SumReduce
+from spmd.operators.root import Broadcast, Enroot, Gather, Keep, Replicate, Scatter, SumReduce, Unroot
 from spmd.state import INVARIANT, ROOTED, VARYING
 
 if TYPE_CHECKING:
@@ -70,12 +71,13 @@ Shape = tuple[int, ...]
 class Case(NamedTuple):
     """An operator and a shape to test it on; with a spec the shape is cut, else every worker has a block of it.
 
+    spec: also a function that makes a layout of the operator's axes and their sizes.
     cuts: for each dimension the sizes of its blocks, or None where they are balanced.
     """
 
     operator: Operator
     shape: Shape
-    spec: P | Layout | None = None
+    spec: Any = None
     cuts: tuple[Shape | None, ...] | None = None
 
 
@@ -95,6 +97,11 @@ def _haloed(a: tuple[str, ...], sizes: Shape, widths: Shape, boundary: str) -> C
     lengths = halo_plan(sizes, ((low, high),) * len(sizes), boundary).lengths
     back = HaloAccumulate(a, P(a), (widths,), boundary, (sizes,))
     return Case(back, (sum(lengths), 2), P(a), (lengths, None))
+
+
+def _alone(shape: Shape, root: int, axes: dict[str, int]) -> Layout:
+    """All of an array on one worker."""
+    return Layout.grid(shape, (1,) * len(shape), axes, [root])
 
 
 _ROWS: dict[type[Operator], Callable[[tuple[str, ...], int], list[Case]]] = {
@@ -159,6 +166,10 @@ _ROWS: dict[type[Operator], Callable[[tuple[str, ...], int], list[Case]]] = {
     SumReduce: lambda a, n: [Case(SumReduce(a, r), s) for r in (0, n - 1) for s in ((3, 2), (0, 2), ())],
     Replicate: lambda a, n: [Case(Replicate(a, r), s) for r in (0, n - 1) for s in ((3, 2), (0, 2), ())],
     Keep: lambda a, n: [Case(Keep(a, r), s) for r in (0, n - 1) for s in ((3, 2), (0, 2), ())],
+    Unroot: lambda a, n: [Case(Unroot(a, r, len(s)), s) for r in (0, n - 1) for s in ((3, 2), (0, 2), ())],
+    Enroot: lambda a, n: [
+        Case(Enroot(a, r, len(s)), s, functools.partial(_alone, s, r)) for r in (0, n - 1) for s in ((3, 2), (0, 2), ())
+    ],
     Scatter: lambda a, n: [
         *(Case(Scatter(a, r), (m, 2)) for r in (0, n - 1) for m in (2 * n, 2 * n + 1, 1, 0)),
         Case(Scatter(a, n - 1, 1, _lopsided(n)), (2, 2 * n + 1)),
@@ -237,6 +248,8 @@ def operator_cases(kind: type[Operator], mesh: Mesh) -> list[Case]:
 
 
 def _laid_out(case: Case, mesh: Mesh) -> Case:
+    if callable(case.spec):
+        return case._replace(spec=case.spec({n: mesh.axes[n] for n in case.operator.axes}))
     if case.cuts is None:
         return case
     assert isinstance(case.spec, P)

@@ -28,7 +28,7 @@ from spmd.operators.halo import HaloAccumulate, HaloExchange
 from spmd.operators.permute import Permute
 from spmd.operators.reduce import Sum
 from spmd.operators.repartition import Accumulate, Repartition
-from spmd.operators.root import Broadcast, Gather, Keep, Replicate, Rooted, Scatter, SumReduce
+from spmd.operators.root import Broadcast, Enroot, Gather, Keep, Replicate, Rooted, Scatter, SumReduce, Unroot
 from spmd.state import ROOTED, VARYING
 
 MESHES = [
@@ -255,6 +255,19 @@ def rooted(kind) -> Callable[[Draw], Case]:
     return case
 
 
+def unroot(d: Draw) -> Case:
+    shape, root = d.shape(), d.upto(0, d.n - 1)
+    empty = lambda b: np.zeros((0,) * max(1, len(shape)), b.dtype)
+    expect = lambda w, x: w.meet(x, d.over, lambda bs: [b if k == root else empty(b) for k, b in enumerate(bs)])
+    return d.case(Unroot(d.over, root, len(shape)), lambda k: shape, expect)
+
+
+def enroot(d: Draw) -> Case:
+    shape, root = d.shape(), d.upto(0, d.n - 1)
+    held = lambda k: shape if k == root else (0,) * max(1, len(shape))
+    return d.case(Enroot(d.over, root, len(shape)), held, lambda w, x: at_root(w, x, d.over, root))
+
+
 def at_root(w: Oracle, x: Each, over, root: int) -> Each:
     """The root's block, and nothing elsewhere."""
     return w.meet(x, over, lambda bs: [b if k == root else np.zeros(0, b.dtype) for k, b in enumerate(bs)])
@@ -375,6 +388,8 @@ OPERATORS: dict[type[Operator], Callable[[Draw], Case]] = {
     Replicate: rooted(Replicate),
     SumReduce: rooted(SumReduce),
     Keep: rooted(Keep),
+    Unroot: unroot,
+    Enroot: enroot,
     Scatter: scatter,
     Gather: join_at_root,
     RaggedAllToAll: ragged,

@@ -177,8 +177,8 @@ def run_planted(kind, name: str, seeds, most: int) -> int:
 
 
 NEVER = {
-    "shifted the wrong way": "Vary Sum Broadcast Replicate SumReduce Keep Scatter ReduceScatter Slice",
-    "overwritten": "Sum Replicate SumReduce Keep Gather Collect",
+    "shifted the wrong way": "Vary Sum Broadcast Replicate SumReduce Keep Scatter ReduceScatter Slice Unroot",
+    "overwritten": "Sum Replicate SumReduce Keep Gather Collect Enroot",
 }
 """What cannot go wrong: where an adjoint gives every worker the same, or takes one value."""
 

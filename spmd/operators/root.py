@@ -33,15 +33,18 @@ from spmd.transport.base import Call, Comm, Group, Ready, root_cost, scatter_cos
 
 __all__ = [
     "Broadcast",
+    "Enroot",
     "Gather",
     "Keep",
     "Replicate",
     "Rooted",
     "Scatter",
     "SumReduce",
+    "Unroot",
     "broadcast",
     "gather",
     "keep",
+    "laid_out",
     "replicate",
     "scatter",
     "sum_reduce",
@@ -200,8 +203,11 @@ class Keep(_AtRoot):
 
 
 @dataclass(frozen=True)
-class _Leave(_AtRoot):
-    """Rooted -> V: the root's value as its block, and blocks of length 0 elsewhere. Moves nothing."""
+class Unroot(_AtRoot):
+    """Rooted -> V: the root's value, of `ndim` dimensions, as its block, and empty blocks elsewhere. Moves nothing.
+
+    So a Rooted value leaves a map. Its adjoint is `Enroot`.
+    """
 
     ndim: int = 1
     function: ClassVar[str] = "map"
@@ -213,23 +219,39 @@ class _Leave(_AtRoot):
 
     @property
     def H(self) -> Operator:
-        return _Enter(self.axes, self.root, self.ndim)
+        return Enroot(self.axes, self.root, self.ndim)
 
 
 @dataclass(frozen=True)
-class _Enter(_AtRoot):
-    """V -> Rooted: the adjoint of `_Leave`."""
+class Enroot(_AtRoot):
+    """V -> Rooted: the root's block as a value, where the others have empty blocks. Moves nothing.
+
+    Its adjoint is `Unroot`.
+    """
 
     ndim: int = 1
     function: ClassVar[str] = "map"
     target: ClassVar[str] = ROOTED
+
+    def check(self, group: Group, x: np.ndarray) -> None:
+        super().check(group, x)
+        if group.index != self.root and x.size:
+            raise LayoutError(
+                message(
+                    "Enroot",
+                    argument="x",
+                    got=f"a block of shape {list(x.shape)} at place {group.index}",
+                    need=f"empty blocks but at the root, place {self.root}: others would be lost",
+                    mend="SumReduce adds blocks at the root, Gather joins them there",
+                )
+            )
 
     def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
         return Ready(self.held(group, x)), lambda block: (block, self)
 
     @property
     def H(self) -> Operator:
-        return _Leave(self.axes, self.root, self.ndim)
+        return Unroot(self.axes, self.root, self.ndim)
 
 
 def laid_out(x: Rooted, layout: Layout, where: str, argument: str) -> Any:
@@ -262,7 +284,7 @@ def laid_out(x: Rooted, layout: Layout, where: str, argument: str) -> Any:
         place = int(np.ravel_multi_index([places[0][n] for n in kept], [mesh.axes[n] for n in kept]))
         block = operate(Keep(kept, place), block)
         axes, at = axes + kept, at * math.prod(mesh.axes[n] for n in kept) + place
-    return operate(_Leave(axes, at, len(x.shape)), block)
+    return operate(Unroot(axes, at, len(x.shape)), block)
 
 
 @dataclass(frozen=True)
