@@ -21,6 +21,7 @@ __all__ = [
     "MissingMethodError",
     "MutationError",
     "SpecError",
+    "StallError",
     "StateError",
     "TracedConversionError",
     "TransportError",
@@ -89,6 +90,10 @@ class MismatchError(RuntimeError):
 
 class DeadlockError(MismatchError):
     """Workers wait for others that will never come."""
+
+
+class StallError(RuntimeError):
+    """A collective that has made no progress for SPMD_TIMEOUT seconds."""
 
 
 def message(where: str, *, got: str, need: str, mend: str, argument: str | None = None) -> str:

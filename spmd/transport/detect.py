@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
 import stat
 import sys
+import time
 import warnings
 from contextlib import suppress
 from typing import Any
@@ -93,7 +95,18 @@ def end_the_job_on_error() -> None:
 
 
 def _end_the_job(kind, error, traceback) -> None:
-    _report(kind, error, traceback)
+    """Report an error, one of all processes for all, and end them."""
+    patience = sys.modules.get("spmd.transport.patience")
+    others = patience.failed_too(kind, error) if patience is not None else []
+    stderr, sys.stderr = sys.stderr, io.StringIO()
+    try:
+        _report(kind, error, traceback)
+    finally:
+        text, sys.stderr = sys.stderr.getvalue(), stderr
+    # In one piece, and with time for the launcher to pass it on: what is under way when the job ends gets lost.
+    print(text + "".join(f"{line}\n" for line in others), end="", file=sys.stderr, flush=True)
+    if patience is not None:
+        time.sleep(0.1)
     abort(1)
 
 

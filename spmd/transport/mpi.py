@@ -4,6 +4,10 @@ Every collective begins with a header: a small message in which each member says
 of what it is going to send. It is one and the same MPI call for all verbs, so that workers that disagree learn it
 there, before any data moves; and receivers learn the sizes of what comes. Sums are taken here, in the order of the
 members, because MPI only advises an order.
+
+A process that waits polls, and looks at the others every tenth of a second (`Board`): workers that wait for each other
+in different groups, and such that wait for one that has left, learn it too. SPMD_CHECK=0 leaves out what can be left
+out: the headers of sums, whose shapes are equal by contract, and the polling.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -27,6 +31,7 @@ from spmd.layout import block_sizes, offsets
 from spmd.transport.base import Call, Comm, Group, Handle, Outcome, Ready, Transport, mismatch, raised_by, sealed
 from spmd.transport.blas import blas_threads, core_numbers, share_of_cores
 from spmd.transport.detect import abort, end_the_job_on_error
+from spmd.transport.patience import Patience, board_of_the_job, checks_are_on, time_limit
 
 __all__ = ["MpiTransport"]
 
@@ -91,20 +96,21 @@ def _placed(buffer: np.ndarray, counts: Sequence[int]) -> list[Any]:
 class Pending:
     """Requests under way, and what is to be done when they have arrived. Their buffers live until then."""
 
-    __slots__ = ("buffers", "finish", "flying", "requests", "value")
+    __slots__ = ("buffers", "call", "finish", "requests", "transport", "value")
 
-    def __init__(self, flying: set[Pending], requests: list[MPI.Request], buffers: Any, finish: Callable[[], Any]):
+    def __init__(self, transport: MpiTransport, requests: list[MPI.Request], buffers: Any, finish: Callable[[], Any]):
         self.requests: list[MPI.Request] | None = requests
         self.buffers = buffers
         self.finish = finish
-        self.flying = flying
+        self.transport = transport
+        self.call = transport.last
         self.value: Any = None
-        flying.add(self)
+        transport.flying.add(self)
 
     def wait(self) -> Any:
         if self.requests is not None:
-            MPI.Request.Waitall(self.requests)
-            self.flying.discard(self)
+            self.transport.arrive(self.requests, self.call)
+            self.transport.flying.discard(self)
             self.requests = self.buffers = None
             self.value = self.finish()
             del self.finish
@@ -136,17 +142,22 @@ class MpiComm(Comm):
         self.worker = transport.local[0]
 
     def _pending(self, requests: list[MPI.Request], buffers: Any, finish: Callable[[], Any]) -> Pending:
-        return Pending(self.transport.flying, requests, buffers, finish)
+        return Pending(self.transport, requests, buffers, finish)
 
     def meet(self, group: Group, call: Call, shapes: Iterable[Shape | None]) -> list[Shape | None]:
         """Tell every member what is called and the shape of what comes for it (None: nothing), and learn theirs.
 
         Raises MismatchError on all members where they call different things.
         """
-        comm, order = self.transport.meeting_place(group)
-        mine = _headers(call, list(shapes), self.transport.runs)[order]
+        transport = self.transport
+        comm, order = transport.meeting_place(group, call)
+        mine = _headers(call, list(shapes), transport.runs)[order]
         heads = np.empty_like(mine)
-        comm.Alltoall(mine, heads)
+        if transport.board is None:
+            comm.Alltoall(mine, heads)
+        else:
+            transport.come(tuple(sorted(group.members)), call)
+            transport.arrive([comm.Ialltoall(mine, heads)], call, (mine, heads))
         heads[order] = heads.copy()
         if (heads[:, 0] != heads[0, 0]).any():
             raise self._mismatch(group, call, heads[:, 0])
@@ -155,7 +166,7 @@ class MpiComm(Comm):
 
     def _mismatch(self, group: Group, call: Call, keys: np.ndarray) -> MismatchError:
         """What to raise: the members, who all know by now that they disagree, tell each other their calls and lines."""
-        comm, order = self.transport.meeting_place(group)
+        comm, order = self.transport.meeting_place(group, call)
         mine = np.array([str(call).encode()[:400], call.source.encode()[-400:]], "S400")
         texts = np.empty((group.size, 2), "S400")
         comm.Allgather([mine.view(np.uint8), MPI.BYTE], [texts.view(np.uint8), MPI.BYTE])
@@ -166,11 +177,22 @@ class MpiComm(Comm):
             (self.transport.describe(group.members[k]), *(text.decode(errors="replace") for text in texts[k].tolist()))
             for k in (0, other)
         )
-        return mismatch(first, second)
+        error = mismatch(first, second)
+        error.ranks = tuple(self.transport.ranks[m] for m in group.members if self._is_here(m))  # type: ignore[attr-defined]
+        return error
+
+    def _is_here(self, member: int) -> bool:
+        board = self.transport.board
+        return board is not None and board.here(self.transport.ranks[member])
 
     def _meet_alike(self, group: Group, call: Call, x: np.ndarray) -> list[Shape]:
         """Meet with something for everyone; the shapes that the members bring."""
         return [s or () for s in self.meet(group, call, [x.shape] * group.size)]
+
+    def _agree(self, group: Group, call: Call, x: np.ndarray) -> None:
+        """Meet for the check alone: where all bring one shape, nobody has to learn any."""
+        if self.transport.checks:
+            self._meet_alike(group, call, x)
 
     def _shapes(self, group: Group, call: Call) -> Handle:
         return Ready(self.meet(group, call, [call.shape] * group.size) if group.size > 1 else [call.shape])
@@ -178,10 +200,10 @@ class MpiComm(Comm):
     def _all_reduce(self, group: Group, call: Call, x: np.ndarray, how: str) -> Handle:
         if group.size == 1:
             return Ready(sealed(x))
-        self._meet_alike(group, call, x)
-        return self._reduce_blocks(group, x, how)
+        self._agree(group, call, x)
+        return self._reduce_blocks(group, call, x, how)
 
-    def _reduce_blocks(self, group: Group, x: np.ndarray, how: str) -> Handle:
+    def _reduce_blocks(self, group: Group, call: Call, x: np.ndarray, how: str) -> Handle:
         """The sum of blocks whose shapes are known to be equal."""
         comm, n = self.transport.subcomm(group.members), group.size
         send = _bytes(x)
@@ -199,7 +221,8 @@ class MpiComm(Comm):
         def large() -> np.ndarray:
             mine = kernels.of(x).combine([c.view(x.dtype) for c in chunks], how)
             out = np.empty(x.shape, x.dtype)
-            comm.Iallgatherv(_bytes(mine), _placed(_bytes(out), sizes)).Wait()
+            send = _bytes(mine)
+            self.transport.arrive([comm.Iallgatherv(send, _placed(_bytes(out), sizes))], call, (send, out))
             return sealed(out)
 
         request = comm.Ialltoallv(_placed(send, sizes), _placed(chunks.reshape(-1), [own] * n))
@@ -209,8 +232,8 @@ class MpiComm(Comm):
         if group.size == 1 or not xs:
             return Ready([sealed(x) for x in xs])
         packed = np.concatenate([x.reshape(-1) for x in xs])
-        self._meet_alike(group, call, packed)
-        whole = self._reduce_blocks(group, packed, "sum")
+        self._agree(group, call, packed)
+        whole = self._reduce_blocks(group, call, packed, "sum")
         at = offsets([x.size for x in xs])
 
         def unpack() -> list[np.ndarray]:
@@ -223,7 +246,8 @@ class MpiComm(Comm):
         if group.size == 1:
             return Ready(sealed(parts[0]))
         mine = parts[group.index]
-        self.meet(group, call, [p.shape for p in parts])
+        if self.transport.checks:
+            self.meet(group, call, [p.shape for p in parts])
         return self._all_to_all_blocks(
             group, parts, [mine.shape] * group.size, lambda xs: sealed(kernels.of(mine).combine(xs))
         )
@@ -270,7 +294,7 @@ class MpiComm(Comm):
     def _reduce(self, group: Group, call: Call, x: np.ndarray, root: int) -> Handle:
         if group.size == 1:
             return Ready(sealed(x))
-        self._meet_alike(group, call, x)
+        self._agree(group, call, x)
         at_root = group.index == root
         send, blocks = _bytes(x), np.empty((group.size, x.nbytes), np.uint8) if at_root else None
         request = self.transport.subcomm(group.members).Igather(send, blocks, root)
@@ -311,10 +335,17 @@ class MpiTransport(Transport):
         self.size = comm.Get_size()
         self.local = (comm.Get_rank(),)
         self.describe: Callable[[int], str] = lambda worker: f"worker {worker}"
+        self.ranks = tuple(MPI.Group.Translate_ranks(self.group, None, MPI.COMM_WORLD.Get_group()))
         self.flying: set[Pending] = set()
         self.last: Call | None = None
         self.runs = 0
+        self.broken = ""
+        self.time_limit = time_limit()
+        self.checks = checks_are_on()
+        self.board = board_of_the_job() if self.checks and self.size > 1 else None
+        self._threads: int | None = None
         self._subcomms: dict[Shape, MPI.Comm] = {}
+        self._groups: dict[Shape, tuple[int, Shape]] = {}
         end_the_job_on_error()
 
     @classmethod
@@ -325,10 +356,16 @@ class MpiTransport(Transport):
             _transports[ranks] = cls(comm)
         return _transports[ranks]
 
-    @cached_property
     def threads(self) -> int:
         """The BLAS threads of every worker: this host's usable cores over its workers, agreed by all."""
-        comm = self.subcomm(tuple(range(self.size)))
+        if self._threads is None:
+            self._threads = self._share_of_cores(Call("the first map", (), np.dtype(bool), (), frame=sys._getframe()))
+        return self._threads
+
+    def _share_of_cores(self, call: Call) -> int:
+        everyone = tuple(range(self.size))
+        comm = self.subcomm(everyone, call)
+        self._gather(everyone, call)
         host = comm.Split_type(MPI.COMM_TYPE_SHARED)
         cores = np.zeros(4096, np.uint8)
         cores[list(core_numbers())] = 1
@@ -338,29 +375,70 @@ class MpiTransport(Transport):
         comm.Allreduce(MPI.IN_PLACE, share, MPI.MIN)
         return int(share)
 
-    def subcomm(self, members: Shape) -> MPI.Comm:
-        """The communicator of some workers, in this order, made when they first meet."""
+    def subcomm(self, members: Shape, call: Call | None = None) -> MPI.Comm:
+        """The communicator of some workers, in this order, made when they first meet: in a call, or the last one."""
         found = self._subcomms.get(members)
         if found is None:
+            self._gather(tuple(sorted(members)), call or self.last)
             group = self.group.Incl(members)
             found = self._subcomms[members] = MPI.COMM_WORLD.Create_group(group)
             group.Free()
         return found
 
-    def meeting_place(self, group: Group) -> tuple[MPI.Comm, Sequence[int] | slice]:
+    def come(self, members: Shape, call: Call) -> None:
+        """Put on the board that this process waits for a meeting of these workers, in order of their numbers."""
+        assert self.board is not None
+        if self.broken:
+            raise TransportError(
+                message(
+                    call.op,
+                    got=f"a collective after one that could not end: {self.broken}",
+                    need="a job in which every collective ended",
+                    mend="let that error end the program",
+                )
+            )
+        found = self._groups.get(members)
+        if found is None:
+            ranks = tuple(self.ranks[m] for m in members)
+            found = self._groups[members] = (_digest("group", tuple(sorted(ranks))) or 1, ranks)
+        self.board.enter(*found, call)
+
+    def _gather(self, members: Shape, call: Call | None) -> None:
+        """Wait until all of these workers are here, before MPI makes something that needs them all."""
+        if self.board is not None and call is not None:
+            self.come(members, call)
+            rank = self.board.rank
+            Patience(self, call).until(lambda: not self.board.missing(rank))  # type: ignore[union-attr]
+            self.board.go_on()
+
+    def arrive(self, requests: list[MPI.Request], call: Call | None, buffers: Any = None) -> None:
+        """Wait for requests; buffers are what they read and write."""
+        if self.board is None:
+            MPI.Request.Waitall(requests)
+            return
+        if not MPI.Request.Testall(requests):
+            try:
+                Patience(self, call).until(lambda: MPI.Request.Testall(requests))
+            except BaseException as error:
+                self.broken = self.broken or f"{type(error).__name__} in {call}"
+                _lost.append((requests, buffers))  # MPI may write to them yet
+                raise
+        self.board.go_on()
+
+    def meeting_place(self, group: Group, call: Call) -> tuple[MPI.Comm, Sequence[int] | slice]:
         """A communicator of the group's members that does not depend on the order of its axes, and the members in its
         order: those who name the axes in another order must meet too, to learn it."""
         members = tuple(sorted(group.members))
         if members == group.members:
-            return self.subcomm(members), slice(None)
-        return self.subcomm(members), sorted(range(group.size), key=group.members.__getitem__)
+            return self.subcomm(members, call), slice(None)
+        return self.subcomm(members, call), sorted(range(group.size), key=group.members.__getitem__)
 
     def run(self, body: Callable[[Comm], Any], scheduler: str, describe: Callable[[int], str]) -> Outcome:
         self.describe = describe
         self.runs += 1
         worker = self.local[0]
         started = time.perf_counter()
-        with blas_threads(self.threads):
+        with blas_threads(self.threads()):
             try:
                 result = contextvars.copy_context().run(body, MpiComm(self))
             except SystemExit as end:
@@ -383,6 +461,8 @@ class MpiTransport(Transport):
 
 
 _transports: dict[Shape, MpiTransport] = {}
+_lost: list[Any] = []
+"""Requests that nobody will wait for any more, and their buffers."""
 
 
 def _follow(code: Any) -> None:

@@ -1,0 +1,229 @@
+"""A board that the processes of a host share: what each of them does, for those that wait for it.
+
+Every process of an MPI job has a row, in a file that all of this host map into their memory. It writes there what it
+waits for, and how often it has met with each group. Nobody reads that unless a wait grows long. Then it tells a
+deadlock, which is a closed circle of waits, from a partner that is busy, and what the others called last.
+
+The row of a process is written by itself alone, in words of eight bytes. What a reader makes of several rows may be
+torn; a verdict therefore needs to be seen twice, with nothing changed in between.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+__all__ = ["FAILED", "LEFT", "RUNNING", "WAITING", "Board"]
+
+RUNNING, WAITING, FAILED, LEFT = range(4)
+
+_GROUPS = 64
+"""Groups whose meetings are counted; of more a deadlock is not seen, and left to the time limit."""
+
+_RANKS = 1024
+"""Ranks that a row can name; of larger jobs only the others' states are known."""
+
+_ROW = np.dtype(
+    [
+        ("beat", "i8"),  # changes with the row
+        ("state", "i8"),
+        ("group", "i8"),  # what it waits for: the number of a group, and which of its meetings
+        ("meeting", "i8"),
+        ("pid", "i8"),
+        ("cpu", "f8"),  # seconds of the processor so far
+        ("groups", "i8", _GROUPS),
+        ("met", "i8", _GROUPS),
+        ("members", "u1", _RANKS // 8),  # a bit for each rank of the group that it waits for
+        ("calls", "S4096"),  # its last collectives, the latest first, a line each
+        ("error", "S1024"),
+    ]
+)
+_BEAT, _STATE, _GROUP, _MEETING = range(4)
+_PULSE = 0.25
+"""Seconds between two entries of a process that does not wait."""
+
+
+class Board:
+    """The rows of the processes of this host, by their rank in the world; those of other hosts are empty.
+
+    ranks: of the whole world. rank: of this process.
+    """
+
+    def __init__(self, rank: int, size: int):
+        self.rank, self.size = rank, size
+        self.path = _path()
+        self.rows = np.ndarray(size, _ROW, _mapped(self.path, size * _ROW.itemsize))
+        row = self.rows[rank : rank + 1]
+        row[:] = np.zeros((), _ROW)
+        self.head = row.view(np.int64).reshape(-1)[:4]
+        self.row: Any = self.rows[rank]
+        self.row["pid"] = os.getpid()
+        self.met, self.members = self.row["met"], self.row["members"]
+        self.masks: dict[int, np.ndarray] = {}
+        self.recent: deque[Any] = deque(maxlen=8)
+        self.places: dict[int, int] = {}
+        self.written: Any = None
+        self.stop = threading.Event()
+        self.lock = threading.Lock()
+        threading.Thread(target=self._beat, name="spmd-board", daemon=True).start()
+
+    # What this process does
+
+    def enter(self, group: int, ranks: Sequence[int], call: Any) -> None:
+        """It waits from now on for the next meeting of a group of these ranks."""
+        place = self.places.get(group)
+        if place is None:
+            place = self.places[group] = len(self.places)
+            if place < _GROUPS:
+                self.row["groups"][place] = group
+            bits = np.zeros(_RANKS, bool)
+            bits[[r for r in ranks if r < _RANKS]] = True
+            self.masks[group] = np.packbits(bits)
+        if not self.recent or self.recent[-1] is not call:
+            self.recent.append(call)
+        head = self.head
+        if place < _GROUPS:
+            self.met[place] += 1
+            head[_GROUP], head[_MEETING] = group, self.met[place]
+            self.members[:] = self.masks[group]
+        else:
+            head[_GROUP] = 0
+        head[_STATE] = WAITING
+        head[_BEAT] += 1
+
+    def go_on(self) -> None:
+        """It waits no longer."""
+        self.head[_STATE] = RUNNING
+        self.head[_BEAT] += 1
+
+    def end(self, state: int, error: str = "") -> None:
+        """It has failed, or left the program."""
+        self.row["error"] = error.encode()[:1024]
+        self.tell()
+        self.head[_STATE] = state
+        self.head[_BEAT] += 1
+
+    def tell(self) -> None:
+        """Write what it called last, and how much it has worked."""
+        with self.lock:
+            calls = list(self.recent)
+            if calls and calls[-1] is not self.written:
+                self.written = calls[-1]
+                self.row["calls"] = "\n".join(f"{c} {c.source}" for c in reversed(calls)).encode()[:4096]
+            self.row["cpu"] = time.process_time()
+
+    def close(self) -> None:
+        """It leaves the program; the last to do so takes the file away."""
+        self.stop.set()
+        self.end(LEFT)
+        if all(self.rows[r]["state"] == LEFT or self.has_died(r) for r in range(self.size) if self.here(r)):
+            with suppress(OSError):
+                self.path.unlink()
+
+    def _beat(self) -> None:
+        while not self.stop.wait(_PULSE):
+            self.tell()
+
+    # What others do
+
+    def here(self, rank: int) -> bool:
+        """Whether this process knows of another: it is on this host, and has come as far as this."""
+        return bool(self.rows[rank]["pid"])
+
+    def has_died(self, rank: int) -> bool:
+        pid = int(self.rows[rank]["pid"])
+        with suppress(OSError):
+            return b") Z" in Path(f"/proc/{pid}/stat").read_bytes()
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        except OSError:
+            pass
+        return False
+
+    def arrived(self, rank: int, group: int, meeting: int) -> bool:
+        """Whether a process has come to a meeting of a group, or is past it."""
+        row = self.rows[rank]
+        (places,) = np.nonzero(row["groups"] == group)
+        return bool(len(places)) and int(row["met"][places[0]]) >= meeting
+
+    def missing(self, rank: int) -> list[int]:
+        """Of the group that a process waits for the members on this host that have not come."""
+        row = self.rows[rank]
+        group, meeting = int(row["group"]), int(row["meeting"])
+        if row["state"] != WAITING or group == 0:
+            return []
+        members = np.flatnonzero(np.unpackbits(row["members"])[: self.size]).tolist()
+        return [m for m in members if m != rank and self.here(m) and not self.arrived(m, group, meeting)]
+
+    def circle(self) -> dict[int, list[int]]:
+        """Who waits in vain, each with those that it waits for: for each other, or for one that has left."""
+        ended = {r for r in range(self.size) if self.here(r) and (self.rows[r]["state"] == LEFT or self.has_died(r))}
+        waits: dict[int, list[int]] = {}
+        for rank in range(self.size):
+            absent = self.missing(rank) if rank not in ended else []
+            if absent:
+                waits[rank] = absent
+        while True:
+            kept = {r: absent for r, absent in waits.items() if any(m in waits or m in ended for m in absent)}
+            if len(kept) == len(waits):
+                return kept
+            waits = kept
+
+    def beats(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        return tuple(int(self.rows[r]["beat"]) for r in ranks)
+
+    def calls(self, rank: int) -> list[str]:
+        """The last collectives of a process, the latest first."""
+        return self.rows[rank]["calls"].decode(errors="replace").splitlines()
+
+    def failures(self) -> dict[int, str]:
+        """The errors that processes ended with."""
+        return {
+            r: self.rows[r]["error"].decode(errors="replace")
+            for r in range(self.size)
+            if self.here(r) and self.rows[r]["state"] == FAILED
+        }
+
+
+def _path() -> Path:
+    """The file of this job on this host. What jobs that were killed have left behind is taken away."""
+    folder = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
+    mine = f"spmd-{os.getuid()}-"
+    for old in folder.glob(f"{mine}*-*"):
+        parent, _, birth = old.name.removeprefix(mine).partition("-")
+        if parent.isdigit() and _birth(int(parent)) != birth:
+            with suppress(OSError):
+                old.unlink()
+    return folder / f"{mine}{os.getppid()}-{_birth(os.getppid())}"
+
+
+def _mapped(path: Path, nbytes: int) -> mmap.mmap:
+    """Memory that all processes share which one launcher started on this host, and which nobody else may read."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o600)
+    try:
+        if os.fstat(file).st_uid != os.getuid():
+            raise PermissionError(f"{path} belongs to somebody else")
+        os.ftruncate(file, max(nbytes, os.fstat(file).st_size))
+        return mmap.mmap(file, nbytes)
+    finally:
+        os.close(file)
+
+
+def _birth(pid: int) -> str:
+    """When a process began, for its number may be used again; 0 where that is not known."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return "0"

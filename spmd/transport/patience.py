@@ -1,0 +1,204 @@
+"""How a process of an MPI job waits for others: it polls, looks at them on the board, and ends what cannot end."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from spmd.errors import MeshError, StallError, message
+from spmd.transport.base import Call, deadlock
+from spmd.transport.board import FAILED, LEFT, Board
+
+if TYPE_CHECKING:
+    from spmd.transport.mpi import MpiTransport
+
+__all__ = ["Patience", "board_of_the_job", "checks_are_on", "failed_too", "time_limit"]
+
+_TIMEOUT = 300.0
+_LOOK = 0.1
+"""Seconds between two looks at the others."""
+
+
+def checks_are_on() -> bool:
+    """Whether collectives over MPI begin with a check, and waits are watched: not with SPMD_CHECK=0."""
+    return os.environ.get("SPMD_CHECK", "1") != "0"
+
+
+def time_limit() -> float:
+    """The seconds without progress after which a collective ends: SPMD_TIMEOUT, 0 for none."""
+    given = os.environ.get("SPMD_TIMEOUT") or str(_TIMEOUT)
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = -1.0
+    if not seconds >= 0:
+        raise MeshError(
+            message(
+                "spmd.Mesh",
+                argument="SPMD_TIMEOUT, from the environment",
+                got=repr(given),
+                need="seconds, or 0 for no limit",
+                mend=f"leave it out for {_TIMEOUT:g}",
+            )
+        )
+    return seconds
+
+
+_board: Board | None = None
+
+
+def board_of_the_job() -> Board | None:
+    """The board of this job on this host; None where its processes can share no memory."""
+    global _board
+    if _board is None:
+        from mpi4py import MPI
+
+        try:
+            _board = Board(MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size())
+        except OSError:
+            return None
+        atexit.register(_board.close)
+    return _board
+
+
+_TOGETHER = 0.3
+"""Seconds in which errors of several processes count as one end of the job."""
+
+
+def failed_too(kind: type[BaseException], error: BaseException) -> list[str]:
+    """Lines on what other processes of this host failed with, for the one that reports. The others do not return while
+    it does: it ends them.
+
+    error.ranks: who will fail with the same, if that is known.
+    """
+    board = _board
+    if board is None:
+        return []
+    mine = f"{kind.__name__}: {error}"
+    board.end(FAILED, mine)
+    started = time.monotonic()
+    expected = set(getattr(error, "ranks", ()))
+    while (waited := time.monotonic() - started) < _TOGETHER or (
+        waited < 10 * _TOGETHER and not expected <= board.failures().keys()
+    ):
+        time.sleep(0.01)
+    failures = board.failures()
+    if min(failures) != board.rank:
+        time.sleep(10)  # the first one reports, and ends the job
+        return []
+    alike = [r for r in failures if r != board.rank and failures[r] == failures[board.rank]]
+    lines = [f"raised alike by {len(alike)} more processes: {', '.join(map(str, alike))}"] if alike else []
+    return lines + [
+        f"rank {r} of the world raised {text.partition(chr(10))[0]}"
+        for r, text in failures.items()
+        if r != board.rank and r not in alike
+    ]
+
+
+class Patience:
+    """One wait of a process in a call."""
+
+    def __init__(self, transport: MpiTransport, call: Call | None):
+        assert transport.board is not None
+        self.transport, self.board, self.call = transport, transport.board, call
+        self.seen: object = None
+        self.mark: tuple[float, tuple] | None = None
+
+    def until(self, done: Callable[[], bool]) -> None:
+        """Poll until it is done. Raises DeadlockError where that will never be, StallError where nothing moves."""
+        for spin in range(200):
+            if done():
+                return
+            if spin > 20:
+                os.sched_yield()
+        started = time.monotonic()
+        next_look = started + _LOOK
+        while not done():
+            now = time.monotonic()
+            waited = now - started
+            if now > next_look:
+                self._look(now)
+                next_look = now + _LOOK
+            if waited < 0.002:
+                os.sched_yield()
+            else:
+                time.sleep(min(waited / 50, 0.005))
+
+    def _look(self, now: float) -> None:
+        self.board.tell()
+        circle = self.board.circle()
+        if self.board.rank in circle:
+            seen = circle, self.board.beats(sorted({*circle, *(m for absent in circle.values() for m in absent)}))
+            if seen == self.seen:
+                error = deadlock(self._waits(circle))
+                error.ranks = tuple(circle)  # type: ignore[attr-defined]
+                raise error
+            self.seen = seen
+            return
+        self.seen = None
+        limit = self.transport.time_limit
+        if not limit:
+            return
+        # Whoever computes, or goes from collective to collective, makes progress.
+        others = self.board.missing(self.board.rank) or [r for r in self.transport.ranks if r != self.board.rank]
+        known = [r for r in others if self.board.here(r)]
+        worked = sum(float(self.board.rows[r]["cpu"]) for r in known)
+        state = (self.board.beats(known), worked)
+        if self.mark is None:
+            self.mark = now, state
+            return
+        since, (beats, before) = self.mark
+        if state[0] != beats or worked - before > max(0.05, 0.02 * (now - since)):
+            self.mark = now, state
+        elif now - since > limit:
+            raise self._stalled(limit, self.board.missing(self.board.rank))
+
+    def _who(self, rank: int) -> str:
+        ranks = self.transport.ranks
+        return self.transport.describe(ranks.index(rank)) if rank in ranks else f"rank {rank} of the world"
+
+    def _waits(self, circle: dict[int, list[int]]) -> list[str]:
+        """What each worker of a circle of waits waits for, and who has left."""
+        lines = []
+        for rank, absent in circle.items():
+            call, _, source = (self.board.calls(rank) or ["a collective"])[0].partition(" at ")
+            lines.append(f"{self._who(rank)} waits in {call} for {', '.join(map(self._who, absent))}")
+            lines += [f"  at {source}"] if source else []
+        gone = {m for absent in circle.values() for m in absent} - circle.keys()
+        for rank in sorted(gone):
+            if self.board.rows[rank]["state"] == LEFT or self.board.has_died(rank):
+                how = "has died" if self.board.rows[rank]["state"] != LEFT else "has left the program"
+                lines += self._after(rank, f"{self._who(rank)} {how}")
+        return lines
+
+    def _after(self, rank: int, who: str) -> list[str]:
+        """A worker, and the last that it called."""
+        call, _, source = (self.board.calls(rank) or [""])[0].partition(" at ")
+        said = f"; the last it called was {call}" if call else ", and called nothing"
+        return [who + said, *([f"  at {source}"] if source else [])]
+
+    def _stalled(self, seconds: float, missing: Sequence[int]) -> StallError:
+        """What each worker called last, and who is missing."""
+        known = [r for r in self.transport.ranks if self.board.here(r)]
+        absent = {m for r in known for m in self.board.missing(r)} | set(missing)
+        lines = []
+        for rank in self.transport.ranks:
+            who = self._who(rank)
+            if not self.board.here(rank):
+                lines.append(f"{who} is on another host")
+                continue
+            does = "is missing" if rank in absent else "waits"
+            calls = self.board.calls(rank)
+            lines.append(f"{who} {does}; its last collectives" + (":" if calls else ": none"))
+            lines += [f"  {call}" for call in calls[:4]]
+        return StallError(
+            message(
+                str(self.call) if self.call is not None else "a collective",
+                got=f"no progress for {seconds:g} s\n" + "\n".join(f"          {line}" for line in lines),
+                need="every worker of the group to come",
+                mend="SPMD_TIMEOUT=600, or more seconds, where a worker may be away for that long; 0 for no limit",
+            )
+        )
