@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
+from operator import index
 from typing import Any
 
 from spmd.errors import LayoutError, SpecError, message, nearest
@@ -20,7 +21,8 @@ def block_sizes(n: int, parts: int | Sequence[int]) -> tuple[int, ...]:
 
     parts: a number, or several from major to minor: each part of the first is split by the next, and so on.
     """
-    return _block_sizes(n, (parts,) if isinstance(parts, int) else tuple(parts))
+    # 3.0 would find what is kept of 3, and leave floats there for it.
+    return _block_sizes(int(index(n)), (parts,) if isinstance(parts, int) else tuple(parts))
 
 
 @lru_cache(maxsize=4096)
@@ -41,6 +43,27 @@ def block_bounds(n: int, parts: int | Sequence[int], index: int) -> tuple[int, i
     """First and one past the last of the items that part `index` gets of n."""
     at = offsets(block_sizes(n, parts))
     return at[index], at[index + 1]
+
+
+def _integers(where: str, argument: str, values: Any, least: int | None, mend: str) -> tuple[int, ...]:
+    """Numbers as plain integers, checked."""
+    try:
+        found = tuple(int(index(n)) for n in values)
+        if least is None or min(found, default=least) >= least:
+            return found
+    except TypeError:
+        pass
+    need = "integers" if least is None else f"integers of at least {least}"
+    raise LayoutError(message(where, argument=argument, got=repr(values), need=need, mend=mend))
+
+
+def _axes(where: str, axes: Any) -> dict[str, int]:
+    """The names and sizes of the axes of a mesh, checked."""
+    if not isinstance(axes, Mapping):
+        raise LayoutError(
+            message(where, argument="axes", got=repr(axes), need="the sizes of the axes by name", mend="mesh.axes")
+        )
+    return dict(zip(axes, _integers(where, "axes", [*axes.values()], 1, "mesh.axes"), strict=True))
 
 
 def _of_copies(copies: str) -> str:
@@ -178,8 +201,12 @@ class Layout:
         *,
         copies: str = "invariant",
     ):
-        self.shape = tuple(shape)
-        self.axes = dict(axes)
+        self.shape = _integers("spmd.Layout", "shape", shape, 0, "the global shape: (8, 3)")
+        self.axes = _axes("spmd.Layout", axes)
+        if not isinstance(spec, P):
+            raise SpecError(
+                message("spmd.Layout", argument="spec", got=repr(spec), need="a spec", mend='P("x") or P()')
+            )
         spec.check(self.axes, "spmd.Layout", "spec", len(self.shape))
         self.spec = P(*spec.trimmed, *[None] * (len(self.shape) - len(spec.trimmed)))
         self.workers = None
@@ -206,10 +233,11 @@ class Layout:
         """
         where = "spmd.Layout.grid"
         self = cls.__new__(cls)
-        self.shape, self.axes, self.spec = tuple(shape), dict(axes), None
-        self.copies = _of_copies(copies)
-        counts, ndim, total = tuple(grid), len(self.shape), math.prod(self.axes.values())
-        if len(counts) < ndim or any(n < 1 for n in counts):
+        self.shape = _integers(where, "shape", shape, 0, "the global shape: (8, 3)")
+        self.axes, self.spec, self.copies = _axes(where, axes), None, _of_copies(copies)
+        counts = _integers(where, "grid", grid, None, "a number of blocks for each dimension, 1 where it is whole")
+        ndim, total = len(self.shape), math.prod(self.axes.values())
+        if len(counts) < ndim or min(counts, default=1) < 1:
             raise LayoutError(
                 message(
                     where,
@@ -219,7 +247,8 @@ class Layout:
                     mend="write 1 for a dimension that is whole",
                 )
             )
-        chosen = tuple(workers) if workers is not None else tuple(range(math.prod(counts)))
+        chosen = range(math.prod(counts)) if workers is None else workers
+        chosen = _integers(where, "workers", chosen, None, "their numbers: workers=[4, 5, 6, 7]")
         if len(chosen) != math.prod(counts) or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(total)):
             raise LayoutError(
                 message(
@@ -236,13 +265,13 @@ class Layout:
 
     def _cut(self, parts: Sequence[Sequence[int]], cuts) -> tuple[tuple[int, ...], ...]:
         """The sizes of the blocks in each dimension: those given, checked, or balanced ones."""
-        given = cuts if cuts is not None else [None] * len(self.shape)
-        if len(given) != len(self.shape):
+        given = [None] * len(self.shape) if cuts is None else [*cuts] if isinstance(cuts, Iterable) else None
+        if given is None or len(given) != len(self.shape):
             raise LayoutError(
                 message(
                     "spmd.Layout",
                     argument="cuts",
-                    got=f"{len(given)} entries",
+                    got=repr(cuts),
                     need=f"one for each of {len(self.shape)} dimensions",
                     mend="None for a dimension in balanced blocks",
                 )
@@ -253,17 +282,18 @@ class Layout:
         balanced = block_sizes(self.shape[d], parts)
         if cut is None:
             return balanced
+        cut = _integers("spmd.Layout", f"cuts, dimension {d}", cut, None, "a size per block, zeros included, or None")
         if len(cut) != len(balanced) or sum(cut) != self.shape[d] or min(cut, default=0) < 0:
             raise LayoutError(
                 message(
                     "spmd.Layout",
                     argument=f"cuts, dimension {d}",
-                    got=f"block sizes {tuple(cut)}",
+                    got=f"block sizes {cut}",
                     need=f"{len(balanced)} sizes that add to {self.shape[d]}",
                     mend="give one size per block, zeros included, or None for balanced blocks",
                 )
             )
-        return tuple(cut)
+        return cut
 
     @cached_property
     def _key(self):

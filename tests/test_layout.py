@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from spmd.errors import LayoutError, SpecError
 from spmd.layout import Layout, P, block_bounds, block_sizes, offsets
+from spmd.mesh import Mesh
 from spmd.plan import Move, plan
 
 AXES = {"x": 2, "y": 3}
@@ -322,3 +323,36 @@ def test_plans_are_made_once():
     one, other = (Layout((4, 2), P("x"), AXES) for _ in range(2))
     target = Layout((4, 2), P(None, "x"), AXES)
     assert plan(one, target) is plan(other, target)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Layout((3.0,), P("x"), {"x": 2}), r"argument shape\n  got:    \(3\.0,\)"),
+        (lambda: Layout((-3,), P("x"), {"x": 2}), "integers of at least 0"),
+        (lambda: Layout(3, P("x"), {"x": 2}), "argument shape"),
+        (lambda: Layout((3,), "x", {"x": 2}), "argument spec"),
+        (lambda: Layout((3,), P("x"), {"x": 0}), r"argument axes\n  got:    \[0\]"),
+        (lambda: Layout((3,), P("x"), Mesh(x=2)), r"mesh\.axes"),
+        (lambda: Layout((3,), P("x"), {"x": 2}, [(1.5, 1.5)]), "argument cuts, dimension 0"),
+        (lambda: Layout((3,), P("x"), {"x": 2}, 5), "one for each of 1"),
+        (lambda: Layout.grid((3.0,), (2,), {"x": 2}), "argument shape"),
+        (lambda: Layout.grid((3,), 2, {"x": 2}), "argument grid"),
+        (lambda: Layout.grid((3,), (2,), {"x": 2}, [0, 1.0]), "argument workers"),
+    ],
+)
+def test_what_is_no_layout_is_refused(make, words):
+    with pytest.raises((LayoutError, SpecError), match=words):
+        make()
+
+
+def test_numbers_are_plain_integers_whatever_was_asked_before():
+    """What is kept of an earlier question has the type of that: a float would find its way into every later layout."""
+    with pytest.raises(TypeError):
+        block_sizes(997.0, 3)
+    assert all(type(n) is int for n in block_sizes(np.int64(997), 3))
+    assert all(type(n) is int for n in block_sizes(997, 3))
+    layout = Layout(np.array([997, 4]), P("x"), {"x": np.int64(3)})
+    assert repr(layout) == "Layout((997, 4), P('x', None), {'x': 3})"
+    grid = Layout.grid((np.int64(997),), np.array([2]), {"x": 3}, np.array([2, 0]))
+    assert repr(grid) == "Layout.grid((997,), (2,), {'x': 3}, (2, 0))"
