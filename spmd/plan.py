@@ -34,13 +34,14 @@ def plan(source: Layout, target: Layout) -> tuple[Move, ...]:
     holder that has least to send so far, so that senders share the work, and among those of the nearest in number.
     Where the copies vary all of them are sent, for the target to add.
     """
-    if source.shape != target.shape or source.size != target.size:
+    # The order of the axes numbers the workers.
+    if source.shape != target.shape or [*source.axes.items()] != [*target.axes.items()]:
         raise LayoutError(
             message(
                 "spmd.plan",
-                got=f"a source of shape {source.shape} on {source.size} workers "
-                f"and a target of shape {target.shape} on {target.size}",
-                need="the same global shape and the same workers",
+                got=f"a source of shape {source.shape} over {source.axes} "
+                f"and a target of shape {target.shape} over {target.axes}",
+                need="the same global shape and the same workers: equal axes, in one order",
                 mend="lay the same array out twice on one mesh",
             )
         )

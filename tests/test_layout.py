@@ -317,6 +317,8 @@ def test_a_plan_between_different_arrays_is_refused():
         plan(Layout((4,), P("x"), AXES), Layout((5,), P("x"), AXES))
     with pytest.raises(LayoutError, match="the same workers"):
         plan(Layout((4,), P("x"), AXES), Layout((4,), P("x"), {"x": 2}))
+    with pytest.raises(LayoutError, match="in one order"):
+        plan(Layout((4,), P("x"), AXES), Layout((4,), P("x"), dict(reversed(AXES.items()))))
 
 
 def test_plans_are_made_once():

@@ -182,6 +182,33 @@ def test_errors():
     assert "argument src" in raised(spmd.repartition, P("w"), layout)
 
 
+def test_the_order_of_the_axes_numbers_the_workers():
+    """Layouts that count the workers in different orders do not fit each other; in any one order they do."""
+    axes, turned = {"x": 2, "y": 3}, {"y": 3, "x": 2}
+    x = np.arange(12.0).reshape(6, 2)
+
+    def run(body):
+        return spmd.map(body, in_specs=P(("x", "y")), out_specs=P("y", "x"), mesh=spmd.Mesh(**axes))(x).numpy()
+
+    def pair(src, dst):
+        return Layout(x.shape, P(("x", "y")), src), Layout(x.shape, P("y", "x"), dst)
+
+    for order in (axes, turned):
+        src, dst = pair(order, order)
+        assert np.array_equal(run(lambda x, src=src, dst=dst: spmd.repartition(x, src, dst)), x)
+        assert np.array_equal(run(Repartition(tuple(order), src, dst)), x)
+        with pytest.raises(LayoutError, match="argument axes"):
+            Repartition(tuple(reversed(order)), src, dst)
+        with pytest.raises(LayoutError, match="argument axes"):
+            Accumulate(("x",), src, dst)
+    for f in (spmd.repartition, spmd.accumulate):
+        with pytest.raises(LayoutError, match="in this order, which numbers the workers"):
+            run(lambda x, f=f: f(x, *pair(axes, turned)))
+    other = Layout(x.shape, P(("x", "y")), {"x": 3, "y": 2})
+    with pytest.raises(LayoutError, match="axes of the mesh"):
+        run(Repartition(("x", "y"), other, other))
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [

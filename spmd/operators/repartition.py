@@ -38,6 +38,19 @@ class _Relayout(Operator):
     def layouts(self) -> tuple[Layout, Layout]:
         return self.src, self.dst
 
+    def __post_init__(self):
+        # The order of the axes numbers the workers: another one would give blocks to the wrong ones.
+        if not self.axes == tuple(self.src.axes) == tuple(self.dst.axes):
+            raise LayoutError(
+                message(
+                    f"spmd.{self.function}",
+                    argument="axes",
+                    got=f"{self.axes}, with a source over {self.src.axes} and a target over {self.dst.axes}",
+                    need="the axes of both layouts, in one order, which numbers the workers",
+                    mend=f"{type(self).__name__}(tuple(src.axes), src, dst), with layouts of equal axes",
+                )
+            )
+
     def takes(self, axis: str) -> str:
         return VARYING if axis in self.src.varying else INVARIANT
 
@@ -49,6 +62,16 @@ class _Relayout(Operator):
         return plan(self.src, self.dst)
 
     def check(self, group: Group, x: np.ndarray) -> None:
+        if group.dims != tuple(self.src.axes.values()):
+            raise LayoutError(
+                message(
+                    f"spmd.{self.function}",
+                    argument="src",
+                    got=f"{self.src}, over the axes {self.src.axes}",
+                    need=f"layouts over axes of the mesh, {dict(zip(group.axes, group.dims, strict=True))}",
+                    mend="mesh.layout(shape, spec), or spmd.Layout.grid(shape, grid, mesh.axes, workers)",
+                )
+            )
         need = self.src.block_shape(group.index)
         if x.shape != need:
             raise LayoutError(
@@ -150,13 +173,13 @@ def _layouts(where: str, src: Layout, dst: Layout, copying: Layout, argument: st
                     mend='copies="varying", or a spec that leaves the axis of the copies out',
                 )
             )
-    if src.shape != dst.shape or src.axes != dst.axes:
+    if src.shape != dst.shape or [*src.axes.items()] != [*dst.axes.items()]:
         raise LayoutError(
             message(
                 f"spmd.{where}",
                 argument="dst",
                 got=f"{dst}",
-                need=f"the shape {src.shape} and the axes {src.axes} of src",
+                need=f"the shape {src.shape} and the axes {src.axes} of src, in this order, which numbers the workers",
                 mend="lay the same array out twice, over the same axes",
             )
         )
