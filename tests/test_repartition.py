@@ -9,8 +9,9 @@ import pytest
 
 import spmd
 from spmd import Layout, P
-from spmd.errors import LayoutError
+from spmd.errors import LayoutError, StateError
 from spmd.layout import block_sizes
+from spmd.operators.reduce import Sum
 from spmd.operators.repartition import Accumulate, Repartition
 from spmd.testing import check_adjoint
 
@@ -180,6 +181,31 @@ def test_errors():
     assert "a block of shape [5]" in raised(spmd.repartition, layout, copies, 5)
     assert "axes of the mesh" in raised(spmd.repartition, Layout((6,), P(), {"v": 3}), layout, 6)
     assert "argument src" in raised(spmd.repartition, P("w"), layout)
+
+
+def test_adding_copies_counts_booleans_and_refuses_an_invariant_array():
+    """As every operator that adds."""
+    axes = {"x": 2, "y": 3}
+    each, one = Layout((4,), P("x"), axes, copies="varying"), Layout((4,), P("x"), axes)
+    mesh = spmd.Mesh(**axes)
+
+    def total(x, src=each):
+        return spmd.map(lambda x: spmd.accumulate(x, src, one), in_specs=P("x"), out_specs=P("x"), mesh=mesh)(x).numpy()
+
+    def counted(x):
+        return spmd.accumulate(spmd.pvary(x, "y"), each, one)
+
+    for dtype in (bool, np.int64, np.float32):
+        for check in (True, False):
+            f = spmd.map(counted, in_specs=P("x"), out_specs=P("x"), mesh=mesh, check=check)
+            got = f(np.array([1, 0, 1, 1], dtype)).numpy()
+            assert got.tolist() == [3, 0, 3, 3]
+            assert got.dtype == (np.int64 if dtype is bool else dtype)
+    with pytest.raises(StateError, match="does not vary over axis 'y'"):
+        total(np.ones(4))
+    assert total(np.ones(4, bool), one).dtype == bool  # nothing is added
+    with pytest.raises(StateError, match="Invariant along axis 'y'"):
+        Accumulate(("x", "y"), each, one) @ Sum(("y",))
 
 
 def test_the_order_of_the_axes_numbers_the_workers():

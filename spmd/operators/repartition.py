@@ -51,6 +51,9 @@ class _Relayout(Operator):
                 )
             )
 
+        # What adds counts booleans, and refuses an Invariant array, of which it would count the copies.
+        object.__setattr__(self, "adds", self.src.copies == "varying" and self.src.has_copies)
+
     def takes(self, axis: str) -> str:
         return VARYING if axis in self.src.varying else INVARIANT
 
@@ -87,7 +90,7 @@ class _Relayout(Operator):
 
     def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
         me = group.index
-        if self.src == self.dst and not self._adds:
+        if self.src == self.dst and not self.adds:
             return Ready(x), lambda block: (block, self)
         at = [start for start, _ in self.src.boxes[me]]
         sends = {m.target: np.asarray(x[within(m.box, at)], order="C") for m in self.moves if m.source == me}
@@ -100,7 +103,7 @@ class _Relayout(Operator):
             origin = [start for start, _ in self.dst.boxes[me]]
             out = np.zeros(shape, x.dtype)
             for m in mine:  # in the order of their sources
-                if self._adds:
+                if self.adds:
                     out[within(m.box, origin)] += received[m.source]
                 else:
                     out[within(m.box, origin)] = received[m.source]
@@ -108,12 +111,8 @@ class _Relayout(Operator):
 
         return comm.exchange(group, call, sends), arrive
 
-    @property
-    def _adds(self) -> bool:
-        return self.src.copies == "varying" and self.src.has_copies
-
     def cost(self, group: Group, x: np.ndarray) -> tuple[int, int]:
-        if self.src == self.dst and not self._adds:
+        if self.src == self.dst and not self.adds:
             return 0, 0
         sizes = [
             int(np.prod([stop - start for start, stop in m.box])) * x.itemsize
@@ -217,7 +216,7 @@ def accumulate(x, src: Layout, dst: Layout):
 
     Forward: y = Σ x over the copies, [box of dst]; a message per pair of workers that share something. Of invariant
     copies one is taken. Adjoint: `repartition` from dst to src. Arguments as for `repartition`; dst has no varying
-    copies.
+    copies. Where copies are added booleans are counted, and an Invariant array is refused (StateError).
     """
     axes = _layouts("accumulate", src, dst, dst, "dst")
     return operate(Accumulate(axes, src, dst), x, sys._getframe(1))
