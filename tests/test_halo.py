@@ -411,6 +411,19 @@ def test_a_halo_costs_two_messages_in_each_dimension():
     assert sent_by(grid, P("x", "y"), square, y) == ([2] * 4, [32 + 40] * 4)  # the corner goes with the edge
 
 
+def test_the_dot_test_declares_what_far_halos_send():
+    """Which nobody knows before the lengths of the blocks are learnt: how many owners a halo of 7 reaches."""
+    layout = Layout((9,), P("x"), {"x": 4}, [(1, 0, 5, 3)])
+    for boundary in BOUNDARIES:
+        op = HaloExchange(("x",), P("x"), ((7, 2),), boundary)
+        given = {"in_specs": layout, "mesh": spmd.Mesh(x=4, transport="local"), "trials": 1}
+        report = check_adjoint(op, layout.shape, **given)
+        assert (report.messages, report.bytes) == report.declared
+    op = HaloAccumulate(("x",), P("x"), ((7, 2),), "zero")
+    report = check_adjoint(op, (45,), **given | {"in_specs": Layout((45,), P("x"), {"x": 4}, [(10, 9, 14, 12)])})
+    assert (report.messages, report.bytes) == report.declared
+
+
 def test_the_cost_of_near_halos_is_known_before():
     """Without sizes too: what is sent depends on the own block only."""
     for boundary in BOUNDARIES:
