@@ -606,6 +606,11 @@ ERRORS = {
         "leave one of them out",
     ),
     "shape": (lambda x: spmd.halo_exchange(x, P("x"), 1, shape=(9, 2)), LayoutError, "needed: length [54]"),
+    "shape of no kind": (lambda x: spmd.halo_exchange(x, P("x"), 1, shape=6), LayoutError, "argument shape.*got:    6"),
+    "floats in the shape": (lambda x: spmd.halo_exchange(x, P("x"), 1, shape=(6.0, 2)), LayoutError, "argument shape"),
+    "negative shape": (lambda x: spmd.halo_exchange(x, P("x"), 1, shape=(-6, 2)), LayoutError, "argument shape"),
+    "boundary of no kind": (lambda x: spmd.halo_exchange(x, P("x"), 1, None), LayoutError, "boundary.*got:    None"),
+    "boundary of a dimension": (lambda x: spmd.halo_exchange(x, P("x"), 1, [0]), LayoutError, "boundary.*got:    0"),
     "not haloed": (lambda x: spmd.halo_accumulate(x, P("x"), 1, shape=(6, 2)), LayoutError, r"shape \[4, 2\]"),
     "impossible": (
         lambda x: spmd.halo_accumulate(x[spmd.worker_index("x") :], P("x"), 9),

@@ -8,7 +8,7 @@ only that lie on its own lines through the grid of blocks.
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from operator import index
@@ -274,7 +274,7 @@ class _Halo(Operator):
                     message(
                         where,
                         argument=argument,
-                        got=f"{count} entries for a block of shape {list(x.shape)}",
+                        got=f"{count} entr{'y' if count == 1 else 'ies'} for a block of shape {list(x.shape)}",
                         need=f"at most {x.ndim}, one per dimension",
                         mend="((low, high),) gives the two sides of one dimension"
                         if argument == "widths"
@@ -550,7 +550,7 @@ def _sizes(where: str, sizes: Any) -> tuple[tuple[int, ...] | None, ...]:
 
 def _boundaries(where: str, boundary: Any, count: int) -> str | tuple[str, ...]:
     """One boundary, or one for each dimension that has widths."""
-    each = (boundary,) if isinstance(boundary, str) else tuple(boundary)
+    each = tuple(boundary) if isinstance(boundary, Sequence) and not isinstance(boundary, str) else (boundary,)
     for b in each:
         if b not in BOUNDARIES:
             close = nearest(str(b), BOUNDARIES, 1)
@@ -570,7 +570,7 @@ def _boundaries(where: str, boundary: Any, count: int) -> str | tuple[str, ...]:
             message(
                 where,
                 argument="boundary",
-                got=f"{each}, of {len(each)} entries, for {count} dimensions with widths",
+                got=f"{each}, of {len(each)} entries, for {count} dimension{'s' * (count != 1)} with widths",
                 need="one for all, or one for each",
                 mend='"none" for dimensions that end where the array ends',
             )
@@ -593,18 +593,19 @@ def _operator(kind: type[_Halo], spec: P, widths: Any, boundary: Any, shape: Any
         )
     spec.check(mesh.axes, where, "spec")
     if shape is not None:
-        if sizes is not None or len(tuple(shape)) < len(spec.trimmed):
+        whole = [-1 if n is None else n for n in map(_int, shape)] if isinstance(shape, Iterable) else [-1]
+        if sizes is not None or len(whole) < len(spec.trimmed) or min(whole, default=0) < 0:
             raise LayoutError(
                 message(
                     where,
                     argument="shape",
-                    got=f"{tuple(shape)}, and sizes" if sizes is not None else f"{tuple(shape)} for {spec}",
+                    got=f"{shape!r}, and sizes" if sizes is not None else f"{shape!r} for {spec}",
                     need="the shape of the whole array in balanced blocks, or else the sizes of the blocks",
                     mend="leave one of them out, or both",
                 )
             )
-        parts = [[mesh.axes[n] for n in (spec.dims[d] if d < len(spec) else ())] for d in range(len(shape))]
-        sizes = [block_sizes(index(n), p) for n, p in zip(shape, parts, strict=True)]
+        parts = [[mesh.axes[n] for n in (spec.dims[d] if d < len(spec) else ())] for d in range(len(whole))]
+        sizes = [block_sizes(n, p) for n, p in zip(whole, parts, strict=True)]
     return kind(spec.axes, spec, widths, boundary, sizes)
 
 
