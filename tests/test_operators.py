@@ -691,6 +691,12 @@ class Wrong(NamedTuple):
     spec: P = P("x")
 
 
+SIZED = {
+    "psum_scatter": lambda x, sizes, tiled: spmd.psum_scatter(x, "x", tiled=tiled, sizes=sizes),
+    "pslice": lambda x, sizes, tiled: spmd.pslice(spmd.psum(x, "x"), "x", tiled=tiled, sizes=sizes),
+    "all_to_all": lambda x, sizes, tiled: spmd.all_to_all(x, "x", 0, 0, tiled=tiled, sizes=sizes),
+}
+
 ERRORS = [
     Wrong(
         "perm out of range",
@@ -810,6 +816,20 @@ ERRORS = [
         lambda x: spmd.all_gather(x[:, : 1 + (spmd.worker_index("x") > 1)], "x", tiled=True),
         LayoutError,
         "spmd.all_gather | [1, 1] (member 0) | [1, 2] (member 2) | dimension 0",
+    ),
+    *(
+        Wrong(
+            f"sizes {sizes} of {name}, tiled={tiled}",
+            lambda x, f=f, sizes=sizes, tiled=tiled: f(x, sizes, tiled),
+            LayoutError,
+            f"spmd.{name}: argument sizes | got:    {sizes} | {mend}",
+        )
+        for name, f in SIZED.items()
+        for sizes, tiled, mend in (
+            ((1.5, 0.5, 1, 1), True, "one integer"),
+            (3, True, "one integer"),
+            ((1, 1, 1, 1), False, "tiled=True"),
+        )
     ),
     Wrong("order of complex numbers", lambda x: spmd.pmax(x + 1j, "x"), StateError, "spmd.pmax | complex128 | np.abs"),
     Wrong("object", lambda x: spmd.psum({"a": "text"}, "x"), StateError, "spmd.psum | text | array of numbers"),

@@ -199,6 +199,9 @@ def lopsided(x):
 
 KEPT = lambda x: spmd.keep(np.ones((6, 2)), "x")
 ERRORS = [
+    Wrong(
+        "no sizes", lambda x: spmd.scatter(KEPT(x), "x", sizes=[1.5, 2]), LayoutError, "argument sizes | one integer"
+    ),
     Wrong("sizes", lambda x: spmd.scatter(KEPT(x), "x", sizes=[1, 2]), LayoutError, "spmd.scatter: argument sizes | 6"),
     Wrong("axis", lambda x: spmd.scatter(KEPT(x), "x", axis=2), LayoutError, "spmd.scatter: argument axis | -2 to 1"),
     Wrong("no handle", lambda x: spmd.scatter(x, "x"), StateError, "spmd.scatter | Rooted(0) | spmd.keep"),

@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
+from operator import index
 from types import FrameType
 from typing import Any, ClassVar
 
@@ -454,6 +455,29 @@ def block(x) -> np.ndarray:
 # What operators that split or join share
 
 
+def given_sizes(function: str, sizes: Any, tiled: bool = True) -> tuple[int, ...] | None:
+    """The sizes that a user gave for the pieces of a dimension, as integers."""
+    if sizes is None:
+        return None
+    try:
+        found = tuple(index(n) for n in sizes)
+    except TypeError:
+        found = None
+    if found is None or not tiled:
+        raise LayoutError(
+            message(
+                f"spmd.{function}",
+                argument="sizes",
+                got=repr(sizes) + (" with tiled=False" if found is not None else ""),
+                need="a length for each worker's piece, where tiled=True cuts a dimension into pieces",
+                mend="tiled=True, or leave sizes out"
+                if found is not None
+                else "sizes=(3, 2, 0): one integer per worker",
+            )
+        )
+    return found
+
+
 def split_at(op: Collective, group: Group, shape: Shape, axis: int, sizes: Sequence[int] | None) -> tuple[int, ...]:
     """The sizes of the pieces of a dimension: those that were given, checked, or the balanced ones."""
     n = shape[axis]
@@ -527,4 +551,4 @@ def agree(function: str, shapes: Sequence[Shape], axis: int | None) -> None:
             )
 
 
-__all__ += ["Join", "Launched", "agree", "check_length", "normal_axis", "pieces", "sealed"]
+__all__ += ["Join", "Launched", "agree", "check_length", "given_sizes", "normal_axis", "pieces", "sealed"]

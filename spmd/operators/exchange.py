@@ -14,7 +14,18 @@ from spmd.autodiff import tree
 from spmd.autodiff.tracer import value_of
 from spmd.errors import LayoutError, describe, message
 from spmd.mesh import Worker, here
-from spmd.operators.base import Launched, Operator, agree, normal_axis, operate, pieces, sealed, split_at, varying
+from spmd.operators.base import (
+    Launched,
+    Operator,
+    agree,
+    given_sizes,
+    normal_axis,
+    operate,
+    pieces,
+    sealed,
+    split_at,
+    varying,
+)
 from spmd.operators.reduce import AxisName, _names
 from spmd.transport.base import Call, Comm, Group, scatter_cost
 
@@ -106,7 +117,7 @@ def all_to_all(
     they came. Cost: one all-to-all. As `jax.lax.all_to_all`.
     """
     names = _names(axis_name, "all_to_all")
-    given = None if sizes is None else tuple(int(n) for n in sizes)
+    given = given_sizes("all_to_all", sizes, tiled)
     return operate(AllToAll(names, split_axis, concat_axis, tiled, given), x, sys._getframe(1))
 
 

@@ -16,6 +16,7 @@ from spmd.operators.base import (
     Shape,
     agree,
     check_length,
+    given_sizes,
     normal_axis,
     operate,
     pieces,
@@ -217,7 +218,7 @@ def psum_scatter(
     As `jax.lax.psum_scatter`, and of any length.
     """
     names = _names(axis_name, "psum_scatter")
-    given = None if sizes is None else tuple(int(n) for n in sizes)
+    given = given_sizes("psum_scatter", sizes, tiled)
     return operate(ReduceScatter(names, scatter_dimension, tiled, given), x, sys._getframe(1))
 
 
@@ -230,5 +231,5 @@ def pslice(x, axis_name: AxisName, *, axis: int = 0, tiled: bool = False, sizes:
     Forward (I -> V): y_k = x[part k]; nothing moves. Adjoint (V -> I): `all_gather(..., to="invariant")`.
     """
     names = _names(axis_name, "pslice")
-    given = None if sizes is None else tuple(int(n) for n in sizes)
+    given = given_sizes("pslice", sizes, tiled)
     return operate(Slice(names, axis, tiled, given), x, sys._getframe(1))

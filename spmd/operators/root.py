@@ -20,6 +20,7 @@ from spmd.operators.base import (
     Operator,
     agree,
     check_length,
+    given_sizes,
     normal_axis,
     operate,
     owned_block,
@@ -444,12 +445,11 @@ def scatter(x, axis_name: AxisName, *, axis: int = 0, root: int = 0, sizes: Sequ
     Raises LayoutError where the sizes do not add to the length, on all workers.
     """
     names, frame = _names(axis_name, "scatter"), sys._getframe(1)
-    group = here("spmd.scatter").group(names)
+    group, given = here("spmd.scatter").group(names), given_sizes("scatter", sizes)
 
     def one(leaf):
         shape = rooted(leaf, names, root, "scatter").shape
         along = normal_axis("scatter", "axis", axis, len(shape))
-        given = None if sizes is None else tuple(int(n) for n in sizes)
         cut = split_at(Scatter(names), group, shape, along, given)
         return operate(Scatter(names, root, along, cut), leaf.block, frame)
 
