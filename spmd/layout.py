@@ -460,12 +460,13 @@ class Layout:
                 └──────────┘
 
         Two split dimensions make a grid; of more, there is a grid for each block of the first ones. Several workers
-        in one box have a copy each of one value.
+        in one box have a copy each of one value; where the copies vary the first line says so.
         title: goes before the shape. ascii: draw with + - | only. width: in characters; wider grids go on below.
         """
         grids = _Grids(self)
         lies = f"grid {tuple(len(c) for c in self.cuts)}" if self.spec is None else str(P(*self.spec.trimmed))
-        lines = [f"{title} {self.shape}  {lies}".lstrip()]
+        vary = ", copies vary" if self.copies == "varying" and self.has_copies else ""
+        lines = [f"{title} {self.shape}  {lies}{vary}".lstrip()]
         for caption, cells in grids.all():
             lines += [caption] if caption else []
             lines += _boxes(cells, grids.rows, grids.columns, "+++++++++-|" if ascii else "┌┬┐├┼┤└┴┘─│", width)

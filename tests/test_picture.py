@@ -113,6 +113,18 @@ def numbers(who: str) -> list[int]:
     return [w for r in ranges for w in range(r[0], r[-1] + 1)]
 
 
+def test_copies_that_vary_are_told_from_those_of_one_value():
+    axes = {"x": 3}
+    for layout, says in (
+        (Layout((5,), P(), axes), "(5,)  P()"),
+        (Layout((5,), P(), axes, copies="varying"), "(5,)  P(), copies vary"),
+        (Layout((5,), P("x"), axes, copies="varying"), "(5,)  P('x')"),
+        (Layout.grid((5,), (1, 3), axes), "(5,)  grid (1,), copies vary"),
+        (Layout.grid((5,), (1, 3), axes, copies="invariant"), "(5,)  grid (1,)"),
+    ):
+        assert layout.picture().splitlines()[0] == says
+
+
 def test_many_groups_of_workers_are_shortened():
     picture = Layout((4,), P("y"), {"x": 32, "y": 2}).picture()
     assert "workers 0, 2, ..., 62" in picture
