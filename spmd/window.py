@@ -268,7 +268,20 @@ def _plan(
     for a, first, end in zip(starts, ends, ends[1:], strict=False):
         reads = []
         for o in dict.fromkeys((first, end - 1)) if first < end else ():
-            start, stop = (_integer(where, "needs", end, None) for end in needs(o))
+            interval = needs(o)
+            try:
+                start, stop = interval
+            except (TypeError, ValueError):
+                raise LayoutError(
+                    message(
+                        where,
+                        argument="needs",
+                        got=f"{interval!r} for output {o}",
+                        need="the interval that it reads, (start, stop)",
+                        mend="(i, i + 1) reads entry i alone",
+                    )
+                ) from None
+            start, stop = (_integer(where, "needs", end, None) for end in (start, stop))
             if start > stop or start < before[1][0] or stop < before[1][1]:
                 after = "" if start > stop else f" after {before[1]} for output {before[0]}"
                 raise LayoutError(
@@ -341,6 +354,16 @@ def plan_windows(
     target: the layout of the output, on the same workers block by block; or the sizes of its blocks in each dimension
     (None: balanced). Without one it is balanced.
     """
+    if not isinstance(source, Layout):
+        raise LayoutError(
+            message(
+                "spmd.plan_windows",
+                argument="source",
+                got=repr(source),
+                need="the layout of the input",
+                mend="mesh.layout(shape, spec); spmd.plan_window plans one dimension from its length",
+            )
+        )
     goal = target if isinstance(target, Layout) else _plain(target)
     return _plan_windows(source, *map(_plain, (kernel, stride, padding, dilation)), bool(ceil), goal)
 
@@ -398,7 +421,10 @@ def _check_target(where: str, source: Layout, target: Layout, shape: tuple[int, 
                 mend="leave it out, and read the shape off the result: plan.target.shape",
             )
         )
-    if source.axes != target.axes or any(source.positions(w) != target.positions(w) for w in range(source.size)):
+    # The order of the axes numbers the workers.
+    if [*source.axes.items()] != [*target.axes.items()] or any(
+        source.positions(w) != target.positions(w) for w in range(source.size)
+    ):
         raise LayoutError(
             message(
                 where,

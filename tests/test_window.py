@@ -627,6 +627,15 @@ def test_the_tables_of_the_page_are_printed():
             lambda: plan_windows(Layout((5,), P("x"), {"x": 3}), 3, target=Layout((3,), P("x"), {"y": 2, "x": 3})),
             ["argument target", "{'y': 2, 'x': 3}"],
         ),
+        (
+            lambda: plan_windows(
+                Layout((9,), P(("x", "y")), {"x": 2, "y": 3}), 3, target=Layout((7,), P(("y", "x")), {"y": 3, "x": 2})
+            ),
+            ["argument target", "the same grid of the same workers"],
+        ),
+        (lambda: plan_windows((8, 9), 3), ["plan_windows: argument source", "(8, 9)", "mesh.layout"]),
+        (lambda: plan_needs(5, 3, lambda o: o), ["argument needs", "0 for output 0", "(i, i + 1)"]),
+        (lambda: plan_needs(5, 3, lambda o: (o, o, o)), ["argument needs", "(0, 0, 0) for output 0"]),
         (lambda: plan_window(0, 2, inputs=()), ["argument inputs", "block sizes ()"]),
     ],
 )
