@@ -340,7 +340,7 @@ class Layout:
 
     def check(self, axes: Mapping[str, int], where: str, argument: str, ndim: int | None = None) -> None:
         """Raise where the layout cannot stand for a spec: on another mesh, of other dimensions, or of many values."""
-        if self.axes != dict(axes):
+        if [*self.axes.items()] != [*axes.items()]:  # their order numbers the workers
             raise LayoutError(
                 message(
                     where,

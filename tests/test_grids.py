@@ -264,6 +264,7 @@ def a_block(a: np.ndarray):
         (Layout.grid((7, 5), (2, 1, 3), W), "of which several workers hold one block"),
         (Layout((7, 5), P(), W, copies="varying"), "of which several workers hold one block"),
         (Layout.grid((7, 5), (2, 1), {"w": 4}), "over the axes of the mesh"),
+        (Layout.grid((7, 5), (2, 1), {"w": 6, "v": 1}), "over the axes of the mesh"),
         (Layout.grid((7, 5, 2), (2, 1, 1), W), "for an array of 2 dimensions"),
         (Layout.grid((7, 4), (2, 2), W), r"for an array of shape \[7, 5\]"),
         (Layout((5, 7), P("w"), W), r"for an array of shape \[7, 5\]"),
@@ -283,6 +284,12 @@ def test_layouts_that_cannot_stand_for_a_spec(spec, words):
             assert any(w in str(raised.value) for w in where.split("|"))
     with MESH, pytest.raises(SpecError, match="a P, or a Layout"):
         spmd.put(X, "w")
+
+
+def test_the_order_of_the_axes_numbers_the_workers():
+    turned = Layout((6, 2), P("b", "a"), {"b": 3, "a": 2})
+    with spmd.Mesh(**AB, transport="local"), pytest.raises(LayoutError, match="over the axes of the mesh"):
+        spmd.put(np.ones((6, 2)), turned)
 
 
 def spmd_words(words: str, text: str) -> bool:

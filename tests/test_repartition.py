@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -9,8 +10,9 @@ import pytest
 
 import spmd
 from spmd import Layout, P
-from spmd.errors import LayoutError, StateError
+from spmd.errors import LayoutError, SpecError, StateError
 from spmd.layout import block_sizes
+from spmd.operators.permute import Permute
 from spmd.operators.reduce import Sum
 from spmd.operators.repartition import Accumulate, Repartition
 from spmd.testing import check_adjoint
@@ -280,3 +282,37 @@ def test_sampled_pairs_cover_disjoint_and_overlapping_sets():
         ]
         kinds.add("equal" if held[0] == held[1] else "disjoint" if not held[0] & held[1] else "overlapping")
     assert kinds == {"equal", "disjoint", "overlapping"}
+
+
+def test_between_layouts_a_global_array_stays_what_it_is():
+    """Outside of bodies the result lies as the target says, and what does not follow on each other is refused."""
+    mesh = spmd.Mesh(x=2, y=2)
+    whole = np.arange(16.0).reshape(4, 4)
+    specs = [P("x", "y"), P("y", "x"), P(("x", "y")), P(None, ("y", "x")), P("y"), P()]
+    lay = {spec: mesh.layout(whole.shape, spec) for spec in specs}
+    axes = tuple(mesh.axes)
+    for one, other in itertools.product(specs, specs):
+        there = Repartition(axes, lay[one], lay[other])
+        y = there @ spmd.put(whole, one, mesh)
+        assert y.layout == lay[other]
+        assert np.array_equal(y.numpy(), whole)
+        back = 2 * (Repartition(axes, lay[other], lay[one]) @ there)
+        assert np.array_equal((back @ spmd.put(whole, P("x"), mesh)).numpy(), 2 * whole)
+    uneven = Layout(whole.shape, P("x", "y"), mesh.axes, [(0, 4), (3, 1)])
+    y = Accumulate(axes, lay[P()], uneven) @ spmd.put(whole, P(), mesh)
+    assert y.layout == uneven
+    assert np.array_equal(y.numpy(), whole)
+
+    x = spmd.put(whole, P("x", "y"), mesh)
+    turn = Repartition(axes, lay[P("x", "y")], lay[P("y", "x")])
+    with pytest.raises(LayoutError, match="the layout that A takes"):
+        turn @ turn  # blocks of one shape, which would come to lie elsewhere
+    shift = Permute(("x",), ((0, 1), (1, 0)))
+    with pytest.raises(SpecError, match="give and take"):
+        (turn @ Sum(("x",)) @ turn)(x)
+    with pytest.raises(SpecError, match="terms that give"):
+        (turn + Repartition(axes, turn.src, turn.src))(x)
+    assert (shift @ turn)(x).spec == P("y", "x")
+    copies = Layout(whole.shape, P("x"), mesh.axes, copies="varying")
+    with pytest.raises(LayoutError, match="several workers hold one block"):
+        Repartition(axes, turn.src, copies)(x)

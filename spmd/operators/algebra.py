@@ -338,6 +338,7 @@ def _chained(factors: tuple[Linear, ...]) -> tuple[tuple[Linear, ...], dict[str,
     chain: tuple[Linear, ...] = ()
     known: dict[str, Along] = {}
     for factor in reversed(factors):
+        _follows(factor, chain)
         own = signature(factor)
         need = [n for n in own if n in known and (known[n].target, own[n].source) == (INVARIANT, VARYING)]
         _refuse(need, own, (factor, *chain), "@")
@@ -357,6 +358,21 @@ def _chained(factors: tuple[Linear, ...]) -> tuple[tuple[Linear, ...], dict[str,
         for n, along in own.items():
             known[n] = along._replace(source=known[n].source, adds=known[n].adds) if n in known else along
     return chain, known
+
+
+def _follows(factor: Linear, chain: tuple[Linear, ...]) -> None:
+    """Raise where an operator between layouts takes another layout than the one before it gives."""
+    taken, given = (getattr(f, "layouts", None) for f in (factor, chain[0] if chain else None))
+    if taken is not None and given is not None and taken[0] != given[1]:
+        raise LayoutError(
+            message(
+                "A @ B",
+                argument="B",
+                got=f"an operator that gives {given[1]}, before one that takes {taken[0]}",
+                need="the layout that A takes",
+                mend="Repartition from the one to the other in between",
+            )
+        )
 
 
 def _refuse(axes: list[str], own: Mapping[str, Along], factors, sign: str) -> None:
@@ -424,9 +440,12 @@ def _target(op: Linear, spec: Spec, what: str) -> Spec:
     found = []
     for _, factors in op.terms:
         lies, run = spec, ()
-        for factor in reversed(factors):
+        for k, factor in enumerate(reversed(factors)):
             if _relays(factor):
-                lies, run = _target(factor, _kept(composed([(1, run)]), lies, what) if run else lies, what), ()
+                lies = _kept(composed([(1, run)]), lies, what) if run else lies
+                if k:
+                    _one([lies, _source(factor, lies)], op, "give and take")
+                lies, run = _target(factor, lies, what), ()
             else:
                 run = (factor, *run)
         found.append(_kept(composed([(1, run)]), lies, what) if run else lies)
