@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 
 import numpy as np
 
@@ -24,12 +25,38 @@ def parse_mesh(text: str) -> Mesh:
         return mesh
     except (ValueError, RuntimeError) as error:
         reason = f"\n{error}" if isinstance(error, MeshError | TransportError) else ""
-        raise SystemExit(f"--mesh: got {text!r}, needed axis sizes by name, as in x=3,y=2{reason}") from error
+        raise argparse.ArgumentTypeError(f"got {text!r}, needed axis sizes by name, as in x=3,y=2{reason}") from error
+
+
+def parse_dtype(text: str) -> np.dtype:
+    """A dtype that has adjoints."""
+    try:
+        dtype = np.dtype(text)
+    except TypeError:
+        dtype = None
+    if dtype is None or dtype.kind not in "fc":
+        raise argparse.ArgumentTypeError(f"got {text!r}, needed a floating or complex dtype, as float32")
+    return dtype
+
+
+def parse_count(least: int) -> Callable[[str], int]:
+    """What takes an int of at least so much."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least:
+            raise argparse.ArgumentTypeError(f"got {text!r}, needed an int of at least {least}")
+        return value
+
+    return parse
 
 
 def adjoint(args: argparse.Namespace) -> int:
-    """The dot test of every operator, a row each; the exit status says the verdict."""
-    mesh = parse_mesh(args.mesh)
+    """The dot test of every operator, a row each; the exit status says the verdict: 1 where one fails."""
+    mesh = args.mesh
     rows = []
     for kind in operator_classes():
         cases = operator_cases(kind, mesh)
@@ -95,10 +122,10 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="what was found and chosen: transports, schedulers, libraries")
     dot = commands.add_parser("adjoint", help="test every operator against its adjoint; works under mpiexec")
-    dot.add_argument("--mesh", default="x=4", help="axis sizes by name, as in x=3,y=2 (default: x=4)")
-    dot.add_argument("--dtype", default="float64", type=np.dtype, help="dtype of the blocks (default: float64)")
-    dot.add_argument("--trials", default=3, type=int, help="draws per case (default: 3)")
-    dot.add_argument("--seed", default=0, type=int)
+    dot.add_argument("--mesh", default="x=4", type=parse_mesh, help="axis sizes by name, as in x=3,y=2 (default: x=4)")
+    dot.add_argument("--dtype", default="float64", type=parse_dtype, help="dtype of the blocks (default: float64)")
+    dot.add_argument("--trials", default=3, type=parse_count(1), help="draws per case (default: 3)")
+    dot.add_argument("--seed", default=0, type=parse_count(0), help="of the draws (default: 0)")
     dot.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
     if args.command == "info":

@@ -753,6 +753,11 @@ def test_workers_with_copies_must_agree():
         (lambda m: check_adjoint(twice, (3,), mesh=m, in_specs=P("q")), r"in_specs\[0\](.|\n)*axis 'q'"),
         (lambda m: check_adjoint(twice, (3,), mesh=m, in_specs=P(None, "x")), "at most 1 entry"),
         (lambda m: check_adjoint(Sum(X), (3,), mesh=m, dtype=int), "argument dtype(.|\n)*'int64'"),
+        (lambda m: check_adjoint(Sum(X), (3,), mesh=m, trials=0), "argument trials(.|\n)*at least 1"),
+        (lambda m: check_adjoint(Sum(X), (3,), mesh=m, trials=-2), "argument trials(.|\n)*got: +-2"),
+        (lambda m: check_adjoint(Sum(X), (3,), mesh=m, seed=-1), "argument seed(.|\n)*at least 0"),
+        (lambda m: check_adjoint(Sum(X), 3, mesh=m), r"argument shapes\[0\](.|\n)*a tuple of lengths"),
+        (lambda m: check_adjoint(Sum(X), (3,), (-1,), mesh=m), r"argument shapes\[1\](.|\n)*\(-1,\)"),
         (lambda m: check_adjoint(Sum(X), (6, 2), mesh=m, in_specs=LOPSIDED), r"a layout of shape \(6, 2\)"),
     ],
 )
@@ -763,6 +768,8 @@ def test_misuse_is_explained(call, words):
 
 def test_an_error_of_the_map_itself_is_no_verdict():
     mesh = spmd.Mesh(x=3)
+    with pytest.raises(MeshError, match=r"spmd\.check_adjoint(.|\n)*'xx'(.|\n)*write 'x'"):
+        check_adjoint(Sum(("xx",)), (3,), mesh=mesh, raises=False)
     with pytest.raises(MeshError, match="write 'x'"):
         check_adjoint(lambda a: spmd.psum(a, "xx"), (3,), mesh=mesh, in_specs=P("x"), raises=False)
     with pytest.raises(ZeroDivisionError):

@@ -146,17 +146,19 @@ def test_meshes_by_their_text():
 
 
 @pytest.mark.parametrize("text", ["", "x", "x=", "=2,x", "x=2,", "x=a", "x=2=3", "x=0", "x=-1", "x=2,x=3", "x=1.5"])
-def test_a_bad_mesh_is_explained(text):
+def test_a_bad_mesh_is_explained(capsys, text):
     with pytest.raises(SystemExit) as caught:
         main(["adjoint", "--mesh", text])
-    said = str(caught.value)
-    assert said.startswith(f"--mesh: got {text!r}, needed axis sizes by name, as in x=3,y=2")
+    assert caught.value.code == 2
+    said = capsys.readouterr().err
+    assert f"argument --mesh: got {text!r}, needed axis sizes by name, as in x=3,y=2" in said
     assert ("needed: " in said) == (text in ("x=0", "x=-1", "x=2,x=3"))
 
 
 def test_a_bad_mesh_ends_with_a_status():
+    """Not the one of a wrong operator."""
     ended = run_python("-m", "spmd", "adjoint", "--mesh", "x=0")
-    assert ended.returncode == 1
+    assert ended.returncode == 2
     assert "Traceback" not in ended.stderr
     assert "spmd.Mesh: argument x" in ended.stderr
     assert not ended.stdout
@@ -168,7 +170,11 @@ def test_a_bad_mesh_ends_with_a_status():
         ([], "required: command"),
         (["adjoin"], "invalid choice: 'adjoin'"),
         (["adjoint", "--dtype", "floaty"], "--dtype"),
+        (["adjoint", "--dtype", "int32"], "argument --dtype: got 'int32', needed a floating or complex dtype"),
         (["adjoint", "--trials", "many"], "--trials"),
+        (["adjoint", "--trials", "0"], "argument --trials: got '0', needed an int of at least 1"),
+        (["adjoint", "--trials", "-1"], "--trials"),
+        (["adjoint", "--seed", "-1"], "argument --seed: got '-1', needed an int of at least 0"),
         (["info", "--mesh", "x=2"], "unrecognized arguments"),
     ],
 )

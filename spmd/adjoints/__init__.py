@@ -65,6 +65,7 @@ def check_adjoint(
     An error in f is raised as it is.
     """
     where = "spmd.check_adjoint"
+    _check_draws(where, trials, seed)
     if not shapes and isinstance(f, Linear) and hasattr(f, "domain"):
         from spmd.adjoints.across import check_across
 
@@ -77,12 +78,15 @@ def check_adjoint(
         raise SpecError(
             message(where, argument="shapes", got="none", need="one per argument", mend="check_adjoint(f, (8, 3), ...)")
         )
+    given = tuple(_shape(where, k, shape) for k, shape in enumerate(shapes))
     operator = f if isinstance(f, Operator) else None
+    if operator is not None:
+        mesh.names(operator.axes, where)
     exact = operator is not None if exact is None else exact
     specs = _specs(where, operator, len(shapes), in_specs)
-    for k, (shape, spec) in enumerate(zip(shapes, specs, strict=True)):
+    for k, (shape, spec) in enumerate(zip(given, specs, strict=True)):
         if spec is not None:
-            _check_spec(where, mesh, k, tuple(shape), spec)
+            _check_spec(where, mesh, k, shape, spec)
     if np.dtype(dtype).kind not in "fc":
         raise SpecError(
             message(
@@ -93,7 +97,6 @@ def check_adjoint(
                 mend="leave it out; integers are drawn in any dtype where the test is exact",
             )
         )
-    given = tuple(tuple(shape) for shape in shapes)
     test = DotTest(mesh, f, given, specs, out_specs, adjoint, exact, real, np.dtype(dtype), trials, seed)
     report = run(test)
     if not report.passed:
@@ -110,6 +113,36 @@ def check_adjoint(
     if raises and not report.passed:
         raise AdjointError(report)
     return report
+
+
+def _check_draws(where: str, trials: int, seed: int) -> None:
+    """Raise where nothing would be drawn: no trial fails in none."""
+    for argument, value, least in (("trials", trials, 1), ("seed", seed, 0)):
+        if not isinstance(value, int | np.integer) or value < least:
+            raise SpecError(
+                message(
+                    where,
+                    argument=argument,
+                    got=repr(value),
+                    need=f"an int of at least {least}",
+                    mend=f"{argument}={least}, or leave it out",
+                )
+            )
+
+
+def _shape(where: str, k: int, shape: Any) -> Shape:
+    """The shape of argument k, checked."""
+    if not isinstance(shape, tuple | list) or not all(isinstance(n, int | np.integer) and n >= 0 for n in shape):
+        raise SpecError(
+            message(
+                where,
+                argument=f"shapes[{k}]",
+                got=repr(shape),
+                need="a tuple of lengths, one tuple per argument of f",
+                mend="check_adjoint(f, (8, 3), ...)",
+            )
+        )
+    return tuple(int(n) for n in shape)
 
 
 def _check_spec(where: str, mesh: Mesh, k: int, shape: Shape, spec: P | Layout) -> None:
