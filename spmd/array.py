@@ -36,6 +36,7 @@ from spmd.transport.base import Call, sealed
 __all__ = [
     "Frozen",
     "PartitionedArray",
+    "checksum",
     "closed_over",
     "cut",
     "fingerprint",
@@ -794,7 +795,15 @@ def fingerprint(block: np.ndarray) -> int:
     flat = block.reshape(-1)
     if block.nbytes > _WHOLE:
         flat = flat[:: max(1, flat.size // _SAMPLE)]
-    return zlib.crc32(np.ascontiguousarray(flat).view(np.uint8).data)
+    return checksum(flat)
+
+
+def checksum(block: np.ndarray) -> int:
+    """A checksum of all bits of a block that are part of its numbers: long doubles may have others, of any value."""
+    octets = np.ascontiguousarray(block).reshape(-1).view(np.uint8)
+    if block.dtype.char in "gG" and np.finfo(np.longdouble).nmant == 63:
+        octets = np.ascontiguousarray(octets.reshape(-1, np.dtype(np.longdouble).itemsize)[:, :10])
+    return zlib.crc32(octets.data)
 
 
 def relayout(x: PartitionedArray, layout: Layout) -> PartitionedArray:

@@ -46,12 +46,31 @@ def test_every_operator_and_its_adjoint(kind, axes):
         assert report.mode == "exact"
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.complex64, np.complex128, np.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [np.float32, np.complex64, np.complex128, np.float16, np.longdouble, np.clongdouble], ids=str
+)
 def test_every_operator_in_every_dtype(dtype, scheduler):
     mesh = spmd.Mesh(x=3, scheduler=scheduler)
     for kind in OURS:
         for case in operator_cases(kind, mesh):
             check_adjoint(case.operator, case.shape, mesh=mesh, in_specs=case.spec, trials=1, dtype=dtype)
+
+
+@pytest.mark.skipif(np.finfo(np.longdouble).nmant != 63, reason="long doubles of another kind")
+@pytest.mark.parametrize("dtype", [np.longdouble, np.clongdouble], ids=str)
+def test_copies_of_long_doubles_are_compared_by_their_numbers(dtype):
+    """Not by the bytes beside them, which may have any value."""
+
+    def copy(x, filled: int):
+        data = np.array(spmd.block(x))
+        data.view(np.uint8).reshape(-1, 16)[:, 10:] = filled
+        data.flags.writeable = False
+        return data
+
+    mesh, x = spmd.Mesh(x=2), np.array([1.0, 0.1], dtype)
+    apart = spmd.map(lambda x: copy(x, 10 + spmd.worker_index("x")), P(), P(), mesh=mesh)
+    assert np.array_equal(apart(x).numpy(), x)
+    assert check_adjoint(Sum(X), (3,), mesh=mesh, dtype=dtype, adjoint=lambda y: spmd.pvary(copy(y, 7), "x")).passed
 
 
 @pytest.mark.full
