@@ -547,3 +547,51 @@ def test_the_dot_test_sees_what_is_wrong():
         assert fault(made(lambda u: 1j * u, lambda v: 1j * v, complex), exact=exact) == "value"
         assert fault(made(lambda u: u + spmd.stop_gradient(u)), exact=exact) == "value"
     check_adjoint(made(lambda u: 1j * u, lambda v: -1j * v, complex), exact=True)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_the_dot_test_locates_what_is_wrong(exact):
+    mesh = spmd.Mesh(x=3, scheduler="lockstep")
+
+    def lost(v):
+        return np.where(spmd.axis_index("x") == 1, 0, 1) * v
+
+    def report(f, adjoint, shape=(7,), dtype: type = float):
+        made = linear_operator(f, P("x"), P("x"), shape=shape, dtype=dtype, mesh=mesh, adjoint=adjoint)
+        return made, check_adjoint(made, exact=exact, raises=False)
+
+    A, found = report(lambda u: 2 * u, lambda v: 2 * lost(v))
+    assert (found.smallest, found.differing, found.entries_of) == (found, 2, 49)
+    assert [str(e) for e in found.entries] == [
+        f"from y[{k}] (worker 1 (x=1), [{k - 3}] of its block) to x[{k}] (worker 1 (x=1), [{k - 3}] of its block): "
+        "0, needed 2"
+        for k in (3, 4)
+    ]
+    assert found.hint == "2 values lost on the way back"
+    assert "F* is not F^H in 2 of 49 entries" in str(found)
+    with pytest.raises(AssertionError, match="NOT adjoint"):
+        exec(found.reproduce, {"A": A})
+
+    _, found = report(lambda u: (1 + 2j) * u, lambda v: (1 + 2j) * v, dtype=complex)
+    assert "conjugate" in found.hint
+    assert (found.entries[0].needed, found.entries[0].given) == (1 - 2j, 1 + 2j)
+    _, found = report(lambda u: 1j * u, lambda v: np.real(1j * v))
+    assert found.differing == 7
+    assert str(found.entries[6]).startswith("from im y[6] (worker 2 (x=2), [1] of its block) to x[6]")
+    A, _ = report(lambda u: u, lambda v: v, (2, 0))
+    good, bad = A, report(lambda u: u, lost, (2, 2))[0]
+    found = check_adjoint(BlockDiagonal(good, bad), exact=exact, raises=False)
+    assert {(e.x.part, e.y.part, e.x.whole) for e in found.entries} == {(1, 1, (1, 0)), (1, 1, (1, 1))}
+    large = linear_operator(lambda u: u, P("x"), P("x"), shape=(5000,), mesh=mesh, adjoint=lost)
+    assert not check_adjoint(large, exact=exact, raises=False).entries_of
+
+
+def test_the_dot_test_of_global_operators_refuses_what_they_bring():
+    A = linear_operator(lambda u: 2 * u, P("x"), P("x"), shape=(4,), mesh=spmd.Mesh(x=2))
+    check_adjoint(A, mesh=spmd.Mesh(x=2))
+    options = {"adjoint": lambda v: v, "real": True, "dtype": "f4", "mesh": spmd.Mesh(x=4), "in_specs": P("x")}
+    for name, value in {**options, "out_specs": P()}.items():
+        with pytest.raises(SpecError, match=f"spmd.check_adjoint: argument {name}(.|\n)*brings its shapes"):
+            check_adjoint(A, **{name: value})
+    with pytest.raises(SpecError, match="argument shapes"):
+        check_adjoint(A, (4,))

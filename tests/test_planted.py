@@ -162,7 +162,7 @@ def run_planted(kind, name: str, seeds, most: int) -> int:
         given = {"seed": seed, "dtype": dtype, "raises": False, "shrink": seed == 0}
         with pytest.MonkeyPatch.context() as patch:
             if seed % 4:  # Matrices take most of the time.
-                patch.setattr(matrices, "_UNITS", 0)
+                patch.setattr(matrices, "UNITS", 0)
             report = check(drawn, planted(drawn.operator, spoil), **given)
         hit = any(spoil.hit)
         assert report.passed != hit, str(report)

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from spmd.adjoints.dot import DotTest, usual_specs
-from spmd.adjoints.matrices import Matrices, hint
-from spmd.adjoints.report import AdjointError, AdjointReport, Entry, Fault, Place, number, table
+from spmd.adjoints.matrices import Matrices, enter
+from spmd.adjoints.report import AdjointError, AdjointReport, Entry, Fault, Place, table
 from spmd.adjoints.trial import Trial
 from spmd.array import mesh_for
 from spmd.autodiff.tape import suspended
@@ -66,9 +66,13 @@ def check_adjoint(
     """
     where = "spmd.check_adjoint"
     _check_draws(where, trials, seed)
-    if not shapes and isinstance(f, Linear) and hasattr(f, "domain"):
+    if isinstance(f, Linear) and hasattr(f, "domain"):
         from spmd.adjoints.across import check_across
 
+        own = {"shapes": shapes or None, "mesh": None if mesh == f.mesh else mesh, "in_specs": in_specs}  # type: ignore[attr-defined]
+        own |= {"out_specs": out_specs, "adjoint": adjoint, "real": real or None}
+        own |= {"dtype": None if np.dtype(dtype) == np.float64 else dtype}
+        _check_own(where, f, own)
         report = check_across(f, bool(exact), trials, seed)  # type: ignore[arg-type]
         if raises and not report.passed:
             raise AdjointError(report)
@@ -126,6 +130,21 @@ def _check_draws(where: str, trials: int, seed: int) -> None:
                     got=repr(value),
                     need=f"an int of at least {least}",
                     mend=f"{argument}={least}, or leave it out",
+                )
+            )
+
+
+def _check_own(where: str, op: Linear, given: dict[str, Any]) -> None:
+    """Raise where something is given that an operator on global arrays brings with it."""
+    for argument, value in given.items():
+        if value is not None:
+            raise SpecError(
+                message(
+                    where,
+                    argument=argument,
+                    got=f"{value!r} for {op!r}",
+                    need="nothing: an operator on global arrays brings its shapes, specs, dtypes, adjoint and mesh",
+                    mend="check_adjoint(A); spmd.linear_operator(f, ..., adjoint=g) makes one with another adjoint",
                 )
             )
 
@@ -222,30 +241,26 @@ def locate(test: DotTest, report: AdjointReport) -> None:
         return
     try:
         found = _compared(test, report, test.real)
-        if found is not None and not found[0].any() and test.dtype.kind == "c":
+        if found is not None and not _differ(found) and test.dtype.kind == "c":
             found = _compared(test, report, True)  # A conjugate too many does not show on real unit vectors.
     except Exception:  # The verdict is there; only what would explain it is missing.
         return
     if found is None:
         return
-    wrong, needed, given, xs, ys, room = found
-    report.differing, report.entries_of = int(np.sum(wrong)), wrong.size
-    report.entries = [
-        Entry(xs[i], ys[j], number(needed[i, j]), number(given[i, j])) for i, j in np.argwhere(wrong)[:_SHOWN]
-    ]
-    report.hint = hint(needed, given, room, np.array([x.unit == "im" for x in xs], bool))
+    enter(report, *found)
 
 
 def _compared(test: DotTest, report: AdjointReport, reals: bool):
-    """Where F* is not F^H, both as matrices, what their rows and columns stand for, and how far they may differ."""
+    """F^H and F* as matrices, what their rows and columns stand for, and how far they may differ."""
     found = _on_workers(test, lambda worker: Matrices(test, worker, reals).found())
     if found is None:
         return None
     needed, given, xs, ys = found
     most = np.abs(np.concatenate([needed.reshape(-1), given.reshape(-1)])).max(initial=0.0)
     room = 0.0 if test.exact else max(4 * report.bound, 64 * float(np.finfo(test.dtype).eps)) * most
-    return np.abs(needed - given) > room, needed, given, xs, ys, room
+    return needed, given, xs, ys, room
 
 
-_SHOWN = 8
-"""How many entries a report lists."""
+def _differ(found) -> bool:
+    needed, given, *_, room = found
+    return bool((np.abs(needed - given) > room).any())

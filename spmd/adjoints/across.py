@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from spmd.adjoints.report import AdjointReport, Fault, number, plain
+from spmd.adjoints import matrices
+from spmd.adjoints.report import AdjointReport, Fault, Place, number, plain
 from spmd.adjoints.trial import _SAFETY, _SHAKES
 from spmd.autodiff import tree
 from spmd.autodiff.transforms import vjp
@@ -23,17 +24,78 @@ def check_across(op: LinearOperator, exact: bool, trials: int, seed: int) -> Adj
     """Test A and A.H in as many trials; where one fails no other follows."""
     shapes = tuple(s.shape for s in tree.leaves(op.domain))
     report = AdjointReport(str(op), shapes, repr(op.mesh), "exact" if exact else "float", trials)
-    report.reproduce = f"spmd.check_adjoint(A, exact={exact}, trials={trials}, seed={seed})"
+    report.reproduce = f"import spmd; spmd.check_adjoint(A, exact={exact}, trials={trials}, seed={seed})"
     for t in range(trials):
         _trial(op, exact, (seed, t), report)
         if report.faults:
             break
+    if not report.passed:
+        report.smallest = report  # an operator keeps its shapes and its mesh
+    if report.kind == "value":
+        _locate(op, exact, report)
     return report
+
+
+def _mixed(op: LinearOperator) -> bool:
+    """Whether it maps between real and complex arrays: then the adjoint is that over the reals."""
+    return len({op.dtype.kind, *(s.dtype.kind for s in tree.leaves((op.domain, op.range)))}) > 1
+
+
+def _locate(op: LinearOperator, exact: bool, report: AdjointReport) -> None:
+    """Enter into the report where A.H is not the adjoint, if the operator is small enough to be looked at whole."""
+    split = _mixed(op)
+    if sum(op.shape) * (1 + split) > matrices.UNITS:
+        return
+    xs, ys = _places(op.domain, "x", split), _places(op.range, "y", split)
+    needed = _matrix(op, split).reshape(len(xs), len(ys)).conj()
+    given = _matrix(op.H, split).reshape(len(ys), len(xs)).T
+    eps = max(float(np.finfo(s.dtype).eps) for s in tree.leaves((op.domain, op.range)))
+    most = np.abs(np.concatenate([needed.reshape(-1), given.reshape(-1)])).max(initial=0.0)
+    matrices.enter(report, needed, given, xs, ys, 0.0 if exact else max(4 * report.bound, 64 * eps) * most)
+
+
+def _places(space: Any, name: str, split: bool) -> list[Place]:
+    """What the entries of vectors of a space stand for."""
+    places: list[Place] = []
+    for k, s in enumerate(tree.leaves(space)):
+        holder = np.zeros(s.shape, int)
+        for w, owner in enumerate(s.layout.owners):
+            if owner == w:
+                holder[s.layout.slices(w)] = w
+        for index in np.ndindex(*s.shape):
+            w = int(holder[index])
+            local = tuple(i - cut.start for i, cut in zip(index, s.layout.slices(w), strict=True))
+            units = ("re", "im") if split and s.dtype.kind == "c" else ("",)
+            places += [Place(name, k, s.mesh.describe(w), local, index, unit) for unit in units]
+    return places
+
+
+def _matrix(op: LinearOperator, split: bool) -> np.ndarray:
+    """What comes of each unit vector. split: over the reals, in which a complex number is two."""
+
+    def parts(a: np.ndarray) -> np.ndarray:
+        if split and a.dtype.kind == "c":
+            return np.stack([a.real, a.imag], axis=-1).reshape(-1)
+        return a.reshape(-1)
+
+    def vector(y: Any) -> np.ndarray:
+        return np.concatenate([parts(a.numpy()) for a in tree.leaves(y)]).astype(complex)
+
+    spaces, treedef = tree.flatten(op.domain)
+    rows = []
+    for k, s in enumerate(spaces):
+        for index in np.ndindex(*s.shape):
+            for unit in (1, 1j) if split and s.dtype.kind == "c" else (1,):
+                arrays = [np.zeros(t.shape, t.dtype) for t in spaces]
+                arrays[k][index] = unit
+                laid = [t.laid(a) for t, a in zip(spaces, arrays, strict=True)]
+                rows.append(vector(op(tree.unflatten(treedef, laid))))
+    return np.array(rows, complex)
 
 
 def _trial(op: LinearOperator, exact: bool, key: tuple[int, ...], report: AdjointReport) -> None:
     """One trial, entered into the report."""
-    mixed = len({op.dtype.kind, *(s.dtype.kind for s in tree.leaves((op.domain, op.range)))}) > 1
+    mixed = _mixed(op)
     eps = max(float(np.finfo(s.dtype).eps) for s in tree.leaves((op.domain, op.range)))
     x, z, y = (_drawn(s, exact, (*key, k)) for k, s in enumerate((op.domain, op.domain, op.range)))
     with ledger() as log:

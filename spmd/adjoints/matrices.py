@@ -8,17 +8,17 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from spmd.adjoints.dot import DotTest
-from spmd.adjoints.report import Place, number, plain
+from spmd.adjoints.report import AdjointReport, Entry, Place, number, plain
 from spmd.adjoints.trial import InBody, sealed, state_in
 from spmd.autodiff.tracer import Array, value_of
 from spmd.layout import Layout
 from spmd.mesh import Worker
 
-__all__ = ["Matrices", "hint"]
+__all__ = ["UNITS", "Matrices", "enter", "hint"]
 
 Shape = tuple[int, ...]
 
-_UNITS = 192
+UNITS = 192
 """How many applications of F and F* together may serve to find their matrices."""
 
 
@@ -41,7 +41,7 @@ class Matrices(InBody):
         starts = [self._start(self.layout(k)) for k in range(len(xs))]
         inputs = _Side(self, xs, "x", "source", starts)
         outputs = _Side(self, outs, "y", "target", [self._start(layout) for layout in self._results(len(outs))])
-        if len(inputs.places) + len(outputs.places) > _UNITS:
+        if len(inputs.places) + len(outputs.places) > UNITS:
             return None
         columns = [outputs.read(self.forward(*unit)) for unit in inputs.units()]
         rows = [inputs.read(self.back(*unit)) for unit in outputs.units()]
@@ -117,6 +117,20 @@ class _Side:
                     data = np.stack([np.real(data), np.imag(data)], axis=-1).reshape(-1)
                 vector[first : first + data.size] = data
         return vector
+
+
+_SHOWN = 8
+"""How many entries a report lists."""
+
+
+def enter(report: AdjointReport, needed: np.ndarray, given: np.ndarray, xs: list, ys: list, room: float) -> None:
+    """Enter into a report where F*, `given`, is not F^H, and what kind of fault that looks like."""
+    wrong = np.abs(needed - given) > room
+    report.differing, report.entries_of = int(np.sum(wrong)), wrong.size
+    report.entries = [
+        Entry(xs[i], ys[j], number(needed[i, j]), number(given[i, j])) for i, j in np.argwhere(wrong)[:_SHOWN]
+    ]
+    report.hint = hint(needed, given, room, np.array([x.unit == "im" for x in xs], bool))
 
 
 def hint(needed: np.ndarray, given: np.ndarray, room: float, imaginary: np.ndarray) -> str:
