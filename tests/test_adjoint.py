@@ -760,6 +760,44 @@ def test_workers_with_copies_must_agree():
     assert text in str(report)
 
 
+def test_a_map_that_gives_nothing_is_no_right_one():
+    for nothing in (lambda x: None, lambda x: ()):
+        with pytest.raises(LayoutError, match=r"argument f(.|\n)*return the result"):
+            check_adjoint(nothing, (3,), mesh=spmd.Mesh(x=2), in_specs=P("x"))
+
+
+def test_an_adjoint_that_gives_nothing():
+    given = {"mesh": spmd.Mesh(x=2), "in_specs": P("x"), "raises": False}
+    report = check_adjoint(lambda x: 2 * x, (3,), adjoint=lambda y: None, **given)
+    assert report.kind == "count"
+    assert "F* gives None for argument 0 (on all workers)" in str(report)
+
+
+def test_entries_of_results_are_those_of_the_whole_where_out_specs_say_how_it_is_cut():
+    mesh = spmd.Mesh(x=2, y=2)
+    specs = {"a": P("x", "y"), "b": P("x", "y")}
+
+    def parts(u):
+        return {"a": 2 * u, "b": [u[:1, :1], None]}
+
+    def back(a, b):
+        lost = np.where(spmd.axis_index("x") == 1, 0, 1) * 2 * a
+        return (lost.at[:1, :1].add(b),)
+
+    given = {"mesh": mesh, "in_specs": P("x", "y"), "adjoint": back, "raises": False, "shrink": False}
+    found = check_adjoint(parts, (5, 6), out_specs=specs, **given)
+    assert (found.differing, found.kind) == (12, "value")
+    place = "[3, 4] (worker 3 (x=1, y=1), [0, 1] of its block)"
+    assert str(found.entries[7]) == f"from y{place} to x{place}: 0, needed 2"
+    uneven = check_adjoint(lambda u: 2 * u, (5, 6), out_specs=P("y", "x"), **given | {"adjoint": lambda v: v})
+    assert uneven.entries[0].y.whole is None  # blocks of these shapes are none of one array
+    small = check_adjoint(parts, (5, 6), out_specs=specs, **given | {"shrink": True}).smallest
+    assert (small.mesh, small.shapes) == ("Mesh(x=2)", ((2, 1),))
+    assert "out_specs={'a': P('x', None), 'b': P('x', None)}" in small.reproduce
+    with pytest.raises(AssertionError, match="NOT adjoint"):
+        exec(small.reproduce, {"parts": parts, "back": back})
+
+
 # Misuse
 
 
@@ -771,6 +809,8 @@ def test_workers_with_copies_must_agree():
         (lambda m: check_adjoint(twice, (3,), mesh=m, in_specs=[P(), P()]), "2 specs for 1 shapes"),
         (lambda m: check_adjoint(twice, (3,), mesh=m, in_specs=P("q")), r"in_specs\[0\](.|\n)*axis 'q'"),
         (lambda m: check_adjoint(twice, (3,), mesh=m, in_specs=P(None, "x")), "at most 1 entry"),
+        (lambda m: check_adjoint(twice, (3,), mesh=m, in_specs=P("x"), out_specs=P("q")), "out_specs(.|\n)*axis 'q'"),
+        (lambda m: check_adjoint(twice, (3,), mesh=m, in_specs=P("x"), out_specs=(P(),) * 2), "out_specs(.|\n)*prefix"),
         (lambda m: check_adjoint(Sum(X), (3,), mesh=m, dtype=int), "argument dtype(.|\n)*'int64'"),
         (lambda m: check_adjoint(Sum(X), (3,), mesh=m, trials=0), "argument trials(.|\n)*at least 1"),
         (lambda m: check_adjoint(Sum(X), (3,), mesh=m, trials=-2), "argument trials(.|\n)*got: +-2"),

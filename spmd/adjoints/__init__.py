@@ -16,6 +16,7 @@ from spmd.adjoints.matrices import Matrices, enter
 from spmd.adjoints.report import AdjointError, AdjointReport, Entry, Fault, Place, table
 from spmd.adjoints.trial import Trial
 from spmd.array import mesh_for
+from spmd.autodiff import tree
 from spmd.autodiff.tape import suspended
 from spmd.errors import SpecError, message
 from spmd.layout import Layout, P
@@ -48,8 +49,9 @@ def check_adjoint(
     f: an operator, or the body of a linear map: a function of blocks. shapes: one per argument. in_specs: a spec for
     each argument, which splits its shape over the mesh, or a Layout, for uneven blocks of given sizes; without it every
     worker has a block of the shape itself, all different for an operator on Varying arrays, one value for an Invariant
-    one. out_specs: what the states of the results must be. adjoint: a body for F* (cotangents -> tuple of cotangents of
-    the arguments); by default that of the operator, or of the tape.
+    one. out_specs: what the states of the results must be, and how a report counts their entries; a spec, or a tree.
+    adjoint: a body for F* (cotangents -> tuple of cotangents of the arguments); by default that of the operator, or of
+    the tape.
     exact: draw small integers and demand equality: right for what copies and adds, and the default for operators.
     Otherwise draw normal numbers and demand an error below what perturbing the inputs in the last bit explains.
     real: F is linear over the reals only, as conj is, and the inner product is the real part. Maps between real and
@@ -91,6 +93,9 @@ def check_adjoint(
     for k, (shape, spec) in enumerate(zip(given, specs, strict=True)):
         if spec is not None:
             _check_spec(where, mesh, k, shape, spec)
+    for spec in tree.leaves(out_specs):
+        if isinstance(spec, P):
+            spec.check(mesh.axes, where, "out_specs")
     if np.dtype(dtype).kind not in "fc":
         raise SpecError(
             message(

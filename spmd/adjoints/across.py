@@ -75,7 +75,7 @@ def _matrix(op: LinearOperator, split: bool) -> np.ndarray:
 
     def parts(a: np.ndarray) -> np.ndarray:
         if split and a.dtype.kind == "c":
-            return np.stack([a.real, a.imag], axis=-1).reshape(-1)
+            return np.stack([np.real(a), np.imag(a)], axis=-1).reshape(-1)
         return a.reshape(-1)
 
     def vector(y: Any) -> np.ndarray:

@@ -101,8 +101,8 @@ def _parts(value: Any) -> Iterator[Any]:
             yield value.spec
     elif isinstance(value, P):
         yield value
-    elif isinstance(value, tuple | list):
-        for v in value:
+    elif isinstance(value, tuple | list | dict):
+        for v in value.values() if isinstance(value, dict) else value:
             yield from _parts(v)
     elif is_dataclass(value) and not isinstance(value, type):
         yield value

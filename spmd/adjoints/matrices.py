@@ -11,7 +11,7 @@ from spmd.adjoints.dot import DotTest
 from spmd.adjoints.report import AdjointReport, Entry, Place, number, plain
 from spmd.adjoints.trial import InBody, sealed, state_in
 from spmd.autodiff.tracer import Array, value_of
-from spmd.layout import Layout
+from spmd.layout import Layout, P
 from spmd.mesh import Worker
 
 __all__ = ["UNITS", "Matrices", "enter", "hint"]
@@ -40,7 +40,7 @@ class Matrices(InBody):
         self.split = (self.reals and True in kinds) or len(kinds) > 1
         starts = [self._start(self.layout(k)) for k in range(len(xs))]
         inputs = _Side(self, xs, "x", "source", starts)
-        outputs = _Side(self, outs, "y", "target", [self._start(layout) for layout in self._results(len(outs))])
+        outputs = _Side(self, outs, "y", "target", [self._start(layout) for layout in self._results(outs)])
         if len(inputs.places) + len(outputs.places) > UNITS:
             return None
         columns = [outputs.read(self.forward(*unit)) for unit in inputs.units()]
@@ -52,10 +52,22 @@ class Matrices(InBody):
         backward = np.sum(self.gather(backward), axis=0)
         return forward.conj(), backward.T, inputs.places, outputs.places
 
-    def _results(self, count: int) -> list[Layout | None]:
+    def _results(self, outs: Sequence) -> list[Layout | None]:
         """How the results are laid out, where that is known."""
         target = getattr(self.test.f, "dst", None)
-        return [target if isinstance(target, Layout) and count == 1 else None] * count
+        if isinstance(target, Layout) and len(outs) == 1:
+            return [target]
+        texts = self.texts(json.dumps([np.shape(value_of(a)) for a in outs]))
+        return [self._joined(spec, parts) for spec, *parts in zip(self.promised, *map(json.loads, texts), strict=True)]
+
+    def _joined(self, spec: P | Layout | None, parts: Sequence[list[int]]) -> Layout | None:
+        """The layout of blocks of these shapes, if they are blocks of one array."""
+        if not isinstance(spec, P):
+            return spec
+        try:
+            return self.test.mesh.joined(tuple(map(tuple, parts)), spec, "spmd.check_adjoint")
+        except ValueError:
+            return None
 
     def _start(self, layout: Layout | None) -> Shape | None:
         if layout is None:

@@ -14,6 +14,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from spmd.adjoints.dot import DotTest
+from spmd.autodiff import tree
 from spmd.layout import Layout, P
 from spmd.mesh import Mesh, make_mesh
 from spmd.operators.base import Operator
@@ -112,12 +113,13 @@ def _on_smaller_meshes(test: DotTest) -> Iterator[DotTest]:
         over = tuple(getattr(test.f, "axes", ())) if test.operator is not None else tuple(axes)
         n, m = (math.prod(a.get(name, 1) for name in over) for a in (axes, new))
         specs = [_spec_over(spec, new) for spec in test.specs]
+        promised = tree.map(lambda spec, new=new: _spec_over(spec, new), test.out_specs)
         same = test.shapes
         fitted = tuple(tuple(m if k == n else k for k in shape) for shape in same)
         for f in _over(test.f, new, n, m):
             for shapes in dict.fromkeys((same, fitted)):
                 laid = [_laid(spec, shape) for spec, shape in zip(specs, shapes, strict=True)]
-                yield _with(test, f, shapes, laid, mesh)
+                yield replace(_with(test, f, shapes, laid, mesh), out_specs=promised)
 
 
 def _spec_over(spec: P | Layout | None, axes: Axes):

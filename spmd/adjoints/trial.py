@@ -14,10 +14,12 @@ from spmd.array import checksum
 from spmd.autodiff import tree
 from spmd.autodiff.tracer import Array, value_of
 from spmd.autodiff.transforms import vjp
-from spmd.layout import Layout, P, Spec
+from spmd.errors import LayoutError, message
+from spmd.layout import Layout, P
 from spmd.ledger import ledger
 from spmd.mesh import Worker
 from spmd.operators.base import bound_to
+from spmd.specs import spread
 from spmd.state import ROOTED, VARYING, state_of
 from spmd.transport.base import Call
 
@@ -92,7 +94,26 @@ class InBody:
         """F x, and from now on what `back` needs."""
         out, self.pull, *_ = vjp(self.test.f, *xs)
         self.outs, self.out_tree = tree.flatten(out)
+        if not self.outs:
+            raise LayoutError(
+                message(
+                    "spmd.check_adjoint",
+                    argument="f",
+                    got=f"a function that gives {out!r}",
+                    need="one that gives an array, or a tree of arrays",
+                    mend="return the result",
+                )
+            )
+        self.promised = self._promised(out)
         return self.outs
+
+    def _promised(self, out) -> list:
+        """The spec or the layout that is promised of each result; None of those of which nothing is."""
+        where, specs = "spmd.check_adjoint", self.test.out_specs
+        if specs is None:
+            return [None] * len(self.outs)
+        leaves = spread(where, "result", "out_specs", specs, out)
+        return [leaf.spec for leaf in leaves if leaf.value is not None]
 
     def forward(self, *xs) -> list:
         return tree.leaves(self.test.f(*xs))
@@ -219,14 +240,10 @@ class Trial(InBody):
 
     def _promises(self, outs: list) -> list[Fault]:
         """What is wrong with the states of the results."""
-        promised = self.test.out_specs
-        if promised is None:
-            return []
-        specs = [promised] * len(outs) if isinstance(promised, Spec) else list(promised)
         return [
             Fault("promise", f"result {k} is {o.state}, and out_specs promise {spec}")
-            for k, (o, spec) in enumerate(zip(outs, specs, strict=True))
-            if type(o) is Array and o.state.varying - spec.varying
+            for k, (o, spec) in enumerate(zip(outs, self.promised, strict=True))
+            if spec is not None and type(o) is Array and o.state.varying - spec.varying
         ]
 
     def _twice(self, xs, ys, outs, found) -> list[Fault]:
@@ -400,6 +417,8 @@ def _unlike(found: Sequence, xs: Sequence[Array]) -> list[Fault]:
     """What of shape, dtype and state the adjoint does not give back."""
     if len(found) != len(xs):
         return [Fault("count", f"F* gives {len(found)} cotangents for {len(xs)} arguments")]
+    if any(g is None for g in found):
+        return [Fault("count", f"F* gives None for argument {[g is None for g in found].index(True)}")]
     return [
         Fault(what, f"F* gives {what} {came} for argument {k}, which has {need}")
         for k, (g, x) in enumerate(zip(found, xs, strict=True))
