@@ -85,7 +85,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if not definitions or definitions[-1].func is not _function(mesh):
         return  # the test takes no mesh, or one of its own
     mark = metafunc.definition.get_closest_marker("spmd")
-    plans = _plans(metafunc.config, **(mark.kwargs if mark is not None else {}))
+    plans = _plans(metafunc.config, **_marked(mark, metafunc.definition.nodeid))
     metafunc.parametrize("mesh", plans, indirect=True, ids=str)
 
 
@@ -100,8 +100,31 @@ def _plans(config: pytest.Config, workers: Sequence = WORKERS, schedulers: Seque
     plans = [Plan(a, s) for a in axes for s in schedulers]
     if n:
         fitting = [a for a in axes if math.prod(k for _, k in a) == n]
-        plans += [Plan(a, "mpi") for a in fitting or [(("x", n),)]]
+        # The test knows these names.
+        names = [name for name, _ in axes[0]] if axes else ["x"]
+        plans += [Plan(a, "mpi") for a in fitting or [tuple((name, 1 if k else n) for k, name in enumerate(names))]]
     return plans
+
+
+def _marked(mark: pytest.Mark | None, test: str) -> dict[str, Any]:
+    """What the mark says, or an error that says what it may."""
+    if mark is None:
+        return {}
+    given = {**dict(zip(("workers", "schedulers"), mark.args, strict=False)), **mark.kwargs}
+    wrong = [name for name in given if name not in ("workers", "schedulers")] or mark.args[2:]
+    wrong = wrong or [w for w in given.get("workers", ()) if not _sizes(w)]
+    wrong = wrong or [s for s in given.get("schedulers", ()) if s not in SCHEDULERS]
+    if wrong:
+        raise pytest.UsageError(
+            f"@pytest.mark.spmd of {test}: got {wrong[0]!r}, needed workers=[1, 3, {{'x': 2, 'y': 2}}], numbers of "
+            f"workers or axis sizes by name, and schedulers=[...], out of {', '.join(map(repr, SCHEDULERS))}"
+        )
+    return given
+
+
+def _sizes(workers: Any) -> bool:
+    sizes = list(workers.values()) if isinstance(workers, dict) else [workers]
+    return bool(sizes) and all(isinstance(n, int) and n > 0 for n in sizes)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -231,6 +231,54 @@ def test_the_mark_is_known(project):
     assert "@pytest.mark.spmd(workers=[1, 2, 4, 8], schedulers=['lockstep', 'threads'])" in said
 
 
+@pytest.mark.parametrize(
+    ("mark", "got"),
+    [
+        ("wokers=[3]", "'wokers'"),
+        ("workers=[{'x': 2, 'y': 0}]", "{'x': 2, 'y': 0}"),
+        ("workers=[2], schedulers=['mpi']", "'mpi'"),
+        ("[2], ['threads'], 3", "3"),
+    ],
+)
+def test_a_wrong_mark_is_explained(project, mark, got):
+    project.makepyfile(test_it=f"import pytest\n@pytest.mark.spmd({mark})\ndef test_it(mesh): pass\n")
+    ended = project.runpytest_subprocess("-p", "no:cacheprovider")
+    assert ended.ret != 0
+    said = str(ended.stdout)
+    assert f"@pytest.mark.spmd of test_it.py::test_it: got {got}, needed workers=[1, 3, {{'x': 2, 'y': 2}}]" in said
+    assert "Traceback" not in said
+
+
+def test_a_mark_may_say_it_by_position(project):
+    project.makepyfile(
+        test_it="""
+        import pytest
+
+        @pytest.mark.spmd([2, 3], ["threads"])
+        def test_it(mesh):
+            assert mesh.size in (2, 3)
+        """
+    )
+    project.runpytest_subprocess("-p", "no:cacheprovider").assert_outcomes(passed=2)
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(mpiexec() is None, reason="no mpiexec beside this Python")
+def test_the_axes_of_a_mark_are_there_under_mpiexec(project):
+    project.makepyfile(
+        test_it="""
+        import pytest
+
+        @pytest.mark.spmd(workers=[{"y": 3, "z": 2}])
+        def test_it(mesh):
+            assert list(mesh.axes) == ["y", "z"]
+        """
+    )
+    ended = project.runpytest_subprocess("-v", "-k", "mpi", "--spmd-mpi=2", "-p", "no:cacheprovider")
+    ended.assert_outcomes(passed=1, deselected=2)
+    assert "test_it[mpi-y=2,z=1] PASSED" in str(ended.stdout)
+
+
 @pytest.mark.mpi
 @pytest.mark.skipif(mpiexec() is None, reason="no mpiexec beside this Python")
 def test_the_plugin_runs_tests_under_mpiexec(project):
