@@ -59,11 +59,13 @@ def meshes(
         if min_workers <= math.prod(dims) <= max_workers and dims.count(1) < 2
     ]
     sizes.sort(key=lambda dims: (math.prod(dims), len(dims), dims))
-    return st.builds(
-        lambda dims, scheduler: make_mesh(dims, tuple(names[: len(dims)]), transport="local", scheduler=scheduler),
-        st.sampled_from(sizes),
-        st.sampled_from(list(schedulers)),
-    )
+    kinds = st.sampled_from(list(schedulers))
+
+    def of(dims: Shape) -> SearchStrategy[Mesh]:  # Reports show the call that makes it.
+        given = st.just(dims), st.just(tuple(names[: len(dims)]))
+        return st.builds(make_mesh, *given, transport=st.just("local"), scheduler=kinds)
+
+    return st.sampled_from(sizes).flatmap(of)
 
 
 def specs(mesh: Mesh | Mapping[str, int], ndim: int) -> SearchStrategy[P]:
@@ -173,7 +175,12 @@ def arrays(
         )
     kept = np.dtype(dtype)
     sides = st.just(tuple(shape)) if not isinstance(shape, SearchStrategy) else shape
-    return st.builds(lambda s, seed: _array(s, kept, kind, seed), sides, st.integers(0, 2**32 - 1))
+
+    @st.composite  # Reports show the numbers.
+    def drawn(draw) -> np.ndarray:
+        return _array(draw(sides), kept, kind, draw(st.integers(0, 2**32 - 1)))
+
+    return drawn()
 
 
 def _array(shape: Shape, dtype: np.dtype, kind: str, seed: int) -> np.ndarray:

@@ -92,6 +92,20 @@ def test_failures_shrink_to_readable_layouts():
     assert found(halos(1), lambda h: sum(map(sum, h.widths)) > 0) == Halo(((0, 1),), ("none",))
 
 
+def test_failures_are_told_in_readable_words():
+    @settings(max_examples=200, derandomize=True, database=None, deadline=None)
+    @given(meshes(), arrays(shapes(), kind="distinct"), halos(1))
+    def fails(mesh, x, halo):
+        assert mesh.size < 3 or x.size < 2
+
+    with pytest.raises(AssertionError) as caught:
+        fails()
+    said = "".join("".join(caught.value.__notes__).split())
+    assert "mesh=make_mesh((3,),('x',),transport='local',scheduler='lockstep'" in said
+    assert "x=array([1.,2.])" in said
+    assert "halo=Halo(((0,0),),('none',)" in said
+
+
 def test_all_kinds_of_layouts_are_drawn():
     seen = set()
 
