@@ -7,13 +7,16 @@ The dot test (`check_adjoint`), the cases of every operator, and strategies for 
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 import math
+import pkgutil
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from spmd import operators
 from spmd.adjoints import AdjointError, AdjointReport, Entry, Fault, Place, check_adjoint, table
 from spmd.errors import LayoutError, message
 from spmd.layout import Layout, P
@@ -216,7 +219,9 @@ _BETWEEN: dict[type[Operator], Callable[[tuple[str, ...], Layout, Layout], Case]
 
 
 def operator_classes() -> list[type[Operator]]:
-    """Every operator of the library, in the order of their declaration."""
+    """Every operator of the library, in the order of their declaration; and those that were declared elsewhere."""
+    for module in pkgutil.iter_modules(operators.__path__, f"{operators.__name__}."):
+        importlib.import_module(module.name)  # a new file is found, though nothing names it yet
 
     def below(kind: type[Operator]) -> Iterator[type[Operator]]:
         for sub in kind.__subclasses__():

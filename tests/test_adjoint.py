@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from launch import run_python
 
 import spmd
 from spmd import P
@@ -100,6 +101,22 @@ def _blocks(case) -> list[tuple[int, ...]]:
     """The shapes of the workers' blocks."""
     layout = case.spec if isinstance(case.spec, Layout) else case.spec and Layout(case.shape, case.spec, {"x": 3})
     return [layout.block_shape(w) for w in range(3)] if layout else [case.shape]
+
+
+def test_an_operator_in_a_new_file_is_found(tmp_path):
+    """Also where nothing imports it yet."""
+    (tmp_path / "mirror.py").write_text(
+        "from spmd.operators.reduce import Sum\nclass Mirrored(Sum):\n    function = 'mirrored'\n"
+    )
+    program = f"""
+import spmd.operators
+spmd.operators.__path__.append({str(tmp_path)!r})
+import spmd.testing
+print([kind.__name__ for kind in spmd.testing.operator_classes()])
+"""
+    ended = run_python("-c", program)
+    assert ended.returncode == 0, str(ended)
+    assert "'Mirrored'" in ended.stdout
 
 
 def test_an_operator_without_a_row_is_missed():

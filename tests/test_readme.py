@@ -269,6 +269,19 @@ def test_every_file_that_is_named_is_there(path):
         assert (ROOT / name).exists(), name
 
 
+def test_the_operator_that_is_walked_through_is_a_real_one():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    _, after = text.split("## Add an operator\n")
+    section = after[: after.index("\n## ")]
+    files = (ROOT / "spmd" / "operators" / "permute.py", ROOT / "spmd" / "testing.py")
+    source = {line for file in files for line in file.read_text().splitlines()}
+    quoted = [line[4:] for line in section.splitlines() if line.startswith("    ")]
+    assert len(quoted) >= 20
+    for line in quoted:
+        # The docstring of the class goes on in the file; a row stands in a table.
+        assert {line, line.removesuffix('"""'), f"    {line}"} & source, line
+
+
 def test_every_operator_is_in_the_table():
     text = (ROOT / "docs" / "adjoint.md").read_text()
     rows = {
