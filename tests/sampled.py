@@ -13,8 +13,10 @@ from spmd import P
 from spmd.layout import Layout
 from spmd.mesh import make_mesh
 from spmd.operators.base import Operator, Vary
-from spmd.operators.exchange import AllToAll
+from spmd.operators.exchange import AllToAll, Piece, RaggedAllToAll
 from spmd.operators.gather import AllGather, Collect, ReduceScatter, Slice
+from spmd.operators.halo import HaloAccumulate, HaloExchange
+from spmd.operators.halo_plan import BOUNDARIES, halo_plan
 from spmd.operators.permute import Permute
 from spmd.operators.reduce import Sum
 from spmd.operators.repartition import Accumulate, Repartition
@@ -187,6 +189,48 @@ def _between(kind) -> Callable[[Draw], Sample]:
     return one
 
 
+def _halo(kind) -> Callable[[Draw], Sample]:
+    """Any widths, wider than the neighbour's block and negative ones, and any boundary, in each dimension."""
+
+    def one(d: Draw) -> Sample:
+        dims: list[tuple[str, ...]] = [() for _ in range(d.upto(1, 3))]
+        for name in d.over:
+            dims[d.upto(0, len(dims) - 1)] += (name,)
+        cuts, widths, boundary = [], [], []
+        for names in dims:
+            n = math.prod(d.axes[a] for a in names)
+            cut = d.sizes(d.upto(0, 2 * n + 1), n)
+            pairs = [(d.upto(-1, 3), d.upto(-1, 4)) for _ in range(n if d.flag() else 1)]
+            pairs = pairs if len(pairs) == n else pairs * n
+            # What would trim more than there is, trims nothing.
+            widths.append(tuple(w if sum(w) + k >= 0 else (0, 0) for k, w in zip(cut, pairs, strict=True)))
+            boundary.append(BOUNDARIES[d.upto(0, 4 if sum(cut) else 1)])
+            cuts.append(cut)
+        spec = P(*(names or None for names in dims))
+        given = (tuple(widths), tuple(boundary), tuple(cuts) if kind is HaloAccumulate or d.flag() else None)
+        lines = cuts
+        if kind is HaloAccumulate:
+            lines = [halo_plan(*line).lengths for line in zip(cuts, widths, boundary, strict=True)]
+        shape = [sum(line) for line in lines]
+        return Sample(d.axes, kind(spec.axes, spec, *given), tuple(shape), Layout(shape, spec, d.axes, lines))
+
+    return one
+
+
+def _ragged(d: Draw) -> Sample:
+    """Pieces that may overlap, on both sides."""
+    d.others = []
+    shape, after = d.shape(least=1) or [3], d.upto(0, 6)
+    shape[0] = before = d.upto(0, 6)
+
+    def piece() -> Piece:
+        size = d.upto(0, min(before, after, 3))
+        return Piece(d.upto(0, d.n - 1), d.upto(0, d.n - 1), d.upto(0, before - size), d.upto(0, after - size), size)
+
+    pieces = tuple(piece() for _ in range(d.upto(0, 6)))
+    return d.of(RaggedAllToAll(d.over, pieces, (before, after)), shape)
+
+
 SAMPLERS: dict[type[Operator], Callable[[Draw], Sample]] = {
     Vary: lambda d: d.of(Vary(d.over), d.shape()),
     Sum: lambda d: d.of(Sum(d.over), d.shape()),
@@ -194,6 +238,8 @@ SAMPLERS: dict[type[Operator], Callable[[Draw], Sample]] = {
     **{kind: _split(kind) for kind in (ReduceScatter, Slice)},
     Permute: _permute,
     AllToAll: _all_to_all,
+    RaggedAllToAll: _ragged,
+    **{kind: _halo(kind) for kind in (HaloExchange, HaloAccumulate)},
     **{kind: _at_root(kind) for kind in (Broadcast, SumReduce, Replicate, Keep)},
     Scatter: _scatter,
     Gather: _gather,

@@ -18,7 +18,7 @@ from spmd.errors import LayoutError, message
 from spmd.layout import Layout, P
 from spmd.ledger import ledger
 from spmd.mesh import Worker
-from spmd.operators.base import bound_to
+from spmd.operators.base import Operator
 from spmd.specs import spread
 from spmd.state import ROOTED, VARYING, state_of
 from spmd.transport.base import Call
@@ -276,7 +276,7 @@ class Trial(InBody):
         squares = [self.local(a, a, side).real for a, side in sides]
         moved = [0.0, 0.0] if test.exact or faults else self._moved(xs, ys, outs, found)
         cost = [0, 0] if sent is None else [sent.messages, sent.bytes]
-        cost += op.cost(worker.group(op.axes), np.asarray(xs[0].value)) if op is not None else (0, 0)
+        cost += self._bound(op).cost(worker.group(op.axes), np.asarray(xs[0].value)) if op is not None else (0, 0)
         numbers = [*products, *squares, *moved, *cost]
         held = [("result", k, o, "target") for k, o in enumerate(outs)]
         held += [("cotangent of argument", k, g, "source") for k, g in enumerate(found)]
@@ -295,16 +295,12 @@ class Trial(InBody):
         real = test.real or self._mixed(xs, outs)
         pair = tuple(number(s.real if real else s) for s in sums[:2])
         counted = tuple(int(s.real) for s in sums[8:12])
-        if op is not None and counted[:2] != counted[2:]:
-            counted = (*counted[:2], *self._declared_after(xs[0]))
         return Found(faults, pair, scale, bound, counted, test.exact, op is not None)  # type: ignore[arg-type]
 
-    def _declared_after(self, x) -> tuple[int, int]:
-        """What the operator says that it sends once it has met the blocks: what reaches far is not known before."""
-        bound: Any = bound_to(self.test.operator, x)  # type: ignore[arg-type]
-        mine = bound.cost(self.worker.group(bound.axes), np.asarray(value_of(x)))
-        messages, size = np.sum(self.gather(np.array(mine, np.int64)), axis=0).tolist()
-        return messages, size
+    def _bound(self, op: Operator) -> Operator:
+        """The operator as the tape has it, which knows the lengths of blocks that it had to learn."""
+        held = (a for node in self.pull.tape.nodes for a in node.args or () if isinstance(a, Operator))
+        return next((bound for bound in held if type(bound) is type(op)), op)
 
     def _copies_differ(self, marks: np.ndarray, varying: frozenset[str], rooted: tuple[str, ...]):
         """An axis and two workers that should hold the same along it, and do not."""

@@ -35,7 +35,6 @@ __all__ = [
     "Operator",
     "Vary",
     "block",
-    "bound_to",
     "move",
     "operate",
     "outside",
@@ -315,11 +314,6 @@ def _launch(op: Collective, x, worker: Worker, frame) -> Callable[[], tuple[Any,
 def move(op: Collective, g):
     """Apply an operator to a cotangent: its state is right by construction, so nothing is checked."""
     return _apply(op, g, here(f"spmd.{op.function}"), sys._getframe(1))()[0]
-
-
-def bound_to(op: Collective, x) -> Collective:
-    """The operator once it has met this worker's block, and knows of the others' what it needs: it is applied."""
-    return _apply(op, x, here(f"spmd.{op.function}"), sys._getframe(1))()[1]
 
 
 _MOVE = Primitive(
