@@ -316,7 +316,13 @@ class LinearOperator(Linear):
         adjoint = self.H
 
         def applied(op: LinearOperator):
-            return lambda v: flat(op(unflat(np.ravel(v).astype(_dtype(op.domain), copy=False), op.domain)))
+            def apply(v: np.ndarray) -> np.ndarray:
+                v = np.ravel(v)
+                if v.dtype.kind == "c" and _dtype(op.domain).kind != "c":
+                    return apply(np.real(v)) + 1j * apply(np.imag(v))
+                return flat(op(unflat(v.astype(_dtype(op.domain), copy=False), op.domain)))
+
+            return apply
 
         return linalg.LinearOperator(self.shape, applied(self), applied(adjoint), dtype=self.dtype)
 
@@ -685,7 +691,7 @@ class _Like:
     """A shape and a dtype."""
 
     def __init__(self, shape: Sequence[int] | int, dtype: Any):
-        self.shape = (shape,) if isinstance(shape, int) else tuple(int(n) for n in shape)
+        self.shape = (int(shape),) if isinstance(shape, int | np.integer) else tuple(int(n) for n in shape)
         self.dtype = np.dtype(dtype)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 import scipy.sparse.linalg
@@ -430,6 +432,21 @@ def test_scipy_and_back(scheduler):
     g = lambda x: np.sum((c.real @ x) ** 3)
     assert np.allclose(spmd.grad(f)(x), spmd.grad(g)(x))
     assert np.allclose(*(spmd.grad(lambda x, h=h: np.sum(spmd.grad(h)(x) ** 2))(x) for h in (f, g)))
+
+
+def test_scipy_applies_a_real_operator_to_complex_vectors():
+    """By their real and imaginary parts, as the operator does."""
+    with spmd.Mesh(x=3, scheduler="lockstep"):
+        A = linear_operator(shifted, P("x"), P("x"), shape=np.int64(9))
+    matrix, rng = A.dense(), np.random.default_rng(0)
+    v = rng.normal(size=9) + 1j * rng.normal(size=9)
+    theirs = A.scipy()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert np.allclose(theirs @ v, matrix @ v)
+        assert np.allclose(theirs.H @ v, matrix.T @ v)
+        assert np.allclose(theirs @ np.stack([v, 2 * v], 1), matrix @ np.stack([v, 2 * v], 1))
+        assert theirs.matvec(v.real).dtype == float
 
 
 def test_layouts_of_arguments_and_of_gradients():
