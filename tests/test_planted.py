@@ -64,6 +64,13 @@ def test_sampled_layouts_under_mpiexec():
     assert ended.stdout.splitlines() == [f"{kind.__name__} 18 exact" for kind in OURS]
 
 
+@pytest.mark.mpi
+@pytest.mark.skipif(mpiexec() is None, reason="no mpiexec beside this Python")
+def test_an_adjoint_that_raises_on_some_processes_has_a_report():
+    ended = launch(PROGRAMS / "raising_adjoint.py", n=4)
+    assert (ended.returncode, ended.stdout) == (0, "one verdict\n"), str(ended)
+
+
 # Faults
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from spmd.adjoints.dot import DotTest, usual_specs
 from spmd.adjoints.matrices import Matrices, enter
 from spmd.adjoints.report import AdjointError, AdjointReport, Entry, Fault, Place, table
-from spmd.adjoints.trial import Trial
+from spmd.adjoints.trial import Trial, raised
 from spmd.array import mesh_for
 from spmd.autodiff import tree
 from spmd.autodiff.tape import suspended
@@ -225,8 +225,7 @@ def run(test: DotTest) -> AdjointReport:
             # Of an adjoint that fails on some workers all must learn, which they do where all are in this process.
             if not getattr(error, "spmd_in_adjoint", False) or len(test.mesh.local_workers) < test.mesh.size:
                 raise
-            text = f"F* raises {type(error).__name__}: {error}".replace("\n", "\n    ")
-            report.faults.append(Fault(f"raises {type(error).__name__}", text))
+            report.faults.append(raised(error))
             break
         found.enter(report)
         if report.faults:

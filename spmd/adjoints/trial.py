@@ -14,7 +14,7 @@ from spmd.array import checksum
 from spmd.autodiff import tree
 from spmd.autodiff.tracer import Array, value_of
 from spmd.autodiff.transforms import vjp
-from spmd.errors import LayoutError, message
+from spmd.errors import LayoutError, MismatchError, message
 from spmd.layout import Layout, P
 from spmd.ledger import ledger
 from spmd.mesh import Worker
@@ -23,7 +23,7 @@ from spmd.specs import spread
 from spmd.state import ROOTED, VARYING, state_of
 from spmd.transport.base import Call
 
-__all__ = ["Found", "InBody", "Trial", "sealed", "state_in"]
+__all__ = ["Found", "InBody", "Trial", "raised", "sealed", "state_in"]
 
 Shape = tuple[int, ...]
 
@@ -197,10 +197,17 @@ class Trial(InBody):
         y_before = [np.array(value_of(y)) for y in ys]
 
         # Workers go on together: what one of them finds amiss, all know.
-        found = self.back(*ys)
+        try:
+            found = self.back(*ys)
+        except Exception as error:
+            # Where all workers are here, the others end with this one. Processes are told; if they wait for this worker
+            # elsewhere, that is a mismatch.
+            if len(self.worker.mesh.local_workers) == self.worker.mesh.size or isinstance(error, MismatchError):
+                raise
+            return Found(self.everyones([raised(error)]))
         faults = self._modified("F", xs, before) + self._modified("F*", ys, y_before)
         faults = self.everyones(self._promises(outs) + _unlike(found, xs) + faults)
-        if any(fault.kind in ("count", "shape", "dtype", "state") for fault in faults):
+        if any(fault.kind.split()[0] in ("raises", "count", "shape", "dtype", "state") for fault in faults):
             return Found(faults)
         if not faults and self.test.adjoint is None:
             faults = self.everyones(self._twice(xs, ys, outs, found))
@@ -407,6 +414,12 @@ def sealed(data: np.ndarray) -> np.ndarray:
 
 def state_in(x, worker: Worker):
     return getattr(x, "state", None) or worker.state()
+
+
+def raised(error: Exception) -> Fault:
+    """What is wrong where F* raises."""
+    name = type(error).__name__
+    return Fault(f"raises {name}", f"F* raises {name}: {error}".replace("\n", "\n    "))
 
 
 def _unlike(found: Sequence, xs: Sequence[Array]) -> list[Fault]:
