@@ -15,7 +15,7 @@ import numpy as np
 
 import spmd
 from spmd import P
-from spmd.testing import check_adjoint
+from spmd.testing import check_adjoint, table
 
 
 def difference(x):
@@ -46,6 +46,7 @@ def main() -> int:
     if spmd.is_main():
         for name, report in reports.items():
             print(f"{name}:\n{report}\n")
+        print(table(reports.values()))
     first, *others = reports.values()
     return int(first.passed or not all(report.passed for report in others))
 

@@ -21,6 +21,8 @@ def parse_mesh(text: str) -> Mesh:
     try:
         names, sizes = zip(*(part.split("=") for part in text.split(",")), strict=True)
         mesh = spmd.make_mesh([int(n) for n in sizes], [name.strip() for name in names])
+        if not all(name.isidentifier() for name in mesh.axes):
+            raise ValueError("axes are named as Python's variables are")
         assert mesh.transport
         return mesh
     except (ValueError, RuntimeError) as error:

@@ -80,7 +80,11 @@ def _brought_back(x: Any, like: Any) -> Any:
     return tree.map(one, x, like)
 
 
-def _limits(where: str, **given: float) -> None:
+def _limits(where: str, maxiter: int | None, **given: float) -> None:
+    if maxiter is not None and not (isinstance(maxiter, int | np.integer) and maxiter >= 0):
+        raise LayoutError(
+            message(where, argument="maxiter", got=describe(maxiter), need="a number of iterations", mend="maxiter=100")
+        )
     for name, value in given.items():
         if not isinstance(value, int | float | np.number) or not value >= 0:
             raise LayoutError(
@@ -148,7 +152,7 @@ def cg(
     a differentiated array.
     """
     where = "spmd.solvers.cg"
-    _limits(where, rtol=rtol, atol=atol)
+    _limits(where, maxiter, rtol=rtol, atol=atol)
     # The solution does not depend on where the iteration begins, nor on what speeds it up.
     x0 = None if x0 is None else tree.map(value_of, x0)
     M = M._with(value_of) if isinstance(M, LinearOperator) else M
@@ -291,7 +295,7 @@ def lsqr(
     Raises LayoutError where b does not fit, DifferentiationError where A or b is differentiated.
     """
     where = "spmd.solvers.lsqr"
-    _limits(where, damp=damp, atol=atol, btol=btol, conlim=conlim)
+    _limits(where, maxiter, damp=damp, atol=atol, btol=btol, conlim=conlim)
     if not isinstance(A, LinearOperator):
         raise LayoutError(
             message(

@@ -1815,7 +1815,7 @@ def test_hasattr_says_what_there_is():
 def test_every_error_class_is_documented_and_raised_somewhere():
     kinds = {getattr(errors, name) for name in errors.__all__ if isinstance(getattr(errors, name), type)}
     assert all(kind.__doc__ and issubclass(kind, Exception) for kind in kinds)
-    assert kinds - {errors.TransportError} <= {row.error for row in EVERY}
+    assert kinds - {errors.TransportError, errors.StallError} <= {row.error for row in EVERY}  # over MPI: test_mpi.py
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,8 @@ ADJOINT = ROOT / "examples" / "adjoint_test.py"
 
 def located(ended: subprocess.CompletedProcess) -> str:
     assert ended.returncode == 0, str(ended)
-    first, mended, tape = ended.stdout.strip().split("\n\n")
+    first, mended, tape, rows = ended.stdout.strip().split("\n\n")
+    assert [row.split()[-1] for row in rows.splitlines()] == ["verdict", "value", "adjoint", "adjoint"]
     assert "NOT adjoint" in first
     assert "from y[0] (worker 1 (line=1)) to x[0] (worker 0 (line=0)): 0, needed -1" in first
     assert "Mesh(line=2)" in first  # the smallest mesh that shows it

@@ -327,6 +327,8 @@ def test_errors_of_solvers():
         (lambda: cg(np.eye(8), b), LayoutError, "from_scipy"),
         (lambda: cg(lambda x: x, b), LayoutError, r"spmd\.put"),
         (lambda: cg(a, b, rtol=-1), LayoutError, "argument rtol"),
+        (lambda: cg(a, b, maxiter=-1), LayoutError, "argument maxiter"),
+        (lambda: cg(a, b, maxiter=3.5), LayoutError, "argument maxiter"),
         (lambda: lsqr(lambda x: x, b), LayoutError, "adjoint"),
         (lambda: lsqr(a, np.ones(3)), LayoutError, "argument b"),
         (lambda: lsqr(a, b, damp=-1), LayoutError, "argument damp"),
