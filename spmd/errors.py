@@ -5,6 +5,7 @@ Every message names where it arose, the argument, what came, what was needed and
 
 from __future__ import annotations
 
+import builtins
 import itertools
 import sys
 from collections.abc import Iterable
@@ -25,6 +26,7 @@ __all__ = [
     "StateError",
     "TracedConversionError",
     "TransportError",
+    "again",
     "caller",
     "describe",
     "message",
@@ -94,6 +96,16 @@ class DeadlockError(MismatchError):
 
 class StallError(RuntimeError):
     """A collective that has made no progress for SPMD_TIMEOUT seconds."""
+
+
+def again(name: str, text: str) -> Exception:
+    """An error of this class, Python's or one of ours, with this text: one that another process has raised."""
+    kind = getattr(builtins, name, None) or globals().get(name)
+    try:
+        error = kind(text)  # type: ignore[misc]
+    except Exception:
+        error = None
+    return error if isinstance(error, Exception) else RuntimeError(f"{name}: {text}")
 
 
 def message(where: str, *, got: str, need: str, mend: str, argument: str | None = None) -> str:

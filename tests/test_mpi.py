@@ -101,14 +101,15 @@ def test_an_error_that_all_raise_and_catch_ends_nothing(python):
     assert ended.stderr == ""
 
 
-def test_calls_of_different_maps_never_meet(python, tmp_path):
-    """One rank catches an error of its own and goes on to the next map; the others still wait in the first."""
+def test_an_error_of_one_worker_is_an_error_of_all(python, tmp_path):
+    """Where they catch it they go on together."""
     program = tmp_path / "parted.py"
     program.write_text(PARTED)
     ended = launch(program, python=python, n=3, timeout=60)
-    assert ended.returncode not in (0, None), str(ended)
-    assert "gives" not in ended.stdout
-    assert "workers that met with different calls" in ended.stderr
+    assert ended.returncode == 0, str(ended)
+    assert ended.stdout.count("the second map gives 30.0") == 3, str(ended)
+    assert ended.stdout.count("only here, raised by worker 1 (x=1)") == 3
+    assert "the first map" not in ended.stdout
 
 
 PARTED = """
@@ -123,10 +124,90 @@ def fails(x):
 with spmd.Mesh(x=3):
     try:
         print("the first map gives", float(spmd.map(fails, P("x"), P())(np.ones(3))), flush=True)
-    except ValueError:
-        pass
-    print("the second map gives", float(spmd.map(lambda x: spmd.psum(x.sum(), "x"), P("x"), P())(np.full(3, 10.0))))
+    except ValueError as error:
+        print(f"{error}, {error.__notes__[0]}\\n", end="", flush=True)
+    second = spmd.map(lambda x: spmd.psum(x.sum(), "x"), P("x"), P())(np.full(3, 10.0))
+    print(f"the second map gives {float(second)}\\n", end="", flush=True)
 """
+
+
+def hanging(how: str, python: str, **env: str) -> tuple[Ended, float]:
+    started = time.monotonic()
+    ended = launch(PROGRAMS / "hanging.py", how, python=python, timeout=40, **env)
+    return ended, time.monotonic() - started
+
+
+@pytest.mark.parametrize("how", ["circle", "leave", "return"])
+def test_workers_that_wait_in_vain_are_told_so(python, how):
+    ended, seconds = hanging(how, python)
+    assert ended.returncode not in (0, None), str(ended)
+    assert seconds < 10
+    assert "got" not in ended.stdout
+    assert ended.stderr.count("Traceback") == 1, str(ended)  # one report for all
+    assert "worker 1 (x=0, y=1)" in ended.stderr
+    assert "hanging.py:" in ended.stderr
+    if how == "circle":
+        assert "DeadlockError" in ended.stderr
+        for k, axis in enumerate("xyyx"):
+            assert f"worker {k} (x={k // 2}, y={k % 2}) waits in psum(float64[3], '{axis}') for" in ended.stderr
+    if how == "leave":
+        assert "worker 1 (x=0, y=1) has left the program" in ended.stderr
+
+
+def test_a_worker_that_sleeps_ends_the_job_with_a_report(python):
+    ended, seconds = hanging("sleep", python, SPMD_TIMEOUT="2")
+    assert ended.returncode not in (0, None), str(ended)
+    assert seconds < 15
+    assert ended.stderr.count("Traceback") == 1, str(ended)
+    assert "StallError: psum(float64[3], ('x', 'y'))\n  got:    no progress for 2 s" in ended.stderr
+    assert "worker 1 (x=0, y=1) is missing; its last collectives:\n            psum(float64[3], 'x') at" in ended.stderr
+    assert (
+        "worker 3 (x=1, y=1) waits; its last collectives:\n            psum(float64[3], ('x', 'y')) at" in ended.stderr
+    )
+
+
+def test_a_worker_that_computes_is_waited_for(python):
+    ended, _ = hanging("busy", python, SPMD_TIMEOUT="1")
+    assert ended.returncode == 0, str(ended)
+    assert ended.stdout.count("got 8.0") == 4
+
+
+@pytest.mark.parametrize("how", ["kill", "raise"])
+def test_a_worker_that_dies_or_fails_takes_the_job_with_it(python, how):
+    ended, seconds = hanging(how, python)
+    assert ended.returncode not in (0, None), str(ended)
+    assert seconds < 15
+    assert "got" not in ended.stdout
+    if how == "raise":
+        assert ended.stderr.count("Traceback") == 1, str(ended)
+        assert "ValueError: worker one fails\nraised by worker 1 (x=0, y=1)" in ended.stderr
+
+
+def parted(count: int, seed: int, python: str) -> dict[str, float]:
+    return json.loads(ended_well("fuzz.py", str(count), str(seed), python=python, timeout=30 + count / 2))
+
+
+def test_workers_that_part_ways_are_always_an_error(python):
+    found = parted(150, 3, python)
+    assert found["drawn"] > 90
+    assert found["slowest"] < 5  # 2 on a machine of its own
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(4))
+def test_hundreds_of_programs_in_which_workers_part_ways(python, seed):
+    assert parted(400, 100 + seed, python)["drawn"] > 240
+
+
+def test_without_the_check_results_are_the_same(python):
+    plain = ended_well("verbs.py", python=python, timeout=120, SPMD_CHECK="0")
+    assert json.loads(plain) == json.loads(ended_well("verbs.py", python=python, timeout=120))
+
+
+def test_a_time_limit_is_a_number_of_seconds(python):
+    ended, _ = hanging("busy", python, SPMD_TIMEOUT="soon")
+    assert ended.returncode not in (0, None)
+    assert "argument SPMD_TIMEOUT, from the environment\n  got:    'soon'\n  needed: seconds" in ended.stderr
 
 
 def test_the_transport_follows_the_launcher_and_the_variables(python):

@@ -7,7 +7,6 @@ all workers go back through the same collectives, whatever f did.
 
 from __future__ import annotations
 
-import builtins
 import json
 import sys
 import traceback
@@ -17,12 +16,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from spmd import errors
 from spmd.autodiff import tree
 from spmd.autodiff.tape import refusing
 from spmd.autodiff.tracer import Array
 from spmd.autodiff.transforms import innermost, joint, lower, on, pullback_of, unstated
-from spmd.errors import ClosureError, StateError, describe, message
+from spmd.errors import ClosureError, StateError, again, describe, message
 from spmd.mesh import WORKER, Worker, here
 from spmd.operators.base import Vary, owned_block
 from spmd.operators.reduce import AxisName, _names
@@ -151,20 +149,29 @@ class _Call:
             if likes is None:
                 likes = self.heard()
             return [self.nothing(like) for like in likes]
-        token = WORKER.set(_Alone(self.worker, self.axes))
         try:
-            with refusing(0, _closure):
-                outs = list(fn(*xs))
+            outs = self._apart(fn, xs)
         except Exception as error:
             if likes is None and len(self.worker.mesh.local_workers) < self.worker.mesh.size:
                 self.tell({"error": type(error).__name__, "text": str(error), "trace": traceback.format_exc()})
             raise
-        finally:
-            WORKER.reset(token)
         if likes is None:
             self.likes = [_like(x) for x in outs]
             self.tell({"structure": self.structure, "likes": self.likes})
         return outs
+
+    def _apart(self, fn: Callable, xs: list) -> list:
+        """fn(*xs), with collectives that the others do not make, and that do not count therefore."""
+        comm = self.worker.comm
+        while type(comm) is _Apart:
+            comm = comm.comm
+        token, number = WORKER.set(_Alone(self.worker, self.axes)), comm.number
+        try:
+            with refusing(0, _closure):
+                return list(fn(*xs))
+        finally:
+            WORKER.reset(token)
+            comm.number = number
 
     def tell(self, said: dict[str, Any]) -> None:
         """From the root to all others."""
@@ -305,12 +312,7 @@ def _decoded(structure, leaves: Iterator):
 
 def _same_error(said: dict[str, str], who: str) -> Exception:
     """An error like the one that the root raised, in another process."""
-    kind = getattr(builtins, said["error"], None) or getattr(errors, said["error"], None)
-    try:
-        error = kind(said["text"])  # type: ignore[misc]
-        assert isinstance(error, Exception)
-    except Exception:
-        error = RuntimeError(f"{said['error']}: {said['text']}")
+    error = again(said["error"], said["text"])
     error.add_note(f"raised in spmd.at_root by {who}:\n{said['trace']}")
     return error
 

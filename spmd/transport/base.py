@@ -120,20 +120,27 @@ class Call:
         return f"at {source_line(self.code, self.instruction)}"
 
 
-_ONE_PATH = "let all workers take the same path: no branch on a worker's own data around a collective"
+_ONE_PATH = (
+    "let all workers take the same path: no branch on a worker's own data around a collective; "
+    "spmd.at_root(f, x, axis_name=..., root=...) runs f on some workers only"
+)
 _ONE_SHAPE = "reduce uneven blocks over their own dimensions first, as spmd.sum and spmd.mean(x, axis_name, axis) do"
 _SHAPE = re.compile(r"\[[\d, ]*\]")
 
 
-def mismatch(first: tuple[str, str, str], second: tuple[str, str, str]) -> MismatchError:
-    """Two workers met with different calls; each is given as (worker, call, where)."""
-    sides = (f"          {worker}: {call}\n            {line}" for worker, call, line in (first, second))
+def mismatch(first: tuple[str, str, str, int], second: tuple[str, str, str, int]) -> MismatchError:
+    """Two workers met with different calls; each is given as (worker, call, where, how many it has made)."""
+    order = first[3] != second[3]
+    sides = (
+        f"          {worker}: {call}{f', its collective {number}' * order}\n            {line}"
+        for worker, call, line, number in (first, second)
+    )
     return MismatchError(
         message(
             "a collective",
             got="workers that met with different calls\n" + "\n".join(sides),
             need="the same operator, axes, parameters, dtype and shape from all of the group, in the same order",
-            mend=_ONE_SHAPE if _SHAPE.sub("", first[1]) == _SHAPE.sub("", second[1]) else _ONE_PATH,
+            mend=_ONE_SHAPE if _SHAPE.sub("", first[1]) == _SHAPE.sub("", second[1]) and not order else _ONE_PATH,
         )
     )
 
@@ -198,6 +205,9 @@ class Comm(ABC):
     """
 
     worker: int
+    number: int = 0
+    """The collectives so far. All workers make the same ones in one order, so members of a group meet with one number:
+    who takes two groups in another order than its partners does not, though every meeting by itself looks right."""
 
     def _count(self, verb: str, messages: int, nbytes: int) -> None:
         for ledger in LEDGERS.get():

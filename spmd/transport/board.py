@@ -27,8 +27,8 @@ __all__ = ["FAILED", "LEFT", "RUNNING", "WAITING", "Board"]
 
 RUNNING, WAITING, FAILED, LEFT = range(4)
 
-_GROUPS = 64
-"""Groups whose meetings are counted; of more a deadlock is not seen, and left to the time limit."""
+_GROUPS = 256
+"""Groups whose meetings a row counts: the latest ones."""
 
 _RANKS = 1024
 """Ranks that a row can name; of larger jobs only the others' states are known."""
@@ -45,9 +45,11 @@ _ROW = np.dtype(
         ("met", "i8", _GROUPS),
         ("members", "u1", _RANKS // 8),  # a bit for each rank of the group that it waits for
         ("calls", "S4096"),  # its last collectives, the latest first, a line each
-        ("error", "S1024"),
+        ("broken", "i8"),  # the last map that failed here, by its number
+        ("error", "S4096"),  # and how
     ]
 )
+_SEPARATOR = "\x1f"
 _BEAT, _STATE, _GROUP, _MEETING = range(4)
 _PULSE = 0.25
 """Seconds between two entries of a process that does not wait."""
@@ -72,6 +74,7 @@ class Board:
         self.masks: dict[int, np.ndarray] = {}
         self.recent: deque[Any] = deque(maxlen=8)
         self.places: dict[int, int] = {}
+        self.counts: dict[int, int] = {}
         self.written: Any = None
         self.stop = threading.Event()
         self.lock = threading.Lock()
@@ -83,32 +86,47 @@ class Board:
         """It waits from now on for the next meeting of a group of these ranks."""
         place = self.places.get(group)
         if place is None:
-            place = self.places[group] = len(self.places)
-            if place < _GROUPS:
-                self.row["groups"][place] = group
+            place = self._place(group)
             bits = np.zeros(_RANKS, bool)
             bits[[r for r in ranks if r < _RANKS]] = True
-            self.masks[group] = np.packbits(bits)
+            self.masks[place] = np.packbits(bits)
         if not self.recent or self.recent[-1] is not call:
             self.recent.append(call)
         head = self.head
-        if place < _GROUPS:
-            self.met[place] += 1
-            head[_GROUP], head[_MEETING] = group, self.met[place]
-            self.members[:] = self.masks[group]
-        else:
-            head[_GROUP] = 0
+        self.met[place] += 1
+        head[_GROUP], head[_MEETING] = group, self.met[place]
+        self.members[:] = self.masks[place]
         head[_STATE] = WAITING
         head[_BEAT] += 1
+
+    def _place(self, group: int) -> int:
+        """A place for the meetings of a group, that of the one that was new the longest ago where all are taken."""
+        if len(self.places) == _GROUPS:
+            oldest = next(iter(self.places))
+            place = self.places.pop(oldest)
+            self.counts[oldest] = int(self.met[place])
+        else:
+            place = len(self.places)
+        self.places[group] = place
+        self.row["groups"][place] = 0
+        self.met[place] = self.counts.pop(group, 0)
+        self.row["groups"][place] = group
+        return place
 
     def go_on(self) -> None:
         """It waits no longer."""
         self.head[_STATE] = RUNNING
         self.head[_BEAT] += 1
 
+    def fail(self, run: int, who: str, error: str) -> None:
+        """A map has failed here, for the error that a worker raised."""
+        self.row["error"] = f"{who}{_SEPARATOR}{error}".encode()[:4096]
+        self.row["broken"] = run
+        self.head[_BEAT] += 1
+
     def end(self, state: int, error: str = "") -> None:
-        """It has failed, or left the program."""
-        self.row["error"] = error.encode()[:1024]
+        """It ends with an error, or has left the program."""
+        self.row["error"] = error.encode()[:4096]
         self.tell()
         self.head[_STATE] = state
         self.head[_BEAT] += 1
@@ -187,6 +205,14 @@ class Board:
     def calls(self, rank: int) -> list[str]:
         """The last collectives of a process, the latest first."""
         return self.rows[rank]["calls"].decode(errors="replace").splitlines()
+
+    def broken(self, run: int, ranks: Sequence[int]) -> tuple[str, str] | None:
+        """Of the first of some processes in which a map has failed, which worker raised what."""
+        for r in ranks:
+            if self.rows[r]["broken"] == run and self.here(r):
+                who, _, error = self.rows[r]["error"].decode(errors="replace").partition(_SEPARATOR)
+                return who, error
+        return None
 
     def failures(self) -> dict[int, str]:
         """The errors that processes ended with."""

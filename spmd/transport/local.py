@@ -52,12 +52,13 @@ class Stopped(BaseException):
 class Meeting:
     """One collective of one group: who has come, with what, and what came of it."""
 
-    __slots__ = ("calls", "clock", "done", "error", "group", "missing", "payloads", "result", "waiters")
+    __slots__ = ("calls", "clock", "done", "error", "group", "missing", "numbers", "payloads", "result", "waiters")
 
     def __init__(self, group: Group):
         self.group = group
         self.calls: list[Call | None] = [None] * group.size
         self.payloads: list[Any] = [None] * group.size
+        self.numbers: list[int] = [0] * group.size
         self.missing = group.size
         self.clock = 0
         self.waiters: list[Any] = []
@@ -167,6 +168,7 @@ class Run:
         """Leave a call and its payload in the group's meeting; the last to come completes it."""
         with self.lock:
             comm.clock += 1
+            comm.number += 1
             if comm.clock > self.limit:
                 raise Stopped
             meeting, last = self._enter(comm, group, call, payload)
@@ -188,6 +190,7 @@ class Run:
         place = group.index if meeting.group.axes == group.axes else meeting.group.members.index(comm.worker)
         meeting.calls[place] = call
         meeting.payloads[place] = payload
+        meeting.numbers[place] = comm.number
         if meeting.clock < comm.clock:
             meeting.clock = comm.clock
         meeting.missing -= 1
@@ -198,13 +201,15 @@ class Run:
     def _complete(self, meeting: Meeting, finish: Callable[[list[Any]], Any] | None) -> None:
         """Verify that all called alike, and make the shared result. Whatever goes wrong is everyone's error."""
         try:
-            calls = [c for c in meeting.calls if c is not None]
-            key = calls[0].key
+            calls, numbers = [c for c in meeting.calls if c is not None], meeting.numbers
+            key, number = calls[0].key, numbers[0]
             for place, call in enumerate(calls):
-                if call.key != key:
-                    members = meeting.group.members
-                    a, b = ((self.describe(members[k]), str(calls[k]), calls[k].source) for k in (0, place))
-                    raise mismatch(a, b)
+                if call.key != key or numbers[place] != number:
+                    who = [self.describe(meeting.group.members[k]) for k in (0, place)]
+                    raise mismatch(
+                        (who[0], str(calls[0]), calls[0].source, number),
+                        (who[1], str(call), call.source, numbers[place]),
+                    )
             if finish is not None:
                 meeting.result = finish(meeting.payloads)
         except Exception as error:
@@ -242,6 +247,7 @@ class Run:
         """The results, or the first error: first by the clock, then by worker."""
         errors, self.errors = self.errors, []
         if not errors:
+            self._ended_alike()
             return Outcome(dict(sorted(self.results.items())), seconds, self.switches)
         urgent = [e for e in errors if not isinstance(e[2], Exception)]
         errors = sorted(urgent or errors, key=lambda e: e[:2])
@@ -252,6 +258,17 @@ class Run:
             raise error
         finally:
             del error, errors, urgent
+
+    def _ended_alike(self) -> None:
+        """Raise where workers made different numbers of collectives."""
+        first = self.comms[0] if self.comms else None
+        for comm in self.comms:
+            if first is not None and comm.number != first.number:
+                raise mismatch(self._end_of(first), self._end_of(comm))
+
+    def _end_of(self, comm: LocalComm) -> tuple[str, str, str, int]:
+        after = f"after {comm.last} {comm.last.source}" if comm.last is not None else "without any call before"
+        return self.describe(comm.worker), "the end of the map", after, comm.number
 
     def _note(self, errors: list[tuple[int, int, BaseException]]) -> None:
         """Say on the first error who raised it, and what others raised at the same clock."""

@@ -48,11 +48,14 @@ def _digest(*key: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little", signed=True)
 
 
-def _headers(call: Call, shapes: Sequence[Shape | None], run: int = 0) -> np.ndarray:
-    """A row for each member: what is called, and the rank and the shape of what comes for it (rank -1: nothing)."""
+def _headers(call: Call, shapes: Sequence[Shape | None], run: int, number: int) -> np.ndarray:
+    """A row for each member: what is called, and the rank and the shape of what comes for it (rank -1: nothing).
+
+    run, number: which map, and which collective in it.
+    """
     op, axes, detail, dtype, shape = call.key
     heads = np.zeros((len(shapes), 2 + _MAX_NDIM), np.int64)
-    heads[:, 0] = _digest(run, op, axes, detail, np.dtype(dtype).str, shape)
+    heads[:, 0] = _digest(run, number, op, axes, detail, np.dtype(dtype).str, shape)
     for head, lengths in zip(heads, shapes, strict=True):
         if lengths is None:
             head[1] = -1
@@ -151,7 +154,8 @@ class MpiComm(Comm):
         """
         transport = self.transport
         comm, order = transport.meeting_place(group, call)
-        mine = _headers(call, list(shapes), transport.runs)[order]
+        self.number += 1
+        mine = _headers(call, list(shapes), transport.runs, self.number)[order]
         heads = np.empty_like(mine)
         if transport.board is None:
             comm.Alltoall(mine, heads)
@@ -160,22 +164,25 @@ class MpiComm(Comm):
             transport.arrive([comm.Ialltoall(mine, heads)], call, (mine, heads))
         heads[order] = heads.copy()
         if (heads[:, 0] != heads[0, 0]).any():
-            raise self._mismatch(group, call, heads[:, 0])
+            error = self._mismatch(group, call, heads[:, 0])
+            transport.fail(error)
+            raise error
         self.transport.last = call
         return [None if ndim < 0 else tuple(lengths[:ndim]) for _, ndim, *lengths in heads.tolist()]
 
     def _mismatch(self, group: Group, call: Call, keys: np.ndarray) -> MismatchError:
         """What to raise: the members, who all know by now that they disagree, tell each other their calls and lines."""
         comm, order = self.transport.meeting_place(group, call)
-        mine = np.array([str(call).encode()[:400], call.source.encode()[-400:]], "S400")
-        texts = np.empty((group.size, 2), "S400")
+        mine = np.array([str(call).encode()[:400], call.source.encode()[-400:], str(self.number).encode()], "S400")
+        texts = np.empty((group.size, 3), "S400")
         comm.Allgather([mine.view(np.uint8), MPI.BYTE], [texts.view(np.uint8), MPI.BYTE])
         texts[order] = texts.copy()
         different = keys != keys[0]
         other = group.index if different[group.index] else int(np.argmax(different))
         first, second = (
-            (self.transport.describe(group.members[k]), *(text.decode(errors="replace") for text in texts[k].tolist()))
+            (self.transport.describe(group.members[k]), text.decode(errors="replace"), line.decode(), int(number))
             for k in (0, other)
+            for text, line, number in [texts[k].tolist()]
         )
         error = mismatch(first, second)
         error.ranks = tuple(self.transport.ranks[m] for m in group.members if self._is_here(m))  # type: ignore[attr-defined]
@@ -339,7 +346,10 @@ class MpiTransport(Transport):
         self.flying: set[Pending] = set()
         self.last: Call | None = None
         self.runs = 0
-        self.broken = ""
+        self.comm = MpiComm(self)
+        self.number = 0
+        self.failed = 0
+        self.broken = 0
         self.time_limit = time_limit()
         self.checks = checks_are_on()
         self.board = board_of_the_job() if self.checks and self.size > 1 else None
@@ -388,19 +398,10 @@ class MpiTransport(Transport):
     def come(self, members: Shape, call: Call) -> None:
         """Put on the board that this process waits for a meeting of these workers, in order of their numbers."""
         assert self.board is not None
-        if self.broken:
-            raise TransportError(
-                message(
-                    call.op,
-                    got=f"a collective after one that could not end: {self.broken}",
-                    need="a job in which every collective ended",
-                    mend="let that error end the program",
-                )
-            )
         found = self._groups.get(members)
         if found is None:
             ranks = tuple(self.ranks[m] for m in members)
-            found = self._groups[members] = (_digest("group", tuple(sorted(ranks))) or 1, ranks)
+            found = self._groups[members] = (_digest("group", self.failed, tuple(sorted(ranks))) or 1, ranks)
         self.board.enter(*found, call)
 
     def _gather(self, members: Shape, call: Call | None) -> None:
@@ -408,8 +409,26 @@ class MpiTransport(Transport):
         if self.board is not None and call is not None:
             self.come(members, call)
             rank = self.board.rank
-            Patience(self, call).until(lambda: not self.board.missing(rank))  # type: ignore[union-attr]
+            self._wait(call, lambda: not self.board.missing(rank))  # type: ignore[union-attr]
             self.board.go_on()
+
+    def _wait(self, call: Call | None, done: Callable[[], bool]) -> None:
+        try:
+            Patience(self, call).until(done)
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def fail(self, error: BaseException) -> None:
+        """A map has failed here. Others that wait in it learn so, and fail alike; then all meet on new communicators,
+        for on the old ones something may be under way that will never end."""
+        if self.board is not None and self.broken != self.number:
+            self.broken = self.number
+            self.failed += 1
+            self._subcomms.clear()
+            self._groups.clear()
+            who = getattr(error, "peer", None) or self.describe(self.local[0])
+            self.board.fail(self.number, who, f"{type(error).__name__}: {error}")
 
     def arrive(self, requests: list[MPI.Request], call: Call | None, buffers: Any = None) -> None:
         """Wait for requests; buffers are what they read and write."""
@@ -418,9 +437,8 @@ class MpiTransport(Transport):
             return
         if not MPI.Request.Testall(requests):
             try:
-                Patience(self, call).until(lambda: MPI.Request.Testall(requests))
-            except BaseException as error:
-                self.broken = self.broken or f"{type(error).__name__} in {call}"
+                self._wait(call, lambda: MPI.Request.Testall(requests))
+            except BaseException:
                 _lost.append((requests, buffers))  # MPI may write to them yet
                 raise
         self.board.go_on()
@@ -436,17 +454,20 @@ class MpiTransport(Transport):
     def run(self, body: Callable[[Comm], Any], scheduler: str, describe: Callable[[int], str]) -> Outcome:
         self.describe = describe
         self.runs += 1
+        self.number = _digest("run", self.ranks, self.runs) or 1
+        self.comm = MpiComm(self)
         worker = self.local[0]
         started = time.perf_counter()
         with blas_threads(self.threads()):
             try:
-                result = contextvars.copy_context().run(body, MpiComm(self))
+                result = contextvars.copy_context().run(body, self.comm)
             except SystemExit as end:
                 _follow(end.code)
                 raise
             except Exception as error:
-                if not isinstance(error, MismatchError):
+                if not isinstance(error, MismatchError) and not hasattr(error, "peer"):
                     raised_by(error, describe(worker))
+                self.fail(error)
                 raise
         return Outcome({worker: result}, time.perf_counter() - started, 0)
 
@@ -455,7 +476,7 @@ class MpiTransport(Transport):
         send = np.frombuffer(json.dumps(value).encode(), np.uint8)
         everyone = tuple(range(self.size))
         group = Group((), (), everyone, self.local[0])
-        blocks = MpiComm(self)._all_gather(group, _End(send, self.last), send).wait()  # no part of the ledger
+        blocks = self.comm._all_gather(group, _End(send, self.last), send).wait()  # no part of the ledger
         self.last = None
         return {k: json.loads(block.tobytes()) for k, block in enumerate(blocks)}
 

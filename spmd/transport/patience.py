@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from spmd.errors import MeshError, StallError, message
-from spmd.transport.base import Call, deadlock
+from spmd.errors import MeshError, StallError, again, message
+from spmd.transport.base import Call, deadlock, raised_by
 from spmd.transport.board import FAILED, LEFT, Board
 
 if TYPE_CHECKING:
@@ -64,6 +64,8 @@ def board_of_the_job() -> Board | None:
     return _board
 
 
+_AWAY = 10.0
+"""Seconds after which a process ends the job that should have been ended by another."""
 _TOGETHER = 0.3
 """Seconds in which errors of several processes count as one end of the job."""
 
@@ -77,6 +79,9 @@ def failed_too(kind: type[BaseException], error: BaseException) -> list[str]:
     board = _board
     if board is None:
         return []
+    if hasattr(error, "peer"):
+        time.sleep(_AWAY)  # whoever raised it reports, and ends the job
+        return []
     mine = f"{kind.__name__}: {error}"
     board.end(FAILED, mine)
     started = time.monotonic()
@@ -87,7 +92,7 @@ def failed_too(kind: type[BaseException], error: BaseException) -> list[str]:
         time.sleep(0.01)
     failures = board.failures()
     if min(failures) != board.rank:
-        time.sleep(10)  # the first one reports, and ends the job
+        time.sleep(_AWAY)  # the first one reports, and ends the job
         return []
     alike = [r for r in failures if r != board.rank and failures[r] == failures[board.rank]]
     lines = [f"raised alike by {len(alike)} more processes: {', '.join(map(str, alike))}"] if alike else []
@@ -96,6 +101,15 @@ def failed_too(kind: type[BaseException], error: BaseException) -> list[str]:
         for r, text in failures.items()
         if r != board.rank and r not in alike
     ]
+
+
+def like(who: str, said: str) -> Exception:
+    """An error like the one that a worker raised in another process, for those that waited for it."""
+    name, _, text = said.partition(": ")
+    error = again(name, text)
+    error.peer = who  # type: ignore[attr-defined]
+    raised_by(error, who)
+    return error
 
 
 class Patience:
@@ -129,13 +143,14 @@ class Patience:
 
     def _look(self, now: float) -> None:
         self.board.tell()
+        broken = self.board.broken(self.transport.number, self.transport.ranks)
+        if broken is not None:
+            raise like(*broken)
         circle = self.board.circle()
         if self.board.rank in circle:
             seen = circle, self.board.beats(sorted({*circle, *(m for absent in circle.values() for m in absent)}))
             if seen == self.seen:
-                error = deadlock(self._waits(circle))
-                error.ranks = tuple(circle)  # type: ignore[attr-defined]
-                raise error
+                raise deadlock(self._waits(circle))
             self.seen = seen
             return
         self.seen = None

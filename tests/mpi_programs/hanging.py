@@ -1,0 +1,47 @@
+"""Four workers of which one does not come, or all wait for another than who waits for them. Argument 1 says how."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import numpy as np
+
+import spmd
+from spmd import P
+
+HOW = sys.argv[1]
+
+
+def away(seconds: float) -> None:
+    """Compute for so long."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        np.sin(np.ones(1000))
+
+
+def body(x):
+    k = spmd.worker_index(("x", "y"))
+    x = spmd.psum(spmd.pvary(x, "x"), "x")
+    if HOW == "circle":  # every worker meets along another axis than its partner
+        return spmd.psum(spmd.pvary(x, "x"), "x") if k in (0, 3) else spmd.psum(spmd.pvary(x, "y"), "y")
+    if k == 1:
+        if HOW == "sleep":
+            time.sleep(1000)
+        if HOW == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if HOW == "busy":
+            away(4)
+        if HOW == "raise":
+            raise ValueError("worker one fails")
+        if HOW == "return":
+            return x
+    return spmd.psum(spmd.pvary(x, ("x", "y")), ("x", "y"))
+
+
+with spmd.Mesh(x=2, y=2) as mesh:
+    if HOW == "leave" and mesh.local_workers[0] == 1:
+        sys.exit(0)
+    print(f"got {spmd.map(body, P(), P(), check=False)(np.ones(3)).numpy()[0]}\n", end="", flush=True)
