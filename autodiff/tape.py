@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from spmd.autodiff.watch import WATCHING, Watched
+from spmd.autodiff.watch import FINITE, WATCHING, Watched, check_finite
 from spmd.errors import ClosureError, DifferentiationError, message
 
 __all__ = [
@@ -110,7 +110,7 @@ class Tape:
     def __init__(self, once: bool = False) -> None:
         self.level = next(_levels)
         self.once = once
-        self.nodes: list[Node] = Watched() if WATCHING.get() else []
+        self.nodes: list[Node] = Watched() if WATCHING.get() or FINITE.get() else []
         self.open: Any = self.nodes
         self.lock = RLock()
         self.twins: dict[Any, Any] = {}
@@ -273,6 +273,7 @@ def sweep(tape: Tape, seeds: Iterable[tuple[Node, Any]], leaves: list[Node], *, 
     nodes, bare = tape.nodes, np.ndarray
     if type(nodes) is Watched:
         nodes.check()
+    kinds = FINITE.get()
     cotangents: dict[Node, Any] = {}
     owed: dict[Node, list[Future]] = {}
     shared: dict[Any, Any] = {}
@@ -331,6 +332,8 @@ def sweep(tape: Tape, seeds: Iterable[tuple[Node, Any]], leaves: list[Node], *, 
                         h = pull(g, args[0], args[1])
                     else:
                         h = pull(g, *args)
+                    if kinds and h is not None:
+                        check_finite(h, kinds, _gradient_of(prim, node, nodes))
                     old = cotangents.get(parent)
                     if type(h) is not bare or h.dtype is not parent.dtype or h.shape != parent.shape:
                         if h is None:
@@ -359,6 +362,11 @@ def sweep(tape: Tape, seeds: Iterable[tuple[Node, Any]], leaves: list[Node], *, 
             add(node, debt.wait())
     del topmost
     return [cotangents.get(node) for node in leaves]
+
+
+def _gradient_of(prim, node: Node, nodes: list[Node]) -> str:
+    where = nodes.places.get(id(node)) if type(nodes) is Watched else None
+    return f"the gradient of {prim.name}" + (f", recorded at {where}" if where else "")
 
 
 LARGE = 1 << 16

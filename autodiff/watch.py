@@ -1,4 +1,4 @@
-"""The watch for arrays that change after a tape has kept them: `spmd.debug(mutation=True)`."""
+"""What a tape watches where it is asked to: arrays that change after they were kept, and numbers that are none."""
 
 from __future__ import annotations
 
@@ -11,32 +11,35 @@ from typing import Any
 
 import numpy as np
 
-from spmd.errors import MutationError, caller, message, source_line
+from spmd.errors import MutationError, NonFiniteError, caller, describe, message, source_line
 
-__all__ = ["WATCHING", "Watched"]
+__all__ = ["FINITE", "WATCHING", "Watched", "check_finite"]
 
 WATCHING: ContextVar[bool] = ContextVar("spmd_watching", default=False)
-"""Whether tapes that open here are watched."""
+"""Whether tapes that open here are watched for arrays that change."""
+FINITE: ContextVar[str] = ContextVar("spmd_finite", default="")
+"""What numbers end a computation here: "nan", "nan or inf", or none."""
 
 
 class Watched(list):
-    """The nodes of a tape that is watched: what each keeps is remembered by a checksum, and where it was recorded."""
+    """The nodes of a tape that is watched: where each was recorded, and a checksum of what it keeps."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.sums: list[tuple[Any, str, int]] = []
+        self.sums = [] if WATCHING.get() else None
+        self.places: dict[int, str] = {}
 
     def append(self, node) -> None:
         super().append(node)
-        if node.args:
-            frame = caller(sys._getframe(1))
-            where = "unknown source" if frame is None else source_line(frame.f_code, frame.f_lasti)
-            self.sums.append((node, where, _checksum(node.args)))
+        self.places[id(node)] = place()
+        if node.args and self.sums is not None:
+            self.sums.append((node, _checksum(node.args)))
 
     def check(self) -> None:
         """Raise MutationError where a node keeps something else than it did when it was recorded."""
-        for node, where, checksum in self.sums:
+        for node, checksum in self.sums or ():
             if node.args is not None and _checksum(node.args) != checksum:
+                where = self.places[id(node)]
                 raise MutationError(
                     message(
                         f"{node.prim.name}, recorded at {where}",
@@ -45,6 +48,31 @@ class Watched(list):
                         mend="write into a copy, or make a new array: a = a + 1 in place of a += 1",
                     )
                 )
+
+
+def place() -> str:
+    """The user's line that runs."""
+    frame = caller(sys._getframe(2))
+    return "unknown source" if frame is None else source_line(frame.f_code, frame.f_lasti)
+
+
+def check_finite(x, kinds: str, where: str) -> None:
+    """Raise NonFiniteError where an array holds a NaN, or an infinity if these count. where: what made it."""
+    x = np.asarray(_on_host(x))
+    if x.dtype.kind not in "fc":
+        return
+    bad = ~np.isfinite(x) if "inf" in kinds else np.isnan(x)
+    if bad.any():
+        index = tuple(int(k) for k in np.argwhere(bad)[0]) if x.ndim else ()
+        raise NonFiniteError(
+            message(
+                where,
+                got=f"{x[index]} at {index} of {describe(x)}, and {int(bad.sum())} of {x.size} entries in all",
+                need=f"no {kinds}, within spmd.debug(nans=...)",
+                mend="look at its operands there; np.where(ok, x, 1.0) before the operation keeps entries out of its "
+                "derivative too" + ("; nans='nan' lets infinities pass" if np.isinf(x[index]) else ""),
+            )
+        )
 
 
 def _checksum(kept) -> int:
@@ -56,7 +84,7 @@ def _checksum(kept) -> int:
 
 
 def _on_host(array):
-    return array if isinstance(array, np.ndarray) else array.get()
+    return array.get() if hasattr(array, "get") else array
 
 
 def _arrays(kept, seen: set[int]) -> Iterator[Any]:

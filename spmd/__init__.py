@@ -54,6 +54,7 @@ from spmd.operators.totals import max, mean, min, sum
 if TYPE_CHECKING:
     from spmd import linear as linear
     from spmd import numpy as numpy
+    from spmd import random as random
     from spmd import scipy as scipy
     from spmd import solvers as solvers
     from spmd.linear import linear_operator
@@ -159,7 +160,7 @@ def __getattr__(name: str):
         from spmd.linear import linear_operator
 
         return linear_operator
-    if name in ("linear", "numpy", "scipy", "solvers"):
+    if name in ("linear", "numpy", "random", "scipy", "solvers"):
         return importlib.import_module(f"spmd.{name}")
     if name == "at_root":
         return importlib.import_module("spmd.operators.at_root").at_root

@@ -1,31 +1,154 @@
-"""Finding what went wrong: `with spmd.debug(mutation=True):`."""
+"""Finding what went wrong: `with spmd.debug(...):`."""
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
 
-from spmd.autodiff.watch import WATCHING
+import numpy as np
+
+from spmd.autodiff.tracer import Array
+from spmd.autodiff.watch import FINITE, WATCHING, check_finite
+from spmd.errors import MeshError, ReplicaError, caller, message, source_line
+from spmd.mesh import WORKER
+from spmd.state import REPLICAS
+from spmd.transport.base import Call
 
 __all__ = ["debug"]
 
 
 @contextmanager
-def debug(*, mutation: bool = True) -> Iterator[None]:
+def debug(
+    *, mutation: bool | None = None, nans: bool | str | None = None, replicas: bool | None = None
+) -> Iterator[None]:
     """Checks that are too dear to be always on, for what runs within the block; also a decorator.
+
+    What is not named stays as it is around the block.
 
     mutation: a tape keeps the bare arrays that its rules ask for as they are, without a copy. Whoever writes into one
     before the backward sweep changes the gradient in silence. With this on, a checksum of each is taken where it is
     recorded and compared where a backward sweep begins. Raises MutationError, which names the function and the line
     that recorded it. Costs two passes over all that is kept.
 
+    nans: stop at the first NaN or infinity ("nan": at NaNs only) among the arrays of bodies, traced arrays and
+    cotangents. Raises NonFiniteError, which names the operation, the line, the worker and the index; of a cotangent the
+    line that recorded its operation. Costs a pass over every result. Bare arrays, such as those of a map with
+    check=False, are not looked at.
+
+    replicas: compare every Invariant array of a body with those of the other workers, which should be the same.
+    Raises ReplicaError at the first that differs, with the line, two workers and the first differing index. Costs a
+    small message per result.
+
         with spmd.debug(mutation=True):
             value, pull = spmd.vjp(f, x)
             x += 1          # f(x) was recorded with the old x
             pull(1.0)       # MutationError
     """
-    token = WATCHING.set(mutation)
+    if not (nans is None or isinstance(nans, bool) or nans == "nan"):
+        raise MeshError(
+            message(
+                "spmd.debug", argument="nans", got=repr(nans), need='True, False or "nan"', mend="nans=True for both"
+            )
+        )
+    kinds = {True: "nan or inf", False: ""}[nans] if isinstance(nans, bool) else nans
+    asked: list[tuple[ContextVar[Any], Any]] = [(WATCHING, mutation), (FINITE, kinds), (REPLICAS, replicas)]
+    tokens = [(variable, variable.set(value)) for variable, value in asked if value is not None]
+    looks = bool(kinds or replicas)
+    _look(looks)
     try:
         yield
     finally:
-        WATCHING.reset(token)
+        _look(-looks)
+        for variable, token in tokens:
+            variable.reset(token)
+
+
+_make: Any = Array.__init__
+_lock = threading.Lock()
+_lookers = 0
+
+
+def _look(count: int) -> None:
+    """So many more blocks look at every array that is made; without any, making one costs what it did."""
+    global _lookers
+    with _lock:
+        _lookers += count
+        Array.__init__ = _made if _lookers else _make  # type: ignore[method-assign]
+
+
+def _made(self: Array, value, state=None, tape=None, node=None) -> None:
+    _make(self, value, state, tape, node)
+    if type(value) is Array:
+        return
+    kinds = FINITE.get()
+    if kinds:
+        check_finite(value, kinds, _what())
+    if state is not None and REPLICAS.get():
+        _compare(self, value)
+
+
+_NAMES = ("prim", "op", "fun", "ufunc")
+
+
+def _what() -> str:
+    """The operation whose result is being made, and the user's line."""
+    name, frame = "", sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").split(".", 1)[0] == "spmd":
+        for local in _NAMES:
+            found = frame.f_locals.get(local)
+            said = getattr(found, "name", None) or getattr(found, "function", None) or getattr(found, "__name__", None)
+            if not name and isinstance(said, str):
+                name = said
+        frame = frame.f_back
+    if not name:
+        return "an argument"
+    user = caller(sys._getframe(1))
+    return name + (f" at {source_line(user.f_code, user.f_lasti)}" if user is not None else "")
+
+
+def _compare(x: Array, value) -> None:
+    """Raise where an Invariant array is not the same on all workers."""
+    worker = WORKER.get()
+    if worker is None:
+        return
+    alone = getattr(worker.comm, "axes", ())  # the axes of spmd.at_root, along which nobody else takes part
+    axes = tuple(n for n in worker.mesh.axes if n not in x.state.varying and n not in alone)
+    group = worker.group(axes)
+    if group.size == 1:
+        return
+    token = REPLICAS.set(False)
+    try:
+        block = np.ascontiguousarray(value)
+        call = Call("spmd.debug(replicas=True)", axes, block.dtype, block.shape, alike=None, frame=sys._getframe(2))
+        others = worker.comm.all_gather(group, call, block).wait()
+    finally:
+        REPLICAS.reset(token)
+    if sum(other.shape == (0,) for other in others) == group.size - 1:
+        return  # what a Rooted value holds
+    for k, other in enumerate(others):
+        if other.shape != others[0].shape:
+            raise _differs(worker, group, k, f"of shape {list(others[0].shape)}", f"of shape {list(other.shape)}", axes)
+        differ = ~((other == others[0]) | ((other != other) & (others[0] != others[0])))
+        if differ.any():
+            index = tuple(int(i) for i in np.argwhere(differ)[0]) if differ.ndim else ()
+            first, second = (f"with {o[index]} at {index}" for o in (others[0], other))
+            raise _differs(
+                worker, group, k, first, f"{second}; {int(differ.sum())} of {differ.size} entries differ", axes
+            )
+
+
+def _differs(worker, group, k: int, first: str, second: str, axes: tuple[str, ...]) -> ReplicaError:
+    one, other = (worker.mesh.describe(group.members[m]) for m in (0, k))
+    return ReplicaError(
+        message(
+            _what(),
+            got=f"an Invariant array {first} on {one}, and on {other} {second}",
+            need=f"one value along {' and '.join(map(repr, axes))}, within spmd.debug(replicas=True)",
+            mend="data made from a worker's place, from random numbers, files or the clock is Varying: declare it with "
+            "spmd.varying(a, axis_name)",
+        )
+    )

@@ -21,6 +21,8 @@ __all__ = [
     "MismatchError",
     "MissingMethodError",
     "MutationError",
+    "NonFiniteError",
+    "ReplicaError",
     "SpecError",
     "StallError",
     "StateError",
@@ -92,6 +94,14 @@ class MismatchError(RuntimeError):
 
 class DeadlockError(MismatchError):
     """Workers wait for others that will never come."""
+
+
+class NonFiniteError(FloatingPointError):
+    """A NaN or an infinity, within spmd.debug(nans=True)."""
+
+
+class ReplicaError(RuntimeError):
+    """An Invariant array that differs between workers, within spmd.debug(replicas=True)."""
 
 
 class StallError(RuntimeError):

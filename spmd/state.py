@@ -8,10 +8,13 @@ Varying one over the workers, and counts a Rooted one at its root.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextvars import ContextVar
 
-__all__ = ["INVARIANT", "ROOTED", "VARYING", "State", "state_of"]
+__all__ = ["INVARIANT", "REPLICAS", "ROOTED", "VARYING", "State", "state_of"]
 
 INVARIANT, VARYING, ROOTED = "Invariant", "Varying", "Rooted"
+REPLICAS: ContextVar[bool] = ContextVar("spmd_replicas", default=False)
+"""Whether every Invariant array is compared across workers: `spmd.debug(replicas=True)`."""
 
 
 class State:

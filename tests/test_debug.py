@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 
 import numpy as np
 import pytest
 
 import spmd
 from spmd import P
-from spmd.errors import MutationError
+from spmd.errors import MeshError, MutationError, NonFiniteError, ReplicaError
 
 
 def pulled(f, x, change):
@@ -110,3 +111,101 @@ def test_it_decorates(x):
     for _ in range(2):
         with pytest.raises(MutationError):
             run()
+
+
+# NaNs and infinities
+
+
+@pytest.fixture
+def quiet():
+    with np.errstate(all="ignore"):
+        yield
+
+
+def here(f, words: str):
+    with pytest.raises(NonFiniteError, match=words) as raised:
+        f()
+    return str(raised.value)
+
+
+def test_the_first_nan_of_a_body_is_found(scheduler, quiet):
+    def body(x):
+        y = np.log(x - 1)  # of 0 at worker 1
+        return spmd.psum(np.sum(y * 0), "x")
+
+    with spmd.Mesh(x=3, scheduler=scheduler):
+        f = spmd.map(body, P("x"), P())
+        x = np.array([3.0, 2, 5, 1, 4, 2])
+        with spmd.debug(nans=True), pytest.raises(NonFiniteError) as raised:
+            f(x)
+        text = str(raised.value)
+        assert re.match(r"np\.log at .*test_debug\.py:\d+ in body\n  got:    -inf at \(1,\)", text)
+        assert "raised by worker 1 (x=1)" in raised.value.__notes__[0]
+        with spmd.debug(nans="nan"):  # then 0 * inf
+            assert here(lambda: f(x), "nan at").startswith("np.multiply at")
+        assert np.isnan(float(f(x)))
+        with spmd.debug(nans=True):
+            assert np.isfinite(float(f(x + 1)))
+
+
+def test_the_first_nan_of_a_gradient_is_found(quiet):
+    with spmd.debug(nans=True):
+        text = here(lambda: spmd.grad(lambda x: np.sum(np.sqrt(x)))(np.array([1.0, 0.0])), r"inf at \(1,\)")
+        assert re.match(r"the gradient of np\.sqrt, recorded at .*test_debug\.py:\d+ in <lambda>", text)
+        with spmd.Mesh(x=2):
+            f = spmd.map(lambda x: spmd.psum(np.sum(np.sqrt(x)), "x"), P("x"), P())
+            here(lambda: spmd.grad(f)(np.array([1.0, 0.0])), r"the gradient of np\.sqrt, recorded at")
+        here(lambda: spmd.grad(lambda x: np.sum(x / x))(np.zeros(2)), r"np\.divide at .* in <lambda>")
+        assert spmd.grad(lambda x: np.sum(x**3))(np.ones(2)).tolist() == [3, 3]
+
+
+def test_nans_that_come_in_are_those_of_an_argument():
+    with spmd.Mesh(x=2), spmd.debug(nans=True):
+        here(lambda: spmd.map(lambda x: x, P("x"), P("x"))(np.array([1.0, np.nan])), "^an argument\n")
+
+
+def test_making_arrays_costs_nothing_once_nobody_looks(quiet):
+    make = spmd.Array.__init__
+    with spmd.debug(nans=True):
+        assert spmd.Array.__init__ is not make
+        with suppress(ValueError), spmd.debug(replicas=True):
+            raise ValueError
+        assert spmd.Array.__init__ is not make
+    assert spmd.Array.__init__ is make
+    with pytest.raises(MeshError, match="argument nans"), spmd.debug(nans="inf"):
+        pass
+
+
+# Replicas
+
+
+def test_the_first_array_that_differs_between_workers_is_found(scheduler):
+    def body(x):
+        y = x + 1e-9 * spmd.worker_index("x") * np.array([0, 0, 1.0])
+        return spmd.psum(np.sum(spmd.pvary(y, "x")), "x")
+
+    with spmd.Mesh(x=3, y=2, scheduler=scheduler):
+        f = spmd.map(body, P(), P())
+        f(np.ones(3))  # nothing else would tell
+        with spmd.debug(replicas=True), pytest.raises(ReplicaError) as raised:
+            f(np.ones(3))
+        text = str(raised.value)
+        assert re.match(r"np\.add at .*test_debug\.py:\d+ in body", text)
+        assert "with 1.0 at (2,) on worker 0 (x=0, y=0), and on worker 2 (x=1, y=0) with 1.000000001 at (2,)" in text
+        assert "1 of 3 entries differ" in text
+
+
+def test_replicas_that_agree_are_left_alone(scheduler):
+    def body(w, x):
+        def loss(w):
+            once = spmd.at_root(lambda v: v * v, spmd.keep(w, "x", 1), axis_name="x", root=1)
+            return spmd.psum(np.sum(np.tanh(w * x)), "x") + np.sum(spmd.replicate(once, "x", 1)) * np.nan**0
+
+        return spmd.grad(loss)(w)
+
+    with spmd.Mesh(x=3, scheduler=scheduler):
+        f = spmd.map(body, (P(), P("x")), P())
+        w, x = np.ones(2), np.arange(6.0).reshape(3, 2)
+        expected = f(w, x).numpy()
+        with spmd.debug(replicas=True, nans=True, mutation=True):
+            np.testing.assert_array_equal(f(w, x).numpy(), expected)

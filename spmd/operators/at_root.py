@@ -25,7 +25,7 @@ from spmd.mesh import WORKER, Worker, here
 from spmd.operators.base import Vary, owned_block
 from spmd.operators.reduce import AxisName, _names
 from spmd.operators.root import Keep, Rooted, rooted
-from spmd.state import state_of
+from spmd.state import REPLICAS, state_of
 from spmd.transport.base import Call, Group, sealed
 
 __all__ = ["at_root"]
@@ -103,6 +103,13 @@ class _Call:
 
         likes: of the results, where the others know them already.
         """
+        token = REPLICAS.set(False)  # the root makes arrays that the others do not
+        try:
+            return self._run(fn, xs, likes)
+        finally:
+            REPLICAS.reset(token)
+
+    def _run(self, fn: Callable, xs: list, likes: list[_Like] | None) -> list:
         tape = innermost(xs)
         if tape is None:
             return self.alone(fn, xs, likes)
