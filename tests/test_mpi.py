@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from launch import PROGRAMS, Ended, each_mpi, launch
-from mpi_programs import mismatch, verbs
+from mpi_programs import mismatch, timing, verbs
 
 # Everything here runs under the mpiexec of this environment, and again under Open MPI where there is one.
 pytestmark = each_mpi
@@ -197,6 +197,17 @@ def test_workers_that_part_ways_are_always_an_error(python):
 @pytest.mark.parametrize("seed", range(4))
 def test_hundreds_of_programs_in_which_workers_part_ways(python, seed):
     assert parted(400, 100 + seed, python)["drawn"] > 240
+
+
+def test_timing_changes_nothing(python):
+    found = json.loads(ended_well("timing.py", "25", python=python))
+    assert found == timing.hashes(1, transport="local")
+
+
+@pytest.mark.full
+def test_timing_changes_nothing_in_a_thousand_runs(python):
+    found = json.loads(ended_well("timing.py", "1000", python=python, timeout=300))
+    assert found == timing.hashes(1, transport="local")
 
 
 def test_without_the_check_results_are_the_same(python):

@@ -123,11 +123,10 @@ class Patience:
 
     def until(self, done: Callable[[], bool]) -> None:
         """Poll until it is done. Raises DeadlockError where that will never be, StallError where nothing moves."""
-        for spin in range(200):
+        for _ in range(200):
             if done():
                 return
-            if spin > 20:
-                os.sched_yield()
+            os.sched_yield()
         started = time.monotonic()
         next_look = started + _LOOK
         while not done():
