@@ -47,6 +47,7 @@ def time_limit() -> float:
     return seconds
 
 
+_let_others: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))  # not on every system
 _board: Board | None = None
 
 
@@ -126,7 +127,7 @@ class Patience:
         for _ in range(200):
             if done():
                 return
-            os.sched_yield()
+            _let_others()
         started = time.monotonic()
         next_look = started + _LOOK
         while not done():
@@ -136,7 +137,7 @@ class Patience:
                 self._look(now)
                 next_look = now + _LOOK
             if waited < 0.002:
-                os.sched_yield()
+                _let_others()
             else:
                 time.sleep(min(waited / 50, 0.005))
 
