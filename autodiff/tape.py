@@ -341,7 +341,7 @@ def sweep(tape: Tape, seeds: Iterable[tuple[Node, Any]], leaves: list[Node], *, 
                         add(parent, h)
                     elif old is None:  # as in `add`, for the case that counts
                         cotangents[parent] = h
-                        if prim.into is not None and h.nbytes > LARGE and alone(getrefcount(h) - 1, h):
+                        if not plain and prim.into is not None and h.nbytes > LARGE and alone(getrefcount(h) - 1, h):
                             own.add(parent)
                     elif parent not in own and type(old) is bare and h.nbytes > LARGE and alone(getrefcount(h), h):
                         h += old  # nobody else holds h

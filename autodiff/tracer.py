@@ -14,7 +14,7 @@ import importlib
 import inspect
 import operator
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -226,10 +226,10 @@ def _recorded(plan: Plan, parents, args: list, likes, options, ans, state, tape:
 def apply_unary(prim: Primitive, x: Array):
     """As `apply`, of one Array."""
     value = x.value
-    if type(value) not in USUAL:
+    if type(value) is not PLAIN and type(value) not in USUAL:
         return apply(prim, (x,), NO_OPTIONS)
     ans = prim.fun(value)
-    if type(ans) not in USUAL:
+    if type(ans) is not PLAIN and type(ans) not in USUAL:
         return _unusual(prim, x, ans)
     tape = x.tape
     if tape is None:
@@ -239,10 +239,24 @@ def apply_unary(prim: Primitive, x: Array):
         return wrap(ans, x.state)
     pulls, keeps_ans, keeps_x = prim.unary or prim.plan_unary()
     parent = x.node
-    args = (ans if keeps_ans else None, value if keeps_x else parent)
-    node = Node(prim, pulls, (parent,), args, NO_OPTIONS, ans.shape, dtype)
+    # The node and the result are made without their constructors: what is most often done, for a tenth of its time.
+    node = _new(Node)
+    node.prim = prim
+    node.pulls = pulls
+    node.parents = (parent,)
+    node.args = (ans if keeps_ans else None, value if keeps_x else parent)
+    node.kwargs = NO_OPTIONS
+    node.shape = ans.shape
+    node.dtype = dtype
     tape.open.append(node)
-    return Array(ans, x.state, tape, node)
+    if looked_at:
+        return Array(ans, x.state, tape, node)
+    result = _new(Array)
+    result.value = ans
+    result.state = x.state
+    result.tape = tape
+    result.node = node
+    return result
 
 
 def _unusual(prim: Primitive, x: Array, ans):
@@ -318,8 +332,11 @@ class _Taken:
 
 TAKEN: Any = _Taken()
 
-FLOAT = np.dtype(float)
+FLOAT, PLAIN = np.dtype(float), np.ndarray
 NO_OPTIONS: dict[str, Any] = {}
+looked_at = False
+"""Whether `Array.__init__` looks at every array that is made: `spmd.debug`."""
+_new: Any = object.__new__
 USUAL = {np.ndarray, np.float64, np.float32}
 """The types of values without any surprise: no number of Python's, and no Array of another level."""
 _operands = USUAL | {int, float}
@@ -608,7 +625,43 @@ def _keyword_array(prim: Primitive) -> Exception:
     )
 
 
-class Array:
+class Shown(type):
+    """A class that shows only what its objects have, and not the names for which they have an explanation."""
+
+    def __dir__(cls):
+        return [name for name in super().__dir__() if type(vars(cls).get(name)) is not Missing]
+
+
+class Missing:
+    """What an Array has not: asking for it says why, and what to write instead.
+
+    Not a `__getattr__`: that would make every access to an attribute slower.
+    """
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __get__(self, x, kind=None):
+        if x is None:
+            raise AttributeError(f"type object 'Array' has no attribute {self.name!r}")
+        raise MissingMethodError(functools.partial(self.text, x))
+
+    def text(self, x: Array) -> str:
+        need, mend = missing.get(
+            self.name, ("a method that arrays of a body, or traced ones, have", f"np.{self.name}(x)")
+        )
+        data = "x" if x.tape is None else "spmd.stop_gradient(x)"
+        return message(
+            f"x.{self.name}",
+            got=describe(x),
+            need=need,
+            mend=mend.format(data=data if x.state is None else f"spmd.block({data})"),
+        )
+
+
+class Array(metaclass=Shown):
     """An array whose operations are tracked: its state always, its derivative where a tape is given.
 
     It is immutable and behaves as the NumPy array it holds; `x.at[i].set(v)` gives a changed copy.
@@ -649,6 +702,13 @@ class Array:
     @property
     def itemsize(self) -> int:
         return self.dtype.itemsize
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def __dir__(self):
+        return dir(Array)
 
     def __len__(self) -> int:
         if not self.shape:
@@ -769,38 +829,17 @@ class Array:
     def __hash__(self):
         raise TypeError("arrays are not hashable")
 
-    def __getattr__(self, name: str):
-        if name.startswith("_"):
-            raise AttributeError(f"'Array' object has no attribute {name!r}")
-
-        def text() -> str:
-            need, mend = missing.get(name, (None, None))
-            public = [k for k in dir(Array) if k[0] != "_" and k not in Array.__slots__]
-            known = [] if need else [f"x.{k}" for k in nearest(name, public)]
-            if mend is None:
-                mend = f"np.{name}(x)" if hasattr(np, name) else "a function np.f(x) with a rule, or a map around it"
-            data = "x" if self.tape is None else "spmd.stop_gradient(x)"
-            return message(
-                f"x.{name}",
-                got=describe(self),
-                need=need
-                or "a method that arrays of a body, or traced ones, have"
-                + (f"; the nearest are {', '.join(known)}" if known else ""),
-                mend=mend.format(data=data if self.state is None else f"spmd.block({data})"),
-            )
-
-        raise MissingMethodError(text)
-
     # How NumPy reaches it
 
-    def __array_ufunc__(self, ufunc, method, *inputs, **kwargs):
+    def __array_ufunc__(self, ufunc, method, first, *others, **kwargs):
         if not kwargs and method == "__call__":
             prim = primitives.get(ufunc)
             if prim is not None:
-                if len(inputs) == 1:
+                if not others:
                     return apply_unary(prim, self)
-                if OPERANDS.issuperset(map(type, inputs)) and len(inputs) == 2:
-                    return apply_binary(prim, *inputs)
+                if type(first) in OPERANDS and type(others[0]) in OPERANDS and len(others) == 1:
+                    return apply_binary(prim, first, others[0])
+        inputs = (first, *others)
         for x in inputs:
             check_operand(x, name_of(ufunc))
         if not SEQUENCES.isdisjoint(map(type, inputs)):

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from spmd.autodiff import tracer
 from spmd.autodiff.tracer import Array
 from spmd.autodiff.watch import FINITE, WATCHING, check_finite
 from spmd.errors import MeshError, ReplicaError, caller, message, source_line
@@ -78,6 +79,7 @@ def _look(count: int) -> None:
     with _lock:
         _lookers += count
         Array.__init__ = _made if _lookers else _make  # type: ignore[method-assign]
+        tracer.looked_at = bool(_lookers)
 
 
 def _made(self: Array, value, state=None, tape=None, node=None) -> None:

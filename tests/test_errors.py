@@ -1276,15 +1276,6 @@ BODIES = [
         "spmd.stop_gradient(x)",
     ),
     Row(
-        "a method that there is not",
-        lambda: run(lambda x: x.sumup()),
-        MissingMethodError,
-        "x.sumup",
-        "Varying(data) array float64[2, 2]",
-        "the nearest are x.sum",
-        "np.f(x)",
-    ),
-    Row(
         "a method that is a function",
         lambda: run(lambda x: x.expand_dims(0)),
         MissingMethodError,

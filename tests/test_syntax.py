@@ -894,3 +894,22 @@ def test_hidden_arrays():
         grad(lambda x: np.sum(np.delete(np.ones(3), x)))(V)
     with pytest.raises(TracedConversionError, match="like"):
         grad(lambda x: np.sum(np.require(np.ones(3), like=x)))(V)
+
+
+def test_a_name_that_nobody_has_is_pythons_own_error():
+    """Who is not told by us what to write is told by Python what it may have been."""
+    with pytest.raises(AttributeError, match="'Array' object has no attribute 'sumup'") as raised:
+        grad(lambda x: x.sumup())(X)
+    assert type(raised.value) is AttributeError
+    assert raised.value.name == "sumup"
+    assert type(raised.value.obj) is Array
+
+
+def test_only_what_an_array_has_is_shown():
+    for shown in (dir(Array), dir(Array(X))):
+        assert {"sum", "at", "T", "shape", "reshape"} <= set(shown)
+        assert not {"exp", "fill", "tobytes", "expand_dims"} & set(shown)
+    assert not hasattr(Array, "exp")
+    assert not hasattr(Array(X), "exp")
+    with pytest.raises(MissingMethodError, match=r"x\.exp(.|\n)*mend: +np\.exp\(x\)"):
+        _ = Array(X).exp
