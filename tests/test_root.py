@@ -432,6 +432,22 @@ def test_f_may_use_collectives_along_other_axes(scheduler):
     near(spmd.grad(f)(x), np.tile(2 * x.sum(0), (2, 1)))
 
 
+def test_the_collectives_of_f_go_back_in_the_run_that_goes_back(scheduler):
+    """Of a map that is differentiated from outside, forward and backward are two runs."""
+
+    def body(w):
+        row = lambda a: spmd.psum(spmd.varying(a**2, "y"), "y")  # its adjoint is a sum too
+        return spmd.replicate(spmd.at_root(row, spmd.keep(w, "x", 1), axis_name="x", root=1), "x", 1)
+
+    f = spmd.map(body, P(), P(), mesh=spmd.Mesh(x=2, y=3, transport="local", scheduler=scheduler))
+    loss = lambda w: np.sum(f(w))
+    near(spmd.grad(loss)(W), 6 * W)
+    value, pull = spmd.vjp(loss, W)
+    for _ in range(2):
+        near(pull(np.ones_like(value))[0], 6 * W)
+    near(spmd.hvp(loss, (W,), (W,))[0], 6 * W)
+
+
 def test_what_f_closes_over(mesh):
     """Bare data and undifferentiated arrays may be; a differentiated one would lose its gradient, and is refused."""
 

@@ -54,13 +54,13 @@ def at_root(f: Callable, *xs, axis_name: AxisName, root: int = 0) -> Any:
     Keep(names, root).check_root(group)
     leaves, treedef = tree.flatten(xs)
     places = [k for k, leaf in enumerate(leaves) if _is_array(leaf)]
-    call = _Call(worker, group, names, root, frame)
+    call = _Call(group, names, root, frame)
 
     def of_blocks(*blocks) -> list:
         full = list(leaves)
         for k, block in zip(places, blocks, strict=True):
             full[k] = block
-        call.structure, outs = _encoded(f(*tree.unflatten(treedef, full)), worker)
+        call.structure, outs = _encoded(f(*tree.unflatten(treedef, full)), call.worker)
         return [call.stripped(out) for out in outs]
 
     outs = call.run(of_blocks, [rooted(leaves[k], names, root, "at_root").block for k in places])
@@ -85,14 +85,18 @@ class _Like(NamedTuple):
 class _Call:
     """One call of `at_root` on one worker."""
 
-    def __init__(self, worker: Worker, group: Group, axes: tuple[str, ...], root: int, frame: FrameType):
-        self.worker = worker
+    def __init__(self, group: Group, axes: tuple[str, ...], root: int, frame: FrameType):
         self.group = group
         self.axes = axes
         self.root = root
         self.frame = frame
         self.structure: Any = None
         self.likes: list[_Like] = []
+
+    @property
+    def worker(self) -> Worker:
+        """This worker as it is now: the way back of a map is another run, with a transport of its own."""
+        return here(_WHERE)
 
     @property
     def is_root(self) -> bool:
