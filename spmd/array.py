@@ -437,8 +437,8 @@ def _sum(x: PartitionedArray, axis=None, dtype=None, out=None, keepdims=False) -
     dims = range(x.ndim) if axis is None else (axis,) if np.ndim(axis) == 0 else axis
     summed = sorted({normal_axis("np.sum", "axis", d, x.ndim) for d in dims})
     split = [tuple(x.mesh.axes)] * x.ndim if x.layout.spec is None else x.layout.spec.dims
-    if x.layout.spec is None and not x.ndim:
-        return x if dtype is None else x.astype(dtype)
+    if x.layout.spec is None and not x.ndim:  # small integers and booleans are summed as larger ones
+        return x.astype(np.sum(np.zeros(0, x.dtype), dtype=dtype).dtype)
     if x.layout.spec is None and len(summed) < x.ndim:
         raise _in_a_map("np.sum over some dimensions of a grid", x)
     axes = tuple(n for n in x.mesh.axes if any(n in split[d] for d in summed))
@@ -466,6 +466,8 @@ def _one_copy(blocks: Mapping[int, np.ndarray], layout: Layout, mesh: Mesh) -> P
 
 
 def _broadcast_to(x: PartitionedArray, shape) -> PartitionedArray:
+    if x.layout.spec is None and not x.ndim and len(shape):
+        x = relayout(x, x.mesh.layout((), P()))  # one number for all, such as the cotangent of a sum
     layout = _common_layout("np.broadcast_to", [x], tuple(shape))
     return _one_copy({w: np.broadcast_to(b, layout.block_shape(w)) for w, b in x.blocks.items()}, layout, x.mesh)
 
@@ -521,21 +523,42 @@ def _reshape(x: PartitionedArray, shape, order="C") -> PartitionedArray:
     new = [int(n) for n in np.atleast_1d(shape)] if np.size(shape) else []
     if new.count(-1) == 1:
         new[new.index(-1)] = x.size // max(1, math.prod(n for n in new if n != -1))
-    if x.layout.spec is None:
-        raise _in_a_map("np.reshape", x)
+    spec, workers = x.layout.spec, x.layout.workers
     dims: list[tuple[str, ...]] = [()] * len(new)
     cuts: list[tuple[int, ...]] = [(n,) for n in new]
-    for d, names in enumerate(x.spec.dims):
-        if names:
+    first = 0
+    for d, cut in enumerate(x.layout.cuts):
+        if spec.dims[d] if spec is not None else len(cut) > 1:
             at = (e for e, n in enumerate(new) if n == x.shape[d] and math.prod(new[:e]) == math.prod(x.shape[:d]))
-            e = next((e for e in at if not dims[e]), None)
+            e = next((e for e in at if e >= first), None)
             if e is None:
                 raise _in_a_map("np.reshape", x)
-            dims[e], cuts[e] = names, x.layout.cuts[d]
+            first, cuts[e] = e + 1, cut
+            if spec is not None:
+                dims[e] = spec.dims[d]
     if math.prod(new) != x.size or order != "C":
         raise _in_a_map("np.reshape", x)
-    layout = Layout(new, P(*dims), x.mesh.axes, cuts)
+    if spec is not None:
+        layout = Layout(new, P(*dims), x.mesh.axes, cuts)
+    else:
+        layout = Layout.grid(new, [len(cut) for cut in cuts], x.mesh.axes, workers, cuts, copies=x.layout.copies)
     return _one_copy({w: b.reshape(layout.block_shape(w)) for w, b in x.blocks.items()}, layout, x.mesh)
+
+
+def _likes(make):
+    """np.zeros_like and its kin: laid out as x is, or copies where the shape is another."""
+
+    def like(x, *number, dtype=None, shape=None, **options):
+        if any(np.ndim(n) for n in number):
+            raise _in_a_map(f"{name_of(make)} of an array", x)
+        made = lambda b, **shape: make(b, *number, dtype=dtype, **options, **shape)
+        shape = x.shape if shape is None else tuple(shape) if np.ndim(shape) else (shape,)
+        if shape == x.shape:
+            return x._each(made)
+        layout = x.mesh.layout(shape, P())
+        return _one_copy({w: _sealed(made(b, shape=shape)) for w, b in x.blocks.items()}, layout, x.mesh)
+
+    return like
 
 
 def _of_wholes(fun):
@@ -555,8 +578,7 @@ _functions: dict[Any, Callable[..., Any]] = {
     np.stack: _stack,
     np.real: lambda x: x._each(np.real),
     np.imag: lambda x: x._each(np.imag),
-    np.zeros_like: lambda x, **kw: x._each(lambda b: np.zeros_like(b, **kw)),
-    np.ones_like: lambda x, **kw: x._each(lambda b: np.ones_like(b, **kw)),
+    **{f: _likes(f) for f in (np.zeros_like, np.ones_like, np.full_like)},
     np.shape: lambda x: x.shape,
     np.ndim: lambda x: x.ndim,
     np.size: lambda x: x.size,

@@ -448,6 +448,16 @@ def test_astype_real_and_imag():
     equal(spmd.put(A, P(), MESH).astype(int), A.astype(int))
     equal(np.zeros_like(x), np.zeros_like(z))
     equal(np.ones_like(spmd.put(A, P("x"), MESH), dtype=int), np.ones_like(A, dtype=int))
+    equal(np.full_like(spmd.put(A, P("x"), MESH), 7, dtype=int), np.full_like(A, 7, dtype=int))
+    equal(np.zeros_like(spmd.put(A, P("x"), MESH), shape=A.shape), np.zeros_like(A))
+    for shape in (3, (), (2, 7)):
+        other = np.zeros_like(spmd.put(A, P("x"), MESH), shape=shape)
+        equal(other, np.zeros_like(A, shape=shape))
+        assert all(b.shape == other.layout.block_shape(w) for w, b in other.blocks.items())
+    with pytest.raises(LayoutError, match=r"np\.full_like of an array"):
+        np.full_like(spmd.put(A, P("x"), MESH), A[0])
+    _, pull = spmd.vjp(lambda x: np.sum(x**2), spmd.put(A, P("x"), MESH))
+    equal(pull(1.0)[0], 2 * A)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)

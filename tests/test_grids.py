@@ -116,6 +116,12 @@ def test_arithmetic_on_a_grid():
         two = np.stack([x, y], axis=1).numpy()
         np.testing.assert_array_equal(two, np.stack([X, X + 1], axis=1))
         np.testing.assert_array_equal(np.expand_dims(x, (0, 2)).numpy(), X[None, :, None])
+        np.testing.assert_array_equal(np.reshape(x, (7, 1, 5, 1)).numpy(), X[:, None, :, None])
+        rows = spmd.put(X, Layout.grid((7, 5), (3, 1), W, workers=[5, 0, 2]))
+        np.testing.assert_array_equal(np.reshape(rows * np.ones((7, 5)), (1, 7, 5, 1)).numpy(), X[None, :, :, None])
+        f = spmd.map(lambda x: x**2, rows.layout, rows.layout)
+        np.testing.assert_array_equal(spmd.jacfwd(f)(X[:, :]).numpy(), spmd.jacfwd(np.square)(X))
+        np.testing.assert_array_equal(spmd.grad(lambda x: np.sum(np.expand_dims(f(x), 0)))(X), 2 * X)
         assert "grid (2, 2)" in x.layout.picture()
         assert repr(x).endswith(f"spec={GRID})")
         assert f"{describe(x)}".endswith(str(GRID))
@@ -146,6 +152,10 @@ def test_a_number_on_one_worker(scheduler):
         assert total(X).layout == at
         np.testing.assert_allclose(float(total(X)), X.sum())
         np.testing.assert_allclose(spmd.grad(lambda x: total(x) ** 2)(X), np.full(X.shape, 2 * X.sum()))
+        assert np.sum(spmd.put(True, at)).dtype == np.sum(True).dtype
+        both = spmd.map(lambda x: (x, spmd.sum_reduce(np.sum(x), "w", root=2)), P("w"), (P("w"), at))
+        loss = lambda x: np.sum(both(x)[0] ** 2) + both(x)[1]  # the cotangent of the first comes from that worker
+        np.testing.assert_allclose(spmd.grad(loss)(X), 2 * X + 1)
         (second,) = spmd.hvp(lambda x: total(x) ** 2, (X,), (X,))
         np.testing.assert_allclose(second, np.full(X.shape, 2 * X.sum()))
 
