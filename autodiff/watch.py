@@ -58,21 +58,34 @@ def place() -> str:
 
 def check_finite(x, kinds: str, where: str) -> None:
     """Raise NonFiniteError where an array holds a NaN, or an infinity if these count. where: what made it."""
-    x = np.asarray(_on_host(x))
-    if x.dtype.kind not in "fc":
-        return
-    bad = ~np.isfinite(x) if "inf" in kinds else np.isnan(x)
-    if bad.any():
-        index = tuple(int(k) for k in np.argwhere(bad)[0]) if x.ndim else ()
+    while type(x).__name__ == "Array":  # a cotangent that is traced itself
+        x = x.value
+    # Of a global array every process has a part, and all of them learn what one has found.
+    search = getattr(x, "__spmd_search__", None)
+    found = search(lambda block: _not_finite(block, kinds)) if search is not None else _not_finite(x, kinds)
+    if found is not None:
+        index, entry, count = found
         raise NonFiniteError(
             message(
                 where,
-                got=f"{x[index]} at {index} of {describe(x)}, and {int(bad.sum())} of {x.size} entries in all",
+                got=f"{entry} at {tuple(index)} of {describe(x)}, and {count} of {np.size(x)} entries in all",
                 need=f"no {kinds}, within spmd.debug(nans=...)",
                 mend="look at its operands there; np.where(ok, x, 1.0) before the operation keeps entries out of its "
-                "derivative too" + ("; nans='nan' lets infinities pass" if np.isinf(x[index]) else ""),
+                "derivative too" + ("; nans='nan' lets infinities pass" if "nan" not in entry else ""),
             )
         )
+
+
+def _not_finite(x, kinds: str) -> tuple[list[int], str, int] | None:
+    """The index of the first entry that is not finite, the entry, and how many there are; None without any."""
+    x = np.asarray(_on_host(x))
+    if x.dtype.kind not in "fc":
+        return None
+    bad = ~np.isfinite(x) if "inf" in kinds else np.isnan(x)
+    if not bad.any():
+        return None
+    index = np.argwhere(bad)[0].tolist()
+    return index, str(x[tuple(index)]), int(bad.sum())
 
 
 def _checksum(kept) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 from collections.abc import Iterator
@@ -40,7 +41,9 @@ def debug(
     line that recorded its operation. Costs a pass over every result. Bare arrays, such as those of a map with
     check=False, are not looked at.
 
-    replicas: compare every Invariant array of a body with those of the other workers, which should be the same.
+    replicas: compare every Invariant array of a body with those of the other workers, which should be the same. So all
+    of them make the same arrays: what only one does, such as to print a sum, waits for others who never come. It may
+    stand in `at_root`, or use bare data, `spmd.block(x)`.
     Raises ReplicaError at the first that differs, with the line, two workers and the first differing index. Costs a
     small message per result.
 
@@ -88,7 +91,9 @@ def _made(self: Array, value, state=None, tape=None, node=None) -> None:
         return
     kinds = FINITE.get()
     if kinds:
-        check_finite(value, kinds, _what())
+        what = _what()
+        if not what.startswith("empty"):  # np.empty_like: what it holds is no result
+            check_finite(value, kinds, what)
     if state is not None and REPLICAS.get():
         _compare(self, value)
 
@@ -129,22 +134,32 @@ def _compare(x: Array, value) -> None:
         others = worker.comm.all_gather(group, call, block).wait()
     finally:
         REPLICAS.reset(token)
-    if sum(other.shape == (0,) for other in others) == group.size - 1:
-        return  # what a Rooted value holds
-    for k, other in enumerate(others):
-        if other.shape != others[0].shape:
-            raise _differs(worker, group, k, f"of shape {list(others[0].shape)}", f"of shape {list(other.shape)}", axes)
-        differ = ~((other == others[0]) | ((other != other) & (others[0] != others[0])))
+    holders = _holders(worker, group, [other.shape for other in others])
+    one = holders[0]
+    for k in holders[1:]:
+        first, other = others[one], others[k]
+        if other.shape != first.shape:
+            texts = [f"of shape {list(o.shape)}" for o in (first, other)]
+            raise _differs(worker, (group.members[one], group.members[k]), texts, axes)
+        differ = ~((other == first) | ((other != other) & (first != first)))
         if differ.any():
             index = tuple(int(i) for i in np.argwhere(differ)[0]) if differ.ndim else ()
-            first, second = (f"with {o[index]} at {index}" for o in (others[0], other))
-            raise _differs(
-                worker, group, k, first, f"{second}; {int(differ.sum())} of {differ.size} entries differ", axes
-            )
+            texts = [f"with {o[index]} at {index}" for o in (first, other)]
+            texts[1] += f"; {int(differ.sum())} of {differ.size} entries differ"
+            raise _differs(worker, (group.members[one], group.members[k]), texts, axes)
 
 
-def _differs(worker, group, k: int, first: str, second: str, axes: tuple[str, ...]) -> ReplicaError:
-    one, other = (worker.mesh.describe(group.members[m]) for m in (0, k))
+def _holders(worker, group, shapes: list[tuple[int, ...]]) -> list[int]:
+    """Who should have one value: of a Rooted value those at one place along its axes, as the others hold nothing."""
+    some = [k for k, shape in enumerate(shapes) if shape != (0,)]
+    places = [worker.mesh.coordinates(group.members[k]) for k in some]
+    counts = [len({place[n] for place in places}) for n in group.axes]
+    at_a_place = all(count in (1, worker.mesh.axes[n]) for count, n in zip(counts, group.axes, strict=True))
+    return some if at_a_place and math.prod(counts) == len(some) else [*range(group.size)]
+
+
+def _differs(worker, members: tuple[int, int], texts: list[str], axes: tuple[str, ...]) -> ReplicaError:
+    (first, second), (one, other) = texts, map(worker.mesh.describe, members)
     return ReplicaError(
         message(
             _what(),

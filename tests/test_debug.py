@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from contextlib import suppress
 
 import numpy as np
 import pytest
+from launch import PROGRAMS, each_mpi, launch
+from mpi_programs import debugging
 
 import spmd
 from spmd import P
@@ -164,6 +167,49 @@ def test_nans_that_come_in_are_those_of_an_argument():
         here(lambda: spmd.map(lambda x: x, P("x"), P("x"))(np.array([1.0, np.nan])), "^an argument\n")
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_derivatives_of_derivatives_are_looked_at(scheduler, quiet, inside):
+    """Their cotangents are traced themselves, and outside of a map they lie on a mesh."""
+    x = np.array([1.0, 4.0, 9.0, 4.0])
+    with spmd.Mesh(x=2, scheduler=scheduler):
+        loss = lambda x: spmd.psum(np.sum(x**1.5), "x")
+        slope = lambda f, x: np.sum(spmd.grad(f)(x) ** 2)
+        if inside:
+            f = spmd.map(lambda x: spmd.grad(lambda x: spmd.psum(slope(loss, x), "x"))(x), P("x"), P("x"))
+        else:
+            mapped = spmd.map(loss, P("x"), P())
+            f = lambda x: spmd.grad(lambda x: slope(mapped, x))(spmd.put(x, P("x")))
+        with spmd.debug(nans=True, replicas=True, mutation=True):
+            np.testing.assert_allclose(f(x).numpy(), 2.25)
+            here(lambda: f(x - 4.0), "nan at")
+
+
+def test_the_index_of_a_nan_is_that_in_the_global_array(quiet):
+    with spmd.Mesh(x=3), spmd.debug(nans=True):
+        x = spmd.put(np.array([3.0, 2, 5, 1, 0, 0, 2]), P("x"))
+        text = here(lambda: spmd.grad(lambda x: np.sum(np.log(x)))(x), "^np.log at")
+        assert "-inf at (4,) of PartitionedArray float64[7]" in text
+        assert "2 of 7 entries" in text
+
+
+def test_what_np_empty_leaves_in_an_array_is_no_result():
+    def body(x):
+        np.full(x.shape, np.nan)  # whose memory comes next
+        return np.empty_like(x).at[:].set(x)
+
+    with spmd.Mesh(x=2), spmd.debug(nans=True):
+        for _ in range(20):
+            spmd.map(body, P("x"), P("x"))(np.ones(200))
+
+
+@each_mpi
+def test_every_process_learns_of_a_nan_in_a_global_array(python):
+    ended = launch(PROGRAMS / "debugging.py", python=python, n=2, timeout=120)
+    assert ended.returncode == 0, str(ended)
+    with spmd.Mesh(x=2, transport="local"):
+        assert json.loads(ended.stdout) == debugging.found()
+
+
 def test_making_arrays_costs_nothing_once_nobody_looks(quiet):
     make = spmd.Array.__init__
     with spmd.debug(nans=True):
@@ -203,7 +249,7 @@ def test_replicas_that_agree_are_left_alone(scheduler):
 
         return spmd.grad(loss)(w)
 
-    with spmd.Mesh(x=3, scheduler=scheduler):
+    with spmd.Mesh(x=3, y=2, scheduler=scheduler):  # the root's value is one along y
         f = spmd.map(body, (P(), P("x")), P())
         w, x = np.ones(2), np.arange(6.0).reshape(3, 2)
         expected = f(w, x).numpy()
