@@ -25,10 +25,15 @@ class Generator:
         self.rng = rng
         self.axes = axes
 
+    def __reduce__(self):
+        return Generator, (self.rng, self.axes)
+
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.rng, name)
         if name.startswith("_") or not callable(found):
             return found
+        if name == "spawn":
+            return lambda n_children: [Generator(rng, self.axes) for rng in self.rng.spawn(n_children)]
 
         def draw(*args, **kwargs):
             drawn = found(*args, **kwargs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 
@@ -48,6 +50,21 @@ def test_what_is_drawn_carries_its_state():
         with pytest.raises(Exception, match="Invariant along 'x'"):
             spmd.map(lambda: spmd.random.default_rng(0, "x").normal(size=2), (), P())()
     assert spmd.random.default_rng(7).random() == np.random.default_rng([7]).random()
+
+
+def test_generators_that_are_spawned_or_copied_carry_the_state_too():
+    def body(x):
+        rng = spmd.random.default_rng(0, "x")
+        (child,) = rng.spawn(1)
+        assert child.normal(size=2).state.varying == {"x"}
+        (grandchild,) = child.spawn(1)
+        assert grandchild.random().state.varying == {"x"}
+        twin = copy.deepcopy(rng)
+        np.testing.assert_array_equal(spmd.block(twin.normal(size=2)), spmd.block(rng.normal(size=2)))
+        return x + twin.normal(size=x.shape)
+
+    with spmd.Mesh(x=2):
+        spmd.map(body, P("x"), P("x"))(np.ones(4))
 
 
 def test_wrong_arguments():
