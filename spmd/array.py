@@ -30,7 +30,7 @@ from spmd.operators.reduce import Sum
 from spmd.operators.repartition import Repartition
 from spmd.operators.root import Rooted
 from spmd.specs import spread
-from spmd.state import state_of
+from spmd.state import REPLICAS, state_of
 from spmd.transport.base import Call, sealed
 
 __all__ = [
@@ -891,7 +891,11 @@ def _inner_here(a, b) -> tuple[tuple[str, ...], Any]:
     assert worker is not None
     axes = tuple(worker.mesh.axes)
     if type(a) is Rooted and type(b) is Rooted and (a.axes, a.root) == (b.axes, b.root):
-        held = np.sum(np.conj(a.block) * b.block)
+        token = REPLICAS.set(False)  # the others sum over nothing
+        try:
+            held = np.sum(np.conj(a.block) * b.block)
+        finally:
+            REPLICAS.reset(token)
         state = getattr(held, "state", None)
         root = state_of(a.axes)
         share = Array(held.value, state | root, held.tape, held.node) if state is not None else held

@@ -247,7 +247,8 @@ def test_replicas_that_agree_are_left_alone(scheduler):
             once = spmd.at_root(lambda v: v * v, spmd.keep(w, "x", 1), axis_name="x", root=1)
             return spmd.psum(np.sum(np.tanh(w * x)), "x") + np.sum(spmd.replicate(once, "x", 1)) * np.nan**0
 
-        return spmd.grad(loss)(w)
+        held = spmd.keep(w, "x", 2)
+        return spmd.grad(loss)(w) * spmd.inner(held, held)
 
     with spmd.Mesh(x=3, y=2, scheduler=scheduler):  # the root's value is one along y
         f = spmd.map(body, (P(), P("x")), P())
