@@ -148,6 +148,8 @@ def test_a_number_on_one_worker(scheduler):
         assert float(spmd.put(x, P())) == 3.5
         assert float(spmd.put(spmd.put(3.5, P()), at)) == 3.5
         assert float(spmd.from_callback((), at, lambda index: 1.5)) == 1.5
+        other = spmd.put(1.0, Layout.grid((), (), W, workers=[4]))
+        assert float(np.sum(x) + np.sum(other)) == 4.5  # sums are one value for all
         total = spmd.map(lambda x: spmd.sum_reduce(np.sum(x), "w", root=2), P("w"), at)
         assert total(X).layout == at
         np.testing.assert_allclose(float(total(X)), X.sum())
