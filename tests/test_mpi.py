@@ -131,6 +131,24 @@ with spmd.Mesh(x=3):
 """
 
 
+@pytest.mark.parametrize("how", ["retry", "slow", "leave"])
+def test_an_error_that_all_catch_leaves_the_job_as_good_as_before(python, how):
+    """Where the one that failed tries again at once, another takes its time, or the one that failed is through."""
+    printed = ended_well("caught.py", how, python=python)
+    for attempt in range(5 if how == "retry" else 1):
+        assert printed.count(f"caught attempt {attempt}, raised by worker 1 (x=1)") == 4, printed
+    assert printed.count("got 4.0") == (0 if how == "leave" else 4), printed
+
+
+def test_an_error_that_only_the_one_that_failed_catches_ends_the_job(python):
+    started = time.monotonic()
+    ended = launch(PROGRAMS / "caught.py", "by one", python=python, timeout=30)
+    assert ended.returncode not in (0, None), str(ended)
+    assert time.monotonic() - started < 8
+    assert ended.stderr.count("Traceback") == 1, str(ended)
+    assert "ValueError: attempt 0\nraised by worker 1 (x=1)" in ended.stderr
+
+
 def hanging(how: str, python: str, **env: str) -> tuple[Ended, float]:
     started = time.monotonic()
     ended = launch(PROGRAMS / "hanging.py", how, python=python, timeout=40, **env)
@@ -166,8 +184,9 @@ def test_a_worker_that_sleeps_ends_the_job_with_a_report(python):
     )
 
 
-def test_a_worker_that_computes_is_waited_for(python):
-    ended, _ = hanging("busy", python, SPMD_TIMEOUT="1")
+@pytest.mark.parametrize("how", ["busy", "holding"])
+def test_a_worker_that_computes_is_waited_for(python, how):
+    ended, _ = hanging(how, python, SPMD_TIMEOUT="1")
     assert ended.returncode == 0, str(ended)
     assert ended.stdout.count("got 8.0") == 4
 

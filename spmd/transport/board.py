@@ -23,9 +23,10 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["FAILED", "LEFT", "RUNNING", "WAITING", "Board"]
+__all__ = ["FAILED", "FOLLOWS", "LEFT", "RUNNING", "WAITING", "Board"]
 
-RUNNING, WAITING, FAILED, LEFT = range(4)
+RUNNING, WAITING, FAILED, FOLLOWS, LEFT = range(5)
+"""What a process does. FAILED: it ends with an error of its own. FOLLOWS: it ends with another's."""
 
 _GROUPS = 256
 """Groups whose meetings a row counts: the latest ones."""
@@ -33,24 +34,29 @@ _GROUPS = 256
 _RANKS = 1024
 """Ranks that a row can name; of larger jobs only the others' states are known."""
 
+_FAILURES = 16
+"""Maps that failed which a row tells of. Who catches an error may try again, and fail again, before others look."""
+
 _ROW = np.dtype(
     [
         ("beat", "i8"),  # changes with the row
         ("state", "i8"),
         ("group", "i8"),  # what it waits for: the number of a group, and which of its meetings
         ("meeting", "i8"),
+        ("run", "i8"),  # in which map
         ("pid", "i8"),
         ("cpu", "f8"),  # seconds of the processor so far
         ("groups", "i8", _GROUPS),
         ("met", "i8", _GROUPS),
         ("members", "u1", _RANKS // 8),  # a bit for each rank of the group that it waits for
         ("calls", "S4096"),  # its last collectives, the latest first, a line each
-        ("broken", "i8"),  # the last map that failed here, by its number
-        ("error", "S4096"),  # and how
+        ("broken", "i8", _FAILURES),  # the last maps that failed here, by their numbers
+        ("errors", "S4096", _FAILURES),  # and how
+        ("end", "S4096"),  # the error that it ends with
     ]
 )
 _SEPARATOR = "\x1f"
-_BEAT, _STATE, _GROUP, _MEETING = range(4)
+_BEAT, _STATE, _GROUP, _MEETING, _RUN = range(5)
 _PULSE = 0.25
 """Seconds between two entries of a process that does not wait."""
 
@@ -67,7 +73,7 @@ class Board:
         self.rows = np.ndarray(size, _ROW, _mapped(self.path, size * _ROW.itemsize))
         row = self.rows[rank : rank + 1]
         row[:] = np.zeros((), _ROW)
-        self.head = row.view(np.int64).reshape(-1)[:4]
+        self.head = row.view(np.int64).reshape(-1)[:5]
         self.row: Any = self.rows[rank]
         self.row["pid"] = os.getpid()
         self.met, self.members = self.row["met"], self.row["members"]
@@ -76,14 +82,15 @@ class Board:
         self.places: dict[int, int] = {}
         self.counts: dict[int, int] = {}
         self.written: Any = None
+        self.failures_here = 0
         self.stop = threading.Event()
         self.lock = threading.Lock()
         threading.Thread(target=self._beat, name="spmd-board", daemon=True).start()
 
     # What this process does
 
-    def enter(self, group: int, ranks: Sequence[int], call: Any) -> None:
-        """It waits from now on for the next meeting of a group of these ranks."""
+    def enter(self, group: int, ranks: Sequence[int], call: Any, run: int) -> None:
+        """It waits from now on, in a map, for the next meeting of a group of these ranks."""
         place = self.places.get(group)
         if place is None:
             place = self._place(group)
@@ -94,7 +101,7 @@ class Board:
             self.recent.append(call)
         head = self.head
         self.met[place] += 1
-        head[_GROUP], head[_MEETING] = group, self.met[place]
+        head[_GROUP], head[_MEETING], head[_RUN] = group, self.met[place], run
         self.members[:] = self.masks[place]
         head[_STATE] = WAITING
         head[_BEAT] += 1
@@ -118,15 +125,18 @@ class Board:
         self.head[_STATE] = RUNNING
         self.head[_BEAT] += 1
 
-    def fail(self, run: int, who: str, error: str) -> None:
-        """A map has failed here, for the error that a worker raised."""
-        self.row["error"] = f"{who}{_SEPARATOR}{error}".encode()[:4096]
-        self.row["broken"] = run
+    def fail(self, run: int, origin: int, who: str, error: str) -> None:
+        """A map has failed here, for the error that a worker raised, in the process `origin`."""
+        place = self.failures_here % _FAILURES
+        self.failures_here += 1
+        self.row["broken"][place] = 0  # Nobody reads a text that is being written.
+        self.row["errors"][place] = f"{origin}{_SEPARATOR}{who}{_SEPARATOR}{error}".encode()[:4096]
+        self.row["broken"][place] = run
         self.head[_BEAT] += 1
 
     def end(self, state: int, error: str = "") -> None:
         """It ends with an error, or has left the program."""
-        self.row["error"] = error.encode()[:4096]
+        self.row["end"] = error.encode()[:4096]
         self.tell()
         self.head[_STATE] = state
         self.head[_BEAT] += 1
@@ -158,6 +168,15 @@ class Board:
         """Whether this process knows of another: it is on this host, and has come as far as this."""
         return bool(self.rows[rank]["pid"])
 
+    def worked(self, rank: int) -> float:
+        """The seconds of the processor that a process has used. The system knows it of one that does not get to write
+        it, in a long call that holds the interpreter."""
+        try:
+            fields = Path(f"/proc/{int(self.rows[rank]['pid'])}/stat").read_text().rpartition(")")[2].split()
+            return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        except (OSError, IndexError, ValueError):
+            return float(self.rows[rank]["cpu"])
+
     def has_died(self, rank: int) -> bool:
         pid = int(self.rows[rank]["pid"])
         with suppress(OSError):
@@ -186,11 +205,13 @@ class Board:
         return [m for m in members if m != rank and self.here(m) and not self.arrived(m, group, meeting)]
 
     def circle(self) -> dict[int, list[int]]:
-        """Who waits in vain, each with those that it waits for: for each other, or for one that has left."""
+        """Who waits in vain, each with those that it waits for: for each other, or for one that has left. Not those in
+        a map that has failed elsewhere, for they go on as soon as they see it."""
+        failed = set(self.rows["broken"].ravel().tolist()) - {0}
         ended = {r for r in range(self.size) if self.here(r) and (self.rows[r]["state"] == LEFT or self.has_died(r))}
         waits: dict[int, list[int]] = {}
         for rank in range(self.size):
-            absent = self.missing(rank) if rank not in ended else []
+            absent = self.missing(rank) if rank not in ended and int(self.rows[rank]["run"]) not in failed else []
             if absent:
                 waits[rank] = absent
         while True:
@@ -206,20 +227,25 @@ class Board:
         """The last collectives of a process, the latest first."""
         return self.rows[rank]["calls"].decode(errors="replace").splitlines()
 
-    def broken(self, run: int, ranks: Sequence[int]) -> tuple[str, str] | None:
-        """Of the first of some processes in which a map has failed, which worker raised what."""
+    def broken(self, run: int, ranks: Sequence[int]) -> tuple[int, str, str] | None:
+        """Of the first of some processes in which a map has failed, where which worker raised what."""
         for r in ranks:
-            if self.rows[r]["broken"] == run and self.here(r):
-                who, _, error = self.rows[r]["error"].decode(errors="replace").partition(_SEPARATOR)
-                return who, error
+            (places,) = np.nonzero(self.rows[r]["broken"] == run)
+            if len(places) and self.here(r):
+                origin, who, error = self.rows[r]["errors"][places[0]].decode(errors="replace").split(_SEPARATOR, 2)
+                return int(origin), who, error
         return None
 
-    def failures(self) -> dict[int, str]:
+    def has_gone_on(self, rank: int) -> bool:
+        """Whether a process that has raised an error has caught it, or is no more."""
+        return int(self.rows[rank]["state"]) in (WAITING, LEFT) or self.has_died(rank)
+
+    def failures(self, state: int = FAILED) -> dict[int, str]:
         """The errors that processes ended with."""
         return {
-            r: self.rows[r]["error"].decode(errors="replace")
+            r: self.rows[r]["end"].decode(errors="replace")
             for r in range(self.size)
-            if self.here(r) and self.rows[r]["state"] == FAILED
+            if self.here(r) and self.rows[r]["state"] == state
         }
 
 

@@ -402,7 +402,7 @@ class MpiTransport(Transport):
         if found is None:
             ranks = tuple(self.ranks[m] for m in members)
             found = self._groups[members] = (_digest("group", self.failed, tuple(sorted(ranks))) or 1, ranks)
-        self.board.enter(*found, call)
+        self.board.enter(*found, call, self.number)
 
     def _gather(self, members: Shape, call: Call | None) -> None:
         """Wait until all of these workers are here, before MPI makes something that needs them all."""
@@ -422,13 +422,16 @@ class MpiTransport(Transport):
     def fail(self, error: BaseException) -> None:
         """A map has failed here. Others that wait in it learn so, and fail alike; then all meet on new communicators,
         for on the old ones something may be under way that will never end."""
+        if self.board is not None:
+            self.board.go_on()
         if self.board is not None and self.broken != self.number:
             self.broken = self.number
             self.failed += 1
             self._subcomms.clear()
             self._groups.clear()
             who = getattr(error, "peer", None) or self.describe(self.local[0])
-            self.board.fail(self.number, who, f"{type(error).__name__}: {error}")
+            origin = getattr(error, "origin", self.board.rank)
+            self.board.fail(self.number, origin, who, f"{type(error).__name__}: {error}")
 
     def arrive(self, requests: list[MPI.Request], call: Call | None, buffers: Any = None) -> None:
         """Wait for requests; buffers are what they read and write."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from spmd.errors import MeshError, StallError, again, message
 from spmd.transport.base import Call, deadlock, raised_by
-from spmd.transport.board import FAILED, LEFT, Board
+from spmd.transport.board import FAILED, FOLLOWS, LEFT, Board
 
 if TYPE_CHECKING:
     from spmd.transport.mpi import MpiTransport
@@ -80,12 +80,18 @@ def failed_too(kind: type[BaseException], error: BaseException) -> list[str]:
     board = _board
     if board is None:
         return []
-    if hasattr(error, "peer"):
-        time.sleep(_AWAY)  # whoever raised it reports, and ends the job
-        return []
     mine = f"{kind.__name__}: {error}"
-    board.end(FAILED, mine)
     started = time.monotonic()
+    origin = getattr(error, "origin", None)
+    if origin is not None:
+        board.end(FOLLOWS, mine)
+        while time.monotonic() - started < _AWAY and not board.has_gone_on(origin):
+            time.sleep(0.01)  # whoever raised it reports, and ends the job
+        time.sleep(_TOGETHER)
+        if min(board.failures(FOLLOWS)) != board.rank:
+            time.sleep(_AWAY)  # where that one has caught it, the first one of those that have not does so
+        return []
+    board.end(FAILED, mine)
     expected = set(getattr(error, "ranks", ()))
     while (waited := time.monotonic() - started) < _TOGETHER or (
         waited < 10 * _TOGETHER and not expected <= board.failures().keys()
@@ -104,11 +110,11 @@ def failed_too(kind: type[BaseException], error: BaseException) -> list[str]:
     ]
 
 
-def like(who: str, said: str) -> Exception:
+def like(origin: int, who: str, said: str) -> Exception:
     """An error like the one that a worker raised in another process, for those that waited for it."""
     name, _, text = said.partition(": ")
     error = again(name, text)
-    error.peer = who  # type: ignore[attr-defined]
+    error.origin, error.peer = origin, who  # type: ignore[attr-defined]
     raised_by(error, who)
     return error
 
@@ -160,7 +166,7 @@ class Patience:
         # Whoever computes, or goes from collective to collective, makes progress.
         others = self.board.missing(self.board.rank) or [r for r in self.transport.ranks if r != self.board.rank]
         known = [r for r in others if self.board.here(r)]
-        worked = sum(float(self.board.rows[r]["cpu"]) for r in known)
+        worked = sum(self.board.worked(r) for r in known)
         state = (self.board.beats(known), worked)
         if self.mark is None:
             self.mark = now, state

@@ -34,6 +34,10 @@ def body(x):
             os.kill(os.getpid(), signal.SIGKILL)
         if HOW == "busy":
             away(4)
+        if HOW == "holding":  # the interpreter: no other thread of the process runs
+            started = time.monotonic()
+            while time.monotonic() - started < 2:
+                sum(range(150_000_000))
         if HOW == "raise":
             raise ValueError("worker one fails")
         if HOW == "return":
