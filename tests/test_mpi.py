@@ -149,9 +149,9 @@ def test_an_error_that_only_the_one_that_failed_catches_ends_the_job(python):
     assert "ValueError: attempt 0\nraised by worker 1 (x=1)" in ended.stderr
 
 
-def hanging(how: str, python: str, **env: str) -> tuple[Ended, float]:
+def hanging(how: str, python: str, *apart: str, **env: str) -> tuple[Ended, float]:
     started = time.monotonic()
-    ended = launch(PROGRAMS / "hanging.py", how, python=python, timeout=40, **env)
+    ended = launch(PROGRAMS / "hanging.py", how, *apart, python=python, timeout=40, **env)
     return ended, time.monotonic() - started
 
 
@@ -170,6 +170,31 @@ def test_workers_that_wait_in_vain_are_told_so(python, how):
             assert f"worker {k} (x={k // 2}, y={k % 2}) waits in psum(float64[3], '{axis}') for" in ended.stderr
     if how == "leave":
         assert "worker 1 (x=0, y=1) has left the program" in ended.stderr
+
+
+def test_processes_know_of_each_other_where_something_stands_between_them_and_the_launcher(python):
+    ended, seconds = hanging("circle", python, "wrapped")
+    assert ended.returncode not in (0, None), str(ended)
+    assert seconds < 10
+    assert ended.stderr.count("DeadlockError") == 1, str(ended)
+
+
+@pytest.mark.parametrize("how", ["circle", "return", "sleep"])
+def test_across_hosts_the_time_limit_ends_what_cannot_end(python, how):
+    ended, seconds = hanging(how, python, "apart", SPMD_TIMEOUT="2")
+    assert ended.returncode not in (0, None), str(ended)
+    assert seconds < 15
+    if how != "return":
+        assert "StallError" in ended.stderr, str(ended)
+        assert "is on another host, or has made no mesh" in ended.stderr
+
+
+def test_a_worker_that_makes_no_mesh_is_waited_for_no_longer_than_the_time_limit(python):
+    ended, seconds = hanging("early", python, SPMD_TIMEOUT="2")
+    assert ended.returncode not in (0, None), str(ended)
+    assert seconds < 15
+    assert ended.stderr.count("Traceback") == 1, str(ended)
+    assert "worker 1 (x=0, y=1) has made no mesh" in ended.stderr
 
 
 def test_a_worker_that_sleeps_ends_the_job_with_a_report(python):

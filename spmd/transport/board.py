@@ -64,11 +64,13 @@ _PULSE = 0.25
 class Board:
     """The rows of the processes of this host, by their rank in the world; those of other hosts are empty.
 
-    ranks: of the whole world. rank: of this process.
+    rank: of this process in the world. size: of the world. whole: whether all of it is on this host, as the launcher
+    says; then who has no row yet has not come as far as this.
     """
 
     def __init__(self, rank: int, size: int):
         self.rank, self.size = rank, size
+        self.whole = str(size) in (os.environ.get("MPI_LOCALNRANKS"), os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE"))
         self.path = _path()
         self.rows = np.ndarray(size, _ROW, _mapped(self.path, size * _ROW.itemsize))
         row = self.rows[rank : rank + 1]
@@ -196,13 +198,14 @@ class Board:
         return bool(len(places)) and int(row["met"][places[0]]) >= meeting
 
     def missing(self, rank: int) -> list[int]:
-        """Of the group that a process waits for the members on this host that have not come."""
+        """Of the group that a process waits for the members that have not come, as far as this host knows."""
         row = self.rows[rank]
         group, meeting = int(row["group"]), int(row["meeting"])
         if row["state"] != WAITING or group == 0:
             return []
         members = np.flatnonzero(np.unpackbits(row["members"])[: self.size]).tolist()
-        return [m for m in members if m != rank and self.here(m) and not self.arrived(m, group, meeting)]
+        known = [m for m in members if m != rank and (self.whole or self.here(m))]
+        return [m for m in known if not self.arrived(m, group, meeting)]
 
     def circle(self) -> dict[int, list[int]]:
         """Who waits in vain, each with those that it waits for: for each other, or for one that has left. Not those in
@@ -258,7 +261,29 @@ def _path() -> Path:
         if parent.isdigit() and _birth(int(parent)) != birth:
             with suppress(OSError):
                 old.unlink()
-    return folder / f"{mine}{os.getppid()}-{_birth(os.getppid())}"
+    launcher = _launcher()
+    return folder / f"{mine}{launcher}-{_birth(launcher)}"
+
+
+_LAUNCHERS = ("hydra_pmi_proxy", "mpiexec", "mpirun", "orted", "prted", "prterun", "slurmstepd")
+
+
+def _launcher() -> int:
+    """The process that has started those of this host. Between them may be others, such as a shell or `uv run`: they
+    have this process's place in the world in their environment."""
+    names = ("PMI_RANK", "PMI_FD", "PMIX_RANK", "PMIX_NAMESPACE")
+    mine = {f"{name}={os.environ[name]}".encode() for name in names if name in os.environ}
+    parent = os.getppid()
+    while mine:
+        try:
+            folder = Path(f"/proc/{parent}")
+            between = mine <= set((folder / "environ").read_bytes().split(b"\0"))
+            if not between or (folder / "comm").read_text().strip().startswith(_LAUNCHERS):
+                break
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, IndexError, ValueError):
+            break
+    return parent
 
 
 def _mapped(path: Path, nbytes: int) -> mmap.mmap:

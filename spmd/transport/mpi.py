@@ -12,6 +12,7 @@ out: the headers of sums, whose shapes are equal by contract, and the polling.
 
 from __future__ import annotations
 
+import atexit
 import contextvars
 import hashlib
 import json
@@ -46,6 +47,21 @@ Shape = tuple[int, ...]
 def _digest(*key: object) -> int:
     """A call's key as a number that is the same in every process."""
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little", signed=True)
+
+
+@lru_cache(maxsize=1)
+def _first_greeting() -> int:
+    """The first of the last 1024 tags, which are those of greetings."""
+    atexit.register(_last_greetings)
+    return int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767) - 1024
+
+
+def _last_greetings() -> None:
+    """Receive what came when nobody waited for it any more: MPICH does not end well with messages that nobody took."""
+    status, nothing = MPI.Status(), [np.empty(0, np.uint8), MPI.BYTE]
+    if not MPI.Is_finalized():
+        while MPI.COMM_WORLD.Iprobe(status=status) and status.Get_tag() >= _first_greeting():
+            MPI.COMM_WORLD.Recv(nothing, status.Get_source(), status.Get_tag())
 
 
 def _headers(call: Call, shapes: Sequence[Shape | None], run: int, number: int) -> np.ndarray:
@@ -406,11 +422,31 @@ class MpiTransport(Transport):
 
     def _gather(self, members: Shape, call: Call | None) -> None:
         """Wait until all of these workers are here, before MPI makes something that needs them all."""
-        if self.board is not None and call is not None:
-            self.come(members, call)
-            rank = self.board.rank
+        if self.board is None or call is None:
+            return
+        self.come(members, call)
+        rank = self.board.rank
+        if self.board.whole:
             self._wait(call, lambda: not self.board.missing(rank))  # type: ignore[union-attr]
-            self.board.go_on()
+        else:
+            number, ranks = self._groups[members]
+            self._greet([r for r in ranks if r != rank], number, call)
+        self.board.go_on()
+
+    def _greet(self, others: Sequence[int], number: int, call: Call) -> None:
+        """Wait for a message from each, for the board does not know those of other hosts."""
+        world, nothing = MPI.COMM_WORLD, [np.empty(0, np.uint8), MPI.BYTE]
+        tag = _first_greeting() + number % 1024
+        received = [world.Irecv(nothing, r, tag) for r in others]
+        sent = [world.Isend(nothing, r, tag) for r in others]
+        try:
+            self._wait(call, lambda: MPI.Request.Testall(received + sent))
+        except BaseException:
+            for request in received:
+                request.Cancel()
+                request.Wait()
+            _lost.append((sent, nothing))
+            raise
 
     def _wait(self, call: Call | None, done: Callable[[], bool]) -> None:
         try:

@@ -209,7 +209,9 @@ class Patience:
         for rank in self.transport.ranks:
             who = self._who(rank)
             if not self.board.here(rank):
-                lines.append(f"{who} is on another host")
+                lines.append(
+                    f"{who} " + ("has made no mesh" if self.board.whole else "is on another host, or has made no mesh")
+                )
                 continue
             does = "is missing" if rank in absent else "waits"
             calls = self.board.calls(rank)

@@ -1,18 +1,36 @@
-"""Four workers of which one does not come, or all wait for another than who waits for them. Argument 1 says how."""
+"""Four workers of which one does not come, or all wait for another than who waits for them. Argument 1 says how.
+
+Argument 2: `wrapped` starts another process, as `uv run` does; `apart` lets the processes see as little of each other
+as on hosts of their own.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
+
+if sys.argv[2:] == ["wrapped"]:
+    sys.exit(subprocess.run([sys.executable, *sys.argv[:2]], close_fds=False).returncode)
 
 import numpy as np
 
 import spmd
 from spmd import P
+from spmd.transport import board
 
 HOW = sys.argv[1]
+if sys.argv[2:] == ["apart"]:
+    os.environ |= {"MPI_LOCALNRANKS": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+    board._path = lambda: Path(f"{tempfile.mkdtemp()}/board")
+if HOW == "early" and "1" in (os.environ.get("PMI_RANK"), os.environ.get("OMPI_COMM_WORLD_RANK")):
+    from mpi4py import MPI  # noqa: F401
+
+    sys.exit(0)
 
 
 def away(seconds: float) -> None:
