@@ -140,6 +140,51 @@ def test_an_error_that_all_catch_leaves_the_job_as_good_as_before(python, how):
     assert printed.count("got 4.0") == (0 if how == "leave" else 4), printed
 
 
+LATE = """
+import time
+import numpy as np, spmd
+from spmd import P
+from spmd.errors import MismatchError
+
+mesh = spmd.Mesh(x=2, y=2)
+
+def fails(x):
+    k = spmd.worker_index(("x", "y"))
+    if k == 3:
+        time.sleep(0.5)
+    if k == 0:
+        raise ValueError("only here")
+    return spmd.psum(x, "y")
+
+def catches(x):
+    k = spmd.worker_index(("x", "y"))
+    try:
+        (spmd.psum if k == 0 else spmd.pmax)(x, "y")
+    except MismatchError:
+        pass
+    if k == 3:
+        time.sleep(0.5)
+    return spmd.psum(x.sum(), ("x", "y"))
+
+for f, spec, kind in (fails, P("x"), ValueError), (catches, P(), MismatchError):
+    for _ in range(2):
+        try:
+            spmd.map(f, P(("x", "y")), spec, mesh=mesh, check=False)(np.ones(4))
+        except kind as error:
+            print(f"{kind.__name__}\\n", end="", flush=True)
+"""
+
+
+def test_who_comes_late_to_a_map_that_has_failed_learns_it(python, tmp_path):
+    """The others of its group have left; or went on in the body, where the map has failed all the same."""
+    program = tmp_path / "late.py"
+    program.write_text(LATE)
+    ended = launch(program, python=python, timeout=40)
+    assert ended.returncode == 0, str(ended)
+    assert ended.stdout.count("ValueError") == 8
+    assert ended.stdout.count("MismatchError") == 8
+
+
 def test_an_error_that_only_the_one_that_failed_catches_ends_the_job(python):
     started = time.monotonic()
     ended = launch(PROGRAMS / "caught.py", "by one", python=python, timeout=30)

@@ -10,6 +10,7 @@ torn; a verdict therefore needs to be seen twice, with nothing changed in betwee
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import tempfile
@@ -73,6 +74,7 @@ class Board:
         self.whole = str(size) in (os.environ.get("MPI_LOCALNRANKS"), os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE"))
         self.path = _path()
         self.rows = np.ndarray(size, _ROW, _mapped(self.path, size * _ROW.itemsize))
+        self.file = self.path.open("r+b")
         row = self.rows[rank : rank + 1]
         row[:] = np.zeros((), _ROW)
         self.head = row.view(np.int64).reshape(-1)[:5]
@@ -127,6 +129,23 @@ class Board:
         self.head[_STATE] = RUNNING
         self.head[_BEAT] += 1
 
+    def withdraw(self) -> bool:
+        """It waits no longer for a meeting that will not be, so that nobody who comes later counts on it. False where
+        all have come by now: they do count on it.
+
+        One at a time, for it looks as if it had left while it asks who has come.
+        """
+        place = self.places[int(self.head[_GROUP])]
+        fcntl.lockf(self.file, fcntl.LOCK_EX)
+        try:
+            self.met[place] -= 1
+            gone = bool(self.missing(self.rank))
+            if not gone:
+                self.met[place] += 1
+        finally:
+            fcntl.lockf(self.file, fcntl.LOCK_UN)
+        return gone
+
     def fail(self, run: int, origin: int, who: str, error: str) -> None:
         """A map has failed here, for the error that a worker raised, in the process `origin`."""
         place = self.failures_here % _FAILURES
@@ -156,7 +175,8 @@ class Board:
         """It leaves the program; the last to do so takes the file away."""
         self.stop.set()
         self.end(LEFT)
-        if all(self.rows[r]["state"] == LEFT or self.has_died(r) for r in range(self.size) if self.here(r)):
+        known = [r for r in range(self.size) if self.whole or self.here(r)]  # Of all, some may not have come yet.
+        if all(self.here(r) and (self.rows[r]["state"] == LEFT or self.has_died(r)) for r in known):
             with suppress(OSError):
                 self.path.unlink()
 

@@ -32,7 +32,7 @@ from spmd.layout import block_sizes, offsets
 from spmd.transport.base import Call, Comm, Group, Handle, Outcome, Ready, Transport, mismatch, raised_by, sealed
 from spmd.transport.blas import blas_threads, core_numbers, share_of_cores
 from spmd.transport.detect import abort, end_the_job_on_error
-from spmd.transport.patience import Patience, board_of_the_job, checks_are_on, time_limit
+from spmd.transport.patience import Patience, board_of_the_job, checks_are_on, like, time_limit
 
 __all__ = ["MpiTransport"]
 
@@ -412,8 +412,11 @@ class MpiTransport(Transport):
         return found
 
     def come(self, members: Shape, call: Call) -> None:
-        """Put on the board that this process waits for a meeting of these workers, in order of their numbers."""
+        """Put on the board that this process waits for a meeting of these workers, in order of their numbers. Raises
+        the error that the map has failed with, where the body caught it: the others end the map with it."""
         assert self.board is not None
+        if self.number and self.broken == self.number:
+            raise like(*self.board.broken(self.number, self.ranks) or (self.board.rank, "", ""))
         found = self._groups.get(members)
         if found is None:
             ranks = tuple(self.ranks[m] for m in members)
@@ -427,7 +430,12 @@ class MpiTransport(Transport):
         self.come(members, call)
         rank = self.board.rank
         if self.board.whole:
-            self._wait(call, lambda: not self.board.missing(rank))  # type: ignore[union-attr]
+            try:
+                Patience(self, call).until(lambda: not self.board.missing(rank))  # type: ignore[union-attr]
+            except BaseException as error:
+                if self.board.withdraw() or not isinstance(error, Exception):
+                    self.fail(error)
+                    raise
         else:
             number, ranks = self._groups[members]
             self._greet([r for r in ranks if r != rank], number, call)
@@ -508,14 +516,25 @@ class MpiTransport(Transport):
                     raised_by(error, describe(worker))
                 self.fail(error)
                 raise
+            finally:
+                if self.broken == self.number:
+                    self._leave()
         return Outcome({worker: result}, time.perf_counter() - started, 0)
+
+    def _leave(self) -> None:
+        """A map that has failed is over: what follows has another number, and its error is not of that."""
+        self.number = _digest("after", self.ranks, self.runs) or 1
 
     def share(self, local: dict[int, Any]) -> dict[int, Any]:
         (value,) = local.values()
         send = np.frombuffer(json.dumps(value).encode(), np.uint8)
         everyone = tuple(range(self.size))
         group = Group((), (), everyone, self.local[0])
-        blocks = self.comm._all_gather(group, _End(send, self.last), send).wait()  # no part of the ledger
+        try:
+            blocks = self.comm._all_gather(group, _End(send, self.last), send).wait()  # no part of the ledger
+        finally:
+            if self.broken == self.number:
+                self._leave()
         self.last = None
         return {k: json.loads(block.tobytes()) for k, block in enumerate(blocks)}
 

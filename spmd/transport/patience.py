@@ -15,7 +15,7 @@ from spmd.transport.board import FAILED, FOLLOWS, LEFT, Board
 if TYPE_CHECKING:
     from spmd.transport.mpi import MpiTransport
 
-__all__ = ["Patience", "board_of_the_job", "checks_are_on", "failed_too", "time_limit"]
+__all__ = ["Patience", "board_of_the_job", "checks_are_on", "failed_too", "like", "time_limit"]
 
 _TIMEOUT = 300.0
 _LOOK = 0.1
@@ -83,7 +83,7 @@ def failed_too(kind: type[BaseException], error: BaseException) -> list[str]:
     mine = f"{kind.__name__}: {error}"
     started = time.monotonic()
     origin = getattr(error, "origin", None)
-    if origin is not None:
+    if origin not in (None, board.rank):
         board.end(FOLLOWS, mine)
         while time.monotonic() - started < _AWAY and not board.has_gone_on(origin):
             time.sleep(0.01)  # whoever raised it reports, and ends the job
