@@ -5,7 +5,6 @@ Every message names where it arose, the argument, what came, what was needed and
 
 from __future__ import annotations
 
-import builtins
 import itertools
 import sys
 from collections.abc import Iterable
@@ -30,6 +29,7 @@ __all__ = [
     "TransportError",
     "again",
     "caller",
+    "class_name",
     "describe",
     "message",
     "nearest",
@@ -108,9 +108,17 @@ class StallError(RuntimeError):
     """A collective that has made no progress for SPMD_TIMEOUT seconds."""
 
 
+def class_name(error: BaseException) -> str:
+    """The class of an error as `again` finds it in another process: `numpy.linalg.LinAlgError`."""
+    kind = type(error)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
 def again(name: str, text: str) -> Exception:
-    """An error of this class, Python's or one of ours, with this text: one that another process has raised."""
-    kind = getattr(builtins, name, None) or globals().get(name)
+    """An error of this class with this text: one that another process has raised. RuntimeError where there is no such
+    class here, or it takes no text."""
+    module, _, last = name.rpartition(".")
+    kind = getattr(sys.modules.get(module or "builtins"), last, None)
     try:
         error = kind(text)  # type: ignore[misc]
     except Exception:

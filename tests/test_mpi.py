@@ -116,15 +116,18 @@ PARTED = """
 import numpy as np, spmd
 from spmd import P
 
+class Mine(Exception):
+    pass
+
 def fails(x):
     if spmd.worker_index("x") == 1:
-        raise ValueError("only here")
+        raise Mine("only here")
     return spmd.psum(x.sum(), "x")
 
 with spmd.Mesh(x=3):
     try:
         print("the first map gives", float(spmd.map(fails, P("x"), P())(np.ones(3))), flush=True)
-    except ValueError as error:
+    except Mine as error:
         print(f"{error}, {error.__notes__[0]}\\n", end="", flush=True)
     second = spmd.map(lambda x: spmd.psum(x.sum(), "x"), P("x"), P())(np.full(3, 10.0))
     print(f"the second map gives {float(second)}\\n", end="", flush=True)

@@ -20,7 +20,7 @@ from spmd.autodiff import tree
 from spmd.autodiff.tape import refusing
 from spmd.autodiff.tracer import Array
 from spmd.autodiff.transforms import innermost, joint, lower, on, pullback_of, unstated
-from spmd.errors import ClosureError, StateError, again, describe, message
+from spmd.errors import ClosureError, StateError, again, class_name, describe, message
 from spmd.mesh import WORKER, Worker, here
 from spmd.operators.base import Vary, owned_block
 from spmd.operators.reduce import AxisName, _names
@@ -164,7 +164,7 @@ class _Call:
             outs = self._apart(fn, xs)
         except Exception as error:
             if likes is None and len(self.worker.mesh.local_workers) < self.worker.mesh.size:
-                self.tell({"error": type(error).__name__, "text": str(error), "trace": traceback.format_exc()})
+                self.tell({"error": class_name(error), "text": str(error), "trace": traceback.format_exc()})
             raise
         if likes is None:
             self.likes = [_like(x) for x in outs]

@@ -17,6 +17,7 @@ import contextvars
 import hashlib
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -27,7 +28,7 @@ import numpy as np
 from mpi4py import MPI
 
 from spmd import kernels
-from spmd.errors import MismatchError, TransportError, message
+from spmd.errors import MismatchError, TransportError, class_name, message
 from spmd.layout import block_sizes, offsets
 from spmd.transport.base import Call, Comm, Group, Handle, Outcome, Ready, Transport, mismatch, raised_by, sealed
 from spmd.transport.blas import blas_threads, core_numbers, share_of_cores
@@ -361,6 +362,7 @@ class MpiTransport(Transport):
         self.ranks = tuple(MPI.Group.Translate_ranks(self.group, None, MPI.COMM_WORLD.Get_group()))
         self.flying: set[Pending] = set()
         self.last: Call | None = None
+        self.lock = threading.RLock()
         self.runs = 0
         self.comm = MpiComm(self)
         self.number = 0
@@ -475,7 +477,7 @@ class MpiTransport(Transport):
             self._groups.clear()
             who = getattr(error, "peer", None) or self.describe(self.local[0])
             origin = getattr(error, "origin", self.board.rank)
-            self.board.fail(self.number, origin, who, f"{type(error).__name__}: {error}")
+            self.board.fail(self.number, origin, who, f"{class_name(error)}: {error}")
 
     def arrive(self, requests: list[MPI.Request], call: Call | None, buffers: Any = None) -> None:
         """Wait for requests; buffers are what they read and write."""
@@ -499,6 +501,10 @@ class MpiTransport(Transport):
         return self.subcomm(members, call), sorted(range(group.size), key=group.members.__getitem__)
 
     def run(self, body: Callable[[Comm], Any], scheduler: str, describe: Callable[[int], str]) -> Outcome:
+        with self.lock:  # Of several threads one runs its map; should others come first elsewhere, it is a mismatch.
+            return self._run(body, describe)
+
+    def _run(self, body: Callable[[Comm], Any], describe: Callable[[int], str]) -> Outcome:
         self.describe = describe
         self.runs += 1
         self.number = _digest("run", self.ranks, self.runs) or 1
