@@ -1829,3 +1829,16 @@ def test_values_are_described_briefly():
     assert len(errors.describe("a" * 500)) < 80
     with spmd.Mesh(x=2):
         assert errors.describe(spmd.put(X, P("x"))) == "PartitionedArray float64[3, 2] laid out by P('x', None)"
+
+
+def test_errors_of_other_processes_have_their_class_where_it_is_known():
+    class TakesNothing(Exception):
+        def __init__(self):
+            super().__init__()
+
+    for error in (ValueError("no"), LayoutError("no"), np.linalg.LinAlgError("no")):
+        found = errors.again(errors.class_name(error), "no")
+        assert (type(found), str(found)) == (type(error), "no")
+    for name in ("nowhere.Lost", "builtins.print", "numpy.ndarray", errors.class_name(TakesNothing())):
+        found = errors.again(name, "no")
+        assert (type(found), str(found)) == (RuntimeError, f"{name}: no")
