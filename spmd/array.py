@@ -518,13 +518,14 @@ def _stack(arrays, axis=0) -> PartitionedArray:
     layout = _common_layout("np.stack", given, shape)
     d = normal_axis("np.stack", "axis", axis, len(shape) + 1)
     stacked = _with_whole(layout, {d: len(arrays)})
-    blocks = {}
-    for w in given[0].blocks:
-        block = np.stack(
-            [_part(a, layout, w) for a in arrays], d if layout.block_shape(w) == given[0].blocks[w].shape else 0
-        )
-        blocks[w] = _sealed(np.reshape(block, stacked.block_shape(w)))
-    return _one_copy(blocks, stacked, mesh)
+    dtype = np.result_type(*(a.dtype if type(a) is PartitionedArray else np.asarray(a).dtype for a in arrays))
+
+    def block(w: int) -> np.ndarray:
+        if layout.positions(w) is None:
+            return np.zeros(stacked.block_shape(w), dtype)
+        return np.stack([_part(a, layout, w) for a in arrays], d)
+
+    return _one_copy({w: _sealed(block(w)) for w in given[0].blocks}, stacked, mesh)
 
 
 def _reshape(x: PartitionedArray, shape, order="C") -> PartitionedArray:

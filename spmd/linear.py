@@ -742,8 +742,9 @@ def from_scipy(op: Any, in_spec: Spec, out_spec: Spec | None = None, *, shape=No
     m, n = op.shape
     dtype = np.result_type(op.dtype, np.float32)
     out_shape = shape if out_shape is None and m == n else out_shape
+    out_spec = in_spec if out_spec is None else out_spec
     spaces = []
-    for argument, given, spec, size in (("shape", shape, in_spec, n), ("out_shape", out_shape, out_spec or in_spec, m)):
+    for argument, given, spec, size in (("shape", shape, in_spec, n), ("out_shape", out_shape, out_spec, m)):
         full = (size,) if given is None else tuple(given)
         if math.prod(full) != size:
             raise LayoutError(

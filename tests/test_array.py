@@ -469,6 +469,15 @@ def test_sums(spec, axis, keepdims):
     equal(np.sum(x, axis=axis, keepdims=keepdims), np.sum(a, axis=axis, keepdims=keepdims))
 
 
+@pytest.mark.parametrize("first", [P(), P("x"), P("x", None)])
+def test_stack_joins_operands_that_lie_differently(first):
+    b = np.arange(35).reshape(7, 5)
+    for axis in range(-3, 3):
+        one, other = spmd.put(b, first, MESH), spmd.put(A, P("x"), MESH)
+        equal(np.stack([one, other], axis), np.stack([b, A], axis))
+        equal(np.stack([b, other, one], axis), np.stack([b, A, b], axis))
+
+
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_stack_expand_and_reshape_what_is_whole(spec):
     x = spmd.put(A, spec, MESH)

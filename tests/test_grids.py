@@ -115,6 +115,11 @@ def test_arithmetic_on_a_grid():
         np.testing.assert_allclose(np.sum(x, keepdims=True).numpy(), [[X.sum()]])
         two = np.stack([x, y], axis=1).numpy()
         np.testing.assert_array_equal(two, np.stack([X, X + 1], axis=1))
+        whole = spmd.put(np.ones(X.shape, np.int8), P())
+        for axis in range(3):
+            mixed = np.stack([whole, x], axis=axis)
+            assert {b.dtype for b in mixed.blocks.values()} == {np.dtype(float)}
+            np.testing.assert_array_equal(mixed.numpy(), np.stack([np.ones(X.shape), X], axis=axis))
         np.testing.assert_array_equal(np.expand_dims(x, (0, 2)).numpy(), X[None, :, None])
         np.testing.assert_array_equal(np.reshape(x, (7, 1, 5, 1)).numpy(), X[:, None, :, None])
         rows = spmd.put(X, Layout.grid((7, 5), (3, 1), W, workers=[5, 0, 2]))

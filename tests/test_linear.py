@@ -412,6 +412,7 @@ def test_scipy_and_back(scheduler):
     rng = np.random.default_rng(1)
     c = rng.normal(size=(5, 9)) + 1j * rng.normal(size=(5, 9))
     wide = from_scipy(c, P("x"), P(), mesh=mesh)
+    assert (wide.domain.spec, wide.range.spec) == (P("x"), P())
     a = linear_operator(shifted, P("x"), P("x"), shape=(9,), mesh=mesh)
     op = wide @ a
     matrix = c @ a.dense()
