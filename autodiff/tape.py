@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from sys import getrefcount
 from threading import RLock
 from typing import Any, Protocol
@@ -333,7 +334,7 @@ def sweep(tape: Tape, seeds: Iterable[tuple[Node, Any]], leaves: list[Node], *, 
                     else:
                         h = pull(g, *args)
                     if kinds and h is not None:
-                        check_finite(h, kinds, _gradient_of(prim, node, nodes))
+                        check_finite(h, kinds, partial(_gradient_of, prim, node, nodes))
                     old = cotangents.get(parent)
                     if type(h) is not bare or h.dtype is not parent.dtype or h.shape != parent.shape:
                         if h is None:

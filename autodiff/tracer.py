@@ -226,10 +226,10 @@ def _recorded(plan: Plan, parents, args: list, likes, options, ans, state, tape:
 def apply_unary(prim: Primitive, x: Array):
     """As `apply`, of one Array."""
     value = x.value
-    if type(value) is not PLAIN and type(value) not in USUAL:
+    if type(value) is not NDARRAY and type(value) not in USUAL:
         return apply(prim, (x,), NO_OPTIONS)
     ans = prim.fun(value)
-    if type(ans) is not PLAIN and type(ans) not in USUAL:
+    if type(ans) is not NDARRAY and type(ans) not in USUAL:
         return _unusual(prim, x, ans)
     tape = x.tape
     if tape is None:
@@ -332,7 +332,7 @@ class _Taken:
 
 TAKEN: Any = _Taken()
 
-FLOAT, PLAIN = np.dtype(float), np.ndarray
+FLOAT, NDARRAY = np.dtype(float), np.ndarray
 NO_OPTIONS: dict[str, Any] = {}
 looked_at = False
 """Whether `Array.__init__` looks at every array that is made: `spmd.debug`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -56,8 +56,8 @@ def place() -> str:
     return "unknown source" if frame is None else source_line(frame.f_code, frame.f_lasti)
 
 
-def check_finite(x, kinds: str, where: str) -> None:
-    """Raise NonFiniteError where an array holds a NaN, or an infinity if these count. where: what made it."""
+def check_finite(x, kinds: str, where: Callable[[], str]) -> None:
+    """Raise NonFiniteError where an array holds a NaN, or an infinity if these count. where: says what made it."""
     while type(x).__name__ == "Array":  # a cotangent that is traced itself
         x = x.value
     # Of a global array every process has a part, and all of them learn what one has found.
@@ -67,7 +67,7 @@ def check_finite(x, kinds: str, where: str) -> None:
         index, entry, count = found
         raise NonFiniteError(
             message(
-                where,
+                where(),
                 got=f"{entry} at {tuple(index)} of {describe(x)}, and {count} of {np.size(x)} entries in all",
                 need=f"no {kinds}, within spmd.debug(nans=...)",
                 mend="look at its operands there; np.where(ok, x, 1.0) before the operation keeps entries out of its "

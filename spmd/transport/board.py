@@ -193,16 +193,16 @@ class Board:
     def worked(self, rank: int) -> float:
         """The seconds of the processor that a process has used. The system knows it of one that does not get to write
         it, in a long call that holds the interpreter."""
-        try:
-            fields = Path(f"/proc/{int(self.rows[rank]['pid'])}/stat").read_text().rpartition(")")[2].split()
-            return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-        except (OSError, IndexError, ValueError):
+        fields = _stat(int(self.rows[rank]["pid"]))
+        if fields is None:
             return float(self.rows[rank]["cpu"])
+        return (int(fields[_UTIME]) + int(fields[_STIME])) / os.sysconf("SC_CLK_TCK")
 
     def has_died(self, rank: int) -> bool:
         pid = int(self.rows[rank]["pid"])
-        with suppress(OSError):
-            return b") Z" in Path(f"/proc/{pid}/stat").read_bytes()
+        fields = _stat(pid)
+        if fields is not None:
+            return fields[_STATUS] == "Z"
         try:
             os.kill(pid, 0)
         except ProcessLookupError:
@@ -300,9 +300,12 @@ def _launcher() -> int:
             between = mine <= set((folder / "environ").read_bytes().split(b"\0"))
             if not between or (folder / "comm").read_text().strip().startswith(_LAUNCHERS):
                 break
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, IndexError, ValueError):
+        except OSError:
             break
+        fields = _stat(parent)
+        if fields is None:
+            break
+        parent = int(fields[_PARENT])
     return parent
 
 
@@ -320,7 +323,17 @@ def _mapped(path: Path, nbytes: int) -> mmap.mmap:
 
 def _birth(pid: int) -> str:
     """When a process began, for its number may be used again; 0 where that is not known."""
+    fields = _stat(pid)
+    return fields[_START] if fields is not None else "0"
+
+
+_STATUS, _PARENT, _UTIME, _STIME, _START = 0, 1, 11, 12, 19
+
+
+def _stat(pid: int) -> list[str] | None:
+    """What the system knows of a process, after its name; None where there is no such process, or no such knowledge."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return "0"
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
+    except OSError:
+        return None
+    return fields if len(fields) > _START else None

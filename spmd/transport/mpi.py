@@ -354,12 +354,12 @@ class MpiTransport(Transport):
 
     name = "mpi"
 
-    def __init__(self, comm: MPI.Comm):
+    def __init__(self, comm: MPI.Comm, ranks: Shape):
         self.group = comm.Get_group()
         self.size = comm.Get_size()
         self.local = (comm.Get_rank(),)
         self.describe: Callable[[int], str] = lambda worker: f"worker {worker}"
-        self.ranks = tuple(MPI.Group.Translate_ranks(self.group, None, MPI.COMM_WORLD.Get_group()))
+        self.ranks = ranks
         self.flying: set[Pending] = set()
         self.last: Call | None = None
         self.lock = threading.RLock()
@@ -381,7 +381,7 @@ class MpiTransport(Transport):
         """The transport of a communicator's processes: one for each list of processes."""
         ranks = tuple(MPI.Group.Translate_ranks(comm.Get_group(), None, MPI.COMM_WORLD.Get_group()))
         if ranks not in _transports:
-            _transports[ranks] = cls(comm)
+            _transports[ranks] = cls(comm, ranks)
         return _transports[ranks]
 
     def threads(self) -> int:

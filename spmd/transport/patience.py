@@ -185,21 +185,21 @@ class Patience:
         """What each worker of a circle of waits waits for, and who has left."""
         lines = []
         for rank, absent in circle.items():
-            call, _, source = (self.board.calls(rank) or ["a collective"])[0].partition(" at ")
-            lines.append(f"{self._who(rank)} waits in {call} for {', '.join(map(self._who, absent))}")
-            lines += [f"  at {source}"] if source else []
+            call, source = self._last(rank)
+            lines += [f"{self._who(rank)} waits in {call} for {', '.join(map(self._who, absent))}", *source]
         gone = {m for absent in circle.values() for m in absent} - circle.keys()
         for rank in sorted(gone):
             if self.board.rows[rank]["state"] == LEFT or self.board.has_died(rank):
                 how = "has died" if self.board.rows[rank]["state"] != LEFT else "has left the program"
-                lines += self._after(rank, f"{self._who(rank)} {how}")
+                call, source = self._last(rank)
+                said = f"; the last it called was {call}" if source else ", and called nothing"
+                lines += [f"{self._who(rank)} {how}{said}", *source]
         return lines
 
-    def _after(self, rank: int, who: str) -> list[str]:
-        """A worker, and the last that it called."""
-        call, _, source = (self.board.calls(rank) or [""])[0].partition(" at ")
-        said = f"; the last it called was {call}" if call else ", and called nothing"
-        return [who + said, *([f"  at {source}"] if source else [])]
+    def _last(self, rank: int) -> tuple[str, list[str]]:
+        """The last that a worker called, and a line that says where; no line where it has said nothing."""
+        call, _, source = (self.board.calls(rank) or ["a collective"])[0].partition(" at ")
+        return call, [f"  at {source}"] if source else []
 
     def _stalled(self, seconds: float, missing: Sequence[int]) -> StallError:
         """What each worker called last, and who is missing."""
