@@ -1,20 +1,32 @@
-"""Array code for one block, once over the array module: no mesh, no tape.
+"""Array code for one block: no mesh, no tape.
 
-`of(x)` gives the kernels that fit x: those for NumPy or those for CuPy, with the same names and signatures.
+    reference/   what every kernel computes, in a few lines of plain NumPy: their documentation, and the tests' oracle
+    cpu/         the same for speed on NumPy arrays, with loops compiled by numba where it is installed
+    gpu/         the same for CuPy arrays, with sources in CUDA
+
+The three have the same names and signatures. `of(x)` gives the kernels that fit x.
 """
 
 from __future__ import annotations
 
 from types import ModuleType
 
-from spmd.kernels import cpu
+from spmd.kernels import cpu, families
 
-__all__ = ["of"]
+__all__ = ["FAMILIES", "of", "on_device"]
+
+FAMILIES = families.FAMILIES
+"""The kernels by family: a module of that name in each of the three packages."""
 
 
-def of(x) -> ModuleType:
-    """The kernels for the array x."""
-    if type(x).__module__.split(".", 1)[0] == "cupy":
+def on_device(x: object) -> bool:
+    """Whether x is an array of CuPy."""
+    return type(x).__module__.partition(".")[0] == "cupy"
+
+
+def of(x: object) -> ModuleType:
+    """The kernels for the array x: `spmd.kernels.gpu` for one of CuPy, else `spmd.kernels.cpu`."""
+    if on_device(x):
         from spmd.kernels import gpu
 
         return gpu

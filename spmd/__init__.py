@@ -36,7 +36,6 @@ from spmd.autodiff import (
     vjp,
 )
 from spmd.debug import debug
-from spmd.functions import log_softmax, relu, softmax_cross_entropy
 from spmd.info import info
 from spmd.layout import Layout, P
 from spmd.ledger import ledger
@@ -52,11 +51,13 @@ from spmd.operators.root import broadcast, gather, keep, replicate, scatter, sum
 from spmd.operators.totals import max, mean, min, sum
 
 if TYPE_CHECKING:
+    from spmd import functions as functions
     from spmd import linear as linear
     from spmd import numpy as numpy
     from spmd import random as random
     from spmd import scipy as scipy
     from spmd import solvers as solvers
+    from spmd.functions import log_softmax, relu, softmax_cross_entropy
     from spmd.linear import linear_operator
     from spmd.operators.at_root import at_root
     from spmd.operators.halo import halo_accumulate, halo_exchange
@@ -160,7 +161,9 @@ def __getattr__(name: str):
         from spmd.linear import linear_operator
 
         return linear_operator
-    if name in ("linear", "numpy", "random", "scipy", "solvers"):
+    if name in ("log_softmax", "relu", "softmax_cross_entropy"):
+        return globals().setdefault(name, getattr(importlib.import_module("spmd.functions"), name))
+    if name in ("functions", "linear", "numpy", "random", "scipy", "solvers"):
         return importlib.import_module(f"spmd.{name}")
     if name == "at_root":
         return importlib.import_module("spmd.operators.at_root").at_root

@@ -1,4 +1,4 @@
-"""`python -m spmd info` and `python -m spmd adjoint`."""
+"""`python -m spmd info`, `python -m spmd adjoint` and `python -m spmd bench kernels`."""
 
 from __future__ import annotations
 
@@ -88,6 +88,15 @@ def adjoint(args: argparse.Namespace) -> int:
     return int(not all(row["passed"] for row in rows))
 
 
+def kernel_speeds(args: argparse.Namespace) -> int:
+    """The speed of each kernel, beside the machine's limits."""
+    from spmd.bench import bench_kernels, table
+
+    found = bench_kernels(args.device, args.only, args.rounds)
+    print(json.dumps(found, indent=2) if args.json else table(found))
+    return 0
+
+
 def fits(report: AdjointReport) -> bool:
     """Whether an operator sent what it declares; of one that failed nobody knows."""
     return report.declared is None or report.declared == (report.messages, report.bytes)
@@ -129,7 +138,15 @@ def main(argv: list[str] | None = None) -> int:
     dot.add_argument("--trials", default=3, type=parse_count(1), help="draws per case (default: 3)")
     dot.add_argument("--seed", default=0, type=parse_count(0), help="of the draws (default: 0)")
     dot.add_argument("--json", action="store_true", help="print JSON")
+    bench = commands.add_parser("bench", help="what is achieved here, beside what the machine can do")
+    bench.add_argument("what", choices=["kernels"], help="each kernel, beside a copy and a matrix product")
+    bench.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="where (default: cpu)")
+    bench.add_argument("--only", default="", metavar="NAME", help="the kernels that have this in their name")
+    bench.add_argument("--rounds", default=7, type=parse_count(1), help="medians of so many runs (default: 7)")
+    bench.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
+    if args.command == "bench":
+        return kernel_speeds(args)
     if args.command == "info":
         if is_main():
             print(info())

@@ -1,4 +1,4 @@
-"""Differentiable functions over the kernels: for blocks in a body, and outside."""
+"""Softmax and kin, and the cross-entropy of classes."""
 
 from __future__ import annotations
 
@@ -8,26 +8,55 @@ from spmd import kernels
 from spmd.autodiff.primitive import primitive
 from spmd.autodiff.tracer import value_of
 from spmd.errors import describe, message
+from spmd.functions.arguments import along, floating
 
-__all__ = ["log_softmax", "relu", "softmax_cross_entropy"]
-
-
-def relu(x):
-    """max(x, 0), entry by entry. Derivative: 1 where x > 0, else 0."""
-    return np.where(x > 0, x, np.zeros((), x.dtype))
+__all__ = ["log_softmax", "softmax", "softmax_cross_entropy"]
 
 
-@primitive("log_softmax", lambda g, ans, _x: g - np.exp(ans) * np.sum(g, axis=-1, keepdims=True))
+@primitive(
+    "softmax_vjp",
+    lambda h, _ans, _g, y: _softmax_vjp(h, y),
+    lambda h, _ans, g, y: h * (g - np.sum(g * y, axis=-1, keepdims=True)) - g * np.sum(h * y, axis=-1, keepdims=True),
+)
+def _softmax_vjp(g, y):
+    return kernels.of(y).softmax_vjp(g, y)
+
+
+@primitive("softmax", lambda g, ans, _x: _softmax_vjp(g, ans))
+def _softmax(x):
+    return kernels.of(x).softmax(x)
+
+
+def softmax(x, axis: int = -1):
+    """exp(x) / sum(exp(x)) along an axis, without overflow. x: floating, of any shape with dimensions.
+
+    Derivative's adjoint: y * (g - sum(g * y)).
+    """
+    x = floating("spmd.functions.softmax", "x", x)
+    return along(_softmax, x, axis, "spmd.functions.softmax")
+
+
+@primitive(
+    "log_softmax_vjp",
+    lambda h, _ans, _g, y: h - np.sum(np.exp(y) * h, axis=-1, keepdims=True),
+    lambda h, _ans, g, y: -h * np.exp(y) * np.sum(g, axis=-1, keepdims=True),
+)
+def _log_softmax_vjp(g, y):
+    return kernels.of(y).log_softmax_vjp(g, y)
+
+
+@primitive("log_softmax", lambda g, ans, _x: _log_softmax_vjp(g, ans))
 def _log_softmax(x):
     return kernels.of(x).log_softmax(x)
 
 
-def log_softmax(x):
-    """x - log(sum(exp(x))) along the last axis, without overflow. x: (..., classes), floating.
+def log_softmax(x, axis: int = -1):
+    """x - log(sum(exp(x))) along an axis, without overflow. x: floating, of any shape with dimensions.
 
-    Adjoint of its derivative: g - softmax(x) * sum(g).
+    Derivative's adjoint: g - softmax(x) * sum(g).
     """
-    return _log_softmax(x)
+    x = floating("spmd.functions.log_softmax", "x", x)
+    return along(_log_softmax, x, axis, "spmd.functions.log_softmax")
 
 
 def softmax_cross_entropy(logits, labels):

@@ -1,0 +1,7 @@
+"""Kernels for NumPy arrays."""
+
+from __future__ import annotations
+
+from spmd.kernels.families import finder
+
+__getattr__ = finder(__name__, globals())

@@ -1,0 +1,32 @@
+"""The names of all kernels, and how a package of kernels finds them: each family is loaded when it is first used.
+
+No family has the name of a kernel: the package has one name for both the module and the function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+__all__ = ["FAMILIES", "finder"]
+
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "moves": ("combine",),
+    "softmaxes": ("softmax", "softmax_vjp", "log_softmax", "log_softmax_vjp"),
+}
+
+_FAMILY_OF = {name: family for family, names in FAMILIES.items() for name in names}
+
+
+def finder(package: str, into: dict[str, Any]) -> Callable[[str], Any]:
+    """The `__getattr__` of a package of kernels: it loads the module that has the name, and keeps what it found."""
+
+    def find(name: str) -> Any:
+        family = _FAMILY_OF.get(name)
+        if family is None:
+            raise AttributeError(f"module {package!r} has no kernel {name!r}")
+        into[name] = found = getattr(import_module(f"{package}.{family}"), name)
+        return found
+
+    return find

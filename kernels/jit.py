@@ -1,0 +1,129 @@
+"""Loops that numba compiles where it is installed; where it is not, the same kernels run on NumPy's functions.
+
+    @loops("out")
+    def _rows(out, x):
+        for i in range(x.shape[0]):
+            ...
+
+    def kernel(x):
+        if jit.fits(x):
+            out = buffers.empty_like(x)
+            _rows(out, np.ascontiguousarray(x))
+            return out
+        return ... # NumPy
+
+A loop is compiled when it is first called with arrays of some dtypes, and kept on disk for later processes. It runs
+without the GIL. SPMD_NUMBA=0 turns numba off.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+__all__ = ["available", "by_bits", "fits", "helper", "loops", "off"]
+
+_KINDS = frozenset("fdFDbBhHiIlLqQ?")
+
+
+@functools.cache
+def _installed() -> bool:
+    return importlib.util.find_spec("numba") is not None
+
+
+_off = 0
+
+
+def available() -> bool:
+    """Whether loops are compiled."""
+    return not _off and os.environ.get("SPMD_NUMBA") != "0" and _installed()
+
+
+class off:
+    """`with jit.off():` kernels run on NumPy alone, in this whole process. For tests and comparisons."""
+
+    def __enter__(self) -> None:
+        global _off
+        _off += 1
+
+    def __exit__(self, *error: object) -> None:
+        global _off
+        _off -= 1
+
+
+def fits(*arrays: Any) -> bool:
+    """Whether compiled loops take these arrays: of NumPy's own numbers in the machine's byte order."""
+    return available() and all(a.dtype.char in _KINDS and a.dtype.isnative for a in arrays)
+
+
+def loops(*written: str, fastmath: Iterable[str] = ("contract",)) -> Callable[[Callable[..., Any]], Loops]:
+    """Declare a function of plain loops over C-contiguous arrays, to be compiled by numba.
+
+    written: the names of the parameters that it writes to. All other arrays are passed read-only, so that a block that
+    is read-only and one that is not take the same code. fastmath: the liberties that the compiler may take with
+    floating-point numbers, as LLVM names them: "contract" fuses a product and a sum, "reassoc" lets it vectorise sums.
+    """
+    return lambda fun: Loops(fun, written, frozenset(fastmath))
+
+
+def helper(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Declare a function that loops may call; it is inlined there. By itself it stays what it is."""
+    _helpers.append((fun, lambda *types: fun))
+    return fun
+
+
+_helpers: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
+
+
+def by_bits(plain: Callable[..., Any], *, single: Callable[..., Any], double: Callable[..., Any]) -> None:
+    """Let loops that call `plain` of float32 or float64 numbers use these functions for it."""
+
+    def choose(x, *others):
+        return single if x.bitwidth == 32 else double
+
+    _helpers.append((plain, choose))
+
+
+class Loops:
+    """See `loops`."""
+
+    __slots__ = ("_compiled", "_fastmath", "_written", "fun")
+
+    def __init__(self, fun: Callable[..., Any], written: tuple[str, ...], fastmath: frozenset[str]):
+        self.fun = fun
+        names = list(inspect.signature(fun).parameters)
+        self._written = frozenset(names.index(name) for name in written)
+        self._fastmath = fastmath
+        self._compiled: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        compiled = self._compiled
+        if compiled is None:
+            compiled = self._compiled = self._compile()
+        return compiled(
+            *(_sealed(a) if type(a) is np.ndarray and i not in self._written else a for i, a in enumerate(args))
+        )
+
+    def _compile(self) -> Callable[..., Any]:
+        import numba
+        from numba.extending import overload
+
+        options = {"nogil": True, "error_model": "numpy", "fastmath": set(self._fastmath)}
+        while _helpers:
+            plain, choose = _helpers.pop()
+            overload(plain, jit_options=options | {"fastmath": {"contract"}}, strict=False)(choose)
+        return numba.njit(cache=True, **options)(self.fun)
+
+
+def _sealed(x: np.ndarray) -> np.ndarray:
+    if not x.flags.writeable:
+        return x
+    view = x.view()
+    view.flags.writeable = False
+    return view

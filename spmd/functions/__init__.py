@@ -1,0 +1,34 @@
+"""Differentiable functions over the kernels: for blocks in a body, and for whole arrays outside.
+
+Each family is loaded when one of its functions is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from spmd.functions.activation import relu
+    from spmd.functions.softmaxes import log_softmax, softmax, softmax_cross_entropy
+
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "activation": ("relu",),
+    "softmaxes": ("log_softmax", "softmax", "softmax_cross_entropy"),
+}
+
+__all__ = ["log_softmax", "relu", "softmax", "softmax_cross_entropy"]
+
+_FAMILY_OF = {name: family for family, names in FAMILIES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    family = _FAMILY_OF.get(name)
+    if family is None:
+        raise AttributeError(f"module 'spmd.functions' has no attribute {name!r}")
+    found = getattr(import_module(f"spmd.functions.{family}"), name)
+    return globals().setdefault(name, found)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

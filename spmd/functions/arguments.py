@@ -1,0 +1,61 @@
+"""What the functions ask of their arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from spmd.autodiff.tracer import Array
+from spmd.errors import SpecError, describe, message
+
+__all__ = ["along", "array", "floating"]
+
+
+def array(where: str, argument: str, x: Any, kinds: str, need: str, mend: str) -> Any:
+    """x as an array whose dtype is of one of these kinds ("f" stands for bfloat16 and float8 too)."""
+    if isinstance(x, list | tuple | int | float | complex | np.generic) and not isinstance(x, bool):
+        x = np.asarray(x)
+    dtype = getattr(x, "dtype", None)
+    # Only the class is asked: global arrays are declared further down.
+    whole = type(x).__name__ == "PartitionedArray"
+    if (
+        dtype is None
+        or whole
+        or not (dtype.kind in kinds or dtype.kind == "V" and "f" in kinds and dtype.name[0] in "bf")
+    ):
+        raise SpecError(
+            message(
+                where,
+                argument=argument,
+                got=describe(x),
+                need="a block, or a bare array" if whole else need,
+                mend=f"call it in a body: spmd.map(lambda x: {where}(x, ...), in_specs=..., out_specs=...)"
+                if whole
+                else mend,
+            )
+        )
+    return x
+
+
+def floating(where: str, argument: str, x: Any) -> Any:
+    """x as an array of real floating-point numbers."""
+    return array(where, argument, x, "f", "real floating-point numbers", f"{argument}.astype(float)")
+
+
+def along(rows: Callable[[Any], Any], x: Array | np.ndarray, axis: int, where: str) -> Any:
+    """A function of rows, along another axis than the last."""
+    if not -x.ndim <= axis < x.ndim:
+        raise SpecError(
+            message(
+                where,
+                argument="axis",
+                got=f"{axis} for {describe(x)}",
+                need=f"an axis of the array, {-x.ndim} to {x.ndim - 1}" if x.ndim else "an array with dimensions",
+                mend="axis=-1" if x.ndim else "reshape it to (1,)",
+            )
+        )
+    if axis in (-1, x.ndim - 1):
+        return rows(x)
+    return np.moveaxis(rows(np.moveaxis(x, axis, -1)), -1, axis)

@@ -1,0 +1,82 @@
+"""CUDA sources that run on the CPU: compiled by g++ against `cuda.h`, a block's threads as fibers of one thread.
+
+It shows what a kernel computes, not how fast, and not what needs the device itself. Without g++ there is none of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path(__file__).parent
+COMPILER = shutil.which("g++")
+
+
+@functools.cache
+def folder() -> Path:
+    """Where compiled sources lie, for as long as this user's temporary files do."""
+    path = Path(tempfile.gettempdir()) / f"emulated-cuda-{os.getuid()}"
+    path.mkdir(mode=0o700, exist_ok=True)
+    return path
+
+
+def library(source: str, expressions: Sequence[str]) -> ctypes.CDLL:
+    """The instances of the templates in a source; number k is launched by `launch_k`."""
+    code = f'#include "{HERE / "cuda.h"}"\n{source}\n' + "\n".join(
+        f'extern "C" const char* launch_{k}(const unsigned* dims, size_t shared, void** args, int reversed) '
+        f"{{ return emulated::launch(&{e}, dims, shared, args, reversed); }}"
+        for k, e in enumerate(expressions)
+    )
+    key = hashlib.sha256((code + (HERE / "cuda.h").read_text()).encode()).hexdigest()[:24]
+    path = folder() / f"{key}.so"
+    if not path.exists():
+        assert COMPILER is not None
+        with tempfile.TemporaryDirectory(dir=folder()) as work:
+            made = Path(work, "made.so")
+            # Contraction is off, so that the results are those of the operations as they are written.
+            command = [COMPILER, "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-ffp-contract=off", "-x", "c++", "-"]
+            done = subprocess.run([*command, "-o", str(made)], input=code, text=True, capture_output=True)
+            if done.returncode:
+                raise RuntimeError(f"g++ refuses the source:\n{done.stderr[:4000]}")
+            os.replace(made, path)
+    return ctypes.CDLL(str(path))
+
+
+class Function:
+    """One instance of a template, called as a `cupy.RawKernel`: `f(grid, block, args, shared_mem=0)`.
+
+    Arrays among args are those of `pointer`: it turns one into the address of its data. Between two barriers every
+    other launch runs the threads of a block in reversed order.
+    """
+
+    launches = 0
+
+    def __init__(self, library: ctypes.CDLL, number: int, pointer):
+        self.launch = getattr(library, f"launch_{number}")
+        self.launch.restype = ctypes.c_char_p
+        self.pointer = pointer
+
+    def __call__(self, grid, block, args, *, shared_mem=0, stream=None):
+        dims = (ctypes.c_uint * 6)(*(*grid, 1, 1)[:3], *(*block, 1, 1)[:3])
+        boxes = []
+        for a in args:
+            if isinstance(a, np.generic | int | float | complex):
+                value = np.asarray(a)
+                assert value.dtype.kind in "biufc", value.dtype
+                boxes.append(ctypes.create_string_buffer(value.tobytes(), 16))
+            else:
+                boxes.append(ctypes.c_void_p(self.pointer(a)))
+        pointers = (ctypes.c_void_p * max(1, len(boxes)))(*(ctypes.addressof(b) for b in boxes))
+        Function.launches += 1
+        failure = self.launch(dims, ctypes.c_size_t(shared_mem), pointers, Function.launches % 2)
+        if failure:
+            raise RuntimeError(f"the launch failed: {failure.decode()}")

@@ -1,0 +1,103 @@
+"""What all families of kernels have in common."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+
+import numpy as np
+import pytest
+from emulator import device
+
+from spmd import kernels
+from spmd.kernels import FAMILIES, buffers
+
+NAMES = [(family, name) for family, names in FAMILIES.items() for name in names]
+
+
+def source(engine: str, family: str):
+    if engine == "gpu":
+        pytest.importorskip("cupy")
+    return importlib.import_module(f"spmd.kernels.{engine}.{family}")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("engine", ["reference", "cpu", "gpu"])
+def test_every_engine_has_the_kernels_of_the_family(engine, family):
+    assert sorted(source(engine, family).__all__) == sorted(FAMILIES[family])
+
+
+@pytest.mark.parametrize(("family", "name"), NAMES)
+@pytest.mark.parametrize("engine", ["cpu", "gpu"])
+def test_signatures_are_those_of_the_reference(engine, family, name):
+    def parameters(engine):
+        found = inspect.signature(getattr(source(engine, family), name)).parameters.values()
+        return [(p.name, p.kind, p.default) for p in found]
+
+    assert parameters(engine) == parameters("reference")
+
+
+def test_no_family_has_the_name_of_a_kernel():
+    assert set(FAMILIES).isdisjoint(name for _, name in NAMES)
+
+
+@pytest.mark.parametrize(("family", "name"), NAMES)
+def test_every_kernel_has_cases(family, name):
+    cases = importlib.import_module(f"test_kernels_{family}").family.cases
+    assert name in {case.name for case in cases}
+
+
+def test_the_module_fits_the_array():
+    assert kernels.of(np.zeros(3)) is kernels.cpu
+    if device.available():
+        with device.emulated() as gpu:
+            assert kernels.of(device.put(np.zeros(3))) is gpu
+
+
+def test_an_unknown_kernel_is_an_error():
+    with pytest.raises(AttributeError, match="no kernel 'soft'"):
+        kernels.cpu.soft  # noqa: B018
+
+
+# Memory that is used again
+
+
+def test_large_memory_is_used_again_when_the_last_view_is_gone():
+    buffers.release()
+    x = buffers.empty((1024, 256))
+    at, view = x.ctypes.data, x[3:].T
+    del x
+    assert buffers.idle() == 0
+    assert buffers.empty((1024, 256)).ctypes.data != at
+    del view
+    buffers.release()
+    x = buffers.empty((1024, 256), np.float64)
+    at = x.ctypes.data
+    del x
+    assert buffers.idle() > 0
+    assert buffers.empty((512, 512), np.float64).ctypes.data == at
+
+
+@pytest.mark.parametrize("dtype", ["f4", "c16", "i1", "bfloat16"])
+def test_leased_arrays_are_ordinary_ones(dtype):
+    if dtype == "bfloat16":
+        dtype = pytest.importorskip("ml_dtypes").bfloat16
+    x = buffers.zeros((7, 1 << 18), dtype)
+    assert type(x) is np.ndarray
+    assert (x.dtype, x.shape) == (np.dtype(dtype), (7, 1 << 18))
+    assert x.flags.c_contiguous
+    assert x.flags.writeable
+    assert x.ctypes.data % 64 == 0
+    assert not x.any()
+
+
+def test_what_lies_idle_is_bounded(monkeypatch):
+    buffers.release()
+    monkeypatch.setattr(buffers._idle, "bound", 5 << 20)
+    held = [buffers.empty(1 << 21, np.uint8) for _ in range(4)]
+    del held
+    assert 0 < buffers.idle() <= 5 << 20
+    buffers.empty(1 << 24, np.uint8)  # larger than all that may lie idle: it goes at once
+    assert buffers.idle() <= 5 << 20
+    buffers.release()
+    assert buffers.idle() == 0
