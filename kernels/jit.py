@@ -114,7 +114,7 @@ class Loops:
         import numba
         from numba.extending import overload
 
-        options = {"nogil": True, "error_model": "numpy", "fastmath": set(self._fastmath)}
+        options: Any = {"nogil": True, "error_model": "numpy", "fastmath": set(self._fastmath)}
         while _helpers:
             plain, choose = _helpers.pop()
             overload(plain, jit_options=options | {"fastmath": {"contract"}}, strict=False)(choose)

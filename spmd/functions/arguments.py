@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from spmd.autodiff.tracer import Array
 from spmd.errors import SpecError, describe, message
 
 __all__ = ["along", "array", "floating"]
@@ -44,7 +43,7 @@ def floating(where: str, argument: str, x: Any) -> Any:
     return array(where, argument, x, "f", "real floating-point numbers", f"{argument}.astype(float)")
 
 
-def along(rows: Callable[[Any], Any], x: Array | np.ndarray, axis: int, where: str) -> Any:
+def along(rows: Callable[[Any], Any], x: Any, axis: int, where: str) -> Any:
     """A function of rows, along another axis than the last."""
     if not -x.ndim <= axis < x.ndim:
         raise SpecError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from spmd import kernels
@@ -13,9 +15,14 @@ from spmd.functions.arguments import along, floating
 __all__ = ["log_softmax", "softmax", "softmax_cross_entropy"]
 
 
+def _itself(h, _ans, _g, y) -> Any:
+    """As a map of g it is symmetric."""
+    return _softmax_vjp(h, y)
+
+
 @primitive(
     "softmax_vjp",
-    lambda h, _ans, _g, y: _softmax_vjp(h, y),
+    _itself,
     lambda h, _ans, g, y: h * (g - np.sum(g * y, axis=-1, keepdims=True)) - g * np.sum(h * y, axis=-1, keepdims=True),
 )
 def _softmax_vjp(g, y):

@@ -193,9 +193,8 @@ def operation(name: str, ufunc: np.ufunc, reflected: bool):
     def run(self, other):
         if isinstance(other, np.ndarray) and type(other) is np.ndarray and other.ndim:
             refuse(other)
-        if type(other) is not ndarray and hasattr(type(other), "__array_ufunc__") and not np.isscalar(other):
-            if not isinstance(other, np.ndarray):
-                return NotImplemented
+        if hasattr(type(other), "__array_ufunc__") and not isinstance(other, np.ndarray | np.generic | ndarray):
+            return NotImplemented
         return call(ufunc, (other, self) if reflected else (self, other), {})
 
     run.__name__ = name
