@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["available", "by_bits", "fits", "helper", "loops", "off"]
+__all__ = ["available", "by_bits", "fits", "helper", "loops", "lowered", "off"]
 
 _KINDS = frozenset("fdFDbBhHiIlLqQ?")
 
@@ -88,6 +88,17 @@ def by_bits(plain: Callable[..., Any], *, single: Callable[..., Any], double: Ca
         return single if x.bitwidth == 32 else double
 
     _helpers.append((plain, choose))
+
+
+def lowered(make: Callable[[], Callable[..., Any]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Let loops that call the decorated function use what `make` gives, a function that numba compiles. `make` is
+    called when numba is there: it may build instructions of its own. By itself the function stays what it is."""
+
+    def declare(plain: Callable[..., Any]) -> Callable[..., Any]:
+        _helpers.append((plain, lambda *types: make()))
+        return plain
+
+    return declare
 
 
 class Loops:

@@ -62,6 +62,8 @@ template <class T> __device__ inline complex_t<T> operator*(complex_t<T> a, comp
 template <class T> __device__ inline complex_t<T>& operator+=(complex_t<T>& a, complex_t<T> b) { return a = a + b; }
 
 template <class T> struct zeros { __device__ static T value() { return T(0); } };
+template <> struct zeros<half_t> { __device__ static half_t value() { return half_t{0}; } };
+template <> struct zeros<bfloat_t> { __device__ static bfloat_t value() { return bfloat_t{0}; } };
 template <class T> struct zeros<complex_t<T>> { __device__ static complex_t<T> value() { return {T(0), T(0)}; } };
 template <class T> __device__ inline T zero() { return zeros<T>::value(); }
 

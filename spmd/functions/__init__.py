@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from spmd.functions.activation import relu
+    from spmd.functions.convolution import conv, conv_transpose
     from spmd.functions.softmaxes import log_softmax, softmax, softmax_cross_entropy
 
 FAMILIES: dict[str, tuple[str, ...]] = {
     "activation": ("relu",),
+    "convolution": ("conv", "conv_transpose"),
     "softmaxes": ("log_softmax", "softmax", "softmax_cross_entropy"),
 }
 
-__all__ = ["log_softmax", "relu", "softmax", "softmax_cross_entropy"]
+__all__ = ["conv", "conv_transpose", "log_softmax", "relu", "softmax", "softmax_cross_entropy"]
 
 _FAMILY_OF = {name: family for family, names in FAMILIES.items() for name in names}
 

@@ -29,6 +29,10 @@ def folder() -> Path:
     return path
 
 
+refused: dict[str, str] = {}
+"""What the compiler said of sources that it refuses: it is not asked twice."""
+
+
 def library(source: str, expressions: Sequence[str]) -> ctypes.CDLL:
     """The instances of the templates in a source; number k is launched by `launch_k`."""
     code = f'#include "{HERE / "cuda.h"}"\n{source}\n' + "\n".join(
@@ -38,6 +42,8 @@ def library(source: str, expressions: Sequence[str]) -> ctypes.CDLL:
     )
     key = hashlib.sha256((code + (HERE / "cuda.h").read_text()).encode()).hexdigest()[:24]
     path = folder() / f"{key}.so"
+    if key in refused:
+        raise RuntimeError(refused[key])
     if not path.exists():
         assert COMPILER is not None
         with tempfile.TemporaryDirectory(dir=folder()) as work:
@@ -46,7 +52,8 @@ def library(source: str, expressions: Sequence[str]) -> ctypes.CDLL:
             command = [COMPILER, "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-ffp-contract=off", "-x", "c++", "-"]
             done = subprocess.run([*command, "-o", str(made)], input=code, text=True, capture_output=True)
             if done.returncode:
-                raise RuntimeError(f"g++ refuses the source:\n{done.stderr[:4000]}")
+                refused[key] = f"g++ refuses the source:\n{done.stderr[:4000]}"
+                raise RuntimeError(refused[key])
             os.replace(made, path)
     return ctypes.CDLL(str(path))
 

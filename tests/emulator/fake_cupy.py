@@ -271,11 +271,14 @@ class Device:
 
 
 class RawModule:
-    """A source and the instances of its templates, compiled by g++."""
+    """A source and the instances of its templates, compiled by g++: all that are declared over the source at once."""
 
     def __init__(self, *, code, options=(), name_expressions=(), **more):
-        self.library = emulator.library(code, tuple(name_expressions))
-        self.names = tuple(name_expressions)
+        from spmd.kernels.gpu.source import KERNELS, text
+
+        declared = [k.expression(types) for k in KERNELS if text(k.file) == code for types in k.types]
+        self.names = tuple(dict.fromkeys([*declared, *name_expressions]))
+        self.library = emulator.library(code, self.names)
 
     def get_function(self, name: str):
         return emulator.Function(self.library, self.names.index(name), lambda a: a._a.ctypes.data)

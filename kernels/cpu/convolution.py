@@ -1,0 +1,434 @@
+"""Convolution and its adjoints, for one to three spatial dimensions.
+
+Each of the three is a correlation: sums over a table of taps, each a plane of a padded array and a shift. A stride
+goes into the planes (every s-th entry is of one of s planes), so that neighbouring outputs read neighbouring inputs:
+
+    conv                 out[u] = sum over taps of w * x[u + shift]
+    conv_input_adjoint   for each residue of the stride: the same of g, over the taps that meet it
+    conv_weight_adjoint  sum over u of g[u] * x[u + shift]
+
+With numba the sums stay in vector registers (`vectors`). Without it, and for complex numbers, a piece of the output at
+a time is a product of matrices, of what its taps see, gathered in the cache.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from spmd.kernels import buffers, jit
+from spmd.kernels.cpu.chunks import accurate
+from spmd.kernels.cpu.vectors import FILTERS, add_taps, add_taps_of_one, places
+from spmd.kernels.windows import output_length
+
+__all__ = ["col2im", "conv", "conv_input_adjoint", "conv_weight_adjoint", "im2col"]
+
+Pair = tuple[int, int]
+Shape = tuple[int, ...]
+
+_PIECE = 1 << 19
+"""Bytes of what the taps of a piece see."""
+
+
+def conv(
+    x: np.ndarray, w: np.ndarray, stride: Shape, padding: Sequence[Pair], dilation: Shape, groups: int
+) -> np.ndarray:
+    """x (N, C, *n), w (O, C / groups, *k) -> (N, O, *m)."""
+    dtype = np.result_type(x, w)
+    m = tuple(map(output_length, x.shape[2:], w.shape[2:], stride, padding, dilation))
+    out = buffers.empty((x.shape[0], w.shape[0], *m), dtype)
+    if 0 in out.shape or 0 in x.shape or 0 in w.shape:
+        out.fill(0)
+        return out
+    wide = accurate(dtype)
+    taps = list(_taps(w.shape[2:], stride, padding, dilation))
+    source = _planes(x.astype(wide, copy=False), groups, stride, taps, m)
+    filters = w.astype(wide, copy=False).reshape(groups, w.shape[0] // groups, w.shape[1], -1)
+    into = out if dtype == wide else buffers.empty(out.shape, wide)
+    _correlate(into, source, filters, taps)
+    if into is not out:
+        out[...] = into
+    return out
+
+
+def conv_input_adjoint(
+    g: np.ndarray,
+    w: np.ndarray,
+    shape: Shape,
+    stride: Shape,
+    padding: Sequence[Pair],
+    dilation: Shape,
+    groups: int,
+) -> np.ndarray:
+    """g (N, O, *m), w -> (N, C, *shape)."""
+    dtype = np.result_type(g, w)
+    wide = accurate(dtype)
+    n, c = g.shape[0], groups * w.shape[1]
+    if 0 in g.shape or 0 in w.shape or 0 in shape or n * c == 0:
+        return buffers.zeros((n, c, *shape), dtype)
+    # (groups, O, C, taps) -> (groups, C, O, taps): now the filters' channels are what is summed over.
+    filters = w.reshape(groups, w.shape[0] // groups, w.shape[1], -1).swapaxes(1, 2).astype(wide, copy=False)
+    g = g.astype(wide, copy=False)
+    whole = all(s == 1 for s in stride)
+    out = buffers.empty((n, c, *shape), dtype)
+    for residue in itertools.product(*map(range, stride)):
+        part = out[(slice(None), slice(None), *(slice(r, None, s) for r, s in zip(residue, stride, strict=True)))]
+        met = list(_met(w.shape[2:], stride, padding, dilation, residue))
+        if not met or 0 in part.shape:
+            part[...] = 0
+            continue
+        taps = [_Tap(0, shift) for _, shift in met]
+        source = _planes(g, groups, (1,) * len(stride), taps, part.shape[2:])
+        chosen = np.ascontiguousarray(filters[..., [k for k, _ in met]])
+        into = part if whole and dtype == wide else buffers.empty(part.shape, wide)
+        _correlate(into, source, chosen, taps)
+        if into is not part:
+            part[...] = into
+    return out
+
+
+def conv_weight_adjoint(
+    g: np.ndarray,
+    x: np.ndarray,
+    kernel: Shape,
+    stride: Shape,
+    padding: Sequence[Pair],
+    dilation: Shape,
+    groups: int,
+) -> np.ndarray:
+    """g (N, O, *m), x (N, C, *n) -> (O, C / groups, *kernel)."""
+    dtype = np.result_type(g, x)
+    wide = accurate(dtype)
+    shape = (g.shape[1], x.shape[1] // groups, *kernel)
+    if 0 in g.shape or 0 in x.shape or 0 in shape:
+        return np.zeros(shape, dtype)
+    taps = list(_taps(kernel, stride, padding, dilation))
+    source = _planes(x.astype(wide, copy=False), groups, stride, taps, g.shape[2:])
+    total = _correlate_weights(g.astype(wide, copy=False), source, taps)
+    return total.reshape(shape).astype(dtype, copy=False)
+
+
+def im2col(x: np.ndarray, kernel: Shape, stride: Shape, padding: Sequence[Pair], dilation: Shape) -> np.ndarray:
+    """What each output sees: x (N, C, *n) -> (N, C, *k, *m)."""
+    m = tuple(map(output_length, x.shape[2:], kernel, stride, padding, dilation))
+    cols = buffers.empty((*x.shape[:2], *kernel, *m), x.dtype)
+    for tap, inside, seen in _seen(x.shape[2:], m, kernel, stride, padding, dilation):
+        part = cols[(slice(None), slice(None), *tap)]
+        if any(b - a < n for (a, b), n in zip(inside, m, strict=True)):
+            part[...] = 0
+        part[(slice(None), slice(None), *(slice(a, b) for a, b in inside))] = x[(slice(None), slice(None), *seen)]
+    return cols
+
+
+def col2im(
+    cols: np.ndarray, shape: Shape, kernel: Shape, stride: Shape, padding: Sequence[Pair], dilation: Shape
+) -> np.ndarray:
+    """Adds what each output saw where it came from: cols (N, C, *k, *m) -> (N, C, *shape)."""
+    wide = accurate(cols.dtype)
+    out = buffers.zeros((*cols.shape[:2], *shape), wide)
+    m = cols.shape[2 + len(kernel) :]
+    for tap, inside, seen in _seen(shape, m, kernel, stride, padding, dilation):
+        part = cols[(slice(None), slice(None), *tap)]
+        out[(slice(None), slice(None), *seen)] += part[(slice(None), slice(None), *(slice(a, b) for a, b in inside))]
+    return out.astype(cols.dtype, copy=False)
+
+
+def _seen(
+    shape: Shape, m: Shape, kernel: Shape, stride: Shape, padding: Sequence[Pair], dilation: Shape
+) -> Iterator[tuple[Shape, list[Pair], list[slice]]]:
+    """For each entry of the kernel: the outputs that see no padding there, and the inputs that they see."""
+    for tap in itertools.product(*map(range, kernel)):
+        inside, seen = [], []
+        for t, n, count, s, (low, _), d in zip(tap, shape, m, stride, padding, dilation, strict=True):
+            at = t * d - low
+            first = min(count, max(0, -(at // s)))
+            end = max(first, min(count, (n - 1 - at) // s + 1))
+            inside.append((first, end))
+            seen.append(slice(at + first * s, at + end * s, s) if end > first else slice(0, 0))
+        yield tap, inside, seen
+
+
+# Tables of taps
+
+
+class _Tap(NamedTuple):
+    """Where a tap reads for output u: entry u + shift of a plane."""
+
+    plane: int
+    shift: Shape
+
+
+def _taps(kernel: Shape, stride: Shape, padding: Sequence[Pair], dilation: Shape) -> Iterator[_Tap]:
+    """The taps of a convolution, in the order of the kernel's entries. Its input x[o * stride + t * dilation - low] is
+    entry o + shift of the plane of a residue of the stride."""
+    for tap in itertools.product(*map(range, kernel)):
+        plane, shift = 0, []
+        for t, s, (low, _), d in zip(tap, stride, padding, dilation, strict=True):
+            times, residue = divmod(t * d - low, s)
+            plane = plane * s + residue
+            shift.append(times)
+        yield _Tap(plane, tuple(shift))
+
+
+def _met(
+    kernel: Shape, stride: Shape, padding: Sequence[Pair], dilation: Shape, residue: Shape
+) -> Iterator[tuple[int, Shape]]:
+    """The taps by which outputs meet the inputs residue + u * stride: output u + shift does."""
+    for k, tap in enumerate(itertools.product(*map(range, kernel))):
+        shift = []
+        for t, s, (low, _), d, r in zip(tap, stride, padding, dilation, residue, strict=True):
+            times, rest = divmod(r + low - t * d, s)
+            if rest:
+                break
+            shift.append(times)
+        else:
+            yield k, tuple(shift)
+
+
+class _Source(NamedTuple):
+    """Planes of an array, with zeros around where taps reach: data (N, groups, C, planes, *lengths), three of them.
+
+    origin: the place of entry 0 in each dimension. reach: the three lengths of the outputs.
+    """
+
+    data: np.ndarray
+    origin: Shape
+    reach: Shape
+
+
+def _three(shape: Shape, fill: int) -> Shape:
+    return (fill,) * (3 - len(shape)) + tuple(shape)
+
+
+def _planes(x: np.ndarray, groups: int, stride: Shape, taps: Sequence[_Tap], m: Shape) -> _Source:
+    """x (N, C, *n) as planes of the residues of the stride, that all taps of outputs 0:m lie in."""
+    n, c, shape = x.shape[0], x.shape[1], x.shape[2:]
+    shifts = list(zip(*(tap.shift for tap in taps), strict=True))
+    origin = [max(0, -min(s)) for s in shifts]
+    lengths = [
+        max(o + -(-k // s), o + end + max(t)) for o, k, s, end, t in zip(origin, shape, stride, m, shifts, strict=True)
+    ]
+    planes = math.prod(stride)
+    head = (n, groups, c // groups, planes)
+    if planes == 1 and tuple(lengths) == shape:
+        data = np.ascontiguousarray(x)
+    else:
+        data = buffers.empty((n, c, planes, *lengths), x.dtype)
+        for plane, residue in enumerate(itertools.product(*map(range, stride))):
+            part = x[(slice(None), slice(None), *(slice(r, None, s) for r, s in zip(residue, stride, strict=True)))]
+            _put(data[:, :, plane], part, origin)
+    return _Source(data.reshape(*head, *_three(tuple(lengths), 1)), _three(tuple(origin), 0), _three(m, 1))
+
+
+def _put(out: np.ndarray, x: np.ndarray, origin: Sequence[int]) -> None:
+    """x into the last dimensions of out, from origin on, and zeros around it."""
+    inner: tuple[slice, ...] = (slice(None), slice(None))
+    for o, k in zip(origin, x.shape[2:], strict=True):
+        out[(*inner, slice(0, o))] = 0
+        out[(*inner, slice(o + k, None))] = 0
+        inner = (*inner, slice(o, o + k))
+    out[inner] = x
+
+
+def _offsets(source: _Source, taps: Sequence[_Tap]) -> np.ndarray:
+    """For every channel of a group and every tap: how far its entry lies from the first of the group."""
+    channels, planes, *lengths = source.data.shape[2:]
+    _, high, wide = lengths
+    size = math.prod(lengths)
+    places_ = [
+        tap.plane * size + ((o0 + a) * high + o1 + b) * wide + o2 + c
+        for tap in taps
+        for (a, b, c), (o0, o1, o2) in [(_three(tap.shift, 0), source.origin)]
+    ]
+    return (np.arange(channels)[:, None] * planes * size + np.array(places_)).reshape(-1)
+
+
+# Sums over taps
+
+_STRIP = 1024
+"""Places between two writings of what was summed: the sums of all filters at work lie in the cache."""
+
+
+def _correlate(out: np.ndarray, source: _Source, filters: np.ndarray, taps: Sequence[_Tap]) -> None:
+    """out (N, groups * O, *m), contiguous: the sums over channels and taps. filters: (groups, O, C, taps)."""
+    groups, count = filters.shape[:2]
+    flat = filters.reshape(groups, count, -1)
+    n = source.data.shape[0]
+    _, rows, columns = source.reach
+    wide = source.data.shape[-1]
+    at_once = 1 if count == 1 else FILTERS
+    if out.dtype.char in "fd" and jit.fits(out) and out.flags.c_contiguous:
+        span = places(out.dtype, at_once)
+        if (rows - 1) * wide + columns >= span:
+            padded = np.zeros((groups, -(-count // at_once) * at_once, flat.shape[2]), out.dtype)
+            padded[:, :count] = flat
+            scratch = np.empty((at_once, _STRIP // span * span), out.dtype)
+            table, steps, shape = _offsets(source, taps), _steps(source), (n, groups, count, *source.reach)
+            _tiles(out.reshape(-1), scratch, source.data.reshape(-1), padded, table, steps, shape, span)
+            return
+    _by_products(out.reshape(n, groups, count, -1), source, flat, taps)
+
+
+def _steps(source: _Source) -> np.ndarray:
+    """How far the next example, group, layer and row of a source lie."""
+    data = source.data
+    size = math.prod(data.shape[2:])
+    return np.array([data.shape[1] * size, size, data.shape[-2] * data.shape[-1], data.shape[-1]])
+
+
+@jit.loops("out", "scratch")
+def _tiles(out: Any, scratch: Any, x: Any, w: Any, offsets: Any, steps: Any, shape: Any, span: int) -> None:
+    # The places of a layer are gone through as they lie in memory, over the ends of its rows: what is computed in
+    # between two rows is left out when a strip is written. The last piece begins early enough to end with the layer.
+    examples, groups, count, layers, rows, columns = shape
+    wide = steps[3]
+    end = (rows - 1) * wide + columns
+    at_once, strip = scratch.shape
+    for n in range(examples):
+        for g in range(groups):
+            for z in range(layers):
+                base = n * steps[0] + g * steps[1] + z * steps[2]
+                start = 0
+                while start < end:
+                    # Whole spans, as many as a strip holds: a last one that would be cut begins earlier.
+                    length = min(strip, (end - start) // span * span)
+                    if length == 0:
+                        start, length = end - span, span
+                    for first in range(0, w.shape[1], at_once):
+                        for p in range(0, length, span):
+                            if at_once == 1:
+                                add_taps_of_one(scratch, p, x, base + start + p, offsets, w[g], first)
+                            else:
+                                add_taps(scratch, p, x, base + start + p, offsets, w[g], first)
+                        for a in range(min(at_once, count - first)):
+                            line = scratch[a]
+                            layer = (((n * groups + g) * count + first + a) * layers + z) * rows * columns
+                            row, k = start // wide, 0
+                            column = start - row * wide
+                            while k < length:
+                                keep = min(length - k, columns - column)
+                                if keep > 0:
+                                    to = layer + row * columns + column
+                                    out[to : to + keep] = line[k : k + keep]
+                                k, row, column = k + wide - column, row + 1, 0
+                    start += length
+
+
+def _by_products(out: np.ndarray, source: _Source, w: np.ndarray, taps: Sequence[_Tap]) -> None:
+    """out (N, groups, O, places): piece by piece the product of the filters and of what the taps see."""
+    for n, g, first, end, cols in _pieces(source, taps):
+        np.matmul(w[g], cols, out=out[n, g, :, first:end])
+
+
+def _pieces(source: _Source, taps: Sequence[_Tap]) -> Iterator[tuple[int, int, int, int, np.ndarray]]:
+    """Some rows of outputs at a time, first:end of the places: what their taps see, (channels * taps, places)."""
+    data = source.data
+    examples, groups, channels = data.shape[:3]
+    layers, rows, columns = source.reach
+    per_row = channels * len(taps) * columns * data.itemsize
+    step = max(1, min(rows, _PIECE // max(1, per_row)))
+    for n, g, z in itertools.product(range(examples), range(groups), range(layers)):
+        for y in range(0, rows, step):
+            stop = min(rows, y + step)
+            cols = np.empty((channels, len(taps), stop - y, columns), data.dtype)
+            for k, tap in enumerate(taps):
+                a, b, c = (o + s for o, s in zip(source.origin, _three(tap.shift, 0), strict=True))
+                cols[:, k] = data[n, g, :, tap.plane, z + a, y + b : stop + b, c : c + columns]
+            first = (z * rows + y) * columns
+            yield n, g, first, first + (stop - y) * columns, cols.reshape(channels * len(taps), -1)
+
+
+def _correlate_weights(g: np.ndarray, source: _Source, taps: Sequence[_Tap]) -> np.ndarray:
+    """The sums over examples and places of g (N, groups * O, *m) times what each tap sees: (groups, O, C * taps)."""
+    n, groups, channels = source.data.shape[:3]
+    count = g.shape[1] // groups
+    total = np.zeros((groups, count, channels * len(taps)), g.dtype if g.dtype.kind == "c" else np.float64)
+    if g.dtype.char in "fd" and jit.fits(g):
+        layers, rows, columns = source.reach
+        wide = source.data.shape[-1]
+        # g with the rows of the source, zeros behind its own: one loop goes over many rows. Rows beyond the last filter
+        # and taps beyond the last tap bring the numbers to multiples of four.
+        more = -(-count // 4) * 4
+        around = buffers.zeros((n, groups, more, layers, rows, wide), g.dtype)
+        around[:, :, :count, ..., :columns] = g.reshape(n, groups, count, *source.reach)
+        offsets = _offsets(source, taps)
+        padded = np.append(offsets, np.repeat(offsets[-1:], -offsets.size % 4))
+        sums = np.zeros((groups, more, padded.size))
+        end = (rows - 1) * wide + columns
+        _dot_tiles(sums, around, source.data.reshape(-1), padded, _steps(source), end)
+        return sums[:, :count, : offsets.size]
+    flat = g.reshape(n, groups, count, -1)
+    for k, j, first, end, cols in _pieces(source, taps):
+        total[j] += flat[k, j, :, first:end] @ cols.T
+    return total
+
+
+_TILE = 2048
+
+
+@jit.loops("sums", fastmath=("contract", "reassoc", "nsz"))
+def _dot_tiles(sums: Any, g: Any, x: Any, offsets: Any, steps: Any, end: int) -> None:
+    examples, groups, count, layers, rows, wide = g.shape
+    flat = g.reshape(-1)
+    layer = rows * wide
+    zero = g.dtype.type(0)
+    for n in range(examples):
+        for i in range(groups):
+            for z in range(layers):
+                base = n * steps[0] + i * steps[1] + z * steps[2]
+                for p in range(0, end, _TILE):
+                    m = min(_TILE, end - p)
+                    for o in range(0, count, 4):
+                        at = (((n * groups + i) * count + o) * layers + z) * layer + p
+                        apart = layers * layer
+                        g0, g1 = flat[at : at + m], flat[at + apart : at + apart + m]
+                        g2, g3 = flat[at + 2 * apart : at + 2 * apart + m], flat[at + 3 * apart : at + 3 * apart + m]
+                        for t in range(0, offsets.size, 4):
+                            b0, b1 = base + p + offsets[t], base + p + offsets[t + 1]
+                            b2, b3 = base + p + offsets[t + 2], base + p + offsets[t + 3]
+                            x0, x1, x2, x3 = x[b0 : b0 + m], x[b1 : b1 + m], x[b2 : b2 + m], x[b3 : b3 + m]
+                            s00 = s01 = s02 = s03 = s10 = s11 = s12 = s13 = zero
+                            s20 = s21 = s22 = s23 = s30 = s31 = s32 = s33 = zero
+                            for j in range(m):
+                                u0, u1, u2, u3 = x0[j], x1[j], x2[j], x3[j]
+                                v = g0[j]
+                                s00 += v * u0
+                                s01 += v * u1
+                                s02 += v * u2
+                                s03 += v * u3
+                                v = g1[j]
+                                s10 += v * u0
+                                s11 += v * u1
+                                s12 += v * u2
+                                s13 += v * u3
+                                v = g2[j]
+                                s20 += v * u0
+                                s21 += v * u1
+                                s22 += v * u2
+                                s23 += v * u3
+                                v = g3[j]
+                                s30 += v * u0
+                                s31 += v * u1
+                                s32 += v * u2
+                                s33 += v * u3
+                            r0, r1, r2, r3 = sums[i, o], sums[i, o + 1], sums[i, o + 2], sums[i, o + 3]
+                            r0[t] += s00
+                            r0[t + 1] += s01
+                            r0[t + 2] += s02
+                            r0[t + 3] += s03
+                            r1[t] += s10
+                            r1[t + 1] += s11
+                            r1[t + 2] += s12
+                            r1[t + 3] += s13
+                            r2[t] += s20
+                            r2[t + 1] += s21
+                            r2[t + 2] += s22
+                            r2[t + 3] += s23
+                            r3[t] += s30
+                            r3[t + 1] += s31
+                            r3[t + 2] += s32
+                            r3[t + 3] += s33

@@ -1,0 +1,175 @@
+"""Convolution: the kernels against their references, and the functions over them against PyTorch and serial results."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kernel_cases import FEW, FLOATING, NUMBERS, Family
+
+import spmd
+from spmd import P, functions
+from spmd.errors import SpecError
+from spmd.kernels.windows import output_length
+
+family = Family("convolution")
+
+
+def geometry(draw):
+    """Shapes of x and w, and the options, such that the padded input is at least as long as the window."""
+    dims = draw.integer(1, 3)
+    groups = draw.choose(1, 1, 2, 3)
+    kernel, stride, dilation, padding, shape = [], [], [], [], []
+    for _ in range(dims):
+        k, d = draw.integer(1, 3), draw.integer(1, 2)
+        low, high = draw.integer(-1, 2), draw.integer(-1, 2)
+        kernel.append(k)
+        dilation.append(d)
+        stride.append(draw.integer(1, 3))
+        padding.append((low, high))
+        shape.append(draw.integer(1, 3 if draw.small else (90 if dims == 1 else 9)))
+    n, c, o = draw.integer(0, 2), groups * draw.integer(1, 3), groups * draw.choose(1, 2, 5, 9)
+    options = (tuple(stride), tuple(padding), tuple(dilation))
+    return n, c, o, tuple(shape), tuple(kernel), options, groups
+
+
+def outputs(shape, kernel, options):
+    return tuple(map(output_length, shape, kernel, *options))
+
+
+def conv(draw):
+    n, c, o, shape, kernel, options, groups = geometry(draw)
+    return draw.array((n, c, *shape)), draw.array((o, c // groups, *kernel)), *options, groups
+
+
+def conv_input_adjoint(draw):
+    n, c, o, shape, kernel, options, groups = geometry(draw)
+    g = draw.array((n, o, *outputs(shape, kernel, options)))
+    return g, draw.array((o, c // groups, *kernel)), shape, *options, groups
+
+
+def conv_weight_adjoint(draw):
+    n, c, o, shape, kernel, options, groups = geometry(draw)
+    g = draw.array((n, o, *outputs(shape, kernel, options)))
+    return g, draw.array((n, c, *shape)), kernel, *options, groups
+
+
+def im2col(draw):
+    n, c, _, shape, kernel, options, _ = geometry(draw)
+    return draw.array((n, c, *shape)), kernel, *options
+
+
+def col2im(draw):
+    n, c, _, shape, kernel, options, _ = geometry(draw)
+    return draw.array((n, c, *kernel, *outputs(shape, kernel, options))), shape, kernel, *options
+
+
+# Up to 9 * 3 terms of size 9, or as many as there are places.
+family.case("conv", conv, dtypes=(*FLOATING, "complex128"), ulps=16, scale=99)
+family.case("conv_input_adjoint", conv_input_adjoint, dtypes=(*FLOATING, "complex128"), ulps=16, scale=99)
+family.case("conv_weight_adjoint", conv_weight_adjoint, dtypes=(*FLOATING, "complex128"), ulps=16, scale=99)
+family.case("im2col", im2col, dtypes=(*FLOATING, *NUMBERS[2:]), ulps=0)
+family.case("col2im", col2im, dtypes=(*FLOATING, "complex128"), ulps=8, scale=9)
+
+TestKernels = family.tests()
+
+
+# The functions
+
+
+def options_of(draw):
+    dims, groups = draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    ints = lambda least, most: tuple(draw(st.integers(least, most)) for _ in range(dims))
+    shapes = draw(st.integers(1, 2)), groups * draw(st.integers(1, 2)), groups * draw(st.integers(1, 3))
+    return shapes, ints(3, 6), ints(1, 3), ints(1, 3), ints(0, 2), ints(1, 2), groups
+
+
+@FEW
+@given(data=st.data())
+def test_equals_torch(data):
+    torch = pytest.importorskip("torch")
+    (n, c, o), shape, kernel, stride, padding, dilation, groups = options_of(data.draw)
+    if min(map(output_length, shape, kernel, stride, [(p, p) for p in padding], dilation)) < 1:
+        return  # which torch refuses
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    x, w, b = (rng.normal(size=s) for s in ((n, c, *shape), (o, c // groups, *kernel), o))
+    there = getattr(torch.nn.functional, f"conv{len(shape)}d")
+    y = there(*map(torch.tensor, (x, w, b)), stride, padding, dilation, groups).numpy()
+    np.testing.assert_allclose(functions.conv(x, w, b, stride, padding, dilation, groups), y, atol=1e-12)
+    more = tuple(data.draw(st.integers(0, max(s, d) - 1)) for s, d in zip(stride, dilation, strict=True))
+    back, b = getattr(torch.nn.functional, f"conv_transpose{len(shape)}d"), rng.normal(size=c)
+    expected = back(*map(torch.tensor, (y, w, b)), stride, padding, more, groups, dilation).numpy()
+    found = functions.conv_transpose(y, w, b, stride, padding, more, groups, dilation)
+    np.testing.assert_allclose(found, expected, atol=1e-10)
+
+
+@FEW
+@given(data=st.data())
+def test_gradients_to_second_order(data):
+    (n, c, o), shape, kernel, stride, padding, dilation, groups = options_of(data.draw)
+    rng = np.random.default_rng(0)
+    x, w, b = (rng.normal(size=s) for s in ((n, c, *shape), (o, c // groups, *kernel), o))
+    spmd.check_grads(lambda x, w, b: functions.conv(x, w, b, stride, padding, dilation, groups), (x, w, b))
+    g = rng.normal(size=functions.conv(x, w, b, stride, padding, dilation, groups).shape)
+    if 0 not in g.shape:
+        spmd.check_grads(lambda g, w: functions.conv_transpose(g, w, None, stride, 0, 0, groups, dilation), (g, w))
+
+
+@pytest.mark.parametrize("padding", ["SAME", "VALID", 1, (2, 0), ((1, 0), (0, 2))])
+def test_paddings_are_those_of_a_padded_array(padding):
+    rng = np.random.default_rng(0)
+    x, w = rng.normal(size=(2, 3, 6, 7)), rng.normal(size=(4, 3, 3, 2))
+    pairs = {"SAME": ((1, 1), (0, 1)), "VALID": ((0, 0),) * 2, 1: ((1, 1),) * 2, (2, 0): ((2, 2), (0, 0))}
+    wide = np.pad(x, ((0, 0), (0, 0), *pairs.get(padding, padding)))
+    np.testing.assert_allclose(functions.conv(x, w, padding=padding), functions.conv(wide, w), atol=1e-12)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_over_blocks_with_halos(scheduler, workers, stride):
+    """What docs/window.md says of windows, with this convolution: 11 rows on up to five workers."""
+    rng = np.random.default_rng(workers)
+    x, w, b = rng.normal(size=(2, 3, 11, 8)), rng.normal(size=(4, 3, 3, 3)), rng.normal(size=4)
+    g = rng.normal(size=functions.conv(x, w, b, stride, 1).shape)
+    mesh, spec = spmd.Mesh(x=workers, scheduler=scheduler), P(None, None, "x")
+    window = spmd.plan_window(11, kernel=3, stride=stride, padding=1, inputs=workers)
+
+    def local(x, w, b, g):
+        h = spmd.halo_exchange(
+            x, spec, widths=(0, 0, window.widths), boundary=("none", "none", "zero"), sizes=(None, None, window.inputs)
+        )
+        y = functions.conv(h, w, b, stride, padding=(0, 1))
+        return spmd.psum(np.sum(y * g), "x")
+
+    loss = mesh.map(local, in_specs=(spec, P(), P(), spec), out_specs=P())
+    value, grads = spmd.value_and_grad(loss, (0, 1, 2))(x, w, b, g)
+    serial = lambda x, w, b: np.sum(functions.conv(x, w, b, stride, 1) * g)
+    expected, exact = spmd.value_and_grad(serial, (0, 1, 2))(x, w, b)
+    np.testing.assert_allclose(float(value), expected, rtol=1e-12)
+    for found, of_all in zip(grads, exact, strict=True):
+        np.testing.assert_allclose(np.asarray(found), of_all, atol=1e-11)
+
+
+x, w = np.ones((2, 4, 6, 6)), np.ones((3, 4, 3, 3))
+ERRORS = {
+    "w of other channels": (lambda: functions.conv(x, w[:, :2]), "groups=2"),
+    "w of other dimensions": (lambda: functions.conv(x, w[..., 0]), "2 dimensions"),
+    "no batch": (lambda: functions.conv(x[0, 0], w), r"x\[np.newaxis\]"),
+    "integers": (lambda: functions.conv(x.astype(int), w), r"x.astype\(float\)"),
+    "groups": (lambda: functions.conv(x, w[:, :2], groups=2), "a divisor"),
+    "stride": (lambda: functions.conv(x, w, stride=0), "argument stride"),
+    "padding": (lambda: functions.conv(x, w, padding="EQUAL"), "argument padding"),
+    "bias": (lambda: functions.conv(x, w, np.ones(4)), r"shape \[3\]"),
+    "filters": (lambda: functions.conv_transpose(x, w), r"w of shape \[4, 4, 3, 3\]"),
+    "output padding": (lambda: functions.conv_transpose(x[:, :3], w, output_padding=1), "less than the stride"),
+    "words": (lambda: functions.conv_transpose(x[:, :3], w, padding="SAME"), "padding=0"),
+    "cropped away": (lambda: functions.conv_transpose(x[:, :3], w, padding=9), "smaller padding"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors_say_what_is_needed(case):
+    call, words = ERRORS[case]
+    with pytest.raises(SpecError, match=words):
+        call()
