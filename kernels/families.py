@@ -14,6 +14,7 @@ __all__ = ["FAMILIES", "finder"]
 FAMILIES: dict[str, tuple[str, ...]] = {
     "moves": ("combine",),
     "convolution": ("conv", "conv_input_adjoint", "conv_weight_adjoint", "im2col", "col2im"),
+    "stencils": ("stencil", "stencil_weights"),
     "softmaxes": ("softmax", "softmax_vjp", "log_softmax", "log_softmax_vjp"),
 }
 

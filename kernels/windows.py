@@ -6,9 +6,10 @@ are padding. `spmd.window` plans the same windows over blocks; low and high mean
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["Window", "extent", "output_length", "same_padding"]
+__all__ = ["Window", "extent", "output_length", "reach", "same_padding", "stencil_adjoint_padding"]
 
 Pair = tuple[int, int]
 
@@ -78,3 +79,14 @@ def same_padding(n: int, kernel: int, stride: int = 1, dilation: int = 1, lower:
     total = max(0, (-(-n // stride) - 1) * stride + extent(kernel, dilation) - n) if n else 0
     half = total // 2
     return (total - half, half) if lower else (half, total - half)
+
+
+def reach(offsets: Sequence[Sequence[int]]) -> tuple[Pair, ...]:
+    """How far offsets reach below and above 0, (low, high) in each dimension: low and high of a halo for a stencil."""
+    return tuple((max(0, -min(column)), max(0, *column)) for column in zip(*offsets, strict=True))
+
+
+def stencil_adjoint_padding(offsets: Sequence[Sequence[int]], padding: Sequence[Pair]) -> tuple[Pair, ...]:
+    """The padding of the adjoint of a stencil, which has the negated offsets."""
+    ends = zip(reach(offsets), padding, strict=True)
+    return tuple((low + high - before, low + high - after) for (low, high), (before, after) in ends)

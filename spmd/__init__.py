@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from spmd.linear import linear_operator
     from spmd.operators.at_root import at_root
     from spmd.operators.halo import halo_accumulate, halo_exchange
+    from spmd.operators.stencil import stencil
     from spmd.testing import check_adjoint
     from spmd.window import plan_needs, plan_transposed, plan_window, plan_windows
 
@@ -139,6 +140,7 @@ __all__ = [
     "sendrecv",
     "shift",
     "softmax_cross_entropy",
+    "stencil",
     "stop_gradient",
     "sum",
     "sum_reduce",
@@ -169,6 +171,8 @@ def __getattr__(name: str):
         return importlib.import_module("spmd.operators.at_root").at_root
     if name in ("plan_needs", "plan_transposed", "plan_window", "plan_windows"):
         return globals().setdefault(name, getattr(importlib.import_module("spmd.window"), name))
+    if name == "stencil":
+        return globals().setdefault(name, importlib.import_module("spmd.operators.stencil").stencil)
     if name in ("halo_accumulate", "halo_exchange"):
         return globals().setdefault(name, getattr(importlib.import_module("spmd.operators.halo"), name))
     raise AttributeError(f"module 'spmd' has no attribute {name!r}")

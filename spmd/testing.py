@@ -30,6 +30,7 @@ from spmd.operators.permute import Permute
 from spmd.operators.reduce import Sum
 from spmd.operators.repartition import Accumulate, Repartition
 from spmd.operators.root import Broadcast, Enroot, Gather, Keep, Replicate, Scatter, SumReduce, Unroot
+from spmd.operators.stencil import Stencil
 from spmd.state import INVARIANT, ROOTED, VARYING
 
 if TYPE_CHECKING:
@@ -102,6 +103,14 @@ def _haloed(a: tuple[str, ...], sizes: Shape, widths: Shape, boundary: str) -> C
     return Case(back, (sum(lengths), 2), P(a), (lengths, None))
 
 
+_CROSS = ((0, 0), (1, 0), (-1, 0), (0, 1), (0, -1))
+
+
+def _corners(d: int) -> tuple[Shape, ...]:
+    """Neighbours across the corners of a block of d dimensions."""
+    return (1,) * d, (-1,) * d
+
+
 def _alone(shape: Shape, root: int, axes: dict[str, int]) -> Layout:
     """All of an array on one worker."""
     return Layout.grid(shape, (1,) * len(shape), axes, [root])
@@ -130,6 +139,16 @@ _ROWS: dict[type[Operator], Callable[[tuple[str, ...], int], list[Case]]] = {
         *(Case(Slice(a, axis), (n,) * 2) for axis in (0, 1)),
         *(Case(Slice(a, 0, True), (m, 2)) for m in (2 * n, 2 * n + 1, 1, 0)),
         Case(Slice(a, 1, True, _lopsided(n)), (2, 2 * n + 1)),
+    ],
+    Stencil: lambda a, n: [
+        *(Case(Stencil(a, P(a), _CROSS, (-4, 1, 2, 3, 1), b), (4 * n + 1, 3), P(a)) for b in ("zero", "periodic")),
+        Case(Stencil(a, P(None, a), ((1, 2), (-2, 0)), (1, -3), ("periodic", "zero")), (3, 9 * n + 2), P(None, a)),
+        *(
+            Case(Stencil(a, P(*a), _corners(len(a)), (2, -3), b), (2 * n,) * len(a), P(*a))
+            for b in ("zero", "periodic")
+        ),
+        Case(Stencil(a, P(a), ((1,), (-1,)), (1, -1)), (2 * n + 1,), P(a), (_lopsided(n),)),
+        Case(Stencil(a, P(a), ((3,), (-2,)), (1, -1)), (n - 1,), P(a)),
     ],
     HaloExchange: lambda a, n: [
         *(Case(HaloExchange(a, P(a), 1, boundary), (2 * n + 1, 2), P(a)) for boundary in BOUNDARIES),

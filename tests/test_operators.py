@@ -19,6 +19,7 @@ from oracle import Each, Oracle
 import spmd
 from spmd import P
 from spmd.errors import ClosureError, LayoutError, MeshError, StateError
+from spmd.kernels.windows import reach
 from spmd.layout import Layout, block_sizes
 from spmd.mesh import here
 from spmd.operators.base import Operator, Vary
@@ -29,6 +30,7 @@ from spmd.operators.permute import Permute
 from spmd.operators.reduce import Sum
 from spmd.operators.repartition import Accumulate, Repartition
 from spmd.operators.root import Broadcast, Enroot, Gather, Keep, Replicate, Rooted, Scatter, SumReduce, Unroot
+from spmd.operators.stencil import Stencil
 from spmd.state import ROOTED, VARYING
 
 MESHES = [
@@ -208,6 +210,40 @@ def halo(kind) -> Callable[[Draw], Case]:
     return case
 
 
+def points(d: Draw) -> Case:
+    """One dimension is split; offsets reach into all. The joined blocks are padded by np.pad."""
+    shape = d.shape(least=1)
+    axis = d.upto(0, len(shape) - 1)
+    boundary = tuple(d.draw(st.sampled_from(["zero", "periodic"])) for _ in shape)
+    least = [int(b == "periodic") for b in boundary]
+    shape = [max(n, k) for n, k in zip(shape, least, strict=True)]
+    n = d.upto(least[axis], 20)
+    sizes = block_sizes(n, d.dims) if d.flag() else d.sizes(n)
+    offsets = tuple(tuple(d.upto(-2, 2) for _ in shape) for _ in range(d.upto(1, 4)))
+    weights = tuple(d.upto(-3, 3) for _ in offsets)
+    # What the slabs of each dimension that goes on elsewhere are long: with it the cost is exact.
+    thick = [2 * sum(pair) for pair in reach(offsets)]
+    ends = [k for k, b in enumerate(boundary) if thick[k] and (b == "periodic" or (k == axis and d.n > 1))]
+    known = [tuple(min(s, thick[k]) if k == axis else s for s in sizes) for k in ends]
+    met = tuple((*[None] * axis, lengths) for lengths in known)
+    op = Stencil(d.over, P(*[None] * axis, d.over), offsets, weights, boundary, met)
+
+    def apply(blocks: list) -> list:
+        whole = np.concatenate(blocks, axis)
+        wide = whole
+        for k, b in enumerate(boundary):
+            wide = np.pad(
+                wide,
+                [(2, 2) if j == k else (0, 0) for j in range(len(shape))],
+                "wrap" if b == "periodic" else "constant",
+            )
+        parts = [wide[tuple(slice(2 + i, 2 + i + m) for i, m in zip(o, whole.shape, strict=True))] for o in offsets]
+        y = sum(w * part for w, part in zip(weights, parts, strict=True))
+        return np.split(y, np.cumsum(sizes)[:-1], axis)
+
+    return d.case(op, lambda k: replaced(shape, axis, sizes[k]), lambda w, x: w.meet(x, d.over, apply))
+
+
 def permute(d: Draw) -> Case:
     ndim = d.upto(0, 3)
     targets = d.draw(st.permutations(range(d.n)))
@@ -382,6 +418,7 @@ OPERATORS: dict[type[Operator], Callable[[Draw], Case]] = {
     Slice: split(Slice),
     HaloExchange: halo(HaloExchange),
     HaloAccumulate: halo(HaloAccumulate),
+    Stencil: points,
     Permute: permute,
     AllToAll: all_to_all,
     Broadcast: rooted(Broadcast),

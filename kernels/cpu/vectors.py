@@ -118,7 +118,8 @@ def _build(filters: int, wide: int) -> Callable[..., Any]:
 
         return types.void(out, types.intp, x, types.intp, offsets, w, types.intp), build
 
-    return lambda out, to, x, at, offsets, w, row: add_taps(out, to, x, at, offsets, w, row)
+    instruction: Any = add_taps
+    return lambda out, to, x, at, offsets, w, row: instruction(out, to, x, at, offsets, w, row)
 
 
 @lowered(lambda: _build(FILTERS, _WIDE))

@@ -94,14 +94,19 @@ __device__ inline index_t grid_stride() { return (index_t)gridDim.x * blockDim.x
 struct add_op { template <class A> __device__ static A of(A a, A b) { return a + b; } };
 struct max_op { template <class A> __device__ static A of(A a, A b) { return a != a || a > b ? a : b; } };
 
+template <class A> __device__ inline A shuffle_xor(A x, int step) { return __shfl_xor_sync(0xffffffffu, x, step); }
+template <class A> __device__ inline complex_t<A> shuffle_xor(complex_t<A> x, int step) {
+    return complex_t<A>{shuffle_xor(x.re, step), shuffle_xor(x.im, step)};
+}
+
 template <class Op, class A> __device__ inline A block_reduce(A x, A neutral) {
     __shared__ A partial[32];
-    for (int step = 16; step > 0; step >>= 1) x = Op::of(x, __shfl_xor_sync(0xffffffffu, x, step));
+    for (int step = 16; step > 0; step >>= 1) x = Op::of(x, shuffle_xor(x, step));
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = (blockDim.x + 31) >> 5;
     __syncthreads();  // a reduction before this one has been read
     if (lane == 0) partial[warp] = x;
     __syncthreads();
     x = lane < warps ? partial[lane] : neutral;
-    for (int step = 16; step > 0; step >>= 1) x = Op::of(x, __shfl_xor_sync(0xffffffffu, x, step));
+    for (int step = 16; step > 0; step >>= 1) x = Op::of(x, shuffle_xor(x, step));
     return x;
 }

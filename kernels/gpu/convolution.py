@@ -66,7 +66,8 @@ def conv(x: Any, w: Any, stride: Shape, padding: Sequence[Pair], dilation: Shape
     else:
         filters = _wide(w).reshape(groups, w.shape[0] // groups, seen)
         for part, of in _examples(x, kernel, stride, padding, dilation, groups):
-            out[of] = cp.matmul(filters, part).reshape(-1, w.shape[0], *m)
+            products: Any = cp.matmul(filters, part)
+            out[of] = products.reshape(-1, w.shape[0], *m)
     return out
 
 
@@ -88,7 +89,8 @@ def conv_input_adjoint(
         step = max(1, _BYTES // (groups * seen * math.prod(m) * 8))
         for start in range(0, g.shape[0], step):
             part = _wide(g[start : start + step]).reshape(-1, groups, filters, math.prod(m))
-            cols = cp.matmul(transposed, part).reshape(-1, groups * w.shape[1], *kernel, *m)
+            products: Any = cp.matmul(transposed, part)
+            cols = products.reshape(-1, groups * w.shape[1], *kernel, *m)
             out[start : start + step] = col2im(cols, shape, kernel, stride, padding, dilation)
     return out
 
@@ -106,7 +108,7 @@ def conv_weight_adjoint(
         geometry = _geometry(x.shape[2:], m, kernel, stride, padding, dilation)
         _direct(_conv_weight_adjoint, out, (g, x), out.shape, groups, geometry, min(out.size, 1 << 16))
     else:
-        total = 0
+        total: Any = 0
         for part, of in _examples(x, kernel, stride, padding, dilation, groups):
             some = _wide(g[of]).reshape(-1, groups, filters, math.prod(m))
             total = total + cp.sum(cp.matmul(some, part.swapaxes(2, 3)), axis=0)

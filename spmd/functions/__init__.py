@@ -12,14 +12,16 @@ if TYPE_CHECKING:
     from spmd.functions.activation import relu
     from spmd.functions.convolution import conv, conv_transpose
     from spmd.functions.softmaxes import log_softmax, softmax, softmax_cross_entropy
+    from spmd.functions.stencils import stencil
 
 FAMILIES: dict[str, tuple[str, ...]] = {
     "activation": ("relu",),
     "convolution": ("conv", "conv_transpose"),
+    "stencils": ("stencil",),
     "softmaxes": ("log_softmax", "softmax", "softmax_cross_entropy"),
 }
 
-__all__ = ["conv", "conv_transpose", "log_softmax", "relu", "softmax", "softmax_cross_entropy"]
+__all__ = ["conv", "conv_transpose", "log_softmax", "relu", "softmax", "softmax_cross_entropy", "stencil"]
 
 _FAMILY_OF = {name: family for family, names in FAMILIES.items() for name in names}
 

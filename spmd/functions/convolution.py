@@ -30,11 +30,15 @@ def _conv(x, w, *, options) -> Any:
     return kernels.of(x).conv(x, w, *options)
 
 
-@primitive(
-    "conv_input_adjoint",
-    lambda h, _ans, _g, w, *, shape, options: _conv(h, w, options=options),
-    lambda h, _ans, g, _w, *, shape, options: _conv_weight_adjoint(g, h, kernel=_w.shape[2:], options=options),
-)
+def _to_g(h, _ans, _g, w, *, shape, options) -> Any:
+    return _conv(h, w, options=options)
+
+
+def _to_filters(h, _ans, g, _w, *, shape, options) -> Any:
+    return _conv_weight_adjoint(g, h, kernel=_w.shape[2:], options=options)
+
+
+@primitive("conv_input_adjoint", _to_g, _to_filters)
 def _conv_input_adjoint(g, w, *, shape, options) -> Any:
     return kernels.of(g).conv_input_adjoint(g, w, shape, *options)
 

@@ -13,6 +13,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
+from copy import copy
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
@@ -102,6 +103,12 @@ class Call:
         user = caller(frame) if frame is not None else None
         self.code = user.f_code if user is not None else None
         self.instruction = user.f_lasti if user is not None else 0
+
+    def of(self, shape: tuple[int, ...]) -> Call:
+        """The same call, that brings a block of another shape."""
+        other = copy(self)
+        other.shape = shape
+        return other
 
     @property
     def key(self) -> tuple[Any, ...]:

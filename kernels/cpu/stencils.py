@@ -1,0 +1,211 @@
+"""Stencils, with one reading and one writing of memory.
+
+With numba a row of the result is made at a time: where all offsets stay inside by sums that stay in vector registers,
+at its ends entry by entry. Without it the inner box is made some rows at a time, in the cache: entries of one weight
+are added up before they are multiplied; what is near the ends, where some offsets meet padding, is made offset by
+offset.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from spmd.kernels import buffers, jit
+from spmd.kernels.cpu.chunks import CACHE, accurate
+from spmd.kernels.cpu.vectors import add_taps_of_one, places
+from spmd.kernels.windows import reach
+
+__all__ = ["stencil", "stencil_weights"]
+
+Pair = tuple[int, int]
+Offsets = Sequence[Sequence[int]]
+
+
+def stencil(x: np.ndarray, offsets: Offsets, weights: Sequence[Any], padding: Sequence[Pair]) -> np.ndarray:
+    """y[i] = sum over k of weights[k] * x[i + offsets[k]]; the last dimensions of x are those of the offsets."""
+    wide = accurate(x.dtype)
+    if wide != x.dtype:
+        return stencil(x.astype(wide), offsets, weights, padding).astype(x.dtype)
+    source, table, lengths = _three(x, offsets, padding)
+    out = buffers.empty((source.shape[0], *lengths), x.dtype)
+    shape = (*x.shape[: x.ndim - len(padding)], *lengths[3 - len(padding) :])
+    if out.size == 0:
+        return out.reshape(shape)
+    factors = np.asarray([np.asarray(w) for w in weights]).astype(x.dtype)
+    if source.size == 0:
+        out.fill(0)
+    elif x.dtype.char in "fd" and jit.fits(x):
+        span = places(x.dtype, 1)
+        rest = (table, factors, np.empty((1, len(table)), x.dtype), np.empty(len(table), np.int64))
+        _rows(out.reshape(1, -1), np.ascontiguousarray(source).reshape(-1), *rest, out.shape, source.shape[1:], span)
+    else:
+        _boxes(out, source, table, factors)
+    return out.reshape(shape)
+
+
+def stencil_weights(g: np.ndarray, x: np.ndarray, offsets: Offsets, padding: Sequence[Pair]) -> np.ndarray:
+    """For each offset the sum over i of g[i] * x[i + offset]."""
+    dtype = np.result_type(g, x)
+    wide = accurate(dtype)
+    source, table, lengths = _three(x.astype(wide, copy=False), offsets, padding)
+    given = np.ascontiguousarray(g, wide).reshape(source.shape[0], *lengths)
+    total = np.zeros(len(table), wide if wide.kind == "c" else np.float64)
+    for k, at in enumerate(table):
+        inside = [_inside(int(a), n, m) for a, n, m in zip(at, source.shape[1:], lengths, strict=True)]
+        if all(a < b for a, b in inside):
+            to = tuple(slice(a, b) for a, b in inside)
+            of = tuple(slice(a + int(s), b + int(s)) for (a, b), s in zip(inside, at, strict=True))
+            total[k] = sum(_dot(a[to], b[of]) for a, b in zip(given, source, strict=True))
+    return total.astype(dtype)
+
+
+def _dot(a: np.ndarray, b: np.ndarray) -> Any:
+    """The sum of a * b, three dimensions each, some layers and rows at a time: both are contiguous in no other way."""
+    step = max(1, CACHE // max(1, a.shape[2] * a.itemsize))
+    total = a.dtype.type(0) if a.dtype.kind == "c" else 0.0
+    for z in range(a.shape[0]):
+        for y in range(0, a.shape[1], step):
+            total += np.dot(a[z, y : y + step].reshape(-1), b[z, y : y + step].reshape(-1))
+    return total
+
+
+def _three(x: np.ndarray, offsets: Offsets, padding: Sequence[Pair]) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
+    """x with one leading and three spatial dimensions; for each offset where it is read, counted from the entry of the
+    same index of the result; the lengths of the result."""
+    dims = len(padding)
+    lead, n = x.shape[: x.ndim - dims], x.shape[x.ndim - dims :]
+    ends = reach(offsets)
+    lengths = tuple(
+        max(0, k + before + after - low - high)
+        for k, (before, after), (low, high) in zip(n, padding, ends, strict=True)
+    )
+    table = np.zeros((len(offsets), 3), np.int64)
+    table[:, 3 - dims :] = np.asarray(offsets) + [
+        low - before for (low, _), (before, _) in zip(ends, padding, strict=True)
+    ]
+    fill = (1,) * (3 - dims)
+    return x.reshape(math.prod(lead), *fill, *n), table, (*fill, *lengths)
+
+
+def _inside(at: int, n: int, m: int) -> Pair:
+    """The entries of a result of length m that read among n, `at` entries further."""
+    return max(0, -at), max(0, min(m, n - at))
+
+
+@jit.loops("out", "chosen", "picked")
+def _rows(
+    out: Any, x: Any, table: Any, weights: Any, chosen: Any, picked: Any, shape: Any, lengths: Any, span: int
+) -> None:
+    examples, layers, rows, columns = shape
+    depth, height, width = lengths
+    taps = weights.size
+    for n in range(examples):
+        for z in range(layers):
+            for y in range(rows):
+                to = ((n * layers + z) * rows + y) * columns
+                base = ((n * depth + z) * height + y) * width
+                # The taps whose row lies inside, and the columns at which all of them do.
+                count = 0
+                first, last = 0, columns
+                for t in range(taps):
+                    a, b, c = table[t, 0], table[t, 1], table[t, 2]
+                    if z + a < 0 or z + a >= depth or y + b < 0 or y + b >= height:
+                        continue
+                    chosen[0, count] = weights[t]
+                    picked[count] = (a * height + b) * width + c
+                    first, last = max(first, -c), min(last, width - c)
+                    count += 1
+                if count == 0:
+                    out[0, to : to + columns] = 0
+                    continue
+                if last - first < span:
+                    first = last = columns
+                else:
+                    places_of, factors = picked[:count], chosen if count == taps else chosen[:, :count].copy()
+                    j = first
+                    while j < last:
+                        j = min(j, last - span)
+                        add_taps_of_one(out, to + j, x, base + j, places_of, factors, 0)
+                        j += span
+                for j in range(columns):
+                    if j == first:
+                        break
+                    _one(out, to + j, x, base, j, z, y, table, weights, depth, height, width)
+                for j in range(last, columns):
+                    _one(out, to + j, x, base, j, z, y, table, weights, depth, height, width)
+
+
+@jit.helper
+def _one(out, to, x, base, j, z, y, table, weights, depth, height, width):
+    """A single entry, near the end of a row."""
+    total = out.dtype.type(0)
+    for t in range(weights.size):
+        a, b, c = table[t, 0], table[t, 1], table[t, 2]
+        if 0 <= z + a < depth and 0 <= y + b < height and 0 <= j + c < width:
+            total += weights[t] * x[base + j + (a * height + b) * width + c]
+    out[0, to] = total
+
+
+def _boxes(out: np.ndarray, x: np.ndarray, table: np.ndarray, weights: np.ndarray) -> None:
+    """The inner box in one way, what is around it in the other."""
+    m = out.shape[1:]
+    inside = []
+    for d in range(3):
+        spans = [_inside(int(at), x.shape[1 + d], m[d]) for at in table[:, d]]
+        first = min(m[d], max(a for a, _ in spans))
+        inside.append((first, max(first, min(b for _, b in spans))))
+    for d in range(3):
+        around = [slice(*inside[e]) if e < d else slice(None) for e in range(3)]
+        for part in (slice(0, inside[d][0]), slice(inside[d][1], m[d])):
+            around[d] = part
+            _around(out, x, table, weights, tuple(around))
+    _inner(out, x, table, weights, inside)
+
+
+def _around(out: np.ndarray, x: np.ndarray, table: np.ndarray, weights: np.ndarray, box: tuple[slice, ...]) -> None:
+    """A box of the result, from a copy of what it reads with zeros for the padding: its sums are in the same order."""
+    bounds = [part.indices(n)[:2] for part, n in zip(box, out.shape[1:], strict=True)]
+    if any(lo >= hi for lo, hi in bounds):
+        return
+    low, high = table.min(axis=0), table.max(axis=0)
+    read = [(lo + int(a), hi + int(b)) for (lo, hi), a, b in zip(bounds, low, high, strict=True)]
+    there = [(min(max(lo, 0), n), max(0, min(hi, n))) for (lo, hi), n in zip(read, x.shape[1:], strict=True)]
+    copy = np.zeros((x.shape[0], *(hi - lo for lo, hi in read)), x.dtype)
+    if all(lo < hi for lo, hi in there):
+        to = tuple(slice(lo - first, hi - first) for (lo, hi), (first, _) in zip(there, read, strict=True))
+        copy[(slice(None), *to)] = x[(slice(None), *(slice(lo, hi) for lo, hi in there))]
+    part = out[(slice(None), *box)]
+    _inner(part, copy, table - low, weights, [(0, n) for n in part.shape[1:]])
+
+
+def _inner(out: np.ndarray, x: np.ndarray, table: np.ndarray, weights: np.ndarray, inside: Sequence[Pair]) -> None:
+    """The box in which all offsets read x, some rows at a time."""
+    (z0, z1), (y0, y1), (c0, c1) = inside
+    if z0 == z1 or y0 == y1 or c0 == c1:
+        return
+    groups: dict[Any, list[np.ndarray]] = {}
+    for at, w in zip(table, weights, strict=True):
+        groups.setdefault(w.item(), []).append(at)
+    step = max(1, CACHE // ((c1 - c0) * x.itemsize))
+    room = np.empty((min(step, y1 - y0), c1 - c0), x.dtype)
+    for n in range(x.shape[0]):
+        for z in range(z0, z1):
+            for y in range(y0, y1, step):
+                stop = min(y1, y + step)
+                into = out[n, z, y:stop, c0:c1]
+                for k, (w, places_) in enumerate(groups.items()):
+                    total = into if k == 0 else room[: stop - y]
+                    parts = [x[n, z + a, y + b : stop + b, c0 + c : c1 + c] for a, b, c in places_]
+                    if len(parts) == 1:
+                        np.multiply(parts[0], w, out=total)
+                    else:
+                        np.add(parts[0], parts[1], out=total)
+                        for part in parts[2:]:
+                            np.add(total, part, out=total)
+                        np.multiply(total, w, out=total)
+                    if k:
+                        np.add(into, total, out=into)

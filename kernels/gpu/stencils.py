@@ -1,0 +1,76 @@
+"""Stencils: a thread for each entry of the result."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import cupy as cp
+import numpy as np
+
+from spmd.kernels.gpu.source import COMPLEX, FLOATING, Kernel, blocks_for
+from spmd.kernels.windows import reach
+
+__all__ = ["stencil", "stencil_weights"]
+
+Pair = tuple[int, int]
+Offsets = Sequence[Sequence[int]]
+
+_WIDE = {name: name if name in ("float64", *COMPLEX) else "float32" for name in (*FLOATING, *COMPLEX)}
+_stencil, _stencil_weights = (Kernel("stencils", name, tuple(_WIDE.items())) for name in ("stencil", "stencil_weights"))
+
+_THREADS = 256
+
+
+def stencil(x: Any, offsets: Offsets, weights: Sequence[Any], padding: Sequence[Pair]) -> Any:
+    """y[i] = sum over k of weights[k] * x[i + offsets[k]]; the last dimensions of x are those of the offsets."""
+    x = cp.ascontiguousarray(x)
+    table, examples, n, m, shape = _geometry(x, offsets, padding)
+    out = cp.empty(shape, x.dtype)
+    if out.size:
+        wide = np.dtype(_WIDE[x.dtype.name])
+        # The weights are rounded to the dtype of x first, as on the CPU.
+        factors = np.array([np.asarray(w).astype(x.dtype) for w in weights]).astype(wide)
+        given = _on_device(factors.tobytes(), factors.dtype.str, cp.cuda.Device().id)
+        args = (out, x, table, given, len(offsets), examples, *n, *m)
+        _stencil(x.dtype, wide, grid=blocks_for(out.size, _THREADS), block=_THREADS, args=args)
+    return out
+
+
+def stencil_weights(g: Any, x: Any, offsets: Offsets, padding: Sequence[Pair]) -> Any:
+    """For each offset the sum over i of g[i] * x[i + offset]."""
+    dtype = cp.result_type(g, x)
+    g, x = cp.ascontiguousarray(g, dtype), cp.ascontiguousarray(x, dtype)
+    table, examples, n, m, _ = _geometry(x, offsets, padding)
+    wide = np.dtype(_WIDE[dtype.name])
+    if g.size == 0:
+        return cp.zeros(len(offsets), dtype)
+    shares = min(256, blocks_for(g.size, 8 * _THREADS))
+    parts = cp.empty((len(offsets), shares), wide)
+    args = (parts, g, x, table, examples, *n, *m)
+    _stencil_weights(dtype, wide, grid=(shares, len(offsets)), block=_THREADS, args=args)
+    return cp.sum(parts, axis=1).astype(dtype)
+
+
+def _geometry(x: Any, offsets: Offsets, padding: Sequence[Pair]) -> tuple[Any, int, tuple, tuple, tuple]:
+    """Where taps read, on the device; how many examples; the lengths of x and of the result; the result's shape."""
+    dims = len(padding)
+    n = x.shape[x.ndim - dims :]
+    ends = reach(offsets)
+    around = zip(n, padding, ends, strict=True)
+    m = tuple(max(0, k + before + after - low - high) for k, (before, after), (low, high) in around)
+    starts = [low - before for (low, _), (before, _) in zip(ends, padding, strict=True)]
+    at = np.zeros((len(offsets), 3), np.int64)
+    at[:, 3 - dims :] = np.asarray(offsets) + starts
+    fill = (1,) * (3 - dims)
+    lead = x.shape[: x.ndim - dims]
+    table = _on_device(at.tobytes(), at.dtype.str, cp.cuda.Device().id)
+    return table, math.prod(lead), (*fill, *n), (*fill, *m), (*lead, *m)
+
+
+@lru_cache(maxsize=256)
+def _on_device(data: bytes, dtype: str, device: int) -> Any:
+    """Numbers on the device, sent there once: a stencil is applied many times."""
+    return cp.asarray(np.frombuffer(data, dtype))

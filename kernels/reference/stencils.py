@@ -1,0 +1,39 @@
+"""Stencils: each entry of the result is a weighted sum of entries of x at fixed offsets from it.
+
+x (..., *n): the last dimensions are those of the offsets. Around x stand zeros, `padding` (low, high) in each of them;
+the result has an entry wherever all offsets stay inside, so padding that is as wide as the offsets reach keeps n.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from spmd.kernels.windows import reach
+
+__all__ = ["stencil", "stencil_weights"]
+
+
+def _shifted(x, offsets, padding):
+    """For each offset the entries of x that the result sees there."""
+    dims = len(padding)
+    ends = reach(offsets)
+    wide = np.pad(x, [(0, 0)] * (x.ndim - dims) + list(padding))
+    lengths = [n - low - high for n, (low, high) in zip(wide.shape[x.ndim - dims :], ends, strict=True)]
+    for offset in offsets:
+        starts = [low + o for (low, _), o in zip(ends, offset, strict=True)]
+        yield wide[(..., *(slice(a, a + max(0, m)) for a, m in zip(starts, lengths, strict=True)))]
+
+
+def stencil(x, offsets, weights, padding):
+    """y[i] = sum over k of weights[k] * x[i + offsets[k]].
+
+    Linear in x. Adjoint: the stencil of the negated offsets, padded by what the first one took away.
+    """
+    return sum(
+        np.asarray(w).astype(x.dtype) * part for w, part in zip(weights, _shifted(x, offsets, padding), strict=True)
+    )
+
+
+def stencil_weights(g, x, offsets, padding):
+    """The adjoint in the weights: for each offset the sum over i of g[i] * x[i + offset]. At least float32."""
+    return np.array([np.sum(g * part) for part in _shifted(x, offsets, padding)]).astype(np.result_type(g, x))

@@ -1,0 +1,93 @@
+"""Stencils on an array that holds all that they reach: weighted sums of entries at fixed offsets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from spmd import kernels
+from spmd.autodiff.primitive import primitive
+from spmd.autodiff.tracer import Array
+from spmd.errors import SpecError, describe, message
+from spmd.functions.arguments import array
+from spmd.functions.window_arguments import paddings
+from spmd.kernels.windows import reach, stencil_adjoint_padding
+from spmd.operators.stencil import checked_offsets
+
+__all__ = ["stencil"]
+
+
+def _back(g, weights, *, shape, offsets, padding) -> Any:
+    """The adjoint in x: the stencil of the negated offsets. Where there is no result nothing comes back."""
+    if g.size == 0:
+        return np.zeros_like(g, shape=shape)
+    negated = tuple(tuple(-i for i in o) for o in offsets)
+    return _stencil(g, weights, offsets=negated, padding=stencil_adjoint_padding(offsets, padding))
+
+
+def _to_x(g, _ans, _x, w, *, offsets, padding) -> Any:
+    return _back(g, w, shape=_x.shape, offsets=offsets, padding=padding)
+
+
+def _to_weights(g, _ans, x, _w, *, offsets, padding) -> Any:
+    return _stencil_weights(g, x, offsets=offsets, padding=padding)
+
+
+@primitive("stencil", _to_x, _to_weights)
+def _stencil(x, w, *, offsets, padding) -> Any:
+    return kernels.of(x).stencil(x, offsets, w, padding)
+
+
+@primitive(
+    "stencil_weights",
+    lambda h, _ans, _g, x, *, offsets, padding: _stencil(x, h, offsets=offsets, padding=padding),
+    lambda h, _ans, g, _x, *, offsets, padding: _back(g, h, shape=_x.shape, offsets=offsets, padding=padding),
+)
+def _stencil_weights(g, x, *, offsets, padding) -> Any:
+    return kernels.of(g).stencil_weights(g, x, offsets, padding)
+
+
+def stencil(x, offsets, weights, padding: Any = 0):
+    """y[i] = sum over k of weights[k] * x[i + offsets[k]], wherever all offsets stay inside.
+
+    x: floating or complex; its last dimensions are those of the offsets, over the others it is applied to each entry.
+    offsets: an int per dimension each. weights: as many numbers, or an array of them, which may be differentiated.
+    padding: zeros around x, an int, an int or a pair (low, high) for each of the offsets' dimensions, or "SAME": as
+    many as the offsets reach, so that y has the shape of x; with 0 y is shorter by what they reach.
+
+    Linear in x and in the weights. Adjoint in x: the stencil of the negated offsets.
+    For blocks of an array: `spmd.stencil`, or `spmd.halo_exchange` before. Raises SpecError and LayoutError where the
+    arguments do not fit.
+    """
+    where = "spmd.functions.stencil"
+    x = array(where, "x", x, "fc", "floating or complex numbers", "x.astype(float)")
+    table = checked_offsets(where, offsets)
+    dims = len(table[0])
+    if not 1 <= dims <= 3 or dims > x.ndim:
+        raise SpecError(
+            message(
+                where,
+                argument="offsets",
+                got=f"offsets of {dims} ints for {describe(x)}",
+                need="one to three ints each, not more than x has dimensions",
+                mend="an offset has an int for each of the last dimensions of x",
+            )
+        )
+    given = weights if isinstance(weights, Array) or hasattr(weights, "dtype") else np.asarray(weights, x.dtype)
+    if given.shape != (len(table),):
+        raise SpecError(
+            message(
+                where,
+                argument="weights",
+                got=describe(weights),
+                need=f"{len(table)} numbers, one for each offset",
+                mend="for weights that vary from place to place add up products: "
+                "sum(w * spmd.functions.stencil(x, [o], [1]) for w, o in zip(weights, offsets))",
+            )
+        )
+    if isinstance(padding, str) and padding.upper() == "SAME":
+        around = reach(table)
+    else:
+        around = paddings(where, padding, x.shape[x.ndim - dims :], (1,) * dims, (1,) * dims, (1,) * dims)
+    return _stencil(x, given, offsets=table, padding=around)

@@ -1,0 +1,238 @@
+"""A stencil over an array in blocks: the same weighted sum of neighbours everywhere, whoever holds them.
+
+It is the halo exchange followed by the kernel, without the copy of the block that a halo around it would take: the
+inside of the block is computed from the block, while only slabs along its faces get a halo, and are computed again.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from operator import index
+from typing import Any, ClassVar
+
+import numpy as np
+
+from spmd import kernels
+from spmd.autodiff.tracer import Array
+from spmd.errors import LayoutError, SpecError, describe, message, nearest
+from spmd.kernels.windows import reach
+from spmd.layout import P
+from spmd.mesh import here
+from spmd.operators.base import Launched, Operator, operate, sealed
+from spmd.operators.halo import HaloExchange, Steps
+from spmd.transport.base import Call, Comm, Group
+
+__all__ = ["Stencil", "checked_offsets", "stencil"]
+
+Offsets = tuple[tuple[int, ...], ...]
+
+
+_WHOLE = P()
+
+
+@dataclass(frozen=True)
+class Stencil(Operator):
+    """V -> V: y[i] = sum over k of weights[k] * x[i + offsets[k]], of an array that goes on with zeros or periodically.
+
+    spec: the axes that split each dimension; `axes` are its axes. offsets: an int per dimension each. weights: a real
+    number for each. boundary: "zero" or "periodic", for all dimensions or one for each. sizes: of each exchange of
+    halos the lengths of its slabs, once met. Its adjoint is the stencil of the negated offsets.
+    """
+
+    spec: P = _WHOLE
+    offsets: Offsets = ()
+    weights: tuple[float, ...] = ()
+    boundary: str | tuple[str, ...] = "zero"
+    sizes: tuple[Any, ...] | None = None
+
+    function: ClassVar[str] = "stencil"
+    private: ClassVar[tuple[str, ...]] = ("sizes",)
+
+    def _boundaries(self, ndim: int) -> tuple[str, ...]:
+        return (self.boundary,) * ndim if isinstance(self.boundary, str) else self.boundary
+
+    def check(self, group: Group, x: np.ndarray) -> None:
+        where, dims = f"spmd.{self.function}", len(self.offsets[0])
+        if dims != x.ndim:
+            raise LayoutError(
+                message(
+                    where,
+                    argument="offsets",
+                    got=f"offsets of {dims} ints for a block of shape {list(x.shape)}",
+                    need=f"{x.ndim} ints each, one for each dimension",
+                    mend="0 in the dimensions along which a stencil does not reach",
+                )
+            )
+        if x.dtype.kind not in "fc" and any(w != int(w) for w in self.weights):
+            raise LayoutError(
+                message(
+                    where,
+                    argument="x",
+                    got=f"{describe(x)}, and weights {self.weights}",
+                    need="floating-point numbers, or weights that are integers",
+                    mend="x.astype(float)",
+                )
+            )
+
+    def _slabs(self, group: Group, ndim: int) -> list[int]:
+        """The dimensions at whose ends the block does not know what comes."""
+        ends = self._boundaries(ndim)
+        reached = [low + high > 0 for low, high in reach(self.offsets)]
+        sides = dict(zip(group.axes, group.dims, strict=True))
+        split = [d < len(self.spec) and any(sides[a] > 1 for a in self.spec.dims[d]) for d in range(ndim)]
+        return [d for d in range(ndim) if reached[d] and (split[d] or ends[d] == "periodic")]
+
+    def _halos(self, ndim: int, open_: Sequence[int]) -> list[HaloExchange]:
+        """The exchange for the slabs of each of these dimensions."""
+        widths = tuple(w if d in open_ else (0, 0) for d, w in enumerate(reach(self.offsets)))
+        known = self.sizes or (None,) * len(open_)
+        return [HaloExchange(self.axes, self.spec, widths, self._boundaries(ndim), sizes) for sizes in known]
+
+    def _slab(self, shape: tuple[int, ...], d: int) -> tuple[int, ...]:
+        """The shape of both faces of a block together; a short block is its own faces."""
+        return (*shape[:d], min(shape[d], 2 * sum(reach(self.offsets)[d])), *shape[d + 1 :])
+
+    def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
+        return Steps(self._apply(comm, group, x, call)), lambda found: found
+
+    def _apply(self, comm: Comm, group: Group, x: np.ndarray, call: Call):
+        ends = reach(self.offsets)
+        open_ = self._slabs(group, x.ndim)
+        begun, sizes = [], []
+        for d, halo in zip(open_, self._halos(x.ndim, open_), strict=True):
+            length = self._slab(x.shape, d)[d]
+            faces = x
+            if length < x.shape[d]:
+                low, high = (_part(x, d, *span) for span in ((0, length // 2), (x.shape[d] - length // 2, None)))
+                faces = np.concatenate((low, high), axis=d)
+            faces = np.ascontiguousarray(faces)
+            halo.check(group, faces)
+            begun.append((d, length < x.shape[d], halo.launch(comm, group, faces, call.of(faces.shape))))
+        stencil = kernels.of(x).stencil
+        # Where a dimension goes on elsewhere, this takes zeros for what comes; the slabs put that right.
+        y = stencil(x, self.offsets, self.weights, ends)
+        closed = [(0, 0) if d in open_ else ends[d] for d in range(x.ndim)]
+        for d, cut, (handle, arrive) in begun:
+            faces, halo = arrive((yield handle))
+            sizes.append(halo.sizes)
+            low, high = ends[d]
+            if not cut:
+                y = stencil(faces, self.offsets, self.weights, closed)
+                continue
+            length = y.shape[d]
+            if low:
+                part = stencil(_part(faces, d, 0, 2 * low + high), self.offsets, self.weights, closed)
+                _part(y, d, 0, low)[...] = part
+            if high:
+                start = faces.shape[d] - 2 * high - low
+                part = stencil(_part(faces, d, start, None), self.offsets, self.weights, closed)
+                _part(y, d, length - high, None)[...] = part
+        return sealed(y), replace(self, sizes=tuple(sizes))
+
+    @property
+    def H(self) -> Operator:
+        return replace(self, offsets=tuple(tuple(-i for i in o) for o in self.offsets))
+
+    def cost(self, group: Group, x: np.ndarray) -> tuple[int, int]:
+        """The halos of the slabs: for every dimension that is split those of its faces, in all of them."""
+        open_ = self._slabs(group, x.ndim)
+        faces = (np.broadcast_to(np.zeros((), x.dtype), self._slab(x.shape, d)) for d in open_)
+        costs = [halo.cost(group, f) for halo, f in zip(self._halos(x.ndim, open_), faces, strict=True)]
+        return sum(c[0] for c in costs), sum(c[1] for c in costs)
+
+
+def _part(x: Any, d: int, start: int, stop: int | None) -> Any:
+    return x[(*(slice(None),) * d, slice(start, stop))]
+
+
+BOUNDARIES = ("zero", "periodic")
+
+
+def stencil(
+    x, spec: P, offsets: Sequence[Sequence[int]], weights: Sequence[float], boundary: str | Sequence[str] = "zero"
+):
+    """y[i] = sum over k of weights[k] * X[i + offsets[k]]: this worker's block of a stencil applied to the whole array.
+
+    x: the block, or a pytree of blocks. spec: the axes that split each dimension of the array. offsets: an int per
+    dimension each, (0, 1) for the next entry along the last of two. weights: a real number for each offset.
+    boundary: what stands beyond the ends of the array, "zero" or "periodic", for all dimensions or for each.
+
+    Forward (V -> V): as above, with blocks of the same shapes. Adjoint: the stencil of the negated offsets.
+    Each entry adds up its terms in one order, whichever worker has it.
+    Cost: for each dimension that is split, the halo exchange of two slabs as thick as the offsets reach, which have
+    halos in the other dimensions too. The block itself is not copied, as it would be by `halo_exchange`.
+    For other boundaries, weights that are differentiated or that vary from place to place: `spmd.halo_exchange` first,
+    then `spmd.functions.stencil` or arithmetic on slices.
+    Raises LayoutError and SpecError where the arguments do not fit.
+    """
+    where = "spmd.stencil"
+    mesh = here(where).mesh
+    if not isinstance(spec, P):
+        raise SpecError(
+            message(
+                where,
+                argument="spec",
+                got=describe(spec),
+                need="a spec, which says what axes split what dimensions",
+                mend='P("x") where axis x splits dimension 0',
+            )
+        )
+    spec.check(mesh.axes, where, "spec")
+    table = checked_offsets(where, offsets)
+    if isinstance(weights, Array) or any(isinstance(w, Array) or np.iscomplexobj(w) for w in weights):
+        raise SpecError(
+            message(
+                where,
+                argument="weights",
+                got=describe(weights),
+                need="real numbers that are not differentiated: they belong to the operator",
+                mend="h = spmd.halo_exchange(x, spec, widths, boundary); spmd.functions.stencil(h, offsets, weights)",
+            )
+        )
+    factors = tuple(float(w) for w in weights)
+    if len(factors) != len(table):
+        raise LayoutError(
+            message(
+                where,
+                argument="weights",
+                got=f"{len(factors)} for {len(table)} offsets",
+                need="one for each offset",
+                mend=f"weights={(1.0,) * len(table)}",
+            )
+        )
+    each = (boundary,) if isinstance(boundary, str) else tuple(boundary)
+    wrong = next((b for b in each if b not in BOUNDARIES), None)
+    if wrong is not None or (not isinstance(boundary, str) and len(each) != len(table[0])):
+        raise LayoutError(
+            message(
+                where,
+                argument="boundary",
+                got=repr(boundary),
+                need=f'"zero" or "periodic", for all dimensions or for each of the {len(table[0])}',
+                mend=f'write "{(nearest(str(wrong), BOUNDARIES, 1) or ["zero"])[0]}"; '
+                "spmd.halo_exchange has other boundaries",
+            )
+        )
+    op = Stencil(spec.axes, spec, table, factors, boundary if isinstance(boundary, str) else each)
+    return operate(op, x, sys._getframe(1))
+
+
+def checked_offsets(where: str, offsets: Any) -> Offsets:
+    """Offsets as tuples of ints, at least one, all of one length."""
+    try:
+        table = tuple(tuple(index(i) for i in o) for o in offsets)
+    except TypeError:
+        table = ()
+    if not table or len({len(o) for o in table}) != 1 or not table[0]:
+        raise LayoutError(
+            message(
+                where,
+                argument="offsets",
+                got=repr(offsets),
+                need="a sequence of offsets, each an int for every dimension",
+                mend="offsets=((0, 0), (1, 0), (-1, 0), (0, 1), (0, -1)), the five points of a Laplacian",
+            )
+        )
+    return table

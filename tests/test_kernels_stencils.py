@@ -1,0 +1,156 @@
+"""Stencils: the kernels against their references, and the function over them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from kernel_cases import FLOATING, NUMBERS, Family
+
+import spmd
+from spmd import P, functions
+from spmd.errors import LayoutError, SpecError
+from spmd.kernels import cpu
+from spmd.kernels.windows import reach, stencil_adjoint_padding
+
+family = Family("stencils")
+
+
+def geometry(draw):
+    dims = draw.integer(1, 3)
+    offsets = tuple(tuple(draw.integer(-2, 2) for _ in range(dims)) for _ in range(draw.integer(1, 6)))
+    padding = tuple((draw.integer(0, 2), draw.integer(0, 2)) for _ in range(dims))
+    shape = (*(draw.integer(0, 7) for _ in range(dims - 1)), draw.integer(0, 7 if draw.small else 150))
+    return (*draw.shape(0, 1, side=3), *shape), offsets, padding
+
+
+def stencil(draw):
+    shape, offsets, padding = geometry(draw)
+    weights = [float(w) for w in draw.rng.choice([-1.0, 0.5, 0.5, 2.0], len(offsets))]
+    return draw.array(shape), offsets, weights, padding
+
+
+def stencil_weights(draw):
+    shape, offsets, padding = geometry(draw)
+    dims = len(padding)
+    lead, n = shape[: len(shape) - dims], shape[len(shape) - dims :]
+    around = zip(n, padding, reach(offsets), strict=True)
+    m = (max(0, k + before + after - low - high) for k, (before, after), (low, high) in around)
+    return draw.array((*lead, *m)), draw.array(shape), offsets, padding
+
+
+family.case("stencil", stencil, dtypes=(*FLOATING, *NUMBERS[2:]), scale=9)
+family.case("stencil_weights", stencil_weights, dtypes=(*FLOATING, "complex128"), ulps=32, scale=99)
+
+TestKernels = family.tests()
+
+
+def test_the_adjoint_is_the_stencil_of_the_negated_offsets():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        dims = rng.integers(1, 4)
+        offsets = [tuple(o) for o in rng.integers(-2, 3, (4, dims)).tolist()]
+        padding = [tuple(p) for p in rng.integers(0, 3, (dims, 2)).tolist()]
+        x = rng.integers(-4, 5, tuple(rng.integers(5, 9, dims))).astype(float)
+        y = cpu.stencil(x, offsets, [1, 2, 3, 4], padding)
+        g = rng.integers(-4, 5, y.shape).astype(float)
+        back = cpu.stencil(
+            g, [[-i for i in o] for o in offsets], [1, 2, 3, 4], stencil_adjoint_padding(offsets, padding)
+        )
+        assert back.shape == x.shape
+        assert np.sum(y * g) == np.sum(x * back)
+
+
+# The functions
+
+CROSS = ((0, 0), (1, 0), (-1, 0), (0, 1), (0, -1))
+WEIGHTS = (-4.0, 1.0, 2.0, 3.0, 0.5)
+
+
+def five_points(x, w):
+    """The same with slices, of what lies inside."""
+    mid, up, down = x[1:-1, 1:-1], x[2:, 1:-1], x[:-2, 1:-1]
+    return w[0] * mid + w[1] * up + w[2] * down + w[3] * x[1:-1, 2:] + w[4] * x[1:-1, :-2]
+
+
+def test_equals_slices_with_gradients_to_second_order():
+    rng = np.random.default_rng(0)
+    x, w = rng.normal(size=(6, 5)), rng.normal(size=5)
+    np.testing.assert_allclose(functions.stencil(x, CROSS, w), five_points(x, w), rtol=1e-14)
+    same = functions.stencil(x, CROSS, w, "SAME")
+    np.testing.assert_allclose(same, five_points(np.pad(x, 1), w), rtol=1e-14)
+    spmd.check_grads(lambda x, w: functions.stencil(x, CROSS, w), (x, w))
+    spmd.check_grads(lambda x, w: functions.stencil(x, CROSS, w, ((1, 0), (0, 1))), (x, w))
+    spmd.check_grads(lambda x, w: functions.stencil(x, [(1,), (-1,)], w, "SAME"), (x, w[:2]))
+
+
+@pytest.mark.parametrize("axes", [{"x": 1}, {"x": 2}, {"x": 3, "y": 2}, {"x": 7}])
+@pytest.mark.parametrize("boundary", ["zero", "periodic", ("zero", "periodic")])
+def test_over_blocks_it_is_that_of_the_whole_array_to_the_bit(scheduler, axes, boundary):
+    rng = np.random.default_rng(0)
+    x, g = rng.normal(size=(2, 17, 9))
+    spec = P(*axes)
+    modes = {"zero": "constant", "periodic": "wrap"}
+    wide = x
+    for d, b in enumerate((boundary,) * 2 if isinstance(boundary, str) else boundary):
+        wide = np.pad(wide, [(1, 1) if e == d else (0, 0) for e in range(2)], modes[b])
+
+    def local(x, g):
+        y = spmd.stencil(x, spec, CROSS, WEIGHTS, boundary)
+        return y, spmd.psum(np.sum(y * g), tuple(axes))
+
+    mesh = spmd.Mesh(scheduler=scheduler, **axes)
+    run = mesh.map(local, in_specs=(spec, spec), out_specs=(spec, P()))
+    y, _ = run(x, g)
+    np.testing.assert_array_equal(y.numpy(), functions.stencil(wide, CROSS, WEIGHTS))
+    grad = spmd.grad(lambda x: run(x, g)[1])(x)
+    pad = lambda x: np.pad(x, 1) if boundary == "zero" else padded(x, boundary)
+    exact = spmd.grad(lambda x: np.sum(functions.stencil(pad(x), CROSS, WEIGHTS) * g))(x)
+    np.testing.assert_allclose(np.asarray(grad), exact, rtol=1e-12, atol=1e-12)
+
+
+def padded(x, boundary):
+    """Periodic ends by slices, which have derivatives; zeros in dimension 0 where only the other one is periodic."""
+    x = np.concatenate([x[-1:], x, x[:1]]) if boundary == "periodic" else np.pad(x, ((1, 1), (0, 0)))
+    return np.concatenate([x[:, -1:], x, x[:, :1]], axis=1)
+
+
+def test_a_chain_differentiates_twice_in_a_body(scheduler):
+    x = np.random.default_rng(0).normal(size=(11, 4))
+
+    def local(x):
+        for _ in range(3):
+            x = x + 0.1 * spmd.stencil(np.sin(x), P("x"), CROSS, WEIGHTS)
+        return spmd.psum(np.sum(x**2), "x")
+
+    def serial(x):
+        for _ in range(3):
+            x = x + 0.1 * functions.stencil(np.sin(x), CROSS, WEIGHTS, "SAME")
+        return np.sum(x**2)
+
+    loss = spmd.Mesh(x=3, scheduler=scheduler).map(local, in_specs=P("x"), out_specs=P())
+    v = np.cos(x)
+    found = np.asarray(spmd.hvp(loss, (x,), (v,)))
+    np.testing.assert_allclose(found, spmd.hvp(serial, (x,), (v,)), rtol=1e-10, atol=1e-10)
+
+
+ERRORS = {
+    "no offsets": (lambda x: spmd.stencil(x, P("x"), (), ()), "five points"),
+    "other dimensions": (lambda x: spmd.stencil(x, P("x"), ((1,),), (1,)), "2 ints each"),
+    "weights": (lambda x: spmd.stencil(x, P("x"), CROSS, (1, 2)), "one for each offset"),
+    "an array of weights": (lambda x: spmd.stencil(x, P("x"), CROSS[:1], [x[0, 0]]), "spmd.functions.stencil"),
+    "boundary": (lambda x: spmd.stencil(x, P("x"), CROSS, WEIGHTS, "reflect"), "spmd.halo_exchange"),
+    "spec": (lambda x: spmd.stencil(x, "x", CROSS, WEIGHTS), r'P\("x"\)'),
+    "integers": (lambda x: spmd.stencil(x.astype(int), P("x"), CROSS, WEIGHTS), r"astype\(float\)"),
+    "local: weights": (lambda x: functions.stencil(x, CROSS, x), "vary from place to place"),
+    "local: offsets": (lambda x: functions.stencil(x[0], CROSS, WEIGHTS), "not more than x has dimensions"),
+    "local: padding": (lambda x: functions.stencil(x, CROSS, WEIGHTS, -1), "argument padding"),
+    "local: integers": (lambda x: functions.stencil(x.astype(int), CROSS, WEIGHTS), r"astype\(float\)"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors_say_what_is_needed(case):
+    call, words = ERRORS[case]
+    body = spmd.Mesh(x=2).map(call, in_specs=P("x"), out_specs=P("x"))
+    with pytest.raises((LayoutError, SpecError), match=words):
+        body(np.ones((5, 4)))
