@@ -12,9 +12,11 @@ from typing import Any
 __all__ = ["FAMILIES", "finder"]
 
 FAMILIES: dict[str, tuple[str, ...]] = {
+    "interpolation": ("resample", "sample", "inject"),
     "moves": ("combine",),
     "convolution": ("conv", "conv_input_adjoint", "conv_weight_adjoint", "im2col", "col2im"),
     "stencils": ("stencil", "stencil_weights"),
+    "pooling": ("max_pool", "max_pool_gather", "max_pool_vjp", "avg_pool", "avg_pool_vjp"),
     "softmaxes": ("softmax", "softmax_vjp", "log_softmax", "log_softmax_vjp"),
 }
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 __all__ = ["Window", "extent", "output_length", "reach", "same_padding", "stencil_adjoint_padding"]
 
 Pair = tuple[int, int]
@@ -46,6 +48,14 @@ class Window(NamedTuple):
         at = self.at(j)
         first = min(self.m, max(0, -((at - start) // self.stride)))
         return first, max(first, min(self.m, (stop - 1 - at) // self.stride + 1))
+
+    def counts(self, include_padding: bool = False) -> np.ndarray:
+        """How many taps of each output read inputs, or padding that was asked for."""
+        found = np.zeros(self.m, np.int64)
+        for j in range(self.kernel):
+            bounds = self.inside(j, self.padded, -self.low) if include_padding else self.inside(j)
+            found[slice(*bounds)] += 1
+        return found
 
     def part(self, first: int, end: int) -> tuple[Pair, Pair]:
         """What the outputs first:end read: start:stop of the inputs, and the padding around it."""

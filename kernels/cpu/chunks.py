@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from spmd.kernels import buffers
 
-__all__ = ["CACHE", "accurate", "by_rows"]
+__all__ = ["CACHE", "accurate", "by_planes", "by_rows"]
 
 CACHE = 1 << 18
 """Bytes of one operand in a piece: several operands and temporaries fit into a core's own cache together."""
@@ -40,3 +41,28 @@ def by_rows(f: Callable[..., np.ndarray], *arrays: np.ndarray) -> np.ndarray:
         piece = slice(start, start + step)
         into[piece] = f(*(a[piece].astype(wide, copy=False) for a in flat))
     return out
+
+
+def by_planes(f: Callable[..., Any], *arrays: np.ndarray) -> Any:
+    """f(*arrays), where f works on every plane by itself: arrays (N, C, ...) of the same N and C; it gives such arrays.
+
+    Short floating-point numbers are widened on the way, and results of the widened dtype are rounded once.
+    """
+    x = arrays[0]
+    wide = accurate(x.dtype)
+    n, c = x.shape[:2]
+    planes = [a.reshape(n * c, 1, *a.shape[2:]) for a in arrays]
+    step = max(1, CACHE // max(1, *(p[:1].size * wide.itemsize for p in planes)))
+    outs: list[np.ndarray] = []
+    several = False
+    for start in range(0, max(1, n * c), step):
+        piece = slice(start, start + step)
+        found = f(*(p[piece].astype(wide) if p.dtype == x.dtype else p[piece] for p in planes))
+        several = isinstance(found, tuple)
+        each = found if several else (found,)
+        if not outs:
+            outs = [buffers.empty((n * c, *y.shape[1:]), x.dtype if y.dtype == wide else y.dtype) for y in each]
+        for out, y in zip(outs, each, strict=True):
+            out[piece] = y
+    shaped = tuple(out.reshape(n, c, *out.shape[2:]) for out in outs)
+    return shaped if several else shaped[0]

@@ -17,7 +17,7 @@ from typing import Any
 import cupy as cp
 import numpy as np
 
-__all__ = ["COMPLEX", "FLOATING", "KERNELS", "REAL", "Kernel", "blocks_for", "over", "type_name"]
+__all__ = ["COMPLEX", "FLOATING", "KERNELS", "REAL", "Kernel", "blocks_for", "over", "type_name", "uploaded"]
 
 REAL = ("float32", "float64")
 FLOATING = (*REAL, "float16", "bfloat16")
@@ -101,3 +101,10 @@ def blocks_for(n: int, threads: int) -> int:
 @cache
 def _multiprocessors(device: int) -> int:
     return cp.cuda.Device(device).attributes["MultiProcessorCount"]
+
+
+def uploaded(x: np.ndarray) -> Any:
+    """A table of the host on the device, to be kept: it is complete for all streams, so the host waits here, once."""
+    y = cp.asarray(x)
+    cp.cuda.get_current_stream().synchronize()
+    return y

@@ -11,17 +11,37 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from spmd.functions.activation import relu
     from spmd.functions.convolution import conv, conv_transpose
+    from spmd.functions.interpolation import Taps, inject, plan_resize, resample, resize, sample
+    from spmd.functions.pooling import avg_pool, max_pool
     from spmd.functions.softmaxes import log_softmax, softmax, softmax_cross_entropy
     from spmd.functions.stencils import stencil
 
 FAMILIES: dict[str, tuple[str, ...]] = {
     "activation": ("relu",),
     "convolution": ("conv", "conv_transpose"),
-    "stencils": ("stencil",),
+    "interpolation": ("Taps", "inject", "plan_resize", "resample", "resize", "sample"),
+    "pooling": ("avg_pool", "max_pool"),
     "softmaxes": ("log_softmax", "softmax", "softmax_cross_entropy"),
+    "stencils": ("stencil",),
 }
 
-__all__ = ["conv", "conv_transpose", "log_softmax", "relu", "softmax", "softmax_cross_entropy", "stencil"]
+__all__ = [
+    "Taps",
+    "avg_pool",
+    "conv",
+    "conv_transpose",
+    "inject",
+    "log_softmax",
+    "max_pool",
+    "plan_resize",
+    "relu",
+    "resample",
+    "resize",
+    "sample",
+    "softmax",
+    "softmax_cross_entropy",
+    "stencil",
+]
 
 _FAMILY_OF = {name: family for family, names in FAMILIES.items() for name in names}
 

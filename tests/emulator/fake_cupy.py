@@ -347,6 +347,7 @@ def make() -> dict[str, ModuleType]:
     cupy.ndarray.__qualname__ = "ndarray"
     cupy.cuda, cuda.Device, cuda.runtime = cuda, Device, runtime
     runtime.getDeviceCount = lambda: 1
+    cuda.get_current_stream = lambda: SimpleNamespace(synchronize=lambda: count("Stream.synchronize"))
     for name in ("linalg", "fft", "random"):
         part = Module(f"cupy.{name}")
         part.source = getattr(np, name)

@@ -1,0 +1,326 @@
+"""Interpolation: along an axis whole rows are combined; at points, all taps of a point at once.
+
+Without numba, pieces that fit into the cache along an axis, and tap by tap at points.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from spmd.kernels import buffers, jit
+from spmd.kernels.cpu.chunks import CACHE, accurate
+from spmd.kernels.taps import BOUNDARIES, continued, nearest_shift, polynomials
+
+__all__ = ["inject", "resample", "sample"]
+
+Ints = tuple[int, ...]
+
+_PIECE = 1 << 14
+"""Points that are looked at together."""
+
+
+def resample(x: np.ndarray, index: np.ndarray, weight: np.ndarray, axis: int) -> np.ndarray:
+    """Along an axis, output o is the sum of weight[o, k] * x[index[o, k]]."""
+    shape = (*x.shape[:axis], len(index), *x.shape[axis + 1 :])
+    out = buffers.empty(shape, x.dtype)
+    if not out.size:
+        return out
+    if not x.size or not index.shape[1]:
+        out.fill(0)
+        return out
+    flat = np.ascontiguousarray(x).reshape(math.prod(shape[:axis]), x.shape[axis], -1)
+    into = out.reshape(len(flat), len(index), -1)
+    wide = accurate(x.dtype)
+    if x.dtype.kind == "c":  # as pairs of real numbers
+        wide = np.dtype(np.float32 if x.dtype.char == "F" else np.float64)
+        flat, into = flat.view(wide), into.view(wide)
+    weight = np.ascontiguousarray(weight, wide)
+    if flat.dtype.char in "fd" and jit.fits(flat, index):
+        index = np.ascontiguousarray(index)
+        if flat.shape[2] == 1:
+            _resample_last(into[..., 0], flat[..., 0], index, weight)
+        else:
+            _resample(into, flat, index, weight)
+        return out
+    rows = max(1, CACHE // max(1, flat[0, 0].size * wide.itemsize))
+    planes = max(1, rows // max(1, flat.shape[1], len(index)))
+    for p in range(0, len(flat), planes):
+        for a in range(0, len(index), rows):
+            i, w = index[a : a + rows], weight[a : a + rows, :, None]
+            piece = flat[p : p + planes]
+            total = np.take(piece, i[:, 0], axis=1).astype(wide, copy=False)
+            total *= w[:, 0]
+            for k in range(1, i.shape[1]):
+                part = np.take(piece, i[:, k], axis=1).astype(wide, copy=False)
+                part *= w[:, k]
+                total += part
+            into[p : p + planes, a : a + rows] = total
+    return out
+
+
+def sample(
+    x: np.ndarray, points: np.ndarray, method: str, boundary: str, orders: Ints, cubic: float = -0.5
+) -> np.ndarray:
+    """x: (C, *spatial) at points: (m, spatial dimensions)."""
+    if x.dtype.kind == "c":
+        parts = (np.ascontiguousarray(part) for part in (np.real(x), np.imag(x)))
+        real, imag = (sample(part, points, method, boundary, orders, cubic) for part in parts)
+        return _complex(real, imag, x.dtype)
+    out = buffers.zeros((len(x), len(points)), x.dtype)
+    if not out.size or not x.size:
+        return out
+    if x.dtype.char in "fd" and jit.fits(x, points):
+        spatial = (1,) * (4 - x.ndim) + x.shape[1:]
+        field = np.ascontiguousarray(x).reshape(len(x), *spatial)
+        _sample(out, field, *_prepared(points, method, boundary, orders, cubic))
+        return out
+    wide = accurate(x.dtype)
+    flat = x.reshape(len(x), -1)
+    for start in range(0, len(points), _PIECE):
+        piece = slice(start, start + _PIECE)
+        total = np.zeros(out[:, piece].shape, wide)
+        for place, weight in _taps(points[piece], x.shape[1:], method, boundary, orders, cubic):
+            there = place >= 0
+            values = np.take(flat, np.where(there, place, 0), axis=1).astype(wide, copy=False)
+            total += np.where(there, values * weight.astype(wide), 0)
+        out[:, piece] = total
+    return out
+
+
+def inject(
+    g: np.ndarray, points: np.ndarray, shape: Ints, method: str, boundary: str, orders: Ints, cubic: float = -0.5
+) -> np.ndarray:
+    """A field (C, *shape) with the values g: (C, m) spread over the entries from which sample would read."""
+    if g.dtype.kind == "c":
+        parts = (np.ascontiguousarray(part) for part in (np.real(g), np.imag(g)))
+        real, imag = (inject(part, points, shape, method, boundary, orders, cubic) for part in parts)
+        return _complex(real, imag, g.dtype)
+    if g.dtype.char in "fd" and jit.fits(g, points):
+        out = buffers.zeros((len(g), *shape), g.dtype)
+        if out.size and g.size:
+            field = out.reshape(len(g), *(1,) * (4 - out.ndim), *shape)
+            _inject(field, np.ascontiguousarray(g), *_prepared(points, method, boundary, orders, cubic))
+        return out
+    size = math.prod(shape)
+    places, weights = [], []
+    for place, weight in _taps(points, shape, method, boundary, orders, cubic):
+        places.append(place + 1)  # the first is for what lies outside
+        weights.append(weight)
+    out = buffers.zeros((len(g), size), g.dtype)
+    if places:
+        place = np.concatenate(places)
+        for c in range(len(g)):
+            share = np.concatenate([w * g[c].astype(np.float64) for w in weights])
+            out[c] = np.bincount(place, share, size + 1)[1:]
+    return out.reshape(len(g), *shape)
+
+
+def _complex(real: np.ndarray, imag: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    out = buffers.empty(real.shape, dtype)
+    out.real, out.imag = real, imag
+    return out
+
+
+def _taps(
+    points: np.ndarray, shape: Ints, method: str, boundary: str, orders: Ints, cubic: float
+) -> Iterator[tuple[Any, Any]]:
+    """For every combination of taps: the place that each point reads, -1 for none, and the weight."""
+    if 0 in shape:
+        return
+    each = []
+    for p, n, order in zip(points.astype(np.float64).T, shape, orders, strict=True):
+        p = p + nearest_shift(method)
+        low = np.floor(p)
+        with np.errstate(invalid="ignore"):
+            t = p - low
+        base = np.clip(np.where(np.isfinite(p), low, 0), -_FAR, _FAR).astype(np.int64)
+        rows = polynomials(method, cubic, order)
+        weights = [((c[3] * t + c[2]) * t + c[1]) * t + c[0] for c in rows]
+        each.append([(continued(base + k - (len(rows) - 1) // 2, n, boundary), w) for k, w in enumerate(weights)])
+    for taps in itertools.product(*each):
+        inside, weight, place = True, 1.0, 0
+        for ((i, there), w), n in zip(taps, shape, strict=True):
+            inside, weight, place = inside & there, weight * w, place * n + i
+        yield (place if inside is True else np.where(inside, place, -1)), weight
+
+
+# Loops
+
+_ROWS = 16
+_FAR = 2.0**62
+
+
+def _prepared(points: np.ndarray, method: str, boundary: str, orders: Ints, cubic: float) -> tuple:
+    """What loops over points are told: the polynomials of three dimensions, and numbers for the words."""
+    table = np.array([polynomials(method, cubic, order) for order in orders])
+    return (np.ascontiguousarray(points, np.float64), table, nearest_shift(method), BOUNDARIES.index(boundary))
+
+
+@jit.helper
+def _combine_first(to, a, u):
+    for i in range(to.shape[0]):
+        to[i] = u * a[i]
+
+
+@jit.helper
+def _combine_two(to, a, u, b, v):
+    for i in range(to.shape[0]):
+        to[i] = u * a[i] + v * b[i]
+
+
+@jit.helper
+def _combine_more(to, a, u, b, v):
+    for i in range(to.shape[0]):
+        to[i] += u * a[i] + v * b[i]
+
+
+@jit.helper
+def _combine_last(to, a, u):
+    for i in range(to.shape[0]):
+        to[i] += u * a[i]
+
+
+@jit.loops("out")
+def _resample(out: Any, x: Any, index: Any, weight: Any) -> None:
+    taps = index.shape[1]
+    for p in range(out.shape[0]):
+        for o in range(out.shape[1]):
+            to, i, w = out[p, o], index[o], weight[o]
+            if taps == 1:
+                _combine_first(to, x[p, i[0]], w[0])
+            else:
+                _combine_two(to, x[p, i[0]], w[0], x[p, i[1]], w[1])
+            for k in range(2, taps - 1, 2):
+                _combine_more(to, x[p, i[k]], w[k], x[p, i[k + 1]], w[k + 1])
+            if taps > 1 and taps % 2:
+                _combine_last(to, x[p, i[taps - 1]], w[taps - 1])
+
+
+@jit.helper
+def _turn(to, x, start, n, rows):
+    """Entry i of row b goes to place i * _ROWS + b; x is flat, and its rows of n entries begin at `start`."""
+    for first in range(0, n, _ROWS):
+        for b in range(rows):
+            for i in range(first, min(first + _ROWS, n)):
+                to[np.uint64(i * _ROWS + b)] = x[np.uint64(start + b * n + i)]
+
+
+@jit.loops("out")
+def _resample_last(out: Any, x: Any, index: Any, weight: Any) -> None:
+    # What is read from anywhere makes no vectors. So a few rows are turned: their entries at one place are neighbours.
+    m, taps = index.shape
+    outer, n = x.shape
+    x, out = x.reshape(-1), out.reshape(-1)
+    turned = np.zeros(n * _ROWS, x.dtype)
+    made = np.empty(_ROWS * _ROWS, x.dtype)
+    for p in range(0, outer, _ROWS):
+        rows = min(_ROWS, outer - p)
+        _turn(turned, x, p * n, n, rows)
+        for start in range(0, m, _ROWS):
+            count = min(_ROWS, m - start)
+            for o in range(count):
+                to = np.uint64(o * _ROWS)
+                i, w = np.uint64(index[start + o, 0]) * np.uint64(_ROWS), weight[start + o, 0]
+                for b in range(_ROWS):
+                    made[to + np.uint64(b)] = w * turned[i + np.uint64(b)]
+                for k in range(1, taps):
+                    i, w = np.uint64(index[start + o, k]) * np.uint64(_ROWS), weight[start + o, k]
+                    for b in range(_ROWS):
+                        made[to + np.uint64(b)] += w * turned[i + np.uint64(b)]
+            for b in range(rows):
+                to = np.uint64((p + b) * m + start)
+                for o in range(count):
+                    out[to + np.uint64(o)] = made[np.uint64(o * _ROWS + b)]
+
+
+@jit.helper
+def _place(i, n, boundary):
+    """As `spmd.kernels.taps.continued`; -1 where there is no entry."""
+    if 0 <= i < n:
+        return i
+    if boundary == 0:
+        return -1
+    if boundary == 1:
+        return 0 if i < 0 else n - 1
+    if boundary == 2:
+        return i % n
+    if n == 1:
+        return 0
+    i = i % (2 * (n - 1))
+    return min(i, 2 * (n - 1) - i)
+
+
+@jit.helper
+def _axis(place, weight, row, p, n, table, a, shift, boundary):
+    """The places and weights of the taps along one axis, into a row of both."""
+    q = p + shift
+    low = np.floor(q)
+    t = q - low
+    base = 0
+    if abs(low) <= _FAR:
+        base = int(low)
+    elif abs(low) < np.inf:
+        base = int(_FAR) if low > 0 else -int(_FAR)
+    taps = table.shape[1]
+    base -= (taps - 1) // 2
+    for k in range(taps):
+        weight[row, k] = ((table[a, k, 3] * t + table[a, k, 2]) * t + table[a, k, 1]) * t + table[a, k, 0]
+    if base >= 0 and base + taps <= n:
+        for k in range(taps):
+            place[row, k] = base + k
+    else:
+        for k in range(taps):
+            place[row, k] = _place(base + k, n, boundary)
+
+
+@jit.loops("out")
+def _sample(out: Any, x: Any, points: Any, table: Any, shift: float, boundary: int) -> None:
+    dims, taps = points.shape[1], table.shape[1]
+    nd, nh, nw = x.shape[1:]
+    flat = x.reshape(-1)
+    place = np.zeros((3, 4), np.int64)
+    weight = np.ones((3, 4))
+    kd, kh = taps if dims > 2 else 1, taps if dims > 1 else 1
+    for j in range(points.shape[0]):
+        for a in range(dims):
+            _axis(place, weight, 3 - dims + a, points[j, a], x.shape[4 - dims + a], table, a, shift, boundary)
+        for c in range(x.shape[0]):
+            total = 0.0
+            for d in range(kd):
+                for h in range(kh):
+                    if place[0, d] < 0 or place[1, h] < 0:
+                        continue
+                    share = weight[0, d] * weight[1, h]
+                    start = ((c * nd + place[0, d]) * nh + place[1, h]) * nw
+                    for w in range(taps):
+                        if place[2, w] >= 0:
+                            total += share * weight[2, w] * flat[np.uint64(start + place[2, w])]
+            out[c, j] = total
+
+
+@jit.loops("out")
+def _inject(out: Any, g: Any, points: Any, table: Any, shift: float, boundary: int) -> None:
+    dims, taps = points.shape[1], table.shape[1]
+    nd, nh, nw = out.shape[1:]
+    flat = out.reshape(-1)
+    place = np.zeros((3, 4), np.int64)
+    weight = np.ones((3, 4))
+    kd, kh = taps if dims > 2 else 1, taps if dims > 1 else 1
+    for j in range(points.shape[0]):
+        for a in range(dims):
+            _axis(place, weight, 3 - dims + a, points[j, a], out.shape[4 - dims + a], table, a, shift, boundary)
+        for c in range(out.shape[0]):
+            for d in range(kd):
+                for h in range(kh):
+                    if place[0, d] < 0 or place[1, h] < 0:
+                        continue
+                    share = weight[0, d] * weight[1, h] * g[c, j]
+                    start = ((c * nd + place[0, d]) * nh + place[1, h]) * nw
+                    for w in range(taps):
+                        if place[2, w] >= 0:
+                            flat[np.uint64(start + place[2, w])] += share * weight[2, w]

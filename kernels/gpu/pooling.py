@@ -1,0 +1,124 @@
+"""Pooling: a thread for each output, or for each entry of a cotangent."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import cupy as cp
+import numpy as np
+
+from spmd.kernels.gpu.source import COMPLEX, FLOATING, Kernel, over
+from spmd.kernels.windows import Window
+
+__all__ = ["avg_pool", "avg_pool_vjp", "max_pool", "max_pool_gather", "max_pool_vjp"]
+
+Ints = tuple[int, ...]
+Pairs = tuple[tuple[int, int], ...]
+
+_INDEX = ("int32", "int64")
+_max_pool = Kernel("pooling", "max_pool", over(FLOATING, _INDEX))
+_gather = Kernel("pooling", "max_pool_gather", over(FLOATING, _INDEX))
+_max_pool_vjp = Kernel("pooling", "max_pool_vjp", over(FLOATING, _INDEX))
+_avg_pool = Kernel("pooling", "avg_pool", over((*FLOATING, *COMPLEX)))
+_avg_pool_vjp = Kernel("pooling", "avg_pool_vjp", over((*FLOATING, *COMPLEX)))
+
+
+def max_pool(
+    x: Any, window: Ints, stride: Ints, padding: Pairs, dilation: Ints, ceil_mode: bool = False
+) -> tuple[Any, Any]:
+    """The largest entry of every window, and its place among the spatial entries of x."""
+    geometry = _geometry(x.shape[2:], window, stride, padding, dilation, ceil_mode)
+    shape = (*x.shape[:2], *(w.m for w in geometry))
+    top = cp.empty(shape, x.dtype)
+    index = cp.empty(shape, np.int32 if math.prod(x.shape[2:]) < 1 << 31 else np.int64)
+    if top.size:
+        x = cp.ascontiguousarray(x)
+        _over_rows(_max_pool, shape, (top, index, x), _table(geometry), index.dtype)
+    return top, index
+
+
+def max_pool_gather(x: Any, index: Any) -> Any:
+    """The entries of x at index, as max_pool gives it; 0 where it is -1."""
+    out = cp.empty(index.shape, x.dtype)
+    if out.size:
+        arrays = (out, cp.ascontiguousarray(x), cp.ascontiguousarray(index))
+        planes, m, n = (math.prod(s) for s in (x.shape[:2], index.shape[2:], x.shape[2:]))
+        grid, block = _grid(planes, m)
+        _gather(x.dtype, index.dtype, grid=grid, block=block, args=(*arrays, planes, m, n))
+    return out
+
+
+def max_pool_vjp(g: Any, index: Any, shape: Ints, window: Ints, stride: Ints, padding: Pairs, dilation: Ints) -> Any:
+    """The cotangent of x, given that of max_pool(x): g is added to the entries that won."""
+    out = cp.empty((*g.shape[:2], *shape), g.dtype)
+    if out.size:
+        geometry = _geometry(shape, window, stride, padding, dilation)
+        geometry = [w._replace(m=m) for w, m in zip(geometry, g.shape[2:], strict=True)]  # in ceil mode there are more
+        arrays = (out, cp.ascontiguousarray(g), cp.ascontiguousarray(index))
+        _over_rows(_max_pool_vjp, out.shape, arrays, _table(geometry), index.dtype)
+    return out
+
+
+def avg_pool(
+    x: Any,
+    window: Ints,
+    stride: Ints,
+    padding: Pairs,
+    dilation: Ints,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+) -> Any:
+    """The mean of every window."""
+    geometry = _geometry(x.shape[2:], window, stride, padding, dilation, ceil_mode)
+    out = cp.empty((*x.shape[:2], *(w.m for w in geometry)), x.dtype)
+    if out.size:
+        _over_rows(_avg_pool, out.shape, (out, cp.ascontiguousarray(x)), _table(geometry, count_include_pad))
+    return out
+
+
+def avg_pool_vjp(
+    g: Any,
+    shape: Ints,
+    window: Ints,
+    stride: Ints,
+    padding: Pairs,
+    dilation: Ints,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+) -> Any:
+    """The cotangent of x, given that of avg_pool(x): each entry of g is shared among its window."""
+    out = cp.empty((*g.shape[:2], *shape), g.dtype)
+    if out.size:
+        geometry = _geometry(shape, window, stride, padding, dilation, ceil_mode)
+        _over_rows(_avg_pool_vjp, out.shape, (out, cp.ascontiguousarray(g)), _table(geometry, count_include_pad))
+    return out
+
+
+def _geometry(shape: Ints, window: Ints, stride: Ints, padding: Pairs, dilation: Ints, ceil_mode=False) -> list[Window]:
+    each = zip(shape, window, stride, padding, dilation, strict=True)
+    return [Window.of(n, k, s, p, r, ceil_mode) for n, k, s, p, r in each]
+
+
+def _table(geometry: list[Window], count_include_pad: bool = False) -> list[int]:
+    """What a kernel is told of each of three dimensions."""
+    found = []
+    for w in [Window.of(1, 1)] * (3 - len(geometry)) + geometry:
+        counts = (-w.low, w.padded) if count_include_pad else (0, w.n)
+        found += [w.n, w.m, w.kernel, w.stride, w.dilation, w.low, *counts]
+    return found
+
+
+def _over_rows(kernel: Kernel, shape: tuple[int, ...], arrays: tuple, table: list[int], *dtypes: Any) -> None:
+    """Launch a kernel that computes an array of this shape, (N, C, *spatial)."""
+    grid, block = _grid(math.prod(shape[:-1]), shape[-1])
+    kernel(arrays[0].dtype, *dtypes, grid=grid, block=block, args=(*arrays, math.prod(shape[:2]), *table))
+
+
+def _grid(rows: int, n: int) -> tuple[Ints, Ints]:
+    """Blocks of 256 threads that share as many rows as fit."""
+    along = 32
+    while along < min(n, 256):
+        along *= 2
+    beside = 256 // along
+    return (min(-(-rows // beside), 1 << 20), min(-(-n // along), 1 << 10)), (along, beside)

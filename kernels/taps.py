@@ -1,0 +1,103 @@
+"""Taps of interpolation: which inputs an output is made of, and with which weights. NumPy arrays, computed once.
+
+An output at the place p, in units of the input's entries, has taps around floor(p) with weights that are polynomials of
+the rest t = p - floor(p): one tap for "nearest", two for "linear", four for "cubic" (R. Keys, "Cubic convolution
+interpolation for digital image processing", 1981; its parameter a is -1/2 there, and -3/4 in torch).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+__all__ = ["BOUNDARIES", "METHODS", "continued", "nearest_shift", "polynomials", "resize_taps", "transposed"]
+
+METHODS = ("nearest", "linear", "cubic")
+BOUNDARIES = ("zero", "edge", "periodic", "reflect")
+
+
+def polynomials(method: str, cubic: float = -0.5, order: int = 0) -> np.ndarray:
+    """The weights of the taps, (taps, 4): coefficients of 1, t, t², t³. order: of their derivative by t."""
+    a = cubic
+    rows = {
+        "nearest": [[1, 0, 0, 0]],
+        "linear": [[1, -1, 0, 0], [0, 1, 0, 0]],
+        "cubic": [[0, a, -2 * a, a], [1, 0, -a - 3, a + 2], [0, -a, 2 * a + 3, -a - 2], [0, 0, a, -a]],
+    }
+    found = np.array(rows[method], np.float64)
+    for _ in range(order):
+        found = np.concatenate([found[:, 1:] * [1, 2, 3], np.zeros((len(found), 1))], axis=1)
+    return found
+
+
+def nearest_shift(method: str) -> float:
+    """What is added to a place before it is rounded down."""
+    return 0.5 if method == "nearest" else 0.0
+
+
+def continued(i: np.ndarray, n: int, boundary: str) -> tuple[np.ndarray, np.ndarray | bool]:
+    """The entries of n > 0 that stand at the places i of the array continued at its ends, and whether there is one."""
+    if boundary == "periodic":
+        return i % n, True
+    if boundary == "reflect":
+        i = i % max(1, 2 * (n - 1))
+        return np.minimum(i, 2 * (n - 1) - i), True
+    inside = (i >= 0) & (i < n) if boundary == "zero" else True
+    return np.clip(i, 0, n - 1), inside
+
+
+def resize_taps(
+    n: int, m: int, method: str, align_corners: bool = False, antialias: bool = False, cubic: float = -0.5
+) -> tuple[np.ndarray, np.ndarray]:
+    """The taps of m outputs over the span of n > 0 inputs: index and weight, (m, taps).
+
+    Output o is at the place (o + 1/2) * n / m - 1/2; with align_corners at o * (n - 1) / (m - 1). Beyond its ends the
+    input goes on with the last entry. antialias: where m < n the weights are stretched by n / m, so that every input
+    counts; taps beyond the ends are left out, and the weights of each output are scaled to the sum 1.
+    """
+    o = np.arange(m)
+    above, below = (o * (n - 1), max(1, m - 1)) if align_corners else ((2 * o + 1) * n - m, 2 * m)
+    if method == "nearest":
+        index = (2 * above + below) // (2 * below)
+        return np.minimum(index, n - 1)[:, None].astype(np.int32), np.ones((m, 1))
+    taps = 2 if method == "linear" else 4
+    if antialias:
+        stretch = max(1.0, n / m) if m else 1.0
+        place = above / below
+        first = np.ceil(place - stretch * taps / 2).astype(np.int64)
+        index = first[:, None] + np.arange(int(np.floor(stretch * taps)) + 1)
+        weight = np.where((index >= 0) & (index < n), _hat(abs(place[:, None] - index) / stretch, method, cubic), 0)
+        weight /= np.sum(weight, axis=1, keepdims=True)
+    else:
+        first, t = above // below, above % below / below
+        index = first[:, None] + np.arange(taps) - (taps // 2 - 1)
+        weight = np.stack([t**0, t, t**2, t**3], axis=1) @ polynomials(method, cubic).T
+    return np.clip(index, 0, n - 1).astype(np.int32), weight
+
+
+def _hat(s: np.ndarray, method: str, cubic: float) -> np.ndarray:
+    """The weight of a tap at the distance s >= 0."""
+    rows = polynomials(method, cubic)[: 1 if method == "linear" else 2]
+    powers = lambda t: np.stack([t**0, t, t**2, t**3], axis=-1)
+    if method == "linear":
+        return np.where(s < 1, powers(s) @ rows[0], 0)
+    return np.where(s < 1, powers(s) @ rows[1], np.where(s < 2, powers(s - 1) @ rows[0], 0))
+
+
+def transposed(index: np.ndarray, weight: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """The taps of the adjoint, which makes n outputs: those that read an input, with the same weights.
+
+    Each has as many as the one that is read most; the missing ones repeat a tap of it with the weight 0.
+    """
+    m, taps = index.shape
+    read = weight.reshape(-1) != 0
+    pairs = (index.reshape(-1).astype(np.int64) * m + np.repeat(np.arange(m), taps))[read]
+    found, place = np.unique(pairs, return_inverse=True)
+    weights = np.bincount(place.reshape(-1), weight.reshape(-1)[read], len(found))
+    i, o = found // max(1, m), found % max(1, m)
+    slot = np.arange(len(i)) - np.searchsorted(i, i)
+    width = int(np.max(slot, initial=-1)) + 1
+    back, shares = np.zeros((n, width), np.int32), np.zeros((n, width))
+    if width:
+        back[i] = o[np.searchsorted(i, i)][:, None]
+    back[i, slot], shares[i, slot] = o, weights
+    return back, shares

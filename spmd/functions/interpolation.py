@@ -1,0 +1,347 @@
+"""Interpolation: arrays of other lengths, values between the entries of a field, and the adjoints."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+
+from spmd import kernels
+from spmd.autodiff.primitive import primitive
+from spmd.errors import SpecError, describe, message
+from spmd.functions.arguments import array
+from spmd.kernels import taps
+from spmd.kernels.cpu.chunks import accurate
+
+__all__ = ["Taps", "inject", "plan_resize", "resample", "resize", "sample"]
+
+_NUMBERS = "floating-point or complex numbers"
+
+
+class Taps:
+    """What the outputs along an axis are made of: output o is the sum of weight[o, k] * x[index[o, k]].
+
+    n: the length of the input. index, weight: (outputs, taps). `len` gives the outputs.
+    """
+
+    def __init__(self, n: int, index: np.ndarray, weight: np.ndarray):
+        self.n, self.index, self.weight = n, index, weight
+        self._kept: dict[Any, tuple] = {}
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __repr__(self) -> str:
+        return f"Taps({self.n} -> {len(self)}, {self.index.shape[1]} each)"
+
+    def needs(self, o: int) -> tuple[int, int]:
+        """The interval of the input that output o reads, for `spmd.plan_needs`."""
+        return int(self.index[o].min()), int(self.index[o].max()) + 1
+
+    def part(self, outputs: tuple[int, int], inputs: tuple[int, int]) -> Taps:
+        """The outputs first:end alone, made of the inputs start:stop, which hold all that they need."""
+        (first, end), (start, stop) = outputs, inputs
+        index = self.index[first:end] - np.int32(start)
+        if index.size and not (index.min() >= 0 and index.max() < stop - start):
+            raise SpecError(
+                message(
+                    "Taps.part",
+                    argument="inputs",
+                    got=f"{start}:{stop}",
+                    need=f"what the outputs {first}:{end} read, {index.min() + start}:{index.max() + start + 1}",
+                    mend="ask for it: spmd.plan_needs(n, m, taps.needs, inputs=...)",
+                )
+            )
+        return Taps(stop - start, index, self.weight[first:end])
+
+    @cached_property
+    def T(self) -> Taps:
+        """The taps of the adjoint."""
+        return Taps(len(self), *taps.transposed(self.index, self.weight, self.n))
+
+    def on(self, x: Any) -> tuple[Any, Any]:
+        """index and weight where x is, with weights of the dtype that it is computed in."""
+        wide = accurate(np.dtype(x.dtype))
+        dtype = np.dtype({"F": np.float32, "D": np.float64}.get(wide.char, wide))
+        key = (x.device.id if kernels.on_device(x) else None, dtype)
+        found = self._kept.get(key)
+        if found is None:
+            found = (self.index, self.weight.astype(dtype))
+            if key[0] is not None:
+                from spmd.kernels.gpu.source import uploaded
+
+                found = tuple(map(uploaded, found))
+            self._kept[key] = found
+        return found
+
+
+def _back(g, _ans, _x, *, taps, axis) -> Any:
+    return _resample(g, taps=taps.T, axis=axis)
+
+
+@primitive("resample", _back)
+def _resample(x, *, taps, axis) -> Any:
+    return kernels.of(x).resample(x, *taps.on(x), axis)
+
+
+def resample(x, taps: Taps, axis: int = -1):
+    """Along an axis, output o is the sum of weight[o, k] * x[index[o, k]], of the taps that `plan_resize` gives.
+
+    Linear; adjoint: the same with the transposed taps, `taps.T`. Raises SpecError where x has another length.
+    """
+    where = "spmd.functions.resample"
+    x = array(where, "x", x, "fc", _NUMBERS, "x.astype(float)")
+    if not -x.ndim <= axis < x.ndim or x.shape[axis] != taps.n:
+        raise SpecError(
+            message(
+                where,
+                argument="x",
+                got=f"{describe(x)}, axis {axis}",
+                need=f"the length {taps.n} along the axis",
+                mend="plan for this length; for a part of the outputs, taps.part(outputs, inputs)",
+            )
+        )
+    return _resample(x, taps=taps, axis=axis % x.ndim)
+
+
+# A body asks for its plan at every step.
+@lru_cache(maxsize=64)
+def _plan(n: int, m: int, method: str, align_corners: bool, antialias: bool, cubic: float) -> Taps:
+    return Taps(n, *taps.resize_taps(n, m, method, align_corners, antialias, cubic))
+
+
+def plan_resize(
+    n: int,
+    m: int,
+    method: str = "linear",
+    *,
+    align_corners: bool = False,
+    antialias: bool = False,
+    cubic: float = -0.5,
+) -> Taps:
+    """The taps that make m entries of n. On blocks: `spmd.plan_needs(n, m, taps.needs, inputs=...)` says what each
+    worker needs, and `taps.part(outputs, inputs)` are the taps of its outputs. The options are those of `resize`."""
+    where = "spmd.functions.plan_resize"
+    for name, value in (("n", n), ("m", m)):
+        try:
+            good = not isinstance(value, bool) and operator.index(value) >= (name == "n" and m != 0)
+        except TypeError:
+            good = False
+        if not good:
+            need = "a length: an int, at least 1 to make anything of it"
+            raise SpecError(message(where, argument=name, got=describe(value), need=need, mend=f"{name}={1}"))
+    _check_method(where, method, cubic)
+    if align_corners and antialias:
+        raise SpecError(
+            message(
+                where,
+                argument="antialias",
+                got="True, with align_corners=True",
+                need="one of them",
+                mend="align_corners=False",
+            )
+        )
+    return _plan(int(n), int(m), method, bool(align_corners), bool(antialias), float(cubic))
+
+
+def resize(
+    x,
+    shape: Sequence[int],
+    method: str = "linear",
+    *,
+    align_corners: bool = False,
+    antialias: bool = False,
+    cubic: float = -0.5,
+):
+    """x with another shape, of as many dimensions, interpolated along each that changes. x: floating or complex.
+
+    method: "nearest", "linear", or "cubic" (R. Keys, 1981; cubic: his parameter, -1/2 as in JAX, -3/4 in torch).
+    Entries are the middles of cells, so output o lies at (o + 1/2) * n / m - 1/2, and beyond its ends x goes on with
+    its last entry. align_corners: the first and last entries of both lie on each other, at o * (n - 1) / (m - 1).
+    antialias: where an axis shrinks, "linear" and "cubic" average over all entries, and weights that reach beyond the
+    ends are left out, as in jax.image.resize, where this is the default.
+
+    Linear; adjoint: the same with transposed taps, axis by axis.
+    Raises SpecError for an unknown method, and for a shape that x cannot have.
+    """
+    where = "spmd.functions.resize"
+    x = array(where, "x", x, "fc", _NUMBERS, "x.astype(float)")
+    try:
+        goal = tuple(map(operator.index, shape))
+    except TypeError:
+        goal = None
+    if goal is None or len(goal) != x.ndim or any(m < 0 or (m and not n) for m, n in zip(goal, x.shape, strict=True)):
+        raise SpecError(
+            message(
+                where,
+                argument="shape",
+                got=repr(shape),
+                need=f"{x.ndim} lengths for {describe(x)}; of an empty axis nothing can be made",
+                mend=f"shape={tuple(2 * n for n in x.shape)}",
+            )
+        )
+    _check_method(where, method, cubic)
+    # Axes that shrink come first, and the last axis, which takes longest, when there is least to do.
+    growing = lambda a: (goal[a] > x.shape[a], a if goal[a] <= x.shape[a] else -a)
+    for axis in sorted((a for a in range(x.ndim) if goal[a] != x.shape[a]), key=growing):
+        options: Any = {"align_corners": align_corners, "antialias": antialias, "cubic": cubic}
+        x = _resample(x, taps=plan_resize(x.shape[axis], goal[axis], method, **options), axis=axis)
+    return x
+
+
+# At points
+
+
+def _in_x(g, _ans, _x, points, *, options) -> Any:
+    return _inject(g, points, shape=_x.shape[1:], options=options)
+
+
+def _in_points(g, _ans, x, points, *, options) -> Any:
+    return _slopes(g, x, points, options)
+
+
+@primitive("sample", _in_x, _in_points)
+def _sample(x, points, *, options) -> Any:
+    return kernels.of(x).sample(x, points, *options)
+
+
+@primitive(
+    "inject",
+    lambda h, _ans, _g, points, *, shape, options: _sample(h, points, options=options),
+    lambda h, _ans, g, points, *, shape, options: _slopes(g, h, points, options),
+)
+def _inject(g, points, *, shape, options) -> Any:
+    return kernels.of(g).inject(g, points, shape, *options)
+
+
+def _slopes(g, x, points, options) -> Any:
+    """The sum over the channels of g times the derivative of sample(x, points), by each coordinate of the points."""
+    method, boundary, orders, cubic = options
+    if method == "nearest":
+        return np.zeros_like(points)
+    found = []
+    for axis in range(len(orders)):
+        more = tuple(order + (a == axis) for a, order in enumerate(orders))
+        found.append(np.sum(g * _sample(x, points, options=(method, boundary, more, cubic)), axis=0))
+    return np.stack(found, axis=1)
+
+
+def sample(x, points, method: str = "linear", boundary: str = "zero", *, cubic: float = -0.5):
+    """The values of a field between its entries. x: (..., *spatial), floating or complex.
+
+    points: (*m, d), real, places in units of the entries of the last d = 1, 2 or 3 dimensions of x: (1.5, 0) lies
+    between x[..., 1, 0] and x[..., 2, 0]. Gives (..., *m), of the dtype of x. A point that is no number has no value.
+    method: "nearest", "linear", or "cubic" (R. Keys, 1981; cubic: his parameter). boundary: what stands beyond the
+    ends, as in `spmd.halo_exchange`: "zero", "edge", "periodic" or "reflect".
+
+    Linear in x; adjoint: `inject`. By the points: the slopes of the interpolant, at kinks those on the right; those of
+    "nearest" are 0. Raises SpecError where x and points do not fit.
+    """
+    where = "spmd.functions.sample"
+    x = array(where, "x", x, "fc", _NUMBERS, "x.astype(float)")
+    points, d = _points(where, points, x.ndim)
+    _check_method(where, method, cubic, boundary)
+    lead, spatial = x.shape[: x.ndim - d], x.shape[x.ndim - d :]
+    _check_field(where, "x", spatial, boundary, points)
+    flat = np.reshape(x, (_product(lead), *spatial))
+    options = (method, boundary, (0,) * d, float(cubic))
+    found = _sample(flat, np.reshape(points, (_product(points.shape[:-1]), d)), options=options)
+    return np.reshape(found, (*lead, *points.shape[:-1]))
+
+
+def inject(
+    values, points, shape: Sequence[int], method: str = "linear", boundary: str = "zero", *, cubic: float = -0.5
+):
+    """A field with values at points: each is spread over the entries from which `sample` would read, with its weights.
+
+    values: (..., *m), points: (*m, d), as for `sample`. shape: of the d spatial dimensions. Gives (..., *shape): the
+    sum, in the order of the points. Sources of a wave are so put into a field.
+
+    Linear in the values; adjoint: `sample`. Raises SpecError where values and points do not fit.
+    """
+    where = "spmd.functions.inject"
+    values = array(where, "values", values, "fc", _NUMBERS, "values.astype(float)")
+    points, d = _points(where, points, 3)
+    _check_method(where, method, cubic, boundary)
+    count = points.ndim - 1
+    try:
+        shape = tuple(map(operator.index, shape))
+    except TypeError:
+        shape = ()
+    if len(shape) != d or min(shape) < 0:
+        raise SpecError(
+            message(
+                where,
+                argument="shape",
+                got=repr(shape),
+                need=f"the lengths of the {d} dimensions that the points have coordinates of",
+                mend=f"shape={(64,) * d}",
+            )
+        )
+    _check_field(where, "shape", shape, boundary, points)
+    if values.shape[values.ndim - count :] != points.shape[:-1]:
+        raise SpecError(
+            message(
+                where,
+                argument="values",
+                got=f"{describe(values)} for points {list(points.shape)}",
+                need=f"a value for every point, (..., {', '.join(map(str, points.shape[:-1]))})",
+                mend="np.broadcast_to(values, points.shape[:-1])",
+            )
+        )
+    lead = values.shape[: values.ndim - count]
+    m = _product(points.shape[:-1])
+    flat = np.reshape(values, (_product(lead), m))
+    options = (method, boundary, (0,) * d, float(cubic))
+    found = _inject(flat, np.reshape(points, (m, d)), shape=shape, options=options)
+    return np.reshape(found, (*lead, *shape))
+
+
+def _product(shape: Sequence[int]) -> int:
+    found = 1
+    for n in shape:
+        found *= n
+    return found
+
+
+def _points(where: str, points: Any, most: int) -> tuple[Any, int]:
+    points = array(where, "points", points, "f", "real floating-point numbers", "points.astype(float)")
+    if points.dtype not in (np.float32, np.float64) or points.ndim < 1 or not 1 <= points.shape[-1] <= min(3, most):
+        raise SpecError(
+            message(
+                where,
+                argument="points",
+                got=describe(points),
+                need="float32 or float64 (..., d), the coordinates of 1 to 3 spatial dimensions of the field",
+                mend="np.stack([row, column], axis=-1) of arrays of coordinates",
+            )
+        )
+    return points, points.shape[-1]
+
+
+def _check_method(where: str, method: Any, cubic: Any, boundary: str = "zero") -> None:
+    for argument, value, known in (("method", method, taps.METHODS), ("boundary", boundary, taps.BOUNDARIES)):
+        if value not in known:
+            words = ", ".join(map(repr, known))
+            mend = f"{argument}={known[1]!r}"
+            raise SpecError(message(where, argument=argument, got=repr(value), need=f"one of {words}", mend=mend))
+    if isinstance(cubic, bool) or not isinstance(cubic, int | float | np.floating):
+        raise SpecError(
+            message(where, argument="cubic", got=describe(cubic), need="a Python number", mend="cubic=-0.5")
+        )
+
+
+def _check_field(where: str, argument: str, spatial: tuple[int, ...], boundary: str, points: Any) -> None:
+    if 0 in spatial and boundary != "zero" and points.size:
+        raise SpecError(
+            message(
+                where,
+                argument=argument,
+                got=f"spatial dimensions {list(spatial)}, boundary {boundary!r}",
+                need="an entry to continue the field with",
+                mend='boundary="zero"',
+            )
+        )
