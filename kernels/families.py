@@ -17,6 +17,14 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "convolution": ("conv", "conv_input_adjoint", "conv_weight_adjoint", "im2col", "col2im"),
     "stencils": ("stencil", "stencil_weights"),
     "pooling": ("max_pool", "max_pool_gather", "max_pool_vjp", "avg_pool", "avg_pool_vjp"),
+    "philox": (
+        "random_bits",
+        "random_exponential",
+        "random_gumbel",
+        "random_normal",
+        "random_truncated",
+        "random_uniform",
+    ),
     "softmaxes": ("softmax", "softmax_vjp", "log_softmax", "log_softmax_vjp"),
 }
 

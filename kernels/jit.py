@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["available", "by_bits", "fits", "helper", "loops", "lowered", "off"]
+__all__ = ["available", "by_bits", "exact", "fits", "helper", "in_loops", "loops", "lowered", "off"]
 
 _KINDS = frozenset("fdFDbBhHiIlLqQ?")
 
@@ -74,11 +74,17 @@ def loops(*written: str, fastmath: Iterable[str] = ("contract",)) -> Callable[[C
 
 def helper(fun: Callable[..., Any]) -> Callable[..., Any]:
     """Declare a function that loops may call; it is inlined there. By itself it stays what it is."""
-    _helpers.append((fun, lambda *types: fun))
+    _helpers.append((fun, lambda *types: fun, ("contract",)))
     return fun
 
 
-_helpers: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
+def exact(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Declare a function that loops may call, of which each operation is rounded by itself: it has NumPy's bits."""
+    _helpers.append((fun, lambda *types: fun, ()))
+    return fun
+
+
+_helpers: list[tuple[Callable[..., Any], Callable[..., Any], tuple[str, ...]]] = []
 
 
 def by_bits(plain: Callable[..., Any], *, single: Callable[..., Any], double: Callable[..., Any]) -> None:
@@ -87,7 +93,12 @@ def by_bits(plain: Callable[..., Any], *, single: Callable[..., Any], double: Ca
     def choose(x, *others):
         return single if x.bitwidth == 32 else double
 
-    _helpers.append((plain, choose))
+    _helpers.append((plain, choose, ("contract",)))
+
+
+def in_loops(plain: Callable[..., Any], other: Callable[..., Any]) -> None:
+    """Let loops that call `plain` of numbers use another function for it."""
+    _helpers.append((plain, lambda *types: other, ()))
 
 
 def lowered(make: Callable[[], Callable[..., Any]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -95,7 +106,7 @@ def lowered(make: Callable[[], Callable[..., Any]]) -> Callable[[Callable[..., A
     called when numba is there: it may build instructions of its own. By itself the function stays what it is."""
 
     def declare(plain: Callable[..., Any]) -> Callable[..., Any]:
-        _helpers.append((plain, lambda *types: make()))
+        _helpers.append((plain, lambda *types: make(), ()))
         return plain
 
     return declare
@@ -127,8 +138,8 @@ class Loops:
 
         options: Any = {"nogil": True, "error_model": "numpy", "fastmath": set(self._fastmath)}
         while _helpers:
-            plain, choose = _helpers.pop()
-            overload(plain, jit_options=options | {"fastmath": {"contract"}}, strict=False)(choose)
+            plain, choose, liberties = _helpers.pop()
+            overload(plain, jit_options=options | {"fastmath": set(liberties)}, strict=False)(choose)
         return numba.njit(cache=True, **options)(self.fun)
 
 

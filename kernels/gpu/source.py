@@ -62,14 +62,16 @@ def text(file: str) -> str:
 
 
 class Kernel:
-    """The template `name` of `file.cu`. types: the combinations of dtypes that it is for, by name."""
+    """The template `name` of `file.cu`. types: the combinations of dtypes that it is for, by name. exact: each
+    operation is rounded by itself; else products and sums may be fused."""
 
     OPTIONS = ("-std=c++17",)
 
-    def __init__(self, file: str, name: str, types: tuple[tuple[str, ...], ...]):
+    def __init__(self, file: str, name: str, types: tuple[tuple[str, ...], ...], *, exact: bool = False):
         self.file = file
         self.name = name
         self.types = types
+        self.options = (*self.OPTIONS, "-fmad=false") if exact else self.OPTIONS
         self._found: dict[tuple[str, ...], Any] = {}
         KERNELS.append(self)
 
@@ -83,7 +85,7 @@ class Kernel:
         found = self._found.get(key)
         if found is None:
             expression = self.expression(key)
-            module = cp.RawModule(code=text(self.file), options=self.OPTIONS, name_expressions=[expression])
+            module = cp.RawModule(code=text(self.file), options=self.options, name_expressions=[expression])
             found = self._found[key] = module.get_function(expression)
         args = tuple(np.int64(a) if type(a) is int else a for a in args)
         found(_three(grid), _three(block), args, shared_mem=shared)

@@ -1,0 +1,399 @@
+"""Random numbers by counting, in pieces: the words of a piece stay in the cache until they have become numbers.
+
+Each operation is rounded by itself, in one order, so that NumPy, compiled loops and the GPU give the same bits: no
+function of a mathematical library is called, and products and sums are not fused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from spmd.kernels import buffers, jit
+from spmd.kernels.cpu.chunks import accurate
+from spmd.kernels.cpu.quantiles import (
+    CUT,
+    SQRT2,
+    SQRT2_D,
+    central_double,
+    central_single,
+    choose,
+    minus_log_double,
+    minus_log_single,
+    quantile,
+    tail_double,
+    tail_single,
+)
+
+__all__ = [
+    "random_bits",
+    "random_exponential",
+    "random_gumbel",
+    "random_normal",
+    "random_truncated",
+    "random_uniform",
+]
+
+Box = Any
+
+_PIECE = 1 << 16
+"""Words in a piece."""
+
+
+def random_bits(key: np.ndarray, shape: tuple[int, ...], box: Box, dtype: Any, domain: int = 0) -> np.ndarray:
+    """Random integers of all values of a dtype, uint32 or uint64."""
+    dtype = np.dtype(dtype)
+    out = buffers.empty(extent(box), dtype)
+    for into, words in _pieces(key, shape, box, out, domain):
+        into[...] = words.view(dtype)
+    return out
+
+
+def random_uniform(key: np.ndarray, shape: tuple[int, ...], box: Box, dtype: Any, low: float, high: float):
+    """Numbers from low up to, and without, high."""
+    return _made(key, shape, box, dtype, _Uniform(dtype, low, high))
+
+
+def random_normal(key: np.ndarray, shape: tuple[int, ...], box: Box, dtype: Any) -> np.ndarray:
+    """Numbers of the normal distribution."""
+    return _made(key, shape, box, dtype, _normal)
+
+
+def random_truncated(key: np.ndarray, shape: tuple[int, ...], box: Box, dtype: Any, low: float, high: float):
+    """Numbers of the normal distribution, given that they lie between low and high."""
+    return _made(key, shape, box, dtype, _Truncated(dtype, low, high))
+
+
+def random_exponential(key: np.ndarray, shape: tuple[int, ...], box: Box, dtype: Any) -> np.ndarray:
+    """Numbers of the exponential distribution, of mean 1."""
+    return _made(key, shape, box, dtype, _exponential)
+
+
+def random_gumbel(key: np.ndarray, shape: tuple[int, ...], box: Box, dtype: Any) -> np.ndarray:
+    """Numbers of the Gumbel distribution."""
+    return _made(key, shape, box, dtype, _gumbel)
+
+
+# Where the entries of a box lie in the whole
+
+
+def extent(box: Box) -> tuple[int, ...]:
+    """The shape of a box."""
+    return tuple(stop - start for start, stop in box)
+
+
+def runs(shape: tuple[int, ...], box: Box, xp: Any = np) -> tuple[Any, int]:
+    """Where in the whole the rows of a box begin, uint64, and how many entries each has. Whole rows are one."""
+    d, length, at, stride, whole = len(shape), 1, 0, 1, True
+    while d and whole:
+        d -= 1
+        start, stop = box[d]
+        length, at, whole = length * (stop - start), at + start * stride, stop - start == shape[d]
+        stride *= shape[d]
+    starts = xp.full(1, at, xp.uint64)
+    while d:
+        d -= 1
+        more = xp.arange(*box[d], dtype=xp.uint64) * xp.uint64(stride)
+        starts = (more[:, None] + starts[None, :]).reshape(-1)
+        stride *= shape[d]
+    return starts, length
+
+
+def _pieces(
+    key: np.ndarray, shape: tuple[int, ...], box: Box, out: np.ndarray, domain: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """The parts of `out`, flat, and the words for each."""
+    if not out.size:
+        return
+    k0, k1 = (np.uint64(int(k)) for k in key)
+    each = 2 if out.itemsize == 8 else 1
+    starts, length = runs(shape, box)
+    starts, length, flat = starts * np.uint64(each), length * each, out.reshape(-1)
+    compiled = jit.available()
+    piece = _PIECE if compiled else _PIECE // 2
+    rows = max(1, piece // length)
+    words = np.empty(min(piece, length * len(starts)) if length < piece else piece, np.uint32)
+    blocks = (length + 6) // 4 * rows if length < _SHORT else 1
+    scratch, counters = np.empty(4 * blocks, np.uint32), np.empty(blocks, np.uint64)
+    done = 0
+    for r in range(0, len(starts), rows):
+        some = starts[r : r + rows]
+        for c in range(0, length, piece if rows == 1 else length):
+            wide = min(length - c, piece) if rows == 1 else length
+            part = words[: wide * len(some)].reshape(len(some), wide)
+            if compiled:
+                _fill(part, scratch, counters, some + np.uint64(c), np.uint64(domain), k0, k1)
+            else:
+                _filled(part, some + np.uint64(c), np.uint64(domain), k0, k1)
+            n = part.size // each
+            yield flat[done : done + n], part.reshape(-1)
+            done += n
+
+
+def _made(key: np.ndarray, shape: tuple[int, ...], box: Box, dtype: Any, convert: Callable[..., None]) -> np.ndarray:
+    dtype = np.dtype(dtype)
+    wide = accurate(dtype)
+    out = buffers.empty(extent(box), dtype)
+    scratch = np.empty(_PIECE if wide != dtype else 0, wide)
+    for into, words in _pieces(key, shape, box, out, 0):
+        numbers = into if wide == dtype else scratch[: into.size]
+        convert(numbers, words.view(f"u{wide.itemsize}"))
+        if numbers is not into:
+            into[...] = numbers
+    return out
+
+
+# Words
+
+_u = np.uint64
+_LOW, _HALF, _ODD, _TWO, _THREE = _u(0xFFFFFFFF), _u(32), _u(1), _u(2), _u(3)
+_M0, _M1, _W0, _W1 = _u(0xD2511F53), _u(0xCD9E8D57), _u(0x9E3779B9), _u(0xBB67AE85)
+
+
+@jit.exact
+def _words(out, counters, listed, first, domain, k0, k1):
+    """The words of the blocks that are listed, or that follow the first."""
+    for b in range(out.shape[0] // 4):
+        block = counters[b] if listed else first + _u(b)
+        x0, x1, x2, x3 = block & _LOW, block >> _HALF, _u(0), domain
+        a0, a1 = k0, k1
+        for _ in range(10):
+            p, q = _M0 * x0, _M1 * x2
+            x0, x1, x2, x3 = (q >> _HALF) ^ x1 ^ a0, q & _LOW, (p >> _HALF) ^ x3 ^ a1, p & _LOW
+            a0, a1 = (a0 + _W0) & _LOW, (a1 + _W1) & _LOW
+        out[4 * b] = x0
+        out[4 * b + 1] = x1
+        out[4 * b + 2] = x2
+        out[4 * b + 3] = x3
+
+
+_SHORT = 128
+
+
+@jit.loops("out", "scratch", "counters", fastmath=())
+def _fill(out: Any, scratch: Any, counters: Any, starts: Any, domain: Any, k0: Any, k1: Any) -> None:
+    n = out.shape[1]
+    if n >= _SHORT:
+        for r in range(out.shape[0]):
+            row = out[r]
+            block, skip = starts[r] >> _TWO, int(starts[r] & _THREE)
+            head = (4 - skip) % 4
+            if head:
+                _words(scratch[:4], counters, False, block, domain, k0, k1)
+                for i in range(head):
+                    row[i] = scratch[skip + i]
+                block += _ODD
+            whole = (n - head) // 4
+            end = head + 4 * whole
+            _words(row[head:end], counters, False, block, domain, k0, k1)
+            if end < n:
+                _words(scratch[:4], counters, False, block + _u(whole), domain, k0, k1)
+                for i in range(end, n):
+                    row[i] = scratch[i - end]
+        return
+    count = 0
+    for r in range(out.shape[0]):
+        for block in range(starts[r] >> _TWO, ((starts[r] + _u(n - 1)) >> _TWO) + _ODD):
+            counters[count] = block
+            count += 1
+    _words(scratch[: 4 * count], counters, True, _u(0), domain, k0, k1)
+    at = 0
+    for r in range(out.shape[0]):
+        skip = int(starts[r] & _THREE)
+        for i in range(n):
+            out[r, i] = scratch[at + skip + i]
+        at += (skip + n + 3) // 4 * 4
+
+
+def _filled(out: np.ndarray, starts: np.ndarray, domain: np.uint64, k0: np.uint64, k1: np.uint64) -> None:
+    """`_fill` without numba."""
+    skip = starts & _THREE
+    count = (out.shape[1] + 6) // 4
+    x0 = (starts >> _TWO)[:, None] + np.arange(count, dtype=np.uint64)
+    x1 = x0 >> _HALF
+    x0 &= _LOW
+    x2, x3 = np.zeros_like(x0), np.full_like(x0, domain)
+    p, q = np.empty_like(x0), np.empty_like(x0)
+    key0, key1 = int(k0), int(k1)
+    for _ in range(10):
+        np.multiply(x0, _M0, out=p)
+        np.multiply(x2, _M1, out=q)
+        for x, product, other, k in ((x0, q, x1, key0), (x2, p, x3, key1)):
+            np.right_shift(product, _HALF, out=x)
+            x ^= other
+            x ^= _u(k)
+            np.bitwise_and(product, _LOW, out=other)
+        key0, key1 = (key0 + int(_W0)) & 0xFFFFFFFF, (key1 + int(_W1)) & 0xFFFFFFFF
+    words = np.empty((*x0.shape, 4), np.uint32)
+    for k, x in enumerate((x0, x1, x2, x3)):
+        words[..., k] = x
+    words = words.reshape(len(starts), -1)
+    for s in range(4):
+        rows = np.flatnonzero(skip == s) if len(starts) > 1 else slice(None) if skip[0] == s else None
+        if rows is not None:
+            out[rows] = words[rows, s : s + out.shape[1]]
+
+
+# Uniform numbers
+
+
+class _Uniform:
+    """Numbers of the dtype's precision from words: scale, then shift, then below the upper end."""
+
+    def __init__(self, dtype: Any, low: float, high: float):
+        dtype = np.dtype(dtype)
+        wide = accurate(dtype).type
+        digits = {"float64": 53, "float32": 24, "float16": 11}.get(dtype.name, 8)
+        self.shift = np.dtype(f"u{wide().itemsize}").type(8 * wide().itemsize - digits)
+        self.numbers = wide(2.0**-digits), wide(low), wide(wide(high) - wide(low)), top(dtype, low, high)
+        self.plain = low == 0 and high == 1
+
+    def __call__(self, out: np.ndarray, bits: np.ndarray) -> None:
+        unit, low, span, last = self.numbers
+        if jit.available():
+            _uniform(out, bits, self.shift, unit, low, span, last)
+            return
+        np.copyto(out, bits >> self.shift, casting="unsafe")
+        out *= unit
+        if not self.plain:
+            out *= span
+            out += low
+            np.minimum(out, last, out=out)
+
+
+def top(dtype: Any, low: float, high: float) -> Any:
+    """The last number of a dtype before high, seen from low; as one that is computed with."""
+    dtype = np.dtype(dtype)
+    return accurate(dtype).type(np.nextafter(np.asarray(high, dtype), np.asarray(low, dtype)))
+
+
+@jit.loops("out", fastmath=())
+def _uniform(out: Any, bits: Any, shift: Any, unit: Any, low: Any, span: Any, last: Any) -> None:
+    for i in range(out.shape[0]):
+        out[i] = bits[i] >> shift
+        x = low + (unit * out[i]) * span
+        out[i] = x if x < last else last
+
+
+_f, _d, _ONE, _TWICE = np.float32, np.float64, np.float32(1), np.float32(2)
+
+# Words to numbers. x and tail = 1 - x come from all bits but the first, both to full precision.
+
+_SIGN, _MASK, _UNIT = np.uint32(31), np.uint32(0x7FFFFFFF), _f(2.0**-32)
+_SIGN_D, _MASK_D, _UNIT_D = _u(63), _u(0x7FFFFFFFFFFFFFFF), 2.0**-64
+
+
+def _halves(bits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    single = bits.dtype == np.uint32
+    mask, unit, number = (_MASK, _UNIT, _f) if single else (_MASK_D, _UNIT_D, _d)
+    one = bits.dtype.type(1)
+    j = bits & mask
+    return number((j << one) + one) * unit, number(((mask - j) << one) + one) * unit
+
+
+def _normal(out: np.ndarray, bits: np.ndarray) -> None:
+    if jit.available():
+        (_normal_single if out.itemsize == 4 else _normal_double)(out, bits)
+        return
+    out[...] = quantile(*_halves(bits))
+    np.negative(out, out=out, where=bits > (_MASK if out.itemsize == 4 else _MASK_D))
+
+
+@jit.loops("out", fastmath=())
+def _normal_single(out: Any, bits: Any) -> None:
+    for i in range(out.shape[0]):
+        j = bits[i] & _MASK
+        x, tail = _f((j << _ODD) + _ODD) * _UNIT, _f(((_MASK - j) << _ODD) + _ODD) * _UNIT
+        w = minus_log_single(tail * (_TWICE - tail), x * x)
+        z = x * choose(w < CUT, central_single(w), tail_single(w)) * SQRT2
+        out[i] = -z if bits[i] > _MASK else z
+
+
+@jit.loops("out", fastmath=())
+def _normal_double(out: Any, bits: Any) -> None:
+    for i in range(out.shape[0]):
+        j = bits[i] & _MASK_D
+        x, tail = _d((j << _ODD) + _ODD) * _UNIT_D, _d(((_MASK_D - j) << _ODD) + _ODD) * _UNIT_D
+        w = minus_log_double(tail * (2.0 - tail), x * x)
+        z = x * choose(w < 6.25, central_double(w), tail_double(w)) * SQRT2_D
+        out[i] = -z if bits[i] > _MASK_D else z
+
+
+def _exponential(out: np.ndarray, bits: np.ndarray) -> None:
+    if jit.available():
+        (_exponential_single if out.itemsize == 4 else _exponential_double)(out, bits)
+        return
+    x, rest = _halves(bits)
+    out[...] = (minus_log_single if out.itemsize == 4 else minus_log_double)(rest, x)
+
+
+@jit.loops("out", fastmath=())
+def _exponential_single(out: Any, bits: Any) -> None:
+    for i in range(out.shape[0]):
+        j = bits[i] & _MASK
+        out[i] = minus_log_single(_f(((_MASK - j) << _ODD) + _ODD) * _UNIT, _f((j << _ODD) + _ODD) * _UNIT)
+
+
+@jit.loops("out", fastmath=())
+def _exponential_double(out: Any, bits: Any) -> None:
+    for i in range(out.shape[0]):
+        j = bits[i] & _MASK_D
+        x, rest = _d((j << _ODD) + _ODD) * _UNIT_D, _d(((_MASK_D - j) << _ODD) + _ODD) * _UNIT_D
+        out[i] = minus_log_double(rest, x)
+
+
+def _gumbel(out: np.ndarray, bits: np.ndarray) -> None:
+    _exponential(out, bits)
+    if jit.available():
+        (_again_single if out.itemsize == 4 else _again_double)(out)
+        return
+    single = out.itemsize == 4
+    out[...] = (minus_log_single if single else minus_log_double)(out, (_ONE if single else 1.0) - out)
+
+
+@jit.loops("out", fastmath=())
+def _again_single(out: Any) -> None:
+    for i in range(out.shape[0]):
+        out[i] = minus_log_single(out[i], _ONE - out[i])
+
+
+@jit.loops("out", fastmath=())
+def _again_double(out: Any) -> None:
+    for i in range(out.shape[0]):
+        out[i] = minus_log_double(out[i], 1.0 - out[i])
+
+
+class _Truncated:
+    """Normal numbers between two from words: where both are on one side, the tail is drawn, which is small."""
+
+    def __init__(self, dtype: Any, low: float, high: float):
+        wide = accurate(np.dtype(dtype)).type
+        self.side, ends = truncated_ends(low, high)
+        self.draw = _Uniform(wide, *ends)
+        self.least, self.one = wide(2.0**-64 if wide is np.float64 else 2.0**-32), wide(1)
+        self.low, self.high = wide(low), wide(high)
+
+    def __call__(self, out: np.ndarray, bits: np.ndarray) -> None:
+        self.draw(out, bits)
+        if self.side:
+            tail = np.maximum(out, self.least)
+            out[...] = quantile(self.one - tail, tail)
+            out *= self.side
+        else:
+            x = np.abs(out)
+            z = quantile(x, np.maximum(self.one - x, self.least))
+            np.copysign(z, out, out=out)
+        np.clip(out, self.low, self.high, out=out)
+
+
+def truncated_ends(low: float, high: float) -> tuple[int, tuple[float, float]]:
+    """On which side of 0 both ends are, and between what to draw: the tail there, else erf(x / sqrt(2))."""
+    a, b = low / math.sqrt(2), high / math.sqrt(2)
+    if low >= 0:
+        return 1, (math.erfc(b), math.erfc(a))
+    if high <= 0:
+        return -1, (math.erfc(-a), math.erfc(-b))
+    return 0, (math.erf(a), math.erf(b))
