@@ -1,19 +1,486 @@
-"""Random numbers for bodies: streams that depend on a seed and on the worker's place, and on nothing else."""
+"""Random numbers: global arrays that are the same on every mesh, and streams for bodies.
+
+    key = spmd.random.key(0)
+    keys = spmd.random.split(key, 3)
+    w = spmd.random.normal(keys[0], (1000, 300), np.float32, spec=P(None, "model"))
+
+As in `jax.random`, a key says what is drawn, and each use takes a key of its own. Entry i of an array depends on the
+key and on its place i in the whole array, and on nothing else. So with a spec every worker makes its own block, and the
+whole is the same on every mesh, by every layout, scheduler and transport, and on every device, to the last bit.
+
+shape, spec, mesh: the shape is that of the whole array. Without a spec it is made whole. With one (or a `Layout`), a
+body gets its worker's block, Varying over the axes that split it and Invariant along the others; outside of bodies
+they give a `PartitionedArray` on the mesh, of which each process makes its own blocks. `like(x, spec)` gives the layout
+of which a block of a body is part. A key that differs between workers gives numbers that differ between them.
+
+The numbers are those of Philox4x32-10 (`spmd.kernels.reference.philox`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import operator
+import zlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from spmd.errors import SpecError, describe, message
-from spmd.mesh import WORKER, here
+from spmd import kernels
+from spmd.array import PartitionedArray, mesh_for
+from spmd.autodiff.tracer import Array, value_of
+from spmd.errors import LayoutError, SpecError, StateError, describe, message
+from spmd.layout import Layout, P, Spec
+from spmd.mesh import WORKER, Mesh, here
 from spmd.operators.base import varying
+from spmd.transport.base import Call, sealed
 
-__all__ = ["default_rng"]
+__all__ = [
+    "bernoulli",
+    "bits",
+    "categorical",
+    "choice",
+    "default_rng",
+    "exponential",
+    "fold_in",
+    "gumbel",
+    "key",
+    "like",
+    "normal",
+    "permutation",
+    "randint",
+    "split",
+    "truncated_normal",
+    "uniform",
+]
 
-_WHERE = "spmd.random.default_rng"
+Shape = int | Sequence[int]
+
+_DEFAULT = "spmd.random.default_rng"
+_DRAWS, _SPLITS, _FOLDS = 0, 1, 2
+"""The streams of a key: what it is used for."""
+
+
+# Keys
+
+
+def key(seed: int) -> np.ndarray:
+    """The key of a seed, an integer from 0 to 2^64 - 1: an array of two uint32, to be passed around as other arrays."""
+    try:
+        number = operator.index(seed)
+    except TypeError:
+        number = -1
+    if not 0 <= number < 1 << 64:
+        raise SpecError(
+            message(
+                "spmd.random.key",
+                argument="seed",
+                got=describe(seed),
+                need="an integer from 0 to 2**64 - 1",
+                mend="key(0); spmd.random.fold_in(key, i) takes a second number in",
+            )
+        )
+    return np.array([number & 0xFFFFFFFF, number >> 32], np.uint32)
+
+
+def split(key, num: Shape = 2):
+    """New keys, (num, 2) of uint32: `a, b = split(key)`. num: how many, or a shape. The old one is used up."""
+    shape = (*_shape("spmd.random.split", num, "num"), 2)
+    return _whole("spmd.random.split", key, "random_bits", shape, np.uint32, _SPLITS)
+
+
+def fold_in(key, data):
+    """A new key from a key and an integer from 0 to 2^62: of a step, a layer, or, by `spmd.axis_index`, of a worker."""
+    where, bare = "spmd.random.fold_in", value_of(data)
+    try:
+        number = operator.index(bare.item() if getattr(bare, "shape", None) == () else bare)
+    except TypeError:
+        number = -1
+    if not 0 <= number < 1 << 62:
+        raise SpecError(
+            message(
+                where,
+                argument="data",
+                got=describe(data),
+                need="one integer, not negative",
+                mend="fold_in(key, step); of several numbers one after the other",
+            )
+        )
+    found = _key(where, key)
+    box = ((2 * number, 2 * number + 2),)
+    made = kernels.of(found).random_bits(found, (1 << 63,), box, np.uint32, _FOLDS)
+    return _stated(made, _axes_of(key) | _axes_of(data))
+
+
+def _key(where: str, given: Any) -> Any:
+    """The two words of a key."""
+    found = np.asarray(given) if type(given) is PartitionedArray else value_of(given)
+    if getattr(found, "dtype", None) != np.uint32 or found.shape != (2,):
+        raise SpecError(
+            message(
+                where,
+                argument="key",
+                got=describe(given),
+                need="one key, uint32[2]",
+                mend="spmd.random.key(seed); of several keys one: keys[i]",
+            )
+        )
+    return found
+
+
+def _axes_of(x: Any) -> frozenset[str]:
+    return x.state.varying if type(x) is Array and x.state is not None else frozenset()
+
+
+# What is drawn where
+
+
+def _shape(where: str, given: Any, argument: str = "shape") -> tuple[int, ...]:
+    try:
+        shape = (operator.index(given),) if np.ndim(given) == 0 else tuple(map(operator.index, given))
+    except TypeError:
+        shape = (-1,)
+    if min(shape, default=0) < 0 or math.prod(shape) >= 1 << 62:
+        raise SpecError(
+            message(
+                where,
+                argument=argument,
+                got=describe(given),
+                need="the lengths of the whole array, less than 2**62 entries",
+                mend="shape=(3, 4)",
+            )
+        )
+    return shape
+
+
+def _float(where: str, dtype: Any) -> np.dtype:
+    found = np.dtype(dtype)
+    if found.name not in ("float16", "bfloat16", "float32", "float64"):
+        raise SpecError(
+            message(
+                where,
+                argument="dtype",
+                got=str(found),
+                need="float32, float64, float16 or bfloat16",
+                mend="dtype=np.float32; of complex numbers draw both parts",
+            )
+        )
+    return found
+
+
+def _finite(where: str, **numbers: Any) -> None:
+    """Raise where options are no numbers, or the first is greater than the second."""
+    (first, low), (last, high) = numbers.items()
+    if not all(isinstance(n, int | float | np.integer | np.floating) for n in (low, high)) or not low <= high:
+        raise SpecError(
+            message(
+                where,
+                argument=f"{first} and {last}",
+                got=f"{describe(low)} and {describe(high)}",
+                need=f"two numbers, {first} not above {last}",
+                mend="draw between 0 and 1, and scale by arrays: low + (high - low) * uniform(key, shape)",
+            )
+        )
+
+
+def _whole(where: str, key: Any, kernel: str, shape: tuple[int, ...], dtype: Any, *more: Any) -> Any:
+    return _drawn(where, key, kernel, shape, dtype, None, None, *more)
+
+
+def _drawn(
+    where: str,
+    key: Any,
+    kernel: str,
+    shape: tuple[int, ...],
+    dtype: Any,
+    spec: Any,
+    mesh: Mesh | None,
+    *more: Any,
+    then: Callable[[Any], Any] = lambda x: x,
+) -> Any:
+    """What a kernel draws: whole, this worker's block of it, or the blocks of this process."""
+    words = _key(where, key)
+    draw = getattr(kernels.of(words), kernel)
+
+    def make(box: Any) -> Any:
+        return then(draw(words, shape, box, dtype, *more))
+
+    worker = WORKER.get()
+    if spec is None:
+        return _stated(make(tuple((0, n) for n in shape)), _axes_of(key))
+    if not isinstance(spec, Spec):
+        raise SpecError(
+            message(where, argument="spec", got=describe(spec), need="a P, or a Layout", mend='spec=P("x", None)')
+        )
+    on = worker.mesh if worker is not None else mesh_for(mesh, where)
+    spec.check(on.axes, where, "spec", len(shape))
+    layout = on.layout(shape, spec, where)
+    if worker is not None:
+        return _stated(_block(make, layout, worker.index), layout.varying | _axes_of(key))
+    done: dict[int, Any] = {}
+    for w in on.local_workers:
+        owner = layout.owners[w]
+        if owner not in done:
+            done[owner] = sealed(_block(make, layout, w))
+    return PartitionedArray({w: done[layout.owners[w]] for w in on.local_workers}, layout, on)
+
+
+def _block(make: Callable[[Any], Any], layout: Layout, worker: int) -> Any:
+    if not layout.shape and layout.positions(worker) is None:  # a number that another worker holds
+        return make(()).reshape(1)[:0]
+    return make(layout.boxes[worker])
+
+
+def _stated(x: Any, axes: frozenset[str]) -> Any:
+    """A result in a body in its state; outside as it is."""
+    worker = WORKER.get()
+    if worker is None or not worker.tracked:
+        return x
+    return varying(sealed(x) if isinstance(x, np.ndarray) else x, tuple(n for n in worker.mesh.axes if n in axes))
+
+
+def like(x, spec: P) -> Layout:
+    """The layout of the whole of which x is this worker's block, split as spec says: to draw numbers of its shape.
+
+        noise = spmd.random.normal(key, layout.shape, x.dtype, spec=layout)    # layout = spmd.random.like(x, P("data"))
+
+    x: a block of a body, which varies over no other axes than spec names; blocks may be uneven or empty. All workers
+    along these axes call it; they tell each other their shapes, and no data moves. Of a `PartitionedArray` it is the
+    layout. Raises StateError where x varies over more axes, LayoutError where the blocks do not fit together.
+    """
+    where = "spmd.random.like"
+    if type(x) is PartitionedArray:
+        return x.layout
+    worker = here(where)
+    if not isinstance(spec, P):
+        raise SpecError(message(where, argument="spec", got=describe(spec), need="a spec", mend='like(x, P("x"))'))
+    spec.check(worker.mesh.axes, where, "spec", len(x.shape))
+    more = sorted(_axes_of(x) - spec.varying)
+    if more:
+        raise StateError(
+            message(
+                where,
+                argument="spec",
+                got=f"{spec} for {describe(x)}, which varies over {more[0]!r} too",
+                need="the axes that split the array, all that it varies over",
+                mend=f"name {more[0]!r} in the spec, or sum or gather x along it first",
+            )
+        )
+    axes, group = spec.axes, worker.group(spec.axes)
+    call = Call("random.like", axes, np.dtype(x.dtype), tuple(x.shape), detail=str(spec))
+    shapes = worker.comm.shapes(group, call).wait() if axes else [tuple(x.shape)]
+    of = {
+        tuple(worker.mesh.coordinates(w)[n] for n in axes): tuple(s) for w, s in zip(group.members, shapes, strict=True)
+    }
+    places = map(worker.mesh.coordinates, range(worker.mesh.size))
+    return worker.mesh.joined(tuple(of[tuple(place[n] for n in axes)] for place in places), spec, where)
+
+
+# Numbers
+
+
+def bits(key, shape: Shape = (), dtype: Any = np.uint32, *, spec: Any = None, mesh: Mesh | None = None):
+    """Random integers of all values of a dtype, uint32 or uint64."""
+    where = "spmd.random.bits"
+    if np.dtype(dtype) not in (np.dtype(np.uint32), np.dtype(np.uint64)):
+        raise SpecError(
+            message(where, argument="dtype", got=str(np.dtype(dtype)), need="uint32 or uint64", mend="bits(...) >> 24")
+        )
+    return _drawn(where, key, "random_bits", _shape(where, shape), np.dtype(dtype), spec, mesh)
+
+
+def uniform(
+    key,
+    shape: Shape = (),
+    dtype: Any = float,
+    minval: float = 0.0,
+    maxval: float = 1.0,
+    *,
+    spec: Any = None,
+    mesh: Mesh | None = None,
+):
+    """Numbers from minval up to, and without, maxval, evenly spread."""
+    where = "spmd.random.uniform"
+    _finite(where, minval=minval, maxval=maxval)
+    ends = float(minval), float(maxval)
+    return _drawn(where, key, "random_uniform", _shape(where, shape), _float(where, dtype), spec, mesh, *ends)
+
+
+def normal(key, shape: Shape = (), dtype: Any = float, *, spec: Any = None, mesh: Mesh | None = None):
+    """Numbers of the normal distribution, of mean 0 and variance 1."""
+    where = "spmd.random.normal"
+    return _drawn(where, key, "random_normal", _shape(where, shape), _float(where, dtype), spec, mesh)
+
+
+def truncated_normal(
+    key,
+    lower: float,
+    upper: float,
+    shape: Shape = (),
+    dtype: Any = float,
+    *,
+    spec: Any = None,
+    mesh: Mesh | None = None,
+):
+    """Numbers of the normal distribution, given that they lie between lower and upper (which may be infinite).
+
+    The interval reaches within 5 of 0 (8 in float64): what lies further out has too few numbers to draw from.
+    """
+    where, dtype = "spmd.random.truncated_normal", _float("spmd.random.truncated_normal", dtype)
+    _finite(where, lower=lower, upper=upper)
+    reach = 8 if dtype.itemsize == 8 else 5
+    if lower > reach or upper < -reach or lower == upper:
+        raise SpecError(
+            message(
+                where,
+                argument="lower and upper",
+                got=f"{lower} and {upper}",
+                need=f"an interval that reaches within {reach} of 0, in {dtype}",
+                mend="lower + exponential(key, shape) / lower is near such a tail",
+            )
+        )
+    ends = float(lower), float(upper)
+    return _drawn(where, key, "random_truncated", _shape(where, shape), dtype, spec, mesh, *ends)
+
+
+def exponential(key, shape: Shape = (), dtype: Any = float, *, spec: Any = None, mesh: Mesh | None = None):
+    """Numbers of the exponential distribution, of mean 1."""
+    where = "spmd.random.exponential"
+    return _drawn(where, key, "random_exponential", _shape(where, shape), _float(where, dtype), spec, mesh)
+
+
+def gumbel(key, shape: Shape = (), dtype: Any = float, *, spec: Any = None, mesh: Mesh | None = None):
+    """Numbers of the Gumbel distribution: the largest of many exponential ones, up to a shift."""
+    where = "spmd.random.gumbel"
+    return _drawn(where, key, "random_gumbel", _shape(where, shape), _float(where, dtype), spec, mesh)
+
+
+def bernoulli(key, p=0.5, shape: Shape | None = None, *, spec: Any = None, mesh: Mesh | None = None):
+    """True with probability p, to 24 bits. p: a number, or an array that broadcasts to the shape (default: its own)."""
+    drawn = uniform(key, np.shape(p) if shape is None else shape, np.float32, spec=spec, mesh=mesh)
+    return drawn < p
+
+
+def randint(
+    key, shape: Shape, minval: int, maxval: int, dtype: Any = int, *, spec: Any = None, mesh: Mesh | None = None
+):
+    """Integers from minval to maxval - 1, each as likely as the others to one part in 2^64 / (maxval - minval)."""
+    where, dtype = "spmd.random.randint", np.dtype(dtype)
+    ends = minval, maxval
+    fits = dtype.kind in "iu" and all(isinstance(n, int | np.integer) for n in ends)
+    if not fits or not np.iinfo(dtype).min <= minval < maxval <= np.iinfo(dtype).max + 1:
+        raise SpecError(
+            message(
+                where,
+                argument="minval and maxval",
+                got=f"{minval!r} and {maxval!r}, in {dtype}",
+                need="two integers that the integer dtype holds, minval below maxval",
+                mend="randint(key, shape, 0, 10)",
+            )
+        )
+    low, span = int(minval), int(maxval) - int(minval)
+
+    def scaled(words: Any) -> Any:
+        # The upper 64 bits of words * span.
+        half, mask = np.uint64(32), np.uint64(0xFFFFFFFF)
+        s1, s0 = np.uint64(span >> 32 & 0xFFFFFFFF), np.uint64(span & 0xFFFFFFFF)
+        w1, w0 = words >> half, words & mask
+        if span == 1 << 64:
+            found = words
+        else:
+            middle = w1 * s0 + (w0 * s0 >> half)
+            found = w1 * s1 + (middle >> half) + ((middle & mask) + w0 * s1 >> half)
+        return (found + np.uint64(low % (1 << 64))).astype(dtype)
+
+    words = np.dtype(np.uint64)
+    return _drawn(where, key, "random_bits", _shape(where, shape), words, spec, mesh, then=scaled)
+
+
+def categorical(key, logits, axis: int = -1, *, spec: P | None = None):
+    """A class for each row, with probabilities softmax(logits) along an axis: the largest of logits + Gumbel numbers.
+
+    spec: in a body, how the whole of the logits is split; not along the axis.
+    """
+    where = "spmd.random.categorical"
+    layout = layout_of(where, logits, spec)
+    dims = layout.spec.dims if layout is not None else ()
+    if dims and dims[axis]:
+        raise LayoutError(
+            message(
+                where,
+                argument="spec",
+                got=f"{spec}, which splits the classes",
+                need="whole rows of classes",
+                mend="spmd.all_gather(logits, axis_name, axis=..., tiled=True) first",
+            )
+        )
+    shape = logits.shape if layout is None else layout.shape
+    noise = gumbel(key, shape, _float(where, logits.dtype), spec=layout)
+    return np.argmax(logits + noise, axis=axis)
+
+
+def permutation(key, x):
+    """The numbers 0 to x - 1, or the rows of an array, in random order. Made whole, on every worker."""
+    whole = isinstance(x, int | np.integer)
+    order = _order(key, int(x) if whole else x.shape[0])
+    return order if whole else x[order]
+
+
+def _order(key, n: int):
+    """An order of n items: that of random words."""
+    where = "spmd.random.permutation"
+    sort = lambda words: words.argsort(kind="stable") if not kernels.on_device(words) else words.argsort()
+    return _drawn(where, key, "random_bits", (n,), np.dtype(np.uint64), None, None, then=sort)
+
+
+def choice(key, a, shape: Shape = (), replace: bool = True, p: Any = None):
+    """Random rows of an array, or numbers below an int. p: their probabilities, by default equal. Made whole."""
+    where, shape = "spmd.random.choice", _shape("spmd.random.choice", shape)
+    n, count = int(a) if isinstance(a, int | np.integer) else a.shape[0], math.prod(shape)
+    p = np.asarray(p) if isinstance(p, list | tuple) else p
+    if n < 1 or not replace and count > n or p is not None and np.shape(p) != (n,):
+        raise SpecError(
+            message(
+                where,
+                argument="a" if p is None or np.shape(p) == (n,) else "p",
+                got=f"{count} of {n} items, replace={replace}" + ("" if p is None else f", p: {describe(p)}"),
+                need="items to choose from, as many without replacement, and a probability for each",
+                mend="replace=True, or a smaller shape",
+            )
+        )
+    if p is not None and replace:
+        below = np.cumsum(p)
+        at = np.searchsorted(below, uniform(key, shape) * below[-1], side="right")
+    elif p is not None:
+        logs = np.where(p > 0, np.log(np.where(p > 0, p, 1)), -np.inf)
+        at = np.argsort(-(logs + gumbel(key, (n,))))[:count].reshape(shape)
+    elif replace:
+        at = randint(key, shape, 0, n)
+    else:
+        at = _order(key, n)[:count].reshape(shape)
+    return at if isinstance(a, int | np.integer) else a[at]
+
+
+def layout_of(where: str, x: Any, spec: P | None) -> Layout | None:
+    """The layout of which x is a block; None where x is all there is."""
+    worker = WORKER.get()
+    if worker is None:
+        return None
+    if spec is None and (not worker.tracked or _axes_of(x)):
+        raise SpecError(
+            message(
+                where,
+                argument="spec",
+                got=f"none, for {describe(x)}"
+                + (f", which varies over {sorted(_axes_of(x))}" if worker.tracked else ""),
+                need="how the whole is split, so that each worker has its own part of the random numbers",
+                mend=f'{where}(..., spec=P("x", None)); P() for an array that all workers have',
+            )
+        )
+    return like(x, P() if spec is None else spec)
+
+
+# Streams for bodies
 
 
 class Generator:
@@ -43,7 +510,7 @@ class Generator:
         return draw
 
     def __repr__(self) -> str:
-        return f"<{_WHERE}, {f'varying over {self.axes}' if self.axes else 'the same on all workers'}>"
+        return f"<{_DEFAULT}, {f'varying over {self.axes}' if self.axes else 'the same on all workers'}>"
 
 
 def default_rng(seed: int | Sequence[int], axis_name: str | Sequence[str] = ()) -> Any:
@@ -64,7 +531,7 @@ def default_rng(seed: int | Sequence[int], axis_name: str | Sequence[str] = ()) 
     if not isinstance(seeds, Sequence) or not all(isinstance(s, int | np.integer) and s >= 0 for s in seeds):
         raise SpecError(
             message(
-                _WHERE,
+                _DEFAULT,
                 argument="seed",
                 got=describe(seed),
                 need="a non-negative integer, or a sequence of them: a stream that can be drawn again",
@@ -73,8 +540,9 @@ def default_rng(seed: int | Sequence[int], axis_name: str | Sequence[str] = ()) 
         )
     if WORKER.get() is None and not axis_name:
         return np.random.default_rng([int(s) for s in seeds])
-    worker = here(_WHERE)
-    axes = worker.mesh.names(axis_name, _WHERE)
-    place = (worker.group(axes).index,) if axes else ()
+    worker = here(_DEFAULT)
+    axes = worker.mesh.names(axis_name, _DEFAULT)
+    # The names tell apart streams along different axes.
+    place = (zlib.crc32(" ".join(axes).encode()), worker.group(axes).index) if axes else ()
     stream = np.random.SeedSequence([int(s) for s in seeds], spawn_key=place)
     return Generator(np.random.default_rng(stream), axes)

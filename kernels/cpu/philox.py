@@ -286,7 +286,7 @@ _SIGN, _MASK, _UNIT = np.uint32(31), np.uint32(0x7FFFFFFF), _f(2.0**-32)
 _SIGN_D, _MASK_D, _UNIT_D = _u(63), _u(0x7FFFFFFFFFFFFFFF), 2.0**-64
 
 
-def _halves(bits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _halves(bits: np.ndarray) -> tuple[Any, Any]:
     single = bits.dtype == np.uint32
     mask, unit, number = (_MASK, _UNIT, _f) if single else (_MASK_D, _UNIT_D, _d)
     one = bits.dtype.type(1)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from spmd.functions.activation import relu
     from spmd.functions.convolution import conv, conv_transpose
+    from spmd.functions.dropouts import dropout
     from spmd.functions.interpolation import Taps, inject, plan_resize, resample, resize, sample
     from spmd.functions.pooling import avg_pool, max_pool
     from spmd.functions.softmaxes import log_softmax, softmax, softmax_cross_entropy
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 FAMILIES: dict[str, tuple[str, ...]] = {
     "activation": ("relu",),
     "convolution": ("conv", "conv_transpose"),
+    "dropouts": ("dropout",),
     "interpolation": ("Taps", "inject", "plan_resize", "resample", "resize", "sample"),
     "pooling": ("avg_pool", "max_pool"),
     "softmaxes": ("log_softmax", "softmax", "softmax_cross_entropy"),
@@ -30,6 +32,7 @@ __all__ = [
     "avg_pool",
     "conv",
     "conv_transpose",
+    "dropout",
     "inject",
     "log_softmax",
     "max_pool",
