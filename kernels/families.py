@@ -26,6 +26,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "random_uniform",
     ),
     "softmaxes": ("softmax", "softmax_vjp", "log_softmax", "log_softmax_vjp"),
+    "updates": ("adamw", "sgd"),
 }
 
 _FAMILY_OF = {name: family for family, names in FAMILIES.items() for name in names}

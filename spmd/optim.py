@@ -1,19 +1,37 @@
 """Optimisers as pure functions on pytrees: `params, state = optimizer.update(grads, state, params)`.
 
 Every formula is entrywise, so it works on blocks as it does on whole arrays: with gradients laid out like their
-parameters an update moves nothing, in a body, on `PartitionedArray`s, and on bare arrays alike.
+parameters an update moves nothing, in a body, on `PartitionedArray`s, and on bare arrays alike. Where nothing is
+differentiated, one kernel takes each array through memory once; the results are those of the formulas.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from spmd import kernels
+from spmd.array import PartitionedArray, inner
 from spmd.autodiff import tree
+from spmd.autodiff.primitive import primitive
+from spmd.autodiff.tracer import Array
+from spmd.errors import describe, message
+from spmd.transport.base import sealed
 
-__all__ = ["AdamState", "Optimizer", "SGDState", "adam", "adamw", "sgd"]
+__all__ = [
+    "AdamState",
+    "Optimizer",
+    "SGDState",
+    "adam",
+    "adamw",
+    "clip_by_global_norm",
+    "cosine",
+    "linear",
+    "sgd",
+]
 
 Rate = float | Callable[[int], float]
 
@@ -32,14 +50,16 @@ class Optimizer(NamedTuple):
 
 
 class SGDState(NamedTuple):
-    """steps: updates done. velocity: the running sum of gradients, like the parameters; None without momentum."""
+    """steps: updates done. velocity: the running sum of gradients, like the parameters (float32 for float16 and
+    bfloat16 ones); None without momentum."""
 
     steps: int
     velocity: Any
 
 
 class AdamState(NamedTuple):
-    """steps: updates done. mean, square: running averages of the gradient and of its square, like the parameters."""
+    """steps: updates done. mean, square: running averages of the gradient and of its square, like the parameters
+    (float32 for float16 and bfloat16 ones)."""
 
     steps: int
     mean: Any
@@ -55,15 +75,23 @@ def sgd(learning_rate: Rate, momentum: float = 0.0, *, nesterov: bool = False) -
     """
 
     def init(params):
-        return SGDState(0, tree.map(np.zeros_like, params) if momentum else None)
+        return SGDState(0, tree.map(_zeros, params) if momentum else None)
+
+    def step(rate, p, g, v=None):
+        fused = _fused(_sgd, (p, g) if v is None else (p, g, v), rate, momentum, nesterov)
+        if fused is not None:
+            return fused
+        along = g
+        if v is not None:
+            v = _like(momentum * v + g, v)
+            along = momentum * v + g if nesterov else v
+        return _like(p - rate * along, p), v
 
     def update(grads, state, params):
-        rate, velocity, along = _rate(learning_rate, state.steps), state.velocity, grads
-        if momentum:
-            velocity = tree.map(lambda v, g: _like(momentum * v + g, v), velocity, grads)
-            along = tree.map(lambda v, g: momentum * v + g, velocity, grads) if nesterov else velocity
-        params = tree.map(lambda p, v: _like(p - rate * v, p), params, along)
-        return params, SGDState(state.steps + 1, velocity)
+        rate = _rate(learning_rate, state.steps)
+        kept = (state.velocity,) if momentum else ()
+        params, velocity = _each(lambda *arrays: step(rate, *arrays), 2, params, grads, *kept)
+        return params, SGDState(state.steps + 1, velocity if momentum else state.velocity)
 
     return Optimizer(init, update)
 
@@ -90,19 +118,21 @@ def adamw(
     """
 
     def init(params):
-        return AdamState(0, tree.map(np.zeros_like, params), tree.map(np.zeros_like, params))
+        return AdamState(0, tree.map(_zeros, params), tree.map(_zeros, params))
+
+    def step(rate, t, p, g, m, s):
+        fused = _fused(_adamw, (p, g, m, s), rate, b1, b2, eps, weight_decay, t)
+        if fused is not None:
+            return fused
+        m = _like(b1 * m + (1 - b1) * g, m)
+        s = _like(b2 * s + (1 - b2) * (g * g), s)
+        along = (m * (1 / (1 - b1**t))) / (np.sqrt(s * (1 / (1 - b2**t))) + eps)
+        return _like(p - rate * (along + weight_decay * p if weight_decay else along), p), m, s
 
     def update(grads, state, params):
-        t = state.steps + 1
-        rate, unbias1, unbias2 = _rate(learning_rate, state.steps), 1 - b1**t, 1 - b2**t
-
-        def step(p, m, s):
-            along = (m / unbias1) / (np.sqrt(s / unbias2) + eps)
-            return _like(p - rate * (along + weight_decay * p if weight_decay else along), p)
-
-        mean = tree.map(lambda m, g: _like(b1 * m + (1 - b1) * g, m), state.mean, grads)
-        square = tree.map(lambda s, g: _like(b2 * s + (1 - b2) * (g * g), s), state.square, grads)
-        return tree.map(step, params, mean, square), AdamState(t, mean, square)
+        rate, t = _rate(learning_rate, state.steps), state.steps + 1
+        params, *kept = _each(lambda *arrays: step(rate, t, *arrays), 3, params, grads, state.mean, state.square)
+        return params, AdamState(t, *kept)
 
     return Optimizer(init, update)
 
@@ -114,3 +144,142 @@ def _rate(learning_rate: Rate, steps: int):
 def _like(new, old):
     """new in the dtype of old: NumPy scalars among the options, or gradients of more precision, do not widen it."""
     return new if new.dtype == old.dtype else new.astype(old.dtype)
+
+
+def _short(x) -> bool:
+    return x.dtype.name in ("float16", "bfloat16")
+
+
+def _zeros(p):
+    """State at the start: squares of short numbers would be lost in their own dtype."""
+    return np.zeros_like(p, dtype=np.float32) if _short(p) else np.zeros_like(p)
+
+
+def _each(step: Callable[..., tuple], count: int, params: Any, *others: Any) -> list[Any]:
+    """The results of a step on every parameter, each as a tree."""
+    made: list[tuple] = []
+    tree.map(lambda *arrays: made.append(step(*arrays)), params, *others)
+    structure = tree.structure(params)
+    return [tree.unflatten(structure, [results[k] for results in made]) for k in range(count)]
+
+
+# Steps in one pass, where nothing is differentiated
+
+
+@primitive("sgd")
+def _sgd(p, g, v=None, *, options):
+    new, v = kernels.of(p).sgd(p, g, v, *options)
+    return (new,) if v is None else (new, v)
+
+
+@primitive("adamw")
+def _adamw(p, g, m, s, *, options):
+    return kernels.of(p).adamw(p, g, m, s, *options)
+
+
+_FLOATING = ("float32", "float64", "float16", "bfloat16")
+
+
+def _fused(kernel: Any, arrays: tuple[Any, ...], *options: Any) -> tuple[Any, ...] | None:
+    """The step by its kernel: new parameters, and state or None. None where it is for the formulas."""
+    p, g, *state = arrays
+    kind = type(p)
+    if any(type(a) is not kind or a.shape != p.shape for a in arrays) or not p.shape:
+        return None
+    wide = np.dtype(np.float32) if _short(p) else p.dtype
+    if p.dtype.name not in _FLOATING or g.dtype != p.dtype or any(a.dtype != wide for a in state):
+        return None
+    if any(not isinstance(n, int | float | np.floating) for n in options):
+        return None
+    if kind is PartitionedArray:
+        return _filled(_blockwise(kernel, arrays, options))
+    if kind is Array:
+        if any(a.tape is not None or a.state is not p.state for a in arrays):
+            return None
+    elif kind is np.ndarray or kernels.on_device(p):
+        kernel = kernel.primitive.fun
+    else:
+        return None
+    return _filled(kernel(*arrays, options=options))
+
+
+def _filled(results: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
+    return results if results is None or len(results) > 1 else (*results, None)
+
+
+def _blockwise(kernel: Any, arrays: tuple[Any, ...], options: tuple) -> tuple[Any, ...] | None:
+    """The step on each block that is here, once for all copies of it."""
+    layout, mesh = arrays[0].layout, arrays[0].mesh
+    if any(a.layout != layout or a.mesh != mesh for a in arrays):
+        return None
+    done: dict[int, tuple] = {}
+    for w in arrays[0].blocks:
+        owner = layout.owners[w]
+        if owner not in done:
+            blocks = [a.blocks[w] for a in arrays]
+            if not blocks[0].shape:
+                return None
+            done[owner] = tuple(map(sealed, kernel.primitive.fun(*blocks, options=options)))
+    results = zip(*(done[layout.owners[w]] for w in arrays[0].blocks), strict=True)
+    return tuple(PartitionedArray(dict(zip(arrays[0].blocks, blocks, strict=True)), layout, mesh) for blocks in results)
+
+
+# Around the step
+
+
+def clip_by_global_norm(grads: Any, max_norm: float) -> Any:
+    """Gradients scaled down together to a norm of at most max_norm, where theirs is larger.
+
+    grads: a pytree. The norm is that of `spmd.norm`, over all arrays and workers: in a body Invariant arrays count once
+    and Varying ones are summed, by one all-reduce for each set of axes. Pascanu, Mikolov, Bengio, "On the difficulty
+    of training recurrent neural networks", ICML 2013. Raises ValueError for a norm that is not positive.
+    """
+    if not max_norm > 0:
+        raise ValueError(
+            message(
+                "spmd.optim.clip_by_global_norm",
+                argument="max_norm",
+                got=describe(max_norm),
+                need="a positive number",
+                mend="clip_by_global_norm(grads, 1.0)",
+            )
+        )
+    wide = tree.map(lambda g: g.astype(np.float32) if _short(g) else g, grads)
+    scale = max_norm / np.sqrt(np.maximum(np.real(inner(wide, wide)), max_norm**2))
+    return tree.map(lambda g: _like(g * scale, g), grads)
+
+
+def cosine(rate: float, steps: int, end: float = 0.0, warmup: int = 0) -> Callable[[int], float]:
+    """A learning rate that falls from `rate` to `end` along half a cosine within `steps` updates, and stays there.
+
+    warmup: so many updates before, in which it grows in equal parts up to `rate`. Loshchilov, Hutter, "SGDR: Stochastic
+    gradient descent with warm restarts", ICLR 2017.
+    """
+    return _schedule("cosine", rate, steps, end, warmup, lambda part: (1 + math.cos(math.pi * part)) / 2)
+
+
+def linear(rate: float, steps: int, end: float = 0.0, warmup: int = 0) -> Callable[[int], float]:
+    """A learning rate that falls from `rate` to `end` in equal parts within `steps` updates; otherwise as `cosine`."""
+    return _schedule("linear", rate, steps, end, warmup, lambda part: 1 - part)
+
+
+def _schedule(
+    name: str, rate: float, steps: int, end: float, warmup: int, fall: Callable[[float], float]
+) -> Callable[[int], float]:
+    if steps < 1 or warmup < 0:
+        raise ValueError(
+            message(
+                f"spmd.optim.{name}",
+                argument="steps" if steps < 1 else "warmup",
+                got=repr(steps if steps < 1 else warmup),
+                need="numbers of updates: steps of at least 1, warmup of at least 0",
+                mend=f"{name}(1e-3, steps=1000, warmup=100)",
+            )
+        )
+
+    def at(done: int) -> float:
+        if done < warmup:
+            return rate * (done + 1) / (warmup + 1)
+        return end + (rate - end) * fall(min(1.0, (done - warmup) / steps))
+
+    return at

@@ -163,3 +163,104 @@ def test_trees_must_agree():
         params = {"w": np.ones(2)}
         with pytest.raises(ValueError, match="w"):
             optimizer.update({"v": np.ones(2)}, optimizer.init(params), params)
+
+
+def formulas(monkeypatch, f):
+    """What f gives where no step is fused."""
+    with monkeypatch.context() as patch:
+        patch.setattr(spmd.optim, "_fused", lambda *args: None)
+        return f()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_one_pass_has_the_bits_of_the_formulas(monkeypatch, name, dtype):
+    rng = np.random.default_rng(4)
+    params, grads = tree(rng, dtype), [tree(rng, dtype) for _ in range(3)]
+    run = lambda: trained(OPTIMIZERS[name], params, grads)
+    assert_same(run(), formulas(monkeypatch, run))
+    seen = []
+    fused = spmd.optim._fused
+    monkeypatch.setattr(spmd.optim, "_fused", lambda *args: seen.append(fused(*args)) or seen[-1])
+    run()
+    assert sum(step is not None for step in seen) == 6  # the number without dimensions is for the formulas
+
+
+def test_one_pass_in_bodies_keeps_the_states(monkeypatch):
+    optimizer = adamw(0.02)
+
+    def body(p, g, w):
+        state = optimizer.init((p, w))
+        (p, w), state = optimizer.update((g, np.ones_like(w)), state, (p, w))
+        assert p.state.varying == state.mean[0].state.varying == {"x"}
+        assert w.state.varying == state.square[1].state.varying == set()
+        q, _ = optimizer.update(g, optimizer.init(w), w)  # of an Invariant parameter and a Varying gradient
+        assert q.state.varying == {"x"}
+        return p, w, q
+
+    rng = np.random.default_rng(5)
+    p, g = rng.normal(size=(2, 9))
+    with spmd.Mesh(x=3, transport="local"):
+        run = lambda: spmd.map(body, (P("x"), P("x"), P()), (P("x"), P(), P("x")))(p, g, np.ones(3))
+        assert_same(run(), formulas(monkeypatch, run))
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_short_parameters_have_state_in_float32(name):
+    dtype = pytest.importorskip("ml_dtypes").bfloat16 if name == "bfloat16" else np.float16
+    p, g = np.ones(50, dtype), np.full(50, 1e-4, dtype)
+    for optimizer in adam(0.1), sgd(0.5, momentum=0.9):
+        after, state = trained(optimizer, p, [g] * 3)
+        assert after.dtype == dtype
+        assert state[1].dtype == np.float32
+        assert not np.isnan(after.astype(float)).any()
+    after, state = trained(adam(0.1), p, [g] * 3)
+    np.testing.assert_allclose(after.astype(float), 0.7, rtol=0.02)  # the squares, 1e-8, are kept
+    with spmd.Mesh(x=2, transport="local"):
+        laid, _ = trained(adam(0.1), spmd.put(p, P("x")), [spmd.put(g, P("x"))] * 3)
+        np.testing.assert_array_equal(laid.numpy(), after)
+
+
+def test_second_order_through_fused_and_unfused_steps():
+    def after(p, g):
+        optimizer = adamw(0.1)
+        state = optimizer.init(p)
+        for _ in range(2):
+            p, state = optimizer.update(g, state, p)
+        return p
+
+    rng = np.random.default_rng(6)
+    p, g = rng.normal(size=4), rng.normal(size=4)
+    spmd.check_grads(after, (p, g), order=2)
+    np.testing.assert_array_equal(spmd.vjp(after, p, g)[0], after(p, g))
+
+
+def test_clipping():
+    grads = {"w": np.array([[3.0, 0.0]]), "b": np.array([4.0], np.float32)}
+    clipped = spmd.optim.clip_by_global_norm(grads, 1.0)
+    np.testing.assert_allclose(clipped["w"], [[0.6, 0.0]])
+    np.testing.assert_allclose(clipped["b"], [0.8], rtol=1e-6)
+    assert clipped["b"].dtype == np.float32
+    assert_same(spmd.optim.clip_by_global_norm(grads, 6.0), grads)
+    assert_same(spmd.optim.clip_by_global_norm({"w": np.zeros(2)}, 1.0), {"w": np.zeros(2)})
+    spmd.check_grads(lambda g: spmd.optim.clip_by_global_norm(g, 1.0), (np.array([3.0, 4.0]),), order=2)
+    np.testing.assert_array_equal(spmd.grad(lambda g: spmd.optim.clip_by_global_norm(g, 1.0).sum())(np.zeros(2)), 1)
+    with pytest.raises(ValueError, match="max_norm"):
+        spmd.optim.clip_by_global_norm(grads, 0.0)
+    with spmd.Mesh(x=2, transport="local"):
+        split = (spmd.put(grads["w"], P(None, "x")), spmd.put(grads["b"], P()))
+        outside = spmd.optim.clip_by_global_norm(split, 1.0)
+        inside = spmd.map(lambda g: spmd.optim.clip_by_global_norm(g, 1.0), ((P(None, "x"), P()),), (P(None, "x"), P()))
+        for made in outside, inside(split):
+            np.testing.assert_allclose(made[0].numpy(), [[0.6, 0.0]])
+            np.testing.assert_allclose(made[1].numpy(), [0.8], rtol=1e-6)
+
+
+def test_schedules():
+    cosine, linear = spmd.optim.cosine(2.0, 4, end=1.0, warmup=3), spmd.optim.linear(2.0, 4)
+    np.testing.assert_allclose([cosine(t) for t in range(3)], [0.5, 1.0, 1.5])
+    np.testing.assert_allclose([cosine(t) for t in (3, 5, 7, 99)], [2.0, 1.5, 1.0, 1.0])
+    np.testing.assert_allclose([linear(t) for t in range(6)], [2.0, 1.5, 1.0, 0.5, 0.0, 0.0])
+    for bad in {"steps": 0}, {"steps": 1, "warmup": -1}:
+        with pytest.raises(ValueError, match="numbers of updates"):
+            spmd.optim.cosine(1.0, **bad)

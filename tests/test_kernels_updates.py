@@ -1,0 +1,59 @@
+"""Steps of optimisers: the kernels against their references, and the bits of the formulas."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+from emulator import device
+from kernel_cases import FLOATING, Family, dtype_of
+
+from spmd.kernels import cpu, jit, reference
+from spmd.kernels.cpu.chunks import accurate
+
+family = Family("updates")
+
+
+def arrays(draw, state, least=-3.0):
+    shape, wide = draw.shape(0, 3), accurate(draw.dtype)
+    return *(draw.array(shape) for _ in range(2)), *(draw.array(shape, wide, low=low) for low in (least, 0)[-state:])
+
+
+family.case("sgd", lambda draw: (*arrays(draw, 0)[:2], None, 0.1, 0.0, False), label=" alone")
+family.case("sgd", lambda draw: (*arrays(draw, 1), 0.1, 0.9, draw.choose(True, False)), kept=(1,))
+family.case(
+    "adamw",
+    lambda draw: (*arrays(draw, 2), 0.02, 0.9, 0.99, 1e-6, draw.choose(0.0, 0.1), draw.integer(1, 9)),
+    kept=(1, 2),
+    scale=3,
+)
+
+TestKernels = family.tests()
+
+CALLS = [
+    ("sgd", 1, (0.1, 0.9, True)),
+    ("adamw", 2, (0.02, 0.9, 0.999, 1e-8, 0.01, 3)),
+    ("adamw", 2, (0.1, 0.8, 0.9, 0.0, 0.0, 1)),
+]
+
+
+@pytest.mark.parametrize("dtype", FLOATING)
+@pytest.mark.parametrize(("name", "state", "more"), CALLS)
+def test_all_engines_have_the_bits_of_the_formula(name, state, more, dtype):
+    rng, n = np.random.default_rng(0), 100_003 if dtype == "float32" else 1003
+    dtype = dtype_of(dtype)
+    p, g = (rng.normal(size=n).astype(dtype) for _ in range(2))
+    kept = [np.abs(rng.normal(size=n)).astype(accurate(dtype)) for _ in range(state)]
+    wide = [a.astype(accurate(dtype)) for a in (p, g)]
+    exact = getattr(reference, name)(*wide, *kept, *more)
+    for off in (jit.off(), contextlib.nullcontext()):
+        with off:
+            found = getattr(cpu, name)(p, g, *kept, *more)
+        for f, e in zip(found, exact, strict=True):
+            np.testing.assert_array_equal(f, e.astype(f.dtype))
+    if device.available() and n < 10_000:
+        with device.emulated() as gpu:
+            found = device.get(getattr(gpu, name)(*map(device.put, (p, g, *kept)), *more))
+        for f, e in zip(found, exact, strict=True):
+            np.testing.assert_array_equal(f, e.astype(f.dtype))
