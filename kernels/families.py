@@ -13,6 +13,7 @@ __all__ = ["FAMILIES", "finder"]
 
 FAMILIES: dict[str, tuple[str, ...]] = {
     "interpolation": ("resample", "sample", "inject"),
+    "embeddings": ("add_rows", "take_rows"),
     "moves": ("combine",),
     "convolution": ("conv", "conv_input_adjoint", "conv_weight_adjoint", "im2col", "col2im"),
     "stencils": ("stencil", "stencil_weights"),

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from spmd.functions.activation import relu
     from spmd.functions.convolution import conv, conv_transpose
     from spmd.functions.dropouts import dropout
+    from spmd.functions.embeddings import add_rows, embedding, one_hot, take_rows
     from spmd.functions.interpolation import Taps, inject, plan_resize, resample, resize, sample
     from spmd.functions.pooling import avg_pool, max_pool
     from spmd.functions.softmaxes import log_softmax, softmax, softmax_cross_entropy
@@ -21,6 +22,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "activation": ("relu",),
     "convolution": ("conv", "conv_transpose"),
     "dropouts": ("dropout",),
+    "embeddings": ("add_rows", "embedding", "one_hot", "take_rows"),
     "interpolation": ("Taps", "inject", "plan_resize", "resample", "resize", "sample"),
     "pooling": ("avg_pool", "max_pool"),
     "softmaxes": ("log_softmax", "softmax", "softmax_cross_entropy"),
@@ -29,13 +31,16 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 
 __all__ = [
     "Taps",
+    "add_rows",
     "avg_pool",
     "conv",
     "conv_transpose",
     "dropout",
+    "embedding",
     "inject",
     "log_softmax",
     "max_pool",
+    "one_hot",
     "plan_resize",
     "relu",
     "resample",
@@ -44,6 +49,7 @@ __all__ = [
     "softmax",
     "softmax_cross_entropy",
     "stencil",
+    "take_rows",
 ]
 
 _FAMILY_OF = {name: family for family, names in FAMILIES.items() for name in names}

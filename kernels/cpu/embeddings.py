@@ -1,0 +1,75 @@
+"""Rows of a table by number. Sums are taken in a fixed order, short floating-point numbers in float32."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from spmd.kernels import buffers, jit
+from spmd.kernels.cpu.chunks import CACHE, accurate
+
+__all__ = ["add_rows", "take_rows"]
+
+
+def take_rows(table: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """The rows that ids name; zeros where they are -1."""
+    shape = (*ids.shape, *table.shape[1:])
+    if not table.shape[0]:
+        return buffers.zeros(shape, table.dtype)
+    out = buffers.empty(shape, table.dtype)
+    np.take(table, ids, axis=0, out=out, mode="clip")  # in this mode nothing is checked or copied on the way
+    if ids.size and ids.min() < 0:
+        out[ids < 0] = 0
+    return out
+
+
+def add_rows(ids: np.ndarray, g: np.ndarray, rows: int) -> np.ndarray:
+    """A table of so many rows, each the sum of the entries of g that ids give to it."""
+    shape = (rows, *g.shape[ids.ndim :])
+    wide = accurate(g.dtype)
+    out = buffers.zeros(shape, wide)
+    if ids.size and out.size:
+        flat, each = np.ascontiguousarray(ids, np.int64).reshape(-1), math.prod(shape[1:])
+        into, entries = out.reshape(rows, each), g.reshape(ids.size, each)
+        if wide.char in "fdFD" and jit.fits(out):
+            real = wide.type(0).real.dtype
+            for piece in _pieces(ids.size, entries if g.dtype != wide or not g.flags.c_contiguous else None):
+                _add(into.view(real), flat[piece], np.ascontiguousarray(entries[piece], wide).view(real))
+        else:
+            _add_sorted(into, flat, entries)
+    return out if wide == g.dtype else _rounded(out, g.dtype)
+
+
+def _pieces(n: int, converted: np.ndarray | None) -> list[slice]:
+    """All at once, or as many rows at a time as are well converted in the cache."""
+    step = n if converted is None else max(1, CACHE // max(1, converted[0].size * 4))
+    return [slice(k, k + step) for k in range(0, n, step)]
+
+
+@jit.loops("out")
+def _add(out: Any, ids: Any, g: Any) -> None:
+    for i in range(ids.shape[0]):
+        row = ids[i]
+        if row >= 0:
+            for j in range(g.shape[1]):
+                out[row, j] += g[i, j]
+
+
+def _add_sorted(out: np.ndarray, ids: np.ndarray, g: np.ndarray) -> None:
+    """Without numba: entries of one row are brought together, and added up by NumPy."""
+    order = np.argsort(ids, kind="stable")
+    order = order[np.searchsorted(ids[order], 0) :]
+    step = max(1, CACHE // max(1, out.shape[1] * out.itemsize))
+    for start in range(0, len(order), step):
+        some = order[start : start + step]
+        to = ids[some]
+        first = np.flatnonzero(np.diff(to, prepend=-1))
+        out[to[first]] += np.add.reduceat(g[some].astype(out.dtype, copy=False), first, axis=0)
+
+
+def _rounded(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    out = buffers.empty(x.shape, dtype)
+    out[...] = x
+    return out

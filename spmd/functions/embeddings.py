@@ -1,0 +1,196 @@
+"""Rows of a table by number, on one worker or with the rows split over many."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from spmd import kernels
+from spmd.autodiff.primitive import primitive
+from spmd.autodiff.tracer import Array, value_of
+from spmd.errors import LayoutError, SpecError, StateError, describe, message
+from spmd.functions.arguments import array
+from spmd.mesh import here
+from spmd.operators.base import agree, varying
+from spmd.operators.reduce import psum
+from spmd.transport.base import Call
+
+__all__ = ["add_rows", "embedding", "one_hot", "take_rows"]
+
+
+def _back(g, _ans, _table, ids) -> Any:
+    return _add_rows(ids, g, rows=_table.shape[0])
+
+
+@primitive("take_rows", _back, None)
+def _take_rows(table, ids):
+    return kernels.of(table).take_rows(table, ids)
+
+
+@primitive("add_rows", None, lambda h, _ans, ids, _g, *, rows: _take_rows(h, ids))
+def _add_rows(ids, g, *, rows):
+    return kernels.of(g).add_rows(ids, g, rows)
+
+
+@primitive("one_hot", None)
+def _one_hot(ids, *, classes, dtype):
+    if kernels.on_device(ids):
+        import cupy as xp
+    else:
+        xp = np
+    return (ids[..., None] == xp.arange(classes)).astype(dtype)
+
+
+def take_rows(table, ids):
+    """The rows of a table that ids name. table: (n, ...). ids: integers of any shape, from 0 to n - 1.
+
+    Forward: y[i, ...] = table[ids[i], ...], of shape ids.shape + table.shape[1:]. Adjoint: `add_rows`.
+    Raises SpecError for ids out of range; on a GPU, where looking at them would wait for it, their rows are NaN.
+    """
+    where = "spmd.functions.take_rows"
+    table = _table(where, "table", table)
+    return _take_rows(table, _known(where, ids, table.shape[0], ()))
+
+
+def add_rows(ids, g, rows: int):
+    """A table whose rows are sums: of all entries of g that ids give to the row. ids: integers of any shape, from 0 to
+    rows - 1. g: of shape ids.shape + (...). Gives (rows, ...).
+
+    Forward: y[ids[i], ...] += g[i, ...], in a fixed order; in float32 where g is of a short type. Adjoint: `take_rows`.
+    Raises SpecError for ids out of range (on a GPU these are left out), LayoutError for g of another shape.
+    """
+    where = "spmd.functions.add_rows"
+    g, rows = _table(where, "g", g), _count(where, "rows", rows)
+    ids = _known(where, ids, rows, ())
+    if g.shape[: ids.ndim] != ids.shape:
+        raise LayoutError(
+            message(
+                where,
+                argument="g",
+                got=f"{describe(g)} for ids of shape {list(ids.shape)}",
+                need="an entry for each id: its first dimensions are those of ids",
+                mend="np.broadcast_to(g, (*ids.shape, ...))",
+            )
+        )
+    return _add_rows(ids, g, rows=rows)
+
+
+def embedding(table, ids, axis_name: str | Sequence[str] | None = None, padding_idx: int | None = None):
+    """The rows of a table that ids name, where the rows may be split over workers.
+
+    table: (n, ...); with axis_name this worker's rows of it, which vary over the axes, as many as there are on each
+    worker. ids: integers of any shape from 0 to n - 1, n counting all workers' rows; the same along axis_name.
+    padding_idx: an id that stands for nothing: it gives zeros, and its row gets no gradient.
+
+    Forward: y = table[ids], of shape ids.shape + table.shape[1:]. Each worker looks up the rows that it has, and one
+    `psum` of the results makes them Invariant along axis_name. Adjoint: each worker adds the cotangents of its rows;
+    nothing moves. Shoeybi et al., "Megatron-LM: Training multi-billion parameter language models using model
+    parallelism", 2019.
+    Raises SpecError for ids out of range (on a GPU their rows are NaN), StateError for a table or ids of another state.
+    """
+    where = "spmd.functions.embedding"
+    table = _table(where, "table", table)
+    skipped = () if padding_idx is None else (_count(where, "padding_idx", padding_idx),)
+    if axis_name is None:
+        return _take_rows(table, _known(where, ids, table.shape[0], skipped))
+    worker = here(where)
+    names = worker.mesh.names(axis_name, where)
+    _states(where, table, ids, names)
+    group = worker.group(names)
+    call = Call("functions.embedding", names, np.dtype(table.dtype), tuple(table.shape))
+    shapes = worker.comm.shapes(group, call).wait()
+    agree("functions.embedding", [tuple(s) for s in shapes], 0)
+    lengths = [s[0] for s in shapes]
+    first = sum(lengths[: group.index])
+    ids = _known(where, ids, sum(lengths), skipped)
+    placed: Any = varying(ids, names)
+    mine = placed - first
+    mine = np.where((mine >= 0) & (mine < table.shape[0]), mine, _NONE)
+    if kernels.on_device(value_of(ids)):
+        mine = np.where((ids < -1) | (ids >= sum(lengths)), 2 * _NONE, mine)  # shows as NaN
+    return psum(_take_rows(table, mine), names)
+
+
+_NONE = -1
+
+
+def _states(where: str, table: Any, ids: Any, names: tuple[str, ...]) -> None:
+    """Raise where the table does not vary over the axes, or ids do."""
+    whole = [n for n in names if type(table) is Array and table.state is not None and n not in table.state.varying]
+    parted = [n for n in names if type(ids) is Array and ids.state is not None and n in ids.state.varying]
+    if whole:
+        raise StateError(
+            message(
+                where,
+                argument="table",
+                got=f"{describe(table)}, which does not vary over axis {whole[0]!r}",
+                need="this worker's rows of a table that is split over the axis",
+                mend="leave axis_name out: each worker has the whole table; or pass it by a spec that splits its rows",
+            )
+        )
+    if parted:
+        raise StateError(
+            message(
+                where,
+                argument="ids",
+                got=f"{describe(ids)}, which varies over axis {parted[0]!r}",
+                need="the same ids on all workers that share the table",
+                mend=f'spmd.all_gather(ids, {parted[0]!r}, axis=0, tiled=True, to="invariant")',
+            )
+        )
+
+
+def one_hot(ids, classes: int, dtype: Any = float):
+    """Rows of zeros with a one at the place that each id names. ids: integers of any shape, from 0 to classes - 1.
+
+    Gives (*ids.shape, classes). Raises SpecError for ids out of range; on a GPU their rows are zero.
+    """
+    where = "spmd.functions.one_hot"
+    classes = _count(where, "classes", classes)
+    return _one_hot(_known(where, ids, classes, ()), classes=classes, dtype=np.dtype(dtype))
+
+
+def _table(where: str, name: str, x: Any) -> Any:
+    x = array(where, name, x, "fciub", "an array of numbers", "np.asarray(x)")
+    if not x.shape:
+        raise LayoutError(
+            message(where, argument=name, got=describe(x), need="rows: at least one dimension", mend="np.atleast_1d(x)")
+        )
+    return x
+
+
+def _count(where: str, name: str, given: Any) -> int:
+    try:
+        found = operator.index(given)
+    except TypeError:
+        found = -1
+    if found < 0:
+        raise SpecError(
+            message(where, argument=name, got=describe(given), need="an integer from 0", mend=f"{name}=table.shape[0]")
+        )
+    return found
+
+
+def _known(where: str, ids: Any, n: int, skipped: tuple[int, ...]) -> Any:
+    """ids as int64, checked where they are on the host; those that are skipped become -1."""
+    ids = array(where, "ids", ids, "iu", "integers", "ids.astype(int)")
+    bare = value_of(ids)
+    if bare.size and not kernels.on_device(bare):
+        low, high = int(bare.min()), int(bare.max())
+        if low < 0 or high >= n:
+            raise SpecError(
+                message(
+                    where,
+                    argument="ids",
+                    got=f"ids from {low} to {high}",
+                    need=f"numbers of rows, from 0 to {n - 1}" if n else "no ids: there are no rows",
+                    mend="count rows from 0; padding_idx names an id that stands for nothing",
+                )
+            )
+    ids = ids.astype(np.int64)
+    for number in skipped:
+        ids = np.where(ids == number, _NONE, ids)
+    return ids
