@@ -28,24 +28,52 @@ def take_rows(table: np.ndarray, ids: np.ndarray) -> np.ndarray:
 def add_rows(ids: np.ndarray, g: np.ndarray, rows: int) -> np.ndarray:
     """A table of so many rows, each the sum of the entries of g that ids give to it."""
     shape = (rows, *g.shape[ids.ndim :])
-    wide = accurate(g.dtype)
+    wide, each = accurate(g.dtype), math.prod(shape[1:])
+    if not ids.size or not rows * each:
+        return buffers.zeros(shape, g.dtype)
+    flat, entries = np.ascontiguousarray(ids, np.int64).reshape(-1), g.reshape(ids.size, each)
+    if g.dtype.char in "fdFD" and jit.fits(g):
+        out, real = buffers.empty(shape, wide), g.dtype.type(0).real.dtype
+        ends, order = np.zeros(rows + 1, np.int64), np.empty(ids.size, np.int64)
+        _sum(out.reshape(rows, each).view(real), ends, order, flat, np.ascontiguousarray(entries).view(real))
+        return out
     out = buffers.zeros(shape, wide)
-    if ids.size and out.size:
-        flat, each = np.ascontiguousarray(ids, np.int64).reshape(-1), math.prod(shape[1:])
-        into, entries = out.reshape(rows, each), g.reshape(ids.size, each)
-        if wide.char in "fdFD" and jit.fits(out):
-            real = wide.type(0).real.dtype
-            for piece in _pieces(ids.size, entries if g.dtype != wide or not g.flags.c_contiguous else None):
-                _add(into.view(real), flat[piece], np.ascontiguousarray(entries[piece], wide).view(real))
-        else:
-            _add_sorted(into, flat, entries)
+    into = out.reshape(rows, each)
+    if wide != g.dtype and jit.available():
+        step = max(1, CACHE // (each * 4))
+        for k in range(0, ids.size, step):
+            _add(into, flat[k : k + step], np.ascontiguousarray(entries[k : k + step], wide))
+    else:
+        _add_sorted(into, flat, entries)
     return out if wide == g.dtype else _rounded(out, g.dtype)
 
 
-def _pieces(n: int, converted: np.ndarray | None) -> list[slice]:
-    """All at once, or as many rows at a time as are well converted in the cache."""
-    step = n if converted is None else max(1, CACHE // max(1, converted[0].size * 4))
-    return [slice(k, k + step) for k in range(0, n, step)]
+@jit.loops("out", "ends", "order")
+def _sum(out: Any, ends: Any, order: Any, ids: Any, g: Any) -> None:
+    """Entries are listed by row, so that each row of the result is written once."""
+    for i in range(ids.shape[0]):
+        if ids[i] >= 0:
+            ends[ids[i] + 1] += 1
+    for r in range(out.shape[0]):
+        ends[r + 1] += ends[r]
+    for i in range(ids.shape[0]):
+        if ids[i] >= 0:
+            order[ends[ids[i]]] = i
+            ends[ids[i]] += 1
+    k = 0  # ends[r] is now where row r ends
+    for r in range(out.shape[0]):
+        if k == ends[r]:
+            for j in range(out.shape[1]):
+                out[r, j] = 0
+            continue
+        first = order[k]
+        for j in range(out.shape[1]):
+            out[r, j] = g[first, j]
+        for i in range(k + 1, ends[r]):
+            entry = order[i]
+            for j in range(out.shape[1]):
+                out[r, j] += g[entry, j]
+        k = ends[r]
 
 
 @jit.loops("out")

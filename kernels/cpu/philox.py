@@ -378,6 +378,10 @@ class _Truncated:
 
     def __call__(self, out: np.ndarray, bits: np.ndarray) -> None:
         self.draw(out, bits)
+        if jit.available():
+            loop = _truncated_single if out.itemsize == 4 else _truncated_double
+            loop(out, out.dtype.type(self.side), self.least, self.low, self.high)
+            return
         if self.side:
             tail = np.maximum(out, self.least)
             out[...] = quantile(self.one - tail, tail)
@@ -387,6 +391,36 @@ class _Truncated:
             z = quantile(x, np.maximum(self.one - x, self.least))
             np.copysign(z, out, out=out)
         np.clip(out, self.low, self.high, out=out)
+
+
+@jit.loops("out", fastmath=())
+def _truncated_single(out: Any, side: Any, least: Any, low: Any, high: Any) -> None:
+    for i in range(out.shape[0]):
+        v = out[i]
+        size = -v if v < 0 else v
+        tail = _ONE - size if side == 0 else v
+        tail = tail if tail > least else least
+        x = size if side == 0 else _ONE - tail
+        w = minus_log_single(tail * (_TWICE - tail), x * x)
+        z = x * choose(w < CUT, central_single(w), tail_single(w)) * SQRT2
+        z = (-z if v < 0 else z) if side == 0 else z * side
+        z = z if z > low else low
+        out[i] = z if z < high else high
+
+
+@jit.loops("out", fastmath=())
+def _truncated_double(out: Any, side: Any, least: Any, low: Any, high: Any) -> None:
+    for i in range(out.shape[0]):
+        v = out[i]
+        size = -v if v < 0 else v
+        tail = 1.0 - size if side == 0 else v
+        tail = tail if tail > least else least
+        x = size if side == 0 else 1.0 - tail
+        w = minus_log_double(tail * (2.0 - tail), x * x)
+        z = x * choose(w < 6.25, central_double(w), tail_double(w)) * SQRT2_D
+        z = (-z if v < 0 else z) if side == 0 else z * side
+        z = z if z > low else low
+        out[i] = z if z < high else high
 
 
 def truncated_ends(low: float, high: float) -> tuple[int, tuple[float, float]]:
