@@ -34,8 +34,7 @@ def add_rows(ids: np.ndarray, g: np.ndarray, rows: int) -> np.ndarray:
     flat, entries = np.ascontiguousarray(ids, np.int64).reshape(-1), g.reshape(ids.size, each)
     if g.dtype.char in "fdFD" and jit.fits(g):
         out, real = buffers.empty(shape, wide), g.dtype.type(0).real.dtype
-        ends, order = np.zeros(rows + 1, np.int64), np.empty(ids.size, np.int64)
-        _sum(out.reshape(rows, each).view(real), ends, order, flat, np.ascontiguousarray(entries).view(real))
+        _sum(out.reshape(rows, each).view(real), np.zeros(rows, bool), flat, np.ascontiguousarray(entries).view(real))
         return out
     out = buffers.zeros(shape, wide)
     into = out.reshape(rows, each)
@@ -48,32 +47,24 @@ def add_rows(ids: np.ndarray, g: np.ndarray, rows: int) -> np.ndarray:
     return out if wide == g.dtype else _rounded(out, g.dtype)
 
 
-@jit.loops("out", "ends", "order")
-def _sum(out: Any, ends: Any, order: Any, ids: Any, g: Any) -> None:
-    """Entries are listed by row, so that each row of the result is written once."""
+@jit.loops("out", "seen")
+def _sum(out: Any, seen: Any, ids: Any, g: Any) -> None:
+    """The first entry of a row is written, others are added to it; so nothing is zeroed before."""
     for i in range(ids.shape[0]):
-        if ids[i] >= 0:
-            ends[ids[i] + 1] += 1
-    for r in range(out.shape[0]):
-        ends[r + 1] += ends[r]
-    for i in range(ids.shape[0]):
-        if ids[i] >= 0:
-            order[ends[ids[i]]] = i
-            ends[ids[i]] += 1
-    k = 0  # ends[r] is now where row r ends
-    for r in range(out.shape[0]):
-        if k == ends[r]:
-            for j in range(out.shape[1]):
-                out[r, j] = 0
+        row = ids[i]
+        if row < 0:
             continue
-        first = order[k]
-        for j in range(out.shape[1]):
-            out[r, j] = g[first, j]
-        for i in range(k + 1, ends[r]):
-            entry = order[i]
-            for j in range(out.shape[1]):
-                out[r, j] += g[entry, j]
-        k = ends[r]
+        if seen[row]:
+            for j in range(g.shape[1]):
+                out[row, j] += g[i, j]
+        else:
+            seen[row] = True
+            for j in range(g.shape[1]):
+                out[row, j] = g[i, j]
+    for row in range(out.shape[0]):
+        if not seen[row]:
+            for j in range(g.shape[1]):
+                out[row, j] = 0
 
 
 @jit.loops("out")
