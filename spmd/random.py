@@ -236,7 +236,7 @@ def _stated(x: Any, axes: frozenset[str]) -> Any:
     worker = WORKER.get()
     if worker is None or not worker.tracked:
         return x
-    return varying(sealed(x) if isinstance(x, np.ndarray) else x, tuple(n for n in worker.mesh.axes if n in axes))
+    return varying(sealed(x), tuple(n for n in worker.mesh.axes if n in axes))
 
 
 def like(x, spec: P) -> Layout:
@@ -384,13 +384,14 @@ def randint(
         # The upper 64 bits of words * span.
         half, mask = np.uint64(32), np.uint64(0xFFFFFFFF)
         s1, s0 = np.uint64(span >> 32 & 0xFFFFFFFF), np.uint64(span & 0xFFFFFFFF)
+        shape, words = words.shape, words.reshape(-1)  # numbers without dimensions would warn where they wrap
         w1, w0 = words >> half, words & mask
         if span == 1 << 64:
             found = words
         else:
             middle = w1 * s0 + (w0 * s0 >> half)
             found = w1 * s1 + (middle >> half) + ((middle & mask) + w0 * s1 >> half)
-        return (found + np.uint64(low % (1 << 64))).astype(dtype)
+        return (found + np.uint64(low % (1 << 64))).astype(dtype).reshape(shape)
 
     words = np.dtype(np.uint64)
     return _drawn(where, key, "random_bits", _shape(where, shape), words, spec, mesh, then=scaled)

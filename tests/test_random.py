@@ -259,3 +259,29 @@ def test_wrong_arguments_of_global_arrays():
         ]:
             with pytest.raises((SpecError, spmd.errors.StateError, spmd.errors.LayoutError), match=words):
                 spmd.map(body, P("x"), P("x"))(np.ones(4))
+
+
+@pytest.mark.filterwarnings("error")
+def test_numbers_without_dimensions():
+    key, random = spmd.random.key(2), spmd.random
+    draws = [
+        lambda **where: random.uniform(key, **where),
+        lambda **where: random.normal(key, dtype=np.float16, **where),
+        lambda **where: random.randint(key, (), -5, 5, **where),
+        lambda **where: random.bits(key, dtype=np.uint64, **where),
+        lambda **where: random.bernoulli(key, **where),
+    ]
+    with spmd.Mesh(x=2, transport="local"):
+        for draw in draws:
+            assert np.shape(draw()) == ()
+            assert draw(spec=P()).numpy() == draw()
+            assert spmd.map(lambda draw=draw: draw(spec=P()), (), P())() == draw()
+
+
+def test_bodies_without_checks():
+    key = spmd.random.key(3)
+    with spmd.Mesh(x=3, transport="local"):
+        made = spmd.map(lambda: spmd.random.normal(key, (7, 2), spec=P("x")), (), P("x"), check=False)()
+        np.testing.assert_array_equal(made.numpy(), spmd.random.normal(key, (7, 2)))
+        dropped = spmd.map(lambda x: dropout(x, 0.5, key, P("x")), P("x"), P("x"), check=False)(np.ones(9))
+        np.testing.assert_array_equal(dropped.numpy(), dropout(np.ones(9), 0.5, key))
