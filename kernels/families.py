@@ -12,12 +12,10 @@ from typing import Any
 __all__ = ["FAMILIES", "finder"]
 
 FAMILIES: dict[str, tuple[str, ...]] = {
-    "interpolation": ("resample", "sample", "inject"),
+    "convolution": ("col2im", "conv", "conv_input_adjoint", "conv_weight_adjoint", "im2col"),
     "embeddings": ("add_rows", "take_rows"),
+    "interpolation": ("inject", "resample", "sample"),
     "moves": ("combine",),
-    "convolution": ("conv", "conv_input_adjoint", "conv_weight_adjoint", "im2col", "col2im"),
-    "stencils": ("stencil", "stencil_weights"),
-    "pooling": ("max_pool", "max_pool_gather", "max_pool_vjp", "avg_pool", "avg_pool_vjp"),
     "philox": (
         "random_bits",
         "random_exponential",
@@ -26,7 +24,21 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "random_truncated",
         "random_uniform",
     ),
-    "softmaxes": ("softmax", "softmax_vjp", "log_softmax", "log_softmax_vjp"),
+    "pooling": ("avg_pool", "avg_pool_vjp", "max_pool", "max_pool_gather", "max_pool_vjp"),
+    "softmaxes": (
+        "cross_entropy",
+        "cross_entropy_and_gradient",
+        "exp_sums",
+        "log_softmax",
+        "log_softmax_vjp",
+        "logsumexp",
+        "scaled_exp",
+        "soft_cross_entropy",
+        "soft_cross_entropy_and_gradient",
+        "softmax",
+        "softmax_vjp",
+    ),
+    "stencils": ("stencil", "stencil_weights"),
     "updates": ("adamw", "sgd"),
 }
 

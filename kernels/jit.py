@@ -139,7 +139,8 @@ class Loops:
         options: Any = {"nogil": True, "error_model": "numpy", "fastmath": set(self._fastmath)}
         while _helpers:
             plain, choose, liberties = _helpers.pop()
-            overload(plain, jit_options=options | {"fastmath": set(liberties)}, strict=False)(choose)
+            inlined = options | {"fastmath": set(liberties), "forceinline": True}
+            overload(plain, jit_options=inlined, strict=False)(choose)
         return numba.njit(cache=True, **options)(self.fun)
 
 

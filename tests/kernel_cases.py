@@ -50,7 +50,7 @@ def epsilon(dtype: np.dtype) -> float:
 
 def laid_out(x: np.ndarray, how: str) -> np.ndarray:
     """The same numbers, lying in memory otherwise."""
-    if how == "fortran":
+    if how == "fortran" and x.ndim:  # NumPy makes an array without dimensions one of one
         return np.asfortranarray(x)
     if how == "reversed" and x.ndim:
         return x[(slice(None, None, -1),) * x.ndim].copy()[(slice(None, None, -1),) * x.ndim]

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
-from kernel_cases import Family
+import pytest
+from kernel_cases import REAL, Family
 
-from spmd.kernels import reference
+import spmd
+from spmd import P
+from spmd import functions as F
+from spmd.errors import SpecError, StateError
+from spmd.kernels import cpu, jit, reference
 
 family = Family("softmaxes")
 
@@ -17,6 +22,7 @@ def rows(draw):
 
 family.case("softmax", lambda draw: (draw.array(rows(draw), low=-30, high=30),))
 family.case("log_softmax", lambda draw: (draw.array(rows(draw), low=-30, high=30),))
+family.case("logsumexp", lambda draw: (draw.array(rows(draw), low=-30, high=30),), scale=30)
 
 
 def with_result(f):
@@ -30,4 +36,268 @@ def with_result(f):
 family.case("softmax_vjp", with_result(reference.softmax), scale=9)
 family.case("log_softmax_vjp", with_result(reference.log_softmax), scale=99)
 
+
+def by_row(draw):
+    x = draw.array(rows(draw))
+    return draw.array(x.shape[:-1]), x, draw.array(x.shape[:-1], low=3, high=9)
+
+
+def some_classes(draw):
+    x = draw.array(rows(draw))
+    return x, draw.array(x.shape[:-1], low=3, high=9), draw.integers(x.shape[:-1], -2, x.shape[-1] + 2)
+
+
+def against_classes(draw):
+    x = draw.array(rows(draw), low=-9, high=9)
+    kind = draw.choose(np.int64, np.int32, np.uint8)
+    labels = draw.integers(x.shape[:-1], 0, min(x.shape[-1], 200), kind)
+    return x, labels, draw.choose(0.0, 0.125), draw.choose(None, 1)
+
+
+def against_distributions(draw):
+    x = draw.array(rows(draw), low=-9, high=9)
+    return x, np.maximum(draw.array(x.shape, low=-1, high=1), 0)
+
+
+family.case("scaled_exp", by_row, scale=9, dtypes=(*REAL, "bfloat16"))
+family.case("exp_sums", some_classes, scale=257 * 3, dtypes=REAL)
+family.case("cross_entropy", against_classes, scale=18, dtypes=REAL)
+family.case("cross_entropy_and_gradient", against_classes, scale=18)
+family.case("soft_cross_entropy", against_distributions, ulps=16, scale=257, dtypes=("float64", "float16"))
+family.case("soft_cross_entropy_and_gradient", against_distributions, ulps=16, scale=257, dtypes=("float64", "float16"))
+
 TestKernels = family.tests()
+
+INF, NAN = np.inf, np.nan
+EXTREME = [
+    [1, 2, INF],
+    [-INF, -INF, 0],
+    [-INF, -INF, -INF],
+    [1, NAN, 2],
+    [INF, NAN, 0],
+    [3e4, 3e4, -3e4],
+    [-INF, NAN, 0],
+]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_what_is_not_finite(dtype, compiled):
+    if compiled and not jit.available():
+        pytest.skip("needs numba")
+    x = np.array(EXTREME, dtype)
+    zeros = np.zeros(len(x), np.int64)
+    with np.errstate(all="ignore") if compiled else jit.off():
+        for name in ("softmax", "log_softmax", "logsumexp"):
+            np.testing.assert_allclose(getattr(cpu, name)(x), getattr(reference, name)(x), rtol=2e-3)
+        np.testing.assert_allclose(cpu.cross_entropy(x, zeros), reference.cross_entropy(x, zeros), rtol=2e-3)
+        negative = np.array([[-np.nan, 1.0], [np.copysign(np.nan, -1), -INF]], dtype)
+        assert np.isnan(cpu.softmax(negative)).all()
+        assert np.isnan(cpu.logsumexp(negative)).all()
+        np.testing.assert_array_equal(
+            cpu.scaled_exp(x[:1, 0], np.full((1, 3), -INF, dtype), np.full(1, -INF, dtype)), 0
+        )
+
+
+# The functions
+
+
+def normal(*shape):
+    return np.random.default_rng(shape).normal(size=shape)
+
+
+LABELS = np.array([[1, 0, 4], [2, 3, 1]])
+
+
+def target(x):
+    t = np.abs(normal(*x.shape))
+    return t / t.sum(-1, keepdims=True)
+
+
+FUNCTIONS = {
+    "softmax": lambda x: F.softmax(x, 1),
+    "log_softmax": lambda x: F.log_softmax(x, axis=0),
+    "logsumexp": F.logsumexp,
+    "logsumexp of axes": lambda x: F.logsumexp(x, (0, -1), keepdims=True),
+    "weighted": lambda x: F.logsumexp(x, 1, b=np.array([0.0, 1.0, 2.0])[:, None]),
+    "classes": lambda x: spmd.softmax_cross_entropy(x, LABELS),
+    "smoothed": lambda x: spmd.softmax_cross_entropy(x, LABELS, label_smoothing=0.2, ignore_index=1),
+    "distributions": lambda x: spmd.softmax_cross_entropy(x, target(x)),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_derivatives_to_second_order(name):
+    spmd.check_grads(FUNCTIONS[name], (normal(2, 3, 5),), order=2)
+
+
+def test_derivatives_of_targets_and_weights():
+    x = normal(3, 4)
+    spmd.check_grads(spmd.softmax_cross_entropy, (x, target(x)), order=2)
+    spmd.check_grads(lambda x, b: F.logsumexp(x, 1, b), (x, target(x) + 1), order=2)
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.3}, {"ignore_index": 2}, {"ignore_index": -100}])
+def test_cross_entropy_is_that_of_torch(options):
+    torch = pytest.importorskip("torch")
+    x, labels = normal(30, 7).astype("float32") * 9, np.arange(30) % 7
+    if options.get("ignore_index") == -100:
+        labels[::3] = -100
+    there = torch.tensor(x, requires_grad=True)
+    loss = torch.nn.functional.cross_entropy(there, torch.tensor(labels), reduction="none", **options)
+    loss.sum().backward()
+    value, grad = spmd.value_and_grad(lambda x: np.sum(spmd.softmax_cross_entropy(x, labels, **options)))(x)
+    np.testing.assert_allclose(value, loss.sum().item(), rtol=1e-5)
+    np.testing.assert_allclose(grad, there.grad.numpy(), atol=1e-6)
+    found = spmd.softmax_cross_entropy(x, labels, **options)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, loss.detach().numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_the_gradient_is_made_with_the_value(monkeypatch):
+    calls = []
+    for name in ("cross_entropy", "cross_entropy_and_gradient", "softmax"):
+        kernel = getattr(cpu, name)
+        monkeypatch.setattr(cpu, name, lambda *a, k=kernel, name=name: calls.append(name) or k(*a))
+    x = normal(2, 3, 5)
+    spmd.softmax_cross_entropy(x, LABELS)
+    assert calls == ["cross_entropy"]
+    _, pull = spmd.vjp(lambda x: spmd.softmax_cross_entropy(x, LABELS), x)
+    first, second = pull(np.ones((2, 3)))[0], pull(2 * np.ones((2, 3)))[0]
+    assert calls == ["cross_entropy", "cross_entropy_and_gradient"]
+    np.testing.assert_array_equal(2 * first, second)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_rows_without_mass():
+    x = np.array([[-INF, -INF], [0.0, -INF]])
+    np.testing.assert_array_equal(F.logsumexp(x, 1), [-INF, 0])
+    np.testing.assert_array_equal(spmd.grad(lambda x: np.sum(F.logsumexp(x, 1)))(x), [[0, 0], [1, 0]])
+    assert spmd.softmax_cross_entropy(x[1:], np.array([[1.0, 0.0]])) == 0
+
+
+# Classes that are spread over workers
+
+
+def spread(f, scheduler, add=False):
+    """f's losses, or their sum, on a mesh whose axis `model` splits the classes."""
+    mesh = spmd.Mesh(data=2, model=3, transport="local", scheduler=scheduler)
+
+    def loss(x, labels):
+        return spmd.sum(f(x, labels), "data") if add else f(x, labels)
+
+    return spmd.map(loss, (P("data", "model"), P("data")), P() if add else P("data"), mesh=mesh)
+
+
+SPREAD = {
+    "classes": lambda x, labels: spmd.softmax_cross_entropy(x, labels, axis_name="model"),
+    "smoothed": lambda x, labels: spmd.softmax_cross_entropy(x, labels, "model", label_smoothing=0.25, ignore_index=2),
+    "logsumexp": lambda x, labels: F.logsumexp(x, -1, axis_name="model") * (labels + 1),
+}
+WHOLE = {
+    "classes": spmd.softmax_cross_entropy,
+    "smoothed": lambda x, labels: spmd.softmax_cross_entropy(x, labels, label_smoothing=0.25, ignore_index=2),
+    "logsumexp": lambda x, labels: F.logsumexp(x, -1) * (labels + 1),
+}
+
+
+@pytest.mark.parametrize("name", SPREAD)
+@pytest.mark.parametrize("classes", [7, 3, 2])  # uneven, one each, and an empty block
+def test_spread_classes(name, classes, scheduler):
+    x, labels = normal(5, classes) * 20, np.arange(5) % classes
+    whole = WHOLE[name](x, labels)
+    found = spread(SPREAD[name], scheduler)(x, labels)
+    np.testing.assert_allclose(found.numpy(), whole, rtol=1e-12)
+    total = spread(SPREAD[name], scheduler, add=True)
+    np.testing.assert_allclose(
+        spmd.grad(total)(x, labels), spmd.grad(lambda x: np.sum(WHOLE[name](x, labels)))(x), atol=1e-12
+    )
+    if classes == 7:
+        spmd.check_grads(lambda x: total(x, labels), (x / 20,), order=2)
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+def test_spread_softmax(name, scheduler):
+    x, weights, f = normal(4, 8), normal(4, 9)[:, :8], getattr(F, name)
+    mesh = spmd.Mesh(data=2, model=3, transport="local", scheduler=scheduler)
+
+    def total(x, w):
+        return spmd.sum(f(x, axis_name="model") * w, ("data", "model"))
+
+    mapped = spmd.map(total, (P("data", "model"), P("data", "model")), P(), mesh=mesh)
+    np.testing.assert_allclose(float(mapped(x, weights)), np.sum(f(x) * weights), rtol=1e-12)
+    spmd.check_grads(lambda x: mapped(x, weights), (x,), order=2)
+
+
+def test_spread_distributions(scheduler):
+    x = normal(4, 7)
+    mesh = spmd.Mesh(model=3, transport="local", scheduler=scheduler)
+    total = spmd.map(
+        lambda x, t: np.sum(spmd.softmax_cross_entropy(x, t, "model")),
+        (P(None, "model"), P(None, "model")),
+        P(),
+        mesh=mesh,
+    )
+    np.testing.assert_allclose(float(total(x, target(x))), np.sum(spmd.softmax_cross_entropy(x, target(x))), rtol=1e-12)
+    spmd.check_grads(lambda x: total(x, target(x)), (x,), order=2)
+
+
+def test_spread_classes_cost_two_sums():
+    x, labels = normal(5, 7), np.arange(5)
+    with spmd.Mesh(model=3, transport="local"):
+        loss = spmd.map(lambda x, y: np.sum(SPREAD["classes"](x, y)), (P(None, "model"), P()), P())
+        with spmd.ledger() as forward:
+            loss(x, labels)
+        with spmd.ledger() as both:
+            spmd.value_and_grad(loss)(x, labels)
+    assert forward.verbs == both.verbs == {"all_reduce": 2}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_spread_classes_of_short_numbers(dtype):
+    x, labels = normal(5, 7).astype(dtype), np.arange(5)
+    with spmd.Mesh(model=3, transport="local"):
+        found = spmd.map(SPREAD["classes"], (P(None, "model"), P()), P())(x, labels)
+    assert found.dtype == dtype
+    np.testing.assert_allclose(found.numpy(), spmd.softmax_cross_entropy(x, labels), rtol=2e-3)
+
+
+def test_in_a_body(scheduler):
+    x, labels = normal(7, 5), np.arange(7) % 5
+    mesh = spmd.Mesh(data=4, transport="local", scheduler=scheduler)
+    losses = spmd.map(spmd.softmax_cross_entropy, P("data"), P("data"), mesh=mesh)
+    np.testing.assert_array_equal(losses(x, labels).numpy(), spmd.softmax_cross_entropy(x, labels))
+    few = spmd.map(
+        lambda x, y: spmd.sum(spmd.softmax_cross_entropy(x, y), "data"), (P("data"), P("data")), P(), mesh=mesh
+    )
+    grad = spmd.grad(lambda x, y: np.sum(spmd.softmax_cross_entropy(x, y)))
+    for n in (7, 2):  # uneven, and with empty blocks
+        np.testing.assert_allclose(spmd.grad(few)(x[:n], labels[:n]), grad(x[:n], labels[:n]), atol=1e-14)
+
+
+def test_errors():
+    x, labels = normal(3, 4), np.arange(3)
+    with pytest.raises(ValueError, match="from 0 to 3"):
+        spmd.softmax_cross_entropy(x, labels + 2)
+    with pytest.raises(ValueError, match="one class number per row"):
+        spmd.softmax_cross_entropy(x, labels[:2])
+    with pytest.raises(ValueError, match="label_smoothing"):
+        spmd.softmax_cross_entropy(x, labels, label_smoothing=1.5)
+    with pytest.raises(ValueError, match="distributions"):
+        spmd.softmax_cross_entropy(x, x, label_smoothing=0.5)
+    with pytest.raises(ValueError, match="ignore_index"):
+        spmd.softmax_cross_entropy(x, labels, ignore_index=0.5)
+    with pytest.raises(SpecError, match="floating-point"):
+        F.softmax(labels)
+    with pytest.raises(SpecError, match="axis of the array"):
+        F.logsumexp(x, 2)
+    with pytest.raises(ValueError, match="different axes"):
+        F.logsumexp(x, (0, 0))
+    with spmd.Mesh(model=2, transport="local"):
+        with pytest.raises(StateError, match="leave axis_name out"):
+            spmd.map(lambda x: F.softmax(x, axis_name="model"), P(), P())(x)
+        with pytest.raises(ValueError, match="from 0 to 3"):
+            spmd.map(SPREAD["classes"], (P(None, "model"), P()), P())(x, labels + 2)
+        with pytest.raises(SpecError, match="call it in a body"):
+            F.softmax(spmd.put(x, P("model")))

@@ -10,9 +10,9 @@ import numpy as np
 
 from spmd.kernels import buffers
 
-__all__ = ["CACHE", "accurate", "by_planes", "by_rows"]
+__all__ = ["CACHE", "accurate", "by_planes", "by_rows", "into_rows"]
 
-CACHE = 1 << 18
+CACHE = 1 << 19
 """Bytes of one operand in a piece: several operands and temporaries fit into a core's own cache together."""
 
 
@@ -66,3 +66,30 @@ def by_planes(f: Callable[..., Any], *arrays: np.ndarray) -> Any:
             out[piece] = y
     shaped = tuple(out.reshape(n, c, *out.shape[2:]) for out in outs)
     return shaped if several else shaped[0]
+
+
+def into_rows(f: Callable[..., None], outs: tuple[np.ndarray, ...], *arrays: np.ndarray, whole: bool = False) -> None:
+    """f(*outs, *arrays), which writes into outs, on as many rows at a time as fit into the cache.
+
+    The leading dimension of all arrays counts the rows. Short floating-point numbers are widened on the way, and the
+    results are rounded once. whole: all rows at once where nothing is widened, as loops want it.
+    """
+    everything = (*outs, *arrays)
+    rows = len(everything[0])
+    short = any(accurate(a.dtype) != a.dtype for a in everything)
+    if not rows or (whole and not short):
+        f(*everything)
+        return
+    step = max(1, CACHE // max(1, max(math.prod(a.shape[1:]) * accurate(a.dtype).itemsize for a in everything)))
+    for start in range(0, rows, step):
+        pieces = [a[start : start + step] for a in everything]
+        wide = [
+            np.empty(a.shape, accurate(a.dtype))
+            if i < len(outs) and accurate(a.dtype) != a.dtype
+            else a.astype(accurate(a.dtype), copy=False)
+            for i, a in enumerate(pieces)
+        ]
+        f(*wide)
+        for out, made in zip(pieces[: len(outs)], wide, strict=False):
+            if made is not out:
+                out[...] = made

@@ -5,70 +5,164 @@ Without numba as many rows at a time as fit into the cache.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from spmd.kernels import buffers, jit
-from spmd.kernels.cpu.chunks import by_rows
-from spmd.kernels.cpu.elementary import exp
-from spmd.kernels.reference import softmaxes as reference
+from spmd.kernels.cpu.chunks import accurate, into_rows
+from spmd.kernels.cpu.elementary import exp_below, rank, unrank
 
-__all__ = ["log_softmax", "log_softmax_vjp", "softmax", "softmax_vjp"]
+__all__ = [
+    "cross_entropy",
+    "cross_entropy_and_gradient",
+    "exp_sums",
+    "log_softmax",
+    "log_softmax_vjp",
+    "logsumexp",
+    "scaled_exp",
+    "soft_cross_entropy",
+    "soft_cross_entropy_and_gradient",
+    "softmax",
+    "softmax_vjp",
+]
 
 _FAST = ("contract", "reassoc", "nsz")
 
 
 def softmax(x: np.ndarray) -> np.ndarray:
     """exp(x) / sum(exp(x)) along the last axis."""
-    return _by_row(_softmax, reference.softmax, x)
+    return _by_row(_softmax, _softmax_plain, x)
 
 
 def softmax_vjp(g: np.ndarray, y: np.ndarray) -> np.ndarray:
     """The cotangent of x, given that of y = softmax(x)."""
-    return _by_row(_softmax_vjp, reference.softmax_vjp, g, y)
+    return _by_row(_softmax_vjp, _softmax_vjp_plain, g, y)
 
 
 def log_softmax(x: np.ndarray) -> np.ndarray:
     """x - log(sum(exp(x))) along the last axis."""
-    return _by_row(_log_softmax, reference.log_softmax, x)
+    return _by_row(_log_softmax, _log_softmax_plain, x)
 
 
 def log_softmax_vjp(g: np.ndarray, y: np.ndarray) -> np.ndarray:
     """The cotangent of x, given that of y = log_softmax(x)."""
-    return _by_row(_log_softmax_vjp, reference.log_softmax_vjp, g, y)
+    return _by_row(_log_softmax_vjp, _log_softmax_vjp_plain, g, y)
 
 
-def _by_row(rows: jit.Loops, plain: Callable[..., np.ndarray], *arrays: np.ndarray) -> np.ndarray:
-    x = arrays[0]
-    if x.size and x.dtype.char in "fd" and jit.fits(*arrays):
-        out = buffers.empty_like(x)
-        n = x.shape[-1]
-        rows(out.reshape(-1, n), *(np.ascontiguousarray(a).reshape(-1, n) for a in arrays))
-        return out
-    return by_rows(plain, *arrays)
+def logsumexp(x: np.ndarray) -> np.ndarray:
+    """log(sum(exp(x))) along the last axis."""
+    out = np.empty(x.shape[:-1], x.dtype)
+    _run(_logsumexp, _logsumexp_plain, (out.reshape(-1),), _rows(x))
+    return out
+
+
+def scaled_exp(g: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """g * exp(x - y), where g and y have a number for each row."""
+    out = buffers.empty_like(x)
+    _run(_scaled_exp, _scaled_exp_plain, (_rows(out),), _flat(g), _rows(x), _flat(y))
+    return out
+
+
+def exp_sums(x: np.ndarray, top: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """sum(exp(x - top)), x[label] and sum(x) of each row, along a new first axis."""
+    out = np.empty((3, *x.shape[:-1]), x.dtype)
+    into = tuple(out.reshape(3, -1))
+    _run(_exp_sums, _exp_sums_plain, into, _rows(x), _flat(top), _flat(labels).astype(np.int64, copy=False))
+    return out
+
+
+def cross_entropy(x: np.ndarray, labels: np.ndarray, smoothing: float = 0.0, ignore: int | None = None) -> np.ndarray:
+    """The cross-entropy of softmax(x) against classes."""
+    return _against_classes(x, labels, smoothing, ignore, None)
+
+
+def cross_entropy_and_gradient(
+    x: np.ndarray, labels: np.ndarray, smoothing: float = 0.0, ignore: int | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """`cross_entropy`, and its derivative with respect to x, in one pass."""
+    d = buffers.empty_like(x)
+    return _against_classes(x, labels, smoothing, ignore, d), d
+
+
+def soft_cross_entropy(x: np.ndarray, t: np.ndarray) -> np.ndarray:
+    """The cross-entropy of softmax(x) against distributions."""
+    return _against_distributions(x, t, None)
+
+
+def soft_cross_entropy_and_gradient(x: np.ndarray, t: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """`soft_cross_entropy`, and its derivative with respect to x, in one pass."""
+    d = buffers.empty_like(x)
+    return _against_distributions(x, t, d), d
+
+
+def _against_classes(x: Any, labels: Any, smoothing: float, ignore: int | None, d: Any) -> np.ndarray:
+    loss = np.empty(x.shape[:-1], x.dtype)
+    labels = _flat(labels).astype(np.int64, copy=False)
+    options = accurate(x.dtype).type(smoothing), -(2**63) if ignore is None else ignore
+    outs = (loss.reshape(-1),) if d is None else (loss.reshape(-1), _rows(d))
+    loops = _cross_entropy if d is None else _cross_entropy_and_gradient
+    _run(lambda *a: loops(*a, *options), lambda *a: _cross_entropy_plain(*a, *options), outs, _rows(x), labels)
+    return loss
+
+
+def _against_distributions(x: Any, t: Any, d: Any) -> np.ndarray:
+    loss = np.empty(x.shape[:-1], x.dtype)
+    outs = (loss.reshape(-1),) if d is None else (loss.reshape(-1), _rows(d))
+    loops = _soft_cross_entropy if d is None else _soft_cross_entropy_and_gradient
+    _run(loops, _soft_cross_entropy_plain, outs, _rows(x), _rows(t))
+    return loss
+
+
+def _flat(a: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(a).reshape(-1)
+
+
+def _rows(a: np.ndarray) -> np.ndarray:
+    """The array as rows along its last axis."""
+    return np.ascontiguousarray(a).reshape(math.prod(a.shape[:-1]), a.shape[-1])
+
+
+def _by_row(loops: Any, plain: Any, *arrays: np.ndarray) -> np.ndarray:
+    out = buffers.empty_like(arrays[0])
+    _run(loops, plain, (_rows(out),), *map(_rows, arrays))
+    return out
+
+
+def _run(loops: Callable[..., None], plain: Callable[..., None], outs: tuple[np.ndarray, ...], *arrays: Any) -> None:
+    x = next(a for a in arrays if a.ndim == 2)
+    native = all(a.dtype.isnative for a in arrays) and accurate(x.dtype).char in "fd"
+    compiled = jit.available() and x.size > 0 and native
+    into_rows(loops if compiled else plain, outs, *arrays, whole=compiled)
+
+
+# Loops. The largest entry of a row is found among integers, as the compiler makes no vectors where NaNs may be.
 
 
 @jit.loops("out", fastmath=_FAST)
 def _softmax(out: Any, x: Any) -> None:
     for i in range(x.shape[0]):
-        top = x[i, 0]
-        for j in range(x.shape[1]):
-            top = max(top, x[i, j])
-        total = x[i, 0] * 0
-        for j in range(x.shape[1]):
-            e = exp(x[i, j] - top)
-            out[i, j] = e
+        o, y = out[i], x[i]
+        k = rank(y[0])
+        for j in range(len(y)):
+            k = max(k, rank(y[j]))
+        top = unrank(y[0], k)
+        total = x.dtype.type(0)
+        for j in range(len(y)):
+            e = exp_below(y[j] - top)
+            o[j] = e
             total += e
-        for j in range(x.shape[1]):
-            out[i, j] /= total
+        part = 1 / total
+        for j in range(len(y)):
+            o[j] *= part
 
 
 @jit.loops("out", fastmath=_FAST)
 def _softmax_vjp(out: Any, g: Any, y: Any) -> None:
     for i in range(y.shape[0]):
-        inner = y[i, 0] * 0
+        inner = y.dtype.type(0)
         for j in range(y.shape[1]):
             inner += g[i, j] * y[i, j]
         for j in range(y.shape[1]):
@@ -78,22 +172,239 @@ def _softmax_vjp(out: Any, g: Any, y: Any) -> None:
 @jit.loops("out", fastmath=_FAST)
 def _log_softmax(out: Any, x: Any) -> None:
     for i in range(x.shape[0]):
-        top = x[i, 0]
+        k = rank(x[i, 0])
         for j in range(x.shape[1]):
-            top = max(top, x[i, j])
-        total = x[i, 0] * 0
+            k = max(k, rank(x[i, j]))
+        top = unrank(x[i, 0], k)
+        total = x.dtype.type(0)
         for j in range(x.shape[1]):
-            total += exp(x[i, j] - top)
+            total += exp_below(x[i, j] - top)
         log = np.log(total)
         for j in range(x.shape[1]):
-            out[i, j] = x[i, j] - top - log
+            out[i, j] = (x[i, j] - top) - log
 
 
 @jit.loops("out", fastmath=_FAST)
 def _log_softmax_vjp(out: Any, g: Any, y: Any) -> None:
     for i in range(y.shape[0]):
-        total = g[i, 0] * 0
+        total = g.dtype.type(0)
         for j in range(y.shape[1]):
             total += g[i, j]
         for j in range(y.shape[1]):
-            out[i, j] = g[i, j] - exp(y[i, j]) * total
+            out[i, j] = g[i, j] - exp_below(y[i, j]) * total
+
+
+@jit.loops("out", fastmath=_FAST)
+def _logsumexp(out: Any, x: Any) -> None:
+    for i in range(x.shape[0]):
+        k = rank(x[i, 0])
+        for j in range(x.shape[1]):
+            k = max(k, rank(x[i, j]))
+        top = unrank(x[i, 0], k)
+        total = x.dtype.type(0)
+        for j in range(x.shape[1]):
+            total += exp_below(x[i, j] - top)
+        out[i] = top + np.log(total)
+        if abs(top) == np.inf:  # it decides, but for a NaN
+            out[i] = top
+            for j in range(x.shape[1]):
+                out[i] = out[i] if x[i, j] == x[i, j] else x[i, j]
+
+
+@jit.loops("out", fastmath=_FAST)
+def _scaled_exp(out: Any, g: Any, x: Any, y: Any) -> None:
+    for i in range(x.shape[0]):
+        shift = y[i] if y[i] != -np.inf else y.dtype.type(0)
+        for j in range(x.shape[1]):
+            out[i, j] = g[i] * exp_below(x[i, j] - shift)
+
+
+@jit.loops("sums", "chosen", "totals", fastmath=_FAST)
+def _exp_sums(sums: Any, chosen: Any, totals: Any, x: Any, top: Any, labels: Any) -> None:
+    for i in range(x.shape[0]):
+        shift = top[i] if top[i] != -np.inf else x.dtype.type(0)
+        total, plain = x.dtype.type(0), x.dtype.type(0)
+        for j in range(x.shape[1]):
+            total += exp_below(x[i, j] - shift)
+            plain += x[i, j]
+        sums[i], totals[i] = total, plain
+        chosen[i] = x[i, labels[i]] if 0 <= labels[i] < x.shape[1] else 0
+
+
+@jit.loops("loss", fastmath=_FAST)
+def _cross_entropy(loss: Any, x: Any, labels: Any, smoothing: Any, ignore: Any) -> None:
+    for i in range(x.shape[0]):
+        label = labels[i]
+        if label == ignore:
+            loss[i] = 0
+            continue
+        k = rank(x[i, 0])
+        for j in range(x.shape[1]):
+            k = max(k, rank(x[i, j]))
+        top = unrank(x[i, 0], k)
+        total = x.dtype.type(0)
+        for j in range(x.shape[1]):
+            total += exp_below(x[i, j] - top)
+        value = np.log(total) - (1 - smoothing) * (x[i, label] - top)
+        if smoothing != 0:
+            rest = x.dtype.type(0)
+            for j in range(x.shape[1]):
+                rest += x[i, j] - top
+            value -= smoothing / x.shape[1] * rest
+        loss[i] = value
+
+
+@jit.loops("loss", "d", fastmath=_FAST)
+def _cross_entropy_and_gradient(loss: Any, d: Any, x: Any, labels: Any, smoothing: Any, ignore: Any) -> None:
+    for i in range(x.shape[0]):
+        label = labels[i]
+        if label == ignore:
+            loss[i] = 0
+            d[i] = 0
+            continue
+        k = rank(x[i, 0])
+        for j in range(x.shape[1]):
+            k = max(k, rank(x[i, j]))
+        top = unrank(x[i, 0], k)
+        total = x.dtype.type(0)
+        for j in range(x.shape[1]):
+            e = exp_below(x[i, j] - top)
+            d[i, j] = e
+            total += e
+        value = np.log(total) - (1 - smoothing) * (x[i, label] - top)
+        if smoothing != 0:
+            rest = x.dtype.type(0)
+            for j in range(x.shape[1]):
+                rest += x[i, j] - top
+            value -= smoothing / x.shape[1] * rest
+        loss[i] = value
+        part, share = 1 / total, smoothing / x.dtype.type(x.shape[1])
+        for j in range(x.shape[1]):
+            d[i, j] = d[i, j] * part - share
+        d[i, label] -= 1 - smoothing
+
+
+@jit.loops("loss", fastmath=_FAST)
+def _soft_cross_entropy(loss: Any, x: Any, t: Any) -> None:
+    for i in range(x.shape[0]):
+        k = rank(x[i, 0])
+        for j in range(x.shape[1]):
+            k = max(k, rank(x[i, j]))
+        top = unrank(x[i, 0], k)
+        total = x.dtype.type(0)
+        for j in range(x.shape[1]):
+            total += exp_below(x[i, j] - top)
+        weight, value = x.dtype.type(0), x.dtype.type(0)
+        for j in range(x.shape[1]):
+            weight += t[i, j]
+            value += t[i, j] * (x[i, j] - top) if t[i, j] != 0 else x.dtype.type(0)
+        loss[i] = weight * np.log(total) - value
+
+
+@jit.loops("loss", "d", fastmath=_FAST)
+def _soft_cross_entropy_and_gradient(loss: Any, d: Any, x: Any, t: Any) -> None:
+    for i in range(x.shape[0]):
+        k = rank(x[i, 0])
+        for j in range(x.shape[1]):
+            k = max(k, rank(x[i, j]))
+        top = unrank(x[i, 0], k)
+        total = x.dtype.type(0)
+        for j in range(x.shape[1]):
+            e = exp_below(x[i, j] - top)
+            d[i, j] = e
+            total += e
+        weight, value = x.dtype.type(0), x.dtype.type(0)
+        for j in range(x.shape[1]):
+            weight += t[i, j]
+            value += t[i, j] * (x[i, j] - top) if t[i, j] != 0 else x.dtype.type(0)
+        loss[i] = weight * np.log(total) - value
+        part = weight / total
+        for j in range(x.shape[1]):
+            d[i, j] = d[i, j] * part - t[i, j]
+
+
+# The same in NumPy, on as many rows as fit into the cache, in place.
+
+
+def _shifted_exp(out: np.ndarray, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """exp(x - top) into out; top, and the sums."""
+    top = np.max(x, axis=-1, keepdims=True, initial=-np.inf)
+    np.subtract(x, top, out=out)
+    np.exp(out, out=out)
+    return top, np.sum(out, axis=-1, keepdims=True)
+
+
+def _softmax_plain(out: Any, x: Any) -> None:
+    _, total = _shifted_exp(out, x)
+    out *= 1 / total
+
+
+def _softmax_vjp_plain(out: Any, g: Any, y: Any) -> None:
+    np.subtract(g, np.vecdot(g, y)[:, None], out=out)
+    out *= y
+
+
+def _log_softmax_plain(out: Any, x: Any) -> None:
+    top, total = _shifted_exp(out, x)
+    np.subtract(x, top, out=out)
+    out -= np.log(total)
+
+
+def _log_softmax_vjp_plain(out: Any, g: Any, y: Any) -> None:
+    np.exp(y, out=out)
+    out *= np.sum(g, axis=-1, keepdims=True)
+    np.subtract(g, out, out=out)
+
+
+def _logsumexp_plain(out: Any, x: Any) -> None:
+    top = np.max(x, axis=-1, initial=-np.inf)
+    e = x - np.where(np.isinf(top), 0, top)[:, None]
+    np.exp(e, out=e)
+    with np.errstate(divide="ignore"):
+        np.log(np.sum(e, axis=-1), out=out)
+    out += np.where(np.isinf(top), 0, top)
+
+
+def _scaled_exp_plain(out: Any, g: Any, x: Any, y: Any) -> None:
+    np.subtract(x, np.where(y == -np.inf, 0, y)[:, None], out=out)
+    np.exp(out, out=out)
+    out *= g[:, None]
+
+
+def _exp_sums_plain(sums: Any, chosen: Any, totals: Any, x: Any, top: Any, labels: Any) -> None:
+    sums[...] = np.sum(np.exp(x - np.where(top == -np.inf, 0, top)[:, None]), axis=-1)
+    chosen[...] = 0
+    inside = np.flatnonzero((labels >= 0) & (labels < x.shape[1]))
+    chosen[inside] = x[inside, labels[inside]]
+    np.sum(x, axis=-1, out=totals)
+
+
+def _cross_entropy_plain(loss: Any, *rest: Any) -> None:
+    *d, x, labels, smoothing, ignore = rest
+    e = d[0] if d else np.empty_like(x)
+    top, total = _shifted_exp(e, x)
+    ignored, rows = labels == ignore, np.arange(len(x))
+    labels = np.where(ignored, 0, labels)
+    loss[...] = np.log(total[:, 0])
+    loss -= (1 - smoothing) * (x[rows, labels] - top[:, 0])
+    if smoothing:
+        loss -= smoothing * np.mean(x - top, axis=-1)
+    loss[ignored] = 0
+    if d:
+        e /= total
+        if smoothing:
+            e -= smoothing / x.shape[1]
+        e[rows, labels] -= 1 - smoothing
+        e[ignored] = 0
+
+
+def _soft_cross_entropy_plain(loss: Any, *rest: Any) -> None:
+    *d, x, t = rest
+    e = d[0] if d else np.empty_like(x)
+    top, total = _shifted_exp(e, x)
+    weight = np.sum(t, axis=-1)
+    np.multiply(np.log(total[:, 0]), weight, out=loss)
+    loss -= np.sum(np.multiply(t, x - top, where=t != 0, out=np.zeros_like(x)), axis=-1)
+    if d:
+        e *= weight[:, None] / total
+        e -= t

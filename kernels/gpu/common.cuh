@@ -71,9 +71,11 @@ template <class T> __device__ inline T zero() { return zeros<T>::value(); }
 template <class T> struct limits;
 template <> struct limits<float> {
     __device__ static float infinity() { return bits_float(0x7f800000u); }
+    __device__ static float nan() { return bits_float(0x7fc00000u); }
 };
 template <> struct limits<double> {
     __device__ static double infinity() { return (double)bits_float(0x7f800000u); }
+    __device__ static double nan() { return (double)bits_float(0x7fc00000u); }
 };
 
 // As many items as make 16 bytes, moved in one access.

@@ -29,16 +29,33 @@ template <class T> __device__ inline Normalizer<acc_t<T>> normalizer(const T* x,
     return Normalizer<A>{top, sum};
 }
 
-template <class T, class F> __device__ inline void map_row(T* out, const T* x, index_t n, F f) {
+// f(entry, its place) of every entry of a row that this thread has.
+template <class T, class F> __device__ inline void each_of_row(const T* x, index_t n, F f) {
+    if (packable<T>(x, n)) {
+        for (index_t j = threadIdx.x; j < n / Pack<T>::width; j += blockDim.x) {
+            Pack<T> p = ((const Pack<T>*)x)[j];
+            for (int k = 0; k < Pack<T>::width; ++k) f(acc_t<T>(widen(p.at[k])), j * Pack<T>::width + k);
+        }
+    } else {
+        for (index_t j = threadIdx.x; j < n; j += blockDim.x) f(acc_t<T>(widen(x[j])), j);
+    }
+}
+
+template <class T, class F> __device__ inline void map_row_at(T* out, const T* x, index_t n, F f) {
     if (packable<T>(x, n) && packable<T>(out, n)) {
         for (index_t j = threadIdx.x; j < n / Pack<T>::width; j += blockDim.x) {
             Pack<T> p = ((const Pack<T>*)x)[j], q;
-            for (int k = 0; k < Pack<T>::width; ++k) q.at[k] = narrow<T>(f(widen(p.at[k])));
+            for (int k = 0; k < Pack<T>::width; ++k)
+                q.at[k] = narrow<T>(f(acc_t<T>(widen(p.at[k])), j * Pack<T>::width + k));
             ((Pack<T>*)out)[j] = q;
         }
     } else {
-        for (index_t j = threadIdx.x; j < n; j += blockDim.x) out[j] = narrow<T>(f(widen(x[j])));
+        for (index_t j = threadIdx.x; j < n; j += blockDim.x) out[j] = narrow<T>(f(acc_t<T>(widen(x[j])), j));
     }
+}
+
+template <class T, class F> __device__ inline void map_row(T* out, const T* x, index_t n, F f) {
+    map_row_at(out, x, n, [=](acc_t<T> v, index_t) { return f(v); });
 }
 
 template <class T> __global__ void softmax(T* out, const T* x, index_t rows, index_t n) {
@@ -79,5 +96,95 @@ template <class T> __global__ void log_softmax_vjp(T* out, const T* g, const T* 
         sum = block_reduce<add_op>(sum, A(0));
         for (index_t j = threadIdx.x; j < n; j += blockDim.x)
             out[i * n + j] = narrow<T>(widen(gi[j]) - exp(A(widen(yi[j]))) * sum);
+    }
+}
+
+template <class T> __global__ void logsumexp(T* out, const T* x, index_t rows, index_t n) {
+    typedef acc_t<T> A;
+    for (index_t i = blockIdx.x; i < rows; i += gridDim.x) {
+        Normalizer<A> s = normalizer(x + i * n, n);
+        A y = s.top + log(s.sum);
+        if (s.top == limits<A>::infinity() || s.top == -limits<A>::infinity()) y = s.sum == s.sum ? s.top : s.sum;
+        if (threadIdx.x == 0) out[i] = narrow<T>(y);
+    }
+}
+
+template <class T> __global__ void scaled_exp(T* out, const T* g, const T* x, const T* y, index_t rows, index_t n) {
+    typedef acc_t<T> A;
+    for (index_t i = blockIdx.x; i < rows; i += gridDim.x) {
+        A scale = widen(g[i]), shift = widen(y[i]);
+        if (shift == -limits<A>::infinity()) shift = A(0);
+        map_row(out + i * n, x + i * n, n, [=](A v) { return scale * exp(v - shift); });
+    }
+}
+
+template <class T>
+__global__ void exp_sums(T* out, const T* x, const T* top, const long long* labels, index_t rows, index_t n) {
+    typedef acc_t<T> A;
+    for (index_t i = blockIdx.x; i < rows; i += gridDim.x) {
+        const T* xi = x + i * n;
+        A shift = widen(top[i]), sum = A(0), plain = A(0);
+        if (shift == -limits<A>::infinity()) shift = A(0);
+        each_of_row(xi, n, [&](A v, index_t) { sum += exp(v - shift); plain += v; });
+        sum = block_reduce<add_op>(sum, A(0));
+        plain = block_reduce<add_op>(plain, A(0));
+        if (threadIdx.x == 0) {
+            bool mine = labels[i] >= 0 && labels[i] < n;
+            out[i] = narrow<T>(sum);
+            out[rows + i] = mine ? xi[labels[i]] : narrow<T>(A(0));
+            out[2 * rows + i] = narrow<T>(plain);
+        }
+    }
+}
+
+// d may be null: then only the loss is wanted. A label out of range gives NaN: nothing on the host looks at labels.
+template <class T>
+__global__ void cross_entropy(T* loss, T* d, const T* x, const long long* labels, double smoothing, index_t ignore,
+                              index_t rows, index_t n) {
+    typedef acc_t<T> A;
+    const A smooth = A(smoothing), share = smooth / A(n);
+    for (index_t i = blockIdx.x; i < rows; i += gridDim.x) {
+        const T* xi = x + i * n;
+        index_t label = labels[i];
+        if (label == ignore) {
+            if (threadIdx.x == 0) loss[i] = narrow<T>(A(0));
+            if (d) map_row(d + i * n, xi, n, [](A) { return A(0); });
+            continue;
+        }
+        bool inside = label >= 0 && label < n;
+        Normalizer<A> s = normalizer(xi, n);
+        A value = log(s.sum) - (A(1) - smooth) * (inside ? widen(xi[label]) - s.top : limits<A>::nan());
+        if (smoothing != 0) {
+            A rest = A(0);
+            each_of_row(xi, n, [&](A v, index_t) { rest += v - s.top; });
+            value -= share * block_reduce<add_op>(rest, A(0));
+        }
+        if (threadIdx.x == 0) loss[i] = narrow<T>(value);
+        if (d)
+            map_row_at(d + i * n, xi, n, [=](A v, index_t j) {
+                return exp(v - s.top) / s.sum - share - (j == label ? A(1) - smooth : A(0));
+            });
+    }
+}
+
+template <class T>
+__global__ void soft_cross_entropy(T* loss, T* d, const T* x, const T* t, index_t rows, index_t n) {
+    typedef acc_t<T> A;
+    for (index_t i = blockIdx.x; i < rows; i += gridDim.x) {
+        const T *xi = x + i * n, *ti = t + i * n;
+        Normalizer<A> s = normalizer(xi, n);
+        A weight = A(0), value = A(0);
+        each_of_row(xi, n, [&](A v, index_t j) {
+            A w = widen(ti[j]);
+            weight += w;
+            if (w != A(0)) value += w * (v - s.top);
+        });
+        weight = block_reduce<add_op>(weight, A(0));
+        value = block_reduce<add_op>(value, A(0));
+        if (threadIdx.x == 0) loss[i] = narrow<T>(weight * log(s.sum) - value);
+        if (d) {
+            A part = weight / s.sum;
+            map_row_at(d + i * n, xi, n, [=](A v, index_t j) { return exp(v - s.top) * part - widen(ti[j]); });
+        }
     }
 }

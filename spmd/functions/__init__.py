@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from spmd.functions.embeddings import add_rows, embedding, one_hot, take_rows
     from spmd.functions.interpolation import Taps, inject, plan_resize, resample, resize, sample
     from spmd.functions.pooling import avg_pool, max_pool
-    from spmd.functions.softmaxes import log_softmax, softmax, softmax_cross_entropy
+    from spmd.functions.softmaxes import log_softmax, logsumexp, softmax, softmax_cross_entropy
     from spmd.functions.stencils import stencil
 
 FAMILIES: dict[str, tuple[str, ...]] = {
@@ -25,7 +25,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "embeddings": ("add_rows", "embedding", "one_hot", "take_rows"),
     "interpolation": ("Taps", "inject", "plan_resize", "resample", "resize", "sample"),
     "pooling": ("avg_pool", "max_pool"),
-    "softmaxes": ("log_softmax", "softmax", "softmax_cross_entropy"),
+    "softmaxes": ("log_softmax", "logsumexp", "softmax", "softmax_cross_entropy"),
     "stencils": ("stencil",),
 }
 
@@ -39,6 +39,7 @@ __all__ = [
     "embedding",
     "inject",
     "log_softmax",
+    "logsumexp",
     "max_pool",
     "one_hot",
     "plan_resize",

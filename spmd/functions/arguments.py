@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from spmd.autodiff.tracer import Array
 from spmd.errors import SpecError, describe, message
 
-__all__ = ["along", "array", "floating"]
+__all__ = ["along", "array", "floating", "number", "traced"]
 
 
 def array(where: str, argument: str, x: Any, kinds: str, need: str, mend: str) -> Any:
@@ -58,3 +59,20 @@ def along(rows: Callable[[Any], Any], x: Any, axis: int, where: str) -> Any:
     if axis in (-1, x.ndim - 1):
         return rows(x)
     return np.moveaxis(rows(np.moveaxis(x, axis, -1)), -1, axis)
+
+
+def number(where: str, argument: str, x: Any, low: float, high: float) -> float:
+    """x as a Python number from low to high."""
+    if isinstance(x, bool) or not isinstance(x, int | float | np.integer | np.floating) or not low <= x <= high:
+        need = f"a number from {low} to {high}" if high != np.inf else f"a number, at least {low}"
+        raise SpecError(message(where, argument=argument, got=describe(x), need=need, mend=f"{argument}={low}"))
+    return float(x)
+
+
+def traced(x: Any) -> bool:
+    """Whether a derivative with respect to x may be asked for."""
+    while type(x) is Array:
+        if x.tape is not None:
+            return True
+        x = x.value
+    return False

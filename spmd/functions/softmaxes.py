@@ -1,18 +1,23 @@
-"""Softmax and kin, and the cross-entropy of classes."""
+"""Softmax and kin, and the cross-entropy of classes; also where the classes are spread over workers."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from spmd import kernels
 from spmd.autodiff.primitive import primitive
-from spmd.autodiff.tracer import value_of
-from spmd.errors import describe, message
-from spmd.functions.arguments import along, floating
+from spmd.autodiff.tracer import Array, value_of
+from spmd.autodiff.transforms import stop_gradient
+from spmd.errors import StateError, describe, message
+from spmd.functions.arguments import along, floating, number, traced
+from spmd.mesh import here
+from spmd.operators.reduce import AxisName, pmax, psum, varying_of
 
-__all__ = ["log_softmax", "softmax", "softmax_cross_entropy"]
+__all__ = ["log_softmax", "logsumexp", "softmax", "softmax_cross_entropy"]
 
 
 def _itself(h, _ans, _g, y) -> Any:
@@ -34,13 +39,21 @@ def _softmax(x):
     return kernels.of(x).softmax(x)
 
 
-def softmax(x, axis: int = -1):
+def softmax(x, axis: int = -1, *, axis_name: AxisName | None = None):
     """exp(x) / sum(exp(x)) along an axis, without overflow. x: floating, of any shape with dimensions.
 
+    axis_name: the axes of the mesh that split this axis; then it is of the rows of all, by two small all-reduces.
     Derivative's adjoint: y * (g - sum(g * y)).
     """
     x = floating("spmd.functions.softmax", "x", x)
-    return along(_softmax, x, axis, "spmd.functions.softmax")
+    if axis_name is None:
+        return along(_softmax, x, axis, "spmd.functions.softmax")
+
+    def rows(x):
+        wide, total = _logsumexp_over(x, axis_name, "spmd.functions.softmax")
+        return _scaled_exp(np.ones_like(total), wide, total).astype(x.dtype)
+
+    return along(rows, x, axis, "spmd.functions.softmax")
 
 
 @primitive(
@@ -57,40 +70,305 @@ def _log_softmax(x):
     return kernels.of(x).log_softmax(x)
 
 
-def log_softmax(x, axis: int = -1):
+def log_softmax(x, axis: int = -1, *, axis_name: AxisName | None = None):
     """x - log(sum(exp(x))) along an axis, without overflow. x: floating, of any shape with dimensions.
 
-    Derivative's adjoint: g - softmax(x) * sum(g).
+    axis_name: as for `softmax`. Derivative's adjoint: g - softmax(x) * sum(g).
     """
     x = floating("spmd.functions.log_softmax", "x", x)
-    return along(_log_softmax, x, axis, "spmd.functions.log_softmax")
+    if axis_name is None:
+        return along(_log_softmax, x, axis, "spmd.functions.log_softmax")
+
+    def rows(x):
+        wide, total = _logsumexp_over(x, axis_name, "spmd.functions.log_softmax")
+        return (wide - np.expand_dims(total, -1)).astype(x.dtype)
+
+    return along(rows, x, axis, "spmd.functions.log_softmax")
 
 
-def softmax_cross_entropy(logits, labels):
-    """-log softmax(logits)[label], for each row.
+def _rowwise(h, _ans, _g, x, y) -> Any:
+    return np.sum(h * _scaled_exp(np.ones_like(y), x, y), axis=-1)
 
-    logits: (..., classes), floating. labels: (...), integers from 0 to classes - 1. Gives (...).
-    Gradient: softmax(logits) - onehot(label). Raises ValueError for labels out of range or of another shape.
+
+@primitive(
+    "scaled_exp",
+    _rowwise,
+    lambda h, ans, _g, _x, _y: h * ans,
+    lambda h, ans, _g, _x, _y: -np.sum(h * ans, axis=-1),
+)
+def _scaled_exp(g, x, y):
+    """g * exp(x - y), by row."""
+    return kernels.of(x).scaled_exp(g, x, y)
+
+
+@primitive("logsumexp", lambda g, ans, x: _scaled_exp(g, x, ans))
+def _logsumexp(x):
+    return kernels.of(x).logsumexp(x)
+
+
+def logsumexp(
+    x, axis: int | Sequence[int] | None = None, b=None, keepdims: bool = False, *, axis_name: AxisName | None = None
+):
+    """log(sum(b * exp(x))) over some axes (None: all), without overflow. As `jax.nn.logsumexp`.
+
+    x: floating. b: weights, which broadcast to the shape of x; the sum must not be negative. axis_name: the axes of the
+    mesh that split these axes of x; then the sum is over the workers too, by two small all-reduces, and the result is
+    Invariant there. Where every entry is -inf the result is -inf, and the gradient 0.
+    Derivative's adjoint: g * b * exp(x - y).
     """
-    classes, found = logits.shape[-1], np.asarray(value_of(labels))
-    if found.dtype.kind not in "iu" or found.shape != logits.shape[:-1]:
+    where = "spmd.functions.logsumexp"
+    x = floating(where, "x", x)
+    axes = tuple(range(x.ndim)) if axis is None else (axis,) if isinstance(axis, int | np.integer) else tuple(axis)
+    for a in axes:
+        along(lambda x: x, x, int(a), where)
+    axes = tuple(sorted(a % x.ndim for a in axes))
+    if len(set(axes)) != len(axes):
+        mend = "name every axis once"
+        raise ValueError(message(where, argument="axis", got=repr(axis), need="different axes", mend=mend))
+    kept = tuple(n for i, n in enumerate(x.shape) if i not in axes)
+    rest = tuple(range(x.ndim - len(axes), x.ndim))
+    count = prod(x.shape[a] for a in axes)
+
+    def as_rows(a):
+        return np.reshape(np.moveaxis(a, axes, rest), (*kept, count))
+
+    if b is not None:
+        b = as_rows(np.broadcast_to(floating(where, "b", b), x.shape))
+    x = as_rows(x)
+    if b is not None:
+        y = _weighted(x, b, axis_name, where)
+    else:
+        y = _logsumexp(x) if axis_name is None else _logsumexp_over(x, axis_name, where)[1].astype(x.dtype)
+    return np.expand_dims(y, axes) if keepdims else y
+
+
+def _weighted(x, b, axis_name: AxisName | None, where: str):
+    """log(sum(b * exp(x))) along the last axis. Entries of weight 0 count for nothing, whatever they are."""
+    x = np.where(b == 0, np.zeros_like(x) - np.inf, x)
+    top = np.max(stop_gradient(x), axis=-1, initial=-np.inf)
+    if axis_name is not None:
+        _spread(x, axis_name, where)
+        top = pmax(top, axis_name)
+    top = np.where(np.isinf(top), np.zeros_like(top), top)
+    total = np.sum(b * np.exp(x - np.expand_dims(top, -1)), axis=-1)
+    return top + np.log(total if axis_name is None else psum(total, axis_name))
+
+
+# The cross-entropy. Where its gradient will be asked for, the forward kernel makes softmax - target as well, and the
+# backward sweep finds it in `kept`.
+
+
+class _Kept:
+    """What the forward kernel has found beside its result."""
+
+    __slots__ = ("d",)
+    d: Any
+
+    def __init__(self):
+        self.d = None
+
+
+def _unless(h, labels, ignore: int | None):
+    return h if ignore is None else np.where(np.expand_dims(labels != ignore, -1), h, np.zeros_like(h))
+
+
+@primitive(
+    "cross_entropy_gradient",
+    lambda h, _ans, x, labels, *, smoothing, ignore, kept: _softmax_vjp(_unless(h, labels, ignore), _softmax(x)),
+    None,
+)
+def _gradient(x, labels, *, smoothing: float, ignore: int | None, kept: _Kept):
+    """softmax(x) - target."""
+    if kept.d is None:
+        return kernels.of(x).cross_entropy_and_gradient(x, labels, smoothing, ignore)[1]
+    return kept.d
+
+
+@primitive(
+    "cross_entropy",
+    lambda g, _ans, x, labels, *, smoothing, ignore, kept: (
+        np.expand_dims(g, -1) * _gradient(x, labels, smoothing=smoothing, ignore=ignore, kept=kept)
+    ),
+    None,
+)
+def _cross_entropy(x, labels, *, smoothing: float, ignore: int | None, kept: _Kept | None):
+    if kept is None:
+        return kernels.of(x).cross_entropy(x, labels, smoothing, ignore)
+    loss, kept.d = kernels.of(x).cross_entropy_and_gradient(x, labels, smoothing, ignore)
+    return loss
+
+
+@primitive(
+    "soft_cross_entropy_gradient",
+    lambda h, _ans, x, t, *, kept: np.sum(t, axis=-1, keepdims=True) * _softmax_vjp(h, _softmax(x)),
+    lambda h, _ans, x, _t, *, kept: np.sum(h * _softmax(x), axis=-1, keepdims=True) - h,
+)
+def _soft_gradient(x, t, *, kept: _Kept):
+    """sum(t) * softmax(x) - t."""
+    return kernels.of(x).soft_cross_entropy_and_gradient(x, t)[1] if kept.d is None else kept.d
+
+
+@primitive(
+    "soft_cross_entropy",
+    lambda g, _ans, x, t, *, kept: np.expand_dims(g, -1) * _soft_gradient(x, t, kept=kept),
+    lambda g, _ans, x, _t, *, kept: -np.expand_dims(g, -1) * _log_softmax(x),
+)
+def _soft_cross_entropy(x, t, *, kept: _Kept | None):
+    if kept is None:
+        return kernels.of(x).soft_cross_entropy(x, t)
+    loss, kept.d = kernels.of(x).soft_cross_entropy_and_gradient(x, t)
+    return loss
+
+
+def softmax_cross_entropy(
+    logits,
+    labels,
+    axis_name: AxisName | None = None,
+    *,
+    label_smoothing: float = 0.0,
+    ignore_index: int | None = None,
+):
+    """-sum(t * log_softmax(logits)), for each row: the cross-entropy against targets t.
+
+    logits: (..., classes), floating. labels: either (...), integers from 0 to classes - 1, for t = onehot(label); or
+    distributions t in the shape of logits, floating (optax.softmax_cross_entropy). Gives (...).
+    label_smoothing: with integers, t = (1 - s) * onehot(label) + s / classes. ignore_index: rows with this label have
+    the loss 0, and no gradient.
+    axis_name: the axes of the mesh that split the classes, in blocks of any sizes; labels then are class numbers of
+    the whole, or blocks of the distributions. The loss is Invariant there. Cost: two all-reduces of a few numbers per row forward,
+    none backward (Shoeybi et al., "Megatron-LM", 2019).
+    Gradient: softmax(logits) * sum(t) - t, which the forward pass makes where it will be asked for.
+    Raises ValueError for labels out of range or of another shape; on a GPU, where nobody looks, their loss is NaN.
+    """
+    logits = floating(_WHERE, "logits", logits)
+    if type(labels) is not Array and not hasattr(labels, "dtype"):
+        labels = np.asarray(labels)
+    smoothing = number(_WHERE, "label_smoothing", label_smoothing, 0, 1)
+    if ignore_index is not None and not isinstance(ignore_index, int | np.integer):
+        mend = "ignore_index=-100"
+        raise ValueError(_message("ignore_index", describe(ignore_index), "an integer, or None", mend))
+    ignore = None if ignore_index is None else int(ignore_index)
+    if logits.ndim and labels.dtype.kind not in "iub" and labels.shape == logits.shape:
+        labels = floating(_WHERE, "labels", labels)
+        if smoothing or ignore is not None:
+            got = "label_smoothing or ignore_index with distributions"
+            raise ValueError(_message("labels", got, "integers", "mix the uniform distribution in; weight the losses"))
+        if axis_name is not None:
+            _, total = _logsumexp_over(logits, axis_name, _WHERE)
+            y = logits - np.expand_dims(total, -1)
+            terms = np.where(labels == 0, np.zeros_like(labels), labels) * np.where(labels == 0, np.zeros_like(y), y)
+            return -psum(np.sum(terms, axis=-1), axis_name).astype(logits.dtype)
+        labels = labels.astype(logits.dtype)
+        return _soft_cross_entropy(logits, labels, kept=_Kept() if traced(logits) else None)
+    if not logits.ndim or labels.dtype.kind not in "iu" or labels.shape != logits.shape[:-1]:
         raise ValueError(
-            message(
-                "spmd.softmax_cross_entropy",
-                argument="labels",
-                got=f"{describe(labels)} for logits of shape {list(logits.shape)}",
-                need=f"integers of shape {list(logits.shape[:-1])}",
-                mend="give one class number per row: onehot.argmax(-1) of onehot rows",
+            _message(
+                "labels",
+                f"{describe(labels)} for logits of shape {list(logits.shape)}",
+                f"integers of shape {list(logits.shape[:-1])}",
+                "give one class number per row: onehot.argmax(-1) of onehot rows",
             )
         )
+    if axis_name is not None:
+        return _spread_cross_entropy(logits, labels, axis_name, smoothing, ignore)
+    _check_classes(labels, logits.shape[-1], ignore)
+    return _cross_entropy(logits, labels, smoothing=smoothing, ignore=ignore, kept=_Kept() if traced(logits) else None)
+
+
+_WHERE = "spmd.softmax_cross_entropy"
+
+
+def _message(argument: str, got: str, need: str, mend: str) -> str:
+    return message(_WHERE, argument=argument, got=got, need=need, mend=mend)
+
+
+def _check_classes(labels, classes: int, ignore: int | None) -> None:
+    found = value_of(labels)
+    if kernels.on_device(found):
+        return
+    found = found if ignore is None else found[found != ignore]
     if found.size and (found.min() < 0 or found.max() >= classes):
-        raise ValueError(
+        got = f"labels from {found.min()} to {found.max()}"
+        mend = "leave out rows without a class, or count from 0"
+        raise ValueError(_message("labels", got, f"classes from 0 to {classes - 1}", mend))
+
+
+# Classes that are spread over workers
+
+
+def _spread(x, axis_name: AxisName, where: str) -> tuple[str, ...]:
+    """The axes of the mesh over which the last axis is split; x must vary over them."""
+    names = here(where).mesh.names(axis_name, where)
+    if varying_of(x, names) != names:
+        raise StateError(
             message(
-                "spmd.softmax_cross_entropy",
-                argument="labels",
-                got=f"labels from {found.min()} to {found.max()}",
-                need=f"classes from 0 to {classes - 1}",
-                mend="leave out rows without a class, or count from 0",
+                where,
+                argument="axis_name",
+                got=f"{describe(x)}, which is the same on all workers along {axis_name!r}",
+                need="an array whose blocks lie along this axis of the mesh",
+                mend="leave axis_name out, or split the array in in_specs",
             )
         )
-    return -np.squeeze(np.take_along_axis(log_softmax(logits), np.expand_dims(labels, -1), axis=-1), axis=-1)
+    return names
+
+
+def _wide(x):
+    return x.astype(np.float32) if value_of(x).dtype.itemsize < 4 else x
+
+
+@primitive(
+    "exp_sums",
+    lambda g, _ans, x, top, labels: (
+        _scaled_exp(g[0], x, top)
+        + np.where(_chosen(labels, x.shape[-1]), np.expand_dims(g[1], -1), np.zeros_like(g[1], shape=()))
+        + np.expand_dims(g[2], -1)
+    ),
+    None,
+    None,
+)
+def _exp_sums(x, top, labels):
+    """sum(exp(x - top)), x[label], sum(x): by row, along a new first axis."""
+    return kernels.of(x).exp_sums(x, top, labels)
+
+
+def _chosen(labels, n: int):
+    labels = value_of(labels)
+    return np.expand_dims(labels, -1) == np.arange(n, like=labels)
+
+
+def _sums_over(x, axis_name: AxisName, where: str):
+    """The sums of `_exp_sums` over all workers, the largest entries, and how many columns the workers have before us
+    and together. The sizes travel with the largest entries."""
+    names = _spread(x, axis_name, where)
+    group = here(where).group(names)
+    largest = np.max(stop_gradient(x), axis=-1, initial=-np.inf)
+    sizes = np.zeros_like(value_of(largest), shape=(group.size,), dtype=float)
+    sizes[group.index] = x.shape[-1]
+    packed = pmax(np.concatenate([np.reshape(largest, (-1,)).astype(float), sizes]), names)
+    columns = [int(n) for n in value_of(packed[-group.size :])]
+    top = np.reshape(packed[: -group.size], x.shape[:-1]).astype(x.dtype)
+    before = sum(columns[: group.index])
+    return top, before, sum(columns), names
+
+
+def _logsumexp_over(x, axis_name: AxisName, where: str):
+    """x, in float32 where it is shorter, and log(sum(exp(x))) over the last axis and over workers."""
+    names, x = _spread(x, axis_name, where), _wide(x)
+    top = pmax(np.max(stop_gradient(x), axis=-1, initial=-np.inf), names)
+    nothing = np.zeros_like(value_of(top), dtype=np.int64) - 1
+    with np.errstate(divide="ignore"):
+        total = np.log(psum(_exp_sums(x, top, nothing)[0], names))
+    return x, np.where(np.isinf(top), top, total + np.where(np.isinf(top), np.zeros_like(top), top))
+
+
+def _spread_cross_entropy(logits, labels, axis_name: AxisName, smoothing: float, ignore: int | None):
+    x = _wide(logits)
+    top, before, classes, names = _sums_over(x, axis_name, _WHERE)
+    _check_classes(labels, classes, ignore)
+    sums = psum(_exp_sums(x, top, labels.astype(np.int64) - before), names)
+    loss = np.log(sums[0]) - (1 - smoothing) * (sums[1] - top)
+    if smoothing:
+        loss = loss - smoothing * (sums[2] / classes - top)
+    if ignore is not None:
+        loss = np.where(labels == ignore, np.zeros_like(loss), loss)
+    return loss.astype(logits.dtype)
