@@ -12,6 +12,7 @@ from typing import Any
 __all__ = ["FAMILIES", "finder"]
 
 FAMILIES: dict[str, tuple[str, ...]] = {
+    "activation": ("activate", "activate_vjp"),
     "convolution": ("col2im", "conv", "conv_input_adjoint", "conv_weight_adjoint", "im2col"),
     "embeddings": ("add_rows", "take_rows"),
     "interpolation": ("inject", "resample", "sample"),

@@ -1,12 +1,266 @@
-"""Activations, entry by entry."""
+"""Activations, entry by entry; with a bias in the same pass.
+
+All take real floating-point arrays and keep their dtype. At a kink the derivative is of the flat side, as in torch;
+NaN stays NaN.
+"""
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import numpy as np
 
-__all__ = ["relu"]
+from spmd import kernels
+from spmd.autodiff.primitive import primitive
+from spmd.errors import SpecError, describe, message
+from spmd.functions.arguments import floating, number
+from spmd.kernels.reference.activation import FORMS, KINDS, form
+
+__all__ = [
+    "bias_act",
+    "celu",
+    "elu",
+    "gelu",
+    "glu",
+    "hard_sigmoid",
+    "hard_swish",
+    "leaky_relu",
+    "log_sigmoid",
+    "mish",
+    "relu",
+    "relu6",
+    "selu",
+    "sigmoid",
+    "silu",
+    "softplus",
+    "swiglu",
+    "swish",
+]
+
+
+class _Once:
+    """The cotangent of x + bias is that of x and, summed over rows, of bias: whoever comes second finds it."""
+
+    __slots__ = ("made",)
+
+    def __init__(self):
+        self.made: tuple[Any, Any] | None = None
+
+    def __call__(self, g, x, bias, kind: str, alpha: float):
+        if bias is None:
+            return _activate_vjp(g, x, bias, kind=kind, alpha=alpha)
+        made, self.made = self.made, None
+        if made is not None and made[0] is g:
+            return made[1]
+        h = _activate_vjp(g, x, bias, kind=kind, alpha=alpha)
+        self.made = g, h
+        return h
+
+
+def _vjp_of_vjp(h, _ans, g, x, bias, *, kind, alpha) -> Any:
+    z = x if bias is None else x + bias
+    return h * g * _second(z, kind, alpha)
+
+
+def _again(h, _ans, _g, x, bias, *, kind, alpha) -> Any:
+    """As a map of g it is its own adjoint."""
+    return _activate_vjp(h, x, bias, kind=kind, alpha=alpha)
+
+
+@primitive("activate_vjp", _again, _vjp_of_vjp, _vjp_of_vjp)
+def _activate_vjp(g, x, bias, *, kind: str, alpha: float):
+    g, x = (np.asarray(a) if isinstance(a, float) else a for a in (g, x))  # a differentiated number
+    return kernels.of(x).activate_vjp(g, x, bias, kind, alpha)
+
+
+def _pull(g, _ans, x, bias, *, kind, alpha, once) -> Any:
+    return once(g, x, bias, kind, alpha)
+
+
+@primitive("activate", _pull, _pull)
+def _activate(x, bias, *, kind: str, alpha: float, once: _Once):
+    x = np.asarray(x) if isinstance(x, float) else x
+    return kernels.of(x).activate(x, bias, kind, alpha)
+
+
+def _second(z, kind: str, alpha: float):
+    """The second derivative, of functions that have rules."""
+    which, p = form(kind, alpha)
+    match FORMS[which]:
+        case "ramp":
+            inside = (p[0] * z + p[1] > 0) & (p[0] * z + p[1] < p[2])
+            return np.where(inside, np.full_like(z, 2 * p[0] * p[4]), np.zeros_like(z))
+        case "gate":
+            s = sigmoid(z * (p[0] + p[1] * z * z))
+            slope, bend = s * (1 - s), s * (1 - s) * (1 - 2 * s)
+            d = p[0] + 3 * p[1] * z * z
+            second = bend * d * d + 6 * p[1] * slope * z
+            return 2 * slope * d + z * second if p[4] else second
+        case "decay":
+            below = np.where(z > 0, np.zeros_like(z), z)
+            return np.where(z > 0, np.zeros_like(z), p[0] * p[1] * p[2] ** 2 * np.exp(p[2] * below))
+        case "softplus":
+            s = sigmoid(z)
+            return p[0] * s * (1 - s)
+        case "tanh":
+            t = np.tanh(z)
+            return -2 * t * (1 - t * t)
+        case "mish":
+            t, s = np.tanh(softplus(z)), sigmoid(z)
+            slope = (1 - t * t) * s
+            return 2 * slope + z * slope * (1 - s - 2 * t * s)
+        case _:
+            return np.exp(-0.5 * z * z) * (2 - z * z) * (1 / math.sqrt(2 * math.pi))
+
+
+def _of(x, kind: str, alpha: float = 1.0):
+    return _activate(floating(f"spmd.functions.{kind}", "x", x), None, kind=kind, alpha=alpha, once=_Once())
+
+
+def bias_act(x, bias, kind: str = "relu", *, alpha: float | None = None):
+    """f(x + bias), in one pass over memory.
+
+    x: (..., n). bias: (n,), or None. kind: one of relu, relu6, leaky_relu, hard_sigmoid, hard_swish, sigmoid, silu,
+    gelu (exact), gelu_tanh, elu, celu, selu, softplus, log_sigmoid, tanh, mish. alpha: the number of leaky_relu (0.01),
+    elu and celu (1). Cotangents: g * f'(x + bias), and its sum over rows for bias; made once for both.
+    """
+    where = "spmd.functions.bias_act"
+    x = floating(where, "x", x)
+    if kind not in KINDS:
+        raise SpecError(message(where, argument="kind", got=repr(kind), need=", ".join(KINDS), mend='kind="relu"'))
+    if alpha is not None and kind not in ("leaky_relu", "elu", "celu"):
+        need = "no alpha: only leaky_relu, elu and celu have one"
+        raise SpecError(message(where, argument="alpha", got=f"{alpha} for {kind}", need=need, mend="leave it out"))
+    chosen = (0.01 if kind == "leaky_relu" else 1.0) if alpha is None else _slope(where, "alpha", alpha, kind == "celu")
+    if bias is not None:
+        bias = floating(where, "bias", bias)
+        if not x.ndim or bias.shape != x.shape[-1:]:
+            need = f"{describe(x)} with a last axis of its length" if not x.ndim else f"shape {list(x.shape[-1:])}"
+            mend = "reshape it; add a bias of another shape before: bias_act(x + bias, None, kind)"
+            raise SpecError(message(where, argument="bias", got=describe(bias), need=need, mend=mend))
+        dtype = np.result_type(x.dtype, bias.dtype)
+        x, bias = x.astype(dtype), bias.astype(dtype)
+    return _activate(x, bias, kind=kind, alpha=chosen, once=_Once())
+
+
+def _slope(where: str, argument: str, alpha: Any, nonzero: bool = False) -> float:
+    alpha = number(where, argument, alpha, -math.inf, math.inf)
+    if not math.isfinite(alpha) or (nonzero and not alpha):
+        need = "a finite number" + (" other than 0" if nonzero else "")
+        raise SpecError(message(where, argument=argument, got=str(alpha), need=need, mend=f"{argument}=1.0"))
+    return alpha
 
 
 def relu(x):
     """max(x, 0), entry by entry. Derivative: 1 where x > 0, else 0."""
-    return np.where(x > 0, x, np.zeros((), x.dtype))
+    return _of(x, "relu")
+
+
+def relu6(x):
+    """min(max(x, 0), 6)."""
+    return _of(x, "relu6")
+
+
+def leaky_relu(x, negative_slope: float = 0.01):
+    """x where x > 0, else negative_slope * x."""
+    return _of(x, "leaky_relu", _slope("spmd.functions.leaky_relu", "negative_slope", negative_slope))
+
+
+def hard_sigmoid(x):
+    """min(max(x / 6 + 1/2, 0), 1)."""
+    return _of(x, "hard_sigmoid")
+
+
+def hard_swish(x):
+    """x * hard_sigmoid(x); Howard et al., "Searching for MobileNetV3", 2019."""
+    return _of(x, "hard_swish")
+
+
+def sigmoid(x):
+    """1 / (1 + exp(-x)), without overflow."""
+    return _of(x, "sigmoid")
+
+
+def silu(x):
+    """x * sigmoid(x), also called swish; Elfwing, Uchibe, Doya, 2017."""
+    return _of(x, "silu")
+
+
+swish = silu
+
+
+def gelu(x, approximate: bool | str = True):
+    """x * Phi(x), Phi being the distribution function of the normal distribution; Hendrycks, Gimpel, 2016.
+
+    approximate: True, the default as in `jax.nn.gelu`, or "tanh": x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3))).
+    False or "none", torch's default: exact.
+    """
+    if not isinstance(approximate, bool) and approximate not in ("tanh", "none"):
+        where, need = "spmd.functions.gelu", 'True or "tanh", False or "none"'
+        raise SpecError(
+            message(where, argument="approximate", got=describe(approximate), need=need, mend="approximate=True")
+        )
+    return _of(x, "gelu_tanh" if approximate in (True, "tanh") else "gelu")
+
+
+def elu(x, alpha: float = 1.0):
+    """x where x > 0, else alpha * (exp(x) - 1)."""
+    return _of(x, "elu", _slope("spmd.functions.elu", "alpha", alpha))
+
+
+def celu(x, alpha: float = 1.0):
+    """x where x > 0, else alpha * (exp(x / alpha) - 1); alpha is positive."""
+    where = "spmd.functions.celu"
+    alpha = _slope(where, "alpha", alpha, nonzero=True)
+    if alpha < 0:
+        raise SpecError(message(where, argument="alpha", got=str(alpha), need="a positive number", mend="alpha=1.0"))
+    return _of(x, "celu", alpha)
+
+
+def selu(x):
+    """1.0507 * elu(x, 1.6733); Klambauer et al., "Self-normalizing neural networks", 2017."""
+    return _of(x, "selu")
+
+
+def softplus(x):
+    """log(1 + exp(x)), without overflow."""
+    return _of(x, "softplus")
+
+
+def log_sigmoid(x):
+    """log(sigmoid(x)) = -softplus(-x)."""
+    return _of(x, "log_sigmoid")
+
+
+def mish(x):
+    """x * tanh(softplus(x)); Misra, 2019."""
+    return _of(x, "mish")
+
+
+def _halves(where: str, x, axis: int):
+    x = floating(where, "x", x)
+    if not -x.ndim <= axis < x.ndim or x.shape[axis] % 2:
+        raise SpecError(
+            message(
+                where,
+                argument="axis",
+                got=f"{axis} for {describe(x)}",
+                need="an axis of even length",
+                mend="axis=-1 of an array (..., 2 n)",
+            )
+        )
+    n, before = x.shape[axis] // 2, (slice(None),) * (axis % x.ndim)
+    return x[(*before, slice(None, n))], x[(*before, slice(n, None))]
+
+
+def glu(x, axis: int = -1):
+    """a * sigmoid(b), where a and b are the halves of x along an axis; Dauphin et al., 2016. As `jax.nn.glu`."""
+    a, b = _halves("spmd.functions.glu", x, axis)
+    return a * sigmoid(b)
+
+
+def swiglu(x, axis: int = -1):
+    """silu(a) * b, where a and b are the halves of x along an axis; Shazeer, "GLU variants", 2020."""
+    a, b = _halves("spmd.functions.swiglu", x, axis)
+    return silu(a) * b

@@ -235,8 +235,8 @@ def softmax_cross_entropy(
     label_smoothing: with integers, t = (1 - s) * onehot(label) + s / classes. ignore_index: rows with this label have
     the loss 0, and no gradient.
     axis_name: the axes of the mesh that split the classes, in blocks of any sizes; labels then are class numbers of
-    the whole, or blocks of the distributions. The loss is Invariant there. Cost: two all-reduces of a few numbers per row forward,
-    none backward (Shoeybi et al., "Megatron-LM", 2019).
+    the whole, or blocks of the distributions. The loss is Invariant there. Cost: two all-reduces of a few numbers per
+    row forward, none backward (Shoeybi et al., "Megatron-LM", 2019).
     Gradient: softmax(logits) * sum(t) - t, which the forward pass makes where it will be asked for.
     Raises ValueError for labels out of range or of another shape; on a GPU, where nobody looks, their loss is NaN.
     """

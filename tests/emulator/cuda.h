@@ -23,7 +23,8 @@
 #define __launch_bounds__(...)
 #define __restrict__
 
-using std::exp; using std::log; using std::sqrt; using std::fabs; using std::tanh; using std::erf; using std::fma;
+using std::exp; using std::log; using std::sqrt; using std::fabs; using std::tanh; using std::erf; using std::erfc;
+using std::fma;
 using std::floor; using std::ceil; using std::pow; using std::log1p; using std::expm1; using std::sin; using std::cos;
 using std::fmin; using std::fmax; using std::isnan; using std::isinf; using std::rint; using std::round;
 

@@ -1,0 +1,325 @@
+"""Activations: bias, function and cotangent in one pass, by arithmetic that the compiler makes vectors of.
+
+Without numba in pieces that fit into the cache.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from spmd.kernels import buffers, jit
+from spmd.kernels.cpu.chunks import accurate, into_rows
+from spmd.kernels.cpu.elementary import exp_below, expm1_below, log1p_unit, mills
+from spmd.kernels.reference.activation import FORMS, form
+
+__all__ = ["activate", "activate_vjp"]
+
+_FAST = ("contract", "nsz")
+_RAMP, _GATE, _DECAY, _SOFTPLUS, _TANH, _MISH, _NORMAL = range(len(FORMS))
+_WIDTH = 1 << 12
+
+
+def activate(x: np.ndarray, bias: np.ndarray | None, kind: str, alpha: float = 1.0) -> np.ndarray:
+    """f(x + bias)."""
+    return _by_row(_activate, _activate_plain, (x,), bias, kind, alpha)
+
+
+def activate_vjp(g: np.ndarray, x: np.ndarray, bias: np.ndarray | None, kind: str, alpha: float = 1.0) -> np.ndarray:
+    """g * f'(x + bias)."""
+    return _by_row(_activate_vjp, _activate_vjp_plain, (x, g), bias, kind, alpha)
+
+
+def _by_row(loops: Any, plain: Any, arrays: tuple[np.ndarray, ...], bias: Any, kind: str, alpha: float) -> np.ndarray:
+    out = buffers.empty_like(arrays[0])
+    if not out.size:
+        return out
+    wide = accurate(out.dtype)
+    which, numbers = form(kind, alpha)
+    compiled = jit.available() and out.dtype.isnative and wide.char in "fd"
+    p: Any = np.array(numbers, wide) if compiled else tuple(map(wide.type, numbers))
+    flat = [np.ascontiguousarray(a).reshape(-1) for a in (out, *arrays)]
+    pieces = [(0, out.size, out.shape[-1])] if bias is not None else _cut(out.size)
+    for start, stop, n in pieces:
+        rows = [a[start:stop].reshape(-1, n) for a in flat]
+        if compiled:
+            b = np.ascontiguousarray(bias, wide) if bias is not None else _zeros(n, wide)
+            into_rows(lambda o, *a, b=b: loops(o, *a, b, p, which), (rows[0],), *rows[1:], whole=True)
+        else:
+            b = None if bias is None else bias.astype(wide, copy=False)
+            into_rows(lambda o, *a, b=b: plain(o, *a, b, p, which), (rows[0],), *rows[1:])
+    return out
+
+
+def _cut(size: int) -> list[tuple[int, int, int]]:
+    """Rows of one width, and what is left, as a row."""
+    whole = size - size % _WIDTH
+    return [c for c in ((0, whole, _WIDTH), (whole, size, size - whole)) if c[1] > c[0]]
+
+
+@cache
+def _zeros(n: int, dtype: np.dtype) -> np.ndarray:
+    """A bias of nothing: the loops have one in any case, so that they are compiled once."""
+    return np.zeros(n, dtype)
+
+
+# Loops
+
+
+@jit.helper
+def _ramp(x, p0, p1, p2, p3, p4):
+    v = p0 * x + p1
+    v = p0 - p0 if v < 0 else v
+    v = p2 if v > p2 else v
+    return (x * v if p4 != 0 else v) + (p3 * x if x < 0 else p0 - p0)
+
+
+@jit.helper
+def _ramp_slope(x, p0, p1, p2, p3, p4):
+    v = p0 * x + p1
+    zero = p0 - p0
+    inside = p0 if v > 0 and v < p2 else zero
+    clipped = zero if v < 0 else v
+    clipped = p2 if clipped > p2 else clipped
+    return (x * inside + clipped if p4 != 0 else inside) + (p3 if x <= 0 else zero)
+
+
+@jit.loops("out", fastmath=_FAST)
+def _activate(out: Any, x: Any, bias: Any, p: Any, which: int) -> None:
+    p0, p1, p2, p3, p4 = p[0], p[1], p[2], p[3], p[4]
+    zero, one, two = x.dtype.type(0), x.dtype.type(1), x.dtype.type(2)
+    density, half = x.dtype.type(0.3989422804014327), x.dtype.type(0.5)
+    far = x.dtype.type(14 if x.itemsize == 4 else 38)
+    for i in range(x.shape[0]):
+        o, xs = out[i], x[i]
+        if which == 0:
+            for j in range(len(xs)):
+                o[j] = _ramp(xs[j] + bias[j], p0, p1, p2, p3, p4)
+        elif which == 1:
+            for j in range(len(xs)):
+                z = xs[j] + bias[j]
+                u = (p0 + p1 * (z * z)) * z
+                e = exp_below(-abs(u))
+                s = (one if u > 0 else e) / (one + e)
+                o[j] = z * s if p4 != 0 else s
+        elif which == 2:
+            for j in range(len(xs)):
+                z = xs[j] + bias[j]
+                m = p1 * expm1_below((zero if z > 0 else z) * p2)
+                o[j] = p0 * (z if z > 0 else m)
+        elif which == 3:
+            for j in range(len(xs)):
+                z = (xs[j] + bias[j]) * p0
+                o[j] = p0 * (log1p_unit(exp_below(-abs(z))) + (zero if z < 0 else z))
+        elif which == 4:
+            for j in range(len(xs)):
+                z = xs[j] + bias[j]
+                m = expm1_below(-two * abs(z))
+                t = m / (two + m)
+                o[j] = t if z < 0 else -t
+        elif which == 5:
+            for j in range(len(xs)):
+                z = xs[j] + bias[j]
+                e = exp_below(-abs(z))
+                up = one + two * e if z > 0 else e * (e + two)
+                o[j] = z * (up / (up + (two * e * e if z > 0 else two)))
+        else:
+            for j in range(len(xs)):
+                z = xs[j] + bias[j]
+                t = abs(z)
+                t = far if t > far else t
+                upper = exp_below(-half * t * t) * density * mills(t)
+                o[j] = z * (upper if z < 0 else one - upper)
+
+
+@jit.loops("out", fastmath=_FAST)
+def _activate_vjp(out: Any, x: Any, g: Any, bias: Any, p: Any, which: int) -> None:
+    p0, p1, p2, p3, p4 = p[0], p[1], p[2], p[3], p[4]
+    zero, one, two, three = x.dtype.type(0), x.dtype.type(1), x.dtype.type(2), x.dtype.type(3)
+    density, half = x.dtype.type(0.3989422804014327), x.dtype.type(0.5)
+    far = x.dtype.type(14 if x.itemsize == 4 else 38)
+    for i in range(x.shape[0]):
+        o, xs, gs = out[i], x[i], g[i]
+        if which == 0:
+            for j in range(len(xs)):
+                o[j] = gs[j] * _ramp_slope(xs[j] + bias[j], p0, p1, p2, p3, p4)
+        elif which == 1:
+            for j in range(len(xs)):
+                z = xs[j] + bias[j]
+                u = (p0 + p1 * (z * z)) * z
+                e = exp_below(-abs(u))
+                part = one / (one + e)
+                d = e * part * part * (p0 + three * p1 * (z * z))
+                o[j] = gs[j] * (z * d + (one if u > 0 else e) * part if p4 != 0 else d)
+        elif which == 2:
+            for j in range(len(xs)):
+                z = xs[j] + bias[j]
+                e = p1 * p2 * exp_below((zero if z > 0 else z) * p2)
+                o[j] = gs[j] * p0 * (one if z > 0 else e)
+        elif which == 3:
+            for j in range(len(xs)):
+                z = (xs[j] + bias[j]) * p0
+                e = exp_below(-abs(z))
+                o[j] = gs[j] * ((one if z > 0 else e) / (one + e))
+        elif which == 4:
+            for j in range(len(xs)):
+                e = exp_below(-two * abs(xs[j] + bias[j]))
+                o[j] = gs[j] * (two * two * e / ((one + e) * (one + e)))
+        elif which == 5:
+            for j in range(len(xs)):
+                z = xs[j] + bias[j]
+                e = exp_below(-abs(z))
+                up = one + two * e if z > 0 else e * (e + two)
+                down = two * e * e if z > 0 else two
+                t, rest = up / (up + down), down / (up + down)
+                o[j] = gs[j] * (t + z * (rest * (one + t)) * ((one if z > 0 else e) / (one + e)))
+        else:
+            for j in range(len(xs)):
+                z = xs[j] + bias[j]
+                t = abs(z)
+                t = far if t > far else t
+                e = exp_below(-half * t * t) * density
+                upper = e * mills(t)
+                o[j] = gs[j] * ((upper if z < 0 else one - upper) + z * e)
+
+
+# The same in NumPy, in place.
+
+
+def _logistic(u: np.ndarray) -> np.ndarray:
+    """1 / (1 + exp(-u)), into u."""
+    np.negative(u, out=u)
+    with np.errstate(over="ignore"):
+        np.exp(u, out=u)
+    u += 1
+    return np.reciprocal(u, out=u)
+
+
+def _tanh_softplus(z: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """t = tanh(log(1 + exp(z))), 1 - t, and the logistic function of z."""
+    e = np.abs(z)
+    np.negative(e, out=e)
+    np.exp(e, out=e)
+    right = z > 0
+    up, down = np.where(right, e + e + 1, (e + 2) * e), np.where(right, 2 * e * e, z.dtype.type(2))
+    both = up + down
+    one = np.where(right, z.dtype.type(1), e)
+    e += 1
+    one /= e
+    up /= both
+    down /= both
+    return up, down, one
+
+
+def _normal(z: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The distribution function and the density of the normal distribution."""
+    t = np.minimum(np.abs(z), 14 if z.dtype == np.float32 else 38)
+    density = np.exp(t * t * -0.5)
+    density *= z.dtype.type(1 / math.sqrt(2 * math.pi))
+    upper = mills(t)
+    upper *= density
+    return np.where(z < 0, upper, 1 - upper), density
+
+
+def _activate_plain(out: Any, x: Any, bias: Any, p: Any, which: int) -> None:
+    z = x if bias is None else x + bias
+    p0, p1, p2, p3, p4 = p
+    if which == _RAMP:
+        if p0 == 1 and not p1 and not p4:
+            np.maximum(z, 0, out=out)
+        else:
+            np.multiply(z, p0, out=out)
+            out += p1
+            np.maximum(out, 0, out=out)
+        if p2 != np.inf:
+            np.minimum(out, p2, out=out)
+        if p4:
+            out *= z
+        if p3:
+            out += np.minimum(z, 0) * p3
+    elif which == _GATE:
+        u = z * z
+        u *= p1
+        u += p0
+        u *= z
+        np.multiply(z, _logistic(u), out=out) if p4 else np.copyto(out, _logistic(u))
+    elif which == _DECAY:
+        m = np.minimum(z, 0)
+        m *= p2
+        np.expm1(m, out=m)
+        m *= p1
+        np.maximum(z, 0, out=out)
+        out += m
+        out *= p0
+    elif which == _SOFTPLUS:
+        e = np.abs(z)
+        np.negative(e, out=e)
+        np.log1p(np.exp(e, out=e), out=e)
+        np.maximum(z * p0, 0, out=out)
+        out += e
+        out *= p0
+    elif which == _TANH:
+        np.tanh(z, out=out)
+    elif which == _MISH:
+        np.multiply(_tanh_softplus(z)[0], z, out=out)
+    else:
+        np.multiply(z, _normal(z)[0], out=out)
+
+
+def _activate_vjp_plain(out: Any, x: Any, g: Any, bias: Any, p: Any, which: int) -> None:
+    z = x if bias is None else x + bias
+    p0, p1, p2, p3, p4 = p
+    if which == _RAMP:
+        v = z * p0
+        v += p1
+        inside = v > 0
+        if p2 != np.inf:
+            inside &= v < p2
+        np.multiply(inside, p0, out=out)
+        if p4:
+            out *= z
+            out += np.clip(v, 0, p2)
+        if p3:
+            out += (z <= 0) * p3
+    elif which == _GATE:
+        square = z * z
+        slope = square * (3 * p1)
+        slope += p0
+        square *= p1
+        square += p0
+        square *= z
+        s = _logistic(square)
+        slope *= s
+        np.subtract(1, s, out=out)
+        out *= slope
+        if p4:
+            out *= z
+            out += s
+    elif which == _DECAY:
+        m = np.minimum(z, 0)
+        m *= p2
+        np.exp(m, out=m)
+        m *= p1 * p2
+        m[z > 0] = 1
+        np.multiply(m, p0, out=out)
+    elif which == _SOFTPLUS:
+        np.copyto(out, _logistic(z * p0))
+    elif which == _TANH:
+        np.tanh(z, out=out)
+        out *= out
+        np.subtract(1, out, out=out)
+    elif which == _MISH:
+        t, rest, s = _tanh_softplus(z)
+        np.add(t, 1, out=out)
+        out *= rest
+        out *= s
+        out *= z
+        out += t
+    else:
+        below, density = _normal(z)
+        density *= z
+        np.add(below, density, out=out)
+    out *= g

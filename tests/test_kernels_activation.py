@@ -1,0 +1,242 @@
+"""Activations: the kernels against their references, the functions over them, and elementary functions in loops."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from kernel_cases import REAL, Family
+
+import spmd
+from spmd import P
+from spmd import functions as F
+from spmd.errors import SpecError
+from spmd.kernels import cpu, jit
+from spmd.kernels.cpu import elementary
+from spmd.kernels.reference.activation import KINDS
+
+family = Family("activation")
+
+
+def values(*kinds):
+    def make(draw):
+        x = draw.array((*draw.shape(0, 3), draw.choose(1, 4, 33)), low=-9, high=9)
+        bias = draw.array(x.shape[-1:]) if draw.choose(True, False) else None
+        return x, bias, draw.choose(*kinds), draw.choose(0.5, 1.5)
+
+    return make
+
+
+def cotangents(*kinds):
+    def make(draw):
+        x, *rest = values(*kinds)(draw)
+        return draw.array(x.shape), x, *rest
+
+    return make
+
+
+SMOOTH = tuple(kind for kind, (form, _) in KINDS.items() if form not in ("ramp", "decay"))
+# Where the slope jumps, or the numbers do, a rounding error of x + bias shows: those kinds are tried on what is exact.
+KINKED = tuple(kind for kind in KINDS if kind not in SMOOTH)
+
+
+def on_grid(make):
+    """Quarters: sums with them are exact, and the kinks are met."""
+
+    def gridded(draw):
+        args = make(draw)
+        return tuple(
+            np.round(a * 4).astype(a.dtype) / a.dtype.type(4) if isinstance(a, np.ndarray) else a for a in args
+        )
+
+    return gridded
+
+
+family.case("activate", values(*SMOOTH), scale=12, label=" smooth")
+family.case("activate_vjp", cotangents(*SMOOTH), scale=20, label=" smooth")
+family.case("activate", on_grid(values(*KINKED)), scale=12, label=" kinked")
+family.case("activate_vjp", on_grid(cotangents(*KINKED)), scale=20, label=" kinked", dtypes=(*REAL, "bfloat16"))
+
+TestKernels = family.tests()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_large_numbers_and_nan(kind, compiled):
+    if compiled and not jit.available():
+        pytest.skip("needs numba")
+    x = np.array([np.nan, 1e4, -1e4, 80.0, -80, 0, 1e-30, -1e-30], np.float32)
+    with np.errstate(all="ignore") if compiled else jit.off():
+        y, d = cpu.activate(x, None, kind), cpu.activate_vjp(np.ones_like(x), x, None, kind)
+    exact = [
+        getattr(spmd.kernels.reference, n)(*a)
+        for n, a in (("activate", (x.astype(float), None, kind)), ("activate_vjp", (1.0, x.astype(float), None, kind)))
+    ]
+    for found, wanted in zip((y, d), exact, strict=True):
+        np.testing.assert_allclose(found[1:], wanted[1:], rtol=1e-5, atol=1e-30)
+    assert np.isnan(y[0])
+
+
+# Elementary functions in loops
+
+
+@jit.loops("out")
+def _apply(out, x, which):
+    for i in range(len(x)):
+        if which == 0:
+            out[i] = elementary.exp(x[i])
+        elif which == 1:
+            out[i] = elementary.exp_below(x[i])
+        elif which == 2:
+            out[i] = elementary.expm1_below(x[i])
+        elif which == 3:
+            out[i] = elementary.log1p_unit(x[i])
+        else:
+            out[i] = elementary.mills(x[i])
+
+
+def exact(which, x):
+    scipy = pytest.importorskip("scipy.special")
+    wide = x.astype(np.longdouble)
+    if which == 4:
+        return np.sqrt(np.pi / 2) * scipy.erfcx(x.astype(float) / np.sqrt(2))
+    return (np.exp, np.exp, np.expm1, np.log1p)[which](wide)
+
+
+@pytest.mark.skipif(not jit.available(), reason="needs numba")
+@pytest.mark.parametrize("dtype", REAL)
+@pytest.mark.parametrize(
+    ("which", "low", "high"),
+    [(0, -80, 80), (1, -87, 0), (2, -20, 0), (2, -1e-3, 0), (3, 0, 1), (3, 0, 1e-3), (4, 0, 14)],
+)
+def test_elementary_functions(which, low, high, dtype):
+    x = np.random.default_rng(which).uniform(low, high, 20000).astype(dtype)
+    out = np.empty_like(x)
+    _apply(out, x, which)
+    wanted = exact(which, x)
+    assert np.max(np.abs(out - wanted) / np.spacing(np.abs(wanted).astype(dtype))) < (4 if which < 4 else 16)
+    if which == 4:
+        plain = elementary.mills(x)
+        assert plain.dtype == dtype
+        np.testing.assert_allclose(plain, out, rtol=16 * np.finfo(dtype).eps)
+
+
+@pytest.mark.skipif(not jit.available(), reason="needs numba")
+@pytest.mark.parametrize("dtype", REAL)
+def test_elementary_functions_of_what_is_not_finite(dtype):
+    x, out = np.array([np.nan, -np.inf, 0, -1e30], dtype), np.empty(4, dtype)
+    for which, wanted in ((0, [np.nan, 0, 1, 0]), (1, [np.nan, 0, 1, 0]), (2, [np.nan, -1, 0, -1])):
+        _apply(out, x, which)
+        np.testing.assert_array_equal(out, wanted)
+
+
+# The functions
+
+
+NAMED = {
+    "relu": F.relu,
+    "relu6": F.relu6,
+    "leaky_relu": F.leaky_relu,
+    "hard_sigmoid": F.hard_sigmoid,
+    "hard_swish": F.hard_swish,
+    "sigmoid": F.sigmoid,
+    "silu": F.silu,
+    "gelu": lambda x: F.gelu(x, approximate=False),
+    "gelu_tanh": F.gelu,
+    "elu": lambda x: F.elu(x, 0.7),
+    "celu": lambda x: F.celu(x, 0.7),
+    "selu": F.selu,
+    "softplus": F.softplus,
+    "log_sigmoid": F.log_sigmoid,
+    "mish": F.mish,
+    "glu": lambda x: F.glu(x, 0),
+    "swiglu": F.swiglu,
+    "tanh": lambda x: F.bias_act(x, None, "tanh"),
+}
+
+X = np.random.default_rng(0).uniform(-4, 4, (6, 8))
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_functions_are_those_of_torch(name):
+    torch = pytest.importorskip("torch")
+    nn = torch.nn.functional
+    theirs = {
+        "hard_sigmoid": nn.hardsigmoid,
+        "hard_swish": nn.hardswish,
+        "gelu_tanh": lambda x: nn.gelu(x, approximate="tanh"),
+        "elu": lambda x: nn.elu(x, 0.7),
+        "celu": lambda x: nn.celu(x, 0.7),
+        "log_sigmoid": nn.logsigmoid,
+        "glu": lambda x: nn.glu(x, 0),
+        "swiglu": lambda x: nn.silu(x[..., :4]) * x[..., 4:],
+        "tanh": torch.tanh,
+        "sigmoid": torch.sigmoid,
+    }.get(name) or getattr(nn, name)
+    there = torch.tensor(X, requires_grad=True)
+    y = theirs(there)
+    y.sum().backward()
+    np.testing.assert_allclose(NAMED[name](X), y.detach().numpy(), rtol=1e-13, atol=1e-15)
+    np.testing.assert_allclose(spmd.grad(lambda x: np.sum(NAMED[name](x)))(X), there.grad.numpy(), atol=1e-13)
+    spmd.check_grads(NAMED[name], (X,), order=3 if name in ("gelu", "mish") else 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bias(kind):
+    x, bias = X[:, :3], np.array([0.1, -0.2, 0.3])
+    np.testing.assert_allclose(F.bias_act(x, bias, kind), F.bias_act(x + bias, None, kind), rtol=1e-14)
+    spmd.check_grads(lambda x, b: F.bias_act(x, b, kind), (x, bias), order=2)
+
+
+def test_the_cotangent_is_made_once_for_both(monkeypatch):
+    calls = []
+    kernel = cpu.activate_vjp
+    monkeypatch.setattr(cpu, "activate_vjp", lambda *a: calls.append(1) or kernel(*a))
+    _, pull = spmd.vjp(lambda x, b: F.bias_act(x, b, "gelu"), X, X[0])
+    for scale in (1, 2):
+        dx, db = pull(np.full_like(X, scale))
+        np.testing.assert_allclose(db, dx.sum(0))
+    assert len(calls) == 2
+
+
+def test_at_kinks_and_of_nan():
+    assert spmd.grad(F.relu)(0.0) == 0
+    assert spmd.grad(F.relu6)(6.0) == 0
+    assert spmd.grad(F.leaky_relu)(0.0) == 0.01
+    assert np.isnan(F.relu(np.nan))
+    assert F.relu(np.float32([1, -1])).dtype == np.float32
+
+
+def test_in_a_body(scheduler):
+    bias = np.linspace(-1, 1, 8)
+    mesh = spmd.Mesh(data=4, transport="local", scheduler=scheduler)
+    total = spmd.map(lambda x, b: spmd.sum(F.bias_act(x, b, "silu") ** 2, "data"), (P("data"), P()), P(), mesh=mesh)
+
+    def serial(x, b):
+        return np.sum(F.bias_act(x, b, "silu") ** 2)
+
+    for n in (6, 3):
+        for found, wanted in zip(
+            spmd.grad(total, (0, 1))(X[:n], bias), spmd.grad(serial, (0, 1))(X[:n], bias), strict=True
+        ):
+            np.testing.assert_allclose(found, wanted, atol=1e-13)
+    spmd.check_grads(total, (X, bias), order=2)
+
+
+def test_errors():
+    with pytest.raises(SpecError, match="relu, relu6"):
+        F.bias_act(X, None, "relux")
+    with pytest.raises(SpecError, match=r"shape \[8\]"):
+        F.bias_act(X, X, "relu")
+    with pytest.raises(SpecError, match="only leaky_relu"):
+        F.bias_act(X, None, "relu", alpha=2.0)
+    with pytest.raises(SpecError, match="floating-point"):
+        F.gelu(np.arange(3))
+    with pytest.raises(SpecError, match='"tanh"'):
+        F.gelu(X, approximate="erf")
+    with pytest.raises(SpecError, match="positive"):
+        F.celu(X, -1.0)
+    with pytest.raises(SpecError, match=r"alpha=1\.0"):
+        F.elu(X, np.inf)
+    with pytest.raises(SpecError, match="even length"):
+        F.glu(X[:, :3])
