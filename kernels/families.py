@@ -17,6 +17,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "embeddings": ("add_rows", "take_rows"),
     "interpolation": ("inject", "resample", "sample"),
     "moves": ("combine",),
+    "normalisation": ("channel_affine", "channel_sums", "moments", "normalize", "normalize_vjp"),
     "philox": (
         "random_bits",
         "random_exponential",

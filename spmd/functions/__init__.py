@@ -33,6 +33,15 @@ if TYPE_CHECKING:
     from spmd.functions.dropouts import dropout
     from spmd.functions.embeddings import add_rows, embedding, one_hot, take_rows
     from spmd.functions.interpolation import Taps, inject, plan_resize, resample, resize, sample
+    from spmd.functions.normalisation import (
+        batch_norm,
+        group_norm,
+        instance_norm,
+        layer_norm,
+        merge_moments,
+        moments,
+        rms_norm,
+    )
     from spmd.functions.pooling import avg_pool, max_pool
     from spmd.functions.softmaxes import log_softmax, logsumexp, softmax, softmax_cross_entropy
     from spmd.functions.stencils import stencil
@@ -62,6 +71,15 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "dropouts": ("dropout",),
     "embeddings": ("add_rows", "embedding", "one_hot", "take_rows"),
     "interpolation": ("Taps", "inject", "plan_resize", "resample", "resize", "sample"),
+    "normalisation": (
+        "batch_norm",
+        "group_norm",
+        "instance_norm",
+        "layer_norm",
+        "merge_moments",
+        "moments",
+        "rms_norm",
+    ),
     "pooling": ("avg_pool", "max_pool"),
     "softmaxes": ("log_softmax", "logsumexp", "softmax", "softmax_cross_entropy"),
     "stencils": ("stencil",),
@@ -71,6 +89,7 @@ __all__ = [
     "Taps",
     "add_rows",
     "avg_pool",
+    "batch_norm",
     "bias_act",
     "celu",
     "conv",
@@ -80,21 +99,27 @@ __all__ = [
     "embedding",
     "gelu",
     "glu",
+    "group_norm",
     "hard_sigmoid",
     "hard_swish",
     "inject",
+    "instance_norm",
+    "layer_norm",
     "leaky_relu",
     "log_sigmoid",
     "log_softmax",
     "logsumexp",
     "max_pool",
+    "merge_moments",
     "mish",
+    "moments",
     "one_hot",
     "plan_resize",
     "relu",
     "relu6",
     "resample",
     "resize",
+    "rms_norm",
     "sample",
     "selu",
     "sigmoid",

@@ -10,7 +10,7 @@ import numpy as np
 from spmd.autodiff.tracer import Array
 from spmd.errors import SpecError, describe, message
 
-__all__ = ["along", "array", "floating", "number", "traced"]
+__all__ = ["Parts", "along", "array", "floating", "number", "traced"]
 
 
 def array(where: str, argument: str, x: Any, kinds: str, need: str, mend: str) -> Any:
@@ -76,3 +76,20 @@ def traced(x: Any) -> bool:
             return True
         x = x.value
     return False
+
+
+class Parts:
+    """The results of one computation that several rules ask for, one each: it is made once for a cotangent."""
+
+    __slots__ = ("g", "parts")
+
+    def __init__(self):
+        self.g: Any = None
+        self.parts: list[Any] = []
+
+    def take(self, g: Any, k: int, make: Callable[[], Any]) -> Any:
+        """Part k of make(), for the cotangent g. A part is given once, so that it is not kept."""
+        if self.g is not g or self.parts[k] is None:
+            self.g, self.parts = g, list(make())
+        part, self.parts[k] = self.parts[k], None
+        return part

@@ -1,0 +1,294 @@
+"""Normalisation: a row, or some rows of all channels, are read from memory once and stay in the cache.
+
+Sums of many numbers are sums of sums of few, the outer ones in float64. Means and squares of pieces are merged as
+T. F. Chan, G. H. Golub, R. J. LeVeque do ("Updating formulae and a pairwise algorithm", 1979).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from spmd.kernels import buffers, jit
+from spmd.kernels.cpu.chunks import CACHE, accurate, into_rows
+from spmd.kernels.reference import normalisation as reference
+
+__all__ = ["channel_affine", "channel_sums", "moments", "normalize", "normalize_vjp"]
+
+_FAST = ("contract", "reassoc", "nsz")
+
+
+def moments(x: np.ndarray) -> np.ndarray:
+    """The mean and the sum of squared distances from it, of every channel."""
+    _, channels, inner = x.shape
+    total = np.zeros((2, channels))
+    if jit.fits(x) and x.dtype.char in "fd" and x.size:
+        x = np.ascontiguousarray(x)
+        if inner == 1:
+            _moments_of_columns(total, x[:, :, 0])
+        else:
+            _moments_of_rows(total, x)
+        return total.astype(x.dtype)
+    seen = np.zeros(channels)
+    for part, piece in _pieces(x) if x.size else ():
+        base = piece[:1, :, :1]  # nearer to the mean than zero is
+        n, (mean, square) = piece.shape[0] * piece.shape[2], reference.moments(piece - base)
+        before = seen[part]
+        delta = base[0, :, 0].astype(float) + mean - total[0, part]
+        total[0, part] += delta * (n / (before + n))
+        total[1, part] += square + delta * delta * (before * n / (before + n))
+        seen[part] += n
+    return total.astype(x.dtype)
+
+
+def channel_affine(x: np.ndarray, mean: np.ndarray, scale: np.ndarray, shift: np.ndarray) -> np.ndarray:
+    """(x - mean) * scale + shift."""
+    out = buffers.empty_like(x)
+    numbers = [np.ascontiguousarray(a, accurate(x.dtype)) for a in (mean, scale, shift)]
+    if jit.fits(x) and x.dtype.char in "fd" and x.size:
+        x = np.ascontiguousarray(x)
+        if x.shape[2] == 1:
+            _affine_of_columns(out[:, :, 0], x[:, :, 0], *numbers)
+        else:
+            _affine_of_rows(out, x, *numbers)
+        return out
+    for (part, piece), (_, into) in zip(_pieces(x), _pieces(out, writing=True), strict=True):
+        m, a, b = (v[part, None] for v in numbers)
+        y = piece - m
+        y *= a
+        np.add(y, b, out=into, casting="unsafe")
+    return out
+
+
+def channel_sums(g: np.ndarray, x: np.ndarray, mean: np.ndarray) -> np.ndarray:
+    """sum(g) and sum(g * (x - mean)) of every channel."""
+    total = np.zeros((2, x.shape[1]))
+    mean = np.ascontiguousarray(mean, accurate(x.dtype))
+    if jit.fits(g, x) and x.dtype.char in "fd" and x.size:
+        g, x = np.ascontiguousarray(g), np.ascontiguousarray(x)
+        if x.shape[2] == 1:
+            _sums_of_columns(total, g[:, :, 0], x[:, :, 0], mean)
+        else:
+            _sums_of_rows(total, g, x, mean)
+    else:
+        for (part, a), (_, b) in zip(_pieces(g), _pieces(x), strict=True):
+            total[:, part] += reference.channel_sums(a, b, mean[part])
+    return total.astype(x.dtype)
+
+
+def _pieces(x: np.ndarray, writing: bool = False) -> Iterator[tuple[slice, np.ndarray]]:
+    """Parts of the channels, and what x has there, in pieces that fit into the cache; short numbers are widened."""
+    outer, channels, inner = x.shape
+    wide = x.dtype if writing else accurate(x.dtype)
+    room = CACHE // accurate(x.dtype).itemsize
+    if channels * inner <= room:
+        step = max(1, room // max(1, channels * inner))
+        for i in range(0, outer, step):
+            yield slice(0, channels), x[i : i + step].astype(wide, copy=False)
+        return
+    step = max(1, room // max(1, inner))
+    for i in range(outer):
+        for j in range(0, channels, step):
+            yield slice(j, j + step), x[i : i + 1, j : j + step].astype(wide, copy=False)
+
+
+def normalize(
+    x: np.ndarray, weight: np.ndarray | None, bias: np.ndarray | None, eps: float, centred: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(x - mean) * rstd * weight + bias of every row; mean and rstd."""
+    out, wide, n = buffers.empty_like(x), accurate(x.dtype), x.shape[-1]
+    # What rows have in common is not rounded to a short type between forward and backward.
+    mean, rstd = np.empty(x.shape[:-1], wide), np.empty(x.shape[:-1], wide)
+    w = np.ones(n, wide) if weight is None else np.ascontiguousarray(weight, wide)
+    b = np.zeros(n, wide) if bias is None else np.ascontiguousarray(bias, wide)
+    compiled, rows = _compiled(x), math.prod(x.shape[:-1])
+
+    def run(o, m, r, x):
+        if compiled:
+            _normalize(o, m, r, x, w, b, wide.type(eps), centred)
+        else:
+            o[...], m[...], r[...] = reference.normalize(x, weight if weight is None else w, bias, eps, centred)
+
+    flat = np.ascontiguousarray(x).reshape(rows, n)
+    into_rows(run, (out.reshape(rows, n), mean.reshape(-1), rstd.reshape(-1)), flat, whole=compiled)
+    return out, mean.astype(x.dtype, copy=False), rstd.astype(x.dtype, copy=False)
+
+
+def normalize_vjp(
+    g: np.ndarray, x: np.ndarray, weight: np.ndarray | None, mean: np.ndarray, rstd: np.ndarray, centred: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The cotangents of x, weight and bias."""
+    out, wide, n = buffers.empty_like(x), accurate(x.dtype), x.shape[-1]
+    w = np.ones(n, wide) if weight is None else np.ascontiguousarray(weight, wide)
+    compiled, rows = _compiled(g, x), math.prod(x.shape[:-1])
+    total = np.zeros((2, n))
+
+    def run(o, g, x, m, r):
+        if compiled:
+            _normalize_vjp(o, total, g, x, w, m, r, centred)
+        else:
+            o[...], dw, db = reference.normalize_vjp(g, x, weight if weight is None else w, m, r, centred)
+            total[0] += dw
+            total[1] += db
+
+    arrays = [np.ascontiguousarray(a).reshape(rows, n) for a in (g, x)]
+    stats = [np.ascontiguousarray(a).reshape(-1) for a in (mean, rstd)]
+    into_rows(run, (out.reshape(rows, n),), *arrays, *stats, whole=compiled)
+    return out, total[0].astype(x.dtype), total[1].astype(x.dtype)
+
+
+def _compiled(*arrays: np.ndarray) -> bool:
+    native = all(a.dtype.isnative and accurate(a.dtype).char in "fd" for a in arrays)
+    return jit.available() and native and arrays[0].size > 0
+
+
+# Loops
+
+
+@jit.loops("out", "mean", "rstd", fastmath=_FAST)
+def _normalize(out: Any, mean: Any, rstd: Any, x: Any, weight: Any, bias: Any, eps: Any, centred: bool) -> None:
+    n = x.dtype.type(x.shape[1])
+    for i in range(x.shape[0]):
+        o, y = out[i], x[i]
+        m = x.dtype.type(0)
+        if centred:
+            for j in range(len(y)):
+                m += y[j] - y[0]
+            m = y[0] + m / n
+        square = x.dtype.type(0)
+        for j in range(len(y)):
+            square += (y[j] - m) * (y[j] - m)
+        r = 1 / np.sqrt(square / n + eps)
+        mean[i], rstd[i] = m, r
+        for j in range(len(y)):
+            o[j] = (y[j] - m) * r * weight[j] + bias[j]
+
+
+@jit.loops("out", "total", fastmath=_FAST)
+def _normalize_vjp(out: Any, total: Any, g: Any, x: Any, weight: Any, mean: Any, rstd: Any, centred: bool) -> None:
+    n = x.dtype.type(x.shape[1])
+    dw, db = np.empty(x.shape[1], x.dtype), np.empty(x.shape[1], x.dtype)
+    for start in range(0, x.shape[0], 64):
+        dw[:] = 0
+        db[:] = 0
+        for i in range(start, min(start + 64, x.shape[0])):
+            o, y, h = out[i], x[i], g[i]
+            m, r = mean[i], rstd[i]
+            first, second = x.dtype.type(0), x.dtype.type(0)
+            for j in range(len(y)):
+                u = h[j] * weight[j]
+                first += u
+                second += u * ((y[j] - m) * r)
+            first = first / n if centred else x.dtype.type(0)
+            second = second / n
+            for j in range(len(y)):
+                z = (y[j] - m) * r
+                o[j] = r * (h[j] * weight[j] - first - z * second)
+                dw[j] += h[j] * z
+                db[j] += h[j]
+        for j in range(x.shape[1]):
+            total[0, j] += dw[j]
+            total[1, j] += db[j]
+
+
+_STRETCH = 4096
+
+
+@jit.loops("total", fastmath=_FAST)
+def _moments_of_rows(total: Any, x: Any) -> None:
+    for c in range(x.shape[1]):
+        seen, mean, square = 0.0, 0.0, 0.0
+        for o in range(x.shape[0]):
+            for start in range(0, x.shape[2], _STRETCH):
+                y = x[o, c, start : start + _STRETCH]
+                base, m = y[0], x.dtype.type(0)  # nearer to the mean than zero is
+                for j in range(len(y)):
+                    m += y[j] - base
+                m /= x.dtype.type(len(y))
+                s = x.dtype.type(0)
+                for j in range(len(y)):
+                    s += ((y[j] - base) - m) * ((y[j] - base) - m)
+                delta = np.float64(base) + m - mean
+                both = seen + len(y)
+                mean += delta * (len(y) / both)
+                square += s + delta * delta * (seen * len(y) / both)
+                seen = both
+        total[0, c], total[1, c] = mean, square
+
+
+@jit.loops("total", fastmath=_FAST)
+def _moments_of_columns(total: Any, x: Any) -> None:
+    n = x.shape[1]
+    mean, square = np.empty(n, x.dtype), np.empty(n, x.dtype)
+    step = max(8, min(256, 65536 // n))
+    for start in range(0, x.shape[0], step):
+        stop, base = min(start + step, x.shape[0]), x[start]
+        mean[:] = 0
+        square[:] = 0
+        for i in range(start, stop):
+            y = x[i]
+            for j in range(n):
+                mean[j] += y[j] - base[j]
+        part = x.dtype.type(1) / x.dtype.type(stop - start)
+        for j in range(n):
+            mean[j] *= part
+        for i in range(start, stop):
+            y = x[i]
+            for j in range(n):
+                square[j] += ((y[j] - base[j]) - mean[j]) * ((y[j] - base[j]) - mean[j])
+        share, weight = (stop - start) / stop, start * ((stop - start) / stop)
+        for j in range(n):
+            delta = np.float64(base[j]) + mean[j] - total[0, j]
+            total[0, j] += delta * share
+            total[1, j] += square[j] + delta * delta * weight
+
+
+@jit.loops("out", fastmath=_FAST)
+def _affine_of_rows(out: Any, x: Any, mean: Any, scale: Any, shift: Any) -> None:
+    for o in range(x.shape[0]):
+        for c in range(x.shape[1]):
+            to, y, m, a, b = out[o, c], x[o, c], mean[c], scale[c], shift[c]
+            for j in range(len(y)):
+                to[j] = (y[j] - m) * a + b
+
+
+@jit.loops("out", fastmath=_FAST)
+def _affine_of_columns(out: Any, x: Any, mean: Any, scale: Any, shift: Any) -> None:
+    for i in range(x.shape[0]):
+        to, y = out[i], x[i]
+        for j in range(len(y)):
+            to[j] = (y[j] - mean[j]) * scale[j] + shift[j]
+
+
+@jit.loops("total", fastmath=_FAST)
+def _sums_of_rows(total: Any, g: Any, x: Any, mean: Any) -> None:
+    for c in range(x.shape[1]):
+        for o in range(x.shape[0]):
+            for start in range(0, x.shape[2], _STRETCH):
+                h, y, m = g[o, c, start : start + _STRETCH], x[o, c, start : start + _STRETCH], mean[c]
+                first, second = x.dtype.type(0), x.dtype.type(0)
+                for j in range(len(y)):
+                    first += h[j]
+                    second += h[j] * (y[j] - m)
+                total[0, c] += first
+                total[1, c] += second
+
+
+@jit.loops("total", fastmath=_FAST)
+def _sums_of_columns(total: Any, g: Any, x: Any, mean: Any) -> None:
+    n = x.shape[1]
+    first, second = np.empty(n, x.dtype), np.empty(n, x.dtype)
+    for start in range(0, x.shape[0], 64):
+        first[:] = 0
+        second[:] = 0
+        for i in range(start, min(start + 64, x.shape[0])):
+            h, y = g[i], x[i]
+            for j in range(n):
+                first[j] += h[j]
+                second[j] += h[j] * (y[j] - mean[j])
+        for j in range(n):
+            total[0, j] += first[j]
+            total[1, j] += second[j]

@@ -1,0 +1,108 @@
+"""Normalisation: a block of threads for each row, or for some channels. Sums over many rows are made in parts, which
+are added in a fixed order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cupy as cp
+import numpy as np
+
+from spmd.kernels.gpu.source import FLOATING, Kernel, over
+
+__all__ = ["channel_affine", "channel_sums", "moments", "normalize", "normalize_vjp"]
+
+_moments, _affine, _sums, _normalize, _normalize_vjp, _weights_vjp = (
+    Kernel("normalisation", name, over(FLOATING))
+    for name in ("moments", "channel_affine", "channel_sums", "normalize", "normalize_vjp", "weights_vjp")
+)
+
+_THREADS = 256
+
+
+def _wide(dtype: Any) -> np.dtype:
+    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+
+
+def _plan(channels: int, places: int, inner: int) -> tuple[int, tuple[int, int], int]:
+    """Channels in a block; the grid of blocks over channels, and over parts of the places; and the number of parts."""
+    lanes = 32 if inner == 1 else 1
+    parts = max(1, min(64, places // (16 * _THREADS // lanes)))
+    return lanes, (min(-(-channels // lanes), 1 << 20), parts), parts
+
+
+def moments(x: Any) -> Any:
+    """The mean and the sum of squared distances from it, of every channel."""
+    outer, channels, inner = x.shape
+    if not x.size:
+        return cp.zeros((2, channels), x.dtype)
+    lanes, grid, parts = _plan(channels, outer * inner, inner)
+    found = cp.empty((3, parts, channels), _wide(x.dtype))
+    args = (found, cp.ascontiguousarray(x), outer, channels, inner, lanes)
+    _moments(x.dtype, grid=grid, block=_THREADS, args=args)
+    found = found.astype(np.float64)  # a few numbers
+    count, mean, square = found[0], found[1], found[2]
+    middle = cp.sum(count * mean, axis=0) / (outer * inner)
+    total = cp.sum(square + count * (mean - middle) ** 2, axis=0)
+    return cp.stack([middle, total]).astype(x.dtype)
+
+
+def channel_affine(x: Any, mean: Any, scale: Any, shift: Any) -> Any:
+    """(x - mean) * scale + shift."""
+    out = cp.empty(x.shape, x.dtype)
+    if x.size:
+        _, channels, inner = x.shape
+        numbers = [cp.ascontiguousarray(a.astype(_wide(x.dtype), copy=False)) for a in (mean, scale, shift)]
+        blocks = max(1, min(-(-x.size // _THREADS), 1 << 16))
+        args = (out, cp.ascontiguousarray(x), *numbers, x.size, channels, inner)
+        _affine(x.dtype, grid=blocks, block=_THREADS, args=args)
+    return out
+
+
+def channel_sums(g: Any, x: Any, mean: Any) -> Any:
+    """sum(g) and sum(g * (x - mean)) of every channel."""
+    outer, channels, inner = x.shape
+    if not x.size:
+        return cp.zeros((2, channels), x.dtype)
+    lanes, grid, parts = _plan(channels, outer * inner, inner)
+    found = cp.empty((2, parts, channels), _wide(x.dtype))
+    middle = cp.ascontiguousarray(mean.astype(found.dtype, copy=False))
+    args = (found, *map(cp.ascontiguousarray, (g, x)), middle, outer, channels, inner, lanes)
+    _sums(x.dtype, grid=grid, block=_THREADS, args=args)
+    return cp.sum(found, axis=1).astype(x.dtype)
+
+
+def normalize(x: Any, weight: Any, bias: Any, eps: float, centred: bool) -> Any:
+    """(x - mean) * rstd * weight + bias of every row; mean and rstd."""
+    out = cp.empty(x.shape, x.dtype)
+    mean, rstd = cp.empty(x.shape[:-1], x.dtype), cp.empty(x.shape[:-1], x.dtype)
+    if x.size:
+        n = x.shape[-1]
+        arrays = (cp.ascontiguousarray(x), *map(_or_null, (weight, bias)))
+        args = (out, mean, rstd, *arrays, np.float64(eps), int(centred), x.size // n, n)
+        _normalize(x.dtype, grid=min(x.size // n, 1 << 20), block=_threads(n), args=args)
+    return out, mean, rstd
+
+
+def normalize_vjp(g: Any, x: Any, weight: Any, mean: Any, rstd: Any, centred: bool) -> Any:
+    """The cotangents of x, weight and bias."""
+    out, n = cp.empty(x.shape, x.dtype), x.shape[-1]
+    if not x.size:
+        return out, cp.zeros(n, x.dtype), cp.zeros(n, x.dtype)
+    rows = x.size // n
+    g, x, mean, rstd = map(cp.ascontiguousarray, (g, x, mean, rstd))
+    args = (out, g, x, _or_null(weight), mean, rstd, int(centred), rows, n)
+    _normalize_vjp(x.dtype, grid=min(rows, 1 << 20), block=_threads(n), args=args)
+    _, grid, parts = _plan(n, rows, 1)
+    found = cp.empty((2, parts, n), _wide(x.dtype))
+    _weights_vjp(x.dtype, grid=grid, block=_THREADS, args=(found, g, x, mean, rstd, rows, n))
+    total = cp.sum(found, axis=1).astype(x.dtype)
+    return out, total[0], total[1]
+
+
+def _threads(n: int) -> int:
+    return min(1024, max(32, -(-n // 128) * 32))
+
+
+def _or_null(a: Any) -> Any:
+    return 0 if a is None else cp.ascontiguousarray(a)

@@ -1,0 +1,340 @@
+"""Normalisation of rows (layer norm, RMS norm) and of channels (batch, group and instance norm), and statistics, over
+array dimensions and workers together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf, prod
+from typing import Any
+
+import numpy as np
+
+from spmd import kernels
+from spmd.autodiff.primitive import primitive
+from spmd.autodiff.tracer import value_of
+from spmd.autodiff.transforms import stop_gradient
+from spmd.errors import SpecError, describe, message
+from spmd.functions.arguments import Parts, along, floating, number
+from spmd.mesh import here
+from spmd.operators.gather import all_gather
+from spmd.operators.reduce import AxisName, varying_of
+
+__all__ = ["batch_norm", "group_norm", "instance_norm", "layer_norm", "merge_moments", "moments", "rms_norm"]
+
+
+# Rows
+
+
+class _Norm(Parts):
+    """The cotangents of x, weight and bias, and what the forward pass found of the rows."""
+
+    __slots__ = ("found",)
+
+
+def _refer(g, x, weight, centred: bool, eps: float):
+    """rstd and z of `normalize`, the map u -> u - mean(u) - z mean(u z), and g * weight, of functions with rules."""
+
+    def mean(a):
+        return np.mean(a, axis=-1, keepdims=True)
+
+    away = x - mean(x) if centred else x
+    rstd = 1 / np.sqrt(mean(away * away) + eps)
+    z = away * rstd
+
+    def project(u):
+        v = u - z * mean(u * z)
+        return v - mean(u) if centred else v
+
+    return rstd, z, project, g if weight is None else g * weight, mean
+
+
+def _second_g(h, _ans, g, x, weight, *, eps, centred, norm) -> Any:
+    rstd, z, project, _, _ = _refer(g, x, weight, centred, eps)
+    d = rstd * project(h[0])
+    return (d if weight is None else d * weight) + h[1] * z + h[2]
+
+
+def _second_x(h, _ans, g, x, weight, *, eps, centred, norm) -> Any:
+    rstd, z, project, u, mean = _refer(g, x, weight, centred, eps)
+    through_z = h[1] * g - rstd * (h[0] * mean(u * z) + u * mean(h[0] * z))
+    return rstd * project(through_z) - rstd * rstd * z * mean(h[0] * project(u))
+
+
+def _second_weight(h, _ans, g, x, weight, *, eps, centred, norm) -> Any:
+    rstd, _, project, _, _ = _refer(g, x, weight, centred, eps)
+    return np.sum(g * (rstd * project(h[0])), axis=tuple(range(g.ndim - 1)))
+
+
+@primitive("normalize_vjp", _second_g, _second_x, _second_weight)
+def _normalize_vjp(g, x, weight, *, eps: float, centred: bool, norm: _Norm):
+    mean, rstd = norm.found
+    return kernels.of(x).normalize_vjp(g, x, weight, mean, rstd, centred)
+
+
+def _pull(k: int):
+    def rule(g, _ans, x, weight, _bias, *, eps, centred, norm) -> Any:
+        return norm.take(g, k, lambda: _normalize_vjp(g, x, weight, eps=eps, centred=centred, norm=norm))
+
+    return rule
+
+
+@primitive("normalize", _pull(0), _pull(1), _pull(2))
+def _normalize(x, weight, bias, *, eps: float, centred: bool, norm: _Norm):
+    y, *norm.found = kernels.of(x).normalize(x, weight, bias, eps, centred)
+    return y
+
+
+def _rows(where: str, x, weight, bias, eps, ndim: int, axis_name: AxisName | None, centred: bool):
+    x = floating(where, "x", x)
+    if not isinstance(ndim, int) or not 0 < ndim <= x.ndim:
+        need = f"an integer from 1 to {x.ndim}" if x.ndim else "an array with dimensions"
+        raise SpecError(message(where, argument="ndim", got=f"{ndim} for {describe(x)}", need=need, mend="ndim=1"))
+    shape, n = x.shape, prod(x.shape[x.ndim - ndim :])
+    weight, bias = (
+        _parameter(where, name, p, shape[x.ndim - ndim :], x.dtype) for name, p in (("weight", weight), ("bias", bias))
+    )
+    eps = number(where, "eps", eps, 0, inf)
+    x = np.reshape(x, (*shape[: x.ndim - ndim], n))
+    if axis_name is None:
+        y = _normalize(x, weight, bias, eps=eps, centred=centred, norm=_Norm())
+        return np.reshape(y, shape)
+    rows = np.reshape(x, (1, prod(x.shape[:-1]), n))
+    count, mean, square = _statistics(rows, axis_name, where)
+    square = square / count if centred else square / count + mean * mean
+    rstd = (1 / np.sqrt(square + eps)).astype(x.dtype)
+    mean = mean.astype(x.dtype) if centred else np.zeros_like(rstd)
+    y = np.reshape(_affine(rows, mean, rstd, np.zeros_like(rstd), parts=Parts()), x.shape)
+    y = y if weight is None else y * weight
+    return np.reshape(y if bias is None else y + bias, shape)
+
+
+def _parameter(where: str, name: str, p, shape: tuple[int, ...], dtype):
+    """A weight or bias as one dimension, in the dtype of x."""
+    if p is None:
+        return None
+    p = floating(where, name, p)
+    if tuple(p.shape) != tuple(shape):
+        need = f"shape {list(shape)}"
+        raise SpecError(message(where, argument=name, got=describe(p), need=need, mend=f"reshape it, or {name}=None"))
+    return np.reshape(p, (prod(shape),)).astype(dtype)
+
+
+def layer_norm(x, weight=None, bias=None, eps: float = 1e-5, *, ndim: int = 1, axis_name: AxisName | None = None):
+    """(x - mean) / sqrt(var + eps) * weight + bias, by the mean and variance of each row.
+
+    A row is the last axis of x, or the last `ndim` axes; weight and bias have its shape, or are None.
+    axis_name: the axes of the mesh that split the last axis, in blocks of any sizes; weight and bias are blocks too.
+    Cost then: one all-gather of two numbers per row forward, two sums backward.
+    Cotangent of x: (u - mean(u) - z * mean(u z)) / sqrt(var + eps), where u = g * weight, z = (x - mean) / sqrt(...).
+    Ba, Kiros, Hinton, "Layer normalization", 2016.
+    """
+    return _rows("spmd.functions.layer_norm", x, weight, bias, eps, ndim, axis_name, True)
+
+
+def rms_norm(x, weight=None, eps: float = 1e-6, *, ndim: int = 1, axis_name: AxisName | None = None):
+    """x / sqrt(mean(x^2) + eps) * weight, for each row: as `layer_norm`, without the mean. Zhang, Sennrich, 2019."""
+    return _rows("spmd.functions.rms_norm", x, weight, None, eps, ndim, axis_name, False)
+
+
+# Channels. What a channel has in common is one number for each: x is (outer, channels, inner).
+
+
+def _sums_g(h, _ans, _g, x, mean) -> Any:
+    return _affine(x, mean, h[1], h[0], parts=Parts())
+
+
+def _sums_x(h, _ans, g, _x, mean) -> Any:
+    return _affine(g, np.zeros_like(mean), h[1], np.zeros_like(mean), parts=Parts())
+
+
+@primitive(
+    "channel_sums",
+    _sums_g,
+    _sums_x,
+    lambda h, ans, _g, _x, _mean: -h[1] * ans[0],
+)
+def _sums(g, x, mean):
+    return kernels.of(x).channel_sums(g, x, mean)
+
+
+def _affine_x(g, _ans, _x, _mean, scale, _shift, *, parts) -> Any:
+    zeros = np.zeros_like(scale)
+    return _affine(g, zeros, scale, zeros, parts=Parts())
+
+
+def _pairs(g, x, mean):
+    s = _sums(g, x, mean)
+    return s[0], s[1], s[0]
+
+
+@primitive(
+    "channel_affine",
+    _affine_x,
+    lambda g, _ans, x, mean, scale, _shift, *, parts: -scale * parts.take(g, 0, lambda: _pairs(g, x, mean)),
+    lambda g, _ans, x, mean, _scale, _shift, *, parts: parts.take(g, 1, lambda: _pairs(g, x, mean)),
+    lambda g, _ans, x, mean, _scale, _shift, *, parts: parts.take(g, 2, lambda: _pairs(g, x, mean)),
+)
+def _affine(x, mean, scale, shift, *, parts: Parts):
+    return kernels.of(x).channel_affine(x, mean, scale, shift)
+
+
+@primitive(
+    "moments",
+    lambda g, ans, x: _affine(x, ans[0], 2 * g[1], g[0] / max(1, x.shape[0] * x.shape[2]), parts=Parts()),
+)
+def _moments(x):
+    return kernels.of(x).moments(x)
+
+
+def merge_moments(counts, means, squares):
+    """The count, mean and sum of squared distances of several samples together, from those of each.
+
+    The first axis counts the samples. Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm", 1979.
+    """
+    counts = np.reshape(counts, (len(counts),) + (1,) * (means.ndim - 1))
+    count = np.sum(counts)
+    mean = np.sum(counts * means, axis=0) / count
+    return count, mean, np.sum(squares + counts * (means - mean) ** 2, axis=0)
+
+
+def _statistics(x, axis_name: AxisName | None, where: str):
+    """Count, means and sums of squared distances of the channels of x, and of all workers along axis_name."""
+    found = _moments(x)
+    count = x.shape[0] * x.shape[2]
+    over = () if axis_name is None else varying_of(x, here(where).mesh.names(axis_name, where))
+    if not over:
+        return count, found[0], found[1]
+    if value_of(found).dtype.itemsize < 4:
+        found = found.astype(np.float32)
+    packed = np.concatenate([np.reshape(found, (-1,)), np.full_like(value_of(found), count, shape=(1,))])
+    every = all_gather(packed, over, to="invariant")
+    channels = x.shape[1]
+    return merge_moments(every[:, -1], every[:, :channels], every[:, channels:-1])
+
+
+def moments(
+    x, axis: int | Sequence[int] | None = None, *, axis_name: AxisName | None = None, keepdims: bool = False
+) -> tuple[Any, Any]:
+    """The mean and the variance of x over some axes (None: all), and over the workers along axis_name.
+
+    Every entry counts once, however uneven the blocks; some may be empty. The variance is the mean squared distance
+    from the mean. Along axis_name the results are Invariant; an array that is Invariant there counts once.
+    Cost: one all-gather of both and the count; backward what brings the cotangents of both to the workers. Of no
+    entries both are NaN.
+    """
+    where = "spmd.functions.moments"
+    x = floating(where, "x", x)
+    axes = tuple(range(x.ndim)) if axis is None else (axis,) if isinstance(axis, int | np.integer) else tuple(axis)
+    for a in axes:
+        along(lambda x: x, x, int(a), where)
+    axes = tuple(sorted({a % x.ndim for a in axes}))
+    rest = [n for n in range(x.ndim) if n not in axes]
+    shape = tuple(x.shape[a] for a in rest)
+    n = prod(x.shape[a] for a in axes)
+    if axes == tuple(range(len(axes))):  # the leading axes: no copy
+        stacked = np.reshape(x, (n, prod(shape), 1))
+    else:
+        stacked = np.reshape(np.transpose(x, (*rest, *axes)), (1, prod(shape), n))
+    count, mean, square = _statistics(stacked, axis_name, where)
+    if isinstance(count, int):
+        count = count or np.nan
+        mean = mean + 0 * count
+    with np.errstate(invalid="ignore"):
+        variance = square / count
+    final = tuple(1 if a in axes else m for a, m in enumerate(x.shape)) if keepdims else shape
+    return np.reshape(mean, final).astype(x.dtype), np.reshape(variance, final).astype(x.dtype)
+
+
+def _channels(where: str, x, axis: int):
+    """x as (outer, channels, inner)."""
+    along(lambda x: x, x, axis, where)
+    axis %= x.ndim
+    return np.reshape(x, (prod(x.shape[:axis]), x.shape[axis], prod(x.shape[axis + 1 :])))
+
+
+def batch_norm(
+    x,
+    weight=None,
+    bias=None,
+    running: tuple[Any, Any] | None = None,
+    *,
+    training: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    axis: int = 1,
+    axis_name: AxisName | None = None,
+):
+    """(x - mean) / sqrt(var + eps) * weight + bias, by the mean and variance of each channel over all else.
+
+    axis: that of the channels; weight and bias have its length, or are None. axis_name: axes of the mesh over which
+    the batch is split; then the statistics are those of all workers together, with true counts on uneven and empty
+    blocks. running: (mean, variance) of batches before, or None. Where it is given the result is (y, running after):
+    the old one times 1 - momentum, plus the batch's mean and unbiased variance times momentum, as torch has it; it has
+    no gradient.
+    With training=False the running ones are used in place of the batch's, and come back as they are.
+    Cost: one all-gather of the statistics forward, two sums of a number per channel backward.
+    Ioffe, Szegedy, "Batch normalization", 2015.
+    """
+    where = "spmd.functions.batch_norm"
+    x = floating(where, "x", x)
+    stacked = _channels(where, x, axis)
+    channels = stacked.shape[1]
+    weight, bias = (_parameter(where, m, p, (channels,), x.dtype) for m, p in (("weight", weight), ("bias", bias)))
+    eps, momentum = number(where, "eps", eps, 0, inf), number(where, "momentum", momentum, 0, 1)
+    if running is not None and (not isinstance(running, tuple | list) or len(running) != 2):
+        need = "a pair (mean, variance), or None"
+        raise SpecError(message(where, argument="running", got=describe(running), need=need, mend="running=None"))
+    if not training and running is None:
+        need = "running=(mean, variance)"
+        raise SpecError(message(where, argument="running", got="None with training=False", need=need, mend=need))
+    if training:
+        count, mean, square = _statistics(stacked, axis_name, where)
+        variance = square / np.maximum(count, 1)
+        if running is not None:
+            old_mean, old_variance = running
+            unbiased = stop_gradient(square) / np.maximum(count - 1, 1)
+            running = (
+                (1 - momentum) * old_mean + momentum * stop_gradient(mean).astype(old_mean.dtype),
+                (1 - momentum) * old_variance + momentum * unbiased.astype(old_variance.dtype),
+            )
+    else:
+        assert running is not None
+        mean, variance = running
+    scale = (1 / np.sqrt(variance + eps)).astype(x.dtype)
+    scale = scale if weight is None else scale * weight
+    shift = np.zeros_like(scale) if bias is None else bias
+    y = np.reshape(_affine(stacked, mean.astype(x.dtype), scale, shift, parts=Parts()), x.shape)
+    return y if running is None else (y, running)
+
+
+def group_norm(x, groups: int, weight=None, bias=None, eps: float = 1e-5):
+    """Layer norm over groups of channels and all places, for each item of a batch.
+
+    x: (batch, channels, ...); groups: a divisor of the channels; weight and bias: (channels,), or None.
+    Wu, He, "Group normalization", 2018.
+    """
+    where = "spmd.functions.group_norm"
+    x = floating(where, "x", x)
+    if x.ndim < 2:
+        need = "(batch, channels, ...)"
+        raise SpecError(message(where, argument="x", got=describe(x), need=need, mend="add the dimensions"))
+    channels = x.shape[1]
+    if not isinstance(groups, int | np.integer) or groups < 1 or channels % groups:
+        need, mend = f"a divisor of the {channels} channels", "groups=1"
+        raise SpecError(message(where, argument="groups", got=describe(groups), need=need, mend=mend))
+    weight, bias = (_parameter(where, m, p, (channels,), x.dtype) for m, p in (("weight", weight), ("bias", bias)))
+    n = prod(x.shape[2:])
+    rows = np.reshape(x, (x.shape[0] * groups, channels // groups * n))
+    y = _normalize(rows, None, None, eps=number(where, "eps", eps, 0, inf), centred=True, norm=_Norm())
+    if weight is not None or bias is not None:
+        y = np.reshape(y, (x.shape[0], channels, n))
+        weight = np.ones_like(value_of(y), shape=(channels,)) if weight is None else weight
+        zeros = np.zeros_like(weight)
+        y = _affine(y, zeros, weight, zeros if bias is None else bias, parts=Parts())
+    return np.reshape(y, x.shape)
+
+
+def instance_norm(x, weight=None, bias=None, eps: float = 1e-5):
+    """Every channel of every item normalised by itself: `group_norm` with as many groups as channels."""
+    x = floating("spmd.functions.instance_norm", "x", x)
+    return group_norm(x, max(1, x.shape[1]) if x.ndim > 1 else 1, weight, bias, eps)

@@ -1,0 +1,252 @@
+"""Normalisation: the kernels against their references, and the functions over them."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+from kernel_cases import REAL, Family
+
+import spmd
+from spmd import P
+from spmd import functions as F
+from spmd.errors import SpecError
+from spmd.kernels import cpu, jit, reference
+
+family = Family("normalisation")
+
+
+def stacked(draw):
+    inner = draw.choose(1, 5, 33) if draw.small else draw.choose(1, 1, 5, 70)
+    return draw.integer(0, 4), draw.integer(0, 5), inner
+
+
+def channels(draw, count):
+    return tuple(draw.array((draw.last[1],)) for _ in range(count))
+
+
+def affine(draw):
+    draw.last = stacked(draw)
+    return draw.array(draw.last), *channels(draw, 3)
+
+
+def sums(draw):
+    draw.last = stacked(draw)
+    return draw.array(draw.last), draw.array(draw.last), *channels(draw, 1)
+
+
+def rows(draw):
+    x = draw.array((*draw.shape(0, 2), draw.choose(1, 4, 33, 130)), low=-3, high=5)
+    weights = (draw.array(x.shape[-1:]) if draw.choose(True, False) else None for _ in range(2))
+    return x, *weights, draw.choose(0.5, 0.125), draw.choose(True, False)
+
+
+def cotangents(draw):
+    x, weight, _, eps, centred = rows(draw)
+    _, mean, rstd = reference.normalize(x.astype(float), None, None, eps, centred)
+    return draw.array(x.shape), x, weight, mean.astype(x.dtype), rstd.astype(x.dtype), centred
+
+
+family.case("moments", lambda draw: (draw.array(stacked(draw), low=-3, high=5),), scale=99)
+family.case("channel_affine", affine, scale=30)
+family.case("channel_sums", sums, scale=999, dtypes=(*REAL, "bfloat16"))
+family.case("normalize", rows, scale=20)
+family.case("normalize_vjp", cotangents, scale=900, dtypes=(*REAL, "bfloat16"))
+
+TestKernels = family.tests()
+
+
+@pytest.mark.parametrize("shape", [(3000, 7, 1), (3, 7, 10000), (1, 9, 20000)])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_large_mean_does_no_harm(shape, compiled):
+    if compiled and not jit.available():
+        pytest.skip("needs numba")
+    x = (1e4 + np.random.default_rng(0).normal(size=shape)).astype("float32")
+    with contextlib.nullcontext() if compiled else jit.off():
+        mean, square = cpu.moments(x)
+    exact = reference.moments(x.astype(float))
+    np.testing.assert_allclose(mean, exact[0], rtol=1.2e-7)
+    np.testing.assert_allclose(square, exact[1], rtol=1e-5)
+
+
+# The functions
+
+
+def normal(*shape):
+    return np.random.default_rng(shape).normal(size=shape) * 2 + 1
+
+
+X, W, B = normal(3, 6, 5), normal(6), normal(6) - 2
+
+FUNCTIONS = {
+    "layer_norm": lambda x, w, b: F.layer_norm(np.swapaxes(x, 1, 2), w, b),
+    "layer_norm of two axes": lambda x, w, b: F.layer_norm(x, w[:, None] * b[:5], ndim=2),
+    "rms_norm": lambda x, w, b: F.rms_norm(np.swapaxes(x, 1, 2), w) + b,
+    "batch_norm": lambda x, w, b: F.batch_norm(x, w, b),
+    "batch_norm of vectors": lambda x, w, b: F.batch_norm(np.swapaxes(x, 1, 2), w, b, axis=-1),
+    "group_norm": lambda x, w, b: F.group_norm(x, 3, w, b),
+    "instance_norm": lambda x, w, b: F.instance_norm(x, w, b),
+    "moments": lambda x, w, b: np.stack(F.moments(x, (0, 2))) * w + b,
+    "moments of leading axes": lambda x, w, b: np.stack(F.moments(x, (0, 1))),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_derivatives_to_second_order(name):
+    spmd.check_grads(FUNCTIONS[name], (X, W, B), order=2)
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "batch_norm"])
+def test_derivatives_to_third_order(name):
+    spmd.check_grads(lambda x: FUNCTIONS[name](x, W, B), (X[:2, :, :3],), order=3, modes=("rev",))
+
+
+def test_functions_are_those_of_torch():
+    torch = pytest.importorskip("torch")
+    nn = torch.nn.functional
+    x, w, b = (torch.tensor(a, requires_grad=True) for a in (X, W, B))
+    theirs = {
+        "layer_norm": lambda: nn.layer_norm(x.swapaxes(1, 2), (6,), w, b),
+        "rms_norm": lambda: nn.rms_norm(x.swapaxes(1, 2), (6,), w, 1e-6) + b,
+        "batch_norm": lambda: nn.batch_norm(x, None, None, w, b, training=True),
+        "group_norm": lambda: nn.group_norm(x, 3, w, b),
+        "instance_norm": lambda: nn.instance_norm(x, weight=w, bias=b),
+    }
+    for name, f in theirs.items():
+        y = f()
+        wanted = torch.autograd.grad((y**3).sum(), (x, w, b))
+        np.testing.assert_allclose(FUNCTIONS[name](X, W, B), y.detach().numpy(), rtol=1e-10, atol=1e-12)
+        found = spmd.grad(lambda *a, name=name: np.sum(FUNCTIONS[name](*a) ** 3), (0, 1, 2))(X, W, B)
+        for g, h in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(g, h.numpy(), rtol=1e-9, atol=1e-9)
+
+
+def test_running_averages_are_those_of_torch():
+    torch = pytest.importorskip("torch")
+    mean, variance = torch.zeros(6, dtype=torch.float64), torch.ones(6, dtype=torch.float64)
+    running = (np.zeros(6), np.ones(6))
+    for k in range(3):
+        torch.nn.functional.batch_norm(torch.tensor(X * k), mean, variance, training=True, momentum=0.2)
+        _, running = F.batch_norm(X * k, running=running, momentum=0.2)
+    np.testing.assert_allclose(running, [mean, variance])
+    wanted = torch.nn.functional.batch_norm(torch.tensor(X), mean, variance, training=False)
+    y, after = F.batch_norm(X, running=running, training=False)
+    np.testing.assert_allclose(y, wanted)
+    assert after is running
+
+
+def test_cotangents_are_made_once(monkeypatch):
+    calls = []
+    kernel = cpu.normalize_vjp
+    monkeypatch.setattr(cpu, "normalize_vjp", lambda *a: calls.append(1) or kernel(*a))
+    spmd.grad(lambda x, w, b: np.sum(F.layer_norm(x, w, b) ** 2), (0, 1, 2))(X, W[:5], B[:5])
+    assert len(calls) == 1
+
+
+def test_merged_moments_are_those_of_all():
+    parts = [normal(n, 4) for n in (3, 1, 6)]
+    found = [reference.moments(p[:, :, None]) for p in parts]
+    count, mean, square = F.merge_moments([3, 1, 6], np.stack([f[0] for f in found]), np.stack([f[1] for f in found]))
+    whole = np.concatenate(parts)
+    assert count == 10
+    np.testing.assert_allclose(mean, whole.mean(0))
+    np.testing.assert_allclose(square / count, whole.var(0))
+
+
+@pytest.mark.parametrize("items", [7, 2])  # uneven, and with empty blocks
+def test_statistics_of_all_workers(items, scheduler):
+    x = normal(items, 6, 5)
+    mesh = spmd.Mesh(data=3, transport="local", scheduler=scheduler)
+    both = spmd.map(lambda x: F.moments(x, (0, 2), axis_name="data"), P("data"), P(), mesh=mesh)(x)
+    np.testing.assert_allclose(both[0].numpy(), x.mean((0, 2)))
+    np.testing.assert_allclose(both[1].numpy(), x.var((0, 2)))
+    y = spmd.map(lambda x, w, b: F.batch_norm(x, w, b, axis_name="data"), (P("data"), P(), P()), P("data"), mesh=mesh)
+    np.testing.assert_allclose(y(x, W, B).numpy(), F.batch_norm(x, W, B), atol=1e-12)
+    weights = normal(items, 6, 6)[:, :, :5]
+
+    def total(x, w, b, v):
+        return spmd.sum(F.batch_norm(x, w, b, axis_name="data") * v, "data")
+
+    mapped = spmd.map(total, (P("data"), P(), P(), P("data")), P(), mesh=mesh)
+    serial = spmd.grad(lambda x, w, b: np.sum(F.batch_norm(x, w, b) * weights), (0, 1, 2))(x, W, B)
+    for found, wanted in zip(spmd.grad(mapped, (0, 1, 2))(x, W, B, weights), serial, strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-11)
+    spmd.check_grads(lambda x, w: mapped(x, w, B, weights), (x, W), order=2)
+
+
+def test_batch_norm_costs_one_gather_and_two_sums():
+    with spmd.Mesh(data=3, transport="local"):
+        loss = spmd.map(lambda x: spmd.psum(np.sum(F.batch_norm(x, axis_name="data") ** 3), "data"), P("data"), P())
+        with spmd.ledger() as forward:
+            loss(X)
+        with spmd.ledger() as both:
+            spmd.value_and_grad(loss)(X)
+    assert forward.verbs == {"all_gather": 1, "all_reduce": 1}
+    assert sum(both.verbs.values()) <= 4
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("n", [7, 2])
+def test_rows_that_are_spread(name, n, scheduler):
+    x, w, v = normal(4, n), normal(n), normal(4, n + 1)[:, :n]
+    mesh = spmd.Mesh(data=2, model=3, transport="local", scheduler=scheduler)
+    f = getattr(F, name)
+
+    def total(x, w, v):
+        return spmd.sum(f(x, w, axis_name="model") * v, ("data", "model"))
+
+    spread = P("data", "model")
+    mapped = spmd.map(total, (spread, P("model"), spread), P(), mesh=mesh)
+    np.testing.assert_allclose(float(mapped(x, w, v)), np.sum(f(x, w) * v), rtol=1e-10)
+    wanted = spmd.grad(lambda x, w: np.sum(f(x, w) * v), (0, 1))(x, w)
+    for g, h in zip(spmd.grad(mapped, (0, 1))(x, w, v), wanted, strict=True):
+        np.testing.assert_allclose(g, h, atol=1e-11)
+    if n == 7:
+        spmd.check_grads(lambda x, w: mapped(x, w, v), (x, w), order=2)
+
+
+def test_in_a_body(scheduler):
+    mesh = spmd.Mesh(data=4, transport="local", scheduler=scheduler)
+    total = spmd.map(
+        lambda x, w, b: spmd.sum(F.layer_norm(x, w, b) ** 3, "data"), (P("data"), P(), P()), P(), mesh=mesh
+    )
+
+    def serial(x, w, b):
+        return np.sum(F.layer_norm(x, w, b) ** 3)
+
+    x = normal(6, 6)
+    for k in (6, 3):
+        for g, h in zip(
+            spmd.grad(total, (0, 1, 2))(x[:k], W, B), spmd.grad(serial, (0, 1, 2))(x[:k], W, B), strict=True
+        ):
+            np.testing.assert_allclose(g, h, atol=1e-11)
+    spmd.check_grads(total, (x, W, B), order=2)
+
+
+def test_of_nothing():
+    mean, variance = F.moments(np.zeros((0, 3)), 0)
+    assert np.isnan(mean).all()
+    assert np.isnan(variance).all()
+    assert F.batch_norm(np.zeros((0, 3))).shape == (0, 3)
+
+
+def test_errors():
+    with pytest.raises(SpecError, match=r"shape \[5\]"):
+        F.layer_norm(X, W)
+    with pytest.raises(SpecError, match="ndim"):
+        F.layer_norm(X, ndim=4)
+    with pytest.raises(SpecError, match="eps"):
+        F.rms_norm(X, eps=-1.0)
+    with pytest.raises(SpecError, match="divisor of the 6"):
+        F.group_norm(X, 4)
+    with pytest.raises(SpecError, match="training=False"):
+        F.batch_norm(X, training=False)
+    with pytest.raises(SpecError, match="pair"):
+        F.batch_norm(X, running=np.zeros(6))
+    with pytest.raises(SpecError, match="axis of the array"):
+        F.moments(X, 3)
+    with pytest.raises(SpecError, match="floating-point"):
+        F.layer_norm(np.arange(3))
+    with pytest.raises(SpecError, match="batch, channels"):
+        F.group_norm(W, 2)
