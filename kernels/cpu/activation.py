@@ -6,7 +6,7 @@ Without numba in pieces that fit into the cache.
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,8 @@ _WIDTH = 1 << 12
 
 def activate(x: np.ndarray, bias: np.ndarray | None, kind: str, alpha: float = 1.0) -> np.ndarray:
     """f(x + bias)."""
+    if kind == "relu" and bias is None:  # one pass in any case
+        return np.maximum(x, x.dtype.type(0), out=buffers.empty_like(x))
     return _by_row(_activate, _activate_plain, (x,), bias, kind, alpha)
 
 
@@ -38,9 +40,8 @@ def _by_row(loops: Any, plain: Any, arrays: tuple[np.ndarray, ...], bias: Any, k
     if not out.size:
         return out
     wide = accurate(out.dtype)
-    which, numbers = form(kind, alpha)
     compiled = jit.available() and out.dtype.isnative and wide.char in "fd"
-    p: Any = np.array(numbers, wide) if compiled else tuple(map(wide.type, numbers))
+    which, p = _numbers(kind, alpha, wide, compiled)
     flat = [np.ascontiguousarray(a).reshape(-1) for a in (out, *arrays)]
     pieces = [(0, out.size, out.shape[-1])] if bias is not None else _cut(out.size)
     for start, stop, n in pieces:
@@ -54,13 +55,19 @@ def _by_row(loops: Any, plain: Any, arrays: tuple[np.ndarray, ...], bias: Any, k
     return out
 
 
+@lru_cache(64)
+def _numbers(kind: str, alpha: float, dtype: np.dtype, compiled: bool) -> tuple[int, Any]:
+    which, numbers = form(kind, alpha)
+    return which, np.array(numbers, dtype) if compiled else tuple(map(dtype.type, numbers))
+
+
 def _cut(size: int) -> list[tuple[int, int, int]]:
     """Rows of one width, and what is left, as a row."""
     whole = size - size % _WIDTH
     return [c for c in ((0, whole, _WIDTH), (whole, size, size - whole)) if c[1] > c[0]]
 
 
-@cache
+@lru_cache(64)
 def _zeros(n: int, dtype: np.dtype) -> np.ndarray:
     """A bias of nothing: the loops have one in any case, so that they are compiled once."""
     return np.zeros(n, dtype)
