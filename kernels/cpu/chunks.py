@@ -77,7 +77,9 @@ def into_rows(f: Callable[..., None], outs: tuple[np.ndarray, ...], *arrays: np.
     everything = (*outs, *arrays)
     rows = len(everything[0])
     short = any(accurate(a.dtype) != a.dtype for a in everything)
-    if not rows or (whole and not short):
+    if not rows:
+        return
+    if whole and not short:
         f(*everything)
         return
     step = max(1, CACHE // max(1, max(math.prod(a.shape[1:]) * accurate(a.dtype).itemsize for a in everything)))

@@ -110,7 +110,7 @@ def normalize(
         if compiled:
             _normalize(o, m, r, x, w, b, wide.type(eps), centred)
         else:
-            o[...], m[...], r[...] = reference.normalize(x, weight if weight is None else w, bias, eps, centred)
+            _normalize_plain(o, m, r, x, w, b, eps, centred)
 
     flat = np.ascontiguousarray(x).reshape(rows, n)
     into_rows(run, (out.reshape(rows, n), mean.reshape(-1), rstd.reshape(-1)), flat, whole=compiled)
@@ -130,9 +130,7 @@ def normalize_vjp(
         if compiled:
             _normalize_vjp(o, total, g, x, w, m, r, centred)
         else:
-            o[...], dw, db = reference.normalize_vjp(g, x, weight if weight is None else w, m, r, centred)
-            total[0] += dw
-            total[1] += db
+            _normalize_vjp_plain(o, total, g, x, w, m, r, centred)
 
     arrays = [np.ascontiguousarray(a).reshape(rows, n) for a in (g, x)]
     stats = [np.ascontiguousarray(a).reshape(-1) for a in (mean, rstd)]
@@ -143,6 +141,34 @@ def normalize_vjp(
 def _compiled(*arrays: np.ndarray) -> bool:
     native = all(a.dtype.isnative and accurate(a.dtype).char in "fd" for a in arrays)
     return jit.available() and native and arrays[0].size > 0
+
+
+# In NumPy, in place.
+
+
+def _normalize_plain(out: Any, mean: Any, rstd: Any, x: Any, weight: Any, bias: Any, eps: float, centred: bool) -> None:
+    mean[...] = np.mean(x, axis=-1) if centred else 0
+    np.subtract(x, mean[:, None], out=out)
+    rstd[...] = 1 / np.sqrt(np.vecdot(out, out) / x.shape[-1] + eps)
+    out *= rstd[:, None]
+    out *= weight
+    out += bias
+
+
+def _normalize_vjp_plain(
+    out: Any, total: Any, g: Any, x: Any, weight: Any, mean: Any, rstd: Any, centred: bool
+) -> None:
+    z = x - mean[:, None]
+    z *= rstd[:, None]
+    np.multiply(g, weight, out=out)
+    first = np.mean(out, axis=-1, keepdims=True) if centred else 0
+    second = np.vecdot(out, z)[:, None] / x.shape[-1]
+    total[0] += np.einsum("ij,ij->j", g, z)
+    total[1] += np.sum(g, axis=0)
+    z *= second
+    out -= z
+    out -= first
+    out *= rstd[:, None]
 
 
 # Loops
