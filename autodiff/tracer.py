@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from spmd.autodiff import devices
 from spmd.autodiff.primitive import (
     NOTHING,
     VALUE,
@@ -45,7 +46,17 @@ from spmd.errors import (
     nearest,
 )
 
-__all__ = ["Array", "Mixing", "apply", "bare", "mixing", "record", "use_mixing", "value_of"]
+__all__ = [
+    "Array",
+    "Mixing",
+    "apply",
+    "bare",
+    "mixing",
+    "record",
+    "register_device_arrays",
+    "use_mixing",
+    "value_of",
+]
 
 
 class Mixing:
@@ -139,7 +150,12 @@ def apply(prim: Primitive, args, kwargs):
         rest = iter(joined)
         args = [next(rest) if type(a) is Array else a for a in args]
     if top is None:
-        return wrap(prim.fun(*[a.value if type(a) is Array else a for a in args], **kwargs), state)
+        bared = [a.value if type(a) is Array else a for a in args]
+        try:
+            ans = prim.fun(*bared, **kwargs)
+        except Exception as error:
+            ans = devices.again(prim.fun, bared, kwargs, error, prim.name)
+        return wrap(ans, state)
     lower, likes, parents, deeper, key = [], [], [], False, 1
     for a in args:
         key <<= 1
@@ -164,7 +180,12 @@ def apply(prim: Primitive, args, kwargs):
         likes.append(like)
     plan = prim.plans.get(key) or prim.plan(key)
     options = plan.chosen(kwargs) if kwargs else kwargs
-    ans = apply(prim, lower, kwargs) if deeper else prim.fun(*lower, **kwargs)
+    try:
+        ans = apply(prim, lower, kwargs) if deeper else prim.fun(*lower, **kwargs)
+    except Exception as error:
+        if deeper:
+            raise
+        ans = devices.again(prim.fun, lower, kwargs, error, prim.name)
     return _recorded(plan, parents, lower, likes, options, ans, state, top)
 
 
@@ -291,7 +312,11 @@ def apply_binary(prim: Primitive, x, y, into: Array | None = None, ufunc: Any = 
         ans = ufunc(a, b, out=into.value)
         into.value = TAKEN
     else:
-        ans = prim.fun(a, b)
+        try:
+            ans = prim.fun(a, b)
+        except Exception as error:
+            ans = devices.again(prim.fun, pair := [a, b], NO_OPTIONS, error, prim.name)
+            a, b = pair
     if plan is None or tape is None:
         return Array(ans, state) if state is not None and type(ans) in USUAL else wrap(ans, state)
     parents = (left, right) if key == 7 else (left,) if key == 6 else (right,)
@@ -341,6 +366,13 @@ USUAL = {np.ndarray, np.float64, np.float32}
 """The types of values without any surprise: no number of Python's, and no Array of another level."""
 _operands = USUAL | {int, float}
 _PLAIN = {*_operands, bool, str, type(None), np.dtype, type}
+
+
+def register_device_arrays(module: Any) -> None:
+    """Arrays of a module that is like NumPy, CuPy, may come: they take the short ways too."""
+    devices.register(module)
+    for kinds in (USUAL, _operands, _PLAIN, OPERANDS, _TYPES):
+        kinds.add(module.ndarray)
 
 
 _SELECT = Primitive(None, "select", (lambda g, ans, k: Bundle({k: g}),))
@@ -457,7 +489,11 @@ def _computed(fun, args, kwargs, arrays: list[Array]) -> Any:
             break
     if fun not in handlers and fun not in constants:
         args, kwargs = _read_only(args), _read_only(kwargs)
-    return wrap(_unshared(fun(*args, **kwargs)), state)
+    try:
+        ans = fun(*args, **kwargs)
+    except Exception as error:
+        ans = devices.again(fun, list(args), kwargs, error, name_of(fun))
+    return wrap(_unshared(ans), state)
 
 
 def _no_mask(fun, where: Array) -> Exception:

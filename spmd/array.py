@@ -6,13 +6,16 @@ import math
 import operator
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from spmd import device as devices
 from spmd.autodiff import tree
 from spmd.autodiff.tracer import Array, name_of
+from spmd.device import contiguous, on_device, to_host
 from spmd.errors import (
     ClosureError,
     LayoutError,
@@ -105,22 +108,33 @@ class PartitionedArray:
         return len(held) == math.prod(len(c) for c in self.layout.cuts)
 
     def numpy(self) -> np.ndarray:
-        """The whole array, assembled on every process; read-only. Collective under MPI: all processes call it."""
+        """The whole array on the host, assembled on every process; read-only. Collective under MPI: all processes call
+        it."""
+        return self._whole()._assembled()
+
+    def _whole(self) -> PartitionedArray:
+        """The same with a layout by which every process has all of it."""
         _not_in_a_body("PartitionedArray.numpy", self)
         everywhere = len(self.blocks) == self.mesh.size or [*self.layout.holders.values()] == [
             (*range(self.mesh.size),)
         ]
-        whole = self if everywhere else relayout(self, self.mesh.layout(self.shape, P()))
-        return whole._assembled()
+        return self if everywhere else relayout(self, self.mesh.layout(self.shape, P()))
+
+    def gathered(self) -> Any:
+        """The whole array as one that is not partitioned, on the device if the blocks are. Collective under MPI."""
+        if self.mesh.places is None:
+            return self.numpy()
+        w, block = next(iter(relayout(self, self.mesh.layout(self.shape, P())).blocks.items()))
+        return self.mesh.places.own(block, w)
 
     def _assembled(self) -> np.ndarray:
         blocks = {w: b for w, b in self.blocks.items() if self.layout.positions(w) is not None}
         first = next(iter(blocks.values()))
         if first.shape == self.shape:
-            return first
+            return sealed(to_host(first))
         out = np.empty(self.shape, self.dtype)
         for w, b in blocks.items():
-            out[self.layout.slices(w)] = b
+            out[self.layout.slices(w)] = to_host(b)
         out.flags.writeable = False
         return out
 
@@ -242,7 +256,10 @@ class PartitionedArray:
         done: dict[int, np.ndarray] = {}
         blocks = {}
         for w, b in self.blocks.items():
-            blocks[w] = done[id(b)] = done[id(b)] if id(b) in done else _sealed(f(b))
+            if id(b) not in done:
+                with beside(self.mesh, w):
+                    done[id(b)] = _sealed(f(b))
+            blocks[w] = done[id(b)]
         return PartitionedArray(blocks, self.layout, self.mesh)
 
     def __array_ufunc__(self, ufunc, method, *inputs, **kwargs):
@@ -304,7 +321,15 @@ for _name, _ufunc in {"neg": np.negative, "abs": np.absolute, "invert": np.inver
 
 
 def _sealed(x) -> np.ndarray:
-    return sealed(np.asarray(x, order="C"))
+    return sealed(contiguous(x))
+
+
+_nothing = nullcontext()
+
+
+def beside(mesh: Mesh, worker: int) -> Any:
+    """Inside, what is computed is computed on the device of a worker's blocks."""
+    return _nothing if mesh.places is None else mesh.places.at(worker)
 
 
 def closed_over(where: str, x: PartitionedArray, argument: str | None = None) -> Exception:
@@ -373,9 +398,9 @@ def _blockwise(ufunc, inputs, kwargs):
         if owner in results:
             results[w] = results[owner]
             continue
-        operands = [_part(x, layout, w) for x in inputs]
-        got = ufunc(*operands, **kwargs)
-        results[w] = tuple(map(_sealed, got)) if isinstance(got, tuple) else _sealed(got)
+        with beside(mesh, w):
+            got = ufunc(*(_part(x, layout, w, mesh) for x in inputs), **kwargs)
+            results[w] = tuple(map(_sealed, got)) if isinstance(got, tuple) else _sealed(got)
     if isinstance(next(iter(results.values())), tuple):
         return tuple(PartitionedArray({w: r[k] for w, r in results.items()}, layout, mesh) for k in range(ufunc.nout))
     return PartitionedArray(results, layout, mesh)
@@ -424,7 +449,7 @@ def _joint_layout(layouts: tuple[Layout, ...], shape: tuple[int, ...]) -> Layout
     return Layout(shape, P(*dims), layouts[0].axes, cuts)
 
 
-def _part(x, layout: Layout, worker: int):
+def _part(x, layout: Layout, worker: int, mesh: Mesh):
     """The part of an operand that belongs to a worker's block of the result."""
     if type(x) is PartitionedArray and x.layout == layout:
         return x.blocks[worker]
@@ -434,7 +459,7 @@ def _part(x, layout: Layout, worker: int):
     elif np.ndim(x) == 0:
         return x
     else:
-        data = np.asarray(x)
+        data = mesh.places.own(x, worker) if mesh.places is not None else np.asarray(x)
         whole = [True] * data.ndim
     skip = len(box) - data.ndim
     cut = tuple(box[d + skip] if whole[d] and data.shape[d] != 1 else slice(None) for d in range(data.ndim))
@@ -453,7 +478,8 @@ def _sum(x: PartitionedArray, axis=None, dtype=None, out=None, keepdims=False) -
     axes = tuple(n for n in x.mesh.axes if any(n in split[d] for d in summed))
 
     def body(worker: Worker):
-        part = np.asarray(np.sum(x.blocks[worker.index], axis=tuple(summed), dtype=dtype, keepdims=keepdims))
+        mine = worker.comm.given(x.blocks[worker.index])
+        part = contiguous(np.sum(mine, axis=tuple(summed), dtype=dtype, keepdims=keepdims))
         if not axes:
             return part
         call = Call("np.sum", axes, part.dtype, part.shape, alike=True)
@@ -522,8 +548,9 @@ def _stack(arrays, axis=0) -> PartitionedArray:
 
     def block(w: int) -> np.ndarray:
         if layout.positions(w) is None:
-            return np.zeros(stacked.block_shape(w), dtype)
-        return np.stack([_part(a, layout, w) for a in arrays], d)
+            return owned_on(mesh, np.zeros(stacked.block_shape(w), dtype), w)
+        with beside(mesh, w):
+            return np.stack([_part(a, layout, w, mesh) for a in arrays], d)
 
     return _one_copy({w: _sealed(block(w)) for w in given[0].blocks}, stacked, mesh)
 
@@ -566,7 +593,11 @@ def _likes(make):
         if shape == x.shape:
             return x._each(made)
         layout = x.mesh.layout(shape, P())
-        return _one_copy({w: _sealed(made(b, shape=shape)) for w, b in x.blocks.items()}, layout, x.mesh)
+        blocks = {}
+        for w, b in x.blocks.items():
+            with beside(x.mesh, w):
+                blocks[w] = _sealed(made(b, shape=shape))
+        return _one_copy(blocks, layout, x.mesh)
 
     return like
 
@@ -610,6 +641,16 @@ def freeze(a: np.ndarray) -> np.ndarray:
 
     Gives a read-only view; writing to `a` through another view afterwards breaks the promise.
     """
+    if on_device(a):
+        raise LayoutError(
+            message(
+                "spmd.freeze",
+                argument="a",
+                got=describe(a),
+                need="an array of NumPy, which can be made read-only",
+                mend="spmd.put(a, spec): blocks that are on the mesh already are not copied again",
+            )
+        )
     view = np.asarray(a).view(Frozen)
     view.flags.writeable = False
     return view
@@ -621,6 +662,11 @@ def owned(a: np.ndarray) -> np.ndarray:
         a = a.view(np.ndarray)
         return a if a.flags.c_contiguous else _sealed(np.array(a, order="C"))
     return _sealed(np.array(a, order="C", subok=False))
+
+
+def owned_on(mesh: Mesh, a: Any, worker: int) -> np.ndarray:
+    """`owned`, on the device of a worker where the mesh has one."""
+    return owned(a) if mesh.places is None else mesh.places.own(a, worker)
 
 
 def mesh_for(mesh: Mesh | None, where: str) -> Mesh:
@@ -665,9 +711,10 @@ def _fits(spec: Any, mesh: Mesh, where: str, ndim: int, argument: str = "spec") 
     spec.check(mesh.axes, where, argument, ndim)
 
 
-def _numbers(x, where: str, argument: str) -> np.ndarray:
-    """x as an array of numbers; a frozen one stays frozen."""
-    data = x if isinstance(x, Frozen) else np.asarray(x)
+def _numbers(x, where: str, argument: str, mesh: Mesh) -> np.ndarray:
+    """x as an array of numbers; a frozen one stays frozen, one of a GPU stays there."""
+    x = devices.home(where, argument, x, mesh.device)
+    data = x if isinstance(x, Frozen) or on_device(x) else np.asarray(x)
     if data.dtype.kind in "OSUMm":
         raise LayoutError(
             message(
@@ -713,21 +760,21 @@ def _put(x, spec: Spec, mesh: Mesh | None, path: str) -> PartitionedArray:
         _fits(spec, mesh, where, x.ndim, argument)
         return relayout(x, mesh.layout(x.shape, spec, where, argument))
     mesh = mesh_for(mesh, where)
-    data = _numbers(x, where, path)
+    data = _numbers(x, where, path, mesh)
     _fits(spec, mesh, where, data.ndim, argument)
     layout = mesh.layout(data.shape, spec, where, argument)
     return PartitionedArray(cut(data, layout, mesh), layout, mesh)
 
 
 def cut(data: np.ndarray, layout: Layout, mesh: Mesh) -> dict[int, np.ndarray]:
-    """The blocks of a whole array that this process holds; one array for all copies of a block."""
-    done: dict[int, np.ndarray] = {}
+    """The blocks of a whole array that this process holds; one array for all copies of a block on a device."""
+    done: dict[Any, np.ndarray] = {}
     blocks = {}
     for w in mesh.local_workers:
-        owner = layout.owners[w]
-        if owner not in done:
-            done[owner] = owned(data[layout.slices(w)] if data.ndim else _number(data, layout, w))
-        blocks[w] = done[owner]
+        key = layout.owners[w] if mesh.places is None else (layout.owners[w], mesh.places.device(w))
+        if key not in done:
+            done[key] = owned_on(mesh, data[layout.slices(w)] if data.ndim else _number(data, layout, w), w)
+        blocks[w] = done[key]
     return blocks
 
 
@@ -736,7 +783,7 @@ def _number(x: Any, layout: Layout, worker: int) -> np.ndarray:
     return (
         np.reshape(x, layout.block_shape(worker))
         if layout.positions(worker) is not None
-        else np.zeros(0, np.asarray(x).dtype)
+        else np.zeros(0, x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype)
     )
 
 
@@ -754,8 +801,8 @@ def from_callback(
     done: dict[int, np.ndarray] = {}
     for w in mesh.local_workers:
         if layout.owners[w] not in done:
-            block = owned(_numbers(fn(layout.slices(w)), where, "fn"))
-            block = block if shape else sealed(_number(block, layout, w))
+            block = owned_on(mesh, _numbers(fn(layout.slices(w)), where, "fn", mesh), w)
+            block = block if shape else owned_on(mesh, _number(block, layout, w), w)
             if block.shape != layout.block_shape(w):
                 raise LayoutError(
                     message(
@@ -790,7 +837,7 @@ def from_blocks(blocks: Sequence[Any] | Mapping[int, Any], spec: Spec, mesh: Mes
                 mend="give every worker its block, empty ones too",
             )
         )
-    mine = {w: owned(_numbers(b, where, f"blocks[{w}]")) for w, b in given.items()}
+    mine = {w: owned_on(mesh, _numbers(b, where, f"blocks[{w}]", mesh), w) for w, b in given.items()}
     _fits(spec, mesh, where, next(iter(mine.values())).ndim)
     said = mesh.transport.share({w: [list(b.shape), b.dtype.name, fingerprint(b)] for w, b in mine.items()})
     layout = mesh.joined(tuple(tuple(said[w][0]) for w in range(mesh.size)), spec, where)
@@ -823,7 +870,12 @@ _SAMPLE = 1 << 12
 
 
 def fingerprint(block: np.ndarray) -> int:
-    """A checksum of a block's bits: of all of them where it is small, of a strided sample where it is large."""
+    """A checksum of a block's bits: of all of them where it is small, of a strided sample where it is large.
+
+    Of one on a device 0: it would take waiting for the device, and bodies are not to wait.
+    """
+    if on_device(block):
+        return 0
     flat = block.reshape(-1)
     if block.nbytes > _WHOLE:
         flat = flat[:: max(1, flat.size // _SAMPLE)]
@@ -845,7 +897,7 @@ def relayout(x: PartitionedArray, layout: Layout) -> PartitionedArray:
     op = Repartition(tuple(x.mesh.axes), x.layout, layout)
 
     def body(worker: Worker):
-        block = x.blocks[worker.index]
+        block = worker.comm.given(x.blocks[worker.index])
         call = Call("relayout", op.axes, x.dtype, block.shape, detail=f"{x.layout} to {layout}", alike=op.alike)
         handle, arrive = op.launch(worker.comm, worker.group(op.axes), block, call)
         return arrive(handle.wait())[0]
@@ -911,20 +963,22 @@ def _inner_outside(a, b):
     if type(a) is not PartitionedArray:
         a, b = (a, b) if type(b) is not PartitionedArray else (put(a, b.spec, b.mesh), b)
     if type(a) is not PartitionedArray:
-        return np.vdot(a, b)
+        return to_host(np.vdot(a, b))[()]
     if type(b) is not PartitionedArray:
         b = put(b, a.spec, a.mesh)
     b = relayout(b, a.layout)
     axes = tuple(a.mesh.axes)
 
     def body(worker: Worker):
-        w = worker.index
-        mine = np.vdot(a.blocks[w], b.blocks[w]) if a.layout.owners[w] == w else 0
-        part = np.asarray(mine, np.result_type(a.dtype, b.dtype))
+        w, given = worker.index, worker.comm.given
+        mine = np.vdot(given(a.blocks[w]), given(b.blocks[w])) if a.layout.owners[w] == w else 0
+        # On a device the other owners bring a number of the device too.
+        dtype = np.result_type(a.dtype, b.dtype)
+        part = mine.astype(dtype) if on_device(mine) else owned_on(worker.mesh, np.asarray(mine, dtype), w)
         call = Call("inner", axes, part.dtype, part.shape, alike=True)
         return worker.comm.all_reduce(worker.group(axes), call, part).wait()
 
-    return next(iter(a.mesh.run(body).results.values()))[()]
+    return to_host(next(iter(a.mesh.run(body).results.values())))[()]
 
 
 def norm(x):

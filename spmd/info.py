@@ -6,13 +6,14 @@ import os
 import platform
 import sys
 
+from spmd.errors import TransportError
 from spmd.mesh import Mesh, current_mesh
 from spmd.transport.blas import share_of_cores, usable_cores
 from spmd.transport.detect import launcher_hint, mpi_world
 
 __all__ = ["info"]
 
-_VARIABLES = ("SPMD_TRANSPORT", "SPMD_SCHEDULER")
+_VARIABLES = ("SPMD_TRANSPORT", "SPMD_SCHEDULER", "SPMD_DEVICE")
 _PACKAGES = ("numpy", "optree", "greenlet", "threadpoolctl", "mpi4py", "cupy-cuda13x", "torch", "scipy", "numba")
 
 
@@ -30,6 +31,21 @@ def _blas() -> str:
 
     found = [b for b in threadpool_info() if b["user_api"] == "blas"]
     return ", ".join(f"{b['internal_api']} {b['version']} ({b['num_threads']} threads)" for b in found) or "none found"
+
+
+def _gpus() -> str:
+    """The GPUs that CuPy finds, without starting it where it is not installed."""
+    from importlib.util import find_spec
+
+    if find_spec("cupy") is None:
+        return 'CuPy is not installed: pip install "spmd[cuda]"'
+    from spmd.device import imported
+
+    try:
+        count = imported("spmd.info").cuda.runtime.getDeviceCount()
+    except TransportError:
+        return "none found by CuPy"
+    return f'{count} for device="cuda"'
 
 
 def _mpi_library() -> str:
@@ -63,6 +79,7 @@ def info() -> str:
         ("MPI world", f"{size} process{'es' * (size > 1)}"),
         ("cores", f"{usable_cores()} usable by this process"),
         ("BLAS", _blas()),
+        ("GPU", _gpus()),
         ("variables", ", ".join(f"{v}={os.environ[v]}" for v in _VARIABLES if v in os.environ) or "none set"),
     ]
     if mesh is not None:
@@ -86,4 +103,5 @@ def _of_mesh(mesh: Mesh) -> list[tuple[str, str]]:
         rows.append(("scheduler", mesh.scheduler))
         rows += [("", f"{scheduler} for {name}") for name, scheduler in mesh.chosen.items()]
         rows.append(("BLAS threads", f"{share_of_cores(mesh.size)} per worker"))
+    rows.append(("device", mesh.device))
     return rows

@@ -15,12 +15,14 @@ from typing import Any, NamedTuple, overload
 
 import numpy as np
 
+from spmd import device as devices
 from spmd.array import Frozen, PartitionedArray, closed_over, cut, fingerprint, mesh_for, owned, put, relayout
 from spmd.autodiff import tracer, transforms, tree
 from spmd.autodiff.dtypes import kind_of_dtype
 from spmd.autodiff.primitive import primitive
 from spmd.autodiff.tape import suspended
 from spmd.autodiff.tracer import Array, value_of
+from spmd.device import contiguous, on_device
 from spmd.errors import LayoutError, MeshError, SpecError, StateError, describe, message, nearest
 from spmd.layout import Layout, P, Spec
 from spmd.mesh import WORKER, Mesh, Worker
@@ -261,9 +263,8 @@ class Mapped:
         x: Any = value_of(leaf.value)
         assert leaf.spec is not None
         kind = getattr(getattr(x, "dtype", None), "kind", "")
-        if not isinstance(x, np.ndarray | np.generic | PartitionedArray | int | float | complex) or (
-            kind and kind in "OSUMm"
-        ):
+        known = isinstance(x, np.ndarray | np.generic | PartitionedArray | int | float | complex) or on_device(x)
+        if not known or (kind and kind in "OSUMm"):
             raise SpecError(
                 message(
                     self.where,
@@ -273,6 +274,7 @@ class Mapped:
                     mend="convert it with np.asarray, or give it the spec None to pass it as it is",
                 )
             )
+        devices.home(self.where, leaf.path, x, mesh.device)
         leaf.spec.check(mesh.axes, self.where, leaf.path, np.ndim(x))
         mesh.layout(np.shape(x), leaf.spec, self.where, leaf.path)
         if isinstance(x, PartitionedArray) and x.mesh != mesh:
@@ -342,7 +344,9 @@ class Mapped:
         assert spec is not None
         if type(x) is Array:
             x = self._stated(worker, leaf, x)
-            block = sealed(np.asarray(value_of(x), order="C"))
+            block = sealed(contiguous(value_of(x)))
+        elif on_device(x):
+            block = x.copy(order="C")  # whoever has it may write to it
         elif isinstance(x, np.ndarray):
             block = owned(x) if writable(x) else np.asarray(x, order="C")
         elif isinstance(x, np.generic | int | float | complex):
@@ -352,6 +356,8 @@ class Mapped:
         if block.dtype.kind in "OSUMm":
             raise self._bad_result(leaf)
         spec.check(worker.mesh.axes, self.where, leaf.path, block.ndim)
+        if worker.mesh.places is not None:
+            block = worker.mesh.places.moved(block, worker.index)
         copies = tuple(n for n in worker.mesh.axes if n not in spec.varying)
         if not worker.tracked and copies and worker.group(copies).size > 1:
             call = Call("spmd.map, check=False", copies, block.dtype, block.shape, detail=leaf.path, alike=True)
@@ -453,7 +459,9 @@ class Mapped:
             def backward(worker: Worker):
                 given = [None if c is None else c.block(worker) for c in cotangents]
                 found = pulls[worker.index](given)
-                blocks = [sealed(np.asarray(value_of(g), order="C")) for g in found]
+                blocks = [sealed(contiguous(value_of(g))) for g in found]
+                if mesh.places is not None:
+                    blocks = [mesh.places.moved(b, worker.index) for b in blocks]
                 return _Results(None, paths, specs, blocks)
 
             outcome = self._execute(mesh, ("backward", *kind), backward, tracked=True)
@@ -580,7 +588,7 @@ class _Input:
         """The worker's block, with its state where states are tracked."""
         if self.blocks is None:
             return self.value
-        block = self.blocks[worker.index]
+        block = worker.comm.given(self.blocks[worker.index])
         return Array(block, self.state) if worker.tracked else block
 
 
@@ -590,7 +598,7 @@ def _input(mesh: Mesh, leaf: Leaf) -> _Input:
     if spec is None or (type(x) in _NUMBERS and isinstance(spec, P)):
         return _Input(x)
     if not isinstance(x, PartitionedArray):
-        data = x if isinstance(x, Frozen) else np.asarray(x)
+        data = x if isinstance(x, Frozen) or on_device(x) else np.asarray(x)
         return _Input(x, cut(data, mesh.layout(data.shape, spec), mesh), spec)
     return _Input(x, relayout(x, mesh.layout(x.shape, spec)).blocks, spec)
 
@@ -600,7 +608,7 @@ def _cotangent(mesh: Mesh, out: PartitionedArray, g) -> _Input | None:
     if g is None:
         return None
     if not isinstance(g, PartitionedArray):
-        g = put(np.broadcast_to(np.asarray(g), out.shape), out.spec, mesh)
+        g = put(np.broadcast_to(g if on_device(g) else np.asarray(g), out.shape), out.spec, mesh)
     return _Input(g, relayout(g, out.layout).blocks, out.spec)
 
 
@@ -610,18 +618,19 @@ def _settled(g, value):
     have, want = (x.layout if isinstance(x, PartitionedArray) else None for x in (bare, value))
     if have == want:
         return g
-    return _brought(g, have, want, (value if have is None else bare).mesh)
+    return _brought(g, have, want, (value if have is None else bare).mesh, on_device(value))
 
 
-def _way_back(g, _ans, _x, have: Layout | None, want: Layout | None, mesh: Mesh) -> Any:
-    return _brought(g, want, have, mesh)
+def _way_back(g, _ans, _x, have: Layout | None, want: Layout | None, mesh: Mesh, there: bool = False) -> Any:
+    return _brought(g, want, have, mesh, there)
 
 
 @primitive("relayout", _way_back)
-def _brought(x, have: Layout | None, want: Layout | None, mesh: Mesh) -> Any:
-    """An array in another layout; None for bare data. Its transpose is the way back."""
+def _brought(x, have: Layout | None, want: Layout | None, mesh: Mesh, there: bool = False) -> Any:
+    """An array in another layout; None for bare data, which is left there, on the device, or comes to the host. Its
+    transpose is the way back."""
     if want is None:
-        return x.numpy() if isinstance(x, PartitionedArray) else x
+        return (x.gathered() if there else x.numpy()) if isinstance(x, PartitionedArray) else x
     return relayout(x, want) if isinstance(x, PartitionedArray) else PartitionedArray(cut(x, want, mesh), want, mesh)
 
 

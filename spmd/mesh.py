@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from spmd import device as devices
 from spmd.autodiff.tracer import Array
 from spmd.errors import LayoutError, MeshError, TransportError, describe, message, nearest
 from spmd.layout import Layout, P, Spec
@@ -21,6 +22,8 @@ from spmd.transport.local import LocalTransport
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+    from spmd.cuda import Places
 
 __all__ = [
     "WORKER",
@@ -78,9 +81,12 @@ class Mesh:
     scheduler: of "local": "lockstep", "threads", or "auto" (by measurement); the variable SPMD_SCHEDULER overrides
     the default.
     comm: an mpi4py communicator whose processes are the workers; implies "mpi".
+    device: "cpu", or "cuda": blocks are arrays of CuPy, and bodies run on them; worker k is on GPU k modulo their
+    number, on a stream of its own. The variable SPMD_DEVICE overrides the default, "cpu".
 
     `with mesh:` makes it the mesh of the maps that are called inside. A mesh starts nothing before it is used.
-    Raises MeshError for bad sizes or options, TransportError where the engine does not have the workers.
+    Raises MeshError for bad sizes or options, TransportError where the engine does not have the workers, or there is
+    no GPU.
     """
 
     def __init__(
@@ -89,11 +95,14 @@ class Mesh:
         transport: str | None = None,
         scheduler: str | None = None,
         comm: MPI.Comm | None = None,
+        device: str | None = None,
         **axes: int,
     ):
-        self._setup(axes, transport, scheduler, comm)
+        self._setup(axes, transport, scheduler, comm, device)
 
-    def _setup(self, axes: Mapping[str, int], transport: str | None, scheduler: str | None, comm: Any) -> None:
+    def _setup(
+        self, axes: Mapping[str, int], transport: str | None, scheduler: str | None, comm: Any, device: str | None
+    ) -> None:
         where = "spmd.Mesh"
         for name, n in axes.items():
             if not isinstance(n, int | np.integer) or isinstance(n, bool) or n < 1:
@@ -106,6 +115,9 @@ class Mesh:
         self.size = math.prod(self.axes.values())
         self.scheduler = _choice(where, "scheduler", scheduler, "SPMD_SCHEDULER", SCHEDULERS) or "auto"
         self._wanted = _choice(where, "transport", transport, "SPMD_TRANSPORT", TRANSPORTS)
+        self.device = _choice(where, "device", device, "SPMD_DEVICE", devices.DEVICES) or "cpu"
+        self.places: Places | None = devices.places(self.device)
+        """Where the workers of this process have their arrays on GPUs; None on the host."""
         if comm is not None and self._wanted == "local" and transport is not None:
             raise MeshError(
                 message(
@@ -126,12 +138,14 @@ class Mesh:
     """`mesh.map(f, in_specs, out_specs)`: `spmd.map` on this mesh. Set by `spmd.mapping`."""
 
     def __repr__(self) -> str:
-        return f"Mesh({', '.join(f'{k}={n}' for k, n in self.axes.items())})"
+        options = [f'device="{self.device}"'] * (self.device != "cpu")
+        return f"Mesh({', '.join([*(f'{k}={n}' for k, n in self.axes.items()), *options])})"
 
     def __eq__(self, other: object) -> bool:
         return self is other or (
             isinstance(other, Mesh)
             and list(self.axes.items()) == list(other.axes.items())
+            and self.device == other.device
             and (self.transport is other.transport or self.transport.name == other.transport.name == "local")
         )
 
@@ -295,7 +309,7 @@ def _transport(mesh: Mesh) -> Transport:
     """The engine of a mesh: what was asked for, else MPI where its world fits, else virtual workers."""
     wanted = mesh._wanted if mesh._comm is None else "mpi"
     if wanted == "local":
-        return LocalTransport(mesh.size)
+        return LocalTransport(mesh.size, mesh.places)
     comm = mesh._comm if mesh._comm is not None else mpi_world()
     if comm is not None and not hasattr(comm, "Get_size"):
         raise MeshError(
@@ -323,7 +337,7 @@ def _transport(mesh: Mesh) -> Transport:
         comm = MPI.COMM_WORLD
     world = 1 if comm is None else comm.Get_size()
     if wanted is None and world == 1:
-        return LocalTransport(mesh.size)
+        return LocalTransport(mesh.size, mesh.places)
     if world != mesh.size:
         raise TransportError(
             message(
@@ -347,6 +361,7 @@ def make_mesh(
     transport: str | None = None,
     scheduler: str | None = None,
     comm: MPI.Comm | None = None,
+    device: str | None = None,
 ) -> Mesh:
     """A mesh of these axis sizes and names, as `jax.make_mesh`: `make_mesh((2, 2), ("data", "model"))`."""
     lists = all(isinstance(a, Sequence) and not isinstance(a, str) for a in (axis_shapes, axis_names))
@@ -365,7 +380,7 @@ def make_mesh(
             )
         )
     mesh = Mesh.__new__(Mesh)
-    mesh._setup(dict(zip(axis_names, axis_shapes, strict=True)), transport, scheduler, comm)
+    mesh._setup(dict(zip(axis_names, axis_shapes, strict=True)), transport, scheduler, comm, device)
     return mesh
 
 

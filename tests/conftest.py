@@ -1,6 +1,13 @@
-"""What all tests share: draws that are the same on every machine, and the two schedulers of virtual workers."""
+"""What all tests share: draws that are the same on every machine, and the two schedulers of virtual workers.
+
+SPMD_TEST_DEVICE=cuda runs them with meshes of a GPU, wherever a test does not say otherwise; "emulated" does so on any
+machine, with the stand-in for CuPy, `emulator.fake_cupy`.
+"""
 
 from __future__ import annotations
+
+import os
+import sys
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -14,6 +21,14 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("spmd")
+
+DEVICE = os.environ.get("SPMD_TEST_DEVICE", "cpu")
+if DEVICE != "cpu":
+    os.environ["SPMD_DEVICE"] = "cuda"
+if DEVICE == "emulated":
+    from emulator import fake_cupy
+
+    sys.modules.update(fake_cupy.make())
 
 
 # Of the session, so that tests that draw their cases may use it as well.

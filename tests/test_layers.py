@@ -20,6 +20,7 @@ LEVELS = [
     {"plan"},
     {"window"},
     {"state"},
+    {"device", "cuda"},
     {"transport"},
     {"mesh"},
     {"operators"},

@@ -20,6 +20,7 @@ from spmd.autodiff import tree
 from spmd.autodiff.tape import refusing
 from spmd.autodiff.tracer import Array
 from spmd.autodiff.transforms import innermost, joint, lower, on, pullback_of, unstated
+from spmd.device import on_device
 from spmd.errors import ClosureError, StateError, again, class_name, describe, message
 from spmd.mesh import WORKER, Worker, here
 from spmd.operators.base import Vary, owned_block
@@ -71,7 +72,8 @@ def at_root(f: Callable, *xs, axis_name: AxisName, root: int = 0) -> Any:
 
 
 def _is_array(leaf) -> bool:
-    return type(leaf) in (Rooted, Array) or isinstance(leaf, np.ndarray) or hasattr(leaf, "__spmd_describe__")
+    known = type(leaf) in (Rooted, Array) or isinstance(leaf, np.ndarray) or on_device(leaf)
+    return known or hasattr(leaf, "__spmd_describe__")
 
 
 class _Like(NamedTuple):
@@ -207,6 +209,8 @@ class _Call:
     def nothing(self, like: _Like):
         """What another worker than the root has of a result."""
         block = sealed(np.zeros((0,), np.dtype(like.dtype)))
+        if self.worker.mesh.places is not None:
+            block = self.worker.mesh.places.own(block, self.worker.index)
         return Array(block, state_of(like.varying)) if self.worker.tracked else block
 
     def stripped(self, x):
@@ -288,7 +292,7 @@ def _encoded(out, worker: Worker) -> tuple[Any, list]:
 def _leaf(x, worker: Worker):
     data = (
         x
-        if type(x) is Array
+        if type(x) is Array or on_device(x)
         else np.asarray(x)
         if isinstance(x, np.ndarray | np.generic | int | float | complex)
         else None

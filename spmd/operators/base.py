@@ -23,6 +23,7 @@ from spmd.autodiff import tracer, tree
 from spmd.autodiff.primitive import Primitive
 from spmd.autodiff.tape import Future
 from spmd.autodiff.tracer import Array, Mixing, record, value_of, weak
+from spmd.device import contiguous, home, on_device
 from spmd.errors import ClosureError, DifferentiationError, LayoutError, StateError, describe, message
 from spmd.layout import block_sizes
 from spmd.mesh import WORKER, Worker, here
@@ -156,7 +157,7 @@ def operate(op: Collective, x, frame: FrameType | None = None):
     """Apply a collective to the user's x: a traced or bare array, a number, or a pytree of them."""
     worker = here(f"spmd.{op.function}")
     frame = frame or sys._getframe(1)
-    if type(x) is Array or isinstance(x, np.ndarray | np.generic | int | float | complex):
+    if type(x) is Array or isinstance(x, np.ndarray | np.generic | int | float | complex) or on_device(x):
         return _begin(op, x, worker, frame)()
     leaves, treedef = tree.flatten(x)
     begun = [_begin(op, leaf, worker, frame) for leaf in leaves]
@@ -190,7 +191,13 @@ def _number(ans, op: Collective, worker: Worker):
 
 
 def owned_block(x, op: Collective) -> np.ndarray:
-    """A block that nobody else writes to."""
+    """A block that nobody else writes to, on the device of the mesh."""
+    worker = WORKER.get()
+    places = None if worker is None else worker.mesh.places
+    if on_device(x) or (places is not None and isinstance(x, np.ndarray | np.generic) and x.dtype.kind not in "OSUMm"):
+        if worker is None or places is None:
+            return home(f"spmd.{op.function}", "x", x, "cpu")
+        return places.own(x, worker.index)
     if not isinstance(x, np.ndarray | np.generic) or x.dtype.kind in "OSUMm":
         # Only the class is asked: global arrays and Rooted values are declared further up.
         mend = {
@@ -303,7 +310,7 @@ def _launch(op: Collective, x, worker: Worker, frame) -> Callable[[], tuple[Any,
         ledger.operator(worker.index, type(op).__name__, op.axes)
     if type(op) is Vary and type(x) in _NUMBERS:
         return lambda: (x, op)
-    x = np.asarray(x, order="C")
+    x = contiguous(x)
     group = worker.group(op.axes)
     op.check(group, x)
     call = Call(op.function, op.axes, x.dtype, x.shape, detail=op.detail, alike=op.alike, frame=frame)
@@ -418,17 +425,19 @@ def varying(a, axis_name: str | Sequence[str]):
         if a.state is None:
             raise outside("spmd.varying", a)
         return vary(a, a.state | state)
-    a = owned_block(np.asarray(a), Vary(()))
+    a = owned_block(a if on_device(a) else np.asarray(a), Vary(()))
     return Array(a, state) if worker.tracked else a
 
 
 def block(x) -> np.ndarray:
     """The bare read-only data of an undifferentiated array of a body: to print it, or to use any library on it.
 
+    On a mesh of a GPU it is an array of CuPy, which no flag protects: it is not to be written to.
+
     Raises StateError for a differentiated one: what is computed from bare data has no gradient.
     """
     if type(x) is not Array:
-        data = np.asarray(x)
+        data = x if on_device(x) else np.asarray(x)
     elif x.tape is not None:
         raise StateError(
             message(
@@ -440,8 +449,10 @@ def block(x) -> np.ndarray:
             )
         )
     else:
-        data = np.asarray(x.value)
+        data = x.value if on_device(x.value) else np.asarray(x.value)
     view = data.view()
+    if on_device(view):
+        return view
     view.flags.writeable = False
     return view
 
@@ -521,8 +532,8 @@ def normal_axis(function: str, argument: str, axis: int, ndim: int) -> int:
 
 def pieces(x: np.ndarray, axis: int, sizes: Sequence[int]) -> list[np.ndarray]:
     """x cut along an axis, each piece contiguous."""
-    cuts = np.cumsum(sizes)[:-1]
-    return [np.asarray(p, order="C") for p in np.split(x, cuts, axis=axis)]
+    cuts = np.cumsum(sizes)[:-1].tolist()
+    return [contiguous(p) for p in np.split(x, cuts, axis=axis)]
 
 
 def agree(function: str, shapes: Sequence[Shape], axis: int | None) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 
 from spmd.autodiff import tree
 from spmd.autodiff.tracer import value_of
+from spmd.device import contiguous, to_host
 from spmd.errors import LayoutError, describe, message
 from spmd.mesh import Worker, here
 from spmd.operators.base import (
@@ -73,7 +74,7 @@ class AllToAll(Operator):
         split, _ = self._axes(x.ndim)
         if self.tiled:
             return pieces(x, split, split_at(self, group, x.shape, split, self.sizes))
-        return [np.asarray(np.take(x, k, axis=split), order="C") for k in range(group.size)]
+        return [contiguous(np.take(x, k, axis=split)) for k in range(group.size)]
 
     def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
         split, concat = self._axes(x.ndim)
@@ -295,7 +296,7 @@ def _numbers(group: Group, **given) -> dict[str, np.ndarray]:
     """The offsets and sizes, a row of them for each worker."""
     found, need = {}, f"integers, one for each of the {group.size} workers, or m of them each; as many in all four"
     for argument, numbers in given.items():
-        bare = np.asarray(value_of(numbers))
+        bare = np.asarray(to_host(value_of(numbers)))
         bare = bare.astype(np.int64) if bare.size == 0 or bare.dtype.kind in "iu" else bare
         first = next(iter(found.values()), bare)
         if bare.ndim != 1 or bare.dtype != np.int64 or bare.size % group.size or bare.size != first.size:

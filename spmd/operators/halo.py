@@ -8,7 +8,7 @@ only that lie on its own lines through the grid of blocks.
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from operator import index
@@ -31,7 +31,7 @@ from spmd.operators.halo_plan import (
     near_size,
     trimmed,
 )
-from spmd.transport.base import Call, Comm, Group, Handle
+from spmd.transport.base import Call, Comm, Group, Steps
 
 __all__ = ["HaloAccumulate", "HaloExchange", "halo_accumulate", "halo_exchange"]
 
@@ -73,7 +73,7 @@ def _sum(g: Any, pieces: Sequence[Piece], length: int, d: int) -> Any:
         out = g[_along(d, first.at, first.at + length)]
         if len(pieces) == 1:
             return out
-        out = np.array(out, order="C")
+        out = out.copy(order="C")
     _add(out, g, [p for p in pieces if p is not first], d)
     return out
 
@@ -82,29 +82,6 @@ def _part(block: Any, ranges: Sequence[Pair], d: int) -> Any:
     """Ranges of a block, one after the other; a single one is a view: who gets it copies it to its place at once."""
     parts = [block[_along(d, start, stop)] for start, stop in ranges]
     return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=d)
-
-
-class Steps:
-    """A collective of several steps: a generator that starts each and is given what comes of it."""
-
-    __slots__ = ("handle", "steps", "value")
-
-    def __init__(self, steps: Generator[Handle, Any, Any]):
-        self.steps = steps
-        self.handle: Handle | None = None
-        self.value: Any = None
-        self._go_on(None)
-
-    def _go_on(self, arrived: Any) -> None:
-        try:
-            self.handle = self.steps.send(arrived)
-        except StopIteration as end:
-            self.handle, self.value = None, end.value
-
-    def wait(self) -> Any:
-        while self.handle is not None:
-            self._go_on(self.handle.wait())
-        return self.value
 
 
 class Dimension(NamedTuple):
@@ -444,7 +421,7 @@ class HaloAccumulate(_Halo):
             handle = comm.exchange(line, call, sends) if plan.moves else None
             out = _sum(g, plan.own(k), plan.sizes[k], d)
             if not out.flags.owndata or out is x:
-                out = np.array(out, order="C")
+                out = out.copy(order="C")
             received = {} if handle is None else (yield handle)
             for t, m in plan.sends[k].items():  # in the order of the workers
                 self._agree(received[t], out, d, m, line, t)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from spmd.autodiff.tracer import value_of
+from spmd.device import zeros
 from spmd.errors import LayoutError, describe, message
 from spmd.mesh import Worker, here
 from spmd.operators.base import Launched, Operator, Shape, operate, sealed
@@ -66,7 +67,7 @@ class Permute(Operator):
         fill = x.shape if self.shapes is None else self.shapes[1]
 
         def arrive(received: dict[int, np.ndarray]):
-            block = next(iter(received.values())) if received else sealed(np.zeros(fill, x.dtype))
+            block = next(iter(received.values())) if received else sealed(zeros(fill, x))
             return block, replace(self, shapes=(x.shape, block.shape))
 
         return comm.exchange(group, call, sends), arrive

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,11 +13,12 @@ import numpy as np
 from spmd.autodiff import tree
 from spmd.autodiff.dtypes import kind_of_dtype, most
 from spmd.autodiff.tracer import Array, value_of
+from spmd.device import contiguous, on_device
 from spmd.errors import LayoutError, StateError, describe, message
 from spmd.mesh import Worker, here
 from spmd.operators.base import Collective, Launched, Operator, Vary, move, operate, owned_block, vary
 from spmd.state import INVARIANT, state_of
-from spmd.transport.base import LEDGERS, Call, Comm, Group, Handle, all_reduce_cost
+from spmd.transport.base import LEDGERS, Call, Comm, Group, Handle, Steps, all_reduce_cost
 
 __all__ = ["Extremum", "Sum", "pcast", "pmax", "pmean", "pmin", "psum", "pvary"]
 
@@ -92,7 +94,7 @@ def _frame():
 def owe_sum(shared: dict, axes: tuple[str, ...], g) -> _Owed:
     """Put the sum of a cotangent into the open bucket of its group; send the bucket when it is full."""
     worker = here("spmd.psum")
-    g = np.asarray(g, order="C")
+    g = contiguous(g)
     for ledger in LEDGERS.get():
         ledger.operator(worker.index, "Sum", axes)
     count = shared.setdefault("count", {})
@@ -236,6 +238,8 @@ class Extremum(Collective):
         if not self.dims:
             call.alike = True
             return comm.all_reduce(group, call, x, self.how), lambda y: (y, self)
+        if on_device(x):
+            return Steps(self._on_device(comm, group, x, call)), lambda found: found
         least = _identity(x.dtype, self.how)
         top = np.max if self.how == "max" else np.min
         y = np.asarray(top(x, axis=self.dims, initial=least))
@@ -245,27 +249,48 @@ class Extremum(Collective):
 
         def arrive(got: np.ndarray):
             if got[-1] != _marker(x.dtype, self.how, True):
-                raise LayoutError(
-                    message(
-                        f"spmd.{self.how}",
-                        argument="x",
-                        got="blocks without entries on every worker",
-                        need="at least one entry",
-                        mend="test the size before (spmd.psum(x.size, axis_name))",
-                    )
-                )
+                raise self._empty()
             return got[:-1].reshape(y.shape), self
 
         return comm.all_reduce(group, call, packed, self.how), arrive
 
+    def _empty(self) -> LayoutError:
+        return LayoutError(
+            message(
+                f"spmd.{self.how}",
+                argument="x",
+                got="blocks without entries on every worker",
+                need="at least one entry",
+                mend="test the size before (spmd.psum(x.size, axis_name))",
+            )
+        )
+
+    def _on_device(self, comm: Comm, group: Group, x: Any, call: Call):
+        """On a device nobody looks at numbers: whether there are entries is told by the shapes, before."""
+        shapes = yield comm.shapes(group, call)
+        kept = [n for d, n in enumerate(x.shape) if d not in self.dims]
+        if not any(math.prod(s) for s in shapes) and math.prod(kept):
+            raise self._empty()
+        empty = any(x.shape[d] == 0 for d in self.dims)
+        y = (
+            np.full_like(x, _identity(x.dtype, self.how), shape=tuple(kept))
+            if empty
+            else (np.max if self.how == "max" else np.min)(x, axis=self.dims)
+        )
+        call = Call(call.op, call.axes, x.dtype, y.shape, detail=call.detail, alike=True)
+        total = yield comm.all_reduce(group, call, contiguous(y), self.how)
+        return total, self
+
     def pull(self, g, x, ans):
-        bare, top = np.asarray(value_of(x)), np.asarray(value_of(ans))
+        bare, top = value_of(x), value_of(ans)
+        if not on_device(bare):
+            bare, top = np.asarray(bare), np.asarray(top)
         real: Any = bare.dtype
         if self.dims:
             top, g = np.expand_dims(top, self.dims), np.expand_dims(g, self.dims)
         ties = (bare == top) | ((bare != bare) & (top != top))
         count = np.sum(ties, axis=self.dims, keepdims=True) if self.dims else ties
-        total = move(Sum(self.axes), np.asarray(count, real))
+        total = move(Sum(self.axes), count.astype(real) if on_device(count) else np.asarray(count, real))
         return move(Vary(self.axes), g) * (ties / total)
 
 

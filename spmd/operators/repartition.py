@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from spmd.device import contiguous, zeros
 from spmd.errors import LayoutError, describe, message
 from spmd.layout import Box, Layout
 from spmd.mesh import here
@@ -93,7 +94,7 @@ class _Relayout(Operator):
         if self.src == self.dst and not self.adds:
             return Ready(x), lambda block: (block, self)
         at = [start for start, _ in self.src.boxes[me]]
-        sends = {m.target: np.asarray(x[within(m.box, at)], order="C") for m in self.moves if m.source == me}
+        sends = {m.target: contiguous(x[within(m.box, at)]) for m in self.moves if m.source == me}
         mine = [m for m in self.moves if m.target == me]
 
         def arrive(received: dict[int, np.ndarray]):
@@ -101,7 +102,7 @@ class _Relayout(Operator):
             if len(mine) == 1 and received[mine[0].source].shape == shape:
                 return received[mine[0].source], self
             origin = [start for start, _ in self.dst.boxes[me]]
-            out = np.zeros(shape, x.dtype)
+            out = zeros(shape, x)
             for m in mine:  # in the order of their sources
                 if self.adds:
                     out[within(m.box, origin)] += received[m.source]

@@ -12,6 +12,7 @@ import numpy as np
 
 from spmd.autodiff import tree
 from spmd.autodiff.tracer import Array
+from spmd.device import on_device, zeros
 from spmd.errors import LayoutError, MissingMethodError, StateError, describe, message
 from spmd.layout import Layout
 from spmd.mesh import here
@@ -131,7 +132,7 @@ class _AtRoot(Operator):
 
     def held(self, group: Group, x: np.ndarray) -> np.ndarray:
         """The block as a Rooted value has it: nothing but at the root."""
-        return x if group.index == self.root else sealed(np.zeros((0,), x.dtype))
+        return x if group.index == self.root else sealed(zeros((0,), x))
 
 
 class _FromRoot(_AtRoot):
@@ -215,7 +216,7 @@ class Unroot(_AtRoot):
     source: ClassVar[str] = ROOTED
 
     def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
-        block = x if group.index == self.root else sealed(np.zeros((0,) * max(1, self.ndim), x.dtype))
+        block = x if group.index == self.root else sealed(zeros((0,) * max(1, self.ndim), x))
         return Ready(block), lambda block: (block, self)
 
     @property
@@ -470,7 +471,7 @@ def gather(x, axis_name: AxisName, *, axis: int = 0, root: int = 0):
     group = worker.group(names)
     leaves, treedef = tree.flatten(x)
     for leaf in leaves:
-        if not isinstance(leaf, Array | np.ndarray | np.generic | int | float | complex):
+        if not isinstance(leaf, Array | np.ndarray | np.generic | int | float | complex) and not on_device(leaf):
             owned_block(leaf, Gather(names, root))  # an error that says what to pass
     shapes = [np.shape(leaf) for leaf in leaves]
     along = [normal_axis("gather", "axis", axis, len(s)) for s in shapes]

@@ -8,6 +8,7 @@ from math import prod
 import numpy as np
 
 from spmd.autodiff.tracer import Array
+from spmd.device import on_device
 from spmd.mesh import here
 from spmd.operators.base import normal_axis, operate
 from spmd.operators.reduce import AxisName, Extremum, Sum, pmax, pmean, pmin, psum, varying_of
@@ -21,7 +22,7 @@ def _start(x, axis_name: AxisName, axis: Axis, function: str):
     """The array, the axes of the mesh it varies over among those named, and the dimensions as a tuple."""
     where = f"spmd.{function}"
     names = here(where).mesh.names(axis_name, where)
-    x = x if type(x) is Array else np.asarray(x)
+    x = x if type(x) is Array or on_device(x) else np.asarray(x)
     chosen = range(x.ndim) if axis is None else (axis,) if isinstance(axis, int | np.integer) else axis
     return x, names, varying_of(x, names), tuple(normal_axis(function, "axis", d, x.ndim) for d in chosen)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass
@@ -32,6 +32,7 @@ __all__ = [
     "Observer",
     "Outcome",
     "Ready",
+    "Steps",
     "Transport",
     "all_reduce_cost",
     "deadlock",
@@ -195,6 +196,29 @@ class Ready:
         return self.value
 
 
+class Steps:
+    """A collective of several steps: a generator that starts each and is given what comes of it."""
+
+    __slots__ = ("handle", "steps", "value")
+
+    def __init__(self, steps: Generator[Handle, Any, Any]):
+        self.steps = steps
+        self.handle: Handle | None = None
+        self.value: Any = None
+        self._go_on(None)
+
+    def _go_on(self, arrived: Any) -> None:
+        try:
+            self.handle = self.steps.send(arrived)
+        except StopIteration as end:
+            self.handle, self.value = None, end.value
+
+    def wait(self) -> Any:
+        while self.handle is not None:
+            self._go_on(self.handle.wait())
+        return self.value
+
+
 @dataclass(slots=True)
 class Outcome:
     """How a run of all workers ended: their results, and how much of it was waiting."""
@@ -215,6 +239,10 @@ class Comm(ABC):
     number: int = 0
     """The collectives so far. All workers make the same ones in one order, so members of a group meet with one number:
     who takes two groups in another order than its partners does not, though every meeting by itself looks right."""
+
+    def given(self, x: Any) -> Any:
+        """An array of whoever called the map, for this worker to read."""
+        return x
 
     def _count(self, verb: str, messages: int, nbytes: int) -> None:
         for ledger in LEDGERS.get():

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -41,6 +41,9 @@ from spmd.transport.base import (
     sealed,
 )
 from spmd.transport.blas import blas_threads, share_of_cores
+
+if TYPE_CHECKING:
+    from spmd.cuda import Places
 
 __all__ = ["LocalTransport"]
 
@@ -621,22 +624,38 @@ def _result(m: Meeting):
 
 
 class LocalTransport(Transport):
-    """n virtual workers in this process."""
+    """n virtual workers in this process. places: where their arrays lie on GPUs, if they do."""
 
     name = "local"
 
-    def __init__(self, size: int):
+    def __init__(self, size: int, places: Places | None = None):
         self.size = size
         self.local = range(size)
+        self.places = places
 
     def run(self, body: Callable[[Comm], Any], scheduler: str, describe: Callable[[int], str]) -> Outcome:
         kind = LockstepRun if scheduler == "lockstep" or self.size == 1 else ThreadRun
         execution = kind(self.size, describe)
         with blas_threads(share_of_cores(self.size)):
             try:
-                return execution.execute(body)
+                return execution.execute(body) if self.places is None else self._on_devices(execution, body)
             finally:
                 execution.close()
+
+    def _on_devices(self, execution: LockstepRun | ThreadRun, body: Callable[[Comm], Any]) -> Outcome:
+        """Every worker on a stream of its own, after what the caller has submitted and before what it will."""
+        from spmd.transport.device import DeviceComm
+
+        places = self.places
+        assert places is not None
+
+        def work(comm: Any) -> Any:
+            comm.place.enter()
+            return comm.returned(body(comm))
+
+        with places.joined(self.size) as callers:
+            execution.comms = [DeviceComm(execution, w, places(w), callers) for w in range(self.size)]
+            return execution.execute(work)
 
     def share(self, local: dict[int, Any]) -> dict[int, Any]:
         return local

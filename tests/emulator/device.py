@@ -53,10 +53,8 @@ def put(x: Any) -> Any:
         return x
     if x.strides and max(map(abs, x.strides)) > 1 << 28:
         return fake_cupy.wrap(x)
-    made = fake_cupy.wrap(np.empty(0))
     base = np.lib.stride_tricks.as_strided(x, writeable=False)
-    made._a = base.copy(order="K") if base.flags.forc or 0 not in x.strides else base
-    return made
+    return fake_cupy.wrap(base.copy(order="K") if base.flags.forc or 0 not in x.strides else base)
 
 
 def get(x: Any) -> Any:

@@ -2,26 +2,34 @@
 
 It keeps CuPy's rules that programs stumble over: no mixing with NumPy's arrays, no silent conversion to them, arrays
 without dimensions in place of scalars, no flag `writeable`, ufuncs and functions of NumPy dispatched to CuPy's own.
+Where the real one is installed its names and their parameters are asked of it: what it lacks is missing here too.
+`fake_cuda` has devices, streams and memory, and finds uses of memory that no event orders.
 """
 
 from __future__ import annotations
 
-import operator
+import functools
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 import emulator
+from emulator import fake_cuda
+from emulator.fake_cuda import count, synchronised
 
-__all__ = ["make"]
+__all__ = ["make", "ndarray", "nothing_waits", "synchronised", "wrap"]
 
 
 class Flags:
-    def __init__(self, flags: Any):
+    def __init__(self, flags: Any, owndata: bool):
         self.c_contiguous, self.f_contiguous = flags.c_contiguous, flags.f_contiguous
-        self.owndata, self.forc = flags.owndata, flags.forc
+        self.owndata, self.forc, self.fnc = owndata, flags.forc, flags.fnc
 
     def __getitem__(self, name: str) -> bool:
         return {"C_CONTIGUOUS": self.c_contiguous, "F_CONTIGUOUS": self.f_contiguous, "OWNDATA": self.owndata}[name]
@@ -30,11 +38,15 @@ class Flags:
 class ndarray:
     """An array "on the device"."""
 
-    __slots__ = ("__weakref__", "_a")
+    __slots__ = ("__weakref__", "_a", "_held")
     __array_priority__ = 100
 
     def __init__(self, shape=(), dtype=float, memptr=None, strides=None, order="C"):
-        self._a = np.empty(shape, dtype, order)
+        if memptr is None:
+            self._a = np.empty(shape, dtype, order)
+            self._held = fake_cuda.held_by(self._a)
+        else:
+            self._a, self._held = fake_cuda.lent(memptr, shape, dtype, strides)
 
     shape = property(lambda self: self._a.shape, lambda self, shape: setattr(self._a, "shape", shape))
     dtype = property(lambda self: self._a.dtype)
@@ -43,15 +55,18 @@ class ndarray:
     nbytes = property(lambda self: self._a.nbytes)
     itemsize = property(lambda self: self._a.itemsize)
     strides = property(lambda self: self._a.strides)
-    flags = property(lambda self: Flags(self._a.flags))
-    base = property(lambda self: None if self._a.base is None else wrap(self._a.base))
-    device = property(lambda self: Device(0))
-    data = property(lambda self: SimpleNamespace(ptr=self._a.ctypes.data, mem=None, device_id=0))
+    flags = property(lambda self: Flags(self._a.flags, self._is_whole()))
+    base = property(lambda self: None if self._is_whole() else wrap(self._held.root))
+    device = property(lambda self: fake_cuda.Device(self._held.memory.device_id))
+    data = property(lambda self: fake_cuda.MemoryPointer(self._held.mem, self._a.ctypes.data - self._held.mem.ptr))
     T = property(lambda self: wrap(self._a.T))
     mT = property(lambda self: wrap(self._a.mT))
     real = property(lambda self: wrap(self._a.real))
     imag = property(lambda self: wrap(self._a.imag))
     flat = property(lambda self: wrap(self._a.reshape(-1)))
+
+    def _is_whole(self) -> bool:
+        return self._a is self._held.root or not isinstance(self._a.base, np.ndarray)
 
     @property
     def __cuda_array_interface__(self) -> dict:
@@ -63,25 +78,42 @@ class ndarray:
         raise TypeError("Implicit conversion to a NumPy array is not allowed. Please use `.get()` to construct it.")
 
     def __array_ufunc__(self, ufunc, method, *inputs, **kwargs):
-        if any(type(x) is not ndarray and not np.isscalar(x) for x in inputs):
-            if any(hasattr(type(x), "__array_ufunc__") and not isinstance(x, np.ndarray | ndarray) for x in inputs):
+        out = kwargs.get("out")
+        if out is not None:
+            if len(out) != 1:
+                raise ValueError("The 'out' parameter must have exactly one array value")
+            kwargs["out"] = out[0]
+        for x in inputs:
+            if type(x) is not ndarray and not np.isscalar(x) and not isinstance(x, np.ndarray | list | tuple):
                 return NotImplemented
-            refuse(next(x for x in inputs if type(x) is not ndarray and not np.isscalar(x)))
-        return call(getattr(ufunc, method), inputs, kwargs)
+        theirs = getattr(sys.modules["cupy"], ufunc.__name__, None)
+        if theirs is None:
+            return NotImplemented
+        return (theirs if method == "__call__" else getattr(theirs, method))(*inputs, **kwargs)
 
     def __array_function__(self, func, types, args, kwargs):
-        if any(t not in (ndarray, np.ndarray) for t in types):
+        try:
+            module = functools.reduce(getattr, func.__module__.split(".")[1:], sys.modules["cupy"])
+            theirs = getattr(module, func.__name__)
+        except AttributeError:
             return NotImplemented
-        return call(func, args, kwargs)
+        if theirs is func or any(t not in (ndarray, np.ndarray) for t in types):
+            return NotImplemented
+        return theirs(*args, **kwargs)
 
     def get(self, stream=None, order="C", out=None, blocking=True):
-        count("get")
+        if blocking:
+            count("get")
+        self._held.memory.read()
         if out is not None:
             out[...] = self._a
             return out
-        return self._a.copy()
+        return self._a.copy(order=order)
 
     def set(self, arr, stream=None):
+        if not isinstance(arr, np.ndarray):
+            raise TypeError("Only numpy.ndarray can be set to cupy.ndarray")
+        self._held.memory.write()
         self._a[...] = arr
 
     def item(self, *args):
@@ -92,15 +124,32 @@ class ndarray:
         count("tolist")
         return self._a.tolist()
 
+    def copy(self, order="C"):
+        memory = self._held.memory
+        if memory.device_id == fake_cuda.Device().id:
+            return call(self._a.copy, (), {"order": order}, [self])
+        made = ndarray(self.shape, self.dtype)
+        memory.life.reads.update([fake_cuda.lane().tick()])
+        memory._check("a read", memory.life, reads=False)
+        made._a[...] = self._a
+        return made
+
     def astype(self, dtype, order="K", casting=None, subok=None, copy=True):
-        return wrap(self._a.astype(dtype, order=order, copy=copy))
+        dtype = np.dtype(dtype)
+        if not copy and dtype == self.dtype and order == "K":
+            return self
+        return call(self._a.astype, (dtype,), {"order": order, "copy": copy}, [self])
 
     def __getitem__(self, index):
-        return wrap(self._a[bare(index)])
+        for part in index if isinstance(index, tuple) else (index,):
+            if getattr(part, "dtype", None) == bool and isinstance(part, ndarray | np.ndarray) and part.ndim:
+                count("x[mask]")  # how many entries there are has to be known
+        return call(self._a.__getitem__, (index,), {}, [self])
 
     def __setitem__(self, index, value):
         if isinstance(value, np.ndarray) and value.ndim:
-            refuse(value)
+            raise ValueError("non-scalar numpy.ndarray cannot be used for fill")
+        use([index, value], [self])
         self._a[bare(index)] = bare(value)
 
     def __len__(self):
@@ -121,26 +170,49 @@ class ndarray:
     def __reduce__(self):
         return wrap, (self._a,)
 
-    def __dlpack__(self, **kwargs):
+    def __dlpack__(self, *, stream=None, max_version=None, dl_device=None, copy=None):
+        if stream not in (None, -1):
+            event = fake_cuda.get_current_stream().record()
+            found = [st for st in streams_of(stream)]
+            for st in found:
+                st.wait_event(event)
         return self._a.__dlpack__()
 
     def __dlpack_device__(self):
-        return self._a.__dlpack_device__()
+        return 2, self._held.memory.device_id
 
 
 ndarray.__module__ = "cupy"
+
+
+def streams_of(ptr: int) -> list[Any]:
+    """The stream of an address, as DLPack tells it: 1 is the legacy default stream."""
+    current = fake_cuda.get_current_stream()
+    return [current if current.ptr == ptr else fake_cuda.Stream.null]
 
 
 def refuse(x: Any) -> None:
     raise TypeError(f"Unsupported type {type(x)}")
 
 
-synchronised: list[str] = []
-"""What has made the host wait for the device, in order."""
+def arrays_in(tree: Any) -> Iterator[ndarray]:
+    """The arrays of the device in arguments."""
+    if type(tree) is ndarray:
+        yield tree
+    elif isinstance(tree, tuple | list):
+        for x in tree:
+            yield from arrays_in(x)
+    elif isinstance(tree, dict):
+        for x in tree.values():
+            yield from arrays_in(x)
 
 
-def count(what: str) -> None:
-    synchronised.append(what)
+def use(read: Any, written: Any = ()) -> None:
+    """An operation is submitted that reads some arrays, and writes others."""
+    for x in arrays_in(read):
+        x._held.memory.read()
+    for x in arrays_in(written):
+        x._held.memory.write()
 
 
 def wrap(x: Any) -> Any:
@@ -148,6 +220,7 @@ def wrap(x: Any) -> Any:
     if isinstance(x, np.ndarray | np.generic):
         made = ndarray.__new__(ndarray)
         made._a = np.asarray(x)
+        made._held = fake_cuda.held_by(made._a)
         return made
     if isinstance(x, tuple | list):
         parts = [wrap(y) for y in x]
@@ -165,8 +238,10 @@ def bare(x: Any) -> Any:
     return x
 
 
-def call(function: Any, args: Any, kwargs: Any) -> Any:
+def call(function: Any, args: Any, kwargs: Any, also: Any = ()) -> Any:
+    """An operation of NumPy on the data of arrays; `also` are arrays that it uses without being given them."""
     out = kwargs.get("out")
+    use([args, {k: v for k, v in kwargs.items() if k != "out"}, also], [out])
     ans = function(*bare(args), **bare(kwargs))
     if out is None or (isinstance(out, tuple) and all(o is None for o in out)):
         return wrap(ans)
@@ -175,14 +250,17 @@ def call(function: Any, args: Any, kwargs: Any) -> Any:
 
 def method(name: str):
     def run(self, *args, **kwargs):
-        return call(getattr(self._a, name), args, kwargs)
+        if name in ("sort", "partition", "fill", "put"):  # in place
+            use(args, [self])
+            return getattr(self._a, name)(*bare(args), **bare(kwargs))
+        return call(getattr(self._a, name), args, kwargs, [self])
 
     run.__name__ = name
     return run
 
 
 for name in (
-    "all any argmax argmin argsort choose clip compress conj conjugate copy cumprod cumsum diagonal dot max mean min "
+    "all any argmax argmin argsort choose clip compress conj conjugate cumprod cumsum diagonal dot max mean min "
     "nonzero partition prod put ravel repeat reshape round searchsorted sort squeeze std sum swapaxes take trace "
     "transpose var view fill flatten"
 ).split():
@@ -191,9 +269,9 @@ for name in (
 
 def operation(name: str, ufunc: np.ufunc, reflected: bool):
     def run(self, other):
-        if isinstance(other, np.ndarray) and type(other) is np.ndarray and other.ndim:
+        if isinstance(other, np.ndarray):
             refuse(other)
-        if hasattr(type(other), "__array_ufunc__") and not isinstance(other, np.ndarray | np.generic | ndarray):
+        if hasattr(type(other), "__array_ufunc__") and not isinstance(other, np.generic | ndarray):
             return NotImplemented
         return call(ufunc, (other, self) if reflected else (self, other), {})
 
@@ -219,6 +297,9 @@ for name, ufunc in _BINARY.items():
     setattr(ndarray, f"__r{name}__", operation(f"__r{name}__", ufunc, True))
 
     def in_place(self, other, ufunc=ufunc):
+        if isinstance(other, np.ndarray):
+            refuse(other)
+        use([other], [self])
         ufunc(self._a, bare(other), out=self._a)
         return self
 
@@ -233,41 +314,14 @@ for name, ufunc in {
 }.items():
     setattr(ndarray, f"__{name}__", operation(f"__{name}__", ufunc, False))
 for name, ufunc in {"neg": np.negative, "pos": np.positive, "abs": np.absolute, "invert": np.invert}.items():
-    setattr(ndarray, f"__{name}__", lambda self, ufunc=ufunc: wrap(ufunc(self._a)))
-for name, kind in {"bool": bool, "int": int, "float": float, "complex": complex, "index": operator.index}.items():
+    setattr(ndarray, f"__{name}__", lambda self, ufunc=ufunc: call(ufunc, (self,), {}))
+for name, kind in {"bool": bool, "int": int, "float": float, "complex": complex}.items():
 
     def convert(self, kind=kind, name=name):
         count(f"__{name}__")
         return kind(self._a)
 
     setattr(ndarray, f"__{name}__", convert)
-
-
-class Device:
-    """The only device."""
-
-    def __init__(self, device: int | None = 0):
-        self.id = 0
-        self.attributes = {"MultiProcessorCount": 4}
-        self.compute_capability = "90"
-
-    def __eq__(self, other):
-        return isinstance(other, Device)
-
-    def __hash__(self):
-        return 0
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        pass
-
-    def use(self):
-        pass
-
-    def synchronize(self):
-        count("Device.synchronize")
 
 
 class RawModule:
@@ -281,26 +335,127 @@ class RawModule:
         self.library = emulator.library(code, self.names)
 
     def get_function(self, name: str):
-        return emulator.Function(self.library, self.names.index(name), lambda a: a._a.ctypes.data)
+        return emulator.Function(self.library, self.names.index(name), pointer)
 
 
-def asarray(a, dtype=None, order=None, *, blocking=False):
+def pointer(a: ndarray) -> int:
+    """The address of an argument of a kernel, which may read and write there."""
+    use([a])
+    a._held.memory.life.written = fake_cuda.lane().tick()
+    return a._a.ctypes.data
+
+
+def asarray(a, dtype=None, order=None, *, copy=None, blocking=False):
     if type(a) is ndarray:
-        return a if dtype is None or a.dtype == dtype else a.astype(dtype)
+        if a._held.memory.device_id != fake_cuda.Device().id:
+            return a.copy().astype(dtype or a.dtype, copy=False)
+        return a if (dtype is None or a.dtype == dtype) and not copy else a.astype(dtype or a.dtype)
     if isinstance(a, list | tuple):
         a = np.asarray([bare(x) for x in a])
-    return wrap(np.array(a, dtype=dtype, order="C" if order is None else order))
+    if hasattr(type(a), "__array_ufunc__") and not isinstance(a, np.ndarray | np.generic):
+        a = np.asarray(a)
+    made = np.array(a, dtype=dtype, order="C" if order in (None, "K", "A") else order)
+    if made.dtype.kind in "OSUMmgG" or made.dtype.char in "gG":
+        raise ValueError(f"Unsupported dtype {made.dtype}")
+    return wrap(made)
 
 
-def lifted(function: Any):
+def array(obj, dtype=None, copy=True, order="K", subok=False, ndmin=0, *, blocking=False):
+    made = asarray(obj, dtype, order, copy=copy or None)
+    return made if made.ndim >= ndmin else made.reshape((1,) * (ndmin - made.ndim) + made.shape)
+
+
+def ascontiguousarray(a, dtype=None):
+    a = asarray(a, dtype)
+    if a.flags.c_contiguous:
+        return a if a.ndim else a.reshape(1)
+    return a.copy()
+
+
+def from_dlpack(array, *, device=None, copy=None):
+    if type(array) is ndarray:
+        stream = fake_cuda.get_current_stream()
+        array.__dlpack__(stream=stream.ptr or 1)
+        return wrap(array._a)
+    return wrap(np.from_dlpack(array))
+
+
+_TAKE_HOST = {"take", "split", "array_split", "vsplit", "hsplit", "dsplit", "asnumpy"}
+"""Functions that take arrays of the host: where to take and to split."""
+
+_WAITS = {
+    *"allclose array_equal nonzero flatnonzero argwhere unique unique_values unique_counts extract compress".split(),
+    *"intersect1d union1d setdiff1d setxor1d trim_zeros".split(),
+}
+"""Functions whose results tell the host something, the lengths of arrays say."""
+
+_WRAPPED = {"allclose", "array_equal", "array_equiv"}
+"""Functions that give an array without dimensions where NumPy's give True or False."""
+
+
+@functools.cache
+def real_parameters() -> dict[str, list[str] | None]:
+    """What the real module has: its names, and the parameters of its functions; nothing where it is not installed."""
+    code = """
+import importlib.metadata as m, inspect, json, sys, warnings
+warnings.filterwarnings("ignore")
+import cupy
+found = {}
+for part in ("", "linalg", "fft", "random"):
+    module = getattr(cupy, part) if part else cupy
+    for name in dir(module):
+        f = getattr(module, name)
+        try:
+            ps = inspect.signature(f).parameters.values() if callable(f) and not isinstance(f, type) else None
+            variadic = ps is None or any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in ps)
+            found[(part + "." if part else "") + name] = None if variadic else [p.name for p in ps]
+        except (TypeError, ValueError):
+            found[(part + "." if part else "") + name] = None
+print(json.dumps(found))
+"""
+    try:
+        from importlib import metadata
+
+        version = next(d.version for d in metadata.distributions() if (d.name or "").startswith("cupy-cuda"))
+    except StopIteration:
+        return {}
+    path = emulator.folder() / f"cupy-{version}-names.json"
+    if not path.exists():
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        path.write_text(done.stdout if done.returncode == 0 else "{}")
+    return json.loads(path.read_text())
+
+
+def lifted(function: Any, name: str = ""):
+    parameters = real_parameters().get(name)
+    own = name.rpartition(".")[2]
+
     def run(*args, **kwargs):
-        for x in (*args, *kwargs.values()):
-            if type(x) is np.ndarray and x.ndim:
+        if parameters is not None:
+            unknown = next((k for k in kwargs if k not in parameters), None)
+            if unknown is not None:
+                raise TypeError(f"{own}() got an unexpected keyword argument {unknown!r}")
+            if len(args) > len(parameters):
+                raise TypeError(f"{own}() takes {len(parameters)} positional arguments but {len(args)} were given")
+        if own not in _TAKE_HOST:
+            for x in hosts_in((*args, *kwargs.values())):
                 refuse(x)
-        return call(function, args, kwargs)
+        if own in _WAITS:
+            count(own)
+        ans = call(function, args, kwargs)
+        return wrap(np.asarray(ans)) if own in _WRAPPED else ans
 
-    run.__name__ = getattr(function, "__name__", "function")
+    run.__name__ = own or getattr(function, "__name__", "function")
     return run
+
+
+def hosts_in(tree: Any) -> Iterator[np.ndarray]:
+    """The arrays of the host in arguments."""
+    if isinstance(tree, np.ndarray):
+        yield tree
+    elif isinstance(tree, tuple | list):
+        for x in tree:
+            yield from hosts_in(x)
 
 
 class Ufunc:
@@ -313,7 +468,15 @@ class Ufunc:
     def __call__(self, *args, **kwargs):
         return lifted(self.ufunc)(*args, **kwargs)
 
+    def at(self, a, indices, b):
+        if isinstance(b, np.ndarray):
+            refuse(b)
+        use([indices, b], [a])
+        self.ufunc.at(a._a, bare(indices), bare(b))
+
     def __getattr__(self, name: str):
+        if name.startswith("__") or name in ("nin", "nout", "signature"):
+            return getattr(self.ufunc, name)
         return lifted(getattr(self.ufunc, name))
 
 
@@ -325,40 +488,37 @@ class Module(ModuleType):
     def __getattr__(self, name: str):
         if name.startswith("__"):
             raise AttributeError(name)
+        place = f"{self.__name__[5:]}.{name}".lstrip(".")
+        known = real_parameters()
+        if known and place not in known:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         found = getattr(self.source, name)
         if isinstance(found, np.ufunc):
             made: Any = Ufunc(found)
         elif isinstance(found, type) or not callable(found):
             made = found
         else:
-            made = lifted(found)
+            made = lifted(found, place)
         setattr(self, name, made)
         return made
 
 
 def make() -> dict[str, ModuleType]:
     """The modules, by the names under which they are imported."""
-    cupy, cuda, runtime = Module("cupy"), ModuleType("cupy.cuda"), ModuleType("cupy.cuda.runtime")
+    cupy = Module("cupy")
     cupy.__path__ = []  # type: ignore[attr-defined]
-    cupy.ndarray, cupy.RawModule, cupy.asarray, cupy.array = ndarray, RawModule, asarray, asarray
+    cupy.ndarray, cupy.RawModule, cupy.asarray, cupy.array = ndarray, RawModule, asarray, array
     cupy.asnumpy = lambda a, **kwargs: a.get() if type(a) is ndarray else np.asarray(a)
     cupy.get_array_module = lambda *args: cupy if any(type(a) is ndarray for a in args) else np
-    cupy.ascontiguousarray = lambda a, dtype=None: wrap(np.ascontiguousarray(bare(asarray(a)), dtype))
+    cupy.ascontiguousarray, cupy.from_dlpack = ascontiguousarray, from_dlpack
     cupy.ndarray.__qualname__ = "ndarray"
-    cupy.cuda, cuda.Device, cuda.runtime = cuda, Device, runtime
-    runtime.getDeviceCount = lambda: 1
-    cuda.get_current_stream = lambda: SimpleNamespace(synchronize=lambda: count("Stream.synchronize"))
-    for name in ("linalg", "fft", "random"):
-        part = Module(f"cupy.{name}")
-        part.source = getattr(np, name)
-        setattr(cupy, name, part)
-    return {
-        "cupy": cupy,
-        "cupy.cuda": cuda,
-        "cupy.cuda.runtime": runtime,
-        "cupy.linalg": cupy.linalg,
-        "cupy.fft": cupy.fft,
-    }
+    cuda = fake_cuda.modules()
+    cupy.cuda = cuda["cupy.cuda"]
+    parts = {f"cupy.{name}": Module(f"cupy.{name}") for name in ("linalg", "fft", "random")}
+    for name, part in parts.items():
+        part.source = getattr(np, name[5:])
+        setattr(cupy, name[5:], part)
+    return {"cupy": cupy, **cuda, **parts}
 
 
 @contextmanager

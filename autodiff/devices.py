@@ -1,0 +1,118 @@
+"""Arrays of a device beside constants of the host, and what CuPy's functions lack of NumPy's.
+
+CuPy takes no arrays of NumPy as operands. A body that writes `x + np.zeros(3)` means an array where x is: so what fails
+for that reason is done again with the constants on x's device. Only what has failed comes here, so arrays of NumPy pay
+nothing for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from spmd.errors import StateError, describe, message
+
+__all__ = ["again", "is_array", "register", "to_host"]
+
+_modules: list[Any] = []
+"""CuPy, once one of its arrays may come."""
+
+
+def register(module: Any) -> None:
+    """Arrays of this module may come from now on."""
+    if module not in _modules:
+        _modules.append(module)
+
+
+def is_array(x: object) -> bool:
+    """Whether x is an array of a device."""
+    return bool(_modules) and isinstance(x, _modules[-1].ndarray)
+
+
+def to_host(x: Any) -> Any:
+    """Bare data on the host; waits for what computes it."""
+    return x.get() if is_array(x) else x
+
+
+def _arrays(tree: Any) -> Iterator[Any]:
+    if is_array(tree):
+        yield tree
+    elif isinstance(tree, tuple | list):
+        for x in tree:
+            yield from _arrays(x)
+    elif isinstance(tree, dict):
+        yield from _arrays(list(tree.values()))
+
+
+def _moved(tree: Any, module: Any) -> Any:
+    if isinstance(tree, np.ndarray):
+        return module.asarray(tree)
+    if isinstance(tree, tuple | list):
+        parts = [_moved(x, module) for x in tree]
+        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+    return tree
+
+
+def again(fun: Callable, args: list[Any], kwargs: dict[str, Any], error: Exception, name: str) -> Any:
+    """What has failed with an error, computed with constants of the host on the device of the arrays beside them.
+
+    args becomes what it was computed from. Without arrays of a device the error is raised as it is.
+    """
+    beside = next(_arrays([args, kwargs]), None)
+    if beside is None or type(error).__module__.startswith("spmd"):
+        raise error
+    module = _modules[-1]
+    with beside.device:
+        args[:] = [_moved(a, module) for a in args]
+        kwargs = {k: _moved(v, module) for k, v in kwargs.items()}
+        try:
+            return _reduced(fun, args, kwargs) if fun in _REDUCTIONS else fun(*args, **_known(fun, kwargs))
+        except (TypeError, AttributeError, NotImplementedError) as second:
+            if type(second).__module__.startswith("spmd"):
+                raise
+            raise StateError(
+                message(
+                    name,
+                    got=f"{describe(beside)} on a GPU, which CuPy's function does not take: {second}",
+                    need="a function, and options, that CuPy has too",
+                    mend="compose it of others; or a host function on spmd.block(x).get(), which waits for the GPU",
+                )
+            ) from error
+
+
+def _known(fun: Callable, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Options without those that change nothing: CuPy's sorts are stable."""
+    if fun in (np.sort, np.argsort):
+        return {k: v for k, v in kwargs.items() if k not in ("stable", "kind")}
+    return kwargs
+
+
+_NEUTRAL = {np.sum: 0, np.prod: 1, np.any: False, np.all: True, np.mean: 0, np.max: None, np.min: None}
+_REDUCTIONS = set(_NEUTRAL)
+_JOIN = {np.sum: np.add, np.prod: np.multiply, np.max: np.maximum, np.min: np.minimum}
+
+
+def _reduced(fun: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """A reduction with `where` and `initial`, which CuPy's do not have."""
+    a, *rest = args
+    kwargs = {k: v for k, v in kwargs.items() if v is not np._NoValue}  # type: ignore[attr-defined]
+    where, initial = kwargs.pop("where", True), kwargs.pop("initial", None)
+    axis = kwargs.get("axis", rest[0] if rest else None)
+    if where is not True:
+        neutral = initial if fun in (np.max, np.min) else _NEUTRAL[fun]
+        if neutral is None:
+            raise TypeError(f"{fun.__name__} with where= needs initial=")
+        if fun is np.mean:
+            mask = np.broadcast_to(where, a.shape)
+            keep = {"keepdims": kwargs.get("keepdims", False)}
+            return np.sum(np.where(mask, a, 0), axis, **keep) / np.sum(mask, axis, dtype=a.dtype, **keep)
+        a = np.where(where, a, np.asarray(neutral, a.dtype)[()])
+    if initial is None:
+        return fun(a, *rest, **kwargs)
+    axes = range(a.ndim) if axis is None else (axis,) if isinstance(axis, int) else axis
+    if fun in (np.max, np.min) and any(a.shape[d] == 0 for d in axes):  # of nothing there is none
+        shape = np.empty(a.shape, bool).any(axis=axis, keepdims=kwargs.get("keepdims", False)).shape
+        return np.full_like(a, initial, shape=shape)
+    return _JOIN[fun](fun(a, *rest, **kwargs), initial)

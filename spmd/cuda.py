@@ -1,0 +1,174 @@
+"""Streams of workers that share GPUs, and memory that is safe on them. Imported when a mesh of a GPU is used.
+
+Every worker submits its work to a stream of its own. An array is handed from one to another by two rules.
+
+1. The reader's stream waits for an event that was recorded after the array was written (`Place.after`).
+2. CuPy's pool gives memory that is freed to the next array of the stream on which it was allocated, at once: it does
+   not know who else may still be reading. So a reader gets a `Loan`: an array over the same memory which, when its last
+   view is gone, lets the stream of the memory wait for that of the reader, before it lets the memory go.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import cupy as cp
+import numpy as np
+from cupy.cuda import Device, Event, MemoryPointer, Stream, UnownedMemory, get_current_stream
+
+from spmd.autodiff.tracer import register_device_arrays
+
+__all__ = ["Place", "Places", "current"]
+
+register_device_arrays(cp)
+
+
+class Place:
+    """A stream on a device: where the arrays of a worker, or of whoever calls a map, are computed."""
+
+    __slots__ = ("device", "stream")
+
+    def __init__(self, device: int, stream: Any):
+        self.device = device
+        self.stream = stream
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Place) and (self.device, self.stream) == (other.device, other.stream)
+
+    def __hash__(self) -> int:
+        return hash((self.device, self.stream))
+
+    def __repr__(self) -> str:
+        return f"Place(device {self.device}, {self.stream})"
+
+    def enter(self) -> None:
+        """What this thread submits from now on goes here. Device and stream are of the thread."""
+        Device(self.device).use()
+        self.stream.use()
+
+    def mark(self) -> Any:
+        """An event after all that has been submitted here."""
+        with Device(self.device):
+            event = Event(disable_timing=True)
+            event.record(self.stream)
+        return event
+
+    def after(self, other: Place) -> None:
+        """What is submitted here from now on comes after all that has been submitted there."""
+        if other != self:
+            self.stream.wait_event(other.mark())
+
+    def borrow(self, x: Any, home: Place) -> Any:
+        """x, or the arrays in lists, tuples and dicts, for this place to read: they are in the memory of another.
+
+        Arrays of another device are copied. The caller has seen to it that this place is after what wrote them.
+        """
+        if type(x) is cp.ndarray:
+            return self._borrow(x, home)
+        if isinstance(x, tuple | list):
+            parts = [self.borrow(y, home) for y in x]
+            return type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)
+        if isinstance(x, dict):
+            return {k: self.borrow(y, home) for k, y in x.items()}
+        return x
+
+    def _borrow(self, x: Any, home: Place) -> Any:
+        memory = x.data.mem
+        if isinstance(memory, Loan):
+            memory, home = memory.memory, memory.home
+        if x.nbytes == 0 or home == self:
+            return x if memory is x.data.mem or x.nbytes == 0 else _over(x, memory)
+        if x.data.device_id != self.device:
+            with Device(self.device), self.stream:
+                copy = x.copy()
+            home.after(self)
+            return copy
+        return _over(x, Loan(memory, home, self))
+
+
+class Loan(UnownedMemory):
+    """Memory of a place that another one reads. When nobody has it any more, its own stream waits for the reader's."""
+
+    def __init__(self, memory: Any, home: Place, reader: Place):
+        super().__init__(memory.ptr, memory.size, memory, memory.device_id)
+        self.memory = memory
+        self.home = home
+        self.reader = reader
+
+    def __del__(self):
+        with suppress(Exception):  # At the end of the program the driver may be gone before.
+            self.home.after(self.reader)
+
+
+def _over(x: Any, memory: Any) -> Any:
+    """The array x, in memory that is the same but for who lets it go."""
+    return cp.ndarray(x.shape, x.dtype, MemoryPointer(memory, x.data.ptr - memory.ptr), x.strides)
+
+
+def current(device: int | None = None) -> Place:
+    """Where this thread submits its work, on its device or on another."""
+    device = Device().id if device is None else device
+    return Place(device, get_current_stream(device))
+
+
+class Places:
+    """The places of the workers of a process: worker k is on device k modulo their number, on stream k."""
+
+    _streams: dict[tuple[int, int], Any] = {}  # noqa: RUF012 - one for all: streams and their pools are used again
+    _lock = threading.Lock()
+
+    def __init__(self, first: int = 0):
+        self.count = cp.cuda.runtime.getDeviceCount()
+        self.first = first
+
+    def device(self, worker: int) -> int:
+        return (self.first + worker) % self.count
+
+    def __call__(self, worker: int) -> Place:
+        device = self.device(worker)
+        with self._lock:
+            stream = self._streams.get((device, worker))
+            if stream is None:
+                with Device(device):
+                    stream = self._streams[device, worker] = Stream(non_blocking=True)
+        return Place(device, stream)
+
+    @contextmanager
+    def at(self, worker: int) -> Iterator[None]:
+        """Inside, the device of a worker is the current one."""
+        with Device(self.device(worker)):
+            yield
+
+    def own(self, a: Any, worker: int) -> Any:
+        """A C-contiguous array of its own with the data of a, on the device of a worker."""
+        with Device(self.device(worker)):
+            if type(a) is cp.ndarray:
+                return a.copy(order="C")
+            return cp.asarray(np.asarray(a, order="C"))
+
+    def moved(self, a: Any, worker: int) -> Any:
+        """An array that the library has made, on the device of a worker: a copy where it is not there already."""
+        if type(a) is cp.ndarray and a.data.device_id == self.device(worker):
+            return a
+        return self.own(a, worker)
+
+    @contextmanager
+    def joined(self, workers: int) -> Iterator[Callable[[int], Place]]:
+        """The workers' places after what the caller has submitted, and in the end the caller's after theirs.
+
+        Gives the caller's place on each device.
+        """
+        before = current()
+        found = [self(w) for w in range(workers)]
+        callers = {p.device: current(p.device) for p in found}
+        for place in found:
+            place.after(callers[place.device])
+        try:
+            yield callers.__getitem__
+        finally:
+            before.enter()
+            for place in found:
+                callers[place.device].after(place)

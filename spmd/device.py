@@ -1,0 +1,103 @@
+"""Arrays of the host and arrays of a device: what the rest of the library asks where the two differ.
+
+Blocks of a mesh with device="cuda" are arrays of CuPy. CuPy, and `spmd.cuda` that knows its streams, are imported when
+such a mesh is made or such an array appears, never before. An array of a device has no flag that forbids writing, and
+nothing converts it to one of NumPy without being asked to: that would wait for the device.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from spmd.errors import MeshError, TransportError, describe, message
+from spmd.kernels import on_device
+
+if TYPE_CHECKING:
+    from spmd.cuda import Places
+
+__all__ = ["DEVICES", "contiguous", "home", "imported", "on_device", "places", "to_host", "zeros"]
+
+DEVICES = ("cpu", "cuda")
+
+
+def contiguous(x: Any) -> Any:
+    """x as a C-contiguous array, of the device if it is there."""
+    if type(x) is not np.ndarray and on_device(x):
+        return x if x.flags.c_contiguous else x.copy()
+    return np.asarray(x, order="C")
+
+
+def zeros(shape: tuple[int, ...], like: Any) -> Any:
+    """Zeros of the dtype of an array, where it lies."""
+    return np.zeros(shape, like.dtype) if type(like) is np.ndarray else np.zeros_like(like, shape=shape, order="C")
+
+
+def to_host(x: Any) -> Any:
+    """An array on the host; waits for what computes it."""
+    return x.get() if on_device(x) else x
+
+
+def home(where: str, argument: str, x: Any, device: str) -> Any:
+    """An array of any library, as NumPy's or CuPy's; what lies on a GPU stays there.
+
+    Raises MeshError for an array of a GPU where the mesh has none.
+    """
+    if not on_device(x) and not isinstance(x, np.ndarray | np.generic) and hasattr(type(x), "__dlpack_device__"):
+        kind, _ = x.__dlpack_device__()
+        if int(kind) not in (1, 3):  # the host's memory, or such as a device may read too
+            x = imported().from_dlpack(x)
+    if on_device(x) and device == "cpu":
+        raise MeshError(
+            message(
+                where,
+                argument=argument,
+                got=f"{describe(x)}, which lies on a GPU",
+                need="arrays of the host, for a mesh whose blocks lie there",
+                mend='Mesh(..., device="cuda"); or x.get(), which copies it to the host',
+            )
+        )
+    return x
+
+
+def imported(where: str = "spmd.Mesh") -> Any:
+    """CuPy. Raises TransportError where it is not installed, or finds no GPU."""
+    need = 'CuPy and a GPU, for device="cuda"'
+    try:
+        import cupy  # type: ignore[import-not-found]
+    except ImportError as error:
+        raise TransportError(
+            message(
+                where,
+                argument="device",
+                got=f'"cuda", and CuPy cannot be imported ({error})',
+                need=need,
+                mend='pip install "spmd[cuda]"; without a GPU, device="cpu"',
+            )
+        ) from error
+    try:
+        if cupy.cuda.runtime.getDeviceCount() > 0:
+            return cupy
+        found = "no device"
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        found = str(error)
+    raise TransportError(
+        message(
+            where,
+            argument="device",
+            got=f'"cuda", and CuPy {cupy.__version__} finds no GPU ({found})',
+            need=need,
+            mend='look at what nvidia-smi and CUDA_VISIBLE_DEVICES say; without a GPU, device="cpu"',
+        )
+    )
+
+
+def places(device: str, where: str = "spmd.Mesh") -> Places | None:
+    """Where the arrays of workers lie on a device; None on the host."""
+    if device == "cpu":
+        return None
+    imported(where)
+    from spmd.cuda import Places
+
+    return Places()

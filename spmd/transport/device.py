@@ -1,0 +1,134 @@
+"""Virtual workers whose blocks lie on GPUs: the meetings of `local`, with the streams in order.
+
+Who comes to a meeting records an event behind what it brings. The last one to come waits for all of them, on its
+stream and not on the host, makes what there is to make, and records another; everyone's stream waits for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from spmd.cuda import Place
+from spmd.device import on_device
+from spmd.transport.base import Call, Group, Handle
+from spmd.transport.local import LocalComm, Meeting, Run, Waiting
+
+__all__ = ["DeviceComm"]
+
+
+class Brought(NamedTuple):
+    """What a worker brings to a meeting, and the event behind it; none if it brings nothing of a device."""
+
+    payload: Any
+    place: Place
+    event: Any
+
+
+class Made(NamedTuple):
+    """What the last worker made of it, where, and the event behind it."""
+
+    result: Any
+    place: Place
+    event: Any
+
+
+class Purse:
+    """Arrays of others in a list or a dict, borrowed as they are taken out."""
+
+    __slots__ = ("borrow", "inner")
+
+    def __init__(self, inner: Any, borrow: Callable[[Any], Any]):
+        self.inner = inner
+        self.borrow = borrow
+
+    def __getitem__(self, k: Any) -> Any:
+        return list(map(self.borrow, self.inner[k])) if isinstance(k, slice) else self.borrow(self.inner[k])
+
+    def __contains__(self, k: object) -> bool:
+        return k in self.inner
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.borrow, self.inner)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+
+class _Seen:
+    """A meeting as one worker sees it."""
+
+    __slots__ = ("payloads", "result")
+
+    def __init__(self, payloads: Any, result: Any):
+        self.payloads = payloads
+        self.result = result
+
+
+class Arriving(Waiting):
+    """A handle that leaves this worker's stream the current one: others may have run in this thread meanwhile."""
+
+    __slots__ = ()
+
+    def wait(self) -> Any:
+        try:
+            return super().wait()
+        except BaseException:
+            self.comm.place.enter()  # type: ignore[attr-defined]
+            raise
+
+
+class DeviceComm(LocalComm):
+    """A virtual worker's view. place: its own; callers: those of whoever called the map, by device."""
+
+    def __init__(self, run: Run, worker: int, place: Place, callers: Callable[[int], Place]):
+        super().__init__(run, worker)
+        self.place = place
+        self.caller = callers(place.device)
+
+    def given(self, x: Any) -> Any:
+        return self.place.borrow(x, self.caller)
+
+    def returned(self, x: Any) -> Any:
+        """What the body gives to the caller."""
+        return self.caller.borrow(x, self.place)
+
+    def _meet(self, group: Group, call: Call, payload: Any, take: Callable[[Meeting], Any], finish=None) -> Handle:
+        if group.size == 1:
+            return super()._meet(group, call, payload, take, finish)
+        place = self.place
+
+        def view(m: list[Brought]) -> Purse:
+            return Purse(m, lambda b: self._open(b.payload, b.place))
+
+        def complete(all_brought: list[Brought]) -> Made:
+            events = [b.event for b in all_brought if b.event is not None]
+            for b in all_brought:
+                if b.event is not None and b.place != place:
+                    place.stream.wait_event(b.event)
+            result = finish(view(all_brought)) if finish is not None else None
+            return Made(result, place, place.mark() if events else None)
+
+        def taken(m: Meeting) -> Any:
+            place.enter()
+            made: Made = m.result
+            if made.event is not None and made.place != place:
+                place.stream.wait_event(made.event)
+            result = made.result if made.place == place else place.borrow(made.result, made.place)
+            return take(_Seen(view(m.payloads), result))  # type: ignore[arg-type]
+
+        mine = Brought(payload, place, place.mark() if _has_arrays(payload) else None)
+        return Arriving(self, self.run.post(self, group, call, mine, complete), taken)
+
+    def _open(self, x: Any, home: Place) -> Any:
+        if isinstance(x, list | dict):
+            return Purse(x, lambda y: self._open(y, home))
+        return x if home == self.place else self.place.borrow(x, home)
+
+
+def _has_arrays(payload: Any) -> bool:
+    if isinstance(payload, list | tuple):
+        return any(map(on_device, payload))
+    if isinstance(payload, dict):
+        return any(map(on_device, payload.values()))
+    return on_device(payload)
