@@ -842,7 +842,8 @@ class Array(metaclass=Shown):
         return complex(self._number("complex"))
 
     def __index__(self) -> int:
-        return operator.index(self._number("index"))
+        value = self._number("index")
+        return operator.index(value.item() if devices.is_array(value) else value)
 
     def item(self, *args):
         value = self._number("x.item")

@@ -3,6 +3,7 @@
     python examples/digits.py                      four virtual workers in this process
     mpiexec -n 4 python examples/digits.py         four processes: the same file, the same losses to the last bit
     python examples/digits.py --data 3 --model 1   another mesh; it need not divide the batch or the widths
+    python examples/digits.py --device cuda        the workers' blocks on a GPU, or on several
 
 The batch is split over the mesh axis `data`, the layers over the axis `model`.
 """
@@ -76,7 +77,7 @@ def main():
     def accuracy_of(params):
         return np.mean(predict(params, x_test).numpy().argmax(axis=1) == labels_test)
 
-    with spmd.Mesh(data=args.data, model=args.model, scheduler=args.scheduler) as mesh:
+    with spmd.Mesh(data=args.data, model=args.model, scheduler=args.scheduler, device=args.device) as mesh:
         # Every worker keeps its blocks. A gradient lies as its parameter does, so that an update sends nothing.
         params = spmd.put(drawn, specs)
         state = optimizer.init(params)
@@ -86,7 +87,7 @@ def main():
         with spmd.ledger() as log:
             _, grads = loss_and_grads(params, batch, batch_labels)
             optimizer.update(grads, state, params)
-        with spmd.Mesh(data=1, model=1, transport="local"):
+        with spmd.Mesh(data=1, model=1, transport="local", device=args.device):
             _, grads_of_one = loss_and_grads(drawn, batch, batch_labels)
         difference = largest_difference(spmd.tree.map(lambda g: g.numpy(), grads), grads_of_one)
 
@@ -97,7 +98,9 @@ def main():
                 rows = order[k : k + args.batch]
                 value, grads = loss_and_grads(params, x[rows], labels[rows])
                 params, state = optimizer.update(grads, state, params)
-                total += float(value) * len(rows)
+                # The sum of the losses is an array too: its number is asked for when it is shown, and not before,
+                # because on a GPU that waits for all that is under way.
+                total = total + value.astype(float) * len(rows)
                 seen = k + len(rows)
                 accuracy = accuracy_of(params) if seen == len(x) else accuracy
                 show_progress(args, mesh, epoch, seen / len(x), total / seen, accuracy)
@@ -117,16 +120,18 @@ def largest_difference(tree, other):
 
 def show_progress(args, mesh, epoch, part, loss, accuracy):
     """A bar that is redrawn after every step on a terminal; elsewhere, and in full precision, a line per epoch."""
-    if not spmd.is_main():
+    # The processes of an MPI job may see a terminal where the job itself has none.
+    redrawn = sys.stdout.isatty() and mesh.transport.name == "local" and not args.full_precision
+    if not spmd.is_main() or not (redrawn or part == 1):
         return
+    loss = float(loss)
     text = f"epoch {epoch:2}/{args.epochs}  loss {repr(loss) if args.full_precision else format(loss, '.4f')}"
     text += f"  test accuracy {accuracy:.1%}"
-    # The processes of an MPI job may see a terminal where the job itself has none.
-    if sys.stdout.isatty() and mesh.transport.name == "local" and not args.full_precision:
+    if redrawn:
         done = (epoch - 1 + part) / args.epochs
         bar = "█░" if writes_unicode() else "#."
         print(f"\r{bar[0] * round(30 * done):{bar[1]}<30} {text} ", end="\n" if done == 1 else "", flush=True)
-    elif part == 1:
+    else:
         print(text, flush=True)
 
 
@@ -163,6 +168,7 @@ def parse_args():
     parser.add_argument(
         "--scheduler", choices=["auto", "lockstep", "threads"], help="of virtual workers; None: by itself"
     )
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="where the blocks lie; None: on the CPU")
     parser.add_argument("--full-precision", action="store_true", help="print losses to the last bit, a line per epoch")
     args = parser.parse_args()
     if len(args.hidden) % 2 == 0 or min(args.hidden) < 1 or args.batch < 1:

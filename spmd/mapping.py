@@ -282,8 +282,8 @@ class Mapped:
                 message(
                     self.where,
                     argument=leaf.path,
-                    got=f"an array on {x.mesh} ({x.mesh.transport.name})",
-                    need=f"an array on {mesh} ({mesh.transport.name})",
+                    got=f"an array on {x.mesh} ({x.mesh.transport.name}{_device_of(x.mesh)})",
+                    need=f"an array on {mesh} ({mesh.transport.name}{_device_of(mesh)})",
                     mend="spmd.put(x.numpy(), spec, mesh), or x.numpy()",
                 )
             )
@@ -529,6 +529,10 @@ class Mapped:
         )
         found = derivative([x.value for x in leaves], cotangents)
         return [_settled(g, leaves[k].value) for g, k in zip(found, moved, strict=True)]
+
+
+def _device_of(mesh: Mesh) -> str:
+    return "" if mesh.device == "cpu" else f", {mesh.device}"
 
 
 class _Results(NamedTuple):

@@ -138,8 +138,7 @@ class Mesh:
     """`mesh.map(f, in_specs, out_specs)`: `spmd.map` on this mesh. Set by `spmd.mapping`."""
 
     def __repr__(self) -> str:
-        options = [f'device="{self.device}"'] * (self.device != "cpu")
-        return f"Mesh({', '.join([*(f'{k}={n}' for k, n in self.axes.items()), *options])})"
+        return f"Mesh({', '.join(f'{k}={n}' for k, n in self.axes.items())})"
 
     def __eq__(self, other: object) -> bool:
         return self is other or (

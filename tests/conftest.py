@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -29,6 +30,8 @@ if DEVICE == "emulated":
     from emulator import fake_cupy
 
     sys.modules.update(fake_cupy.make())
+    _site = str(Path(fake_cupy.__file__).parent / "site")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_site, os.environ.get("PYTHONPATH")]))
 
 
 # Of the session, so that tests that draw their cases may use it as well.

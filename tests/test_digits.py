@@ -27,7 +27,8 @@ LAUNCHERS = ("OMPI_", "PMI", "PMIX_", "PRTE_", "MPI_", "SLURM_", "SPMD_SCHEDULER
 def environment(**more: str) -> dict[str, str]:
     """The caller's variables without those of launchers; this checkout comes first."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
-    return clean | {"PYTHONPATH": str(ROOT)} | more
+    site = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p.endswith("emulator/site")]
+    return clean | {"PYTHONPATH": os.pathsep.join([*site, str(ROOT)])} | more
 
 
 def run(*options: str, launcher: tuple[str, ...] = (), python: str = sys.executable, **variables: str) -> list[str]:

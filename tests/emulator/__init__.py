@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -58,6 +59,9 @@ def library(source: str, expressions: Sequence[str]) -> ctypes.CDLL:
     return ctypes.CDLL(str(path))
 
 
+_one_at_a_time = threading.Lock()
+
+
 class Function:
     """One instance of a template, called as a `cupy.RawKernel`: `f(grid, block, args, shared_mem=0)`.
 
@@ -84,6 +88,7 @@ class Function:
                 boxes.append(ctypes.c_void_p(self.pointer(a)))
         pointers = (ctypes.c_void_p * max(1, len(boxes)))(*(ctypes.addressof(b) for b in boxes))
         Function.launches += 1
-        failure = self.launch(dims, ctypes.c_size_t(shared_mem), pointers, Function.launches % 2)
+        with _one_at_a_time:  # the threads of a block share what is global in `cuda.h`
+            failure = self.launch(dims, ctypes.c_size_t(shared_mem), pointers, Function.launches % 2)
         if failure:
             raise RuntimeError(f"the launch failed: {failure.decode()}")

@@ -49,7 +49,7 @@ _here = _Thread()
 
 
 class Lane:
-    """The operations of one stream on one device. clock: the last operation of every lane that comes before the next."""
+    """Operations of one stream on one device. clock: the last operation of each lane that comes before the next."""
 
     numbers = itertools.count()
 
@@ -203,9 +203,9 @@ def lane(stream: Stream | None = None, device: int | None = None) -> Lane:
     if stream is None:
         device = _here.device if device is None else device
         stream = get_current_stream(device)
-    return stream.lane(
-        _here.device if stream.device_id == -1 and device is None else max(stream.device_id, device or 0)
-    )
+    if stream.device_id != -1:
+        device = stream.device_id
+    return stream.lane(_here.device if device is None else device)
 
 
 class Device:
@@ -251,18 +251,22 @@ class Device:
 # Memory
 
 
-_arenas: dict[tuple[Lane, int], list[Memory]] = defaultdict(list)
+_arenas: dict[tuple[Lane, int], list[Life]] = defaultdict(list)
 """What was freed, by the stream on which it was allocated and its size: the pool gives it out there again."""
 
 
 class Life:
-    """Who wrote a piece of memory last, and who has read it since."""
+    """Who wrote where in a piece of memory, and who has read there: views, and the operations that used them."""
 
-    __slots__ = ("reads", "written")
+    __slots__ = ("reads", "writes")
 
     def __init__(self, written: tuple[Lane, int]):
-        self.written = written
-        self.reads: dict[Lane, int] = {}
+        self.writes: list[tuple[Any, tuple[Lane, int]]] = [(None, written)]
+        self.reads: list[tuple[Any, tuple[Lane, int]]] = []
+
+
+def _overlap(a: Any, b: Any) -> bool:
+    return a is None or b is None or np.shares_memory(a, b)
 
 
 class Memory:
@@ -278,30 +282,36 @@ class Memory:
             self.ptr, self.size = root.ctypes.data, root.nbytes
             arena = _arenas[self.lane, self._rounded()]
             if self.size and arena:
-                self._check("a new array in memory that was freed", arena.pop())
+                life = arena.pop()
+                self._check("a new array in memory that was freed", None, [*life.writes, *life.reads])
             self.life = Life(self.lane.tick())
 
     def _rounded(self) -> int:
         return -(-self.size // 512)
 
-    def _check(self, what: str, life: Any, *, reads: bool = True) -> None:
+    def _check(self, what: str, view: Any, earlier: list[tuple[Any, tuple[Lane, int]]]) -> None:
         current = lane(device=self.device_id)
-        accesses = [life.written, *(life.reads.items() if reads else ())]
-        for access in accesses:
-            if access[0] is not current and not current.has_seen(access):
+        for other, access in earlier:
+            if access[0] is not current and not current.has_seen(access) and _overlap(view, other):
                 raise Race(f"{what} on {current}, and {access[0]} may still use it: no event is between them")
 
-    def read(self) -> None:
+    def read(self, view: Any = None, *, anywhere: bool = False) -> None:
         with LOCK:
-            self._on_device()
-            self._check("a read", self.life, reads=False)
-            self.life.reads.update([lane().tick()])
+            if not anywhere:
+                self._on_device()
+            self._check("a read", view, self.life.writes)
+            self.life.reads.append((view, lane().tick()))
+            del self.life.reads[:-64]
 
-    def write(self) -> None:
+    def write(self, view: Any = None) -> None:
         with LOCK:
             self._on_device()
-            self._check("a write", self.life)
-            self.life = Life(lane().tick())
+            self._check("a write", view, [*self.life.writes, *self.life.reads])
+            if view is None or view.size == self.root.size:
+                self.life = Life(lane().tick())
+            else:
+                self.life.writes.append((view, lane().tick()))
+                del self.life.writes[1:-64]
 
     def _on_device(self) -> None:
         if self.device_id != _here.device:
@@ -312,7 +322,7 @@ class Memory:
             if self.size:
                 with LOCK:
                     arena = _arenas[self.lane, self._rounded()]
-                    arena.append(self.life)  # type: ignore[arg-type]
+                    arena.append(self.life)
                     del arena[:-8]
         except (AttributeError, TypeError):
             pass
@@ -334,7 +344,7 @@ class MemoryPointer:
 
     def copy_from_device_async(self, src: MemoryPointer, size: int, stream: Stream | None = None) -> None:
         with LOCK:
-            _memory_of(src.mem).life.reads.update([lane(stream).tick()])
+            _memory_of(src.mem).read(anywhere=True)
             _memory_of(self.mem).write()
         ctypes.memmove(self.ptr, src.ptr, size)
 

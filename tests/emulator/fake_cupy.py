@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -104,7 +105,7 @@ class ndarray:
     def get(self, stream=None, order="C", out=None, blocking=True):
         if blocking:
             count("get")
-        self._held.memory.read()
+        self._held.memory.read(self._a)
         if out is not None:
             out[...] = self._a
             return out
@@ -113,7 +114,7 @@ class ndarray:
     def set(self, arr, stream=None):
         if not isinstance(arr, np.ndarray):
             raise TypeError("Only numpy.ndarray can be set to cupy.ndarray")
-        self._held.memory.write()
+        self._held.memory.write(self._a)
         self._a[...] = arr
 
     def item(self, *args):
@@ -129,8 +130,7 @@ class ndarray:
         if memory.device_id == fake_cuda.Device().id:
             return call(self._a.copy, (), {"order": order}, [self])
         made = ndarray(self.shape, self.dtype)
-        memory.life.reads.update([fake_cuda.lane().tick()])
-        memory._check("a read", memory.life, reads=False)
+        memory.read(self._a, anywhere=True)
         made._a[...] = self._a
         return made
 
@@ -142,14 +142,17 @@ class ndarray:
 
     def __getitem__(self, index):
         for part in index if isinstance(index, tuple) else (index,):
-            if getattr(part, "dtype", None) == bool and isinstance(part, ndarray | np.ndarray) and part.ndim:
+            if isinstance(part, ndarray | np.ndarray) and part.dtype.kind == "b" and part.ndim:
                 count("x[mask]")  # how many entries there are has to be known
         return call(self._a.__getitem__, (index,), {}, [self])
 
     def __setitem__(self, index, value):
         if isinstance(value, np.ndarray) and value.ndim:
             raise ValueError("non-scalar numpy.ndarray cannot be used for fill")
-        use([index, value], [self])
+        use([index, value])
+        basic = all(isinstance(i, int | slice | None | type(...)) for i in index) if isinstance(index, tuple) else False
+        part = self._a[bare(index)] if basic or isinstance(index, slice | int) else self._a
+        self._held.memory.write(part if isinstance(part, np.ndarray) else self._a)
         self._a[bare(index)] = bare(value)
 
     def __len__(self):
@@ -173,9 +176,8 @@ class ndarray:
     def __dlpack__(self, *, stream=None, max_version=None, dl_device=None, copy=None):
         if stream not in (None, -1):
             event = fake_cuda.get_current_stream().record()
-            found = [st for st in streams_of(stream)]
-            for st in found:
-                st.wait_event(event)
+            for other in streams_of(stream):
+                other.wait_event(event)
         return self._a.__dlpack__()
 
     def __dlpack_device__(self):
@@ -210,9 +212,9 @@ def arrays_in(tree: Any) -> Iterator[ndarray]:
 def use(read: Any, written: Any = ()) -> None:
     """An operation is submitted that reads some arrays, and writes others."""
     for x in arrays_in(read):
-        x._held.memory.read()
+        x._held.memory.read(x._a)
     for x in arrays_in(written):
-        x._held.memory.write()
+        x._held.memory.write(x._a)
 
 
 def wrap(x: Any) -> Any:
@@ -341,7 +343,7 @@ class RawModule:
 def pointer(a: ndarray) -> int:
     """The address of an argument of a kernel, which may read and write there."""
     use([a])
-    a._held.memory.life.written = fake_cuda.lane().tick()
+    a._held.memory.life.writes.append((a._a, fake_cuda.lane().tick()))
     return a._a.ctypes.data
 
 
@@ -380,7 +382,7 @@ def from_dlpack(array, *, device=None, copy=None):
     return wrap(np.from_dlpack(array))
 
 
-_TAKE_HOST = {"take", "split", "array_split", "vsplit", "hsplit", "dsplit", "asnumpy"}
+_TAKE_HOST = {"take", "transpose", "split", "array_split", "vsplit", "hsplit", "dsplit", "asnumpy"}
 """Functions that take arrays of the host: where to take and to split."""
 
 _WAITS = {
@@ -512,6 +514,7 @@ def make() -> dict[str, ModuleType]:
     cupy.get_array_module = lambda *args: cupy if any(type(a) is ndarray for a in args) else np
     cupy.ascontiguousarray, cupy.from_dlpack = ascontiguousarray, from_dlpack
     cupy.ndarray.__qualname__ = "ndarray"
+    cupy.__spec__, cupy.__version__ = ModuleSpec("cupy", None), "14.2.0"
     cuda = fake_cuda.modules()
     cupy.cuda = cuda["cupy.cuda"]
     parts = {f"cupy.{name}": Module(f"cupy.{name}") for name in ("linalg", "fft", "random")}
