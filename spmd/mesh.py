@@ -347,9 +347,13 @@ def _transport(mesh: Mesh) -> Transport:
                 "for virtual workers in each process",
             )
         )
+    assert comm is not None
+    if mesh.places is not None:
+        from spmd.transport.staged import transport_of
+
+        return transport_of(comm, mesh.places)
     from spmd.transport.mpi import MpiTransport
 
-    assert comm is not None
     return MpiTransport.of(comm)
 
 

@@ -204,6 +204,7 @@ class _Call:
         call = Call(
             "at_root", self.axes, np.dtype(np.uint8), shape, detail=f"root={self.root}", alike=None, frame=self.frame
         )
+        call.host = True
         return self.worker.comm.broadcast(self.group, call, mine, self.root).wait()
 
     def nothing(self, like: _Like):

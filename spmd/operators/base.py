@@ -314,6 +314,8 @@ def _launch(op: Collective, x, worker: Worker, frame) -> Callable[[], tuple[Any,
     group = worker.group(op.axes)
     op.check(group, x)
     call = Call(op.function, op.axes, x.dtype, x.shape, detail=op.detail, alike=op.alike, frame=frame)
+    if worker.mesh.places is not None:
+        call.host = not on_device(x)
     handle, arrive = op.launch(worker.comm, group, x, call)
     return lambda: arrive(handle.wait())
 

@@ -80,9 +80,10 @@ class Call:
     op: the function's name as users write it. detail: the parameters that must agree. shape: of the block. alike:
     all members must bring the same shape (False: as many dimensions; None: any). frame: where the user called from;
     only its code and place in it are kept, because a frame would keep the user's arrays alive.
+    host: what it moves lies on the host, though blocks may lie on a device.
     """
 
-    __slots__ = ("alike", "axes", "code", "detail", "dtype", "instruction", "op", "shape")
+    __slots__ = ("alike", "axes", "code", "detail", "dtype", "host", "instruction", "op", "shape")
 
     def __init__(
         self,
@@ -101,6 +102,7 @@ class Call:
         self.dtype = dtype
         self.shape = shape
         self.alike = alike
+        self.host = False
         user = caller(frame) if frame is not None else None
         self.code = user.f_code if user is not None else None
         self.instruction = user.f_lasti if user is not None else 0

@@ -28,6 +28,7 @@ import numpy as np
 from mpi4py import MPI
 
 from spmd import kernels
+from spmd.device import contiguous
 from spmd.errors import MismatchError, TransportError, class_name, message
 from spmd.layout import block_sizes, offsets
 from spmd.transport.base import Call, Comm, Group, Handle, Outcome, Ready, Transport, mismatch, raised_by, sealed
@@ -92,7 +93,7 @@ def _headers(call: Call, shapes: Sequence[Shape | None], run: int, number: int) 
 
 
 def _bytes(x: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+    return contiguous(x).reshape(-1).view(np.uint8)
 
 
 def _joined(parts: Sequence[np.ndarray]) -> tuple[np.ndarray, list[int]]:
@@ -160,6 +161,13 @@ class MpiComm(Comm):
     def __init__(self, transport: MpiTransport):
         self.transport = transport
         self.worker = transport.local[0]
+
+    def room(self, nbytes: int, call: Call, like: Any) -> Any:
+        """Memory for what comes to a collective to which this worker brings `like`."""
+        return np.empty(nbytes, np.uint8)
+
+    def ready(self) -> None:
+        """What is to be sent has been computed."""
 
     def _pending(self, requests: list[MPI.Request], buffers: Any, finish: Callable[[], Any]) -> Pending:
         return Pending(self.transport, requests, buffers, finish)
@@ -232,23 +240,26 @@ class MpiComm(Comm):
         comm, n = self.transport.subcomm(group.members), group.size
         send = _bytes(x)
         if x.nbytes <= _SMALL:
-            blocks = np.empty((n, x.nbytes), np.uint8)
+            blocks = self.room(n * x.nbytes, call, x).reshape(n, x.nbytes)
 
             def small() -> np.ndarray:
                 return sealed(kernels.of(x).combine([b.view(x.dtype).reshape(x.shape) for b in blocks], how))
 
+            self.ready()
             return self._pending([comm.Iallgather(send, blocks)], (send, blocks), small)
         sizes = [k * x.itemsize for k in block_sizes(x.size, n)]
         own = sizes[group.index]
-        chunks = np.empty((n, own), np.uint8)
+        chunks = self.room(n * own, call, x).reshape(n, own)
 
         def large() -> np.ndarray:
             mine = kernels.of(x).combine([c.view(x.dtype) for c in chunks], how)
-            out = np.empty(x.shape, x.dtype)
+            out = self.room(x.nbytes, call, x).view(x.dtype).reshape(x.shape)
             send = _bytes(mine)
+            self.ready()
             self.transport.arrive([comm.Iallgatherv(send, _placed(_bytes(out), sizes))], call, (send, out))
             return sealed(out)
 
+        self.ready()
         request = comm.Ialltoallv(_placed(send, sizes), _placed(chunks.reshape(-1), [own] * n))
         return self._pending([request], (send, chunks), large)
 
@@ -273,12 +284,13 @@ class MpiComm(Comm):
         if self.transport.checks:
             self.meet(group, call, [p.shape for p in parts])
         return self._all_to_all_blocks(
-            group, parts, [mine.shape] * group.size, lambda xs: sealed(kernels.of(mine).combine(xs))
+            group, call, parts, [mine.shape] * group.size, lambda xs: sealed(kernels.of(mine).combine(xs))
         )
 
     def _all_to_all_blocks(
         self,
         group: Group,
+        call: Call,
         parts: Sequence[np.ndarray],
         shapes: Sequence[Shape],
         finish: Callable[[list[np.ndarray]], Any],
@@ -286,7 +298,8 @@ class MpiComm(Comm):
         dtype = parts[0].dtype
         send, counts = _joined(parts)
         incoming = [prod(s) * dtype.itemsize for s in shapes]
-        receive = np.empty(sum(incoming), np.uint8)
+        receive = self.room(sum(incoming), call, parts)
+        self.ready()
         comm = self.transport.subcomm(group.members)
         request = comm.Ialltoallv(_placed(send, counts), _placed(receive, incoming))
         return self._pending([request], (send, receive), lambda: finish(_split(receive, shapes, dtype)))
@@ -296,7 +309,8 @@ class MpiComm(Comm):
             return Ready([sealed(x)])
         shapes = self._meet_alike(group, call, x)
         counts = [prod(s) * x.itemsize for s in shapes]
-        send, receive = _bytes(x), np.empty(sum(counts), np.uint8)
+        send, receive = _bytes(x), self.room(sum(counts), call, x)
+        self.ready()
         request = self.transport.subcomm(group.members).Iallgatherv(send, _placed(receive, counts))
         return self._pending([request], (send, receive), lambda: _split(receive, shapes, x.dtype))
 
@@ -304,14 +318,16 @@ class MpiComm(Comm):
         if group.size == 1:
             return Ready([sealed(p) for p in parts])
         shapes = [s or () for s in self.meet(group, call, [p.shape for p in parts])]
-        return self._all_to_all_blocks(group, parts, shapes, lambda xs: xs)
+        return self._all_to_all_blocks(group, call, parts, shapes, lambda xs: xs)
 
     def _broadcast(self, group: Group, call: Call, x: np.ndarray | None, root: int) -> Handle:
         if group.size == 1:
             return Ready(sealed(x))
         shape = self.meet(group, call, [None if x is None else x.shape] * group.size)[root]
-        block = x if x is not None else np.empty(shape or (), call.dtype)
+        size = prod(shape or ()) * np.dtype(call.dtype).itemsize
+        block = x if x is not None else self.room(size, call, x).view(call.dtype).reshape(shape or ())
         send = _bytes(block)
+        self.ready()
         request = self.transport.subcomm(group.members).Ibcast([send, MPI.BYTE], root)
         return self._pending([request], send, lambda: sealed(block))
 
@@ -320,7 +336,9 @@ class MpiComm(Comm):
             return Ready(sealed(x))
         self._agree(group, call, x)
         at_root = group.index == root
-        send, blocks = _bytes(x), np.empty((group.size, x.nbytes), np.uint8) if at_root else None
+        n = group.size
+        send, blocks = _bytes(x), self.room(n * x.nbytes, call, x).reshape(n, x.nbytes) if at_root else None
+        self.ready()
         request = self.transport.subcomm(group.members).Igather(send, blocks, root)
 
         def finish() -> np.ndarray | None:
@@ -337,8 +355,9 @@ class MpiComm(Comm):
         shapes = self.meet(group, call, [sends[k].shape if k in sends else None for k in range(group.size)])
         comm, dtype = self.transport.subcomm(group.members), np.dtype(call.dtype)
         coming = {k: s for k, s in enumerate(shapes) if s is not None and k != group.index}
-        received = {k: np.empty(prod(s) * dtype.itemsize, np.uint8) for k, s in coming.items()}
+        received = {k: self.room(prod(s) * dtype.itemsize, call, sends) for k, s in coming.items()}
         sent = {k: _bytes(x) for k, x in sends.items() if k != group.index}
+        self.ready()
         requests = [comm.Irecv([b, MPI.BYTE], k) for k, b in received.items()]
         requests += [comm.Isend([b, MPI.BYTE], k) for k, b in sent.items()]
 
@@ -353,6 +372,9 @@ class MpiTransport(Transport):
     """Processes of an MPI world, one worker each, in the order of a communicator. Making it sends nothing."""
 
     name = "mpi"
+    comm_type: type[MpiComm] = MpiComm
+    places: Any = None
+    """Where blocks lie on GPUs, if they do."""
 
     def __init__(self, comm: MPI.Comm, ranks: Shape):
         self.group = comm.Get_group()
@@ -364,7 +386,7 @@ class MpiTransport(Transport):
         self.last: Call | None = None
         self.lock = threading.RLock()
         self.runs = 0
-        self.comm = MpiComm(self)
+        self.comm = self.comm_type(self)
         self.number = 0
         self.failed = 0
         self.broken = 0
@@ -380,9 +402,9 @@ class MpiTransport(Transport):
     def of(cls, comm: MPI.Comm) -> MpiTransport:
         """The transport of a communicator's processes: one for each list of processes."""
         ranks = tuple(MPI.Group.Translate_ranks(comm.Get_group(), None, MPI.COMM_WORLD.Get_group()))
-        if ranks not in _transports:
-            _transports[ranks] = cls(comm, ranks)
-        return _transports[ranks]
+        if (cls, ranks) not in _transports:
+            _transports[cls, ranks] = cls(comm, ranks)
+        return _transports[cls, ranks]
 
     def threads(self) -> int:
         """The BLAS threads of every worker: this host's usable cores over its workers, agreed by all."""
@@ -507,8 +529,8 @@ class MpiTransport(Transport):
     def _run(self, body: Callable[[Comm], Any], describe: Callable[[int], str]) -> Outcome:
         self.describe = describe
         self.runs += 1
-        self.number = _digest("run", self.ranks, self.runs) or 1
-        self.comm = MpiComm(self)
+        self.number = _digest("run", type(self).__name__, self.ranks, self.runs) or 1
+        self.comm = self.comm_type(self)
         worker = self.local[0]
         started = time.perf_counter()
         with blas_threads(self.threads()):
@@ -529,7 +551,7 @@ class MpiTransport(Transport):
 
     def _leave(self) -> None:
         """A map that has failed is over: what follows has another number, and its error is not of that."""
-        self.number = _digest("after", self.ranks, self.runs) or 1
+        self.number = _digest("after", type(self).__name__, self.ranks, self.runs) or 1
 
     def share(self, local: dict[int, Any]) -> dict[int, Any]:
         (value,) = local.values()
@@ -545,7 +567,7 @@ class MpiTransport(Transport):
         return {k: json.loads(block.tobytes()) for k, block in enumerate(blocks)}
 
 
-_transports: dict[Shape, MpiTransport] = {}
+_transports: dict[tuple[type, Shape], MpiTransport] = {}
 _lost: list[Any] = []
 """Requests that nobody will wait for any more, and their buffers."""
 

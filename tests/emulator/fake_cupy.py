@@ -8,6 +8,7 @@ Where the real one is installed its names and their parameters are asked of it: 
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import json
 import subprocess
@@ -178,7 +179,12 @@ class ndarray:
             event = fake_cuda.get_current_stream().record()
             for other in streams_of(stream):
                 other.wait_event(event)
-        return self._a.__dlpack__()
+        capsule = self._a.__dlpack__()
+        get = ctypes.pythonapi.PyCapsule_GetPointer
+        get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+        tensor = get(capsule, b"dltensor")
+        ctypes.c_int32.from_address(tensor + 8).value = 2  # the type of the device: CUDA
+        return capsule
 
     def __dlpack_device__(self):
         return 2, self._held.memory.device_id
