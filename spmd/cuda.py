@@ -79,13 +79,19 @@ class Place:
         memory = x.data.mem
         if isinstance(memory, Loan):
             memory, home = memory.memory, memory.home
-        if x.nbytes == 0 or home == self:
-            return x if memory is x.data.mem or x.nbytes == 0 else _over(x, memory)
         if x.data.device_id != self.device:
+            if not x.flags.c_contiguous:  # what travels between devices lies in one piece, made where it is
+                with Device(home.device), home.stream:
+                    x = x.copy(order="C")
+                self.after(home)
             with Device(self.device), self.stream:
                 copy = x.copy()
             home.after(self)
             return copy
+        if x.nbytes == 0:
+            return x
+        if home == self:
+            return x if memory is x.data.mem else _over(x, memory)
         return _over(x, Loan(memory, home, self))
 
 
@@ -169,6 +175,8 @@ class Places:
         try:
             yield callers.__getitem__
         finally:
+            for caller in callers.values():  # workers may have run in this thread
+                caller.enter()
             before.enter()
             for place in found:
                 callers[place.device].after(place)

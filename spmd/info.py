@@ -94,7 +94,7 @@ def info() -> str:
     return "\n".join(f"{name:14}{text}" for name, text in rows)
 
 
-_meaning = {"local": "virtual workers in this process", "mpi": "one process per worker"}
+_meaning = {"local": "virtual workers in this process", "mpi": "one process per worker", "nccl": "one GPU per worker"}
 
 
 def _of_mesh(mesh: Mesh) -> list[tuple[str, str]]:

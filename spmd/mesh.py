@@ -38,7 +38,7 @@ __all__ = [
     "worker_index",
 ]
 
-TRANSPORTS = ("local", "mpi")
+TRANSPORTS = ("local", "mpi", "nccl")
 SCHEDULERS = ("auto", "lockstep", "threads")
 
 
@@ -78,6 +78,7 @@ class Mesh:
     their names needs `make_mesh`:
     transport: "local" (virtual workers of this process) or "mpi" (processes). By default "mpi" where this process
     is one of an MPI world of the mesh's size, else "local"; the variable SPMD_TRANSPORT overrides the default.
+    "nccl": a GPU for each worker, among which NCCL moves blocks; the workers are those that the default gives.
     scheduler: of "local": "lockstep", "threads", or "auto" (by measurement); the variable SPMD_SCHEDULER overrides
     the default.
     comm: an mpi4py communicator whose processes are the workers; implies "mpi".
@@ -115,7 +116,18 @@ class Mesh:
         self.size = math.prod(self.axes.values())
         self.scheduler = _choice(where, "scheduler", scheduler, "SPMD_SCHEDULER", SCHEDULERS) or "auto"
         self._wanted = _choice(where, "transport", transport, "SPMD_TRANSPORT", TRANSPORTS)
-        self.device = _choice(where, "device", device, "SPMD_DEVICE", devices.DEVICES) or "cpu"
+        chosen = _choice(where, "device", device, "SPMD_DEVICE", devices.DEVICES)
+        self.device = "cuda" if self._wanted == "nccl" and device is None else chosen or "cpu"
+        if self._wanted == "nccl" and self.device != "cuda":
+            raise MeshError(
+                message(
+                    where,
+                    argument="device",
+                    got=f'"{self.device}", with transport="nccl"',
+                    need="blocks on GPUs: NCCL moves no others",
+                    mend='device="cuda"',
+                )
+            )
         self.places: Places | None = devices.places(self.device)
         """Where the workers of this process have their arrays on GPUs; None on the host."""
         if comm is not None and self._wanted == "local" and transport is not None:
@@ -306,7 +318,18 @@ def _choice(where: str, option: str, given: str | None, variable: str, known: tu
 
 def _transport(mesh: Mesh) -> Transport:
     """The engine of a mesh: what was asked for, else MPI where its world fits, else virtual workers."""
-    wanted = mesh._wanted if mesh._comm is None else "mpi"
+    if mesh._wanted == "nccl":
+        from spmd.transport.nccl import NcclTransport
+
+        world = mesh._comm if mesh._comm is not None else mpi_world()
+        processes = world is not None and world.Get_size() > 1
+        assert mesh.places is not None
+        return NcclTransport(_engine(mesh, "mpi" if processes else "local"), mesh.places)
+    return _engine(mesh, mesh._wanted if mesh._comm is None else "mpi")
+
+
+def _engine(mesh: Mesh, wanted: str | None) -> Transport:
+    """Virtual workers, or processes."""
     if wanted == "local":
         return LocalTransport(mesh.size, mesh.places)
     comm = mesh._comm if mesh._comm is not None else mpi_world()

@@ -1,6 +1,7 @@
 """`python -m spmd bench kernels`: what each kernel achieves, beside what a copy and a matrix product reach.
 
-A row is a kernel at one size. On the CPU every core runs the kernel on a block of its own, as workers do, and so do the
+A row is a kernel at one size. On a GPU events tell the time: the copy is that of the driver, from device to device, and
+the matrix product that of cuBLAS. On the CPU every core runs the kernel on a block of its own, as workers do, and so do the
 limits: the copy, the sum of two arrays, and the product of two float32 matrices. All run in turn, round after round,
 and the medians are shown. The blocks are larger than the caches, so a kernel that is bound by memory is compared with
 copies from main memory.
@@ -20,6 +21,8 @@ from typing import Any
 import numpy as np
 
 from spmd import kernels
+from spmd.device import imported
+from spmd.errors import message
 from spmd.kernels import jit
 from spmd.transport.blas import blas_threads, usable_cores
 
@@ -52,9 +55,17 @@ def rows(only: str = "") -> list[Row]:
 
 def bench_kernels(device: str = "cpu", only: str = "", rounds: int = 7) -> dict[str, Any]:
     """Measure. Gives the limits and a record per row, as `table` shows them and JSON takes them."""
-    if device != "cpu":
-        raise NotImplementedError
-    return _on_cpu(rows(only), rounds)
+    if device not in ("cpu", "cuda"):
+        raise ValueError(
+            message(
+                "spmd.bench.bench_kernels",
+                argument="device",
+                got=repr(device),
+                need='"cpu", or "cuda"',
+                mend='device="cpu"',
+            )
+        )
+    return _on_cpu(rows(only), rounds) if device == "cpu" else _on_gpu(rows(only), rounds)
 
 
 def _on_cpu(chosen: list[Row], rounds: int) -> dict[str, Any]:
@@ -97,6 +108,67 @@ def _on_cpu(chosen: list[Row], rounds: int) -> dict[str, Any]:
         gemm=cores * 2 * 1536**3 / found["gemm"],
         device=f"{cores} cores",
     )
+
+
+def _on_gpu(chosen: list[Row], rounds: int) -> dict[str, Any]:
+    """On one GPU: events around each call tell the seconds, and the host waits for the last one only."""
+    cp = imported("python -m spmd bench kernels")
+    events = cp.cuda.Event
+    n, side = (256 << 20) // 8, 4096
+    a, b, c = (cp.full(n, 1.0 + k) for k in range(3))
+    left, right, product = (cp.full((side, side), 0.5, np.float32) for _ in range(3))
+
+    def copy() -> None:
+        c.data.copy_from_device_async(a.data, a.nbytes)
+
+    def add() -> None:
+        cp.add(a, b, out=c)
+
+    def multiply() -> None:
+        cp.matmul(left, right, out=product)
+
+    def timed(run: Callable[[], Any]) -> tuple[Any, Any]:
+        begun, ended = events(), events()
+        begun.record()
+        run()
+        ended.record()
+        return begun, ended
+
+    marks: dict[Any, list[tuple[Any, Any]]] = {"copy": [], "add": [], "gemm": []}
+    seconds: list[float] = []
+
+    def took(name: Any) -> float:
+        return statistics.median(cp.cuda.get_elapsed_time(*pair) for pair in marks[name]) / 1e3
+
+    for run in (copy, add, multiply):
+        run()  # what is compiled, or chosen, is so now
+    for k, row in enumerate(chosen):
+        kernel = getattr(kernels.of(a), row.kernel)
+        args = [_there(cp, x) for x in row.make(np.random.default_rng(0))]
+        kernel(*args)
+        marks[k] = []
+        for _ in range(rounds):
+            for name, run in (("copy", copy), ("add", add), ("gemm", multiply), (k, lambda: kernel(*args))):
+                marks[name].append(timed(run))
+        cp.cuda.Device().synchronize()
+        seconds.append(took(k))
+        del args
+    if not chosen:
+        return _report([], copy=1, add=1, gemm=1, device="one GPU")
+    return _report(
+        [{"row": row, "seconds": s, "workers": 1} for row, s in zip(chosen, seconds, strict=True)],
+        copy=2 * a.nbytes / took("copy"),
+        add=3 * a.nbytes / took("add"),
+        gemm=2 * side**3 / took("gemm"),
+        device=f"GPU {cp.cuda.Device().id}, of compute capability {cp.cuda.Device().compute_capability}",
+    )
+
+
+def _there(cp: Any, x: Any) -> Any:
+    """An argument on the device: arrays, also those in lists and tuples."""
+    if isinstance(x, list | tuple):
+        return type(x)(_there(cp, y) for y in x)
+    return cp.asarray(x) if isinstance(x, np.ndarray) else x
 
 
 def _together(pool: ThreadPoolExecutor, workers: int, run: Callable[[int], None]) -> float:

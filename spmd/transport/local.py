@@ -575,6 +575,10 @@ class LocalComm(Comm):
             return Ready(take(alone))
         return Waiting(self, self.run.post(self, group, call, payload, finish), take)
 
+    def meet(self, group: Group, call: Call, shapes: Iterable[Any]) -> list[Any]:
+        """Tell every member the shape of what comes for it (None: nothing), and learn theirs."""
+        return self._meet(group, call, list(shapes), lambda m: [p[group.index] for p in m.payloads]).wait()
+
     def _shapes(self, group: Group, call: Call) -> Handle:
         return self._meet(group, call, call.shape, lambda m: list(m.payloads))
 

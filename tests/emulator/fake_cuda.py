@@ -228,6 +228,10 @@ class Device:
     def __repr__(self):
         return f"<CUDA Device {self.id}>"
 
+    @property
+    def pci_bus_id(self) -> str:
+        return f"0000:{self.id:02X}:00.0"
+
     def use(self):
         if not 0 <= self.id < DEVICES:
             raise CUDARuntimeError("cudaErrorInvalidDevice: invalid device ordinal")

@@ -104,9 +104,10 @@ class ndarray:
         return theirs(*args, **kwargs)
 
     def get(self, stream=None, order="C", out=None, blocking=True):
-        if blocking:
-            count("get")
-        self._held.memory.read(self._a)
+        with self.device:
+            if blocking:
+                count("get")
+            self._held.memory.read(self._a)
         if out is not None:
             out[...] = self._a
             return out
@@ -179,11 +180,12 @@ class ndarray:
             event = fake_cuda.get_current_stream().record()
             for other in streams_of(stream):
                 other.wait_event(event)
-        capsule = self._a.__dlpack__()
+        versioned = max_version is not None and max_version >= (1, 0)
+        capsule = self._a.__dlpack__(max_version=max_version) if versioned else self._a.__dlpack__()
         get = ctypes.pythonapi.PyCapsule_GetPointer
         get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-        tensor = get(capsule, b"dltensor")
-        ctypes.c_int32.from_address(tensor + 8).value = 2  # the type of the device: CUDA
+        tensor = get(capsule, b"dltensor_versioned" if versioned else b"dltensor")
+        ctypes.c_int32.from_address(tensor + (40 if versioned else 8)).value = 2  # the type of the device: CUDA
         return capsule
 
     def __dlpack_device__(self):
@@ -397,6 +399,9 @@ _WAITS = {
 }
 """Functions whose results tell the host something, the lengths of arrays say."""
 
+_ABOUT = set("shape ndim size result_type can_cast iscomplexobj isrealobj may_share_memory shares_memory".split())
+"""Functions that look at no entries."""
+
 _WRAPPED = {"allclose", "array_equal", "array_equiv"}
 """Functions that give an array without dimensions where NumPy's give True or False."""
 
@@ -450,6 +455,8 @@ def lifted(function: Any, name: str = ""):
                 refuse(x)
         if own in _WAITS:
             count(own)
+        if own in _ABOUT:
+            return function(*bare(args), **bare(kwargs))
         ans = call(function, args, kwargs)
         return wrap(np.asarray(ans)) if own in _WRAPPED else ans
 
