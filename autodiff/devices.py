@@ -55,13 +55,19 @@ def _moved(tree: Any, module: Any) -> Any:
     return tree
 
 
+_REFUSALS = (TypeError, ValueError, AttributeError, IndexError, NotImplementedError)
+"""What CuPy raises where it does not take an argument; anything else has another reason."""
+
+
 def again(fun: Callable, args: list[Any], kwargs: dict[str, Any], error: Exception, name: str) -> Any:
     """What has failed with an error, computed with constants of the host on the device of the arrays beside them.
 
     args becomes what it was computed from. Without arrays of a device the error is raised as it is.
     """
+    if not isinstance(error, _REFUSALS) or type(error).__module__.startswith("spmd"):
+        raise error
     beside = next(_arrays([args, kwargs]), None)
-    if beside is None or type(error).__module__.startswith("spmd"):
+    if beside is None:
         raise error
     module = _modules[-1]
     with beside.device:

@@ -164,6 +164,28 @@ class PartitionedArray:
             )
         return whole
 
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._block("__dlpack_device__").__dlpack_device__()
+
+    def __dlpack__(self, **options):
+        """The data for another library, without a copy, of an array that lies in one block. Work of this thread's
+        current stream comes before what that library does with it."""
+        return self._block("__dlpack__").__dlpack__(**options)
+
+    def _block(self, where: str) -> Any:
+        _not_in_a_body(where, self)
+        whole = next((b for b in self.blocks.values() if b.shape == self.shape), None)
+        if whole is None:
+            raise LayoutError(
+                message(
+                    where,
+                    got=f"{describe(self)}, in several blocks",
+                    need="an array that lies in one piece",
+                    mend="x.gathered(), or spmd.put(x, P())",
+                )
+            )
+        return whole
+
     def item(self):
         """The number in an array of one entry."""
         return self._number("item").item()

@@ -171,7 +171,8 @@ class Places:
         found = [self(w) for w in range(workers)]
         callers = {p.device: current(p.device) for p in found}
         for place in found:
-            place.after(callers[place.device])
+            for caller in callers.values():  # an argument may be copied from another device
+                place.after(caller)
         try:
             yield callers.__getitem__
         finally:

@@ -1,8 +1,8 @@
 """`python -m spmd bench kernels`: what each kernel achieves, beside what a copy and a matrix product reach.
 
-A row is a kernel at one size. On a GPU events tell the time: the copy is that of the driver, from device to device, and
-the matrix product that of cuBLAS. On the CPU every core runs the kernel on a block of its own, as workers do, and so do the
-limits: the copy, the sum of two arrays, and the product of two float32 matrices. All run in turn, round after round,
+A row is a kernel at one size. On the CPU every core runs the kernel on a block of its own, as workers do, and so do the
+limits: the copy, the sum of two arrays, and the product of two float32 matrices. On a GPU events tell the time; the
+copy is that of the driver, from device to device, and the product that of cuBLAS. All run in turn, round after round,
 and the medians are shown. The blocks are larger than the caches, so a kernel that is bound by memory is compared with
 copies from main memory.
 """
@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -145,14 +146,15 @@ def _on_gpu(chosen: list[Row], rounds: int) -> dict[str, Any]:
     for k, row in enumerate(chosen):
         kernel = getattr(kernels.of(a), row.kernel)
         args = [_there(cp, x) for x in row.make(np.random.default_rng(0))]
-        kernel(*args)
+        call = partial(kernel, *args)
+        call()
         marks[k] = []
         for _ in range(rounds):
-            for name, run in (("copy", copy), ("add", add), ("gemm", multiply), (k, lambda: kernel(*args))):
+            for name, run in (("copy", copy), ("add", add), ("gemm", multiply), (k, call)):
                 marks[name].append(timed(run))
         cp.cuda.Device().synchronize()
         seconds.append(took(k))
-        del args
+        del args, call
     if not chosen:
         return _report([], copy=1, add=1, gemm=1, device="one GPU")
     return _report(

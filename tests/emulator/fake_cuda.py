@@ -293,8 +293,8 @@ class Memory:
     def _rounded(self) -> int:
         return -(-self.size // 512)
 
-    def _check(self, what: str, view: Any, earlier: list[tuple[Any, tuple[Lane, int]]]) -> None:
-        current = lane(device=self.device_id)
+    def _check(self, what: str, view: Any, earlier: list[tuple[Any, tuple[Lane, int]]], current: Any = None) -> None:
+        current = current or lane(device=self.device_id)
         for other, access in earlier:
             if access[0] is not current and not current.has_seen(access) and _overlap(view, other):
                 raise Race(f"{what} on {current}, and {access[0]} may still use it: no event is between them")
@@ -303,7 +303,7 @@ class Memory:
         with LOCK:
             if not anywhere:
                 self._on_device()
-            self._check("a read", view, self.life.writes)
+            self._check("a read", view, self.life.writes, lane())
             self.life.reads.append((view, lane().tick()))
             del self.life.reads[:-64]
 

@@ -181,7 +181,11 @@ class ndarray:
             for other in streams_of(stream):
                 other.wait_event(event)
         versioned = max_version is not None and max_version >= (1, 0)
-        capsule = self._a.__dlpack__(max_version=max_version) if versioned else self._a.__dlpack__()
+        a = self._a
+        if not a.flags.writeable:  # a flag that arrays of a device have not
+            _kept.append(self)
+            a = np.ndarray(a.shape, a.dtype, (ctypes.c_char * a.nbytes).from_address(a.ctypes.data), 0, a.strides)
+        capsule = a.__dlpack__(max_version=max_version) if versioned else a.__dlpack__()
         get = ctypes.pythonapi.PyCapsule_GetPointer
         get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
         tensor = get(capsule, b"dltensor_versioned" if versioned else b"dltensor")
@@ -193,6 +197,9 @@ class ndarray:
 
 
 ndarray.__module__ = "cupy"
+
+
+_kept: list[ndarray] = []
 
 
 def streams_of(ptr: int) -> list[Any]:
@@ -387,7 +394,28 @@ def from_dlpack(array, *, device=None, copy=None):
         stream = fake_cuda.get_current_stream()
         array.__dlpack__(stream=stream.ptr or 1)
         return wrap(array._a)
-    return wrap(np.from_dlpack(array))
+    kind, number = array.__dlpack_device__()
+    if int(kind) != 2:
+        return wrap(np.from_dlpack(array))
+    with fake_cuda.Device(number):
+        capsule = array.__dlpack__(stream=fake_cuda.get_current_stream().ptr or 1)
+        return wrap(np.from_dlpack(_Host(capsule)))
+
+
+class _Host:
+    """What NumPy takes for an array of the host, for that is where it lies."""
+
+    def __init__(self, capsule):
+        self.capsule = capsule
+
+    def __dlpack__(self, **options):
+        get = ctypes.pythonapi.PyCapsule_GetPointer
+        get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+        ctypes.c_int32.from_address(get(self.capsule, b"dltensor") + 8).value = 1
+        return self.capsule
+
+    def __dlpack_device__(self):
+        return 1, 0
 
 
 _TAKE_HOST = {"take", "transpose", "split", "array_split", "vsplit", "hsplit", "dsplit", "asnumpy"}

@@ -1,0 +1,289 @@
+"""What must hold of meshes on a GPU. `test_device.py` runs it with the stand-in for CuPy; SPMD_TEST_DEVICE=cuda pytest
+tests/device_cases.py on a real one."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from contextlib import nullcontext
+from pathlib import Path
+
+import cupy as cp
+import numpy as np
+import pytest
+
+import spmd
+from spmd import P, cuda
+from spmd.errors import LayoutError, MeshError, MismatchError, StateError, TransportError
+
+EMULATED = os.environ.get("SPMD_TEST_DEVICE") == "emulated"
+emulated = pytest.mark.skipif(not EMULATED, reason="only the stand-in tells what waits, and finds races")
+if EMULATED:
+    from emulator import fake_cuda, fake_cupy
+
+BOTH = ("x", "y")
+
+
+@pytest.fixture
+def devices():
+    """Sets how many GPUs there are."""
+
+    def many(n: int) -> None:
+        fake_cuda.DEVICES = n
+
+    yield many
+    fake_cuda.DEVICES = 1
+
+
+def everything(w, x):
+    """Every kind of collective, and a scalar of them all."""
+    halo = spmd.halo_exchange(x, P(*BOTH), 1, "periodic")
+    moved = spmd.ppermute(np.sum(halo), BOTH, [(0, 1), (1, 3)])
+    all_of_it = spmd.replicate(spmd.gather(x, "x"), "x")
+    doubled = spmd.at_root(lambda b: b * 2, spmd.gather(x, "x"), axis_name="x")
+    top = spmd.max(x, BOTH) + spmd.mean(x, BOTH) + spmd.pmin(spmd.sum(x, "x"), "y")
+    scattered = spmd.psum_scatter(spmd.all_gather(x, "x", tiled=True), "x", tiled=True)
+    total = spmd.psum(np.sum(np.tanh(halo) * w) + moved * moved + np.sum(scattered**2), BOTH)
+    rest = spmd.all_to_all(halo, "x", 0, 1, tiled=True), spmd.broadcast(doubled, "x")
+    return total + top + spmd.pmean(np.sum(all_of_it), BOTH), *rest
+
+
+def results(f=everything, **options) -> list[np.ndarray]:
+    x = np.random.default_rng(0).normal(size=(8, 6))
+    specs = P(), P(*BOTH)
+    with spmd.Mesh(x=2, y=2, **options):
+        mapped = spmd.map(f, in_specs=specs, out_specs=(P(), P(*BOTH), P(*BOTH)))
+        parts = spmd.put(x, P(*BOTH))
+        found = [y.numpy() for y in mapped(2.0 * np.ones(()), x)]
+        found.append(spmd.grad(lambda x: mapped(np.float64(2), x)[0])(parts).numpy())
+        found.append(np.asarray(spmd.grad(lambda w: mapped(w, parts)[0])(np.float64(2))))
+        again = spmd.put(spmd.put(x, P("x")), P("y"))
+        return [*found, again.numpy(), np.asarray(spmd.inner(again, again)), (parts * 2 - 1).numpy()]
+
+
+def same(got, want) -> None:
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == b.dtype
+        (np.testing.assert_array_equal if EMULATED else np.testing.assert_allclose)(a, b)
+
+
+def test_results_are_those_of_the_host(scheduler):
+    same(results(device="cuda", scheduler=scheduler), results(device="cpu"))
+
+
+@emulated
+def test_several_devices_share_the_workers(scheduler, devices):
+    want = results(device="cpu")
+    devices(3)
+    same(results(device="cuda", scheduler=scheduler), want)
+
+
+def test_blocks_are_of_the_device():
+    with spmd.Mesh(x=2, device="cuda"):
+        seen = []
+        f = spmd.map(lambda x: seen.append(spmd.block(x)) or x * 2, in_specs=P("x"), out_specs=P("x"))
+        y = f(np.arange(4.0))
+        assert {type(b) for b in (*seen, *y.blocks.values())} == {cp.ndarray}
+        assert str(y) == str(np.arange(4.0) * 2)
+        made = spmd.from_callback((4,), P("x"), lambda i: np.arange(4.0)[i])
+        joined = spmd.from_blocks([np.ones(2), cp.ones(2)], P("x"))
+        assert {type(b) for a in (made, joined) for b in a.blocks.values()} == {cp.ndarray}
+        np.testing.assert_array_equal((made + joined).numpy(), np.arange(4.0) + 1)
+
+
+def test_gradients_come_as_their_arguments():
+    with spmd.Mesh(x=2, device="cuda"):
+        f = spmd.map(lambda w, x: spmd.psum(np.sum(w * x), "x"), in_specs=(P(), P("x")), out_specs=P())
+        for w in (np.ones(2), cp.ones(2)):
+            g = spmd.grad(f)(w, np.arange(8.0).reshape(4, 2))
+            assert type(g) is type(w)
+            np.testing.assert_array_equal(cp.asnumpy(g), [12, 16])
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_bodies_without_state_see_arrays_of_the_device(check):
+    def body(x):
+        assert check or type(x) is cp.ndarray
+        return spmd.psum(np.sum(x**2), "x")
+
+    with spmd.Mesh(x=3, device="cuda"):
+        assert float(spmd.map(body, in_specs=P("x"), out_specs=P(), check=check)(np.arange(5.0))) == 30
+
+
+def test_constants_of_the_host_meet_arrays_of_the_device():
+    table = np.arange(3.0)
+
+    def body(x):
+        y = x @ np.eye(3) + np.ones(3) * table
+        y = np.concatenate([y, np.zeros((1, 3))]) - np.where(table > 0, table, 1.0)
+        y = np.stack([y, np.broadcast_to(table, y.shape)])[:, np.array([0, 1])]
+        return spmd.psum(np.sum(np.sort(y, stable=True) * np.max(y, axis=0, initial=-5.0)), "x")
+
+    x = np.random.default_rng(1).normal(size=(6, 3))
+    found = []
+    for device in ("cpu", "cuda"):
+        with spmd.Mesh(x=2, device=device):
+            f = spmd.map(body, in_specs=P("x"), out_specs=P())
+            found.append([np.asarray(v) for v in spmd.value_and_grad(f)(x)])
+    same(*found) if EMULATED else None
+
+
+@emulated
+def test_what_cupy_lacks_is_an_error_that_says_so():
+    with spmd.Mesh(x=2, device="cuda"), pytest.raises(StateError, match=r"CuPy's function does not take.*(?s:.*)mend"):
+        spmd.map(lambda x: np.linalg.outer(x, x), in_specs=P("x"), out_specs=P("x"))(np.ones(4))
+
+
+def digits():
+    path = Path(__file__).resolve().parent.parent / "examples" / "digits.py"
+    spec = importlib.util.spec_from_file_location("digits", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_a_step_waits_for_nothing(scheduler, optimizer):
+    d, rng = digits(), np.random.default_rng(0)
+    drawn, specs = d.draw_params([64, 32, 16, 32, 10], rng, "float32"), [d.COLUMN, d.ROW] * 2
+    x, labels = rng.normal(size=(21, 64)).astype("f4"), rng.integers(0, 10, 21)
+    losses = []
+    for device in ("cpu", "cuda"):
+        with spmd.Mesh(data=2, model=2, device=device, scheduler=scheduler):
+            loss = spmd.map(d.local_loss, in_specs=(specs, P("data"), P("data")), out_specs=P())
+            step, update = spmd.value_and_grad(loss), getattr(spmd.optim, optimizer)(0.1)
+            params, total = spmd.put(drawn, specs), 0.0
+            state = update.init(params)
+            for _ in range(3):
+                with fake_cupy.nothing_waits() if EMULATED else nullcontext():
+                    value, grads = step(params, x, labels)
+                    params, state = update.update(grads, state, params)
+                    total = total + value.astype(float) * len(x)
+            losses.append(float(total))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@emulated
+def test_an_event_that_is_left_out_is_found(monkeypatch, scheduler):
+    want = results(device="cpu")
+    monkeypatch.setattr(fake_cuda.Stream, "wait_event", lambda self, event: None)
+    with pytest.raises(fake_cuda.Race):
+        same(results(device="cuda", scheduler=scheduler), want)
+
+
+def _reuse(x):
+    for _ in range(4):
+        got = spmd.ppermute(x * 2, "x", [(0, 1), (1, 0)])
+        parts = [got + k for k in range(4)]
+        x = parts[0] * parts[1]
+    return x
+
+
+@emulated
+@pytest.mark.parametrize("kept", [True, False])
+def test_memory_is_not_used_again_before_its_reader_is_done(monkeypatch, kept):
+    if not kept:
+        monkeypatch.setattr(cuda.Loan, "__del__", lambda self: None)
+    with spmd.Mesh(x=2, device="cuda", scheduler="lockstep"):
+        f = spmd.map(_reuse, in_specs=P("x"), out_specs=P("x"))
+        with nullcontext() if kept else pytest.raises(fake_cuda.Race, match="freed"):
+            f(np.ones(4096))
+
+
+def test_the_callers_stream_is_its_own_again(scheduler):
+    stream = cp.cuda.Stream(non_blocking=True)
+    with stream, spmd.Mesh(x=2, device="cuda", scheduler=scheduler):
+        y = spmd.map(lambda x: spmd.psum(x, "x"), in_specs=P("x"), out_specs=P())(np.ones(4))
+        assert cp.cuda.get_current_stream() == stream
+        assert float(np.sum(y)) == 4
+    assert cp.cuda.get_current_stream() == cp.cuda.Stream.null
+
+
+def test_errors():
+    with spmd.Mesh(x=2, device="cpu"), pytest.raises(MeshError, match=r"x.get\(\)"):
+        spmd.put(cp.ones(4), P("x"))
+    with spmd.Mesh(x=2, device="cpu"), pytest.raises(MeshError, match="argument x"):
+        spmd.map(lambda x: x, in_specs=P("x"), out_specs=P("x"))(cp.ones(4))
+    with pytest.raises(LayoutError, match="freeze"):
+        spmd.freeze(cp.ones(4))
+    with spmd.Mesh(x=2, device="cuda") as mesh:
+        x = spmd.put(np.ones(4), P("x"))
+    with spmd.Mesh(x=2, device="cpu") as other:
+        assert mesh != other
+        with pytest.raises(MeshError, match="local, cuda"):
+            spmd.map(lambda x: x, in_specs=P("x"), out_specs=P("x"))(x)
+    with pytest.raises(MismatchError, match="pmax"), spmd.Mesh(x=2, device="cuda"):
+        spmd.map(
+            lambda x: spmd.psum(x, "x") if spmd.worker_index("x") else spmd.pmax(x, "x"),
+            in_specs=P("x"),
+            out_specs=P(),
+        )(np.ones(4))
+    with spmd.Mesh(x=3, device="cuda"), pytest.raises(LayoutError, match="without entries"):
+        spmd.map(lambda x: spmd.max(x, "x"), in_specs=P("x"), out_specs=P())(np.ones(0))
+
+
+def test_dlpack():
+    with spmd.Mesh(x=2, device="cuda"):
+        x = spmd.put(cp.arange(4.0), P())
+        back = cp.from_dlpack(x)
+        np.testing.assert_array_equal(back.get(), np.arange(4.0))
+        with pytest.raises(LayoutError, match="gathered"):
+            spmd.put(x, P("x")).__dlpack__()
+        assert type(spmd.put(x, P("x")).gathered()) is cp.ndarray
+
+        class Tensor:
+            def __dlpack__(self, **options):
+                return back.__dlpack__(**options)
+
+            def __dlpack_device__(self):
+                return back.__dlpack_device__()
+
+        np.testing.assert_array_equal(spmd.put(Tensor(), P("x")).numpy(), np.arange(4.0))
+
+
+# NCCL
+
+
+def of_dtypes(**options) -> list[np.ndarray]:
+    found = []
+    for dtype in ("f4", "c8", "c16", "i2", "u1", "i8", "f2", "?"):
+        x = (np.arange(28).reshape(7, 4) % 5).astype(dtype)
+        is_real = x.dtype.kind != "c"
+
+        def body(x, is_real=is_real):
+            row = np.sum(x, 0)
+            moved = spmd.all_gather(x, "x", tiled=True), spmd.psum_scatter(np.stack([row] * 4), "x")
+            back = spmd.broadcast(spmd.sum_reduce(row, "x", root=2), "x", root=2)
+            top = [spmd.pmax(np.max(x[:1], 0), "x")] if is_real else []
+            return spmd.psum(row, "x"), *moved, back, *top
+
+        specs = P(), P("x"), P("x"), P("x"), *([P()] * is_real)
+        made = spmd.map(body, in_specs=P("x"), out_specs=specs, mesh=spmd.Mesh(x=4, **options))(x)
+        found += [y.numpy() for y in made]
+    return found
+
+
+@emulated
+@pytest.mark.parametrize("fixed", ["0", "1"])
+def test_nccl(monkeypatch, devices, fixed):
+    devices(4)
+    monkeypatch.setenv("SPMD_NCCL_FIXED_ORDER", fixed)
+    same(results(transport="nccl"), results(device="cpu"))
+    same(of_dtypes(transport="nccl"), of_dtypes(device="cpu"))
+
+
+@emulated
+def test_nccl_refuses_two_workers_on_one_gpu(devices):
+    devices(2)
+    mesh = spmd.Mesh(x=3, transport="nccl")
+    with pytest.raises(TransportError, match="workers 0 and 2 on one GPU"):
+        spmd.map(lambda x: x, in_specs=P("x"), out_specs=P("x"), mesh=mesh)(np.ones(3))
+    devices(4)
+    with pytest.raises(MismatchError, match="pmax"), spmd.Mesh(x=2, transport="nccl"):
+        spmd.map(
+            lambda x: spmd.psum(x, "x") if spmd.worker_index("x") else spmd.pmax(x, "x"),
+            in_specs=P("x"),
+            out_specs=P(),
+        )(np.ones(4))
