@@ -8,6 +8,7 @@ nothing for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -74,7 +75,7 @@ def again(fun: Callable, args: list[Any], kwargs: dict[str, Any], error: Excepti
         args[:] = [_moved(a, module) for a in args]
         kwargs = {k: _moved(v, module) for k, v in kwargs.items()}
         try:
-            return _reduced(fun, args, kwargs) if fun in _REDUCTIONS else fun(*args, **_known(fun, kwargs))
+            return _otherwise.get(fun, fun)(*args, **kwargs)
         except (TypeError, AttributeError, NotImplementedError) as second:
             if type(second).__module__.startswith("spmd"):
                 raise
@@ -88,21 +89,27 @@ def again(fun: Callable, args: list[Any], kwargs: dict[str, Any], error: Excepti
             ) from error
 
 
-def _known(fun: Callable, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Options without those that change nothing: CuPy's sorts are stable."""
-    if fun in (np.sort, np.argsort):
-        return {k: v for k, v in kwargs.items() if k not in ("stable", "kind")}
-    return kwargs
+# CuPy's sorts are stable, and know no other kind.
+
+
+def _sort(a, axis=-1, kind=None, order=None, *, stable=None):
+    return np.sort(a, axis)
+
+
+def _argsort(a, axis=-1, kind=None, order=None, *, stable=None):
+    return np.argsort(a, axis)
+
+
+def _clip(a, a_min=None, a_max=None, *, min=None, max=None):
+    return np.clip(a, min if a_min is None else a_min, max if a_max is None else a_max)
 
 
 _NEUTRAL = {np.sum: 0, np.prod: 1, np.any: False, np.all: True, np.mean: 0, np.max: None, np.min: None}
-_REDUCTIONS = set(_NEUTRAL)
 _JOIN = {np.sum: np.add, np.prod: np.multiply, np.max: np.maximum, np.min: np.minimum}
 
 
-def _reduced(fun: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+def _reduced(fun: Any, a: Any, *rest: Any, **kwargs: Any) -> Any:
     """A reduction with `where` and `initial`, which CuPy's do not have."""
-    a, *rest = args
     kwargs = {k: v for k, v in kwargs.items() if v is not np._NoValue}  # type: ignore[attr-defined]
     where, initial = kwargs.pop("where", True), kwargs.pop("initial", None)
     axis = kwargs.get("axis", rest[0] if rest else None)
@@ -122,3 +129,12 @@ def _reduced(fun: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         shape = np.empty(a.shape, bool).any(axis=axis, keepdims=kwargs.get("keepdims", False)).shape
         return np.full_like(a, initial, shape=shape)
     return _JOIN[fun](fun(a, *rest, **kwargs), initial)
+
+
+_otherwise: dict[Any, Callable[..., Any]] = {
+    np.sort: _sort,
+    np.argsort: _argsort,
+    np.clip: _clip,
+    **{fun: partial(_reduced, fun) for fun in _NEUTRAL},
+}
+"""Functions with options that CuPy's have by another name, or not at all."""

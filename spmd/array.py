@@ -479,7 +479,7 @@ def _part(x, layout: Layout, worker: int, mesh: Mesh):
     if type(x) is PartitionedArray:
         data, whole = x.blocks[worker], [not names for names in x.spec.dims]
     elif np.ndim(x) == 0:
-        return x
+        return x[()] if mesh.places is not None and isinstance(x, np.ndarray) else x
     else:
         data = mesh.places.own(x, worker) if mesh.places is not None else np.asarray(x)
         whole = [True] * data.ndim
@@ -993,7 +993,7 @@ def _inner_outside(a, b):
 
     def body(worker: Worker):
         w, given = worker.index, worker.comm.given
-        mine = np.vdot(given(a.blocks[w]), given(b.blocks[w])) if a.layout.owners[w] == w else 0
+        mine: Any = np.vdot(given(a.blocks[w]), given(b.blocks[w])) if a.layout.owners[w] == w else 0
         # On a device the other owners bring a number of the device too.
         dtype = np.result_type(a.dtype, b.dtype)
         part = mine.astype(dtype) if on_device(mine) else owned_on(worker.mesh, np.asarray(mine, dtype), w)

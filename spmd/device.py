@@ -47,7 +47,7 @@ def home(where: str, argument: str, x: Any, device: str) -> Any:
     # Only the class is asked: global arrays are declared further down.
     others = not isinstance(x, np.ndarray | np.generic) and type(x).__name__ != "PartitionedArray"
     if others and not on_device(x) and hasattr(type(x), "__dlpack_device__"):
-        kind, _ = x.__dlpack_device__()
+        kind, _ = x.__dlpack_device__()  # pyright: ignore[reportAttributeAccessIssue]
         if int(kind) not in (1, 3):  # the host's memory, or such as a device may read too
             x = imported().from_dlpack(x)
     if on_device(x) and device == "cpu":

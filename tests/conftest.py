@@ -41,6 +41,13 @@ def scheduler(request) -> str:
     return request.param
 
 
+def pytest_runtest_setup(item) -> None:
+    """What is said of the host alone is not asked of a device."""
+    mark = item.get_closest_marker("host")
+    if DEVICE != "cpu" and mark is not None:
+        pytest.skip(mark.args[0])
+
+
 def pytest_collection_modifyitems(config, items) -> None:
     """Tests marked gpu are left out where there is no GPU: they run other tests' cases a second time, on CuPy."""
     if any(item.get_closest_marker("gpu") for item in items) and not _has_gpu():

@@ -299,6 +299,7 @@ def test_any_object_may_be_returned(four):
     assert spmd.map(lambda: None, (), None)() is None
 
 
+@pytest.mark.host("looks at the arrays of NumPy in a body")
 def test_an_invariant_array_may_pass_as_an_object(four):
     out = spmd.map(lambda x: {"total": spmd.sum(x, "x"), "bare": np.ones(2)}, ROWS, None)(X)
     assert type(out["total"]) is not Array
@@ -338,6 +339,7 @@ def test_bare_results_are_not_shared_with_the_body(four):
 # check=True and check=False
 
 
+@pytest.mark.host("looks at the arrays of NumPy in a body")
 def test_bodies_see_states_or_bare_arrays(four):
     seen = {}
 

@@ -354,6 +354,7 @@ def test_an_invariant_result_may_be_laid_out_over_an_axis(mesh):
 # Reductions of what does not vary
 
 
+@pytest.mark.host("looks at the arrays of NumPy in a body")
 def test_means_and_extrema_of_an_invariant_array_are_the_array(mesh):
     def body(w):
         for f in (spmd.pmean, spmd.pmax, spmd.pmin):
@@ -457,6 +458,7 @@ def test_a_workers_place(grid):
     np.testing.assert_array_equal(spmd.map(body, (), P("x", "y"))(), [[0, 1, 2], [10, 11, 12]])
 
 
+@pytest.mark.host("arrays of a device have no flag that forbids writing")
 def test_a_block_is_bare_and_read_only(mesh):
     def body(x):
         b = spmd.block(x)
@@ -480,6 +482,7 @@ def test_declared_data_is_copied(mesh):
     near(spmd.map(body, (), P("x"))(), range(N))
 
 
+@pytest.mark.host("numbers on a device are not compared: that would wait for it")
 def test_the_backstop_compares_what_is_typed_invariant(mesh):
     lie = lambda w: w * (1.0 + spmd.worker_index("x"))
     with pytest.raises(StateError) as caught:
@@ -492,6 +495,7 @@ def test_the_backstop_compares_what_is_typed_invariant(mesh):
         spmd.map(lambda w: w * (1.0 + spmd.worker_index("x")), P(), P())(big)
 
 
+@pytest.mark.host("numbers on a device are not compared: that would wait for it")
 def test_the_backstop_compares_gradients(mesh):
     lie = lambda w, x: spmd.psum(np.sum(x), "x") + np.sum(w * spmd.worker_index("x"))
     quiet = lambda w, x: spmd.psum(np.sum(x), "x") + np.sum(0 * w)
@@ -507,6 +511,7 @@ def test_the_backstop_compares_gradients(mesh):
         spmd.grad(spmd.map(lambda w, x: quiet(wrong(w), x) + np.sum(wrong(w)), (P(), P("x")), P()))(W, X)
 
 
+@pytest.mark.host("arrays of a device have no flag that forbids writing")
 def test_without_checks_bodies_see_bare_read_only_arrays(mesh):
     def body(w, x):
         assert type(w) is type(x) is np.ndarray
@@ -673,6 +678,7 @@ def test_updates_are_differentiated(mesh):
         near(a, b)
 
 
+@pytest.mark.host("arrays of a device have no flag that forbids writing")
 @pytest.mark.parametrize("check", [True, False])
 def test_nobody_writes_through(mesh, check):
     """Neither the owner of an argument, after the call, nor a body."""

@@ -658,7 +658,7 @@ class LocalTransport(Transport):
             return comm.returned(body(comm))
 
         with places.joined(self.size) as callers:
-            execution.comms = [DeviceComm(execution, w, places(w), callers) for w in range(self.size)]
+            execution.comms[:] = [DeviceComm(execution, w, places(w), callers) for w in range(self.size)]
             return execution.execute(work)
 
     def share(self, local: dict[int, Any]) -> dict[int, Any]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import cupy as cp
 import numpy as np
-from cupy.cuda import nccl
+from cupy.cuda import nccl as _nccl
 
 from spmd import kernels
 from spmd.cuda import Places, current
@@ -30,6 +30,8 @@ from spmd.transport.base import Call, Comm, Group, Handle, Outcome, Ready, Trans
 from spmd.transport.patience import checks_are_on
 
 __all__ = ["NcclTransport"]
+
+nccl: Any = _nccl
 
 _NAMES = {
     **{n: f"NCCL_{n.upper()}" for n in "int8 uint8 int32 uint32 int64 uint64 float16 float32 float64 bfloat16".split()},
@@ -71,7 +73,7 @@ class NcclComm(Comm):
         self.worker = host.worker
 
     @property
-    def number(self) -> int:
+    def number(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.host.number
 
     @number.setter
@@ -162,7 +164,8 @@ class NcclComm(Comm):
             self.host.meet(group, call, [p.shape for p in parts])
         kind = None if self.transport.fixed_order else _kind(mine.dtype, "sum")
         if kind is None or len({p.size for p in parts}) > 1 or not mine.size:
-            found = self._moves(group, call, dict(enumerate(parts)), dict.fromkeys(range(group.size), mine.shape))
+            shape: Shape = mine.shape
+            found = self._moves(group, call, dict(enumerate(parts)), dict.fromkeys(range(group.size), shape))
             return Ready(kernels.of(mine).combine(list(found.values())))
         packed, out = cp.concatenate([p.reshape(-1) for p in parts]), cp.empty(mine.shape, mine.dtype)
         ring, stream = self._ring(group, call), current().stream.ptr
@@ -182,8 +185,8 @@ class NcclComm(Comm):
         if group.size == 1 or not on_device(parts[0]):
             return self.host._all_to_all(group, call, parts)
         shapes = self.host.meet(group, call, [p.shape for p in parts])
-        found = self._moves(group, call, dict(enumerate(parts)), dict(enumerate(shapes)))
-        return Ready(list(found.values()))
+        comes = {k: s or () for k, s in enumerate(shapes)}
+        return Ready(list(self._moves(group, call, dict(enumerate(parts)), comes).values()))
 
     def _broadcast(self, group: Group, call: Call, x: Any, root: int) -> Handle:
         if group.size == 1 or call.host or not (x is None or on_device(x)):
@@ -203,7 +206,8 @@ class NcclComm(Comm):
         kind = None if self.transport.fixed_order else _kind(x.dtype, "sum")
         at_root = group.index == root
         if kind is None or not x.size:
-            comes = dict.fromkeys(range(group.size), x.shape) if at_root else {}
+            shape: Shape = x.shape
+            comes = dict.fromkeys(range(group.size), shape) if at_root else {}
             found = self._moves(group, call, {root: x}, comes)
             return Ready(kernels.of(x).combine(list(found.values())) if at_root else None)
         out = cp.empty(x.shape, x.dtype)
