@@ -201,16 +201,22 @@ def compare(engine: Any, case: Case, dtype: str, data: Any, place: Any = None) -
     """One draw: the engine's kernel against the reference, computed in more precision."""
     layout = data.draw(st.sampled_from(LAYOUTS))
     args = case.make(Draw(data, dtype_of(dtype), layout, small=hasattr(place, "emulated")))
-    before = [a.copy() if isinstance(a, np.ndarray) else a for a in args]
+    before = [a.copy() for a in arrays_of(args)]
     there = args if place is None else tuple(map(place.put, args))
     found = getattr(engine, case.name)(*there)
     found = found if place is None else place.get(found)
     wide = WIDE.get(dtype)
     exact = getattr(reference, case.name)(*(widened(a, wide) for a in args))
     check_alike(found, exact, dtype_of(dtype), case)
-    for a, b in zip(args, before, strict=True):
+    for a, b in zip(arrays_of(args), before, strict=True):
         a, b = (widened(v, WIDE.get(dtype)) for v in (a, b))  # NumPy knows the NaNs of its own dtypes only
         np.testing.assert_array_equal(a, b, err_msg="the kernel wrote into an argument")
+
+
+def arrays_of(args: Any) -> list[np.ndarray]:
+    """The arrays among arguments, also those in lists and tuples."""
+    found = [arrays_of(a) if isinstance(a, list | tuple) else [a] * isinstance(a, np.ndarray) for a in args]
+    return [a for some in found for a in some]
 
 
 def widened(a: Any, wide: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Blocks that are put together."""
+"""Blocks that are put together, and boxes of blocks that are taken out and put in."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from spmd.kernels import buffers
 
-__all__ = ["combine"]
+__all__ = ["add_boxes", "combine", "pack", "unpack"]
 
 _FOLDS = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
@@ -23,3 +23,55 @@ def combine(blocks: Sequence[np.ndarray], how: str = "sum") -> np.ndarray:
     for block in blocks[2:]:
         fold(total, block, out=total)
     return total
+
+
+Box = Sequence[tuple[int, int]]
+
+
+def within(box: Box) -> tuple[slice, ...]:
+    """The index that takes a box."""
+    return tuple(slice(start, stop) for start, stop in box)
+
+
+def pack(x: np.ndarray, box: Box) -> np.ndarray:
+    """The box of x, contiguous: a view where it is, else a copy."""
+    part = x[(*within(box), ...)]
+    if part.flags.c_contiguous:
+        return part
+    out = buffers.empty_like(part)
+    out[...] = part
+    return out
+
+
+def unpack(shape: tuple[int, ...], boxes: Sequence[Box], parts: Sequence[np.ndarray]) -> np.ndarray:
+    """An array with each part in its box, and zeros elsewhere; of several parts in one place the last one counts."""
+    out = buffers.empty(shape, parts[0].dtype)
+    # Boxes that do not overlap, as those of a layout, cover everything if their sizes say so.
+    if sum(part.size for part in parts) != out.size or _overlap(boxes):
+        out.fill(0)
+    for box, part in zip(boxes, parts, strict=True):
+        out[within(box)] = part
+    return out
+
+
+def add_boxes(shape: tuple[int, ...], boxes: Sequence[Box], parts: Sequence[np.ndarray]) -> np.ndarray:
+    """An array of zeros to which each part is added in its box, in order."""
+    whole = tuple((0, n) for n in shape)
+    first = tuple(map(tuple, boxes[0])) == whole
+    out = buffers.empty(shape, parts[0].dtype)
+    if first:
+        out[...] = parts[0]
+    else:
+        out.fill(0)
+    for box, part in zip(boxes[first:], parts[first:], strict=True):
+        out[within(box)] += part
+    return out
+
+
+def _overlap(boxes: Sequence[Box]) -> bool:
+    """Whether two of the boxes have an entry in common."""
+    return any(
+        all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(one, other, strict=True))
+        for i, one in enumerate(boxes)
+        for other in boxes[:i]
+    )

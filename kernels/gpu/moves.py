@@ -1,4 +1,4 @@
-"""Blocks that are put together."""
+"""Blocks that are put together, and boxes of blocks that are taken out and put in."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import cupy as cp
 
-__all__ = ["combine"]
+__all__ = ["add_boxes", "combine", "pack", "unpack"]
 
 _FOLDS = {"sum": cp.add, "max": cp.maximum, "min": cp.minimum}
 
@@ -21,3 +21,33 @@ def combine(blocks: Sequence[Any], how: str = "sum") -> Any:
     for block in blocks[2:]:
         fold(total, block, out=total)
     return total
+
+
+Box = Sequence[tuple[int, int]]
+
+
+def within(box: Box) -> tuple[slice, ...]:
+    """The index that takes a box."""
+    return tuple(slice(start, stop) for start, stop in box)
+
+
+def pack(x: Any, box: Box) -> Any:
+    """The box of x, contiguous: a view where it is, else a copy."""
+    part = x[(*within(box), ...)]
+    return part if part.flags.c_contiguous else part.copy()
+
+
+def unpack(shape: tuple[int, ...], boxes: Sequence[Box], parts: Sequence[Any]) -> Any:
+    """An array with each part in its box, and zeros elsewhere; of several parts in one place the last one counts."""
+    out = cp.zeros(shape, parts[0].dtype)
+    for box, part in zip(boxes, parts, strict=True):
+        out[within(box)] = part
+    return out
+
+
+def add_boxes(shape: tuple[int, ...], boxes: Sequence[Box], parts: Sequence[Any]) -> Any:
+    """An array of zeros to which each part is added in its box, in order."""
+    out = cp.zeros(shape, parts[0].dtype)
+    for box, part in zip(boxes, parts, strict=True):
+        out[within(box)] += part
+    return out

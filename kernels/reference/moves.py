@@ -1,4 +1,7 @@
-"""Blocks that are put together."""
+"""Blocks that are put together, and boxes of blocks that are taken out and put in.
+
+A box is (start, stop) for each dimension.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from functools import reduce
 
 import numpy as np
 
-__all__ = ["combine"]
+__all__ = ["add_boxes", "combine", "pack", "unpack"]
 
 _FOLDS = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
@@ -14,3 +17,28 @@ _FOLDS = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 def combine(blocks, how="sum"):
     """((b0 + b1) + b2) + ...: the entrywise sum (max, min) of blocks of one shape and dtype, in this order."""
     return reduce(lambda a, b: _FOLDS[how](a, b, dtype=a.dtype), blocks)
+
+
+def _within(box):
+    return tuple(slice(start, stop) for start, stop in box)
+
+
+def pack(x, box):
+    """The box of x, contiguous; x itself where that is the box. Adjoint: add_boxes of one part."""
+    return np.ascontiguousarray(x[_within(box)]).reshape([stop - start for start, stop in box])
+
+
+def unpack(shape, boxes, parts):
+    """An array with each part in its box, and zeros elsewhere; of several parts in one place the last one counts."""
+    out = np.zeros(shape, parts[0].dtype)
+    for box, part in zip(boxes, parts, strict=True):
+        out[_within(box)] = part
+    return out
+
+
+def add_boxes(shape, boxes, parts):
+    """An array of zeros to which each part is added in its box, in order. Adjoint: pack of every box."""
+    out = np.zeros(shape, parts[0].dtype)
+    for box, part in zip(boxes, parts, strict=True):
+        out[_within(box)] += part
+    return out

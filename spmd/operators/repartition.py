@@ -9,7 +9,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from spmd.device import contiguous, zeros
+from spmd import kernels
+from spmd.device import zeros
 from spmd.errors import LayoutError, describe, message
 from spmd.layout import Box, Layout
 from spmd.mesh import here
@@ -21,9 +22,9 @@ from spmd.transport.base import Call, Comm, Group, Ready
 __all__ = ["Accumulate", "Repartition", "accumulate", "repartition"]
 
 
-def within(box: Box, origin: Sequence[int]) -> tuple[slice, ...]:
+def within(box: Box, origin: Sequence[int]) -> Box:
     """Where a box of the global array lies in a block that begins at `origin`."""
-    return tuple(slice(start - o, stop - o) for (start, stop), o in zip(box, origin, strict=True))
+    return tuple((start - o, stop - o) for (start, stop), o in zip(box, origin, strict=True))
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,8 @@ class _Relayout(Operator):
         if self.src == self.dst and not self.adds:
             return Ready(x), lambda block: (block, self)
         at = [start for start, _ in self.src.boxes[me]]
-        sends = {m.target: contiguous(x[within(m.box, at)]) for m in self.moves if m.source == me}
+        moves = kernels.of(x)
+        sends = {m.target: moves.pack(x, within(m.box, at)) for m in self.moves if m.source == me}
         mine = [m for m in self.moves if m.target == me]
 
         def arrive(received: dict[int, np.ndarray]):
@@ -102,13 +104,10 @@ class _Relayout(Operator):
             if len(mine) == 1 and received[mine[0].source].shape == shape:
                 return received[mine[0].source], self
             origin = [start for start, _ in self.dst.boxes[me]]
-            out = zeros(shape, x)
-            for m in mine:  # in the order of their sources
-                if self.adds:
-                    out[within(m.box, origin)] += received[m.source]
-                else:
-                    out[within(m.box, origin)] = received[m.source]
-            return sealed(out), self
+            put = moves.add_boxes if self.adds else moves.unpack
+            boxes, parts = [within(m.box, origin) for m in mine], [received[m.source] for m in mine]
+            # In the order of their sources.
+            return sealed(put(shape, boxes, parts) if mine else zeros(shape, x)), self
 
         return comm.exchange(group, call, sends), arrive
 
