@@ -6,10 +6,12 @@ machine, with the stand-in for CuPy, `emulator.fake_cupy`.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -32,6 +34,22 @@ if DEVICE == "emulated":
     sys.modules.update(fake_cupy.make())
     _site = str(Path(fake_cupy.__file__).parent / "site")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_site, os.environ.get("PYTHONPATH")]))
+
+
+if DEVICE != "cpu":
+    from spmd.device import to_host
+
+    def _of_the_host(check):
+        """A comparison of NumPy's that takes arrays of a device too."""
+
+        @functools.wraps(check)
+        def run(*args, **kwargs):
+            return check(*map(to_host, args), **kwargs)
+
+        return run
+
+    for _name in ("assert_array_equal", "assert_allclose", "assert_equal"):
+        setattr(np.testing, _name, _of_the_host(getattr(np.testing, _name)))
 
 
 # Of the session, so that tests that draw their cases may use it as well.

@@ -154,6 +154,7 @@ def test_to_the_root_and_back_is_adjoint_to_itself(over, root):
     check_adjoint(moved, (2, length), mesh=mesh, in_specs=P(None, over), exact=True)
 
 
+@pytest.mark.host("looks at the arrays of NumPy in a body")
 def test_scattered_pieces_of_virtual_workers_are_views(mesh):
     whole = spmd.freeze(np.arange(8.0))
     shared = []

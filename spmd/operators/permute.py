@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from spmd.autodiff.tracer import value_of
-from spmd.device import zeros
+from spmd.device import to_host, zeros
 from spmd.errors import LayoutError, describe, message
 from spmd.mesh import Worker, here
 from spmd.operators.base import Launched, Operator, Shape, operate, sealed
@@ -205,7 +205,7 @@ def _partners(argument: str, partner: Any, group: Group) -> Any:
     try:
         if callable(partner):
             return [one(partner(k)) for k in range(n)]
-        bare = value_of(partner)
+        bare = to_host(value_of(partner))
         if bare is None or np.ndim(bare) == 0:
             return one(bare)
         found = [one(p) for p in bare]
