@@ -11,6 +11,7 @@ from spmd.adjoints.dot import DotTest
 from spmd.adjoints.report import AdjointReport, Entry, Place, number, plain
 from spmd.adjoints.trial import InBody, sealed, state_in
 from spmd.autodiff.tracer import Array, value_of
+from spmd.device import to_host
 from spmd.layout import Layout, P
 from spmd.mesh import Worker
 
@@ -115,7 +116,7 @@ class _Side:
                 k, imaginary = divmod(j - first, 2) if split else (j - first, 0)
                 if 0 <= k < data.size:
                     data.reshape(-1)[k] = 1j if imaginary else 1
-                unit.append(Array(sealed(data), state_in(a, self.body.worker)))
+                unit.append(Array(sealed(data, self.body.worker), state_in(a, self.body.worker)))
             yield unit
 
     def read(self, arrays: Sequence) -> np.ndarray:
@@ -124,7 +125,7 @@ class _Side:
         for k, (a, like) in enumerate(zip(arrays, self.arrays, strict=True)):
             first = self.first.get((k, self.body.worker.index))
             if first is not None:
-                data = np.asarray(value_of(a)).reshape(-1)
+                data = np.asarray(to_host(value_of(a))).reshape(-1)
                 if self.body.split and np.dtype(like.dtype).kind == "c":
                     data = np.stack([np.real(data), np.imag(data)], axis=-1).reshape(-1)
                 vector[first : first + data.size] = data

@@ -14,6 +14,7 @@ from spmd.array import checksum
 from spmd.autodiff import tree
 from spmd.autodiff.tracer import Array, value_of
 from spmd.autodiff.transforms import vjp
+from spmd.device import to_host
 from spmd.errors import LayoutError, MismatchError, message
 from spmd.layout import Layout, P
 from spmd.ledger import ledger
@@ -144,7 +145,7 @@ class InBody:
         total = np.clongdouble(0)
         for x, y in zip(a, b, strict=True):
             if self.owns(x, self.rooted(side)):
-                u, v = np.asarray(value_of(x)), np.asarray(value_of(y))
+                u, v = np.asarray(to_host(value_of(x))), np.asarray(to_host(value_of(y)))
                 total += np.sum(np.conj(u).astype(np.clongdouble) * v.astype(np.clongdouble))
         return total
 
@@ -185,7 +186,7 @@ class Trial(InBody):
 
     def found(self) -> Found:
         xs = [self.argument(k) for k in range(len(self.test.shapes))]
-        before = [np.array(value_of(x)) for x in xs]
+        before = [np.array(to_host(value_of(x))) for x in xs]
         with ledger() as log:
             outs = self.run(xs)
         sent = log.workers.get(self.worker.index)
@@ -194,7 +195,7 @@ class Trial(InBody):
         if faults:
             return Found(faults)
         ys = [self.draw.like(o, 1 + k) for k, o in enumerate(outs)]
-        y_before = [np.array(value_of(y)) for y in ys]
+        y_before = [np.array(to_host(value_of(y))) for y in ys]
 
         # Workers go on together: what one of them finds amiss, all know.
         try:
@@ -217,7 +218,7 @@ class Trial(InBody):
         return [
             Fault("modified", f"argument {k} of {name} was modified")
             for k, (a, b) in enumerate(zip(arrays, before, strict=True))
-            if not np.array_equal(value_of(a), b, equal_nan=True)
+            if not np.array_equal(to_host(value_of(a)), b, equal_nan=True)
         ]
 
     def _linear(self, xs, outs, others) -> list[Fault]:
@@ -228,10 +229,10 @@ class Trial(InBody):
             """The results in which F(z + factor x) is not F(z) + factor F(x)."""
 
             def combined(z, x):
-                return np.asarray(value_of(z)) + factor * np.asarray(value_of(x))
+                return np.asarray(to_host(value_of(z))) + factor * np.asarray(to_host(value_of(x)))
 
             blocks = [(z, np.asarray(combined(z, x), z.dtype)) for x, z in zip(xs, others, strict=True)]
-            both = self.forward(*[Array(sealed(data), z.state) for z, data in blocks])
+            both = self.forward(*[Array(sealed(data, self.worker), z.state) for z, data in blocks])
             right = (self._close(b, combined(a, o)) for b, o, a in zip(both, outs, apart, strict=True))
             return [k for k, fine in enumerate(right) if not fine]
 
@@ -269,7 +270,7 @@ class Trial(InBody):
         ]
 
     def _close(self, a, b) -> bool:
-        a, b = np.asarray(value_of(a)), np.asarray(value_of(b))
+        a, b = np.asarray(to_host(value_of(a))), np.asarray(to_host(value_of(b)))
         if self.test.exact or a.shape != b.shape:
             return np.array_equal(a, b)
         rough = np.sqrt(np.finfo(self.test.dtype).eps)
@@ -283,11 +284,13 @@ class Trial(InBody):
         squares = [self.local(a, a, side).real for a, side in sides]
         moved = [0.0, 0.0] if test.exact or faults else self._moved(xs, ys, outs, found)
         cost = [0, 0] if sent is None else [sent.messages, sent.bytes]
-        cost += self._bound(op).cost(worker.group(op.axes), np.asarray(xs[0].value)) if op is not None else (0, 0)
+        cost += (
+            self._bound(op).cost(worker.group(op.axes), np.asarray(to_host(xs[0].value))) if op is not None else (0, 0)
+        )
         numbers = [*products, *squares, *moved, *cost]
         held = [("result", k, o, "target") for k, o in enumerate(outs)]
         held += [("cotangent of argument", k, g, "source") for k, g in enumerate(found)]
-        marks = [checksum(np.asarray(value_of(a))) for _, _, a, _ in held]
+        marks = [checksum(np.asarray(to_host(value_of(a)))) for _, _, a, _ in held]
         each = np.stack(self.gather(np.array([*numbers, *marks], np.clongdouble)))
         sums, marks = np.sum(each[:, : len(numbers)], axis=0), np.real(each[:, len(numbers) :])
         for column, (name, k, a, side) in enumerate(held):
@@ -344,14 +347,14 @@ class Trial(InBody):
         rngs: dict = {}
 
         def shaken(a):
-            data = a.value if type(a) is Array else a
+            data = to_host(a.value if type(a) is Array else a)
             if type(data) is not np.ndarray or data.dtype.kind not in "fc":
                 return a
             state = state_in(a, self.worker)
             if state not in rngs:  # Workers that hold copies draw the same for them.
                 rngs[state] = self.draw.rng(state, tag)
             signs = rngs[state].choice([-1.0, 1.0], data.shape)
-            new = sealed((data * (1 + np.finfo(data.dtype).eps * signs)).astype(data.dtype))
+            new = sealed((data * (1 + np.finfo(data.dtype).eps * signs)).astype(data.dtype), self.worker)
             return Array(new, a.state) if type(a) is Array else new
 
         try:
@@ -394,7 +397,7 @@ class _Draw:
             return np.where(drawn > most, most - drawn, drawn)
 
         data = real() + 1j * real() if dtype.kind == "c" else real()
-        return Array(sealed(np.asarray(data, dtype)), state)
+        return Array(sealed(np.asarray(data, dtype), self.worker), state)
 
     def like(self, x, tag: int) -> Array:
         """A block of the shape, the dtype and the state of x."""
@@ -403,12 +406,16 @@ class _Draw:
 
     def shaken(self, x: Array, tag: int) -> Array:
         signs = self.rng(x.state, tag).choice([-1.0, 1.0], np.shape(x.value))
-        return Array((np.asarray(x.value) * (1 + np.finfo(x.dtype).eps * signs)).astype(x.dtype), x.state)
+        data = np.asarray(to_host(x.value)) * (1 + np.finfo(x.dtype).eps * signs)
+        return Array(sealed(data.astype(x.dtype), self.worker), x.state)
 
 
-def sealed(data: np.ndarray) -> np.ndarray:
+def sealed(data: np.ndarray, worker: Worker) -> np.ndarray:
+    """A block that nobody writes to, on the device of its worker."""
     data = np.asarray(data)
     data.flags.writeable = False
+    if worker.mesh.places is not None:
+        return worker.mesh.places.own(data, worker.index)
     return data
 
 

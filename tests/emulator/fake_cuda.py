@@ -300,6 +300,8 @@ class Memory:
                 raise Race(f"{what} on {current}, and {access[0]} may still use it: no event is between them")
 
     def read(self, view: Any = None, *, anywhere: bool = False) -> None:
+        if view is not None and not view.size:
+            return
         with LOCK:
             if not anywhere:
                 self._on_device()
@@ -308,6 +310,8 @@ class Memory:
             del self.life.reads[:-64]
 
     def write(self, view: Any = None) -> None:
+        if view is not None and not view.size:
+            return
         with LOCK:
             self._on_device()
             self._check("a write", view, [*self.life.writes, *self.life.reads])
@@ -381,7 +385,8 @@ def held_by(a: np.ndarray) -> Held:
     """Who keeps the memory in which an array of NumPy lies; newly allocated if nobody does."""
     root = a
     while root.base is not None:
-        base = root.base if isinstance(root.base, np.ndarray) else getattr(root.base, "base", None)
+        base = root.base.obj if isinstance(root.base, memoryview) else root.base
+        base = base if isinstance(base, np.ndarray) else getattr(base, "base", None)
         if not isinstance(base, np.ndarray):
             break
         root = base
