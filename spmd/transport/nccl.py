@@ -73,11 +73,11 @@ class NcclComm(Comm):
         self.worker = host.worker
 
     @property
-    def number(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def number(self) -> int:
         return self.host.number
 
     @number.setter
-    def number(self, n: int) -> None:
+    def number(self, n: int) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         self.host.number = n
 
     def given(self, x: Any) -> Any:
