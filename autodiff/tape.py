@@ -396,7 +396,7 @@ _ALONE = _count_alone()
 
 def alone(count: int, h: np.ndarray) -> bool:
     """Whether an array of this reference count, taken first, is held by one variable only and may be written into."""
-    return count == _ALONE and h.base is None and h.flags.writeable
+    return count == _ALONE and (h.base is None or type(h.base).__name__ == "Lease") and h.flags.writeable
 
 
 def _nothing(prim) -> Exception:

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from spmd.errors import MeshError, TransportError, describe, message
-from spmd.kernels import on_device
+from spmd.kernels import buffers, on_device
 
 if TYPE_CHECKING:
     from spmd.cuda import Places
 
-__all__ = ["DEVICES", "contiguous", "home", "imported", "on_device", "places", "to_host", "zeros"]
+__all__ = ["DEVICES", "contiguous", "empty", "home", "imported", "on_device", "places", "to_host", "zeros"]
 
 DEVICES = ("cpu", "cuda")
 
@@ -31,7 +31,16 @@ def contiguous(x: Any) -> Any:
 
 def zeros(shape: tuple[int, ...], like: Any) -> Any:
     """Zeros of the dtype of an array, where it lies."""
-    return np.zeros(shape, like.dtype) if type(like) is np.ndarray else np.zeros_like(like, shape=shape, order="C")
+    if type(like) is np.ndarray:
+        return buffers.zeros(shape, like.dtype)
+    return np.zeros_like(like, shape=shape, order="C")
+
+
+def empty(shape: tuple[int, ...], like: Any) -> Any:
+    """Room for an array of the dtype of another, where that lies."""
+    if type(like) is np.ndarray:
+        return buffers.empty(shape, like.dtype)
+    return np.empty_like(like, shape=shape, order="C")
 
 
 def to_host(x: Any) -> Any:

@@ -31,10 +31,10 @@ def stencil(x: np.ndarray, offsets: Offsets, weights: Sequence[Any], padding: Se
     if wide != x.dtype:
         return stencil(x.astype(wide), offsets, weights, padding).astype(x.dtype)
     source, table, lengths = _three(x, offsets, padding)
-    out = buffers.empty((source.shape[0], *lengths), x.dtype)
-    shape = (*x.shape[: x.ndim - len(padding)], *lengths[3 - len(padding) :])
+    made = buffers.empty((*x.shape[: x.ndim - len(padding)], *lengths[3 - len(padding) :]), x.dtype)
+    out = made.reshape(source.shape[0], *lengths)
     if out.size == 0:
-        return out.reshape(shape)
+        return made
     factors = np.asarray([np.asarray(w) for w in weights]).astype(x.dtype)
     if source.size == 0:
         out.fill(0)
@@ -44,7 +44,7 @@ def stencil(x: np.ndarray, offsets: Offsets, weights: Sequence[Any], padding: Se
         _rows(out.reshape(1, -1), np.ascontiguousarray(source).reshape(-1), *rest, out.shape, source.shape[1:], span)
     else:
         _boxes(out, source, table, factors)
-    return out.reshape(shape)
+    return made
 
 
 def stencil_weights(g: np.ndarray, x: np.ndarray, offsets: Offsets, padding: Sequence[Pair]) -> np.ndarray:

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from spmd.device import empty, zeros
 from spmd.errors import LayoutError, SpecError, describe, message, nearest
 from spmd.layout import P, block_sizes
 from spmd.mesh import here
@@ -68,7 +69,7 @@ def _sum(g: Any, pieces: Sequence[Piece], length: int, d: int) -> Any:
     """What stands at the places of the pieces, added up to a block or a message of this length."""
     first = _whole(pieces, length)
     if first is None:
-        out = np.zeros_like(g, shape=(*g.shape[:d], length, *g.shape[d + 1 :]), order="C")
+        out = zeros((*g.shape[:d], length, *g.shape[d + 1 :]), g)
     else:
         out = g[_along(d, first.at, first.at + length)]
         if len(pieces) == 1:
@@ -346,10 +347,10 @@ class HaloExchange(_Halo):
         # block that is trimmed may still owe others what it loses, so there every stage makes an array of its own.
         places = [stage.place for stage in stages]
         shape = tuple(stage.length for stage in stages)
-        make = np.empty_like if all(stage.plan.full(stage.k) for stage in stages) else np.zeros_like
+        make = empty if all(stage.plan.full(stage.k) for stage in stages) else zeros
         room, window = None, []
         if all(at is not None for at in places):
-            room = make(x, shape=shape, order="C")
+            room = make(shape, x)
             window = [slice(at, at + n) for at, n in zip(places, x.shape, strict=True) if at is not None]
             room[tuple(window)] = x
             block = room[tuple(window)]
@@ -366,7 +367,7 @@ class HaloExchange(_Halo):
                 out = room[tuple(window)]
                 own = [p for p in own if (p.at, p.length) != (places[d], plan.sizes[k]) or p.flipped]
             else:
-                out = make(x, shape=(*block.shape[:d], shape[d], *block.shape[d + 1 :]), order="C")
+                out = make((*block.shape[:d], shape[d], *block.shape[d + 1 :]), x)
             _fill(out, block, own, d)
             received = {} if handle is None else (yield handle)
             for s, m in plan.takes[k].items():
