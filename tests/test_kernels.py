@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from pathlib import Path
 
 import numpy as np
 import pytest
 from emulator import device
 
-from spmd import kernels
+from spmd import functions, kernels
 from spmd.kernels import FAMILIES, buffers
 
 NAMES = [(family, name) for family, names in FAMILIES.items() for name in names]
@@ -101,3 +102,8 @@ def test_what_lies_idle_is_bounded(monkeypatch):
     assert buffers.idle() <= 5 << 20
     buffers.release()
     assert buffers.idle() == 0
+
+
+def test_every_function_stands_on_its_page():
+    page = (Path(__file__).parent.parent / "docs" / "models.md").read_text()
+    assert [name for name in functions.__all__ if f"`{name}`" not in page] == []
