@@ -116,11 +116,15 @@ def im2col(x: np.ndarray, kernel: Shape, stride: Shape, padding: Sequence[Pair],
     """What each output sees: x (N, C, *n) -> (N, C, *k, *m)."""
     m = tuple(map(output_length, x.shape[2:], kernel, stride, padding, dilation))
     cols = buffers.empty((*x.shape[:2], *kernel, *m), x.dtype)
-    for tap, inside, seen in _seen(x.shape[2:], m, kernel, stride, padding, dilation):
-        part = cols[(slice(None), slice(None), *tap)]
-        if any(b - a < n for (a, b), n in zip(inside, m, strict=True)):
-            part[...] = 0
-        part[(slice(None), slice(None), *(slice(a, b) for a, b in inside))] = x[(slice(None), slice(None), *seen)]
+    taps = list(_seen(x.shape[2:], m, kernel, stride, padding, dilation))
+    # Plane by plane: what the taps see again is still in the cache.
+    for n, c in np.ndindex(*x.shape[:2]):
+        plane, into = x[n, c], cols[n, c]
+        for tap, inside, seen in taps:
+            part = into[tap]
+            if any(b - a < k for (a, b), k in zip(inside, m, strict=True)):
+                part[...] = 0
+            part[tuple(slice(a, b) for a, b in inside)] = plane[tuple(seen)]
     return cols
 
 
@@ -129,12 +133,18 @@ def col2im(
 ) -> np.ndarray:
     """Adds what each output saw where it came from: cols (N, C, *k, *m) -> (N, C, *shape)."""
     wide = accurate(cols.dtype)
-    out = buffers.zeros((*cols.shape[:2], *shape), wide)
+    out = buffers.empty((*cols.shape[:2], *shape), cols.dtype)
     m = cols.shape[2 + len(kernel) :]
-    for tap, inside, seen in _seen(shape, m, kernel, stride, padding, dilation):
-        part = cols[(slice(None), slice(None), *tap)]
-        out[(slice(None), slice(None), *seen)] += part[(slice(None), slice(None), *(slice(a, b) for a, b in inside))]
-    return out.astype(cols.dtype, copy=False)
+    taps = list(_seen(shape, m, kernel, stride, padding, dilation))
+    room = np.empty(shape, wide)
+    for n, c in np.ndindex(*cols.shape[:2]):
+        plane = room if wide != cols.dtype else out[n, c]
+        plane.fill(0)
+        for tap, inside, seen in taps:
+            plane[tuple(seen)] += cols[n, c][tap][tuple(slice(a, b) for a, b in inside)]
+        if plane is room:
+            out[n, c] = room
+    return out
 
 
 def _seen(
