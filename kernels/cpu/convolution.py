@@ -46,10 +46,11 @@ def conv(
         return out
     wide = accurate(dtype)
     taps = list(_taps(w.shape[2:], stride, padding, dilation))
-    source = _planes(x.astype(wide, copy=False), groups, stride, taps, m)
     filters = w.astype(wide, copy=False).reshape(groups, w.shape[0] // groups, w.shape[1], -1)
     into = out if dtype == wide else buffers.empty(out.shape, wide)
-    _correlate(into, source, filters, taps)
+    for n, g in _parts(x, groups):
+        source = _planes(x[n, _of(g, w.shape[1])].astype(wide, copy=False), g, stride, taps, m)
+        _correlate(into[n, _of(g, filters.shape[1])], source, filters[g], taps)
     if into is not out:
         out[...] = into
     return out
@@ -82,10 +83,11 @@ def conv_input_adjoint(
             part[...] = 0
             continue
         taps = [_Tap(0, shift) for _, shift in met]
-        source = _planes(g, groups, (1,) * len(stride), taps, part.shape[2:])
         chosen = np.ascontiguousarray(filters[..., [k for k, _ in met]])
         into = part if whole and dtype == wide else buffers.empty(part.shape, wide)
-        _correlate(into, source, chosen, taps)
+        for i, j in _parts(g, groups):
+            source = _planes(g[i, _of(j, chosen.shape[2])], j, (1,) * len(stride), taps, part.shape[2:])
+            _correlate(into[i, _of(j, chosen.shape[1])], source, chosen[j], taps)
         if into is not part:
             part[...] = into
     return out
@@ -107,8 +109,11 @@ def conv_weight_adjoint(
     if 0 in g.shape or 0 in x.shape or 0 in shape:
         return np.zeros(shape, dtype)
     taps = list(_taps(kernel, stride, padding, dilation))
-    source = _planes(x.astype(wide, copy=False), groups, stride, taps, g.shape[2:])
-    total = _correlate_weights(g.astype(wide, copy=False), source, taps)
+    count, channels = shape[0] // groups, shape[1]
+    total = np.zeros((groups, count, channels * len(taps)), wide if wide.kind == "c" else np.float64)
+    for n, k in _parts(x, groups):
+        source = _planes(x[n, _of(k, channels)].astype(wide, copy=False), k, stride, taps, g.shape[2:])
+        total[k] += _correlate_weights(g[n, _of(k, count)].astype(wide, copy=False), source, taps)
     return total.reshape(shape).astype(dtype, copy=False)
 
 
@@ -145,6 +150,27 @@ def col2im(
         if plane is room:
             out[n, c] = room
     return out
+
+
+_PART = 1 << 19
+"""Bytes of a part of the work, if it can be cut so small: what is padded for it is in the cache when it is read."""
+
+
+def _parts(x: np.ndarray, groups: int) -> Iterator[tuple[slice, slice]]:
+    """The examples and groups of parts of the work: some examples of all groups, or some groups of one example."""
+    per_group = max(1, x[:1].nbytes // groups)
+    if groups * per_group <= _PART or groups == 1:
+        step = max(1, _PART // (groups * per_group))
+        yield from ((slice(n, min(n + step, len(x))), slice(0, groups)) for n in range(0, len(x), step))
+        return
+    step = max(1, _PART // per_group)
+    for n in range(len(x)):
+        yield from ((slice(n, n + 1), slice(g, min(g + step, groups))) for g in range(0, groups, step))
+
+
+def _of(groups: slice, each: int) -> slice:
+    """The channels, or filters, of some groups."""
+    return slice(groups.start * each, groups.stop * each)
 
 
 def _seen(
@@ -214,8 +240,10 @@ def _three(shape: Shape, fill: int) -> Shape:
     return (fill,) * (3 - len(shape)) + tuple(shape)
 
 
-def _planes(x: np.ndarray, groups: int, stride: Shape, taps: Sequence[_Tap], m: Shape) -> _Source:
-    """x (N, C, *n) as planes of the residues of the stride, that all taps of outputs 0:m lie in."""
+def _planes(x: np.ndarray, of: slice, stride: Shape, taps: Sequence[_Tap], m: Shape) -> _Source:
+    """x (N, C, *n), the channels of some groups, as planes of the residues of the stride, that all taps of outputs 0:m
+    lie in."""
+    groups = of.stop - of.start
     n, c, shape = x.shape[0], x.shape[1], x.shape[2:]
     shifts = list(zip(*(tap.shift for tap in taps), strict=True))
     origin = [max(0, -min(s)) for s in shifts]
@@ -300,6 +328,7 @@ def _tiles(out: Any, scratch: Any, x: Any, w: Any, offsets: Any, steps: Any, sha
     at_once, strip = scratch.shape
     for n in range(examples):
         for g in range(groups):
+            weights = w[g]
             for z in range(layers):
                 base = n * steps[0] + g * steps[1] + z * steps[2]
                 start = 0
@@ -311,9 +340,9 @@ def _tiles(out: Any, scratch: Any, x: Any, w: Any, offsets: Any, steps: Any, sha
                     for first in range(0, w.shape[1], at_once):
                         for p in range(0, length, span):
                             if at_once == 1:
-                                add_taps_of_one(scratch, p, x, base + start + p, offsets, w[g], first)
+                                add_taps_of_one(scratch, p, x, base + start + p, offsets, weights, first)
                             else:
-                                add_taps(scratch, p, x, base + start + p, offsets, w[g], first)
+                                add_taps(scratch, p, x, base + start + p, offsets, weights, first)
                         for a in range(min(at_once, count - first)):
                             line = scratch[a]
                             layer = (((n * groups + g) * count + first + a) * layers + z) * rows * columns
@@ -356,25 +385,63 @@ def _correlate_weights(g: np.ndarray, source: _Source, taps: Sequence[_Tap]) -> 
     """The sums over examples and places of g (N, groups * O, *m) times what each tap sees: (groups, O, C * taps)."""
     n, groups, channels = source.data.shape[:3]
     count = g.shape[1] // groups
-    total = np.zeros((groups, count, channels * len(taps)), g.dtype if g.dtype.kind == "c" else np.float64)
     if g.dtype.char in "fd" and jit.fits(g):
         layers, rows, columns = source.reach
         wide = source.data.shape[-1]
+        offsets = _offsets(source, taps)
+        # Taps beyond the last one bring their number to a multiple of four.
+        padded = np.append(offsets, np.repeat(offsets[-1:], -offsets.size % 4))
+        flat, steps = source.data.reshape(-1), _steps(source)
+        if count == 1:
+            sums = np.zeros((groups, 1, padded.size))
+            _dot_rows(sums, np.ascontiguousarray(g).reshape(n, groups, *source.reach), flat, padded, steps)
+            return sums[:, :, : offsets.size]
         # g with the rows of the source, zeros behind its own: one loop goes over many rows. Rows beyond the last filter
-        # and taps beyond the last tap bring the numbers to multiples of four.
+        # bring their number to a multiple of four.
         more = -(-count // 4) * 4
         around = buffers.zeros((n, groups, more, layers, rows, wide), g.dtype)
         around[:, :, :count, ..., :columns] = g.reshape(n, groups, count, *source.reach)
-        offsets = _offsets(source, taps)
-        padded = np.append(offsets, np.repeat(offsets[-1:], -offsets.size % 4))
         sums = np.zeros((groups, more, padded.size))
-        end = (rows - 1) * wide + columns
-        _dot_tiles(sums, around, source.data.reshape(-1), padded, _steps(source), end)
+        _dot_tiles(sums, around, flat, padded, steps, (rows - 1) * wide + columns)
         return sums[:, :count, : offsets.size]
+    total = np.zeros((groups, count, channels * len(taps)), g.dtype if g.dtype.kind == "c" else np.float64)
     flat = g.reshape(n, groups, count, -1)
     for k, j, first, end, cols in _pieces(source, taps):
         total[j] += flat[k, j, :, first:end] @ cols.T
     return total
+
+
+@jit.loops("sums", fastmath=("contract", "reassoc", "nsz"))
+def _dot_rows(sums: Any, g: Any, x: Any, offsets: Any, steps: Any) -> None:
+    examples, groups, layers, rows, columns = g.shape
+    zero = g.dtype.type(0)
+    for n in range(examples):
+        for i in range(groups):
+            for t in range(0, offsets.size, 4):
+                total0 = total1 = total2 = total3 = 0.0
+                for z in range(layers):
+                    base = n * steps[0] + i * steps[1] + z * steps[2]
+                    for y in range(rows):
+                        at = base + y * steps[3]
+                        row = g[n, i, z, y]
+                        b0, b1, b2, b3 = at + offsets[t], at + offsets[t + 1], at + offsets[t + 2], at + offsets[t + 3]
+                        x0, x1, x2, x3 = x[b0:], x[b1:], x[b2:], x[b3:]
+                        s0 = s1 = s2 = s3 = zero
+                        for j in range(columns):
+                            v = row[j]
+                            s0 += v * x0[j]
+                            s1 += v * x1[j]
+                            s2 += v * x2[j]
+                            s3 += v * x3[j]
+                        total0 += s0
+                        total1 += s1
+                        total2 += s2
+                        total3 += s3
+                out = sums[i, 0]
+                out[t] += total0
+                out[t + 1] += total1
+                out[t + 2] += total2
+                out[t + 3] += total3
 
 
 _TILE = 2048
