@@ -173,7 +173,9 @@ def try_together(comm: MPI.Comm) -> None:
     current().stream.synchronize()
     comm.Allgather([mine, MPI.BYTE], [everyones, MPI.BYTE])
     right = (np.arange(comm.Get_size()) % 251)[:, None] == everyones.get()
-    if not comm.allreduce(bool(right.all()), MPI.LAND):
+    all_right = np.array([right.all()], np.uint8)
+    comm.Allreduce(MPI.IN_PLACE, all_right, MPI.MIN)
+    if not all_right[0]:
         raise _not_aware("what one process sends from its GPU is not what comes to another")
 
 
