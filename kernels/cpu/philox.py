@@ -116,7 +116,8 @@ def _pieces(
     piece = _PIECE if compiled else _PIECE // 2
     rows = max(1, piece // length)
     words = np.empty(min(piece, length * len(starts)) if length < piece else piece, np.uint32)
-    blocks = (length + 6) // 4 * rows if length < _SHORT else 1
+    # Of a long row the last piece may be short.
+    blocks = (min(length, _SHORT) + 6) // 4 * (rows if length < _SHORT else 1)
     scratch, counters = np.empty(4 * blocks, np.uint32), np.empty(blocks, np.uint64)
     done = 0
     for r in range(0, len(starts), rows):
