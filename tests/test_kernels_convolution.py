@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,6 +13,7 @@ from kernel_cases import FEW, FLOATING, NUMBERS, Family
 import spmd
 from spmd import P, functions
 from spmd.errors import SpecError
+from spmd.kernels import cpu, jit
 from spmd.kernels.windows import output_length
 
 family = Family("convolution")
@@ -114,6 +117,19 @@ def test_gradients_to_second_order(data):
     g = rng.normal(size=functions.conv(x, w, b, stride, padding, dilation, groups).shape)
     if 0 not in g.shape:
         spmd.check_grads(lambda g, w: functions.conv_transpose(g, w, None, stride, 0, 0, groups, dilation), (g, w))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("engine", ["numpy", "numba"])
+def test_entries_that_are_no_numbers_reach_the_weights_that_met_them_alone(engine):
+    rng = np.random.default_rng(0)
+    g, x = rng.normal(size=(2, 3, 5, 38)), rng.normal(size=(2, 2, 7, 40))
+    x[0, 1, :, -1], x[1, 1, -1] = np.nan, np.inf  # the last column, the last row
+    with jit.off() if engine == "numpy" else contextlib.nullcontext():
+        found = cpu.conv_weight_adjoint(g, x, (3, 3), (1, 1), ((0, 0), (0, 0)), (1, 1), 1)
+    bad = np.zeros((3, 2, 3, 3), bool)
+    bad[:, 1, :, 2] = bad[:, 1, 2] = True
+    np.testing.assert_array_equal(np.isfinite(found), ~bad)
 
 
 @pytest.mark.parametrize("padding", ["SAME", "VALID", 1, (2, 0), ((1, 0), (0, 2))])

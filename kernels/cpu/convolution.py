@@ -403,7 +403,10 @@ def _correlate_weights(g: np.ndarray, source: _Source, taps: Sequence[_Tap]) -> 
         around[:, :, :count, ..., :columns] = g.reshape(n, groups, count, *source.reach)
         sums = np.zeros((groups, more, padded.size))
         _dot_tiles(sums, around, flat, padded, steps, (rows - 1) * wide + columns)
-        return sums[:, :count, : offsets.size]
+        # Between two rows zeros of g meet whatever x has there, and zero times infinity is no number. So where such
+        # entries came in, the products below say which of the sums they belong to.
+        if np.isfinite(sums).all():
+            return sums[:, :count, : offsets.size]
     total = np.zeros((groups, count, channels * len(taps)), g.dtype if g.dtype.kind == "c" else np.float64)
     flat = g.reshape(n, groups, count, -1)
     for k, j, first, end, cols in _pieces(source, taps):
