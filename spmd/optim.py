@@ -81,11 +81,11 @@ def sgd(learning_rate: Rate, momentum: float = 0.0, *, nesterov: bool = False) -
         fused = _fused(_sgd, (p, g) if v is None else (p, g, v), rate, momentum, nesterov)
         if fused is not None:
             return fused
-        along = g
+        along = g = _widened(g)
         if v is not None:
             v = _like(momentum * v + g, v)
             along = momentum * v + g if nesterov else v
-        return _like(p - rate * along, p), v
+        return _like(_widened(p) - rate * along, p), v
 
     def update(grads, state, params):
         rate = _rate(learning_rate, state.steps)
@@ -124,10 +124,11 @@ def adamw(
         fused = _fused(_adamw, (p, g, m, s), rate, b1, b2, eps, weight_decay, t)
         if fused is not None:
             return fused
+        g, wide = _widened(g), _widened(p)
         m = _like(b1 * m + (1 - b1) * g, m)
         s = _like(b2 * s + (1 - b2) * (g * g), s)
         along = (m * (1 / (1 - b1**t))) / (np.sqrt(s * (1 / (1 - b2**t))) + eps)
-        return _like(p - rate * (along + weight_decay * p if weight_decay else along), p), m, s
+        return _like(wide - rate * (along + weight_decay * wide if weight_decay else along), p), m, s
 
     def update(grads, state, params):
         rate, t = _rate(learning_rate, state.steps), state.steps + 1
@@ -148,6 +149,11 @@ def _like(new, old):
 
 def _short(x) -> bool:
     return x.dtype.name in ("float16", "bfloat16")
+
+
+def _widened(x):
+    """What is computed with: the square of a short number may be lost, or infinite, in its own dtype."""
+    return x.astype(np.float32) if _short(x) else x
 
 
 def _zeros(p):
@@ -244,8 +250,9 @@ def clip_by_global_norm(grads: Any, max_norm: float) -> Any:
                 mend="clip_by_global_norm(grads, 1.0)",
             )
         )
-    wide = tree.map(lambda g: g.astype(np.float32) if _short(g) else g, grads)
-    scale = max_norm / np.sqrt(np.maximum(np.real(inner(wide, wide)), max_norm**2))
+    wide = tree.map(_widened, grads)
+    # Divided twice: the square of max_norm may be infinite, or 0, in the dtype of the gradients.
+    scale = 1 / np.sqrt(np.maximum(np.real(inner(wide, wide)) / max_norm / max_norm, 1.0))
     return tree.map(lambda g: _like(g * scale, g), grads)
 
 

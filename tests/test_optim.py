@@ -173,7 +173,7 @@ def formulas(monkeypatch, f):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_one_pass_has_the_bits_of_the_formulas(monkeypatch, name, dtype):
     rng = np.random.default_rng(4)
     params, grads = tree(rng, dtype), [tree(rng, dtype) for _ in range(3)]
@@ -221,6 +221,16 @@ def test_short_parameters_have_state_in_float32(name):
         np.testing.assert_array_equal(laid.numpy(), after)
 
 
+def test_short_gradients_of_other_parameters_are_widened_first():
+    g = np.array([300.0, 1e-4], np.float16)  # whose squares float16 does not hold
+    for optimizer in adam(0.1), sgd(0.5, momentum=0.9), sgd(0.5):
+        for p in np.ones(2, np.float32), np.ones((), np.float16):
+            there = g if p.shape else g[:1].reshape(())
+            after, _ = trained(optimizer, p, [there] * 2)
+            wanted, _ = trained(optimizer, p.astype(float), [there.astype(float)] * 2)
+            np.testing.assert_allclose(after, wanted, rtol=1e-3 if p.dtype == np.float16 else 1e-5)
+
+
 def test_second_order_through_fused_and_unfused_steps():
     def after(p, g):
         optimizer = adamw(0.1)
@@ -245,6 +255,14 @@ def test_clipping():
     assert_same(spmd.optim.clip_by_global_norm({"w": np.zeros(2)}, 1.0), {"w": np.zeros(2)})
     spmd.check_grads(lambda g: spmd.optim.clip_by_global_norm(g, 1.0), (np.array([3.0, 4.0]),), order=2)
     np.testing.assert_array_equal(spmd.grad(lambda g: spmd.optim.clip_by_global_norm(g, 1.0).sum())(np.zeros(2)), 1)
+    # Norms whose squares are not numbers of the dtype; an infinite one clips nothing.
+    for dtype in np.float32, np.float64:
+        g = {"w": np.array([3.0, 4.0], dtype)}
+        for most in np.inf, 1e30, np.finfo(dtype).max:
+            assert_same(spmd.optim.clip_by_global_norm(g, most), g)
+        np.testing.assert_allclose(spmd.optim.clip_by_global_norm(g, 1e-15)["w"], [6e-16, 8e-16], rtol=1e-6)
+        zero = {"w": np.zeros(2, dtype)}
+        assert_same(spmd.optim.clip_by_global_norm(zero, 1e-30), zero)
     with pytest.raises(ValueError, match="max_norm"):
         spmd.optim.clip_by_global_norm(grads, 0.0)
     with spmd.Mesh(x=2, transport="local"):
