@@ -83,6 +83,38 @@ def test_equals_slices_with_gradients_to_second_order():
     spmd.check_grads(lambda x, w: functions.stencil(x, [(1,), (-1,)], w, "SAME"), (x, w[:2]))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "weight", "wanted"),
+    [
+        (np.float32, np.array([0.1, 1]), np.float64),
+        (np.float32, [0.1, 1], np.float32),
+        (np.float64, np.array([1, 2], np.float32), np.float64),
+        (np.float64, np.array([1, 2j]), np.complex128),
+        (np.float32, [1, 2j], np.complex64),
+        (np.complex64, np.array([1, 2], np.float32), np.complex64),
+    ],
+)
+def test_dtypes_are_those_of_products(dtype, weight, wanted):
+    x = np.random.default_rng(0).normal(size=9).astype(dtype)
+    y = functions.stencil(x, [(0,), (1,)], weight)
+    assert y.dtype == wanted
+    expected = weight[0] * x[:-1].astype(wanted) + weight[1] * x[1:].astype(wanted)
+    np.testing.assert_allclose(y, expected, rtol=1e-5 if y.real.itemsize == 4 else 1e-14, atol=1e-6)
+    if isinstance(weight, np.ndarray):
+        gx, gw = spmd.grad(lambda x, w: np.real(functions.stencil(x, [(0,), (1,)], w).sum()), (0, 1))(x, weight)
+        assert (gx.dtype, gw.dtype) == (x.dtype, weight.dtype)
+
+
+def test_dimensions_that_are_not_reached_may_lead(scheduler):
+    x = np.random.default_rng(0).normal(size=(3, 2, 7, 6))
+    offsets = [(0, 0, *o) for o in CROSS]
+    want = functions.stencil(x, CROSS, WEIGHTS, "SAME")
+    mesh = spmd.Mesh(x=2, y=2, scheduler=scheduler)
+    for spec in P("x"), P(None, None, "x", "y"), P("y", None, None, "x"):
+        run = mesh.map(lambda x, spec=spec: spmd.stencil(x, spec, offsets, WEIGHTS), in_specs=spec, out_specs=spec)
+        np.testing.assert_array_equal(run(x).numpy(), want)
+
+
 @pytest.mark.parametrize("axes", [{"x": 1}, {"x": 2}, {"x": 3, "y": 2}, {"x": 7}])
 @pytest.mark.parametrize("boundary", ["zero", "periodic", ("zero", "periodic")])
 def test_over_blocks_it_is_that_of_the_whole_array_to_the_bit(scheduler, axes, boundary):
@@ -139,6 +171,12 @@ ERRORS = {
     "weights": (lambda x: spmd.stencil(x, P("x"), CROSS, (1, 2)), "one for each offset"),
     "an array of weights": (lambda x: spmd.stencil(x, P("x"), CROSS[:1], [x[0, 0]]), "spmd.functions.stencil"),
     "boundary": (lambda x: spmd.stencil(x, P("x"), CROSS, WEIGHTS, "reflect"), "spmd.halo_exchange"),
+    "no boundary": (lambda x: spmd.stencil(x, P("x"), CROSS, WEIGHTS, 3), "argument boundary"),
+    "one weight": (lambda x: spmd.stencil(x, P("x"), CROSS[:1], 2.0), "argument weights"),
+    "words": (lambda x: spmd.stencil(x, P("x"), CROSS[:1], ["a"]), "argument weights"),
+    "complex weights": (lambda x: spmd.stencil(x, P("x"), CROSS[:1], [1j]), "argument weights"),
+    "no number": (lambda x: spmd.stencil(x.astype(int), P("x"), CROSS[:1], [np.nan]), r"astype\(float\)"),
+    "four dimensions": (lambda x: spmd.stencil(x[None, None], P(None, None, "x"), [(1, 0, 0, 0)], [1]), "last three"),
     "spec": (lambda x: spmd.stencil(x, "x", CROSS, WEIGHTS), r'P\("x"\)'),
     "integers": (lambda x: spmd.stencil(x.astype(int), P("x"), CROSS, WEIGHTS), r"astype\(float\)"),
     "local: weights": (lambda x: functions.stencil(x, CROSS, x), "vary from place to place"),

@@ -52,7 +52,8 @@ def stencil(x, offsets, weights, padding: Any = 0):
     """y[i] = sum over k of weights[k] * x[i + offsets[k]], wherever all offsets stay inside.
 
     x: floating or complex; its last dimensions are those of the offsets, over the others it is applied to each entry.
-    offsets: an int per dimension each. weights: as many numbers, or an array of them, which may be differentiated.
+    offsets: an int per dimension each. weights: as many numbers, or an array of them, which may be differentiated; y
+    has the dtype that a product of both has.
     padding: zeros around x, an int, an int or a pair (low, high) for each of the offsets' dimensions, or "SAME": as
     many as the offsets reach, so that y has the shape of x; with 0 y is shorter by what they reach.
 
@@ -74,7 +75,10 @@ def stencil(x, offsets, weights, padding: Any = 0):
                 mend="an offset has an int for each of the last dimensions of x",
             )
         )
-    given = weights if isinstance(weights, Array) or hasattr(weights, "dtype") else np.asarray(weights, x.dtype)
+    if isinstance(weights, Array) or hasattr(weights, "dtype"):
+        given = weights
+    else:  # Python numbers, which do not widen x
+        given = np.asarray(weights, np.result_type(x.dtype, 1j) if np.iscomplexobj(weights) else x.dtype)
     if given.shape != (len(table),):
         raise SpecError(
             message(
@@ -90,4 +94,6 @@ def stencil(x, offsets, weights, padding: Any = 0):
         around = reach(table)
     else:
         around = paddings(where, padding, x.shape[x.ndim - dims :], (1,) * dims, (1,) * dims, (1,) * dims)
+    dtype = np.result_type(x.dtype, given.dtype)
+    x = x if x.dtype == dtype else x.astype(dtype)
     return _stencil(x, given, offsets=table, padding=around)

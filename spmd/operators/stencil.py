@@ -7,7 +7,7 @@ inside of the block is computed from the block, while only slabs along its faces
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import index
 from typing import Any, ClassVar
@@ -65,7 +65,17 @@ class Stencil(Operator):
                     mend="0 in the dimensions along which a stencil does not reach",
                 )
             )
-        if x.dtype.kind not in "fc" and any(w != int(w) for w in self.weights):
+        if any(o[d] for o in self.offsets for d in range(dims - 3)):
+            raise LayoutError(
+                message(
+                    where,
+                    argument="offsets",
+                    got=f"{self.offsets} for a block of {dims} dimensions",
+                    need="offsets that reach along the last three dimensions at most",
+                    mend="np.moveaxis the dimensions along which they do not reach to the front",
+                )
+            )
+        if x.dtype.kind not in "fc" and not all(w.is_integer() for w in self.weights):
             raise LayoutError(
                 message(
                     where,
@@ -110,24 +120,28 @@ class Stencil(Operator):
             faces = np.ascontiguousarray(faces)
             halo.check(group, faces)
             begun.append((d, length < x.shape[d], halo.launch(comm, group, faces, call.of(faces.shape))))
-        stencil = kernels.of(x).stencil
+        lead = max(0, x.ndim - 3)  # dimensions that no offset reaches along
+
+        def stencil(x: Any, padding: Sequence[tuple[int, int]]) -> Any:
+            return kernels.of(x).stencil(x, [o[lead:] for o in self.offsets], self.weights, padding[lead:])
+
         # Where a dimension goes on elsewhere, this takes zeros for what comes; the slabs put that right.
-        y = stencil(x, self.offsets, self.weights, ends)
+        y = stencil(x, ends)
         closed = [(0, 0) if d in open_ else ends[d] for d in range(x.ndim)]
         for d, cut, (handle, arrive) in begun:
             faces, halo = arrive((yield handle))
             sizes.append(halo.sizes)
             low, high = ends[d]
             if not cut:
-                y = stencil(faces, self.offsets, self.weights, closed)
+                y = stencil(faces, closed)
                 continue
             length = y.shape[d]
             if low:
-                part = stencil(_part(faces, d, 0, 2 * low + high), self.offsets, self.weights, closed)
+                part = stencil(_part(faces, d, 0, 2 * low + high), closed)
                 _part(y, d, 0, low)[...] = part
             if high:
                 start = faces.shape[d] - 2 * high - low
-                part = stencil(_part(faces, d, start, None), self.offsets, self.weights, closed)
+                part = stencil(_part(faces, d, start, None), closed)
                 _part(y, d, length - high, None)[...] = part
         return sealed(y), replace(self, sizes=tuple(sizes))
 
@@ -147,6 +161,11 @@ def _part(x: Any, d: int, start: int, stop: int | None) -> Any:
     return x[(*(slice(None),) * d, slice(start, stop))]
 
 
+def _is_number(w: Any) -> bool:
+    """Whether w is an array of one real number."""
+    return not isinstance(w, Array) and getattr(w, "shape", None) == () and w.dtype.kind in "iuf"
+
+
 BOUNDARIES = ("zero", "periodic")
 
 
@@ -156,8 +175,9 @@ def stencil(
     """y[i] = sum over k of weights[k] * X[i + offsets[k]]: this worker's block of a stencil applied to the whole array.
 
     x: the block, or a pytree of blocks. spec: the axes that split each dimension of the array. offsets: an int per
-    dimension each, (0, 1) for the next entry along the last of two. weights: a real number for each offset.
-    boundary: what stands beyond the ends of the array, "zero" or "periodic", for all dimensions or for each.
+    dimension each, (0, 1) for the next entry along the last of two; 0 in all but the last three dimensions. weights: a
+    real number for each offset. boundary: what stands beyond the ends of the array, "zero" or "periodic", for all
+    dimensions or for each.
 
     Forward (V -> V): as above, with blocks of the same shapes. Adjoint: the stencil of the negated offsets.
     Each entry adds up its terms in one order, whichever worker has it.
@@ -181,17 +201,18 @@ def stencil(
         )
     spec.check(mesh.axes, where, "spec")
     table = checked_offsets(where, offsets)
-    if isinstance(weights, Array) or any(isinstance(w, Array) or np.iscomplexobj(w) for w in weights):
+    given = tuple(weights) if isinstance(weights, Iterable) and not isinstance(weights, Array | str) else (None,)
+    if not all(isinstance(w, int | float | np.integer | np.floating) or _is_number(w) for w in given):
         raise SpecError(
             message(
                 where,
                 argument="weights",
                 got=describe(weights),
-                need="real numbers that are not differentiated: they belong to the operator",
+                need="a real number for each offset, not differentiated: they belong to the operator",
                 mend="h = spmd.halo_exchange(x, spec, widths, boundary); spmd.functions.stencil(h, offsets, weights)",
             )
         )
-    factors = tuple(float(w) for w in weights)
+    factors = tuple(float(w) for w in given)
     if len(factors) != len(table):
         raise LayoutError(
             message(
@@ -202,7 +223,7 @@ def stencil(
                 mend=f"weights={(1.0,) * len(table)}",
             )
         )
-    each = (boundary,) if isinstance(boundary, str) else tuple(boundary)
+    each = tuple(boundary) if isinstance(boundary, Sequence) and not isinstance(boundary, str) else (boundary,)
     wrong = next((b for b in each if b not in BOUNDARIES), None)
     if wrong is not None or (not isinstance(boundary, str) and len(each) != len(table[0])):
         raise LayoutError(
