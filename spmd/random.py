@@ -30,6 +30,7 @@ from spmd import kernels
 from spmd.array import PartitionedArray, mesh_for
 from spmd.autodiff.tracer import Array, value_of
 from spmd.errors import LayoutError, SpecError, StateError, describe, message
+from spmd.kernels.cpu.chunks import accurate
 from spmd.layout import Layout, P, Spec
 from spmd.mesh import WORKER, Mesh, here
 from spmd.operators.base import varying
@@ -168,7 +169,13 @@ def _float(where: str, dtype: Any) -> np.dtype:
     return found
 
 
-def _finite(where: str, **numbers: Any) -> None:
+def _holds(dtype: np.dtype, *numbers: float) -> bool:
+    """Whether a dtype has finite numbers for these."""
+    with np.errstate(over="ignore"):
+        return all(math.isfinite(np.asarray(n).astype(dtype)) for n in numbers)
+
+
+def _ordered(where: str, **numbers: Any) -> None:
     """Raise where options are no numbers, or the first is greater than the second."""
     (first, low), (last, high) = numbers.items()
     if not all(isinstance(n, int | float | np.integer | np.floating) for n in (low, high)) or not low <= high:
@@ -300,10 +307,20 @@ def uniform(
     mesh: Mesh | None = None,
 ):
     """Numbers from minval up to, and without, maxval, evenly spread."""
-    where = "spmd.random.uniform"
-    _finite(where, minval=minval, maxval=maxval)
+    where, dtype = "spmd.random.uniform", _float("spmd.random.uniform", dtype)
+    _ordered(where, minval=minval, maxval=maxval)
     ends = float(minval), float(maxval)
-    return _drawn(where, key, "random_uniform", _shape(where, shape), _float(where, dtype), spec, mesh, *ends)
+    if not _holds(dtype, *ends) or not _holds(accurate(dtype), ends[1] - ends[0]):
+        raise SpecError(
+            message(
+                where,
+                argument="minval and maxval",
+                got=f"{minval} and {maxval}",
+                need=f"two numbers that {dtype} holds, and not infinitely far apart",
+                mend="minval=0.0, maxval=1.0",
+            )
+        )
+    return _drawn(where, key, "random_uniform", _shape(where, shape), dtype, spec, mesh, *ends)
 
 
 def normal(key, shape: Shape = (), dtype: Any = float, *, spec: Any = None, mesh: Mesh | None = None):
@@ -327,7 +344,7 @@ def truncated_normal(
     The interval reaches within 5 of 0 (8 in float64): what lies further out has too few numbers to draw from.
     """
     where, dtype = "spmd.random.truncated_normal", _float("spmd.random.truncated_normal", dtype)
-    _finite(where, lower=lower, upper=upper)
+    _ordered(where, lower=lower, upper=upper)
     reach = 8 if dtype.itemsize == 8 else 5
     if lower > reach or upper < -reach or lower == upper:
         raise SpecError(
@@ -358,6 +375,17 @@ def gumbel(key, shape: Shape = (), dtype: Any = float, *, spec: Any = None, mesh
 def bernoulli(key, p=0.5, shape: Shape | None = None, *, spec: Any = None, mesh: Mesh | None = None):
     """True with probability p, to 24 bits. p: a number, or an array that broadcasts to the shape (default: its own)."""
     drawn = uniform(key, np.shape(p) if shape is None else shape, np.float32, spec=spec, mesh=mesh)
+    wide, long = np.shape(p), drawn.shape
+    if len(wide) > len(long) or any(n not in (1, m) for n, m in zip(reversed(wide), reversed(long), strict=False)):
+        raise SpecError(
+            message(
+                "spmd.random.bernoulli",
+                argument="p",
+                got=describe(p),
+                need=f"a number, or an array that broadcasts to {list(long)}: every entry is drawn by itself",
+                mend=f"shape={wide}, or no shape",
+            )
+        )
     return drawn < p
 
 
@@ -447,6 +475,18 @@ def choice(key, a, shape: Shape = (), replace: bool = True, p: Any = None):
                 got=f"{count} of {n} items, replace={replace}" + ("" if p is None else f", p: {describe(p)}"),
                 need="items to choose from, as many without replacement, and a probability for each",
                 mend="replace=True, or a smaller shape",
+            )
+        )
+    if type(p) is np.ndarray and not (
+        np.all(p >= 0) and np.isfinite(p).all() and (p > 0).sum() >= (count if not replace else 1)
+    ):
+        raise SpecError(
+            message(
+                where,
+                argument="p",
+                got=f"{p}",
+                need="a probability for each item, and enough items that have one above 0",
+                mend="p=None for equal ones; replace=True",
             )
         )
     if p is not None and replace:

@@ -199,6 +199,8 @@ def test_choices():
     assert len(set(spmd.random.choice(key, 100, (10, 10), replace=False).ravel().tolist())) == 100
     assert set(spmd.random.choice(key, 3, 2, replace=False, p=np.array([0.5, 0.0, 0.5])).tolist()) == {0, 2}
     assert spmd.random.choice(key, rows, 4).shape == (4, 2)
+    assert (spmd.random.choice(key, 3, 9, p=[0, 1, 0]) == 1).all()
+    assert abs(spmd.random.uniform(key, 9, np.float16, -6e4, 6e4)).max() < 6e4
 
 
 def test_truncated_numbers_stay_between():
@@ -237,6 +239,14 @@ def test_wrong_arguments_of_global_arrays():
         (lambda: random.normal(key, 3, complex), "draw both parts"),
         (lambda: random.uniform(key, 3, float, 1, 0), "minval and maxval"),
         (lambda: random.uniform(key, 3, float, np.nan, 0), "minval and maxval"),
+        (lambda: random.uniform(key, 3, float, -np.inf, 0), "infinitely far apart"),
+        (lambda: random.uniform(key, 3, float, -1.7e308, 1.7e308), "infinitely far apart"),
+        (lambda: random.uniform(key, 3, np.float16, 0, 1e6), "that float16 holds"),
+        (lambda: random.bernoulli(key, np.full(3, 0.5), ()), "argument p"),
+        (lambda: random.bernoulli(key, np.full(3, 0.5), (3, 1)), "argument p"),
+        (lambda: random.choice(key, 3, 2, p=[0, 0, 0]), "argument p"),
+        (lambda: random.choice(key, 3, 2, p=[-1, 1, 1]), "argument p"),
+        (lambda: random.choice(key, 3, 2, replace=False, p=[0, 0, 1]), "argument p"),
         (lambda: random.bits(key, 3, np.int32), "uint32 or uint64"),
         (lambda: random.randint(key, 3, 5, 5), "minval below maxval"),
         (lambda: random.randint(key, 3, 0, 300, np.uint8), "minval and maxval"),
