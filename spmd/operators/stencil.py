@@ -201,7 +201,8 @@ def stencil(
         )
     spec.check(mesh.axes, where, "spec")
     table = checked_offsets(where, offsets)
-    given = tuple(weights) if isinstance(weights, Iterable) and not isinstance(weights, Array | str) else (None,)
+    several = isinstance(weights, Iterable) and not isinstance(weights, Array | str)
+    given: tuple[Any, ...] = tuple(weights) if several else (None,)
     if not all(isinstance(w, int | float | np.integer | np.floating) or _is_number(w) for w in given):
         raise SpecError(
             message(
