@@ -42,7 +42,7 @@ class Optimizer(NamedTuple):
     init: params -> state. update: (grads, state, params) -> (new params, new state); the arguments stand in the order
     of optax, whose `update` returns differences instead. New parameters keep the dtype and the layout of the old.
     Updates are differentiable, so one can differentiate through training (through Adam: where no gradient entry has
-    been zero throughout). Raises ValueError where the trees differ.
+    been zero throughout). Raises ValueError where trees or shapes differ, and for arrays of other numbers.
     """
 
     init: Callable[[Any], Any]
@@ -73,6 +73,7 @@ def sgd(learning_rate: Rate, momentum: float = 0.0, *, nesterov: bool = False) -
     of v. Sutskever, Martens, Dahl, Hinton, "On the importance of initialization and momentum in deep learning",
     ICML 2013, with the rate taken out of v, as in PyTorch and optax.
     """
+    momentum = _weak(momentum)
 
     def init(params):
         return SGDState(0, tree.map(_zeros, params) if momentum else None)
@@ -116,6 +117,7 @@ def adamw(
     Loshchilov, Hutter, "Decoupled weight decay regularization", ICLR 2019, with the decay times the rate, as in
     PyTorch and optax.
     """
+    b1, b2, eps, weight_decay = map(_weak, (b1, b2, eps, weight_decay))
 
     def init(params):
         return AdamState(0, tree.map(_zeros, params), tree.map(_zeros, params))
@@ -139,11 +141,16 @@ def adamw(
 
 
 def _rate(learning_rate: Rate, steps: int):
-    return learning_rate(steps) if callable(learning_rate) else learning_rate
+    return _weak(learning_rate(steps) if callable(learning_rate) else learning_rate)
+
+
+def _weak(number):
+    """A number of NumPy as one of Python, which is computed with in the dtype of the arrays."""
+    return float(number) if isinstance(number, np.floating) else number
 
 
 def _like(new, old):
-    """new in the dtype of old: NumPy scalars among the options, or gradients of more precision, do not widen it."""
+    """new in the dtype of old: gradients of more precision do not widen it."""
     return new if new.dtype == old.dtype else new.astype(old.dtype)
 
 
@@ -156,15 +163,37 @@ def _widened(x):
     return x.astype(np.float32) if _short(x) else x
 
 
+def _check(argument: str, a: Any, p: Any = None) -> None:
+    """Raise where a is no array of real floating-point numbers, or has not the shape of the parameter p."""
+    dtype = getattr(a, "dtype", None)
+    if dtype is None or dtype.name not in _FLOATING or (p is not None and a.shape != p.shape):
+        raise ValueError(
+            message(
+                "spmd.optim",
+                argument=argument,
+                got=describe(a) + ("" if p is None else f" for the parameter {describe(p)}"),
+                need="an array of real floating-point numbers" + ("" if p is None else ", of the parameter's shape"),
+                mend="np.asarray(x, float)" if p is None else "the gradient of a real loss by these parameters",
+            )
+        )
+
+
 def _zeros(p):
     """State at the start: squares of short numbers would be lost in their own dtype."""
+    _check("params", p)
     return np.zeros_like(p, dtype=np.float32) if _short(p) else np.zeros_like(p)
 
 
 def _each(step: Callable[..., tuple], count: int, params: Any, *others: Any) -> list[Any]:
     """The results of a step on every parameter, each as a tree."""
     made: list[tuple] = []
-    tree.map(lambda *arrays: made.append(step(*arrays)), params, *others)
+
+    def stepped(p, g, *state):
+        _check("params", p)
+        _check("grads", g, p)
+        made.append(step(p, g, *state))
+
+    tree.map(stepped, params, *others)
     structure = tree.structure(params)
     return [tree.unflatten(structure, [results[k] for results in made]) for k in range(count)]
 

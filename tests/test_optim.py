@@ -98,10 +98,14 @@ def test_dtypes_are_kept(name, dtype):
     assert {x.dtype for x in optree.tree_leaves(tuple(state)[1:])} <= {np.dtype(dtype)}
 
 
-def test_options_of_more_precision_do_not_widen():
-    for optimizer in sgd(np.float64(0.1), momentum=np.float64(0.9)), adam(np.float64(0.1), b1=np.float64(0.9)):
-        after, _ = trained(optimizer, np.ones(3, np.float32), [np.ones(3, np.float32)] * 2)
+def test_options_of_more_precision_do_not_widen(monkeypatch):
+    g = np.random.default_rng(0).normal(size=9).astype(np.float32)
+    for make in (lambda n: sgd(n(0.1), momentum=n(0.9))), (lambda n: adam(n(0.1), b1=n(0.9))), (lambda n: sgd(n(0.1))):
+        run = lambda n, make=make: trained(make(n), np.ones(9, np.float32), [g] * 2)
+        after, _ = run(np.float64)
         assert after.dtype == np.float32
+        assert_same(run(np.float64), run(float))
+        assert_same(run(np.float64), formulas(monkeypatch, lambda run=run: run(np.float64)))
 
 
 def test_nothing_is_overwritten():
@@ -163,6 +167,23 @@ def test_trees_must_agree():
         params = {"w": np.ones(2)}
         with pytest.raises(ValueError, match="w"):
             optimizer.update({"v": np.ones(2)}, optimizer.init(params), params)
+
+
+@pytest.mark.parametrize(
+    ("p", "g", "words"),
+    [
+        (np.ones(2), np.ones((3, 2)), "argument grads"),
+        (np.ones((3, 2)), np.ones(2), "the parameter's shape"),
+        (np.ones(2, int), np.ones(2), "argument params"),
+        (np.ones(2, complex), np.ones(2, complex), "argument params"),
+        (np.ones(2), np.ones(2, complex), "argument grads"),
+        (1.0, 1.0, r"np.asarray\(x, float\)"),
+    ],
+)
+def test_arrays_must_fit(p, g, words):
+    for optimizer in sgd(0.1), adam(0.1):
+        with pytest.raises(ValueError, match=words):
+            optimizer.update(g, optimizer.init(p), p)
 
 
 def formulas(monkeypatch, f):
