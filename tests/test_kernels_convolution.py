@@ -119,6 +119,20 @@ def test_gradients_to_second_order(data):
         spmd.check_grads(lambda g, w: functions.conv_transpose(g, w, None, stride, 0, 0, groups, dilation), (g, w))
 
 
+@pytest.mark.parametrize("engine", ["numpy", "numba"])
+def test_strides_may_be_longer_than_kernels_and_arrays(engine):
+    # Only what the taps read is dealt out: the residues of these strides are more than memory holds.
+    x, w = np.arange(100.0).reshape(1, 1, 10, 10), np.ones((1, 1, 1, 2))
+    options = (10**6, 10**6), ((0, 0), (0, 0)), (1, 1), 1
+    with jit.off() if engine == "numpy" else contextlib.nullcontext():
+        y = cpu.conv(x[:, :, 3:, 4:], w, *options)
+        back = cpu.conv_input_adjoint(y, w, (10, 10), *options)
+        weights = cpu.conv_weight_adjoint(y, x[:, :, 3:, 4:], (1, 2), *options)
+    assert y.tolist() == [[[[34.0 + 35.0]]]]
+    assert back[0, 0, 0, :2].tolist() == [69.0, 69.0] == [back.sum() / 2] * 2
+    assert weights.tolist() == [[[[69.0 * 34, 69.0 * 35]]]]
+
+
 @pytest.mark.filterwarnings("ignore:invalid value")
 @pytest.mark.parametrize("engine", ["numpy", "numba"])
 def test_entries_that_are_no_numbers_reach_the_weights_that_met_them_alone(engine):

@@ -45,11 +45,11 @@ def conv(
         out.fill(0)
         return out
     wide = accurate(dtype)
-    taps = list(_taps(w.shape[2:], stride, padding, dilation))
+    taps, residues = _taps(w.shape[2:], stride, padding, dilation)
     filters = w.astype(wide, copy=False).reshape(groups, w.shape[0] // groups, w.shape[1], -1)
     into = out if dtype == wide else buffers.empty(out.shape, wide)
     for n, g in _parts(x, groups):
-        source = _planes(x[n, _of(g, w.shape[1])].astype(wide, copy=False), g, stride, taps, m)
+        source = _planes(x[n, _of(g, w.shape[1])].astype(wide, copy=False), g, stride, residues, taps, m)
         _correlate(into[n, _of(g, filters.shape[1])], source, filters[g], taps)
     if into is not out:
         out[...] = into
@@ -76,7 +76,7 @@ def conv_input_adjoint(
     g = g.astype(wide, copy=False)
     whole = all(s == 1 for s in stride)
     out = buffers.empty((n, c, *shape), dtype)
-    for residue in itertools.product(*map(range, stride)):
+    for residue in itertools.product(*(range(min(s, k)) for s, k in zip(stride, shape, strict=True))):
         part = out[(slice(None), slice(None), *(slice(r, None, s) for r, s in zip(residue, stride, strict=True)))]
         met = list(_met(w.shape[2:], stride, padding, dilation, residue))
         if not met or 0 in part.shape:
@@ -86,7 +86,8 @@ def conv_input_adjoint(
         chosen = np.ascontiguousarray(filters[..., [k for k, _ in met]])
         into = part if whole and dtype == wide else buffers.empty(part.shape, wide)
         for i, j in _parts(g, groups):
-            source = _planes(g[i, _of(j, chosen.shape[2])], j, (1,) * len(stride), taps, part.shape[2:])
+            some = g[i, _of(j, chosen.shape[2])]
+            source = _planes(some, j, (1,) * len(stride), [(0,) * len(stride)], taps, part.shape[2:])
             _correlate(into[i, _of(j, chosen.shape[1])], source, chosen[j], taps)
         if into is not part:
             part[...] = into
@@ -108,11 +109,11 @@ def conv_weight_adjoint(
     shape = (g.shape[1], x.shape[1] // groups, *kernel)
     if 0 in g.shape or 0 in x.shape or 0 in shape:
         return np.zeros(shape, dtype)
-    taps = list(_taps(kernel, stride, padding, dilation))
+    taps, residues = _taps(kernel, stride, padding, dilation)
     count, channels = shape[0] // groups, shape[1]
     total = np.zeros((groups, count, channels * len(taps)), wide if wide.kind == "c" else np.float64)
     for n, k in _parts(x, groups):
-        source = _planes(x[n, _of(k, channels)].astype(wide, copy=False), k, stride, taps, g.shape[2:])
+        source = _planes(x[n, _of(k, channels)].astype(wide, copy=False), k, stride, residues, taps, g.shape[2:])
         total[k] += _correlate_weights(g[n, _of(k, count)].astype(wide, copy=False), source, taps)
     return total.reshape(shape).astype(dtype, copy=False)
 
@@ -198,16 +199,15 @@ class _Tap(NamedTuple):
     shift: Shape
 
 
-def _taps(kernel: Shape, stride: Shape, padding: Sequence[Pair], dilation: Shape) -> Iterator[_Tap]:
+def _taps(kernel: Shape, stride: Shape, padding: Sequence[Pair], dilation: Shape) -> tuple[list[_Tap], list[Shape]]:
     """The taps of a convolution, in the order of the kernel's entries. Its input x[o * stride + t * dilation - low] is
-    entry o + shift of the plane of a residue of the stride."""
+    entry o + shift of the plane of a residue of the stride. With them the residue of each plane that they read."""
+    taps, planes = [], {}
     for tap in itertools.product(*map(range, kernel)):
-        plane, shift = 0, []
-        for t, s, (low, _), d in zip(tap, stride, padding, dilation, strict=True):
-            times, residue = divmod(t * d - low, s)
-            plane = plane * s + residue
-            shift.append(times)
-        yield _Tap(plane, tuple(shift))
+        each = zip(tap, stride, padding, dilation, strict=True)
+        shift, residue = zip(*(divmod(t * d - low, s) for t, s, (low, _), d in each), strict=True)
+        taps.append(_Tap(planes.setdefault(residue, len(planes)), shift))
+    return taps, list(planes)
 
 
 def _met(
@@ -240,9 +240,11 @@ def _three(shape: Shape, fill: int) -> Shape:
     return (fill,) * (3 - len(shape)) + tuple(shape)
 
 
-def _planes(x: np.ndarray, of: slice, stride: Shape, taps: Sequence[_Tap], m: Shape) -> _Source:
-    """x (N, C, *n), the channels of some groups, as planes of the residues of the stride, that all taps of outputs 0:m
-    lie in."""
+def _planes(
+    x: np.ndarray, of: slice, stride: Shape, residues: Sequence[Shape], taps: Sequence[_Tap], m: Shape
+) -> _Source:
+    """x (N, C, *n), the channels of some groups, as planes of these residues of the stride, that all taps of outputs
+    0:m lie in."""
     groups = of.stop - of.start
     n, c, shape = x.shape[0], x.shape[1], x.shape[2:]
     shifts = list(zip(*(tap.shift for tap in taps), strict=True))
@@ -250,13 +252,13 @@ def _planes(x: np.ndarray, of: slice, stride: Shape, taps: Sequence[_Tap], m: Sh
     lengths = [
         max(o + -(-k // s), o + end + max(t)) for o, k, s, end, t in zip(origin, shape, stride, m, shifts, strict=True)
     ]
-    planes = math.prod(stride)
+    planes = len(residues)
     head = (n, groups, c // groups, planes)
-    if planes == 1 and tuple(lengths) == shape:
+    if all(s == 1 for s in stride) and tuple(lengths) == shape:
         data = np.ascontiguousarray(x)
     else:
         data = buffers.empty((n, c, planes, *lengths), x.dtype)
-        for plane, residue in enumerate(itertools.product(*map(range, stride))):
+        for plane, residue in enumerate(residues):
             part = x[(slice(None), slice(None), *(slice(r, None, s) for r, s in zip(residue, stride, strict=True)))]
             _put(data[:, :, plane], part, origin)
     return _Source(data.reshape(*head, *_three(tuple(lengths), 1)), _three(tuple(origin), 0), _three(m, 1))
