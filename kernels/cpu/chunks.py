@@ -17,8 +17,8 @@ CACHE = 1 << 19
 
 
 def accurate(dtype: np.dtype) -> np.dtype:
-    """The dtype to compute in: float32 for the short ones, float16 and bfloat16; else the same."""
-    short = dtype.itemsize < 4 and (dtype.kind == "f" or dtype.name == "bfloat16")
+    """The dtype to compute in: float32 for the short ones, float16, bfloat16 and float8; else the same."""
+    short = dtype.itemsize < 4 and (dtype.kind == "f" or dtype.kind == "V" and dtype.name[0] in "bf")
     return np.dtype(np.float32) if short else dtype
 
 

@@ -1,6 +1,7 @@
 """Normalisation: a row, or some rows of all channels, are read from memory once and stay in the cache.
 
-Sums of many numbers are sums of sums of few, the outer ones in float64. Means and squares of pieces are merged as
+Sums of many numbers are sums of sums of few, the outer ones in float64. What rows or channels have in common is float32
+where x is of a short type: sums over many entries are beyond its range. Means and squares of pieces are merged as
 T. F. Chan, G. H. Golub, R. J. LeVeque do ("Updating formulae and a pairwise algorithm", 1979).
 """
 
@@ -31,7 +32,7 @@ def moments(x: np.ndarray) -> np.ndarray:
             _moments_of_columns(total, x[:, :, 0])
         else:
             _moments_of_rows(total, x)
-        return total.astype(x.dtype)
+        return total.astype(accurate(x.dtype))
     seen = np.zeros(channels)
     for part, piece in _pieces(x) if x.size else ():
         base = piece[:1, :, :1]  # nearer to the mean than zero is
@@ -41,7 +42,7 @@ def moments(x: np.ndarray) -> np.ndarray:
         total[0, part] += delta * (n / (before + n))
         total[1, part] += square + delta * delta * (before * n / (before + n))
         seen[part] += n
-    return total.astype(x.dtype)
+    return total.astype(accurate(x.dtype))
 
 
 def channel_affine(x: np.ndarray, mean: np.ndarray, scale: np.ndarray, shift: np.ndarray) -> np.ndarray:
@@ -76,7 +77,7 @@ def channel_sums(g: np.ndarray, x: np.ndarray, mean: np.ndarray) -> np.ndarray:
     else:
         for (part, a), (_, b) in zip(_pieces(g), _pieces(x), strict=True):
             total[:, part] += reference.channel_sums(a, b, mean[part])
-    return total.astype(x.dtype)
+    return total.astype(accurate(x.dtype))
 
 
 def _pieces(x: np.ndarray, writing: bool = False) -> Iterator[tuple[slice, np.ndarray]]:
@@ -100,7 +101,6 @@ def normalize(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(x - mean) * rstd * weight + bias of every row; mean and rstd."""
     out, wide, n = buffers.empty_like(x), accurate(x.dtype), x.shape[-1]
-    # What rows have in common is not rounded to a short type between forward and backward.
     mean, rstd = np.empty(x.shape[:-1], wide), np.empty(x.shape[:-1], wide)
     w = np.ones(n, wide) if weight is None else np.ascontiguousarray(weight, wide)
     b = np.zeros(n, wide) if bias is None else np.ascontiguousarray(bias, wide)
@@ -114,7 +114,7 @@ def normalize(
 
     flat = np.ascontiguousarray(x).reshape(rows, n)
     into_rows(run, (out.reshape(rows, n), mean.reshape(-1), rstd.reshape(-1)), flat, whole=compiled)
-    return out, mean.astype(x.dtype, copy=False), rstd.astype(x.dtype, copy=False)
+    return out, mean, rstd
 
 
 def normalize_vjp(
@@ -133,9 +133,9 @@ def normalize_vjp(
             _normalize_vjp_plain(o, total, g, x, w, m, r, centred)
 
     arrays = [np.ascontiguousarray(a).reshape(rows, n) for a in (g, x)]
-    stats = [np.ascontiguousarray(a).reshape(-1) for a in (mean, rstd)]
+    stats = [np.ascontiguousarray(a, wide).reshape(-1) for a in (mean, rstd)]
     into_rows(run, (out.reshape(rows, n),), *arrays, *stats, whole=compiled)
-    return out, total[0].astype(x.dtype), total[1].astype(x.dtype)
+    return out, total[0].astype(wide), total[1].astype(wide)
 
 
 def _compiled(*arrays: np.ndarray) -> bool:

@@ -118,8 +118,8 @@ template <class T, class F> __device__ inline void map_row(T* out, const T* x, i
 }
 
 template <class T>
-__global__ void normalize(T* out, T* mean, T* rstd, const T* x, const T* weight, const T* bias, double eps,
-                          index_t centred, index_t rows, index_t n) {
+__global__ void normalize(T* out, acc_t<T>* mean, acc_t<T>* rstd, const T* x, const acc_t<T>* weight,
+                          const acc_t<T>* bias, double eps, index_t centred, index_t rows, index_t n) {
     typedef acc_t<T> A;
     for (index_t i = blockIdx.x; i < rows; i += gridDim.x) {
         const T* y = x + i * n;
@@ -131,26 +131,26 @@ __global__ void normalize(T* out, T* mean, T* rstd, const T* x, const T* weight,
         each_of_row(y, n, [&](A v, index_t) { square += (v - m) * (v - m); });
         A r = A(1) / sqrt(block_reduce<add_op>(square, A(0)) / A(n) + A(eps));
         if (threadIdx.x == 0) {
-            mean[i] = narrow<T>(m);
-            rstd[i] = narrow<T>(r);
+            mean[i] = m;
+            rstd[i] = r;
         }
         map_row(out + i * n, y, n, [=](A v, index_t j) {
             A z = (v - m) * r;
-            if (weight) z *= widen(weight[j]);
-            return bias ? z + A(widen(bias[j])) : z;
+            if (weight) z *= weight[j];
+            return bias ? z + bias[j] : z;
         });
     }
 }
 
 template <class T>
-__global__ void normalize_vjp(T* out, const T* g, const T* x, const T* weight, const T* mean, const T* rstd,
-                              index_t centred, index_t rows, index_t n) {
+__global__ void normalize_vjp(T* out, const T* g, const T* x, const acc_t<T>* weight, const acc_t<T>* mean,
+                              const acc_t<T>* rstd, index_t centred, index_t rows, index_t n) {
     typedef acc_t<T> A;
     for (index_t i = blockIdx.x; i < rows; i += gridDim.x) {
         const T *h = g + i * n, *y = x + i * n;
-        A m = widen(mean[i]), r = widen(rstd[i]), first = A(0), second = A(0);
+        A m = mean[i], r = rstd[i], first = A(0), second = A(0);
         each_of_row(h, n, [&](A u, index_t j) {
-            if (weight) u *= widen(weight[j]);
+            if (weight) u *= weight[j];
             first += u;
             second += u * ((A(widen(y[j])) - m) * r);
         });
@@ -158,15 +158,15 @@ __global__ void normalize_vjp(T* out, const T* g, const T* x, const T* weight, c
         second = block_reduce<add_op>(second, A(0)) / A(n);
         if (!centred) first = A(0);
         map_row(out + i * n, h, n, [=](A u, index_t j) {
-            if (weight) u *= A(widen(weight[j]));
+            if (weight) u *= weight[j];
             return r * (u - first - (A(widen(y[j])) - m) * r * second);
         });
     }
 }
 
 template <class T>
-__global__ void weights_vjp(acc_t<T>* out, const T* g, const T* x, const T* mean, const T* rstd, index_t rows,
-                            index_t n) {
+__global__ void weights_vjp(acc_t<T>* out, const T* g, const T* x, const acc_t<T>* mean, const acc_t<T>* rstd,
+                            index_t rows, index_t n) {
     typedef acc_t<T> A;
     for (index_t start = blockIdx.x * 32; start < n; start += gridDim.x * 32) {
         index_t c = start + threadIdx.x % 32;
@@ -174,7 +174,7 @@ __global__ void weights_vjp(acc_t<T>* out, const T* g, const T* x, const T* mean
         if (c < n)
             each_place(c, rows, n, 1, 32, [&](index_t i) {
                 A h = widen(g[i]);
-                first += h * ((A(widen(x[i])) - A(widen(mean[i / n]))) * A(widen(rstd[i / n])));
+                first += h * ((A(widen(x[i])) - mean[i / n]) * rstd[i / n]);
                 second += h;
             });
         first = over_lanes(first, 32);

@@ -35,7 +35,7 @@ def moments(x: Any) -> Any:
     """The mean and the sum of squared distances from it, of every channel."""
     outer, channels, inner = x.shape
     if not x.size:
-        return cp.zeros((2, channels), x.dtype)
+        return cp.zeros((2, channels), _wide(x.dtype))
     lanes, grid, parts = _plan(channels, outer * inner, inner)
     found = cp.empty((3, parts, channels), _wide(x.dtype))
     args = (found, cp.ascontiguousarray(x), outer, channels, inner, lanes)
@@ -44,7 +44,7 @@ def moments(x: Any) -> Any:
     count, mean, square = found[0], found[1], found[2]
     middle = cp.sum(count * mean, axis=0) / (outer * inner)
     total = cp.sum(square + count * (mean - middle) ** 2, axis=0)
-    return cp.stack([middle, total]).astype(x.dtype)
+    return cp.stack([middle, total]).astype(_wide(x.dtype))
 
 
 def channel_affine(x: Any, mean: Any, scale: Any, shift: Any) -> Any:
@@ -63,22 +63,22 @@ def channel_sums(g: Any, x: Any, mean: Any) -> Any:
     """sum(g) and sum(g * (x - mean)) of every channel."""
     outer, channels, inner = x.shape
     if not x.size:
-        return cp.zeros((2, channels), x.dtype)
+        return cp.zeros((2, channels), _wide(x.dtype))
     lanes, grid, parts = _plan(channels, outer * inner, inner)
     found = cp.empty((2, parts, channels), _wide(x.dtype))
     middle = cp.ascontiguousarray(mean.astype(found.dtype, copy=False))
     args = (found, *map(cp.ascontiguousarray, (g, x)), middle, outer, channels, inner, lanes)
     _sums(x.dtype, grid=grid, block=_THREADS, args=args)
-    return cp.sum(found, axis=1).astype(x.dtype)
+    return cp.sum(found, axis=1)
 
 
 def normalize(x: Any, weight: Any, bias: Any, eps: float, centred: bool) -> Any:
     """(x - mean) * rstd * weight + bias of every row; mean and rstd."""
-    out = cp.empty(x.shape, x.dtype)
-    mean, rstd = cp.empty(x.shape[:-1], x.dtype), cp.empty(x.shape[:-1], x.dtype)
+    out, wide = cp.empty(x.shape, x.dtype), _wide(x.dtype)
+    mean, rstd = cp.empty(x.shape[:-1], wide), cp.empty(x.shape[:-1], wide)
     if x.size:
         n = x.shape[-1]
-        arrays = (cp.ascontiguousarray(x), *map(_or_null, (weight, bias)))
+        arrays = (cp.ascontiguousarray(x), *(_or_null(a, wide) for a in (weight, bias)))
         args = (out, mean, rstd, *arrays, np.float64(eps), int(centred), x.size // n, n)
         _normalize(x.dtype, grid=min(x.size // n, 1 << 20), block=_threads(n), args=args)
     return out, mean, rstd
@@ -86,17 +86,18 @@ def normalize(x: Any, weight: Any, bias: Any, eps: float, centred: bool) -> Any:
 
 def normalize_vjp(g: Any, x: Any, weight: Any, mean: Any, rstd: Any, centred: bool) -> Any:
     """The cotangents of x, weight and bias."""
-    out, n = cp.empty(x.shape, x.dtype), x.shape[-1]
+    out, n, wide = cp.empty(x.shape, x.dtype), x.shape[-1], _wide(x.dtype)
     if not x.size:
-        return out, cp.zeros(n, x.dtype), cp.zeros(n, x.dtype)
+        return out, cp.zeros(n, wide), cp.zeros(n, wide)
     rows = x.size // n
-    g, x, mean, rstd = map(cp.ascontiguousarray, (g, x, mean, rstd))
-    args = (out, g, x, _or_null(weight), mean, rstd, int(centred), rows, n)
+    g, x = map(cp.ascontiguousarray, (g, x))
+    mean, rstd = (_or_null(a, wide) for a in (mean, rstd))
+    args = (out, g, x, _or_null(weight, wide), mean, rstd, int(centred), rows, n)
     _normalize_vjp(x.dtype, grid=min(rows, 1 << 20), block=_threads(n), args=args)
     _, grid, parts = _plan(n, rows, 1)
-    found = cp.empty((2, parts, n), _wide(x.dtype))
+    found = cp.empty((2, parts, n), wide)
     _weights_vjp(x.dtype, grid=grid, block=_THREADS, args=(found, g, x, mean, rstd, rows, n))
-    total = cp.sum(found, axis=1).astype(x.dtype)
+    total = cp.sum(found, axis=1)
     return out, total[0], total[1]
 
 
@@ -104,5 +105,5 @@ def _threads(n: int) -> int:
     return min(1024, max(32, -(-n // 128) * 32))
 
 
-def _or_null(a: Any) -> Any:
-    return 0 if a is None else cp.ascontiguousarray(a)
+def _or_null(a: Any, dtype: np.dtype) -> Any:
+    return 0 if a is None else cp.ascontiguousarray(a.astype(dtype, copy=False))

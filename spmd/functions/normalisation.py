@@ -15,6 +15,7 @@ from spmd.autodiff.tracer import value_of
 from spmd.autodiff.transforms import stop_gradient
 from spmd.errors import SpecError, describe, message
 from spmd.functions.arguments import Parts, along, floating, number
+from spmd.kernels.cpu.chunks import accurate
 from spmd.mesh import here
 from spmd.operators.gather import all_gather
 from spmd.operators.reduce import AxisName, varying_of
@@ -91,7 +92,8 @@ def _rows(where: str, x, weight, bias, eps, ndim: int, axis_name: AxisName | Non
         raise SpecError(message(where, argument="ndim", got=f"{ndim} for {describe(x)}", need=need, mend="ndim=1"))
     shape, n = x.shape, prod(x.shape[x.ndim - ndim :])
     weight, bias = (
-        _parameter(where, name, p, shape[x.ndim - ndim :], x.dtype) for name, p in (("weight", weight), ("bias", bias))
+        _parameter(where, name, p, shape[x.ndim - ndim :], accurate(x.dtype))
+        for name, p in (("weight", weight), ("bias", bias))
     )
     eps = number(where, "eps", eps, 0, inf)
     x = np.reshape(x, (*shape[: x.ndim - ndim], n))
@@ -101,15 +103,15 @@ def _rows(where: str, x, weight, bias, eps, ndim: int, axis_name: AxisName | Non
     rows = np.reshape(x, (1, prod(x.shape[:-1]), n))
     count, mean, square = _statistics(rows, axis_name, where)
     square = square / count if centred else square / count + mean * mean
-    rstd = (1 / np.sqrt(square + eps)).astype(x.dtype)
-    mean = mean.astype(x.dtype) if centred else np.zeros_like(rstd)
+    rstd = 1 / np.sqrt(square + eps)
+    mean = mean if centred else np.zeros_like(rstd)
     y = np.reshape(_affine(rows, mean, rstd, np.zeros_like(rstd), parts=Parts()), x.shape)
     y = y if weight is None else y * weight
-    return np.reshape(y if bias is None else y + bias, shape)
+    return np.reshape(y if bias is None else y + bias, shape).astype(x.dtype)
 
 
 def _parameter(where: str, name: str, p, shape: tuple[int, ...], dtype):
-    """A weight or bias as one dimension, in the dtype of x."""
+    """A weight or bias as one dimension, in the dtype that is computed in."""
     if p is None:
         return None
     p = floating(where, name, p)
@@ -204,8 +206,6 @@ def _statistics(x, axis_name: AxisName | None, where: str):
     over = () if axis_name is None else varying_of(x, here(where).mesh.names(axis_name, where))
     if not over:
         return count, found[0], found[1]
-    if value_of(found).dtype.itemsize < 4:
-        found = found.astype(np.float32)
     packed = np.concatenate([np.reshape(found, (-1,)), np.full_like(value_of(found), count, shape=(1,))])
     every = all_gather(packed, over, to="invariant")
     channels = x.shape[1]
@@ -279,7 +279,9 @@ def batch_norm(
     x = floating(where, "x", x)
     stacked = _channels(where, x, axis)
     channels = stacked.shape[1]
-    weight, bias = (_parameter(where, m, p, (channels,), x.dtype) for m, p in (("weight", weight), ("bias", bias)))
+    weight, bias = (
+        _parameter(where, m, p, (channels,), accurate(x.dtype)) for m, p in (("weight", weight), ("bias", bias))
+    )
     eps, momentum = number(where, "eps", eps, 0, inf), number(where, "momentum", momentum, 0, 1)
     if running is not None and (not isinstance(running, tuple | list) or len(running) != 2):
         need = "a pair (mean, variance), or None"
@@ -300,10 +302,11 @@ def batch_norm(
     else:
         assert running is not None
         mean, variance = running
-    scale = (1 / np.sqrt(variance + eps)).astype(x.dtype)
+    mean, variance = (a.astype(accurate(x.dtype)) for a in (mean, variance))
+    scale = 1 / np.sqrt(variance + eps)
     scale = scale if weight is None else scale * weight
     shift = np.zeros_like(scale) if bias is None else bias
-    y = np.reshape(_affine(stacked, mean.astype(x.dtype), scale, shift, parts=Parts()), x.shape)
+    y = np.reshape(_affine(stacked, mean, scale, shift, parts=Parts()), x.shape)
     return y if running is None else (y, running)
 
 
@@ -322,13 +325,15 @@ def group_norm(x, groups: int, weight=None, bias=None, eps: float = 1e-5):
     if not isinstance(groups, int | np.integer) or groups < 1 or channels % groups:
         need, mend = f"a divisor of the {channels} channels", "groups=1"
         raise SpecError(message(where, argument="groups", got=describe(groups), need=need, mend=mend))
-    weight, bias = (_parameter(where, m, p, (channels,), x.dtype) for m, p in (("weight", weight), ("bias", bias)))
+    weight, bias = (
+        _parameter(where, m, p, (channels,), accurate(x.dtype)) for m, p in (("weight", weight), ("bias", bias))
+    )
     n = prod(x.shape[2:])
     rows = np.reshape(x, (x.shape[0] * groups, channels // groups * n))
     y = _normalize(rows, None, None, eps=number(where, "eps", eps, 0, inf), centred=True, norm=_Norm())
     if weight is not None or bias is not None:
         y = np.reshape(y, (x.shape[0], channels, n))
-        weight = np.ones_like(value_of(y), shape=(channels,)) if weight is None else weight
+        weight = np.ones_like(value_of(y), shape=(channels,), dtype=accurate(x.dtype)) if weight is None else weight
         zeros = np.zeros_like(weight)
         y = _affine(y, zeros, weight, zeros if bias is None else bias, parts=Parts())
     return np.reshape(y, x.shape)
