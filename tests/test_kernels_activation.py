@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 from kernel_cases import REAL, Family
@@ -240,3 +242,49 @@ def test_errors():
         F.elu(X, np.inf)
     with pytest.raises(SpecError, match="even length"):
         F.glu(X[:, :3])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_numbers_far_from_zero(compiled, dtype):
+    """The limits of functions and derivatives; 0 times infinity is nowhere on the way."""
+    if compiled and not jit.available():
+        pytest.skip("needs numba")
+    far = np.sqrt(np.finfo(dtype).max) * 100
+    x = np.array([np.inf, far, -far, -np.inf], dtype)
+    flat, line = [1, 1, 0, 0], [np.inf, far, 0, 0]
+    cases = (
+        (F.relu, line, flat),
+        (F.relu6, [6, 6, 0, 0], [0, 0, 0, 0]),
+        (lambda x: F.leaky_relu(x, 0.5), [np.inf, far, -far / 2, -np.inf], [1, 1, 0.5, 0.5]),
+        (F.hard_sigmoid, flat, [0, 0, 0, 0]),
+        (F.hard_swish, [np.inf, far, 0, np.nan], flat),
+        (F.sigmoid, flat, [0, 0, 0, 0]),
+        (F.silu, [np.inf, far, 0, np.nan], flat),
+        (F.gelu, [np.inf, far, 0, np.nan], flat),
+    )
+    with contextlib.nullcontext() if compiled else jit.off(), np.errstate(invalid="ignore"):
+        for f, value, slope in cases:
+            y, pull = spmd.vjp(f, x)
+            np.testing.assert_allclose(y, value, rtol=1e-6)
+            np.testing.assert_array_equal(pull(np.ones_like(x))[0], slope)
+            if f in (F.sigmoid, F.silu, F.gelu):
+                bend = spmd.grad(lambda x, f=f: np.sum(spmd.grad(lambda x: np.sum(f(x)))(x)))(x)
+                np.testing.assert_array_equal(bend, 0)
+
+
+def test_the_slope_of_a_sigmoid_near_one_is_not_lost():
+    x = np.linspace(10, 80, 50, dtype=np.float32)
+    with jit.off():
+        found = spmd.grad(lambda x: np.sum(F.sigmoid(x)))(x)
+    np.testing.assert_allclose(found, np.exp(-x.astype(float)), rtol=1e-4)
+
+
+def test_relu_of_integers():
+    for dtype in ("int8", "int64", "uint16"):
+        found = F.relu(np.array([0, 5, 3], dtype) - np.array(3, "int8").astype(dtype) * (dtype != "uint16"))
+        assert found.dtype == dtype
+        assert found.tolist() == ([0, 5, 3] if dtype == "uint16" else [0, 2, 0])
+    assert F.relu(-3) == 0
+    with pytest.raises(SpecError, match=r"real numbers.*\n.*astype"):
+        F.relu(np.array([1j]))

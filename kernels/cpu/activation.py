@@ -14,7 +14,7 @@ import numpy as np
 from spmd.kernels import buffers, jit
 from spmd.kernels.cpu.chunks import accurate, into_rows
 from spmd.kernels.cpu.elementary import exp_below, expm1_below, log1p_unit, mills
-from spmd.kernels.reference.activation import FORMS, form
+from spmd.kernels.reference.activation import FAR, FORMS, form
 
 __all__ = ["activate", "activate_vjp"]
 
@@ -81,17 +81,40 @@ def _ramp(x, p0, p1, p2, p3, p4):
     v = p0 * x + p1
     v = p0 - p0 if v < 0 else v
     v = p2 if v > p2 else v
-    return (x * v if p4 != 0 else v) + (p3 * x if x < 0 else p0 - p0)
+    return (x * v if p4 != 0 else v) + (p3 * x if p3 != 0 and x < 0 else p0 - p0)
 
 
 @jit.helper
 def _ramp_slope(x, p0, p1, p2, p3, p4):
     v = p0 * x + p1
     zero = p0 - p0
-    inside = p0 if v > 0 and v < p2 else zero
+    inside = v > 0 and (v < p2 or p2 == np.inf)
     clipped = zero if v < 0 else v
     clipped = p2 if clipped > p2 else clipped
-    return (x * inside + clipped if p4 != 0 else inside) + (p3 if x <= 0 else zero)
+    factor = x if p4 != 0 else p0 / p0
+    slope = p0 * factor if inside else zero
+    return (slope + clipped if p4 != 0 else slope) + (p3 if x <= 0 else zero)
+
+
+_far_single, _far_double = np.float32(FAR), np.float64(FAR)
+
+
+def _near(z):
+    """z, but no farther from zero than FAR."""
+    return np.clip(z, -FAR, FAR)
+
+
+def _near_single(z):
+    c = _far_single if z > _far_single else z
+    return -_far_single if c < -_far_single else c
+
+
+def _near_double(z):
+    c = _far_double if z > _far_double else z
+    return -_far_double if c < -_far_double else c
+
+
+jit.by_bits(_near, single=_near_single, double=_near_double)
 
 
 @jit.loops("out", fastmath=_FAST)
@@ -108,7 +131,8 @@ def _activate(out: Any, x: Any, bias: Any, p: Any, which: int) -> None:
         elif which == 1:
             for j in range(len(xs)):
                 z = xs[j] + bias[j]
-                u = (p0 + p1 * (z * z)) * z
+                c = _near(z)
+                u = (p0 + p1 * (c * c)) * c
                 e = exp_below(-abs(u))
                 s = (one if u > 0 else e) / (one + e)
                 o[j] = z * s if p4 != 0 else s
@@ -156,11 +180,12 @@ def _activate_vjp(out: Any, x: Any, g: Any, bias: Any, p: Any, which: int) -> No
         elif which == 1:
             for j in range(len(xs)):
                 z = xs[j] + bias[j]
-                u = (p0 + p1 * (z * z)) * z
+                c = _near(z)
+                u = (p0 + p1 * (c * c)) * c
                 e = exp_below(-abs(u))
                 part = one / (one + e)
-                d = e * part * part * (p0 + three * p1 * (z * z))
-                o[j] = gs[j] * (z * d + (one if u > 0 else e) * part if p4 != 0 else d)
+                d = e * part * part * (p0 + three * p1 * (c * c))
+                o[j] = gs[j] * (c * d + (one if u > 0 else e) * part if p4 != 0 else d)
         elif which == 2:
             for j in range(len(xs)):
                 z = xs[j] + bias[j]
@@ -248,10 +273,11 @@ def _activate_plain(out: Any, x: Any, bias: Any, p: Any, which: int) -> None:
         if p3:
             out += np.minimum(z, 0) * p3
     elif which == _GATE:
-        u = z * z
+        c = _near(z)
+        u = c * c
         u *= p1
         u += p0
-        u *= z
+        u *= c
         np.multiply(z, _logistic(u), out=out) if p4 else np.copyto(out, _logistic(u))
     elif which == _DECAY:
         m = np.minimum(z, 0)
@@ -287,23 +313,24 @@ def _activate_vjp_plain(out: Any, x: Any, g: Any, bias: Any, p: Any, which: int)
             inside &= v < p2
         np.multiply(inside, p0, out=out)
         if p4:
-            out *= z
+            np.multiply(out, z, out=out, where=inside)
             out += np.clip(v, 0, p2)
         if p3:
             out += (z <= 0) * p3
     elif which == _GATE:
-        square = z * z
+        c = _near(z)
+        square = c * c
         slope = square * (3 * p1)
         slope += p0
         square *= p1
         square += p0
-        square *= z
+        square *= c
+        np.negative(square, out=out)
         s = _logistic(square)
         slope *= s
-        np.subtract(1, s, out=out)
-        out *= slope
+        np.multiply(_logistic(out), slope, out=out)  # 1 - s, also where s is all but 1
         if p4:
-            out *= z
+            out *= c
             out += s
     elif which == _DECAY:
         m = np.minimum(z, 0)

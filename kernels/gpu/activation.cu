@@ -9,6 +9,9 @@ template <class A> __device__ inline A logistic(A u) {
     return (u > A(0) ? A(1) : e) / (A(1) + e);
 }
 
+// Beyond it the logistic function is 0 or 1, and the square of a number may be infinite.
+template <class A> __device__ inline A near(A z) { return z > A(1e4) ? A(1e4) : z < A(-1e4) ? A(-1e4) : z; }
+
 template <class A> __device__ inline A value_of(A z, index_t which, const Numbers<A>& p) {
     const A zero = A(0), one = A(1), two = A(2);
     switch (which) {
@@ -16,10 +19,10 @@ template <class A> __device__ inline A value_of(A z, index_t which, const Number
             A v = p.p0 * z + p.p1;
             v = v < zero ? zero : v;
             v = v > p.p2 ? p.p2 : v;
-            return (p.p4 != zero ? z * v : v) + (z < zero ? p.p3 * z : zero);
+            return (p.p4 != zero ? z * v : v) + (p.p3 != zero && z < zero ? p.p3 * z : zero);
         }
         case GATE: {
-            A s = logistic((p.p0 + p.p1 * (z * z)) * z);
+            A c = near(z), s = logistic((p.p0 + p.p1 * (c * c)) * c);
             return p.p4 != zero ? z * s : s;
         }
         case DECAY: return p.p0 * (z > zero ? z : p.p1 * expm1(z * p.p2));
@@ -40,14 +43,15 @@ template <class A> __device__ inline A slope_of(A z, index_t which, const Number
     const A zero = A(0), one = A(1), two = A(2);
     switch (which) {
         case RAMP: {
-            A v = p.p0 * z + p.p1, inside = v > zero && v < p.p2 ? p.p0 : zero;
+            A v = p.p0 * z + p.p1;
+            A slope = v > zero && (v < p.p2 || isinf(p.p2)) ? (p.p4 != zero ? p.p0 * z : p.p0) : zero;
             A clipped = v < zero ? zero : v > p.p2 ? p.p2 : v;
-            return (p.p4 != zero ? z * inside + clipped : inside) + (z <= zero ? p.p3 : zero);
+            return (p.p4 != zero ? slope + clipped : slope) + (z <= zero ? p.p3 : zero);
         }
         case GATE: {
-            A u = (p.p0 + p.p1 * (z * z)) * z, s = logistic(u);
-            A d = s * logistic(-u) * (p.p0 + A(3) * p.p1 * (z * z));
-            return p.p4 != zero ? z * d + s : d;
+            A c = near(z), u = (p.p0 + p.p1 * (c * c)) * c, s = logistic(u);
+            A d = s * logistic(-u) * (p.p0 + A(3) * p.p1 * (c * c));
+            return p.p4 != zero ? c * d + s : d;
         }
         case DECAY: return p.p0 * (z > zero ? one : p.p1 * p.p2 * exp(z * p.p2));
         case SOFTPLUS: return logistic(z * p.p0);

@@ -45,6 +45,10 @@ KINDS = {
 }
 
 
+FAR = 1e4
+"""Beyond it s is 0 or 1, and the square of a number may be infinite: u is then that of this number."""
+
+
 def form(kind: str, alpha: float) -> tuple[int, tuple[float, ...]]:
     """The place of a kind's form in FORMS, and its numbers."""
     name, numbers = KINDS[kind]
@@ -72,13 +76,15 @@ def _of(x, bias, kind, alpha):
     match FORMS[which]:
         case "ramp":
             v = p[0] * z + p[1]
-            clipped, inside = np.clip(v, 0, p[2]), (v > 0) & (v < p[2])
-            below = p[3] * np.minimum(z, 0)
-            return factor * clipped + below, factor * (p[0] * inside) + p[4] * clipped + p[3] * (z <= 0)
+            clipped, inside = np.clip(v, 0, p[2]), (v > 0) & ((v < p[2]) | (p[2] == math.inf))
+            below = p[3] * np.minimum(z, 0) if p[3] else 0
+            return factor * clipped + below, np.where(inside, factor * p[0], 0) + p[4] * clipped + p[3] * (z <= 0)
         case "gate":
-            u = p[0] * z + p[1] * z**3
+            c = np.clip(z, -FAR, FAR)
+            u = p[0] * c + p[1] * c**3
             s = _logistic(u)
-            return factor * s, factor * s * _logistic(-u) * (p[0] + 3 * p[1] * z**2) + p[4] * s
+            slope = s * _logistic(-u) * (p[0] + 3 * p[1] * c**2)
+            return factor * s, (c * slope + s if p[4] else slope)
         case "decay":
             below = np.minimum(z, 0) * p[2]
             return (

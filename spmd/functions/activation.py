@@ -1,7 +1,7 @@
 """Activations, entry by entry; with a bias in the same pass.
 
-All take real floating-point arrays and keep their dtype. At a kink the derivative is of the flat side, as in torch;
-NaN stays NaN.
+All take real floating-point arrays and keep their dtype; relu takes integers too. At a kink the derivative is of the
+flat side, as in torch; NaN stays NaN.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy as np
 from spmd import kernels
 from spmd.autodiff.primitive import primitive
 from spmd.errors import SpecError, describe, message
-from spmd.functions.arguments import floating, number
-from spmd.kernels.reference.activation import FORMS, KINDS, form
+from spmd.functions.arguments import array, floating, number
+from spmd.kernels.reference.activation import FAR, FORMS, KINDS, form
 
 __all__ = [
     "bias_act",
@@ -92,6 +92,7 @@ def _second(z, kind: str, alpha: float):
             inside = (p[0] * z + p[1] > 0) & (p[0] * z + p[1] < p[2])
             return np.where(inside, np.full_like(z, 2 * p[0] * p[4]), np.zeros_like(z))
         case "gate":
+            z = np.clip(z, -FAR, FAR)
             s = sigmoid(z * (p[0] + p[1] * z * z))
             slope, bend = s * (1 - s), s * (1 - s) * (1 - 2 * s)
             d = p[0] + 3 * p[1] * z * z
@@ -153,8 +154,9 @@ def _slope(where: str, argument: str, alpha: Any, nonzero: bool = False) -> floa
 
 
 def relu(x):
-    """max(x, 0), entry by entry. Derivative: 1 where x > 0, else 0."""
-    return _of(x, "relu")
+    """max(x, 0), entry by entry. x: real; integers stay integers. Derivative: 1 where x > 0, else 0."""
+    x = array("spmd.functions.relu", "x", x, "fiu", "real numbers", "x.astype(float)")
+    return np.maximum(x, 0) if x.dtype.kind in "iu" else _of(x, "relu")
 
 
 def relu6(x):
