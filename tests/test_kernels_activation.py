@@ -288,3 +288,12 @@ def test_relu_of_integers():
     assert F.relu(-3) == 0
     with pytest.raises(SpecError, match=r"real numbers.*\n.*astype"):
         F.relu(np.array([1j]))
+
+
+def test_errors_name_what_the_caller_wrote():
+    with pytest.raises(SpecError, match=r"spmd.functions.gelu: argument x"):
+        F.gelu(np.arange(3))
+    with pytest.raises(SpecError, match="argument kind"):
+        F.bias_act(X, None, ["relu"])
+    with pytest.raises(SpecError, match="argument approximate"):
+        F.gelu(X, np.ones(2))

@@ -13,7 +13,7 @@ import spmd
 from spmd import P
 from spmd.errors import LayoutError, SpecError, StateError
 from spmd.functions import add_rows, embedding, one_hot, take_rows
-from spmd.kernels import cpu, jit
+from spmd.kernels import cpu, jit, reference
 
 family = Family("embeddings")
 DTYPES = (*FLOATING, "complex64", "complex128")
@@ -177,3 +177,18 @@ def test_wrong_arguments():
                 spmd.map(lambda t, ids: embedding(t, ids, "x"), specs, P())(np.ones((4, 2)), np.array([0, 1]))
         with pytest.raises(SpecError, match="from 0 to 3"):
             spmd.map(lambda t, ids: embedding(t, ids, "x"), (P("x"), P()), P())(np.ones((4, 2)), np.array([0, 4]))
+
+
+def test_rows_of_booleans_and_of_short_integers():
+    ids, g = np.array([0, 2, 0]), np.array([[True, False], [False, True], [True, False]])
+    for dtype in (bool, np.int8, np.uint16):
+        for off in (False, True):
+            with jit.off() if off else contextlib.nullcontext():
+                found = add_rows(ids, g.astype(dtype), 3)
+            assert found.dtype == dtype
+            np.testing.assert_array_equal(found, reference.add_rows(ids, g.astype(dtype), 3))
+
+
+def test_what_is_no_dtype_is_an_error():
+    with pytest.raises(SpecError, match="argument dtype"):
+        one_hot([0], 2, "no dtype")

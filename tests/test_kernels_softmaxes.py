@@ -301,3 +301,18 @@ def test_errors():
             spmd.map(SPREAD["classes"], (P(None, "model"), P()), P())(x, labels + 2)
         with pytest.raises(SpecError, match="call it in a body"):
             F.softmax(spmd.put(x, P("model")))
+
+
+def test_labels_that_vary_where_the_classes_are_split_are_an_error():
+    """Each worker would look up classes for rows of its own, and the sums would mix them."""
+    mesh = spmd.Mesh(m=2, transport="local")
+    f = mesh.map(lambda x, t: F.softmax_cross_entropy(x, t, "m"), in_specs=(P(None, "m"), P("m")), out_specs=P())
+    with pytest.raises(StateError, match=r"argument labels\n.*varies over axis 'm'[\s\S]*all_gather\(labels"):
+        f(np.zeros((2, 6)), np.array([0, 1, 2, 3]))
+
+
+def test_weights_of_a_shape_that_does_not_fit_are_an_error():
+    with pytest.raises(SpecError, match=r"argument b\n[\s\S]*broadcasts to \[2, 3\]"):
+        F.logsumexp(np.zeros((2, 3)), b=np.ones(4))
+    with pytest.raises(ValueError, match="argument ignore_index"):
+        F.softmax_cross_entropy(np.zeros((2, 3)), [0, 1], ignore_index=2**63)

@@ -85,7 +85,7 @@ def _add_sorted(out: np.ndarray, ids: np.ndarray, g: np.ndarray) -> None:
         some = order[start : start + step]
         to = ids[some]
         first = np.flatnonzero(np.diff(to, prepend=-1))
-        out[to[first]] += np.add.reduceat(g[some].astype(out.dtype, copy=False), first, axis=0)
+        out[to[first]] += np.add.reduceat(g[some], first, axis=0, dtype=out.dtype)
 
 
 def _rounded(x: np.ndarray, dtype: np.dtype) -> np.ndarray:

@@ -127,7 +127,8 @@ def _rows(a: np.ndarray) -> np.ndarray:
 
 def _by_row(loops: Any, plain: Any, *arrays: np.ndarray) -> np.ndarray:
     out = buffers.empty_like(arrays[0])
-    _run(loops, plain, (_rows(out),), *map(_rows, arrays))
+    if out.size:
+        _run(loops, plain, (_rows(out),), *map(_rows, arrays))
     return out
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from spmd import kernels
 from spmd.autodiff.primitive import primitive
 from spmd.errors import SpecError, describe, message
-from spmd.functions.arguments import array, floating, number
+from spmd.functions.arguments import array, axis_of, floating, number
 from spmd.kernels.reference.activation import FAR, FORMS, KINDS, form
 
 __all__ = [
@@ -116,7 +116,8 @@ def _second(z, kind: str, alpha: float):
 
 
 def _of(x, kind: str, alpha: float = 1.0):
-    return _activate(floating(f"spmd.functions.{kind}", "x", x), None, kind=kind, alpha=alpha, once=_Once())
+    where = f"spmd.functions.{kind.removesuffix('_tanh')}"
+    return _activate(floating(where, "x", x), None, kind=kind, alpha=alpha, once=_Once())
 
 
 def bias_act(x, bias, kind: str = "relu", *, alpha: float | None = None):
@@ -128,7 +129,7 @@ def bias_act(x, bias, kind: str = "relu", *, alpha: float | None = None):
     """
     where = "spmd.functions.bias_act"
     x = floating(where, "x", x)
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         raise SpecError(message(where, argument="kind", got=repr(kind), need=", ".join(KINDS), mend='kind="relu"'))
     if alpha is not None and kind not in ("leaky_relu", "elu", "celu"):
         need = "no alpha: only leaky_relu, elu and celu have one"
@@ -198,7 +199,7 @@ def gelu(x, approximate: bool | str = True):
     approximate: True, the default as in `jax.nn.gelu`, or "tanh": x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3))).
     False or "none", torch's default: exact.
     """
-    if not isinstance(approximate, bool) and approximate not in ("tanh", "none"):
+    if not isinstance(approximate, bool | str) or isinstance(approximate, str) and approximate not in ("tanh", "none"):
         where, need = "spmd.functions.gelu", 'True or "tanh", False or "none"'
         raise SpecError(
             message(where, argument="approximate", got=describe(approximate), need=need, mend="approximate=True")
@@ -242,7 +243,8 @@ def mish(x):
 
 def _halves(where: str, x, axis: int):
     x = floating(where, "x", x)
-    if not -x.ndim <= axis < x.ndim or x.shape[axis] % 2:
+    axis = axis_of(where, x, axis)
+    if x.shape[axis] % 2:
         raise SpecError(
             message(
                 where,
@@ -252,7 +254,7 @@ def _halves(where: str, x, axis: int):
                 mend="axis=-1 of an array (..., 2 n)",
             )
         )
-    n, before = x.shape[axis] // 2, (slice(None),) * (axis % x.ndim)
+    n, before = x.shape[axis] // 2, (slice(None),) * axis
     return x[(*before, slice(None, n))], x[(*before, slice(n, None))]
 
 

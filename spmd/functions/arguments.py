@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from spmd.autodiff.tracer import Array
-from spmd.errors import SpecError, describe, message
+from spmd.errors import SpecError, StateError, describe, message
 
-__all__ = ["Parts", "along", "array", "floating", "number", "traced"]
+__all__ = ["Parts", "alike", "along", "array", "axes_of", "axis_of", "floating", "number", "traced"]
 
 
 def array(where: str, argument: str, x: Any, kinds: str, need: str, mend: str) -> Any:
@@ -44,21 +44,53 @@ def floating(where: str, argument: str, x: Any) -> Any:
     return array(where, argument, x, "f", "real floating-point numbers", f"{argument}.astype(float)")
 
 
-def along(rows: Callable[[Any], Any], x: Any, axis: int, where: str) -> Any:
-    """A function of rows, along another axis than the last."""
-    if not -x.ndim <= axis < x.ndim:
+def axis_of(where: str, x: Any, axis: Any) -> int:
+    """An axis of x, counted from the first."""
+    if not isinstance(axis, int | np.integer) or isinstance(axis, bool) or not -x.ndim <= axis < x.ndim:
         raise SpecError(
             message(
                 where,
                 argument="axis",
-                got=f"{axis} for {describe(x)}",
+                got=f"{axis!r} for {describe(x)}",
                 need=f"an axis of the array, {-x.ndim} to {x.ndim - 1}" if x.ndim else "an array with dimensions",
                 mend="axis=-1" if x.ndim else "reshape it to (1,)",
             )
         )
-    if axis in (-1, x.ndim - 1):
+    return int(axis) % x.ndim
+
+
+def axes_of(where: str, x: Any, axis: Any) -> tuple[int, ...]:
+    """Some axes of x, counted from the first, in order; of None all."""
+    if axis is None:
+        return tuple(range(x.ndim))
+    axes = tuple(sorted(axis_of(where, x, a) for a in (axis if isinstance(axis, list | tuple) else (axis,))))
+    if len(set(axes)) != len(axes):
+        mend = "name every axis once"
+        raise SpecError(message(where, argument="axis", got=repr(axis), need="different axes", mend=mend))
+    return axes
+
+
+def along(rows: Callable[[Any], Any], x: Any, axis: int, where: str) -> Any:
+    """A function of rows, along another axis than the last."""
+    axis = axis_of(where, x, axis)
+    if axis == x.ndim - 1:
         return rows(x)
     return np.moveaxis(rows(np.moveaxis(x, axis, -1)), -1, axis)
+
+
+def alike(where: str, argument: str, x: Any, names: tuple[str, ...], need: str) -> None:
+    """Raise where x varies over one of these axes of the mesh."""
+    parted = [n for n in names if type(x) is Array and x.state is not None and n in x.state.varying]
+    if parted:
+        raise StateError(
+            message(
+                where,
+                argument=argument,
+                got=f"{describe(x)}, which varies over axis {parted[0]!r}",
+                need=need,
+                mend=f'spmd.all_gather({argument}, {parted[0]!r}, axis=0, tiled=True, to="invariant")',
+            )
+        )
 
 
 def number(where: str, argument: str, x: Any, low: float, high: float) -> float:

@@ -12,7 +12,7 @@ from spmd import kernels
 from spmd.autodiff.primitive import primitive
 from spmd.autodiff.tracer import Array, value_of
 from spmd.errors import LayoutError, SpecError, StateError, describe, message
-from spmd.functions.arguments import array
+from spmd.functions.arguments import alike, array
 from spmd.mesh import here
 from spmd.operators.base import agree, varying
 from spmd.operators.reduce import psum
@@ -120,7 +120,6 @@ _NONE = -1
 def _states(where: str, table: Any, ids: Any, names: tuple[str, ...]) -> None:
     """Raise where the table does not vary over the axes, or ids do."""
     whole = [n for n in names if type(table) is Array and table.state is not None and n not in table.state.varying]
-    parted = [n for n in names if type(ids) is Array and ids.state is not None and n in ids.state.varying]
     if whole:
         raise StateError(
             message(
@@ -131,16 +130,7 @@ def _states(where: str, table: Any, ids: Any, names: tuple[str, ...]) -> None:
                 mend="leave axis_name out: each worker has the whole table; or pass it by a spec that splits its rows",
             )
         )
-    if parted:
-        raise StateError(
-            message(
-                where,
-                argument="ids",
-                got=f"{describe(ids)}, which varies over axis {parted[0]!r}",
-                need="the same ids on all workers that share the table",
-                mend=f'spmd.all_gather(ids, {parted[0]!r}, axis=0, tiled=True, to="invariant")',
-            )
-        )
+    alike(where, "ids", ids, names, "the same ids on all workers that share the table")
 
 
 def one_hot(ids, classes: int, dtype: Any = float):
@@ -150,7 +140,14 @@ def one_hot(ids, classes: int, dtype: Any = float):
     """
     where = "spmd.functions.one_hot"
     classes = _count(where, "classes", classes)
-    return _one_hot(_known(where, ids, classes, ()), classes=classes, dtype=np.dtype(dtype))
+    try:
+        dtype = np.dtype(dtype)
+    except TypeError:
+        need = "a dtype"
+        raise SpecError(
+            message(where, argument="dtype", got=describe(dtype), need=need, mend="dtype=np.float32")
+        ) from None
+    return _one_hot(_known(where, ids, classes, ()), classes=classes, dtype=dtype)
 
 
 def _table(where: str, name: str, x: Any) -> Any:

@@ -12,8 +12,8 @@ from spmd import kernels
 from spmd.autodiff.primitive import primitive
 from spmd.autodiff.tracer import Array, value_of
 from spmd.autodiff.transforms import stop_gradient
-from spmd.errors import StateError, describe, message
-from spmd.functions.arguments import along, floating, number, traced
+from spmd.errors import SpecError, StateError, describe, message
+from spmd.functions.arguments import alike, along, axes_of, floating, number, traced
 from spmd.mesh import here
 from spmd.operators.reduce import AxisName, pmax, psum, varying_of
 
@@ -118,13 +118,7 @@ def logsumexp(
     """
     where = "spmd.functions.logsumexp"
     x = floating(where, "x", x)
-    axes = tuple(range(x.ndim)) if axis is None else (axis,) if isinstance(axis, int | np.integer) else tuple(axis)
-    for a in axes:
-        along(lambda x: x, x, int(a), where)
-    axes = tuple(sorted(a % x.ndim for a in axes))
-    if len(set(axes)) != len(axes):
-        mend = "name every axis once"
-        raise ValueError(message(where, argument="axis", got=repr(axis), need="different axes", mend=mend))
+    axes = axes_of(where, x, axis)
     kept = tuple(n for i, n in enumerate(x.shape) if i not in axes)
     rest = tuple(range(x.ndim - len(axes), x.ndim))
     count = prod(x.shape[a] for a in axes)
@@ -133,7 +127,11 @@ def logsumexp(
         return np.reshape(np.moveaxis(a, axes, rest), (*kept, count))
 
     if b is not None:
-        b = as_rows(np.broadcast_to(floating(where, "b", b), x.shape))
+        b = floating(where, "b", b)
+        if len(b.shape) > x.ndim or any(n not in (1, m) for n, m in zip(b.shape[::-1], x.shape[::-1], strict=False)):
+            need = f"a shape that broadcasts to {list(x.shape)}"
+            raise SpecError(message(where, argument="b", got=describe(b), need=need, mend="reshape it"))
+        b = as_rows(np.broadcast_to(b, x.shape))
     x = as_rows(x)
     if b is not None:
         y = _weighted(x, b, axis_name, where)
@@ -234,17 +232,18 @@ def softmax_cross_entropy(
     distributions t in the shape of logits, floating (optax.softmax_cross_entropy). Gives (...).
     label_smoothing: with integers, t = (1 - s) * onehot(label) + s / classes. ignore_index: rows with this label have
     the loss 0, and no gradient.
-    axis_name: the axes of the mesh that split the classes, in blocks of any sizes; labels then are class numbers of
-    the whole, or blocks of the distributions. The loss is Invariant there. Cost: two all-reduces of a few numbers per
-    row forward, none backward (Shoeybi et al., "Megatron-LM", 2019).
+    axis_name: the axes of the mesh that split the classes, in blocks of any sizes; labels then are class numbers of the
+    whole, the same along these axes, or blocks of the distributions. The loss is Invariant there. Cost: two all-reduces
+    of a few numbers per row forward, none backward (Shoeybi et al., "Megatron-LM", 2019).
     Gradient: softmax(logits) * sum(t) - t, which the forward pass makes where it will be asked for.
-    Raises ValueError for labels out of range or of another shape; on a GPU, where nobody looks, their loss is NaN.
+    Raises StateError for class numbers that vary along axis_name, ValueError for labels out of range or of another
+    shape; on a GPU, where nobody looks, their loss is NaN.
     """
     logits = floating(_WHERE, "logits", logits)
     if type(labels) is not Array and not hasattr(labels, "dtype"):
         labels = np.asarray(labels)
     smoothing = number(_WHERE, "label_smoothing", label_smoothing, 0, 1)
-    if ignore_index is not None and not isinstance(ignore_index, int | np.integer):
+    if ignore_index is not None and not (isinstance(ignore_index, int | np.integer) and abs(ignore_index) < 2**63):
         mend = "ignore_index=-100"
         raise ValueError(_message("ignore_index", describe(ignore_index), "an integer, or None", mend))
     ignore = None if ignore_index is None else int(ignore_index)
@@ -336,10 +335,11 @@ def _chosen(labels, n: int):
     return np.expand_dims(labels, -1) == np.arange(n, like=labels)
 
 
-def _sums_over(x, axis_name: AxisName, where: str):
+def _sums_over(x, labels, axis_name: AxisName, where: str):
     """The sums of `_exp_sums` over all workers, the largest entries, and how many columns the workers have before us
     and together. The sizes travel with the largest entries."""
     names = _spread(x, axis_name, where)
+    alike(where, "labels", labels, names, "the same labels on all workers that share the classes")
     group = here(where).group(names)
     largest = np.max(stop_gradient(x), axis=-1, initial=-np.inf)
     sizes = np.zeros_like(value_of(largest), shape=(group.size,), dtype=float)
@@ -363,7 +363,7 @@ def _logsumexp_over(x, axis_name: AxisName, where: str):
 
 def _spread_cross_entropy(logits, labels, axis_name: AxisName, smoothing: float, ignore: int | None):
     x = _wide(logits)
-    top, before, classes, names = _sums_over(x, axis_name, _WHERE)
+    top, before, classes, names = _sums_over(x, labels, axis_name, _WHERE)
     _check_classes(labels, classes, ignore)
     sums = psum(_exp_sums(x, top, labels.astype(np.int64) - before), names)
     loss = np.log(sums[0]) - (1 - smoothing) * (sums[1] - top)
