@@ -287,3 +287,47 @@ def test_errors():
         F.layer_norm(np.arange(3))
     with pytest.raises(SpecError, match="batch, channels"):
         F.group_norm(W, 2)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_running_statistics_of_another_shape_are_an_error(training):
+    """The kernels read a number for each channel."""
+    for running in ((np.zeros(3), np.ones(3)), (0.0, 1.0), (np.zeros(6, int), np.ones(6))):
+        with pytest.raises(SpecError, match=r"batch_norm: argument running"):
+            F.batch_norm(X, running=running, training=training)
+    y = F.batch_norm(X, running=([0.0] * 6, [1.0] * 6), training=training)[0]
+    assert y.shape == X.shape
+
+
+def test_a_batch_of_nothing_leaves_the_running_statistics():
+    before = (np.float32([1, 2]), np.float32([3, 4]))
+    _, after = F.batch_norm(np.zeros((0, 2)), running=before)
+    mesh = spmd.Mesh(m=2, transport="local")
+    f = mesh.map(
+        lambda x, r: F.batch_norm(x, running=r, axis_name="m"), in_specs=(P("m"), P()), out_specs=(P("m"), P())
+    )
+    for found in (after, f(np.zeros((0, 2)), before)[1]):
+        for a, b in zip(found, before, strict=True):
+            assert np.asarray(a).dtype == b.dtype
+            np.testing.assert_array_equal(np.asarray(a), b)
+    count, mean, square = F.merge_moments([0, 0], [[1.0], [2.0]], [[0.0], [0.0]])
+    assert (count, mean, square) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("f", [F.layer_norm, F.rms_norm, F.instance_norm, F.softmax, F.log_softmax])
+def test_rows_of_nothing(f):
+    with jit.off(), np.errstate(all="raise"):
+        y, pull = spmd.vjp(f, np.zeros((3, 0)))
+        assert y.shape == pull(y)[0].shape == (3, 0)
+
+
+@pytest.mark.parametrize("axis", ["a", 1.5, 7, None, (0, 1), True])
+def test_what_is_no_axis_is_an_error(axis):
+    one = (F.softmax, F.log_softmax, F.glu, lambda x, axis: F.batch_norm(x, axis=axis))
+    many = () if axis is None or type(axis) is tuple else (F.logsumexp, F.moments)
+    for f in (*one, *many):
+        with pytest.raises(SpecError, match=r"argument axis\n.*\n.*an axis of the array, -3 to 2"):
+            f(X, axis=axis)
+    for f in (F.logsumexp, F.moments):
+        with pytest.raises(SpecError, match="different axes"):
+            f(X, (0, -3))

@@ -101,7 +101,9 @@ def normalize(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(x - mean) * rstd * weight + bias of every row; mean and rstd."""
     out, wide, n = buffers.empty_like(x), accurate(x.dtype), x.shape[-1]
-    mean, rstd = np.empty(x.shape[:-1], wide), np.empty(x.shape[:-1], wide)
+    mean, rstd = np.zeros(x.shape[:-1], wide), np.zeros(x.shape[:-1], wide)
+    if not x.size:
+        return out, mean, rstd
     w = np.ones(n, wide) if weight is None else np.ascontiguousarray(weight, wide)
     b = np.zeros(n, wide) if bias is None else np.ascontiguousarray(bias, wide)
     compiled, rows = _compiled(x), math.prod(x.shape[:-1])
@@ -125,6 +127,8 @@ def normalize_vjp(
     w = np.ones(n, wide) if weight is None else np.ascontiguousarray(weight, wide)
     compiled, rows = _compiled(g, x), math.prod(x.shape[:-1])
     total = np.zeros((2, n))
+    if not x.size:
+        return out, total[0].astype(wide), total[1].astype(wide)
 
     def run(o, g, x, m, r):
         if compiled:

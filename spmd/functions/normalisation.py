@@ -14,7 +14,7 @@ from spmd.autodiff.primitive import primitive
 from spmd.autodiff.tracer import value_of
 from spmd.autodiff.transforms import stop_gradient
 from spmd.errors import SpecError, describe, message
-from spmd.functions.arguments import Parts, along, floating, number
+from spmd.functions.arguments import Parts, axes_of, axis_of, floating, number
 from spmd.kernels.cpu.chunks import accurate
 from spmd.mesh import here
 from spmd.operators.gather import all_gather
@@ -110,15 +110,15 @@ def _rows(where: str, x, weight, bias, eps, ndim: int, axis_name: AxisName | Non
     return np.reshape(y if bias is None else y + bias, shape).astype(x.dtype)
 
 
-def _parameter(where: str, name: str, p, shape: tuple[int, ...], dtype):
-    """A weight or bias as one dimension, in the dtype that is computed in."""
+def _parameter(where: str, name: str, p, shape: tuple[int, ...], dtype=None) -> Any:
+    """A weight or bias as one dimension, in the dtype that is computed in, or in its own."""
     if p is None:
         return None
     p = floating(where, name, p)
     if tuple(p.shape) != tuple(shape):
         need = f"shape {list(shape)}"
         raise SpecError(message(where, argument=name, got=describe(p), need=need, mend=f"reshape it, or {name}=None"))
-    return np.reshape(p, (prod(shape),)).astype(dtype)
+    return np.reshape(p, (prod(shape),)).astype(p.dtype if dtype is None else dtype)
 
 
 def layer_norm(x, weight=None, bias=None, eps: float = 1e-5, *, ndim: int = 1, axis_name: AxisName | None = None):
@@ -191,11 +191,14 @@ def _moments(x):
 def merge_moments(counts, means, squares):
     """The count, mean and sum of squared distances of several samples together, from those of each.
 
-    The first axis counts the samples. Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm", 1979.
+    The first axis counts the samples. Of no entries mean and squares are 0. Chan, Golub, LeVeque, "Updating formulae
+    and a pairwise algorithm", 1979.
     """
+    where = "spmd.functions.merge_moments"
+    means, squares = floating(where, "means", means), floating(where, "squares", squares)
     counts = np.reshape(counts, (len(counts),) + (1,) * (means.ndim - 1))
     count = np.sum(counts)
-    mean = np.sum(counts * means, axis=0) / count
+    mean = np.sum(counts * means, axis=0) / np.where(count == 0, 1, count)
     return count, mean, np.sum(squares + counts * (means - mean) ** 2, axis=0)
 
 
@@ -224,10 +227,7 @@ def moments(
     """
     where = "spmd.functions.moments"
     x = floating(where, "x", x)
-    axes = tuple(range(x.ndim)) if axis is None else (axis,) if isinstance(axis, int | np.integer) else tuple(axis)
-    for a in axes:
-        along(lambda x: x, x, int(a), where)
-    axes = tuple(sorted({a % x.ndim for a in axes}))
+    axes = axes_of(where, x, axis)
     rest = [n for n in range(x.ndim) if n not in axes]
     shape = tuple(x.shape[a] for a in rest)
     n = prod(x.shape[a] for a in axes)
@@ -236,19 +236,15 @@ def moments(
     else:
         stacked = np.reshape(np.transpose(x, (*rest, *axes)), (1, prod(shape), n))
     count, mean, square = _statistics(stacked, axis_name, where)
-    if isinstance(count, int):
-        count = count or np.nan
-        mean = mean + 0 * count
-    with np.errstate(invalid="ignore"):
-        variance = square / count
+    count = (count or np.nan) if isinstance(count, int) else np.where(count == 0, np.nan, count)
+    mean, variance = mean + 0 * count, square / count
     final = tuple(1 if a in axes else m for a, m in enumerate(x.shape)) if keepdims else shape
     return np.reshape(mean, final).astype(x.dtype), np.reshape(variance, final).astype(x.dtype)
 
 
 def _channels(where: str, x, axis: int):
     """x as (outer, channels, inner)."""
-    along(lambda x: x, x, axis, where)
-    axis %= x.ndim
+    axis = axis_of(where, x, axis)
     return np.reshape(x, (prod(x.shape[:axis]), x.shape[axis], prod(x.shape[axis + 1 :])))
 
 
@@ -286,6 +282,7 @@ def batch_norm(
     if running is not None and (not isinstance(running, tuple | list) or len(running) != 2):
         need = "a pair (mean, variance), or None"
         raise SpecError(message(where, argument="running", got=describe(running), need=need, mend="running=None"))
+    old_mean, old_variance = (_parameter(where, "running", r, (channels,)) for r in running or (None, None))
     if not training and running is None:
         need = "running=(mean, variance)"
         raise SpecError(message(where, argument="running", got="None with training=False", need=need, mend=need))
@@ -293,15 +290,14 @@ def batch_norm(
         count, mean, square = _statistics(stacked, axis_name, where)
         variance = square / np.maximum(count, 1)
         if running is not None:
-            old_mean, old_variance = running
-            unbiased = stop_gradient(square) / np.maximum(count - 1, 1)
-            running = (
-                (1 - momentum) * old_mean + momentum * stop_gradient(mean).astype(old_mean.dtype),
-                (1 - momentum) * old_variance + momentum * unbiased.astype(old_variance.dtype),
-            )
+
+            def later(old, new):  # a batch of nothing says nothing
+                both = (1 - momentum) * old + momentum * stop_gradient(new).astype(old.dtype)
+                return (both if count else old) if isinstance(count, int) else np.where(count > 0, both, old)
+
+            running = later(old_mean, mean), later(old_variance, square / np.maximum(count - 1, 1))
     else:
-        assert running is not None
-        mean, variance = running
+        mean, variance = old_mean, old_variance
     mean, variance = (a.astype(accurate(x.dtype)) for a in (mean, variance))
     scale = 1 / np.sqrt(variance + eps)
     scale = scale if weight is None else scale * weight
