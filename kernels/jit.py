@@ -23,6 +23,7 @@ import importlib.util
 import inspect
 import os
 from collections.abc import Callable, Iterable
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -85,6 +86,7 @@ def exact(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _helpers: list[tuple[Callable[..., Any], Callable[..., Any], tuple[str, ...]]] = []
+_declaring = Lock()
 
 
 def by_bits(plain: Callable[..., Any], *, single: Callable[..., Any], double: Callable[..., Any]) -> None:
@@ -137,10 +139,12 @@ class Loops:
         from numba.extending import overload
 
         options: Any = {"nogil": True, "error_model": "numpy", "fastmath": set(self._fastmath)}
-        while _helpers:
-            plain, choose, liberties = _helpers.pop()
-            inlined = options | {"fastmath": set(liberties), "forceinline": True}
-            overload(plain, jit_options=inlined, strict=False)(choose)
+        with _declaring:  # a worker that finds none left may count on all
+            while _helpers:
+                plain, choose, liberties = _helpers[-1]
+                inlined = options | {"fastmath": set(liberties), "forceinline": True}
+                overload(plain, jit_options=inlined, strict=False)(choose)
+                _helpers.pop()
         return numba.njit(cache=True, **options)(self.fun)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from emulator import device
 
 from spmd import functions, kernels
-from spmd.kernels import FAMILIES, buffers
+from spmd.kernels import FAMILIES, buffers, jit
 
 NAMES = [(family, name) for family, names in FAMILIES.items() for name in names]
 
@@ -58,6 +59,35 @@ def test_the_module_fits_the_array():
 def test_an_unknown_kernel_is_an_error():
     with pytest.raises(AttributeError, match="no kernel 'soft'"):
         kernels.cpu.soft  # noqa: B018
+
+
+def test_loops_are_not_compiled_before_all_they_call_is_declared(monkeypatch):
+    """Workers compile at the same time: one that finds nothing left to declare may find another still at it."""
+    extending = pytest.importorskip("numba.extending")
+    began, go, done = threading.Event(), threading.Event(), []
+
+    def overload(*_args, **_options):
+        began.set()
+        go.wait(10)
+        return lambda f: done.append("declared")
+
+    monkeypatch.setattr(extending, "overload", overload)
+    monkeypatch.setattr(jit, "_helpers", [(len, len, ())])
+
+    def nothing(x):
+        pass
+
+    loops = jit.Loops(nothing, (), frozenset())
+    threads = [threading.Thread(target=lambda: (loops._compile(), done.append("made"))) for _ in range(2)]
+    threads[0].start()
+    assert began.wait(10)
+    threads[1].start()
+    threads[1].join(0.2)
+    assert done == []
+    go.set()
+    for thread in threads:
+        thread.join(10)
+    assert done == ["declared", "made", "made"]
 
 
 # Memory that is used again
