@@ -331,3 +331,18 @@ def test_what_is_no_axis_is_an_error(axis):
     for f in (F.logsumexp, F.moments):
         with pytest.raises(SpecError, match="different axes"):
             f(X, (0, -3))
+
+
+@pytest.mark.skipif(not jit.available(), reason="needs numba")
+def test_long_rows_are_added_up_in_stretches():
+    """An image of 2048 x 2048 is a row of group norm; one sum in float32 would lose half of its digits."""
+    rng = np.random.default_rng(0)
+    x, g = ((rng.normal(size=(1, 1 << 22)) * 2 + k).astype("float32") for k in (5, 1))
+    wide, h = x.astype(float), g.astype(float)
+    _, mean, rstd = cpu.normalize(x, None, None, 1e-5, True)
+    exact = reference.normalize(wide, None, None, 1e-5, True)
+    np.testing.assert_allclose(mean, exact[1], rtol=2e-7)
+    np.testing.assert_allclose(rstd, exact[2], rtol=5e-7)
+    found = cpu.normalize_vjp(g, x, None, mean, rstd, True)[0]
+    wanted = reference.normalize_vjp(h, wide, None, *exact[1:], True)[0]
+    np.testing.assert_allclose(found, wanted, atol=2e-6)

@@ -178,20 +178,30 @@ def _normalize_vjp_plain(
 # Loops
 
 
+_STRETCH = 4096
+"""Entries of which a sum is made in their own dtype; the sum of such sums is float64."""
+
+
 @jit.loops("out", "mean", "rstd", fastmath=_FAST)
 def _normalize(out: Any, mean: Any, rstd: Any, x: Any, weight: Any, bias: Any, eps: Any, centred: bool) -> None:
-    n = x.dtype.type(x.shape[1])
+    n = x.shape[1]
     for i in range(x.shape[0]):
         o, y = out[i], x[i]
-        m = x.dtype.type(0)
+        m, total = x.dtype.type(0), 0.0
         if centred:
-            for j in range(len(y)):
-                m += y[j] - y[0]
-            m = y[0] + m / n
-        square = x.dtype.type(0)
-        for j in range(len(y)):
-            square += (y[j] - m) * (y[j] - m)
-        r = 1 / np.sqrt(square / n + eps)
+            for start in range(0, n, _STRETCH):
+                part, base, z = x.dtype.type(0), y[0], y[start : start + _STRETCH]
+                for j in range(len(z)):
+                    part += z[j] - base
+                total += part
+            m = y[0] + x.dtype.type(total / n)
+        total = 0.0
+        for start in range(0, n, _STRETCH):
+            part, z = x.dtype.type(0), y[start : start + _STRETCH]
+            for j in range(len(z)):
+                part += (z[j] - m) * (z[j] - m)
+            total += part
+        r = 1 / np.sqrt(x.dtype.type(total / n) + eps)
         mean[i], rstd[i] = m, r
         for j in range(len(y)):
             o[j] = (y[j] - m) * r * weight[j] + bias[j]
@@ -199,7 +209,7 @@ def _normalize(out: Any, mean: Any, rstd: Any, x: Any, weight: Any, bias: Any, e
 
 @jit.loops("out", "total", fastmath=_FAST)
 def _normalize_vjp(out: Any, total: Any, g: Any, x: Any, weight: Any, mean: Any, rstd: Any, centred: bool) -> None:
-    n = x.dtype.type(x.shape[1])
+    n = x.shape[1]
     dw, db = np.empty(x.shape[1], x.dtype), np.empty(x.shape[1], x.dtype)
     for start in range(0, x.shape[0], 64):
         dw[:] = 0
@@ -207,13 +217,17 @@ def _normalize_vjp(out: Any, total: Any, g: Any, x: Any, weight: Any, mean: Any,
         for i in range(start, min(start + 64, x.shape[0])):
             o, y, h = out[i], x[i], g[i]
             m, r = mean[i], rstd[i]
-            first, second = x.dtype.type(0), x.dtype.type(0)
-            for j in range(len(y)):
-                u = h[j] * weight[j]
-                first += u
-                second += u * ((y[j] - m) * r)
-            first = first / n if centred else x.dtype.type(0)
-            second = second / n
+            sum_u, sum_uz = 0.0, 0.0
+            for k in range(0, n, _STRETCH):
+                first, second = x.dtype.type(0), x.dtype.type(0)
+                ys, hs, ws = y[k : k + _STRETCH], h[k : k + _STRETCH], weight[k : k + _STRETCH]
+                for j in range(len(ys)):
+                    u = hs[j] * ws[j]
+                    first += u
+                    second += u * ((ys[j] - m) * r)
+                sum_u += first
+                sum_uz += second
+            first, second = x.dtype.type(sum_u / n if centred else 0.0), x.dtype.type(sum_uz / n)
             for j in range(len(y)):
                 z = (y[j] - m) * r
                 o[j] = r * (h[j] * weight[j] - first - z * second)
@@ -222,9 +236,6 @@ def _normalize_vjp(out: Any, total: Any, g: Any, x: Any, weight: Any, mean: Any,
         for j in range(x.shape[1]):
             total[0, j] += dw[j]
             total[1, j] += db[j]
-
-
-_STRETCH = 4096
 
 
 @jit.loops("total", fastmath=_FAST)
