@@ -59,7 +59,8 @@ class Place:
     def after(self, other: Place) -> None:
         """What is submitted here from now on comes after all that has been submitted there."""
         if other != self:
-            self.stream.wait_event(other.mark())
+            with Device(self.device):  # a default stream is that of the current device
+                self.stream.wait_event(other.mark())
 
     def borrow(self, x: Any, home: Place) -> Any:
         """x, or the arrays in lists, tuples and dicts, for this place to read: they are in the memory of another.
