@@ -95,12 +95,12 @@ def _told(shape: Ints, method: str, boundary: str) -> tuple:
 
 
 def _table(method: str, orders: Ints, cubic: float) -> Any:
-    return _table_on(cp.cuda.Device().id, method, orders, cubic)
+    return uploaded(_numbers(method, orders, cubic))
 
 
 @cache
-def _table_on(device: int, method: str, orders: Ints, cubic: float) -> Any:
-    return uploaded(np.array([polynomials(method, cubic, order) for order in orders]))
+def _numbers(method: str, orders: Ints, cubic: float) -> np.ndarray:
+    return np.array([polynomials(method, cubic, order) for order in orders])
 
 
 def _grid(rows: int, n: int) -> tuple[Ints, Ints]:

@@ -10,7 +10,7 @@ Launches go to the current stream, and nothing waits for them.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +106,11 @@ def _multiprocessors(device: int) -> int:
 
 
 def uploaded(x: np.ndarray) -> Any:
-    """A table of the host on the device, to be kept: it is complete for all streams, so the host waits here, once."""
-    y = cp.asarray(x)
-    cp.cuda.get_current_stream().synchronize()
-    return y
+    """A table of the host on the device, to be read on the current stream. It is sent there once for each stream: no
+    event orders others after that, nor after what reads it once it is dropped here."""
+    return _uploaded(x.tobytes(), x.dtype.str, x.shape, cp.cuda.Device().id, cp.cuda.get_current_stream().ptr)
+
+
+@lru_cache(maxsize=1024)
+def _uploaded(data: bytes, dtype: str, shape: tuple[int, ...], device: int, stream: int) -> Any:
+    return cp.asarray(np.frombuffer(data, dtype).reshape(shape))

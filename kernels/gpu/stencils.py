@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import cupy as cp
 import numpy as np
 
-from spmd.kernels.gpu.source import COMPLEX, FLOATING, Kernel, blocks_for
+from spmd.kernels.gpu.source import COMPLEX, FLOATING, Kernel, blocks_for, uploaded
 from spmd.kernels.windows import reach
 
 __all__ = ["stencil", "stencil_weights"]
@@ -33,8 +32,7 @@ def stencil(x: Any, offsets: Offsets, weights: Sequence[Any], padding: Sequence[
         wide = np.dtype(_WIDE[x.dtype.name])
         # The weights are rounded to the dtype of x first, as on the CPU.
         factors = np.array([np.asarray(w).astype(x.dtype) for w in weights]).astype(wide)
-        given = _on_device(factors.tobytes(), factors.dtype.str, cp.cuda.Device().id)
-        args = (out, x, table, given, len(offsets), examples, *n, *m)
+        args = (out, x, table, uploaded(factors), len(offsets), examples, *n, *m)
         _stencil(x.dtype, wide, grid=blocks_for(out.size, _THREADS), block=_THREADS, args=args)
     return out
 
@@ -66,11 +64,4 @@ def _geometry(x: Any, offsets: Offsets, padding: Sequence[Pair]) -> tuple[Any, i
     at[:, 3 - dims :] = np.asarray(offsets) + starts
     fill = (1,) * (3 - dims)
     lead = x.shape[: x.ndim - dims]
-    table = _on_device(at.tobytes(), at.dtype.str, cp.cuda.Device().id)
-    return table, math.prod(lead), (*fill, *n), (*fill, *m), (*lead, *m)
-
-
-@lru_cache(maxsize=256)
-def _on_device(data: bytes, dtype: str, device: int) -> Any:
-    """Numbers on the device, sent there once: a stencil is applied many times."""
-    return cp.asarray(np.frombuffer(data, dtype))
+    return uploaded(at), math.prod(lead), (*fill, *n), (*fill, *m), (*lead, *m)
