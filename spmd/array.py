@@ -414,15 +414,15 @@ def _blockwise(ufunc, inputs, kwargs):
             )
         ) from error
     layout = _common_layout(where, arrays, shape)
+    done: dict[Any, Any] = {}
     results: dict[int, Any] = {}
     for w in arrays[0].blocks:
-        owner = layout.owners[w]
-        if owner in results:
-            results[w] = results[owner]
-            continue
-        with beside(mesh, w):
-            got = ufunc(*(_part(x, layout, w, mesh) for x in inputs), **kwargs)
-            results[w] = tuple(map(_sealed, got)) if isinstance(got, tuple) else _sealed(got)
+        key = mesh.sharing(layout, w)
+        if key not in done:
+            with beside(mesh, w):
+                got = ufunc(*(_part(x, layout, w, mesh) for x in inputs), **kwargs)
+                done[key] = tuple(map(_sealed, got)) if isinstance(got, tuple) else _sealed(got)
+        results[w] = done[key]
     if isinstance(next(iter(results.values())), tuple):
         return tuple(PartitionedArray({w: r[k] for w, r in results.items()}, layout, mesh) for k in range(ufunc.nout))
     return PartitionedArray(results, layout, mesh)
@@ -518,8 +518,8 @@ def _sum(x: PartitionedArray, axis=None, dtype=None, out=None, keepdims=False) -
 
 def _one_copy(blocks: Mapping[int, np.ndarray], layout: Layout, mesh: Mesh) -> PartitionedArray:
     """An array from every worker's block; where workers hold copies, the first one here is kept for all."""
-    kept: dict[int, np.ndarray] = {}
-    return PartitionedArray({w: kept.setdefault(layout.owners[w], b) for w, b in blocks.items()}, layout, mesh)
+    kept: dict[Any, np.ndarray] = {}
+    return PartitionedArray({w: kept.setdefault(mesh.sharing(layout, w), b) for w, b in blocks.items()}, layout, mesh)
 
 
 def _broadcast_to(x: PartitionedArray, shape) -> PartitionedArray:
@@ -793,7 +793,7 @@ def cut(data: np.ndarray, layout: Layout, mesh: Mesh) -> dict[int, np.ndarray]:
     done: dict[Any, np.ndarray] = {}
     blocks = {}
     for w in mesh.local_workers:
-        key = layout.owners[w] if mesh.places is None else (layout.owners[w], mesh.places.device(w))
+        key = mesh.sharing(layout, w)
         if key not in done:
             done[key] = owned_on(mesh, data[layout.slices(w)] if data.ndim else _number(data, layout, w), w)
         blocks[w] = done[key]

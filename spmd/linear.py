@@ -29,6 +29,7 @@ from spmd.mapping import map as spmd_map
 from spmd.mesh import Mesh
 from spmd.operators.algebra import Linear, Term, Terms, added, collected, formula
 from spmd.specs import spread
+from spmd.transport.base import sealed
 
 __all__ = [
     "BlockDiagonal",
@@ -92,15 +93,15 @@ class Space:
 
     def made(self, f: Callable[[tuple[int, ...], tuple[int, ...]], np.ndarray]) -> PartitionedArray:
         """An array of f(shape, place) for each block, at a place of the whole."""
-        done: dict[int, Any] = {}
+        done: dict[Any, Any] = {}
+        blocks = {}
         for w in self.mesh.local_workers:
-            owner = self.layout.owners[w]
-            if owner not in done:
-                place = tuple(s.start for s in self.layout.slices(w))
-                block = np.asarray(f(self.layout.block_shape(w), place), self.dtype, order="C")
-                block.flags.writeable = False
-                done[owner] = block
-        blocks = {w: done[self.layout.owners[w]] for w in self.mesh.local_workers}
+            key = self.mesh.sharing(self.layout, w)
+            if key not in done:
+                at = tuple(s.start for s in self.layout.slices(w))
+                block = np.asarray(f(self.layout.block_shape(w), at), self.dtype, order="C")
+                done[key] = sealed(block if self.mesh.places is None else self.mesh.places.own(block, w))
+            blocks[w] = done[key]
         return PartitionedArray(blocks, self.layout, self.mesh)
 
     def laid(self, x: Any) -> Any:

@@ -705,8 +705,8 @@ def _joined_leaves(where: str, mesh: Mesh, outcome: Outcome, check: bool) -> lis
         layout = mesh.joined(tuple(tuple(s[0]) for s in said), spec, f"{where}: {path}")
         if check:
             _copies_agree(where, path, mesh, layout, [s[2] for s in said])
-        kept: dict[int, np.ndarray] = {}
-        blocks = {w: kept.setdefault(layout.owners[w], r.blocks[k]) for w, r in outcome.results.items()}
+        kept: dict[Any, np.ndarray] = {}
+        blocks = {w: kept.setdefault(mesh.sharing(layout, w), r.blocks[k]) for w, r in outcome.results.items()}
         joined[k] = PartitionedArray(blocks, layout, mesh)
     return joined
 

@@ -182,6 +182,11 @@ class Mesh:
         """The numbers of the workers that this process holds."""
         return self.transport.local
 
+    def sharing(self, layout: Any, worker: int) -> Any:
+        """Workers for which this is equal share one array: copies of a block, on one device."""
+        owner = layout.owners[worker]
+        return owner if self.places is None else (owner, self.places.device(worker))
+
     def coordinates(self, worker: int) -> dict[str, int]:
         """The place of a worker along each axis."""
         place: dict[str, int] = {}

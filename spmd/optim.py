@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from spmd import kernels
-from spmd.array import PartitionedArray, inner
+from spmd.array import PartitionedArray, beside, inner
 from spmd.autodiff import tree
 from spmd.autodiff.primitive import primitive
 from spmd.autodiff.tracer import Array
@@ -247,15 +247,16 @@ def _blockwise(kernel: Any, arrays: tuple[Any, ...], options: tuple) -> tuple[An
     layout, mesh = arrays[0].layout, arrays[0].mesh
     if any(a.layout != layout or a.mesh != mesh for a in arrays):
         return None
-    done: dict[int, tuple] = {}
+    done: dict[Any, tuple] = {}
     for w in arrays[0].blocks:
-        owner = layout.owners[w]
-        if owner not in done:
+        key = mesh.sharing(layout, w)
+        if key not in done:
             blocks = [a.blocks[w] for a in arrays]
             if not blocks[0].shape:
                 return None
-            done[owner] = tuple(map(sealed, kernel.primitive.fun(*blocks, options=options)))
-    results = zip(*(done[layout.owners[w]] for w in arrays[0].blocks), strict=True)
+            with beside(mesh, w):
+                done[key] = tuple(map(sealed, kernel.primitive.fun(*blocks, options=options)))
+    results = zip(*(done[mesh.sharing(layout, w)] for w in arrays[0].blocks), strict=True)
     return tuple(PartitionedArray(dict(zip(arrays[0].blocks, blocks, strict=True)), layout, mesh) for blocks in results)
 
 

@@ -207,14 +207,20 @@ def _drawn(
 ) -> Any:
     """What a kernel draws: whole, this worker's block of it, or the blocks of this process."""
     words = _key(where, key)
-    draw = getattr(kernels.of(words), kernel)
-
-    def make(box: Any) -> Any:
-        return then(draw(words, shape, box, dtype, *more))
-
     worker = WORKER.get()
+
+    def make(box: Any, on: Mesh | None, w: int) -> Any:
+        """The numbers of a box, drawn where a worker of a mesh has its blocks."""
+        if on is None or on.places is None:
+            return then(getattr(kernels.of(words), kernel)(words, shape, box, dtype, *more))
+        with on.places.at(w):
+            mine = on.places.moved(words, w)
+            return then(getattr(kernels.of(mine), kernel)(mine, shape, box, dtype, *more))
+
     if spec is None:
-        return _stated(make(tuple((0, n) for n in shape)), _axes_of(key))
+        whole = tuple((0, n) for n in shape)
+        made = make(whole, worker.mesh, worker.index) if worker is not None else make(whole, None, 0)
+        return _stated(made, _axes_of(key))
     if not isinstance(spec, Spec):
         raise SpecError(
             message(where, argument="spec", got=describe(spec), need="a P, or a Layout", mend='spec=P("x", None)')
@@ -223,19 +229,19 @@ def _drawn(
     spec.check(on.axes, where, "spec", len(shape))
     layout = on.layout(shape, spec, where)
     if worker is not None:
-        return _stated(_block(make, layout, worker.index), layout.varying | _axes_of(key))
-    done: dict[int, Any] = {}
+        return _stated(_block(make, layout, on, worker.index), layout.varying | _axes_of(key))
+    done: dict[Any, Any] = {}
     for w in on.local_workers:
-        owner = layout.owners[w]
-        if owner not in done:
-            done[owner] = sealed(_block(make, layout, w))
-    return PartitionedArray({w: done[layout.owners[w]] for w in on.local_workers}, layout, on)
+        shared = on.sharing(layout, w)
+        if shared not in done:
+            done[shared] = sealed(_block(make, layout, on, w))
+    return PartitionedArray({w: done[on.sharing(layout, w)] for w in on.local_workers}, layout, on)
 
 
-def _block(make: Callable[[Any], Any], layout: Layout, worker: int) -> Any:
+def _block(make: Callable[[Any, Mesh, int], Any], layout: Layout, on: Mesh, worker: int) -> Any:
     if not layout.shape and layout.positions(worker) is None:  # a number that another worker holds
-        return make(()).reshape(1)[:0]
-    return make(layout.boxes[worker])
+        return make((), on, worker).reshape(1)[:0]
+    return make(layout.boxes[worker], on, worker)
 
 
 def _stated(x: Any, axes: frozenset[str]) -> Any:
