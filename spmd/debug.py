@@ -15,6 +15,7 @@ import numpy as np
 from spmd.autodiff import tracer
 from spmd.autodiff.tracer import Array
 from spmd.autodiff.watch import FINITE, WATCHING, check_finite
+from spmd.device import contiguous, to_host
 from spmd.errors import MeshError, NonFiniteError, ReplicaError, caller, message, source_line
 from spmd.mesh import WORKER
 from spmd.state import REPLICAS
@@ -131,9 +132,9 @@ def _compare(x: Array, value) -> None:
         return
     token = REPLICAS.set(False)
     try:
-        block = np.asarray(value, order="C")
+        block = contiguous(value)
         call = Call("spmd.debug(replicas=True)", axes, block.dtype, block.shape, alike=None, frame=sys._getframe(2))
-        others = worker.comm.all_gather(group, call, block).wait()
+        others = [to_host(x) for x in worker.comm.all_gather(group, call, block).wait()]
     finally:
         REPLICAS.reset(token)
     holders = _holders(worker, group, [other.shape for other in others])

@@ -12,6 +12,7 @@ from spmd.adjoints.report import AdjointReport, Fault, Place, number, plain
 from spmd.adjoints.trial import _SAFETY, _SHAKES
 from spmd.autodiff import tree
 from spmd.autodiff.transforms import vjp
+from spmd.device import to_host
 from spmd.ledger import ledger
 from spmd.linear import LinearOperator, Space, _conj
 from spmd.mesh import Worker
@@ -176,7 +177,8 @@ def _inner(a: Any, b: Any) -> Any:
         w, total = worker.index, np.clongdouble(0)
         for u, v in pairs:
             if u.layout.owners[w] == w:
-                total += np.sum(np.conj(u.blocks[w]).astype(np.clongdouble) * v.blocks[w].astype(np.clongdouble))
+                bare = [to_host(worker.comm.given(x.blocks[w])).astype(np.clongdouble) for x in (u, v)]
+                total += np.sum(np.conj(bare[0]) * bare[1])
         mine = np.array([total])
         call = Call("check_adjoint", axes, mine.dtype, mine.shape, alike=True)
         return np.sum(worker.comm.all_gather(worker.group(axes), call, mine).wait(), axis=0)[0]

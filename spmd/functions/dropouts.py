@@ -38,4 +38,4 @@ def dropout(x, rate: float, key: Any, spec: P | None = None):
     rate = float(rate)
     layout = random.layout_of(where, x, spec)
     keep = random.bernoulli(key, 1 - rate, x.shape if layout is None else layout.shape, spec=layout)
-    return np.where(keep, x, np.zeros((), x.dtype)) * (1 / (1 - rate))
+    return np.where(keep, x, x.dtype.type(0)) * (1 / (1 - rate))

@@ -16,6 +16,7 @@ import numpy as np
 
 from spmd import kernels
 from spmd.autodiff.tracer import Array
+from spmd.device import contiguous
 from spmd.errors import LayoutError, SpecError, describe, message, nearest
 from spmd.kernels.windows import reach
 from spmd.layout import P
@@ -117,7 +118,7 @@ class Stencil(Operator):
             if length < x.shape[d]:
                 low, high = (_part(x, d, *span) for span in ((0, length // 2), (x.shape[d] - length // 2, None)))
                 faces = np.concatenate((low, high), axis=d)
-            faces = np.ascontiguousarray(faces)
+            faces = contiguous(faces)
             halo.check(group, faces)
             begun.append((d, length < x.shape[d], halo.launch(comm, group, faces, call.of(faces.shape))))
         lead = max(0, x.ndim - 3)  # dimensions that no offset reaches along
