@@ -42,10 +42,12 @@ Shape = tuple[int, ...]
 
 
 def _kind(dtype: Any, how: str) -> tuple[int, int] | None:
-    """NCCL's type for a reduction, and how many of them an entry is; None where it has none."""
+    """NCCL's type for a reduction, and how many of them an entry is; None where it has none, or passes a NaN over."""
     name = np.dtype(dtype).name
+    if how != "sum" and np.dtype(dtype).kind not in "biu":
+        return None
     if name in _REALS:
-        return (getattr(nccl, _NAMES[_REALS[name]]), 2) if how == "sum" else None
+        return getattr(nccl, _NAMES[_REALS[name]]), 2
     found = getattr(nccl, _NAMES.get(name, "none"), None)
     return None if found is None else (found, 1)
 

@@ -439,7 +439,7 @@ def _nccl() -> ModuleType:
 
 
 _DTYPES = [np.dtype(n) for n in "i1 u1 i4 u4 i8 u8 f2 f4 f8".split()]
-_FOLDS = [np.add, np.multiply, np.maximum, np.minimum]
+_FOLDS = [np.add, np.multiply, np.fmax, np.fmin]  # as NCCL, which passes a NaN over
 _ids = itertools.count(1)
 _rooms: dict[int, Any] = {}
 
