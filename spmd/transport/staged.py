@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -74,8 +75,24 @@ class Uploaded:
 
     def wait(self) -> Any:
         if not self.done:
-            self.value, self.done = to_device(self.handle.wait()), True
+            host = self.handle.wait()
+            self.value, self.done = to_device(host), True
+            keep(host)
         return self.value
+
+
+_kept: deque[tuple[Any, Any]] = deque()
+"""What is on its way to a device, and the events behind it."""
+
+
+def keep(host: Any) -> None:
+    """Keep arrays until the device has them: what was sent may come back in the pinned memory that it was sent from,
+    and CuPy copies from there without waiting, and without keeping it."""
+    event = cp.cuda.Event(disable_timing=True)
+    event.record()
+    _kept.append((event, host))
+    while _kept and _kept[0][0].done:
+        _kept.popleft()
 
 
 def of_device(call: Call, x: Any) -> bool:
@@ -172,10 +189,9 @@ def try_together(comm: MPI.Comm) -> None:
     everyones = cp.zeros((comm.Get_size(), 1 << 16), np.uint8)
     current().stream.synchronize()
     comm.Allgather([mine, MPI.BYTE], [everyones, MPI.BYTE])
-    right = (np.arange(comm.Get_size()) % 251)[:, None] == everyones.get()
-    all_right = np.array([right.all()], np.uint8)
-    comm.Allreduce(MPI.IN_PLACE, all_right, MPI.MIN)
-    if not all_right[0]:
+    right = ((np.arange(comm.Get_size()) % 251)[:, None] == everyones.get()).all(keepdims=True)
+    comm.Allreduce(MPI.IN_PLACE, right, MPI.LAND)
+    if not right.all():
         raise _not_aware("what one process sends from its GPU is not what comes to another")
 
 
