@@ -92,7 +92,11 @@ def kernel_speeds(args: argparse.Namespace) -> int:
     """The speed of each kernel, beside the machine's limits."""
     from spmd.bench import bench_kernels, table
 
-    found = bench_kernels(args.device, args.only, args.rounds)
+    try:
+        found = bench_kernels(args.device, args.only, args.rounds)
+    except TransportError as error:  # no GPU is there: that is all there is to say
+        print(error, file=sys.stderr)
+        return 2
     print(json.dumps(found, indent=2) if args.json else table(found))
     return 0
 

@@ -52,6 +52,12 @@ def test_without_a_gpu_it_is_said():
         spmd.Mesh(x=2, device="cpu", transport="nccl")
     with pytest.raises(MeshError, match="one of 'cpu', 'cuda'"):
         spmd.make_mesh((2,), ("x",), device="gpu")
+    done = subprocess.run(
+        [sys.executable, "-m", "spmd", "bench", "kernels", "--device", "cuda"], capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "argument device" in done.stderr
+    assert "Traceback" not in done.stderr
     assert "device        cpu" in info_of(spmd.Mesh(x=2))
 
 
