@@ -39,17 +39,31 @@ if DEVICE == "emulated":
 if DEVICE != "cpu":
     from spmd.device import to_host
 
+    def _on_host(tree):
+        if isinstance(tree, list | tuple):
+            return [_on_host(x) for x in tree]
+        return {k: _on_host(x) for k, x in tree.items()} if isinstance(tree, dict) else to_host(tree)
+
     def _of_the_host(check):
         """A comparison of NumPy's that takes arrays of a device too."""
 
         @functools.wraps(check)
         def run(*args, **kwargs):
-            return check(*map(to_host, args), **kwargs)
+            return check(*map(_on_host, args), **kwargs)
 
         return run
 
     for _name in ("assert_array_equal", "assert_allclose", "assert_equal"):
         setattr(np.testing, _name, _of_the_host(getattr(np.testing, _name)))
+
+
+def placed(x: np.ndarray):
+    """An array of the host where meshes have their blocks: what is computed of it has the same bits there."""
+    if DEVICE == "cpu":
+        return x
+    import cupy
+
+    return cupy.asarray(x)
 
 
 # Of the session, so that tests that draw their cases may use it as well.

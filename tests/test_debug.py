@@ -66,6 +66,7 @@ def test_what_checkpoint_and_custom_vjp_keep_is_watched(x):
             pulled(g, x, lambda: add_one(x))
 
 
+@pytest.mark.host("a constant of the host is copied to a device when the tape keeps it")
 def test_it_is_found_in_the_bodies_of_a_map(x, scheduler):
     c = np.ones(4)
 

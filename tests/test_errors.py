@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from conftest import DEVICE
 
 import spmd
 from spmd import P, errors
@@ -1676,6 +1677,9 @@ EVERY = [
     *MESHES,
     *COLLECTIVES,
 ]
+if DEVICE != "cpu":  # Numbers on a device are not compared: that would wait for it.
+    by_value = {"copies that differ", "a result that differs by value", "a gradient that differs by value"}
+    EVERY = [row for row in EVERY if row.name not in by_value]
 
 
 @pytest.mark.parametrize("row", EVERY, ids=lambda row: row.name)

@@ -9,6 +9,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -62,30 +63,38 @@ def library(source: str, expressions: Sequence[str]) -> ctypes.CDLL:
 _one_at_a_time = threading.Lock()
 
 
+def writes(source: str, name: str) -> list[bool]:
+    """For each parameter of a kernel up to the last pointer, whether it is a pointer to what the kernel may write."""
+    found = re.search(rf"__global__ void {re.escape(name)}\(([^)]*)\)", source)
+    assert found is not None
+    return ["*" in p and not re.match(r"\s*const\b", p) for p in found[1].split(",")]
+
+
 class Function:
     """One instance of a template, called as a `cupy.RawKernel`: `f(grid, block, args, shared_mem=0)`.
 
-    Arrays among args are those of `pointer`: it turns one into the address of its data. Between two barriers every
-    other launch runs the threads of a block in reversed order.
+    Arrays among args are those of `pointer`: it turns one into the address of its data, and is told whether the kernel
+    may write there. Between two barriers every other launch runs the threads of a block in reversed order.
     """
 
     launches = 0
 
-    def __init__(self, library: ctypes.CDLL, number: int, pointer):
+    def __init__(self, library: ctypes.CDLL, number: int, pointer, writes: Sequence[bool]):
         self.launch = getattr(library, f"launch_{number}")
         self.launch.restype = ctypes.c_char_p
         self.pointer = pointer
+        self.writes = writes
 
     def __call__(self, grid, block, args, *, shared_mem=0, stream=None):
         dims = (ctypes.c_uint * 6)(*(*grid, 1, 1)[:3], *(*block, 1, 1)[:3])
         boxes = []
-        for a in args:
+        for k, a in enumerate(args):
             if isinstance(a, np.generic | int | float | complex):
                 value = np.asarray(a)
                 assert value.dtype.kind in "biufc", value.dtype
                 boxes.append(ctypes.create_string_buffer(value.tobytes(), 16))
             else:
-                boxes.append(ctypes.c_void_p(self.pointer(a)))
+                boxes.append(ctypes.c_void_p(self.pointer(a, self.writes[k])))
         pointers = (ctypes.c_void_p * max(1, len(boxes)))(*(ctypes.addressof(b) for b in boxes))
         Function.launches += 1
         with _one_at_a_time:  # the threads of a block share what is global in `cuda.h`

@@ -350,15 +350,18 @@ class RawModule:
         declared = [k.expression(types) for k in KERNELS if text(k.file) == code for types in k.types]
         self.names = tuple(dict.fromkeys([*declared, *name_expressions]))
         self.library = emulator.library(code, self.names)
+        self.code = code
 
     def get_function(self, name: str):
-        return emulator.Function(self.library, self.names.index(name), pointer)
+        writes = emulator.writes(self.code, name.partition("<")[0])
+        return emulator.Function(self.library, self.names.index(name), pointer, writes)
 
 
-def pointer(a: ndarray) -> int:
-    """The address of an argument of a kernel, which may read and write there."""
+def pointer(a: ndarray, written: bool) -> int:
+    """The address of an argument of a kernel, which may read there, and write if it says so."""
     use([a])
-    a._held.memory.life.writes.append((a._a, fake_cuda.lane().tick()))
+    if written:
+        a._held.memory.write(a._a)
     return a._a.ctypes.data
 
 
