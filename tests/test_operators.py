@@ -18,6 +18,7 @@ from oracle import Each, Oracle
 
 import spmd
 from spmd import P
+from spmd.device import to_host
 from spmd.errors import ClosureError, LayoutError, MeshError, StateError
 from spmd.kernels.windows import reach
 from spmd.layout import Layout, block_sizes
@@ -470,14 +471,14 @@ def copies_agree(world: Oracle, blocks: list, varying) -> bool:
     if not fixed:
         return True
     first = world.replicate(Each(blocks), fixed).blocks
-    return all(np.array_equal(a, b) for a, b in zip(blocks, first, strict=True))
+    return all(np.array_equal(to_host(a), to_host(b)) for a, b in zip(blocks, first, strict=True))
 
 
 def inner(world: Oracle, varying, xs: list, ys: list):
     """The sum of x * y: over the workers along axes where they vary, once along the others."""
     fixed = tuple(a for a in world.axes if a not in varying)
     counted = world.rows(fixed)[:, 0] if fixed else range(world.grid.size)
-    return sum(np.sum(xs[w] * ys[w]) for w in counted)
+    return sum(np.sum(to_host(xs[w]) * to_host(ys[w])) for w in counted)
 
 
 def exactly(got: list, want: list) -> None:
@@ -517,7 +518,7 @@ def check_case(case: Case, scheduler: str, seed: int) -> None:
         return g, again, forward(x)[0]
 
     pulled = on_workers(case.axes, back, x, (cs, case.out_varying), scheduler=scheduler)
-    gs = [spmd.block(g) for g, _, _ in pulled]
+    gs = [to_host(spmd.block(g)) for g, _, _ in pulled]
     assert [(g.shape, g.dtype) for g in gs] == [(b.shape, b.dtype) for b in case.blocks]
     assert all(g.state.varying == set(case.varying) for g, _, _ in pulled)
     assert op.source == ROOTED or copies_agree(world, gs, case.varying)
