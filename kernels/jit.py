@@ -19,11 +19,14 @@ without the GIL. SPMD_NUMBA=0 turns numba off.
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.util
 import inspect
 import os
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from threading import Lock
+from types import CellType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -145,7 +148,28 @@ class Loops:
                 inlined = options | {"fastmath": set(liberties), "forceinline": True}
                 overload(plain, jit_options=inlined, strict=False)(choose)
                 _helpers.pop()
-        return numba.njit(cache=True, **options)(self.fun)
+        return numba.njit(cache=True, **options)(_of_these_sources(self.fun))
+
+
+@functools.cache
+def _sources() -> str:
+    """What tells this state of the files that loops and what they call are written in."""
+    files = sorted(Path(__file__).parent.glob("**/*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def _of_these_sources(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """A function as numba's cache on disk should know it.
+
+    The cache looks at the file of the function alone, not at those of what it calls, and would give old results when
+    one of these has changed. It does look at the values that a function encloses, so this one encloses what tells the
+    files.
+    """
+    code = fun.__code__.replace(co_freevars=(*fun.__code__.co_freevars, "_sources"))
+    cells = (*(fun.__closure__ or ()), CellType(_sources()))
+    made = FunctionType(code, fun.__globals__, fun.__name__, fun.__defaults__, cells)
+    made.__qualname__, made.__module__, made.__doc__ = fun.__qualname__, fun.__module__, fun.__doc__
+    return made
 
 
 def _sealed(x: np.ndarray) -> np.ndarray:

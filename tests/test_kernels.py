@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -137,3 +139,27 @@ def test_what_lies_idle_is_bounded(monkeypatch):
 def test_every_function_stands_on_its_page():
     page = (Path(__file__).parent.parent / "docs" / "models.md").read_text()
     assert [name for name in functions.__all__ if f"`{name}`" not in page] == []
+
+
+@pytest.mark.skipif(not jit.available(), reason="needs numba")
+def test_loops_kept_on_disk_are_of_these_sources(tmp_path):
+    """numba looks for changes in the file of a loop alone, and loops call helpers of other files."""
+    package = tmp_path / "kernels"
+    package.mkdir()
+    source = Path(jit.__file__).read_text().replace("spmd.kernels.jit", "kernels.jit")
+    (package / "jit.py").write_text(source)
+    (package / "__init__.py").write_text("")
+    (package / "loops.py").write_text(
+        "from kernels.helpers import twice\nfrom kernels.jit import loops\n\n\n@loops('out')\ndef run(out, x):\n"
+        "    for i in range(x.size):\n        out[i] = twice(x[i])\n"
+    )
+    program = (
+        "import numpy as np; from kernels.loops import run; out = np.zeros(1); run(out, np.ones(1)); print(out[0])"
+    )
+    for factor in (2, 3):
+        (package / "helpers.py").write_text(
+            f"from kernels.jit import helper\n\n\n@helper\ndef twice(x):\n    return {factor} * x\n"
+        )
+        done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
+        assert float(done.stdout) == factor
+        assert list(tmp_path.glob("kernels/__pycache__/*.nbi"))
