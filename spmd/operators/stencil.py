@@ -151,7 +151,8 @@ class Stencil(Operator):
         return replace(self, offsets=tuple(tuple(-i for i in o) for o in self.offsets))
 
     def cost(self, group: Group, x: np.ndarray) -> tuple[int, int]:
-        """The halos of the slabs: for every dimension that is split those of its faces, in all of them."""
+        """The halos of the slabs: for every dimension that is split those of its faces, in all of them. Exact where
+        sizes are known, or where halos end within the next block."""
         open_ = self._slabs(group, x.ndim)
         faces = (np.broadcast_to(np.zeros((), x.dtype), self._slab(x.shape, d)) for d in open_)
         costs = [halo.cost(group, f) for halo, f in zip(self._halos(x.ndim, open_), faces, strict=True)]
