@@ -112,3 +112,29 @@ template <class Op, class A> __device__ inline A block_reduce(A x, A neutral) {
     for (int step = 16; step > 0; step >>= 1) x = Op::of(x, shuffle_xor(x, step));
     return x;
 }
+
+// A row, shared by the threads of a block: f(entry, its place) of every entry that this thread has. map_row writes what
+// f gives to the same place of out.
+template <class T, class F> __device__ inline void each_of_row(const T* x, index_t n, F f) {
+    if (packable<T>(x, n)) {
+        for (index_t j = threadIdx.x; j < n / Pack<T>::width; j += blockDim.x) {
+            Pack<T> p = ((const Pack<T>*)x)[j];
+            for (int k = 0; k < Pack<T>::width; ++k) f(acc_t<T>(widen(p.at[k])), j * Pack<T>::width + k);
+        }
+    } else {
+        for (index_t j = threadIdx.x; j < n; j += blockDim.x) f(acc_t<T>(widen(x[j])), j);
+    }
+}
+
+template <class T, class F> __device__ inline void map_row(T* out, const T* x, index_t n, F f) {
+    if (packable<T>(x, n) && packable<T>(out, n)) {
+        for (index_t j = threadIdx.x; j < n / Pack<T>::width; j += blockDim.x) {
+            Pack<T> p = ((const Pack<T>*)x)[j], q;
+            for (int k = 0; k < Pack<T>::width; ++k)
+                q.at[k] = narrow<T>(f(acc_t<T>(widen(p.at[k])), j * Pack<T>::width + k));
+            ((Pack<T>*)out)[j] = q;
+        }
+    } else {
+        for (index_t j = threadIdx.x; j < n; j += blockDim.x) out[j] = narrow<T>(f(acc_t<T>(widen(x[j])), j));
+    }
+}

@@ -92,31 +92,6 @@ __global__ void channel_affine(T* out, const T* x, const acc_t<T>* mean, const a
     }
 }
 
-// f(entry, its place) of every entry of a row that this thread has; with `out`, what f gives is written there.
-template <class T, class F> __device__ inline void each_of_row(const T* x, index_t n, F f) {
-    if (packable<T>(x, n)) {
-        for (index_t j = threadIdx.x; j < n / Pack<T>::width; j += blockDim.x) {
-            Pack<T> p = ((const Pack<T>*)x)[j];
-            for (int k = 0; k < Pack<T>::width; ++k) f(acc_t<T>(widen(p.at[k])), j * Pack<T>::width + k);
-        }
-    } else {
-        for (index_t j = threadIdx.x; j < n; j += blockDim.x) f(acc_t<T>(widen(x[j])), j);
-    }
-}
-
-template <class T, class F> __device__ inline void map_row(T* out, const T* x, index_t n, F f) {
-    if (packable<T>(x, n) && packable<T>(out, n)) {
-        for (index_t j = threadIdx.x; j < n / Pack<T>::width; j += blockDim.x) {
-            Pack<T> p = ((const Pack<T>*)x)[j], q;
-            for (int k = 0; k < Pack<T>::width; ++k)
-                q.at[k] = narrow<T>(f(acc_t<T>(widen(p.at[k])), j * Pack<T>::width + k));
-            ((Pack<T>*)out)[j] = q;
-        }
-    } else {
-        for (index_t j = threadIdx.x; j < n; j += blockDim.x) out[j] = narrow<T>(f(acc_t<T>(widen(x[j])), j));
-    }
-}
-
 template <class T>
 __global__ void normalize(T* out, acc_t<T>* mean, acc_t<T>* rstd, const T* x, const acc_t<T>* weight,
                           const acc_t<T>* bias, double eps, index_t centred, index_t rows, index_t n) {

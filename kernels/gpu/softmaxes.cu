@@ -15,54 +15,18 @@ template <class A> __device__ inline void take(Normalizer<A>& s, A x) {
 template <class T> __device__ inline Normalizer<acc_t<T>> normalizer(const T* x, index_t n) {
     typedef acc_t<T> A;
     Normalizer<A> s{-limits<A>::infinity(), A(0)};
-    if (packable<T>(x, n)) {
-        for (index_t j = threadIdx.x; j < n / Pack<T>::width; j += blockDim.x) {
-            Pack<T> p = ((const Pack<T>*)x)[j];
-            for (int k = 0; k < Pack<T>::width; ++k) take(s, widen(p.at[k]));
-        }
-    } else {
-        for (index_t j = threadIdx.x; j < n; j += blockDim.x) take(s, widen(x[j]));
-    }
+    each_of_row(x, n, [&](A v, index_t) { take(s, v); });
     A top = block_reduce<max_op>(s.top, -limits<A>::infinity());
     A part = s.top == top ? s.sum : s.sum * exp(s.top - top);
     A sum = block_reduce<add_op>(s.sum == A(0) ? A(0) : part, A(0));
     return Normalizer<A>{top, sum};
 }
 
-// f(entry, its place) of every entry of a row that this thread has.
-template <class T, class F> __device__ inline void each_of_row(const T* x, index_t n, F f) {
-    if (packable<T>(x, n)) {
-        for (index_t j = threadIdx.x; j < n / Pack<T>::width; j += blockDim.x) {
-            Pack<T> p = ((const Pack<T>*)x)[j];
-            for (int k = 0; k < Pack<T>::width; ++k) f(acc_t<T>(widen(p.at[k])), j * Pack<T>::width + k);
-        }
-    } else {
-        for (index_t j = threadIdx.x; j < n; j += blockDim.x) f(acc_t<T>(widen(x[j])), j);
-    }
-}
-
-template <class T, class F> __device__ inline void map_row_at(T* out, const T* x, index_t n, F f) {
-    if (packable<T>(x, n) && packable<T>(out, n)) {
-        for (index_t j = threadIdx.x; j < n / Pack<T>::width; j += blockDim.x) {
-            Pack<T> p = ((const Pack<T>*)x)[j], q;
-            for (int k = 0; k < Pack<T>::width; ++k)
-                q.at[k] = narrow<T>(f(acc_t<T>(widen(p.at[k])), j * Pack<T>::width + k));
-            ((Pack<T>*)out)[j] = q;
-        }
-    } else {
-        for (index_t j = threadIdx.x; j < n; j += blockDim.x) out[j] = narrow<T>(f(acc_t<T>(widen(x[j])), j));
-    }
-}
-
-template <class T, class F> __device__ inline void map_row(T* out, const T* x, index_t n, F f) {
-    map_row_at(out, x, n, [=](acc_t<T> v, index_t) { return f(v); });
-}
-
 template <class T> __global__ void softmax(T* out, const T* x, index_t rows, index_t n) {
     typedef acc_t<T> A;
     for (index_t i = blockIdx.x; i < rows; i += gridDim.x) {
         Normalizer<A> s = normalizer(x + i * n, n);
-        map_row(out + i * n, x + i * n, n, [=](A v) { return exp(v - s.top) / s.sum; });
+        map_row(out + i * n, x + i * n, n, [=](A v, index_t) { return exp(v - s.top) / s.sum; });
     }
 }
 
@@ -71,7 +35,7 @@ template <class T> __global__ void log_softmax(T* out, const T* x, index_t rows,
     for (index_t i = blockIdx.x; i < rows; i += gridDim.x) {
         Normalizer<A> s = normalizer(x + i * n, n);
         A log_sum = log(s.sum);
-        map_row(out + i * n, x + i * n, n, [=](A v) { return v - s.top - log_sum; });
+        map_row(out + i * n, x + i * n, n, [=](A v, index_t) { return v - s.top - log_sum; });
     }
 }
 
@@ -114,7 +78,7 @@ template <class T> __global__ void scaled_exp(T* out, const T* g, const T* x, co
     for (index_t i = blockIdx.x; i < rows; i += gridDim.x) {
         A scale = widen(g[i]), shift = widen(y[i]);
         if (shift == -limits<A>::infinity()) shift = A(0);
-        map_row(out + i * n, x + i * n, n, [=](A v) { return scale * exp(v - shift); });
+        map_row(out + i * n, x + i * n, n, [=](A v, index_t) { return scale * exp(v - shift); });
     }
 }
 
@@ -148,7 +112,7 @@ __global__ void cross_entropy(T* loss, T* d, const T* x, const long long* labels
         index_t label = labels[i];
         if (label == ignore) {
             if (threadIdx.x == 0) loss[i] = narrow<T>(A(0));
-            if (d) map_row(d + i * n, xi, n, [](A) { return A(0); });
+            if (d) map_row(d + i * n, xi, n, [](A, index_t) { return A(0); });
             continue;
         }
         bool inside = label >= 0 && label < n;
@@ -161,7 +125,7 @@ __global__ void cross_entropy(T* loss, T* d, const T* x, const long long* labels
         }
         if (threadIdx.x == 0) loss[i] = narrow<T>(value);
         if (d)
-            map_row_at(d + i * n, xi, n, [=](A v, index_t j) {
+            map_row(d + i * n, xi, n, [=](A v, index_t j) {
                 return exp(v - s.top) / s.sum - share - (j == label ? A(1) - smooth : A(0));
             });
     }
@@ -184,7 +148,7 @@ __global__ void soft_cross_entropy(T* loss, T* d, const T* x, const T* t, index_
         if (threadIdx.x == 0) loss[i] = narrow<T>(weight * log(s.sum) - value);
         if (d) {
             A part = weight / s.sum;
-            map_row_at(d + i * n, xi, n, [=](A v, index_t j) { return exp(v - s.top) * part - widen(ti[j]); });
+            map_row(d + i * n, xi, n, [=](A v, index_t j) { return exp(v - s.top) * part - widen(ti[j]); });
         }
     }
 }

@@ -34,12 +34,12 @@ from spmd.operators.halo_plan import (
 )
 from spmd.transport.base import Call, Comm, Group, Steps
 
-__all__ = ["HaloAccumulate", "HaloExchange", "halo_accumulate", "halo_exchange"]
+__all__ = ["HaloAccumulate", "HaloExchange", "Steps", "along", "halo_accumulate", "halo_exchange"]
 
 # Moving blocks
 
 
-def _along(d: int, start: int, stop: int) -> tuple[slice, ...]:
+def along(d: int, start: int, stop: int | None) -> tuple[slice, ...]:
     """The entries start:stop of dimension d."""
     return (*(slice(None),) * d, slice(start, stop))
 
@@ -47,17 +47,17 @@ def _along(d: int, start: int, stop: int) -> tuple[slice, ...]:
 def _fill(out: Any, block: Any, pieces: Sequence[Piece], d: int) -> None:
     """Put the pieces of a block, or of a message, where they stand."""
     for p in pieces:
-        part = block[_along(d, p.start, p.stop)]
-        out[_along(d, p.at, p.at + p.length)] = np.flip(part, d) if p.flipped else part
+        part = block[along(d, p.start, p.stop)]
+        out[along(d, p.at, p.at + p.length)] = np.flip(part, d) if p.flipped else part
 
 
 def _add(out: Any, g: Any, pieces: Sequence[Piece], d: int) -> None:
     """The adjoint of `_fill`: add to a block, or to a message, what stands at the places of its pieces."""
     for p in pieces:
-        part = g[_along(d, p.at, p.at + p.length)]
+        part = g[along(d, p.at, p.at + p.length)]
         if p.repeat > 1:
             part = np.sum(part, axis=d, keepdims=True, dtype=g.dtype)
-        out[_along(d, p.start, p.stop)] += np.flip(part, d) if p.flipped else part
+        out[along(d, p.start, p.stop)] += np.flip(part, d) if p.flipped else part
 
 
 def _whole(pieces: Sequence[Piece], length: int) -> Piece | None:
@@ -71,7 +71,7 @@ def _sum(g: Any, pieces: Sequence[Piece], length: int, d: int) -> Any:
     if first is None:
         out = zeros((*g.shape[:d], length, *g.shape[d + 1 :]), g)
     else:
-        out = g[_along(d, first.at, first.at + length)]
+        out = g[along(d, first.at, first.at + length)]
         if len(pieces) == 1:
             return out
         out = out.copy(order="C")
@@ -81,7 +81,7 @@ def _sum(g: Any, pieces: Sequence[Piece], length: int, d: int) -> Any:
 
 def _part(block: Any, ranges: Sequence[Pair], d: int) -> Any:
     """Ranges of a block, one after the other; a single one is a view: who gets it copies it to its place at once."""
-    parts = [block[_along(d, start, stop)] for start, stop in ranges]
+    parts = [block[along(d, start, stop)] for start, stop in ranges]
     return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=d)
 
 
@@ -428,7 +428,7 @@ class HaloAccumulate(_Halo):
                 self._agree(received[t], out, d, m, line, t)
                 at = 0
                 for start, stop in m.ranges:
-                    out[_along(d, start, stop)] += received[t][_along(d, at, at + stop - start)]
+                    out[along(d, start, stop)] += received[t][along(d, at, at + stop - start)]
                     at += stop - start
             g = out
         return sealed(g), bound

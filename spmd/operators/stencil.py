@@ -22,7 +22,7 @@ from spmd.kernels.windows import reach
 from spmd.layout import P
 from spmd.mesh import here
 from spmd.operators.base import Launched, Operator, operate, sealed
-from spmd.operators.halo import HaloExchange, Steps
+from spmd.operators.halo import HaloExchange, Steps, along
 from spmd.transport.base import Call, Comm, Group
 
 __all__ = ["Stencil", "checked_offsets", "stencil"]
@@ -116,7 +116,7 @@ class Stencil(Operator):
             length = self._slab(x.shape, d)[d]
             faces = x
             if length < x.shape[d]:
-                low, high = (_part(x, d, *span) for span in ((0, length // 2), (x.shape[d] - length // 2, None)))
+                low, high = (x[along(d, *span)] for span in ((0, length // 2), (x.shape[d] - length // 2, None)))
                 faces = np.concatenate((low, high), axis=d)
             faces = contiguous(faces)
             halo.check(group, faces)
@@ -138,12 +138,10 @@ class Stencil(Operator):
                 continue
             length = y.shape[d]
             if low:
-                part = stencil(_part(faces, d, 0, 2 * low + high), closed)
-                _part(y, d, 0, low)[...] = part
+                y[along(d, 0, low)] = stencil(faces[along(d, 0, 2 * low + high)], closed)
             if high:
                 start = faces.shape[d] - 2 * high - low
-                part = stencil(_part(faces, d, start, None), closed)
-                _part(y, d, length - high, None)[...] = part
+                y[along(d, length - high, None)] = stencil(faces[along(d, start, None)], closed)
         return sealed(y), replace(self, sizes=tuple(sizes))
 
     @property
@@ -157,10 +155,6 @@ class Stencil(Operator):
         faces = (np.broadcast_to(np.zeros((), x.dtype), self._slab(x.shape, d)) for d in open_)
         costs = [halo.cost(group, f) for halo, f in zip(self._halos(x.ndim, open_), faces, strict=True)]
         return sum(c[0] for c in costs), sum(c[1] for c in costs)
-
-
-def _part(x: Any, d: int, start: int, stop: int | None) -> Any:
-    return x[(*(slice(None),) * d, slice(start, stop))]
 
 
 def _is_number(w: Any) -> bool:
