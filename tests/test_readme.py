@@ -208,7 +208,7 @@ def test_two_commands_that_need_only_a_clone_and_python():
     for command, extra, last in zip(
         commands,
         ("examples", "test"),
-        (".venv/bin/python examples/digits.py", ".venv/bin/python -m pytest"),
+        (".venv/bin/python examples/digits.py", ".venv/bin/python -m pytest -n auto"),
         strict=True,
     ):
         make, install, do = command.split(" && ")
