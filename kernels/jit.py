@@ -106,12 +106,13 @@ def in_loops(plain: Callable[..., Any], other: Callable[..., Any]) -> None:
     _helpers.append((plain, lambda *types: other, ()))
 
 
-def lowered(make: Callable[[], Callable[..., Any]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def lowered(make: Callable[..., Callable[..., Any]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Let loops that call the decorated function use what `make` gives, a function that numba compiles. `make` is
-    called when numba is there: it may build instructions of its own. By itself the function stays what it is."""
+    called with numba's types of the arguments: it may build instructions of its own. By itself the function stays what
+    it is."""
 
     def declare(plain: Callable[..., Any]) -> Callable[..., Any]:
-        _helpers.append((plain, lambda *types: make(), ()))
+        _helpers.append((plain, make, ()))
         return plain
 
     return declare

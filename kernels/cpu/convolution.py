@@ -22,7 +22,7 @@ import numpy as np
 
 from spmd.kernels import buffers, jit
 from spmd.kernels.cpu.chunks import accurate
-from spmd.kernels.cpu.vectors import FILTERS, add_taps, add_taps_of_one, places
+from spmd.kernels.cpu.vectors import FILTERS, add_taps, combine, places
 from spmd.kernels.windows import output_length
 
 __all__ = ["col2im", "conv", "conv_input_adjoint", "conv_weight_adjoint", "im2col"]
@@ -302,7 +302,7 @@ def _correlate(out: np.ndarray, source: _Source, filters: np.ndarray, taps: Sequ
     wide = source.data.shape[-1]
     at_once = 1 if count == 1 else FILTERS
     if out.dtype.char in "fd" and jit.fits(out) and out.flags.c_contiguous:
-        span = places(out.dtype, at_once)
+        span = 1 if count == 1 else places(out.dtype)
         if (rows - 1) * wide + columns >= span:
             padded = np.zeros((groups, -(-count // at_once) * at_once, flat.shape[2]), out.dtype)
             padded[:, :count] = flat
@@ -340,10 +340,11 @@ def _tiles(out: Any, scratch: Any, x: Any, w: Any, offsets: Any, steps: Any, sha
                     if length == 0:
                         start, length = end - span, span
                     for first in range(0, w.shape[1], at_once):
-                        for p in range(0, length, span):
-                            if at_once == 1:
-                                add_taps_of_one(scratch, p, x, base + start + p, offsets, weights, first)
-                            else:
+                        if at_once == 1:
+                            taps = offsets.size
+                            combine(scratch, 0, length, x, base + start, offsets, 0, weights, first * taps, taps)
+                        else:
+                            for p in range(0, length, span):
                                 add_taps(scratch, p, x, base + start + p, offsets, weights, first)
                         for a in range(min(at_once, count - first)):
                             line = scratch[a]

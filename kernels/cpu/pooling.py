@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from spmd.kernels import buffers, jit
 from spmd.kernels.cpu.chunks import CACHE, accurate, by_planes
+from spmd.kernels.cpu.rows import deal, fill, scale, undeal
+from spmd.kernels.cpu.vectors import combine, prefetch
 from spmd.kernels.windows import Window
 
 __all__ = ["avg_pool", "avg_pool_vjp", "max_pool", "max_pool_gather", "max_pool_vjp"]
@@ -35,7 +38,7 @@ def max_pool(
     index = buffers.empty(shape, _index_dtype(x.shape[2:]))
     if x.dtype.char in "fd" and jit.fits(x):
         planes = math.prod(x.shape[:2])
-        _max_pool(_line(top), _line(index), _line(x), _table(geometry), planes)
+        _max_pool(_line(top), _line(index), _line(x), _table(geometry), planes, *_contests(geometry[-1]))
         return top, index
     least = -np.inf if x.dtype.kind != "i" else np.iinfo(x.dtype).min
     flat, tops, indices = _planes(x), _planes(top), _planes(index)
@@ -65,7 +68,8 @@ def max_pool_gather(x: np.ndarray, index: np.ndarray) -> np.ndarray:
     """The entries of x at index, as max_pool gives it; 0 where it is -1."""
     out = buffers.empty(index.shape, x.dtype)
     if x.dtype.char in "fd" and jit.fits(x, index):
-        _gather(_flat(out), _flat(np.ascontiguousarray(x)), _flat(np.ascontiguousarray(index)))
+        sizes = math.prod(x.shape[2:]), math.prod(index.shape[2:])
+        _gather(_line(out), _line(x), _line(index), *sizes)
         return out
     flat, at, into = _flat(x), _flat(index), _flat(out)
     if not flat.shape[1]:
@@ -118,7 +122,8 @@ def avg_pool(
     out = buffers.empty((*x.shape[:2], *(w.m for w in geometry)), x.dtype)
     shares = _shares(geometry, count_include_pad, _real(x.dtype))
     if x.dtype.char in "fd" and jit.fits(x):
-        _avg_pool(_line(out), _line(x), _table(geometry), math.prod(x.shape[:2]), *_three(shares))
+        planes = math.prod(x.shape[:2])
+        _avg_pool(_line(out), _line(x), _table(geometry), planes, *_three(shares), *_gathers(geometry[-1]))
         return out
     flat, outs = _planes(x), _planes(out)
     for planes, outputs, inputs, part in _pieces(flat, outs, geometry):
@@ -148,7 +153,8 @@ def avg_pool_vjp(
     out = buffers.empty((*g.shape[:2], *shape), g.dtype)
     shares = _shares(geometry, count_include_pad, _real(g.dtype))
     if g.dtype.char in "fd" and jit.fits(g):
-        _avg_pool_vjp(_line(out), _line(g), _table(geometry), math.prod(g.shape[:2]), *_three(shares))
+        planes = math.prod(g.shape[:2])
+        _avg_pool_vjp(_line(out), _line(g), _table(geometry), planes, *_three(shares), *_spreads(geometry[-1]))
         return out
     flat, outs = _planes(g), _planes(out)
     step = max(1, CACHE // max(1, outs[:1].nbytes))
@@ -206,6 +212,84 @@ def _line(x: np.ndarray) -> np.ndarray:
 def _solid(x: np.ndarray) -> np.ndarray:
     """(N, C, *spatial) with all planes along one axis and three spatial dimensions."""
     return x.reshape(math.prod(x.shape[:2]), *(1,) * (5 - x.ndim), *x.shape[2:])
+
+
+# What loops do along a row, decided beforehand: divisions cost more there than sums. A row that is read in strides is
+# dealt out (`spmd.kernels.cpu.rows`).
+
+
+def _program(pieces: list[tuple], adds: list[tuple], taps: int) -> tuple[np.ndarray, np.ndarray]:
+    """As arrays. pieces: (to, n, starts), where n neighbours from `to` on are the sums of those from `starts` on; adds:
+    (to, n, start) afterwards."""
+    sums = np.zeros((len(pieces), 2 + taps + 1), np.int64)
+    for row, (to, n, starts) in zip(sums, pieces, strict=True):
+        row[: 3 + len(starts)] = to, n, len(starts), *starts
+    return sums, np.array(adds, np.int64).reshape(-1, 3)
+
+
+@lru_cache(64)
+def _gathers(w: Window) -> tuple[np.ndarray, np.ndarray]:
+    """Every output of a row is the sum of its taps."""
+    first, end = _inner(w)
+    starts = [_dealt(w, first * w.stride + w.at(j)) for j in range(w.kernel)]
+    pieces = [(first, end - first, starts), (0, first, []), (end, w.m - end, [])]
+    adds = [(o, n, _dealt(w, o * w.stride + w.at(j))) for j in range(w.kernel) for o, n in _outside(w, j, first, end)]
+    return _program(pieces, adds, w.kernel)
+
+
+@lru_cache(64)
+def _spreads(w: Window) -> tuple[np.ndarray, np.ndarray]:
+    """Every input of a row, dealt out, is the sum of the outputs that read it."""
+    pieces, adds = [], []
+    for c in range(min(w.stride, w.n)):
+        entries = len(range(c, w.n, w.stride))
+        to = _dealt(w, c)
+        shifts = [w.at(j) // w.stride for j in range(w.kernel) if w.at(j) % w.stride == c]
+        first, end = max(0, *shifts, 0), min(entries, *(w.m + s for s in shifts), entries)
+        if first >= end:
+            first = end = entries
+        pieces += [
+            (to + first, end - first, [first - s for s in shifts]),
+            (to, first, []),
+            (to + end, entries - end, []),
+        ]
+        for s in shifts:
+            spans = (max(0, s), min(first, w.m + s)), (max(end, s), min(entries, w.m + s))
+            adds += [(to + a, b - a, a - s) for a, b in spans if a < b]
+    return _program(pieces, adds, w.kernel)
+
+
+@lru_cache(64)
+def _contests(w: Window) -> tuple[np.ndarray, np.ndarray]:
+    """One row of numbers for the outputs whose taps all lie inside, (first, end, start of tap 0, start of tap 1, input
+    of tap 0); then what competes afterwards: (to, n, start, input)."""
+    first, end = _inner(w) if w.kernel > 1 else (w.m, w.m)
+    inputs = [first * w.stride + w.at(j) for j in range(w.kernel)]
+    later = []
+    for j in range(w.kernel):
+        spans = _outside(w, j, first, end) + ([(first, end - first)] if j > 1 and first < end else [])
+        later += [(o, n, _dealt(w, o * w.stride + w.at(j)), o * w.stride + w.at(j)) for o, n in spans]
+    pair = [_dealt(w, i) for i in (inputs[0], inputs[min(1, w.kernel - 1)])]
+    return np.array([first, end, *pair, inputs[0]], np.int64), np.array(later, np.int64).reshape(-1, 4)
+
+
+def _inner(w: Window) -> tuple[int, int]:
+    """The outputs first:end all of whose taps read inputs; m:m if there are none."""
+    bounds = [w.inside(j) for j in range(w.kernel)]
+    first, end = max(a for a, _ in bounds), min(b for _, b in bounds)
+    return (first, end) if first < end else (w.m, w.m)
+
+
+def _outside(w: Window, j: int, first: int, end: int) -> list[tuple[int, int]]:
+    """The outputs before `first` and from `end` on whose tap j reads an input: (start, length)."""
+    a, b = w.inside(j)
+    spans = (a, min(b, first)), (max(a, end), b)
+    return [(start, stop - start) for start, stop in spans if start < stop]
+
+
+def _dealt(w: Window, i: int) -> int:
+    """Where input i lies when its row is dealt out."""
+    return i % w.stride * (w.n // w.stride + 1) + i // w.stride
 
 
 # NumPy
@@ -284,74 +368,6 @@ def _spread(g: np.ndarray, axis: int, w: Window) -> np.ndarray:
 
 
 @jit.helper
-def _bounds(at, n, m, stride):
-    """The outputs first:end that a tap lets read one of n inputs; output 0 reads the one `at`."""
-    first = min(m, max(0, -(at // stride)))
-    return first, max(first, min(m, (n - 1 - at) // stride + 1))
-
-
-# Helpers go along rows of flat arrays, from given places on: a view of a row costs more than a short loop. Places are
-# unsigned, so that they are not looked at for being negative; then the compiler makes vectors. It does so of loops over
-# neighbours, so a row that is read in strides is first dealt out: entry q * stride + c to place c * width + q.
-
-
-@jit.helper
-def _deal(phases, row, start, n, stride):
-    """phases[c * width + q] = row[start + q * stride + c] for the n entries of a row."""
-    start = np.uint64(start)
-    width = np.uint64(n // stride + 1)
-    if stride == 2:
-        for k in range(n // 2):
-            q = np.uint64(k)
-            phases[q] = row[start + q * np.uint64(2)]
-            phases[width + q] = row[start + q * np.uint64(2) + np.uint64(1)]
-        if n % 2:
-            phases[np.uint64(n // 2)] = row[start + np.uint64(n - 1)]
-    else:
-        for c in range(stride):
-            for q in range((n - c + stride - 1) // stride):
-                phases[np.uint64(c) * width + np.uint64(q)] = row[start + np.uint64(q * stride + c)]
-
-
-@jit.helper
-def _undeal(row, phases, n, stride):
-    """row[q * stride + c] = phases[c * width + q]."""
-    width = np.uint64(n // stride + 1)
-    if stride == 2:
-        for k in range(n // 2):
-            q = np.uint64(k)
-            row[q * np.uint64(2)] = phases[q]
-            row[q * np.uint64(2) + np.uint64(1)] = phases[width + q]
-        if n % 2:
-            row[np.uint64(n - 1)] = phases[np.uint64(n // 2)]
-    else:
-        for c in range(stride):
-            for q in range((n - c + stride - 1) // stride):
-                row[np.uint64(q * stride + c)] = phases[np.uint64(c) * width + np.uint64(q)]
-
-
-@jit.helper
-def _dealt(i, n, stride):
-    """Where entry i of a row lies when it has been dealt out."""
-    return i % stride * (n // stride + 1) + i // stride
-
-
-@jit.helper
-def _set(out, start, n, value):
-    start = np.uint64(start)
-    for k in range(n):
-        out[start + np.uint64(k)] = value
-
-
-@jit.helper
-def _add(out, to, row, start, n):
-    """out[to:to + n] += row[start:start + n]."""
-    to, start = np.uint64(to), np.uint64(start)
-    for k in range(n):
-        out[to + np.uint64(k)] += row[start + np.uint64(k)]
-
-
-@jit.helper
 def _compete(top, index, to, n, row, start, base, stride):
     """Entry start + k of a row competes for output to + k; its place is base + k * stride."""
     to, start = np.uint64(to), np.uint64(start)
@@ -363,47 +379,116 @@ def _compete(top, index, to, n, row, start, base, stride):
         index[o] = base + k * stride if wins else i
 
 
+@jit.helper
+def _row_max(top, index, to, row, start, base, m, stride, dilation, pair, later):
+    """The largest entries of an input row's windows, and their places; -1 of windows of padding alone. The row's first
+    entry lies at `start` of `row` and has the place `base`."""
+    first, end, at = pair[0], pair[1], base + pair[4]
+    a, b, o = np.uint64(start + pair[2]), np.uint64(start + pair[3]), np.uint64(to + first)
+    for k in range(end - first):
+        u = np.uint64(k)
+        v, w = row[a + u], row[b + u]
+        wins = (not (w <= v)) & (v == v)
+        top[o + u] = w if wins else v
+        index[o + u] = at + (dilation if wins else 0) + k * stride
+    for begin, stop in ((0, first), (end, m)):
+        fill(top, to + begin, stop - begin, -np.inf)
+        fill(index, to + begin, stop - begin, -1)
+    for j in range(later.shape[0]):
+        _compete(top, index, to + later[j, 0], later[j, 1], row, start + later[j, 2], base + later[j, 3], stride)
+
+
+@jit.helper
+def _larger(top, index, to, n, tops, places, a, b):
+    """The larger of the entries a + k and b + k, with its place; the first one where they are equal."""
+    to, a, b = np.uint64(to), np.uint64(a), np.uint64(b)
+    for k in range(n):
+        u = np.uint64(k)
+        v, i, w, j = tops[a + u], places[a + u], tops[b + u], places[b + u]
+        wins = (not (w <= v)) & (v == v) | (i < 0)
+        top[to + u] = w if wins else v
+        index[to + u] = j if wins else i
+
+
+@jit.helper
+def _improve(top, index, to, n, tops, places, b):
+    """The same, of what is there and the entry b + k."""
+    to, b = np.uint64(to), np.uint64(b)
+    for k in range(n):
+        u = np.uint64(k)
+        v, i, w, j = top[to + u], index[to + u], tops[b + u], places[b + u]
+        wins = (not (w <= v)) & (v == v) | (i < 0)
+        top[to + u] = w if wins else v
+        index[to + u] = j if wins else i
+
+
 @jit.loops("top", "index")
-def _max_pool(top: Any, index: Any, x: Any, table: Any, planes: int) -> None:
+def _max_pool(top: Any, index: Any, x: Any, table: Any, planes: int, pair: Any, later: Any) -> None:
+    # First along a row of inputs, then among rows: so the first one of a window's largest wins. What was found of a row
+    # is held while other windows may ask for it.
     nd, nh, nw = table[0, 0], table[1, 0], table[2, 0]
     md, mh, mw = table[0, 1], table[1, 1], table[2, 1]
-    stride = table[2, 3]
+    taps, stride, dilation = table[1, 2], table[2, 3], table[2, 4]
     phases = np.empty(stride * (nw // stride + 1), x.dtype)
+    slots = min(nh, (taps - 1) * table[1, 4] + 1)
+    tops, places = np.empty(table[0, 2] * slots * mw, top.dtype), np.empty(table[0, 2] * slots * mw, index.dtype)
+    held = np.empty(table[0, 2] * slots, np.int64)
     for p in range(planes):
+        held[:] = -1
         for od in range(md):
             for oh in range(mh):
                 to = ((p * md + od) * mh + oh) * mw
-                _set(top, to, mw, -np.inf)
-                _set(index, to, mw, -1)
+                count, before = 0, 0
                 for jd in range(table[0, 2]):
                     d = od * table[0, 3] + jd * table[0, 4] - table[0, 5]
                     if d < 0 or d >= nd:
                         continue
-                    for jh in range(table[1, 2]):
+                    for jh in range(taps):
                         h = oh * table[1, 3] + jh * table[1, 4] - table[1, 5]
                         if h < 0 or h >= nh:
                             continue
-                        base = (d * nh + h) * nw
-                        row = p * nd * nh * nw + base
-                        if stride > 1:
-                            _deal(phases, x, row, nw, stride)
-                        for jw in range(table[2, 2]):
-                            a = jw * table[2, 4] - table[2, 5]
-                            first, end = _bounds(a, nw, mw, stride)
-                            i = first * stride + a
+                        slot = jd * slots + h % slots
+                        at, base = slot * mw, (d * nh + h) * nw
+                        if held[slot] != base:
+                            held[slot] = base
+                            row = p * nd * nh * nw + base
                             if stride > 1:
-                                from_phase = _dealt(i, nw, stride)
-                                _compete(top, index, to + first, end - first, phases, from_phase, base + i, stride)
+                                deal(phases, x, row, nw, stride)
+                                _row_max(tops, places, at, phases, 0, base, mw, stride, dilation, pair, later)
                             else:
-                                _compete(top, index, to + first, end - first, x, row + i, base + i, stride)
+                                _row_max(tops, places, at, x, row, base, mw, stride, dilation, pair, later)
+                        count += 1
+                        if count == 2:
+                            _larger(top, index, to, mw, tops, places, before, at)
+                        elif count > 2:
+                            _improve(top, index, to, mw, tops, places, at)
+                        before = at
+                if count == 0:
+                    fill(top, to, mw, -np.inf)
+                    fill(index, to, mw, -1)
+                elif count == 1:
+                    top[to : to + mw] = tops[before : before + mw]
+                    index[to : to + mw] = places[before : before + mw]
 
 
 @jit.loops("out")
-def _gather(out: Any, x: Any, index: Any) -> None:
-    for p in range(out.shape[0]):
-        for j in range(out.shape[1]):
-            i = index[p, j]
-            out[p, j] = x[p, np.uint64(i)] if i >= 0 else x.dtype.type(0)
+def _gather(out: Any, x: Any, index: Any, n: int, m: int) -> None:
+    # Where the winners lie is not foreseen by the machine, so what the next outputs may read is fetched beforehand:
+    # winners are about as far on in their plane as the outputs.
+    if m == 0:
+        return
+    line, ahead, piece = 64 // x.itemsize, 8192 // x.itemsize, 64
+    for p in range(out.size // m):
+        plane, fetched = p * n, p * n
+        for start in range(0, m, piece):
+            end = min(m, start + piece)
+            while fetched < min(x.size, plane + end * n // m + ahead):
+                prefetch(x, fetched)
+                fetched += line
+            for j in range(start, end):
+                k = np.uint64(p * m + j)
+                i = index[k]
+                out[k] = x[np.uint64(plane + i)] if i >= 0 else x.dtype.type(0)
 
 
 @jit.helper
@@ -437,78 +522,84 @@ def _max_pool_vjp(out: Any, g: Any, index: Any, table: Any) -> None:
         out[p, done:] = 0
 
 
+@jit.helper
+def _row_sums(out, to, row, sums, adds, ones):
+    """What `_program` says."""
+    for j in range(sums.shape[0]):
+        combine(out, to + sums[j, 0], sums[j, 1], row, 0, sums, j * sums.shape[1] + 3, ones, 0, sums[j, 2])
+    for j in range(adds.shape[0]):
+        o, start = np.uint64(to + adds[j, 0]), np.uint64(adds[j, 2])
+        for k in range(adds[j, 1]):
+            out[o + np.uint64(k)] += row[start + np.uint64(k)]
+
+
 @jit.loops("out")
-def _avg_pool(out: Any, x: Any, table: Any, planes: int, share_d: Any, share_h: Any, share_w: Any) -> None:
+def _avg_pool(
+    out: Any, x: Any, table: Any, planes: int, share_d: Any, share_h: Any, share_w: Any, sums: Any, adds: Any
+) -> None:
     nd, nh, nw = table[0, 0], table[1, 0], table[2, 0]
     md, mh, mw = table[0, 1], table[1, 1], table[2, 1]
     stride = table[2, 3]
-    rows = np.empty(nw, x.dtype)
-    phases = np.empty(stride * (nw // stride + 1), x.dtype)
+    row, phases = np.empty(nw, x.dtype), np.empty(stride * (nw // stride + 1), x.dtype)
+    starts = np.empty(table[0, 2] * table[1, 2], np.int64)
+    factors, ones = np.empty(starts.size, x.dtype), np.ones(table[2, 2], x.dtype)
     for p in range(planes):
         for od in range(md):
             for oh in range(mh):
+                count = 0
+                for jd in range(table[0, 2]):
+                    d = od * table[0, 3] + jd * table[0, 4] - table[0, 5]
+                    for jh in range(table[1, 2]):
+                        h = oh * table[1, 3] + jh * table[1, 4] - table[1, 5]
+                        if 0 <= d < nd and 0 <= h < nh:
+                            starts[count], factors[count] = ((p * nd + d) * nh + h) * nw, share_d[od] * share_h[oh]
+                            count += 1
                 to = ((p * md + od) * mh + oh) * mw
-                _set(rows, 0, nw, 0)
-                _set(out, to, mw, 0)
-                for jd in range(table[0, 2]):
-                    d = od * table[0, 3] + jd * table[0, 4] - table[0, 5]
-                    if d < 0 or d >= nd:
-                        continue
-                    for jh in range(table[1, 2]):
-                        h = oh * table[1, 3] + jh * table[1, 4] - table[1, 5]
-                        if h >= 0 and h < nh:
-                            _add(rows, 0, x, ((p * nd + d) * nh + h) * nw, nw)
+                combine(row, 0, nw, x, 0, starts, 0, factors, 0, count)
                 if stride > 1:
-                    _deal(phases, rows, 0, nw, stride)
-                for jw in range(table[2, 2]):
-                    a = jw * table[2, 4] - table[2, 5]
-                    first, end = _bounds(a, nw, mw, stride)
-                    i = first * stride + a
-                    if stride > 1:
-                        _add(out, to + first, phases, _dealt(i, nw, stride), end - first)
-                    else:
-                        _add(out, to + first, rows, i, end - first)
-                share = share_d[od] * share_h[oh]
-                for o in range(mw):
-                    out[np.uint64(to) + np.uint64(o)] *= share * share_w[o]
+                    deal(phases, row, 0, nw, stride)
+                    _row_sums(out, to, phases, sums, adds, ones)
+                else:
+                    _row_sums(out, to, row, sums, adds, ones)
+                scale(out, to, mw, share_w)
 
 
 @jit.loops("out")
-def _avg_pool_vjp(out: Any, g: Any, table: Any, planes: int, share_d: Any, share_h: Any, share_w: Any) -> None:
+def _avg_pool_vjp(
+    out: Any, g: Any, table: Any, planes: int, share_d: Any, share_h: Any, share_w: Any, sums: Any, adds: Any
+) -> None:
+    # A row of inputs is the sum of the rows of outputs that read it, along which each is spread over its taps.
     nd, nh, nw = table[0, 0], table[1, 0], table[2, 0]
     md, mh, mw = table[0, 1], table[1, 1], table[2, 1]
     stride = table[2, 3]
-    width = stride * (nw // stride + 1)
-    row = np.empty(nw, g.dtype)
-    phases = np.empty(width, g.dtype)
-    scaled = np.empty(mw, g.dtype)
+    total, phases = np.empty(mw, g.dtype), np.empty(stride * (nw // stride + 1), g.dtype)
+    starts = np.empty(table[0, 2] * table[1, 2], np.int64)
+    factors, ones = np.empty(starts.size, g.dtype), np.ones(table[2, 2], g.dtype)
     for p in range(planes):
-        plane = p * nd * nh * nw
-        done = 0
-        for od in range(md):
-            end_d = _end_of(od, nd, table[0, 2], table[0, 3], table[0, 4], table[0, 5])
-            for oh in range(mh):
-                end_h = _end_of(oh, nh, table[1, 2], table[1, 3], table[1, 4], table[1, 5])
-                upto = ((end_d - 1) * nh + end_h) * nw
-                if upto > done:
-                    _set(out, plane + done, upto - done, 0)
-                    done = upto
-                share = share_d[od] * share_h[oh]
-                at = np.uint64(((p * md + od) * mh + oh) * mw)
-                for o in range(mw):
-                    scaled[o] = g[at + np.uint64(o)] * (share * share_w[o])
-                _set(phases, 0, width, 0)
-                for jw in range(table[2, 2]):
-                    a = jw * table[2, 4] - table[2, 5]
-                    first, end = _bounds(a, nw, mw, stride)
-                    _add(phases, _dealt(first * stride + a, nw, stride), scaled, first, end - first)
-                _undeal(row, phases, nw, stride)
+        for d in range(nd):
+            for h in range(nh):
+                count = 0
                 for jd in range(table[0, 2]):
-                    d = od * table[0, 3] + jd * table[0, 4] - table[0, 5]
-                    if d < 0 or d >= nd:
-                        continue
+                    od = _read_by(d, jd, table, 0)
                     for jh in range(table[1, 2]):
-                        h = oh * table[1, 3] + jh * table[1, 4] - table[1, 5]
-                        if h >= 0 and h < nh:
-                            _add(out, plane + (d * nh + h) * nw, row, 0, nw)
-        _set(out, plane + done, nd * nh * nw - done, 0)
+                        oh = _read_by(h, jh, table, 1)
+                        if od >= 0 and oh >= 0:
+                            starts[count] = ((p * md + od) * mh + oh) * mw
+                            factors[count] = share_d[od] * share_h[oh]
+                            count += 1
+                to = ((p * nd + d) * nh + h) * nw
+                combine(total, 0, mw, g, 0, starts, 0, factors, 0, count)
+                scale(total, 0, mw, share_w)
+                if stride > 1:
+                    _row_sums(phases, 0, total, sums, adds, ones)
+                    undeal(out, to, phases, nw, stride)
+                else:
+                    _row_sums(out, to, total, sums, adds, ones)
+
+
+@jit.helper
+def _read_by(i, j, table, d):
+    """The output that reads input i by its tap j, or -1."""
+    at = i + table[d, 5] - j * table[d, 4]
+    o = at // table[d, 3]
+    return o if at >= 0 and at % table[d, 3] == 0 and o < table[d, 1] else -1

@@ -16,7 +16,7 @@ import numpy as np
 
 from spmd.kernels import buffers, jit
 from spmd.kernels.cpu.chunks import CACHE, accurate
-from spmd.kernels.cpu.vectors import add_taps_of_one, places
+from spmd.kernels.cpu.vectors import combine
 from spmd.kernels.windows import reach
 
 __all__ = ["stencil", "stencil_weights"]
@@ -39,9 +39,8 @@ def stencil(x: np.ndarray, offsets: Offsets, weights: Sequence[Any], padding: Se
     if source.size == 0:
         out.fill(0)
     elif x.dtype.char in "fd" and jit.fits(x):
-        span = places(x.dtype, 1)
-        rest = (table, factors, np.empty((1, len(table)), x.dtype), np.empty(len(table), np.int64))
-        _rows(out.reshape(1, -1), np.ascontiguousarray(source).reshape(-1), *rest, out.shape, source.shape[1:], span)
+        rest = (table, factors, np.empty(len(table), x.dtype), np.empty(len(table), np.int64))
+        _rows(out.reshape(-1), np.ascontiguousarray(source).reshape(-1), *rest, out.shape, source.shape[1:])
     else:
         _boxes(out, source, table, factors)
     return made
@@ -97,9 +96,7 @@ def _inside(at: int, n: int, m: int) -> Pair:
 
 
 @jit.loops("out", "chosen", "picked")
-def _rows(
-    out: Any, x: Any, table: Any, weights: Any, chosen: Any, picked: Any, shape: Any, lengths: Any, span: int
-) -> None:
+def _rows(out: Any, x: Any, table: Any, weights: Any, chosen: Any, picked: Any, shape: Any, lengths: Any) -> None:
     examples, layers, rows, columns = shape
     depth, height, width = lengths
     taps = weights.size
@@ -115,22 +112,13 @@ def _rows(
                     a, b, c = table[t, 0], table[t, 1], table[t, 2]
                     if z + a < 0 or z + a >= depth or y + b < 0 or y + b >= height:
                         continue
-                    chosen[0, count] = weights[t]
+                    chosen[count] = weights[t]
                     picked[count] = (a * height + b) * width + c
                     first, last = max(first, -c), min(last, width - c)
                     count += 1
-                if count == 0:
-                    out[0, to : to + columns] = 0
-                    continue
-                if last - first < span:
+                if last <= first:
                     first = last = columns
-                else:
-                    places_of, factors = picked[:count], chosen if count == taps else chosen[:, :count].copy()
-                    j = first
-                    while j < last:
-                        j = min(j, last - span)
-                        add_taps_of_one(out, to + j, x, base + j, places_of, factors, 0)
-                        j += span
+                combine(out, to + first, last - first, x, base + first, picked, 0, chosen, 0, count)
                 for j in range(columns):
                     if j == first:
                         break
@@ -147,7 +135,7 @@ def _one(out, to, x, base, j, z, y, table, weights, depth, height, width):
         a, b, c = table[t, 0], table[t, 1], table[t, 2]
         if 0 <= z + a < depth and 0 <= y + b < height and 0 <= j + c < width:
             total += weights[t] * x[base + j + (a * height + b) * width + c]
-    out[0, to] = total
+    out[to] = total
 
 
 def _boxes(out: np.ndarray, x: np.ndarray, table: np.ndarray, weights: np.ndarray) -> None:

@@ -1,7 +1,8 @@
-"""The innermost loop of a convolution, in vectors: sums stay in the registers until all their terms are added.
+"""Instructions that a compiler does not choose by itself.
 
-A compiler that makes vectors of plain loops does not find this by itself: it keeps the sums in memory. So the loop is
-built of vector instructions, of as many numbers as the processor's registers hold.
+Sums over taps, the innermost loops of convolutions, stencils, poolings and interpolations, are built of vector
+instructions: sums stay in the registers until all their terms are added. A compiler that makes vectors of plain loops
+keeps them in memory.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 
 from spmd.kernels.jit import lowered
 
-__all__ = ["FILTERS", "add_taps", "add_taps_of_one", "places"]
+__all__ = ["FILTERS", "add_taps", "combine", "places", "prefetch"]
 
 
 @cache
@@ -33,105 +34,193 @@ _WIDE, _WIDE_OF_ONE = 2, 8
 """Vectors of neighbouring places in work at once: as many sums, times the filters, as there are registers for."""
 
 
-def places(dtype: np.dtype, filters: int) -> int:
-    """How many neighbouring places `add_taps` (or `add_taps_of_one`, for one filter) works on at once."""
-    return (_WIDE_OF_ONE if filters == 1 else _WIDE) * vector_bytes() // dtype.itemsize
+def places(dtype: np.dtype) -> int:
+    """How many neighbouring places `add_taps` works on at once."""
+    return _WIDE * vector_bytes() // dtype.itemsize
 
 
-def _plain(out: Any, to: int, x: Any, at: int, offsets: Any, w: Any, row: int, filters: int) -> None:
-    wide = places(x.dtype, filters)
-    for a in range(filters):
-        out[a, to : to + wide] = sum(w[row + a, t] * x[at + d : at + d + wide] for t, d in enumerate(offsets))
+def _plain(out, to, n, x, at, offsets, begin, w, first, count):
+    total = out.dtype.type(0)
+    for d, factor in zip(offsets[begin : begin + count], w.reshape(-1)[first : first + count], strict=True):
+        total = total + factor * x[at + d : at + d + n]
+    out.reshape(-1)[to : to + n] = total
 
 
-def _build(filters: int, wide: int) -> Callable[..., Any]:
-    from llvmlite import ir
+class _Sums:
+    """Builds instructions that add taps up, in vectors and in single numbers alike: in the order of the taps, rounded
+    once for each."""
+
+    def __init__(self, context, builder, types, out, x, offsets, w):
+        from numba.core import cgutils
+
+        self.context, self.builder, self.cgutils = context, builder, cgutils
+        arrays = (out, x, offsets, w)
+        self.out, self.x, self.offsets, self.w = (
+            context.make_array(t)(context, builder, a) for t, a in zip(types, arrays, strict=True)
+        )
+        self.item, self.bits = context.get_data_type(types[1].dtype), types[1].dtype.bitwidth
+        self.lanes = vector_bytes() * 8 // self.bits
+        # From one filter to the next, and from one line of outputs to the next.
+        self.pitch = cgutils.unpack_tuple(builder, self.w.shape)[-1]
+        self.length = cgutils.unpack_tuple(builder, self.out.shape)[-1]
+
+    def number(self, n: int) -> Any:
+        from numba import types
+
+        return self.context.get_constant(types.intp, n)
+
+    def add(self, to, at, begin, first, count, *, filters: int, wide: int, lanes: int) -> None:
+        """out[a, to + j] = sum over t < count of w.flat[first + a * pitch + t] * x[at + offsets[begin + t] + j]."""
+        from llvmlite import ir
+
+        builder, cgutils = self.builder, self.cgutils
+        kind = ir.VectorType(self.item, lanes) if lanes > 1 else self.item
+        name = f"llvm.fma.v{lanes}f{self.bits}" if lanes > 1 else f"llvm.fma.f{self.bits}"
+        fma = cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [kind] * 3), name)
+        zero = ir.Constant(kind, [0.0] * lanes if lanes > 1 else 0.0)
+
+        def pointer(array, index):
+            return builder.bitcast(builder.gep(array.data, [index]), kind.as_pointer())
+
+        def spread(one):
+            if lanes == 1:
+                return one
+            undefined, index = ir.Constant(kind, ir.Undefined), ir.IntType(32)
+            with_one = builder.insert_element(undefined, one, ir.Constant(index, 0))
+            return builder.shuffle_vector(with_one, undefined, ir.Constant(ir.VectorType(index, lanes), [0] * lanes))
+
+        sums = [[cgutils.alloca_once_value(builder, zero) for _ in range(wide)] for _ in range(filters)]
+        for one in (s for row in sums for s in row):
+            builder.store(zero, one)  # where these instructions are repeated
+        with cgutils.for_range(builder, count) as loop:
+            place = builder.add(at, builder.load(builder.gep(self.offsets.data, [builder.add(begin, loop.index)])))
+            inputs = []
+            for k in range(wide):
+                loaded = builder.load(pointer(self.x, builder.add(place, self.number(k * lanes))))
+                loaded.align = self.bits // 8
+                inputs.append(loaded)
+            for a in range(filters):
+                tap = builder.add(builder.mul(self.pitch, self.number(a)), loop.index)
+                weight = spread(builder.load(builder.gep(self.w.data, [builder.add(first, tap)])))
+                for k in range(wide):
+                    builder.store(builder.call(fma, [inputs[k], weight, builder.load(sums[a][k])]), sums[a][k])
+        for a in range(filters):
+            line = builder.add(builder.mul(self.length, self.number(a)), to)
+            for k in range(wide):
+                to_here = pointer(self.out, builder.add(line, self.number(k * lanes)))
+                stored = builder.store(builder.load(sums[a][k]), to_here)
+                stored.align = self.bits // 8
+
+    def add_pieces(self, to, n, at, begin, first, count, *, wide: int, lanes: int) -> None:
+        """`add` for n neighbours, in pieces; a last one that would be cut begins earlier."""
+        builder = self.builder
+        piece = self.number(wide * lanes)
+        with self.cgutils.for_range_slice(builder, self.number(0), n, piece, inc=True) as (j, _):
+            last = builder.sub(n, piece)
+            j = builder.select(builder.icmp_signed("<", j, last), j, last)
+            here, there = builder.add(to, j), builder.add(at, j)
+            self.add(here, there, begin, first, count, filters=1, wide=wide, lanes=lanes)
+
+
+def _build(*_: Any) -> Callable[..., Any]:
     from numba import types
-    from numba.core import cgutils
     from numba.extending import intrinsic
 
-    word = ir.IntType(64)
-
-    def number(n: int) -> ir.Constant:
-        return ir.Constant(word, n)
+    index = types.intp
 
     @intrinsic
     def add_taps(typing, out, to, x, at, offsets, w, row):
         def build(context, builder, signature, args):
-            arrays = [
-                context.make_array(t)(context, builder, a)
-                for t, a in zip(signature.args, args, strict=True)
-                if isinstance(t, types.Array)
-            ]
-            (into, source, table, weights), to, start, first = arrays, args[1], args[3], args[6]
-            item = context.get_data_type(x.dtype)
-            lanes = vector_bytes() // (x.dtype.bitwidth // 8)
-            align = x.dtype.bitwidth // 8
-            vector = ir.VectorType(item, lanes)
-            name = f"llvm.fma.v{lanes}f{x.dtype.bitwidth}"
-            fma = cgutils.get_or_insert_function(builder.module, ir.FunctionType(vector, [vector] * 3), name)
-            taps = cgutils.unpack_tuple(builder, weights.shape)[1]
-            length = cgutils.unpack_tuple(builder, into.shape)[1]
-
-            def pointer(array, index):
-                return builder.bitcast(builder.gep(array.data, [index]), vector.as_pointer())
-
-            def spread(one):
-                undefined = ir.Constant(vector, ir.Undefined)
-                with_one = builder.insert_element(undefined, one, ir.Constant(ir.IntType(32), 0))
-                zeros = ir.Constant(ir.VectorType(ir.IntType(32), lanes), [0] * lanes)
-                return builder.shuffle_vector(with_one, undefined, zeros)
-
-            before = builder.block
-            loop, after = builder.append_basic_block("taps"), builder.append_basic_block("done")
-            builder.branch(loop)
-            builder.position_at_end(loop)
-            t = builder.phi(word)
-            t.add_incoming(number(0), before)
-            sums = [[builder.phi(vector) for _ in range(wide)] for _ in range(filters)]
-            for one in (s for row_ in sums for s in row_):
-                one.add_incoming(ir.Constant(vector, [0.0] * lanes), before)
-            place = builder.add(start, builder.load(builder.gep(table.data, [t])))
-            inputs = []
-            for k in range(wide):
-                loaded = builder.load(pointer(source, builder.add(place, number(k * lanes))))
-                loaded.align = align
-                inputs.append(loaded)
-            new = []
-            for a in range(filters):
-                index = builder.add(builder.mul(builder.add(first, number(a)), taps), t)
-                weight = spread(builder.load(builder.gep(weights.data, [index])))
-                new.append([builder.call(fma, [inputs[k], weight, sums[a][k]]) for k in range(wide)])
-            following = builder.add(t, number(1))
-            t.add_incoming(following, builder.block)
-            for a in range(filters):
-                for k in range(wide):
-                    sums[a][k].add_incoming(new[a][k], builder.block)
-            builder.cbranch(builder.icmp_signed("<", following, taps), loop, after)
-            builder.position_at_end(after)
-            for a in range(filters):
-                line = builder.add(builder.mul(length, number(a)), to)
-                for k in range(wide):
-                    stored = builder.store(new[a][k], pointer(into, builder.add(line, number(k * lanes))))
-                    stored.align = align
+            out, to, x, at, offsets, w, row = args
+            sums = _Sums(context, builder, [signature.args[i] for i in (0, 2, 4, 5)], out, x, offsets, w)
+            count, zero = sums.pitch, sums.number(0)
+            sums.add(to, at, zero, builder.mul(row, count), count, filters=FILTERS, wide=_WIDE, lanes=sums.lanes)
             return context.get_dummy_value()
 
-        return types.void(out, types.intp, x, types.intp, offsets, w, types.intp), build
+        return types.void(out, index, x, index, offsets, w, index), build
 
     instruction: Any = add_taps
     return lambda out, to, x, at, offsets, w, row: instruction(out, to, x, at, offsets, w, row)
 
 
-@lowered(lambda: _build(FILTERS, _WIDE))
+def _build_combine(*_: Any) -> Callable[..., Any]:
+    from numba import types
+    from numba.extending import intrinsic
+
+    index = types.intp
+
+    @intrinsic
+    def combine(typing, out, to, n, x, at, offsets, begin, w, first, count):
+        def build(context, builder, signature, args):
+            out, to, n, x, at, offsets, begin, w, first, count = args
+            sums = _Sums(context, builder, [signature.args[i] for i in (0, 3, 5, 7)], out, x, offsets, w)
+            given = (to, n, at, begin, first, count)
+            enough = lambda wide: builder.icmp_signed(">=", n, sums.number(wide * sums.lanes))
+            with builder.if_else(enough(_WIDE_OF_ONE)) as (many, less):
+                with many:
+                    sums.add_pieces(*given, wide=_WIDE_OF_ONE, lanes=sums.lanes)
+                with less, builder.if_else(enough(1)) as (few, single):
+                    with few:
+                        sums.add_pieces(*given, wide=1, lanes=sums.lanes)
+                    with single:
+                        sums.add_pieces(*given, wide=1, lanes=1)
+            return context.get_dummy_value()
+
+        return types.void(out, index, index, x, index, offsets, index, w, index, index), build
+
+    instruction: Any = combine
+    return lambda out, to, n, x, at, offsets, begin, w, first, count: instruction(
+        out, to, n, x, at, offsets, begin, w, first, count
+    )
+
+
+@lowered(_build)
 def add_taps(out: Any, to: int, x: Any, at: int, offsets: Any, w: Any, row: int) -> None:
     """out[a, to + j] = sum over t of w[row + a, t] * x[at + offsets[t] + j], for FILTERS rows and `places` j.
 
     out: 2-d. x: flat. offsets: int64, at least one. w: (rows, taps). All C-contiguous, of float32 or float64.
     """
-    _plain(out, to, x, at, offsets, w, row, FILTERS)
+    taps = len(offsets)
+    for a in range(FILTERS):
+        _plain(out[a], to, places(x.dtype), x, at, offsets, 0, w[row + a], 0, taps)
 
 
-@lowered(lambda: _build(1, _WIDE_OF_ONE))
-def add_taps_of_one(out: Any, to: int, x: Any, at: int, offsets: Any, w: Any, row: int) -> None:
-    """The same for a single row."""
-    _plain(out, to, x, at, offsets, w, row, 1)
+@lowered(_build_combine)
+def combine(
+    out: Any, to: int, n: int, x: Any, at: int, offsets: Any, begin: int, w: Any, first: int, count: int
+) -> None:
+    """out[to + j] = sum over t < count of w[first + t] * x[at + offsets[begin + t] + j], for j < n.
+
+    All C-contiguous, of float32 or float64, and counted flat; offsets of int64. The bits of an entry do not depend
+    on n.
+    """
+    _plain(out, to, n, x, at, offsets, begin, w, first, count)
+
+
+def _build_prefetch(*types: Any) -> Callable[..., Any]:
+    from llvmlite import ir
+    from numba import types
+    from numba.extending import intrinsic
+
+    @intrinsic
+    def prefetch(typing, x, at):
+        def build(context, builder, signature, args):
+            array = context.make_array(signature.args[0])(context, builder, args[0])
+            place = builder.bitcast(builder.gep(array.data, [args[1]]), ir.IntType(8).as_pointer())
+            flag = ir.IntType(32)
+            instruction = builder.module.declare_intrinsic(
+                "llvm.prefetch", [place.type], ir.FunctionType(ir.VoidType(), [place.type, flag, flag, flag])
+            )
+            read, into_first_cache, data = (ir.Constant(flag, n) for n in (0, 3, 1))
+            builder.call(instruction, [place, read, into_first_cache, data])
+            return context.get_dummy_value()
+
+        return types.void(x, types.intp), build
+
+    instruction: Any = prefetch
+    return lambda x, at: instruction(x, at)
+
+
+@lowered(_build_prefetch)
+def prefetch(x: Any, at: int) -> None:
+    """Tell the machine that entry `at` of a flat array is read soon; its line of memory is then fetched meanwhile."""
