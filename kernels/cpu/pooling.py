@@ -17,7 +17,7 @@ import numpy as np
 from spmd.kernels import buffers, jit
 from spmd.kernels.cpu.chunks import CACHE, accurate, by_planes
 from spmd.kernels.cpu.rows import deal, fill, scale, undeal
-from spmd.kernels.cpu.vectors import combine, prefetch
+from spmd.kernels.cpu.vectors import combine, fetch
 from spmd.kernels.windows import Window
 
 __all__ = ["avg_pool", "avg_pool_vjp", "max_pool", "max_pool_gather", "max_pool_vjp"]
@@ -433,6 +433,7 @@ def _max_pool(top: Any, index: Any, x: Any, table: Any, planes: int, pair: Any, 
     slots = min(nh, (taps - 1) * table[1, 4] + 1)
     tops, places = np.empty(table[0, 2] * slots * mw, top.dtype), np.empty(table[0, 2] * slots * mw, index.dtype)
     held = np.empty(table[0, 2] * slots, np.int64)
+    fetched, size = 0, x.itemsize
     for p in range(planes):
         held[:] = -1
         for od in range(md):
@@ -452,6 +453,7 @@ def _max_pool(top: Any, index: Any, x: Any, table: Any, planes: int, pair: Any, 
                         if held[slot] != base:
                             held[slot] = base
                             row = p * nd * nh * nw + base
+                            fetched = fetch(x, fetched, row + nw, size)
                             if stride > 1:
                                 deal(phases, x, row, nw, stride)
                                 _row_max(tops, places, at, phases, 0, base, mw, stride, dilation, pair, later)
@@ -473,18 +475,15 @@ def _max_pool(top: Any, index: Any, x: Any, table: Any, planes: int, pair: Any, 
 
 @jit.loops("out")
 def _gather(out: Any, x: Any, index: Any, n: int, m: int) -> None:
-    # Where the winners lie is not foreseen by the machine, so what the next outputs may read is fetched beforehand:
-    # winners are about as far on in their plane as the outputs.
+    # Where the winners lie is not foreseen by the machine, but it is about as far on in their plane as the outputs are.
     if m == 0:
         return
-    line, ahead, piece = 64 // x.itemsize, 8192 // x.itemsize, 64
+    size, piece = x.itemsize, 64
     for p in range(out.size // m):
         plane, fetched = p * n, p * n
         for start in range(0, m, piece):
             end = min(m, start + piece)
-            while fetched < min(x.size, plane + end * n // m + ahead):
-                prefetch(x, fetched)
-                fetched += line
+            fetched = fetch(x, fetched, plane + end * n // m + n // 64, size)
             for j in range(start, end):
                 k = np.uint64(p * m + j)
                 i = index[k]
@@ -543,6 +542,7 @@ def _avg_pool(
     row, phases = np.empty(nw, x.dtype), np.empty(stride * (nw // stride + 1), x.dtype)
     starts = np.empty(table[0, 2] * table[1, 2], np.int64)
     factors, ones = np.empty(starts.size, x.dtype), np.ones(table[2, 2], x.dtype)
+    fetched, size = 0, x.itemsize
     for p in range(planes):
         for od in range(md):
             for oh in range(mh):
@@ -555,6 +555,8 @@ def _avg_pool(
                             starts[count], factors[count] = ((p * nd + d) * nh + h) * nw, share_d[od] * share_h[oh]
                             count += 1
                 to = ((p * md + od) * mh + oh) * mw
+                if count:
+                    fetched = fetch(x, fetched, starts[count - 1] + nw, size)
                 combine(row, 0, nw, x, 0, starts, 0, factors, 0, count)
                 if stride > 1:
                     deal(phases, row, 0, nw, stride)
@@ -575,19 +577,22 @@ def _avg_pool_vjp(
     total, phases = np.empty(mw, g.dtype), np.empty(stride * (nw // stride + 1), g.dtype)
     starts = np.empty(table[0, 2] * table[1, 2], np.int64)
     factors, ones = np.empty(starts.size, g.dtype), np.ones(table[2, 2], g.dtype)
+    deep, high = _readers(table, 0), _readers(table, 1)
+    fetched, size = 0, g.itemsize
     for p in range(planes):
         for d in range(nd):
             for h in range(nh):
                 count = 0
-                for jd in range(table[0, 2]):
-                    od = _read_by(d, jd, table, 0)
-                    for jh in range(table[1, 2]):
-                        oh = _read_by(h, jh, table, 1)
-                        if od >= 0 and oh >= 0:
-                            starts[count] = ((p * md + od) * mh + oh) * mw
-                            factors[count] = share_d[od] * share_h[oh]
-                            count += 1
+                for a in range(deep[d, 0]):
+                    od = deep[d, 1 + a]
+                    for b in range(high[h, 0]):
+                        oh = high[h, 1 + b]
+                        starts[count] = ((p * md + od) * mh + oh) * mw
+                        factors[count] = share_d[od] * share_h[oh]
+                        count += 1
                 to = ((p * nd + d) * nh + h) * nw
+                if count:
+                    fetched = fetch(g, fetched, starts[count - 1] + mw, size)
                 combine(total, 0, mw, g, 0, starts, 0, factors, 0, count)
                 scale(total, 0, mw, share_w)
                 if stride > 1:
@@ -598,8 +603,14 @@ def _avg_pool_vjp(
 
 
 @jit.helper
-def _read_by(i, j, table, d):
-    """The output that reads input i by its tap j, or -1."""
-    at = i + table[d, 5] - j * table[d, 4]
-    o = at // table[d, 3]
-    return o if at >= 0 and at % table[d, 3] == 0 and o < table[d, 1] else -1
+def _readers(table, d):
+    """For every input, how many outputs read it, and which; the last taps come first."""
+    n, m, taps, stride, dilation, low = table[d, 0], table[d, 1], table[d, 2], table[d, 3], table[d, 4], table[d, 5]
+    found = np.zeros((n, 1 + taps), np.int64)
+    for j in range(taps - 1, -1, -1):
+        for o in range(m):
+            i = o * stride + j * dilation - low
+            if 0 <= i < n:
+                found[i, 0] += 1
+                found[i, found[i, 0]] = o
+    return found

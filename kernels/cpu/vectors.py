@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from spmd.kernels.jit import lowered
+from spmd.kernels.jit import helper, lowered
 
-__all__ = ["FILTERS", "add_taps", "combine", "places", "prefetch"]
+__all__ = ["FILTERS", "add_taps", "combine", "fetch", "places", "prefetch"]
 
 
 @cache
@@ -224,3 +224,17 @@ def _build_prefetch(*types: Any) -> Callable[..., Any]:
 @lowered(_build_prefetch)
 def prefetch(x: Any, at: int) -> None:
     """Tell the machine that entry `at` of a flat array is read soon; its line of memory is then fetched meanwhile."""
+
+
+_LINE, _AHEAD = 64, 2048  # bytes
+
+
+@helper
+def fetch(x, done, upto, size):
+    """`prefetch` for the entries done:upto of a flat array, and some more, as far as it goes; gives how far that is.
+    size: bytes of an entry. Loops that read several rows at once call it: machines foresee one row better than many."""
+    upto = min(x.size, upto + _AHEAD // size)
+    while done < upto:
+        prefetch(x, done)
+        done += _LINE // size
+    return done
