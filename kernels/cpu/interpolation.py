@@ -14,6 +14,8 @@ import numpy as np
 
 from spmd.kernels import buffers, jit
 from spmd.kernels.cpu.chunks import CACHE, accurate
+from spmd.kernels.cpu.rows import deal, undeal
+from spmd.kernels.cpu.vectors import combine
 from spmd.kernels.taps import BOUNDARIES, continued, nearest_shift, polynomials
 
 __all__ = ["inject", "resample", "sample"]
@@ -43,9 +45,14 @@ def resample(x: np.ndarray, index: np.ndarray, weight: np.ndarray, axis: int) ->
     if flat.dtype.char in "fd" and jit.fits(flat, index):
         index = np.ascontiguousarray(index)
         if flat.shape[2] == 1:
-            _resample_last(into[..., 0], flat[..., 0], index, weight)
+            period = _period(index, weight)
+            if period is None:
+                _resample_last(into[..., 0], flat[..., 0], index, weight)
+            else:
+                _resample_evenly(into.reshape(-1), flat.reshape(-1), index, weight, *period, flat.shape[1])
         else:
-            _resample(into, flat, index, weight)
+            starts = index.astype(np.int64) * flat.shape[2]
+            _resample(into.reshape(-1), flat.reshape(-1), starts, weight, flat.shape[1] * flat.shape[2], len(flat))
         return out
     rows = max(1, CACHE // max(1, flat[0, 0].size * wide.itemsize))
     planes = max(1, rows // max(1, flat.shape[1], len(index)))
@@ -161,44 +168,80 @@ def _prepared(points: np.ndarray, method: str, boundary: str, orders: Ints, cubi
     return (np.ascontiguousarray(points, np.float64), table, nearest_shift(method), BOUNDARIES.index(boundary))
 
 
-@jit.helper
-def _combine_first(to, a, u):
-    for i in range(to.shape[0]):
-        to[i] = u * a[i]
+@jit.loops("out")
+def _resample(out: Any, x: Any, starts: Any, weight: Any, plane: int, planes: int) -> None:
+    m, taps = starts.shape
+    wide = out.size // (planes * m)
+    for p in range(planes):
+        for o in range(m):
+            combine(out, (p * m + o) * wide, wide, x, p * plane, starts, o * taps, weight, o * taps, taps)
 
 
-@jit.helper
-def _combine_two(to, a, u, b, v):
-    for i in range(to.shape[0]):
-        to[i] = u * a[i] + v * b[i]
+_LONGEST = 8
+"""The longest period of taps for which rows are dealt out."""
 
 
-@jit.helper
-def _combine_more(to, a, u, b, v):
-    for i in range(to.shape[0]):
-        to[i] += u * a[i] + v * b[i]
-
-
-@jit.helper
-def _combine_last(to, a, u):
-    for i in range(to.shape[0]):
-        to[i] += u * a[i]
+def _period(index: np.ndarray, weight: np.ndarray) -> tuple[int, int, int, int] | None:
+    """(first, end, step, period): among the outputs first:end, the output o + period has the taps of output o, `step`
+    inputs further. None if that does not hold of most outputs."""
+    m = len(index)
+    for period in range(1, min(_LONGEST, m // (2 * _ROWS)) + 1):
+        moved = index[period:] - index[:-period]
+        step = int(moved[len(moved) // 2, 0])
+        even = np.all(moved == step, axis=1) & np.all(weight[period:] == weight[:-period], axis=1)
+        stops = np.flatnonzero(~even)
+        edges = np.concatenate([[-1], stops, [len(even)]])
+        longest = int(np.argmax(np.diff(edges)))
+        first, end = int(edges[longest]) + 1, int(edges[longest + 1]) + period
+        if 0 < step <= _LONGEST and end - first > 0.75 * m:
+            return first, end, step, period
+    return None
 
 
 @jit.loops("out")
-def _resample(out: Any, x: Any, index: Any, weight: Any) -> None:
-    taps = index.shape[1]
-    for p in range(out.shape[0]):
-        for o in range(out.shape[1]):
-            to, i, w = out[p, o], index[o], weight[o]
-            if taps == 1:
-                _combine_first(to, x[p, i[0]], w[0])
+def _resample_evenly(
+    out: Any, x: Any, index: Any, weight: Any, first: int, end: int, step: int, period: int, n: int
+) -> None:
+    # Rows are dealt out by the step of the inputs and by the period of the outputs: then neighbours have the same taps.
+    m, taps = index.shape
+    length = end - first
+    width = length // period + 1
+    dealt = np.empty(step * (n // step + 1), x.dtype)
+    made = np.empty(period * width, x.dtype)
+    starts = np.empty(period * taps, np.int64)
+    for c in range(period):
+        for k in range(taps):
+            i = index[first + c, k]
+            starts[c * taps + k] = i % step * (n // step + 1) + i // step
+    for p in range(x.size // n):
+        if step > 1:
+            deal(dealt, x, p * n, n, step)
+        for c in range(period):
+            to, count, begin = c * width, (length - c + period - 1) // period, (first + c) * taps
+            if period == 1 and step == 1:
+                combine(out, p * m + first, length, x, p * n, starts, 0, weight, begin, taps)
+            elif period == 1:
+                combine(out, p * m + first, length, dealt, 0, starts, 0, weight, begin, taps)
+            elif step == 1:
+                combine(made, to, count, x, p * n, starts, c * taps, weight, begin, taps)
             else:
-                _combine_two(to, x[p, i[0]], w[0], x[p, i[1]], w[1])
-            for k in range(2, taps - 1, 2):
-                _combine_more(to, x[p, i[k]], w[k], x[p, i[k + 1]], w[k + 1])
-            if taps > 1 and taps % 2:
-                _combine_last(to, x[p, i[taps - 1]], w[taps - 1])
+                combine(made, to, count, dealt, 0, starts, c * taps, weight, begin, taps)
+        if period > 1:
+            undeal(out, p * m + first, made, length, period)
+        for o in range(m):
+            if o == first:
+                break
+            out[p * m + o] = _one_of(x, p * n, index, weight, o)
+        for o in range(end, m):
+            out[p * m + o] = _one_of(x, p * n, index, weight, o)
+
+
+@jit.helper
+def _one_of(x, start, index, weight, o):
+    total = x.dtype.type(0)
+    for k in range(index.shape[1]):
+        total += weight[o, k] * x[start + index[o, k]]
+    return total
 
 
 @jit.helper
