@@ -22,6 +22,7 @@ import numpy as np
 
 from spmd.kernels import buffers, jit
 from spmd.kernels.cpu.chunks import accurate
+from spmd.kernels.cpu.shifts import shifted_products, shifted_sums
 from spmd.kernels.cpu.vectors import FILTERS, add_taps, combine, places
 from spmd.kernels.windows import output_length
 
@@ -45,6 +46,10 @@ def conv(
         out.fill(0)
         return out
     wide = accurate(dtype)
+    if _single(dtype, x, w, stride, groups, w):
+        table = _shifts(w.shape[2:], padding, dilation)
+        _shift(out, x.astype(dtype, copy=False), table, w.astype(dtype, copy=False).reshape(groups, -1))
+        return out
     taps, residues = _taps(w.shape[2:], stride, padding, dilation)
     filters = w.astype(wide, copy=False).reshape(groups, w.shape[0] // groups, w.shape[1], -1)
     into = out if dtype == wide else buffers.empty(out.shape, wide)
@@ -71,6 +76,11 @@ def conv_input_adjoint(
     n, c = g.shape[0], groups * w.shape[1]
     if 0 in g.shape or 0 in w.shape or 0 in shape or n * c == 0:
         return buffers.zeros((n, c, *shape), dtype)
+    if _single(dtype, g, w, stride, groups, w):
+        out = buffers.empty((n, c, *shape), dtype)
+        table = -_shifts(w.shape[2:], padding, dilation)
+        _shift(out, g.astype(dtype, copy=False), table, w.astype(dtype, copy=False).reshape(groups, -1))
+        return out
     # (groups, O, C, taps) -> (groups, C, O, taps): now the filters' channels are what is summed over.
     filters = w.reshape(groups, w.shape[0] // groups, w.shape[1], -1).swapaxes(1, 2).astype(wide, copy=False)
     g = g.astype(wide, copy=False)
@@ -109,6 +119,14 @@ def conv_weight_adjoint(
     shape = (g.shape[1], x.shape[1] // groups, *kernel)
     if 0 in g.shape or 0 in x.shape or 0 in shape:
         return np.zeros(shape, dtype)
+    if _single(dtype, g, x, stride, groups, shape):
+        found = shifted_products(
+            _examples(g.astype(dtype, copy=False)),
+            _examples(x.astype(dtype, copy=False))[:, None],
+            _shifts(kernel, padding, dilation),
+            groups,
+        )
+        return found.reshape(shape).astype(dtype)
     taps, residues = _taps(kernel, stride, padding, dilation)
     count, channels = shape[0] // groups, shape[1]
     total = np.zeros((groups, count, channels * len(taps)), wide if wide.kind == "c" else np.float64)
@@ -141,6 +159,12 @@ def col2im(
     wide = accurate(cols.dtype)
     out = buffers.empty((*cols.shape[:2], *shape), cols.dtype)
     m = cols.shape[2 + len(kernel) :]
+    if cols.dtype.char in "fd" and jit.fits(cols) and all(s == 1 for s in stride) and cols.size and out.size:
+        table = -_shifts(kernel, padding, dilation)
+        table[:, 0] = np.arange(len(table))
+        planes = np.ascontiguousarray(cols).reshape(-1, len(table), *_three(m, 1))
+        shifted_sums(_examples(out), planes, table, np.ones((1, len(table)), cols.dtype))
+        return out
     taps = list(_seen(shape, m, kernel, stride, padding, dilation))
     room = np.empty(shape, wide)
     for n, c in np.ndindex(*cols.shape[:2]):
@@ -151,6 +175,33 @@ def col2im(
         if plane is room:
             out[n, c] = room
     return out
+
+
+# Every channel by itself, without strides: shifted sums, with no padded copy
+
+
+def _single(dtype: np.dtype, a: np.ndarray, b: np.ndarray, stride: Shape, groups: int, filters: Any) -> bool:
+    """Whether filters, (O, C / groups, ...), see a channel each, and loops take it."""
+    shape = filters if isinstance(filters, tuple) else filters.shape
+    alone = shape[:2] == (groups, 1) and all(s == 1 for s in stride)
+    return alone and dtype.char in "fd" and jit.fits(a, b)
+
+
+def _shifts(kernel: Shape, padding: Sequence[Pair], dilation: Shape) -> np.ndarray:
+    """How much further than an output each tap reads, as `spmd.kernels.cpu.shifts` wants it."""
+    table = np.zeros((math.prod(kernel), 4), np.int64)
+    low = [before for before, _ in padding]
+    table[:, 4 - len(kernel) :] = np.array(list(np.ndindex(*kernel))) * dilation - low
+    return table
+
+
+def _examples(x: np.ndarray) -> np.ndarray:
+    """(N, C, *n) with one leading and three spatial dimensions."""
+    return np.ascontiguousarray(x).reshape(x.shape[0] * x.shape[1], *_three(x.shape[2:], 1))
+
+
+def _shift(out: np.ndarray, x: np.ndarray, table: np.ndarray, weights: np.ndarray) -> None:
+    shifted_sums(_examples(out), _examples(x)[:, None], table, np.ascontiguousarray(weights))
 
 
 _PART = 1 << 19

@@ -1,9 +1,8 @@
 """Stencils, with one reading and one writing of memory.
 
-With numba a row of the result is made at a time: where all offsets stay inside by sums that stay in vector registers,
-at its ends entry by entry. Without it the inner box is made some rows at a time, in the cache: entries of one weight
-are added up before they are multiplied; what is near the ends, where some offsets meet padding, is made offset by
-offset.
+With numba by `spmd.kernels.cpu.shifts`. Without it the inner box is made some rows at a time, in the cache: entries
+of one weight are added up before they are multiplied; what is near the ends, where some offsets meet padding, is made
+offset by offset.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import numpy as np
 
 from spmd.kernels import buffers, jit
 from spmd.kernels.cpu.chunks import CACHE, accurate
-from spmd.kernels.cpu.vectors import combine
+from spmd.kernels.cpu.shifts import shifted_products, shifted_sums
 from spmd.kernels.windows import reach
 
 __all__ = ["stencil", "stencil_weights"]
@@ -39,8 +38,7 @@ def stencil(x: np.ndarray, offsets: Offsets, weights: Sequence[Any], padding: Se
     if source.size == 0:
         out.fill(0)
     elif x.dtype.char in "fd" and jit.fits(x):
-        rest = (table, factors, np.empty(len(table), x.dtype), np.empty(len(table), np.int64))
-        _rows(out.reshape(-1), np.ascontiguousarray(source).reshape(-1), *rest, out.shape, source.shape[1:])
+        shifted_sums(out, np.ascontiguousarray(source)[:, None], _with_plane(table), factors[None])
     else:
         _boxes(out, source, table, factors)
     return made
@@ -52,6 +50,9 @@ def stencil_weights(g: np.ndarray, x: np.ndarray, offsets: Offsets, padding: Seq
     wide = accurate(dtype)
     source, table, lengths = _three(x.astype(wide, copy=False), offsets, padding)
     given = np.ascontiguousarray(g, wide).reshape(source.shape[0], *lengths)
+    if wide.char in "fd" and jit.fits(given, source):
+        source = np.ascontiguousarray(source)[:, None]
+        return shifted_products(given, source, _with_plane(table), 1)[0].astype(dtype)
     total = np.zeros(len(table), wide if wide.kind == "c" else np.float64)
     for k, at in enumerate(table):
         inside = [_inside(int(a), n, m) for a, n, m in zip(at, source.shape[1:], lengths, strict=True)]
@@ -90,52 +91,13 @@ def _three(x: np.ndarray, offsets: Offsets, padding: Sequence[Pair]) -> tuple[np
     return x.reshape(math.prod(lead), *fill, *n), table, (*fill, *lengths)
 
 
+def _with_plane(table: np.ndarray) -> np.ndarray:
+    return np.insert(table, 0, 0, axis=1)
+
+
 def _inside(at: int, n: int, m: int) -> Pair:
     """The entries of a result of length m that read among n, `at` entries further."""
     return max(0, -at), max(0, min(m, n - at))
-
-
-@jit.loops("out", "chosen", "picked")
-def _rows(out: Any, x: Any, table: Any, weights: Any, chosen: Any, picked: Any, shape: Any, lengths: Any) -> None:
-    examples, layers, rows, columns = shape
-    depth, height, width = lengths
-    taps = weights.size
-    for n in range(examples):
-        for z in range(layers):
-            for y in range(rows):
-                to = ((n * layers + z) * rows + y) * columns
-                base = ((n * depth + z) * height + y) * width
-                # The taps whose row lies inside, and the columns at which all of them do.
-                count = 0
-                first, last = 0, columns
-                for t in range(taps):
-                    a, b, c = table[t, 0], table[t, 1], table[t, 2]
-                    if z + a < 0 or z + a >= depth or y + b < 0 or y + b >= height:
-                        continue
-                    chosen[count] = weights[t]
-                    picked[count] = (a * height + b) * width + c
-                    first, last = max(first, -c), min(last, width - c)
-                    count += 1
-                if last <= first:
-                    first = last = columns
-                combine(out, to + first, last - first, x, base + first, picked, 0, chosen, 0, count)
-                for j in range(columns):
-                    if j == first:
-                        break
-                    _one(out, to + j, x, base, j, z, y, table, weights, depth, height, width)
-                for j in range(last, columns):
-                    _one(out, to + j, x, base, j, z, y, table, weights, depth, height, width)
-
-
-@jit.helper
-def _one(out, to, x, base, j, z, y, table, weights, depth, height, width):
-    """A single entry, near the end of a row."""
-    total = out.dtype.type(0)
-    for t in range(weights.size):
-        a, b, c = table[t, 0], table[t, 1], table[t, 2]
-        if 0 <= z + a < depth and 0 <= y + b < height and 0 <= j + c < width:
-            total += weights[t] * x[base + j + (a * height + b) * width + c]
-    out[to] = total
 
 
 def _boxes(out: np.ndarray, x: np.ndarray, table: np.ndarray, weights: np.ndarray) -> None:

@@ -30,8 +30,10 @@ def vector_bytes() -> int:
 FILTERS = 8
 """Outputs that `add_taps` makes at once: each input that it loads serves all of them."""
 
-_WIDE, _WIDE_OF_ONE = 2, 8
-"""Vectors of neighbouring places in work at once: as many sums, times the filters, as there are registers for."""
+_WIDE = 2
+_WIDTHS = (8, 4, 2, 1)
+"""Vectors of neighbouring places in work at once: as many sums, times the filters, as there are registers for. Short
+rows have fewer."""
 
 
 def places(dtype: np.dtype) -> int:
@@ -155,15 +157,20 @@ def _build_combine(*_: Any) -> Callable[..., Any]:
             out, to, n, x, at, offsets, begin, w, first, count = args
             sums = _Sums(context, builder, [signature.args[i] for i in (0, 3, 5, 7)], out, x, offsets, w)
             given = (to, n, at, begin, first, count)
-            enough = lambda wide: builder.icmp_signed(">=", n, sums.number(wide * sums.lanes))
-            with builder.if_else(enough(_WIDE_OF_ONE)) as (many, less):
-                with many:
-                    sums.add_pieces(*given, wide=_WIDE_OF_ONE, lanes=sums.lanes)
-                with less, builder.if_else(enough(1)) as (few, single):
-                    with few:
-                        sums.add_pieces(*given, wide=1, lanes=sums.lanes)
-                    with single:
-                        sums.add_pieces(*given, wide=1, lanes=1)
+
+            def pieces(widths):
+                """In the widest pieces that fit, or in single numbers."""
+                if not widths:
+                    sums.add_pieces(*given, wide=1, lanes=1)
+                    return
+                fit = builder.icmp_signed(">=", n, sums.number(widths[0] * sums.lanes))
+                with builder.if_else(fit) as (then, otherwise):
+                    with then:
+                        sums.add_pieces(*given, wide=widths[0], lanes=sums.lanes)
+                    with otherwise:
+                        pieces(widths[1:])
+
+            pieces(_WIDTHS)
             return context.get_dummy_value()
 
         return types.void(out, index, index, x, index, offsets, index, w, index, index), build

@@ -1,0 +1,119 @@
+"""Sums and products of shifted arrays, with zeros around them: stencils, convolutions of single channels, col2im.
+
+Arrays have one leading dimension, of examples, and three of places. A row of a table tells of a tap which plane of an
+example it reads, and how much further than the output. A row of the result is made at a time: where all taps stay
+inside by sums that stay in vector registers, at its ends entry by entry.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from spmd.kernels import jit
+from spmd.kernels.cpu.vectors import combine, fetch
+
+__all__ = ["shifted_products", "shifted_sums"]
+
+
+def shifted_sums(out: np.ndarray, x: np.ndarray, table: np.ndarray, weights: np.ndarray) -> None:
+    """out[e, i] = sum over t of weights[e % len(weights), t] * x[e, plane of t, i + shift of t].
+
+    out: (examples, *m). x: (examples, planes, *n). table: (taps, 4). weights: (channels, taps). All contiguous, of
+    float32 or float64.
+    """
+    _sums(out.reshape(-1), x.reshape(-1), table, weights, out.shape, x.shape[1:])
+
+
+def shifted_products(g: np.ndarray, x: np.ndarray, table: np.ndarray, channels: int) -> np.ndarray:
+    """(channels, taps): the sums of g[e, i] * x[e, plane of t, i + shift of t] over places and the examples of a
+    channel, which are every `channels`-th. In float64."""
+    total = np.zeros((channels, len(table)))
+    _products(total, g.reshape(-1), x.reshape(-1), table, g.shape, x.shape[1:])
+    return total
+
+
+@jit.loops("out")
+def _sums(out: Any, x: Any, table: Any, weights: Any, shape: Any, lengths: Any) -> None:
+    examples, layers, rows, columns = shape
+    planes, depth, height, width = lengths
+    channels, taps = weights.shape
+    chosen, picked, across = np.empty(taps, x.dtype), np.empty(taps, np.int64), np.empty(taps, np.int64)
+    low_z, high_z, low_y, high_y = 0, 0, 0, 0
+    for t in range(taps):
+        low_z, high_z = min(low_z, table[t, 1]), max(high_z, table[t, 1])
+        low_y, high_y = min(low_y, table[t, 2]), max(high_y, table[t, 2])
+    fetched, size = 0, x.itemsize
+    for n in range(examples):
+        channel = n % channels
+        start = n * planes * depth * height * width
+        whole = False
+        for z in range(layers):
+            for y in range(rows):
+                to = ((n * layers + z) * rows + y) * columns
+                base = start + (z * height + y) * width
+                inside = z + low_z >= 0 and z + high_z < depth and y + low_y >= 0 and y + high_y < height
+                if not (inside and whole):
+                    # The taps whose row lies inside, and the columns at which all of them do.
+                    count, furthest, first, last = 0, 0, 0, columns
+                    for t in range(taps):
+                        a, b, c = table[t, 1], table[t, 2], table[t, 3]
+                        if 0 <= z + a < depth and 0 <= y + b < height:
+                            place = ((table[t, 0] * depth + a) * height + b) * width + c
+                            chosen[count], picked[count], across[count] = weights[channel, t], place, c
+                            furthest = max(furthest, place)
+                            first, last = max(first, -c), min(last, width - c)
+                            count += 1
+                    whole = count == taps
+                    if last <= first:
+                        first = last = columns
+                if planes == 1:
+                    fetched = fetch(x, fetched, base + furthest + columns, size)
+                combine(out, to + first, last - first, x, base + first, picked, 0, chosen, 0, count)
+                for j in range(columns):
+                    if j == first:
+                        break
+                    out[to + j] = _one(x, base, j, width, chosen, picked, across, count)
+                for j in range(last, columns):
+                    out[to + j] = _one(x, base, j, width, chosen, picked, across, count)
+
+
+@jit.helper
+def _one(x, base, j, width, chosen, picked, across, count):
+    """A single entry, near the end of a row."""
+    total = x.dtype.type(0)
+    for t in range(count):
+        if 0 <= j + across[t] < width:
+            total += chosen[t] * x[base + j + picked[t]]
+    return total
+
+
+_LONG = 4096
+"""Entries whose products are added up in their own precision."""
+
+
+@jit.loops("total", fastmath=("contract", "reassoc"))
+def _products(total: Any, g: Any, x: Any, table: Any, shape: Any, lengths: Any) -> None:
+    examples, layers, rows, columns = shape
+    planes, depth, height, width = lengths
+    fetched, ahead, size = 0, 0, x.itemsize
+    for n in range(examples):
+        channel = n % total.shape[0]
+        base = n * planes * depth * height * width
+        for z in range(layers):
+            for y in range(rows):
+                to = ((n * layers + z) * rows + y) * columns
+                fetched = fetch(g, fetched, to + columns, size)
+                ahead = fetch(x, ahead, base + (z * height + y) * width + columns, size)
+                for t in range(table.shape[0]):
+                    a, b, c = table[t, 1], table[t, 2], table[t, 3]
+                    if 0 <= z + a < depth and 0 <= y + b < height:
+                        row = base + ((table[t, 0] * depth + z + a) * height + y + b) * width
+                        end = min(columns, width - c)
+                        for begin in range(max(0, -c), end, _LONG):
+                            u, v = np.uint64(to + begin), np.uint64(row + begin + c)
+                            part = g.dtype.type(0)
+                            for j in range(min(_LONG, end - begin)):
+                                part += g[u + np.uint64(j)] * x[v + np.uint64(j)]
+                            total[channel, t] += part
