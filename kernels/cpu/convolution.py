@@ -22,7 +22,7 @@ import numpy as np
 
 from spmd.kernels import buffers, jit
 from spmd.kernels.cpu.chunks import accurate
-from spmd.kernels.cpu.shifts import shifted_products, shifted_sums
+from spmd.kernels.cpu.shifts import shifted_copies, shifted_products, shifted_sums
 from spmd.kernels.cpu.vectors import FILTERS, add_taps, combine, places
 from spmd.kernels.windows import output_length
 
@@ -140,6 +140,10 @@ def im2col(x: np.ndarray, kernel: Shape, stride: Shape, padding: Sequence[Pair],
     """What each output sees: x (N, C, *n) -> (N, C, *k, *m)."""
     m = tuple(map(output_length, x.shape[2:], kernel, stride, padding, dilation))
     cols = buffers.empty((*x.shape[:2], *kernel, *m), x.dtype)
+    if x.dtype.char in "fd" and jit.fits(x) and all(s == 1 for s in stride) and x.size and cols.size:
+        table = _shifts(kernel, padding, dilation)
+        shifted_copies(cols.reshape(-1, len(table), *_three(m, 1)), _examples(x), table)
+        return cols
     taps = list(_seen(x.shape[2:], m, kernel, stride, padding, dilation))
     # Plane by plane: what the taps see again is still in the cache.
     for n, c in np.ndindex(*x.shape[:2]):

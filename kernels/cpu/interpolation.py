@@ -313,12 +313,45 @@ def _axis(place, weight, row, p, n, table, a, shift, boundary):
     base -= (taps - 1) // 2
     for k in range(taps):
         weight[row, k] = ((table[a, k, 3] * t + table[a, k, 2]) * t + table[a, k, 1]) * t + table[a, k, 0]
-    if base >= 0 and base + taps <= n:
+    for k in range(taps):
+        place[row, k] = _place(base + k, n, boundary)
+
+
+_POINTS = 128
+"""Points that loops look at together: what is computed of each alone is computed in vectors."""
+
+
+@jit.helper
+def _look(points, first, count, lengths, table, shift, place, weight, inside, q):
+    """Of points first:first + count: whether all taps are entries of the field, the place of the first tap, and along
+    each of three axes the weights of the taps."""
+    dims, taps = points.shape[1], table.shape[1]
+    place[:], inside[:] = 0, True
+    for a in range(dims):
+        n = lengths[3 - dims + a]
+        row = np.uint64((3 - dims + a) * 4 * _POINTS)
+        before = (taps - 1) // 2
+        for j in range(count):
+            q[j] = points[first + j, a] + shift
+        for j in range(count):
+            low = np.floor(q[j])
+            there = (low >= before) & (low + (taps - before) <= n)
+            inside[j] &= there
+            place[j] = place[j] * n + (int(low) if there else before) - before
+            q[j] -= low
         for k in range(taps):
-            place[row, k] = base + k
-    else:
-        for k in range(taps):
-            place[row, k] = _place(base + k, n, boundary)
+            c0, c1, c2, c3 = table[a, k, 0], table[a, k, 1], table[a, k, 2], table[a, k, 3]
+            to = row + np.uint64(k * _POINTS)
+            for j in range(count):
+                t = q[j]
+                weight[to + np.uint64(j)] = ((c3 * t + c2) * t + c1) * t + c0
+
+
+@jit.helper
+def _shares(share, weight, d, h, count):
+    for j in range(count):
+        i = np.uint64(j)
+        share[i] = weight[np.uint64(d * _POINTS) + i] * weight[np.uint64((4 + h) * _POINTS) + i]
 
 
 @jit.loops("out")
@@ -326,24 +359,38 @@ def _sample(out: Any, x: Any, points: Any, table: Any, shift: float, boundary: i
     dims, taps = points.shape[1], table.shape[1]
     nd, nh, nw = x.shape[1:]
     flat = x.reshape(-1)
-    place = np.zeros((3, 4), np.int64)
-    weight = np.ones((3, 4))
+    place, inside = np.zeros(_POINTS, np.int64), np.ones(_POINTS, np.bool_)
+    weight, share, q, total = np.ones(12 * _POINTS), np.ones(_POINTS), np.ones(_POINTS), np.ones(_POINTS)
+    places, weights = np.zeros((3, 4), np.int64), np.ones((3, 4))
     kd, kh = taps if dims > 2 else 1, taps if dims > 1 else 1
-    for j in range(points.shape[0]):
-        for a in range(dims):
-            _axis(place, weight, 3 - dims + a, points[j, a], x.shape[4 - dims + a], table, a, shift, boundary)
+    for first in range(0, points.shape[0], _POINTS):
+        count = min(_POINTS, points.shape[0] - first)
+        _look(points, first, count, x.shape[1:], table, shift, place, weight, inside, q)
         for c in range(x.shape[0]):
-            total = 0.0
+            total[:] = 0
             for d in range(kd):
                 for h in range(kh):
-                    if place[0, d] < 0 or place[1, h] < 0:
-                        continue
-                    share = weight[0, d] * weight[1, h]
-                    start = ((c * nd + place[0, d]) * nh + place[1, h]) * nw
+                    _shares(share, weight, d, h, count)
                     for w in range(taps):
-                        if place[2, w] >= 0:
-                            total += share * weight[2, w] * flat[np.uint64(start + place[2, w])]
-            out[c, j] = total
+                        start, row = ((c * nd + d) * nh + h) * nw + w, np.uint64((8 + w) * _POINTS)
+                        for j in range(count):
+                            if inside[j]:
+                                i = np.uint64(j)
+                                total[i] += share[i] * weight[row + i] * flat[np.uint64(start + place[i])]
+            for j in range(count):
+                out[c, first + j] = total[j]
+        for j in range(count):
+            if not inside[j]:
+                _axes(places, weights, points, first + j, x.shape[1:], table, shift, boundary)
+                for c in range(x.shape[0]):
+                    one = 0.0
+                    for d in range(kd):
+                        for h in range(kh):
+                            for w in range(taps):
+                                if places[0, d] >= 0 and places[1, h] >= 0 and places[2, w] >= 0:
+                                    start = ((c * nd + places[0, d]) * nh + places[1, h]) * nw + places[2, w]
+                                    one += weights[0, d] * weights[1, h] * weights[2, w] * flat[np.uint64(start)]
+                    out[c, first + j] = one
 
 
 @jit.loops("out")
@@ -351,19 +398,41 @@ def _inject(out: Any, g: Any, points: Any, table: Any, shift: float, boundary: i
     dims, taps = points.shape[1], table.shape[1]
     nd, nh, nw = out.shape[1:]
     flat = out.reshape(-1)
-    place = np.zeros((3, 4), np.int64)
-    weight = np.ones((3, 4))
+    place, inside = np.zeros(_POINTS, np.int64), np.ones(_POINTS, np.bool_)
+    weight, share, q = np.ones(12 * _POINTS), np.ones(_POINTS), np.ones(_POINTS)
+    places, weights = np.zeros((3, 4), np.int64), np.ones((3, 4))
     kd, kh = taps if dims > 2 else 1, taps if dims > 1 else 1
-    for j in range(points.shape[0]):
-        for a in range(dims):
-            _axis(place, weight, 3 - dims + a, points[j, a], out.shape[4 - dims + a], table, a, shift, boundary)
+    for first in range(0, points.shape[0], _POINTS):
+        count = min(_POINTS, points.shape[0] - first)
+        _look(points, first, count, out.shape[1:], table, shift, place, weight, inside, q)
         for c in range(out.shape[0]):
             for d in range(kd):
                 for h in range(kh):
-                    if place[0, d] < 0 or place[1, h] < 0:
-                        continue
-                    share = weight[0, d] * weight[1, h] * g[c, j]
-                    start = ((c * nd + place[0, d]) * nh + place[1, h]) * nw
+                    _shares(share, weight, d, h, count)
+                    for j in range(count):
+                        share[j] *= g[c, first + j]
                     for w in range(taps):
-                        if place[2, w] >= 0:
-                            flat[np.uint64(start + place[2, w])] += share * weight[2, w]
+                        start, row = ((c * nd + d) * nh + h) * nw + w, np.uint64((8 + w) * _POINTS)
+                        for j in range(count):
+                            if inside[j]:
+                                i = np.uint64(j)
+                                flat[np.uint64(start + place[i])] += share[i] * weight[row + i]
+        for j in range(count):
+            if not inside[j]:
+                _axes(places, weights, points, first + j, out.shape[1:], table, shift, boundary)
+                for c in range(out.shape[0]):
+                    for d in range(kd):
+                        for h in range(kh):
+                            for w in range(taps):
+                                if places[0, d] >= 0 and places[1, h] >= 0 and places[2, w] >= 0:
+                                    start = ((c * nd + places[0, d]) * nh + places[1, h]) * nw + places[2, w]
+                                    part = weights[0, d] * weights[1, h] * weights[2, w] * g[c, first + j]
+                                    flat[np.uint64(start)] += part
+
+
+@jit.helper
+def _axes(places, weights, points, j, lengths, table, shift, boundary):
+    """`_axis` for all axes of point j."""
+    dims = points.shape[1]
+    for a in range(dims):
+        _axis(places, weights, 3 - dims + a, points[j, a], lengths[3 - dims + a], table, a, shift, boundary)

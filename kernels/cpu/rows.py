@@ -11,7 +11,7 @@ import numpy as np
 
 from spmd.kernels import jit
 
-__all__ = ["deal", "fill", "scale", "undeal"]
+__all__ = ["deal", "fill", "move", "scale", "undeal"]
 
 
 @jit.helper
@@ -20,6 +20,14 @@ def fill(out, start, n, value):
     start = np.uint64(start)
     for k in range(n):
         out[start + np.uint64(k)] = value
+
+
+@jit.helper
+def move(out, to, row, start, n):
+    """out[to:to + n] = row[start:start + n]."""
+    to, start = np.uint64(to), np.uint64(start)
+    for k in range(n):
+        out[to + np.uint64(k)] = row[start + np.uint64(k)]
 
 
 @jit.helper

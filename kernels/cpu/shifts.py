@@ -1,4 +1,4 @@
-"""Sums and products of shifted arrays, with zeros around them: stencils, convolutions of single channels, col2im.
+"""Shifted arrays, with zeros around them, their sums and products: stencils, convolutions of single channels, im2col.
 
 Arrays have one leading dimension, of examples, and three of places. A row of a table tells of a tap which plane of an
 example it reads, and how much further than the output. A row of the result is made at a time: where all taps stay
@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from spmd.kernels import jit
+from spmd.kernels.cpu.rows import fill, move
 from spmd.kernels.cpu.vectors import combine, fetch
 
-__all__ = ["shifted_products", "shifted_sums"]
+__all__ = ["shifted_copies", "shifted_products", "shifted_sums"]
 
 
 def shifted_sums(out: np.ndarray, x: np.ndarray, table: np.ndarray, weights: np.ndarray) -> None:
@@ -32,6 +33,32 @@ def shifted_products(g: np.ndarray, x: np.ndarray, table: np.ndarray, channels: 
     total = np.zeros((channels, len(table)))
     _products(total, g.reshape(-1), x.reshape(-1), table, g.shape, x.shape[1:])
     return total
+
+
+def shifted_copies(out: np.ndarray, x: np.ndarray, table: np.ndarray) -> None:
+    """out[e, t, i] = x[e, i + shift of t]. out: (examples, taps, *m), x: (examples, *n)."""
+    _copies(out.reshape(-1), x.reshape(-1), table, out.shape, x.shape[1:])
+
+
+@jit.loops("out")
+def _copies(out: Any, x: Any, table: Any, shape: Any, lengths: Any) -> None:
+    examples, taps, layers, rows, columns = shape
+    depth, height, width = lengths
+    for n in range(examples):
+        for t in range(taps):
+            c = table[t, 3]
+            first = min(columns, max(0, -c))
+            last = max(first, min(columns, width - c))
+            for z in range(layers):
+                for y in range(rows):
+                    a, b = z + table[t, 1], y + table[t, 2]
+                    to = (((n * taps + t) * layers + z) * rows + y) * columns
+                    if 0 <= a < depth and 0 <= b < height:
+                        fill(out, to, first, 0)
+                        move(out, to + first, x, ((n * depth + a) * height + b) * width + first + c, last - first)
+                        fill(out, to + last, columns - last, 0)
+                    else:
+                        fill(out, to, columns, 0)
 
 
 @jit.loops("out")
