@@ -1,8 +1,8 @@
 """Pooling: every entry is read from memory once; what several windows share is in the cache by then.
 
-Loops have three spatial dimensions, of which the first may have length 1. They take one row of outputs at a time and
-go along it once per tap. Without numba, one piece of the outputs at a
-time, tap by tap.
+Loops have three spatial dimensions, of which the first may have length 1. They make one row at a time, of which
+neighbours lie in one vector: a sum first adds up rows and then goes along the one that results, the largest entry is
+looked for along rows first. Without numba, one piece of the outputs at a time, tap by tap.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def _sums(out: Any, x: Any, table: Any, weights: Any, shape: Any, lengths: Any) 
     for n in range(examples):
         channel = n % channels
         start = n * planes * depth * height * width
-        whole = False
+        whole, count, furthest, first, last = False, 0, 0, 0, columns
         for z in range(layers):
             for y in range(rows):
                 to = ((n * layers + z) * rows + y) * columns

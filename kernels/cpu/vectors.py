@@ -204,7 +204,7 @@ def combine(
     _plain(out, to, n, x, at, offsets, begin, w, first, count)
 
 
-def _build_prefetch(*types: Any) -> Callable[..., Any]:
+def _build_prefetch(*_: Any) -> Callable[..., Any]:
     from llvmlite import ir
     from numba import types
     from numba.extending import intrinsic
