@@ -11,7 +11,7 @@ from kernel_cases import Family, dtype_of, epsilon
 import spmd
 from spmd import P
 from spmd import functions as F
-from spmd.errors import SpecError
+from spmd.errors import SpecError, StateError
 from spmd.kernels import cpu, jit, reference
 from spmd.kernels.cpu.chunks import accurate
 
@@ -241,6 +241,32 @@ def test_rows_that_are_spread(name, n, scheduler):
         np.testing.assert_allclose(g, h, atol=1e-11)
     if n == 7:
         spmd.check_grads(lambda x, w: mapped(x, w, v), (x, w), order=2)
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "softmax", "log_softmax", "logsumexp"])
+def test_rows_that_are_the_same_everywhere_are_not_split(name):
+    """Copies of whole rows or equal parts of longer ones: one of them the function would get wrong."""
+    mesh, f = spmd.Mesh(a=2, m=3, transport="local"), getattr(F, name)
+    for spec, axes, same in ((P(), "m", "m"), (P(None, "m"), ("a", "m"), "a"), (P(), ("a", "m"), "a")):
+        split = mesh.map(lambda x, axes=axes: f(x, axis_name=axes), in_specs=spec, out_specs=spec)
+        words = rf"{name}: argument axis_name\n.*the same on all workers along '{same}'[\s\S]*pvary\(x, '{same}'\)"
+        with pytest.raises(StateError, match=words):
+            split(normal(2, 6))
+
+
+def test_equal_parts_of_a_row_are_declared():
+    mesh, x = spmd.Mesh(m=3, transport="local"), normal(2, 6)
+    for f in (F.layer_norm, F.softmax):
+        equal = mesh.map(lambda x, f=f: f(spmd.pvary(x, "m"), axis_name="m"), in_specs=P(), out_specs=P(None, "m"))
+        np.testing.assert_allclose(equal(x).numpy(), f(np.tile(x, (1, 3))), rtol=1e-12)
+
+
+def test_a_batch_that_is_the_same_everywhere_counts_once():
+    mesh, x, running = spmd.Mesh(m=3, transport="local"), normal(5, 2), (np.zeros(2), np.ones(2))
+    f = mesh.map(lambda x, r: F.batch_norm(x, running=r, axis_name="m"), in_specs=(P(), P()), out_specs=P())
+    (y, after), (one, once) = f(x, running), F.batch_norm(x, running=running)
+    for found, wanted in zip((y, *after), (one, *once), strict=True):
+        np.testing.assert_allclose(np.asarray(found), wanted, rtol=1e-12)
 
 
 def test_in_a_body(scheduler):

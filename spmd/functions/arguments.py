@@ -9,8 +9,10 @@ import numpy as np
 
 from spmd.autodiff.tracer import Array
 from spmd.errors import SpecError, StateError, describe, message
+from spmd.mesh import here
+from spmd.operators.reduce import AxisName, varying_of
 
-__all__ = ["Parts", "alike", "along", "array", "axes_of", "axis_of", "floating", "number", "traced"]
+__all__ = ["Parts", "alike", "along", "array", "axes_of", "axis_of", "floating", "number", "split_over", "traced"]
 
 
 def array(where: str, argument: str, x: Any, kinds: str, need: str, mend: str) -> Any:
@@ -91,6 +93,29 @@ def alike(where: str, argument: str, x: Any, names: tuple[str, ...], need: str) 
                 mend=f'spmd.all_gather({argument}, {parted[0]!r}, axis=0, tiled=True, to="invariant")',
             )
         )
+
+
+def split_over(where: str, x: Any, axis_name: AxisName) -> tuple[str, ...]:
+    """The axes of the mesh that split a dimension of x. Raises where x does not vary over them.
+
+    Blocks that are the same on all workers are copies, which a sum would count several times, or equal parts of a
+    longer whole, and nothing tells which.
+    """
+    names = here(where).mesh.names(axis_name, where)
+    varying = varying_of(x, names)
+    if varying != names:
+        same = next(n for n in names if n not in varying)
+        without = "axis_name" if len(names) == 1 else repr(same)
+        raise StateError(
+            message(
+                where,
+                argument="axis_name",
+                got=f"{describe(x)}, which is the same on all workers along {same!r}",
+                need="an array whose blocks lie along this axis of the mesh",
+                mend=f"leave {without} out, or split the array in in_specs; of equal blocks spmd.pvary(x, {same!r})",
+            )
+        )
+    return names
 
 
 def number(where: str, argument: str, x: Any, low: float, high: float) -> float:

@@ -14,7 +14,7 @@ from spmd.autodiff.primitive import primitive
 from spmd.autodiff.tracer import value_of
 from spmd.autodiff.transforms import stop_gradient
 from spmd.errors import SpecError, describe, message
-from spmd.functions.arguments import Parts, axes_of, axis_of, floating, number
+from spmd.functions.arguments import Parts, axes_of, axis_of, floating, number, split_over
 from spmd.kernels.cpu.chunks import accurate
 from spmd.mesh import here
 from spmd.operators.gather import all_gather
@@ -100,6 +100,7 @@ def _rows(where: str, x, weight, bias, eps, ndim: int, axis_name: AxisName | Non
     if axis_name is None:
         y = _normalize(x, weight, bias, eps=eps, centred=centred, norm=_Norm())
         return np.reshape(y, shape)
+    split_over(where, x, axis_name)
     rows = np.reshape(x, (1, prod(x.shape[:-1]), n))
     count, mean, square = _statistics(rows, axis_name, where)
     square = square / count if centred else square / count + mean * mean
@@ -126,7 +127,8 @@ def layer_norm(x, weight=None, bias=None, eps: float = 1e-5, *, ndim: int = 1, a
 
     A row is the last axis of x, or the last `ndim` axes; weight and bias have its shape, or are None.
     axis_name: the axes of the mesh that split the last axis, in blocks of any sizes; weight and bias are blocks too.
-    Cost then: one all-gather of two numbers per row forward, two sums backward.
+    Cost then: one all-gather of two numbers per row forward, two sums backward. Raises StateError for an x that does
+    not vary over axis_name.
     Cotangent of x: (u - mean(u) - z * mean(u z)) / sqrt(var + eps), where u = g * weight, z = (x - mean) / sqrt(...).
     Ba, Kiros, Hinton, "Layer normalization", 2016.
     """
@@ -264,9 +266,10 @@ def batch_norm(
 
     axis: that of the channels; weight and bias have its length, or are None. axis_name: axes of the mesh over which
     the batch is split; then the statistics are those of all workers together, with true counts on uneven and empty
-    blocks. running: (mean, variance) of batches before, or None. Where it is given the result is (y, running after):
-    the old one times 1 - momentum, plus the batch's mean and unbiased variance times momentum, as torch has it; it has
-    no gradient.
+    blocks; a batch that is Invariant along one of them counts once there, as in `spmd.mean`.
+    running: (mean, variance) of batches before, or None. Where it is given the result is (y, running after): the old
+    one times 1 - momentum, plus the batch's mean and unbiased variance times momentum, as torch has it; it has no
+    gradient.
     With training=False the running ones are used in place of the batch's, and come back as they are.
     Cost: one all-gather of the statistics forward, two sums of a number per channel backward.
     Ioffe, Szegedy, "Batch normalization", 2015.

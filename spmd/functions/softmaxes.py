@@ -12,10 +12,10 @@ from spmd import kernels
 from spmd.autodiff.primitive import primitive
 from spmd.autodiff.tracer import Array, value_of
 from spmd.autodiff.transforms import stop_gradient
-from spmd.errors import SpecError, StateError, describe, message
-from spmd.functions.arguments import alike, along, axes_of, floating, number, traced
+from spmd.errors import SpecError, describe, message
+from spmd.functions.arguments import alike, along, axes_of, floating, number, split_over, traced
 from spmd.mesh import here
-from spmd.operators.reduce import AxisName, pmax, psum, varying_of
+from spmd.operators.reduce import AxisName, pmax, psum
 
 __all__ = ["log_softmax", "logsumexp", "softmax", "softmax_cross_entropy"]
 
@@ -43,7 +43,7 @@ def softmax(x, axis: int = -1, *, axis_name: AxisName | None = None):
     """exp(x) / sum(exp(x)) along an axis, without overflow. x: floating, of any shape with dimensions.
 
     axis_name: the axes of the mesh that split this axis; then it is of the rows of all, by two small all-reduces.
-    Derivative's adjoint: y * (g - sum(g * y)).
+    Derivative's adjoint: y * (g - sum(g * y)). Raises StateError for an x that does not vary over axis_name.
     """
     x = floating("spmd.functions.softmax", "x", x)
     if axis_name is None:
@@ -73,7 +73,7 @@ def _log_softmax(x):
 def log_softmax(x, axis: int = -1, *, axis_name: AxisName | None = None):
     """x - log(sum(exp(x))) along an axis, without overflow. x: floating, of any shape with dimensions.
 
-    axis_name: as for `softmax`. Derivative's adjoint: g - softmax(x) * sum(g).
+    axis_name: as for `softmax`, errors too. Derivative's adjoint: g - softmax(x) * sum(g).
     """
     x = floating("spmd.functions.log_softmax", "x", x)
     if axis_name is None:
@@ -114,7 +114,7 @@ def logsumexp(
     x: floating. b: weights, which broadcast to the shape of x; the sum must not be negative. axis_name: the axes of the
     mesh that split these axes of x; then the sum is over the workers too, by two small all-reduces, and the result is
     Invariant there. Where every entry is -inf the result is -inf, and the gradient 0.
-    Derivative's adjoint: g * b * exp(x - y).
+    Derivative's adjoint: g * b * exp(x - y). Raises StateError for an x that does not vary over axis_name.
     """
     where = "spmd.functions.logsumexp"
     x = floating(where, "x", x)
@@ -145,7 +145,7 @@ def _weighted(x, b, axis_name: AxisName | None, where: str):
     x = np.where(b == 0, np.zeros_like(x) - np.inf, x)
     top = np.max(stop_gradient(x), axis=-1, initial=-np.inf)
     if axis_name is not None:
-        _spread(x, axis_name, where)
+        split_over(where, x, axis_name)
         top = pmax(top, axis_name)
     top = np.where(np.isinf(top), np.zeros_like(top), top)
     total = np.sum(b * np.exp(x - np.expand_dims(top, -1)), axis=-1)
@@ -236,8 +236,8 @@ def softmax_cross_entropy(
     whole, the same along these axes, or blocks of the distributions. The loss is Invariant there. Cost: two all-reduces
     of a few numbers per row forward, none backward (Shoeybi et al., "Megatron-LM", 2019).
     Gradient: softmax(logits) * sum(t) - t, which the forward pass makes where it will be asked for.
-    Raises StateError for class numbers that vary along axis_name, ValueError for labels out of range or of another
-    shape; on a GPU, where nobody looks, their loss is NaN.
+    Raises StateError for logits that do not vary along axis_name, or class numbers that do, ValueError for labels out
+    of range or of another shape; on a GPU, where nobody looks, their loss is NaN.
     """
     logits = floating(_WHERE, "logits", logits)
     if type(labels) is not Array and not hasattr(labels, "dtype"):
@@ -295,22 +295,6 @@ def _check_classes(labels, classes: int, ignore: int | None) -> None:
 # Classes that are spread over workers
 
 
-def _spread(x, axis_name: AxisName, where: str) -> tuple[str, ...]:
-    """The axes of the mesh over which the last axis is split; x must vary over them."""
-    names = here(where).mesh.names(axis_name, where)
-    if varying_of(x, names) != names:
-        raise StateError(
-            message(
-                where,
-                argument="axis_name",
-                got=f"{describe(x)}, which is the same on all workers along {axis_name!r}",
-                need="an array whose blocks lie along this axis of the mesh",
-                mend="leave axis_name out, or split the array in in_specs",
-            )
-        )
-    return names
-
-
 def _wide(x):
     return x.astype(np.float32) if value_of(x).dtype.itemsize < 4 else x
 
@@ -338,7 +322,7 @@ def _chosen(labels, n: int):
 def _sums_over(x, labels, axis_name: AxisName, where: str):
     """The sums of `_exp_sums` over all workers, the largest entries, and how many columns the workers have before us
     and together. The sizes travel with the largest entries."""
-    names = _spread(x, axis_name, where)
+    names = split_over(where, x, axis_name)
     alike(where, "labels", labels, names, "the same labels on all workers that share the classes")
     group = here(where).group(names)
     largest = np.max(stop_gradient(x), axis=-1, initial=-np.inf)
@@ -353,7 +337,7 @@ def _sums_over(x, labels, axis_name: AxisName, where: str):
 
 def _logsumexp_over(x, axis_name: AxisName, where: str):
     """x, in float32 where it is shorter, and log(sum(exp(x))) over the last axis and over workers."""
-    names, x = _spread(x, axis_name, where), _wide(x)
+    names, x = split_over(where, x, axis_name), _wide(x)
     top = pmax(np.max(stop_gradient(x), axis=-1, initial=-np.inf), names)
     nothing = np.zeros_like(value_of(top), dtype=np.int64) - 1
     with np.errstate(divide="ignore"):
