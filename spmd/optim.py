@@ -17,7 +17,7 @@ from spmd import kernels
 from spmd.array import PartitionedArray, beside, inner
 from spmd.autodiff import tree
 from spmd.autodiff.primitive import primitive
-from spmd.autodiff.tracer import Array
+from spmd.autodiff.tracer import Array, value_of
 from spmd.errors import describe, message
 from spmd.transport.base import sealed
 
@@ -267,8 +267,9 @@ def clip_by_global_norm(grads: Any, max_norm: float) -> Any:
     """Gradients scaled down together to a norm of at most max_norm, where theirs is larger.
 
     grads: a pytree. The norm is that of `spmd.norm`, over all arrays and workers: in a body Invariant arrays count once
-    and Varying ones are summed, by one all-reduce for each set of axes. Pascanu, Mikolov, Bengio, "On the difficulty
-    of training recurrent neural networks", ICML 2013. Raises ValueError for a norm that is not positive.
+    and Varying ones are summed, by one all-reduce for each set of axes; where squares are infinite or lost in the dtype
+    of the gradients, by another one in float64. Pascanu, Mikolov, Bengio, "On the difficulty of training recurrent
+    neural networks", ICML 2013. Raises ValueError for a norm that is not positive.
     """
     if not max_norm > 0:
         raise ValueError(
@@ -280,10 +281,23 @@ def clip_by_global_norm(grads: Any, max_norm: float) -> Any:
                 mend="clip_by_global_norm(grads, 1.0)",
             )
         )
-    wide = tree.map(_widened, grads)
-    # Divided twice: the square of max_norm may be infinite, or 0, in the dtype of the gradients.
-    scale = 1 / np.sqrt(np.maximum(np.real(inner(wide, wide)) / max_norm / max_norm, 1.0))
+    scale = 1 / np.sqrt(np.maximum(_relative_square(grads, max_norm), 1.0))
     return tree.map(lambda g: _like(g * scale, g), grads)
+
+
+def _relative_square(grads: Any, max_norm: float) -> Any:
+    """The squared norm over that of max_norm."""
+    if not any(map(kernels.on_device, map(value_of, tree.leaves(grads)))):
+        wide, most = tree.map(_widened, grads), _weak(max_norm)
+        with np.errstate(over="ignore", under="ignore", divide="ignore"):
+            total = np.real(inner(wide, wide))
+            found = total / most / most
+        if value_of(total) > 1e-20 and value_of(found) < np.inf:  # nothing that matters is lost; so for all workers
+            return found
+    # Squares may be infinite, or 0, which on a device nobody looks at: divided first, in float64.
+    most = np.float64(1) * max_norm  # a number of NumPy, not of Python: it widens what it divides
+    parts = tree.map(lambda g: g / most, grads)
+    return np.real(inner(parts, parts))
 
 
 def cosine(rate: float, steps: int, end: float = 0.0, warmup: int = 0) -> Callable[[int], float]:

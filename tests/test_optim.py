@@ -295,6 +295,34 @@ def test_clipping():
             np.testing.assert_allclose(made[1].numpy(), [0.8], rtol=1e-6)
 
 
+HUGE_OR_TINY = [("float32", 1e30, 1.0), ("float32", 3e38, 1e30), ("float32", 1e-30, 1e-31), ("float64", 1e-200, 1e-201)]
+
+
+@pytest.mark.parametrize(("dtype", "size", "most"), [*HUGE_OR_TINY, ("float64", 1e200, 1e190), ("bfloat16", 1e30, 1.0)])
+@pytest.mark.parametrize("rows", [5, 1])  # uneven blocks, and empty ones
+def test_clipping_of_norms_whose_squares_are_no_numbers_of_the_dtype(dtype, size, most, rows, scheduler):
+    kind = pytest.importorskip("ml_dtypes").bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
+    rng = np.random.default_rng(rows)
+    grads = [(rng.uniform(-0.3, 0.3, shape) * size).astype(kind) for shape in ((rows, 4), (3,))]
+    exact = [g.astype(np.longdouble) for g in grads]
+    norm = np.sqrt(sum(np.sum(np.square(g / np.longdouble(size))) for g in exact)) * np.longdouble(size)
+    assert norm > most
+    spec = (P("x"), P())
+    mesh = spmd.Mesh(x=3, transport="local", scheduler=scheduler)
+    inside = spmd.map(lambda *g: spmd.optim.clip_by_global_norm(g, most), spec, spec, mesh=mesh)
+    laid = [spmd.put(g, s, mesh) for g, s in zip(grads, spec, strict=True)]
+    with np.errstate(over="raise"):
+        results = (spmd.optim.clip_by_global_norm(g, most) for g in (grads, laid))
+        for made in (*results, inside(*grads)):
+            for got, g in zip(made, exact, strict=True):
+                got = np.asarray(got)
+                assert got.dtype == kind
+                rtol = {"bfloat16": 5e-3, "float32": 2e-7, "float64": 1e-15}[dtype]
+                np.testing.assert_allclose(got.astype(np.longdouble), g * (most / norm), rtol=rtol)
+            # Below the bound nothing changes.
+            assert_same(spmd.optim.clip_by_global_norm(tuple(made), 2 * most), tuple(made))
+
+
 def test_schedules():
     cosine, linear = spmd.optim.cosine(2.0, 4, end=1.0, warmup=3), spmd.optim.linear(2.0, 4)
     np.testing.assert_allclose([cosine(t) for t in range(3)], [0.5, 1.0, 1.5])
