@@ -149,6 +149,7 @@ _ROWS: dict[type[Operator], Callable[[tuple[str, ...], int], list[Case]]] = {
         ),
         Case(Stencil(a, P(a), ((1,), (-1,)), (1, -1)), (2 * n + 1,), P(a), (_lopsided(n),)),
         Case(Stencil(a, P(a), ((3,), (-2,)), (1, -1)), (n - 1,), P(a)),
+        Case(Stencil(a, P(a), _CROSS, (1, 2, 3, 4, 5), "periodic"), (0, 3), P(a)),
     ],
     HaloExchange: lambda a, n: [
         *(Case(HaloExchange(a, P(a), 1, boundary), (2 * n + 1, 2), P(a)) for boundary in BOUNDARIES),

@@ -651,8 +651,8 @@ def test_workers_that_want_different_halos_are_told_so():
 class _WithoutCorners(HaloExchange):
     """Each dimension is exchanged on the block alone, and what lies in the corners is lost."""
 
-    def _exchange(self, comm, group, x, call):
-        y, bound = yield from super()._exchange(comm, group, x, call)
+    def steps(self, comm, group, x, call, nothing=False):
+        y, bound = yield from super().steps(comm, group, x, call, nothing)
         y = y.copy()
         stages = halo._stages(self._dimensions(group, x.ndim), bound.block, bound.sizes)
         beyond = [np.ones(n, bool) for n in y.shape]
@@ -689,8 +689,8 @@ def replace_class(op, kind):
 
 def planted(adjoint: type) -> type:
     class _Planted(HaloExchange):
-        def _exchange(self, comm, group, x, call):
-            y, bound = yield from super()._exchange(comm, group, x, call)
+        def steps(self, comm, group, x, call, nothing=False):
+            y, bound = yield from super().steps(comm, group, x, call, nothing)
             return y, replace_class(bound, _Planted)
 
         @property

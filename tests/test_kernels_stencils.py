@@ -12,6 +12,7 @@ from spmd import P, functions
 from spmd.errors import LayoutError, SpecError
 from spmd.kernels import cpu
 from spmd.kernels.windows import reach, stencil_adjoint_padding
+from spmd.operators.stencil import Stencil
 
 family = Family("stencils")
 
@@ -145,6 +146,18 @@ def padded(x, boundary):
     """Periodic ends by slices, which have derivatives; zeros in dimension 0 where only the other one is periodic."""
     x = np.concatenate([x[-1:], x, x[:1]]) if boundary == "periodic" else np.pad(x, ((1, 1), (0, 0)))
     return np.concatenate([x[:, -1:], x, x[:, :1]], axis=1)
+
+
+@pytest.mark.parametrize("shape", [(0, 9), (9, 0), (0, 0)])
+@pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P("y", "x")], ids=str)
+@pytest.mark.parametrize("boundary", ["zero", "periodic", ("zero", "periodic"), ("periodic", "zero")])
+def test_of_an_array_without_entries(scheduler, shape, spec, boundary):
+    mesh = spmd.Mesh(x=3, y=2, scheduler=scheduler)
+    run = mesh.map(lambda x: spmd.stencil(x, spec, CROSS, WEIGHTS, boundary), in_specs=spec, out_specs=spec)
+    y, pull = spmd.vjp(run, np.zeros(shape))
+    assert y.shape == pull(y)[0].shape == shape
+    op = Stencil(spec.axes, spec, CROSS, WEIGHTS, boundary)
+    assert spmd.check_adjoint(op, shape, mesh=mesh, in_specs=spec)
 
 
 def test_a_chain_differentiates_twice_in_a_body(scheduler):

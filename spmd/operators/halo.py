@@ -164,15 +164,17 @@ class Stage(NamedTuple):
         return whole.at if whole else None
 
 
-def _stages(dimensions: Sequence[Dimension], block: Shape, sizes: Sequence[tuple[int, ...] | None]) -> list[Stage]:
-    """The plans for a block of this shape. sizes: the lengths of all blocks of a dimension, where they matter."""
+def _stages(
+    dimensions: Sequence[Dimension], block: Shape, sizes: Sequence[tuple[int, ...] | None], nothing: bool = False
+) -> list[Stage]:
+    """The plans for a block of this shape. sizes: the lengths of all blocks of a dimension, where they matter. nothing:
+    whether an array of length 0 may be continued in any way, as zeros."""
     stages = []
     for dim, n, known in zip(dimensions, block, sizes, strict=True):
-        if dim.alone:
-            stages.append(Stage(dim.line, halo_plan((n,), (dim.own,), dim.boundary), 0))
-        else:
-            assert known is not None
-            stages.append(Stage(dim.line, halo_plan(known, dim.pairs, dim.boundary), dim.line.index))
+        lengths, pairs, k = ((n,), (dim.own,), 0) if dim.alone else (known, dim.pairs, dim.line.index)
+        assert lengths is not None
+        boundary = "zero" if nothing and not sum(lengths) and dim.boundary != "none" else dim.boundary
+        stages.append(Stage(dim.line, halo_plan(lengths, pairs, boundary), k))
     return stages
 
 
@@ -296,13 +298,11 @@ class _Halo(Operator):
                 )
             )
 
-    def _cost(
-        self, dimensions: Sequence[Dimension], block: Shape, sizes, x: np.ndarray, forward: bool
-    ) -> tuple[int, int]:
+    def _cost(self, stages: Sequence[Stage], block: Shape, x: np.ndarray, forward: bool) -> tuple[int, int]:
         """The messages and bytes that this worker sends."""
         count = nbytes = 0
         shape = list(block)
-        for d, stage in enumerate(_stages(dimensions, block, sizes)):
+        for d, stage in enumerate(stages):
             for m in (stage.plan.sends if forward else stage.plan.takes)[stage.k].values():
                 count += 1
                 nbytes += int(np.prod([*shape[:d], m.length, *shape[d + 1 :]], dtype=np.int64)) * x.itemsize
@@ -333,14 +333,15 @@ class HaloExchange(_Halo):
                 raise trimmed(self.function, k, n, dim.own)
 
     def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
-        return Steps(self._exchange(comm, group, x, call)), lambda found: found
+        return Steps(self.steps(comm, group, x, call)), lambda found: found
 
-    def _exchange(self, comm: Comm, group: Group, x: np.ndarray, call: Call):
+    def steps(self, comm: Comm, group: Group, x: np.ndarray, call: Call, nothing: bool = False):
+        """The exchange, dimension by dimension. nothing: whether an array of length 0 may be continued, as zeros."""
         dimensions = self._dimensions(group, x.ndim)
         learnt = yield from self._learnt(comm, dimensions, call)
         sizes = tuple(learnt.get(d, self._given(d)) for d in range(x.ndim))
         bound = self._like(type(self), sizes=sizes, block=x.shape)
-        stages = _stages(dimensions, x.shape, sizes)
+        stages = _stages(dimensions, x.shape, sizes, nothing)
         if all(stage.idle for stage in stages):
             return x, bound
         # The result is made once, and the block put where it stands in it; each stage then fills a little more. A
@@ -382,9 +383,13 @@ class HaloExchange(_Halo):
 
     def cost(self, group: Group, x: np.ndarray) -> tuple[int, int]:
         """Exact where sizes are known, or where halos end within the next block."""
+        return self.cost_of(group, x)
+
+    def cost_of(self, group: Group, x: np.ndarray, nothing: bool = False) -> tuple[int, int]:
+        """That of `steps`."""
         dimensions = self._dimensions(group, x.ndim)
         sizes = [self._supposed(d, dim, x.shape[d]) for d, dim in enumerate(dimensions)]
-        return self._cost(dimensions, x.shape, sizes, x, True)
+        return self._cost(_stages(dimensions, x.shape, sizes, nothing), x.shape, x, True)
 
 
 class HaloAccumulate(_Halo):
@@ -460,7 +465,7 @@ class HaloAccumulate(_Halo):
             n = near_size(x.shape[d], dim.own, dim.boundary, dim.line.index, dim.line.size)
             sizes.append(self._supposed(d, dim, max(n, 0)))
         block, _ = replace(self, sizes=sizes)._without(dimensions, x.shape, {})
-        return self._cost(dimensions, block, sizes, x, False)
+        return self._cost(_stages(dimensions, block, sizes), block, x, False)
 
 
 # The functions that users write

@@ -120,7 +120,8 @@ class Stencil(Operator):
                 faces = np.concatenate((low, high), axis=d)
             faces = contiguous(faces)
             halo.check(group, faces)
-            begun.append((d, length < x.shape[d], halo.launch(comm, group, faces, call.of(faces.shape))))
+            slabs = Steps(halo.steps(comm, group, faces, call.of(faces.shape), nothing=True))
+            begun.append((d, length < x.shape[d], slabs))
         lead = max(0, x.ndim - 3)  # dimensions that no offset reaches along
 
         def stencil(x: Any, padding: Sequence[tuple[int, int]]) -> Any:
@@ -129,8 +130,8 @@ class Stencil(Operator):
         # Where a dimension goes on elsewhere, this takes zeros for what comes; the slabs put that right.
         y = stencil(x, ends)
         closed = [(0, 0) if d in open_ else ends[d] for d in range(x.ndim)]
-        for d, cut, (handle, arrive) in begun:
-            faces, halo = arrive((yield handle))
+        for d, cut, slabs in begun:
+            faces, halo = yield slabs
             sizes.append(halo.sizes)
             low, high = ends[d]
             if not cut:
@@ -153,7 +154,9 @@ class Stencil(Operator):
         sizes are known, or where halos end within the next block."""
         open_ = self._slabs(group, x.ndim)
         faces = (np.broadcast_to(np.zeros((), x.dtype), self._slab(x.shape, d)) for d in open_)
-        costs = [halo.cost(group, f) for halo, f in zip(self._halos(x.ndim, open_), faces, strict=True)]
+        costs = [
+            halo.cost_of(group, f, nothing=True) for halo, f in zip(self._halos(x.ndim, open_), faces, strict=True)
+        ]
         return sum(c[0] for c in costs), sum(c[1] for c in costs)
 
 
