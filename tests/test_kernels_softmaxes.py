@@ -156,6 +156,151 @@ def test_cross_entropy_is_that_of_torch(options):
     np.testing.assert_allclose(found, loss.detach().numpy(), rtol=1e-5, atol=1e-6)
 
 
+WEIGHTED = [
+    {},
+    {"label_smoothing": 0.3},
+    {"ignore_index": 2},
+    {"ignore_index": -100, "label_smoothing": 0.1},
+    {"distributions": True},
+]
+
+
+def classes_of_rows(n, classes, options):
+    """Labels, or distributions; some of what ignore_index says."""
+    if options.get("distributions"):
+        return target(normal(n, classes))
+    labels = np.arange(n) * 5 % classes
+    if options.get("ignore_index") == -100:
+        labels[1::3] = -100
+    return labels
+
+
+def of_torch(x, labels, weight, reduction, options):
+    """The loss, and the gradient of its sum."""
+    torch = pytest.importorskip("torch")
+    there = torch.tensor(x, requires_grad=True)
+    weight = None if weight is None else torch.tensor(weight)
+    loss = torch.nn.functional.cross_entropy(there, torch.tensor(labels), weight, reduction=reduction, **options)
+    loss.sum().backward()
+    return loss.detach().numpy(), there.grad.numpy()
+
+
+@pytest.mark.parametrize("options", WEIGHTED, ids=str)
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_weights_of_classes_and_means_are_those_of_torch(options, reduction, weighted, dtype):
+    x, labels = normal(30, 7).astype(dtype) * 9, classes_of_rows(30, 7, options)
+    weight = np.array([0.5, 2, 0, 1, 3, 0.25, 1], dtype) if weighted else None
+    options = {k: v for k, v in options.items() if k != "distributions"}
+    loss, grad = of_torch(x, labels.astype(dtype) if labels.ndim > 1 else labels, weight, reduction, options)
+
+    def f(x):
+        return spmd.softmax_cross_entropy(x, labels, weight=weight, reduction=reduction, **options)
+
+    found = f(placed(x))
+    assert found.dtype == dtype
+    assert np.shape(found) == np.shape(loss)
+    close = {"rtol": 1e-5, "atol": 1e-5} if dtype == "float32" else {"rtol": 1e-12, "atol": 1e-12}
+    np.testing.assert_allclose(spmd.put(found, P(), spmd.Mesh()).numpy(), loss, **close)
+    np.testing.assert_allclose(np.asarray(spmd.grad(lambda x: np.sum(f(x)))(x)), grad, **close)
+
+
+@pytest.mark.parametrize("options", WEIGHTED, ids=str)
+def test_derivatives_of_weighted_losses_to_second_order(options):
+    x, labels, weight = normal(4, 5), classes_of_rows(4, 5, options), np.array([0.5, 2, 1, 3, 0.25])
+    options = {k: v for k, v in options.items() if k != "distributions"}
+    f = lambda x, w: spmd.softmax_cross_entropy(x, labels, weight=w, reduction="mean", **options)
+    spmd.check_grads(f, (x, weight), order=2)
+
+
+@pytest.mark.parametrize("options", WEIGHTED, ids=str)
+@pytest.mark.parametrize(("n", "classes"), [(5, 7), (3, 3), (1, 2)])  # uneven blocks, and empty ones
+@pytest.mark.parametrize("weighted", [True, False])
+def test_spread_rows_and_classes_are_weighted_as_one(options, n, classes, weighted, scheduler):
+    x, labels = normal(n, classes) * 9, classes_of_rows(n, classes, options)
+    weight = np.array([0.5, 2, 1, 1, 3, 0.25, 1])[:classes] if weighted else None
+    options = {k: v for k, v in options.items() if k != "distributions"}
+    mesh = spmd.Mesh(data=2, model=3, transport="local", scheduler=scheduler)
+    for reduction in ("none", "sum", "mean"):
+        rows = {} if reduction == "none" else {"batch_axis_name": "data"}
+
+        def local(x, labels, w, reduction=reduction, rows=rows, axis="model"):
+            return F.softmax_cross_entropy(x, labels, axis, weight=w, reduction=reduction, **rows, **options)
+
+        def whole(x, w, reduction=reduction):
+            return F.softmax_cross_entropy(x, labels, weight=w, reduction=reduction, **options)
+
+        by_rows = P("data") if reduction == "none" else P()
+        for axis in ("model", None):
+            ins = (P("data", axis), P("data", axis) if labels.ndim > 1 else P("data"), P(axis) if weighted else None)
+            f = spmd.map(lambda *a, axis=axis, local=local: local(*a, axis=axis), ins, by_rows, mesh=mesh)
+            np.testing.assert_allclose(f(x, labels, weight).numpy(), whole(x, weight), rtol=1e-11)
+            if reduction == "none":
+                continue
+            both = (0, 2) if weighted else (0,)
+            wanted = spmd.grad(whole, (0, 1) if weighted else (0,))(x, weight)
+            for g, h in zip(spmd.grad(f, both)(x, labels, weight), wanted, strict=True):
+                np.testing.assert_allclose(np.asarray(g), h, atol=1e-11)
+            if n == 5 and reduction == "mean" and weighted:
+                spmd.check_grads(lambda x, w, f=f: f(x, labels, w), (x / 9, weight), order=2)
+
+
+def test_a_weighted_mean_of_spread_rows_costs_one_sum_more():
+    x, labels, weight = normal(5, 7), np.arange(5), np.arange(7.0)
+    f = lambda x, y, w: F.softmax_cross_entropy(x, y, "model", weight=w, reduction="mean", batch_axis_name="data")
+    with spmd.Mesh(data=2, model=3, transport="local"):
+        loss = spmd.map(f, (P("data", "model"), P("data"), P("model")), P())
+        with spmd.ledger() as both:
+            spmd.value_and_grad(loss)(x, labels, weight)
+    assert both.verbs == {"all_reduce": 3}
+
+
+def test_a_weighted_loss_goes_through_the_logits_once(monkeypatch):
+    calls = []
+    for name in ("cross_entropy", "cross_entropy_and_gradient", "soft_cross_entropy_and_gradient", "softmax"):
+        kernel = getattr(cpu, name)
+        monkeypatch.setattr(cpu, name, lambda *a, k=kernel, name=name: calls.append(name) or k(*a))
+    x, weight = normal(2, 3, 5), np.ones(5)
+    for smoothing, kernel in ((0.0, "cross_entropy_and_gradient"), (0.1, "soft_cross_entropy_and_gradient")):
+        f = lambda x, s=smoothing: F.softmax_cross_entropy(
+            x, LABELS, weight=weight, label_smoothing=s, reduction="mean"
+        )
+        spmd.value_and_grad(f)(x)
+        assert calls == [kernel]
+        calls.clear()
+
+
+def test_means_of_short_numbers_and_of_no_rows():
+    x, labels = normal(70000, 2).astype(np.float16) * 2, np.zeros(70000, int)
+    exact = F.softmax_cross_entropy(x.astype(float), labels, reduction="mean")
+    for weight in (None, np.full(2, 1e-3)):  # their sum is none of float16
+        found = F.softmax_cross_entropy(x, labels, weight=weight, reduction="mean")
+        assert found.dtype == np.float16
+        np.testing.assert_allclose(float(found), exact, rtol=2e-3)
+    smooth = F.softmax_cross_entropy(x[:9], labels[:9], weight=np.full(2, 1e-6), label_smoothing=0.1, reduction="mean")
+    want = F.softmax_cross_entropy(x[:9].astype(float), labels[:9], label_smoothing=0.1, reduction="mean")
+    np.testing.assert_allclose(float(smooth), float(want), rtol=0.1)
+    for n, ignore in ((0, None), (3, 0)):
+        assert np.isnan(F.softmax_cross_entropy(x[:n], labels[:n], ignore_index=ignore, reduction="mean"))
+        assert F.softmax_cross_entropy(x[:n], labels[:n], ignore_index=ignore, reduction="sum") == 0
+
+
+def test_errors_of_weights_and_reductions():
+    x, labels = normal(3, 4), np.arange(3)
+    for options, words in (
+        ({"weight": np.ones(3)}, r"argument weight\n[\s\S]*shape \[4\]"),
+        ({"weight": np.arange(4)}, r"argument weight\n[\s\S]*astype\(float\)"),
+        ({"reduction": "avg"}, r"argument reduction\n.*'avg'"),
+        ({"batch_axis_name": "data"}, r"argument batch_axis_name\n.*without a reduction"),
+    ):
+        with pytest.raises(SpecError, match=words):
+            F.softmax_cross_entropy(x, labels, **options)
+    f = lambda x, y: F.softmax_cross_entropy(x, y, reduction="mean", batch_axis_name="data")
+    with pytest.raises(StateError, match=r"batch_axis_name\n.*same on all workers along 'data'[\s\S]*leave batch_axis"):
+        spmd.Mesh(data=2, transport="local").map(f, (P(), P()), P())(x, labels)
+
+
 def test_the_gradient_is_made_with_the_value(monkeypatch):
     calls = []
     for name in ("cross_entropy", "cross_entropy_and_gradient", "softmax"):

@@ -95,7 +95,7 @@ def alike(where: str, argument: str, x: Any, names: tuple[str, ...], need: str) 
         )
 
 
-def split_over(where: str, x: Any, axis_name: AxisName) -> tuple[str, ...]:
+def split_over(where: str, x: Any, axis_name: AxisName, argument: str = "axis_name") -> tuple[str, ...]:
     """The axes of the mesh that split a dimension of x. Raises where x does not vary over them.
 
     Blocks that are the same on all workers are copies, which a sum would count several times, or equal parts of a
@@ -105,11 +105,11 @@ def split_over(where: str, x: Any, axis_name: AxisName) -> tuple[str, ...]:
     varying = varying_of(x, names)
     if varying != names:
         same = next(n for n in names if n not in varying)
-        without = "axis_name" if len(names) == 1 else repr(same)
+        without = argument if len(names) == 1 else repr(same)
         raise StateError(
             message(
                 where,
-                argument="axis_name",
+                argument=argument,
                 got=f"{describe(x)}, which is the same on all workers along {same!r}",
                 need="an array whose blocks lie along this axis of the mesh",
                 mend=f"leave {without} out, or split the array in in_specs; of equal blocks spmd.pvary(x, {same!r})",

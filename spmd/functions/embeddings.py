@@ -26,11 +26,12 @@ def _back(g, _ans, _table, ids) -> Any:
 
 
 @primitive("take_rows", _back, None)
-def _take_rows(table, ids):
+def rows_at(table, ids):
+    """The rows that ids name; zeros where they are -1."""
     return kernels.of(table).take_rows(table, ids)
 
 
-@primitive("add_rows", None, lambda h, _ans, ids, _g, *, rows: _take_rows(h, ids))
+@primitive("add_rows", None, lambda h, _ans, ids, _g, *, rows: rows_at(h, ids))
 def _add_rows(ids, g, *, rows):
     return kernels.of(g).add_rows(ids, g, rows)
 
@@ -52,7 +53,7 @@ def take_rows(table, ids):
     """
     where = "spmd.functions.take_rows"
     table = _table(where, "table", table)
-    return _take_rows(table, _known(where, ids, table.shape[0], ()))
+    return rows_at(table, _known(where, ids, table.shape[0], ()))
 
 
 def add_rows(ids, g, rows: int):
@@ -95,7 +96,7 @@ def embedding(table, ids, axis_name: str | Sequence[str] | None = None, padding_
     table = _table(where, "table", table)
     skipped = () if padding_idx is None else (_count(where, "padding_idx", padding_idx),)
     if axis_name is None:
-        return _take_rows(table, _known(where, ids, table.shape[0], skipped))
+        return rows_at(table, _known(where, ids, table.shape[0], skipped))
     worker = here(where)
     names = worker.mesh.names(axis_name, where)
     _states(where, table, ids, names)
@@ -111,7 +112,7 @@ def embedding(table, ids, axis_name: str | Sequence[str] | None = None, padding_
     mine = np.where((mine >= 0) & (mine < table.shape[0]), mine, _NONE)
     if kernels.on_device(value_of(ids)):
         mine = np.where((ids < -1) | (ids >= sum(lengths)), 2 * _NONE, mine)  # shows as NaN
-    return psum(_take_rows(table, mine), names)
+    return psum(rows_at(table, mine), names)
 
 
 _NONE = -1

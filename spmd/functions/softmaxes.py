@@ -14,6 +14,8 @@ from spmd.autodiff.tracer import Array, value_of
 from spmd.autodiff.transforms import stop_gradient
 from spmd.errors import SpecError, describe, message
 from spmd.functions.arguments import alike, along, axes_of, floating, number, split_over, traced
+from spmd.functions.embeddings import rows_at
+from spmd.kernels.cpu.chunks import accurate
 from spmd.mesh import here
 from spmd.operators.reduce import AxisName, pmax, psum
 
@@ -225,17 +227,25 @@ def softmax_cross_entropy(
     *,
     label_smoothing: float = 0.0,
     ignore_index: int | None = None,
+    weight=None,
+    reduction: str = "none",
+    batch_axis_name: AxisName | None = None,
 ):
-    """-sum(t * log_softmax(logits)), for each row: the cross-entropy against targets t.
+    """-sum(weight * t * log_softmax(logits)), for each row: the cross-entropy against targets t.
 
     logits: (..., classes), floating. labels: either (...), integers from 0 to classes - 1, for t = onehot(label); or
-    distributions t in the shape of logits, floating (optax.softmax_cross_entropy). Gives (...).
+    distributions t in the shape of logits, floating (optax.softmax_cross_entropy). Gives (...), or by the reduction a
+    number.
     label_smoothing: with integers, t = (1 - s) * onehot(label) + s / classes. ignore_index: rows with this label have
-    the loss 0, and no gradient.
+    the loss 0, and no gradient. weight: (classes,), a factor of each class; by default 1.
+    reduction: "none"; "sum"; or "mean", as torch has it: with class numbers the sum over that of the weights of the
+    rows' labels, without the rows that are ignored; with distributions over the number of rows. batch_axis_name: the
+    axes of the mesh that split the rows, in blocks of any sizes, for a sum or mean of all workers' rows, by one
+    all-reduce; without it they are of the rows that are here. The mean of no rows is NaN.
     axis_name: the axes of the mesh that split the classes, in blocks of any sizes; labels then are class numbers of the
-    whole, the same along these axes, or blocks of the distributions. The loss is Invariant there. Cost: two all-reduces
-    of a few numbers per row forward, none backward (Shoeybi et al., "Megatron-LM", 2019).
-    Gradient: softmax(logits) * sum(t) - t, which the forward pass makes where it will be asked for.
+    whole, the same along these axes, or blocks of the distributions, and weight is a block too. The loss is Invariant
+    there. Cost: two all-reduces of a few numbers per row forward, none backward (Shoeybi et al., "Megatron-LM", 2019).
+    Gradient: softmax(logits) * sum(t) - t, with weight * t for t; the forward pass makes it where it will be asked for.
     Raises StateError for logits that do not vary along axis_name, or class numbers that do, ValueError for labels out
     of range or of another shape; on a GPU, where nobody looks, their loss is NaN.
     """
@@ -247,18 +257,16 @@ def softmax_cross_entropy(
         mend = "ignore_index=-100"
         raise ValueError(_message("ignore_index", describe(ignore_index), "an integer, or None", mend))
     ignore = None if ignore_index is None else int(ignore_index)
+    weight = _class_weights(weight, logits)
+    _check_reduction(reduction, batch_axis_name)
     if logits.ndim and labels.dtype.kind not in "iub" and labels.shape == logits.shape:
         labels = floating(_WHERE, "labels", labels)
         if smoothing or ignore is not None:
             got = "label_smoothing or ignore_index with distributions"
             raise ValueError(_message("labels", got, "integers", "mix the uniform distribution in; weight the losses"))
-        if axis_name is not None:
-            _, total = _logsumexp_over(logits, axis_name, _WHERE)
-            y = logits - np.expand_dims(total, -1)
-            terms = np.where(labels == 0, np.zeros_like(labels), labels) * np.where(labels == 0, np.zeros_like(y), y)
-            return -psum(np.sum(terms, axis=-1), axis_name).astype(logits.dtype)
-        labels = labels.astype(logits.dtype)
-        return _soft_cross_entropy(logits, labels, kept=_Kept() if traced(logits) else None)
+        labels = _beside(logits, labels)
+        loss = _against_distributions(logits, labels if weight is None else labels * weight, axis_name)
+        return _reduced(loss, None, reduction, batch_axis_name)
     if not logits.ndim or labels.dtype.kind not in "iu" or labels.shape != logits.shape[:-1]:
         raise ValueError(
             _message(
@@ -269,9 +277,30 @@ def softmax_cross_entropy(
             )
         )
     if axis_name is not None:
-        return _spread_cross_entropy(logits, labels, axis_name, smoothing, ignore)
+        loss, masses = _spread_cross_entropy(logits, labels, axis_name, smoothing, ignore, weight)
+        return _reduced(loss, masses, reduction, batch_axis_name)
     _check_classes(labels, logits.shape[-1], ignore)
-    return _cross_entropy(logits, labels, smoothing=smoothing, ignore=ignore, kept=_Kept() if traced(logits) else None)
+    labels = _beside(logits, labels)
+    kept = _Kept() if traced(logits) else None
+    if weight is None:
+        loss = _cross_entropy(logits, labels, smoothing=smoothing, ignore=ignore, kept=kept)
+        return _reduced(loss, _counted(labels, ignore, loss), reduction, batch_axis_name)
+    masses = _weights_of(weight, labels, ignore)
+    if smoothing:
+        loss = _weighted_and_smoothed(logits, labels, smoothing, ignore, weight, masses)
+    else:
+        loss = _cross_entropy(logits, labels, smoothing=0.0, ignore=ignore, kept=kept)
+        loss = (loss * masses).astype(loss.dtype)
+    return _reduced(loss, masses, reduction, batch_axis_name)
+
+
+def _against_distributions(logits, t, axis_name: AxisName | None):
+    if axis_name is not None:
+        _, total = _logsumexp_over(logits, axis_name, _WHERE)
+        y = logits - np.expand_dims(total, -1)
+        terms = np.where(t == 0, np.zeros_like(t), t) * np.where(t == 0, np.zeros_like(y), y)
+        return -psum(np.sum(terms, axis=-1), axis_name).astype(logits.dtype)
+    return _soft_cross_entropy(logits, t.astype(logits.dtype), kept=_Kept() if traced(logits) else None)
 
 
 _WHERE = "spmd.softmax_cross_entropy"
@@ -290,6 +319,79 @@ def _check_classes(labels, classes: int, ignore: int | None) -> None:
         got = f"labels from {found.min()} to {found.max()}"
         mend = "leave out rows without a class, or count from 0"
         raise ValueError(_message("labels", got, f"classes from 0 to {classes - 1}", mend))
+
+
+# Weights of classes, and means
+
+
+def _class_weights(weight, logits):
+    """A weight for each class that is here, in the dtype that is computed in."""
+    if weight is None:
+        return None
+    weight = floating(_WHERE, "weight", weight)
+    if tuple(weight.shape) != tuple(logits.shape[-1:]):
+        need = f"shape {list(logits.shape[-1:])}, a number for each class"
+        mend = "weight=None for equal ones; with axis_name this worker's block of them"
+        raise SpecError(_message("weight", describe(weight), need, mend))
+    return _beside(logits, weight.astype(accurate(logits.dtype)))
+
+
+def _beside(logits, x):
+    """An array of the host where the logits are: CuPy takes none as an operand."""
+    if type(x) is np.ndarray and kernels.on_device(value_of(logits)):
+        import cupy
+
+        return cupy.asarray(x)
+    return x
+
+
+def _weights_of(weight, labels, ignore: int | None):
+    """The weight of each row's class: 0 of rows that are ignored, NaN of labels that nobody has looked at."""
+    ids = labels.astype(np.int64)
+    if kernels.on_device(value_of(ids)):
+        ids = np.where(ids < 0, -2, ids)
+    return rows_at(weight, ids if ignore is None else np.where(labels == ignore, -1, ids))
+
+
+def _weighted_and_smoothed(logits, labels, smoothing: float, ignore: int | None, weight, masses):
+    """The targets as an array: where weights differ, smoothing adds all logits up with them."""
+    x = _wide(logits)
+    masses, zero = np.expand_dims(masses, -1), np.zeros_like(masses, shape=())
+    share = 0 * masses + smoothing / x.shape[-1]  # NaN where the weight is
+    if ignore is not None:
+        share = np.where(np.expand_dims(labels == ignore, -1), zero, share)
+    t = share * weight + np.where(_chosen(labels, x.shape[-1]), (1 - smoothing) * masses, zero)
+    return _soft_cross_entropy(x, t.astype(x.dtype), kept=_Kept() if traced(logits) else None).astype(logits.dtype)
+
+
+def _counted(labels, ignore: int | None, loss):
+    """What each row counts in a mean without weights."""
+    return None if ignore is None else (labels != ignore).astype(accurate(loss.dtype))
+
+
+def _check_reduction(reduction: str, axis_name: AxisName | None) -> None:
+    if reduction not in ("none", "sum", "mean"):
+        mend = 'reduction="mean"'
+        raise SpecError(_message("reduction", describe(reduction), '"none", "sum" or "mean"', mend))
+    if axis_name is not None and reduction == "none":
+        got, need = f"{axis_name!r} without a reduction", "something to add up over the workers"
+        raise SpecError(_message("batch_axis_name", got, need, 'reduction="mean", or leave it out'))
+
+
+def _reduced(loss, masses, reduction: str, axis_name: AxisName | None):
+    """The losses, their sum, or their sum over that of the masses (None: 1 for each)."""
+    if reduction == "none":
+        return loss
+    over = () if axis_name is None else split_over(_WHERE, loss, axis_name, "batch_axis_name")
+    total = np.sum(loss.astype(accurate(loss.dtype)))
+    if reduction == "sum":
+        return (psum(total, over) if over else total).astype(loss.dtype)
+    count = np.full_like(value_of(total), loss.size) if masses is None else np.sum(masses)
+    if over:
+        both = psum(np.stack([total, count]), over)
+        total, count = both[0], both[1]
+    with np.errstate(invalid="ignore"):  # of no rows
+        return (total / count).astype(loss.dtype)
 
 
 # Classes that are spread over workers
@@ -345,14 +447,30 @@ def _logsumexp_over(x, axis_name: AxisName, where: str):
     return x, np.where(np.isinf(top), top, total + np.where(np.isinf(top), np.zeros_like(top), top))
 
 
-def _spread_cross_entropy(logits, labels, axis_name: AxisName, smoothing: float, ignore: int | None):
+def _spread_cross_entropy(logits, labels, axis_name: AxisName, smoothing: float, ignore: int | None, weight):
+    """The losses, and what each row counts in their mean."""
     x = _wide(logits)
     top, before, classes, names = _sums_over(x, labels, axis_name, _WHERE)
     _check_classes(labels, classes, ignore)
-    sums = psum(_exp_sums(x, top, labels.astype(np.int64) - before), names)
-    loss = np.log(sums[0]) - (1 - smoothing) * (sums[1] - top)
-    if smoothing:
-        loss = loss - smoothing * (sums[2] / classes - top)
+    mine = labels.astype(np.int64) - before
+    sums = _exp_sums(x, top, mine)
+    if weight is None:
+        sums = psum(sums, names)
+        loss, masses = np.log(sums[0]) - (1 - smoothing) * (sums[1] - top), _counted(labels, ignore, x)
+        if smoothing:
+            loss = loss - smoothing * (sums[2] / classes - top)
+    else:
+        parts = [sums[0], sums[1], rows_at(weight, np.where((mine >= 0) & (mine < x.shape[-1]), mine, -1))]
+        if smoothing:
+            parts += [x @ weight, np.sum(weight) + np.zeros_like(top)]
+        total, chosen, masses, *more = psum(np.stack(parts), names)
+        loss = (1 - smoothing) * masses * (np.log(total) - (chosen - top))
+        if smoothing:
+            loss = loss + smoothing / classes * (more[1] * np.log(total) - (more[0] - more[1] * top))
+        if ignore is not None:
+            masses = np.where(labels == ignore, np.zeros_like(masses), masses)
+    if kernels.on_device(value_of(labels)):  # nobody has looked at them
+        loss = np.where((labels < 0) | (labels >= classes), np.full_like(loss, np.nan), loss)
     if ignore is not None:
         loss = np.where(labels == ignore, np.zeros_like(loss), loss)
-    return loss.astype(logits.dtype)
+    return loss.astype(logits.dtype), masses
