@@ -42,7 +42,8 @@ class Optimizer(NamedTuple):
     init: params -> state. update: (grads, state, params) -> (new params, new state); the arguments stand in the order
     of optax, whose `update` returns differences instead. New parameters keep the dtype and the layout of the old.
     Updates are differentiable, so one can differentiate through training (through Adam: where no gradient entry has
-    been zero throughout). Raises ValueError where trees or shapes differ, and for arrays of other numbers.
+    been zero throughout). Raises ValueError where trees or shapes differ, for arrays of other numbers, and for rates
+    and other options out of their ranges.
     """
 
     init: Callable[[Any], Any]
@@ -73,7 +74,8 @@ def sgd(learning_rate: Rate, momentum: float = 0.0, *, nesterov: bool = False) -
     of v. Sutskever, Martens, Dahl, Hinton, "On the importance of initialization and momentum in deep learning",
     ICML 2013, with the rate taken out of v, as in PyTorch and optax.
     """
-    momentum = _weak(momentum)
+    learning_rate = _rate_given("spmd.optim.sgd", learning_rate)
+    momentum = _option("spmd.optim.sgd", "momentum", momentum, 0.9)
 
     def init(params):
         return SGDState(0, tree.map(_zeros, params) if momentum else None)
@@ -106,7 +108,7 @@ def adam(learning_rate: Rate = 1e-3, b1: float = 0.9, b2: float = 0.999, eps: fl
     learning_rate: a number, or a function of the number of updates done. Kingma, Ba, "Adam: A method for stochastic
     optimization", ICLR 2015, algorithm 1.
     """
-    return adamw(learning_rate, b1, b2, eps, weight_decay=0.0)
+    return _adam("spmd.optim.adam", learning_rate, b1, b2, eps, 0.0)
 
 
 def adamw(
@@ -117,7 +119,13 @@ def adamw(
     Loshchilov, Hutter, "Decoupled weight decay regularization", ICLR 2019, with the decay times the rate, as in
     PyTorch and optax.
     """
-    b1, b2, eps, weight_decay = map(_weak, (b1, b2, eps, weight_decay))
+    return _adam("spmd.optim.adamw", learning_rate, b1, b2, eps, weight_decay)
+
+
+def _adam(where: str, learning_rate: Rate, b1: Any, b2: Any, eps: Any, weight_decay: Any) -> Optimizer:
+    learning_rate = _rate_given(where, learning_rate)
+    b1, b2 = _option(where, "b1", b1, 0.9, below=1), _option(where, "b2", b2, 0.999, below=1)
+    eps, weight_decay = _option(where, "eps", eps, 1e-8), _option(where, "weight_decay", weight_decay, 1e-2)
 
     def init(params):
         return AdamState(0, tree.map(_zeros, params), tree.map(_zeros, params))
@@ -140,8 +148,29 @@ def adamw(
     return Optimizer(init, update)
 
 
+def _rate_given(where: str, learning_rate: Any) -> Any:
+    return learning_rate if callable(learning_rate) else _option(where, "learning_rate", learning_rate, 1e-3)
+
+
 def _rate(learning_rate: Rate, steps: int):
-    return _weak(learning_rate(steps) if callable(learning_rate) else learning_rate)
+    if not callable(learning_rate):
+        return learning_rate
+    return _option("spmd.optim", f"learning_rate, of {steps} updates done,", learning_rate(steps), 1e-3)
+
+
+def _option(where: str, argument: str, x: Any, mend: float, below: float = math.inf, least: float = 0) -> Any:
+    """A number of an optimiser, as one that does not widen arrays. Arrays stay: they may be differentiated."""
+    if isinstance(x, int | float | np.integer | np.floating) and not isinstance(x, bool):
+        fits = least <= x < below
+    elif type(x) is np.ndarray:
+        fits = x.dtype.kind in "fiu" and bool(np.all((x >= least) & (x < below)))
+    else:
+        fits = not isinstance(x, np.generic) and getattr(x, "dtype", None) is not None
+    if fits:
+        return _weak(x)
+    name = argument.split(",")[0]
+    need = f"a number, at least {least}" + (f" and below {below}" if below < math.inf else ", finite")
+    raise ValueError(message(where, argument=argument, got=describe(x), need=need, mend=f"{name}={mend}"))
 
 
 def _weak(number):
@@ -271,7 +300,8 @@ def clip_by_global_norm(grads: Any, max_norm: float) -> Any:
     of the gradients, by another one in float64. Pascanu, Mikolov, Bengio, "On the difficulty of training recurrent
     neural networks", ICML 2013. Raises ValueError for a norm that is not positive.
     """
-    if not max_norm > 0:
+    known = isinstance(max_norm, int | float | np.integer | np.floating) and not isinstance(max_norm, bool)
+    if not (known or getattr(max_norm, "shape", None) == ()) or not max_norm > 0:
         raise ValueError(
             message(
                 "spmd.optim.clip_by_global_norm",
@@ -317,16 +347,10 @@ def linear(rate: float, steps: int, end: float = 0.0, warmup: int = 0) -> Callab
 def _schedule(
     name: str, rate: float, steps: int, end: float, warmup: int, fall: Callable[[float], float]
 ) -> Callable[[int], float]:
-    if steps < 1 or warmup < 0:
-        raise ValueError(
-            message(
-                f"spmd.optim.{name}",
-                argument="steps" if steps < 1 else "warmup",
-                got=repr(steps if steps < 1 else warmup),
-                need="numbers of updates: steps of at least 1, warmup of at least 0",
-                mend=f"{name}(1e-3, steps=1000, warmup=100)",
-            )
-        )
+    where = f"spmd.optim.{name}"
+    rate, end = _option(where, "rate", rate, 1e-3), _option(where, "end", end, 0.0)
+    steps = _option(where, "steps", steps, 1000, least=1)
+    warmup = _option(where, "warmup", warmup, 100)
 
     def at(done: int) -> float:
         if done < warmup:

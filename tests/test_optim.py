@@ -328,6 +328,40 @@ def test_schedules():
     np.testing.assert_allclose([cosine(t) for t in range(3)], [0.5, 1.0, 1.5])
     np.testing.assert_allclose([cosine(t) for t in (3, 5, 7, 99)], [2.0, 1.5, 1.0, 1.0])
     np.testing.assert_allclose([linear(t) for t in range(6)], [2.0, 1.5, 1.0, 0.5, 0.0, 0.0])
-    for bad in {"steps": 0}, {"steps": 1, "warmup": -1}:
-        with pytest.raises(ValueError, match="numbers of updates"):
-            spmd.optim.cosine(1.0, **bad)
+
+
+@pytest.mark.parametrize(
+    ("make", "argument", "bad"),
+    [
+        (lambda n: sgd(n), "learning_rate", (-1, np.nan, np.inf, "a", None, True, 1j, np.array(-1.0))),
+        (lambda n: sgd(0.1, n), "momentum", (-1, np.nan, np.inf, "a", None)),
+        (lambda n: adam(n), "learning_rate", (-1, np.nan, "a")),
+        (lambda n: adam(b1=n), "b1", (1, 1.0, np.float32(1), -0.1, 2, np.nan, "a", None)),
+        (lambda n: adam(b2=n), "b2", (1, 1.0, -0.1, 2, np.nan, None)),
+        (lambda n: adam(eps=n), "eps", (-1e-8, np.nan, np.inf)),
+        (lambda n: adamw(weight_decay=n), "weight_decay", (-1, np.inf, np.nan)),
+        (lambda n: spmd.optim.cosine(n, 3), "rate", (-1, np.nan, "a")),
+        (lambda n: spmd.optim.cosine(1.0, n), "steps", (0, np.nan, "a", None)),
+        (lambda n: spmd.optim.linear(1.0, 3, n), "end", (-1, np.inf, 1j)),
+        (lambda n: spmd.optim.linear(1.0, 3, warmup=n), "warmup", (-1, np.nan, "a")),
+        (
+            lambda n: spmd.optim.clip_by_global_norm(np.ones(2), n),
+            "max_norm",
+            (0, -1, np.nan, "a", None, 1j, np.ones(3)),
+        ),
+    ],
+)
+def test_numbers_out_of_range_are_an_error(make, argument, bad):
+    for n in bad:
+        with pytest.raises(
+            ValueError, match=rf"spmd\.optim\.\w+: argument {argument}\n  got: .*\n  needed: a .*\n  mend: "
+        ):
+            make(n)
+
+
+def test_a_schedule_is_asked_for_numbers_too():
+    for bad in -1.0, None, np.nan:
+        optimizer = sgd(lambda t, bad=bad: bad if t == 1 else 0.1)
+        p, state = optimizer.update(np.ones(2), optimizer.init(np.ones(2)), np.ones(2))
+        with pytest.raises(ValueError, match=r"argument learning_rate, of 1 updates done"):
+            optimizer.update(np.ones(2), state, p)
