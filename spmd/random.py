@@ -139,7 +139,7 @@ def _axes_of(x: Any) -> frozenset[str]:
 def _shape(where: str, given: Any, argument: str = "shape") -> tuple[int, ...]:
     try:
         shape = (operator.index(given),) if np.ndim(given) == 0 else tuple(map(operator.index, given))
-    except TypeError:
+    except (TypeError, ValueError):
         shape = (-1,)
     if min(shape, default=0) < 0 or math.prod(shape) >= 1 << 62:
         raise SpecError(
@@ -154,8 +154,17 @@ def _shape(where: str, given: Any, argument: str = "shape") -> tuple[int, ...]:
     return shape
 
 
+def _dtype(where: str, given: Any, need: str, mend: str) -> np.dtype:
+    try:
+        return np.dtype(given)
+    except TypeError:
+        raise SpecError(
+            message(where, argument="dtype", got=describe(given), need=need, mend=f"dtype={mend}")
+        ) from None
+
+
 def _float(where: str, dtype: Any) -> np.dtype:
-    found = np.dtype(dtype)
+    found = _dtype(where, dtype, "float32, float64, float16 or bfloat16", "np.float32")
     if found.name not in ("float16", "bfloat16", "float32", "float64"):
         raise SpecError(
             message(
@@ -267,6 +276,10 @@ def like(x, spec: P) -> Layout:
     worker = here(where)
     if not isinstance(spec, P):
         raise SpecError(message(where, argument="spec", got=describe(spec), need="a spec", mend='like(x, P("x"))'))
+    if not hasattr(x, "shape"):
+        raise SpecError(
+            message(where, argument="x", got=describe(x), need="a block, which has a shape", mend="np.asarray(x)")
+        )
     spec.check(worker.mesh.axes, where, "spec", len(x.shape))
     more = sorted(_axes_of(x) - spec.varying)
     if more:
@@ -295,11 +308,12 @@ def like(x, spec: P) -> Layout:
 def bits(key, shape: Shape = (), dtype: Any = np.uint32, *, spec: Any = None, mesh: Mesh | None = None):
     """Random integers of all values of a dtype, uint32 or uint64."""
     where = "spmd.random.bits"
-    if np.dtype(dtype) not in (np.dtype(np.uint32), np.dtype(np.uint64)):
+    found = _dtype(where, dtype, "uint32 or uint64", "np.uint32")
+    if found not in (np.dtype(np.uint32), np.dtype(np.uint64)):
         raise SpecError(
-            message(where, argument="dtype", got=str(np.dtype(dtype)), need="uint32 or uint64", mend="bits(...) >> 24")
+            message(where, argument="dtype", got=str(found), need="uint32 or uint64", mend="bits(...) >> 24")
         )
-    return _drawn(where, key, "random_bits", _shape(where, shape), np.dtype(dtype), spec, mesh)
+    return _drawn(where, key, "random_bits", _shape(where, shape), found, spec, mesh)
 
 
 def uniform(
@@ -379,13 +393,20 @@ def gumbel(key, shape: Shape = (), dtype: Any = float, *, spec: Any = None, mesh
 
 
 def bernoulli(key, p=0.5, shape: Shape | None = None, *, spec: Any = None, mesh: Mesh | None = None):
-    """True with probability p, to 24 bits. p: a number, or an array that broadcasts to the shape (default: its own)."""
-    drawn = uniform(key, np.shape(p) if shape is None else shape, np.float32, spec=spec, mesh=mesh)
+    """True with probability p, to 24 bits. p: a number, or an array that broadcasts to the shape (default: its own).
+
+    Raises SpecError for a p on the host that is not from 0 to 1.
+    """
+    where = "spmd.random.bernoulli"
+    p = np.asarray(p) if isinstance(p, list | tuple) else p
+    _probabilities(where, p)
+    wide = np.shape(p)
+    drawn = uniform(key, wide if shape is None else _shape(where, shape), np.float32, spec=spec, mesh=mesh)
     wide, long = np.shape(p), drawn.shape
     if len(wide) > len(long) or any(n not in (1, m) for n, m in zip(reversed(wide), reversed(long), strict=False)):
         raise SpecError(
             message(
-                "spmd.random.bernoulli",
+                where,
                 argument="p",
                 got=describe(p),
                 need=f"a number, or an array that broadcasts to {list(long)}: every entry is drawn by itself",
@@ -395,11 +416,25 @@ def bernoulli(key, p=0.5, shape: Shape | None = None, *, spec: Any = None, mesh:
     return drawn < p
 
 
+def _probabilities(where: str, p: Any) -> None:
+    """Raise where p is not of numbers from 0 to 1; one on a device, or laid out over workers, is not looked at."""
+    bare: Any = value_of(p)
+    known = isinstance(bare, np.ndarray | int | float | np.generic) and np.asarray(bare).dtype.kind in "biuf"
+    if known and np.all((np.asarray(bare) >= 0) & (np.asarray(bare) <= 1)):
+        return
+    elsewhere = None if known else getattr(bare, "dtype", None)
+    if elsewhere is not None and elsewhere.kind in "biufV":
+        return
+    need, mend = "probabilities: numbers from 0 to 1", "np.clip(p, 0, 1)"
+    raise SpecError(message(where, argument="p", got=describe(p), need=need, mend=mend))
+
+
 def randint(
     key, shape: Shape, minval: int, maxval: int, dtype: Any = int, *, spec: Any = None, mesh: Mesh | None = None
 ):
     """Integers from minval to maxval - 1, each as likely as the others to one part in 2^64 / (maxval - minval)."""
-    where, dtype = "spmd.random.randint", np.dtype(dtype)
+    where = "spmd.random.randint"
+    dtype = _dtype(where, dtype, "an integer dtype", "int")
     ends = minval, maxval
     fits = dtype.kind in "iu" and all(isinstance(n, int | np.integer) for n in ends)
     if not fits or not np.iinfo(dtype).min <= minval < maxval <= np.iinfo(dtype).max + 1:
@@ -437,6 +472,18 @@ def categorical(key, logits, axis: int = -1, *, spec: P | None = None):
     spec: in a body, how the whole of the logits is split; not along the axis.
     """
     where = "spmd.random.categorical"
+    logits = np.asarray(logits) if isinstance(logits, list | tuple) else logits
+    ndim = len(getattr(logits, "shape", ()))
+    if not ndim or not isinstance(axis, int | np.integer) or not -ndim <= axis < ndim or not logits.shape[axis]:
+        raise SpecError(
+            message(
+                where,
+                argument="logits and axis" if ndim else "logits",
+                got=f"{describe(logits)}, axis={axis!r}",
+                need="an array, and that of its axes which counts the classes, of which there is one at least",
+                mend="axis=-1",
+            )
+        )
     layout = layout_of(where, logits, spec)
     dims = layout.spec.dims if layout is not None else ()
     if dims and dims[axis]:
@@ -456,9 +503,29 @@ def categorical(key, logits, axis: int = -1, *, spec: P | None = None):
 
 def permutation(key, x):
     """The numbers 0 to x - 1, or the rows of an array, in random order. Made whole, on every worker."""
-    whole = isinstance(x, int | np.integer)
-    order = _order(key, int(x) if whole else x.shape[0])
-    return order if whole else x[order]
+    n, x = _items("spmd.random.permutation", "x", x)
+    order = _order(key, n)
+    return order if x is None else x[order]
+
+
+def _items(where: str, argument: str, x: Any) -> tuple[int, Any]:
+    """How many there are to choose from: a number, or the rows of an array; and the array."""
+    if isinstance(x, list | tuple):
+        x = np.asarray(x)
+    if isinstance(x, int | np.integer) and not isinstance(x, bool) and 0 <= x < 1 << 62:
+        return int(x), None
+    rows: Any = x
+    if getattr(rows, "shape", ()):
+        return rows.shape[0], rows
+    raise SpecError(
+        message(
+            where,
+            argument=argument,
+            got=describe(x),
+            need="how many numbers, an integer from 0, or an array with rows",
+            mend=f"{where.rpartition('.')[2]}(key, len(x)) for places in x",
+        )
+    )
 
 
 def _order(key, n: int):
@@ -471,7 +538,7 @@ def _order(key, n: int):
 def choice(key, a, shape: Shape = (), replace: bool = True, p: Any = None):
     """Random rows of an array, or numbers below an int. p: their probabilities, by default equal. Made whole."""
     where, shape = "spmd.random.choice", _shape("spmd.random.choice", shape)
-    n, count = int(a) if isinstance(a, int | np.integer) else a.shape[0], math.prod(shape)
+    (n, rows), count = _items(where, "a", a), math.prod(shape)
     p = np.asarray(p) if isinstance(p, list | tuple) else p
     if n < 1 or not replace and count > n or p is not None and np.shape(p) != (n,):
         raise SpecError(
@@ -484,7 +551,10 @@ def choice(key, a, shape: Shape = (), replace: bool = True, p: Any = None):
             )
         )
     if type(p) is np.ndarray and not (
-        np.all(p >= 0) and np.isfinite(p).all() and (p > 0).sum() >= (count if not replace else 1)
+        p.dtype.kind in "biuf"
+        and np.all(p >= 0)
+        and np.isfinite(p).all()
+        and (p > 0).sum() >= (count if not replace else 1)
     ):
         raise SpecError(
             message(
@@ -505,7 +575,7 @@ def choice(key, a, shape: Shape = (), replace: bool = True, p: Any = None):
         at = randint(key, shape, 0, n)
     else:
         at = _order(key, n)[:count].reshape(shape)
-    return at if isinstance(a, int | np.integer) else a[at]
+    return at if rows is None else rows[at]
 
 
 def layout_of(where: str, x: Any, spec: P | None) -> Layout | None:

@@ -295,3 +295,55 @@ def test_bodies_without_checks():
         np.testing.assert_array_equal(made.numpy(), spmd.random.normal(key, (7, 2)))
         dropped = spmd.map(lambda x: dropout(x, 0.5, key, P("x")), P("x"), P("x"), check=False)(np.ones(9))
         np.testing.assert_array_equal(dropped.numpy(), dropout(np.ones(9), 0.5, key))
+
+
+K = spmd.random.key(0)
+BAD = {
+    "permutation: argument x": (
+        lambda bad: spmd.random.permutation(K, bad),
+        (-1, 2.5, np.float64(3), np.array(3), None, True, "ab"),
+    ),
+    "choice: argument a": (lambda bad: spmd.random.choice(K, bad), (2.5, np.array(3.0), None, -1)),
+    "uniform: argument shape": (
+        lambda bad: spmd.random.uniform(K, bad),
+        (-1, 2.5, (2, -1), ((1, 2), (3,)), "ab", None, 1 << 62),
+    ),
+    "uniform: argument dtype": (lambda bad: spmd.random.uniform(K, 3, bad), ("foo", int, 3)),
+    "bits: argument dtype": (lambda bad: spmd.random.bits(K, 3, bad), ("foo", np.int32)),
+    "randint: argument dtype": (lambda bad: spmd.random.randint(K, 3, 0, 5, bad), ("foo",)),
+    "bernoulli: argument p": (
+        lambda bad: spmd.random.bernoulli(K, bad),
+        (1.5, -0.1, np.nan, [0.5, 2], np.array([0.5, np.nan]), "a", None, 1j),
+    ),
+    "bernoulli: argument shape": (lambda bad: spmd.random.bernoulli(K, 0.5, bad), (-1, "a")),
+    "categorical: argument logits": (
+        lambda bad: spmd.random.categorical(K, bad),
+        (np.zeros(()), 3.0, None, np.zeros((2, 0))),
+    ),
+    "categorical: argument logits and axis": (
+        lambda bad: spmd.random.categorical(K, np.zeros((2, 3)), bad),
+        (3, "a", None),
+    ),
+    "choice: argument p": (
+        lambda bad: spmd.random.choice(K, 2, p=bad),
+        (np.array([1j, 0]), "a", 0.5, [0, 0], [1, np.nan]),
+    ),
+    "split: argument num": (lambda bad: spmd.random.split(K, bad), (-1, 1.5, (2, -1))),
+}
+
+
+@pytest.mark.parametrize("head", BAD)
+def test_what_cannot_be_drawn_is_an_error(head):
+    draw, given = BAD[head]
+    for bad in given:
+        with pytest.raises(SpecError, match=rf"spmd\.random\.{head}.*\n  got: .*\n  needed: .*\n  mend: "):
+            draw(bad)
+
+
+def test_what_can_be_drawn():
+    random = spmd.random
+    assert random.permutation(K, 0).shape == (0,)
+    np.testing.assert_array_equal(np.sort(random.permutation(K, [3, 1, 2])), [1, 2, 3])
+    assert random.choice(K, [[1, 2], [3, 4]], 5).shape == (5, 2)
+    np.testing.assert_array_equal(random.bernoulli(K, [0, 1, 1.0, False]), [False, True, True, False])
+    np.testing.assert_array_equal(random.categorical(K, [-np.inf, 0.0]), 1)
