@@ -359,9 +359,16 @@ def test_what_is_no_axis_is_an_error(axis):
             f(X, (0, -3))
 
 
-@pytest.mark.skipif(not jit.available(), reason="needs numba")
-def test_long_rows_are_added_up_in_stretches():
+@pytest.mark.parametrize("compiled", [True, False])
+def test_long_rows_are_added_up_in_stretches(compiled):
     """An image of 2048 x 2048 is a row of group norm; one sum in float32 would lose half of its digits."""
+    if compiled and not jit.available():
+        pytest.skip("needs numba")
+    with contextlib.nullcontext() if compiled else jit.off():
+        added_up_in_stretches()
+
+
+def added_up_in_stretches():
     rng = np.random.default_rng(0)
     x, g = ((rng.normal(size=(1, 1 << 22)) * 2 + k).astype("float32") for k in (5, 1))
     wide, h = x.astype(float), g.astype(float)
@@ -372,3 +379,10 @@ def test_long_rows_are_added_up_in_stretches():
     found = cpu.normalize_vjp(g, x, None, mean, rstd, True)[0]
     wanted = reference.normalize_vjp(h, wide, None, *exact[1:], True)[0]
     np.testing.assert_allclose(found, wanted, atol=2e-6)
+    rows = np.ascontiguousarray(x[:, : 3 * 5000].reshape(3, 5000))  # some rows of a stretch and a rest
+    for found, wanted in zip(
+        cpu.normalize(rows, None, None, 1e-5, True),
+        reference.normalize(rows.astype(float), None, None, 1e-5, True),
+        strict=True,
+    ):
+        np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)

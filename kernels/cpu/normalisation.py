@@ -150,10 +150,25 @@ def _compiled(*arrays: np.ndarray) -> bool:
 # In NumPy, in place.
 
 
+_STRETCH = 4096
+"""Entries of which a sum is made in their own dtype; the sum of such sums is float64."""
+
+
+def _dots(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The inner products of rows, in stretches: BLAS adds up in few numbers, however long a row is."""
+    rows, n = a.shape
+    if n <= _STRETCH:
+        return np.vecdot(a, b)
+    whole = n - n % _STRETCH
+    parts = [c[:, :whole].reshape(rows, -1, _STRETCH) for c in (a, b)]
+    found = np.sum(np.vecdot(*parts), axis=-1, dtype=float) + np.vecdot(a[:, whole:], b[:, whole:])
+    return found.astype(a.dtype)
+
+
 def _normalize_plain(out: Any, mean: Any, rstd: Any, x: Any, weight: Any, bias: Any, eps: float, centred: bool) -> None:
     mean[...] = np.mean(x, axis=-1) if centred else 0
     np.subtract(x, mean[:, None], out=out)
-    rstd[...] = 1 / np.sqrt(np.vecdot(out, out) / x.shape[-1] + eps)
+    rstd[...] = 1 / np.sqrt(_dots(out, out) / x.shape[-1] + eps)
     out *= rstd[:, None]
     out *= weight
     out += bias
@@ -166,7 +181,7 @@ def _normalize_vjp_plain(
     z *= rstd[:, None]
     np.multiply(g, weight, out=out)
     first = np.mean(out, axis=-1, keepdims=True) if centred else 0
-    second = np.vecdot(out, z)[:, None] / x.shape[-1]
+    second = _dots(out, z)[:, None] / x.shape[-1]
     total[0] += np.einsum("ij,ij->j", g, z)
     total[1] += np.sum(g, axis=0)
     z *= second
@@ -176,10 +191,6 @@ def _normalize_vjp_plain(
 
 
 # Loops
-
-
-_STRETCH = 4096
-"""Entries of which a sum is made in their own dtype; the sum of such sums is float64."""
 
 
 @jit.loops("out", "mean", "rstd", fastmath=_FAST)
