@@ -273,6 +273,59 @@ def test_errors():
         spmd.map(lambda x: spmd.max(x, "x"), in_specs=P("x"), out_specs=P())(np.ones(0))
 
 
+BAD = np.array([2, -1, 7, 0, -3])  # of 7 rows or classes
+SHOWS = np.array([0, 1, 1, 0, 1], bool)
+LOSSES = {
+    "alone": {},
+    "smoothed": {"label_smoothing": 0.25},
+    "ignoring": {"ignore_index": -3},
+    "weighted": {"weight": True},
+    "weighted and smoothed": {"weight": True, "label_smoothing": 0.25, "ignore_index": -3},
+}
+
+
+@pytest.mark.parametrize("axis", [None, "y"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_labels_that_nobody_looks_at_show_as_nan(name, axis):
+    x, options = np.random.default_rng(0).normal(size=(5, 7)), dict(LOSSES[name])
+    weighted = options.pop("weight", False)
+
+    def losses(x, labels, w):
+        return spmd.softmax_cross_entropy(x, labels, axis, weight=w if weighted else None, **options)
+
+    with spmd.Mesh(x=2, y=2, device="cuda"):
+        found = spmd.map(losses, (P("x", axis), P("x"), P(axis)), P("x"))(x, BAD, np.arange(1.0, 8.0)).numpy()
+    shows = SHOWS & (options.get("ignore_index") != BAD)
+    np.testing.assert_array_equal(np.isnan(found), shows)
+    good = spmd.softmax_cross_entropy(
+        x[~SHOWS], BAD[~SHOWS], weight=np.arange(1.0, 8.0) if weighted else None, **options
+    )
+    np.testing.assert_allclose(found[~SHOWS], good, rtol=1e-12)
+
+
+@pytest.mark.parametrize("axis", [None, "y"])
+def test_ids_that_nobody_looks_at_show(axis):
+    table = np.random.default_rng(0).normal(size=(7, 3))
+    rows = np.where(SHOWS[:, None], np.nan, table[np.where(SHOWS, 0, BAD)])
+    F = spmd.functions
+    with spmd.Mesh(x=2, y=2, device="cuda"):
+        look = spmd.map(lambda t, ids: F.embedding(t, ids, axis), (P(axis), P("x")), P("x"))
+        np.testing.assert_array_equal(look(table, BAD).numpy(), rows)
+        skip = spmd.map(lambda t, ids: F.embedding(t, ids, axis, padding_idx=0), (P(axis), P("x")), P("x"))
+        np.testing.assert_array_equal(skip(table, BAD).numpy()[3], 0)
+        hot = spmd.map(lambda ids: F.one_hot(ids, 7), P("x"), P("x"))(BAD).numpy()
+        np.testing.assert_array_equal(hot, np.eye(7)[np.where(SHOWS, 0, BAD)] * ~SHOWS[:, None])
+        take = spmd.map(F.take_rows, (P(), P("x")), P("x"))
+        np.testing.assert_array_equal(take(table, BAD).numpy(), rows)
+        add = spmd.map(lambda ids, g: spmd.psum(F.add_rows(ids, g, 7), "x"), (P("x"), P("x")), P())
+        wanted = np.zeros((7, 3))
+        wanted[BAD[~SHOWS]] = 1
+        np.testing.assert_array_equal(add(BAD, np.ones((5, 3))).numpy(), wanted)
+        # What they name gets no gradient.
+        total = spmd.map(lambda t, ids: spmd.psum(np.sum(F.take_rows(t, ids)), "x"), (P(), P("x")), P())
+        np.testing.assert_array_equal(np.asarray(spmd.grad(total)(table, BAD)), wanted)
+
+
 def test_dlpack():
     with spmd.Mesh(x=2, device="cuda"):
         x = spmd.put(cp.arange(4.0), P())

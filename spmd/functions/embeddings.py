@@ -49,7 +49,8 @@ def take_rows(table, ids):
     """The rows of a table that ids name. table: (n, ...). ids: integers of any shape, from 0 to n - 1.
 
     Forward: y[i, ...] = table[ids[i], ...], of shape ids.shape + table.shape[1:]. Adjoint: `add_rows`.
-    Raises SpecError for ids out of range; on a GPU, where looking at them would wait for it, their rows are NaN.
+    Raises SpecError for ids out of range; on a GPU, where looking at them would wait for it, their rows are NaN, and
+    nothing of their cotangents goes to the table.
     """
     where = "spmd.functions.take_rows"
     table = _table(where, "table", table)
@@ -90,7 +91,8 @@ def embedding(table, ids, axis_name: str | Sequence[str] | None = None, padding_
     `psum` of the results makes them Invariant along axis_name. Adjoint: each worker adds the cotangents of its rows;
     nothing moves. Shoeybi et al., "Megatron-LM: Training multi-billion parameter language models using model
     parallelism", 2019.
-    Raises SpecError for ids out of range (on a GPU their rows are NaN), StateError for a table or ids of another state.
+    Raises SpecError for ids out of range (on a GPU their rows are NaN, and the table gets no gradient of them),
+    StateError for a table or ids of another state.
     """
     where = "spmd.functions.embedding"
     table = _table(where, "table", table)
@@ -189,6 +191,8 @@ def _known(where: str, ids: Any, n: int, skipped: tuple[int, ...]) -> Any:
                 )
             )
     ids = ids.astype(np.int64)
+    if kernels.on_device(bare):
+        ids = np.where(ids < 0, 2 * _NONE, ids)  # shows, which _NONE does not
     for number in skipped:
         ids = np.where(ids == number, _NONE, ids)
     return ids

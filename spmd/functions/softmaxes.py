@@ -246,8 +246,8 @@ def softmax_cross_entropy(
     whole, the same along these axes, or blocks of the distributions, and weight is a block too. The loss is Invariant
     there. Cost: two all-reduces of a few numbers per row forward, none backward (Shoeybi et al., "Megatron-LM", 2019).
     Gradient: softmax(logits) * sum(t) - t, with weight * t for t; the forward pass makes it where it will be asked for.
-    Raises StateError for logits that do not vary along axis_name, or class numbers that do, ValueError for labels out
-    of range or of another shape; on a GPU, where nobody looks, their loss is NaN.
+    Raises StateError for logits that do not vary along axis_name, or class numbers that do, ValueError for labels of
+    another shape or out of range; on a GPU, where looking at them would wait for it, the loss of the latter is NaN.
     """
     logits = floating(_WHERE, "logits", logits)
     if type(labels) is not Array and not hasattr(labels, "dtype"):
