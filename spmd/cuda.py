@@ -151,10 +151,22 @@ class Places:
 
     def own(self, a: Any, worker: int) -> Any:
         """A C-contiguous array of its own with the data of a, on the device of a worker."""
-        with Device(self.device(worker)):
-            if type(a) is cp.ndarray:
+        device = self.device(worker)
+        if type(a) is not cp.ndarray:
+            with Device(device):
+                return cp.asarray(np.asarray(a, order="C"))
+        home = current(a.data.device_id)
+        if home.device == device:
+            with Device(device):
                 return a.copy(order="C")
-            return cp.asarray(np.asarray(a, order="C"))
+        with Device(home.device):  # what travels between devices lies in one piece, made where it is
+            a = a if a.flags.c_contiguous else a.copy(order="C")
+        here = current(device)
+        here.after(home)
+        with Device(device):
+            copy = a.copy()
+        home.after(here)  # who may write there next, or use the memory again
+        return copy
 
     def moved(self, a: Any, worker: int) -> Any:
         """An array that the library has made, on the device of a worker: a copy where it is not there already."""
