@@ -820,11 +820,13 @@ def from_callback(
     mesh = mesh_for(mesh, where)
     _fits(spec, mesh, where, len(shape))
     layout = mesh.layout(tuple(shape), spec, where)
-    done: dict[int, np.ndarray] = {}
+    first: dict[int, np.ndarray] = {}
+    done: dict[Any, np.ndarray] = {}
     for w in mesh.local_workers:
-        if layout.owners[w] not in done:
-            block = owned_on(mesh, _numbers(fn(layout.slices(w)), where, "fn", mesh), w)
-            block = block if shape else owned_on(mesh, _number(block, layout, w), w)
+        owner, key = layout.owners[w], mesh.sharing(layout, w)
+        if owner not in first:
+            block = _numbers(fn(layout.slices(w)), where, "fn", mesh)
+            block = owned_on(mesh, block if shape else _number(block, layout, w), w)
             if block.shape != layout.block_shape(w):
                 raise LayoutError(
                     message(
@@ -835,8 +837,10 @@ def from_callback(
                         mend="return whole[index]",
                     )
                 )
-            done[layout.owners[w]] = block
-    return PartitionedArray({w: done[layout.owners[w]] for w in mesh.local_workers}, layout, mesh)
+            first[owner] = done[key] = block
+        elif key not in done:  # on another device
+            done[key] = owned_on(mesh, first[owner], w)
+    return PartitionedArray({w: done[mesh.sharing(layout, w)] for w in mesh.local_workers}, layout, mesh)
 
 
 def from_blocks(blocks: Sequence[Any] | Mapping[int, Any], spec: Spec, mesh: Mesh | None = None) -> PartitionedArray:

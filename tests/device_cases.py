@@ -225,10 +225,20 @@ def test_what_is_made_outside_of_bodies_lies_where_the_blocks_lie(devices, count
             update = spmd.optim.adam(0.1)
             stepped, _ = update.update(drawn[1], update.init(drawn[1]), drawn[1])
             zeros = spmd.linear_operator(lambda x: 2 * x, P("x"), P("x"), shape=(9, 3)).domain.zeros()
+            asked, room = [], np.zeros(27)
+
+            def block(index, asked=asked, room=room):  # which gives one and the same memory at every call
+                asked.append(index)
+                part = np.arange(27.0).reshape(9, 3)[index]
+                room[: part.size] = part.reshape(-1)
+                return room[: part.size].reshape(part.shape)
+
+            called = [spmd.from_callback((9, 3), spec, block) for spec in (P("x"), P(), P(None, "x"))]
+            assert len(asked) == 9  # once for each block, wherever its copies lie
             x = np.arange(54.0).reshape(3, 18).T if mesh.places is None else cp.arange(54.0).reshape(3, 18).T
             laid = [spmd.put(x, spec) for spec in (P("x"), P())]  # from one device to all
             x += 1
-            made = [*drawn, stepped, zeros, drawn[1] * 2, *laid]
+            made = [*drawn, stepped, zeros, drawn[1] * 2, *called, *laid]
             if mesh.places is not None:
                 where = {(w, b.device.id) for a in made for w, b in a.blocks.items()}
                 assert where == {(w, w % count) for w in range(4)}
