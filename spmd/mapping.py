@@ -71,7 +71,8 @@ def map(
     result leaves by a layout that gives all of it to its root.
     mesh: by default that of the enclosing `with mesh:`, looked up at the call.
     check: bodies see arrays that carry their state, and what is promised Invariant is verified. With check=False and
-    nothing differentiated a body sees bare read-only arrays, and a result promised Invariant is worker 0's.
+    nothing differentiated a body sees bare read-only arrays, and a result promised Invariant is worker 0's. On a GPU
+    they are CuPy's, which take no constants of the host: `np.asarray(c, like=x)` moves one beside x.
 
     The mapped function takes NumPy arrays, Python numbers and `PartitionedArray`s, and gives `PartitionedArray`s. It
     can be differentiated from outside; a gradient has the layout of its argument. Without f it is a decorator:

@@ -141,6 +141,18 @@ def test_constants_of_the_host_meet_arrays_of_the_device():
     same(*found) if EMULATED else None
 
 
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_constants_are_moved_beside_arrays_where_no_state_is_carried(check, device):
+    def body(x):
+        return x * np.asarray([1.0, 2.0], like=x) + np.zeros_like(x, shape=2)
+
+    x = np.arange(6.0).reshape(3, 2)
+    with spmd.Mesh(x=2, device=device):
+        found = spmd.map(body, in_specs=P("x"), out_specs=P("x"), check=check)(x).numpy()
+    np.testing.assert_array_equal(found, x * [1, 2])
+
+
 @emulated
 def test_what_cupy_lacks_is_an_error_that_says_so():
     with spmd.Mesh(x=2, device="cuda"), pytest.raises(StateError, match=r"CuPy's function does not take.*(?s:.*)mend"):
