@@ -1,0 +1,214 @@
+"""Mistakes with global arrays and meshes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+import spmd
+from mistakes import D, Row, X, here
+from spmd import P
+from spmd.errors import (
+    LayoutError,
+    MeshError,
+    MissingMethodError,
+    StateError,
+)
+
+GLOBAL = [
+    *(
+        Row(
+            f"{name} of a global array",
+            call,
+            error,
+            head,
+            "PartitionedArray float64[3, 2] laid out by P('data', None)",
+            "a ufunc (+, <, np.exp, ...) or np.sum",
+            "spmd.map(f, in_specs=..., out_specs=...)(x), or on x.numpy()",
+        )
+        for name, head, error, call in (
+            ("np.linalg.inv", "np.linalg.inv", LayoutError, lambda: np.linalg.inv(here())),
+            ("np.fft.rfft", "np.fft.rfft", LayoutError, lambda: np.fft.rfft(here())),
+            ("@", "np.matmul", LayoutError, lambda: here() @ here()),
+            ("@ with a bare array", "np.matmul", LayoutError, lambda: X.T @ here()),
+            ("np.mean", "np.mean", LayoutError, lambda: np.mean(here())),
+            ("np.transpose", "np.transpose", LayoutError, lambda: np.transpose(here())),
+            ("np.reshape", "np.reshape", LayoutError, lambda: np.reshape(here(), (2, 3))),
+            ("np.concatenate", "np.concatenate", LayoutError, lambda: np.concatenate([here(), here()])),
+            ("np.add.reduce", "np.add.reduce", LayoutError, lambda: np.add.reduce(here())),
+            ("out=", "np.add with out=", LayoutError, lambda: np.add(here(), 1, out=np.zeros((3, 2)))),
+            ("where=", "np.add with where=", LayoutError, lambda: np.add(here(), 1, where=[[True, False]])),
+            ("an index", "x[0]", LayoutError, lambda: here()[0]),
+            ("iteration", "iteration", LayoutError, lambda: list(here())),
+            ("a method", "x.mean", MissingMethodError, lambda: here().mean()),
+            ("an attribute", "x.T", MissingMethodError, lambda: here().T),
+        )
+    ),
+    Row(
+        "a stack of different shapes",
+        lambda: np.stack([here(), X[:1]]),
+        LayoutError,
+        "np.stack",
+        "PartitionedArray float64[3, 2] laid out by P('data', None) and ndarray float64[1, 2]",
+        "arrays of one shape",
+        "np.broadcast_to",
+    ),
+    Row(
+        "an assignment to a global array",
+        lambda: here().__setitem__(0, 1.0),
+        LayoutError,
+        "x[i] = v",
+        "PartitionedArray float64[3, 2]",
+        "arrays are immutable",
+        "b.at[i].set(v)",
+    ),
+    Row(
+        "the float of an array",
+        lambda: float(here()),
+        LayoutError,
+        "float()",
+        "PartitionedArray float64[3, 2]",
+        "one entry",
+        "x.numpy()",
+    ),
+    Row("the truth of an array", lambda: bool(here()), LayoutError, "bool()", "[3, 2]", "one entry", "x.numpy()"),
+    Row("a format of an array", lambda: f"{here():.3f}", LayoutError, "format()", "[3, 2]", "one entry", "x.numpy()"),
+    Row(
+        "operands that are split differently",
+        lambda: here() + spmd.put(X, P("model")),
+        LayoutError,
+        "np.add",
+        "laid out by P('data', None) and PartitionedArray float64[3, 2] laid out by P('model', None)",
+        "operands that are split alike, or not at all",
+        "spmd.put(x, other.spec)",
+    ),
+    Row(
+        "operands of different blocks",
+        lambda: here() + spmd.from_blocks([X[:1], X[:1], X[1:], X[1:]], D),
+        LayoutError,
+        "np.add",
+        "laid out by P('data', None) in blocks of ((1, 2), (2,))",
+        "split alike",
+        "spmd.put(x, other.spec)",
+    ),
+    Row(
+        "operands that do not broadcast",
+        lambda: here() + np.ones(5),
+        LayoutError,
+        "np.add",
+        "PartitionedArray float64[3, 2] laid out by P('data', None) and ndarray float64[5]",
+        "shapes that broadcast",
+        "the same shape",
+    ),
+    Row(
+        "operands on different meshes",
+        lambda: here() + spmd.put(X, P("x"), spmd.Mesh(x=4)),
+        MeshError,
+        "np.add",
+        "arrays on Mesh(data=2, model=2) and on Mesh(x=4)",
+        "arrays on one mesh",
+        "spmd.put(x.numpy(), spec, mesh)",
+    ),
+    Row(
+        "put onto another mesh",
+        lambda: spmd.put(here(), D, spmd.Mesh(data=4)),
+        MeshError,
+        "spmd.put: argument mesh",
+        "Mesh(data=4) for an array on Mesh(data=2, model=2)",
+        "the mesh that the array is on",
+        "spmd.put(x.numpy(), spec, mesh)",
+    ),
+    Row(
+        "a sum over a dimension that there is not",
+        lambda: np.sum(here(), axis=2),
+        LayoutError,
+        "np.sum: argument axis",
+        "2 for an array of 2 dimensions",
+        "from -2 to 1",
+        "a dimension that the array has",
+    ),
+    Row(
+        "an inner product of different trees",
+        lambda: spmd.inner([X, X], [X]),
+        StateError,
+        "spmd.inner: argument y",
+        "1 arrays for 2",
+        "pytrees of one structure",
+        "its counterpart",
+    ),
+]
+
+MESHES = [
+    *(
+        Row(f"a size {n!r}", lambda n=n: spmd.Mesh(x=n), MeshError, "spmd.Mesh: argument x", repr(n), "1", "Mesh(x=2)")
+        for n in (0, -1, 2.0, "2", True)
+    ),
+    Row(
+        "an unknown transport",
+        lambda: spmd.Mesh(x=2, transport="mpii"),
+        MeshError,
+        "spmd.Mesh: argument transport",
+        "'mpii'",
+        "'local', 'mpi'",
+        'transport="mpi"',
+    ),
+    Row(
+        "an unknown scheduler",
+        lambda: spmd.Mesh(x=2, scheduler="thread"),
+        MeshError,
+        "spmd.Mesh: argument scheduler",
+        "'thread'",
+        "'auto', 'lockstep', 'threads'",
+        'scheduler="threads"',
+    ),
+    Row(
+        "an axis named as an option",
+        lambda: spmd.Mesh(transport=2),
+        MeshError,
+        "spmd.Mesh: argument transport",
+        "2",
+        "'local', 'mpi'",
+        'make_mesh((2,), ("transport",))',
+    ),
+    Row(
+        "a communicator and virtual workers",
+        lambda: spmd.Mesh(x=2, comm=object(), transport="local"),
+        MeshError,
+        "spmd.Mesh: argument comm",
+        'transport="local"',
+        "one of them",
+        "leave out",
+    ),
+    Row(
+        "a communicator that is none",
+        lambda: spmd.put(X, P("x"), spmd.Mesh(x=2, comm=7)),
+        MeshError,
+        "spmd.Mesh: argument comm",
+        "int 7",
+        "an mpi4py communicator",
+        "leave it out",
+    ),
+    *(
+        Row(
+            f"make_mesh of {shapes!r} and {names!r}",
+            lambda shapes=shapes, names=names: spmd.make_mesh(shapes, names),
+            MeshError,
+            "spmd.make_mesh: argument axis_names",
+            f"{names!r} for sizes {shapes!r}",
+            "all different",
+            'make_mesh((2, 2), ("data", "model"))',
+        )
+        for shapes, names in (((2, 2), ("a",)), ((2, 2), ("a", "a")), ((2,), "x"), (2, "x"), ((2,), (1,)))
+    ),
+    Row(
+        "a mesh that is none",
+        lambda: spmd.put(X, D, 3),
+        MeshError,
+        "spmd.put: argument mesh",
+        "int 3",
+        "a Mesh",
+        "mesh=spmd.Mesh(x=4)",
+    ),
+]
+
+
+ROWS = [*GLOBAL, *MESHES]
