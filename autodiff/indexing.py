@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd.autodiff import tracer
+from spmd.autodiff import devices, tracer
 from spmd.autodiff.dtypes import kind_of_dtype
 from spmd.autodiff.primitive import primitive
 from spmd.autodiff.tape import Node
@@ -38,9 +38,9 @@ def _is_mask(index) -> bool:
     return isinstance(index, bool | np.bool_) or getattr(getattr(index, "dtype", None), "kind", "") == "b"
 
 
-def _places(shape, index):
-    """The positions, in C order, of the entries that an index takes."""
-    return np.reshape(np.arange(int(np.prod(shape))), shape)[index]
+def _places(x, index):
+    """The positions in x, in C order, of the entries that an index takes."""
+    return np.reshape(np.arange(x.size, like=value_of(x)), x.shape)[index]
 
 
 def _add_into(out, index, v) -> None:
@@ -48,9 +48,9 @@ def _add_into(out, index, v) -> None:
     if _is_basic(index) or _is_mask(index):
         out[index] += v
     elif type(out) is not np.ndarray or out.ndim < 2 or not out.flags.c_contiguous:
-        np.add.at(out, index, v)
+        devices.at(np.add, out, index, v)
     else:  # NumPy is several times quicker in one dimension
-        places = _places(out.shape, index)
+        places = _places(out, index)
         np.add.at(out.reshape(-1), places.reshape(-1), np.broadcast_to(v, places.shape).reshape(-1))
 
 
@@ -119,8 +119,8 @@ def _last(g, index):
     """The entries of g at index; zero for those that a later entry of the index overwrites."""
     if _is_basic(index) or _is_mask(index):
         return g[index]
-    writer = np.full(g.shape, -1)
-    order = np.reshape(np.arange(writer[index].size), writer[index].shape)
+    writer = np.full_like(value_of(g), -1, dtype=int)
+    order = np.reshape(np.arange(writer[index].size, like=writer), writer[index].shape)
     writer[index] = order
     return g[index] * (writer[index] == order)
 
@@ -162,7 +162,7 @@ def _extreme(name: str, ufunc) -> Callable:
     )
     def run(x, v, index):
         out = np.copy(x)
-        ufunc.at(out, index, v)
+        devices.at(ufunc, out, index, v)
         return out
 
     return run
@@ -175,15 +175,15 @@ def _in_turn(x, index, step: Callable, v=None):
     """x with step(x[i], v) at i; where a position stands several times, one after the other."""
     if _is_basic(index) or _is_mask(index):
         return _set(x, step(x[index], v), index)
-    places = _places(np.shape(x), index)
+    places = _places(x, index)
     v, places = None if v is None else np.ravel(np.broadcast_to(v, places.shape)), np.ravel(places)
     order = np.argsort(places, kind="stable")
     ordered = places[order]
     begins = np.flatnonzero(np.diff(ordered, prepend=-1))
     turn = np.empty_like(order)
-    turn[order] = np.arange(len(order)) - np.repeat(begins, np.diff(begins, append=len(order)))
+    turn[order] = np.arange(len(order), like=order) - np.repeat(begins, np.diff(begins, append=len(order)))
     flat = np.ravel(x)
-    for k in range(int(turn.max(initial=-1)) + 1):
+    for k in range(int(turn.max()) + 1 if turn.size else 0):
         (chosen,) = np.nonzero(turn == k)
         at_once = places[chosen]
         flat = _set(flat, step(flat[at_once], None if v is None else v[chosen]), at_once)

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd.autodiff import tracer
+from spmd.autodiff import devices, tracer
 from spmd.autodiff.primitive import handlers
 from spmd.autodiff.tracer import Array, bare, dispatch, find, value_of
 from spmd.errors import DtypeError, StateError, TracedConversionError, describe, message
@@ -266,6 +266,11 @@ class _Grid:
 twins.update({name: _Grid(name) for name in ("mgrid", "ogrid")})
 
 
+def _dummy(x):
+    """An array of the host of the shape and dtype of one of a device, which stays there; anything else as it is."""
+    return np.zeros(x.shape, x.dtype) if devices.is_array(x) else x
+
+
 class _Joiner:
     """np.r_ or np.c_, with arrays and ends of slices that may be traced."""
 
@@ -290,7 +295,7 @@ class _Joiner:
         # What NumPy makes of the positions of all entries tells where each of them goes.
         entries: list = []
         places = tuple(self._place(item, entries) for item in items)
-        dtype = numpys[tuple(_plain_slice(s) if isinstance(s, slice) else bare(s) for s in items)].dtype
+        dtype = numpys[tuple(_plain_slice(s) if isinstance(s, slice) else _dummy(bare(s)) for s in items)].dtype
         return np.concatenate(entries).astype(dtype)[numpys[places]]
 
     def _place(self, item, entries: list):

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd.autodiff import tape, tracer
+from spmd.autodiff import devices, tape, tracer
 from spmd.autodiff.dtypes import kind_of_dtype
 from spmd.autodiff.indexing import astype
 from spmd.autodiff.primitive import Primitive, handlers
@@ -121,7 +121,12 @@ def _constant(symbol: str) -> Callable:
         state = x.state if type(x) is Array else y.state
         if type(x) is type(y) is Array and x.state is not y.state:
             state = tracer.mixing.join([Array(value_of(x), x.state), Array(value_of(y), y.state)])[1]
-        return wrap(fun(value_of(x), value_of(y)), state)
+        pair = [value_of(x), value_of(y)]
+        try:
+            ans = fun(*pair)
+        except Exception as error:
+            ans = devices.again(fun, pair, {}, error, f"np.{symbol.strip('_')}")
+        return wrap(ans, state)
 
     return run
 

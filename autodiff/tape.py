@@ -9,6 +9,7 @@ A cotangent is a linear functional under the plain pairing sum(g * x), without a
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -289,7 +290,7 @@ def sweep(tape: Tape, seeds: Iterable[tuple[Node, Any]], leaves: list[Node], *, 
         elif node in own and type(g) is bare:
             old += g
         else:
-            total = cotangents[node] = old + g
+            total = cotangents[node] = _sum(old, g)
             own.discard(node)
             if type(total) is bare and total.nbytes > LARGE:
                 own.add(node)
@@ -327,12 +328,19 @@ def sweep(tape: Tape, seeds: Iterable[tuple[Node, Any]], leaves: list[Node], *, 
                         if prim.into is not None and parent in own and type(g) is bare:
                             prim.into(cotangents[parent], g, *args)
                             continue
-                    if kwargs:
-                        h = pull(g, *args, **kwargs)
-                    elif len(args) == 2:
-                        h = pull(g, args[0], args[1])
-                    else:
-                        h = pull(g, *args)
+                    try:
+                        if kwargs:
+                            h = pull(g, *args, **kwargs)
+                        elif len(args) == 2:
+                            h = pull(g, args[0], args[1])
+                        else:
+                            h = pull(g, *args)
+                    except Exception as error:
+                        if prim.joint is not None or prim.owe is not None:  # what sends is not done twice
+                            raise
+                        from spmd.autodiff import devices
+
+                        h = devices.pulled_again(pull, (g, *args), kwargs, error)
                     if kinds and h is not None:
                         check_finite(h, kinds, partial(_gradient_of, prim, node, nodes))
                     old = cotangents.get(parent)
@@ -368,6 +376,16 @@ def sweep(tape: Tape, seeds: Iterable[tuple[Node, Any]], leaves: list[Node], *, 
 def _gradient_of(prim, node: Node, nodes: list[Node]) -> str:
     where = nodes.places.get(id(node)) if type(nodes) is Watched else None
     return f"the gradient of {prim.name}" + (f", recorded at {where}" if where else "")
+
+
+def _sum(a, b):
+    """a + b; what is of the host goes to the device of the other."""
+    try:
+        return a + b
+    except TypeError as error:
+        from spmd.autodiff import devices
+
+        return devices.again(operator.add, [a, b], {}, error, "the backward sweep")
 
 
 LARGE = 1 << 16

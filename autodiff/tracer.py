@@ -473,7 +473,7 @@ def check_operand(x, where: str) -> None:
 def joined(arrays) -> list[Any]:
     """Arrays, bare ones too, brought to one state: what a function that returns them all gives undifferentiated."""
     some = find(list(arrays), [])
-    if not some or some[0].state is None:
+    if not some or some[0].state is None or some[0].state is devices.ALONE:
         return list(arrays)
     return mixing.join([a if type(a) is Array else Array(np.asarray(a), mixing.ambient()) for a in arrays])[0]
 

@@ -10,6 +10,7 @@ import pytest
 
 import spmd
 from spmd import Layout, P
+from spmd.device import to_host
 from spmd.errors import LayoutError, SpecError, StateError
 from spmd.layout import block_sizes
 from spmd.operators.permute import Permute
@@ -34,7 +35,7 @@ def moved(f, src: Layout, dst: Layout, blocks: list[np.ndarray], scheduler="lock
     def body():
         k = spmd.worker_index(axes)
         x = blocks[k] if src.varying == frozenset() else spmd.varying(blocks[k], tuple(sorted(src.varying)))
-        out[k] = np.array(spmd.block(f(x, src, dst)))
+        out[k] = np.array(to_host(spmd.block(f(x, src, dst))))
 
     with spmd.Mesh(**src.axes, transport="local", scheduler=scheduler):
         spmd.map(body, in_specs=(), out_specs=None)()

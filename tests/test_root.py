@@ -47,7 +47,7 @@ def on_workers(axes, body, scheduler="lockstep", check=True) -> list:
 
 
 def near(got, want) -> None:
-    np.testing.assert_allclose(np.asarray(got), want, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
 
 
 # Scatter and gather

@@ -81,7 +81,7 @@ WORKS = {
     ],
     "swapaxes": [lambda x: x.swapaxes(0, 1)],
     "take": [lambda x: x.take([0, 5]), lambda x: x.take([1, 4], 1, mode="wrap"), lambda x: x.take(C, axis=-1)],
-    "to_device": [lambda x: x.to_device("cpu")],
+    "to_device": [lambda x: x.to_device(x.device)],
     "trace": [lambda x: x.trace(), lambda x: x.trace(1, 0, 1, "f8")],
     "transpose": [
         lambda x: x.transpose(),

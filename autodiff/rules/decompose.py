@@ -20,9 +20,10 @@ from typing import Any
 
 import numpy as np
 
+from spmd.autodiff import devices
 from spmd.autodiff.primitive import composite, constant, primitive, rule
 from spmd.autodiff.rules.elementwise import nonzero
-from spmd.autodiff.rules.reduce import array, conj, square
+from spmd.autodiff.rules.reduce import array, conj, largest, square
 from spmd.autodiff.tracer import bare, compute
 from spmd.errors import DifferentiationError, message
 
@@ -71,7 +72,7 @@ def _gaps(w, scale):
 
 def _largest(w):
     """The largest of bare numbers, with two dimensions more."""
-    return np.max(np.abs(w), axis=-1, initial=0)[..., None, None]
+    return largest(np.abs(w), -1)[..., None, None]
 
 
 def _warn_of_turns(name: str, gaps, gw, *turns) -> None:
@@ -297,7 +298,7 @@ def _complement(name, g, q, rest):
     """
     turn = bare(_t(rest) @ g)
     turn, scale = np.abs(turn - _h(turn)), np.abs(bare(g))
-    if np.max(turn, initial=0) > math.sqrt(_eps(scale)) * np.max(scale, initial=0):
+    if largest(turn) > math.sqrt(_eps(scale)) * largest(scale):
         raise DifferentiationError(
             message(
                 name,
@@ -518,9 +519,9 @@ def _pinv(a, rcond):
 def _without_small(a, rcond):
     """The matrix without the singular values that rcond leaves out, where these are more than rounding."""
     s = np.linalg.svd(bare(a), compute_uv=False)
-    largest = s[..., :1]
-    small = s <= (np.asarray(rcond)[..., None] if np.ndim(rcond) else rcond) * largest
-    if not (small & (s > 4 * max(a.shape[-2:]) * _eps(s) * largest)).any():
+    top = s[..., :1]
+    small = s <= (devices.beside(array(rcond), s)[..., None] if np.ndim(rcond) else rcond) * top
+    if not (small & (s > 4 * max(a.shape[-2:]) * _eps(s) * top)).any():
         return a
     u = _svd(a, False, False)[0]
     return (u * ~small[..., None, :]) @ (_h(u) @ a)

@@ -171,7 +171,8 @@ def _bessel(x, k):
     if k == 0:
         return np.i0(x)
     x = x * np.ones_like(np.i0(x))
-    n = 10 + int(2.5 * math.sqrt(float(np.max(np.where(np.abs(x) < 720, np.abs(x), 0), initial=0)))) + k
+    most = float(np.max(np.where(np.abs(x) < 720, np.abs(x), 0))) if x.size else 0.0
+    n = 10 + int(2.5 * math.sqrt(most)) + k
     half = np.sinh if k % 2 else np.cosh
     total = (half(x) + (k == 0)) / 2
     for i in range(1, n):

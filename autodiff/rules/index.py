@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd.autodiff import tracer
+from spmd.autodiff import devices, tracer
 from spmd.autodiff.indexing import at
 from spmd.autodiff.primitive import composite, handlers, primitive, rule
 from spmd.autodiff.rules.shape import along, entries
@@ -17,7 +17,8 @@ from spmd.errors import DtypeError, describe, message
 
 
 def pick(a, index) -> Any:
-    """a[index], where the index may be an Array of a body and a may be bare."""
+    """a[index], where the index may be an Array of a body, or of a device, and a may be bare."""
+    a = devices.beside(a, value_of(index))
     array: Any = Array(a, tracer.mixing.ambient()) if type(index) is Array and type(a) is not Array else a
     return array[index]
 
@@ -123,11 +124,15 @@ def choose(a, choices, out=None, mode="raise"):
 # The functions that these are given may use Arrays of a body, so that they are compositions there as well.
 
 
+def _is_array(x) -> bool:
+    return isinstance(x, list | np.ndarray | Array) or devices.is_array(x)
+
+
 @_always(np.piecewise)
 def piecewise(x, condlist, funclist, *args, **kw):
     x = entries(x)
     several = isinstance(condlist, list | tuple) or np.ndim(condlist) > 0
-    if not several or (x.ndim and not isinstance(condlist[0], list | np.ndarray | Array)):
+    if not several or (x.ndim and not _is_array(condlist[0])):
         condlist = [condlist]
     conditions = [entries(c).astype(bool) for c in condlist]
     if len(conditions) == len(funclist) - 1:

@@ -11,7 +11,7 @@ import numpy as np
 from spmd.autodiff.dtypes import is_foreign
 from spmd.autodiff.primitive import composite, primitive, rule
 from spmd.autodiff.rules.elementwise import nonzero
-from spmd.autodiff.rules.reduce import array, conj, expand
+from spmd.autodiff.rules.reduce import array, conj, expand, largest
 from spmd.autodiff.rules.shape import cast
 from spmd.errors import DifferentiationError, message
 
@@ -265,11 +265,6 @@ def _two_norm(x, axis, keepdims):
     return norm(x, axis=axis, keepdims=keepdims)
 
 
-def _max(x, axis, keepdims=False):
-    """As np.max; zero where there is nothing."""
-    return np.max(x, axis, keepdims=keepdims) if x.size else np.sum(x, axis, keepdims=keepdims)
-
-
 @composite(np.linalg.vector_norm)
 def vector_norm(x, /, *, axis=None, keepdims=False, ord: Any = 2):
     if isinstance(ord, str):
@@ -277,7 +272,7 @@ def vector_norm(x, /, *, axis=None, keepdims=False, ord: Any = 2):
     if ord in (2, None):
         return _two_norm(x, axis, keepdims)
     if abs(ord) == np.inf:
-        return (_max if ord > 0 else np.min)(np.abs(x), axis, keepdims=keepdims)
+        return (largest if ord > 0 else np.min)(np.abs(x), axis, keepdims=keepdims)
     if ord == 0:
         return np.sum((x != 0).astype(np.real(x).dtype), axis, keepdims=keepdims)
     if ord == 1:
@@ -305,7 +300,7 @@ def norm(x, ord: Any = None, axis=None, keepdims=False):
         return _two_norm(x, axes, keepdims)
     if ord in (1, -1, np.inf, -np.inf):
         sums = np.sum(np.abs(x), axes[0 if abs(ord) == 1 else 1], keepdims=True)
-        return (_max if ord > 0 else np.min)(sums, axes, keepdims=keepdims)
+        return (largest if ord > 0 else np.min)(sums, axes, keepdims=keepdims)
     matrices = np.moveaxis(x, axes, (-2, -1))
     if ord == "nuc":
         # decompose is loaded where it is needed.
@@ -313,7 +308,7 @@ def norm(x, ord: Any = None, axis=None, keepdims=False):
 
         result = nuclear_norm(matrices)
     elif ord in (2, -2):
-        result = (_max if ord > 0 else np.min)(np.linalg.svd(matrices, compute_uv=False), -1)
+        result = (largest if ord > 0 else np.min)(np.linalg.svd(matrices, compute_uv=False), -1)
     else:
         raise ValueError(f"the norm of matrices needs ord 1, -1, 2, -2, inf, -inf, 'fro' or 'nuc', and got {ord!r}")
     return np.expand_dims(result, axes) if keepdims else result

@@ -51,6 +51,11 @@ def count(g, like, axis=None, keepdims=False, where=True) -> Any:
     return np.sum(mask, axis, keepdims=keepdims, dtype=np.result_type(g.dtype, np.float32))
 
 
+def largest(x, axis=None, keepdims=False):
+    """As np.max; zero where there is nothing."""
+    return np.max(x, axis, keepdims=keepdims) if x.size else np.sum(x, axis, keepdims=keepdims)
+
+
 def conj(x):
     """The conjugate; a real x itself."""
     return np.conj(x) if np.iscomplexobj(x) else x
@@ -101,7 +106,8 @@ def _spread(g, x, axis, keepdims, free, where):
     """The cotangent of a variance: 2 (x - mean) / (n - free)."""
     n = count(g, x, axis, keepdims, where) - free
     scale = np.where(n > 0, 2 / nonzero(n), math.nan) if where is not True else 2 / n if n > 0 else math.nan
-    deviation = x - np.mean(x, axis=axis, keepdims=True, dtype=wide(x), where=where)
+    mask = {} if where is True else {"where": where}  # an option that CuPy's has not
+    deviation = x - np.mean(x, axis=axis, keepdims=True, dtype=wide(x), **mask)
     return kept(expand(g.astype(wide(g) or g.dtype) * scale, x, axis, keepdims) * conj(deviation), where)
 
 

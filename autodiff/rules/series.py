@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from spmd.autodiff import devices
 from spmd.autodiff.primitive import composite, primitive
 from spmd.autodiff.rules.elementwise import nonzero
 from spmd.autodiff.rules.index import pick
@@ -356,10 +357,15 @@ def _weights(num, endpoint, like):
     return np.reshape(t, (num,) + (1,) * like.ndim)
 
 
+def _beside(start, stop):
+    """Both where one of them is on a device."""
+    return devices.beside(start, value_of(stop)), devices.beside(stop, value_of(start))
+
+
 @composite(np.linspace)
 def linspace(start, stop, num=50, endpoint=True, retstep=False, dtype=None, axis=0, *, device=None):
     own = np.linspace(bare(start), bare(stop), min(num, 0)).dtype
-    start, stop = entries(start).astype(own), entries(stop).astype(own)
+    start, stop = _beside(entries(start).astype(own), entries(stop).astype(own))
     length = stop - start
     t = _weights(num, endpoint, length)
     y = np.moveaxis(start * (1 - t) + stop * t, 0, axis)
@@ -385,7 +391,7 @@ def geomspace(start, stop, num=50, endpoint=True, dtype=None, axis=0):
     if not (np.all(value_of(start)) and np.all(value_of(stop))):
         raise ValueError("np.geomspace goes between numbers that are not zero")
     own = np.result_type(start.dtype, stop.dtype, 1.0, np.zeros((), dtype))
-    start, stop = start.astype(own), stop.astype(own)
+    start, stop = _beside(start.astype(own), stop.astype(own))
     ratio = stop / start
     t = _weights(num, endpoint, ratio)
     y = np.moveaxis(np.where(t == 1, stop, start * ratio**t), 0, axis)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from spmd.autodiff.devices import is_array
 from spmd.autodiff.primitive import composite, handlers, primitive, rule
 from spmd.autodiff.tracer import bare, find, joined, value_of
 from spmd.errors import DifferentiationError, message
@@ -30,6 +31,27 @@ def _of_bare(fun):
     return lambda *args, **kwargs: fun(*bare(args), **bare(kwargs))
 
 
+def _of_shapes(fun):
+    """A function that looks at the shapes of arrays alone; those of a device stay there."""
+
+    def run(*args, **kwargs):
+        return fun(
+            *[np.broadcast_to(np.zeros((), a.dtype), a.shape) if is_array(a) else a for a in bare(args)], **kwargs
+        )
+
+    return run
+
+
+def _of_memory(fun):
+    """A function that asks whether two arrays overlap: the host's memory is not a device's."""
+
+    def run(a, b, *args, **kwargs):
+        a, b = value_of(a), value_of(b)
+        return is_array(a) == is_array(b) and fun(a, b, *args, **kwargs)
+
+    return run
+
+
 def _printed(fun):
     def run(a, *args, **kwargs):
         value = value_of(a)
@@ -47,8 +69,9 @@ told: dict = {
     np.tril_indices_from: lambda arr, k=0: np.tril_indices(arr.shape[-2], k, arr.shape[-1]),
     np.triu_indices_from: lambda arr, k=0: np.triu_indices(arr.shape[-2], k, arr.shape[-1]),
     np.diag_indices_from: lambda arr: np.diag_indices_from(np.empty(arr.shape, bool)),
-    **{f: _of_bare(f) for f in (np.can_cast, np.common_type, np.einsum_path, np.min_scalar_type, np.result_type)},
-    **{f: _of_bare(f) for f in (np.may_share_memory, np.shares_memory)},
+    **{f: _of_bare(f) for f in (np.can_cast, np.common_type, np.min_scalar_type, np.result_type)},
+    np.einsum_path: _of_shapes(np.einsum_path),
+    **{f: _of_memory(f) for f in (np.may_share_memory, np.shares_memory)},
     **{f: _printed(f) for f in (np.array2string, np.array_repr, np.array_str)},
 }
 handlers.update(told)
@@ -420,14 +443,14 @@ def pad(array, pad_width, mode: Any = "constant", **kwargs):
         raise ValueError(f"np.pad takes {name or 'no option'} for the mode {mode!r}, and has {', '.join(kwargs)}")
     if ndim == 0:
         return array
-    widths = np.broadcast_to(pad_width, (ndim, 2))
+    widths = tuple(map(tuple, np.broadcast_to(pad_width, (ndim, 2)).tolist()))  # plain numbers: no data of any device
     if mode == "empty" or (mode == "constant" and not find(kwargs, [])):
         return _pad(array, widths, mode=mode, **kwargs)
     even = name == "reflect_type" and kwargs.get(name, "even") != "odd"
     sizes, options = array.shape, None
     if name != "reflect_type" and name is not None:
         options = np.broadcast_to(kwargs.get(name, None if name == "stat_length" else 0), (ndim, 2))
-    for axis, (low, high) in enumerate(widths.tolist()):
+    for axis, (low, high) in enumerate(widths):
         if low == high == 0:
             continue
         if sizes[axis] == 0 and mode != "constant":

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.lib.array_utils import normalize_axis_tuple
 
+from spmd.autodiff import devices
 from spmd.autodiff.dtypes import is_foreign
 from spmd.autodiff.indexing import scatter_add
 from spmd.autodiff.primitive import (
@@ -26,7 +27,7 @@ from spmd.autodiff.primitive import (
     refused,
     rule,
 )
-from spmd.autodiff.rules.reduce import absent, array, front, given, root, share, square, weights_for
+from spmd.autodiff.rules.reduce import absent, array, front, given, kept, root, share, square, weights_for
 from spmd.autodiff.rules.shape import along
 from spmd.autodiff.tracer import compute, find, value_of
 
@@ -103,7 +104,7 @@ def _jump(q, n, method):
     place = np.zeros_like(q, shape=np.broadcast_shapes(q.shape, n.shape), dtype=float)
     for m in np.unique(n).tolist():
         if m:
-            found = np.quantile(np.arange(float(m), like=q), np.ravel(q), method=method)
+            found = devices.run(np.quantile, np.arange(float(m), like=q), np.ravel(q), method=method)
             place = np.where(np.equal(n, m), np.reshape(found, q.shape), place)
     between = method in ("averaged_inverted_cdf", "midpoint")
     return place.astype(np.result_type(q.dtype, np.float16) if between else np.intp)
@@ -113,7 +114,7 @@ def _weighted(q, weights, method):
     """The place of a quantile among weighted entries in order."""
     numbers = np.arange(float(len(weights)), like=weights)
     numbers = np.broadcast_to(np.reshape(numbers, (-1,) + (1,) * (weights.ndim - 1)), weights.shape)
-    return np.quantile(numbers, np.ravel(q), axis=0, method=method, weights=weights).astype(np.intp)
+    return devices.run(np.quantile, numbers, np.ravel(q), axis=0, method=method, weights=weights).astype(np.intp)
 
 
 def _quantile(a, q, axis, method, keepdims, weights, skip):
@@ -215,22 +216,23 @@ def _divided(total, n):
 
 @composite(np.nanmean)
 def nanmean(a, axis=None, dtype=None, out=None, keepdims=False, *, where: Any = True):
-    n = np.sum(~np.isnan(a), axis, keepdims=keepdims, where=where)
-    return _divided(np.sum(_filled(a, 0), axis, dtype, keepdims=keepdims, where=where), n)
+    where = devices.beside(where, value_of(a))
+    n = np.sum(~np.isnan(a) & where, axis, keepdims=keepdims)
+    return _divided(np.sum(kept(_filled(a, 0), where), axis, dtype, keepdims=keepdims), n)
 
 
 @composite(np.nanvar)
 def nanvar(
     a, axis=None, dtype=None, out=None, ddof=0, keepdims=False, *, where: Any = True, mean=absent, correction=absent
 ):
-    there, filled = ~np.isnan(a), _filled(a, 0)
+    there, filled = ~np.isnan(a) & devices.beside(where, value_of(a)), _filled(a, 0)
     if mean is absent:
-        n = np.sum(there, axis, keepdims=True, where=where)
+        n = np.sum(there, axis, keepdims=True)
         # Where nothing is left the result is NaN by its own count of entries.
-        mean = np.sum(filled, axis, dtype, keepdims=True, where=where) / np.maximum(n, 1)
+        mean = np.sum(kept(filled, there), axis, dtype, keepdims=True) / np.maximum(n, 1)
     deviation = np.where(there, filled - mean, 0).astype(filled.dtype)
-    n = np.sum(there, axis, keepdims=keepdims, where=where) - (ddof if correction is absent else correction)
-    return _divided(np.sum(square(deviation), axis, dtype, keepdims=keepdims, where=where), n)
+    n = np.sum(there, axis, keepdims=keepdims) - (ddof if correction is absent else correction)
+    return _divided(np.sum(square(deviation), axis, dtype, keepdims=keepdims), n)
 
 
 @composite(np.nanstd)
@@ -564,7 +566,7 @@ def _record(ufunc):
 
 def _parts(indices, n, name):
     """Where the parts of a reduceat start and stop."""
-    starts = np.asarray(value_of(indices)).tolist()
+    starts = np.asarray(devices.to_host(value_of(indices))).tolist()
     for i in starts:
         if not 0 <= i < n:
             raise IndexError(f"index {i} out-of-bounds in {name}.reduceat [0, {n})")

@@ -142,10 +142,15 @@ def logsumexp(
     return np.expand_dims(y, axes) if keepdims else y
 
 
+def _largest(x):
+    """The largest entry of each row; -inf where there is none."""
+    return np.max(x, axis=-1) if x.shape[-1] else np.full_like(x, -np.inf, shape=x.shape[:-1])
+
+
 def _weighted(x, b, axis_name: AxisName | None, where: str):
     """log(sum(b * exp(x))) along the last axis. Entries of weight 0 count for nothing, whatever they are."""
     x = np.where(b == 0, np.zeros_like(x) - np.inf, x)
-    top = np.max(stop_gradient(x), axis=-1, initial=-np.inf)
+    top = _largest(stop_gradient(x))
     if axis_name is not None:
         split_over(where, x, axis_name)
         top = pmax(top, axis_name)
@@ -427,7 +432,7 @@ def _sums_over(x, labels, axis_name: AxisName, where: str):
     names = split_over(where, x, axis_name)
     alike(where, "labels", labels, names, "the same labels on all workers that share the classes")
     group = here(where).group(names)
-    largest = np.max(stop_gradient(x), axis=-1, initial=-np.inf)
+    largest = _largest(stop_gradient(x))
     sizes = np.zeros_like(value_of(largest), shape=(group.size,), dtype=float)
     sizes[group.index] = x.shape[-1]
     packed = pmax(np.concatenate([np.reshape(largest, (-1,)).astype(float), sizes]), names)
@@ -440,7 +445,7 @@ def _sums_over(x, labels, axis_name: AxisName, where: str):
 def _logsumexp_over(x, axis_name: AxisName, where: str):
     """x, in float32 where it is shorter, and log(sum(exp(x))) over the last axis and over workers."""
     names, x = split_over(where, x, axis_name), _wide(x)
-    top = pmax(np.max(stop_gradient(x), axis=-1, initial=-np.inf), names)
+    top = pmax(_largest(stop_gradient(x)), names)
     nothing = np.zeros_like(value_of(top), dtype=np.int64) - 1
     with np.errstate(divide="ignore"):
         total = np.log(psum(_exp_sums(x, top, nothing)[0], names))

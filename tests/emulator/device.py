@@ -26,7 +26,7 @@ def available() -> bool:
 
 
 def _ours(name: str) -> bool:
-    return name.partition(".")[0] == "cupy" or name.startswith("spmd.kernels.gpu")
+    return name.partition(".")[0] in ("cupy", "cupyx") or name.startswith("spmd.kernels.gpu")
 
 
 @contextmanager

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -86,9 +88,10 @@ class ndarray:
                 raise ValueError("The 'out' parameter must have exactly one array value")
             kwargs["out"] = out[0]
         for x in inputs:
-            if type(x) is not ndarray and not np.isscalar(x) and not isinstance(x, np.ndarray | list | tuple):
+            if type(x) is not ndarray and not np.isscalar(x) and not isinstance(x, np.ndarray):
                 return NotImplemented
-        theirs = getattr(sys.modules["cupy"], ufunc.__name__, None)
+        places = sys.modules["cupy"], sys.modules["cupyx.scipy.special"]
+        theirs = next((f for place in places if (f := getattr(place, ufunc.__name__, None)) is not None), None)
         if theirs is None:
             return NotImplemented
         return (theirs if method == "__call__" else getattr(theirs, method))(*inputs, **kwargs)
@@ -126,6 +129,17 @@ class ndarray:
     def tolist(self):
         count("tolist")
         return self._a.tolist()
+
+    def tobytes(self, order="C"):
+        count("tobytes")
+        return self._a.tobytes(order)
+
+    def __copy__(self):
+        return self.copy()
+
+    def __deepcopy__(self, memo):
+        with self.device:
+            return self.copy()
 
     def copy(self, order="C"):
         memory = self._held.memory
@@ -267,6 +281,8 @@ def call(function: Any, args: Any, kwargs: Any, also: Any = ()) -> Any:
 
 def method(name: str):
     def run(self, *args, **kwargs):
+        if name == "ptp":  # of NumPy's arrays it is no method any more
+            return call(np.ptp, (self, *args), kwargs)
         if name in ("sort", "partition", "fill", "put"):  # in place
             use(args, [self])
             return getattr(self._a, name)(*bare(args), **bare(kwargs))
@@ -277,9 +293,9 @@ def method(name: str):
 
 
 for name in (
-    "all any argmax argmin argsort choose clip compress conj conjugate cumprod cumsum diagonal dot max mean min "
-    "nonzero partition prod put ravel repeat reshape round searchsorted sort squeeze std sum swapaxes take trace "
-    "transpose var view fill flatten"
+    "all any argmax argmin argpartition argsort choose clip compress conj conjugate cumprod cumsum diagonal dot max "
+    "mean min nonzero partition prod ptp put ravel repeat reshape round searchsorted sort squeeze std sum "
+    "swapaxes take trace transpose var view fill flatten"
 ).split():
     setattr(ndarray, name, method(name))
 
@@ -312,6 +328,8 @@ _BINARY = {
 for name, ufunc in _BINARY.items():
     setattr(ndarray, f"__{name}__", operation(f"__{name}__", ufunc, False))
     setattr(ndarray, f"__r{name}__", operation(f"__r{name}__", ufunc, True))
+    if name in ("matmul", "divmod"):
+        continue
 
     def in_place(self, other, ufunc=ufunc):
         if isinstance(other, np.ndarray):
@@ -433,45 +451,56 @@ _WAITS = {
 _ABOUT = set("shape ndim size result_type can_cast iscomplexobj isrealobj may_share_memory shares_memory".split())
 """Functions that look at no entries."""
 
+_QUANTILES = {"linear", "lower", "higher", "midpoint", "nearest"}
+"""Methods of quantiles that there are."""
+
 _WRAPPED = {"allclose", "array_equal", "array_equiv"}
 """Functions that give an array without dimensions where NumPy's give True or False."""
 
 
 @functools.cache
-def real_parameters() -> dict[str, list[str] | None]:
-    """What the real module has: its names, and the parameters of its functions; nothing where it is not installed."""
+def real() -> tuple[dict[str, list[str] | None], dict[str, list[str]]]:
+    """What the real modules have: the names, and the parameters of functions; for ufuncs the dtypes that they take.
+
+    Nothing where they are not installed.
+    """
     code = """
 import importlib.metadata as m, inspect, json, sys, warnings
 warnings.filterwarnings("ignore")
-import cupy
-found = {}
-for part in ("", "linalg", "fft", "random"):
-    module = getattr(cupy, part) if part else cupy
+import importlib
+from cupy import ufunc
+names, loops = {}, {}
+for part in ("cupy", "cupy.linalg", "cupy.fft", "cupy.random", "cupyx.scipy.fft", "cupyx.scipy.special"):
+    module = importlib.import_module(part)
     for name in dir(module):
         f = getattr(module, name)
         try:
             ps = inspect.signature(f).parameters.values() if callable(f) and not isinstance(f, type) else None
             variadic = ps is None or any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in ps)
-            found[(part + "." if part else "") + name] = None if variadic else [p.name for p in ps]
+            names[part + "." + name] = None if variadic else [p.name for p in ps]
         except (TypeError, ValueError):
-            found[(part + "." if part else "") + name] = None
-print(json.dumps(found))
+            names[part + "." + name] = None
+        if isinstance(f, ufunc):
+            loops[part + "." + name] = ["".join(t.char for t in op.in_types) for op in f._ops.ops]
+print(json.dumps([names, loops]))
 """
     try:
         from importlib import metadata
 
         version = next(d.version for d in metadata.distributions() if (d.name or "").startswith("cupy-cuda"))
     except StopIteration:
-        return {}
-    path = emulator.folder() / f"cupy-{version}-names.json"
+        return {}, {}
+    path = emulator.folder() / f"cupy-{version}-has.json"
     if not path.exists():
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        path.write_text(done.stdout if done.returncode == 0 else "{}")
-    return json.loads(path.read_text())
+        env = {k: v for k, v in os.environ.items() if k != "SPMD_TEST_DEVICE"}
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+        path.write_text(done.stdout if done.returncode == 0 else "[{}, {}]")
+    names, loops = json.loads(path.read_text())
+    return names, loops
 
 
 def lifted(function: Any, name: str = ""):
-    parameters = real_parameters().get(name)
+    parameters = real()[0].get(name)
     own = name.rpartition(".")[2]
 
     def run(*args, **kwargs):
@@ -484,6 +513,8 @@ def lifted(function: Any, name: str = ""):
         if own not in _TAKE_HOST:
             for x in hosts_in((*args, *kwargs.values())):
                 refuse(x)
+        if own in ("quantile", "percentile") and kwargs.get("method", "linear") not in _QUANTILES:
+            raise ValueError(f"'{kwargs['method']}' method is not yet supported. Please use any other method.")
         if own in _WAITS:
             count(own)
         if own in _ABOUT:
@@ -504,49 +535,98 @@ def hosts_in(tree: Any) -> Iterator[np.ndarray]:
             yield from hosts_in(x)
 
 
+_REDUCES = {"reduce": ("add", "multiply"), "accumulate": ("add", "multiply"), "reduceat": ("add",)}
+_SCATTERS = ("add", "subtract", "maximum", "minimum", "bitwise_and", "bitwise_or", "bitwise_xor")
+"""Methods of ufuncs that CuPy has, and of which."""
+
+
+def fits(dtype: np.dtype, char: str) -> bool:
+    """Whether a loop of a ufunc takes arrays of a dtype; CuPy's letter for bfloat16 is E."""
+    return dtype.name == "bfloat16" if char == "E" else np.can_cast(dtype, char)
+
+
 class Ufunc:
     """A ufunc of CuPy."""
 
-    def __init__(self, ufunc: np.ufunc):
+    def __init__(self, ufunc: Any, name: str):
         self.ufunc = ufunc
-        self.__name__ = ufunc.__name__
+        self.__name__ = name.rpartition(".")[2]
+        self.loops = real()[1].get(name)
 
     def __call__(self, *args, **kwargs):
+        wrong = {k: v for k, v in kwargs.items() if k not in ("out", "dtype", "casting", "axes", "axis", "keepdims")}
+        if wrong:
+            raise TypeError(f"Wrong arguments {wrong}")
+        given = [a for a in args if a is not None]
+        if self.loops and not any(
+            all(fits(a.dtype, t) for a, t in zip(given, loop, strict=False) if hasattr(a, "dtype"))
+            for loop in self.loops
+        ):
+            kinds = tuple(getattr(a, "dtype", type(a)) for a in given)
+            raise TypeError(f"Wrong type ({kinds}) of arguments for cupy_{self.__name__}")
         return lifted(self.ufunc)(*args, **kwargs)
 
+    def _has(self, method: str, of: tuple[str, ...]) -> None:
+        if self.__name__ not in of:
+            raise NotImplementedError(f"`cupy_{self.__name__}.{method}` is not supported yet")
+
     def at(self, a, indices, b):
+        self._has("at", _SCATTERS)
         if isinstance(b, np.ndarray):
             refuse(b)
         use([indices, b], [a])
         self.ufunc.at(a._a, bare(indices), bare(b))
 
+    def reduce(self, array, axis=0, dtype=None, out=None, keepdims=False):
+        self._has("reduce", _REDUCES["reduce"])
+        return lifted(self.ufunc.reduce)(array, axis, dtype, out, keepdims)
+
+    def accumulate(self, array, axis=0, dtype=None, out=None):
+        self._has("accumulate", _REDUCES["accumulate"])
+        return lifted(self.ufunc.accumulate)(array, axis, dtype, out)
+
+    def reduceat(self, array, indices, axis=0, dtype=None, out=None):
+        self._has("reduceat", _REDUCES["reduceat"])
+        return lifted(self.ufunc.reduceat)(array, indices, axis, dtype, out)
+
+    def outer(self, A, B, **kwargs):
+        return lifted(self.ufunc.outer)(A, B, **kwargs)
+
     def __getattr__(self, name: str):
         if name.startswith("__") or name in ("nin", "nout", "signature"):
             return getattr(self.ufunc, name)
-        return lifted(getattr(self.ufunc, name))
+        raise AttributeError(f"'cupy._core._kernel.ufunc' object has no attribute {name!r}")
 
 
 class Module(ModuleType):
-    """Names of NumPy, for arrays of the device."""
+    """Names of NumPy, or of a part of SciPy, for arrays of the device."""
 
     source: Any = np
 
     def __getattr__(self, name: str):
         if name.startswith("__"):
             raise AttributeError(name)
-        place = f"{self.__name__[5:]}.{name}".lstrip(".")
-        known = real_parameters()
-        if known and place not in known:
+        place = f"{self.__name__}.{name}"
+        names, loops = real()
+        if names and place not in names:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         found = getattr(self.source, name)
-        if isinstance(found, np.ufunc):
-            made: Any = Ufunc(found)
+        if place in loops or isinstance(found, np.ufunc):
+            made: Any = Ufunc(found, place)
         elif isinstance(found, type) or not callable(found):
             made = found
         else:
             made = lifted(found, place)
         setattr(self, name, made)
         return made
+
+
+class OfSciPy(Module):
+    """A part of SciPy, which is imported when it is used."""
+
+    @property
+    def source(self) -> ModuleType:  # type: ignore[override]
+        return importlib.import_module(self.__name__.replace("cupyx", "", 1).lstrip("."))
 
 
 def make() -> dict[str, ModuleType]:
@@ -565,6 +645,12 @@ def make() -> dict[str, ModuleType]:
     for name, part in parts.items():
         part.source = getattr(np, name[5:])
         setattr(cupy, name[5:], part)
+    cupyx, scipy = ModuleType("cupyx"), ModuleType("cupyx.scipy")
+    cupyx.scipy, cupyx.__path__, scipy.__path__ = scipy, [], []  # type: ignore[attr-defined]
+    parts |= {"cupyx": cupyx, "cupyx.scipy": scipy}
+    for name in ("fft", "special"):
+        part = parts[f"cupyx.scipy.{name}"] = OfSciPy(f"cupyx.scipy.{name}")
+        setattr(scipy, name, part)
     return {"cupy": cupy, **cuda, **parts}
 
 
