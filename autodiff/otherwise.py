@@ -17,7 +17,7 @@ import numpy as np
 from spmd.autodiff import devices
 from spmd.autodiff.primitive import Method
 
-__all__ = ["otherwise"]
+__all__ = ["otherwise", "ways"]
 
 _absent: Any = np._NoValue  # type: ignore[attr-defined]
 
@@ -26,9 +26,9 @@ def otherwise(fun: Any) -> Callable[..., Any]:
     """The other way of a function; itself where there is none."""
     if isinstance(getattr(fun, "__self__", None), np.ufunc):
         fun = Method((fun.__self__, fun.__name__))
-    if type(fun) is Method and fun not in _ways and fun[1] in _folds:
+    if type(fun) is Method and fun not in ways and fun[1] in _folds:
         return partial(_folds[fun[1]], fun[0])
-    return _ways.get(fun, fun)
+    return ways.get(fun, fun)
 
 
 # CuPy's sorts are stable, and know no other kind.
@@ -203,7 +203,7 @@ def _comes(ufunc: Any, array) -> Any:
 
 _folds = {"reduce": _folded, "accumulate": _accumulated, "reduceat": _reduced_at}
 
-_ways: dict[Any, Callable[..., Any]] = {
+ways: dict[Any, Callable[..., Any]] = {
     **{Method((ufunc, "reduce")): partial(_named, fun) for ufunc, fun in _NAMED.items()},
     np.var: partial(_scattered, np.var),
     np.std: partial(_scattered, np.std),

@@ -90,6 +90,7 @@ _CONTINUOUS = {
 
 def _place(q, n, method):
     """Where the quantiles q stand among n entries in order, counted from 0: integers where nothing is interpolated."""
+    q, n = devices.beside(q, value_of(n)), devices.beside(n, value_of(q))
     n = n if q.dtype.kind in "biu" else n.astype(q.dtype)
     if method == "linear":
         return (n - 1) * q
@@ -331,12 +332,12 @@ def _ramp(g, n):
 def _edges(a, bins, range, dtype):
     """Where bins begin and end: NumPy tells how many they are, the least and the largest entry where."""
     if np.ndim(bins) == 1:
-        return array(bins)
+        return devices.beside(array(bins), value_of(a))
     count = settled(np.histogram_bin_edges, a, bins, range).shape[0] - 1
     low, high = range if range is not None else (np.min(a), np.max(a)) if np.size(a) else (0, 1)
     if value_of(low) == value_of(high):
         low, high = low - 0.5, high + 0.5
-    return _evenly(low, high, count, dtype)
+    return devices.beside(_evenly(low, high, count, dtype), value_of(a))
 
 
 @composite(np.histogram_bin_edges)

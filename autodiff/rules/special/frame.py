@@ -59,7 +59,7 @@ def runner(name: str) -> Callable:
 
     @functools.wraps(fun)
     def run(*args, **kwargs):
-        if all(type(a).__module__.partition(".")[0] != "cupy" for a in args):
+        if all(type(value_of(a)).__module__.partition(".")[0] != "cupy" for a in args):
             return fun(*args, **kwargs)
         from cupyx.scipy import special as there  # type: ignore[import-not-found]
 

@@ -73,7 +73,7 @@ if hasattr(_ufuncs, "_zeta"):
 
 @composed("multigammaln")
 def multigammaln(a, d):
-    special.multigammaln(value_of(a), value_of(d))  # for its errors
+    runner("multigammaln")(value_of(a), value_of(d))  # for its errors
     # scipy gives double precision here, whatever comes.
     return sum((special.gammaln(a - j / 2) for j in range(int(d))), np.float64(d * (d - 1) / 4 * math.log(math.pi)))
 

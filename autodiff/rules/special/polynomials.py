@@ -10,7 +10,7 @@ import math
 import numpy as np
 
 from spmd.autodiff.primitive import primitive
-from spmd.autodiff.rules.special.frame import composed, refusal, special, ufunc
+from spmd.autodiff.rules.special.frame import composed, refusal, runner, special, ufunc
 
 
 def _below(n):
@@ -124,7 +124,7 @@ def _ladder(n, m, theta, phi, step):
     lambda g, ans, _n, m, _theta, _phi: 1j * m * g * ans,
 )
 def _sph_harm_y(n, m, theta, phi):
-    return special.sph_harm_y(n, m, theta, phi)
+    return runner("sph_harm_y")(n, m, theta, phi)
 
 
 @composed("diric")
@@ -136,10 +136,11 @@ def diric(x, n):
 def _diric(x, n, k):
     """The k-th derivative of sin(nx/2) / n sin(x/2), the mean of cos((n - 1 - 2j) x / 2) over j < n."""
     if k == 0:
-        return special.diric(x, n)
+        return runner("diric")(x, n)
     n = np.where((n > 0) & (n == np.floor(n)), n, np.nan)
     total = np.zeros_like(x * n)
-    for j in range(int(np.max(n[n == n], initial=0))):
+    known = n[n == n]
+    for j in range(int(np.max(known)) if known.size else 0):
         a = np.where(j < n, (n - 1 - 2 * j) / 2, 0)
         total = total + a**k * np.cos(a * x + k * math.pi / 2)
     return (total / n).astype(np.result_type(x))
