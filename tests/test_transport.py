@@ -19,6 +19,7 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
+from conftest import placed
 from launch import run_python
 from mpi_programs import timing, verbs
 from mpi_programs.parting import draw_call, execute, spoil
@@ -581,7 +582,7 @@ def test_several_threads_run_maps_at_once(scheduler):
         mesh = mesh_of(scheduler, x=2 + k % 3)
 
         def body(worker):
-            total = np.zeros(4)
+            total = placed(np.zeros(4))
             for j in range(20):
                 total = total + spmd.psum(np.full(4, float(k + j + worker.index)), "x")
                 if k == 5 and j == 10:
@@ -659,6 +660,7 @@ def test_floating_point_errors_and_warnings_are_those_of_the_caller(scheduler):
     assert told[0].category is RuntimeWarning
 
 
+@pytest.mark.host("arrays of a device have no flag that forbids writing")
 def test_nothing_received_can_be_written_to(scheduler):
     mesh = mesh_of(scheduler)
 
@@ -730,6 +732,7 @@ def test_read_only_views_of_what_a_worker_writes_to_are_copied(scheduler):
     assert run(mesh, body) == {w: [float((w - 1) % 4), 0.0] for w in range(4)}
 
 
+@pytest.mark.host("arrays of a device have no flag that forbids writing")
 def test_blocks_of_a_map_are_nobodys_to_write(scheduler):
     mesh, whole = mesh_of(scheduler), np.arange(8.0)
     kept = []

@@ -77,7 +77,7 @@ def results(**options) -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     mesh = spmd.Mesh(x=2, y=2, **options)
     for name, body in bodies():
-        outcome = mesh.run(lambda w, body=body: {k: digest(np.asarray(spmd.block(v))) for k, v in body().items()})
+        outcome = mesh.run(lambda w, body=body: {k: digest(spmd.block(v)) for k, v in body().items()})
         for worker, said in mesh.transport.share(outcome.results).items():
             found[f"{name} worker {worker}"] = said
     return found

@@ -10,7 +10,7 @@ import numpy as np
 
 import spmd
 from spmd import P
-from spmd.device import on_device, to_host
+from spmd.device import contiguous, on_device, to_host
 from spmd.transport.base import Call
 
 DTYPES = "bool int8 int32 int64 float16 float32 float64 complex64 complex128".split()
@@ -93,7 +93,7 @@ def strided(worker, axes: tuple[str, ...]) -> dict[str, object]:
             spmd.shift(x, axes),
             spmd.broadcast(spmd.sum_reduce(x, axes, 1), axes, 1),
         ]
-        found[name] = [np.asarray(b, order="C") for b in bare]
+        found[name] = [contiguous(b) for b in bare]
     for b in (b for blocks in found.values() for b in blocks):  # type: ignore[attr-defined]
         b.flags.writeable = False
     return found
@@ -122,7 +122,7 @@ def products(worker, axes: tuple[str, ...]) -> dict[str, object]:
 
 
 def ready(x: np.ndarray) -> np.ndarray:
-    x = np.ascontiguousarray(x)
+    x = np.ascontiguousarray(to_host(x))
     x.flags.writeable = False
     return x
 
