@@ -176,6 +176,7 @@ def _in_turn(x, index, step: Callable, v=None):
     if _is_basic(index) or _is_mask(index):
         return _set(x, step(x[index], v), index)
     places = _places(x, index)
+    v = devices.beside(v, value_of(x))
     v, places = None if v is None else np.ravel(np.broadcast_to(v, places.shape)), np.ravel(places)
     order = np.argsort(places, kind="stable")
     ordered = places[order]

@@ -249,7 +249,10 @@ def apply_unary(prim: Primitive, x: Array):
     value = x.value
     if type(value) is not NDARRAY and type(value) not in USUAL:
         return apply(prim, (x,), NO_OPTIONS)
-    ans = prim.fun(value)
+    try:
+        ans = prim.fun(value)
+    except Exception as error:
+        ans = devices.again(prim.fun, [value], NO_OPTIONS, error, prim.name)
     if type(ans) is not NDARRAY and type(ans) not in USUAL:
         return _unusual(prim, x, ans)
     tape = x.tape
