@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 from conftest import placed
@@ -464,3 +466,29 @@ def test_weights_of_a_shape_that_does_not_fit_are_an_error():
         F.logsumexp(np.zeros((2, 3)), b=np.ones(4))
     with pytest.raises(ValueError, match="argument ignore_index"):
         F.softmax_cross_entropy(np.zeros((2, 3)), [0, 1], ignore_index=2**63)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_millions_of_classes_are_added_up_in_stretches(compiled):
+    """One sum in float32 would lose digits: these hold to a few units in the last place."""
+    if compiled and not jit.available():
+        pytest.skip("needs numba")
+    rng = np.random.default_rng(0)
+    x, g = (rng.normal(size=(1, (1 << 21) + 77)).astype("float32") for _ in range(2))
+    wide, labels = x.astype(float), np.array([12345])
+    with contextlib.nullcontext() if compiled else jit.off():
+        for name, args in (
+            ("softmax", (x,)),
+            ("log_softmax", (x,)),
+            ("logsumexp", (x,)),
+            ("exp_sums", (x, np.zeros(1, "float32"), labels)),
+            ("cross_entropy", (x, labels, 0.1)),
+        ):
+            exact = (wide, *(a.astype(float) if a.dtype.kind == "f" else a for a in map(np.asarray, args[1:])))
+            found, wanted = getattr(cpu, name)(*args), getattr(reference, name)(*exact)
+            found, wanted = (v if isinstance(v, tuple) else (v,) for v in (found, wanted))
+            for a, b in zip(found[:1], wanted[:1], strict=True):
+                np.testing.assert_allclose(a, b, rtol=2e-6)
+        y = cpu.softmax(x)
+        back = reference.softmax_vjp(g.astype(float), y.astype(float))
+        np.testing.assert_allclose(cpu.softmax_vjp(g, y), back, atol=4e-7 * float(y.max()))

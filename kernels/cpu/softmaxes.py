@@ -141,31 +141,48 @@ def _run(loops: Callable[..., None], plain: Callable[..., None], outs: tuple[np.
 
 # Loops. The largest entry of a row is found among integers, as the compiler makes no vectors where NaNs may be.
 
+_LONG = 4096
+"""Entries that are added up in their own precision; sums of sums are of float64. Places are unsigned where a part of a
+row is gone through: only then the compiler makes vectors."""
+
+
+@jit.helper
+def _largest(x, i):
+    k = rank(x[i, 0])
+    for j in range(x.shape[1]):
+        k = max(k, rank(x[i, j]))
+    return unrank(x[i, 0], k)
+
 
 @jit.loops("out", fastmath=_FAST)
 def _softmax(out: Any, x: Any) -> None:
     for i in range(x.shape[0]):
-        o, y = out[i], x[i]
-        k = rank(y[0])
-        for j in range(len(y)):
-            k = max(k, rank(y[j]))
-        top = unrank(y[0], k)
-        total = x.dtype.type(0)
-        for j in range(len(y)):
-            e = exp_below(y[j] - top)
-            o[j] = e
-            total += e
-        part = 1 / total
-        for j in range(len(y)):
-            o[j] *= part
+        top = _largest(x, i)
+        total = 0.0
+        for begin in range(0, x.shape[1], _LONG):
+            some = x.dtype.type(0)
+            for k in range(min(x.shape[1] - begin, _LONG)):
+                j = np.uint64(begin) + np.uint64(k)
+                e = exp_below(x[i, j] - top)
+                out[i, j] = e
+                some += e
+            total += some
+        part = x.dtype.type(1 / total)
+        for j in range(x.shape[1]):
+            out[i, j] *= part
 
 
 @jit.loops("out", fastmath=_FAST)
 def _softmax_vjp(out: Any, g: Any, y: Any) -> None:
     for i in range(y.shape[0]):
-        inner = y.dtype.type(0)
-        for j in range(y.shape[1]):
-            inner += g[i, j] * y[i, j]
+        total = 0.0
+        for begin in range(0, y.shape[1], _LONG):
+            some = y.dtype.type(0)
+            for k in range(min(y.shape[1] - begin, _LONG)):
+                j = np.uint64(begin) + np.uint64(k)
+                some += g[i, j] * y[i, j]
+            total += some
+        inner = y.dtype.type(total)
         for j in range(y.shape[1]):
             out[i, j] = y[i, j] * (g[i, j] - inner)
 
@@ -173,14 +190,15 @@ def _softmax_vjp(out: Any, g: Any, y: Any) -> None:
 @jit.loops("out", fastmath=_FAST)
 def _log_softmax(out: Any, x: Any) -> None:
     for i in range(x.shape[0]):
-        k = rank(x[i, 0])
-        for j in range(x.shape[1]):
-            k = max(k, rank(x[i, j]))
-        top = unrank(x[i, 0], k)
-        total = x.dtype.type(0)
-        for j in range(x.shape[1]):
-            total += exp_below(x[i, j] - top)
-        log = np.log(total)
+        top = _largest(x, i)
+        total = 0.0
+        for begin in range(0, x.shape[1], _LONG):
+            some = x.dtype.type(0)
+            for k in range(min(x.shape[1] - begin, _LONG)):
+                j = np.uint64(begin) + np.uint64(k)
+                some += exp_below(x[i, j] - top)
+            total += some
+        log = x.dtype.type(np.log(total))
         for j in range(x.shape[1]):
             out[i, j] = (x[i, j] - top) - log
 
@@ -188,23 +206,29 @@ def _log_softmax(out: Any, x: Any) -> None:
 @jit.loops("out", fastmath=_FAST)
 def _log_softmax_vjp(out: Any, g: Any, y: Any) -> None:
     for i in range(y.shape[0]):
-        total = g.dtype.type(0)
+        total = 0.0
+        for begin in range(0, y.shape[1], _LONG):
+            some = g.dtype.type(0)
+            for k in range(min(y.shape[1] - begin, _LONG)):
+                j = np.uint64(begin) + np.uint64(k)
+                some += g[i, j]
+            total += some
+        weight = g.dtype.type(total)
         for j in range(y.shape[1]):
-            total += g[i, j]
-        for j in range(y.shape[1]):
-            out[i, j] = g[i, j] - exp_below(y[i, j]) * total
+            out[i, j] = g[i, j] - exp_below(y[i, j]) * weight
 
 
 @jit.loops("out", fastmath=_FAST)
 def _logsumexp(out: Any, x: Any) -> None:
     for i in range(x.shape[0]):
-        k = rank(x[i, 0])
-        for j in range(x.shape[1]):
-            k = max(k, rank(x[i, j]))
-        top = unrank(x[i, 0], k)
-        total = x.dtype.type(0)
-        for j in range(x.shape[1]):
-            total += exp_below(x[i, j] - top)
+        top = _largest(x, i)
+        total = 0.0
+        for begin in range(0, x.shape[1], _LONG):
+            some = x.dtype.type(0)
+            for k in range(min(x.shape[1] - begin, _LONG)):
+                j = np.uint64(begin) + np.uint64(k)
+                some += exp_below(x[i, j] - top)
+            total += some
         out[i] = top + np.log(total)
         if abs(top) == np.inf:  # it decides, but for a NaN
             out[i] = top
@@ -224,10 +248,15 @@ def _scaled_exp(out: Any, g: Any, x: Any, y: Any) -> None:
 def _exp_sums(sums: Any, chosen: Any, totals: Any, x: Any, top: Any, labels: Any) -> None:
     for i in range(x.shape[0]):
         shift = top[i] if top[i] != -np.inf else x.dtype.type(0)
-        total, plain = x.dtype.type(0), x.dtype.type(0)
-        for j in range(x.shape[1]):
-            total += exp_below(x[i, j] - shift)
-            plain += x[i, j]
+        total, plain = 0.0, 0.0
+        for begin in range(0, x.shape[1], _LONG):
+            some, values = x.dtype.type(0), x.dtype.type(0)
+            for k in range(min(x.shape[1] - begin, _LONG)):
+                j = np.uint64(begin) + np.uint64(k)
+                some += exp_below(x[i, j] - shift)
+                values += x[i, j]
+            total += some
+            plain += values
         sums[i], totals[i] = total, plain
         chosen[i] = x[i, labels[i]] if 0 <= labels[i] < x.shape[1] else 0
 
@@ -239,18 +268,23 @@ def _cross_entropy(loss: Any, x: Any, labels: Any, smoothing: Any, ignore: Any) 
         if label == ignore:
             loss[i] = 0
             continue
-        k = rank(x[i, 0])
-        for j in range(x.shape[1]):
-            k = max(k, rank(x[i, j]))
-        top = unrank(x[i, 0], k)
-        total = x.dtype.type(0)
-        for j in range(x.shape[1]):
-            total += exp_below(x[i, j] - top)
+        top = _largest(x, i)
+        total = 0.0
+        for begin in range(0, x.shape[1], _LONG):
+            some = x.dtype.type(0)
+            for k in range(min(x.shape[1] - begin, _LONG)):
+                j = np.uint64(begin) + np.uint64(k)
+                some += exp_below(x[i, j] - top)
+            total += some
         value = np.log(total) - (1 - smoothing) * (x[i, label] - top)
         if smoothing != 0:
-            rest = x.dtype.type(0)
-            for j in range(x.shape[1]):
-                rest += x[i, j] - top
+            rest = 0.0
+            for begin in range(0, x.shape[1], _LONG):
+                some = x.dtype.type(0)
+                for k in range(min(x.shape[1] - begin, _LONG)):
+                    j = np.uint64(begin) + np.uint64(k)
+                    some += x[i, j] - top
+                rest += some
             value -= smoothing / x.shape[1] * rest
         loss[i] = value
 
@@ -263,23 +297,28 @@ def _cross_entropy_and_gradient(loss: Any, d: Any, x: Any, labels: Any, smoothin
             loss[i] = 0
             d[i] = 0
             continue
-        k = rank(x[i, 0])
-        for j in range(x.shape[1]):
-            k = max(k, rank(x[i, j]))
-        top = unrank(x[i, 0], k)
-        total = x.dtype.type(0)
-        for j in range(x.shape[1]):
-            e = exp_below(x[i, j] - top)
-            d[i, j] = e
-            total += e
+        top = _largest(x, i)
+        total = 0.0
+        for begin in range(0, x.shape[1], _LONG):
+            some = x.dtype.type(0)
+            for k in range(min(x.shape[1] - begin, _LONG)):
+                j = np.uint64(begin) + np.uint64(k)
+                e = exp_below(x[i, j] - top)
+                d[i, j] = e
+                some += e
+            total += some
         value = np.log(total) - (1 - smoothing) * (x[i, label] - top)
         if smoothing != 0:
-            rest = x.dtype.type(0)
-            for j in range(x.shape[1]):
-                rest += x[i, j] - top
+            rest = 0.0
+            for begin in range(0, x.shape[1], _LONG):
+                some = x.dtype.type(0)
+                for k in range(min(x.shape[1] - begin, _LONG)):
+                    j = np.uint64(begin) + np.uint64(k)
+                    some += x[i, j] - top
+                rest += some
             value -= smoothing / x.shape[1] * rest
         loss[i] = value
-        part, share = 1 / total, smoothing / x.dtype.type(x.shape[1])
+        part, share = x.dtype.type(1 / total), x.dtype.type(smoothing / x.shape[1])
         for j in range(x.shape[1]):
             d[i, j] = d[i, j] * part - share
         d[i, label] -= 1 - smoothing
@@ -288,38 +327,50 @@ def _cross_entropy_and_gradient(loss: Any, d: Any, x: Any, labels: Any, smoothin
 @jit.loops("loss", fastmath=_FAST)
 def _soft_cross_entropy(loss: Any, x: Any, t: Any) -> None:
     for i in range(x.shape[0]):
-        k = rank(x[i, 0])
-        for j in range(x.shape[1]):
-            k = max(k, rank(x[i, j]))
-        top = unrank(x[i, 0], k)
-        total = x.dtype.type(0)
-        for j in range(x.shape[1]):
-            total += exp_below(x[i, j] - top)
-        weight, value = x.dtype.type(0), x.dtype.type(0)
-        for j in range(x.shape[1]):
-            weight += t[i, j]
-            value += t[i, j] * (x[i, j] - top) if t[i, j] != 0 else x.dtype.type(0)
+        top = _largest(x, i)
+        total = 0.0
+        for begin in range(0, x.shape[1], _LONG):
+            some = x.dtype.type(0)
+            for k in range(min(x.shape[1] - begin, _LONG)):
+                j = np.uint64(begin) + np.uint64(k)
+                some += exp_below(x[i, j] - top)
+            total += some
+        weight, value = 0.0, 0.0
+        for begin in range(0, x.shape[1], _LONG):
+            some, values = x.dtype.type(0), x.dtype.type(0)
+            for k in range(min(x.shape[1] - begin, _LONG)):
+                j = np.uint64(begin) + np.uint64(k)
+                some += t[i, j]
+                values += t[i, j] * (x[i, j] - top) if t[i, j] != 0 else x.dtype.type(0)
+            weight += some
+            value += values
         loss[i] = weight * np.log(total) - value
 
 
 @jit.loops("loss", "d", fastmath=_FAST)
 def _soft_cross_entropy_and_gradient(loss: Any, d: Any, x: Any, t: Any) -> None:
     for i in range(x.shape[0]):
-        k = rank(x[i, 0])
-        for j in range(x.shape[1]):
-            k = max(k, rank(x[i, j]))
-        top = unrank(x[i, 0], k)
-        total = x.dtype.type(0)
-        for j in range(x.shape[1]):
-            e = exp_below(x[i, j] - top)
-            d[i, j] = e
-            total += e
-        weight, value = x.dtype.type(0), x.dtype.type(0)
-        for j in range(x.shape[1]):
-            weight += t[i, j]
-            value += t[i, j] * (x[i, j] - top) if t[i, j] != 0 else x.dtype.type(0)
+        top = _largest(x, i)
+        total = 0.0
+        for begin in range(0, x.shape[1], _LONG):
+            some = x.dtype.type(0)
+            for k in range(min(x.shape[1] - begin, _LONG)):
+                j = np.uint64(begin) + np.uint64(k)
+                e = exp_below(x[i, j] - top)
+                d[i, j] = e
+                some += e
+            total += some
+        weight, value = 0.0, 0.0
+        for begin in range(0, x.shape[1], _LONG):
+            some, values = x.dtype.type(0), x.dtype.type(0)
+            for k in range(min(x.shape[1] - begin, _LONG)):
+                j = np.uint64(begin) + np.uint64(k)
+                some += t[i, j]
+                values += t[i, j] * (x[i, j] - top) if t[i, j] != 0 else x.dtype.type(0)
+            weight += some
+            value += values
         loss[i] = weight * np.log(total) - value
-        part = weight / total
+        part = x.dtype.type(weight / total)
         for j in range(x.shape[1]):
             d[i, j] = d[i, j] * part - t[i, j]
 
