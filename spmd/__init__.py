@@ -12,7 +12,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from spmd import optim
-from spmd.array import PartitionedArray, freeze, from_blocks, from_callback, inner, norm, put
+from spmd.array import PartitionedArray, freeze
 from spmd.autodiff import (
     Array,
     at,
@@ -49,6 +49,8 @@ from spmd.operators.reduce import pcast, pmax, pmean, pmin, psum, pvary
 from spmd.operators.repartition import accumulate, repartition
 from spmd.operators.root import broadcast, gather, keep, replicate, scatter, sum_reduce
 from spmd.operators.totals import max, mean, min, sum
+from spmd.placing import from_blocks, from_callback, put
+from spmd.products import inner, norm
 
 if TYPE_CHECKING:
     from spmd import functions as functions

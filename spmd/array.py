@@ -1,10 +1,9 @@
-"""Global arrays whose blocks lie on the workers of a mesh, and the inner product that knows the states."""
+"""Global arrays whose blocks lie on the workers of a mesh."""
 
 from __future__ import annotations
 
 import math
 import operator
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
@@ -12,8 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from spmd import device as devices
-from spmd.autodiff import tree
 from spmd.autodiff.tracer import Array, name_of
 from spmd.device import contiguous, on_device, to_host
 from spmd.errors import (
@@ -21,36 +18,25 @@ from spmd.errors import (
     LayoutError,
     MeshError,
     MissingMethodError,
-    SpecError,
-    StateError,
     describe,
     message,
 )
-from spmd.layout import Layout, P, Spec
-from spmd.mesh import WORKER, Mesh, Worker, current_mesh
-from spmd.operators.base import normal_axis, operate
-from spmd.operators.reduce import Sum
+from spmd.layout import Layout, P
+from spmd.mesh import WORKER, Mesh, Worker
+from spmd.operators.base import normal_axis
 from spmd.operators.repartition import Repartition
-from spmd.operators.root import Rooted
-from spmd.specs import spread
-from spmd.state import REPLICAS, state_of
 from spmd.transport.base import Call, sealed
 
 __all__ = [
     "Frozen",
     "PartitionedArray",
-    "checksum",
+    "beside",
     "closed_over",
-    "cut",
-    "fingerprint",
     "freeze",
-    "from_blocks",
-    "from_callback",
-    "inner",
-    "mesh_for",
-    "norm",
+    "not_in_a_body",
+    "one_copy",
     "owned",
-    "put",
+    "owned_on",
     "relayout",
 ]
 
@@ -114,7 +100,7 @@ class PartitionedArray:
 
     def _whole(self) -> PartitionedArray:
         """The same with a layout by which every process has all of it."""
-        _not_in_a_body("PartitionedArray.numpy", self)
+        not_in_a_body("PartitionedArray.numpy", self)
         everywhere = len(self.blocks) == self.mesh.size or [*self.layout.holders.values()] == [
             (*range(self.mesh.size),)
         ]
@@ -139,7 +125,7 @@ class PartitionedArray:
         return out
 
     def __array__(self, dtype=None, copy=None):
-        _not_in_a_body("np.asarray", self)
+        not_in_a_body("np.asarray", self)
         if not self.is_here:
             raise LayoutError(
                 message(
@@ -173,7 +159,7 @@ class PartitionedArray:
         return self._block("__dlpack__").__dlpack__(**options)
 
     def _block(self, where: str) -> Any:
-        _not_in_a_body(where, self)
+        not_in_a_body(where, self)
         whole = next((b for b in self.blocks.values() if b.shape == self.shape), None)
         if whole is None:
             raise LayoutError(
@@ -191,7 +177,7 @@ class PartitionedArray:
         return self._number("item").item()
 
     def _number(self, kind: str) -> np.ndarray:
-        _not_in_a_body(f"{kind}()", self)
+        not_in_a_body(f"{kind}()", self)
         if self.size != 1 or not self.is_here:
             raise LayoutError(
                 message(
@@ -285,7 +271,7 @@ class PartitionedArray:
         return PartitionedArray(blocks, self.layout, self.mesh)
 
     def __array_ufunc__(self, ufunc, method, *inputs, **kwargs):
-        _not_in_a_body(f"np.{ufunc.__name__}", self)
+        not_in_a_body(f"np.{ufunc.__name__}", self)
         if any(type(x) is Array for x in inputs):
             return NotImplemented
         if method != "__call__":
@@ -296,7 +282,7 @@ class PartitionedArray:
         return _blockwise(ufunc, inputs, kwargs)
 
     def __array_function__(self, fun, types, args, kwargs):
-        _not_in_a_body(name_of(fun), self)
+        not_in_a_body(name_of(fun), self)
         if any(issubclass(t, Array) for t in types):
             return NotImplemented
         handler = _functions.get(fun)
@@ -367,7 +353,7 @@ def closed_over(where: str, x: PartitionedArray, argument: str | None = None) ->
     )
 
 
-def _not_in_a_body(where: str, x: PartitionedArray) -> None:
+def not_in_a_body(where: str, x: PartitionedArray) -> None:
     if WORKER.get() is not None:
         raise closed_over(where, x)
 
@@ -513,10 +499,10 @@ def _sum(x: PartitionedArray, axis=None, dtype=None, out=None, keepdims=False) -
     shape = [x.shape[d] if d in kept else 1 for d in every]
     cuts = [x.layout.cuts[d] if d in kept else None for d in every]
     results = x.mesh.run(body).results
-    return _one_copy({w: _sealed(b) for w, b in results.items()}, Layout(shape, spec, x.mesh.axes, cuts), x.mesh)
+    return one_copy({w: _sealed(b) for w, b in results.items()}, Layout(shape, spec, x.mesh.axes, cuts), x.mesh)
 
 
-def _one_copy(blocks: Mapping[int, np.ndarray], layout: Layout, mesh: Mesh) -> PartitionedArray:
+def one_copy(blocks: Mapping[int, np.ndarray], layout: Layout, mesh: Mesh) -> PartitionedArray:
     """An array from every worker's block; where workers hold copies, the first one here is kept for all."""
     kept: dict[Any, np.ndarray] = {}
     return PartitionedArray({w: kept.setdefault(mesh.sharing(layout, w), b) for w, b in blocks.items()}, layout, mesh)
@@ -526,7 +512,7 @@ def _broadcast_to(x: PartitionedArray, shape) -> PartitionedArray:
     if x.layout.spec is None and not x.ndim and len(shape):
         x = relayout(x, x.mesh.layout((), P()))  # one number for all, such as the cotangent of a sum
     layout = _common_layout("np.broadcast_to", [x], tuple(shape))
-    return _one_copy({w: np.broadcast_to(b, layout.block_shape(w)) for w, b in x.blocks.items()}, layout, x.mesh)
+    return one_copy({w: np.broadcast_to(b, layout.block_shape(w)) for w, b in x.blocks.items()}, layout, x.mesh)
 
 
 def _with_whole(layout: Layout, new: Mapping[int, int]) -> Layout:
@@ -546,7 +532,7 @@ def _expand_dims(x: PartitionedArray, axis) -> PartitionedArray:
     ndim = x.ndim + np.size(axis)
     new = tuple(normal_axis("np.expand_dims", "axis", d, ndim) for d in np.atleast_1d(axis))
     layout = _with_whole(x.layout, dict.fromkeys(new, 1))
-    return _one_copy({w: np.reshape(b, layout.block_shape(w)) for w, b in x.blocks.items()}, layout, x.mesh)
+    return one_copy({w: np.reshape(b, layout.block_shape(w)) for w, b in x.blocks.items()}, layout, x.mesh)
 
 
 def _stack(arrays, axis=0) -> PartitionedArray:
@@ -574,7 +560,7 @@ def _stack(arrays, axis=0) -> PartitionedArray:
         with beside(mesh, w):
             return np.stack([_part(a, layout, w, mesh) for a in arrays], d)
 
-    return _one_copy({w: _sealed(block(w)) for w in given[0].blocks}, stacked, mesh)
+    return one_copy({w: _sealed(block(w)) for w in given[0].blocks}, stacked, mesh)
 
 
 def _reshape(x: PartitionedArray, shape, order="C") -> PartitionedArray:
@@ -601,7 +587,7 @@ def _reshape(x: PartitionedArray, shape, order="C") -> PartitionedArray:
         layout = Layout(new, P(*dims), x.mesh.axes, cuts)
     else:
         layout = Layout.grid(new, [len(cut) for cut in cuts], x.mesh.axes, workers, cuts, copies=x.layout.copies)
-    return _one_copy({w: b.reshape(layout.block_shape(w)) for w, b in x.blocks.items()}, layout, x.mesh)
+    return one_copy({w: b.reshape(layout.block_shape(w)) for w, b in x.blocks.items()}, layout, x.mesh)
 
 
 def _likes(make):
@@ -619,7 +605,7 @@ def _likes(make):
         for w, b in x.blocks.items():
             with beside(x.mesh, w):
                 blocks[w] = _sealed(made(b, shape=shape))
-        return _one_copy(blocks, layout, x.mesh)
+        return one_copy(blocks, layout, x.mesh)
 
     return like
 
@@ -651,7 +637,7 @@ _functions: dict[Any, Callable[..., Any]] = {
 }
 
 
-# Making them
+# Copies and layouts
 
 
 class Frozen(np.ndarray):
@@ -691,231 +677,6 @@ def owned_on(mesh: Mesh, a: Any, worker: int) -> np.ndarray:
     return owned(a) if mesh.places is None else mesh.places.own(a, worker)
 
 
-def mesh_for(mesh: Mesh | None, where: str) -> Mesh:
-    """The mesh of a call: the one given, else that of the enclosing `with mesh:`."""
-    if WORKER.get() is not None:
-        raise MeshError(
-            message(
-                where,
-                got="a call inside a body",
-                need="a call from outside: a body has its own blocks only",
-                mend="do it before the map, and pass the result as an argument",
-            )
-        )
-    found = mesh if mesh is not None else current_mesh()
-    if found is not None and not isinstance(found, Mesh):
-        raise MeshError(message(where, argument="mesh", got=describe(found), need="a Mesh", mend="mesh=spmd.Mesh(x=4)"))
-    if found is None:
-        raise MeshError(
-            message(
-                where,
-                argument="mesh",
-                got="no mesh, and no enclosing `with mesh:`",
-                need="a mesh to run on",
-                mend="with spmd.Mesh(x=4): ..., or pass mesh=spmd.Mesh(x=4)",
-            )
-        )
-    return found
-
-
-def _fits(spec: Any, mesh: Mesh, where: str, ndim: int, argument: str = "spec") -> None:
-    """Raise where a spec does not fit the mesh or an array of ndim dimensions, or is none."""
-    if not isinstance(spec, Spec):
-        raise SpecError(
-            message(
-                where,
-                argument=argument,
-                got=describe(spec),
-                need="a P, or a Layout",
-                mend='P("x", None), or P() for copies',
-            )
-        )
-    spec.check(mesh.axes, where, argument, ndim)
-
-
-def _numbers(x, where: str, argument: str, mesh: Mesh) -> np.ndarray:
-    """x as an array of numbers; a frozen one stays frozen, one of a GPU stays there."""
-    x = devices.home(where, argument, x, mesh.device)
-    data = x if isinstance(x, Frozen) or on_device(x) else np.asarray(x)
-    if data.dtype.kind in "OSUMm":
-        raise LayoutError(
-            message(
-                where,
-                argument=argument,
-                got=describe(data),
-                need="an array of numbers",
-                mend="convert it: np.asarray(x, dtype=float)",
-            )
-        )
-    return data
-
-
-def put(x, spec: Any, mesh: Mesh | None = None) -> Any:
-    """Lay an array, or a pytree of arrays, out on a mesh.
-
-    x: bare arrays that every process has, of which each keeps its blocks, or `PartitionedArray`s (collective).
-    spec: which mesh axes split which dimension: one P, or a tree of them that is a prefix of x's; or a `Layout`: blocks
-    of any lengths, or a grid on some of the workers. Copies the blocks, once each. Gives a `PartitionedArray`, or a
-    tree of them.
-    """
-    leaves = spread("spmd.put", "x", "spec", spec, x)
-    placed = [_put(leaf.value, leaf.spec, mesh, leaf.path) if leaf.spec is not None else leaf.value for leaf in leaves]
-    alone = len(leaves) == 1 and leaves[0].value is x
-    return placed[0] if alone else tree.unflatten(tree.structure(x, none_is_leaf=True), placed)
-
-
-def _put(x, spec: Spec, mesh: Mesh | None, path: str) -> PartitionedArray:
-    where, argument = "spmd.put", "spec" if path == "x" else f"spec, for {path}"
-    if type(x) is PartitionedArray:
-        _not_in_a_body(where, x)
-        mesh = mesh or x.mesh
-        if mesh != x.mesh:
-            raise MeshError(
-                message(
-                    where,
-                    argument="mesh",
-                    got=f"{mesh} for an array on {x.mesh}",
-                    need="the mesh that the array is on",
-                    mend="spmd.put(x.numpy(), spec, mesh)",
-                )
-            )
-        _fits(spec, mesh, where, x.ndim, argument)
-        return relayout(x, mesh.layout(x.shape, spec, where, argument))
-    mesh = mesh_for(mesh, where)
-    data = _numbers(x, where, path, mesh)
-    _fits(spec, mesh, where, data.ndim, argument)
-    layout = mesh.layout(data.shape, spec, where, argument)
-    return PartitionedArray(cut(data, layout, mesh), layout, mesh)
-
-
-def cut(data: np.ndarray, layout: Layout, mesh: Mesh) -> dict[int, np.ndarray]:
-    """The blocks of a whole array that this process holds; one array for all copies of a block on a device."""
-    done: dict[Any, np.ndarray] = {}
-    blocks = {}
-    for w in mesh.local_workers:
-        key = mesh.sharing(layout, w)
-        if key not in done:
-            done[key] = owned_on(mesh, data[layout.slices(w)] if data.ndim else _number(data, layout, w), w)
-        blocks[w] = done[key]
-    return blocks
-
-
-def _number(x: Any, layout: Layout, worker: int) -> np.ndarray:
-    """A worker's block of an array without dimensions: empty where it holds none."""
-    return (
-        np.reshape(x, layout.block_shape(worker))
-        if layout.positions(worker) is not None
-        else np.zeros(0, x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype)
-    )
-
-
-def from_callback(
-    shape: Sequence[int], spec: Spec, fn: Callable[[tuple[slice, ...]], Any], mesh: Mesh | None = None
-) -> PartitionedArray:
-    """An array of which each process makes its own blocks: fn(index) gives the block at that index of the whole.
-
-    As `jax.make_array_from_callback`. Raises LayoutError for a block of another shape than its index has.
-    """
-    where = "spmd.from_callback"
-    mesh = mesh_for(mesh, where)
-    _fits(spec, mesh, where, len(shape))
-    layout = mesh.layout(tuple(shape), spec, where)
-    first: dict[int, np.ndarray] = {}
-    done: dict[Any, np.ndarray] = {}
-    for w in mesh.local_workers:
-        owner, key = layout.owners[w], mesh.sharing(layout, w)
-        if owner not in first:
-            block = _numbers(fn(layout.slices(w)), where, "fn", mesh)
-            block = owned_on(mesh, block if shape else _number(block, layout, w), w)
-            if block.shape != layout.block_shape(w):
-                raise LayoutError(
-                    message(
-                        where,
-                        argument="fn",
-                        got=f"a block of shape {list(block.shape)} for {layout.slices(w)}",
-                        need=f"shape {list(layout.block_shape(w))}",
-                        mend="return whole[index]",
-                    )
-                )
-            first[owner] = done[key] = block
-        elif key not in done:  # on another device
-            done[key] = owned_on(mesh, first[owner], w)
-    return PartitionedArray({w: done[mesh.sharing(layout, w)] for w in mesh.local_workers}, layout, mesh)
-
-
-def from_blocks(blocks: Sequence[Any] | Mapping[int, Any], spec: Spec, mesh: Mesh | None = None) -> PartitionedArray:
-    """An array from the blocks of the workers, joined as the spec says; they may be uneven.
-
-    blocks: one for each worker that this process holds, in order, or a mapping from their numbers: all of them in
-    one process, the own one under MPI (collective: the shapes are exchanged).
-    """
-    where = "spmd.from_blocks"
-    mesh = mesh_for(mesh, where)
-    local = list(mesh.local_workers)
-    given = dict(blocks) if isinstance(blocks, Mapping) else dict(zip(local, blocks, strict=False))
-    if sorted(given) != local or len(given) != len(blocks):
-        raise LayoutError(
-            message(
-                where,
-                argument="blocks",
-                got=f"{len(blocks)} blocks",
-                need=f"one for each worker held here: {local}",
-                mend="give every worker its block, empty ones too",
-            )
-        )
-    mine = {w: owned_on(mesh, _numbers(b, where, f"blocks[{w}]", mesh), w) for w, b in given.items()}
-    _fits(spec, mesh, where, next(iter(mine.values())).ndim)
-    said = mesh.transport.share({w: [list(b.shape), b.dtype.name, fingerprint(b)] for w, b in mine.items()})
-    layout = mesh.joined(tuple(tuple(said[w][0]) for w in range(mesh.size)), spec, where)
-    for w, owner in enumerate(layout.owners):
-        if said[w][1] != said[0][1]:
-            raise LayoutError(
-                message(
-                    where,
-                    argument="blocks",
-                    got=f"{said[0][1]} on {mesh.describe(0)} and {said[w][1]} on {mesh.describe(w)}",
-                    need="one dtype on all workers",
-                    mend="convert them with x.astype(...)",
-                )
-            )
-        if said[w][2] != said[owner][2]:
-            raise LayoutError(
-                message(
-                    where,
-                    argument="blocks",
-                    got=f"blocks that differ between {mesh.describe(owner)} and {mesh.describe(w)}",
-                    need=f"copies of one block along the axes that {spec} does not name",
-                    mend="name in the spec the axis along which the blocks differ",
-                )
-            )
-    return _one_copy(mine, layout, mesh)
-
-
-_WHOLE = 1 << 16
-_SAMPLE = 1 << 12
-
-
-def fingerprint(block: np.ndarray) -> int:
-    """A checksum of a block's bits: of all of them where it is small, of a strided sample where it is large.
-
-    Of one on a device 0: it would take waiting for the device, and bodies are not to wait.
-    """
-    if on_device(block):
-        return 0
-    flat = block.reshape(-1)
-    if block.nbytes > _WHOLE:
-        flat = flat[:: max(1, flat.size // _SAMPLE)]
-    return checksum(flat)
-
-
-def checksum(block: np.ndarray) -> int:
-    """A checksum of all bits of a block that are part of its numbers: long doubles may have others, of any value."""
-    octets = np.ascontiguousarray(block).reshape(-1).view(np.uint8)
-    if block.dtype.char in "gG" and np.finfo(np.longdouble).nmant == 63:
-        octets = np.ascontiguousarray(octets.reshape(-1, np.dtype(np.longdouble).itemsize)[:, :10])
-    return zlib.crc32(octets.data)
-
-
 def relayout(x: PartitionedArray, layout: Layout) -> PartitionedArray:
     """The same array in another layout: each worker sends what others need of its block, once. Collective."""
     if layout == x.layout:
@@ -928,85 +689,4 @@ def relayout(x: PartitionedArray, layout: Layout) -> PartitionedArray:
         handle, arrive = op.launch(worker.comm, worker.group(op.axes), block, call)
         return arrive(handle.wait())[0]
 
-    return _one_copy(x.mesh.run(body).results, layout, x.mesh)
-
-
-# The inner product
-
-
-def inner(x, y):
-    """<x, y> = sum(conj(x) * y) over the entries of the global arrays: Invariant values counted once, Varying ones
-    summed over the workers, Rooted ones counted at the root. x, y: arrays, or pytrees of one structure.
-
-    In a body the result is Invariant and differentiable; outside it is a number.
-    """
-    xs, ys = tree.leaves(x), tree.leaves(y)
-    if len(xs) != len(ys):
-        raise StateError(
-            message(
-                "spmd.inner",
-                argument="y",
-                got=f"{len(ys)} arrays for {len(xs)}",
-                need="pytrees of one structure",
-                mend="pair every array with its counterpart",
-            )
-        )
-    total = 0.0
-    by_state: dict[Any, Any] = {}
-    for a, b in zip(xs, ys, strict=True):
-        if WORKER.get() is None:
-            total = total + _inner_outside(a, b)
-            continue
-        key, value = _inner_here(a, b)
-        by_state[key] = by_state[key] + value if key in by_state else value
-    for axes, value in by_state.items():
-        total = total + (operate(Sum(axes), value) if axes else value)
-    return total
-
-
-def _inner_here(a, b) -> tuple[tuple[str, ...], Any]:
-    """This worker's share of an inner product, and the axes to sum it over."""
-    worker = WORKER.get()
-    assert worker is not None
-    axes = tuple(worker.mesh.axes)
-    if type(a) is Rooted and type(b) is Rooted and (a.axes, a.root) == (b.axes, b.root):
-        token = REPLICAS.set(False)  # the others sum over nothing
-        try:
-            held = np.sum(np.conj(a.block) * b.block)
-        finally:
-            REPLICAS.reset(token)
-        state = getattr(held, "state", None)
-        root = state_of(a.axes)
-        share = Array(held.value, state | root, held.tape, held.node) if state is not None else held
-        return tuple(n for n in axes if n in (state | root).varying) if state is not None else axes, share
-    value = np.sum(np.conj(a) * b)
-    if type(value) is Array:
-        return tuple(n for n in axes if n in value.state.varying), value
-    return (() if worker.tracked else axes), value
-
-
-def _inner_outside(a, b):
-    if type(a) is not PartitionedArray:
-        a, b = (a, b) if type(b) is not PartitionedArray else (put(a, b.spec, b.mesh), b)
-    if type(a) is not PartitionedArray:
-        return to_host(np.vdot(a, b))[()]
-    if type(b) is not PartitionedArray:
-        b = put(b, a.spec, a.mesh)
-    b = relayout(b, a.layout)
-    axes = tuple(a.mesh.axes)
-
-    def body(worker: Worker):
-        w, given = worker.index, worker.comm.given
-        mine: Any = np.vdot(given(a.blocks[w]), given(b.blocks[w])) if a.layout.owners[w] == w else 0
-        # On a device the other owners bring a number of the device too.
-        dtype = np.result_type(a.dtype, b.dtype)
-        part = mine.astype(dtype) if on_device(mine) else owned_on(worker.mesh, np.asarray(mine, dtype), w)
-        call = Call("inner", axes, part.dtype, part.shape, alike=True)
-        return worker.comm.all_reduce(worker.group(axes), call, part).wait()
-
-    return to_host(next(iter(a.mesh.run(body).results.values())))[()]
-
-
-def norm(x):
-    """The 2-norm that belongs to `inner`: sqrt(<x, x>), real."""
-    return np.sqrt(np.real(inner(x, x)))
+    return one_copy(x.mesh.run(body).results, layout, x.mesh)

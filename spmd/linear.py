@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd.array import PartitionedArray, mesh_for
+from spmd.array import PartitionedArray
 from spmd.autodiff import tree
 from spmd.autodiff.custom import custom_vjp
 from spmd.autodiff.tracer import value_of
@@ -28,6 +28,7 @@ from spmd.mapping import Mapped, _brought
 from spmd.mapping import map as spmd_map
 from spmd.mesh import Mesh
 from spmd.operators.algebra import Linear, Term, Terms, added, collected, formula
+from spmd.placing import mesh_for
 from spmd.specs import spread
 from spmd.transport.base import sealed
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 
 from spmd import device as devices
-from spmd.array import Frozen, PartitionedArray, closed_over, cut, fingerprint, mesh_for, owned, put, relayout
+from spmd.array import Frozen, PartitionedArray, closed_over, owned, relayout
 from spmd.autodiff import tracer, transforms, tree
 from spmd.autodiff.dtypes import kind_of_dtype
 from spmd.autodiff.primitive import primitive
@@ -28,6 +28,7 @@ from spmd.layout import Layout, P, Spec
 from spmd.mesh import WORKER, Mesh, Worker
 from spmd.operators.base import Join, outside, sealed, vary, writable
 from spmd.operators.root import Rooted, laid_out
+from spmd.placing import cut, fingerprint, mesh_for, put
 from spmd.specs import Leaf, shown, spec_leaves, spread
 from spmd.state import state_of
 from spmd.transport.base import Call, Outcome

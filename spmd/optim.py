@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from spmd import kernels
-from spmd.array import PartitionedArray, beside, inner
+from spmd.array import PartitionedArray, beside
 from spmd.autodiff import tree
 from spmd.autodiff.primitive import primitive
 from spmd.autodiff.tracer import Array, value_of
 from spmd.errors import describe, message
+from spmd.products import inner
 from spmd.transport.base import sealed
 
 __all__ = [

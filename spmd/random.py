@@ -27,13 +27,14 @@ from typing import Any
 import numpy as np
 
 from spmd import kernels
-from spmd.array import PartitionedArray, mesh_for
+from spmd.array import PartitionedArray
 from spmd.autodiff.tracer import Array, value_of
 from spmd.errors import LayoutError, SpecError, StateError, describe, message
 from spmd.kernels.cpu.chunks import accurate
 from spmd.layout import Layout, P, Spec
 from spmd.mesh import WORKER, Mesh, here
 from spmd.operators.base import varying
+from spmd.placing import mesh_for
 from spmd.transport.base import Call, sealed
 
 __all__ = [

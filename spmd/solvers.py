@@ -14,12 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from spmd.array import PartitionedArray, inner, norm
+from spmd.array import PartitionedArray
 from spmd.autodiff import transforms, tree
 from spmd.autodiff.tracer import value_of
 from spmd.errors import DifferentiationError, LayoutError, describe, message
 from spmd.linear import LinearOperator, Space, _admitted, _conj, _fit, _size, _space_of
 from spmd.mapping import _brought
+from spmd.products import inner, norm
 
 __all__ = ["LeastSquares", "Solution", "cg", "lsqr"]
 

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 
 import spmd
 from spmd import P
-from spmd.array import cut, owned, relayout
+from spmd.array import owned, relayout
 from spmd.device import to_host
 from spmd.errors import LayoutError
 from spmd.layout import Layout
+from spmd.placing import cut
 
 MESH = spmd.Mesh(x=2, y=3)
 SPECS = [P(), P("x"), P("y"), P(None, "x"), P("y", "x"), P("x", "y"), P(("x", "y")), P(("y", "x")), P(None, ("x", "y"))]

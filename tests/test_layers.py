@@ -25,6 +25,8 @@ LEVELS = [
     {"mesh"},
     {"operators"},
     {"array"},
+    {"placing"},
+    {"products"},
     {"mapping"},
     {"linear"},
     {"functions", "random", "optim", "solvers"},

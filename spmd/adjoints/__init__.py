@@ -15,7 +15,6 @@ from spmd.adjoints.dot import DotTest, usual_specs
 from spmd.adjoints.matrices import Matrices, enter
 from spmd.adjoints.report import AdjointError, AdjointReport, Entry, Fault, Place, table
 from spmd.adjoints.trial import Trial, raised
-from spmd.array import mesh_for
 from spmd.autodiff import tree
 from spmd.autodiff.tape import suspended
 from spmd.errors import SpecError, message
@@ -23,6 +22,7 @@ from spmd.layout import Layout, P
 from spmd.mesh import Mesh, Worker
 from spmd.operators.algebra import Linear
 from spmd.operators.base import Operator
+from spmd.placing import mesh_for
 
 __all__ = ["AdjointError", "AdjointReport", "Entry", "Fault", "Place", "check_adjoint", "table"]
 

@@ -10,7 +10,6 @@ import numpy as np
 
 from spmd.adjoints.dot import DotTest
 from spmd.adjoints.report import AdjointReport, Fault, number, plain
-from spmd.array import checksum
 from spmd.autodiff import tree
 from spmd.autodiff.tracer import Array, value_of
 from spmd.autodiff.transforms import vjp
@@ -20,6 +19,7 @@ from spmd.layout import Layout, P
 from spmd.ledger import ledger
 from spmd.mesh import Worker
 from spmd.operators.base import Operator
+from spmd.placing import checksum
 from spmd.specs import spread
 from spmd.state import ROOTED, VARYING, state_of
 from spmd.transport.base import Call

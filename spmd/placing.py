@@ -1,0 +1,251 @@
+"""Laying arrays out on a mesh: of whole ones, of blocks, and of a function that makes them."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from spmd import device as devices
+from spmd.array import Frozen, PartitionedArray, not_in_a_body, one_copy, owned_on, relayout
+from spmd.autodiff import tree
+from spmd.device import on_device
+from spmd.errors import (
+    LayoutError,
+    MeshError,
+    SpecError,
+    describe,
+    message,
+)
+from spmd.layout import Layout, Spec
+from spmd.mesh import WORKER, Mesh, current_mesh
+from spmd.specs import spread
+
+__all__ = ["checksum", "cut", "fingerprint", "from_blocks", "from_callback", "mesh_for", "put"]
+
+
+def mesh_for(mesh: Mesh | None, where: str) -> Mesh:
+    """The mesh of a call: the one given, else that of the enclosing `with mesh:`."""
+    if WORKER.get() is not None:
+        raise MeshError(
+            message(
+                where,
+                got="a call inside a body",
+                need="a call from outside: a body has its own blocks only",
+                mend="do it before the map, and pass the result as an argument",
+            )
+        )
+    found = mesh if mesh is not None else current_mesh()
+    if found is not None and not isinstance(found, Mesh):
+        raise MeshError(message(where, argument="mesh", got=describe(found), need="a Mesh", mend="mesh=spmd.Mesh(x=4)"))
+    if found is None:
+        raise MeshError(
+            message(
+                where,
+                argument="mesh",
+                got="no mesh, and no enclosing `with mesh:`",
+                need="a mesh to run on",
+                mend="with spmd.Mesh(x=4): ..., or pass mesh=spmd.Mesh(x=4)",
+            )
+        )
+    return found
+
+
+def _fits(spec: Any, mesh: Mesh, where: str, ndim: int, argument: str = "spec") -> None:
+    """Raise where a spec does not fit the mesh or an array of ndim dimensions, or is none."""
+    if not isinstance(spec, Spec):
+        raise SpecError(
+            message(
+                where,
+                argument=argument,
+                got=describe(spec),
+                need="a P, or a Layout",
+                mend='P("x", None), or P() for copies',
+            )
+        )
+    spec.check(mesh.axes, where, argument, ndim)
+
+
+def _numbers(x, where: str, argument: str, mesh: Mesh) -> np.ndarray:
+    """x as an array of numbers; a frozen one stays frozen, one of a GPU stays there."""
+    x = devices.home(where, argument, x, mesh.device)
+    data = x if isinstance(x, Frozen) or on_device(x) else np.asarray(x)
+    if data.dtype.kind in "OSUMm":
+        raise LayoutError(
+            message(
+                where,
+                argument=argument,
+                got=describe(data),
+                need="an array of numbers",
+                mend="convert it: np.asarray(x, dtype=float)",
+            )
+        )
+    return data
+
+
+def put(x, spec: Any, mesh: Mesh | None = None) -> Any:
+    """Lay an array, or a pytree of arrays, out on a mesh.
+
+    x: bare arrays that every process has, of which each keeps its blocks, or `PartitionedArray`s (collective).
+    spec: which mesh axes split which dimension: one P, or a tree of them that is a prefix of x's; or a `Layout`: blocks
+    of any lengths, or a grid on some of the workers. Copies the blocks, once each. Gives a `PartitionedArray`, or a
+    tree of them.
+    """
+    leaves = spread("spmd.put", "x", "spec", spec, x)
+    placed = [_put(leaf.value, leaf.spec, mesh, leaf.path) if leaf.spec is not None else leaf.value for leaf in leaves]
+    alone = len(leaves) == 1 and leaves[0].value is x
+    return placed[0] if alone else tree.unflatten(tree.structure(x, none_is_leaf=True), placed)
+
+
+def _put(x, spec: Spec, mesh: Mesh | None, path: str) -> PartitionedArray:
+    where, argument = "spmd.put", "spec" if path == "x" else f"spec, for {path}"
+    if type(x) is PartitionedArray:
+        not_in_a_body(where, x)
+        mesh = mesh or x.mesh
+        if mesh != x.mesh:
+            raise MeshError(
+                message(
+                    where,
+                    argument="mesh",
+                    got=f"{mesh} for an array on {x.mesh}",
+                    need="the mesh that the array is on",
+                    mend="spmd.put(x.numpy(), spec, mesh)",
+                )
+            )
+        _fits(spec, mesh, where, x.ndim, argument)
+        return relayout(x, mesh.layout(x.shape, spec, where, argument))
+    mesh = mesh_for(mesh, where)
+    data = _numbers(x, where, path, mesh)
+    _fits(spec, mesh, where, data.ndim, argument)
+    layout = mesh.layout(data.shape, spec, where, argument)
+    return PartitionedArray(cut(data, layout, mesh), layout, mesh)
+
+
+def cut(data: np.ndarray, layout: Layout, mesh: Mesh) -> dict[int, np.ndarray]:
+    """The blocks of a whole array that this process holds; one array for all copies of a block on a device."""
+    done: dict[Any, np.ndarray] = {}
+    blocks = {}
+    for w in mesh.local_workers:
+        key = mesh.sharing(layout, w)
+        if key not in done:
+            done[key] = owned_on(mesh, data[layout.slices(w)] if data.ndim else _number(data, layout, w), w)
+        blocks[w] = done[key]
+    return blocks
+
+
+def _number(x: Any, layout: Layout, worker: int) -> np.ndarray:
+    """A worker's block of an array without dimensions: empty where it holds none."""
+    return (
+        np.reshape(x, layout.block_shape(worker))
+        if layout.positions(worker) is not None
+        else np.zeros(0, x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype)
+    )
+
+
+def from_callback(
+    shape: Sequence[int], spec: Spec, fn: Callable[[tuple[slice, ...]], Any], mesh: Mesh | None = None
+) -> PartitionedArray:
+    """An array of which each process makes its own blocks: fn(index) gives the block at that index of the whole.
+
+    As `jax.make_array_from_callback`. Raises LayoutError for a block of another shape than its index has.
+    """
+    where = "spmd.from_callback"
+    mesh = mesh_for(mesh, where)
+    _fits(spec, mesh, where, len(shape))
+    layout = mesh.layout(tuple(shape), spec, where)
+    first: dict[int, np.ndarray] = {}
+    done: dict[Any, np.ndarray] = {}
+    for w in mesh.local_workers:
+        owner, key = layout.owners[w], mesh.sharing(layout, w)
+        if owner not in first:
+            block = _numbers(fn(layout.slices(w)), where, "fn", mesh)
+            block = owned_on(mesh, block if shape else _number(block, layout, w), w)
+            if block.shape != layout.block_shape(w):
+                raise LayoutError(
+                    message(
+                        where,
+                        argument="fn",
+                        got=f"a block of shape {list(block.shape)} for {layout.slices(w)}",
+                        need=f"shape {list(layout.block_shape(w))}",
+                        mend="return whole[index]",
+                    )
+                )
+            first[owner] = done[key] = block
+        elif key not in done:  # on another device
+            done[key] = owned_on(mesh, first[owner], w)
+    return PartitionedArray({w: done[mesh.sharing(layout, w)] for w in mesh.local_workers}, layout, mesh)
+
+
+def from_blocks(blocks: Sequence[Any] | Mapping[int, Any], spec: Spec, mesh: Mesh | None = None) -> PartitionedArray:
+    """An array from the blocks of the workers, joined as the spec says; they may be uneven.
+
+    blocks: one for each worker that this process holds, in order, or a mapping from their numbers: all of them in
+    one process, the own one under MPI (collective: the shapes are exchanged).
+    """
+    where = "spmd.from_blocks"
+    mesh = mesh_for(mesh, where)
+    local = list(mesh.local_workers)
+    given = dict(blocks) if isinstance(blocks, Mapping) else dict(zip(local, blocks, strict=False))
+    if sorted(given) != local or len(given) != len(blocks):
+        raise LayoutError(
+            message(
+                where,
+                argument="blocks",
+                got=f"{len(blocks)} blocks",
+                need=f"one for each worker held here: {local}",
+                mend="give every worker its block, empty ones too",
+            )
+        )
+    mine = {w: owned_on(mesh, _numbers(b, where, f"blocks[{w}]", mesh), w) for w, b in given.items()}
+    _fits(spec, mesh, where, next(iter(mine.values())).ndim)
+    said = mesh.transport.share({w: [list(b.shape), b.dtype.name, fingerprint(b)] for w, b in mine.items()})
+    layout = mesh.joined(tuple(tuple(said[w][0]) for w in range(mesh.size)), spec, where)
+    for w, owner in enumerate(layout.owners):
+        if said[w][1] != said[0][1]:
+            raise LayoutError(
+                message(
+                    where,
+                    argument="blocks",
+                    got=f"{said[0][1]} on {mesh.describe(0)} and {said[w][1]} on {mesh.describe(w)}",
+                    need="one dtype on all workers",
+                    mend="convert them with x.astype(...)",
+                )
+            )
+        if said[w][2] != said[owner][2]:
+            raise LayoutError(
+                message(
+                    where,
+                    argument="blocks",
+                    got=f"blocks that differ between {mesh.describe(owner)} and {mesh.describe(w)}",
+                    need=f"copies of one block along the axes that {spec} does not name",
+                    mend="name in the spec the axis along which the blocks differ",
+                )
+            )
+    return one_copy(mine, layout, mesh)
+
+
+_WHOLE = 1 << 16
+_SAMPLE = 1 << 12
+
+
+def fingerprint(block: np.ndarray) -> int:
+    """A checksum of a block's bits: of all of them where it is small, of a strided sample where it is large.
+
+    Of one on a device 0: it would take waiting for the device, and bodies are not to wait.
+    """
+    if on_device(block):
+        return 0
+    flat = block.reshape(-1)
+    if block.nbytes > _WHOLE:
+        flat = flat[:: max(1, flat.size // _SAMPLE)]
+    return checksum(flat)
+
+
+def checksum(block: np.ndarray) -> int:
+    """A checksum of all bits of a block that are part of its numbers: long doubles may have others, of any value."""
+    octets = np.ascontiguousarray(block).reshape(-1).view(np.uint8)
+    if block.dtype.char in "gG" and np.finfo(np.longdouble).nmant == 63:
+        octets = np.ascontiguousarray(octets.reshape(-1, np.dtype(np.longdouble).itemsize)[:, :10])
+    return zlib.crc32(octets.data)
