@@ -59,7 +59,8 @@ def facts(text: str) -> dict[str, str]:
     return {line[:14].strip(): line[14:] for line in text.splitlines()}
 
 
-def test_info():
+def test_info(monkeypatch):
+    monkeypatch.delenv("SPMD_DEVICE", raising=False)
     ended = run_python("-m", "spmd", "info")
     assert ended.returncode == 0, str(ended)
     assert not ended.stderr
@@ -76,7 +77,8 @@ def test_info():
     assert "MPI library" in found
 
 
-def test_info_tells_of_the_environment():
+def test_info_tells_of_the_environment(monkeypatch):
+    monkeypatch.delenv("SPMD_DEVICE", raising=False)
     ended = run_python("-m", "spmd", "info", SPMD_TRANSPORT="local", SPMD_SCHEDULER="lockstep")
     found = facts(ended.stdout)
     assert found["variables"] == "SPMD_TRANSPORT=local, SPMD_SCHEDULER=lockstep"

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import optree
 import pytest
+from conftest import DEVICE
 
 import spmd
 from spmd import P
@@ -83,7 +84,7 @@ def test_learns_in_time():
     assert len(losses(lines)) == 15
     assert "\r" not in "".join(lines)
     assert lines[-1].endswith("┘")
-    assert seconds < 20
+    assert seconds < 20 or DEVICE == "emulated"  # which is slow
 
 
 def test_adam_in_float32():

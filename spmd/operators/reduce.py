@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from spmd.autodiff import tree
+from spmd.autodiff.devices import beside
 from spmd.autodiff.dtypes import kind_of_dtype, most
 from spmd.autodiff.tracer import Array, value_of
 from spmd.device import contiguous, on_device
@@ -283,7 +284,10 @@ class Extremum(Collective):
 
     def pull(self, g, x, ans):
         bare, top = value_of(x), value_of(ans)
-        if not on_device(bare):
+        if on_device(top):  # what came from the host has been moved there
+            bare = beside(np.asarray(bare), top) if not on_device(bare) else bare
+            g = beside(g, top)
+        else:
             bare, top = np.asarray(bare), np.asarray(top)
         real: Any = bare.dtype
         if self.dims:
