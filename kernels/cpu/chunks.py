@@ -10,10 +10,14 @@ import numpy as np
 
 from spmd.kernels import buffers
 
-__all__ = ["CACHE", "accurate", "by_planes", "by_rows", "into_rows"]
+__all__ = ["CACHE", "STRETCH", "accurate", "by_planes", "by_rows", "dots", "into_rows"]
 
 CACHE = 1 << 19
 """Bytes of one operand in a piece: several operands and temporaries fit into a core's own cache together."""
+
+STRETCH = 4096
+"""Entries of a row that are added up in their own precision; sums of sums are of float64. In loops, places in a stretch
+are unsigned: only then the compiler makes vectors."""
 
 
 def accurate(dtype: np.dtype) -> np.dtype:
@@ -95,3 +99,14 @@ def into_rows(f: Callable[..., None], outs: tuple[np.ndarray, ...], *arrays: np.
         for out, made in zip(pieces[: len(outs)], wide, strict=False):
             if made is not out:
                 out[...] = made
+
+
+def dots(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The inner products of rows, in stretches: BLAS adds up in few numbers, however long a row is."""
+    rows, n = a.shape
+    if n <= STRETCH:
+        return np.vecdot(a, b)
+    whole = n - n % STRETCH
+    parts = [c[:, :whole].reshape(rows, -1, STRETCH) for c in (a, b)]
+    found = np.sum(np.vecdot(*parts), axis=-1, dtype=float) + np.vecdot(a[:, whole:], b[:, whole:])
+    return found.astype(a.dtype)

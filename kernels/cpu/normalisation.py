@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from spmd.kernels import buffers, jit
-from spmd.kernels.cpu.chunks import CACHE, accurate, into_rows
+from spmd.kernels.cpu.chunks import CACHE, STRETCH, accurate, dots, into_rows
 from spmd.kernels.reference import normalisation as reference
 
 __all__ = ["channel_affine", "channel_sums", "moments", "normalize", "normalize_vjp"]
@@ -150,25 +150,10 @@ def _compiled(*arrays: np.ndarray) -> bool:
 # In NumPy, in place.
 
 
-_STRETCH = 4096
-"""Entries of which a sum is made in their own dtype; the sum of such sums is float64."""
-
-
-def _dots(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The inner products of rows, in stretches: BLAS adds up in few numbers, however long a row is."""
-    rows, n = a.shape
-    if n <= _STRETCH:
-        return np.vecdot(a, b)
-    whole = n - n % _STRETCH
-    parts = [c[:, :whole].reshape(rows, -1, _STRETCH) for c in (a, b)]
-    found = np.sum(np.vecdot(*parts), axis=-1, dtype=float) + np.vecdot(a[:, whole:], b[:, whole:])
-    return found.astype(a.dtype)
-
-
 def _normalize_plain(out: Any, mean: Any, rstd: Any, x: Any, weight: Any, bias: Any, eps: float, centred: bool) -> None:
     mean[...] = np.mean(x, axis=-1) if centred else 0
     np.subtract(x, mean[:, None], out=out)
-    rstd[...] = 1 / np.sqrt(_dots(out, out) / x.shape[-1] + eps)
+    rstd[...] = 1 / np.sqrt(dots(out, out) / x.shape[-1] + eps)
     out *= rstd[:, None]
     out *= weight
     out += bias
@@ -181,7 +166,7 @@ def _normalize_vjp_plain(
     z *= rstd[:, None]
     np.multiply(g, weight, out=out)
     first = np.mean(out, axis=-1, keepdims=True) if centred else 0
-    second = _dots(out, z)[:, None] / x.shape[-1]
+    second = dots(out, z)[:, None] / x.shape[-1]
     total[0] += np.einsum("ij,ij->j", g, z)
     total[1] += np.sum(g, axis=0)
     z *= second
@@ -200,15 +185,15 @@ def _normalize(out: Any, mean: Any, rstd: Any, x: Any, weight: Any, bias: Any, e
         o, y = out[i], x[i]
         m, total = x.dtype.type(0), 0.0
         if centred:
-            for start in range(0, n, _STRETCH):
-                part, base, z = x.dtype.type(0), y[0], y[start : start + _STRETCH]
+            for start in range(0, n, STRETCH):
+                part, base, z = x.dtype.type(0), y[0], y[start : start + STRETCH]
                 for j in range(len(z)):
                     part += z[j] - base
                 total += part
             m = y[0] + x.dtype.type(total / n)
         total = 0.0
-        for start in range(0, n, _STRETCH):
-            part, z = x.dtype.type(0), y[start : start + _STRETCH]
+        for start in range(0, n, STRETCH):
+            part, z = x.dtype.type(0), y[start : start + STRETCH]
             for j in range(len(z)):
                 part += (z[j] - m) * (z[j] - m)
             total += part
@@ -229,9 +214,9 @@ def _normalize_vjp(out: Any, total: Any, g: Any, x: Any, weight: Any, mean: Any,
             o, y, h = out[i], x[i], g[i]
             m, r = mean[i], rstd[i]
             sum_u, sum_uz = 0.0, 0.0
-            for k in range(0, n, _STRETCH):
+            for k in range(0, n, STRETCH):
                 first, second = x.dtype.type(0), x.dtype.type(0)
-                ys, hs, ws = y[k : k + _STRETCH], h[k : k + _STRETCH], weight[k : k + _STRETCH]
+                ys, hs, ws = y[k : k + STRETCH], h[k : k + STRETCH], weight[k : k + STRETCH]
                 for j in range(len(ys)):
                     u = hs[j] * ws[j]
                     first += u
@@ -254,8 +239,8 @@ def _moments_of_rows(total: Any, x: Any) -> None:
     for c in range(x.shape[1]):
         seen, mean, square = 0.0, 0.0, 0.0
         for o in range(x.shape[0]):
-            for start in range(0, x.shape[2], _STRETCH):
-                y = x[o, c, start : start + _STRETCH]
+            for start in range(0, x.shape[2], STRETCH):
+                y = x[o, c, start : start + STRETCH]
                 base, m = y[0], x.dtype.type(0)  # nearer to the mean than zero is
                 for j in range(len(y)):
                     m += y[j] - base
@@ -319,8 +304,8 @@ def _affine_of_columns(out: Any, x: Any, mean: Any, scale: Any, shift: Any) -> N
 def _sums_of_rows(total: Any, g: Any, x: Any, mean: Any) -> None:
     for c in range(x.shape[1]):
         for o in range(x.shape[0]):
-            for start in range(0, x.shape[2], _STRETCH):
-                h, y, m = g[o, c, start : start + _STRETCH], x[o, c, start : start + _STRETCH], mean[c]
+            for start in range(0, x.shape[2], STRETCH):
+                h, y, m = g[o, c, start : start + STRETCH], x[o, c, start : start + STRETCH], mean[c]
                 first, second = x.dtype.type(0), x.dtype.type(0)
                 for j in range(len(y)):
                     first += h[j]

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from spmd.kernels import jit
+from spmd.kernels.cpu.chunks import STRETCH
 from spmd.kernels.cpu.rows import fill, move
 from spmd.kernels.cpu.vectors import combine, fetch
 
@@ -116,10 +117,6 @@ def _one(x, base, j, width, chosen, picked, across, count):
     return total
 
 
-_LONG = 4096
-"""Entries whose products are added up in their own precision."""
-
-
 @jit.loops("total", fastmath=("contract", "reassoc"))
 def _products(total: Any, g: Any, x: Any, table: Any, shape: Any, lengths: Any) -> None:
     examples, layers, rows, columns = shape
@@ -138,9 +135,9 @@ def _products(total: Any, g: Any, x: Any, table: Any, shape: Any, lengths: Any) 
                     if 0 <= z + a < depth and 0 <= y + b < height:
                         row = base + ((table[t, 0] * depth + z + a) * height + y + b) * width
                         end = min(columns, width - c)
-                        for begin in range(max(0, -c), end, _LONG):
+                        for begin in range(max(0, -c), end, STRETCH):
                             u, v = np.uint64(to + begin), np.uint64(row + begin + c)
                             part = g.dtype.type(0)
-                            for j in range(min(_LONG, end - begin)):
+                            for j in range(min(STRETCH, end - begin)):
                                 part += g[u + np.uint64(j)] * x[v + np.uint64(j)]
                             total[channel, t] += part

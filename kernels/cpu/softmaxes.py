@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from spmd.kernels import buffers, jit
-from spmd.kernels.cpu.chunks import accurate, into_rows
+from spmd.kernels.cpu.chunks import STRETCH, accurate, dots, into_rows
 from spmd.kernels.cpu.elementary import exp_below, rank, unrank
 
 __all__ = [
@@ -141,10 +141,6 @@ def _run(loops: Callable[..., None], plain: Callable[..., None], outs: tuple[np.
 
 # Loops. The largest entry of a row is found among integers, as the compiler makes no vectors where NaNs may be.
 
-_LONG = 4096
-"""Entries that are added up in their own precision; sums of sums are of float64. Places are unsigned where a part of a
-row is gone through: only then the compiler makes vectors."""
-
 
 @jit.helper
 def _largest(x, i):
@@ -159,9 +155,9 @@ def _softmax(out: Any, x: Any) -> None:
     for i in range(x.shape[0]):
         top = _largest(x, i)
         total = 0.0
-        for begin in range(0, x.shape[1], _LONG):
+        for begin in range(0, x.shape[1], STRETCH):
             some = x.dtype.type(0)
-            for k in range(min(x.shape[1] - begin, _LONG)):
+            for k in range(min(x.shape[1] - begin, STRETCH)):
                 j = np.uint64(begin) + np.uint64(k)
                 e = exp_below(x[i, j] - top)
                 out[i, j] = e
@@ -176,9 +172,9 @@ def _softmax(out: Any, x: Any) -> None:
 def _softmax_vjp(out: Any, g: Any, y: Any) -> None:
     for i in range(y.shape[0]):
         total = 0.0
-        for begin in range(0, y.shape[1], _LONG):
+        for begin in range(0, y.shape[1], STRETCH):
             some = y.dtype.type(0)
-            for k in range(min(y.shape[1] - begin, _LONG)):
+            for k in range(min(y.shape[1] - begin, STRETCH)):
                 j = np.uint64(begin) + np.uint64(k)
                 some += g[i, j] * y[i, j]
             total += some
@@ -192,9 +188,9 @@ def _log_softmax(out: Any, x: Any) -> None:
     for i in range(x.shape[0]):
         top = _largest(x, i)
         total = 0.0
-        for begin in range(0, x.shape[1], _LONG):
+        for begin in range(0, x.shape[1], STRETCH):
             some = x.dtype.type(0)
-            for k in range(min(x.shape[1] - begin, _LONG)):
+            for k in range(min(x.shape[1] - begin, STRETCH)):
                 j = np.uint64(begin) + np.uint64(k)
                 some += exp_below(x[i, j] - top)
             total += some
@@ -207,9 +203,9 @@ def _log_softmax(out: Any, x: Any) -> None:
 def _log_softmax_vjp(out: Any, g: Any, y: Any) -> None:
     for i in range(y.shape[0]):
         total = 0.0
-        for begin in range(0, y.shape[1], _LONG):
+        for begin in range(0, y.shape[1], STRETCH):
             some = g.dtype.type(0)
-            for k in range(min(y.shape[1] - begin, _LONG)):
+            for k in range(min(y.shape[1] - begin, STRETCH)):
                 j = np.uint64(begin) + np.uint64(k)
                 some += g[i, j]
             total += some
@@ -223,9 +219,9 @@ def _logsumexp(out: Any, x: Any) -> None:
     for i in range(x.shape[0]):
         top = _largest(x, i)
         total = 0.0
-        for begin in range(0, x.shape[1], _LONG):
+        for begin in range(0, x.shape[1], STRETCH):
             some = x.dtype.type(0)
-            for k in range(min(x.shape[1] - begin, _LONG)):
+            for k in range(min(x.shape[1] - begin, STRETCH)):
                 j = np.uint64(begin) + np.uint64(k)
                 some += exp_below(x[i, j] - top)
             total += some
@@ -249,9 +245,9 @@ def _exp_sums(sums: Any, chosen: Any, totals: Any, x: Any, top: Any, labels: Any
     for i in range(x.shape[0]):
         shift = top[i] if top[i] != -np.inf else x.dtype.type(0)
         total, plain = 0.0, 0.0
-        for begin in range(0, x.shape[1], _LONG):
+        for begin in range(0, x.shape[1], STRETCH):
             some, values = x.dtype.type(0), x.dtype.type(0)
-            for k in range(min(x.shape[1] - begin, _LONG)):
+            for k in range(min(x.shape[1] - begin, STRETCH)):
                 j = np.uint64(begin) + np.uint64(k)
                 some += exp_below(x[i, j] - shift)
                 values += x[i, j]
@@ -270,18 +266,18 @@ def _cross_entropy(loss: Any, x: Any, labels: Any, smoothing: Any, ignore: Any) 
             continue
         top = _largest(x, i)
         total = 0.0
-        for begin in range(0, x.shape[1], _LONG):
+        for begin in range(0, x.shape[1], STRETCH):
             some = x.dtype.type(0)
-            for k in range(min(x.shape[1] - begin, _LONG)):
+            for k in range(min(x.shape[1] - begin, STRETCH)):
                 j = np.uint64(begin) + np.uint64(k)
                 some += exp_below(x[i, j] - top)
             total += some
         value = np.log(total) - (1 - smoothing) * (x[i, label] - top)
         if smoothing != 0:
             rest = 0.0
-            for begin in range(0, x.shape[1], _LONG):
+            for begin in range(0, x.shape[1], STRETCH):
                 some = x.dtype.type(0)
-                for k in range(min(x.shape[1] - begin, _LONG)):
+                for k in range(min(x.shape[1] - begin, STRETCH)):
                     j = np.uint64(begin) + np.uint64(k)
                     some += x[i, j] - top
                 rest += some
@@ -299,9 +295,9 @@ def _cross_entropy_and_gradient(loss: Any, d: Any, x: Any, labels: Any, smoothin
             continue
         top = _largest(x, i)
         total = 0.0
-        for begin in range(0, x.shape[1], _LONG):
+        for begin in range(0, x.shape[1], STRETCH):
             some = x.dtype.type(0)
-            for k in range(min(x.shape[1] - begin, _LONG)):
+            for k in range(min(x.shape[1] - begin, STRETCH)):
                 j = np.uint64(begin) + np.uint64(k)
                 e = exp_below(x[i, j] - top)
                 d[i, j] = e
@@ -310,9 +306,9 @@ def _cross_entropy_and_gradient(loss: Any, d: Any, x: Any, labels: Any, smoothin
         value = np.log(total) - (1 - smoothing) * (x[i, label] - top)
         if smoothing != 0:
             rest = 0.0
-            for begin in range(0, x.shape[1], _LONG):
+            for begin in range(0, x.shape[1], STRETCH):
                 some = x.dtype.type(0)
-                for k in range(min(x.shape[1] - begin, _LONG)):
+                for k in range(min(x.shape[1] - begin, STRETCH)):
                     j = np.uint64(begin) + np.uint64(k)
                     some += x[i, j] - top
                 rest += some
@@ -329,16 +325,16 @@ def _soft_cross_entropy(loss: Any, x: Any, t: Any) -> None:
     for i in range(x.shape[0]):
         top = _largest(x, i)
         total = 0.0
-        for begin in range(0, x.shape[1], _LONG):
+        for begin in range(0, x.shape[1], STRETCH):
             some = x.dtype.type(0)
-            for k in range(min(x.shape[1] - begin, _LONG)):
+            for k in range(min(x.shape[1] - begin, STRETCH)):
                 j = np.uint64(begin) + np.uint64(k)
                 some += exp_below(x[i, j] - top)
             total += some
         weight, value = 0.0, 0.0
-        for begin in range(0, x.shape[1], _LONG):
+        for begin in range(0, x.shape[1], STRETCH):
             some, values = x.dtype.type(0), x.dtype.type(0)
-            for k in range(min(x.shape[1] - begin, _LONG)):
+            for k in range(min(x.shape[1] - begin, STRETCH)):
                 j = np.uint64(begin) + np.uint64(k)
                 some += t[i, j]
                 values += t[i, j] * (x[i, j] - top) if t[i, j] != 0 else x.dtype.type(0)
@@ -352,18 +348,18 @@ def _soft_cross_entropy_and_gradient(loss: Any, d: Any, x: Any, t: Any) -> None:
     for i in range(x.shape[0]):
         top = _largest(x, i)
         total = 0.0
-        for begin in range(0, x.shape[1], _LONG):
+        for begin in range(0, x.shape[1], STRETCH):
             some = x.dtype.type(0)
-            for k in range(min(x.shape[1] - begin, _LONG)):
+            for k in range(min(x.shape[1] - begin, STRETCH)):
                 j = np.uint64(begin) + np.uint64(k)
                 e = exp_below(x[i, j] - top)
                 d[i, j] = e
                 some += e
             total += some
         weight, value = 0.0, 0.0
-        for begin in range(0, x.shape[1], _LONG):
+        for begin in range(0, x.shape[1], STRETCH):
             some, values = x.dtype.type(0), x.dtype.type(0)
-            for k in range(min(x.shape[1] - begin, _LONG)):
+            for k in range(min(x.shape[1] - begin, STRETCH)):
                 j = np.uint64(begin) + np.uint64(k)
                 some += t[i, j]
                 values += t[i, j] * (x[i, j] - top) if t[i, j] != 0 else x.dtype.type(0)
@@ -392,7 +388,7 @@ def _softmax_plain(out: Any, x: Any) -> None:
 
 
 def _softmax_vjp_plain(out: Any, g: Any, y: Any) -> None:
-    np.subtract(g, np.vecdot(g, y)[:, None], out=out)
+    np.subtract(g, dots(g, y)[:, None], out=out)
     out *= y
 
 
