@@ -192,6 +192,10 @@ def _accumulated(ufunc: Any, array, axis: int = 0, dtype=None, out=None) -> Any:
 def _reduced_at(ufunc: Any, array, indices, axis: int = 0, dtype=None, out=None) -> Any:
     first = [int(i) for i in getattr(indices, "tolist", lambda: indices)()]
     column = np.moveaxis(array, axis, 0)
+    if not first:
+        return np.moveaxis(column[:0], 0, axis).astype(_comes(ufunc, array) if dtype is None else dtype)
+    if ufunc is np.add:
+        return ufunc.reduceat(array, indices, axis, dtype)
     parts = [column[i : max(i + 1, j)] for i, j in zip(first, [*first[1:], len(column)], strict=True)]
     return np.stack([_folded(ufunc, x, 0, dtype) for x in parts], axis)
 

@@ -92,7 +92,7 @@ class Spoil:
 
     def after(self, op, comm, group, call, y):
         here = comm.worker == self.worker
-        z = np.array(y)
+        z = y.copy()
         flat = z.reshape(-1)
         match self.name:
             case "an entry lost" if here and y.size:
@@ -109,7 +109,7 @@ class Spoil:
                 z = 3 * z
             case "shifted the wrong way" if op.target == VARYING:
                 turned = comm.exchange(group, call, {(group.index + 1) % group.size: y}).wait()
-                z = np.array(next(iter(turned.values())))
+                z = next(iter(turned.values())).copy()
         return base.sealed(z)
 
 
@@ -219,7 +219,7 @@ class _WithoutCorner(HaloExchange):
 
 class _LosesCorner(HaloAccumulate):
     def launch(self, comm, group, x, call):
-        y = np.array(x)
+        y = x.copy()
         if len(self.widths) == 2 and all(low > 0 for ((low, _),) in self.widths):
             y[(0,) * y.ndim] = 0
         return super().launch(comm, group, base.sealed(y), call)
