@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from kernel_cases import FLOATING, NUMBERS, Family
+import numpy as np
+import pytest
+from kernel_cases import FLOATING, NUMBERS, Family, dtype_of
+
+from spmd.kernels import cpu
 
 family = Family("moves")
 
@@ -53,3 +57,15 @@ family.case("unpack", tiles, dtypes=("float32",), ulps=0, label="-tiles")
 family.case("add_boxes", parts, dtypes=(*FLOATING, "complex128"))
 
 TestKernels = family.tests()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_short_numbers_are_added_up_in_float32(dtype):
+    """2^k + 1 + 1 + ...: every single sum would be rounded down in the short dtype."""
+    dtype = dtype_of(dtype)
+    top = 2048 if dtype == np.float16 else 256
+    blocks = [np.full((3, 2), n, dtype) for n in (top, 1, 1, 1, 1)]
+    assert cpu.combine(blocks).dtype == dtype
+    np.testing.assert_array_equal(cpu.combine(blocks).astype(float), top + 4)
+    np.testing.assert_array_equal(cpu.combine([b.T[:, ::2] for b in blocks]).astype(float), top + 4)
+    np.testing.assert_array_equal(cpu.combine(blocks, "max").astype(float), top)

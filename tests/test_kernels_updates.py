@@ -20,8 +20,9 @@ def arrays(draw, state, least=-3.0):
     return *(draw.array(shape) for _ in range(2)), *(draw.array(shape, wide, low=low) for low in (least, 0)[-state:])
 
 
-family.case("sgd", lambda draw: (*arrays(draw, 0)[:2], None, 0.1, 0.0, False), label=" alone")
-family.case("sgd", lambda draw: (*arrays(draw, 1), 0.1, 0.9, draw.choose(True, False)), kept=(1,))
+# What is subtracted is up to 3, and so are its errors, whatever remains.
+family.case("sgd", lambda draw: (*arrays(draw, 0)[:2], None, 0.1, 0.0, False), label=" alone", scale=3)
+family.case("sgd", lambda draw: (*arrays(draw, 1), 0.1, 0.9, draw.choose(True, False)), kept=(1,), scale=3)
 family.case(
     "adamw",
     lambda draw: (*arrays(draw, 2), 0.02, 0.9, 0.99, 1e-6, draw.choose(0.0, 0.1), draw.integer(1, 9)),

@@ -84,7 +84,7 @@ def _ramp(x, p0, p1, p2, p3, p4):
     return (x * v if p4 != 0 else v) + (p3 * x if p3 != 0 and x < 0 else p0 - p0)
 
 
-@jit.helper
+@jit.exact  # a fused product and sum would move the kinks
 def _ramp_slope(x, p0, p1, p2, p3, p4):
     v = p0 * x + p1
     zero = p0 - p0

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from spmd.kernels import buffers
+from spmd.kernels.cpu.chunks import accurate, into_rows
 
 __all__ = ["add_boxes", "combine", "pack", "unpack"]
 
@@ -19,10 +20,19 @@ def combine(blocks: Sequence[np.ndarray], how: str = "sum") -> np.ndarray:
     if len(blocks) == 1:
         return blocks[0]
     total = buffers.empty_like(blocks[0])
+    if how == "sum" and accurate(total.dtype) != total.dtype:
+        into_rows(_sum, (total.reshape(-1),), *(np.ascontiguousarray(block).reshape(-1) for block in blocks))
+        return total
     fold(blocks[0], blocks[1], out=total, dtype=total.dtype)
     for block in blocks[2:]:
         fold(total, block, out=total)
     return total
+
+
+def _sum(out: np.ndarray, *blocks: np.ndarray) -> None:
+    np.add(blocks[0], blocks[1], out=out)
+    for block in blocks[2:]:
+        out += block
 
 
 Box = Sequence[tuple[int, int]]

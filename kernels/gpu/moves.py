@@ -7,6 +7,8 @@ from typing import Any
 
 import cupy as cp
 
+from spmd.kernels.cpu.chunks import accurate
+
 __all__ = ["add_boxes", "combine", "pack", "unpack"]
 
 _FOLDS = {"sum": cp.add, "max": cp.maximum, "min": cp.minimum}
@@ -17,10 +19,11 @@ def combine(blocks: Sequence[Any], how: str = "sum") -> Any:
     fold = _FOLDS[how]
     if len(blocks) == 1:
         return blocks[0]
-    total = fold(blocks[0], blocks[1], dtype=blocks[0].dtype)
+    dtype = blocks[0].dtype
+    total = fold(blocks[0], blocks[1], dtype=accurate(dtype) if how == "sum" else dtype)
     for block in blocks[2:]:
         fold(total, block, out=total)
-    return total
+    return total.astype(dtype, copy=False)
 
 
 Box = Sequence[tuple[int, int]]
