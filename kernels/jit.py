@@ -76,9 +76,12 @@ def loops(*written: str, fastmath: Iterable[str] = ("contract",)) -> Callable[[C
     return lambda fun: Loops(fun, written, frozenset(fastmath))
 
 
-def helper(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Declare a function that loops may call; it is inlined there. By itself it stays what it is."""
-    _helpers.append((fun, lambda *types: fun, ("contract",)))
+def helper(fun: Callable[..., Any] | None = None, *, fastmath: tuple[str, ...] = ("contract",)) -> Callable[..., Any]:
+    """Declare a function that loops may call; it is inlined there. By itself it stays what it is. fastmath: the
+    liberties of its own operations, see `loops`."""
+    if fun is None:
+        return functools.partial(helper, fastmath=fastmath)
+    _helpers.append((fun, lambda *types: fun, fastmath))
     return fun
 
 

@@ -150,19 +150,65 @@ def _largest(x, i):
     return unrank(x[i, 0], k)
 
 
+@jit.helper(fastmath=_FAST)
+def _sum_less(x, i, shift):
+    """The sum of x[i] - shift."""
+    total = 0.0
+    for begin in range(0, x.shape[1], STRETCH):
+        some = x.dtype.type(0)
+        for k in range(min(x.shape[1] - begin, STRETCH)):
+            some += x[i, np.uint64(begin) + np.uint64(k)] - shift
+        total += some
+    return total
+
+
+@jit.helper(fastmath=_FAST)
+def _sum_exp(x, i, top):
+    """The sum of exp(x[i] - top)."""
+    total = 0.0
+    for begin in range(0, x.shape[1], STRETCH):
+        some = x.dtype.type(0)
+        for k in range(min(x.shape[1] - begin, STRETCH)):
+            some += exp_below(x[i, np.uint64(begin) + np.uint64(k)] - top)
+        total += some
+    return total
+
+
+@jit.helper(fastmath=_FAST)
+def _put_exp(out, x, i, top):
+    """out[i] = exp(x[i] - top); gives their sum."""
+    total = 0.0
+    for begin in range(0, x.shape[1], STRETCH):
+        some = x.dtype.type(0)
+        for k in range(min(x.shape[1] - begin, STRETCH)):
+            j = np.uint64(begin) + np.uint64(k)
+            e = exp_below(x[i, j] - top)
+            out[i, j] = e
+            some += e
+        total += some
+    return total
+
+
+@jit.helper(fastmath=_FAST)
+def _weighted(x, t, i, top):
+    """The sums of t[i], and of t[i] * (x[i] - top)."""
+    weight, value = 0.0, 0.0
+    for begin in range(0, x.shape[1], STRETCH):
+        some, values = x.dtype.type(0), x.dtype.type(0)
+        for k in range(min(x.shape[1] - begin, STRETCH)):
+            j = np.uint64(begin) + np.uint64(k)
+            some += t[i, j]
+            values += t[i, j] * (x[i, j] - top) if t[i, j] != 0 else x.dtype.type(0)
+        weight += some
+        value += values
+    return weight, value
+
+
 @jit.loops("out", fastmath=_FAST)
 def _softmax(out: Any, x: Any) -> None:
     for i in range(x.shape[0]):
         top = _largest(x, i)
-        total = 0.0
-        for begin in range(0, x.shape[1], STRETCH):
-            some = x.dtype.type(0)
-            for k in range(min(x.shape[1] - begin, STRETCH)):
-                j = np.uint64(begin) + np.uint64(k)
-                e = exp_below(x[i, j] - top)
-                out[i, j] = e
-                some += e
-            total += some
+        total = _put_exp(out, x, i, top)
         part = x.dtype.type(1 / total)
         for j in range(x.shape[1]):
             out[i, j] *= part
@@ -187,13 +233,7 @@ def _softmax_vjp(out: Any, g: Any, y: Any) -> None:
 def _log_softmax(out: Any, x: Any) -> None:
     for i in range(x.shape[0]):
         top = _largest(x, i)
-        total = 0.0
-        for begin in range(0, x.shape[1], STRETCH):
-            some = x.dtype.type(0)
-            for k in range(min(x.shape[1] - begin, STRETCH)):
-                j = np.uint64(begin) + np.uint64(k)
-                some += exp_below(x[i, j] - top)
-            total += some
+        total = _sum_exp(x, i, top)
         log = x.dtype.type(np.log(total))
         for j in range(x.shape[1]):
             out[i, j] = (x[i, j] - top) - log
@@ -202,14 +242,7 @@ def _log_softmax(out: Any, x: Any) -> None:
 @jit.loops("out", fastmath=_FAST)
 def _log_softmax_vjp(out: Any, g: Any, y: Any) -> None:
     for i in range(y.shape[0]):
-        total = 0.0
-        for begin in range(0, y.shape[1], STRETCH):
-            some = g.dtype.type(0)
-            for k in range(min(y.shape[1] - begin, STRETCH)):
-                j = np.uint64(begin) + np.uint64(k)
-                some += g[i, j]
-            total += some
-        weight = g.dtype.type(total)
+        weight = g.dtype.type(_sum_less(g, i, g.dtype.type(0)))
         for j in range(y.shape[1]):
             out[i, j] = g[i, j] - exp_below(y[i, j]) * weight
 
@@ -218,13 +251,7 @@ def _log_softmax_vjp(out: Any, g: Any, y: Any) -> None:
 def _logsumexp(out: Any, x: Any) -> None:
     for i in range(x.shape[0]):
         top = _largest(x, i)
-        total = 0.0
-        for begin in range(0, x.shape[1], STRETCH):
-            some = x.dtype.type(0)
-            for k in range(min(x.shape[1] - begin, STRETCH)):
-                j = np.uint64(begin) + np.uint64(k)
-                some += exp_below(x[i, j] - top)
-            total += some
+        total = _sum_exp(x, i, top)
         out[i] = top + np.log(total)
         if abs(top) == np.inf:  # it decides, but for a NaN
             out[i] = top
@@ -265,23 +292,10 @@ def _cross_entropy(loss: Any, x: Any, labels: Any, smoothing: Any, ignore: Any) 
             loss[i] = 0
             continue
         top = _largest(x, i)
-        total = 0.0
-        for begin in range(0, x.shape[1], STRETCH):
-            some = x.dtype.type(0)
-            for k in range(min(x.shape[1] - begin, STRETCH)):
-                j = np.uint64(begin) + np.uint64(k)
-                some += exp_below(x[i, j] - top)
-            total += some
+        total = _sum_exp(x, i, top)
         value = np.log(total) - (1 - smoothing) * (x[i, label] - top)
         if smoothing != 0:
-            rest = 0.0
-            for begin in range(0, x.shape[1], STRETCH):
-                some = x.dtype.type(0)
-                for k in range(min(x.shape[1] - begin, STRETCH)):
-                    j = np.uint64(begin) + np.uint64(k)
-                    some += x[i, j] - top
-                rest += some
-            value -= smoothing / x.shape[1] * rest
+            value -= smoothing / x.shape[1] * _sum_less(x, i, top)
         loss[i] = value
 
 
@@ -294,25 +308,10 @@ def _cross_entropy_and_gradient(loss: Any, d: Any, x: Any, labels: Any, smoothin
             d[i] = 0
             continue
         top = _largest(x, i)
-        total = 0.0
-        for begin in range(0, x.shape[1], STRETCH):
-            some = x.dtype.type(0)
-            for k in range(min(x.shape[1] - begin, STRETCH)):
-                j = np.uint64(begin) + np.uint64(k)
-                e = exp_below(x[i, j] - top)
-                d[i, j] = e
-                some += e
-            total += some
+        total = _put_exp(d, x, i, top)
         value = np.log(total) - (1 - smoothing) * (x[i, label] - top)
         if smoothing != 0:
-            rest = 0.0
-            for begin in range(0, x.shape[1], STRETCH):
-                some = x.dtype.type(0)
-                for k in range(min(x.shape[1] - begin, STRETCH)):
-                    j = np.uint64(begin) + np.uint64(k)
-                    some += x[i, j] - top
-                rest += some
-            value -= smoothing / x.shape[1] * rest
+            value -= smoothing / x.shape[1] * _sum_less(x, i, top)
         loss[i] = value
         part, share = x.dtype.type(1 / total), x.dtype.type(smoothing / x.shape[1])
         for j in range(x.shape[1]):
@@ -324,22 +323,8 @@ def _cross_entropy_and_gradient(loss: Any, d: Any, x: Any, labels: Any, smoothin
 def _soft_cross_entropy(loss: Any, x: Any, t: Any) -> None:
     for i in range(x.shape[0]):
         top = _largest(x, i)
-        total = 0.0
-        for begin in range(0, x.shape[1], STRETCH):
-            some = x.dtype.type(0)
-            for k in range(min(x.shape[1] - begin, STRETCH)):
-                j = np.uint64(begin) + np.uint64(k)
-                some += exp_below(x[i, j] - top)
-            total += some
-        weight, value = 0.0, 0.0
-        for begin in range(0, x.shape[1], STRETCH):
-            some, values = x.dtype.type(0), x.dtype.type(0)
-            for k in range(min(x.shape[1] - begin, STRETCH)):
-                j = np.uint64(begin) + np.uint64(k)
-                some += t[i, j]
-                values += t[i, j] * (x[i, j] - top) if t[i, j] != 0 else x.dtype.type(0)
-            weight += some
-            value += values
+        total = _sum_exp(x, i, top)
+        weight, value = _weighted(x, t, i, top)
         loss[i] = weight * np.log(total) - value
 
 
@@ -347,24 +332,8 @@ def _soft_cross_entropy(loss: Any, x: Any, t: Any) -> None:
 def _soft_cross_entropy_and_gradient(loss: Any, d: Any, x: Any, t: Any) -> None:
     for i in range(x.shape[0]):
         top = _largest(x, i)
-        total = 0.0
-        for begin in range(0, x.shape[1], STRETCH):
-            some = x.dtype.type(0)
-            for k in range(min(x.shape[1] - begin, STRETCH)):
-                j = np.uint64(begin) + np.uint64(k)
-                e = exp_below(x[i, j] - top)
-                d[i, j] = e
-                some += e
-            total += some
-        weight, value = 0.0, 0.0
-        for begin in range(0, x.shape[1], STRETCH):
-            some, values = x.dtype.type(0), x.dtype.type(0)
-            for k in range(min(x.shape[1] - begin, STRETCH)):
-                j = np.uint64(begin) + np.uint64(k)
-                some += t[i, j]
-                values += t[i, j] * (x[i, j] - top) if t[i, j] != 0 else x.dtype.type(0)
-            weight += some
-            value += values
+        total = _put_exp(d, x, i, top)
+        weight, value = _weighted(x, t, i, top)
         loss[i] = weight * np.log(total) - value
         part = x.dtype.type(weight / total)
         for j in range(x.shape[1]):
