@@ -11,10 +11,12 @@ from pathlib import Path
 import cupy as cp
 import numpy as np
 import pytest
+from kernel_cases import dtype_of
 
 import spmd
 from spmd import P, cuda
 from spmd.errors import LayoutError, MeshError, MismatchError, StateError, TransportError
+from spmd.kernels import cpu, gpu
 
 EMULATED = os.environ.get("SPMD_TEST_DEVICE") == "emulated"
 emulated = pytest.mark.skipif(not EMULATED, reason="only the stand-in tells what waits, and finds races")
@@ -472,3 +474,12 @@ def test_nccl_refuses_two_workers_on_one_gpu(devices):
             in_specs=P("x"),
             out_specs=P(),
         )(np.ones(4))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "complex64", "int32"])
+def test_sums_of_blocks_have_the_bits_of_the_host(dtype):
+    rng = np.random.default_rng(0)
+    for count in (1, 2, 3, 8, 9, 20):
+        blocks = [(9 * rng.normal(size=(5, 13))).astype(dtype_of(dtype)) for _ in range(count)]
+        found = gpu.combine([cp.asarray(b) for b in blocks])
+        assert cp.asnumpy(found).tobytes() == cpu.combine(blocks).tobytes()

@@ -13,15 +13,16 @@ family = Family("moves")
 
 def blocks(draw):
     shape = draw.shape(0, 3)
-    return [draw.array(shape) for _ in range(draw.integer(1, 5))], draw.choose("sum", "max", "min")
+    return [draw.array(shape) for _ in range(draw.integer(1, 17))], draw.choose("sum", "max", "min")
 
 
 def sums(draw):
     return (blocks(draw)[0],)
 
 
-family.case("combine", blocks)
-family.case("combine", sums, dtypes=NUMBERS[2:], label="-complex")
+# What is added up is up to 3, and so are the errors, whatever remains.
+family.case("combine", blocks, scale=9)
+family.case("combine", sums, dtypes=NUMBERS[2:], label="-complex", scale=9)
 
 
 def box_in(draw, shape):
