@@ -91,6 +91,32 @@ template <class T> __device__ inline bool packable(const void* p, index_t n) {
 __device__ inline index_t grid_first() { return (index_t)blockIdx.x * blockDim.x + threadIdx.x; }
 __device__ inline index_t grid_stride() { return (index_t)gridDim.x * blockDim.x; }
 
+// An array entry by entry: step(place, how many), as many at once as make 16 bytes where `packs` says that all arrays
+// lie so.
+template <class T, class F> __device__ inline void each_pack(index_t n, bool packs, F step) {
+    constexpr int width = Pack<T>::width;
+    index_t whole = packs ? n / width : 0;
+    for (index_t i = grid_first(); i < whole; i += grid_stride()) step(i * width, width);
+    for (index_t i = whole * width + grid_first(); i < n; i += grid_stride()) step(i, 1);
+}
+
+// A piece of an array, moved at once where it is whole.
+template <class T, int N> struct alignas(16) Piece { T at[N]; };
+template <class T, int N> __device__ inline void get(Piece<T, N>& to, const T* from, int count) {
+    if (count == N && sizeof(to) % 16 == 0) {
+        for (int k = 0; k < N; k += 16 / (int)sizeof(T)) *(Pack<T>*)(to.at + k) = *(const Pack<T>*)(from + k);
+    } else {
+        for (int k = 0; k < count; ++k) to.at[k] = from[k];
+    }
+}
+template <class T, int N> __device__ inline void set(T* to, const Piece<T, N>& from, int count) {
+    if (count == N && sizeof(from) % 16 == 0) {
+        for (int k = 0; k < N; k += 16 / (int)sizeof(T)) *(Pack<T>*)(to + k) = *(const Pack<T>*)(from.at + k);
+    } else {
+        for (int k = 0; k < count; ++k) to[k] = from.at[k];
+    }
+}
+
 // Reductions over a block of one dimension: every thread gives a value and gets the result. At most 1024 threads,
 // in whole warps.
 struct add_op { template <class A> __device__ static A of(A a, A b) { return a + b; } };

@@ -1,30 +1,6 @@
 // Steps of optimisers: each thread takes as many parameters as make 16 bytes, and their gradients and state. Compiled
 // without fused products and sums: the bits are those of the formulas.
 
-template <class T, class F> __device__ inline void each_pack(index_t n, bool packs, F step) {
-    constexpr int width = Pack<T>::width;
-    index_t whole = packs ? n / width : 0;
-    for (index_t i = grid_first(); i < whole; i += grid_stride()) step(i * width, width);
-    for (index_t i = whole * width + grid_first(); i < n; i += grid_stride()) step(i, 1);
-}
-
-// A piece of an array, moved at once where it is whole.
-template <class T, int N> struct alignas(16) Piece { T at[N]; };
-template <class T, int N> __device__ inline void get(Piece<T, N>& to, const T* from, int count) {
-    if (count == N && sizeof(to) % 16 == 0) {
-        for (int k = 0; k < N; k += 16 / (int)sizeof(T)) *(Pack<T>*)(to.at + k) = *(const Pack<T>*)(from + k);
-    } else {
-        for (int k = 0; k < count; ++k) to.at[k] = from[k];
-    }
-}
-template <class T, int N> __device__ inline void set(T* to, const Piece<T, N>& from, int count) {
-    if (count == N && sizeof(from) % 16 == 0) {
-        for (int k = 0; k < N; k += 16 / (int)sizeof(T)) *(Pack<T>*)(to + k) = *(const Pack<T>*)(from.at + k);
-    } else {
-        for (int k = 0; k < count; ++k) to[k] = from.at[k];
-    }
-}
-
 template <class T> __global__ void descend(T* out, const T* p, const T* g, index_t n, index_t packs, double rate) {
     typedef acc_t<T> A;
     constexpr int N = Pack<T>::width;
