@@ -403,7 +403,7 @@ def bernoulli(key, p=0.5, shape: Shape | None = None, *, spec: Any = None, mesh:
     _probabilities(where, p)
     wide = np.shape(p)
     drawn = uniform(key, wide if shape is None else _shape(where, shape), np.float32, spec=spec, mesh=mesh)
-    wide, long = np.shape(p), drawn.shape
+    long = drawn.shape
     if len(wide) > len(long) or any(n not in (1, m) for n, m in zip(reversed(wide), reversed(long), strict=False)):
         raise SpecError(
             message(

@@ -46,7 +46,7 @@ def conv(
         out.fill(0)
         return out
     wide = accurate(dtype)
-    if _single(dtype, x, w, stride, groups, w):
+    if _single(dtype, x, w, stride, groups, w.shape):
         table = _shifts(w.shape[2:], padding, dilation)
         _shift(out, x.astype(dtype, copy=False), table, w.astype(dtype, copy=False).reshape(groups, -1))
         return out
@@ -76,7 +76,7 @@ def conv_input_adjoint(
     n, c = g.shape[0], groups * w.shape[1]
     if 0 in g.shape or 0 in w.shape or 0 in shape or n * c == 0:
         return buffers.zeros((n, c, *shape), dtype)
-    if _single(dtype, g, w, stride, groups, w):
+    if _single(dtype, g, w, stride, groups, w.shape):
         out = buffers.empty((n, c, *shape), dtype)
         table = -_shifts(w.shape[2:], padding, dilation)
         _shift(out, g.astype(dtype, copy=False), table, w.astype(dtype, copy=False).reshape(groups, -1))
@@ -184,10 +184,9 @@ def col2im(
 # Every channel by itself, without strides: shifted sums, with no padded copy
 
 
-def _single(dtype: np.dtype, a: np.ndarray, b: np.ndarray, stride: Shape, groups: int, filters: Any) -> bool:
-    """Whether filters, (O, C / groups, ...), see a channel each, and loops take it."""
-    shape = filters if isinstance(filters, tuple) else filters.shape
-    alone = shape[:2] == (groups, 1) and all(s == 1 for s in stride)
+def _single(dtype: np.dtype, a: np.ndarray, b: np.ndarray, stride: Shape, groups: int, filters: Shape) -> bool:
+    """Whether filters of the shape (O, C / groups, ...) see a channel each, and loops take it."""
+    alone = filters[:2] == (groups, 1) and all(s == 1 for s in stride)
     return alone and dtype.char in "fd" and jit.fits(a, b)
 
 
