@@ -30,7 +30,7 @@ from spmd.operators.base import Join, outside, sealed, vary, writable
 from spmd.operators.root import Rooted, laid_out
 from spmd.placing import cut, fingerprint, mesh_for, put
 from spmd.specs import Leaf, shown, spec_leaves, spread
-from spmd.state import state_of
+from spmd.state import State, state_of
 from spmd.transport.base import Call, Outcome
 from spmd.transport.blas import usable_cores
 
@@ -369,25 +369,29 @@ class Mapped:
 
     def _stated(self, worker: Worker, leaf: Leaf, x: Array) -> Array:
         """A result in the state that its spec says, or an error where it is promised more."""
-        spec = leaf.spec
-        assert spec is not None
         if x.state is None:
             raise outside(self.where, x, leaf.path)
-        spec.check(worker.mesh.axes, self.where, leaf.path, x.ndim)
-        extra = [n for n in worker.mesh.axes if n in x.state.varying and n not in spec.varying]
+        return vary(x, self._promised(worker, leaf, x.ndim, x.state))
+
+    def _promised(self, worker: Worker, leaf: Leaf, ndim: int, state: State) -> State:
+        """The state of a result as its spec says, given the one it has, or an error where it is promised more."""
+        spec = leaf.spec
+        assert spec is not None
+        spec.check(worker.mesh.axes, self.where, leaf.path, ndim)
+        extra = [n for n in worker.mesh.axes if n in state.varying and n not in spec.varying]
         if extra:
             axis = extra[0]
             raise StateError(
                 message(
                     self.where,
                     argument=leaf.path,
-                    got=f"{describe(x)}, promised by out_specs {spec} to be Invariant along {axis!r}",
+                    got=f"{describe(leaf.value)}, promised by out_specs {spec} to be Invariant along {axis!r}",
                     need=f"one value along axis {axis!r}",
                     mend=f"spmd.psum(x, {axis!r}), spmd.mean(x, {axis!r}) or spmd.all_gather(x, {axis!r}, "
                     f'to="invariant") make it so; or name {axis!r} in out_specs to keep a block per worker',
                 )
             )
-        return vary(x, state_of(x.state.varying | spec.varying))
+        return state_of(state.varying | spec.varying)
 
     def _object(self, leaf: Leaf):
         """A result with the out_spec None, which passes as it is; of arrays, those that are one value."""

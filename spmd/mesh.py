@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from spmd.cuda import Places
+    from spmd.frontends import Frontend
 
 __all__ = [
     "WORKER",
@@ -46,10 +47,10 @@ class Worker:
     """One worker of a mesh while it runs a body.
 
     index: its number, last axis fastest. coordinates: its place along each axis. tracked: whether the arrays of its
-    body carry their state.
+    body carry their state. frontend: whose arrays its body is written in; None for NumPy's.
     """
 
-    __slots__ = ("comm", "coordinates", "index", "mesh", "tracked")
+    __slots__ = ("comm", "coordinates", "frontend", "index", "mesh", "tracked")
 
     def __init__(self, mesh: Mesh, comm: Comm, tracked: bool):
         self.mesh = mesh
@@ -57,6 +58,7 @@ class Worker:
         self.index = comm.worker
         self.coordinates = mesh.coordinates(comm.worker)
         self.tracked = tracked
+        self.frontend: Frontend | None = None
 
     def group(self, axes: tuple[str, ...]) -> Group:
         """The workers that differ from this one along `axes` only."""
@@ -65,6 +67,12 @@ class Worker:
     def state(self) -> State:
         """The state of bare data in this body."""
         return state_of(())
+
+    def carrying(self, value: Any, state: State) -> Any:
+        """A number or bare data of this body, with its state where states are tracked."""
+        if self.frontend is not None:
+            return self.frontend.carrying(value, state, self.tracked)
+        return Array(value, state) if self.tracked else value
 
 
 WORKER: ContextVar[Worker | None] = ContextVar("spmd_worker", default=None)
@@ -454,7 +462,7 @@ def axis_index(axis_name: str | Sequence[str]):
     worker = here("spmd.axis_index")
     names = worker.mesh.names(axis_name, "spmd.axis_index")
     index = np.int64(worker.group(names).index)
-    return Array(index, state_of(names)) if worker.tracked else index
+    return worker.carrying(index, state_of(names))
 
 
 def is_main() -> bool:

@@ -25,6 +25,7 @@ from spmd.autodiff.tape import Future
 from spmd.autodiff.tracer import Array, Mixing, record, value_of, weak
 from spmd.device import contiguous, home, on_device
 from spmd.errors import ClosureError, DifferentiationError, LayoutError, StateError, describe, message
+from spmd.frontends import frontend
 from spmd.layout import block_sizes
 from spmd.mesh import WORKER, Worker, here
 from spmd.operators.algebra import Linear, Term, across, composed, meet
@@ -35,7 +36,9 @@ __all__ = [
     "Collective",
     "Operator",
     "Vary",
+    "admitted",
     "block",
+    "launch",
     "move",
     "operate",
     "outside",
@@ -83,6 +86,10 @@ class Collective:
 
     keeps: ClassVar[bool] = True
     """Whether `pull` needs the block and the result."""
+
+    lends: ClassVar[bool] = True
+    """Whether others may read this worker's block when the collective is over, where blocks are handed over as they
+    are: not where one sum is made of all of them before anyone goes on."""
 
     def owe(self, shared: dict, g) -> Future | None:
         """The cotangent of a leaf, if it may come later."""
@@ -157,7 +164,12 @@ def operate(op: Collective, x, frame: FrameType | None = None):
     """Apply a collective to the user's x: a traced or bare array, a number, or a pytree of them."""
     worker = here(f"spmd.{op.function}")
     frame = frame or sys._getframe(1)
-    if type(x) is Array or isinstance(x, np.ndarray | np.generic | int | float | complex) or on_device(x):
+    if (
+        type(x) is Array
+        or isinstance(x, np.ndarray | np.generic | int | float | complex)
+        or on_device(x)
+        or frontend(x) is not None
+    ):
         return _begin(op, x, worker, frame)()
     leaves, treedef = tree.flatten(x)
     begun = [_begin(op, leaf, worker, frame) for leaf in leaves]
@@ -167,14 +179,17 @@ def operate(op: Collective, x, frame: FrameType | None = None):
 def _begin(op: Collective, x, worker: Worker, frame) -> Callable[[], Any]:
     """Admit one array, start the collective, and say how to finish."""
     if type(x) in _NUMBERS:
-        begun = _launch(op, np.asarray(int(x) if op.adds and type(x) is bool else x), worker, frame)
+        begun = launch(op, np.asarray(int(x) if op.adds and type(x) is bool else x), worker, frame)
         return lambda: _number(begun()[0], op, worker)
     if type(x) is not Array:
+        other = frontend(x)
+        if other is not None:
+            return other.begin(op, x, worker, frame)
         x = owned_block(x, op)
         if not worker.tracked:
             if x.dtype == bool and op.adds:
                 x = x.astype(np.int64)
-            begun = _launch(op, x, worker, frame)
+            begun = launch(op, x, worker, frame)
             return lambda: begun()[0]
         x = Array(x, worker.state())
     x = _admit(op, x, worker)
@@ -187,7 +202,7 @@ def _begin(op: Collective, x, worker: Worker, frame) -> Callable[[], Any]:
 def _number(ans, op: Collective, worker: Worker):
     """The result of a collective of Python numbers: a weakly typed number where it is one number."""
     value = ans.item() if ans.shape == () else ans
-    return Array(value, op.out_state(state_of(op.axes))) if worker.tracked else value
+    return worker.carrying(value, op.out_state(state_of(op.axes)))
 
 
 def owned_block(x, op: Collective) -> np.ndarray:
@@ -232,7 +247,15 @@ def _admit(op: Collective, x: Array, worker: Worker) -> Array:
     """x in the state that the operator takes, or an error that says why not."""
     if x.state is None:
         raise outside(f"spmd.{op.function}", x)
-    missing = [n for n in op.axes if op.takes(n) == VARYING and n not in x.state.varying]
+    return vary(x, admitted(op, x, x.state, worker))
+
+
+def admitted(op: Collective, x: Any, state: State, worker: Worker) -> State:
+    """The state in which an operator takes x, which is in `state`: that, or a more Varying one.
+
+    Raises StateError where it takes neither.
+    """
+    missing = [n for n in op.axes if op.takes(n) == VARYING and n not in state.varying]
     if missing:
         if op.adds:
             rest = [n for n in op.axes if n not in missing]
@@ -249,8 +272,8 @@ def _admit(op: Collective, x: Array, worker: Worker) -> Array:
                     f"spmd.pvary(x, {axes}) first if the sum of {factor} copies is meant",
                 )
             )
-        x = vary(x, state_of(x.state.varying | set(missing)))
-    present = [n for n in op.axes if op.takes(n) == INVARIANT and n in x.state.varying]
+        state = state_of(state.varying | set(missing))
+    present = [n for n in op.axes if op.takes(n) == INVARIANT and n in state.varying]
     if present:
         raise StateError(
             message(
@@ -261,7 +284,7 @@ def _admit(op: Collective, x: Array, worker: Worker) -> Array:
                 mend="reduce or gather it first (spmd.psum, spmd.all_gather(..., to='invariant'))",
             )
         )
-    return x
+    return state
 
 
 def outside(where: str, x: Array, argument: str | None = None) -> Exception:
@@ -280,9 +303,9 @@ def outside(where: str, x: Array, argument: str | None = None) -> Exception:
 def _apply(op: Collective, x, worker: Worker, frame) -> Callable[[], tuple[Any, Collective]]:
     """Start on a block or an Array of any level; recorded where it is traced. No check of states."""
     if type(x) is not Array:
-        return _launch(op, x, worker, frame)
+        return launch(op, x, worker, frame)
     if x.tape is None:
-        launched = _launch(op, x.value, worker, frame)
+        launched = launch(op, x.value, worker, frame)
         state = op.out_state(x.state)
 
         def finish():
@@ -304,8 +327,13 @@ def _apply(op: Collective, x, worker: Worker, frame) -> Callable[[], tuple[Any, 
     return finish_traced
 
 
-def _launch(op: Collective, x, worker: Worker, frame) -> Callable[[], tuple[Any, Collective]]:
-    """Start on a bare block. A number that is varied stays a number, weakly typed."""
+def launch(
+    op: Collective, x, worker: Worker, frame, asks: list[bool] | None = None
+) -> Callable[[], tuple[Any, Collective]]:
+    """Start on a bare block. A number that is varied stays a number, weakly typed.
+
+    asks: whether the block is differentiated; once finished, whether that of any member is.
+    """
     for ledger in LEDGERS.get():
         ledger.operator(worker.index, type(op).__name__, op.axes)
     if type(op) is Vary and type(x) in _NUMBERS:
@@ -314,6 +342,7 @@ def _launch(op: Collective, x, worker: Worker, frame) -> Callable[[], tuple[Any,
     group = worker.group(op.axes)
     op.check(group, x)
     call = Call(op.function, op.axes, x.dtype, x.shape, detail=op.detail, alike=op.alike, frame=frame)
+    call.asks = asks
     if worker.mesh.places is not None:
         call.host = not on_device(x)
     handle, arrive = op.launch(worker.comm, group, x, call)
@@ -427,8 +456,11 @@ def varying(a, axis_name: str | Sequence[str]):
         if a.state is None:
             raise outside("spmd.varying", a)
         return vary(a, a.state | state)
+    other = frontend(a)
+    if other is not None:
+        return other.declare(a, tuple(n for n in worker.mesh.axes if n in state.varying), worker)
     a = owned_block(a if on_device(a) else np.asarray(a), Vary(()))
-    return Array(a, state) if worker.tracked else a
+    return worker.carrying(a, state)
 
 
 def block(x) -> np.ndarray:
@@ -438,6 +470,9 @@ def block(x) -> np.ndarray:
 
     Raises StateError for a differentiated one: what is computed from bare data has no gradient.
     """
+    other = frontend(x)
+    if other is not None:
+        return other.bare(x)
     if type(x) is not Array:
         data = x if on_device(x) else np.asarray(x)
     elif x.tape is not None:

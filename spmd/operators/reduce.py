@@ -16,6 +16,7 @@ from spmd.autodiff.dtypes import kind_of_dtype, most
 from spmd.autodiff.tracer import Array, value_of
 from spmd.device import contiguous, on_device
 from spmd.errors import LayoutError, StateError, describe, message
+from spmd.frontends import frontend
 from spmd.mesh import Worker, here
 from spmd.operators.base import Collective, Launched, Operator, Vary, move, operate, owned_block, vary
 from spmd.state import INVARIANT, state_of
@@ -33,6 +34,7 @@ class Sum(Operator):
     target: ClassVar[str] = INVARIANT
     adds: ClassVar[bool] = True
     alike: ClassVar[bool] = True
+    lends: ClassVar[bool] = False
 
     def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
         return comm.all_reduce(group, call, x), lambda total: (total, self)
@@ -136,11 +138,14 @@ def pvary(x, axis_name: AxisName):
     """
     names = _names(axis_name, "pvary")
     worker = here("spmd.pvary")
-    if not worker.tracked:
-        return x
     state = state_of(names)
 
     def one(a):
+        other = frontend(a)
+        if other is not None:
+            return other.vary(a, names, worker)
+        if not worker.tracked:
+            return a
         if type(a) is not Array:
             a = Array(a if isinstance(a, int | float | complex) else owned_block(a, Vary(names)), worker.state())
         return vary(a, a.state | state)
@@ -155,7 +160,7 @@ def pcast(x, axis_name: AxisName, *, to: str = "varying"):
     """
     if to == "varying":
         return pvary(x, axis_name)
-    names = _names(axis_name, "pcast")
+    names, worker = _names(axis_name, "pcast"), here("spmd.pcast")
     if to not in ("invariant", "invarying"):
         raise StateError(
             message(
@@ -167,7 +172,7 @@ def pcast(x, axis_name: AxisName, *, to: str = "varying"):
             )
         )
     for a in tree.leaves(x):
-        if type(a) is Array and a.state.varying & set(names):
+        if not isinstance(a, int | float | complex) and worker.tracked and varying_of(a, names):
             raise StateError(
                 message(
                     "spmd.pcast",
@@ -190,7 +195,8 @@ def varying_of(x, names: tuple[str, ...]) -> tuple[str, ...]:
     if type(x) is Array:
         return tuple(n for n in names if n in x.state.varying)
     if here("a reduction").tracked and not isinstance(x, int | float | complex):
-        return ()
+        other = frontend(x)
+        return () if other is None else tuple(n for n in names if n in other.state(x).varying)
     return names
 
 
@@ -222,6 +228,7 @@ class Extremum(Collective):
 
     function: ClassVar[str] = "pmax"
     target: ClassVar[str] = INVARIANT
+    lends: ClassVar[bool] = False
 
     def check(self, group: Group, x: np.ndarray) -> None:
         if x.dtype.kind == "c":

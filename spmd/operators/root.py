@@ -14,6 +14,7 @@ from spmd.autodiff import tree
 from spmd.autodiff.tracer import Array
 from spmd.device import on_device, zeros
 from spmd.errors import LayoutError, MissingMethodError, StateError, describe, message
+from spmd.frontends import frontend
 from spmd.layout import Layout
 from spmd.mesh import here
 from spmd.operators.base import (
@@ -376,7 +377,8 @@ def _to_root(op: _AtRoot, x):
 
     def one(leaf) -> Rooted:
         block = operate(op, leaf, frame)
-        return Rooted(block, np.shape(leaf), np.result_type(getattr(block, "dtype", block)), op.axes, op.root)
+        dtype = block.dtype if frontend(block) is not None else np.result_type(getattr(block, "dtype", block))
+        return Rooted(block, np.shape(leaf), dtype, op.axes, op.root)
 
     return tree.map(one, x)
 

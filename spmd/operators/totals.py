@@ -9,6 +9,7 @@ import numpy as np
 
 from spmd.autodiff.tracer import Array
 from spmd.device import on_device
+from spmd.frontends import frontend
 from spmd.mesh import here
 from spmd.operators.base import normal_axis, operate
 from spmd.operators.reduce import AxisName, Extremum, Sum, pmax, pmean, pmin, psum, varying_of
@@ -22,9 +23,15 @@ def _start(x, axis_name: AxisName, axis: Axis, function: str):
     """The array, the axes of the mesh it varies over among those named, and the dimensions as a tuple."""
     where = f"spmd.{function}"
     names = here(where).mesh.names(axis_name, where)
-    x = x if type(x) is Array or on_device(x) else np.asarray(x)
+    x = x if type(x) is Array or on_device(x) or frontend(x) is not None else np.asarray(x)
     chosen = range(x.ndim) if axis is None else (axis,) if isinstance(axis, int | np.integer) else axis
     return x, names, varying_of(x, names), tuple(normal_axis(function, "axis", d, x.ndim) for d in chosen)
+
+
+def _total(x, dims: tuple[int, ...]):
+    """The sum over dimensions of this worker's block."""
+    other = frontend(x)
+    return np.sum(x, axis=dims) if other is None else other.total(x, dims)
 
 
 def sum(x, axis_name: AxisName, axis: Axis = None):
@@ -36,7 +43,7 @@ def sum(x, axis_name: AxisName, axis: Axis = None):
     if isinstance(x, int | float | complex):
         return psum(x, axis_name)
     x, names, _, dims = _start(x, axis_name, axis, "sum")
-    return operate(Sum(names), np.sum(x, axis=dims))
+    return operate(Sum(names), _total(x, dims))
 
 
 def mean(x, axis_name: AxisName, axis: Axis = None):
@@ -48,7 +55,7 @@ def mean(x, axis_name: AxisName, axis: Axis = None):
     if isinstance(x, int | float | complex):
         return pmean(x, axis_name)
     x, _, over, dims = _start(x, axis_name, axis, "mean")
-    total, count = np.sum(x, axis=dims), prod(x.shape[d] for d in dims)
+    total, count = _total(x, dims), prod(x.shape[d] for d in dims)
     if over:
         # A number without entries behind it divides 0 by 0, as np.mean does.
         total, count = operate(Sum(over), total), operate(Sum(over), count)
@@ -74,5 +81,8 @@ def _extremum(x, axis_name: AxisName, axis: Axis, how: str):
         return pmax(x, axis_name) if how == "max" else pmin(x, axis_name)
     x, _, over, dims = _start(x, axis_name, axis, how)
     if not over:
+        other = frontend(x)
+        if other is not None:
+            return other.extremum(x, dims, how)
         return np.max(x, axis=dims) if how == "max" else np.min(x, axis=dims)
     return operate(Extremum(over, how, dims), x)

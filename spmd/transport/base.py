@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -81,9 +81,11 @@ class Call:
     all members must bring the same shape (False: as many dimensions; None: any). frame: where the user called from;
     only its code and place in it are kept, because a frame would keep the user's arrays alive.
     host: what it moves lies on the host, though blocks may lie on a device.
+    asks: [whether this worker's block is differentiated], where that is to be agreed upon: when the members have met it
+    says whether any member's is.
     """
 
-    __slots__ = ("alike", "axes", "code", "detail", "dtype", "host", "instruction", "op", "shape")
+    __slots__ = ("alike", "asks", "axes", "code", "detail", "dtype", "host", "instruction", "op", "shape")
 
     def __init__(
         self,
@@ -103,6 +105,7 @@ class Call:
         self.shape = shape
         self.alike = alike
         self.host = False
+        self.asks: list[bool] | None = None
         user = caller(frame) if frame is not None else None
         self.code = user.f_code if user is not None else None
         self.instruction = user.f_lasti if user is not None else 0
@@ -238,6 +241,8 @@ class Comm(ABC):
     """
 
     worker: int
+    shares: ClassVar[bool] = False
+    """Whether blocks are handed to other workers as they are: these read the sender's memory."""
     number: int = 0
     """The collectives so far. All workers make the same ones in one order, so members of a group meet with one number:
     who takes two groups in another order than its partners does not, though every meeting by itself looks right."""

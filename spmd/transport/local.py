@@ -213,6 +213,11 @@ class Run:
                         (who[0], str(calls[0]), calls[0].source, number),
                         (who[1], str(call), call.source, numbers[place]),
                     )
+            if calls[0].asks is not None:
+                asked = [call.asks for call in calls if call.asks is not None]
+                if any(asks[0] for asks in asked):
+                    for asks in asked:
+                        asks[0] = True
             if finish is not None:
                 meeting.result = finish(meeting.payloads)
         except Exception as error:
@@ -558,6 +563,8 @@ class LocalComm(Comm):
 
     counts: the collectives of each group so far. last: the latest call. waiting: the meeting that it waits for.
     """
+
+    shares = True
 
     def __init__(self, run: Run, worker: int):
         self.run = run

@@ -1,0 +1,439 @@
+"""Operators as functions of torch's autograd: one generic function, whose backward applies the operator's adjoint.
+
+An operator gives all that torch wants to know. Its backward is `H` applied through the same function, so there is a
+backward of the backward, to any order; it is linear, so its forward-mode derivative is itself, applied to the tangent.
+Which worker applies it is kept with the graph (`Seat`): the backward of a graph may run in another thread, and in
+another run of the workers than its forward.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from torch.autograd import forward_ad
+
+from spmd import frontends
+from spmd.bridge.torch.memory import lent, owned
+from spmd.bridge.torch.tensor import Tensor, plain, state_of_tensor, stated
+from spmd.errors import MeshError, TransportError, message
+from spmd.mesh import WORKER, Mesh, Worker
+from spmd.operators.base import Collective, Operator, Vary, admitted, launch
+from spmd.operators.reduce import Sum
+from spmd.state import State, state_of
+
+__all__ = ["FRONTEND", "SEAT", "Function", "Seat", "Task", "apply", "captured", "seat_of", "tie", "transformed", "twin"]
+
+
+Function: Any = torch.autograd.Function
+"""Untyped: its methods take what those of a subclass say."""
+
+
+class Seat:
+    """A worker's place in a map, which outlives a run of it: backward may be another run.
+
+    worker: the one that sits there now; None between runs. twins: parameters varied in this graph, until its backward.
+    tokens: tensors without history to which operators gave one, because another worker's have it; kept where the map
+    is differentiated from outside (else None). number, tickets: by which compiled graphs know it, and the operators
+    that were bound here.
+    """
+
+    __slots__ = ("__weakref__", "index", "mesh", "number", "tickets", "tokens", "twins", "worker")
+
+    def __init__(self, mesh: Mesh, index: int):
+        self.mesh = mesh
+        self.index = index
+        self.worker: Worker | None = None
+        self.twins: dict[Any, tuple[torch.Tensor, int, torch.Tensor]] = {}
+        self.tokens: list[torch.Tensor] | None = None
+        self.number = next(_numbers)
+        self.tickets: dict[Operator, int] = {}
+
+    def taken(self) -> Worker:
+        """The worker that acts here: that of the body that runs in this thread, if it is of this place."""
+        now = WORKER.get()
+        if now is not None and now.index == self.index and now.mesh is self.mesh:
+            return now
+        if self.worker is None:
+            raise MeshError(
+                message(
+                    "backward of an operator",
+                    got="a graph of a body whose map is over",
+                    need="backward inside the body, or from outside through a result of the map",
+                    mend="call loss.backward() in the body, or return the loss with an out_spec, as P()",
+                )
+            )
+        return self.worker
+
+    @contextmanager
+    def occupied(self, worker: Worker):
+        """This place while the worker runs."""
+        before, self.worker = self.worker, worker
+        worker.frontend = FRONTEND
+        token = SEAT.set(self)
+        try:
+            yield
+        finally:
+            SEAT.reset(token)
+            self.worker = before
+            self.twins.clear()
+
+
+SEAT: ContextVar[Seat | None] = ContextVar("spmd_torch_seat", default=None)
+_numbers = itertools.count()
+_CAPTURED: ContextVar[list[Task] | None] = ContextVar("spmd_torch_captured", default=None)
+
+
+@contextmanager
+def captured() -> Iterator[list[Task]]:
+    """The collectives that are applied meanwhile."""
+    tasks: list[Task] = []
+    token = _CAPTURED.set(tasks)
+    try:
+        yield tasks
+    finally:
+        _CAPTURED.reset(token)
+
+
+def seat_of(worker: Worker) -> Seat:
+    """The place of a worker: the one its map made, or, in a body of NumPy's map, one of its own."""
+    seat = SEAT.get()
+    if seat is None or seat.worker is not worker:
+        seat = Seat(worker.mesh, worker.index)
+        seat.worker = worker
+    return seat
+
+
+class Task:
+    """One application of a collective by one worker.
+
+    op: what is applied, until `run` replaces it by the same operator bound to the blocks it met. asks: whether any
+    worker's tensor is differentiated. key: of the parameter of which this makes the twin.
+    """
+
+    __slots__ = ("asks", "finish", "key", "op", "result", "seat", "token")
+
+    def __init__(self, op: Collective, seat: Seat):
+        self.op: Any = op
+        self.seat = seat
+        self.asks = [False]
+        self.result: torch.Tensor | None = None
+        self.finish: Callable[[], Any] | None = None
+        self.key: Any = None
+        self.token = False
+
+    def start(self, x: torch.Tensor, frame: FrameType | None = None) -> None:
+        """Start on the data of x."""
+        op, worker = self.op, self.seat.taken()
+        _no_lockstep(worker)
+        block = lent(x, worker, long=op.lends, where=f"spmd.{op.function}")
+        began = WORKER.get()
+        if began is worker:
+            self.finish = launch(op, block, worker, frame, self.asks)
+        else:  # a thread of torch's own
+            token = WORKER.set(worker)
+            try:
+                self.finish = launch(op, block, worker, frame, self.asks)
+            finally:
+                WORKER.reset(token)
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        """The result for x, of which this takes data only."""
+        if self.result is None:
+            if type(self.op) is Vary:
+                return x.view_as(x)
+            if self.finish is None:
+                self.start(x)
+            assert self.finish is not None
+            cell: list[Any] = [None]
+            cell[0], self.op = self.finish()
+            self.finish = None
+            self.result = owned(cell)
+        result, self.result = self.result, None
+        return result
+
+
+class Apply(Function):
+    """A linear operator on this worker's block."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, task: Task) -> torch.Tensor:
+        return task.run(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.task = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> Any:
+        task: Task = ctx.task
+        if task.key is not None:
+            task.seat.twins.pop(task.key, None)
+        back = apply(task.op.H, g, task.seat)
+        return (None if task.token else back), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, _: Any) -> Any:
+        task: Task = ctx.task
+        if tangent is None:
+            return None
+        return apply(task.op, tangent, task.seat)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: torch.Tensor, task: Task) -> Any:
+        """One collective per sample; they are started one after the other before the first is waited for."""
+        parts = x.unbind(in_dims[0])
+        if not parts:
+            # Nobody has a sample: the shape of the result is learnt from one of zeros.
+            shape = list(x.shape)
+            del shape[in_dims[0]]
+            one = Apply.apply(x.new_zeros(shape), Task(task.op, task.seat))
+            return one.new_zeros((0, *one.shape)), 0
+        tasks = [Task(task.op, task.seat) for _ in parts]
+        results = [Apply.apply(part, t) for part, t in zip(parts, tasks, strict=True)]
+        task.op = tasks[0].op
+        return torch.stack(results), 0
+
+
+class Attain(Function):
+    """The extremum over workers: not linear. The cotangent goes to the entries that attain it, in equal shares."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, task: Task) -> torch.Tensor:
+        return task.run(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
+        x, task = inputs
+        ctx.task = task
+        ctx.save_for_backward(x, output)
+        ctx.save_for_forward(x, output)
+
+    @staticmethod
+    def _weights(ctx: Any) -> tuple[torch.Tensor, tuple[int, ...]]:
+        """What share of the extremum each entry has; the dimensions that it is taken over."""
+        x, top = ctx.saved_tensors
+        dims = ctx.task.op.dims
+        top = _expanded(top, dims)
+        ties = ((x == top) | ((x != x) & (top != top))).to(x.dtype).detach()
+        count = ties.sum(dims, keepdim=True) if dims else ties
+        total = apply(Sum(ctx.task.op.axes), count, ctx.task.seat)
+        return ties / total, dims
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> Any:
+        weights, dims = Attain._weights(ctx)
+        return _expanded(g, dims) * weights, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, _: Any) -> Any:
+        weights, dims = Attain._weights(ctx)
+        share = tangent * weights
+        return apply(Sum(ctx.task.op.axes), share.sum(dims) if dims else share, ctx.task.seat)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: torch.Tensor, task: Task) -> Any:
+        return torch.stack([Attain.apply(part, Task(task.op, task.seat)) for part in x.unbind(in_dims[0])]), 0
+
+
+def _expanded(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
+    for d in sorted(dims):
+        x = x.unsqueeze(d)
+    return x
+
+
+def _no_lockstep(worker: Worker) -> None:
+    """Raise where waiting would switch greenlets beneath torch's frames."""
+    run = getattr(worker.comm, "run", None)
+    if type(run).__name__ == "LockstepRun" and worker.mesh.size > 1:
+        raise TransportError(
+            message(
+                "spmd.bridge.torch",
+                got="tensors in a body that the lockstep scheduler runs",
+                need="threads: torch's own frames do not survive a switch of greenlets",
+                mend='spt.map(f, in_specs, out_specs), or Mesh(..., scheduler="threads")',
+            )
+        )
+
+
+_functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
+
+
+def transformed(x: torch.Tensor) -> bool:
+    """Whether x is a wrapper of torch.func, whose data is at hand only when its transformations have unwrapped it."""
+    return _functorch.maybe_current_level() is not None and _functorch.is_functorch_wrapped_tensor(x)
+
+
+def _recorded(x: torch.Tensor) -> bool:
+    """Whether torch follows what becomes of x."""
+    return torch.is_grad_enabled() and x.requires_grad and not torch.is_inference_mode_enabled()
+
+
+def apply(op: Any, x: torch.Tensor, seat: Seat) -> torch.Tensor:
+    """An operator on a tensor, recorded where it is differentiated; no check of states."""
+    return _started(op, x, seat, None)()
+
+
+def _started(op: Collective, x: torch.Tensor, seat: Seat, frame: FrameType | None) -> Callable[[], torch.Tensor]:
+    """Start an operator on a plain tensor; what finishes it."""
+    kind = Apply if isinstance(op, Operator) else Attain
+    task = Task(op, seat)
+    tasks = _CAPTURED.get()
+    if tasks is not None:
+        tasks.append(task)
+    if type(op) is Vary or transformed(x) or forward_ad._current_level >= 0:
+        return lambda: kind.apply(x, task)
+    task.asks[0] = _recorded(x) and (x.is_floating_point() or x.is_complex())
+    task.start(x, frame)
+    grad = torch.is_grad_enabled()
+
+    def finish() -> torch.Tensor:
+        result = task.result = task.run(x)
+        if not (task.asks[0] and grad) or not (result.is_floating_point() or result.is_complex()):
+            return result
+        y = x
+        if not x.requires_grad:
+            y = x.detach().requires_grad_()
+            task.token = True
+            if seat.tokens is not None:
+                seat.tokens.append(y)
+        return kind.apply(y, task)
+
+    return finish
+
+
+def twin(x: torch.Tensor, state: State) -> torch.Tensor:
+    """An Invariant tensor varied to a state: once for all its uses, so that their cotangents meet before the sum."""
+    worker = WORKER.get()
+    if worker is None:
+        raise MeshError(
+            message(
+                "a function of torch",
+                got="tensors of different state outside of any body",
+                need="tensors without state: spt.map gives results without",
+                mend="return what is needed outside with an out_spec",
+            )
+        )
+    seat = seat_of(worker)
+    names = tuple(n for n in worker.mesh.axes if n in state.varying - state_of_tensor(x).varying)
+    key = (id(x), state)
+    # A leaf is held by the graph of its twin, which must not be held by it: that would be a circle without end.
+    kept: Any = seat.twins if x.is_leaf else vars(x).setdefault("_twins", {})
+    found = kept.get(key)
+    if found is not None and found[1] == x._version and (found[0] is None or found[0] is x):
+        return found[2]
+    task = Task(Vary(names), seat)
+    varied = stated(Apply.apply(plain(x), task), state)
+    if not transformed(x):
+        kept[key] = (x if x.is_leaf else None, x._version, varied)
+        task.key = key if x.is_leaf else None
+    return varied
+
+
+class _Torch:
+    """What the functions of bodies ask about tensors; see `spmd.frontends`."""
+
+    def begin(self, op: Collective, x: torch.Tensor, worker: Worker, frame: FrameType | None) -> Callable[[], Any]:
+        seat = seat_of(worker)
+        if not worker.tracked:
+            return _started(op, _countable(op, plain(x)), seat, frame)
+        state = state_of_tensor(x)
+        wanted = admitted(op, x, state, worker)
+        if wanted is not state and _recorded(x):
+            x = twin(x, wanted)
+        begun = _started(op, _countable(op, plain(x)), seat, frame)
+        out = op.out_state(wanted)
+        return lambda: stated(begun(), out)
+
+    def state(self, x: torch.Tensor) -> State:
+        return state_of_tensor(x)
+
+    def vary(self, x: torch.Tensor, names: Sequence[str], worker: Worker) -> torch.Tensor:
+        if not worker.tracked:
+            return apply(Vary(tuple(names)), plain(x), seat_of(worker)) if names else x
+        state = state_of_tensor(x) | state_of(names)
+        if state is state_of_tensor(x):
+            return x
+        return twin(x, state) if _recorded(x) else stated(x, state)
+
+    def declare(self, x: torch.Tensor, names: Sequence[str], worker: Worker) -> torch.Tensor:
+        if not worker.tracked:
+            return x
+        return self.vary(x, names, worker) if isinstance(x, Tensor) else stated(x, state_of(names))
+
+    def carrying(self, value: Any, state: State, tracked: bool) -> Any:
+        """Invariant numbers stay numbers; arrays, and numbers that vary, become tensors."""
+        if isinstance(value, int | float | complex) and not isinstance(value, np.generic):
+            if not state.varying or not tracked:
+                return value
+        elif isinstance(value, np.generic) and not tracked:
+            return value.item()
+        x = value if isinstance(value, torch.Tensor) else torch.from_numpy(np.array(value))
+        return stated(x, state) if tracked else x
+
+    def bare(self, x: torch.Tensor) -> torch.Tensor:
+        return plain(x).detach()
+
+    def total(self, x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
+        return x.sum(dims) if dims else x
+
+    def extremum(self, x: torch.Tensor, dims: tuple[int, ...], how: str) -> torch.Tensor:
+        if not dims:
+            return x
+        return x.amax(dims) if how == "max" else x.amin(dims)
+
+
+def _countable(op: Collective, x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.int64) if op.adds and x.dtype is torch.bool else x
+
+
+FRONTEND = _Torch()
+frontends.register(torch.Tensor, FRONTEND)
+
+
+class Tie(Function):
+    """The first tensor, with the others in its graph."""
+
+    @staticmethod
+    def forward(first: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        return first.view_as(first)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.likes = [(x.shape, x.dtype, x.device) for x in inputs[1:]]
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> Any:
+        return g, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.likes)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Any, *others: Any) -> Any:
+        return tangent.view_as(tangent) if tangent is not None else None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, first: torch.Tensor, *others: torch.Tensor) -> Any:
+        return Tie.apply(first, *others), in_dims[0]
+
+
+def tie(loss: torch.Tensor, *outputs: torch.Tensor) -> torch.Tensor:
+    """The loss, whose backward runs through the outputs too, with cotangents of zero.
+
+    Where the graphs of workers part ways, because a loss is computed on some of them only or an output of a collective
+    is used by some of them only, backward would not meet: some would wait for collectives that others never reach.
+    Tied to the loss on every worker, they are reached on all.
+
+    loss: a tensor; on a worker without a loss of its own `torch.zeros(())`. outputs: tensors of its graph, or none.
+    Forward: the loss. Gradient: g to the loss, zeros to each output, exact zeros though the outputs hold infinities.
+    """
+    first = loss
+    if not loss.requires_grad and any(x.requires_grad for x in outputs) and torch.is_grad_enabled():
+        first = plain(loss).detach().requires_grad_()
+    tied = Tie.apply(plain(first), *(plain(x) for x in outputs))
+    worker = WORKER.get()
+    return stated(tied, state_of_tensor(loss)) if worker is not None and worker.tracked else tied

@@ -1,0 +1,607 @@
+"""spt.map: bodies in torch, on the workers of a mesh; tensors in, tensors out, differentiable from outside.
+
+It is `spmd.map` with tensors: the arguments are laid out by the same specs, and results are checked and joined by the
+same code. Each worker keeps the graph of its body; the graph of the caller holds one node for the whole map, whose
+backward runs the workers' graphs back. A second derivative is a map too: of the arguments and the cotangents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, overload
+
+import numpy as np
+import torch
+from torch.autograd import forward_ad
+
+from spmd import mapping
+from spmd.array import PartitionedArray, relayout
+from spmd.autodiff import tree
+from spmd.bridge.torch.function import Function, Seat, transformed, twin
+from spmd.bridge.torch.memory import borrowed, shaped_like, tensor_of
+from spmd.bridge.torch.tensor import Tensor, plain, state_of_tensor, stated
+from spmd.device import contiguous
+from spmd.errors import MeshError, StateError, TransportError, describe, message
+from spmd.layout import Layout, P
+from spmd.mapping import Mapped, _joined_leaves, _Results
+from spmd.mesh import WORKER, Mesh, Worker
+from spmd.placing import mesh_for
+from spmd.specs import Leaf
+from spmd.state import state_of
+from spmd.transport.blas import share_of_cores
+
+__all__ = ["TorchMapped", "map"]
+
+_MISSING: Any = mapping._MISSING
+
+
+@overload
+def map(
+    f: None = None, in_specs: Any = ..., out_specs: Any = ..., *, mesh: Mesh | None = ..., check: bool = ...
+) -> Callable[[Callable], TorchMapped]: ...
+
+
+@overload
+def map(
+    f: Callable, in_specs: Any = ..., out_specs: Any = ..., *, mesh: Mesh | None = ..., check: bool = ...
+) -> TorchMapped: ...
+
+
+def map(
+    f: Callable | None = None,
+    in_specs: Any = _MISSING,
+    out_specs: Any = _MISSING,
+    *,
+    mesh: Mesh | None = None,
+    check: bool = True,
+) -> Any:
+    """A function on global tensors that runs `f`, a body in torch, on the block of every worker.
+
+    f: a function of this worker's blocks, which are tensors, with collectives (`spt.psum(x, "data")`).
+    in_specs, out_specs, mesh: as for `spmd.map`. Arguments are tensors, NumPy arrays, numbers or `PartitionedArray`s;
+    arrays reach the body as tensors. A tensor argument is not copied, and a body that writes to one is an error.
+    check: the tensors of bodies carry their state (`spt.Tensor`), and what is promised Invariant is verified. With
+    check=False, and nothing differentiated from outside, bodies see plain tensors and say `spt.pvary` themselves.
+
+    Gives plain tensors: whole ones, on every process. `loss.backward()` outside reaches the arguments, and leaves that
+    the body closes over, parameters of a module for one: they count as Invariant, and get one gradient. A training
+    loop may as well run inside the body, with `loss.backward()` there.
+
+    The workers are threads of this process, or processes under mpiexec or torchrun. Gradients: as for `spmd.map`, to
+    any order; `torch.func`'s transformations work on the mapped function too. Without f it is a decorator.
+
+    Raises SpecError, LayoutError or StateError that name the argument or result by its path; MeshError without mesh;
+    TransportError on a mesh with scheduler="lockstep".
+    """
+    if f is not None and callable(f) and _MISSING not in (in_specs, out_specs):
+        return TorchMapped(f, in_specs, out_specs, mesh, check)
+    made = mapping.map(f, in_specs, out_specs, mesh=mesh, check=check)  # which says what is wrong
+    if f is None:
+        return lambda body: map(body, in_specs, out_specs, mesh=mesh, check=check)
+    return made
+
+
+class TorchMapped(Mapped):
+    """A body in torch with its specs; see `spt.map`."""
+
+    def __init__(self, f: Callable, in_specs: Any, out_specs: Any, mesh: Mesh | None, check: bool):
+        super().__init__(f, in_specs, out_specs, mesh, check)
+        self.where = self.where.replace("spmd.map", "spt.map", 1)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _called(self, args, kwargs)
+
+    def _call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if WORKER.get() is not None:
+            return super().__call__(*args, **kwargs)  # which says what is wrong
+        mesh = mesh_for(self.mesh, self.where)
+        leaves, rebuild = self._arguments(mesh, args, kwargs)
+        return _Call(self, mesh, leaves, rebuild).result()
+
+    def _check_argument(self, mesh: Mesh, leaf: Leaf) -> None:
+        x = leaf.value
+        if not isinstance(x, torch.Tensor):
+            super()._check_argument(mesh, leaf)
+            return
+        if isinstance(x, Tensor):
+            raise StateError(
+                message(
+                    self.where,
+                    argument=leaf.path,
+                    got=f"{describe(x)} of a body",
+                    need="a tensor from outside",
+                    mend="return it from its map with an out_spec, or pass spt.block(x)",
+                )
+            )
+        if x.device.type not in ("cpu", "cuda") or x.is_cuda != (mesh.device == "cuda"):
+            raise MeshError(
+                message(
+                    self.where,
+                    argument=leaf.path,
+                    got=f"a tensor on {x.device}",
+                    need=f'tensors on {mesh.device}, for a mesh with device="{mesh.device}"',
+                    mend='x.cpu(), or Mesh(..., device="cuda")' if mesh.device == "cpu" else "x.cuda()",
+                )
+            )
+        if x.layout is not torch.strided:
+            raise StateError(
+                message(
+                    self.where,
+                    argument=leaf.path,
+                    got=f"a tensor of layout {x.layout}",
+                    need="a dense tensor",
+                    mend="x.to_dense(), or the spec None to pass it as it is",
+                )
+            )
+        super()._check_argument(mesh, leaf._replace(value=shaped_like(x)))
+
+
+_called: Any = torch.compiler.disable(TorchMapped._call)
+"""A map that a compiled function calls runs as it is."""
+
+
+class _Call:
+    """One call of a map: its arguments, and how to run it forward, back, and along tangents."""
+
+    def __init__(self, mapped: TorchMapped, mesh: Mesh, leaves: list[Leaf], rebuild: Callable):
+        self.mapped = mapped
+        self.mesh = mesh
+        self.leaves = leaves
+        self.rebuild = rebuild
+        self.where = mapped.where
+        self.moved = [k for k, leaf in enumerate(leaves) if leaf.spec is not None and _followed(leaf.value)]
+        self.given: list[torch.Tensor] = [leaves[k].value for k in self.moved]
+        self.joined: list[Any] = []
+        self.treedef: Any = None
+        self.flowing: list[int] = []  # which results are differentiated
+        self.specs: list[Layout | None] = []
+        self.early: _Run | None = None
+
+    def result(self) -> Any:
+        """Run it, and record it in the graph of the caller where that follows an argument or what f closes over."""
+        if any(transformed(x) for x in self.given) or (self.moved and forward_ad._current_level >= 0):
+            outs = _Map.apply(self, None, *self.given)
+        else:
+            run = self.forward(self.given)
+            if not (run.inputs or run.leaves) or not self.flowing:
+                return tree.unflatten(self.treedef, self.joined)
+            outs = _Map.apply(self, run, *self.given, *run.leaves)
+        outs = outs if isinstance(outs, tuple) else (outs,)
+        final = list(self.joined)
+        for k, y in zip(self.flowing, outs, strict=True):
+            final[k] = y
+        return tree.unflatten(self.treedef, final)
+
+    # Forward
+
+    def forward(self, given: Sequence[torch.Tensor]) -> _Run:
+        """Run all workers, each with a graph of its own; keeps the joined results."""
+        mapped, mesh = self.mapped, self.mesh
+        follow = torch.is_grad_enabled() or bool(self.moved)
+        tracked = mapped.check or bool(self.moved)
+        run = _Run(self, bool(self.moved) or (follow and mapped.check))
+        blocks = self._blocks(given)
+        before = [(leaf, leaf.value._version) for leaf in self.leaves if isinstance(leaf.value, torch.Tensor)]
+        local = _thread_state(enabled=follow)
+
+        def body(worker: Worker) -> _Results:
+            seat = run.seat(worker.index)
+            with seat.occupied(worker), local():
+                mine = [b[worker.index] if isinstance(b, dict) else b for b in blocks]
+                for k, leaf in enumerate(self.leaves):
+                    if isinstance(blocks[k], dict):
+                        mine[k] = self._entering(mine[k], leaf, k in self.moved, worker.tracked)
+                run.inputs[worker.index] = [mine[k] for k in self.moved]
+                args, kwargs = self.rebuild(mine)
+                return self._results(worker, run, mapped.f(*args, **kwargs))
+
+        outcome = self._execute(body, tracked)
+        for leaf, version in before:
+            self._unchanged(leaf, version)
+        first = next(iter(outcome.results.values()))
+        for other in outcome.results.values():
+            if other.treedef != first.treedef:
+                mapping._joined(self.where, mesh, outcome, mapped.check)  # which raises
+        joined = _joined_leaves(self.where, mesh, outcome, mapped.check)
+        self.treedef = first.treedef
+        self.joined = [self._leaving(x, spec) for x, spec in zip(joined, first.specs, strict=True)]
+        self.specs = [x.layout if isinstance(x, PartitionedArray) else None for x in joined]
+        self._settle(run)
+        return run
+
+    def _execute(self, body: Callable[[Worker], Any], tracked: bool) -> Any:
+        if self.mesh.scheduler == "lockstep" and self.mesh.size > 1 and self.mesh.transport.name == "local":
+            raise TransportError(
+                message(
+                    self.where,
+                    got='a mesh with scheduler="lockstep"',
+                    need="threads: torch's own frames do not survive a switch of greenlets",
+                    mend='leave scheduler out, or Mesh(..., scheduler="threads")',
+                )
+            )
+        threads = share_of_cores(self.mesh.size) if self.mesh.transport.name == "local" else None
+        with _torch_threads(threads):
+            return self.mesh.run(body, tracked=tracked, scheduler="threads")
+
+    def _blocks(self, given: Sequence[torch.Tensor]) -> list[Any]:
+        """For each argument its blocks by worker, or, where it is passed as it is, itself."""
+        values = [leaf.value for leaf in self.leaves]
+        for k, x in zip(self.moved, given, strict=True):
+            values[k] = x
+        return [
+            x if leaf.spec is None or not hasattr(x, "shape") else self.cut(x, leaf.spec)
+            for leaf, x in zip(self.leaves, values, strict=True)
+        ]
+
+    def cut(self, x: Any, spec: Any) -> dict[int, torch.Tensor]:
+        """The blocks of an argument or a cotangent that this process holds: views of a tensor, tensors of an array."""
+        mesh = self.mesh
+        if not isinstance(x, torch.Tensor | PartitionedArray):
+            x = np.asarray(x) if isinstance(x, np.generic | list | tuple) else x
+            x = tensor_of(x.copy() if isinstance(x, np.ndarray) else x)
+        layout = mesh.layout(tuple(x.shape), spec)
+        if isinstance(x, PartitionedArray):
+            return {w: tensor_of(b.copy()) for w, b in relayout(x, layout).blocks.items()}
+        x = x.detach()
+        return {w: _block(x, layout, w) for w in mesh.local_workers}
+
+    def _entering(self, x: torch.Tensor, leaf: Leaf, followed: bool, tracked: bool) -> torch.Tensor:
+        """A block as the body sees it: a leaf of the worker's graph where it is differentiated."""
+        x = x.detach()
+        if tracked:
+            x = torch.Tensor._make_subclass(Tensor, x, followed)  # type: ignore[attr-defined]
+            x._state = state_of(leaf.spec.varying)  # type: ignore[union-attr]
+            return x
+        return x.requires_grad_(followed)
+
+    def _results(self, worker: Worker, run: _Run, out: Any) -> _Results:
+        """What a body returned, checked against out_specs: blocks to be joined, and what is differentiated of them."""
+        mapped = self.mapped
+        found, treedef = mapped._returned(out)
+        ends: list[torch.Tensor | None] = []
+        blocks = []
+        for leaf in found:
+            x = leaf.value
+            if isinstance(x, torch.Tensor) and leaf.spec is not None:
+                if worker.tracked:
+                    x = self._promised(worker, leaf, x)
+                ends.append(plain(x) if run.follows and x.requires_grad else None)
+                blocks.append(mapped._result(worker, leaf._replace(value=borrowed(plain(x)))))
+            else:
+                ends.append(None)
+                blocks.append(mapped._result(worker, leaf) if leaf.spec is not None else self._object(leaf))
+        run.ends[worker.index] = ends
+        return _Results(treedef, [x.path for x in found], [x.spec for x in found], blocks)
+
+    def _promised(self, worker: Worker, leaf: Leaf, x: torch.Tensor) -> torch.Tensor:
+        """A result in the state that its spec says."""
+        own = state_of_tensor(x)
+        state = self.mapped._promised(worker, leaf, x.ndim, own)
+        return x if state is own or not x.requires_grad else twin(x, state)
+
+    def _object(self, leaf: Leaf) -> Any:
+        """A result with the out_spec None; a tensor without its state, where it is one value."""
+        x = leaf.value
+        if isinstance(x, Tensor):
+            if x.state.varying:
+                raise StateError(
+                    message(
+                        self.where,
+                        argument=leaf.path,
+                        got=f"{describe(x)}, with the out_spec None",
+                        need="an object that is equal on all workers",
+                        mend="give it a spec: P() for one value, P(axis) for a block per worker",
+                    )
+                )
+            return plain(x).detach()
+        return x
+
+    def _leaving(self, x: Any, spec: Any) -> Any:
+        """A joined result as a plain tensor, whole on every process."""
+        if not isinstance(x, PartitionedArray):
+            return x
+        whole = x.gathered() if self.mesh.places is not None else x.numpy()
+        return tensor_of(whole.copy())
+
+    def _unchanged(self, leaf: Leaf, version: int) -> None:
+        if leaf.value._version != version:
+            raise StateError(
+                message(
+                    self.where,
+                    argument=leaf.path,
+                    got="a tensor that the body has written to: workers share its memory, and the caller's was changed",
+                    need="a body that leaves its arguments as they are",
+                    mend="x = x.clone() in the body, or write a new tensor: y = x + 1 in place of x += 1",
+                )
+            )
+
+    def _settle(self, run: _Run) -> None:
+        """Which results are differentiated: those that are on some worker."""
+        count = len(self.joined)
+        mine = [[e is not None for e in ends] for ends in run.ends.values()]
+        flags = [any(column) for column in zip(*mine, strict=True)] if count else []
+        if run.follows and len(run.ends) < self.mesh.size:
+            said = self.mesh.transport.share(dict.fromkeys(run.ends, flags))
+            flags = [any(column) for column in zip(*said.values(), strict=True)]
+        self.flowing = [k for k, flag in enumerate(flags) if flag]
+        if run.follows and self.flowing:
+            run.leaves = _foreign_leaves(self, run)
+
+    # Back
+
+    def pull(self, run: _Run, gs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """The gradients of the arguments and of what f closes over, given those of the results."""
+        cotangents = [self.cut(g, self.specs[k]) for k, g in zip(self.flowing, gs, strict=True)]
+        paths = [f"the gradient of {self.leaves[k].path}" for k in self.moved]
+        paths += [f"the gradient of a tensor that f closes over, of shape {list(x.shape)}" for x in run.leaves]
+        specs = [self.leaves[k].spec for k in self.moved] + [P()] * len(run.leaves)
+        local = _thread_state(enabled=False)
+
+        def backward(worker: Worker) -> _Results:
+            seat = run.seats[worker.index]
+            with seat.occupied(worker), local():
+                ends, starts = run.ends[worker.index], [*run.inputs[worker.index], *run.leaves]
+                found = _grad(
+                    [(ends[k], c[worker.index]) for k, c in zip(self.flowing, cotangents, strict=True)],
+                    starts,
+                    seat.tokens or [],
+                )
+                blocks = [
+                    contiguous(borrowed(torch.zeros_like(x) if g is None else plain(g)))
+                    for g, x in zip(found, starts, strict=True)
+                ]
+                return _Results(None, paths, specs, blocks)
+
+        outcome = self._execute(backward, True)
+        joined = _joined_leaves(self.where, self.mesh, outcome, self.mapped.check)
+        return [self._leaving(g, None) for g in joined]
+
+    def derivative(self, given: Sequence[torch.Tensor], gs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The gradients as results of a map of the arguments and the cotangents, to be differentiated again."""
+        moved, closed = self.moved, list(given[len(self.moved) :])
+
+        def body(arguments: list, cotangents: list) -> tuple:
+            with torch.enable_grad():
+                ends, starts = self._graph(arguments, closed)
+                pairs = [(plain(e), plain(g)) for e, g in zip(ends, cotangents, strict=True)]
+                grads = _grad(pairs, starts, [], again=True)
+            return tuple(_or_zeros(g, x) for g, x in zip(grads, starts, strict=True))
+
+        out_specs = [self.leaves[k].spec for k in moved] + [P()] * len(closed)
+        return self._of_both(body, given, list(gs), [self.specs[k] for k in self.flowing], out_specs)
+
+    def push(self, given: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The tangents of the results, as results of a map of the arguments and their tangents: the pullback is linear
+        in the cotangents, so its own pullback applies the derivative."""
+
+        def body(arguments: list, tangents: list) -> tuple:
+            with torch.enable_grad():
+                ends, starts = self._graph(arguments, [])
+                zeros = [torch.zeros_like(plain(e)).requires_grad_() for e in ends]
+                grads = _grad([(plain(e), v) for e, v in zip(ends, zeros, strict=True)], starts, [], again=True)
+                pairs = [(g, plain(t)) for g, t in zip(grads, tangents, strict=True) if g is not None]
+                found = _grad(pairs, zeros, [], again=True)
+            return tuple(_or_zeros(t, e) for t, e in zip(found, ends, strict=True))
+
+        specs = [self.leaves[k].spec for k in self.moved]
+        return self._of_both(body, given, list(tangents), specs, [self.specs[k] for k in self.flowing])
+
+    def _graph(self, arguments: list, closed: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """In a body: the differentiated results of f, and what they are differentiated by."""
+        mine = list(arguments)
+        for k in self.moved:
+            if not mine[k].requires_grad:
+                mine[k] = mine[k].detach().requires_grad_()
+        args, kwargs = self.rebuild(mine)
+        found, _ = self.mapped._returned(self.mapped.f(*args, **kwargs))
+        worker = WORKER.get()
+        assert worker is not None
+        return [self._promised(worker, found[k], found[k].value) for k in self.flowing], [
+            *(mine[k] for k in self.moved),
+            *closed,
+        ]
+
+    def _of_both(
+        self, body: Callable, given: Sequence[torch.Tensor], others: list, specs: list, out_specs: list
+    ) -> list:
+        """A map of the arguments and of as many more."""
+        values = [leaf.value for leaf in self.leaves]
+        for k, x in zip(self.moved, given, strict=False):
+            values[k] = x
+        mapped = TorchMapped(
+            body, ([leaf.spec for leaf in self.leaves], specs), tuple(out_specs), self.mesh, self.mapped.check
+        )
+        mapped.where = self.where
+        return list(mapped(values, others))
+
+
+def _or_zeros(g: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+    """A derivative in the state of what it belongs to."""
+    return stated(torch.zeros_like(plain(x)) if g is None else plain(g), state_of_tensor(x))
+
+
+class _Run:
+    """What a forward run leaves for the way back.
+
+    seats: the places of the workers. inputs: by worker, the leaves of its graph for the differentiated arguments.
+    ends: by worker, the results of its graph, None where they are not differentiated. leaves: what f closes over.
+    """
+
+    def __init__(self, call: _Call, follows: bool):
+        self.call = call
+        self.follows = follows
+        self.seats: dict[int, Seat] = {}
+        self.inputs: dict[int, list[torch.Tensor]] = {}
+        self.ends: dict[int, list[torch.Tensor | None]] = {}
+        self.leaves: list[torch.Tensor] = []
+
+    def seat(self, index: int) -> Seat:
+        seat = self.seats[index] = Seat(self.call.mesh, index)
+        seat.tokens = []
+        return seat
+
+
+class _Map(Function):
+    """A whole map as one node of the caller's graph."""
+
+    @staticmethod
+    def forward(call: _Call, run: _Run | None, *given: torch.Tensor) -> Any:
+        if run is None:
+            run = call.forward(given)
+            call.early = run
+        return tuple(call.joined[k] for k in call.flowing)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        call, run, *given = inputs
+        ctx.call = call
+        run = run if run is not None else call.early
+        # The graphs of the workers are let go with what is saved here: when torch frees the caller's graph.
+        key = torch.empty(0)
+        if run is not None:
+            key.run = run  # type: ignore[attr-defined]
+        ctx.save_for_backward(*given, key)
+        ctx.save_for_forward(*given)
+
+    @staticmethod
+    def backward(ctx: Any, *gs: torch.Tensor) -> Any:
+        *given, key = ctx.saved_tensors
+        call: _Call = ctx.call
+        again = torch.is_grad_enabled() and any(_followed(x) for x in (*given, *gs))
+        if again or any(transformed(x) for x in gs) or not hasattr(key, "run"):
+            found: Any = call.derivative(given, gs)
+        else:
+            found = call.pull(key.run, gs)
+        return None, None, *found
+
+    @staticmethod
+    def jvp(ctx: Any, _call: Any, _run: Any, *tangents: Any) -> Any:
+        call: _Call = ctx.call
+        given, tangents = ctx.saved_tensors[: len(call.moved)], tangents[: len(call.moved)]
+        filled = [torch.zeros_like(x) if t is None else t for x, t in zip(given, tangents, strict=True)]
+        return tuple(call.push(given, filled))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, call: _Call, run: Any, *given: torch.Tensor) -> Any:
+        """One run of the map per sample."""
+        dims = in_dims[2:]
+        found = []
+        for i in range(info.batch_size):
+            values = [leaf.value for leaf in call.leaves]
+            for k, x, d in zip(call.moved, given, dims, strict=True):
+                values[k] = x if d is None else x.select(d, i)
+            leaves = [leaf._replace(value=v) for leaf, v in zip(call.leaves, values, strict=True)]
+            one = _Call(call.mapped, call.mesh, leaves, call.rebuild)
+            one.moved, one.given = call.moved, [values[k] for k in call.moved]
+            outs = _Map.apply(one, None, *one.given)
+            call.flowing, call.joined, call.treedef, call.specs = one.flowing, one.joined, one.treedef, one.specs
+            found.append(outs if isinstance(outs, tuple) else (outs,))
+        return tuple(torch.stack(column) for column in zip(*found, strict=True)), (0,) * len(found[0])
+
+
+def _followed(x: Any) -> bool:
+    """Whether torch follows what becomes of an argument."""
+    if not isinstance(x, torch.Tensor) or not (x.is_floating_point() or x.is_complex()):
+        return False
+    if transformed(x) or (x.requires_grad and torch.is_grad_enabled()):
+        return True
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+
+
+def _block(x: torch.Tensor, layout: Layout, worker: int) -> torch.Tensor:
+    if x.ndim:
+        return x[layout.slices(worker)]
+    return x if layout.positions(worker) is not None else x.new_zeros(layout.block_shape(worker) or (0,))
+
+
+def _grad(
+    pairs: Sequence[tuple[torch.Tensor | None, torch.Tensor]],
+    starts: Sequence[torch.Tensor],
+    tokens: Sequence[torch.Tensor],
+    again: bool = False,
+) -> list[torch.Tensor | None]:
+    """The gradients of starts. The tokens are asked for too, so that all collectives behind them are reached."""
+    ends = [(e, g) for e, g in pairs if e is not None and e.requires_grad]
+    if not ends:
+        return [None] * len(starts)
+    found = torch.autograd.grad(
+        [e for e, _ in ends],
+        [*starts, *tokens],
+        [g.to(e.dtype) for e, g in ends],
+        allow_unused=True,
+        retain_graph=True,
+        create_graph=again,
+    )
+    return list(found[: len(starts)])
+
+
+def _foreign_leaves(call: _Call, run: _Run) -> list[torch.Tensor]:
+    """The leaves of the workers' graphs that are no arguments: what f closes over, and what it has made itself.
+
+    Raises StateError for a tensor with a history of its own that f closes over: its graph would be run by all workers.
+    """
+    leaves: dict[int, torch.Tensor] = {}
+    met: dict[Any, int] = {}
+    for index, ends in run.ends.items():
+        own = {id(x) for x in (*run.inputs[index], *(run.seats[index].tokens or []))}
+        stack = [e.grad_fn for e in ends if e is not None and e.grad_fn is not None]
+        for e in ends:
+            if e is not None and e.grad_fn is None and id(e) not in own:
+                leaves.setdefault(id(e), e)
+        while stack:
+            node = stack.pop()
+            seen = met.get(node)
+            if seen == index:
+                continue
+            variable = getattr(node, "variable", None)
+            if variable is not None:
+                if id(variable) not in own:
+                    leaves.setdefault(id(variable), variable)
+                continue
+            if seen is not None:
+                raise StateError(
+                    message(
+                        call.where,
+                        argument="f",
+                        got=f"a function that closes over a tensor with a history: {node.name()} is in the graphs of "
+                        f"{call.mesh.describe(seen)} and {call.mesh.describe(index)}",
+                        need="what has been computed outside as an argument",
+                        mend="pass it to the map, with a spec in in_specs (P() for a replicated one); parameters, "
+                        "which have no history, may be closed over",
+                    )
+                )
+            met[node] = index
+            stack.extend(n for n, _ in node.next_functions if n is not None)
+    return list(leaves.values())
+
+
+def _thread_state(*, enabled: bool) -> Callable[[], Any]:
+    """What torch keeps for each thread, as it is in the caller's, to be set in the workers'."""
+    inference = torch.is_inference_mode_enabled()
+    autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    cache = torch.is_autocast_cache_enabled()
+
+    @contextmanager
+    def local() -> Any:
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode() if inference else torch.set_grad_enabled(enabled))
+            for kind, dtype in autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=cache))
+            yield
+
+    return local
+
+
+@contextmanager
+def _torch_threads(n: int | None) -> Any:
+    """torch's own threads in each worker: the cores of this host over its workers."""
+    before = torch.get_num_threads()
+    if n is None or n == before:
+        yield
+        return
+    torch.set_num_threads(n)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

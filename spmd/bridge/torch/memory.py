@@ -1,0 +1,180 @@
+"""Tensors as arrays and arrays as tensors, without a copy where nobody can notice.
+
+A collective reads a tensor's memory as it is. What comes of it is memory of one of three kinds: new memory that only
+this worker has, which becomes a tensor as it is; memory that others read too, which torch's code must not write to,
+and which is copied; and this worker's own tensor, copied likewise, since no autograd knows of such a view.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from spmd.device import contiguous, imported, on_device
+from spmd.errors import LayoutError, MeshError, message
+from spmd.kernels.buffers import Lease
+from spmd.mesh import Worker
+from spmd.transport.base import sealed
+
+__all__ = ["array_dtype", "borrowed", "lent", "owned", "shaped_like", "tensor_of", "torch_dtype"]
+
+_NAMES = (
+    "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 float32 float64 complex64 complex128 bfloat16"
+).split()
+
+
+@lru_cache(maxsize=1)
+def _bfloat16() -> np.dtype:
+    try:
+        import ml_dtypes
+    except ImportError as error:
+        raise LayoutError(
+            message(
+                "spmd.bridge.torch",
+                got=f"a tensor of bfloat16, and ml_dtypes cannot be imported ({error})",
+                need="ml_dtypes, by which NumPy knows that dtype",
+                mend='pip install "spmd[torch]", or x.float() before',
+            )
+        ) from error
+    return np.dtype(ml_dtypes.bfloat16)
+
+
+@lru_cache(maxsize=64)
+def array_dtype(dtype: torch.dtype, where: str = "spmd.bridge.torch") -> np.dtype:
+    """NumPy's dtype for one of torch's."""
+    name = str(dtype).removeprefix("torch.")
+    if name == "bfloat16":
+        return _bfloat16()
+    if name not in _NAMES:
+        raise LayoutError(
+            message(
+                where,
+                argument="x",
+                got=f"a tensor of {dtype}",
+                need=f"one of {', '.join(_NAMES)}",
+                mend="x.to(torch.float32) before",
+            )
+        )
+    return np.dtype(name)
+
+
+@lru_cache(maxsize=64)
+def torch_dtype(dtype: Any) -> torch.dtype:
+    """torch's dtype for one of NumPy's."""
+    name = np.dtype(dtype).name
+    found = getattr(torch, name, None) if name in _NAMES else None
+    if found is None:
+        raise LayoutError(
+            message(
+                "spmd.bridge.torch",
+                got=f"an array of {name}",
+                need=f"one of {', '.join(_NAMES)}",
+                mend='x.astype("float32") before',
+            )
+        )
+    return found
+
+
+def borrowed(x: torch.Tensor) -> Any:
+    """A tensor's data as an array on the same memory: read-only, and to be read before the tensor is written to."""
+    x = x.detach().resolve_conj().resolve_neg()
+    if x.is_cuda:
+        return imported("spmd.bridge.torch").from_dlpack(x)
+    dtype = array_dtype(x.dtype)
+    if x.dtype is torch.bfloat16:
+        return sealed(x.contiguous().view(torch.int16).numpy().view(dtype))
+    return sealed(x.numpy())
+
+
+def lent(x: torch.Tensor, worker: Worker, *, long: bool, where: str) -> Any:
+    """A tensor's data for a collective.
+
+    long: others may read it when the collective is over. Then it is a copy where blocks are handed over as they are,
+    because the tensor may be written to as soon as this worker goes on.
+    """
+    on_gpu = worker.mesh.places is not None
+    if x.is_cuda != on_gpu or x.device.type not in ("cpu", "cuda"):
+        raise MeshError(
+            message(
+                where,
+                argument="x",
+                got=f"a tensor on {x.device}",
+                need=f'tensors on {"cuda" if on_gpu else "cpu"}, for a mesh with device="{worker.mesh.device}"',
+                mend="x.cuda()" if on_gpu else 'x.cpu(), or Mesh(..., device="cuda")',
+            )
+        )
+    array = borrowed(x)
+    if long and worker.comm.shares:
+        return array.copy(order="C") if on_device(array) else sealed(np.array(array, order="C"))
+    return contiguous(array)
+
+
+def tensor_of(array: Any) -> torch.Tensor:
+    """A tensor on the memory of an array that nobody else has."""
+    if on_device(array):
+        return torch.from_dlpack(array)
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    torch_dtype(array.dtype)
+    return torch.from_numpy(array)
+
+
+def _copied(array: Any) -> torch.Tensor:
+    return tensor_of(array.copy(order="C") if on_device(array) else np.array(array, order="C"))
+
+
+def owned(cell: list[Any]) -> torch.Tensor:
+    """The array in a cell as a tensor that may be written to; it is taken out, and no name may be left for it.
+
+    It is on the same memory where nobody else has any name for that either, and a copy otherwise.
+    """
+    array = cell.pop()
+    if on_device(array) or not array.flags.c_contiguous or _names(array) > _ALONE:
+        return _copied(array)
+    owner = array
+    while isinstance(owner.base, np.ndarray):
+        owner = owner.base
+        if _names(owner) > _HELD:
+            return _copied(array)
+    if isinstance(owner.base, Lease):
+        return tensor_of(_writable(array, owner.base))
+    if owner.base is not None:  # memory of somebody else, as this worker's own tensor
+        return _copied(array)
+    owner.flags.writeable = True
+    array.flags.writeable = True
+    return tensor_of(array)
+
+
+def _writable(array: np.ndarray, lease: Lease) -> np.ndarray:
+    """An array in recycled memory, as one that may be written to: one that was sealed cannot be opened again."""
+    whole = np.asarray(lease).reshape(-1).view(np.uint8)
+    at = array.ctypes.data - whole.ctypes.data
+    return whole[at : at + array.nbytes].view(array.dtype).reshape(array.shape)
+
+
+def _names(x: Any) -> int:
+    return sys.getrefcount(x)
+
+
+def _counted() -> tuple[int, int]:
+    """The names of an array that only `owned` has, and of the owner of such a view."""
+    cell = [np.empty(4)]
+    array = cell.pop()
+    alone = _names(array)
+    cell = [np.empty(4)[1:]]
+    array = cell.pop()
+    owner = array
+    owner = owner.base
+    return alone, _names(owner)
+
+
+_ALONE, _HELD = _counted()
+
+
+def shaped_like(x: Any) -> np.ndarray:
+    """An array of the dtype and the shape of a tensor that takes no memory, for checks."""
+    return np.broadcast_to(np.zeros((), array_dtype(x.dtype)), tuple(x.shape))

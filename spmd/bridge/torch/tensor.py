@@ -1,0 +1,210 @@
+"""Tensors that carry their state, so that Invariant against Varying gets its `Vary` as in NumPy's bodies.
+
+A `Tensor` is a `torch.Tensor` with one thing more: the axes along which it varies. torch asks the class about every
+function that it is an argument of; what differs from the plain function is that Invariant operands that are
+differentiated are varied before they meet Varying ones, and that results know their state. Tensors without a state,
+parameters of modules for one, count as Invariant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from spmd.errors import StateError, message
+from spmd.mesh import WORKER
+from spmd.state import State, state_of
+
+__all__ = ["Tensor", "plain", "state_of_tensor", "stated"]
+
+_INVARIANT = state_of(())
+_disabled = torch._C.DisableTorchFunctionSubclass
+
+
+class Tensor(torch.Tensor):
+    """A tensor of a body, with its state along the axes of the mesh. Made by `spt.map` and by operators."""
+
+    _state: State
+
+    @property
+    def state(self) -> State:
+        """The axes along which it varies."""
+        return self.__dict__.get("_state", _INVARIANT)
+
+    def __spmd_describe__(self) -> str:
+        with _disabled():
+            return f"{self.state} tensor {str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+    def __repr__(self, *args: Any, **kwargs: Any) -> str:
+        with _disabled():
+            text = torch.Tensor.__repr__(plain(self))
+        return f"{text[:-1]}, state={self.state})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return plain(self).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        with _disabled():
+            twin = torch.Tensor.__deepcopy__(self, memo)
+        return twin
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _BY_INPUT:
+            return _gradients(func, args, kwargs)
+        state, mixed = _joined(args, kwargs)
+        if mixed:
+            args, kwargs = _varied(func, args, kwargs, state)
+        elif func in _VALUES and state.varying:
+            raise _value_refused(func, args[0])
+        with _disabled():
+            result = func(*args, **kwargs)
+        return _with_state(result, state)
+
+
+def stated(x: torch.Tensor, state: State) -> torch.Tensor:
+    """A tensor on the same data in this state; one node of the graph, that hands cotangents on."""
+    with _disabled():
+        twin = x.as_subclass(Tensor)
+    twin._state = state
+    return twin
+
+
+def plain(x: torch.Tensor) -> torch.Tensor:
+    """The tensor without its state."""
+    with _disabled():
+        return x.as_subclass(torch.Tensor)
+
+
+def state_of_tensor(x: torch.Tensor) -> State:
+    """The state that a tensor carries; Invariant where it carries none."""
+    return x.state if isinstance(x, Tensor) else _INVARIANT
+
+
+def _tensors(args: Any, kwargs: dict) -> Iterator[torch.Tensor]:
+    """The tensors among the arguments of a function, and in lists of them."""
+    for a in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(a, torch.Tensor):
+            yield a
+        elif type(a) in (tuple, list):
+            yield from _tensors(a, {})
+
+
+def _joined(args: Any, kwargs: dict) -> tuple[State, bool]:
+    """The state in which the tensors meet, and whether one of them has another."""
+    state: State | None = None
+    mixed = False
+    for x in _tensors(args, kwargs):
+        own = state_of_tensor(x)
+        if state is None:
+            state = own
+        elif own is not state:
+            state, mixed = state | own, True
+    return state or _INVARIANT, mixed
+
+
+def _varied(func: Callable, args: Any, kwargs: dict, state: State) -> tuple[Any, dict]:
+    """The arguments, of which those that are differentiated are varied to where they meet."""
+    from spmd.bridge.torch.function import twin
+
+    target = _written(func, args, kwargs)
+    if target is not None and state_of_tensor(target) is not state:
+        _admit_write(func, target, state)
+
+    def one(a: Any) -> Any:
+        if isinstance(a, torch.Tensor):
+            if a is target or state_of_tensor(a) is state or not a.requires_grad or not torch.is_grad_enabled():
+                return a
+            return twin(a, state)
+        if type(a) in (tuple, list):
+            return type(a)(one(b) for b in a)
+        return a
+
+    return tuple(one(a) for a in args), {k: one(a) for k, a in kwargs.items()}
+
+
+def _written(func: Callable, args: Any, kwargs: dict) -> torch.Tensor | None:
+    """The tensor that a function writes to, if it does."""
+    out = kwargs.get("out")
+    if isinstance(out, torch.Tensor):
+        return out
+    name = getattr(func, "__name__", "")
+    dunder = name.startswith("__")
+    inplace = (dunder and name.startswith("__i") and name not in ("__index__", "__invert__", "__int__")) or (
+        name == "__setitem__" or (not dunder and name.endswith("_") and bool(args))
+    )
+    return args[0] if inplace and args and isinstance(args[0], torch.Tensor) else None
+
+
+def _admit_write(func: Callable, target: torch.Tensor, state: State) -> None:
+    """Raise where what is written to would not know that it varies from now on."""
+    free = isinstance(target, Tensor) and not target.requires_grad
+    if free:
+        return
+    from spmd.errors import describe
+
+    axes = ", ".join(map(repr, sorted(state.varying - state_of_tensor(target).varying)))
+    raise StateError(
+        message(
+            f"torch.{getattr(func, '__name__', 'a function')} in place",
+            argument="self",
+            got=f"{describe(target)}, which is {state_of_tensor(target)}, and is given what varies over {axes}",
+            need="a tensor that varies over the same axes",
+            mend=f"write a new tensor, y = x + g; or declare it first: x = spt.varying(x, {axes})",
+        )
+    )
+
+
+def _with_state(result: Any, state: State) -> Any:
+    if isinstance(result, torch.Tensor):
+        if type(result) is Tensor:
+            result._state = state
+            return result
+        if type(result) is not torch.Tensor:
+            return result
+        return stated(result, state)
+    if isinstance(result, tuple | list):
+        if not any(isinstance(r, torch.Tensor) for r in result):
+            return result
+        parts = [_with_state(r, state) for r in result]
+        return type(result)(parts) if type(result) in (tuple, list) or hasattr(result, "n_fields") else result
+    return result
+
+
+def _gradients(func: Callable, args: Any, kwargs: dict) -> Any:
+    """torch.autograd.grad: a cotangent has the state of what it is the cotangent of."""
+    inputs = args[1] if len(args) > 1 else kwargs["inputs"]
+    several = not isinstance(inputs, torch.Tensor)
+    states = [state_of_tensor(x) if isinstance(x, torch.Tensor) else None for x in (inputs if several else [inputs])]
+    with _disabled():
+        found = func(*args, **kwargs)
+    return tuple(
+        g if g is None or s is None else stated(g, s) if WORKER.get() is not None else g
+        for g, s in zip(found, states, strict=True)
+    )
+
+
+_BY_INPUT = {torch.autograd.grad}
+_VALUES = {
+    getattr(torch.Tensor, name)
+    for name in "item __bool__ __int__ __float__ __complex__ __index__ tolist numpy __array__".split()
+}
+
+
+def _value_refused(func: Callable, x: Any) -> StateError:
+    name = getattr(func, "__name__", "")
+    call = f"{name.strip('_')}(x)" if name.startswith("__") else f"x.{name}()"
+    axis = sorted(x.state.varying)[0]
+    return StateError(
+        message(
+            call,
+            argument="x",
+            got=x.__spmd_describe__(),
+            need="an Invariant tensor: workers would part ways on a value of their own",
+            mend=f"spt.psum(x, {axis!r}), spt.mean(x, {axis!r}) or spt.pmax(x, {axis!r}) make it so; "
+            "spt.block(x) gives the data alone, to print it",
+        )
+    )

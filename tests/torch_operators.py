@@ -1,0 +1,92 @@
+"""Every operator as a function of torch, on blocks that are given flat, so that any shapes on any workers fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from spmd.bridge import torch as spt
+from spmd.bridge.torch.tensor import plain, stated
+from spmd.layout import Layout, P
+from spmd.mesh import Mesh, here
+from spmd.state import INVARIANT, ROOTED, state_of
+from spmd.testing import Case, operator_cases, operator_classes
+
+MESHES = [{"x": 1}, {"x": 2}, {"x": 3}, {"x": 4}, {"x": 2, "y": 2}]
+
+
+class Applied(NamedTuple):
+    """An operator of a case as a function of one vector of all workers' entries. size: of that vector."""
+
+    function: Callable[[torch.Tensor], torch.Tensor]
+    size: int
+    mesh: Mesh
+
+
+def block_shapes(case: Case, mesh: Mesh) -> list[tuple[int, ...]]:
+    """The shape of each worker's block of a case."""
+    if case.spec is None:
+        shapes = [case.shape] * mesh.size
+    else:
+        layout = mesh.layout(case.shape, case.spec)
+        axes = tuple(layout.axes)  # of one between layouts those of its own group
+        shapes = [layout.block_shape(mesh.group(w, axes).index) for w in range(mesh.size)]
+    if case.operator.source == ROOTED:
+        return [
+            s if mesh.group(w, case.operator.axes).index == case.operator.root else (0,) for w, s in enumerate(shapes)
+        ]
+    return shapes
+
+
+def applied(case: Case, mesh: Mesh, call: Callable[[Any], Callable] = lambda op: op) -> Applied:
+    """A case as a map of tensors. call: what is called in place of the operator."""
+    op, shapes = case.operator, block_shapes(case, mesh)
+    taken = {n: op.takes(n) for n in op.axes}
+    given = op.out_state(state_of(n for n in op.axes if taken[n] != INVARIANT)).varying
+    copied_in = [n for n in mesh.axes if taken.get(n) == INVARIANT]
+    copied_out = [n for n in op.axes if n not in given and op.target != ROOTED]
+    inner = [n for n in mesh.axes if n not in copied_in]
+    sizes = {}
+    for w, s in enumerate(shapes):
+        sizes.setdefault(tuple(mesh.coordinates(w)[n] for n in inner), math.prod(s))
+    lengths = [sizes[key] for key in sorted(sizes)]
+    total = sum(lengths)
+    source = Layout((total,), P(tuple(inner)), mesh.axes, [tuple(lengths)]) if inner else P()
+    target = P(tuple(n for n in mesh.axes if n not in copied_out))
+    function = call(op)
+
+    def body(x):
+        worker = here("a test")
+        block = plain(x).reshape(shapes[worker.index])
+        y = function(stated(block, state_of(inner)) if worker.tracked else block)
+        y = plain(y).reshape(-1)
+        return stated(y, state_of(target.varying)) if worker.tracked else y
+
+    mapped = spt.map(body, source, target, mesh=mesh)
+    return Applied(mapped, total, mesh)
+
+
+def cases(axes: dict[str, int]) -> list[tuple[str, Case]]:
+    """All cases of all operators on a mesh, named."""
+    mesh = Mesh(**axes)
+    return [
+        (f"{kind.__name__}-{k}", case)
+        for kind in operator_classes()
+        for k, case in enumerate(operator_cases(kind, mesh))
+        if kind.__module__.startswith("spmd.")
+    ]
+
+
+def integers(rng: np.random.Generator, n: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """Random integers, so that sums of products are exact."""
+    x = rng.integers(-9, 10, n).astype(float)
+    if dtype.is_complex:
+        return torch.from_numpy(x + 1j * rng.integers(-9, 10, n)).to(dtype)
+    return torch.from_numpy(x).to(dtype)
+
+
+__all__ = ["MESHES", "Applied", "applied", "block_shapes", "cases", "integers"]
