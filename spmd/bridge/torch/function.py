@@ -160,7 +160,25 @@ class Task:
 
 
 class Apply(Function):
-    """A linear operator on this worker's block."""
+    """A linear operator on this worker's block, where nothing but backward is asked for: torch calls it three times as
+    fast as one that may be transformed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, task: Task) -> torch.Tensor:
+        ctx.task = task
+        return task.run(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> Any:
+        task: Task = ctx.task
+        if task.key is not None:
+            task.seat.twins.pop(task.key, None)
+        back = apply(task.op.H, g, task.seat)
+        return (None if task.token else back), None
+
+
+class Transformed(Function):
+    """The same for forward mode and for torch.func, whose transformations come between."""
 
     @staticmethod
     def forward(x: torch.Tensor, task: Task) -> torch.Tensor:
@@ -170,13 +188,7 @@ class Apply(Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.task = inputs[1]
 
-    @staticmethod
-    def backward(ctx: Any, g: torch.Tensor) -> Any:
-        task: Task = ctx.task
-        if task.key is not None:
-            task.seat.twins.pop(task.key, None)
-        back = apply(task.op.H, g, task.seat)
-        return (None if task.token else back), None
+    backward = Apply.backward
 
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, _: Any) -> Any:
@@ -193,10 +205,13 @@ class Apply(Function):
             # Nobody has a sample: the shape of the result is learnt from one of zeros.
             shape = list(x.shape)
             del shape[in_dims[0]]
-            one = Apply.apply(x.new_zeros(shape), Task(task.op, task.seat))
+            one = Transformed.apply(x.new_zeros(shape), Task(task.op, task.seat))
             return one.new_zeros((0, *one.shape)), 0
         tasks = [Task(task.op, task.seat) for _ in parts]
-        results = [Apply.apply(part, t) for part, t in zip(parts, tasks, strict=True)]
+        for part, t in zip(parts, tasks, strict=True):
+            if type(t.op) is not Vary and not transformed(part):
+                t.start(part)
+        results = [Transformed.apply(part, t) for part, t in zip(parts, tasks, strict=True)]
         task.op = tasks[0].op
         return torch.stack(results), 0
 
@@ -282,13 +297,16 @@ def apply(op: Any, x: torch.Tensor, seat: Seat) -> torch.Tensor:
 
 def _started(op: Collective, x: torch.Tensor, seat: Seat, frame: FrameType | None) -> Callable[[], torch.Tensor]:
     """Start an operator on a plain tensor; what finishes it."""
-    kind = Apply if isinstance(op, Operator) else Attain
     task = Task(op, seat)
     tasks = _CAPTURED.get()
     if tasks is not None:
         tasks.append(task)
-    if type(op) is Vary or transformed(x) or forward_ad._current_level >= 0:
+    kind = Apply if isinstance(op, Operator) else Attain
+    if transformed(x) or forward_ad._current_level >= 0:
+        kind = Transformed if kind is Apply else Attain
         return lambda: kind.apply(x, task)
+    if type(op) is Vary:
+        return lambda: Apply.apply(x, task)
     task.asks[0] = _recorded(x) and (x.is_floating_point() or x.is_complex())
     task.start(x, frame)
     grad = torch.is_grad_enabled()
@@ -329,7 +347,8 @@ def twin(x: torch.Tensor, state: State) -> torch.Tensor:
     if found is not None and found[1] == x._version and (found[0] is None or found[0] is x):
         return found[2]
     task = Task(Vary(names), seat)
-    varied = stated(Apply.apply(plain(x), task), state)
+    followed = transformed(x) or forward_ad._current_level >= 0
+    varied = stated((Transformed if followed else Apply).apply(plain(x), task), state)
     if not transformed(x):
         kept[key] = (x if x.is_leaf else None, x._version, varied)
         task.key = key if x.is_leaf else None
