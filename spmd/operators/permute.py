@@ -64,11 +64,14 @@ class Permute(Operator):
 
     def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
         sends = {target: x for source, target in self.perm if source == group.index}
-        fill = x.shape if self.shapes is None else self.shapes[1]
+        shape = x.shape
+        fill = shape if self.shapes is None else self.shapes[1]
+        # Where a block comes nothing holds x until then: whoever gets it may be the only one who has it.
+        like = None if any(target == group.index for _, target in self.perm) else x
 
         def arrive(received: dict[int, np.ndarray]):
-            block = next(iter(received.values())) if received else sealed(zeros(fill, x))
-            return block, replace(self, shapes=(x.shape, block.shape))
+            block = next(iter(received.values())) if like is None else sealed(zeros(fill, like))
+            return block, replace(self, shapes=(shape, block.shape))
 
         return comm.exchange(group, call, sends), arrive
 

@@ -624,8 +624,8 @@ class LocalComm(Comm):
         return self._meet(group, call, sealed(x), take)
 
     def _exchange(self, group: Group, call: Call, sends: Mapping[int, np.ndarray]) -> Handle:
-        def take(m: Meeting):
-            return {k: p[group.index] for k, p in enumerate(m.payloads) if group.index in p}
+        def take(m: Meeting):  # out of the meeting, so that it may be the only name of what it takes
+            return {k: p.pop(group.index) for k, p in enumerate(m.payloads) if group.index in p}
 
         return self._meet(group, call, {k: sealed(x) for k, x in sends.items()}, take)
 

@@ -16,6 +16,7 @@ import torch
 
 from spmd.device import contiguous, imported, on_device
 from spmd.errors import LayoutError, MeshError, message
+from spmd.kernels import buffers
 from spmd.kernels.buffers import Lease
 from spmd.mesh import Worker
 from spmd.transport.base import sealed
@@ -109,8 +110,14 @@ def lent(x: torch.Tensor, worker: Worker, *, long: bool, where: str) -> Any:
         )
     array = borrowed(x)
     if long and worker.comm.shares:
-        return array.copy(order="C") if on_device(array) else sealed(np.array(array, order="C"))
+        return array.copy(order="C") if on_device(array) else sealed(_copy(array))
     return contiguous(array)
+
+
+def _copy(array: np.ndarray) -> np.ndarray:
+    copy = buffers.empty(array.shape, array.dtype)
+    np.copyto(copy, array)
+    return copy
 
 
 def tensor_of(array: Any) -> torch.Tensor:
@@ -124,7 +131,7 @@ def tensor_of(array: Any) -> torch.Tensor:
 
 
 def _copied(array: Any) -> torch.Tensor:
-    return tensor_of(array.copy(order="C") if on_device(array) else np.array(array, order="C"))
+    return tensor_of(array.copy(order="C") if on_device(array) else _copy(array))
 
 
 def owned(cell: list[Any]) -> torch.Tensor:
