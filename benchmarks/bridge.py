@@ -169,15 +169,7 @@ def launched(name: str, kind: str, lines: Path) -> subprocess.Popen[str]:
     command = {
         "alone": alone,
         "mpi": [str(Path(sys.executable).with_name("mpiexec")), "-n", "2", *alone],
-        "torchrun": [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            "2",
-            *alone[1:],
-        ],
+        "torchrun": [*torchrun.split(), *alone[1:]],
     }[how]
     env = {**os.environ, "BRIDGE_LINES": str(lines), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
