@@ -12,6 +12,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from spmd.mesh import Worker
     from spmd.state import State
 
@@ -39,6 +41,18 @@ class Frontend(Protocol):
 
     def carrying(self, value: Any, state: State, tracked: bool) -> Any:
         """A number or an array of NumPy that comes up in a body of this library, as such bodies have them."""
+        ...
+
+    def dtype(self, x: Any) -> np.dtype:
+        """NumPy's dtype of an array."""
+        ...
+
+    def tied(self, x: Any, others: Sequence[Any]) -> Any:
+        """x, whose backward goes through the others too, with cotangents of zero."""
+        ...
+
+    def where(self, mask: Any, x: Any, y: Any) -> Any:
+        """x where a mask of NumPy's is true, y elsewhere."""
         ...
 
     def bare(self, x: Any) -> Any:

@@ -14,6 +14,7 @@ from spmd.errors import (
     StateError,
     message,
 )
+from spmd.frontends import Frontend, frontend
 from spmd.mesh import WORKER, Worker
 from spmd.operators.base import operate
 from spmd.operators.reduce import Sum
@@ -60,6 +61,9 @@ def _inner_here(a, b) -> tuple[tuple[str, ...], Any]:
     worker = WORKER.get()
     assert worker is not None
     axes = tuple(worker.mesh.axes)
+    other = frontend(a.block if type(a) is Rooted else a)
+    if other is not None:
+        return _inner_of_others(a, b, axes, other, worker)
     if type(a) is Rooted and type(b) is Rooted and (a.axes, a.root) == (b.axes, b.root):
         token = REPLICAS.set(False)  # the others sum over nothing
         try:
@@ -74,6 +78,20 @@ def _inner_here(a, b) -> tuple[tuple[str, ...], Any]:
     if type(value) is Array:
         return tuple(n for n in axes if n in value.state.varying), value
     return (() if worker.tracked else axes), value
+
+
+def _inner_of_others(a, b, axes: tuple[str, ...], other: Frontend, worker: Worker) -> tuple[tuple[str, ...], Any]:
+    """The same for arrays of another library."""
+    if type(a) is Rooted and a.is_held_as(b):
+        x, y, rooted = a.block, b.block, state_of(a.axes)
+    else:
+        x, y, rooted = a, b, state_of(())
+    products = x.conj() * y
+    held = other.total(products, tuple(range(products.ndim)))
+    if not worker.tracked:
+        return axes, held
+    state = other.state(held) | rooted
+    return tuple(n for n in axes if n in state.varying), other.carrying(held, state, True)
 
 
 def _inner_outside(a, b):
@@ -100,4 +118,5 @@ def _inner_outside(a, b):
 
 def norm(x):
     """The 2-norm that belongs to `inner`: sqrt(<x, x>), real."""
-    return np.sqrt(np.real(inner(x, x)))
+    square: Any = inner(x, x)
+    return np.sqrt(np.real(square)) if frontend(square) is None else square.real.sqrt()

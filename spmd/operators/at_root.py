@@ -22,6 +22,7 @@ from spmd.autodiff.tracer import Array
 from spmd.autodiff.transforms import innermost, joint, lower, on, pullback_of, unstated
 from spmd.device import on_device
 from spmd.errors import ClosureError, StateError, again, class_name, describe, message
+from spmd.frontends import frontend
 from spmd.mesh import WORKER, Worker, here
 from spmd.operators.base import Vary, owned_block
 from spmd.operators.reduce import AxisName, _names
@@ -64,9 +65,13 @@ def at_root(f: Callable, *xs, axis_name: AxisName, root: int = 0) -> Any:
         call.structure, outs = _encoded(f(*tree.unflatten(treedef, full)), call.worker)
         return [call.stripped(out) for out in outs]
 
-    outs = call.run(of_blocks, [rooted(leaves[k], names, root, "at_root").block for k in places])
+    blocks = [rooted(leaves[k], names, root, "at_root").block for k in places]
+    outs = call.run(of_blocks, blocks)
+    if worker.frontend is not None:
+        outs = [worker.frontend.tied(call.stripped(x), blocks) for x in outs]
     handles = (
-        Rooted(x, like.shape, np.dtype(like.dtype), names, root) for x, like in zip(outs, call.likes, strict=True)
+        Rooted(x, like.shape, x.dtype if frontend(x) is not None else np.dtype(like.dtype), names, root)
+        for x, like in zip(outs, call.likes, strict=True)
     )
     return _decoded(call.structure, handles)
 
@@ -212,10 +217,14 @@ class _Call:
         block = sealed(np.zeros((0,), np.dtype(like.dtype)))
         if self.worker.mesh.places is not None:
             block = self.worker.mesh.places.own(block, self.worker.index)
-        return Array(block, state_of(like.varying)) if self.worker.tracked else block
+        return self.worker.carrying(block, state_of(like.varying))
 
     def stripped(self, x):
         """A result in the state that the root's value has: it may have met data that vary along the axes."""
+        other = frontend(x)
+        if other is not None:
+            state = other.state(x)
+            return other.carrying(x, state_of(state.varying - set(self.axes)), self.worker.tracked)
         if type(x) is not Array or not x.state.varying & set(self.axes):
             return x
         return Array(x.value, state_of(x.state.varying - set(self.axes)), x.tape, x.node)
@@ -226,6 +235,9 @@ def _data(x):
 
 
 def _like(x) -> _Like:
+    other = frontend(x)
+    if other is not None:
+        return _Like(tuple(x.shape), other.dtype(x).name, tuple(sorted(other.state(x).varying)))
     varying = sorted(x.state.varying) if type(x) is Array else ()
     return _Like(np.shape(_data(x)), _data(x).dtype.name, tuple(varying))
 
@@ -237,6 +249,7 @@ class _Alone(Worker):
 
     def __init__(self, worker: Worker, axes: tuple[str, ...]):
         super().__init__(worker.mesh, worker.comm, worker.tracked)
+        self.frontend = worker.frontend
         self.comm: Any = _Apart(worker.comm, axes)
 
 
@@ -291,6 +304,8 @@ def _encoded(out, worker: Worker) -> tuple[Any, list]:
 
 
 def _leaf(x, worker: Worker):
+    if frontend(x) is not None:
+        return x
     data = (
         x
         if type(x) is Array or on_device(x)
@@ -311,7 +326,7 @@ def _leaf(x, worker: Worker):
     if type(x) is Array:
         return x if hasattr(x.value, "dtype") else x.astype(x.dtype)
     data = owned_block(data, Vary(()))
-    return Array(data, worker.state()) if worker.tracked else data
+    return worker.carrying(data, worker.state())
 
 
 def _decoded(structure, leaves: Iterator):

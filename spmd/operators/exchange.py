@@ -14,6 +14,7 @@ from spmd.autodiff import tree
 from spmd.autodiff.tracer import value_of
 from spmd.device import contiguous, to_host
 from spmd.errors import LayoutError, describe, message
+from spmd.frontends import frontend
 from spmd.mesh import Worker, here
 from spmd.operators.base import (
     Launched,
@@ -288,7 +289,11 @@ def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets
         new = np.zeros((n[1],) + (1,) * (np.ndim(y) - 1), bool)
         for at, size in came.reshape(-1, 2).tolist():
             new[at : at + size] = True
-        found.append(sealed(np.where(varying(new, names), arrived, y)))
+        other = frontend(x)
+        if other is not None:
+            found.append(other.where(varying(new, names), arrived, y))
+        else:
+            found.append(sealed(np.where(varying(new, names), arrived, y)))
     return tree.unflatten(treedef, found)
 
 

@@ -372,13 +372,17 @@ class Gather(_InPieces):
         return Scatter(self.axes, self.root, self.axis, self.sizes)
 
 
+def _dtype(block) -> Any:
+    """The dtype of a value, as its library names it."""
+    return block.dtype if frontend(block) is not None else np.result_type(getattr(block, "dtype", block))
+
+
 def _to_root(op: _AtRoot, x):
     frame = sys._getframe(2)
 
     def one(leaf) -> Rooted:
         block = operate(op, leaf, frame)
-        dtype = block.dtype if frontend(block) is not None else np.result_type(getattr(block, "dtype", block))
-        return Rooted(block, np.shape(leaf), dtype, op.axes, op.root)
+        return Rooted(block, tuple(np.shape(leaf)), _dtype(block), op.axes, op.root)
 
     return tree.map(one, x)
 
@@ -473,7 +477,8 @@ def gather(x, axis_name: AxisName, *, axis: int = 0, root: int = 0):
     group = worker.group(names)
     leaves, treedef = tree.flatten(x)
     for leaf in leaves:
-        if not isinstance(leaf, Array | np.ndarray | np.generic | int | float | complex) and not on_device(leaf):
+        known = isinstance(leaf, Array | np.ndarray | np.generic | int | float | complex) or frontend(leaf) is not None
+        if not known and not on_device(leaf):
             owned_block(leaf, Gather(names, root))  # an error that says what to pass
     shapes = [np.shape(leaf) for leaf in leaves]
     along = [normal_axis("gather", "axis", axis, len(s)) for s in shapes]
@@ -489,5 +494,5 @@ def gather(x, axis_name: AxisName, *, axis: int = 0, root: int = 0):
         cut = tuple(s[d] for s in theirs)
         block = operate(Gather(names, root, d, cut), leaf, frame)
         whole = (*shape[:d], sum(cut), *shape[d + 1 :])
-        found.append(Rooted(block, whole, np.result_type(getattr(block, "dtype", block)), names, root))
+        found.append(Rooted(block, whole, _dtype(block), names, root))
     return tree.unflatten(treedef, found)

@@ -7,12 +7,12 @@ Every function of bodies works on tensors: `spt.psum` is `spmd.psum`. `spt.map` 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from spmd.errors import message
 
 try:
-    import torch  # noqa: F401
+    import torch
 except ImportError as error:
     raise ImportError(
         message(
@@ -30,15 +30,32 @@ from spmd.bridge.torch.function import tie
 from spmd.bridge.torch.mapping import map
 from spmd.bridge.torch.tensor import Tensor
 
+if TYPE_CHECKING:
+    from spmd import *  # noqa: F403
+
 __all__ = ["Tensor", "map", "operator", "tie"]
+
+_INSTEAD = {"grad": "torch.func.grad", "value_and_grad": "torch.func.grad_and_value", "stop_gradient": "x.detach()"}
+
+
+def _shared() -> list[str]:
+    """What is spmd's and serves here too: all but its own differentiation and its functions of NumPy's arrays."""
+    own = ("spmd.autodiff", "spmd.functions", "spmd.optim")
+    return [n for n in spmd.__all__ if not getattr(getattr(spmd, n), "__module__", "").startswith(own)]
 
 
 def __getattr__(name: str) -> Any:
     """The functions of bodies, which take tensors as they take arrays."""
-    if name.startswith("_"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in spmd.__all__ or name not in _shared():
+        instead = _INSTEAD.get(name, f"torch.func.{name}" if hasattr(torch.func, name) else None)
+        more = f": write {instead}" if instead else ""
+        raise AttributeError(f"module 'spmd.bridge.torch' has no attribute {name!r}{more}")
     found = getattr(spmd, name)
     if getattr(found, "__module__", "").startswith("spmd.operators."):
         found = compilable(found)
     globals()[name] = found
     return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_shared()})

@@ -20,7 +20,7 @@ import torch
 from torch.autograd import forward_ad
 
 from spmd import frontends
-from spmd.bridge.torch.memory import lent, owned
+from spmd.bridge.torch.memory import array_dtype, lent, owned, tensor_of
 from spmd.bridge.torch.tensor import Tensor, plain, state_of_tensor, stated
 from spmd.errors import MeshError, TransportError, message
 from spmd.mesh import WORKER, Mesh, Worker
@@ -393,8 +393,17 @@ class _Torch:
                 return value
         elif isinstance(value, np.generic) and not tracked:
             return value.item()
-        x = value if isinstance(value, torch.Tensor) else torch.from_numpy(np.array(value))
+        x = value if isinstance(value, torch.Tensor) else tensor_of(np.array(value))
         return stated(x, state) if tracked else x
+
+    def dtype(self, x: torch.Tensor) -> np.dtype:
+        return array_dtype(x.dtype)
+
+    def tied(self, x: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
+        return tie(x, *(y for y in others if y.requires_grad))
+
+    def where(self, mask: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.where(torch.as_tensor(mask, device=x.device), x, y)
 
     def bare(self, x: torch.Tensor) -> torch.Tensor:
         return plain(x).detach()
@@ -450,9 +459,6 @@ def tie(loss: torch.Tensor, *outputs: torch.Tensor) -> torch.Tensor:
     loss: a tensor; on a worker without a loss of its own `torch.zeros(())`. outputs: tensors of its graph, or none.
     Forward: the loss. Gradient: g to the loss, zeros to each output, exact zeros though the outputs hold infinities.
     """
-    first = loss
-    if not loss.requires_grad and any(x.requires_grad for x in outputs) and torch.is_grad_enabled():
-        first = plain(loss).detach().requires_grad_()
-    tied = Tie.apply(plain(first), *(plain(x) for x in outputs))
+    tied = Tie.apply(plain(loss), *(plain(x) for x in outputs))
     worker = WORKER.get()
     return stated(tied, state_of_tensor(loss)) if worker is not None and worker.tracked else tied

@@ -26,9 +26,10 @@ from spmd.errors import MeshError, StateError, TransportError, describe, message
 from spmd.layout import Layout, P
 from spmd.mapping import Mapped, _joined_leaves, _Results
 from spmd.mesh import WORKER, Mesh, Worker
-from spmd.placing import mesh_for
+from spmd.placing import fingerprint, mesh_for
 from spmd.specs import Leaf
 from spmd.state import state_of
+from spmd.transport.base import Outcome
 from spmd.transport.blas import share_of_cores
 
 __all__ = ["TorchMapped", "map"]
@@ -317,16 +318,24 @@ class _Call:
             )
 
     def _settle(self, run: _Run) -> None:
-        """Which results are differentiated: those that are on some worker."""
+        """Which results are differentiated: those that are on some worker; and what f closes over."""
         count = len(self.joined)
         mine = [[e is not None for e in ends] for ends in run.ends.values()]
         flags = [any(column) for column in zip(*mine, strict=True)] if count else []
-        if run.follows and len(run.ends) < self.mesh.size:
-            said = self.mesh.transport.share(dict.fromkeys(run.ends, flags))
-            flags = [any(column) for column in zip(*said.values(), strict=True)]
+        leaves = _foreign_leaves(self, run) if run.follows and any(flags) else []
+        if run.follows and self.apart:
+            said = self.mesh.transport.share(
+                {w: [flags, [[list(x.shape), str(x.dtype)] for x in leaves]] for w in run.ends}
+            )
+            flags = [any(column) for column in zip(*(theirs for theirs, _ in said.values()), strict=True)]
+            leaves = leaves if all(theirs == likes for _, theirs in said.values()) else []
         self.flowing = [k for k, flag in enumerate(flags) if flag]
-        if run.follows and self.flowing:
-            run.leaves = _foreign_leaves(self, run)
+        run.leaves = leaves
+
+    @property
+    def apart(self) -> bool:
+        """Whether the workers are processes."""
+        return len(self.mesh.local_workers) < self.mesh.size
 
     # Back
 
@@ -354,8 +363,24 @@ class _Call:
                 return _Results(None, paths, specs, blocks)
 
         outcome = self._execute(backward, True)
-        joined = _joined_leaves(self.where, self.mesh, outcome, self.mapped.check)
-        return [self._leaving(g, None) for g in joined]
+        kept = self._agreed(outcome.results, len(self.moved), len(paths))
+        results = {
+            w: _Results(None, [paths[k] for k in kept], [specs[k] for k in kept], [r.blocks[k] for k in kept])
+            for w, r in outcome.results.items()
+        }
+        joined = _joined_leaves(self.where, self.mesh, Outcome(results, 0.0, 0), self.mapped.check)
+        found: list[torch.Tensor | None] = [None] * len(paths)
+        for k, g in zip(kept, joined, strict=True):
+            found[k] = self._leaving(g, None)
+        return found
+
+    def _agreed(self, results: dict[int, _Results], first: int, count: int) -> list[int]:
+        """Which gradients to give: leaves that a body made itself are nobody's outside. Among threads f closes over
+        what several workers have; among processes over that of which the gradient is one value, as it must be."""
+        if not self.apart or first == count:
+            return list(range(count))
+        said = self.mesh.transport.share({w: [fingerprint(b) for b in r.blocks[first:]] for w, r in results.items()})
+        return [*range(first), *(first + k for k in range(count - first) if len({v[k] for v in said.values()}) == 1)]
 
     def derivative(self, given: Sequence[torch.Tensor], gs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The gradients as results of a map of the arguments and the cotangents, to be differentiated again."""
@@ -537,18 +562,22 @@ def _grad(
 
 
 def _foreign_leaves(call: _Call, run: _Run) -> list[torch.Tensor]:
-    """The leaves of the workers' graphs that are no arguments: what f closes over, and what it has made itself.
+    """The leaves of the workers' graphs that are no arguments, and that several workers have: what f closes over.
+
+    Of one worker in a process of its own also what f has made itself.
 
     Raises StateError for a tensor with a history of its own that f closes over: its graph would be run by all workers.
     """
     leaves: dict[int, torch.Tensor] = {}
+    holders: dict[int, set[int]] = {}
     met: dict[Any, int] = {}
     for index, ends in run.ends.items():
         own = {id(x) for x in (*run.inputs[index], *(run.seats[index].tokens or []))}
         stack = [e.grad_fn for e in ends if e is not None and e.grad_fn is not None]
         for e in ends:
             if e is not None and e.grad_fn is None and id(e) not in own:
-                leaves.setdefault(id(e), e)
+                leaves[id(e)] = e
+                holders.setdefault(id(e), set()).add(index)
         while stack:
             node = stack.pop()
             seen = met.get(node)
@@ -557,7 +586,8 @@ def _foreign_leaves(call: _Call, run: _Run) -> list[torch.Tensor]:
             variable = getattr(node, "variable", None)
             if variable is not None:
                 if id(variable) not in own:
-                    leaves.setdefault(id(variable), variable)
+                    leaves[id(variable)] = variable
+                    holders.setdefault(id(variable), set()).add(index)
                 continue
             if seen is not None:
                 raise StateError(
@@ -573,7 +603,8 @@ def _foreign_leaves(call: _Call, run: _Run) -> list[torch.Tensor]:
                 )
             met[node] = index
             stack.extend(n for n, _ in node.next_functions if n is not None)
-    return list(leaves.values())
+    least = min(2, len(run.ends))
+    return [x for key, x in leaves.items() if len(holders[key]) >= least]
 
 
 def _thread_state(*, enabled: bool) -> Callable[[], Any]:
