@@ -324,9 +324,8 @@ class _Call:
         flags = [any(column) for column in zip(*mine, strict=True)] if count else []
         leaves = _foreign_leaves(self, run) if run.follows and any(flags) else []
         if run.follows and self.apart:
-            said = self.mesh.transport.share(
-                {w: [flags, [[list(x.shape), str(x.dtype)] for x in leaves]] for w in run.ends}
-            )
+            likes = [[list(x.shape), str(x.dtype)] for x in leaves]
+            said = self.mesh.transport.share({w: [flags, likes] for w in run.ends})
             flags = [any(column) for column in zip(*(theirs for theirs, _ in said.values()), strict=True)]
             leaves = leaves if all(theirs == likes for _, theirs in said.values()) else []
         self.flowing = [k for k, flag in enumerate(flags) if flag]
