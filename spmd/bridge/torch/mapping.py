@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from spmd import mapping
 from spmd.array import PartitionedArray, relayout
 from spmd.autodiff import tree
+from spmd.bridge.torch.closure import tensors_within_reach
 from spmd.bridge.torch.function import Function, Seat, transformed, twin
 from spmd.bridge.torch.memory import borrowed, shaped_like, tensor_of
 from spmd.bridge.torch.tensor import Tensor, plain, state_of_tensor, stated
@@ -26,10 +27,9 @@ from spmd.errors import MeshError, StateError, TransportError, describe, message
 from spmd.layout import Layout, P
 from spmd.mapping import Mapped, _joined_leaves, _Results
 from spmd.mesh import WORKER, Mesh, Worker
-from spmd.placing import fingerprint, mesh_for
+from spmd.placing import mesh_for
 from spmd.specs import Leaf
 from spmd.state import state_of
-from spmd.transport.base import Outcome
 from spmd.transport.blas import share_of_cores
 
 __all__ = ["TorchMapped", "map"]
@@ -323,18 +323,11 @@ class _Call:
         mine = [[e is not None for e in ends] for ends in run.ends.values()]
         flags = [any(column) for column in zip(*mine, strict=True)] if count else []
         leaves = _foreign_leaves(self, run) if run.follows and any(flags) else []
-        if run.follows and self.apart:
-            likes = [[list(x.shape), str(x.dtype)] for x in leaves]
-            said = self.mesh.transport.share({w: [flags, likes] for w in run.ends})
-            flags = [any(column) for column in zip(*(theirs for theirs, _ in said.values()), strict=True)]
-            leaves = leaves if all(theirs == likes for _, theirs in said.values()) else []
+        if run.follows and len(run.ends) < self.mesh.size:
+            said = self.mesh.transport.share(dict.fromkeys(run.ends, flags))
+            flags = [any(column) for column in zip(*said.values(), strict=True)]
         self.flowing = [k for k, flag in enumerate(flags) if flag]
         run.leaves = leaves
-
-    @property
-    def apart(self) -> bool:
-        """Whether the workers are processes."""
-        return len(self.mesh.local_workers) < self.mesh.size
 
     # Back
 
@@ -362,24 +355,8 @@ class _Call:
                 return _Results(None, paths, specs, blocks)
 
         outcome = self._execute(backward, True)
-        kept = self._agreed(outcome.results, len(self.moved), len(paths))
-        results = {
-            w: _Results(None, [paths[k] for k in kept], [specs[k] for k in kept], [r.blocks[k] for k in kept])
-            for w, r in outcome.results.items()
-        }
-        joined = _joined_leaves(self.where, self.mesh, Outcome(results, 0.0, 0), self.mapped.check)
-        found: list[torch.Tensor | None] = [None] * len(paths)
-        for k, g in zip(kept, joined, strict=True):
-            found[k] = self._leaving(g, None)
-        return found
-
-    def _agreed(self, results: dict[int, _Results], first: int, count: int) -> list[int]:
-        """Which gradients to give: leaves that a body made itself are nobody's outside. Among threads f closes over
-        what several workers have; among processes over that of which the gradient is one value, as it must be."""
-        if not self.apart or first == count:
-            return list(range(count))
-        said = self.mesh.transport.share({w: [fingerprint(b) for b in r.blocks[first:]] for w, r in results.items()})
-        return [*range(first), *(first + k for k in range(count - first) if len({v[k] for v in said.values()}) == 1)]
+        joined = _joined_leaves(self.where, self.mesh, outcome, self.mapped.check)
+        return [self._leaving(g, None) for g in joined]
 
     def derivative(self, given: Sequence[torch.Tensor], gs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The gradients as results of a map of the arguments and the cotangents, to be differentiated again."""
@@ -561,9 +538,9 @@ def _grad(
 
 
 def _foreign_leaves(call: _Call, run: _Run) -> list[torch.Tensor]:
-    """The leaves of the workers' graphs that are no arguments, and that several workers have: what f closes over.
+    """The leaves of the workers' graphs that are no arguments, but that f closes over, not made by f itself.
 
-    Of one worker in a process of its own also what f has made itself.
+    What several threads have is not their own. Of a worker in a process of its own f is searched.
 
     Raises StateError for a tensor with a history of its own that f closes over: its graph would be run by all workers.
     """
@@ -602,8 +579,10 @@ def _foreign_leaves(call: _Call, run: _Run) -> list[torch.Tensor]:
                 )
             met[node] = index
             stack.extend(n for n, _ in node.next_functions if n is not None)
-    least = min(2, len(run.ends))
-    return [x for key, x in leaves.items() if len(holders[key]) >= least]
+    if len(run.ends) > 1:
+        return [x for key, x in leaves.items() if len(holders[key]) > 1]
+    reached = tensors_within_reach(call.mapped.f) if leaves else set()
+    return [x for key, x in leaves.items() if key in reached]
 
 
 def _thread_state(*, enabled: bool) -> Callable[[], Any]:

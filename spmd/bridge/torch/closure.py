@@ -1,0 +1,64 @@
+"""What a function closes over: the objects that its code can come by without being given them."""
+
+from __future__ import annotations
+
+import gc
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+__all__ = ["tensors_within_reach"]
+
+_FOREIGN = ("torch", "numpy", "builtins", "spmd", "typing", "abc", "functools", "collections", "types")
+_MOST = 200_000
+
+
+def tensors_within_reach(f: Callable) -> set[int]:
+    """The ids of the tensors that f can reach: through its closure, its defaults, the globals that its code names, and
+    whatever these hold. Libraries are not searched."""
+    found: set[int] = set()
+    seen: set[int] = set()
+    stack: list[Any] = [f]
+    while stack and len(seen) < _MOST:
+        x = stack.pop()
+        if id(x) in seen or isinstance(x, str | bytes | int | float | complex | bool | types.CodeType):
+            continue
+        seen.add(id(x))
+        if isinstance(x, torch.Tensor):
+            found.add(id(x))
+        else:
+            stack.extend(_referents(x))
+    return found
+
+
+def _referents(x: Any) -> Iterable[Any]:
+    if isinstance(x, types.FunctionType):
+        names = _names(x.__code__)
+        module = [x.__globals__[n] for n in names if n in x.__globals__]
+        # An attribute of a module that the code names is reached by its name alone.
+        inner = [vars(m).get(n) for m in module if _searched_module(m) for n in names]
+        return [*module, *inner, x.__closure__, x.__defaults__, x.__kwdefaults__, x.__dict__]
+    if isinstance(x, types.ModuleType):
+        return ()
+    if isinstance(x, type):
+        return vars(x).values() if _own(x.__module__) else ()
+    return [r for r in gc.get_referents(x) if not isinstance(r, type) or _own(r.__module__)]
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """The names that code, and the functions that it makes, look up."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _names(constant)
+    return names
+
+
+def _own(module: str) -> bool:
+    return module.split(".", 1)[0] not in _FOREIGN
+
+
+def _searched_module(m: Any) -> bool:
+    return isinstance(m, types.ModuleType) and _own(m.__name__)
