@@ -1,0 +1,491 @@
+"""The minibatches of a sequential run, split over workers."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence, Sized
+from operator import index
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
+
+from spmd.errors import MeshError, describe, message
+from spmd.layout import block_sizes, offsets
+from spmd.mesh import WORKER
+
+__all__ = ["Batches", "Collate", "DistributedSampler"]
+
+_WHERE = "spmd.bridge.torch.DistributedSampler"
+
+
+class DistributedSampler(Sampler[int]):
+    """This worker's share of each minibatch of a sequential run.
+
+    The sequential run takes the samples in the order of `torch.randperm(n, generator=torch.Generator().manual_seed(
+    seed + epoch))`, or in their own without shuffle, `batch_size` at a time. Here each of its minibatches is split
+    over the workers as the library splits a dimension: the shares, in the order of the workers, are the blocks of the
+    minibatch under `P(axis_name)`. No sample is lost and none comes twice, and all workers make as many steps. In the
+    last, short minibatch shares are smaller; with fewer samples than workers some are empty.
+
+        sampler = DistributedSampler(data, batch_size=64, axis_name="data")  # in a body; 64 over all workers together
+        loader = sampler.loader(num_workers=2)
+        for epoch in range(3):
+            sampler.set_epoch(epoch)
+            for x, y in loader: ...
+
+    The same in other ways:
+
+    - `DataLoader(data, batch_sampler=sampler.batches, collate_fn=Collate(data))` is that loader. `sampler.batches`
+      yields a list of indices for each step. torch's own collation fails on an empty list, `Collate` does not.
+    - `DataLoader(data, batch_size=sampler.local_batch_size, sampler=sampler)`: the sampler itself yields one index
+      after the other, and BatchSampler takes them together again. It makes no step of an empty share, so where there
+      is one, iterating is an error on all workers alike. drop_last is for the sampler: BatchSampler's own would drop
+      the last share of some workers and keep that of others.
+    - `padding=True` yields what `torch.utils.data.distributed.DistributedSampler` yields: every num_replicas-th
+      sample, with the first ones again at the end, so that all workers have equally many; drop_last leaves out those
+      that make it uneven.
+
+    The sequential run with the same minibatches: `DataLoader(data, batch_size=64, sampler=RandomSampler(data,
+    generator=torch.Generator().manual_seed(seed + epoch)))`. (`DataLoader(data, shuffle=True, generator=...)` draws
+    another number from its generator first.) Or this sampler with `num_replicas=1, rank=0`.
+
+    dataset: with a length and indices from 0. Its length is asked for at each epoch.
+    num_replicas, rank: how many workers split a minibatch, and which of them this is.
+    axis_name: in a body, the axis or axes of the mesh that split it, in place of these two numbers; over several, by
+    the first, then each block by the next. Workers that differ along other axes get the same indices. Outside of
+    bodies, where neither is given, it is all processes of torch.distributed.
+    shuffle, seed: the order; seed must be the same on all workers. `set_epoch` gives each epoch its own.
+    drop_last: leave out the last minibatch if it is short (with padding, see there).
+    batch_size: the samples of a step, over all workers together. With padding it is needed for `batches` only, and a
+    multiple of the number of workers.
+    len(sampler) is the number of indices of this worker, len(sampler.batches) that of steps.
+
+    The indices are plain ints; what is loaded by them varies over the workers. A sampler can be pickled, and does not
+    keep its mesh.
+
+    Raises TypeError for a dataset without indices or length and for numbers that are none, ValueError for numbers out
+    of range, MeshError where it is not known which workers there are.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset | Sized,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        *,
+        batch_size: int | None = None,
+        axis_name: str | Sequence[str] | None = None,
+        padding: bool = False,
+    ):
+        _check_dataset(dataset)
+        self.dataset: Any = dataset
+        self._parts, self.rank = _place(num_replicas, rank, axis_name)
+        self.num_replicas = math.prod(self._parts)
+        self.shuffle, self.drop_last, self.padding = bool(shuffle), bool(drop_last), bool(padding)
+        self.seed = _integer("seed", seed, None, "seed=0")
+        self.batch_size = None if batch_size is None else _integer("batch_size", batch_size, 1, "batch_size=64")
+        if self.batch_size is None and not self.padding:
+            raise ValueError(
+                message(
+                    _WHERE,
+                    argument="batch_size",
+                    got="none",
+                    need="the number of samples in a minibatch of the sequential run: it says which samples are split "
+                    "together",
+                    mend=f"batch_size=16 * {self.num_replicas} for 16 on each worker; padding=True for what torch's "
+                    "DistributedSampler yields",
+                )
+            )
+        if self.batch_size is not None and self.padding and self.batch_size % self.num_replicas:
+            raise ValueError(
+                message(
+                    _WHERE,
+                    argument="batch_size",
+                    got=f"{self.batch_size}, with padding=True, for {self.num_replicas} workers",
+                    need="a multiple of the number of workers: padding is there to give them equally many",
+                    mend=f"batch_size={-(-self.batch_size // self.num_replicas) * self.num_replicas}, or padding=False",
+                )
+            )
+        self.epoch = 0
+        self._at = (0, 0)  # the steps that the last pass has given out, and the indices of the step that it is in
+        self._resumes = False
+
+    def __iter__(self) -> Iterator[int]:
+        self._refuse_empty_shares()
+        step, offset = self._start()
+        return self._each(self._indices(), step, offset)
+
+    def _each(self, indices: list[int], step: int, offset: int) -> Iterator[int]:
+        each = self.local_batch_size
+        for k in range(step * each + offset, len(indices)):
+            self._at = divmod(k + 1, each) if k + 1 < len(indices) else (self._steps, 0)
+            yield indices[k]
+
+    def __len__(self) -> int:
+        n = len(self.dataset)
+        if self.padding:
+            return n // self.num_replicas if self.drop_last else -(-n // self.num_replicas)
+        whole, rest = self._minibatches
+        return whole * self.local_batch_size + self._share(rest)
+
+    @property
+    def local_batch_size(self) -> int:
+        """This worker's share of a whole minibatch; with padding and without batch_size, 1."""
+        return 1 if self.batch_size is None else self._share(self.batch_size)
+
+    @property
+    def batches(self) -> Batches:
+        """The same indices as one list for each step, of which some may be empty: a batch sampler for DataLoader."""
+        if self.batch_size is None:
+            raise ValueError(
+                message(
+                    f"{_WHERE}.batches",
+                    argument="batch_size",
+                    got="none",
+                    need="the number of samples of a step, over all workers together",
+                    mend=f"DistributedSampler(..., padding=True, batch_size=16 * {self.num_replicas}) for 16 on each",
+                )
+            )
+        return Batches(self)
+
+    def loader(self, *, collate_fn: Callable[[list], Any] | None = None, **options: Any) -> DataLoader:
+        """A DataLoader of this worker's shares. An empty share is a batch of length 0, by `Collate`.
+
+        collate_fn: as DataLoader takes it. options: the others of DataLoader that do not say how to sample.
+        """
+        return DataLoader(
+            self.dataset,
+            batch_sampler=self.batches,
+            collate_fn=Collate(self.dataset, collate_fn),
+            **options,
+        )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Shuffle by seed + epoch from now on. To be called on all workers before each epoch."""
+        epoch = _integer("epoch", epoch, None, "sampler.set_epoch(0)", f"{_WHERE}.set_epoch")
+        if epoch != self.epoch:
+            self._at, self._resumes = (0, 0), False
+        self.epoch = epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the last pass stands, as plain numbers: epoch, steps given out, and what the order depends on.
+
+        Any number of workers may go on from it, unless it was taken within a share, or with padding. A DataLoader with
+        processes of its own takes steps ahead of those it has yielded: torchdata's StatefulDataLoader allows for that;
+        otherwise count the steps, and load `{"epoch": epoch, "step": count}`.
+        """
+        step, offset = self._at
+        return {"epoch": self.epoch, "step": step, "offset": offset, **self._order}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on where a state was taken: the next pass starts there, unless `set_epoch` asks for another epoch first.
+
+        Needs "epoch" and "step"; whatever else the state holds must agree with this sampler (ValueError).
+        """
+        where = f"{_WHERE}.load_state_dict"
+        mend = 'sampler.load_state_dict({"epoch": 2, "step": 10})'
+        epoch = _integer("state_dict['epoch']", state_dict.get("epoch"), None, mend, where)
+        step = _integer("state_dict['step']", state_dict.get("step"), 0, mend, where)
+        offset = _integer("state_dict['offset']", state_dict.get("offset", 0), 0, mend, where)
+        for name, own in self._order.items():
+            given = state_dict.get(name, own)
+            if given != own and (name != "num_replicas" or self.padding or offset):
+                raise ValueError(
+                    message(
+                        where,
+                        argument=f"state_dict[{name!r}]",
+                        got=repr(given),
+                        need=f"{own!r}, as this sampler has it: otherwise samples would come twice, or never",
+                        mend=f"make the sampler as it was, or start at the next epoch: sampler.set_epoch({epoch + 1})",
+                    )
+                )
+        self.epoch, self._at, self._resumes = epoch, (step, offset), True
+
+    @property
+    def _order(self) -> dict[str, Any]:
+        """What the order of the samples depends on, beside the epoch."""
+        return {
+            "samples": len(self.dataset),
+            "batch_size": self.batch_size,
+            "shuffle": self.shuffle,
+            "seed": self.seed,
+            "padding": self.padding,
+            "num_replicas": self.num_replicas,
+        }
+
+    def _start(self) -> tuple[int, int]:
+        """Where a pass begins that is asked for now."""
+        if not self._resumes:
+            self._at = (0, 0)
+        self._resumes = False
+        return self._at
+
+    def _share(self, n: int) -> int:
+        """How many of n samples are this worker's."""
+        return block_sizes(n, self._parts)[self.rank]
+
+    @property
+    def _minibatches(self) -> tuple[int, int]:
+        """The number of whole minibatches, and the samples of the short one, if there is one."""
+        assert self.batch_size is not None
+        whole, rest = divmod(len(self.dataset), self.batch_size)
+        return whole, 0 if self.drop_last else rest
+
+    @property
+    def _steps(self) -> int:
+        if self.padding:
+            return -(-len(self) // self.local_batch_size)
+        whole, rest = self._minibatches
+        return whole + (rest > 0)
+
+    def _indices(self) -> list[int]:
+        """This worker's indices of an epoch. Those of a step follow each other."""
+        n = len(self.dataset)
+        order = torch.arange(n, device="cpu")
+        if self.shuffle:  # on the host, whatever the default device is
+            generator = torch.Generator("cpu").manual_seed(self.seed + self.epoch)
+            order = torch.randperm(n, generator=generator, device="cpu")
+        if self.padding:
+            mine = self.rank + self.num_replicas * torch.arange(len(self), device="cpu")
+            return order[mine % max(n, 1)].tolist()
+        assert self.batch_size is not None
+        whole, rest = self._minibatches
+        end = whole * self.batch_size
+        shares = order[:end].reshape(whole, self.batch_size)[:, self._bounds(self.batch_size)]
+        return shares.flatten().tolist() + order[end : end + rest][self._bounds(rest)].tolist()
+
+    def _bounds(self, n: int) -> slice:
+        at = offsets(block_sizes(n, self._parts))
+        return slice(at[self.rank], at[self.rank + 1])
+
+    def _refuse_empty_shares(self) -> None:
+        if self.padding:
+            return
+        assert self.batch_size is not None
+        whole, rest = self._minibatches
+        for count, what in ((self.batch_size * (whole > 0), "a minibatch"), (rest, "the last minibatch")):
+            if count and not min(block_sizes(count, self._parts)):
+                raise ValueError(
+                    message(
+                        f"iterating over {_WHERE}",
+                        got=f"{what} of {count} samples for {self.num_replicas} workers, so that some have none there",
+                        need="a sample for each worker in each step: BatchSampler makes no step of an empty share, and "
+                        "workers would make different numbers of steps",
+                        mend="DataLoader(data, batch_sampler=sampler.batches, collate_fn=Collate(data)), which is "
+                        "sampler.loader(); drop_last=True, or padding=True",
+                    )
+                )
+
+
+class Batches(Sampler[list[int]]):
+    """The indices of a `DistributedSampler` as one list for each step. All workers make as many steps.
+
+    `DataLoader(data, batch_sampler=sampler.batches, collate_fn=Collate(data))`. A list may be empty, where a minibatch
+    has fewer samples than there are workers. Arrays take it as it is (`x[indices]`), so does `DataLoader(data,
+    sampler=sampler.batches, batch_size=None)` where the dataset takes lists; collation needs `Collate`.
+    """
+
+    def __init__(self, sampler: DistributedSampler):
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[list[int]]:
+        step, offset = self.sampler._start()
+        return self._each(self.sampler._indices(), step, offset)
+
+    def _each(self, indices: list[int], step: int, offset: int) -> Iterator[list[int]]:
+        each = self.sampler.local_batch_size
+        for k in range(step, self.sampler._steps):
+            self.sampler._at = (k + 1, 0)
+            yield indices[k * each + offset : (k + 1) * each]
+            offset = 0
+
+    def __len__(self) -> int:
+        return self.sampler._steps
+
+    @property
+    def batch_size(self) -> int:
+        """The length of a list, but for the last one."""
+        return self.sampler.local_batch_size
+
+    @property
+    def drop_last(self) -> bool:
+        return self.sampler.drop_last
+
+    def set_epoch(self, epoch: int) -> None:
+        """As of the sampler."""
+        self.sampler.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of the sampler."""
+        return self.sampler.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """As of the sampler."""
+        self.sampler.load_state_dict(state_dict)
+
+
+class Collate:
+    """A collate_fn that also takes an empty list, of which it makes a batch of length 0.
+
+    Such a batch has the structure, dtypes and other lengths of the batches that collate_fn makes: one sample is
+    collated alone and with itself, and what grew by so much from none to one is taken away again. So the dimension
+    that counts samples has length 0, whichever it is; lists of names are empty; what does not depend on the number of
+    samples stays.
+
+    dataset: where the sample is from, by `dataset[0]`. collate_fn: by default torch's `default_collate`. It is called
+    as it is with all other lists. Raises TypeError where it makes what has no length; a collate_fn that takes an empty
+    list itself needs no `Collate`.
+    """
+
+    def __init__(self, dataset: Any, collate_fn: Callable[[list], Any] | None = None):
+        self.dataset = dataset
+        self.collate_fn = collate_fn or default_collate
+
+    def __call__(self, samples: Any) -> Any:
+        if not (isinstance(samples, list) and not samples):  # a dataset may have made a batch of an empty list itself
+            return self.collate_fn(samples)
+        sample = self.dataset[0]
+        return _of_none(self.collate_fn([sample]), self.collate_fn([sample, sample]), "")
+
+
+def _of_none(one: Any, two: Any, path: str) -> Any:
+    """What a collation makes of no sample, from what it makes of one and of two: lengths grow evenly."""
+    if isinstance(one, torch.Tensor | np.ndarray) and type(one) is type(two) and one.ndim == two.ndim:
+        lengths = [2 * a - b for a, b in zip(one.shape, two.shape, strict=True)]
+        fits = all(0 <= n <= a for n, a in zip(lengths, one.shape, strict=True))
+        if fits and (one.shape != two.shape or bool((one == two).all())):
+            cut = one[tuple(slice(n) for n in lengths)]
+            return cut.clone() if isinstance(cut, torch.Tensor) else cut.copy()
+    elif isinstance(one, Mapping) and isinstance(two, Mapping) and [*one] == [*two]:
+        found = {k: _of_none(one[k], two[k], f"{path}[{k!r}]") for k in one}
+        if not isinstance(one, MutableMapping):
+            return found
+        made = copy.copy(one)
+        made.update(found)
+        return made
+    elif isinstance(one, list | tuple) and type(one) is type(two):
+        if len(one) == len(two):
+            parts = [_of_none(a, b, f"{path}[{k}]") for k, (a, b) in enumerate(zip(one, two, strict=True))]
+            return type(one)(*parts) if hasattr(one, "_fields") else type(one)(parts)
+        if 0 <= 2 * len(one) - len(two) < len(one):
+            return one[: 2 * len(one) - len(two)]
+    elif isinstance(one, int | float | str | bytes | None) and one == two:
+        return one
+    raise TypeError(
+        message(
+            "spmd.bridge.torch.Collate",
+            argument=f"result{path} of collate_fn",
+            got=f"{describe(one)} of one sample, {describe(two)} of two, and now there is none",
+            need="arrays, or lists, of a length that grows with the number of samples, in tuples, lists and dicts",
+            mend="a collate_fn of your own that takes an empty list too, in place of Collate",
+        )
+    )
+
+
+def _integer(argument: str, value: Any, least: int | None, mend: str, where: str = _WHERE) -> int:
+    """A number as a plain integer, checked."""
+    need = "an integer" if least is None else f"an integer of at least {least}"
+    text = message(where, argument=argument, got=describe(value), need=need, mend=mend)
+    try:
+        number = index(value)
+    except TypeError:
+        raise TypeError(text) from None
+    if isinstance(value, bool):
+        raise TypeError(text)
+    if least is not None and number < least:
+        raise ValueError(text)
+    return int(number)
+
+
+def _check_dataset(dataset: Any) -> None:
+    if isinstance(dataset, IterableDataset):
+        raise TypeError(
+            message(
+                _WHERE,
+                argument="dataset",
+                got=f"{type(dataset).__name__}, an IterableDataset",
+                need="a dataset that is asked for samples by index",
+                mend="let its __iter__ take this worker's samples, by spmd.worker_index(axis_name) as it is when the "
+                "dataset is made, or give it __len__ and __getitem__",
+            )
+        )
+    if not hasattr(dataset, "__len__"):
+        raise TypeError(
+            message(
+                _WHERE,
+                argument="dataset",
+                got=f"{type(dataset).__name__}, which has no length",
+                need="a dataset with __len__ and __getitem__",
+                mend="give it __len__",
+            )
+        )
+
+
+def _place(num_replicas: Any, rank: Any, axis_name: str | Sequence[str] | None) -> tuple[tuple[int, ...], int]:
+    """The parts that a minibatch is split into, from major to minor, and which of them is this worker's."""
+    worker = WORKER.get()
+    if axis_name is not None:
+        if num_replicas is not None or rank is not None:
+            raise MeshError(
+                message(
+                    _WHERE,
+                    argument="axis_name",
+                    got=f"{axis_name!r}, with num_replicas={num_replicas}, rank={rank}",
+                    need="the axis, or the two numbers",
+                    mend="leave out the one that is not meant",
+                )
+            )
+        if worker is None:
+            raise MeshError(
+                message(
+                    _WHERE,
+                    argument="axis_name",
+                    got=f"{axis_name!r}, outside of any body",
+                    need="a worker to be made on, whose place along the axis is known",
+                    mend="make it inside the function that is mapped, or give num_replicas= and rank=",
+                )
+            )
+        group = worker.group(worker.mesh.names(axis_name, _WHERE))
+        return group.dims, group.index
+    if num_replicas is None and rank is None:
+        if worker is not None:
+            raise MeshError(
+                message(
+                    _WHERE,
+                    argument="axis_name",
+                    got=f"none, in a body on {worker.mesh}",
+                    need="the axes along which minibatches are split",
+                    mend=f"axis_name={next(iter(worker.mesh.axes), ())!r}",
+                )
+            )
+        if dist.is_available() and dist.is_initialized():
+            return (dist.get_world_size(),), dist.get_rank()
+    if num_replicas is None or rank is None:
+        raise MeshError(
+            message(
+                _WHERE,
+                got=f"num_replicas={num_replicas}, rank={rank}, axis_name=None",
+                need="the number of workers, and which of them this is",
+                mend='num_replicas=4, rank=k, or in a body axis_name="data"; the size of a minibatch is batch_size=',
+            )
+        )
+    size = _integer("num_replicas", num_replicas, 1, "num_replicas=4")
+    place = _integer("rank", rank, 0, "rank=0")
+    if place >= size:
+        raise ValueError(
+            message(
+                _WHERE,
+                argument="rank",
+                got=f"{place} of {size} workers",
+                need=f"an integer from 0 to {size - 1}",
+                mend="rank=0 is the first worker",
+            )
+        )
+    return (size,), place
