@@ -28,12 +28,13 @@ import spmd
 from spmd.bridge.torch.compiled import compilable, operator
 from spmd.bridge.torch.function import tie
 from spmd.bridge.torch.mapping import map
+from spmd.bridge.torch.sampler import Batches, Collate, DistributedSampler
 from spmd.bridge.torch.tensor import Tensor
 
 if TYPE_CHECKING:
     from spmd import *  # noqa: F403
 
-__all__ = ["Tensor", "map", "operator", "tie"]
+__all__ = ["Batches", "Collate", "DistributedSampler", "Tensor", "map", "operator", "tie"]
 
 _INSTEAD = {"grad": "torch.func.grad", "value_and_grad": "torch.func.grad_and_value", "stop_gradient": "x.detach()"}
 

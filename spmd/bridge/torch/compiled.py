@@ -65,7 +65,7 @@ def _bound(ticket: torch.Tensor) -> tuple[Operator, Seat]:
     return next(itertools.islice(seat.tickets, place, None)), seat
 
 
-@torch.library.custom_op("spmd::apply", mutates_args=())
+@torch.library.custom_op("spmd::apply", mutates_args=(), schema="(Tensor x, str token) -> (Tensor, Tensor)")
 def _apply(x: torch.Tensor, token: str) -> tuple[torch.Tensor, torch.Tensor]:
     function, args, kwargs = _tokens[token]
     with torch.no_grad(), captured() as tasks:
@@ -93,7 +93,9 @@ def _(x: torch.Tensor, token: str) -> tuple[torch.Tensor, torch.Tensor]:
     return x.new_empty(shape), torch.empty(1, dtype=torch.int64)
 
 
-@torch.library.custom_op("spmd::move", mutates_args=())
+@torch.library.custom_op(
+    "spmd::move", mutates_args=(), schema="(Tensor g, Tensor ticket, SymInt[] shape, bool forward) -> Tensor"
+)
 def _move(g: torch.Tensor, ticket: torch.Tensor, shape: Sequence[int], forward: bool) -> torch.Tensor:
     op, seat = _bound(ticket)
     with torch.no_grad():
