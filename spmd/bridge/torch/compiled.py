@@ -210,7 +210,7 @@ def _frozen(a: Any) -> Any:
     if isinstance(a, Layout):
         spec = None if a.spec is None else a.spec.dims
         return "Layout", a.shape, spec, tuple(a.axes.items()), a.cuts, a.copies, a.workers
-    if isinstance(a, tuple | list):
+    if isinstance(a, (tuple, list)):  # older tracers know no unions
         return "tuple", tuple([_frozen(b) for b in a])
     return a
 
