@@ -1,6 +1,6 @@
 """A board that the processes of a host share: what each of them does, for those that wait for it.
 
-Every process of an MPI job has a row, in a file that all of this host map into their memory. It writes there what it
+Every process of a job has a row, in a file that all of this host map into their memory. It writes there what it
 waits for, and how often it has met with each group. Nobody reads that unless a wait grows long. Then it tells a
 deadlock, which is a closed circle of waits, from a partner that is busy, and what the others called last.
 
@@ -13,6 +13,8 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import platform
+import secrets
 import tempfile
 import threading
 import time
@@ -24,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["FAILED", "FOLLOWS", "LEFT", "RUNNING", "WAITING", "Board"]
+__all__ = ["FAILED", "FOLLOWS", "LEFT", "RUNNING", "WAITING", "Board", "machine", "new_path", "path_of_launcher"]
 
 RUNNING, WAITING, FAILED, FOLLOWS, LEFT = range(5)
 """What a process does. FAILED: it ends with an error of its own. FOLLOWS: it ends with another's."""
@@ -56,6 +58,9 @@ _ROW = np.dtype(
         ("end", "S4096"),  # the error that it ends with
     ]
 )
+_LOCAL_SIZES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "LOCAL_WORLD_SIZE")
+"""Where launchers say how many processes they have started on this host."""
+
 _SEPARATOR = "\x1f"
 _BEAT, _STATE, _GROUP, _MEETING, _RUN = range(5)
 _PULSE = 0.25
@@ -66,13 +71,13 @@ class Board:
     """The rows of the processes of this host, by their rank in the world; those of other hosts are empty.
 
     rank: of this process in the world. size: of the world. whole: whether all of it is on this host, as the launcher
-    says; then who has no row yet has not come as far as this.
+    says; then who has no row yet has not come as far as this. path: the file, one for those of this host.
     """
 
-    def __init__(self, rank: int, size: int):
+    def __init__(self, rank: int, size: int, path: Path):
         self.rank, self.size = rank, size
-        self.whole = str(size) in (os.environ.get("MPI_LOCALNRANKS"), os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE"))
-        self.path = _path()
+        self.whole = str(size) in (os.environ.get(name) for name in _LOCAL_SIZES)
+        self.path = path
         self.rows = np.ndarray(size, _ROW, _mapped(self.path, size * _ROW.itemsize))
         self.file = self.path.open("r+b")
         row = self.rows[rank : rank + 1]
@@ -272,17 +277,38 @@ class Board:
         }
 
 
-def _path() -> Path:
-    """The file of this job on this host. What jobs that were killed have left behind is taken away."""
+def _folder() -> Path:
+    """Where such files are. What jobs that were killed have left behind is taken away."""
     folder = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
     mine = f"spmd-{os.getuid()}-"
     for old in folder.glob(f"{mine}*-*"):
-        parent, _, birth = old.name.removeprefix(mine).partition("-")
+        parent, birth, *_ = old.name.removeprefix(mine).split("-")
         if parent.isdigit() and _birth(int(parent)) != birth:
             with suppress(OSError):
                 old.unlink()
+    return folder
+
+
+def path_of_launcher() -> Path:
+    """The file of this job on this host, by the process that has started those of this host."""
     launcher = _launcher()
-    return folder / f"{mine}{launcher}-{_birth(launcher)}"
+    return _folder() / f"spmd-{os.getuid()}-{launcher}-{_birth(launcher)}"
+
+
+def new_path() -> Path:
+    """A file that no other job has, for one process to make known to those of its host."""
+    parent = os.getppid()
+    return _folder() / f"spmd-{os.getuid()}-{parent}-{_birth(parent)}-{secrets.token_hex(8)}"
+
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+def machine() -> str:
+    """What is equal for processes that share memory and cores."""
+    with suppress(OSError):
+        return _BOOT.read_text().strip()
+    return platform.node()
 
 
 _LAUNCHERS = ("hydra_pmi_proxy", "mpiexec", "mpirun", "orted", "prted", "prterun", "slurmstepd")

@@ -1,54 +1,27 @@
 """Workers that are MPI processes, over mpi4py's buffer calls.
 
-Every collective begins with a header: a small message in which each member says to each what it calls, and the shape
-of what it is going to send. It is one and the same MPI call for all verbs, so that workers that disagree learn it
-there, before any data moves; and receivers learn the sizes of what comes. Sums are taken here, in the order of the
-members, because MPI only advises an order.
-
-A process that waits polls, and looks at the others every tenth of a second (`Board`): workers that wait for each other
-in different groups, and such that wait for one that has left, learn it too. SPMD_CHECK=0 leaves out what can be left
-out: the headers of sums, whose shapes are equal by contract, and the polling.
+A process that waits polls, for MPI moves its messages only while it is called.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextvars
-import hashlib
-import json
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from math import prod
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from spmd import kernels
-from spmd.device import contiguous
-from spmd.errors import MismatchError, TransportError, class_name, message
-from spmd.layout import block_sizes, offsets
-from spmd.transport.base import Call, Comm, Group, Handle, Outcome, Ready, Transport, mismatch, raised_by, sealed
-from spmd.transport.blas import blas_threads, core_numbers, share_of_cores
-from spmd.transport.detect import abort, end_the_job_on_error
-from spmd.transport.patience import Patience, board_of_the_job, checks_are_on, like, time_limit
+from spmd.layout import offsets
+from spmd.transport.base import Call
+from spmd.transport.board import Board, path_of_launcher
+from spmd.transport.detect import abort
+from spmd.transport.patience import Patience, board_of_the_job
+from spmd.transport.processes import Channel, ProcessTransport, Shape, lost
 
-__all__ = ["MpiTransport"]
-
-_MAX_NDIM = 32
-_SMALL = 1 << 15
-"""Bytes up to which an all-reduce sends whole blocks to everyone: one message time in place of two."""
-
-Shape = tuple[int, ...]
-
-
-@lru_cache(maxsize=4096)
-def _digest(*key: object) -> int:
-    """A call's key as a number that is the same in every process."""
-    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little", signed=True)
+__all__ = ["MpiChannel", "MpiTransport"]
 
 
 @lru_cache(maxsize=1)
@@ -66,337 +39,52 @@ def _last_greetings() -> None:
             MPI.COMM_WORLD.Recv(nothing, status.Get_source(), status.Get_tag())
 
 
-def _headers(call: Call, shapes: Sequence[Shape | None], run: int, number: int) -> np.ndarray:
-    """A row for each member: what is called, and the rank and the shape of what comes for it (rank -1: nothing).
-
-    run, number: which map, and which collective in it.
-    """
-    op, axes, detail, dtype, shape = call.key
-    heads = np.zeros((len(shapes), 2 + _MAX_NDIM), np.int64)
-    heads[:, 0] = _digest(run, number, op, axes, detail, np.dtype(dtype).str, shape)
-    for head, lengths in zip(heads, shapes, strict=True):
-        if lengths is None:
-            head[1] = -1
-        elif len(lengths) <= _MAX_NDIM:
-            head[1] = len(lengths)
-            head[2 : 2 + len(lengths)] = lengths
-        else:
-            raise TransportError(
-                message(
-                    call.op,
-                    got=f"an array of {len(lengths)} dimensions",
-                    need=f"at most {_MAX_NDIM} over MPI",
-                    mend="reshape it for the collective",
-                )
-            )
-    return heads
-
-
-def _bytes(x: np.ndarray) -> np.ndarray:
-    return contiguous(x).reshape(-1).view(np.uint8)
-
-
-def _joined(parts: Sequence[np.ndarray]) -> tuple[np.ndarray, list[int]]:
-    """Several blocks as one buffer of bytes, and the bytes of each."""
-    flat = [_bytes(p) for p in parts]
-    return (flat[0] if len(flat) == 1 else np.concatenate(flat)), [f.size for f in flat]
-
-
-def _split(buffer: np.ndarray, shapes: Sequence[Shape], dtype) -> list[np.ndarray]:
-    """The blocks of these shapes that lie one after the other in a buffer of bytes."""
-    at = offsets([prod(s) * dtype.itemsize for s in shapes])
-    sealed(buffer)
-    return [buffer[at[k] : at[k + 1]].view(dtype).reshape(s) for k, s in enumerate(shapes)]
-
-
 def _placed(buffer: np.ndarray, counts: Sequence[int]) -> list[Any]:
     """A buffer of bytes as MPI's calls with counts take it: pieces of these sizes one after the other."""
     return [buffer, counts, offsets(counts)[:-1], MPI.BYTE]
 
 
-class Pending:
-    """Requests under way, and what is to be done when they have arrived. Their buffers live until then."""
+class MpiChannel(Channel):
+    """A communicator."""
 
-    __slots__ = ("buffers", "call", "finish", "requests", "transport", "value")
+    __slots__ = ("comm",)
 
-    def __init__(self, transport: MpiTransport, requests: list[MPI.Request], buffers: Any, finish: Callable[[], Any]):
-        self.requests: list[MPI.Request] | None = requests
-        self.buffers = buffers
-        self.finish = finish
-        self.transport = transport
-        self.call = transport.last
-        self.value: Any = None
-        transport.flying.add(self)
+    def __init__(self, comm: MPI.Comm):
+        self.comm = comm
 
-    def wait(self) -> Any:
-        if self.requests is not None:
-            self.transport.arrive(self.requests, self.call)
-            self.transport.flying.discard(self)
-            self.requests = self.buffers = None
-            self.value = self.finish()
-            del self.finish
-        return self.value
+    def rows(self, mine: np.ndarray, theirs: np.ndarray) -> list[MPI.Request]:
+        return [self.comm.Ialltoall(mine, theirs)]
 
+    def all_gather(self, send: np.ndarray, receive: np.ndarray, sizes: Sequence[int]) -> list[MPI.Request]:
+        if sizes.count(sizes[0]) == len(sizes):
+            return [self.comm.Iallgather(send, receive)]
+        return [self.comm.Iallgatherv(send, _placed(receive, sizes))]
 
-class _End(Call):
-    """The side of a worker that has left the map, where others still call."""
+    def all_to_all(
+        self, send: np.ndarray, sizes: Sequence[int], receive: np.ndarray, incoming: Sequence[int]
+    ) -> list[MPI.Request]:
+        return [self.comm.Ialltoallv(_placed(send, sizes), _placed(receive, incoming))]
 
-    __slots__ = ("last",)
+    def broadcast(self, buffer: np.ndarray, root: int) -> list[MPI.Request]:
+        return [self.comm.Ibcast([buffer, MPI.BYTE], root)]
 
-    def __init__(self, x: np.ndarray, last: Call | None):
-        super().__init__("the end of the map", (), x.dtype, x.shape)
-        self.last = last
+    def gather(self, send: np.ndarray, rows: np.ndarray | None, root: int) -> list[MPI.Request]:
+        return [self.comm.Igather(send, rows, root)]
 
-    def __str__(self) -> str:
-        return self.op
-
-    @property
-    def source(self) -> str:
-        return f"after {self.last} {self.last.source}" if self.last is not None else "without any call before"
+    def exchange(self, sends: Mapping[int, np.ndarray], receives: Mapping[int, np.ndarray]) -> list[MPI.Request]:
+        requests = [self.comm.Irecv([b, MPI.BYTE], k) for k, b in receives.items()]
+        return requests + [self.comm.Isend([b, MPI.BYTE], k) for k, b in sends.items()]
 
 
-class MpiComm(Comm):
-    """This process's view."""
-
-    def __init__(self, transport: MpiTransport):
-        self.transport = transport
-        self.worker = transport.local[0]
-
-    def room(self, nbytes: int, call: Call, like: Any) -> Any:
-        """Memory for what comes to a collective to which this worker brings `like`."""
-        return np.empty(nbytes, np.uint8)
-
-    def ready(self) -> None:
-        """What is to be sent has been computed."""
-
-    def _pending(self, requests: list[MPI.Request], buffers: Any, finish: Callable[[], Any]) -> Pending:
-        return Pending(self.transport, requests, buffers, finish)
-
-    def meet(self, group: Group, call: Call, shapes: Iterable[Shape | None]) -> list[Shape | None]:
-        """Tell every member what is called and the shape of what comes for it (None: nothing), and learn theirs.
-
-        Raises MismatchError on all members where they call different things.
-        """
-        transport = self.transport
-        comm, order = transport.meeting_place(group, call)
-        self.number += 1
-        mine = _headers(call, list(shapes), transport.runs, self.number)[order]
-        heads = np.empty_like(mine)
-        if transport.board is None:
-            comm.Alltoall(mine, heads)
-        else:
-            transport.come(tuple(sorted(group.members)), call)
-            transport.arrive([comm.Ialltoall(mine, heads)], call, (mine, heads))
-        heads[order] = heads.copy()
-        if (heads[:, 0] != heads[0, 0]).any():
-            error = self._mismatch(group, call, heads[:, 0])
-            transport.fail(error)
-            raise error
-        self.transport.last = call
-        return [None if ndim < 0 else tuple(lengths[:ndim]) for _, ndim, *lengths in heads.tolist()]
-
-    def _mismatch(self, group: Group, call: Call, keys: np.ndarray) -> MismatchError:
-        """What to raise: the members, who all know by now that they disagree, tell each other their calls and lines."""
-        comm, order = self.transport.meeting_place(group, call)
-        mine = np.array([str(call).encode()[:400], call.source.encode()[-400:], str(self.number).encode()], "S400")
-        texts = np.empty((group.size, 3), "S400")
-        comm.Allgather([mine.view(np.uint8), MPI.BYTE], [texts.view(np.uint8), MPI.BYTE])
-        texts[order] = texts.copy()
-        different = keys != keys[0]
-        other = group.index if different[group.index] else int(np.argmax(different))
-        first, second = (
-            (self.transport.describe(group.members[k]), text.decode(errors="replace"), line.decode(), int(number))
-            for k in (0, other)
-            for text, line, number in [texts[k].tolist()]
-        )
-        error = mismatch(first, second)
-        error.ranks = tuple(self.transport.ranks[m] for m in group.members if self._is_here(m))  # type: ignore[attr-defined]
-        return error
-
-    def _is_here(self, member: int) -> bool:
-        board = self.transport.board
-        return board is not None and board.here(self.transport.ranks[member])
-
-    def _meet_alike(self, group: Group, call: Call, x: np.ndarray) -> list[Shape]:
-        """Meet with something for everyone; the shapes that the members bring."""
-        return [s or () for s in self.meet(group, call, [x.shape] * group.size)]
-
-    def _agree(self, group: Group, call: Call, x: np.ndarray) -> None:
-        """Meet for the check alone: where all bring one shape, nobody has to learn any."""
-        if self.transport.checks:
-            self._meet_alike(group, call, x)
-
-    def _shapes(self, group: Group, call: Call) -> Handle:
-        return Ready(self.meet(group, call, [call.shape] * group.size) if group.size > 1 else [call.shape])
-
-    def _all_reduce(self, group: Group, call: Call, x: np.ndarray, how: str) -> Handle:
-        if group.size == 1:
-            return Ready(sealed(x))
-        self._agree(group, call, x)
-        return self._reduce_blocks(group, call, x, how)
-
-    def _reduce_blocks(self, group: Group, call: Call, x: np.ndarray, how: str) -> Handle:
-        """The sum of blocks whose shapes are known to be equal."""
-        comm, n = self.transport.subcomm(group.members), group.size
-        send = _bytes(x)
-        if x.nbytes <= _SMALL:
-            blocks = self.room(n * x.nbytes, call, x).reshape(n, x.nbytes)
-
-            def small() -> np.ndarray:
-                return sealed(kernels.of(x).combine([b.view(x.dtype).reshape(x.shape) for b in blocks], how))
-
-            self.ready()
-            return self._pending([comm.Iallgather(send, blocks)], (send, blocks), small)
-        sizes = [k * x.itemsize for k in block_sizes(x.size, n)]
-        own = sizes[group.index]
-        chunks = self.room(n * own, call, x).reshape(n, own)
-
-        def large() -> np.ndarray:
-            mine = kernels.of(x).combine([c.view(x.dtype) for c in chunks], how)
-            out = self.room(x.nbytes, call, x).view(x.dtype).reshape(x.shape)
-            send = _bytes(mine)
-            self.ready()
-            self.transport.arrive([comm.Iallgatherv(send, _placed(_bytes(out), sizes))], call, (send, out))
-            return sealed(out)
-
-        self.ready()
-        request = comm.Ialltoallv(_placed(send, sizes), _placed(chunks.reshape(-1), [own] * n))
-        return self._pending([request], (send, chunks), large)
-
-    def _all_reduce_many(self, group: Group, call: Call, xs: Sequence[np.ndarray]) -> Handle:
-        if group.size == 1 or not xs:
-            return Ready([sealed(x) for x in xs])
-        packed = np.concatenate([x.reshape(-1) for x in xs])
-        self._agree(group, call, packed)
-        whole = self._reduce_blocks(group, call, packed, "sum")
-        at = offsets([x.size for x in xs])
-
-        def unpack() -> list[np.ndarray]:
-            total = whole.wait()
-            return [total[at[k] : at[k + 1]].reshape(x.shape) for k, x in enumerate(xs)]
-
-        return self._pending([], packed, unpack)
-
-    def _reduce_scatter(self, group: Group, call: Call, parts: Sequence[np.ndarray]) -> Handle:
-        if group.size == 1:
-            return Ready(sealed(parts[0]))
-        mine = parts[group.index]
-        if self.transport.checks:
-            self.meet(group, call, [p.shape for p in parts])
-        return self._all_to_all_blocks(
-            group, call, parts, [mine.shape] * group.size, lambda xs: sealed(kernels.of(mine).combine(xs))
-        )
-
-    def _all_to_all_blocks(
-        self,
-        group: Group,
-        call: Call,
-        parts: Sequence[np.ndarray],
-        shapes: Sequence[Shape],
-        finish: Callable[[list[np.ndarray]], Any],
-    ) -> Handle:
-        dtype = parts[0].dtype
-        send, counts = _joined(parts)
-        incoming = [prod(s) * dtype.itemsize for s in shapes]
-        receive = self.room(sum(incoming), call, parts)
-        self.ready()
-        comm = self.transport.subcomm(group.members)
-        request = comm.Ialltoallv(_placed(send, counts), _placed(receive, incoming))
-        return self._pending([request], (send, receive), lambda: finish(_split(receive, shapes, dtype)))
-
-    def _all_gather(self, group: Group, call: Call, x: np.ndarray) -> Handle:
-        if group.size == 1:
-            return Ready([sealed(x)])
-        shapes = self._meet_alike(group, call, x)
-        counts = [prod(s) * x.itemsize for s in shapes]
-        send, receive = _bytes(x), self.room(sum(counts), call, x)
-        self.ready()
-        request = self.transport.subcomm(group.members).Iallgatherv(send, _placed(receive, counts))
-        return self._pending([request], (send, receive), lambda: _split(receive, shapes, x.dtype))
-
-    def _all_to_all(self, group: Group, call: Call, parts: Sequence[np.ndarray]) -> Handle:
-        if group.size == 1:
-            return Ready([sealed(p) for p in parts])
-        shapes = [s or () for s in self.meet(group, call, [p.shape for p in parts])]
-        return self._all_to_all_blocks(group, call, parts, shapes, lambda xs: xs)
-
-    def _broadcast(self, group: Group, call: Call, x: np.ndarray | None, root: int) -> Handle:
-        if group.size == 1:
-            return Ready(sealed(x))
-        shape = self.meet(group, call, [None if x is None else x.shape] * group.size)[root]
-        size = prod(shape or ()) * np.dtype(call.dtype).itemsize
-        block = x if x is not None else self.room(size, call, x).view(call.dtype).reshape(shape or ())
-        send = _bytes(block)
-        self.ready()
-        request = self.transport.subcomm(group.members).Ibcast([send, MPI.BYTE], root)
-        return self._pending([request], send, lambda: sealed(block))
-
-    def _reduce(self, group: Group, call: Call, x: np.ndarray, root: int) -> Handle:
-        if group.size == 1:
-            return Ready(sealed(x))
-        self._agree(group, call, x)
-        at_root = group.index == root
-        n = group.size
-        send, blocks = _bytes(x), self.room(n * x.nbytes, call, x).reshape(n, x.nbytes) if at_root else None
-        self.ready()
-        request = self.transport.subcomm(group.members).Igather(send, blocks, root)
-
-        def finish() -> np.ndarray | None:
-            if blocks is None:
-                return None
-            return sealed(kernels.of(x).combine([b.view(x.dtype).reshape(x.shape) for b in blocks]))
-
-        return self._pending([request], (send, blocks), finish)
-
-    def _exchange(self, group: Group, call: Call, sends: Mapping[int, np.ndarray]) -> Handle:
-        own = {k: sealed(x) for k, x in sends.items() if k == group.index}
-        if group.size == 1:
-            return Ready(own)
-        shapes = self.meet(group, call, [sends[k].shape if k in sends else None for k in range(group.size)])
-        comm, dtype = self.transport.subcomm(group.members), np.dtype(call.dtype)
-        coming = {k: s for k, s in enumerate(shapes) if s is not None and k != group.index}
-        received = {k: self.room(prod(s) * dtype.itemsize, call, sends) for k, s in coming.items()}
-        sent = {k: _bytes(x) for k, x in sends.items() if k != group.index}
-        self.ready()
-        requests = [comm.Irecv([b, MPI.BYTE], k) for k, b in received.items()]
-        requests += [comm.Isend([b, MPI.BYTE], k) for k, b in sent.items()]
-
-        def finish() -> dict[int, np.ndarray]:
-            found = {k: _split(b, [coming[k]], dtype)[0] for k, b in received.items()}
-            return dict(sorted((found | own).items()))
-
-        return self._pending(requests, (sent, received), finish)
-
-
-class MpiTransport(Transport):
+class MpiTransport(ProcessTransport):
     """Processes of an MPI world, one worker each, in the order of a communicator. Making it sends nothing."""
 
     name = "mpi"
-    comm_type: type[MpiComm] = MpiComm
-    places: Any = None
-    """Where blocks lie on GPUs, if they do."""
+    has_come = staticmethod(MPI.Request.Testall)
 
     def __init__(self, comm: MPI.Comm, ranks: Shape):
         self.group = comm.Get_group()
-        self.size = comm.Get_size()
-        self.local = (comm.Get_rank(),)
-        self.describe: Callable[[int], str] = lambda worker: f"worker {worker}"
-        self.ranks = ranks
-        self.flying: set[Pending] = set()
-        self.last: Call | None = None
-        self.lock = threading.RLock()
-        self.runs = 0
-        self.comm = self.comm_type(self)
-        self.number = 0
-        self.failed = 0
-        self.broken = 0
-        self.time_limit = time_limit()
-        self.checks = checks_are_on()
-        self.board = board_of_the_job() if self.checks and self.size > 1 else None
-        self._threads: int | None = None
-        self._subcomms: dict[Shape, MPI.Comm] = {}
-        self._groups: dict[Shape, tuple[int, Shape]] = {}
-        end_the_job_on_error()
+        super().__init__(comm.Get_rank(), ranks, _board)
 
     @classmethod
     def of(cls, comm: MPI.Comm) -> MpiTransport:
@@ -406,175 +94,46 @@ class MpiTransport(Transport):
             _transports[cls, ranks] = cls(comm, ranks)
         return _transports[cls, ranks]
 
-    def threads(self) -> int:
-        """The BLAS threads of every worker: this host's usable cores over its workers, agreed by all."""
-        if self._threads is None:
-            self._threads = self._share_of_cores(Call("the first map", (), np.dtype(bool), (), frame=sys._getframe()))
-        return self._threads
-
-    def _share_of_cores(self, call: Call) -> int:
-        everyone = tuple(range(self.size))
-        comm = self.subcomm(everyone, call)
-        self._gather(everyone, call)
-        host = comm.Split_type(MPI.COMM_TYPE_SHARED)
-        cores = np.zeros(4096, np.uint8)
-        cores[list(core_numbers())] = 1
-        host.Allreduce(MPI.IN_PLACE, cores, MPI.MAX)  # A launcher may have bound each process to cores of its own.
-        share = np.array(share_of_cores(host.Get_size(), int(cores.sum())))
-        host.Free()
-        comm.Allreduce(MPI.IN_PLACE, share, MPI.MIN)
-        return int(share)
-
-    def subcomm(self, members: Shape, call: Call | None = None) -> MPI.Comm:
-        """The communicator of some workers, in this order, made when they first meet: in a call, or the last one."""
-        found = self._subcomms.get(members)
-        if found is None:
-            self._gather(tuple(sorted(members)), call or self.last)
-            group = self.group.Incl(members)
-            found = self._subcomms[members] = MPI.COMM_WORLD.Create_group(group)
+    def open(self, members: Shape) -> MpiChannel:
+        group = self.group.Incl(members)
+        try:
+            return MpiChannel(MPI.COMM_WORLD.Create_group(group))
+        finally:
             group.Free()
-        return found
 
-    def come(self, members: Shape, call: Call) -> None:
-        """Put on the board that this process waits for a meeting of these workers, in order of their numbers. Raises
-        the error that the map has failed with, where the body caught it: the others end the map with it."""
-        assert self.board is not None
-        if self.number and self.broken == self.number:
-            raise like(*self.board.broken(self.number, self.ranks) or (self.board.rank, "", ""))
-        found = self._groups.get(members)
-        if found is None:
-            ranks = tuple(self.ranks[m] for m in members)
-            found = self._groups[members] = (_digest("group", self.failed, tuple(sorted(ranks))) or 1, ranks)
-        self.board.enter(*found, call, self.number)
+    def wait_for(self, requests: list[MPI.Request]) -> None:
+        MPI.Request.Waitall(requests)
 
-    def _gather(self, members: Shape, call: Call | None) -> None:
-        """Wait until all of these workers are here, before MPI makes something that needs them all."""
-        if self.board is None or call is None:
-            return
-        self.come(members, call)
-        rank = self.board.rank
-        if self.board.whole:
-            try:
-                Patience(self, call).until(lambda: not self.board.missing(rank))  # type: ignore[union-attr]
-            except BaseException as error:
-                if self.board.withdraw() or not isinstance(error, Exception):
-                    self.fail(error)
-                    raise
-        else:
-            number, ranks = self._groups[members]
-            self._greet([r for r in ranks if r != rank], number, call)
-        self.board.go_on()
+    def swap(self, channel: Any, mine: np.ndarray, theirs: np.ndarray) -> None:
+        channel.comm.Alltoall(mine, theirs)
 
-    def _greet(self, others: Sequence[int], number: int, call: Call) -> None:
-        """Wait for a message from each, for the board does not know those of other hosts."""
+    def watch(self, requests: list[MPI.Request], call: Call | None) -> None:
+        Patience(self, call).until(lambda: MPI.Request.Testall(requests))
+
+    def greet(self, others: Sequence[int], number: int, call: Call) -> None:
         world, nothing = MPI.COMM_WORLD, [np.empty(0, np.uint8), MPI.BYTE]
         tag = _first_greeting() + number % 1024
         received = [world.Irecv(nothing, r, tag) for r in others]
         sent = [world.Isend(nothing, r, tag) for r in others]
         try:
-            self._wait(call, lambda: MPI.Request.Testall(received + sent))
+            self.watch(received + sent, call)
         except BaseException:
             for request in received:
                 request.Cancel()
                 request.Wait()
-            _lost.append((sent, nothing))
+            lost.append((sent, nothing))
             raise
 
-    def _wait(self, call: Call | None, done: Callable[[], bool]) -> None:
-        try:
-            Patience(self, call).until(done)
-        except BaseException as error:
-            self.fail(error)
-            raise
-
-    def fail(self, error: BaseException) -> None:
-        """A map has failed here. Others that wait in it learn so, and fail alike; then all meet on new communicators,
-        for on the old ones something may be under way that will never end."""
-        if self.board is not None:
-            self.board.go_on()
-        if self.board is not None and self.broken != self.number:
-            self.broken = self.number
-            self.failed += 1
-            self._subcomms.clear()
-            self._groups.clear()
-            who = getattr(error, "peer", None) or self.describe(self.local[0])
-            origin = getattr(error, "origin", self.board.rank)
-            self.board.fail(self.number, origin, who, f"{class_name(error)}: {error}")
-
-    def arrive(self, requests: list[MPI.Request], call: Call | None, buffers: Any = None) -> None:
-        """Wait for requests; buffers are what they read and write."""
-        if self.board is None:
-            MPI.Request.Waitall(requests)
-            return
-        if not MPI.Request.Testall(requests):
-            try:
-                self._wait(call, lambda: MPI.Request.Testall(requests))
-            except BaseException:
-                _lost.append((requests, buffers))  # MPI may write to them yet
-                raise
-        self.board.go_on()
-
-    def meeting_place(self, group: Group, call: Call) -> tuple[MPI.Comm, Sequence[int] | slice]:
-        """A communicator of the group's members that does not depend on the order of its axes, and the members in its
-        order: those who name the axes in another order must meet too, to learn it."""
-        members = tuple(sorted(group.members))
-        if members == group.members:
-            return self.subcomm(members, call), slice(None)
-        return self.subcomm(members, call), sorted(range(group.size), key=group.members.__getitem__)
-
-    def run(self, body: Callable[[Comm], Any], scheduler: str, describe: Callable[[int], str]) -> Outcome:
-        with self.lock:  # Of several threads one runs its map; should others come first elsewhere, it is a mismatch.
-            return self._run(body, describe)
-
-    def _run(self, body: Callable[[Comm], Any], describe: Callable[[int], str]) -> Outcome:
-        self.describe = describe
-        self.runs += 1
-        self.number = _digest("run", type(self).__name__, self.ranks, self.runs) or 1
-        self.comm = self.comm_type(self)
-        worker = self.local[0]
-        started = time.perf_counter()
-        with blas_threads(self.threads()):
-            try:
-                result = contextvars.copy_context().run(body, self.comm)
-            except SystemExit as end:
-                _follow(end.code)
-                raise
-            except Exception as error:
-                if not isinstance(error, MismatchError) and not hasattr(error, "peer"):
-                    raised_by(error, describe(worker))
-                self.fail(error)
-                raise
-            finally:
-                if self.broken == self.number:
-                    self._leave()
-        return Outcome({worker: result}, time.perf_counter() - started, 0)
-
-    def _leave(self) -> None:
-        """A map that has failed is over: what follows has another number, and its error is not of that."""
-        self.number = _digest("after", type(self).__name__, self.ranks, self.runs) or 1
-
-    def share(self, local: dict[int, Any]) -> dict[int, Any]:
-        (value,) = local.values()
-        send = np.frombuffer(json.dumps(value).encode(), np.uint8)
-        everyone = tuple(range(self.size))
-        group = Group((), (), everyone, self.local[0])
-        try:
-            blocks = self.comm._all_gather(group, _End(send, self.last), send).wait()  # no part of the ledger
-        finally:
-            if self.broken == self.number:
-                self._leave()
-        self.last = None
-        return {k: json.loads(block.tobytes()) for k, block in enumerate(blocks)}
+    def leave(self, code: Any) -> None:
+        """End the whole job with one worker's sys.exit, unless that reports success."""
+        if code not in (None, 0) and MPI.COMM_WORLD.Get_size() > 1:
+            if not isinstance(code, int):
+                print(code, file=sys.stderr)
+            abort(code if isinstance(code, int) else 1)
 
 
 _transports: dict[tuple[type, Shape], MpiTransport] = {}
-_lost: list[Any] = []
-"""Requests that nobody will wait for any more, and their buffers."""
 
 
-def _follow(code: Any) -> None:
-    """End the whole job with one worker's sys.exit, unless that reports success."""
-    if code not in (None, 0) and MPI.COMM_WORLD.Get_size() > 1:
-        if not isinstance(code, int):
-            print(code, file=sys.stderr)
-        abort(code if isinstance(code, int) else 1)
+def _board() -> Board | None:
+    return board_of_the_job(MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size(), path_of_launcher)

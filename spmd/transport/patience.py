@@ -1,4 +1,4 @@
-"""How a process of an MPI job waits for others: it polls, looks at them on the board, and ends what cannot end."""
+"""How a process of a job waits for others: it polls, looks at them on the board, and ends what cannot end."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import atexit
 import os
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spmd.errors import MeshError, StallError, again, message
@@ -13,7 +14,7 @@ from spmd.transport.base import Call, deadlock, raised_by
 from spmd.transport.board import FAILED, FOLLOWS, LEFT, Board
 
 if TYPE_CHECKING:
-    from spmd.transport.mpi import MpiTransport
+    from spmd.transport.processes import ProcessTransport
 
 __all__ = ["Patience", "board_of_the_job", "checks_are_on", "failed_too", "like", "time_limit"]
 
@@ -23,7 +24,7 @@ _LOOK = 0.1
 
 
 def checks_are_on() -> bool:
-    """Whether collectives over MPI begin with a check, and waits are watched: not with SPMD_CHECK=0."""
+    """Whether collectives between processes begin with a check, and waits are watched: not with SPMD_CHECK=0."""
     return os.environ.get("SPMD_CHECK", "1") != "0"
 
 
@@ -51,14 +52,12 @@ _let_others: Callable[[], object] = getattr(os, "sched_yield", lambda: time.slee
 _board: Board | None = None
 
 
-def board_of_the_job() -> Board | None:
-    """The board of this job on this host; None where its processes can share no memory."""
+def board_of_the_job(rank: int, size: int, path: Callable[[], Path]) -> Board | None:
+    """The board of this job on this host, made at the first call; None where its processes can share no memory."""
     global _board
     if _board is None:
-        from mpi4py import MPI
-
         try:
-            _board = Board(MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size())
+            _board = Board(rank, size, path())
         except OSError:
             return None
         atexit.register(_board.close)
@@ -122,7 +121,7 @@ def like(origin: int, who: str, said: str) -> Exception:
 class Patience:
     """One wait of a process in a call."""
 
-    def __init__(self, transport: MpiTransport, call: Call | None):
+    def __init__(self, transport: ProcessTransport, call: Call | None):
         assert transport.board is not None
         self.transport, self.board, self.call = transport, transport.board, call
         self.seen: object = None
@@ -140,14 +139,15 @@ class Patience:
             now = time.monotonic()
             waited = now - started
             if now > next_look:
-                self._look(now)
+                self.look(now)
                 next_look = now + _LOOK
             if waited < 0.002:
                 _let_others()
             else:
                 time.sleep(min(waited / 50, 0.005))
 
-    def _look(self, now: float) -> None:
+    def look(self, now: float) -> None:
+        """Raise what `until` does, if it is so. To be asked again, because what is seen once may be past."""
         self.board.tell()
         broken = self.board.broken(self.transport.number, self.transport.ranks)
         if broken is not None:

@@ -23,7 +23,8 @@ from spmd.cuda import current
 from spmd.device import contiguous, on_device
 from spmd.errors import TransportError, message
 from spmd.transport.base import Call, Comm, Group, Handle, Outcome
-from spmd.transport.mpi import MpiComm, MpiTransport
+from spmd.transport.mpi import MpiTransport
+from spmd.transport.processes import ProcessComm
 
 __all__ = ["DirectTransport", "StagedTransport", "local_rank", "transport_of"]
 
@@ -104,9 +105,9 @@ def of_device(call: Call, x: Any) -> bool:
 
 
 def _through_the_host(name: str) -> Callable[..., Handle]:
-    verb: Any = getattr(MpiComm, name)
+    verb: Any = getattr(ProcessComm, name)
 
-    def staged(self: MpiComm, group: Group, call: Call, x: Any, *more: Any) -> Handle:
+    def staged(self: ProcessComm, group: Group, call: Call, x: Any, *more: Any) -> Handle:
         if group.size == 1 or not of_device(call, x):
             return verb(self, group, call, x, *more)
         host = to_pinned(x)
@@ -122,7 +123,7 @@ VERBS = (
 )
 
 
-class StagedComm(MpiComm):
+class StagedComm(ProcessComm):
     """This process's view, where blocks go through the host."""
 
 
@@ -130,7 +131,7 @@ for _name in VERBS:
     setattr(StagedComm, _name, _through_the_host(_name))
 
 
-class DirectComm(MpiComm):
+class DirectComm(ProcessComm):
     """This process's view, where MPI takes blocks from the device and puts them there."""
 
     def room(self, nbytes: int, call: Call, like: Any) -> Any:

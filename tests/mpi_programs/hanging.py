@@ -26,7 +26,7 @@ from spmd.transport import board
 HOW = sys.argv[1]
 if sys.argv[2:] == ["apart"]:
     os.environ |= {"MPI_LOCALNRANKS": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
-    board._path = lambda: Path(f"{tempfile.mkdtemp()}/board")
+    board._folder = lambda: Path(tempfile.mkdtemp())
 if HOW == "early" and "1" in (os.environ.get("PMI_RANK"), os.environ.get("OMPI_COMM_WORLD_RANK")):
     from mpi4py import MPI  # noqa: F401
 
