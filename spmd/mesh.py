@@ -17,7 +17,7 @@ from spmd.errors import LayoutError, MeshError, TransportError, describe, messag
 from spmd.layout import Layout, P, Spec
 from spmd.state import State, state_of
 from spmd.transport.base import Comm, Group, Outcome, Transport
-from spmd.transport.detect import mpi_world
+from spmd.transport.detect import job_world, mpi_world, torch_world
 from spmd.transport.local import LocalTransport
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ __all__ = [
     "worker_index",
 ]
 
-TRANSPORTS = ("local", "mpi", "nccl")
+TRANSPORTS = ("local", "mpi", "torch", "nccl")
 SCHEDULERS = ("auto", "lockstep", "threads")
 
 
@@ -84,8 +84,9 @@ class Mesh:
 
     axes: the axis sizes by name, major to minor. The options are keywords of the same call, so an axis of one of
     their names needs `make_mesh`:
-    transport: "local" (virtual workers of this process) or "mpi" (processes). By default "mpi" where this process
-    is one of an MPI world of the mesh's size, else "local"; the variable SPMD_TRANSPORT overrides the default.
+    transport: "local" (virtual workers of this process), "mpi" or "torch" (processes). By default "mpi" where this
+    process is one of several of MPI, "torch" where it is one of several of torch.distributed, as torchrun starts them,
+    else "local"; the variable SPMD_TRANSPORT overrides the default.
     "nccl": a GPU for each worker, among which NCCL moves blocks; the workers are those that the default gives.
     scheduler: of "local": "lockstep", "threads", or "auto" (by measurement); the variable SPMD_SCHEDULER overrides
     the default.
@@ -330,21 +331,26 @@ def _choice(where: str, option: str, given: str | None, variable: str, known: tu
 
 
 def _transport(mesh: Mesh) -> Transport:
-    """The engine of a mesh: what was asked for, else MPI where its world fits, else virtual workers."""
+    """The engine of a mesh: what was asked for, else that of the job of which this process is, else virtual workers."""
     if mesh._wanted == "nccl":
         from spmd.transport.nccl import NcclTransport
 
-        world = mesh._comm if mesh._comm is not None else mpi_world()
-        processes = world is not None and world.Get_size() > 1
         assert mesh.places is not None
-        return NcclTransport(_engine(mesh, "mpi" if processes else "local"), mesh.places)
+        return NcclTransport(_engine(mesh, None if mesh._comm is None else "mpi"), mesh.places)
     return _engine(mesh, mesh._wanted if mesh._comm is None else "mpi")
 
 
 def _engine(mesh: Mesh, wanted: str | None) -> Transport:
     """Virtual workers, or processes."""
+    if wanted is None:
+        world = job_world()
+        wanted = "local" if world is None else world.engine
     if wanted == "local":
         return LocalTransport(mesh.size, mesh.places)
+    return _of_mpi(mesh) if wanted == "mpi" else _of_torch(mesh)
+
+
+def _of_mpi(mesh: Mesh) -> Transport:
     comm = mesh._comm if mesh._comm is not None else mpi_world()
     if comm is not None and not hasattr(comm, "Get_size"):
         raise MeshError(
@@ -356,41 +362,66 @@ def _engine(mesh: Mesh, wanted: str | None) -> Transport:
                 mend="comm=MPI.COMM_WORLD, or leave it out",
             )
         )
-    if comm is None and wanted == "mpi":
+    if comm is None:
         try:
             from mpi4py import MPI
         except ImportError as error:
-            raise TransportError(
-                message(
-                    "spmd.Mesh",
-                    argument="transport",
-                    got=f'"mpi", and mpi4py cannot be imported ({error})',
-                    need="mpi4py with a working MPI library",
-                    mend='pip install "spmd[mpi]"',
-                )
-            ) from error
+            raise _no_engine("mpi", "mpi4py", "mpi4py with a working MPI library", error) from error
         comm = MPI.COMM_WORLD
-    world = 1 if comm is None else comm.Get_size()
-    if wanted is None and world == 1:
-        return LocalTransport(mesh.size, mesh.places)
-    if world != mesh.size:
-        raise TransportError(
-            message(
-                "spmd.Mesh",
-                got=f"{mesh} of {mesh.size} workers, and an MPI world of {world} process{'es' * (world != 1)}",
-                need="as many processes as workers",
-                mend=f'start it with "mpiexec -n {mesh.size}", or Mesh(..., transport="local") '
-                "for virtual workers in each process",
-            )
-        )
-    assert comm is not None
+    _check_size(mesh, comm.Get_size(), "an MPI world", "mpiexec -n")
     if mesh.places is not None:
-        from spmd.transport.staged import transport_of
+        from spmd.transport.direct import transport_of
 
         return transport_of(comm, mesh.places)
     from spmd.transport.mpi import MpiTransport
 
     return MpiTransport.of(comm)
+
+
+def _of_torch(mesh: Mesh) -> Transport:
+    world = torch_world()
+    _check_size(mesh, 1 if world is None else world.size, "a torch.distributed world", "torchrun --nproc-per-node")
+    try:
+        import torch.distributed as dist
+    except ImportError as error:
+        raise _no_engine("torch", "torch", "torch, which the processes speak through", error) from error
+    if not (dist.is_available() and dist.is_gloo_available()):
+        raise _no_engine("torch", "torch", "a torch that is built with torch.distributed and gloo", "it has no gloo")
+    from spmd.transport.torch import TorchTransport
+
+    if mesh.places is not None:
+        from spmd.transport.staged import on_places, staged
+
+        return on_places(staged(TorchTransport).of(), mesh.places)
+    return TorchTransport.of()
+
+
+def _no_engine(name: str, package: str, need: str, reason: object) -> TransportError:
+    return TransportError(
+        message(
+            "spmd.Mesh",
+            argument="transport",
+            got=f'"{name}", and {package} cannot be imported ({reason})'
+            if isinstance(reason, ImportError)
+            else f'"{name}", and {package} cannot be used ({reason})',
+            need=need,
+            mend=f'pip install "spmd[{name}]", or Mesh(..., transport="local") or SPMD_TRANSPORT=local to run each '
+            "process by itself",
+        )
+    )
+
+
+def _check_size(mesh: Mesh, size: int, world: str, launcher: str) -> None:
+    if size != mesh.size:
+        raise TransportError(
+            message(
+                "spmd.Mesh",
+                got=f"{mesh} of {mesh.size} workers, and {world} of {size} process{'es' * (size != 1)}",
+                need="as many processes as workers",
+                mend=f'start it with "{launcher} {mesh.size}", or Mesh(..., transport="local") '
+                "for virtual workers in each process",
+            )
+        )
 
 
 def make_mesh(
@@ -473,5 +504,5 @@ def is_main() -> bool:
     mesh = current_mesh()
     if mesh is not None and mesh._comm is not None:
         return mesh._comm.Get_rank() == 0
-    world = mpi_world()
-    return world is None or world.Get_rank() == 0
+    world = job_world()
+    return world is None or world.rank == 0

@@ -1,4 +1,8 @@
-"""Whether this process is one of an MPI job. Launchers' variables are hints; only MPI's own world is believed."""
+"""Whether this process is one of a job, of MPI or of torch.distributed.
+
+Of MPI launchers' variables are hints; only MPI's own world is believed. Of torch.distributed they are all there is,
+until somebody has initialised it.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,20 @@ import sys
 import time
 import warnings
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from spmd.errors import TransportError, message
 
-__all__ = ["abort", "end_the_job_on_error", "launcher_hint", "mpi_world"]
+__all__ = [
+    "TorchWorld",
+    "World",
+    "abort",
+    "end_the_job_on_error",
+    "job_world",
+    "launcher_hint",
+    "mpi_world",
+    "torch_world",
+]
 
 # What a launcher of MPI tells each process that it starts: how many there are, or which one it is. Variables that a
 # scheduler sets in plain shells of an allocation too (SLURM_NTASKS, SLURM_PROCID) say nothing.
@@ -63,6 +76,56 @@ def mpi_world() -> Any:
     elif several:
         _warn_alone(hint, f"MPI sees one ({MPI.Get_library_version().splitlines()[0].split(',')[0]})")
     return MPI.COMM_WORLD
+
+
+class TorchWorld(NamedTuple):
+    """This process's place among those of torch.distributed. launched: by torchrun."""
+
+    rank: int
+    size: int
+    launched: bool
+
+
+def torch_world() -> TorchWorld | None:
+    """The world of torch.distributed where it is initialised, else what a launcher's variables tell of it; None where
+    there is neither, and with SPMD_TRANSPORT=local. Does not import torch."""
+    if os.environ.get("SPMD_TRANSPORT") == "local":
+        return None
+    launched = "TORCHELASTIC_RUN_ID" in os.environ
+    dist = sys.modules.get("torch.distributed")
+    if getattr(dist, "is_initialized", bool)():
+        return TorchWorld(dist.get_rank(), dist.get_world_size(), launched)  # type: ignore[union-attr]
+    rank, size = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
+    if not (rank.isdecimal() and size.isdecimal() and {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()):
+        return None
+    return TorchWorld(int(rank), int(size), launched)
+
+
+class World(NamedTuple):
+    """The processes among which this one is: by which engine, its number, how many they are, and MPI's communicator."""
+
+    engine: str
+    rank: int
+    size: int
+    comm: Any = None
+
+
+def job_world() -> World | None:
+    """The job of several processes that this one is of, None where it is by itself.
+
+    torchrun stands nearer to a process than a launcher of MPI: it is what srun starts on each host. Otherwise MPI goes
+    before torch.distributed. SPMD_TRANSPORT names one of them.
+    """
+    wanted = os.environ.get("SPMD_TRANSPORT")
+    torch = torch_world() if wanted != "mpi" else None
+    if torch is not None and torch.size > 1 and (torch.launched or wanted == "torch"):
+        return World("torch", torch.rank, torch.size)
+    mpi = mpi_world() if wanted != "torch" else None
+    if mpi is not None and mpi.Get_size() > 1:
+        return World("mpi", mpi.Get_rank(), mpi.Get_size(), mpi)
+    if torch is not None and torch.size > 1:
+        return World("torch", torch.rank, torch.size)
+    return None
 
 
 def _said(hint: str | None) -> str:
@@ -124,6 +187,8 @@ def abort(status: int) -> None:
             launcher = int(os.environ["PMI_FD"])
             if stat.S_ISSOCK(os.fstat(launcher).st_mode):
                 os.write(launcher, f"cmd=abort exitcode={status}\n".encode())
+    elif "spmd.transport.torch" in sys.modules:
+        os._exit(status)  # torchrun ends the others as soon as it sees that. The usual end of torch takes its time.
 
 
 if launcher_hint() in _SIZES and os.environ.get("SPMD_TRANSPORT") != "local":

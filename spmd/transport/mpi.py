@@ -19,7 +19,7 @@ from spmd.transport.base import Call
 from spmd.transport.board import Board, path_of_launcher
 from spmd.transport.detect import abort
 from spmd.transport.patience import Patience, board_of_the_job
-from spmd.transport.processes import Channel, ProcessTransport, Shape, lost
+from spmd.transport.processes import Channel, ProcessTransport, Shape
 
 __all__ = ["MpiChannel", "MpiTransport"]
 
@@ -52,8 +52,9 @@ class MpiChannel(Channel):
     def __init__(self, comm: MPI.Comm):
         self.comm = comm
 
-    def rows(self, mine: np.ndarray, theirs: np.ndarray) -> list[MPI.Request]:
-        return [self.comm.Ialltoall(mine, theirs)]
+    def rows(self, mine: np.ndarray) -> tuple[list[MPI.Request], np.ndarray]:
+        theirs = np.empty_like(mine)
+        return [self.comm.Ialltoall(mine, theirs)], theirs
 
     def all_gather(self, send: np.ndarray, receive: np.ndarray, sizes: Sequence[int]) -> list[MPI.Request]:
         if sizes.count(sizes[0]) == len(sizes):
@@ -104,8 +105,10 @@ class MpiTransport(ProcessTransport):
     def wait_for(self, requests: list[MPI.Request]) -> None:
         MPI.Request.Waitall(requests)
 
-    def swap(self, channel: Any, mine: np.ndarray, theirs: np.ndarray) -> None:
+    def swap(self, channel: Any, mine: np.ndarray) -> np.ndarray:
+        theirs = np.empty_like(mine)
         channel.comm.Alltoall(mine, theirs)
+        return theirs
 
     def watch(self, requests: list[MPI.Request], call: Call | None) -> None:
         Patience(self, call).until(lambda: MPI.Request.Testall(requests))
@@ -121,7 +124,7 @@ class MpiTransport(ProcessTransport):
             for request in received:
                 request.Cancel()
                 request.Wait()
-            lost.append((sent, nothing))
+            self.lost.append((sent, nothing))
             raise
 
     def leave(self, code: Any) -> None:

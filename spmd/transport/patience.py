@@ -16,10 +16,10 @@ from spmd.transport.board import FAILED, FOLLOWS, LEFT, Board
 if TYPE_CHECKING:
     from spmd.transport.processes import ProcessTransport
 
-__all__ = ["Patience", "board_of_the_job", "checks_are_on", "failed_too", "like", "time_limit"]
+__all__ = ["LOOK", "Patience", "board_of_the_job", "checks_are_on", "failed_too", "like", "time_limit"]
 
 _TIMEOUT = 300.0
-_LOOK = 0.1
+LOOK = 0.1
 """Seconds between two looks at the others."""
 
 
@@ -97,6 +97,8 @@ def failed_too(kind: type[BaseException], error: BaseException) -> list[str]:
     ):
         time.sleep(0.01)
     failures = board.failures()
+    if any(board.has_died(r) for r in failures):
+        time.sleep(_AWAY)  # the job is about to end by one that has reported
     if min(failures) != board.rank:
         time.sleep(_AWAY)  # the first one reports, and ends the job
         return []
@@ -134,13 +136,13 @@ class Patience:
                 return
             _let_others()
         started = time.monotonic()
-        next_look = started + _LOOK
+        next_look = started + LOOK
         while not done():
             now = time.monotonic()
             waited = now - started
             if now > next_look:
                 self.look(now)
-                next_look = now + _LOOK
+                next_look = now + LOOK
             if waited < 0.002:
                 _let_others()
             else:

