@@ -1,4 +1,4 @@
-"""Start programs from tests: under the mpiexec that stands beside a Python, or alone, always with a time limit."""
+"""Start programs from tests: under the mpiexec that stands beside a Python, torchrun, or alone, with a time limit."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from contextlib import suppress
@@ -14,7 +15,10 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["PROGRAMS", "ROOT", "Ended", "each_mpi", "launch", "mpiexec", "run_python"]
+__all__ = ["PROGRAMS", "ROOT", "TORCHRUN", "Ended", "each_mpi", "launch", "mpiexec", "run_python"]
+
+TORCHRUN = "torchrun"
+"""In place of a Python: this one, and its torchrun."""
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = ROOT / "tests" / "mpi_programs"
@@ -30,13 +34,14 @@ _OPENMPI = {
 
 
 class Ended(subprocess.CompletedProcess):
-    """How a program ended. returncode: None where it had to be killed."""
+    """How a program ended. returncode: None where it had to be killed. launcher: what torchrun itself has printed."""
 
     returncode: int | None
+    launcher: str = ""
 
     def __str__(self) -> str:
         ended = "ran out of time" if self.returncode is None else f"ended with {self.returncode}"
-        return f"{self.args} {ended}\n--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
+        return f"{self.args} {ended}\n--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}{self.launcher}"
 
 
 def mpiexec(python: str | os.PathLike = sys.executable) -> Path | None:
@@ -44,6 +49,9 @@ def mpiexec(python: str | os.PathLike = sys.executable) -> Path | None:
     found = Path(python).parent / "mpiexec"
     return found if found.exists() else None
 
+
+_TORCHS_START = 30.0
+"""Seconds more: torch is imported by each process, on a machine that may be busy."""
 
 OPENMPI = os.environ.get("SPMD_TEST_OPENMPI_PYTHON")
 
@@ -84,13 +92,31 @@ def launch(
     timeout=60.0,
     **env: str,
 ) -> Ended:
-    """`mpiexec -n n python program args`, by the mpiexec beside `python`. env: more environment variables."""
+    """`mpiexec -n n python program args`, by the mpiexec beside `python`. env: more environment variables.
+
+    python=TORCHRUN: `torchrun --nproc-per-node n program args`, and what the processes print, one after the other.
+    """
+    if python == TORCHRUN:
+        return _torchrun([program, *args], n, timeout + _TORCHS_START, env)
     command = mpiexec(python)
     assert command is not None, f"no mpiexec beside {python}"
     options = ["--oversubscribe"] if _is_openmpi(command) else []
     if options:
         env = _OPENMPI | env
     return _run([command, *options, "-n", str(n), python, program, *args], timeout, env)
+
+
+def _torchrun(words: list, n: int, timeout: float, env: dict[str, str]) -> Ended:
+    with tempfile.TemporaryDirectory() as folder:
+        options = ["--standalone", f"--nproc-per-node={n}", f"--log-dir={folder}", "--redirects=3"]
+        # torchrun forgets the groups of its processes where it is killed itself: their marks tell them.
+        ended = _run([sys.executable, "-m", "torch.distributed.run", *options, *words], timeout, env)
+        ended.launcher = ended.stdout + ended.stderr
+        ended.stdout, ended.stderr = (
+            "".join(path.read_text(errors="replace") for path in sorted(Path(folder).rglob(f"{name}.log")))
+            for name in ("stdout", "stderr")
+        )
+    return ended
 
 
 def run_python(*args: str | os.PathLike, python: str | os.PathLike = sys.executable, timeout=60.0, **env: str) -> Ended:

@@ -19,7 +19,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
@@ -63,26 +63,34 @@ class Lines:
         self.group: Any = dist.ProcessGroupGloo(store, rank, size, _CONNECT)
         self.channels: list[TorchChannel] = []
         """They live as long: what a receive stands ready to write to is kept until nobody sends here any more."""
-        self.peer = (rank + 1) % size
+        self.peers = [r for r in range(size) if r != rank]
         self.tag = digest("nothing ever comes here") % _TAGS
 
     def cut(self) -> None:
         """Break off, so that whoever waits on these lines, here or elsewhere, waits no longer.
 
-        gloo closes all connections where one receive runs out of time.
+        gloo closes all connections where one receive runs out of time. On one that is closed already there is none.
         """
-        with suppress(RuntimeError):
-            self.group.recv([torch.empty(1, dtype=torch.uint8)], self.peer, self.tag).wait(timedelta(milliseconds=1))
+        for peer in self.peers:
+            with suppress(RuntimeError):
+                self.group.recv([torch.empty(1, dtype=torch.uint8)], peer, self.tag).wait(timedelta(milliseconds=1))
 
 
 class Posted(list):
-    """Sends and receives under way, over some lines."""
+    """Sends and receives under way, over some lines. closed: why not all of them could be posted."""
 
-    __slots__ = ("lines",)
+    __slots__ = ("closed", "lines")
 
-    def __init__(self, lines: Lines, works: list[Any]):
-        super().__init__(works)
+    def __init__(self, lines: Lines):
         self.lines = lines
+        self.closed = ""
+
+    def post(self, move: Callable[..., Any], x: torch.Tensor, rank: int, tag: int) -> None:
+        try:
+            if not self.closed:
+                self.append(move([x], rank, tag))
+        except RuntimeError as error:
+            self.closed = str(error)
 
 
 class TorchChannel(Channel):
@@ -99,13 +107,15 @@ class TorchChannel(Channel):
         self.others = [k for k in range(len(ranks)) if k != me]
         self.tag = digest("blocks", key) % _TAGS
         self.greetings = digest("rows", key) % _TAGS
-        self.standing: tuple[list[Any], np.ndarray] | None = None
+        self.standing: tuple[Posted, np.ndarray] | None = None
 
     def exchange(self, sends: Mapping[int, np.ndarray], receives: Mapping[int, np.ndarray]) -> Posted:
-        group, ranks, tag = self.lines.group, self.ranks, self.tag
-        works = [group.recv([_tensor(x)], ranks[k], tag) for k, x in receives.items() if x.size]
-        works += [group.send([_tensor(x)], ranks[k], tag) for k, x in sends.items() if x.size]
-        return Posted(self.lines, works)
+        posted, group = Posted(self.lines), self.lines.group
+        for move, blocks in (group.recv, receives), (group.send, sends):
+            for k, x in blocks.items():
+                if x.size:
+                    posted.post(move, _tensor(x), self.ranks[k], self.tag)
+        return posted
 
     def _swap(self, sends: list[np.ndarray], receives: list[np.ndarray]) -> Posted:
         """One piece to each, and one from each; the own one is copied."""
@@ -114,17 +124,21 @@ class TorchChannel(Channel):
 
     def rows(self, mine: np.ndarray) -> tuple[Posted, np.ndarray]:
         """gloo's sender waits until it knows of the receive. So there is always one that stands ready for the next."""
-        works, theirs = self.standing or self._stand(mine)
+        posted, theirs = self.standing or self._stand(mine)
         theirs[self.me] = mine[self.me]
-        rows, group = torch.from_numpy(mine), self.lines.group
-        works += [group.send([rows[k]], self.ranks[k], self.greetings) for k in self.others]
+        self._post_rows(posted, self.lines.group.send, mine)
         self.standing = self._stand(mine)
-        return Posted(self.lines, works), theirs
+        return posted, theirs
 
-    def _stand(self, like: np.ndarray) -> tuple[list[Any], np.ndarray]:
-        theirs = np.empty_like(like)
-        rows, group = torch.from_numpy(theirs), self.lines.group
-        return [group.recv([rows[k]], self.ranks[k], self.greetings) for k in self.others], theirs
+    def _stand(self, like: np.ndarray) -> tuple[Posted, np.ndarray]:
+        posted, theirs = Posted(self.lines), np.empty_like(like)
+        self._post_rows(posted, self.lines.group.recv, theirs)
+        return posted, theirs
+
+    def _post_rows(self, posted: Posted, move: Callable[..., Any], rows: np.ndarray) -> None:
+        tensor = torch.from_numpy(rows)
+        for k in self.others:
+            posted.post(move, tensor[k], self.ranks[k], self.greetings)
 
     def all_gather(self, send: np.ndarray, receive: np.ndarray, sizes: Sequence[int]) -> Posted:
         return self._swap([send] * len(sizes), pieces(receive, sizes))
@@ -182,13 +196,13 @@ class Watch:
         """Wait for what was posted. Raises what is seen meanwhile, or Closed."""
         turn = Turn(patience, posted)
         self.turns.add(turn)
+        closed = posted.closed
         try:
-            for work in posted:
-                work.wait(_FOREVER)
+            if not closed:
+                for work in posted:
+                    work.wait(_FOREVER)
         except RuntimeError as error:
             closed = str(error)
-        else:
-            closed = ""
         finally:
             with self.lock:
                 self.turns.discard(turn)
@@ -286,12 +300,19 @@ class TorchTransport(ProcessTransport):
         store.set(f"{name} {world.rank}", "here")
         Patience(self, call).until(lambda: store.check([f"{name} {r}" for r in others]))
 
+    @staticmethod
+    def has_come(requests: list[Any]) -> bool:
+        return not requests and not getattr(requests, "closed", "")
+
     def wait_for(self, requests: list[Any]) -> None:
+        closed = getattr(requests, "closed", "")
         try:
             for work in requests:
                 work.wait(_FOREVER)
         except RuntimeError as error:
-            raise _closed(self.last, str(error)) from None
+            closed = str(error)
+        if closed:
+            raise _closed(self.last, closed)
 
     def watch(self, requests: list[Any], call: Call | None) -> None:
         assert isinstance(requests, Posted)

@@ -11,7 +11,7 @@ import spmd
 from spmd import P
 
 WHERE = sys.argv[1]
-if WHERE == "start" and "1" in (os.environ.get("PMI_RANK"), os.environ.get("OMPI_COMM_WORLD_RANK")):
+if WHERE == "start" and "1" in (os.environ.get(name) for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "RANK")):
     raise ValueError("worker one fails: start")  # MPI has not started here, and the others wait for that.
 if WHERE == "wrong size":
     spmd.map(lambda x: x, P("x"), P("x"), mesh=spmd.Mesh(x=3))(np.ones(4))

@@ -7,6 +7,7 @@ as on hosts of their own.
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -25,10 +26,13 @@ from spmd.transport import board
 
 HOW = sys.argv[1]
 if sys.argv[2:] == ["apart"]:
-    os.environ |= {"MPI_LOCALNRANKS": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+    os.environ |= {"MPI_LOCALNRANKS": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    board._BOOT = Path("/nowhere")
+    platform.node = lambda: f"host {os.getpid()}"
     board._folder = lambda: Path(tempfile.mkdtemp())
-if HOW == "early" and "1" in (os.environ.get("PMI_RANK"), os.environ.get("OMPI_COMM_WORLD_RANK")):
-    from mpi4py import MPI  # noqa: F401
+if HOW == "early" and "1" in (os.environ.get(name) for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "RANK")):
+    if "RANK" not in os.environ:
+        from mpi4py import MPI  # noqa: F401
 
     sys.exit(0)
 
