@@ -1,4 +1,4 @@
-"""Workers as processes that torchrun starts: what holds of all processes (`process_cases.py`), and what is torch's own."""
+"""Workers as processes that torchrun starts: what holds of all processes (`process_cases.py`) and of torch's own."""
 
 from __future__ import annotations
 

@@ -45,6 +45,8 @@ __all__ = ["Channel", "ProcessComm", "ProcessTransport", "digest", "pieces", "st
 
 _MAX_NDIM = 32
 _HEAD = 2 + _MAX_NDIM
+_ASKS = 256
+"""Added to the rank in a header where the block is differentiated: see `Call.asks`."""
 _RIDES = 752
 """Bytes up to which a block travels in the header itself, so that it takes no message of its own: 1 KB in all."""
 _SMALL = 1 << 15
@@ -60,18 +62,19 @@ def digest(*key: object) -> int:
 
 
 def _headers(call: Call, shapes: Sequence[Shape | None], run: int, number: int) -> np.ndarray:
-    """A row for each member: what is called, and the rank and the shape of what comes for it (rank -1: nothing).
+    """A row for each member: what is called, 1 + the rank (0: nothing comes) and the shape of what comes for it.
 
     run, number: which map, and which collective in it.
     """
     op, axes, detail, dtype, shape = call.key
     heads = np.zeros((len(shapes), _HEAD + _RIDES // 8), np.int64)
     heads[:, 0] = digest(run, number, op, axes, detail, np.dtype(dtype).str, shape)
+    asks = _ASKS if call.asks is not None and call.asks[0] else 0
     for head, lengths in zip(heads, shapes, strict=True):
         if lengths is None:
-            head[1] = -1
+            head[1] = asks
         elif len(lengths) <= _MAX_NDIM:
-            head[1] = len(lengths)
+            head[1] = 1 + len(lengths) + asks
             head[2 : 2 + len(lengths)] = lengths
         else:
             raise TransportError(
@@ -242,7 +245,9 @@ class ProcessComm(Comm):
             raise error
         self.transport.last = call
         told = heads[:, 1:_HEAD].tolist()
-        theirs = [None if ndim < 0 else tuple(lengths[:ndim]) for ndim, *lengths in told]
+        theirs = [tuple(lengths[: said % _ASKS - 1]) if said % _ASKS else None for said, *lengths in told]
+        if call.asks is not None:
+            call.asks[0] = any(said >= _ASKS for said, *_ in told)
         return theirs, sealed(heads[:, _HEAD:].view(np.uint8))
 
     def _mismatch(self, group: Group, call: Call, keys: np.ndarray) -> MismatchError:
