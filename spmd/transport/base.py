@@ -371,5 +371,10 @@ class Transport(ABC):
         """
 
     @abstractmethod
+    def threads(self) -> int:
+        """The threads that libraries use within each worker: the same for all, so that all get the same bits. The first
+        call is collective; a run makes it."""
+
+    @abstractmethod
     def share(self, local: dict[int, Any]) -> dict[int, Any]:
         """Small JSON values, one per worker held here, made known to all processes."""

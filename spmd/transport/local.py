@@ -644,10 +644,13 @@ class LocalTransport(Transport):
         self.local = range(size)
         self.places = places
 
+    def threads(self) -> int:
+        return share_of_cores(self.size)
+
     def run(self, body: Callable[[Comm], Any], scheduler: str, describe: Callable[[int], str]) -> Outcome:
         kind = LockstepRun if scheduler == "lockstep" or self.size == 1 else ThreadRun
         execution = kind(self.size, describe)
-        with blas_threads(share_of_cores(self.size)):
+        with blas_threads(self.threads()):
             try:
                 return execution.execute(body) if self.places is None else self._on_devices(execution, body)
             finally:

@@ -273,5 +273,8 @@ class NcclTransport(Transport):
         # NCCL waits in the thread that calls it, so each worker has one.
         return self.host.run(lambda comm: body(NcclComm(self, comm)), "threads", describe)
 
+    def threads(self) -> int:
+        return self.host.threads()
+
     def share(self, local: dict[int, Any]) -> dict[int, Any]:
         return self.host.share(local)

@@ -30,7 +30,6 @@ from spmd.mesh import WORKER, Mesh, Worker
 from spmd.placing import mesh_for
 from spmd.specs import Leaf
 from spmd.state import state_of
-from spmd.transport.blas import share_of_cores
 
 __all__ = ["TorchMapped", "map"]
 
@@ -221,9 +220,12 @@ class _Call:
                     mend='leave scheduler out, or Mesh(..., scheduler="threads")',
                 )
             )
-        threads = share_of_cores(self.mesh.size) if self.mesh.transport.name == "local" else None
-        with _torch_threads(threads):
-            return self.mesh.run(body, tracked=tracked, scheduler="threads")
+
+        def limited(worker: Worker) -> Any:
+            with _torch_threads(self.mesh.transport.threads()):
+                return body(worker)
+
+        return self.mesh.run(limited, tracked=tracked, scheduler="threads")
 
     def _blocks(self, given: Sequence[torch.Tensor]) -> list[Any]:
         """For each argument its blocks by worker, or, where it is passed as it is, itself."""
@@ -603,14 +605,13 @@ def _thread_state(*, enabled: bool) -> Callable[[], Any]:
 
 
 @contextmanager
-def _torch_threads(n: int | None) -> Any:
-    """torch's own threads in each worker: the cores of this host over its workers."""
+def _torch_threads(n: int) -> Any:
+    """torch's own threads within a worker: as many as BLAS has. torch keeps their number for each thread that calls."""
     before = torch.get_num_threads()
-    if n is None or n == before:
-        yield
-        return
-    torch.set_num_threads(n)
+    if n != before:
+        torch.set_num_threads(n)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        if n != before:
+            torch.set_num_threads(before)
