@@ -1,4 +1,4 @@
-"""Workers as processes that torchrun starts: what holds of all processes (`process_cases.py`) and of torch's own."""
+"""Workers as processes of torch.distributed: what holds of all processes (`process_cases.py`), and what is its own."""
 
 from __future__ import annotations
 
