@@ -9,7 +9,7 @@ import sys
 from spmd.errors import TransportError
 from spmd.mesh import Mesh, current_mesh
 from spmd.transport.blas import share_of_cores, usable_cores
-from spmd.transport.detect import launcher_hint, mpi_world
+from spmd.transport.detect import job_world, launcher_hint, torch_world
 
 __all__ = ["info"]
 
@@ -62,13 +62,23 @@ def _mpi_library() -> str:
     return MPI.Get_library_version().splitlines()[0].split(",")[0].strip("\x00 ")
 
 
+def _torch() -> str:
+    """Whether a launcher of torch.distributed has started this process, and whether torch is there."""
+    if _version("torch") is None:
+        return 'torch is not installed: pip install "spmd[torch]"'
+    world = torch_world()
+    size = 1 if world is None else world.size
+    return f"{size} process{'es' * (size > 1)}"
+
+
 def info() -> str:
     """A report of the workers' engines: what this process found, and what a mesh made here would use.
 
     Inside a `with mesh:` it says what that mesh uses, and which scheduler its maps have settled on.
     """
-    world = mpi_world()
-    size = 1 if world is None else world.Get_size()
+    world = job_world()
+    size = 1 if world is None else world.size
+    mpi = size if world is not None and world.engine == "mpi" else 1
     mesh = current_mesh()
     hint = launcher_hint()
     rows = [
@@ -76,7 +86,8 @@ def info() -> str:
         ("packages", ", ".join(f"{p} {_version(p) or '-'}" for p in _PACKAGES)),
         ("MPI library", _mpi_library()),
         ("MPI launcher", f"yes ({hint} is set)" if hint is not None else "no"),
-        ("MPI world", f"{size} process{'es' * (size > 1)}"),
+        ("MPI world", f"{mpi} process{'es' * (mpi > 1)}"),
+        ("torch world", _torch()),
         ("cores", f"{usable_cores()} usable by this process"),
         ("BLAS", _blas()),
         ("GPU", _gpus()),
@@ -84,17 +95,22 @@ def info() -> str:
     ]
     if mesh is not None:
         rows += _of_mesh(mesh)
-    elif os.environ.get("SPMD_TRANSPORT") or size == 1:
+    elif os.environ.get("SPMD_TRANSPORT") or world is None:
         transport = os.environ.get("SPMD_TRANSPORT") or "local"
         rows.append(("transport", f"{transport}: {_meaning.get(transport, 'no such transport')}"))
         if transport == "local":
             rows.append(("scheduler", os.environ.get("SPMD_SCHEDULER") or "auto"))
     else:
-        rows.append(("transport", f"mpi for a mesh of {size} workers; others need transport='local'"))
+        rows.append(("transport", f"{world.engine} for a mesh of {size} workers; others need transport='local'"))
     return "\n".join(f"{name:14}{text}" for name, text in rows)
 
 
-_meaning = {"local": "virtual workers in this process", "mpi": "one process per worker", "nccl": "one GPU per worker"}
+_meaning = {
+    "local": "virtual workers in this process",
+    "mpi": "one process per worker",
+    "torch": "one process per worker, over gloo",
+    "nccl": "one GPU per worker",
+}
 
 
 def _of_mesh(mesh: Mesh) -> list[tuple[str, str]]:

@@ -6,7 +6,7 @@ import os
 import textwrap
 
 import pytest
-from launch import Ended, run_python
+from launch import ROOT, Ended, run_python
 
 import spmd
 from spmd.errors import MeshError
@@ -23,7 +23,8 @@ SHELLS = {
     "a plain shell": {},
     "a shell in an allocation": {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},
     "a batch script": {"SLURM_JOB_ID": "7", "SLURM_NPROCS": "4", "SLURM_NTASKS": "4", "SLURM_TASKS_PER_NODE": "4"},
-    "torchrun": {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost"},
+    "a shell with a rank": {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost"},
+    "torchrun of one": {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29400"},
 }
 ALONE = {
     "mpiexec -n 1": {"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALNRANKS": "1"},
@@ -65,9 +66,12 @@ for w in told:
 """
 
 
+_PREFIXES = ("PMI", "OMPI_", "MPI_", "SLURM_", "SPMD_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "MASTER_", "LOCAL_RANK")
+
+
 def clean() -> dict[str, str]:
     """The environment without what a launcher of these tests may have set."""
-    return {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI_", "MPI_", "SLURM_", "SPMD_"))}
+    return {k: v for k, v in os.environ.items() if not k.startswith(_PREFIXES)}
 
 
 @pytest.fixture
@@ -145,6 +149,37 @@ def test_an_environment_without_launcher_has_no_hint(monkeypatch):
     assert launcher_hint() == "PMI_RANK"
     monkeypatch.setenv("PMI_SIZE", "2")
     assert launcher_hint() == "PMI_SIZE"
+
+
+TORCH = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "29400"}
+TORCHRUN = TORCH | {"LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "a"}
+WORLD = """
+import sys
+from spmd.transport.detect import job_world
+world = job_world()
+print(world and world[:3], "mpi4py" in sys.modules, "torch" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    ("variables", "found"),
+    [
+        (TORCH, "('torch', 1, 4) False False"),
+        (TORCHRUN, "('torch', 1, 4) False False"),
+        (TORCHRUN | LAUNCHERS["srun with PMIx"], "('torch', 1, 4) False False"),
+        (TORCH | LAUNCHERS["mpich"], "('mpi', 0, 6) True False"),
+        (TORCH | {"SPMD_TRANSPORT": "local"}, "None False False"),
+        (TORCHRUN | LAUNCHERS["mpich"] | {"SPMD_TRANSPORT": "mpi"}, "('mpi', 0, 6) True False"),
+        (TORCH | LAUNCHERS["mpich"] | {"SPMD_TRANSPORT": "torch"}, "('torch', 1, 4) False False"),
+        (TORCH | {"WORLD_SIZE": "many"}, "None False False"),
+    ],
+)
+def test_the_nearest_launcher_says_which_job_this_is(ask, tmp_path, variables, found):
+    """In an environment of which `ask` has made mpi4py's stand-in."""
+    ended = run_python("-c", WORLD, FAKE_WORLD="6", PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]), **variables)
+    assert ended.returncode == 0, str(ended)
+    assert ended.stdout == f"{found}\n"
+    assert ended.stderr == ""
 
 
 def test_variables_and_arguments_choose_the_scheduler(monkeypatch):
