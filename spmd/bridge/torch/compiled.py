@@ -190,7 +190,7 @@ def compilable(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def call(x: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() and isinstance(x, torch.Tensor):
+        if torch.compiler.is_dynamo_compiling() and isinstance(x, torch.Tensor):
             frozen = tuple(_frozen(a) for a in args), tuple((k, _frozen(a)) for k, a in kwargs.items())
             return torch.ops.spmd.apply(x, _constant_token(name, *frozen))[0]
         return function(x, *args, **kwargs)
@@ -239,7 +239,7 @@ class OperatorFunction:
         _tokens.setdefault(self.token, (op, (), {}))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return torch.ops.spmd.apply(x, self.token)[0]
         return self.op(x)
 
