@@ -26,6 +26,7 @@ except ImportError as error:
 
 import spmd
 from spmd.bridge.torch.compiled import compilable, operator
+from spmd.bridge.torch.data_parallel import DataParallel, data_parallel
 from spmd.bridge.torch.function import tie
 from spmd.bridge.torch.mapping import map
 from spmd.bridge.torch.sampler import Batches, Collate, DistributedSampler
@@ -34,7 +35,17 @@ from spmd.bridge.torch.tensor import Tensor
 if TYPE_CHECKING:
     from spmd import *  # noqa: F403
 
-__all__ = ["Batches", "Collate", "DistributedSampler", "Tensor", "map", "operator", "tie"]
+__all__ = [
+    "Batches",
+    "Collate",
+    "DataParallel",
+    "DistributedSampler",
+    "Tensor",
+    "data_parallel",
+    "map",
+    "operator",
+    "tie",
+]
 
 _INSTEAD = {"grad": "torch.func.grad", "value_and_grad": "torch.func.grad_and_value", "stop_gradient": "x.detach()"}
 

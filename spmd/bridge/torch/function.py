@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 
 from spmd import frontends
 from spmd.bridge.torch.memory import array_dtype, lent, owned, tensor_of
-from spmd.bridge.torch.tensor import Tensor, plain, state_of_tensor, stated
+from spmd.bridge.torch.tensor import Tensor, plain, state_of_tensor, stated, summed
 from spmd.errors import MeshError, TransportError, message
 from spmd.mesh import WORKER, Mesh, Worker
 from spmd.operators.base import Collective, Operator, Vary, admitted, launch
@@ -338,6 +338,10 @@ def twin(x: torch.Tensor, state: State) -> torch.Tensor:
                 mend="return what is needed outside with an out_spec",
             )
         )
+    own = summed(x).varying & state.varying
+    if own:
+        mine = state_of(own | state_of_tensor(x).varying)
+        return stated(x, mine) if mine is state else twin(stated(x, mine), state)
     seat = seat_of(worker)
     names = tuple(n for n in worker.mesh.axes if n in state.varying - state_of_tensor(x).varying)
     key = (id(x), state)
@@ -375,6 +379,7 @@ class _Torch:
 
     def vary(self, x: torch.Tensor, names: Sequence[str], worker: Worker) -> torch.Tensor:
         if not worker.tracked:
+            names = [n for n in names if n not in summed(x).varying]
             return apply(Vary(tuple(names)), plain(x), seat_of(worker)) if names else x
         state = state_of_tensor(x) | state_of(names)
         if state is state_of_tensor(x):
@@ -384,7 +389,9 @@ class _Torch:
     def declare(self, x: torch.Tensor, names: Sequence[str], worker: Worker) -> torch.Tensor:
         if not worker.tracked:
             return x
-        return self.vary(x, names, worker) if isinstance(x, Tensor) else stated(x, state_of(names))
+        if isinstance(x, Tensor) and not x.replica:
+            return self.vary(x, names, worker)
+        return stated(x, state_of_tensor(x) | summed(x) | state_of(names))
 
     def carrying(self, value: Any, state: State, tracked: bool) -> Any:
         """Invariant numbers stay numbers; arrays, and numbers that vary, become tensors."""

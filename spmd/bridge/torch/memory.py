@@ -21,7 +21,7 @@ from spmd.kernels.buffers import Lease
 from spmd.mesh import Worker
 from spmd.transport.base import sealed
 
-__all__ = ["array_dtype", "borrowed", "lent", "owned", "shaped_like", "tensor_of", "torch_dtype"]
+__all__ = ["array_dtype", "borrowed", "lent", "owned", "shaped_like", "tensor_of", "torch_dtype", "write"]
 
 _NAMES = (
     "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 float32 float64 complex64 complex128 bfloat16"
@@ -154,6 +154,16 @@ def owned(cell: list[Any]) -> torch.Tensor:
     owner.flags.writeable = True
     array.flags.writeable = True
     return tensor_of(array)
+
+
+def write(x: torch.Tensor, array: Any) -> None:
+    """Copy an array into a tensor of its dtype and shape."""
+    if on_device(array):
+        x.copy_(torch.from_dlpack(array))
+    elif x.dtype is torch.bfloat16:
+        np.copyto(x.view(torch.int16).numpy(), array.view(np.int16))
+    else:
+        np.copyto(x.numpy(), array)
 
 
 def _writable(array: np.ndarray, lease: Lease) -> np.ndarray:

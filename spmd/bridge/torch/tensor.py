@@ -17,16 +17,23 @@ from spmd.errors import StateError, message
 from spmd.mesh import WORKER
 from spmd.state import State, state_of
 
-__all__ = ["Tensor", "plain", "state_of_tensor", "stated"]
+__all__ = ["SUMMED", "Tensor", "plain", "state_of_tensor", "stated", "summed"]
 
 _INVARIANT = state_of(())
 _disabled = torch._C.DisableTorchFunctionSubclass
 
+SUMMED: dict[int, Callable[[], Any]] = {}
+"""By id, parameters whose gradients are summed by `spt.data_parallel`, in place of the adjoint of their `Vary`."""
+
 
 class Tensor(torch.Tensor):
-    """A tensor of a body, with its state along the axes of the mesh. Made by `spt.map` and by operators."""
+    """A tensor of a body, with its state along the axes of the mesh. Made by `spt.map` and by operators.
+
+    replica: a parameter in the forward of its module, which varies though it was not declared.
+    """
 
     _state: State
+    replica: bool = False
 
     @property
     def state(self) -> State:
@@ -82,6 +89,13 @@ def plain(x: torch.Tensor) -> torch.Tensor:
 def state_of_tensor(x: torch.Tensor) -> State:
     """The state that a tensor carries; Invariant where it carries none."""
     return x.state if isinstance(x, Tensor) else _INVARIANT
+
+
+def summed(x: torch.Tensor) -> State:
+    """As what a bare parameter counts, the workers' own gradients of which are summed elsewhere; else Invariant."""
+    found = SUMMED.get(id(x))
+    sums = found() if found is not None else None
+    return _INVARIANT if sums is None else sums.state
 
 
 def _tensors(args: Any, kwargs: dict) -> Iterator[torch.Tensor]:
@@ -178,7 +192,10 @@ def _gradients(func: Callable, args: Any, kwargs: dict) -> Any:
     """torch.autograd.grad: a cotangent has the state of what it is the cotangent of."""
     inputs = args[1] if len(args) > 1 else kwargs["inputs"]
     several = not isinstance(inputs, torch.Tensor)
-    states = [state_of_tensor(x) if isinstance(x, torch.Tensor) else None for x in (inputs if several else [inputs])]
+    states = [
+        state_of_tensor(x) | summed(x) if isinstance(x, torch.Tensor) else None
+        for x in (inputs if several else [inputs])
+    ]
     with _disabled():
         found = func(*args, **kwargs)
     return tuple(
