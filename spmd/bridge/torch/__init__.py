@@ -26,6 +26,7 @@ except ImportError as error:
 
 import spmd
 from spmd.bridge.torch.compiled import compilable, operator
+from spmd.bridge.torch.convolution import DistributedConv, DistributedPool
 from spmd.bridge.torch.data_parallel import DataParallel, data_parallel
 from spmd.bridge.torch.function import tie
 from spmd.bridge.torch.mapping import map
@@ -39,6 +40,8 @@ __all__ = [
     "Batches",
     "Collate",
     "DataParallel",
+    "DistributedConv",
+    "DistributedPool",
     "DistributedSampler",
     "Tensor",
     "data_parallel",

@@ -1,0 +1,356 @@
+"""Convolutions and poolings of torch on tensors that lie in blocks: over space, over channels, over the batch.
+
+A module of torch is given, and specs of what goes in and comes out; the same module on this worker's blocks is made of
+it. Each worker fetches the interval of the input that its block of the output is made of (`spmd.plan_windows`), and has
+its own channels of the weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from spmd.bridge.torch.compiled import compilable
+from spmd.bridge.torch.memory import array_dtype
+from spmd.errors import LayoutError, SpecError, describe, message
+from spmd.layout import Layout, P, block_sizes
+from spmd.mesh import Worker, here
+from spmd.operators import base, halo, reduce
+from spmd.transport.base import Call
+from spmd.window import Window, plan_windows
+
+__all__ = ["DistributedConv", "DistributedPool"]
+
+_BOUNDARIES = {"zeros": "zero", "circular": "periodic", "reflect": "reflect", "replicate": "edge"}
+_CONVOLUTIONS = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
+_POOLINGS: dict[type, tuple[int, Any]] = {
+    nn.MaxPool1d: (1, F.max_pool1d),
+    nn.MaxPool2d: (2, F.max_pool2d),
+    nn.MaxPool3d: (3, F.max_pool3d),
+    nn.AvgPool1d: (1, F.avg_pool1d),
+    nn.AvgPool2d: (2, F.avg_pool2d),
+    nn.AvgPool3d: (3, F.avg_pool3d),
+}
+
+halo_exchange, psum, pvary = compilable(halo.halo_exchange), compilable(reduce.psum), compilable(reduce.pvary)
+varying = compilable(base.varying)
+_as_it_is: Any = torch.compiler.disable
+"""A layer that a compiled function calls runs as it is: its plan may want a meeting of the workers."""
+
+
+class DistributedConv(nn.Module):
+    """`conv`, an `nn.Conv1d`, `nn.Conv2d` or `nn.Conv3d`, on blocks.
+
+    conv: with the weights of the whole, the same on all workers. in_spec, out_spec: of what comes in and goes out, by
+    dimension: batch, channels, space; batch and space are split alike. out_spec: None for in_spec with its channels
+    whole. With groups=1 the channels in and out are split over different axes or not at all; in groups over the same
+    axes, whose workers share the groups evenly.
+    size: the lengths of the whole input in space, if its blocks are balanced; without it they are learnt at each call.
+
+    weight, bias: this worker's blocks, as `specs` says. They are made in a body.
+    Forward: this worker's block of conv(x), in balanced blocks. Each worker fetches what its block is made of, by one
+    `halo_exchange`; where the channels that come in are split it convolves its own, and one `psum` adds up.
+    Backward: `halo_accumulate`; one sum of the cotangent of x over the axes that split the channels that go out; the
+    gradients of weights are summed over the axes that split batch and space.
+    Raises SpecError for specs that do not fit together, LayoutError for groups that are not shared evenly.
+    """
+
+    _convolve: Any
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, conv: nn.Module, in_spec: P, out_spec: P | None = None, *, size: Sequence[int] | None = None):
+        super().__init__()
+        where = "spt.DistributedConv"
+        worker = here(where)
+        self._convolve = _function(where, "conv", conv, _CONVOLUTIONS)
+        given: Any = conv
+        self.space = given.weight.ndim - 2
+        batch, taken, *space = _padded(where, worker, "in_spec", in_spec, self.space + 2)
+        out_spec = P(batch or None, None, *(names or None for names in space)) if out_spec is None else out_spec
+        out_batch, made, *out_space = _padded(where, worker, "out_spec", out_spec, self.space + 2)
+        if (batch, space) != (out_batch, out_space):
+            raise SpecError(
+                message(
+                    where,
+                    argument="out_spec",
+                    got=f"{out_spec}, where in_spec is {in_spec}",
+                    need="specs that differ in dimension 1 only, the channels",
+                    mend="repartition the result: spt.repartition(y, src, dst)",
+                )
+            )
+        self.groups = _groups(where, worker, given.groups, taken, made)
+        self.in_spec, self.out_spec = in_spec, out_spec
+        self._spread = (*batch, *(n for names in space for n in names))  # along which each worker has the same weights
+        # Without groups each worker along `made` takes the same x, and those along `taken` make parts of the same y.
+        self._made, self._same, self._added = made, *((made, taken) if given.groups == 1 else ((), ()))
+        self.specs = {"weight": P(made or None, self._added or None), "bias": P(made or None)}
+        self._plan = _Plan(where, space, given.kernel_size, given.stride, given.dilation, _padding_of(given), size)
+        self._boundary = _BOUNDARIES[given.padding_mode]
+        for name, spec in self.specs.items():
+            whole = getattr(given, name)
+            block = None if whole is None else nn.Parameter(_block(whole, spec, worker), whole.requires_grad)
+            self.register_parameter(name, block)
+
+    @_as_it_is
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        windows = self._plan.windows(x)
+        x = self._plan.exchanged(x, windows, [w.widths for w in windows], self._boundary)
+        x = pvary(x, self._same) if self._same else x
+        weight = self._parameter(self.weight, (*self._made, *self._added))
+        bias = None if self.bias is None else self._parameter(self.bias, self._made)
+        y = self._valid(x, weight, None if self._added else bias, windows)
+        if self._added:
+            # The bias comes after the sum: before it, every worker would add it once.
+            y = psum(y, self._added)
+            y = y if bias is None else y + bias.reshape(-1, *[1] * self.space)
+        return y
+
+    def _parameter(self, p: torch.Tensor, names: tuple[str, ...]) -> torch.Tensor:
+        """A block of the parameters in the state that it has, varied to where it meets the input."""
+        p = varying(p, names) if names else p
+        return pvary(p, self._spread) if self._spread else p
+
+    def _valid(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, windows: list[Window]):
+        """The convolution without padding. torch wants a channel and a window at least: zeros stand in for them, so
+        that the graphs of all workers hold the same collectives."""
+        shape = (x.shape[0], weight.shape[0], *self._plan.own(windows))
+        if 0 in (*shape[1:], weight.shape[1]):
+            x = _at_least(x, (0, 1, *self._plan.extents))
+            weight = _at_least(weight, (1, 1))
+            bias = None if bias is None else _at_least(bias, (1,))
+        y = self._convolve(x, weight, bias, self._plan.stride, 0, self._plan.dilation, self.groups)
+        return y if y.shape == shape else y[tuple(slice(n) for n in shape)]
+
+    def extra_repr(self) -> str:
+        return f"weight={list(self.weight.shape)}, in_spec={self.in_spec}, out_spec={self.out_spec}"
+
+
+class DistributedPool(nn.Module):
+    """`pool`, an `nn.MaxPool1d` to `nn.AvgPool3d`, on blocks.
+
+    spec: of what comes in and goes out: batch, channels, space. size: as for `DistributedConv`.
+
+    Forward: this worker's block of pool(x), in balanced blocks; one `halo_exchange`. Backward: `halo_accumulate`.
+    Raises SpecError for a spec that does not fit, LayoutError for a pooling that gives indices.
+    """
+
+    _pool: Any
+
+    def __init__(self, pool: nn.Module, spec: P, *, size: Sequence[int] | None = None):
+        super().__init__()
+        where = "spt.DistributedPool"
+        space, self._pool = _function(where, "pool", pool, _POOLINGS)
+        given: Any = pool
+        if getattr(given, "return_indices", False):
+            raise LayoutError(
+                message(
+                    where,
+                    argument="pool",
+                    got=f"{pool}, with return_indices=True",
+                    need="a pooling that gives values: indices would count in the block with its halo",
+                    mend="leave return_indices out",
+                )
+            )
+        self.spec, self.pool = spec, given
+        dims = _padded(where, here(where), "spec", spec, space + 2)
+        kernel, stride, dilation = (
+            _each(v, space) for v in (given.kernel_size, given.stride, getattr(given, "dilation", 1))
+        )
+        padding = [(p, p) for p in _each(given.padding, space)]
+        self._plan = _Plan(where, dims[2:], kernel, stride, dilation, padding, size, given.ceil_mode)
+
+    @_as_it_is
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        plan = self._plan
+        windows = plan.windows(x)
+        largest = hasattr(self.pool, "return_indices")
+        x = plan.exchanged(x, windows, [w.halos for w in windows], "none")
+        # What lies beyond the ends is the least there is, or counts for nothing in the sum.
+        pads = [w.pads[k] for w, k in zip(windows, plan.places(), strict=True)]
+        if any(map(any, pads)):
+            x = F.pad(x, [n for pair in reversed(pads) for n in pair], value=-math.inf if largest else 0.0)
+        shape = (*x.shape[:2], *plan.own(windows))
+        if 0 in shape[1:]:
+            x = _at_least(x, (0, 1, *plan.extents))
+        y = self._pool(x, plan.kernel, plan.stride, **({"dilation": plan.dilation} if largest else {}))
+        y = y if y.shape == shape else y[tuple(slice(n) for n in shape)]
+        return y if largest else self._weighed(y, windows)
+
+    def _weighed(self, y: torch.Tensor, windows: list[Window]) -> torch.Tensor:
+        """Averages over the full kernel, as averages over what the module counts."""
+        taps = math.prod(self._plan.kernel)
+        override = getattr(self.pool, "divisor_override", None)
+        if override:
+            return y * (taps / override)
+        counts = torch.ones((), dtype=torch.float64)
+        full = True
+        for w, k, low in zip(windows, self._plan.places(), (p for p, _ in self._plan.padding), strict=True):
+            ends = (-low, w.length + low) if self.pool.count_include_pad else (0, w.length)
+            assert w.taps is not None
+            spans = [w.taps(o) for o in range(*w.output_bounds[k])]
+            own = [min(b, ends[1]) - max(a, ends[0]) for a, b in spans]
+            full = full and all(n == w.taps.kernel for n in own)
+            counts = counts[..., None] * torch.tensor(own)
+        return y if full else y * (taps / counts).to(y)
+
+    def extra_repr(self) -> str:
+        return f"spec={self.spec}"
+
+
+class _Plan:
+    """The windows of a module over the dimensions of space.
+
+    axes: over which each dimension is split. kernel, stride, dilation: one for each; padding: (low, high) for each.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        axes: Sequence[tuple[str, ...]],
+        kernel: Sequence[int],
+        stride: Sequence[int],
+        dilation: Sequence[int],
+        padding: Sequence[tuple[int, int]],
+        size: Sequence[int] | None,
+        ceil: bool = False,
+    ):
+        self.where, self.axes = where, list(axes)
+        self.kernel, self.stride, self.dilation = tuple(kernel), tuple(stride), tuple(dilation)
+        self.padding, self.ceil = tuple(padding), ceil
+        self._kept: Any = None
+        self.size = None if size is None else tuple(size)
+        self.extents = [(k - 1) * d + 1 for k, d in zip(kernel, dilation, strict=True)]
+        self.spec = P(None, None, *(names or None for names in self.axes))
+
+    def windows(self, x: torch.Tensor) -> list[Window]:
+        """The window of each dimension. Those of the last lengths are kept."""
+        axes = here(self.where).mesh.axes
+        key = (self._inputs(x), tuple(axes.items()))
+        if self._kept is None or self._kept[0] != key:
+            cuts = key[0]
+            source = Layout([sum(n) for n in cuts], P(*(names or None for names in self.axes)), axes, cuts)
+            taps = {"stride": self.stride, "padding": self.padding, "dilation": self.dilation}
+            self._kept = key, list(plan_windows(source, self.kernel, **taps, ceil=self.ceil).dims)
+        return self._kept[1]
+
+    def _inputs(self, x: torch.Tensor) -> tuple[tuple[int, ...], ...]:
+        """The lengths of the blocks of x in each dimension."""
+        worker = here(self.where)
+        if self.size is not None:
+            parts = [[worker.mesh.axes[a] for a in names] for names in self.axes]
+            return tuple(block_sizes(n, p) for n, p in zip(self.size, parts, strict=True))
+        found = []
+        for d, names in enumerate(self.axes, 2):
+            group = worker.group(names)
+            call = Call(self.where, names, array_dtype(x.dtype), tuple(x.shape))
+            shapes = [x.shape] if group.size == 1 else worker.comm.shapes(group, call).wait()
+            found.append(tuple(shape[d] for shape in shapes))
+        return tuple(found)
+
+    def places(self) -> list[int]:
+        """Which block of each dimension is this worker's."""
+        worker = here(self.where)
+        return [worker.group(names).index for names in self.axes]
+
+    def own(self, windows: list[Window]) -> list[int]:
+        """The lengths of this worker's block of the result."""
+        return [w.outputs[k] for w, k in zip(windows, self.places(), strict=True)]
+
+    def exchanged(self, x: torch.Tensor, windows: list[Window], widths: list, boundary: str) -> torch.Tensor:
+        """The block with these widths around it."""
+        if not any(n for dim in widths for pair in dim for n in pair):
+            return x
+        whole = ((0, 0),)
+        return halo_exchange(
+            x, self.spec, (whole, whole, *widths), boundary, sizes=(None, None, *(w.inputs for w in windows))
+        )
+
+
+def _function(where: str, argument: str, module: Any, known: dict) -> Any:
+    """What a module computes with."""
+    for kind, function in known.items():
+        if isinstance(module, kind):
+            return function
+    raise LayoutError(
+        message(
+            where,
+            argument=argument,
+            got=describe(module),
+            need=f"one of {', '.join(f'nn.{kind.__name__}' for kind in known)}",
+            mend="give the module of the whole, with its weights",
+        )
+    )
+
+
+def _padded(where: str, worker: Worker, argument: str, spec: P, ndim: int) -> list[tuple[str, ...]]:
+    """The axes of each dimension."""
+    spec.check(worker.mesh.axes, where, argument, ndim)
+    return [*spec.dims, *[()] * (ndim - len(spec))]
+
+
+def _groups(where: str, worker: Worker, groups: int, taken: tuple[str, ...], made: tuple[str, ...]) -> int:
+    """The groups of this worker."""
+    if groups == 1:
+        both = [n for n in taken if n in made]
+        if both:
+            raise SpecError(
+                message(
+                    where,
+                    argument="out_spec",
+                    got=f"channels that go out split over {both[0]!r}, as those that come in",
+                    need="different axes, or whole channels on one side: each channel is made of all that come in",
+                    mend="let them go out whole, and take a block: spt.pslice(y, axis_name, axis=1, tiled=True)",
+                )
+            )
+        return 1
+    n = worker.group(taken).size
+    if taken != made:
+        raise SpecError(
+            message(
+                where,
+                argument="out_spec",
+                got=f"channels in {groups} groups, split over {taken} coming in and over {made} going out",
+                need="the same axes: each worker has whole groups",
+                mend="P(batch, axis, ...) for both, or whole channels for both",
+            )
+        )
+    if groups % n:
+        raise LayoutError(
+            message(
+                where,
+                argument="conv",
+                got=f"{groups} groups for {n} workers along {' and '.join(map(repr, taken))}",
+                need="as many groups for each of them",
+                mend="split the channels over fewer workers, and space over more",
+            )
+        )
+    return groups // n
+
+
+def _padding_of(conv: Any) -> list[tuple[int, int]]:
+    """(low, high) of each dimension."""
+    ends = conv._reversed_padding_repeated_twice
+    return [(ends[k], ends[k + 1]) for k in range(len(ends) - 2, -1, -2)]
+
+
+def _each(value: Any, count: int) -> tuple[int, ...]:
+    return (value,) * count if isinstance(value, int) else tuple(value)
+
+
+def _block(whole: torch.Tensor, spec: P, worker: Worker) -> torch.Tensor:
+    """This worker's block of a tensor, in memory of its own."""
+    layout: Layout = worker.mesh.layout(tuple(whole.shape), spec)
+    return whole.detach()[layout.slices(worker.index)].clone()
+
+
+def _at_least(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """x with zeros at the ends of the dimensions that are shorter than this."""
+    pads = [max(0, n - m) for n, m in zip(shape, x.shape, strict=False)]
+    pads += [0] * (x.ndim - len(pads))
+    return F.pad(x, [n for p in reversed(pads) for n in (0, p)])
