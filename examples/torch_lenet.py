@@ -1,0 +1,176 @@
+"""Train LeNet-5 in PyTorch on real digits, on a 2 x 2 mesh of workers, as one worker would.
+
+    python examples/torch_lenet.py                          four virtual workers in this process
+    mpiexec -n 4 python examples/torch_lenet.py             four processes, the same losses
+    torchrun --nproc-per-node 4 examples/torch_lenet.py     the same, without MPI
+    python examples/torch_lenet.py --rows 3 --channels 1    another mesh; it need not divide anything
+    python examples/torch_lenet.py --check                  trains on one worker too, and compares
+
+The images and all maps of features are split over the mesh axis `rows`: a worker fetches the edges of its neighbours'
+rows that its own results are made of. Channels are split over the axis `channels`: the first convolution makes some of
+them on each worker, the second takes those, and one sum over `channels` completes it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import nn
+
+import spmd
+from spmd import P
+from spmd.bridge import torch as spt
+
+# How images and maps of features lie on the mesh. Dimensions: image, channel, row, column.
+IMAGES = P(None, None, "rows")
+MAPS = P(None, "channels", "rows")
+
+
+def lenet() -> nn.Sequential:
+    """The network of LeCun et al. (1998), for images of 32 x 32 pixels."""
+    return nn.Sequential(
+        *(nn.Conv2d(1, 6, 5), nn.Tanh(), nn.AvgPool2d(2)),
+        *(nn.Conv2d(6, 16, 5), nn.Tanh(), nn.AvgPool2d(2)),
+        *(nn.Flatten(), nn.Linear(400, 120), nn.Tanh(), nn.Linear(120, 84), nn.Tanh(), nn.Linear(84, 10)),
+    )
+
+
+class Linear(nn.Module):
+    """A block of an `nn.Linear`. spec: of its weights; the axes of dimension 0 split the features that go out, those of
+    the others the features that come in. Every worker makes a partial product, and one sum completes it."""
+
+    def __init__(self, linear: nn.Linear, spec: P, taken: tuple[int, ...]):
+        super().__init__()
+        self.made, self.added = spec.dims[0], spec.axes[len(spec.dims[0]) :]
+        self.specs = {"weight": spec, "bias": P(self.made or None)}
+        self.weight = nn.Parameter(block(linear.weight.reshape(-1, *taken), self.specs["weight"]))
+        self.bias = nn.Parameter(block(linear.bias, self.specs["bias"]))
+
+    def forward(self, x):
+        # Workers have parameters of their own, which is said here; those that make different features of the same x
+        # each have a share of its gradient.
+        weight = spt.varying(self.weight, (*self.made, *self.added))
+        bias = spt.varying(self.bias, self.made)
+        return spt.psum(spt.pvary(x, self.made).flatten(1) @ weight.flatten(1).T, self.added) + bias
+
+
+def split(whole: nn.Sequential) -> nn.Sequential:
+    """The same network, with the same parameters, on blocks."""
+    conv1, _, pool1, conv2, _, pool2, _, linear1, _, linear2, _, linear3 = whole
+    return nn.Sequential(
+        *(spt.DistributedConv(conv1, IMAGES, MAPS), nn.Tanh(), spt.DistributedPool(pool1, MAPS)),
+        *(spt.DistributedConv(conv2, MAPS, IMAGES), nn.Tanh(), spt.DistributedPool(pool2, IMAGES)),
+        # Features come in over one axis and go out over the other. The first layer takes maps that lie in rows.
+        *(Linear(linear1, P("channels", None, "rows"), (16, 5, 5)), nn.Tanh()),
+        *(Linear(linear2, P("rows", "channels"), (120,)), nn.Tanh()),
+        Linear(linear3, P(None, "rows"), (84,)),
+    )
+
+
+def block(whole: torch.Tensor, spec: P) -> torch.Tensor:
+    """This worker's block of a tensor that all have."""
+    for d, names in enumerate(spec):
+        whole = spt.pslice(whole, names, axis=d, tiled=True) if names else whole
+    return spt.block(whole).clone()
+
+
+def gathered(module: nn.Module) -> list[torch.Tensor]:
+    """The parameters of a network on blocks as whole tensors."""
+    wholes = []
+    for layer in module.modules():
+        for name, x in layer.named_parameters(recurse=False):
+            spec = layer.specs[name]
+            x = spt.varying(x.detach(), spec.axes) if spec.axes else x.detach()
+            for d, names in enumerate(spec):
+                x = spt.all_gather(x, names, axis=d, tiled=True, to="invariant") if names else x
+            wholes.append(x)
+    return wholes
+
+
+def train(model: nn.Module, x: torch.Tensor, labels: torch.Tensor, args: argparse.Namespace) -> list[float]:
+    """Train a network, whole or in blocks; the losses of all steps."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
+    generator = torch.Generator().manual_seed(args.seed)  # the same minibatches on every worker
+    losses = []
+    for epoch in range(1, args.epochs + 1):
+        batches = torch.randperm(len(x), generator=generator).split(args.batch)[: args.steps]
+        for batch in batches:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x[batch]), labels[batch])
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        if spmd.is_main():
+            mean = sum(losses[-len(batches) :]) / len(batches)
+            print(f"epoch {epoch}/{args.epochs}  loss {mean:.8f}", flush=True)
+    return losses
+
+
+def load_data(dtype: torch.dtype, seed: int) -> tuple[torch.Tensor, ...]:
+    """1797 scans of 8 x 8 pixels, enlarged to 32 x 32, and their labels: 80 % to train on, 20 % to test."""
+    digits = load_digits()
+    order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(seed))
+    x = torch.from_numpy(digits.images).to(dtype)[order, None] / 16
+    x, labels = F.interpolate(x, size=(32, 32), mode="bilinear"), torch.from_numpy(digits.target)[order]
+    n = len(x) // 5
+    return x[n:], labels[n:], x[:n], labels[:n]
+
+
+def main() -> None:
+    args = parse_args()
+    torch.set_default_dtype(getattr(torch, args.dtype))
+    torch.manual_seed(args.seed)  # every process draws the same parameters
+    whole, (x, labels, x_test, labels_test) = lenet(), load_data(torch.get_default_dtype(), args.seed)
+
+    def body(x, labels, x_test, labels_test):
+        model = split(whole)
+        losses = train(model, x, labels, args)
+        with torch.no_grad():
+            right = model(x_test).argmax(1) == labels_test
+        return torch.tensor(losses), gathered(model), right.double().mean()
+
+    with spmd.Mesh(rows=args.rows, channels=args.channels) as mesh:
+        run = spt.map(body, in_specs=(IMAGES, P(), IMAGES, P()), out_specs=P(), check=not args.unchecked)
+        start = time.perf_counter()
+        losses, parameters, accuracy = run(x, labels, x_test, labels_test)
+        seconds = time.perf_counter() - start
+        if spmd.is_main():
+            print(f"test accuracy {accuracy:.1%}")
+            print(f"{mesh}, {mesh.transport.name} transport: {seconds / args.epochs:.1f} s per epoch")
+        if args.check and spmd.is_main():
+            print("\nthe same on one worker")
+            start = time.perf_counter()
+            losses_of_one = train(whole, x, labels, args)
+            seconds = time.perf_counter() - start
+            apart = max(abs(a - b) for a, b in zip(losses.tolist(), losses_of_one, strict=True))
+            pairs = zip(parameters, whole.parameters(), strict=True)
+            apart_at_last = max((a.reshape(b.shape) - b).abs().max().item() for a, b in pairs)
+            print(f"one worker: {seconds / args.epochs:.1f} s per epoch")
+            print(f"losses of {len(losses)} steps: at most {apart:.1e} apart")
+            print(f"all parameters at last: at most {apart_at_last:.1e} apart")
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Train LeNet-5 on digits, split over rows and channels.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--rows", type=int, default=2, help="workers that share the rows of images and maps")
+    parser.add_argument("--channels", type=int, default=2, help="workers that share the channels")
+    parser.add_argument("--epochs", type=int, default=3, help="how often to go through the data")
+    parser.add_argument("--steps", type=int, help="steps per epoch; None: through all the data")
+    parser.add_argument("--batch", type=int, default=64, help="scans per step")
+    parser.add_argument("--lr", type=float, default=0.05, help="learning rate of SGD with momentum 0.9")
+    parser.add_argument("--seed", type=int, default=0, help="of the split, the parameters and the order of the scans")
+    parser.add_argument("--dtype", choices=["float32", "float64"], default="float64", help="of data and parameters")
+    parser.add_argument("--check", action="store_true", help="train on one worker too, and compare step by step")
+    parser.add_argument("--unchecked", action="store_true", help="a body of plain tensors: spt.map(..., check=False)")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
