@@ -1,0 +1,167 @@
+"""The examples in torch train as one worker does, on any mesh and under mpiexec, and say so in the same numbers."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import re
+import sys
+
+import pytest
+from launch import ROOT, launch, mpiexec, run_python
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("sklearn")
+
+pytestmark = pytest.mark.host("tensors of these examples lie on the host")
+
+LENET = ROOT / "examples" / "torch_lenet.py"
+TRANSFORMER = ROOT / "examples" / "torch_transformer.py"
+SHORT = ("--epochs", "2", "--steps", "3", "--check")
+FEW = ("--steps", "20")
+TIMES = re.compile(r"[\d.]+ (s per epoch|ms per step)")
+
+
+def apart(text: str) -> list[float]:
+    """How far the losses and the parameters are from those of one worker."""
+    found = re.findall(r"at most ([\d.e+-]+) apart", text)
+    assert len(found) == 2
+    return [float(n) for n in found]
+
+
+def losses(text: str) -> list[str]:
+    """The lines that tell losses: those of the workers, and as many of one worker, which are the same."""
+    found = [line for line in text.splitlines() if re.match(r"(epoch|step) +\d", line)]
+    half = len(found) // 2
+    assert found[:half] == found[half:] != []
+    return found[:half]
+
+
+@functools.cache
+def alone(program, *options: str) -> list[str]:
+    """What a program prints that runs in one process, without times."""
+    ended = run_python(program, *options, timeout=120)
+    assert ended.returncode == 0, str(ended)
+    return TIMES.sub("", ended.stdout).splitlines()
+
+
+def together(program, *options: str) -> list[str]:
+    """The same of four processes."""
+    ended = launch(program, *options, n=4, timeout=120)
+    assert ended.returncode == 0, str(ended)
+    assert ended.stdout.count("mpi transport") == 1
+    return TIMES.sub("", ended.stdout).replace("mpi transport", "local transport").splitlines()
+
+
+RUNS = {"lenet": (LENET, *SHORT), "transformer": (TRANSFORMER, *FEW)}
+SEQUENCE = (TRANSFORMER, *FEW, "--sequence")
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_an_example_follows_one_worker(name):
+    text = "\n".join(alone(*RUNS[name]))
+    assert max(apart(text)) < 1e-10
+    losses(text)
+
+
+def same_under_mpiexec(*run) -> None:
+    ours, theirs = together(*run), alone(*run)
+    assert max(apart("\n".join(ours))) < 1e-10
+    # The figures of rounding depend on torch's threads, of which a process alone may have more.
+    said = lambda lines: [line for line in lines if "apart" not in line]
+    assert said(ours) == said(theirs)
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(mpiexec() is None, reason="no mpiexec beside this Python")
+@pytest.mark.parametrize("name", RUNS)
+def test_an_example_prints_the_same_under_mpiexec(name):
+    same_under_mpiexec(*RUNS[name])
+
+
+@pytest.mark.full
+@pytest.mark.mpi
+@pytest.mark.skipif(mpiexec() is None, reason="no mpiexec beside this Python")
+def test_split_positions_print_the_same_under_mpiexec():
+    same_under_mpiexec(*SEQUENCE)
+
+
+def test_a_pair_of_layers_takes_one_sum_forward_and_one_backward():
+    """There are two pairs: attention and the perceptron."""
+    assert alone(*RUNS["transformer"])[0] == "a step takes, forward: 2 sums; backward: 2 sums"
+
+
+# On other meshes, in this process
+
+
+@pytest.fixture
+def output(monkeypatch, capsys):
+    """Run the main() of an example; what it prints."""
+
+    def run(program, *options: str) -> str:
+        monkeypatch.setattr(sys, "argv", [str(program), *options])
+        spec = importlib.util.spec_from_file_location(program.stem, program)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        module.main()
+        return capsys.readouterr().out
+
+    dtype = torch.get_default_dtype()
+    yield run
+    torch.set_default_dtype(dtype)
+
+
+LENETS = [
+    ("--rows", "3", "--channels", "1"),
+    ("--rows", "1", "--channels", "4", "--unchecked"),
+    ("--rows", "2", "--channels", "2", "--unchecked"),
+    ("--rows", "6", "--channels", "1", "--batch", "5"),
+    ("--rows", "2", "--channels", "3"),
+    ("--rows", "1", "--channels", "1"),
+]
+
+
+@pytest.mark.parametrize("mesh", LENETS, ids=" ".join)
+def test_lenet_on_any_mesh(mesh, output):
+    text = output(LENET, "--epochs", "1", "--steps", "2", "--check", *mesh)
+    assert max(apart(text)) < 1e-10
+    losses(text)
+
+
+TRANSFORMERS = [
+    ("--model", "3", "--heads", "5", "--hidden", "50"),
+    ("--model", "3", "--heads", "2", "--hidden", "2", "--unchecked"),
+    ("--model", "4", "--positions", "3", "--sequence"),
+    ("--model", "3", "--heads", "5", "--positions", "10", "--sequence", "--unchecked"),
+    ("--model", "1"),
+]
+
+
+@pytest.mark.parametrize("mesh", TRANSFORMERS, ids=" ".join)
+def test_a_transformer_on_any_mesh(mesh, output):
+    text = output(TRANSFORMER, "--steps", "5", *mesh)
+    assert max(apart(text)) < 1e-10
+    losses(text)
+    # Two pairs of layers, checked or not.
+    each = "2 all-gathers, 2 reduce-scatters" if "--sequence" in mesh else "2 sums"
+    assert text.split(";")[0].count(each) == text.split(";")[1].count(each) == 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", [(), *LENETS], ids=" ".join)
+def test_three_epochs_of_lenet_follow_one_worker(mesh, output):
+    text = output(LENET, "--epochs", "3", "--check", *mesh)
+    assert max(apart(text)) < 1e-10
+    assert float(re.search(r"accuracy ([\d.]+)%", text)[1]) > 85
+    losses(text)
+
+
+@pytest.mark.full
+@pytest.mark.mpi
+@pytest.mark.skipif(mpiexec() is None, reason="no mpiexec beside this Python")
+def test_three_epochs_of_lenet_under_mpiexec():
+    text = "\n".join(together(LENET, "--check"))
+    assert max(apart(text)) < 1e-10
+    assert losses(text) == losses("\n".join(alone(LENET, "--check")))
