@@ -155,11 +155,12 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
 
 
 def caller(frame: FrameType | None = None) -> FrameType | None:
-    """The nearest frame outside this library, going up from `frame` (default: the caller's)."""
+    """The nearest frame of the user's code, going up from `frame` (default: the caller's)."""
     frame = frame or sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
-        if name.split(".", 1)[0] != "spmd" or name == "spmd.__main__":
+        # Modules of torch are called by torch.
+        if name.split(".", 1)[0] not in ("spmd", "torch") or name == "spmd.__main__":
             return frame
         frame = frame.f_back
     return None
