@@ -30,6 +30,16 @@ from spmd.bridge.torch.convolution import DistributedConv, DistributedPool
 from spmd.bridge.torch.data_parallel import DataParallel, data_parallel
 from spmd.bridge.torch.function import tie
 from spmd.bridge.torch.mapping import map
+from spmd.bridge.torch.modules import (
+    AllGather,
+    AllSumReduce,
+    Broadcast,
+    Grid,
+    HaloExchange,
+    ReduceScatter,
+    Repartition,
+    SumReduce,
+)
 from spmd.bridge.torch.sampler import Batches, Collate, DistributedSampler
 from spmd.bridge.torch.tensor import Tensor
 
@@ -37,12 +47,20 @@ if TYPE_CHECKING:
     from spmd import *  # noqa: F403
 
 __all__ = [
+    "AllGather",
+    "AllSumReduce",
     "Batches",
+    "Broadcast",
     "Collate",
     "DataParallel",
     "DistributedConv",
     "DistributedPool",
     "DistributedSampler",
+    "Grid",
+    "HaloExchange",
+    "ReduceScatter",
+    "Repartition",
+    "SumReduce",
     "Tensor",
     "data_parallel",
     "map",

@@ -25,7 +25,7 @@ from spmd.layout import Layout, P
 from spmd.mesh import WORKER, Worker, here
 from spmd.operators.base import Operator
 
-__all__ = ["OperatorFunction", "compilable", "operator"]
+__all__ = ["OperatorFunction", "compilable", "operator", "token_of"]
 
 # What stands in a graph: tokens for what is called, tickets for what came of it.
 
@@ -153,8 +153,14 @@ def _tried(token: str, shape: tuple[int, ...], axes: tuple[tuple[str, int], ...]
     function = _tokens[token][0]
     layouts = getattr(function, "layouts", None)
     if layouts is not None:
-        return layouts[1].block_shape(index % layouts[1].size)
-    found = _one_try(token, shape, shape, axes, index)
+        mesh = spmd.make_mesh([n for _, n in axes], [name for name, _ in axes], transport="local", device="cpu")
+        return layouts[1].block_shape(mesh.group(index, tuple(layouts[1].axes)).index)
+    try:
+        found = _one_try(token, shape, shape, axes, index)
+    except (ValueError, TypeError, RuntimeError):
+        if not getattr(function, "learns", False):
+            raise
+        return (None,) * len(shape)  # workers hold blocks of other shapes than this one's
     lengths: list[int | None] = list(found)
     for d in range(len(shape)):
         longer = (*shape[:d], shape[d] + 1, *shape[d + 1 :])
@@ -228,6 +234,17 @@ def _thawed(a: Any) -> Any:
         case ("tuple", items):
             return tuple(_thawed(b) for b in items)
     return a
+
+
+def token_of(function: Callable, text: str, layouts: tuple[Layout, ...] | None = None) -> str:
+    """The name in graphs of a function of bodies that applies one operator, and may learn from the blocks which.
+
+    layouts: of its argument and its result, where they are known.
+    """
+    found: Any = functools.partial(function)
+    found.learns, found.layouts = True, layouts
+    _tokens[text] = (found, (), {})
+    return text
 
 
 class OperatorFunction:

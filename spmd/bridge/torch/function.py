@@ -28,7 +28,20 @@ from spmd.operators.base import Collective, Operator, Vary, admitted, launch
 from spmd.operators.reduce import Sum
 from spmd.state import State, state_of
 
-__all__ = ["FRONTEND", "SEAT", "Function", "Seat", "Task", "apply", "captured", "seat_of", "tie", "transformed", "twin"]
+__all__ = [
+    "FRONTEND",
+    "SEAT",
+    "Function",
+    "Seat",
+    "Task",
+    "apply",
+    "captured",
+    "no_lockstep",
+    "seat_of",
+    "tie",
+    "transformed",
+    "twin",
+]
 
 
 Function: Any = torch.autograd.Function
@@ -131,7 +144,7 @@ class Task:
     def start(self, x: torch.Tensor, frame: FrameType | None = None) -> None:
         """Start on the data of x."""
         op, worker = self.op, self.seat.taken()
-        _no_lockstep(worker)
+        no_lockstep(worker)
         block = lent(x, worker, long=op.lends, where=f"spmd.{op.function}")
         began = WORKER.get()
         if began is worker:
@@ -263,7 +276,7 @@ def _expanded(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
     return x
 
 
-def _no_lockstep(worker: Worker) -> None:
+def no_lockstep(worker: Worker) -> None:
     """Raise where waiting would switch greenlets beneath torch's frames."""
     run = getattr(worker.comm, "run", None)
     if type(run).__name__ == "LockstepRun" and worker.mesh.size > 1:
