@@ -76,7 +76,7 @@ class Stencil(Operator):
                     mend="np.moveaxis the dimensions along which they do not reach to the front",
                 )
             )
-        if x.dtype.kind not in "fc" and not all(w.is_integer() for w in self.weights):
+        if x.dtype.kind not in "fc" and not all(float(w).is_integer() for w in self.weights):
             raise LayoutError(
                 message(
                     where,
