@@ -9,6 +9,7 @@ another run of the workers than its forward.
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 
 from spmd import frontends
@@ -36,7 +38,9 @@ __all__ = [
     "Task",
     "apply",
     "captured",
+    "dual",
     "no_lockstep",
+    "one_level",
     "seat_of",
     "tie",
     "transformed",
@@ -298,6 +302,44 @@ def transformed(x: torch.Tensor) -> bool:
     return _functorch.maybe_current_level() is not None and _functorch.is_functorch_wrapped_tensor(x)
 
 
+class _Level:
+    """The level of dual numbers that workers in threads share.
+
+    torch has one for the whole process: the outermost torch.func.jvp enters it, and forgets all tangents when it leaves
+    it, those of other threads too. So it is held while bodies run, and each jvp in them counts as an inner one.
+    """
+
+    lock = threading.Lock()
+    holders = 0
+    entered = False
+
+
+@contextmanager
+def one_level() -> Iterator[None]:
+    """Hold the level of dual numbers while several workers run in threads of this process."""
+    nesting: Any = eager_transforms
+    with _Level.lock:
+        if not _Level.holders and forward_ad._current_level < 0:
+            forward_ad.enter_dual_level()
+            _Level.entered = True
+        _Level.holders += 1
+        nesting.JVP_NESTING += 1
+    try:
+        yield
+    finally:
+        with _Level.lock:
+            nesting.JVP_NESTING -= 1
+            _Level.holders -= 1
+            if not _Level.holders and _Level.entered:
+                _Level.entered = False
+                forward_ad.exit_dual_level()
+
+
+def dual(x: torch.Tensor) -> bool:
+    """Whether x has a tangent of torch.autograd.forward_ad. Where the level is held only those of torch.func are."""
+    return forward_ad._current_level >= 0 and not _Level.holders and forward_ad.unpack_dual(x).tangent is not None
+
+
 def _recorded(x: torch.Tensor) -> bool:
     """Whether torch follows what becomes of x."""
     return torch.is_grad_enabled() and x.requires_grad and not torch.is_inference_mode_enabled()
@@ -315,7 +357,7 @@ def _started(op: Collective, x: torch.Tensor, seat: Seat, frame: FrameType | Non
     if tasks is not None:
         tasks.append(task)
     kind = Apply if isinstance(op, Operator) else Attain
-    if transformed(x) or forward_ad._current_level >= 0:
+    if transformed(x) or dual(x):
         kind = Transformed if kind is Apply else Attain
         return lambda: kind.apply(x, task)
     if type(op) is Vary:

@@ -8,7 +8,7 @@ backward runs the workers' graphs back. A second derivative is a map too: of the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, overload
 
 import numpy as np
@@ -19,7 +19,7 @@ from spmd import mapping
 from spmd.array import PartitionedArray, relayout
 from spmd.autodiff import tree
 from spmd.bridge.torch.closure import tensors_within_reach
-from spmd.bridge.torch.function import Function, Seat, transformed, twin
+from spmd.bridge.torch.function import Function, Seat, one_level, transformed, twin
 from spmd.bridge.torch.memory import borrowed, shaped_like, tensor_of
 from spmd.bridge.torch.tensor import Tensor, plain, state_of_tensor, stated
 from spmd.device import contiguous
@@ -160,7 +160,7 @@ class _Call:
 
     def result(self) -> Any:
         """Run it, and record it in the graph of the caller where that follows an argument or what f closes over."""
-        if any(transformed(x) for x in self.given) or (self.moved and forward_ad._current_level >= 0):
+        if any(transformed(x) or _tangent(x) is not None for x in self.given):
             outs = _Map.apply(self, None, *self.given)
         else:
             run = self.forward(self.given)
@@ -225,7 +225,9 @@ class _Call:
             with _torch_threads(self.mesh.transport.threads()):
                 return body(worker)
 
-        return self.mesh.run(limited, tracked=tracked, scheduler="threads")
+        shared = self.mesh.transport.name == "local" and self.mesh.size > 1
+        with one_level() if shared else nullcontext():
+            return self.mesh.run(limited, tracked=tracked, scheduler="threads")
 
     def _blocks(self, given: Sequence[torch.Tensor]) -> list[Any]:
         """For each argument its blocks by worker, or, where it is passed as it is, itself."""
@@ -351,7 +353,7 @@ class _Call:
                     seat.tokens or [],
                 )
                 blocks = [
-                    contiguous(borrowed(torch.zeros_like(x) if g is None else plain(g)))
+                    contiguous(borrowed(plain(torch.zeros_like(x) if g is None else g)))
                     for g, x in zip(found, starts, strict=True)
                 ]
                 return _Results(None, paths, specs, blocks)
@@ -509,7 +511,11 @@ def _followed(x: Any) -> bool:
         return False
     if transformed(x) or (x.requires_grad and torch.is_grad_enabled()):
         return True
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+    return _tangent(x) is not None
+
+
+def _tangent(x: torch.Tensor) -> torch.Tensor | None:
+    return forward_ad.unpack_dual(x).tangent if forward_ad._current_level >= 0 else None
 
 
 def _block(x: torch.Tensor, layout: Layout, worker: int) -> torch.Tensor:
