@@ -13,6 +13,7 @@ from spmd.bridge import torch as spt
 from spmd.bridge.torch.tensor import plain, stated
 from spmd.layout import Layout, P
 from spmd.mesh import Mesh, here
+from spmd.operators.base import Operator
 from spmd.state import INVARIANT, ROOTED, state_of
 from spmd.testing import Case, operator_cases, operator_classes
 
@@ -25,6 +26,51 @@ class Applied(NamedTuple):
     function: Callable[[torch.Tensor], torch.Tensor]
     size: int
     mesh: Mesh
+
+
+class Placed(NamedTuple):
+    """A case on a mesh, whose blocks lie one behind the other in one vector.
+
+    source, target: how the vectors of arguments and of results are cut. size: of the first. inner: the axes along
+    which the argument varies.
+    """
+
+    operator: Operator
+    mesh: Mesh
+    shapes: list[tuple[int, ...]]
+    source: Any
+    target: P
+    size: int
+    inner: tuple[str, ...]
+
+    def block(self, x: torch.Tensor) -> torch.Tensor:
+        """In a body: this worker's block, of its part of the vector."""
+        worker = here("a test")
+        block = plain(x).reshape(self.shapes[worker.index])
+        return stated(block, state_of(self.inner)) if worker.tracked else block
+
+    def flat(self, y: torch.Tensor) -> torch.Tensor:
+        """In a body: this worker's part of the vector of results, of its block."""
+        y = plain(y).reshape(-1)
+        return stated(y, state_of(self.target.varying)) if here("a test").tracked else y
+
+    def results(self) -> Any:
+        """How a vector of results is cut, as that of a cotangent."""
+
+        def body(x):
+            return torch.tensor([self.flat(self.operator(self.block(x))).numel()])
+
+        if not self.target.varying:
+            return P()
+        mapped = spt.map(body, self.source, self.target, mesh=self.mesh, check=False)
+        lengths = tuple(mapped(torch.zeros(self.size)).tolist())
+        return Layout((sum(lengths),), self.target, self.mesh.axes, [lengths])
+
+    def rows(self, n: int) -> Any:
+        """How a matrix is cut of which every row belongs to an entry of the argument."""
+        if not self.inner:
+            return P()
+        return Layout((self.size, n), P(self.inner), self.mesh.axes, [self.source.cuts[0], None])
 
 
 def block_shapes(case: Case, mesh: Mesh) -> list[tuple[int, ...]]:
@@ -42,32 +88,33 @@ def block_shapes(case: Case, mesh: Mesh) -> list[tuple[int, ...]]:
     return shapes
 
 
-def applied(case: Case, mesh: Mesh, call: Callable[[Any], Callable] = lambda op: op) -> Applied:
-    """A case as a map of tensors. call: what is called in place of the operator."""
+def placed(case: Case, mesh: Mesh) -> Placed:
+    """How the blocks of a case lie in vectors."""
     op, shapes = case.operator, block_shapes(case, mesh)
     taken = {n: op.takes(n) for n in op.axes}
     given = op.out_state(state_of(n for n in op.axes if taken[n] != INVARIANT)).varying
     copied_in = [n for n in mesh.axes if taken.get(n) == INVARIANT]
     copied_out = [n for n in op.axes if n not in given and op.target != ROOTED]
-    inner = [n for n in mesh.axes if n not in copied_in]
+    inner = tuple(n for n in mesh.axes if n not in copied_in)
     sizes = {}
     for w, s in enumerate(shapes):
         sizes.setdefault(tuple(mesh.coordinates(w)[n] for n in inner), math.prod(s))
     lengths = [sizes[key] for key in sorted(sizes)]
     total = sum(lengths)
-    source = Layout((total,), P(tuple(inner)), mesh.axes, [tuple(lengths)]) if inner else P()
+    source = Layout((total,), P(inner), mesh.axes, [tuple(lengths)]) if inner else P()
     target = P(tuple(n for n in mesh.axes if n not in copied_out))
-    function = call(op)
+    return Placed(op, mesh, shapes, source, target, total, inner)
+
+
+def applied(case: Case, mesh: Mesh, call: Callable[[Any], Callable] = lambda op: op) -> Applied:
+    """A case as a map of tensors. call: what is called in place of the operator."""
+    at = placed(case, mesh)
+    function = call(at.operator)
 
     def body(x):
-        worker = here("a test")
-        block = plain(x).reshape(shapes[worker.index])
-        y = function(stated(block, state_of(inner)) if worker.tracked else block)
-        y = plain(y).reshape(-1)
-        return stated(y, state_of(target.varying)) if worker.tracked else y
+        return at.flat(function(at.block(x)))
 
-    mapped = spt.map(body, source, target, mesh=mesh)
-    return Applied(mapped, total, mesh)
+    return Applied(spt.map(body, at.source, at.target, mesh=mesh), at.size, mesh)
 
 
 def cases(axes: dict[str, int]) -> list[tuple[str, Case]]:
@@ -89,4 +136,4 @@ def integers(rng: np.random.Generator, n: int, dtype: torch.dtype = torch.float6
     return torch.from_numpy(x).to(dtype)
 
 
-__all__ = ["MESHES", "Applied", "applied", "block_shapes", "cases", "integers"]
+__all__ = ["MESHES", "Applied", "Placed", "applied", "block_shapes", "cases", "integers", "placed"]
