@@ -406,7 +406,7 @@ def twin(x: torch.Tensor, state: State) -> torch.Tensor:
     if found is not None and found[1] == x._version and (found[0] is None or found[0] is x):
         return found[2]
     task = Task(Vary(names), seat)
-    followed = transformed(x) or forward_ad._current_level >= 0
+    followed = transformed(x) or dual(x)
     varied = stated((Transformed if followed else Apply).apply(plain(x), task), state)
     if not transformed(x):
         kept[key] = (x if x.is_leaf else None, x._version, varied)
