@@ -138,14 +138,26 @@ torch.library.register_autograd("spmd::move", _back_of_move, setup_context=_keep
 # Shapes, before anything has moved
 
 
-def _lengths(token: str, shape: tuple[Any, ...], worker: Worker) -> tuple[int | None, ...]:
+def _lengths(token: str, shape: tuple[Any, ...], worker: Worker) -> tuple[Any, ...]:
     """The shape of the result on this worker; None for a length that the blocks of the others decide.
 
     Found by trying: the operator is run on virtual workers whose blocks have the shape of this one's, and again where
-    the others' are longer.
+    the others' are longer. A length that is itself open, as another operator has left it, is tried with two numbers.
     """
-    concrete = tuple(int(n) for n in shape)
-    return _tried(token, concrete, tuple(worker.mesh.axes.items()), worker.index)
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # slow to import
+
+    axes = tuple(worker.mesh.axes.items())
+    open_dims = [d for d, n in enumerate(shape) if free_unbacked_symbols(n)]
+    if not open_dims:
+        return _tried(token, tuple(int(n) for n in shape), axes, worker.index)
+    tries = [tuple(first + 2 * d if d in open_dims else int(n) for d, n in enumerate(shape)) for first in (211, 307)]
+    a, b = (_tried(token, t, axes, worker.index) for t in tries)
+
+    def one(n: int | None, m: int | None) -> Any:
+        same = [shape[d] for d in open_dims if (n, m) == (tries[0][d], tries[1][d])]
+        return n if n == m else same[0] if same else None
+
+    return tuple(one(n, m) for n, m in zip(a, b, strict=True))
 
 
 @functools.lru_cache(maxsize=4096)
