@@ -33,6 +33,7 @@ from spmd.state import State, state_of
 __all__ = [
     "FRONTEND",
     "SEAT",
+    "Draws",
     "Function",
     "Seat",
     "Task",
@@ -52,16 +53,39 @@ Function: Any = torch.autograd.Function
 """Untyped: its methods take what those of a subclass say."""
 
 
+class Draws:
+    """The random generators of the workers of one run: each begins in the state of torch's own where it was called."""
+
+    __slots__ = ("__weakref__", "generators", "state")
+
+    def __init__(self) -> None:
+        self.state = torch.default_generator.get_state()
+        self.generators: dict[int, torch.Generator] = {}
+
+    def of(self, worker: int) -> torch.Generator:
+        """The generator of a worker."""
+        found = self.generators.get(worker)
+        if found is None:
+            found = self.generators[worker] = torch.Generator()
+            found.set_state(self.state)
+        return found
+
+    def leave(self) -> None:
+        """Let torch's generator go on from where the first worker that drew has left off."""
+        if self.generators:
+            torch.default_generator.set_state(self.generators[min(self.generators)].get_state())
+
+
 class Seat:
     """A worker's place in a map, which outlives a run of it: backward may be another run.
 
     worker: the one that sits there now; None between runs. twins: parameters varied in this graph, until its backward.
     tokens: tensors without history to which operators gave one, because another worker's have it; kept where the map
-    is differentiated from outside (else None). number, tickets: by which compiled graphs know it, and the operators
-    that were bound here.
+    is differentiated from outside (else None). draws: the random generators of the run. number, tickets: by which
+    compiled graphs know it, and the operators that were bound here.
     """
 
-    __slots__ = ("__weakref__", "index", "mesh", "number", "tickets", "tokens", "twins", "worker")
+    __slots__ = ("__weakref__", "draws", "index", "mesh", "number", "tickets", "tokens", "twins", "worker")
 
     def __init__(self, mesh: Mesh, index: int):
         self.mesh = mesh
@@ -69,6 +93,7 @@ class Seat:
         self.worker: Worker | None = None
         self.twins: dict[Any, tuple[torch.Tensor, int, torch.Tensor]] = {}
         self.tokens: list[torch.Tensor] | None = None
+        self.draws: Draws | None = None
         self.number = next(_numbers)
         self.tickets: dict[Operator, int] = {}
 

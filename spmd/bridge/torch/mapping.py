@@ -19,7 +19,7 @@ from spmd import mapping
 from spmd.array import PartitionedArray, relayout
 from spmd.autodiff import tree
 from spmd.bridge.torch.closure import tensors_within_reach
-from spmd.bridge.torch.function import Function, Seat, one_level, transformed, twin
+from spmd.bridge.torch.function import Draws, Function, Seat, one_level, transformed, twin
 from spmd.bridge.torch.memory import borrowed, shaped_like, tensor_of
 from spmd.bridge.torch.tensor import Tensor, plain, state_of_tensor, stated
 from spmd.device import contiguous
@@ -197,6 +197,7 @@ class _Call:
                 return self._results(worker, run, mapped.f(*args, **kwargs))
 
         outcome = self._execute(body, tracked)
+        run.draws.leave()
         for leaf, version in before:
             self._unchanged(leaf, version)
         first = next(iter(outcome.results.values()))
@@ -431,6 +432,7 @@ class _Run:
 
     seats: the places of the workers. inputs: by worker, the leaves of its graph for the differentiated arguments.
     ends: by worker, the results of its graph, None where they are not differentiated. leaves: what f closes over.
+    draws: the random generators of the workers.
     """
 
     def __init__(self, call: _Call, follows: bool):
@@ -440,10 +442,12 @@ class _Run:
         self.inputs: dict[int, list[torch.Tensor]] = {}
         self.ends: dict[int, list[torch.Tensor | None]] = {}
         self.leaves: list[torch.Tensor] = []
+        self.draws = Draws()
 
     def seat(self, index: int) -> Seat:
         seat = self.seats[index] = Seat(self.call.mesh, index)
         seat.tokens = []
+        seat.draws = self.draws
         return seat
 
 
