@@ -29,7 +29,9 @@ from spmd.bridge.torch import transforms  # noqa: F401
 from spmd.bridge.torch.compiled import compilable, operator
 from spmd.bridge.torch.convolution import DistributedConv, DistributedPool
 from spmd.bridge.torch.data_parallel import DataParallel, data_parallel
+from spmd.bridge.torch.drawing import drawing
 from spmd.bridge.torch.function import tie
+from spmd.bridge.torch.linear import ColumnParallelLinear, DistributedLinear, RowParallelLinear
 from spmd.bridge.torch.mapping import map
 from spmd.bridge.torch.modules import (
     AllGather,
@@ -42,6 +44,7 @@ from spmd.bridge.torch.modules import (
     SumReduce,
 )
 from spmd.bridge.torch.sampler import Batches, Collate, DistributedSampler
+from spmd.bridge.torch.sharded import ShardedModule, clip_grad_norm_, grad_norm
 from spmd.bridge.torch.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -53,17 +56,24 @@ __all__ = [
     "Batches",
     "Broadcast",
     "Collate",
+    "ColumnParallelLinear",
     "DataParallel",
     "DistributedConv",
+    "DistributedLinear",
     "DistributedPool",
     "DistributedSampler",
     "Grid",
     "HaloExchange",
     "ReduceScatter",
     "Repartition",
+    "RowParallelLinear",
+    "ShardedModule",
     "SumReduce",
     "Tensor",
+    "clip_grad_norm_",
     "data_parallel",
+    "drawing",
+    "grad_norm",
     "map",
     "operator",
     "tie",

@@ -43,6 +43,7 @@ __all__ = [
     "grid_of",
     "learnt",
     "met",
+    "of_shape",
     "resolved",
     "spread",
 ]
@@ -240,7 +241,7 @@ def resolved(where: str, x: Any, lies: Lies, axes: dict[str, int], worker: Worke
     return learnt(where, met(where, x, tuple(axes), worker), lies, tuple(axes.items()))
 
 
-def _of_shape(shape: Shape, lies: Lies, axes: dict[str, int]) -> Layout:
+def of_shape(shape: Shape, lies: Lies, axes: dict[str, int]) -> Layout:
     """The layout of an array of this shape: balanced, where only spec or grid are given."""
     if isinstance(lies, Layout):
         return lies
@@ -377,10 +378,10 @@ class Repartition(_Relayout):
         worker = here(self.where)
         axes = common_axes(self.where, worker, self.src, self.dst)
         if isinstance(self.dst, Layout):
-            src = _of_shape(self.dst.shape, self.src, axes)
+            src = of_shape(self.dst.shape, self.src, axes)
         else:
             src = resolved(self.where, x, self.src, axes, worker)
-        return spmd.repartition(x, src, _of_shape(src.shape, self.dst, axes))
+        return spmd.repartition(x, src, of_shape(src.shape, self.dst, axes))
 
 
 class Broadcast(_Relayout):
@@ -410,7 +411,7 @@ class Broadcast(_Relayout):
             return spmd.repartition(x, src, _copied(self.where, src, dst))
         if not isinstance(dst, Layout):
             raise _unlike(self.where, src, dst)
-        return spmd.repartition(x, _of_shape(dst.shape, src, axes), dst)
+        return spmd.repartition(x, of_shape(dst.shape, src, axes), dst)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if isinstance(self.src, P) and isinstance(self.dst, P) and not _added_axes(self.where, self.src, self.dst):
@@ -450,7 +451,7 @@ class SumReduce(_Relayout):
             return spmd.accumulate(x, parts, dst)
         if not isinstance(src, Layout):
             raise _unlike(self.where, src, dst)
-        return spmd.accumulate(x, src, _of_shape(src.shape, dst, axes))
+        return spmd.accumulate(x, src, of_shape(src.shape, dst, axes))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if isinstance(self.src, P) and isinstance(self.dst, P) and not _added_axes(self.where, self.dst, self.src):
