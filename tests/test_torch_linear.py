@@ -229,6 +229,35 @@ def test_in_integers_adjoints_are_exact(axes, sizes, k, check):
             assert torch.equal(gradients[name], p.grad)
 
 
+@pytest.mark.parametrize(("check", "wrapped"), [(True, False), (True, True), (False, True)])
+def test_a_pair_on_samples_that_are_split_over_another_axis(check, wrapped):
+    """What is summed over the axis of the data: by itself where tensors carry their state, else by `data_parallel`."""
+    mesh = spmd.Mesh(data=2, model=2)
+    torch.manual_seed(0)
+    serial = nn.Sequential(nn.Linear(6, 9, dtype=F64), nn.Tanh(), nn.Linear(9, 3, dtype=F64))
+    x, t = torch.randn(7, 6, dtype=F64), torch.randn(7, 3, dtype=F64)
+    train(serial, x, lambda y: ((y - t) ** 2).sum(), OPTIMISERS["sgd"], 4)
+    found = {}
+
+    def main():
+        net = nn.Sequential(
+            spt.ColumnParallelLinear("model", 6, 9, dtype=F64),
+            nn.Tanh(),
+            spt.RowParallelLinear("model", 9, 3, dtype=F64),
+        )
+        rows = mesh.layout((7,), P("data")).slices(spmd.mesh.here("a test").index)
+        mine, target = spt.varying(x[rows], "data"), spt.varying(t[rows], "data")
+        model = spt.data_parallel(net, "data") if wrapped else net
+        train(model, mine, lambda y: ((y - target) ** 2).sum(), OPTIMISERS["sgd"], 4)
+        found[spmd.mesh.here("a test").index] = net.state_dict()
+
+    torch.manual_seed(0)
+    spt.map(main, (), None, mesh=mesh, check=check)()
+    for state in found.values():
+        for name, value in serial.state_dict().items():
+            close(state[name], value)
+
+
 @pytest.mark.parametrize("shape", [(7,), (4, 7), (0, 7), (2, 0, 7), (2, 1, 3, 7)])
 def test_any_batch(shape):
     mesh = spmd.Mesh(x=3)
