@@ -245,6 +245,27 @@ def test_one_sum_forward_and_one_backward():
     assert spt.map(body, (P(),), None, mesh=spmd.Mesh(x=4))(torch.ones(1, 3, 8, 8)) == (1, 1)
 
 
+def test_a_compiled_model_runs_the_layers_as_they_are():
+    first, second, pool = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 3, 3), nn.MaxPool2d(2)
+    rows, maps = P(None, None, "x"), P(None, "y", "x")
+
+    def body(x):
+        parts = spt.DistributedConv(first, rows, maps), nn.Tanh(), spt.DistributedPool(pool, maps)
+        model = nn.Sequential(*parts, spt.DistributedConv(second, maps, rows))
+        found = []
+        for f in (model, torch.compile(model, backend="eager")):
+            own = x.clone().requires_grad_()
+            y = f(own)
+            (y * y).sum().backward()
+            found.append((y.detach(), own.grad))
+        return found
+
+    mapped = spt.map(body, rows, rows, mesh=spmd.Mesh(**XY), check=False)
+    eager, compiled = mapped(torch.randn(2, 2, 9, 8))
+    for ours, theirs in zip(compiled, eager, strict=True):
+        assert torch.equal(ours, theirs)
+
+
 MISTAKES = {
     "no convolution": (lambda: spt.DistributedConv(nn.Linear(2, 2), P()), "argument conv", "nn.Conv1d"),
     "transposed": (lambda: spt.DistributedConv(nn.ConvTranspose1d(2, 2, 1), P()), "argument conv", "nn.Conv1d"),

@@ -15,12 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from spmd.bridge.torch.compiled import compilable
 from spmd.bridge.torch.memory import array_dtype
 from spmd.errors import LayoutError, SpecError, describe, message
 from spmd.layout import Layout, P, block_sizes
 from spmd.mesh import Worker, here
-from spmd.operators import base, halo, reduce
+from spmd.operators.base import varying
+from spmd.operators.halo import halo_exchange
+from spmd.operators.reduce import psum, pvary
 from spmd.transport.base import Call
 from spmd.window import Window, plan_windows
 
@@ -37,8 +38,6 @@ _POOLINGS: dict[type, tuple[int, Any]] = {
     nn.AvgPool3d: (3, F.avg_pool3d),
 }
 
-halo_exchange, psum, pvary = compilable(halo.halo_exchange), compilable(reduce.psum), compilable(reduce.pvary)
-varying = compilable(base.varying)
 _as_it_is: Any = torch.compiler.disable
 """A layer that a compiled function calls runs as it is: its plan may want a meeting of the workers."""
 
@@ -111,7 +110,7 @@ class DistributedConv(nn.Module):
             y = y if bias is None else y + bias.reshape(-1, *[1] * self.space)
         return y
 
-    def _parameter(self, p: torch.Tensor, names: tuple[str, ...]) -> torch.Tensor:
+    def _parameter(self, p: Any, names: tuple[str, ...]) -> Any:
         """A block of the parameters in the state that it has, varied to where it meets the input."""
         p = varying(p, names) if names else p
         return pvary(p, self._spread) if self._spread else p
