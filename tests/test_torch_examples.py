@@ -1,4 +1,4 @@
-"""The examples in torch train as one worker does, on any mesh and under mpiexec, and say so in the same numbers."""
+"""The examples in torch train as one worker does, on any mesh and under any launcher, and print the same numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import sys
 
 import pytest
-from launch import ROOT, launch, mpiexec, run_python
+from launch import ROOT, TORCHRUN, launch, mpiexec, run_python
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("sklearn")
@@ -45,13 +45,18 @@ def alone(program, *options: str) -> list[str]:
     return TIMES.sub("", ended.stdout).splitlines()
 
 
-def together(program, *options: str) -> list[str]:
-    """The same of four processes."""
-    ended = launch(program, *options, n=4, timeout=120)
+def together(python: str, program, *options: str) -> list[str]:
+    """The same of four processes that mpiexec or torchrun has started."""
+    ended = launch(program, *options, n=4, python=python, timeout=120)
     assert ended.returncode == 0, str(ended)
-    assert ended.stdout.count("mpi transport") == 1
-    return TIMES.sub("", ended.stdout).replace("mpi transport", "local transport").splitlines()
+    transport = "torch transport" if python == TORCHRUN else "mpi transport"
+    assert ended.stdout.count(transport) == 1
+    return TIMES.sub("", ended.stdout).replace(transport, "local transport").splitlines()
 
+
+MPI = [pytest.mark.mpi, pytest.mark.skipif(mpiexec() is None, reason="no mpiexec beside this Python")]
+MPIEXEC = pytest.param(sys.executable, id="mpiexec", marks=MPI)
+launchers = pytest.mark.parametrize("python", [MPIEXEC, pytest.param(TORCHRUN, id="torchrun")])
 
 RUNS = {"lenet": (LENET, *SHORT), "transformer": (TRANSFORMER, *FEW)}
 SEQUENCE = (TRANSFORMER, *FEW, "--sequence")
@@ -64,8 +69,8 @@ def test_an_example_follows_one_worker(name):
     losses(text)
 
 
-def same_under_mpiexec(*run) -> None:
-    ours, theirs = together(*run), alone(*run)
+def same_under(python: str, *run) -> None:
+    ours, theirs = together(python, *run), alone(*run)
     assert max(apart("\n".join(ours))) < 1e-10
     # The figures of rounding depend on torch's threads, of which a process alone may have more.
     said = lambda lines: [line for line in lines if "apart" not in line]
@@ -74,16 +79,19 @@ def same_under_mpiexec(*run) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.skipif(mpiexec() is None, reason="no mpiexec beside this Python")
-@pytest.mark.parametrize("name", RUNS)
-def test_an_example_prints_the_same_under_mpiexec(name):
-    same_under_mpiexec(*RUNS[name])
+def test_lenet_prints_the_same_under_mpiexec():
+    same_under(sys.executable, *RUNS["lenet"])
+
+
+def test_a_transformer_prints_the_same_under_torchrun():
+    same_under(TORCHRUN, *RUNS["transformer"])
 
 
 @pytest.mark.full
-@pytest.mark.mpi
-@pytest.mark.skipif(mpiexec() is None, reason="no mpiexec beside this Python")
-def test_split_positions_print_the_same_under_mpiexec():
-    same_under_mpiexec(*SEQUENCE)
+@launchers
+@pytest.mark.parametrize("run", [*RUNS.values(), SEQUENCE], ids=[*RUNS, "sequence"])
+def test_each_example_prints_the_same_under_each_launcher(python, run):
+    same_under(python, *run)
 
 
 def test_a_pair_of_layers_takes_one_sum_forward_and_one_backward():
@@ -159,9 +167,6 @@ def test_three_epochs_of_lenet_follow_one_worker(mesh, output):
 
 
 @pytest.mark.full
-@pytest.mark.mpi
-@pytest.mark.skipif(mpiexec() is None, reason="no mpiexec beside this Python")
-def test_three_epochs_of_lenet_under_mpiexec():
-    text = "\n".join(together(LENET, "--check"))
-    assert max(apart(text)) < 1e-10
-    assert losses(text) == losses("\n".join(alone(LENET, "--check")))
+@launchers
+def test_three_epochs_of_lenet_under_each_launcher(python):
+    same_under(python, LENET, "--check")
