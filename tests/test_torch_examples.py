@@ -125,7 +125,7 @@ LENETS = [
     ("--rows", "3", "--channels", "1"),
     ("--rows", "1", "--channels", "4", "--unchecked"),
     ("--rows", "2", "--channels", "2", "--unchecked"),
-    ("--rows", "6", "--channels", "1", "--batch", "5"),
+    ("--rows", "6", "--channels", "1", "--batch", "5", "--lr", "0.004"),  # small batches want small steps
     ("--rows", "2", "--channels", "3"),
     ("--rows", "1", "--channels", "1"),
 ]
