@@ -11,7 +11,6 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -19,11 +18,14 @@ import numpy as np
 import torch
 
 import spmd
-from spmd.bridge.torch.function import Seat, apply, captured
-from spmd.errors import MeshError, message
+from spmd.bridge.torch.function import PLACE, Seat, apply, captured, seat_of
+from spmd.bridge.torch.tensor import COMPILED, Tensor
+from spmd.errors import MeshError, StateError, message
 from spmd.layout import Layout, P
-from spmd.mesh import WORKER, Worker, here
+from spmd.mesh import WORKER, Mesh, Worker, here
 from spmd.operators.base import Operator
+from spmd.operators.reduce import Extremum
+from spmd.state import ROOTED
 
 __all__ = ["OperatorFunction", "compilable", "operator", "token_of"]
 
@@ -65,6 +67,12 @@ def _bound(ticket: torch.Tensor) -> tuple[Operator, Seat]:
     return next(itertools.islice(seat.tickets, place, None)), seat
 
 
+def _own(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """A result that shares no memory with the argument, and is laid out as graphs expect."""
+    y = y.contiguous()
+    return y.clone() if y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() else y
+
+
 @torch.library.custom_op("spmd::apply", mutates_args=(), schema="(Tensor x, str token) -> (Tensor, Tensor)")
 def _apply(x: torch.Tensor, token: str) -> tuple[torch.Tensor, torch.Tensor]:
     function, args, kwargs = _tokens[token]
@@ -80,8 +88,7 @@ def _apply(x: torch.Tensor, token: str) -> tuple[torch.Tensor, torch.Tensor]:
                 mend="call it outside of the compiled function",
             )
         )
-    if y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
-        y = y.clone()
+    y = _own(y, x)
     return y, _ticket(op, tasks[0].seat)
 
 
@@ -100,9 +107,7 @@ def _move(g: torch.Tensor, ticket: torch.Tensor, shape: Sequence[int], forward: 
     op, seat = _bound(ticket)
     with torch.no_grad():
         y = apply(op if forward else op.H, g, seat)
-    if y.untyped_storage().data_ptr() == g.untyped_storage().data_ptr():
-        y = y.clone()
-    return y
+    return _own(y, g)
 
 
 @_move.register_fake
@@ -141,52 +146,95 @@ torch.library.register_autograd("spmd::move", _back_of_move, setup_context=_keep
 def _lengths(token: str, shape: tuple[Any, ...], worker: Worker) -> tuple[Any, ...]:
     """The shape of the result on this worker; None for a length that the blocks of the others decide.
 
-    Found by trying: the operator is run on virtual workers whose blocks have the shape of this one's, and again where
-    the others' are longer. A length that is itself open, as another operator has left it, is tried with two numbers.
+    A length that is itself open, as another operator has left it, is tried with two numbers.
     """
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # slow to import
 
     axes = tuple(worker.mesh.axes.items())
+    place = worker.index if _placed(token) else None
     open_dims = [d for d, n in enumerate(shape) if free_unbacked_symbols(n)]
-    if not open_dims:
-        return _tried(token, tuple(int(n) for n in shape), axes, worker.index)
     tries = [tuple(first + 2 * d if d in open_dims else int(n) for d, n in enumerate(shape)) for first in (211, 307)]
-    a, b = (_tried(token, t, axes, worker.index) for t in tries)
+    found = [_tried(token, t, axes, place) for t in (tries if open_dims else tries[:1])]
+    if None in found:
+        return (None,) * _ndim(token, shape, open_dims, axes, worker)
 
-    def one(n: int | None, m: int | None) -> Any:
-        same = [shape[d] for d in open_dims if (n, m) == (tries[0][d], tries[1][d])]
-        return n if n == m else same[0] if same else None
+    def one(*lengths: int | None) -> Any:
+        same = [shape[d] for d in open_dims if lengths == (tries[0][d], tries[1][d])]
+        return lengths[0] if len(set(lengths)) == 1 else same[0] if same else None
 
-    return tuple(one(n, m) for n, m in zip(a, b, strict=True))
+    return tuple(one(*lengths) for lengths in zip(*found, strict=True))  # type: ignore[arg-type]
+
+
+def _ndim(token: str, shape: tuple[Any, ...], open_dims: list[int], axes: tuple, worker: Worker) -> int:
+    """How many dimensions the result has where trying does not tell."""
+    if getattr(_tokens[token][0], "learns", False):
+        return len(shape)  # workers hold blocks of other shapes than this one's
+    concrete = tuple(0 if d in open_dims else int(n) for d, n in enumerate(shape))
+    ndim = None if open_dims else _seen.get((token, concrete, axes, worker.index))
+    if ndim is not None:
+        return ndim
+    raise MeshError(
+        message(
+            f"a compiled call of {token.split('(')[0]}",
+            got=f"a block of shape {list(concrete)}, of which nothing but the other workers' blocks tells what comes "
+            "of it",
+            need="a shape of the result that has been met before",
+            mend="run the function once before it is compiled; torch.compiler.disable keeps this call out",
+        )
+    )
+
+
+_seen: dict[tuple, int] = {}
+"""How many dimensions came of a block of some shape on a worker, where that cannot be found by trying."""
+
+
+def _placed(token: str) -> bool:
+    """Whether what comes of equal blocks is of other dimensions on one worker than on another: a graph for each."""
+    op = _tokens[token][0]
+    if getattr(op, "learns", False) or getattr(op, "layouts", None) is not None:
+        return True
+    if isinstance(op, Operator):
+        return ROOTED in (op.source, op.target)
+    return getattr(op, "__name__", "") in ("repartition", "accumulate")
 
 
 @functools.lru_cache(maxsize=4096)
-def _tried(token: str, shape: tuple[int, ...], axes: tuple[tuple[str, int], ...], index: int) -> tuple[int | None, ...]:
-    function = _tokens[token][0]
-    layouts = getattr(function, "layouts", None)
-    if layouts is not None:
-        mesh = spmd.make_mesh([n for _, n in axes], [name for name, _ in axes], transport="local", device="cpu")
-        return layouts[1].block_shape(mesh.group(index, tuple(layouts[1].axes)).index)
-    try:
-        found = _one_try(token, shape, shape, axes, index)
-    except (ValueError, TypeError, RuntimeError):
-        if not getattr(function, "learns", False):
-            raise
-        return (None,) * len(shape)  # workers hold blocks of other shapes than this one's
-    lengths: list[int | None] = list(found)
-    for d in range(len(shape)):
-        longer = (*shape[:d], shape[d] + 1, *shape[d + 1 :])
-        with suppress(ValueError, TypeError, RuntimeError):  # such blocks do not meet
-            other = _one_try(token, shape, longer, axes, index)
-            lengths = [n if n == m else None for n, m in zip(lengths, other, strict=True)]
-    return tuple(lengths)
+def _tried(
+    token: str, shape: tuple[int, ...], axes: tuple[tuple[str, int], ...], index: int | None
+) -> tuple[int | None, ...] | None:
+    """Found by trying: the operator is run on virtual workers whose blocks have the shape of this one's, and again
+    where the others' are longer. index: on which worker; None: whichever, since one graph serves all of them.
 
-
-def _one_try(
-    token: str, mine: tuple[int, ...], others: tuple[int, ...], axes: tuple[tuple[str, int], ...], index: int
-) -> tuple[int, ...]:
-    function, args, kwargs = _tokens[token]
+    None where no such blocks meet.
+    """
+    function, args, _ = _tokens[token]
+    layouts = args if args and isinstance(args[-1], Layout) else getattr(function, "layouts", None)
     mesh = spmd.make_mesh([n for _, n in axes], [name for name, _ in axes], transport="local", device="cpu")
+    if layouts is not None:
+        return layouts[1].block_shape(mesh.group(index or 0, tuple(layouts[1].axes)).index)
+    if index is not None and _rooted(function) and mesh.group(index, function.axes).index != function.root:
+        return None  # this worker has nothing, and is told by the root
+    found = []
+    for where in range(mesh.size) if index is None else [index]:
+        trials = [_one_try(token, shape, shape, mesh, where)]
+        for d in range(len(shape)):
+            longer = (*shape[:d], shape[d] + 1, *shape[d + 1 :])
+            trials.append(_one_try(token, shape, longer, mesh, where))
+        if _rooted(function):
+            trials.append(_one_try(token, shape, (0,), mesh, where))
+        found += [t for t in trials if t is not None]
+    if not found or any(len(t) != len(found[0]) for t in found):
+        return None
+    return tuple(lengths[0] if len(set(lengths)) == 1 else None for lengths in zip(*found, strict=True))
+
+
+def _rooted(function: Any) -> bool:
+    return isinstance(function, Operator) and function.source == ROOTED and hasattr(function, "root")
+
+
+def _one_try(token: str, mine: tuple[int, ...], others: tuple[int, ...], mesh: Mesh, index: int) -> Any:
+    """The shape on a worker with a block of shape `mine`, where the others' have another; None if they do not meet."""
+    function, args, kwargs = _tokens[token]
 
     def body(worker: Worker) -> tuple[int, ...]:
         block = np.zeros(mine if worker.index == index else others, np.int8)
@@ -195,6 +243,8 @@ def _one_try(
     outer = WORKER.set(None)
     try:
         return mesh.run(body, tracked=False, scheduler="lockstep").results[index]
+    except (ValueError, TypeError, RuntimeError):
+        return None
     finally:
         WORKER.reset(outer)
 
@@ -205,15 +255,35 @@ def _one_try(
 def compilable(function: Callable) -> Callable:
     """A function of bodies, so that it can be compiled too."""
     name = function.__name__
+    own = _DECOMPOSED.get(name)
 
     @functools.wraps(function)
     def call(x: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling() and isinstance(x, torch.Tensor):
-            frozen = tuple(_frozen(a) for a in args), tuple((k, _frozen(a)) for k, a in kwargs.items())
-            return torch.ops.spmd.apply(x, _constant_token(name, *frozen))[0]
+            _refuse_states(x)
+            if own is not None:
+                return own(x, *args, **kwargs)
+            return _in_graph(x, name, args, kwargs)
         return function(x, *args, **kwargs)
 
     return call
+
+
+def _in_graph(x: torch.Tensor, name: str, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
+    """A function of one linear operator, traced."""
+    frozen = tuple(_frozen(a) for a in args), tuple((k, _frozen(a)) for k, a in kwargs.items())
+    return _traced(x, _constant_token(name, *frozen))
+
+
+def _traced(x: torch.Tensor, token: str) -> torch.Tensor:
+    if _constant_placed(token):
+        assert PLACE.name  # read, so that it is guarded
+    return torch.ops.spmd.apply(x, token)[0]
+
+
+@torch.compiler.assume_constant_result
+def _constant_placed(token: str) -> bool:
+    return _placed(token)
 
 
 @torch.compiler.assume_constant_result
@@ -259,6 +329,109 @@ def token_of(function: Callable, text: str, layouts: tuple[Layout, ...] | None =
     return text
 
 
+# Functions of more than one collective, or of one that is not linear
+
+
+@torch.library.custom_op("spmd::attain", mutates_args=(), schema="(Tensor x, str how, str total, int[] dims) -> Tensor")
+def _attain(x: torch.Tensor, how: str, total: str, dims: Sequence[int]) -> torch.Tensor:
+    """The extremum over dimensions and workers. total: the name in graphs of the sum over those workers."""
+    (names,) = _tokens[total][1]
+    with torch.no_grad():
+        return _own(apply(Extremum(names, how, tuple(dims)), x, seat_of(here("torch.compile"))), x)
+
+
+@_attain.register_fake
+def _(x: torch.Tensor, how: str, total: str, dims: Sequence[int]) -> torch.Tensor:
+    return x.new_empty([n for d, n in enumerate(x.shape) if d not in dims])
+
+
+def _keep_attain(ctx: Any, inputs: Any, output: Any) -> None:
+    x, _, ctx.total, ctx.dims = inputs
+    ctx.save_for_backward(x, output)
+
+
+def _back_of_attain(ctx: Any, g: torch.Tensor) -> Any:
+    """The cotangent goes to the entries that attain the extremum, in equal shares."""
+    x, top = ctx.saved_tensors
+    for d in sorted(ctx.dims):
+        top, g = top.unsqueeze(d), g.unsqueeze(d)
+    ties = ((x == top) | ((x != x) & (top != top))).to(x.dtype)
+    count = ties.sum(ctx.dims, keepdim=True) if ctx.dims else ties
+    total = torch.ops.spmd.apply(count, ctx.total)[0]
+    return g * (ties / total), None, None, None
+
+
+torch.library.register_autograd("spmd::attain", _back_of_attain, setup_context=_keep_attain)
+
+
+@torch.compiler.assume_constant_result
+def _constant_axes(axis_name: Any, function: str) -> tuple[tuple[str, ...], int]:
+    """The names of axes, and how many workers lie along them."""
+    worker = here(f"spmd.{function}")
+    names = worker.mesh.names(_thawed(axis_name), f"spmd.{function}")
+    return names, worker.group(names).size
+
+
+def _dims(x: torch.Tensor, axis: Any) -> tuple[int, ...]:
+    chosen = range(x.ndim) if axis is None else (axis,) if isinstance(axis, int) else axis
+    return tuple([d % x.ndim for d in chosen])
+
+
+def _psum(x: torch.Tensor, names: tuple[str, ...]) -> torch.Tensor:
+    return _in_graph(x, "psum", (names,), {})
+
+
+def _sum_traced(x: torch.Tensor, axis_name: Any, axis: Any = None) -> torch.Tensor:
+    names, _ = _constant_axes(_frozen(axis_name), "sum")
+    dims = _dims(x, axis)
+    return _psum(x.sum(dims) if dims else x, names)
+
+
+def _mean_traced(x: torch.Tensor, axis_name: Any, axis: Any = None) -> torch.Tensor:
+    names, _ = _constant_axes(_frozen(axis_name), "mean")
+    dims = _dims(x, axis)
+    total = _psum(x.sum(dims) if dims else x, names)
+    count = 1
+    for d in dims:
+        count = count * x.shape[d]
+    entries = _psum(torch.full((), count, dtype=torch.int64), names)
+    if total.dtype in (torch.float16, torch.bfloat16):  # which do not hold large counts
+        return (total.float() / entries).to(total.dtype)
+    return total / entries
+
+
+def _pmean_traced(x: torch.Tensor, axis_name: Any) -> torch.Tensor:
+    names, size = _constant_axes(_frozen(axis_name), "pmean")
+    return _psum(x, names) / size
+
+
+def _extremum_traced(how: str, over_entries: bool) -> Callable:
+    def call(x: torch.Tensor, axis_name: Any, axis: Any = None) -> torch.Tensor:
+        names, _ = _constant_axes(_frozen(axis_name), how if over_entries else f"p{how}")
+        dims = _dims(x, axis) if over_entries else ()
+        total = _constant_token("psum", (_frozen(names),), ())
+        return torch.ops.spmd.attain(x, how, total, list(dims))
+
+    return call
+
+
+_DECOMPOSED: dict[str, Callable] = {
+    "sum": _sum_traced,
+    "mean": _mean_traced,
+    "pmean": _pmean_traced,
+    "max": _extremum_traced("max", True),
+    "min": _extremum_traced("min", True),
+    "pmax": _extremum_traced("max", False),
+    "pmin": _extremum_traced("min", False),
+}
+"""How functions are traced that are not one linear operator."""
+
+
+def _refuse_states(x: torch.Tensor) -> None:
+    if isinstance(x, Tensor):
+        raise StateError(COMPILED)
+
+
 class OperatorFunction:
     """An operator as a function of tensors; see `operator`."""
 
@@ -269,8 +442,13 @@ class OperatorFunction:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_dynamo_compiling():
-            return torch.ops.spmd.apply(x, self.token)[0]
-        return self.op(x)
+            _refuse_states(x)
+            return _traced(x, self.token)
+        y = self.op(x)
+        worker = WORKER.get()
+        if worker is not None and isinstance(y, torch.Tensor) and not worker.tracked:
+            _seen[self.token, tuple(x.shape), tuple(worker.mesh.axes.items()), worker.index] = y.ndim
+        return y
 
     @property
     def H(self) -> OperatorFunction:

@@ -32,6 +32,7 @@ from spmd.state import State, state_of
 
 __all__ = [
     "FRONTEND",
+    "PLACE",
     "SEAT",
     "Draws",
     "Function",
@@ -117,6 +118,7 @@ class Seat:
     def occupied(self, worker: Worker):
         """This place while the worker runs."""
         before, self.worker = self.worker, worker
+        PLACE.name = f"worker {self.index}"
         worker.frontend = FRONTEND
         token = SEAT.set(self)
         try:
@@ -126,6 +128,9 @@ class Seat:
             self.worker = before
             self.twins.clear()
 
+
+PLACE = threading.local()
+"""PLACE.name is another string for each worker: of all that differs between threads, torch.compile guards this."""
 
 SEAT: ContextVar[Seat | None] = ContextVar("spmd_torch_seat", default=None)
 _numbers = itertools.count()

@@ -7,6 +7,7 @@ backward runs the workers' graphs back. A second derivative is a map too: of the
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, overload
@@ -227,6 +228,10 @@ class _Call:
                 return body(worker)
 
         shared = self.mesh.transport.name == "local" and self.mesh.size > 1
+        if shared and "torch._dynamo" in sys.modules:
+            # While one worker compiles a function another one may come to it, and runs it as it is meanwhile. torch,
+            # whose flag for tracing is one for all threads, would take that for a function that traces itself.
+            sys.modules["torch._dynamo"].config.error_on_nested_fx_trace = False
         with one_level() if shared else nullcontext():
             return self.mesh.run(limited, tracked=tracked, scheduler="threads")
 

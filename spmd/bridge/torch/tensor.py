@@ -17,13 +17,21 @@ from spmd.errors import StateError, message
 from spmd.mesh import WORKER
 from spmd.state import State, state_of
 
-__all__ = ["SUMMED", "Tensor", "plain", "state_of_tensor", "stated", "summed"]
+__all__ = ["COMPILED", "SUMMED", "Tensor", "plain", "state_of_tensor", "stated", "summed"]
 
 _INVARIANT = state_of(())
 _disabled = torch._C.DisableTorchFunctionSubclass
 
 SUMMED: dict[int, Callable[[], Any]] = {}
 """By id, parameters whose gradients are summed by `spt.data_parallel`, in place of the adjoint of their `Vary`."""
+
+
+COMPILED = message(
+    "torch.compile",
+    got="a tensor that carries its state",
+    need="plain tensors in compiled functions",
+    mend="spt.map(..., check=False), with spt.pvary where Invariant tensors meet Varying ones",
+)
 
 
 class Tensor(torch.Tensor):
@@ -59,6 +67,8 @@ class Tensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            raise StateError(COMPILED)
         kwargs = kwargs or {}
         if func in _BY_INPUT:
             return _gradients(func, args, kwargs)
