@@ -5,11 +5,13 @@ jobs that end. `test_mpi.py` and `test_torch_transport.py` run it, each with lau
 from __future__ import annotations
 
 import json
+import tempfile
 import time
 from functools import cache
+from pathlib import Path
 
 import pytest
-from launch import PROGRAMS, TORCHRUN, Ended, launch
+from launch import PROGRAMS, Ended, launch
 from mpi_programs import mismatch, timing, verbs
 
 
@@ -21,19 +23,13 @@ def ended_well(program: str, *args: str, python: str, **options) -> str:
 
 
 def timed(program: str, *args: str, python: str, **options) -> tuple[Ended, float]:
-    """How a program ended, and after how many seconds, without those that torch takes to start."""
-    started = time.monotonic()
-    ended = launch(PROGRAMS / program, *args, python=python, **options)
-    return ended, time.monotonic() - started - _to_start(python)
-
-
-@cache
-def _to_start(python: str) -> float:
-    if python != TORCHRUN:
-        return 0.0
-    started = time.monotonic()
-    ended_well("plain.py", python=python)
-    return time.monotonic() - started
+    """How a program ended, and how many seconds after its last process had imported what takes long."""
+    with tempfile.TemporaryDirectory() as folder:
+        up = Path(folder) / "up"
+        started = time.time()
+        ended = launch(PROGRAMS / program, *args, python=python, SPMD_TEST_UP=str(up), **options)
+        since = max(map(float, up.read_text().split())) if up.exists() else started
+        return ended, time.time() - since
 
 
 @cache

@@ -6,6 +6,7 @@ import sys
 import time
 
 import numpy as np
+import up  # noqa: F401
 
 import spmd
 from spmd import P

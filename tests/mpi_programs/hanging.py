@@ -19,6 +19,7 @@ if sys.argv[2:] == ["wrapped"]:
     sys.exit(subprocess.run([sys.executable, *sys.argv[:2]], close_fds=False).returncode)
 
 import numpy as np
+import up  # noqa: F401
 
 import spmd
 from spmd import P
