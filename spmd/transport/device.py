@@ -45,6 +45,9 @@ class Purse:
     def __getitem__(self, k: Any) -> Any:
         return list(map(self.borrow, self.inner[k])) if isinstance(k, slice) else self.borrow(self.inner[k])
 
+    def pop(self, k: Any) -> Any:
+        return self.borrow(self.inner.pop(k))
+
     def __contains__(self, k: object) -> bool:
         return k in self.inner
 

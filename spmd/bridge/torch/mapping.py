@@ -621,8 +621,12 @@ def _thread_state(*, enabled: bool) -> Callable[[], Any]:
 
 @contextmanager
 def _torch_threads(n: int) -> Any:
-    """torch's own threads within a worker: as many as BLAS has. torch keeps their number for each thread that calls."""
+    """torch's own threads within a worker: as many as BLAS has, but no more than torch was told to use.
+
+    torch keeps their number for each thread that calls it.
+    """
     before = torch.get_num_threads()
+    n = min(n, before)
     if n != before:
         torch.set_num_threads(n)
     try:
