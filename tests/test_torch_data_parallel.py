@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import gc
 import io
 import json
+import re
+import sys
 import threading
 import weakref
 
@@ -14,7 +17,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from launch import PROGRAMS, ROOT, launch, mpiexec, run_python  # noqa: E402
+from launch import PROGRAMS, ROOT, TORCHRUN, launch, mpiexec, run_python  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
@@ -991,6 +994,24 @@ def test_what_it_refuses():
         on_workers(2, sparse)
 
 
+@pytest.mark.parametrize("check", CHECKS)
+def test_a_loss_outlives_its_module(check):
+    """Its gradients are summed all the same."""
+    x = randn(7, 5, seed=1)
+    alone = drawn(Net(), 2)
+    alone(x).sin().sum().backward()
+
+    def main(worker):
+        net = drawn(Net(), 2)
+        loss = spt.data_parallel(net, "data")(share(x, worker, 3)).sin().sum()
+        gc.collect()
+        loss.backward()
+        return gradients(net)
+
+    for found in on_workers(3, main, check=check):
+        assert_near(found, gradients(alone))
+
+
 def test_nothing_is_left_when_a_module_goes():
     before = len(SUMMED)
 
@@ -1199,14 +1220,65 @@ def test_ten_steps_of_ddp():
             np.testing.assert_allclose(ours[name], wanted, rtol=0, atol=1e-6, err_msg=name)
 
 
+def same_bits(n, python):
+    """Uneven shares, unused parameters, accumulation, several dtypes and buffers, as virtual workers have them."""
+    program = PROGRAMS / "torch_data_parallel.py"
+    ended, alone = launch(program, str(n), n=n, python=python, timeout=120), run_python(program, str(n), timeout=120)
+    assert ended.returncode == 0, str(ended)
+    assert alone.returncode == 0, str(alone)
+    assert ended.stdout == alone.stdout
+    assert len(set(ended.stdout.splitlines())) == 4  # steps, alike on all workers
+    assert len(ended.stdout.splitlines()) == 4 * n
+
+
 @pytest.mark.mpi
 @pytest.mark.skipif(mpiexec() is None, reason="no mpiexec beside this Python")
 @pytest.mark.parametrize("n", [2, 3])
 def test_the_same_bits_under_mpiexec(n):
-    """Uneven shares, unused parameters, accumulation, several dtypes and buffers, as virtual workers have them."""
-    ended = launch(PROGRAMS / "torch_data_parallel.py", n=n, timeout=120)
+    same_bits(n, sys.executable)
+
+
+def test_the_same_bits_under_torchrun():
+    same_bits(3, TORCHRUN)
+
+
+PLAIN, PORT = ROOT / "examples" / "torch_ddp.py", ROOT / "examples" / "torch_data_parallel.py"
+EPOCH = re.compile(r"epoch \d  loss \d\.\d{4}  test accuracy (\d\d\.\d)%")
+
+
+def printed(ended):
     assert ended.returncode == 0, str(ended)
-    alone = run_python(PROGRAMS / "torch_data_parallel.py", str(n), timeout=120)
-    assert alone.returncode == 0, str(alone)
-    assert ended.stdout == alone.stdout
-    assert len(ended.stdout.splitlines()) == 4 * n
+    lines = ended.stdout.splitlines()
+    assert [bool(EPOCH.fullmatch(line)) for line in lines] == [True] * 5, str(ended)
+    assert float(EPOCH.fullmatch(lines[-1])[1]) > 90
+    return lines
+
+
+def test_a_port_of_a_script_for_ddp():
+    """It trains as the script does, to the printed digits, without a launcher and with torchrun."""
+    pytest.importorskip("sklearn")
+    wanted = printed(launch(PLAIN, n=2, python=TORCHRUN, timeout=120))
+    assert printed(run_python(PORT, timeout=120)) == wanted
+    assert printed(launch(PORT, n=2, python=TORCHRUN, timeout=120)) == wanted
+    assert len(printed(run_python(PORT, "3", timeout=120))) == 5
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(mpiexec() is None, reason="no mpiexec beside this Python")
+def test_the_port_under_mpiexec():
+    pytest.importorskip("sklearn")
+    assert printed(launch(PORT, n=2, timeout=120)) == printed(run_python(PORT, timeout=120))
+
+
+def test_the_port_is_a_few_lines():
+    """Those of the page, and imports."""
+    lines = list(
+        difflib.unified_diff(
+            PLAIN.read_text().split('"""', 2)[2].splitlines(), PORT.read_text().split('"""', 2)[2].splitlines(), n=0
+        )
+    )
+    changed = [line for line in lines[2:] if line[0] in "+-" and len(line) > 1 and "import" not in line]
+    page = (ROOT / "docs" / "torch_data_parallel.md").read_text()
+    shown = page[page.index("```diff") :].split("```")[1].splitlines()
+    assert changed == [line for line in shown if line[:1] in ("+", "-")]
+    assert len(changed) <= 12

@@ -1,6 +1,6 @@
 """Training by spt.data_parallel with all that it knows; prints for each worker, in order, digests of what it has.
 
-Run under mpiexec, or alone with the number of virtual workers as argument: the output is the same.
+Takes the number of workers. Run under mpiexec, torchrun, or alone: the output is the same.
 """
 
 import hashlib
@@ -14,7 +14,6 @@ import spmd
 from spmd import P
 from spmd.bridge import torch as spt
 from spmd.layout import block_sizes, offsets
-from spmd.transport.detect import mpi_world
 
 
 class Net(nn.Module):
@@ -64,9 +63,7 @@ def train():
     return spt.varying(torch.from_numpy(np.stack(found)), "data")
 
 
-world = mpi_world()
-n = int(sys.argv[1]) if len(sys.argv) > 1 else world.Get_size()
-with spmd.Mesh(data=n):
+with spmd.Mesh(data=int(sys.argv[1])):
     rows = spt.map(train, (), P("data"))()
 if spmd.is_main():
     for row in rows:
