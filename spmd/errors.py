@@ -81,7 +81,8 @@ class MissingMethodError(AttributeError):
 
 
 class MutationError(RuntimeError):
-    """A bare array changed between the forward run and the backward sweep that needs it."""
+    """A bare array changed between the forward run and the backward sweep that needs it, or a tensor was to be
+    written to that would not know that it varies from now on."""
 
 
 class TransportError(RuntimeError):

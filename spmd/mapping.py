@@ -128,7 +128,7 @@ class Mapped:
         self.check = check
         self._names = _parameter_names(f)
         self._schedulers: dict[Any, str] = {}
-        functools.update_wrapper(self, f)
+        functools.update_wrapper(self, f, updated=())  # not what f keeps: that of a map would be taken for this one's
         self.where = f"spmd.map of {getattr(f, '__name__', None) or type(f).__name__}"
         for name, specs in (("in_specs", in_specs), ("out_specs", out_specs)):
             for path, spec in spec_leaves(specs):

@@ -432,3 +432,51 @@ def strided(case: Case, mesh: Mesh, rng: np.random.Generator) -> None:
 
 
 test_any_strides, test_any_strides_everywhere = everywhere(strided, 2)
+
+
+# Functions that are made of operators, or are not linear
+
+MADE = {
+    "pmean": lambda x: spt.pmean(x.sum(0), "x"),
+    "mean": lambda x: spt.mean(torch.sin(x), "x"),
+    "mean of rows": lambda x: spt.mean(x * x, "x", 0),
+    "sum": lambda x: spt.sum(torch.sin(x), "x"),
+    "max": lambda x: spt.max(torch.sin(x), "x"),
+    "max of rows": lambda x: spt.max(torch.sin(x), "x", 0),
+    "min": lambda x: spt.min(x * x, "x", (0, 1)),
+    "pmax": lambda x: spt.pmax((x * x).sum(0), "x"),
+    "pmin": lambda x: spt.pmin(torch.sin(x).sum(0), "x"),
+    "softmax": lambda x: torch.exp(x.sum() - spt.pmax(x.sum(), "x")).reshape(1),
+    "halo": lambda x: torch.sin(spt.halo_exchange(x, P("x"), 1, "periodic")).cumsum(0),
+    "several": lambda x: spt.psum(torch.sin(spt.all_gather(x, "x", tiled=True)).sum() * x.sum(), "x"),
+}
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("name", MADE)
+def test_functions_agree_with_differences(name, n):
+    """First and second derivatives, backward and forward, from outside."""
+    result = P("x") if name in ("softmax", "halo") else P()
+    f = spt.map(MADE[name], P("x"), result, mesh=Mesh(x=n))
+    x = floats(np.random.default_rng(n), 5, 2).requires_grad_()
+    assert torch.autograd.gradcheck(f, x, check_forward_ad=True, fast_mode=True)
+    assert torch.autograd.gradgradcheck(f, x, fast_mode=True)
+    t = torch.ones_like(x)
+    torch.testing.assert_close(
+        torch.func.jvp(f, (x.detach(),), (t,))[1], torch.autograd.functional.jvp(f, x, t)[1], rtol=1e-10, atol=1e-10
+    )
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("name", MADE)
+def test_forward_mode_of_functions_in_bodies(name, check):
+    mesh = Mesh(x=3)
+    rng = np.random.default_rng(0)
+    x, t = floats(rng, 5, 2), floats(rng, 5, 2)
+    result = P("x") if name in ("softmax", "halo") else P()
+    want = torch.func.jvp(spt.map(MADE[name], P("x"), result, mesh=mesh), (x,), (t,))
+    got = spt.map(
+        lambda x, t: torch.func.jvp(MADE[name], (x,), (t,)), (P("x"), P("x")), (result, result), mesh=mesh, check=check
+    )(x, t)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)

@@ -353,6 +353,7 @@ def _keep_attain(ctx: Any, inputs: Any, output: Any) -> None:
 def _back_of_attain(ctx: Any, g: torch.Tensor) -> Any:
     """The cotangent goes to the entries that attain the extremum, in equal shares."""
     x, top = ctx.saved_tensors
+    g = torch.ops.spmd.apply(g, ctx.total.replace("psum", "pvary", 1))[0]
     for d in sorted(ctx.dims):
         top, g = top.unsqueeze(d), g.unsqueeze(d)
     ties = ((x == top) | ((x != x) & (top != top))).to(x.dtype)
@@ -409,6 +410,7 @@ def _extremum_traced(how: str, over_entries: bool) -> Callable:
     def call(x: torch.Tensor, axis_name: Any, axis: Any = None) -> torch.Tensor:
         names, _ = _constant_axes(_frozen(axis_name), how if over_entries else f"p{how}")
         dims = _dims(x, axis) if over_entries else ()
+        _constant_token("pvary", (_frozen(names),), ())
         total = _constant_token("psum", (_frozen(names),), ())
         return torch.ops.spmd.attain(x, how, total, list(dims))
 

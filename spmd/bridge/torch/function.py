@@ -179,7 +179,7 @@ class Task:
         """Start on the data of x."""
         op, worker = self.op, self.seat.taken()
         no_lockstep(worker)
-        block = lent(x, worker, long=op.lends, where=f"spmd.{op.function}")
+        block = lent(plain(x) if isinstance(x, Tensor) else x, worker, long=op.lends, where=f"spmd.{op.function}")
         began = WORKER.get()
         if began is worker:
             self.finish = launch(op, block, worker, frame, self.asks)
@@ -291,6 +291,8 @@ class Attain(Function):
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor) -> Any:
         weights, dims = Attain._weights(ctx)
+        # The extremum is Invariant, and so is its cotangent: what is derived from this by g is summed over workers.
+        g = apply(Vary(ctx.task.op.axes), g, ctx.task.seat)
         return _expanded(g, dims) * weights, None
 
     @staticmethod
@@ -377,7 +379,7 @@ def _recorded(x: torch.Tensor) -> bool:
 
 def apply(op: Any, x: torch.Tensor, seat: Seat) -> torch.Tensor:
     """An operator on a tensor, recorded where it is differentiated; no check of states."""
-    return _started(op, x, seat, None)()
+    return _started(op, plain(x) if isinstance(x, Tensor) else x, seat, None)()
 
 
 def _started(op: Collective, x: torch.Tensor, seat: Seat, frame: FrameType | None) -> Callable[[], torch.Tensor]:

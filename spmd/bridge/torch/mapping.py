@@ -172,7 +172,12 @@ class _Call:
         final = list(self.joined)
         for k, y in zip(self.flowing, outs, strict=True):
             final[k] = y
+        self._forget()
         return tree.unflatten(self.treedef, final)
+
+    def _forget(self) -> None:
+        """Let the results go: they hold their graph, which holds this call, and no collector sees such a circle."""
+        self.joined, self.early = [], None
 
     # Forward
 
@@ -510,6 +515,7 @@ class _Map(Function):
             one.moved, one.given = call.moved, [values[k] for k in call.moved]
             outs = _Map.apply(one, None, *one.given)
             call.flowing, call.joined, call.treedef, call.specs = one.flowing, one.joined, one.treedef, one.specs
+            one._forget()
             found.append(outs if isinstance(outs, tuple) else (outs,))
         return tuple(torch.stack(column) for column in zip(*found, strict=True)), (0,) * len(found[0])
 

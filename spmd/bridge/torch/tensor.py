@@ -8,12 +8,13 @@ parameters of modules for one, count as Invariant.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from spmd.errors import StateError, message
+from spmd.errors import MutationError, StateError, message
 from spmd.mesh import WORKER
 from spmd.state import State, state_of
 
@@ -61,8 +62,18 @@ class Tensor(torch.Tensor):
         return plain(self).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: Any) -> Any:
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            return torch.Tensor.__deepcopy__(plain(self), memo)  # which says what is wrong
         with _disabled():
-            twin = torch.Tensor.__deepcopy__(self, memo)
+            twin = copy.deepcopy(self.detach().as_subclass(torch.Tensor), {})
+        twin.__class__ = Tensor  # in place: a view would be no leaf
+        twin._state = self.state
+        twin.requires_grad_(self.requires_grad)
+        if self.grad is not None:
+            twin.grad = copy.deepcopy(self.grad, memo)
+        memo[id(self)] = twin
         return twin
 
     @classmethod
@@ -79,6 +90,8 @@ class Tensor(torch.Tensor):
             raise _value_refused(func, args[0])
         with _disabled():
             result = func(*args, **kwargs)
+        if type(result) is torch.Tensor and any(result is a for a in (*args, *kwargs.values())):
+            return result  # one without a state that was written to
         return _with_state(result, state)
 
 
@@ -171,7 +184,8 @@ def _admit_write(func: Callable, target: torch.Tensor, state: State) -> None:
     from spmd.errors import describe
 
     axes = ", ".join(map(repr, sorted(state.varying - state_of_tensor(target).varying)))
-    raise StateError(
+    # No TypeError, which torch would take for a hint to write y = y + x for y += x.
+    raise MutationError(
         message(
             f"torch.{getattr(func, '__name__', 'a function')} in place",
             argument="self",
