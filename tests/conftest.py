@@ -80,8 +80,17 @@ def pytest_runtest_setup(item) -> None:
         pytest.skip(mark.args[0])
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items) -> None:
-    """Tests marked gpu are left out where there is no GPU: they run other tests' cases a second time, on CuPy."""
+    """Tests marked gpu are left out where there is no GPU: they run other tests' cases a second time, on CuPy.
+
+    A file that starts many jobs, or compiles much, names the tests of the ordinary run in ORDINARY; its others are
+    long searches.
+    """
+    for item in items:
+        ordinary = getattr(item.module, "ORDINARY", None)
+        if ordinary is not None and item.originalname not in ordinary and item.name not in ordinary:
+            item.add_marker("full")
     if any(item.get_closest_marker("gpu") for item in items) and not _has_gpu():
         left = [item for item in items if item.get_closest_marker("gpu")]
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]

@@ -21,6 +21,20 @@ from spmd.layout import Layout  # noqa: E402
 from spmd.mesh import Mesh  # noqa: E402
 from spmd.testing import Case, operator_cases  # noqa: E402
 
+
+ORDINARY = {
+    "test_functions_compile",
+    "test_compiled_operators[Sum]",
+    "test_compiled_operators[AllGather]",
+    "test_compiled_operators[Permute]",
+    "test_torch_checks_the_registrations[Sum]",
+    "test_torch_checks_the_registrations[AllGather]",
+    "test_nothing_is_compiled_again_per_step_or_worker",
+    "test_tensors_with_states_are_refused_by_name",
+    "test_a_map_in_a_compiled_function_runs_as_it_is",
+}
+"""The tests of the ordinary run; the others are long searches."""
+
 pytestmark = pytest.mark.host("tensors of these tests lie on the host")
 
 

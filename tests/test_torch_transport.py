@@ -22,6 +22,14 @@ from torch_programs import dtypes  # noqa: E402
 PROGRAMS = ROOT / "tests" / "torch_programs"
 pytestmark = pytest.mark.parametrize("python", [pytest.param(TORCHRUN, id="torchrun")])
 
+ORDINARY = {
+    "test_blocks_of_every_dtype_and_size_have_the_bits_of_virtual_workers",
+    "test_workers_that_call_different_things_are_told_so_on_every_rank",
+    "test_without_torch_it_is_said_how_to_get_it",
+    "test_an_error_of_one_worker_is_an_error_of_all",
+}
+"""The tests of the ordinary run; the others are long searches."""
+
 
 def test_a_mesh_of_another_size_than_the_world_is_an_error(python):
     ended, _ = failing("wrong size", python)

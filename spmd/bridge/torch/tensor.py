@@ -67,7 +67,7 @@ class Tensor(torch.Tensor):
         if not self.is_leaf:
             return torch.Tensor.__deepcopy__(plain(self), memo)  # which says what is wrong
         with _disabled():
-            twin = copy.deepcopy(self.detach().as_subclass(torch.Tensor), {})
+            twin: Any = copy.deepcopy(self.detach().as_subclass(torch.Tensor), {})
         twin.__class__ = Tensor  # in place: a view would be no leaf
         twin._state = self.state
         twin.requires_grad_(self.requires_grad)
