@@ -21,7 +21,6 @@ from spmd.layout import Layout  # noqa: E402
 from spmd.mesh import Mesh  # noqa: E402
 from spmd.testing import Case, operator_cases  # noqa: E402
 
-
 ORDINARY = {
     "test_functions_compile",
     "test_compiled_operators[Sum]",
