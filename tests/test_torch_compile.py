@@ -82,7 +82,7 @@ def compiled(case: Case, mesh: Mesh, rng: np.random.Generator, backend: str = "a
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_compiled_operators(kind):
     axes = ({"x": 3}, {"x": 2, "y": 2})[KINDS.index(kind) % 2]
-    each(compiled, few(kind, axes, 2), axes)
+    each(compiled, few(kind, axes, 1), axes)
 
 
 @pytest.mark.full
@@ -129,7 +129,7 @@ def registered(case: Case, mesh: Mesh, rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_torch_checks_the_registrations(kind):
     for axes in ({"x": 1}, {"x": 2}):
-        each(registered, few(kind, axes, 2), axes)
+        each(registered, few(kind, axes, 1), axes)
 
 
 @pytest.mark.full
@@ -139,6 +139,7 @@ def test_torch_checks_the_registrations_everywhere(kind, axes):
     each(registered, few(kind, axes, 8), axes)
 
 
+@pytest.mark.full
 @pytest.mark.mpi
 @pytest.mark.skipif(mpiexec() is None, reason="no mpiexec beside this Python")
 def test_torch_checks_the_registrations_in_processes():
@@ -175,7 +176,7 @@ FUNCTIONS: dict[str, Callable[[Any, Mesh], Any]] = {
 }
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [3, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 2, 4))])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_compile(name, size):
     """On uneven blocks, of which what the others hold decides the lengths of results; values and gradients."""
@@ -240,7 +241,7 @@ def trained(step: Callable, mesh: Mesh, steps: int = 3) -> Any:
     return spt.map(body, (P("x"), P()), P(), mesh=mesh, check=False)(x, w)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 4])
 def test_a_program_of_several_collectives(size):
     mesh = Mesh(x=size)
     step = torch.compile(program, fullgraph=True, backend="aot_eager")
@@ -257,7 +258,7 @@ def test_a_program_with_inductor(size):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.parametrize("size", [1, 3])
 def test_nothing_is_compiled_again_per_step_or_worker(size):
     """Threads that come to a function for the first time at once each compile it, as torch does; then never again."""
     from torch._dynamo.testing import CompileCounterWithBackend

@@ -750,7 +750,7 @@ def alone(case, mesh, rng) -> None:
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_nobody_else_has_the_memory_of_a_result(kind):
     axes = ({"x": 3}, {"x": 2, "y": 2})[KINDS.index(kind) % 2]
-    each(alone, few(kind, axes, 4), axes)
+    each(alone, few(kind, axes, 3), axes)
 
 
 @pytest.mark.full
@@ -765,7 +765,7 @@ def test_nobody_else_has_the_memory_of_a_result_everywhere(kind):
 
 @pytest.mark.mpi
 @pytest.mark.skipif(mpiexec() is None, reason="no mpiexec beside this Python")
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_processes_print_what_one_process_does(n):
     program = ROOT / "tests" / "mpi_programs" / "torch_training.py"
     alone = run_python(program, str(n), timeout=120)

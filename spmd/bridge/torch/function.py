@@ -249,11 +249,7 @@ class Transformed(Function):
         """One collective per sample; they are started one after the other before the first is waited for."""
         parts = x.unbind(in_dims[0])
         if not parts:
-            # Nobody has a sample: the shape of the result is learnt from one of zeros.
-            shape = list(x.shape)
-            del shape[in_dims[0]]
-            one = Transformed.apply(x.new_zeros(shape), Task(task.op, task.seat))
-            return one.new_zeros((0, *one.shape)), 0
+            return _of_none(Transformed, x, in_dims[0], task), 0
         tasks = [Task(task.op, task.seat) for _ in parts]
         for part, t in zip(parts, tasks, strict=True):
             if type(t.op) is not Vary and not transformed(part):
@@ -261,6 +257,14 @@ class Transformed(Function):
         results = [Transformed.apply(part, t) for part, t in zip(parts, tasks, strict=True)]
         task.op = tasks[0].op
         return torch.stack(results), 0
+
+
+def _of_none(kind: Any, x: torch.Tensor, dim: int, task: Task) -> torch.Tensor:
+    """The results for no samples at all: their shape is learnt from one of zeros."""
+    shape = list(x.shape)
+    del shape[dim]
+    one = kind.apply(x.new_zeros(shape), Task(task.op, task.seat))
+    return one.new_zeros((0, *one.shape))
 
 
 class Attain(Function):
@@ -303,7 +307,10 @@ class Attain(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: torch.Tensor, task: Task) -> Any:
-        return torch.stack([Attain.apply(part, Task(task.op, task.seat)) for part in x.unbind(in_dims[0])]), 0
+        parts = x.unbind(in_dims[0])
+        if not parts:
+            return _of_none(Attain, x, in_dims[0], task), 0
+        return torch.stack([Attain.apply(part, Task(task.op, task.seat)) for part in parts]), 0
 
 
 def _expanded(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:

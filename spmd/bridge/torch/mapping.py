@@ -503,10 +503,15 @@ class _Map(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, call: _Call, run: Any, *given: torch.Tensor) -> Any:
-        """One run of the map per sample."""
+        """One run of the map per sample; where there is none, one of zeros tells the shapes."""
         dims = in_dims[2:]
         found = []
-        for i in range(info.batch_size):
+        if not info.batch_size:
+            given = tuple(
+                x if d is None else x.new_zeros([1 if k == d else n for k, n in enumerate(x.shape)])
+                for x, d in zip(given, dims, strict=True)
+            )
+        for i in range(max(1, info.batch_size)):
             values = [leaf.value for leaf in call.leaves]
             for k, x, d in zip(call.moved, given, dims, strict=True):
                 values[k] = x if d is None else x.select(d, i)
@@ -517,7 +522,8 @@ class _Map(Function):
             call.flowing, call.joined, call.treedef, call.specs = one.flowing, one.joined, one.treedef, one.specs
             one._forget()
             found.append(outs if isinstance(outs, tuple) else (outs,))
-        return tuple(torch.stack(column) for column in zip(*found, strict=True)), (0,) * len(found[0])
+        stacks = (torch.stack(column)[: info.batch_size] for column in zip(*found, strict=True))
+        return tuple(stacks), (0,) * len(found[0])
 
 
 def _followed(x: Any) -> bool:

@@ -66,6 +66,7 @@ class Tensor(torch.Tensor):
             return memo[id(self)]
         if not self.is_leaf:
             return torch.Tensor.__deepcopy__(plain(self), memo)  # which says what is wrong
+        twin: Any
         with _disabled():
             twin: Any = copy.deepcopy(self.detach().as_subclass(torch.Tensor), {})
         twin.__class__ = Tensor  # in place: a view would be no leaf
