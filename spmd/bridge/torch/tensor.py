@@ -68,7 +68,7 @@ class Tensor(torch.Tensor):
             return torch.Tensor.__deepcopy__(plain(self), memo)  # which says what is wrong
         twin: Any
         with _disabled():
-            twin: Any = copy.deepcopy(self.detach().as_subclass(torch.Tensor), {})
+            twin = copy.deepcopy(self.detach().as_subclass(torch.Tensor), {})
         twin.__class__ = Tensor  # in place: a view would be no leaf
         twin._state = self.state
         twin.requires_grad_(self.requires_grad)
