@@ -1217,7 +1217,9 @@ def test_ten_steps_of_ddp():
     for ours in on_workers(2, ten_steps, 2, check=False):
         assert list(ours) == list(theirs)
         for name, wanted in theirs.items():
-            np.testing.assert_allclose(ours[name], wanted, rtol=0, atol=1e-6, err_msg=name)
+            # Of numbers beyond 8, as running variances are, a last bit of float32 is 1e-6 already.
+            bound = 1e-6 * np.maximum(1, np.abs(wanted))
+            assert (np.abs(np.subtract(ours[name], wanted)) <= bound).all(), name
 
 
 def same_bits(n, python):
