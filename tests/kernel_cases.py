@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -75,9 +75,10 @@ def laid_out(x: np.ndarray, how: str) -> np.ndarray:
 class Draw:
     """What a case draws from: see the head of this file."""
 
-    def __init__(self, data: Any, dtype: np.dtype, layout: str, small: bool = False):
+    def __init__(self, data: Any, dtype: np.dtype, layout: str, *, small: bool = False, rows: bool = False):
         self._data = data
         self.small = small
+        self.rows = rows
         self.dtype = dtype
         self.layout = layout
         self.rng = np.random.default_rng(self.integer(0, 2**32 - 1))
@@ -89,7 +90,11 @@ class Draw:
         return self._data.draw(st.sampled_from(options))
 
     def shape(self, least: int, most: int, side: int = 7) -> tuple[int, ...]:
-        """A shape of `least` to `most` dimensions, of lengths from 0 to `side`; seldom with a long last one."""
+        """A shape of `least` to `most` dimensions, of lengths from 0 to `side`; seldom with a long last one. `rows`:
+        of few rows, of some vectors each."""
+        if self.rows:
+            outer = tuple(self.integer(1, 2) for _ in range(self.integer(least, most)))
+            return (*outer[:-1], self.choose(1, self.integer(8, 40))) if outer else ()
         side = min(side, 3) if self.small else side
         shape = tuple(self.integer(0, side) for _ in range(self.integer(least, most)))
         return (*shape[:-1], self.integer(0, 700)) if shape and self.integer(0, 5) == 0 else shape
@@ -97,6 +102,8 @@ class Draw:
     def array(self, shape: tuple[int, ...], dtype: Any = None, *, low: float = -3, high: float = 3) -> np.ndarray:
         """Numbers between low and high; of the dtype under test, or of another one."""
         dtype = np.dtype(self.dtype if dtype is None else dtype)
+        if self.rows and low < -3:  # none so large that the others do not count
+            low, high = -2, 2
         x = self.rng.uniform(low, high, shape)
         if dtype.kind == "c":
             x = x + 1j * self.rng.uniform(low, high, shape)
@@ -172,6 +179,12 @@ class Family:
             def test_with_numba(self, case, dtype, data):
                 compare(cpu, case, dtype, data)
 
+            @pytest.mark.skipif(not jit.available(), reason="needs numba")
+            @FEW
+            @given(data=st.data())
+            def test_bits_come_from_the_numbers_alone(self, case, dtype, data):
+                check_bits(case, dtype, data)
+
             @pytest.mark.skipif(not device.available(), reason="needs g++ and no GPU")
             @SLOW
             @given(data=st.data())
@@ -194,6 +207,13 @@ class Family:
                 with contextlib.nullcontext() if data.draw(st.booleans()) else jit.off():
                     compare(cpu, case, dtype, data)
 
+            @pytest.mark.full
+            @pytest.mark.skipif(not jit.available(), reason="needs numba")
+            @MANY
+            @given(data=st.data())
+            def test_bits_come_from_the_numbers_alone_long(self, case, dtype, data):
+                check_bits(case, dtype, data)
+
         return Kernels
 
 
@@ -212,6 +232,51 @@ def compare(engine: Any, case: Case, dtype: str, data: Any, place: Any = None) -
     for a, b in zip(arrays_of(args), before, strict=True):
         a, b = (widened(v, WIDE.get(dtype)) for v in (a, b))  # NumPy knows the NaNs of its own dtypes only
         np.testing.assert_array_equal(a, b, err_msg="the kernel wrote into an argument")
+
+
+def check_bits(case: Case, dtype: str, data: Any) -> None:
+    """One draw: the kernel gives the same bits wherever its arrays lie. Else copies on several workers would part."""
+    args = case.make(Draw(data, dtype_of(dtype), "plain", rows=True))
+    alone = getattr(cpu, case.name)(*args)
+    with side_by_side(data):
+        assert bits(getattr(cpu, case.name)(*args)) == bits(alone)
+
+
+@contextlib.contextmanager
+def side_by_side(data: Any) -> Iterator[None]:
+    """Within, the arrays that loops are called with lie next to each other in memory, as small ones may.
+
+    Compiled loops ask whether what they write lies near what they read, and may take another way if so.
+    """
+    call = jit.Loops.__call__
+
+    def moved(self: jit.Loops, *args: Any) -> Any:
+        places = [k for k, a in enumerate(args) if isinstance(a, np.ndarray)]
+        if any(np.shares_memory(args[i], args[j]) for i in places for j in places if i < j):
+            return call(self, *args)
+        order = data.draw(st.permutations(places))
+        memory = np.empty(sum(args[k].nbytes + 160 for k in places), np.uint8)
+        end, there = 0, list(args)
+        for k in order:
+            begin = end + 16 * data.draw(st.integers(0, 8))
+            end = begin + args[k].nbytes
+            there[k] = memory[begin:end].view(args[k].dtype).reshape(args[k].shape)
+            there[k][...] = args[k]
+            end += -end % 16
+        found = call(self, *there)
+        for k in places:
+            if args[k].flags.writeable:
+                args[k][...] = there[k]
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jit.Loops, "__call__", moved)
+        yield
+
+
+def bits(found: Any) -> Any:
+    """What tells two results apart."""
+    return [bits(x) for x in found] if isinstance(found, tuple | list) else np.asarray(found).tobytes()
 
 
 def arrays_of(args: Any) -> list[np.ndarray]:

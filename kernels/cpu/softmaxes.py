@@ -176,15 +176,20 @@ def _sum_exp(x, i, top):
 
 @jit.helper(fastmath=_FAST)
 def _put_exp(out, x, i, top):
-    """out[i] = exp(x[i] - top); gives their sum."""
+    """out[i] = exp(x[i] - top); gives their sum.
+
+    It is taken in a loop that writes nothing: a loop that writes is not made of vectors where what it reads lies close
+    by in memory, and the order of the sum, hence its last bits, would come from the addresses.
+    """
     total = 0.0
     for begin in range(0, x.shape[1], STRETCH):
-        some = x.dtype.type(0)
-        for k in range(min(x.shape[1] - begin, STRETCH)):
+        n = min(x.shape[1] - begin, STRETCH)
+        for k in range(n):
             j = np.uint64(begin) + np.uint64(k)
-            e = exp_below(x[i, j] - top)
-            out[i, j] = e
-            some += e
+            out[i, j] = exp_below(x[i, j] - top)
+        some = x.dtype.type(0)
+        for k in range(n):
+            some += out[i, np.uint64(begin) + np.uint64(k)]
         total += some
     return total
 
