@@ -663,11 +663,17 @@ tracer.use_mixing(_Settling())
 
 def _joined(where: str, mesh: Mesh, outcome: Outcome, check: bool):
     """The results of all workers as the caller gets them."""
+    treedef = _one_structure(where, mesh, outcome)
+    return tree.unflatten(treedef, _joined_leaves(where, mesh, outcome, check))
+
+
+def _one_structure(where: str, mesh: Mesh, outcome: Outcome) -> Any:
+    """The structure of what the workers held here return."""
     first, mine = next(iter(outcome.results.items()))
     for w, other in outcome.results.items():
         if other.treedef != mine.treedef:
             raise _structures_differ(where, mesh, (first, w), (shown(mine.treedef), shown(other.treedef)))
-    return tree.unflatten(mine.treedef, _joined_leaves(where, mesh, outcome, check))
+    return mine.treedef
 
 
 def _structures_differ(where: str, mesh: Mesh, workers: Sequence[int], structures: Sequence[str]) -> Exception:

@@ -642,6 +642,26 @@ def test_a_module_says_which_of_its_parameters_are_blocks(check):
         assert torch.equal(g, (2 * whole * x * x)[layout.slices(k)])
 
 
+def test_a_typed_body_beside_one_that_is_compiled(monkeypatch):
+    """That some thread compiles is a flag of the process; what this one does, it must find out otherwise."""
+    x = torch.arange(1.0, 8, dtype=F64)
+    found = {}
+
+    def main():
+        k = spmd.worker_index("x")
+        net = Scale(7, nn.init.ones_)
+        to = spt.AllSumReduce("x")
+        monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
+        loss = to((net(x[net.shard_layout("scale").slices(k)].clone()) ** 2).sum())
+        loss.backward()
+        found[k] = loss.item(), net.offset.grad.item()
+
+    assert torch.compiler._is_compiling_flag is False  # what this test sets is still there
+    spt.map(main, (), None, mesh=spmd.Mesh(x=2))()
+    value = (x**2).sum().item()
+    assert found == {0: (value, 2 * x.sum().item()), 1: (value, 2 * x.sum().item())}
+
+
 def test_errors_of_register_shard():
     def main(kind):
         module = spt.ShardedModule()

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 import spmd
-from spmd.bridge.torch.function import PLACE, Seat, apply, captured, seat_of
+from spmd.bridge.torch.function import PLACE, Seat, apply, captured, expanded, map_is_over, seat_of, ties_of
 from spmd.bridge.torch.tensor import COMPILED, Tensor
 from spmd.errors import MeshError, StateError, message
 from spmd.layout import Layout, P
@@ -56,14 +56,7 @@ def _bound(ticket: torch.Tensor) -> tuple[Operator, Seat]:
     number, place = divmod(int(ticket), _PLACES)
     seat = _seats.get(number)
     if seat is None:
-        raise MeshError(
-            message(
-                "backward of a compiled function",
-                got="a graph of a body whose map is over",
-                need="backward inside the body, or from outside through a result of the map",
-                mend="call loss.backward() in the body, or return the loss with an out_spec, as P()",
-            )
-        )
+        raise map_is_over("backward of a compiled function")
     return next(itertools.islice(seat.tickets, place, None)), seat
 
 
@@ -354,12 +347,9 @@ def _back_of_attain(ctx: Any, g: torch.Tensor) -> Any:
     """The cotangent goes to the entries that attain the extremum, in equal shares."""
     x, top = ctx.saved_tensors
     g = torch.ops.spmd.apply(g, ctx.total.replace("psum", "pvary", 1))[0]
-    for d in sorted(ctx.dims):
-        top, g = top.unsqueeze(d), g.unsqueeze(d)
-    ties = ((x == top) | ((x != x) & (top != top))).to(x.dtype)
-    count = ties.sum(ctx.dims, keepdim=True) if ctx.dims else ties
+    ties, count = ties_of(x, top, tuple(ctx.dims))
     total = torch.ops.spmd.apply(count, ctx.total)[0]
-    return g * (ties / total), None, None, None
+    return expanded(g, ctx.dims) * (ties / total), None, None, None
 
 
 torch.library.register_autograd("spmd::attain", _back_of_attain, setup_context=_keep_attain)

@@ -77,6 +77,18 @@ class Draws:
             torch.default_generator.set_state(self.generators[min(self.generators)].get_state())
 
 
+def map_is_over(where: str) -> MeshError:
+    """The error of a graph that has outlived its workers."""
+    return MeshError(
+        message(
+            where,
+            got="a graph of a body whose map is over",
+            need="backward inside the body, or from outside through a result of the map",
+            mend="call loss.backward() in the body, or return the loss with an out_spec, as P()",
+        )
+    )
+
+
 class Seat:
     """A worker's place in a map, which outlives a run of it: backward may be another run.
 
@@ -104,14 +116,7 @@ class Seat:
         if now is not None and now.index == self.index and now.mesh is self.mesh:
             return now
         if self.worker is None:
-            raise MeshError(
-                message(
-                    "backward of an operator",
-                    got="a graph of a body whose map is over",
-                    need="backward inside the body, or from outside through a result of the map",
-                    mend="call loss.backward() in the body, or return the loss with an out_spec, as P()",
-                )
-            )
+            raise map_is_over("backward of an operator")
         return self.worker
 
     @contextmanager
@@ -284,20 +289,18 @@ class Attain(Function):
     @staticmethod
     def _weights(ctx: Any) -> tuple[torch.Tensor, tuple[int, ...]]:
         """What share of the extremum each entry has; the dimensions that it is taken over."""
-        x, top = ctx.saved_tensors
         dims = ctx.task.op.dims
-        top = _expanded(top, dims)
-        ties = ((x == top) | ((x != x) & (top != top))).to(x.dtype).detach()
-        count = ties.sum(dims, keepdim=True) if dims else ties
-        total = apply(Sum(ctx.task.op.axes), count, ctx.task.seat)
-        return ties / total, dims
+        x, top = ctx.saved_tensors
+        ties, count = ties_of(x, top, dims)
+        total = apply(Sum(ctx.task.op.axes), count.detach(), ctx.task.seat)
+        return ties.detach() / total, dims
 
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor) -> Any:
         weights, dims = Attain._weights(ctx)
         # The extremum is Invariant, and so is its cotangent: what is derived from this by g is summed over workers.
         g = apply(Vary(ctx.task.op.axes), g, ctx.task.seat)
-        return _expanded(g, dims) * weights, None
+        return expanded(g, dims) * weights, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, _: Any) -> Any:
@@ -313,10 +316,18 @@ class Attain(Function):
         return torch.stack([Attain.apply(part, Task(task.op, task.seat)) for part in parts]), 0
 
 
-def _expanded(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
+def expanded(x: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+    """x with dimensions of one entry where some were reduced."""
     for d in sorted(dims):
         x = x.unsqueeze(d)
     return x
+
+
+def ties_of(x: torch.Tensor, top: torch.Tensor, dims: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ones where x attains the extremum `top` over dims, and how many there are of them here."""
+    top = expanded(top, dims)
+    ties = ((x == top) | ((x != x) & (top != top))).to(x.dtype)
+    return ties, ties.sum(dims, keepdim=True) if dims else ties
 
 
 def no_lockstep(worker: Worker) -> None:

@@ -21,12 +21,12 @@ from spmd.array import PartitionedArray, relayout
 from spmd.autodiff import tree
 from spmd.bridge.torch.closure import tensors_within_reach
 from spmd.bridge.torch.function import Draws, Function, Seat, one_level, transformed, twin
-from spmd.bridge.torch.memory import borrowed, shaped_like, tensor_of
+from spmd.bridge.torch.memory import borrowed, check_device, shaped_like, tensor_of
 from spmd.bridge.torch.tensor import Tensor, plain, state_of_tensor, stated
 from spmd.device import contiguous
-from spmd.errors import MeshError, StateError, TransportError, describe, message
+from spmd.errors import StateError, TransportError, describe, message
 from spmd.layout import Layout, P
-from spmd.mapping import Mapped, _joined_leaves, _Results
+from spmd.mapping import Mapped, _joined_leaves, _one_structure, _Results
 from spmd.mesh import WORKER, Mesh, Worker
 from spmd.placing import mesh_for
 from spmd.specs import Leaf
@@ -115,16 +115,7 @@ class TorchMapped(Mapped):
                     mend="return it from its map with an out_spec, or pass spt.block(x)",
                 )
             )
-        if x.device.type not in ("cpu", "cuda") or x.is_cuda != (mesh.device == "cuda"):
-            raise MeshError(
-                message(
-                    self.where,
-                    argument=leaf.path,
-                    got=f"a tensor on {x.device}",
-                    need=f'tensors on {mesh.device}, for a mesh with device="{mesh.device}"',
-                    mend='x.cpu(), or Mesh(..., device="cuda")' if mesh.device == "cpu" else "x.cuda()",
-                )
-            )
+        check_device(x, mesh, self.where, leaf.path)
         if x.layout is not torch.strided:
             raise StateError(
                 message(
@@ -206,13 +197,9 @@ class _Call:
         run.draws.leave()
         for leaf, version in before:
             self._unchanged(leaf, version)
-        first = next(iter(outcome.results.values()))
-        for other in outcome.results.values():
-            if other.treedef != first.treedef:
-                mapping._joined(self.where, mesh, outcome, mapped.check)  # which raises
+        self.treedef = _one_structure(self.where, mesh, outcome)
         joined = _joined_leaves(self.where, mesh, outcome, mapped.check)
-        self.treedef = first.treedef
-        self.joined = [self._leaving(x, spec) for x, spec in zip(joined, first.specs, strict=True)]
+        self.joined = [self._leaving(x) for x in joined]
         self.specs = [x.layout if isinstance(x, PartitionedArray) else None for x in joined]
         self._settle(run)
         return run
@@ -313,7 +300,7 @@ class _Call:
             return plain(x).detach()
         return x
 
-    def _leaving(self, x: Any, spec: Any) -> Any:
+    def _leaving(self, x: Any) -> Any:
         """A joined result as a plain tensor, whole on every process."""
         if not isinstance(x, PartitionedArray):
             return x
@@ -371,7 +358,7 @@ class _Call:
 
         outcome = self._execute(backward, True)
         joined = _joined_leaves(self.where, self.mesh, outcome, self.mapped.check)
-        return [self._leaving(g, None) for g in joined]
+        return [self._leaving(g) for g in joined]
 
     def derivative(self, given: Sequence[torch.Tensor], gs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The gradients as results of a map of the arguments and the cotangents, to be differentiated again."""

@@ -18,7 +18,7 @@ from spmd.device import contiguous, imported, on_device
 from spmd.errors import LayoutError, MeshError, message
 from spmd.kernels import buffers
 from spmd.kernels.buffers import Lease
-from spmd.mesh import Worker
+from spmd.mesh import Mesh, Worker
 from spmd.transport.base import sealed
 
 __all__ = ["array_dtype", "borrowed", "lent", "owned", "shaped_like", "tensor_of", "torch_dtype", "write"]
@@ -91,23 +91,27 @@ def borrowed(x: torch.Tensor) -> Any:
     return sealed(x.numpy())
 
 
+def check_device(x: torch.Tensor, mesh: Mesh, where: str, argument: str) -> None:
+    """A tensor lies where its mesh computes."""
+    if x.device.type != mesh.device:
+        raise MeshError(
+            message(
+                where,
+                argument=argument,
+                got=f"a tensor on {x.device}",
+                need=f'tensors on {mesh.device}, for a mesh with device="{mesh.device}"',
+                mend="x.cuda()" if mesh.device == "cuda" else 'x.cpu(), or Mesh(..., device="cuda")',
+            )
+        )
+
+
 def lent(x: torch.Tensor, worker: Worker, *, long: bool, where: str) -> Any:
     """A tensor's data for a collective.
 
     long: others may read it when the collective is over. Then it is a copy where blocks are handed over as they are,
     because the tensor may be written to as soon as this worker goes on.
     """
-    on_gpu = worker.mesh.places is not None
-    if x.is_cuda != on_gpu or x.device.type not in ("cpu", "cuda"):
-        raise MeshError(
-            message(
-                where,
-                argument="x",
-                got=f"a tensor on {x.device}",
-                need=f'tensors on {"cuda" if on_gpu else "cpu"}, for a mesh with device="{worker.mesh.device}"',
-                mend="x.cuda()" if on_gpu else 'x.cpu(), or Mesh(..., device="cuda")',
-            )
-        )
+    check_device(x, worker.mesh, where, "x")
     array = borrowed(x)
     if long and worker.comm.shares:
         return array.copy(order="C") if on_device(array) else sealed(_copy(array))

@@ -339,7 +339,7 @@ class _Movement(nn.Module):
         return ", ".join(f"{name}={value!r}" for name, value in self._given.items())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return torch.ops.spmd.apply(x, self._token)[0]
         return self._moved(x)
 

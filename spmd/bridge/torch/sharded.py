@@ -127,7 +127,7 @@ class ShardedModule(nn.Module):
     def shard(self, name: str) -> torch.Tensor:
         """The block of a parameter as it is to be used in forward: declared to vary over the axes of its layout."""
         value = getattr(self, name)
-        if torch.compiler.is_compiling():  # where tensors carry no state
+        if torch.compiler.is_dynamo_compiling():  # where tensors carry no state
             return value
         names = tuple(self._shards[name][0].varying)
         declared: Any = spmd.varying(value, names) if names else value

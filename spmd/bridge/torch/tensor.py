@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from spmd.errors import MutationError, StateError, message
+from spmd.errors import MutationError, StateError, describe, message
 from spmd.mesh import WORKER
 from spmd.state import State, state_of
 
@@ -182,8 +182,6 @@ def _admit_write(func: Callable, target: torch.Tensor, state: State) -> None:
     free = isinstance(target, Tensor) and not target.requires_grad
     if free:
         return
-    from spmd.errors import describe
-
     axes = ", ".join(map(repr, sorted(state.varying - state_of_tensor(target).varying)))
     # No TypeError, which torch would take for a hint to write y = y + x for y += x.
     raise MutationError(
