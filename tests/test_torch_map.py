@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 
 from launch import ROOT, launch, mpiexec, run_python  # noqa: E402
 from test_torch_operators import KINDS, each, few  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 from torch_operators import placed  # noqa: E402
 
 import spmd  # noqa: E402
@@ -647,6 +648,36 @@ def test_gradients_accumulate_in_a_body():
     w = torch.ones(3, dtype=torch.float64, requires_grad=True)
     (x @ w).pow(2).sum().backward()
     same(got, w.grad)
+
+
+@each_size
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_meet_the_states_of_forward(n, reentrant):
+    """A checkpointed function runs once more in backward: what it closes over is varied there, and summed, too."""
+    x = normal(7)
+    w = normal(7, seed=1).requires_grad_()
+    c = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    y = torch.tanh(c * x) * w
+    (y - (y * y).sum()).square().sum().backward()
+    found = {}
+
+    def f(x, w):
+        bias = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+
+        def part(x, w):
+            y = torch.tanh(bias * x) * w
+            return y - spmd.sum(y * y, "x")
+
+        w = w.detach().requires_grad_()
+        y = checkpoint(part, x, w * 1, use_reentrant=reentrant)
+        assert y.state.varying == {"x"}
+        spmd.sum(y * y, "x").backward()
+        found[spmd.worker_index("x")] = bias.grad, w.grad
+
+    spt.map(f, P("x"), None, mesh=Mesh(x=n))(x, w.detach())
+    for bias, _ in found.values():
+        same(bias, c.grad)
+    same(torch.cat([spt.block(g) for _, g in [found[k] for k in range(n)]]), w.grad)
 
 
 def test_a_parameter_changed_in_place_is_varied_again():

@@ -9,7 +9,9 @@ parameters of modules for one, count as Invariant.
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from spmd.errors import MutationError, StateError, describe, message
 from spmd.mesh import WORKER
 from spmd.state import State, state_of
 
-__all__ = ["COMPILED", "SUMMED", "Tensor", "plain", "state_of_tensor", "stated", "summed"]
+__all__ = ["COMPILED", "SUMMED", "Tensor", "plain", "state_of_tensor", "stated", "summed", "sweep", "swept"]
 
 _INVARIANT = state_of(())
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -82,7 +84,10 @@ class Tensor(torch.Tensor):
         if torch.compiler.is_dynamo_compiling():
             raise StateError(COMPILED)
         kwargs = kwargs or {}
-        if func in _BY_INPUT:
+        if func is torch.Tensor.backward:
+            with sweep():
+                return func(*args, **kwargs)
+        if func is torch.autograd.grad:
             return _gradients(func, args, kwargs)
         state, mixed = _joined(args, kwargs)
         if mixed:
@@ -94,6 +99,25 @@ class Tensor(torch.Tensor):
         if type(result) is torch.Tensor and any(result is a for a in (*args, *kwargs.values())):
             return result  # one without a state that was written to
         return _with_state(result, state)
+
+
+_sweeping = threading.local()
+
+
+@contextmanager
+def sweep() -> Iterator[None]:
+    """A function of torch's that starts backward does not ask `Tensor` once more; what backward calls does."""
+    before, _sweeping.on = swept(), True
+    try:
+        with _disabled():
+            yield
+    finally:
+        _sweeping.on = before
+
+
+def swept() -> bool:
+    """Whether this thread is in a backward that began with a `Tensor`."""
+    return getattr(_sweeping, "on", False)
 
 
 def stated(x: torch.Tensor, state: State) -> torch.Tensor:
@@ -219,7 +243,7 @@ def _gradients(func: Callable, args: Any, kwargs: dict) -> Any:
         state_of_tensor(x) | summed(x) if isinstance(x, torch.Tensor) else None
         for x in (inputs if several else [inputs])
     ]
-    with _disabled():
+    with sweep():
         found = func(*args, **kwargs)
     return tuple(
         g if g is None or s is None else stated(g, s) if WORKER.get() is not None else g
@@ -227,7 +251,6 @@ def _gradients(func: Callable, args: Any, kwargs: dict) -> Any:
     )
 
 
-_BY_INPUT = {torch.autograd.grad}
 _VALUES = {
     getattr(torch.Tensor, name)
     for name in "item __bool__ __int__ __float__ __complex__ __index__ tolist numpy __array__".split()

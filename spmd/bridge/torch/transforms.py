@@ -1,7 +1,8 @@
-"""torch.func in bodies whose tensors carry their state.
+"""torch.func and torch.utils.checkpoint in bodies whose tensors carry their state.
 
 The transformations wrap what a function is given, and unwrap what it gives, in plain tensors. So the few functions by
-which torch does so are made to hand states on: a wrapper is in the state of what it wraps, and the other way round.
+which torch does so are made to hand states on: a wrapper is in the state of what it wraps, and the other way round. A
+reentrant checkpoint calls its function again on plain tensors; they are put into the states of those of its first call.
 """
 
 from __future__ import annotations
@@ -12,10 +13,18 @@ from typing import Any
 
 import torch
 from torch._functorch import eager_transforms, vmap
+from torch.utils import checkpoint
 
-from spmd.bridge.torch.tensor import Tensor
+from spmd.bridge.torch.tensor import Tensor, swept
+from spmd.state import State
 
 __all__: list[str] = []
+
+
+def _put(y: Any, state: State) -> None:
+    """Give a state to a plain tensor. Its class is changed in place: any operation would wrap it again."""
+    y.__class__ = Tensor
+    y._state = state
 
 
 def _keeping(function: Callable) -> Callable:
@@ -23,9 +32,7 @@ def _keeping(function: Callable) -> Callable:
     def call(x: Any, *args: Any, **kwargs: Any) -> Any:
         y = function(x, *args, **kwargs)
         if isinstance(x, Tensor) and type(y) is torch.Tensor:
-            # The class is changed in place: any operation would wrap the result again.
-            y.__class__ = Tensor
-            y._state = x.state  # type: ignore[attr-defined]
+            _put(y, x.state)
         return y
 
     return call
@@ -38,3 +45,36 @@ for _module, _name in (
     (vmap, "_remove_batch_dim"),
 ):
     setattr(_module, _name, _keeping(getattr(_module, _name)))
+
+
+def _with_states(forward: Callable) -> Callable:
+    @functools.wraps(forward)
+    def call(ctx: Any, function: Callable, preserve: bool, *args: Any) -> Any:
+        states = [x.state if isinstance(x, Tensor) else None for x in args]
+
+        def again(*args: Any) -> Any:
+            for x, state in zip(args, states, strict=True):
+                if state is not None and type(x) is torch.Tensor:
+                    _put(x, state)
+            return function(*args)
+
+        return forward(ctx, again if any(states) else function, preserve, *args)
+
+    return call
+
+
+def _asking(engine: Callable) -> Callable:
+    """What backward calls of Python's, a checkpointed function for one, meets tensors with states as forward did."""
+
+    @functools.wraps(engine)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not swept():
+            return engine(*args, **kwargs)
+        with torch._C._EnableTorchFunction():  # type: ignore[attr-defined]
+            return engine(*args, **kwargs)
+
+    return call
+
+
+torch.autograd._engine_run_backward = _asking(torch.autograd._engine_run_backward)  # type: ignore[attr-defined]
+checkpoint.CheckpointFunction.forward = staticmethod(_with_states(checkpoint.CheckpointFunction.forward))
