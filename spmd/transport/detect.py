@@ -168,8 +168,7 @@ def _end_the_job(kind, error, traceback) -> None:
         text, sys.stderr = sys.stderr.getvalue(), stderr
     # In one piece, and with time for the launcher to pass it on: what is under way when the job ends gets lost.
     print(text + "".join(f"{line}\n" for line in others), end="", file=sys.stderr, flush=True)
-    if patience is not None:
-        time.sleep(0.1)
+    time.sleep(0.1)
     abort(1)
 
 

@@ -483,8 +483,8 @@ class ProcessTransport(Transport):
         self.lock = threading.RLock()
         self.runs = 0
         self.comm = self.comm_type(self)
-        self.number = 0
         self.failed = 0
+        self.number = self._number_of("before the first map")
         self.broken = 0
         self.time_limit = time_limit()
         self.checks = checks_are_on()
@@ -567,7 +567,7 @@ class ProcessTransport(Transport):
         """Put on the board that this process waits for a meeting of these workers, in order of their numbers. Raises
         the error that the map has failed with, where the body caught it: the others end the map with it."""
         assert self.board is not None
-        if self.number and self.broken == self.number:
+        if self.broken == self.number:
             raise like(*self.board.broken(self.number, self.ranks) or (self.board.rank, "", ""))
         found = self._groups.get(members)
         if found is None:
@@ -640,7 +640,7 @@ class ProcessTransport(Transport):
     def _run(self, body: Callable[[Comm], Any], describe: Callable[[int], str]) -> Outcome:
         self.describe = describe
         self.runs += 1
-        self.number = digest("run", type(self).__name__, self.ranks, self.runs) or 1
+        self.number = self._number_of("a map")
         self.comm = self.comm_type(self)
         worker = self.local[0]
         started = time.perf_counter()
@@ -664,7 +664,11 @@ class ProcessTransport(Transport):
 
     def _end_of_map(self) -> None:
         """A map that has failed is over: what follows has another number, and its error is not of that."""
-        self.number = digest("after", type(self).__name__, self.ranks, self.runs) or 1
+        self.number = self._number_of("after a map")
+
+    def _number_of(self, stage: str) -> int:
+        """What tells this stage of the job from all others, alike in every process. On boards, 0 stands for none."""
+        return digest(stage, type(self).__name__, self.ranks, self.runs, self.failed) or 1
 
     def share(self, local: dict[int, Any]) -> dict[int, Any]:
         (value,) = local.values()
