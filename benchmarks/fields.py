@@ -1,48 +1,42 @@
-"""A convolution with halos and a chain of stencils, value and gradients, beside PyTorch and JAX at their best.
+"""Fields on a grid: a convolution with halos (W3), and a chain of stencils (W4), value and gradients.
 
-    conv      4x16x256x256 float32, 16 filters 3x3, split by rows over two workers.
-              PyTorch: two processes over gloo, with a halo exchange by hand.
-    stencil   five points on 2048x2048 float64, 100 steps, the energy after them, split by rows over two workers.
-              JAX: jitted, on one device, which uses all cores, and on two.
-
-Run: python benchmarks/fields.py [conv] [stencil]. It needs `pip install -e ".[bench,numba]"`.
-Every contestant is a process of its own that waits while others work; they run in turn, round after round, and all must
-find the same numbers.
+W3: 4x16x256x256 float32, 16 filters 3x3, split by rows over two workers; torch on two processes over gloo with a halo
+exchange by hand, JAX jitted on two devices and on one. W4: five points on 2048x2048 float64, 100 steps, the energy
+after them, split by rows; JAX jitted, on one device, which uses all cores, and on two.
 """
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Callable
-from statistics import median
 from typing import Any
 
 import numpy as np
 
-ROUNDS = 9
-STEPS, POINTS = 100, 2048
+from benchmarks.contest import Builders, Case, Section, repeated
+
 OFFSETS = ((0, 0), (1, 0), (-1, 0), (0, 1), (0, -1))
 WEIGHTS = (0.6, 0.1, 0.1, 0.1, 0.1)
+TWO = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
 
-Contestant = tuple[Callable[[], Any], Callable[[Any], list[np.ndarray]]]
-"""One step, and what turns its result into the value and the gradients."""
+W3 = Section("w3", "3x3 convolution with halos between two workers, value and gradients", 1e-3, memory=True)
+W4 = Section("w4", "five-point stencil split over two workers, value and gradient", 1e-9, memory=True)
 
 
-def images() -> list[np.ndarray]:
+def shape(quick: bool) -> tuple[int, ...]:
+    return (4, 16, 64, 64) if quick else (4, 16, 256, 256)
+
+
+def images(quick: bool) -> list[np.ndarray]:
     rng = np.random.default_rng(0)
-    shapes = (4, 16, 256, 256), (16, 16, 3, 3), (4, 16, 256, 256)
+    shapes = shape(quick), (16, 16, 3, 3), shape(quick)
     return [rng.standard_normal(s).astype(np.float32) for s in shapes]
 
 
-def plane() -> np.ndarray:
-    return np.random.default_rng(0).standard_normal((POINTS, POINTS))
+def plane(points: int) -> np.ndarray:
+    return np.random.default_rng(0).standard_normal((points, points))
 
 
-def conv_spmd() -> Contestant:
+def conv_spmd(quick: bool) -> Case:
     import spmd
     from spmd import P
     from spmd.functions import conv
@@ -56,26 +50,33 @@ def conv_spmd() -> Contestant:
     mesh = spmd.Mesh(x=2, transport="local")
     step = spmd.value_and_grad(mesh.map(local, in_specs=(spec, P(), spec), out_specs=P()), (0, 1))
     with mesh:
-        args = spmd.put(tuple(images()), (spec, P(), spec))
-    return lambda: step(*args), lambda found: [found[0], *found[1]]
+        args = spmd.put(tuple(images(quick)), (spec, P(), spec))
+
+    def tell():
+        value, grads = step(*args)
+        return [value, *map(np.asarray, grads)]
+
+    return Case(repeated(lambda: step(*args)), tell)
 
 
-def conv_torch() -> Contestant:
-    """This process is the first worker; it starts the second, which follows it step by step."""
+@W3.contestant("spmd")
+@W3.contestant("spmd, NumPy alone", env={"SPMD_NUMBA": "0"})
+def _(quick: bool) -> Builders:
+    return {f"{shape(quick)}": lambda: conv_spmd(quick)}
+
+
+def conv_torch(quick: bool) -> Case:
+    """Two processes, and a halo exchange by hand."""
     import torch
     import torch.distributed as dist
 
-    rank = int(os.environ.get("FIELDS_RANK", "0"))
-    if rank == 0:
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            os.environ["MASTER_PORT"] = str(free.getsockname()[1])
-        subprocess.Popen([sys.executable, __file__, "--follow"], env={**os.environ, "FIELDS_RANK": "1"})
-    os.environ["MASTER_ADDR"] = "localhost"
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
-    x, w, g = map(torch.tensor, images())
-    rows = slice(128 * rank, 128 * rank + 128)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+        torch.set_num_threads(1)
+    rank = dist.get_rank()
+    x, w, g = map(torch.tensor, images(quick))
+    half = x.shape[2] // 2
+    rows = slice(half * rank, half * rank + half)
     x, g = x[:, :, rows].contiguous().requires_grad_(), g[:, :, rows].contiguous()
     w.requires_grad_()
 
@@ -111,53 +112,85 @@ def conv_torch() -> Contestant:
         dist.all_reduce(w.grad)
         return value, x.grad, w.grad
 
-    def tell(found):
-        value, dx, dw = found
+    def tell():
+        value, dx, dw = step()
         parts = [torch.empty_like(dx) for _ in range(2)]
         dist.all_gather(parts, dx)
         return [value.numpy(), torch.cat(parts, 2).numpy(), dw.numpy()]
 
-    def together(f, order):
-        def run(*args):
-            if rank == 0:
-                dist.broadcast(torch.tensor(order), 0)
-            return f(*args)
-
-        return run
-
-    if rank == 1:
-        order, found = torch.tensor(0), None
-        while True:
-            dist.broadcast(order, 0)
-            if order == 0:
-                found = step()
-            elif order == 1:
-                tell(found)
-            else:
-                sys.exit()
-    conv_torch.stop = lambda: dist.broadcast(torch.tensor(2), 0)  # type: ignore[attr-defined]
-    return together(step, 0), together(tell, 1)
+    return Case(repeated(step), tell)
 
 
-def stencil_spmd() -> Contestant:
+@W3.contestant("torch, by hand", launcher="torchrun", processes=2, needs=("torch",), env={"OMP_NUM_THREADS": "1"})
+def _(quick: bool) -> Builders:
+    return {f"{shape(quick)}": lambda: conv_torch(quick)}
+
+
+def on_devices(step: Callable[..., Any], *args: Any) -> Case:
+    """A jitted step of JAX's, that gives a tree of arrays."""
+    import jax
+
+    step = jax.jit(step)
+    return Case(
+        repeated(lambda: jax.block_until_ready(step(*args))),
+        lambda: [np.asarray(a) for a in jax.tree_util.tree_leaves(step(*args))],
+    )
+
+
+def conv_jax(devices: int, quick: bool) -> Case:
+    import jax
+    from jax import lax
+    from jax import numpy as jnp
+    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    def conv(x, w, padding):
+        return lax.conv_general_dilated(x, w, (1, 1), padding)
+
+    def whole(x, w, g):
+        return jnp.sum(conv(x, w, ((1, 1), (1, 1))) * g)
+
+    def local(x, w, g):
+        above = lax.ppermute(x[:, :, -1:], "x", [(0, 1)])
+        below = lax.ppermute(x[:, :, :1], "x", [(1, 0)])
+        h = jnp.concatenate([above, x, below], 2)
+        return lax.psum(jnp.sum(conv(h, w, ((0, 0), (1, 1))) * g), "x")
+
+    args, loss = [jnp.asarray(a) for a in images(quick)], whole
+    if devices > 1:
+        mesh, spec = Mesh(np.array(jax.devices()), ("x",)), P(None, None, "x")
+        args = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(args, (spec, P(), spec), strict=True)]
+        loss = jax.shard_map(local, mesh=mesh, in_specs=(spec, P(), spec), out_specs=P())
+    return on_devices(jax.value_and_grad(loss, (0, 1)), *args)
+
+
+@W3.contestant("jax, 1 device", needs=("jax",))
+def _(quick: bool) -> Builders:
+    return {f"{shape(quick)}": lambda: conv_jax(1, quick)}
+
+
+@W3.contestant("jax, 2 devices", needs=("jax",), env=TWO)
+def _(quick: bool) -> Builders:
+    return {f"{shape(quick)}": lambda: conv_jax(2, quick)}
+
+
+def stencil_spmd(points: int, steps: int) -> Case:
     import spmd
     from spmd import P
 
     def local(u):
-        for _ in range(STEPS):
+        for _ in range(steps):
             u = spmd.stencil(u, P("x"), OFFSETS, WEIGHTS)
         return spmd.psum(0.5 * np.sum(u * u), "x")
 
     mesh = spmd.Mesh(x=2, transport="local")
     step = spmd.value_and_grad(mesh.map(local, in_specs=P("x"), out_specs=P()))
     with mesh:
-        u = spmd.put(plane(), P("x"))
-    return lambda: step(u), list
+        u = spmd.put(plane(points), P("x"))
+    return Case(repeated(lambda: step(u)), lambda: [np.asarray(a) for a in step(u)])
 
 
-def stencil_jax(devices: int) -> Contestant:
-    if devices > 1:
-        os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+def stencil_jax(devices: int, points: int, steps: int) -> Case:
     import jax
     from jax import lax
     from jax import numpy as jnp
@@ -166,114 +199,46 @@ def stencil_jax(devices: int) -> Contestant:
 
     jax.config.update("jax_enable_x64", True)
 
-    def points(p):
+    def around(p):
         mid, rest = p[1:-1, 1:-1], p[2:, 1:-1] + p[:-2, 1:-1] + p[1:-1, 2:] + p[1:-1, :-2]
         return WEIGHTS[0] * mid + WEIGHTS[1] * rest
 
     def whole(u):
-        u, _ = lax.scan(lambda u, _: (points(jnp.pad(u, 1)), None), u, None, length=STEPS)
+        u, _ = lax.scan(lambda u, _: (around(jnp.pad(u, 1)), None), u, None, length=steps)
         return 0.5 * jnp.sum(u * u)
 
     def advance(u, _):
         above, below = lax.ppermute(u[-1:], "x", [(0, 1)]), lax.ppermute(u[:1], "x", [(1, 0)])
-        return points(jnp.pad(jnp.concatenate([above, u, below]), ((0, 0), (1, 1)))), None
+        return around(jnp.pad(jnp.concatenate([above, u, below]), ((0, 0), (1, 1)))), None
 
     def local(u):
-        u, _ = lax.scan(advance, u, None, length=STEPS)
+        u, _ = lax.scan(advance, u, None, length=steps)
         return lax.psum(0.5 * jnp.sum(u * u), "x")
 
-    u = jnp.asarray(plane())
+    u = jnp.asarray(plane(points))
     if devices > 1:
         mesh = Mesh(np.array(jax.devices()), ("x",))
         u = jax.device_put(u, NamedSharding(mesh, P("x")))
         whole = jax.shard_map(local, mesh=mesh, in_specs=P("x"), out_specs=P())
-    step = jax.jit(jax.value_and_grad(whole))
-    return lambda: jax.block_until_ready(step(u)), lambda found: [np.asarray(a) for a in found]
+    return on_devices(jax.value_and_grad(whole), u)
 
 
-WORK: dict[str, dict[str, tuple[Callable[[], Contestant], dict[str, str]]]] = {
-    "conv": {
-        "spmd, numba": (conv_spmd, {}),
-        "spmd, NumPy alone": (conv_spmd, {"SPMD_NUMBA": "0"}),
-        "torch, 2 processes": (conv_torch, {"OMP_NUM_THREADS": "1"}),
-    },
-    "stencil": {
-        "spmd, numba": (stencil_spmd, {}),
-        "spmd, NumPy alone": (stencil_spmd, {"SPMD_NUMBA": "0"}),
-        "jax, 1 device": (lambda: stencil_jax(1), {}),
-        "jax, 2 devices": (lambda: stencil_jax(2), {}),
-    },
-}
+def planes(case: Callable[[int, int], Case], quick: bool) -> Builders:
+    points, steps = (256, 10) if quick else (2048, 100)
+    return {f"{points}x{points}, {steps} steps": lambda: case(points, steps)}
 
 
-TITLES = {
-    "conv": "4x16x256x256 float32, 16 filters 3x3, halos between two workers",
-    "stencil": f"{STEPS} steps of five points on {POINTS}x{POINTS} float64",
-}
+@W4.contestant("spmd")
+@W4.contestant("spmd, NumPy alone", env={"SPMD_NUMBA": "0"})
+def _(quick: bool) -> Builders:
+    return planes(stencil_spmd, quick)
 
 
-def serve(work: str, name: str) -> None:
-    """A contestant: a step and its seconds for every line that comes, the numbers at the end."""
-    out, sys.stdout = sys.stdout, sys.stderr
-    step, tell = WORK[work][name][0]()
-    found = step()
-    for line in sys.stdin:
-        if line == "tell\n":
-            value, *grads = (np.asarray(a, np.float64) for a in tell(found))
-            print(float(value), *(float(np.sum(np.abs(g))) for g in grads), file=out, flush=True)
-            break
-        start = time.perf_counter()
-        found = step()
-        print(time.perf_counter() - start, file=out, flush=True)
-    getattr(conv_torch, "stop", lambda: None)()
+@W4.contestant("jax, 1 device", needs=("jax",))
+def _(quick: bool) -> Builders:
+    return planes(lambda *size: stencil_jax(1, *size), quick)
 
 
-def compare(work: str) -> None:
-    running = {
-        name: subprocess.Popen(
-            [sys.executable, __file__, "--serve", work, name],
-            env={**os.environ, **extra},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for name, (_, extra) in WORK[work].items()
-    }
-
-    def ask(name: str, what: str) -> list[float]:
-        process = running[name]
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(f"{what}\n")
-        process.stdin.flush()
-        return [float(n) for n in process.stdout.readline().split()]
-
-    for name in running:
-        ask(name, "warm up")
-    seconds: dict[str, list[float]] = {name: [] for name in running}
-    for _ in range(ROUNDS):
-        for name in running:
-            seconds[name] += ask(name, "go")
-    told = {name: ask(name, "tell") for name in running}
-    for process in running.values():
-        process.wait(timeout=60)
-    ours = median(seconds["spmd, numba"])
-    print(f"\n{work}: {TITLES[work]}, value and gradients, median of {ROUNDS}")
-    for name, times in seconds.items():
-        np.testing.assert_allclose(told[name], told["spmd, numba"], rtol=1e-3 if work == "conv" else 1e-9)
-        print(f"  {name:22}{median(times) * 1e3:9.1f} ms   {median(times) / ours:5.2f} of ours with numba")
-
-
-def main() -> None:
-    match sys.argv[1:]:
-        case ["--serve", work, name]:
-            serve(work, name)
-        case ["--follow"]:
-            conv_torch()
-        case chosen:
-            for work in chosen or WORK:
-                compare(work)
-
-
-if __name__ == "__main__":
-    main()
+@W4.contestant("jax, 2 devices", needs=("jax",), env=TWO)
+def _(quick: bool) -> Builders:
+    return planes(lambda *size: stencil_jax(2, *size), quick)

@@ -1,0 +1,57 @@
+"""python -m benchmarks [sections]: ours, the peers that are installed and the limit of the machine, in one run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from benchmarks import contest, report
+
+SECTIONS = {
+    "local": ("benchmarks.collectives", "LOCAL"),
+    "mpi": ("benchmarks.collectives", "MPI"),
+    "w1": ("benchmarks.layers", "W1"),
+    "w2": ("benchmarks.layers", "W2"),
+    "w3": ("benchmarks.fields", "W3"),
+    "w4": ("benchmarks.fields", "W4"),
+    "w5": ("benchmarks.transposes", "W5"),
+    "w6": ("benchmarks.transposes", "W6"),
+    "w7": ("benchmarks.overhead", "W7"),
+    "costs": ("benchmarks.overhead", "COSTS"),
+    "growth": ("benchmarks.growth", "GROWTH"),
+}
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--contend"]:
+        contest.main(sys.argv[2:])
+        return 0
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("sections", nargs="*", metavar="section", help=f"of {', '.join(SECTIONS)}; all without any")
+    parser.add_argument("--quick", action="store_true", help="few rounds and small sizes")
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose names hold this")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables there as Markdown")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all that was measured there")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the ratios there, as PNG")
+    args = parser.parse_args()
+    unknown = [s for s in args.sections if s not in SECTIONS]
+    if unknown:
+        parser.error(f"no section {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
+    tables = []
+    for name in args.sections or SECTIONS:
+        tables.append(
+            contest.compete(*SECTIONS[name], args.quick, args.only, lambda line: print(line, file=sys.stderr))
+        )
+        print(report.text(tables[-1]), end="\n\n", flush=True)
+    if args.markdown:
+        args.markdown.write_text(report.markdown(tables))
+    if args.json:
+        args.json.write_text(report.as_json(tables))
+    if args.plot:
+        report.picture(tables, args.plot)
+    return 1 if any(t.parted for t in tables) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

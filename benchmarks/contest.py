@@ -1,0 +1,374 @@
+"""A contest: jobs of their own that do the same work in turn, round after round.
+
+A contestant is a process, or as many as its engine needs, started by `python`, mpiexec or torchrun. It builds a case,
+runs it when told to, waits without using a processor while others run, and says at the end what it has computed. So
+a noisy machine disturbs all alike, no contestant's threads or memory burden another's, and a contestant that computes
+something else is no contestant.
+
+    section = Section("w5", "4096x4096 float32, rows to columns and back")
+
+    @section.contestant("spmd")
+    def ours(quick):
+        return {"round trip": lambda: Case(step, tell)}
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import hashlib
+import importlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Builders", "Case", "Measured", "Section", "Table", "compete", "contend", "main", "repeated"]
+
+ROUNDS = 11
+QUICK_ROUNDS = 3
+LEAST = 0.02
+"""Seconds that a contestant works in a round, at the least."""
+
+
+def repeated(step: Callable[[], Any]) -> Callable[[int], float]:
+    """Seconds per step, of so many in a row."""
+
+    def run(count: int) -> float:
+        begun = time.perf_counter()
+        for _ in range(count):
+            step()
+        return (time.perf_counter() - begun) / count
+
+    return run
+
+
+@dataclass
+class Case:
+    """Work that is ready to be done.
+
+    run: the seconds of one of so many repetitions. tell: what has been computed, as arrays that all contestants must
+    agree on; called in all processes of a job, and listened to in the first.
+    """
+
+    run: Callable[[int], float]
+    tell: Callable[[], Sequence[Any]]
+
+
+Builders = dict[str, Callable[[], Case]]
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """launcher: "python", "mpiexec", "mpiexec-openmpi" or "torchrun". needs: what must be installed for it."""
+
+    name: str
+    build: Callable[[bool], Builders]
+    launcher: str
+    processes: int
+    env: dict[str, str]
+    needs: tuple[str, ...]
+
+
+@dataclass
+class Section:
+    """One table. rtol: how far apart what contestants tell may be, relative to its largest entry."""
+
+    name: str
+    title: str
+    rtol: float = 1e-5
+    memory: bool = False
+    ours: str = "spmd"
+    contestants: dict[str, Contestant] = field(default_factory=dict)
+
+    def contestant(
+        self,
+        name: str,
+        *,
+        launcher: str = "python",
+        processes: int = 1,
+        env: dict[str, str] | None = None,
+        needs: tuple[str, ...] = (),
+    ) -> Callable[[Callable[[bool], Builders]], Callable[[bool], Builders]]:
+        """Declare what gives the cases of a contestant, by their names; called with whether the run is a quick one."""
+
+        def declare(build: Callable[[bool], Builders]) -> Callable[[bool], Builders]:
+            self.contestants[name] = Contestant(name, build, launcher, processes, env or {}, needs)
+            return build
+
+        return declare
+
+
+@dataclass
+class Measured:
+    """What one contestant showed in one case. seconds: of a repetition, one entry a round. peak: bytes above the start,
+    of all its processes."""
+
+    seconds: list[float]
+    peak: int | None = None
+
+    @property
+    def median(self) -> float:
+        return median(self.seconds)
+
+
+# In a job
+
+
+def contend(module: str, section: str, name: str, quick: bool) -> None:
+    """A contestant's process: does what the lines of a file say that grows, and answers in the first process."""
+    out, sys.stdout = sys.stdout, sys.stderr
+    found: Section = getattr(importlib.import_module(module), section)
+    builders = found.contestants[name].build(quick)
+    first = int(os.environ.get("RANK", os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))) == 0
+
+    def answer(what: Any) -> None:
+        if first:
+            print(json.dumps(what), file=out, flush=True)
+
+    answer(list(builders))
+    case: Case | None = None
+    for order, *args in _orders(Path(os.environ["BENCHMARK_ORDERS"])):
+        if order == "build":
+            case = None
+            gc.collect()
+            case = builders[args[0]]()
+            case.run(1)
+            answer(case.run(1))
+        elif order == "run":
+            assert case is not None
+            answer(case.run(int(args[0])))
+        elif order == "tell":
+            assert case is not None
+            answer([_fingerprint(np.asarray(x)) for x in case.tell()])
+        elif order == "peak":
+            case = None
+            gc.collect()
+            _release()
+            case = builders[args[0]]()
+            answer(_peak(case))
+
+
+def _orders(path: Path) -> Iterator[list[str]]:
+    done = 0
+    while True:
+        lines = path.read_text().split("\n")[:-1]
+        if len(lines) == done:
+            time.sleep(0.002)
+            continue
+        order = json.loads(lines[done])
+        if order == ["end"]:
+            return
+        done += 1
+        yield order
+
+
+def _fingerprint(x: np.ndarray) -> list[float]:
+    """The sum of an array's entries, that of their sizes, and one that moved entries change."""
+    x = np.abs(x) if x.dtype.kind == "c" else x
+    x = x.astype(np.float64).reshape(-1)
+    return [float(x.sum()), float(np.abs(x).sum()), float(np.cos(np.arange(len(x)) % 1000) @ x)]
+
+
+def _release() -> None:
+    """Give back to the system what is held in reserve."""
+    buffers = sys.modules.get("spmd.kernels.buffers")
+    if buffers is not None:
+        buffers.release()
+    with contextlib.suppress(OSError, AttributeError):
+        import ctypes
+
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def _peak(case: Case) -> int:
+    """The most memory that a repetition takes, above what is taken before it, in bytes; by the system's account."""
+    before = _status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    case.run(1)
+    return _status("VmHWM") - before
+
+
+def _status(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"no {name} in /proc/self/status")
+
+
+# The contest
+
+
+class Job:
+    """A contestant at work."""
+
+    def __init__(self, module: str, section: str, who: Contestant, quick: bool, folder: Path):
+        self.orders = folder / f"{len(list(folder.iterdir()))}"
+        self.orders.write_text("")
+        mine = [sys.executable, "-m", "benchmarks", "--contend", module, section, who.name, str(int(quick))]
+        n = str(who.processes)
+        command = {
+            "python": lambda: mine,
+            "mpiexec": lambda: [str(Path(sys.executable).with_name("mpiexec")), "-n", n, *mine],
+            "mpiexec-openmpi": lambda: _openmpi(n, mine),
+            "torchrun": lambda: [*_TORCHRUN, n, *mine[1:]],
+        }[who.launcher]()
+        env = {
+            **os.environ,
+            "BENCHMARK_ORDERS": str(self.orders),
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            **who.env,
+        }
+        self.errors = (folder / f"{self.orders.name}.err").open("w+")
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self.errors, text=True, env=env)
+        self.cases: list[str] = self.answer()
+
+    def ask(self, *order: Any) -> Any:
+        with self.orders.open("a") as file:
+            file.write(json.dumps([str(x) for x in order]) + "\n")
+        return self.answer()
+
+    def answer(self) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            self.process.wait()
+            self.errors.seek(0)
+            raise RuntimeError(f"a contestant ended: {self.process.args}\n{self.errors.read()[-2000:]}")
+        return json.loads(line)
+
+    def end(self) -> None:
+        with self.orders.open("a") as file:
+            file.write('["end"]\n')
+        try:
+            self.process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+        self.errors.close()
+
+
+_TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+
+
+def _openmpi(n: str, mine: list[str]) -> list[str]:
+    python = Path(os.environ["BENCHMARK_OPENMPI_PYTHON"])
+    return [str(python.with_name("mpiexec")), "--oversubscribe", "-n", n, str(python), *mine[1:]]
+
+
+def missing(who: Contestant) -> str:
+    """What is not installed of what a contestant needs."""
+    lacks = [name for name in who.needs if importlib.util.find_spec(name) is None]
+    if who.launcher == "mpiexec-openmpi":
+        lacks = [] if os.environ.get("BENCHMARK_OPENMPI_PYTHON") else ["BENCHMARK_OPENMPI_PYTHON"]
+    elif who.launcher == "mpiexec" and importlib.util.find_spec("mpi4py") is None:
+        lacks.append("mpi4py")
+    elif who.launcher == "torchrun" and importlib.util.find_spec("torch") is None:
+        lacks.append("torch")
+    return ", ".join(lacks)
+
+
+@dataclass
+class Table:
+    """cases → contestants → what they showed. stolen: the share of two cores that other work took, one entry a round.
+    absent: contestants that did not take part, and why. parted: those that computed something else."""
+
+    section: Section
+    rows: dict[str, dict[str, Measured]] = field(default_factory=dict)
+    stolen: list[float] = field(default_factory=list)
+    absent: dict[str, str] = field(default_factory=dict)
+    parted: list[str] = field(default_factory=list)
+
+
+def compete(module: str, attribute: str, quick: bool, only: str = "", say: Callable[[str], None] = print) -> Table:
+    """All contestants of a section against each other. only: cases whose names hold this."""
+    section: Section = getattr(importlib.import_module(module), attribute)
+    table = Table(section)
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+        jobs: dict[str, Job] = {}
+        for who in section.contestants.values():
+            lacks = missing(who)
+            if lacks:
+                table.absent[who.name] = f"needs {lacks}"
+                continue
+            try:
+                jobs[who.name] = Job(module, attribute, who, quick, Path(name))
+            except RuntimeError as error:
+                table.absent[who.name] = str(error).strip().splitlines()[-1]
+                continue
+            stack.callback(jobs[who.name].end)
+        cases = dict.fromkeys(c for job in jobs.values() for c in job.cases if only in c)
+        for case in cases:
+            say(f"  {case}")
+            table.rows[case] = _contest(case, {n: j for n, j in jobs.items() if case in j.cases}, table, quick)
+    return table
+
+
+def _contest(case: str, jobs: dict[str, Job], table: Table, quick: bool) -> dict[str, Measured]:
+    counts = {name: max(1, round(LEAST / max(job.ask("build", case), 1e-7))) for name, job in jobs.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in jobs}
+    for _ in range(QUICK_ROUNDS if quick else ROUNDS):
+        table.stolen.append(stolen())
+        for name, job in jobs.items():
+            seconds[name].append(job.ask("run", counts[name]))
+    found = {name: Measured(s) for name, s in seconds.items()}
+    told = {name: job.ask("tell") for name, job in jobs.items()}
+    ours = told.get(table.section.ours) or next(iter(told.values()))
+    for name, numbers in told.items():
+        if not _agree(numbers, ours, table.section.rtol):
+            table.parted.append(f"{name}, {case}")
+    if table.section.memory:
+        for name, job in jobs.items():
+            found[name].peak = job.ask("peak", case) * table.section.contestants[name].processes
+    return found
+
+
+def _agree(a: list[list[float]], b: list[list[float]], rtol: float) -> bool:
+    """Whether what two contestants tell is the same; one that tells nothing computes nothing, as a limit does."""
+    if not a or not b:
+        return True
+    scale = [max(abs(v) for v in (*x, *y)) for x, y in zip(a, b, strict=True)]
+    return all(np.allclose(x, y, rtol=0, atol=rtol * s) for x, y, s in zip(a, b, scale, strict=True))
+
+
+def stolen() -> float:
+    """The share of two cores that is not ours to have: of two threads that compute, what they did not get."""
+    shares = []
+
+    def work() -> None:
+        wall, cpu = time.perf_counter(), time.thread_time()
+        for _ in range(4):
+            hashlib.sha256(_SOMETHING)
+        shares.append((time.thread_time() - cpu) / (time.perf_counter() - wall))
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    return max(0.0, 1 - sum(shares) / 2)
+
+
+_SOMETHING = bytes(1 << 20)
+
+
+def main(args: list[str]) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("module")
+    parser.add_argument("section")
+    parser.add_argument("name")
+    parser.add_argument("quick", type=int)
+    given = parser.parse_args(args)
+    contend(given.module, given.section, given.name, bool(given.quick))

@@ -1,0 +1,130 @@
+"""What a run of the benchmarks found, as text, Markdown, JSON and a picture."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.contest import Table
+
+__all__ = ["as_json", "markdown", "picture", "text"]
+
+BUSY = 0.1
+"""The share of two cores that other work may take before a table says so."""
+
+
+def seconds(s: float) -> str:
+    """A time in the unit that suits it."""
+    for factor, unit in ((1e6, "µs"), (1e3, "ms")):
+        if s * factor < 1000:
+            return f"{s * factor:.{0 if s * factor >= 100 else 1 if s * factor >= 10 else 2}f} {unit}"
+    return f"{s:.2f} s"
+
+
+def _cells(table: Table) -> list[list[str]]:
+    """A header and a row for each case: medians, and how often ours goes into that of each other."""
+    ours = table.section.ours
+    names = [n for n in table.section.contestants if any(n in row for row in table.rows.values())]
+    rows = [["", *names]]
+    for case, row in table.rows.items():
+        cells = [case]
+        for n in names:
+            if n not in row:
+                cells.append("")
+            elif n == ours or ours not in row:
+                cells.append(seconds(row[n].median))
+            else:
+                cells.append(f"{seconds(row[n].median)} ({row[n].median / row[ours].median:.2f}×)")
+        rows.append(cells)
+        if any(m.peak is not None for m in row.values()):
+            peaks = [f"{row[n].peak / 2**20:.0f} MiB" if n in row and row[n].peak is not None else "" for n in names]
+            rows.append(["  peak memory", *peaks])
+    return rows
+
+
+def _remarks(table: Table) -> list[str]:
+    said = [f"{name} is absent: {why}" for name, why in table.absent.items()]
+    said += [f"NOT THE SAME NUMBERS: {who}" for who in table.parted]
+    stolen = median(table.stolen) if table.stolen else 0.0
+    if stolen > BUSY:
+        said.append(f"the machine was busy: other work took {stolen:.0%} of two cores (median of rounds)")
+    return said
+
+
+def text(table: Table) -> str:
+    rows = _cells(table)
+    widths = [max(len(r[k]) for r in rows) for k in range(len(rows[0]))]
+    lines = [f"{table.section.name}: {table.section.title}"]
+    for row in rows:
+        first, *rest = (c.ljust(w) if k == 0 else c.rjust(w) for k, (c, w) in enumerate(zip(row, widths, strict=True)))
+        lines.append("  ".join([first, *rest]).rstrip())
+    return "\n".join([*lines, *(f"  {r}" for r in _remarks(table))])
+
+
+def markdown(tables: Sequence[Table]) -> str:
+    parts = []
+    for table in tables:
+        header, *rows = _cells(table)
+        lines = [f"## {table.section.name}: {table.section.title}", "", "| " + " | ".join(header) + " |"]
+        lines.append("|" + "---|" * len(header))
+        lines += ["| " + " | ".join(row) + " |" for row in rows]
+        lines += ["", *(f"- {r}" for r in _remarks(table))]
+        parts.append("\n".join(lines).rstrip())
+    return "\n\n".join(parts) + "\n"
+
+
+def as_json(tables: Sequence[Table]) -> str:
+    def one(table: Table) -> dict[str, Any]:
+        return {
+            "title": table.section.title,
+            "cases": {
+                c: {n: asdict(m) | {"median": m.median} for n, m in row.items()} for c, row in table.rows.items()
+            },
+            "stolen": table.stolen,
+            "absent": table.absent,
+            "parted": table.parted,
+        }
+
+    machine = {"processor": _processor(), "python": platform.python_version(), "system": platform.platform()}
+    return json.dumps({"machine": machine, "sections": {t.section.name: one(t) for t in tables}}, indent=1) + "\n"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+
+
+def picture(tables: Sequence[Table], path: Path) -> None:
+    """The peers' times over ours, a dot for each case, on one axis."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [(f"{t.section.name} · {c}", row, t.section.ours) for t in tables for c, row in t.rows.items()]
+    rows = [r for r in rows if r[2] in r[1] and len(r[1]) > 1]
+    if not rows:
+        return
+    names = list(dict.fromkeys(n for _, row, ours in rows for n in row if n != ours))
+    figure, axes = plt.subplots(figsize=(9, 1.2 + 0.26 * len(rows)), layout="constrained")
+    axes.axvline(1, color="0.2", linewidth=1)
+    colors = plt.get_cmap("tab20").colors  # type: ignore[attr-defined]
+    for k, name in enumerate(names):
+        points = [(row[name].median / row[ours].median, y) for y, (_, row, ours) in enumerate(rows) if name in row]
+        axes.scatter(*zip(*points, strict=True), s=26, color=colors[k % 20], label=name, zorder=3)
+    axes.set_xscale("log")
+    axes.set_yticks(range(len(rows)), [r[0] for r in rows], fontsize=8)
+    axes.invert_yaxis()
+    axes.grid(axis="x", which="both", color="0.9")
+    axes.set_xlabel("the peer's time over ours; right of the line we are faster")
+    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
