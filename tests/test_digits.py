@@ -99,6 +99,7 @@ JOBS = {
     "uneven": (4, ("--batch", "101", "--hidden", "37", "21", "19")),
     "odd": (3, UNEVEN),
 }
+LONG_JOBS = ["uneven", *(pytest.param(job, marks=pytest.mark.full) for job in ("even", "odd"))]
 
 
 @functools.cache
@@ -117,7 +118,7 @@ def counts(lines: list[str]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", LONG_JOBS)
 @pytest.mark.parametrize("scheduler", ["threads", "auto"])
 def test_schedulers_give_the_same_bits(job, scheduler):
     lines = run(*JOBS[job][1], "--epochs", "3", "--full-precision", SPMD_SCHEDULER=scheduler)
@@ -125,7 +126,7 @@ def test_schedulers_give_the_same_bits(job, scheduler):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", LONG_JOBS)
 def test_mpi_gives_the_same_bits(job):
     launcher = mpiexec(sys.executable, JOBS[job][0])
     lines = run(*JOBS[job][1], "--epochs", "3", "--full-precision", launcher=launcher)

@@ -1235,11 +1235,12 @@ def same_bits(n, python):
 
 @pytest.mark.mpi
 @pytest.mark.skipif(mpiexec() is None, reason="no mpiexec beside this Python")
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_the_same_bits_under_mpiexec(n):
     same_bits(n, sys.executable)
 
 
+@pytest.mark.full
 def test_the_same_bits_under_torchrun():
     same_bits(3, TORCHRUN)
 
@@ -1257,19 +1258,20 @@ def printed(ended):
 
 
 def test_a_port_of_a_script_for_ddp():
-    """It trains as the script does, to the printed digits, without a launcher and with torchrun."""
+    """It trains as the script does, to the printed digits, without a launcher."""
     pytest.importorskip("sklearn")
-    wanted = printed(launch(PLAIN, n=2, python=TORCHRUN, timeout=120))
-    assert printed(run_python(PORT, timeout=120)) == wanted
-    assert printed(launch(PORT, n=2, python=TORCHRUN, timeout=120)) == wanted
-    assert len(printed(run_python(PORT, "3", timeout=120))) == 5
+    assert printed(run_python(PORT, timeout=120)) == printed(launch(PLAIN, n=2, python=TORCHRUN, timeout=120))
 
 
+@pytest.mark.full
 @pytest.mark.mpi
 @pytest.mark.skipif(mpiexec() is None, reason="no mpiexec beside this Python")
-def test_the_port_under_mpiexec():
+def test_the_port_under_launchers():
     pytest.importorskip("sklearn")
-    assert printed(launch(PORT, n=2, timeout=120)) == printed(run_python(PORT, timeout=120))
+    wanted = printed(run_python(PORT, timeout=120))
+    assert printed(launch(PORT, n=2, timeout=120)) == wanted
+    assert printed(launch(PORT, n=2, python=TORCHRUN, timeout=120)) == wanted
+    assert len(printed(run_python(PORT, "3", timeout=120))) == 5
 
 
 def test_the_port_is_a_few_lines():

@@ -77,6 +77,7 @@ def same_under(python: str, *run) -> None:
     assert said(ours) == said(theirs)
 
 
+@pytest.mark.full
 @pytest.mark.mpi
 @pytest.mark.skipif(mpiexec() is None, reason="no mpiexec beside this Python")
 def test_lenet_prints_the_same_under_mpiexec():
@@ -121,6 +122,11 @@ def output(monkeypatch, capsys):
     torch.set_default_dtype(dtype)
 
 
+def few(meshes):
+    """The first three belong to the ordinary run."""
+    return [*meshes[:3], *(pytest.param(mesh, marks=pytest.mark.full) for mesh in meshes[3:])]
+
+
 LENETS = [
     ("--rows", "3", "--channels", "1"),
     ("--rows", "1", "--channels", "4", "--unchecked"),
@@ -131,7 +137,7 @@ LENETS = [
 ]
 
 
-@pytest.mark.parametrize("mesh", LENETS, ids=" ".join)
+@pytest.mark.parametrize("mesh", few(LENETS), ids=" ".join)
 def test_lenet_on_any_mesh(mesh, output):
     text = output(LENET, "--epochs", "1", "--steps", "2", "--check", *mesh)
     assert max(apart(text)) < 1e-10
@@ -147,7 +153,7 @@ TRANSFORMERS = [
 ]
 
 
-@pytest.mark.parametrize("mesh", TRANSFORMERS, ids=" ".join)
+@pytest.mark.parametrize("mesh", few(TRANSFORMERS), ids=" ".join)
 def test_a_transformer_on_any_mesh(mesh, output):
     text = output(TRANSFORMER, "--steps", "5", *mesh)
     assert max(apart(text)) < 1e-10

@@ -60,7 +60,9 @@ def test_virtual_workers_meet_or_say_who_parted(check):
 
 @pytest.mark.mpi
 @pytest.mark.skipif(mpiexec() is None, reason="no mpiexec beside this Python")
-@pytest.mark.parametrize("what", ["requires_grad", "tied", "parted"])
+@pytest.mark.parametrize(
+    "what", [*(pytest.param(w, marks=pytest.mark.full) for w in ("requires_grad", "tied")), "parted"]
+)
 def test_processes_meet_or_say_who_parted(what):
     agreed = [name for name in MET if "requires_grad" in name]
     names = {"requires_grad": agreed, "tied": [name for name in MET if name not in agreed], "parted": PARTED}[what]

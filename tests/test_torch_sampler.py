@@ -347,6 +347,7 @@ def test_processes_of_a_loader_live_on_between_epochs():
     assert list(uneven.batches)[-1] == []
 
 
+@pytest.mark.full
 def test_processes_that_are_started_afresh_get_it_pickled():
     sampler = DistributedSampler(Numbers(5), 2, 1, batch_size=4)
     loader = sampler.loader(num_workers=1, multiprocessing_context="spawn")

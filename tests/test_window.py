@@ -221,7 +221,7 @@ def sampled(test, count: int, **how):
 
 
 def test_local_windows_on_haloed_blocks_are_the_serial_one():
-    sampled(check_window, 2000)()
+    sampled(check_window, 600)()
 
 
 @pytest.mark.full
