@@ -1,0 +1,524 @@
+"""Collectives by themselves, forward and with their adjoints: between virtual workers, and over MPI.
+
+A size is that of the block a worker brings, of float32; of 4 B a worker brings a number for each worker where the
+block is to be split. Blocks of the halo exchange are squares, with a row of each neighbour around them and zeros beyond
+the ends; the matrix of the repartition is the square whose blocks come nearest to the size. "adjoint": the result, and
+then the adjoint of it. Worker 0 tells what it has.
+
+local. Ours is timed by worker 0, in the body of a map, checked, as by default. Its arrays are the body's, which nobody
+writes to, as JAX's are: so what only moves is handed over. "spmd, written to" has writable arrays of NumPy instead, as
+torch and MPI have: each repetition declares its own, and pays for the copy that keeps it safe. "jax" is a jitted
+shard_map, called once a repetition; in "one program" the repetitions are a loop within it, of which each needs the one
+before. "torch, gloo" is two processes with one thread each, and tensors that are there beforehand. Its all-reduce adds
+in place, adjoints are written by hand, without autograd, and reduce-scatter and all-gather are an exchange with the
+other process, which is faster than gloo's own. The limit is what two threads need to add the two blocks, half each,
+into memory that is there, and to copy them where the result is a copy; from 256 KB on, where threads pay.
+
+mpi. Two processes. "mpi4py" is the plain call on buffers that are there beforehand, the repartition an Alltoallw of
+subarray types that are made once.
+
+Whoever exchanges halos by hand may keep the block within a larger one, of which only edges move: that is "halo in
+place". Otherwise the block is copied there, as ours is, because it is another's to keep.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from math import isqrt, sqrt
+from typing import Any
+
+import numpy as np
+
+from benchmarks.contest import Builders, Case, Section, repeated
+
+VERBS = (
+    "all-reduce",
+    "broadcast",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "permute",
+    "halo exchange",
+    "repartition",
+)
+WITH_ADJOINT = ("all-reduce", "all-gather", "reduce-scatter", "permute", "halo exchange")
+SPLIT = ("reduce-scatter", "all-to-all")
+NUMBERS = {"4 B": 1, "256 KB": 1 << 16, "1 MB": 1 << 18, "4 MB": 1 << 20, "64 MB": 1 << 24}
+TWO = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+LOCAL = Section("local", "collectives between virtual workers of one process, two if not said otherwise")
+MPI = Section("mpi", "collectives between two processes over MPI")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a case asks for."""
+
+    verb: str
+    size: str
+    adjoint: bool = False
+    workers: int = 2
+
+    @property
+    def name(self) -> str:
+        before = "" if self.workers == 2 else f"{self.workers} workers: "
+        return f"{before}{self.verb} {self.size}{' adjoint' if self.adjoint else ''}"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the block that a worker brings."""
+        n, p = NUMBERS[self.size], self.workers
+        if self.verb == "halo exchange":
+            return isqrt(n), isqrt(n)
+        if self.verb == "repartition":
+            rows = max(1, round(sqrt(n / p)))
+            return rows, rows * p
+        return (max(n, p) if self.verb in SPLIT else n,)
+
+    def block(self, worker: int) -> np.ndarray:
+        return np.random.default_rng(worker).standard_normal(self.shape, np.float32)
+
+    def whole(self) -> np.ndarray:
+        return np.concatenate([self.block(k) for k in range(self.workers)])
+
+
+def works(sizes: tuple[str, ...], quick: bool, workers: int = 2) -> Iterator[Work]:
+    for verb in VERBS:
+        for adjoint in (False, True) if verb in WITH_ADJOINT else (False,):
+            for size in sizes[:2] if quick else sizes:
+                yield Work(verb, size, adjoint, workers)
+
+
+local = partial(works, ("4 B", "256 KB", "4 MB", "64 MB"))
+over_mpi = partial(works, ("4 B", "1 MB", "4 MB", "64 MB"))
+
+
+def cases(build: Callable[[Work], Case], asked: Iterator[Work]) -> Builders:
+    return {work.name: partial(build, work) for work in asked}
+
+
+def together(step: Callable[[], Any], meet: Callable[[], Any]) -> Callable[[int], float]:
+    """Seconds per step, from when all are there to when all are done: a root could run ahead of those it sends to."""
+
+    def run(count: int) -> float:
+        meet()
+        begun = time.perf_counter()
+        for _ in range(count):
+            step()
+        meet()
+        return (time.perf_counter() - begun) / count
+
+    return run
+
+
+# Ours
+
+
+def verb_spmd(work: Work, mesh: Any) -> Callable[[Any], Any]:
+    """What a case does, as a function of an array of the body."""
+    import spmd
+    from spmd import P
+
+    rows, *rest = work.shape
+    whole = (rows * work.workers, *rest)
+    if work.verb == "repartition":
+        src, dst = mesh.layout(whole, P("x")), mesh.layout(whole, P(None, "x"))
+        return lambda x: spmd.repartition(x, src, dst)
+    ring = [(k, (k + 1) % work.workers) for k in range(work.workers)]
+    return {
+        "all-reduce": lambda x: spmd.psum(x, "x"),
+        "broadcast": lambda root: spmd.broadcast(root, "x"),
+        "all-gather": lambda x: spmd.all_gather(x, "x", tiled=True),
+        "reduce-scatter": lambda x: spmd.psum_scatter(x, "x", tiled=True),
+        "all-to-all": lambda x: spmd.all_to_all(x, "x", 0, 0, tiled=True),
+        "permute": lambda x: spmd.ppermute(x, "x", ring),
+        "halo exchange": lambda x: spmd.halo_exchange(x, P("x"), (1, 0), ("zero", "none"), shape=whole),
+    }[work.verb]
+
+
+def ours(work: Work, transport: str, scheduler: str | None = None, written: bool = False) -> Case:
+    import spmd
+    from spmd import P
+
+    mesh = spmd.Mesh(x=work.workers, transport=transport, scheduler=scheduler)
+    verb = verb_spmd(work, mesh)
+
+    def both(x):
+        y, pull = spmd.vjp(verb, x)
+        return y, *pull(y)
+
+    def declared(a):
+        """An array for the verb, of bare data: of a broadcast it is the root's, and nothing moves yet."""
+        return spmd.keep(a, "x") if work.verb == "broadcast" else spmd.varying(a, "x")
+
+    def step(x):
+        """Give the repetition, and what it is of: nothing in it is kept."""
+        act = both if work.adjoint else verb
+        if written:
+            a = np.array(spmd.block(x))
+            return lambda: act(declared(a))
+        x = declared(spmd.block(x))
+        return lambda: act(x)
+
+    def timed(x, count):
+        return together(step(x), lambda: spmd.psum(0, "x"))(count)
+
+    def told(x):
+        found = step(x)()
+        return [np.array(spmd.block(y)) for y in (found if work.adjoint else [found])]
+
+    x = spmd.put(work.whole(), P("x"), mesh)
+    run = mesh.map(timed, in_specs=(P("x"), None), out_specs=None)
+    tell = mesh.map(told, in_specs=P("x"), out_specs=None)
+    return Case(lambda count: run(x, count), lambda: tell(x))
+
+
+@LOCAL.contestant("spmd")
+def _(quick: bool) -> Builders:
+    build = partial(ours, transport="local")
+    return cases(build, local(quick)) | cases(build, local(quick, 4))
+
+
+@LOCAL.contestant("spmd, lockstep")
+def _(quick: bool) -> Builders:
+    build = partial(ours, transport="local", scheduler="lockstep")
+    return cases(build, local(quick)) | cases(build, local(quick, 4))
+
+
+@LOCAL.contestant("spmd, written to")
+def _(quick: bool) -> Builders:
+    build = partial(ours, transport="local", written=True)
+    return cases(build, local(quick)) | cases(build, local(quick, 4))
+
+
+@MPI.contestant("spmd, Open MPI", launcher="mpiexec-openmpi", processes=2)
+@MPI.contestant("spmd", launcher="mpiexec", processes=2)
+def _(quick: bool) -> Builders:
+    return cases(partial(ours, transport="mpi"), over_mpi(quick))
+
+
+# JAX
+
+
+def verb_jax(work: Work) -> Callable[[Any], Any]:
+    from jax import lax
+    from jax import numpy as jnp
+
+    def halo(x):
+        above, below = lax.ppermute(x[-1:], "x", [(0, 1)]), lax.ppermute(x[:1], "x", [(1, 0)])
+        return jnp.concatenate([above, x, below])
+
+    return {
+        "all-reduce": lambda x: lax.psum(x, "x"),
+        # Of a masked sum, the root's entry of an all-gather and this it is the fastest but for the smallest.
+        "broadcast": lambda x: jnp.where(lax.axis_index("x") == 0, x, lax.ppermute(x, "x", [(0, 1)])),
+        "all-gather": lambda x: lax.all_gather(x, "x", tiled=True),
+        "reduce-scatter": lambda x: lax.psum_scatter(x, "x", tiled=True),
+        "all-to-all": lambda x: lax.all_to_all(x, "x", 0, 0, tiled=True),
+        "permute": lambda x: lax.ppermute(x, "x", [(0, 1), (1, 0)]),
+        "halo exchange": halo,
+        "repartition": lambda x: lax.all_to_all(x, "x", 1, 0, tiled=True),
+    }[work.verb]
+
+
+def on_devices(work: Work, looped: bool) -> Case:
+    import jax
+    from jax import lax
+    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    mesh, verb = Mesh(np.array(jax.devices()), ("x",)), verb_jax(work)
+    x = jax.device_put(work.whole(), NamedSharding(mesh, P("x")))
+
+    def both(x):
+        y, pull = jax.vjp(verb, x)
+        return y, *pull(y)
+
+    def loop(x, count):
+        def again(_, x):
+            """A number of the result goes into what comes next; the barrier has all of the result made."""
+            found = lax.optimization_barrier(act(x))
+            return x.at[(0,) * x.ndim].set(sum(y[(-1,) * y.ndim] for y in jax.tree_util.tree_leaves(found)))
+
+        return lax.fori_loop(0, count, again, x)
+
+    def run(count: int) -> float:
+        begun = time.perf_counter()
+        jax.block_until_ready(program(x, count))
+        return (time.perf_counter() - begun) / count
+
+    act = both if work.adjoint else verb
+    spec = P() if work.verb == "all-reduce" else P("x")
+    out_specs = (spec, P("x")) if work.adjoint else spec
+    step = jax.jit(jax.shard_map(act, mesh=mesh, in_specs=P("x"), out_specs=out_specs))
+    program = jax.jit(jax.shard_map(loop, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x")))
+
+    def tell():
+        """What lies on the first device."""
+        found = jax.tree_util.tree_leaves(step(x))
+        return [np.asarray(s.data) for y in found for s in y.addressable_shards if s.device == jax.devices()[0]]
+
+    return Case(run if looped else repeated(lambda: jax.block_until_ready(step(x))), tell)
+
+
+@LOCAL.contestant("jax, 2 devices", needs=("jax",), env=TWO)
+def _(quick: bool) -> Builders:
+    return cases(partial(on_devices, looped=False), local(quick))
+
+
+@LOCAL.contestant("jax, 2 devices, one program", needs=("jax",), env=TWO)
+def _(quick: bool) -> Builders:
+    return cases(partial(on_devices, looped=True), (w for w in local(quick) if w.size != "64 MB"))
+
+
+# By hand
+
+
+class Gloo:
+    """Two processes of torch.distributed, on the memory of NumPy's arrays. Each method prepares a call."""
+
+    def __init__(self):
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(1)
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
+        self.dist, self.tensor = dist, torch.from_numpy
+        self.rank, self.workers = dist.get_rank(), dist.get_world_size()
+        self.meet = dist.barrier
+
+    def all_reduce(self, x, y):
+        y = self.tensor(y)
+        return lambda: self.dist.all_reduce(y)
+
+    def broadcast(self, y):
+        y = self.tensor(y)
+        return lambda: self.dist.broadcast(y, 0)
+
+    def all_gather(self, x, y):
+        parts = y.reshape(2, -1)
+        exchange, mine = self.exchange(x, parts[1 - self.rank]), parts[self.rank]
+
+        def call():
+            exchange()
+            np.copyto(mine, x)
+
+        return call
+
+    def reduce_scatter(self, x, y):
+        parts = x.reshape(2, -1)
+        exchange, mine = self.exchange(parts[1 - self.rank], y), parts[self.rank]
+
+        def call():
+            exchange()
+            np.add(mine, y, out=y)
+
+        return call
+
+    def all_to_all(self, x, y):
+        x, y = self.tensor(x), self.tensor(y)
+        return lambda: self.dist.all_to_all_single(y, x)
+
+    def exchange(self, x, y):
+        dist, x, y = self.dist, self.tensor(x), self.tensor(y)
+        both = [dist.P2POp(dist.isend, x, 1 - self.rank), dist.P2POp(dist.irecv, y, 1 - self.rank)]
+
+        def call():
+            for request in dist.batch_isend_irecv(both):
+                request.wait()
+
+        return call
+
+    def repartition(self, x, y):
+        rows = len(x)
+        columns = x.reshape(rows, self.workers, rows).transpose(1, 0, 2)
+        packed = np.empty(columns.shape, x.dtype)
+        move = self.all_to_all(packed, y.reshape(packed.shape))
+
+        def call():
+            np.copyto(packed, columns)
+            move()
+
+        return call
+
+
+class Messages:
+    """mpi4py on NumPy's arrays. Each method prepares a call."""
+
+    def __init__(self):
+        from mpi4py import MPI
+
+        self.comm = MPI.COMM_WORLD
+        self.rank, self.workers = self.comm.Get_rank(), self.comm.Get_size()
+        self.type, self.meet = MPI.FLOAT, self.comm.Barrier
+
+    def _calling(self, call, *arrays):
+        """Buffers whose types are named are not asked for them at each call."""
+        return partial(call, *([a, self.type] for a in arrays))
+
+    def all_reduce(self, x, y):
+        return self._calling(self.comm.Allreduce, x, y)
+
+    def broadcast(self, y):
+        return self._calling(self.comm.Bcast, y)
+
+    def all_gather(self, x, y):
+        return self._calling(self.comm.Allgather, x, y)
+
+    def reduce_scatter(self, x, y):
+        return self._calling(self.comm.Reduce_scatter_block, x, y)
+
+    def all_to_all(self, x, y):
+        return self._calling(self.comm.Alltoall, x, y)
+
+    def exchange(self, x, y):
+        other = 1 - self.rank
+        return partial(self.comm.Sendrecv, [x, self.type], other, 0, [y, self.type], other, 0)
+
+    def repartition(self, x, y):
+        rows, p = len(x), self.workers
+        square = (rows, rows)
+        send = [self.type.Create_subarray(x.shape, square, (0, rows * k)).Commit() for k in range(p)]
+        receive = [self.type.Create_subarray(y.shape, square, (rows * k, 0)).Commit() for k in range(p)]
+        once = ([1] * p, [0] * p)
+        return partial(self.comm.Alltoallw, [x, once, send], [y, once, receive])
+
+
+def halo_by_hand(engine: Any, shape: tuple[int, ...], in_place: bool) -> tuple[np.ndarray, ...]:
+    """Block, result and cotangent of a halo exchange, and the calls forward and back."""
+    rows, columns = shape
+    y = np.zeros((rows + 2, columns), np.float32)
+    x, g = (y[1:-1], y[1:-1]) if in_place else (np.empty(shape, np.float32) for _ in range(2))
+    edge = np.empty(columns, np.float32)
+    inner, outer = (-1, -1) if engine.rank == 0 else (0, 0)
+    there = engine.exchange(x[inner], y[outer])
+    back = engine.exchange(y[outer], edge)
+
+    def forward():
+        if not in_place:
+            np.copyto(y[1:-1], x)
+        there()
+
+    def backward():
+        back()
+        if not in_place:
+            np.copyto(g, y[1:-1])
+        g[inner] += edge
+
+    return x, y, g, forward, backward
+
+
+def calls_by_hand(engine: Any, work: Work) -> tuple[Any, ...]:
+    """Block, result and cotangent of a collective, and the calls forward and back."""
+    (n, *_), p = work.shape, engine.workers
+    x, g = np.empty(work.shape, np.float32), np.empty(work.shape, np.float32)
+    if work.verb == "all-reduce":
+        y = np.empty_like(x)
+        return x, y, y, engine.all_reduce(x, y), lambda: None  # its adjoint hands over what all have
+    if work.verb == "broadcast":
+        return x, x, g, engine.broadcast(x), None
+    if work.verb == "all-gather":
+        y = np.empty(n * p, np.float32)
+        return x, y, g, engine.all_gather(x, y), engine.reduce_scatter(y, g)
+    if work.verb == "reduce-scatter":
+        y = np.empty(n // p, np.float32)
+        return x, y, g, engine.reduce_scatter(x, y), engine.all_gather(y, g)
+    if work.verb == "repartition":
+        y = np.empty((n * p, n), np.float32)
+        return x, y, g, engine.repartition(x, y), None
+    y = np.empty_like(x)
+    if work.verb == "all-to-all":
+        return x, y, g, engine.all_to_all(x, y), None
+    return x, y, g, engine.exchange(x, y), engine.exchange(y, g)
+
+
+def by_hand(work: Work, engine: Callable[[], Any], in_place: bool = False) -> Case:
+    made = engine()
+    if work.verb == "halo exchange":
+        x, y, g, forward, backward = halo_by_hand(made, work.shape, in_place)
+    else:
+        x, y, g, forward, backward = calls_by_hand(made, work)
+
+    def step():
+        forward()
+        if work.adjoint:
+            backward()
+
+    def tell():
+        x[...] = work.block(made.rank)
+        if work.verb == "all-reduce":
+            y[...] = x  # for who adds in place
+        forward()
+        found = [y.copy()]
+        if work.adjoint:
+            backward()
+            found.append(g.copy())
+        return found
+
+    tell()  # so that all memory is in use, and holds numbers
+    return Case(together(step, made.meet), tell)
+
+
+def in_place(asked: Iterator[Work]) -> Iterator[Work]:
+    return (work for work in asked if work.verb == "halo exchange")
+
+
+@LOCAL.contestant("torch, gloo", launcher="torchrun", processes=2, needs=("torch",), env=ONE_THREAD)
+def _(quick: bool) -> Builders:
+    return cases(partial(by_hand, engine=Gloo), local(quick))
+
+
+@LOCAL.contestant("torch, halo in place", launcher="torchrun", processes=2, needs=("torch",), env=ONE_THREAD)
+def _(quick: bool) -> Builders:
+    return cases(partial(by_hand, engine=Gloo, in_place=True), in_place(local(quick)))
+
+
+@MPI.contestant("mpi4py, Open MPI", launcher="mpiexec-openmpi", processes=2)
+@MPI.contestant("mpi4py", launcher="mpiexec", processes=2)
+def _(quick: bool) -> Builders:
+    return cases(partial(by_hand, engine=Messages), over_mpi(quick))
+
+
+@MPI.contestant("mpi4py, Open MPI, halo in place", launcher="mpiexec-openmpi", processes=2)
+@MPI.contestant("mpi4py, halo in place", launcher="mpiexec", processes=2)
+def _(quick: bool) -> Builders:
+    return cases(partial(by_hand, engine=Messages, in_place=True), in_place(over_mpi(quick)))
+
+
+# The limit
+
+
+def moved(work: Work) -> Case:
+    """Two threads, with half of the numbers each."""
+    a, b = (work.block(k) for k in range(2))
+    out = np.zeros((2, *work.shape), np.float32)
+    half = len(a) // 2
+    other = ThreadPoolExecutor(1)
+
+    def add(part: slice) -> None:
+        np.add(a[part], b[part], out=out[0, part])
+
+    def copy(part: slice) -> None:
+        np.copyto(out[0, part], a[part])
+        np.copyto(out[1, part], b[part])
+
+    work_on = add if work.verb in ("all-reduce", "reduce-scatter") else copy
+
+    def step():
+        second = other.submit(work_on, slice(half, None))
+        work_on(slice(half))
+        second.result()
+
+    return Case(repeated(step), list)
+
+
+@LOCAL.contestant("limit")
+def _(quick: bool) -> Builders:
+    limited = ("all-reduce", "reduce-scatter", "all-to-all", "repartition")
+    return cases(moved, (w for w in local(quick) if w.verb in limited and not w.adjoint and w.size != "4 B"))
