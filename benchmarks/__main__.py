@@ -19,6 +19,7 @@ SECTIONS = {
     "w6": ("benchmarks.transposes", "W6"),
     "w7": ("benchmarks.overhead", "W7"),
     "costs": ("benchmarks.overhead", "COSTS"),
+    "memory": ("benchmarks.overhead", "MEMORY"),
     "growth": ("benchmarks.growth", "GROWTH"),
 }
 
