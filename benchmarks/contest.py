@@ -214,6 +214,13 @@ def _status(name: str) -> int:
 # The contest
 
 
+class Ended(RuntimeError):
+    """A contestant has ended before its time."""
+
+    def __str__(self) -> str:
+        return super().__str__().strip()
+
+
 class Job:
     """A contestant at work."""
 
@@ -250,7 +257,7 @@ class Job:
         if not line:
             self.process.wait()
             self.errors.seek(0)
-            raise RuntimeError(f"a contestant ended: {self.process.args}\n{self.errors.read()[-2000:]}")
+            raise Ended(f"a contestant ended: {self.process.args}\n{self.errors.read()[-2000:]}")
         return json.loads(line)
 
     def end(self) -> None:
@@ -294,6 +301,12 @@ class Table:
     absent: dict[str, str] = field(default_factory=dict)
     parted: list[str] = field(default_factory=list)
 
+    def leave(self, name: str, when: str, error: Ended) -> None:
+        """A contestant has ended; without ours there is no contest."""
+        if name == self.section.ours:
+            raise error
+        self.absent[name] = f"it ended in {when}: {str(error).splitlines()[-1]}"
+
 
 def compete(module: str, attribute: str, quick: bool, only: str = "", say: Callable[[str], None] = print) -> Table:
     """All contestants of a section against each other. only: cases whose names hold this."""
@@ -308,14 +321,15 @@ def compete(module: str, attribute: str, quick: bool, only: str = "", say: Calla
                 continue
             try:
                 jobs[who.name] = Job(module, attribute, who, quick, Path(name))
-            except RuntimeError as error:
-                table.absent[who.name] = str(error).strip().splitlines()[-1]
+            except Ended as error:
+                table.leave(who.name, "the start", error)
                 continue
             stack.callback(jobs[who.name].end)
         cases = dict.fromkeys(c for job in jobs.values() for c in job.cases if only in c)
         for case in cases:
             say(f"  {case}")
-            table.rows[case] = _contest(case, {n: j for n, j in jobs.items() if case in j.cases}, table, quick)
+            able = {n: j for n, j in jobs.items() if case in j.cases and n not in table.absent}
+            table.rows[case] = _contest(case, able, table, quick)
         stack.close()
         if section.memory:
             _weigh(module, attribute, table, quick, Path(name))
@@ -323,15 +337,29 @@ def compete(module: str, attribute: str, quick: bool, only: str = "", say: Calla
 
 
 def _contest(case: str, jobs: dict[str, Job], table: Table, quick: bool) -> dict[str, Measured]:
-    counts = {name: max(1, round(LEAST / max(job.ask("build", case), 1e-7))) for name, job in jobs.items()}
+    live = dict(jobs)
+
+    def ask(name: str, *order: Any) -> Any:
+        try:
+            return live[name].ask(*order)
+        except Ended as error:
+            del live[name]
+            table.leave(name, case, error)
+
+    counts = {}
+    for name in jobs:
+        took = ask(name, "build", case)
+        if took is not None:
+            counts[name] = max(1, round(LEAST / max(took, 1e-7)))
     seconds: dict[str, list[float]] = {name: [] for name in jobs}
     for _ in range(QUICK_ROUNDS if quick else ROUNDS):
         table.stolen.append(stolen())
-        for name, job in jobs.items():
-            seconds[name].append(job.ask("run", counts[name]))
-    found = {name: Measured(s) for name, s in seconds.items()}
-    told = {name: job.ask("tell") for name, job in jobs.items()}
-    ours = told.get(table.section.ours) or next(iter(told.values()))
+        for name in list(live):
+            seconds[name].append(ask(name, "run", counts[name]))
+    told = {name: ask(name, "tell") for name in list(live)}
+    told = {name: told[name] for name in live}
+    found = {name: Measured(seconds[name]) for name in live}
+    ours = told.get(table.section.ours) or next(iter(told.values()), [])
     for name, numbers in told.items():
         if not _agree(numbers, ours, table.section.rtol):
             table.parted.append(f"{name}, {case}")
