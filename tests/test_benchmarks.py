@@ -1,0 +1,113 @@
+"""The engine of the benchmarks: who takes part, who does not, and that other numbers do not pass for the same."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from launch import ROOT, run_python
+
+TOY = """
+import time
+import numpy as np
+from benchmarks.contest import Case, Section, repeated
+
+TOY = Section("toy", "sums", 1e-9)
+
+
+def case(numbers, pause=0.0):
+    return lambda: Case(repeated(lambda: time.sleep(pause)), lambda: [np.asarray(numbers)])
+
+
+@TOY.contestant("spmd")
+def _(quick):
+    return {"small": case([1.0, 2.0]), "large": case([5.0], 0.001)}
+
+
+@TOY.contestant("slower")
+def _(quick):
+    return {"small": case([1.0, 2.0]), "large": case([5.0], 0.02)}
+
+
+@TOY.contestant("wrong")
+def _(quick):
+    return {"small": case([2.0, 1.0]), "large": case([5.0])}
+
+
+@TOY.contestant("ends")
+def _(quick):
+    return {"small": lambda: 1 / 0, "large": case([5.0])}
+
+
+@TOY.contestant("away", needs=("no_such_package",))
+def _(quick):
+    return {"small": case([1.0, 2.0])}
+"""
+RUN = """
+import sys
+from pathlib import Path
+from benchmarks import contest, report
+
+table = contest.compete("toy", "TOY", True)
+folder = Path(sys.argv[1])
+(folder / "t.txt").write_text(report.text(table))
+(folder / "t.md").write_text(report.markdown([table]))
+(folder / "t.json").write_text(report.as_json([table]))
+report.picture([table], folder / "t.png")
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    pytest.importorskip("matplotlib")
+    folder = tmp_path_factory.mktemp("toy")
+    (folder / "toy.py").write_text(TOY)
+    done = run_python("-c", RUN, folder, PYTHONPATH=f"{ROOT}{os.pathsep}{folder}")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_who_takes_part(folder):
+    found = json.loads((folder / "t.json").read_text())["sections"]["toy"]
+    assert set(found["cases"]["small"]) == {"spmd", "slower", "wrong"}
+    assert found["absent"] == {
+        "away": "needs no_such_package",
+        "ends": "it ended in small: ZeroDivisionError: division by zero",
+    }
+
+
+def test_entries_in_another_order_are_other_numbers(folder):
+    found = json.loads((folder / "t.json").read_text())["sections"]["toy"]
+    assert found["parted"] == ["wrong, small"]
+    assert "NOT THE SAME NUMBERS: wrong, small" in (folder / "t.txt").read_text()
+
+
+def test_who_is_slower_is_shown_so(folder):
+    large = json.loads((folder / "t.json").read_text())["sections"]["toy"]["cases"]["large"]
+    assert large["slower"]["median"] >= 0.02
+    assert large["slower"]["median"] > large["spmd"]["median"] >= 0.001
+    assert len(large["spmd"]["seconds"]) == 3
+
+
+def test_tables_and_picture(folder):
+    lines = (folder / "t.md").read_text().splitlines()
+    assert lines[2] == "|  | spmd | slower | wrong |"
+    assert sum(line.startswith("| ") for line in lines) == 3
+    assert (folder / "t.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_unknown_section_is_named():
+    done = run_python("-m", "benchmarks", "w9", PYTHONPATH=str(ROOT))
+    assert done.returncode == 2
+    assert "no section w9; there are local, mpi, w1" in done.stderr
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("section", ["w3", "w4"])
+def test_a_section_runs(section):
+    pytest.importorskip("jax")
+    done = run_python("-m", "benchmarks", section, "--quick", timeout=600, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr
+    assert "NOT THE SAME" not in done.stdout
