@@ -27,10 +27,11 @@ def spec_leaves(specs) -> list[tuple[str, Any]]:
 
 def spread(where: str, name: str, argument: str, specs, value) -> list[Leaf]:
     """The leaves of a value, each with the spec that stands for it in a prefix of its tree."""
-    if (specs is None or isinstance(specs, Spec)) and (
-        hasattr(value, "shape") or isinstance(value, int | float | complex)
-    ):
-        return [Leaf(name, specs, value)]
+    if specs is None or isinstance(specs, Spec):  # for a leaf without the ways of trees
+        if value is None:
+            return [Leaf(name, None, None)]
+        if hasattr(value, "shape") or isinstance(value, int | float | complex):
+            return [Leaf(name, specs, value)]
     try:
         each = tree.prefix(specs, value)
     except ValueError:
