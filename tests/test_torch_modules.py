@@ -354,8 +354,10 @@ def shape_for(module: nn.Module, worker: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("module", EVERY, ids=lambda m: type(m).__name__)
-def test_compiled_is_eager(module):
+def test_compiled_is_eager(module, monkeypatch):
     """In the full graph: values, and gradients, in a body with check=False."""
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):  # as docs/torch.md says
+        monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
     torch._dynamo.reset()  # which counts how often it has compiled nn.Sequential
     mesh = spmd.Mesh(x=2)
     net = nn.Sequential(nn.Tanh(), module)
