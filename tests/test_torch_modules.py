@@ -354,10 +354,8 @@ def shape_for(module: nn.Module, worker: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("module", EVERY, ids=lambda m: type(m).__name__)
-def test_compiled_is_eager(module, monkeypatch):
+def test_compiled_is_eager(module):
     """In the full graph: values, and gradients, in a body with check=False."""
-    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):  # as docs/torch.md says
-        monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
     torch._dynamo.reset()  # which counts how often it has compiled nn.Sequential
     mesh = spmd.Mesh(x=2)
     net = nn.Sequential(nn.Tanh(), module)
@@ -374,7 +372,8 @@ def test_compiled_is_eager(module, monkeypatch):
             results.append((y.detach(), g))
         found[w] = results
 
-    spt.map(main, (), None, mesh=mesh, check=False)()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):  # as docs/torch.md says of older torch
+        spt.map(main, (), None, mesh=mesh, check=False)()
     for (y, g), (cy, cg) in found.values():
         assert torch.equal(y, cy)
         assert torch.equal(g, cg)
