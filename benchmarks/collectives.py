@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.contest import Builders, Case, Section, repeated
+from benchmarks.contest import ONE_THREAD, TWO_DEVICES, Builders, Case, Section, repeated
 
 VERBS = (
     "all-reduce",
@@ -48,8 +48,6 @@ VERBS = (
 WITH_ADJOINT = ("all-reduce", "all-gather", "reduce-scatter", "permute", "halo exchange")
 SPLIT = ("reduce-scatter", "all-to-all")
 NUMBERS = {"4 B": 1, "256 KB": 1 << 16, "1 MB": 1 << 18, "4 MB": 1 << 20, "64 MB": 1 << 24}
-TWO = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 LOCAL = Section("local", "collectives between virtual workers of one process, two if not said otherwise")
 MPI = Section("mpi", "collectives between two processes over MPI")
@@ -266,12 +264,12 @@ def on_devices(work: Work, looped: bool) -> Case:
     return Case(run if looped else repeated(lambda: jax.block_until_ready(step(x))), tell)
 
 
-@LOCAL.contestant("jax, 2 devices", needs=("jax",), env=TWO)
+@LOCAL.contestant("jax, 2 devices", needs=("jax",), env=TWO_DEVICES)
 def _(quick: bool) -> Builders:
     return cases(partial(on_devices, looped=False), local(quick))
 
 
-@LOCAL.contestant("jax, 2 devices, one program", needs=("jax",), env=TWO)
+@LOCAL.contestant("jax, 2 devices, one program", needs=("jax",), env=TWO_DEVICES)
 def _(quick: bool) -> Builders:
     return cases(partial(on_devices, looped=True), (w for w in local(quick) if w.size != "64 MB"))
 

@@ -35,12 +35,29 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Builders", "Case", "Measured", "Section", "Table", "compete", "contend", "main", "repeated"]
+__all__ = [
+    "ONE_THREAD",
+    "TWO_DEVICES",
+    "Builders",
+    "Case",
+    "Measured",
+    "Section",
+    "Table",
+    "compete",
+    "contend",
+    "jitted",
+    "main",
+    "repeated",
+]
 
 ROUNDS = 11
 QUICK_ROUNDS = 3
 LEAST = 0.02
 """Seconds that a contestant works in a round, at the least."""
+
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+TWO_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+"""Environments: of a process that is to use one core, and of JAX on two devices of the CPU."""
 
 
 def repeated(step: Callable[[], Any]) -> Callable[[int], float]:
@@ -65,6 +82,17 @@ class Case:
 
     run: Callable[[int], float]
     tell: Callable[[], Sequence[Any]]
+
+
+def jitted(step: Callable[..., Any], *args: Any) -> Case:
+    """A jitted step of JAX's, that gives a tree of arrays."""
+    import jax
+
+    step = jax.jit(step)
+    return Case(
+        repeated(lambda: jax.block_until_ready(step(*args))),
+        lambda: [np.asarray(a) for a in jax.tree_util.tree_leaves(step(*args))],
+    )
 
 
 Builders = dict[str, Callable[[], Case]]

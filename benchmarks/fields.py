@@ -8,15 +8,13 @@ after them, split by rows; JAX jitted, on one device, which uses all cores, and 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
-from benchmarks.contest import Builders, Case, Section, repeated
+from benchmarks.contest import TWO_DEVICES, Builders, Case, Section, jitted, repeated
 
 OFFSETS = ((0, 0), (1, 0), (-1, 0), (0, 1), (0, -1))
 WEIGHTS = (0.6, 0.1, 0.1, 0.1, 0.1)
-TWO = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
 
 W3 = Section("w3", "3x3 convolution with halos between two workers, value and gradients", 1e-3, memory=True)
 W4 = Section("w4", "five-point stencil split over two workers, value and gradient", 1e-9, memory=True)
@@ -126,17 +124,6 @@ def _(quick: bool) -> Builders:
     return {f"{shape(quick)}": lambda: conv_torch(quick)}
 
 
-def on_devices(step: Callable[..., Any], *args: Any) -> Case:
-    """A jitted step of JAX's, that gives a tree of arrays."""
-    import jax
-
-    step = jax.jit(step)
-    return Case(
-        repeated(lambda: jax.block_until_ready(step(*args))),
-        lambda: [np.asarray(a) for a in jax.tree_util.tree_leaves(step(*args))],
-    )
-
-
 def conv_jax(devices: int, quick: bool) -> Case:
     import jax
     from jax import lax
@@ -161,7 +148,7 @@ def conv_jax(devices: int, quick: bool) -> Case:
         mesh, spec = Mesh(np.array(jax.devices()), ("x",)), P(None, None, "x")
         args = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(args, (spec, P(), spec), strict=True)]
         loss = jax.shard_map(local, mesh=mesh, in_specs=(spec, P(), spec), out_specs=P())
-    return on_devices(jax.value_and_grad(loss, (0, 1)), *args)
+    return jitted(jax.value_and_grad(loss, (0, 1)), *args)
 
 
 @W3.contestant("jax, 1 device", needs=("jax",))
@@ -169,7 +156,7 @@ def _(quick: bool) -> Builders:
     return {f"{shape(quick)}": lambda: conv_jax(1, quick)}
 
 
-@W3.contestant("jax, 2 devices", needs=("jax",), env=TWO)
+@W3.contestant("jax, 2 devices", needs=("jax",), env=TWO_DEVICES)
 def _(quick: bool) -> Builders:
     return {f"{shape(quick)}": lambda: conv_jax(2, quick)}
 
@@ -220,7 +207,7 @@ def stencil_jax(devices: int, points: int, steps: int) -> Case:
         mesh = Mesh(np.array(jax.devices()), ("x",))
         u = jax.device_put(u, NamedSharding(mesh, P("x")))
         whole = jax.shard_map(local, mesh=mesh, in_specs=P("x"), out_specs=P())
-    return on_devices(jax.value_and_grad(whole), u)
+    return jitted(jax.value_and_grad(whole), u)
 
 
 def planes(case: Callable[[int, int], Case], quick: bool) -> Builders:
@@ -239,6 +226,6 @@ def _(quick: bool) -> Builders:
     return planes(lambda *size: stencil_jax(1, *size), quick)
 
 
-@W4.contestant("jax, 2 devices", needs=("jax",), env=TWO)
+@W4.contestant("jax, 2 devices", needs=("jax",), env=TWO_DEVICES)
 def _(quick: bool) -> Builders:
     return planes(lambda *size: stencil_jax(2, *size), quick)

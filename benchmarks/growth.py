@@ -18,10 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.contest import Builders, Case, Section, repeated
+from benchmarks.contest import ONE_THREAD, Builders, Case, Section, repeated
 from benchmarks.fields import OFFSETS, WEIGHTS, plane
 
-ONE = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 STEPS, RATE, WIDTHS = 20, 0.01, (784, 512, 512, 10)
 
 GROWTH = Section("growth", "the same work on more virtual workers, and more work", 1e-4, ours="spmd, 1 worker")
@@ -175,6 +174,6 @@ def training_numpy(n: int) -> Case:
     return Case(repeated(step), lambda: [*step(), np.zeros(3)])
 
 
-@GROWTH.contestant("numpy, serial", env=ONE)
+@GROWTH.contestant("numpy, serial", env=ONE_THREAD)
 def _(quick: bool) -> Builders:
     return works(stencil_numpy, training_numpy, quick)

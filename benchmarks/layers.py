@@ -21,12 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.contest import Builders, Case, Section, repeated
+from benchmarks.contest import ONE_THREAD, TWO_DEVICES, Builders, Case, Section, jitted, repeated
 
 WIDTHS = (784, 512, 512, 10)
 RATE = 0.01
-TWO = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 TORCH: dict[str, Any] = {"needs": ("torch",), "env": {"OMP_NUM_THREADS": "2"}}
 TORCHRUN: dict[str, Any] = {"launcher": "torchrun", "processes": 2, "needs": ("torch",), "env": ONE_THREAD}
 
@@ -179,7 +177,7 @@ def _(quick: bool) -> Builders:
     return batches(lambda batch: trained_jax(1, batch), quick)
 
 
-@W1.contestant("jax, 2 devices", needs=("jax",), env=TWO)
+@W1.contestant("jax, 2 devices", needs=("jax",), env=TWO_DEVICES)
 def _(quick: bool) -> Builders:
     return batches(lambda batch: trained_jax(2, batch), quick)
 
@@ -411,11 +409,7 @@ def block_jax(devices: int, quick: bool) -> Case:
         return value(*args, add=lambda y: lax.psum(y, "model"))
 
     def case(value, *args):
-        step = jax.jit(jax.value_and_grad(value, tuple(range(5))))
-        return Case(
-            repeated(lambda: jax.block_until_ready(step(*args))),
-            lambda: [np.asarray(a) for a in jax.tree_util.tree_leaves(step(*args))],
-        )
+        return jitted(jax.value_and_grad(value, tuple(range(5))), *args)
 
     if devices == 1:
         return case(value, *map(jnp.asarray, block(quick)))
@@ -431,7 +425,7 @@ def _(quick: bool) -> Builders:
     return blocks(lambda quick: block_jax(1, quick), quick)
 
 
-@W2.contestant("jax, 2 devices", needs=("jax",), env=TWO)
+@W2.contestant("jax, 2 devices", needs=("jax",), env=TWO_DEVICES)
 def _(quick: bool) -> Builders:
     return blocks(lambda quick: block_jax(2, quick), quick)
 

@@ -22,10 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.contest import Builders, Case, Section, repeated
-
-ONE = {"OMP_NUM_THREADS": "1"}
-TWO = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+from benchmarks.contest import ONE_THREAD, TWO_DEVICES, Builders, Case, Section, repeated
 
 W7 = Section("w7", "20 small operations and a sum over two workers, eagerly, value and gradient", 1e-5)
 COSTS = Section("costs", "what single calls cost", 1e-9)
@@ -64,7 +61,7 @@ def small_spmd(transport: str) -> Case:
 
 
 W7.contestant("spmd")(small(partial(small_spmd, "local")))
-W7.contestant("spmd, MPI", launcher="mpiexec", processes=2, env=ONE)(small(partial(small_spmd, "mpi")))
+W7.contestant("spmd, MPI", launcher="mpiexec", processes=2, env=ONE_THREAD)(small(partial(small_spmd, "mpi")))
 
 
 def small_jax(jitted: bool) -> Case:
@@ -85,8 +82,8 @@ def small_jax(jitted: bool) -> Case:
     return Case(repeated(lambda: jax.block_until_ready(step(x))), lambda: [np.asarray(a) for a in step(x)])
 
 
-W7.contestant("jax eager, 2 devices", needs=("jax",), env=TWO)(small(partial(small_jax, False)))
-W7.contestant("jax jitted, 2 devices", needs=("jax",), env=TWO)(small(partial(small_jax, True)))
+W7.contestant("jax eager, 2 devices", needs=("jax",), env=TWO_DEVICES)(small(partial(small_jax, False)))
+W7.contestant("jax jitted, 2 devices", needs=("jax",), env=TWO_DEVICES)(small(partial(small_jax, True)))
 
 
 def small_dtensor() -> Case:
@@ -110,7 +107,7 @@ def small_dtensor() -> Case:
     return Case(repeated(step), tell)
 
 
-W7.contestant("torch DTensor", launcher="torchrun", processes=2, needs=("torch",), env=ONE)(small(small_dtensor))
+W7.contestant("torch DTensor", launcher="torchrun", processes=2, needs=("torch",), env=ONE_THREAD)(small(small_dtensor))
 
 
 def small_torch() -> Case:
@@ -148,7 +145,7 @@ def small_torch() -> Case:
     return Case(repeated(step), tell)
 
 
-W7.contestant("torch, by hand", launcher="torchrun", processes=2, needs=("torch",), env=ONE)(small(small_torch))
+W7.contestant("torch, by hand", launcher="torchrun", processes=2, needs=("torch",), env=ONE_THREAD)(small(small_torch))
 
 
 # Costs: what a fresh process does
@@ -325,7 +322,7 @@ def tapes(case: Callable[[str], Case]) -> Builders:
     return {f"by the tape, {name}": partial(case, name) for name in OPERATIONS}
 
 
-@COSTS.contestant("spmd", env=ONE)
+@COSTS.contestant("spmd", env=ONE_THREAD)
 def _(quick: bool) -> Builders:
     import spmd
 
@@ -335,17 +332,17 @@ def _(quick: bool) -> Builders:
     return processes("spmd") | empty | same | typed | tapes(lambda name: taped(name, spmd.value_and_grad))
 
 
-@COSTS.contestant("spmd, check=False", env=ONE)
+@COSTS.contestant("spmd, check=False", env=ONE_THREAD)
 def _(quick: bool) -> Builders:
     return bodies(lambda name: in_body(name, False))
 
 
-@COSTS.contestant("numpy", env=ONE)
+@COSTS.contestant("numpy", env=ONE_THREAD)
 def _(quick: bool) -> Builders:
     return processes("numpy") | bodies(in_loop) | tapes(plain)
 
 
-@COSTS.contestant("autograd", needs=("autograd",), env=ONE)
+@COSTS.contestant("autograd", needs=("autograd",), env=ONE_THREAD)
 def _(quick: bool) -> Builders:
     import autograd
     import autograd.numpy as anp
@@ -353,12 +350,12 @@ def _(quick: bool) -> Builders:
     return processes("autograd") | tapes(lambda name: taped(name, autograd.value_and_grad, anp))
 
 
-@COSTS.contestant("torch", needs=("torch",), env=ONE)
+@COSTS.contestant("torch", needs=("torch",), env=ONE_THREAD)
 def _(quick: bool) -> Builders:
     return processes("torch") | tapes(taped_torch)
 
 
-@COSTS.contestant("jax, 2 devices", needs=("jax",), env=TWO)
+@COSTS.contestant("jax, 2 devices", needs=("jax",), env=TWO_DEVICES)
 def _(quick: bool) -> Builders:
     same = {f"map of the identity, {s}": identity_jax for s in ("lockstep", "threads", "auto")}
     return processes("jax") | same
@@ -437,15 +434,15 @@ def traced(transform: Callable[..., Callable[..., Any]], tanh: Callable[[Any], A
     return {name: partial(case, tape, x, c) for name, (tape, _, x, c) in programs(quick).items()}
 
 
-@MEMORY.contestant("spmd", env=ONE)
-@MEMORY.contestant("spmd, NumPy alone", env={**ONE, "SPMD_NUMBA": "0"})
+@MEMORY.contestant("spmd", env=ONE_THREAD)
+@MEMORY.contestant("spmd, NumPy alone", env={**ONE_THREAD, "SPMD_NUMBA": "0"})
 def _(quick: bool) -> Builders:
     import spmd
 
     return traced(spmd.value_and_grad, np.tanh, quick)
 
 
-@MEMORY.contestant("numpy, by hand", env=ONE)
+@MEMORY.contestant("numpy, by hand", env=ONE_THREAD)
 def _(quick: bool) -> Builders:
     def case(by_hand, x, c):
         return Case(repeated(lambda: by_hand(x, c)), lambda: list(by_hand(x, c)))
@@ -453,7 +450,7 @@ def _(quick: bool) -> Builders:
     return {name: partial(case, by_hand, x, c) for name, (_, by_hand, x, c) in programs(quick).items()}
 
 
-@MEMORY.contestant("autograd", needs=("autograd",), env=ONE)
+@MEMORY.contestant("autograd", needs=("autograd",), env=ONE_THREAD)
 def _(quick: bool) -> Builders:
     import autograd
     import autograd.numpy as anp
@@ -461,7 +458,7 @@ def _(quick: bool) -> Builders:
     return traced(autograd.value_and_grad, anp.tanh, quick)
 
 
-@MEMORY.contestant("torch", needs=("torch",), env=ONE)
+@MEMORY.contestant("torch", needs=("torch",), env=ONE_THREAD)
 def _(quick: bool) -> Builders:
     import torch
 

@@ -20,10 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.contest import Builders, Case, Section, repeated
+from benchmarks.contest import ONE_THREAD, TWO_DEVICES, Builders, Case, Section, jitted, repeated
 
-ONE = {"OMP_NUM_THREADS": "1"}
-TWO = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
 FUTURE = 1e-3
 """How far the heat kernel reaches; for a unit of length in which the grid's points are 1/n apart."""
 
@@ -86,7 +84,7 @@ def _(quick: bool) -> Builders:
     return trips(partial(trip_spmd, "local"), quick)
 
 
-@W5.contestant("spmd, MPI", launcher="mpiexec", processes=2, env=ONE)
+@W5.contestant("spmd, MPI", launcher="mpiexec", processes=2, env=ONE_THREAD)
 def _(quick: bool) -> Builders:
     return trips(partial(trip_spmd, "mpi"), quick)
 
@@ -124,7 +122,7 @@ def trip_pencils(n: int, read: bool) -> Case:
     return trip_mpi(step, there, back, read)
 
 
-@W5.contestant("mpi4py-fft", launcher="mpiexec", processes=2, needs=("mpi4py_fft",), env=ONE)
+@W5.contestant("mpi4py-fft", launcher="mpiexec", processes=2, needs=("mpi4py_fft",), env=ONE_THREAD)
 def _(quick: bool) -> Builders:
     return trips(trip_pencils, quick)
 
@@ -172,8 +170,8 @@ def trip_mpi4py(n: int, read: bool) -> Case:
     return trip_mpi(best, there, back, read)
 
 
-@W5.contestant("mpi4py", launcher="mpiexec", processes=2, env=ONE)
-@W5.contestant("mpi4py, Open MPI", launcher="mpiexec-openmpi", processes=2, env=ONE)
+@W5.contestant("mpi4py", launcher="mpiexec", processes=2, env=ONE_THREAD)
+@W5.contestant("mpi4py, Open MPI", launcher="mpiexec-openmpi", processes=2, env=ONE_THREAD)
 def _(quick: bool) -> Builders:
     return trips(trip_mpi4py, quick)
 
@@ -226,7 +224,7 @@ def trip_jax(n: int, read: bool) -> Case:
     return Case(repeated(step), tell)
 
 
-@W5.contestant("jax, 2 devices", needs=("jax",), env=TWO)
+@W5.contestant("jax, 2 devices", needs=("jax",), env=TWO_DEVICES)
 def _(quick: bool) -> Builders:
     return trips(trip_jax, quick)
 
@@ -257,7 +255,7 @@ def trip_torch(n: int, read: bool) -> Case:
     return Case(repeated(step), tell)
 
 
-@W5.contestant("torch DTensor", launcher="torchrun", processes=2, needs=("torch",), env=ONE)
+@W5.contestant("torch DTensor", launcher="torchrun", processes=2, needs=("torch",), env=ONE_THREAD)
 def _(quick: bool) -> Builders:
     return trips(trip_torch, quick)
 
@@ -306,7 +304,7 @@ def _(quick: bool) -> Builders:
     return cubes(partial(cube_spmd, "local"), quick)
 
 
-@W6.contestant("spmd, MPI", launcher="mpiexec", processes=2, needs=("scipy",), env=ONE)
+@W6.contestant("spmd, MPI", launcher="mpiexec", processes=2, needs=("scipy",), env=ONE_THREAD)
 def _(quick: bool) -> Builders:
     return cubes(partial(cube_spmd, "mpi"), quick)
 
@@ -336,7 +334,7 @@ def cube_mpi4py_fft(n: int) -> Case:
     return Case(repeated(step), tell)
 
 
-@W6.contestant("mpi4py-fft", launcher="mpiexec", processes=2, needs=("mpi4py_fft",), env=ONE)
+@W6.contestant("mpi4py-fft", launcher="mpiexec", processes=2, needs=("mpi4py_fft",), env=ONE_THREAD)
 def _(quick: bool) -> Builders:
     return cubes(cube_mpi4py_fft, quick)
 
@@ -363,8 +361,7 @@ def cube_jax(devices: int, n: int) -> Case:
         mesh, specs = Mesh(np.array(jax.devices()), ("x",)), (P("x"), P(None, "x"))
         args = tuple(jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(args, specs, strict=True))
         step = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("x"))
-    step = jax.jit(step)
-    return Case(repeated(lambda: jax.block_until_ready(step(*args))), lambda: [np.asarray(step(*args))])
+    return jitted(step, *args)
 
 
 @W6.contestant("jax, 1 device", needs=("jax",))
@@ -372,7 +369,7 @@ def _(quick: bool) -> Builders:
     return cubes(partial(cube_jax, 1), quick)
 
 
-@W6.contestant("jax, 2 devices", needs=("jax",), env=TWO)
+@W6.contestant("jax, 2 devices", needs=("jax",), env=TWO_DEVICES)
 def _(quick: bool) -> Builders:
     return cubes(partial(cube_jax, 2), quick)
 

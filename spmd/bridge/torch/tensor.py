@@ -20,7 +20,18 @@ from spmd.errors import MutationError, StateError, describe, message
 from spmd.mesh import WORKER
 from spmd.state import State, state_of
 
-__all__ = ["COMPILED", "SUMMED", "Tensor", "plain", "state_of_tensor", "stated", "summed", "sweep", "swept"]
+__all__ = [
+    "COMPILED",
+    "SUMMED",
+    "Tensor",
+    "plain",
+    "put_state",
+    "state_of_tensor",
+    "stated",
+    "summed",
+    "sweep",
+    "swept",
+]
 
 _INVARIANT = state_of(())
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -71,8 +82,7 @@ class Tensor(torch.Tensor):
         twin: Any
         with _disabled():
             twin = copy.deepcopy(self.detach().as_subclass(torch.Tensor), {})
-        twin.__class__ = Tensor  # in place: a view would be no leaf
-        twin._state = self.state
+        put_state(twin, self.state)  # in place: a view would be no leaf
         twin.requires_grad_(self.requires_grad)
         if self.grad is not None:
             twin.grad = copy.deepcopy(self.grad, memo)
@@ -126,6 +136,12 @@ def stated(x: torch.Tensor, state: State) -> torch.Tensor:
         twin = x.as_subclass(Tensor)
     twin._state = state
     return twin
+
+
+def put_state(x: Any, state: State) -> None:
+    """Give a state to a plain tensor that nobody else has, in place: no operation, and what was a leaf is one."""
+    x.__class__ = Tensor
+    x._state = state
 
 
 def plain(x: torch.Tensor) -> torch.Tensor:

@@ -15,16 +15,9 @@ import torch
 from torch._functorch import eager_transforms, vmap
 from torch.utils import checkpoint
 
-from spmd.bridge.torch.tensor import Tensor, swept
-from spmd.state import State
+from spmd.bridge.torch.tensor import Tensor, put_state, swept
 
 __all__: list[str] = []
-
-
-def _put(y: Any, state: State) -> None:
-    """Give a state to a plain tensor. Its class is changed in place: any operation would wrap it again."""
-    y.__class__ = Tensor
-    y._state = state
 
 
 def _keeping(function: Callable) -> Callable:
@@ -32,7 +25,7 @@ def _keeping(function: Callable) -> Callable:
     def call(x: Any, *args: Any, **kwargs: Any) -> Any:
         y = function(x, *args, **kwargs)
         if isinstance(x, Tensor) and type(y) is torch.Tensor:
-            _put(y, x.state)
+            put_state(y, x.state)
         return y
 
     return call
@@ -55,7 +48,7 @@ def _with_states(forward: Callable) -> Callable:
         def again(*args: Any) -> Any:
             for x, state in zip(args, states, strict=True):
                 if state is not None and type(x) is torch.Tensor:
-                    _put(x, state)
+                    put_state(x, state)
             return function(*args)
 
         return forward(ctx, again if any(states) else function, preserve, *args)
