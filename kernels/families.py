@@ -16,7 +16,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "convolution": ("col2im", "conv", "conv_input_adjoint", "conv_weight_adjoint", "im2col"),
     "embeddings": ("add_rows", "take_rows"),
     "interpolation": ("inject", "resample", "sample"),
-    "moves": ("add_boxes", "combine", "pack", "unpack"),
+    "moves": ("add_boxes", "combine", "unpack"),
     "normalisation": ("channel_affine", "channel_sums", "moments", "normalize", "normalize_vjp"),
     "philox": (
         "random_bits",

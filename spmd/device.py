@@ -7,6 +7,8 @@ nothing converts it to one of NumPy without being asked to: that would wait for 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,16 +19,88 @@ from spmd.kernels import buffers, on_device
 if TYPE_CHECKING:
     from spmd.cuda import Places
 
-__all__ = ["DEVICES", "contiguous", "empty", "home", "imported", "on_device", "places", "to_host", "zeros"]
+__all__ = [
+    "DEVICES",
+    "adjoining",
+    "contiguous",
+    "empty",
+    "home",
+    "imported",
+    "joined",
+    "on_device",
+    "places",
+    "stacked",
+    "to_host",
+    "zeros",
+]
 
 DEVICES = ("cpu", "cuda")
 
 
 def contiguous(x: Any) -> Any:
     """x as a C-contiguous array, of the device if it is there."""
-    if type(x) is not np.ndarray and on_device(x):
+    if type(x) is np.ndarray:
+        if x.flags.c_contiguous:
+            return x
+        out = buffers.empty_like(x)
+        out[...] = x
+        return out
+    if on_device(x):
         return x if x.flags.c_contiguous else x.copy()
     return np.asarray(x, order="C")
+
+
+def adjoining(blocks: Sequence[Any]) -> np.ndarray | None:
+    """The entries of several blocks as one flat array without a copy, if they lie in one array of the host, one after
+    the other."""
+    first = blocks[0]
+    if type(first) is not np.ndarray:
+        return None
+    owner = first if first.base is None else first.base
+    if type(owner) is not np.ndarray or not owner.flags.c_contiguous:
+        return None
+    at = begin = first.ctypes.data
+    for block in blocks:
+        if (
+            type(block) is not np.ndarray
+            or (block.base is not owner and block is not owner)
+            or block.dtype != first.dtype
+            or not block.flags.c_contiguous
+            or (block.size and block.ctypes.data != at)
+        ):
+            return None
+        at += block.nbytes
+    start = begin - owner.ctypes.data
+    return owner.reshape(-1).view(np.uint8)[start : start + at - begin].view(first.dtype)
+
+
+def joined(blocks: Sequence[Any], axis: int) -> Any:
+    """Blocks of one dtype joined along a dimension, as a C-contiguous array; in place where they lie so already."""
+    first = blocks[0]
+    if len(blocks) == 1:
+        return contiguous(first)
+    shape = (*first.shape[:axis], sum(b.shape[axis] for b in blocks), *first.shape[axis + 1 :])
+    return _put_together(np.concatenate, blocks, axis, shape)
+
+
+def stacked(blocks: Sequence[Any], axis: int) -> Any:
+    """Blocks of one shape and dtype as entries along a new dimension, as a C-contiguous array; in place where they lie
+    so already."""
+    shape = blocks[0].shape
+    return _put_together(np.stack, blocks, axis, (*shape[:axis], len(blocks), *shape[axis:]))
+
+
+def _put_together(how: Callable[..., Any], blocks: Sequence[Any], axis: int, shape: tuple[int, ...]) -> Any:
+    first = blocks[0]
+    if type(first) is not np.ndarray:
+        return how(blocks, axis=axis)
+    if math.prod(shape[:axis]) == 1:
+        lies = adjoining(blocks)
+        if lies is not None:
+            return lies.reshape(shape)
+    out = buffers.empty(shape, first.dtype)
+    how(blocks, axis=axis, out=out)
+    return out
 
 
 def zeros(shape: tuple[int, ...], like: Any) -> Any:

@@ -209,6 +209,8 @@ class Mesh:
 
     def names(self, axis_name: str | Sequence[str], where: str) -> tuple[str, ...]:
         """The axis names of an argument `axis_name`, checked."""
+        if type(axis_name) is str and axis_name in self.axes:
+            return (axis_name,)
         names = (axis_name,) if isinstance(axis_name, str) or not isinstance(axis_name, Iterable) else tuple(axis_name)
         for n in names:
             if not isinstance(n, str) or n not in self.axes:

@@ -31,11 +31,6 @@ def box_in(draw, shape):
     return tuple((start, stop) for start, stop in ends)
 
 
-def pack(draw):
-    shape = draw.shape(0, 3)
-    return draw.array(shape), box_in(draw, shape)
-
-
 def parts(draw):
     shape = draw.shape(0, 3)
     boxes = [box_in(draw, shape) for _ in range(draw.integer(1, 4))]
@@ -52,7 +47,6 @@ def tiles(draw):
     return shape, boxes, [draw.array(tuple(stop - start for start, stop in box)) for box in boxes]
 
 
-family.case("pack", pack, dtypes=(*FLOATING, "complex128"), ulps=0)
 family.case("unpack", parts, dtypes=(*FLOATING, "complex128"), ulps=0)
 family.case("unpack", tiles, dtypes=("float32",), ulps=0, label="-tiles")
 family.case("add_boxes", parts, dtypes=(*FLOATING, "complex128"))

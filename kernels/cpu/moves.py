@@ -1,4 +1,4 @@
-"""Blocks that are put together, and boxes of blocks that are taken out and put in."""
+"""Blocks that are put together, and parts of blocks put in their boxes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from spmd.kernels import buffers
 from spmd.kernels.cpu.chunks import accurate, into_rows
 
-__all__ = ["add_boxes", "combine", "pack", "unpack"]
+__all__ = ["add_boxes", "combine", "unpack"]
 
 _FOLDS = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
@@ -41,16 +41,6 @@ Box = Sequence[tuple[int, int]]
 def within(box: Box) -> tuple[slice, ...]:
     """The index that takes a box."""
     return tuple(slice(start, stop) for start, stop in box)
-
-
-def pack(x: np.ndarray, box: Box) -> np.ndarray:
-    """The box of x, contiguous: a view where it is, else a copy."""
-    part = x[(*within(box), ...)]
-    if part.flags.c_contiguous:
-        return part
-    out = buffers.empty_like(part)
-    out[...] = part
-    return out
 
 
 def unpack(shape: tuple[int, ...], boxes: Sequence[Box], parts: Sequence[np.ndarray]) -> np.ndarray:

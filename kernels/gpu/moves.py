@@ -1,4 +1,4 @@
-"""Blocks that are put together, and boxes of blocks that are taken out and put in."""
+"""Blocks that are put together, and parts of blocks put in their boxes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import cupy as cp
 from spmd.kernels.cpu.chunks import accurate
 from spmd.kernels.gpu.source import COMPLEX, FLOATING, Kernel, blocks_for, over
 
-__all__ = ["add_boxes", "combine", "pack", "unpack"]
+__all__ = ["add_boxes", "combine", "unpack"]
 
 _FOLDS = {"sum": cp.add, "max": cp.maximum, "min": cp.minimum}
 
@@ -53,12 +53,6 @@ Box = Sequence[tuple[int, int]]
 def within(box: Box) -> tuple[slice, ...]:
     """The index that takes a box."""
     return tuple(slice(start, stop) for start, stop in box)
-
-
-def pack(x: Any, box: Box) -> Any:
-    """The box of x, contiguous: a view where it is, else a copy."""
-    part = x[(*within(box), ...)]
-    return part if part.flags.c_contiguous else part.copy()
 
 
 def unpack(shape: tuple[int, ...], boxes: Sequence[Box], parts: Sequence[Any]) -> Any:

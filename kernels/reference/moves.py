@@ -1,4 +1,4 @@
-"""Blocks that are put together, and boxes of blocks that are taken out and put in.
+"""Blocks that are put together, and parts of blocks put in their boxes.
 
 A box is (start, stop) for each dimension.
 """
@@ -9,7 +9,7 @@ from functools import reduce
 
 import numpy as np
 
-__all__ = ["add_boxes", "combine", "pack", "unpack"]
+__all__ = ["add_boxes", "combine", "unpack"]
 
 _FOLDS = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
@@ -23,11 +23,6 @@ def _within(box):
     return tuple(slice(start, stop) for start, stop in box)
 
 
-def pack(x, box):
-    """The box of x, contiguous; x itself where that is the box. Adjoint: add_boxes of one part."""
-    return np.ascontiguousarray(x[_within(box)]).reshape([stop - start for start, stop in box])
-
-
 def unpack(shape, boxes, parts):
     """An array with each part in its box, and zeros elsewhere; of several parts in one place the last one counts."""
     out = np.zeros(shape, parts[0].dtype)
@@ -37,7 +32,7 @@ def unpack(shape, boxes, parts):
 
 
 def add_boxes(shape, boxes, parts):
-    """An array of zeros to which each part is added in its box, in order. Adjoint: pack of every box."""
+    """An array of zeros to which each part is added in its box, in order. Adjoint: its boxes."""
     out = np.zeros(shape, parts[0].dtype)
     for box, part in zip(boxes, parts, strict=True):
         out[_within(box)] += part

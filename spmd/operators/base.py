@@ -13,9 +13,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property, lru_cache
+from itertools import pairwise
 from operator import index
 from types import FrameType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
@@ -26,7 +28,7 @@ from spmd.autodiff.tracer import Array, Mixing, record, value_of, weak
 from spmd.device import contiguous, home, on_device
 from spmd.errors import ClosureError, DifferentiationError, LayoutError, StateError, describe, message
 from spmd.frontends import frontend
-from spmd.layout import block_sizes
+from spmd.layout import block_sizes, offsets
 from spmd.mesh import WORKER, Worker, here
 from spmd.operators.algebra import Linear, Term, across, composed, meet
 from spmd.state import INVARIANT, VARYING, State, state_of
@@ -38,6 +40,7 @@ __all__ = [
     "Vary",
     "admitted",
     "block",
+    "interned",
     "launch",
     "move",
     "operate",
@@ -51,6 +54,7 @@ __all__ = [
 
 _NUMBERS = (bool, int, float, complex)
 
+C = TypeVar("C", bound="Collective")
 Shape = tuple[int, ...]
 Launched = tuple[Handle, Callable[[Any], tuple[Any, "Collective"]]]
 
@@ -95,7 +99,7 @@ class Collective:
         """The cotangent of a leaf, if it may come later."""
         return None
 
-    @property
+    @cached_property
     def detail(self) -> str:
         """The parameters that all members must agree on."""
         own = (f for f in fields(self) if f.name not in ("axes", *self.private))
@@ -108,11 +112,19 @@ class Collective:
         """The state along one of the axes that it takes."""
         return self.source
 
+    @cached_property
+    def admits(self) -> dict[State, State]:
+        """The state in which it takes an array, by that of the array; filled as they come up."""
+        return {}
+
     def out_state(self, state: State) -> State:
         """The state of the result of an array in `state`."""
-        if self.target == INVARIANT:
-            return state_of(state.varying - set(self.axes))
-        return state_of(state.varying | set(self.axes))
+        return _after(self.target, self.axes, state)
+
+
+@lru_cache(maxsize=4096)
+def _after(target: str, axes: tuple[str, ...], state: State) -> State:
+    return state_of(state.varying - set(axes) if target == INVARIANT else state.varying | set(axes))
 
 
 class Operator(Collective, Linear):
@@ -160,13 +172,20 @@ class Operator(Collective, Linear):
 # How a collective is applied
 
 
+@lru_cache(maxsize=4096, typed=True)
+def interned(kind: type[C], *parameters: Any) -> C:
+    """The one collective of a kind with these parameters, that keeps what has been found out about it."""
+    return kind(*parameters)
+
+
 def operate(op: Collective, x, frame: FrameType | None = None):
     """Apply a collective to the user's x: a traced or bare array, a number, or a pytree of them."""
-    worker = here(f"spmd.{op.function}")
+    worker = WORKER.get() or here(f"spmd.{op.function}")
     frame = frame or sys._getframe(1)
+    if type(x) is Array:
+        return _begin(op, x, worker, frame)()
     if (
-        type(x) is Array
-        or isinstance(x, np.ndarray | np.generic | int | float | complex)
+        isinstance(x, np.ndarray | np.generic | int | float | complex)
         or on_device(x)
         or frontend(x) is not None
     ):
@@ -255,6 +274,13 @@ def admitted(op: Collective, x: Any, state: State, worker: Worker) -> State:
 
     Raises StateError where it takes neither.
     """
+    known = op.admits.get(state)
+    if known is None:
+        known = op.admits[state] = _admitted(op, x, state, worker)
+    return known
+
+
+def _admitted(op: Collective, x: Any, state: State, worker: Worker) -> State:
     missing = [n for n in op.axes if op.takes(n) == VARYING and n not in state.varying]
     if missing:
         if op.adds:
@@ -338,7 +364,8 @@ def launch(
         ledger.operator(worker.index, type(op).__name__, op.axes)
     if type(op) is Vary and type(x) in _NUMBERS:
         return lambda: (x, op)
-    x = contiguous(x)
+    if type(x) is not np.ndarray or not x.flags.c_contiguous:
+        x = contiguous(x)
     group = worker.group(op.axes)
     op.check(group, x)
     call = Call(op.function, op.axes, x.dtype, x.shape, detail=op.detail, alike=op.alike, frame=frame)
@@ -568,9 +595,9 @@ def normal_axis(function: str, argument: str, axis: int, ndim: int) -> int:
 
 
 def pieces(x: np.ndarray, axis: int, sizes: Sequence[int]) -> list[np.ndarray]:
-    """x cut along an axis, each piece contiguous."""
-    cuts = np.cumsum(sizes)[:-1].tolist()
-    return [contiguous(p) for p in np.split(x, cuts, axis=axis)]
+    """x cut along an axis: views."""
+    before = (slice(None),) * axis
+    return [x[(*before, slice(start, stop))] for start, stop in pairwise(offsets(sizes))]
 
 
 def agree(function: str, shapes: Sequence[Shape], axis: int | None) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from spmd.autodiff import tree
 from spmd.autodiff.tracer import value_of
-from spmd.device import contiguous, to_host
+from spmd.device import joined, stacked, to_host
 from spmd.errors import LayoutError, describe, message
 from spmd.frontends import frontend
 from spmd.mesh import Worker, here
@@ -21,6 +21,7 @@ from spmd.operators.base import (
     Operator,
     agree,
     given_sizes,
+    interned,
     normal_axis,
     operate,
     pieces,
@@ -75,7 +76,7 @@ class AllToAll(Operator):
         split, _ = self._axes(x.ndim)
         if self.tiled:
             return pieces(x, split, split_at(self, group, x.shape, split, self.sizes))
-        return [contiguous(np.take(x, k, axis=split)) for k in range(group.size)]
+        return [x[(*(slice(None),) * split, k, ...)] for k in range(group.size)]
 
     def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
         split, concat = self._axes(x.ndim)
@@ -83,11 +84,11 @@ class AllToAll(Operator):
         def arrive(blocks: list[np.ndarray]):
             agree(self.function, [b.shape for b in blocks], concat if self.tiled else None)
             if not self.tiled:
-                return sealed(np.stack(blocks, axis=concat)), replace(self, split_axis=split, concat_axis=concat)
+                return sealed(stacked(blocks, concat)), replace(self, split_axis=split, concat_axis=concat)
             sizes = split_at(self, group, x.shape, split, self.sizes)
-            joined = tuple(b.shape[concat] for b in blocks)
-            bound = replace(self, split_axis=split, concat_axis=concat, sizes=sizes, joined=joined)
-            return sealed(np.concatenate(blocks, axis=concat)), bound
+            lengths = tuple(b.shape[concat] for b in blocks)
+            bound = replace(self, split_axis=split, concat_axis=concat, sizes=sizes, joined=lengths)
+            return sealed(joined(blocks, concat)), bound
 
         return comm.all_to_all(group, call, self.parts(group, x)), arrive
 
@@ -120,7 +121,7 @@ def all_to_all(
     """
     names = _names(axis_name, "all_to_all")
     given = given_sizes("all_to_all", sizes, tiled)
-    return operate(AllToAll(names, split_axis, concat_axis, tiled, given), x, sys._getframe(1))
+    return operate(interned(AllToAll, names, split_axis, concat_axis, tiled, given), x, sys._getframe(1))
 
 
 def pswapaxes(x, axis_name: AxisName, axis: int):
@@ -146,7 +147,7 @@ def pswapaxes(x, axis_name: AxisName, axis: int):
                     mend="spmd.all_to_all(x, axis_name, axis, axis, tiled=True) exchanges pieces of any length",
                 )
             )
-    return operate(AllToAll(names, axis, axis), x, sys._getframe(1))
+    return operate(interned(AllToAll, names, axis, axis), x, sys._getframe(1))
 
 
 class Piece(NamedTuple):

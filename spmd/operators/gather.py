@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
 
+from spmd.device import contiguous, joined, stacked
 from spmd.errors import LayoutError, StateError, message
 from spmd.operators.base import (
     Launched,
@@ -17,6 +19,7 @@ from spmd.operators.base import (
     agree,
     check_length,
     given_sizes,
+    interned,
     normal_axis,
     operate,
     pieces,
@@ -42,7 +45,7 @@ class _Along(Operator):
     tiled: bool = False
     sizes: tuple[int, ...] | None = None
 
-    @property
+    @cached_property
     def detail(self) -> str:
         return f"axis={self.axis}, tiled={self.tiled}"
 
@@ -65,12 +68,11 @@ class _Join(_Along):
         return replace(self, axis=axis, sizes=tuple(s[axis] for s in shapes))
 
     def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
-        def arrive(blocks: list[np.ndarray]):
+        def join(blocks: Sequence[np.ndarray]) -> tuple[np.ndarray, Operator]:
             bound = self.bind([b.shape for b in blocks])
-            axis = bound.axis
-            return sealed((np.concatenate if self.tiled else np.stack)(blocks, axis=axis)), bound
+            return sealed((joined if self.tiled else stacked)(blocks, bound.axis)), bound
 
-        return comm.all_gather(group, call, x), arrive
+        return comm.all_gather_as(group, call, x, join), lambda found: found
 
     def cost(self, group: Group, x: np.ndarray) -> tuple[int, int]:
         return gather_cost(group, x)
@@ -129,7 +131,7 @@ class ReduceScatter(_Split):
     adds: ClassVar[bool] = True
     alike: ClassVar[bool] = True
 
-    @property
+    @cached_property
     def detail(self) -> str:
         return f"{super().detail}, sizes={self.sizes}"
 
@@ -151,7 +153,7 @@ class Collect(_Join):
     function: ClassVar[str] = "all_gather"
     target: ClassVar[str] = INVARIANT
 
-    @property
+    @cached_property
     def detail(self) -> str:
         return f"{super().detail}, to='invariant'"
 
@@ -168,7 +170,7 @@ class Slice(_Split):
 
     def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
         bound = self.bind(group, x.shape)
-        part = self.parts(group, x)[group.index]
+        part = sealed(contiguous(self.parts(group, x)[group.index]))
         return Ready(part), lambda block: (block, bound)
 
     @property
@@ -198,7 +200,7 @@ def all_gather(x, axis_name: AxisName, *, axis: int = 0, tiled: bool = False, to
                 mend='leave it out, or to="invariant" for a result that counts as one value',
             )
         )
-    return operate(kinds[to](names, axis, tiled), x, sys._getframe(1))
+    return operate(interned(kinds[to], names, axis, tiled), x, sys._getframe(1))
 
 
 def psum_scatter(
@@ -219,7 +221,7 @@ def psum_scatter(
     """
     names = _names(axis_name, "psum_scatter")
     given = given_sizes("psum_scatter", sizes, tiled)
-    return operate(ReduceScatter(names, scatter_dimension, tiled, given), x, sys._getframe(1))
+    return operate(interned(ReduceScatter, names, scatter_dimension, tiled, given), x, sys._getframe(1))
 
 
 def pslice(x, axis_name: AxisName, *, axis: int = 0, tiled: bool = False, sizes: Sequence[int] | None = None):
@@ -232,4 +234,4 @@ def pslice(x, axis_name: AxisName, *, axis: int = 0, tiled: bool = False, sizes:
     """
     names = _names(axis_name, "pslice")
     given = given_sizes("pslice", sizes, tiled)
-    return operate(Slice(names, axis, tiled, given), x, sys._getframe(1))
+    return operate(interned(Slice, names, axis, tiled, given), x, sys._getframe(1))

@@ -348,10 +348,9 @@ class HaloExchange(_Halo):
         # block that is trimmed may still owe others what it loses, so there every stage makes an array of its own.
         places = [stage.place for stage in stages]
         shape = tuple(stage.length for stage in stages)
-        make = empty if all(stage.plan.full(stage.k) for stage in stages) else zeros
         room, window = None, []
         if all(at is not None for at in places):
-            room = make(shape, x)
+            room = empty(shape, x)
             window = [slice(at, at + n) for at, n in zip(places, x.shape, strict=True) if at is not None]
             room[tuple(window)] = x
             block = room[tuple(window)]
@@ -368,7 +367,9 @@ class HaloExchange(_Halo):
                 out = room[tuple(window)]
                 own = [p for p in own if (p.at, p.length) != (places[d], plan.sizes[k]) or p.flipped]
             else:
-                out = make((*block.shape[:d], shape[d], *block.shape[d + 1 :]), x)
+                out = empty((*block.shape[:d], shape[d], *block.shape[d + 1 :]), x)
+            for start, stop in plan.gaps(k):
+                out[along(d, start, stop)] = 0
             _fill(out, block, own, d)
             received = {} if handle is None else (yield handle)
             for s, m in plan.takes[k].items():

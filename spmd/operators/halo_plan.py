@@ -102,12 +102,14 @@ class HaloPlan:
 
     def keeps(self, k: int) -> bool:
         """Whether the result of block k is the block itself."""
-        own = self.lengths[k] == self.sizes[k] and self.full(k)
+        own = self.lengths[k] == self.sizes[k] and not self.gaps(k)
         return own and all(p[:4] == (k, 0, self.sizes[k], 0) for p in self.pieces[k])
 
-    def full(self, k: int) -> bool:
-        """Whether pieces fill the result of block k."""
-        return sum(p.length for p in self.pieces[k]) == self.lengths[k]
+    def gaps(self, k: int) -> list[Pair]:
+        """The ranges of the result of block k that no piece fills: zeros."""
+        ends = (0, *(p.at + p.length for p in self.pieces[k]))
+        starts = (*(p.at for p in self.pieces[k]), self.lengths[k])
+        return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
 
 
 def _packed(pieces: list[Piece]) -> Message:

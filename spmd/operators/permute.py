@@ -14,7 +14,7 @@ from spmd.autodiff.tracer import value_of
 from spmd.device import to_host, zeros
 from spmd.errors import LayoutError, describe, message
 from spmd.mesh import Worker, here
-from spmd.operators.base import Launched, Operator, Shape, operate, sealed
+from spmd.operators.base import Launched, Operator, Shape, interned, operate, sealed
 from spmd.operators.reduce import AxisName, _names
 from spmd.transport.base import Call, Comm, Group
 
@@ -107,7 +107,7 @@ def ppermute(x, axis_name: AxisName, perm: Sequence[tuple[int, int]]):
                 mend="[(0, 1), (1, 0)] swaps the blocks of workers 0 and 1",
             )
         ) from None
-    return operate(Permute(names, pairs), x, sys._getframe(1))
+    return operate(interned(Permute, names, pairs), x, sys._getframe(1))
 
 
 def shift(x, axis_name: AxisName, offset: int = 1, *, wrap: bool = True):
@@ -129,7 +129,7 @@ def shift(x, axis_name: AxisName, offset: int = 1, *, wrap: bool = True):
             )
         )
     pairs = tuple((k, (k + offset) % n) for k in range(n) if wrap or 0 <= k + offset < n)
-    return operate(Permute(names, pairs), x, sys._getframe(1))
+    return operate(interned(Permute, names, pairs), x, sys._getframe(1))
 
 
 def pshuffle(x, axis_name: AxisName, perm: Sequence[int]):
@@ -156,7 +156,7 @@ def pshuffle(x, axis_name: AxisName, perm: Sequence[int]):
                 mend="spmd.ppermute takes any pairs (source, target), and gives zeros to who is no target",
             )
         )
-    return operate(Permute(names, tuple(sorted((s, t) for t, s in enumerate(sources)))), x, sys._getframe(1))
+    return operate(interned(Permute, names, tuple(sorted((s, t) for t, s in enumerate(sources)))), x, sys._getframe(1))
 
 
 Partner = int | None | Sequence[int | None] | np.ndarray | Callable[[int], int | None]
@@ -187,7 +187,7 @@ def sendrecv(x, axis_name: AxisName, source: Partner, dest: Partner):
         partners = {argument: everyones[:, i].tolist() for i, argument in enumerate(partners)}
     sources, dests = partners["source"], partners["dest"]
     _check_partners(worker, group, sources, dests)
-    return operate(Permute(names, tuple((k, t) for k, t in enumerate(dests) if t != _NOBODY)), x, frame)
+    return operate(interned(Permute, names, tuple((k, t) for k, t in enumerate(dests) if t != _NOBODY)), x, frame)
 
 
 _NOBODY = -1

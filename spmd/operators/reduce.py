@@ -18,7 +18,7 @@ from spmd.device import contiguous, on_device
 from spmd.errors import LayoutError, StateError, describe, message
 from spmd.frontends import frontend
 from spmd.mesh import Worker, here
-from spmd.operators.base import Collective, Launched, Operator, Vary, move, operate, owned_block, vary
+from spmd.operators.base import Collective, Launched, Operator, Vary, interned, move, operate, owned_block, vary
 from spmd.state import INVARIANT, state_of
 from spmd.transport.base import LEDGERS, Call, Comm, Group, Handle, Steps, all_reduce_cost
 
@@ -126,7 +126,7 @@ def psum(x, axis_name: AxisName):
     Forward (V -> I): y = x_0 + x_1 + ..., in this order. Adjoint (I -> V): `pvary`, every worker gets the cotangent.
     Cost: one all-reduce forward, nothing backward. As `jax.lax.psum`, but an Invariant array is refused (StateError).
     """
-    return operate(Sum(_names(axis_name, "psum")), x, sys._getframe(1))
+    return operate(interned(Sum, _names(axis_name, "psum")), x, sys._getframe(1))
 
 
 def pvary(x, axis_name: AxisName):
@@ -211,7 +211,7 @@ def pmean(x, axis_name: AxisName):
         over = varying_of(a, names)
         if not over:
             return a
-        return operate(Sum(over), a) / here("spmd.pmean").group(over).size
+        return operate(interned(Sum, over), a) / here("spmd.pmean").group(over).size
 
     return tree.map(one, x)
 
@@ -322,7 +322,7 @@ def _marker(dtype, how: str, some: bool):
 def _extremum(x, names: tuple[str, ...], how: str):
     def one(a):
         over = varying_of(a, names)
-        return operate(Extremum(over, how), a) if over else a
+        return operate(interned(Extremum, over, how), a) if over else a
 
     return tree.map(one, x)
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from spmd import kernels
-from spmd.device import zeros
+from spmd.device import contiguous, zeros
 from spmd.errors import LayoutError, describe, message
 from spmd.layout import Box, Layout
 from spmd.mesh import here
-from spmd.operators.base import Launched, Operator, operate, sealed
+from spmd.operators.base import Launched, Operator, interned, operate, sealed
 from spmd.plan import Move, plan
 from spmd.state import INVARIANT, VARYING, State, state_of
 from spmd.transport.base import Call, Comm, Group, Ready
@@ -25,6 +25,11 @@ __all__ = ["Accumulate", "Repartition", "accumulate", "repartition"]
 def within(box: Box, origin: Sequence[int]) -> Box:
     """Where a box of the global array lies in a block that begins at `origin`."""
     return tuple((start - o, stop - o) for (start, stop), o in zip(box, origin, strict=True))
+
+
+def _cut(x: Any, box: Box) -> Any:
+    """A box of a block: a view."""
+    return x[(*(slice(start, stop) for start, stop in box), ...)]
 
 
 @dataclass(frozen=True)
@@ -96,13 +101,13 @@ class _Relayout(Operator):
             return Ready(x), lambda block: (block, self)
         at = [start for start, _ in self.src.boxes[me]]
         moves = kernels.of(x)
-        sends = {m.target: moves.pack(x, within(m.box, at)) for m in self.moves if m.source == me}
+        sends = {m.target: _cut(x, within(m.box, at)) for m in self.moves if m.source == me}
         mine = [m for m in self.moves if m.target == me]
 
         def arrive(received: dict[int, np.ndarray]):
             shape = self.dst.block_shape(me)
             if len(mine) == 1 and received[mine[0].source].shape == shape:
-                return received[mine[0].source], self
+                return sealed(contiguous(received[mine[0].source])), self
             origin = [start for start, _ in self.dst.boxes[me]]
             put = moves.add_boxes if self.adds else moves.unpack
             boxes, parts = [within(m.box, origin) for m in mine], [received[m.source] for m in mine]
@@ -208,7 +213,7 @@ def repartition(x, src: Layout, dst: Layout):
     Raises LayoutError where the layouts do not fit each other or the block, or src has varying copies.
     """
     axes = _layouts("repartition", src, dst, src, "src")
-    return operate(Repartition(axes, src, dst), x, sys._getframe(1))
+    return operate(interned(Repartition, axes, src, dst), x, sys._getframe(1))
 
 
 def accumulate(x, src: Layout, dst: Layout):
@@ -219,4 +224,4 @@ def accumulate(x, src: Layout, dst: Layout):
     copies. Where copies are added booleans are counted, and an Invariant array is refused (StateError).
     """
     axes = _layouts("accumulate", src, dst, dst, "dst")
-    return operate(Accumulate(axes, src, dst), x, sys._getframe(1))
+    return operate(interned(Accumulate, axes, src, dst), x, sys._getframe(1))

@@ -12,7 +12,7 @@ import numpy as np
 
 from spmd.autodiff import tree
 from spmd.autodiff.tracer import Array
-from spmd.device import on_device, zeros
+from spmd.device import contiguous, joined, on_device, zeros
 from spmd.errors import LayoutError, MissingMethodError, StateError, describe, message
 from spmd.frontends import frontend
 from spmd.layout import Layout
@@ -323,7 +323,7 @@ class Scatter(_InPieces):
         parts = self.parts(group, x)
 
         def arrive(received: dict[int, np.ndarray]):
-            block = received[self.root]
+            block = sealed(contiguous(received[self.root]))
             axis = normal_axis(self.function, "axis", self.axis, block.ndim)
             sizes = tuple(p.shape[axis] for p in parts) if parts else self.sizes
             return block, replace(self, axis=axis, sizes=sizes)
@@ -359,7 +359,7 @@ class Gather(_InPieces):
                 return self.held(group, x), replace(self, axis=axis)
             blocks = [received[k] for k in range(group.size)]
             agree(self.function, [b.shape for b in blocks], axis)
-            whole = sealed(np.concatenate(blocks, axis=axis)) if len(blocks) > 1 else x
+            whole = sealed(joined(blocks, axis))
             return whole, replace(self, axis=axis, sizes=tuple(b.shape[axis] for b in blocks))
 
         return comm.exchange(group, call, {self.root: x}), arrive

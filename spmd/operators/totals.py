@@ -11,7 +11,7 @@ from spmd.autodiff.tracer import Array
 from spmd.device import on_device
 from spmd.frontends import frontend
 from spmd.mesh import here
-from spmd.operators.base import normal_axis, operate
+from spmd.operators.base import interned, normal_axis, operate
 from spmd.operators.reduce import AxisName, Extremum, Sum, pmax, pmean, pmin, psum, varying_of
 
 __all__ = ["max", "mean", "min", "sum"]
@@ -43,7 +43,7 @@ def sum(x, axis_name: AxisName, axis: Axis = None):
     if isinstance(x, int | float | complex):
         return psum(x, axis_name)
     x, names, _, dims = _start(x, axis_name, axis, "sum")
-    return operate(Sum(names), _total(x, dims))
+    return operate(interned(Sum, names), _total(x, dims))
 
 
 def mean(x, axis_name: AxisName, axis: Axis = None):
@@ -58,7 +58,7 @@ def mean(x, axis_name: AxisName, axis: Axis = None):
     total, count = _total(x, dims), prod(x.shape[d] for d in dims)
     if over:
         # A number without entries behind it divides 0 by 0, as np.mean does.
-        total, count = operate(Sum(over), total), operate(Sum(over), count)
+        total, count = operate(interned(Sum, over), total), operate(interned(Sum, over), count)
     return total / count
 
 
@@ -85,4 +85,4 @@ def _extremum(x, axis_name: AxisName, axis: Axis, how: str):
         if other is not None:
             return other.extremum(x, dims, how)
         return np.max(x, axis=dims) if how == "max" else np.min(x, axis=dims)
-    return operate(Extremum(over, how, dims), x)
+    return operate(interned(Extremum, over, how, dims), x)

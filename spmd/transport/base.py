@@ -122,6 +122,17 @@ class Call:
         shape = self.shape if self.alike else None if self.alike is None else len(self.shape)
         return self.op, self.axes, self.detail, self.dtype, shape
 
+    def agrees(self, other: Call) -> bool:
+        """Whether two members may meet with these calls."""
+        return (
+            self.op == other.op
+            and self.axes == other.axes
+            and self.detail == other.detail
+            and (self.dtype is other.dtype or self.dtype == other.dtype)
+            and self.alike == other.alike
+            and (self.shape == other.shape if self.alike else self.alike is None or len(self.shape) == len(other.shape))
+        )
+
     def __str__(self) -> str:
         axes = repr(self.axes[0] if len(self.axes) == 1 else self.axes)
         more = f", {self.detail}" if self.detail else ""
@@ -201,6 +212,17 @@ class Ready:
         return self.value
 
 
+@dataclass(slots=True)
+class Then:
+    """A collective, and what is made of its result."""
+
+    handle: Handle
+    make: Callable[[Any], Any]
+
+    def wait(self) -> Any:
+        return self.make(self.handle.wait())
+
+
 class Steps:
     """A collective of several steps: a generator that starts each and is given what comes of it."""
 
@@ -234,7 +256,8 @@ class Outcome:
 
 
 class Comm(ABC):
-    """One worker's view of a transport. Buffers are C-contiguous; received ones are read-only.
+    """One worker's view of a transport. Whole blocks are C-contiguous, parts of them may be views of any strides;
+    received ones are read-only, and where workers share memory they are the very views that were sent.
 
     The public verbs count what they cost, in messages and bytes that this worker sends; engines implement the
     protected ones. The cost is logical (that of the usual algorithm), the same in every transport.
@@ -260,43 +283,57 @@ class Comm(ABC):
 
         Cost: 2 (n - 1) messages; every chunk but the own one goes out, the reduced own chunk goes to all others.
         """
-        self._count("all_reduce", *all_reduce_cost(group, x))
+        if LEDGERS.get():
+            self._count("all_reduce", *all_reduce_cost(group, x))
         return self._all_reduce(group, call, x, how)
 
     def all_reduce_many(self, group: Group, call: Call, xs: Sequence[np.ndarray]) -> Handle:
         """The sums of several blocks of one dtype in one collective; the result is a list."""
-        self._count("all_reduce", *all_reduce_cost(group, *xs))
+        if LEDGERS.get():
+            self._count("all_reduce", *all_reduce_cost(group, *xs))
         return self._all_reduce_many(group, call, xs)
 
     def reduce_scatter(self, group: Group, call: Call, parts: Sequence[np.ndarray]) -> Handle:
         """parts[k] goes to member k, which gets the sum of what all sent it. Cost: n - 1 messages."""
-        self._count("reduce_scatter", *scatter_cost(group, parts))
+        if LEDGERS.get():
+            self._count("reduce_scatter", *scatter_cost(group, parts))
         return self._reduce_scatter(group, call, parts)
 
     def all_gather(self, group: Group, call: Call, x: np.ndarray) -> Handle:
         """All members' blocks, as a list; shapes may differ. Cost: n - 1 messages of the own block."""
-        self._count("all_gather", *gather_cost(group, x))
+        if LEDGERS.get():
+            self._count("all_gather", *gather_cost(group, x))
         return self._all_gather(group, call, x)
+
+    def all_gather_as(self, group: Group, call: Call, x: np.ndarray, join: Callable[[Sequence[Any]], Any]) -> Handle:
+        """What `join` makes of all members' blocks: the same on all of them, who may share it."""
+        if LEDGERS.get():
+            self._count("all_gather", *gather_cost(group, x))
+        return self._all_gather_as(group, call, x, join)
 
     def all_to_all(self, group: Group, call: Call, parts: Sequence[np.ndarray]) -> Handle:
         """parts[k] goes to member k; the result lists what each member sent here. Cost: n - 1 messages."""
-        self._count("all_to_all", *scatter_cost(group, parts))
+        if LEDGERS.get():
+            self._count("all_to_all", *scatter_cost(group, parts))
         return self._all_to_all(group, call, parts)
 
     def broadcast(self, group: Group, call: Call, x: np.ndarray | None, root: int) -> Handle:
         """The root's block, on every member (others pass None). Cost: n - 1 messages, sent by the root."""
-        self._count("broadcast", *root_cost(group, root, x.nbytes if x is not None else 0, down=True))
+        if LEDGERS.get():
+            self._count("broadcast", *root_cost(group, root, x.nbytes if x is not None else 0, down=True))
         return self._broadcast(group, call, x, root)
 
     def reduce(self, group: Group, call: Call, x: np.ndarray, root: int) -> Handle:
         """The sum of all blocks at the root; None elsewhere. Cost: one message from each other member."""
-        self._count("reduce", *root_cost(group, root, x.nbytes, down=False))
+        if LEDGERS.get():
+            self._count("reduce", *root_cost(group, root, x.nbytes, down=False))
         return self._reduce(group, call, x, root)
 
     def exchange(self, group: Group, call: Call, sends: Mapping[int, np.ndarray]) -> Handle:
         """sends[k] goes to member k; the result maps senders to what they sent. Cost: a message per send to another."""
-        others = [x for k, x in sends.items() if k != group.index]
-        self._count("exchange", len(others), sum(x.nbytes for x in others))
+        if LEDGERS.get():
+            others = [x for k, x in sends.items() if k != group.index]
+            self._count("exchange", len(others), sum(x.nbytes for x in others))
         return self._exchange(group, call, sends)
 
     def shapes(self, group: Group, call: Call) -> Handle:
@@ -318,6 +355,9 @@ class Comm(ABC):
 
     @abstractmethod
     def _all_gather(self, group: Group, call: Call, x: np.ndarray) -> Handle: ...
+
+    def _all_gather_as(self, group: Group, call: Call, x: np.ndarray, join: Callable[[Sequence[Any]], Any]) -> Handle:
+        return Then(self._all_gather(group, call, x), join)
 
     @abstractmethod
     def _all_to_all(self, group: Group, call: Call, parts: Sequence[np.ndarray]) -> Handle: ...

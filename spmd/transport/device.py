@@ -6,12 +6,12 @@ stream and not on the host, makes what there is to make, and records another; ev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from spmd.cuda import Place
 from spmd.device import on_device
-from spmd.transport.base import Call, Group, Handle
+from spmd.transport.base import Call, Comm, Group, Handle
 from spmd.transport.local import LocalComm, Meeting, Run, Waiting
 
 __all__ = ["DeviceComm"]
@@ -122,6 +122,10 @@ class DeviceComm(LocalComm):
 
         mine = Brought(payload, place, place.mark() if _has_arrays(payload) else None)
         return Arriving(self, self.run.post(self, group, call, mine, complete), taken)
+
+    def _all_gather_as(self, group: Group, call: Call, x: Any, join: Callable[[Sequence[Any]], Any]) -> Handle:
+        """Each worker joins the blocks on its own device."""
+        return Comm._all_gather_as(self, group, call, x, join)
 
     def _open(self, x: Any, home: Place) -> Any:
         if isinstance(x, list | dict):

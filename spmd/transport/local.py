@@ -205,15 +205,15 @@ class Run:
         """Verify that all called alike, and make the shared result. Whatever goes wrong is everyone's error."""
         try:
             calls, numbers = [c for c in meeting.calls if c is not None], meeting.numbers
-            key, number = calls[0].key, numbers[0]
+            first, number = calls[0], numbers[0]
             for place, call in enumerate(calls):
-                if call.key != key or numbers[place] != number:
+                if numbers[place] != number or not call.agrees(first):
                     who = [self.describe(meeting.group.members[k]) for k in (0, place)]
                     raise mismatch(
-                        (who[0], str(calls[0]), calls[0].source, number),
+                        (who[0], str(first), first.source, number),
                         (who[1], str(call), call.source, numbers[place]),
                     )
-            if calls[0].asks is not None:
+            if first.asks is not None:
                 asked = [call.asks for call in calls if call.asks is not None]
                 if any(asks[0] for asks in asked):
                     for asks in asked:
@@ -610,6 +610,9 @@ class LocalComm(Comm):
 
     def _all_gather(self, group: Group, call: Call, x: np.ndarray) -> Handle:
         return self._meet(group, call, sealed(x), lambda m: list(m.payloads))
+
+    def _all_gather_as(self, group: Group, call: Call, x: np.ndarray, join: Callable[[Sequence[Any]], Any]) -> Handle:
+        return self._meet(group, call, sealed(x), _result, join)
 
     def _all_to_all(self, group: Group, call: Call, parts: Sequence[np.ndarray]) -> Handle:
         return self._meet(group, call, [sealed(p) for p in parts], lambda m: [p[group.index] for p in m.payloads])

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from spmd import kernels
-from spmd.device import contiguous
+from spmd.device import adjoining, contiguous
 from spmd.errors import MismatchError, TransportError, class_name, message
 from spmd.kernels import buffers
 from spmd.layout import block_sizes, offsets
@@ -103,8 +103,17 @@ def _rides(x: Any) -> bool:
 
 def _joined(parts: Sequence[np.ndarray]) -> tuple[np.ndarray, list[int]]:
     """Several blocks as one buffer of bytes, and the bytes of each."""
-    flat = [_bytes(p) for p in parts]
-    return (flat[0] if len(flat) == 1 else np.concatenate(flat)), [f.size for f in flat]
+    sizes = [p.nbytes for p in parts]
+    lies = adjoining(parts)
+    if lies is not None:
+        return lies.view(np.uint8), sizes
+    if len(parts) == 1 or not isinstance(parts[0], np.ndarray):
+        flat = [_bytes(p) for p in parts]
+        return (flat[0] if len(flat) == 1 else np.concatenate(flat)), sizes
+    buffer = buffers.empty(sum(sizes), np.uint8)
+    for part, room in zip(parts, pieces(buffer, sizes), strict=True):
+        room.view(part.dtype).reshape(part.shape)[...] = part
+    return buffer, sizes
 
 
 def _split(buffer: np.ndarray, shapes: Sequence[Shape], dtype) -> list[np.ndarray]:
