@@ -23,6 +23,7 @@ __all__ = [
     "DEVICES",
     "adjoining",
     "contiguous",
+    "copied",
     "empty",
     "home",
     "imported",
@@ -39,15 +40,16 @@ DEVICES = ("cpu", "cuda")
 
 def contiguous(x: Any) -> Any:
     """x as a C-contiguous array, of the device if it is there."""
-    if type(x) is np.ndarray:
-        if x.flags.c_contiguous:
-            return x
-        out = buffers.empty_like(x)
-        out[...] = x
-        return out
-    if on_device(x):
-        return x if x.flags.c_contiguous else x.copy()
+    if type(x) is np.ndarray or on_device(x):
+        return x if x.flags.c_contiguous else copied(x)
     return np.asarray(x, order="C")
+
+
+def copied(x: Any) -> Any:
+    """A C-contiguous copy of an array, where it lies."""
+    out = empty(x.shape, x)
+    out[...] = x
+    return out
 
 
 def adjoining(blocks: Sequence[Any]) -> np.ndarray | None:

@@ -80,6 +80,41 @@ def _of_copies(copies: str) -> str:
     return copies
 
 
+@lru_cache(maxsize=1024)
+def _parsed(dims: tuple[Any, ...]) -> tuple[Any, Any, Any, Any]:
+    """The dimensions of a spec, its axes, these as a set, and the dimensions without whole ones at the end."""
+    for d, names in enumerate(dims):
+        if not (names is None or isinstance(names, str | tuple | list) and all(isinstance(n, str) for n in names)):
+            raise SpecError(
+                message(
+                    "spmd.P",
+                    argument=f"dimension {d}",
+                    got=repr(dims[d]),
+                    need="an axis name, a tuple of axis names, or None",
+                    mend='write P("x"), P(("x", "y")) or P(None, "x")',
+                )
+            )
+    split = tuple(() if d is None else (d,) if isinstance(d, str) else tuple(d) for d in dims)
+    axes = tuple(n for d in split for n in d)
+    repeated = sorted({n for n in axes if axes.count(n) > 1})
+    if repeated:
+        raise SpecError(
+            message(
+                "spmd.P",
+                argument=_shown(split),
+                got=f"axis {repeated[0]!r} more than once",
+                need="each axis at most once: it can split one dimension only",
+                mend="split the other dimension over another axis, or leave it whole (None)",
+            )
+        )
+    whole = next((k for k, d in enumerate(reversed(split)) if d), len(split))
+    return split, axes, frozenset(axes), split[: len(split) - whole]
+
+
+def _shown(split: tuple[tuple[str, ...], ...]) -> str:
+    return f"P({', '.join('None' if not d else repr(d[0]) if len(d) == 1 else repr(d) for d in split)})"
+
+
 class P:
     """A partition spec: for each dimension the mesh axes that split it.
 
@@ -90,39 +125,18 @@ class P:
     __slots__ = ("axes", "dims", "trimmed", "varying")
 
     def __init__(self, *dims: str | Sequence[str] | None):
-        for d, names in enumerate(dims):
-            if not (names is None or isinstance(names, str | tuple | list) and all(isinstance(n, str) for n in names)):
-                raise SpecError(
-                    message(
-                        "spmd.P",
-                        argument=f"dimension {d}",
-                        got=repr(dims[d]),
-                        need="an axis name, a tuple of axis names, or None",
-                        mend='write P("x"), P(("x", "y")) or P(None, "x")',
-                    )
-                )
-        self.dims: tuple[tuple[str, ...], ...] = tuple(
-            () if d is None else (d,) if isinstance(d, str) else tuple(d) for d in dims
-        )
-        self.axes: tuple[str, ...] = tuple(n for d in self.dims for n in d)
+        try:
+            parsed = _parsed(dims)
+        except TypeError:  # lists
+            parsed = _parsed.__wrapped__(dims)
+        self.dims: tuple[tuple[str, ...], ...]
+        self.axes: tuple[str, ...]
         """The axes that split something, in the order of the dimensions."""
-        self.varying = frozenset(self.axes)
+        self.varying: frozenset[str]
         """The axes along which workers hold values of their own: the same."""
-        whole = next((k for k, d in enumerate(reversed(self.dims)) if d), len(self.dims))
-        self.trimmed: tuple[tuple[str, ...], ...] = self.dims[: len(self.dims) - whole]
+        self.trimmed: tuple[tuple[str, ...], ...]
         """The dimensions without whole ones at the end: what equality of specs goes by."""
-        names = self.axes
-        repeated = sorted({n for n in names if names.count(n) > 1})
-        if repeated:
-            raise SpecError(
-                message(
-                    "spmd.P",
-                    argument=repr(self),
-                    got=f"axis {repeated[0]!r} more than once",
-                    need="each axis at most once: it can split one dimension only",
-                    mend="split the other dimension over another axis, or leave it whole (None)",
-                )
-            )
+        self.dims, self.axes, self.varying, self.trimmed = parsed
 
     def __len__(self) -> int:
         return len(self.dims)
@@ -137,10 +151,7 @@ class P:
         return hash(self.trimmed)
 
     def __repr__(self) -> str:
-        def one(names: tuple[str, ...]) -> str:
-            return "None" if not names else repr(names[0]) if len(names) == 1 else repr(names)
-
-        return f"P({', '.join(one(d) for d in self.dims)})"
+        return _shown(self.dims)
 
     def check(self, axes: Mapping[str, int], where: str, argument: str, ndim: int | None = None) -> None:
         """Raise where the spec names unknown axes, or is longer than the array has dimensions."""

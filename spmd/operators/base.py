@@ -40,6 +40,7 @@ __all__ = [
     "Vary",
     "admitted",
     "block",
+    "bounded",
     "interned",
     "launch",
     "move",
@@ -176,6 +177,16 @@ class Operator(Collective, Linear):
 def interned(kind: type[C], *parameters: Any) -> C:
     """The one collective of a kind with these parameters, that keeps what has been found out about it."""
     return kind(*parameters)
+
+
+_KEPT = 64
+
+
+def bounded(kept: dict) -> dict:
+    """A table that an operator keeps, emptied if it has grown long."""
+    if len(kept) >= _KEPT:
+        kept.clear()
+    return kept
 
 
 def operate(op: Collective, x, frame: FrameType | None = None):

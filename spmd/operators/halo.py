@@ -10,17 +10,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from operator import index
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from spmd.device import empty, zeros
+from spmd.device import copied, empty, zeros
 from spmd.errors import LayoutError, SpecError, describe, message, nearest
 from spmd.layout import P, block_sizes
 from spmd.mesh import here
-from spmd.operators.base import Launched, Operator, Shape, operate, sealed
+from spmd.operators.base import Launched, Operator, Shape, bounded, operate, sealed
 from spmd.operators.halo_plan import (
     BOUNDARIES,
     HaloPlan,
@@ -65,16 +65,16 @@ def _whole(pieces: Sequence[Piece], length: int) -> Piece | None:
     return next((p for p in pieces if p[1:3] == (0, length) and p.length == length and not p.flipped), None)
 
 
-def _sum(g: Any, pieces: Sequence[Piece], length: int, d: int) -> Any:
-    """What stands at the places of the pieces, added up to a block or a message of this length."""
+def _sum(g: Any, pieces: Sequence[Piece], length: int, d: int, fresh: bool = False) -> Any:
+    """What stands at the places of the pieces, added up to a block or a message of this length. fresh: never a view."""
     first = _whole(pieces, length)
     if first is None:
         out = zeros((*g.shape[:d], length, *g.shape[d + 1 :]), g)
     else:
         out = g[along(d, first.at, first.at + length)]
-        if len(pieces) == 1:
+        if len(pieces) == 1 and not fresh:
             return out
-        out = out.copy(order="C")
+        out = copied(out)
     _add(out, g, [p for p in pieces if p is not first], d)
     return out
 
@@ -241,6 +241,16 @@ class _Halo(Operator):
         return found
 
     def check(self, group: Group, x: np.ndarray) -> None:
+        if (group, x.shape) not in self._checked:
+            self._check(group, x)
+            bounded(self._checked)[group, x.shape] = True
+
+    @cached_property
+    def _checked(self) -> dict[Any, bool]:
+        """The groups and shapes of blocks that were found to be right."""
+        return {}
+
+    def _check(self, group: Group, x: np.ndarray) -> None:
         where = f"spmd.{self.function}"
         entries = {
             "spec": len(self.spec.trimmed),
@@ -310,13 +320,24 @@ class _Halo(Operator):
         return count, nbytes
 
 
+class _Way(NamedTuple):
+    """How the exchange goes for a block of some shape. bound: the operator with the sizes it met. shape: of the result,
+    and window: where the block stands in it, None where it is not all there. stages: a dimension each, with its plan,
+    and the window that is filled when it is over."""
+
+    bound: HaloExchange
+    shape: Shape
+    window: tuple[slice, ...] | None
+    stages: tuple[tuple[int, Group, HaloPlan, int, Sequence[Piece], tuple[slice, ...] | None], ...]
+
+
 class HaloExchange(_Halo):
     """V -> V: the block with its neighbours' edges around it. Its adjoint is `HaloAccumulate`."""
 
     function: ClassVar[str] = "halo_exchange"
 
-    def check(self, group: Group, x: np.ndarray) -> None:
-        super().check(group, x)
+    def _check(self, group: Group, x: np.ndarray) -> None:
+        super()._check(group, x)
         for d, dim in enumerate(self._dimensions(group, x.ndim)):
             n, k, given = x.shape[d], dim.line.index, self._given(d)
             if given is not None and given[k] != n:
@@ -337,38 +358,26 @@ class HaloExchange(_Halo):
 
     def steps(self, comm: Comm, group: Group, x: np.ndarray, call: Call, nothing: bool = False):
         """The exchange, dimension by dimension. nothing: whether an array of length 0 may be continued, as zeros."""
-        dimensions = self._dimensions(group, x.ndim)
-        learnt = yield from self._learnt(comm, dimensions, call)
-        sizes = tuple(learnt.get(d, self._given(d)) for d in range(x.ndim))
-        bound = self._like(type(self), sizes=sizes, block=x.shape)
-        stages = _stages(dimensions, x.shape, sizes, nothing)
-        if all(stage.idle for stage in stages):
-            return x, bound
+        way = self._ways.get((group, x.shape, nothing))
+        if way is None:
+            way = yield from self._way(comm, group, x.shape, call, nothing)
+        if not way.stages:
+            return x, way.bound
         # The result is made once, and the block put where it stands in it; each stage then fills a little more. A
         # block that is trimmed may still owe others what it loses, so there every stage makes an array of its own.
-        places = [stage.place for stage in stages]
-        shape = tuple(stage.length for stage in stages)
-        room, window = None, []
-        if all(at is not None for at in places):
-            room = empty(shape, x)
-            window = [slice(at, at + n) for at, n in zip(places, x.shape, strict=True) if at is not None]
-            room[tuple(window)] = x
-            block = room[tuple(window)]
-        else:
-            block = x
-        for d, (line, plan, k) in enumerate(stages):
-            if stages[d].idle:
-                continue
+        room, block = None, x
+        if way.window is not None:
+            room = empty(way.shape, x)
+            block = room[way.window]
+            block[...] = x
+        for d, line, plan, k, own, window in way.stages:
             sends = {t: _part(block, m.ranges, d) for t, m in plan.sends[k].items()}
             handle = comm.exchange(line, call, sends) if plan.moves else None
-            own = plan.own(k)
             if room is not None:
-                window[d] = slice(0, shape[d])
-                out = room[tuple(window)]
-                own = [p for p in own if (p.at, p.length) != (places[d], plan.sizes[k]) or p.flipped]
+                out = room[window]
             else:
-                out = empty((*block.shape[:d], shape[d], *block.shape[d + 1 :]), x)
-            for start, stop in plan.gaps(k):
+                out = empty((*block.shape[:d], plan.lengths[k], *block.shape[d + 1 :]), x)
+            for start, stop in plan.gaps[k]:
                 out[along(d, start, stop)] = 0
             _fill(out, block, own, d)
             received = {} if handle is None else (yield handle)
@@ -376,9 +385,39 @@ class HaloExchange(_Halo):
                 self._agree(received[s], block, d, m, line, s)
                 _fill(out, received[s], m.pieces, d)
             block = out
-        return sealed(block if room is None else room), bound
+        return sealed(block if room is None else room), way.bound
 
-    @property
+    @cached_property
+    def _ways(self) -> dict[Any, _Way]:
+        """What is known of earlier blocks, by group, shape and whether nothing may be continued."""
+        return {}
+
+    def _way(self, comm: Comm, group: Group, shape: Shape, call: Call, nothing: bool):
+        dimensions = self._dimensions(group, len(shape))
+        learnt = yield from self._learnt(comm, dimensions, call)
+        sizes = tuple(learnt.get(d, self._given(d)) for d in range(len(shape)))
+        stages = _stages(dimensions, shape, sizes, nothing)
+        places = [stage.place for stage in stages]
+        lengths = tuple(stage.length for stage in stages)
+        window, todo = None, []
+        if all(at is not None for at in places):
+            window = [slice(at, at + n) for at, n in zip(places, shape, strict=True) if at is not None]
+        begin = window and tuple(window)
+        for d, stage in enumerate(stages):
+            if stage.idle:
+                continue
+            line, plan, k = stage
+            own = plan.own(k)
+            if window is not None:
+                window[d] = slice(0, lengths[d])
+                own = tuple(p for p in own if (p.at, p.length) != (places[d], plan.sizes[k]) or p.flipped)
+            todo.append((d, line, plan, k, own, window and tuple(window)))
+        way = _Way(self._like(type(self), sizes=sizes, block=shape), lengths, begin, tuple(todo))
+        if not learnt:  # else another time the others may come with other blocks
+            bounded(self._ways)[group, shape, nothing] = way
+        return way
+
+    @cached_property
     def H(self) -> Operator:
         return self._like(HaloAccumulate)
 
@@ -403,22 +442,10 @@ class HaloAccumulate(_Halo):
         return Steps(self._accumulate(comm, group, x, call)), lambda found: found
 
     def _accumulate(self, comm: Comm, group: Group, x: np.ndarray, call: Call):
-        dimensions = self._dimensions(group, x.ndim)
-        learnt = yield from self._learnt(comm, dimensions, call)
-        block, sizes = self._without(dimensions, x.shape, learnt)
-        stages = _stages(dimensions, block, sizes)
-        need = tuple(stage.length for stage in stages)
-        if x.shape != need:
-            raise LayoutError(
-                message(
-                    f"spmd.{self.function}",
-                    argument="x",
-                    got=f"a block of shape {list(x.shape)}",
-                    need=f"shape {list(need)}, that of a block of shape {list(block)} with its halo",
-                    mend="give the spec, widths, boundary and sizes of the exchange",
-                )
-            )
-        bound = self._like(type(self), sizes=sizes, block=block)
+        known = self._known.get((group, x.shape))
+        if known is None:
+            known = yield from self._learn(comm, group, x.shape, call)
+        stages, bound = known
         g = x
         for d in reversed(range(x.ndim)):
             line, plan, k = stages[d]
@@ -426,9 +453,7 @@ class HaloAccumulate(_Halo):
                 continue
             sends = {s: _sum(g, m.pieces, m.length, d) for s, m in plan.takes[k].items()}
             handle = comm.exchange(line, call, sends) if plan.moves else None
-            out = _sum(g, plan.own(k), plan.sizes[k], d)
-            if not out.flags.owndata or out is x:
-                out = out.copy(order="C")
+            out = _sum(g, plan.own(k), plan.sizes[k], d, fresh=True)
             received = {} if handle is None else (yield handle)
             for t, m in plan.sends[k].items():  # in the order of the workers
                 self._agree(received[t], out, d, m, line, t)
@@ -438,6 +463,32 @@ class HaloAccumulate(_Halo):
                     at += stop - start
             g = out
         return sealed(g), bound
+
+    @cached_property
+    def _known(self) -> dict[Any, tuple[list[Stage], HaloAccumulate]]:
+        """What is known of earlier blocks, by group and shape."""
+        return {}
+
+    def _learn(self, comm: Comm, group: Group, shape: Shape, call: Call):
+        dimensions = self._dimensions(group, len(shape))
+        learnt = yield from self._learnt(comm, dimensions, call)
+        block, sizes = self._without(dimensions, shape, learnt)
+        stages = _stages(dimensions, block, sizes)
+        need = tuple(stage.length for stage in stages)
+        if shape != need:
+            raise LayoutError(
+                message(
+                    f"spmd.{self.function}",
+                    argument="x",
+                    got=f"a block of shape {list(shape)}",
+                    need=f"shape {list(need)}, that of a block of shape {list(block)} with its halo",
+                    mend="give the spec, widths, boundary and sizes of the exchange",
+                )
+            )
+        found = stages, self._like(type(self), sizes=sizes, block=block)
+        if not learnt:
+            bounded(self._known)[group, shape] = found
+        return found
 
     def _without(self, dimensions: Sequence[Dimension], shape: Shape, learnt: dict[int, tuple[int, ...]]):
         """The shape of the block without its halo, and the lengths of all where they matter."""
@@ -455,7 +506,7 @@ class HaloAccumulate(_Halo):
                 block.append(lengths_before((shape[d],), (dim.own,), dim.boundary, ())[0])
         return tuple(block), tuple(sizes)
 
-    @property
+    @cached_property
     def H(self) -> Operator:
         return self._like(HaloExchange)
 
@@ -563,8 +614,25 @@ def _boundaries(where: str, boundary: Any, count: int) -> str | tuple[str, ...]:
 
 
 def _operator(kind: type[_Halo], spec: P, widths: Any, boundary: Any, shape: Any, sizes: Any) -> _Halo:
-    where = f"spmd.{kind.function}"
-    mesh = here(where).mesh
+    arguments = kind, spec, widths, boundary, shape, sizes, tuple(here(f"spmd.{kind.function}").mesh.axes.items())
+    try:
+        hash(arguments)
+    except TypeError:  # lists
+        return _made.__wrapped__(*arguments)
+    return _made(*arguments)
+
+
+@lru_cache(maxsize=1024, typed=True)
+def _made(
+    kind: type[_Halo],
+    spec: P,
+    widths: Any,
+    boundary: Any,
+    shape: Any,
+    sizes: Any,
+    of_mesh: tuple[tuple[str, int], ...],
+) -> _Halo:
+    where, axes = f"spmd.{kind.function}", dict(of_mesh)
     if not isinstance(spec, P):
         raise SpecError(
             message(
@@ -575,7 +643,7 @@ def _operator(kind: type[_Halo], spec: P, widths: Any, boundary: Any, shape: Any
                 mend='P("x") where axis x splits dimension 0',
             )
         )
-    spec.check(mesh.axes, where, "spec")
+    spec.check(axes, where, "spec")
     if shape is not None:
         whole = [-1 if n is None else n for n in map(_int, shape)] if isinstance(shape, Iterable) else [-1]
         if sizes is not None or len(whole) < len(spec.trimmed) or min(whole, default=0) < 0:
@@ -588,7 +656,7 @@ def _operator(kind: type[_Halo], spec: P, widths: Any, boundary: Any, shape: Any
                     mend="leave one of them out, or both",
                 )
             )
-        parts = [[mesh.axes[n] for n in (spec.dims[d] if d < len(spec) else ())] for d in range(len(whole))]
+        parts = [[axes[n] for n in (spec.dims[d] if d < len(spec) else ())] for d in range(len(whole))]
         sizes = [block_sizes(n, p) for n, p in zip(whole, parts, strict=True)]
     return kind(spec.axes, spec, widths, boundary, sizes)
 

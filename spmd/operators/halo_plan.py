@@ -102,14 +102,18 @@ class HaloPlan:
 
     def keeps(self, k: int) -> bool:
         """Whether the result of block k is the block itself."""
-        own = self.lengths[k] == self.sizes[k] and not self.gaps(k)
+        own = self.lengths[k] == self.sizes[k] and not self.gaps[k]
         return own and all(p[:4] == (k, 0, self.sizes[k], 0) for p in self.pieces[k])
 
-    def gaps(self, k: int) -> list[Pair]:
-        """The ranges of the result of block k that no piece fills: zeros."""
-        ends = (0, *(p.at + p.length for p in self.pieces[k]))
-        starts = (*(p.at for p in self.pieces[k]), self.lengths[k])
-        return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
+    @cached_property
+    def gaps(self) -> tuple[tuple[Pair, ...], ...]:
+        """For each result the ranges that no piece fills: zeros."""
+        found = []
+        for pieces, length in zip(self.pieces, self.lengths, strict=True):
+            ends = (0, *(p.at + p.length for p in pieces))
+            starts = (*(p.at for p in pieces), length)
+            found.append(tuple((end, start) for end, start in zip(ends, starts, strict=True) if end < start))
+        return tuple(found)
 
 
 def _packed(pieces: list[Piece]) -> Message:
