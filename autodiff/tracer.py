@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from spmd.autodiff import devices
+from spmd.autodiff import devices, tree
 from spmd.autodiff.primitive import (
     NOTHING,
     VALUE,
@@ -101,18 +101,18 @@ def value_of(x):
     return x
 
 
-def bare(tree) -> Any:
+def bare(x) -> Any:
     """The bare data under every array in nested tuples, lists and dicts."""
-    if type(tree) is Array:
-        return value_of(tree)
-    if isinstance(tree, tuple | list):
-        parts = [bare(t) for t in tree]
-        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
-    if isinstance(tree, dict):
-        return {k: bare(v) for k, v in tree.items()}
-    if isinstance(tree, slice):
-        return slice(bare(tree.start), bare(tree.stop), bare(tree.step))
-    return tree
+    if type(x) is Array:
+        return value_of(x)
+    if isinstance(x, tuple | list):
+        parts = [bare(y) for y in x]
+        return type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)
+    if isinstance(x, dict):
+        return {k: bare(v) for k, v in x.items()}
+    if isinstance(x, slice):
+        return slice(bare(x.start), bare(x.stop), bare(x.step))
+    return x
 
 
 def find(tree, into: list[Array]) -> list[Array]:
@@ -934,6 +934,7 @@ missing: dict[str, tuple[str, str]] = {}
 SEQUENCES = {list, tuple}
 OPERANDS = {Array, np.ndarray, int, float, complex, bool}
 _TYPES = {Array, np.ndarray}
+tree.ALONE.add(Array)
 
 
 __all__ += ["compute", "dispatch", "name_of"]

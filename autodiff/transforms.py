@@ -441,6 +441,10 @@ def _match(cotangent, outs, out_tree, where: str) -> list:
         )
     matched = []
     for g, o in zip(gs, outs, strict=True):
+        if type(g) is type(o) is Array and g.tape is None and g.state is o.state:
+            if g.shape == o.shape and g.dtype == o.dtype:
+                matched.append(g.value)  # nothing else is to be done
+                continue
         shape = _shape(o)
         if _shape(g) != shape:
             raise DifferentiationError(

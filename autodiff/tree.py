@@ -33,6 +33,9 @@ _OURS: Any = {"namespace": "spmd"}
 LEAF: Any = None
 """The structure of a leaf alone, once one was met."""
 
+ALONE: set[type] = {np.ndarray}
+"""Classes of arrays, which are leaves by themselves."""
+
 Class = TypeVar("Class", bound=type)
 
 
@@ -79,7 +82,7 @@ def _of_fields(cls: type) -> tuple[Callable, Callable]:
 
 def flatten(tree: Any, *, none_is_leaf: bool = False) -> tuple[list[Any], Any]:
     """The leaves of a tree, and its structure. Dictionaries go by sorted keys."""
-    if type(tree) is np.ndarray and not none_is_leaf:
+    if type(tree) in ALONE and not none_is_leaf:
         global LEAF
         LEAF = LEAF or optree.tree_structure(0, **_OURS)
         return [tree], LEAF

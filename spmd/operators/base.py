@@ -195,11 +195,7 @@ def operate(op: Collective, x, frame: FrameType | None = None):
     frame = frame or sys._getframe(1)
     if type(x) is Array:
         return _begin(op, x, worker, frame)()
-    if (
-        isinstance(x, np.ndarray | np.generic | int | float | complex)
-        or on_device(x)
-        or frontend(x) is not None
-    ):
+    if isinstance(x, np.ndarray | np.generic | int | float | complex) or on_device(x) or frontend(x) is not None:
         return _begin(op, x, worker, frame)()
     leaves, treedef = tree.flatten(x)
     begun = [_begin(op, leaf, worker, frame) for leaf in leaves]
@@ -373,7 +369,7 @@ def launch(
     """
     for ledger in LEDGERS.get():
         ledger.operator(worker.index, type(op).__name__, op.axes)
-    if type(op) is Vary and type(x) in _NUMBERS:
+    if type(op) is Vary:
         return lambda: (x, op)
     if type(x) is not np.ndarray or not x.flags.c_contiguous:
         x = contiguous(x)
@@ -389,7 +385,7 @@ def launch(
 
 def move(op: Collective, g):
     """Apply an operator to a cotangent: its state is right by construction, so nothing is checked."""
-    return _apply(op, g, here(f"spmd.{op.function}"), sys._getframe(1))()[0]
+    return _apply(op, g, WORKER.get() or here(f"spmd.{op.function}"), sys._getframe(1))()[0]
 
 
 _MOVE = Primitive(
@@ -419,7 +415,7 @@ class Vary(Operator):
     def H(self) -> Operator:
         from spmd.operators.reduce import Sum
 
-        return Sum(self.axes)
+        return interned(Sum, self.axes)
 
     def owe(self, shared: dict, g) -> Future | None:
         from spmd.operators.reduce import owe_sum

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -84,17 +84,17 @@ class AllToAll(Operator):
         def arrive(blocks: list[np.ndarray]):
             agree(self.function, [b.shape for b in blocks], concat if self.tiled else None)
             if not self.tiled:
-                return sealed(stacked(blocks, concat)), replace(self, split_axis=split, concat_axis=concat)
+                return sealed(stacked(blocks, concat)), interned(AllToAll, self.axes, split, concat)
             sizes = split_at(self, group, x.shape, split, self.sizes)
             lengths = tuple(b.shape[concat] for b in blocks)
-            bound = replace(self, split_axis=split, concat_axis=concat, sizes=sizes, joined=lengths)
+            bound = interned(AllToAll, self.axes, split, concat, True, sizes, lengths)
             return sealed(joined(blocks, concat)), bound
 
         return comm.all_to_all(group, call, self.parts(group, x)), arrive
 
     @property
     def H(self) -> Operator:
-        return AllToAll(self.axes, self.concat_axis, self.split_axis, self.tiled, self.joined, self.sizes)
+        return interned(AllToAll, self.axes, self.concat_axis, self.split_axis, self.tiled, self.joined, self.sizes)
 
     def cost(self, group: Group, x: np.ndarray) -> tuple[int, int]:
         return scatter_cost(group, self.parts(group, x))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
@@ -62,10 +62,10 @@ class _Join(_Along):
         """This operator with the sizes of the blocks it met."""
         if not self.tiled:
             agree(self.function, shapes, None)
-            return replace(self, axis=normal_axis(self.function, "axis", self.axis, len(shapes[0]) + 1))
+            return interned(type(self), self.axes, normal_axis(self.function, "axis", self.axis, len(shapes[0]) + 1))
         axis = normal_axis(self.function, "axis", self.axis, len(shapes[0]))
         agree(self.function, shapes, axis)
-        return replace(self, axis=axis, sizes=tuple(s[axis] for s in shapes))
+        return interned(type(self), self.axes, axis, True, tuple(s[axis] for s in shapes))
 
     def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
         def join(blocks: Sequence[np.ndarray]) -> tuple[np.ndarray, Operator]:
@@ -105,7 +105,7 @@ class _Split(_Along):
     def bind(self, group: Group, shape: Shape) -> _Split:
         """This operator with the sizes of the pieces of a block of this shape."""
         axis, sizes = self.bounds(group, shape)
-        return replace(self, axis=axis, sizes=sizes if self.tiled else None)
+        return interned(type(self), self.axes, axis, self.tiled, sizes if self.tiled else None)
 
     def parts(self, group: Group, x: np.ndarray) -> list[np.ndarray]:
         """The piece of each member."""
@@ -121,7 +121,7 @@ class AllGather(_Join):
 
     @property
     def H(self) -> Operator:
-        return ReduceScatter(self.axes, self.axis, self.tiled, self.sizes)
+        return interned(ReduceScatter, self.axes, self.axis, self.tiled, self.sizes)
 
 
 class ReduceScatter(_Split):
@@ -141,7 +141,7 @@ class ReduceScatter(_Split):
 
     @property
     def H(self) -> Operator:
-        return AllGather(self.axes, self.axis, self.tiled, self.sizes)
+        return interned(AllGather, self.axes, self.axis, self.tiled, self.sizes)
 
     def cost(self, group: Group, x: np.ndarray) -> tuple[int, int]:
         return scatter_cost(group, self.parts(group, x))
@@ -159,7 +159,7 @@ class Collect(_Join):
 
     @property
     def H(self) -> Operator:
-        return Slice(self.axes, self.axis, self.tiled, self.sizes)
+        return interned(Slice, self.axes, self.axis, self.tiled, self.sizes)
 
 
 class Slice(_Split):
@@ -175,7 +175,7 @@ class Slice(_Split):
 
     @property
     def H(self) -> Operator:
-        return Collect(self.axes, self.axis, self.tiled, self.sizes)
+        return interned(Collect, self.axes, self.axis, self.tiled, self.sizes)
 
 
 def all_gather(x, axis_name: AxisName, *, axis: int = 0, tiled: bool = False, to: str = "varying"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import index
 from typing import Any, ClassVar
 
@@ -71,14 +71,14 @@ class Permute(Operator):
 
         def arrive(received: dict[int, np.ndarray]):
             block = next(iter(received.values())) if like is None else sealed(zeros(fill, like))
-            return block, replace(self, shapes=(shape, block.shape))
+            return block, interned(Permute, self.axes, self.perm, (shape, block.shape))
 
         return comm.exchange(group, call, sends), arrive
 
     @property
     def H(self) -> Operator:
         inverse = tuple(sorted((t, s) for s, t in self.perm))
-        return Permute(self.axes, inverse, None if self.shapes is None else (self.shapes[1], self.shapes[0]))
+        return interned(Permute, self.axes, inverse, None if self.shapes is None else (self.shapes[1], self.shapes[0]))
 
     def cost(self, group: Group, x: np.ndarray) -> tuple[int, int]:
         n = sum(s == group.index and t != group.index for s, t in self.perm)

@@ -41,7 +41,7 @@ class Sum(Operator):
 
     @property
     def H(self) -> Operator:
-        return Vary(self.axes)
+        return interned(Vary, self.axes)
 
     def cost(self, group: Group, x: np.ndarray) -> tuple[int, int]:
         return all_reduce_cost(group, x)

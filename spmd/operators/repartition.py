@@ -137,7 +137,7 @@ class Repartition(_Relayout):
 
     @property
     def H(self) -> Operator:
-        return Accumulate(self.axes, self.dst, self.src)
+        return interned(Accumulate, self.axes, self.dst, self.src)
 
 
 class Accumulate(_Relayout):
@@ -150,7 +150,7 @@ class Accumulate(_Relayout):
 
     @property
     def H(self) -> Operator:
-        return Repartition(self.axes, self.dst, self.src)
+        return interned(Repartition, self.axes, self.dst, self.src)
 
 
 def _layouts(where: str, src: Layout, dst: Layout, copying: Layout, argument: str) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from spmd.operators.base import (
     agree,
     check_length,
     given_sizes,
+    interned,
     normal_axis,
     operate,
     owned_block,
@@ -154,7 +155,7 @@ class Broadcast(_FromRoot):
 
     @property
     def H(self) -> Operator:
-        return SumReduce(self.axes, self.root)
+        return interned(SumReduce, self.axes, self.root)
 
 
 class Replicate(_FromRoot):
@@ -165,7 +166,7 @@ class Replicate(_FromRoot):
 
     @property
     def H(self) -> Operator:
-        return Keep(self.axes, self.root)
+        return interned(Keep, self.axes, self.root)
 
 
 class SumReduce(_AtRoot):
@@ -187,7 +188,7 @@ class SumReduce(_AtRoot):
 
     @property
     def H(self) -> Operator:
-        return Broadcast(self.axes, self.root)
+        return interned(Broadcast, self.axes, self.root)
 
 
 class Keep(_AtRoot):
@@ -202,7 +203,7 @@ class Keep(_AtRoot):
 
     @property
     def H(self) -> Operator:
-        return Replicate(self.axes, self.root)
+        return interned(Replicate, self.axes, self.root)
 
 
 @dataclass(frozen=True)
@@ -336,7 +337,7 @@ class Scatter(_InPieces):
 
     @property
     def H(self) -> Operator:
-        return Gather(self.axes, self.root, self.axis, self.sizes)
+        return interned(Gather, self.axes, self.root, self.axis, self.sizes)
 
 
 class Gather(_InPieces):
@@ -369,7 +370,7 @@ class Gather(_InPieces):
 
     @property
     def H(self) -> Operator:
-        return Scatter(self.axes, self.root, self.axis, self.sizes)
+        return interned(Scatter, self.axes, self.root, self.axis, self.sizes)
 
 
 def _dtype(block) -> Any:
