@@ -441,10 +441,9 @@ def _match(cotangent, outs, out_tree, where: str) -> list:
         )
     matched = []
     for g, o in zip(gs, outs, strict=True):
-        if type(g) is type(o) is Array and g.tape is None and g.state is o.state:
-            if g.shape == o.shape and g.dtype == o.dtype:
-                matched.append(g.value)  # nothing else is to be done
-                continue
+        if _fits(g, o):
+            matched.append(g.value)
+            continue
         shape = _shape(o)
         if _shape(g) != shape:
             raise DifferentiationError(
@@ -461,6 +460,17 @@ def _match(cotangent, outs, out_tree, where: str) -> list:
             g = _fitting(g, o, f"pullback, {where}", "cotangent", "result")
         matched.append(unstated(tracer.mixing.bring(g, None, o.state) if type(o) is Array else g))
     return matched
+
+
+def _fits(g, x) -> bool:
+    """Whether a cotangent of x is an array of its shape, dtype and state, which nobody differentiates."""
+    return (
+        type(g) is type(x) is Array
+        and g.tape is None
+        and g.state is x.state
+        and g.shape == x.shape
+        and g.dtype == x.dtype
+    )
 
 
 def _handed(g, x, where: str, argument: str, of: str) -> tuple[Any, Any]:

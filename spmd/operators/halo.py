@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from operator import index
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -33,6 +33,8 @@ from spmd.operators.halo_plan import (
     trimmed,
 )
 from spmd.transport.base import Call, Comm, Group, Steps
+
+Kind = TypeVar("Kind", bound="_Halo")
 
 __all__ = ["HaloAccumulate", "HaloExchange", "Steps", "along", "halo_accumulate", "halo_exchange"]
 
@@ -225,7 +227,7 @@ class _Halo(Operator):
         """The lengths of the blocks of a dimension, if known."""
         return self.sizes[d] if self.sizes is not None and d < len(self.sizes) else None
 
-    def _like(self, kind: type[_Halo], **changes: Any) -> _Halo:
+    def _like(self, kind: type[Kind], **changes: Any) -> Kind:
         """This operator, or its adjoint, with other sizes: what was checked once need not be checked again."""
         other = object.__new__(kind)
         other.__dict__.update({f.name: getattr(self, f.name) for f in fields(self)}, **changes)
@@ -399,10 +401,11 @@ class HaloExchange(_Halo):
         stages = _stages(dimensions, shape, sizes, nothing)
         places = [stage.place for stage in stages]
         lengths = tuple(stage.length for stage in stages)
-        window, todo = None, []
+        todo: list[Any] = []
+        begin = window = None
         if all(at is not None for at in places):
             window = [slice(at, at + n) for at, n in zip(places, shape, strict=True) if at is not None]
-        begin = window and tuple(window)
+            begin = tuple(window)
         for d, stage in enumerate(stages):
             if stage.idle:
                 continue
@@ -411,15 +414,19 @@ class HaloExchange(_Halo):
             if window is not None:
                 window[d] = slice(0, lengths[d])
                 own = tuple(p for p in own if (p.at, p.length) != (places[d], plan.sizes[k]) or p.flipped)
-            todo.append((d, line, plan, k, own, window and tuple(window)))
+            todo.append((d, line, plan, k, own, None if window is None else tuple(window)))
         way = _Way(self._like(type(self), sizes=sizes, block=shape), lengths, begin, tuple(todo))
         if not learnt:  # else another time the others may come with other blocks
             bounded(self._ways)[group, shape, nothing] = way
         return way
 
     @cached_property
-    def H(self) -> Operator:
+    def _turned(self) -> HaloAccumulate:
         return self._like(HaloAccumulate)
+
+    @property
+    def H(self) -> Operator:
+        return self._turned
 
     def cost(self, group: Group, x: np.ndarray) -> tuple[int, int]:
         """Exact where sizes are known, or where halos end within the next block."""
@@ -507,8 +514,12 @@ class HaloAccumulate(_Halo):
         return tuple(block), tuple(sizes)
 
     @cached_property
-    def H(self) -> Operator:
+    def _turned(self) -> HaloExchange:
         return self._like(HaloExchange)
+
+    @property
+    def H(self) -> Operator:
+        return self._turned
 
     def cost(self, group: Group, x: np.ndarray) -> tuple[int, int]:
         """Exact where sizes are known, or where halos end within the next block."""
