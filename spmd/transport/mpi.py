@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from spmd.layout import offsets
 from spmd.transport.base import Call
 from spmd.transport.board import Board, path_of_launcher
 from spmd.transport.detect import abort
@@ -39,38 +38,24 @@ def _last_greetings() -> None:
             MPI.COMM_WORLD.Recv(nothing, status.Get_source(), status.Get_tag())
 
 
-def _placed(buffer: np.ndarray, counts: Sequence[int]) -> list[Any]:
-    """A buffer of bytes as MPI's calls with counts take it: pieces of these sizes one after the other."""
-    return [buffer, counts, offsets(counts)[:-1], MPI.BYTE]
-
-
 class MpiChannel(Channel):
-    """A communicator."""
+    """A communicator. Large blocks go from process to process, which MPI does in one copy on one host; what it moves in
+    its own collectives it moves in small pieces, and only while it is called."""
 
     __slots__ = ("comm",)
 
     def __init__(self, comm: MPI.Comm):
+        super().__init__(comm.Get_rank(), comm.Get_size())
         self.comm = comm
 
     def rows(self, mine: np.ndarray) -> tuple[list[MPI.Request], np.ndarray]:
         theirs = np.empty_like(mine)
         return [self.comm.Ialltoall(mine, theirs)], theirs
 
-    def all_gather(self, send: np.ndarray, receive: np.ndarray, sizes: Sequence[int]) -> list[MPI.Request]:
-        if sizes.count(sizes[0]) == len(sizes):
-            return [self.comm.Iallgather(send, receive)]
-        return [self.comm.Iallgatherv(send, _placed(receive, sizes))]
-
-    def all_to_all(
-        self, send: np.ndarray, sizes: Sequence[int], receive: np.ndarray, incoming: Sequence[int]
-    ) -> list[MPI.Request]:
-        return [self.comm.Ialltoallv(_placed(send, sizes), _placed(receive, incoming))]
-
     def broadcast(self, buffer: np.ndarray, root: int) -> list[MPI.Request]:
+        if len(self.others) < 2:
+            return super().broadcast(buffer, root)
         return [self.comm.Ibcast([buffer, MPI.BYTE], root)]
-
-    def gather(self, send: np.ndarray, rows: np.ndarray | None, root: int) -> list[MPI.Request]:
-        return [self.comm.Igather(send, rows, root)]
 
     def exchange(self, sends: Mapping[int, np.ndarray], receives: Mapping[int, np.ndarray]) -> list[MPI.Request]:
         requests = [self.comm.Irecv([b, MPI.BYTE], k) for k, b in receives.items()]

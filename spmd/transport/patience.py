@@ -136,17 +136,19 @@ class Patience:
                 return
             _let_others()
         started = time.monotonic()
-        next_look = started + LOOK
+        next_look, awake = started + LOOK, started + 0.002
         while not done():
             now = time.monotonic()
-            waited = now - started
             if now > next_look:
                 self.look(now)
                 next_look = now + LOOK
-            if waited < 0.002:
+            if now < awake:
                 _let_others()
             else:
-                time.sleep(min(waited / 50, 0.005))
+                # What comes moves only while one asks: for as long as it has slept a process asks without a break.
+                nap = min((now - started) / 50, 0.005)
+                time.sleep(nap)
+                awake = now + 2 * nap
 
     def look(self, now: float) -> None:
         """Raise what `until` does, if it is so. To be asked again, because what is seen once may be past."""

@@ -132,7 +132,15 @@ class Channel(ABC):
 
     Each method starts a movement and returns its requests: a list, which the transport's `arrive` waits for. Buffers
     are C-contiguous arrays of bytes, and sizes are in bytes; nobody may touch the buffers before all has arrived.
+
+    me: the place of this process; others: those of all others.
     """
+
+    __slots__ = ("me", "others")
+
+    def __init__(self, me: int, size: int):
+        self.me = me
+        self.others = [k for k in range(size) if k != me]
 
     @abstractmethod
     def rows(self, mine: np.ndarray) -> tuple[list[Any], np.ndarray]:
@@ -140,26 +148,38 @@ class Channel(ABC):
         Of integers, in the same shape at every call."""
 
     @abstractmethod
+    def exchange(self, sends: Mapping[int, np.ndarray], receives: Mapping[int, np.ndarray]) -> list[Any]:
+        """sends[k] goes to member k, receives[k] takes what member k sends here. None of them is this process."""
+
     def all_gather(self, send: np.ndarray, receive: np.ndarray, sizes: Sequence[int]) -> list[Any]:
         """What each member sends goes to everyone; receive takes the pieces, of these sizes, one after the other."""
+        return self._swap([send] * len(sizes), pieces(receive, sizes))
 
-    @abstractmethod
     def all_to_all(
         self, send: np.ndarray, sizes: Sequence[int], receive: np.ndarray, incoming: Sequence[int]
     ) -> list[Any]:
         """Piece k of send goes to member k; receive takes the pieces that come, of sizes `incoming`."""
+        return self._swap(pieces(send, sizes), pieces(receive, incoming))
 
-    @abstractmethod
     def broadcast(self, buffer: np.ndarray, root: int) -> list[Any]:
         """The root's buffer goes into that of all others."""
+        if self.me != root:
+            return self.exchange({}, {root: buffer})
+        return self.exchange(dict.fromkeys(self.others, buffer), {})
 
-    @abstractmethod
     def gather(self, send: np.ndarray, rows: np.ndarray | None, root: int) -> list[Any]:
         """What each member sends, of one size, comes into its row at the root; rows is None elsewhere."""
+        if rows is None:
+            return self.exchange({root: send}, {})
+        requests = self.exchange({}, {k: rows[k] for k in self.others})
+        rows[root] = send
+        return requests
 
-    @abstractmethod
-    def exchange(self, sends: Mapping[int, np.ndarray], receives: Mapping[int, np.ndarray]) -> list[Any]:
-        """sends[k] goes to member k, receives[k] takes what member k sends here. None of them is this process."""
+    def _swap(self, sends: list[np.ndarray], receives: list[np.ndarray]) -> list[Any]:
+        """One piece to each, and one from each; the own one is copied while the others are under way."""
+        requests = self.exchange({k: sends[k] for k in self.others}, {k: receives[k] for k in self.others})
+        receives[self.me][...] = sends[self.me]
+        return requests
 
 
 class Pending:

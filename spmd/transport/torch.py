@@ -37,7 +37,7 @@ from spmd.transport.base import Call
 from spmd.transport.board import Board, machine, new_path
 from spmd.transport.detect import TorchWorld, abort, torch_world
 from spmd.transport.patience import LOOK, Patience, board_of_the_job
-from spmd.transport.processes import Channel, ProcessTransport, Shape, digest, pieces, start
+from spmd.transport.processes import Channel, ProcessTransport, Shape, digest, start
 
 __all__ = ["TorchChannel", "TorchTransport"]
 
@@ -100,11 +100,11 @@ class TorchChannel(Channel):
     the one that would receive it knows its size too.
     """
 
-    __slots__ = ("greetings", "lines", "me", "others", "ranks", "standing", "tag")
+    __slots__ = ("greetings", "lines", "ranks", "standing", "tag")
 
     def __init__(self, lines: Lines, ranks: Shape, me: int, key: int):
-        self.lines, self.ranks, self.me = lines, ranks, me
-        self.others = [k for k in range(len(ranks)) if k != me]
+        super().__init__(me, len(ranks))
+        self.lines, self.ranks = lines, ranks
         self.tag = digest("blocks", key) % _TAGS
         self.greetings = digest("rows", key) % _TAGS
         self.standing: tuple[Posted, np.ndarray] | None = None
@@ -116,11 +116,6 @@ class TorchChannel(Channel):
                 if x.size:
                     posted.post(move, _tensor(x), self.ranks[k], self.tag)
         return posted
-
-    def _swap(self, sends: list[np.ndarray], receives: list[np.ndarray]) -> Posted:
-        """One piece to each, and one from each; the own one is copied."""
-        receives[self.me][...] = sends[self.me]
-        return self.exchange({k: sends[k] for k in self.others}, {k: receives[k] for k in self.others})
 
     def rows(self, mine: np.ndarray) -> tuple[Posted, np.ndarray]:
         """gloo's sender waits until it knows of the receive. So there is always one that stands ready for the next."""
@@ -139,25 +134,6 @@ class TorchChannel(Channel):
         tensor = torch.from_numpy(rows)
         for k in self.others:
             posted.post(move, tensor[k], self.ranks[k], self.greetings)
-
-    def all_gather(self, send: np.ndarray, receive: np.ndarray, sizes: Sequence[int]) -> Posted:
-        return self._swap([send] * len(sizes), pieces(receive, sizes))
-
-    def all_to_all(
-        self, send: np.ndarray, sizes: Sequence[int], receive: np.ndarray, incoming: Sequence[int]
-    ) -> Posted:
-        return self._swap(pieces(send, sizes), pieces(receive, incoming))
-
-    def broadcast(self, buffer: np.ndarray, root: int) -> Posted:
-        if self.me != root:
-            return self.exchange({}, {root: buffer})
-        return self.exchange(dict.fromkeys(self.others, buffer), {})
-
-    def gather(self, send: np.ndarray, rows: np.ndarray | None, root: int) -> Posted:
-        if rows is None:
-            return self.exchange({root: send}, {})
-        rows[root] = send
-        return self.exchange({}, {k: rows[k] for k in self.others})
 
 
 class Closed(Exception):
