@@ -22,12 +22,13 @@ import importlib
 import importlib.util
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -156,19 +157,24 @@ class Measured:
 
 
 def contend(module: str, section: str, name: str, quick: bool) -> None:
-    """A contestant's process: does what the lines of a file say that grows, and answers in the first process."""
-    out, sys.stdout = sys.stdout, sys.stderr
-    found: Section = getattr(importlib.import_module(module), section)
-    builders = found.contestants[name].build(quick)
+    """A contestant's process: does what it is told over a socket, on which it waits without using a processor. The
+    first process of a contestant answers."""
     first = int(os.environ.get("RANK", os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))) == 0
+    line = socket.socket(socket.AF_UNIX)
+    line.connect(os.environ["BENCHMARK_ORDERS"])
+    talk = line.makefile("rw")
+    sys.stdout = sys.stderr
 
     def answer(what: Any) -> None:
         if first:
-            print(json.dumps(what), file=out, flush=True)
+            print(json.dumps(what), file=talk, flush=True)
 
+    print(json.dumps(first), file=talk, flush=True)
+    found: Section = getattr(importlib.import_module(module), section)
+    builders = found.contestants[name].build(quick)
     answer(list(builders))
     case: Case | None = None
-    for order, *args in _orders(Path(os.environ["BENCHMARK_ORDERS"])):
+    for order, *args in map(json.loads, talk):
         if order == "build":
             case = None
             gc.collect()
@@ -190,20 +196,6 @@ def contend(module: str, section: str, name: str, quick: bool) -> None:
             gc.collect()
             _release()
             answer(_peak(case))
-
-
-def _orders(path: Path) -> Iterator[list[str]]:
-    done = 0
-    while True:
-        lines = path.read_text().split("\n")[:-1]
-        if len(lines) == done:
-            time.sleep(0.002)
-            continue
-        order = json.loads(lines[done])
-        if order == ["end"]:
-            return
-        done += 1
-        yield order
 
 
 def _fingerprint(x: np.ndarray) -> list[float]:
@@ -253,8 +245,10 @@ class Job:
     """A contestant at work."""
 
     def __init__(self, module: str, section: str, who: Contestant, quick: bool, folder: Path):
-        self.orders = folder / f"{len(list(folder.iterdir()))}"
-        self.orders.write_text("")
+        place = folder / f"{len(list(folder.iterdir()))}"
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(place))
+        listener.listen(who.processes)
         mine = [sys.executable, "-m", "benchmarks", "--contend", module, section, who.name, str(int(quick))]
         n = str(who.processes)
         command = {
@@ -265,32 +259,51 @@ class Job:
         }[who.launcher]()
         env = {
             **os.environ,
-            "BENCHMARK_ORDERS": str(self.orders),
+            "BENCHMARK_ORDERS": str(place),
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
             **who.env,
         }
-        self.errors = (folder / f"{self.orders.name}.err").open("w+")
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self.errors, text=True, env=env)
+        self.errors = place.with_suffix(".err").open("w+")
+        self.process = subprocess.Popen(command, stdout=self.errors, stderr=self.errors, text=True, env=env)
+        self.lines: list[Any] = []
+        listener.settimeout(0.2)
+        while len(self.lines) < who.processes:
+            try:
+                talk = listener.accept()[0].makefile("rw")
+            except TimeoutError:
+                if self.process.poll() is not None:
+                    raise self._ended() from None
+                continue
+            first = json.loads(talk.readline())
+            self.lines.insert(0 if first else len(self.lines), talk)
+        listener.close()
         self.cases: list[str] = self.answer()
 
     def ask(self, *order: Any) -> Any:
-        with self.orders.open("a") as file:
-            file.write(json.dumps([str(x) for x in order]) + "\n")
+        try:
+            for talk in self.lines:
+                print(json.dumps([str(x) for x in order]), file=talk, flush=True)
+        except OSError:
+            raise self._ended() from None
         return self.answer()
 
     def answer(self) -> Any:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
+        line = self.lines[0].readline()
         if not line:
-            self.process.wait()
-            self.errors.seek(0)
-            raise Ended(f"a contestant ended: {self.process.args}\n{self.errors.read()[-2000:]}")
+            raise self._ended()
         return json.loads(line)
 
+    def _ended(self) -> Ended:
+        self.process.wait()
+        self.errors.seek(0)
+        return Ended(f"a contestant ended: {self.process.args}\n{self.errors.read()[-2000:]}")
+
     def end(self) -> None:
-        with self.orders.open("a") as file:
-            file.write('["end"]\n')
+        """Hang up: that ends it."""
+        for talk in self.lines:
+            with contextlib.suppress(OSError):
+                talk.close()
         try:
             self.process.wait(timeout=30)
         except subprocess.TimeoutExpired:
