@@ -45,6 +45,8 @@ def main() -> int:
             contest.compete(*SECTIONS[name], args.quick, args.only, lambda line: print(line, file=sys.stderr))
         )
         print(report.text(tables[-1]), end="\n\n", flush=True)
+    if aims := report.aims(tables):
+        print(aims, flush=True)
     if args.markdown:
         args.markdown.write_text(report.markdown(tables))
     if args.json:

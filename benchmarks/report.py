@@ -11,8 +11,9 @@ from statistics import median
 from typing import Any
 
 from benchmarks.contest import Table
+from benchmarks.targets import found
 
-__all__ = ["as_json", "markdown", "picture", "text"]
+__all__ = ["aims", "as_json", "markdown", "picture", "text"]
 
 BUSY = 0.1
 """The share of two cores that other work may take before a table says so."""
@@ -66,8 +67,38 @@ def text(table: Table) -> str:
     return "\n".join([*lines, *(f"  {r}" for r in _remarks(table))])
 
 
+def _aims(tables: Sequence[Table]) -> list[list[str]]:
+    """A row for each thing that we mean to hold: what it is, against whom, what was found, what is wanted."""
+    rows = []
+    for f in found(tables):
+        t = f.target
+        who = f"{t.section}: {t.case}" + (f" ({t.ours})" if t.ours != "spmd" else "")
+        if t.of == "ratio":
+            got, need = f"{f.value:.2f}×", f"{t.need:.3g}×"
+        elif t.of == "memory":
+            got, need = f"{f.value:.2f} of its peak memory", "1"
+        else:
+            got, need = seconds(f.value) + " more" * (t.of == "more"), seconds(t.need)
+        rows.append([who, f.peer, got, need, "met" if f.met else "MISSED"])
+    return rows
+
+
+def aims(tables: Sequence[Table]) -> str:
+    """What holds of `benchmarks.targets`, as text; nothing where nothing of that was measured."""
+    rows = _aims(tables)
+    if not rows:
+        return ""
+    rows = [["what is to hold", "against", "found", "wanted", ""], *rows]
+    widths = [max(len(r[k]) for r in rows) for k in range(5)]
+    return "\n".join("  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows)
+
+
 def markdown(tables: Sequence[Table]) -> str:
     parts = []
+    rows = _aims(tables)
+    if rows:
+        head = ["## What is to hold", "", "| work | against | found | wanted | |", "|---|---|---|---|---|"]
+        parts.append("\n".join([*head, *("| " + " | ".join(r) + " |" for r in rows)]))
     for table in tables:
         header, *rows = _cells(table)
         lines = [f"## {table.section.name}: {table.section.title}", "", "| " + " | ".join(header) + " |"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from operator import index
 from typing import Any, ClassVar
 
@@ -34,7 +35,17 @@ class Permute(Operator):
     function: ClassVar[str] = "ppermute"
     private: ClassVar[tuple[str, ...]] = ("shapes",)
 
+    @cached_property
+    def _fits(self) -> set[int]:
+        """The sizes of groups among which the pairs were found to be right."""
+        return set()
+
     def check(self, group: Group, x: np.ndarray) -> None:
+        if group.size not in self._fits:
+            self._check(group)
+            self._fits.add(group.size)
+
+    def _check(self, group: Group) -> None:
         where = f"spmd.{self.function}"
         for side, name in ((0, "source"), (1, "target")):
             seen: set[int] = set()
@@ -85,6 +96,11 @@ class Permute(Operator):
         return n, n * x.nbytes
 
 
+@lru_cache(maxsize=1024, typed=True)
+def _sorted(perm: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+    return tuple(sorted((index(s), index(t)) for s, t in perm))
+
+
 def ppermute(x, axis_name: AxisName, perm: Sequence[tuple[int, int]]):
     """Blocks sent from worker to worker along axis_name.
 
@@ -96,7 +112,7 @@ def ppermute(x, axis_name: AxisName, perm: Sequence[tuple[int, int]]):
     """
     names = _names(axis_name, "ppermute")
     try:
-        pairs = tuple(sorted((index(s), index(t)) for s, t in perm))
+        pairs = _sorted(tuple(map(tuple, perm)))
     except (TypeError, ValueError):
         raise LayoutError(
             message(

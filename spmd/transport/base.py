@@ -60,10 +60,11 @@ class Group:
     """The workers that meet in a collective: those that differ only along `axes`, in the order of `axes`.
 
     dims: the sizes of the axes. members: their numbers, major axis first. index: this worker's place among them.
-    key: what identifies the group among all groups, whichever way its axes were ordered.
+    key: what identifies the group among all groups, whichever way its axes were ordered. ordered: the members by
+    number; places: the place of each of these among the members, None where they are in order.
     """
 
-    __slots__ = ("axes", "dims", "index", "key", "members", "size")
+    __slots__ = ("axes", "dims", "index", "key", "members", "ordered", "places", "size")
 
     def __init__(self, axes: tuple[str, ...], dims: tuple[int, ...], members: tuple[int, ...], index: int):
         self.axes = axes
@@ -71,7 +72,9 @@ class Group:
         self.members = members
         self.index = index
         self.size = len(members)
-        self.key = (tuple(sorted(axes)), min(members))
+        self.ordered = tuple(sorted(members))
+        self.places = None if self.ordered == members else sorted(range(self.size), key=members.__getitem__)
+        self.key = (tuple(sorted(axes)), self.ordered[0])
 
 
 class Call:

@@ -38,6 +38,10 @@ def _last_greetings() -> None:
             MPI.COMM_WORLD.Recv(nothing, status.Get_source(), status.Get_tag())
 
 
+_ROWS = 1
+"""The tag of rows; blocks have 0."""
+
+
 class MpiChannel(Channel):
     """A communicator. Large blocks go from process to process, which MPI does in one copy on one host; what it moves in
     its own collectives it moves in small pieces, and only while it is called."""
@@ -50,7 +54,22 @@ class MpiChannel(Channel):
 
     def rows(self, mine: np.ndarray) -> tuple[list[MPI.Request], np.ndarray]:
         theirs = np.empty_like(mine)
-        return [self.comm.Ialltoall(mine, theirs)], theirs
+        if len(self.others) != 1:
+            return [self.comm.Ialltoall(mine, theirs)], theirs
+        (other,) = self.others
+        theirs[self.me] = mine[self.me]
+        return [self.comm.Irecv(theirs[other], other, _ROWS), self.comm.Isend(mine[other], other, _ROWS)], theirs
+
+    def swap(self, mine: np.ndarray) -> np.ndarray:
+        """`rows`, all of it."""
+        theirs = np.empty_like(mine)
+        if len(self.others) != 1:
+            self.comm.Alltoall(mine, theirs)
+            return theirs
+        (other,) = self.others
+        theirs[self.me] = mine[self.me]
+        self.comm.Sendrecv(mine[other], other, _ROWS, theirs[other], other, _ROWS)
+        return theirs
 
     def broadcast(self, buffer: np.ndarray, root: int) -> list[MPI.Request]:
         if len(self.others) < 2:
@@ -91,9 +110,7 @@ class MpiTransport(ProcessTransport):
         MPI.Request.Waitall(requests)
 
     def swap(self, channel: Any, mine: np.ndarray) -> np.ndarray:
-        theirs = np.empty_like(mine)
-        channel.comm.Alltoall(mine, theirs)
-        return theirs
+        return channel.swap(mine)
 
     def watch(self, requests: list[MPI.Request], call: Call | None) -> None:
         Patience(self, call).until(lambda: MPI.Request.Testall(requests))

@@ -61,31 +61,56 @@ def digest(*key: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little", signed=True)
 
 
-def _headers(call: Call, shapes: Sequence[Shape | None], run: int, number: int) -> np.ndarray:
+@lru_cache(maxsize=4096)
+def _told(op: str, shape: Shape) -> np.ndarray:
+    """1 + the rank, and the shape, of what comes for a member."""
+    if len(shape) > _MAX_NDIM:
+        raise TransportError(
+            message(
+                op,
+                got=f"an array of {len(shape)} dimensions",
+                need=f"at most {_MAX_NDIM} between processes",
+                mend="reshape it for the collective",
+            )
+        )
+    return np.array([1 + len(shape), *shape], np.int64)
+
+
+def _headers(call: Call, shapes: Shape | Sequence[Shape | None], members: int, run: int, number: int) -> np.ndarray:
     """A row for each member: what is called, 1 + the rank (0: nothing comes) and the shape of what comes for it.
 
-    run, number: which map, and which collective in it.
+    shapes: one for all (a tuple), or a list of one for each. run, number: which map, and which collective in it.
     """
     op, axes, detail, dtype, shape = call.key
-    heads = np.zeros((len(shapes), _HEAD + _RIDES // 8), np.int64)
-    heads[:, 0] = digest(run, number, op, axes, detail, np.dtype(dtype).str, shape)
-    asks = _ASKS if call.asks is not None and call.asks[0] else 0
-    for head, lengths in zip(heads, shapes, strict=True):
-        if lengths is None:
-            head[1] = asks
-        elif len(lengths) <= _MAX_NDIM:
-            head[1] = 1 + len(lengths) + asks
-            head[2 : 2 + len(lengths)] = lengths
-        else:
-            raise TransportError(
-                message(
-                    call.op,
-                    got=f"an array of {len(lengths)} dimensions",
-                    need=f"at most {_MAX_NDIM} between processes",
-                    mend="reshape it for the collective",
-                )
-            )
+    name = digest(op, axes, detail, np.dtype(dtype).str, shape) + run * _STEPS[0] + number * _STEPS[1]
+    heads = np.zeros((members, _HEAD + _RIDES // 8), np.int64)
+    heads[:, 0] = (name + (1 << 63)) % (1 << 64) - (1 << 63)
+    if isinstance(shapes, tuple):
+        told = _told(op, shapes)
+        heads[:, 1 : 1 + len(told)] = told
+    else:
+        for head, lengths in zip(heads, shapes, strict=True):
+            if lengths is not None:
+                told = _told(op, lengths)
+                head[1 : 1 + len(told)] = told
+    if call.asks is not None and call.asks[0]:
+        heads[:, 1] += _ASKS
     return heads
+
+
+_STEPS = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F
+"""What the number of a map, and of a collective in it, adds to a call's: odd, with bits in all places."""
+
+
+def _shapes_in(heads: np.ndarray) -> list[Shape | None]:
+    """The shapes that headers tell of."""
+    told = heads[:, 1:_HEAD].tolist()
+    return [tuple(lengths[: said % _ASKS - 1]) if said % _ASKS else None for said, *lengths in told]
+
+
+def _riders_in(heads: np.ndarray) -> np.ndarray:
+    """What came with headers: a row of bytes for each."""
+    return heads[:, _HEAD:].view(np.uint8)
 
 
 _HOST = np.dtype([("name", "i8"), ("cores", "u1", 4096)])
@@ -245,43 +270,49 @@ class ProcessComm(Comm):
 
         Raises MismatchError on all members where they call different things.
         """
-        return self._meet(group, call, shapes, {})[0]
+        return _shapes_in(self._meet(group, call, list(shapes)))
 
     def _meet(
-        self, group: Group, call: Call, shapes: Iterable[Shape | None], riders: Mapping[int, np.ndarray]
-    ) -> tuple[list[Shape | None], np.ndarray]:
-        """`meet`, and what came for this member with the headers: a row of bytes for each. riders[k], of at most _RIDES
-        bytes, goes to member k."""
+        self,
+        group: Group,
+        call: Call,
+        shapes: Shape | list[Shape | None],
+        riders: np.ndarray | Mapping[int, np.ndarray] | None = None,
+    ) -> np.ndarray:
+        """`meet`; the headers that came. A shape alone is that for everyone. riders: of at most _RIDES bytes, riders[k]
+        goes along to member k, an array alone to everyone."""
         transport = self.transport
-        channel, order = transport.meeting_place(group, call)
+        channel = transport.channel(group.ordered, call)
         self.number += 1
-        mine = _headers(call, list(shapes), transport.runs, self.number)
-        for k, rider in riders.items():
-            mine[k, _HEAD:].view(np.uint8)[: rider.size] = rider
-        if order is not None:
-            mine = mine[order]
+        mine = _headers(call, shapes, group.size, transport.runs, self.number)
+        if isinstance(riders, np.ndarray):
+            mine[:, _HEAD:].view(np.uint8)[:, : riders.size] = riders
+        elif riders:
+            for k, rider in riders.items():
+                mine[k, _HEAD:].view(np.uint8)[: rider.size] = rider
+        if group.places is not None:
+            mine = mine[group.places]
         if transport.board is None:
             heads = transport.swap(channel, mine)
         else:
-            transport.come(tuple(sorted(group.members)), call)
+            transport.come(group.ordered, call)
             requests, heads = channel.rows(mine)
             transport.arrive(requests, call, (mine, heads))
-        if order is not None:
-            heads[order] = heads.copy()
-        if (heads[:, 0] != heads[0, 0]).any():
+        if group.places is not None:
+            heads[group.places] = heads.copy()
+        names = heads[:, 0].tolist()
+        if names.count(names[0]) < len(names):
             error = self._mismatch(group, call, heads[:, 0])
             transport.fail(error)
             raise error
-        self.transport.last = call
-        told = heads[:, 1:_HEAD].tolist()
-        theirs = [tuple(lengths[: said % _ASKS - 1]) if said % _ASKS else None for said, *lengths in told]
+        transport.last = call
         if call.asks is not None:
-            call.asks[0] = any(said >= _ASKS for said, *_ in told)
-        return theirs, sealed(heads[:, _HEAD:].view(np.uint8))
+            call.asks[0] = bool((heads[:, 1] >= _ASKS).any())
+        return sealed(heads)
 
     def _mismatch(self, group: Group, call: Call, keys: np.ndarray) -> MismatchError:
         """What to raise: the members, who all know by now that they disagree, tell each other their calls and lines."""
-        channel, order = self.transport.meeting_place(group, call)
+        channel, order = self.transport.channel(group.ordered, call), group.places
         mine = np.array([str(call).encode()[:400], call.source.encode()[-400:], str(self.number).encode()], "S400")
         texts = np.empty((group.size, 3), "S400")
         sizes = [mine.nbytes] * group.size
@@ -303,14 +334,10 @@ class ProcessComm(Comm):
         board = self.transport.board
         return board is not None and board.here(self.transport.ranks[member])
 
-    def _meet_alike(self, group: Group, call: Call, x: np.ndarray) -> list[Shape]:
-        """Meet with something for everyone; the shapes that the members bring."""
-        return [s or () for s in self.meet(group, call, [x.shape] * group.size)]
-
     def _agree(self, group: Group, call: Call, x: np.ndarray) -> None:
         """Meet for the check alone: where all bring one shape, nobody has to learn any."""
         if self.transport.checks:
-            self._meet_alike(group, call, x)
+            self._meet(group, call, x.shape)
 
     def _shapes(self, group: Group, call: Call) -> Handle:
         return Ready(self.meet(group, call, [call.shape] * group.size) if group.size > 1 else [call.shape])
@@ -322,9 +349,8 @@ class ProcessComm(Comm):
 
     def _agreed_sum(self, group: Group, call: Call, x: np.ndarray, how: str) -> Handle:
         if self.transport.checks and _rides(x):
-            everyone = range(group.size)
-            _, came = self._meet(group, call, [x.shape] * group.size, dict.fromkeys(everyone, _bytes(x)))
-            blocks = [_split(row[: x.nbytes], [x.shape], x.dtype)[0] for row in came]
+            came = _riders_in(self._meet(group, call, x.shape, _bytes(x)))
+            blocks = [row[: x.nbytes].view(x.dtype).reshape(x.shape) for row in came]
             return Ready(sealed(kernels.of(x).combine(blocks, how)))
         self._agree(group, call, x)
         return self._reduce_blocks(group, call, x, how)
@@ -412,9 +438,8 @@ class ProcessComm(Comm):
         if group.size == 1:
             return Ready([sealed(x)])
         send = _bytes(x)
-        riders = dict.fromkeys(range(group.size), send) if _rides(x) else {}
-        met, came = self._meet(group, call, [x.shape] * group.size, riders)
-        shapes = [s or () for s in met]
+        heads = self._meet(group, call, x.shape, send if _rides(x) else None)
+        shapes, came = [s or () for s in _shapes_in(heads)], _riders_in(heads)
         counts = [prod(s) * x.itemsize for s in shapes]
         if max(counts) <= _RIDES and isinstance(x, np.ndarray):
             return Ready([_split(row[:n], [s], x.dtype)[0] for row, n, s in zip(came, counts, shapes, strict=True)])
@@ -464,7 +489,8 @@ class ProcessComm(Comm):
         sent = {k: _bytes(x) for k, x in sends.items() if k != group.index}
         riders = {k: x for k, x in sent.items() if _rides(x)}
         going = [sends[k].shape if k in sends else None for k in range(group.size)]
-        shapes, came = self._meet(group, call, going, riders)
+        heads = self._meet(group, call, going, riders)
+        shapes, came = _shapes_in(heads), _riders_in(heads)
         channel, dtype = self.transport.channel(group.members), np.dtype(call.dtype)
         coming = {k: s for k, s in enumerate(shapes) if s is not None and k != group.index}
         received = {k: self.room(prod(s) * dtype.itemsize, call, sends) for k, s in coming.items()}
@@ -653,14 +679,6 @@ class ProcessTransport(Transport):
                 self.fail(error)
                 raise
         self.board.go_on()
-
-    def meeting_place(self, group: Group, call: Call) -> tuple[Any, list[int] | None]:
-        """A channel of the group's members that does not depend on the order of its axes, and the members in its
-        order, None where it is theirs: those who name the axes in another order must meet too, to learn it."""
-        members = tuple(sorted(group.members))
-        if members == group.members:
-            return self.channel(members, call), None
-        return self.channel(members, call), sorted(range(group.size), key=group.members.__getitem__)
 
     def run(self, body: Callable[[Comm], Any], scheduler: str, describe: Callable[[int], str]) -> Outcome:
         with self.lock:  # Of several threads one runs its map; should others come first elsewhere, it is a mismatch.

@@ -1,0 +1,131 @@
+"""What we mean to be: for each work the peers that it is held against, and how much faster ours is to be.
+
+A figure is met or missed by the medians of one run. What the run did not measure, for want of a peer or of the section,
+is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from benchmarks.contest import Measured, Table
+
+__all__ = ["TARGETS", "Found", "Target", "found"]
+
+JAX = "jax, 2 devices"
+GLOO = ("torch, gloo", "torch, halo in place")
+SIZES = ("4 B", "256 KB", "4 MB", "64 MB")
+VERBS = (
+    "all-reduce",
+    "broadcast",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "permute",
+    "halo exchange",
+    "repartition",
+)
+
+
+@dataclass(frozen=True)
+class Target:
+    """need: by `of` the least "ratio" of the best peer's time to ours, the most "seconds" of ours, the most seconds
+    that it takes "more" than the best peer, or the most "memory" relative to the best peer's."""
+
+    section: str
+    case: str
+    peers: tuple[str, ...]
+    need: float
+    of: Literal["ratio", "seconds", "more", "memory"] = "ratio"
+    ours: str = "spmd"
+
+
+def _targets() -> Iterator[Target]:
+    for size, need in zip(SIZES, (10, 1.5, 2, 5), strict=True):
+        yield Target("local", f"all-reduce {size}", (JAX,), need)
+    for verb in "broadcast", "permute":
+        yield Target("local", f"{verb} 4 MB", (JAX,), 20)
+        yield Target("local", f"{verb} 64 MB", (JAX,), 300)
+    for verb, need in {"all-gather": 6, "reduce-scatter": 3.5, "all-to-all": 7}.items():
+        yield Target("local", f"{verb} 64 MB", (JAX,), need)
+    for verb in "all-reduce", "reduce-scatter":
+        yield Target("local", f"{verb} 64 MB", ("limit",), 0.8)
+    for verb in VERBS:
+        for size in SIZES:
+            yield Target("local", f"{verb} {size}", ("torch, gloo",), 4)
+    for mine, peer in {"spmd": "mpi4py", "spmd, Open MPI": "mpi4py, Open MPI"}.items():
+        for verb in VERBS:
+            yield Target("mpi", f"{verb} 4 B", (peer,), 10e-6, "more", mine)
+            for size in ("1 MB", "4 MB", "64 MB"):
+                need = 1.5 if verb == "all-reduce" and size != "1 MB" else 0.95
+                yield Target("mpi", f"{verb} {size}", (peer,), need, "ratio", mine)
+    torch = ("torch DDP", "torch + mpi4py")
+    yield Target("w1", "batch 256", (JAX, *torch), 1)
+    yield Target("w1", "batch 4096", (JAX, *torch), 1)
+    yield Target("w2", "512 tokens, 1024-4096-1024", (JAX,), 1.1)
+    yield Target("w2", "512 tokens, 1024-4096-1024", ("torch DTensor",), 1.15)
+    yield Target("w3", "(4, 16, 256, 256)", (JAX, "jax, 1 device", "torch, by hand"), 1)
+    yield Target("w4", "2048x2048, 100 steps", ("jax, 1 device",), 1)
+    yield Target("w4", "2048x2048, 100 steps", (JAX,), 1, ours="spmd, NumPy alone")
+    yield Target("w5", "4096x4096, round trip", ("mpi4py-fft",), 1)
+    yield Target("w5", "4096x4096, round trip", (JAX, "torch DTensor"), 5)
+    yield Target("w6", "256x256x256", ("mpi4py-fft",), 1)
+    yield Target("w6", "256x256x256", (JAX, "jax, 1 device"), 1.5)
+    yield Target("w7", "20 operations and a sum", ("jax eager, 2 devices",), 100)
+    yield Target("w7", "20 operations and a sum", ("torch DTensor",), 5)
+    yield Target("costs", "empty map, auto", (), 60e-6, "seconds")
+    yield Target("costs", "import", ("numpy",), 1 / 1.5)
+    eager = ("torch DDP", "torch + mpi4py", "torch, by hand", "torch DTensor")
+    for section, case in {
+        "w1": "batch 256",
+        "w2": "512 tokens, 1024-4096-1024",
+        "w3": "(4, 16, 256, 256)",
+        "w4": "2048x2048, 100 steps",
+    }.items():
+        yield Target(section, case, eager, 1, "memory")
+
+
+TARGETS = tuple(_targets())
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a run found of a target."""
+
+    target: Target
+    value: float
+    peer: str
+
+    @property
+    def met(self) -> bool:
+        return self.value >= self.target.need if self.target.of == "ratio" else self.value <= self.target.need
+
+
+def found(tables: Sequence[Table]) -> list[Found]:
+    """The targets that a run has measured."""
+    by_name = {table.section.name: table for table in tables}
+    results = []
+    for target in TARGETS:
+        row = by_name[target.section].rows.get(target.case, {}) if target.section in by_name else {}
+        ours, peers = row.get(target.ours), {n: row[n] for n in target.peers if n in row}
+        if ours is not None and (peers or not target.peers):
+            result = _compare(target, ours, peers)
+            if result is not None:
+                results.append(result)
+    return results
+
+
+def _compare(target: Target, ours: Measured, peers: dict[str, Measured]) -> Found | None:
+    if target.of == "memory":
+        peaks = {n: m.peak for n, m in peers.items() if m.peak}
+        if ours.peak is None or not peaks:
+            return None
+        best = min(peaks, key=peaks.__getitem__)
+        return Found(target, ours.peak / peaks[best], best)
+    if not peers:
+        return Found(target, ours.median, "")
+    best = min(peers, key=lambda n: peers[n].median)
+    theirs = peers[best].median
+    return Found(target, theirs / ours.median if target.of == "ratio" else ours.median - theirs, best)
