@@ -18,7 +18,23 @@ from spmd.errors import DtypeError, describe, message
 __all__ = ["At", "astype", "at", "define_indexing", "scatter_add"]
 
 _NUMBERS = {int, type(None)}
-_NO_ARRAYS = (int, slice, np.ndarray, type(None), type(Ellipsis))
+_NO_ARRAYS = {int, np.ndarray, type(None), type(Ellipsis)}
+
+
+def _holds_no_arrays(index) -> bool:
+    """Whether an index is seen at once to hold no array of ours."""
+    kind = type(index)
+    if kind is slice:
+        return type(index.start) in _NUMBERS and type(index.stop) in _NUMBERS and type(index.step) in _NUMBERS
+    if kind is not tuple:
+        return kind in _NO_ARRAYS
+    for part in index:
+        if type(part) is slice:
+            if not (type(part.start) in _NUMBERS and type(part.stop) in _NUMBERS and type(part.step) in _NUMBERS):
+                return False
+        elif type(part) not in _NO_ARRAYS:
+            return False
+    return True
 
 
 def _is_basic(index) -> bool:
@@ -84,9 +100,7 @@ _GET = _getitem.primitive  # type: ignore[attr-defined]
 def _get(x: Array, index):
     """x[index]; Arrays in the index are integers or masks, whose state the result has too."""
     tape, value = x.tape, x.value
-    simple = type(index) in _NO_ARRAYS and (
-        type(index) is not slice or {type(index.start), type(index.stop), type(index.step)} <= _NUMBERS
-    )
+    simple = _holds_no_arrays(index)
     if simple and tape is None and x.state is not None and type(value) is np.ndarray:
         ans = value[index]
         return Array(ans, x.state)

@@ -128,6 +128,7 @@ class Mapped:
         self.check = check
         self._names = _parameter_names(f)
         self._schedulers: dict[Any, str] = {}
+        self._slow: set[Any] = set()
         functools.update_wrapper(self, f, updated=())  # not what f keeps: that of a map would be taken for this one's
         self.where = f"spmd.map of {getattr(f, '__name__', None) or type(f).__name__}"
         for name, specs in (("in_specs", in_specs), ("out_specs", out_specs)):
@@ -311,7 +312,11 @@ class Mapped:
         with suspended():
             outcome = mesh.run(body, tracked=tracked, scheduler=scheduler)
         if scheduler is None and mesh.scheduler == "auto":
-            self._schedulers[key] = mesh.chosen[f"{key[1][0]} of {self.where}"] = suited(outcome, mesh)
+            chosen = suited(outcome, mesh)
+            if chosen == "lockstep" or key in self._slow:
+                self._schedulers[key] = mesh.chosen[f"{key[1][0]} of {self.where}"] = chosen
+            else:
+                self._slow.add(key)  # It may have been the first time of something else: what is imported, compiled.
         return outcome
 
     def _returned(self, out) -> tuple[list[Leaf], Any]:
@@ -761,7 +766,7 @@ _LONG = 400e-6
 
 
 def suited(outcome: Outcome, mesh: Mesh) -> str:
-    """The scheduler for a map, from its first run in lockstep: threads where the work between waits is long."""
+    """The scheduler for a map, from a run in lockstep: threads where the work between waits is long."""
     cores = usable_cores()
     segment = outcome.seconds / (outcome.switches + mesh.size)
     return "threads" if cores > 1 and mesh.size > 1 and segment > _LONG else "lockstep"

@@ -786,9 +786,22 @@ def test_auto_chooses_for_each_shape_anew(monkeypatch):
             type(mesh), "run", lambda self, body, **kw: (seen.append(kw["scheduler"]), run(self, body, **kw))[1]
         )
         mapped = spmd.map(lambda x: (time.sleep(0.02 * x.shape[1]), x)[1], ROWS, ROWS)
-        for a in (X, X, X[:, :0], X[:, :0], X):
+        for a in (X, X, X, X[:, :0], X[:, :0], X):
             mapped(a)
-    assert seen == [None, "threads", None, "lockstep", "threads"]
+    assert seen == [None, None, "threads", None, "lockstep", "threads"]
+
+
+def test_auto_does_not_go_by_a_first_run_that_is_slow(monkeypatch):
+    """What it imports and compiles is no work of the body."""
+    monkeypatch.setattr("spmd.mapping.usable_cores", lambda: 4)
+    monkeypatch.setattr("spmd.mapping._LONG", 0.02)
+    with spmd.Mesh(x=2, scheduler="auto") as mesh:
+        left = [0.1, 0.1]
+        mapped = spmd.map(lambda x: (left and time.sleep(left.pop()), x)[1], ROWS, ROWS)
+        mapped(X)
+        assert not mesh.chosen
+        mapped(X)
+        assert set(mesh.chosen.values()) == {"lockstep"}
 
 
 def test_maps_may_be_called_from_several_threads():

@@ -189,7 +189,7 @@ def bounded(kept: dict) -> dict:
     return kept
 
 
-def operate(op: Collective, x, frame: FrameType | None = None):
+def operate(op: Collective, x, frame: FrameType | None = None) -> Any:
     """Apply a collective to the user's x: a traced or bare array, a number, or a pytree of them."""
     worker = WORKER.get() or here(f"spmd.{op.function}")
     frame = frame or sys._getframe(1)
