@@ -25,7 +25,7 @@ from spmd.autodiff import tracer, tree
 from spmd.autodiff.primitive import Primitive
 from spmd.autodiff.tape import Future
 from spmd.autodiff.tracer import Array, Mixing, record, value_of, weak
-from spmd.device import contiguous, home, on_device
+from spmd.device import contiguous, copied, home, on_device
 from spmd.errors import ClosureError, DifferentiationError, LayoutError, StateError, describe, message
 from spmd.frontends import frontend
 from spmd.layout import block_sizes, offsets
@@ -260,8 +260,7 @@ def owned_block(x, op: Collective) -> np.ndarray:
             )
         )
     if writable(x):
-        x = np.array(x, order="C")
-        x.flags.writeable = False
+        return sealed(copied(np.asarray(x)))
     return np.asarray(x)
 
 
