@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["float0", "is_foreign", "kind_of_dtype", "most", "spacing"]
+__all__ = ["dtype_name", "float0", "is_foreign", "kind_of_dtype", "most", "spacing"]
 
 float0 = np.dtype([("float0", np.void, 0)])
 """The dtype of tangents and cotangents of integers and booleans, which have no derivative: of no bytes, as in JAX."""
@@ -23,6 +23,12 @@ def kind_of_dtype(dtype: Any) -> str:
     if dtype == float0 or dtype.name.startswith(("int", "uint")):
         return "i"
     return "f" if dtype.name.startswith(("float", "bfloat")) else ""
+
+
+@functools.cache
+def dtype_name(dtype: np.dtype) -> str:
+    """The name of a dtype, which NumPy puts together anew each time."""
+    return dtype.name
 
 
 def is_foreign(dtype: Any) -> bool:

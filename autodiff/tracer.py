@@ -383,7 +383,7 @@ _SELECT = Primitive(None, "select", (lambda g, ans, k: Bundle({k: g}),))
 
 def part(node: Node, k: int, value, state, tape: Tape) -> Array:
     """Result k of a node with several results, recorded as a node of its own."""
-    return Array(value, state, tape, record(tape, _SELECT, [node], (k,), np.shape(value), value.dtype))
+    return Array(value, state, tape, record(tape, _SELECT, [node], (k,), getattr(value, "shape", ()), value.dtype))
 
 
 def _parts(ans: Any, state, tape: Tape, node: Node):

@@ -84,7 +84,7 @@ def lift(tape: Tape, x: Any, where: str, path: Callable[[], str]) -> Any:
         raise _not_floating(x, where, path, "or leave it out of argnums")
     if type(x) is not np.ndarray and isinstance(x, np.ndarray) and not isinstance(x, np.memmap):
         raise _subclass(x, where, path)
-    leaf = tape.leaf(np.shape(value_of(x)), x.dtype)
+    leaf = tape.leaf(getattr(value_of(x), "shape", ()), x.dtype)
     if type(x) is Array:
         return Array(x if x.tape is not None else x.value, x.state, tape, leaf)
     state = tracer.mixing.ambient()

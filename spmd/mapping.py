@@ -18,7 +18,7 @@ import numpy as np
 from spmd import device as devices
 from spmd.array import Frozen, PartitionedArray, closed_over, owned, relayout
 from spmd.autodiff import tracer, transforms, tree
-from spmd.autodiff.dtypes import kind_of_dtype
+from spmd.autodiff.dtypes import dtype_name, kind_of_dtype
 from spmd.autodiff.primitive import primitive
 from spmd.autodiff.tape import suspended
 from spmd.autodiff.tracer import Array, value_of
@@ -278,8 +278,9 @@ class Mapped:
                 )
             )
         devices.home(self.where, leaf.path, x, mesh.device)
-        leaf.spec.check(mesh.axes, self.where, leaf.path, np.ndim(x))
-        mesh.layout(np.shape(x), leaf.spec, self.where, leaf.path)
+        shape = x.shape if kind else np.shape(x)
+        leaf.spec.check(mesh.axes, self.where, leaf.path, len(shape))
+        mesh.layout(shape, leaf.spec, self.where, leaf.path)
         if isinstance(x, PartitionedArray) and x.mesh != mesh:
             raise MeshError(
                 message(
@@ -597,7 +598,7 @@ class _Input:
         self.value = value
         self.blocks = blocks
         self.state = state_of(spec.varying) if spec is not None else None
-        self.kind = None if blocks is None else np.shape(value)
+        self.kind = None if blocks is None else getattr(value, "shape", ())
 
     def block(self, worker: Worker):
         """The worker's block, with its state where states are tracked."""
@@ -699,11 +700,16 @@ def _joined_leaves(where: str, mesh: Mesh, outcome: Outcome, check: bool) -> lis
     places = [k for k, spec in enumerate(mine.specs) if spec is not None]
     # The structures of workers held here have been compared already.
     structure = shown(mine.treedef) if len(outcome.results) < mesh.size else ""
+    compared = {k for k in places if check and _has_copies(mesh, outcome, k)}
     notes = {
         w: [
             structure,
             [
-                [list(r.blocks[k].shape), r.blocks[k].dtype.name, fingerprint(r.blocks[k]) if check else 0]
+                [
+                    list(r.blocks[k].shape),
+                    dtype_name(r.blocks[k].dtype),
+                    fingerprint(r.blocks[k]) if k in compared else 0,
+                ]
                 for k in places
             ],
         ]
@@ -720,12 +726,23 @@ def _joined_leaves(where: str, mesh: Mesh, outcome: Outcome, check: bool) -> lis
         assert spec is not None
         _one_dtype(where, path, mesh, [s[1] for s in said])
         layout = mesh.joined(tuple(tuple(s[0]) for s in said), spec, f"{where}: {path}")
-        if check:
+        if k in compared:
             _copies_agree(where, path, mesh, layout, [s[2] for s in said])
         kept: dict[Any, np.ndarray] = {}
         blocks = {w: kept.setdefault(mesh.sharing(layout, w), r.blocks[k]) for w, r in outcome.results.items()}
         joined[k] = PartitionedArray(blocks, layout, mesh)
     return joined
+
+
+def _has_copies(mesh: Mesh, outcome: Outcome, k: int) -> bool:
+    """Whether several workers have a copy each of what result k is."""
+    results = list(outcome.results.values())
+    spec, block = results[0].specs[k], results[0].blocks[k]
+    if not isinstance(spec, P):
+        return True
+    if all(n == 1 or name in spec.varying for name, n in mesh.axes.items()):
+        return False
+    return len(results) < mesh.size or any(r.blocks[k] is not block for r in results)
 
 
 def _one_dtype(where: str, path: str, mesh: Mesh, dtypes: list[str]) -> None:
