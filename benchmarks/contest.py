@@ -78,11 +78,13 @@ class Case:
     """Work that is ready to be done.
 
     run: the seconds of one of so many repetitions. tell: what has been computed, as arrays that all contestants must
-    agree on; called in all processes of a job, and listened to in the first.
+    agree on; called in all processes of a job, and listened to in the first. drop: let go of what a repetition has left
+    behind, gradients say, so that the peak of the next one has them in it.
     """
 
     run: Callable[[int], float]
     tell: Callable[[], Sequence[Any]]
+    drop: Callable[[], Any] = lambda: None
 
 
 def jitted(step: Callable[..., Any], *args: Any) -> Case:
@@ -195,6 +197,7 @@ def contend(module: str, section: str, name: str, quick: bool) -> None:
             case = builders[args[0]]()
             # What is compiled, and what is freed but kept, is no part of a repetition.
             case.run(1)
+            case.drop()
             gc.collect()
             _release()
             answer(_peak(case))

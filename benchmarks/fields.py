@@ -101,8 +101,11 @@ def conv_torch(quick: bool) -> Case:
             dx[:, :, near] += swapped(g[:, :, near].contiguous())
             return dx
 
-    def step():
+    def drop():
         x.grad = w.grad = None
+
+    def step():
+        drop()
         loss = (torch.nn.functional.conv2d(Halo.apply(x), w, padding=(0, 1)) * g).sum()
         loss.backward()
         value = loss.detach().clone()
@@ -116,7 +119,7 @@ def conv_torch(quick: bool) -> Case:
         dist.all_gather(parts, dx)
         return [value.numpy(), torch.cat(parts, 2).numpy(), dw.numpy()]
 
-    return Case(repeated(step), tell)
+    return Case(repeated(step), tell, drop)
 
 
 @W3.contestant("torch, by hand", launcher="torchrun", processes=2, needs=("torch",), env={"OMP_NUM_THREADS": "1"})

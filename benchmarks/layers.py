@@ -65,7 +65,10 @@ def minibatch(batch: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def training(
-    start: Callable[[], Any], step: Callable[[Any], tuple[Any, Any]], whole: Callable[[Any], Sequence[np.ndarray]]
+    start: Callable[[], Any],
+    step: Callable[[Any], tuple[Any, Any]],
+    whole: Callable[[Any], Sequence[np.ndarray]],
+    drop: Callable[[], Any] = lambda: None,
 ) -> Case:
     """start: the parameters at first. step: these to the loss and the next. whole: these to arrays like `initial`."""
     params = start()
@@ -80,7 +83,7 @@ def training(
             value, trained = step(trained)
         return told(value, whole(trained))
 
-    return Case(repeated(once), tell)
+    return Case(repeated(once), tell, drop)
 
 
 def told(value: Any, trained: Sequence[np.ndarray]) -> list[Any]:
@@ -229,7 +232,7 @@ def trained_module(batch: int, processes: int) -> Case:
             request.wait()
         return value, None
 
-    return training(start, step, lambda _: unloaded(net))
+    return training(start, step, lambda _: unloaded(net), lambda: optimizer.zero_grad(set_to_none=True))
 
 
 @W1.contestant("torch DDP", **TORCHRUN)
@@ -443,9 +446,12 @@ def block_dtensor(quick: bool) -> Case:
     net = parallelize_module(net, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
     x.requires_grad_()
 
-    def step():
+    def drop():
         x.grad = None
         net.zero_grad(set_to_none=True)
+
+    def step():
+        drop()
         value = (net(x) * c).sum()
         value.backward()
         return value
@@ -454,7 +460,7 @@ def block_dtensor(quick: bool) -> Case:
         value = step()
         return [value.detach().numpy(), x.grad.numpy(), *(p.grad.full_tensor().numpy().T for p in net.parameters())]
 
-    return Case(repeated(step), tell)
+    return Case(repeated(step), tell, drop)
 
 
 @W2.contestant("torch DTensor", **TORCHRUN)
