@@ -56,6 +56,10 @@ QUICK_ROUNDS = 3
 LEAST = 0.03
 """Seconds that a contestant works in a round, at the least."""
 
+HINDERING = {"PYTHONDONTWRITEBYTECODE", "OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE"}
+"""Variables that no contestant is given: they would have every import compile anew, and OpenBLAS take other kernels than
+those that it chooses for the processor."""
+
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 TWO_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
 """Environments: of a process that is to use one core, and of JAX on two devices of the CPU."""
@@ -263,7 +267,7 @@ class Job:
             "torchrun": lambda: [*_TORCHRUN, n, *mine[1:]],
         }[who.launcher]()
         env = {
-            **{k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"},  # what an import then costs
+            **{name: value for name, value in os.environ.items() if name not in HINDERING},
             "BENCHMARK_ORDERS": str(place),
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
