@@ -21,6 +21,9 @@ SECTIONS = {
     "costs": ("benchmarks.overhead", "COSTS"),
     "memory": ("benchmarks.overhead", "MEMORY"),
     "growth": ("benchmarks.growth", "GROWTH"),
+    "updates": ("benchmarks.updates", "UPDATES"),
+    "bridge": ("benchmarks.bridge", "BRIDGE"),
+    "checks": ("benchmarks.checks", "CHECKS"),
 }
 
 

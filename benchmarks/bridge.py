@@ -1,216 +1,133 @@
-"""What a collective of tensors costs, beside torch's functional collectives and beside the same on NumPy's arrays.
+"""Collectives of tensors of PyTorch on two workers: beside torch's own functional collectives, and beside arrays.
 
-    small    4 bytes: the time of a call, forward alone and with backward. Ours on virtual workers, over MPI and over
-             torch.distributed; torch's functional collectives on two processes over gloo.
-    large    4 MB and 64 MB on virtual workers, tensors beside arrays that are the user's own (written to by others:
-             both have to be safe from that).
-
-Run: python benchmarks/bridge.py [small] [large]. It needs `pip install -e ".[bench]"`.
-Every contestant is a job of its own that waits while others work; they run in turn, round after round. Medians of the
-medians of rounds, microseconds.
+4 B, forward and with backward: ours on virtual workers, over MPI and over torch.distributed, torch's on two processes
+over gloo. 4 MB and 64 MB, on virtual workers: tensors, and arrays of NumPy that the user may write to; both have to be
+safe from that. torch's functional collectives have no differentiable sum: there backward hands the cotangent on.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
-from statistics import median
+from functools import partial
 from typing import Any
 
-ROUNDS = 7
-SIZES = {"small": (1,), "large": (1 << 20, 16 << 20)}
-VERBS = ("all_reduce", "all_reduce + backward", "permute", "all_gather")
-Timed = dict[str, float]
+import numpy as np
+
+from benchmarks.contest import ONE_THREAD, Builders, Case, Section, repeated
+
+BRIDGE = Section("bridge", "collectives of tensors on two workers", 1e-6, ours="spmd tensors, virtual workers")
+SMALL, LARGE = {"4 B": 1}, {"4 MB": 1 << 20, "64 MB": 1 << 24}
+VERBS = "all-reduce", "all-reduce and backward", "permute", "all-gather"
+RING = [(0, 1), (1, 0)]
 
 
-def timed(call: Callable[[], Any]) -> float:
-    """The median of calls in microseconds; all workers make the same number of calls."""
-    found = []
-    for _ in range(COUNTS["n"]):
-        begun = time.perf_counter()
-        call()
-        found.append(time.perf_counter() - begun)
-    return median(found) * 1e6
+def cases(build: Callable[[str, int], Case], sizes: dict[str, int], verbs: tuple[str, ...] = VERBS) -> Builders:
+    return {f"{verb} {name}": partial(build, verb, n) for name, n in sizes.items() for verb in verbs}
 
 
-COUNTS: dict[str, int] = {}
-
-
-def ours(kind: str, transport: str) -> Callable[[], Timed]:
-    """Tensors on the workers of a mesh of two."""
+def of_tensors(transport: str, verb: str, n: int) -> Case:
     import torch
 
     import spmd
     from spmd.bridge import torch as spt
 
-    mesh = spmd.Mesh(x=2, **({} if transport == "auto" else {"transport": transport}))
-    ring = [(0, 1), (1, 0)]
+    torch.set_num_threads(1)
+    mesh = spmd.Mesh(x=2, transport=transport)
 
-    def body(what: str, n: int):
-        x = torch.ones(n)
-        y = torch.ones(n, requires_grad=True)
-        calls = {
-            "all_reduce": lambda: spt.psum(x, "x"),
-            "all_reduce + backward": lambda: spt.psum(y, "x").backward(x),
-            "permute": lambda: spt.ppermute(x, "x", ring),
-            "all_gather": lambda: spt.all_gather(x, "x", tiled=True),
-        }
-        return timed(calls[what])
+    def steps() -> Callable[[], Any]:
+        x = torch.full((n,), 1.0 + spt.worker_index("x"))
+        y = x.clone().requires_grad_()
 
-    run = spt.map(body, (None, None), None, mesh=mesh, check=False)
-    return lambda: {f"{v} {4 * n} B": at(n, lambda v=v, n=n: run(v, n)) for n in SIZES[kind] for v in VERBS}
+        def backward():
+            y.grad = None
+            spt.psum(y, "x").backward(x)
+            return y.grad
+
+        return {
+            "all-reduce": lambda: spt.psum(x, "x"),
+            "all-reduce and backward": backward,
+            "permute": lambda: spt.ppermute(x, "x", RING),
+            "all-gather": lambda: spt.all_gather(x, "x", tiled=True),
+        }[verb]
+
+    run = spt.map(lambda count: repeated(steps())(count), (None,), None, mesh=mesh, check=False)
+    told = spt.map(lambda: np.array(steps()().detach()), (), None, mesh=mesh, check=False)
+    return Case(run, lambda: [told()])
 
 
-def core(kind: str) -> Callable[[], Timed]:
-    """Arrays of NumPy on the workers of a mesh of two, that the user may write to."""
-    import numpy as np
+@BRIDGE.contestant("spmd tensors, virtual workers", needs=("torch",), env=ONE_THREAD)
+def _(quick: bool) -> Builders:
+    return cases(partial(of_tensors, "local"), SMALL if quick else SMALL | LARGE)
 
+
+@BRIDGE.contestant("spmd tensors, MPI", launcher="mpiexec", processes=2, needs=("torch",), env=ONE_THREAD)
+def _(quick: bool) -> Builders:
+    return cases(partial(of_tensors, "mpi"), SMALL)
+
+
+@BRIDGE.contestant("spmd tensors, torch", launcher="torchrun", processes=2, needs=("torch",), env=ONE_THREAD)
+def _(quick: bool) -> Builders:
+    return cases(partial(of_tensors, "torch"), SMALL)
+
+
+def of_arrays(verb: str, n: int) -> Case:
     import spmd
 
-    mesh = spmd.Mesh(x=2, transport="local", scheduler="threads")
-    ring = [(0, 1), (1, 0)]
+    mesh = spmd.Mesh(x=2, transport="local")
 
-    def body(what: str, n: int):
-        x = np.ones(n, np.float32)
-        calls = {
-            "all_reduce": lambda: spmd.psum(x, "x"),
-            "permute": lambda: spmd.ppermute(x, "x", ring),
-            "all_gather": lambda: spmd.all_gather(x, "x", tiled=True),
-        }
-        return timed(calls[what])
+    def steps() -> Callable[[], Any]:
+        x = np.full(n, 1.0 + spmd.worker_index("x"), np.float32)
+        return {
+            "all-reduce": lambda: spmd.psum(x, "x"),
+            "permute": lambda: spmd.ppermute(x, "x", RING),
+            "all-gather": lambda: spmd.all_gather(x, "x", tiled=True),
+        }[verb]
 
-    run = spmd.map(body, (None, None), None, mesh=mesh, check=False)
-    verbs = [v for v in VERBS if "backward" not in v]
-    return lambda: {f"{v} {4 * n} B": at(n, lambda v=v, n=n: run(v, n)) for n in SIZES[kind] for v in verbs}
+    run = mesh.map(lambda count: repeated(steps())(count), in_specs=(None,), out_specs=None, check=False)
+    told = mesh.map(lambda: np.array(steps()()), in_specs=(), out_specs=None, check=False)
+    return Case(run, lambda: [told()])
 
 
-def functional(kind: str) -> Callable[[], Timed]:
-    """torch's functional collectives on this process and another."""
+@BRIDGE.contestant("spmd arrays, virtual workers", env=ONE_THREAD)
+def _(quick: bool) -> Builders:
+    return cases(of_arrays, SMALL if quick else SMALL | LARGE, tuple(v for v in VERBS if "backward" not in v))
+
+
+def functional(verb: str, n: int) -> Case:
     import torch
     import torch.distributed as dist
     import torch.distributed._functional_collectives as collectives
 
+    torch.set_num_threads(1)
     if not dist.is_initialized():
         dist.init_process_group("gloo")
-    group = dist.group.WORLD
+    group, wait = dist.group.WORLD, collectives.wait_tensor
+    x = torch.full((n,), 1.0 + dist.get_rank())
+    y = x.clone().requires_grad_()
 
-    def once(what: str, n: int) -> float:
-        x = torch.ones(n)
-        y = torch.ones(n, requires_grad=True)
-        wait = collectives.wait_tensor
-        calls = {
-            "all_reduce": lambda: wait(collectives.all_reduce(x, "sum", group)),
-            "all_reduce + backward": lambda: DistSum.apply(y).backward(x),
-            "permute": lambda: wait(collectives.permute_tensor(x, [1, 0], group)),
-            "all_gather": lambda: wait(collectives.all_gather_tensor(x, 0, group)),
-        }
-        return timed(calls[what])
-
-    class DistSum(torch.autograd.Function):
-        """torch has no differentiable functional all-reduce: the sum, whose backward hands the cotangent on."""
-
+    class Sum(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
-            return collectives.wait_tensor(collectives.all_reduce(x, "sum", group))
+            return wait(collectives.all_reduce(x, "sum", group))
 
         @staticmethod
         def backward(ctx, g):
             return g
 
-    return lambda: {f"{v} {4 * n} B": at(n, lambda v=v, n=n: once(v, n)) for n in SIZES[kind] for v in VERBS}
+    def backward():
+        y.grad = None
+        Sum.apply(y).backward(x)
+        return y.grad
+
+    step = {
+        "all-reduce": lambda: wait(collectives.all_reduce(x, "sum", group)),
+        "all-reduce and backward": backward,
+        "permute": lambda: wait(collectives.permute_tensor(x, [1, 0], group)),
+        "all-gather": lambda: wait(collectives.all_gather_tensor(x, 0, group)),
+    }[verb]
+    return Case(repeated(step), lambda: [np.array(step().detach())])
 
 
-def at(n: int, run: Callable[[], float]) -> float:
-    COUNTS["n"] = 400 if n == 1 else 20 if n < 4 << 20 else 6
-    return run()
-
-
-CONTESTANTS: dict[str, tuple[tuple[str, ...], str, Callable[[str], Callable[[], Timed]]]] = {
-    "spt, virtual workers": (("small", "large"), "alone", lambda kind: ours(kind, "local")),
-    "spt, MPI": (("small",), "mpi", lambda kind: ours(kind, "mpi")),
-    "spt, torch.distributed": (("small",), "torchrun", lambda kind: ours(kind, "torch")),
-    "torch functional, gloo": (("small",), "torchrun", functional),
-    "NumPy, virtual workers": (("large",), "alone", core),
-}
-
-
-def contend(name: str, kind: str) -> None:
-    """A contestant: a round for each line that comes to the first process."""
-    import torch
-
-    torch.set_num_threads(1)
-    rank = int(os.environ.get("RANK", os.environ.get("PMI_RANK", "0")))
-    step = CONTESTANTS[name][2](kind)
-    # Every process reads its own copy of the lines, from a file that grows: no engine has to carry the start.
-    path = Path(os.environ["BRIDGE_LINES"])
-    done = 0
-    while True:
-        lines = path.read_text().splitlines()
-        if len(lines) > done:
-            if lines[done] == "end":
-                return
-            found = step()
-            done += 1
-            if rank == 0:
-                print(json.dumps(found), flush=True)
-        else:
-            time.sleep(0.02)
-
-
-def launched(name: str, kind: str, lines: Path) -> subprocess.Popen[str]:
-    how = CONTESTANTS[name][1]
-    torchrun = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2"
-    alone = [sys.executable, __file__, "--contend", name, kind]
-    command = {
-        "alone": alone,
-        "mpi": [str(Path(sys.executable).with_name("mpiexec")), "-n", "2", *alone],
-        "torchrun": [*torchrun.split(), *alone[1:]],
-    }[how]
-    env = {**os.environ, "BRIDGE_LINES": str(lines), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
-
-
-def compare(kind: str) -> None:
-    import tempfile
-
-    names = [n for n, (kinds, _, _) in CONTESTANTS.items() if kind in kinds]
-    with tempfile.TemporaryDirectory() as folder:
-        files = {n: Path(folder, f"{k}") for k, n in enumerate(names)}
-        for file in files.values():
-            file.write_text("")
-        jobs = {n: launched(n, kind, files[n]) for n in names}
-        rounds: dict[str, list[Timed]] = {n: [] for n in names}
-        for k in range(ROUNDS + 1):
-            for n in names:
-                with files[n].open("a") as file:
-                    file.write("go\n")
-                stdout = jobs[n].stdout
-                assert stdout is not None
-                line = stdout.readline()
-                while line and not line.startswith("{"):
-                    line = stdout.readline()
-                if k:  # the first round warms up
-                    rounds[n].append(json.loads(line))
-        for n in names:
-            with files[n].open("a") as file:
-                file.write("end\n")
-            jobs[n].wait()
-    rows = list(rounds[names[0]][0])
-    print(f"\n{kind}, microseconds")
-    print(f"{'':32}" + "".join(f"{n:>26}" for n in names))
-    for row in rows:
-        cells = [median(r[row] for r in rounds[n]) if row in rounds[n][0] else None for n in names]
-        print(f"{row:32}" + "".join(f"{'' if c is None else f'{c:.1f}':>26}" for c in cells))
-
-
-if __name__ == "__main__":
-    if sys.argv[1:2] == ["--contend"]:
-        contend(sys.argv[2], sys.argv[3])
-    else:
-        for kind in sys.argv[1:] or SIZES:
-            compare(kind)
+@BRIDGE.contestant("torch functional, gloo", launcher="torchrun", processes=2, needs=("torch",), env=ONE_THREAD)
+def _(quick: bool) -> Builders:
+    return cases(functional, SMALL)

@@ -57,8 +57,8 @@ LEAST = 0.03
 """Seconds that a contestant works in a round, at the least."""
 
 HINDERING = {"PYTHONDONTWRITEBYTECODE", "OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE"}
-"""Variables that no contestant is given: they would have every import compile anew, and OpenBLAS take other kernels than
-those that it chooses for the processor."""
+"""Variables that no contestant is given: they would have every import compile anew, and OpenBLAS take other kernels
+than those that it chooses for the processor."""
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 TWO_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}

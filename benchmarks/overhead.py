@@ -7,7 +7,7 @@ Costs: an import is timed in fresh processes, from its first line on; a first ca
 its caches on disk as they are. An operation is one of a chain in one process, with one thread: in a body of two
 virtual workers that take turns, where the arrays carry their states (spmd) or not (check=False), beside the same loop
 on plain arrays; or in value and gradient by a tape, beside plain NumPy, which computes the value only.
-Memory: the peak of value and gradient by a tape, beside NumPy as one writes it by hand.
+Memory: value and gradient by a tape, beside NumPy as one writes forward and backward by hand.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from benchmarks.contest import ONE_THREAD, TWO_DEVICES, Builders, Case, Section,
 
 W7 = Section("w7", "20 small operations and a sum over two workers, eagerly, value and gradient", 1e-5)
 COSTS = Section("costs", "what single calls cost", 1e-9)
-MEMORY = Section("memory", "peak memory of value and gradient, beside NumPy by hand", 1e-9, memory=True)
+MEMORY = Section(
+    "memory", "value and gradient by a tape, its time and peak memory, beside NumPy by hand", 1e-9, memory=True
+)
 
 
 def pair() -> np.ndarray:
@@ -414,6 +416,27 @@ def heated_by_hand(x, c):
     return value, g
 
 
+def residual(x, c, tanh):
+    r = tanh(x) * c - 1.0
+    return (r * r).sum()
+
+
+def residual_by_hand(x, c):
+    y = np.tanh(x)
+    r = y * c - 1.0
+    return np.sum(r * r), 2 * r * c * (1 - y * y)
+
+
+def cubic(x, c, tanh):
+    return (((x * c + 1.0) * x - c) * x).sum()
+
+
+def cubic_by_hand(x, c):
+    p = x * c + 1.0
+    q = p * x - c
+    return np.sum(q * x), q + x * p + x * x * c
+
+
 def programs(quick: bool) -> dict[str, tuple[Callable, Callable, np.ndarray, np.ndarray]]:
     """By tape, by hand, and at what."""
     n, side, rng = (10**5, 300, np.random.default_rng(0)) if quick else (10**7, 2000, np.random.default_rng(0))
@@ -423,6 +446,8 @@ def programs(quick: bool) -> dict[str, tuple[Callable, Callable, np.ndarray, np.
         f"x = tanh(x * c + x), 5 times, {n} entries": (recurrence, recurrence_by_hand, line, c),
         f"two layers of {side}x{side}": (layers, layers_by_hand, square, weights),
         f"heat equation, 4 steps, {n} entries": (heated, heated_by_hand, line, c),
+        f"squares of tanh(x) * c - 1, {n} entries": (residual, residual_by_hand, line, c),
+        f"a cubic, {n} entries": (cubic, cubic_by_hand, line, c),
     }
 
 

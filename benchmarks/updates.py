@@ -1,70 +1,80 @@
-"""A step of AdamW on many parameters, against PyTorch's.
-
-Run: python benchmarks/updates.py. It needs `pip install -e ".[bench]"`. One thread for all. The results are compared
-before anything is timed. PyTorch writes into its parameters and state; ours are new arrays each time.
+"""A step of AdamW on many parameters of float32, in one thread. PyTorch writes into its parameters and state; ours are
+new arrays each time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import numpy as np
-import torch
-from timing import interleaved
 
-from spmd import optim
-from spmd.kernels import jit
+from benchmarks.contest import ONE_THREAD, Builders, Case, Section, repeated
 
-OPTIONS = {"b1": 0.9, "b2": 0.999, "eps": 1e-8, "weight_decay": 1e-2}
+RATE, DECAY = 1e-3, 1e-2
 
-
-class Ours:
-    """Steps of `spmd.optim.adamw`."""
-
-    def __init__(self, params: list[np.ndarray], grads: list[np.ndarray]):
-        self.optimizer = optim.adamw(1e-3, **OPTIONS)
-        self.params, self.grads, self.state = params, grads, self.optimizer.init(params)
-
-    def step(self) -> None:
-        self.params, self.state = self.optimizer.update(self.grads, self.state, self.params)
+UPDATES = Section("updates", "a step of AdamW on many parameters", 1e-5)
 
 
-class Theirs:
-    """Steps of `torch.optim.AdamW`."""
-
-    def __init__(self, params: list[np.ndarray], grads: list[np.ndarray], **how: bool):
-        self.params = [torch.nn.Parameter(torch.from_numpy(p.copy())) for p in params]
-        for p, g in zip(self.params, grads, strict=True):
-            p.grad = torch.from_numpy(g)
-        self.step = torch.optim.AdamW(self.params, lr=1e-3, weight_decay=1e-2, **how).step
+def works(case: Callable[[int, int], Case], quick: bool) -> Builders:
+    """Some of each size: so many parameters of so many numbers."""
+    sizes = {"64 of 16 KB": (64, 1 << 12), "8 of 4 MB": (8, 1 << 20), "2 of 64 MB": (2, 1 << 24)}
+    return {name: partial(case, *size) for name, size in list(sizes.items())[: 1 if quick else None]}
 
 
-def main() -> None:
-    torch.set_num_threads(1)
+def arrays(count: int, n: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Parameters, and their gradients."""
     rng = np.random.default_rng(0)
-    for count, megabytes in (8, 4), (2, 64), (64, 1 / 64):
-        n = int(megabytes * (1 << 18))
-        params, grads = ([rng.standard_normal(n, np.float32) for _ in range(count)] for _ in range(2))
-        ours, fused, foreach = (
-            Ours(params, grads),
-            Theirs(params, grads, fused=True),
-            Theirs(params, grads, foreach=True),
-        )
-        alone = Ours(params, grads)
-
-        def without(alone: Ours = alone) -> None:
-            with jit.off():
-                alone.step()
-
-        for run in (ours.step, fused.step, foreach.step):
-            run()
-        for p, q in zip(ours.params, fused.params, strict=True):
-            np.testing.assert_allclose(p, q.detach().numpy(), rtol=1e-5, atol=1e-7)
-        steps = (ours.step, without, fused.step, foreach.step)
-        times = interleaved(*steps, rounds=15)
-        names = ("spmd" if jit.available() else "spmd without numba", "NumPy alone", "torch fused", "torch foreach")
-        print(f"{count} parameters of {megabytes:g} MB, float32: milliseconds a step, and GB/s of 28 bytes an entry")
-        for name, seconds in zip(names, times, strict=True):
-            print(f"  {name:20}{seconds * 1e3:10.3f}{28 * count * n / seconds / 1e9:10.1f}{seconds / times[2]:10.2f}")
+    params, grads = ([rng.standard_normal(n, np.float32) for _ in range(count)] for _ in range(2))
+    return params, grads
 
 
-if __name__ == "__main__":
-    main()
+def moved(step: Callable[[], Any], params: Callable[[], list[np.ndarray]], start: list[np.ndarray]) -> Case:
+    """How far the first and the last parameter have gone after three steps, which the case takes before it is timed."""
+    for _ in range(3):
+        step()
+    told = [np.array(a) - b for a, b in zip(params()[:: len(start) - 1], start[:: len(start) - 1], strict=True)]
+    return Case(repeated(step), lambda: told)
+
+
+def ours(count: int, n: int) -> Case:
+    from spmd import optim
+
+    params, grads = start, _ = arrays(count, n)
+    optimizer = optim.adamw(RATE, weight_decay=DECAY)
+    state = optimizer.init(params)
+
+    def step():
+        nonlocal params, state
+        params, state = optimizer.update(grads, state, params)
+
+    return moved(step, lambda: params, start)
+
+
+@UPDATES.contestant("spmd, NumPy alone", env={**ONE_THREAD, "SPMD_NUMBA": "0"})
+@UPDATES.contestant("spmd", env=ONE_THREAD)
+def _(quick: bool) -> Builders:
+    return works(ours, quick)
+
+
+def theirs(count: int, n: int, **how: bool) -> Case:
+    import torch
+
+    torch.set_num_threads(1)
+    start, grads = arrays(count, n)
+    params = [torch.nn.Parameter(torch.from_numpy(p.copy())) for p in start]
+    for p, g in zip(params, grads, strict=True):
+        p.grad = torch.from_numpy(g)
+    step = torch.optim.AdamW(params, lr=RATE, weight_decay=DECAY, **how).step
+    return moved(step, lambda: [p.detach().numpy() for p in params], start)
+
+
+@UPDATES.contestant("torch, fused", needs=("torch",), env=ONE_THREAD)
+def _(quick: bool) -> Builders:
+    return works(partial(theirs, fused=True), quick)
+
+
+@UPDATES.contestant("torch, foreach", needs=("torch",), env=ONE_THREAD)
+def _(quick: bool) -> Builders:
+    return works(partial(theirs, foreach=True), quick)

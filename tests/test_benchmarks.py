@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from pathlib import Path
@@ -104,8 +105,40 @@ def test_an_unknown_section_is_named():
     assert "no section w9; there are local, mpi, w1" in done.stderr
 
 
+def test_what_is_to_hold_names_cases_and_contestants_that_there_are():
+    from benchmarks.__main__ import SECTIONS
+    from benchmarks.targets import TARGETS
+
+    cases = {}
+    for target in TARGETS:
+        module, attribute = SECTIONS[target.section]
+        section = getattr(importlib.import_module(module), attribute)
+        assert {target.ours, *target.peers} <= section.contestants.keys(), target
+        if (target.section, target.ours) not in cases:
+            cases[target.section, target.ours] = section.contestants[target.ours].build(False)
+        assert target.case in cases[target.section, target.ours], target
+
+
+def test_what_is_to_hold_is_found_by_medians():
+    from benchmarks.contest import Measured, Section, Table
+    from benchmarks.report import aims
+    from benchmarks.targets import found
+
+    def table(**seconds):
+        names = {"ours": "spmd", "jax": "jax, 2 devices", "gloo": "torch, gloo", "limit": "limit"}
+        row = {names[n]: Measured([s / 2, s, 3 * s]) for n, s in seconds.items()}
+        return Table(Section("local", "a table"), {"all-reduce 64 MB": row, "permute 4 MB": {}})
+
+    values = {f.peer: (round(f.value, 6), f.met) for f in found([table(ours=2.0, jax=9.0, gloo=8.0, limit=1.5)])}
+    assert values == {"jax, 2 devices": (4.5, False), "torch, gloo": (4.0, True), "limit": (0.75, False)}
+    assert "MISSED" in aims([table(ours=2.0, jax=9.0)])
+    assert "MISSED" not in aims([table(ours=2.0, jax=10.0)])
+    assert not found([table(ours=2.0)])
+    assert not found([table(jax=2.0)])
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("section", ["w3", "w4"])
+@pytest.mark.parametrize("section", ["w3", "w4", "memory", "updates", "bridge", "checks"])
 def test_a_section_runs(section):
     pytest.importorskip("jax")
     done = run_python("-m", "benchmarks", section, "--quick", timeout=600, PYTHONPATH=str(ROOT))

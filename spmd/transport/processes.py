@@ -35,7 +35,19 @@ from spmd.device import adjoining, contiguous
 from spmd.errors import MismatchError, TransportError, class_name, message
 from spmd.kernels import buffers
 from spmd.layout import block_sizes, offsets
-from spmd.transport.base import Call, Comm, Group, Handle, Outcome, Ready, Transport, mismatch, raised_by, sealed
+from spmd.transport.base import (
+    Call,
+    Comm,
+    Group,
+    Handle,
+    Outcome,
+    Ready,
+    Then,
+    Transport,
+    mismatch,
+    raised_by,
+    sealed,
+)
 from spmd.transport.blas import blas_threads, core_numbers, share_of_cores
 from spmd.transport.board import Board, machine
 from spmd.transport.detect import end_the_job_on_error
@@ -412,11 +424,13 @@ class ProcessComm(Comm):
         if group.size == 1:
             return Ready(sealed(parts[0]))
         mine = parts[group.index]
+
+        def finish(xs: list[np.ndarray]) -> np.ndarray:
+            return sealed(kernels.of(mine).combine(xs))
+
         if self.transport.checks:
-            self.meet(group, call, [p.shape for p in parts])
-        return self._all_to_all_blocks(
-            group, call, parts, [mine.shape] * group.size, lambda xs: sealed(kernels.of(mine).combine(xs))
-        )
+            return Then(self._all_to_all(group, call, parts), finish)
+        return self._all_to_all_blocks(group, call, parts, [mine.shape] * group.size, finish)
 
     def _all_to_all_blocks(
         self,
@@ -451,8 +465,26 @@ class ProcessComm(Comm):
     def _all_to_all(self, group: Group, call: Call, parts: Sequence[np.ndarray]) -> Handle:
         if group.size == 1:
             return Ready([sealed(p) for p in parts])
-        shapes = [s or () for s in self.meet(group, call, [p.shape for p in parts])]
-        return self._all_to_all_blocks(group, call, parts, shapes, lambda xs: xs)
+        dtype, most = parts[0].dtype, _RIDES if isinstance(parts[0], np.ndarray) else -1
+        send, counts = _joined(parts)
+        sent = pieces(send, counts)
+        riders = {k: x for k, x in enumerate(sent) if counts[k] <= most}
+        heads = self._meet(group, call, [p.shape for p in parts], riders)
+        shapes, came = [s or () for s in _shapes_in(heads)], _riders_in(heads)
+        incoming = [prod(s) * dtype.itemsize for s in shapes]
+        receive = self.room(sum(incoming), call, parts)
+        received = pieces(receive, incoming)
+        for k, x in enumerate(received):
+            if incoming[k] <= most:
+                x[...] = came[k, : incoming[k]]
+        self.ready()
+        others = [k for k in range(group.size) if k != group.index]
+        requests = self.transport.channel(group.members).exchange(
+            {k: sent[k] for k in others if counts[k] > most}, {k: received[k] for k in others if incoming[k] > most}
+        )
+        if counts[group.index] > most:
+            received[group.index][...] = sent[group.index]
+        return self._pending(requests, (send, receive), lambda: _split(receive, shapes, dtype))
 
     def _broadcast(self, group: Group, call: Call, x: np.ndarray | None, root: int) -> Handle:
         if group.size == 1:
