@@ -37,7 +37,7 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose names hold this")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables there as Markdown")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all that was measured there")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the ratios there, as PNG")
+    parser.add_argument("--plot", type=Path, metavar="FOLDER", help="draw the ratios of each section there, as PNG")
     args = parser.parse_args()
     unknown = [s for s in args.sections if s not in SECTIONS]
     if unknown:
@@ -55,7 +55,9 @@ def main() -> int:
     if args.json:
         args.json.write_text(report.as_json(tables))
     if args.plot:
-        report.picture(tables, args.plot)
+        args.plot.mkdir(parents=True, exist_ok=True)
+        for table in tables:
+            report.picture(table, args.plot / f"{table.section.name}.png")
     return 1 if any(t.parted for t in tables) else 0
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -109,14 +108,22 @@ def markdown(tables: Sequence[Table]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def _short(x: float) -> float:
+    return float(f"{x:.4g}")
+
+
 def as_json(tables: Sequence[Table]) -> str:
     def one(table: Table) -> dict[str, Any]:
         return {
             "title": table.section.title,
             "cases": {
-                c: {n: asdict(m) | {"median": m.median} for n, m in row.items()} for c, row in table.rows.items()
+                c: {
+                    n: {"seconds": [*map(_short, m.seconds)], "peak": m.peak, "median": _short(m.median)}
+                    for n, m in row.items()
+                }
+                for c, row in table.rows.items()
             },
-            "stolen": table.stolen,
+            "stolen": [*map(_short, table.stolen)],
             "absent": table.absent,
             "parted": table.parted,
         }
@@ -133,29 +140,30 @@ def _processor() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
 
 
-def picture(tables: Sequence[Table], path: Path) -> None:
-    """The peers' times over ours, a dot for each case, on one axis."""
+def picture(table: Table, path: Path) -> None:
+    """The peers' times over ours, a dot for each case, on one axis. Nothing is drawn where there are no peers."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows = [(f"{t.section.name} · {c}", row, t.section.ours) for t in tables for c, row in t.rows.items()]
-    rows = [r for r in rows if r[2] in r[1] and len(r[1]) > 1]
+    ours = table.section.ours
+    peers = [n for n in table.section.contestants if not n.startswith("spmd") and n != ours]
+    rows = {c: row for c, row in table.rows.items() if ours in row and any(n in row for n in peers)}
+    names = [n for n in peers if any(n in row for row in rows.values())]
     if not rows:
         return
-    names = list(dict.fromkeys(n for _, row, ours in rows for n in row if n != ours))
-    figure, axes = plt.subplots(figsize=(9, 1.2 + 0.26 * len(rows)), layout="constrained")
+    figure, axes = plt.subplots(figsize=(8, 1.6 + 0.2 * len(rows)), layout="constrained")
     axes.axvline(1, color="0.2", linewidth=1)
-    colors = plt.get_cmap("tab20").colors  # type: ignore[attr-defined]
     for k, name in enumerate(names):
-        points = [(row[name].median / row[ours].median, y) for y, (_, row, ours) in enumerate(rows) if name in row]
-        axes.scatter(*zip(*points, strict=True), s=26, color=colors[k % 20], label=name, zorder=3)
+        points = [(row[name].median / row[ours].median, y) for y, row in enumerate(rows.values()) if name in row]
+        axes.scatter(*zip(*points, strict=True), s=26, color=plt.get_cmap("tab10")(k % 10), label=name, zorder=3)
     axes.set_xscale("log")
-    axes.set_yticks(range(len(rows)), [r[0] for r in rows], fontsize=8)
-    axes.invert_yaxis()
+    axes.set_yticks(range(len(rows)), list(rows), fontsize=8)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.grid(axis="x", which="both", color="0.9")
-    axes.set_xlabel("the peer's time over ours; right of the line we are faster")
-    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
-    figure.savefig(path, dpi=130)
+    axes.set_title(f"{table.section.name}: {table.section.title}", fontsize=9, loc="left")
+    axes.set_xlabel("the peer's time over ours; right of the line we are faster", fontsize=8)
+    figure.legend(fontsize=8, loc="outside lower center", ncols=3)
+    figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -472,7 +472,12 @@ class _NotItsOwnAdjoint(Slice):
 class _Rolled(type(Slice(X).H)):
     def launch(self, comm, group, x, call):
         handle, arrive = super().launch(comm, group, x, call)
-        return handle, lambda blocks: arrive([*blocks[1:], blocks[0]])
+
+        def rolled(found):
+            whole, bound = arrive(found)
+            return np.roll(whole, -x.shape[0], axis=0), bound
+
+        return handle, rolled
 
 
 @dataclass(frozen=True)

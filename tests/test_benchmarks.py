@@ -56,7 +56,7 @@ folder = Path(sys.argv[1])
 (folder / "t.txt").write_text(report.text(table))
 (folder / "t.md").write_text(report.markdown([table]))
 (folder / "t.json").write_text(report.as_json([table]))
-report.picture([table], folder / "t.png")
+report.picture(table, folder / "t.png")
 """
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -38,9 +39,9 @@ def stencil(x: np.ndarray, offsets: Offsets, weights: Sequence[Any], padding: Se
     if source.size == 0:
         out.fill(0)
     elif x.dtype.char in "fd" and jit.fits(x):
-        shifted_sums(out, np.ascontiguousarray(source)[:, None], _with_plane(table), factors[None])
+        shifted_sums(out, np.ascontiguousarray(source)[:, None], table, factors[None])
     else:
-        _boxes(out, source, table, factors)
+        _boxes(out, source, table[:, 1:], factors)
     return made
 
 
@@ -52,9 +53,9 @@ def stencil_weights(g: np.ndarray, x: np.ndarray, offsets: Offsets, padding: Seq
     given = np.ascontiguousarray(g, wide).reshape(source.shape[0], *lengths)
     if wide.char in "fd" and jit.fits(given, source):
         source = np.ascontiguousarray(source)[:, None]
-        return shifted_products(given, source, _with_plane(table), 1)[0].astype(dtype)
+        return shifted_products(given, source, table, 1)[0].astype(dtype)
     total = np.zeros(len(table), wide if wide.kind == "c" else np.float64)
-    for k, at in enumerate(table):
+    for k, (_, *at) in enumerate(table):
         inside = [_inside(int(a), n, m) for a, n, m in zip(at, source.shape[1:], lengths, strict=True)]
         if all(a < b for a, b in inside):
             to = tuple(slice(a, b) for a, b in inside)
@@ -74,25 +75,29 @@ def _dot(a: np.ndarray, b: np.ndarray) -> Any:
 
 
 def _three(x: np.ndarray, offsets: Offsets, padding: Sequence[Pair]) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
-    """x with one leading and three spatial dimensions; for each offset where it is read, counted from the entry of the
-    same index of the result; the lengths of the result."""
+    """x with one leading and three spatial dimensions; for each offset 0, a plane, and where it is read, counted from
+    the entry of the same index of the result; the lengths of the result."""
     dims = len(padding)
     lead, n = x.shape[: x.ndim - dims], x.shape[x.ndim - dims :]
-    ends = reach(offsets)
+    table, lengths = _places(n, tuple(map(tuple, offsets)), tuple(map(tuple, padding)))
+    return x.reshape(math.prod(lead), *(1,) * (3 - dims), *n), table, lengths
+
+
+@lru_cache(maxsize=1024)
+def _places(
+    n: tuple[int, ...], offsets: tuple[tuple[int, ...], ...], padding: tuple[Pair, ...]
+) -> tuple[np.ndarray, tuple[int, ...]]:
+    dims, ends = len(padding), reach(offsets)
     lengths = tuple(
         max(0, k + before + after - low - high)
         for k, (before, after), (low, high) in zip(n, padding, ends, strict=True)
     )
-    table = np.zeros((len(offsets), 3), np.int64)
-    table[:, 3 - dims :] = np.asarray(offsets) + [
+    table = np.zeros((len(offsets), 4), np.int64)
+    table[:, 4 - dims :] = np.asarray(offsets) + [
         low - before for (low, _), (before, _) in zip(ends, padding, strict=True)
     ]
-    fill = (1,) * (3 - dims)
-    return x.reshape(math.prod(lead), *fill, *n), table, (*fill, *lengths)
-
-
-def _with_plane(table: np.ndarray) -> np.ndarray:
-    return np.insert(table, 0, 0, axis=1)
+    table.flags.writeable = False
+    return table, (*(1,) * (3 - dims), *lengths)
 
 
 def _inside(at: int, n: int, m: int) -> Pair:

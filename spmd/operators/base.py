@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from operator import index
@@ -47,6 +47,7 @@ __all__ = [
     "operate",
     "outside",
     "owned_block",
+    "rebound",
     "split_at",
     "vary",
     "varying",
@@ -177,6 +178,16 @@ class Operator(Collective, Linear):
 def interned(kind: type[C], *parameters: Any) -> C:
     """The one collective of a kind with these parameters, that keeps what has been found out about it."""
     return kind(*parameters)
+
+
+def rebound(op: C, **changes: Any) -> C:
+    """A collective of the same class with other parameters, once they are known: the same object each time."""
+    return _replaced(op, tuple(changes.items()))
+
+
+@lru_cache(maxsize=4096)
+def _replaced(op: Any, changes: tuple[tuple[str, Any], ...]) -> Any:
+    return replace(op, **dict(changes))
 
 
 _KEPT = 64

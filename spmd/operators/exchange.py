@@ -25,6 +25,7 @@ from spmd.operators.base import (
     normal_axis,
     operate,
     pieces,
+    rebound,
     sealed,
     split_at,
     varying,
@@ -84,10 +85,10 @@ class AllToAll(Operator):
         def arrive(blocks: list[np.ndarray]):
             agree(self.function, [b.shape for b in blocks], concat if self.tiled else None)
             if not self.tiled:
-                return sealed(stacked(blocks, concat)), interned(AllToAll, self.axes, split, concat)
+                return sealed(stacked(blocks, concat)), rebound(self, split_axis=split, concat_axis=concat)
             sizes = split_at(self, group, x.shape, split, self.sizes)
             lengths = tuple(b.shape[concat] for b in blocks)
-            bound = interned(AllToAll, self.axes, split, concat, True, sizes, lengths)
+            bound = rebound(self, split_axis=split, concat_axis=concat, sizes=sizes, joined=lengths)
             return sealed(joined(blocks, concat)), bound
 
         return comm.all_to_all(group, call, self.parts(group, x)), arrive

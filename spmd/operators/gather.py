@@ -23,6 +23,7 @@ from spmd.operators.base import (
     normal_axis,
     operate,
     pieces,
+    rebound,
     sealed,
     split_at,
 )
@@ -62,10 +63,10 @@ class _Join(_Along):
         """This operator with the sizes of the blocks it met."""
         if not self.tiled:
             agree(self.function, shapes, None)
-            return interned(type(self), self.axes, normal_axis(self.function, "axis", self.axis, len(shapes[0]) + 1))
+            return rebound(self, axis=normal_axis(self.function, "axis", self.axis, len(shapes[0]) + 1))
         axis = normal_axis(self.function, "axis", self.axis, len(shapes[0]))
         agree(self.function, shapes, axis)
-        return interned(type(self), self.axes, axis, True, tuple(s[axis] for s in shapes))
+        return rebound(self, axis=axis, sizes=tuple(s[axis] for s in shapes))
 
     def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
         def join(blocks: Sequence[np.ndarray]) -> tuple[np.ndarray, Operator]:
@@ -105,7 +106,7 @@ class _Split(_Along):
     def bind(self, group: Group, shape: Shape) -> _Split:
         """This operator with the sizes of the pieces of a block of this shape."""
         axis, sizes = self.bounds(group, shape)
-        return interned(type(self), self.axes, axis, self.tiled, sizes if self.tiled else None)
+        return rebound(self, axis=axis, sizes=sizes if self.tiled else None)
 
     def parts(self, group: Group, x: np.ndarray) -> list[np.ndarray]:
         """The piece of each member."""

@@ -15,7 +15,7 @@ from spmd.autodiff.tracer import value_of
 from spmd.device import to_host, zeros
 from spmd.errors import LayoutError, describe, message
 from spmd.mesh import Worker, here
-from spmd.operators.base import Launched, Operator, Shape, interned, operate, sealed
+from spmd.operators.base import Launched, Operator, Shape, interned, operate, rebound, sealed
 from spmd.operators.reduce import AxisName, _names
 from spmd.transport.base import Call, Comm, Group
 
@@ -82,7 +82,7 @@ class Permute(Operator):
 
         def arrive(received: dict[int, np.ndarray]):
             block = next(iter(received.values())) if like is None else sealed(zeros(fill, like))
-            return block, interned(Permute, self.axes, self.perm, (shape, block.shape))
+            return block, rebound(self, shapes=(shape, block.shape))
 
         return comm.exchange(group, call, sends), arrive
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from operator import index
 from typing import Any, ClassVar
 
@@ -21,7 +22,7 @@ from spmd.errors import LayoutError, SpecError, describe, message, nearest
 from spmd.kernels.windows import reach
 from spmd.layout import P
 from spmd.mesh import here
-from spmd.operators.base import Launched, Operator, operate, sealed
+from spmd.operators.base import Launched, Operator, bounded, interned, operate, rebound, sealed
 from spmd.operators.halo import HaloExchange, Steps, along
 from spmd.transport.base import Call, Comm, Group
 
@@ -90,29 +91,46 @@ class Stencil(Operator):
     def _slabs(self, group: Group, ndim: int) -> list[int]:
         """The dimensions at whose ends the block does not know what comes."""
         ends = self._boundaries(ndim)
-        reached = [low + high > 0 for low, high in reach(self.offsets)]
+        reached = [low + high > 0 for low, high in self._reach]
         sides = dict(zip(group.axes, group.dims, strict=True))
         split = [d < len(self.spec) and any(sides[a] > 1 for a in self.spec.dims[d]) for d in range(ndim)]
         return [d for d in range(ndim) if reached[d] and (split[d] or ends[d] == "periodic")]
 
+    @cached_property
+    def _reach(self) -> tuple[tuple[int, int], ...]:
+        return reach(self.offsets)
+
+    @cached_property
+    def _exchanges(self) -> dict[Group, list[tuple[int, HaloExchange]]]:
+        """For each group the dimensions with slabs, and the exchange for those of each."""
+        return {}
+
+    def _begin(self, group: Group) -> list[tuple[int, HaloExchange]]:
+        found = self._exchanges.get(group)
+        if found is None:
+            ndim = len(self.offsets[0])
+            open_ = self._slabs(group, ndim)
+            found = bounded(self._exchanges)[group] = list(zip(open_, self._halos(ndim, open_), strict=True))
+        return found
+
     def _halos(self, ndim: int, open_: Sequence[int]) -> list[HaloExchange]:
         """The exchange for the slabs of each of these dimensions."""
-        widths = tuple(w if d in open_ else (0, 0) for d, w in enumerate(reach(self.offsets)))
+        widths = tuple(w if d in open_ else (0, 0) for d, w in enumerate(self._reach))
         known = self.sizes or (None,) * len(open_)
         return [HaloExchange(self.axes, self.spec, widths, self._boundaries(ndim), sizes) for sizes in known]
 
     def _slab(self, shape: tuple[int, ...], d: int) -> tuple[int, ...]:
         """The shape of both faces of a block together; a short block is its own faces."""
-        return (*shape[:d], min(shape[d], 2 * sum(reach(self.offsets)[d])), *shape[d + 1 :])
+        return (*shape[:d], min(shape[d], 2 * sum(self._reach[d])), *shape[d + 1 :])
 
     def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
         return Steps(self._apply(comm, group, x, call)), lambda found: found
 
     def _apply(self, comm: Comm, group: Group, x: np.ndarray, call: Call):
-        ends = reach(self.offsets)
-        open_ = self._slabs(group, x.ndim)
+        ends, exchanges = self._reach, self._begin(group)
+        open_ = [d for d, _ in exchanges]
         begun, sizes = [], []
-        for d, halo in zip(open_, self._halos(x.ndim, open_), strict=True):
+        for d, halo in exchanges:
             length = self._slab(x.shape, d)[d]
             faces = x
             if length < x.shape[d]:
@@ -143,11 +161,11 @@ class Stencil(Operator):
             if high:
                 start = faces.shape[d] - 2 * high - low
                 y[along(d, length - high, None)] = stencil(faces[along(d, start, None)], closed)
-        return sealed(y), replace(self, sizes=tuple(sizes))
+        return sealed(y), rebound(self, sizes=tuple(sizes))
 
     @property
     def H(self) -> Operator:
-        return replace(self, offsets=tuple(tuple(-i for i in o) for o in self.offsets))
+        return rebound(self, offsets=tuple(tuple(-i for i in o) for o in self.offsets))
 
     def cost(self, group: Group, x: np.ndarray) -> tuple[int, int]:
         """The halos of the slabs: for every dimension that is split those of its faces, in all of them. Exact where
@@ -236,7 +254,7 @@ def stencil(
                 "spmd.halo_exchange has other boundaries",
             )
         )
-    op = Stencil(spec.axes, spec, table, factors, boundary if isinstance(boundary, str) else each)
+    op = interned(Stencil, spec.axes, spec, table, factors, boundary if isinstance(boundary, str) else each)
     return operate(op, x, sys._getframe(1))
 
 
