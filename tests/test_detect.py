@@ -207,3 +207,25 @@ def test_mpi_asked_for_in_a_world_of_one_says_what_to_do(ask):
     assert said.startswith("TransportError: spmd.Mesh")
     assert "Mesh(x=4) of 4 workers, and an MPI world of 1 process\n" in said
     assert "mpiexec -n 4" in said
+
+
+def test_a_process_has_told_what_it_waits_in_once_it_has_written_that(tmp_path):
+    import numpy as np
+
+    from spmd.transport.base import Call
+    from spmd.transport.board import Board
+
+    boards = [Board(rank, 2, tmp_path / "board") for rank in range(2)]
+    try:
+        one, other = boards
+        one.tell()
+        assert other.have_told([0])
+        one.enter(7, (0, 1), Call("psum", ("x",), np.dtype(float), (3,)), 1)
+        assert not other.have_told([0, 1])
+        one.tell()
+        other.tell()
+        assert other.have_told([0, 1])
+        assert other.calls(0)[0].startswith("psum(float64[3], 'x')")
+    finally:
+        for board in boards:
+            board.close()

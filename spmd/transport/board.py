@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,7 @@ _ROW = np.dtype(
         ("run", "i8"),  # in which map
         ("pid", "i8"),
         ("cpu", "f8"),  # seconds of the processor so far
+        ("told", "i8"),  # the beat up to which it has told its collectives
         ("groups", "i8", _GROUPS),
         ("met", "i8", _GROUPS),
         ("members", "u1", _RANKS // 8),  # a bit for each rank of the group that it waits for
@@ -170,11 +171,12 @@ class Board:
     def tell(self) -> None:
         """Write what it called last, and how much it has worked."""
         with self.lock:
-            calls = list(self.recent)
+            beat, calls = int(self.head[_BEAT]), list(self.recent)
             if calls and calls[-1] is not self.written:
                 self.written = calls[-1]
                 self.row["calls"] = "\n".join(f"{c} {c.source}" for c in reversed(calls)).encode()[:4096]
             self.row["cpu"] = time.process_time()
+            self.row["told"] = beat
 
     def close(self) -> None:
         """It leaves the program; the last to do so takes the file away."""
@@ -250,6 +252,10 @@ class Board:
 
     def beats(self, ranks: Sequence[int]) -> tuple[int, ...]:
         return tuple(int(self.rows[r]["beat"]) for r in ranks)
+
+    def have_told(self, ranks: Iterable[int]) -> bool:
+        """Whether processes have told what they wait in: that is written later than that they wait."""
+        return all(self.rows[r]["told"] >= self.rows[r]["beat"] for r in ranks)
 
     def calls(self, rank: int) -> list[str]:
         """The last collectives of a process, the latest first."""

@@ -64,6 +64,8 @@ def board_of_the_job(rank: int, size: int, path: Callable[[], Path]) -> Board | 
     return _board
 
 
+_TELLS = 2.0
+"""Seconds that a process has to tell what it waits in, before others say that they wait for it in vain."""
 _AWAY = 10.0
 """Seconds after which a process ends the job that should have been ended by another."""
 _TOGETHER = 0.3
@@ -127,6 +129,7 @@ class Patience:
         assert transport.board is not None
         self.transport, self.board, self.call = transport, transport.board, call
         self.seen: object = None
+        self.since = 0.0
         self.mark: tuple[float, tuple] | None = None
 
     def until(self, done: Callable[[], bool]) -> None:
@@ -159,9 +162,10 @@ class Patience:
         circle = self.board.circle()
         if self.board.rank in circle:
             seen = circle, self.board.beats(sorted({*circle, *(m for absent in circle.values() for m in absent)}))
-            if seen == self.seen:
+            if seen != self.seen:
+                self.seen, self.since = seen, now
+            elif self.board.have_told(circle) or now - self.since > _TELLS:
                 raise deadlock(self._waits(circle))
-            self.seen = seen
             return
         self.seen = None
         limit = self.transport.time_limit
