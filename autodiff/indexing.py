@@ -23,18 +23,13 @@ _NO_ARRAYS = {int, np.ndarray, type(None), type(Ellipsis)}
 
 def _holds_no_arrays(index) -> bool:
     """Whether an index is seen at once to hold no array of ours."""
-    kind = type(index)
-    if kind is slice:
-        return type(index.start) in _NUMBERS and type(index.stop) in _NUMBERS and type(index.step) in _NUMBERS
-    if kind is not tuple:
-        return kind in _NO_ARRAYS
-    for part in index:
-        if type(part) is slice:
-            if not (type(part.start) in _NUMBERS and type(part.stop) in _NUMBERS and type(part.step) in _NUMBERS):
-                return False
-        elif type(part) not in _NO_ARRAYS:
-            return False
-    return True
+    return all(map(_is_plain, index)) if type(index) is tuple else _is_plain(index)
+
+
+def _is_plain(part) -> bool:
+    if type(part) is slice:
+        return type(part.start) in _NUMBERS and type(part.stop) in _NUMBERS and type(part.step) in _NUMBERS
+    return type(part) in _NO_ARRAYS
 
 
 def _is_basic(index) -> bool:

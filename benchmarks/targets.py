@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from benchmarks.collectives import VERBS
 from benchmarks.contest import Measured, Table
 
 __all__ = ["TARGETS", "Found", "Target", "found"]
@@ -17,16 +18,6 @@ __all__ = ["TARGETS", "Found", "Target", "found"]
 JAX = "jax, 2 devices"
 GLOO = ("torch, gloo", "torch, halo in place")
 SIZES = ("4 B", "256 KB", "4 MB", "64 MB")
-VERBS = (
-    "all-reduce",
-    "broadcast",
-    "all-gather",
-    "reduce-scatter",
-    "all-to-all",
-    "permute",
-    "halo exchange",
-    "repartition",
-)
 
 
 @dataclass(frozen=True)

@@ -953,3 +953,17 @@ def test_arrays_from_outside_are_refused():
 
         with pytest.raises(ClosureError, match="pass it to the map"):
             spmd.grad(f)(np.ones(2))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: spmd.all_gather(x, "x", axis=[0], tiled=True),
+        lambda x: spmd.psum_scatter(x, "x", scatter_dimension=[0], tiled=True),
+        lambda x: spmd.all_to_all(x, "x", [0], 0, tiled=True),
+        lambda x: spmd.broadcast(spmd.keep(1.0, "x", [0]), "x"),
+    ],
+)
+def test_an_argument_that_cannot_be_hashed_is_named_as_any_wrong_one(call):
+    with pytest.raises(spmd.LayoutError, match=r"got: +\[0\]"):
+        spmd.map(call, in_specs=P("x"), out_specs=P("x"), mesh=spmd.Mesh(x=2))(np.arange(4.0))

@@ -174,9 +174,17 @@ class Operator(Collective, Linear):
 # How a collective is applied
 
 
-@lru_cache(maxsize=4096, typed=True)
 def interned(kind: type[C], *parameters: Any) -> C:
-    """The one collective of a kind with these parameters, that keeps what has been found out about it."""
+    """The one collective of a kind with these parameters, that keeps what has been found out about it. Parameters that
+    cannot be hashed are no right ones, which the collective says itself when it is applied."""
+    try:
+        return _interned(kind, *parameters)
+    except TypeError:
+        return kind(*parameters)
+
+
+@lru_cache(maxsize=4096, typed=True)
+def _interned(kind: Any, *parameters: Any) -> Any:
     return kind(*parameters)
 
 

@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -391,18 +391,10 @@ def _to_root(op: _AtRoot, x):
 def _from_root(kind: type[_FromRoot], x, axis_name: AxisName, root: int):
     where, frame = kind.function, sys._getframe(2)
     names = _names(axis_name, where)
-    op = _at(kind, names, root)
+    op = interned(kind, names, root)
     if type(x) is Rooted:
         return operate(op, rooted(x, names, root, where).block, frame)
     return tree.map(lambda leaf: operate(op, rooted(leaf, names, root, where).block, frame), x)
-
-
-Kind = TypeVar("Kind", bound=_AtRoot)
-
-
-def _at(kind: type[Kind], names: tuple[str, ...], root: Any) -> Kind:
-    """The operator to or from a place; what is no place it says when it is applied."""
-    return interned(kind, names, root) if isinstance(root, int) else kind(names, root)
 
 
 def rooted(x, names: tuple[str, ...], root: int, where: str) -> Rooted:
@@ -428,7 +420,7 @@ def sum_reduce(x, axis_name: AxisName, root: int = 0):
     x: varies over every named axis, of one shape on all workers.
     Forward (V -> Rooted): y_root = x_0 + x_1 + .... Adjoint: `broadcast`. Cost: one reduce.
     """
-    return _to_root(_at(SumReduce, _names(axis_name, "sum_reduce"), root), x)
+    return _to_root(interned(SumReduce, _names(axis_name, "sum_reduce"), root), x)
 
 
 def keep(x, axis_name: AxisName, root: int = 0):
@@ -436,7 +428,7 @@ def keep(x, axis_name: AxisName, root: int = 0):
 
     Forward (I -> Rooted): y_root = x; nothing moves. Adjoint: `replicate`.
     """
-    return _to_root(_at(Keep, _names(axis_name, "keep"), root), x)
+    return _to_root(interned(Keep, _names(axis_name, "keep"), root), x)
 
 
 def broadcast(x, axis_name: AxisName, root: int = 0):

@@ -125,17 +125,6 @@ class Call:
         shape = self.shape if self.alike else None if self.alike is None else len(self.shape)
         return self.op, self.axes, self.detail, self.dtype, shape
 
-    def agrees(self, other: Call) -> bool:
-        """Whether two members may meet with these calls."""
-        return (
-            self.op == other.op
-            and self.axes == other.axes
-            and self.detail == other.detail
-            and (self.dtype is other.dtype or self.dtype == other.dtype)
-            and self.alike == other.alike
-            and (self.shape == other.shape if self.alike else self.alike is None or len(self.shape) == len(other.shape))
-        )
-
     def __str__(self) -> str:
         axes = repr(self.axes[0] if len(self.axes) == 1 else self.axes)
         more = f", {self.detail}" if self.detail else ""

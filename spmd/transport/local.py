@@ -206,8 +206,9 @@ class Run:
         try:
             calls, numbers = [c for c in meeting.calls if c is not None], meeting.numbers
             first, number = calls[0], numbers[0]
+            key = first.key
             for place, call in enumerate(calls):
-                if numbers[place] != number or not call.agrees(first):
+                if numbers[place] != number or (call is not first and call.key != key):
                     who = [self.describe(meeting.group.members[k]) for k in (0, place)]
                     raise mismatch(
                         (who[0], str(first), first.source, number),
