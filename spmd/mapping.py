@@ -278,7 +278,7 @@ class Mapped:
                 )
             )
         devices.home(self.where, leaf.path, x, mesh.device)
-        shape = x.shape if kind else np.shape(x)
+        shape = getattr(x, "shape", ())
         leaf.spec.check(mesh.axes, self.where, leaf.path, len(shape))
         mesh.layout(shape, leaf.spec, self.where, leaf.path)
         if isinstance(x, PartitionedArray) and x.mesh != mesh:

@@ -965,5 +965,5 @@ def test_arrays_from_outside_are_refused():
     ],
 )
 def test_an_argument_that_cannot_be_hashed_is_named_as_any_wrong_one(call):
-    with pytest.raises(spmd.LayoutError, match=r"got: +\[0\]"):
+    with pytest.raises(LayoutError, match=r"got: +\[0\]"):
         spmd.map(call, in_specs=P("x"), out_specs=P("x"), mesh=spmd.Mesh(x=2))(np.arange(4.0))
