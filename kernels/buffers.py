@@ -36,18 +36,32 @@ class Lease:
 
     __slots__ = ("__array_interface__", "memory")
 
-    def __init__(self, memory: np.ndarray, shape: tuple[int, ...], dtype: np.dtype):
+    def __init__(self, memory: Memory, shape: tuple[int, ...], dtype: np.dtype):
         self.memory = memory
-        at = memory.ctypes.data
-        self.__array_interface__ = {
-            "version": 3,
-            "shape": shape,
-            "typestr": dtype.str,
-            "data": (at + -at % _ALIGNED, False),
-        }
+        self.__array_interface__ = memory.interface(shape, dtype)
 
     def __del__(self):
         _idle.give(self.memory)
+
+
+class Memory:
+    """A piece of memory, and the address in it from which it is used."""
+
+    __slots__ = ("bytes", "last", "nbytes", "start")
+
+    def __init__(self, nbytes: int):
+        self.bytes = np.empty(nbytes, np.uint8)
+        self.nbytes = nbytes
+        at = self.bytes.ctypes.data
+        self.start = at + -at % _ALIGNED
+        self.last: tuple[Any, Any, dict[str, Any]] = None, None, {}
+
+    def interface(self, shape: tuple[int, ...], dtype: np.dtype) -> dict[str, Any]:
+        """An array in it, in the form that NumPy asks for. The next one is often of the same kind."""
+        if self.last[0] != shape or self.last[1] is not dtype:
+            made = {"version": 3, "shape": shape, "typestr": dtype.str, "data": (self.start, False)}
+            self.last = shape, dtype, made
+        return self.last[2]
 
 
 class _Idle:
@@ -56,11 +70,11 @@ class _Idle:
     def __init__(self, bound: int):
         self.bound = bound
         self.nbytes = 0
-        self.pieces: OrderedDict[int, np.ndarray] = OrderedDict()
+        self.pieces: OrderedDict[int, Memory] = OrderedDict()
         self.sizes: dict[int, list[int]] = {}
         self.lock = Lock()
 
-    def take(self, nbytes: int) -> np.ndarray | None:
+    def take(self, nbytes: int) -> Memory | None:
         # An array that dies while the lock is held, by the garbage collector's hand, calls `give`: it must not wait.
         if not self.sizes.get(nbytes) or not self.lock.acquire(blocking=False):
             return None
@@ -74,7 +88,7 @@ class _Idle:
         finally:
             self.lock.release()
 
-    def give(self, piece: np.ndarray) -> None:
+    def give(self, piece: Memory) -> None:
         if piece.nbytes > self.bound or not self.lock.acquire(blocking=False):
             return
         try:
@@ -112,7 +126,7 @@ def empty(shape: int | tuple[int, ...], dtype: Any = float) -> np.ndarray:
     size = -(-(nbytes + _ALIGNED) // _GRAIN) * _GRAIN
     memory = _idle.take(size)
     if memory is None:
-        memory = np.empty(size, np.uint8)
+        memory = Memory(size)
     if dtype.isbuiltin == 1:
         return np.asarray(Lease(memory, shape, dtype))
     return np.asarray(Lease(memory, (nbytes,), np.dtype(np.uint8))).view(dtype).reshape(shape)
@@ -120,6 +134,8 @@ def empty(shape: int | tuple[int, ...], dtype: Any = float) -> np.ndarray:
 
 def empty_like(x: np.ndarray, dtype: Any = None) -> np.ndarray:
     """`empty` of the shape of x, and of its dtype where none is given. Always C-contiguous."""
+    if dtype is None and x.nbytes < LARGE:
+        return np.empty(x.shape, x.dtype)
     return empty(x.shape, x.dtype if dtype is None else dtype)
 
 

@@ -37,6 +37,9 @@ __all__ = [
 
 DEVICES = ("cpu", "cuda")
 
+_COPIED = 1 << 14
+"""Bytes up to which a copy costs less than to find out whether it can be saved."""
+
 
 def contiguous(x: Any) -> Any:
     """x as a C-contiguous array, of the device if it is there."""
@@ -96,7 +99,8 @@ def _put_together(how: Callable[..., Any], blocks: Sequence[Any], axis: int, sha
     first = blocks[0]
     if type(first) is not np.ndarray:
         return how(blocks, axis=axis)
-    if math.prod(shape[:axis]) == 1:
+    out_bytes = math.prod(shape) * first.itemsize
+    if out_bytes > _COPIED and math.prod(shape[:axis]) == 1:
         lies = adjoining(blocks)
         if lies is not None:
             return lies.reshape(shape)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterable
+from functools import lru_cache
 from types import CodeType, FrameType
 
 __all__ = [
@@ -158,13 +159,15 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
 def caller(frame: FrameType | None = None) -> FrameType | None:
     """The nearest frame of the user's code, going up from `frame` (default: the caller's)."""
     frame = frame or sys._getframe(1)
-    while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        # Modules of torch are called by torch.
-        if name.split(".", 1)[0] not in ("spmd", "torch") or name == "spmd.__main__":
-            return frame
+    while frame is not None and not _is_users(frame.f_globals.get("__name__", "")):
         frame = frame.f_back
-    return None
+    return frame
+
+
+@lru_cache(maxsize=4096)
+def _is_users(module: str) -> bool:
+    """Whether a module is no part of this library, nor of torch, whose modules are called by torch."""
+    return module.split(".", 1)[0] not in ("spmd", "torch") or module == "spmd.__main__"
 
 
 def source_line(code: CodeType | None, instruction: int) -> str:

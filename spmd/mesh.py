@@ -50,7 +50,7 @@ class Worker:
     body carry their state. frontend: whose arrays its body is written in; None for NumPy's.
     """
 
-    __slots__ = ("comm", "coordinates", "frontend", "index", "mesh", "tracked")
+    __slots__ = ("comm", "coordinates", "frontend", "groups", "index", "mesh", "tracked")
 
     def __init__(self, mesh: Mesh, comm: Comm, tracked: bool):
         self.mesh = mesh
@@ -59,10 +59,14 @@ class Worker:
         self.coordinates = mesh.coordinates(comm.worker)
         self.tracked = tracked
         self.frontend: Frontend | None = None
+        self.groups: dict[tuple[str, ...], Group] = {}
 
     def group(self, axes: tuple[str, ...]) -> Group:
         """The workers that differ from this one along `axes` only."""
-        return self.mesh.group(self.index, axes)
+        found = self.groups.get(axes)
+        if found is None:
+            found = self.groups[axes] = self.mesh.group(self.index, axes)
+        return found
 
     def state(self) -> State:
         """The state of bare data in this body."""

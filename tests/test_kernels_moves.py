@@ -36,7 +36,7 @@ def parts(draw):
     boxes = [box_in(draw, shape) for _ in range(draw.integer(1, 4))]
     if draw.choose(True, False):
         boxes[0] = tuple((0, n) for n in shape)
-    return shape, boxes, [draw.array(tuple(stop - start for start, stop in box)) for box in boxes]
+    return shape, tuple(boxes), [draw.array(tuple(stop - start for start, stop in box)) for box in boxes]
 
 
 def tiles(draw):
@@ -44,7 +44,7 @@ def tiles(draw):
     shape = draw.shape(1, 3)
     cut = draw.integer(0, shape[0])
     boxes = [((start, stop), *((0, n) for n in shape[1:])) for start, stop in ((0, cut), (cut, shape[0]))]
-    return shape, boxes, [draw.array(tuple(stop - start for start, stop in box)) for box in boxes]
+    return shape, tuple(boxes), [draw.array(tuple(stop - start for start, stop in box)) for box in boxes]
 
 
 family.case("unpack", parts, dtypes=(*FLOATING, "complex128"), ulps=0)

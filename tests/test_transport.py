@@ -273,7 +273,7 @@ def test_a_thousand_failures_leave_no_threads_and_no_greenlets(scheduler):
 
     def greenlets() -> int:
         gc.collect()
-        return sum(isinstance(o, greenlet) for o in gc.get_objects())
+        return sum(issubclass(type(o), greenlet) for o in gc.get_objects())  # which may be a dead proxy
 
     run(mesh, lambda worker: None)
     threads, before = threading.active_count(), greenlets()

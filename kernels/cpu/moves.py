@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from math import prod
 
 import numpy as np
 
@@ -20,10 +22,10 @@ def combine(blocks: Sequence[np.ndarray], how: str = "sum") -> np.ndarray:
     if len(blocks) == 1:
         return blocks[0]
     total = buffers.empty_like(blocks[0])
-    if how == "sum" and accurate(total.dtype) != total.dtype:
+    if how == "sum" and accurate(total.dtype) is not total.dtype:
         into_rows(_sum, (total.reshape(-1),), *(np.ascontiguousarray(block).reshape(-1) for block in blocks))
         return total
-    fold(blocks[0], blocks[1], out=total, dtype=total.dtype)
+    fold(blocks[0], blocks[1], out=total)
     for block in blocks[2:]:
         fold(total, block, out=total)
     return total
@@ -35,7 +37,7 @@ def _sum(out: np.ndarray, *blocks: np.ndarray) -> None:
         out += block
 
 
-Box = Sequence[tuple[int, int]]
+Box = tuple[tuple[int, int], ...]
 
 
 def within(box: Box) -> tuple[slice, ...]:
@@ -43,21 +45,27 @@ def within(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in box)
 
 
-def unpack(shape: tuple[int, ...], boxes: Sequence[Box], parts: Sequence[np.ndarray]) -> np.ndarray:
+def unpack(shape: tuple[int, ...], boxes: tuple[Box, ...], parts: Sequence[np.ndarray]) -> np.ndarray:
     """An array with each part in its box, and zeros elsewhere; of several parts in one place the last one counts."""
+    places, everything = _places(shape, boxes)
     out = buffers.empty(shape, parts[0].dtype)
-    # Boxes that do not overlap, as those of a layout, cover everything if their sizes say so.
-    if sum(part.size for part in parts) != out.size or _overlap(boxes):
+    if not everything:
         out.fill(0)
-    for box, part in zip(boxes, parts, strict=True):
-        out[within(box)] = part
+    for place, part in zip(places, parts, strict=True):
+        out[place] = part
     return out
 
 
-def add_boxes(shape: tuple[int, ...], boxes: Sequence[Box], parts: Sequence[np.ndarray]) -> np.ndarray:
+@lru_cache(maxsize=1024)
+def _places(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> tuple[list[tuple[slice, ...]], bool]:
+    """The indices of boxes, and whether they cover everything: such that do not overlap do, if their sizes say so."""
+    covered = sum(prod(stop - start for start, stop in box) for box in boxes)
+    return [within(box) for box in boxes], covered == prod(shape) and not _overlap(boxes)
+
+
+def add_boxes(shape: tuple[int, ...], boxes: tuple[Box, ...], parts: Sequence[np.ndarray]) -> np.ndarray:
     """An array of zeros to which each part is added in its box, in order."""
-    whole = tuple((0, n) for n in shape)
-    first = tuple(map(tuple, boxes[0])) == whole
+    first = boxes[0] == tuple((0, n) for n in shape)
     out = buffers.empty(shape, parts[0].dtype)
     if first:
         out[...] = parts[0]

@@ -47,7 +47,7 @@ def _sum(blocks: list[Any]) -> Any:
     return out
 
 
-Box = Sequence[tuple[int, int]]
+Box = tuple[tuple[int, int], ...]
 
 
 def within(box: Box) -> tuple[slice, ...]:
@@ -55,7 +55,7 @@ def within(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in box)
 
 
-def unpack(shape: tuple[int, ...], boxes: Sequence[Box], parts: Sequence[Any]) -> Any:
+def unpack(shape: tuple[int, ...], boxes: tuple[Box, ...], parts: Sequence[Any]) -> Any:
     """An array with each part in its box, and zeros elsewhere; of several parts in one place the last one counts."""
     out = cp.zeros(shape, parts[0].dtype)
     for box, part in zip(boxes, parts, strict=True):
@@ -63,7 +63,7 @@ def unpack(shape: tuple[int, ...], boxes: Sequence[Box], parts: Sequence[Any]) -
     return out
 
 
-def add_boxes(shape: tuple[int, ...], boxes: Sequence[Box], parts: Sequence[Any]) -> Any:
+def add_boxes(shape: tuple[int, ...], boxes: tuple[Box, ...], parts: Sequence[Any]) -> Any:
     """An array of zeros to which each part is added in its box, in order."""
     out = cp.zeros(shape, parts[0].dtype)
     for box, part in zip(boxes, parts, strict=True):

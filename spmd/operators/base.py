@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, wraps
 from itertools import pairwise
 from operator import index
 from types import FrameType
@@ -26,7 +26,7 @@ from spmd.autodiff.primitive import Primitive
 from spmd.autodiff.tape import Future
 from spmd.autodiff.tracer import Array, Mixing, record, value_of, weak
 from spmd.device import contiguous, copied, home, on_device
-from spmd.errors import ClosureError, DifferentiationError, LayoutError, StateError, describe, message
+from spmd.errors import ClosureError, DifferentiationError, LayoutError, StateError, caller, describe, message
 from spmd.frontends import frontend
 from spmd.layout import block_sizes, offsets
 from spmd.mesh import WORKER, Worker, here
@@ -57,6 +57,7 @@ __all__ = [
 _NUMBERS = (bool, int, float, complex)
 
 C = TypeVar("C", bound="Collective")
+F = TypeVar("F", bound=Callable[..., Any])
 Shape = tuple[int, ...]
 Launched = tuple[Handle, Callable[[Any], tuple[Any, "Collective"]]]
 
@@ -118,6 +119,16 @@ class Collective:
     def admits(self) -> dict[State, State]:
         """The state in which it takes an array, by that of the array; filled as they come up."""
         return {}
+
+    @cached_property
+    def calls(self) -> dict[Any, Call]:
+        """What was called so far, by the line and the block."""
+        return {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What makes it, without what it has found out."""
+        own = {"adds", *(f.name for f in fields(self))}
+        return {name: value for name, value in self.__dict__.items() if name in own}
 
     def out_state(self, state: State) -> State:
         """The state of the result of an array in `state`."""
@@ -198,14 +209,31 @@ def _replaced(op: Any, changes: tuple[tuple[str, Any], ...]) -> Any:
     return replace(op, **dict(changes))
 
 
-_KEPT = 64
+_KEPT = 512
 
 
-def bounded(kept: dict) -> dict:
+def bounded(table: dict) -> dict:
     """A table that an operator keeps, emptied if it has grown long."""
-    if len(kept) >= _KEPT:
-        kept.clear()
-    return kept
+    if len(table) >= _KEPT:
+        table.clear()
+    return table
+
+
+def kept(method: F) -> F:
+    """A method of a collective that finds something out, of arguments that can be hashed: once for each of them."""
+    name = f"kept {method.__name__}"
+
+    @wraps(method)
+    def found(self: Any, *arguments: Any) -> Any:
+        table = self.__dict__.get(name)
+        if table is None:
+            table = self.__dict__[name] = {}
+        known = table.get(arguments)
+        if known is None:
+            known = bounded(table)[arguments] = method(self, *arguments)
+        return known
+
+    return found  # type: ignore[return-value]
 
 
 def operate(op: Collective, x, frame: FrameType | None = None) -> Any:
@@ -215,7 +243,7 @@ def operate(op: Collective, x, frame: FrameType | None = None) -> Any:
     if type(x) is Array:
         # What is admitted already, and not differentiated, has a short way: `_begin` and `_apply` in one.
         state = op.admits.get(x.state) if x.tape is None else None
-        if state is None or type(x.value) is not np.ndarray or x.value.dtype == bool:
+        if state is None or type(x.value) is not np.ndarray or x.value.dtype.kind == "b":
             return _begin(op, x, worker, frame)()
         block, _ = launch(op, x.value, worker, frame)()
         return Array(block, op.out_state(state))
@@ -398,12 +426,24 @@ def launch(
         x = contiguous(x)
     group = worker.group(op.axes)
     op.check(group, x)
-    call = Call(op.function, op.axes, x.dtype, x.shape, detail=op.detail, alike=op.alike, frame=frame)
-    call.asks = asks
-    if worker.mesh.places is not None:
-        call.host = not on_device(x)
-    handle, arrive = op.launch(worker.comm, group, x, call)
+    handle, arrive = op.launch(worker.comm, group, x, _call(op, x, worker, frame, asks))
     return lambda: arrive(handle.wait())
+
+
+def _call(op: Collective, x, worker: Worker, frame, asks: list[bool] | None) -> Call:
+    """What a worker calls, and from where. The same line calls the same with every block of a shape: that is made once,
+    but for what is told of one block alone."""
+    user = caller(frame)
+    key = (id(user.f_code), user.f_lasti, x.dtype, x.shape) if user is not None else None
+    call = op.calls.get(key)
+    if call is None or asks is not None or worker.mesh.places is not None:
+        call = Call(op.function, op.axes, x.dtype, x.shape, detail=op.detail, alike=op.alike, frame=user)
+        if asks is not None or worker.mesh.places is not None:
+            call.asks = asks
+            call.host = worker.mesh.places is not None and not on_device(x)
+        elif key is not None:
+            bounded(op.calls)[key] = call  # It keeps the code, so that no other has its id.
+    return call
 
 
 def move(op: Collective, g):
@@ -624,10 +664,15 @@ def normal_axis(function: str, argument: str, axis: int, ndim: int) -> int:
     return int(axis) % ndim
 
 
+def cuts(axis: int, sizes: Sequence[int]) -> list[tuple[slice, ...]]:
+    """The index of each piece of what is cut along an axis."""
+    before = (slice(None),) * axis
+    return [(*before, slice(start, stop)) for start, stop in pairwise(offsets(sizes))]
+
+
 def pieces(x: np.ndarray, axis: int, sizes: Sequence[int]) -> list[np.ndarray]:
     """x cut along an axis: views."""
-    before = (slice(None),) * axis
-    return [x[(*before, slice(start, stop))] for start, stop in pairwise(offsets(sizes))]
+    return [x[piece] for piece in cuts(axis, sizes)]
 
 
 def agree(function: str, shapes: Sequence[Shape], axis: int | None) -> None:
@@ -650,4 +695,15 @@ def agree(function: str, shapes: Sequence[Shape], axis: int | None) -> None:
             )
 
 
-__all__ += ["Join", "Launched", "agree", "check_length", "given_sizes", "normal_axis", "pieces", "sealed"]
+__all__ += [
+    "Join",
+    "Launched",
+    "agree",
+    "check_length",
+    "cuts",
+    "given_sizes",
+    "kept",
+    "normal_axis",
+    "pieces",
+    "sealed",
+]

@@ -19,12 +19,14 @@ from spmd.mesh import Worker, here
 from spmd.operators.base import (
     Launched,
     Operator,
+    Shape,
     agree,
+    cuts,
     given_sizes,
     interned,
+    kept,
     normal_axis,
     operate,
-    pieces,
     rebound,
     sealed,
     split_at,
@@ -53,43 +55,48 @@ class AllToAll(Operator):
     function: ClassVar[str] = "all_to_all"
     private: ClassVar[tuple[str, ...]] = ("sizes", "joined")
 
-    def _axes(self, ndim: int) -> tuple[int, int]:
-        split = normal_axis(self.function, "split_axis", self.split_axis, ndim)
-        return split, normal_axis(self.function, "concat_axis", self.concat_axis, ndim)
-
-    def check(self, group: Group, x: np.ndarray) -> None:
-        split, _ = self._axes(x.ndim)
-        if not self.tiled and x.shape[split] != group.size:
+    @kept
+    def _ways(self, group: Group, shape: Shape) -> tuple[int, int, list[Any], tuple[int, ...] | None]:
+        """Of a block of this shape: the dimensions, counted from the front, the index of the piece for each member,
+        and the lengths of the pieces where it is tiled."""
+        split = normal_axis(self.function, "split_axis", self.split_axis, len(shape))
+        concat = normal_axis(self.function, "concat_axis", self.concat_axis, len(shape))
+        if self.tiled:
+            sizes = split_at(self, group, shape, split, self.sizes)
+            return split, concat, cuts(split, sizes), sizes
+        if shape[split] != group.size:
             raise LayoutError(
                 message(
                     f"spmd.{self.function}",
                     argument="x",
-                    got=f"length {x.shape[split]} in dimension {split}",
+                    got=f"length {shape[split]} in dimension {split}",
                     need=f"length {group.size}, one entry per worker",
                     mend="tiled=True splits a dimension of any length into blocks",
                 )
             )
-        if self.tiled:
-            split_at(self, group, x.shape, split, self.sizes)
+        return split, concat, [(*(slice(None),) * split, k, ...) for k in range(group.size)], None
+
+    def check(self, group: Group, x: np.ndarray) -> None:
+        self._ways(group, x.shape)
 
     def parts(self, group: Group, x: np.ndarray) -> list[np.ndarray]:
         """The piece for each member."""
-        split, _ = self._axes(x.ndim)
-        if self.tiled:
-            return pieces(x, split, split_at(self, group, x.shape, split, self.sizes))
-        return [x[(*(slice(None),) * split, k, ...)] for k in range(group.size)]
+        return [x[piece] for piece in self._ways(group, x.shape)[2]]
+
+    @kept
+    def _bound(self, group: Group, shape: Shape, shapes: tuple[Shape, ...]) -> AllToAll:
+        """This operator for a block of a shape, and what arrives for it."""
+        split, concat, _, sizes = self._ways(group, shape)
+        agree(self.function, shapes, concat if self.tiled else None)
+        if not self.tiled:
+            return rebound(self, split_axis=split, concat_axis=concat)
+        lengths = tuple(s[concat] for s in shapes)
+        return rebound(self, split_axis=split, concat_axis=concat, sizes=sizes, joined=lengths)
 
     def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
-        split, concat = self._axes(x.ndim)
-
         def arrive(blocks: list[np.ndarray]):
-            agree(self.function, [b.shape for b in blocks], concat if self.tiled else None)
-            if not self.tiled:
-                return sealed(stacked(blocks, concat)), rebound(self, split_axis=split, concat_axis=concat)
-            sizes = split_at(self, group, x.shape, split, self.sizes)
-            lengths = tuple(b.shape[concat] for b in blocks)
-            bound = rebound(self, split_axis=split, concat_axis=concat, sizes=sizes, joined=lengths)
-            return sealed(joined(blocks, concat)), bound
+            bound = self._bound(group, x.shape, tuple([b.shape for b in blocks]))
+            return sealed((joined if self.tiled else stacked)(blocks, bound.concat_axis)), bound
 
         return comm.all_to_all(group, call, self.parts(group, x)), arrive
 

@@ -20,6 +20,7 @@ from spmd.operators.base import (
     check_length,
     given_sizes,
     interned,
+    kept,
     normal_axis,
     operate,
     pieces,
@@ -55,22 +56,24 @@ class _Join(_Along):
     """Blocks joined on every worker."""
 
     def check(self, group: Group, x: np.ndarray) -> None:
-        axis = normal_axis(self.function, "axis", self.axis, x.ndim if self.tiled else x.ndim + 1)
+        axis = self._along(x.ndim)
         if self.tiled:
             check_length(self, group, x, axis, self.sizes)
 
-    def bind(self, shapes: Sequence[Shape]) -> _Join:
+    def _along(self, ndim: int) -> int:
+        """The dimension of the result along which blocks of so many lie."""
+        return normal_axis(self.function, "axis", self.axis, ndim if self.tiled else ndim + 1)
+
+    @kept
+    def bind(self, shapes: tuple[Shape, ...]) -> _Join:
         """This operator with the sizes of the blocks it met."""
-        if not self.tiled:
-            agree(self.function, shapes, None)
-            return rebound(self, axis=normal_axis(self.function, "axis", self.axis, len(shapes[0]) + 1))
-        axis = normal_axis(self.function, "axis", self.axis, len(shapes[0]))
-        agree(self.function, shapes, axis)
-        return rebound(self, axis=axis, sizes=tuple(s[axis] for s in shapes))
+        axis = self._along(len(shapes[0]))
+        agree(self.function, shapes, axis if self.tiled else None)
+        return rebound(self, axis=axis, sizes=tuple(s[axis] for s in shapes) if self.tiled else self.sizes)
 
     def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
         def join(blocks: Sequence[np.ndarray]) -> tuple[np.ndarray, Operator]:
-            bound = self.bind([b.shape for b in blocks])
+            bound = self.bind(tuple([b.shape for b in blocks]))
             return sealed((joined if self.tiled else stacked)(blocks, bound.axis)), bound
 
         return comm.all_gather_as(group, call, x, join), lambda found: found
@@ -82,6 +85,7 @@ class _Join(_Along):
 class _Split(_Along):
     """A block split over the workers."""
 
+    @kept
     def bounds(self, group: Group, shape: Shape) -> tuple[int, tuple[int, ...]]:
         """The dimension, and the length of each member's piece of it."""
         argument = "scatter_dimension" if self.function == "psum_scatter" else "axis"
@@ -103,6 +107,7 @@ class _Split(_Along):
     def check(self, group: Group, x: np.ndarray) -> None:
         self.bounds(group, x.shape)
 
+    @kept
     def bind(self, group: Group, shape: Shape) -> _Split:
         """This operator with the sizes of the pieces of a block of this shape."""
         axis, sizes = self.bounds(group, shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,7 +15,7 @@ from spmd.device import contiguous, zeros
 from spmd.errors import LayoutError, describe, message
 from spmd.layout import Box, Layout
 from spmd.mesh import here
-from spmd.operators.base import Launched, Operator, interned, operate, sealed
+from spmd.operators.base import Launched, Operator, Shape, interned, kept, operate, sealed
 from spmd.plan import Move, plan
 from spmd.state import INVARIANT, VARYING, State, state_of
 from spmd.transport.base import Call, Comm, Group, Ready
@@ -27,9 +28,9 @@ def within(box: Box, origin: Sequence[int]) -> Box:
     return tuple((start - o, stop - o) for (start, stop), o in zip(box, origin, strict=True))
 
 
-def _cut(x: Any, box: Box) -> Any:
-    """A box of a block: a view."""
-    return x[(*(slice(start, stop) for start, stop in box), ...)]
+def indexed(box: Box) -> tuple[Any, ...]:
+    """The index of a box of a block, which gives a view."""
+    return (*(slice(start, stop) for start, stop in box), ...)
 
 
 @dataclass(frozen=True)
@@ -95,29 +96,36 @@ class _Relayout(Operator):
                 )
             )
 
-    def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
-        me = group.index
-        if self.src == self.dst and not self.adds:
-            return Ready(x), lambda block: (block, self)
-        at = [start for start, _ in self.src.boxes[me]]
-        moves = kernels.of(x)
-        sends = {m.target: _cut(x, within(m.box, at)) for m in self.moves if m.source == me}
+    @kept
+    def _ways(self, me: int) -> tuple[dict[int, Any], Shape, list[int], tuple[Box, ...]]:
+        """Of a worker: the index of what it sends to each other, the shape of its new block, and from whom which boxes
+        of it come, in the order of their sources."""
+        at, origin = ([start for start, _ in layout.boxes[me]] for layout in self.layouts)
+        sends = {m.target: indexed(within(m.box, at)) for m in self.moves if m.source == me}
         mine = [m for m in self.moves if m.target == me]
+        return sends, self.dst.block_shape(me), [m.source for m in mine], tuple([within(m.box, origin) for m in mine])
+
+    @cached_property
+    def _stays(self) -> bool:
+        """Whether nothing moves."""
+        return self.src == self.dst and not self.adds
+
+    def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
+        if self._stays:
+            return Ready(x), lambda block: (block, self)
+        sends, shape, sources, boxes = self._ways(group.index)
 
         def arrive(received: dict[int, np.ndarray]):
-            shape = self.dst.block_shape(me)
-            if len(mine) == 1 and received[mine[0].source].shape == shape:
-                return sealed(contiguous(received[mine[0].source])), self
-            origin = [start for start, _ in self.dst.boxes[me]]
-            put = moves.add_boxes if self.adds else moves.unpack
-            boxes, parts = [within(m.box, origin) for m in mine], [received[m.source] for m in mine]
-            # In the order of their sources.
-            return sealed(put(shape, boxes, parts) if mine else zeros(shape, x)), self
+            parts = [received[source] for source in sources]
+            if len(parts) == 1 and parts[0].shape == shape:
+                return sealed(contiguous(parts[0])), self
+            put = kernels.of(x).add_boxes if self.adds else kernels.of(x).unpack
+            return sealed(put(shape, boxes, parts) if parts else zeros(shape, x)), self
 
-        return comm.exchange(group, call, sends), arrive
+        return comm.exchange(group, call, {k: x[piece] for k, piece in sends.items()}), arrive
 
     def cost(self, group: Group, x: np.ndarray) -> tuple[int, int]:
-        if self.src == self.dst and not self.adds:
+        if self._stays:
             return 0, 0
         sizes = [
             int(np.prod([stop - start for start, stop in m.box])) * x.itemsize

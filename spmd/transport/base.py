@@ -74,7 +74,7 @@ class Group:
         self.size = len(members)
         self.ordered = tuple(sorted(members))
         self.places = None if self.ordered == members else sorted(range(self.size), key=members.__getitem__)
-        self.key = (tuple(sorted(axes)), self.ordered[0])
+        self.key = f"{self.ordered[0]} {sorted(axes)}"
 
 
 class Call:
@@ -86,9 +86,10 @@ class Call:
     host: what it moves lies on the host, though blocks may lie on a device.
     asks: [whether this worker's block is differentiated], where that is to be agreed upon: when the members have met it
     says whether any member's is.
+    number: what a transport tells it by, once that is known.
     """
 
-    __slots__ = ("alike", "asks", "axes", "code", "detail", "dtype", "host", "instruction", "op", "shape")
+    __slots__ = ("alike", "asks", "axes", "code", "detail", "dtype", "host", "instruction", "number", "op", "shape")
 
     def __init__(
         self,
@@ -109,6 +110,7 @@ class Call:
         self.alike = alike
         self.host = False
         self.asks: list[bool] | None = None
+        self.number: int | None = None
         user = caller(frame) if frame is not None else None
         self.code = user.f_code if user is not None else None
         self.instruction = user.f_lasti if user is not None else 0
@@ -116,7 +118,7 @@ class Call:
     def of(self, shape: tuple[int, ...]) -> Call:
         """The same call, that brings a block of another shape."""
         other = copy(self)
-        other.shape = shape
+        other.shape, other.number = shape, None
         return other
 
     @property
@@ -190,7 +192,7 @@ class Handle(Protocol):
 def sealed(x: Any) -> Any:
     """An array as one that nobody writes to, in place."""
     if type(x) is np.ndarray:
-        x.flags.writeable = False
+        x.setflags(False)  # pyright: ignore[reportCallIssue]  (by its name it takes twice as long)
     return x
 
 

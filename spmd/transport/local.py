@@ -59,7 +59,7 @@ class Meeting:
 
     def __init__(self, group: Group):
         self.group = group
-        self.calls: list[Call | None] = [None] * group.size
+        self.calls: list[Any] = [None] * group.size
         self.payloads: list[Any] = [None] * group.size
         self.numbers: list[int] = [0] * group.size
         self.missing = group.size
@@ -134,7 +134,7 @@ class Run:
         raise NotImplementedError
 
     def wake(self, meeting: Meeting) -> None:
-        """Let those that wait for the meeting go on. Needs the lock."""
+        """Let those that wait for the meeting go on."""
         raise NotImplementedError
 
     def stop(self) -> None:
@@ -169,20 +169,18 @@ class Run:
 
     def post(self, comm: LocalComm, group: Group, call: Call, payload: Any, finish) -> Meeting:
         """Leave a call and its payload in the group's meeting; the last to come completes it."""
-        with self.lock:
-            comm.clock += 1
-            comm.number += 1
-            if comm.clock > self.limit:
-                raise Stopped
-            meeting, last = self._enter(comm, group, call, payload)
+        meeting, last = self.enter(comm, group, call, payload)
         if last:
             self._complete(meeting, finish)
-            with self.lock:
-                self.wake(meeting)
+            self.wake(meeting)
         return meeting
 
-    def _enter(self, comm: LocalComm, group: Group, call: Call, payload: Any) -> tuple[Meeting, bool]:
+    def enter(self, comm: LocalComm, group: Group, call: Call, payload: Any) -> tuple[Meeting, bool]:
         """The group's meeting, and whether this worker is the last to come."""
+        comm.clock += 1
+        comm.number += 1
+        if comm.clock > self.limit:
+            raise Stopped
         comm.last = call
         count = comm.counts.get(group.key, 0)
         comm.counts[group.key] = count + 1
@@ -197,23 +195,18 @@ class Run:
         if meeting.clock < comm.clock:
             meeting.clock = comm.clock
         meeting.missing -= 1
-        if meeting.missing == 0:
-            del self.open[key]
-        return meeting, meeting.missing == 0
+        if meeting.missing:
+            return meeting, False
+        del self.open[key]
+        return meeting, True
 
     def _complete(self, meeting: Meeting, finish: Callable[[list[Any]], Any] | None) -> None:
         """Verify that all called alike, and make the shared result. Whatever goes wrong is everyone's error."""
         try:
-            calls, numbers = [c for c in meeting.calls if c is not None], meeting.numbers
-            first, number = calls[0], numbers[0]
-            key = first.key
-            for place, call in enumerate(calls):
-                if numbers[place] != number or (call is not first and call.key != key):
-                    who = [self.describe(meeting.group.members[k]) for k in (0, place)]
-                    raise mismatch(
-                        (who[0], str(first), first.source, number),
-                        (who[1], str(call), call.source, numbers[place]),
-                    )
+            calls, size = meeting.calls, meeting.group.size
+            first = calls[0]
+            if calls.count(first) < size or meeting.numbers.count(meeting.numbers[0]) < size:
+                self._compare(meeting)
             if first.asks is not None:
                 asked = [call.asks for call in calls if call.asks is not None]
                 if any(asks[0] for asks in asked):
@@ -225,6 +218,17 @@ class Run:
             meeting.error = error.with_traceback(None)
         meeting.calls = []
         meeting.done = True
+
+    def _compare(self, meeting: Meeting) -> None:
+        """Raise MismatchError where workers have called different things, or in a different order."""
+        first, number = meeting.calls[0], meeting.numbers[0]
+        for place, call in enumerate(meeting.calls):
+            if meeting.numbers[place] != number or (call is not first and call.key != first.key):
+                who = [self.describe(meeting.group.members[k]) for k in (0, place)]
+                raise mismatch(
+                    (who[0], str(first), first.source, number),
+                    (who[1], str(call), call.source, meeting.numbers[place]),
+                )
 
     def _waits(self) -> list[str]:
         """What each worker waits for, and who has left."""
@@ -448,9 +452,14 @@ class ThreadRun(Run):
         super().stop()
         self._release(self.parked)
 
+    def enter(self, comm: LocalComm, group: Group, call: Call, payload: Any) -> tuple[Meeting, bool]:
+        with self.lock:
+            return super().enter(comm, group, call, payload)
+
     def wake(self, meeting: Meeting) -> None:
-        self._release(meeting.waiters)
-        meeting.waiters = []
+        with self.lock:
+            self._release(meeting.waiters)
+            meeting.waiters = []
 
     def _release(self, signals: Iterable[Any]) -> None:
         for signal in list(signals):
