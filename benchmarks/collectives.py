@@ -15,7 +15,9 @@ other process, which is faster than gloo's own. The limit is what two threads ne
 into memory that is there, and to copy them where the result is a copy; from 256 KB on, where threads pay.
 
 mpi. Two processes. "mpi4py" is the plain call on buffers that are there beforehand, the repartition an Alltoallw of
-subarray types that are made once.
+subarray types that are made once. The limit is mpi4py that keeps what we promise: first both tell each other what they
+call, in 1 KB, so that nobody gets what was not meant for it. Then comes the plain call, or for sums the exchange of
+both blocks, and their sum in the order of the workers.
 
 Whoever exchanges halos by hand may keep the block within a larger one, of which only edges move: that is "halo in
 place". Otherwise the block is copied there, as ours is, because it is another's to keep.
@@ -388,6 +390,50 @@ class Messages:
         return partial(self.comm.Alltoallw, [x, once, send], [y, once, receive])
 
 
+class Agreeing(Messages):
+    """mpi4py, after both have told each other what they call."""
+
+    def _calling(self, call, *arrays):
+        return self._agreed(super()._calling(call, *arrays))
+
+    def _agreed(self, move: Callable[[], Any]) -> Callable[[], Any]:
+        mine, theirs, other = np.zeros(128, np.int64), np.zeros(128, np.int64), 1 - self.rank
+        swap = partial(self.comm.Sendrecv, mine, other, 1, theirs, other, 1)
+
+        def call():
+            swap()
+            move()
+
+        return call
+
+    def _pairs(self, there: np.ndarray, here: np.ndarray) -> Callable[[], Any]:
+        return super().exchange(there, here)
+
+    def exchange(self, x, y):
+        return self._agreed(self._pairs(x, y))
+
+    def _sum(self, mine: np.ndarray, there: np.ndarray, y: np.ndarray) -> Callable[[], Any]:
+        """The sum of mine and of what comes for `there`; there it is made of the same two."""
+        came = np.zeros_like(mine)
+        move = self._agreed(self._pairs(there, came))
+
+        def call():
+            move()
+            np.add(mine, came, out=y)
+
+        return call
+
+    def all_reduce(self, x, y):
+        return self._sum(x, x, y)
+
+    def reduce_scatter(self, x, y):
+        parts = x.reshape(2, -1)
+        return self._sum(parts[self.rank], parts[1 - self.rank], y)
+
+    def repartition(self, x, y):
+        return self._agreed(super().repartition(x, y))
+
+
 def halo_by_hand(engine: Any, shape: tuple[int, ...], in_place: bool) -> tuple[np.ndarray, ...]:
     """Block, result and cotangent of a halo exchange, and the calls forward and back."""
     rows, columns = shape
@@ -483,6 +529,12 @@ def _(quick: bool) -> Builders:
     return cases(partial(by_hand, engine=Messages), over_mpi(quick))
 
 
+@MPI.contestant("limit, Open MPI", launcher="mpiexec-openmpi", processes=2)
+@MPI.contestant("limit", launcher="mpiexec", processes=2)
+def _(quick: bool) -> Builders:
+    return cases(partial(by_hand, engine=Agreeing), over_mpi(quick))
+
+
 @MPI.contestant("mpi4py, Open MPI, halo in place", launcher="mpiexec-openmpi", processes=2)
 @MPI.contestant("mpi4py, halo in place", launcher="mpiexec", processes=2)
 def _(quick: bool) -> Builders:
@@ -518,5 +570,5 @@ def moved(work: Work) -> Case:
 
 @LOCAL.contestant("limit")
 def _(quick: bool) -> Builders:
-    limited = ("all-reduce", "reduce-scatter", "all-to-all", "repartition")
+    limited = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "halo exchange", "repartition")
     return cases(moved, (w for w in local(quick) if w.verb in limited and not w.adjoint and w.size != "4 B"))

@@ -1,9 +1,10 @@
 """Layers of networks: training a classifier on split batches (W1), and a block whose weights are split (W2).
 
 W1: 784-512-512-10, ReLU, the mean cross-entropy of the whole batch, its gradients and a step of plain descent; each
-step goes on from the parameters of the one before. The batch is split over two workers. torch: DDP; gradients by hand
-into one flat tensor and one sum of it, by gloo and by mpi4py; each with two processes of one thread; one process of two
-threads, that sends nothing; and our bridge, on two virtual workers.
+step goes on from the parameters of the one before. The batch is split over two workers. Ours: two virtual workers, and
+two processes. torch: DDP; gradients by hand into one flat tensor and one sum of it, by gloo and by mpi4py; each with
+two processes of one thread; one process of two threads, that sends nothing; and our bridge, on two virtual workers.
+The limit is what NumPy and mpi4py take where every array is there beforehand, and all is written out by hand.
 
 W2: 1024-4096-1024 on 512 tokens with GELU in its tanh form, the gradients of all five arrays. The first weight is split
 by columns, the second by rows. torch: DTensor; the two sums by hand, that of backward sent while the gradient of the
@@ -95,7 +96,7 @@ def batches(case: Callable[[int], Case], quick: bool) -> Builders:
     return {f"batch {n}": lambda n=n: case(n) for n in ((64, 256) if quick else (256, 4096))}
 
 
-def trained_spmd(batch: int) -> Case:
+def trained_spmd(batch: int, transport: str = "local") -> Case:
     import spmd
     from spmd import P
     from spmd.functions import bias_act, softmax_cross_entropy
@@ -106,7 +107,7 @@ def trained_spmd(batch: int) -> Case:
             x = bias_act(x @ v, a, "relu")
         return softmax_cross_entropy(x @ w + b, labels, reduction="mean", batch_axis_name="data")
 
-    mesh = spmd.Mesh(data=2, transport="local")
+    mesh = spmd.Mesh(data=2, transport=transport)
     loss = mesh.map(local_loss, in_specs=(P(), P("data"), P("data")), out_specs=P())
     loss_and_grads = spmd.value_and_grad(loss)
     optimizer = spmd.optim.sgd(RATE)
@@ -130,6 +131,63 @@ def trained_spmd(batch: int) -> Case:
 @W1.contestant("spmd")
 def _(quick: bool) -> Builders:
     return batches(trained_spmd, quick)
+
+
+@W1.contestant("spmd, MPI", launcher="mpiexec", processes=2, env=ONE_THREAD)
+def _(quick: bool) -> Builders:
+    return batches(lambda batch: trained_spmd(batch, "mpi"), quick)
+
+
+def trained_numpy(batch: int) -> Case:
+    """The fewest calls of NumPy, BLAS and MPI that make a step."""
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD
+    n = batch // 2
+    x, labels = (a[n * comm.rank : n * comm.rank + n] for a in minibatch(batch))
+    first = np.concatenate([a.reshape(-1) for a in initial()])
+    flat, own, sums = (np.empty_like(first) for _ in range(3))
+    ends = np.cumsum([0, *(a.size for a in initial())])
+    params, grads = (
+        [whole[i:j].reshape(a.shape) for a, (i, j) in zip(initial(), itertools.pairwise(ends), strict=True)]
+        for whole in (flat, own)
+    )
+    hidden, errors = ([np.empty((n, m), np.float32) for m in WIDTHS[1:]] for _ in range(2))
+    layers, each = range(len(WIDTHS) - 1), np.arange(n)
+
+    def start():
+        flat[:] = first
+
+    def step(_):
+        h = x
+        for k in layers:
+            z = np.matmul(h, params[2 * k], out=hidden[k])
+            z += params[2 * k + 1]
+            h = np.maximum(z, 0, out=z) if k < layers[-1] else z
+        h -= h.max(axis=1, keepdims=True)
+        g = np.exp(h, out=errors[-1])
+        total = g.sum(axis=1, keepdims=True)
+        value = (np.log(total[:, 0]) - h[each, labels]).sum() / batch
+        g /= total
+        g[each, labels] -= 1
+        g *= np.float32(1 / batch)
+        for k in reversed(layers):
+            np.matmul((hidden[k - 1] if k else x).T, g, out=grads[2 * k])
+            np.sum(g, axis=0, out=grads[2 * k + 1])
+            if k:
+                g = np.matmul(g, params[2 * k].T, out=errors[k - 1])
+                g *= hidden[k - 1] > 0
+        comm.Allreduce(own, sums)
+        np.multiply(sums, np.float32(RATE), out=sums)
+        np.subtract(flat, sums, out=flat)
+        return comm.allreduce(value), None
+
+    return training(start, step, lambda _: [p.copy() for p in params])
+
+
+@W1.contestant("limit", launcher="mpiexec", processes=2, env=ONE_THREAD)
+def _(quick: bool) -> Builders:
+    return batches(trained_numpy, quick)
 
 
 def trained_jax(devices: int, batch: int) -> Case:

@@ -2,7 +2,7 @@
 
 W7: value and gradient of 20 operations on 16 float32 of each of two workers, and a sum over both, with nothing jitted:
 JAX op by op through shard_map on two devices; DTensor, and plain tensors with an all-reduce by hand, on two processes
-over gloo with a thread each. JAX jitted is there for reference: it is no eager library.
+over gloo with a thread each. JAX jitted is there for reference: it is no eager library. The limit is NumPy by hand.
 Costs: an import is timed in fresh processes, from its first line on; a first call from the end of the import on, with
 its caches on disk as they are. An operation is one of a chain in one process, with one thread: in a body of two
 virtual workers that take turns, where the arrays carry their states (spmd) or not (check=False), beside the same loop
@@ -64,6 +64,36 @@ def small_spmd(transport: str) -> Case:
 
 W7.contestant("spmd")(small(partial(small_spmd, "local")))
 W7.contestant("spmd, MPI", launcher="mpiexec", processes=2, env=ONE_THREAD)(small(partial(small_spmd, "mpi")))
+
+
+def small_numpy() -> Case:
+    """Both workers' operations, one after the other, and the sum: what NumPy itself takes, without a tape."""
+    blocks = [pair()[k : k + 1].copy() for k in range(2)]
+
+    def of_one(x):
+        kept = []
+        for _ in range(4):
+            a, b = x[:, 1:], x[:, :-1]
+            y = np.tanh(a * b + 0.5)
+            kept.append((a, b, y))
+            x = y
+        g = np.ones_like(x)
+        for a, b, y in reversed(kept):
+            g = g * (1 - y * y)
+            whole = np.zeros((1, a.shape[1] + 1), x.dtype)
+            whole[:, 1:] += g * b
+            whole[:, :-1] += g * a
+            g = whole
+        return np.sum(x), g
+
+    def step():
+        (u, g), (v, h) = map(of_one, blocks)
+        return u + v, np.concatenate([g, h])
+
+    return Case(repeated(step), lambda: list(step()))
+
+
+W7.contestant("limit")(small(small_numpy))
 
 
 def small_jax(jitted: bool) -> Case:

@@ -67,18 +67,22 @@ def text(table: Table) -> str:
 
 
 def _aims(tables: Sequence[Table]) -> list[list[str]]:
-    """A row for each thing that we mean to hold: what it is, against whom, what was found, what is wanted."""
+    """A row for each thing that we mean to hold: what it is, against whom, what was found, what is wanted, what the
+    limit would have, and the verdict."""
     rows = []
     for f in found(tables):
         t = f.target
-        who = f"{t.section}: {t.case}" + (f" ({t.ours})" if t.ours != "spmd" else "")
+        who = f"{t.section}: {t.case}" + (f" ({f.ours})" if f.ours != "spmd" else "")
         if t.of == "ratio":
             got, need = f"{f.value:.2f}×", f"{t.need:.3g}×"
+            limit = "" if f.limit is None else f"{f.limit:.2f}×"
         elif t.of == "memory":
-            got, need = f"{f.value:.2f} of its peak memory", "1"
+            got, need, limit = f"{f.value:.2f} of its peak memory", "1", ""
         else:
             got, need = seconds(f.value) + " more" * (t.of == "more"), seconds(t.need)
-        rows.append([who, f.peer, got, need, "met" if f.met else "MISSED"])
+            limit = "" if f.limit is None else seconds(f.limit) + " more" * (t.of == "more")
+        verdict = "met" if f.met else "out of reach" if f.out_of_reach else "MISSED"
+        rows.append([who, f.peer, got, need, limit, verdict])
     return rows
 
 
@@ -87,8 +91,8 @@ def aims(tables: Sequence[Table]) -> str:
     rows = _aims(tables)
     if not rows:
         return ""
-    rows = [["what is to hold", "against", "found", "wanted", ""], *rows]
-    widths = [max(len(r[k]) for r in rows) for k in range(5)]
+    rows = [["what is to hold", "against", "found", "wanted", "the limit", ""], *rows]
+    widths = [max(len(r[k]) for r in rows) for k in range(len(rows[0]))]
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows)
 
 
@@ -96,7 +100,12 @@ def markdown(tables: Sequence[Table]) -> str:
     parts = []
     rows = _aims(tables)
     if rows:
-        head = ["## What is to hold", "", "| work | against | found | wanted | |", "|---|---|---|---|---|"]
+        head = [
+            "## What is to hold",
+            "",
+            "| work | against | found | wanted | the limit | |",
+            "|---|---|---|---|---|---|",
+        ]
         parts.append("\n".join([*head, *("| " + " | ".join(r) + " |" for r in rows)]))
     for table in tables:
         header, *rows = _cells(table)

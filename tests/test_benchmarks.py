@@ -113,10 +113,11 @@ def test_what_is_to_hold_names_cases_and_contestants_that_there_are():
     for target in TARGETS:
         module, attribute = SECTIONS[target.section]
         section = getattr(importlib.import_module(module), attribute)
-        assert {target.ours, *target.peers} <= section.contestants.keys(), target
-        if (target.section, target.ours) not in cases:
-            cases[target.section, target.ours] = section.contestants[target.ours].build(False)
-        assert target.case in cases[target.section, target.ours], target
+        assert {*target.ours, *target.peers} <= section.contestants.keys(), target
+        for ours in target.ours:
+            if (target.section, ours) not in cases:
+                cases[target.section, ours] = section.contestants[ours].build(False)
+            assert target.case in cases[target.section, ours], target
 
 
 def test_what_is_to_hold_is_found_by_medians():
@@ -133,6 +134,11 @@ def test_what_is_to_hold_is_found_by_medians():
     assert values == {"jax, 2 devices": (4.5, False), "torch, gloo": (4.0, True), "limit": (0.75, False)}
     assert "MISSED" in aims([table(ours=2.0, jax=9.0)])
     assert "MISSED" not in aims([table(ours=2.0, jax=10.0)])
+    (beyond,) = found([table(ours=4.0, jax=9.0, limit=3.0)])[:1]
+    assert beyond.limit == 3.0
+    assert beyond.out_of_reach  # the limit has 3, of the 5 that are wanted
+    assert "out of reach" in aims([table(ours=4.0, jax=9.0, limit=3.0)])
+    assert not found([table(ours=4.0, jax=18.0, limit=3.0)])[0].out_of_reach
     assert not found([table(ours=2.0)])
     assert not found([table(jax=2.0)])
 

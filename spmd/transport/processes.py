@@ -404,7 +404,7 @@ class ProcessComm(Comm):
             return sealed(kernels.of(mine).combine(xs))
 
         if self.transport.checks:
-            return Then(self._all_to_all(group, call, parts, own=False), finish)
+            return Then(self._agreed_swap(group, call, parts, own=False), finish)
         return Then(self._swapped(group, call, parts, [mine.shape] * group.size), finish)
 
     def _all_gather(self, group: Group, call: Call, x: np.ndarray) -> Handle:
@@ -421,10 +421,13 @@ class ProcessComm(Comm):
         requests = self.transport.channel(group.members).all_gather(send, receive, counts)
         return self._pending(requests, (send, receive), lambda: _split(receive, shapes, x.dtype))
 
-    def _all_to_all(self, group: Group, call: Call, parts: Sequence[np.ndarray], own: bool = True) -> Handle:
-        """own: whether the own part belongs to the result."""
+    def _all_to_all(self, group: Group, call: Call, parts: Sequence[np.ndarray]) -> Handle:
         if group.size == 1:
             return Ready([sealed(p) for p in parts])
+        return self._agreed_swap(group, call, parts, own=True)
+
+    def _agreed_swap(self, group: Group, call: Call, parts: Sequence[np.ndarray], own: bool) -> Handle:
+        """An all-to-all. own: whether the own part belongs to the result."""
         most = self.most_riding(call, parts)
         riders = {k: _bytes(p) for k, p in enumerate(parts) if p.nbytes <= most}
         heads = self._meet(group, call, [p.shape for p in parts], riders)
