@@ -196,6 +196,12 @@ np.asarray(f(np.ones(2)))
 """,
 }
 """The sum over two workers, to its number."""
+DIGITS = """
+import contextlib, io
+with contextlib.redirect_stdout(io.StringIO()):
+    runpy.run_path("examples/digits.py", run_name="__main__")
+"""
+"""Data, 15 epochs of training and its checks, all in one."""
 
 
 def fresh(before: str, program: str) -> Case:
@@ -215,6 +221,8 @@ def processes(name: str) -> Builders:
     cases = {"import": partial(fresh, "", f"import {name}")}
     if name in FIRST:
         cases["first call"] = partial(fresh, f"import {name}, numpy as np", FIRST[name])
+    if name == "spmd":
+        cases["the example of digits"] = partial(fresh, "import runpy, sys; sys.argv = ['digits.py']", DIGITS)
     return cases
 
 

@@ -72,6 +72,7 @@ def _targets() -> Iterator[Target]:
     yield Target("w7", "20 operations and a sum", ("torch DTensor",), 5, ours=engines)
     yield Target("costs", "empty map, auto", (), 60e-6, "seconds")
     yield Target("costs", "import", ("numpy",), 1 / 1.5)
+    yield Target("costs", "the example of digits", (), 20, "seconds")
     yield Target("w1", "batch 256", (*torch, "torch, by hand"), 1, "memory")
     yield Target("w1", "batch 4096", (*torch, "torch, by hand"), 1, "memory")
     yield Target("w2", "512 tokens, 1024-4096-1024", ("torch DTensor", "torch, by hand"), 1, "memory")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -184,8 +185,14 @@ def _like(new, old):
     return new if new.dtype == old.dtype else new.astype(old.dtype)
 
 
+@lru_cache(maxsize=64)
+def _name(dtype: np.dtype) -> str:
+    """NumPy puts it together each time."""
+    return dtype.name
+
+
 def _short(x) -> bool:
-    return x.dtype.name in ("float16", "bfloat16")
+    return _name(x.dtype) in ("float16", "bfloat16")
 
 
 def _widened(x):
@@ -196,7 +203,7 @@ def _widened(x):
 def _check(argument: str, a: Any, p: Any = None) -> None:
     """Raise where a is no array of real floating-point numbers, or has not the shape of the parameter p."""
     dtype = getattr(a, "dtype", None)
-    if dtype is None or dtype.name not in _FLOATING or (p is not None and a.shape != p.shape):
+    if dtype is None or _name(dtype) not in _FLOATING or (p is not None and a.shape != p.shape):
         raise ValueError(
             message(
                 "spmd.optim",
@@ -249,12 +256,13 @@ def _fused(kernel: Any, arrays: tuple[Any, ...], *options: Any) -> tuple[Any, ..
     """The step by its kernel: new parameters, and state or None. None where it is for the formulas."""
     p, g, *state = arrays
     kind = type(p)
-    if any(type(a) is not kind or a.shape != p.shape for a in arrays) or not p.shape:
+    dtype, shape = p.dtype, p.shape
+    if not shape or any(type(a) is not kind or a.shape != shape for a in arrays):
         return None
-    wide = np.dtype(np.float32) if _short(p) else p.dtype
-    if p.dtype.name not in _FLOATING or g.dtype != p.dtype or any(a.dtype != wide for a in state):
+    wide = np.dtype(np.float32) if _short(p) else dtype
+    if _name(dtype) not in _FLOATING or g.dtype != dtype or any(a.dtype != wide for a in state):
         return None
-    if any(not isinstance(n, int | float | np.floating) for n in options):
+    if not all(isinstance(n, int | float | np.floating) for n in options):
         return None
     if kind is PartitionedArray:
         return _filled(_blockwise(kernel, arrays, options))

@@ -9,13 +9,11 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import optree
 import pytest
-from conftest import DEVICE
 
 import spmd
 from spmd import P
@@ -75,16 +73,13 @@ def example():
 # The program
 
 
-def test_learns_in_time():
-    start = time.perf_counter()
+def test_learns():
     lines = run()
-    seconds = time.perf_counter() - start
     assert number(lines, "test accuracy") >= 96
     assert number(lines, "gradients") <= 1e-12
     assert len(losses(lines)) == 15
     assert "\r" not in "".join(lines)
     assert lines[-1].endswith("┘")
-    assert seconds < 20 or DEVICE == "emulated"  # which is slow
 
 
 def test_adam_in_float32():
