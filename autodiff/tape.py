@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from sys import getrefcount
@@ -178,9 +178,16 @@ class recording:
         self.tape.refuse(_leaked)
 
 
-@contextmanager
-def suspended() -> Iterator[None]:
+def suspended() -> AbstractContextManager[None]:
     """Within the block, recording on the tapes that are active here is an error: bodies take arguments."""
+    return _suspended() if ACTIVE.get() else _NOTHING
+
+
+_NOTHING = nullcontext()
+
+
+@contextmanager
+def _suspended() -> Iterator[None]:
     with refusing(0, _closed_over):
         token = ACTIVE.set(())
         try:

@@ -182,6 +182,8 @@ class Mapped:
         """(name in f's signature, spec, value) for each argument, positional ones first, keywords by sorted name."""
         specs = self.in_specs
         names = self._names
+        if not kwargs and type(specs) is tuple and len(specs) == len(args) <= len(names):
+            return list(zip(names, specs, args, strict=False))
         positional = [names[k] if k < len(names) else f"args[{k}]" for k in range(len(args))]
         keywords = sorted(kwargs)
         if isinstance(specs, dict):

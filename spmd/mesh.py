@@ -156,6 +156,7 @@ class Mesh:
         self._comm = comm
         self._transport: Transport | None = None
         self._groups: dict[tuple[int, tuple[str, ...]], Group] = {}
+        self._coordinates: dict[int, dict[str, int]] = {}
         self.chosen: dict[str, str] = {}
         """The scheduler that "auto" settled on, by the name of the map; `spmd.info()` shows it."""
 
@@ -202,10 +203,14 @@ class Mesh:
 
     def coordinates(self, worker: int) -> dict[str, int]:
         """The place of a worker along each axis."""
-        place: dict[str, int] = {}
-        for name, n in reversed(self.axes.items()):
-            worker, place[name] = divmod(worker, n)
-        return {name: place[name] for name in self.axes}
+        found = self._coordinates.get(worker)
+        if found is None:
+            place: dict[str, int] = {}
+            rest = worker
+            for name, n in reversed(self.axes.items()):
+                rest, place[name] = divmod(rest, n)
+            found = self._coordinates[worker] = {name: place[name] for name in self.axes}
+        return dict(found)
 
     def describe(self, worker: int) -> str:
         """A worker as error messages name it."""

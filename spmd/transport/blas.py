@@ -10,8 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 __all__ = ["blas_threads", "core_numbers", "share_of_cores", "usable_cores"]
@@ -32,22 +31,33 @@ def share_of_cores(workers: int, cores: int | None = None) -> int:
     return max(1, (usable_cores() if cores is None else cores) // workers)
 
 
+class _Held:
+    """A library, what it had before the first one asked, and what it has now."""
+
+    __slots__ = ("before", "library", "now")
+
+    def __init__(self, library: Any):
+        self.library = library
+        self.before = self.now = library.num_threads
+
+
 class _Limit:
-    """Who asks for how many threads, and what each library had before the first one asked."""
+    """Who asks for how many threads, and the libraries that are limited meanwhile."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.asked: dict[object, int] = {}
-        self.before: list[tuple[Any, int]] = []
+        self.held: list[_Held] = []
         self.libraries: list[Any] = []
         self.modules = -1
 
     def enter(self, who: object, n: int) -> None:
         with self.lock:
             if not self.asked:
-                self.before = []
-            held = {library.filepath for library, _ in self.before}
-            self.before += [(x, x.num_threads) for x in self._loaded() if x.filepath not in held]
+                self.held = [_Held(x) for x in self._loaded()]
+            elif self.modules != len(sys.modules):
+                known = {x.library.filepath for x in self.held}
+                self.held += [_Held(x) for x in self._loaded() if x.filepath not in known]
             self.asked[who] = n
             self._apply()
 
@@ -58,9 +68,11 @@ class _Limit:
 
     def _apply(self) -> None:
         n = min(self.asked.values(), default=sys.maxsize)
-        for library, before in self.before:
-            if library.num_threads != min(n, before):
-                library.set_num_threads(min(n, before))
+        for held in self.held:
+            threads = min(n, held.before)
+            if held.now != threads:
+                held.library.set_num_threads(threads)
+                held.now = threads
 
     def _loaded(self) -> list[Any]:
         """The loaded BLAS libraries; searched anew when modules, which may bring one, have been imported."""
@@ -78,8 +90,8 @@ _limit = _Limit()
 def _forget() -> None:
     """In a forked child, where the maps that asked do not run."""
     global _limit
-    for library, before in _limit.before if _limit.asked else ():
-        library.set_num_threads(before)
+    for held in _limit.held if _limit.asked else ():
+        held.library.set_num_threads(held.before)
     _limit = _Limit()
 
 
@@ -87,12 +99,21 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget)
 
 
-@contextmanager
-def blas_threads(n: int) -> Iterator[None]:
+class blas_threads:
     """At most n BLAS threads while the block runs."""
-    limit, who = _limit, object()
-    try:
-        limit.enter(who, n)
-        yield
-    finally:
-        limit.leave(who)
+
+    __slots__ = ("limit", "n")
+
+    def __init__(self, n: int):
+        self.n = n
+
+    def __enter__(self) -> None:
+        self.limit = _limit
+        try:
+            self.limit.enter(self, self.n)
+        except BaseException:
+            self.limit.leave(self)
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self.limit.leave(self)
