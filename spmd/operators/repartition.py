@@ -65,6 +65,7 @@ class _Relayout(Operator):
     def takes(self, axis: str) -> str:
         return VARYING if axis in self.src.varying else INVARIANT
 
+    @kept
     def out_state(self, state: State) -> State:
         return state_of((state.varying - set(self.axes)) | (self.dst.varying & set(self.axes)))
 
@@ -73,6 +74,11 @@ class _Relayout(Operator):
         return plan(self.src, self.dst)
 
     def check(self, group: Group, x: np.ndarray) -> None:
+        self._fits(group, x.shape)
+
+    @kept
+    def _fits(self, group: Group, shape: Shape) -> bool:
+        """True for a block of this shape. Raises where it cannot be that of this worker."""
         if group.dims != tuple(self.src.axes.values()):
             raise LayoutError(
                 message(
@@ -84,17 +90,18 @@ class _Relayout(Operator):
                 )
             )
         need = self.src.block_shape(group.index)
-        if x.shape != need:
+        if shape != need:
             raise LayoutError(
                 message(
                     f"spmd.{self.function}",
                     argument="x",
-                    got=f"a block of shape {list(x.shape)} on {self.src.describe(group.index)}",
+                    got=f"a block of shape {list(shape)} on {self.src.describe(group.index)}",
                     need=f"shape {list(need)}, as {self.src} says",
                     mend="pass the layout that the block has as src"
                     + (", or np.zeros(0) cut to it on workers without a block" if 0 in need else ""),
                 )
             )
+        return True
 
     @kept
     def _ways(self, me: int) -> tuple[dict[int, Any], Shape, list[int], tuple[Box, ...]]:
