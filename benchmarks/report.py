@@ -21,8 +21,8 @@ BUSY = 0.1
 def seconds(s: float) -> str:
     """A time in the unit that suits it."""
     for factor, unit in ((1e6, "µs"), (1e3, "ms")):
-        if s * factor < 1000:
-            return f"{s * factor:.{0 if s * factor >= 100 else 1 if s * factor >= 10 else 2}f} {unit}"
+        if abs(s) * factor < 1000:
+            return f"{s * factor:.{0 if abs(s) * factor >= 100 else 1 if abs(s) * factor >= 10 else 2}f} {unit}"
     return f"{s:.2f} s"
 
 

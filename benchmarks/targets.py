@@ -46,7 +46,7 @@ def _targets() -> Iterator[Target]:
     for verb, need in {"all-gather": 6, "reduce-scatter": 3.5, "all-to-all": 7}.items():
         yield Target("local", f"{verb} 64 MB", (JAX,), need)
     for verb in "all-reduce", "reduce-scatter":
-        yield Target("local", f"{verb} 64 MB", ("limit",), 0.8)
+        yield Target("local", f"{verb} 64 MB", (LIMIT,), 0.8)
     for verb in VERBS:
         for size in SIZES:
             yield Target("local", f"{verb} {size}", ("torch, gloo",), 4)

@@ -13,7 +13,7 @@
         return ... # NumPy
 
 A loop is compiled when it is first called with arrays of some dtypes, and kept on disk for later processes. It runs
-without the GIL. SPMD_NUMBA=0 turns numba off.
+without the GIL. SPMD_NUMBA=0 turns numba off; it is read once.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from spmd.errors import (
 )
 from spmd.layout import Layout, P
 from spmd.mesh import WORKER, Mesh, Worker
-from spmd.operators.base import normal_axis
+from spmd.operators.base import interned, normal_axis
 from spmd.operators.repartition import Repartition
 from spmd.transport.base import Call, sealed
 
@@ -681,7 +681,7 @@ def relayout(x: PartitionedArray, layout: Layout) -> PartitionedArray:
     """The same array in another layout: each worker sends what others need of its block, once. Collective."""
     if layout == x.layout:
         return x
-    op = Repartition(tuple(x.mesh.axes), x.layout, layout)
+    op = interned(Repartition, tuple(x.mesh.axes), x.layout, layout)
 
     def body(worker: Worker):
         block = worker.comm.given(x.blocks[worker.index])

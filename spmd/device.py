@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEVICES",
-    "adjoining",
     "contiguous",
     "copied",
     "empty",

@@ -127,8 +127,10 @@ class Collective:
 
     def __getstate__(self) -> dict[str, Any]:
         """What makes it, without what it has found out."""
-        own = {"adds", *(f.name for f in fields(self))}
-        return {name: value for name, value in self.__dict__.items() if name in own}
+        found = {
+            n for n in self.__dict__ if n.startswith("kept ") or type(getattr(type(self), n, None)) is cached_property
+        }
+        return {name: value for name, value in self.__dict__.items() if name not in found}
 
     def out_state(self, state: State) -> State:
         """The state of the result of an array in `state`."""
@@ -220,8 +222,9 @@ def bounded(table: dict) -> dict:
 
 
 def kept(method: F) -> F:
-    """A method of a collective that finds something out, of arguments that can be hashed: once for each of them."""
-    name = f"kept {method.__name__}"
+    """A method of a collective that finds something out, which is not None, of arguments that can be hashed: once for
+    each of them."""
+    name = f"kept {method.__qualname__}"
 
     @wraps(method)
     def found(self: Any, *arguments: Any) -> Any:
@@ -416,6 +419,7 @@ def launch(
 ) -> Callable[[], tuple[Any, Collective]]:
     """Start on a bare block. A number that is varied stays a number, weakly typed.
 
+    frame: from where it was called; None: from the nearest line of the user's above.
     asks: whether the block is differentiated; once finished, whether that of any member is.
     """
     for ledger in LEDGERS.get():
@@ -433,15 +437,13 @@ def launch(
 def _call(op: Collective, x, worker: Worker, frame, asks: list[bool] | None) -> Call:
     """What a worker calls, and from where. The same line calls the same with every block of a shape: that is made once,
     but for what is told of one block alone."""
-    user = caller(frame)
-    key = (id(user.f_code), user.f_lasti, x.dtype, x.shape) if user is not None else None
+    user, alone = caller(frame), asks is not None or worker.mesh.places is not None
+    key = None if user is None or alone else (id(user.f_code), user.f_lasti, x.dtype, x.shape)
     call = op.calls.get(key)
-    if call is None or asks is not None or worker.mesh.places is not None:
+    if call is None:
         call = Call(op.function, op.axes, x.dtype, x.shape, detail=op.detail, alike=op.alike, frame=user)
-        if asks is not None or worker.mesh.places is not None:
-            call.asks = asks
-            call.host = worker.mesh.places is not None and not on_device(x)
-        elif key is not None:
+        call.asks, call.host = asks, worker.mesh.places is not None and not on_device(x)
+        if key is not None:
             bounded(op.calls)[key] = call  # It keeps the code, so that no other has its id.
     return call
 

@@ -61,7 +61,7 @@ class _Join(_Along):
             check_length(self, group, x, axis, self.sizes)
 
     def _along(self, ndim: int) -> int:
-        """The dimension of the result along which blocks of so many lie."""
+        """The dimension of the result along which blocks of so many dimensions lie."""
         return normal_axis(self.function, "axis", self.axis, ndim if self.tiled else ndim + 1)
 
     @kept

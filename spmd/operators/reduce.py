@@ -230,6 +230,11 @@ class Extremum(Collective):
     target: ClassVar[str] = INVARIANT
     lends: ClassVar[bool] = False
 
+    @property
+    def alike(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Blocks may be uneven along the dimensions that go away."""
+        return not self.dims
+
     def check(self, group: Group, x: np.ndarray) -> None:
         if x.dtype.kind == "c":
             raise StateError(
@@ -244,7 +249,6 @@ class Extremum(Collective):
 
     def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
         if not self.dims:
-            call.alike = True
             return comm.all_reduce(group, call, x, self.how), lambda y: (y, self)
         if on_device(x):
             return Steps(self._on_device(comm, group, x, call)), lambda found: found
@@ -253,7 +257,7 @@ class Extremum(Collective):
         y = np.asarray(top(x, axis=self.dims, initial=least))
         some = np.full((1,), _marker(x.dtype, self.how, x.size > 0 or y.size == 0), x.dtype)
         packed = np.concatenate([y.reshape(-1), some])
-        call.shape, call.alike = packed.shape, True
+        call = call.of(packed.shape, alike=True)
 
         def arrive(got: np.ndarray):
             if got[-1] != _marker(x.dtype, self.how, True):

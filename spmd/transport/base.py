@@ -87,6 +87,8 @@ class Call:
     asks: [whether this worker's block is differentiated], where that is to be agreed upon: when the members have met it
     says whether any member's is.
     number: what a transport tells it by, once that is known.
+
+    Workers who call the same from one line may share one object, so whoever is given a call does not write to it.
     """
 
     __slots__ = ("alike", "asks", "axes", "code", "detail", "dtype", "host", "instruction", "number", "op", "shape")
@@ -115,10 +117,11 @@ class Call:
         self.code = user.f_code if user is not None else None
         self.instruction = user.f_lasti if user is not None else 0
 
-    def of(self, shape: tuple[int, ...]) -> Call:
-        """The same call, that brings a block of another shape."""
+    def of(self, shape: tuple[int, ...], *, alike: bool | None = None) -> Call:
+        """The same call, that brings a block of another shape. alike: where that is to be different."""
         other = copy(self)
         other.shape, other.number = shape, None
+        other.alike = self.alike if alike is None else alike
         return other
 
     @property

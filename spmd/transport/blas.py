@@ -70,6 +70,8 @@ class _Limit:
         n = min(self.asked.values(), default=sys.maxsize)
         for held in self.held:
             threads = min(n, held.before)
+            if not self.asked:
+                held.now = held.library.num_threads  # A body may have changed it.
             if held.now != threads:
                 held.library.set_num_threads(threads)
                 held.now = threads

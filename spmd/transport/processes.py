@@ -82,30 +82,33 @@ def _headers(call: Call, shapes: Sequence[Shape | None], run: int, number: int) 
     if name is None:
         op, axes, detail, dtype, shape = call.key
         name = call.number = digest(op, axes, detail, np.dtype(dtype).str, shape)
-    heads = _shaped(call.op, tuple(shapes)).copy()
+    told = _told(call.op, tuple(shapes))
+    heads = np.zeros((len(told), _HEAD + _RIDES // 8), np.int64)
+    heads[:, 1 : 1 + told.shape[1]] = told
     heads[:, 0] = (name + run * _STEPS[0] + number * _STEPS[1] + (1 << 63)) % (1 << 64) - (1 << 63)
     if call.asks is not None and call.asks[0]:
         heads[:, 1] += _ASKS
     return heads
 
 
-@lru_cache(maxsize=256)
-def _shaped(op: str, shapes: tuple[Shape | None, ...]) -> np.ndarray:
-    """Headers that tell the shapes, and nothing else."""
-    heads = np.zeros((len(shapes), _HEAD + _RIDES // 8), np.int64)
-    for head, lengths in zip(heads, shapes, strict=True):
+@lru_cache(maxsize=1024)
+def _told(op: str, shapes: tuple[Shape | None, ...]) -> np.ndarray:
+    """A row for each: 1 + the rank, and the shape; 0 for None."""
+    most = max(len(s) for s in shapes if s is not None) if any(s is not None for s in shapes) else 0
+    if most > _MAX_NDIM:
+        raise TransportError(
+            message(
+                op,
+                got=f"an array of {most} dimensions",
+                need=f"at most {_MAX_NDIM} between processes",
+                mend="reshape it for the collective",
+            )
+        )
+    told = np.zeros((len(shapes), 1 + most), np.int64)
+    for row, lengths in zip(told, shapes, strict=True):
         if lengths is not None:
-            if len(lengths) > _MAX_NDIM:
-                raise TransportError(
-                    message(
-                        op,
-                        got=f"an array of {len(lengths)} dimensions",
-                        need=f"at most {_MAX_NDIM} between processes",
-                        mend="reshape it for the collective",
-                    )
-                )
-            head[1 : 2 + len(lengths)] = 1 + len(lengths), *lengths
-    return heads
+            row[: 1 + len(lengths)] = 1 + len(lengths), *lengths
+    return told
 
 
 _STEPS = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F
@@ -429,7 +432,7 @@ class ProcessComm(Comm):
     def _agreed_swap(self, group: Group, call: Call, parts: Sequence[np.ndarray], own: bool) -> Handle:
         """An all-to-all. own: whether the own part belongs to the result."""
         most = self.most_riding(call, parts)
-        riders = {k: _bytes(p) for k, p in enumerate(parts) if p.nbytes <= most}
+        riders = {k: _bytes(p) for k, p in enumerate(parts) if p.nbytes <= most and k != group.index}
         heads = self._meet(group, call, [p.shape for p in parts], riders)
         return self._swapped(group, call, parts, [s or () for s in _shapes_in(heads)], heads, most, own)
 
@@ -462,7 +465,8 @@ class ProcessComm(Comm):
                 sends[k] = _bytes(part)
             if coming[k] > most:
                 receives[k] = rooms[k]
-            elif heads is not None:
+            else:
+                assert heads is not None
                 rooms[k][...] = _rider(heads, k, coming[k])
         if not sends and not receives:
             return Ready(_split(receive, shapes, dtype))
@@ -516,7 +520,8 @@ class ProcessComm(Comm):
                 continue
             nbytes = prod(shape) * dtype.itemsize
             if nbytes <= most:
-                found[k] = _rider(heads, k, nbytes).view(dtype).reshape(shape)
+                # Whoever keeps it is not to keep the headers of all.
+                found[k] = sealed(_rider(heads, k, nbytes).copy()).view(dtype).reshape(shape)
             else:
                 received[k] = self.room(nbytes, call, sends)
                 found[k] = received[k].view(dtype).reshape(shape)
