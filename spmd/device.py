@@ -7,14 +7,16 @@ nothing converts it to one of NumPy without being asked to: that would wait for 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from spmd.errors import MeshError, TransportError, describe, message
-from spmd.kernels import buffers, on_device
+from spmd.kernels import buffers, on_device, team
 
 if TYPE_CHECKING:
     from spmd.cuda import Places
@@ -98,13 +100,22 @@ def _put_together(how: Callable[..., Any], blocks: Sequence[Any], axis: int, sha
     first = blocks[0]
     if type(first) is not np.ndarray:
         return how(blocks, axis=axis)
-    out_bytes = math.prod(shape) * first.itemsize
-    if out_bytes > _COPIED and math.prod(shape[:axis]) == 1:
+    nbytes = math.prod(shape) * first.itemsize
+    if nbytes > _COPIED and math.prod(shape[:axis]) == 1:
         lies = adjoining(blocks)
         if lies is not None:
             return lies.reshape(shape)
     out = buffers.empty(shape, first.dtype)
-    how(blocks, axis=axis, out=out)
+    if team.parts(nbytes) == 1:
+        how(blocks, axis=axis, out=out)
+        return out
+    before = (slice(None),) * axis
+    if how is np.stack:
+        places: list[Any] = [(*before, k) for k in range(len(blocks))]
+    else:
+        ends = itertools.accumulate((b.shape[axis] for b in blocks), initial=0)
+        places = [(*before, slice(start, stop)) for start, stop in itertools.pairwise(ends)]
+    team.run([partial(np.copyto, out[place], block) for place, block in zip(places, blocks, strict=True)])
     return out
 
 

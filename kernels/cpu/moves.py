@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 
 import numpy as np
 
-from spmd.kernels import buffers
+from spmd.kernels import buffers, team
 from spmd.kernels.cpu.chunks import accurate, into_rows
 
 __all__ = ["add_boxes", "combine", "unpack"]
@@ -22,13 +22,23 @@ def combine(blocks: Sequence[np.ndarray], how: str = "sum") -> np.ndarray:
     if len(blocks) == 1:
         return blocks[0]
     total = buffers.empty_like(blocks[0])
-    if how == "sum" and accurate(total.dtype) is not total.dtype:
-        into_rows(_sum, (total.reshape(-1),), *(np.ascontiguousarray(block).reshape(-1) for block in blocks))
+    n = team.parts(total.nbytes)
+    if n == 1 or not all(block.flags.c_contiguous for block in blocks):
+        _fold(total, blocks, fold)
         return total
+    flat, into = [block.reshape(-1) for block in blocks], total.reshape(-1)
+    spans = [slice(total.size * k // n, total.size * (k + 1) // n) for k in range(n)]
+    team.run([partial(_fold, into[span], [block[span] for block in flat], fold) for span in spans])
+    return total
+
+
+def _fold(total: np.ndarray, blocks: Sequence[np.ndarray], fold: np.ufunc) -> None:
+    if fold is np.add and accurate(total.dtype) is not total.dtype:
+        into_rows(_sum, (total.reshape(-1),), *(np.ascontiguousarray(block).reshape(-1) for block in blocks))
+        return
     fold(blocks[0], blocks[1], out=total)
     for block in blocks[2:]:
         fold(total, block, out=total)
-    return total
 
 
 def _sum(out: np.ndarray, *blocks: np.ndarray) -> None:

@@ -27,6 +27,7 @@ import numpy as np
 
 from spmd import kernels
 from spmd.errors import MismatchError, TransportError, message
+from spmd.kernels import team
 from spmd.transport.base import (
     Call,
     Comm,
@@ -40,7 +41,7 @@ from spmd.transport.base import (
     raised_by,
     sealed,
 )
-from spmd.transport.blas import blas_threads, share_of_cores
+from spmd.transport.blas import blas_threads, share_of_cores, usable_cores
 
 if TYPE_CHECKING:
     from spmd.cuda import Places
@@ -599,15 +600,26 @@ class LocalComm(Comm):
     def _shapes(self, group: Group, call: Call) -> Handle:
         return self._meet(group, call, call.shape, lambda m: list(m.payloads))
 
+    def _made(self, group: Group, nbytes: int, make: Callable[[], Any]) -> Any:
+        """What one worker makes for its group. Where all wait for it, or run in its thread, the other cores help."""
+        if nbytes < team.LEAST:
+            return make()
+        alone = isinstance(self.run, LockstepRun) or group.size == len(self.run.comms)
+        with team.of(usable_cores() if alone else 1):
+            return make()
+
     def _all_reduce(self, group: Group, call: Call, x: np.ndarray, how: str) -> Handle:
         def finish(xs: list[np.ndarray]):
-            return sealed(kernels.of(xs[0]).combine(xs, how))
+            return self._made(group, x.nbytes, lambda: sealed(kernels.of(x).combine(xs, how)))
 
         return self._meet(group, call, sealed(x), _result, finish)
 
     def _all_reduce_many(self, group: Group, call: Call, xs: Sequence[np.ndarray]) -> Handle:
         def finish(all_xs: list[Sequence[np.ndarray]]):
-            return [sealed(kernels.of(one[0]).combine(one)) for one in zip(*all_xs, strict=True)]
+            def make():
+                return [sealed(kernels.of(one[0]).combine(one)) for one in zip(*all_xs, strict=True)]
+
+            return self._made(group, sum(x.nbytes for x in xs), make)
 
         return self._meet(group, call, [sealed(x) for x in xs], _result, finish)
 
@@ -622,7 +634,10 @@ class LocalComm(Comm):
         return self._meet(group, call, sealed(x), lambda m: list(m.payloads))
 
     def _all_gather_as(self, group: Group, call: Call, x: np.ndarray, join: Callable[[Sequence[Any]], Any]) -> Handle:
-        return self._meet(group, call, sealed(x), _result, join)
+        def finish(xs: list[np.ndarray]):
+            return self._made(group, sum(x.nbytes for x in xs), lambda: join(xs))
+
+        return self._meet(group, call, sealed(x), _result, finish)
 
     def _all_to_all(self, group: Group, call: Call, parts: Sequence[np.ndarray]) -> Handle:
         return self._meet(group, call, [sealed(p) for p in parts], lambda m: [p[group.index] for p in m.payloads])
