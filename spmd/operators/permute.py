@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from operator import index
 from typing import Any, ClassVar
 
@@ -15,7 +15,7 @@ from spmd.autodiff.tracer import value_of
 from spmd.device import to_host, zeros
 from spmd.errors import LayoutError, describe, message
 from spmd.mesh import Worker, here
-from spmd.operators.base import Launched, Operator, Shape, interned, operate, rebound, sealed
+from spmd.operators.base import Launched, Operator, Shape, interned, kept, operate, rebound, sealed
 from spmd.operators.reduce import AxisName, _names
 from spmd.transport.base import Call, Comm, Group
 
@@ -35,17 +35,12 @@ class Permute(Operator):
     function: ClassVar[str] = "ppermute"
     private: ClassVar[tuple[str, ...]] = ("shapes",)
 
-    @cached_property
-    def _fits(self) -> set[int]:
-        """The sizes of groups among which the pairs were found to be right."""
-        return set()
-
     def check(self, group: Group, x: np.ndarray) -> None:
-        if group.size not in self._fits:
-            self._check(group)
-            self._fits.add(group.size)
+        self._fits(group)
 
-    def _check(self, group: Group) -> None:
+    @kept
+    def _fits(self, group: Group) -> bool:
+        """True where the pairs are right among the group. Raises where they are not."""
         where = f"spmd.{self.function}"
         for side, name in ((0, "source"), (1, "target")):
             seen: set[int] = set()
@@ -72,6 +67,7 @@ class Permute(Operator):
                         )
                     )
                 seen.add(k)
+        return True
 
     def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
         sends = {target: x for source, target in self.perm if source == group.index}

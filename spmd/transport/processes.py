@@ -94,7 +94,7 @@ def _headers(call: Call, shapes: Sequence[Shape | None], run: int, number: int) 
 @lru_cache(maxsize=1024)
 def _told(op: str, shapes: tuple[Shape | None, ...]) -> np.ndarray:
     """A row for each: 1 + the rank, and the shape; 0 for None."""
-    most = max(len(s) for s in shapes if s is not None) if any(s is not None for s in shapes) else 0
+    most = max((len(s) for s in shapes if s is not None), default=0)
     if most > _MAX_NDIM:
         raise TransportError(
             message(
@@ -458,8 +458,6 @@ class ProcessComm(Comm):
         sends, receives = {}, {}
         for k, part in enumerate(parts):
             if k == me:
-                if own:
-                    rooms[k].view(dtype).reshape(part.shape)[...] = part
                 continue
             if part.nbytes > most:
                 sends[k] = _bytes(part)
@@ -468,10 +466,14 @@ class ProcessComm(Comm):
             else:
                 assert heads is not None
                 rooms[k][...] = _rider(heads, k, coming[k])
-        if not sends and not receives:
+        moves, requests = bool(sends or receives), []
+        if moves:
+            self.ready()
+            requests = self.transport.channel(group.members).exchange(sends, receives)
+        if own:  # while the others are under way
+            rooms[me].view(dtype).reshape(parts[me].shape)[...] = parts[me]
+        if not moves:
             return Ready(_split(receive, shapes, dtype))
-        self.ready()
-        requests = self.transport.channel(group.members).exchange(sends, receives)
         return self._pending(requests, (sends, receive), lambda: _split(receive, shapes, dtype))
 
     def _broadcast(self, group: Group, call: Call, x: np.ndarray | None, root: int) -> Handle:
