@@ -1,22 +1,26 @@
-"""Threads that help one thread while all others wait for what it makes: a sum of large blocks, their join.
+"""Threads that help one thread while all others wait for it: with a sum of large blocks, a join, a copy.
 
-    with team.of(cores):          # whoever knows that so many cores have nothing else to do
-        kernel(...)               # may split its work: team.parts(nbytes), team.run(tasks)
+    with team.of(cores):          # whoever knows that the cores, so many, have nothing else to do
+        kernel(...)               # may split its work: team.copy(pairs), team.spans(x, nbytes), team.run(tasks)
 
 Outside of that a kernel works by itself, because as many threads as there are cores compute already.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-__all__ = ["LEAST", "of", "parts", "run"]
+import numpy as np
+
+from spmd.kernels.threads import pool
+
+__all__ = ["LEAST", "copy", "of", "parts", "run", "spans"]
 
 _PART = 1 << 20
-"""Bytes of a result that pay for a helper, who is there 50 us later."""
+"""Bytes of a result that pay for a helper, who is there 35 us later."""
 LEAST = 2 * _PART
 """Bytes of what is worth splitting."""
 
@@ -24,15 +28,15 @@ _here = threading.local()
 
 
 class of:
-    """Within the block the work of this thread may be split over so many cores."""
+    """Within the block the work of this thread may be split over cores() cores, which is asked when there is work."""
 
     __slots__ = ("before", "cores")
 
-    def __init__(self, cores: int):
+    def __init__(self, cores: Callable[[], int]):
         self.cores = cores
 
     def __enter__(self) -> None:
-        self.before = getattr(_here, "cores", 1)
+        self.before = getattr(_here, "cores", _alone)
         _here.cores = self.cores
 
     def __exit__(self, *_: object) -> None:
@@ -41,39 +45,68 @@ class of:
 
 def parts(nbytes: int) -> int:
     """Into how many parts to split what makes so many bytes: 1 where nobody helps."""
-    return max(1, min(getattr(_here, "cores", 1), nbytes // _PART))
+    return 1 if nbytes < LEAST else max(1, min(getattr(_here, "cores", _alone)(), nbytes // _PART))
+
+
+def spans(shape: tuple[int, ...], n: int) -> list[tuple[Any, ...]]:
+    """The indices of at most n parts of an array of this shape, cut along its outermost dimension that has a length:
+    parts of what is contiguous are contiguous."""
+    d = next((d for d, length in enumerate(shape) if length != 1), None)
+    if d is None or n == 1:
+        return [(...,)]
+    before, length = (slice(None),) * d, shape[d]
+    n = max(1, min(n, length))
+    return [(*before, slice(length * k // n, length * (k + 1) // n)) for k in range(n)]
+
+
+def copy(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+    """Copy arrays into others of their shapes that do not overlap: of (to, of) pairs. Everybody has a part of each."""
+    n = parts(sum([to.nbytes for to, _ in pairs]))
+    if n == 1:
+        _copy(pairs)
+        return
+    shares: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in range(n)]
+    for to, x in pairs:
+        for share, span in zip(shares, spans(to.shape, n), strict=False):
+            share.append((to[span], x[span]))
+    run([partial(_copy, share) for share in shares if share])
+
+
+def _copy(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+    for to, x in pairs:
+        np.copyto(to, x)
+
+
+def _alone() -> int:
+    return 1
 
 
 def run(tasks: Sequence[Callable[[], object]]) -> None:
     """Run all tasks, the first in this thread. Raises the first error, when all have ended."""
-    first, *others = tasks
-    under_way = [_helpers().submit(task) for task in others]
-    try:
-        first()
-    finally:
-        errors = [task.exception() for task in under_way]
-    for error in errors:
-        if error is not None:
-            raise error
+    first, *others = [_Task(task) for task in tasks]
+    for task, thread in zip(others, pool.take(len(others)), strict=True):
+        thread.begin(task, task.over.release)
+    first()
+    for task in others:
+        task.over.acquire()
+    for task in (first, *others):
+        if task.error is not None:
+            raise task.error
 
 
-_pool: Any = None
+class _Task:
+    """What a thread is to do, and the error it made."""
 
+    __slots__ = ("error", "over", "work")
 
-def _helpers() -> Any:
-    global _pool
-    if _pool is None:
-        from concurrent.futures import ThreadPoolExecutor
+    def __init__(self, work: Callable[[], object]):
+        self.work = work
+        self.error: BaseException | None = None
+        self.over = threading.Lock()
+        self.over.acquire()
 
-        _pool = ThreadPoolExecutor(os.cpu_count(), "spmd-helper")
-    return _pool
-
-
-def _forget() -> None:
-    """In a forked child: the threads have stayed with the parent."""
-    global _pool
-    _pool = None
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+    def __call__(self) -> None:
+        try:
+            self.work()
+        except BaseException as error:
+            self.error = error

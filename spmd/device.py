@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,6 +30,7 @@ __all__ = [
     "joined",
     "on_device",
     "places",
+    "put",
     "stacked",
     "to_host",
     "zeros",
@@ -52,8 +52,16 @@ def contiguous(x: Any) -> Any:
 def copied(x: Any) -> Any:
     """A C-contiguous copy of an array, where it lies."""
     out = empty(x.shape, x)
-    out[...] = x
+    put(out, x)
     return out
+
+
+def put(out: Any, x: Any) -> None:
+    """Copy an array into another one of its shape, where both lie."""
+    if type(x) is np.ndarray and x.nbytes >= team.LEAST:
+        team.copy([(out, x)])
+    else:
+        out[...] = x
 
 
 def adjoining(blocks: Sequence[Any]) -> np.ndarray | None:
@@ -115,7 +123,7 @@ def _put_together(how: Callable[..., Any], blocks: Sequence[Any], axis: int, sha
     else:
         ends = itertools.accumulate((b.shape[axis] for b in blocks), initial=0)
         places = [(*before, slice(start, stop)) for start, stop in itertools.pairwise(ends)]
-    team.run([partial(np.copyto, out[place], block) for place, block in zip(places, blocks, strict=True)])
+    team.copy([(out[place], block) for place, block in zip(places, blocks, strict=True)])
     return out
 
 

@@ -14,14 +14,42 @@ from spmd.kernels import cpu, team
 
 def test_alone_nothing_is_split():
     assert team.parts(1 << 30) == 1
-    with team.of(4):
+    with team.of(lambda: 4):
         assert team.parts(team.LEAST - 1) == 1
         assert team.parts(team.LEAST) == 2
         assert team.parts(1 << 30) == 4
-        with team.of(1):
+        with team.of(lambda: 1):
             assert team.parts(1 << 30) == 1
         assert team.parts(1 << 30) == 4
     assert team.parts(1 << 30) == 1
+
+
+@pytest.mark.parametrize("shape", [(), (1, 1), (1, 5), (3, 1, 700001), (2100001,), (1, 1031, 1009), (0, 7)])
+def test_spans_cover_everything_once(shape):
+    for n in 1, 2, 5:
+        count = np.zeros(shape, int)
+        spans = team.spans(shape, n)
+        assert len(spans) <= n
+        for span in spans:
+            part = count[span]
+            assert part.flags.c_contiguous
+            part += 1
+        assert (count == 1).all()
+
+
+def test_copies_are_split_evenly(monkeypatch):
+    """Every helper has a part of every array, so uneven ones end at the same time."""
+    shares, ran = [], team.run
+    monkeypatch.setattr(team, "run", lambda tasks: (shares.extend(tasks), ran(tasks)))
+    rng = np.random.default_rng(6)
+    arrays = [np.asarray(rng.standard_normal(shape)) for shape in [(3, 200000), (1, 100000), (1,), (), (0, 4)]]
+    into = [np.zeros_like(a) for a in arrays]
+    with team.of(lambda: 3):
+        team.copy(list(zip(into, arrays, strict=True)))
+    found = [sum(to.nbytes for to, _ in share.args[0]) for share in shares]
+    assert found == pytest.approx([1.6e6 + 8e5 / 3] * 3, abs=16)
+    for to, a in zip(into, arrays, strict=True):
+        np.testing.assert_array_equal(to, a)
 
 
 def test_all_tasks_run_and_the_first_error_is_raised():
@@ -45,7 +73,7 @@ def test_split_sums_have_the_same_bits(how, dtype):
     blocks = [(8 * rng.standard_normal((1031, 1009))).astype(dtype) for _ in range(3)]
     whole = cpu.combine(blocks, how)
     for cores in 2, 3, 7:
-        with team.of(cores):
+        with team.of(lambda n=cores: n):
             assert team.parts(whole.nbytes) > 1 or whole.nbytes < team.LEAST
             np.testing.assert_array_equal(cpu.combine(blocks, how), whole)
             strided = [np.asfortranarray(b) for b in blocks]
@@ -73,11 +101,51 @@ def test_workers_who_wait_lend_their_cores(axis, tiled, monkeypatch):
         split.clear()
         mapped = spmd.map(body, in_specs=None, out_specs=P(), mesh=spmd.Mesh(x=3, scheduler=scheduler))
         gathered, total = mapped(2.0)
-        assert split == [3, 2]  # a block each; of the sum, which is of 2.4 MB, two
+        # In lockstep the blocks are also copied by all, when they are declared: 3.6, 2.8 and 3.2 MB, or 3.2 each.
+        declared = [] if scheduler == "threads" else [3, 2, 3] if tiled else [3, 3, 3]
+        assert split == [*declared, 3, 2]  # the join, and the sum, which is of 2.4 MB
         want = np.concatenate(blocks, axis) if tiled else np.stack(blocks, axis)
         np.testing.assert_array_equal(gathered.numpy(), want)
         first, second, third = (b.reshape(-1)[:300000] + 2.0 for b in blocks)
         np.testing.assert_array_equal(total.numpy(), first + second + third)
+
+
+LARGE = np.random.default_rng(5).standard_normal((2047, 1, 1001))
+ROWS, COLUMNS = P("x"), P(None, None, "x")
+
+
+@pytest.mark.parametrize(
+    ("act", "spec"),
+    [
+        (lambda x, rows, columns: spmd.repartition(x, rows, columns), COLUMNS),
+        (lambda x, *_: spmd.all_to_all(x, "x", 2, 0, tiled=True), COLUMNS),
+        (lambda x, rows, _: spmd.halo_exchange(x, ROWS, 1, shape=rows.shape), ROWS),
+        (lambda x, *_: spmd.halo_accumulate(x, ROWS, 1), ROWS),
+        (
+            lambda x, rows, columns: spmd.psum_scatter(x[:1000, 0, :600], "x", scatter_dimension=1, tiled=True),
+            P(None, "x"),
+        ),
+    ],
+    ids=["repartition", "all_to_all", "halo_exchange", "halo_accumulate", "psum_scatter"],
+)
+def test_one_worker_at_a_time_has_all_cores(act, spec, monkeypatch):
+    """In lockstep what each makes for itself is split too, along whatever dimension there is."""
+    split, ran = [], team.run
+    monkeypatch.setattr(team, "run", lambda tasks: (split.append(len(tasks)), ran(tasks)))
+    monkeypatch.setattr("spmd.transport.local.usable_cores", lambda: 2)
+
+    def run(scheduler):
+        split.clear()
+        mesh = spmd.Mesh(x=2, scheduler=scheduler)
+        layouts = [mesh.layout(LARGE.shape, p) for p in (ROWS, COLUMNS)]
+        result = mesh.map(act, in_specs=(ROWS, None, None), out_specs=spec)
+        return result(spmd.put(LARGE, ROWS, mesh), *layouts).numpy()
+
+    helped = run("lockstep")
+    assert set(split) == {2}
+    assert len(split) >= 2  # each of the workers
+    np.testing.assert_array_equal(run("threads"), helped)
+    assert split == []
 
 
 def test_a_part_of_the_workers_keeps_to_itself(monkeypatch):

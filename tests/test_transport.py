@@ -27,7 +27,7 @@ from mpi_programs.parting import draw_call, execute, spoil
 import spmd
 from spmd import P
 from spmd.errors import DeadlockError, LayoutError, MismatchError
-from spmd.transport import local
+from spmd.kernels import threads
 from spmd.transport.base import Call, Group
 
 _stderr = os.dup(2)
@@ -942,7 +942,7 @@ print("well")
 
 
 def test_a_thread_that_cannot_start_leaves_the_pool_in_order(monkeypatch):
-    pool = local._Pool()
+    pool = threads.Pool()
     started = []
 
     def start(thread):
@@ -950,7 +950,7 @@ def test_a_thread_that_cannot_start_leaves_the_pool_in_order(monkeypatch):
             raise RuntimeError("can't start new thread")
         started.append(thread)
 
-    monkeypatch.setattr(local._Thread, "start", start)
+    monkeypatch.setattr(threads.Thread, "start", start)
     with pytest.raises(RuntimeError, match="can't start"):
         pool.take(4)
     assert sorted(map(id, pool.idle)) == sorted(map(id, started))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache, partial
 from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -23,12 +24,14 @@ def combine(blocks: Sequence[np.ndarray], how: str = "sum") -> np.ndarray:
         return blocks[0]
     total = buffers.empty_like(blocks[0])
     n = team.parts(total.nbytes)
-    if n == 1 or not all(block.flags.c_contiguous for block in blocks):
+    if n == 1:
         _fold(total, blocks, fold)
         return total
-    flat, into = [block.reshape(-1) for block in blocks], total.reshape(-1)
-    spans = [slice(total.size * k // n, total.size * (k + 1) // n) for k in range(n)]
-    team.run([partial(_fold, into[span], [block[span] for block in flat], fold) for span in spans])
+    into = total
+    if all(block.flags.c_contiguous for block in blocks):
+        into, blocks = total.reshape(-1), [block.reshape(-1) for block in blocks]
+    spans = team.spans(into.shape, n)
+    team.run([partial(_fold, into[span], [block[span] for block in blocks], fold) for span in spans])
     return total
 
 
@@ -50,9 +53,9 @@ def _sum(out: np.ndarray, *blocks: np.ndarray) -> None:
 Box = tuple[tuple[int, int], ...]
 
 
-def within(box: Box) -> tuple[slice, ...]:
-    """The index that takes a box."""
-    return tuple(slice(start, stop) for start, stop in box)
+def within(box: Box) -> tuple[Any, ...]:
+    """The index that takes a box, as a view: without its end it would take a number out of what has no dimensions."""
+    return (*[slice(start, stop) for start, stop in box], ...)
 
 
 def unpack(shape: tuple[int, ...], boxes: tuple[Box, ...], parts: Sequence[np.ndarray]) -> np.ndarray:
@@ -61,13 +64,12 @@ def unpack(shape: tuple[int, ...], boxes: tuple[Box, ...], parts: Sequence[np.nd
     out = buffers.empty(shape, parts[0].dtype)
     if not everything:
         out.fill(0)
-    for place, part in zip(places, parts, strict=True):
-        out[place] = part
+    team.copy([(out[place], part) for place, part in zip(places, parts, strict=True)])
     return out
 
 
 @lru_cache(maxsize=1024)
-def _places(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> tuple[list[tuple[slice, ...]], bool]:
+def _places(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> tuple[list[tuple[Any, ...]], bool]:
     """The indices of boxes, and whether they cover everything: such that do not overlap do, if their sizes say so."""
     covered = sum(prod(stop - start for start, stop in box) for box in boxes)
     return [within(box) for box in boxes], covered == prod(shape) and not _overlap(boxes)
@@ -78,7 +80,7 @@ def add_boxes(shape: tuple[int, ...], boxes: tuple[Box, ...], parts: Sequence[np
     first = boxes[0] == tuple((0, n) for n in shape)
     out = buffers.empty(shape, parts[0].dtype)
     if first:
-        out[...] = parts[0]
+        team.copy([(out, parts[0])])
     else:
         out.fill(0)
     for box, part in zip(boxes[first:], parts[first:], strict=True):

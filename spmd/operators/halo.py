@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
-from spmd.device import copied, empty, zeros
+from spmd.device import copied, empty, put, zeros
 from spmd.errors import LayoutError, SpecError, describe, message, nearest
 from spmd.layout import P, block_sizes
 from spmd.mesh import here
@@ -371,7 +371,7 @@ class HaloExchange(_Halo):
         if way.window is not None:
             room = empty(way.shape, x)
             block = room[way.window]
-            block[...] = x
+            put(block, x)
         for d, line, plan, k, own, window in way.stages:
             sends = {t: _part(block, m.ranges, d) for t, m in plan.sends[k].items()}
             handle = comm.exchange(line, call, sends) if plan.moves else None

@@ -19,7 +19,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +27,7 @@ import numpy as np
 from spmd import kernels
 from spmd.errors import MismatchError, TransportError, message
 from spmd.kernels import team
+from spmd.kernels.threads import Stopped, Thread, pool
 from spmd.transport.base import (
     Call,
     Comm,
@@ -47,10 +47,6 @@ if TYPE_CHECKING:
     from spmd.cuda import Places
 
 __all__ = ["LocalTransport"]
-
-
-class Stopped(BaseException):
-    """Ends a worker whose fellows have failed."""
 
 
 class Meeting:
@@ -339,15 +335,16 @@ class LockstepRun(Run):
         workers = []
         started = time.perf_counter()
         try:
-            for comm in self.comms:
-                worker = greenlet(self.work)
-                worker.gr_context = contextvars.copy_context()
-                workers.append(worker)
-                worker.switch(comm, body)
-                while self.ready and self.limit >= 0:
-                    self.ready.popleft().switch()
-                if self.limit < 0:
-                    break
+            with team.of(usable_cores):  # one worker runs at a time: the other cores help it with what is large
+                for comm in self.comms:
+                    worker = greenlet(self.work)
+                    worker.gr_context = contextvars.copy_context()
+                    workers.append(worker)
+                    worker.switch(comm, body)
+                    while self.ready and self.limit >= 0:
+                        self.ready.popleft().switch()
+                    if self.limit < 0:
+                        break
             if not all(worker.dead for worker in workers):
                 self.stalled()
         finally:
@@ -390,7 +387,7 @@ class ThreadRun(Run):
 
     def execute(self, body: Callable[[Comm], Any]) -> Outcome:
         started = time.perf_counter()
-        threads = _pool.take(self.left)
+        threads = pool.take(self.left)
         context = contextvars.copy_context()
         try:
             threads[0].begin(partial(self._begin, context, body, threads), self._leave)
@@ -400,7 +397,7 @@ class ThreadRun(Run):
             raise
         return self.outcome(time.perf_counter() - started)
 
-    def _begin(self, context: contextvars.Context, body: Callable[[Comm], Any], threads: list[_Thread]) -> None:
+    def _begin(self, context: contextvars.Context, body: Callable[[Comm], Any], threads: list[Thread]) -> None:
         """In the first worker's thread: let the others begin, then work."""
         with self.lock:
             begun, self.begun = self.begun, True
@@ -431,7 +428,7 @@ class ThreadRun(Run):
             elif self.running == 0:
                 self.stalled()
 
-    def _interrupt(self, threads: list[_Thread]) -> None:
+    def _interrupt(self, threads: list[Thread]) -> None:
         """End all workers, wherever they are, and wait for that; a second interrupt leaves them to themselves."""
         with self.lock:
             begun, self.begun = self.begun, True
@@ -440,7 +437,7 @@ class ThreadRun(Run):
             for thread in self.inside.values():
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Stopped))
         if not begun:
-            _pool.give(threads[1:])
+            pool.give(threads[1:])
         if running:
             self._join()
 
@@ -505,70 +502,6 @@ def _forked() -> TransportError:
     )
 
 
-class _Pool:
-    """Threads that stay: each waits for a task, runs it, and lies down again."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.idle: list[_Thread] = []
-
-    def take(self, n: int) -> list[_Thread]:
-        """n threads that wait for a task: idle ones, and new ones if need be."""
-        with self.lock:
-            taken = [self.idle.pop() for _ in range(min(n, len(self.idle)))]
-        try:
-            while len(taken) < n:
-                thread = _Thread(self)
-                thread.start()
-                taken.append(thread)
-        except BaseException:
-            self.give(taken)
-            raise
-        return taken
-
-    def give(self, threads: Iterable[_Thread]) -> None:
-        with self.lock:
-            self.idle.extend(threads)
-
-    def forget(self) -> None:
-        """In a forked child: the threads have stayed with the parent."""
-        self.lock = threading.Lock()
-        self.idle = []
-
-
-class _Thread(threading.Thread):
-    def __init__(self, pool: _Pool):
-        super().__init__(name="spmd-worker", daemon=True)
-        self.pool = pool
-        self.task: Callable[[], Any] | None = None
-        self.after: Callable[[], Any] | None = None
-        self.signal = threading.Lock()
-        self.signal.acquire()
-
-    def begin(self, task: Callable[[], Any], after: Callable[[], Any]) -> None:
-        """Run task, lie down, then run after: whoever learns of the end may count on this thread."""
-        self.task, self.after = task, after
-        self.signal.release()
-
-    def run(self) -> None:
-        while True:
-            self.signal.acquire()
-            task, after, self.task, self.after = self.task, self.after, None, None
-            assert task is not None
-            assert after is not None
-            with suppress(Stopped):  # An interrupt that came when the work was done.
-                task()
-            del task
-            self.pool.give([self])
-            after()
-            del after
-
-
-_pool = _Pool()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_pool.forget)
-
-
 class LocalComm(Comm):
     """A virtual worker's view: every verb is a meeting.
 
@@ -601,11 +534,10 @@ class LocalComm(Comm):
         return self._meet(group, call, call.shape, lambda m: list(m.payloads))
 
     def _made(self, group: Group, nbytes: int, make: Callable[[], Any]) -> Any:
-        """What one worker makes for its group. Where all wait for it, or run in its thread, the other cores help."""
-        if nbytes < team.LEAST:
+        """What one worker makes for its group. Where all wait for it, the other cores help."""
+        if nbytes < team.LEAST or group.size < len(self.run.comms):
             return make()
-        alone = isinstance(self.run, LockstepRun) or group.size == len(self.run.comms)
-        with team.of(usable_cores() if alone else 1):
+        with team.of(usable_cores):
             return make()
 
     def _all_reduce(self, group: Group, call: Call, x: np.ndarray, how: str) -> Handle:

@@ -1,0 +1,81 @@
+"""Threads that stay: each waits for a task, runs it, and lies down again. Workers run in them, and those that help."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any
+
+__all__ = ["Pool", "Stopped", "Thread", "pool"]
+
+
+class Stopped(BaseException):
+    """Ends a task from outside; nobody is told."""
+
+
+class Pool:
+    """The threads that wait for a task."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.idle: list[Thread] = []
+
+    def take(self, n: int) -> list[Thread]:
+        """n threads that wait for a task: idle ones, and new ones if need be."""
+        with self.lock:
+            taken = [self.idle.pop() for _ in range(min(n, len(self.idle)))]
+        try:
+            while len(taken) < n:
+                thread = Thread(self)
+                thread.start()
+                taken.append(thread)
+        except BaseException:
+            self.give(taken)
+            raise
+        return taken
+
+    def give(self, threads: Iterable[Thread]) -> None:
+        with self.lock:
+            self.idle.extend(threads)
+
+    def forget(self) -> None:
+        """In a forked child: the threads have stayed with the parent."""
+        self.lock = threading.Lock()
+        self.idle = []
+
+
+class Thread(threading.Thread):
+    """A thread of a pool. Its tasks keep their errors to themselves."""
+
+    def __init__(self, pool: Pool):
+        super().__init__(name="spmd-worker", daemon=True)
+        self.pool = pool
+        self.task: Callable[[], Any] | None = None
+        self.after: Callable[[], Any] | None = None
+        self.signal = threading.Lock()
+        self.signal.acquire()
+
+    def begin(self, task: Callable[[], Any], after: Callable[[], Any]) -> None:
+        """Run task, lie down, then run after: whoever learns of the end may count on this thread."""
+        self.task, self.after = task, after
+        self.signal.release()
+
+    def run(self) -> None:
+        while True:
+            self.signal.acquire()
+            task, after, self.task, self.after = self.task, self.after, None, None
+            assert task is not None
+            assert after is not None
+            with suppress(Stopped):  # An interrupt that came when the work was done.
+                task()
+            del task
+            self.pool.give([self])
+            after()
+            del after
+
+
+pool = Pool()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=pool.forget)
