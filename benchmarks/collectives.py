@@ -35,7 +35,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.contest import ONE_THREAD, TWO_DEVICES, Builders, Case, Section, repeated
+from benchmarks.contest import ONE_THREAD, TWO_DEVICES, Builders, Case, Section, repeated, room
 
 VERBS = (
     "all-reduce",
@@ -338,7 +338,7 @@ class Gloo:
     def repartition(self, x, y):
         rows = len(x)
         columns = x.reshape(rows, self.workers, rows).transpose(1, 0, 2)
-        packed = np.empty(columns.shape, x.dtype)
+        packed = room(columns.shape)
         move = self.all_to_all(packed, y.reshape(packed.shape))
 
         def call():
@@ -414,7 +414,7 @@ class Agreeing(Messages):
 
     def _sum(self, mine: np.ndarray, there: np.ndarray, y: np.ndarray) -> Callable[[], Any]:
         """The sum of mine and of what comes for `there`; there it is made of the same two."""
-        came = np.zeros_like(mine)
+        came = room(mine.shape)
         move = self._agreed(self._pairs(there, came))
 
         def call():
@@ -437,9 +437,9 @@ class Agreeing(Messages):
 def halo_by_hand(engine: Any, shape: tuple[int, ...], in_place: bool) -> tuple[np.ndarray, ...]:
     """Block, result and cotangent of a halo exchange, and the calls forward and back."""
     rows, columns = shape
-    y = np.zeros((rows + 2, columns), np.float32)
-    x, g = (y[1:-1], y[1:-1]) if in_place else (np.empty(shape, np.float32) for _ in range(2))
-    edge = np.empty(columns, np.float32)
+    y = room((rows + 2, columns))
+    x, g = (y[1:-1], y[1:-1]) if in_place else (room(shape) for _ in range(2))
+    edge = room(columns)
     inner, outer = (-1, -1) if engine.rank == 0 else (0, 0)
     there = engine.exchange(x[inner], y[outer])
     back = engine.exchange(y[outer], edge)
@@ -461,22 +461,22 @@ def halo_by_hand(engine: Any, shape: tuple[int, ...], in_place: bool) -> tuple[n
 def calls_by_hand(engine: Any, work: Work) -> tuple[Any, ...]:
     """Block, result and cotangent of a collective, and the calls forward and back."""
     (n, *_), p = work.shape, engine.workers
-    x, g = np.empty(work.shape, np.float32), np.empty(work.shape, np.float32)
+    x, g = room(work.shape), room(work.shape)
     if work.verb == "all-reduce":
-        y = np.empty_like(x)
+        y = room(work.shape)
         return x, y, y, engine.all_reduce(x, y), lambda: None  # its adjoint hands over what all have
     if work.verb == "broadcast":
         return x, x, g, engine.broadcast(x), None
     if work.verb == "all-gather":
-        y = np.empty(n * p, np.float32)
+        y = room(n * p)
         return x, y, g, engine.all_gather(x, y), engine.reduce_scatter(y, g)
     if work.verb == "reduce-scatter":
-        y = np.empty(n // p, np.float32)
+        y = room(n // p)
         return x, y, g, engine.reduce_scatter(x, y), engine.all_gather(y, g)
     if work.verb == "repartition":
-        y = np.empty((n * p, n), np.float32)
+        y = room((n * p, n))
         return x, y, g, engine.repartition(x, y), None
-    y = np.empty_like(x)
+    y = room(work.shape)
     if work.verb == "all-to-all":
         return x, y, g, engine.all_to_all(x, y), None
     return x, y, g, engine.exchange(x, y), engine.exchange(y, g)
@@ -546,18 +546,16 @@ def _(quick: bool) -> Builders:
 
 def moved(work: Work) -> Case:
     """Two threads, with half of the numbers each."""
-    a, b = (work.block(k) for k in range(2))
-    out = np.empty((2, *work.shape), np.float32)
-    out.fill(0)  # NumPy asks for large pages for what is empty, and not for zeros
+    a, b, *out = (room(work.shape) for _ in range(4))
     half = len(a) // 2
     other = ThreadPoolExecutor(1)
 
     def add(part: slice) -> None:
-        np.add(a[part], b[part], out=out[0, part])
+        np.add(a[part], b[part], out=out[0][part])
 
     def copy(part: slice) -> None:
-        np.copyto(out[0, part], a[part])
-        np.copyto(out[1, part], b[part])
+        np.copyto(out[0][part], a[part])
+        np.copyto(out[1][part], b[part])
 
     work_on = add if work.verb in ("all-reduce", "reduce-scatter") else copy
 

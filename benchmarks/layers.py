@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.contest import ONE_THREAD, TWO_DEVICES, Builders, Case, Section, jitted, repeated
+from benchmarks.contest import ONE_THREAD, TWO_DEVICES, Builders, Case, Section, jitted, repeated, room
 
 WIDTHS = (784, 512, 512, 10)
 RATE = 0.01
@@ -148,13 +148,13 @@ def trained_numpy(batch: int) -> Case:
     n = batch // 2
     x, labels = (a[n * comm.rank : n * comm.rank + n] for a in minibatch(batch))
     first = np.concatenate([a.reshape(-1) for a in initial()])
-    flat, (own, sums) = np.empty_like(first), np.empty((2, len(first) + 1), np.float32)  # and the loss
+    flat, (own, sums) = room(first.shape), (room(len(first) + 1) for _ in range(2))  # and the loss
     ends = np.cumsum([0, *(a.size for a in initial())])
     params, grads = (
         [whole[i:j].reshape(a.shape) for a, (i, j) in zip(initial(), itertools.pairwise(ends), strict=True)]
         for whole in (flat, own)
     )
-    hidden, errors = ([np.empty((n, m), np.float32) for m in WIDTHS[1:]] for _ in range(2))
+    hidden, errors = ([room((n, m)) for m in WIDTHS[1:]] for _ in range(2))
     layers, each = range(len(WIDTHS) - 1), np.arange(n)
 
     def start():
@@ -466,8 +466,7 @@ def block_numpy(quick: bool) -> Case:
         for u, v in zip(np.split(w1, 2, 1), np.split(w2, 2), strict=True)
     ]
     rooms = [
-        [np.empty(s, np.float32) for s in ((len(x), len(v)), x.shape, v.shape, (len(x), len(v)), u.shape, x.shape)]
-        for u, v in halves
+        [room(s) for s in ((len(x), len(v)), x.shape, v.shape, (len(x), len(v)), u.shape, x.shape)] for u, v in halves
     ]
     other = ThreadPoolExecutor(1)
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.contest import ONE_THREAD, TWO_DEVICES, Builders, Case, Section, jitted, repeated
+from benchmarks.contest import ONE_THREAD, TWO_DEVICES, Builders, Case, Section, jitted, repeated, room
 
 FUTURE = 1e-3
 """How far the heat kernel reaches; for a unit of length in which the grid's points are 1/n apart."""
@@ -113,7 +113,7 @@ def trip_pencils(n: int, read: bool) -> Case:
     columns = rows.pencil(0)
     transfer = rows.transfer(columns, np.float32)
     x = matrix(n)[mine(n, MPI.COMM_WORLD.rank)].copy()
-    there, back = np.empty(columns.subshape, np.float32), np.empty(rows.subshape, np.float32)
+    there, back = room(tuple(columns.subshape)), room(tuple(rows.subshape))
 
     def step():
         transfer.forward(x, there)
@@ -132,7 +132,7 @@ def trip_mpi4py(n: int, read: bool) -> Case:
 
     comm, half = MPI.COMM_WORLD, n // 2
     x = matrix(n)[mine(n, comm.rank)].copy()
-    packed, there, back = (np.empty(s, np.float32) for s in ((2, half, half), (n, half), (half, n)))
+    packed, there, back = (room(s) for s in ((2, half, half), (n, half), (half, n)))
 
     def pieces(shape: tuple[int, int], axis: int) -> list[MPI.Datatype]:
         starts = [[half * k * (axis == d) for d in range(2)] for k in range(2)]
