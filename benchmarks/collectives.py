@@ -413,13 +413,12 @@ class Agreeing(Messages):
         return self._agreed(self._pairs(x, y))
 
     def _sum(self, mine: np.ndarray, there: np.ndarray, y: np.ndarray) -> Callable[[], Any]:
-        """The sum of mine and of what comes for `there`; there it is made of the same two."""
-        came = room(mine.shape)
-        move = self._agreed(self._pairs(there, came))
+        """The sum of mine and of what comes for `there`, into what came; there it is made of the same two."""
+        move = self._agreed(self._pairs(there, y))
 
         def call():
             move()
-            np.add(mine, came, out=y)
+            np.add(mine, y, out=y)
 
         return call
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from kernel_cases import FLOATING, NUMBERS, Family, dtype_of
 
-from spmd.kernels import cpu
+from spmd.kernels import cpu, team
 
 family = Family("moves")
 
@@ -52,6 +52,28 @@ family.case("unpack", tiles, dtypes=("float32",), ulps=0, label="-tiles")
 family.case("add_boxes", parts, dtypes=(*FLOATING, "complex128"))
 
 TestKernels = family.tests()
+
+
+@pytest.mark.parametrize("how", ["sum", "max"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "complex64", "int8"])
+def test_a_sum_may_be_written_into_what_came(dtype, how):
+    """Into the first or the second of the blocks, with the same bits, whoever helps; the others stay."""
+    if dtype == "complex64" and how == "max":
+        return
+    rng = np.random.default_rng(7)
+    for shape in (), (5, 0), (1_500_000,), (1400, 1100):
+        for count in 2, 4:
+            blocks = [np.asarray(50 * rng.standard_normal(shape)).astype(dtype_of(dtype)) for _ in range(count)]
+            want = cpu.combine(blocks, how)
+            for k in 0, 1:
+                given = [b.copy() for b in blocks]
+                with team.of(lambda: 3):
+                    found = cpu.combine(given, how, given[k])
+                assert found is given[k]
+                assert found.tobytes() == want.tobytes()
+                assert all(
+                    a.tobytes() == b.tobytes() for j, (a, b) in enumerate(zip(given, blocks, strict=True)) if j != k
+                )
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

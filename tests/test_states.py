@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
 import spmd
 from spmd import P
+from spmd import functions as F
 from spmd.errors import DifferentiationError, StateError, TracedConversionError
 
 N = 4
@@ -83,6 +86,27 @@ def test_data_parallel_training_takes_one_sum_per_parameter(grid):
     assert sums(log, "x") == 1 + 3
     assert dict(log.verbs) == {"all_reduce": 2}  # the loss; all gradients in one bucket
     assert sums(log, "y") == 0
+
+
+def test_gradients_of_layers_travel_in_one_bucket(grid):
+    """Nothing stands between a parameter and its sum: no cast, no reshape, that the sum would have to wait for."""
+    rng = np.random.default_rng(4)
+    shapes = {"w": (3, 4), "b": (4,), "scale": (4,), "shift": (4,), "v": (4, 2), "c": (2,)}
+    params = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
+    x, labels = rng.standard_normal((6, 3)), rng.integers(0, 2, 6)
+
+    def loss(p, x, labels, **options):
+        h = F.layer_norm(F.bias_act(x @ p["w"], p["b"], "gelu"), p["scale"], p["shift"])
+        return F.softmax_cross_entropy(h @ p["v"] + p["c"], labels, reduction="mean", **options)
+
+    mapped = spmd.map(partial(loss, batch_axis_name="x"), (P(), P("x"), P("x")), P())
+    with spmd.ledger() as log:
+        value, grads = spmd.value_and_grad(mapped)(params, x, labels)
+    assert dict(log.verbs) == {"all_reduce": 2}  # the loss; all gradients
+    want, serial = spmd.autodiff.value_and_grad(loss)(params, x, labels)
+    near(value, want)
+    for name in shapes:
+        near(grads[name], serial[name])
 
 
 def test_a_tensor_parallel_pair_takes_one_sum_each_way(grid):

@@ -17,21 +17,24 @@ __all__ = ["add_boxes", "combine", "unpack"]
 _FOLDS = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 
-def combine(blocks: Sequence[np.ndarray], how: str = "sum") -> np.ndarray:
-    """The entrywise sum (max, min) of at least one block, in order. Gives a new array, or the only block itself."""
+def combine(blocks: Sequence[np.ndarray], how: str = "sum", into: np.ndarray | None = None) -> np.ndarray:
+    """The entrywise sum (max, min) of at least one block, in order. Gives a new array, or the only block itself.
+
+    into: the first or the second of several blocks, which the result is written into.
+    """
     fold = _FOLDS[how]
     if len(blocks) == 1:
         return blocks[0]
-    total = buffers.empty_like(blocks[0])
+    total = buffers.empty_like(blocks[0]) if into is None else into
     n = team.parts(total.nbytes)
     if n == 1:
         _fold(total, blocks, fold)
         return total
-    into = total
-    if all(block.flags.c_contiguous for block in blocks):
-        into, blocks = total.reshape(-1), [block.reshape(-1) for block in blocks]
-    spans = team.spans(into.shape, n)
-    team.run([partial(_fold, into[span], [block[span] for block in blocks], fold) for span in spans])
+    out = total
+    if all(block.flags.c_contiguous for block in (total, *blocks)):
+        out, blocks = total.reshape(-1), [block.reshape(-1) for block in blocks]
+    spans = team.spans(out.shape, n)
+    team.run([partial(_fold, out[span], [block[span] for block in blocks], fold) for span in spans])
     return total
 
 

@@ -20,8 +20,11 @@ _AT_ONCE = 8
 """Blocks that a launch adds up."""
 
 
-def combine(blocks: Sequence[Any], how: str = "sum") -> Any:
-    """The entrywise sum (max, min) of at least one block, in order. Gives a new array, or the only block itself."""
+def combine(blocks: Sequence[Any], how: str = "sum", into: Any = None) -> Any:
+    """The entrywise sum (max, min) of at least one block, in order. Gives a new array, or the only block itself.
+
+    into: the first or the second of several blocks, which the result may be written into.
+    """
     dtype, fold = blocks[0].dtype, _FOLDS[how]
     if len(blocks) == 1:
         return blocks[0]
@@ -31,6 +34,8 @@ def combine(blocks: Sequence[Any], how: str = "sum") -> Any:
         while rest:
             total, rest = _sum([total, *rest[: _AT_ONCE - 1]]), rest[_AT_ONCE - 1 :]
         return total.reshape(blocks[0].shape)
+    if len(blocks) == 2 and not short:
+        return fold(blocks[0], blocks[1], out=into)
     total = fold(blocks[0], blocks[1], dtype=accurate(dtype) if how == "sum" else dtype)
     for block in blocks[2:]:
         fold(total, block, out=total)

@@ -14,7 +14,7 @@ import numpy as np
 from spmd import kernels
 from spmd.autodiff.primitive import primitive
 from spmd.errors import SpecError, describe, message
-from spmd.functions.arguments import array, axis_of, floating, number
+from spmd.functions.arguments import array, axis_of, cast, floating, number
 from spmd.kernels.reference.activation import FAR, FORMS, KINDS, form
 
 __all__ = [
@@ -142,7 +142,7 @@ def bias_act(x, bias, kind: str = "relu", *, alpha: float | None = None):
             mend = "reshape it; add a bias of another shape before: bias_act(x + bias, None, kind)"
             raise SpecError(message(where, argument="bias", got=describe(bias), need=need, mend=mend))
         dtype = np.result_type(x.dtype, bias.dtype)
-        x, bias = x.astype(dtype), bias.astype(dtype)
+        x, bias = cast(x, dtype), cast(bias, dtype)
     return _activate(x, bias, kind=kind, alpha=chosen, once=_Once())
 
 

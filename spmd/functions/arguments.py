@@ -12,7 +12,19 @@ from spmd.errors import SpecError, StateError, describe, message
 from spmd.mesh import here
 from spmd.operators.reduce import AxisName, varying_of
 
-__all__ = ["Parts", "alike", "along", "array", "axes_of", "axis_of", "floating", "number", "split_over", "traced"]
+__all__ = [
+    "Parts",
+    "alike",
+    "along",
+    "array",
+    "axes_of",
+    "axis_of",
+    "cast",
+    "floating",
+    "number",
+    "split_over",
+    "traced",
+]
 
 
 def array(where: str, argument: str, x: Any, kinds: str, need: str, mend: str) -> Any:
@@ -44,6 +56,11 @@ def array(where: str, argument: str, x: Any, kinds: str, need: str, mend: str) -
 def floating(where: str, argument: str, x: Any) -> Any:
     """x as an array of real floating-point numbers."""
     return array(where, argument, x, "f", "real floating-point numbers", f"{argument}.astype(float)")
+
+
+def cast(x: Any, dtype: Any) -> Any:
+    """x in a dtype; x itself where it has that, without a copy and without a node on the tape."""
+    return x if x.dtype == dtype else x.astype(dtype)
 
 
 def axis_of(where: str, x: Any, axis: Any) -> int:

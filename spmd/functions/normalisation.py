@@ -14,7 +14,7 @@ from spmd.autodiff.primitive import primitive
 from spmd.autodiff.tracer import value_of
 from spmd.autodiff.transforms import stop_gradient
 from spmd.errors import SpecError, describe, message
-from spmd.functions.arguments import Parts, axes_of, axis_of, floating, number, split_over
+from spmd.functions.arguments import Parts, axes_of, axis_of, cast, floating, number, split_over
 from spmd.kernels.cpu.chunks import accurate
 from spmd.mesh import here
 from spmd.operators.gather import all_gather
@@ -108,7 +108,7 @@ def _rows(where: str, x, weight, bias, eps, ndim: int, axis_name: AxisName | Non
     mean = mean if centred else np.zeros_like(rstd)
     y = np.reshape(_affine(rows, mean, rstd, np.zeros_like(rstd), parts=Parts()), x.shape)
     y = y if weight is None else y * weight
-    return np.reshape(y if bias is None else y + bias, shape).astype(x.dtype)
+    return cast(np.reshape(y if bias is None else y + bias, shape), x.dtype)
 
 
 def _parameter(where: str, name: str, p, shape: tuple[int, ...], dtype=None) -> Any:
@@ -119,7 +119,8 @@ def _parameter(where: str, name: str, p, shape: tuple[int, ...], dtype=None) -> 
     if tuple(p.shape) != tuple(shape):
         need = f"shape {list(shape)}"
         raise SpecError(message(where, argument=name, got=describe(p), need=need, mend=f"reshape it, or {name}=None"))
-    return np.reshape(p, (prod(shape),)).astype(p.dtype if dtype is None else dtype)
+    p = p if p.ndim == 1 else np.reshape(p, (prod(shape),))  # as it is, without a node between it and its gradient
+    return p if dtype is None else cast(p, dtype)
 
 
 def layer_norm(x, weight=None, bias=None, eps: float = 1e-5, *, ndim: int = 1, axis_name: AxisName | None = None):
@@ -241,7 +242,7 @@ def moments(
     count = (count or np.nan) if isinstance(count, int) else np.where(count == 0, np.nan, count)
     mean, variance = mean + 0 * count, square / count
     final = tuple(1 if a in axes else m for a, m in enumerate(x.shape)) if keepdims else shape
-    return np.reshape(mean, final).astype(x.dtype), np.reshape(variance, final).astype(x.dtype)
+    return cast(np.reshape(mean, final), x.dtype), cast(np.reshape(variance, final), x.dtype)
 
 
 def _channels(where: str, x, axis: int):
@@ -295,13 +296,13 @@ def batch_norm(
         if running is not None:
 
             def later(old, new):  # a batch of nothing says nothing
-                both = (1 - momentum) * old + momentum * stop_gradient(new).astype(old.dtype)
+                both = (1 - momentum) * old + momentum * cast(stop_gradient(new), old.dtype)
                 return (both if count else old) if isinstance(count, int) else np.where(count > 0, both, old)
 
             running = later(old_mean, mean), later(old_variance, square / np.maximum(count - 1, 1))
     else:
         mean, variance = old_mean, old_variance
-    mean, variance = (a.astype(accurate(x.dtype)) for a in (mean, variance))
+    mean, variance = (cast(a, accurate(x.dtype)) for a in (mean, variance))
     scale = 1 / np.sqrt(variance + eps)
     scale = scale if weight is None else scale * weight
     shift = np.zeros_like(scale) if bias is None else bias

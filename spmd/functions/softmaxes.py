@@ -13,7 +13,7 @@ from spmd.autodiff.primitive import primitive
 from spmd.autodiff.tracer import Array, value_of
 from spmd.autodiff.transforms import stop_gradient
 from spmd.errors import SpecError, describe, message
-from spmd.functions.arguments import alike, along, axes_of, floating, number, split_over, traced
+from spmd.functions.arguments import alike, along, axes_of, cast, floating, number, split_over, traced
 from spmd.functions.embeddings import rows_at
 from spmd.kernels.cpu.chunks import accurate
 from spmd.mesh import here
@@ -53,7 +53,7 @@ def softmax(x, axis: int = -1, *, axis_name: AxisName | None = None):
 
     def rows(x):
         wide, total = _logsumexp_over(x, axis_name, "spmd.functions.softmax")
-        return _scaled_exp(np.ones_like(total), wide, total).astype(x.dtype)
+        return cast(_scaled_exp(np.ones_like(total), wide, total), x.dtype)
 
     return along(rows, x, axis, "spmd.functions.softmax")
 
@@ -83,7 +83,7 @@ def log_softmax(x, axis: int = -1, *, axis_name: AxisName | None = None):
 
     def rows(x):
         wide, total = _logsumexp_over(x, axis_name, "spmd.functions.log_softmax")
-        return (wide - np.expand_dims(total, -1)).astype(x.dtype)
+        return cast(wide - np.expand_dims(total, -1), x.dtype)
 
     return along(rows, x, axis, "spmd.functions.log_softmax")
 
@@ -138,7 +138,7 @@ def logsumexp(
     if b is not None:
         y = _weighted(x, b, axis_name, where)
     else:
-        y = _logsumexp(x) if axis_name is None else _logsumexp_over(x, axis_name, where)[1].astype(x.dtype)
+        y = _logsumexp(x) if axis_name is None else cast(_logsumexp_over(x, axis_name, where)[1], x.dtype)
     return np.expand_dims(y, axes) if keepdims else y
 
 
@@ -295,7 +295,7 @@ def softmax_cross_entropy(
         loss = _weighted_and_smoothed(logits, labels, smoothing, ignore, weight, masses)
     else:
         loss = _cross_entropy(logits, labels, smoothing=0.0, ignore=ignore, kept=kept)
-        loss = (loss * masses).astype(loss.dtype)
+        loss = cast(loss * masses, loss.dtype)
     return _reduced(loss, masses, reduction, batch_axis_name)
 
 
@@ -304,8 +304,8 @@ def _against_distributions(logits, t, axis_name: AxisName | None):
         _, total = _logsumexp_over(logits, axis_name, _WHERE)
         y = logits - np.expand_dims(total, -1)
         terms = np.where(t == 0, np.zeros_like(t), t) * np.where(t == 0, np.zeros_like(y), y)
-        return -psum(np.sum(terms, axis=-1), axis_name).astype(logits.dtype)
-    return _soft_cross_entropy(logits, t.astype(logits.dtype), kept=_Kept() if traced(logits) else None)
+        return cast(-psum(np.sum(terms, axis=-1), axis_name), logits.dtype)
+    return _soft_cross_entropy(logits, cast(t, logits.dtype), kept=_Kept() if traced(logits) else None)
 
 
 _WHERE = "spmd.softmax_cross_entropy"
@@ -338,7 +338,7 @@ def _class_weights(weight, logits):
         need = f"shape {list(logits.shape[-1:])}, a number for each class"
         mend = "weight=None for equal ones; with axis_name this worker's block of them"
         raise SpecError(_message("weight", describe(weight), need, mend))
-    return _beside(logits, weight.astype(accurate(logits.dtype)))
+    return _beside(logits, cast(weight, accurate(logits.dtype)))
 
 
 def _beside(logits, x):
@@ -352,7 +352,7 @@ def _beside(logits, x):
 
 def _weights_of(weight, labels, ignore: int | None):
     """The weight of each row's class: 0 of rows that are ignored, NaN of labels that nobody has looked at."""
-    ids = labels.astype(np.int64)
+    ids = cast(labels, np.int64)
     if kernels.on_device(value_of(ids)):
         ids = np.where(ids < 0, -2, ids)
     return rows_at(weight, ids if ignore is None else np.where(labels == ignore, -1, ids))
@@ -366,7 +366,8 @@ def _weighted_and_smoothed(logits, labels, smoothing: float, ignore: int | None,
     if ignore is not None:
         share = np.where(np.expand_dims(labels == ignore, -1), zero, share)
     t = share * weight + np.where(_chosen(labels, x.shape[-1]), (1 - smoothing) * masses, zero)
-    return _soft_cross_entropy(x, t.astype(x.dtype), kept=_Kept() if traced(logits) else None).astype(logits.dtype)
+    loss = _soft_cross_entropy(x, cast(t, x.dtype), kept=_Kept() if traced(logits) else None)
+    return cast(loss, logits.dtype)
 
 
 def _counted(labels, ignore: int | None, loss):
@@ -388,22 +389,22 @@ def _reduced(loss, masses, reduction: str, axis_name: AxisName | None):
     if reduction == "none":
         return loss
     over = () if axis_name is None else split_over(_WHERE, loss, axis_name, "batch_axis_name")
-    total = np.sum(loss.astype(accurate(loss.dtype)))
+    total = np.sum(cast(loss, accurate(loss.dtype)))
     if reduction == "sum":
-        return (psum(total, over) if over else total).astype(loss.dtype)
+        return cast(psum(total, over) if over else total, loss.dtype)
     count = np.full_like(value_of(total), loss.size) if masses is None else np.sum(masses)
     if over:
         both = psum(np.stack([total, count]), over)
         total, count = both[0], both[1]
     with np.errstate(invalid="ignore"):  # of no rows
-        return (total / count).astype(loss.dtype)
+        return cast(total / count, loss.dtype)
 
 
 # Classes that are spread over workers
 
 
 def _wide(x):
-    return x.astype(np.float32) if value_of(x).dtype.itemsize < 4 else x
+    return cast(x, accurate(x.dtype))
 
 
 @primitive(
@@ -437,7 +438,7 @@ def _sums_over(x, labels, axis_name: AxisName, where: str):
     sizes[group.index] = x.shape[-1]
     packed = pmax(np.concatenate([np.reshape(largest, (-1,)).astype(float), sizes]), names)
     columns = [int(n) for n in value_of(packed[-group.size :])]
-    top = np.reshape(packed[: -group.size], x.shape[:-1]).astype(x.dtype)
+    top = cast(np.reshape(packed[: -group.size], x.shape[:-1]), x.dtype)
     before = sum(columns[: group.index])
     return top, before, sum(columns), names
 
@@ -478,4 +479,4 @@ def _spread_cross_entropy(logits, labels, axis_name: AxisName, smoothing: float,
         loss = np.where((labels < 0) | (labels >= classes), np.full_like(loss, np.nan), loss)
     if ignore is not None:
         loss = np.where(labels == ignore, np.zeros_like(loss), loss)
-    return loss.astype(logits.dtype), masses
+    return cast(loss, logits.dtype), masses

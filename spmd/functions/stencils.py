@@ -10,7 +10,7 @@ from spmd import kernels
 from spmd.autodiff.primitive import primitive
 from spmd.autodiff.tracer import Array
 from spmd.errors import SpecError, describe, message
-from spmd.functions.arguments import array
+from spmd.functions.arguments import array, cast
 from spmd.functions.window_arguments import paddings
 from spmd.kernels.windows import reach, stencil_adjoint_padding
 from spmd.operators.stencil import checked_offsets
@@ -95,5 +95,5 @@ def stencil(x, offsets, weights, padding: Any = 0):
     else:
         around = paddings(where, padding, x.shape[x.ndim - dims :], (1,) * dims, (1,) * dims, (1,) * dims)
     dtype = np.result_type(x.dtype, given.dtype)
-    x = x if x.dtype == dtype else x.astype(dtype)
+    x = cast(x, dtype)
     return _stencil(x, given, offsets=table, padding=around)

@@ -70,7 +70,8 @@ class _Bucket:
             call = Call(
                 "psum", self.axes, first.dtype, size, detail=f"gradients of shapes {shapes}", alike=True, frame=_frame()
             )
-            self.handle = self.worker.comm.all_reduce_many(group, call, self.blocks)
+            blocks, self.blocks = self.blocks, []  # whoever sums them keeps them for as long as need be
+            self.handle = self.worker.comm.all_reduce_many(group, call, blocks)
 
 
 class _Owed:

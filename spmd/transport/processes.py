@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from spmd import kernels
-from spmd.device import contiguous
+from spmd.device import contiguous, joined
 from spmd.errors import MismatchError, TransportError, class_name, message
 from spmd.kernels import buffers
 from spmd.layout import block_sizes, offsets
@@ -137,7 +137,7 @@ def _bytes(x: np.ndarray) -> np.ndarray:
 
 def _split(buffer: np.ndarray, shapes: Sequence[Shape], dtype) -> list[np.ndarray]:
     """The blocks of these shapes that lie one after the other in a buffer of bytes."""
-    parts = pieces(sealed(buffer), [prod(s) * dtype.itemsize for s in shapes])
+    parts = pieces(buffer, [prod(s) * dtype.itemsize for s in shapes])
     return [part.view(dtype).reshape(s) for part, s in zip(parts, shapes, strict=True)]
 
 
@@ -353,9 +353,8 @@ class ProcessComm(Comm):
             theirs = self.room(x.nbytes, call, x)
 
             def of_two() -> np.ndarray:
-                blocks = [x, x]
-                blocks[other] = theirs.view(x.dtype).reshape(x.shape)
-                return sealed(kernels.of(x).combine(blocks, how))
+                came = theirs.view(x.dtype).reshape(x.shape)
+                return sealed(kernels.of(x).combine([x, came] if other else [came, x], how, came))
 
             self.ready()
             return self._pending(channel.exchange({other: send}, {other: theirs}), (send, theirs), of_two)
@@ -387,13 +386,14 @@ class ProcessComm(Comm):
     def _all_reduce_many(self, group: Group, call: Call, xs: Sequence[np.ndarray]) -> Handle:
         if group.size == 1 or not xs:
             return Ready([sealed(x) for x in xs])
-        packed = np.concatenate([x.reshape(-1) for x in xs])
+        packed = joined([x.reshape(-1) for x in xs], 0)
         whole = self._agreed_sum(group, call, packed, "sum")
-        at = offsets([x.size for x in xs])
+        shapes, at = [x.shape for x in xs], offsets([x.size for x in xs])
+        del xs  # they are packed
 
         def unpack() -> list[np.ndarray]:
             total = whole.wait()
-            return [total[at[k] : at[k + 1]].reshape(x.shape) for k, x in enumerate(xs)]
+            return [total[at[k] : at[k + 1]].reshape(shape) for k, shape in enumerate(shapes)]
 
         return self._pending([], packed, unpack)
 
@@ -404,7 +404,9 @@ class ProcessComm(Comm):
 
         def finish(xs: list[np.ndarray]) -> np.ndarray:
             xs[group.index] = mine
-            return sealed(kernels.of(mine).combine(xs))
+            # Of two, into what came: of more it would keep what came of all. What came in a header is not for that.
+            into = xs[1 - group.index] if len(xs) == 2 and mine.nbytes > _RIDES else None
+            return sealed(kernels.of(mine).combine(xs, into=into))
 
         if self.transport.checks:
             return Then(self._agreed_swap(group, call, parts, own=False), finish)
@@ -422,7 +424,7 @@ class ProcessComm(Comm):
         receive = self.room(sum(counts), call, x)
         self.ready()
         requests = self.transport.channel(group.members).all_gather(send, receive, counts)
-        return self._pending(requests, (send, receive), lambda: _split(receive, shapes, x.dtype))
+        return self._pending(requests, (send, receive), lambda: _split(sealed(receive), shapes, x.dtype))
 
     def _all_to_all(self, group: Group, call: Call, parts: Sequence[np.ndarray]) -> Handle:
         if group.size == 1:
@@ -447,9 +449,13 @@ class ProcessComm(Comm):
         own: bool = False,
     ) -> Handle:
         """An all-to-all of parts when it is known what comes: of these shapes, in the headers up to so many bytes.
-        own: whether the own part belongs to the result."""
+        own: whether the own part belongs to the result. Where it does not, who asked may write over what came as a
+        message."""
         dtype, me = parts[0].dtype, group.index
         coming = [prod(s) * dtype.itemsize for s in shapes]
+        if heads is not None and max(*coming, *[p.nbytes for p in parts]) <= most:
+            came = [_rider(heads, k, n).view(dtype).reshape(shapes[k]) for k, n in enumerate(coming) if k != me]
+            return Ready([*came[:me], sealed(parts[me]), *came[me:]])
         if not own:
             coming[me] = 0
             shapes = [(0,) if k == me else s for k, s in enumerate(shapes)]
@@ -466,15 +472,14 @@ class ProcessComm(Comm):
             else:
                 assert heads is not None
                 rooms[k][...] = _rider(heads, k, coming[k])
-        moves, requests = bool(sends or receives), []
-        if moves:
-            self.ready()
-            requests = self.transport.channel(group.members).exchange(sends, receives)
+
+        self.ready()
+        requests = self.transport.channel(group.members).exchange(sends, receives)
         if own:  # while the others are under way
             rooms[me].view(dtype).reshape(parts[me].shape)[...] = parts[me]
-        if not moves:
-            return Ready(_split(receive, shapes, dtype))
-        return self._pending(requests, (sends, receive), lambda: _split(receive, shapes, dtype))
+        return self._pending(
+            requests, (sends, receive), lambda: _split(sealed(receive) if own else receive, shapes, dtype)
+        )
 
     def _broadcast(self, group: Group, call: Call, x: np.ndarray | None, root: int) -> Handle:
         if group.size == 1:
