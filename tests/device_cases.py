@@ -481,5 +481,9 @@ def test_sums_of_blocks_have_the_bits_of_the_host(dtype):
     rng = np.random.default_rng(0)
     for count in (1, 2, 3, 8, 9, 20):
         blocks = [(9 * rng.normal(size=(5, 13))).astype(dtype_of(dtype)) for _ in range(count)]
-        found = gpu.combine([cp.asarray(b) for b in blocks])
+        theirs = [cp.asarray(b) for b in blocks]
+        found = gpu.combine(theirs)
         assert cp.asnumpy(found).tobytes() == cpu.combine(blocks).tobytes()
+        if count > 1:
+            found = gpu.combine(theirs, "sum", theirs[1])
+            assert cp.asnumpy(found).tobytes() == cpu.combine(blocks).tobytes()
