@@ -9,6 +9,7 @@ Outside of that a kernel works by itself, because as many threads as there are c
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -28,24 +29,32 @@ _here = threading.local()
 
 
 class of:
-    """Within the block the work of this thread may be split over cores() cores, which is asked when there is work."""
+    """Within the block the work of this thread may be split over cores() cores, which is asked when there is work.
 
-    __slots__ = ("before", "cores")
+    seconds: how long it was.
+    """
+
+    __slots__ = ("before", "cores", "seconds")
 
     def __init__(self, cores: Callable[[], int]):
         self.cores = cores
+        self.seconds = 0.0
 
-    def __enter__(self) -> None:
-        self.before = getattr(_here, "cores", _alone)
-        _here.cores = self.cores
+    def __enter__(self) -> of:
+        self.before: of | None = getattr(_here, "team", None)
+        _here.team = self
+        return self
 
     def __exit__(self, *_: object) -> None:
-        _here.cores = self.before
+        _here.team = self.before
+        if self.before is not None:
+            self.before.seconds += self.seconds
 
 
 def parts(nbytes: int) -> int:
     """Into how many parts to split what makes so many bytes: 1 where nobody helps."""
-    return 1 if nbytes < LEAST else max(1, min(getattr(_here, "cores", _alone)(), nbytes // _PART))
+    team = getattr(_here, "team", None) if nbytes >= LEAST else None
+    return 1 if team is None else max(1, min(team.cores(), nbytes // _PART))
 
 
 def spans(shape: tuple[int, ...], n: int) -> list[tuple[Any, ...]]:
@@ -77,18 +86,18 @@ def _copy(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
         np.copyto(to, x)
 
 
-def _alone() -> int:
-    return 1
-
-
 def run(tasks: Sequence[Callable[[], object]]) -> None:
     """Run all tasks, the first in this thread. Raises the first error, when all have ended."""
+    started = time.perf_counter()
     first, *others = [_Task(task) for task in tasks]
     for task, thread in zip(others, pool.take(len(others)), strict=True):
         thread.begin(task, task.over.release)
     first()
     for task in others:
         task.over.acquire()
+    team = getattr(_here, "team", None)
+    if team is not None:
+        team.seconds += time.perf_counter() - started
     for task in (first, *others):
         if task.error is not None:
             raise task.error

@@ -785,9 +785,9 @@ _LONG = 400e-6
 
 
 def suited(outcome: Outcome, mesh: Mesh) -> str:
-    """The scheduler for a map, from a run in lockstep: threads where the work between waits is long."""
+    """The scheduler for a map, from a run in lockstep: threads where what one core does between waits is long."""
     cores = usable_cores()
-    segment = outcome.seconds / (outcome.switches + mesh.size)
+    segment = (outcome.seconds - outcome.shared) / (outcome.switches + mesh.size)
     return "threads" if cores > 1 and mesh.size > 1 and segment > _LONG else "lockstep"
 
 

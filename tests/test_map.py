@@ -12,6 +12,7 @@ import pytest
 import spmd
 from spmd import P
 from spmd.autodiff import Array
+from spmd.kernels import team
 
 X = np.random.default_rng(1).normal(size=(7, 4))
 W = np.random.default_rng(2).normal(size=4)
@@ -802,6 +803,22 @@ def test_auto_does_not_go_by_a_first_run_that_is_slow(monkeypatch):
         assert not mesh.chosen
         mapped(X)
         assert set(mesh.chosen.values()) == {"lockstep"}
+
+
+@pytest.mark.parametrize(("cores", "chosen"), [(4, "lockstep"), (1, "threads")])
+def test_auto_counts_what_all_cores_do_for_nothing(cores, chosen, monkeypatch):
+    """In lockstep they copy what is large together, so threads would not be sooner there."""
+    copy = team._copy
+    monkeypatch.setattr(team, "_copy", lambda pairs: (time.sleep(0.1), copy(pairs)))
+    monkeypatch.setattr("spmd.mapping.usable_cores", lambda: 4)
+    monkeypatch.setattr("spmd.transport.local.usable_cores", lambda: cores)
+    monkeypatch.setattr("spmd.mapping._LONG", 0.02)
+    x = np.arange(1 << 20, dtype=float).reshape(-1, 1 << 10)
+    with spmd.Mesh(x=2, scheduler="auto") as mesh:
+        mapped = spmd.map(lambda x: spmd.halo_exchange(x, ROWS, 1), ROWS, ROWS)
+        for _ in range(2):
+            assert mapped(x).shape == (1026, 1024)
+        assert set(mesh.chosen.values()) == {chosen}
 
 
 def test_maps_may_be_called_from_several_threads():

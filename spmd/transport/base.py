@@ -245,11 +245,15 @@ class Steps:
 
 @dataclass(slots=True)
 class Outcome:
-    """How a run of all workers ended: their results, and how much of it was waiting."""
+    """How a run of all workers ended: their results, how long it took, and how often they waited.
+
+    shared: the seconds of it in which all cores worked for one worker.
+    """
 
     results: dict[int, Any]
     seconds: float
     switches: int
+    shared: float = 0.0
 
 
 class Comm(ABC):

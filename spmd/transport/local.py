@@ -253,12 +253,12 @@ class Run:
         self.errors = []
         self.open.clear()
 
-    def outcome(self, seconds: float) -> Outcome:
+    def outcome(self, seconds: float, shared: float = 0.0) -> Outcome:
         """The results, or the first error: first by the clock, then by worker."""
         errors, self.errors = self.errors, []
         if not errors:
             self._ended_alike()
-            return Outcome(dict(sorted(self.results.items())), seconds, self.switches)
+            return Outcome(dict(sorted(self.results.items())), seconds, self.switches, shared)
         urgent = [e for e in errors if not isinstance(e[2], Exception)]
         errors = sorted(urgent or errors, key=lambda e: e[:2])
         error = errors[0][2]
@@ -333,9 +333,10 @@ class LockstepRun(Run):
 
         self.current, self.hub = getcurrent, getcurrent()
         workers = []
+        crew = team.of(usable_cores)  # one worker runs at a time: the other cores help it with what is large
         started = time.perf_counter()
         try:
-            with team.of(usable_cores):  # one worker runs at a time: the other cores help it with what is large
+            with crew:
                 for comm in self.comms:
                     worker = greenlet(self.work)
                     worker.gr_context = contextvars.copy_context()
@@ -352,7 +353,7 @@ class LockstepRun(Run):
             for worker in workers:
                 if worker:
                     worker.throw(Stopped)
-        return self.outcome(time.perf_counter() - started)
+        return self.outcome(time.perf_counter() - started, crew.seconds)
 
     def wake(self, meeting: Meeting) -> None:
         self.ready.extend(meeting.waiters)
