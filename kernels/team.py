@@ -1,13 +1,14 @@
 """Threads that help one thread while all others wait for it: with a sum of large blocks, a join, a copy.
 
     with team.of(cores):          # whoever knows that the cores, so many, have nothing else to do
-        kernel(...)               # may split its work: team.copy(pairs), team.spans(x, nbytes), team.run(tasks)
+        kernel(...)               # may split its work: team.copy(pairs), or team.parts, team.spans and team.run
 
 Outside of that a kernel works by itself, because as many threads as there are cores compute already.
 """
 
 from __future__ import annotations
 
+import contextvars
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ import numpy as np
 
 from spmd.kernels.threads import pool
 
-__all__ = ["LEAST", "copy", "of", "parts", "run", "spans"]
+__all__ = ["LEAST", "copy", "flat", "of", "parts", "run", "spans"]
 
 _PART = 1 << 20
 """Bytes of a result that pay for a helper, who is there 35 us later."""
@@ -31,7 +32,7 @@ _here = threading.local()
 class of:
     """Within the block the work of this thread may be split over cores() cores, which is asked when there is work.
 
-    seconds: how long it was.
+    seconds: for how long it was split.
     """
 
     __slots__ = ("before", "cores", "seconds")
@@ -68,6 +69,11 @@ def spans(shape: tuple[int, ...], n: int) -> list[tuple[Any, ...]]:
     return [(*before, slice(length * k // n, length * (k + 1) // n)) for k in range(n)]
 
 
+def flat(arrays: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+    """Arrays of one shape as views of one dimension, which can be cut anywhere, if they are all C-contiguous."""
+    return [a.reshape(-1) for a in arrays] if all(a.flags.c_contiguous for a in arrays) else arrays
+
+
 def copy(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
     """Copy arrays into others of their shapes that do not overlap: of (to, of) pairs. Everybody has a part of each."""
     n = parts(sum([to.nbytes for to, _ in pairs]))
@@ -75,7 +81,8 @@ def copy(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
         _copy(pairs)
         return
     shares: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in range(n)]
-    for to, x in pairs:
+    for pair in pairs:
+        to, x = flat(pair)
         for share, span in zip(shares, spans(to.shape, n), strict=False):
             share.append((to[span], x[span]))
     run([partial(_copy, share) for share in shares if share])
@@ -87,35 +94,61 @@ def _copy(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
 
 
 def run(tasks: Sequence[Callable[[], object]]) -> None:
-    """Run all tasks, the first in this thread. Raises the first error, when all have ended."""
+    """Run all tasks: in this thread, and as many as there are helpers for in those. Raises the first error, when all
+    have ended."""
     started = time.perf_counter()
-    first, *others = [_Task(task) for task in tasks]
-    for task, thread in zip(others, pool.take(len(others)), strict=True):
-        thread.begin(task, task.over.release)
-    first()
-    for task in others:
-        task.over.acquire()
+    errors = _done([_Task(task) for task in tasks])
     team = getattr(_here, "team", None)
     if team is not None:
         team.seconds += time.perf_counter() - started
-    for task in (first, *others):
-        if task.error is not None:
-            raise task.error
+    try:
+        if errors:
+            raise errors[0]
+    finally:
+        errors.clear()  # They know this frame.
+
+
+def _done(tasks: Sequence[_Task]) -> list[BaseException]:
+    """Run all tasks; their errors."""
+    helpers = pool.spare(len(tasks) - 1)
+    begun: list[_Task] = []
+    try:
+        for task, helper in zip(tasks[1:], helpers, strict=False):
+            helper.begin(task, task.over.release)
+            begun.append(task)
+        for task in (tasks[0], *tasks[1 + len(begun) :]):
+            task()
+        _wait(begun)
+    except BaseException:  # An interrupt. Who catches it finds nobody at work, unless it comes twice.
+        pool.give(helpers[len(begun) :])
+        _wait(begun)
+        raise
+    errors = [error for task in tasks for error in task.errors]
+    for task in tasks:
+        task.errors.clear()  # They know it.
+    return errors
+
+
+def _wait(tasks: Sequence[_Task]) -> None:
+    for task in tasks:
+        with task.over:
+            pass
 
 
 class _Task:
-    """What a thread is to do, and the error it made."""
+    """What a thread is to do, in the caller's context, and the error it made. over: free when it has ended."""
 
-    __slots__ = ("error", "over", "work")
+    __slots__ = ("context", "errors", "over", "work")
 
     def __init__(self, work: Callable[[], object]):
         self.work = work
-        self.error: BaseException | None = None
+        self.context = contextvars.copy_context()
+        self.errors: list[BaseException] = []
         self.over = threading.Lock()
         self.over.acquire()
 
     def __call__(self) -> None:
         try:
-            self.work()
+            self.context.run(self.work)
         except BaseException as error:
-            self.error = error
+            self.errors.append(error)

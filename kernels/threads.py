@@ -16,11 +16,12 @@ class Stopped(BaseException):
 
 
 class Pool:
-    """The threads that wait for a task."""
+    """The threads that wait for a task, and how many there are with those that have one."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.idle: list[Thread] = []
+        self.size = 0
 
     def take(self, n: int) -> list[Thread]:
         """n threads that wait for a task: idle ones, and new ones if need be."""
@@ -28,13 +29,30 @@ class Pool:
             taken = [self.idle.pop() for _ in range(min(n, len(self.idle)))]
         try:
             while len(taken) < n:
-                thread = Thread(self)
-                thread.start()
-                taken.append(thread)
+                taken.append(self._started())
         except BaseException:
             self.give(taken)
             raise
         return taken
+
+    def spare(self, n: int) -> list[Thread]:
+        """At most n threads that wait for a task: idle ones, and new ones while there are fewer than cores and as many
+        as can be started."""
+        with self.lock:
+            taken = [self.idle.pop() for _ in range(min(n, len(self.idle)))]
+        try:
+            while len(taken) < n and self.size < (os.cpu_count() or 1):
+                taken.append(self._started())
+        except RuntimeError:  # No more threads: whoever asks does it himself.
+            pass
+        return taken
+
+    def _started(self) -> Thread:
+        thread = Thread(self)
+        thread.start()
+        with self.lock:
+            self.size += 1
+        return thread
 
     def give(self, threads: Iterable[Thread]) -> None:
         with self.lock:
@@ -44,13 +62,14 @@ class Pool:
         """In a forked child: the threads have stayed with the parent."""
         self.lock = threading.Lock()
         self.idle = []
+        self.size = 0
 
 
 class Thread(threading.Thread):
     """A thread of a pool. Its tasks keep their errors to themselves."""
 
     def __init__(self, pool: Pool):
-        super().__init__(name="spmd-worker", daemon=True)
+        super().__init__(name="spmd", daemon=True)
         self.pool = pool
         self.task: Callable[[], Any] | None = None
         self.after: Callable[[], Any] | None = None

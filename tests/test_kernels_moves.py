@@ -54,6 +54,16 @@ family.case("add_boxes", parts, dtypes=(*FLOATING, "complex128"))
 TestKernels = family.tests()
 
 
+def test_of_parts_in_one_place_the_last_one_counts_whoever_helps():
+    shape, boxes = (2000, 300), (((0, 1500), (0, 300)), ((500, 2000), (0, 300)), ((900, 1100), (50, 100)))
+    rng = np.random.default_rng(8)
+    parts = [rng.standard_normal([stop - start for start, stop in box]) for box in boxes]
+    want = cpu.unpack(shape, boxes, parts)
+    for _ in range(5):
+        with team.of(lambda: 4):
+            np.testing.assert_array_equal(cpu.unpack(shape, boxes, parts), want)
+
+
 @pytest.mark.parametrize("how", ["sum", "max"])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "complex64", "int8"])
 def test_a_sum_may_be_written_into_what_came(dtype, how):

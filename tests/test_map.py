@@ -809,10 +809,10 @@ def test_auto_does_not_go_by_a_first_run_that_is_slow(monkeypatch):
 def test_auto_counts_what_all_cores_do_for_nothing(cores, chosen, monkeypatch):
     """In lockstep they copy what is large together, so threads would not be sooner there."""
     copy = team._copy
-    monkeypatch.setattr(team, "_copy", lambda pairs: (time.sleep(0.1), copy(pairs)))
+    monkeypatch.setattr(team, "_copy", lambda pairs: (time.sleep(0.3), copy(pairs)))
     monkeypatch.setattr("spmd.mapping.usable_cores", lambda: 4)
     monkeypatch.setattr("spmd.transport.local.usable_cores", lambda: cores)
-    monkeypatch.setattr("spmd.mapping._LONG", 0.02)
+    monkeypatch.setattr("spmd.mapping._LONG", 0.06)
     x = np.arange(1 << 20, dtype=float).reshape(-1, 1 << 10)
     with spmd.Mesh(x=2, scheduler="auto") as mesh:
         mapped = spmd.map(lambda x: spmd.halo_exchange(x, ROWS, 1), ROWS, ROWS)

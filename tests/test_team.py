@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import threading
+import weakref
+from functools import partial
 
 import numpy as np
 import pytest
 
 import spmd
 from spmd import P
-from spmd.kernels import cpu, team
+from spmd.kernels import cpu, team, threads
 
 
 def test_alone_nothing_is_split():
@@ -64,6 +68,79 @@ def test_all_tasks_run_and_the_first_error_is_raised():
     with pytest.raises(ValueError, match="2"):
         team.run([lambda k=k: task(k) for k in range(3)])
     assert done == {0, 1, 2}
+
+
+def test_errors_keep_nothing_alive():
+    class Thing:
+        pass
+
+    def fails(thing):
+        raise ValueError("broken")
+
+    thing = Thing()
+    alive = weakref.ref(thing)
+    gc.disable()
+    try:
+        try:
+            team.run([partial(fails, thing), lambda: None])
+        except ValueError:
+            del thing
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_where_no_thread_can_be_had_the_work_is_done_here(monkeypatch):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threads.Thread, "start", start)
+    monkeypatch.setattr(team, "pool", threads.Pool())
+    who = []
+    team.run([lambda: who.append(threading.current_thread())] * 4)
+    assert who == [threading.current_thread()] * 4
+
+
+def test_there_are_no_more_helpers_than_cores(monkeypatch):
+    monkeypatch.setattr(team, "pool", threads.Pool())
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    for _ in range(3):
+        done = []
+        team.run([partial(done.append, k) for k in range(9)])
+        assert sorted(done) == list(range(9))
+    assert team.pool.size <= 3
+    assert len(team.pool.idle) == team.pool.size
+
+
+def test_an_interrupt_waits_for_those_who_help(monkeypatch):
+    """And gives back those who have not begun."""
+    pool = threads.Pool()
+    monkeypatch.setattr(team, "pool", pool)
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    go, ended, begin = threading.Event(), [], threads.Thread.begin
+
+    def waits():
+        go.wait(20)
+        ended.append(True)
+
+    def second(thread, task, after):
+        if len(pool.idle) == 0 and go.is_set():
+            raise KeyboardInterrupt
+        go.set()
+        begin(thread, task, after)
+
+    monkeypatch.setattr(threads.Thread, "begin", second)
+    with pytest.raises(KeyboardInterrupt):
+        team.run([lambda: None, waits, waits, waits])
+    assert ended == [True]
+    assert len(pool.idle) == 3
+
+
+def test_helpers_work_in_the_callers_context():
+    x = np.full(1 << 19, 1e308)
+    x[: 1 << 18] = 0
+    with team.of(lambda: 2), np.errstate(over="raise"), pytest.raises(FloatingPointError):
+        cpu.combine([x, x])
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int32])
@@ -131,7 +208,7 @@ ROWS, COLUMNS = P("x"), P(None, None, "x")
 def test_one_worker_at_a_time_has_all_cores(act, spec, monkeypatch):
     """In lockstep what each makes for itself is split too, along whatever dimension there is."""
     split, ran = [], team.run
-    monkeypatch.setattr(team, "run", lambda tasks: (split.append(len(tasks)), ran(tasks)))
+    monkeypatch.setattr(team, "run", lambda tasks: (split.append((spmd.worker_index("x"), len(tasks))), ran(tasks)))
     monkeypatch.setattr("spmd.transport.local.usable_cores", lambda: 2)
 
     def run(scheduler):
@@ -142,8 +219,7 @@ def test_one_worker_at_a_time_has_all_cores(act, spec, monkeypatch):
         return result(spmd.put(LARGE, ROWS, mesh), *layouts).numpy()
 
     helped = run("lockstep")
-    assert set(split) == {2}
-    assert len(split) >= 2  # each of the workers
+    assert set(split) == {(0, 2), (1, 2)}
     np.testing.assert_array_equal(run("threads"), helped)
     assert split == []
 

@@ -20,7 +20,7 @@ _FOLDS = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 def combine(blocks: Sequence[np.ndarray], how: str = "sum", into: np.ndarray | None = None) -> np.ndarray:
     """The entrywise sum (max, min) of at least one block, in order. Gives a new array, or the only block itself.
 
-    into: the first or the second of several blocks, which the result is written into.
+    into: the first or the second of several blocks, C-contiguous, which the result is written into.
     """
     fold = _FOLDS[how]
     if len(blocks) == 1:
@@ -30,9 +30,7 @@ def combine(blocks: Sequence[np.ndarray], how: str = "sum", into: np.ndarray | N
     if n == 1:
         _fold(total, blocks, fold)
         return total
-    out = total
-    if all(block.flags.c_contiguous for block in (total, *blocks)):
-        out, blocks = total.reshape(-1), [block.reshape(-1) for block in blocks]
+    out, *blocks = team.flat((total, *blocks))
     spans = team.spans(out.shape, n)
     team.run([partial(_fold, out[span], [block[span] for block in blocks], fold) for span in spans])
     return total
@@ -63,19 +61,23 @@ def within(box: Box) -> tuple[Any, ...]:
 
 def unpack(shape: tuple[int, ...], boxes: tuple[Box, ...], parts: Sequence[np.ndarray]) -> np.ndarray:
     """An array with each part in its box, and zeros elsewhere; of several parts in one place the last one counts."""
-    places, everything = _places(shape, boxes)
+    places, everything, apart = _places(shape, boxes)
     out = buffers.empty(shape, parts[0].dtype)
     if not everything:
         out.fill(0)
-    team.copy([(out[place], part) for place, part in zip(places, parts, strict=True)])
+    pairs = [(out[place], part) for place, part in zip(places, parts, strict=True)]
+    for some in [pairs] if apart else [[pair] for pair in pairs]:
+        team.copy(some)
     return out
 
 
 @lru_cache(maxsize=1024)
-def _places(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> tuple[list[tuple[Any, ...]], bool]:
-    """The indices of boxes, and whether they cover everything: such that do not overlap do, if their sizes say so."""
+def _places(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> tuple[list[tuple[Any, ...]], bool, bool]:
+    """The indices of boxes, whether they cover everything, and whether they are apart: such that are do cover it, if
+    their sizes say so."""
     covered = sum(prod(stop - start for start, stop in box) for box in boxes)
-    return [within(box) for box in boxes], covered == prod(shape) and not _overlap(boxes)
+    apart = not _overlap(boxes)
+    return [within(box) for box in boxes], apart and covered == prod(shape), apart
 
 
 def add_boxes(shape: tuple[int, ...], boxes: tuple[Box, ...], parts: Sequence[np.ndarray]) -> np.ndarray:

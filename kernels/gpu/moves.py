@@ -23,7 +23,7 @@ _AT_ONCE = 8
 def combine(blocks: Sequence[Any], how: str = "sum", into: Any = None) -> Any:
     """The entrywise sum (max, min) of at least one block, in order. Gives a new array, or the only block itself.
 
-    into: the first or the second of several blocks, which the result may be written into.
+    into: the first or the second of several blocks, C-contiguous, which the result may be written into.
     """
     dtype, fold = blocks[0].dtype, _FOLDS[how]
     if len(blocks) == 1:

@@ -17,7 +17,7 @@ _FOLDS = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 def combine(blocks, how="sum", into=None):
     """((b0 + b1) + b2) + ...: the entrywise sum (max, min) of blocks of one shape and dtype, in this order.
 
-    into: the first or the second of several blocks, which the result may be written into.
+    into: the first or the second of several blocks, C-contiguous, which the result may be written into.
     """
     return reduce(lambda a, b: _FOLDS[how](a, b, dtype=a.dtype), blocks)
 

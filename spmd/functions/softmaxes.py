@@ -458,7 +458,7 @@ def _spread_cross_entropy(logits, labels, axis_name: AxisName, smoothing: float,
     x = _wide(logits)
     top, before, classes, names = _sums_over(x, labels, axis_name, _WHERE)
     _check_classes(labels, classes, ignore)
-    mine = labels.astype(np.int64) - before
+    mine = cast(labels, np.int64) - before
     sums = _exp_sums(x, top, mine)
     if weight is None:
         sums = psum(sums, names)

@@ -36,24 +36,24 @@ class Permute(Operator):
     private: ClassVar[tuple[str, ...]] = ("shapes",)
 
     def check(self, group: Group, x: np.ndarray) -> None:
-        self._fits(group)
+        self._fits(group.size, group.axes)
 
     @kept
-    def _fits(self, group: Group) -> bool:
-        """True where the pairs are right among the group. Raises where they are not."""
+    def _fits(self, size: int, axes: tuple[str, ...]) -> bool:
+        """True where the pairs are right among so many workers. Raises where they are not."""
         where = f"spmd.{self.function}"
         for side, name in ((0, "source"), (1, "target")):
             seen: set[int] = set()
             for pair in self.perm:
                 k = pair[side]
-                if not 0 <= k < group.size:
+                if not 0 <= k < size:
                     raise LayoutError(
                         message(
                             where,
                             argument="perm",
                             got=f"the pair {pair}, whose {name} is out of range",
-                            need=f"places from 0 to {group.size - 1} along {' and '.join(map(repr, group.axes))}",
-                            mend=f"count modulo the size: [(i, (i + 1) % {group.size}) for i in range({group.size})]",
+                            need=f"places from 0 to {size - 1} along {' and '.join(map(repr, axes))}",
+                            mend=f"count modulo the size: [(i, (i + 1) % {size}) for i in range({size})]",
                         )
                     )
                 if k in seen:

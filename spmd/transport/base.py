@@ -211,13 +211,16 @@ class Ready:
 
 @dataclass(slots=True)
 class Then:
-    """A collective, and what is made of its result."""
+    """A collective, and what is made of its result, once."""
 
-    handle: Handle
+    handle: Handle | None
     make: Callable[[Any], Any]
+    value: Any = None
 
     def wait(self) -> Any:
-        return self.make(self.handle.wait())
+        if self.handle is not None:
+            self.value, self.handle = self.make(self.handle.wait()), None
+        return self.value
 
 
 class Steps:
@@ -247,7 +250,7 @@ class Steps:
 class Outcome:
     """How a run of all workers ended: their results, how long it took, and how often they waited.
 
-    shared: the seconds of it in which all cores worked for one worker.
+    shared: the seconds of it in which several cores worked for one worker.
     """
 
     results: dict[int, Any]

@@ -535,7 +535,7 @@ class LocalComm(Comm):
         return self._meet(group, call, call.shape, lambda m: list(m.payloads))
 
     def _made(self, group: Group, nbytes: int, make: Callable[[], Any]) -> Any:
-        """What one worker makes for its group. Where all wait for it, the other cores help."""
+        """What one worker makes for its group. Where all wait for it the other cores help, as they do in lockstep."""
         if nbytes < team.LEAST or group.size < len(self.run.comms):
             return make()
         with team.of(usable_cores):

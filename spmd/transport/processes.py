@@ -135,6 +135,12 @@ def _bytes(x: np.ndarray) -> np.ndarray:
     return contiguous(x).reshape(-1).view(np.uint8)
 
 
+def _closed(room: np.ndarray, block: np.ndarray) -> np.ndarray:
+    """A block that lies in a room, as one that nobody writes to, by neither name."""
+    sealed(room)
+    return sealed(block)
+
+
 def _split(buffer: np.ndarray, shapes: Sequence[Shape], dtype) -> list[np.ndarray]:
     """The blocks of these shapes that lie one after the other in a buffer of bytes."""
     parts = pieces(buffer, [prod(s) * dtype.itemsize for s in shapes])
@@ -354,7 +360,7 @@ class ProcessComm(Comm):
 
             def of_two() -> np.ndarray:
                 came = theirs.view(x.dtype).reshape(x.shape)
-                return sealed(kernels.of(x).combine([x, came] if other else [came, x], how, came))
+                return _closed(theirs, kernels.of(x).combine([x, came] if other else [came, x], how, came))
 
             self.ready()
             return self._pending(channel.exchange({other: send}, {other: theirs}), (send, theirs), of_two)
@@ -373,11 +379,10 @@ class ProcessComm(Comm):
         def large() -> np.ndarray:
             everyones = [c.view(x.dtype) for c in (*chunks[:me], parts[me], *chunks[me:])]
             mine = kernels.of(x).combine(everyones, how)
-            out = self.room(x.nbytes, call, x).view(x.dtype).reshape(x.shape)
-            send = _bytes(mine)
+            out, send = self.room(x.nbytes, call, x), _bytes(mine)
             self.ready()
-            self.transport.arrive(channel.all_gather(send, _bytes(out), sizes), call, (send, out))
-            return sealed(out)
+            self.transport.arrive(channel.all_gather(send, out, sizes), call, (send, out))
+            return _closed(out, out.view(x.dtype).reshape(x.shape))
 
         self.ready()
         requests = channel.exchange({k: parts[k] for k in others}, dict(zip(others, chunks, strict=True)))
@@ -405,8 +410,9 @@ class ProcessComm(Comm):
         def finish(xs: list[np.ndarray]) -> np.ndarray:
             xs[group.index] = mine
             # Of two, into what came: of more it would keep what came of all. What came in a header is not for that.
-            into = xs[1 - group.index] if len(xs) == 2 and mine.nbytes > _RIDES else None
-            return sealed(kernels.of(mine).combine(xs, into=into))
+            into: Any = xs[1 - group.index] if len(xs) == 2 and mine.nbytes > _RIDES else None
+            total = kernels.of(mine).combine(xs, into=into)
+            return sealed(total) if into is None else _closed(into.base, total)
 
         if self.transport.checks:
             return Then(self._agreed_swap(group, call, parts, own=False), finish)
@@ -486,11 +492,12 @@ class ProcessComm(Comm):
             return Ready(sealed(x))
         shape = self.meet(group, call, [None if x is None else x.shape] * group.size)[root]
         size = prod(shape or ()) * np.dtype(call.dtype).itemsize
-        block = x if x is not None else self.room(size, call, x).view(call.dtype).reshape(shape or ())
-        send = _bytes(block)
+        room = _bytes(x) if x is not None else self.room(size, call, x)
         self.ready()
-        requests = self.transport.channel(group.members).broadcast(send, root)
-        return self._pending(requests, send, lambda: sealed(block))
+        requests = self.transport.channel(group.members).broadcast(room, root)
+        if x is not None:
+            return self._pending(requests, room, lambda: sealed(x))
+        return self._pending(requests, room, lambda: _closed(room, room.view(call.dtype).reshape(shape or ())))
 
     def _reduce(self, group: Group, call: Call, x: np.ndarray, root: int) -> Handle:
         if group.size == 1:
@@ -540,8 +547,7 @@ class ProcessComm(Comm):
 
         def finish() -> dict[int, np.ndarray]:
             for k, room in received.items():
-                sealed(room)
-                sealed(found[k])
+                _closed(room, found[k])
             return found
 
         return self._pending(requests, (sent, received), finish)

@@ -10,7 +10,9 @@ import numpy as np
 
 import spmd
 from spmd import P
+from spmd.autodiff import tree
 from spmd.device import contiguous, on_device, to_host
+from spmd.operators.base import writable
 from spmd.transport.base import Call
 
 DTYPES = "bool int8 int32 int64 float16 float32 float64 complex64 complex128".split()
@@ -67,6 +69,8 @@ def verbs(worker, axes: tuple[str, ...], dtype: str, shape: tuple[int, ...]) -> 
         mine = draw(me, shape, dtype, root) if k == root else None
         found[f"broadcast {root}"] = comm.broadcast(group, call("broadcast", x, None), mine, root).wait()
         found[f"reduce {root}"] = comm.reduce(group, call("reduce", x, True), x, root).wait()
+    # Nor what it is a view of: else whoever hands it on copies it first.
+    assert not any(map(writable, tree.leaves(found))), "a received array is writable"
     return found
 
 
