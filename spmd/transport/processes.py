@@ -459,8 +459,9 @@ class ProcessComm(Comm):
         message."""
         dtype, me = parts[0].dtype, group.index
         coming = [prod(s) * dtype.itemsize for s in shapes]
-        if heads is not None and max(*coming, *[p.nbytes for p in parts]) <= most:
-            came = [_rider(heads, k, n).view(dtype).reshape(shapes[k]) for k, n in enumerate(coming) if k != me]
+        others = [k for k in range(group.size) if k != me]
+        if heads is not None and all(coming[k] <= most and parts[k].nbytes <= most for k in others):
+            came = [_rider(heads, k, coming[k]).view(dtype).reshape(shapes[k]) for k in others]
             return Ready([*came[:me], sealed(parts[me]), *came[me:]])
         if not own:
             coming[me] = 0
@@ -468,17 +469,14 @@ class ProcessComm(Comm):
         receive = self.room(sum(coming), call, parts)
         rooms = pieces(receive, coming)
         sends, receives = {}, {}
-        for k, part in enumerate(parts):
-            if k == me:
-                continue
-            if part.nbytes > most:
-                sends[k] = _bytes(part)
+        for k in others:
+            if parts[k].nbytes > most:
+                sends[k] = _bytes(parts[k])
             if coming[k] > most:
                 receives[k] = rooms[k]
             else:
                 assert heads is not None
                 rooms[k][...] = _rider(heads, k, coming[k])
-
         self.ready()
         requests = self.transport.channel(group.members).exchange(sends, receives)
         if own:  # while the others are under way
