@@ -25,8 +25,7 @@ class Pool:
 
     def take(self, n: int) -> list[Thread]:
         """n threads that wait for a task: idle ones, and new ones if need be."""
-        with self.lock:
-            taken = [self.idle.pop() for _ in range(min(n, len(self.idle)))]
+        taken = self._waiting(n)
         try:
             while len(taken) < n:
                 taken.append(self._started())
@@ -38,14 +37,17 @@ class Pool:
     def spare(self, n: int) -> list[Thread]:
         """At most n threads that wait for a task: idle ones, and new ones while there are fewer than cores and as many
         as can be started."""
-        with self.lock:
-            taken = [self.idle.pop() for _ in range(min(n, len(self.idle)))]
+        taken = self._waiting(n)
         try:
             while len(taken) < n and self.size < (os.cpu_count() or 1):
                 taken.append(self._started())
         except RuntimeError:  # No more threads: whoever asks does it himself.
             pass
         return taken
+
+    def _waiting(self, n: int) -> list[Thread]:
+        with self.lock:
+            return [self.idle.pop() for _ in range(min(n, len(self.idle)))]
 
     def _started(self) -> Thread:
         thread = Thread(self)
