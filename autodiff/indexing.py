@@ -18,30 +18,27 @@ from spmd.errors import DtypeError, describe, message
 __all__ = ["At", "astype", "at", "define_indexing", "scatter_add"]
 
 _NUMBERS = {int, type(None)}
+_BASIC = {int, slice, type(None), type(Ellipsis)}
 _NO_ARRAYS = {int, np.ndarray, type(None), type(Ellipsis)}
 
 
 def _holds_no_arrays(index) -> bool:
     """Whether an index is seen at once to hold no array of ours."""
-    return all(map(_is_plain, index)) if type(index) is tuple else _is_plain(index)
-
-
-def _is_plain(part) -> bool:
-    if type(part) is slice:
-        return type(part.start) in _NUMBERS and type(part.stop) in _NUMBERS and type(part.step) in _NUMBERS
-    return type(part) in _NO_ARRAYS
+    for part in index if type(index) is tuple else (index,):
+        if type(part) is slice:
+            if not (type(part.start) in _NUMBERS and type(part.stop) in _NUMBERS and type(part.step) in _NUMBERS):
+                return False
+        elif type(part) not in _NO_ARRAYS:
+            return False
+    return True
 
 
 def _is_basic(index) -> bool:
     """Whether an index takes each entry once, by numbers and slices."""
-    kind = type(index)
-    if kind is slice or kind is int:
+    parts = index if type(index) is tuple else (index,)
+    if _BASIC.issuperset(map(type, parts)):
         return True
-    if kind is np.ndarray:
-        return False
-    if kind is tuple:
-        return all(p is None or p is Ellipsis or isinstance(p, int | np.integer | slice) for p in index)
-    return index is None or index is Ellipsis or isinstance(index, int | np.integer | slice)
+    return all(p is None or p is Ellipsis or isinstance(p, int | np.integer | slice) for p in parts)
 
 
 def _is_mask(index) -> bool:

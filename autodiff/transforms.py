@@ -321,9 +321,17 @@ def value_and_grad(
     where = f"grad of {name_of(fun)}"
     ints = "" if allow_int else "allow_int=True for a gradient of zeros, or leave it out of argnums"
 
+    # What goes forward and back in one go brings its own way, which gives None where it is none.
+    together = None if has_aux or holomorphic else getattr(fun, "__value_and_grad__", None)
+
     @functools.wraps(fun)
     def wrapped(*args, **kwargs):
         numbers = positions(argnums, len(args), where)
+        if together is not None:
+            found = together(numbers, args, kwargs)
+            if found is not None:
+                _check_scalar(found[0], where, holomorphic)
+                return found[0], found[1][0] if single else tuple(found[1])
         full = list(args)
         with recording(once=True) as tape:
             lifted = []

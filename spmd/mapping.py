@@ -3,13 +3,15 @@
 A call takes four steps: arguments are laid out by in_specs (`_input`), every worker runs the body on its blocks
 (`_execute`), its results are checked against out_specs (`_results`), and the blocks are joined to `PartitionedArray`s
 (`_joined`). Where an argument is traced, every worker keeps a tape of its own between the forward
-and the backward run, and the outer tape records one node for the whole map.
+and the backward run, and the outer tape records one node for the whole map. `value_and_grad` and `grad` of a map itself
+need no outer tape: every worker goes forward and back in one run (`__value_and_grad__`).
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, overload
 
@@ -467,22 +469,61 @@ class Mapped:
             if any(type(value) is Array for value in gs):
                 return self._derivative(mesh, leaves, rebuild, moved, outs, gs)
             cotangents = [_cotangent(mesh, o, g) for o, g in zip(outs, gs, strict=True)]
-            paths = [f"the gradient of {leaves[k].path}" for k in moved]
-            specs = [leaves[k].spec for k in moved]
 
             def backward(worker: Worker):
                 given = [None if c is None else c.block(worker) for c in cotangents]
-                found = pulls[worker.index](given)
-                blocks = [sealed(contiguous(value_of(g))) for g in found]
-                if mesh.places is not None:
-                    blocks = [mesh.places.moved(b, worker.index) for b in blocks]
-                return _Results(None, paths, specs, blocks)
+                return _gradients(worker, [leaves[k] for k in moved], pulls[worker.index](given))
 
             outcome = self._execute(mesh, ("backward", *kind), backward, tracked=True)
             found = _joined_leaves(self.where, mesh, outcome, self.check)
             return [_settled(g, leaves[k].value) for g, k in zip(found, moved, strict=True)]
 
         return out_tree, outs, pull
+
+    def __value_and_grad__(self, numbers: Sequence[int], args: tuple, kwargs: dict) -> tuple[Any, list] | None:
+        """The value, and the gradients of these arguments, by one run in which every worker goes forward and back.
+
+        Without gradients, so that the caller says what is wrong, where the value is no real scalar. None where that is
+        not the way: where an argument is traced from outside or lies on no mesh, or where the result is a tree.
+        """
+        if type(self.out_specs) is not P or WORKER.get() is not None:
+            return None
+        mesh = mesh_for(self.mesh, self.where)
+        leaves, rebuild = self._arguments(mesh, args, kwargs)
+        structures = [tree.structure(x, none_is_leaf=True) for x in args]
+        ends = [0, *itertools.accumulate(s.num_leaves for s in structures)]
+        moved = [k for n in numbers for k in range(ends[n], ends[n + 1])]
+        watched = any(type(leaf.value) is Array for leaf in leaves)
+        if watched or not moved or not all(_goes_along(leaves[k]) for k in moved):
+            return None
+        inputs = [_input(mesh, leaf) for leaf in leaves]
+
+        def body(worker: Worker):
+            blocks = [x.block(worker) for x in inputs]
+            forward = self._vjp(worker, blocks, rebuild, moved, True)
+            if [getattr(x, "shape", None) for x in forward.blocks] != [()]:
+                return forward
+            (value,) = forward.blocks
+            if kind_of_dtype(value.dtype) != "f":
+                return forward
+            assert forward.pull is not None
+            found = forward.pull([Array(transforms.one_like(value), state_of(()))])
+            back = _gradients(worker, [leaves[k] for k in moved], found)
+            return _Results(
+                forward.treedef, forward.paths + back.paths, forward.specs + back.specs, forward.blocks + back.blocks
+            )
+
+        outcome = self._execute(mesh, ("gradient", *(x.kind for x in inputs), *moved), body, tracked=True)
+        structure = _one_structure(self.where, mesh, outcome)
+        joined = _joined_leaves(self.where, mesh, outcome, self.check)
+        value = tree.unflatten(structure, joined[: structure.num_leaves])
+        found = joined[structure.num_leaves :]
+        if not found:
+            return value, []
+        settled = iter([_settled(g, leaves[k].value) for g, k in zip(found, moved, strict=True)])
+        return value, [
+            tree.unflatten(structures[n], itertools.islice(settled, structures[n].num_leaves)) for n in numbers
+        ]
 
     def _vjp(self, worker: Worker, blocks: list, rebuild: Callable, moved: list[int], once: bool) -> _Results:
         """One worker's forward run on its tape: its results, and their pullback to the blocks at `moved`."""
@@ -545,6 +586,14 @@ class Mapped:
         return [_settled(g, leaves[k].value) for g, k in zip(found, moved, strict=True)]
 
 
+def _gradients(worker: Worker, of: list[Leaf], found: Sequence[Any]) -> _Results:
+    """The gradients of arguments on one worker, as what a body returns."""
+    blocks = [sealed(contiguous(value_of(g))) for g in found]
+    if worker.mesh.places is not None:
+        blocks = [worker.mesh.places.moved(b, worker.index) for b in blocks]
+    return _Results(None, [f"the gradient of {x.path}" for x in of], [x.spec for x in of], blocks)
+
+
 def _device_of(mesh: Mesh) -> str:
     return "" if mesh.device == "cpu" else f", {mesh.device}"
 
@@ -567,6 +616,13 @@ def _worker() -> Worker:
 
 def _on(x, tape) -> bool:
     return type(x) is Array and x.tape is tape
+
+
+def _goes_along(leaf: Leaf) -> bool:
+    """Whether an argument is differentiated where it lies."""
+    return (
+        type(leaf.value) is PartitionedArray and leaf.spec is not None and kind_of_dtype(leaf.value.dtype) in {"f", "c"}
+    )
 
 
 def _differentiable(x) -> bool:

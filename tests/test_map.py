@@ -13,6 +13,7 @@ import spmd
 from spmd import P
 from spmd.autodiff import Array
 from spmd.kernels import team
+from spmd.mapping import Mapped
 
 X = np.random.default_rng(1).normal(size=(7, 4))
 W = np.random.default_rng(2).normal(size=4)
@@ -650,6 +651,116 @@ def test_complex_arguments(mesh):
     close(gz, 2 * np.conj(a) * z)
     _, pull = spmd.vjp(spmd.map(lambda z: np.exp(1j * z), ROWS, ROWS), z)
     close(pull(np.ones(7, complex))[0], 1j * np.exp(1j * z))
+
+
+def in_one_run(f, argnums, args, monkeypatch):
+    """Value and gradients of a map by itself, and of a function that calls it, which runs it forward and back apart."""
+    run, ran = Mapped._execute, []
+    monkeypatch.setattr(Mapped, "_execute", lambda *a, **k: ran.append(a) or run(*a, **k))
+    together = spmd.value_and_grad(f, argnums)(*args)
+    assert len(ran) == 1
+    apart = spmd.value_and_grad(lambda *a: f(*a), argnums)(*args)
+    assert len(ran) == 3
+    monkeypatch.undo()
+    assert spmd.tree.structure(together) == spmd.tree.structure(apart)
+    for x, y in zip(spmd.tree.leaves(together), spmd.tree.leaves(apart), strict=True):
+        assert type(x) is type(y)
+        assert x.dtype == y.dtype
+        if type(x) is spmd.PartitionedArray:
+            assert x.layout == y.layout
+        equal(x, np.asarray(y))
+    return together
+
+
+@pytest.mark.parametrize("argnums", [0, 1, (0, 1), (1, 0), -3], ids=str)
+@pytest.mark.parametrize("check", [True, False])
+def test_value_and_gradients_take_one_run(mesh, argnums, check, monkeypatch):
+    def local(params, x, label, note):
+        assert note == "as it is"
+        y = np.tanh(x @ params["w"] + params["b"])
+        return spmd.psum(np.sum(np.where(label > 0, y, 2 * y) ** 2), "x")
+
+    f = spmd.map(local, (P(), ROWS, ROWS, None), P(), check=check)
+    params = spmd.put({"w": W, "b": np.ones(1)}, P())
+    x = spmd.put(X, ROWS)
+    args = (params, x, Y, "as it is")
+    value, grads = in_one_run(f, argnums, args, monkeypatch)
+    wanted = spmd.value_and_grad(lambda p, x: np.sum(np.where(Y > 0, 1, 4) * np.tanh(x @ p["w"] + p["b"]) ** 2), (0, 1))
+    expected, (of_params, of_x) = wanted({"w": W, "b": np.ones(1)}, X)
+    close(value, expected)
+    chosen = [of_params, of_x]
+    several = not isinstance(argnums, int)
+    for n, g in zip(argnums if several else [argnums], grads if several else [grads], strict=True):
+        for a, b in zip(spmd.tree.leaves(g), spmd.tree.leaves(chosen[n % 4]), strict=True):
+            close(a, b)
+
+
+@pytest.mark.parametrize("source", [P("y"), P(("y", "x")), P(None, "x"), P()], ids=str)
+def test_one_run_brings_gradients_back_to_where_arguments_lie(four, source, monkeypatch):
+    f = spmd.map(lambda w, x: spmd.psum(np.sum((x @ w) ** 2), "x"), (P(), ROWS), P())
+    value, g = in_one_run(f, 1, (W, spmd.put(X, source)), monkeypatch)
+    close(value, np.sum((X @ W) ** 2))
+    assert g.layout == spmd.put(X, source).layout
+    close(g, 2 * np.outer(X @ W, W))
+
+
+def test_one_run_of_what_no_argument_reaches_of_complex_ones_and_of_keywords(four, monkeypatch):
+    x, z = spmd.put(X, ROWS), spmd.put(X + 1j * X[::-1], ROWS)
+    value, g = in_one_run(spmd.map(lambda x: np.float32(2), ROWS, P()), 0, (x,), monkeypatch)
+    assert value.dtype == np.float32
+    equal(g, np.zeros_like(X))
+    value, g = in_one_run(spmd.map(lambda x: 2.5, ROWS, P()), 0, (x,), monkeypatch)
+    equal(g, np.zeros_like(X))
+    value, g = in_one_run(spmd.map(lambda z: spmd.psum(np.sum(abs(z) ** 2), "x"), ROWS, P()), 0, (z,), monkeypatch)
+    close(g, 2 * np.conj(z.numpy()))
+    f = spmd.map(lambda x, *, scale: spmd.psum(np.sum(x * scale), "x"), {"x": ROWS, "scale": P()}, P())
+    equal(spmd.grad(f)(x, scale=3.0), np.full_like(X, 3))
+
+
+def test_gradients_of_gradients_and_of_bare_arrays_run_apart(four):
+    f = spmd.map(lambda w, x: spmd.psum(np.sum((x @ w) ** 3), "x"), (P(), ROWS), P())
+    w, x = spmd.put(W, P()), spmd.put(X, ROWS)
+    second = spmd.grad(lambda w: np.sum(spmd.grad(f)(w, x)))(w)
+    close(second, 6 * X.T @ ((X @ W) * X.sum(axis=1)))
+    g = spmd.grad(f)(W, X)
+    assert type(g) is np.ndarray
+    close(g, 3 * X.T @ (X @ W) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("f", "specs"),
+    [
+        (lambda x: x, (ROWS, ROWS)),
+        (lambda x: spmd.psum(x.sum(axis=0), "x"), (ROWS, P())),
+        (lambda x: spmd.psum(np.sum(x > 0), "x"), (ROWS, P())),
+        (lambda x: spmd.psum(np.sum(x + 1j), "x"), (ROWS, P())),
+        (lambda x: (spmd.psum(np.sum(x), "x"),), (ROWS, P())),
+        (lambda x: (), (ROWS, P())),
+        (lambda x: np.sum(x), (ROWS, P())),
+        (lambda x: None, (ROWS, P())),
+        (lambda x: x["w"], (ROWS, P())),
+    ],
+)
+def test_one_run_says_what_two_would_say(four, f, specs):
+    """Of a function that has no gradient, and of one that fails."""
+    mapped, x = spmd.map(f, *specs), spmd.put(X, ROWS)
+    said = []
+    for function in (mapped, named(mapped)):
+        with pytest.raises((ValueError, TypeError, AttributeError, IndexError)) as caught:
+            spmd.value_and_grad(function)(x)
+        lines = str(caught.value).splitlines()
+        said.append((type(caught.value), [line for line in lines if "got:" not in line]))  # an array, traced or not
+    assert said[0] == said[1]
+
+
+def named(f):
+    """A function that calls f, under its name."""
+
+    def calls(*args):
+        return f(*args)
+
+    calls.__name__ = f.__name__
+    return calls
 
 
 def test_a_gradient_that_nothing_reaches_is_zero(four):
