@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from math import isqrt, sqrt
@@ -35,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.contest import ONE_THREAD, TWO_DEVICES, Builders, Case, Section, repeated, room
+from benchmarks.contest import ONE_THREAD, TWO_DEVICES, Builders, Case, Section, in_two_threads, repeated, room
 
 VERBS = (
     "all-reduce",
@@ -546,24 +545,16 @@ def _(quick: bool) -> Builders:
 def moved(work: Work) -> Case:
     """Two threads, with half of the numbers each."""
     a, b, *out = (room(work.shape) for _ in range(4))
-    half = len(a) // 2
-    other = ThreadPoolExecutor(1)
+    halves = slice(len(a) // 2), slice(len(a) // 2, None)
 
-    def add(part: slice) -> None:
-        np.add(a[part], b[part], out=out[0][part])
+    def add(k: int) -> None:
+        np.add(a[halves[k]], b[halves[k]], out=out[0][halves[k]])
 
-    def copy(part: slice) -> None:
-        np.copyto(out[0][part], a[part])
-        np.copyto(out[1][part], b[part])
+    def copy(k: int) -> None:
+        np.copyto(out[0][halves[k]], a[halves[k]])
+        np.copyto(out[1][halves[k]], b[halves[k]])
 
-    work_on = add if work.verb in ("all-reduce", "reduce-scatter") else copy
-
-    def step():
-        second = other.submit(work_on, slice(half, None))
-        work_on(slice(half))
-        second.result()
-
-    return Case(repeated(step), list)
+    return Case(repeated(in_two_threads(add if work.verb in ("all-reduce", "reduce-scatter") else copy)), list)
 
 
 @LOCAL.contestant("limit")

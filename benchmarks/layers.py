@@ -19,12 +19,22 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
-from benchmarks.contest import ONE_THREAD, TWO_DEVICES, Builders, Case, Section, jitted, repeated, room
+from benchmarks.contest import (
+    ONE_THREAD,
+    TWO_DEVICES,
+    Builders,
+    Case,
+    Section,
+    faster,
+    in_two_threads,
+    jitted,
+    repeated,
+    room,
+)
 
 WIDTHS = (784, 512, 512, 10)
 RATE = 0.01
@@ -43,13 +53,6 @@ def torch_with(threads: int, group: bool = True) -> Any:
     if group and not dist.is_initialized():
         dist.init_process_group("gloo")
     return torch
-
-
-def faster(*cases: Case) -> Case:
-    """The one that takes less time."""
-    for case in cases:
-        case.run(2)
-    return min(cases, key=lambda case: min(case.run(2) for _ in range(4)))
 
 
 # W1
@@ -468,7 +471,6 @@ def block_numpy(quick: bool) -> Case:
     rooms = [
         [room(s) for s in ((len(x), len(v)), x.shape, v.shape, (len(x), len(v)), u.shape, x.shape)] for u, v in halves
     ]
-    other = ThreadPoolExecutor(1)
 
     def multiply(k: int) -> None:
         (u, v), (h, y, dv, dh, du, dx) = halves[k], rooms[k]
@@ -479,12 +481,7 @@ def block_numpy(quick: bool) -> Case:
         np.matmul(x.T, dh, out=du)
         np.matmul(dh, u.T, out=dx)
 
-    def step():
-        second = other.submit(multiply, 1)
-        multiply(0)
-        second.result()
-
-    return Case(repeated(step), list)
+    return Case(repeated(in_two_threads(multiply)), list)
 
 
 @W2.contestant("limit", env=ONE_THREAD)
