@@ -12,7 +12,7 @@ import numpy as np
 from spmd.kernels import buffers, team
 from spmd.kernels.cpu.chunks import accurate, into_rows
 
-__all__ = ["add_boxes", "combine", "unpack"]
+__all__ = ["add_boxes", "combine", "places", "unpack"]
 
 _FOLDS = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
@@ -61,18 +61,18 @@ def within(box: Box) -> tuple[Any, ...]:
 
 def unpack(shape: tuple[int, ...], boxes: tuple[Box, ...], parts: Sequence[np.ndarray]) -> np.ndarray:
     """An array with each part in its box, and zeros elsewhere; of several parts in one place the last one counts."""
-    places, everything, apart = _places(shape, boxes)
+    found, everything, apart = places(shape, boxes)
     out = buffers.empty(shape, parts[0].dtype)
     if not everything:
         out.fill(0)
-    pairs = [(out[place], part) for place, part in zip(places, parts, strict=True)]
+    pairs = [(out[place], part) for place, part in zip(found, parts, strict=True)]
     for some in [pairs] if apart else [[pair] for pair in pairs]:
         team.copy(some)
     return out
 
 
 @lru_cache(maxsize=1024)
-def _places(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> tuple[list[tuple[Any, ...]], bool, bool]:
+def places(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> tuple[list[tuple[Any, ...]], bool, bool]:
     """The indices of boxes, whether they cover everything, and whether they are apart: such that are do cover it, if
     their sizes say so."""
     covered = sum(prod(stop - start for start, stop in box) for box in boxes)

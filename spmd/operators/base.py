@@ -32,7 +32,7 @@ from spmd.layout import block_sizes, offsets
 from spmd.mesh import WORKER, Worker, here
 from spmd.operators.algebra import Linear, Term, across, composed, meet
 from spmd.state import INVARIANT, VARYING, State, state_of
-from spmd.transport.base import LEDGERS, Call, Comm, Group, Handle, Ready, sealed
+from spmd.transport.base import LEDGERS, Call, Comm, Group, Handle, Ready, Shape, sealed
 
 __all__ = [
     "Collective",
@@ -58,7 +58,6 @@ _NUMBERS = (bool, int, float, complex)
 
 C = TypeVar("C", bound="Collective")
 F = TypeVar("F", bound=Callable[..., Any])
-Shape = tuple[int, ...]
 Launched = tuple[Handle, Callable[[Any], tuple[Any, "Collective"]]]
 
 

@@ -104,13 +104,12 @@ class _Relayout(Operator):
         return True
 
     @kept
-    def _ways(self, me: int) -> tuple[dict[int, Any], Shape, list[int], tuple[Box, ...]]:
-        """Of a worker: the index of what it sends to each other, the shape of its new block, and from whom which boxes
-        of it come, in the order of their sources."""
+    def _ways(self, me: int) -> tuple[dict[int, Any], Shape, dict[int, Box]]:
+        """Of a worker: the index of what it sends to each other, the shape of its new block, and from whom which box
+        of it comes, in the order of their sources."""
         at, origin = ([start for start, _ in layout.boxes[me]] for layout in self.layouts)
         sends = {m.target: indexed(within(m.box, at)) for m in self.moves if m.source == me}
-        mine = [m for m in self.moves if m.target == me]
-        return sends, self.dst.block_shape(me), [m.source for m in mine], tuple([within(m.box, origin) for m in mine])
+        return sends, self.dst.block_shape(me), {m.source: within(m.box, origin) for m in self.moves if m.target == me}
 
     @cached_property
     def _stays(self) -> bool:
@@ -120,16 +119,19 @@ class _Relayout(Operator):
     def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
         if self._stays:
             return Ready(x), lambda block: (block, self)
-        sends, shape, sources, boxes = self._ways(group.index)
+        pieces, shape, boxes = self._ways(group.index)
+        sends = {k: x[piece] for k, piece in pieces.items()}
+        if not self.adds:
+            return comm.exchange_boxes(group, call, sends, shape, boxes, x), lambda block: (block, self)
 
         def arrive(received: dict[int, np.ndarray]):
-            parts = [received[source] for source in sources]
+            parts = [received[source] for source in boxes]
             if len(parts) == 1 and parts[0].shape == shape:
                 return sealed(contiguous(parts[0])), self
-            put = kernels.of(x).add_boxes if self.adds else kernels.of(x).unpack
-            return sealed(put(shape, boxes, parts) if parts else zeros(shape, x)), self
+            total = kernels.of(x).add_boxes(shape, tuple(boxes.values()), parts) if parts else zeros(shape, x)
+            return sealed(total), self
 
-        return comm.exchange(group, call, {k: x[piece] for k, piece in sends.items()}), arrive
+        return comm.exchange(group, call, sends), arrive
 
     def cost(self, group: Group, x: np.ndarray) -> tuple[int, int]:
         if self._stays:

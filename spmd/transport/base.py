@@ -20,8 +20,10 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
+from spmd import kernels
+from spmd.device import contiguous, zeros
 from spmd.errors import DeadlockError, MismatchError, caller, message, source_line
-from spmd.layout import block_sizes
+from spmd.layout import Box, block_sizes
 
 __all__ = [
     "LEDGERS",
@@ -32,6 +34,7 @@ __all__ = [
     "Observer",
     "Outcome",
     "Ready",
+    "Shape",
     "Steps",
     "Transport",
     "all_reduce_cost",
@@ -43,6 +46,9 @@ __all__ = [
     "scatter_cost",
     "sealed",
 ]
+
+
+Shape = tuple[int, ...]
 
 
 class Observer(Protocol):
@@ -336,9 +342,23 @@ class Comm(ABC):
     def exchange(self, group: Group, call: Call, sends: Mapping[int, np.ndarray]) -> Handle:
         """sends[k] goes to member k; the result maps senders to what they sent. Cost: a message per send to another."""
         if LEDGERS.get():
-            others = [x for k, x in sends.items() if k != group.index]
-            self._count("exchange", len(others), sum(x.nbytes for x in others))
+            self._count("exchange", *exchange_cost(group, sends))
         return self._exchange(group, call, sends)
+
+    def exchange_boxes(
+        self,
+        group: Group,
+        call: Call,
+        sends: Mapping[int, np.ndarray],
+        shape: Shape,
+        boxes: Mapping[int, Box],
+        like: Any,
+    ) -> Handle:
+        """As `exchange`, and what comes as one array of this shape, beside `like`: what member k sends is its box
+        boxes[k]. Elsewhere stand zeros; of boxes that overlap the last one counts."""
+        if LEDGERS.get():
+            self._count("exchange", *exchange_cost(group, sends))
+        return self._exchange_boxes(group, call, sends, shape, boxes, like)
 
     def shapes(self, group: Group, call: Call) -> Handle:
         """The shapes of all members' blocks, as a list. They travel with the calls: no message, no bytes."""
@@ -375,6 +395,23 @@ class Comm(ABC):
     @abstractmethod
     def _exchange(self, group: Group, call: Call, sends: Mapping[int, np.ndarray]) -> Handle: ...
 
+    def _exchange_boxes(
+        self,
+        group: Group,
+        call: Call,
+        sends: Mapping[int, np.ndarray],
+        shape: Shape,
+        boxes: Mapping[int, Box],
+        like: Any,
+    ) -> Handle:
+        def put(received: dict[int, np.ndarray]):
+            parts = [received[k] for k in boxes]
+            if len(parts) == 1 and parts[0].shape == shape:
+                return sealed(contiguous(parts[0]))
+            return sealed(kernels.of(like).unpack(shape, tuple(boxes.values()), parts) if parts else zeros(shape, like))
+
+        return Then(self._exchange(group, call, sends), put)
+
 
 def all_reduce_cost(group: Group, *xs: np.ndarray) -> tuple[int, int]:
     """Messages and bytes this member sends in an all-reduce: a reduce-scatter, then an all-gather, of chunks."""
@@ -391,6 +428,12 @@ def gather_cost(group: Group, x: np.ndarray) -> tuple[int, int]:
 def scatter_cost(group: Group, parts: Sequence[np.ndarray]) -> tuple[int, int]:
     """Messages and bytes this member sends in a reduce-scatter or an all-to-all: its parts for the others."""
     return group.size - 1, sum(p.nbytes for k, p in enumerate(parts) if k != group.index)
+
+
+def exchange_cost(group: Group, sends: Mapping[int, np.ndarray]) -> tuple[int, int]:
+    """Messages and bytes this member sends in an exchange: one to each of the others that it has something for."""
+    others = [x for k, x in sends.items() if k != group.index]
+    return len(others), sum(x.nbytes for x in others)
 
 
 def root_cost(group: Group, root: int, nbytes: int, *, down: bool) -> tuple[int, int]:

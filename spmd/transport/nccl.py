@@ -26,7 +26,7 @@ from spmd.cuda import Places, current
 from spmd.device import on_device
 from spmd.errors import TransportError, message
 from spmd.layout import offsets
-from spmd.transport.base import Call, Comm, Group, Handle, Outcome, Ready, Transport
+from spmd.transport.base import Call, Comm, Group, Handle, Outcome, Ready, Shape, Transport
 from spmd.transport.patience import checks_are_on
 
 __all__ = ["NcclTransport"]
@@ -38,7 +38,6 @@ _NAMES = {
     "bool": "NCCL_UINT8",
 }
 _REALS = {"complex64": "float32", "complex128": "float64"}
-Shape = tuple[int, ...]
 
 
 def _kind(dtype: Any, how: str) -> tuple[int, int] | None:

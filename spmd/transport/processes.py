@@ -26,15 +26,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from spmd import kernels
-from spmd.device import contiguous, joined
+from spmd.device import contiguous, joined, put
 from spmd.errors import MismatchError, TransportError, class_name, message
 from spmd.kernels import buffers
-from spmd.layout import block_sizes, offsets
+from spmd.kernels.cpu.moves import places
+from spmd.layout import Box, block_sizes, offsets
 from spmd.transport.base import (
     Call,
     Comm,
@@ -42,6 +44,7 @@ from spmd.transport.base import (
     Handle,
     Outcome,
     Ready,
+    Shape,
     Then,
     Transport,
     mismatch,
@@ -63,8 +66,6 @@ _RIDES = 752
 """Bytes up to which a block travels in the header itself, so that it takes no message of its own: 1 KB in all."""
 _SMALL = 1 << 15
 """Bytes up to which an all-reduce sends whole blocks to everyone: one message time in place of two."""
-
-Shape = tuple[int, ...]
 
 
 @lru_cache(maxsize=4096)
@@ -514,7 +515,14 @@ class ProcessComm(Comm):
 
         return self._pending(requests, (send, blocks), finish)
 
-    def _exchange(self, group: Group, call: Call, sends: Mapping[int, np.ndarray]) -> Handle:
+    def _exchange(
+        self,
+        group: Group,
+        call: Call,
+        sends: Mapping[int, np.ndarray],
+        into: Mapping[int, np.ndarray] = MappingProxyType({}),
+    ) -> Handle:
+        """into[k]: contiguous memory where what member k sends is put, if it is of that shape and comes by itself."""
         me, most = group.index, self.most_riding(call, sends)
         found = {me: sealed(sends[me])} if me in sends else {}
         if group.size == 1:
@@ -534,6 +542,8 @@ class ProcessComm(Comm):
             if nbytes <= most:
                 # Whoever keeps it is not to keep the headers of all.
                 found[k] = sealed(_rider(heads, k, nbytes).copy()).view(dtype).reshape(shape)
+            elif k in into and into[k].shape == shape:
+                found[k], received[k] = into[k], _bytes(into[k])
             else:
                 received[k] = self.room(nbytes, call, sends)
                 found[k] = received[k].view(dtype).reshape(shape)
@@ -545,10 +555,46 @@ class ProcessComm(Comm):
 
         def finish() -> dict[int, np.ndarray]:
             for k, room in received.items():
-                _closed(room, found[k])
+                if k not in into:
+                    _closed(room, found[k])
             return found
 
         return self._pending(requests, (sent, received), finish)
+
+    def _exchange_boxes(
+        self,
+        group: Group,
+        call: Call,
+        sends: Mapping[int, np.ndarray],
+        shape: Shape,
+        boxes: Mapping[int, Box],
+        like: Any,
+    ) -> Handle:
+        """What comes for contiguous boxes is received where it is to lie; the own part is copied meanwhile."""
+        me, dtype = group.index, np.dtype(call.dtype)
+        nbytes = prod(shape) * dtype.itemsize
+        if len(boxes) < 2 or nbytes <= self.most_riding(call, sends) or type(like) is not np.ndarray:
+            return super()._exchange_boxes(group, call, sends, shape, boxes, like)
+        found, everything, apart = places(shape, tuple(boxes.values()))
+        if not apart:
+            return super()._exchange_boxes(group, call, sends, shape, boxes, like)
+        room = self.room(nbytes, call, like)
+        out = room.view(dtype).reshape(shape)
+        if not everything:
+            out.fill(0)
+        views = {k: out[place] for k, place in zip(boxes, found, strict=True)}
+        into = {k: view for k, view in views.items() if k != me and view.flags.c_contiguous}
+        handle = self._exchange(group, call, {k: x for k, x in sends.items() if k != me}, into)
+        if me in views:
+            put(views[me], sends[me])
+
+        def finish(received: dict[int, np.ndarray]) -> np.ndarray:
+            for k, view in views.items():
+                if k != me and received[k] is not view:
+                    put(view, received[k])
+            return _closed(room, out)
+
+        return Then(handle, finish)
 
 
 def start(of: str) -> Call:

@@ -69,9 +69,34 @@ def verbs(worker, axes: tuple[str, ...], dtype: str, shape: tuple[int, ...]) -> 
         mine = draw(me, shape, dtype, root) if k == root else None
         found[f"broadcast {root}"] = comm.broadcast(group, call("broadcast", x, None), mine, root).wait()
         found[f"reduce {root}"] = comm.reduce(group, call("reduce", x, True), x, root).wait()
+    for how in ("rows", "columns", "holes", "overlaps"):
+        found[how] = boxes(comm, group, call, shape, dtype, how)
     # Nor what it is a view of: else whoever hands it on copies it first.
     assert not any(map(writable, tree.leaves(found))), "a received array is writable"
     return found
+
+
+def boxes(comm, group, call, shape: tuple[int, ...], dtype: str, how: str):
+    """What all members send, put together: along the first dimension, where boxes are contiguous, or along the second;
+    with nothing of the last member; or each over a part of the one before."""
+    n, d = group.size, int(how == "columns")
+    givers = range(max(1, n - 1) if how == "holes" else n)
+    step = 1 if how == "overlaps" else 2
+    piece = (2, 2, *shape)
+    whole = tuple(step * (n - 1) + 2 if e == d else m for e, m in enumerate(piece))
+    places = {j: tuple((step * j, step * j + 2) if e == d else (0, m) for e, m in enumerate(piece)) for j in givers}
+
+    def sent(giver: int, taker: int) -> np.ndarray:
+        return draw(group.members[giver], piece, dtype, taker)
+
+    x = sent(group.index, group.index)
+    sends = {j: sent(group.index, j) for j in range(n)} if group.index in givers else {}
+    made = comm.exchange_boxes(group, call("boxes", x), sends, whole, places, x).wait()
+    expected = np.zeros(whole, dtype)
+    for j, box in places.items():
+        expected[tuple(slice(a, b) for a, b in box)] = sent(j, group.index)
+    np.testing.assert_array_equal(to_host(made), expected)
+    return made
 
 
 def strided(worker, axes: tuple[str, ...]) -> dict[str, object]:
