@@ -321,17 +321,20 @@ def value_and_grad(
     where = f"grad of {name_of(fun)}"
     ints = "" if allow_int else "allow_int=True for a gradient of zeros, or leave it out of argnums"
 
-    # What goes forward and back in one go brings its own way, which gives None where it is none.
-    together = None if has_aux or holomorphic else getattr(fun, "__value_and_grad__", None)
+    # A class of functions that go forward and back in one go brings its own way, which gives None where it is none.
+    together = None if has_aux or holomorphic else getattr(type(fun), "__value_and_grad__", None)
+
+    def check(out: Any) -> None:
+        _check_scalar(out, where, holomorphic)
 
     @functools.wraps(fun)
     def wrapped(*args, **kwargs):
         numbers = positions(argnums, len(args), where)
         if together is not None:
-            found = together(numbers, args, kwargs)
+            found = together(fun, check, numbers, args, kwargs)
             if found is not None:
-                _check_scalar(found[0], where, holomorphic)
-                return found[0], found[1][0] if single else tuple(found[1])
+                value, grads = found
+                return value, grads[0] if single else tuple(grads)
         full = list(args)
         with recording(once=True) as tape:
             lifted = []
@@ -341,7 +344,7 @@ def value_and_grad(
                 lifted.append((xs, treedef))
                 full[n] = tree.unflatten(treedef, xs)
             out, aux = _result(fun(*full, **kwargs), has_aux, tape, where)
-            _check_scalar(out, where, holomorphic)
+            check(out)
         scalar = held(out)  # of a handle what this worker holds: the scalar, or nothing
         seeds = [(scalar.node, one_like(value_of(scalar)))] if on(scalar, tape) else []
         found = iter(_pulled(tape, seeds, [x for xs, _ in lifted for x in xs], free=True))

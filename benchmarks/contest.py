@@ -48,7 +48,6 @@ __all__ = [
     "Table",
     "compete",
     "contend",
-    "faster",
     "in_two_threads",
     "jitted",
     "main",
@@ -92,14 +91,15 @@ def room(shape: int | tuple[int, ...]) -> np.ndarray:
     return memory[start : start + nbytes].view(np.float32).reshape(shape)
 
 
-def in_two_threads(work: Callable[[int], Any]) -> Callable[[], None]:
-    """A step in which one thread does work(0) and another work(1), at once."""
+def in_two_threads(*works: Callable[[int], Any]) -> Callable[[], None]:
+    """A step in which, for one work after the other, one thread does work(0) and another work(1), at once."""
     other = ThreadPoolExecutor(1)
 
     def step() -> None:
-        second = other.submit(work, 1)
-        work(0)
-        second.result()
+        for work in works:
+            second = other.submit(work, 1)
+            work(0)
+            second.result()
 
     return step
 
@@ -116,13 +116,6 @@ class Case:
     run: Callable[[int], float]
     tell: Callable[[], Sequence[Any]]
     drop: Callable[[], Any] = lambda: None
-
-
-def faster(*cases: Case) -> Case:
-    """The one that takes less time."""
-    for case in cases:
-        case.run(2)
-    return min(cases, key=lambda case: min(case.run(2) for _ in range(4)))
 
 
 def jitted(step: Callable[..., Any], *args: Any) -> Case:

@@ -105,13 +105,7 @@ def trip_copies(n: int, read: bool) -> Case:
         if read:
             np.sum(back[k])
 
-    first, second = in_two_threads(there), in_two_threads(again)
-
-    def step() -> None:
-        first()
-        second()
-
-    return Case(repeated(step), list)
+    return Case(repeated(in_two_threads(there, again)), list)
 
 
 @W5.contestant("limit")

@@ -24,6 +24,7 @@ from spmd.autodiff.dtypes import dtype_name, kind_of_dtype
 from spmd.autodiff.primitive import primitive
 from spmd.autodiff.tape import suspended
 from spmd.autodiff.tracer import Array, value_of
+from spmd.autodiff.watch import FINITE
 from spmd.device import contiguous, on_device
 from spmd.errors import LayoutError, MeshError, SpecError, StateError, describe, message, nearest
 from spmd.layout import Layout, P, Spec
@@ -480,46 +481,42 @@ class Mapped:
 
         return out_tree, outs, pull
 
-    def __value_and_grad__(self, numbers: Sequence[int], args: tuple, kwargs: dict) -> tuple[Any, list] | None:
+    def __value_and_grad__(
+        self, check: Callable[[Any], None], numbers: Sequence[int], args: tuple, kwargs: dict
+    ) -> tuple[Any, list] | None:
         """The value, and the gradients of these arguments, by one run in which every worker goes forward and back.
 
-        Without gradients, so that the caller says what is wrong, where the value is no real scalar. None where that is
-        not the way: where an argument is traced from outside or lies on no mesh, or where the result is a tree.
+        check: raises where a result has no gradient. None where two runs are the way: where an argument lies on no mesh
+        or is traced from outside, where the result is a tree, or where somebody looks for what is not finite.
         """
-        if type(self.out_specs) is not P or WORKER.get() is not None:
+        if type(self.out_specs) is not P or WORKER.get() is not None or FINITE.get():
+            return None
+        structures = [tree.structure(x, none_is_leaf=True) for x in args]
+        of = [x for n in numbers for x in tree.flatten(args[n], none_is_leaf=True)[0]]
+        if not of or not all(type(x) is PartitionedArray and kind_of_dtype(x.dtype) in ("f", "c") for x in of):
             return None
         mesh = mesh_for(self.mesh, self.where)
         leaves, rebuild = self._arguments(mesh, args, kwargs)
-        structures = [tree.structure(x, none_is_leaf=True) for x in args]
         ends = [0, *itertools.accumulate(s.num_leaves for s in structures)]
         moved = [k for n in numbers for k in range(ends[n], ends[n + 1])]
-        watched = any(type(leaf.value) is Array for leaf in leaves)
-        if watched or not moved or not all(_goes_along(leaves[k]) for k in moved):
+        if any(type(x.value) is Array for x in leaves) or any(leaves[k].spec is None for k in moved):
             return None
         inputs = [_input(mesh, leaf) for leaf in leaves]
 
         def body(worker: Worker):
             blocks = [x.block(worker) for x in inputs]
             forward = self._vjp(worker, blocks, rebuild, moved, True)
-            if [getattr(x, "shape", None) for x in forward.blocks] != [()]:
-                return forward
-            (value,) = forward.blocks
-            if kind_of_dtype(value.dtype) != "f":
-                return forward
+            check(tree.unflatten(forward.treedef, forward.blocks))
             assert forward.pull is not None
-            found = forward.pull([Array(transforms.one_like(value), state_of(()))])
-            back = _gradients(worker, [leaves[k] for k in moved], found)
+            one = Array(transforms.one_like(forward.blocks[0]), state_of(()))
+            back = _gradients(worker, [leaves[k] for k in moved], forward.pull([one]))
             return _Results(
                 forward.treedef, forward.paths + back.paths, forward.specs + back.specs, forward.blocks + back.blocks
             )
 
         outcome = self._execute(mesh, ("gradient", *(x.kind for x in inputs), *moved), body, tracked=True)
-        structure = _one_structure(self.where, mesh, outcome)
-        joined = _joined_leaves(self.where, mesh, outcome, self.check)
-        value = tree.unflatten(structure, joined[: structure.num_leaves])
-        found = joined[structure.num_leaves :]
-        if not found:
-            return value, []
+        _one_structure(self.where, mesh, outcome)
+        value, *found = _joined_leaves(self.where, mesh, outcome, self.check)
         settled = iter([_settled(g, leaves[k].value) for g, k in zip(found, moved, strict=True)])
         return value, [
             tree.unflatten(structures[n], itertools.islice(settled, structures[n].num_leaves)) for n in numbers
@@ -616,13 +613,6 @@ def _worker() -> Worker:
 
 def _on(x, tape) -> bool:
     return type(x) is Array and x.tape is tape
-
-
-def _goes_along(leaf: Leaf) -> bool:
-    """Whether an argument is differentiated where it lies."""
-    return (
-        type(leaf.value) is PartitionedArray and leaf.spec is not None and kind_of_dtype(leaf.value.dtype) in {"f", "c"}
-    )
 
 
 def _differentiable(x) -> bool:

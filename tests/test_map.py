@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import namedtuple
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -751,6 +751,54 @@ def test_one_run_says_what_two_would_say(four, f, specs):
         lines = str(caught.value).splitlines()
         said.append((type(caught.value), [line for line in lines if "got:" not in line]))  # an array, traced or not
     assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("here", [0, 1])
+@pytest.mark.parametrize(
+    "other", [lambda x: x * np.ones(2), lambda x: 3, lambda x: x * 1j], ids=["array", "integer", "complex"]
+)
+def test_workers_that_disagree_whether_there_is_a_gradient(here, other, scheduler):
+    """The one that has none says so, whoever it is; nobody waits for it."""
+    mesh = spmd.Mesh(x=2, transport="local", scheduler=scheduler)
+
+    def local(x):
+        total = spmd.psum(np.sum(x), "x")
+        return other(total) if spmd.worker_index("x") == here else total
+
+    f = mesh.map(local, P("x"), P(), check=False)
+    with pytest.raises(TypeError, match="grad of local: result"):
+        spmd.grad(f)(spmd.put(np.ones(3), P("x"), mesh))
+
+
+def test_what_forwards_attributes_of_a_map_is_called_itself(four):
+    class Twice:
+        def __init__(self, f):
+            self.f = f
+
+        def __call__(self, *args):
+            return 2 * self.f(*args)
+
+        def __getattr__(self, name):
+            return getattr(self.f, name)
+
+    f = spmd.map(lambda x: spmd.psum(np.sum(x), "x"), ROWS, P())
+    equal(spmd.grad(Twice(f))(spmd.put(X, ROWS)), np.full_like(X, 2))
+    scaled = spmd.map(lambda w, x: spmd.psum(np.sum(w * x), "x"), (P(), ROWS), P())
+    bound = MethodType(scaled, spmd.put(W, P()))
+    equal(spmd.grad(bound)(spmd.put(X, ROWS)), np.broadcast_to(W, X.shape))
+
+
+def test_one_run_of_an_argument_given_twice_and_of_trees_with_nothing(four, monkeypatch):
+    x = spmd.put(X, ROWS)
+    f = spmd.map(lambda x, y, none: spmd.psum(np.sum(x * y), "x"), (ROWS, ROWS, None), P())
+    _, (g, h) = in_one_run(f, (0, 1), (x, x, ()), monkeypatch)
+    equal(g, X)
+    equal(h, X)
+    f = spmd.map(lambda p: spmd.psum(np.sum(p["x"]), "x"), ROWS, P())
+    grads = spmd.grad(f)({"x": x, "none": None, "empty": ()})
+    equal(grads["x"], np.ones_like(X))
+    assert grads["none"] is None
+    assert grads["empty"] == ()
 
 
 def named(f):

@@ -12,7 +12,7 @@ import numpy as np
 from spmd.kernels import buffers, team
 from spmd.kernels.cpu.chunks import accurate, into_rows
 
-__all__ = ["add_boxes", "combine", "places", "unpack"]
+__all__ = ["add_boxes", "combine", "unpack"]
 
 _FOLDS = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 

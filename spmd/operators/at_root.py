@@ -102,7 +102,7 @@ class _Call:
 
     @property
     def worker(self) -> Worker:
-        """This worker as it is now: the way back of a map is another run, with a transport of its own."""
+        """This worker as it is now: the way back of a map may be another run, with a transport of its own."""
         return here(_WHERE)
 
     @property

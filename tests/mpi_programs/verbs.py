@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Iterator
 
@@ -78,16 +79,20 @@ def verbs(worker, axes: tuple[str, ...], dtype: str, shape: tuple[int, ...]) -> 
 
 def boxes(comm, group, call, shape: tuple[int, ...], dtype: str, how: str):
     """What all members send, put together: along the first dimension, where boxes are contiguous, or along the second;
-    with nothing of the last member; or each over a part of the one before."""
+    with nothing of the last member; or each over those before. The first member sends little."""
     n, d = group.size, int(how == "columns")
     givers = range(max(1, n - 1) if how == "holes" else n)
-    step = 1 if how == "overlaps" else 2
-    piece = (2, 2, *shape)
-    whole = tuple(step * (n - 1) + 2 if e == d else m for e, m in enumerate(piece))
-    places = {j: tuple((step * j, step * j + 2) if e == d else (0, m) for e, m in enumerate(piece)) for j in givers}
+    lengths = [1, *[40] * (n - 1)]
+    ends = [0, *itertools.accumulate(lengths)]
+    piece = [tuple(m if e == d else 2 for e in range(2)) + shape for m in lengths]
+    whole = tuple(ends[-1] if e == d else m for e, m in enumerate(piece[0]))
+    starts = [0 if how == "overlaps" else ends[j] for j in range(n)]
+    places = {
+        j: tuple((starts[j], starts[j] + m) if e == d else (0, m) for e, m in enumerate(piece[j])) for j in givers
+    }
 
     def sent(giver: int, taker: int) -> np.ndarray:
-        return draw(group.members[giver], piece, dtype, taker)
+        return draw(group.members[giver], piece[giver], dtype, taker)
 
     x = sent(group.index, group.index)
     sends = {j: sent(group.index, j) for j in range(n)} if group.index in givers else {}

@@ -86,6 +86,8 @@ def map(
 class TorchMapped(Mapped):
     """A body in torch with its specs; see `spt.map`."""
 
+    __value_and_grad__: Any = None  # torch differentiates it
+
     def __init__(self, f: Callable, in_specs: Any, out_specs: Any, mesh: Mesh | None, check: bool):
         super().__init__(f, in_specs, out_specs, mesh, check)
         self.where = self.where.replace("spmd.map", "spt.map", 1)
