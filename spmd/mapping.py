@@ -491,13 +491,13 @@ class Mapped:
         """
         if type(self.out_specs) is not P or WORKER.get() is not None or FINITE.get():
             return None
-        structures = [tree.structure(x, none_is_leaf=True) for x in args]
-        of = [x for n in numbers for x in tree.flatten(args[n], none_is_leaf=True)[0]]
+        flat, structures = zip(*(tree.flatten(x, none_is_leaf=True) for x in args), strict=True)
+        of = [x for n in numbers for x in flat[n]]
         if not of or not all(type(x) is PartitionedArray and kind_of_dtype(x.dtype) in ("f", "c") for x in of):
             return None
         mesh = mesh_for(self.mesh, self.where)
         leaves, rebuild = self._arguments(mesh, args, kwargs)
-        ends = [0, *itertools.accumulate(s.num_leaves for s in structures)]
+        ends = [0, *itertools.accumulate(len(xs) for xs in flat)]
         moved = [k for n in numbers for k in range(ends[n], ends[n + 1])]
         if any(type(x.value) is Array for x in leaves) or any(leaves[k].spec is None for k in moved):
             return None
@@ -518,9 +518,7 @@ class Mapped:
         _one_structure(self.where, mesh, outcome)
         value, *found = _joined_leaves(self.where, mesh, outcome, self.check)
         settled = iter([_settled(g, leaves[k].value) for g, k in zip(found, moved, strict=True)])
-        return value, [
-            tree.unflatten(structures[n], itertools.islice(settled, structures[n].num_leaves)) for n in numbers
-        ]
+        return value, [tree.unflatten(structures[n], itertools.islice(settled, len(flat[n]))) for n in numbers]
 
     def _vjp(self, worker: Worker, blocks: list, rebuild: Callable, moved: list[int], once: bool) -> _Results:
         """One worker's forward run on its tape: its results, and their pullback to the blocks at `moved`."""

@@ -10,15 +10,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from spmd import kernels
-from spmd.device import contiguous, zeros
 from spmd.errors import LayoutError, describe, message
 from spmd.layout import Box, Layout
 from spmd.mesh import here
-from spmd.operators.base import Launched, Operator, Shape, interned, kept, operate, sealed
+from spmd.operators.base import Launched, Operator, Shape, interned, kept, operate
 from spmd.plan import Move, plan
 from spmd.state import INVARIANT, VARYING, State, state_of
-from spmd.transport.base import Call, Comm, Group, Ready
+from spmd.transport.base import Boxes, Call, Comm, Group, Ready
 
 __all__ = ["Accumulate", "Repartition", "accumulate", "repartition"]
 
@@ -121,17 +119,8 @@ class _Relayout(Operator):
             return Ready(x), lambda block: (block, self)
         pieces, shape, boxes = self._ways(group.index)
         sends = {k: x[piece] for k, piece in pieces.items()}
-        if not self.adds:
-            return comm.exchange_boxes(group, call, sends, shape, boxes, x), lambda block: (block, self)
-
-        def arrive(received: dict[int, np.ndarray]):
-            parts = [received[source] for source in boxes]
-            if len(parts) == 1 and parts[0].shape == shape:
-                return sealed(contiguous(parts[0])), self
-            total = kernels.of(x).add_boxes(shape, tuple(boxes.values()), parts) if parts else zeros(shape, x)
-            return sealed(total), self
-
-        return comm.exchange(group, call, sends), arrive
+        handle = comm.exchange_boxes(group, call, sends, Boxes(shape, boxes, x, self.adds))
+        return handle, lambda block: (block, self)
 
     def cost(self, group: Group, x: np.ndarray) -> tuple[int, int]:
         if self._stays:

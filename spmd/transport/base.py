@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from spmd.layout import Box, block_sizes
 
 __all__ = [
     "LEDGERS",
+    "Boxes",
     "Call",
     "Comm",
     "Group",
@@ -265,6 +266,26 @@ class Outcome:
     shared: float = 0.0
 
 
+class Boxes(NamedTuple):
+    """How an array is put together of what several members send: of[k] is the box that member k gives. Elsewhere stand
+    zeros. Where boxes overlap, `adds` says whether they are added up; else the last one counts. like: beside what."""
+
+    shape: Shape
+    of: Mapping[int, Box]
+    like: Any
+    adds: bool = False
+
+    def filled(self, received: Mapping[int, np.ndarray]) -> np.ndarray:
+        """The array of what each member has sent."""
+        parts = [received[k] for k in self.of]
+        if not parts:
+            return sealed(zeros(self.shape, self.like))
+        if len(parts) == 1 and parts[0].shape == self.shape:
+            return sealed(contiguous(parts[0]))
+        engine = kernels.of(self.like)
+        return sealed((engine.add_boxes if self.adds else engine.unpack)(self.shape, tuple(self.of.values()), parts))
+
+
 class Comm(ABC):
     """One worker's view of a transport. Whole blocks are C-contiguous, parts of them may be views of any strides;
     received ones are read-only, and where workers share memory they are the very views that were sent.
@@ -345,20 +366,11 @@ class Comm(ABC):
             self._count("exchange", *exchange_cost(group, sends))
         return self._exchange(group, call, sends)
 
-    def exchange_boxes(
-        self,
-        group: Group,
-        call: Call,
-        sends: Mapping[int, np.ndarray],
-        shape: Shape,
-        boxes: Mapping[int, Box],
-        like: Any,
-    ) -> Handle:
-        """As `exchange`, and what comes as one array of this shape, beside `like`: what member k sends is its box
-        boxes[k]. Elsewhere stand zeros; of boxes that overlap the last one counts."""
+    def exchange_boxes(self, group: Group, call: Call, sends: Mapping[int, np.ndarray], boxes: Boxes) -> Handle:
+        """As `exchange`, and what comes put together."""
         if LEDGERS.get():
             self._count("exchange", *exchange_cost(group, sends))
-        return self._exchange_boxes(group, call, sends, shape, boxes, like)
+        return self._exchange_boxes(group, call, sends, boxes)
 
     def shapes(self, group: Group, call: Call) -> Handle:
         """The shapes of all members' blocks, as a list. They travel with the calls: no message, no bytes."""
@@ -395,22 +407,8 @@ class Comm(ABC):
     @abstractmethod
     def _exchange(self, group: Group, call: Call, sends: Mapping[int, np.ndarray]) -> Handle: ...
 
-    def _exchange_boxes(
-        self,
-        group: Group,
-        call: Call,
-        sends: Mapping[int, np.ndarray],
-        shape: Shape,
-        boxes: Mapping[int, Box],
-        like: Any,
-    ) -> Handle:
-        def put(received: dict[int, np.ndarray]):
-            parts = [received[k] for k in boxes]
-            if len(parts) == 1 and parts[0].shape == shape:
-                return sealed(contiguous(parts[0]))
-            return sealed(kernels.of(like).unpack(shape, tuple(boxes.values()), parts) if parts else zeros(shape, like))
-
-        return Then(self._exchange(group, call, sends), put)
+    def _exchange_boxes(self, group: Group, call: Call, sends: Mapping[int, np.ndarray], boxes: Boxes) -> Handle:
+        return Then(self._exchange(group, call, sends), boxes.filled)
 
 
 def all_reduce_cost(group: Group, *xs: np.ndarray) -> tuple[int, int]:

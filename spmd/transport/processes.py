@@ -36,8 +36,9 @@ from spmd.device import contiguous, joined, put
 from spmd.errors import MismatchError, TransportError, class_name, message
 from spmd.kernels import buffers
 from spmd.kernels.cpu.moves import places
-from spmd.layout import Box, block_sizes, offsets
+from spmd.layout import block_sizes, offsets
 from spmd.transport.base import (
+    Boxes,
     Call,
     Comm,
     Group,
@@ -555,34 +556,24 @@ class ProcessComm(Comm):
 
         def finish() -> dict[int, np.ndarray]:
             for k, room in received.items():
-                if k not in into:
-                    _closed(room, found[k])
+                _closed(room, found[k])
             return found
 
         return self._pending(requests, (sent, received), finish)
 
-    def _exchange_boxes(
-        self,
-        group: Group,
-        call: Call,
-        sends: Mapping[int, np.ndarray],
-        shape: Shape,
-        boxes: Mapping[int, Box],
-        like: Any,
-    ) -> Handle:
+    def _exchange_boxes(self, group: Group, call: Call, sends: Mapping[int, np.ndarray], boxes: Boxes) -> Handle:
         """What comes for contiguous boxes is received where it is to lie; the own part is copied meanwhile."""
         me, dtype = group.index, np.dtype(call.dtype)
-        nbytes = prod(shape) * dtype.itemsize
-        if len(boxes) < 2 or nbytes <= self.most_riding(call, sends) or type(like) is not np.ndarray:
-            return super()._exchange_boxes(group, call, sends, shape, boxes, like)
-        found, everything, apart = places(shape, tuple(boxes.values()))
-        if not apart:
-            return super()._exchange_boxes(group, call, sends, shape, boxes, like)
-        room = self.room(nbytes, call, like)
-        out = room.view(dtype).reshape(shape)
+        nbytes = prod(boxes.shape) * dtype.itemsize
+        large = len(boxes.of) > 1 and nbytes > self.most_riding(call, sends) and type(boxes.like) is np.ndarray
+        found, everything, apart = places(boxes.shape, tuple(boxes.of.values())) if large else ([], False, False)
+        if not apart or boxes.adds:
+            return super()._exchange_boxes(group, call, sends, boxes)
+        room = self.room(nbytes, call, boxes.like)
+        out = room.view(dtype).reshape(boxes.shape)
         if not everything:
             out.fill(0)
-        views = {k: out[place] for k, place in zip(boxes, found, strict=True)}
+        views = {k: out[place] for k, place in zip(boxes.of, found, strict=True)}
         into = {k: view for k, view in views.items() if k != me and view.flags.c_contiguous}
         handle = self._exchange(group, call, {k: x for k, x in sends.items() if k != me}, into)
         if me in views:

@@ -14,7 +14,7 @@ from spmd import P
 from spmd.autodiff import tree
 from spmd.device import contiguous, on_device, to_host
 from spmd.operators.base import writable
-from spmd.transport.base import Call
+from spmd.transport.base import Boxes, Call
 
 DTYPES = "bool int8 int32 int64 float16 float32 float64 complex64 complex128".split()
 SMALL = [(), (0, 3), (3, 5)]
@@ -96,7 +96,7 @@ def boxes(comm, group, call, shape: tuple[int, ...], dtype: str, how: str):
 
     x = sent(group.index, group.index)
     sends = {j: sent(group.index, j) for j in range(n)} if group.index in givers else {}
-    made = comm.exchange_boxes(group, call("boxes", x), sends, whole, places, x).wait()
+    made = comm.exchange_boxes(group, call("boxes", x), sends, Boxes(whole, places, x)).wait()
     expected = np.zeros(whole, dtype)
     for j, box in places.items():
         expected[tuple(slice(a, b) for a, b in box)] = sent(j, group.index)
