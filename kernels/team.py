@@ -19,7 +19,7 @@ import numpy as np
 
 from spmd.kernels.threads import pool
 
-__all__ = ["LEAST", "copy", "flat", "of", "parts", "run", "spans"]
+__all__ = ["LEAST", "copy", "each", "flat", "of", "parts", "run", "spans"]
 
 _PART = 1 << 20
 """Bytes of a result that pay for a helper, who is there 35 us later."""
@@ -91,6 +91,23 @@ def copy(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
 def _copy(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
     for to, x in pairs:
         np.copyto(to, x)
+
+
+def each(makes: Sequence[Callable[[], Any]], nbytes: int) -> list[Any]:
+    """What each of several functions makes, so many bytes together: everybody calls as many of them, in one go, where
+    that comes out even, and else all help with one after the other."""
+    n = parts(nbytes)
+    if n == 1 or len(makes) % n:
+        return [make() for make in makes]
+    made: list[Any] = [None] * len(makes)
+
+    def some(first: int) -> None:
+        for k in range(first, len(makes), n):
+            made[k] = makes[k]()
+
+    with of(lambda: 1):
+        run([partial(some, first) for first in range(n)])
+    return made
 
 
 def run(tasks: Sequence[Callable[[], object]]) -> None:

@@ -16,12 +16,12 @@ class Stopped(BaseException):
 
 
 class Pool:
-    """The threads that wait for a task, and how many there are with those that have one."""
+    """The threads that wait for a task. helping: how many others are at work for `spare`."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.idle: list[Thread] = []
-        self.size = 0
+        self.helping = 0
 
     def take(self, n: int) -> list[Thread]:
         """n threads that wait for a task: idle ones, and new ones if need be."""
@@ -35,14 +35,20 @@ class Pool:
         return taken
 
     def spare(self, n: int) -> list[Thread]:
-        """At most n threads that wait for a task: idle ones, and new ones while there are fewer than cores and as many
-        as can be started."""
-        taken = self._waiting(n)
+        """At most n threads that wait for a task, to help: as many as can be started, and never more of them at once
+        than there are cores. Workers that wait have a thread each, and need no core."""
+        with self.lock:
+            n = min(n, (os.cpu_count() or 1) - self.helping)
+            taken = [self.idle.pop() for _ in range(min(n, len(self.idle)))]
+            self.helping += max(n, 0)
         try:
-            while len(taken) < n and self.size < (os.cpu_count() or 1):
+            while len(taken) < n:
                 taken.append(self._started())
         except RuntimeError:  # No more threads: whoever asks does it himself.
-            pass
+            with self.lock:
+                self.helping -= n - len(taken)
+        for thread in taken:
+            thread.helps = True
         return taken
 
     def _waiting(self, n: int) -> list[Thread]:
@@ -52,27 +58,30 @@ class Pool:
     def _started(self) -> Thread:
         thread = Thread(self)
         thread.start()
-        with self.lock:
-            self.size += 1
         return thread
 
     def give(self, threads: Iterable[Thread]) -> None:
+        """Threads that have no task any more, to be taken again."""
         with self.lock:
-            self.idle.extend(threads)
+            for thread in threads:
+                self.helping -= thread.helps
+                thread.helps = False
+                self.idle.append(thread)
 
     def forget(self) -> None:
         """In a forked child: the threads have stayed with the parent."""
         self.lock = threading.Lock()
         self.idle = []
-        self.size = 0
+        self.helping = 0
 
 
 class Thread(threading.Thread):
-    """A thread of a pool. Its tasks keep their errors to themselves."""
+    """A thread of a pool. Its tasks keep their errors to themselves. helps: it was taken to help."""
 
     def __init__(self, pool: Pool):
         super().__init__(name="spmd", daemon=True)
         self.pool = pool
+        self.helps = False
         self.task: Callable[[], Any] | None = None
         self.after: Callable[[], Any] | None = None
         self.signal = threading.Lock()

@@ -88,28 +88,31 @@ def adjoining(blocks: Sequence[Any]) -> np.ndarray | None:
     return owner.reshape(-1).view(np.uint8)[start : start + at - begin].view(first.dtype)
 
 
-def joined(blocks: Sequence[Any], axis: int) -> Any:
-    """Blocks of one dtype joined along a dimension, as a C-contiguous array; in place where they lie so already."""
+def joined(blocks: Sequence[Any], axis: int, fresh: bool = False) -> Any:
+    """Blocks of one dtype joined along a dimension, as a C-contiguous array; in place where they lie so already, unless
+    it is to be a fresh one."""
     first = blocks[0]
     if len(blocks) == 1:
-        return contiguous(first)
+        return copied(first) if fresh else contiguous(first)
     shape = (*first.shape[:axis], sum(b.shape[axis] for b in blocks), *first.shape[axis + 1 :])
-    return _put_together(np.concatenate, blocks, axis, shape)
+    return _put_together(np.concatenate, blocks, axis, shape, fresh)
 
 
-def stacked(blocks: Sequence[Any], axis: int) -> Any:
+def stacked(blocks: Sequence[Any], axis: int, fresh: bool = False) -> Any:
     """Blocks of one shape and dtype as entries along a new dimension, as a C-contiguous array; in place where they lie
-    so already."""
+    so already, unless it is to be a fresh one."""
     shape = blocks[0].shape
-    return _put_together(np.stack, blocks, axis, (*shape[:axis], len(blocks), *shape[axis:]))
+    return _put_together(np.stack, blocks, axis, (*shape[:axis], len(blocks), *shape[axis:]), fresh)
 
 
-def _put_together(how: Callable[..., Any], blocks: Sequence[Any], axis: int, shape: tuple[int, ...]) -> Any:
+def _put_together(
+    how: Callable[..., Any], blocks: Sequence[Any], axis: int, shape: tuple[int, ...], fresh: bool
+) -> Any:
     first = blocks[0]
     if type(first) is not np.ndarray:
         return how(blocks, axis=axis)
     nbytes = math.prod(shape) * first.itemsize
-    if nbytes > _COPIED and math.prod(shape[:axis]) == 1:
+    if not fresh and nbytes > _COPIED and math.prod(shape[:axis]) == 1:
         lies = adjoining(blocks)
         if lies is not None:
             return lies.reshape(shape)

@@ -108,8 +108,53 @@ def test_there_are_no_more_helpers_than_cores(monkeypatch):
         done = []
         team.run([partial(done.append, k) for k in range(9)])
         assert sorted(done) == list(range(9))
-    assert team.pool.size <= 3
-    assert len(team.pool.idle) == team.pool.size
+    assert len(team.pool.idle) <= 3
+    assert team.pool.helping == 0
+
+
+def test_workers_who_wait_leave_room_for_helpers(monkeypatch):
+    """A thread that waits for others takes no core away."""
+    pool = threads.Pool()
+    monkeypatch.setattr(team, "pool", pool)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    waiting, over = threading.Barrier(4, timeout=20), threading.Event()
+    for thread in pool.take(3):
+        thread.begin(lambda: (waiting.wait(), over.wait(20)), lambda: None)
+    waiting.wait()
+    together, who = threading.Barrier(2, timeout=20), []
+    team.run([lambda: (together.wait(), who.append(threading.get_ident()))] * 2)
+    over.set()
+    assert len(set(who)) == 2
+    assert pool.helping == 0
+
+
+@pytest.mark.parametrize("makers", [1, 2, 3, 4, 6])
+def test_each_gives_all_results_in_order(makers, monkeypatch):
+    """Of as many as come out even everybody calls some, and nobody helps there; else all help with every one."""
+    split, ran = [], team.run
+    monkeypatch.setattr(team, "run", lambda tasks: (split.append(len(tasks)), ran(tasks)))
+    found = []
+
+    def make(k):
+        found.append((k, team.parts(1 << 30)))
+        return k
+
+    makes = [partial(make, k) for k in range(makers)]
+    with team.of(lambda: 2):
+        assert team.each(makes, 1 << 24) == list(range(makers))
+    assert split == [2] * (makers % 2 == 0)
+    assert sorted(found) == [(k, 1 + makers % 2) for k in range(makers)]
+    found.clear()
+    assert team.each(makes, 1 << 24) == list(range(makers))
+    assert found == [(k, 1) for k in range(makers)]
+
+
+def test_an_error_of_one_of_each_is_raised():
+    def fail():
+        raise ValueError("of the second")
+
+    with team.of(lambda: 2), pytest.raises(ValueError, match="of the second"):
+        team.each([lambda: 1, fail], 1 << 24)
 
 
 def test_an_interrupt_waits_for_those_who_help(monkeypatch):
@@ -192,21 +237,23 @@ ROWS, COLUMNS = P("x"), P(None, None, "x")
 
 
 @pytest.mark.parametrize(
-    ("act", "spec"),
+    ("act", "spec", "by_the_last"),
     [
-        (lambda x, rows, columns: spmd.repartition(x, rows, columns), COLUMNS),
-        (lambda x, *_: spmd.all_to_all(x, "x", 2, 0, tiled=True), COLUMNS),
-        (lambda x, rows, _: spmd.halo_exchange(x, ROWS, 1, shape=rows.shape), ROWS),
-        (lambda x, *_: spmd.halo_accumulate(x, ROWS, 1), ROWS),
+        (lambda x, rows, columns: spmd.repartition(x, rows, columns), COLUMNS, True),
+        (lambda x, *_: spmd.all_to_all(x, "x", 2, 0, tiled=True), COLUMNS, True),
+        (lambda x, rows, _: spmd.halo_exchange(x, ROWS, 1, shape=rows.shape), ROWS, False),
+        (lambda x, *_: spmd.halo_accumulate(x, ROWS, 1), ROWS, False),
         (
             lambda x, rows, columns: spmd.psum_scatter(x[:1000, 0, :600], "x", scatter_dimension=1, tiled=True),
             P(None, "x"),
+            True,
         ),
     ],
     ids=["repartition", "all_to_all", "halo_exchange", "halo_accumulate", "psum_scatter"],
 )
-def test_one_worker_at_a_time_has_all_cores(act, spec, monkeypatch):
-    """In lockstep what each makes for itself is split too, along whatever dimension there is."""
+def test_one_worker_at_a_time_has_all_cores(act, spec, by_the_last, monkeypatch):
+    """In lockstep what each makes for itself is split too, along whatever dimension there is; what the last to come
+    makes for all is split in threads as well, once for all results."""
     split, ran = [], team.run
     monkeypatch.setattr(team, "run", lambda tasks: (split.append((spmd.worker_index("x"), len(tasks))), ran(tasks)))
     monkeypatch.setattr("spmd.transport.local.usable_cores", lambda: 2)
@@ -219,15 +266,21 @@ def test_one_worker_at_a_time_has_all_cores(act, spec, monkeypatch):
         return result(spmd.put(LARGE, ROWS, mesh), *layouts).numpy()
 
     helped = run("lockstep")
-    assert set(split) == {(0, 2), (1, 2)}
+    assert set(split) == {(0, 2), (1, 2)} if not by_the_last else split[-1] == (1, 2)
+    made = split.count((1, 2))
     np.testing.assert_array_equal(run("threads"), helped)
-    assert split == []
+    assert [n for _, n in split] == [2] * by_the_last
+    assert made >= 1
 
 
-def test_a_part_of_the_workers_keeps_to_itself(monkeypatch):
+@pytest.mark.parametrize(("cores", "share"), [(2, 1), (3, 1), (4, 2), (8, 4)])
+def test_a_part_of_the_workers_has_its_share_of_the_cores(cores, share, monkeypatch):
     """In threads, where the others of another group may be at work."""
-    monkeypatch.setattr(team, "run", None)
+    split, ran = [], team.run
+    monkeypatch.setattr(team, "run", lambda tasks: (split.append(len(tasks)), ran(tasks)))
+    monkeypatch.setattr("spmd.transport.local.usable_cores", lambda: cores)
     mesh = spmd.Mesh(x=2, y=2, scheduler="threads")
     x = np.arange(4 << 19, dtype=np.float64).reshape(4, -1)
     mapped = mesh.map(lambda x: spmd.psum(x, "x"), in_specs=P(("x", "y")), out_specs=P("y"))
     np.testing.assert_array_equal(mapped(x).numpy(), x[:2] + x[2:])
+    assert split == [share, share] * (share > 1)

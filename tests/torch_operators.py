@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from case_blocks import MESHES, block_shapes
 
 from spmd.bridge import torch as spt
 from spmd.bridge.torch.tensor import plain, stated
@@ -16,8 +17,6 @@ from spmd.mesh import Mesh, here
 from spmd.operators.base import Operator
 from spmd.state import INVARIANT, ROOTED, state_of
 from spmd.testing import Case, operator_cases, operator_classes
-
-MESHES = [{"x": 1}, {"x": 2}, {"x": 3}, {"x": 4}, {"x": 2, "y": 2}]
 
 
 class Applied(NamedTuple):
@@ -71,21 +70,6 @@ class Placed(NamedTuple):
         if not self.inner:
             return P()
         return Layout((self.size, n), P(self.inner), self.mesh.axes, [self.source.cuts[0], None])
-
-
-def block_shapes(case: Case, mesh: Mesh) -> list[tuple[int, ...]]:
-    """The shape of each worker's block of a case."""
-    if case.spec is None:
-        shapes = [case.shape] * mesh.size
-    else:
-        layout = mesh.layout(case.shape, case.spec)
-        axes = tuple(layout.axes)  # of one between layouts those of its own group
-        shapes = [layout.block_shape(mesh.group(w, axes).index) for w in range(mesh.size)]
-    if case.operator.source == ROOTED:
-        return [
-            s if mesh.group(w, case.operator.axes).index == case.operator.root else (0,) for w, s in enumerate(shapes)
-        ]
-    return shapes
 
 
 def placed(case: Case, mesh: Mesh) -> Placed:

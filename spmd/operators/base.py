@@ -93,10 +93,6 @@ class Collective:
     keeps: ClassVar[bool] = True
     """Whether `pull` needs the block and the result."""
 
-    lends: ClassVar[bool] = True
-    """Whether others may read this worker's block when the collective is over, where blocks are handed over as they
-    are: not where one sum is made of all of them before anyone goes on."""
-
     def owe(self, shared: dict, g) -> Future | None:
         """The cotangent of a leaf, if it may come later."""
         return None
@@ -265,18 +261,34 @@ def _begin(op: Collective, x, worker: Worker, frame) -> Callable[[], Any]:
         other = frontend(x)
         if other is not None:
             return other.begin(op, x, worker, frame)
-        x = owned_block(x, op)
         if not worker.tracked:
-            if x.dtype == bool and op.adds:
-                x = x.astype(np.int64)
-            begun = launch(op, x, worker, frame)
-            return lambda: begun()[0]
-        x = Array(x, worker.state())
+            return _begin_bare(op, x, worker, frame)
+        x = Array(owned_block(x, op), worker.state())
     x = _admit(op, x, worker)
     if op.adds and x.dtype == bool:
         x = x.astype(np.int64)
     begun = _apply(op, x, worker, frame)
     return lambda: begun()[0]
+
+
+def _begin_bare(op: Collective, x, worker: Worker, frame) -> Callable[[], Any]:
+    """`_begin` in a body whose arrays carry no state. A block that could be written to is lent: it is read until the
+    collective is over, and copied only by those that hand blocks over as they are."""
+    block, lent = bare_block(x, op), False
+    if writable(x) and not on_device(block):
+        lent = block.flags.c_contiguous
+        block = sealed(block.view()) if lent else copied(block)
+    if block.dtype == bool and op.adds:
+        block = block.astype(np.int64)
+    begun = launch(op, block, worker, frame, lent=lent)
+    if not lent:
+        return lambda: begun()[0]
+
+    def finish():
+        result = begun()[0]
+        return sealed(copied(result)) if np.may_share_memory(result, x) else result
+
+    return finish
 
 
 def _number(ans, op: Collective, worker: Worker):
@@ -287,6 +299,12 @@ def _number(ans, op: Collective, worker: Worker):
 
 def owned_block(x, op: Collective) -> np.ndarray:
     """A block that nobody else writes to, on the device of the mesh."""
+    block = bare_block(x, op)
+    return sealed(copied(block)) if writable(x) and not on_device(block) else block
+
+
+def bare_block(x, op: Collective) -> np.ndarray:
+    """A block of an array of any library, on the device of the mesh: on the same memory if it is there."""
     worker = WORKER.get()
     places = None if worker is None else worker.mesh.places
     if on_device(x) or (places is not None and isinstance(x, np.ndarray | np.generic) and x.dtype.kind not in "OSUMm"):
@@ -308,8 +326,6 @@ def owned_block(x, op: Collective) -> np.ndarray:
                 mend=mend,
             )
         )
-    if writable(x):
-        return sealed(copied(np.asarray(x)))
     return np.asarray(x)
 
 
@@ -414,12 +430,13 @@ def _apply(op: Collective, x, worker: Worker, frame) -> Callable[[], tuple[Any, 
 
 
 def launch(
-    op: Collective, x, worker: Worker, frame, asks: list[bool] | None = None
+    op: Collective, x, worker: Worker, frame, asks: list[bool] | None = None, lent: bool = False
 ) -> Callable[[], tuple[Any, Collective]]:
     """Start on a bare block. A number that is varied stays a number, weakly typed.
 
     frame: from where it was called; None: from the nearest line of the user's above.
     asks: whether the block is differentiated; once finished, whether that of any member is.
+    lent: whether the block may be written to when the collective is over.
     """
     for ledger in LEDGERS.get():
         ledger.operator(worker.index, type(op).__name__, op.axes)
@@ -429,19 +446,19 @@ def launch(
         x = contiguous(x)
     group = worker.group(op.axes)
     op.check(group, x)
-    handle, arrive = op.launch(worker.comm, group, x, _call(op, x, worker, frame, asks))
+    handle, arrive = op.launch(worker.comm, group, x, _call(op, x, worker, frame, asks, lent))
     return lambda: arrive(handle.wait())
 
 
-def _call(op: Collective, x, worker: Worker, frame, asks: list[bool] | None) -> Call:
+def _call(op: Collective, x, worker: Worker, frame, asks: list[bool] | None, lent: bool) -> Call:
     """What a worker calls, and from where. The same line calls the same with every block of a shape: that is made once,
     but for what is told of one block alone."""
     user, alone = caller(frame), asks is not None or worker.mesh.places is not None
-    key = None if user is None or alone else (id(user.f_code), user.f_lasti, x.dtype, x.shape)
+    key = None if user is None or alone else (id(user.f_code), user.f_lasti, x.dtype, x.shape, lent)
     call = op.calls.get(key)
     if call is None:
         call = Call(op.function, op.axes, x.dtype, x.shape, detail=op.detail, alike=op.alike, frame=user)
-        call.asks, call.host = asks, worker.mesh.places is not None and not on_device(x)
+        call.lent, call.asks, call.host = lent, asks, worker.mesh.places is not None and not on_device(x)
         if key is not None:
             bounded(op.calls)[key] = call  # It keeps the code, so that no other has its id.
     return call

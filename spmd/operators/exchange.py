@@ -94,11 +94,12 @@ class AllToAll(Operator):
         return rebound(self, split_axis=split, concat_axis=concat, sizes=sizes, joined=lengths)
 
     def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
-        def arrive(blocks: list[np.ndarray]):
-            bound = self._bound(group, x.shape, tuple([b.shape for b in blocks]))
-            return sealed((joined if self.tiled else stacked)(blocks, bound.concat_axis)), bound
+        def join(blocks: Sequence[np.ndarray], fresh: bool = False) -> tuple[np.ndarray, AllToAll]:
+            bound = self._bound(group, shape, tuple([b.shape for b in blocks]))
+            return sealed((joined if self.tiled else stacked)(blocks, bound.concat_axis, fresh)), bound
 
-        return comm.all_to_all(group, call, self.parts(group, x)), arrive
+        shape = x.shape
+        return comm.all_to_all_as(group, call, self.parts(group, x), join), lambda found: found
 
     @property
     def H(self) -> Operator:

@@ -72,9 +72,9 @@ class _Join(_Along):
         return rebound(self, axis=axis, sizes=tuple(s[axis] for s in shapes) if self.tiled else self.sizes)
 
     def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
-        def join(blocks: Sequence[np.ndarray]) -> tuple[np.ndarray, Operator]:
+        def join(blocks: Sequence[np.ndarray], fresh: bool = False) -> tuple[np.ndarray, Operator]:
             bound = self.bind(tuple([b.shape for b in blocks]))
-            return sealed((joined if self.tiled else stacked)(blocks, bound.axis)), bound
+            return sealed((joined if self.tiled else stacked)(blocks, bound.axis, fresh)), bound
 
         return comm.all_gather_as(group, call, x, join), lambda found: found
 

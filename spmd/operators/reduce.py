@@ -34,7 +34,6 @@ class Sum(Operator):
     target: ClassVar[str] = INVARIANT
     adds: ClassVar[bool] = True
     alike: ClassVar[bool] = True
-    lends: ClassVar[bool] = False
 
     def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
         return comm.all_reduce(group, call, x), lambda total: (total, self)
@@ -229,7 +228,6 @@ class Extremum(Collective):
 
     function: ClassVar[str] = "pmax"
     target: ClassVar[str] = INVARIANT
-    lends: ClassVar[bool] = False
 
     @property
     def alike(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -16,12 +16,12 @@ from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from spmd import kernels
-from spmd.device import contiguous, zeros
+from spmd.device import contiguous, copied, zeros
 from spmd.errors import DeadlockError, MismatchError, caller, message, source_line
 from spmd.layout import Box, block_sizes
 
@@ -91,6 +91,7 @@ class Call:
     all members must bring the same shape (False: as many dimensions; None: any). frame: where the user called from;
     only its code and place in it are kept, because a frame would keep the user's arrays alive.
     host: what it moves lies on the host, though blocks may lie on a device.
+    lent: whether what it brings may be written to when the collective is over: nobody may keep it, or a view of it.
     asks: [whether this worker's block is differentiated], where that is to be agreed upon: when the members have met it
     says whether any member's is.
     number: what a transport tells it by, once that is known.
@@ -98,7 +99,9 @@ class Call:
     Workers who call the same from one line may share one object, so whoever is given a call does not write to it.
     """
 
-    __slots__ = ("alike", "asks", "axes", "code", "detail", "dtype", "host", "instruction", "number", "op", "shape")
+    __slots__ = (
+        *("alike", "asks", "axes", "code", "detail", "dtype", "host", "instruction", "lent", "number", "op", "shape"),
+    )
 
     def __init__(
         self,
@@ -118,6 +121,7 @@ class Call:
         self.shape = shape
         self.alike = alike
         self.host = False
+        self.lent = False
         self.asks: list[bool] | None = None
         self.number: int | None = None
         user = caller(frame) if frame is not None else None
@@ -275,15 +279,21 @@ class Boxes(NamedTuple):
     like: Any
     adds: bool = False
 
-    def filled(self, received: Mapping[int, np.ndarray]) -> np.ndarray:
-        """The array of what each member has sent."""
+    def filled(self, received: Mapping[int, np.ndarray], fresh: bool = False) -> np.ndarray:
+        """The array of what each member has sent. fresh: never one of these arrays itself."""
         parts = [received[k] for k in self.of]
         if not parts:
             return sealed(zeros(self.shape, self.like))
         if len(parts) == 1 and parts[0].shape == self.shape:
-            return sealed(contiguous(parts[0]))
+            return sealed(copied(parts[0]) if fresh else contiguous(parts[0]))
         engine = kernels.of(self.like)
         return sealed((engine.add_boxes if self.adds else engine.unpack)(self.shape, tuple(self.of.values()), parts))
+
+
+class Join(Protocol):
+    """Puts the blocks of all members together. fresh: never in place, where they lie side by side."""
+
+    def __call__(self, blocks: Sequence[Any], fresh: bool = False, /) -> Any: ...
 
 
 class Comm(ABC):
@@ -295,8 +305,6 @@ class Comm(ABC):
     """
 
     worker: int
-    shares: ClassVar[bool] = False
-    """Whether blocks are handed to other workers as they are: these read the sender's memory."""
     number: int = 0
     """The collectives so far. All workers make the same ones in one order, so members of a group meet with one number:
     who takes two groups in another order than its partners does not, though every meeting by itself looks right."""
@@ -336,7 +344,7 @@ class Comm(ABC):
             self._count("all_gather", *gather_cost(group, x))
         return self._all_gather(group, call, x)
 
-    def all_gather_as(self, group: Group, call: Call, x: np.ndarray, join: Callable[[Sequence[Any]], Any]) -> Handle:
+    def all_gather_as(self, group: Group, call: Call, x: np.ndarray, join: Join) -> Handle:
         """What `join` makes of all members' blocks: the same on all of them, who may share it."""
         if LEDGERS.get():
             self._count("all_gather", *gather_cost(group, x))
@@ -347,6 +355,12 @@ class Comm(ABC):
         if LEDGERS.get():
             self._count("all_to_all", *scatter_cost(group, parts))
         return self._all_to_all(group, call, parts)
+
+    def all_to_all_as(self, group: Group, call: Call, parts: Sequence[np.ndarray], join: Join) -> Handle:
+        """As `all_to_all`, and what `join` makes of what comes."""
+        if LEDGERS.get():
+            self._count("all_to_all", *scatter_cost(group, parts))
+        return self._all_to_all_as(group, call, parts, join)
 
     def broadcast(self, group: Group, call: Call, x: np.ndarray | None, root: int) -> Handle:
         """The root's block, on every member (others pass None). Cost: n - 1 messages, sent by the root."""
@@ -392,11 +406,14 @@ class Comm(ABC):
     @abstractmethod
     def _all_gather(self, group: Group, call: Call, x: np.ndarray) -> Handle: ...
 
-    def _all_gather_as(self, group: Group, call: Call, x: np.ndarray, join: Callable[[Sequence[Any]], Any]) -> Handle:
+    def _all_gather_as(self, group: Group, call: Call, x: np.ndarray, join: Join) -> Handle:
         return Then(self._all_gather(group, call, x), join)
 
     @abstractmethod
     def _all_to_all(self, group: Group, call: Call, parts: Sequence[np.ndarray]) -> Handle: ...
+
+    def _all_to_all_as(self, group: Group, call: Call, parts: Sequence[np.ndarray], join: Join) -> Handle:
+        return Then(self._all_to_all(group, call, parts), join)
 
     @abstractmethod
     def _broadcast(self, group: Group, call: Call, x: np.ndarray | None, root: int) -> Handle: ...

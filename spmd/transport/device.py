@@ -6,13 +6,13 @@ stream and not on the host, makes what there is to make, and records another; ev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from spmd.cuda import Place
 from spmd.device import on_device
-from spmd.transport.base import Call, Comm, Group, Handle
-from spmd.transport.local import LocalComm, Meeting, Run, Waiting
+from spmd.transport.base import Call, Comm, Group, Handle, Join, Then
+from spmd.transport.local import LocalComm, Make, Meeting, Run, Waiting
 
 __all__ = ["DeviceComm"]
 
@@ -123,9 +123,13 @@ class DeviceComm(LocalComm):
         mine = Brought(payload, place, place.mark() if _has_arrays(payload) else None)
         return Arriving(self, self.run.post(self, group, call, mine, complete), taken)
 
-    def _all_gather_as(self, group: Group, call: Call, x: Any, join: Callable[[Sequence[Any]], Any]) -> Handle:
+    def _all_gather_as(self, group: Group, call: Call, x: Any, join: Join) -> Handle:
         """Each worker joins the blocks on its own device."""
         return Comm._all_gather_as(self, group, call, x, join)
+
+    def _each(self, group: Group, call: Call, parts: Mapping[int, Any], make: Make) -> Handle:
+        """Each worker makes its result on its own device."""
+        return Then(self._exchange(group, call, parts), lambda received: make(received, False))
 
     def _open(self, x: Any, home: Place) -> Any:
         if isinstance(x, list | dict):

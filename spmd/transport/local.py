@@ -1,7 +1,8 @@
 """Virtual workers of this process: one data path, two schedulers.
 
 Workers meet in a `Meeting`: each leaves its block there, the last to come completes it, all take what is theirs.
-Blocks are handed over as they are, read-only; nothing is copied but where a sum makes something new.
+Blocks are handed over as they are, read-only; nothing is copied but where something new is made of several. That the
+last to come makes for all, so that nobody reads a block of others when the collective is over.
 
 `lockstep` runs the workers as greenlets of one thread: the order is deterministic, a switch costs about 1 us, and a
 worker that waits in vain is known at once. `threads` runs them in a persistent pool. In both, workers that are all
@@ -25,14 +26,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from spmd import kernels
+from spmd.device import copied
 from spmd.errors import MismatchError, TransportError, message
 from spmd.kernels import team
 from spmd.kernels.threads import Stopped, Thread, pool
 from spmd.transport.base import (
+    Boxes,
     Call,
     Comm,
     Group,
     Handle,
+    Join,
     Outcome,
     Ready,
     Transport,
@@ -163,6 +167,10 @@ class Run:
             if not self.errors:
                 self.errors.append((0, 0, deadlock(self._waits())))
             self.stop()
+
+    def make(self, group: Group, nbytes: int, make: Callable[[], Any]) -> Any:
+        """What one worker makes for its group of so many bytes."""
+        return make()
 
     def post(self, comm: LocalComm, group: Group, call: Call, payload: Any, finish) -> Meeting:
         """Leave a call and its payload in the group's meeting; the last to come completes it."""
@@ -455,6 +463,13 @@ class ThreadRun(Run):
         with self.lock:
             return super().enter(comm, group, call, payload)
 
+    def make(self, group: Group, nbytes: int, make: Callable[[], Any]) -> Any:
+        """All of the group wait for it, so their share of the cores helps."""
+        if nbytes < team.LEAST:
+            return make()
+        with team.of(lambda: usable_cores() * group.size // len(self.comms)):
+            return make()
+
     def wake(self, meeting: Meeting) -> None:
         with self.lock:
             self._release(meeting.waiters)
@@ -509,8 +524,6 @@ class LocalComm(Comm):
     counts: the collectives of each group so far. last: the latest call. waiting: the meeting that it waits for.
     """
 
-    shares = True
-
     def __init__(self, run: Run, worker: int):
         self.run = run
         self.worker = worker
@@ -534,16 +547,33 @@ class LocalComm(Comm):
     def _shapes(self, group: Group, call: Call) -> Handle:
         return self._meet(group, call, call.shape, lambda m: list(m.payloads))
 
-    def _made(self, group: Group, nbytes: int, make: Callable[[], Any]) -> Any:
-        """What one worker makes for its group. Where all wait for it the other cores help, as they do in lockstep."""
-        if nbytes < team.LEAST or group.size < len(self.run.comms):
-            return make()
-        with team.of(usable_cores):
-            return make()
+    def _each(self, group: Group, call: Call, parts: Mapping[int, np.ndarray], make: Make) -> Handle:
+        """parts[k] goes to member k; the result is what this worker's `make` makes of what comes for it, in the order
+        of the senders. The last to come makes it for all."""
+
+        def finish(brought: list[tuple[Mapping[int, np.ndarray], Make, bool]]) -> list[Any]:
+            fresh, nbytes, todo = False, 0, []
+            for k, (_, make, lent) in enumerate(brought):
+                received = {s: b[0][k] for s, b in enumerate(brought) if k in b[0]}
+                for x in received.values():
+                    nbytes += x.nbytes
+                fresh = fresh or lent
+                todo.append((make, received))
+            brought.clear()
+            if nbytes < team.LEAST:
+                return [make(received, fresh) for make, received in todo]
+            tasks = [partial(make, received, fresh) for make, received in todo]
+            return self.run.make(group, nbytes, lambda: team.each(tasks, nbytes))
+
+        def take(m: Meeting) -> Any:  # out of the meeting, so that it may be the only name of what it takes
+            mine, m.result[group.index] = m.result[group.index], None
+            return mine
+
+        return self._meet(group, call, ({k: sealed(x) for k, x in parts.items()}, make, call.lent), take, finish)
 
     def _all_reduce(self, group: Group, call: Call, x: np.ndarray, how: str) -> Handle:
         def finish(xs: list[np.ndarray]):
-            return self._made(group, x.nbytes, lambda: sealed(kernels.of(x).combine(xs, how)))
+            return self.run.make(group, x.nbytes, lambda: sealed(kernels.of(x).combine(xs, how)))
 
         return self._meet(group, call, sealed(x), _result, finish)
 
@@ -552,43 +582,65 @@ class LocalComm(Comm):
             def make():
                 return [sealed(kernels.of(one[0]).combine(one)) for one in zip(*all_xs, strict=True)]
 
-            return self._made(group, sum(x.nbytes for x in xs), make)
+            return self.run.make(group, sum(x.nbytes for x in xs), make)
 
         return self._meet(group, call, [sealed(x) for x in xs], _result, finish)
 
     def _reduce_scatter(self, group: Group, call: Call, parts: Sequence[np.ndarray]) -> Handle:
-        def take(m: Meeting):
-            mine = [p[group.index] for p in m.payloads]
-            return sealed(kernels.of(mine[0]).combine(mine))
+        def make(received: Mapping[int, np.ndarray], fresh: bool) -> np.ndarray:
+            xs = list(received.values())
+            return sealed(kernels.of(xs[0]).combine(xs))
 
-        return self._meet(group, call, [sealed(p) for p in parts], take)
+        return self._each(group, call, dict(enumerate(parts)), make)
 
     def _all_gather(self, group: Group, call: Call, x: np.ndarray) -> Handle:
-        return self._meet(group, call, sealed(x), lambda m: list(m.payloads))
+        return self._meet(group, call, handed(call, x), lambda m: list(m.payloads))
 
-    def _all_gather_as(self, group: Group, call: Call, x: np.ndarray, join: Callable[[Sequence[Any]], Any]) -> Handle:
-        def finish(xs: list[np.ndarray]):
-            return self._made(group, sum(x.nbytes for x in xs), lambda: join(xs))
+    def _all_gather_as(self, group: Group, call: Call, x: np.ndarray, join: Join) -> Handle:
+        def finish(brought: list[tuple[np.ndarray, bool]]):
+            xs, fresh = [x for x, _ in brought], any(lent for _, lent in brought)
+            return self.run.make(group, sum(x.nbytes for x in xs), lambda: join(xs, fresh))
 
-        return self._meet(group, call, sealed(x), _result, finish)
+        return self._meet(group, call, (sealed(x), call.lent), _result, finish)
 
     def _all_to_all(self, group: Group, call: Call, parts: Sequence[np.ndarray]) -> Handle:
-        return self._meet(group, call, [sealed(p) for p in parts], lambda m: [p[group.index] for p in m.payloads])
+        handed_out = [sealed(p) if k == group.index else handed(call, p) for k, p in enumerate(parts)]
+        return self._meet(group, call, handed_out, lambda m: [p[group.index] for p in m.payloads])
+
+    def _all_to_all_as(self, group: Group, call: Call, parts: Sequence[np.ndarray], join: Join) -> Handle:
+        def make(received: Mapping[int, np.ndarray], fresh: bool) -> Any:
+            return join(list(received.values()), fresh)
+
+        return self._each(group, call, dict(enumerate(parts)), make)
 
     def _broadcast(self, group: Group, call: Call, x: np.ndarray | None, root: int) -> Handle:
-        return self._meet(group, call, sealed(x), lambda m: m.payloads[root])
+        brought = None if x is None else handed(call, x)
+        return self._meet(group, call, brought, lambda m: m.payloads[root])
 
     def _reduce(self, group: Group, call: Call, x: np.ndarray, root: int) -> Handle:
-        def take(m: Meeting):
-            return sealed(kernels.of(x).combine(m.payloads)) if group.index == root else None
+        def finish(xs: list[np.ndarray]) -> np.ndarray:
+            return self.run.make(group, x.nbytes, lambda: sealed(kernels.of(x).combine(xs)))
 
-        return self._meet(group, call, sealed(x), take)
+        return self._meet(group, call, sealed(x), lambda m: m.result if group.index == root else None, finish)
 
     def _exchange(self, group: Group, call: Call, sends: Mapping[int, np.ndarray]) -> Handle:
         def take(m: Meeting):  # out of the meeting, so that it may be the only name of what it takes
             return {k: p.pop(group.index) for k, p in enumerate(m.payloads) if group.index in p}
 
-        return self._meet(group, call, {k: sealed(x) for k, x in sends.items()}, take)
+        parts = {k: sealed(x) if k == group.index else handed(call, x) for k, x in sends.items()}
+        return self._meet(group, call, parts, take)
+
+    def _exchange_boxes(self, group: Group, call: Call, sends: Mapping[int, np.ndarray], boxes: Boxes) -> Handle:
+        return self._each(group, call, sends, boxes.filled)
+
+
+Make = Callable[[Mapping[int, np.ndarray], bool], Any]
+"""What makes a worker's result of what comes for it, by sender. True: in memory of its own, never in what came."""
+
+
+def handed(call: Call, x: np.ndarray) -> np.ndarray:
+    """What this worker brings as others may keep it: a copy of what is only lent."""
+    return sealed(copied(x) if call.lent else x)
 
 
 def _result(m: Meeting):

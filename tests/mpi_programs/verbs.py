@@ -12,9 +12,9 @@ import numpy as np
 import spmd
 from spmd import P
 from spmd.autodiff import tree
-from spmd.device import contiguous, on_device, to_host
+from spmd.device import joined, on_device, to_host
 from spmd.operators.base import writable
-from spmd.transport.base import Boxes, Call
+from spmd.transport.base import Boxes, Call, sealed
 
 DTYPES = "bool int8 int32 int64 float16 float32 float64 complex64 complex128".split()
 SMALL = [(), (0, 3), (3, 5)]
@@ -59,6 +59,9 @@ def verbs(worker, axes: tuple[str, ...], dtype: str, shape: tuple[int, ...]) -> 
         "reduce_scatter": comm.reduce_scatter(group, call("scatter", x, True), parts).wait(),
         "all_gather": comm.all_gather(group, call("gather", uneven), uneven).wait(),
         "all_to_all": comm.all_to_all(group, call("all_to_all", uneven), parts).wait(),
+        "all_to_all_as": comm.all_to_all_as(
+            group, call("all_to_all", uneven), parts, lambda blocks, fresh=False: sealed(joined(blocks, len(shape)))
+        ).wait(),
         "exchange": comm.exchange(group, call("exchange", uneven), sends).wait(),
     }
     for how in ("sum",) if dtype.startswith("complex") else ("sum", "max", "min"):
@@ -104,32 +107,44 @@ def boxes(comm, group, call, shape: tuple[int, ...], dtype: str, how: str):
     return made
 
 
+FUNCTIONS: list[Callable] = [
+    spmd.psum,
+    spmd.pmax,
+    spmd.pmin,
+    spmd.pmean,
+    lambda x, axes: spmd.sum(x, axes, 1),
+    spmd.mean,
+    lambda x, axes: spmd.max(x, axes, (0, 2)),
+    lambda x, axes: spmd.all_gather(x, axes, to="invariant"),
+    lambda x, axes: spmd.pslice(x, axes, axis=1, tiled=True),
+    lambda x, axes: spmd.ppermute(x, axes, [(1, 0)]),
+    lambda x, axes: spmd.replicate(spmd.keep(x, axes, 1), axes, 1),
+    lambda x, axes: spmd.all_gather(x, axes, axis=1, tiled=True),
+    lambda x, axes: spmd.psum_scatter(x, axes, scatter_dimension=1, tiled=True),
+    lambda x, axes: spmd.all_to_all(x, axes, 0, 2, tiled=True),
+    spmd.shift,
+    lambda x, axes: spmd.broadcast(spmd.sum_reduce(x, axes, 1), axes, 1),
+]
+
+
 def strided(worker, axes: tuple[str, ...]) -> dict[str, object]:
     """Operators on blocks that are not C-contiguous."""
     base = draw(worker.index, (12, 8, 6), "float64")
+    ways = {"F": np.asfortranarray(base), "strided": base[::2, ::-1, 1::2], "T": base.T}
+    return {name: [ready(function(x, axes)) for function in FUNCTIONS] for name, x in ways.items()}
+
+
+def lent(worker, axes: tuple[str, ...]) -> dict[str, object]:
+    """Operators on blocks that are written to as soon as the collective is over, small ones and large ones."""
     found: dict[str, object] = {}
-    for name, x in {"F": np.asfortranarray(base), "strided": base[::2, ::-1, 1::2], "T": base.T}.items():
-        bare = [
-            spmd.psum(x, axes),
-            spmd.pmax(x, axes),
-            spmd.pmin(x, axes),
-            spmd.pmean(x, axes),
-            spmd.sum(x, axes, 1),
-            spmd.mean(x, axes),
-            spmd.max(x, axes, (0, 2)),
-            spmd.all_gather(x, axes, to="invariant"),
-            spmd.pslice(x, axes, axis=1, tiled=True),
-            spmd.ppermute(x, axes, [(1, 0)]),
-            spmd.replicate(spmd.keep(x, axes, 1), axes, 1),
-            spmd.all_gather(x, axes, axis=1, tiled=True),
-            spmd.psum_scatter(x, axes, scatter_dimension=1, tiled=True),
-            spmd.all_to_all(x, axes, 0, 2, tiled=True),
-            spmd.shift(x, axes),
-            spmd.broadcast(spmd.sum_reduce(x, axes, 1), axes, 1),
-        ]
-        found[name] = [contiguous(b) for b in bare]
-    for b in (b for blocks in found.values() for b in blocks):  # type: ignore[attr-defined]
-        b.flags.writeable = False
+    for name, shape in {"small": (12, 8, 6), "large": (24, 40, 48)}.items():
+        results = []
+        for function in FUNCTIONS:
+            x = draw(worker.index, shape, "float64")
+            results.append(function(x, axes))
+            x.fill(np.nan)
+        spmd.psum(0, axes)
+        found[name] = [ready(y) for y in results]
     return found
 
 
@@ -175,6 +190,7 @@ def bodies(mesh: spmd.Mesh) -> Iterator[tuple[str, Callable]]:
         for dtype, shape in cases(axes):
             yield f"{name} {dtype}{list(shape)}", lambda w, a=axes, d=dtype, s=shape: verbs(w, a, d, s)
         yield f"{name} strided", lambda w, a=axes: strided(w, a)
+        yield f"{name} lent", lambda w, a=axes: lent(w, a)
         yield f"{name} in flight", lambda w, a=axes: in_flight(w, a)
         yield f"{name} products", lambda w, a=axes: products(w, a)
 

@@ -184,14 +184,14 @@ class Task:
         """Start on the data of x."""
         op, worker = self.op, self.seat.taken()
         no_lockstep(worker)
-        block = lent(plain(x) if isinstance(x, Tensor) else x, worker, long=op.lends, where=f"spmd.{op.function}")
+        block = lent(plain(x) if isinstance(x, Tensor) else x, worker, f"spmd.{op.function}")
         began = WORKER.get()
         if began is worker:
-            self.finish = launch(op, block, worker, frame, self.asks)
+            self.finish = launch(op, block, worker, frame, self.asks, lent=True)
         else:  # a thread of torch's own
             token = WORKER.set(worker)
             try:
-                self.finish = launch(op, block, worker, frame, self.asks)
+                self.finish = launch(op, block, worker, frame, self.asks, lent=True)
             finally:
                 WORKER.reset(token)
 

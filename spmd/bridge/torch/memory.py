@@ -105,17 +105,11 @@ def check_device(x: torch.Tensor, mesh: Mesh, where: str, argument: str) -> None
         )
 
 
-def lent(x: torch.Tensor, worker: Worker, *, long: bool, where: str) -> Any:
-    """A tensor's data for a collective.
-
-    long: others may read it when the collective is over. Then it is a copy where blocks are handed over as they are,
-    because the tensor may be written to as soon as this worker goes on.
-    """
+def lent(x: torch.Tensor, worker: Worker, where: str) -> Any:
+    """A tensor's data for a collective, which is called with lent=True: the tensor may be written to as soon as this
+    worker goes on."""
     check_device(x, worker.mesh, where, "x")
-    array = borrowed(x)
-    if long and worker.comm.shares:
-        return array.copy(order="C") if on_device(array) else sealed(_copy(array))
-    return contiguous(array)
+    return contiguous(borrowed(x))
 
 
 def _copy(array: np.ndarray) -> np.ndarray:

@@ -1,0 +1,164 @@
+"""A block that could be written to is lent to a collective: when that is over it is its owner's again."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from case_blocks import MESHES, block_shapes
+
+import spmd
+from spmd import P
+from spmd.mesh import Mesh, here
+from spmd.testing import operator_cases, operator_classes
+
+pytestmark = pytest.mark.host("only of arrays of the host it is known whether they can be written to")
+
+KINDS = [kind for kind in operator_classes() if kind.__module__.startswith("spmd.")]
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=lambda axes: "x".join(map(str, axes.values())))
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_what_its_owner_writes_afterwards_is_nowhere_to_be_seen(kind, axes, scheduler):
+    """Of every operator: neither in others' results nor in one's own, whoever goes on first."""
+    mesh = Mesh(**axes, scheduler=scheduler)
+    rng = np.random.default_rng(3)
+    row = operator_cases(kind, mesh)
+    for case in row[:: 1 + len(row) // 12]:
+        blocks = [rng.standard_normal(shape) for shape in block_shapes(case, mesh)]
+
+        results: dict = {}
+
+        def body(lent, op=case.operator, blocks=blocks, results=results):
+            k = spmd.worker_index(tuple(axes))
+            block = blocks[k].copy()
+            y = op(block if lent else spmd.freeze(block.copy()))
+            if lent:
+                assert block.flags.writeable
+                assert not np.shares_memory(y, block)
+                block.fill(np.nan)
+            spmd.psum(0, tuple(axes))
+            assert not y.flags.writeable
+            results[lent, k] = y.copy()
+
+        run = mesh.map(body, in_specs=None, out_specs=None, check=False)
+        run(True)
+        run(False)
+        for k in range(mesh.size):
+            np.testing.assert_array_equal(results[True, k], results[False, k], err_msg=str(case))
+
+
+N = 3
+VERBS = {
+    "all_gather": lambda x: spmd.all_gather(x, "x", tiled=True),
+    "all_gather, one value": lambda x: spmd.all_gather(x, "x", to="invariant"),
+    "all_to_all": lambda x: spmd.all_to_all(x, "x", 0, 0, tiled=True),
+    "psum_scatter": lambda x: spmd.psum_scatter(x, "x", tiled=True),
+    "psum": lambda x: spmd.psum(x, "x"),
+    "pmax": lambda x: spmd.pmax(x, "x"),
+    "shift": lambda x: spmd.shift(x, "x", 1),
+    "to one": lambda x: spmd.repartition(x, mesh_of("x"), alone(1)),
+    "a tree": lambda x: spmd.psum({"a": x, "b": [x[:5], 2.0]}, "x")["b"][0],
+}
+
+
+def mesh_of(axis: str) -> spmd.Layout:
+    return here("a test").mesh.layout((3 * 5001,), P(axis))
+
+
+def alone(owner: int) -> spmd.Layout:
+    return spmd.Layout.grid((3 * 5001,), (1,), here("a test").mesh.axes, [owner])
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_parts_of_one_array_of_the_user_are_not_taken_for_the_result(name, scheduler):
+    """They lie side by side, so that joined they would be the array itself."""
+    whole = np.arange(3.0 * 5001)
+    kept = whole.copy()
+    mesh = Mesh(x=N, scheduler=scheduler)
+
+    found, want = {}, {}
+
+    def body():
+        k = spmd.worker_index("x")
+        mine = np.split(whole, N)[k]
+        y = VERBS[name](mine)
+        assert not np.shares_memory(y, whole)
+        mine.fill(-1)
+        spmd.psum(0, "x")
+        found[k] = y.copy()
+        want[k] = VERBS[name](spmd.freeze(np.split(kept, N)[k].copy()))
+
+    mesh.map(body, in_specs=(), out_specs=None, check=False)()
+    assert (whole == -1).all()
+    for k in range(N):
+        np.testing.assert_array_equal(found[k], want[k])
+
+
+def test_a_block_is_copied_only_where_it_is_handed_over_as_it_is(monkeypatch):
+    """What is made of several blocks is made of the lent ones themselves."""
+    copies = []
+    real = spmd.device.copied
+
+    def counted(x):
+        copies.append(x.nbytes)
+        return real(x)
+
+    for module in (spmd.operators.base, spmd.transport.local, spmd.transport.base, spmd.device):
+        monkeypatch.setattr(module, "copied", counted)
+    mesh = Mesh(x=2)
+    rows, columns = mesh.layout((64, 64), P("x")), mesh.layout((64, 64), P(None, "x"))
+
+    def body(verb):
+        x = np.ones((32, 64))
+        verb(x)
+        return None
+
+    made = [
+        lambda x: spmd.psum(x, "x"),
+        lambda x: spmd.repartition(x, rows, columns),
+        lambda x: spmd.all_to_all(x, "x", 1, 0, tiled=True),
+        lambda x: spmd.all_gather(x, "x"),
+        lambda x: spmd.psum_scatter(x, "x", tiled=True),
+        lambda x: spmd.sum_reduce(x, "x"),
+    ]
+    for verb in made:
+        mesh.map(body, in_specs=None, out_specs=None, check=False)(verb)
+        assert copies == []
+    # Of a halo the edges alone.
+    mesh.map(body, in_specs=None, out_specs=None, check=False)(lambda x: spmd.halo_exchange(x, P("x"), 1))
+    assert copies == [64 * 8] * 2
+    copies.clear()
+    mesh.map(body, in_specs=None, out_specs=None, check=False)(lambda x: spmd.shift(x, "x", 1, wrap=True))
+    assert copies == [32 * 64 * 8] * 2
+
+
+def test_large_blocks_are_read_before_their_owners_go_on():
+    """In threads, where a worker that came first goes on as soon as it may, while others are at work."""
+    n = 1024
+    mesh = Mesh(x=2, scheduler="threads")
+    rows, columns = mesh.layout((n, n), P("x")), mesh.layout((n, n), P(None, "x"))
+    x = np.random.default_rng(0).standard_normal((n, n))
+
+    def body(turn):
+        k = spmd.worker_index("x")
+        if k == turn % 2:
+            time.sleep(0.002)
+        mine = x[rows.slices(k)].copy()
+        there = spmd.repartition(mine, rows, columns)
+        mine.fill(np.nan)
+        mine = there.copy()
+        back = spmd.repartition(mine, columns, rows)
+        mine.fill(np.nan)
+        mine = back.copy()
+        total = spmd.psum_scatter(mine, "x", tiled=True)
+        mine.fill(np.nan)
+        return there, back, total
+
+    run = mesh.map(body, in_specs=None, out_specs=(P(None, "x"), P("x"), P("x")), check=False)
+    for turn in range(20):
+        there, back, total = run(turn)
+        np.testing.assert_array_equal(there.numpy(), x)
+        np.testing.assert_array_equal(back.numpy(), x)
+        np.testing.assert_array_equal(total.numpy(), x[: n // 2] + x[n // 2 :])
