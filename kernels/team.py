@@ -93,20 +93,29 @@ def _copy(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
         np.copyto(to, x)
 
 
-def each(makes: Sequence[Callable[[], Any]], nbytes: int) -> list[Any]:
-    """What each of several functions makes, so many bytes together: everybody calls as many of them, in one go, where
-    that comes out even, and else all help with one after the other."""
-    n = parts(nbytes)
-    if n == 1 or len(makes) % n:
+def each(makes: Sequence[Callable[[], Any]], sizes: Sequence[int]) -> list[Any]:
+    """What each of several functions gives: arrays of so many bytes. Whichever is sooner: everybody calls some of them,
+    in one go, or all help with one after the other."""
+    n = min(parts(sum(sizes)), len(makes))
+    if n < 2:
+        return [make() for make in makes]
+    shares: list[list[int]] = [[] for _ in range(n)]
+    loads = [0] * n
+    for k in sorted(range(len(makes)), key=sizes.__getitem__, reverse=True):
+        least = loads.index(min(loads))
+        shares[least].append(k)
+        loads[least] += sizes[k]
+    together = sum(size / parts(size) + _PART / 2 for size in sizes)  # a helper's way is worth that much
+    if together < max(loads) + _PART / 2:
         return [make() for make in makes]
     made: list[Any] = [None] * len(makes)
 
-    def some(first: int) -> None:
-        for k in range(first, len(makes), n):
+    def some(share: Sequence[int]) -> None:
+        for k in share:
             made[k] = makes[k]()
 
     with of(lambda: 1):
-        run([partial(some, first) for first in range(n)])
+        run([partial(some, share) for share in shares])
     return made
 
 

@@ -44,9 +44,13 @@ class Pool:
         try:
             while len(taken) < n:
                 taken.append(self._started())
-        except RuntimeError:  # No more threads: whoever asks does it himself.
+        except BaseException as error:
             with self.lock:
-                self.helping -= n - len(taken)
+                self.helping -= n
+                self.idle.extend(taken)
+            if not isinstance(error, RuntimeError):
+                raise
+            return []  # No more threads: whoever asks does it himself.
         for thread in taken:
             thread.helps = True
         return taken

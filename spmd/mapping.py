@@ -32,10 +32,10 @@ from spmd.mesh import WORKER, Mesh, Worker
 from spmd.operators.base import Join, outside, sealed, vary, writable
 from spmd.operators.root import Rooted, laid_out
 from spmd.placing import cut, fingerprint, mesh_for, put
+from spmd.scheduling import Trial
 from spmd.specs import Leaf, shown, spec_leaves, spread
 from spmd.state import State, state_of
 from spmd.transport.base import Call, Outcome
-from spmd.transport.blas import usable_cores
 
 __all__ = ["Mapped", "map"]
 
@@ -130,8 +130,7 @@ class Mapped:
         self.mesh = mesh
         self.check = check
         self._names = _parameter_names(f)
-        self._schedulers: dict[Any, str] = {}
-        self._slow: set[Any] = set()
+        self._trials: dict[Any, Trial] = {}
         functools.update_wrapper(self, f, updated=())  # not what f keeps: that of a map would be taken for this one's
         self.where = f"spmd.map of {getattr(f, '__name__', None) or type(f).__name__}"
         for name, specs in (("in_specs", in_specs), ("out_specs", out_specs)):
@@ -313,16 +312,19 @@ class Mapped:
 
     def _execute(self, mesh: Mesh, key: Any, body: Callable[[Worker], Any], *, tracked: bool) -> Outcome:
         """Run on all workers, with the scheduler that suits this map on these shapes."""
-        key = (mesh, key)
-        scheduler = self._schedulers.get(key)
+        if mesh.scheduler != "auto" or mesh.transport.name != "local":
+            with suspended():
+                return mesh.run(body, tracked=tracked)
+        trial = self._trials.get((mesh, key))
+        if trial is None:
+            trial = self._trials[mesh, key] = Trial()
+        scheduler = trial.next
         with suspended():
             outcome = mesh.run(body, tracked=tracked, scheduler=scheduler)
-        if scheduler is None and mesh.scheduler == "auto":
-            chosen = suited(outcome, mesh)
-            if chosen == "lockstep" or key in self._slow:
-                self._schedulers[key] = mesh.chosen[f"{key[1][0]} of {self.where}"] = chosen
-            else:
-                self._slow.add(key)  # It may have been the first time of something else: what is imported, compiled.
+        if trial.chosen is None:
+            trial.learn(scheduler, outcome, mesh)
+            if trial.chosen is not None:
+                mesh.chosen[f"{key[0]} of {self.where}"] = trial.chosen
         return outcome
 
     def _returned(self, out) -> tuple[list[Leaf], Any]:
@@ -819,20 +821,3 @@ def _copies_agree(where: str, path: str, mesh: Mesh, layout: Layout, prints: lis
                     "spmd.varying(a, axis_name), and reduce it before it is returned",
                 )
             )
-
-
-# Which scheduler
-
-
-_LONG = 400e-6
-"""Seconds between two waits from which threads pay for their handoffs (about 35 us each across cores)."""
-
-
-def suited(outcome: Outcome, mesh: Mesh) -> str:
-    """The scheduler for a map, from a run in lockstep: threads where what one core does between waits is long."""
-    cores = usable_cores()
-    segment = (outcome.seconds - outcome.shared) / (outcome.switches + mesh.size)
-    return "threads" if cores > 1 and mesh.size > 1 and segment > _LONG else "lockstep"
-
-
-__all__ += ["suited"]

@@ -10,6 +10,8 @@ from case_blocks import MESHES, block_shapes
 
 import spmd
 from spmd import P
+from spmd.errors import LayoutError
+from spmd.kernels import team
 from spmd.mesh import Mesh, here
 from spmd.testing import operator_cases, operator_classes
 
@@ -162,3 +164,36 @@ def test_large_blocks_are_read_before_their_owners_go_on():
         np.testing.assert_array_equal(there.numpy(), x)
         np.testing.assert_array_equal(back.numpy(), x)
         np.testing.assert_array_equal(total.numpy(), x[: n // 2] + x[n // 2 :])
+
+
+def test_what_is_wrong_with_one_result_is_said_of_its_worker(scheduler):
+    """The last to come makes all results; the errors are of those that they are for."""
+    sizes = [(2, 1, 1), (2, 1, 1), (2, 0, 2)]
+    mesh = Mesh(x=3, scheduler=scheduler)
+
+    def body():
+        x = np.ones((4, 4))
+        return spmd.all_to_all(x, "x", 0, 1, tiled=True, sizes=sizes[spmd.worker_index("x")])
+
+    with pytest.raises(LayoutError) as caught:
+        mesh.map(body, in_specs=(), out_specs=None, check=False)()
+    (note,) = caught.value.__notes__
+    assert note.startswith("raised by worker 1 (x=1)\nworker 2 (x=2) raised ")
+    assert "[1, 4]" in str(caught.value)
+    assert "[2, 4]" in note
+
+
+@pytest.mark.parametrize("tracked", [True, False])
+def test_a_large_result_of_one_worker_has_all_cores(scheduler, tracked, monkeypatch):
+    split, ran = [], team.run
+    monkeypatch.setattr(team, "run", lambda tasks: (split.append(len(tasks)), ran(tasks)))
+    monkeypatch.setattr("spmd.transport.local.usable_cores", lambda: 2)
+    mesh = Mesh(x=2, scheduler=scheduler)
+    x = np.random.default_rng(0).standard_normal((1024, 1024))
+    rows = mesh.layout(x.shape, P("x"))
+    one = spmd.Layout.grid(x.shape, (1, 1), mesh.axes, [1])
+    frozen = spmd.put(x, P("x"), mesh)
+    split.clear()
+    run = mesh.map(lambda x: spmd.repartition(x, rows, one), in_specs=P("x"), out_specs=one, check=tracked)
+    np.testing.assert_array_equal(run(frozen).numpy(), x)
+    assert split == [2]

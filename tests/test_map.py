@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import namedtuple
 from types import MethodType, SimpleNamespace
 
@@ -12,7 +11,6 @@ import pytest
 import spmd
 from spmd import P
 from spmd.autodiff import Array
-from spmd.kernels import team
 from spmd.mapping import Mapped
 
 X = np.random.default_rng(1).normal(size=(7, 4))
@@ -903,81 +901,6 @@ def test_schedulers_agree_bit_for_bit_and_count_alike():
         found.append((value.numpy().tobytes(), *(g.tobytes() for g in (*grads, hv)), counts))
     assert all(f == found[0] for f in found)
     assert len(found[0][-1]) == 6
-
-
-def test_auto_settles_on_lockstep_for_short_work_and_threads_for_long(monkeypatch):
-    monkeypatch.setattr("spmd.mapping.usable_cores", lambda: 4)
-    monkeypatch.setattr("spmd.mapping._LONG", 0.02)
-
-    @spmd.map(in_specs=ROWS, out_specs=P())
-    def short(x):
-        return spmd.psum(x.sum(), "x")
-
-    @spmd.map(in_specs=ROWS, out_specs=P())
-    def long(x):
-        time.sleep(0.1)
-        return spmd.psum(x.sum(), "x")
-
-    with spmd.Mesh(x=2, scheduler="auto") as mesh:
-        assert "lockstep for" not in spmd.info()
-        for _ in range(2):
-            close(short(X), X.sum())
-            close(long(X), X.sum())
-            spmd.grad(short)(X)
-        text = spmd.info()
-    assert "lockstep for run of spmd.map of short" in text
-    assert "threads for run of spmd.map of long" in text
-    assert "lockstep for forward of spmd.map of short" in text
-    assert "lockstep for backward of spmd.map of short" in text
-    assert len(mesh.chosen) == 4
-    with spmd.Mesh(x=2, scheduler="threads") as fixed:
-        short(X)
-        assert not fixed.chosen
-        assert "scheduler     threads" in spmd.info()
-
-
-def test_auto_chooses_for_each_shape_anew(monkeypatch):
-    monkeypatch.setattr("spmd.mapping.usable_cores", lambda: 4)
-    monkeypatch.setattr("spmd.mapping._LONG", 0.02)
-    seen = []
-    with spmd.Mesh(x=2, scheduler="auto") as mesh:
-        run = type(mesh).run
-        monkeypatch.setattr(
-            type(mesh), "run", lambda self, body, **kw: (seen.append(kw["scheduler"]), run(self, body, **kw))[1]
-        )
-        mapped = spmd.map(lambda x: (time.sleep(0.02 * x.shape[1]), x)[1], ROWS, ROWS)
-        for a in (X, X, X, X[:, :0], X[:, :0], X):
-            mapped(a)
-    assert seen == [None, None, "threads", None, "lockstep", "threads"]
-
-
-def test_auto_does_not_go_by_a_first_run_that_is_slow(monkeypatch):
-    """What it imports and compiles is no work of the body."""
-    monkeypatch.setattr("spmd.mapping.usable_cores", lambda: 4)
-    monkeypatch.setattr("spmd.mapping._LONG", 0.02)
-    with spmd.Mesh(x=2, scheduler="auto") as mesh:
-        left = [0.1, 0.1]
-        mapped = spmd.map(lambda x: (left and time.sleep(left.pop()), x)[1], ROWS, ROWS)
-        mapped(X)
-        assert not mesh.chosen
-        mapped(X)
-        assert set(mesh.chosen.values()) == {"lockstep"}
-
-
-@pytest.mark.parametrize(("cores", "chosen"), [(4, "lockstep"), (1, "threads")])
-def test_auto_counts_what_all_cores_do_for_nothing(cores, chosen, monkeypatch):
-    """In lockstep they copy what is large together, so threads would not be sooner there."""
-    copy = team._copy
-    monkeypatch.setattr(team, "_copy", lambda pairs: (time.sleep(0.3), copy(pairs)))
-    monkeypatch.setattr("spmd.mapping.usable_cores", lambda: 4)
-    monkeypatch.setattr("spmd.transport.local.usable_cores", lambda: cores)
-    monkeypatch.setattr("spmd.mapping._LONG", 0.06)
-    x = np.arange(1 << 20, dtype=float).reshape(-1, 1 << 10)
-    with spmd.Mesh(x=2, scheduler="auto") as mesh:
-        mapped = spmd.map(lambda x: spmd.halo_exchange(x, ROWS, 1), ROWS, ROWS)
-        for _ in range(2):
-            assert mapped(x).shape == (1026, 1024)
-        assert set(mesh.chosen.values()) == {chosen}
 
 
 def test_maps_may_be_called_from_several_threads():

@@ -128,25 +128,43 @@ def test_workers_who_wait_leave_room_for_helpers(monkeypatch):
     assert pool.helping == 0
 
 
-@pytest.mark.parametrize("makers", [1, 2, 3, 4, 6])
-def test_each_gives_all_results_in_order(makers, monkeypatch):
-    """Of as many as come out even everybody calls some, and nobody helps there; else all help with every one."""
-    split, ran = [], team.run
-    monkeypatch.setattr(team, "run", lambda tasks: (split.append(len(tasks)), ran(tasks)))
+MB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("cores", "sizes", "split"),
+    [
+        (2, [8, 8], [2]),  # one each
+        (2, [1.5, 1.5, 1.5], [2]),  # too small to be split
+        (2, [8, 8, 8], []),  # two rounds would take as long as 16, all with each 12 and the ways
+        (2, [8, 0.1], []),
+        (2, [8, 4, 4], [2]),  # the large one against the two small ones
+        (8, [1.5, 1.5], [2]),
+        (8, [32, 32], []),
+        (2, [0.5, 0.4], []),
+        (2, [8], []),
+        (3, [], []),
+    ],
+)
+def test_each_gives_all_results_in_order_and_splits_what_takes_long(cores, sizes, split, monkeypatch):
+    """Everybody calls some, and nobody helps there; or all may help with every one."""
+    ran, run = [], team.run
+    monkeypatch.setattr(team, "run", lambda tasks: (ran.append(len(tasks)), run(tasks)))
     found = []
 
     def make(k):
         found.append((k, team.parts(1 << 30)))
         return k
 
-    makes = [partial(make, k) for k in range(makers)]
-    with team.of(lambda: 2):
-        assert team.each(makes, 1 << 24) == list(range(makers))
-    assert split == [2] * (makers % 2 == 0)
-    assert sorted(found) == [(k, 1 + makers % 2) for k in range(makers)]
+    makes, nbytes = [partial(make, k) for k in range(len(sizes))], [int(size * MB) for size in sizes]
+    with team.of(lambda: cores):
+        assert team.each(makes, nbytes) == list(range(len(sizes)))
+    assert ran == split
+    # What is called one after the other finds the team as it is.
+    assert sorted(found) == [(k, 1 if split else cores) for k in range(len(sizes))]
     found.clear()
-    assert team.each(makes, 1 << 24) == list(range(makers))
-    assert found == [(k, 1) for k in range(makers)]
+    assert team.each(makes, nbytes) == list(range(len(sizes)))
+    assert found == [(k, 1) for k in range(len(sizes))]
 
 
 def test_an_error_of_one_of_each_is_raised():
@@ -154,7 +172,27 @@ def test_an_error_of_one_of_each_is_raised():
         raise ValueError("of the second")
 
     with team.of(lambda: 2), pytest.raises(ValueError, match="of the second"):
-        team.each([lambda: 1, fail], 1 << 24)
+        team.each([lambda: 1, fail], [1 << 24] * 2)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, threads.Stopped])
+def test_an_interrupt_while_helpers_start_loses_none(error, monkeypatch):
+    pool, real = threads.Pool(), threads.Thread.start
+    pool.give(pool.take(1))
+
+    def start(thread):
+        raise error
+
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(threads.Thread, "start", start)
+    with pytest.raises(error):
+        pool.spare(3)
+    assert (pool.helping, len(pool.idle)) == (0, 1)
+    monkeypatch.setattr(threads.Thread, "start", real)
+    helpers = pool.spare(9)
+    assert len(helpers) == pool.helping == 4
+    pool.give(helpers)
+    assert pool.helping == 0
 
 
 def test_an_interrupt_waits_for_those_who_help(monkeypatch):

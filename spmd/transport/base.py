@@ -298,7 +298,7 @@ class Join(Protocol):
 
 class Comm(ABC):
     """One worker's view of a transport. Whole blocks are C-contiguous, parts of them may be views of any strides;
-    received ones are read-only, and where workers share memory they are the very views that were sent.
+    received ones are read-only, and where workers share memory they are the very views that were sent, if not lent.
 
     The public verbs count what they cost, in messages and bytes that this worker sends; engines implement the
     protected ones. The cost is logical (that of the usual algorithm), the same in every transport.

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from spmd import kernels
 from spmd.cuda import Place
 from spmd.device import on_device
 from spmd.transport.base import Call, Comm, Group, Handle, Join, Then
-from spmd.transport.local import LocalComm, Make, Meeting, Run, Waiting
+from spmd.transport.local import LocalComm, Make, Meeting, Run, Waiting, handed
 
 __all__ = ["DeviceComm"]
 
@@ -127,9 +128,17 @@ class DeviceComm(LocalComm):
         """Each worker joins the blocks on its own device."""
         return Comm._all_gather_as(self, group, call, x, join)
 
-    def _each(self, group: Group, call: Call, parts: Mapping[int, Any], make: Make) -> Handle:
+    def _each(self, group: Group, call: Call, parts: Mapping[int, Any], make: Make, sums: bool = False) -> Handle:
         """Each worker makes its result on its own device."""
         return Then(self._exchange(group, call, parts), lambda received: make(received, False))
+
+    def _reduce(self, group: Group, call: Call, x: Any, root: int) -> Handle:
+        """The root makes the sum on its own device."""
+
+        def take(m: Meeting) -> Any:
+            return kernels.of(x).combine(m.payloads) if group.index == root else None
+
+        return self._meet(group, call, handed(call, x), take)
 
     def _open(self, x: Any, home: Place) -> Any:
         if isinstance(x, list | dict):

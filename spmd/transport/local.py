@@ -1,8 +1,8 @@
 """Virtual workers of this process: one data path, two schedulers.
 
 Workers meet in a `Meeting`: each leaves its block there, the last to come completes it, all take what is theirs.
-Blocks are handed over as they are, read-only; nothing is copied but where something new is made of several. That the
-last to come makes for all, so that nobody reads a block of others when the collective is over.
+Blocks are handed over as they are, read-only, and copied only where they are lent. Where something new is made of
+several, the last to come makes it for all, so that nobody needs the others' blocks when the collective is over.
 
 `lockstep` runs the workers as greenlets of one thread: the order is deterministic, a switch costs about 1 us, and a
 worker that waits in vain is known at once. `threads` runs them in a persistent pool. In both, workers that are all
@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -124,6 +124,7 @@ class Run:
         self.lock = threading.Lock()
         self.open: dict[Any, Meeting] = {}
         self.comms = [LocalComm(self, w) for w in range(size)]
+        self.size = size
         self.results: dict[int, Any] = {}
         self.errors: list[tuple[int, int, BaseException]] = []
         self.limit: float = math.inf
@@ -467,7 +468,7 @@ class ThreadRun(Run):
         """All of the group wait for it, so their share of the cores helps."""
         if nbytes < team.LEAST:
             return make()
-        with team.of(lambda: usable_cores() * group.size // len(self.comms)):
+        with team.of(lambda: usable_cores() * group.size // self.size):
             return make()
 
     def wake(self, meeting: Meeting) -> None:
@@ -547,26 +548,33 @@ class LocalComm(Comm):
     def _shapes(self, group: Group, call: Call) -> Handle:
         return self._meet(group, call, call.shape, lambda m: list(m.payloads))
 
-    def _each(self, group: Group, call: Call, parts: Mapping[int, np.ndarray], make: Make) -> Handle:
+    def _each(
+        self, group: Group, call: Call, parts: Mapping[int, np.ndarray], make: Make, sums: bool = False
+    ) -> Handle:
         """parts[k] goes to member k; the result is what this worker's `make` makes of what comes for it, in the order
-        of the senders. The last to come makes it for all."""
+        of the senders. The last to come makes it for all. sums: it is as large as one part, not as all together."""
 
         def finish(brought: list[tuple[Mapping[int, np.ndarray], Make, bool]]) -> list[Any]:
-            fresh, nbytes, todo = False, 0, []
+            fresh, sizes, todo = False, [], []
             for k, (_, make, lent) in enumerate(brought):
                 received = {s: b[0][k] for s, b in enumerate(brought) if k in b[0]}
+                size = 0
                 for x in received.values():
-                    nbytes += x.nbytes
+                    size = x.nbytes if sums else size + x.nbytes
+                sizes.append(size)
                 fresh = fresh or lent
                 todo.append((make, received))
             brought.clear()
+            nbytes = sum(sizes)
             if nbytes < team.LEAST:
-                return [make(received, fresh) for make, received in todo]
-            tasks = [partial(make, received, fresh) for make, received in todo]
-            return self.run.make(group, nbytes, lambda: team.each(tasks, nbytes))
+                return [_tried(make, received, fresh) for make, received in todo]
+            tasks = [partial(_tried, make, received, fresh) for make, received in todo]
+            return self.run.make(group, nbytes, lambda: team.each(tasks, sizes))
 
         def take(m: Meeting) -> Any:  # out of the meeting, so that it may be the only name of what it takes
             mine, m.result[group.index] = m.result[group.index], None
+            if type(mine) is Failed:
+                raise mine.error
             return mine
 
         return self._meet(group, call, ({k: sealed(x) for k, x in parts.items()}, make, call.lent), take, finish)
@@ -591,7 +599,7 @@ class LocalComm(Comm):
             xs = list(received.values())
             return sealed(kernels.of(xs[0]).combine(xs))
 
-        return self._each(group, call, dict(enumerate(parts)), make)
+        return self._each(group, call, dict(enumerate(parts)), make, sums=True)
 
     def _all_gather(self, group: Group, call: Call, x: np.ndarray) -> Handle:
         return self._meet(group, call, handed(call, x), lambda m: list(m.payloads))
@@ -621,7 +629,13 @@ class LocalComm(Comm):
         def finish(xs: list[np.ndarray]) -> np.ndarray:
             return self.run.make(group, x.nbytes, lambda: sealed(kernels.of(x).combine(xs)))
 
-        return self._meet(group, call, sealed(x), lambda m: m.result if group.index == root else None, finish)
+        def take(m: Meeting) -> Any:
+            if group.index != root:
+                return None
+            total, m.result = m.result, None
+            return total
+
+        return self._meet(group, call, sealed(x), take, finish)
 
     def _exchange(self, group: Group, call: Call, sends: Mapping[int, np.ndarray]) -> Handle:
         def take(m: Meeting):  # out of the meeting, so that it may be the only name of what it takes
@@ -636,6 +650,19 @@ class LocalComm(Comm):
 
 Make = Callable[[Mapping[int, np.ndarray], bool], Any]
 """What makes a worker's result of what comes for it, by sender. True: in memory of its own, never in what came."""
+
+
+class Failed(NamedTuple):
+    """In place of a worker's result the error that is its own."""
+
+    error: Exception
+
+
+def _tried(make: Make, received: Mapping[int, np.ndarray], fresh: bool) -> Any:
+    try:
+        return make(received, fresh)
+    except Exception as error:
+        return Failed(error.with_traceback(None))
 
 
 def handed(call: Call, x: np.ndarray) -> np.ndarray:

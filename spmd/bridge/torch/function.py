@@ -22,7 +22,7 @@ from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 
 from spmd import frontends
-from spmd.bridge.torch.memory import array_dtype, lent, owned, tensor_of
+from spmd.bridge.torch.memory import array_dtype, block_of, owned, tensor_of
 from spmd.bridge.torch.tensor import Tensor, plain, state_of_tensor, stated, summed
 from spmd.errors import MeshError, TransportError, message
 from spmd.mesh import WORKER, Mesh, Worker
@@ -184,14 +184,14 @@ class Task:
         """Start on the data of x."""
         op, worker = self.op, self.seat.taken()
         no_lockstep(worker)
-        block = lent(plain(x) if isinstance(x, Tensor) else x, worker, f"spmd.{op.function}")
+        block, lent = block_of(plain(x) if isinstance(x, Tensor) else x, worker, f"spmd.{op.function}")
         began = WORKER.get()
         if began is worker:
-            self.finish = launch(op, block, worker, frame, self.asks, lent=True)
+            self.finish = launch(op, block, worker, frame, self.asks, lent)
         else:  # a thread of torch's own
             token = WORKER.set(worker)
             try:
-                self.finish = launch(op, block, worker, frame, self.asks, lent=True)
+                self.finish = launch(op, block, worker, frame, self.asks, lent)
             finally:
                 WORKER.reset(token)
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from spmd.bridge.torch.function import Seat, seat_of
-from spmd.bridge.torch.memory import array_dtype, lent, owned, write
+from spmd.bridge.torch.memory import array_dtype, block_of, owned, write
 from spmd.bridge.torch.tensor import SUMMED, plain, stated
 from spmd.device import to_host
 from spmd.errors import DifferentiationError, LayoutError, MeshError, StateError, message
@@ -458,7 +458,7 @@ class Sums:
     def _lent(self, x: torch.Tensor | None, like: torch.Tensor, worker: Worker) -> Any:
         """A gradient as a block. It is not written to before the sum is there, so that nobody needs a copy."""
         x = torch.zeros_like(plain(like).detach()) if x is None else plain(x)
-        return lent(x, worker, WHERE)
+        return block_of(x, worker, WHERE)[0]
 
     def _leave(self, token: _Token) -> None:
         """At the end of a backward."""
@@ -533,7 +533,7 @@ class Sums:
     def _agree(self, worker: Worker, flags: list[bool], detail: str) -> list[bool]:
         """For each flag, whether any worker's is up."""
         mine = torch.tensor(flags, dtype=torch.uint8, device=_device(worker))
-        block = lent(mine, worker, WHERE)
+        block, _ = block_of(mine, worker, WHERE)
         call = self._call(worker, block.dtype, block.shape, detail)
         cell = [worker.comm.all_reduce(worker.group(self.axes), call, block, "max").wait()]
         return [bool(f) for f in owned(cell).tolist()]
@@ -541,7 +541,7 @@ class Sums:
     def _broadcast(self, worker: Worker, x: torch.Tensor, detail: str) -> torch.Tensor:
         """The first worker's x."""
         group = worker.group(self.axes)
-        block = lent(x, worker, WHERE)  # which nobody writes to
+        block, _ = block_of(x, worker, WHERE)  # which nobody writes to
         call = self._call(worker, block.dtype, block.shape, detail)
         cell = [worker.comm.broadcast(group, call, block if group.index == 0 else None, 0).wait()]
         return owned(cell)

@@ -21,7 +21,7 @@ from spmd.kernels.buffers import Lease
 from spmd.mesh import Mesh, Worker
 from spmd.transport.base import sealed
 
-__all__ = ["array_dtype", "borrowed", "lent", "owned", "shaped_like", "tensor_of", "torch_dtype", "write"]
+__all__ = ["array_dtype", "block_of", "borrowed", "owned", "shaped_like", "tensor_of", "torch_dtype", "write"]
 
 _NAMES = (
     "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 float32 float64 complex64 complex128 bfloat16"
@@ -105,11 +105,13 @@ def check_device(x: torch.Tensor, mesh: Mesh, where: str, argument: str) -> None
         )
 
 
-def lent(x: torch.Tensor, worker: Worker, where: str) -> Any:
-    """A tensor's data for a collective, which is called with lent=True: the tensor may be written to as soon as this
-    worker goes on."""
+def block_of(x: torch.Tensor, worker: Worker, where: str) -> tuple[Any, bool]:
+    """A tensor's data for a collective, and whether it is lent: the very memory of the tensor, which may be written to
+    as soon as this worker goes on."""
     check_device(x, worker.mesh, where, "x")
-    return contiguous(borrowed(x))
+    array = borrowed(x)
+    block = contiguous(array)
+    return block, block is array
 
 
 def _copy(array: np.ndarray) -> np.ndarray:

@@ -1,0 +1,167 @@
+"""Which scheduler `auto` comes to: short work stays in lockstep, long work goes to threads, between them both are tried."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+import spmd
+from spmd import P, scheduling
+from spmd.kernels import team
+from spmd.scheduling import Trial
+from spmd.transport.base import Outcome
+
+ROWS = P("x")
+X = np.random.default_rng(0).standard_normal((11, 4))
+
+
+def close(found, want):
+    np.testing.assert_allclose(found, want, rtol=1e-12)
+
+
+def test_auto_settles_on_lockstep_for_short_work_and_threads_for_long(monkeypatch):
+    monkeypatch.setattr(scheduling, "usable_cores", lambda: 4)
+    monkeypatch.setattr(scheduling, "_LONG", 0.02)
+    monkeypatch.setattr(scheduling, "_SURE", 0.02)
+
+    @spmd.map(in_specs=ROWS, out_specs=P())
+    def short(x):
+        return spmd.psum(x.sum(), "x")
+
+    @spmd.map(in_specs=ROWS, out_specs=P())
+    def long(x):
+        time.sleep(0.1)
+        return spmd.psum(x.sum(), "x")
+
+    with spmd.Mesh(x=2, scheduler="auto") as mesh:
+        assert "lockstep for" not in spmd.info()
+        for _ in range(2):
+            close(short(X), X.sum())
+            close(long(X), X.sum())
+            spmd.grad(short)(X)
+        text = spmd.info()
+    assert "lockstep for run of spmd.map of short" in text
+    assert "threads for run of spmd.map of long" in text
+    assert "lockstep for forward of spmd.map of short" in text
+    assert "lockstep for backward of spmd.map of short" in text
+    assert len(mesh.chosen) == 4
+    with spmd.Mesh(x=2, scheduler="threads") as fixed:
+        short(X)
+        assert not fixed.chosen
+        assert "scheduler     threads" in spmd.info()
+
+
+def test_auto_chooses_for_each_shape_anew(monkeypatch):
+    monkeypatch.setattr(scheduling, "usable_cores", lambda: 4)
+    monkeypatch.setattr(scheduling, "_LONG", 0.02)
+    monkeypatch.setattr(scheduling, "_SURE", 0.02)
+    seen = []
+    with spmd.Mesh(x=2, scheduler="auto") as mesh:
+        run = type(mesh).run
+        monkeypatch.setattr(
+            type(mesh), "run", lambda self, body, **kw: (seen.append(kw["scheduler"]), run(self, body, **kw))[1]
+        )
+        mapped = spmd.map(lambda x: (time.sleep(0.02 * x.shape[1]), x)[1], ROWS, ROWS)
+        for a in (X, X, X, X[:, :0], X[:, :0], X):
+            mapped(a)
+    assert seen == ["lockstep", "lockstep", "threads", "lockstep", "lockstep", "threads"]
+
+
+def test_auto_does_not_go_by_a_first_run_that_is_slow(monkeypatch):
+    """What it imports and compiles is no work of the body."""
+    monkeypatch.setattr(scheduling, "usable_cores", lambda: 4)
+    monkeypatch.setattr(scheduling, "_LONG", 0.02)
+    monkeypatch.setattr(scheduling, "_SURE", 0.02)
+    with spmd.Mesh(x=2, scheduler="auto") as mesh:
+        left = [0.1, 0.1]
+        mapped = spmd.map(lambda x: (left and time.sleep(left.pop()), x)[1], ROWS, ROWS)
+        mapped(X)
+        assert not mesh.chosen
+        mapped(X)
+        assert set(mesh.chosen.values()) == {"lockstep"}
+
+
+@pytest.mark.parametrize(("cores", "chosen"), [(4, "lockstep"), (1, "threads")])
+def test_auto_counts_what_all_cores_do_for_nothing(cores, chosen, monkeypatch):
+    """In lockstep they copy what is large together, so threads would not be sooner there."""
+    copy = team._copy
+    monkeypatch.setattr(team, "_copy", lambda pairs: (time.sleep(0.3), copy(pairs)))
+    monkeypatch.setattr(scheduling, "usable_cores", lambda: 4)
+    monkeypatch.setattr("spmd.transport.local.usable_cores", lambda: cores)
+    monkeypatch.setattr(scheduling, "_LONG", 0.06)
+    monkeypatch.setattr(scheduling, "_SURE", 0.06)
+    x = np.arange(1 << 20, dtype=float).reshape(-1, 1 << 10)
+    with spmd.Mesh(x=2, scheduler="auto") as mesh:
+        mapped = spmd.map(lambda x: spmd.halo_exchange(x, ROWS, 1), ROWS, ROWS)
+        for _ in range(2):
+            assert mapped(x).shape == (1026, 1024)
+        assert set(mesh.chosen.values()) == {chosen}
+
+
+def calls(seconds: dict[str, list[float]], monkeypatch, cores: int = 4, size: int = 2) -> list[str]:
+    """The schedulers of the calls until one is chosen, which is the last; a call takes the next of these seconds."""
+    monkeypatch.setattr(scheduling, "usable_cores", lambda: cores)
+    mesh, trial, ran = spmd.Mesh(x=size), Trial(), []
+    left = {name: iter(times) for name, times in seconds.items()}
+    while trial.chosen is None:
+        ran.append(trial.next)
+        trial.learn(ran[-1], Outcome({}, next(left[ran[-1]]), 0), mesh)
+    return [*ran, trial.chosen]
+
+
+L, T = "lockstep", "threads"
+
+
+@pytest.mark.parametrize(
+    ("lockstep", "threads", "ran"),
+    [
+        ([700e-6], [], [L, L]),
+        ([1.0, 700e-6], [], [L, L, L]),  # it imported something
+        ([1.0, 10e-3], [], [L, L, T]),
+        ([1.0, 1e-3, 1e-3, 1e-3], [1.5e-3, 1.4e-3, 1.6e-3], [L, L, T, T, L, T, L, L]),
+        ([1.0, 1e-3, 1e-3, 1e-3], [9e-3, 0.8e-3, 2e-3], [L, L, T, T, L, T, L, T]),
+        ([1.0, 7e-3, 0.7e-3, 1e-3], [0.8e-3, 0.8e-3, 0.8e-3], [L, L, T, T, L, T, L, L]),  # a busy moment in the second
+        ([0.1e-3 * 9, 2e-3, 2e-3, 2e-3], [1e-3, 1e-3, 1e-3], [L, L, T, T, L, T, L, T]),
+    ],
+)
+def test_what_is_tried_and_what_stays(lockstep, threads, ran, monkeypatch):
+    assert calls({L: lockstep, T: threads}, monkeypatch) == ran
+
+
+def test_where_threads_have_no_core_of_their_own_nothing_is_tried(monkeypatch):
+    assert calls({L: [1.0]}, monkeypatch, cores=1) == [L, L]
+    assert calls({L: [1.0]}, monkeypatch, size=1) == [L, L]
+
+
+def test_both_schedulers_are_tried_where_it_is_not_clear(monkeypatch):
+    """And every call gives the same bits, whichever it is."""
+    monkeypatch.setattr(scheduling, "usable_cores", lambda: 4)
+    monkeypatch.setattr(scheduling, "_LONG", 0.0)
+    monkeypatch.setattr(scheduling, "_SURE", 1e9)
+    with spmd.Mesh(x=2, scheduler="auto") as mesh:
+        step = spmd.value_and_grad(spmd.map(lambda x: spmd.psum(np.sum(np.tanh(x) ** 2), "x"), ROWS, P()))
+        laid_out = spmd.put(X, ROWS)
+        found = [[a.numpy().tobytes() for a in step(laid_out)] for _ in range(8)]
+        assert len(mesh.chosen) == 1
+    assert all(f == found[0] for f in found)
+
+
+def test_a_trial_is_made_by_threads_of_the_user_together(monkeypatch):
+    monkeypatch.setattr(scheduling, "usable_cores", lambda: 4)
+    monkeypatch.setattr(scheduling, "_LONG", 0.0)
+    monkeypatch.setattr(scheduling, "_SURE", 1e9)
+    mesh = spmd.Mesh(x=2, scheduler="auto")
+    mapped = mesh.map(lambda x: spmd.psum(x.sum(), "x"), ROWS, P())
+    with ThreadPoolExecutor(8) as pool:
+        for found in pool.map(mapped, [X] * 100):
+            close(found, X.sum())
+    assert len(mesh.chosen) == 1
+
+
+def test_where_the_scheduler_is_given_nothing_is_tried(monkeypatch):
+    monkeypatch.setattr(spmd.mapping, "Trial", None)
+    mesh = spmd.Mesh(x=2, scheduler="threads")
+    close(mesh.map(lambda x: spmd.psum(x.sum(), "x"), ROWS, P())(X), X.sum())
