@@ -30,8 +30,8 @@ optree: Any = _Late()
 _OURS: Any = {"namespace": "spmd"}
 """Where classes are registered: other programs that use the library behind may see them otherwise."""
 
-LEAF: Any = None
-"""The structure of a leaf alone, once one was met."""
+_LEAVES: list[Any] = [None, None]
+"""The structures of a leaf alone, where None is none and where it is one, once one was met."""
 
 ALONE: set[type] = {np.ndarray}
 """Classes of arrays, which are leaves by themselves."""
@@ -82,17 +82,22 @@ def _of_fields(cls: type) -> tuple[Callable, Callable]:
 
 def flatten(tree: Any, *, none_is_leaf: bool = False) -> tuple[list[Any], Any]:
     """The leaves of a tree, and its structure. Dictionaries go by sorted keys."""
-    if type(tree) in ALONE and not none_is_leaf:
-        global LEAF
-        LEAF = LEAF or optree.tree_structure(0, **_OURS)
-        return [tree], LEAF
+    if type(tree) in ALONE:
+        return [tree], _leaf(none_is_leaf)
     found, structure = optree.tree_flatten(tree, none_is_leaf=none_is_leaf, **_OURS)
     return found, structure
 
 
+def _leaf(none_is_leaf: bool) -> Any:
+    found = _LEAVES[none_is_leaf]
+    if found is None:
+        found = _LEAVES[none_is_leaf] = optree.tree_structure(0, none_is_leaf=none_is_leaf, **_OURS)
+    return found
+
+
 def unflatten(structure: Any, leaves: Iterable[Any]) -> Any:
     """The tree of this structure with these leaves."""
-    if structure is LEAF:
+    if structure is _LEAVES[1] or structure is _LEAVES[0]:
         (leaf,) = leaves
         return leaf
     return optree.tree_unflatten(structure, leaves)
@@ -116,6 +121,8 @@ def leaves(tree: Any) -> list[Any]:
 
 def structure(tree: Any, *, none_is_leaf: bool = False) -> Any:
     """The structure of a tree."""
+    if type(tree) in ALONE:
+        return _leaf(none_is_leaf)
     return optree.tree_structure(tree, none_is_leaf=none_is_leaf, **_OURS)
 
 

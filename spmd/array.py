@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from spmd.autodiff import tree
 from spmd.autodiff.tracer import Array, name_of
 from spmd.device import contiguous, on_device, to_host
 from spmd.errors import (
@@ -636,6 +637,8 @@ _functions: dict[Any, Callable[..., Any]] = {
     **{f: _of_wholes(f) for f in (np.allclose, np.array_equal, np.array2string)},
 }
 
+
+tree.ALONE.add(PartitionedArray)
 
 # Copies and layouts
 

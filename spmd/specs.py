@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from spmd.autodiff import tree
@@ -56,6 +57,7 @@ def _structure(value) -> str:
     return shown(tree.structure(value, none_is_leaf=True))
 
 
+@lru_cache(maxsize=256)
 def shown(treedef) -> str:
     """The structure of a pytree as messages show it."""
     text = str(treedef)

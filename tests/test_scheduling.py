@@ -1,4 +1,4 @@
-"""Which scheduler `auto` comes to: short work stays in lockstep, long work goes to threads, between them both are tried."""
+"""Which scheduler `auto` comes to: lockstep for short work, threads for long, and what was sooner for that between."""
 
 from __future__ import annotations
 

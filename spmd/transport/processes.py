@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextvars
 import hashlib
-import json
+import pickle
 import sys
 import threading
 import time
@@ -607,6 +607,7 @@ class ProcessTransport(Transport):
     def __init__(self, worker: int, ranks: Shape, board: Callable[[], Board | None]):
         self.size = len(ranks)
         self.local = (worker,)
+        self.everyone = Group((), (), tuple(range(self.size)), worker)
         self.describe: Callable[[int], str] = lambda worker: f"worker {worker}"
         self.ranks = ranks
         self.flying: set[Pending] = set()
@@ -672,9 +673,8 @@ class ProcessTransport(Transport):
         return self._threads
 
     def _share_of_cores(self, call: Call) -> int:
-        everyone = tuple(range(self.size))
-        channel = self.channel(everyone, call)
-        self._gather(everyone, call)
+        channel = self.channel(self.everyone.members, call)
+        self._gather(self.everyone.members, call)
         mine = np.zeros((), _HOST)
         mine["name"] = digest(machine())
         mine["cores"][list(core_numbers())] = 1
@@ -797,13 +797,11 @@ class ProcessTransport(Transport):
 
     def share(self, local: dict[int, Any]) -> dict[int, Any]:
         (value,) = local.values()
-        send = np.frombuffer(json.dumps(value).encode(), np.uint8)
-        everyone = tuple(range(self.size))
-        group = Group((), (), everyone, self.local[0])
+        send = np.frombuffer(pickle.dumps(value), np.uint8)
         try:
-            blocks = self.comm._all_gather(group, _End(send, self.last), send).wait()  # no part of the ledger
+            blocks = self.comm._all_gather(self.everyone, _End(send, self.last), send).wait()  # no part of the ledger
         finally:
             if self.broken == self.number:
                 self._end_of_map()
         self.last = None
-        return {k: json.loads(block.tobytes()) for k, block in enumerate(blocks)}
+        return {k: pickle.loads(block) for k, block in enumerate(blocks)}
