@@ -95,9 +95,14 @@ def _leaf(none_is_leaf: bool) -> Any:
     return found
 
 
+def is_leaf(structure: Any) -> bool:
+    """Whether this is known to be the structure of a leaf alone."""
+    return structure is not None and (structure is _LEAVES[1] or structure is _LEAVES[0])
+
+
 def unflatten(structure: Any, leaves: Iterable[Any]) -> Any:
     """The tree of this structure with these leaves."""
-    if structure is _LEAVES[1] or structure is _LEAVES[0]:
+    if is_leaf(structure):
         (leaf,) = leaves
         return leaf
     return optree.tree_unflatten(structure, leaves)

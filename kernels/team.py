@@ -105,8 +105,9 @@ def each(makes: Sequence[Callable[[], Any]], sizes: Sequence[int]) -> list[Any]:
         least = loads.index(min(loads))
         shares[least].append(k)
         loads[least] += sizes[k]
-    together = sum(size / parts(size) + _PART / 2 for size in sizes)  # a helper's way is worth that much
-    if together < max(loads) + _PART / 2:
+    way = _PART / 2  # of a helper
+    together = sum(size / parts(size) + (way if parts(size) > 1 else 0) for size in sizes)
+    if together < max(loads) + way:
         return [make() for make in makes]
     made: list[Any] = [None] * len(makes)
 

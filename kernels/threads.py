@@ -44,13 +44,14 @@ class Pool:
         try:
             while len(taken) < n:
                 taken.append(self._started())
-        except BaseException as error:
+        except RuntimeError:  # No more threads: whoever asks does the rest himself.
+            with self.lock:
+                self.helping -= n - len(taken)
+        except BaseException:
             with self.lock:
                 self.helping -= n
                 self.idle.extend(taken)
-            if not isinstance(error, RuntimeError):
-                raise
-            return []  # No more threads: whoever asks does it himself.
+            raise
         for thread in taken:
             thread.helps = True
         return taken

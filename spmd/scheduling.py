@@ -1,12 +1,13 @@
 """Which scheduler suits a map on arguments of some shapes: found out by its first calls.
 
-The first call runs in lockstep. Where what one core does between two waits is short, that stays. Where it is long, a
-second call is looked at, because a first one also imports and compiles; and where that is not so long that threads are
-sure to be sooner, a few calls of each are timed. The results have the same bits either way.
+The first calls run in lockstep. Where what one core does between two waits is short, that stays. Where it is so long in
+two of them that threads are sure to be sooner, they are chosen; a first call also imports and compiles. Between both a
+few calls of each are timed. Noise only adds to a time, so the least one counts. The results have the same bits.
 """
 
 from __future__ import annotations
 
+from math import inf
 from threading import Lock
 
 from spmd.mesh import Mesh
@@ -19,44 +20,48 @@ _LONG = 400e-6
 """Seconds between two waits from which threads may pay for their handoffs (about 35 us each across cores)."""
 _SURE = 10 * _LONG
 """Seconds from which they do."""
-_CALLS = ("lockstep", "lockstep", "threads", "threads", "lockstep", "threads", "lockstep")
-"""What is tried. The first call does not count, and of three times the least does: machines are shared."""
+_TIMES = 3
+"""How often each scheduler is timed, where it is not clear."""
+
+_lock = Lock()
+"""The user's threads may call a map at once."""
 
 
 class Trial:
-    """The first calls of a map on some shapes. chosen: the scheduler that they have come to, None before that."""
+    """The first calls of a map on some shapes. chosen: the scheduler that they have come to, None before that.
 
-    __slots__ = ("calls", "chosen", "lock", "taken")
+    taken: the seconds of the calls so far. segment: what one core did at most between two waits, in seconds.
+    """
+
+    __slots__ = ("chosen", "segment", "taken")
 
     def __init__(self) -> None:
-        self.lock = Lock()
         self.chosen: str | None = None
-        self.calls = 0
+        self.segment = inf
         self.taken: dict[str, list[float]] = {"lockstep": [], "threads": []}
 
     @property
     def next(self) -> str:
         """The scheduler of the next call."""
-        return self.chosen or _CALLS[min(self.calls, len(_CALLS) - 1)]
+        in_turns = "threads" if len(self.taken["threads"]) <= len(self.taken["lockstep"]) - 2 else "lockstep"
+        return self.chosen or in_turns
 
     def learn(self, scheduler: str, outcome: Outcome, mesh: Mesh) -> None:
         """How a call went with this scheduler."""
-        with self.lock:  # the user's threads may call at once
+        with _lock:
             if self.chosen is None:
-                self.calls += 1
                 self.taken[scheduler].append(outcome.seconds)
-                self.chosen = self._choice(outcome, mesh)
+                if scheduler == "lockstep":
+                    segment = (outcome.seconds - outcome.shared) / (outcome.switches + mesh.size)
+                    self.segment = min(self.segment, segment)
+                self.chosen = self._choice(mesh)
 
-    def _choice(self, outcome: Outcome, mesh: Mesh) -> str | None:
-        if self.calls > 2:
-            if self.calls < len(_CALLS):
-                return None
-            least = {name: min(seconds, default=0.0) for name, seconds in self.taken.items()}
-            return min(least, key=least.__getitem__)
-        segment = (outcome.seconds - outcome.shared) / (outcome.switches + mesh.size)
-        if segment <= _LONG or usable_cores() == 1 or mesh.size == 1:
+    def _choice(self, mesh: Mesh) -> str | None:
+        lockstep, threads = self.taken["lockstep"], self.taken["threads"]
+        if self.segment <= _LONG or usable_cores() == 1 or mesh.size == 1:
             return "lockstep"
-        if self.calls == 1:
-            self.taken["lockstep"].clear()
+        if self.segment > _SURE and len(lockstep) > 1:
+            return "threads"
+        if min(len(lockstep), len(threads)) < _TIMES:
             return None
-        return "threads" if segment > _SURE else None
+        return "threads" if min(threads) < min(lockstep) else "lockstep"

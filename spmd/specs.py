@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from spmd.autodiff import tree
@@ -57,9 +56,10 @@ def _structure(value) -> str:
     return shown(tree.structure(value, none_is_leaf=True))
 
 
-@lru_cache(maxsize=256)
 def shown(treedef) -> str:
     """The structure of a pytree as messages show it."""
+    if tree.is_leaf(treedef):
+        return "*"
     text = str(treedef)
     text = text.removeprefix("PyTreeSpec(").removesuffix(")").removesuffix(", NoneIsLeaf")
     return text if len(text) <= 200 else text[:197] + "..."

@@ -113,7 +113,7 @@ def test_what_is_to_hold_names_cases_and_contestants_that_there_are():
     for target in TARGETS:
         module, attribute = SECTIONS[target.section]
         section = getattr(importlib.import_module(module), attribute)
-        assert {*target.ours, *target.peers, *target.limits} - {"limit"} <= section.contestants.keys(), target
+        assert {*target.ours, *target.peers} <= section.contestants.keys(), target
         for ours in target.ours:
             if (target.section, ours) not in cases:
                 cases[target.section, ours] = section.contestants[ours].build(False)
@@ -140,13 +140,6 @@ def test_what_is_to_hold_is_found_by_medians():
     assert "out of reach" in aims([table(ours=4.0, jax=9.0, limit=3.0)])
     assert not found([table(ours=4.0, jax=18.0, limit=3.0)])[0].out_of_reach
     assert not found([table(ours=2.0)])
-    row = {n: Measured([s] * 3) for n, s in {"spmd": 3.0, "mpi4py-fft": 2.0, "scipy, 2 threads": 2.5}.items()}
-    tables = [
-        [Table(Section("w6", "a table"), {"256x256x256": row | more})]
-        for more in ({}, {"torch, 2 threads": row["mpi4py-fft"]})
-    ]
-    assert [found(t)[0].limit for t in tables] == [0.8, 1.0]
-    assert [found(t)[0].out_of_reach for t in tables] == [True, False]
     assert not found([table(jax=2.0)])
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -181,6 +183,28 @@ def test_what_is_wrong_with_one_result_is_said_of_its_worker(scheduler):
     assert note.startswith("raised by worker 1 (x=1)\nworker 2 (x=2) raised ")
     assert "[1, 4]" in str(caught.value)
     assert "[2, 4]" in note
+
+
+def test_an_error_of_one_result_keeps_no_block_alive(scheduler):
+    kept = []
+
+    class Block(np.ndarray):
+        pass
+
+    def body():
+        k = spmd.worker_index("x")
+        mine = np.ones((4, 4)).view(Block)
+        kept.append(weakref.ref(mine))
+        return spmd.all_to_all(mine, "x", 0, 1, tiled=True, sizes=[(3, 1), (2, 2)][k])
+
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(LayoutError):
+            Mesh(x=2, scheduler=scheduler).map(body, in_specs=(), out_specs=None, check=False)()
+        assert [ref() for ref in kept] == [None, None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("tracked", [True, False])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -121,10 +123,12 @@ L, T = "lockstep", "threads"
         ([700e-6], [], [L, L]),
         ([1.0, 700e-6], [], [L, L, L]),  # it imported something
         ([1.0, 10e-3], [], [L, L, T]),
-        ([1.0, 1e-3, 1e-3, 1e-3], [1.5e-3, 1.4e-3, 1.6e-3], [L, L, T, T, L, T, L, L]),
-        ([1.0, 1e-3, 1e-3, 1e-3], [9e-3, 0.8e-3, 2e-3], [L, L, T, T, L, T, L, T]),
-        ([1.0, 7e-3, 0.7e-3, 1e-3], [0.8e-3, 0.8e-3, 0.8e-3], [L, L, T, T, L, T, L, L]),  # a busy moment in the second
-        ([0.1e-3 * 9, 2e-3, 2e-3, 2e-3], [1e-3, 1e-3, 1e-3], [L, L, T, T, L, T, L, T]),
+        ([1.0, 1e-3, 1e-3, 1e-3], [1.5e-3, 1.4e-3, 1.6e-3], [L, L, T, L, T, L, T, L]),
+        ([1.0, 1e-3, 1e-3, 1e-3], [9e-3, 0.9e-3, 2e-3], [L, L, T, L, T, L, T, T]),
+        ([1.5e-3, 90e-3, 1.5e-3, 2e-3], [2e-3, 2e-3, 2e-3], [L, L, T, L, T, L, T, L]),  # a busy moment in the second
+        ([1.0, 90e-3], [], [L, L, T]),
+        ([1.0, 5e-3, 0.7e-3], [2e-3], [L, L, T, L, L]),  # it turns out to be short
+        ([0.9e-3, 2e-3, 2e-3, 2e-3], [0.5e-3, 1e-3, 1e-3], [L, L, T, L, T, L, T, T]),
     ],
 )
 def test_what_is_tried_and_what_stays(lockstep, threads, ran, monkeypatch):
@@ -159,6 +163,35 @@ def test_a_trial_is_made_by_threads_of_the_user_together(monkeypatch):
         for found in pool.map(mapped, [X] * 100):
             close(found, X.sum())
     assert len(mesh.chosen) == 1
+    (trial,) = mapped._trials.values()
+    assert min(map(len, trial.taken.values())) >= 3
+
+
+def test_calls_that_come_at_once_do_not_stand_for_the_other_scheduler(monkeypatch):
+    """Eight that asked before any had ended were all in lockstep."""
+    monkeypatch.setattr(scheduling, "usable_cores", lambda: 4)
+    trial, mesh = Trial(), spmd.Mesh(x=2)
+    for name in [trial.next for _ in range(8)]:
+        assert name == L
+        trial.learn(name, Outcome({}, 1e-3 * 2, 0), mesh)
+    assert trial.chosen is None
+    for _ in range(3):
+        assert trial.next == T
+        trial.learn(T, Outcome({}, 3e-3, 0), mesh)
+    assert trial.chosen == L
+
+
+def body_to_copy(x):
+    return spmd.psum(x.sum(), "x")
+
+
+def test_a_map_that_has_chosen_can_be_copied_and_pickled():
+    mapped = spmd.map(body_to_copy, ROWS, P())
+    with spmd.Mesh(x=2):
+        close(mapped(X), X.sum())
+        close(copy.deepcopy(mapped)(X), X.sum())
+    assert mapped._trials
+    assert pickle.loads(pickle.dumps(next(iter(mapped._trials.values())))).chosen == L
 
 
 def test_where_the_scheduler_is_given_nothing_is_tried(monkeypatch):

@@ -141,6 +141,8 @@ MB = 1 << 20
         (2, [8, 4, 4], [2]),  # the large one against the two small ones
         (8, [1.5, 1.5], [2]),
         (8, [32, 32], []),
+        (2, [6, 0, 0, 0, 0, 0, 0, 0], []),  # none of the empty ones takes a helper
+        (8, [24] + [0] * 63, []),
         (2, [0.5, 0.4], []),
         (2, [8], []),
         (3, [], []),
@@ -193,6 +195,38 @@ def test_an_interrupt_while_helpers_start_loses_none(error, monkeypatch):
     assert len(helpers) == pool.helping == 4
     pool.give(helpers)
     assert pool.helping == 0
+
+
+def test_helpers_that_are_there_help_where_no_more_can_start(monkeypatch):
+    pool = threads.Pool()
+    pool.give(pool.take(2))
+
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(threads.Thread, "start", start)
+    helpers = pool.spare(4)
+    assert len(helpers) == pool.helping == 2
+    pool.give(helpers)
+    assert pool.helping == 0
+
+
+@pytest.mark.parametrize("spread", [True, False])
+def test_additions_of_boxes_are_split(spread, monkeypatch):
+    split, ran = [], team.run
+    monkeypatch.setattr(team, "run", lambda tasks: (split.append(len(tasks)), ran(tasks)))
+    rng = np.random.default_rng(2)
+    shape = (601, 1001)
+    boxes = (((0, 601), (0, 1001)), ((1, 600), (2, 1001)), ((3, 4), (5, 6)))
+    parts = [rng.standard_normal([b - a for a, b in box]) for box in boxes]
+    with team.of(lambda: 2 if spread else 1):
+        found = cpu.add_boxes(shape, boxes, parts)
+    want = parts[0].copy()
+    for box, part in zip(boxes[1:], parts[1:], strict=True):
+        want[tuple(slice(*b) for b in box)] += part
+    np.testing.assert_array_equal(found, want)
+    assert split == [2, 2] * spread
 
 
 def test_an_interrupt_waits_for_those_who_help(monkeypatch):

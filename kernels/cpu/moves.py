@@ -89,7 +89,12 @@ def add_boxes(shape: tuple[int, ...], boxes: tuple[Box, ...], parts: Sequence[np
     else:
         out.fill(0)
     for box, part in zip(boxes[first:], parts[first:], strict=True):
-        out[within(box)] += part
+        view = out[within(box)]
+        n = team.parts(view.nbytes)
+        if n == 1:
+            view += part
+        else:
+            team.run([partial(np.add, view[s], part[s], view[s]) for s in team.spans(view.shape, n)])
     return out
 
 

@@ -479,4 +479,4 @@ class Transport(ABC):
 
     @abstractmethod
     def share(self, local: dict[int, Any]) -> dict[int, Any]:
-        """Small values of plain types, one per worker held here, made known to all processes."""
+        """Small JSON values, one per worker held here, made known to all processes."""

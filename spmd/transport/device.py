@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from spmd import kernels
 from spmd.cuda import Place
 from spmd.device import on_device
-from spmd.transport.base import Call, Comm, Group, Handle, Join, Then
+from spmd.transport.base import Call, Comm, Group, Handle, Join, Then, sealed
 from spmd.transport.local import LocalComm, Make, Meeting, Run, Waiting, handed
 
 __all__ = ["DeviceComm"]
@@ -136,9 +136,9 @@ class DeviceComm(LocalComm):
         """The root makes the sum on its own device."""
 
         def take(m: Meeting) -> Any:
-            return kernels.of(x).combine(m.payloads) if group.index == root else None
+            return sealed(kernels.of(x).combine(list(m.payloads))) if group.index == root else None
 
-        return self._meet(group, call, handed(call, x), take)
+        return self._meet(group, call, sealed(x) if group.index == root else handed(call, x), take)
 
     def _open(self, x: Any, home: Place) -> Any:
         if isinstance(x, list | dict):

@@ -571,10 +571,11 @@ class LocalComm(Comm):
             tasks = [partial(_tried, make, received, fresh) for make, received in todo]
             return self.run.make(group, nbytes, lambda: team.each(tasks, sizes))
 
-        def take(m: Meeting) -> Any:  # out of the meeting, so that it may be the only name of what it takes
-            mine, m.result[group.index] = m.result[group.index], None
+        def take(m: Meeting) -> Any:
+            mine = m.result[group.index]
             if type(mine) is Failed:
-                raise mine.error
+                raise _own(mine.error)
+            m.result[group.index] = None  # so that this may be the only name of what it takes
             return mine
 
         return self._meet(group, call, ({k: sealed(x) for k, x in parts.items()}, make, call.lent), take, finish)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextvars
 import hashlib
-import pickle
+import json
 import sys
 import threading
 import time
@@ -797,11 +797,13 @@ class ProcessTransport(Transport):
 
     def share(self, local: dict[int, Any]) -> dict[int, Any]:
         (value,) = local.values()
-        send = np.frombuffer(pickle.dumps(value), np.uint8)
+        said = json.dumps(value).encode()
+        send = np.frombuffer(said, np.uint8)
         try:
             blocks = self.comm._all_gather(self.everyone, _End(send, self.last), send).wait()  # no part of the ledger
         finally:
             if self.broken == self.number:
                 self._end_of_map()
         self.last = None
-        return {k: pickle.loads(block) for k, block in enumerate(blocks)}
+        texts = [block.tobytes() for block in blocks]
+        return {k: value if text == said else json.loads(text) for k, text in enumerate(texts)}  # most say the same
