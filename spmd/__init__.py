@@ -42,9 +42,6 @@ from spmd.ledger import ledger
 from spmd.mapping import map
 from spmd.mesh import Mesh, axis_index, axis_size, is_main, make_mesh, worker_index
 from spmd.operators.base import block, varying
-from spmd.operators.exchange import all_to_all, pswapaxes, ragged_all_to_all
-from spmd.operators.gather import all_gather, pslice, psum_scatter
-from spmd.operators.permute import ppermute, pshuffle, sendrecv, shift
 from spmd.operators.reduce import pcast, pmax, pmean, pmin, psum, pvary
 from spmd.operators.repartition import accumulate, repartition
 from spmd.operators.root import broadcast, gather, keep, replicate, scatter, sum_reduce
@@ -62,7 +59,10 @@ if TYPE_CHECKING:
     from spmd.functions import log_softmax, relu, softmax_cross_entropy
     from spmd.linear import linear_operator
     from spmd.operators.at_root import at_root
+    from spmd.operators.exchange import all_to_all, pswapaxes, ragged_all_to_all
+    from spmd.operators.gather import all_gather, pslice, psum_scatter
     from spmd.operators.halo import halo_accumulate, halo_exchange
+    from spmd.operators.permute import ppermute, pshuffle, sendrecv, shift
     from spmd.operators.stencil import stencil
     from spmd.testing import check_adjoint
     from spmd.window import plan_needs, plan_transposed, plan_window, plan_windows
@@ -156,25 +156,25 @@ __all__ = [
 __version__ = "0.1.0"
 
 
+_LATE = {
+    "spmd.functions": ("log_softmax", "relu", "softmax_cross_entropy"),
+    "spmd.linear": ("linear_operator",),
+    "spmd.operators.at_root": ("at_root",),
+    "spmd.operators.exchange": ("all_to_all", "pswapaxes", "ragged_all_to_all"),
+    "spmd.operators.gather": ("all_gather", "pslice", "psum_scatter"),
+    "spmd.operators.halo": ("halo_accumulate", "halo_exchange"),
+    "spmd.operators.permute": ("ppermute", "pshuffle", "sendrecv", "shift"),
+    "spmd.operators.stencil": ("stencil",),
+    "spmd.testing": ("check_adjoint",),
+    "spmd.window": ("plan_needs", "plan_transposed", "plan_window", "plan_windows"),
+}
+"""What is imported when it is first asked for: dataclasses are written as they are imported, which takes time."""
+_PLACES = {name: module for module, names in _LATE.items() for name in names}
+
+
 def __getattr__(name: str):
-    if name == "check_adjoint":
-        from spmd.testing import check_adjoint
-
-        return check_adjoint
-    if name == "linear_operator":
-        from spmd.linear import linear_operator
-
-        return linear_operator
-    if name in ("log_softmax", "relu", "softmax_cross_entropy"):
-        return globals().setdefault(name, getattr(importlib.import_module("spmd.functions"), name))
     if name in ("functions", "linear", "numpy", "random", "scipy", "solvers"):
         return importlib.import_module(f"spmd.{name}")
-    if name == "at_root":
-        return importlib.import_module("spmd.operators.at_root").at_root
-    if name in ("plan_needs", "plan_transposed", "plan_window", "plan_windows"):
-        return globals().setdefault(name, getattr(importlib.import_module("spmd.window"), name))
-    if name == "stencil":
-        return globals().setdefault(name, importlib.import_module("spmd.operators.stencil").stencil)
-    if name in ("halo_accumulate", "halo_exchange"):
-        return globals().setdefault(name, getattr(importlib.import_module("spmd.operators.halo"), name))
+    if name in _PLACES:
+        return globals().setdefault(name, getattr(importlib.import_module(_PLACES[name]), name))
     raise AttributeError(f"module 'spmd' has no attribute {name!r}")
