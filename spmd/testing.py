@@ -238,8 +238,13 @@ _BETWEEN: dict[type[Operator], Callable[[tuple[str, ...], Layout, Layout], Case]
 """For each operator its cases on the axes `a`, which n workers lie along: even, uneven, short, empty."""
 
 
+_FILES = ("base", "repartition", "reduce", "root", "exchange", "gather", "permute", "halo", "stencil")
+"""The files of operators, in the order in which they are shown."""
+
+
 def operator_classes() -> list[type[Operator]]:
-    """Every operator of the library, in the order of their declaration; and those that were declared elsewhere."""
+    """Every operator of the library, in the order of their declaration, whichever file was imported first; and those
+    that were declared elsewhere."""
     for module in pkgutil.iter_modules(operators.__path__, f"{operators.__name__}."):
         importlib.import_module(module.name)  # a new file is found, though nothing names it yet
 
@@ -248,7 +253,9 @@ def operator_classes() -> list[type[Operator]]:
             yield sub
             yield from below(sub)
 
-    return [kind for kind in below(Operator) if not kind.__name__.startswith("_")]
+    places = {f"{operators.__name__}.{name}": k for k, name in enumerate(_FILES)}
+    found = [kind for kind in below(Operator) if not kind.__name__.startswith("_")]
+    return sorted(found, key=lambda kind: places.get(kind.__module__, len(places)))
 
 
 def operator_cases(kind: type[Operator], mesh: Mesh) -> list[Case]:

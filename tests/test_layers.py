@@ -28,6 +28,7 @@ LEVELS = [
     {"array"},
     {"placing"},
     {"products"},
+    {"scheduling"},
     {"mapping"},
     {"linear"},
     {"functions", "random", "optim", "solvers"},
