@@ -369,6 +369,7 @@ def test_seeds_and_generators():
 
     def elsewhere():
         torch.manual_seed(7)  # that of all threads: nothing is drawn from it
+        spt.psum(1, "x")  # but by whoever draws at that moment
         return column("x", 4, 5, False)
 
     def again():

@@ -48,8 +48,8 @@ def drawing(generator: torch.Generator | int | None = None) -> Iterator[None]:
     `torch.Generator` of this worker, on the host: that one.
 
     Workers take turns, so collectives have no place inside (StallError). `torch.manual_seed` inside seeds the worker's
-    generator; elsewhere in a body it seeds that of all threads, from which nothing here is drawn. Outside of bodies
-    None is torch's own generator.
+    generator; elsewhere in a body it seeds that of all threads, from which nothing here is drawn, unless another worker
+    is drawing at that moment. Outside of bodies None is torch's own generator.
     Raises StateError for a generator that another worker draws from too: what each got would be a matter of timing.
     """
     worker = WORKER.get()
