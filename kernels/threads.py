@@ -38,9 +38,9 @@ class Pool:
         """At most n threads that wait for a task, to help: as many as can be started, and never more of them at once
         than there are cores. Workers that wait have a thread each, and need no core."""
         with self.lock:
-            n = min(n, (os.cpu_count() or 1) - self.helping)
-            taken = [self.idle.pop() for _ in range(min(n, len(self.idle)))]
-            self.helping += max(n, 0)
+            n = max(0, min(n, (os.cpu_count() or 1) - self.helping))
+            self.helping += n
+        taken = self._waiting(n)
         try:
             while len(taken) < n:
                 taken.append(self._started())
