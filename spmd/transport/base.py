@@ -68,10 +68,10 @@ class Group:
 
     dims: the sizes of the axes. members: their numbers, major axis first. index: this worker's place among them.
     key: what identifies the group among all groups, whichever way its axes were ordered. ordered: the members by
-    number; places: the place of each of these among the members, None where they are in order.
+    number; rows: the place of each member among these.
     """
 
-    __slots__ = ("axes", "dims", "index", "key", "members", "ordered", "places", "size")
+    __slots__ = ("axes", "dims", "index", "key", "members", "ordered", "rows", "size")
 
     def __init__(self, axes: tuple[str, ...], dims: tuple[int, ...], members: tuple[int, ...], index: int):
         self.axes = axes
@@ -80,7 +80,7 @@ class Group:
         self.index = index
         self.size = len(members)
         self.ordered = tuple(sorted(members))
-        self.places = None if self.ordered == members else sorted(range(self.size), key=members.__getitem__)
+        self.rows = tuple(map({m: k for k, m in enumerate(self.ordered)}.__getitem__, members))
         self.key = f"{self.ordered[0]} {sorted(axes)}"
 
 

@@ -89,6 +89,7 @@ class Board:
         self.row["pid"] = os.getpid()
         self.met, self.members = self.row["met"].data, self.row["members"]
         self.place = -1
+        self.coming = 0, 0
         self.masks: dict[int, np.ndarray] = {}
         self.recent: deque[Any] = deque(maxlen=8)
         self.places: dict[int, int] = {}
@@ -101,8 +102,8 @@ class Board:
 
     # What this process does
 
-    def enter(self, group: int, ranks: Sequence[int], call: Any, run: int) -> None:
-        """It waits from now on, in a map, for the next meeting of a group of these ranks."""
+    def come(self, group: int, ranks: Sequence[int], call: Any) -> None:
+        """It has come to the next meeting of a group of these ranks."""
         place = self.places.get(group)
         if place is None:
             place, self.place = self._place(group), -1
@@ -111,8 +112,13 @@ class Board:
             self.masks[place] = np.packbits(bits)
         if not self.recent or self.recent[-1] is not call:
             self.recent.append(call)
-        head = self.head
+        self.coming = group, place
         self.met[place] += 1
+        self.head[_BEAT] += 1
+
+    def wait(self, run: int) -> None:
+        """It waits from now on, in a map, for the others of the meeting that it has come to."""
+        head, (group, place) = self.head, self.coming
         head[_GROUP], head[_MEETING], head[_RUN] = group, self.met[place], run
         if self.place != place:
             self.place = place

@@ -16,7 +16,7 @@ from spmd.transport.board import FAILED, FOLLOWS, LEFT, Board
 if TYPE_CHECKING:
     from spmd.transport.processes import ProcessTransport
 
-__all__ = ["LOOK", "Patience", "board_of_the_job", "checks_are_on", "failed_too", "like", "time_limit"]
+__all__ = ["LOOK", "Patience", "board_of_the_job", "checks_are_on", "failed_too", "let_others", "like", "time_limit"]
 
 _TIMEOUT = 300.0
 LOOK = 0.1
@@ -48,7 +48,7 @@ def time_limit() -> float:
     return seconds
 
 
-_let_others: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))  # not on every system
+let_others: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))  # not on every system
 _board: Board | None = None
 
 
@@ -134,10 +134,6 @@ class Patience:
 
     def until(self, done: Callable[[], bool]) -> None:
         """Poll until it is done. Raises DeadlockError where that will never be, StallError where nothing moves."""
-        for _ in range(200):
-            if done():
-                return
-            _let_others()
         started = time.monotonic()
         next_look, awake = started + LOOK, started + 0.002
         while not done():
@@ -146,7 +142,7 @@ class Patience:
                 self.look(now)
                 next_look = now + LOOK
             if now < awake:
-                _let_others()
+                let_others()
             else:
                 # What comes moves only while one asks: for as long as it has slept a process asks without a break.
                 nap = min((now - started) / 50, 0.005)

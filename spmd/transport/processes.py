@@ -1,9 +1,9 @@
 """Workers that are processes: what is the same whichever library moves the bytes between them.
 
-Every collective begins with a header: a small message in which each member says to each what it calls, and the shape
-of what it is going to send. It is one and the same movement for all verbs, so that workers that disagree learn it
-there, before any data moves; and receivers learn the sizes of what comes. Sums are taken here, in the order of the
-members, because the libraries only advise an order, if that.
+Every collective begins with a header (`headers.py`): a small message in which each member says to each what it calls,
+and the shape of what it is going to send. It is one and the same movement for all verbs, so that workers that disagree
+learn it there, before any data moves; and receivers learn the sizes of what comes. Sums are taken here, in the order of
+the members, because the libraries only advise an order, if that.
 
 A process that waits looks at the others every tenth of a second (`Board`): workers that wait for each other in
 different groups, and such that wait for one that has left, learn it too. SPMD_CHECK=0 leaves out what can be left out:
@@ -16,14 +16,12 @@ waits: `mpi.py` is that of mpi4py, `torch.py` that of torch.distributed.
 from __future__ import annotations
 
 import contextvars
-import hashlib
 import json
 import sys
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
 from itertools import pairwise
 from math import prod
 from types import MappingProxyType
@@ -32,8 +30,8 @@ from typing import Any
 import numpy as np
 
 from spmd import kernels
-from spmd.device import contiguous, joined, put
-from spmd.errors import MismatchError, TransportError, class_name, message
+from spmd.device import contiguous, copied, joined, put
+from spmd.errors import MismatchError, class_name
 from spmd.kernels import buffers
 from spmd.kernels.cpu.moves import places
 from spmd.layout import block_sizes, offsets
@@ -55,78 +53,13 @@ from spmd.transport.base import (
 from spmd.transport.blas import blas_threads, core_numbers, share_of_cores
 from spmd.transport.board import Board, machine
 from spmd.transport.detect import end_the_job_on_error
+from spmd.transport.headers import RIDES, Headers, digest, name_of, told
 from spmd.transport.patience import Patience, checks_are_on, like, time_limit
 
-__all__ = ["Channel", "ProcessComm", "ProcessTransport", "digest", "pieces", "start"]
+__all__ = ["Channel", "ProcessComm", "ProcessTransport", "pieces", "start"]
 
-_MAX_NDIM = 32
-_HEAD = 2 + _MAX_NDIM
-_ASKS = 256
-"""Added to the rank in a header where the block is differentiated: see `Call.asks`."""
-_RIDES = 752
-"""Bytes up to which a block travels in the header itself, so that it takes no message of its own: 1 KB in all."""
 _SMALL = 1 << 15
 """Bytes up to which an all-reduce sends whole blocks to everyone: one message time in place of two."""
-
-
-@lru_cache(maxsize=4096)
-def digest(*key: object) -> int:
-    """A call's key as a number that is the same in every process."""
-    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little", signed=True)
-
-
-def _headers(call: Call, shapes: Sequence[Shape | None], run: int, number: int) -> np.ndarray:
-    """A row for each member: what is called, 1 + the rank (0: nothing comes) and the shape of what comes for it.
-
-    shapes: one for each. run, number: which map, and which collective in it.
-    """
-    name = call.number
-    if name is None:
-        op, axes, detail, dtype, shape = call.key
-        name = call.number = digest(op, axes, detail, np.dtype(dtype).str, shape)
-    told = _told(call.op, tuple(shapes))
-    heads = np.zeros((len(told), _HEAD + _RIDES // 8), np.int64)
-    heads[:, 1 : 1 + told.shape[1]] = told
-    heads[:, 0] = (name + run * _STEPS[0] + number * _STEPS[1] + (1 << 63)) % (1 << 64) - (1 << 63)
-    if call.asks is not None and call.asks[0]:
-        heads[:, 1] += _ASKS
-    return heads
-
-
-@lru_cache(maxsize=1024)
-def _told(op: str, shapes: tuple[Shape | None, ...]) -> np.ndarray:
-    """A row for each: 1 + the rank, and the shape; 0 for None."""
-    most = max((len(s) for s in shapes if s is not None), default=0)
-    if most > _MAX_NDIM:
-        raise TransportError(
-            message(
-                op,
-                got=f"an array of {most} dimensions",
-                need=f"at most {_MAX_NDIM} between processes",
-                mend="reshape it for the collective",
-            )
-        )
-    told = np.zeros((len(shapes), 1 + most), np.int64)
-    for row, lengths in zip(told, shapes, strict=True):
-        if lengths is not None:
-            row[: 1 + len(lengths)] = 1 + len(lengths), *lengths
-    return told
-
-
-_STEPS = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F
-"""What the number of a map, and of a collective in it, adds to a call's: odd, with bits in all places."""
-
-
-def _shapes_in(heads: np.ndarray) -> list[Shape | None]:
-    """The shapes that headers tell of."""
-    ranks = [said % _ASKS - 1 for said in heads[:, 1].tolist()]
-    lengths = heads[:, 2 : 2 + max(ranks)].tolist()
-    return [tuple(n[:rank]) if rank >= 0 else None for rank, n in zip(ranks, lengths, strict=True)]
-
-
-def _rider(heads: np.ndarray, k: int, nbytes: int) -> np.ndarray:
-    """The bytes that came with a header."""
-    return heads[k].view(np.uint8)[8 * _HEAD : 8 * _HEAD + nbytes]
 
 
 _HOST = np.dtype([("name", "i8"), ("cores", "u1", 4096)])
@@ -160,19 +93,21 @@ class Channel(ABC):
     Each method starts a movement and returns its requests: a list, which the transport's `arrive` waits for. Buffers
     are C-contiguous arrays of bytes, and sizes are in bytes; nobody may touch the buffers before all has arrived.
 
-    me: the place of this process; others: those of all others.
+    me: the place of this process; others: those of all others. said: the headers that go out; heard: those that came
+    last. meeting: the number of the group on the board, and its ranks.
     """
 
-    __slots__ = ("me", "others")
+    __slots__ = ("heard", "me", "meeting", "others", "said")
 
     def __init__(self, me: int, size: int):
         self.me = me
         self.others = [k for k in range(size) if k != me]
+        self.said, self.heard = Headers(size), Headers(size)
+        self.meeting: tuple[int, Shape] = 0, ()
 
     @abstractmethod
-    def rows(self, mine: np.ndarray) -> tuple[list[Any], np.ndarray]:
-        """Row k of mine goes to member k, whose row for this one comes into row k of the array that is returned too.
-        Of integers, in the same shape at every call."""
+    def swap(self, nbytes: int) -> list[Any]:
+        """The headers in `said`, of at most so many bytes, go to the others, whose come into `heard`."""
 
     @abstractmethod
     def exchange(self, sends: Mapping[int, np.ndarray], receives: Mapping[int, np.ndarray]) -> list[Any]:
@@ -257,7 +192,7 @@ class ProcessComm(Comm):
 
     def most_riding(self, call: Call, like: Any) -> int:
         """Bytes up to which blocks travel in the header, of a collective to which this worker brings `like`."""
-        return _RIDES
+        return RIDES
 
     def _pending(self, requests: list[Any], buffers: Any, finish: Callable[[], Any]) -> Pending:
         return Pending(self.transport, requests, buffers, finish)
@@ -267,61 +202,85 @@ class ProcessComm(Comm):
 
         Raises MismatchError on all members where they call different things.
         """
-        return _shapes_in(self._meet(group, call, tuple(shapes)))
+        mine = list(shapes)
+        return self._shapes_in(self._tell_each(group, call, mine, {}), group, mine[group.index])
 
-    def _meet(
-        self,
-        group: Group,
-        call: Call,
-        shapes: Sequence[Shape | None],
-        riders: np.ndarray | Mapping[int, np.ndarray] | None = None,
-    ) -> np.ndarray:
-        """`meet`; the headers that came. riders: of at most _RIDES bytes, riders[k] goes along to member k, an array
-        alone to everyone."""
+    def _shapes_in(self, heard: Headers, group: Group, mine: Shape | None) -> list[Shape | None]:
+        """The shapes of what comes from each member, where this one keeps one of shape `mine`."""
+        me = group.index
+        return [mine if k == me else heard.shape(row) for k, row in enumerate(group.rows)]
+
+    def _tell(self, group: Group, call: Call, shape: Shape | None, rider: np.ndarray | None = None) -> Headers:
+        """Tell all members what is called, and what comes, the same to everyone; and hear theirs.
+
+        rider: a block of at most RIDES bytes, that goes along.
+        """
         transport = self.transport
         channel = transport.channel(group.ordered, call)
         self.number += 1
-        mine = _headers(call, shapes, transport.runs, self.number)
-        if isinstance(riders, np.ndarray):
-            mine[:, _HEAD:].view(np.uint8)[:, : riders.size] = riders
-        elif riders:
-            for k, rider in riders.items():
-                mine[k, _HEAD:].view(np.uint8)[: rider.size] = rider
-        if group.places is not None:
-            mine = mine[group.places]
-        if transport.board is None:
-            heads = transport.swap(channel, mine)
-        else:
-            transport.come(group.ordered, call)
-            requests, heads = channel.rows(mine)
-            transport.arrive(requests, call, (mine, heads))
-        if group.places is not None:
-            heads[group.places] = heads.copy()
-        names = heads[:, 0].tolist()
-        if names.count(names[0]) < len(names):
-            error = self._mismatch(group, call, heads[:, 0])
-            transport.fail(error)
-            raise error
+        name = name_of(call, transport.runs, self.number)
+        asks = call.asks is not None and call.asks[0]
+        header = name.to_bytes(8, "little") + told(call.op, shape, asks)
+        if rider is not None:
+            header += rider.tobytes()
+        said, n = channel.said.bytes, len(header)
+        for row in channel.others:
+            said[row][:n] = header
+        return self._hear(group, call, channel, name, n)
+
+    def _tell_each(
+        self, group: Group, call: Call, shapes: Sequence[Shape | None], riders: Mapping[int, np.ndarray]
+    ) -> Headers:
+        """Tell each member what is called, and the shape of what comes for it; and hear theirs.
+
+        riders[k]: what goes along to member k, of at most RIDES bytes.
+        """
+        transport = self.transport
+        channel = transport.channel(group.ordered, call)
+        self.number += 1
+        name = name_of(call, transport.runs, self.number)
+        asks = call.asks is not None and call.asks[0]
+        first, said, longest = name.to_bytes(8, "little"), channel.said.bytes, 0
+        for k, row in enumerate(group.rows):
+            if row != channel.me:
+                header = first + told(call.op, shapes[k], asks)
+                if k in riders:
+                    header += riders[k].tobytes()
+                n = len(header)
+                said[row][:n] = header
+                longest = max(longest, n)
+        return self._hear(group, call, channel, name, longest)
+
+    def _hear(self, group: Group, call: Call, channel: Channel, name: int, nbytes: int) -> Headers:
+        """Send the headers that were written, and give those that come: they are read before the next call."""
+        transport = self.transport
+        transport.swap(channel, nbytes, call)
+        heard = channel.heard
+        words = heard.words
+        for row in channel.others:
+            if words[row][0] != name:
+                names = [name if row == channel.me else words[row][0] for row in group.rows]
+                error = self._mismatch(group, call, names)
+                transport.fail(error)
+                raise error
         transport.last = call
         if call.asks is not None:
-            call.asks[0] = bool((heads[:, 1] >= _ASKS).any())
-        return sealed(heads)
+            call.asks[0] = call.asks[0] or any(map(heard.asks, channel.others))
+        return heard
 
-    def _mismatch(self, group: Group, call: Call, keys: np.ndarray) -> MismatchError:
+    def _mismatch(self, group: Group, call: Call, names: Sequence[int]) -> MismatchError:
         """What to raise: the members, who all know by now that they disagree, tell each other their calls and lines."""
-        channel, order = self.transport.channel(group.ordered, call), group.places
+        channel = self.transport.channel(group.ordered, call)
         mine = np.array([str(call).encode()[:400], call.source.encode()[-400:], str(self.number).encode()], "S400")
         texts = np.empty((group.size, 3), "S400")
         sizes = [mine.nbytes] * group.size
         self.transport.wait_for(channel.all_gather(mine.view(np.uint8), texts.reshape(-1).view(np.uint8), sizes))
-        if order is not None:
-            texts[order] = texts.copy()
-        different = keys != keys[0]
-        other = group.index if different[group.index] else int(np.argmax(different))
+        me = group.index
+        other = me if names[me] != names[0] else next(k for k, name in enumerate(names) if name != names[0])
         first, second = (
             (self.transport.describe(group.members[k]), text.decode(errors="replace"), line.decode(), int(number))
             for k in (0, other)
-            for text, line, number in [texts[k].tolist()]
+            for text, line, number in [texts[group.rows[k]].tolist()]
         )
         error = mismatch(first, second)
         error.ranks = tuple(self.transport.ranks[m] for m in group.members if self._is_here(m))  # type: ignore[attr-defined]
@@ -334,10 +293,12 @@ class ProcessComm(Comm):
     def _agree(self, group: Group, call: Call, x: np.ndarray) -> None:
         """Meet for the check alone: where all bring one shape, nobody has to learn any."""
         if self.transport.checks:
-            self._meet(group, call, (x.shape,) * group.size)
+            self._tell(group, call, x.shape)
 
     def _shapes(self, group: Group, call: Call) -> Handle:
-        return Ready(self.meet(group, call, [call.shape] * group.size) if group.size > 1 else [call.shape])
+        if group.size == 1:
+            return Ready([call.shape])
+        return Ready(self._shapes_in(self._tell(group, call, call.shape), group, call.shape))
 
     def _all_reduce(self, group: Group, call: Call, x: np.ndarray, how: str) -> Handle:
         if group.size == 1:
@@ -346,8 +307,9 @@ class ProcessComm(Comm):
 
     def _agreed_sum(self, group: Group, call: Call, x: np.ndarray, how: str) -> Handle:
         if self.transport.checks and x.nbytes <= self.most_riding(call, x):
-            heads = self._meet(group, call, (x.shape,) * group.size, _bytes(x))
-            blocks = [_rider(heads, k, x.nbytes).view(x.dtype).reshape(x.shape) for k in range(group.size)]
+            heard, shape, dtype, nbytes = self._tell(group, call, x.shape, x), x.shape, x.dtype, x.nbytes
+            blocks = [heard.rider(row, shape, dtype, nbytes) for row in group.rows]
+            blocks[group.index] = x
             return Ready(sealed(kernels.of(x).combine(blocks, how)))
         self._agree(group, call, x)
         return self._reduce_blocks(group, call, x, how)
@@ -412,7 +374,7 @@ class ProcessComm(Comm):
         def finish(xs: list[np.ndarray]) -> np.ndarray:
             xs[group.index] = mine
             # Of two, into what came: of more it would keep what came of all. What came in a header is not for that.
-            into: Any = xs[1 - group.index] if len(xs) == 2 and mine.nbytes > _RIDES else None
+            into: Any = xs[1 - group.index] if len(xs) == 2 and mine.nbytes > RIDES else None
             total = kernels.of(mine).combine(xs, into=into)
             return sealed(total) if into is None else _closed(into.base, total)
 
@@ -423,12 +385,15 @@ class ProcessComm(Comm):
     def _all_gather(self, group: Group, call: Call, x: np.ndarray) -> Handle:
         if group.size == 1:
             return Ready([sealed(x)])
-        send, most = _bytes(x), self.most_riding(call, x)
-        heads = self._meet(group, call, (x.shape,) * group.size, send if x.nbytes <= most else None)
-        shapes = [s or () for s in _shapes_in(heads)]
+        most = self.most_riding(call, x)
+        heard = self._tell(group, call, x.shape, x if x.nbytes <= most else None)
+        shapes = [s or () for s in self._shapes_in(heard, group, x.shape)]
         counts = [prod(s) * x.itemsize for s in shapes]
         if max(counts) <= most:
-            return Ready([_rider(heads, k, n).view(x.dtype).reshape(shapes[k]) for k, n in enumerate(counts)])
+            came = [heard.rider(row, shapes[k], x.dtype, counts[k]) for k, row in enumerate(group.rows)]
+            came[group.index] = sealed(copied(x) if call.lent else x)
+            return Ready(came)
+        send = _bytes(x)
         receive = self.room(sum(counts), call, x)
         self.ready()
         requests = self.transport.channel(group.members).all_gather(send, receive, counts)
@@ -442,9 +407,11 @@ class ProcessComm(Comm):
     def _agreed_swap(self, group: Group, call: Call, parts: Sequence[np.ndarray], own: bool) -> Handle:
         """An all-to-all. own: whether the own part belongs to the result."""
         most = self.most_riding(call, parts)
-        riders = {k: _bytes(p) for k, p in enumerate(parts) if p.nbytes <= most and k != group.index}
-        heads = self._meet(group, call, [p.shape for p in parts], riders)
-        return self._swapped(group, call, parts, [s or () for s in _shapes_in(heads)], heads, most, own)
+        riders = {k: p for k, p in enumerate(parts) if p.nbytes <= most}
+        shapes: list[Shape | None] = [p.shape for p in parts]
+        heard = self._tell_each(group, call, shapes, riders)
+        coming = self._shapes_in(heard, group, shapes[group.index])
+        return self._swapped(group, call, parts, [s or () for s in coming], heard, most, own)
 
     def _swapped(
         self,
@@ -452,7 +419,7 @@ class ProcessComm(Comm):
         call: Call,
         parts: Sequence[np.ndarray],
         shapes: Sequence[Shape],
-        heads: np.ndarray | None = None,
+        heard: Headers | None = None,
         most: int = -1,
         own: bool = False,
     ) -> Handle:
@@ -462,8 +429,8 @@ class ProcessComm(Comm):
         dtype, me = parts[0].dtype, group.index
         coming = [prod(s) * dtype.itemsize for s in shapes]
         others = [k for k in range(group.size) if k != me]
-        if heads is not None and all(coming[k] <= most and parts[k].nbytes <= most for k in others):
-            came = [_rider(heads, k, coming[k]).view(dtype).reshape(shapes[k]) for k in others]
+        if heard is not None and all(coming[k] <= most and parts[k].nbytes <= most for k in others):
+            came = [heard.rider(group.rows[k], shapes[k], dtype, coming[k]) for k in others]
             return Ready([*came[:me], sealed(parts[me]), *came[me:]])
         if not own:
             coming[me] = 0
@@ -477,8 +444,8 @@ class ProcessComm(Comm):
             if coming[k] > most:
                 receives[k] = rooms[k]
             else:
-                assert heads is not None
-                rooms[k][...] = _rider(heads, k, coming[k])
+                assert heard is not None
+                rooms[k][...] = _bytes(heard.rider(group.rows[k], shapes[k], dtype, coming[k]))
         self.ready()
         requests = self.transport.channel(group.members).exchange(sends, receives)
         if own:  # while the others are under way
@@ -490,14 +457,21 @@ class ProcessComm(Comm):
     def _broadcast(self, group: Group, call: Call, x: np.ndarray | None, root: int) -> Handle:
         if group.size == 1:
             return Ready(sealed(x))
-        shape = self.meet(group, call, [None if x is None else x.shape] * group.size)[root]
-        size = prod(shape or ()) * np.dtype(call.dtype).itemsize
+        most, dtype = self.most_riding(call, x), np.dtype(call.dtype)
+        rides = x is not None and x.nbytes <= most
+        heard = self._tell(group, call, None if x is None else x.shape, x if rides else None)
+        if rides:
+            return Ready(sealed(copied(x) if call.lent else x))
+        shape = (heard.shape(group.rows[root]) if x is None else x.shape) or ()
+        size = prod(shape) * dtype.itemsize
+        if x is None and size <= most:
+            return Ready(heard.rider(group.rows[root], shape, dtype, size))
         room = _bytes(x) if x is not None else self.room(size, call, x)
         self.ready()
         requests = self.transport.channel(group.members).broadcast(room, root)
         if x is not None:
             return self._pending(requests, room, lambda: sealed(x))
-        return self._pending(requests, room, lambda: _closed(room, room.view(call.dtype).reshape(shape or ())))
+        return self._pending(requests, room, lambda: _closed(room, room.view(dtype).reshape(shape)))
 
     def _reduce(self, group: Group, call: Call, x: np.ndarray, root: int) -> Handle:
         if group.size == 1:
@@ -533,16 +507,19 @@ class ProcessComm(Comm):
         for k, x in sends.items():
             if k != me:
                 shapes[k] = x.shape
-                (riders if x.nbytes <= most else sent)[k] = _bytes(x)
-        heads = self._meet(group, call, shapes, riders)
+                if x.nbytes <= most:
+                    riders[k] = x
+                else:
+                    sent[k] = _bytes(x)
+        heard = self._tell_each(group, call, shapes, riders)
         dtype, received = np.dtype(call.dtype), {}
-        for k, shape in enumerate(_shapes_in(heads)):
-            if shape is None or k == me:
+        for k, row in enumerate(group.rows):
+            shape = heard.shape(row) if k != me else None
+            if shape is None:
                 continue
             nbytes = prod(shape) * dtype.itemsize
             if nbytes <= most:
-                # Whoever keeps it is not to keep the headers of all.
-                found[k] = sealed(_rider(heads, k, nbytes).copy()).view(dtype).reshape(shape)
+                found[k] = heard.rider(row, shape, dtype, nbytes)
             elif k in into and into[k].shape == shape:
                 found[k], received[k] = into[k], _bytes(into[k])
             else:
@@ -625,7 +602,6 @@ class ProcessTransport(Transport):
         self.board = board() if self.checks and self.size > 1 else None
         self._threads: int | None = None
         self._channels: dict[Shape, Channel] = {}
-        self._groups: dict[Shape, tuple[int, Shape]] = {}
         end_the_job_on_error()
 
     # What an engine does
@@ -649,14 +625,8 @@ class ProcessTransport(Transport):
 
     @staticmethod
     def has_come(requests: list[Any]) -> bool:
-        """Whether requests have arrived, where that can be asked."""
+        """Whether requests have arrived within a moment, where that can be asked."""
         return not requests
-
-    def swap(self, channel: Any, mine: np.ndarray) -> np.ndarray:
-        """`Channel.rows`, all of it, where nothing is watched."""
-        requests, theirs = channel.rows(mine)
-        self.wait_for(requests)
-        return theirs
 
     def connect(self) -> None:
         """All are about to run a map: an engine may make here what needs them all."""
@@ -694,25 +664,40 @@ class ProcessTransport(Transport):
         if found is None:
             self._gather(tuple(sorted(members)), call or self.last)
             found = self._channels[members] = self.open(members)
+            found.meeting = self._group(members)
         return found
 
-    def come(self, members: Shape, call: Call) -> None:
-        """Put on the board that this process waits for a meeting of these workers, in order of their numbers. Raises
-        the error that the map has failed with, where the body caught it: the others end the map with it."""
+    def _group(self, members: Shape) -> tuple[int, Shape]:
+        """The number of the group of some workers, alike in all processes until a map fails, and their ranks."""
+        ranks = tuple(self.ranks[m] for m in members)
+        return digest("group", self.failed, tuple(sorted(ranks))) or 1, ranks
+
+    def _come(self, number: int, ranks: Shape, call: Call) -> None:
+        """Put on the board that this process has come to a meeting of these ranks. Raises the error that the map has
+        failed with, where the body caught it: the others end the map with it."""
         assert self.board is not None
         if self.broken == self.number:
             raise like(*self.board.broken(self.number, self.ranks) or (self.board.rank, "", ""))
-        found = self._groups.get(members)
-        if found is None:
-            ranks = tuple(self.ranks[m] for m in members)
-            found = self._groups[members] = (digest("group", self.failed, tuple(sorted(ranks))) or 1, ranks)
-        self.board.enter(*found, call, self.number)
+        self.board.come(number, ranks, call)
+
+    def swap(self, channel: Channel, nbytes: int, call: Call) -> None:
+        """Headers go to all members of a channel, and come from them: a meeting."""
+        if self.board is None:
+            self.wait_for(channel.swap(nbytes))
+            return
+        self._come(*channel.meeting, call)
+        requests = channel.swap(nbytes)
+        if not self.has_come(requests):
+            self.board.wait(self.number)
+            self._be_patient(requests, call, channel)
 
     def _gather(self, members: Shape, call: Call | None) -> None:
         """Wait until all of these workers are here, before something is made that needs them all."""
         if self.board is None or call is None:
             return
-        self.come(members, call)
+        number, ranks = self._group(members)
+        self._come(number, ranks, call)
+        self.board.wait(self.number)
         rank = self.board.rank
         if self.board.whole:
             try:
@@ -722,7 +707,6 @@ class ProcessTransport(Transport):
                     self.fail(error)
                     raise
         else:
-            number, ranks = self._groups[members]
             try:
                 self.greet([r for r in ranks if r != rank], number, call)
             except BaseException as error:
@@ -739,7 +723,6 @@ class ProcessTransport(Transport):
             self.broken = self.number
             self.failed += 1
             self._channels.clear()
-            self._groups.clear()
             who = getattr(error, "peer", None) or self.describe(self.local[0])
             origin = getattr(error, "origin", self.board.rank)
             self.board.fail(self.number, origin, who, f"{class_name(error)}: {error}")
@@ -748,14 +731,18 @@ class ProcessTransport(Transport):
         """Wait for requests; buffers are what they read and write."""
         if self.board is None:
             self.wait_for(requests)
-            return
-        if not self.has_come(requests):
-            try:
-                self.watch(requests, call)
-            except BaseException as error:
-                self.lost.append((requests, buffers))  # They may be written to yet.
-                self.fail(error)
-                raise
+        elif not self.has_come(requests):
+            self._be_patient(requests, call, buffers)
+
+    def _be_patient(self, requests: list[Any], call: Call | None, buffers: Any) -> None:
+        """Wait for what has not come for a moment."""
+        assert self.board is not None
+        try:
+            self.watch(requests, call)
+        except BaseException as error:
+            self.lost.append((requests, buffers))  # They may be written to yet.
+            self.fail(error)
+            raise
         self.board.go_on()
 
     def run(self, body: Callable[[Comm], Any], scheduler: str, describe: Callable[[int], str]) -> Outcome:

@@ -36,8 +36,9 @@ from spmd.errors import TransportError, message
 from spmd.transport.base import Call
 from spmd.transport.board import Board, machine, new_path
 from spmd.transport.detect import TorchWorld, abort, torch_world
+from spmd.transport.headers import Headers, digest
 from spmd.transport.patience import LOOK, Patience, board_of_the_job
-from spmd.transport.processes import Channel, ProcessTransport, Shape, digest, start
+from spmd.transport.processes import Channel, ProcessTransport, Shape, start
 
 __all__ = ["TorchChannel", "TorchTransport"]
 
@@ -98,16 +99,20 @@ class TorchChannel(Channel):
 
     Messages between two processes with one tag arrive in the order in which they were sent. What is empty is not sent:
     the one that would receive it knows its size too.
+
+    next: where the headers of the next meeting come, which others may send while those of this one are read.
     """
 
-    __slots__ = ("greetings", "lines", "ranks", "standing", "tag")
+    __slots__ = ("greetings", "lines", "next", "ranks", "standing", "tag", "tensors")
 
     def __init__(self, lines: Lines, ranks: Shape, me: int, key: int):
         super().__init__(me, len(ranks))
         self.lines, self.ranks = lines, ranks
         self.tag = digest("blocks", key) % _TAGS
         self.greetings = digest("rows", key) % _TAGS
-        self.standing: tuple[Posted, np.ndarray] | None = None
+        self.standing: Posted | None = None
+        self.next = Headers(len(ranks))
+        self.tensors = {id(h): torch.from_numpy(h.array.view(np.int64)) for h in (self.said, self.heard, self.next)}
 
     def exchange(self, sends: Mapping[int, np.ndarray], receives: Mapping[int, np.ndarray]) -> Posted:
         posted, group = Posted(self.lines), self.lines.group
@@ -117,23 +122,22 @@ class TorchChannel(Channel):
                     posted.post(move, _tensor(x), self.ranks[k], self.tag)
         return posted
 
-    def rows(self, mine: np.ndarray) -> tuple[Posted, np.ndarray]:
+    def swap(self, nbytes: int) -> Posted:
         """gloo's sender waits until it knows of the receive. So there is always one that stands ready for the next."""
-        posted, theirs = self.standing or self._stand(mine)
-        theirs[self.me] = mine[self.me]
-        self._post_rows(posted, self.lines.group.send, mine)
-        self.standing = self._stand(mine)
-        return posted, theirs
+        posted = self.standing or self._stand()
+        self.heard, self.next = self.next, self.heard
+        self._post(posted, self.lines.group.send, self.said)
+        self.standing = self._stand()
+        return posted
 
-    def _stand(self, like: np.ndarray) -> tuple[Posted, np.ndarray]:
-        posted, theirs = Posted(self.lines), np.empty_like(like)
-        self._post_rows(posted, self.lines.group.recv, theirs)
-        return posted, theirs
+    def _stand(self) -> Posted:
+        posted = Posted(self.lines)
+        self._post(posted, self.lines.group.recv, self.next)
+        return posted
 
-    def _post_rows(self, posted: Posted, move: Callable[..., Any], rows: np.ndarray) -> None:
-        tensor = torch.from_numpy(rows)
+    def _post(self, posted: Posted, move: Callable[..., Any], headers: Headers) -> None:
         for k in self.others:
-            posted.post(move, tensor[k], self.ranks[k], self.greetings)
+            posted.post(move, self.tensors[id(headers)][k], self.ranks[k], self.greetings)
 
 
 class Closed(Exception):
