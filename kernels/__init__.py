@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from types import ModuleType
 
+import numpy as np
+
 from spmd.kernels import cpu, families
 
 __all__ = ["FAMILIES", "of", "on_device"]
@@ -26,7 +28,7 @@ def on_device(x: object) -> bool:
 
 def of(x: object) -> ModuleType:
     """The kernels for the array x: `spmd.kernels.gpu` for one of CuPy, else `spmd.kernels.cpu`."""
-    if on_device(x):
+    if type(x) is not np.ndarray and on_device(x):
         from spmd.kernels import gpu
 
         return gpu

@@ -47,10 +47,11 @@ class Worker:
     """One worker of a mesh while it runs a body.
 
     index: its number, last axis fastest. coordinates: its place along each axis. tracked: whether the arrays of its
-    body carry their state. frontend: whose arrays its body is written in; None for NumPy's.
+    body carry their state. frontend: whose arrays its body is written in; None for NumPy's. prepared: what its lines
+    called in earlier maps, and with which blocks.
     """
 
-    __slots__ = ("comm", "coordinates", "frontend", "groups", "index", "mesh", "tracked")
+    __slots__ = ("comm", "coordinates", "frontend", "groups", "index", "mesh", "prepared", "tracked")
 
     def __init__(self, mesh: Mesh, comm: Comm, tracked: bool):
         self.mesh = mesh
@@ -60,6 +61,7 @@ class Worker:
         self.tracked = tracked
         self.frontend: Frontend | None = None
         self.groups: dict[tuple[str, ...], Group] = {}
+        self.prepared = mesh._prepared.setdefault(self.index, {})
 
     def group(self, axes: tuple[str, ...]) -> Group:
         """The workers that differ from this one along `axes` only."""
@@ -156,6 +158,7 @@ class Mesh:
         self._comm = comm
         self._transport: Transport | None = None
         self._groups: dict[tuple[int, tuple[str, ...]], Group] = {}
+        self._prepared: dict[int, dict[Any, Any]] = {}
         self._coordinates: dict[int, dict[str, int]] = {}
         self.chosen: dict[str, str] = {}
         """The scheduler that "auto" settled on, by the name of the map; `spmd.info()` shows it."""

@@ -48,7 +48,6 @@ __all__ = [
     "outside",
     "owned_block",
     "rebound",
-    "split_at",
     "vary",
     "varying",
     "writable",
@@ -196,16 +195,6 @@ def _interned(kind: Any, *parameters: Any) -> Any:
     return kind(*parameters)
 
 
-def rebound(op: C, **changes: Any) -> C:
-    """A collective of the same class with other parameters, once they are known: the same object each time."""
-    return _replaced(op, tuple(changes.items()))
-
-
-@lru_cache(maxsize=4096)
-def _replaced(op: Any, changes: tuple[tuple[str, Any], ...]) -> Any:
-    return replace(op, **dict(changes))
-
-
 _KEPT = 512
 
 
@@ -234,22 +223,60 @@ def kept(method: F) -> F:
     return found  # type: ignore[return-value]
 
 
+def rebound(op: C, **changes: Any) -> C:
+    """A collective of the same class with other parameters, once they are known: the same object each time."""
+    return _rebound(op, tuple(changes.items()))
+
+
+@lru_cache(maxsize=4096)
+def _replaced(op: Any, changes: tuple[tuple[str, Any], ...]) -> Any:
+    return replace(op, **dict(changes))
+
+
+@kept
+def _rebound(op: Any, changes: tuple[tuple[str, Any], ...]) -> Any:
+    return _replaced(op, changes)
+
+
 def operate(op: Collective, x, frame: FrameType | None = None) -> Any:
     """Apply a collective to the user's x: a traced or bare array, a number, or a pytree of them."""
     worker = WORKER.get() or here(f"spmd.{op.function}")
     frame = frame or sys._getframe(1)
     if type(x) is Array:
-        # What is admitted already, and not differentiated, has a short way: `_begin` and `_apply` in one.
-        state = op.admits.get(x.state) if x.tape is None else None
-        if state is None or type(x.value) is not np.ndarray or x.value.dtype.kind == "b":
+        value = x.value
+        if x.tape is not None or type(value) is not np.ndarray:
             return _begin(op, x, worker, frame)()
-        block, _ = launch(op, x.value, worker, frame)()
-        return Array(block, op.out_state(state))
+        # What has been called before, by this line and with such a block, was right: it has a short way.
+        key = (id(op), x.state, value.dtype, value.shape, id(frame.f_code), frame.f_lasti)
+        known = worker.prepared.get(key)
+        if known is None:
+            known = _prepare(op, x, worker, frame, key)
+        if known is None or LEDGERS.get() or not value.flags.c_contiguous:
+            return _begin(op, x, worker, frame)()
+        group, call, state, _ = known
+        handle, arrive = op.launch(worker.comm, group, value, call)
+        return Array(arrive(handle.wait())[0], state)
     if isinstance(x, np.ndarray | np.generic | int | float | complex) or on_device(x) or frontend(x) is not None:
         return _begin(op, x, worker, frame)()
     leaves, treedef = tree.flatten(x)
     begun = [_begin(op, leaf, worker, frame) for leaf in leaves]
     return tree.unflatten(treedef, [finish() for finish in begun])
+
+
+def _prepare(op: Collective, x: Array, worker: Worker, frame: FrameType, key: Any) -> Any:
+    """What a line of the user's calls with such a block: the group, the call, and the state of the result; None where
+    that is not the same each time, or not all there is to do. It keeps the operator, and the call its code, so that no
+    others have their ids."""
+    state = op.admits.get(x.state)
+    if state is None or (op.adds and x.value.dtype.kind == "b") or type(op) is Vary:
+        return None
+    if caller(frame) is not frame or worker.mesh.places is not None:
+        return None
+    group = worker.group(op.axes)
+    op.check(group, x.value)
+    call = _call(op, x.value, worker, frame, None, False)
+    known = bounded(worker.prepared)[key] = group, call, op.out_state(state), op
+    return known
 
 
 def _begin(op: Collective, x, worker: Worker, frame) -> Callable[[], Any]:
@@ -438,16 +465,21 @@ def launch(
     asks: whether the block is differentiated; once finished, whether that of any member is.
     lent: whether the block may be written to when the collective is over.
     """
+    handle, arrive = _start(op, x, worker, frame, asks, lent)
+    return lambda: arrive(handle.wait())
+
+
+def _start(op: Collective, x, worker: Worker, frame, asks: list[bool] | None = None, lent: bool = False) -> Launched:
+    """`launch`: the handle, and what makes of what it gives the new block and the bound operator."""
     for ledger in LEDGERS.get():
         ledger.operator(worker.index, type(op).__name__, op.axes)
     if type(op) is Vary:
-        return lambda: (x, op)
+        return Ready(x), lambda block: (block, op)
     if type(x) is not np.ndarray or not x.flags.c_contiguous:
         x = contiguous(x)
     group = worker.group(op.axes)
     op.check(group, x)
-    handle, arrive = op.launch(worker.comm, group, x, _call(op, x, worker, frame, asks, lent))
-    return lambda: arrive(handle.wait())
+    return op.launch(worker.comm, group, x, _call(op, x, worker, frame, asks, lent))
 
 
 def _call(op: Collective, x, worker: Worker, frame, asks: list[bool] | None, lent: bool) -> Call:
@@ -682,7 +714,7 @@ def normal_axis(function: str, argument: str, axis: int, ndim: int) -> int:
     return int(axis) % ndim
 
 
-def cuts(axis: int, sizes: Sequence[int]) -> list[tuple[slice, ...]]:
+def cuts(axis: int, sizes: Sequence[int]) -> list[Any]:
     """The index of each piece of what is cut along an axis."""
     before = (slice(None),) * axis
     return [(*before, slice(start, stop)) for start, stop in pairwise(offsets(sizes))]
@@ -691,6 +723,34 @@ def cuts(axis: int, sizes: Sequence[int]) -> list[tuple[slice, ...]]:
 def pieces(x: np.ndarray, axis: int, sizes: Sequence[int]) -> list[np.ndarray]:
     """x cut along an axis: views."""
     return [x[piece] for piece in cuts(axis, sizes)]
+
+
+def split_ways(
+    op: Collective,
+    argument: str,
+    axis: int,
+    group: Group,
+    shape: Shape,
+    tiled: bool,
+    sizes: Sequence[int] | None,
+) -> tuple[int, list[Any], tuple[int, ...] | None]:
+    """How a block of this shape is split over the workers along a dimension, which `argument` names: the dimension,
+    counted from the front, the index of each member's piece, and their lengths where it is tiled."""
+    axis = normal_axis(op.function, argument, axis, len(shape))
+    if tiled:
+        sizes = split_at(op, group, shape, axis, sizes)
+        return axis, cuts(axis, sizes), sizes
+    if shape[axis] != group.size:
+        raise LayoutError(
+            message(
+                f"spmd.{op.function}",
+                argument="x",
+                got=f"length {shape[axis]} in dimension {axis}",
+                need=f"length {group.size}, one entry per worker",
+                mend="tiled=True splits a dimension of any length into blocks",
+            )
+        )
+    return axis, [(*(slice(None),) * axis, k, ...) for k in range(group.size)], None
 
 
 def agree(function: str, shapes: Sequence[Shape], axis: int | None) -> None:
@@ -718,10 +778,11 @@ __all__ += [
     "Launched",
     "agree",
     "check_length",
-    "cuts",
     "given_sizes",
     "kept",
     "normal_axis",
     "pieces",
     "sealed",
+    "split_at",
+    "split_ways",
 ]

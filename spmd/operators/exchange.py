@@ -21,7 +21,6 @@ from spmd.operators.base import (
     Operator,
     Shape,
     agree,
-    cuts,
     given_sizes,
     interned,
     kept,
@@ -29,7 +28,7 @@ from spmd.operators.base import (
     operate,
     rebound,
     sealed,
-    split_at,
+    split_ways,
     varying,
 )
 from spmd.operators.reduce import AxisName, _names
@@ -59,22 +58,8 @@ class AllToAll(Operator):
     def _ways(self, group: Group, shape: Shape) -> tuple[int, int, list[Any], tuple[int, ...] | None]:
         """Of a block of this shape: the dimensions, counted from the front, the index of the piece for each member,
         and the lengths of the pieces where it is tiled."""
-        split = normal_axis(self.function, "split_axis", self.split_axis, len(shape))
-        concat = normal_axis(self.function, "concat_axis", self.concat_axis, len(shape))
-        if self.tiled:
-            sizes = split_at(self, group, shape, split, self.sizes)
-            return split, concat, cuts(split, sizes), sizes
-        if shape[split] != group.size:
-            raise LayoutError(
-                message(
-                    f"spmd.{self.function}",
-                    argument="x",
-                    got=f"length {shape[split]} in dimension {split}",
-                    need=f"length {group.size}, one entry per worker",
-                    mend="tiled=True splits a dimension of any length into blocks",
-                )
-            )
-        return split, concat, [(*(slice(None),) * split, k, ...) for k in range(group.size)], None
+        split, indices, sizes = split_ways(self, "split_axis", self.split_axis, group, shape, self.tiled, self.sizes)
+        return split, normal_axis(self.function, "concat_axis", self.concat_axis, len(shape)), indices, sizes
 
     def check(self, group: Group, x: np.ndarray) -> None:
         self._ways(group, x.shape)

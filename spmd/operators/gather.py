@@ -6,12 +6,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from spmd.device import contiguous, joined, stacked
-from spmd.errors import LayoutError, StateError, message
+from spmd.errors import StateError, message
 from spmd.operators.base import (
     Launched,
     Operator,
@@ -23,10 +23,9 @@ from spmd.operators.base import (
     kept,
     normal_axis,
     operate,
-    pieces,
     rebound,
     sealed,
-    split_at,
+    split_ways,
 )
 from spmd.operators.reduce import AxisName, _names
 from spmd.state import INVARIANT
@@ -86,38 +85,18 @@ class _Split(_Along):
     """A block split over the workers."""
 
     @kept
-    def bounds(self, group: Group, shape: Shape) -> tuple[int, tuple[int, ...]]:
-        """The dimension, and the length of each member's piece of it."""
+    def ways(self, group: Group, shape: Shape) -> tuple[list[Any], _Split]:
+        """Of a block of this shape: the index of each member's piece, and this operator with their sizes."""
         argument = "scatter_dimension" if self.function == "psum_scatter" else "axis"
-        axis = normal_axis(self.function, argument, self.axis, len(shape))
-        if self.tiled:
-            return axis, split_at(self, group, shape, axis, self.sizes)
-        if shape[axis] != group.size:
-            raise LayoutError(
-                message(
-                    f"spmd.{self.function}",
-                    argument="x",
-                    got=f"length {shape[axis]} in dimension {axis}",
-                    need=f"length {group.size}, one entry per worker",
-                    mend="tiled=True splits a dimension of any length into blocks",
-                )
-            )
-        return axis, (1,) * group.size
+        axis, indices, sizes = split_ways(self, argument, self.axis, group, shape, self.tiled, self.sizes)
+        return indices, rebound(self, axis=axis, sizes=sizes)
 
     def check(self, group: Group, x: np.ndarray) -> None:
-        self.bounds(group, x.shape)
-
-    @kept
-    def bind(self, group: Group, shape: Shape) -> _Split:
-        """This operator with the sizes of the pieces of a block of this shape."""
-        axis, sizes = self.bounds(group, shape)
-        return rebound(self, axis=axis, sizes=sizes if self.tiled else None)
+        self.ways(group, x.shape)
 
     def parts(self, group: Group, x: np.ndarray) -> list[np.ndarray]:
         """The piece of each member."""
-        axis, sizes = self.bounds(group, x.shape)
-        found = pieces(x, axis, sizes)
-        return found if self.tiled else [p.reshape(x.shape[:axis] + x.shape[axis + 1 :]) for p in found]
+        return [x[piece] for piece in self.ways(group, x.shape)[0]]
 
 
 class AllGather(_Join):
@@ -142,8 +121,8 @@ class ReduceScatter(_Split):
         return f"{super().detail}, sizes={self.sizes}"
 
     def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
-        bound = self.bind(group, x.shape)
-        return comm.reduce_scatter(group, call, self.parts(group, x)), lambda block: (block, bound)
+        indices, bound = self.ways(group, x.shape)
+        return comm.reduce_scatter(group, call, [x[piece] for piece in indices]), lambda block: (block, bound)
 
     @property
     def H(self) -> Operator:
@@ -175,8 +154,8 @@ class Slice(_Split):
     source: ClassVar[str] = INVARIANT
 
     def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
-        bound = self.bind(group, x.shape)
-        part = sealed(contiguous(self.parts(group, x)[group.index]))
+        indices, bound = self.ways(group, x.shape)
+        part = sealed(contiguous(x[indices[group.index]]))
         return Ready(part), lambda block: (block, bound)
 
     @property

@@ -8,6 +8,8 @@ engine sends again and again, for at this size every array that is made counts.
 from __future__ import annotations
 
 import hashlib
+import sys
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -36,13 +38,13 @@ def digest(*key: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little", signed=True)
 
 
-def name_of(call: Call, run: int, number: int) -> int:
-    """What is called, as a word. run, number: in which map, and as which collective in it."""
+def name_of(call: Call, run: int, number: int) -> bytes:
+    """The first word: what is called. run, number: in which map, and as which collective in it."""
     name = call.number
     if name is None:
         op, axes, detail, dtype, shape = call.key
         name = call.number = digest(op, axes, detail, np.dtype(dtype).str, shape)
-    return (name + run * _STEPS[0] + number * _STEPS[1]) & _WORD
+    return ((name + run * _STEPS[0] + number * _STEPS[1]) & _WORD).to_bytes(8, sys.byteorder)
 
 
 @lru_cache(maxsize=4096)
@@ -81,6 +83,20 @@ class Headers:
         words = self.words[k]
         rank = words[1] % ASKS
         return tuple(words[2 : 1 + rank]) if rank else None
+
+    def beside(self, x: np.ndarray, rows: Sequence[int], me: int) -> list[np.ndarray]:
+        """The blocks of all members, of the shape and dtype of this one's, which is x: member k has row rows[k]. They
+        are read where they came, before the next headers do."""
+        shape, dtype, came = x.shape, x.dtype, self.bytes
+        start = 16 + 8 * len(shape)
+        return [x if k == me else np.ndarray(shape, dtype, came[row], start) for k, row in enumerate(rows)]
+
+    def riders(
+        self, x: np.ndarray, rows: Sequence[int], me: int, shapes: Sequence[Shape], sizes: Sequence[int]
+    ) -> list[np.ndarray]:
+        """The blocks of all members, of the dtype of this one's, which is x: sizes are in bytes."""
+        dtype = x.dtype
+        return [x if k == me else self.rider(row, shapes[k], dtype, sizes[k]) for k, row in enumerate(rows)]
 
     def rider(self, k: int, shape: Shape, dtype: np.dtype, nbytes: int) -> np.ndarray:
         """The block that came in the header of member k, read-only; nobody else has it."""

@@ -203,63 +203,64 @@ class ProcessComm(Comm):
         Raises MismatchError on all members where they call different things.
         """
         mine = list(shapes)
-        return self._shapes_in(self._tell_each(group, call, mine, {}), group, mine[group.index])
+        return self._shapes_in(self._tell_each(group, call, mine, [None] * group.size), group, mine[group.index])
 
     def _shapes_in(self, heard: Headers, group: Group, mine: Shape | None) -> list[Shape | None]:
         """The shapes of what comes from each member, where this one keeps one of shape `mine`."""
         me = group.index
         return [mine if k == me else heard.shape(row) for k, row in enumerate(group.rows)]
 
+    def _begin(self, group: Group, call: Call) -> tuple[Channel, bytes, bool]:
+        """The channel of a group; the first word of its headers, what is called; and whether the block is
+        differentiated."""
+        transport = self.transport
+        self.number += 1
+        asks = call.asks is not None and call.asks[0]
+        return transport.channel(group.ordered, call), name_of(call, transport.runs, self.number), asks
+
     def _tell(self, group: Group, call: Call, shape: Shape | None, rider: np.ndarray | None = None) -> Headers:
         """Tell all members what is called, and what comes, the same to everyone; and hear theirs.
 
         rider: a block of at most RIDES bytes, that goes along.
         """
-        transport = self.transport
-        channel = transport.channel(group.ordered, call)
-        self.number += 1
-        name = name_of(call, transport.runs, self.number)
-        asks = call.asks is not None and call.asks[0]
-        header = name.to_bytes(8, "little") + told(call.op, shape, asks)
+        channel, header, asks = self._begin(group, call)
+        header += told(call.op, shape, asks)
         if rider is not None:
             header += rider.tobytes()
         said, n = channel.said.bytes, len(header)
         for row in channel.others:
             said[row][:n] = header
-        return self._hear(group, call, channel, name, n)
+        return self._hear(group, call, channel, n)
 
     def _tell_each(
-        self, group: Group, call: Call, shapes: Sequence[Shape | None], riders: Mapping[int, np.ndarray]
+        self, group: Group, call: Call, shapes: Sequence[Shape | None], riders: Sequence[np.ndarray | None]
     ) -> Headers:
         """Tell each member what is called, and the shape of what comes for it; and hear theirs.
 
         riders[k]: what goes along to member k, of at most RIDES bytes.
         """
-        transport = self.transport
-        channel = transport.channel(group.ordered, call)
-        self.number += 1
-        name = name_of(call, transport.runs, self.number)
-        asks = call.asks is not None and call.asks[0]
-        first, said, longest = name.to_bytes(8, "little"), channel.said.bytes, 0
-        for k, row in enumerate(group.rows):
-            if row != channel.me:
-                header = first + told(call.op, shapes[k], asks)
-                if k in riders:
-                    header += riders[k].tobytes()
+        channel, first, asks = self._begin(group, call)
+        said, me, longest = channel.said.bytes, channel.me, 0
+        for row, shape, rider in zip(group.rows, shapes, riders, strict=True):
+            if row != me:
+                header = first + told(call.op, shape, asks)
+                if rider is not None:
+                    header += rider.tobytes()
                 n = len(header)
                 said[row][:n] = header
-                longest = max(longest, n)
-        return self._hear(group, call, channel, name, longest)
+                if n > longest:
+                    longest = n
+        return self._hear(group, call, channel, longest)
 
-    def _hear(self, group: Group, call: Call, channel: Channel, name: int, nbytes: int) -> Headers:
+    def _hear(self, group: Group, call: Call, channel: Channel, nbytes: int) -> Headers:
         """Send the headers that were written, and give those that come: they are read before the next call."""
         transport = self.transport
         transport.swap(channel, nbytes, call)
         heard = channel.heard
-        words = heard.words
+        name = channel.said.words[channel.others[0]][0]
         for row in channel.others:
-            if words[row][0] != name:
-                names = [name if row == channel.me else words[row][0] for row in group.rows]
+            if heard.words[row][0] != name:
+                names = [name if row == channel.me else heard.words[row][0] for row in group.rows]
                 error = self._mismatch(group, call, names)
                 transport.fail(error)
                 raise error
@@ -307,9 +308,7 @@ class ProcessComm(Comm):
 
     def _agreed_sum(self, group: Group, call: Call, x: np.ndarray, how: str) -> Handle:
         if self.transport.checks and x.nbytes <= self.most_riding(call, x):
-            heard, shape, dtype, nbytes = self._tell(group, call, x.shape, x), x.shape, x.dtype, x.nbytes
-            blocks = [heard.rider(row, shape, dtype, nbytes) for row in group.rows]
-            blocks[group.index] = x
+            blocks = self._tell(group, call, x.shape, x).beside(x, group.rows, group.index)
             return Ready(sealed(kernels.of(x).combine(blocks, how)))
         self._agree(group, call, x)
         return self._reduce_blocks(group, call, x, how)
@@ -379,6 +378,10 @@ class ProcessComm(Comm):
             return sealed(total) if into is None else _closed(into.base, total)
 
         if self.transport.checks:
+            most = self.most_riding(call, parts)
+            if max([p.nbytes for p in parts]) <= most:
+                heard = self._tell_each(group, call, [p.shape for p in parts], parts)
+                return Ready(sealed(kernels.of(mine).combine(heard.beside(mine, group.rows, group.index))))
             return Then(self._agreed_swap(group, call, parts, own=False), finish)
         return Then(self._swapped(group, call, parts, [mine.shape] * group.size), finish)
 
@@ -390,9 +393,8 @@ class ProcessComm(Comm):
         shapes = [s or () for s in self._shapes_in(heard, group, x.shape)]
         counts = [prod(s) * x.itemsize for s in shapes]
         if max(counts) <= most:
-            came = [heard.rider(row, shapes[k], x.dtype, counts[k]) for k, row in enumerate(group.rows)]
-            came[group.index] = sealed(copied(x) if call.lent else x)
-            return Ready(came)
+            mine = sealed(copied(x) if call.lent else x)
+            return Ready(heard.riders(mine, group.rows, group.index, shapes, counts))
         send = _bytes(x)
         receive = self.room(sum(counts), call, x)
         self.ready()
@@ -407,11 +409,10 @@ class ProcessComm(Comm):
     def _agreed_swap(self, group: Group, call: Call, parts: Sequence[np.ndarray], own: bool) -> Handle:
         """An all-to-all. own: whether the own part belongs to the result."""
         most = self.most_riding(call, parts)
-        riders = {k: p for k, p in enumerate(parts) if p.nbytes <= most}
         shapes: list[Shape | None] = [p.shape for p in parts]
-        heard = self._tell_each(group, call, shapes, riders)
-        coming = self._shapes_in(heard, group, shapes[group.index])
-        return self._swapped(group, call, parts, [s or () for s in coming], heard, most, own)
+        heard = self._tell_each(group, call, shapes, [p if p.nbytes <= most else None for p in parts])
+        coming = [s or () for s in self._shapes_in(heard, group, shapes[group.index])]
+        return self._swapped(group, call, parts, coming, heard, most, own)
 
     def _swapped(
         self,
@@ -428,10 +429,9 @@ class ProcessComm(Comm):
         message."""
         dtype, me = parts[0].dtype, group.index
         coming = [prod(s) * dtype.itemsize for s in shapes]
+        if heard is not None and max(coming) <= most and max([p.nbytes for p in parts]) <= most:
+            return Ready(heard.riders(sealed(parts[me]), group.rows, me, shapes, coming))
         others = [k for k in range(group.size) if k != me]
-        if heard is not None and all(coming[k] <= most and parts[k].nbytes <= most for k in others):
-            came = [heard.rider(group.rows[k], shapes[k], dtype, coming[k]) for k in others]
-            return Ready([*came[:me], sealed(parts[me]), *came[me:]])
         if not own:
             coming[me] = 0
             shapes = [(0,) if k == me else s for k, s in enumerate(shapes)]
@@ -503,7 +503,8 @@ class ProcessComm(Comm):
         if group.size == 1:
             return Ready(found)
         shapes: list[Shape | None] = [None] * group.size
-        riders, sent = {}, {}
+        riders: list[np.ndarray | None] = [None] * group.size
+        sent = {}
         for k, x in sends.items():
             if k != me:
                 shapes[k] = x.shape
@@ -672,31 +673,33 @@ class ProcessTransport(Transport):
         ranks = tuple(self.ranks[m] for m in members)
         return digest("group", self.failed, tuple(sorted(ranks))) or 1, ranks
 
-    def _come(self, number: int, ranks: Shape, call: Call) -> None:
-        """Put on the board that this process has come to a meeting of these ranks. Raises the error that the map has
-        failed with, where the body caught it: the others end the map with it."""
-        assert self.board is not None
-        if self.broken == self.number:
-            raise like(*self.board.broken(self.number, self.ranks) or (self.board.rank, "", ""))
-        self.board.come(number, ranks, call)
-
     def swap(self, channel: Channel, nbytes: int, call: Call) -> None:
         """Headers go to all members of a channel, and come from them: a meeting."""
-        if self.board is None:
+        board = self.board
+        if board is None:
             self.wait_for(channel.swap(nbytes))
             return
-        self._come(*channel.meeting, call)
+        if self.broken == self.number:
+            raise self._failed_before()
+        board.come(*channel.meeting, call)
         requests = channel.swap(nbytes)
         if not self.has_come(requests):
-            self.board.wait(self.number)
+            board.wait(self.number)
             self._be_patient(requests, call, channel)
+
+    def _failed_before(self) -> Exception:
+        """The error that the map has failed with, where the body caught it: the others end the map with it."""
+        assert self.board is not None
+        return like(*self.board.broken(self.number, self.ranks) or (self.board.rank, "", ""))
 
     def _gather(self, members: Shape, call: Call | None) -> None:
         """Wait until all of these workers are here, before something is made that needs them all."""
         if self.board is None or call is None:
             return
+        if self.broken == self.number:
+            raise self._failed_before()
         number, ranks = self._group(members)
-        self._come(number, ranks, call)
+        self.board.come(number, ranks, call)
         self.board.wait(self.number)
         rank = self.board.rank
         if self.board.whole:
