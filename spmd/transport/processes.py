@@ -58,6 +58,8 @@ from spmd.transport.patience import Patience, checks_are_on, like, time_limit
 
 __all__ = ["Channel", "ProcessComm", "ProcessTransport", "pieces", "start"]
 
+_APART = 1 << 18
+"""Bytes from which a block of several is sent by itself, from where it lies; smaller ones are sent together."""
 _SMALL = 1 << 15
 """Bytes up to which an all-reduce sends whole blocks to everyone: one message time in place of two."""
 
@@ -354,16 +356,26 @@ class ProcessComm(Comm):
     def _all_reduce_many(self, group: Group, call: Call, xs: Sequence[np.ndarray]) -> Handle:
         if group.size == 1 or not xs:
             return Ready([sealed(x) for x in xs])
-        packed = joined([x.reshape(-1) for x in xs], 0)
-        whole = self._agreed_sum(group, call, packed, "sum")
-        shapes, at = [x.shape for x in xs], offsets([x.size for x in xs])
-        del xs  # they are packed
+        small = [k for k, x in enumerate(xs) if x.nbytes < _APART]
+        if len(small) < len(xs):
+            self._agree(group, call, xs[0])
+        apart = {k: self._reduce_blocks(group, call, x, "sum") for k, x in enumerate(xs) if k not in small}
+        handle: Handle = Ready(None)
+        if small:
+            packed = joined([xs[k].reshape(-1) for k in small], 0)
+            handle = (self._reduce_blocks if apart else self._agreed_sum)(group, call, packed, "sum")
+        shapes = [x.shape for x in xs]
+        at = offsets([prod(shapes[k]) for k in small])
+        del xs  # what is packed is not kept
 
-        def unpack() -> list[np.ndarray]:
-            total = whole.wait()
-            return [total[at[k] : at[k + 1]].reshape(shape) for k, shape in enumerate(shapes)]
+        def unpack(total: np.ndarray) -> list[np.ndarray]:
+            found = {k: sent.wait() for k, sent in apart.items()}
+            for j, k in enumerate(small):
+                found[k] = total[at[j] : at[j + 1]].reshape(shapes[k])
+            apart.clear()
+            return [found[k] for k in range(len(shapes))]
 
-        return self._pending([], packed, unpack)
+        return Then(handle, unpack)
 
     def _reduce_scatter(self, group: Group, call: Call, parts: Sequence[np.ndarray]) -> Handle:
         if group.size == 1:
