@@ -128,6 +128,7 @@ class Mesh:
                     )
                 )
         self.axes: dict[str, int] = {name: int(n) for name, n in axes.items()}
+        self.sides = tuple(self.axes.items())
         self.size = math.prod(self.axes.values())
         self.scheduler = _choice(where, "scheduler", scheduler, "SPMD_SCHEDULER", SCHEDULERS) or "auto"
         self._wanted = _choice(where, "transport", transport, "SPMD_TRANSPORT", TRANSPORTS)
@@ -172,13 +173,13 @@ class Mesh:
     def __eq__(self, other: object) -> bool:
         return self is other or (
             isinstance(other, Mesh)
-            and list(self.axes.items()) == list(other.axes.items())
+            and self.sides == other.sides
             and self.device == other.device
             and (self.transport is other.transport or self.transport.name == other.transport.name == "local")
         )
 
     def __hash__(self) -> int:
-        return hash(tuple(self.axes.items()))
+        return hash(self.sides)
 
     def __enter__(self) -> Mesh:
         _meshes.set((*_meshes.get(), self))
@@ -253,7 +254,7 @@ class Mesh:
     def layout(self, shape: tuple[int, ...], spec: Spec, where: str = "Mesh.layout", argument: str = "spec") -> Layout:
         """The layout of an array of this shape: by a spec the balanced one; a layout of this shape is itself."""
         if isinstance(spec, P):
-            return _balanced(shape, spec, tuple(self.axes.items()))
+            return _balanced(shape, spec, self.sides)
         if spec.shape != shape:
             raise LayoutError(
                 message(
@@ -269,7 +270,7 @@ class Mesh:
     def joined(self, shapes: tuple[tuple[int, ...], ...], spec: Spec, where: str) -> Layout:
         """The layout of the array that blocks of these shapes, one per worker, join to."""
         if isinstance(spec, P):
-            return _of_blocks(shapes, spec, tuple(self.axes.items()), where)
+            return _of_blocks(shapes, spec, self.sides, where)
         for w, shape in enumerate(shapes):
             if shape != spec.block_shape(w):
                 raise LayoutError(

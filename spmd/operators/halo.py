@@ -46,11 +46,18 @@ def along(d: int, start: int, stop: int | None) -> tuple[slice, ...]:
     return (*(slice(None),) * d, slice(start, stop))
 
 
-def _fill(out: Any, block: Any, pieces: Sequence[Piece], d: int) -> None:
+Place = tuple[Any, Any, bool]
+"""Where a piece stands in the result, which entries it has, both as indices, and whether it is flipped."""
+
+
+def _places(pieces: Iterable[Piece], d: int) -> tuple[Place, ...]:
+    return tuple((along(d, p.at, p.at + p.length), along(d, p.start, p.stop), p.flipped) for p in pieces)
+
+
+def _fill(out: Any, block: Any, places: Iterable[Place], d: int) -> None:
     """Put the pieces of a block, or of a message, where they stand."""
-    for p in pieces:
-        part = block[along(d, p.start, p.stop)]
-        out[along(d, p.at, p.at + p.length)] = np.flip(part, d) if p.flipped else part
+    for to, of, flipped in places:
+        out[to] = np.flip(block[of], d) if flipped else block[of]
 
 
 def _add(out: Any, g: Any, pieces: Sequence[Piece], d: int) -> None:
@@ -81,9 +88,10 @@ def _sum(g: Any, pieces: Sequence[Piece], length: int, d: int, fresh: bool = Fal
     return out
 
 
-def _part(block: Any, ranges: Sequence[Pair], d: int) -> Any:
-    """Ranges of a block, one after the other; a single one is a view: who gets it copies it to its place at once."""
-    parts = [block[along(d, start, stop)] for start, stop in ranges]
+def _part(block: Any, ranges: Sequence[Any], d: int) -> Any:
+    """Ranges of a block, by their indices, one after the other; a single one is a view: who gets it copies it to its
+    place at once."""
+    parts = [block[of] for of in ranges]
     return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=d)
 
 
@@ -322,15 +330,30 @@ class _Halo(Operator):
         return count, nbytes
 
 
+class _Step(NamedTuple):
+    """The exchange along one dimension. length: of the result in it. moves: whether anything does. sends: what goes to
+    whom, as indices. gaps: where zeros stand; own: what stands there of the block itself; takes: of what comes from
+    others. window: what of the result is filled when it is over."""
+
+    d: int
+    line: Group
+    length: int
+    moves: bool
+    sends: tuple[tuple[int, tuple[Any, ...]], ...]
+    gaps: tuple[Any, ...]
+    own: tuple[Place, ...]
+    takes: tuple[tuple[int, Message, tuple[Place, ...]], ...]
+    window: tuple[slice, ...] | None
+
+
 class _Way(NamedTuple):
     """How the exchange goes for a block of some shape. bound: the operator with the sizes it met. shape: of the result,
-    and window: where the block stands in it, None where it is not all there. stages: a dimension each, with its plan,
-    and the window that is filled when it is over."""
+    and window: where the block stands in it, None where it is not all there."""
 
     bound: HaloExchange
     shape: Shape
     window: tuple[slice, ...] | None
-    stages: tuple[tuple[int, Group, HaloPlan, int, Sequence[Piece], tuple[slice, ...] | None], ...]
+    steps: tuple[_Step, ...]
 
 
 class HaloExchange(_Halo):
@@ -363,7 +386,7 @@ class HaloExchange(_Halo):
         way = self._ways.get((group, x.shape, nothing))
         if way is None:
             way = yield from self._way(comm, group, x.shape, call, nothing)
-        if not way.stages:
+        if not way.steps:
             return x, way.bound
         # The result is made once, and the block put where it stands in it; each stage then fills a little more. A
         # block that is trimmed may still owe others what it loses, so there every stage makes an array of its own.
@@ -372,20 +395,19 @@ class HaloExchange(_Halo):
             room = empty(way.shape, x)
             block = room[way.window]
             put(block, x)
-        for d, line, plan, k, own, window in way.stages:
-            sends = {t: _part(block, m.ranges, d) for t, m in plan.sends[k].items()}
-            handle = comm.exchange(line, call, sends) if plan.moves else None
+        for d, line, length, moves, to, gaps, own, takes, window in way.steps:
+            handle = comm.exchange(line, call, {t: _part(block, ranges, d) for t, ranges in to}) if moves else None
             if room is not None:
                 out = room[window]
             else:
-                out = empty((*block.shape[:d], plan.lengths[k], *block.shape[d + 1 :]), x)
-            for start, stop in plan.gaps[k]:
-                out[along(d, start, stop)] = 0
+                out = empty((*block.shape[:d], length, *block.shape[d + 1 :]), x)
+            for gap in gaps:
+                out[gap] = 0
             _fill(out, block, own, d)
             received = {} if handle is None else (yield handle)
-            for s, m in plan.takes[k].items():
+            for s, m, places in takes:
                 self._agree(received[s], block, d, m, line, s)
-                _fill(out, received[s], m.pieces, d)
+                _fill(out, received[s], places, d)
             block = out
         return sealed(block if room is None else room), way.bound
 
@@ -401,7 +423,7 @@ class HaloExchange(_Halo):
         stages = _stages(dimensions, shape, sizes, nothing)
         places = [stage.place for stage in stages]
         lengths = tuple(stage.length for stage in stages)
-        todo: list[Any] = []
+        steps = []
         begin = window = None
         if all(at is not None for at in places):
             window = [slice(at, at + n) for at, n in zip(places, shape, strict=True) if at is not None]
@@ -414,8 +436,20 @@ class HaloExchange(_Halo):
             if window is not None:
                 window[d] = slice(0, lengths[d])
                 own = tuple(p for p in own if (p.at, p.length) != (places[d], plan.sizes[k]) or p.flipped)
-            todo.append((d, line, plan, k, own, None if window is None else tuple(window)))
-        way = _Way(self._like(type(self), sizes=sizes, block=shape), lengths, begin, tuple(todo))
+            steps.append(
+                _Step(
+                    d,
+                    line,
+                    plan.lengths[k],
+                    bool(plan.moves),
+                    sends=tuple((t, tuple(along(d, *r) for r in m.ranges)) for t, m in plan.sends[k].items()),
+                    gaps=tuple(along(d, start, stop) for start, stop in plan.gaps[k]),
+                    own=_places(own, d),
+                    takes=tuple((s, m, _places(m.pieces, d)) for s, m in plan.takes[k].items()),
+                    window=None if window is None else tuple(window),
+                )
+            )
+        way = _Way(self._like(type(self), sizes=sizes, block=shape), lengths, begin, tuple(steps))
         if not learnt:  # else another time the others may come with other blocks
             bounded(self._ways)[group, shape, nothing] = way
         return way
@@ -625,7 +659,7 @@ def _boundaries(where: str, boundary: Any, count: int) -> str | tuple[str, ...]:
 
 
 def _operator(kind: type[_Halo], spec: P, widths: Any, boundary: Any, shape: Any, sizes: Any) -> _Halo:
-    arguments = kind, spec, widths, boundary, shape, sizes, tuple(here(f"spmd.{kind.function}").mesh.axes.items())
+    arguments = kind, spec, widths, boundary, shape, sizes, here(f"spmd.{kind.function}").mesh.sides
     try:
         hash(arguments)
     except TypeError:  # lists

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -159,9 +159,20 @@ class Accumulate(_Relayout):
         return interned(Repartition, self.axes, self.dst, self.src)
 
 
-def _layouts(where: str, src: Layout, dst: Layout, copying: Layout, argument: str) -> tuple[str, ...]:
-    """The axes of two layouts, checked: `copying` is the one that may hold no varying copies."""
-    axes = here(f"spmd.{where}").mesh.axes
+def _layouts(where: str, src: Layout, dst: Layout, argument: str) -> tuple[str, ...]:
+    """The axes of two layouts, checked: the one that `argument` names may hold no varying copies."""
+    sides = here(f"spmd.{where}").mesh.sides
+    try:
+        return _checked(where, src, dst, argument, sides)
+    except TypeError:  # no layouts
+        return _checked.__wrapped__(where, src, dst, argument, sides)
+
+
+@lru_cache(maxsize=1024)
+def _checked(
+    where: str, src: Layout, dst: Layout, argument: str, sides: tuple[tuple[str, int], ...]
+) -> tuple[str, ...]:
+    axes, copying = dict(sides), src if argument == "src" else dst
     for name, layout in (("src", src), ("dst", dst)):
         if not isinstance(layout, Layout) or any(axes.get(n) != size for n, size in layout.axes.items()):
             raise LayoutError(
@@ -218,7 +229,7 @@ def repartition(x, src: Layout, dst: Layout):
     States: Varying along the axes that split a layout or hold its varying copies, Invariant along the others.
     Raises LayoutError where the layouts do not fit each other or the block, or src has varying copies.
     """
-    axes = _layouts("repartition", src, dst, src, "src")
+    axes = _layouts("repartition", src, dst, "src")
     return operate(interned(Repartition, axes, src, dst), x, sys._getframe(1))
 
 
@@ -229,5 +240,5 @@ def accumulate(x, src: Layout, dst: Layout):
     copies one is taken. Adjoint: `repartition` from dst to src. Arguments as for `repartition`; dst has no varying
     copies. Where copies are added booleans are counted, and an Invariant array is refused (StateError).
     """
-    axes = _layouts("accumulate", src, dst, dst, "dst")
+    axes = _layouts("accumulate", src, dst, "dst")
     return operate(interned(Accumulate, axes, src, dst), x, sys._getframe(1))

@@ -510,13 +510,12 @@ class ProcessComm(Comm):
         into: Mapping[int, np.ndarray] = MappingProxyType({}),
     ) -> Handle:
         """into[k]: contiguous memory where what member k sends is put, if it is of that shape and comes by itself."""
-        me, most = group.index, self.most_riding(call, sends)
-        found = {me: sealed(sends[me])} if me in sends else {}
-        if group.size == 1:
-            return Ready(found)
+        me, most, found = group.index, self.most_riding(call, sends), {}
         shapes: list[Shape | None] = [None] * group.size
         riders: list[np.ndarray | None] = [None] * group.size
         sent = {}
+        if group.size == 1:
+            return Ready({k: sealed(x) for k, x in sends.items()})
         for k, x in sends.items():
             if k != me:
                 shapes[k] = x.shape
@@ -527,7 +526,11 @@ class ProcessComm(Comm):
         heard = self._tell_each(group, call, shapes, riders)
         dtype, received = np.dtype(call.dtype), {}
         for k, row in enumerate(group.rows):
-            shape = heard.shape(row) if k != me else None
+            if k == me:
+                if k in sends:
+                    found[k] = sealed(sends[k])
+                continue
+            shape = heard.shape(row)
             if shape is None:
                 continue
             nbytes = prod(shape) * dtype.itemsize
@@ -538,7 +541,6 @@ class ProcessComm(Comm):
             else:
                 received[k] = self.room(nbytes, call, sends)
                 found[k] = received[k].view(dtype).reshape(shape)
-        found = {k: found[k] for k in sorted(found)}
         if not sent and not received:
             return Ready(found)
         self.ready()
