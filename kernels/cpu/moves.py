@@ -28,8 +28,9 @@ def combine(blocks: Sequence[np.ndarray], how: str = "sum", into: np.ndarray | N
         return first
     if into is None and first.nbytes < team.LEAST and first.ndim and first.itemsize >= 4 and first.flags.c_contiguous:
         total = fold(first, blocks[1])  # three times as fast as into an array that is made before
-        for block in blocks[2:]:
-            fold(total, block, out=total)
+        if len(blocks) > 2:
+            for block in blocks[2:]:
+                fold(total, block, out=total)
         return total
     total = buffers.empty_like(first) if into is None else into
     n = team.parts(total.nbytes)

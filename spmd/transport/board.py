@@ -42,7 +42,7 @@ _FAILURES = 16
 
 _ROW = np.dtype(
     [
-        ("beat", "i8"),  # changes with the row
+        ("beat", "i8"),  # changes with the row, but for the meetings that it has come to
         ("state", "i8"),
         ("group", "i8"),  # what it waits for: the number of a group, and which of its meetings
         ("meeting", "i8"),
@@ -89,7 +89,8 @@ class Board:
         self.row["pid"] = os.getpid()
         self.met, self.members = self.row["met"].data, self.row["members"]
         self.place = -1
-        self.coming = 0, 0
+        self.coming = 0
+        self.latest: Any = None
         self.masks: dict[int, np.ndarray] = {}
         self.recent: deque[Any] = deque(maxlen=8)
         self.places: dict[int, int] = {}
@@ -110,15 +111,16 @@ class Board:
             bits = np.zeros(_RANKS, bool)
             bits[[r for r in ranks if r < _RANKS]] = True
             self.masks[place] = np.packbits(bits)
-        if not self.recent or self.recent[-1] is not call:
+        if self.latest is not call:
+            self.latest = call
             self.recent.append(call)
-        self.coming = group, place
+        self.coming = group
         self.met[place] += 1
-        self.head[_BEAT] += 1
 
     def wait(self, run: int) -> None:
         """It waits from now on, in a map, for the others of the meeting that it has come to."""
-        head, (group, place) = self.head, self.coming
+        head, group = self.head, self.coming
+        place = self.places[group]
         head[_GROUP], head[_MEETING], head[_RUN] = group, self.met[place], run
         if self.place != place:
             self.place = place
@@ -261,7 +263,8 @@ class Board:
             waits = kept
 
     def beats(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        return tuple(int(self.rows[r]["beat"]) for r in ranks)
+        """What changes with the rows of some processes, and with the meetings that they come to."""
+        return tuple(int(self.rows[r]["beat"]) + int(self.rows[r]["met"].sum()) for r in ranks)
 
     def have_told(self, ranks: Iterable[int]) -> bool:
         """Whether processes have told what they wait in: that is written later than that they wait."""

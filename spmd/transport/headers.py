@@ -11,11 +11,12 @@ import hashlib
 import sys
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
 from spmd.errors import TransportError, message
-from spmd.transport.base import Call, Shape
+from spmd.transport.base import Call, Shape, sealed
 
 __all__ = ["ASKS", "RIDES", "ROOM", "Headers", "digest", "name_of", "told"]
 
@@ -24,11 +25,11 @@ ROOM = 1024
 _MAX_NDIM = 32
 RIDES = ROOM - 8 * (2 + _MAX_NDIM)
 """Bytes up to which a block travels in the header itself."""
+_VIEWS = 64
+"""Views of blocks in the headers of a member that are kept."""
 ASKS = 256
 """Added to the rank where the block is differentiated: see `Call.asks`."""
 
-_STEPS = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F
-"""What the number of a map, and of a collective in it, adds to a call's: odd, with bits in all places."""
 _WORD = (1 << 64) - 1
 
 
@@ -44,7 +45,7 @@ def name_of(call: Call, run: int, number: int) -> bytes:
     if name is None:
         op, axes, detail, dtype, shape = call.key
         name = call.number = digest(op, axes, detail, np.dtype(dtype).str, shape)
-    return ((name + run * _STEPS[0] + number * _STEPS[1]) & _WORD).to_bytes(8, sys.byteorder)
+    return (name + (run << 32) + number & _WORD).to_bytes(8, sys.byteorder)  # calls' names differ by far more
 
 
 @lru_cache(maxsize=4096)
@@ -66,13 +67,14 @@ def told(op: str, shape: Shape | None, asks: bool) -> bytes:
 class Headers:
     """The headers of one side, those that go out or those that come in: row k is that to member k, or from it."""
 
-    __slots__ = ("array", "bytes", "words")
+    __slots__ = ("array", "bytes", "views", "words")
 
     def __init__(self, size: int):
         self.array = np.zeros((size, ROOM // 8), np.uint64)
         # Views of memory are read and written in a third of the time that arrays take.
         self.words = [row.data for row in self.array]
         self.bytes = [row.view(np.uint8).data for row in self.array]
+        self.views: list[dict[Any, np.ndarray]] = [{} for _ in range(size)]
 
     def asks(self, k: int) -> bool:
         """Whether the block of member k is differentiated."""
@@ -84,21 +86,28 @@ class Headers:
         rank = words[1] % ASKS
         return tuple(words[2 : 1 + rank]) if rank else None
 
-    def beside(self, x: np.ndarray, rows: Sequence[int], me: int) -> list[np.ndarray]:
-        """The blocks of all members, of the shape and dtype of this one's, which is x: member k has row rows[k]. They
-        are read where they came, before the next headers do."""
-        shape, dtype, came = x.shape, x.dtype, self.bytes
-        start = 16 + 8 * len(shape)
-        return [x if k == me else np.ndarray(shape, dtype, came[row], start) for k, row in enumerate(rows)]
+    def there(self, k: int, shape: Shape, dtype: np.dtype) -> np.ndarray:
+        """The block in the header of member k, where it lies: to be read before the next header comes there."""
+        views = self.views[k]
+        found = views.get((shape, dtype))
+        if found is None:
+            if len(views) >= _VIEWS:
+                views.clear()
+            found = np.ndarray(shape, dtype, self.bytes[k], 16 + 8 * len(shape))
+            views[shape, dtype] = found
+        return found
 
-    def riders(
-        self, x: np.ndarray, rows: Sequence[int], me: int, shapes: Sequence[Shape], sizes: Sequence[int]
-    ) -> list[np.ndarray]:
-        """The blocks of all members, of the dtype of this one's, which is x: sizes are in bytes."""
+    def rider(self, k: int, shape: Shape, dtype: np.dtype) -> np.ndarray:
+        """The block that came in the header of member k, in memory of its own."""
+        return sealed(self.there(k, shape, dtype).copy())
+
+    def beside(self, x: np.ndarray, rows: Sequence[int], me: int, shapes: Sequence[Shape]) -> list[np.ndarray]:
+        """The blocks of all members where they lie, of these shapes, and of the dtype of this one's, which is x. Member
+        k has row rows[k]."""
         dtype = x.dtype
-        return [x if k == me else self.rider(row, shapes[k], dtype, sizes[k]) for k, row in enumerate(rows)]
+        return [x if k == me else self.there(row, shapes[k], dtype) for k, row in enumerate(rows)]
 
-    def rider(self, k: int, shape: Shape, dtype: np.dtype, nbytes: int) -> np.ndarray:
-        """The block that came in the header of member k, read-only; nobody else has it."""
-        start = 16 + 8 * len(shape)
-        return np.ndarray(shape, dtype, self.bytes[k][start : start + nbytes].tobytes())
+    def riders(self, x: np.ndarray, rows: Sequence[int], me: int, shapes: Sequence[Shape]) -> list[np.ndarray]:
+        """The same, in memory of their own."""
+        dtype = x.dtype
+        return [x if k == me else self.rider(row, shapes[k], dtype) for k, row in enumerate(rows)]

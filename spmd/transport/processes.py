@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from math import prod
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -41,6 +41,7 @@ from spmd.transport.base import (
     Comm,
     Group,
     Handle,
+    Join,
     Outcome,
     Ready,
     Shape,
@@ -178,6 +179,13 @@ class _End(Call):
         return f"after {self.last} {self.last.source}" if self.last is not None else "without any call before"
 
 
+class _Shaped(NamedTuple):
+    """A block of which only the shape is told."""
+
+    shape: Shape
+    nbytes: int = 0
+
+
 class ProcessComm(Comm):
     """This process's view."""
 
@@ -205,7 +213,8 @@ class ProcessComm(Comm):
         Raises MismatchError on all members where they call different things.
         """
         mine = list(shapes)
-        return self._shapes_in(self._tell_each(group, call, mine, [None] * group.size), group, mine[group.index])
+        blocks = [None if shape is None else _Shaped(shape) for shape in mine]
+        return self._shapes_in(self._tell_each(group, call, blocks.__getitem__, -1), group, mine[group.index])
 
     def _shapes_in(self, heard: Headers, group: Group, mine: Shape | None) -> list[Shape | None]:
         """The shapes of what comes from each member, where this one keeps one of shape `mine`."""
@@ -217,8 +226,8 @@ class ProcessComm(Comm):
         differentiated."""
         transport = self.transport
         self.number += 1
-        asks = call.asks is not None and call.asks[0]
-        return transport.channel(group.ordered, call), name_of(call, transport.runs, self.number), asks
+        channel = transport.channels.get(group.ordered) or transport.channel(group.ordered, call)
+        return channel, name_of(call, transport.runs, self.number), call.asks is not None and call.asks[0]
 
     def _tell(self, group: Group, call: Call, shape: Shape | None, rider: np.ndarray | None = None) -> Headers:
         """Tell all members what is called, and what comes, the same to everyone; and hear theirs.
@@ -234,24 +243,24 @@ class ProcessComm(Comm):
             said[row][:n] = header
         return self._hear(group, call, channel, n)
 
-    def _tell_each(
-        self, group: Group, call: Call, shapes: Sequence[Shape | None], riders: Sequence[np.ndarray | None]
-    ) -> Headers:
+    def _tell_each(self, group: Group, call: Call, part: Callable[[int], Any], most: int) -> Headers:
         """Tell each member what is called, and the shape of what comes for it; and hear theirs.
 
-        riders[k]: what goes along to member k, of at most RIDES bytes.
+        part(k): what comes for member k, None if nothing does; it goes along if it has at most so many bytes.
         """
         channel, first, asks = self._begin(group, call)
         said, me, longest = channel.said.bytes, channel.me, 0
-        for row, shape, rider in zip(group.rows, shapes, riders, strict=True):
-            if row != me:
-                header = first + told(call.op, shape, asks)
-                if rider is not None:
-                    header += rider.tobytes()
-                n = len(header)
-                said[row][:n] = header
-                if n > longest:
-                    longest = n
+        for k, row in enumerate(group.rows):
+            if row == me:
+                continue
+            x = part(k)
+            header = first + told(call.op, None if x is None else x.shape, asks)
+            if x is not None and x.nbytes <= most:
+                header += x.tobytes()
+            n = len(header)
+            said[row][:n] = header
+            if n > longest:
+                longest = n
         return self._hear(group, call, channel, longest)
 
     def _hear(self, group: Group, call: Call, channel: Channel, nbytes: int) -> Headers:
@@ -310,7 +319,7 @@ class ProcessComm(Comm):
 
     def _agreed_sum(self, group: Group, call: Call, x: np.ndarray, how: str) -> Handle:
         if self.transport.checks and x.nbytes <= self.most_riding(call, x):
-            blocks = self._tell(group, call, x.shape, x).beside(x, group.rows, group.index)
+            blocks = self._tell(group, call, x.shape, x).beside(x, group.rows, group.index, (x.shape,) * group.size)
             return Ready(sealed(kernels.of(x).combine(blocks, how)))
         self._agree(group, call, x)
         return self._reduce_blocks(group, call, x, how)
@@ -392,21 +401,42 @@ class ProcessComm(Comm):
         if self.transport.checks:
             most = self.most_riding(call, parts)
             if max([p.nbytes for p in parts]) <= most:
-                heard = self._tell_each(group, call, [p.shape for p in parts], parts)
-                return Ready(sealed(kernels.of(mine).combine(heard.beside(mine, group.rows, group.index))))
+                heard = self._tell_each(group, call, parts.__getitem__, most)
+                blocks = heard.beside(mine, group.rows, group.index, (mine.shape,) * group.size)
+                return Ready(sealed(kernels.of(mine).combine(blocks)))
             return Then(self._agreed_swap(group, call, parts, own=False), finish)
         return Then(self._swapped(group, call, parts, [mine.shape] * group.size), finish)
 
     def _all_gather(self, group: Group, call: Call, x: np.ndarray) -> Handle:
         if group.size == 1:
             return Ready([sealed(x)])
+        most, heard, shapes, counts = self._told_of(group, call, x)
+        if max(counts) <= most:
+            mine = sealed(copied(x) if call.lent else x)
+            return Ready(heard.riders(mine, group.rows, group.index, shapes))
+        return self._gathered(group, call, x, shapes, counts)
+
+    def _all_gather_as(self, group: Group, call: Call, x: np.ndarray, join: Join) -> Handle:
+        """Small blocks are joined from where they came."""
+        if group.size == 1 or type(x) is not np.ndarray:
+            return super()._all_gather_as(group, call, x, join)
+        most, heard, shapes, counts = self._told_of(group, call, x)
+        if max(counts) <= most:
+            return Ready(join(heard.beside(x, group.rows, group.index, shapes), True))
+        return Then(self._gathered(group, call, x, shapes, counts), join)
+
+    def _told_of(self, group: Group, call: Call, x: np.ndarray) -> tuple[int, Headers, list[Shape], list[int]]:
+        """Tell all members of a block; up to how many bytes blocks ride, the headers that came, and the shapes and
+        bytes of all blocks."""
         most = self.most_riding(call, x)
         heard = self._tell(group, call, x.shape, x if x.nbytes <= most else None)
         shapes = [s or () for s in self._shapes_in(heard, group, x.shape)]
-        counts = [prod(s) * x.itemsize for s in shapes]
-        if max(counts) <= most:
-            mine = sealed(copied(x) if call.lent else x)
-            return Ready(heard.riders(mine, group.rows, group.index, shapes, counts))
+        return most, heard, shapes, [prod(s) * x.itemsize for s in shapes]
+
+    def _gathered(
+        self, group: Group, call: Call, x: np.ndarray, shapes: Sequence[Shape], counts: Sequence[int]
+    ) -> Handle:
+        """An all-gather of blocks whose shapes are known."""
         send = _bytes(x)
         receive = self.room(sum(counts), call, x)
         self.ready()
@@ -418,12 +448,28 @@ class ProcessComm(Comm):
             return Ready([sealed(p) for p in parts])
         return self._agreed_swap(group, call, parts, own=True)
 
+    def _all_to_all_as(self, group: Group, call: Call, parts: Sequence[np.ndarray], join: Join) -> Handle:
+        """Small parts are joined from where they came."""
+        most = self.most_riding(call, parts)
+        if group.size == 1 or type(parts[0]) is not np.ndarray:
+            return super()._all_to_all_as(group, call, parts, join)
+        heard, coming = self._told_parts(group, call, parts, most)
+        largest = max(max(map(prod, coming)) * parts[0].itemsize, max([p.nbytes for p in parts]))
+        if largest <= most:
+            return Ready(join(heard.beside(parts[group.index], group.rows, group.index, coming), True))
+        return Then(self._swapped(group, call, parts, coming, heard, most, True), join)
+
+    def _told_parts(
+        self, group: Group, call: Call, parts: Sequence[np.ndarray], most: int
+    ) -> tuple[Headers, list[Shape]]:
+        """Tell each member of its part; the headers that came, and the shapes of what comes."""
+        heard = self._tell_each(group, call, parts.__getitem__, most)
+        return heard, [s or () for s in self._shapes_in(heard, group, parts[group.index].shape)]
+
     def _agreed_swap(self, group: Group, call: Call, parts: Sequence[np.ndarray], own: bool) -> Handle:
         """An all-to-all. own: whether the own part belongs to the result."""
         most = self.most_riding(call, parts)
-        shapes: list[Shape | None] = [p.shape for p in parts]
-        heard = self._tell_each(group, call, shapes, [p if p.nbytes <= most else None for p in parts])
-        coming = [s or () for s in self._shapes_in(heard, group, shapes[group.index])]
+        heard, coming = self._told_parts(group, call, parts, most)
         return self._swapped(group, call, parts, coming, heard, most, own)
 
     def _swapped(
@@ -442,7 +488,7 @@ class ProcessComm(Comm):
         dtype, me = parts[0].dtype, group.index
         coming = [prod(s) * dtype.itemsize for s in shapes]
         if heard is not None and max(coming) <= most and max([p.nbytes for p in parts]) <= most:
-            return Ready(heard.riders(sealed(parts[me]), group.rows, me, shapes, coming))
+            return Ready(heard.riders(sealed(parts[me]), group.rows, me, shapes))
         others = [k for k in range(group.size) if k != me]
         if not own:
             coming[me] = 0
@@ -457,7 +503,7 @@ class ProcessComm(Comm):
                 receives[k] = rooms[k]
             else:
                 assert heard is not None
-                rooms[k][...] = _bytes(heard.rider(group.rows[k], shapes[k], dtype, coming[k]))
+                rooms[k][...] = _bytes(heard.there(group.rows[k], shapes[k], dtype))
         self.ready()
         requests = self.transport.channel(group.members).exchange(sends, receives)
         if own:  # while the others are under way
@@ -477,7 +523,7 @@ class ProcessComm(Comm):
         shape = (heard.shape(group.rows[root]) if x is None else x.shape) or ()
         size = prod(shape) * dtype.itemsize
         if x is None and size <= most:
-            return Ready(heard.rider(group.rows[root], shape, dtype, size))
+            return Ready(heard.rider(group.rows[root], shape, dtype))
         room = _bytes(x) if x is not None else self.room(size, call, x)
         self.ready()
         requests = self.transport.channel(group.members).broadcast(room, root)
@@ -511,19 +557,10 @@ class ProcessComm(Comm):
     ) -> Handle:
         """into[k]: contiguous memory where what member k sends is put, if it is of that shape and comes by itself."""
         me, most, found = group.index, self.most_riding(call, sends), {}
-        shapes: list[Shape | None] = [None] * group.size
-        riders: list[np.ndarray | None] = [None] * group.size
-        sent = {}
         if group.size == 1:
             return Ready({k: sealed(x) for k, x in sends.items()})
-        for k, x in sends.items():
-            if k != me:
-                shapes[k] = x.shape
-                if x.nbytes <= most:
-                    riders[k] = x
-                else:
-                    sent[k] = _bytes(x)
-        heard = self._tell_each(group, call, shapes, riders)
+        heard = self._tell_each(group, call, sends.get, most)
+        sent = {k: _bytes(x) for k, x in sends.items() if x.nbytes > most and k != me}
         dtype, received = np.dtype(call.dtype), {}
         for k, row in enumerate(group.rows):
             if k == me:
@@ -535,7 +572,7 @@ class ProcessComm(Comm):
                 continue
             nbytes = prod(shape) * dtype.itemsize
             if nbytes <= most:
-                found[k] = heard.rider(row, shape, dtype, nbytes)
+                found[k] = heard.rider(row, shape, dtype)
             elif k in into and into[k].shape == shape:
                 found[k], received[k] = into[k], _bytes(into[k])
             else:
@@ -616,7 +653,7 @@ class ProcessTransport(Transport):
         self.checks = checks_are_on()
         self.board = board() if self.checks and self.size > 1 else None
         self._threads: int | None = None
-        self._channels: dict[Shape, Channel] = {}
+        self.channels: dict[Shape, Channel] = {}
         end_the_job_on_error()
 
     # What an engine does
@@ -675,10 +712,10 @@ class ProcessTransport(Transport):
 
     def channel(self, members: Shape, call: Call | None = None) -> Any:
         """The channel of some workers, in this order, made when they first meet: in a call, or the last one."""
-        found = self._channels.get(members)
+        found = self.channels.get(members)
         if found is None:
             self._gather(tuple(sorted(members)), call or self.last)
-            found = self._channels[members] = self.open(members)
+            found = self.channels[members] = self.open(members)
             found.meeting = self._group(members)
         return found
 
@@ -739,7 +776,7 @@ class ProcessTransport(Transport):
         if self.board is not None and self.broken != self.number:
             self.broken = self.number
             self.failed += 1
-            self._channels.clear()
+            self.channels.clear()
             who = getattr(error, "peer", None) or self.describe(self.local[0])
             origin = getattr(error, "origin", self.board.rank)
             self.board.fail(self.number, origin, who, f"{class_name(error)}: {error}")
