@@ -311,11 +311,12 @@ def cube_spmd(transport: str, n: int) -> Case:
 
     def local(u, kernel):
         f = spmd.repartition(fft.rfftn(u, axes=(1, 2)), slabs, others)
-        f = fft.fft(f, axis=0)
+        f = fft.fft(spmd.thaw(f), axis=0, overwrite_x=True)
         f *= kernel
         f = fft.ifft(f, axis=0, overwrite_x=True)
-        f = fft.ifft(spmd.repartition(f, others, slabs), axis=1)
-        return fft.irfft(f, n, axis=2, overwrite_x=True)
+        f = spmd.thaw(spmd.repartition(f, others, slabs))
+        f = fft.ifft(f, axis=1, overwrite_x=True)
+        return spmd.freeze(fft.irfft(f, n, axis=2, overwrite_x=True))
 
     step = mesh.map(local, in_specs=(P("x"), P(None, "x")), out_specs=P("x"), check=False)
     with mesh:

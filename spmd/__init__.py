@@ -12,7 +12,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from spmd import optim
-from spmd.array import PartitionedArray, freeze
+from spmd.array import PartitionedArray, freeze, thaw
 from spmd.autodiff import (
     Array,
     at,
@@ -146,6 +146,7 @@ __all__ = [
     "stop_gradient",
     "sum",
     "sum_reduce",
+    "thaw",
     "tree",
     "value_and_grad",
     "varying",

@@ -13,12 +13,13 @@ import numpy as np
 
 from spmd.autodiff import tree
 from spmd.autodiff.tracer import Array, name_of
-from spmd.device import contiguous, on_device, to_host
+from spmd.device import contiguous, copied, on_device, to_host
 from spmd.errors import (
     ClosureError,
     LayoutError,
     MeshError,
     MissingMethodError,
+    StateError,
     describe,
     message,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "owned",
     "owned_on",
     "relayout",
+    "thaw",
 ]
 
 
@@ -667,12 +669,31 @@ def freeze(a: np.ndarray) -> np.ndarray:
     return view
 
 
+def thaw(x: np.ndarray) -> np.ndarray:
+    """A copy of x that may be written to: in a body with check=False, for libraries that work in place.
+
+    x: a bare array, of NumPy or CuPy. What collectives and maps give is read-only, for others may have it too.
+    Gives a C-contiguous array of the same shape and dtype. Large ones lie in memory that is used again, which is there
+    in a third of the time that `np.array(x)` takes: `f = scipy.fft.fft(spmd.thaw(f), overwrite_x=True)`.
+    Raises StateError for anything else: of an array of a body `spmd.block(x)` is the bare one.
+    """
+    if not isinstance(x, np.ndarray) and not on_device(x):
+        mend = {
+            "Array": "spmd.thaw(spmd.block(x)), or x.at[i].set(v), which gives a changed copy",
+            "PartitionedArray": "spmd.thaw(x.numpy()), or inside a map of it",
+        }.get(type(x).__name__, "np.asarray(x) before")
+        raise StateError(
+            message("spmd.thaw", argument="x", got=describe(x), need="a bare array of NumPy or CuPy", mend=mend)
+        )
+    return copied(x if on_device(x) else np.asarray(x))
+
+
 def owned(a: np.ndarray) -> np.ndarray:
     """A C-contiguous read-only array with the data of a: a copy, unless the owner has frozen it."""
-    if isinstance(a, Frozen) and not a.flags.writeable:
-        a = a.view(np.ndarray)
-        return a if a.flags.c_contiguous else _sealed(np.array(a, order="C"))
-    return _sealed(np.array(a, order="C", subok=False))
+    bare = np.asarray(a)
+    if isinstance(a, Frozen) and not a.flags.writeable and a.flags.c_contiguous:
+        return bare
+    return sealed(copied(bare))
 
 
 def owned_on(mesh: Mesh, a: Any, worker: int) -> np.ndarray:

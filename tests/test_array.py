@@ -17,7 +17,7 @@ import spmd
 from spmd import P
 from spmd.array import owned, relayout
 from spmd.device import to_host
-from spmd.errors import LayoutError
+from spmd.errors import LayoutError, StateError
 from spmd.layout import Layout
 from spmd.placing import cut
 
@@ -201,6 +201,57 @@ def test_a_view_that_another_may_write_to_is_copied():
     y = spmd.put(thawed, P(), MESH)
     thawed[:] = 0
     equal(y, A)
+
+
+@pytest.mark.host("bare arrays of NumPy")
+@pytest.mark.parametrize("dtype", ["f4", "c16", "i8", "?"])
+@pytest.mark.parametrize("shape", [(), (0, 3), (5, 4), (1 << 10, 1 << 10)])
+def test_what_is_thawed_may_be_written_to(shape, dtype):
+    a = np.asarray(np.arange(np.prod(shape)).reshape(shape) % 7, dtype)
+    for of in (a, spmd.freeze(a), a.T, np.asfortranarray(a), a[..., ::2] if a.ndim else a):
+        x = spmd.thaw(of)
+        assert type(x) is np.ndarray
+        assert x.flags.writeable
+        assert x.flags.c_contiguous
+        assert (x.shape, x.dtype) == (of.shape, of.dtype)
+        assert not np.shares_memory(x, a)
+        assert np.array_equal(x, of)
+
+
+@pytest.mark.host("bare arrays of NumPy")
+def test_what_collectives_give_is_thawed_in_bodies_for_libraries_that_work_in_place():
+    whole = np.random.default_rng(0).standard_normal((6, 6))
+    columns = MESH.layout(whole.shape, P(None, "x"))
+
+    def body(x):
+        y = spmd.repartition(x, MESH.layout(whole.shape, P("x")), columns)
+        with pytest.raises(ValueError, match="read-only"):
+            y *= 2
+        z = spmd.thaw(y)
+        z *= 2
+        return spmd.freeze(z), y
+
+    mapped = spmd.map(body, P("x"), (P(None, "x"), P(None, "x")), mesh=MESH, check=False)
+    doubled, same = mapped(whole)
+    equal(doubled, 2 * whole)
+    equal(same, whole)
+
+
+def test_only_bare_arrays_are_thawed():
+    refused = []
+
+    def body(x):
+        with pytest.raises(StateError, match=r"(?s)spmd\.thaw.*spmd\.thaw\(spmd\.block\(x\)\)") as error:
+            spmd.thaw(x)
+        refused.append(error)
+        return x
+
+    x = spmd.map(body, P("x"), P("x"), mesh=MESH)(A)
+    assert refused
+    with pytest.raises(StateError, match=r"x\.numpy\(\)"):
+        spmd.thaw(x)
+    with pytest.raises(StateError, match=r"np\.asarray\(x\)"):
+        spmd.thaw([1.0, 2.0])
 
 
 @pytest.mark.host("only arrays of NumPy can be frozen")
