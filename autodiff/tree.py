@@ -82,7 +82,7 @@ def _of_fields(cls: type) -> tuple[Callable, Callable]:
 
 def flatten(tree: Any, *, none_is_leaf: bool = False) -> tuple[list[Any], Any]:
     """The leaves of a tree, and its structure. Dictionaries go by sorted keys."""
-    if type(tree) in ALONE:
+    if type(tree) in ALONE or (none_is_leaf and tree is None):
         return [tree], _leaf(none_is_leaf)
     found, structure = optree.tree_flatten(tree, none_is_leaf=none_is_leaf, **_OURS)
     return found, structure
@@ -126,7 +126,7 @@ def leaves(tree: Any) -> list[Any]:
 
 def structure(tree: Any, *, none_is_leaf: bool = False) -> Any:
     """The structure of a tree."""
-    if type(tree) in ALONE:
+    if type(tree) in ALONE or (none_is_leaf and tree is None):
         return _leaf(none_is_leaf)
     return optree.tree_structure(tree, none_is_leaf=none_is_leaf, **_OURS)
 

@@ -177,6 +177,8 @@ class Mapped:
         for leaf in leaves:
             if leaf.spec is not None and leaf.value is not None:
                 self._check_argument(mesh, leaf)
+        if not kwargs and len(leaves) == len(args) and all(x.value is a for x, a in zip(leaves, args, strict=True)):
+            return leaves, _positional
         _, treedef = tree.flatten((args, kwargs), none_is_leaf=True)
         return leaves, functools.partial(tree.unflatten, treedef)
 
@@ -603,6 +605,11 @@ class _Results(NamedTuple):
     specs: list[Spec | None]
     blocks: list[Any]
     pull: Callable | None = None
+
+
+def _positional(leaves: Sequence) -> tuple[tuple, dict]:
+    """Arguments that are leaves themselves, by their places."""
+    return tuple(leaves), {}
 
 
 def _worker() -> Worker:

@@ -20,7 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -328,6 +328,14 @@ def _no_frames_of_optree() -> None:
         frame = frame.f_back
 
 
+@cache
+def _greenlets() -> tuple[Callable[[], Any], type]:
+    """greenlet.getcurrent and the class: imported late, found once."""
+    from greenlet import getcurrent, greenlet
+
+    return getcurrent, greenlet
+
+
 class LockstepRun(Run):
     """Workers as greenlets of the calling thread; each runs until it has to wait."""
 
@@ -338,8 +346,7 @@ class LockstepRun(Run):
         self.current: Callable[[], Any]
 
     def execute(self, body: Callable[[Comm], Any]) -> Outcome:
-        from greenlet import getcurrent, greenlet
-
+        getcurrent, greenlet = _greenlets()
         self.current, self.hub = getcurrent, getcurrent()
         workers = []
         crew = team.of(usable_cores)  # one worker runs at a time: the other cores help it with what is large

@@ -15,6 +15,7 @@ from spmd.autodiff import tree
 from spmd.device import joined, on_device, to_host
 from spmd.operators.base import writable
 from spmd.transport.base import Boxes, Call, sealed
+from spmd.transport.headers import RIDES, ROOM
 
 DTYPES = "bool int8 int32 int64 float16 float32 float64 complex64 complex128".split()
 SMALL = [(), (0, 3), (3, 5)]
@@ -58,6 +59,9 @@ def verbs(worker, axes: tuple[str, ...], dtype: str, shape: tuple[int, ...]) -> 
     found = {
         "reduce_scatter": comm.reduce_scatter(group, call("scatter", x, True), parts).wait(),
         "all_gather": comm.all_gather(group, call("gather", uneven), uneven).wait(),
+        "all_gather_as": comm.all_gather_as(
+            group, call("gather", uneven), uneven, lambda blocks, fresh=False: sealed(joined(blocks, len(shape), fresh))
+        ).wait(),
         "all_to_all": comm.all_to_all(group, call("all_to_all", uneven), parts).wait(),
         "all_to_all_as": comm.all_to_all_as(
             group, call("all_to_all", uneven), parts, lambda blocks, fresh=False: sealed(joined(blocks, len(shape)))
@@ -148,6 +152,36 @@ def lent(worker, axes: tuple[str, ...]) -> dict[str, object]:
     return found
 
 
+def around(worker, axes: tuple[str, ...]) -> dict[str, object]:
+    """Blocks of about as many bytes as travel with what is told before each collective, a little more and a little
+    less on some workers, and to some; and several sums at once, small ones and large ones."""
+    comm, group, k = worker.comm, worker.group(axes), worker.group(axes).index
+    n = group.size
+    found: dict[str, object] = {}
+    for most in (RIDES - 1, RIDES, RIDES + 1, ROOM):
+
+        def block(length: int) -> np.ndarray:
+            return draw(worker.index, (length,), "int8", length)
+
+        x, uneven = block(most), block(most + k - 1)
+        parts = [block(most + j - 1) for j in range(n)]
+        same, any_shape = (Call("around", axes, y.dtype, y.shape, alike=y is x) for y in (x, uneven))
+        found[f"{most}"] = [
+            comm.all_reduce(group, same, x).wait(),
+            comm.all_gather(group, any_shape, uneven).wait(),
+            comm.all_to_all(group, any_shape, parts).wait(),
+            comm.reduce_scatter(group, same, parts).wait(),
+            comm.exchange(group, any_shape, {j: part for j, part in enumerate(parts) if j != k}).wait(),
+            *(comm.broadcast(group, same, x if k == root else None, root).wait() for root in range(n)),
+        ]
+    for dtype in ("float64", "complex64"):
+        xs = [draw(worker.index, shape, dtype) for shape in [(7,), (70001,), (), (3, 40000), (0,), (12,)]]
+        for some in (xs, xs[1:2], xs[3:]):
+            call = Call("many", axes, np.dtype(dtype), (sum(y.size for y in some),), alike=True)
+            found[f"{len(some)} of {dtype}"] = comm.all_reduce_many(group, call, some).wait()
+    return found
+
+
 def in_flight(worker, axes: tuple[str, ...]) -> dict[str, object]:
     """Several collectives of several groups under way at once."""
     comm, all_axes = worker.comm, tuple(worker.mesh.axes)
@@ -191,6 +225,7 @@ def bodies(mesh: spmd.Mesh) -> Iterator[tuple[str, Callable]]:
             yield f"{name} {dtype}{list(shape)}", lambda w, a=axes, d=dtype, s=shape: verbs(w, a, d, s)
         yield f"{name} strided", lambda w, a=axes: strided(w, a)
         yield f"{name} lent", lambda w, a=axes: lent(w, a)
+        yield f"{name} around", lambda w, a=axes: around(w, a)
         yield f"{name} in flight", lambda w, a=axes: in_flight(w, a)
         yield f"{name} products", lambda w, a=axes: products(w, a)
 
