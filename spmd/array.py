@@ -677,8 +677,9 @@ def thaw(x: np.ndarray) -> np.ndarray:
     in a third of the time that `np.array(x)` takes: `f = scipy.fft.fft(spmd.thaw(f), overwrite_x=True)`.
     Raises StateError for anything else: of an array of a body `spmd.block(x)` is the bare one.
     """
-    if not isinstance(x, np.ndarray) and not on_device(x):
+    if not on_device(x) and (not isinstance(x, np.ndarray) or isinstance(x, np.ma.MaskedArray)):
         mend = {
+            "MaskedArray": "x.filled(0) before: a mask is not moved",
             "Array": "spmd.thaw(spmd.block(x)), or x.at[i].set(v), which gives a changed copy",
             "PartitionedArray": "spmd.thaw(x.numpy()), or inside a map of it",
         }.get(type(x).__name__, "np.asarray(x) before")

@@ -95,7 +95,7 @@ def joined(blocks: Sequence[Any], axis: int, fresh: bool = False) -> Any:
     if len(blocks) == 1:
         return copied(first) if fresh else contiguous(first)
     if type(first) is np.ndarray and sum([b.nbytes for b in blocks]) <= _COPIED:
-        return contiguous(np.concatenate(blocks, axis))
+        return contiguous(np.concatenate(blocks, axis, dtype=first.dtype))
     shape = (*first.shape[:axis], sum(b.shape[axis] for b in blocks), *first.shape[axis + 1 :])
     return _put_together(np.concatenate, blocks, axis, shape, fresh)
 

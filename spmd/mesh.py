@@ -181,6 +181,10 @@ class Mesh:
     def __hash__(self) -> int:
         return hash(self.sides)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what bodies have called so far, which is known by the ids of this process."""
+        return {**self.__dict__, "_prepared": {}}
+
     def __enter__(self) -> Mesh:
         _meshes.set((*_meshes.get(), self))
         return self

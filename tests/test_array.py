@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import itertools
 import operator
+import pickle
 import weakref
 
 import numpy as np
@@ -252,6 +254,39 @@ def test_only_bare_arrays_are_thawed():
         spmd.thaw(x)
     with pytest.raises(StateError, match=r"np\.asarray\(x\)"):
         spmd.thaw([1.0, 2.0])
+    with pytest.raises(StateError, match=r"x\.filled"):
+        spmd.thaw(np.ma.masked_array([1.0, 2.0], [True, False]))
+
+
+@pytest.mark.host("a mesh of GPUs is not pickled")
+def test_meshes_and_results_are_copied_and_pickled_after_maps():
+    mesh = spmd.Mesh(x=2, y=3)
+    mapped = spmd.map(lambda x: spmd.psum(spmd.psum(x, "x"), "y"), P(("x", "y")), P(), mesh=mesh)
+    x = np.arange(12.0)
+    total = x.reshape(6, 2).sum(0)
+    for _ in range(3):
+        equal(mapped(x), total)
+    for again in (copy.copy, copy.deepcopy, lambda a: pickle.loads(pickle.dumps(a))):
+        assert again(mesh) == mesh
+        equal(again(mapped(x)), total)
+        equal(spmd.map(mapped.f, P(("x", "y")), P(), mesh=again(mesh))(x), total)
+
+
+@pytest.mark.host("arrays of NumPy")
+@pytest.mark.parametrize("length", [6, 6 << 14])
+def test_collectives_keep_the_order_of_bytes(length):
+    x = np.arange(length).astype(">f4")
+
+    def body(x):
+        return [
+            spmd.psum(x, "x").dtype.str,
+            spmd.all_gather(x, "x", tiled=True).dtype.str,
+            spmd.all_gather(x, "x").dtype.str,
+            spmd.psum_scatter(x, "x", tiled=True).dtype.str,
+            spmd.all_to_all(x, "x", 0, 0, tiled=True).dtype.str,
+        ]
+
+    assert spmd.map(body, P("x"), None, mesh=MESH)(x) == [">f4"] * 5
 
 
 @pytest.mark.host("only arrays of NumPy can be frozen")

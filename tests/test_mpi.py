@@ -17,6 +17,13 @@ def test_meshes_on_communicators_of_all_kinds(python):
     assert all(f"rank {k} is through" in printed for k in range(4)), printed
 
 
+def test_an_interrupted_wait_is_told_to_the_others_and_another_map_runs(python):
+    printed = ended_well("broken_off.py", python=python, n=2, timeout=60)
+    assert "worker 0: KeyboardInterrupt" in printed
+    assert "worker 1: RuntimeError" in printed
+    assert printed.count("got [2.]") == 2
+
+
 def test_a_mesh_of_another_size_than_the_world_is_an_error(python):
     ended, _ = failing("wrong size", python)
     assert ended.returncode not in (0, None), str(ended)

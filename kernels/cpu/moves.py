@@ -26,7 +26,8 @@ def combine(blocks: Sequence[np.ndarray], how: str = "sum", into: np.ndarray | N
     first = blocks[0]
     if len(blocks) == 1:
         return first
-    if into is None and first.nbytes < team.LEAST and first.ndim and first.itemsize >= 4 and first.flags.c_contiguous:
+    plain = first.ndim and first.itemsize >= 4 and first.dtype.isnative and first.flags.c_contiguous
+    if plain and into is None and first.nbytes < team.LEAST:
         total = fold(first, blocks[1])  # three times as fast as into an array that is made before
         if len(blocks) > 2:
             for block in blocks[2:]:

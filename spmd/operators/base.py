@@ -251,7 +251,7 @@ def operate(op: Collective, x, frame: FrameType | None = None) -> Any:
         known = worker.prepared.get(key)
         if known is None:
             known = _prepare(op, x, worker, frame, key)
-        if known is None or LEDGERS.get() or not value.flags.c_contiguous:
+        if not known or LEDGERS.get() or not value.flags.c_contiguous:
             return _begin(op, x, worker, frame)()
         group, call, state, _ = known
         handle, arrive = op.launch(worker.comm, group, value, call)
@@ -264,14 +264,17 @@ def operate(op: Collective, x, frame: FrameType | None = None) -> Any:
 
 
 def _prepare(op: Collective, x: Array, worker: Worker, frame: FrameType, key: Any) -> Any:
-    """What a line of the user's calls with such a block: the group, the call, and the state of the result; None where
-    that is not the same each time, or not all there is to do. It keeps the operator, and the call its code, so that no
-    others have their ids."""
+    """What a line of the user's calls with such a block: the group, the call, and the state of the result. False where
+    that is not the same each time, or not all there is to do; None where that is not known yet.
+
+    It keeps the operator, and the call its code, so that no others have their ids."""
     state = op.admits.get(x.state)
-    if state is None or (op.adds and x.value.dtype.kind == "b") or type(op) is Vary:
+    if state is None:
         return None
-    if caller(frame) is not frame or worker.mesh.places is not None:
-        return None
+    counts = op.adds and x.value.dtype.kind == "b"
+    if counts or type(op) is Vary or worker.mesh.places is not None or caller(frame) is not frame:
+        bounded(worker.prepared)[key] = False
+        return False
     group = worker.group(op.axes)
     op.check(group, x.value)
     call = _call(op, x.value, worker, frame, None, False)

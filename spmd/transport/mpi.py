@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -60,7 +61,7 @@ class MpiChannel(Channel):
         super().__init__(comm.Get_rank(), comm.Get_size())
         self.comm = comm
         rows = [(k, self.said.array[k], self.heard.array[k]) for k in self.others]
-        receives = [comm.Recv_init(heard, k, _HEADERS) for k, _, heard in rows]
+        receives = [comm.Recv_init([heard, MPI.BYTE], k, _HEADERS) for k, _, heard in rows]
         self.short, self.long = (
             receives + [comm.Send_init([said.view(np.uint8)[:n], MPI.BYTE], k, _HEADERS) for k, said, _ in rows]
             for n in (_SHORT, ROOM)
@@ -76,8 +77,9 @@ class MpiChannel(Channel):
     def close(self) -> None:
         """Give back what is not under way: MPI does not like to end with it."""
         for request in (*self.short, *self.long):
-            if request and request.Test():
-                request.Free()
+            with suppress(MPI.Exception):  # of a peer that has died
+                if request and request.Test():
+                    request.Free()
 
     def broadcast(self, buffer: np.ndarray, root: int) -> list[MPI.Request]:
         if len(self.others) < 2:

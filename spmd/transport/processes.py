@@ -368,7 +368,7 @@ class ProcessComm(Comm):
         small = [k for k, x in enumerate(xs) if x.nbytes < _APART]
         if len(small) < len(xs):
             self._agree(group, call, xs[0])
-        apart = {k: self._reduce_blocks(group, call, x, "sum") for k, x in enumerate(xs) if k not in small}
+        apart = {k: self._reduce_blocks(group, call, x, "sum") for k, x in enumerate(xs) if x.nbytes >= _APART}
         handle: Handle = Ready(None)
         if small:
             packed = joined([xs[k].reshape(-1) for k in small], 0)
@@ -505,12 +505,19 @@ class ProcessComm(Comm):
                 assert heard is not None
                 rooms[k][...] = _bytes(heard.there(group.rows[k], shapes[k], dtype))
         self.ready()
-        requests = self.transport.channel(group.members).exchange(sends, receives)
+        requests = self._messages(group, sends, receives)
         if own:  # while the others are under way
             rooms[me].view(dtype).reshape(parts[me].shape)[...] = parts[me]
         return self._pending(
             requests, (sends, receive), lambda: _split(sealed(receive) if own else receive, shapes, dtype)
         )
+
+    def _messages(self, group: Group, sends: Mapping[int, np.ndarray], receives: Mapping[int, np.ndarray]) -> list[Any]:
+        """Blocks to some members, and from some, by the channel of the headers: it is there already, and so needs no
+        member that has nothing to send."""
+        rows = group.rows
+        there, here = ({rows[k]: x for k, x in moved.items()} for moved in (sends, receives))
+        return self.transport.channel(group.ordered).exchange(there, here)
 
     def _broadcast(self, group: Group, call: Call, x: np.ndarray | None, root: int) -> Handle:
         if group.size == 1:
@@ -581,7 +588,7 @@ class ProcessComm(Comm):
         if not sent and not received:
             return Ready(found)
         self.ready()
-        requests = self.transport.channel(group.members).exchange(sent, received)
+        requests = self._messages(group, sent, received)
 
         def finish() -> dict[int, np.ndarray]:
             for k, room in received.items():
@@ -733,10 +740,16 @@ class ProcessTransport(Transport):
         if self.broken == self.number:
             raise self._failed_before()
         board.come(*channel.meeting, call)
-        requests = channel.swap(nbytes)
-        if not self.has_come(requests):
+        try:
+            requests = channel.swap(nbytes)
+            if self.has_come(requests):
+                return
             board.wait(self.number)
-            self._be_patient(requests, call, channel)
+            self.watch(requests, call)
+        except BaseException as error:
+            self._give_up(error, channel)
+            raise
+        board.go_on()
 
     def _failed_before(self) -> Exception:
         """The error that the map has failed with, where the body caught it: the others end the map with it."""
@@ -785,19 +798,20 @@ class ProcessTransport(Transport):
         """Wait for requests; buffers are what they read and write."""
         if self.board is None:
             self.wait_for(requests)
-        elif not self.has_come(requests):
-            self._be_patient(requests, call, buffers)
-
-    def _be_patient(self, requests: list[Any], call: Call | None, buffers: Any) -> None:
-        """Wait for what has not come for a moment."""
-        assert self.board is not None
+            return
         try:
+            if self.has_come(requests):
+                return
             self.watch(requests, call)
         except BaseException as error:
-            self.lost.append((requests, buffers))  # They may be written to yet.
-            self.fail(error)
+            self._give_up(error, (requests, buffers))
             raise
         self.board.go_on()
+
+    def _give_up(self, error: BaseException, waited: Any) -> None:
+        """A wait ends with an error. What was waited for may come yet, and is written to."""
+        self.lost.append(waited)
+        self.fail(error)
 
     def run(self, body: Callable[[Comm], Any], scheduler: str, describe: Callable[[int], str]) -> Outcome:
         with self.lock:  # Of several threads one runs its map; should others come first elsewhere, it is a mismatch.
@@ -840,11 +854,13 @@ class ProcessTransport(Transport):
         (value,) = local.values()
         said = json.dumps(value).encode()
         send = np.frombuffer(said, np.uint8)
-        try:
-            blocks = self.comm._all_gather(self.everyone, _End(send, self.last), send).wait()  # no part of the ledger
-        finally:
-            if self.broken == self.number:
-                self._end_of_map()
-        self.last = None
+        with self.lock:
+            try:
+                handle = self.comm._all_gather(self.everyone, _End(send, self.last), send)  # no part of the ledger
+                blocks = handle.wait()
+            finally:
+                if self.broken == self.number:
+                    self._end_of_map()
+            self.last = None
         texts = [block.tobytes() for block in blocks]
         return {k: value if text == said else json.loads(text) for k, text in enumerate(texts)}  # most say the same

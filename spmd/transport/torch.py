@@ -109,7 +109,7 @@ class TorchChannel(Channel):
         super().__init__(me, len(ranks))
         self.lines, self.ranks = lines, ranks
         self.tag = digest("blocks", key) % _TAGS
-        self.greetings = digest("rows", key) % _TAGS
+        self.greetings = digest("headers", key) % _TAGS
         self.standing: Posted | None = None
         self.next = Headers(len(ranks))
         self.tensors = {id(h): torch.from_numpy(h.array.view(np.int64)) for h in (self.said, self.heard, self.next)}

@@ -62,6 +62,25 @@ found = fresh.run(sums, tracked=False).results[me]
 others = [(w + 2) % 4 for w in range(4)]
 assert found == {"a": others[me % 2] + others[me % 2 + 2], "b": others[me // 2 * 2] + others[me // 2 * 2 + 1]}
 
+
+# Groups that first meet in another order than their numbers, and of which not all have something to send.
+def to_one(worker):
+    mine = worker.group(("b", "a")).index
+    return int(spmd.ppermute(np.full(200, mine + 1.0), ("b", "a"), [(0, 1)])[0]) == (mine == 1)
+
+
+def kept(worker):
+    mine = worker.group(("b", "a")).index
+    sizes = (1 + 19 * (mine == 0), 1, 1, 1)
+    y = spmd.all_to_all(np.ones((sum(sizes), 8)), ("b", "a"), 0, 0, tiled=True, sizes=sizes)
+    return len(y) == 4 + 19 * (mine == 0)
+
+
+for turn, body in ((1, to_one), (3, kept)):
+    turned = spmd.Mesh(a=2, b=2, comm=world.Split(0, (rank + turn) % 4))
+    assert turned.run(body, tracked=False).results[turned.local_workers[0]]
+    assert total(turned, "a", 1) == 2
+
 # Small values for everyone.
 assert line.transport.share({rank: {"é": [rank] * rank}}) == {k: {"é": [k] * k} for k in range(4)}
 
