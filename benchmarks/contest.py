@@ -58,7 +58,7 @@ __all__ = [
 ROUNDS = 11
 QUICK_ROUNDS = 3
 LEAST = 0.03
-"""Seconds that a contestant works in a round, at the least."""
+"""Seconds that a contestant is to work in a round; half of that is enough."""
 
 HINDERING = {"PYTHONDONTWRITEBYTECODE", "OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE"}
 """Variables that no contestant is given: they would have every import compile anew, and OpenBLAS take other kernels
@@ -428,7 +428,7 @@ def _contest(case: str, jobs: dict[str, Job], table: Table, quick: bool) -> dict
         took, counts[name] = ask(name, "build", case), 0
         # The first repetitions may take a hundred times as long as what follows: until so many are long enough.
         while took is not None and took * counts[name] < LEAST / 2:
-            counts[name] = max(1, counts[name] + 1, round(LEAST / max(took, 1e-7)))
+            counts[name] = max(1, 2 * counts[name], round(LEAST / max(took, 1e-7)))
             took = ask(name, "run", counts[name])
     seconds: dict[str, list[float]] = {name: [] for name in jobs}
     for _ in range(QUICK_ROUNDS if quick else ROUNDS):

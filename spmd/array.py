@@ -677,12 +677,12 @@ def thaw(x: np.ndarray) -> np.ndarray:
     in a third of the time that `np.array(x)` takes: `f = scipy.fft.fft(spmd.thaw(f), overwrite_x=True)`.
     Raises StateError for anything else: of an array of a body `spmd.block(x)` is the bare one.
     """
-    if not on_device(x) and (not isinstance(x, np.ndarray) or isinstance(x, np.ma.MaskedArray)):
+    masked = isinstance(x, np.ma.MaskedArray)
+    if masked or not (isinstance(x, np.ndarray) or on_device(x)):
         mend = {
-            "MaskedArray": "x.filled(0) before: a mask is not moved",
             "Array": "spmd.thaw(spmd.block(x)), or x.at[i].set(v), which gives a changed copy",
             "PartitionedArray": "spmd.thaw(x.numpy()), or inside a map of it",
-        }.get(type(x).__name__, "np.asarray(x) before")
+        }.get(type(x).__name__, "x.filled(0) before: a mask is not moved" if masked else "np.asarray(x) before")
         raise StateError(
             message("spmd.thaw", argument="x", got=describe(x), need="a bare array of NumPy or CuPy", mend=mend)
         )

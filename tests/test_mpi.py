@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from launch import each_mpi, launch
 from process_cases import *  # noqa: F403
 from process_cases import ended_well, failing
@@ -17,8 +18,9 @@ def test_meshes_on_communicators_of_all_kinds(python):
     assert all(f"rank {k} is through" in printed for k in range(4)), printed
 
 
-def test_an_interrupted_wait_is_told_to_the_others_and_another_map_runs(python):
-    printed = ended_well("broken_off.py", python=python, n=2, timeout=60)
+@pytest.mark.parametrize("how", ["waits", "computes"])
+def test_an_interrupt_is_told_to_the_others_and_another_map_runs(python, how, tmp_path):
+    printed = ended_well("broken_off.py", how, str(tmp_path / "interrupted"), python=python, n=2, timeout=60)
     assert "worker 0: KeyboardInterrupt" in printed
     assert "worker 1: RuntimeError" in printed
     assert printed.count("got [2.]") == 2

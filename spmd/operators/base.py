@@ -267,7 +267,9 @@ def _prepare(op: Collective, x: Array, worker: Worker, frame: FrameType, key: An
     """What a line of the user's calls with such a block: the group, the call, and the state of the result. False where
     that is not the same each time, or not all there is to do; None where that is not known yet.
 
-    It keeps the operator, and the call its code, so that no others have their ids."""
+    It keeps the operator, and the call its code, so that no others have their ids. What is False may come to be that
+    of others, which does no harm.
+    """
     state = op.admits.get(x.state)
     if state is None:
         return None

@@ -200,7 +200,7 @@ class RaggedAllToAll(Operator):
     def parts(self, group: Group, x: np.ndarray) -> dict[int, np.ndarray]:
         """What goes to each target: all its pieces, joined."""
         return {
-            target: np.concatenate([x[p.start : p.start + p.size] for p in run]) if len(run) > 1 else _rows(x, run[0])
+            target: _rows(x, run[0]) if len(run) == 1 else np.concatenate([_rows(x, p) for p in run], dtype=x.dtype)
             for target, run in self.runs(group)[0].items()
         }
 

@@ -92,7 +92,7 @@ def _part(block: Any, ranges: Sequence[Any], d: int) -> Any:
     """Ranges of a block, by their indices, one after the other; a single one is a view: who gets it copies it to its
     place at once."""
     parts = [block[of] for of in ranges]
-    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=d)
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=d, dtype=block.dtype)
 
 
 class Dimension(NamedTuple):

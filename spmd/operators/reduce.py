@@ -255,7 +255,7 @@ class Extremum(Collective):
         top = np.max if self.how == "max" else np.min
         y = np.asarray(top(x, axis=self.dims, initial=least))
         some = np.full((1,), _marker(x.dtype, self.how, x.size > 0 or y.size == 0), x.dtype)
-        packed = np.concatenate([y.reshape(-1), some])
+        packed = np.concatenate([y.reshape(-1), some], dtype=x.dtype)
         call = call.of(packed.shape, alike=True)
 
         def arrive(got: np.ndarray):

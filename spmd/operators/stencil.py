@@ -135,7 +135,7 @@ class Stencil(Operator):
             faces = x
             if length < x.shape[d]:
                 low, high = (x[along(d, *span)] for span in ((0, length // 2), (x.shape[d] - length // 2, None)))
-                faces = np.concatenate((low, high), axis=d)
+                faces = np.concatenate((low, high), axis=d, dtype=x.dtype)
             faces = contiguous(faces)
             halo.check(group, faces)
             slabs = Steps(halo.steps(comm, group, faces, call.of(faces.shape), nothing=True))

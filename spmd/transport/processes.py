@@ -832,8 +832,8 @@ class ProcessTransport(Transport):
             except SystemExit as end:
                 self.leave(end.code)
                 raise
-            except Exception as error:
-                if not isinstance(error, MismatchError) and not hasattr(error, "peer"):
+            except BaseException as error:
+                if isinstance(error, Exception) and not isinstance(error, MismatchError) and not hasattr(error, "peer"):
                     raised_by(error, describe(worker))
                 self.fail(error)
                 raise

@@ -1,8 +1,11 @@
-"""Worker 0 is interrupted while it waits for worker 1, catches that, and all go on with another map."""
+"""Worker 0 is interrupted while it waits for worker 1, or while it computes, catches that, and all go on with another
+map. Argument 1 says which; argument 2 is a file that tells worker 1 of it."""
 
 from __future__ import annotations
 
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import up  # noqa: F401
@@ -13,21 +16,24 @@ from spmd.transport import mpi
 
 mesh = spmd.Mesh(x=2)
 me = mesh.local_workers[0]
-interrupted = []
+interrupted = Path(sys.argv[2])
 
 
 def interrupt():
-    if not interrupted:
-        interrupted.append(True)
+    if not interrupted.exists():
+        interrupted.touch()
         raise KeyboardInterrupt
 
 
 def late(x):
     spmd.psum(x, "x")  # so that the channel is there
     if me == 1:
-        time.sleep(0.3)
-    else:
+        while not interrupted.exists():
+            time.sleep(0.01)
+    elif sys.argv[1] == "waits":
         mpi.let_others = interrupt
+    else:
+        interrupt()
     return spmd.psum(x, "x")
 
 

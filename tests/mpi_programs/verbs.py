@@ -127,14 +127,15 @@ FUNCTIONS: list[Callable] = [
     lambda x, axes: spmd.psum_scatter(x, axes, scatter_dimension=1, tiled=True),
     lambda x, axes: spmd.all_to_all(x, axes, 0, 2, tiled=True),
     spmd.shift,
+    lambda x, axes: spmd.halo_exchange(x, P(axes), ((1, 2),), "periodic"),
     lambda x, axes: spmd.broadcast(spmd.sum_reduce(x, axes, 1), axes, 1),
 ]
 
 
 def strided(worker, axes: tuple[str, ...]) -> dict[str, object]:
-    """Operators on blocks that are not C-contiguous."""
+    """Operators on blocks that are not C-contiguous, or whose bytes have another order."""
     base = draw(worker.index, (12, 8, 6), "float64")
-    ways = {"F": np.asfortranarray(base), "strided": base[::2, ::-1, 1::2], "T": base.T}
+    ways = {"F": np.asfortranarray(base), "strided": base[::2, ::-1, 1::2], "T": base.T, "swapped": base.astype(">f8")}
     return {name: [ready(function(x, axes)) for function in FUNCTIONS] for name, x in ways.items()}
 
 
@@ -214,7 +215,7 @@ def cases(axes: tuple[str, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """dtypes and shapes: all of them along one axis of four, a few along others."""
     if axes == ("x",):
         yield from ((dtype, shape) for dtype in DTYPES for shape in SMALL)
-    yield from (("float64", (LARGE,)), ("complex64", (5,)), ("float16", (0,)))
+    yield from (("float64", (LARGE,)), ("complex64", (5,)), ("float16", (0,)), (">f4", (3, 5)))
 
 
 def bodies(mesh: spmd.Mesh) -> Iterator[tuple[str, Callable]]:
