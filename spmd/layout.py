@@ -81,8 +81,8 @@ def _of_copies(copies: str) -> str:
 
 
 @lru_cache(maxsize=1024)
-def _parsed(dims: tuple[Any, ...]) -> tuple[Any, Any, Any, Any]:
-    """The dimensions of a spec, its axes, these as a set, and the dimensions without whole ones at the end."""
+def _spec(dims: tuple[Any, ...]) -> P:
+    """The spec of these dimensions: one object, so that equal ones are most often the same."""
     for d, names in enumerate(dims):
         if not (names is None or isinstance(names, str | tuple | list) and all(isinstance(n, str) for n in names)):
             raise SpecError(
@@ -108,7 +108,10 @@ def _parsed(dims: tuple[Any, ...]) -> tuple[Any, Any, Any, Any]:
             )
         )
     whole = next((k for k, d in enumerate(reversed(split)) if d), len(split))
-    return split, axes, frozenset(axes), split[: len(split) - whole]
+    spec = object.__new__(P)
+    spec.dims, spec.axes, spec.varying = split, axes, frozenset(axes)
+    spec.trimmed = split[: len(split) - whole]
+    return spec
 
 
 def _shown(split: tuple[tuple[str, ...], ...]) -> str:
@@ -124,19 +127,22 @@ class P:
 
     __slots__ = ("axes", "dims", "trimmed", "varying")
 
-    def __init__(self, *dims: str | Sequence[str] | None):
+    dims: tuple[tuple[str, ...], ...]
+    axes: tuple[str, ...]
+    """The axes that split something, in the order of the dimensions."""
+    varying: frozenset[str]
+    """The axes along which workers hold values of their own: the same."""
+    trimmed: tuple[tuple[str, ...], ...]
+    """The dimensions without whole ones at the end: what equality of specs goes by."""
+
+    def __new__(cls, *dims: str | Sequence[str] | None) -> P:
         try:
-            parsed = _parsed(dims)
+            return _spec(dims)
         except TypeError:  # lists
-            parsed = _parsed.__wrapped__(dims)
-        self.dims: tuple[tuple[str, ...], ...]
-        self.axes: tuple[str, ...]
-        """The axes that split something, in the order of the dimensions."""
-        self.varying: frozenset[str]
-        """The axes along which workers hold values of their own: the same."""
-        self.trimmed: tuple[tuple[str, ...], ...]
-        """The dimensions without whole ones at the end: what equality of specs goes by."""
-        self.dims, self.axes, self.varying, self.trimmed = parsed
+            return _spec.__wrapped__(dims)
+
+    def __reduce__(self) -> tuple[type[P], tuple[tuple[str, ...], ...]]:
+        return P, self.dims
 
     def __len__(self) -> int:
         return len(self.dims)
