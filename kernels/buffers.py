@@ -117,8 +117,10 @@ if hasattr(os, "register_at_fork"):
 
 def empty(shape: int | tuple[int, ...], dtype: Any = float) -> np.ndarray:
     """A C-contiguous array whose entries are arbitrary. Arrays of at least LARGE bytes are aligned to 64 bytes."""
-    shape = (shape,) if isinstance(shape, int) else tuple(shape)
-    dtype = np.dtype(dtype)
+    if type(shape) is not tuple:
+        shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    if not isinstance(dtype, np.dtype):
+        dtype = np.dtype(dtype)
     nbytes = math.prod(shape) * dtype.itemsize
     # A dtype that is not NumPy's own, bfloat16 say, has no string that tells it: its bits are leased, and viewed.
     if nbytes < LARGE or dtype.hasobject or not _idle.bound:

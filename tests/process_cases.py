@@ -51,6 +51,14 @@ def test_verbs_operators_products_and_gradients_have_the_bits_of_virtual_workers
     assert not differ, "\n".join(differ[:20])
 
 
+@pytest.mark.parametrize("who", ["nobody", "all", "first", "last"])
+def test_where_no_memory_is_shared_headers_go_as_messages(python, who):
+    found = json.loads(ended_well("apart.py", who, python=python))
+    expected = of_virtual_workers()
+    assert found
+    assert found == {case: expected[case] for case in found}
+
+
 def test_workers_that_call_different_things_are_told_so_on_every_rank(python):
     found = json.loads(ended_well("mismatch.py", python=python))
     assert found.pop("afterwards") == ["4"]

@@ -72,6 +72,10 @@ def unpack(shape: tuple[int, ...], boxes: tuple[Box, ...], parts: Sequence[np.nd
     out = buffers.empty(shape, parts[0].dtype)
     if not everything:
         out.fill(0)
+    if out.nbytes < team.LEAST:
+        for place, part in zip(found, parts, strict=True):
+            out[place] = part
+        return out
     pairs = [(out[place], part) for place, part in zip(found, parts, strict=True)]
     for some in [pairs] if apart else [[pair] for pair in pairs]:
         team.copy(some)

@@ -32,7 +32,7 @@ from spmd.layout import block_sizes, offsets
 from spmd.mesh import WORKER, Worker, here
 from spmd.operators.algebra import Linear, Term, across, composed, meet
 from spmd.state import INVARIANT, VARYING, State, state_of
-from spmd.transport.base import LEDGERS, Call, Comm, Group, Handle, Ready, Shape, sealed
+from spmd.transport.base import LEDGERS, Call, Comm, Eager, Group, Handle, Ready, Shape, sealed
 
 __all__ = [
     "Collective",
@@ -41,6 +41,7 @@ __all__ = [
     "admitted",
     "block",
     "bounded",
+    "everywhere",
     "interned",
     "launch",
     "move",
@@ -81,6 +82,11 @@ class Collective:
         """Start it on this worker's block. Gives the handle, and what turns its result into this worker's new
         block and the operator bound to the shapes it met."""
         raise NotImplementedError
+
+    def eager(self, group: Group, x: np.ndarray) -> Eager | None:
+        """What there is to it for blocks like this one, if all that moves is small, and moves at once. None: that is to
+        be left to `launch`. Where there is a way, it gives what `launch` gives."""
+        return None
 
     def check(self, group: Group, x: np.ndarray) -> None:
         """Raise where this worker's block cannot be right, before anyone is asked."""
@@ -247,15 +253,22 @@ def operate(op: Collective, x, frame: FrameType | None = None) -> Any:
         if x.tape is not None or type(value) is not np.ndarray:
             return _begin(op, x, worker, frame)()
         # What has been called before, by this line and with such a block, was right: it has a short way.
-        key = (id(op), x.state, value.dtype, value.shape, id(frame.f_code), frame.f_lasti)
+        dtype = value.dtype
+        key = (id(op), x.state, id(dtype), value.shape, id(frame.f_code), frame.f_lasti)
         known = worker.prepared.get(key)
         if known is None:
             known = _prepare(op, x, worker, frame, key)
         if not known or LEDGERS.get() or not value.flags.c_contiguous:
             return _begin(op, x, worker, frame)()
-        group, call, state, _ = known
-        handle, arrive = op.launch(worker.comm, group, value, call)
-        return Array(arrive(handle.wait())[0], state)
+        if known.short is not None:
+            block = known.short(worker.comm, value)
+            if block is not None:
+                return Array(block, known.state)
+        handle, arrive = op.launch(worker.comm, known.group, value, known.call)
+        block = arrive(handle.wait())[0]
+        if not known.tried:
+            known.shorten(worker.comm, value)
+        return Array(block, known.state)
     if isinstance(x, np.ndarray | np.generic | int | float | complex) or on_device(x) or frontend(x) is not None:
         return _begin(op, x, worker, frame)()
     leaves, treedef = tree.flatten(x)
@@ -263,13 +276,31 @@ def operate(op: Collective, x, frame: FrameType | None = None) -> Any:
     return tree.unflatten(treedef, [finish() for finish in begun])
 
 
-def _prepare(op: Collective, x: Array, worker: Worker, frame: FrameType, key: Any) -> Any:
-    """What a line of the user's calls with such a block: the group, the call, and the state of the result. False where
-    that is not the same each time, or not all there is to do; None where that is not known yet.
+class _Prepared:
+    """What a line of the user's calls with a block of some shape: the group, the call, and the state of the result.
 
-    It keeps the operator, and the call its code, so that no others have their ids. What is False may come to be that
-    of others, which does no harm.
+    short: a shorter way than by the verbs, if there is one; tried: whether that has been asked for. It keeps the
+    operator and the dtype, and the call its code, so that no others have their ids.
     """
+
+    __slots__ = ("call", "dtype", "group", "op", "short", "state", "tried")
+
+    def __init__(self, op: Collective, dtype: np.dtype, group: Group, call: Call, state: State):
+        self.op, self.dtype, self.group, self.call, self.state = op, dtype, group, call, state
+        self.short: Callable[[Comm, np.ndarray], Any] | None = None
+        self.tried = False
+
+    def shorten(self, comm: Comm, x: np.ndarray) -> None:
+        """Find the shorter way, once the collective has been called: only then some know how it goes."""
+        self.tried = True
+        way = self.op.eager(self.group, x)
+        if way is not None:
+            self.short = comm.repeated(self.call, way, x)
+
+
+def _prepare(op: Collective, x: Array, worker: Worker, frame: FrameType, key: Any) -> Any:
+    """What a line of the user's calls with such a block. False where that is not the same each time, or not all there
+    is to do, which may come to be that of others and does no harm; None where that is not known yet."""
     state = op.admits.get(x.state)
     if state is None:
         return None
@@ -280,7 +311,7 @@ def _prepare(op: Collective, x: Array, worker: Worker, frame: FrameType, key: An
     group = worker.group(op.axes)
     op.check(group, x.value)
     call = _call(op, x.value, worker, frame, None, False)
-    known = bounded(worker.prepared)[key] = group, call, op.out_state(state), op
+    known = bounded(worker.prepared)[key] = _Prepared(op, x.value.dtype, group, call, op.out_state(state))
     return known
 
 
@@ -459,6 +490,11 @@ def _apply(op: Collective, x, worker: Worker, frame) -> Callable[[], tuple[Any, 
         return Array(ans, op.out_state(x.state), tape, node), bound
 
     return finish_traced
+
+
+def everywhere(group: Group, maker: Callable[..., Any]) -> Eager:
+    """A collective in which everyone's whole block goes to everyone."""
+    return Eager(group, (...,) * group.size, maker)
 
 
 def launch(

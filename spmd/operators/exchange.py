@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -32,7 +32,7 @@ from spmd.operators.base import (
     varying,
 )
 from spmd.operators.reduce import AxisName, _names
-from spmd.transport.base import Call, Comm, Group, scatter_cost
+from spmd.transport.base import Call, Comm, Eager, Group, scatter_cost
 
 __all__ = ["AllToAll", "Piece", "RaggedAllToAll", "all_to_all", "pswapaxes", "ragged_all_to_all"]
 
@@ -85,6 +85,13 @@ class AllToAll(Operator):
 
         shape = x.shape
         return comm.all_to_all_as(group, call, self.parts(group, x), join), lambda found: found
+
+    def eager(self, group: Group, x: np.ndarray) -> Eager:
+        def maker(shapes: tuple[Shape, ...]) -> Callable[[np.ndarray, list[Any]], np.ndarray]:
+            put_together, axis = joined if self.tiled else stacked, self._bound(group, x.shape, shapes).concat_axis
+            return lambda _, blocks: sealed(put_together(blocks, axis, True))
+
+        return Eager(group, self._ways(group, x.shape)[2], maker)
 
     @property
     def H(self) -> Operator:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -18,6 +18,7 @@ from spmd.operators.base import (
     Shape,
     agree,
     check_length,
+    everywhere,
     given_sizes,
     interned,
     kept,
@@ -27,9 +28,9 @@ from spmd.operators.base import (
     sealed,
     split_ways,
 )
-from spmd.operators.reduce import AxisName, _names
+from spmd.operators.reduce import AxisName, _names, folded
 from spmd.state import INVARIANT
-from spmd.transport.base import Call, Comm, Group, Ready, gather_cost, scatter_cost
+from spmd.transport.base import Call, Comm, Eager, Group, Ready, gather_cost, scatter_cost
 
 __all__ = ["AllGather", "Collect", "ReduceScatter", "Slice", "all_gather", "pslice", "psum_scatter"]
 
@@ -77,6 +78,13 @@ class _Join(_Along):
 
         return comm.all_gather_as(group, call, x, join), lambda found: found
 
+    def eager(self, group: Group, x: np.ndarray) -> Eager:
+        def maker(shapes: tuple[Shape, ...]) -> Callable[[np.ndarray, list[Any]], np.ndarray]:
+            put_together, axis = joined if self.tiled else stacked, self.bind(shapes).axis
+            return lambda _, blocks: sealed(put_together(blocks, axis, True))
+
+        return everywhere(group, maker)
+
     def cost(self, group: Group, x: np.ndarray) -> tuple[int, int]:
         return gather_cost(group, x)
 
@@ -123,6 +131,9 @@ class ReduceScatter(_Split):
     def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
         indices, bound = self.ways(group, x.shape)
         return comm.reduce_scatter(group, call, [x[piece] for piece in indices]), lambda block: (block, bound)
+
+    def eager(self, group: Group, x: np.ndarray) -> Eager:
+        return Eager(group, self.ways(group, x.shape)[0], lambda _: folded)
 
     @property
     def H(self) -> Operator:

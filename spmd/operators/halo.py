@@ -8,7 +8,7 @@ only that lie on its own lines through the grid of blocks.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from operator import index
@@ -19,7 +19,7 @@ import numpy as np
 from spmd.device import copied, empty, put, zeros
 from spmd.errors import LayoutError, SpecError, describe, message, nearest
 from spmd.layout import P, block_sizes
-from spmd.mesh import here
+from spmd.mesh import WORKER, here
 from spmd.operators.base import Launched, Operator, Shape, bounded, operate, sealed
 from spmd.operators.halo_plan import (
     BOUNDARIES,
@@ -32,7 +32,7 @@ from spmd.operators.halo_plan import (
     near_size,
     trimmed,
 )
-from spmd.transport.base import Call, Comm, Group, Steps
+from spmd.transport.base import Call, Comm, Eager, Group, Steps
 
 Kind = TypeVar("Kind", bound="_Halo")
 
@@ -305,13 +305,13 @@ class _Halo(Operator):
         enough = n + sum(abs(w) for pair in dim.pairs for w in pair) + 1
         return tuple(n if k == dim.line.index else enough for k in range(dim.line.size))
 
-    def _agree(self, part: np.ndarray, block: np.ndarray, d: int, m: Message, line: Group, s: int) -> None:
-        if part.shape != (*block.shape[:d], m.length, *block.shape[d + 1 :]):
+    def _agree(self, part: Shape, block: Shape, d: int, m: Message, line: Group, s: int) -> None:
+        if part != (*block[:d], m.length, *block[d + 1 :]):
             raise LayoutError(
                 message(
                     f"spmd.{self.function}",
                     argument="x",
-                    got=f"blocks of shapes {list(block.shape)} (member {line.index}) and {list(part.shape)} "
+                    got=f"blocks of shapes {list(block)} (member {line.index}) and {list(part)} "
                     f"(a part, of member {s}) along {' and '.join(map(repr, line.axes))}",
                     need=f"blocks that differ in dimension {d} only",
                     mend="let the spec say what splits the array",
@@ -406,10 +406,40 @@ class HaloExchange(_Halo):
             _fill(out, block, own, d)
             received = {} if handle is None else (yield handle)
             for s, m, places in takes:
-                self._agree(received[s], block, d, m, line, s)
+                self._agree(received[s].shape, block.shape, d, m, line, s)
                 _fill(out, received[s], places, d)
             block = out
         return sealed(block if room is None else room), way.bound
+
+    def eager(self, group: Group, x: np.ndarray) -> Eager | None:
+        """Where halos are of one dimension, whose step therefore fills all of the result, and one range goes to each
+        neighbour."""
+        way = self._ways.get((group, x.shape, False))
+        if way is None or way.window is None or len(way.steps) != 1:
+            return None
+        (step,), window = way.steps, way.window
+        d, line = step.d, step.line
+        if not step.moves or any(len(ranges) > 1 for _, ranges in step.sends):
+            return None
+
+        def maker(shapes: tuple[Shape, ...]) -> Callable[[np.ndarray, list[Any]], np.ndarray]:
+            for s, m, _ in step.takes:
+                self._agree(shapes[s], x_shape, d, m, line, s)
+            return made
+
+        def made(x: np.ndarray, blocks: list[Any]) -> np.ndarray:
+            room = empty(way.shape, x)
+            put(room[window], x)
+            for gap in step.gaps:
+                room[gap] = 0
+            if step.own:
+                _fill(room, x, step.own, d)
+            for s, _, places in step.takes:
+                _fill(room, blocks[s], places, d)
+            return sealed(room)
+
+        x_shape, to = x.shape, {t: ranges[0] for t, ranges in step.sends}
+        return Eager(line, [to.get(k) for k in range(line.size)], maker)
 
     @cached_property
     def _ways(self) -> dict[Any, _Way]:
@@ -497,7 +527,7 @@ class HaloAccumulate(_Halo):
             out = _sum(g, plan.own(k), plan.sizes[k], d, fresh=True)
             received = {} if handle is None else (yield handle)
             for t, m in plan.sends[k].items():  # in the order of the workers
-                self._agree(received[t], out, d, m, line, t)
+                self._agree(received[t].shape, out.shape, d, m, line, t)
                 at = 0
                 for start, stop in m.ranges:
                     out[along(d, start, stop)] += received[t][along(d, at, at + stop - start)]
@@ -659,12 +689,12 @@ def _boundaries(where: str, boundary: Any, count: int) -> str | tuple[str, ...]:
 
 
 def _operator(kind: type[_Halo], spec: P, widths: Any, boundary: Any, shape: Any, sizes: Any) -> _Halo:
-    arguments = kind, spec, widths, boundary, shape, sizes, here(f"spmd.{kind.function}").mesh.sides
+    worker = WORKER.get() or here(f"spmd.{kind.function}")
+    arguments = kind, spec, widths, boundary, shape, sizes, worker.mesh.sides
     try:
-        hash(arguments)
+        return _made(*arguments)
     except TypeError:  # lists
         return _made.__wrapped__(*arguments)
-    return _made(*arguments)
 
 
 @lru_cache(maxsize=1024, typed=True)

@@ -17,7 +17,7 @@ from spmd.errors import LayoutError, describe, message
 from spmd.mesh import Worker, here
 from spmd.operators.base import Launched, Operator, Shape, interned, kept, operate, rebound, sealed
 from spmd.operators.reduce import AxisName, _names
-from spmd.transport.base import Call, Comm, Group
+from spmd.transport.base import Call, Comm, Eager, Group
 
 __all__ = ["Permute", "ppermute", "pshuffle", "sendrecv", "shift"]
 
@@ -81,6 +81,18 @@ class Permute(Operator):
             return block, rebound(self, shapes=(shape, block.shape))
 
         return comm.exchange(group, call, sends), arrive
+
+    def eager(self, group: Group, x: np.ndarray) -> Eager:
+        me = group.index
+        to = {target for source, target in self.perm if source == me}
+        sources = [source for source, target in self.perm if target == me]
+
+        def made(x: np.ndarray, blocks: list[Any]) -> np.ndarray:
+            if not sources:
+                return sealed(zeros(x.shape if self.shapes is None else self.shapes[1], x))
+            return x if sources[0] == me else sealed(blocks[sources[0]].copy())
+
+        return Eager(group, [... if k in to else None for k in range(group.size)], lambda _: made)
 
     @property
     def H(self) -> Operator:

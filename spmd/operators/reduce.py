@@ -6,10 +6,12 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 
+from spmd import kernels
 from spmd.autodiff import tree
 from spmd.autodiff.devices import beside
 from spmd.autodiff.dtypes import kind_of_dtype, most
@@ -17,14 +19,29 @@ from spmd.autodiff.tracer import Array, value_of
 from spmd.device import contiguous, on_device
 from spmd.errors import LayoutError, StateError, describe, message
 from spmd.frontends import frontend
-from spmd.mesh import Worker, here
-from spmd.operators.base import Collective, Launched, Operator, Vary, interned, move, operate, owned_block, vary
+from spmd.mesh import WORKER, Worker, here
+from spmd.operators.base import (
+    Collective,
+    Launched,
+    Operator,
+    Vary,
+    everywhere,
+    interned,
+    move,
+    operate,
+    owned_block,
+    vary,
+)
 from spmd.state import INVARIANT, state_of
-from spmd.transport.base import LEDGERS, Call, Comm, Group, Handle, Steps, all_reduce_cost
+from spmd.transport.base import LEDGERS, Call, Comm, Eager, Group, Handle, Steps, all_reduce_cost, sealed
 
 __all__ = ["Extremum", "Sum", "pcast", "pmax", "pmean", "pmin", "psum", "pvary"]
 
 AxisName = str | Sequence[str]
+
+
+def folded(x: np.ndarray, blocks: list[Any], how: str = "sum") -> np.ndarray:
+    return sealed(kernels.of(x).combine(blocks, how))
 
 
 class Sum(Operator):
@@ -37,6 +54,9 @@ class Sum(Operator):
 
     def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
         return comm.all_reduce(group, call, x), lambda total: (total, self)
+
+    def eager(self, group: Group, x: np.ndarray) -> Eager:
+        return everywhere(group, lambda _: folded)
 
     @property
     def H(self) -> Operator:
@@ -186,6 +206,9 @@ def pcast(x, axis_name: AxisName, *, to: str = "varying"):
 
 
 def _names(axis_name: AxisName, function: str) -> tuple[str, ...]:
+    worker = WORKER.get()
+    if worker is not None and type(axis_name) is str and axis_name in worker.mesh.axes:
+        return (axis_name,)
     where = f"spmd.{function}"
     return here(where).mesh.names(axis_name, where)
 
@@ -264,6 +287,11 @@ class Extremum(Collective):
             return got[:-1].reshape(y.shape), self
 
         return comm.all_reduce(group, call, packed, self.how), arrive
+
+    def eager(self, group: Group, x: np.ndarray) -> Eager | None:
+        if self.dims:
+            return None
+        return everywhere(group, lambda _: partial(folded, how=self.how))
 
     def _empty(self) -> LayoutError:
         return LayoutError(

@@ -10,13 +10,15 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from spmd.device import empty, put
 from spmd.errors import LayoutError, describe, message
+from spmd.kernels.cpu.moves import places
 from spmd.layout import Box, Layout
 from spmd.mesh import here
-from spmd.operators.base import Launched, Operator, Shape, interned, kept, operate
+from spmd.operators.base import Launched, Operator, Shape, interned, kept, operate, sealed
 from spmd.plan import Move, plan
 from spmd.state import INVARIANT, VARYING, State, state_of
-from spmd.transport.base import Boxes, Call, Comm, Group, Ready
+from spmd.transport.base import Boxes, Call, Comm, Eager, Group, Ready
 
 __all__ = ["Accumulate", "Repartition", "accumulate", "repartition"]
 
@@ -121,6 +123,25 @@ class _Relayout(Operator):
         sends = {k: x[piece] for k, piece in pieces.items()}
         handle = comm.exchange_boxes(group, call, sends, Boxes(shape, boxes, x, self.adds))
         return handle, lambda block: (block, self)
+
+    def eager(self, group: Group, x: np.ndarray) -> Eager | None:
+        if self._stays:
+            return None
+        pieces, shape, boxes = self._ways(group.index)
+        found, everything, _ = places(shape, tuple(boxes.values()))
+        ways = list(zip(boxes, found, strict=True))
+
+        def made(x: np.ndarray, blocks: list[Any]) -> np.ndarray:
+            if self.adds:
+                return Boxes(shape, boxes, x, True).filled(dict(enumerate(blocks)), fresh=True)
+            out = empty(shape, x)
+            if not everything:
+                out.fill(0)
+            for k, place in ways:
+                put(out[place], blocks[k])
+            return sealed(out)
+
+        return Eager(group, [pieces.get(k) for k in range(group.size)], lambda _: made)
 
     def cost(self, group: Group, x: np.ndarray) -> tuple[int, int]:
         if self._stays:

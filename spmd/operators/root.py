@@ -31,9 +31,9 @@ from spmd.operators.base import (
     sealed,
     split_at,
 )
-from spmd.operators.reduce import AxisName, _names
+from spmd.operators.reduce import AxisName, _names, folded
 from spmd.state import INVARIANT, ROOTED, State, state_of
-from spmd.transport.base import Call, Comm, Group, Ready, root_cost, scatter_cost
+from spmd.transport.base import Call, Comm, Eager, Group, Ready, root_cost, scatter_cost
 
 __all__ = [
     "Broadcast",
@@ -144,6 +144,14 @@ class _FromRoot(_AtRoot):
         mine = x if group.index == self.root else None
         return comm.broadcast(group, call, mine, self.root), lambda block: (block, self)
 
+    def eager(self, group: Group, x: np.ndarray) -> Eager:
+        at_root = group.index == self.root
+
+        def made(x: np.ndarray, blocks: list[Any]) -> np.ndarray:
+            return x if at_root else sealed(blocks[self.root].copy())
+
+        return Eager(group, [... if at_root else None] * group.size, lambda _: made)
+
     def cost(self, group: Group, x: np.ndarray) -> tuple[int, int]:
         return root_cost(group, self.root, x.nbytes, down=True)
 
@@ -182,6 +190,12 @@ class SumReduce(_AtRoot):
             self.held(group, x if total is None else total),
             self,
         )
+
+    def eager(self, group: Group, x: np.ndarray) -> Eager:
+        def made(x: np.ndarray, blocks: list[Any]) -> np.ndarray:
+            return folded(x, blocks) if group.index == self.root else self.held(group, x)
+
+        return Eager(group, [... if k == self.root else None for k in range(group.size)], lambda _: made)
 
     def cost(self, group: Group, x: np.ndarray) -> tuple[int, int]:
         return root_cost(group, self.root, x.nbytes, down=False)

@@ -30,6 +30,7 @@ __all__ = [
     "Boxes",
     "Call",
     "Comm",
+    "Eager",
     "Group",
     "Handle",
     "Observer",
@@ -296,6 +297,20 @@ class Join(Protocol):
     def __call__(self, blocks: Sequence[Any], fresh: bool = False, /) -> Any: ...
 
 
+class Eager(NamedTuple):
+    """What there is to a collective of a block of some shape, if what moves is so small that it goes along with what
+    workers tell each other before. MPI calls such messages eager.
+
+    group: who meets. parts: for each member the index of what goes to it, this worker among them: `...` for the whole
+    block, None for nothing. maker: given the shapes of what comes from each member (None: nothing), gives what makes
+    the new block, of the own one and of what came; which is to be read by then, and not kept. It may raise.
+    """
+
+    group: Group
+    parts: Sequence[Any]
+    maker: Callable[[tuple[Any, ...]], Callable[[np.ndarray, list[Any]], np.ndarray]]
+
+
 class Comm(ABC):
     """One worker's view of a transport. Whole blocks are C-contiguous, parts of them may be views of any strides;
     received ones are read-only, and where workers share memory they are the very views that were sent, if not lent.
@@ -308,6 +323,12 @@ class Comm(ABC):
     number: int = 0
     """The collectives so far. All workers make the same ones in one order, so members of a group meet with one number:
     who takes two groups in another order than its partners does not, though every meeting by itself looks right."""
+
+    def repeated(self, call: Call, way: Eager, x: np.ndarray) -> Callable[[Any, np.ndarray], Any] | None:
+        """A shorter way for a collective, for each further time that the same line calls it with such a block x, if
+        there is one: a function of the Comm and the block, that gives the new block, or None where the verb is needed
+        after all."""
+        return None
 
     def given(self, x: Any) -> Any:
         """An array of whoever called the map, for this worker to read."""

@@ -8,7 +8,6 @@ engine sends again and again, for at this size every array that is made counts.
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -18,19 +17,21 @@ import numpy as np
 from spmd.errors import TransportError, message
 from spmd.transport.base import Call, Shape, sealed
 
-__all__ = ["ASKS", "RIDES", "ROOM", "Headers", "digest", "name_of", "told"]
+__all__ = ["ASKS", "MAX_NDIM", "RIDES", "ROOM", "WORD", "Headers", "digest", "name_of", "told"]
 
 ROOM = 1024
 """Bytes of a header, at most."""
-_MAX_NDIM = 32
-RIDES = ROOM - 8 * (2 + _MAX_NDIM)
+MAX_NDIM = 32
+"""Dimensions of a block between processes, at most."""
+RIDES = ROOM - 8 * (2 + MAX_NDIM)
 """Bytes up to which a block travels in the header itself."""
 _VIEWS = 64
 """Views of blocks in the headers of a member that are kept."""
 ASKS = 256
 """Added to the rank where the block is differentiated: see `Call.asks`."""
 
-_WORD = (1 << 64) - 1
+WORD = (1 << 64) - 1
+"""The largest word."""
 
 
 @lru_cache(maxsize=4096)
@@ -39,24 +40,24 @@ def digest(*key: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little", signed=True)
 
 
-def name_of(call: Call, run: int, number: int) -> bytes:
+def name_of(call: Call, run: int, number: int) -> int:
     """The first word: what is called. run, number: in which map, and as which collective in it."""
     name = call.number
     if name is None:
         op, axes, detail, dtype, shape = call.key
         name = call.number = digest(op, axes, detail, np.dtype(dtype).str, shape)
-    return (name + (run << 32) + number & _WORD).to_bytes(8, sys.byteorder)  # calls' names differ by far more
+    return name + (run << 32) + number & WORD  # calls' names differ by far more
 
 
 @lru_cache(maxsize=4096)
 def told(op: str, shape: Shape | None, asks: bool) -> bytes:
     """The words on what comes: its rank and shape. None: nothing comes."""
-    if shape is not None and len(shape) > _MAX_NDIM:
+    if shape is not None and len(shape) > MAX_NDIM:
         raise TransportError(
             message(
                 op,
                 got=f"an array of {len(shape)} dimensions",
-                need=f"at most {_MAX_NDIM} between processes",
+                need=f"at most {MAX_NDIM} between processes",
                 mend="reshape it for the collective",
             )
         )
@@ -65,16 +66,24 @@ def told(op: str, shape: Shape | None, asks: bool) -> bytes:
 
 
 class Headers:
-    """The headers of one side, those that go out or those that come in: row k is that to member k, or from it."""
+    """The headers of one side, those that go out or those that come in: row k is that to member k, or from it.
+
+    array: of ROOM bytes for each, in words.
+    """
 
     __slots__ = ("array", "bytes", "views", "words")
 
-    def __init__(self, size: int):
-        self.array = np.zeros((size, ROOM // 8), np.uint64)
+    def __init__(self, array: np.ndarray):
+        self.array = array
         # Views of memory are read and written in a third of the time that arrays take.
-        self.words = [row.data for row in self.array]
-        self.bytes = [row.view(np.uint8).data for row in self.array]
-        self.views: list[dict[Any, np.ndarray]] = [{} for _ in range(size)]
+        self.words = [row.data for row in array]
+        self.bytes = [row.view(np.uint8).data for row in array]
+        self.views: list[dict[Any, np.ndarray]] = [{} for _ in array]
+
+    @classmethod
+    def of(cls, size: int) -> Headers:
+        """Headers to, or from, so many members, in memory of their own."""
+        return cls(np.zeros((size, ROOM // 8), np.uint64))
 
     def asks(self, k: int) -> bool:
         """Whether the block of member k is differentiated."""

@@ -130,6 +130,9 @@ class MpiTransport(ProcessTransport):
                     return False
         return True
 
+    def progress(self) -> None:
+        MPI.COMM_WORLD.Iprobe()
+
     def watch(self, requests: list[MPI.Request], call: Call | None) -> None:
         Patience(self, call).until(lambda: MPI.Request.Testall(requests))
 

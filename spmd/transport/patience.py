@@ -132,11 +132,13 @@ class Patience:
         self.since = 0.0
         self.mark: tuple[float, tuple] | None = None
 
-    def until(self, done: Callable[[], bool]) -> None:
-        """Poll until it is done. Raises DeadlockError where that will never be, StallError where nothing moves."""
+    def until(self, done: Callable[[], bool], meanwhile: Callable[[], object] = lambda: None) -> None:
+        """Poll until it is done, doing something meanwhile. Raises DeadlockError where that will never be, StallError
+        where nothing moves."""
         started = time.monotonic()
         next_look, awake = started + LOOK, started + 0.002
         while not done():
+            meanwhile()
             now = time.monotonic()
             if now > next_look:
                 self.look(now)

@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import contextvars
 import json
+import secrets
 import sys
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from math import prod
 from types import MappingProxyType
@@ -39,6 +41,7 @@ from spmd.transport.base import (
     Boxes,
     Call,
     Comm,
+    Eager,
     Group,
     Handle,
     Join,
@@ -54,8 +57,10 @@ from spmd.transport.base import (
 from spmd.transport.blas import blas_threads, core_numbers, share_of_cores
 from spmd.transport.board import Board, machine
 from spmd.transport.detect import end_the_job_on_error
-from spmd.transport.headers import RIDES, Headers, digest, name_of, told
-from spmd.transport.patience import Patience, checks_are_on, like, time_limit
+from spmd.transport.eager import Repeated
+from spmd.transport.headers import MAX_NDIM, RIDES, Headers, digest, name_of, told
+from spmd.transport.mailbox import MEMBERS, Mailbox, create, ordered_stores
+from spmd.transport.patience import Patience, checks_are_on, let_others, like, time_limit
 
 __all__ = ["Channel", "ProcessComm", "ProcessTransport", "pieces", "start"]
 
@@ -96,16 +101,18 @@ class Channel(ABC):
     Each method starts a movement and returns its requests: a list, which the transport's `arrive` waits for. Buffers
     are C-contiguous arrays of bytes, and sizes are in bytes; nobody may touch the buffers before all has arrived.
 
-    me: the place of this process; others: those of all others. said: the headers that go out; heard: those that came
-    last. meeting: the number of the group on the board, and its ranks.
+    me: the place of this process; others: those of all others. said: the headers that go out next; heard: those that
+    came last. mail: where headers go without a message, if they do. meeting: the number of the group on the board, and
+    its ranks.
     """
 
-    __slots__ = ("heard", "me", "meeting", "others", "said")
+    __slots__ = ("heard", "mail", "me", "meeting", "others", "said")
 
     def __init__(self, me: int, size: int):
         self.me = me
         self.others = [k for k in range(size) if k != me]
-        self.said, self.heard = Headers(size), Headers(size)
+        self.said, self.heard = Headers.of(size), Headers.of(size)
+        self.mail: Mailbox | None = None
         self.meeting: tuple[int, Shape] = 0, ()
 
     @abstractmethod
@@ -187,11 +194,24 @@ class _Shaped(NamedTuple):
 
 
 class ProcessComm(Comm):
-    """This process's view."""
+    """This process's view.
+
+    early: the headers that have come for the verb that is about to be called.
+    """
 
     def __init__(self, transport: ProcessTransport):
         self.transport = transport
         self.worker = transport.local[0]
+        self.early: Headers | None = None
+
+    def repeated(self, call: Call, way: Eager, x: np.ndarray) -> Repeated | None:
+        most = self.most_riding(call, x)
+        if way.group.size == 1 or not self.transport.checks or x.ndim > MAX_NDIM:
+            return None
+        rides = all(
+            piece is None or x[piece].nbytes <= most for k, piece in enumerate(way.parts) if k != way.group.index
+        )
+        return Repeated(way.group, call, way, x) if rides else None
 
     def room(self, nbytes: int, call: Call, like: Any) -> Any:
         """Memory for what comes to a collective to which this worker brings `like`."""
@@ -221,7 +241,7 @@ class ProcessComm(Comm):
         me = group.index
         return [mine if k == me else heard.shape(row) for k, row in enumerate(group.rows)]
 
-    def _begin(self, group: Group, call: Call) -> tuple[Channel, bytes, bool]:
+    def _begin(self, group: Group, call: Call) -> tuple[Channel, int, bool]:
         """The channel of a group; the first word of its headers, what is called; and whether the block is
         differentiated."""
         transport = self.transport
@@ -234,41 +254,48 @@ class ProcessComm(Comm):
 
         rider: a block of at most RIDES bytes, that goes along.
         """
-        channel, header, asks = self._begin(group, call)
-        header += told(call.op, shape, asks)
+        early, self.early = self.early, None
+        if early is not None:
+            return early
+        channel, name, asks = self._begin(group, call)
+        header = told(call.op, shape, asks)
         if rider is not None:
             header += rider.tobytes()
-        said, n = channel.said.bytes, len(header)
+        said, end = channel.said, 8 + len(header)
         for row in channel.others:
-            said[row][:n] = header
-        return self._hear(group, call, channel, n)
+            said.words[row][0] = name
+            said.bytes[row][8:end] = header
+        return self.swap(group, call, channel, name, end)
 
     def _tell_each(self, group: Group, call: Call, part: Callable[[int], Any], most: int) -> Headers:
         """Tell each member what is called, and the shape of what comes for it; and hear theirs.
 
         part(k): what comes for member k, None if nothing does; it goes along if it has at most so many bytes.
         """
-        channel, first, asks = self._begin(group, call)
-        said, me, longest = channel.said.bytes, channel.me, 0
+        early, self.early = self.early, None
+        if early is not None:
+            return early
+        channel, name, asks = self._begin(group, call)
+        said, me, longest = channel.said, channel.me, 0
         for k, row in enumerate(group.rows):
             if row == me:
                 continue
             x = part(k)
-            header = first + told(call.op, None if x is None else x.shape, asks)
+            header = told(call.op, None if x is None else x.shape, asks)
             if x is not None and x.nbytes <= most:
                 header += x.tobytes()
-            n = len(header)
-            said[row][:n] = header
-            if n > longest:
-                longest = n
-        return self._hear(group, call, channel, longest)
+            end = 8 + len(header)
+            said.words[row][0] = name
+            said.bytes[row][8:end] = header
+            if end > longest:
+                longest = end
+        return self.swap(group, call, channel, name, longest)
 
-    def _hear(self, group: Group, call: Call, channel: Channel, nbytes: int) -> Headers:
+    def swap(self, group: Group, call: Call, channel: Channel, name: int, nbytes: int) -> Headers:
         """Send the headers that were written, and give those that come: they are read before the next call."""
         transport = self.transport
         transport.swap(channel, nbytes, call)
         heard = channel.heard
-        name = channel.said.words[channel.others[0]][0]
         for row in channel.others:
             if heard.words[row][0] != name:
                 names = [name if row == channel.me else heard.words[row][0] for row in group.rows]
@@ -541,9 +568,13 @@ class ProcessComm(Comm):
     def _reduce(self, group: Group, call: Call, x: np.ndarray, root: int) -> Handle:
         if group.size == 1:
             return Ready(sealed(x))
-        self._agree(group, call, x)
-        at_root = group.index == root
-        n = group.size
+        n, at_root = group.size, group.index == root
+        if self.transport.checks:
+            most = self.most_riding(call, x)
+            heard = self._tell_each(group, call, lambda k: x if k == root else None, most)
+            if x.nbytes <= most:
+                blocks = heard.beside(x, group.rows, root, (x.shape,) * n) if at_root else None
+                return Ready(None if blocks is None else sealed(kernels.of(x).combine(blocks)))
         send, blocks = _bytes(x), self.room(n * x.nbytes, call, x).reshape(n, x.nbytes) if at_root else None
         self.ready()
         requests = self.transport.channel(group.members).gather(send, blocks, root)
@@ -687,6 +718,9 @@ class ProcessTransport(Transport):
         """Whether requests have arrived within a moment, where that can be asked."""
         return not requests
 
+    def progress(self) -> None:
+        """Whatever is under way goes on, where an engine moves it only while it is called."""
+
     def connect(self) -> None:
         """All are about to run a map: an engine may make here what needs them all."""
 
@@ -722,9 +756,50 @@ class ProcessTransport(Transport):
         found = self.channels.get(members)
         if found is None:
             self._gather(tuple(sorted(members)), call or self.last)
-            found = self.channels[members] = self.open(members)
+            found = self.open(members)
             found.meeting = self._group(members)
+            if members == tuple(sorted(members)) and self._share_memory(members):
+                self._open_mailbox(found, call or self.last)
+            self.channels[members] = found
         return found
+
+    def _share_memory(self, members: Shape) -> bool:
+        """Whether headers of some workers, who are all here, may go through memory of their host: alike on all."""
+        board = self.board
+        if board is None or not 1 < len(members) <= MEMBERS or not ordered_stores():
+            return False
+        return all(board.here(self.ranks[m]) for m in members)
+
+    def _open_mailbox(self, channel: Channel, call: Call | None) -> None:
+        """Make a mailbox for a channel of headers, if all its members can. The first one makes a file, and takes it
+        away again when all have it: it is there for a moment, and memory lasts as long as somebody has it."""
+        assert self.board is not None
+        size, first = len(channel.others) + 1, channel.me == 0
+        path, mail = self.board.path, None
+        name = secrets.token_bytes(8) if first else bytes(8)
+        if first:
+            path = path.with_name(f"{path.name}-{name.hex()}")
+            try:
+                create(path, size)
+            except OSError:
+                name = bytes(8)
+        name = self._everyones(channel, name, call)[0]
+        if any(name):
+            path = self.board.path.with_name(f"{self.board.path.name}-{name.hex()}")
+            with suppress(OSError, ValueError):
+                mail = Mailbox(path, channel.me, size)
+        have = self._everyones(channel, bytes([mail is not None]) * 8, call)
+        if first:
+            path.unlink(missing_ok=True)
+        if mail is not None and all(map(any, have)):
+            channel.mail, channel.said = mail, mail.said
+
+    def _everyones(self, channel: Channel, mine: bytes, call: Call | None) -> list[bytes]:
+        """Eight bytes of each member, by messages."""
+        rows = np.empty((len(channel.others) + 1, 8), np.uint8)
+        send = np.frombuffer(mine, np.uint8)
+        self.arrive(channel.all_gather(send, rows.reshape(-1), [8] * len(rows)), call, (send, rows))
+        return [row.tobytes() for row in rows]
 
     def _group(self, members: Shape) -> tuple[int, Shape]:
         """The number of the group of some workers, alike in all processes until a map fails, and their ranks."""
@@ -733,7 +808,7 @@ class ProcessTransport(Transport):
 
     def swap(self, channel: Channel, nbytes: int, call: Call) -> None:
         """Headers go to all members of a channel, and come from them: a meeting."""
-        board = self.board
+        board, mail = self.board, channel.mail
         if board is None:
             self.wait_for(channel.swap(nbytes))
             return
@@ -741,11 +816,21 @@ class ProcessTransport(Transport):
             raise self._failed_before()
         board.come(*channel.meeting, call)
         try:
-            requests = channel.swap(nbytes)
-            if self.has_come(requests):
-                return
-            board.wait(self.number)
-            self.watch(requests, call)
+            if mail is not None:
+                if self.flying:
+                    self.progress()
+                come = mail.swap(let_others)
+                channel.said, channel.heard = mail.said, mail.heard
+                if come:
+                    return
+                board.wait(self.number)
+                Patience(self, call).until(mail.has_come, self.progress)
+            else:
+                requests = channel.swap(nbytes)
+                if self.has_come(requests):
+                    return
+                board.wait(self.number)
+                self.watch(requests, call)
         except BaseException as error:
             self._give_up(error, channel)
             raise

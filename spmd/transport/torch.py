@@ -111,7 +111,7 @@ class TorchChannel(Channel):
         self.tag = digest("blocks", key) % _TAGS
         self.greetings = digest("headers", key) % _TAGS
         self.standing: Posted | None = None
-        self.next = Headers(len(ranks))
+        self.next = Headers.of(len(ranks))
         self.tensors = {id(h): torch.from_numpy(h.array.view(np.int64)) for h in (self.said, self.heard, self.next)}
 
     def exchange(self, sends: Mapping[int, np.ndarray], receives: Mapping[int, np.ndarray]) -> Posted:

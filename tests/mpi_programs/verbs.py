@@ -6,6 +6,8 @@ import hashlib
 import itertools
 import json
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 
@@ -183,6 +185,71 @@ def around(worker, axes: tuple[str, ...]) -> dict[str, object]:
     return found
 
 
+def again(worker, axes: tuple[str, ...]) -> dict[str, object]:
+    """Lines that call the same again and again, most often with small blocks: what they bring themselves is the same
+    more often than what others bring, which may be large, or of a shape that does not fit."""
+    group, mesh = worker.group(axes), worker.mesh
+    n, k = group.size, group.index
+    split, whole = (mesh.layout((4 * n, 3), spec) for spec in (P(axes), P(None, axes)))
+    copies = spmd.Layout((4 * n, 3), P(), mesh.axes, copies="varying")
+
+    def uneven(turn: int, dtype: str = "float32") -> Any:
+        length = (2, 2, 3, 2, 300, 0, 2)[turn % 7] if k == n - 1 else 2
+        return spmd.varying(draw(worker.index, (length, 3), dtype, turn), axes)
+
+    def even(turn: int, shape: tuple[int, ...] = (4, 3), dtype: str = "float32") -> Any:
+        return spmd.varying(draw(worker.index, shape, dtype, turn), axes)
+
+    def rooted(turn: int, root: int) -> Any:
+        return spmd.keep(draw(7, ((2, 3, 2, 2, 400, 2, 0)[turn % 7], 3), "float32", turn), axes, root)
+
+    lines: dict[str, Callable[[int], Any]] = {
+        "psum": lambda turn: spmd.psum(even(turn, (4, 3) if turn % 4 < 3 else (400, 3)), axes),
+        "pmax": lambda turn: spmd.pmax(even(turn), axes),
+        "half": lambda turn: spmd.psum(even(turn, dtype="float16"), axes),
+        "gather": lambda turn: spmd.all_gather(uneven(turn), axes, tiled=True),
+        "collect": lambda turn: spmd.all_gather(uneven(turn, "complex64"), axes, tiled=True, to="invariant"),
+        "stack": lambda turn: spmd.all_gather(uneven(turn), axes, axis=1),
+        "swapped": lambda turn: spmd.all_gather(uneven(turn, ">f4"), axes, tiled=True),
+        "scatter": lambda turn: spmd.psum_scatter(even(turn, (4 * n + 1, 2)), axes, tiled=True),
+        "scatter rows": lambda turn: spmd.psum_scatter(even(turn, (n, 2)), axes),
+        "all to all": lambda turn: spmd.all_to_all(uneven(turn), axes, 1, 0, tiled=True),
+        "transpose": lambda turn: spmd.all_to_all(even(turn, (n, 5)), axes, 0, 1),
+        "permute": lambda turn: spmd.ppermute(uneven(turn), axes, [(n - 1, 0), (1, 1)]),
+        "shift": lambda turn: spmd.shift(uneven(turn), axes),
+        "broadcast": lambda turn: spmd.broadcast(rooted(turn, n - 1), axes, n - 1),
+        "replicate": lambda turn: spmd.replicate(rooted(turn, 0), axes, 0),
+        "reduce": lambda turn: spmd.broadcast(spmd.sum_reduce(even(turn), axes, 1), axes, 1),
+        "halo": lambda turn: spmd.halo_exchange(even(turn), P(axes), ((1, 2),), "reflect", shape=(4 * n, 3)),
+        "wide halo": lambda turn: spmd.halo_exchange(even(turn), P(axes), ((5, 0),), "zero", shape=(4 * n, 3)),
+        "learnt halo": lambda turn: spmd.halo_exchange(uneven(turn), P(axes), ((1, 1),), "zero"),
+        "trimmed halo": lambda turn: spmd.halo_exchange(even(turn), P(axes), ((2, -1),), "periodic", shape=(4 * n, 3)),
+        "halo that does not fit": lambda turn: spmd.halo_exchange(
+            even(turn, (4, 3 + (turn % 4 == 3 and k == 0))), P(axes), ((1, 1),), "periodic", sizes=[(4,) * n]
+        ),
+    }
+    if axes == tuple(mesh.axes):
+        lines["repartition"] = lambda turn: spmd.repartition(even(turn), split, whole)
+        lines["back"] = lambda turn: spmd.repartition(
+            spmd.varying(draw(worker.index, whole.block_shape(k), "float64", turn), axes), whole, split
+        )
+        lines["accumulate"] = lambda turn: spmd.accumulate(even(turn, (4 * n, 3)), copies, split)
+    found: dict[str, list[np.ndarray]] = {name: [] for name in lines}
+    for turn in range(16):
+        # Who counts what it sends takes the long way, and meets those that do not.
+        counting = spmd.ledger() if turn % 5 == 4 and k == 0 else nullcontext()
+        with counting:
+            for name, line in lines.items():
+                try:
+                    x = spmd.block(line(turn))
+                except spmd.errors.LayoutError as error:
+                    x = np.frombuffer(str(error).encode(), np.uint8)
+                assert not x.flags.writeable, name
+                found[name].append(x)
+    # What came is in memory of its own: nothing that has come since was written there.
+    return {name: [ready(x) for x in some] for name, some in found.items()}
+
+
 def in_flight(worker, axes: tuple[str, ...]) -> dict[str, object]:
     """Several collectives of several groups under way at once."""
     comm, all_axes = worker.comm, tuple(worker.mesh.axes)
@@ -247,6 +314,16 @@ def gradients(mesh: spmd.Mesh) -> dict[str, str]:
     return {k: digest(ready(np.asarray(v))) for k, v in {"value": value, "grad": grad, "second": second}.items()}
 
 
+def results_again(mesh: spmd.Mesh) -> dict[str, dict[str, str]]:
+    """For each of some axes the digests of all workers."""
+    found: dict[str, dict[str, str]] = {}
+    for axes in [("y",), ("y", "x"), ("x", "y")] if "y" in mesh.axes else [("x",)]:
+        outcome = mesh.run(lambda w, a=axes: {k: digest(v) for k, v in again(w, a).items()})
+        for worker, said in mesh.transport.share(outcome.results).items():
+            found[f"{mesh} {','.join(axes)} again worker {worker}"] = said
+    return found
+
+
 def results(**options) -> dict[str, dict[str, str]]:
     """For each case the digests of all workers."""
     found: dict[str, dict[str, str]] = {}
@@ -255,6 +332,7 @@ def results(**options) -> dict[str, dict[str, str]]:
             outcome = mesh.run(lambda w, body=body: {k: digest(v) for k, v in body(w).items()}, tracked=False)
             for worker, said in mesh.transport.share(outcome.results).items():
                 found[f"{name} worker {worker}"] = said
+        found |= results_again(mesh)
         found[f"{mesh} gradients"] = gradients(mesh)
     return found
 
