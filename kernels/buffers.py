@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections import OrderedDict
 from threading import Lock
 from typing import Any
 
@@ -45,13 +44,14 @@ class Lease:
 
 
 class Memory:
-    """A piece of memory, and the address in it from which it is used."""
+    """A piece of memory, and the address in it from which it is used. given: when it was left, as a number that grows."""
 
-    __slots__ = ("bytes", "last", "nbytes", "start")
+    __slots__ = ("bytes", "given", "last", "nbytes", "start")
 
     def __init__(self, nbytes: int):
         self.bytes = np.empty(nbytes, np.uint8)
         self.nbytes = nbytes
+        self.given = 0
         at = self.bytes.ctypes.data
         self.start = at + -at % _ALIGNED
         self.last: tuple[Any, Any, dict[str, Any]] = None, None, {}
@@ -65,13 +65,13 @@ class Memory:
 
 
 class _Idle:
-    """The pieces of memory that nobody uses, by size; the ones that have lain longest go first."""
+    """The pieces of memory that nobody uses, by size, the latest on top; the ones that have lain longest go first."""
 
     def __init__(self, bound: int):
         self.bound = bound
         self.nbytes = 0
-        self.pieces: OrderedDict[int, Memory] = OrderedDict()
-        self.sizes: dict[int, list[int]] = {}
+        self.given = 0
+        self.sizes: dict[int, list[Memory]] = {}
         self.lock = Lock()
 
     def take(self, nbytes: int) -> Memory | None:
@@ -79,32 +79,33 @@ class _Idle:
         if not self.sizes.get(nbytes) or not self.lock.acquire(blocking=False):
             return None
         try:
-            keys = self.sizes.get(nbytes)
-            if not keys:
+            pieces = self.sizes.get(nbytes)
+            if not pieces:
                 return None
-            piece = self.pieces.pop(keys.pop())
             self.nbytes -= nbytes
-            return piece
+            return pieces.pop()
         finally:
             self.lock.release()
 
     def give(self, piece: Memory) -> None:
-        if piece.nbytes > self.bound or not self.lock.acquire(blocking=False):
+        nbytes = piece.nbytes
+        if nbytes > self.bound or not self.lock.acquire(blocking=False):
             return
         try:
-            self.pieces[id(piece)] = piece
-            self.sizes.setdefault(piece.nbytes, []).append(id(piece))
-            self.nbytes += piece.nbytes
+            self.given = piece.given = self.given + 1
+            pieces = self.sizes.get(nbytes)
+            if pieces is None:
+                pieces = self.sizes[nbytes] = []
+            pieces.append(piece)
+            self.nbytes += nbytes
             while self.nbytes > self.bound:
-                key, old = self.pieces.popitem(last=False)
-                self.sizes[old.nbytes].remove(key)
-                self.nbytes -= old.nbytes
+                oldest = min((p for p in self.sizes.values() if p), key=lambda p: p[0].given)
+                self.nbytes -= oldest.pop(0).nbytes
         finally:
             self.lock.release()
 
     def clear(self) -> None:
         with self.lock:
-            self.pieces.clear()
             self.sizes.clear()
             self.nbytes = 0
 

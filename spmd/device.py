@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEVICES",
+    "Adjoining",
     "contiguous",
     "copied",
     "empty",
@@ -64,9 +65,21 @@ def put(out: Any, x: Any) -> None:
         out[...] = x
 
 
+class Adjoining(list):
+    """Blocks of which it is known that they lie one after the other, in all of a flat array."""
+
+    __slots__ = ("whole",)
+
+    def __init__(self, blocks: Iterable[np.ndarray], whole: np.ndarray):
+        super().__init__(blocks)
+        self.whole = whole
+
+
 def adjoining(blocks: Sequence[Any]) -> np.ndarray | None:
     """The entries of several blocks as one flat array without a copy, if they lie in one array of the host, one after
     the other."""
+    if type(blocks) is Adjoining:
+        return blocks.whole
     first = blocks[0]
     if type(first) is not np.ndarray:
         return None

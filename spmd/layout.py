@@ -81,7 +81,7 @@ def _of_copies(copies: str) -> str:
 
 
 @lru_cache(maxsize=1024)
-def _spec(dims: tuple[Any, ...]) -> P:
+def _spec(kind: type[P], dims: tuple[Any, ...]) -> P:
     """The spec of these dimensions: one object, so that equal ones are most often the same."""
     for d, names in enumerate(dims):
         if not (names is None or isinstance(names, str | tuple | list) and all(isinstance(n, str) for n in names)):
@@ -108,9 +108,10 @@ def _spec(dims: tuple[Any, ...]) -> P:
             )
         )
     whole = next((k for k, d in enumerate(reversed(split)) if d), len(split))
-    spec = object.__new__(P)
-    spec.dims, spec.axes, spec.varying = split, axes, frozenset(axes)
-    spec.trimmed = split[: len(split) - whole]
+    spec = object.__new__(kind)
+    parsed = {"dims": split, "axes": axes, "varying": frozenset(axes), "trimmed": split[: len(split) - whole]}
+    for name, value in parsed.items():
+        object.__setattr__(spec, name, value)
     return spec
 
 
@@ -137,12 +138,15 @@ class P:
 
     def __new__(cls, *dims: str | Sequence[str] | None) -> P:
         try:
-            return _spec(dims)
+            return _spec(cls, dims)
         except TypeError:  # lists
-            return _spec.__wrapped__(dims)
+            return _spec.__wrapped__(cls, dims)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{self} does not change: make another spec")
 
     def __reduce__(self) -> tuple[type[P], tuple[tuple[str, ...], ...]]:
-        return P, self.dims
+        return type(self), self.dims
 
     def __len__(self) -> int:
         return len(self.dims)

@@ -261,11 +261,8 @@ def operate(op: Collective, x, frame: FrameType | None = None) -> Any:
         if not known or LEDGERS.get() or not value.flags.c_contiguous:
             return _begin(op, x, worker, frame)()
         if known.short is not None:
-            block = known.short(worker.comm, value)
-            if block is not None:
-                return Array(block, known.state)
-        handle, arrive = op.launch(worker.comm, known.group, value, known.call)
-        block = arrive(handle.wait())[0]
+            return Array(known.short(worker.comm, value), known.state)
+        block = known.long(worker.comm, value)
         if not known.tried:
             known.shorten(worker.comm, value)
         return Array(block, known.state)
@@ -287,15 +284,20 @@ class _Prepared:
 
     def __init__(self, op: Collective, dtype: np.dtype, group: Group, call: Call, state: State):
         self.op, self.dtype, self.group, self.call, self.state = op, dtype, group, call, state
-        self.short: Callable[[Comm, np.ndarray], Any] | None = None
+        self.short: Callable[[Any, np.ndarray], Any] | None = None
         self.tried = False
+
+    def long(self, comm: Comm, x: np.ndarray) -> Any:
+        """The new block, by the verbs."""
+        handle, arrive = self.op.launch(comm, self.group, x, self.call)
+        return arrive(handle.wait())[0]
 
     def shorten(self, comm: Comm, x: np.ndarray) -> None:
         """Find the shorter way, once the collective has been called: only then some know how it goes."""
         self.tried = True
         way = self.op.eager(self.group, x)
         if way is not None:
-            self.short = comm.repeated(self.call, way, x)
+            self.short = comm.repeated(self.call, way, x, self.long)
 
 
 def _prepare(op: Collective, x: Array, worker: Worker, frame: FrameType, key: Any) -> Any:

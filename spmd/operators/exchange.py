@@ -88,9 +88,10 @@ class AllToAll(Operator):
 
     def eager(self, group: Group, x: np.ndarray) -> Eager:
         def maker(shapes: tuple[Shape, ...]) -> Callable[[np.ndarray, list[Any]], np.ndarray]:
-            put_together, axis = joined if self.tiled else stacked, self._bound(group, x.shape, shapes).concat_axis
+            put_together, axis = joined if self.tiled else stacked, self._bound(group, shape, shapes).concat_axis
             return lambda _, blocks: sealed(put_together(blocks, axis, True))
 
+        shape = x.shape
         return Eager(group, self._ways(group, x.shape)[2], maker)
 
     @property

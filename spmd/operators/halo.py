@@ -388,15 +388,16 @@ class HaloExchange(_Halo):
             way = yield from self._way(comm, group, x.shape, call, nothing)
         if not way.steps:
             return x, way.bound
-        # The result is made once, and the block put where it stands in it; each stage then fills a little more. A
-        # block that is trimmed may still owe others what it loses, so there every stage makes an array of its own.
+        # The result is made once, and the block put where it stands in it while the first messages are under way; each
+        # stage then fills a little more. A block that is trimmed may still owe others what it loses, so there every
+        # stage makes an array of its own.
         room, block = None, x
-        if way.window is not None:
-            room = empty(way.shape, x)
-            block = room[way.window]
-            put(block, x)
         for d, line, length, moves, to, gaps, own, takes, window in way.steps:
             handle = comm.exchange(line, call, {t: _part(block, ranges, d) for t, ranges in to}) if moves else None
+            if room is None and way.window is not None:
+                room = empty(way.shape, x)
+                block = room[way.window]
+                put(block, x)
             if room is not None:
                 out = room[window]
             else:
@@ -432,12 +433,13 @@ class HaloExchange(_Halo):
             put(room[window], x)
             for gap in step.gaps:
                 room[gap] = 0
-            if step.own:
-                _fill(room, x, step.own, d)
-            for s, _, places in step.takes:
-                _fill(room, blocks[s], places, d)
+            for s, to, of, flipped in pieces:
+                part = (x if s is None else blocks[s])[of]
+                room[to] = np.flip(part, d) if flipped else part
             return sealed(room)
 
+        pieces = [(None, *place) for place in step.own]
+        pieces += [(s, *place) for s, _, places in step.takes for place in places]
         x_shape, to = x.shape, {t: ranges[0] for t, ranges in step.sends}
         return Eager(line, [to.get(k) for k in range(line.size)], maker)
 

@@ -90,7 +90,7 @@ class Permute(Operator):
         def made(x: np.ndarray, blocks: list[Any]) -> np.ndarray:
             if not sources:
                 return sealed(zeros(x.shape if self.shapes is None else self.shapes[1], x))
-            return x if sources[0] == me else sealed(blocks[sources[0]].copy())
+            return sealed(x if sources[0] == me else blocks[sources[0]].copy())
 
         return Eager(group, [... if k in to else None for k in range(group.size)], lambda _: made)
 

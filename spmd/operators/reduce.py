@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import FrameType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -228,13 +229,13 @@ def pmean(x, axis_name: AxisName):
 
     Workers count equally, however many entries their blocks have; `spmd.mean` counts entries.
     """
-    names = _names(axis_name, "pmean")
+    names, frame = _names(axis_name, "pmean"), sys._getframe(1)
 
     def one(a):
         over = varying_of(a, names)
         if not over:
             return a
-        return operate(interned(Sum, over), a) / here("spmd.pmean").group(over).size
+        return operate(interned(Sum, over), a, frame) / here("spmd.pmean").group(over).size
 
     return tree.map(one, x)
 
@@ -350,10 +351,10 @@ def _marker(dtype, how: str, some: bool):
     return dtype.type(some if how == "max" else not some)
 
 
-def _extremum(x, names: tuple[str, ...], how: str):
+def _extremum(x, names: tuple[str, ...], how: str, frame: FrameType):
     def one(a):
         over = varying_of(a, names)
-        return operate(interned(Extremum, over, how), a) if over else a
+        return operate(interned(Extremum, over, how), a, frame) if over else a
 
     return tree.map(one, x)
 
@@ -363,9 +364,9 @@ def pmax(x, axis_name: AxisName):
 
     Gradient: to the workers that attain it, in equal shares. Cost: one all-reduce forward, one backward for ties.
     """
-    return _extremum(x, _names(axis_name, "pmax"), "max")
+    return _extremum(x, _names(axis_name, "pmax"), "max", sys._getframe(1))
 
 
 def pmin(x, axis_name: AxisName):
     """The smallest x of the workers along axis_name, entry by entry; see `pmax`."""
-    return _extremum(x, _names(axis_name, "pmin"), "min")
+    return _extremum(x, _names(axis_name, "pmin"), "min", sys._getframe(1))

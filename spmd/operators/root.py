@@ -148,7 +148,7 @@ class _FromRoot(_AtRoot):
         at_root = group.index == self.root
 
         def made(x: np.ndarray, blocks: list[Any]) -> np.ndarray:
-            return x if at_root else sealed(blocks[self.root].copy())
+            return sealed(x if at_root else blocks[self.root].copy())
 
         return Eager(group, [... if at_root else None] * group.size, lambda _: made)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from math import prod
+from types import FrameType
 
 import numpy as np
 
@@ -43,7 +45,7 @@ def sum(x, axis_name: AxisName, axis: Axis = None):
     if isinstance(x, int | float | complex):
         return psum(x, axis_name)
     x, names, _, dims = _start(x, axis_name, axis, "sum")
-    return operate(interned(Sum, names), _total(x, dims))
+    return operate(interned(Sum, names), _total(x, dims), sys._getframe(1))
 
 
 def mean(x, axis_name: AxisName, axis: Axis = None):
@@ -58,7 +60,8 @@ def mean(x, axis_name: AxisName, axis: Axis = None):
     total, count = _total(x, dims), prod(x.shape[d] for d in dims)
     if over:
         # A number without entries behind it divides 0 by 0, as np.mean does.
-        total, count = operate(interned(Sum, over), total), operate(interned(Sum, over), count)
+        op, frame = interned(Sum, over), sys._getframe(1)
+        total, count = operate(op, total, frame), operate(op, count, frame)
     return total / count
 
 
@@ -68,15 +71,15 @@ def max(x, axis_name: AxisName, axis: Axis = None):
     Blocks may be uneven or empty, not all empty (LayoutError). Gradient: to all entries that attain it, on whichever
     worker, in equal shares. Cost: one all-reduce forward, and one backward that counts the ties.
     """
-    return _extremum(x, axis_name, axis, "max")
+    return _extremum(x, axis_name, axis, "max", sys._getframe(1))
 
 
 def min(x, axis_name: AxisName, axis: Axis = None):
     """The smallest entry; see `max`."""
-    return _extremum(x, axis_name, axis, "min")
+    return _extremum(x, axis_name, axis, "min", sys._getframe(1))
 
 
-def _extremum(x, axis_name: AxisName, axis: Axis, how: str):
+def _extremum(x, axis_name: AxisName, axis: Axis, how: str, frame: FrameType):
     if isinstance(x, int | float | complex):
         return pmax(x, axis_name) if how == "max" else pmin(x, axis_name)
     x, _, over, dims = _start(x, axis_name, axis, how)
@@ -85,4 +88,4 @@ def _extremum(x, axis_name: AxisName, axis: Axis, how: str):
         if other is not None:
             return other.extremum(x, dims, how)
         return np.max(x, axis=dims) if how == "max" else np.min(x, axis=dims)
-    return operate(interned(Extremum, over, how, dims), x)
+    return operate(interned(Extremum, over, how, dims), x, frame)

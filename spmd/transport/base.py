@@ -311,6 +311,10 @@ class Eager(NamedTuple):
     maker: Callable[[tuple[Any, ...]], Callable[[np.ndarray, list[Any]], np.ndarray]]
 
 
+Way = Callable[[Any, np.ndarray], Any]
+"""How a collective goes: of the Comm and a block it makes the new block."""
+
+
 class Comm(ABC):
     """One worker's view of a transport. Whole blocks are C-contiguous, parts of them may be views of any strides;
     received ones are read-only, and where workers share memory they are the very views that were sent, if not lent.
@@ -324,10 +328,9 @@ class Comm(ABC):
     """The collectives so far. All workers make the same ones in one order, so members of a group meet with one number:
     who takes two groups in another order than its partners does not, though every meeting by itself looks right."""
 
-    def repeated(self, call: Call, way: Eager, x: np.ndarray) -> Callable[[Any, np.ndarray], Any] | None:
+    def repeated(self, call: Call, way: Eager, x: np.ndarray, long: Way) -> Way | None:
         """A shorter way for a collective, for each further time that the same line calls it with such a block x, if
-        there is one: a function of the Comm and the block, that gives the new block, or None where the verb is needed
-        after all."""
+        there is one. long: the way by the verbs, to which it comes down where others bring other blocks."""
         return None
 
     def given(self, x: Any) -> Any:

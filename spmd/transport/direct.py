@@ -19,8 +19,9 @@ from spmd.cuda import current
 from spmd.errors import TransportError, message
 from spmd.transport.base import Call
 from spmd.transport.mpi import MpiTransport
-from spmd.transport.processes import ProcessComm, ProcessTransport
+from spmd.transport.processes import ProcessTransport
 from spmd.transport.staged import Staged, of_device, on_places, staged
+from spmd.transport.verbs import ProcessComm
 
 __all__ = ["DirectTransport", "transport_of"]
 

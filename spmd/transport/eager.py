@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from spmd.transport.base import Call, Eager, Group, Shape
+from spmd.transport.base import Call, Eager, Shape, Way
 from spmd.transport.headers import RIDES, WORD, Headers, name_of, told
 
 if TYPE_CHECKING:
-    from spmd.transport.processes import ProcessComm
+    from spmd.transport.verbs import ProcessComm
 
 __all__ = ["Repeated"]
 
@@ -37,10 +37,11 @@ class _Heard(NamedTuple):
 class Repeated:
     """A collective of a group whose blocks go along with the headers, as often as it is called with such a block."""
 
-    __slots__ = ("call", "dtype", "group", "heard", "mine", "nbytes", "number", "out", "parts", "shapes", "way")
+    __slots__ = ("call", "dtype", "group", "heard", "long", "mine", "nbytes", "number", "out", "parts", "shapes", "way")
 
-    def __init__(self, group: Group, call: Call, way: Eager, x: np.ndarray):
-        self.call, self.way, self.group, self.dtype = call, way, group, x.dtype
+    def __init__(self, call: Call, way: Eager, x: np.ndarray, long: Way):
+        self.call, self.way, self.group, self.dtype, self.long = call, way, way.group, x.dtype, long
+        group = way.group
         name_of(call, 0, 0)
         self.number: Any = call.number
         parts = [None if piece is None else x[piece] for piece in way.parts]
@@ -56,13 +57,12 @@ class Repeated:
         self.out: dict[Headers, list[tuple[memoryview, memoryview, bytes, Any]]] = {}
         self.heard: dict[Headers, _Heard] = {}
 
-    def __call__(self, comm: ProcessComm, x: np.ndarray) -> np.ndarray | None:
-        """The new block. None where other blocks have come than the last time: then it goes on the long way, with what
-        was heard."""
+    def __call__(self, comm: ProcessComm, x: np.ndarray) -> np.ndarray:
+        """The new block."""
         transport = comm.transport
         channel = transport.channels.get(self.group.ordered)
         if channel is None:
-            return None
+            return self.long(comm, x)
         number = comm.number = comm.number + 1
         name = self.number + (transport.runs << 32) + number & WORD
         said = channel.said
@@ -82,8 +82,11 @@ class Repeated:
         if known is None:
             known = self._learn(heard)
             if known is None:
-                comm.early = heard
-                return None
+                try:
+                    comm.early = heard
+                    return self.long(comm, x)
+                finally:
+                    comm.early = None
         blocks = known.blocks.copy()
         if self.mine is not None:
             blocks[self.group.index] = x if self.mine is ... else x[self.mine]

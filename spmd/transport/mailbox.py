@@ -12,17 +12,22 @@ from __future__ import annotations
 import mmap
 import os
 import platform
+import secrets
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
-from spmd.transport.headers import ROOM, Headers
+from spmd.transport.board import machine
+from spmd.transport.headers import ROOM, Headers, digest
 
-__all__ = ["MEMBERS", "Mailbox", "create", "nbytes_of", "ordered_stores"]
+__all__ = ["Mailbox", "shared"]
 
-MEMBERS = 64
+_MEMBERS = 64
 """Members of a group, at most: a mailbox has room for a header from each to each."""
+_NO = bytes(8)
 _STRIDE = ROOM + 64
 """Bytes from header to header: whole lines of the cache, of which the first begins with the number of the meeting."""
 _LOOKS = 64
@@ -31,23 +36,62 @@ _YIELDS = 200
 """How often it does that, before it looks at what keeps them."""
 
 
-def ordered_stores() -> bool:
-    """Whether all see what a process has stored in the order in which it did so."""
-    return platform.machine().lower() in ("x86_64", "amd64")
+def possible() -> bool:
+    """Whether all see what a process has stored in the order in which it did so, and memory can be reserved."""
+    return platform.machine().lower() in ("x86_64", "amd64") and hasattr(os, "posix_fallocate")
 
 
-def nbytes_of(size: int) -> int:
-    """The bytes of a mailbox of so many members."""
-    return 2 * size * size * _STRIDE
+def shared(beside: Path | None, me: int, size: int, everyones: Callable[[bytes], list[bytes]]) -> Mailbox | None:
+    """The mailbox of some processes, of which this is one, if all of them are on one host and can have it: alike on all
+    of them.
+
+    beside: a file in memory that they share, None where they do not all share one. everyones: tells eight bytes to all
+    of them, and gives those of all.
+
+    The first one makes a file, and takes it away when all have opened it: memory lasts as long as somebody has it.
+    """
+    if size > _MEMBERS:
+        return None
+    host = digest(machine()).to_bytes(8, sys.byteorder, signed=True)
+    wishes = everyones(host if beside is not None and possible() else _NO)
+    if beside is None or wishes != [host] * size:
+        return None
+    name, mail = secrets.token_bytes(8) if me == 0 else _NO, None
+    try:
+        if me == 0:
+            try:
+                create(_path(beside, name), size)
+            except OSError:
+                name = _NO
+        name = everyones(name)[0]
+        if name != _NO:
+            with suppress(OSError, ValueError):
+                mail = Mailbox(_path(beside, name), me, size)
+        have = everyones(_NO if mail is None else name)
+    finally:
+        if me == 0 and name != _NO:
+            _path(beside, name).unlink(missing_ok=True)
+    return mail if _NO not in have else None
+
+
+def _path(beside: Path, name: bytes) -> Path:
+    return beside.with_name(f"{beside.name}-{name.hex()}")
 
 
 def create(path: Path, size: int) -> None:
-    """The file of a mailbox, which only processes of this user can read. Raises OSError where there is no room."""
+    """Make the file of a mailbox, which only this user can read. Raises OSError where there is no room."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o600)
     try:
-        os.posix_fallocate(file, 0, nbytes_of(size))
+        os.posix_fallocate(file, 0, _nbytes(size))
+    except OSError:
+        path.unlink()
+        raise
     finally:
         os.close(file)
+
+
+def _nbytes(size: int) -> int:
+    return 2 * size * size * _STRIDE
 
 
 class Mailbox:
@@ -61,7 +105,7 @@ class Mailbox:
     def __init__(self, path: Path, me: int, size: int):
         file = os.open(path, os.O_RDWR)
         try:
-            memory = mmap.mmap(file, nbytes_of(size))
+            memory = mmap.mmap(file, _nbytes(size))
         finally:
             os.close(file)
         lines = np.ndarray((2, size, size, _STRIDE // 8), np.uint64, memory)  # turn, receiver, sender

@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from spmd.transport.base import Call
+from spmd.transport.base import Call, Shape
 from spmd.transport.board import Board, path_of_launcher
+from spmd.transport.channel import Channel
 from spmd.transport.detect import abort
 from spmd.transport.headers import ROOM
 from spmd.transport.patience import Patience, board_of_the_job, let_others
-from spmd.transport.processes import Channel, ProcessTransport, Shape
+from spmd.transport.processes import ProcessTransport
 
 __all__ = ["MpiChannel", "MpiTransport"]
 
@@ -29,7 +30,13 @@ __all__ = ["MpiChannel", "MpiTransport"]
 def _first_greeting() -> int:
     """The first of the last 1024 tags, which are those of greetings."""
     atexit.register(_last_greetings)
-    return int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767) - 1024
+    return _never() + 1
+
+
+@lru_cache(maxsize=1)
+def _never() -> int:
+    """A tag that no message of the world has."""
+    return int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767) - 1025
 
 
 def _last_greetings() -> None:
@@ -131,7 +138,7 @@ class MpiTransport(ProcessTransport):
         return True
 
     def progress(self) -> None:
-        MPI.COMM_WORLD.Iprobe()
+        MPI.COMM_WORLD.Iprobe(tag=_never())  # what is found is not asked for again, and moves nothing
 
     def watch(self, requests: list[MPI.Request], call: Call | None) -> None:
         Patience(self, call).until(lambda: MPI.Request.Testall(requests))

@@ -19,7 +19,8 @@ import numpy as np
 from spmd.cuda import current
 from spmd.device import contiguous, on_device
 from spmd.transport.base import Call, Comm, Group, Handle, Outcome
-from spmd.transport.processes import ProcessComm, ProcessTransport
+from spmd.transport.processes import ProcessTransport
+from spmd.transport.verbs import ProcessComm
 
 __all__ = ["Staged", "StagedComm", "of_device", "on_places", "staged"]
 

@@ -33,12 +33,13 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
 from spmd.errors import TransportError, message
-from spmd.transport.base import Call
+from spmd.transport.base import Call, Shape
 from spmd.transport.board import Board, machine, new_path
+from spmd.transport.channel import Channel
 from spmd.transport.detect import TorchWorld, abort, torch_world
 from spmd.transport.headers import Headers, digest
 from spmd.transport.patience import LOOK, Patience, board_of_the_job
-from spmd.transport.processes import Channel, ProcessTransport, Shape, start
+from spmd.transport.processes import ProcessTransport, start
 
 __all__ = ["TorchChannel", "TorchTransport"]
 

@@ -9,7 +9,7 @@ from typing import Any
 from verbs import results_again
 
 import spmd
-from spmd.transport import processes
+from spmd.transport import mailbox
 
 who = sys.argv[1]
 mesh = spmd.Mesh(x=4)
@@ -21,11 +21,11 @@ def refuse(*args: Any) -> Any:
 
 
 if who == "all":
-    processes.ordered_stores = lambda: False
+    mailbox.possible = lambda: False
 if who == "first" and first:
-    processes.create = refuse
+    mailbox.create = refuse
 if who == "last" and last:
-    processes.Mailbox = refuse
+    mailbox.Mailbox = refuse
 found = results_again(mesh)
 mails = [channel.mail for channel in mesh.transport.channels.values()]
 assert who == "nobody" or not any(mails), mails

@@ -12,7 +12,7 @@ import up  # noqa: F401
 
 import spmd
 from spmd import P
-from spmd.transport import mpi
+from spmd.transport import processes
 
 mesh = spmd.Mesh(x=2)
 me = mesh.local_workers[0]
@@ -31,7 +31,7 @@ def late(x):
         while not interrupted.exists():
             time.sleep(0.01)
     elif sys.argv[1] == "waits":
-        mpi.let_others = interrupt
+        processes.let_others = interrupt
     else:
         interrupt()
     return spmd.psum(x, "x")

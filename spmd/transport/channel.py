@@ -1,0 +1,83 @@
+"""How bytes move among some processes: what an engine does for its transport."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from spmd.device import contiguous
+from spmd.layout import offsets
+from spmd.transport.base import Shape
+from spmd.transport.headers import Headers
+from spmd.transport.mailbox import Mailbox
+
+__all__ = ["Channel", "bytes_of", "pieces"]
+
+
+def bytes_of(x: np.ndarray) -> np.ndarray:
+    """A block as it is sent: flat, in place if it can be."""
+    return contiguous(x).reshape(-1).view(np.uint8)
+
+
+def pieces(buffer: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
+    """What lies one after the other in a buffer of bytes."""
+    return [buffer[a:b] for a, b in pairwise(offsets(sizes))]
+
+
+class Channel(ABC):
+    """Some processes in an order, among which bytes move.
+
+    Each method starts a movement and returns its requests: a list, which the transport's `arrive` waits for. Buffers
+    are C-contiguous arrays of bytes, and sizes are in bytes; nobody may touch the buffers before all has arrived.
+
+    me: the place of this process; others: those of all others. said: the headers that go out next; heard: those that
+    came last. mail: where headers go without a message, if they do. meeting: the number of the group on the board, and
+    its ranks.
+    """
+
+    __slots__ = ("heard", "mail", "me", "meeting", "others", "said")
+
+    def __init__(self, me: int, size: int):
+        self.me = me
+        self.others = [k for k in range(size) if k != me]
+        self.said, self.heard = Headers.of(size), Headers.of(size)
+        self.mail: Mailbox | None = None
+        self.meeting: tuple[int, Shape] = 0, ()
+
+    def share(self, mail: Mailbox | None) -> None:
+        """Headers go that way from now on, if there is one."""
+        if mail is not self.mail:
+            self.mail, self.said = mail, mail.said if mail is not None else Headers.of(len(self.others) + 1)
+
+    @abstractmethod
+    def swap(self, nbytes: int) -> list[Any]:
+        """The headers in `said`, of at most so many bytes, go to the others, whose come into `heard`."""
+
+    @abstractmethod
+    def exchange(self, sends: Mapping[int, np.ndarray], receives: Mapping[int, np.ndarray]) -> list[Any]:
+        """sends[k] goes to member k, receives[k] takes what member k sends here. None of them is this process."""
+
+    def all_gather(self, send: np.ndarray, receive: np.ndarray, sizes: Sequence[int]) -> list[Any]:
+        """What each member sends goes to everyone; receive takes the pieces, of these sizes, one after the other."""
+        rooms = pieces(receive, sizes)
+        requests = self.exchange(dict.fromkeys(self.others, send), {k: rooms[k] for k in self.others})
+        rooms[self.me][...] = send  # while the others are under way
+        return requests
+
+    def broadcast(self, buffer: np.ndarray, root: int) -> list[Any]:
+        """The root's buffer goes into that of all others."""
+        if self.me != root:
+            return self.exchange({}, {root: buffer})
+        return self.exchange(dict.fromkeys(self.others, buffer), {})
+
+    def gather(self, send: np.ndarray, rows: np.ndarray | None, root: int) -> list[Any]:
+        """What each member sends, of one size, comes into its row at the root; rows is None elsewhere."""
+        if rows is None:
+            return self.exchange({root: send}, {})
+        requests = self.exchange({}, {k: rows[k] for k in self.others})
+        rows[root] = send
+        return requests
