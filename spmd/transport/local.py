@@ -314,8 +314,8 @@ def _no_frames_of_optree() -> None:
     """Raise where a worker is to wait inside optree's C++ code: that does not survive a switch of greenlets."""
     optree = sys.modules.get("optree.ops")
     theirs = vars(optree) if optree is not None else None
-    frame = sys._getframe(2)
-    while frame is not None:
+    frame, body = sys._getframe(2), Run.work.__code__
+    while frame is not None and frame.f_code is not body:
         if frame.f_globals is theirs:
             raise TransportError(
                 message(
@@ -337,7 +337,11 @@ def _greenlets() -> tuple[Callable[[], Any], type]:
 
 
 class LockstepRun(Run):
-    """Workers as greenlets of the calling thread; each runs until it has to wait."""
+    """Workers as greenlets of the calling thread; each runs until it has to wait. The last one is the caller itself:
+    to begin a greenlet takes longer than a collective.
+
+    hub: the greenlet of the caller, who also goes on where nobody is ready.
+    """
 
     def __init__(self, size: int, describe: Callable[[int], str]):
         super().__init__(size, describe)
@@ -353,15 +357,16 @@ class LockstepRun(Run):
         started = time.perf_counter()
         try:
             with crew:
-                for comm in self.comms:
+                *others, last = self.comms
+                for comm in others:
                     worker = greenlet(self.work)
                     worker.gr_context = contextvars.copy_context()
                     workers.append(worker)
                     worker.switch(comm, body)
-                    while self.ready and self.limit >= 0:
-                        self.ready.popleft().switch()
-                    if self.limit < 0:
-                        break
+                    self._go_on()
+                if self.limit >= 0:
+                    contextvars.copy_context().run(self.work, last, body)
+                    self._go_on()
             if not all(worker.dead for worker in workers):
                 self.stalled()
         finally:
@@ -371,6 +376,11 @@ class LockstepRun(Run):
                     worker.throw(Stopped)
         return self.outcome(time.perf_counter() - started, crew.seconds)
 
+    def _go_on(self) -> None:
+        """Let those run that need not wait any longer."""
+        while self.ready and self.limit >= 0:
+            self.ready.popleft().switch()
+
     def wake(self, meeting: Meeting) -> None:
         self.ready.extend(meeting.waiters)
         meeting.waiters = []
@@ -378,11 +388,17 @@ class LockstepRun(Run):
     def wait(self, meeting: Meeting) -> None:
         _no_frames_of_optree()
         self.switches += 1
-        meeting.waiters.append(self.current())
+        me = self.current()
+        meeting.waiters.append(me)
         while not meeting.done:
             if self.limit < 0:
                 raise Stopped
-            (self.ready.popleft() if self.ready else self.hub).switch()
+            if self.ready:
+                self.ready.popleft().switch()
+            elif me is self.hub:
+                self.stalled()  # All others wait too, or have left.
+            else:
+                self.hub.switch()
 
 
 class ThreadRun(Run):
