@@ -14,7 +14,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextvars import ContextVar
 from copy import copy
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
@@ -211,23 +210,27 @@ def sealed(x: Any) -> Any:
     return x
 
 
-@dataclass(slots=True)
 class Ready:
     """A collective that was done at once."""
 
-    value: Any
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any):
+        self.value = value
 
     def wait(self) -> Any:
         return self.value
 
 
-@dataclass(slots=True)
 class Then:
     """A collective, and what is made of its result, once."""
 
-    handle: Handle | None
-    make: Callable[[Any], Any]
-    value: Any = None
+    __slots__ = ("handle", "make", "value")
+
+    def __init__(self, handle: Handle, make: Callable[[Any], Any]):
+        self.handle: Handle | None = handle
+        self.make = make
+        self.value: Any = None
 
     def wait(self) -> Any:
         if self.handle is not None:
@@ -258,17 +261,19 @@ class Steps:
         return self.value
 
 
-@dataclass(slots=True)
 class Outcome:
     """How a run of all workers ended: their results, how long it took, and how often they waited.
 
     shared: the seconds of it in which several cores worked for one worker.
     """
 
-    results: dict[int, Any]
-    seconds: float
-    switches: int
-    shared: float = 0.0
+    __slots__ = ("results", "seconds", "shared", "switches")
+
+    def __init__(self, results: dict[int, Any], seconds: float, switches: int, shared: float = 0.0):
+        self.results = results
+        self.seconds = seconds
+        self.switches = switches
+        self.shared = shared
 
 
 class Boxes(NamedTuple):

@@ -313,7 +313,9 @@ def _text(error: BaseException) -> str:
 def _no_frames_of_optree() -> None:
     """Raise where a worker is to wait inside optree's C++ code: that does not survive a switch of greenlets."""
     optree = sys.modules.get("optree.ops")
-    theirs = vars(optree) if optree is not None else None
+    if optree is None:
+        return
+    theirs = vars(optree)
     frame, body = sys._getframe(2), Run.work.__code__
     while frame is not None and frame.f_code is not body:
         if frame.f_globals is theirs:
@@ -588,11 +590,10 @@ class LocalComm(Comm):
                 fresh = fresh or lent
                 todo.append((make, received))
             brought.clear()
-            nbytes = sum(sizes)
-            if nbytes < team.LEAST:
+            if sum(sizes) < team.LEAST:
                 return [_tried(make, received, fresh) for make, received in todo]
             tasks = [partial(_tried, make, received, fresh) for make, received in todo]
-            return self.run.make(group, nbytes, lambda: team.each(tasks, sizes))
+            return self.run.make(group, sum(sizes), lambda: team.each(tasks, sizes))
 
         def take(m: Meeting) -> Any:
             mine = m.result[group.index]
@@ -605,7 +606,10 @@ class LocalComm(Comm):
 
     def _all_reduce(self, group: Group, call: Call, x: np.ndarray, how: str) -> Handle:
         def finish(xs: list[np.ndarray]):
-            return self.run.make(group, x.nbytes, lambda: sealed(kernels.of(x).combine(xs, how)))
+            combine = kernels.of(x).combine
+            if x.nbytes < team.LEAST:
+                return sealed(combine(xs, how))
+            return self.run.make(group, x.nbytes, lambda: sealed(combine(xs, how)))
 
         return self._meet(group, call, sealed(x), _result, finish)
 
