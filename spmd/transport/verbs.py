@@ -57,11 +57,12 @@ def _closed(room: np.ndarray, block: np.ndarray) -> np.ndarray:
     return sealed(block)
 
 
-def _split(buffer: np.ndarray, shapes: Sequence[Shape], dtype) -> Adjoining:
+def _split(buffer: np.ndarray, shapes: Sequence[Shape], dtype) -> list[np.ndarray]:
     """The blocks of these shapes that lie one after the other in a buffer of bytes."""
     whole = buffer.view(dtype)
     parts = pieces(whole, [prod(s) for s in shapes])
-    return Adjoining([part.reshape(s) for part, s in zip(parts, shapes, strict=True)], whole)
+    blocks = [part.reshape(s) for part, s in zip(parts, shapes, strict=True)]
+    return Adjoining(blocks, whole) if type(buffer) is np.ndarray else blocks
 
 
 class Pending:
