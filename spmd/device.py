@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from spmd.cuda import Places
 
 __all__ = [
+    "COPIED",
     "DEVICES",
     "Adjoining",
     "contiguous",
@@ -39,7 +40,7 @@ __all__ = [
 
 DEVICES = ("cpu", "cuda")
 
-_COPIED = 1 << 14
+COPIED = 1 << 14
 """Bytes up to which a copy costs less than to find out whether it can be saved."""
 
 
@@ -107,7 +108,7 @@ def joined(blocks: Sequence[Any], axis: int, fresh: bool = False) -> Any:
     first = blocks[0]
     if len(blocks) == 1:
         return copied(first) if fresh else contiguous(first)
-    if type(first) is np.ndarray and sum([b.nbytes for b in blocks]) <= _COPIED:
+    if type(first) is np.ndarray and sum([b.nbytes for b in blocks]) <= COPIED:
         return contiguous(np.concatenate(blocks, axis, dtype=first.dtype))
     shape = (*first.shape[:axis], sum(b.shape[axis] for b in blocks), *first.shape[axis + 1 :])
     return _put_together(np.concatenate, blocks, axis, shape, fresh)
@@ -127,7 +128,7 @@ def _put_together(
     if type(first) is not np.ndarray:
         return how(blocks, axis=axis)
     nbytes = math.prod(shape) * first.itemsize
-    if not fresh and nbytes > _COPIED and math.prod(shape[:axis]) == 1:
+    if not fresh and nbytes > COPIED and math.prod(shape[:axis]) == 1:
         lies = adjoining(blocks)
         if lies is not None:
             return lies.reshape(shape)

@@ -111,6 +111,20 @@ def test_large_memory_is_used_again_when_the_last_view_is_gone():
     assert buffers.empty((512, 512), np.float64).ctypes.data == at
 
 
+def test_what_has_lain_idle_the_longest_goes_first():
+    idle = buffers._Idle(5 << 20)
+    pieces = [buffers.Memory(megabytes << 20) for megabytes in (2, 1, 2, 1)]
+    for piece in pieces:
+        idle.give(piece)
+    assert idle.nbytes == 4 << 20, "the oldest one of 2 MB had to go"
+    assert idle.take(3 << 20) is None
+    assert [idle.take(1 << 20) for _ in range(3)] == [pieces[3], pieces[1], None]
+    assert [idle.take(2 << 20) for _ in range(2)] == [pieces[2], None]
+    assert idle.nbytes == 0
+    idle.give(buffers.Memory(6 << 20))
+    assert idle.nbytes == 0, "more than may lie idle at all"
+
+
 @pytest.mark.parametrize("dtype", ["f4", "c16", "i1", "bfloat16"])
 def test_leased_arrays_are_ordinary_ones(dtype):
     if dtype == "bfloat16":

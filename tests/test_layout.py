@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -78,6 +80,23 @@ def test_specs_are_written_as_they_are_made():
         assert repr(eval(text)) == text
     assert repr(P(["x", "y"])) == "P(('x', 'y'))"
     assert repr(P(("x",))) == "P('x')"
+
+
+def test_specs_are_values():
+    """Equal ones are most often one object, so none of them may change; each is pickled by its dimensions."""
+    assert P("x", None) is P("x", None) is not P("x")
+    assert P(["x", "y"]) == P(("x", "y"))
+    with pytest.raises(AttributeError, match=r"P\('x'\) does not change"):
+        P("x").dims = (("y",),)
+    for spec in (P(), P(None, "x"), P(("x", "y"), None)):
+        for same in (pickle.loads(pickle.dumps(spec)), copy.copy(spec), copy.deepcopy(spec)):
+            assert (same, same.dims, hash(same)) == (spec, spec.dims, hash(spec))
+
+    class Named(P):
+        pass
+
+    assert type(Named("x")) is type(copy.copy(Named("x"))) is Named
+    assert type(P("x")) is P
 
 
 def test_specs_as_sequences():

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 
+import greenlet
 import numpy as np
 import pytest
 from conftest import placed
@@ -818,6 +819,41 @@ def test_lockstep_is_lockstep():
     run(mesh_of("lockstep"), body)
     assert first == order
     assert first[:4] == [0, 1, 2, 3]
+
+
+def test_the_last_worker_in_lockstep_is_the_caller():
+    """Greenlets are begun for the others only; a map may be called in a greenlet of the user's own."""
+
+    def places(n: int) -> list[bool]:
+        caller = greenlet.getcurrent()
+
+        def body(worker):
+            spmd.psum(np.ones(1), "x")
+            return greenlet.getcurrent() is caller
+
+        return list(run(spmd.Mesh(x=n, scheduler="lockstep"), body).values())
+
+    assert places(1) == [True]
+    assert places(3) == [False, False, True]
+    found: list[list[bool]] = []
+    other = greenlet.greenlet(lambda: found.append(places(2)))
+    other.switch()
+    assert other.dead
+    assert found == [[False, True]]
+
+
+@pytest.mark.parametrize("waiting", [0, 1, 2])
+def test_whoever_waits_in_vain_in_lockstep_is_named(waiting):
+    """The last worker too, which no greenlet of its own runs."""
+
+    def body(worker):
+        spmd.psum(np.ones(1), "x")
+        if worker.index == waiting:
+            spmd.pmax(np.ones(1), "x")
+
+    with pytest.raises(DeadlockError, match=rf"worker {waiting} \(x={waiting}\) waits in pmax"):
+        run(spmd.Mesh(x=3, scheduler="lockstep"), body)
+    assert run(spmd.Mesh(x=3, scheduler="lockstep"), lambda worker: worker.index) == {0: 0, 1: 1, 2: 2}
 
 
 def test_threads_run_at_the_same_time():

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache, wraps
 from itertools import pairwise
+from math import prod
 from operator import index
 from types import FrameType
 from typing import Any, ClassVar, TypeVar
@@ -25,7 +26,7 @@ from spmd.autodiff import tracer, tree
 from spmd.autodiff.primitive import Primitive
 from spmd.autodiff.tape import Future
 from spmd.autodiff.tracer import Array, Mixing, record, value_of, weak
-from spmd.device import contiguous, copied, home, on_device
+from spmd.device import COPIED, contiguous, copied, home, joined, on_device, stacked
 from spmd.errors import ClosureError, DifferentiationError, LayoutError, StateError, caller, describe, message
 from spmd.frontends import frontend
 from spmd.layout import block_sizes, offsets
@@ -43,6 +44,7 @@ __all__ = [
     "bounded",
     "everywhere",
     "interned",
+    "joining",
     "launch",
     "move",
     "operate",
@@ -497,6 +499,15 @@ def _apply(op: Collective, x, worker: Worker, frame) -> Callable[[], tuple[Any, 
 def everywhere(group: Group, maker: Callable[..., Any]) -> Eager:
     """A collective in which everyone's whole block goes to everyone."""
     return Eager(group, (...,) * group.size, maker)
+
+
+def joining(tiled: bool, axis: int, shapes: Sequence[Shape], dtype: np.dtype) -> Callable[[Any, list[Any]], np.ndarray]:
+    """What joins blocks of these shapes, or stacks them, in memory of their own."""
+    few = sum(map(prod, shapes)) * dtype.itemsize <= COPIED
+    if tiled and few and dtype.isnative:
+        return lambda _, blocks: sealed(np.concatenate(blocks, axis))
+    whole = joined if tiled else stacked
+    return lambda _, blocks: sealed(whole(blocks, axis, True))
 
 
 def launch(

@@ -23,6 +23,7 @@ from spmd.operators.base import (
     agree,
     given_sizes,
     interned,
+    joining,
     kept,
     normal_axis,
     operate,
@@ -88,10 +89,9 @@ class AllToAll(Operator):
 
     def eager(self, group: Group, x: np.ndarray) -> Eager:
         def maker(shapes: tuple[Shape, ...]) -> Callable[[np.ndarray, list[Any]], np.ndarray]:
-            put_together, axis = joined if self.tiled else stacked, self._bound(group, shape, shapes).concat_axis
-            return lambda _, blocks: sealed(put_together(blocks, axis, True))
+            return joining(self.tiled, self._bound(group, shape, shapes).concat_axis, shapes, dtype)
 
-        shape = x.shape
+        shape, dtype = x.shape, x.dtype
         return Eager(group, self._ways(group, x.shape)[2], maker)
 
     @property

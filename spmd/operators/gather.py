@@ -21,6 +21,7 @@ from spmd.operators.base import (
     everywhere,
     given_sizes,
     interned,
+    joining,
     kept,
     normal_axis,
     operate,
@@ -80,9 +81,9 @@ class _Join(_Along):
 
     def eager(self, group: Group, x: np.ndarray) -> Eager:
         def maker(shapes: tuple[Shape, ...]) -> Callable[[np.ndarray, list[Any]], np.ndarray]:
-            put_together, axis = joined if self.tiled else stacked, self.bind(shapes).axis
-            return lambda _, blocks: sealed(put_together(blocks, axis, True))
+            return joining(self.tiled, self.bind(shapes).axis, shapes, dtype)
 
+        dtype = x.dtype
         return everywhere(group, maker)
 
     def cost(self, group: Group, x: np.ndarray) -> tuple[int, int]:

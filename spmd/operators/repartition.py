@@ -6,11 +6,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from math import prod
 from typing import Any, ClassVar
 
 import numpy as np
 
-from spmd.device import empty, put
+from spmd.device import COPIED, empty, put
 from spmd.errors import LayoutError, describe, message
 from spmd.kernels.cpu.moves import places
 from spmd.layout import Box, Layout
@@ -129,16 +130,19 @@ class _Relayout(Operator):
             return None
         pieces, shape, boxes = self._ways(group.index)
         found, everything, _ = places(shape, tuple(boxes.values()))
-        ways = list(zip(boxes, found, strict=True))
+        ways, few = list(zip(boxes, found, strict=True)), prod(shape) * x.itemsize <= COPIED
 
         def made(x: np.ndarray, blocks: list[Any]) -> np.ndarray:
             if self.adds:
                 return Boxes(shape, boxes, x, True).filled(dict(enumerate(blocks)), fresh=True)
-            out = empty(shape, x)
+            out = np.empty(shape, x.dtype) if few else empty(shape, x)
             if not everything:
                 out.fill(0)
             for k, place in ways:
-                put(out[place], blocks[k])
+                if few:
+                    out[place] = blocks[k]
+                else:
+                    put(out[place], blocks[k])
             return sealed(out)
 
         return Eager(group, [pieces.get(k) for k in range(group.size)], lambda _: made)

@@ -244,6 +244,7 @@ def again(worker, axes: tuple[str, ...]) -> dict[str, object]:
                     x = spmd.block(line(turn))
                 except spmd.errors.LayoutError as error:
                     x = np.frombuffer(str(error).encode(), np.uint8)
+                assert x.flags.c_contiguous, name
                 assert not x.flags.writeable, name
                 found[name].append(x)
     # What came is in memory of its own: nothing that has come since was written there.
