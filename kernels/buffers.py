@@ -44,7 +44,7 @@ class Lease:
 
 
 class Memory:
-    """A piece of memory, and the address in it from which it is used. given: when it was left, as a number that grows."""
+    """A piece of memory, and the address in it from which it is used. given: when it was left, as a growing number."""
 
     __slots__ = ("bytes", "given", "last", "nbytes", "start")
 
