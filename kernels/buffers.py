@@ -99,7 +99,8 @@ class _Idle:
             pieces.append(piece)
             self.nbytes += nbytes
             while self.nbytes > self.bound:
-                oldest = min((p for p in self.sizes.values() if p), key=lambda p: p[0].given)
+                self.sizes = {size: pieces for size, pieces in self.sizes.items() if pieces}
+                oldest = min(self.sizes.values(), key=lambda pieces: pieces[0].given)
                 self.nbytes -= oldest.pop(0).nbytes
         finally:
             self.lock.release()

@@ -145,6 +145,9 @@ class P:
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{self} does not change: make another spec")
 
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"{self} does not change: make another spec")
+
     def __reduce__(self) -> tuple[type[P], tuple[tuple[str, ...], ...]]:
         return type(self), self.dims
 

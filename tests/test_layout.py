@@ -88,6 +88,8 @@ def test_specs_are_values():
     assert P(["x", "y"]) == P(("x", "y"))
     with pytest.raises(AttributeError, match=r"P\('x'\) does not change"):
         P("x").dims = (("y",),)
+    with pytest.raises(AttributeError, match=r"P\('x'\) does not change"):
+        del P("x").dims
     for spec in (P(), P(None, "x"), P(("x", "y"), None)):
         for same in (pickle.loads(pickle.dumps(spec)), copy.copy(spec), copy.deepcopy(spec)):
             assert (same, same.dims, hash(same)) == (spec, spec.dims, hash(spec))

@@ -842,6 +842,46 @@ def test_the_last_worker_in_lockstep_is_the_caller():
     assert found == [[False, True]]
 
 
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_greenlets_that_bodies_make_themselves_wait_for_the_others(n):
+    """Those of the last body too, for which the caller waits."""
+
+    def inside(f, *args):
+        let = greenlet.greenlet(f)
+        let.gr_context = contextvars.copy_context()
+        return let.switch(*args)
+
+    def body(worker):
+        def twice(x):
+            return spmd.psum(spmd.psum(x, "x"), "x")
+
+        return int(inside(twice, np.int64(worker.index + 1)))
+
+    total = n * n * (n + 1) // 2
+    assert run(spmd.Mesh(x=n, scheduler="lockstep"), body) == dict.fromkeys(range(n), total)
+
+    def parting(worker):
+        for _ in range(worker.index):
+            inside(lambda: spmd.psum(np.ones(1), "x"))
+
+    with pytest.raises(DeadlockError, match=rf"worker {n - 1} \(x={n - 1}\) waits in psum"):
+        run(spmd.Mesh(x=n, scheduler="lockstep"), parting)
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_after_an_interrupt_no_other_body_begins_in_lockstep(kind):
+    begun: list[int] = []
+
+    def body(worker):
+        begun.append(worker.index)
+        if worker.index == 1:
+            raise kind
+
+    with pytest.raises(kind):
+        run(spmd.Mesh(x=5, scheduler="lockstep"), body)
+    assert begun == [0, 1]
+
+
 @pytest.mark.parametrize("waiting", [0, 1, 2])
 def test_whoever_waits_in_vain_in_lockstep_is_named(waiting):
     """The last worker too, which no greenlet of its own runs."""

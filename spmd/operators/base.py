@@ -33,7 +33,7 @@ from spmd.layout import block_sizes, offsets
 from spmd.mesh import WORKER, Worker, here
 from spmd.operators.algebra import Linear, Term, across, composed, meet
 from spmd.state import INVARIANT, VARYING, State, state_of
-from spmd.transport.base import LEDGERS, Call, Comm, Eager, Group, Handle, Ready, Shape, sealed
+from spmd.transport.base import LEDGERS, Call, Comm, Eager, Group, Handle, Ready, Shape, Way, sealed
 
 __all__ = [
     "Collective",
@@ -263,7 +263,7 @@ def operate(op: Collective, x, frame: FrameType | None = None) -> Any:
         if not known or LEDGERS.get() or not value.flags.c_contiguous:
             return _begin(op, x, worker, frame)()
         if known.short is not None:
-            return Array(known.short(worker.comm, value), known.state)
+            return Array(known.short(worker.comm, value, known.long), known.state)
         block = known.long(worker.comm, value)
         if not known.tried:
             known.shorten(worker.comm, value)
@@ -286,7 +286,7 @@ class _Prepared:
 
     def __init__(self, op: Collective, dtype: np.dtype, group: Group, call: Call, state: State):
         self.op, self.dtype, self.group, self.call, self.state = op, dtype, group, call, state
-        self.short: Callable[[Any, np.ndarray], Any] | None = None
+        self.short: Callable[[Any, np.ndarray, Way], Any] | None = None
         self.tried = False
 
     def long(self, comm: Comm, x: np.ndarray) -> Any:
@@ -299,7 +299,7 @@ class _Prepared:
         self.tried = True
         way = self.op.eager(self.group, x)
         if way is not None:
-            self.short = comm.repeated(self.call, way, x, self.long)
+            self.short = comm.repeated(self.call, way, x)
 
 
 def _prepare(op: Collective, x: Array, worker: Worker, frame: FrameType, key: Any) -> Any:
@@ -505,7 +505,7 @@ def joining(tiled: bool, axis: int, shapes: Sequence[Shape], dtype: np.dtype) ->
     """What joins blocks of these shapes, or stacks them, in memory of their own."""
     few = sum(map(prod, shapes)) * dtype.itemsize <= COPIED
     if tiled and few and dtype.isnative:
-        return lambda _, blocks: sealed(np.concatenate(blocks, axis))
+        return lambda _, blocks: sealed(contiguous(np.concatenate(blocks, axis)))
     whole = joined if tiled else stacked
     return lambda _, blocks: sealed(whole(blocks, axis, True))
 

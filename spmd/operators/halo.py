@@ -389,16 +389,20 @@ class HaloExchange(_Halo):
             way = yield from self._way(comm, group, x.shape, call, nothing)
         if not way.steps:
             return x, way.bound
-        # The result is made once, and the block put where it stands in it while the first messages are under way; each
-        # stage then fills a little more. A block that is trimmed may still owe others what it loses, so there every
-        # stage makes an array of its own.
-        room, block = None, x
+
+        # The result is made once, and the block put where it stands in it, while the first messages are under way if
+        # nobody writes to the block; each stage then fills a little more. A block that is trimmed may still owe others
+        # what it loses, so there every stage makes an array of its own.
+        def placed() -> tuple[Any, Any]:
+            room = empty(way.shape, x)
+            put(room[way.window], x)
+            return room, room[way.window]
+
+        room, block = placed() if call.lent and way.window is not None else (None, x)
         for d, line, length, moves, to, gaps, own, takes, window in way.steps:
             handle = comm.exchange(line, call, {t: _part(block, ranges, d) for t, ranges in to}) if moves else None
             if room is None and way.window is not None:
-                room = empty(way.shape, x)
-                block = room[way.window]
-                put(block, x)
+                room, block = placed()
             if room is not None:
                 out = room[window]
             else:

@@ -333,9 +333,9 @@ class Comm(ABC):
     """The collectives so far. All workers make the same ones in one order, so members of a group meet with one number:
     who takes two groups in another order than its partners does not, though every meeting by itself looks right."""
 
-    def repeated(self, call: Call, way: Eager, x: np.ndarray, long: Way) -> Way | None:
+    def repeated(self, call: Call, way: Eager, x: np.ndarray) -> Callable[[Any, np.ndarray, Way], Any] | None:
         """A shorter way for a collective, for each further time that the same line calls it with such a block x, if
-        there is one. long: the way by the verbs, to which it comes down where others bring other blocks."""
+        there is one. It is given the way by the verbs too, for where others bring other blocks."""
         return None
 
     def given(self, x: Any) -> Any:

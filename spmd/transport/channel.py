@@ -51,7 +51,8 @@ class Channel(ABC):
     def share(self, mail: Mailbox | None) -> None:
         """Headers go that way from now on, if there is one."""
         if mail is not self.mail:
-            self.mail, self.said = mail, mail.said if mail is not None else Headers.of(len(self.others) + 1)
+            sides = (Headers.of(len(self.others) + 1) for _ in range(2))
+            self.mail, (self.said, self.heard) = mail, (mail.said, mail.heard) if mail is not None else sides
 
     @abstractmethod
     def swap(self, nbytes: int) -> list[Any]:

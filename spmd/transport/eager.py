@@ -37,10 +37,10 @@ class _Heard(NamedTuple):
 class Repeated:
     """A collective of a group whose blocks go along with the headers, as often as it is called with such a block."""
 
-    __slots__ = ("call", "dtype", "group", "heard", "long", "mine", "nbytes", "number", "out", "parts", "shapes", "way")
+    __slots__ = ("call", "dtype", "group", "heard", "mine", "nbytes", "number", "out", "parts", "shapes", "way")
 
-    def __init__(self, call: Call, way: Eager, x: np.ndarray, long: Way):
-        self.call, self.way, self.group, self.dtype, self.long = call, way, way.group, x.dtype, long
+    def __init__(self, call: Call, way: Eager, x: np.ndarray):
+        self.call, self.way, self.group, self.dtype = call, way, way.group, x.dtype
         group = way.group
         name_of(call, 0, 0)
         self.number: Any = call.number
@@ -57,12 +57,12 @@ class Repeated:
         self.out: dict[Headers, list[tuple[memoryview, memoryview, bytes, Any]]] = {}
         self.heard: dict[Headers, _Heard] = {}
 
-    def __call__(self, comm: ProcessComm, x: np.ndarray) -> np.ndarray:
-        """The new block."""
+    def __call__(self, comm: ProcessComm, x: np.ndarray, long: Way) -> np.ndarray:
+        """The new block. long: how it goes by the verbs, with what was heard, where others bring other blocks."""
         transport = comm.transport
         channel = transport.channels.get(self.group.ordered)
         if channel is None:
-            return self.long(comm, x)
+            return long(comm, x)
         number = comm.number = comm.number + 1
         name = self.number + (transport.runs << 32) + number & WORD
         said = channel.said
@@ -84,7 +84,7 @@ class Repeated:
             if known is None:
                 try:
                     comm.early = heard
-                    return self.long(comm, x)
+                    return long(comm, x)
                 finally:
                     comm.early = None
         blocks = known.blocks.copy()

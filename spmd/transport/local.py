@@ -89,7 +89,7 @@ class Waiting:
         if not meeting.done:
             comm.waiting = meeting
             try:
-                comm.run.wait(meeting)
+                comm.run.wait(meeting, comm)
             finally:
                 comm.waiting = None
         if comm.clock < meeting.clock:
@@ -131,8 +131,8 @@ class Run:
         self.left = size
         self.switches = 0
 
-    def wait(self, meeting: Meeting) -> None:
-        """Let others run until the meeting is done."""
+    def wait(self, meeting: Meeting, comm: LocalComm) -> None:
+        """Let others run until the meeting is done that a worker waits for."""
         raise NotImplementedError
 
     def wake(self, meeting: Meeting) -> None:
@@ -342,19 +342,22 @@ class LockstepRun(Run):
     """Workers as greenlets of the calling thread; each runs until it has to wait. The last one is the caller itself:
     to begin a greenlet takes longer than a collective.
 
-    hub: the greenlet of the caller, who also goes on where nobody is ready.
+    hub: the greenlet that goes on where nobody is ready: that of the caller. last: the worker that it runs, once it
+    does; others: the greenlets of the others.
     """
 
     def __init__(self, size: int, describe: Callable[[int], str]):
         super().__init__(size, describe)
         self.ready: deque[Any] = deque()
         self.hub: Any = None
+        self.last: LocalComm | None = None
+        self.others: list[Any] = []
         self.current: Callable[[], Any]
 
     def execute(self, body: Callable[[Comm], Any]) -> Outcome:
         getcurrent, greenlet = _greenlets()
         self.current, self.hub = getcurrent, getcurrent()
-        workers = []
+        workers = self.others
         crew = team.of(usable_cores)  # one worker runs at a time: the other cores help it with what is large
         started = time.perf_counter()
         try:
@@ -366,7 +369,10 @@ class LockstepRun(Run):
                     workers.append(worker)
                     worker.switch(comm, body)
                     self._go_on()
-                if self.limit >= 0:
+                    if self.limit < 0:
+                        break
+                else:
+                    self.last = last
                     contextvars.copy_context().run(self.work, last, body)
                     self._go_on()
             if not all(worker.dead for worker in workers):
@@ -376,6 +382,7 @@ class LockstepRun(Run):
             for worker in workers:
                 if worker:
                     worker.throw(Stopped)
+            workers.clear()
         return self.outcome(time.perf_counter() - started, crew.seconds)
 
     def _go_on(self) -> None:
@@ -387,11 +394,28 @@ class LockstepRun(Run):
         self.ready.extend(meeting.waiters)
         meeting.waiters = []
 
-    def wait(self, meeting: Meeting) -> None:
+    def wait(self, meeting: Meeting, comm: LocalComm) -> None:
         _no_frames_of_optree()
         self.switches += 1
-        me = self.current()
+        me, hub = self.current(), self.hub
         meeting.waiters.append(me)
+        if comm is not self.last or me is hub:
+            self._until_done(meeting, me)
+            return
+        # A greenlet that the last body has made itself: the hub waits for it, and may not go on before it.
+        self._make_hub(me)
+        try:
+            self._until_done(meeting, me)
+        finally:
+            self._make_hub(hub)
+
+    def _make_hub(self, hub: Any) -> None:
+        self.hub = hub
+        for worker in self.others:
+            if worker:
+                worker.parent = hub  # to whom it goes on when it ends
+
+    def _until_done(self, meeting: Meeting, me: Any) -> None:
         while not meeting.done:
             if self.limit < 0:
                 raise Stopped
@@ -508,7 +532,7 @@ class ThreadRun(Run):
                 self.running += 1
                 signal.release()
 
-    def wait(self, meeting: Meeting) -> None:
+    def wait(self, meeting: Meeting, comm: LocalComm) -> None:
         if os.getpid() != self.process:
             raise _forked()
         signal = threading.Lock()

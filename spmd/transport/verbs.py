@@ -32,7 +32,6 @@ from spmd.transport.base import (
     Ready,
     Shape,
     Then,
-    Way,
     mismatch,
     sealed,
 )
@@ -107,14 +106,14 @@ class ProcessComm(Comm):
         self.worker = transport.local[0]
         self.early: Headers | None = None
 
-    def repeated(self, call: Call, way: Eager, x: np.ndarray, long: Way) -> Repeated | None:
+    def repeated(self, call: Call, way: Eager, x: np.ndarray) -> Repeated | None:
         most = self.most_riding(call, x)
         if way.group.size == 1 or not self.transport.checks or x.ndim > MAX_NDIM:
             return None
         rides = all(
             piece is None or x[piece].nbytes <= most for k, piece in enumerate(way.parts) if k != way.group.index
         )
-        return Repeated(call, way, x, long) if rides else None
+        return Repeated(call, way, x) if rides else None
 
     def room(self, nbytes: int, call: Call, like: Any) -> Any:
         """Memory for what comes to a collective to which this worker brings `like`."""
