@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from spmd.transport.base import Call, Eager, Shape, Way
-from spmd.transport.headers import RIDES, WORD, Headers, name_of, told
+from spmd.transport.headers import RIDES, Headers, name_of, told
 
 if TYPE_CHECKING:
     from spmd.transport.verbs import ProcessComm
@@ -37,13 +37,11 @@ class _Heard(NamedTuple):
 class Repeated:
     """A collective of a group whose blocks go along with the headers, as often as it is called with such a block."""
 
-    __slots__ = ("call", "dtype", "group", "heard", "mine", "nbytes", "number", "out", "parts", "shapes", "way")
+    __slots__ = ("call", "dtype", "group", "heard", "mine", "nbytes", "out", "parts", "shapes", "way")
 
     def __init__(self, call: Call, way: Eager, x: np.ndarray):
         self.call, self.way, self.group, self.dtype = call, way, way.group, x.dtype
         group = way.group
-        name_of(call, 0, 0)
-        self.number: Any = call.number
         parts = [None if piece is None else x[piece] for piece in way.parts]
         self.shapes = [None if part is None else part.shape for part in parts]
         self.mine = way.parts[group.index]
@@ -63,8 +61,8 @@ class Repeated:
         channel = transport.channels.get(self.group.ordered)
         if channel is None:
             return long(comm, x)
-        number = comm.number = comm.number + 1
-        name = self.number + (transport.runs << 32) + number & WORD
+        comm.number += 1
+        name = name_of(self.call, transport.runs, comm.number)
         said = channel.said
         for words, place, header, piece in self.out.get(said) or self._places(said):
             words[0] = name

@@ -17,7 +17,7 @@ import numpy as np
 from spmd.errors import TransportError, message
 from spmd.transport.base import Call, Shape, sealed
 
-__all__ = ["ASKS", "MAX_NDIM", "RIDES", "ROOM", "WORD", "Headers", "digest", "name_of", "told"]
+__all__ = ["ASKS", "MAX_NDIM", "RIDES", "ROOM", "Headers", "digest", "name_of", "told"]
 
 ROOM = 1024
 """Bytes of a header, at most."""
@@ -30,7 +30,7 @@ _VIEWS = 64
 ASKS = 256
 """Added to the rank where the block is differentiated: see `Call.asks`."""
 
-WORD = (1 << 64) - 1
+_WORD = (1 << 64) - 1
 """The largest word."""
 
 
@@ -46,7 +46,7 @@ def name_of(call: Call, run: int, number: int) -> int:
     if name is None:
         op, axes, detail, dtype, shape = call.key
         name = call.number = digest(op, axes, detail, np.dtype(dtype).str, shape)
-    return name + (run << 32) + number & WORD  # calls' names differ by far more
+    return name + (run << 32) + number & _WORD  # calls' names differ by far more
 
 
 @lru_cache(maxsize=4096)

@@ -614,10 +614,11 @@ class LocalComm(Comm):
                 fresh = fresh or lent
                 todo.append((make, received))
             brought.clear()
-            if sum(sizes) < team.LEAST:
+            nbytes = sum(sizes)
+            if nbytes < team.LEAST:
                 return [_tried(make, received, fresh) for make, received in todo]
             tasks = [partial(_tried, make, received, fresh) for make, received in todo]
-            return self.run.make(group, sum(sizes), lambda: team.each(tasks, sizes))
+            return self.run.make(group, nbytes, lambda: team.each(tasks, sizes))
 
         def take(m: Meeting) -> Any:
             mine = m.result[group.index]
