@@ -2,18 +2,21 @@
 
 `empty` is `np.empty`, but a large array lies in a piece of memory that an earlier one has left. When the last view of
 an array is gone its piece lies idle for the next one of that size. What lies idle is bounded.
+
+The pieces may come from somewhere else than from NumPy: from memory that processes share, say (`take_from`).
 """
 
 from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from threading import Lock
 from typing import Any
 
 import numpy as np
 
-__all__ = ["LARGE", "Lease", "empty", "empty_like", "idle", "release", "zeros"]
+__all__ = ["LARGE", "Lease", "Piece", "address", "empty", "empty_like", "idle", "release", "take_from", "zeros"]
 
 LARGE = 1 << 20
 """Bytes from which an array's memory is used again: smaller ones the allocator serves as well."""
@@ -30,38 +33,51 @@ def _bound() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 16
 
 
-class Lease:
+class Piece(np.ndarray):
+    """Bytes that arrays lie in. Of its own class, so that NumPy does not take it for the base of what is a view of a
+    lease."""
+
+    __slots__ = ()
+
+
+class Lease(np.ndarray):
     """What an array made by `empty` lies in; when the array and all its views are gone, the memory comes back."""
 
-    __slots__ = ("__array_interface__", "memory")
-
-    def __init__(self, memory: Memory, shape: tuple[int, ...], dtype: np.dtype):
-        self.memory = memory
-        self.__array_interface__ = memory.interface(shape, dtype)
+    __slots__ = ("memory",)
 
     def __del__(self):
-        _idle.give(self.memory)
+        memory = getattr(self, "memory", None)  # Views of it have none.
+        if memory is not None:
+            _idle.give(memory)
+
+
+Source = Callable[[int], Piece | None]
+"""Gives so many bytes of memory, or None where it has none to give; they are its again when the piece is gone."""
+
+_source: Source | None = None
 
 
 class Memory:
-    """A piece of memory, and the address in it from which it is used. given: when it was left, as a growing number."""
+    """A piece of memory. source: who gave it. at: where in it arrays begin, and start: the address of that. given: when
+    it was left, as a growing number."""
 
-    __slots__ = ("bytes", "given", "last", "nbytes", "start")
+    __slots__ = ("at", "given", "nbytes", "piece", "source", "start")
 
     def __init__(self, nbytes: int):
-        self.bytes = np.empty(nbytes, np.uint8)
+        self.source = _source
+        found = None if _source is None else _source(nbytes)
+        self.piece = Piece(nbytes, np.uint8) if found is None else found
         self.nbytes = nbytes
         self.given = 0
-        at = self.bytes.ctypes.data
-        self.start = at + -at % _ALIGNED
-        self.last: tuple[Any, Any, dict[str, Any]] = None, None, {}
+        begin = self.piece.ctypes.data
+        self.at = -begin % _ALIGNED
+        self.start = begin + self.at
 
-    def interface(self, shape: tuple[int, ...], dtype: np.dtype) -> dict[str, Any]:
-        """An array in it, in the form that NumPy asks for. The next one is often of the same kind."""
-        if self.last[0] != shape or self.last[1] is not dtype:
-            made = {"version": 3, "shape": shape, "typestr": dtype.str, "data": (self.start, False)}
-            self.last = shape, dtype, made
-        return self.last[2]
+    def array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """An array in it, which is leased."""
+        lease = self.piece.view(Lease)
+        lease.memory = self
+        return np.ndarray(shape, dtype, lease, self.at)
 
 
 class _Idle:
@@ -89,7 +105,7 @@ class _Idle:
 
     def give(self, piece: Memory) -> None:
         nbytes = piece.nbytes
-        if nbytes > self.bound or not self.lock.acquire(blocking=False):
+        if nbytes > self.bound or piece.source is not _source or not self.lock.acquire(blocking=False):
             return
         try:
             self.given = piece.given = self.given + 1
@@ -112,9 +128,32 @@ class _Idle:
 
 
 _idle = _Idle(_bound())
+
+
+def take_from(source: Source | None) -> None:
+    """Take memory from there from now on; None: from NumPy. What was taken before is not used again."""
+    global _source
+    _source = source
+    _idle.clear()
+
+
+def _begin_again() -> None:
+    """A lock that another thread held stays closed in a child; what lies idle there is the parent's."""
+    global _source
+    _source = None
+    _idle.__init__(_idle.bound)
+
+
 if hasattr(os, "register_at_fork"):
-    # A lock that another thread held stays closed in a child; what lies idle there is the parent's, copied on write.
-    os.register_at_fork(after_in_child=lambda: _idle.__init__(_idle.bound))
+    os.register_at_fork(after_in_child=_begin_again)
+
+
+def address(x: np.ndarray) -> int:
+    """Where the first entry of an array lies."""
+    lease = x.base
+    if type(lease) is Lease:  # all of it: what is a view of it has another base
+        return lease.memory.start
+    return x.__array_interface__["data"][0]
 
 
 def empty(shape: int | tuple[int, ...], dtype: Any = float) -> np.ndarray:
@@ -124,16 +163,11 @@ def empty(shape: int | tuple[int, ...], dtype: Any = float) -> np.ndarray:
     if not isinstance(dtype, np.dtype):
         dtype = np.dtype(dtype)
     nbytes = math.prod(shape) * dtype.itemsize
-    # A dtype that is not NumPy's own, bfloat16 say, has no string that tells it: its bits are leased, and viewed.
     if nbytes < LARGE or dtype.hasobject or not _idle.bound:
         return np.empty(shape, dtype)
     size = -(-(nbytes + _ALIGNED) // _GRAIN) * _GRAIN
     memory = _idle.take(size)
-    if memory is None:
-        memory = Memory(size)
-    if dtype.isbuiltin == 1:
-        return np.asarray(Lease(memory, shape, dtype))
-    return np.asarray(Lease(memory, (nbytes,), np.dtype(np.uint8))).view(dtype).reshape(shape)
+    return (Memory(size) if memory is None else memory).array(shape, dtype)
 
 
 def empty_like(x: np.ndarray, dtype: Any = None) -> np.ndarray:

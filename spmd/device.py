@@ -31,6 +31,7 @@ __all__ = [
     "imported",
     "joined",
     "on_device",
+    "owned",
     "places",
     "put",
     "stacked",
@@ -56,6 +57,11 @@ def copied(x: Any) -> Any:
     out = empty(x.shape, x)
     put(out, x)
     return out
+
+
+def owned(x: np.ndarray) -> np.ndarray:
+    """A C-contiguous copy of an array of the host, which is made at once where it is small."""
+    return x.copy() if x.nbytes <= COPIED else copied(x)
 
 
 def put(out: Any, x: Any) -> None:

@@ -37,9 +37,10 @@ def of_virtual_workers() -> dict[str, dict[str, str]]:
     return verbs.results(transport="local", scheduler="lockstep")
 
 
-@pytest.mark.parametrize("check", ["1", "0"])
-def test_verbs_operators_products_and_gradients_have_the_bits_of_virtual_workers(python, check):
-    found = json.loads(ended_well("verbs.py", python=python, timeout=120, SPMD_CHECK=check))
+@pytest.mark.parametrize("how", ["checked", "unchecked", "placed"])
+def test_verbs_operators_products_and_gradients_have_the_bits_of_virtual_workers(python, how):
+    """placed: blocks go from arena to arena, if they are not of a few bytes or lie elsewhere."""
+    found = json.loads(ended_well("verbs.py", how, python=python, timeout=120, SPMD_CHECK=str(+(how != "unchecked"))))
     expected = of_virtual_workers()
     assert found.keys() == expected.keys()
     differ = [
@@ -51,7 +52,7 @@ def test_verbs_operators_products_and_gradients_have_the_bits_of_virtual_workers
     assert not differ, "\n".join(differ[:20])
 
 
-@pytest.mark.parametrize("who", ["nobody", "all", "first", "last"])
+@pytest.mark.parametrize("who", ["nobody", "all", "first", "last", "blind", "unread"])
 def test_where_no_memory_is_shared_headers_go_as_messages(python, who):
     found = json.loads(ended_well("apart.py", who, python=python))
     expected = of_virtual_workers()

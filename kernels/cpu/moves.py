@@ -20,7 +20,8 @@ _FOLDS = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 def combine(blocks: Sequence[np.ndarray], how: str = "sum", into: np.ndarray | None = None) -> np.ndarray:
     """The entrywise sum (max, min) of at least one block, in order. Gives a new array, or the only block itself.
 
-    into: the first or the second of several blocks, C-contiguous, which the result is written into.
+    into: a C-contiguous array, which the result of several blocks is written into: the first or the second of them, or
+    another one.
     """
     fold = _FOLDS[how]
     first = blocks[0]

@@ -29,6 +29,7 @@ from spmd.autodiff.tracer import Array, Mixing, record, value_of, weak
 from spmd.device import COPIED, contiguous, copied, home, joined, on_device, stacked
 from spmd.errors import ClosureError, DifferentiationError, LayoutError, StateError, caller, describe, message
 from spmd.frontends import frontend
+from spmd.kernels.buffers import Lease
 from spmd.layout import block_sizes, offsets
 from spmd.mesh import WORKER, Worker, here
 from spmd.operators.algebra import Linear, Term, across, composed, meet
@@ -397,8 +398,9 @@ def bare_block(x, op: Collective) -> np.ndarray:
 
 
 def writable(x) -> bool:
-    """Whether somebody may write to x: to itself, or to what it is a view of, unless that was frozen."""
-    while isinstance(x, np.ndarray) and type(x).__name__ != "Frozen":
+    """Whether somebody may write to x: to itself, or to what it is a view of, unless that was frozen. What only lies in
+    memory that is used again is all that there is of it."""
+    while isinstance(x, np.ndarray) and type(x) is not Lease and type(x).__name__ != "Frozen":
         if x.flags.writeable:
             return True
         x = x.base

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from spmd.autodiff.tracer import value_of
-from spmd.device import to_host, zeros
+from spmd.device import owned, to_host, zeros
 from spmd.errors import LayoutError, describe, message
 from spmd.mesh import Worker, here
 from spmd.operators.base import Launched, Operator, Shape, interned, kept, operate, rebound, sealed
@@ -90,7 +90,7 @@ class Permute(Operator):
         def made(x: np.ndarray, blocks: list[Any]) -> np.ndarray:
             if not sources:
                 return sealed(zeros(x.shape if self.shapes is None else self.shapes[1], x))
-            return sealed(x if sources[0] == me else blocks[sources[0]].copy())
+            return sealed(x if sources[0] == me else owned(blocks[sources[0]]))
 
         return Eager(group, [... if k in to else None for k in range(group.size)], lambda _: made)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
@@ -17,7 +17,7 @@ from spmd.autodiff import tree
 from spmd.autodiff.devices import beside
 from spmd.autodiff.dtypes import kind_of_dtype, most
 from spmd.autodiff.tracer import Array, value_of
-from spmd.device import contiguous, on_device
+from spmd.device import COPIED, contiguous, on_device
 from spmd.errors import LayoutError, StateError, describe, message
 from spmd.frontends import frontend
 from spmd.mesh import WORKER, Worker, here
@@ -45,6 +45,11 @@ def folded(x: np.ndarray, blocks: list[Any], how: str = "sum") -> np.ndarray:
     return sealed(kernels.of(x).combine(blocks, how))
 
 
+def summed_at_once(group: Group, x: np.ndarray, fold: Callable[..., np.ndarray]) -> Eager | None:
+    """A sum that everyone takes of all blocks; of more than two large ones everyone takes a part instead."""
+    return everywhere(group, lambda _: fold) if group.size == 2 or x.nbytes <= COPIED else None
+
+
 class Sum(Operator):
     """V -> I: the sum over the workers, known to all. One all-reduce; its adjoint is `Vary`, which moves nothing."""
 
@@ -56,8 +61,8 @@ class Sum(Operator):
     def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
         return comm.all_reduce(group, call, x), lambda total: (total, self)
 
-    def eager(self, group: Group, x: np.ndarray) -> Eager:
-        return everywhere(group, lambda _: folded)
+    def eager(self, group: Group, x: np.ndarray) -> Eager | None:
+        return summed_at_once(group, x, folded)
 
     @property
     def H(self) -> Operator:
@@ -292,7 +297,7 @@ class Extremum(Collective):
     def eager(self, group: Group, x: np.ndarray) -> Eager | None:
         if self.dims:
             return None
-        return everywhere(group, lambda _: partial(folded, how=self.how))
+        return summed_at_once(group, x, partial(folded, how=self.how))
 
     def _empty(self) -> LayoutError:
         return LayoutError(

@@ -12,7 +12,7 @@ import numpy as np
 
 from spmd.autodiff import tree
 from spmd.autodiff.tracer import Array
-from spmd.device import contiguous, joined, on_device, zeros
+from spmd.device import contiguous, joined, on_device, owned, zeros
 from spmd.errors import LayoutError, MissingMethodError, StateError, describe, message
 from spmd.frontends import frontend
 from spmd.layout import Layout
@@ -148,7 +148,7 @@ class _FromRoot(_AtRoot):
         at_root = group.index == self.root
 
         def made(x: np.ndarray, blocks: list[Any]) -> np.ndarray:
-            return sealed(x if at_root else blocks[self.root].copy())
+            return sealed(x if at_root else owned(blocks[self.root]))
 
         return Eager(group, [... if at_root else None] * group.size, lambda _: made)
 

@@ -74,11 +74,3 @@ class Channel(ABC):
         if self.me != root:
             return self.exchange({}, {root: buffer})
         return self.exchange(dict.fromkeys(self.others, buffer), {})
-
-    def gather(self, send: np.ndarray, rows: np.ndarray | None, root: int) -> list[Any]:
-        """What each member sends, of one size, comes into its row at the root; rows is None elsewhere."""
-        if rows is None:
-            return self.exchange({root: send}, {})
-        requests = self.exchange({}, {k: rows[k] for k in self.others})
-        rows[root] = send
-        return requests

@@ -1,8 +1,9 @@
-"""Small blocks between processes, from the second time on: a line that has called the same before.
+"""Blocks that go along with headers, from the second time on: a line that has called the same before.
 
-What goes along with the headers is over when all have told each other what they call. But for the blocks themselves all
-is then as it was the last time, if the others bring blocks of the same shapes again: what goes to whom, where in the
-headers the blocks lie that come, and what makes the result of them. On the wire nothing differs from the long way.
+What goes along with the headers, in them or in an arena, is over when all have told each other what they call. But for
+the blocks themselves all is then as it was the last time, if the others bring blocks of the same shapes again: what
+goes to whom, where the blocks lie that come, and what makes the result of them. On the wire nothing differs from the
+long way.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from spmd.kernels.buffers import address
 from spmd.transport.base import Call, Eager, Shape, Way
 from spmd.transport.headers import RIDES, Headers, name_of, told
 
@@ -25,19 +27,34 @@ _TABLES = 4
 """Headers that are known: a channel has up to three sides. Those of channels that are no more are forgotten."""
 
 
+class _Part(NamedTuple):
+    """What goes to a member: its row, its header, the index of what goes along in it, and how many bytes that has. at:
+    how far it begins from where the block does, for what is read there."""
+
+    row: int
+    header: bytes
+    piece: Any
+    nbytes: int
+    at: int | None
+
+
 class _Heard(NamedTuple):
     """What came into some headers: for each other member where that is said, and what; the blocks of all members, where
-    they lie; and what makes the result of them."""
+    they lie in headers, and how those of arenas are found; and what makes the result of them."""
 
     said: list[tuple[memoryview, bytes]]
     blocks: list[np.ndarray | None]
+    placed: list[tuple[int, Any, Shape, Shape, memoryview]]
     make: Callable[[np.ndarray, list[Any]], np.ndarray]
 
 
 class Repeated:
-    """A collective of a group whose blocks go along with the headers, as often as it is called with such a block."""
+    """A collective of a group whose blocks go along with the headers, as often as it is called with such a block.
 
-    __slots__ = ("call", "dtype", "group", "heard", "mine", "nbytes", "out", "parts", "shapes", "way")
+    large: whether some are to be read where they lie. nbytes: of the longest header.
+    """
+
+    __slots__ = ("call", "dtype", "group", "heard", "large", "mine", "nbytes", "out", "parts", "shapes", "way")
 
     def __init__(self, call: Call, way: Eager, x: np.ndarray):
         self.call, self.way, self.group, self.dtype = call, way, way.group, x.dtype
@@ -45,15 +62,23 @@ class Repeated:
         parts = [None if piece is None else x[piece] for piece in way.parts]
         self.shapes = [None if part is None else part.shape for part in parts]
         self.mine = way.parts[group.index]
-        sizes = [0 if part is None else part.nbytes for part in parts]
         self.parts = [
-            (row, told(call.op, self.shapes[k], False), way.parts[k], sizes[k])
-            for k, row in enumerate(group.rows)
+            self._part(row, x, part, way.parts[k])
+            for k, (row, part) in enumerate(zip(group.rows, parts, strict=True))
             if k != group.index
         ]
-        self.nbytes = max(8 + len(header) + nbytes for _, header, _, nbytes in self.parts)
-        self.out: dict[Headers, list[tuple[memoryview, memoryview, bytes, Any]]] = {}
+        self.large = any(part.at is not None for part in self.parts)
+        self.nbytes = max(8 + len(part.header) + part.nbytes for part in self.parts)
+        self.out: dict[Headers, list[tuple[memoryview, memoryview, bytes, Any, int | None]]] = {}
         self.heard: dict[Headers, _Heard] = {}
+
+    def _part(self, row: int, x: np.ndarray, part: np.ndarray | None, piece: Any) -> _Part:
+        op = self.call.op
+        if part is None:
+            return _Part(row, told(op, None, False), None, 0, None)
+        if part.nbytes <= RIDES:
+            return _Part(row, told(op, part.shape, False), piece, part.nbytes, None)
+        return _Part(row, told(op, part.shape, False, part.strides), None, 8, address(part) - address(x))
 
     def __call__(self, comm: ProcessComm, x: np.ndarray, long: Way) -> np.ndarray:
         """The new block. long: how it goes by the verbs, with what was heard, where others bring other blocks."""
@@ -61,12 +86,19 @@ class Repeated:
         channel = transport.channels.get(self.group.ordered)
         if channel is None:
             return long(comm, x)
+        begin = 0
+        if self.large:
+            begin = None if channel.mail is None else channel.mail.place(x)
+            if begin is None:
+                return long(comm, x)
         comm.number += 1
         name = name_of(self.call, transport.runs, comm.number)
         said = channel.said
-        for words, place, header, piece in self.out.get(said) or self._places(said):
+        for words, place, header, piece, at in self.out.get(said) or self._places(said):
             words[0] = name
-            if piece is None:
+            if at is not None:
+                place[:] = header + (begin + at).to_bytes(8, "little")
+            elif piece is None:
                 place[:] = header
             else:
                 place[:] = header + (x if piece is ... else x[piece]).tobytes()
@@ -85,38 +117,46 @@ class Repeated:
                     return long(comm, x)
                 finally:
                     comm.early = None
-        blocks = known.blocks.copy()
+        blocks: list[Any] = known.blocks.copy()
+        for k, window, shape, strides, place in known.placed:
+            blocks[k] = np.ndarray(shape, self.dtype, window, place[0], strides)
         if self.mine is not None:
             blocks[self.group.index] = x if self.mine is ... else x[self.mine]
         return known.make(x, blocks)
 
-    def _places(self, said: Headers) -> list[tuple[memoryview, memoryview, bytes, Any]]:
-        """Where to write, in headers that go out, and what; and the index of the part that goes along."""
+    def _places(self, said: Headers) -> list[tuple[memoryview, memoryview, bytes, Any, int | None]]:
+        """Where to write, in headers that go out, and what; and the index of the part that goes along, or where one is
+        that does not."""
         if len(self.out) >= _TABLES:
             self.out.clear()
         found = self.out[said] = [
-            (said.words[row], said.bytes[row][8 : 8 + len(header) + nbytes], header, piece)
-            for row, header, piece, nbytes in self.parts
+            (said.words[row], said.bytes[row][8 : 8 + len(header) + nbytes], header, piece, at)
+            for row, header, piece, nbytes, at in self.parts
         ]
         return found
 
     def _learn(self, heard: Headers) -> _Heard | None:
         """What is to be known of headers that came. None where not all that comes has come with them."""
-        group, said, blocks = self.group, [], []
+        group, said, blocks, placed = self.group, [], [], []
         shapes: list[Shape | None] = [
             self.shapes[k] if k == group.index else heard.shape(row) for k, row in enumerate(group.rows)
         ]
         for k, (row, shape) in enumerate(zip(group.rows, shapes, strict=True)):
             block = None
             if k != group.index:
-                if shape is not None:
+                n = len(shape or ())
+                if shape is not None and heard.placed(row):
+                    strides = tuple(heard.signed[row][2 + n : 2 + 2 * n])
+                    placed.append((k, heard.windows[row], shape, strides, heard.words[row][2 + 2 * n : 3 + 2 * n]))
+                    n *= 2
+                elif shape is not None:
                     if prod(shape) * self.dtype.itemsize > RIDES:
                         return None
                     block = heard.there(row, shape, self.dtype)
-                place = heard.bytes[row][8 : 16 + 8 * len(shape or ())]
+                place = heard.bytes[row][8 : 16 + 8 * n]
                 said.append((place, bytes(place)))
             blocks.append(block)
         if len(self.heard) >= _TABLES:
             self.heard.clear()
-        found = self.heard[heard] = _Heard(said, blocks, self.way.maker(tuple(shapes)))
+        found = self.heard[heard] = _Heard(said, blocks, placed, self.way.maker(tuple(shapes)))
         return found

@@ -1,8 +1,9 @@
 """What processes tell each other before data moves: a header from each member of a group to each other one.
 
 A header is at most a kilobyte, of words of eight bytes: what is called, 1 + the rank of what comes (0: nothing), its
-lengths; and a small block itself, which then needs no message of its own. It is written as bytes into memory that the
-engine sends again and again, for at this size every array that is made counts.
+lengths; and a small block itself, or where a large one lies in the sender's arena. Neither then needs a message of its
+own. It is written as bytes into memory that the engine sends again and again, for at this size every array that is made
+counts.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from spmd.device import owned
 from spmd.errors import TransportError, message
 from spmd.transport.base import Call, Shape, sealed
 
-__all__ = ["ASKS", "MAX_NDIM", "RIDES", "ROOM", "Headers", "digest", "name_of", "told"]
+__all__ = ["MAX_NDIM", "RIDES", "ROOM", "Headers", "digest", "name_of", "told"]
 
 ROOM = 1024
 """Bytes of a header, at most."""
@@ -29,6 +31,8 @@ _VIEWS = 64
 """Views of blocks in the headers of a member that are kept."""
 ASKS = 256
 """Added to the rank where the block is differentiated: see `Call.asks`."""
+PLACED = 512
+"""Added to the rank where the block is read from the sender's arena. Then its strides follow, and where it begins."""
 
 _WORD = (1 << 64) - 1
 """The largest word."""
@@ -50,8 +54,8 @@ def name_of(call: Call, run: int, number: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def told(op: str, shape: Shape | None, asks: bool) -> bytes:
-    """The words on what comes: its rank and shape. None: nothing comes."""
+def told(op: str, shape: Shape | None, asks: bool, strides: Shape = ()) -> bytes:
+    """The words on what comes: its rank and shape, and its strides if it is read where it lies. None: nothing comes."""
     if shape is not None and len(shape) > MAX_NDIM:
         raise TransportError(
             message(
@@ -61,23 +65,24 @@ def told(op: str, shape: Shape | None, asks: bool) -> bytes:
                 mend="reshape it for the collective",
             )
         )
-    words = (0,) if shape is None else (1 + len(shape), *shape)
-    return np.array([words[0] + ASKS * asks, *words[1:]], np.uint64).tobytes()
+    words = (0,) if shape is None else (1 + len(shape), *shape, *strides)
+    return np.array([words[0] + ASKS * asks + PLACED * bool(strides), *words[1:]], np.int64).tobytes()
 
 
 class Headers:
     """The headers of one side, those that go out or those that come in: row k is that to member k, or from it.
 
-    array: of ROOM bytes for each, in words.
+    array: of ROOM bytes for each, in words. windows: the arenas of the others, if blocks may lie there.
     """
 
-    __slots__ = ("array", "bytes", "views", "words")
+    __slots__ = ("array", "bytes", "signed", "views", "windows", "words")
 
-    def __init__(self, array: np.ndarray):
-        self.array = array
+    def __init__(self, array: np.ndarray, windows: Sequence[Any] = ()):
+        self.array, self.windows = array, windows
         # Views of memory are read and written in a third of the time that arrays take.
         self.words = [row.data for row in array]
         self.bytes = [row.view(np.uint8).data for row in array]
+        self.signed = [row.view(np.int64).data for row in array]
         self.views: list[dict[Any, np.ndarray]] = [{} for _ in array]
 
     @classmethod
@@ -87,7 +92,11 @@ class Headers:
 
     def asks(self, k: int) -> bool:
         """Whether the block of member k is differentiated."""
-        return self.words[k][1] >= ASKS
+        return bool(self.words[k][1] & ASKS)
+
+    def placed(self, k: int) -> bool:
+        """Whether the block of member k is to be read where it lies."""
+        return self.words[k][1] >= PLACED
 
     def shape(self, k: int) -> Shape | None:
         """The shape of what comes from member k."""
@@ -96,7 +105,11 @@ class Headers:
         return tuple(words[2 : 1 + rank]) if rank else None
 
     def there(self, k: int, shape: Shape, dtype: np.dtype) -> np.ndarray:
-        """The block in the header of member k, where it lies: to be read before the next header comes there."""
+        """The block that came along with the header of member k, where it lies: to be read before the next header comes
+        there."""
+        if self.words[k][1] >= PLACED:
+            n, words = len(shape), self.signed[k]
+            return np.ndarray(shape, dtype, self.windows[k], words[2 + 2 * n], tuple(words[2 + n : 2 + 2 * n]))
         views = self.views[k]
         found = views.get((shape, dtype))
         if found is None:
@@ -107,8 +120,8 @@ class Headers:
         return found
 
     def rider(self, k: int, shape: Shape, dtype: np.dtype) -> np.ndarray:
-        """The block that came in the header of member k, in memory of its own."""
-        return sealed(self.there(k, shape, dtype).copy())
+        """The block that came along with the header of member k, in memory of its own."""
+        return sealed(owned(self.there(k, shape, dtype)))
 
     def beside(self, x: np.ndarray, rows: Sequence[int], me: int, shapes: Sequence[Shape]) -> list[np.ndarray]:
         """The blocks of all members where they lie, of these shapes, and of the dtype of this one's, which is x. Member

@@ -13,13 +13,16 @@ import mmap
 import os
 import platform
 import secrets
+import struct
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from spmd.transport.arena import Arena, arena, window
 from spmd.transport.board import machine
 from spmd.transport.headers import ROOM, Headers, digest
 
@@ -28,6 +31,7 @@ __all__ = ["Mailbox", "shared"]
 _MEMBERS = 64
 """Members of a group, at most: a mailbox has room for a header from each to each."""
 _NO = bytes(8)
+_NOTHING: list[Any] = []
 _STRIDE = ROOM + 64
 """Bytes from header to header: whole lines of the cache, of which the first begins with the number of the meeting."""
 _LOOKS = 64
@@ -67,11 +71,32 @@ def shared(beside: Path | None, me: int, size: int, everyones: Callable[[bytes],
         if name != _NO:
             with suppress(OSError, ValueError):
                 mail = Mailbox(_path(beside, name), me, size)
-        have = everyones(_NO if mail is None else name)
+        mine = arena()
+        where = struct.pack("=II", os.getpid(), 0 if mine is None else mine.file)
+        have = everyones(_NO if mail is None else where)
     finally:
         if me == 0 and name != _NO:
             _path(beside, name).unlink(missing_ok=True)
-    return mail if _NO not in have else None
+    if mail is None or _NO in have:
+        return None
+    if all(struct.unpack("=II", place)[1] for place in have):
+        mail.see(_windows(me, have, everyones), mine)
+    return mail
+
+
+def _windows(me: int, have: list[bytes], everyones: Callable[[bytes], list[bytes]]) -> list[Any] | None:
+    """The arenas of all members but this one, if everyone sees those of all others: alike on all of them. have: the
+    number of each process, and that of its file."""
+    mine, seen = arena(), []
+    tokens = everyones(_NO if mine is None else mine.token)
+    with suppress(OSError, ValueError):
+        for k, place in enumerate(have):
+            found = None if k == me else window(*struct.unpack("=II", place))
+            if found is not None and found[:8] != tokens[k]:
+                break
+            seen.append(found)
+    complete = len(seen) == len(have)
+    return seen if _NO not in everyones(tokens[me] if complete else _NO) else None
 
 
 def _path(beside: Path, name: bytes) -> Path:
@@ -98,9 +123,13 @@ class Mailbox:
     """One member's side of a mailbox, whose file all members map.
 
     said: the headers that it writes for the next meeting; heard: those that came in the last one.
+    arena: this process's, if the others read blocks there. next, now, before: the blocks that they are told of in the
+    next meeting, in this one, and in the one before, which they may still read until they have come to this one.
     """
 
-    __slots__ = ("arrivals", "flags", "heard", "inbound", "number", "outbound", "said")
+    __slots__ = (
+        *("arena", "arrivals", "before", "flags", "heard", "inbound", "next", "now", "number", "outbound", "said"),
+    )
 
     def __init__(self, path: Path, me: int, size: int):
         file = os.open(path, os.O_RDWR)
@@ -117,8 +146,28 @@ class Mailbox:
         # Views of memory are read and written in a third of the time that arrays take.
         self.flags = [[outbound[turn, k, :1].data for k in others] for turn in (0, 1)]
         self.arrivals = [[inbound[turn, k, :1].data for k in others] for turn in (0, 1)]
+        self.arena: Arena | None = None
+        self.next: list[Any] = []
+        self.now: list[Any] = []
+        self.before: list[Any] = []
         self.number = 0
         self.heard, self.said = self.inbound[0], self.outbound[1]
+
+    def see(self, windows: list[Any] | None, arena: Arena | None) -> None:
+        """From now on members tell each other where large blocks lie, if all see the arenas of all others."""
+        if windows is not None:
+            self.arena = arena
+            for headers in self.inbound:
+                headers.windows = windows
+
+    def place(self, x: Any) -> int | None:
+        """Where others can read a block; None where they cannot. It stays as it is until they have."""
+        if self.arena is None or type(x) is not np.ndarray:
+            return None
+        at = self.arena.place(x)
+        if at is not None:
+            self.next.append(x)
+        return at
 
     def swap(self, let_others: Callable[[], object]) -> bool:
         """The headers in `said` go out. Whether those of all others come within a moment; else `has_come` tells."""
@@ -127,6 +176,7 @@ class Mailbox:
         for flag in self.flags[turn]:
             flag[0] = number
         self.heard, self.said = self.inbound[turn], self.outbound[1 - turn]
+        self.before, self.now, self.next = self.now, self.next, []
         for arrival in self.arrivals[turn]:
             if arrival[0] != number:
                 for _ in range(_LOOKS):
@@ -139,9 +189,13 @@ class Mailbox:
                         let_others()
                     else:
                         return False
+        self.before = _NOTHING
         return True
 
     def has_come(self) -> bool:
         """Whether the headers of all others have come."""
         number = self.number
-        return all(arrival[0] == number for arrival in self.arrivals[number & 1])
+        if any(arrival[0] != number for arrival in self.arrivals[number & 1]):
+            return False
+        self.before = _NOTHING
+        return True

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from spmd.errors import MismatchError, class_name
+from spmd.transport.arena import arena
 from spmd.transport.base import Call, Comm, Group, Outcome, Shape, Transport, raised_by
 from spmd.transport.blas import blas_threads, core_numbers, share_of_cores
 from spmd.transport.board import Board, machine
@@ -90,6 +91,8 @@ class ProcessTransport(Transport):
         self.time_limit = time_limit()
         self.checks = checks_are_on()
         self.board = board() if self.checks and self.size > 1 else None
+        if self.board is not None:
+            arena()  # What is made from now on can be read by the others of this host.
         self._threads: int | None = None
         self.channels: dict[Shape, Channel] = {}
         end_the_job_on_error()
@@ -246,6 +249,8 @@ class ProcessTransport(Transport):
             self.broken = self.number
             self.failed += 1
             for channel in self.channels.values():
+                if channel.mail is not None:  # Others may still read what they were told of.
+                    self.lost.append((channel.mail.before, channel.mail.now))
                 channel.share(None)
             self.channels.clear()
             who = getattr(error, "peer", None) or self.describe(self.local[0])

@@ -3,12 +3,15 @@
 Every collective begins with a header (`headers.py`): a small message in which each member says to each what it calls,
 and the shape of what it is going to send. It is one and the same movement for all verbs, so that workers that disagree
 learn it there, before any data moves; and receivers learn the sizes of what comes. Small blocks travel in the header
-itself. Sums are taken here, in the order of the members, because the libraries only advise an order, if that.
+itself. Large ones that lie in an arena (`arena.py`) stay there: the header says where, and whoever they are for reads
+them at once, before the next header. What neither can be done with goes as a message. Sums are taken here, in the order
+of the members, because the libraries only advise an order, if that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import pairwise
 from math import prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -107,13 +110,15 @@ class ProcessComm(Comm):
         self.early: Headers | None = None
 
     def repeated(self, call: Call, way: Eager, x: np.ndarray) -> Repeated | None:
-        most = self.most_riding(call, x)
-        if way.group.size == 1 or not self.transport.checks or x.ndim > MAX_NDIM:
+        group, me = way.group, way.group.index
+        if group.size == 1 or not self.transport.checks or x.ndim > MAX_NDIM or self.most_riding(call, x) < RIDES:
             return None
-        rides = all(
-            piece is None or x[piece].nbytes <= most for k, piece in enumerate(way.parts) if k != way.group.index
-        )
-        return Repeated(call, way, x) if rides else None
+        channel = self.transport.channels.get(group.ordered)
+        if channel is None:
+            return None
+        largest = max(0 if piece is None or k == me else x[piece].nbytes for k, piece in enumerate(way.parts))
+        readable = channel.mail is not None and channel.mail.arena is not None
+        return Repeated(call, way, x) if readable or largest <= RIDES else None
 
     def room(self, nbytes: int, call: Call, like: Any) -> Any:
         """Memory for what comes to a collective to which this worker brings `like`."""
@@ -136,12 +141,17 @@ class ProcessComm(Comm):
         """
         mine = list(shapes)
         blocks = [None if shape is None else _Shaped(shape) for shape in mine]
-        return self._shapes_in(self._tell_each(group, call, blocks.__getitem__, -1), group, mine[group.index])
+        return self._shapes_in(self._tell_each(group, call, blocks.__getitem__, -1)[0], group, mine[group.index])
 
     def _shapes_in(self, heard: Headers, group: Group, mine: Shape | None) -> list[Shape | None]:
         """The shapes of what comes from each member, where this one keeps one of shape `mine`."""
         me = group.index
         return [mine if k == me else heard.shape(row) for k, row in enumerate(group.rows)]
+
+    def _all_here(self, heard: Headers, group: Group, sizes: Sequence[int], most: int) -> bool:
+        """Whether what comes from all other members, of so many bytes, came along with the headers."""
+        me = group.index
+        return all(k == me or sizes[k] <= most or heard.placed(row) for k, row in enumerate(group.rows))
 
     def _begin(self, group: Group, call: Call) -> tuple[Channel, int, bool]:
         """The channel of a group; the first word of its headers, what is called; and whether the block is
@@ -151,47 +161,63 @@ class ProcessComm(Comm):
         channel = transport.channels.get(group.ordered) or transport.channel(group.ordered, call)
         return channel, name_of(call, transport.runs, self.number), call.asks is not None and call.asks[0]
 
-    def _tell(self, group: Group, call: Call, shape: Shape | None, rider: np.ndarray | None = None) -> Headers:
+    def _words(self, channel: Channel, call: Call, x: Any, most: int, asks: bool) -> tuple[bytes, bool]:
+        """What is told to whom a block is for, and whether that is all: it has at most so many bytes, or others can
+        read it where it lies."""
+        if x is None:
+            return told(call.op, None, asks), True
+        header = told(call.op, x.shape, asks)
+        if x.nbytes <= most:
+            return header + x.tobytes(), True
+        at = None if channel.mail is None or call.lent or most < 0 else channel.mail.place(x)
+        if at is None:
+            return header, False
+        return told(call.op, x.shape, asks, x.strides) + at.to_bytes(8, "little"), True
+
+    def _tell(
+        self, group: Group, call: Call, shape: Shape | None, x: Any = None, most: int = -1
+    ) -> tuple[Headers, bool]:
         """Tell all members what is called, and what comes, the same to everyone; and hear theirs.
 
-        rider: a block of at most RIDES bytes, that goes along.
+        x: the block that comes, which goes along if it has at most so many bytes, or others can read it: whether it
+        does.
         """
         early, self.early = self.early, None
         if early is not None:
-            return early
+            return early, True
         channel, name, asks = self._begin(group, call)
-        header = told(call.op, shape, asks)
-        if rider is not None:
-            header += rider.tobytes()
+        header, along = (told(call.op, shape, asks), False) if x is None else self._words(channel, call, x, most, asks)
         said, end = channel.said, 8 + len(header)
         for row in channel.others:
             said.words[row][0] = name
             said.bytes[row][8:end] = header
-        return self.swap(group, call, channel, name, end)
+        return self.swap(group, call, channel, name, end), along
 
-    def _tell_each(self, group: Group, call: Call, part: Callable[[int], Any], most: int) -> Headers:
+    def _tell_each(
+        self, group: Group, call: Call, part: Callable[[int], Any], most: int
+    ) -> tuple[Headers, Collection[int]]:
         """Tell each member what is called, and the shape of what comes for it; and hear theirs.
 
-        part(k): what comes for member k, None if nothing does; it goes along if it has at most so many bytes.
+        part(k): what comes for member k, None if nothing does; it goes along if it has at most so many bytes, or others
+        can read it. Gives also those for whom it does not.
         """
         early, self.early = self.early, None
         if early is not None:
-            return early
+            return early, ()
         channel, name, asks = self._begin(group, call)
-        said, me, longest = channel.said, channel.me, 0
+        said, me, longest, apart = channel.said, channel.me, 0, []
         for k, row in enumerate(group.rows):
             if row == me:
                 continue
-            x = part(k)
-            header = told(call.op, None if x is None else x.shape, asks)
-            if x is not None and x.nbytes <= most:
-                header += x.tobytes()
+            header, along = self._words(channel, call, part(k), most, asks)
+            if not along:
+                apart.append(k)
             end = 8 + len(header)
             said.words[row][0] = name
             said.bytes[row][8:end] = header
             if end > longest:
                 longest = end
-        return self.swap(group, call, channel, name, longest)
+        return self.swap(group, call, channel, name, longest), apart
 
     def swap(self, group: Group, call: Call, channel: Channel, name: int, nbytes: int) -> Headers:
         """Send the headers that were written, and give those that come: they are read before the next call."""
@@ -239,7 +265,7 @@ class ProcessComm(Comm):
     def _shapes(self, group: Group, call: Call) -> Handle:
         if group.size == 1:
             return Ready([call.shape])
-        return Ready(self._shapes_in(self._tell(group, call, call.shape), group, call.shape))
+        return Ready(self._shapes_in(self._tell(group, call, call.shape)[0], group, call.shape))
 
     def _all_reduce(self, group: Group, call: Call, x: np.ndarray, how: str) -> Handle:
         if group.size == 1:
@@ -247,11 +273,42 @@ class ProcessComm(Comm):
         return self._agreed_sum(group, call, x, how)
 
     def _agreed_sum(self, group: Group, call: Call, x: np.ndarray, how: str) -> Handle:
-        if self.transport.checks and x.nbytes <= self.most_riding(call, x):
-            blocks = self._tell(group, call, x.shape, x).beside(x, group.rows, group.index, (x.shape,) * group.size)
-            return Ready(sealed(kernels.of(x).combine(blocks, how)))
-        self._agree(group, call, x)
+        if self.transport.checks:
+            most = self.most_riding(call, x)
+            heard, along = self._tell(group, call, x.shape, x, most)
+            if along and self._all_here(heard, group, [x.nbytes] * group.size, most):
+                return self._sum_of(group, call, heard.beside(x, group.rows, group.index, [x.shape] * group.size), how)
         return self._reduce_blocks(group, call, x, how)
+
+    def _sum_of(self, group: Group, call: Call, blocks: Sequence[np.ndarray], how: str) -> Handle:
+        """The sum of the blocks of all members, which can be read here. Of more than two everyone takes a part of it,
+        and reads the others' parts, all as messages would come."""
+        n, me = group.size, group.index
+        x = blocks[me]
+        if n == 2 or x.nbytes <= _SMALL:
+            return Ready(sealed(kernels.of(x).combine(blocks, how)))
+        room = self.room(x.nbytes, call, x)
+        out, at = room.view(x.dtype), offsets(block_sizes(x.size, n))
+        spans = [slice(start, stop) for start, stop in pairwise(at)]
+        mine = out[spans[me]]
+        kernels.of(x).combine([b.reshape(-1)[spans[me]] for b in blocks], how, mine)
+        most = self.most_riding(call, x)
+        heard, along = self._tell(group, call.of(mine.shape, alike=False), mine.shape, mine, most)
+        sends, receives = {}, {}
+        for k, row in enumerate(group.rows):
+            span = out[spans[k]]
+            if k == me:
+                continue
+            if span.nbytes <= most or heard.placed(row):
+                put(span, heard.there(row, span.shape, x.dtype))
+            else:
+                receives[k] = span.view(np.uint8)
+            if not along:
+                sends[k] = mine.view(np.uint8)
+        total = out.reshape(x.shape)
+        if not sends and not receives:
+            return Ready(_closed(room, total))
+        return self._pending(self._messages(group, sends, receives), (sends, room), lambda: _closed(room, total))
 
     def _reduce_blocks(self, group: Group, call: Call, x: np.ndarray, how: str) -> Handle:
         """The sum of blocks whose shapes are known to be equal."""
@@ -295,16 +352,16 @@ class ProcessComm(Comm):
         if group.size == 1 or not xs:
             return Ready([sealed(x) for x in xs])
         small = [k for k, x in enumerate(xs) if x.nbytes < _APART]
-        if len(small) < len(xs):
-            self._agree(group, call, xs[0])
-        apart = {k: self._reduce_blocks(group, call, x, "sum") for k, x in enumerate(xs) if x.nbytes >= _APART}
-        handle: Handle = Ready(None)
+        large = [k for k, x in enumerate(xs) if x.nbytes >= _APART]
+        blocks = [xs[k] for k in large]
         if small:
-            packed = joined([xs[k].reshape(-1) for k in small], 0)
-            handle = (self._reduce_blocks if apart else self._agreed_sum)(group, call, packed, "sum")
+            blocks.append(joined([xs[k].reshape(-1) for k in small], 0))
+        handles = self._sums(group, call, blocks) if large else [self._agreed_sum(group, call, blocks[0], "sum")]
+        apart = dict(zip(large, handles, strict=False))
+        handle: Handle = handles[-1] if small else Ready(None)
         shapes = [x.shape for x in xs]
         at = offsets([prod(shapes[k]) for k in small])
-        del xs  # what is packed is not kept
+        del xs, blocks, handles  # what is packed is not kept
 
         def unpack(total: np.ndarray) -> list[np.ndarray]:
             found = {k: sent.wait() for k, sent in apart.items()}
@@ -314,6 +371,35 @@ class ProcessComm(Comm):
             return [found[k] for k in range(len(shapes))]
 
         return Then(handle, unpack)
+
+    def _sums(self, group: Group, call: Call, xs: Sequence[np.ndarray]) -> list[Handle]:
+        """The sums of several blocks whose shapes are known to be equal, each by itself."""
+        me, windows = group.index, ()
+        places: list[list[int]] = []
+        """Where the blocks of each member lie in its arena, -1 for one that lies elsewhere."""
+        if self.transport.checks:
+            mail = self.transport.channel(group.ordered, call).mail
+            found: list[int | None] = [None] * len(xs)
+            if mail is not None and not call.lent:
+                found = [mail.place(x) if x.flags.c_contiguous else None for x in xs]
+            mine = np.array([-1 if at is None else at for at in found], np.int64)
+            if mine.nbytes <= self.most_riding(call, xs):
+                heard, _ = self._tell(group, call, mine.shape, mine, mine.nbytes)
+                windows = heard.windows
+                places = [b.tolist() for b in heard.beside(mine, group.rows, me, [mine.shape] * group.size)]
+            else:
+                self._agree(group, call, xs[0])
+
+        def sum_of(j: int, x: np.ndarray) -> Handle:
+            if not places or min(where[j] for where in places) < 0:
+                return self._reduce_blocks(group, call, x, "sum")
+            blocks = [
+                x if k == me else np.ndarray(x.shape, x.dtype, windows[row], places[k][j])
+                for k, row in enumerate(group.rows)
+            ]
+            return self._sum_of(group, call, blocks, "sum")
+
+        return [sum_of(j, x) for j, x in enumerate(xs)]
 
     def _reduce_scatter(self, group: Group, call: Call, parts: Sequence[np.ndarray]) -> Handle:
         if group.size == 1:
@@ -329,77 +415,111 @@ class ProcessComm(Comm):
 
         if self.transport.checks:
             most = self.most_riding(call, parts)
-            if max([p.nbytes for p in parts]) <= most:
-                heard = self._tell_each(group, call, parts.__getitem__, most)
-                blocks = heard.beside(mine, group.rows, group.index, (mine.shape,) * group.size)
+            heard, apart = self._tell_each(group, call, parts.__getitem__, most)
+            coming = [mine.shape] * group.size
+            if not apart and self._all_here(heard, group, [mine.nbytes] * group.size, most):
+                blocks = heard.beside(mine, group.rows, group.index, coming)
                 return Ready(sealed(kernels.of(mine).combine(blocks)))
-            return Then(self._agreed_swap(group, call, parts, own=False), finish)
+            coming = [s or () for s in self._shapes_in(heard, group, mine.shape)]
+            return Then(self._swapped(group, call, parts, coming, heard, most, apart), finish)
         return Then(self._swapped(group, call, parts, [mine.shape] * group.size), finish)
 
     def _all_gather(self, group: Group, call: Call, x: np.ndarray) -> Handle:
         if group.size == 1:
             return Ready([sealed(x)])
-        most, heard, shapes, counts = self._told_of(group, call, x)
-        if max(counts) <= most:
+        heard, along, here, shapes = self._told_of(group, call, x)
+        if here:
             mine = sealed(copied(x) if call.lent else x)
             return Ready(heard.riders(mine, group.rows, group.index, shapes))
-        return self._gathered(group, call, x, shapes, counts)
+        return self._gathered(group, call, x, shapes, heard, along)
 
     def _all_gather_as(self, group: Group, call: Call, x: np.ndarray, join: Join) -> Handle:
-        """Small blocks are joined from where they came."""
+        """Blocks that came along are joined from where they lie."""
         if group.size == 1 or type(x) is not np.ndarray:
             return super()._all_gather_as(group, call, x, join)
-        most, heard, shapes, counts = self._told_of(group, call, x)
-        if max(counts) <= most:
+        heard, along, here, shapes = self._told_of(group, call, x)
+        if here:
             return Ready(join(heard.beside(x, group.rows, group.index, shapes), True))
-        return Then(self._gathered(group, call, x, shapes, counts), join)
+        return Then(self._gathered(group, call, x, shapes, heard, along), join)
 
-    def _told_of(self, group: Group, call: Call, x: np.ndarray) -> tuple[int, Headers, list[Shape], list[int]]:
-        """Tell all members of a block; up to how many bytes blocks ride, the headers that came, and the shapes and
-        bytes of all blocks."""
+    def _told_of(self, group: Group, call: Call, x: np.ndarray) -> tuple[Headers, bool, bool, list[Shape]]:
+        """Tell all members of a block: the headers that came, whether the block went along, whether all did, and the
+        shapes of all."""
         most = self.most_riding(call, x)
-        heard = self._tell(group, call, x.shape, x if x.nbytes <= most else None)
+        heard, along = self._tell(group, call, x.shape, x, most)
         shapes = [s or () for s in self._shapes_in(heard, group, x.shape)]
-        return most, heard, shapes, [prod(s) * x.itemsize for s in shapes]
+        here = along and self._all_here(heard, group, [prod(s) * x.itemsize for s in shapes], most)
+        return heard, along, here, shapes
 
     def _gathered(
-        self, group: Group, call: Call, x: np.ndarray, shapes: Sequence[Shape], counts: Sequence[int]
+        self, group: Group, call: Call, x: np.ndarray, shapes: Sequence[Shape], heard: Headers, along: bool
     ) -> Handle:
-        """An all-gather of blocks whose shapes are known."""
+        """An all-gather of blocks whose shapes are known, not all of which came along with the headers. along: whether
+        this one went along."""
+        counts = [prod(s) * x.itemsize for s in shapes]
+        receive, most = self.room(sum(counts), call, x), self.most_riding(call, x)
+        come = [counts[k] <= most or heard.placed(row) for k, row in enumerate(group.rows) if k != group.index]
         send = bytes_of(x)
-        receive = self.room(sum(counts), call, x)
-        self.ready()
-        requests = self.transport.channel(group.members).all_gather(send, receive, counts)
+        if along or any(come):
+            rooms = pieces(receive, counts)
+            rooms[group.index].view(x.dtype).reshape(x.shape)[...] = x
+            rest = self._read(group, heard, x.dtype, shapes, rooms, most)
+            others = [k for k in range(group.size) if k != group.index and not along]
+            self.ready()
+            requests = self._messages(group, dict.fromkeys(others, send), rest)
+        else:
+            self.ready()
+            requests = self.transport.channel(group.members).all_gather(send, receive, counts)
         return self._pending(requests, (send, receive), lambda: _split(sealed(receive), shapes, x.dtype))
+
+    def _read(
+        self,
+        group: Group,
+        heard: Headers,
+        dtype: np.dtype,
+        shapes: Sequence[Shape],
+        rooms: Sequence[np.ndarray],
+        most: int,
+    ) -> dict[int, np.ndarray]:
+        """Copy what came along with the headers into rooms of bytes, one for each member; the rooms of the rest."""
+        rest = {}
+        for k, row in enumerate(group.rows):
+            if k == group.index:
+                continue
+            if rooms[k].nbytes <= most or heard.placed(row):
+                put(rooms[k].view(dtype).reshape(shapes[k]), heard.there(row, shapes[k], dtype))
+            else:
+                rest[k] = rooms[k]
+        return rest
 
     def _all_to_all(self, group: Group, call: Call, parts: Sequence[np.ndarray]) -> Handle:
         if group.size == 1:
             return Ready([sealed(p) for p in parts])
-        return self._agreed_swap(group, call, parts, own=True)
+        heard, apart, here, coming = self._told_parts(group, call, parts)
+        if here:
+            return Ready(heard.riders(sealed(parts[group.index]), group.rows, group.index, coming))
+        return self._swapped(group, call, parts, coming, heard, self.most_riding(call, parts), apart, True)
 
     def _all_to_all_as(self, group: Group, call: Call, parts: Sequence[np.ndarray], join: Join) -> Handle:
-        """Small parts are joined from where they came."""
-        most = self.most_riding(call, parts)
+        """Parts that came along are joined from where they lie."""
         if group.size == 1 or type(parts[0]) is not np.ndarray:
             return super()._all_to_all_as(group, call, parts, join)
-        heard, coming = self._told_parts(group, call, parts, most)
-        largest = max(max(map(prod, coming)) * parts[0].itemsize, max([p.nbytes for p in parts]))
-        if largest <= most:
+        heard, apart, here, coming = self._told_parts(group, call, parts)
+        if here:
             return Ready(join(heard.beside(parts[group.index], group.rows, group.index, coming), True))
-        return Then(self._swapped(group, call, parts, coming, heard, most, True), join)
+        most = self.most_riding(call, parts)
+        return Then(self._swapped(group, call, parts, coming, heard, most, apart, True), join)
 
     def _told_parts(
-        self, group: Group, call: Call, parts: Sequence[np.ndarray], most: int
-    ) -> tuple[Headers, list[Shape]]:
-        """Tell each member of its part; the headers that came, and the shapes of what comes."""
-        heard = self._tell_each(group, call, parts.__getitem__, most)
-        return heard, [s or () for s in self._shapes_in(heard, group, parts[group.index].shape)]
-
-    def _agreed_swap(self, group: Group, call: Call, parts: Sequence[np.ndarray], own: bool) -> Handle:
-        """An all-to-all. own: whether the own part belongs to the result."""
+        self, group: Group, call: Call, parts: Sequence[np.ndarray]
+    ) -> tuple[Headers, Collection[int], bool, list[Shape]]:
+        """Tell each member of its part: the headers that came, for whom parts did not go along, whether all did, those
+        that come too, and the shapes of what comes."""
         most = self.most_riding(call, parts)
-        heard, coming = self._told_parts(group, call, parts, most)
-        return self._swapped(group, call, parts, coming, heard, most, own)
+        heard, apart = self._tell_each(group, call, parts.__getitem__, most)
+        coming = [s or () for s in self._shapes_in(heard, group, parts[group.index].shape)]
+        sizes = [prod(s) * parts[0].itemsize for s in coming]
+        return heard, apart, not apart and self._all_here(heard, group, sizes, most), coming
 
     def _swapped(
         self,
@@ -409,35 +529,29 @@ class ProcessComm(Comm):
         shapes: Sequence[Shape],
         heard: Headers | None = None,
         most: int = -1,
+        apart: Collection[int] | None = None,
         own: bool = False,
     ) -> Handle:
-        """An all-to-all of parts when it is known what comes: of these shapes, in the headers up to so many bytes.
-        own: whether the own part belongs to the result. Where it does not, who asked may write over what came as a
-        message."""
+        """An all-to-all of parts when it is known what comes: of these shapes, along with the headers if there are any.
+        apart: for whom parts did not go along, None for all. own: whether the own part belongs to the result. Where it
+        does not, who asked may write over what came."""
         dtype, me = parts[0].dtype, group.index
         coming = [prod(s) * dtype.itemsize for s in shapes]
-        if heard is not None and max(coming) <= most and max([p.nbytes for p in parts]) <= most:
-            return Ready(heard.riders(sealed(parts[me]), group.rows, me, shapes))
         others = [k for k in range(group.size) if k != me]
         if not own:
             coming[me] = 0
             shapes = [(0,) if k == me else s for k, s in enumerate(shapes)]
         receive = self.room(sum(coming), call, parts)
         rooms = pieces(receive, coming)
-        sends, receives = {}, {}
-        for k in others:
-            if parts[k].nbytes > most:
-                sends[k] = bytes_of(parts[k])
-            if coming[k] > most:
-                receives[k] = rooms[k]
-            else:
-                assert heard is not None
-                rooms[k][...] = bytes_of(heard.there(group.rows[k], shapes[k], dtype))
+        sends = {k: bytes_of(parts[k]) for k in (others if apart is None else apart)}
+        if heard is None:
+            receives = {k: rooms[k] for k in others}
+        else:
+            receives = self._read(group, heard, dtype, shapes, rooms, most)
         self.ready()
         requests = self._messages(group, sends, receives)
         if own:  # while the others are under way
             rooms[me].view(dtype).reshape(parts[me].shape)[...] = parts[me]
-        if own:
             return self._pending(requests, (sends, receive), lambda: _split(sealed(receive), shapes, dtype))
         return self._pending(requests, (sends, receive), lambda: [*_split(receive, shapes, dtype)])
 
@@ -452,13 +566,12 @@ class ProcessComm(Comm):
         if group.size == 1:
             return Ready(sealed(x))
         most, dtype = self.most_riding(call, x), np.dtype(call.dtype)
-        rides = x is not None and x.nbytes <= most
-        heard = self._tell(group, call, None if x is None else x.shape, x if rides else None)
-        if rides:
+        heard, along = self._tell(group, call, None if x is None else x.shape, x, most)
+        if along and x is not None:
             return Ready(sealed(copied(x) if call.lent else x))
         shape = (heard.shape(group.rows[root]) if x is None else x.shape) or ()
         size = prod(shape) * dtype.itemsize
-        if x is None and size <= most:
+        if x is None and (size <= most or heard.placed(group.rows[root])):
             return Ready(heard.rider(group.rows[root], shape, dtype))
         room = bytes_of(x) if x is not None else self.room(size, call, x)
         self.ready()
@@ -470,16 +583,24 @@ class ProcessComm(Comm):
     def _reduce(self, group: Group, call: Call, x: np.ndarray, root: int) -> Handle:
         if group.size == 1:
             return Ready(sealed(x))
-        n, at_root = group.size, group.index == root
+        n, at_root, rows, most = group.size, group.index == root, group.rows, self.most_riding(call, x)
+        apart: Collection[int] = () if at_root else (root,)
+        heard: Headers | None = None
         if self.transport.checks:
-            most = self.most_riding(call, x)
-            heard = self._tell_each(group, call, lambda k: x if k == root else None, most)
-            if x.nbytes <= most:
-                blocks = heard.beside(x, group.rows, root, (x.shape,) * n) if at_root else None
-                return Ready(None if blocks is None else sealed(kernels.of(x).combine(blocks)))
-        send, blocks = bytes_of(x), self.room(n * x.nbytes, call, x).reshape(n, x.nbytes) if at_root else None
+            heard, apart = self._tell_each(group, call, lambda k: x if k == root else None, most)
+            if at_root and self._all_here(heard, group, [x.nbytes] * n, most):
+                return Ready(sealed(kernels.of(x).combine(heard.beside(x, rows, root, (x.shape,) * n))))
+            if not at_root and not apart:
+                return Ready(None)
+        blocks = self.room(n * x.nbytes, call, x).reshape(n, x.nbytes) if at_root else None
+        receives: Mapping[int, np.ndarray] = {}
+        if blocks is not None:
+            blocks[root] = bytes_of(x)
+            rest = {k: blocks[k] for k in range(n) if k != root}
+            receives = rest if heard is None else self._read(group, heard, x.dtype, [x.shape] * n, blocks, most)
+        send = bytes_of(x)
         self.ready()
-        requests = self.transport.channel(group.members).gather(send, blocks, root)
+        requests = self._messages(group, dict.fromkeys(apart, send), receives)
 
         def finish() -> np.ndarray | None:
             if blocks is None:
@@ -495,12 +616,12 @@ class ProcessComm(Comm):
         sends: Mapping[int, np.ndarray],
         into: Mapping[int, np.ndarray] = MappingProxyType({}),
     ) -> Handle:
-        """into[k]: contiguous memory where what member k sends is put, if it is of that shape and comes by itself."""
+        """into[k]: where what member k sends is put, if it is of that shape; a message only if it is contiguous."""
         me, most, found = group.index, self.most_riding(call, sends), {}
         if group.size == 1:
             return Ready({k: sealed(x) for k, x in sends.items()})
-        heard = self._tell_each(group, call, sends.get, most)
-        sent = {k: bytes_of(x) for k, x in sends.items() if x.nbytes > most and k != me}
+        heard, apart = self._tell_each(group, call, sends.get, most)
+        sent = {k: bytes_of(sends[k]) for k in apart}
         dtype, received = np.dtype(call.dtype), {}
         for k, row in enumerate(group.rows):
             if k == me:
@@ -510,11 +631,17 @@ class ProcessComm(Comm):
             shape = heard.shape(row)
             if shape is None:
                 continue
-            nbytes = prod(shape) * dtype.itemsize
-            if nbytes <= most:
-                found[k] = heard.rider(row, shape, dtype)
-            elif k in into and into[k].shape == shape:
-                found[k], received[k] = into[k], bytes_of(into[k])
+            nbytes, place = prod(shape) * dtype.itemsize, into.get(k)
+            if place is not None and place.shape != shape:
+                place = None
+            if nbytes <= most or heard.placed(row):
+                if place is None:
+                    found[k] = heard.rider(row, shape, dtype)
+                else:
+                    put(place, heard.there(row, shape, dtype))
+                    found[k] = place
+            elif place is not None and place.flags.c_contiguous:
+                found[k], received[k] = place, bytes_of(place)
             else:
                 received[k] = self.room(nbytes, call, sends)
                 found[k] = received[k].view(dtype).reshape(shape)
@@ -543,7 +670,7 @@ class ProcessComm(Comm):
         if not everything:
             out.fill(0)
         views = {k: out[place] for k, place in zip(boxes.of, found, strict=True)}
-        into = {k: view for k, view in views.items() if k != me and view.flags.c_contiguous}
+        into = {k: view for k, view in views.items() if k != me}
         handle = self._exchange(group, call, {k: x for k, x in sends.items() if k != me}, into)
         if me in views:
             put(views[me], sends[me])

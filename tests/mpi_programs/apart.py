@@ -1,4 +1,5 @@
-"""Processes of which nobody can share memory, or one cannot: what all tell each other goes as messages."""
+"""Processes of which nobody can share memory, or one cannot: what all tell each other goes as messages. Or they can,
+but one has no arena, or cannot read those of others: then blocks go as messages."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import json
 import sys
 from typing import Any
 
-from verbs import results_again
+from verbs import read_where_they_lie, results_again
 
 import spmd
 from spmd.transport import mailbox
@@ -26,9 +27,17 @@ if who == "first" and first:
     mailbox.create = refuse
 if who == "last" and last:
     mailbox.Mailbox = refuse
+if who == "blind" and last:
+    mailbox.arena = lambda: None
+if who == "unread" and first:
+    mailbox.window = refuse
+if who in ("blind", "unread"):
+    read_where_they_lie()
 found = results_again(mesh)
 mails = [channel.mail for channel in mesh.transport.channels.values()]
-assert who == "nobody" or not any(mails), mails
-assert who != "nobody" or any(mails), mails
+assert who not in ("all", "first", "last") or not any(mails), mails
+assert who in ("all", "first", "last") or any(mails), mails
+assert who not in ("blind", "unread") or not any(mail and mail.arena for mail in mails)
+assert who != "nobody" or any(mail and mail.arena for mail in mails)
 if spmd.is_main():
     print(json.dumps(found))

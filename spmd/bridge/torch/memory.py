@@ -143,11 +143,11 @@ def owned(cell: list[Any]) -> torch.Tensor:
     if on_device(array) or not array.flags.c_contiguous or _names(array) > _ALONE:
         return _copied(array)
     owner = array
-    while isinstance(owner.base, np.ndarray):
+    while isinstance(owner.base, np.ndarray) and type(owner.base) is not Lease:
         owner = owner.base
         if _names(owner) > _HELD:
             return _copied(array)
-    if isinstance(owner.base, Lease):
+    if type(owner.base) is Lease:
         return tensor_of(_writable(array, owner.base))
     if owner.base is not None:  # memory of somebody else, as this worker's own tensor
         return _copied(array)

@@ -1,0 +1,215 @@
+"""Memory that the processes of one host can read of each other: large blocks go from process to process in one copy.
+
+MPI has the system copy between processes, which looks up every page of both blocks each time. Here a process takes the
+memory of its large arrays from a file that has no name, its arena, and the others map that file. Whoever is told where
+a block lies copies from there, as from memory of its own; or adds it up, or puts it where it belongs, without a copy
+in between.
+
+An arena is as large as several times the machine's memory, of which nothing is there but what is used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import secrets
+import weakref
+from contextlib import suppress
+from functools import partial
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from spmd.kernels import buffers
+
+__all__ = ["Arena", "arena", "window"]
+
+MOST = 17 << 20
+"""Bytes of a piece of memory in an arena, at most. It comes in pages of 4 KB, where NumPy asks the system for larger
+ones: for blocks of some MB that costs less than to look up their pages for each copy, for larger ones more."""
+_NAME = "spmd-arena"
+_PRIVATE, _FIXED, _NORESERVE = 0x02, 0x10, 0x4000
+"""What Linux calls MAP_PRIVATE, MAP_FIXED and MAP_NORESERVE."""
+
+
+class _Piece(buffers.Piece):
+    """A part of an arena, which goes back there when nobody has it any more."""
+
+    __slots__ = ("arena", "at", "era")
+
+    def __del__(self):
+        arena = getattr(self, "arena", None)  # Views of it have none.
+        if arena is not None:
+            arena.give(self)
+
+
+class Arena:
+    """The memory of this process that others of its host can read.
+
+    file: its number here, by which others find it; token: what they find at its beginning. start: where it begins in
+    memory. era: how often the process was forked: what was in use then is not used again while a child lives that may
+    look at it.
+    """
+
+    def __init__(self):
+        self.nbytes = 2 * os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
+        self.file = os.memfd_create(_NAME)
+        try:
+            os.ftruncate(self.file, self.nbytes)
+            self.memory = mmap.mmap(self.file, self.nbytes)
+        except BaseException:
+            os.close(self.file)
+            raise
+        with suppress(OSError, AttributeError):
+            self.memory.madvise(mmap.MADV_DONTDUMP)
+        self.start = np.frombuffer(self.memory, np.uint8).ctypes.data
+        self.token = self.memory[:8] = secrets.token_bytes(8)
+        self.end = mmap.PAGESIZE
+        self.remove = partial(self.memory.madvise, mmap.MADV_REMOVE)  # also when the interpreter ends
+        self.left: dict[int, list[int]] = {}
+        self.lock = Lock()
+        self.era = 0
+        self.forks: dict[int, tuple[int, int]] = {}
+        self.held: list[tuple[int, int, int]] = []
+        self.source = partial(self.take)
+
+    def take(self, nbytes: int) -> _Piece | None:
+        """Memory for a large array: None for a very large one, and where there is no more."""
+        if nbytes > MOST:
+            return None
+        nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        if self.held:
+            self._look_at_children()
+        try:
+            at = self.left[nbytes].pop()
+        except LookupError:
+            with self.lock:
+                at = self.end
+                if at + nbytes > self.nbytes:
+                    return None
+                self.end += nbytes
+        piece = _Piece(nbytes, np.uint8, self.memory, at)
+        piece.arena, piece.at, piece.era = self, at, self.era
+        return piece
+
+    def give(self, piece: _Piece) -> None:
+        """Nobody uses a piece any more: its pages go back to the system."""
+        if piece.era == self.era:
+            self._free(piece.at, piece.nbytes)
+        else:
+            self.held.append((piece.era, piece.at, piece.nbytes))
+            self._look_at_children()
+
+    def _free(self, at: int, nbytes: int) -> None:
+        self.remove(at, nbytes)
+        self.left.setdefault(nbytes, []).append(at)
+
+    def place(self, x: np.ndarray) -> int | None:
+        """How far from the beginning the first entry of an array lies; None for one that lies elsewhere."""
+        if x.base is None:
+            return None
+        at = buffers.address(x) - self.start
+        return at if 0 <= at < self.nbytes else None
+
+    # Children
+
+    def before_a_fork(self) -> None:
+        self.source = partial(self.take)
+        buffers.take_from(self.source)
+        self.forks[self.era] = os.pipe()  # Of one end nobody is left who has it when all children are gone.
+        self.era += 1
+
+    def in_the_parent(self) -> None:
+        reader, writer = self.forks[self.era - 1]
+        os.close(writer)
+        os.set_blocking(reader, False)
+
+    def in_a_child(self) -> None:
+        """A child sees what its parent has, and writes for itself alone."""
+        self.era += 1
+        for reader, _ in self.forks.values():
+            os.close(reader)
+        mapped = _mmap()(self.start, self.nbytes, mmap.PROT_READ | mmap.PROT_WRITE, _FLAGS, self.file, 0)
+        if mapped != self.start:
+            os._exit(1)  # It would write into its parent's arrays.
+
+    def _look_at_children(self) -> None:
+        """Free what was held for children that are gone by now."""
+        for era, (reader, _) in list(self.forks.items()):
+            with suppress(BlockingIOError):
+                os.read(reader, 1)
+                os.close(reader)
+                del self.forks[era]
+        latest, held = max(self.forks, default=-1), self.held
+        self.held = [piece for piece in held if piece[0] <= latest]
+        for era, at, nbytes in held:
+            if era > latest:
+                self._free(at, nbytes)
+
+
+_FLAGS = _PRIVATE | _FIXED | _NORESERVE
+
+
+def _mmap() -> Any:
+    call = ctypes.CDLL(None, use_errno=True).mmap
+    call.restype = ctypes.c_size_t
+    call.argtypes = [ctypes.c_size_t, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_longlong]
+    return call
+
+
+_arena: Arena | None = None
+_asked = False
+
+
+def arena() -> Arena | None:
+    """The arena of this process, from which large arrays are taken from the first call on; None where the system has no
+    such memory, and in a child, which is no process of the job."""
+    global _arena, _asked
+    if not _asked:
+        _asked = True
+        with suppress(OSError, AttributeError, ValueError):
+            _arena = Arena()
+            buffers.take_from(_arena.source)
+    return _arena
+
+
+def _before_a_fork() -> None:
+    if _arena is not None:
+        _arena.before_a_fork()
+
+
+def _in_the_parent() -> None:
+    if _arena is not None:
+        _arena.in_the_parent()
+
+
+def _in_a_child() -> None:
+    global _arena, _asked
+    if _arena is not None:
+        _arena.in_a_child()
+    _arena, _asked = None, True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_a_fork, after_in_parent=_in_the_parent, after_in_child=_in_a_child)
+
+
+_windows: weakref.WeakValueDictionary[tuple[int, int], mmap.mmap] = weakref.WeakValueDictionary()
+
+
+def window(pid: int, file: int) -> mmap.mmap:
+    """The arena of another process of this host, to be read. Raises OSError or ValueError where there is none."""
+    path = f"/proc/{pid}/fd/{file}"
+    if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
+        raise FileNotFoundError(path)
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        known = os.fstat(opened)
+        found = _windows.get((known.st_dev, known.st_ino))
+        if found is None:
+            found = _windows[known.st_dev, known.st_ino] = mmap.mmap(opened, 0, prot=mmap.PROT_READ)
+        return found
+    finally:
+        os.close(opened)

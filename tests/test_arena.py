@@ -1,0 +1,155 @@
+"""Memory that processes of a host read of each other: what lies in it, what comes back to it, and who writes to it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="arenas are Linux's")
+
+BEGIN = """
+import gc, os, time
+import numpy as np
+from spmd.kernels import buffers
+from spmd.transport.arena import MOST, arena, window
+
+mine = arena()
+assert mine is arena()
+
+def filled(value, nbytes=1 << 20):
+    x = buffers.empty(nbytes, np.uint8)
+    x.fill(value)
+    return x
+
+def resident():
+    return os.fstat(mine.file).st_blocks * 512
+"""
+
+
+def run(program: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", BEGIN + textwrap.dedent(program)], capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert not ended.stderr
+
+
+def test_large_arrays_lie_where_others_can_read_them():
+    run(
+        """
+        seen = window(os.getpid(), mine.file)
+        assert seen is window(os.getpid(), mine.file)
+        x = filled(7).reshape(1024, 1024)
+        part = x[3:900:2, ::-5]
+        x[3, -1] = 9
+        at = mine.place(part)
+        assert at == mine.place(x) + 3 * 1024 + 1023
+        there = np.ndarray(part.shape, part.dtype, seen, at, part.strides)
+        assert np.array_equal(there, part)
+        assert there[0, 0] == 9
+        assert not there.flags.writeable
+        for elsewhere in (np.zeros(1 << 20), np.zeros(1 << 20)[5:], np.zeros(3), filled(1, MOST + 1), np.float64(1)):
+            assert mine.place(np.asarray(elsewhere)) is None
+        """
+    )
+
+
+def test_what_nobody_uses_goes_back_to_the_system():
+    run(
+        """
+        before = resident()
+        xs = [filled(k) for k in range(3)]
+        places = [mine.place(x) for x in xs]
+        assert resident() - before >= 3 << 20
+        del xs
+        assert sorted(mine.place(filled(1)) for _ in range(3))[0] in places, "what lies idle is used again"
+        buffers.release()
+        assert resident() - before < 1 << 20
+        x = filled(0)
+        assert mine.place(x) in places, "and where it lay is taken again"
+        """
+    )
+
+
+def test_other_files_are_no_arenas():
+    run(
+        """
+        file = os.open("/dev/null", os.O_RDONLY)
+        for other in (file, 10**6):
+            try:
+                window(os.getpid(), other)
+            except OSError:
+                continue
+            raise AssertionError("that is no arena")
+        """
+    )
+
+
+def test_a_child_keeps_what_it_had_and_writes_for_itself():
+    run(
+        """
+        x, y = filled(1), filled(2)
+        told, tell = os.pipe()
+        done, say = os.pipe()
+        child = os.fork()
+        if child == 0:
+            x[:10] = 5
+            os.write(say, b"x")
+            os.read(told, 1)
+            right = arena() is None and (x[:10] == 5).all() and (x[10:] == 1).all() and (y == 2).all()
+            right = right and mine.place(filled(3)) is None
+            os._exit(0 if right else 1)
+        os.read(done, 1)
+        assert (x == 1).all(), "the child wrote into what is its parent's"
+        places = {mine.place(x), mine.place(y)}
+        del x, y
+        z = [filled(8) for _ in range(4)]
+        assert not places & {mine.place(a) for a in z}, "a child may still look there"
+        os.write(tell, b"x")
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        more = [filled(9) for _ in range(4)]
+        assert places < {mine.place(a) for a in more}, "now nobody does"
+        """
+    )
+
+
+def test_forks_do_not_use_memory_up():
+    run(
+        """
+        import subprocess
+        kept = filled(1)
+        for turn in range(200):
+            x, y = filled(2), filled(3)
+            child = os.fork()
+            if child == 0:
+                if turn % 3 == 0:
+                    os.execvp("true", ["true"])
+                grandchild = os.fork()
+                os._exit(0 if grandchild == 0 or os.waitpid(grandchild, 0)[1] == 0 else 1)
+            if turn % 50 == 0:
+                subprocess.run(["true"], preexec_fn=lambda: None, check=True)
+            assert os.waitpid(child, 0)[1] == 0
+        assert resident() < 32 << 20, resident()
+        assert len(os.listdir("/proc/self/fd")) < 20
+        assert (kept == 1).all()
+        """
+    )
+
+
+def test_the_last_arrays_go_when_the_interpreter_ends():
+    run("x = filled(1); kept = [x, x[3:]]; kept.append(kept)")
+
+
+def test_there_is_no_more_than_there_is():
+    run(
+        """
+        mine.end = mine.nbytes - (3 << 20)
+        xs = [filled(k) for k in range(5)]
+        where = [mine.place(x) is not None for x in xs]
+        assert where == [True, True, False, False, False]
+        assert [int(x[0]) for x in xs] == [0, 1, 2, 3, 4]
+        """
+    )
