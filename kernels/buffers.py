@@ -16,13 +16,15 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["LARGE", "Lease", "Piece", "address", "empty", "empty_like", "idle", "release", "take_from", "zeros"]
+__all__ = ["LARGE", "Lease", "Piece"]
+__all__ += ["address", "empty", "empty_like", "idle", "least", "release", "take_from", "zeros"]
 
 LARGE = 1 << 20
 """Bytes from which an array's memory is used again: smaller ones the allocator serves as well."""
 
 _ALIGNED = 64
-_GRAIN = 1 << 16
+_GRAINS = 1 << 14, 1 << 16
+"""What the bytes of a piece are a multiple of: of smaller arrays, and of large ones."""
 
 
 def _bound() -> int:
@@ -55,6 +57,7 @@ Source = Callable[[int], Piece | None]
 """Gives so many bytes of memory, or None where it has none to give; they are its again when the piece is gone."""
 
 _source: Source | None = None
+_least = LARGE
 
 
 class Memory:
@@ -130,17 +133,18 @@ class _Idle:
 _idle = _Idle(_bound())
 
 
-def take_from(source: Source | None) -> None:
-    """Take memory from there from now on; None: from NumPy. What was taken before is not used again."""
-    global _source
-    _source = source
+def take_from(source: Source | None, least: int = LARGE) -> None:
+    """Take memory from there from now on, for arrays of at least so many bytes; None: from NumPy. What was taken before
+    is not used again."""
+    global _least, _source
+    _least, _source = least, source
     _idle.clear()
 
 
 def _begin_again() -> None:
     """A lock that another thread held stays closed in a child; what lies idle there is the parent's."""
-    global _source
-    _source = None
+    global _least, _source
+    _least, _source = LARGE, None
     _idle.__init__(_idle.bound)
 
 
@@ -157,22 +161,23 @@ def address(x: np.ndarray) -> int:
 
 
 def empty(shape: int | tuple[int, ...], dtype: Any = float) -> np.ndarray:
-    """A C-contiguous array whose entries are arbitrary. Arrays of at least LARGE bytes are aligned to 64 bytes."""
+    """A C-contiguous array whose entries are arbitrary. Large arrays are aligned to 64 bytes."""
     if type(shape) is not tuple:
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
     if not isinstance(dtype, np.dtype):
         dtype = np.dtype(dtype)
     nbytes = math.prod(shape) * dtype.itemsize
-    if nbytes < LARGE or dtype.hasobject or not _idle.bound:
+    if nbytes < _least or dtype.hasobject or not _idle.bound:
         return np.empty(shape, dtype)
-    size = -(-(nbytes + _ALIGNED) // _GRAIN) * _GRAIN
+    grain = _GRAINS[nbytes >= LARGE]
+    size = -(-(nbytes + _ALIGNED) // grain) * grain
     memory = _idle.take(size)
     return (Memory(size) if memory is None else memory).array(shape, dtype)
 
 
 def empty_like(x: np.ndarray, dtype: Any = None) -> np.ndarray:
     """`empty` of the shape of x, and of its dtype where none is given. Always C-contiguous."""
-    if dtype is None and x.nbytes < LARGE:
+    if dtype is None and x.nbytes < _least:
         return np.empty(x.shape, x.dtype)
     return empty(x.shape, x.dtype if dtype is None else dtype)
 
@@ -182,6 +187,11 @@ def zeros(shape: int | tuple[int, ...], dtype: Any = float) -> np.ndarray:
     x = empty(shape, dtype)
     x.fill(0)
     return x
+
+
+def least() -> int:
+    """The bytes from which an array's memory is used again, wherever it is from."""
+    return _least
 
 
 def idle() -> int:

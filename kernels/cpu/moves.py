@@ -28,7 +28,7 @@ def combine(blocks: Sequence[np.ndarray], how: str = "sum", into: np.ndarray | N
     if len(blocks) == 1:
         return first
     plain = first.ndim and first.itemsize >= 4 and first.dtype.isnative and first.flags.c_contiguous
-    if plain and into is None and first.nbytes < team.LEAST:
+    if plain and into is None and first.nbytes < min(team.LEAST, buffers.least()):
         total = fold(first, blocks[1])  # three times as fast as into an array that is made before
         for block in blocks[2:]:
             fold(total, block, out=total)

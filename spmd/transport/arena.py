@@ -29,6 +29,8 @@ __all__ = ["Arena", "arena", "window"]
 MOST = 17 << 20
 """Bytes of a piece of memory in an arena, at most. It comes in pages of 4 KB, where NumPy asks the system for larger
 ones: for blocks of some MB that costs less than to look up their pages for each copy, for larger ones more."""
+LEAST = 1 << 16
+"""Bytes of an array that is taken from an arena, at least."""
 _NAME = "spmd-arena"
 _PRIVATE, _FIXED, _NORESERVE = 0x02, 0x10, 0x4000
 """What Linux calls MAP_PRIVATE, MAP_FIXED and MAP_NORESERVE."""
@@ -117,7 +119,7 @@ class Arena:
 
     def before_a_fork(self) -> None:
         self.source = partial(self.take)
-        buffers.take_from(self.source)
+        buffers.take_from(self.source, LEAST)
         self.forks[self.era] = os.pipe()  # Of one end nobody is left who has it when all children are gone.
         self.era += 1
 
@@ -171,7 +173,7 @@ def arena() -> Arena | None:
         _asked = True
         with suppress(OSError, AttributeError, ValueError):
             _arena = Arena()
-            buffers.take_from(_arena.source)
+            buffers.take_from(_arena.source, LEAST)
     return _arena
 
 

@@ -65,7 +65,8 @@ def read_where_they_lie() -> list[int]:
     offered: list[int] = []
     found, arena.Arena.place = arena.Arena.place, place
     verbs.RIDES = eager.RIDES = 16
-    buffers.LARGE, laid = 1, mostly
+    arena.LEAST, laid = 1, mostly
+    buffers.take_from(arena.arena().source, 1)
     return offered
 
 
