@@ -176,6 +176,7 @@ class recording:
     def __exit__(self, *_: object) -> None:
         ACTIVE.reset(self.token)
         self.tape.refuse(_leaked)
+        self.tape.twins = {}  # They know their tape: what they hold would stay until cycles are looked for.
 
 
 def suspended() -> AbstractContextManager[None]:

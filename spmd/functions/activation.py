@@ -40,15 +40,19 @@ __all__ = [
 
 
 class _Once:
-    """The cotangent of x + bias is that of x and, summed over rows, of bias: whoever comes second finds it."""
+    """The cotangent of x + bias is that of x and, summed over rows, of bias: whoever comes second finds it.
 
-    __slots__ = ("made",)
+    both: whether there is a bias, so that somebody does.
+    """
 
-    def __init__(self):
+    __slots__ = ("both", "made")
+
+    def __init__(self, both: bool):
+        self.both = both
         self.made: tuple[Any, Any] | None = None
 
     def __call__(self, g, x, bias, kind: str, alpha: float):
-        if bias is None:
+        if not self.both:
             return _activate_vjp(g, x, bias, kind=kind, alpha=alpha)
         made, self.made = self.made, None
         if made is not None and made[0] is g:
@@ -84,6 +88,21 @@ def _activate(x, bias, *, kind: str, alpha: float, once: _Once):
     return kernels.of(x).activate(x, bias, kind, alpha)
 
 
+def _pull_of_result(g, ans, _x, _bias, *, kind, alpha, once) -> Any:
+    return once(g, ans, None, kind, alpha)
+
+
+_activate_straight = primitive("activate", _pull_of_result, _pull_of_result)(_activate.primitive.fun)
+"""The activations that have the same derivative at f(z) as at z: of these the tape keeps the result, not x and bias."""
+
+
+def _activated(x, bias, kind: str, alpha: float = 1.0):
+    straight = kind in ("relu", "relu6") or (kind == "leaky_relu" and alpha >= 0)
+    return (_activate_straight if straight else _activate)(
+        x, bias, kind=kind, alpha=alpha, once=_Once(bias is not None)
+    )
+
+
 def _second(z, kind: str, alpha: float):
     """The second derivative, of functions that have rules."""
     which, p = form(kind, alpha)
@@ -117,7 +136,7 @@ def _second(z, kind: str, alpha: float):
 
 def _of(x, kind: str, alpha: float = 1.0):
     where = f"spmd.functions.{kind.removesuffix('_tanh')}"
-    return _activate(floating(where, "x", x), None, kind=kind, alpha=alpha, once=_Once())
+    return _activated(floating(where, "x", x), None, kind, alpha)
 
 
 def bias_act(x, bias, kind: str = "relu", *, alpha: float | None = None):
@@ -143,7 +162,7 @@ def bias_act(x, bias, kind: str = "relu", *, alpha: float | None = None):
             raise SpecError(message(where, argument="bias", got=describe(bias), need=need, mend=mend))
         dtype = np.result_type(x.dtype, bias.dtype)
         x, bias = cast(x, dtype), cast(bias, dtype)
-    return _activate(x, bias, kind=kind, alpha=chosen, once=_Once())
+    return _activated(x, bias, kind, chosen)
 
 
 def _slope(where: str, argument: str, alpha: Any, nonzero: bool = False) -> float:
