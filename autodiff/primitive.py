@@ -95,14 +95,16 @@ class Primitive:
     joint: in place of rules, `joint(g, *args)` gives the cotangents of all parents at once.
     owe: `owe(shared, g, *args)` may return a Future for the cotangent of a leaf, or None to use the rule.
     into: `into(total, g, *args)` adds the cotangent of the argument to an array in place, where most of it is zero.
+    over: `over(g, ans, *args)`, for all arguments, gives what the rule gives, and may write it over g.
     same: for two operands that are one and the same array, a primitive of it alone, where that is less work.
     """
 
     __slots__ = (
-        *("fun", "into", "joint", "linear", "name", "owe", "plain", "plans", "rules", "same", "unary", "variadic"),
+        *("fun", "into", "joint", "linear", "name", "over", "owe", "plain", "plans", "rules", "same", "unary"),
+        "variadic",
     )
 
-    def __init__(self, fun, name, rules=(), *, variadic=None, linear=False, joint=None, owe=None, into=None):
+    def __init__(self, fun, name, rules=(), *, variadic=None, linear=False, joint=None, owe=None, into=None, over=None):
         self.fun = fun
         self.name = name
         self.rules: tuple[Rule | None, ...] = tuple(rules)
@@ -111,7 +113,8 @@ class Primitive:
         self.joint = joint
         self.owe = owe
         self.into = into
-        self.plain = joint is None and owe is None and into is None
+        self.over = over
+        self.plain = joint is None and owe is None and into is None and over is None
         self.plans: dict[int, Plan] = {}
         self.unary: tuple[tuple[Rule, ...], bool, bool] | None = None
         self.same: Primitive | None = None
@@ -261,6 +264,7 @@ def primitive(
     variadic: Rule | None = None,
     linear: bool = False,
     into: Callable[..., None] | None = None,
+    over: Rule | None = None,
 ) -> Decorator:
     """Make a primitive of an own function: `@primitive("name", rule, ...)`; the result is called like the function."""
     if not isinstance(name, str):
@@ -268,7 +272,7 @@ def primitive(
         raise TypeError(message("primitive", argument="name", got=describe(name), need="a name", mend=mend))
 
     def declare(fun):
-        return _entry(Primitive(fun, name, rules, variadic=variadic, linear=linear, into=into))
+        return _entry(Primitive(fun, name, rules, variadic=variadic, linear=linear, into=into, over=over))
 
     return declare
 

@@ -323,6 +323,11 @@ def sweep(tape: Tape, seeds: Iterable[tuple[Node, Any]], leaves: list[Node], *, 
                             add(parent, part)
                 elif type(g) is Bundle:
                     g = g.filled(node.results)
+                over = None
+                if not plain and prim.over is not None and type(g) is bare:
+                    h = old = None  # which may be g
+                    if alone(getrefcount(g), g):
+                        over = prim.over
                 k = 0
                 for pull in node.pulls:
                     parent = parents[k]
@@ -337,7 +342,9 @@ def sweep(tape: Tape, seeds: Iterable[tuple[Node, Any]], leaves: list[Node], *, 
                             prim.into(cotangents[parent], g, *args)
                             continue
                     try:
-                        if kwargs:
+                        if over is not None:
+                            h = over(g, *args, **kwargs)
+                        elif kwargs:
                             h = pull(g, *args, **kwargs)
                         elif len(args) == 2:
                             h = pull(g, args[0], args[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 
 import numpy as np
 import pytest
@@ -199,6 +200,63 @@ def test_the_cotangent_is_made_once_for_both(monkeypatch):
         dx, db = pull(np.full_like(X, scale))
         np.testing.assert_allclose(db, dx.sum(0))
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("dtype", ["f2", "f4", "f8"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_cotangent_may_be_written_over_the_one_that_came(kind, dtype, compiled):
+    rng = np.random.default_rng(3)
+    x, g = (rng.normal(size=(37, 211)).astype(dtype) for _ in range(2))
+    bias = rng.normal(size=211).astype(dtype)
+    with contextlib.nullcontext() if compiled else jit.off():
+        for b in (None, bias):
+            expected, h = cpu.activate_vjp(g, x, b, kind), g.copy()
+            assert cpu.activate_vjp(h, x, b, kind, into=h) is h
+            np.testing.assert_array_equal(h, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_a_cotangent_that_nobody_else_has_is_written_over(kind):
+    x, bias = X[:, :3], np.array([0.1, -0.2, 0.3])
+    kept = []
+
+    def watched(y):
+        """Keeps the cotangent that comes, and hands it on as it is."""
+        f = spmd.custom_vjp(lambda y: y)
+        f.defvjp(lambda y: (y, None), lambda _, g: (kept.append(g) or g,))
+        return f(y)
+
+    def loss(x, b):
+        y = F.bias_act(x, b, kind)
+        return np.sum(watched(y) * x)
+
+    for f in (loss, lambda x, b: np.sum(F.bias_act(x, b, kind) * x)):
+        dx, db = spmd.grad(f, argnums=(0, 1))(x, bias)
+        slope = cpu.activate_vjp(np.ones_like(x), x, bias, kind, 0.01 if kind == "leaky_relu" else 1.0)
+        np.testing.assert_allclose(dx, F.bias_act(x, bias, kind) + x * slope, rtol=1e-12)
+        np.testing.assert_allclose(db, (x * slope).sum(0), rtol=1e-12, atol=1e-12)
+    np.testing.assert_array_equal(kept[0], x)
+    _, pull = spmd.vjp(lambda x, b: F.bias_act(x, b, kind), x, bias)
+    g = np.full_like(x, 2.0)
+    first = pull(g)
+    np.testing.assert_array_equal(g, 2.0)
+    for a, b in zip(first, pull(g), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_of_a_rectifier_the_result_alone_is_kept():
+    for f, dropped in ((F.relu, True), (F.relu6, True), (F.leaky_relu, True), (F.gelu, False)):
+        z = []
+
+        def traced(x, f=f, z=z):
+            y = x * 2
+            z.append(weakref.ref(y.value))
+            return f(y)
+
+        _, pull = spmd.vjp(traced, np.linspace(-3, 9, 50))
+        assert (z[0]() is None) == dropped, f.__name__
+        pull(np.ones(50))
 
 
 def test_at_kinks_and_of_nan():

@@ -30,13 +30,28 @@ def activate(x: np.ndarray, bias: np.ndarray | None, kind: str, alpha: float = 1
     return _by_row(_activate, _activate_plain, (x,), bias, kind, alpha)
 
 
-def activate_vjp(g: np.ndarray, x: np.ndarray, bias: np.ndarray | None, kind: str, alpha: float = 1.0) -> np.ndarray:
-    """g * f'(x + bias)."""
-    return _by_row(_activate_vjp, _activate_vjp_plain, (x, g), bias, kind, alpha)
+def activate_vjp(
+    g: np.ndarray,
+    x: np.ndarray,
+    bias: np.ndarray | None,
+    kind: str,
+    alpha: float = 1.0,
+    into: np.ndarray | None = None,
+) -> np.ndarray:
+    """g * f'(x + bias). into: a C-contiguous array of its shape and dtype to write it into, g itself say."""
+    return _by_row(_activate_vjp, _activate_vjp_plain, (x, g), bias, kind, alpha, into)
 
 
-def _by_row(loops: Any, plain: Any, arrays: tuple[np.ndarray, ...], bias: Any, kind: str, alpha: float) -> np.ndarray:
-    out = buffers.empty_like(arrays[0])
+def _by_row(
+    loops: Any,
+    plain: Any,
+    arrays: tuple[np.ndarray, ...],
+    bias: Any,
+    kind: str,
+    alpha: float,
+    into: np.ndarray | None = None,
+) -> np.ndarray:
+    out = buffers.empty_like(arrays[0]) if into is None else into
     if not out.size:
         return out
     wide = accurate(out.dtype)
@@ -51,6 +66,8 @@ def _by_row(loops: Any, plain: Any, arrays: tuple[np.ndarray, ...], bias: Any, k
             into_rows(lambda o, *a, b=b: loops(o, *a, b, p, which), (rows[0],), *rows[1:], whole=True)
         else:
             b = None if bias is None else bias.astype(wide, copy=False)
+            if into is not None:  # These write to the result what they read again.
+                rows[2:] = [row.copy() for row in rows[2:]]
             into_rows(lambda o, *a, b=b: plain(o, *a, b, p, which), (rows[0],), *rows[1:])
     return out
 

@@ -23,14 +23,14 @@ def activate(x: Any, bias: Any, kind: str, alpha: float = 1.0) -> Any:
     return _each(_activate, (x,), bias, kind, alpha)
 
 
-def activate_vjp(g: Any, x: Any, bias: Any, kind: str, alpha: float = 1.0) -> Any:
-    """g * f'(x + bias)."""
-    return _each(_activate_vjp, (x, g), bias, kind, alpha)
+def activate_vjp(g: Any, x: Any, bias: Any, kind: str, alpha: float = 1.0, into: Any = None) -> Any:
+    """g * f'(x + bias). into: a C-contiguous array of its shape and dtype to write it into, g itself say."""
+    return _each(_activate_vjp, (x, g), bias, kind, alpha, into)
 
 
-def _each(kernel: Kernel, arrays: tuple[Any, ...], bias: Any, kind: str, alpha: float) -> Any:
+def _each(kernel: Kernel, arrays: tuple[Any, ...], bias: Any, kind: str, alpha: float, into: Any = None) -> Any:
     x, *more = map(cp.ascontiguousarray, arrays)
-    out = cp.empty(arrays[0].shape, x.dtype)
+    out = cp.empty(arrays[0].shape, x.dtype) if into is None else into
     if x.size:
         which, p = form(kind, alpha)
         b = 0 if bias is None else cp.ascontiguousarray(bias)

@@ -60,12 +60,13 @@ def activate(x, bias, kind, alpha=1.0):
     return _of(x, bias, kind, alpha)[0]
 
 
-def activate_vjp(g, x, bias, kind, alpha=1.0):
+def activate_vjp(g, x, bias, kind, alpha=1.0, into=None):
     """g * f'(x + bias): the cotangent of x; its sum over rows is that of bias. As a map of g it is its own adjoint.
 
     At a kink of relu, relu6, leaky_relu, hard_sigmoid it is the derivative on the flat side.
+    into: an array of its shape and dtype to write it into, g itself say.
     """
-    return g * _of(x, bias, kind, alpha)[1]
+    return np.multiply(g, _of(x, bias, kind, alpha)[1], out=into)
 
 
 def _of(x, bias, kind, alpha):

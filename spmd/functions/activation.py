@@ -51,14 +51,18 @@ class _Once:
         self.both = both
         self.made: tuple[Any, Any] | None = None
 
-    def __call__(self, g, x, bias, kind: str, alpha: float):
-        if not self.both:
-            return _activate_vjp(g, x, bias, kind=kind, alpha=alpha)
+    def __call__(self, g, x, bias, kind: str, alpha: float, over: bool = False):
+        """over: whether it may be written over g."""
         made, self.made = self.made, None
         if made is not None and made[0] is g:
             return made[1]
-        h = _activate_vjp(g, x, bias, kind=kind, alpha=alpha)
-        self.made = g, h
+        fits = over and type(x) is np.ndarray and g.shape == x.shape and g.dtype == x.dtype and g.flags.c_contiguous
+        if fits and (bias is None or type(bias) is np.ndarray):
+            h = kernels.of(x).activate_vjp(g, x, bias, kind, alpha, g)
+        else:
+            h = _activate_vjp(g, x, bias, kind=kind, alpha=alpha)
+        if self.both:
+            self.made = g, h
         return h
 
 
@@ -82,17 +86,27 @@ def _pull(g, _ans, x, bias, *, kind, alpha, once) -> Any:
     return once(g, x, bias, kind, alpha)
 
 
-@primitive("activate", _pull, _pull)
-def _activate(x, bias, *, kind: str, alpha: float, once: _Once):
+def _pull_over(g, _ans, x, bias, *, kind, alpha, once) -> Any:
+    return once(g, x, bias, kind, alpha, over=True)
+
+
+def _forward(x, bias, *, kind: str, alpha: float, once: _Once):
     x = np.asarray(x) if isinstance(x, float) else x
     return kernels.of(x).activate(x, bias, kind, alpha)
+
+
+_activate = primitive("activate", _pull, _pull, over=_pull_over)(_forward)
 
 
 def _pull_of_result(g, ans, _x, _bias, *, kind, alpha, once) -> Any:
     return once(g, ans, None, kind, alpha)
 
 
-_activate_straight = primitive("activate", _pull_of_result, _pull_of_result)(_activate.primitive.fun)
+def _pull_of_result_over(g, ans, _x, _bias, *, kind, alpha, once) -> Any:
+    return once(g, ans, None, kind, alpha, over=True)
+
+
+_activate_straight = primitive("activate", _pull_of_result, _pull_of_result, over=_pull_of_result_over)(_forward)
 """The activations that have the same derivative at f(z) as at z: of these the tape keeps the result, not x and bias."""
 
 
