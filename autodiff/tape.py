@@ -381,6 +381,7 @@ def sweep(tape: Tape, seeds: Iterable[tuple[Node, Any]], leaves: list[Node], *, 
         if isinstance(error.obj, Like):
             raise AttributeError(_underscored(f".{error.name}")) from None
         raise
+    g = h = old = None  # Of what is owed nobody else has the terms now.
     for node in leaves:
         for debt in owed.get(node, ()):
             add(node, debt.wait())

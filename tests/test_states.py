@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from functools import partial
 
 import numpy as np
@@ -107,6 +108,53 @@ def test_gradients_of_layers_travel_in_one_bucket(grid):
     near(value, want)
     for name in shapes:
         near(grads[name], serial[name])
+
+
+def test_sums_of_gradients_are_written_over_terms_that_nobody_has(scheduler):
+    """What a backward function keeps of a gradient, or gives to two parameters, stays as it was."""
+    mesh = spmd.Mesh(x=3, transport="local", scheduler=scheduler)
+    rng = np.random.default_rng(5)
+    w, v, u, x = (rng.standard_normal(shape) for shape in ((7, 5), (5,), (5,), (6, 7)))
+    kept: dict[int, np.ndarray] = {}
+
+    @spmd.custom_vjp
+    def both(a, b):
+        return a + 2 * b
+
+    def backward(_, g):
+        g = np.array(spmd.block(g)) if type(g) is not np.ndarray else g.copy()
+        kept[spmd.worker_index("x")] = g
+        return g, g
+
+    both.defvjp(lambda a, b: (a + 2 * b, None), backward)
+
+    def loss(w, v, u, x):
+        return spmd.psum(np.sum(np.tanh(x @ w) * both(spmd.pvary(v, "x"), spmd.pvary(u, "x"))), "x")
+
+    grads = spmd.grad(spmd.map(loss, (P(), P(), P(), P("x")), P(), mesh=mesh), (0, 1, 2))(w, v, u, x)
+    terms = [np.tanh(part @ w).sum(0) for part in np.split(x, 3)]
+    near(grads[1], sum(terms))
+    near(grads[2], sum(terms))
+    near(grads[0], x.T @ ((1 - np.tanh(x @ w) ** 2) * (v + 2 * u)))
+    for k, term in enumerate(terms):
+        near(kept[k], term)
+
+
+def test_a_map_leaves_no_cycles_behind(scheduler):
+    """Else what a training step was given would stay until Python looks for them."""
+    mesh = spmd.Mesh(x=2, transport="local", scheduler=scheduler)
+    step = spmd.value_and_grad(
+        spmd.map(lambda w, x: spmd.psum(np.sum(np.tanh(x @ w + w[0])), "x"), (P(), P("x")), P(), mesh=mesh)
+    )
+    w, x = np.ones((3, 2)), np.ones((4, 3))
+    step(w, x)
+    gc.collect()
+    gc.disable()
+    try:
+        step(w, x)
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
 
 
 def test_a_tensor_parallel_pair_takes_one_sum_each_way(grid):

@@ -662,6 +662,29 @@ def test_floating_point_errors_and_warnings_are_those_of_the_caller(scheduler):
     assert told[0].category is RuntimeWarning
 
 
+@pytest.mark.parametrize("size", [3, 700000])
+@pytest.mark.parametrize("dtype", ["f2", "f4", "i8", "c16"])
+def test_sums_are_written_over_what_can_be_spared(scheduler, dtype, size):
+    mesh = mesh_of(scheduler)
+
+    def body(worker):
+        comm, group, me = worker.comm, worker.group(("x",)), worker.index
+        rng = np.random.default_rng(me)
+        xs = [(rng.standard_normal(n) * 9).astype(dtype) for n in (size, 5, size, 4)]
+        before = [x.copy() for x in xs]
+        spare = [me == 0, me == 1, me == 2, False]
+        call = Call("psum", ("x",), xs[0].dtype, (sum(x.size for x in xs),), alike=True)
+        totals = comm.all_reduce_many(group, call, xs, spare).wait()
+        for k, (x, old) in enumerate(zip(xs, before, strict=True)):
+            written = k == me and k < 2  # over the first worker's or the second one's
+            assert (totals[k] is x) == written
+            np.testing.assert_array_equal(x, totals[k] if written else old)
+        plain = comm.all_reduce_many(group, call, before).wait()
+        return all(a.tobytes() == b.tobytes() and not a.flags.writeable for a, b in zip(totals, plain, strict=True))
+
+    assert all(run(mesh, body).values())
+
+
 @pytest.mark.host("arrays of a device have no flag that forbids writing")
 def test_nothing_received_can_be_written_to(scheduler):
     mesh = mesh_of(scheduler)

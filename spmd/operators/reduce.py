@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from sys import getrefcount
 from types import FrameType
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ from spmd import kernels
 from spmd.autodiff import tree
 from spmd.autodiff.devices import beside
 from spmd.autodiff.dtypes import kind_of_dtype, most
+from spmd.autodiff.tape import alone
 from spmd.autodiff.tracer import Array, value_of
 from spmd.device import COPIED, contiguous, on_device
 from spmd.errors import LayoutError, StateError, describe, message
@@ -95,8 +97,10 @@ class _Bucket:
             call = Call(
                 "psum", self.axes, first.dtype, size, detail=f"gradients of shapes {shapes}", alike=True, frame=_frame()
             )
+            del first
             blocks, self.blocks = self.blocks, []  # whoever sums them keeps them for as long as need be
-            self.handle = self.worker.comm.all_reduce_many(group, call, blocks)
+            spare = [type(b) is np.ndarray and alone(getrefcount(b) - 1, b) for b in blocks]
+            self.handle = self.worker.comm.all_reduce_many(group, call, blocks, spare)
 
 
 class _Owed:

@@ -355,11 +355,14 @@ class Comm(ABC):
             self._count("all_reduce", *all_reduce_cost(group, x))
         return self._all_reduce(group, call, x, how)
 
-    def all_reduce_many(self, group: Group, call: Call, xs: Sequence[np.ndarray]) -> Handle:
-        """The sums of several blocks of one dtype in one collective; the result is a list."""
+    def all_reduce_many(self, group: Group, call: Call, xs: Sequence[np.ndarray], spare: Sequence[bool] = ()) -> Handle:
+        """The sums of several blocks of one dtype in one collective; the result is a list.
+
+        spare: for each block whether nobody else has it, so that its sum may be written over it.
+        """
         if LEDGERS.get():
             self._count("all_reduce", *all_reduce_cost(group, *xs))
-        return self._all_reduce_many(group, call, xs)
+        return self._all_reduce_many(group, call, xs, spare or [False] * len(xs))
 
     def reduce_scatter(self, group: Group, call: Call, parts: Sequence[np.ndarray]) -> Handle:
         """parts[k] goes to member k, which gets the sum of what all sent it. Cost: n - 1 messages."""
@@ -427,7 +430,7 @@ class Comm(ABC):
     def _all_reduce(self, group: Group, call: Call, x: np.ndarray, how: str) -> Handle: ...
 
     @abstractmethod
-    def _all_reduce_many(self, group: Group, call: Call, xs: Sequence[np.ndarray]) -> Handle: ...
+    def _all_reduce_many(self, group: Group, call: Call, xs: Sequence[np.ndarray], spare: Sequence[bool]) -> Handle: ...
 
     @abstractmethod
     def _reduce_scatter(self, group: Group, call: Call, parts: Sequence[np.ndarray]) -> Handle: ...

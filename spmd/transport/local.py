@@ -383,6 +383,7 @@ class LockstepRun(Run):
                 if worker:
                     worker.throw(Stopped)
             workers.clear()
+            self.last = None  # It knows its run.
         return self.outcome(time.perf_counter() - started, crew.seconds)
 
     def _go_on(self) -> None:
@@ -638,14 +639,22 @@ class LocalComm(Comm):
 
         return self._meet(group, call, sealed(x), _result, finish)
 
-    def _all_reduce_many(self, group: Group, call: Call, xs: Sequence[np.ndarray]) -> Handle:
-        def finish(all_xs: list[Sequence[np.ndarray]]):
-            def make():
-                return [sealed(kernels.of(one[0]).combine(one)) for one in zip(*all_xs, strict=True)]
+    def _all_reduce_many(self, group: Group, call: Call, xs: Sequence[np.ndarray], spare: Sequence[bool]) -> Handle:
+        """Sums are written over blocks of the first worker or the second one, where these can be spared."""
 
-            return self.run.make(group, sum(x.nbytes for x in xs), make)
+        def finish(brought: list[tuple[Sequence[np.ndarray], Sequence[bool]]]):
+            def total(k: int) -> np.ndarray:
+                blocks = [xs[k] for xs, _ in brought]
+                into = next((x for x, (_, spare) in zip(blocks[:2], brought, strict=False) if spare[k]), None)
+                return sealed(kernels.of(blocks[0]).combine(blocks, into=into))
 
-        return self._meet(group, call, [sealed(x) for x in xs], _result, finish)
+            return self.run.make(group, nbytes, lambda: [total(k) for k in range(count)])
+
+        count, nbytes = len(xs), sum(x.nbytes for x in xs)
+        for x, own in zip(xs, spare, strict=True):
+            if not own:
+                sealed(x)
+        return self._meet(group, call, (xs, spare), _result, finish)
 
     def _reduce_scatter(self, group: Group, call: Call, parts: Sequence[np.ndarray]) -> Handle:
         def make(received: Mapping[int, np.ndarray], fresh: bool) -> np.ndarray:

@@ -148,9 +148,9 @@ class NcclComm(Comm):
             ring.allGather(_flat(x).data.ptr, out.data.ptr, x.nbytes, nccl.NCCL_UINT8, current().stream.ptr)
         return list(out)
 
-    def _all_reduce_many(self, group: Group, call: Call, xs: Sequence[Any]) -> Handle:
+    def _all_reduce_many(self, group: Group, call: Call, xs: Sequence[Any], spare: Sequence[bool]) -> Handle:
         if group.size == 1 or not xs or not on_device(xs[0]):
-            return self.host._all_reduce_many(group, call, xs)
+            return self.host._all_reduce_many(group, call, xs, spare)
         packed = cp.concatenate([x.reshape(-1) for x in xs])
         self._agree(group, call)
         total = self._reduced(group, call, packed, "sum")

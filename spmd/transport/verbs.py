@@ -348,7 +348,8 @@ class ProcessComm(Comm):
         requests = channel.exchange({k: parts[k] for k in others}, dict(zip(others, chunks, strict=True)))
         return self._pending(requests, (send, chunks), large)
 
-    def _all_reduce_many(self, group: Group, call: Call, xs: Sequence[np.ndarray]) -> Handle:
+    def _all_reduce_many(self, group: Group, call: Call, xs: Sequence[np.ndarray], spare: Sequence[bool]) -> Handle:
+        """None is written over: others may read it, or it is sent."""
         if group.size == 1 or not xs:
             return Ready([sealed(x) for x in xs])
         small = [k for k, x in enumerate(xs) if x.nbytes < _APART]
