@@ -434,8 +434,12 @@ class HaloExchange(_Halo):
             return made
 
         def made(x: np.ndarray, blocks: list[Any]) -> np.ndarray:
-            room = np.empty(way.shape, x.dtype) if few else empty(way.shape, x)
-            put(room[window], x)
+            if few:
+                room = np.empty(shape, dtype)
+                room[window] = x
+            else:
+                room = empty(shape, x)
+                put(room[window], x)
             for gap in step.gaps:
                 room[gap] = 0
             for s, to, of, flipped in pieces:
@@ -443,7 +447,8 @@ class HaloExchange(_Halo):
                 room[to] = np.flip(part, d) if flipped else part
             return sealed(room)
 
-        few = prod(way.shape) * x.itemsize <= COPIED
+        shape, dtype = way.shape, x.dtype
+        few = prod(shape) * x.itemsize <= COPIED
         pieces = [(None, *place) for place in step.own]
         pieces += [(s, *place) for s, _, places in step.takes for place in places]
         x_shape, to = x.shape, {t: ranges[0] for t, ranges in step.sends}
@@ -697,12 +702,11 @@ def _boundaries(where: str, boundary: Any, count: int) -> str | tuple[str, ...]:
 
 
 def _operator(kind: type[_Halo], spec: P, widths: Any, boundary: Any, shape: Any, sizes: Any) -> _Halo:
-    worker = WORKER.get() or here(f"spmd.{kind.function}")
-    arguments = kind, spec, widths, boundary, shape, sizes, worker.mesh.sides
+    sides = (WORKER.get() or here(f"spmd.{kind.function}")).mesh.sides
     try:
-        return _made(*arguments)
+        return _made(kind, spec, widths, boundary, shape, sizes, sides)
     except TypeError:  # lists
-        return _made.__wrapped__(*arguments)
+        return _made.__wrapped__(kind, spec, widths, boundary, shape, sizes, sides)
 
 
 @lru_cache(maxsize=1024, typed=True)
