@@ -51,11 +51,14 @@ def _by_row(
     alpha: float,
     into: np.ndarray | None = None,
 ) -> np.ndarray:
+    """into: where the result is written, which may be the last of the arrays: pieces of that are copied, for loops that
+    read one array and write another become vectors."""
     out = buffers.empty_like(arrays[0]) if into is None else into
     if not out.size:
         return out
     wide = accurate(out.dtype)
     compiled = jit.available() and out.dtype.isnative and wide.char in "fd"
+    make = loops if compiled else plain
     which, p = _numbers(kind, alpha, wide, compiled)
     flat = [np.ascontiguousarray(a).reshape(-1) for a in (out, *arrays)]
     pieces = [(0, out.size, out.shape[-1])] if bias is not None else _cut(out.size)
@@ -63,12 +66,12 @@ def _by_row(
         rows = [a[start:stop].reshape(-1, n) for a in flat]
         if compiled:
             b = np.ascontiguousarray(bias, wide) if bias is not None else _zeros(n, wide)
-            into_rows(lambda o, *a, b=b: loops(o, *a, b, p, which), (rows[0],), *rows[1:], whole=True)
         else:
             b = None if bias is None else bias.astype(wide, copy=False)
-            if into is not None:  # These write to the result what they read again.
-                rows[2:] = [row.copy() for row in rows[2:]]
-            into_rows(lambda o, *a, b=b: plain(o, *a, b, p, which), (rows[0],), *rows[1:])
+        if into is None:
+            into_rows(lambda o, *a, b=b: make(o, *a, b, p, which), (rows[0],), *rows[1:], whole=compiled)
+        else:
+            into_rows(lambda o, x, g, b=b: make(o, x, g.copy(), b, p, which), (rows[0],), *rows[1:])
     return out
 
 

@@ -22,7 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from spmd.transport.arena import Arena, arena, window
+from spmd.kernels import buffers
+from spmd.transport.arena import LEAST, Arena, arena, window
+from spmd.transport.base import Shape
 from spmd.transport.board import machine
 from spmd.transport.headers import ROOM, Headers, digest
 
@@ -32,6 +34,8 @@ _MEMBERS = 64
 """Members of a group, at most: a mailbox has room for a header from each to each."""
 _NO = bytes(8)
 _NOTHING: list[Any] = []
+_COPIED = 2 << 20
+"""Bytes up to which it is sooner to copy a block to where others can read it than to send it."""
 _STRIDE = ROOM + 64
 """Bytes from header to header: whole lines of the cache, of which the first begins with the number of the meeting."""
 _LOOKS = 64
@@ -168,6 +172,22 @@ class Mailbox:
         if at is not None:
             self.next.append(x)
         return at
+
+    def offer(self, x: Any, lent: bool) -> tuple[int, Shape] | None:
+        """Where others can read a block, and by which strides: it, or a copy of one that lies elsewhere or is lent and
+        is not very large. None: it is to be sent."""
+        at = None if lent else self.place(x)
+        if at is not None:
+            return at, x.strides
+        if self.arena is None or type(x) is not np.ndarray or x.nbytes > _COPIED:
+            return None
+        room = buffers.empty(max(x.nbytes, LEAST), np.uint8)
+        at = self.place(room)
+        if at is None:
+            return None
+        copy = room[: x.nbytes].view(x.dtype).reshape(x.shape)
+        copy[...] = x
+        return at, copy.strides
 
     def swap(self, let_others: Callable[[], object]) -> bool:
         """The headers in `said` go out. Whether those of all others come within a moment; else `has_come` tells."""

@@ -169,10 +169,11 @@ class ProcessComm(Comm):
         header = told(call.op, x.shape, asks)
         if x.nbytes <= most:
             return header + x.tobytes(), True
-        at = None if channel.mail is None or call.lent or most < 0 else channel.mail.place(x)
-        if at is None:
+        place = None if channel.mail is None or most < 0 else channel.mail.offer(x, call.lent)
+        if place is None:
             return header, False
-        return told(call.op, x.shape, asks, x.strides) + at.to_bytes(8, "little"), True
+        at, strides = place
+        return told(call.op, x.shape, asks, strides) + at.to_bytes(8, "little"), True
 
     def _tell(
         self, group: Group, call: Call, shape: Shape | None, x: Any = None, most: int = -1
@@ -380,10 +381,11 @@ class ProcessComm(Comm):
         """Where the blocks of each member lie in its arena, -1 for one that lies elsewhere."""
         if self.transport.checks:
             mail = self.transport.channel(group.ordered, call).mail
-            found: list[int | None] = [None] * len(xs)
-            if mail is not None and not call.lent:
-                found = [mail.place(x) if x.flags.c_contiguous else None for x in xs]
-            mine = np.array([-1 if at is None else at for at in found], np.int64)
+            mine = np.full(len(xs), -1)
+            for j, x in enumerate(xs):
+                place = None if mail is None else mail.offer(x, call.lent or not x.flags.c_contiguous)
+                if place is not None:
+                    mine[j] = place[0]
             if mine.nbytes <= self.most_riding(call, xs):
                 heard, _ = self._tell(group, call, mine.shape, mine, mine.nbytes)
                 windows = heard.windows
