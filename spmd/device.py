@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from spmd.autodiff import rooms
 from spmd.errors import MeshError, TransportError, describe, message
 from spmd.kernels import buffers, on_device, team
 
@@ -38,6 +39,8 @@ __all__ = [
     "to_host",
     "zeros",
 ]
+
+rooms.take_from(buffers.empty, buffers.least)
 
 DEVICES = ("cpu", "cuda")
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from spmd.autodiff.dtypes import is_foreign
 from spmd.autodiff.primitive import composite, primitive, rule
+from spmd.autodiff.rooms import product
 from spmd.autodiff.rules.elementwise import nonzero
 from spmd.autodiff.rules.reduce import array, conj, expand, largest
 from spmd.autodiff.rules.shape import cast
@@ -26,7 +27,7 @@ def _matmul_left(g, _ans, _x, y):
     if m == 1 or (m == 2 and n > 2):
         batch = [*range(n - 2)]
         return np.tensordot(g, y, ([*batch, g.ndim - 1], [*batch, n - 1]))
-    return g @ (y.T if n == 2 else y.swapaxes(-1, -2))
+    return product(g, y.T) if n == 2 else g @ y.swapaxes(-1, -2)
 
 
 def _matmul_right(g, _ans, x, _y):
@@ -34,14 +35,14 @@ def _matmul_right(g, _ans, x, _y):
     if m == 1:
         return x[:, None] * g[..., None, :] if n > 1 else x * g
     if m == 2:
-        return g @ x if n == 1 else x.T @ g
+        return g @ x if n == 1 else product(x.T, g)
     if n < 3:
         batch = [*range(m - 1)]
         return np.tensordot(x, g, (batch, batch))
     return x.swapaxes(-1, -2) @ g
 
 
-rule(np.matmul, _matmul_left, _matmul_right)
+rule(np.matmul, _matmul_left, _matmul_right).fun = product
 
 
 @composite(np.linalg.matmul)

@@ -1,0 +1,29 @@
+"""Memory for large results. NumPy's own, until somebody says where there is better."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+__all__ = ["product", "take_from"]
+
+_empty: Callable[..., np.ndarray] = np.empty
+_least: Callable[[], int] = lambda: sys.maxsize
+
+
+def take_from(empty: Callable[..., np.ndarray], least: Callable[[], int]) -> None:
+    """Take memory by empty(shape, dtype), for results of at least least() bytes."""
+    global _empty, _least
+    _empty, _least = empty, least
+
+
+def product(x: Any, y: Any, /, *more: Any, **options: Any) -> Any:
+    """np.matmul; what is large lies in such memory."""
+    if type(x) is np.ndarray and type(y) is np.ndarray and not more and not options and x.ndim == 2 == y.ndim:
+        dtype, rows, columns = x.dtype, len(x), y.shape[1]
+        if rows * columns * dtype.itemsize >= _least() and dtype == y.dtype and dtype.isnative and dtype.kind in "fc":
+            return np.matmul(x, y, out=_empty((rows, columns), dtype))
+    return np.matmul(x, y, *more, **options)
