@@ -60,6 +60,11 @@ def test_where_no_memory_is_shared_headers_go_as_messages(python, who):
     assert found == {case: expected[case] for case in found}
 
 
+def test_sums_of_more_than_two_count_once_however_they_are_made(python):
+    found = json.loads(ended_well("rows.py", python=python, n=6))
+    assert found == ["well"] * 6
+
+
 def test_workers_that_call_different_things_are_told_so_on_every_rank(python):
     found = json.loads(ended_well("mismatch.py", python=python))
     assert found.pop("afterwards") == ["4"]

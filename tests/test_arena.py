@@ -6,7 +6,10 @@ import subprocess
 import sys
 import textwrap
 
+import numpy as np
 import pytest
+
+from spmd.transport.arena import window
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="arenas are Linux's")
 
@@ -114,6 +117,45 @@ def test_a_child_keeps_what_it_had_and_writes_for_itself():
         assert places < {mine.place(a) for a in more}, "now nobody does"
         """
     )
+
+
+def test_a_child_closes_nothing_of_its_own():
+    run(
+        """
+        x, y = filled(1), filled(2)
+        child = os.fork()
+        if child == 0:
+            pipes = [os.pipe() for _ in range(4)]
+            for _, say in pipes:
+                os.write(say, b"hello")
+            del x, y
+            gc.collect()
+            os._exit(0 if all(os.read(told, 9) == b"hello" for told, _ in pipes) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        """
+    )
+
+
+OWNER = """
+x = filled(7)
+kept = [x]
+kept.append(kept)
+print(os.getpid(), mine.file, mine.place(x), flush=True)
+input()
+"""
+
+
+def test_what_others_read_stays_when_its_owner_ends():
+    program = [sys.executable, "-c", BEGIN + OWNER]
+    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdin is not None
+        assert owner.stdout is not None
+        pid, file, at = map(int, owner.stdout.readline().split())
+        seen = np.ndarray(1 << 20, np.uint8, window(pid, file), at)
+        owner.stdin.write("end\n")
+        owner.stdin.close()
+        assert owner.wait(30) == 0
+    assert (seen == 7).all()
 
 
 def test_forks_do_not_use_memory_up():

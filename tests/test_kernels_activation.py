@@ -259,6 +259,21 @@ def test_of_a_rectifier_the_result_alone_is_kept():
         pull(np.ones(50))
 
 
+def test_a_cotangent_that_was_changed_is_another_one():
+    bias = np.array([0.1, -0.2, 0.3])
+    for f in (lambda x: F.bias_act(x, bias, "gelu"), lambda x: F.bias_act(x, bias), F.gelu):
+        _, pull = spmd.vjp(f, X[:, :3])
+        g = np.ones((len(X), 3))
+        (first,) = pull(g)
+        g *= 5
+        np.testing.assert_allclose(pull(g)[0], 5 * first)
+
+
+def test_short_numbers_that_are_rounded_to_a_kink_are_not_at_it():
+    x, bias = np.full((1, 1), 4, np.float16), np.full(1, 1.999, np.float16)
+    assert spmd.grad(lambda x: np.sum(F.bias_act(x, bias, "relu6")))(x) == 1
+
+
 def test_at_kinks_and_of_nan():
     assert spmd.grad(F.relu)(0.0) == 0
     assert spmd.grad(F.relu6)(6.0) == 0

@@ -13,6 +13,7 @@ import numpy as np
 
 from spmd import kernels
 from spmd.autodiff.primitive import primitive
+from spmd.autodiff.tracer import Array
 from spmd.errors import SpecError, describe, message
 from spmd.functions.arguments import array, axis_of, cast, floating, number
 from spmd.kernels.reference.activation import FAR, FORMS, KINDS, form
@@ -42,7 +43,7 @@ __all__ = [
 class _Once:
     """The cotangent of x + bias is that of x and, summed over rows, of bias: whoever comes second finds it.
 
-    both: whether there is a bias, so that somebody does.
+    both: whether both are differentiated, so that somebody does.
     """
 
     __slots__ = ("both", "made")
@@ -112,9 +113,10 @@ _activate_straight = primitive("activate", _pull_of_result, _pull_of_result, ove
 
 def _activated(x, bias, kind: str, alpha: float = 1.0):
     straight = kind in ("relu", "relu6") or (kind == "leaky_relu" and alpha >= 0)
-    return (_activate_straight if straight else _activate)(
-        x, bias, kind=kind, alpha=alpha, once=_Once(bias is not None)
-    )
+    # The sum of short numbers is not rounded before f(z) is, which may end at a kink.
+    straight = straight and (bias is None or np.result_type(x).itemsize >= 4)
+    both = type(x) is Array and type(bias) is Array and x.tape is not None and x.tape is bias.tape
+    return (_activate_straight if straight else _activate)(x, bias, kind=kind, alpha=alpha, once=_Once(both))
 
 
 def _second(z, kind: str, alpha: float):

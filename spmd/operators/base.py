@@ -398,8 +398,8 @@ def bare_block(x, op: Collective) -> np.ndarray:
 
 
 def writable(x) -> bool:
-    """Whether somebody may write to x: to itself, or to what it is a view of, unless that was frozen. What only lies in
-    memory that is used again is all that there is of it."""
+    """Whether somebody may write to x: to itself, or to what it is a view of, unless that was frozen. Memory that
+    is used again is nobody else's while x is there."""
     while isinstance(x, np.ndarray) and type(x) is not Lease and type(x).__name__ != "Frozen":
         if x.flags.writeable:
             return True

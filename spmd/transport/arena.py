@@ -10,14 +10,16 @@ An arena is as large as several times the machine's memory, of which nothing is 
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import mmap
 import os
 import secrets
 import weakref
+from collections import deque
 from contextlib import suppress
 from functools import partial
-from threading import Lock
+from threading import Lock, local
 from typing import Any
 
 import numpy as np
@@ -32,8 +34,8 @@ ones: for blocks of some MB that costs less than to look up their pages for each
 LEAST = 1 << 16
 """Bytes of an array that is taken from an arena, at least."""
 _NAME = "spmd-arena"
-_PRIVATE, _FIXED, _NORESERVE = 0x02, 0x10, 0x4000
-"""What Linux calls MAP_PRIVATE, MAP_FIXED and MAP_NORESERVE."""
+_PRIVATE, _FIXED, _ANONYMOUS, _NORESERVE = 0x02, 0x10, 0x20, 0x4000
+"""What Linux calls MAP_PRIVATE, MAP_FIXED, MAP_ANONYMOUS and MAP_NORESERVE."""
 
 
 class _Piece(buffers.Piece):
@@ -68,13 +70,15 @@ class Arena:
             self.memory.madvise(mmap.MADV_DONTDUMP)
         self.start = np.frombuffer(self.memory, np.uint8).ctypes.data
         self.token = self.memory[:8] = secrets.token_bytes(8)
-        self.end = mmap.PAGESIZE
-        self.remove = partial(self.memory.madvise, mmap.MADV_REMOVE)  # also when the interpreter ends
+        self.remove = partial(self.memory.madvise, mmap.MADV_REMOVE)
+        self.remove(mmap.PAGESIZE, mmap.PAGESIZE)  # Where that cannot be done there is no arena.
+        self.end = 2 * mmap.PAGESIZE
         self.left: dict[int, list[int]] = {}
         self.lock = Lock()
         self.era = 0
-        self.forks: dict[int, tuple[int, int]] = {}
-        self.held: list[tuple[int, int, int]] = []
+        self.forks: dict[int, int] = {}
+        self.forking = local()
+        self.held: deque[tuple[int, int, int]] = deque()
         self.source = partial(self.take)
 
     def take(self, nbytes: int) -> _Piece | None:
@@ -100,13 +104,18 @@ class Arena:
         """Nobody uses a piece any more: its pages go back to the system."""
         if piece.era == self.era:
             self._free(piece.at, piece.nbytes)
-        else:
+        elif _arena is self:  # and in no child
             self.held.append((piece.era, piece.at, piece.nbytes))
             self._look_at_children()
 
     def _free(self, at: int, nbytes: int) -> None:
-        self.remove(at, nbytes)
+        with suppress(OSError):  # of memory that is locked
+            self.remove(at, nbytes)
         self.left.setdefault(nbytes, []).append(at)
+
+    def close(self) -> None:
+        """The program ends: what others still read stays. It goes with the last of those who map it."""
+        self.remove = _nothing
 
     def place(self, x: np.ndarray) -> int | None:
         """How far from the beginning the first entry of an array lies; None for one that lies elsewhere."""
@@ -120,35 +129,50 @@ class Arena:
     def before_a_fork(self) -> None:
         self.source = partial(self.take)
         buffers.take_from(self.source, LEAST)
-        self.forks[self.era] = os.pipe()  # Of one end nobody is left who has it when all children are gone.
+        reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        # Nobody is left who has the writer when all children are gone.
+        self.forking.pipe = reader, writer
+        self.forks[self.era] = reader
         self.era += 1
 
     def in_the_parent(self) -> None:
-        reader, writer = self.forks[self.era - 1]
-        os.close(writer)
-        os.set_blocking(reader, False)
+        os.close(self.forking.pipe[1])
 
     def in_a_child(self) -> None:
         """A child sees what its parent has, and writes for itself alone."""
         self.era += 1
-        for reader, _ in self.forks.values():
+        for reader in self.forks.values():
             os.close(reader)
-        mapped = _mmap()(self.start, self.nbytes, mmap.PROT_READ | mmap.PROT_WRITE, _FLAGS, self.file, 0)
-        if mapped != self.start:
-            os._exit(1)  # It would write into its parent's arrays.
+        place = _mmap()
+        nothing = place(self.start, self.nbytes, 0, _FLAGS | _ANONYMOUS, -1, 0)
+        mine = place(self.start, self.end, mmap.PROT_READ | mmap.PROT_WRITE, _FLAGS, self.file, 0)
+        if not nothing == mine == self.start:
+            os.write(2, b"spmd: a child of os.fork cannot have the memory of its parent's arrays to itself\n")
+            os._exit(1)
 
     def _look_at_children(self) -> None:
         """Free what was held for children that are gone by now."""
-        for era, (reader, _) in list(self.forks.items()):
-            with suppress(BlockingIOError):
-                os.read(reader, 1)
-                os.close(reader)
-                del self.forks[era]
-        latest, held = max(self.forks, default=-1), self.held
-        self.held = [piece for piece in held if piece[0] <= latest]
-        for era, at, nbytes in held:
-            if era > latest:
-                self._free(at, nbytes)
+        if not self.lock.acquire(blocking=False):
+            return  # another time
+        try:
+            for era, reader in list(self.forks.items()):
+                with suppress(BlockingIOError):
+                    os.read(reader, 1)
+                    os.close(reader)
+                    del self.forks[era]
+            latest = max(self.forks, default=-1)
+            for _ in range(len(self.held)):
+                era, at, nbytes = self.held.popleft()
+                if era > latest:
+                    self._free(at, nbytes)
+                else:
+                    self.held.append((era, at, nbytes))
+        finally:
+            self.lock.release()
+
+
+def _nothing(at: int, nbytes: int) -> None:
+    pass
 
 
 _FLAGS = _PRIVATE | _FIXED | _NORESERVE
@@ -173,6 +197,7 @@ def arena() -> Arena | None:
         _asked = True
         with suppress(OSError, AttributeError, ValueError):
             _arena = Arena()
+            atexit.register(_arena.close)
             buffers.take_from(_arena.source, LEAST)
     return _arena
 

@@ -6,7 +6,7 @@ stream and not on the host, makes what there is to make, and records another; ev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from spmd import kernels
@@ -127,6 +127,14 @@ class DeviceComm(LocalComm):
     def _all_gather_as(self, group: Group, call: Call, x: Any, join: Join) -> Handle:
         """Each worker joins the blocks on its own device."""
         return Comm._all_gather_as(self, group, call, x, join)
+
+    def _all_reduce_many(self, group: Group, call: Call, xs: Sequence[Any], spare: Sequence[bool]) -> Handle:
+        """None is written over: what a stream still has to read, nobody counts."""
+
+        def finish(all_xs: list[Sequence[Any]]) -> list[Any]:
+            return [sealed(kernels.of(one[0]).combine(one)) for one in zip(*all_xs, strict=True)]
+
+        return self._meet(group, call, [sealed(x) for x in xs], lambda m: m.result, finish)
 
     def _each(self, group: Group, call: Call, parts: Mapping[int, Any], make: Make, sums: bool = False) -> Handle:
         """Each worker makes its result on its own device."""

@@ -193,10 +193,10 @@ class Mailbox:
         """The headers in `said` go out. Whether those of all others come within a moment; else `has_come` tells."""
         number = self.number = self.number + 1
         turn = number & 1
+        self.before, self.now, self.next = self.now, self.next, []
         for flag in self.flags[turn]:
             flag[0] = number
         self.heard, self.said = self.inbound[turn], self.outbound[1 - turn]
-        self.before, self.now, self.next = self.now, self.next, []
         for arrival in self.arrivals[turn]:
             if arrival[0] != number:
                 for _ in range(_LOOKS):

@@ -81,6 +81,8 @@ class ProcessTransport(Transport):
         self.flying: set[Pending] = set()
         self.lost: list[Any] = []
         """Requests that nobody will wait for any more, and their buffers."""
+        self.unread: dict[Shape, list[Any]] = {}
+        """What the members of a group were told of before a map failed, which they may still read until they meet."""
         self.last: Call | None = None
         self.lock = threading.RLock()
         self.runs = 0
@@ -165,6 +167,7 @@ class ProcessTransport(Transport):
             if members == ordered and self.checks and len(members) > 1:  # headers go in the order of the workers
                 path = board.path if board is not None and all(map(board.here, found.meeting[1])) else None
                 found.share(shared(path, found.me, len(members), lambda x: self._everyones(found, x, call)))
+                self.unread.pop(members, None)
             self.channels[members] = found
         return found
 
@@ -248,9 +251,9 @@ class ProcessTransport(Transport):
         if self.board is not None and self.broken != self.number:
             self.broken = self.number
             self.failed += 1
-            for channel in self.channels.values():
-                if channel.mail is not None:  # Others may still read what they were told of.
-                    self.lost.append((channel.mail.before, channel.mail.now))
+            for members, channel in self.channels.items():
+                if channel.mail is not None:
+                    self.unread.setdefault(members, []).append((channel.mail.before, channel.mail.now))
                 channel.share(None)
             self.channels.clear()
             who = getattr(error, "peer", None) or self.describe(self.local[0])

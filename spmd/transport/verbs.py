@@ -295,6 +295,7 @@ class ProcessComm(Comm):
         kernels.of(x).combine([b.reshape(-1)[spans[me]] for b in blocks], how, mine)
         most = self.most_riding(call, x)
         heard, along = self._tell(group, call.of(mine.shape, alike=False), mine.shape, mine, most)
+        self.number -= 1  # It is no collective of its own, and others make their sum in one meeting.
         sends, receives = {}, {}
         for k, row in enumerate(group.rows):
             span = out[spans[k]]
@@ -376,9 +377,10 @@ class ProcessComm(Comm):
 
     def _sums(self, group: Group, call: Call, xs: Sequence[np.ndarray]) -> list[Handle]:
         """The sums of several blocks whose shapes are known to be equal, each by itself."""
-        me, windows = group.index, ()
+        me, windows, kept = group.index, (), []
         places: list[list[int]] = []
         """Where the blocks of each member lie in its arena, -1 for one that lies elsewhere."""
+        mail = None
         if self.transport.checks:
             mail = self.transport.channel(group.ordered, call).mail
             mine = np.full(len(xs), -1)
@@ -386,6 +388,7 @@ class ProcessComm(Comm):
                 place = None if mail is None else mail.offer(x, call.lent or not x.flags.c_contiguous)
                 if place is not None:
                     mine[j] = place[0]
+            kept = [] if mail is None else list(mail.next)
             if mine.nbytes <= self.most_riding(call, xs):
                 heard, _ = self._tell(group, call, mine.shape, mine, mine.nbytes)
                 windows = heard.windows
@@ -400,6 +403,8 @@ class ProcessComm(Comm):
                 x if k == me else np.ndarray(x.shape, x.dtype, windows[row], places[k][j])
                 for k, row in enumerate(group.rows)
             ]
+            if mail is not None:  # Before it is read, others may tell each other of parts of sums before it.
+                mail.next.extend(kept)
             return self._sum_of(group, call, blocks, "sum")
 
         return [sum_of(j, x) for j, x in enumerate(xs)]

@@ -449,6 +449,7 @@ class Sums:
         for ledger in LEDGERS.get():
             for _ in bucket.gradients:
                 ledger.operator(worker.index, "Sum", self.axes)
+        call.lent = True
         bucket.handle = worker.comm.all_reduce_many(worker.group(self.axes), call, blocks)
 
     def _own(self, g: _Gradient) -> torch.Tensor | None:
@@ -456,7 +457,7 @@ class Sums:
         return g.p.grad if g.came or g.owed else None
 
     def _lent(self, x: torch.Tensor | None, like: torch.Tensor, worker: Worker) -> Any:
-        """A gradient as a block. It is not written to before the sum is there, so that nobody needs a copy."""
+        """A gradient as a block, which is written to when the sum is there."""
         x = torch.zeros_like(plain(like).detach()) if x is None else plain(x)
         return block_of(x, worker, WHERE)[0]
 

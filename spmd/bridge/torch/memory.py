@@ -147,9 +147,7 @@ def owned(cell: list[Any]) -> torch.Tensor:
         owner = owner.base
         if _names(owner) > _HELD:
             return _copied(array)
-    if type(owner.base) is Lease:
-        return tensor_of(_writable(array, owner.base))
-    if owner.base is not None:  # memory of somebody else, as this worker's own tensor
+    if owner.base is not None and type(owner.base) is not Lease:  # memory of somebody else, as this worker's own tensor
         return _copied(array)
     owner.flags.writeable = True
     array.flags.writeable = True
@@ -164,13 +162,6 @@ def write(x: torch.Tensor, array: Any) -> None:
         np.copyto(x.view(torch.int16).numpy(), array.view(np.int16))
     else:
         np.copyto(x.numpy(), array)
-
-
-def _writable(array: np.ndarray, lease: Lease) -> np.ndarray:
-    """An array in recycled memory, as one that may be written to: one that was sealed cannot be opened again."""
-    whole = np.asarray(lease).reshape(-1).view(np.uint8)
-    at = array.ctypes.data - whole.ctypes.data
-    return whole[at : at + array.nbytes].view(array.dtype).reshape(array.shape)
 
 
 def _names(x: Any) -> int:

@@ -1,0 +1,42 @@
+"""Sums over the columns of a grid, of which one row brings more than the other: it takes them in two meetings, in which
+everyone adds up a part, and the other row in one."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+
+import spmd
+from spmd.transport.base import Call
+
+mesh = spmd.Mesh(r=2, c=3)
+
+
+def body(worker) -> str:
+    row, column = divmod(worker.index, 3)
+    sizes = (12_000 - 5_000 * row, 300_000 if row == 0 else 3, 90_000, 5_000, 17)
+
+    def block(size: int, k: int) -> np.ndarray:
+        return np.full(size, 1.0 + k + 10 * row, np.float32)
+
+    for turn in range(8):
+        total = spmd.psum(spmd.varying(block(sizes[turn % 5], column), ("r", "c")), "c")
+        assert np.array_equal(spmd.block(total), sum(block(sizes[turn % 5], k) for k in range(3)))
+        everyone = spmd.psum(spmd.varying(np.ones(2), ("r", "c")), ("r", "c"))
+        assert spmd.block(everyone)[0] == 6
+        xs = [block(size, column) + turn for size in sizes]
+        call = Call("many", ("c",), xs[0].dtype, (sum(sizes),), alike=True)
+        totals = worker.comm.all_reduce_many(worker.group(("c",)), call, xs).wait()
+        rooms = [np.full(20_000, np.nan) for _ in range(9)]  # where something was that nobody has any more
+        for size, total in zip(sizes, totals, strict=True):
+            assert np.array_equal(total, sum(block(size, k) + turn for k in range(3))), (turn, size, len(rooms))
+        rows = spmd.psum(spmd.varying(np.ones(2), ("r", "c")), "r")
+        assert spmd.block(rows)[0] == 2
+    return "well"
+
+
+outcome = mesh.run(body)
+found = mesh.transport.share(outcome.results)
+if spmd.is_main():
+    print(json.dumps([found[k] for k in range(6)]))
