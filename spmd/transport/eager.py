@@ -28,14 +28,16 @@ _TABLES = 4
 
 
 class _Part(NamedTuple):
-    """What goes to a member: its row, its header, the index of what goes along in it, and how many bytes that has. at:
-    how far it begins from where the block does, for what is read there."""
+    """What goes to a member: its row, its header, what goes along in it and how many bytes that has.
+
+    piece: the index of a part of the block; or, if that is read where it lies, how far from the beginning of the block
+    it begins; or None, if nothing goes along.
+    """
 
     row: int
     header: bytes
     piece: Any
     nbytes: int
-    at: int | None
 
 
 class _Heard(NamedTuple):
@@ -67,18 +69,18 @@ class Repeated:
             for k, (row, part) in enumerate(zip(group.rows, parts, strict=True))
             if k != group.index
         ]
-        self.large = any(part.at is not None for part in self.parts)
+        self.large = any(type(part.piece) is int for part in self.parts)
         self.nbytes = max(8 + len(part.header) + part.nbytes for part in self.parts)
-        self.out: dict[Headers, list[tuple[memoryview, memoryview, bytes, Any, int | None]]] = {}
+        self.out: dict[Headers, list[tuple[memoryview, memoryview, bytes, Any]]] = {}
         self.heard: dict[Headers, _Heard] = {}
 
     def _part(self, row: int, x: np.ndarray, part: np.ndarray | None, piece: Any) -> _Part:
         op = self.call.op
         if part is None:
-            return _Part(row, told(op, None, False), None, 0, None)
+            return _Part(row, told(op, None, False), None, 0)
         if part.nbytes <= RIDES:
-            return _Part(row, told(op, part.shape, False), piece, part.nbytes, None)
-        return _Part(row, told(op, part.shape, False, part.strides), None, 8, address(part) - address(x))
+            return _Part(row, told(op, part.shape, False), piece, part.nbytes)
+        return _Part(row, told(op, part.shape, False, part.strides), address(part) - address(x), 8)
 
     def __call__(self, comm: ProcessComm, x: np.ndarray, long: Way) -> np.ndarray:
         """The new block. long: how it goes by the verbs, with what was heard, where others bring other blocks."""
@@ -94,14 +96,16 @@ class Repeated:
         comm.number += 1
         name = name_of(self.call, transport.runs, comm.number)
         said = channel.said
-        for words, place, header, piece, at in self.out.get(said) or self._places(said):
+        for words, place, header, piece in self.out.get(said) or self._places(said):
             words[0] = name
-            if at is not None:
-                place[:] = header + (begin + at).to_bytes(8, "little")
+            if piece is ...:
+                place[:] = header + x.tobytes()
             elif piece is None:
                 place[:] = header
+            elif type(piece) is int:
+                place[:] = header + (begin + piece).to_bytes(8, "little")
             else:
-                place[:] = header + (x if piece is ... else x[piece]).tobytes()
+                place[:] = header + x[piece].tobytes()
         heard = comm.swap(self.group, self.call, channel, name, self.nbytes)
         known = self.heard.get(heard)
         if known is not None:
@@ -124,14 +128,13 @@ class Repeated:
             blocks[self.group.index] = x if self.mine is ... else x[self.mine]
         return known.make(x, blocks)
 
-    def _places(self, said: Headers) -> list[tuple[memoryview, memoryview, bytes, Any, int | None]]:
-        """Where to write, in headers that go out, and what; and the index of the part that goes along, or where one is
-        that does not."""
+    def _places(self, said: Headers) -> list[tuple[memoryview, memoryview, bytes, Any]]:
+        """Where to write, in headers that go out, and what; and what goes along."""
         if len(self.out) >= _TABLES:
             self.out.clear()
         found = self.out[said] = [
-            (said.words[row], said.bytes[row][8 : 8 + len(header) + nbytes], header, piece, at)
-            for row, header, piece, nbytes, at in self.parts
+            (said.words[row], said.bytes[row][8 : 8 + len(header) + nbytes], header, piece)
+            for row, header, piece, nbytes in self.parts
         ]
         return found
 

@@ -33,7 +33,6 @@ __all__ = ["Mailbox", "shared"]
 _MEMBERS = 64
 """Members of a group, at most: a mailbox has room for a header from each to each."""
 _NO = bytes(8)
-_NOTHING: list[Any] = []
 _COPIED = 2 << 20
 """Bytes up to which it is sooner to copy a block to where others can read it than to send it."""
 _STRIDE = ROOM + 64
@@ -128,11 +127,13 @@ class Mailbox:
 
     said: the headers that it writes for the next meeting; heard: those that came in the last one.
     arena: this process's, if the others read blocks there. next, now, before: the blocks that they are told of in the
-    next meeting, in this one, and in the one before, which they may still read until they have come to this one.
+    next meeting, in this one, and in the one before, which they may still read until they have come to this one. told:
+    whether there are any.
     """
 
     __slots__ = (
         *("arena", "arrivals", "before", "flags", "heard", "inbound", "next", "now", "number", "outbound", "said"),
+        "told",
     )
 
     def __init__(self, path: Path, me: int, size: int):
@@ -154,6 +155,7 @@ class Mailbox:
         self.next: list[Any] = []
         self.now: list[Any] = []
         self.before: list[Any] = []
+        self.told = False
         self.number = 0
         self.heard, self.said = self.inbound[0], self.outbound[1]
 
@@ -171,7 +173,13 @@ class Mailbox:
         at = self.arena.place(x)
         if at is not None:
             self.next.append(x)
+            self.told = True
         return at
+
+    def keep(self, blocks: list[Any]) -> None:
+        """Blocks that others were told of stay as they are for one meeting more."""
+        self.next.extend(blocks)
+        self.told = True
 
     def offer(self, x: Any, lent: bool) -> tuple[int, Shape] | None:
         """Where others can read a block, and by which strides: it, or a copy of one that lies elsewhere or is lent and
@@ -193,7 +201,9 @@ class Mailbox:
         """The headers in `said` go out. Whether those of all others come within a moment; else `has_come` tells."""
         number = self.number = self.number + 1
         turn = number & 1
-        self.before, self.now, self.next = self.now, self.next, []
+        if self.told:
+            self.before, self.now, self.next = self.now, self.next, []
+            self.told = bool(self.before or self.now)
         for flag in self.flags[turn]:
             flag[0] = number
         self.heard, self.said = self.inbound[turn], self.outbound[1 - turn]
@@ -209,7 +219,8 @@ class Mailbox:
                         let_others()
                     else:
                         return False
-        self.before = _NOTHING
+        if self.before:
+            self.before = []
         return True
 
     def has_come(self) -> bool:
@@ -217,5 +228,5 @@ class Mailbox:
         number = self.number
         if any(arrival[0] != number for arrival in self.arrivals[number & 1]):
             return False
-        self.before = _NOTHING
+        self.before = []
         return True

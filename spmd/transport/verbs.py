@@ -404,7 +404,7 @@ class ProcessComm(Comm):
                 for k, row in enumerate(group.rows)
             ]
             if mail is not None:  # Before it is read, others may tell each other of parts of sums before it.
-                mail.next.extend(kept)
+                mail.keep(kept)
             return self._sum_of(group, call, blocks, "sum")
 
         return [sum_of(j, x) for j, x in enumerate(xs)]
