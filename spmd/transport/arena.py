@@ -5,7 +5,7 @@ memory of its large arrays from a file that has no name, its arena, and the othe
 a block lies copies from there, as from memory of its own; or adds it up, or puts it where it belongs, without a copy
 in between.
 
-An arena is as large as several times the machine's memory, of which nothing is there but what is used.
+An arena is twice as large as the machine's memory, and nothing of it is there but what is used.
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ class Arena:
         try:
             os.ftruncate(self.file, self.nbytes)
             self.memory = mmap.mmap(self.file, self.nbytes)
+            self.remove = partial(self.memory.madvise, mmap.MADV_REMOVE)
+            self.remove(mmap.PAGESIZE, mmap.PAGESIZE)  # Where that cannot be done there is no arena.
         except BaseException:
             os.close(self.file)
             raise
@@ -70,8 +72,6 @@ class Arena:
             self.memory.madvise(mmap.MADV_DONTDUMP)
         self.start = np.frombuffer(self.memory, np.uint8).ctypes.data
         self.token = self.memory[:8] = secrets.token_bytes(8)
-        self.remove = partial(self.memory.madvise, mmap.MADV_REMOVE)
-        self.remove(mmap.PAGESIZE, mmap.PAGESIZE)  # Where that cannot be done there is no arena.
         self.end = 2 * mmap.PAGESIZE
         self.left: dict[int, list[int]] = {}
         self.lock = Lock()
@@ -129,20 +129,25 @@ class Arena:
     def before_a_fork(self) -> None:
         self.source = partial(self.take)
         buffers.take_from(self.source, LEAST)
-        reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        reader = writer = -1
+        with suppress(OSError):  # Of such a child it will not be known when it is gone.
+            reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         # Nobody is left who has the writer when all children are gone.
         self.forking.pipe = reader, writer
         self.forks[self.era] = reader
         self.era += 1
 
     def in_the_parent(self) -> None:
-        os.close(self.forking.pipe[1])
+        writer = self.forking.pipe[1]
+        if writer >= 0:
+            os.close(writer)
 
     def in_a_child(self) -> None:
         """A child sees what its parent has, and writes for itself alone."""
         self.era += 1
         for reader in self.forks.values():
-            os.close(reader)
+            if reader >= 0:
+                os.close(reader)
         place = _mmap()
         nothing = place(self.start, self.nbytes, 0, _FLAGS | _ANONYMOUS, -1, 0)
         mine = place(self.start, self.end, mmap.PROT_READ | mmap.PROT_WRITE, _FLAGS, self.file, 0)
@@ -155,7 +160,7 @@ class Arena:
         if not self.lock.acquire(blocking=False):
             return  # another time
         try:
-            for era, reader in list(self.forks.items()):
+            for era, reader in [(era, reader) for era, reader in self.forks.items() if reader >= 0]:
                 with suppress(BlockingIOError):
                     os.read(reader, 1)
                     os.close(reader)
