@@ -172,10 +172,15 @@ def _end_the_job(kind, error, traceback) -> None:
     abort(1)
 
 
+_READ = 0.1
+"""Seconds that a launcher has to read what was written: what it has not read when the job is aborted it may drop."""
+
+
 def abort(status: int) -> None:
     """End all processes of this process's job, with this status."""
     sys.stdout.flush()
     sys.stderr.flush()
+    time.sleep(_READ)
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized():
         if not mpi.Is_finalized() and mpi.COMM_WORLD.Get_size() > 1:
