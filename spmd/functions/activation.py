@@ -7,6 +7,7 @@ flat side, as in torch; NaN stays NaN.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -83,12 +84,8 @@ def _activate_vjp(g, x, bias, *, kind: str, alpha: float):
     return kernels.of(x).activate_vjp(g, x, bias, kind, alpha)
 
 
-def _pull(g, _ans, x, bias, *, kind, alpha, once) -> Any:
-    return once(g, x, bias, kind, alpha)
-
-
-def _pull_over(g, _ans, x, bias, *, kind, alpha, once) -> Any:
-    return once(g, x, bias, kind, alpha, over=True)
+def _pull(g, _ans, x, bias, *, kind, alpha, once, over=False) -> Any:
+    return once(g, x, bias, kind, alpha, over)
 
 
 def _forward(x, bias, *, kind: str, alpha: float, once: _Once):
@@ -96,18 +93,16 @@ def _forward(x, bias, *, kind: str, alpha: float, once: _Once):
     return kernels.of(x).activate(x, bias, kind, alpha)
 
 
-_activate = primitive("activate", _pull, _pull, over=_pull_over)(_forward)
+_activate = primitive("activate", _pull, _pull, over=partial(_pull, over=True))(_forward)
 
 
-def _pull_of_result(g, ans, _x, _bias, *, kind, alpha, once) -> Any:
-    return once(g, ans, None, kind, alpha)
+def _pull_of_result(g, ans, _x, _bias, *, kind, alpha, once, over=False) -> Any:
+    return once(g, ans, None, kind, alpha, over)
 
 
-def _pull_of_result_over(g, ans, _x, _bias, *, kind, alpha, once) -> Any:
-    return once(g, ans, None, kind, alpha, over=True)
-
-
-_activate_straight = primitive("activate", _pull_of_result, _pull_of_result, over=_pull_of_result_over)(_forward)
+_activate_straight = primitive("activate", _pull_of_result, _pull_of_result, over=partial(_pull_of_result, over=True))(
+    _forward
+)
 """The activations that have the same derivative at f(z) as at z: of these the tape keeps the result, not x and bias."""
 
 

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from sys import getrefcount
 from types import FrameType
 from typing import Any, ClassVar
 
@@ -99,7 +98,7 @@ class _Bucket:
             )
             del first
             blocks, self.blocks = self.blocks, []  # whoever sums them keeps them for as long as need be
-            spare = [type(b) is np.ndarray and alone(getrefcount(b) - 1, b) for b in blocks]
+            spare = [type(b) is np.ndarray and alone(sys.getrefcount(b) - 1, b) for b in blocks]
             self.handle = self.worker.comm.all_reduce_many(group, call, blocks, spare)
 
 

@@ -34,8 +34,10 @@ ones: for blocks of some MB that costs less than to look up their pages for each
 LEAST = 1 << 16
 """Bytes of an array that is taken from an arena, at least."""
 _NAME = "spmd-arena"
-_PRIVATE, _FIXED, _ANONYMOUS, _NORESERVE = 0x02, 0x10, 0x20, 0x4000
-"""What Linux calls MAP_PRIVATE, MAP_FIXED, MAP_ANONYMOUS and MAP_NORESERVE."""
+_PRIVATELY = 0x02 | 0x10 | 0x4000
+"""What Linux calls MAP_PRIVATE, MAP_FIXED and MAP_NORESERVE."""
+_ANONYMOUS = 0x20
+"""MAP_ANONYMOUS."""
 
 
 class _Piece(buffers.Piece):
@@ -79,7 +81,10 @@ class Arena:
         self.forks: dict[int, int] = {}
         self.forking = local()
         self.held: deque[tuple[int, int, int]] = deque()
-        self.source = partial(self.take)
+
+    def serve(self) -> None:
+        """Large arrays are taken from here from now on; what was taken before is not used again."""
+        buffers.take_from(partial(self.take), LEAST)
 
     def take(self, nbytes: int) -> _Piece | None:
         """Memory for a large array: None for a very large one, and where there is no more."""
@@ -127,8 +132,7 @@ class Arena:
     # Children
 
     def before_a_fork(self) -> None:
-        self.source = partial(self.take)
-        buffers.take_from(self.source, LEAST)
+        self.serve()
         reader = writer = -1
         with suppress(OSError):  # Of such a child it will not be known when it is gone.
             reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -149,8 +153,8 @@ class Arena:
             if reader >= 0:
                 os.close(reader)
         place = _mmap()
-        nothing = place(self.start, self.nbytes, 0, _FLAGS | _ANONYMOUS, -1, 0)
-        mine = place(self.start, self.end, mmap.PROT_READ | mmap.PROT_WRITE, _FLAGS, self.file, 0)
+        nothing = place(self.start, self.nbytes, 0, _PRIVATELY | _ANONYMOUS, -1, 0)
+        mine = place(self.start, self.end, mmap.PROT_READ | mmap.PROT_WRITE, _PRIVATELY, self.file, 0)
         if not nothing == mine == self.start:
             os.write(2, b"spmd: a child of os.fork cannot have the memory of its parent's arrays to itself\n")
             os._exit(1)
@@ -180,9 +184,6 @@ def _nothing(at: int, nbytes: int) -> None:
     pass
 
 
-_FLAGS = _PRIVATE | _FIXED | _NORESERVE
-
-
 def _mmap() -> Any:
     call = ctypes.CDLL(None, use_errno=True).mmap
     call.restype = ctypes.c_size_t
@@ -203,7 +204,7 @@ def arena() -> Arena | None:
         with suppress(OSError, AttributeError, ValueError):
             _arena = Arena()
             atexit.register(_arena.close)
-            buffers.take_from(_arena.source, LEAST)
+            _arena.serve()
     return _arena
 
 

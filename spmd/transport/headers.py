@@ -98,6 +98,11 @@ class Headers:
         """Whether the block of member k is to be read where it lies."""
         return self.words[k][1] >= PLACED
 
+    def came(self, k: int, nbytes: int, most: int) -> bool:
+        """Whether the block of member k, of so many bytes, came along: those of at most so many do, and such as are to
+        be read where they lie."""
+        return nbytes <= most or self.placed(k)
+
     def shape(self, k: int) -> Shape | None:
         """The shape of what comes from member k."""
         words = self.words[k]
@@ -107,7 +112,7 @@ class Headers:
     def there(self, k: int, shape: Shape, dtype: np.dtype) -> np.ndarray:
         """The block that came along with the header of member k, where it lies: to be read before the next header comes
         there."""
-        if self.words[k][1] >= PLACED:
+        if self.placed(k):
             n, words = len(shape), self.signed[k]
             return np.ndarray(shape, dtype, self.windows[k], words[2 + 2 * n], tuple(words[2 + n : 2 + 2 * n]))
         views = self.views[k]

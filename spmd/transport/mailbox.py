@@ -82,16 +82,17 @@ def shared(beside: Path | None, me: int, size: int, everyones: Callable[[bytes],
             _path(beside, name).unlink(missing_ok=True)
     if mail is None or _NO in have:
         return None
-    if all(struct.unpack("=II", place)[1] for place in have):
-        mail.see(_windows(me, have, everyones), mine)
+    if mine is not None and all(struct.unpack("=II", place)[1] for place in have):
+        windows = _windows(me, have, mine.token, everyones)
+        if windows is not None:
+            mail.see(windows, mine)
     return mail
 
 
-def _windows(me: int, have: list[bytes], everyones: Callable[[bytes], list[bytes]]) -> list[Any] | None:
+def _windows(me: int, have: list[bytes], token: bytes, everyones: Callable[[bytes], list[bytes]]) -> list[Any] | None:
     """The arenas of all members but this one, if everyone sees those of all others: alike on all of them. have: the
-    number of each process, and that of its file."""
-    mine, seen = arena(), []
-    tokens = everyones(_NO if mine is None else mine.token)
+    number of each process, and that of its file. token: that of this one's arena."""
+    tokens, seen = everyones(token), []
     with suppress(OSError, ValueError):
         for k, place in enumerate(have):
             found = None if k == me else window(*struct.unpack("=II", place))
@@ -99,7 +100,7 @@ def _windows(me: int, have: list[bytes], everyones: Callable[[bytes], list[bytes
                 break
             seen.append(found)
     complete = len(seen) == len(have)
-    return seen if _NO not in everyones(tokens[me] if complete else _NO) else None
+    return seen if _NO not in everyones(token if complete else _NO) else None
 
 
 def _path(beside: Path, name: bytes) -> Path:
@@ -159,12 +160,11 @@ class Mailbox:
         self.number = 0
         self.heard, self.said = self.inbound[0], self.outbound[1]
 
-    def see(self, windows: list[Any] | None, arena: Arena | None) -> None:
-        """From now on members tell each other where large blocks lie, if all see the arenas of all others."""
-        if windows is not None:
-            self.arena = arena
-            for headers in self.inbound:
-                headers.windows = windows
+    def see(self, windows: list[Any], arena: Arena) -> None:
+        """From now on members tell each other where large blocks lie."""
+        self.arena = arena
+        for headers in self.inbound:
+            headers.windows = windows
 
     def place(self, x: Any) -> int | None:
         """Where others can read a block; None where they cannot. It stays as it is until they have."""

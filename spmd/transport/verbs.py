@@ -11,7 +11,6 @@ of the members, because the libraries only advise an order, if that.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import pairwise
 from math import prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -151,7 +150,7 @@ class ProcessComm(Comm):
     def _all_here(self, heard: Headers, group: Group, sizes: Sequence[int], most: int) -> bool:
         """Whether what comes from all other members, of so many bytes, came along with the headers."""
         me = group.index
-        return all(k == me or sizes[k] <= most or heard.placed(row) for k, row in enumerate(group.rows))
+        return all(k == me or heard.came(row, sizes[k], most) for k, row in enumerate(group.rows))
 
     def _begin(self, group: Group, call: Call) -> tuple[Channel, int, bool]:
         """The channel of a group; the first word of its headers, what is called; and whether the block is
@@ -288,26 +287,16 @@ class ProcessComm(Comm):
         x = blocks[me]
         if n == 2 or x.nbytes <= _SMALL:
             return Ready(sealed(kernels.of(x).combine(blocks, how)))
-        room = self.room(x.nbytes, call, x)
-        out, at = room.view(x.dtype), offsets(block_sizes(x.size, n))
-        spans = [slice(start, stop) for start, stop in pairwise(at)]
-        mine = out[spans[me]]
-        kernels.of(x).combine([b.reshape(-1)[spans[me]] for b in blocks], how, mine)
+        room, sizes = self.room(x.nbytes, call, x), block_sizes(x.size, n)
+        rooms = pieces(room, [size * x.itemsize for size in sizes])
+        mine, start = rooms[me].view(x.dtype), sum(sizes[:me])
+        kernels.of(x).combine([b.reshape(-1)[start : start + sizes[me]] for b in blocks], how, mine)
         most = self.most_riding(call, x)
         heard, along = self._tell(group, call.of(mine.shape, alike=False), mine.shape, mine, most)
         self.number -= 1  # It is no collective of its own, and others make their sum in one meeting.
-        sends, receives = {}, {}
-        for k, row in enumerate(group.rows):
-            span = out[spans[k]]
-            if k == me:
-                continue
-            if span.nbytes <= most or heard.placed(row):
-                put(span, heard.there(row, span.shape, x.dtype))
-            else:
-                receives[k] = span.view(np.uint8)
-            if not along:
-                sends[k] = mine.view(np.uint8)
-        total = out.reshape(x.shape)
+        receives = self._read(group, heard, x.dtype, [(size,) for size in sizes], rooms, most)
+        sends = {} if along else {k: rooms[me] for k in range(n) if k != me}
+        total = room.view(x.dtype).reshape(x.shape)
         if not sends and not receives:
             return Ready(_closed(room, total))
         return self._pending(self._messages(group, sends, receives), (sends, room), lambda: _closed(room, total))
@@ -466,15 +455,14 @@ class ProcessComm(Comm):
         this one went along."""
         counts = [prod(s) * x.itemsize for s in shapes]
         receive, most = self.room(sum(counts), call, x), self.most_riding(call, x)
-        come = [counts[k] <= most or heard.placed(row) for k, row in enumerate(group.rows) if k != group.index]
-        send = bytes_of(x)
-        if along or any(come):
+        send, me = bytes_of(x), group.index
+        if along or any(heard.came(row, counts[k], most) for k, row in enumerate(group.rows) if k != me):
             rooms = pieces(receive, counts)
-            rooms[group.index].view(x.dtype).reshape(x.shape)[...] = x
+            rooms[me][...] = send
             rest = self._read(group, heard, x.dtype, shapes, rooms, most)
-            others = [k for k in range(group.size) if k != group.index and not along]
+            sends = {} if along else {k: send for k in range(group.size) if k != me}
             self.ready()
-            requests = self._messages(group, dict.fromkeys(others, send), rest)
+            requests = self._messages(group, sends, rest)
         else:
             self.ready()
             requests = self.transport.channel(group.members).all_gather(send, receive, counts)
@@ -494,7 +482,7 @@ class ProcessComm(Comm):
         for k, row in enumerate(group.rows):
             if k == group.index:
                 continue
-            if rooms[k].nbytes <= most or heard.placed(row):
+            if heard.came(row, rooms[k].nbytes, most):
                 put(rooms[k].view(dtype).reshape(shapes[k]), heard.there(row, shapes[k], dtype))
             else:
                 rest[k] = rooms[k]
@@ -579,7 +567,7 @@ class ProcessComm(Comm):
             return Ready(sealed(copied(x) if call.lent else x))
         shape = (heard.shape(group.rows[root]) if x is None else x.shape) or ()
         size = prod(shape) * dtype.itemsize
-        if x is None and (size <= most or heard.placed(group.rows[root])):
+        if x is None and heard.came(group.rows[root], size, most):
             return Ready(heard.rider(group.rows[root], shape, dtype))
         room = bytes_of(x) if x is not None else self.room(size, call, x)
         self.ready()
@@ -642,7 +630,7 @@ class ProcessComm(Comm):
             nbytes, place = prod(shape) * dtype.itemsize, into.get(k)
             if place is not None and place.shape != shape:
                 place = None
-            if nbytes <= most or heard.placed(row):
+            if heard.came(row, nbytes, most):
                 if place is None:
                     found[k] = heard.rider(row, shape, dtype)
                 else:
