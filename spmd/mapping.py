@@ -177,7 +177,7 @@ class Mapped:
         for leaf in leaves:
             if leaf.spec is not None and leaf.value is not None:
                 self._check_argument(mesh, leaf)
-        if not kwargs and len(leaves) == len(args) and all(x.value is a for x, a in zip(leaves, args, strict=True)):
+        if not kwargs and [id(x.value) for x in leaves] == [id(a) for a in args]:
             return leaves, _positional
         _, treedef = tree.flatten((args, kwargs), none_is_leaf=True)
         return leaves, functools.partial(tree.unflatten, treedef)

@@ -410,8 +410,16 @@ def part_ways(scheduler: str, seed: int, count: int) -> None:
         if other == usual:
             continue
         drawn += 1
+        rounds = rng.randrange(
+            3
+        )  # that go well before: where arrays carry their states, lines call again what they have
+
+        def body(w, usual=usual, other=other, culprit=culprit, rounds=rounds):
+            for call in [*(usual * rounds), *(other if w.index == culprit else usual)]:
+                execute(call)
+
         with pytest.raises(MismatchError) as caught:
-            run(mesh, lambda w, a=usual, b=other, k=culprit: [execute(c) for c in (b if w.index == k else a)] and None)
+            mesh.run(body, tracked=rng.random() < 0.7)
         said = str(caught.value)
         assert mesh.describe(culprit) in said, said
         assert len(set(re.findall(r"worker \d", said))) >= 2, said

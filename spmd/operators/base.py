@@ -26,7 +26,7 @@ from spmd.autodiff import tracer, tree
 from spmd.autodiff.primitive import Primitive
 from spmd.autodiff.tape import Future
 from spmd.autodiff.tracer import Array, Mixing, record, value_of, weak
-from spmd.device import COPIED, contiguous, copied, home, joined, on_device, stacked
+from spmd.device import COPIED, contiguous, copied, home, joined, on_device, owned, stacked, zeros
 from spmd.errors import ClosureError, DifferentiationError, LayoutError, StateError, caller, describe, message
 from spmd.frontends import frontend
 from spmd.kernels.buffers import Lease
@@ -34,7 +34,7 @@ from spmd.layout import block_sizes, offsets
 from spmd.mesh import WORKER, Worker, here
 from spmd.operators.algebra import Linear, Term, across, composed, meet
 from spmd.state import INVARIANT, VARYING, State, state_of
-from spmd.transport.base import LEDGERS, Call, Comm, Eager, Group, Handle, Ready, Shape, Way, sealed
+from spmd.transport.base import LEDGERS, Call, Comm, Eager, Group, Handle, Make, Ready, Shape, Way, sealed
 
 __all__ = [
     "Collective",
@@ -51,6 +51,7 @@ __all__ = [
     "operate",
     "outside",
     "owned_block",
+    "passing",
     "rebound",
     "vary",
     "varying",
@@ -252,23 +253,14 @@ def operate(op: Collective, x, frame: FrameType | None = None) -> Any:
     worker = WORKER.get() or here(f"spmd.{op.function}")
     frame = frame or sys._getframe(1)
     if type(x) is Array:
-        value = x.value
-        if x.tape is not None or type(value) is not np.ndarray:
+        value, tape, state = x.value, x.tape, x.state
+        known = state is not None and type(value) is np.ndarray and _called(op, value, state, worker, frame)
+        if not known or (tape is not None and known.admitted is not state):
             return _begin(op, x, worker, frame)()
-        # What has been called before, by this line and with such a block, was right: it has a short way.
-        dtype = value.dtype
-        key = (id(op), x.state, id(dtype), value.shape, id(frame.f_code), frame.f_lasti)
-        known = worker.prepared.get(key)
-        if known is None:
-            known = _prepare(op, x, worker, frame, key)
-        if not known or LEDGERS.get() or not value.flags.c_contiguous:
-            return _begin(op, x, worker, frame)()
-        if known.short is not None:
-            return Array(known.short(worker.comm, value, known.long), known.state)
-        block = known.long(worker.comm, value)
-        if not known.tried:
-            known.shorten(worker.comm, value)
-        return Array(block, known.state)
+        block, bound = known(worker.comm, value)
+        if tape is None:
+            return Array(block, known.state)
+        return _recorded(bound, x, block, known.state)
     if isinstance(x, np.ndarray | np.generic | int | float | complex) or on_device(x) or frontend(x) is not None:
         return _begin(op, x, worker, frame)()
     leaves, treedef = tree.flatten(x)
@@ -277,46 +269,77 @@ def operate(op: Collective, x, frame: FrameType | None = None) -> Any:
 
 
 class _Prepared:
-    """What a line of the user's calls with a block of some shape: the group, the call, and the state of the result.
+    """What a line of the user's calls with a block of some shape: the group, the call, and the states in which it takes
+    the block and gives the result.
 
     short: a shorter way than by the verbs, if there is one; tried: whether that has been asked for. It keeps the
     operator and the dtype, and the call its code, so that no others have their ids.
     """
 
-    __slots__ = ("call", "dtype", "group", "op", "short", "state", "tried")
+    __slots__ = ("admitted", "call", "dtype", "group", "op", "short", "state", "tried")
 
-    def __init__(self, op: Collective, dtype: np.dtype, group: Group, call: Call, state: State):
-        self.op, self.dtype, self.group, self.call, self.state = op, dtype, group, call, state
-        self.short: Callable[[Any, np.ndarray, Way], Any] | None = None
+    def __init__(self, op: Collective, dtype: np.dtype, group: Group, call: Call, admitted: State | None):
+        self.op, self.dtype, self.group, self.call, self.admitted = op, dtype, group, call, admitted
+        self.state = None if admitted is None else op.out_state(admitted)
+        self.short: Callable[[Any, np.ndarray, Way], tuple[Any, Any]] | None = None
         self.tried = False
 
-    def long(self, comm: Comm, x: np.ndarray) -> Any:
-        """The new block, by the verbs."""
+    def __call__(self, comm: Comm, x: np.ndarray) -> tuple[Any, Any]:
+        """The new block, and the operator bound to the shapes it met."""
+        if self.short is not None:
+            return self.short(comm, x, self.long)
+        found = self.long(comm, x)
+        if not self.tried:
+            # Only when the collective has been called some know how it goes.
+            self.tried = True
+            way = self.op.eager(self.group, x)
+            if way is not None:
+                self.short = comm.repeated(self.call, way, x)
+        return found
+
+    def long(self, comm: Comm, x: np.ndarray) -> tuple[Any, Any]:
+        """By the verbs."""
         handle, arrive = self.op.launch(comm, self.group, x, self.call)
-        return arrive(handle.wait())[0]
-
-    def shorten(self, comm: Comm, x: np.ndarray) -> None:
-        """Find the shorter way, once the collective has been called: only then some know how it goes."""
-        self.tried = True
-        way = self.op.eager(self.group, x)
-        if way is not None:
-            self.short = comm.repeated(self.call, way, x)
+        return arrive(handle.wait())
 
 
-def _prepare(op: Collective, x: Array, worker: Worker, frame: FrameType, key: Any) -> Any:
+_ABOVE = object()
+"""In place of what a line of the library's calls: the line of the user's above it is asked."""
+
+
+def _called(op: Collective, x: np.ndarray, state: State | None, worker: Worker, frame: FrameType | None) -> Any:
+    """What has been called before, by this line and with such a block: it was right, and has a short way. None where
+    there is none. state: that of the block, if that is to be admitted."""
+    if frame is None:
+        return None
+    dtype = x.dtype
+    key = (id(op), state, id(dtype), x.shape, id(frame.f_code), frame.f_lasti)
+    known = worker.prepared.get(key)
+    if known is None:
+        known = _prepare(op, x, state, worker, frame, key)
+    if known is _ABOVE:
+        user = caller(frame)
+        return None if user is frame else _called(op, x, state, worker, user)
+    return None if not known or LEDGERS.get() or not x.flags.c_contiguous else known
+
+
+def _prepare(op: Collective, x: np.ndarray, state: State | None, worker: Worker, frame: FrameType, key: Any) -> Any:
     """What a line of the user's calls with such a block. False where that is not the same each time, or not all there
     is to do, which may come to be that of others and does no harm; None where that is not known yet."""
-    state = op.admits.get(x.state)
-    if state is None:
+    if caller(frame) is not frame:
+        bounded(worker.prepared)[key] = _ABOVE
+        return _ABOVE
+    admitted = None if state is None else op.admits.get(state)
+    if admitted is None and state is not None:
         return None
-    counts = op.adds and x.value.dtype.kind == "b"
-    if counts or type(op) is Vary or worker.mesh.places is not None or caller(frame) is not frame:
+    counts = op.adds and x.dtype.kind == "b"
+    if counts or type(op) is Vary or worker.mesh.places is not None:
         bounded(worker.prepared)[key] = False
         return False
     group = worker.group(op.axes)
-    op.check(group, x.value)
-    call = _call(op, x.value, worker, frame, None, False)
-    known = bounded(worker.prepared)[key] = _Prepared(op, x.value.dtype, group, call, op.out_state(state))
+    op.check(group, x)
+    call = _call(op, x, worker, frame, None, False)
+    known = bounded(worker.prepared)[key] = _Prepared(op, x.dtype, group, call, admitted)
     return known
 
 
@@ -488,26 +511,49 @@ def _apply(op: Collective, x, worker: Worker, frame) -> Callable[[], tuple[Any, 
 
     def finish_traced():
         ans, bound = inner()
-        tape = x.tape
-        args = (bound, x.value, ans) if bound.keeps else (bound, None, None)
-        bare = value_of(ans)
-        dtype = weak(bare) if type(bare) in _NUMBERS else ans.dtype
-        node = record(tape, _MOVE, [x.node], args, np.shape(bare), dtype)
-        return Array(ans, op.out_state(x.state), tape, node), bound
+        return _recorded(bound, x, ans, op.out_state(x.state)), bound
 
     return finish_traced
 
 
 def everywhere(group: Group, maker: Callable[..., Any]) -> Eager:
-    """A collective in which everyone's whole block goes to everyone."""
-    return Eager(group, (...,) * group.size, maker)
+    """A collective in which everyone's whole block goes to everyone, who make the same of them."""
+    return Eager(group, (...,) * group.size, maker, same=True)
 
 
-def joining(tiled: bool, axis: int, shapes: Sequence[Shape], dtype: np.dtype) -> Callable[[Any, list[Any]], np.ndarray]:
+def passing(
+    group: Group, parts: Sequence[Any], source: int | None, fill: Shape, bind: Callable[[Shape], Collective]
+) -> Eager:
+    """A collective that gives a worker the whole block of one member: its own as it is. source: of which one; None: of
+    nobody, which are zeros of the shape `fill`. bind: of the new block's shape makes the bound operator."""
+
+    def maker(shapes: tuple[Any, ...]) -> tuple[Make, Collective]:
+        return made, bind(fill if source is None else shapes[source])
+
+    def made(x: np.ndarray, blocks: list[Any]) -> np.ndarray:
+        if source is None:
+            return sealed(zeros(fill, x))
+        return sealed(x if source == group.index else owned(blocks[source]))
+
+    return Eager(group, parts, maker, taken=() if source is None else (source,))
+
+
+def joining(tiled: bool, axis: int, shapes: Sequence[Shape], dtype: np.dtype) -> Make:
     """What joins blocks of these shapes, or stacks them, in memory of their own."""
     few = sum(map(prod, shapes)) * dtype.itemsize <= COPIED
     if tiled and few and dtype.isnative:
         return lambda _, blocks: sealed(contiguous(np.concatenate(blocks, axis)))
+    if few and not tiled:
+        shape = (*shapes[0][:axis], len(shapes), *shapes[0][axis:])
+        places = [(slice(None),) * axis + (k,) for k in range(len(shapes))]
+
+        def side_by_side(_: Any, blocks: list[Any]) -> np.ndarray:
+            out = np.empty(shape, dtype)
+            for place, block in zip(places, blocks, strict=True):
+                out[place] = block
+            return sealed(out)
+
+        return side_by_side
     whole = joined if tiled else stacked
     return lambda _, blocks: sealed(whole(blocks, axis, True))
 
@@ -552,9 +598,36 @@ def _call(op: Collective, x, worker: Worker, frame, asks: list[bool] | None, len
     return call
 
 
+def _recorded(bound: Collective, x: Array, ans: Any, state: State) -> Array:
+    """The result of a traced array, on its tape."""
+    args = (bound, x.value, ans) if bound.keeps else (bound, None, None)
+    if type(ans) is np.ndarray:
+        shape, dtype = ans.shape, ans.dtype
+    else:
+        bare = value_of(ans)
+        shape, dtype = np.shape(bare), weak(bare) if type(bare) in _NUMBERS else ans.dtype
+    return Array(ans, state, x.tape, record(x.tape, _MOVE, [x.node], args, shape, dtype))
+
+
 def move(op: Collective, g):
     """Apply an operator to a cotangent: its state is right by construction, so nothing is checked."""
-    return _apply(op, g, WORKER.get() or here(f"spmd.{op.function}"), sys._getframe(1))()[0]
+    worker = WORKER.get() or here(f"spmd.{op.function}")
+    if type(op) is Vary and not LEDGERS.get():
+        return _passed(op, g)
+    frame = sys._getframe(1)
+    if type(g) is np.ndarray:
+        known = _called(op, g, None, worker, caller(frame))
+        if known:
+            return known(worker.comm, g)[0]
+    return _apply(op, g, worker, frame)()[0]
+
+
+def _passed(op: Vary, x: Any) -> Any:
+    """Varied, which moves nothing: recorded where it is traced."""
+    if type(x) is not Array:
+        return x
+    state = op.out_state(x.state)
+    return Array(x.value, state) if x.tape is None else _recorded(op, x, _passed(op, x.value), state)
 
 
 _MOVE = Primitive(
@@ -601,9 +674,14 @@ def vary(x: Array, state: State) -> Array:
     key = (x.node, state)
     twin = x.tape.twins.get(key)
     if twin is None:
-        op = Vary(tuple(n for n in here("spmd.pvary").mesh.axes if n in state.varying - x.state.varying))
-        twin = x.tape.twins[key] = move(op, x)
+        twin = x.tape.twins[key] = move(_between(here("spmd.pvary").mesh.sides, x.state, state), x)
     return twin
+
+
+@lru_cache(maxsize=1024)
+def _between(sides: tuple[tuple[str, int], ...], have: State, want: State) -> Vary:
+    """What varies an array of one state, to be in the other."""
+    return interned(Vary, tuple(n for n, _ in sides if n in want.varying - have.varying))
 
 
 class Join(Mixing):

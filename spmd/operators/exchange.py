@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -33,7 +33,7 @@ from spmd.operators.base import (
     varying,
 )
 from spmd.operators.reduce import AxisName, _names
-from spmd.transport.base import Call, Comm, Eager, Group, scatter_cost
+from spmd.transport.base import Call, Comm, Eager, Group, Make, scatter_cost
 
 __all__ = ["AllToAll", "Piece", "RaggedAllToAll", "all_to_all", "pswapaxes", "ragged_all_to_all"]
 
@@ -88,8 +88,9 @@ class AllToAll(Operator):
         return comm.all_to_all_as(group, call, self.parts(group, x), join), lambda found: found
 
     def eager(self, group: Group, x: np.ndarray) -> Eager:
-        def maker(shapes: tuple[Shape, ...]) -> Callable[[np.ndarray, list[Any]], np.ndarray]:
-            return joining(self.tiled, self._bound(group, shape, shapes).concat_axis, shapes, dtype)
+        def maker(shapes: tuple[Shape, ...]) -> tuple[Make, Operator]:
+            bound = self._bound(group, shape, shapes)
+            return joining(self.tiled, bound.concat_axis, shapes, dtype), bound
 
         shape, dtype = x.shape, x.dtype
         return Eager(group, self._ways(group, x.shape)[2], maker)

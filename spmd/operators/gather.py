@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -31,7 +31,7 @@ from spmd.operators.base import (
 )
 from spmd.operators.reduce import AxisName, _names, folded
 from spmd.state import INVARIANT
-from spmd.transport.base import Call, Comm, Eager, Group, Ready, gather_cost, scatter_cost
+from spmd.transport.base import Call, Comm, Eager, Group, Make, Ready, gather_cost, scatter_cost
 
 __all__ = ["AllGather", "Collect", "ReduceScatter", "Slice", "all_gather", "pslice", "psum_scatter"]
 
@@ -80,8 +80,9 @@ class _Join(_Along):
         return comm.all_gather_as(group, call, x, join), lambda found: found
 
     def eager(self, group: Group, x: np.ndarray) -> Eager:
-        def maker(shapes: tuple[Shape, ...]) -> Callable[[np.ndarray, list[Any]], np.ndarray]:
-            return joining(self.tiled, self.bind(shapes).axis, shapes, dtype)
+        def maker(shapes: tuple[Shape, ...]) -> tuple[Make, Operator]:
+            bound = self.bind(shapes)
+            return joining(self.tiled, bound.axis, shapes, dtype), bound
 
         dtype = x.dtype
         return everywhere(group, maker)
@@ -134,7 +135,8 @@ class ReduceScatter(_Split):
         return comm.reduce_scatter(group, call, [x[piece] for piece in indices]), lambda block: (block, bound)
 
     def eager(self, group: Group, x: np.ndarray) -> Eager:
-        return Eager(group, self.ways(group, x.shape)[0], lambda _: folded)
+        indices, bound = self.ways(group, x.shape)
+        return Eager(group, indices, lambda _: (folded, bound))
 
     @property
     def H(self) -> Operator:

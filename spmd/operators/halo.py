@@ -8,7 +8,7 @@ only that lie on its own lines through the grid of blocks.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from math import prod
@@ -33,7 +33,7 @@ from spmd.operators.halo_plan import (
     near_size,
     trimmed,
 )
-from spmd.transport.base import Call, Comm, Eager, Group, Steps
+from spmd.transport.base import Call, Comm, Eager, Group, Make, Steps
 
 Kind = TypeVar("Kind", bound="_Halo")
 
@@ -89,11 +89,42 @@ def _sum(g: Any, pieces: Sequence[Piece], length: int, d: int, fresh: bool = Fal
     return out
 
 
+def _in_order(m: Message) -> list[Piece] | None:
+    """The pieces one after the other as they stand in the message, if they fill it, each entry by one of them."""
+    pieces = sorted(m.pieces, key=lambda p: p.start)
+    ends = [0, *(p.stop for p in pieces)]
+    plain = all(p.start == end and not p.flipped and p.repeat == 1 for p, end in zip(pieces, ends, strict=False))
+    return pieces if plain and ends[-1] == m.length else None
+
+
+def _returned(g: Any, m: Message, d: int) -> Any:
+    """What a block with its halo gives back of a message."""
+    pieces = _in_order(m)
+    if pieces is None:
+        return _sum(g, m.pieces, m.length, d)
+    return _part(g, [along(d, p.at, p.at + p.length) for p in pieces], d)
+
+
+def _one_index(ranges: Sequence[tuple[int, int]], d: int) -> tuple[Any, ...]:
+    """Ranges of a dimension, one after the other, as one index: a slice if it is one range."""
+    if len(ranges) == 1:
+        return along(d, *ranges[0])
+    return (*(slice(None),) * d, np.concatenate([np.arange(start, stop) for start, stop in ranges]))
+
+
 def _part(block: Any, ranges: Sequence[Any], d: int) -> Any:
     """Ranges of a block, by their indices, one after the other; a single one is a view: who gets it copies it to its
     place at once."""
     parts = [block[of] for of in ranges]
     return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=d, dtype=block.dtype)
+
+
+def _add_ranges(out: Any, m: Message, part: Any, d: int) -> None:
+    """Add what came back of a message to what the block gave to it."""
+    at = 0
+    for start, stop in m.ranges:
+        out[along(d, start, stop)] += part[along(d, at, at + stop - start)]
+        at += stop - start
 
 
 class Dimension(NamedTuple):
@@ -418,20 +449,20 @@ class HaloExchange(_Halo):
         return sealed(block if room is None else room), way.bound
 
     def eager(self, group: Group, x: np.ndarray) -> Eager | None:
-        """Where halos are of one dimension, whose step therefore fills all of the result, and one range goes to each
-        neighbour."""
-        way = self._ways.get((group, x.shape, False))
+        """Where halos are of one dimension, whose step therefore fills all of the result."""
+        key = group, x.shape, False
+        way = self._ways.get(key) or self._learnt_ways.get(key)
         if way is None or way.window is None or len(way.steps) != 1:
             return None
         (step,), window = way.steps, way.window
         d, line = step.d, step.line
-        if not step.moves or any(len(ranges) > 1 for _, ranges in step.sends):
+        if not step.moves:
             return None
 
-        def maker(shapes: tuple[Shape, ...]) -> Callable[[np.ndarray, list[Any]], np.ndarray]:
+        def maker(shapes: tuple[Shape, ...]) -> tuple[Make, Operator]:
             for s, m, _ in step.takes:
                 self._agree(shapes[s], x_shape, d, m, line, s)
-            return made
+            return made, way.bound
 
         def made(x: np.ndarray, blocks: list[Any]) -> np.ndarray:
             if few:
@@ -451,12 +482,21 @@ class HaloExchange(_Halo):
         few = prod(shape) * x.itemsize <= COPIED
         pieces = [(None, *place) for place in step.own]
         pieces += [(s, *place) for s, _, places in step.takes for place in places]
-        x_shape, to = x.shape, {t: ranges[0] for t, ranges in step.sends}
-        return Eager(line, [to.get(k) for k in range(line.size)], maker)
+        x_shape, to = (
+            x.shape,
+            {t: _one_index([(of[d].start, of[d].stop) for of in ranges], d) for t, ranges in step.sends},
+        )
+        parts = [to.get(k) for k in range(line.size)]
+        return Eager(line, parts, maker, supposed=None if key in self._ways else (d, way.bound.sizes[d]))
 
     @cached_property
     def _ways(self) -> dict[Any, _Way]:
         """What is known of earlier blocks, by group, shape and whether nothing may be continued."""
+        return {}
+
+    @cached_property
+    def _learnt_ways(self) -> dict[Any, _Way]:
+        """How it went the last time, where another time others may come with other blocks."""
         return {}
 
     def _way(self, comm: Comm, group: Group, shape: Shape, call: Call, nothing: bool):
@@ -493,8 +533,11 @@ class HaloExchange(_Halo):
                 )
             )
         way = _Way(self._like(type(self), sizes=sizes, block=shape), lengths, begin, tuple(steps))
-        if not learnt:  # else another time the others may come with other blocks
-            bounded(self._ways)[group, shape, nothing] = way
+        key = group, shape, nothing
+        if not learnt:
+            bounded(self._ways)[key] = way
+        elif len(steps) == 1 and list(learnt) == [steps[0].d]:
+            bounded(self._learnt_ways)[key] = way
         return way
 
     @cached_property
@@ -535,18 +578,46 @@ class HaloAccumulate(_Halo):
             line, plan, k = stages[d]
             if stages[d].idle:
                 continue
-            sends = {s: _sum(g, m.pieces, m.length, d) for s, m in plan.takes[k].items()}
+            sends = {s: _returned(g, m, d) for s, m in plan.takes[k].items()}
             handle = comm.exchange(line, call, sends) if plan.moves else None
             out = _sum(g, plan.own(k), plan.sizes[k], d, fresh=True)
             received = {} if handle is None else (yield handle)
             for t, m in plan.sends[k].items():  # in the order of the workers
                 self._agree(received[t].shape, out.shape, d, m, line, t)
-                at = 0
-                for start, stop in m.ranges:
-                    out[along(d, start, stop)] += received[t][along(d, at, at + stop - start)]
-                    at += stop - start
+                _add_ranges(out, m, received[t], d)
             g = out
         return sealed(g), bound
+
+    def eager(self, group: Group, x: np.ndarray) -> Eager | None:
+        """Where halos are of one dimension, and nothing is to be added up for a neighbour."""
+        stages, bound = self._known.get((group, x.shape), ((), None))
+        moving = [(d, stage) for d, stage in enumerate(stages) if not stage.idle]
+        if len(moving) != 1:
+            return None
+        ((d, stage),) = moving
+        (line, plan, k), parts = stage, {}
+        for s, m in plan.takes[k].items():
+            pieces = _in_order(m)
+            if pieces is None:
+                return None
+            parts[s] = _one_index([(p.at, p.at + p.length) for p in pieces], d)
+        if not plan.moves:
+            return None
+        size, own, sends = plan.sizes[k], plan.own(k), plan.sends[k]
+        block = (*x.shape[:d], size, *x.shape[d + 1 :])
+
+        def maker(shapes: tuple[Shape, ...]) -> tuple[Make, Operator | None]:
+            for t, m in sends.items():
+                self._agree(shapes[t], block, d, m, line, t)
+            return made, bound
+
+        def made(g: np.ndarray, blocks: list[Any]) -> np.ndarray:
+            out = _sum(g, own, size, d, fresh=True)
+            for t, m in sends.items():
+                _add_ranges(out, m, blocks[t], d)
+            return sealed(out)
+
+        return Eager(line, [parts.get(s) for s in range(line.size)], maker)
 
     @cached_property
     def _known(self) -> dict[Any, tuple[list[Stage], HaloAccumulate]]:
@@ -706,7 +777,16 @@ def _operator(kind: type[_Halo], spec: P, widths: Any, boundary: Any, shape: Any
     try:
         return _made(kind, spec, widths, boundary, shape, sizes, sides)
     except TypeError:  # lists
+        pass
+    try:
+        return _made(kind, spec, *map(_hashable, (widths, boundary, shape, sizes)), sides)
+    except (TypeError, LayoutError):  # which shows what was written
         return _made.__wrapped__(kind, spec, widths, boundary, shape, sizes, sides)
+
+
+def _hashable(given: Any) -> Any:
+    """Lists as tuples, at every depth: both say the same."""
+    return tuple(map(_hashable, given)) if isinstance(given, list | tuple) else given
 
 
 @lru_cache(maxsize=1024, typed=True)

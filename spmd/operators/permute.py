@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from spmd.autodiff.tracer import value_of
-from spmd.device import owned, to_host, zeros
+from spmd.device import to_host, zeros
 from spmd.errors import LayoutError, describe, message
 from spmd.mesh import Worker, here
-from spmd.operators.base import Launched, Operator, Shape, interned, kept, operate, rebound, sealed
+from spmd.operators.base import Launched, Operator, Shape, interned, kept, operate, passing, rebound, sealed
 from spmd.operators.reduce import AxisName, _names
 from spmd.transport.base import Call, Comm, Eager, Group
 
@@ -85,14 +85,10 @@ class Permute(Operator):
     def eager(self, group: Group, x: np.ndarray) -> Eager:
         me = group.index
         to = {target for source, target in self.perm if source == me}
-        sources = [source for source, target in self.perm if target == me]
-
-        def made(x: np.ndarray, blocks: list[Any]) -> np.ndarray:
-            if not sources:
-                return sealed(zeros(x.shape if self.shapes is None else self.shapes[1], x))
-            return sealed(x if sources[0] == me else owned(blocks[sources[0]]))
-
-        return Eager(group, [... if k in to else None for k in range(group.size)], lambda _: made)
+        source = next((source for source, target in self.perm if target == me), None)
+        parts = [... if k in to else None for k in range(group.size)]
+        shape, fill = x.shape, x.shape if self.shapes is None else self.shapes[1]
+        return passing(group, parts, source, fill, lambda got: rebound(self, shapes=(shape, got)))
 
     @property
     def H(self) -> Operator:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
@@ -35,7 +35,7 @@ from spmd.operators.base import (
     vary,
 )
 from spmd.state import INVARIANT, state_of
-from spmd.transport.base import LEDGERS, Call, Comm, Eager, Group, Handle, Steps, all_reduce_cost, sealed
+from spmd.transport.base import LEDGERS, Call, Comm, Eager, Group, Handle, Make, Steps, all_reduce_cost, sealed
 
 __all__ = ["Extremum", "Sum", "pcast", "pmax", "pmean", "pmin", "psum", "pvary"]
 
@@ -46,9 +46,9 @@ def folded(x: np.ndarray, blocks: list[Any], how: str = "sum") -> np.ndarray:
     return sealed(kernels.of(x).combine(blocks, how))
 
 
-def summed_at_once(group: Group, x: np.ndarray, fold: Callable[..., np.ndarray]) -> Eager | None:
+def summed_at_once(op: Operator | Extremum, group: Group, x: np.ndarray, fold: Make) -> Eager | None:
     """A sum that everyone takes of all blocks; of more than two large ones everyone takes a part instead."""
-    return everywhere(group, lambda _: fold) if group.size == 2 or x.nbytes <= COPIED else None
+    return everywhere(group, lambda _: (fold, op)) if group.size == 2 or x.nbytes <= COPIED else None
 
 
 class Sum(Operator):
@@ -63,7 +63,7 @@ class Sum(Operator):
         return comm.all_reduce(group, call, x), lambda total: (total, self)
 
     def eager(self, group: Group, x: np.ndarray) -> Eager | None:
-        return summed_at_once(group, x, folded)
+        return summed_at_once(self, group, x, folded)
 
     @property
     def H(self) -> Operator:
@@ -300,7 +300,7 @@ class Extremum(Collective):
     def eager(self, group: Group, x: np.ndarray) -> Eager | None:
         if self.dims:
             return None
-        return summed_at_once(group, x, partial(folded, how=self.how))
+        return summed_at_once(self, group, x, partial(folded, how=self.how))
 
     def _empty(self) -> LayoutError:
         return LayoutError(

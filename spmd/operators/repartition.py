@@ -145,7 +145,7 @@ class _Relayout(Operator):
                     put(out[place], blocks[k])
             return sealed(out)
 
-        return Eager(group, [pieces.get(k) for k in range(group.size)], lambda _: made)
+        return Eager(group, [pieces.get(k) for k in range(group.size)], lambda _: (made, self))
 
     def cost(self, group: Group, x: np.ndarray) -> tuple[int, int]:
         if self._stays:

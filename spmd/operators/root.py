@@ -12,7 +12,7 @@ import numpy as np
 
 from spmd.autodiff import tree
 from spmd.autodiff.tracer import Array
-from spmd.device import contiguous, joined, on_device, owned, zeros
+from spmd.device import contiguous, joined, on_device, zeros
 from spmd.errors import LayoutError, MissingMethodError, StateError, describe, message
 from spmd.frontends import frontend
 from spmd.layout import Layout
@@ -27,6 +27,7 @@ from spmd.operators.base import (
     normal_axis,
     operate,
     owned_block,
+    passing,
     pieces,
     sealed,
     split_at,
@@ -145,12 +146,9 @@ class _FromRoot(_AtRoot):
         return comm.broadcast(group, call, mine, self.root), lambda block: (block, self)
 
     def eager(self, group: Group, x: np.ndarray) -> Eager:
-        at_root = group.index == self.root
-
-        def made(x: np.ndarray, blocks: list[Any]) -> np.ndarray:
-            return sealed(x if at_root else owned(blocks[self.root]))
-
-        return Eager(group, [... if at_root else None] * group.size, lambda _: made)
+        return passing(
+            group, [... if group.index == self.root else None] * group.size, self.root, x.shape, lambda _: self
+        )
 
     def cost(self, group: Group, x: np.ndarray) -> tuple[int, int]:
         return root_cost(group, self.root, x.nbytes, down=True)
@@ -195,7 +193,7 @@ class SumReduce(_AtRoot):
         def made(x: np.ndarray, blocks: list[Any]) -> np.ndarray:
             return folded(x, blocks) if group.index == self.root else self.held(group, x)
 
-        return Eager(group, [... if k == self.root else None for k in range(group.size)], lambda _: made)
+        return Eager(group, [... if k == self.root else None for k in range(group.size)], lambda _: (made, self))
 
     def cost(self, group: Group, x: np.ndarray) -> tuple[int, int]:
         return root_cost(group, self.root, x.nbytes, down=False)

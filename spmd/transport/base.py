@@ -32,6 +32,7 @@ __all__ = [
     "Eager",
     "Group",
     "Handle",
+    "Make",
     "Observer",
     "Outcome",
     "Ready",
@@ -302,22 +303,33 @@ class Join(Protocol):
     def __call__(self, blocks: Sequence[Any], fresh: bool = False, /) -> Any: ...
 
 
+Make = Callable[[np.ndarray, list[Any]], np.ndarray]
+"""What makes a new block of the own one and of what comes from each member."""
+
+
 class Eager(NamedTuple):
     """What there is to a collective of a block of some shape, if what moves is so small that it goes along with what
     workers tell each other before. MPI calls such messages eager.
 
     group: who meets. parts: for each member the index of what goes to it, this worker among them: `...` for the whole
     block, None for nothing. maker: given the shapes of what comes from each member (None: nothing), gives what makes
-    the new block, of the own one and of what came; which is to be read by then, and not kept. It may raise.
+    the new block, of the own one and of what came, which is to be read by then, and not kept; and the operator bound to
+    these shapes. It may raise.
+    same: all members make the same of the same blocks. taken: where the new block is that of a member as it is, who
+    that is, if anyone sends one. supposed: (d, lengths): the members' blocks have these lengths in dimension d, or it
+    goes another way; by the verbs they learn it in a meeting before.
     """
 
     group: Group
     parts: Sequence[Any]
-    maker: Callable[[tuple[Any, ...]], Callable[[np.ndarray, list[Any]], np.ndarray]]
+    maker: Callable[[tuple[Any, ...]], tuple[Make, Any]]
+    same: bool = False
+    taken: tuple[int, ...] | None = None
+    supposed: tuple[int, tuple[int, ...]] | None = None
 
 
-Way = Callable[[Any, np.ndarray], Any]
-"""How a collective goes: of the Comm and a block it makes the new block."""
+Way = Callable[[Any, np.ndarray], tuple[Any, Any]]
+"""How a collective goes: of the Comm and a block it makes the new block and the operator bound to the shapes it met."""
 
 
 class Comm(ABC):

@@ -10,20 +10,20 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any
 
 __all__ = ["blas_threads", "core_numbers", "share_of_cores", "usable_cores"]
 
 
-def core_numbers() -> Iterable[int]:
+def core_numbers() -> Collection[int]:
     """The cores that this process may run on."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
 
 
 def usable_cores() -> int:
     """How many cores this process may run on."""
-    return sum(1 for _ in core_numbers())
+    return len(core_numbers())
 
 
 def share_of_cores(workers: int, cores: int | None = None) -> int:

@@ -8,14 +8,13 @@ long way.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from spmd.kernels.buffers import address
-from spmd.transport.base import Call, Eager, Shape, Way
+from spmd.transport.base import Call, Eager, Make, Shape, Way
 from spmd.transport.headers import RIDES, Headers, name_of, told
 
 if TYPE_CHECKING:
@@ -42,12 +41,13 @@ class _Part(NamedTuple):
 
 class _Heard(NamedTuple):
     """What came into some headers: for each other member where that is said, and what; the blocks of all members, where
-    they lie in headers, and how those of arenas are found; and what makes the result of them."""
+    they lie in headers, and how those of arenas are found; what makes the result of them, and the bound operator."""
 
     said: list[tuple[memoryview, bytes]]
     blocks: list[np.ndarray | None]
     placed: list[tuple[int, Any, Shape, Shape, memoryview]]
-    make: Callable[[np.ndarray, list[Any]], np.ndarray]
+    make: Make
+    bound: Any
 
 
 class Repeated:
@@ -82,8 +82,9 @@ class Repeated:
             return _Part(row, told(op, part.shape, False), piece, part.nbytes)
         return _Part(row, told(op, part.shape, False, part.strides), address(part) - address(x), 8)
 
-    def __call__(self, comm: ProcessComm, x: np.ndarray, long: Way) -> np.ndarray:
-        """The new block. long: how it goes by the verbs, with what was heard, where others bring other blocks."""
+    def __call__(self, comm: ProcessComm, x: np.ndarray, long: Way) -> tuple[Any, Any]:
+        """The new block, and the bound operator. long: how it goes by the verbs, with what was heard, where others
+        bring other blocks."""
         transport = comm.transport
         channel = transport.channels.get(self.group.ordered)
         if channel is None:
@@ -126,7 +127,7 @@ class Repeated:
             blocks[k] = np.ndarray(shape, self.dtype, window, place[0], strides)
         if self.mine is not None:
             blocks[self.group.index] = x if self.mine is ... else x[self.mine]
-        return known.make(x, blocks)
+        return known.make(x, blocks), known.bound
 
     def _places(self, said: Headers) -> list[tuple[memoryview, memoryview, bytes, Any]]:
         """Where to write, in headers that go out, and what; and what goes along."""
@@ -161,5 +162,5 @@ class Repeated:
             blocks.append(block)
         if len(self.heard) >= _TABLES:
             self.heard.clear()
-        found = self.heard[heard] = _Heard(said, blocks, placed, self.way.maker(tuple(shapes)))
+        found = self.heard[heard] = _Heard(said, blocks, placed, *self.way.maker(tuple(shapes)))
         return found

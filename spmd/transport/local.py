@@ -34,6 +34,7 @@ from spmd.transport.base import (
     Boxes,
     Call,
     Comm,
+    Eager,
     Group,
     Handle,
     Join,
@@ -46,6 +47,7 @@ from spmd.transport.base import (
     sealed,
 )
 from spmd.transport.blas import blas_threads, share_of_cores, usable_cores
+from spmd.transport.recurring import Gathering, Recurring
 
 if TYPE_CHECKING:
     from spmd.cuda import Places
@@ -117,7 +119,10 @@ class Run:
     a worker does at one clock depends on nothing that others do at later clocks, whatever the timing.
 
     limit: the clock past which nobody needs to go: that of the first error, -1 when all are to stop.
+    gatherings: those who meet because they call again what they have called, by group; None where none do.
     """
+
+    gatherings: dict[str, Gathering] | None = None
 
     def __init__(self, size: int, describe: Callable[[int], str]):
         self.describe = describe
@@ -131,11 +136,11 @@ class Run:
         self.left = size
         self.switches = 0
 
-    def wait(self, meeting: Meeting, comm: LocalComm) -> None:
+    def wait(self, meeting: Meeting | Gathering, comm: LocalComm) -> None:
         """Let others run until the meeting is done that a worker waits for."""
         raise NotImplementedError
 
-    def wake(self, meeting: Meeting) -> None:
+    def wake(self, meeting: Any) -> None:
         """Let those that wait for the meeting go on."""
         raise NotImplementedError
 
@@ -169,6 +174,14 @@ class Run:
                 self.errors.append((0, 0, deadlock(self._waits())))
             self.stop()
 
+    def turn_down(self, key: str) -> None:
+        """Let those of a group who have gathered go by the verbs."""
+        assert self.gatherings is not None
+        gathering = self.gatherings.pop(key)
+        gathering.blocks = None
+        gathering.done = True
+        self.wake(gathering)
+
     def make(self, group: Group, nbytes: int, make: Callable[[], Any]) -> Any:
         """What one worker makes for its group of so many bytes."""
         return make()
@@ -183,6 +196,8 @@ class Run:
 
     def enter(self, comm: LocalComm, group: Group, call: Call, payload: Any) -> tuple[Meeting, bool]:
         """The group's meeting, and whether this worker is the last to come."""
+        if self.gatherings and group.key in self.gatherings:
+            self.turn_down(group.key)
         comm.clock += 1
         comm.number += 1
         if comm.clock > self.limit:
@@ -261,6 +276,7 @@ class Run:
         self.results = {}
         self.errors = []
         self.open.clear()
+        self.gatherings = None
 
     def outcome(self, seconds: float, shared: float = 0.0) -> Outcome:
         """The results, or the first error: first by the clock, then by worker."""
@@ -348,6 +364,7 @@ class LockstepRun(Run):
 
     def __init__(self, size: int, describe: Callable[[int], str]):
         super().__init__(size, describe)
+        self.gatherings = {}
         self.ready: deque[Any] = deque()
         self.hub: Any = None
         self.last: LocalComm | None = None
@@ -368,15 +385,22 @@ class LockstepRun(Run):
                     worker.gr_context = contextvars.copy_context()
                     workers.append(worker)
                     worker.switch(comm, body)
-                    self._go_on()
+                    if self.ready:
+                        self._go_on()
                     if self.limit < 0:
                         break
                 else:
                     self.last = last
                     contextvars.copy_context().run(self.work, last, body)
-                    self._go_on()
-            if not all(worker.dead for worker in workers):
-                self.stalled()
+                    if self.ready:
+                        self._go_on()
+            while self.gatherings and self.limit >= 0:
+                self._turn_down_all()
+                self._go_on()
+            for worker in workers:
+                if not worker.dead:
+                    self.stalled()
+                    break
         finally:
             self.stop()
             for worker in workers:
@@ -391,22 +415,32 @@ class LockstepRun(Run):
         while self.ready and self.limit >= 0:
             self.ready.popleft().switch()
 
-    def wake(self, meeting: Meeting) -> None:
+    def wake(self, meeting: Any) -> None:
         self.ready.extend(meeting.waiters)
         meeting.waiters = []
 
-    def wait(self, meeting: Meeting, comm: LocalComm) -> None:
+    def _turn_down_all(self) -> None:
+        """Where nobody is ready: by the verbs it shows what those who have gathered wait for."""
+        for key in list(self.gatherings or ()):
+            self.turn_down(key)
+
+    def wait(self, meeting: Meeting | Gathering, comm: LocalComm) -> None:
         _no_frames_of_optree()
         self.switches += 1
-        me, hub = self.current(), self.hub
+        me, hub, ready = self.current(), self.hub, self.ready
         meeting.waiters.append(me)
         if comm is not self.last or me is hub:
-            self._until_done(meeting, me)
+            while not meeting.done:
+                if ready and self.limit >= 0:
+                    ready.popleft().switch()
+                else:
+                    self._idle(me)
             return
         # A greenlet that the last body has made itself: the hub waits for it, and may not go on before it.
         self._make_hub(me)
         try:
-            self._until_done(meeting, me)
+            while not meeting.done:
+                self._idle(me)
         finally:
             self._make_hub(hub)
 
@@ -416,16 +450,18 @@ class LockstepRun(Run):
             if worker:
                 worker.parent = hub  # to whom it goes on when it ends
 
-    def _until_done(self, meeting: Meeting, me: Any) -> None:
-        while not meeting.done:
-            if self.limit < 0:
-                raise Stopped
-            if self.ready:
-                self.ready.popleft().switch()
-            elif me is self.hub:
-                self.stalled()  # All others wait too, or have left.
-            else:
-                self.hub.switch()
+    def _idle(self, me: Any) -> None:
+        """Let another greenlet run, where this one has to wait."""
+        if self.limit < 0:
+            raise Stopped
+        if self.ready:
+            self.ready.popleft().switch()
+        elif me is not self.hub:
+            self.hub.switch()
+        elif self.gatherings:
+            self._turn_down_all()
+        else:
+            self.stalled()  # All others wait too, or have left.
 
 
 class ThreadRun(Run):
@@ -521,7 +557,7 @@ class ThreadRun(Run):
         with team.of(lambda: usable_cores() * group.size // self.size):
             return make()
 
-    def wake(self, meeting: Meeting) -> None:
+    def wake(self, meeting: Any) -> None:
         with self.lock:
             self._release(meeting.waiters)
             meeting.waiters = []
@@ -533,7 +569,7 @@ class ThreadRun(Run):
                 self.running += 1
                 signal.release()
 
-    def wait(self, meeting: Meeting, comm: LocalComm) -> None:
+    def wait(self, meeting: Meeting | Gathering, comm: LocalComm) -> None:
         if os.getpid() != self.process:
             raise _forked()
         signal = threading.Lock()
@@ -582,6 +618,9 @@ class LocalComm(Comm):
         self.clock = 0
         self.last: Call | None = None
         self.waiting: Meeting | None = None
+
+    def repeated(self, call: Call, way: Eager, x: np.ndarray) -> Recurring | None:
+        return Recurring(call, way, x) if Recurring.serves(way, x) else None
 
     def _meet(self, group: Group, call: Call, payload: Any, take: Callable[[Meeting], Any], finish=None) -> Handle:
         if group.size == 1:

@@ -110,14 +110,22 @@ class ProcessComm(Comm):
 
     def repeated(self, call: Call, way: Eager, x: np.ndarray) -> Repeated | None:
         group, me = way.group, way.group.index
-        if group.size == 1 or not self.transport.checks or x.ndim > MAX_NDIM or self.most_riding(call, x) < RIDES:
+        if (
+            way.supposed is not None
+            or group.size == 1
+            or not self.transport.checks
+            or x.ndim > MAX_NDIM
+            or self.most_riding(call, x) < RIDES
+        ):
             return None
         channel = self.transport.channels.get(group.ordered)
         if channel is None:
             return None
-        largest = max(0 if piece is None or k == me else x[piece].nbytes for k, piece in enumerate(way.parts))
+        large = [p for p in (x[i] for k, i in enumerate(way.parts) if i is not None and k != me) if p.nbytes > RIDES]
         readable = channel.mail is not None and channel.mail.arena is not None
-        return Repeated(call, way, x) if readable or largest <= RIDES else None
+        # What is read where it lies is to be there: parts that are put together for it are not.
+        served = not large or (readable and all(np.may_share_memory(p, x) for p in large))
+        return Repeated(call, way, x) if served else None
 
     def room(self, nbytes: int, call: Call, like: Any) -> Any:
         """Memory for what comes to a collective to which this worker brings `like`."""

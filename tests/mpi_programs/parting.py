@@ -17,7 +17,7 @@ def draw_call(rng: random.Random, axes: list[str]) -> tuple:
 
 def execute(call: tuple) -> None:
     function, axis, shape, dtype, parameter = call
-    x = np.ones(shape, dtype)
+    x = spmd.varying(np.ones(shape, dtype), axis)
     n = spmd.axis_size(axis)
     match function:
         case "psum" | "pmax":

@@ -1,0 +1,322 @@
+"""Collectives of virtual workers that a line calls again: by the short way they give what the verbs give, and whoever
+comes another way meets the others all the same."""
+
+from __future__ import annotations
+
+import contextvars
+import random
+import sys
+from itertools import chain
+
+import greenlet
+import numpy as np
+import pytest
+
+import spmd
+from spmd import P
+from spmd.errors import DeadlockError, MismatchError
+from spmd.transport import local, recurring
+
+RING = {n: [(k, (k + 1) % n) for k in range(n)] for n in range(1, 9)}
+
+
+@pytest.fixture
+def short(monkeypatch) -> list[str]:
+    """What was completed by the short way."""
+    done: list[str] = []
+    complete = recurring.Recurring._complete
+
+    def counted(self, met):
+        well = complete(self, met)
+        if well:
+            done.append(self.call.op)
+        return well
+
+    monkeypatch.setattr(recurring.Recurring, "_complete", counted)
+    return done
+
+
+@pytest.fixture
+def turned_down(monkeypatch) -> list[str]:
+    """The groups that were turned down."""
+    keys: list[str] = []
+    turn_down = local.LockstepRun.turn_down
+
+    def counted(self, key):
+        keys.append(key)
+        turn_down(self, key)
+
+    monkeypatch.setattr(local.LockstepRun, "turn_down", counted)
+    return keys
+
+
+def lockstep(**axes: int) -> spmd.Mesh:
+    return spmd.Mesh(transport="local", scheduler="lockstep", **axes)
+
+
+def whole(x, axis: str) -> tuple[int, ...]:
+    """The shape of the array of which x is a block, where all have its length."""
+    return x.shape[0] * spmd.axis_size(axis), *x.shape[1:]
+
+
+OPERATIONS = {
+    "psum": lambda x, axis: spmd.psum(x, axis),
+    "pmax": lambda x, axis: spmd.pmax(x, axis),
+    "pmean": lambda x, axis: spmd.pmean(x, axis),
+    "ppermute": lambda x, axis: spmd.ppermute(x, axis, RING[spmd.axis_size(axis)]),
+    "shift": lambda x, axis: spmd.shift(x, axis, 1),
+    "all_gather": lambda x, axis: spmd.all_gather(x, axis, tiled=True),
+    "stacked": lambda x, axis: spmd.all_gather(x, axis, axis=1),
+    "invariant": lambda x, axis: spmd.all_gather(x, axis, tiled=True, to="invariant"),
+    "psum_scatter": lambda x, axis: spmd.psum_scatter(x, axis, tiled=True),
+    "all_to_all": lambda x, axis: spmd.all_to_all(x, axis, 0, 1, tiled=True),
+    "halo in lists": lambda x, axis: spmd.halo_exchange(
+        x, P(axis, None), [[1, 1], 0], "zero", shape=list(whole(x, axis))
+    ),
+    "halo of any lengths": lambda x, axis: spmd.halo_exchange(x, P(axis), 1),
+    "halo of a ring": lambda x, axis: spmd.halo_exchange(
+        x, P(axis, None), [(1, 2), (0, 0)], "periodic", shape=whole(x, axis)
+    ),
+    "to the root": lambda x, axis: spmd.replicate(spmd.sum_reduce(x, axis, 0), axis),
+    "from the root": lambda x, axis: spmd.broadcast(spmd.sum_reduce(x, axis, 1), axis, 1),
+}
+UNEVEN = ["ppermute", "shift", "all_gather", "invariant", "halo of any lengths"]
+"""Those that take blocks of different lengths."""
+
+
+def rounds(mesh: spmd.Mesh, name: str, axis: str, lengths, count: int) -> tuple[list, list]:
+    """Values and gradients on every worker: `count` times the same line, on blocks of the lengths that
+    lengths(round, worker) says."""
+    everything = tuple(mesh.axes)
+
+    def body(worker):
+        found = []
+        for k in range(count):
+            data = np.random.default_rng([k, worker.index]).standard_normal((lengths(k, worker.index), 3))
+            x = spmd.varying(data, everything)
+            y = OPERATIONS[name](x, axis)
+            value, pull = spmd.vjp(lambda a: OPERATIONS[name](a, axis), x)
+            (g,) = pull(value)
+            found.append([np.array(spmd.block(a)) for a in (y, value, g)])
+        return found
+
+    return list(mesh.run(body).results.values())
+
+
+@pytest.mark.parametrize("axes", [{"x": 2}, {"x": 3}, {"x": 8}, {"x": 2, "y": 3}], ids=str)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_the_short_way_gives_the_bits_of_the_verbs(name, axes, short):
+    rng = random.Random(f"{name}{axes}")
+    mesh = lockstep(**axes)
+    axis = rng.choice(list(axes))
+    uneven = name in UNEVEN
+
+    def lengths(k: int, worker: int) -> int:
+        """The same for three rounds; where blocks may be uneven, another one of a single worker's in some rounds."""
+        n = 4 + 2 * (k // 3)
+        return n + (worker + k // 2) % 3 if uneven else n
+
+    found = rounds(mesh, name, axis, lengths, 9)
+    assert len(short) >= 3
+    before = len(short)
+    with spmd.ledger():  # by the verbs alone
+        expected = rounds(lockstep(**axes), name, axis, lengths, 9)
+    assert len(short) == before
+    for mine, theirs in zip(found, expected, strict=True):
+        for a, b in zip(chain(*mine), chain(*theirs), strict=True):
+            assert a.dtype == b.dtype
+            np.testing.assert_array_equal(a, b)
+
+
+def test_a_worker_with_a_new_block_takes_the_others_along(short, turned_down):
+    mesh = lockstep(x=4)
+
+    def body(worker):
+        sums = []
+        for k in range(8):
+            n = 5 if k == 5 and worker.index == 2 else 3
+            x = spmd.varying(np.full((n,), 10.0 * worker.index + k), "x")
+            sums.append(float(np.sum(spmd.block(spmd.all_gather(x, "x", tiled=True)))))
+        return sums
+
+    found = mesh.run(body).results
+    expected = [sum((5 if k == 5 and w == 2 else 3) * (10.0 * w + k) for w in range(4)) for k in range(8)]
+    assert all(sums == expected for sums in found.values())
+    assert turned_down
+    assert len(short) >= 4  # all but the first rounds and that with the new block
+
+
+def test_blocks_are_handed_over_and_made_once(short):
+    """Large ones too: nothing is copied that is only handed over, and all share what is one value."""
+    mesh, held = lockstep(x=3), {}
+
+    def body(worker):
+        x = spmd.varying(np.full(1 << 20, 1.0 + worker.index), "x")
+        small = spmd.varying(np.full(8, 1.0 + worker.index), "x")
+        for _ in range(5):
+            moved = spmd.block(spmd.ppermute(x, "x", RING[3]))
+            total = spmd.block(spmd.psum(small, "x"))
+        held[worker.index] = spmd.block(x), moved, total
+        assert not any(a.flags.writeable for a in (moved, total, x.value))
+
+    mesh.run(body)
+    assert min(short.count("ppermute"), short.count("psum")) >= 2
+    for w in range(3):
+        assert np.shares_memory(held[w][0], held[(w + 1) % 3][1])
+        assert np.shares_memory(held[0][2], held[w][2])
+
+
+def test_who_gets_a_block_may_be_the_only_one_who_has_it():
+    mesh, counts = lockstep(x=2), []
+
+    def body(worker):
+        for k in range(4):
+            x = spmd.ppermute(spmd.varying(np.full(4, float(k)), "x") + 1, "x", RING[2])
+            spmd.psum(spmd.varying(0.0, "x"), "x")  # until then the sender is still in its call
+            value = x.value
+            del x
+            counts.append(sys.getrefcount(value))
+
+    mesh.run(body)
+    assert set(counts) == {2}  # by the verbs and by the short way alike
+
+
+@pytest.mark.parametrize("rounds", range(4))
+def test_a_worker_that_calls_something_else_is_named(rounds):
+    def body(worker):
+        x = spmd.varying(np.ones(3), "x")
+        for _ in range(rounds):
+            spmd.psum(x, "x")
+            spmd.pmax(x, "x")
+        spmd.pmax(x, "x") if worker.index == 1 else spmd.psum(x, "x")
+
+    with pytest.raises(MismatchError, match=r"psum.*\n.*\n.*pmax"):
+        lockstep(x=2).run(body)
+
+
+@pytest.mark.parametrize("leaves", range(3))
+def test_a_worker_that_leaves_early_is_named(leaves):
+    def body(worker):
+        x = spmd.varying(np.ones(3), "x")
+        for k in range(5):
+            if k == 3 and worker.index == leaves:
+                return
+            spmd.psum(x, "x")
+
+    with pytest.raises(DeadlockError) as caught:
+        lockstep(x=3).run(body)
+    said = str(caught.value)
+    for w in range(3):
+        assert (f"worker {w} (x={w}) has left the map" if w == leaves else f"worker {w} (x={w}) waits in psum") in said
+
+
+@pytest.mark.parametrize("failing", range(3))
+@pytest.mark.parametrize("step", range(6))
+def test_the_error_of_a_worker_reaches_the_caller(failing, step):
+    mesh = lockstep(x=3)
+
+    def body(worker):
+        x = spmd.varying(np.ones(3), "x")
+        for k in range(6):
+            if k == step and worker.index == failing:
+                raise ValueError(f"at {k}")
+            x = spmd.varying(spmd.psum(x, "x"), "x")
+
+    with pytest.raises(ValueError, match=f"at {step}") as caught:
+        mesh.run(body)
+    assert f"worker {failing} " in caught.value.__notes__[0]
+    assert set(mesh.run(lambda w: float(spmd.psum(spmd.varying(1.0, "x"), "x"))).results.values()) == {3.0}
+
+
+def test_an_error_in_what_makes_the_results_is_everyones(monkeypatch):
+    from spmd.kernels.cpu import moves
+
+    combine, calls = moves.combine, []
+
+    def failing(*args, **kwargs):
+        calls.append(1)
+        if len(calls) > 3:
+            raise FloatingPointError("no sum")
+        return combine(*args, **kwargs)
+
+    monkeypatch.setattr(moves, "combine", failing)
+    monkeypatch.setattr("spmd.kernels.cpu.combine", failing, raising=False)
+    seen = []
+
+    def body(worker):
+        x = spmd.varying(np.ones(3), "x")
+        for _ in range(6):
+            try:
+                spmd.psum(x, "x")
+            except FloatingPointError as error:
+                seen.append((worker.index, error))
+                raise
+
+    with pytest.raises(FloatingPointError, match="no sum"):
+        lockstep(x=3).run(body)
+    assert sorted(w for w, _ in seen) == [0, 1, 2]
+    assert len({id(error) for _, error in seen}) == 3
+
+
+def test_two_groups_in_another_order_are_a_mismatch():
+    def body(worker):
+        x = spmd.varying(np.ones(2), ("x", "y"))
+        for k in range(5):
+            for axis in "yx" if k == 3 and worker.index == 0 else "xy":
+                spmd.psum(x, axis)
+
+    with pytest.raises(MismatchError):
+        lockstep(x=2, y=2).run(body)
+
+
+def test_a_mesh_may_change_its_scheduler(short):
+    """What lines have called is known to the mesh; threads go by the verbs."""
+    mesh = spmd.Mesh(x=3, transport="local")
+
+    def body(worker):
+        x = spmd.varying(np.arange(3.0) + worker.index, "x")
+        for _ in range(4):
+            x = spmd.ppermute(x, "x", RING[3])
+        return np.array(spmd.block(x))
+
+    found = []
+    for scheduler in ("lockstep", "threads", "lockstep"):
+        before = len(short)
+        found.append(mesh.run(body, scheduler=scheduler).results)
+        assert (len(short) > before) == (scheduler == "lockstep")
+    for other in found[1:]:
+        for w in range(3):
+            np.testing.assert_array_equal(found[0][w], other[w])
+
+
+def test_greenlets_of_a_body_may_wait_too(short):
+    """One that the body makes itself, on the last worker and on others."""
+
+    def inside(f):
+        let = greenlet.greenlet(f)
+        let.gr_context = contextvars.copy_context()
+        return let.switch()
+
+    def body(worker):
+        x = spmd.varying(np.full(3, float(worker.index)), "x")
+        return [float(np.sum(inside(lambda: spmd.block(spmd.psum(x, "x"))))) for _ in range(5)]
+
+    assert set(map(tuple, lockstep(x=3).run(body).results.values())) == {(9.0,) * 5}
+    assert len(short) >= 2
+
+
+def test_derivatives_of_the_second_order_go_the_same_ways(short):
+    mesh = lockstep(x=3)
+
+    def body(x):
+        y = x
+        for _ in range(3):
+            y = spmd.ppermute(y * y, "x", RING[3])
+        return spmd.psum(np.sum(y), "x")
+
+    f = mesh.map(body, P("x"), P())
+    x = np.linspace(0.5, 1.5, 7)
+    np.testing.assert_allclose(spmd.grad(f)(x), 8 * x**7)
+    second = spmd.grad(lambda v: np.sum(spmd.grad(f)(v)))(x)
+    np.testing.assert_allclose(second, 56 * x**6)
+    assert short
