@@ -77,6 +77,10 @@ class Mixing:
         """A cotangent in state `have` brought to exactly `state`; arrays of more state than that are summed."""
         return g
 
+    def kept(self, g: np.ndarray) -> np.ndarray:
+        """A cotangent that a user gave, as one that may be kept, and handed on to others."""
+        return g
+
     def settle(self, g, value):
         """A gradient in the form in which its argument `value` came."""
         return g

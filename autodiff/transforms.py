@@ -469,7 +469,8 @@ def _match(cotangent, outs, out_tree, where: str) -> list:
         g, o = _handed(g, o, f"pullback, {where}", "cotangent", "result")
         if kind_of(o) != "i":
             g = _fitting(g, o, f"pullback, {where}", "cotangent", "result")
-        matched.append(unstated(tracer.mixing.bring(g, None, o.state) if type(o) is Array else g))
+        g = unstated(tracer.mixing.bring(g, None, o.state) if type(o) is Array else g)
+        matched.append(tracer.mixing.kept(g) if type(g) is np.ndarray else g)
     return matched
 
 

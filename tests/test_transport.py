@@ -410,9 +410,8 @@ def part_ways(scheduler: str, seed: int, count: int) -> None:
         if other == usual:
             continue
         drawn += 1
-        rounds = rng.randrange(
-            3
-        )  # that go well before: where arrays carry their states, lines call again what they have
+        # Rounds that go well before: where arrays carry states, lines then call again what they have.
+        rounds = rng.randrange(3)
 
         def body(w, usual=usual, other=other, culprit=culprit, rounds=rounds):
             for call in [*(usual * rounds), *(other if w.index == culprit else usual)]:

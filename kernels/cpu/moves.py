@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from math import prod
 from typing import Any
@@ -27,12 +27,8 @@ def combine(blocks: Sequence[np.ndarray], how: str = "sum", into: np.ndarray | N
     first = blocks[0]
     if len(blocks) == 1:
         return first
-    plain = first.ndim and first.itemsize >= 4 and first.dtype.isnative and first.flags.c_contiguous
-    if plain and into is None and first.nbytes < min(team.LEAST, buffers.least()):
-        total = fold(first, blocks[1])  # three times as fast as into an array that is made before
-        for block in blocks[2:]:
-            fold(total, block, out=total)
-        return total
+    if into is None and first.nbytes < min(team.LEAST, buffers.least()) and _plain(first):
+        return _folded(fold, blocks)
     total = buffers.empty_like(first) if into is None else into
     n = team.parts(total.nbytes)
     if n == 1:
@@ -41,6 +37,28 @@ def combine(blocks: Sequence[np.ndarray], how: str = "sum", into: np.ndarray | N
     out, *blocks = team.flat((total, *blocks))
     spans = team.spans(out.shape, n)
     team.run([partial(_fold, out[span], [block[span] for block in blocks], fold) for span in spans])
+    return total
+
+
+def small_fold(like: np.ndarray, how: str) -> Callable[[Sequence[np.ndarray]], np.ndarray] | None:
+    """`combine` for as many times as there are small C-contiguous blocks like this one, two at least; None if it is not
+    for such blocks."""
+    return partial(_folded, _FOLDS[how]) if like.nbytes <= _SMALL and _plain(like) else None
+
+
+_SMALL = 1 << 14
+"""Bytes up to which blocks are folded at once, wherever memory is from."""
+
+
+def _plain(x: np.ndarray) -> bool:
+    return bool(x.ndim) and x.itemsize >= 4 and x.dtype.isnative and x.flags.c_contiguous
+
+
+def _folded(fold: np.ufunc, blocks: Sequence[np.ndarray]) -> np.ndarray:
+    """In a new array: three times as fast as in one that is made before."""
+    total = fold(blocks[0], blocks[1])
+    for block in blocks[2:]:
+        fold(total, block, out=total)
     return total
 
 

@@ -88,8 +88,8 @@ class Collective:
         raise NotImplementedError
 
     def eager(self, group: Group, x: np.ndarray) -> Eager | None:
-        """What there is to it for blocks like this one, if all that moves is small, and moves at once. None: that is to
-        be left to `launch`. Where there is a way, it gives what `launch` gives."""
+        """What there is to it for blocks like this one, if all of it moves at once. None: that is to be left to
+        `launch`. Where there is a way, it gives what `launch` gives."""
         return None
 
     def check(self, group: Group, x: np.ndarray) -> None:
@@ -254,10 +254,13 @@ def operate(op: Collective, x, frame: FrameType | None = None) -> Any:
     frame = frame or sys._getframe(1)
     if type(x) is Array:
         value, tape, state = x.value, x.tape, x.state
+        if isinstance(value, np.generic):
+            value = np.asarray(value)
         known = state is not None and type(value) is np.ndarray and _called(op, value, state, worker, frame)
         if not known or (tape is not None and known.admitted is not state):
             return _begin(op, x, worker, frame)()
-        block, bound = known(worker.comm, value)
+        short = known.short
+        block, bound = known(worker.comm, value) if short is None else short(worker.comm, value, known.long)
         if tape is None:
             return Array(block, known.state)
         return _recorded(bound, x, block, known.state)
@@ -270,18 +273,19 @@ def operate(op: Collective, x, frame: FrameType | None = None) -> Any:
 
 class _Prepared:
     """What a line of the user's calls with a block of some shape: the group, the call, and the states in which it takes
-    the block and gives the result.
+    the block and gives the result: None for cotangents, which are bare.
 
     short: a shorter way than by the verbs, if there is one; tried: whether that has been asked for. It keeps the
     operator and the dtype, and the call its code, so that no others have their ids.
     """
 
-    __slots__ = ("admitted", "call", "dtype", "group", "op", "short", "state", "tried")
+    __slots__ = ("admitted", "call", "dtype", "group", "op", "short", "state", "supposed", "tried")
 
     def __init__(self, op: Collective, dtype: np.dtype, group: Group, call: Call, admitted: State | None):
         self.op, self.dtype, self.group, self.call, self.admitted = op, dtype, group, call, admitted
         self.state = None if admitted is None else op.out_state(admitted)
         self.short: Callable[[Any, np.ndarray, Way], tuple[Any, Any]] | None = None
+        self.supposed: Any = None
         self.tried = False
 
     def __call__(self, comm: Comm, x: np.ndarray) -> tuple[Any, Any]:
@@ -290,17 +294,25 @@ class _Prepared:
             return self.short(comm, x, self.long)
         found = self.long(comm, x)
         if not self.tried:
-            # Only when the collective has been called some know how it goes.
-            self.tried = True
-            way = self.op.eager(self.group, x)
-            if way is not None:
-                self.short = comm.repeated(self.call, way, x)
+            self._shorten(comm, x)
         return found
 
     def long(self, comm: Comm, x: np.ndarray) -> tuple[Any, Any]:
         """By the verbs."""
         handle, arrive = self.op.launch(comm, self.group, x, self.call)
-        return arrive(handle.wait())
+        found = arrive(handle.wait())
+        if self.supposed is not None:
+            self._shorten(comm, x)  # The others may have come with other blocks, and may do so from now on.
+        return found
+
+    def _shorten(self, comm: Comm, x: np.ndarray) -> None:
+        """Find the shorter way, once the collective has been called: only then some know how it goes."""
+        way = self.op.eager(self.group, x)
+        if self.tried and way is not None and way.supposed == self.supposed:
+            return
+        self.tried = True
+        self.short = None if way is None else comm.repeated(self.call, way, x)
+        self.supposed = None if self.short is None or way is None else way.supposed
 
 
 _ABOVE = object()
@@ -309,11 +321,10 @@ _ABOVE = object()
 
 def _called(op: Collective, x: np.ndarray, state: State | None, worker: Worker, frame: FrameType | None) -> Any:
     """What has been called before, by this line and with such a block: it was right, and has a short way. None where
-    there is none. state: that of the block, if that is to be admitted."""
-    if frame is None:
-        return None
+    there is none. state: that of the block, if that is to be admitted. frame: None where no line of the user's is
+    above, as in the backward run of a map that is differentiated from outside."""
     dtype = x.dtype
-    key = (id(op), state, id(dtype), x.shape, id(frame.f_code), frame.f_lasti)
+    key = (id(op), state, id(dtype), x.shape, None if frame is None else (id(frame.f_code), frame.f_lasti))
     known = worker.prepared.get(key)
     if known is None:
         known = _prepare(op, x, state, worker, frame, key)
@@ -323,10 +334,12 @@ def _called(op: Collective, x: np.ndarray, state: State | None, worker: Worker, 
     return None if not known or LEDGERS.get() or not x.flags.c_contiguous else known
 
 
-def _prepare(op: Collective, x: np.ndarray, state: State | None, worker: Worker, frame: FrameType, key: Any) -> Any:
+def _prepare(
+    op: Collective, x: np.ndarray, state: State | None, worker: Worker, frame: FrameType | None, key: Any
+) -> Any:
     """What a line of the user's calls with such a block. False where that is not the same each time, or not all there
     is to do, which may come to be that of others and does no harm; None where that is not known yet."""
-    if caller(frame) is not frame:
+    if frame is not None and caller(frame) is not frame:
         bounded(worker.prepared)[key] = _ABOVE
         return _ABOVE
     admitted = None if state is None else op.admits.get(state)
@@ -721,6 +734,9 @@ class Join(Mixing):
         if extra:
             g = move(Vary(extra).H, g)
         return g
+
+    def kept(self, g):
+        return sealed(copied(g)) if WORKER.get() is not None and writable(g) else g
 
 
 tracer.use_mixing(Join())

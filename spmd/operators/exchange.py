@@ -6,6 +6,7 @@ import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -227,6 +228,10 @@ class RaggedAllToAll(Operator):
 
     @property
     def H(self) -> Operator:
+        return self._turned
+
+    @cached_property
+    def _turned(self) -> RaggedAllToAll:
         turned = tuple(Piece(p.target, p.source, p.at, p.start, p.size) for p in self.pieces)
         return RaggedAllToAll(self.axes, turned, (self.rows[1], self.rows[0]))
 

@@ -29,7 +29,7 @@ from spmd.operators.base import (
     sealed,
     split_ways,
 )
-from spmd.operators.reduce import AxisName, _names, folded
+from spmd.operators.reduce import AxisName, _names, folding
 from spmd.state import INVARIANT
 from spmd.transport.base import Call, Comm, Eager, Group, Make, Ready, gather_cost, scatter_cost
 
@@ -136,7 +136,7 @@ class ReduceScatter(_Split):
 
     def eager(self, group: Group, x: np.ndarray) -> Eager:
         indices, bound = self.ways(group, x.shape)
-        return Eager(group, indices, lambda _: (folded, bound))
+        return Eager(group, indices, lambda _: (folding(x[indices[group.index]]), bound))
 
     @property
     def H(self) -> Operator:

@@ -482,10 +482,8 @@ class HaloExchange(_Halo):
         few = prod(shape) * x.itemsize <= COPIED
         pieces = [(None, *place) for place in step.own]
         pieces += [(s, *place) for s, _, places in step.takes for place in places]
-        x_shape, to = (
-            x.shape,
-            {t: _one_index([(of[d].start, of[d].stop) for of in ranges], d) for t, ranges in step.sends},
-        )
+        x_shape = x.shape
+        to = {t: _one_index([(of[d].start, of[d].stop) for of in ranges], d) for t, ranges in step.sends}
         parts = [to.get(k) for k in range(line.size)]
         return Eager(line, parts, maker, supposed=None if key in self._ways else (d, way.bound.sizes[d]))
 

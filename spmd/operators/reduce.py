@@ -21,6 +21,7 @@ from spmd.autodiff.tracer import Array, value_of
 from spmd.device import COPIED, contiguous, on_device
 from spmd.errors import LayoutError, StateError, describe, message
 from spmd.frontends import frontend
+from spmd.kernels.cpu.moves import small_fold
 from spmd.mesh import WORKER, Worker, here
 from spmd.operators.base import (
     Collective,
@@ -46,9 +47,17 @@ def folded(x: np.ndarray, blocks: list[Any], how: str = "sum") -> np.ndarray:
     return sealed(kernels.of(x).combine(blocks, how))
 
 
-def summed_at_once(op: Operator | Extremum, group: Group, x: np.ndarray, fold: Make) -> Eager | None:
+def folding(x: np.ndarray, how: str = "sum") -> Make:
+    """What folds blocks like x."""
+    fold = small_fold(x, how)
+    return partial(folded, how=how) if fold is None else lambda _, blocks: sealed(fold(blocks))
+
+
+def folded_at_once(op: Operator | Extremum, group: Group, x: np.ndarray, how: str = "sum") -> Eager | None:
     """A sum that everyone takes of all blocks; of more than two large ones everyone takes a part instead."""
-    return everywhere(group, lambda _: (fold, op)) if group.size == 2 or x.nbytes <= COPIED else None
+    if group.size > 2 and x.nbytes > COPIED:
+        return None
+    return everywhere(group, lambda _: (folding(x, how), op))
 
 
 class Sum(Operator):
@@ -63,7 +72,7 @@ class Sum(Operator):
         return comm.all_reduce(group, call, x), lambda total: (total, self)
 
     def eager(self, group: Group, x: np.ndarray) -> Eager | None:
-        return summed_at_once(self, group, x, folded)
+        return folded_at_once(self, group, x)
 
     @property
     def H(self) -> Operator:
@@ -300,7 +309,7 @@ class Extremum(Collective):
     def eager(self, group: Group, x: np.ndarray) -> Eager | None:
         if self.dims:
             return None
-        return summed_at_once(self, group, x, partial(folded, how=self.how))
+        return folded_at_once(self, group, x, self.how)
 
     def _empty(self) -> LayoutError:
         return LayoutError(
@@ -341,7 +350,7 @@ class Extremum(Collective):
             top, g = np.expand_dims(top, self.dims), np.expand_dims(g, self.dims)
         ties = (bare == top) | ((bare != bare) & (top != top))
         count = np.sum(ties, axis=self.dims, keepdims=True) if self.dims else ties
-        total = move(Sum(self.axes), count.astype(real) if on_device(count) else np.asarray(count, real))
+        total = move(interned(Sum, self.axes), count.astype(real) if on_device(count) else np.asarray(count, real))
         return move(Vary(self.axes), g) * (ties / total)
 
 

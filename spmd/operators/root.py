@@ -235,7 +235,7 @@ class Unroot(_AtRoot):
 
     @property
     def H(self) -> Operator:
-        return Enroot(self.axes, self.root, self.ndim)
+        return interned(Enroot, self.axes, self.root, self.ndim)
 
 
 @dataclass(frozen=True)
@@ -267,7 +267,7 @@ class Enroot(_AtRoot):
 
     @property
     def H(self) -> Operator:
-        return Unroot(self.axes, self.root, self.ndim)
+        return interned(Unroot, self.axes, self.root, self.ndim)
 
 
 def laid_out(x: Rooted, layout: Layout, where: str, argument: str) -> Any:

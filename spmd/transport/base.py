@@ -308,8 +308,8 @@ Make = Callable[[np.ndarray, list[Any]], np.ndarray]
 
 
 class Eager(NamedTuple):
-    """What there is to a collective of a block of some shape, if what moves is so small that it goes along with what
-    workers tell each other before. MPI calls such messages eager.
+    """What there is to a collective of a block of some shape, for lines that call the same again: between processes it
+    may go along with what workers tell each other before. MPI calls such messages eager.
 
     group: who meets. parts: for each member the index of what goes to it, this worker among them: `...` for the whole
     block, None for nothing. maker: given the shapes of what comes from each member (None: nothing), gives what makes

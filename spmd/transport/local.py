@@ -196,8 +196,10 @@ class Run:
 
     def enter(self, comm: LocalComm, group: Group, call: Call, payload: Any) -> tuple[Meeting, bool]:
         """The group's meeting, and whether this worker is the last to come."""
-        if self.gatherings and group.key in self.gatherings:
-            self.turn_down(group.key)
+        if self.gatherings:
+            gathering = self.gatherings.get(group.key)
+            if gathering is not None and gathering.count <= comm.counts.get(group.key, 0):  # else they are only ahead
+                self.turn_down(group.key)
         comm.clock += 1
         comm.number += 1
         if comm.clock > self.limit:
@@ -332,7 +334,7 @@ def _no_frames_of_optree() -> None:
     if optree is None:
         return
     theirs = vars(optree)
-    frame, body = sys._getframe(2), Run.work.__code__
+    frame, body = sys._getframe(4), Run.work.__code__  # below: this, the wait, and at least two of the library's
     while frame is not None and frame.f_code is not body:
         if frame.f_globals is theirs:
             raise TransportError(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from spmd.kernels import team
-from spmd.transport.base import Call, Eager, Shape, Way, sealed
+from spmd.transport.base import Call, Eager, Shape, Way
 
 if TYPE_CHECKING:
     from spmd.transport.local import LocalComm
@@ -24,23 +24,30 @@ __all__ = ["Gathering", "Recurring"]
 _KNOWN = 64
 """Ways of making results that a member keeps: one for each combination of what its group called."""
 
+_VAIN = 16
+"""Times in a row after which what is tried in vain is only tried now and then, _REST times as seldom."""
+
+_REST = 64
+
 _Makers = Callable[[list[Any]], list[Any]]
 
 
 class Gathering:
     """Those of a group who call again what they have called: who has come, with what, and what came of it.
 
-    number, clock: the collectives behind them, as in a meeting. done: there is nothing to wait for. blocks: those that
-    they bring, then their results; None if they are turned down.
+    members: those who have come, by their places; missing: how many are to come; waiters: whom to wake. number, clock:
+    the collectives behind them, as in a meeting; count: those of the group. done: there is nothing to wait for.
+    blocks: those that they bring, then their results; None if they are turned down.
     """
 
-    __slots__ = ("blocks", "clock", "done", "members", "missing", "number", "waiters")
+    __slots__ = ("blocks", "clock", "count", "done", "members", "missing", "number", "waiters")
 
-    def __init__(self, size: int, number: int):
+    def __init__(self, size: int, number: int, count: int):
         self.members: list[Any] = [None] * size
         self.blocks: Any = [None] * size
         self.missing = size
         self.number = number
+        self.count = count
         self.clock = 0
         self.done = False
         self.waiters: list[Any] = []
@@ -49,15 +56,18 @@ class Gathering:
 class Recurring:
     """A collective of a group, as often as it is called with blocks of the same shapes.
 
-    meetings: as many as it counts for, which are those that it takes by the verbs.
+    shape: of the own block; shapes: of what goes to each member. meetings: as many as it counts for, which are those
+    that it takes by the verbs. known: what makes the results, by who meets. vain: how often in a row it was tried in
+    vain.
     """
 
-    __slots__ = ("call", "group", "known", "meetings", "shape", "shapes", "way")
+    __slots__ = ("call", "group", "known", "meetings", "shape", "shapes", "vain", "way")
 
     def __init__(self, call: Call, way: Eager, x: np.ndarray):
         self.call, self.way, self.group, self.shape = call, way, way.group, x.shape
         self.shapes: list[Shape | None] = [None if piece is None else x[piece].shape for piece in way.parts]
         self.meetings = 1 if way.supposed is None else 2
+        self.vain = 0
         self.known: dict[tuple[Any, ...], _Makers] = {}
 
     @staticmethod
@@ -69,14 +79,17 @@ class Recurring:
         """The new block, and the bound operator. long: how it goes by the verbs."""
         run, group = comm.run, self.group
         gatherings, key = run.gatherings, group.key
-        if gatherings is None or comm.clock >= run.limit:
+        if gatherings is None or comm.clock >= run.limit or (self.vain >= _VAIN and self._rests()):
             return long(comm, x)
-        if run.open and (key, comm.counts.get(key, 0)) in run.open:
+        count = comm.counts.get(key, 0)
+        if run.open and (key, count) in run.open:
+            self.vain += 1
             return long(comm, x)  # Others have come by the verbs.
-        sealed(x)
+        if self.way.taken is not None:
+            x.setflags(False)  # pyright: ignore[reportCallIssue]  (as in `sealed`)
         met = gatherings.get(key)
         if met is None:
-            met = gatherings[key] = Gathering(group.size, comm.number)
+            met = gatherings[key] = Gathering(group.size, comm.number, count)
         elif met.number != comm.number:
             run.turn_down(key)
             return long(comm, x)
@@ -87,7 +100,12 @@ class Recurring:
             met.clock = comm.clock
         met.missing -= 1
         if met.missing:
-            run.wait(met, comm)
+            try:
+                run.wait(met, comm)
+            except BaseException:  # who goes is no longer there to be met
+                if run.gatherings and run.gatherings.get(key) is met:
+                    run.turn_down(key)
+                raise
         elif self._complete(met):
             del gatherings[key]
             met.done = True
@@ -96,12 +114,19 @@ class Recurring:
             run.turn_down(key)
         made = met.blocks
         if made is None:
+            self.vain += 1
             return long(comm, x)
+        self.vain = 0
         comm.clock = met.clock + self.meetings
         comm.number += self.meetings
         comm.last = self.call
         mine, made[place] = made[place], None  # so that this may be the only name of what it takes
         return mine
+
+    def _rests(self) -> bool:
+        """Whether it is not to be tried this time, where it was in vain so often: others have no short way."""
+        self.vain += 1
+        return self.vain % _REST != 0
 
     def _supposes(self, members: tuple[Recurring, ...]) -> bool:
         """Whether these bring what it is supposed that they bring."""
@@ -141,7 +166,7 @@ def _makers(members: tuple[Recurring, ...]) -> _Makers:
             return [(first(blocks[0], blocks), bound)] * size
 
         return alike
-    comes = [[(s, m.way.parts[k]) for s, m in enumerate(members)] for k in range(size)]
+    comes = [[(s, m.way.parts[k]) for s, m in enumerate(members) if m.way.parts[k] is not None] for k in range(size)]
 
     def each(blocks: list[Any]) -> list[Any]:
         made = []
@@ -150,7 +175,9 @@ def _makers(members: tuple[Recurring, ...]) -> _Makers:
             if way.taken:
                 made.append((blocks[way.taken[0]], bound))
             else:
-                parts = [None if p is None else blocks[s] if p is ... else blocks[s][p] for s, p in comes[k]]
+                parts: list[Any] = [None] * size
+                for s, part in comes[k]:
+                    parts[s] = blocks[s] if part is ... else blocks[s][part]
                 made.append((make(blocks[k], parts), bound))
         return made
 
