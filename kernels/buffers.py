@@ -49,7 +49,7 @@ class Lease(np.ndarray):
 
     def __del__(self):
         memory = getattr(self, "memory", None)  # Views of it have none.
-        if memory is not None:
+        if memory is not None and _idle is not None:  # as it is when the program ends
             _idle.give(memory)
 
 

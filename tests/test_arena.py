@@ -185,6 +185,10 @@ def test_the_last_arrays_go_when_the_interpreter_ends():
     run("x = filled(1); kept = [x, x[3:]]; kept.append(kept)")
 
 
+def test_arrays_that_outlive_the_modules_go_without_a_word():
+    run("x = filled(1); np.kept = [x, x[3:], buffers.empty(1 << 21)]")
+
+
 def test_there_is_no_more_than_there_is():
     run(
         """

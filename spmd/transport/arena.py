@@ -114,8 +114,10 @@ class Arena:
             self._look_at_children()
 
     def _free(self, at: int, nbytes: int) -> None:
-        with suppress(OSError):  # of memory that is locked
+        try:  # noqa: SIM105  (when the program ends, what other modules gave may be gone)
             self.remove(at, nbytes)
+        except OSError:  # of memory that is locked
+            pass
         self.left.setdefault(nbytes, []).append(at)
 
     def close(self) -> None:
