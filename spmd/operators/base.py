@@ -254,7 +254,7 @@ def operate(op: Collective, x, frame: FrameType | None = None) -> Any:
     frame = frame or sys._getframe(1)
     if type(x) is Array:
         value, tape, state = x.value, x.tape, x.state
-        if isinstance(value, np.generic):
+        if type(value) is not np.ndarray and isinstance(value, np.generic):
             value = np.asarray(value)
         known = state is not None and type(value) is np.ndarray and _called(op, value, state, worker, frame)
         if not known or (tape is not None and known.admitted is not state):
@@ -553,22 +553,25 @@ def passing(
 
 def joining(tiled: bool, axis: int, shapes: Sequence[Shape], dtype: np.dtype) -> Make:
     """What joins blocks of these shapes, or stacks them, in memory of their own."""
-    few = sum(map(prod, shapes)) * dtype.itemsize <= COPIED
-    if tiled and few and dtype.isnative:
-        return lambda _, blocks: sealed(contiguous(np.concatenate(blocks, axis)))
-    if few and not tiled:
-        shape = (*shapes[0][:axis], len(shapes), *shapes[0][axis:])
-        places = [(slice(None),) * axis + (k,) for k in range(len(shapes))]
+    whole, n = joined if tiled else stacked, len(shapes)
+    if n > _FEW or sum(map(prod, shapes)) * dtype.itemsize > COPIED:
+        return lambda _, blocks: sealed(whole(blocks, axis, True))
+    ends = offsets([s[axis] for s in shapes]) if tiled else []
+    before = (slice(None),) * axis
+    places = [(*before, slice(ends[k], ends[k + 1]) if tiled else k) for k in range(n)]
+    shape = (*shapes[0][:axis], ends[-1] if tiled else n, *shapes[0][axis + tiled :])
 
-        def side_by_side(_: Any, blocks: list[Any]) -> np.ndarray:
-            out = np.empty(shape, dtype)
-            for place, block in zip(places, blocks, strict=True):
-                out[place] = block
-            return sealed(out)
+    def put_together(_: Any, blocks: list[Any]) -> np.ndarray:
+        out = np.empty(shape, dtype)
+        for place, block in zip(places, blocks, strict=True):
+            out[place] = block
+        return sealed(out)
 
-        return side_by_side
-    whole = joined if tiled else stacked
-    return lambda _, blocks: sealed(whole(blocks, axis, True))
+    return put_together
+
+
+_FEW = 8
+"""Blocks that are put in their places one by one: quicker, for so many, than NumPy's functions."""
 
 
 def launch(
