@@ -41,13 +41,9 @@ def combine(blocks: Sequence[np.ndarray], how: str = "sum", into: np.ndarray | N
 
 
 def small_fold(like: np.ndarray, how: str) -> Callable[[Sequence[np.ndarray]], np.ndarray] | None:
-    """`combine` for as many times as there are small C-contiguous blocks like this one, two at least; None if it is not
-    for such blocks."""
-    return partial(_folded, _FOLDS[how]) if like.nbytes <= _SMALL and _plain(like) else None
-
-
-_SMALL = 1 << 14
-"""Bytes up to which blocks are folded at once, wherever memory is from."""
+    """`combine` for many calls with small C-contiguous blocks like this one, two at least; None if it is not for such
+    blocks."""
+    return partial(_folded, _FOLDS[how]) if _plain(like) else None
 
 
 def _plain(x: np.ndarray) -> bool:

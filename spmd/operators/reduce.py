@@ -49,7 +49,7 @@ def folded(x: np.ndarray, blocks: list[Any], how: str = "sum") -> np.ndarray:
 
 def folding(x: np.ndarray, how: str = "sum") -> Make:
     """What folds blocks like x."""
-    fold = small_fold(x, how)
+    fold = small_fold(x, how) if x.nbytes <= COPIED else None
     return partial(folded, how=how) if fold is None else lambda _, blocks: sealed(fold(blocks))
 
 
