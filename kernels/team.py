@@ -11,20 +11,23 @@ from __future__ import annotations
 import contextvars
 import threading
 import time
+import timeit
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 
 from spmd.kernels.threads import pool
 
-__all__ = ["LEAST", "copy", "each", "flat", "of", "parts", "run", "spans"]
+__all__ = ["LEAST", "copy", "each", "flat", "least", "of", "part", "parts", "run", "spans"]
 
+_PAYS = 90e-6
+"""Seconds of a thread that pay for a helper, who is there 35 us later or more, and whose end is known as late."""
 _PART = 1 << 20
-"""Bytes of a result that pay for a helper, who is there 35 us later."""
+"""Bytes of a result that do not take longer on any machine."""
 LEAST = 2 * _PART
-"""Bytes of what is worth splitting."""
+"""Bytes of what may be worth splitting: less is not, on any machine."""
 
 _here = threading.local()
 
@@ -52,10 +55,26 @@ class of:
             self.before.seconds += self.seconds
 
 
+def least() -> int:
+    """The bytes from which on a copy is worth splitting on this machine."""
+    return 2 * part()
+
+
+@lru_cache(maxsize=1)
+def part() -> int:
+    """The bytes that a thread copies in the time that pays for a helper. Measured once, in a millisecond:
+    from machine to machine it differs by a factor of four."""
+    x, y = np.ones(_PART, np.uint8), np.zeros(_PART, np.uint8)
+    seconds = min(timeit.repeat(lambda: np.copyto(y, x), number=1, repeat=5))
+    return max(_PART, int(_PART * _PAYS / seconds))
+
+
 def parts(nbytes: int) -> int:
-    """Into how many parts to split what makes so many bytes: 1 where nobody helps."""
+    """Into how many parts to split what copies so many bytes, or takes as long: 1 where nobody helps."""
     team = getattr(_here, "team", None) if nbytes >= LEAST else None
-    return 1 if team is None else max(1, min(team.cores(), nbytes // _PART))
+    if team is None or nbytes < least():
+        return 1
+    return max(1, min(team.cores(), nbytes // part()))
 
 
 def spans(shape: tuple[int, ...], n: int) -> list[tuple[Any, ...]]:
@@ -105,7 +124,7 @@ def each(makes: Sequence[Callable[[], Any]], sizes: Sequence[int]) -> list[Any]:
         least = loads.index(min(loads))
         shares[least].append(k)
         loads[least] += sizes[k]
-    way = _PART / 2  # of a helper
+    way = part() / 2  # of a helper
     together = sum(size / parts(size) + (way if parts(size) > 1 else 0) for size in sizes)
     if together < max(loads) + way:
         return [make() for make in makes]

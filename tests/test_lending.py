@@ -212,6 +212,7 @@ def test_a_large_result_of_one_worker_has_all_cores(scheduler, tracked, monkeypa
     split, ran = [], team.run
     monkeypatch.setattr(team, "run", lambda tasks: (split.append(len(tasks)), ran(tasks)))
     monkeypatch.setattr("spmd.transport.local.usable_cores", lambda: 2)
+    monkeypatch.setattr(team, "part", lambda: 1 << 20)
     mesh = Mesh(x=2, scheduler=scheduler)
     x = np.random.default_rng(0).standard_normal((1024, 1024))
     rows = mesh.layout(x.shape, P("x"))

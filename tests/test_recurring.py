@@ -15,6 +15,7 @@ import pytest
 import spmd
 from spmd import P
 from spmd.errors import DeadlockError, MismatchError
+from spmd.kernels import team
 from spmd.transport import local, recurring
 
 RING = {n: [(k, (k + 1) % n) for k in range(n)] for n in range(1, 9)}
@@ -518,3 +519,42 @@ def test_every_dtype_and_shape(dtype, shape, short):
     for w in range(3):
         for a, b in zip(mine[w], theirs[w], strict=True):
             assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
+
+
+@pytest.mark.parametrize("pays", [1, 8])
+def test_blocks_that_one_core_makes_sooner_go_the_short_way(pays, short, monkeypatch):
+    """Which they are depends on the machine; what comes of them does not."""
+    monkeypatch.setattr(team, "part", lambda: pays << 20)
+    mesh, n = lockstep(x=2), 3 << 17
+    found = []
+
+    def body(x):
+        for _ in range(3):
+            y = spmd.all_gather(x, "x", tiled=True, to="invariant")
+            total = spmd.psum(x, "x")
+            found.append((np.array(spmd.block(y)), np.array(spmd.block(total))))
+        return total
+
+    x = np.random.default_rng(1).standard_normal(2 * n).astype(np.float32)  # 1.5 MB for each
+    mesh.map(body, in_specs=P("x"), out_specs=P())(spmd.put(x, P("x"), mesh))
+    assert len(short) == 2 * 2 * (pays == 8)
+    for gathered, total in found:
+        np.testing.assert_array_equal(gathered, x)
+        np.testing.assert_array_equal(total, x[:n] + x[n:])
+
+
+def test_parts_of_one_array_are_joined_by_nobody(monkeypatch):
+    """Which only the verbs see: large blocks that may be such go by them, however often a line is called."""
+    monkeypatch.setattr(team, "part", lambda: 8 << 20)
+    mesh = lockstep(x=2)
+    array = mesh.map(lambda x: 2 * x, in_specs=P(), out_specs=P())(np.ones(1 << 19))
+    shared = []
+
+    def body(x):
+        for _ in range(3):
+            y = spmd.all_gather(x, "x", tiled=True, to="invariant")
+            shared.append(np.shares_memory(spmd.block(x), spmd.block(y)))
+        return y
+
+    mesh.map(body, in_specs=P("x"), out_specs=P())(array)
+    assert shared == [True] * 6

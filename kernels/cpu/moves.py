@@ -30,7 +30,7 @@ def combine(blocks: Sequence[np.ndarray], how: str = "sum", into: np.ndarray | N
     if into is None and first.nbytes < min(team.LEAST, buffers.least()) and _plain(first):
         return _folded(fold, blocks)
     total = buffers.empty_like(first) if into is None else into
-    n = team.parts(total.nbytes)
+    n = team.parts(total.nbytes * (1 + len(blocks)) // 2)  # A copy is read once and written once.
     if n == 1:
         _fold(total, blocks, fold)
         return total

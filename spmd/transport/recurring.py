@@ -72,8 +72,11 @@ class Recurring:
 
     @staticmethod
     def serves(way: Eager, x: np.ndarray) -> bool:
-        """Whether this is for such blocks: those that are only handed over, or so small that one core makes all."""
-        return way.group.size > 1 and (way.taken is not None or x.nbytes * way.group.size < team.LEAST)
+        """Whether this is for such blocks: those that are only handed over, or so small that one core makes all. Parts
+        of one array may have to be joined by nobody: that is seen by the verbs."""
+        nbytes = x.nbytes * way.group.size
+        part = type(x.base) is np.ndarray and x.base.nbytes > x.nbytes
+        return way.group.size > 1 and (way.taken is not None or nbytes < (team.LEAST if part else team.least()))
 
     def __call__(self, comm: LocalComm, x: np.ndarray, long: Way) -> tuple[Any, Any]:
         """The new block, and the bound operator. long: how it goes by the verbs."""
