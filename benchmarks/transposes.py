@@ -311,8 +311,8 @@ def cube_spmd(transport: str, n: int) -> Case:
     slabs, others = mesh.layout(waves, P("x")), mesh.layout(waves, P(None, "x"))
 
     def local(u, kernel):
-        f = spmd.repartition(fft.rfftn(u, axes=(1, 2)), slabs, others)
-        f = fft.fft(spmd.thaw(f), axis=0, overwrite_x=True)
+        f = spmd.thaw(spmd.repartition(fft.rfftn(u, axes=(1, 2)), slabs, others))
+        f = fft.fft(f, axis=0, overwrite_x=True)
         f *= kernel
         f = fft.ifft(f, axis=0, overwrite_x=True)
         f = spmd.thaw(spmd.repartition(f, others, slabs))

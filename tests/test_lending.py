@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import time
 import weakref
 
@@ -51,6 +52,97 @@ def test_what_its_owner_writes_afterwards_is_nowhere_to_be_seen(kind, axes, sche
         run(False)
         for k in range(mesh.size):
             np.testing.assert_array_equal(results[True, k], results[False, k], err_msg=str(case))
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=lambda axes: "x".join(map(str, axes.values())))
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_what_is_written_to_a_thawed_result_is_nowhere_to_be_seen(kind, axes, scheduler):
+    """Of every operator, at once and where its line is called again: neither in others' results nor in any block."""
+    mesh = Mesh(**axes, scheduler=scheduler)
+    rng = np.random.default_rng(4)
+    row = operator_cases(kind, mesh)
+    for case in row[:: 1 + len(row) // 12]:
+        blocks = [spmd.freeze(rng.standard_normal(shape)) for shape in block_shapes(case, mesh)]
+        kept = [block.copy() for block in blocks]
+        results: dict = {}
+
+        def body(op=case.operator, blocks=blocks, results=results):
+            k = spmd.worker_index(tuple(axes))
+            want = op(blocks[k]).copy()
+            for turn in range(3):
+                y = spmd.thaw(op(blocks[k]))
+                results[k, turn] = want, y.copy()
+                y.fill(np.nan)
+
+        mesh.map(body, in_specs=(), out_specs=None, check=False)()
+        for want, found in results.values():
+            np.testing.assert_array_equal(found, want, err_msg=str(case))
+        for block, same in zip(blocks, kept, strict=True):
+            np.testing.assert_array_equal(block, same, err_msg=str(case))
+
+
+NOBODY_ELSES = {
+    "repartition": lambda x: spmd.repartition(x, rows_of(x), columns_of(x)),
+    "all_to_all": lambda x: spmd.all_to_all(x, "x", 1, 0, tiled=True),
+    "psum_scatter": lambda x: spmd.psum_scatter(x, "x", tiled=True),
+    "halo_exchange": lambda x: spmd.halo_exchange(x, P("x"), 1),
+}
+
+
+def rows_of(x) -> spmd.Layout:
+    return here("a test").mesh.layout((2 * len(x), x.shape[1]), P("x"))
+
+
+def columns_of(x) -> spmd.Layout:
+    return here("a test").mesh.layout((2 * len(x), x.shape[1]), P(None, "x"))
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="Python does not tell whether the caller has a name for it")
+@pytest.mark.parametrize("n", [8, 256, 1024])
+@pytest.mark.parametrize("name", NOBODY_ELSES)
+def test_what_nobody_else_has_is_thawed_as_it_is(name, n, scheduler, monkeypatch):
+    """Small and large, the first time and later; but not what has a name, what a view is of, or what is a view."""
+    copies = []
+    monkeypatch.setattr(spmd.array, "copied", lambda x: copies.append(x.nbytes) or x.copy())
+    verb = NOBODY_ELSES[name]
+    mesh = Mesh(x=2, scheduler=scheduler)
+
+    def body():
+        x = spmd.freeze(np.random.default_rng(spmd.worker_index("x")).standard_normal((n, n)))
+        for _ in range(3):
+            y = spmd.thaw(verb(x))
+            y.fill(np.nan)
+        assert not copies
+        y = verb(x)
+        kept = y.copy()
+        spmd.psum(0, "x")
+        spmd.thaw(y).fill(np.nan)
+        spmd.thaw(y[1:]).fill(np.nan)
+        view = verb(x)[1:]
+        spmd.thaw(view.base).fill(np.nan)
+        np.testing.assert_array_equal(y, kept)
+        np.testing.assert_array_equal(view, kept[1:])
+
+    mesh.map(body, in_specs=(), out_specs=None, check=False)()
+    assert len(copies) == 6
+
+
+def test_what_all_have_is_thawed_for_each(scheduler):
+    """One sum, which the last to look at it may have for himself."""
+    mesh = Mesh(x=4, scheduler=scheduler)
+    for n in 3, 1 << 18:
+
+        def body(n=n):
+            k = spmd.worker_index("x")
+            x = np.full(n, k + 1.0)
+            for _ in range(4):
+                y = spmd.thaw(spmd.psum(x, "x"))
+                assert (y == 10).all()
+                y.fill(k)
+                spmd.psum(0, "x")
+                assert (y == k).all()
+
+        mesh.map(body, in_specs=(), out_specs=None, check=False)()
 
 
 N = 3

@@ -194,6 +194,22 @@ def lent(worker, axes: tuple[str, ...]) -> dict[str, object]:
     return found
 
 
+def thawed(worker, axes: tuple[str, ...]) -> dict[str, object]:
+    """Results that are written to as soon as they are there; lines that do so again, and what they were of."""
+    found: dict[str, object] = {}
+    for name, shape in {"small": (12, 8, 6), "large": (24, 40, 48)}.items():
+        x = draw(worker.index, shape, "float64")
+        results = []
+        for function in FUNCTIONS:
+            for _ in range(3):
+                y = spmd.thaw(array(function(x, axes)))
+                results.append(ready(y.copy()))
+                y.fill(np.nan)
+        spmd.psum(0, axes)
+        found[name] = [*results, ready(x)]
+    return found
+
+
 def around(worker, axes: tuple[str, ...]) -> dict[str, object]:
     """Blocks of about as many bytes as travel with what is told before each collective, a little more and a little
     less on some workers, and to some; and several sums at once, small ones and large ones."""
@@ -317,6 +333,11 @@ def products(worker, axes: tuple[str, ...]) -> dict[str, object]:
     return found
 
 
+def array(x):
+    """A number of NumPy as an array."""
+    return np.asarray(x) if isinstance(x, np.generic) else x
+
+
 def ready(x: np.ndarray) -> np.ndarray:
     x = np.ascontiguousarray(to_host(x))
     x.flags.writeable = False
@@ -338,6 +359,7 @@ def bodies(mesh: spmd.Mesh) -> Iterator[tuple[str, Callable]]:
             yield f"{name} {dtype}{list(shape)}", lambda w, a=axes, d=dtype, s=shape: verbs(w, a, d, s)
         yield f"{name} strided", lambda w, a=axes: strided(w, a)
         yield f"{name} lent", lambda w, a=axes: lent(w, a)
+        yield f"{name} thawed", lambda w, a=axes: thawed(w, a)
         yield f"{name} around", lambda w, a=axes: around(w, a)
         yield f"{name} in flight", lambda w, a=axes: in_flight(w, a)
         yield f"{name} products", lambda w, a=axes: products(w, a)
