@@ -82,8 +82,8 @@ def sgd(learning_rate: Rate, momentum: float = 0.0, *, nesterov: bool = False) -
     def init(params):
         return SGDState(0, tree.map(_zeros, params) if momentum else None)
 
-    def step(rate, p, g, v=None):
-        fused = _fused(_sgd, (p, g) if v is None else (p, g, v), rate, momentum, nesterov)
+    def step(rate, numbers, p, g, v=None):
+        fused = _fused(_sgd, (p, g) if v is None else (p, g, v), numbers)
         if fused is not None:
             return fused
         along = g = _widened(g)
@@ -95,7 +95,8 @@ def sgd(learning_rate: Rate, momentum: float = 0.0, *, nesterov: bool = False) -
     def update(grads, state, params):
         rate = _rate(learning_rate, state.steps)
         kept = (state.velocity,) if momentum else ()
-        params, velocity = _each(lambda *arrays: step(rate, *arrays), 2, params, grads, *kept)
+        numbers = _numbers(rate, momentum, nesterov)
+        params, velocity = _each(lambda *arrays: step(rate, numbers, *arrays), 2, params, grads, *kept)
         return params, SGDState(state.steps + 1, velocity if momentum else state.velocity)
 
     return Optimizer(init, update)
@@ -132,8 +133,8 @@ def _adam(where: str, learning_rate: Rate, b1: Any, b2: Any, eps: Any, weight_de
     def init(params):
         return AdamState(0, tree.map(_zeros, params), tree.map(_zeros, params))
 
-    def step(rate, t, p, g, m, s):
-        fused = _fused(_adamw, (p, g, m, s), rate, b1, b2, eps, weight_decay, t)
+    def step(rate, t, numbers, p, g, m, s):
+        fused = _fused(_adamw, (p, g, m, s), numbers)
         if fused is not None:
             return fused
         g, wide = _widened(g), _widened(p)
@@ -144,7 +145,9 @@ def _adam(where: str, learning_rate: Rate, b1: Any, b2: Any, eps: Any, weight_de
 
     def update(grads, state, params):
         rate, t = _rate(learning_rate, state.steps), state.steps + 1
-        params, *kept = _each(lambda *arrays: step(rate, t, *arrays), 3, params, grads, state.mean, state.square)
+        numbers = _numbers(rate, b1, b2, eps, weight_decay, t)
+        stepped = lambda *arrays: step(rate, t, numbers, *arrays)
+        params, *kept = _each(stepped, 3, params, grads, state.mean, state.square)
         return params, AdamState(t, *kept)
 
     return Optimizer(init, update)
@@ -252,20 +255,26 @@ def _adamw(p, g, m, s, *, options):
 _FLOATING = ("float32", "float64", "float16", "bfloat16")
 
 
-def _fused(kernel: Any, arrays: tuple[Any, ...], *options: Any) -> tuple[Any, ...] | None:
+def _numbers(*options: Any) -> tuple[Any, ...] | None:
+    """The options of a kernel; None where some are arrays, which are for the formulas."""
+    return options if all(isinstance(n, int | float | np.floating) for n in options) else None
+
+
+def _fused(kernel: Any, arrays: tuple[Any, ...], numbers: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
     """The step by its kernel: new parameters, and state or None. None where it is for the formulas."""
     p, g, *state = arrays
-    kind = type(p)
-    dtype, shape = p.dtype, p.shape
-    if not shape or any(type(a) is not kind or a.shape != shape for a in arrays):
+    kind, dtype, shape = type(p), p.dtype, p.shape
+    if numbers is None or not shape or _name(dtype) not in _FLOATING or g.dtype != dtype:
         return None
-    wide = np.dtype(np.float32) if _short(p) else dtype
-    if _name(dtype) not in _FLOATING or g.dtype != dtype or any(a.dtype != wide for a in state):
-        return None
-    if not all(isinstance(n, int | float | np.floating) for n in options):
-        return None
+    for a in arrays:
+        if type(a) is not kind or a.shape != shape:
+            return None
+    if state:
+        wide = np.dtype(np.float32) if _short(p) else dtype
+        if any(a.dtype != wide for a in state):
+            return None
     if kind is PartitionedArray:
-        return _filled(_blockwise(kernel, arrays, options))
+        return _filled(_blockwise(kernel, arrays, numbers))
     if kind is Array:
         if any(a.tape is not None or a.state is not p.state for a in arrays):
             return None
@@ -273,29 +282,35 @@ def _fused(kernel: Any, arrays: tuple[Any, ...], *options: Any) -> tuple[Any, ..
         kernel = kernel.primitive.fun
     else:
         return None
-    return _filled(kernel(*arrays, options=options))
+    return _filled(kernel(*arrays, options=numbers))
 
 
 def _filled(results: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
     return results if results is None or len(results) > 1 else (*results, None)
 
 
-def _blockwise(kernel: Any, arrays: tuple[Any, ...], options: tuple) -> tuple[Any, ...] | None:
+def _blockwise(kernel: Any, arrays: tuple[Any, ...], numbers: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """The step on each block that is here, once for all copies of it."""
-    layout, mesh = arrays[0].layout, arrays[0].mesh
-    if any(a.layout != layout or a.mesh != mesh for a in arrays):
-        return None
-    done: dict[Any, tuple] = {}
-    for w in arrays[0].blocks:
+    first = arrays[0]
+    layout, mesh, fun = first.layout, first.mesh, kernel.primitive.fun
+    for a in arrays:
+        if (a.layout is not layout and a.layout != layout) or (a.mesh is not mesh and a.mesh != mesh):
+            return None
+    done: dict[Any, list[Any]] = {}
+    results: list[dict[int, Any]] = []
+    for w in first.blocks:
         key = mesh.sharing(layout, w)
-        if key not in done:
+        made = done.get(key)
+        if made is None:
             blocks = [a.blocks[w] for a in arrays]
             if not blocks[0].shape:
                 return None
             with beside(mesh, w):
-                done[key] = tuple(map(sealed, kernel.primitive.fun(*blocks, options=options)))
-    results = zip(*(done[mesh.sharing(layout, w)] for w in arrays[0].blocks), strict=True)
-    return tuple(PartitionedArray(dict(zip(arrays[0].blocks, blocks, strict=True)), layout, mesh) for blocks in results)
+                made = done[key] = [sealed(new) for new in fun(*blocks, options=numbers)]
+        results = results or [{} for _ in made]
+        for found, new in zip(results, made, strict=True):
+            found[w] = new
+    return tuple([PartitionedArray(found, layout, mesh) for found in results])
 
 
 # Around the step

@@ -227,7 +227,7 @@ def from_blocks(blocks: Sequence[Any] | Mapping[int, Any], spec: Spec, mesh: Mes
 
 
 _WHOLE = 1 << 16
-_SAMPLE = 1 << 12
+_SAMPLE = 1 << 10
 
 
 def fingerprint(block: np.ndarray) -> int:

@@ -51,20 +51,25 @@ def _stepped(
     """The results, the first like the parameters, the others like the state. Short numbers are widened in pieces."""
     p = arrays[0]
     wide = accurate(p.dtype)
-    outs = tuple(buffers.empty(p.shape, wide if k else p.dtype) for k in range(results))
-    flat = [np.ascontiguousarray(a).reshape(-1) for a in arrays]
-    into = [o.reshape(-1) for o in outs]
     scalars = [wide.type(n) for n in numbers]
-    compiled = wide.char in "fd" and jit.available() and all(a.dtype.isnative for a in arrays)
-    step = p.size if compiled and p.dtype == wide else CACHE // wide.itemsize
-    for start in range(0, p.size, max(1, step)):
+    at_once = compiled = wide.char in "fd" and jit.available()
+    for a in arrays:
+        compiled, at_once = compiled and a.dtype.isnative, at_once and a.dtype == wide
+    if compiled and at_once:
+        outs = [buffers.empty(p.shape, wide) for _ in range(results)]
+        rows(*[o.reshape(-1) for o in outs], *[a.reshape(-1) for a in arrays], *scalars, flag)
+        return tuple(outs)
+    outs = [buffers.empty(p.shape, wide if k else p.dtype) for k in range(results)]
+    into, flat = [o.reshape(-1) for o in outs], [a.reshape(-1) for a in arrays]
+    step = CACHE // wide.itemsize
+    for start in range(0, p.size, step):
         piece = slice(start, start + step)
         parts = [a[piece].astype(wide, copy=False) for a in flat]
         made = [o[piece] if o.dtype == wide else np.empty(len(parts[0]), wide) for o in into]
         (rows if compiled else plain)(*made, *parts, *scalars, flag)
         if made[0].dtype != into[0].dtype:
             into[0][piece] = made[0]
-    return outs
+    return tuple(outs)
 
 
 @jit.loops("out", fastmath=())
