@@ -67,9 +67,11 @@ class _Probe:
 
 
 def _count_temporary() -> int:
-    """The reference count of an operand that an expression made; 0 where Python does not tell it from a variable."""
+    """The reference count of an operand that an expression made; 0 where Python does not tell it from a variable, or
+    where somebody looks on who holds it too, as debuggers do."""
     kept = _Probe()
-    return _Probe() + 0 if _Probe() + 0 < kept + 0 else 0
+    made = _Probe() + 0
+    return made if made <= 3 and made < kept + 0 else 0
 
 
 _TEMPORARY = _count_temporary()

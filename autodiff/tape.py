@@ -424,8 +424,8 @@ def _count_alone() -> int:
     return getrefcount(h)
 
 
-_ALONE = _count_alone()
-"""The reference count of an array that a variable of one function holds, and nothing else."""
+_ALONE = min(_count_alone(), 2)
+"""The reference count of an array that a variable of one function holds, and nothing else: no debugger, say."""
 
 
 def alone(count: int, h: np.ndarray) -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextvars
 import threading
 import time
-import timeit
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any
@@ -23,11 +22,11 @@ from spmd.kernels.threads import pool
 __all__ = ["LEAST", "copy", "each", "flat", "least", "of", "part", "parts", "run", "spans"]
 
 _PAYS = 90e-6
-"""Seconds of a thread that pay for a helper, who is there 35 us later or more, and whose end is known as late."""
+"""Seconds of a thread that pay for a helper, who is there 35 us later or more, and whose end is seen as late."""
 _PART = 1 << 20
-"""Bytes of a result that do not take longer on any machine."""
+"""The least `part`, whatever is measured."""
 LEAST = 2 * _PART
-"""Bytes of what may be worth splitting: less is not, on any machine."""
+"""Bytes below which nothing is split on any machine."""
 
 _here = threading.local()
 
@@ -62,11 +61,16 @@ def least() -> int:
 
 @lru_cache(maxsize=1)
 def part() -> int:
-    """The bytes that a thread copies in the time that pays for a helper. Measured once, in a millisecond:
-    from machine to machine it differs by a factor of four."""
+    """The bytes that a thread copies in the time that pays for a helper, 1 MB at least. Measured once, in a
+    millisecond: from machine to machine it differs by a factor of four. What is copied is in the caches, as blocks
+    mostly are that have just been made."""
     x, y = np.ones(_PART, np.uint8), np.zeros(_PART, np.uint8)
-    seconds = min(timeit.repeat(lambda: np.copyto(y, x), number=1, repeat=5))
-    return max(_PART, int(_PART * _PAYS / seconds))
+    seconds = []
+    for _ in range(5):
+        started = time.perf_counter()
+        np.copyto(y, x)
+        seconds.append(time.perf_counter() - started)
+    return max(_PART, int(_PART * _PAYS / min(seconds)))
 
 
 def parts(nbytes: int) -> int:
@@ -121,9 +125,9 @@ def each(makes: Sequence[Callable[[], Any]], sizes: Sequence[int]) -> list[Any]:
     shares: list[list[int]] = [[] for _ in range(n)]
     loads = [0] * n
     for k in sorted(range(len(makes)), key=sizes.__getitem__, reverse=True):
-        least = loads.index(min(loads))
-        shares[least].append(k)
-        loads[least] += sizes[k]
+        idlest = loads.index(min(loads))
+        shares[idlest].append(k)
+        loads[idlest] += sizes[k]
     way = part() / 2  # of a helper
     together = sum(size / parts(size) + (way if parts(size) > 1 else 0) for size in sizes)
     if together < max(loads) + way:

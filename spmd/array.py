@@ -701,29 +701,31 @@ def _references(x: Any) -> int:
 
 def _references_alone() -> int:
     """How many references a function finds to an argument that nobody else has. -1 where it finds no more to one that
-    its caller keeps, as Python does that lends its variables."""
+    its caller keeps, as Python does that lends its variables, and where somebody looks on who holds it too."""
     kept = object()
-    alone = _references(object())
-    return alone if _references(kept) > alone else -1
+    return 2 if _references(object()) == 2 and _references(kept) == 3 else -1
 
 
 _ALONE = _references_alone()
 
 
 def _made_writable(x: np.ndarray) -> bool:
-    """Whether no other array lies where x does, unless it knows x; then x may be written to from now on."""
+    """Make x writable where no other array lies in its memory, and that is not much larger: whether it is so."""
     if not x.flags.c_contiguous:
         return False
-    views = [x]
-    while not x.flags.owndata:
-        base = x.base
+    views, root = [x], x
+    while not root.flags.owndata:
+        base: Any = root.base
         if sys.getrefcount(base) != 3:  # that of the view, this name, and the one that is asked
             return False
+        root = base
         if type(base) is Lease:
             break
         if type(base) is not np.ndarray:
             return False
-        views.append(x := base)
+        views.append(base)
+    if root.nbytes > 2 * x.nbytes:
+        return False
     for view in reversed(views):
         view.setflags(write=True)
     return True

@@ -29,7 +29,7 @@ from spmd.device import contiguous, on_device
 from spmd.errors import LayoutError, MeshError, SpecError, StateError, describe, message, nearest
 from spmd.layout import Layout, P, Spec
 from spmd.mesh import WORKER, Mesh, Worker
-from spmd.operators.base import Join, bounded, outside, sealed, vary, writable
+from spmd.operators.base import Join, outside, sealed, vary, writable
 from spmd.operators.root import Rooted, laid_out
 from spmd.placing import cut, fingerprint, mesh_for, put
 from spmd.scheduling import Trial
@@ -131,8 +131,6 @@ class Mapped:
         self.check = check
         self._names = _parameter_names(f)
         self._trials: dict[Any, Trial] = {}
-        self._fitting: dict[Any, bool] = {}
-        """Specs, and layouts of arguments that fit them."""
         functools.update_wrapper(self, f, updated=())  # not what f keeps: that of a map would be taken for this one's
         self.where = f"spmd.map of {getattr(f, '__name__', None) or type(f).__name__}"
         for name, specs in (("in_specs", in_specs), ("out_specs", out_specs)):
@@ -272,9 +270,6 @@ class Mapped:
     def _check_argument(self, mesh: Mesh, leaf: Leaf) -> None:
         """Raise where an argument is no array, or does not fit its spec."""
         x: Any = value_of(leaf.value)
-        known = (leaf.spec, x.layout) if type(x) is PartitionedArray and x.mesh is mesh else None
-        if known in self._fitting:
-            return
         assert leaf.spec is not None
         kind = getattr(getattr(x, "dtype", None), "kind", "")
         known = isinstance(x, np.ndarray | np.generic | PartitionedArray | int | float | complex) or on_device(x)
@@ -302,8 +297,6 @@ class Mapped:
                     mend="spmd.put(x.numpy(), spec, mesh), or x.numpy()",
                 )
             )
-        if known is not None:
-            bounded(self._fitting)[known] = True
 
     # Running
 

@@ -231,7 +231,8 @@ _SAMPLE = 1 << 10
 
 
 def fingerprint(block: np.ndarray) -> int:
-    """A checksum of a block's bits: of all of them where it is small, of a strided sample where it is large.
+    """A checksum of a block's bits: of all of them where it is small, of about a thousand numbers where it is large,
+    which lie an odd number apart: in all columns of a matrix, also of one whose lengths are powers of two.
 
     Of one on a device 0: it would take waiting for the device, and bodies are not to wait.
     """
@@ -239,7 +240,7 @@ def fingerprint(block: np.ndarray) -> int:
         return 0
     flat = block.reshape(-1)
     if block.nbytes > _WHOLE:
-        flat = flat[:: max(1, flat.size // _SAMPLE)]
+        flat = flat[:: (flat.size // _SAMPLE) | 1]
     return checksum(flat)
 
 

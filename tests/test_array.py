@@ -8,6 +8,7 @@ import gc
 import itertools
 import operator
 import pickle
+import sys
 import weakref
 
 import numpy as np
@@ -18,10 +19,11 @@ from hypothesis import strategies as st
 import spmd
 from spmd import P
 from spmd.array import owned, relayout
+from spmd.autodiff import syntax
 from spmd.device import to_host
 from spmd.errors import LayoutError, StateError
 from spmd.layout import Layout
-from spmd.placing import cut
+from spmd.placing import cut, fingerprint
 
 MESH = spmd.Mesh(x=2, y=3)
 SPECS = [P(), P("x"), P("y"), P(None, "x"), P("y", "x"), P("x", "y"), P(("x", "y")), P(("y", "x")), P(None, ("x", "y"))]
@@ -218,6 +220,67 @@ def test_what_is_thawed_may_be_written_to(shape, dtype):
         assert (x.shape, x.dtype) == (of.shape, of.dtype)
         assert not np.shares_memory(x, a)
         assert np.array_equal(x, of)
+
+
+@pytest.mark.host("bare arrays of NumPy")
+def test_memory_of_somebody_else_is_not_thawed(tmp_path):
+    """Whoever has it, and however it came to be an array without a name."""
+    octets, named = bytearray(80), np.arange(10.0)
+    file = np.memmap(tmp_path / "file", float, "w+", shape=10)
+    exported = memoryview(named)
+    for make in (
+        lambda: np.frombuffer(bytes(octets)),
+        lambda: np.frombuffer(octets),
+        lambda: np.asarray(file),
+        lambda: np.asarray(exported),
+        lambda: np.broadcast_to(named[:1], (1,)),
+        lambda: named[:],
+        lambda: named.reshape(2, 5),
+        lambda: np.asarray(spmd.freeze(named)),
+        lambda: np.ndarray((10,), float, octets),
+    ):
+        spmd.thaw(make()).fill(7)
+        assert not any(octets)
+        assert not file.any()
+        np.testing.assert_array_equal(named, np.arange(10.0))
+
+
+@pytest.mark.host("bare arrays of NumPy")
+@pytest.mark.parametrize("shape", [(), (0, 3), (5, 4), (1 << 9, 1 << 9)])
+def test_what_has_no_name_is_thawed(shape):
+    x = spmd.thaw(np.full(shape, 2.0))
+    assert x.flags.writeable
+    assert x.flags.c_contiguous
+    assert x.shape == shape
+    assert (x == 2).all()
+    row = spmd.thaw(np.zeros((1000, 1000))[0])
+    assert row.base is None  # which would keep all the others
+
+
+@pytest.mark.parametrize("looks_on", [sys.setprofile, sys.settrace])
+def test_who_looks_on_is_not_taken_for_a_name(looks_on):
+    """A profiler that holds the variables of every call makes counts of references larger."""
+
+    def look(frame, event, argument):
+        return look if frame.f_locals is not None else None
+
+    before = sys.gettrace(), sys.getprofile()
+    looks_on(look)
+    found = spmd.array._references_alone(), syntax._count_temporary()
+    sys.settrace(before[0])
+    sys.setprofile(before[1])
+    assert found == (-1, 0)
+
+
+@pytest.mark.host("bare arrays of NumPy")
+def test_copies_that_differ_outside_of_one_column_are_told_apart():
+    """Of a matrix whose lengths are powers of two, or any others."""
+    for shape in (1024, 1024), (2048, 512), (1000, 100), (1 << 20,):
+        a = np.zeros(shape, np.float32)
+        b = np.random.default_rng(0).standard_normal(shape, np.float32)
+        if len(shape) > 1:
+            b[:, 0] = 0
+        assert fingerprint(a) != fingerprint(b)
 
 
 @pytest.mark.host("bare arrays of NumPy")

@@ -10,6 +10,7 @@ from emulator import device
 from kernel_cases import FLOATING, Family, dtype_of
 
 from spmd.kernels import cpu, jit, reference
+from spmd.kernels.cpu import updates
 from spmd.kernels.cpu.chunks import accurate
 
 family = Family("updates")
@@ -58,3 +59,14 @@ def test_all_engines_have_the_bits_of_the_formula(name, state, more, dtype):
             found = device.get(getattr(gpu, name)(*map(device.put, (p, g, *kept)), *more))
         for f, e in zip(found, exact, strict=True):
             np.testing.assert_array_equal(f, e.astype(f.dtype))
+
+
+@pytest.mark.skipif(not jit.available(), reason="without numba nothing is compiled")
+def test_strided_gradients_compile_nothing_more():
+    p, g = np.ones(6, np.float32), np.arange(12, dtype=np.float32)
+    cpu.sgd(p, g[:6].copy(), None, 0.5, 0.0, False)
+    known = len(updates._descend._compiled.signatures)
+    for strided in (g[::2], g[5::-1], np.broadcast_to(g[3:4], 6)):
+        new, _ = cpu.sgd(p, strided, None, 0.5, 0.0, False)
+        np.testing.assert_array_equal(new, 1 - 0.5 * strided)
+    assert len(updates._descend._compiled.signatures) == known

@@ -127,22 +127,41 @@ def test_what_nobody_else_has_is_thawed_as_it_is(name, n, scheduler, monkeypatch
     assert len(copies) == 6
 
 
-def test_what_all_have_is_thawed_for_each(scheduler):
-    """One sum, which the last to look at it may have for himself."""
+@pytest.mark.parametrize("tracked", [True, False])
+def test_what_all_have_is_thawed_for_each(tracked, scheduler):
+    """One sum, which the last to look at it may have for himself; by the verbs, and by the short way."""
     mesh = Mesh(x=4, scheduler=scheduler)
     for n in 3, 1 << 18:
 
         def body(n=n):
             k = spmd.worker_index("x")
-            x = np.full(n, k + 1.0)
+            x = spmd.varying(np.full(n, k + 1.0), "x") if tracked else np.full(n, k + 1.0)
             for _ in range(4):
-                y = spmd.thaw(spmd.psum(x, "x"))
+                y = spmd.thaw(spmd.block(spmd.psum(x, "x")))
                 assert (y == 10).all()
                 y.fill(k)
                 spmd.psum(0, "x")
                 assert (y == k).all()
 
-        mesh.map(body, in_specs=(), out_specs=None, check=False)()
+        mesh.map(body, in_specs=(), out_specs=None, check=tracked)()
+
+
+@pytest.mark.parametrize("name", NOBODY_ELSES)
+def test_what_a_line_gives_again_may_be_written_to(name, scheduler):
+    """By the short way, from the second time on."""
+    mesh = Mesh(x=2, scheduler=scheduler)
+    for n in 8, 256, 1024:
+
+        def body(n=n):
+            x = spmd.varying(np.random.default_rng(spmd.worker_index("x")).standard_normal((n, n)), "x")
+            kept, want = spmd.block(x).copy(), spmd.block(NOBODY_ELSES[name](x)).copy()
+            for _ in range(4):
+                y = spmd.thaw(spmd.block(NOBODY_ELSES[name](x)))
+                np.testing.assert_array_equal(y, want)
+                y.fill(np.nan)
+            np.testing.assert_array_equal(spmd.block(x), kept)
+
+        mesh.map(body, in_specs=(), out_specs=None)()
 
 
 N = 3

@@ -56,27 +56,26 @@ class Gathering:
 class Recurring:
     """A collective of a group, as often as it is called with blocks of the same shapes.
 
-    shape: of the own block; shapes: of what goes to each member. meetings: as many as it counts for, which are those
-    that it takes by the verbs. known: what makes the results, by who meets. vain: how often in a row it was tried in
-    vain.
+    shape: of the own block; shapes: of what goes to each member; large: whether it pays to join nothing. meetings: as
+    many as it counts for, which are those that it takes by the verbs. known: what makes the results, by who meets.
+    vain: how often in a row it was tried in vain.
     """
 
-    __slots__ = ("call", "group", "known", "meetings", "shape", "shapes", "vain", "way")
+    __slots__ = ("call", "group", "known", "large", "meetings", "shape", "shapes", "vain", "way")
 
     def __init__(self, call: Call, way: Eager, x: np.ndarray):
         self.call, self.way, self.group, self.shape = call, way, way.group, x.shape
         self.shapes: list[Shape | None] = [None if piece is None else x[piece].shape for piece in way.parts]
+        self.large = way.taken is None and x.nbytes * way.group.size >= team.LEAST
         self.meetings = 1 if way.supposed is None else 2
         self.vain = 0
         self.known: dict[tuple[Any, ...], _Makers] = {}
 
     @staticmethod
     def serves(way: Eager, x: np.ndarray) -> bool:
-        """Whether this is for such blocks: those that are only handed over, or so small that one core makes all. Parts
-        of one array may have to be joined by nobody: that is seen by the verbs."""
+        """Whether this is for such blocks: those that are only handed over, or so small that one core makes all."""
         nbytes = x.nbytes * way.group.size
-        part = type(x.base) is np.ndarray and x.base.nbytes > x.nbytes
-        return way.group.size > 1 and (way.taken is not None or nbytes < (team.LEAST if part else team.least()))
+        return way.group.size > 1 and (way.taken is not None or nbytes < team.LEAST or nbytes < team.least())
 
     def __call__(self, comm: LocalComm, x: np.ndarray, long: Way) -> tuple[Any, Any]:
         """The new block, and the bound operator. long: how it goes by the verbs."""
@@ -84,6 +83,8 @@ class Recurring:
         gatherings, key = run.gatherings, group.key
         if gatherings is None or comm.clock >= run.limit or (self.vain >= _VAIN and self._rests()):
             return long(comm, x)
+        if self.large and type(x.base) is np.ndarray and x.base.nbytes > x.nbytes:
+            return long(comm, x)  # Parts of one array may lie side by side: then the verbs give that, without a copy.
         count = comm.counts.get(key, 0)
         if run.open and (key, count) in run.open:
             self.vain += 1

@@ -198,15 +198,17 @@ def thawed(worker, axes: tuple[str, ...]) -> dict[str, object]:
     """Results that are written to as soon as they are there; lines that do so again, and what they were of."""
     found: dict[str, object] = {}
     for name, shape in {"small": (12, 8, 6), "large": (24, 40, 48)}.items():
-        x = draw(worker.index, shape, "float64")
+        drawn = draw(worker.index, shape, "float64")
         results = []
-        for function in FUNCTIONS:
-            for _ in range(3):
-                y = spmd.thaw(array(function(x, axes)))
-                results.append(ready(y.copy()))
-                y.fill(np.nan)
-        spmd.psum(0, axes)
-        found[name] = [*results, ready(x)]
+        for x in drawn, drawn if on_device(drawn) else spmd.freeze(drawn.copy()):
+            for function in FUNCTIONS:
+                for _ in range(3):
+                    y = spmd.thaw(array(function(x, axes)))
+                    results.append(ready(y.copy()))
+                    y.fill(np.nan)
+            spmd.psum(0, axes)
+            results.append(ready(x))
+        found[name] = results
     return found
 
 
