@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -231,8 +233,8 @@ _SAMPLE = 1 << 10
 
 
 def fingerprint(block: np.ndarray) -> int:
-    """A checksum of a block's bits: of all of them where it is small, of about a thousand numbers where it is large,
-    which lie an odd number apart: in all columns of a matrix, also of one whose lengths are powers of two.
+    """A checksum of a block's bits: of all of them where it is small, of about a thousand numbers where it is large.
+    How far these lie apart has no factor in common with any length, so that they are not all in a few columns.
 
     Of one on a device 0: it would take waiting for the device, and bodies are not to wait.
     """
@@ -240,8 +242,16 @@ def fingerprint(block: np.ndarray) -> int:
         return 0
     flat = block.reshape(-1)
     if block.nbytes > _WHOLE:
-        flat = flat[:: (flat.size // _SAMPLE) | 1]
+        flat = flat[:: _apart(flat.size)]
     return checksum(flat)
+
+
+@lru_cache(maxsize=1024)
+def _apart(size: int) -> int:
+    apart = max(1, size // _SAMPLE)
+    while math.gcd(apart, size) > 1:
+        apart += 1
+    return apart
 
 
 def checksum(block: np.ndarray) -> int:
