@@ -1260,7 +1260,12 @@ def printed(ended):
 def test_a_port_of_a_script_for_ddp():
     """It trains as the script does, to the printed digits, without a launcher."""
     pytest.importorskip("sklearn")
-    assert printed(run_python(PORT, timeout=120)) == printed(launch(PLAIN, n=2, python=TORCHRUN, timeout=120))
+    for _ in range(5):
+        plain = launch(PLAIN, n=2, python=TORCHRUN, timeout=120)
+        # The script has torch alone in it, which aborts now and then when such processes end.
+        if "terminate called without an active exception" not in str(plain):
+            break
+    assert printed(run_python(PORT, timeout=120)) == printed(plain)
 
 
 @pytest.mark.full
