@@ -55,7 +55,7 @@ class of:
 
 
 def least() -> int:
-    """The bytes from which on a copy is worth splitting on this machine."""
+    """The bytes from which on a copy is worth splitting on this machine, and never less than LEAST."""
     return 2 * part()
 
 

@@ -23,16 +23,20 @@ pytestmark = pytest.mark.host("only of arrays of the host it is known whether th
 KINDS = [kind for kind in operator_classes() if kind.__module__.startswith("spmd.")]
 
 
+def some_cases(kind, mesh, seed):
+    """About a dozen cases of an operator, with a block of random numbers for each worker."""
+    rng = np.random.default_rng(seed)
+    row = operator_cases(kind, mesh)
+    for case in row[:: 1 + len(row) // 12]:
+        yield case, [rng.standard_normal(shape) for shape in block_shapes(case, mesh)]
+
+
 @pytest.mark.parametrize("axes", MESHES, ids=lambda axes: "x".join(map(str, axes.values())))
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_what_its_owner_writes_afterwards_is_nowhere_to_be_seen(kind, axes, scheduler):
     """Of every operator: neither in others' results nor in one's own, whoever goes on first."""
     mesh = Mesh(**axes, scheduler=scheduler)
-    rng = np.random.default_rng(3)
-    row = operator_cases(kind, mesh)
-    for case in row[:: 1 + len(row) // 12]:
-        blocks = [rng.standard_normal(shape) for shape in block_shapes(case, mesh)]
-
+    for case, blocks in some_cases(kind, mesh, seed=3):
         results: dict = {}
 
         def body(lent, op=case.operator, blocks=blocks, results=results):
@@ -59,11 +63,8 @@ def test_what_its_owner_writes_afterwards_is_nowhere_to_be_seen(kind, axes, sche
 def test_what_is_written_to_a_thawed_result_is_nowhere_to_be_seen(kind, axes, scheduler):
     """Of every operator, at once and where its line is called again: neither in others' results nor in any block."""
     mesh = Mesh(**axes, scheduler=scheduler)
-    rng = np.random.default_rng(4)
-    row = operator_cases(kind, mesh)
-    for case in row[:: 1 + len(row) // 12]:
-        blocks = [spmd.freeze(rng.standard_normal(shape)) for shape in block_shapes(case, mesh)]
-        kept = [block.copy() for block in blocks]
+    for case, drawn in some_cases(kind, mesh, seed=4):
+        blocks, kept = [spmd.freeze(block) for block in drawn], [block.copy() for block in drawn]
         results: dict = {}
 
         def body(op=case.operator, blocks=blocks, results=results):
@@ -82,19 +83,16 @@ def test_what_is_written_to_a_thawed_result_is_nowhere_to_be_seen(kind, axes, sc
 
 
 NOBODY_ELSES = {
-    "repartition": lambda x: spmd.repartition(x, rows_of(x), columns_of(x)),
+    "repartition": lambda x: spmd.repartition(x, layout_of(x, P("x")), layout_of(x, P(None, "x"))),
     "all_to_all": lambda x: spmd.all_to_all(x, "x", 1, 0, tiled=True),
     "psum_scatter": lambda x: spmd.psum_scatter(x, "x", tiled=True),
     "halo_exchange": lambda x: spmd.halo_exchange(x, P("x"), 1),
 }
 
 
-def rows_of(x) -> spmd.Layout:
-    return here("a test").mesh.layout((2 * len(x), x.shape[1]), P("x"))
-
-
-def columns_of(x) -> spmd.Layout:
-    return here("a test").mesh.layout((2 * len(x), x.shape[1]), P(None, "x"))
+def layout_of(x, spec: P) -> spmd.Layout:
+    """That of the array of which x is the block of one of two workers, by rows."""
+    return here("a test").mesh.layout((2 * len(x), x.shape[1]), spec)
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="Python does not tell whether the caller has a name for it")

@@ -55,12 +55,12 @@ def _stepped(
     at_once = compiled = wide.char in "fd" and jit.available()
     for a in arrays:
         compiled, at_once = compiled and a.dtype.isnative, at_once and a.dtype == wide
-    if compiled and at_once:
-        outs = [buffers.empty(p.shape, wide) for _ in range(results)]
-        rows(*[o.reshape(-1) for o in outs], *[_flat(a) for a in arrays], *scalars, flag)
-        return tuple(outs)
     outs = [buffers.empty(p.shape, wide if k else p.dtype) for k in range(results)]
-    into, flat = [o.reshape(-1) for o in outs], [_flat(a) for a in arrays]
+    # Loops are compiled for contiguous arrays: a view of one dimension may have strides.
+    into, flat = [o.reshape(-1) for o in outs], [np.ascontiguousarray(a).reshape(-1) for a in arrays]
+    if compiled and at_once:
+        rows(*into, *flat, *scalars, flag)
+        return tuple(outs)
     step = CACHE // wide.itemsize
     for start in range(0, p.size, step):
         piece = slice(start, start + step)
@@ -70,11 +70,6 @@ def _stepped(
         if made[0].dtype != into[0].dtype:
             into[0][piece] = made[0]
     return tuple(outs)
-
-
-def _flat(a: np.ndarray) -> np.ndarray:
-    """As loops are compiled for: a view of one dimension may have strides."""
-    return (a if a.flags.c_contiguous else np.ascontiguousarray(a)).reshape(-1)
 
 
 @jit.loops("out", fastmath=())
