@@ -27,6 +27,20 @@ SECTIONS = {
 }
 
 
+def file(path: str) -> Path:
+    """Where a file can be written, which is known before an hour is measured."""
+    folder(str(Path(path).parent))
+    return Path(path)
+
+
+def folder(path: str) -> Path:
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"no folder can be made there ({error})") from error
+    return Path(path)
+
+
 def main() -> int:
     if sys.argv[1:2] == ["--contend"]:
         contest.main(sys.argv[2:])
@@ -35,9 +49,9 @@ def main() -> int:
     parser.add_argument("sections", nargs="*", metavar="section", help=f"of {', '.join(SECTIONS)}; all without any")
     parser.add_argument("--quick", action="store_true", help="few rounds and small sizes")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose names hold this")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables there as Markdown")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all that was measured there")
-    parser.add_argument("--plot", type=Path, metavar="FOLDER", help="draw the ratios of each section there, as PNG")
+    parser.add_argument("--markdown", type=file, metavar="FILE", help="write the tables there as Markdown")
+    parser.add_argument("--json", type=file, metavar="FILE", help="write all that was measured there")
+    parser.add_argument("--plot", type=folder, metavar="FOLDER", help="draw the ratios of each section there, as PNG")
     args = parser.parse_args()
     unknown = [s for s in args.sections if s not in SECTIONS]
     if unknown:
@@ -55,7 +69,6 @@ def main() -> int:
     if args.json:
         args.json.write_text(report.as_json(tables))
     if args.plot:
-        args.plot.mkdir(parents=True, exist_ok=True)
         for table in tables:
             report.picture(table, args.plot / f"{table.section.name}.png")
     return 1 if any(t.parted for t in tables) else 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -184,25 +185,37 @@ def stencil_spmd(points: int, steps: int) -> Case:
 
 def stencil_numpy(rows: int, points: int, steps: int) -> Case:
     """The same steps forward and back, each worker in a thread, so many rows at a time, to stay in the cache: the
-    neighbours are added up before they are multiplied, in memory that is there, with zeros around."""
-    grids = [np.zeros((points + 2, points + 2)) for _ in range(2)]
+    neighbours are added up before they are multiplied, in memory that is there, with zeros around. Rows are read and
+    written as one, and all views are made beforehand."""
+    wide = points + 2
+    grids = [np.zeros((wide, wide)) for _ in range(2)]
     grids[0][1:-1, 1:-1] = plane(points)
-    rooms = [np.empty((rows, points)) for _ in range(2)]
 
-    def into(to: np.ndarray, of: np.ndarray, worker: int) -> None:
-        half = points // 2
-        for y in range(worker * half, worker * half + half, rows):
-            stop = min(y + rows, worker * half + half)
-            total, out = rooms[worker][: stop - y], to[1 + y : 1 + stop, 1:-1]
-            np.add(of[y:stop, 1:-1], of[2 + y : 2 + stop, 1:-1], out=total)
-            np.add(total, of[1 + y : 1 + stop, :-2], out=total)
-            np.add(total, of[1 + y : 1 + stop, 2:], out=total)
-            np.multiply(total, WEIGHTS[1], out=total)
-            np.multiply(of[1 + y : 1 + stop, 1:-1], WEIGHTS[0], out=out)
-            np.add(out, total, out=out)
+    def calls(to: np.ndarray, of: np.ndarray, worker: int) -> list[tuple[Any, ...]]:
+        half, room, made = points // 2, np.empty(rows * wide), []
+        for y in range(1 + worker * half, 1 + worker * half + half, rows):
+            stop = min(y + rows, 1 + worker * half + half)
+            lo, hi = y * wide + 1, stop * wide - 1
+            out, total = to.reshape(-1)[lo:hi], room[: hi - lo]
+            mid, left, right, above, below = (of.reshape(-1)[lo + d : hi + d] for d in (0, -1, 1, -wide, wide))
+            made += [
+                (np.multiply, mid, WEIGHTS[0], out),
+                (np.add, above, left, total),
+                (np.add, total, right, total),
+                (np.add, total, below, total),
+                (np.multiply, total, WEIGHTS[1], total),
+                (np.add, out, total, out),
+                (np.multiply, to[y:stop, :: points + 1], 0, to[y:stop, :: points + 1]),
+            ]
+        return made
 
-    ways = [partial(into, grids[1 - k], grids[k]) for k in range(2)]
-    return Case(repeated(in_two_threads(*ways * steps)), list)
+    ways = [[calls(grids[1 - k], grids[k], worker) for worker in range(2)] for k in range(2)]
+
+    def into(k: int, worker: int) -> None:
+        for f, *args in ways[k][worker]:
+            f(*args)
+
+    return Case(repeated(in_two_threads(*[partial(into, 0), partial(into, 1)] * steps)), list)
 
 
 @W4.contestant("limit, NumPy alone")

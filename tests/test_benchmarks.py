@@ -105,6 +105,15 @@ def test_an_unknown_section_is_named():
     assert "no section w9; there are local, mpi, w1" in done.stderr
 
 
+@pytest.mark.parametrize("option", ["--json", "--markdown", "--plot"])
+def test_where_nothing_can_be_written_nothing_is_measured(option, tmp_path):
+    (tmp_path / "file").write_text("")
+    done = run_python("-m", "benchmarks", "w3", option, str(tmp_path / "file" / "of" / "it"), PYTHONPATH=str(ROOT))
+    assert done.returncode == 2
+    assert f"argument {option}: " in done.stderr
+    assert not done.stdout
+
+
 def test_what_is_to_hold_names_cases_and_contestants_that_there_are():
     from benchmarks.__main__ import SECTIONS
     from benchmarks.targets import TARGETS
@@ -145,8 +154,10 @@ def test_what_is_to_hold_is_found_by_medians():
 
 @pytest.mark.full
 @pytest.mark.parametrize("section", ["w3", "w4", "memory", "updates", "bridge", "checks"])
-def test_a_section_runs(section):
+def test_a_section_runs(section, tmp_path):
     pytest.importorskip("jax")
-    done = run_python("-m", "benchmarks", section, "--quick", timeout=600, PYTHONPATH=str(ROOT))
+    file = tmp_path / "new" / "t.json"
+    done = run_python("-m", "benchmarks", section, "--quick", "--json", str(file), timeout=600, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
+    assert section in file.read_text()
     assert "NOT THE SAME" not in done.stdout

@@ -10,7 +10,8 @@ from kernel_cases import FLOATING, NUMBERS, Family
 import spmd
 from spmd import P, functions
 from spmd.errors import LayoutError, SpecError
-from spmd.kernels import cpu
+from spmd.kernels import cpu, jit, reference
+from spmd.kernels.cpu import stencils
 from spmd.kernels.windows import reach, stencil_adjoint_padding
 from spmd.operators.stencil import Stencil
 
@@ -61,6 +62,27 @@ def test_the_adjoint_is_the_stencil_of_the_negated_offsets():
         )
         assert back.shape == x.shape
         assert np.sum(y * g) == np.sum(x * back)
+
+
+@pytest.mark.parametrize("cache", [40, 200, 1 << 19])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_rows_that_are_read_as_one_give_nothing_to_each_other(dims, cache, monkeypatch):
+    """Results of the shape of x, in pieces that end anywhere. What lies at the ends of rows would overflow together."""
+    monkeypatch.setattr(stencils, "CACHE", cache)
+    rng = np.random.default_rng(cache)
+    n = (2, 6, 5, 7)[-dims - 1 :]
+    offsets = [tuple(o) for o in rng.integers(-1, 2, (5, dims)).tolist()] + [(-1,) * dims, (1,) * dims]
+    weights = [0.5, 0.25, 0.5, 1.0, 0.25, 2.0, 0.5]
+    x = rng.integers(-9, 10, n).astype(float)
+    with jit.off():
+        y = cpu.stencil(x, offsets, weights, [(1, 1)] * dims)
+    assert y.shape == x.shape
+    assert np.array_equal(y, reference.stencil(x, offsets, weights, [(1, 1)] * dims))
+    x[..., 1:-1], x[..., :1], x[..., -1:] = 0, 1e308, 1e308
+    across = [(0,) * (dims - 1) + (k,) for k in (-1, 0, 1)]
+    with jit.off(), np.errstate(all="raise"):
+        y = cpu.stencil(x, across, [1.0, 1.0, 1.0], [(0, 0)] * (dims - 1) + [(1, 1)])
+    assert np.array_equal(y[..., 1:-1], x[..., :-2] + x[..., 2:])
 
 
 # The functions

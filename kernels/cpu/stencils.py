@@ -1,12 +1,13 @@
 """Stencils, with one reading and one writing of memory.
 
-With numba by `spmd.kernels.cpu.shifts`. Without it the inner box is made some rows at a time, in the cache: entries
-of one weight are added up before they are multiplied; what is near the ends, where some offsets meet padding, is made
-offset by offset.
+With numba by `spmd.kernels.cpu.shifts`. Without it the inner box is made in pieces that fit into the cache: entries of
+one weight are added up before they are multiplied. What is near the ends, where some offsets meet padding, is made from
+a copy with zeros around.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from functools import lru_cache
@@ -106,19 +107,19 @@ def _inside(at: int, n: int, m: int) -> Pair:
 
 
 def _boxes(out: np.ndarray, x: np.ndarray, table: np.ndarray, weights: np.ndarray) -> None:
-    """The inner box in one way, what is around it in the other."""
+    """The inner box in one way, and then what is around it in the other."""
     m = out.shape[1:]
     inside = []
     for d in range(3):
         spans = [_inside(int(at), x.shape[1 + d], m[d]) for at in table[:, d]]
         first = min(m[d], max(a for a, _ in spans))
         inside.append((first, max(first, min(b for _, b in spans))))
+    _inner(out, x, table, weights, inside)
     for d in range(3):
         around = [slice(*inside[e]) if e < d else slice(None) for e in range(3)]
         for part in (slice(0, inside[d][0]), slice(inside[d][1], m[d])):
             around[d] = part
             _around(out, x, table, weights, tuple(around))
-    _inner(out, x, table, weights, inside)
 
 
 def _around(out: np.ndarray, x: np.ndarray, table: np.ndarray, weights: np.ndarray, box: tuple[slice, ...]) -> None:
@@ -138,29 +139,60 @@ def _around(out: np.ndarray, x: np.ndarray, table: np.ndarray, weights: np.ndarr
 
 
 def _inner(out: np.ndarray, x: np.ndarray, table: np.ndarray, weights: np.ndarray, inside: Sequence[Pair]) -> None:
-    """The box in which all offsets read x, some rows at a time."""
-    (z0, z1), (y0, y1), (c0, c1) = inside
-    if z0 == z1 or y0 == y1 or c0 == c1:
+    """The box in which all offsets read x, as much at a time as fits into the cache."""
+    if any(lo == hi for lo, hi in inside):
         return
-    groups: dict[Any, list[np.ndarray]] = {}
-    for at, w in zip(table, weights, strict=True):
+    groups: dict[Any, list[Any]] = {}
+    for at, w in zip(table.tolist(), weights, strict=True):
         groups.setdefault(w.item(), []).append(at)
+    if x.shape == out.shape and x.flags.c_contiguous and out.flags.c_contiguous:
+        _add_up_joined(out, x, groups, inside)
+        return
+    (z0, z1), (y0, y1), (c0, c1) = inside
     step = max(1, CACHE // ((c1 - c0) * x.itemsize))
     room = np.empty((min(step, y1 - y0), c1 - c0), x.dtype)
-    for n in range(x.shape[0]):
-        for z in range(z0, z1):
-            for y in range(y0, y1, step):
-                stop = min(y1, y + step)
-                into = out[n, z, y:stop, c0:c1]
-                for k, (w, places_) in enumerate(groups.items()):
-                    total = into if k == 0 else room[: stop - y]
-                    parts = [x[n, z + a, y + b : stop + b, c0 + c : c1 + c] for a, b, c in places_]
-                    if len(parts) == 1:
-                        np.multiply(parts[0], w, out=total)
-                    else:
-                        np.add(parts[0], parts[1], out=total)
-                        for part in parts[2:]:
-                            np.add(total, part, out=total)
-                        np.multiply(total, w, out=total)
-                    if k:
-                        np.add(into, total, out=into)
+    for n, z in itertools.product(range(x.shape[0]), range(z0, z1)):
+        for y in range(y0, y1, step):
+            stop = min(y1, y + step)
+            parts = [
+                (w, [x[n, z + a, y + b : stop + b, c0 + c : c1 + c] for a, b, c in places])
+                for w, places in groups.items()
+            ]
+            _add_up(out[n, z, y:stop, c0:c1], parts, room[: stop - y])
+
+
+def _add_up_joined(out: np.ndarray, x: np.ndarray, groups: dict[Any, list[Any]], inside: Sequence[Pair]) -> None:
+    """Where rows follow each other as they do in the result, they are read and written as one: each by itself takes NumPy
+    up to twice as long. Entries around the box get what is not theirs, and that may overflow.
+
+    All views are made beforehand: between the sums they would keep other workers' threads from beginning theirs.
+    """
+    _, _, rows, columns = x.shape
+    place = lambda z, y, c: (z * rows + y) * columns + c
+    first = place(*[lo for lo, _ in inside])
+    last = x.size - x[0].size + place(*[hi - 1 for _, hi in inside]) + 1
+    of, to, step = x.reshape(-1), out.reshape(-1), CACHE // x.itemsize
+    places = [(w, [place(*at) for at in ats]) for w, ats in groups.items()]
+    spans = [(lo, min(lo + step, last)) for lo in range(first, last, step)]
+    parts = [[(w, [of[lo + at : hi + at] for at in ats]) for w, ats in places] for lo, hi in spans]
+    outs, room = [to[lo:hi] for lo, hi in spans], np.empty(min(step, last - first), x.dtype)
+    rooms = [room[: hi - lo] for lo, hi in spans]
+    with np.errstate(over="ignore", invalid="ignore"):
+        for part in zip(outs, parts, rooms, strict=True):
+            _add_up(*part)
+
+
+def _add_up(out: np.ndarray, parts: Sequence[tuple[Any, Sequence[np.ndarray]]], room: np.ndarray) -> None:
+    """The sum of what has one weight, times that, of all weights. room: of the shape of the result."""
+    total = out
+    for w, (first, *rest) in parts:
+        if rest:
+            np.add(first, rest[0], total)
+            for part in rest[1:]:
+                np.add(total, part, total)
+            np.multiply(total, w, total)
+        else:
+            np.multiply(first, w, total)
+        if total is room:
+            np.add(out, room, out)
+        total = room
