@@ -162,8 +162,8 @@ def _inner(out: np.ndarray, x: np.ndarray, table: np.ndarray, weights: np.ndarra
 
 
 def _add_up_joined(out: np.ndarray, x: np.ndarray, groups: dict[Any, list[Any]], inside: Sequence[Pair]) -> None:
-    """Where rows follow each other as they do in the result, they are read and written as one: each by itself takes NumPy
-    up to twice as long. Entries around the box get what is not theirs, and that may overflow.
+    """Where rows follow each other as they do in the result, they are read and written as one: NumPy takes up to
+    twice as long for each by itself. Entries around the box get what is not theirs, and that may overflow.
 
     All views are made beforehand: between the sums they would keep other workers' threads from beginning theirs.
     """
