@@ -46,8 +46,10 @@ __all__ = [
     "Measured",
     "Section",
     "Table",
+    "by_the_faster",
     "compete",
     "contend",
+    "faster",
     "in_two_threads",
     "jitted",
     "main",
@@ -116,6 +118,22 @@ class Case:
     run: Callable[[int], float]
     tell: Callable[[], Sequence[Any]]
     drop: Callable[[], Any] = lambda: None
+
+
+def faster(*cases: Case) -> Case:
+    """The one that takes less time."""
+    for case in cases:
+        case.run(2)
+    return min(cases, key=lambda case: min(case.run(2) for _ in range(4)))
+
+
+def by_the_faster(made: Callable[[Any, Any], Case]) -> Case:
+    """The faster of two cases, made of copy(to, x) and add(out, blocks): NumPy's own, and those that write past the
+    caches, as long as there are such. For limits, which are not to be any library's."""
+    from spmd.kernels import jit, streams
+
+    ways = [(np.copyto, lambda out, blocks: np.add(*blocks, out=out))]
+    return faster(*(made(*way) for way in [*ways, *([(streams.copy, streams.add)] if jit.available() else [])]))
 
 
 def jitted(step: Callable[..., Any], *args: Any) -> Case:

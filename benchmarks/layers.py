@@ -29,6 +29,7 @@ from benchmarks.contest import (
     Builders,
     Case,
     Section,
+    faster,
     in_two_threads,
     jitted,
     repeated,
@@ -52,13 +53,6 @@ def torch_with(threads: int, group: bool = True) -> Any:
     if group and not dist.is_initialized():
         dist.init_process_group("gloo")
     return torch
-
-
-def faster(*cases: Case) -> Case:
-    """The one that takes less time."""
-    for case in cases:
-        case.run(2)
-    return min(cases, key=lambda case: min(case.run(2) for _ in range(4)))
 
 
 # W1

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from spmd.kernels import streams
 from spmd.kernels.threads import pool
 
 __all__ = ["LEAST", "copy", "each", "flat", "least", "of", "part", "parts", "run", "spans"]
@@ -99,48 +100,57 @@ def flat(arrays: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
 
 def copy(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
     """Copy arrays into others of their shapes that do not overlap: of (to, of) pairs. Everybody has a part of each."""
-    n = parts(sum([to.nbytes for to, _ in pairs]))
+    nbytes = sum([to.nbytes for to, _ in pairs])
+    n, past = parts(nbytes), streams.pays(nbytes)
     if n == 1:
-        _copy(pairs)
+        _copy(pairs, past)
         return
     shares: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in range(n)]
     for pair in pairs:
         to, x = flat(pair)
         for share, span in zip(shares, spans(to.shape, n), strict=False):
             share.append((to[span], x[span]))
-    run([partial(_copy, share) for share in shares if share])
+    run([partial(_copy, share, past) for share in shares if share])
 
 
-def _copy(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+def _copy(pairs: Sequence[tuple[np.ndarray, np.ndarray]], past: bool) -> None:
     for to, x in pairs:
-        np.copyto(to, x)
+        if not (past and streams.copy(to, x)):
+            np.copyto(to, x)
 
 
 def each(makes: Sequence[Callable[[], Any]], sizes: Sequence[int]) -> list[Any]:
     """What each of several functions gives: arrays of so many bytes. Whichever is sooner: everybody calls some of them,
     in one go, or all help with one after the other."""
-    n = min(parts(sum(sizes)), len(makes))
+    with streams.together(sum(sizes)):
+        shares = _shares(sizes)
+        if len(shares) < 2:
+            return [make() for make in makes]
+        made: list[Any] = [None] * len(makes)
+
+        def some(share: Sequence[int]) -> None:
+            for k in share:
+                made[k] = makes[k]()
+
+        with of(lambda: 1):
+            run([partial(some, share) for share in shares])
+        return made
+
+
+def _shares(sizes: Sequence[int]) -> list[list[int]]:
+    """Who is to make which of several arrays of so many bytes. None where all help with one after the other."""
+    n = min(parts(sum(sizes)), len(sizes))
     if n < 2:
-        return [make() for make in makes]
+        return []
     shares: list[list[int]] = [[] for _ in range(n)]
     loads = [0] * n
-    for k in sorted(range(len(makes)), key=sizes.__getitem__, reverse=True):
+    for k in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
         idlest = loads.index(min(loads))
         shares[idlest].append(k)
         loads[idlest] += sizes[k]
     way = part() / 2  # of a helper
     together = sum(size / parts(size) + (way if parts(size) > 1 else 0) for size in sizes)
-    if together < max(loads) + way:
-        return [make() for make in makes]
-    made: list[Any] = [None] * len(makes)
-
-    def some(share: Sequence[int]) -> None:
-        for k in share:
-            made[k] = makes[k]()
-
-    with of(lambda: 1):
-        run([partial(some, share) for share in shares])
-    return made
+    return [] if together < max(loads) + way else shares
 
 
 def run(tasks: Sequence[Callable[[], object]]) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from spmd.autodiff import rooms
 from spmd.errors import MeshError, TransportError, describe, message
-from spmd.kernels import buffers, on_device, team
+from spmd.kernels import buffers, on_device, streams, team
 
 if TYPE_CHECKING:
     from spmd.cuda import Places
@@ -142,7 +142,7 @@ def _put_together(
         if lies is not None:
             return lies.reshape(shape)
     out = buffers.empty(shape, first.dtype)
-    if team.parts(nbytes) == 1:
+    if team.parts(nbytes) == 1 and not streams.pays(nbytes):
         how(blocks, axis=axis, out=out)
         return out
     before = (slice(None),) * axis

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from spmd.kernels import buffers, team
-from spmd.kernels.cpu.chunks import accurate, into_rows
+from spmd.kernels import buffers, streams, team
+from spmd.kernels.cpu.chunks import CACHE, accurate, into_rows
 
 __all__ = ["add_boxes", "combine", "unpack"]
 
@@ -31,12 +31,13 @@ def combine(blocks: Sequence[np.ndarray], how: str = "sum", into: np.ndarray | N
         return _folded(fold, blocks)
     total = buffers.empty_like(first) if into is None else into
     n = team.parts(total.nbytes * (1 + len(blocks)) // 2)  # A copy is read once and written once.
+    past = fold is np.add and streams.pays(total.nbytes) and not any(np.may_share_memory(total, b) for b in blocks)
     if n == 1:
-        _fold(total, blocks, fold)
+        _fold(total, blocks, fold, past)
         return total
     out, *blocks = team.flat((total, *blocks))
     spans = team.spans(out.shape, n)
-    team.run([partial(_fold, out[span], [block[span] for block in blocks], fold) for span in spans])
+    team.run([partial(_fold, out[span], [block[span] for block in blocks], fold, past) for span in spans])
     return total
 
 
@@ -58,13 +59,21 @@ def _folded(fold: np.ufunc, blocks: Sequence[np.ndarray]) -> np.ndarray:
     return total
 
 
-def _fold(total: np.ndarray, blocks: Sequence[np.ndarray], fold: np.ufunc) -> None:
+def _fold(total: np.ndarray, blocks: Sequence[np.ndarray], fold: np.ufunc, past: bool) -> None:
+    if past and streams.add(total, blocks):
+        return
     if fold is np.add and total.itemsize < 4 and accurate(total.dtype) is not total.dtype:
         into_rows(_sum, (total.reshape(-1),), *(np.ascontiguousarray(block).reshape(-1) for block in blocks))
         return
-    fold(blocks[0], blocks[1], out=total)
-    for block in blocks[2:]:
-        fold(total, block, out=total)
+    total, *blocks = team.flat((total, *blocks))
+    # Of many blocks so much at a time that it stays in the cache until all are added.
+    step = max(1, CACHE // total.itemsize) if len(blocks) > 2 and total.ndim == 1 else max(1, total.size)
+    for start in range(0, total.size, step):
+        piece = slice(start, start + step) if total.ndim else ()
+        some, first, second, *others = (a[piece] for a in (total, *blocks))
+        fold(first, second, out=some)
+        for other in others:
+            fold(some, other, out=some)
 
 
 def _sum(out: np.ndarray, *blocks: np.ndarray) -> None:

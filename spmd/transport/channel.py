@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd.device import contiguous
+from spmd.device import contiguous, put
 from spmd.layout import offsets
 from spmd.transport.base import Shape
 from spmd.transport.headers import Headers
@@ -66,7 +66,7 @@ class Channel(ABC):
         """What each member sends goes to everyone; receive takes the pieces, of these sizes, one after the other."""
         rooms = pieces(receive, sizes)
         requests = self.exchange(dict.fromkeys(self.others, send), {k: rooms[k] for k in self.others})
-        rooms[self.me][...] = send  # while the others are under way
+        put(rooms[self.me], send)  # while the others are under way
         return requests
 
     def broadcast(self, buffer: np.ndarray, root: int) -> list[Any]:

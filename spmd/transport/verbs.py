@@ -466,7 +466,7 @@ class ProcessComm(Comm):
         send, me = bytes_of(x), group.index
         if along or any(heard.came(row, counts[k], most) for k, row in enumerate(group.rows) if k != me):
             rooms = pieces(receive, counts)
-            rooms[me][...] = send
+            put(rooms[me], send)
             rest = self._read(group, heard, x.dtype, shapes, rooms, most)
             sends = {} if along else {k: send for k in range(group.size) if k != me}
             self.ready()
@@ -555,7 +555,7 @@ class ProcessComm(Comm):
         self.ready()
         requests = self._messages(group, sends, receives)
         if own:  # while the others are under way
-            rooms[me].view(dtype).reshape(parts[me].shape)[...] = parts[me]
+            put(rooms[me].view(dtype).reshape(parts[me].shape), parts[me])
             return self._pending(requests, (sends, receive), lambda: _split(sealed(receive), shapes, dtype))
         return self._pending(requests, (sends, receive), lambda: [*_split(receive, shapes, dtype)])
 
