@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks import contest, report
@@ -28,17 +31,26 @@ SECTIONS = {
 
 
 def file(path: str) -> Path:
-    """Where a file can be written, which is known before an hour is measured."""
-    folder(str(Path(path).parent))
+    """A file that can be written, which is to be known before an hour is measured."""
+    with _can("be written there"):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).open("a").close()
     return Path(path)
 
 
 def folder(path: str) -> Path:
-    try:
+    with _can("be made there"):
         Path(path).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"no folder can be made there ({error})") from error
+        tempfile.TemporaryFile(dir=path).close()
     return Path(path)
+
+
+@contextmanager
+def _can(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"nothing can {what} ({error})") from error
 
 
 def main() -> int:

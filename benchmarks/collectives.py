@@ -560,7 +560,7 @@ def moved(work: Work) -> Case:
 
     def made(copy: Callable[..., Any], add: Callable[..., Any]) -> Case:
         def added(k: int) -> None:
-            add(out[0][halves[k]], (a[halves[k]], b[halves[k]]))
+            add(out[0][halves[k]], a[halves[k]], b[halves[k]])
 
         def copied(k: int) -> None:
             copy(out[0][halves[k]], a[halves[k]])

@@ -32,6 +32,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -128,12 +129,18 @@ def faster(*cases: Case) -> Case:
 
 
 def by_the_faster(made: Callable[[Any, Any], Case]) -> Case:
-    """The faster of two cases, made of copy(to, x) and add(out, blocks): NumPy's own, and those that write past the
+    """The faster of two cases, made of copy(to, x) and add(out, x, y): NumPy's own, and those that write past the
     caches, as long as there are such. For limits, which are not to be any library's."""
     from spmd.kernels import jit, streams
 
-    ways = [(np.copyto, lambda out, blocks: np.add(*blocks, out=out))]
-    return faster(*(made(*way) for way in [*ways, *([(streams.copy, streams.add)] if jit.available() else [])]))
+    def done(way: Callable[..., bool], *arrays: Any) -> None:
+        if not way(*arrays):
+            raise ValueError("these arrays are not for what writes past the caches")
+
+    ways: list[Any] = [(np.copyto, lambda out, x, y: np.add(x, y, out=out))]
+    if jit.available():
+        ways.append((partial(done, streams.copy), partial(done, streams.add)))
+    return faster(*(made(*way) for way in ways))
 
 
 def jitted(step: Callable[..., Any], *args: Any) -> Case:

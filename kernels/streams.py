@@ -1,4 +1,4 @@
-"""Copies and sums of much more than the caches hold, written past them.
+"""Copies and sums of more than the caches hold, written past them.
 
 What is stored by plain instructions goes into the caches, so the machine first reads each line of memory that is going
 to be overwritten. Where so much is written that the first of it has left the caches before the last is there, that is
@@ -10,10 +10,11 @@ The loops need numba; without it, and for what is smaller, they say that they ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,8 @@ _LINE = 64
 """Bytes of a line of memory, of which all are written at once."""
 _ROW = 512
 """The least bytes in a row of a copy: at both ends of each a part of a line is stored in the plain way."""
-_PIECE = 1 << 18
-"""Bytes of a sum of more than two blocks that stay in the cache until the last one is added."""
+_COPY = 1 << 16
+"""The least bytes in a copy: less is done by NumPy before it is found out how."""
 _BOUNDS = 16 << 20, 64 << 20
 
 _amount: ContextVar[int] = ContextVar("bytes that are written together", default=0)
@@ -36,9 +37,10 @@ _amount: ContextVar[int] = ContextVar("bytes that are written together", default
 
 @lru_cache(maxsize=1)
 def least() -> int:
-    """The bytes written from which on it pays: those of the largest cache, as the system tells them. At most 64 MB: of
-    a larger cache others have their share. Where it tells of 480 MB, copies of 64 MB were seen to take 0.68 of the
-    time, with two threads that read them afterwards 0.85, with two that write over them 1.2; of 128 MB 0.68 to 0.83."""
+    """The bytes written from which on it pays: those of the largest cache, as the system tells them. At least 16 MB; at
+    most 64: of a larger cache others have their share. Where it tells of 480 MB, copies of 64 MB were seen to take 0.68
+    of the time, with two threads that read them afterwards 0.85, with two that write over them 1.2; of 128 MB 0.68 to
+    0.83."""
     found = []
     for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         with suppress(OSError, ValueError):
@@ -47,10 +49,23 @@ def least() -> int:
     return min(max(low, *found), high) if found else high
 
 
-def pays(nbytes: int) -> bool:
-    """Whether to write so many bytes past the caches, by themselves or with what is written at the same time."""
-    nbytes = max(nbytes, _amount.get())
-    return nbytes >= _BOUNDS[0] and nbytes >= least() and jit.available()
+def pays(nbytes: int, copies: int = 1) -> bool:
+    """Whether to write so many bytes past the caches, in so many copies: by themselves, or with what is written at the
+    same time."""
+    written = max(nbytes, _amount.get())
+    return (
+        written >= _BOUNDS[0] and written >= least() and nbytes >= copies * _COPY and jit.available() and _has_numba()
+    )
+
+
+@lru_cache(maxsize=1)
+def _has_numba() -> bool:
+    """Whether numba can be imported: one that is for another NumPy cannot, and it is no error to do without."""
+    try:
+        import_module("numba.extending")
+    except ImportError:
+        return False
+    return True
 
 
 @contextmanager
@@ -64,9 +79,9 @@ def together(nbytes: int) -> Iterator[None]:
 
 
 def copy(to: np.ndarray, x: np.ndarray) -> bool:
-    """Copy x into an array of its shape that does not overlap with it, past the caches. False, and nothing is done,
-    where that is not for such arrays."""
-    if to.dtype != x.dtype or to.dtype.hasobject or to.size < 2:
+    """Copy x into an array that does not overlap with it, past the caches. False, and nothing is done, where that is
+    not for such arrays: they have one shape and dtype, and rows that are long."""
+    if to.dtype != x.dtype or to.shape != x.shape or to.size < 2 or to.dtype.hasobject or not to.flags.writeable:
         return False
     shape, strides = _merged(to.shape, to.strides, x.strides)
     if len(shape) > 2 or strides[-1] != (to.itemsize, to.itemsize) or shape[-1] * to.itemsize < _ROW:
@@ -76,27 +91,18 @@ def copy(to: np.ndarray, x: np.ndarray) -> bool:
     return True
 
 
-def add(out: np.ndarray, blocks: Sequence[np.ndarray]) -> bool:
-    """Write the sum of two blocks or more, in order, with NumPy's bits, into an array that does not overlap with them,
-    past the caches. False, and nothing is done, where that is not for such arrays."""
+def add(out: np.ndarray, x: np.ndarray, y: np.ndarray) -> bool:
+    """Write x + y into an array that does not overlap with them, past the caches; as np.add does, but that no overflow
+    is told. False, and nothing is done, where that is not for such arrays: they are C-contiguous, of one shape, and of
+    float32, float64 or complex numbers of these."""
     dtype = out.dtype
-    if dtype.char not in "fdFD" or not dtype.isnative or not out.flags.aligned:
+    if dtype.char not in "fdFD" or not dtype.isnative or not out.flags.writeable:
         return False
-    if any(a.dtype != dtype or not a.flags.c_contiguous or not a.flags.aligned for a in (out, *blocks)):
-        return False
-    number = np.dtype(dtype.char.lower())  # Complex numbers are added by their parts.
-    total, *terms = [a.reshape(-1).view(number) for a in (out, *blocks)]
-    if len(terms) == 2:
-        _add_rows(total, *terms)
-        return True
-    step = _PIECE // number.itemsize
-    room = np.empty(min(step, total.size), number)
-    for start in range(0, total.size, step):
-        first, second, *others, last = [term[start : start + step] for term in terms]
-        some = np.add(first, second, room[: len(first)])
-        for other in others:
-            np.add(some, other, some)
-        _add_rows(total[start : start + step], some, last)
+    for a in (out, x, y):
+        if a.dtype != dtype or a.shape != out.shape or not (a.flags.c_contiguous and a.flags.aligned):
+            return False
+    number = dtype.char.lower()  # Complex numbers are added by their parts.
+    _add_rows(*[a.reshape(-1).view(number) for a in (out, x, y)])
     return True
 
 

@@ -101,7 +101,7 @@ def flat(arrays: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
 def copy(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
     """Copy arrays into others of their shapes that do not overlap: of (to, of) pairs. Everybody has a part of each."""
     nbytes = sum([to.nbytes for to, _ in pairs])
-    n, past = parts(nbytes), streams.pays(nbytes)
+    n, past = parts(nbytes), streams.pays(nbytes, len(pairs))
     if n == 1:
         _copy(pairs, past)
         return

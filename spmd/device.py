@@ -142,7 +142,7 @@ def _put_together(
         if lies is not None:
             return lies.reshape(shape)
     out = buffers.empty(shape, first.dtype)
-    if team.parts(nbytes) == 1 and not streams.pays(nbytes):
+    if team.parts(nbytes) == 1 and not streams.pays(nbytes, len(blocks)):
         how(blocks, axis=axis, out=out)
         return out
     before = (slice(None),) * axis

@@ -8,6 +8,7 @@ import pytest
 import spmd
 from spmd import P
 from spmd.kernels import cpu, jit, streams, team
+from spmd.kernels.cpu import moves
 
 pytestmark = pytest.mark.skipif(not jit.available(), reason="needs numba")
 
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.skipif(not jit.available(), reason="needs numba")
 @pytest.fixture
 def always(monkeypatch):
     """Whatever is written goes past the caches."""
-    monkeypatch.setattr(streams, "pays", lambda nbytes: True)
+    monkeypatch.setattr(streams, "pays", lambda nbytes, copies=1: True)
     monkeypatch.setattr(streams, "_ROW", 0)
     monkeypatch.setattr(team, "part", lambda: 1 << 10)
     monkeypatch.setattr(team, "LEAST", 1 << 10)
@@ -24,18 +25,27 @@ def always(monkeypatch):
 @pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "complex128"])
 @pytest.mark.parametrize("blocks", [2, 3, 5])
 def test_sums_have_numpys_bits_wherever_the_arrays_lie(dtype, blocks, monkeypatch):
-    monkeypatch.setattr(streams, "_PIECE", 1 << 10)
+    monkeypatch.setattr(streams, "pays", lambda nbytes, copies=1: True)
+    monkeypatch.setattr(moves, "CACHE", 1 << 10)
+    used = []
+    add = streams.add
+    monkeypatch.setattr(streams, "add", lambda *arrays: add(*arrays) and not used.append(len(arrays[0])))
     rng = np.random.default_rng(blocks)
-    for n in (0, 1, 5, 15, 16, 17, 1000, 30_001):
+    for n in (1, 5, 15, 16, 17, 1000, 70_001):
         for at in (0, 1, 3, 8):
-            terms = [(rng.standard_normal(n + at) * 10.0 ** rng.integers(-3, 4, n + at)).astype(dtype)[at:]] * blocks
-            terms = [t * rng.standard_normal() for t in terms]
+            terms = [
+                (rng.standard_normal(n + at) * 10.0 ** rng.integers(-3, 4, n + at)).astype(dtype) for _ in range(blocks)
+            ]
+            for term in terms:
+                term[at::7] = -0.0
             around = np.full(n + at + 2, 7, dtype)
-            assert streams.add(around[at : n + at], [t.astype(dtype) for t in terms])
-            want = terms[0].astype(dtype)
-            for t in terms[1:]:
-                want = want + t.astype(dtype)
-            assert np.array_equal(around[at : n + at], want)
+            used.clear()
+            cpu.combine([t[at:] for t in terms], into=around[at : n + at])
+            assert sum(used) == n
+            want = terms[0]
+            for term in terms[1:]:
+                want = want + term
+            assert around[at : n + at].tobytes() == want[at:].tobytes()
             assert (around[:at] == 7).all()
             assert (around[n + at :] == 7).all()
 
@@ -66,12 +76,28 @@ def test_what_is_not_for_them_is_left_alone():
     assert not streams.copy(np.zeros(1), np.ones(1))
     assert not streams.copy(np.zeros((0, 1024)), np.ones((0, 1024)))
     assert not streams.copy(np.array([None] * 100), np.array([None] * 100))
-    assert not streams.add(to.astype(int), [x.astype(int)] * 2)
-    assert not streams.add(to, [x, x.T.reshape(4, 1024, order="F")])
-    assert not streams.add(to.astype(">f8"), [x.astype(">f8")] * 2)
+    assert not streams.copy(to, x[:1])
+    assert not streams.copy(to, x[0])
+    assert not streams.add(to.astype(int), x.astype(int), x.astype(int))
+    assert not streams.add(to, x, x.T.reshape(4, 1024, order="F"))
+    assert not streams.add(to.astype(">f8"), x.astype(">f8"), x.astype(">f8"))
+    assert not streams.add(to, x, x[:2])
     crooked = np.zeros(8 * 100 + 1, np.uint8)[1:].view(float)
-    assert not streams.add(crooked, [np.ones(100)] * 2)
+    assert not streams.add(crooked, np.ones(100), np.ones(100))
+    to.flags.writeable = False
+    assert not streams.copy(to, x)
+    assert not streams.add(to, x, x)
     assert (to == 7).all()
+
+
+def test_rows_may_follow_each_other_in_any_direction_and_be_one():
+    x = np.random.default_rng(0).standard_normal((8, 1024))
+    for to, source in ((np.empty((8, 1024))[::-1], x[::-2].repeat(2, 0)[::-1]), (np.empty((8, 1024)), x[::-1])):
+        assert streams.copy(to, source)
+        assert np.array_equal(to, source)
+    to = np.empty((8, 1024))
+    assert streams.copy(to, np.broadcast_to(x[3], to.shape))
+    assert (to == x[3]).all()
 
 
 def test_it_pays_from_the_size_of_the_caches_on_alone_or_together(monkeypatch):
@@ -79,10 +105,15 @@ def test_it_pays_from_the_size_of_the_caches_on_alone_or_together(monkeypatch):
     assert not streams.pays(streams.least() - 1)
     assert streams.pays(streams.least())
     with streams.together(streams.least()):
-        assert streams.pays(1)
-    assert not streams.pays(1)
+        assert streams.pays(1 << 16)
+        assert not streams.pays(1)
+    assert not streams.pays(1 << 16)
+    assert streams.pays(1 << 30, 1 << 14)
+    assert not streams.pays(1 << 30, 1 << 15)  # many small copies
     with jit.off():
         assert not streams.pays(1 << 30)
+    monkeypatch.setattr(streams, "_has_numba", lambda: False)
+    assert not streams.pays(1 << 30)
 
 
 def test_an_array_that_is_written_over_is_summed_by_numpy(always, monkeypatch):
@@ -117,7 +148,7 @@ def test_collectives_give_the_same_past_the_caches(scheduler, workers, monkeypat
     for name in ("add", "copy"):
         whole = getattr(streams, name)
         monkeypatch.setattr(streams, name, lambda *args, n=name, f=whole: f(*args) and not used.add(n))
-    monkeypatch.setattr(streams, "pays", lambda nbytes: True)
+    monkeypatch.setattr(streams, "pays", lambda nbytes, copies=1: True)
     monkeypatch.setattr(team, "part", lambda: 1 << 12)
     monkeypatch.setattr(team, "LEAST", 1 << 12)
     for _ in range(3):

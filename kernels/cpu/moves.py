@@ -60,20 +60,21 @@ def _folded(fold: np.ufunc, blocks: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _fold(total: np.ndarray, blocks: Sequence[np.ndarray], fold: np.ufunc, past: bool) -> None:
-    if past and streams.add(total, blocks):
-        return
+    """past: write the result past the caches, if it is for that."""
     if fold is np.add and total.itemsize < 4 and accurate(total.dtype) is not total.dtype:
         into_rows(_sum, (total.reshape(-1),), *(np.ascontiguousarray(block).reshape(-1) for block in blocks))
         return
     total, *blocks = team.flat((total, *blocks))
+    past = past and total.ndim == 1
     # Of many blocks so much at a time that it stays in the cache until all are added.
-    step = max(1, CACHE // total.itemsize) if len(blocks) > 2 and total.ndim == 1 else max(1, total.size)
+    step = max(1, CACHE // total.itemsize if len(blocks) > 2 and total.ndim == 1 else total.size)
+    room = np.empty(min(step, total.size) if past and len(blocks) > 2 else 0, total.dtype)
     for start in range(0, total.size, step):
-        piece = slice(start, start + step) if total.ndim else ()
-        some, first, second, *others = (a[piece] for a in (total, *blocks))
-        fold(first, second, out=some)
+        out, so_far, *others, last = (a[start : start + step] for a in (total, *blocks))
         for other in others:
-            fold(some, other, out=some)
+            so_far = fold(so_far, other, out=room[: len(out)] if past else out)
+        if not (past and streams.add(out, so_far, last)):
+            fold(so_far, last, out=out)
 
 
 def _sum(out: np.ndarray, *blocks: np.ndarray) -> None:

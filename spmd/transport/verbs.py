@@ -599,7 +599,7 @@ class ProcessComm(Comm):
         blocks = self.room(n * x.nbytes, call, x).reshape(n, x.nbytes) if at_root else None
         receives: Mapping[int, np.ndarray] = {}
         if blocks is not None:
-            blocks[root] = bytes_of(x)
+            put(blocks[root], bytes_of(x))
             rest = {k: blocks[k] for k in range(n) if k != root}
             receives = rest if heard is None else self._read(group, heard, x.dtype, [x.shape] * n, blocks, most)
         send = bytes_of(x)
