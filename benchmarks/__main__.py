@@ -68,21 +68,21 @@ def main() -> int:
     unknown = [s for s in args.sections if s not in SECTIONS]
     if unknown:
         parser.error(f"no section {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
-    tables = []
+    tables: list[contest.Table] = []
     for name in args.sections or SECTIONS:
         tables.append(
             contest.compete(*SECTIONS[name], args.quick, args.only, lambda line: print(line, file=sys.stderr))
         )
         print(report.text(tables[-1]), end="\n\n", flush=True)
+        # After each section: who interrupts a long run keeps what there is.
+        if args.markdown:
+            args.markdown.write_text(report.markdown(tables))
+        if args.json:
+            args.json.write_text(report.as_json(tables))
+        if args.plot:
+            report.picture(tables[-1], args.plot / f"{name}.png")
     if aims := report.aims(tables):
         print(aims, flush=True)
-    if args.markdown:
-        args.markdown.write_text(report.markdown(tables))
-    if args.json:
-        args.json.write_text(report.as_json(tables))
-    if args.plot:
-        for table in tables:
-            report.picture(table, args.plot / f"{table.section.name}.png")
     return 1 if any(t.parted for t in tables) else 0
 
 
