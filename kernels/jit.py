@@ -19,7 +19,6 @@ without the GIL. SPMD_NUMBA=0 turns numba off; it is read once.
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib.util
 import inspect
 import os
@@ -157,6 +156,8 @@ class Loops:
 @functools.cache
 def _sources() -> str:
     """What tells this state of the files that loops and what they call are written in."""
+    import hashlib  # which takes a tenth of the time that everything here takes to import
+
     files = sorted(Path(__file__).parent.glob("**/*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 

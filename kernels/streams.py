@@ -83,11 +83,11 @@ def copy(to: np.ndarray, x: np.ndarray) -> bool:
     not for such arrays: they have one shape and dtype, and rows that are long."""
     if to.dtype != x.dtype or to.shape != x.shape or to.size < 2 or to.dtype.hasobject or not to.flags.writeable:
         return False
-    shape, strides = _merged(to.shape, to.strides, x.strides)
-    if len(shape) > 2 or strides[-1] != (to.itemsize, to.itemsize) or shape[-1] * to.itemsize < _ROW:
+    lengths, steps = _merged(to.shape, to.strides, x.strides)
+    if len(lengths) > 2 or steps[-1] != (to.itemsize, to.itemsize) or lengths[-1] * to.itemsize < _ROW:
         return False
-    rows, (pitch, step) = (shape[0], strides[0]) if len(shape) == 2 else (1, (0, 0))
-    _copy_rows(_address(to), _address(x), rows, shape[-1] * to.itemsize, pitch, step)
+    rows, (pitch, step) = (lengths[0], steps[0]) if len(lengths) == 2 else (1, (0, 0))
+    _copy_rows(_address(to), _address(x), rows, lengths[-1] * to.itemsize, pitch, step)
     return True
 
 
@@ -110,7 +110,7 @@ def _address(x: np.ndarray) -> int:
     return x.__array_interface__["data"][0]
 
 
-def _merged(shape: tuple[int, ...], *strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+def _merged(shape: tuple[int, ...], *strides: tuple[int, ...]) -> tuple[list[int], list[tuple[int, ...]]]:
     """The same entries in as few dimensions as the strides of all arrays allow, and those of each dimension."""
     lengths: list[int] = []
     steps: list[tuple[int, ...]] = []
@@ -123,7 +123,7 @@ def _merged(shape: tuple[int, ...], *strides: tuple[int, ...]) -> tuple[tuple[in
         else:
             lengths.append(n)
             steps.append(step)
-    return tuple(lengths), tuple(steps)
+    return lengths, steps
 
 
 # The instructions
