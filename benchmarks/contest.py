@@ -129,8 +129,8 @@ def faster(*cases: Case) -> Case:
 
 
 def by_the_faster(made: Callable[[Any, Any], Case]) -> Case:
-    """The faster of two cases, made of copy(to, x) and add(out, x, y): NumPy's own, and those that write past the
-    caches, as long as there are such. For limits, which are not to be any library's."""
+    """The faster of two cases, made of copy(to, x) and add(out, x, y): NumPy's own, and, where numba is, those that
+    write past the caches. For limits, which are not to be slower than any library."""
     from spmd.kernels import jit, streams
 
     def done(way: Callable[..., bool], *arrays: Any) -> None:
