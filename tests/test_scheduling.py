@@ -90,7 +90,7 @@ def test_auto_does_not_go_by_a_first_run_that_is_slow(monkeypatch):
 def test_auto_counts_what_all_cores_do_for_nothing(cores, chosen, monkeypatch):
     """In lockstep they copy what is large together, so threads would not be sooner there."""
     copy = team._copy
-    monkeypatch.setattr(team, "_copy", lambda pairs: (time.sleep(0.3), copy(pairs)))
+    monkeypatch.setattr(team, "_copy", lambda *args: (time.sleep(0.3), copy(*args)))
     monkeypatch.setattr(team, "part", lambda: 1 << 20)
     monkeypatch.setattr(scheduling, "usable_cores", lambda: 4)
     monkeypatch.setattr("spmd.transport.local.usable_cores", lambda: cores)
