@@ -64,11 +64,15 @@ def _fold(total: np.ndarray, blocks: Sequence[np.ndarray], fold: np.ufunc, past:
     if fold is np.add and total.itemsize < 4 and accurate(total.dtype) is not total.dtype:
         into_rows(_sum, (total.reshape(-1),), *(np.ascontiguousarray(block).reshape(-1) for block in blocks))
         return
+    if len(blocks) == 2:
+        if not (past and streams.add(total, *blocks)):
+            fold(*blocks, out=total)
+        return
     total, *blocks = team.flat((total, *blocks))
     past = past and total.ndim == 1
-    # Of many blocks so much at a time that it stays in the cache until all are added.
-    step = max(1, CACHE // total.itemsize if len(blocks) > 2 and total.ndim == 1 else total.size)
-    room = np.empty(min(step, total.size) if past and len(blocks) > 2 else 0, total.dtype)
+    # So much at a time that it stays in the cache until all are added.
+    step = max(1, CACHE // total.itemsize if total.ndim == 1 else total.size)
+    room = np.empty(min(step, total.size) if past else 0, total.dtype)
     for start in range(0, total.size, step):
         out, so_far, *others, last = (a[start : start + step] for a in (total, *blocks))
         for other in others:
