@@ -1,7 +1,8 @@
 """Memory for large results, used again: fresh pages cost more than the arithmetic that fills them.
 
 `empty` is `np.empty`, but a large array lies in a piece of memory that an earlier one has left. When the last view of
-an array is gone its piece lies idle for the next one of that size. What lies idle is bounded.
+an array is gone its piece lies idle for the next one of that size. What lies idle is bounded. Of middling sizes some
+pieces stay at hand: to find one that nobody has any more takes a third of the time that it takes to give one back.
 
 The pieces may come from somewhere else than from NumPy: from memory that processes share, say (`take_from`).
 """
@@ -10,19 +11,25 @@ from __future__ import annotations
 
 import math
 import os
+from collections import deque
 from collections.abc import Callable
+from sys import getrefcount
 from threading import Lock
 from typing import Any
 
 import numpy as np
 
-__all__ = ["LARGE", "Lease", "Piece"]
+__all__ = ["LARGE", "LEAST", "Lease", "Piece"]
 __all__ += ["address", "empty", "empty_like", "idle", "least", "release", "take_from", "zeros"]
 
 LARGE = 1 << 20
-"""Bytes from which an array's memory is used again: smaller ones the allocator serves as well."""
+"""Bytes from which it pays to make room for what NumPy would make a new array for."""
 
 _ALIGNED = 64
+LEAST = 1 << 16
+"""Bytes from which arrays lie in such memory. What is copied from one to another of its kind is a multiple of a line
+apart. By the allocator's, blocks of whole pages lie a few bytes beyond whole pages apart, and to copy them so takes an
+EPYC (Zen 3, glibc 2.36) 15 times as long, from 4 KB up to 1 MB: it has to find out that they do not overlap."""
 _GRAINS = 1 << 14, 1 << 16
 """What the bytes of a piece are a multiple of: of smaller arrays, and of large ones."""
 
@@ -43,13 +50,17 @@ class Piece(np.ndarray):
 
 
 class Lease(np.ndarray):
-    """What an array made by `empty` lies in; when the array and all its views are gone, the memory comes back."""
+    """What an array made by `empty` lies in; when the array and all its views are gone, the memory comes back. Or it
+    stays `at_hand`, which is one more reference to it."""
 
-    __slots__ = ("memory",)
+    __slots__ = ("at_hand", "memory")
 
     def __del__(self):
-        memory = getattr(self, "memory", None)  # Views of it have none.
-        if memory is not None and _idle is not None:  # as it is when the program ends
+        try:
+            memory = self.memory
+        except AttributeError:  # Views of it have none.
+            return
+        if _idle is not None:  # as it is when the program ends
             _idle.give(memory)
 
 
@@ -57,7 +68,6 @@ Source = Callable[[int], Piece | None]
 """Gives so many bytes of memory, or None where it has none to give; they are its again when the piece is gone."""
 
 _source: Source | None = None
-_least = LARGE
 
 
 class Memory:
@@ -76,11 +86,10 @@ class Memory:
         self.at = -begin % _ALIGNED
         self.start = begin + self.at
 
-    def array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """An array in it, which is leased."""
+    def lease(self) -> Lease:
         lease = self.piece.view(Lease)
-        lease.memory = self
-        return np.ndarray(shape, dtype, lease, self.at)
+        lease.memory, lease.at_hand = self, 0
+        return lease
 
 
 class _Idle:
@@ -133,18 +142,104 @@ class _Idle:
 _idle = _Idle(_bound())
 
 
-def take_from(source: Source | None, least: int = LARGE) -> None:
-    """Take memory from there from now on, for arrays of at least so many bytes; None: from NumPy. What was taken before
-    is not used again."""
-    global _least, _source
-    _least, _source = least, source
-    _idle.clear()
+class _AtHand:
+    """Leases that stay here while arrays come and go in them, by the size of their memory: the one that was given the
+    latest on the right. bound: how many bytes they have in all, with those that are in use; where it is reached all are
+    let go of."""
+
+    def __init__(self, bound: int):
+        self.bound = bound
+        self.nbytes = 0
+        self.sizes: dict[int, deque[Lease]] = {}
+        self.lock = Lock()
+
+    def take(self, nbytes: int) -> Lease | None:
+        """One that nobody has. Several threads may look at once: what one has taken out no other can see."""
+        leases = self.sizes.get(nbytes)
+        if leases is None:
+            return None
+        try:
+            for _ in range(_TRIES):
+                lease = leases.pop()
+                if getrefcount(lease) == _FREE:
+                    leases.append(lease)
+                    return lease
+                leases.appendleft(lease)
+        except IndexError:
+            pass
+        return None
+
+    def add(self, lease: Lease, nbytes: int) -> None:
+        """Keep one at hand that was made for an array of now, if there are not enough of its size."""
+        if not self.lock.acquire(blocking=False):
+            return
+        try:
+            leases = self.sizes.get(nbytes)
+            if leases is None:
+                leases = self.sizes[nbytes] = deque()
+            if len(leases) < _MOST_AT_HAND and nbytes <= self.bound:
+                if self.nbytes + nbytes > self.bound:
+                    self.let_go()
+                    leases = self.sizes[nbytes] = deque()
+                self.nbytes += nbytes
+                lease.at_hand = 1
+                leases.append(lease)
+        finally:
+            self.lock.release()
+
+    def clear(self) -> None:
+        with self.lock:
+            self.let_go()
+
+    def let_go(self) -> None:
+        sizes, self.sizes, self.nbytes = self.sizes, {}, 0
+        for leases in sizes.values():
+            while leases:
+                leases.pop().at_hand = 0
+
+    def idle(self) -> int:
+        """The bytes of those that nobody has."""
+        found = 0
+        for nbytes, leases in list(self.sizes.items()):
+            for lease in list(leases):
+                # Three more know it: the deque, its copy, and the name here.
+                found += nbytes * (getrefcount(lease) == _FREE + 2)
+        return found
+
+
+_at_hand = _AtHand(min(1 << 27, _bound() // 4))
+_AT_HAND = 2 << 20
+"""Bytes of a piece that may stay at hand, at most: for larger arrays it makes no difference."""
+_MOST_AT_HAND = 8
+"""Pieces of a size that stay at hand, at most."""
+_TRIES = 4
+"""How many of them are looked at. Those that were given the latest are tried first, for they are in the caches, and are
+put behind all others if they are still in use."""
+
+
+def _count_free() -> int:
+    leases = deque([Piece(0, np.uint8)])
+    lease = leases.pop()
+    return getrefcount(lease)
+
+
+_FREE = _count_free()
+"""The reference count of a lease that has been taken out to be looked at, and that no array has."""
+
+
+def take_from(source: Source | None) -> None:
+    """Take memory from there from now on; None: from NumPy. What was taken before is not used again."""
+    global _source
+    _source = source
+    release()
 
 
 def _begin_again() -> None:
     """A lock that another thread held stays closed in a child; what lies idle there is the parent's."""
-    global _least, _source
-    _least, _source = LARGE, None
+    global _source
+    _source = None
+    _at_hand.let_go()
+    _at_hand.lock = Lock()
     _idle.__init__(_idle.bound)
 
 
@@ -167,17 +262,23 @@ def empty(shape: int | tuple[int, ...], dtype: Any = float) -> np.ndarray:
     if not isinstance(dtype, np.dtype):
         dtype = np.dtype(dtype)
     nbytes = math.prod(shape) * dtype.itemsize
-    if nbytes < _least or dtype.hasobject or not _idle.bound:
+    if nbytes < LEAST or dtype.hasobject or not _idle.bound:
         return np.empty(shape, dtype)
     grain = _GRAINS[nbytes >= LARGE]
     size = -(-(nbytes + _ALIGNED) // grain) * grain
-    memory = _idle.take(size)
-    return (Memory(size) if memory is None else memory).array(shape, dtype)
+    if size > _AT_HAND:
+        lease = (_idle.take(size) or Memory(size)).lease()
+    else:
+        lease = _at_hand.take(size)
+        if lease is None:
+            lease = (_idle.take(size) or Memory(size)).lease()
+            _at_hand.add(lease, size)
+    return np.ndarray(shape, dtype, lease, lease.memory.at)
 
 
 def empty_like(x: np.ndarray, dtype: Any = None) -> np.ndarray:
     """`empty` of the shape of x, and of its dtype where none is given. Always C-contiguous."""
-    if dtype is None and x.nbytes < _least:
+    if dtype is None and x.nbytes < LEAST:
         return np.empty(x.shape, x.dtype)
     return empty(x.shape, x.dtype if dtype is None else dtype)
 
@@ -190,15 +291,17 @@ def zeros(shape: int | tuple[int, ...], dtype: Any = float) -> np.ndarray:
 
 
 def least() -> int:
-    """The bytes from which an array's memory is used again, wherever it is from."""
-    return _least
+    """The bytes from which it pays to make room for what NumPy would make a new array for. Where the memory comes from
+    somewhere else, it is wanted for all that can lie in it."""
+    return LARGE if _source is None else LEAST
 
 
 def idle() -> int:
     """The bytes that lie idle."""
-    return _idle.nbytes
+    return _idle.nbytes + _at_hand.idle()
 
 
 def release() -> None:
     """Give the memory that lies idle back to the system."""
+    _at_hand.clear()
     _idle.clear()

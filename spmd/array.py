@@ -716,7 +716,8 @@ def _made_writable(x: np.ndarray) -> bool:
     views, root = [x], x
     while not root.flags.owndata:
         base: Any = root.base
-        if sys.getrefcount(base) != 3:  # that of the view, this name, and the one that is asked
+        # That of the view, this name, and the one that is asked; and it may stay at hand.
+        if sys.getrefcount(base) != 3 + getattr(base, "at_hand", 0):
             return False
         root = base
         if type(base) is Lease:

@@ -22,6 +22,7 @@ from spmd.array import owned, relayout
 from spmd.autodiff import syntax
 from spmd.device import to_host
 from spmd.errors import LayoutError, StateError
+from spmd.kernels import buffers
 from spmd.layout import Layout
 from spmd.placing import cut, fingerprint
 
@@ -255,6 +256,28 @@ def test_what_has_no_name_is_thawed(shape):
     assert (x == 2).all()
     row = spmd.thaw(np.zeros((1000, 1000))[0])
     assert row.base is None  # which would keep all the others
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="Python lends its variables")
+@pytest.mark.parametrize("rows", [100, 10_000])
+def test_memory_that_is_used_again_is_thawed_in_place(rows):
+    made = []
+
+    def sealed() -> np.ndarray:
+        x = buffers.empty((rows, 100))
+        x.fill(3)
+        x.setflags(write=False)
+        made.append(buffers.address(x))
+        return x
+
+    for _ in range(3):
+        x = spmd.thaw(sealed())
+        assert x.ctypes.data == made.pop()
+        x += 1
+    named = sealed()
+    view = named[1:]
+    assert spmd.thaw(named).ctypes.data != made.pop()
+    assert not view.flags.writeable
 
 
 @pytest.mark.parametrize("looks_on", [sys.setprofile, sys.settrace])

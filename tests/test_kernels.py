@@ -150,6 +150,86 @@ def test_what_lies_idle_is_bounded(monkeypatch):
     assert buffers.idle() == 0
 
 
+@pytest.mark.parametrize("nbytes", [1 << 16, 1 << 18, 300_001, 1 << 20])
+def test_what_is_copied_among_is_lines_apart(nbytes):
+    held = [buffers.empty(nbytes, np.uint8) for _ in range(12)]
+    assert {x.ctypes.data % 64 for x in held} == {0}
+    assert {x.ctypes.data for x in held} == {buffers.address(x) for x in held}
+
+
+def test_what_stays_at_hand_is_given_when_nobody_has_it():
+    buffers.release()
+    shape = (256, 300)
+    x = buffers.empty(shape)
+    at, view, idle = x.ctypes.data, x[3:].T, buffers.idle()
+    assert idle == 0
+    del x
+    assert buffers.empty(shape).ctypes.data != at, "a view has it"
+    del view
+    assert buffers.idle() >= 2 * 256 * 300 * 8
+    assert at in {x.ctypes.data for x in [buffers.empty(shape) for _ in range(2)]}
+    assert len({buffers.address(buffers.empty(shape)) for _ in range(5)}) == 1, "the latest first"
+    x = buffers.empty(shape)
+    buffers.release()
+    assert buffers.idle() == 0
+    at = x.ctypes.data
+    assert buffers.empty(shape).ctypes.data != at, "let go of, and still in use"
+    del x
+    assert buffers.idle() > 0
+
+
+def test_more_of_a_size_than_stay_at_hand():
+    buffers.release()
+    held = [buffers.empty(1 << 17, np.uint8) for _ in range(40)]
+    for k, x in enumerate(held):
+        x.fill(k)
+    again = [buffers.empty(1 << 17, np.uint8) for _ in range(40)]
+    for x in again:
+        x.fill(255)
+    assert [x[0] for x in held] == [x[-1] for x in held] == list(range(40))
+    assert buffers._at_hand.nbytes <= 8 * (1 << 17) * 1.2
+    del held, again, x
+    assert buffers.idle() >= 80 << 17
+
+
+def test_what_stays_at_hand_is_bounded(monkeypatch):
+    buffers.release()
+    monkeypatch.setattr(buffers._at_hand, "bound", 1 << 19)
+    for k in range(1, 60):
+        for _ in range(3):
+            buffers.empty(k << 14, np.uint8)
+        assert buffers._at_hand.nbytes <= 1 << 19
+        assert buffers._at_hand.nbytes == sum(n * len(some) for n, some in buffers._at_hand.sizes.items())
+    buffers.release()
+
+
+def test_threads_are_never_given_the_same_memory():
+    def work(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        held: list[tuple[np.ndarray, int]] = []
+        for k in range(400):
+            x = buffers.empty(int(rng.integers(4, 8)) << 14, np.uint8)
+            x.fill(mark := (seed * 31 + k) % 251)
+            held.append((x, mark))
+            if len(held) > rng.integers(1, 12):
+                y, mark = held.pop(int(rng.integers(len(held))))
+                if not (y[0] == y[-1] == mark and (y == mark).all()):
+                    torn.append(seed)
+
+    torn: list[int] = []
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join(60)
+    finally:
+        sys.setswitchinterval(before)
+    assert torn == []
+
+
 def test_every_function_stands_on_its_page():
     page = (Path(__file__).parent.parent / "docs" / "models.md").read_text()
     assert [name for name in functions.__all__ if f"`{name}`" not in page] == []

@@ -31,8 +31,6 @@ __all__ = ["Arena", "arena", "window"]
 MOST = 17 << 20
 """Bytes of a piece of memory in an arena, at most. It comes in pages of 4 KB, where NumPy asks the system for larger
 ones: for blocks of some MB that costs less than to look up their pages for each copy, for larger ones more."""
-LEAST = 1 << 16
-"""Bytes of an array that is taken from an arena, at least."""
 _NAME = "spmd-arena"
 _PRIVATELY = 0x02 | 0x10 | 0x4000
 """What Linux calls MAP_PRIVATE, MAP_FIXED and MAP_NORESERVE."""
@@ -84,7 +82,7 @@ class Arena:
 
     def serve(self) -> None:
         """Large arrays are taken from here from now on; what was taken before is not used again."""
-        buffers.take_from(partial(self.take), LEAST)
+        buffers.take_from(partial(self.take))
 
     def take(self, nbytes: int) -> _Piece | None:
         """Memory for a large array: None for a very large one, and where there is no more."""

@@ -66,7 +66,7 @@ def read_where_they_lie() -> list[int]:
     found, arena.Arena.place = arena.Arena.place, place
     verbs.RIDES = eager.RIDES = 16
     mailbox._COPIED = 100
-    arena.LEAST, laid = 1, mostly
+    buffers.LEAST, laid = 1, mostly
     arena.arena().serve()
     return offered
 
