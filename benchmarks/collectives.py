@@ -3,17 +3,17 @@
 A size is that of the block a worker brings, of float32; of 4 B a worker brings a number for each worker where the
 block is to be split. Blocks of the halo exchange are squares, with a row of each neighbour around them and zeros beyond
 the ends; the matrix of the repartition is the square whose blocks come nearest to the size. "adjoint": the result, and
-then the adjoint of it. Worker 0 tells what it has.
+then the adjoint of it; ours by a tape, by hand the calls alone. All tell what every worker has.
 
 local. Ours is timed by worker 0, in the body of a map, checked, as by default. Its arrays are the body's, which nobody
 writes to, as JAX's are: so what only moves is handed over. "spmd, written to" has writable arrays of NumPy instead, as
 torch and MPI have: each repetition declares its own, and pays for the copy that keeps it safe. "jax" is a jitted
 shard_map, called once a repetition; in "one program" the repetitions are a loop within it, of which each needs the one
-before. "torch, gloo" is two processes with one thread each, and tensors that are there beforehand. Its all-reduce adds
+before. "torch, gloo" is two processes with one thread each, and tensors that are there beforehand. Its sums are made
 in place, adjoints are written by hand, without autograd, and reduce-scatter and all-gather are an exchange with the
-other process, which is faster than gloo's own. The limit is what two threads need to add the two blocks, half each,
-into memory that is there, and to copy them where the result is a copy, by NumPy or past the caches, whichever is
-faster; from 256 KB on, where threads pay.
+other process, which is faster than gloo's own. The limit is what it takes to add the two blocks into memory that is
+there, and to copy them where the result is a copy: the fastest of one thread and of two, with half each, by NumPy and
+past the caches; from 256 KB on.
 
 mpi. Two processes. "mpi4py" is the plain call on buffers that are there beforehand, the repartition an Alltoallw of
 subarray types that are made once. The limit is mpi4py that keeps what we promise: first both tell each other what they
@@ -42,6 +42,7 @@ from benchmarks.contest import (
     Case,
     Section,
     by_the_faster,
+    faster,
     in_two_threads,
     repeated,
     room,
@@ -57,12 +58,11 @@ VERBS = (
     "halo exchange",
     "repartition",
 )
-WITH_ADJOINT = ("all-reduce", "all-gather", "reduce-scatter", "permute", "halo exchange")
 SPLIT = ("reduce-scatter", "all-to-all")
 NUMBERS = {"4 B": 1, "256 KB": 1 << 16, "1 MB": 1 << 18, "4 MB": 1 << 20, "64 MB": 1 << 24}
 
-LOCAL = Section("local", "collectives between virtual workers of one process, two if not said otherwise")
-MPI = Section("mpi", "collectives between two processes over MPI")
+LOCAL = Section("local", "collectives between virtual workers of one process, two if not said otherwise", 1e-12)
+MPI = Section("mpi", "collectives between two processes over MPI", 1e-12)
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Work:
 
 def works(sizes: tuple[str, ...], quick: bool, workers: int = 2) -> Iterator[Work]:
     for verb in VERBS:
-        for adjoint in (False, True) if verb in WITH_ADJOINT else (False,):
+        for adjoint in (False, True):
             for size in sizes[:2] if quick else sizes:
                 yield Work(verb, size, adjoint, workers)
 
@@ -180,12 +180,16 @@ def ours(work: Work, transport: str, scheduler: str | None = None, written: bool
 
     def told(x):
         found = step(x)()
-        return [np.array(spmd.block(y)) for y in (found if work.adjoint else [found])]
+        y, *back = found if work.adjoint else [found]
+        if back and work.verb == "broadcast":  # which only the root has
+            (of_root,) = back
+            back = [np.where(spmd.worker_index("x") == 0, spmd.broadcast(of_root, "x"), 0)]
+        return [np.array(spmd.block(a)).reshape(-1) for a in (y, *back)]
 
     x = spmd.put(work.whole(), P("x"), mesh)
     run = mesh.map(timed, in_specs=(P("x"), None), out_specs=None)
-    tell = mesh.map(told, in_specs=P("x"), out_specs=None)
-    return Case(lambda count: run(x, count), lambda: tell(x))
+    tell = mesh.map(told, in_specs=P("x"), out_specs=P("x"))
+    return Case(lambda count: run(x, count), lambda: [a.numpy() for a in tell(x)])
 
 
 @LOCAL.contestant("spmd")
@@ -197,6 +201,12 @@ def _(quick: bool) -> Builders:
 @LOCAL.contestant("spmd, lockstep")
 def _(quick: bool) -> Builders:
     build = partial(ours, transport="local", scheduler="lockstep")
+    return cases(build, local(quick)) | cases(build, local(quick, 4))
+
+
+@LOCAL.contestant("spmd, threads")
+def _(quick: bool) -> Builders:
+    build = partial(ours, transport="local", scheduler="threads")
     return cases(build, local(quick)) | cases(build, local(quick, 4))
 
 
@@ -269,9 +279,10 @@ def on_devices(work: Work, looped: bool) -> Case:
     program = jax.jit(jax.shard_map(loop, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x")))
 
     def tell():
-        """What lies on the first device."""
+        """What lies on each device."""
         found = jax.tree_util.tree_leaves(step(x))
-        return [np.asarray(s.data) for y in found for s in y.addressable_shards if s.device == jax.devices()[0]]
+        lie = [{s.device: np.asarray(s.data).reshape(-1) for s in y.addressable_shards} for y in found]
+        return [np.concatenate([shards[d] for d in jax.devices()]) for shards in lie]
 
     return Case(run if looped else repeated(lambda: jax.block_until_ready(step(x))), tell)
 
@@ -283,7 +294,7 @@ def _(quick: bool) -> Builders:
 
 @LOCAL.contestant("jax, 2 devices, one program", needs=("jax",), env=TWO_DEVICES)
 def _(quick: bool) -> Builders:
-    return cases(partial(on_devices, looped=True), (w for w in local(quick) if w.size != "64 MB"))
+    return cases(partial(on_devices, looped=True), local(quick))
 
 
 # By hand
@@ -310,6 +321,10 @@ class Gloo:
     def broadcast(self, y):
         y = self.tensor(y)
         return lambda: self.dist.broadcast(y, 0)
+
+    def reduce(self, x, y):
+        y = self.tensor(y)
+        return lambda: self.dist.reduce(y, 0)
 
     def all_gather(self, x, y):
         parts = y.reshape(2, -1)
@@ -357,6 +372,18 @@ class Gloo:
 
         return call
 
+    def repartition_back(self, y, x):
+        rows = len(x)
+        columns = x.reshape(rows, self.workers, rows).transpose(1, 0, 2)
+        packed = room(columns.shape)
+        move = self.all_to_all(y.reshape(packed.shape), packed)
+
+        def call():
+            move()
+            np.copyto(columns, packed)
+
+        return call
+
 
 class Messages:
     """mpi4py on NumPy's arrays. Each method prepares a call."""
@@ -378,6 +405,9 @@ class Messages:
     def broadcast(self, y):
         return self._calling(self.comm.Bcast, y)
 
+    def reduce(self, x, y):
+        return self._calling(self.comm.Reduce, x, y)
+
     def all_gather(self, x, y):
         return self._calling(self.comm.Allgather, x, y)
 
@@ -391,13 +421,21 @@ class Messages:
         other = 1 - self.rank
         return partial(self.comm.Sendrecv, [x, self.type], other, 0, [y, self.type], other, 0)
 
-    def repartition(self, x, y):
+    def _squares(self, x, y):
+        """The buffers of a repartition: the squares side by side in x and one above the other in y."""
         rows, p = len(x), self.workers
-        square = (rows, rows)
-        send = [self.type.Create_subarray(x.shape, square, (0, rows * k)).Commit() for k in range(p)]
-        receive = [self.type.Create_subarray(y.shape, square, (rows * k, 0)).Commit() for k in range(p)]
-        once = ([1] * p, [0] * p)
-        return partial(self.comm.Alltoallw, [x, once, send], [y, once, receive])
+        square, once = (rows, rows), ([1] * p, [0] * p)
+        beside = [self.type.Create_subarray(x.shape, square, (0, rows * k)).Commit() for k in range(p)]
+        above = [self.type.Create_subarray(y.shape, square, (rows * k, 0)).Commit() for k in range(p)]
+        return [x, once, beside], [y, once, above]
+
+    def repartition(self, x, y):
+        there, here = self._squares(x, y)
+        return partial(self.comm.Alltoallw, there, here)
+
+    def repartition_back(self, y, x):
+        here, there = self._squares(x, y)
+        return partial(self.comm.Alltoallw, there, here)
 
 
 class Agreeing(Messages):
@@ -442,6 +480,9 @@ class Agreeing(Messages):
     def repartition(self, x, y):
         return self._agreed(super().repartition(x, y))
 
+    def repartition_back(self, y, x):
+        return self._agreed(super().repartition_back(y, x))
+
 
 def halo_by_hand(engine: Any, shape: tuple[int, ...], in_place: bool) -> tuple[np.ndarray, ...]:
     """Block, result and cotangent of a halo exchange, and the calls forward and back."""
@@ -475,7 +516,7 @@ def calls_by_hand(engine: Any, work: Work) -> tuple[Any, ...]:
         y = room(work.shape)
         return x, y, y, engine.all_reduce(x, y), lambda: None  # its adjoint hands over what all have
     if work.verb == "broadcast":
-        return x, x, g, engine.broadcast(x), None
+        return x, x, g, engine.broadcast(x), engine.reduce(x, g)
     if work.verb == "all-gather":
         y = room(n * p)
         return x, y, g, engine.all_gather(x, y), engine.reduce_scatter(y, g)
@@ -484,10 +525,10 @@ def calls_by_hand(engine: Any, work: Work) -> tuple[Any, ...]:
         return x, y, g, engine.reduce_scatter(x, y), engine.all_gather(y, g)
     if work.verb == "repartition":
         y = room((n * p, n))
-        return x, y, g, engine.repartition(x, y), None
+        return x, y, g, engine.repartition(x, y), engine.repartition_back(y, g)
     y = room(work.shape)
     if work.verb == "all-to-all":
-        return x, y, g, engine.all_to_all(x, y), None
+        return x, y, g, engine.all_to_all(x, y), engine.all_to_all(y, g)
     return x, y, g, engine.exchange(x, y), engine.exchange(y, g)
 
 
@@ -506,19 +547,28 @@ def by_hand(work: Work, engine: Callable[[], Any], in_place: bool = False) -> Ca
     def tell():
         x[...] = work.block(made.rank)
         if work.verb == "all-reduce":
-            y[...] = x  # for who adds in place
+            y[...] = x  # for who adds in place, as below
         forward()
         found = [y.copy()]
         if work.adjoint:
+            if work.verb == "broadcast":
+                g[...] = y
             backward()
+            if work.verb == "broadcast" and made.rank:
+                g.fill(0)
             found.append(g.copy())
-        return found
+        return [everyones(a) for a in found]
+
+    def everyones(a: np.ndarray) -> np.ndarray:
+        whole = room(made.workers * a.size)
+        made.all_gather(a.reshape(-1), whole)()
+        return whole
 
     tell()  # so that all memory is in use, and holds numbers
     return Case(together(step, made.meet), tell)
 
 
-def in_place(asked: Iterator[Work]) -> Iterator[Work]:
+def halos(asked: Iterator[Work]) -> Iterator[Work]:
     return (work for work in asked if work.verb == "halo exchange")
 
 
@@ -529,7 +579,7 @@ def _(quick: bool) -> Builders:
 
 @LOCAL.contestant("torch, halo in place", launcher="torchrun", processes=2, needs=("torch",), env=ONE_THREAD)
 def _(quick: bool) -> Builders:
-    return cases(partial(by_hand, engine=Gloo, in_place=True), in_place(local(quick)))
+    return cases(partial(by_hand, engine=Gloo, in_place=True), halos(local(quick)))
 
 
 @MPI.contestant("mpi4py, Open MPI", launcher="mpiexec-openmpi", processes=2)
@@ -547,26 +597,28 @@ def _(quick: bool) -> Builders:
 @MPI.contestant("mpi4py, Open MPI, halo in place", launcher="mpiexec-openmpi", processes=2)
 @MPI.contestant("mpi4py, halo in place", launcher="mpiexec", processes=2)
 def _(quick: bool) -> Builders:
-    return cases(partial(by_hand, engine=Messages, in_place=True), in_place(over_mpi(quick)))
+    return cases(partial(by_hand, engine=Messages, in_place=True), halos(over_mpi(quick)))
 
 
 # The limit
 
 
 def moved(work: Work) -> Case:
-    """Two threads, with half of the numbers each."""
+    """One thread, or two with half of the numbers each."""
     a, b, *out = (room(work.shape) for _ in range(4))
     halves = slice(len(a) // 2), slice(len(a) // 2, None)
 
     def made(copy: Callable[..., Any], add: Callable[..., Any]) -> Case:
-        def added(k: int) -> None:
-            add(out[0][halves[k]], a[halves[k]], b[halves[k]])
+        def added(half: slice) -> None:
+            add(out[0][half], a[half], b[half])
 
-        def copied(k: int) -> None:
-            copy(out[0][halves[k]], a[halves[k]])
-            copy(out[1][halves[k]], b[halves[k]])
+        def copied(half: slice) -> None:
+            copy(out[0][half], a[half])
+            copy(out[1][half], b[half])
 
-        return Case(repeated(in_two_threads(added if work.verb in ("all-reduce", "reduce-scatter") else copied)), list)
+        some = added if work.verb in ("all-reduce", "reduce-scatter") else copied
+        alone = Case(repeated(lambda: some(slice(None))), list)
+        return faster(alone, Case(repeated(in_two_threads(lambda k: some(halves[k]))), list))
 
     return by_the_faster(made)
 

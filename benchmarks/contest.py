@@ -62,6 +62,8 @@ ROUNDS = 11
 QUICK_ROUNDS = 3
 LEAST = 0.03
 """Seconds that a contestant is to work in a round; half of that is enough."""
+LONG, SELDOM = 2.0, 4
+"""Who takes so many seconds for a repetition takes part in every fourth round."""
 
 HINDERING = {"PYTHONDONTWRITEBYTECODE", "OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE"}
 """Variables that no contestant is given: they would have every import compile anew, and OpenBLAS take other kernels
@@ -113,12 +115,14 @@ class Case:
 
     run: the seconds of one of so many repetitions. tell: what has been computed, as arrays that all contestants must
     agree on; called in all processes of a job, and listened to in the first. drop: let go of what a repetition has left
-    behind, gradients say, so that the peak of the next one has them in it.
+    behind, gradients say, so that the peak of the next one has them in it. kept: the bytes of what cannot be let go of,
+    and would be made in each repetition if it were.
     """
 
     run: Callable[[int], float]
     tell: Callable[[], Sequence[Any]]
     drop: Callable[[], Any] = lambda: None
+    kept: int = 0
 
 
 def faster(*cases: Case) -> Case:
@@ -239,14 +243,16 @@ def contend(module: str, section: str, name: str, quick: bool) -> None:
             case = builders[args[0]]()
             case.run(1)
             answer(case.run(1))
-        elif order == "run":
+        elif order in ("run", "run at once"):
             assert case is not None
             count = int(args[0])
-            case.run(1 + count // 4)  # Others have had the caches, and threads sleep that are about to be needed.
+            # Others have had the caches, and threads sleep that are about to be needed. A long repetition is warm soon.
+            if order == "run":
+                case.run(1 + count // 4)
             answer(case.run(count))
         elif order == "tell":
             assert case is not None
-            answer([_fingerprint(np.asarray(x)) for x in case.tell()])
+            answer([numbers for x in case.tell() for numbers in _fingerprint(np.asarray(x))])
         elif order == "peak":
             case = None
             gc.collect()
@@ -256,14 +262,18 @@ def contend(module: str, section: str, name: str, quick: bool) -> None:
             case.drop()
             gc.collect()
             _release()
-            answer(_peak(case))
+            answer(case.kept + _peak(case))
 
 
-def _fingerprint(x: np.ndarray) -> list[float]:
-    """The sum of an array's entries, that of their sizes, and one that moved entries change."""
+def _fingerprint(x: np.ndarray) -> tuple[list[float], list[float]]:
+    """The sum of an array's entries, that of their sizes, and one that moved entries change; and some entries, those
+    at the edges and others."""
     x = np.abs(x) if x.dtype.kind == "c" else x
+    edges = x[[0, -1]].reshape(-1) if x.ndim and x.size else x.reshape(-1)
     x = x.astype(np.float64).reshape(-1)
-    return [float(x.sum()), float(np.abs(x).sum()), float(np.cos(np.arange(len(x)) % 1000) @ x)]
+    sums = [float(x.sum()), float(np.abs(x).sum()), float(np.cos(np.arange(len(x)) % 1000) @ x)]
+    places = np.random.default_rng(len(x)).integers(0, max(1, len(x)), min(64, len(x)))
+    return sums, [*x[places].tolist(), *edges[:: 1 + len(edges) // 16].astype(np.float64).tolist()]
 
 
 def _release() -> None:
@@ -394,12 +404,12 @@ def missing(who: Contestant) -> str:
 
 @dataclass
 class Table:
-    """cases → contestants → what they showed. stolen: the share of two cores that other work took, one entry a round.
-    absent: contestants that did not take part, and why. parted: those that computed something else."""
+    """cases → contestants → what they showed. stolen: for each case the share of two cores that other work took, one
+    entry a round. absent: contestants that did not take part, and why. parted: those that computed something else."""
 
     section: Section
     rows: dict[str, dict[str, Measured]] = field(default_factory=dict)
-    stolen: list[float] = field(default_factory=list)
+    stolen: dict[str, list[float]] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
     parted: list[str] = field(default_factory=list)
 
@@ -448,18 +458,24 @@ def _contest(case: str, jobs: dict[str, Job], table: Table, quick: bool) -> dict
             del live[name]
             table.leave(name, case, error)
 
-    counts = {}
+    counts, long = {}, set()
     for name in jobs:
         took, counts[name] = ask(name, "build", case), 0
         # The first repetitions may take a hundred times as long as what follows: until so many are long enough.
         while took is not None and took * counts[name] < LEAST / 2:
             counts[name] = max(1, 2 * counts[name], round(LEAST / max(took, 1e-7)))
             took = ask(name, "run", counts[name])
+        if took is not None and took > LONG:
+            long.add(name)
     seconds: dict[str, list[float]] = {name: [] for name in jobs}
-    for _ in range(QUICK_ROUNDS if quick else ROUNDS):
-        table.stolen.append(stolen())
+    stolen = table.stolen[case] = []
+    for k in range(QUICK_ROUNDS if quick else ROUNDS):
+        stolen.append(share_of_others())
         for name in list(live):
-            seconds[name].append(ask(name, "run", counts[name]))
+            if name not in long:
+                seconds[name].append(ask(name, "run", counts[name]))
+            elif k % SELDOM == 0:
+                seconds[name].append(ask(name, "run at once", 1))
     told = {name: ask(name, "tell") for name in list(live)}
     told = {name: told[name] for name in live}
     found = {name: Measured(seconds[name]) for name in live}
@@ -477,10 +493,18 @@ def _weigh(module: str, attribute: str, table: Table, quick: bool, folder: Path)
         rows = {case: row[who.name] for case, row in table.rows.items() if who.name in row}
         if not rows:
             continue
-        job = Job(module, attribute, replace(who, env={**who.env, "MALLOC_MMAP_THRESHOLD_": "65536"}), quick, folder)
+        try:
+            job = Job(
+                module, attribute, replace(who, env={**who.env, "MALLOC_MMAP_THRESHOLD_": "65536"}), quick, folder
+            )
+        except Ended as error:
+            table.leave(who.name, "the weighing", error)
+            continue
         try:
             for case, shown in rows.items():
                 shown.peak = job.ask("peak", case) * who.processes
+        except Ended as error:
+            table.leave(who.name, "the weighing", error)
         finally:
             job.end()
 
@@ -493,8 +517,9 @@ def _agree(a: list[list[float]], b: list[list[float]], rtol: float) -> bool:
     return all(np.allclose(x, y, rtol=0, atol=rtol * s) for x, y, s in zip(a, b, scale, strict=True))
 
 
-def stolen() -> float:
+def share_of_others() -> float:
     """The share of two cores that is not ours to have: of two threads that compute, what they did not get."""
+    time.sleep(_SETTLING)
     shares = []
 
     def work() -> None:
@@ -512,6 +537,8 @@ def stolen() -> float:
 
 
 _SOMETHING = bytes(1 << 20)
+_SETTLING = 0.01
+"""Seconds until threads that look for work in vain have gone to sleep."""
 
 
 def main(args: list[str]) -> None:

@@ -75,8 +75,10 @@ def training(
     step: Callable[[Any], tuple[Any, Any]],
     whole: Callable[[Any], Sequence[np.ndarray]],
     drop: Callable[[], Any] = lambda: None,
+    kept: int = 0,
 ) -> Case:
-    """start: the parameters at first. step: these to the loss and the next. whole: these to arrays like `initial`."""
+    """start: the parameters at first. step: these to the loss and the next. whole: these to arrays like `initial`.
+    kept: the bytes of the memory for gradients, where it stays from step to step."""
     params = start()
 
     def once():
@@ -89,7 +91,7 @@ def training(
             value, trained = step(trained)
         return told(value, whole(trained))
 
-    return Case(repeated(once), tell, drop)
+    return Case(repeated(once), tell, drop, kept)
 
 
 def told(value: Any, trained: Sequence[np.ndarray]) -> list[Any]:
@@ -188,7 +190,7 @@ def trained_numpy(batch: int) -> Case:
         np.subtract(flat, sums[:-1], out=flat)
         return value, None
 
-    return training(start, step, lambda _: [p.copy() for p in params])
+    return training(start, step, lambda _: [p.copy() for p in params], kept=own.nbytes + sums.nbytes)
 
 
 @W1.contestant("limit", launcher="mpiexec", processes=2, env=ONE_THREAD)
@@ -296,7 +298,9 @@ def trained_module(batch: int, processes: int) -> Case:
             request.wait()
         return value, None
 
-    return training(start, step, lambda _: unloaded(net), lambda: optimizer.zero_grad(set_to_none=True))
+    # DDP's gradients lie in buckets of its own.
+    kept = sum(4 * p.numel() for p in net.parameters()) if processes > 1 else 0
+    return training(start, step, lambda _: unloaded(net), lambda: optimizer.zero_grad(set_to_none=True), kept)
 
 
 @W1.contestant("torch DDP", **TORCHRUN)
@@ -343,7 +347,7 @@ def trained_flat(torch: Any, batch: int, rank: int, add: Callable[[Any], Any]) -
         flat.add_(sums[:-1], alpha=-RATE)
         return sums[-1], None
 
-    return training(start, step, lambda _: [p.numpy() for p in params])
+    return training(start, step, lambda _: [p.numpy() for p in params], kept=sums.nbytes)
 
 
 def trained_gloo(batch: int) -> Case:

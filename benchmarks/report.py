@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 from collections.abc import Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
+from subprocess import run
 from typing import Any
 
 from benchmarks.contest import Table
@@ -50,9 +54,9 @@ def _cells(table: Table) -> list[list[str]]:
 def _remarks(table: Table) -> list[str]:
     said = [f"{name} is absent: {why}" for name, why in table.absent.items()]
     said += [f"NOT THE SAME NUMBERS: {who}" for who in table.parted]
-    stolen = median(table.stolen) if table.stolen else 0.0
-    if stolen > BUSY:
-        said.append(f"the machine was busy: other work took {stolen:.0%} of two cores (median of rounds)")
+    for case, shares in table.stolen.items():
+        if shares and median(shares) > BUSY:
+            said.append(f"the machine was busy: other work took {median(shares):.0%} of two cores in {case}")
     return said
 
 
@@ -73,6 +77,10 @@ def _aims(tables: Sequence[Table]) -> list[list[str]]:
     for f in found(tables):
         t = f.target
         who = f"{t.section}: {t.case}" + (f" ({f.ours})" if f.ours != "spmd" else "")
+        absent = ", ".join(f.absent)
+        if f.value is None:
+            rows.append([who, absent, "not measured", "", "", ""])
+            continue
         if t.of == "ratio":
             got, need = f"{f.value:.2f}×", f"{t.need:.3g}×"
             limit = "" if f.limit is None else f"{f.limit:.2f}×"
@@ -82,7 +90,7 @@ def _aims(tables: Sequence[Table]) -> list[list[str]]:
             got, need = seconds(f.value) + " more" * (t.of == "more"), seconds(t.need)
             limit = "" if f.limit is None else seconds(f.limit) + " more" * (t.of == "more")
         verdict = "met" if f.met else "out of reach" if f.out_of_reach else "MISSED"
-        rows.append([who, f.peer, got, need, limit, verdict])
+        rows.append([who, f.peer + (f", without {absent}" if absent else ""), got, need, limit, verdict])
     return rows
 
 
@@ -132,13 +140,38 @@ def as_json(tables: Sequence[Table]) -> str:
                 }
                 for c, row in table.rows.items()
             },
-            "stolen": [*map(_short, table.stolen)],
+            "stolen": {case: [*map(_short, shares)] for case, shares in table.stolen.items()},
             "absent": table.absent,
             "parted": table.parted,
         }
 
-    machine = {"processor": _processor(), "python": platform.python_version(), "system": platform.platform()}
+    machine = {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "packages": {name: found for name in _PACKAGES if (found := _version(name))},
+        "commit": _commit(),
+    }
     return json.dumps({"machine": machine, "sections": {t.section.name: one(t) for t in tables}}, indent=1) + "\n"
+
+
+_PACKAGES = "numpy", "numba", "jax", "jaxlib", "torch", "mpi4py", "mpich", "mpi4py-fft", "pylops-mpi", "autograd"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _commit() -> str:
+    """The commit that was measured, with a "+" where files had been changed since; nothing outside of a repository."""
+    with suppress(OSError):
+        git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+"]
+        return run(git, capture_output=True, text=True, check=False).stdout.strip()
+    return ""
 
 
 def _processor() -> str:
@@ -150,29 +183,32 @@ def _processor() -> str:
 
 
 def picture(table: Table, path: Path) -> None:
-    """The peers' times over ours, a dot for each case, on one axis. Nothing is drawn where there are no peers."""
+    """The others' times over ours, a dot for each case, on one axis; of our other ways a ring. Nothing is drawn where
+    there are no others."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     ours = table.section.ours
-    peers = [n for n in table.section.contestants if not n.startswith("spmd") and n != ours]
-    rows = {c: row for c, row in table.rows.items() if ours in row and any(n in row for n in peers)}
-    names = [n for n in peers if any(n in row for row in rows.values())]
+    others = [n for n in table.section.contestants if n != ours]
+    rows = {c: row for c, row in table.rows.items() if ours in row and any(n in row for n in others)}
+    names = [n for n in others if any(n in row for row in rows.values())]
     if not rows:
         return
     figure, axes = plt.subplots(figsize=(8, 1.6 + 0.2 * len(rows)), layout="constrained")
     axes.axvline(1, color="0.2", linewidth=1)
     for k, name in enumerate(names):
         points = [(row[name].median / row[ours].median, y) for y, row in enumerate(rows.values()) if name in row]
-        axes.scatter(*zip(*points, strict=True), s=26, color=plt.get_cmap("tab10")(k % 10), label=name, zorder=3)
+        color = plt.get_cmap("tab10")(k % 10)
+        face = "none" if name.startswith("spmd") else color
+        axes.scatter(*zip(*points, strict=True), s=26, edgecolors=color, facecolors=face, label=name, zorder=3)
     axes.set_xscale("log")
     axes.set_yticks(range(len(rows)), list(rows), fontsize=8)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.grid(axis="x", which="both", color="0.9")
     axes.set_title(f"{table.section.name}: {table.section.title}", fontsize=9, loc="left")
-    axes.set_xlabel("the peer's time over ours; right of the line we are faster", fontsize=8)
+    axes.set_xlabel("the time of another over ours; right of the line we are faster", fontsize=8)
     figure.legend(fontsize=8, loc="outside lower center", ncols=3)
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -9,14 +9,16 @@ DTensor by redistribute, on two processes over gloo. The limit is the copies alo
 caches, into memory that is there.
 W6: 256x256x256 float64, forward, a heat kernel and inverse: two axes are transformed where they lie, one after a
 repartition. Ours by scipy.fft in the bodies; mpi4py-fft as slabs, by plans that FFTW has measured, two axes in one of
-them; JAX jitted, on one device, which uses all cores, and on two. SciPy and torch, with two threads in one process,
-need no repartition at all. The limit is SciPy's transforms alone, by two threads, on blocks that lie right from the
-start: what ours would take if repartitions took no time.
+them, in the plans' own arrays: only the input is copied, as its place is overwritten, and the kernel divides by the
+number of points. JAX jitted, on one device, which uses all cores, and on two. SciPy and torch, with two threads in one
+process, need no repartition at all. The limit is SciPy's transforms alone, by two threads, on blocks that lie right
+from the start: what ours would take if repartitions took no time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -29,6 +31,7 @@ from benchmarks.contest import (
     Case,
     Section,
     by_the_faster,
+    faster,
     in_two_threads,
     jitted,
     repeated,
@@ -53,16 +56,6 @@ def mine(n: int, rank: int) -> slice:
 def trips(case: Callable[[int, bool], Case], quick: bool) -> Builders:
     n = 512 if quick else 4096
     return {f"{n}x{n}, round trip{', then read' * read}": partial(case, n, read) for read in (False, True)}
-
-
-def fastest(steps: Sequence[Callable[[], Any]], agree: Callable[[int], int] = int) -> Callable[[], Any]:
-    """The one of some steps that takes the least time. agree: makes all processes take the first one's choice."""
-    taken = []
-    for step in steps:
-        run = repeated(step)
-        run(1)
-        taken.append(min(run(1) for _ in range(5)))
-    return steps[agree(int(np.argmin(taken)))]
 
 
 def trip_spmd(transport: str, n: int, read: bool) -> Case:
@@ -106,6 +99,8 @@ def trip_copies(n: int, read: bool) -> Case:
     """What both workers copy, each in a thread: rows into blocks of columns, and those into rows."""
     rows, back = ([room((n // 2, n)) for _ in range(2)] for _ in range(2))
     columns = [room((n, n // 2)) for _ in range(2)]
+    for k in range(2):
+        rows[k][:] = matrix(n)[mine(n, k)]
 
     def made(copy: Callable[..., Any], _: Any) -> Case:
         def there(k: int) -> None:
@@ -118,7 +113,13 @@ def trip_copies(n: int, read: bool) -> Case:
             if read:
                 np.sum(back[k])
 
-        return Case(repeated(in_two_threads(there, again)), list)
+        step = in_two_threads(there, again)
+
+        def tell():
+            step()
+            return [np.concatenate(columns, 1), np.concatenate(back), [b.sum() for b in back]]
+
+        return Case(repeated(step), tell)
 
     return by_the_faster(made)
 
@@ -129,19 +130,23 @@ def _(quick: bool) -> Builders:
 
 
 def trip_mpi(step: Callable[[], Any], there: np.ndarray, back: np.ndarray, read: bool) -> Case:
-    """A step that fills `there` and then `back`, in two processes."""
+    """A step that fills `there` and then `back`, in two processes, of which the first one's time counts in both: they
+    are to choose the same."""
     from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD
 
     def whole():
         step()
-        parts = MPI.COMM_WORLD.allgather((there, back, back.sum()))
+        parts = comm.allgather((there, back, back.sum()))
         return [np.concatenate([p[0] for p in parts], 1), np.concatenate([p[1] for p in parts]), [p[2] for p in parts]]
 
     def and_read():
         step()
         return back.sum()
 
-    return Case(repeated(and_read if read else step), whole)
+    timed = repeated(and_read if read else step)
+    return Case(lambda count: comm.bcast(timed(count)), whole)
 
 
 def trip_pencils(n: int, read: bool) -> Case:
@@ -191,22 +196,16 @@ def trip_mpi4py(n: int, read: bool) -> Case:
         comm.Alltoall(there, packed)
         back[:, :half], back[:, half:] = packed
 
-    steps = [by_types, by_packing]
-    try:
-        requests = [comm.Alltoallw_init(*forward), comm.Alltoallw_init(*backward)]
-    except NotImplementedError:  # an MPI library older than version 4 of the standard
-        requests = []
-
     def by_requests():
         for request in requests:
             request.Start()
             request.Wait()
 
-    best = fastest([*steps, by_requests] if requests else steps, comm.bcast)
-    if best is not by_requests:
-        for request in requests:
-            request.Free()
-    return trip_mpi(best, there, back, read)
+    steps = [by_types, by_packing]
+    with contextlib.suppress(NotImplementedError):  # an MPI library older than version 4 of the standard
+        requests = [comm.Alltoallw_init(*forward), comm.Alltoallw_init(*backward)]
+        steps.append(by_requests)
+    return faster(*(trip_mpi(step, there, back, read) for step in steps))
 
 
 @W5.contestant("mpi4py", launcher="mpiexec", processes=2, env=ONE_THREAD)
@@ -244,23 +243,23 @@ def trip_jax(n: int, read: bool) -> Case:
         jax.shard_map(local, mesh=mesh, in_specs=P("x"), out_specs=(P(None, "x"), P("x"))),
     )
     by_constraints = jax.jit(constrained)
-    jitted = jax.jit(summed)
+    sums_of = jax.jit(summed)
 
     def by_put(x):
         there = jax.device_put(x, columns)
         back = jax.device_put(there, rows)
-        return there, jitted(back) if read else back
+        return there, sums_of(back) if read else back
 
-    ways = (by_all_to_all, by_constraints, by_put)
-    step = fastest([lambda way=way: jax.block_until_ready(way(x)) for way in ways])
+    def case(way) -> Case:
+        def tell():
+            there, result = map(np.asarray, way(x))
+            sums = result if read else [np.sum(b) for b in np.split(result, 2)]
+            back = np.asarray(jax.device_put(jax.device_put(x, columns), rows)) if read else result
+            return [there, back, sums]
 
-    def tell():
-        there, result = map(np.asarray, step())
-        sums = result if read else [np.sum(b) for b in np.split(result, 2)]
-        back = np.asarray(jax.device_put(jax.device_put(x, columns), rows)) if read else result
-        return [there, back, sums]
+        return Case(repeated(lambda: jax.block_until_ready(way(x))), tell)
 
-    return Case(repeated(step), tell)
+    return faster(*map(case, (by_all_to_all, by_constraints, by_put)))
 
 
 @W5.contestant("jax, 2 devices", needs=("jax",), env=TWO_DEVICES)
@@ -351,23 +350,21 @@ def _(quick: bool) -> Builders:
 
 def cube_mpi4py_fft(n: int) -> Case:
     from mpi4py import MPI
-    from mpi4py_fft import PFFT, newDistArray
+    from mpi4py_fft import PFFT
 
     comm = MPI.COMM_WORLD
     plan = PFFT(comm, (n, n, n), axes=((0,), (1, 2)), dtype=np.float64, slab=True)
-    u, f, out = newDistArray(plan, False), newDistArray(plan, True), newDistArray(plan, False)
-    u[:] = cube(n)[plan.local_slice(False)]
-    kernel = heat(n)[plan.local_slice(True)].copy()
+    u = cube(n)[plan.local_slice(False)].copy()
+    kernel = heat(n)[plan.local_slice(True)] / n**3
 
     def step():
-        plan.forward(u, f)
+        f = plan.forward(u, normalize=False)
         np.multiply(f, kernel, out=f)
-        plan.backward(f, out)
+        return plan.backward()
 
     def tell():
-        step()
         whole = np.empty((n, n, n))
-        for place, block in comm.allgather((plan.local_slice(False), np.asarray(out))):
+        for place, block in comm.allgather((plan.local_slice(False), step())):
             whole[place] = block
         return [whole]
 
@@ -452,20 +449,34 @@ def _(quick: bool) -> Builders:
 def cube_alone(n: int) -> Case:
     from scipy import fft
 
-    half = n // 2 + 1
+    def planes(u: np.ndarray) -> np.ndarray:
+        return fft.rfftn(u, axes=(1, 2))
+
+    def columns(f: np.ndarray, kernel: np.ndarray) -> np.ndarray:
+        f = fft.fft(f, axis=0, overwrite_x=True)
+        f *= kernel
+        return fft.ifft(f, axis=0, overwrite_x=True)
+
+    def planes_back(f: np.ndarray) -> np.ndarray:
+        f = fft.ifft(f, axis=1, overwrite_x=True)
+        return fft.irfft(f, n, axis=2, overwrite_x=True)
+
     slabs = [cube(n)[mine(n, k)].copy() for k in range(2)]
-    others = [np.ones((n, n // 2, half), complex) for _ in range(2)]
-    kernel = np.ones((n, n // 2, half))  # so that the numbers stay what they are
+    others = [np.ones((n, n // 2, n // 2 + 1), complex) for _ in range(2)]
+    kernel = np.ones(others[0].shape)  # so that the numbers stay what they are
 
     def work(k: int) -> None:
-        f = fft.rfftn(slabs[k], axes=(1, 2))
-        g = fft.fft(others[k], axis=0, overwrite_x=True)
-        g *= kernel
-        fft.ifft(g, axis=0, overwrite_x=True)
-        f = fft.ifft(f, axis=1, overwrite_x=True)
-        fft.irfft(f, n, axis=2, overwrite_x=True)
+        f = planes(slabs[k])
+        columns(others[k], kernel)
+        planes_back(f)
 
-    return Case(repeated(in_two_threads(work)), list)
+    def tell():
+        f = np.concatenate([planes(u) for u in slabs])
+        parts = [columns(f[:, mine(n, k)].copy(), heat(n)[:, mine(n, k)]) for k in range(2)]
+        f = np.concatenate(parts, 1)
+        return [np.concatenate([planes_back(f[mine(n, k)]) for k in range(2)])]
+
+    return Case(repeated(in_two_threads(work)), tell)
 
 
 @W6.contestant("limit", needs=("scipy",))
