@@ -56,13 +56,15 @@ def _targets() -> Iterator[Target]:
             for size in ("1 MB", "4 MB", "64 MB"):
                 need = 1.5 if verb == "all-reduce" and size != "1 MB" else 0.95
                 yield Target("mpi", f"{verb} {size}", (peer,), need, "ratio", (mine,))
+    by_torch = "torch, by hand", "torch, 1 process"
+    eager = *by_torch, "autograd", "pylops-mpi"
     torch, engines = ("torch DDP", "torch + mpi4py"), ("spmd", "spmd, MPI")
     yield Target("w1", "batch 256", (JAX, *torch), 1, ours=engines)
     yield Target("w1", "batch 4096", (JAX, *torch), 1, ours=engines)
     yield Target("w2", "512 tokens, 1024-4096-1024", (JAX,), 1.1)
     yield Target("w2", "512 tokens, 1024-4096-1024", ("torch DTensor",), 1.15)
-    yield Target("w3", "(4, 16, 256, 256)", (JAX, "jax, 1 device", "torch, by hand"), 1)
-    yield Target("w4", "2048x2048, 100 steps", ("jax, 1 device",), 1)
+    yield Target("w3", "(4, 16, 256, 256)", (JAX, "jax, 1 device", *by_torch), 1)
+    yield Target("w4", "2048x2048, 100 steps", ("jax, 1 device", *eager), 1)
     yield Target("w4", "2048x2048, 100 steps", (JAX,), 1, ours=("spmd, NumPy alone",))
     yield Target("w5", "4096x4096, round trip", ("mpi4py-fft",), 1)
     yield Target("w5", "4096x4096, round trip", (JAX, "torch DTensor"), 5)
@@ -77,9 +79,8 @@ def _targets() -> Iterator[Target]:
         for engine in engines:
             yield Target("w1", case, (*torch, "torch, by hand"), 1, "memory", (engine,))
     yield Target("w2", "512 tokens, 1024-4096-1024", ("torch DTensor", "torch, by hand"), 1, "memory")
-    by_torch = "torch, by hand", "torch, 1 process"
     yield Target("w3", "(4, 16, 256, 256)", by_torch, 1, "memory")
-    yield Target("w4", "2048x2048, 100 steps", (*by_torch, "autograd", "pylops-mpi"), 1, "memory")
+    yield Target("w4", "2048x2048, 100 steps", eager, 1, "memory")
 
 
 TARGETS = tuple(_targets())
