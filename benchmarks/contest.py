@@ -252,7 +252,7 @@ def contend(module: str, section: str, name: str, quick: bool) -> None:
             answer(case.run(count))
         elif order == "tell":
             assert case is not None
-            answer([numbers for x in case.tell() for numbers in _fingerprint(np.asarray(x))])
+            answer([_fingerprint(np.asarray(x)) for x in case.tell()])
         elif order == "peak":
             case = None
             gc.collect()
@@ -265,7 +265,7 @@ def contend(module: str, section: str, name: str, quick: bool) -> None:
             answer(case.kept + _peak(case))
 
 
-def _fingerprint(x: np.ndarray) -> tuple[list[float], list[float]]:
+def _fingerprint(x: np.ndarray) -> Fingerprint:
     """The sum of an array's entries, that of their sizes, and one that moved entries change; and some entries, those
     at the edges and others."""
     x = np.abs(x) if x.dtype.kind == "c" else x
@@ -509,12 +509,25 @@ def _weigh(module: str, attribute: str, table: Table, quick: bool, folder: Path)
             job.end()
 
 
-def _agree(a: list[list[float]], b: list[list[float]], rtol: float) -> bool:
-    """Whether what two contestants tell is the same; one that tells nothing computes nothing, as a limit does."""
+Fingerprint = tuple[list[float], list[float]]
+"""See `_fingerprint`."""
+
+
+def _agree(a: Sequence[Fingerprint], b: Sequence[Fingerprint], rtol: float) -> bool:
+    """Whether what two contestants tell is the same; one that tells nothing computes nothing, as a limit does. In sums
+    roundings cancel out, in single entries they do not."""
     if not a or not b:
         return True
-    scale = [max(abs(v) for v in (*x, *y)) for x, y in zip(a, b, strict=True)]
-    return all(np.allclose(x, y, rtol=0, atol=rtol * s) for x, y, s in zip(a, b, scale, strict=True))
+    rtols = rtol, _ROUNDED * rtol
+    return len(a) == len(b) and all(
+        len(x) == len(y) and np.allclose(x, y, rtol=0, atol=some * max(map(abs, (*x, *y)), default=0.0))
+        for one, other in zip(a, b, strict=True)
+        for x, y, some in zip(one, other, rtols, strict=True)
+    )
+
+
+_ROUNDED = 30
+"""How many times further apart single entries may be than sums are, each relative to the largest."""
 
 
 def share_of_others() -> float:
