@@ -30,8 +30,9 @@ LEAST = 1 << 16
 """Bytes from which arrays lie in such memory. What is copied from one to another of its kind is a multiple of a line
 apart. By the allocator's, blocks of whole pages lie a few bytes beyond whole pages apart, and to copy 256 KB so takes
 an EPYC (Zen 3, glibc 2.36) 15 times as long; 1 MB it copies as fast."""
-_GRAINS = 1 << 14, 1 << 16
-"""What the bytes of a piece are a multiple of: of smaller arrays, and of large ones."""
+_GRAIN = 1 << 14
+"""What the bytes of a piece are a multiple of, at least: of large arrays about a 24th of them, so that a block with its
+halo and one without lie in pieces of one size, and take turns. Pages that nobody has touched are no memory."""
 
 
 def _bound() -> int:
@@ -260,7 +261,7 @@ def empty(shape: int | tuple[int, ...], dtype: Any = float) -> np.ndarray:
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < LEAST or dtype.hasobject or not _idle.bound:
         return np.empty(shape, dtype)
-    grain = _GRAINS[nbytes >= LARGE]
+    grain = _GRAIN if nbytes < LARGE else 1 << nbytes.bit_length() - 5
     size = -(-(nbytes + _ALIGNED) // grain) * grain
     lease = _at_hand.take(size)
     if lease is None:

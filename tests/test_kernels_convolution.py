@@ -14,6 +14,7 @@ import spmd
 from spmd import P, functions
 from spmd.errors import SpecError
 from spmd.kernels import cpu, jit
+from spmd.kernels.cpu import convolution as kernels
 from spmd.kernels.windows import output_length
 
 family = Family("convolution")
@@ -144,6 +145,53 @@ def test_entries_that_are_no_numbers_reach_the_weights_that_met_them_alone(engin
     bad = np.zeros((3, 2, 3, 3), bool)
     bad[:, 1, :, 2] = bad[:, 1, 2] = True
     np.testing.assert_array_equal(np.isfinite(found), ~bad)
+
+
+CUT = {
+    # shape, kernel, stride, padding, dilation
+    "wide rows": ((9, 150), (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1)),
+    "rows that fill vectors": ((9, 128), (3, 3), (1, 1), ((0, 0), (1, 1)), (1, 1)),
+    "rows a little longer than vectors": ((11, 35), (2, 5), (1, 1), ((1, 0), (2, 2)), (2, 1)),
+    "short rows": ((40, 7), (3, 2), (1, 1), ((2, 1), (0, 1)), (1, 3)),
+    "strides": ((23, 101), (3, 4), (2, 3), ((1, 2), (3, 0)), (1, 2)),
+    "cropped": ((12, 90), (3, 3), (1, 1), ((-2, -1), (-1, 1)), (1, 1)),
+    "one dimension": ((3001,), (7,), (1,), ((3, 3),), (1,)),
+    "three dimensions": ((6, 5, 70), (3, 1, 3), (1, 1, 1), ((1, 1), (0, 0), (1, 1)), (1, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("part", [1, 2000, 1 << 30])
+@pytest.mark.parametrize("channels", [(1, 3, 10, 1), (2, 4, 6, 2), (3, 3, 3, 3), (2, 2, 8, 1)], ids=str)
+@pytest.mark.parametrize("case", CUT)
+def test_however_the_work_is_cut(monkeypatch, case, channels, part):
+    """By examples, groups and rows; entries around the arrays, which do not belong to them, are no numbers."""
+    monkeypatch.setattr(kernels, "_PART", part)
+    shape, kernel, *options = CUT[case]
+    n, c, o, groups = channels
+    rng = np.random.default_rng(0)
+
+    def within(dtype, *lengths):
+        around = np.full((*lengths[:-1], lengths[-1] + 40), np.nan, dtype)
+        x = around[..., 20 : 20 + lengths[-1]]
+        x[...] = rng.integers(-9, 10, lengths)
+        return x
+
+    for dtype in ("float32", "float64"):
+        x, w = within(dtype, n, c, *shape), within(dtype, o, c // groups, *kernel)
+        g = within(dtype, n, o, *outputs(shape, kernel, options))
+        made = lambda x=x, w=w, g=g: (
+            cpu.conv(x, w, *options, groups),
+            cpu.conv_input_adjoint(g, w, shape, *options, groups),
+            cpu.conv_weight_adjoint(g, x, kernel, *options, groups),
+            cpu.conv_weight_adjoint(np.ascontiguousarray(g), x, kernel, *options, groups),
+        )
+        found = made()
+        with jit.off():
+            monkeypatch.setattr(kernels, "_PART", 1 << 30)
+            expected = made()
+            monkeypatch.setattr(kernels, "_PART", part)
+        for y, z in zip(found, expected, strict=True):  # sums of small integers: exact
+            np.testing.assert_array_equal(y, z)
 
 
 @pytest.mark.parametrize("padding", ["SAME", "VALID", 1, (2, 0), ((1, 0), (0, 2))])

@@ -19,8 +19,13 @@ def combined(out: Any, to: int, n: int, x: Any, at: int, offsets: Any, begin: in
 
 
 @jit.loops("out")
-def with_taps(out: Any, to: int, x: Any, at: int, offsets: Any, w: Any, row: int):
-    vectors.add_taps(out, to, x, at, offsets, w, row)
+def with_taps(out: Any, to: int, apart: int, x: Any, at: int, offsets: Any, w: Any, row: int):
+    vectors.add_taps(out, to, apart, x, at, offsets, w, row)
+
+
+@jit.loops("sums")
+def dotted(sums: Any, g: Any, count: int, x: Any, offsets: Any, shape: Any, steps: Any):
+    vectors.dot_taps(sums, 1, 2, g, 5, 300, count, x, 9, offsets, shape, steps)
 
 
 @jit.loops("out")
@@ -49,14 +54,45 @@ def test_rows_of_every_length_are_combined(dtype, count):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_filters_at_once(dtype):
     rng = np.random.default_rng(0)
-    wide = vectors.places(np.dtype(dtype))
-    x, w = rng.normal(size=900).astype(dtype), rng.normal(size=(2 * vectors.FILTERS, 7)).astype(dtype)
+    wide, rows = vectors.places(np.dtype(dtype)), vectors.filters()
+    x, w = rng.normal(size=900).astype(dtype), rng.normal(size=(2 * rows, 7)).astype(dtype)
     offsets = rng.integers(0, 400, 7)
-    out, plain = (np.full((vectors.FILTERS, 2 * wide + 3), np.nan, dtype) for _ in range(2))
+    apart = wide + 5
+    out, plain = (np.full(rows * apart + 3, np.nan, dtype) for _ in range(2))
     for made, form in ((out, with_taps), (plain, vectors.add_taps)):
-        form(made, wide + 1, x, 9, offsets, w, vectors.FILTERS)
+        form(made, 3, apart, x, 9, offsets, w, rows)
     np.testing.assert_allclose(out, plain, rtol=1e-5, atol=1e-5)
-    assert np.count_nonzero(~np.isnan(out)) == vectors.FILTERS * wide
+    assert np.count_nonzero(~np.isnan(out)) == rows * wide
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_products_of_rows_of_every_length(dtype, count):
+    """Entries that are none of theirs are no numbers, and do not matter."""
+    rng = np.random.default_rng(count)
+    lanes, taps = vectors.lanes(np.dtype(dtype)), vectors.taps()
+    offsets = rng.integers(0, 400, 2 + taps)
+    for columns in (*range(lanes, 3 * lanes + 1), 100):
+        shape, steps = (3, columns), (columns + 1, columns + 2)
+        g, x = np.full(1600, np.nan, dtype), np.full(1600, np.nan, dtype)
+        for y in range(3):
+            for a in range(count):
+                g[5 + a * 300 + y * steps[0] :][:columns] = rng.normal(size=columns)
+            for offset in offsets[2:]:
+                x[9 + offset + y * steps[1] :][:columns] = rng.normal(size=columns)
+        sums, plain = np.ones((7, 3 + taps)), np.ones((7, 3 + taps))
+        for made, form in (
+            (sums, dotted),
+            (plain, lambda s, *a: vectors.dot_taps(s, 1, 2, a[0], 5, 300, a[1], a[2], 9, *a[3:])),
+        ):
+            form(made, g, count, x, offsets, shape, steps)
+        assert np.isfinite(sums[: 1 + count]).all()
+        np.testing.assert_allclose(
+            sums[: 1 + count], plain[: 1 + count], rtol=1e-5 if dtype == "float32" else 1e-13, atol=1e-4
+        )
+        assert np.all(sums[0] == 1)
+        assert np.all(sums[1:, [0, 1, 2 + taps]] == 1)
+        assert np.all(sums[1 + vectors.ROWS :] == 1)
 
 
 def test_what_is_fetched_ends_with_the_array():

@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from spmd.kernels import buffers, jit
+from spmd.kernels.cpu import vectors
 from spmd.kernels.cpu.chunks import accurate
 from spmd.kernels.cpu.shifts import shifted_copies, shifted_products, shifted_sums
-from spmd.kernels.cpu.vectors import FILTERS, add_taps, combine, places
+from spmd.kernels.cpu.vectors import ROWS, add_taps, combine, dot_taps
 from spmd.kernels.windows import output_length
 
 __all__ = ["col2im", "conv", "conv_input_adjoint", "conv_weight_adjoint", "im2col"]
@@ -53,9 +54,9 @@ def conv(
     taps, residues = _taps(w.shape[2:], stride, padding, dilation)
     filters = w.astype(wide, copy=False).reshape(groups, w.shape[0] // groups, w.shape[1], -1)
     into = out if dtype == wide else buffers.empty(out.shape, wide)
-    for n, g in _parts(x, groups):
-        source = _planes(x[n, _of(g, w.shape[1])].astype(wide, copy=False), g, stride, residues, taps, m)
-        _correlate(into[n, _of(g, filters.shape[1])], source, filters[g], taps)
+    for n, g, rows in _parts(x, groups, m, taps):
+        source = _planes(x[n, _of(g, w.shape[1])].astype(wide, copy=False), g, stride, residues, taps, m, rows)
+        _correlate(into, (n, _of(g, filters.shape[1]), rows), source, filters[g], taps)
     if into is not out:
         out[...] = into
     return out
@@ -95,10 +96,10 @@ def conv_input_adjoint(
         taps = [_Tap(0, shift) for _, shift in met]
         chosen = np.ascontiguousarray(filters[..., [k for k, _ in met]])
         into = part if whole and dtype == wide else buffers.empty(part.shape, wide)
-        for i, j in _parts(g, groups):
+        for i, j, rows in _parts(g, groups, part.shape[2:], taps):
             some = g[i, _of(j, chosen.shape[2])]
-            source = _planes(some, j, (1,) * len(stride), [(0,) * len(stride)], taps, part.shape[2:])
-            _correlate(into[i, _of(j, chosen.shape[1])], source, chosen[j], taps)
+            source = _planes(some, j, (1,) * len(stride), [(0,) * len(stride)], taps, part.shape[2:], rows)
+            _correlate(into, (i, _of(j, chosen.shape[1]), rows), source, chosen[j], taps)
         if into is not part:
             part[...] = into
     return out
@@ -130,9 +131,10 @@ def conv_weight_adjoint(
     taps, residues = _taps(kernel, stride, padding, dilation)
     count, channels = shape[0] // groups, shape[1]
     total = np.zeros((groups, count, channels * len(taps)), wide if wide.kind == "c" else np.float64)
-    for n, k in _parts(x, groups):
-        source = _planes(x[n, _of(k, channels)].astype(wide, copy=False), k, stride, residues, taps, g.shape[2:])
-        total[k] += _correlate_weights(g[n, _of(k, count)].astype(wide, copy=False), source, taps)
+    g = g.astype(wide, copy=False)
+    for n, k, rows in _parts(x, groups, g.shape[2:], taps):
+        source = _planes(x[n, _of(k, channels)].astype(wide, copy=False), k, stride, residues, taps, g.shape[2:], rows)
+        total[k] += _correlate_weights(g, (n, _of(k, count), rows), source, taps)
     return total.reshape(shape).astype(dtype, copy=False)
 
 
@@ -207,20 +209,29 @@ def _shift(out: np.ndarray, x: np.ndarray, table: np.ndarray, weights: np.ndarra
     shifted_sums(_examples(out), _examples(x)[:, None], table, np.ascontiguousarray(weights))
 
 
-_PART = 1 << 19
+_PART = 1 << 21
 """Bytes of a part of the work, if it can be cut so small: what is padded for it is in the cache when it is read."""
 
+_Part = tuple[slice, slice, slice]
+"""Some examples, of them some channels, of those some rows: entries of the first spatial dimension."""
 
-def _parts(x: np.ndarray, groups: int) -> Iterator[tuple[slice, slice]]:
-    """The examples and groups of parts of the work: some examples of all groups, or some groups of one example."""
+
+def _parts(x: np.ndarray, groups: int, m: Shape, taps: Sequence[_Tap]) -> Iterator[_Part]:
+    """Examples, groups and rows of the outputs 0:m, of parts of the work: some examples of all groups, or some groups
+    of one example, or of one group some rows, at least as many as the taps of one see."""
     per_group = max(1, x[:1].nbytes // groups)
-    if groups * per_group <= _PART or groups == 1:
+    everything = slice(0, m[0])
+    if groups * per_group <= _PART:
         step = max(1, _PART // (groups * per_group))
-        yield from ((slice(n, min(n + step, len(x))), slice(0, groups)) for n in range(0, len(x), step))
+        yield from ((slice(n, min(n + step, len(x))), slice(0, groups), everything) for n in range(0, len(x), step))
         return
     step = max(1, _PART // per_group)
+    first = [tap.shift[0] for tap in taps]
+    rows = m[0] if per_group <= _PART else max(1, max(first) - min(first), m[0] * _PART // per_group)
     for n in range(len(x)):
-        yield from ((slice(n, n + 1), slice(g, min(g + step, groups))) for g in range(0, groups, step))
+        for g in range(0, groups, step):
+            for y in range(0, m[0], rows):
+                yield slice(n, n + 1), slice(g, min(g + step, groups)), slice(y, min(y + rows, m[0]))
 
 
 def _of(groups: slice, each: int) -> slice:
@@ -282,7 +293,7 @@ def _met(
 class _Source(NamedTuple):
     """Planes of an array, with zeros around where taps reach: data (N, groups, C, planes, *lengths), three of them.
 
-    origin: the place of entry 0 in each dimension. reach: the three lengths of the outputs.
+    origin: the place of what a shift of 0 reads for the first output. reach: the three lengths of the outputs.
     """
 
     data: np.ndarray
@@ -295,37 +306,40 @@ def _three(shape: Shape, fill: int) -> Shape:
 
 
 def _planes(
-    x: np.ndarray, of: slice, stride: Shape, residues: Sequence[Shape], taps: Sequence[_Tap], m: Shape
+    x: np.ndarray, of: slice, stride: Shape, residues: Sequence[Shape], taps: Sequence[_Tap], m: Shape, rows: slice
 ) -> _Source:
-    """x (N, C, *n), the channels of some groups, as planes of these residues of the stride, that all taps of outputs
-    0:m lie in."""
+    """x (N, C, *n), the channels of some groups, as planes of these residues of the stride, that all taps of some rows
+    of the outputs 0:m lie in: x itself if that is so."""
     groups = of.stop - of.start
-    n, c, shape = x.shape[0], x.shape[1], x.shape[2:]
-    shifts = list(zip(*(tap.shift for tap in taps), strict=True))
-    origin = [max(0, -min(s)) for s in shifts]
-    lengths = [
-        max(o + -(-k // s), o + end + max(t)) for o, k, s, end, t in zip(origin, shape, stride, m, shifts, strict=True)
-    ]
-    planes = len(residues)
-    head = (n, groups, c // groups, planes)
-    if all(s == 1 for s in stride) and tuple(lengths) == shape:
-        data = np.ascontiguousarray(x)
-    else:
-        data = buffers.empty((n, c, planes, *lengths), x.dtype)
-        for plane, residue in enumerate(residues):
-            part = x[(slice(None), slice(None), *(slice(r, None, s) for r, s in zip(residue, stride, strict=True)))]
-            _put(data[:, :, plane], part, origin)
-    return _Source(data.reshape(*head, *_three(tuple(lengths), 1)), _three(tuple(origin), 0), _three(m, 1))
+    n, c = x.shape[:2]
+    lows, highs = zip(*((min(s), max(s)) for s in zip(*(tap.shift for tap in taps), strict=True)), strict=True)
+    begins = (rows.start + lows[0], *lows[1:])
+    ends = (rows.stop + highs[0], *map(sum, zip(m[1:], highs[1:], strict=True)))
+    reach = _three((rows.stop - rows.start, *m[1:]), 1)
+    whole = all(s == 1 for s in stride) and min(begins) >= 0
+    if whole and all(end <= k for end, k in zip(ends, x.shape[2:], strict=True)):
+        data = np.ascontiguousarray(x).reshape(n, groups, c // groups, 1, *_three(x.shape[2:], 1))
+        return _Source(data, _three((rows.start, *[0] * len(m[1:])), 0), reach)
+    lengths = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
+    data = buffers.empty((n, c, len(residues), *lengths), x.dtype)
+    for plane, residue in enumerate(residues):
+        part = x[(slice(None), slice(None), *(slice(r, None, s) for r, s in zip(residue, stride, strict=True)))]
+        _put(data[:, :, plane], part, begins)
+    data = data.reshape(n, groups, c // groups, len(residues), *_three(lengths, 1))
+    return _Source(data, _three(tuple(-low for low in lows), 0), reach)
 
 
-def _put(out: np.ndarray, x: np.ndarray, origin: Sequence[int]) -> None:
-    """x into the last dimensions of out, from origin on, and zeros around it."""
-    inner: tuple[slice, ...] = (slice(None), slice(None))
-    for o, k in zip(origin, x.shape[2:], strict=True):
-        out[(*inner, slice(0, o))] = 0
-        out[(*inner, slice(o + k, None))] = 0
-        inner = (*inner, slice(o, o + k))
-    out[inner] = x
+def _put(out: np.ndarray, x: np.ndarray, begins: Sequence[int]) -> None:
+    """x from these entries of its last dimensions on, which may lie before it, into out; zeros for what is not in x."""
+    to: tuple[slice, ...] = (slice(None), slice(None))
+    of = to
+    for begin, n, length in zip(begins, x.shape[2:], out.shape[2:], strict=True):
+        first = min(length, max(0, -begin))
+        end = max(first, min(length, n - begin))
+        out[(*to, slice(0, first))] = 0
+        out[(*to, slice(end, None))] = 0
+        to, of = (*to, slice(first, end)), (*of, slice(begin + first, begin + end))
+    out[to] = x[of]
 
 
 def _offsets(source: _Source, taps: Sequence[_Tap]) -> np.ndarray:
@@ -341,30 +355,50 @@ def _offsets(source: _Source, taps: Sequence[_Tap]) -> np.ndarray:
     return (np.arange(channels)[:, None] * planes * size + np.array(places_)).reshape(-1)
 
 
+class _Lines(NamedTuple):
+    """Rows of a part of an array (N, C, *m): data, flat, where its first entry is, and how far the next example,
+    channel, layer and row lie."""
+
+    data: np.ndarray
+    start: int
+    steps: np.ndarray
+
+
+def _lines(x: np.ndarray, part: _Part) -> _Lines:
+    """A part, in x itself if that is contiguous."""
+    if not x.flags.c_contiguous:
+        x, part = np.ascontiguousarray(x[part]), (slice(0, None),) * 3
+    n, channel, rows = (each.start for each in part)
+    per_row = math.prod(x.shape[3:])
+    size = x.shape[2] * per_row
+    _, high, wide = _three(x.shape[2:], 1)
+    start = (n * x.shape[1] + channel) * size + rows * per_row
+    return _Lines(x.reshape(-1), start, np.array([x.shape[1] * size, size, high * wide, wide]))
+
+
 # Sums over taps
 
 _STRIP = 1024
-"""Places between two writings of what was summed: the sums of all filters at work lie in the cache."""
+"""Places of one filter alone that are summed before they are written, where rows are short."""
 
 
-def _correlate(out: np.ndarray, source: _Source, filters: np.ndarray, taps: Sequence[_Tap]) -> None:
-    """out (N, groups * O, *m), contiguous: the sums over channels and taps. filters: (groups, O, C, taps)."""
+def _correlate(out: np.ndarray, part: _Part, source: _Source, filters: np.ndarray, taps: Sequence[_Tap]) -> None:
+    """Write a part of out (N, all groups' O, *m): the sums over channels and taps. filters: (groups, O, C, taps)."""
     groups, count = filters.shape[:2]
     flat = filters.reshape(groups, count, -1)
-    n = source.data.shape[0]
     _, rows, columns = source.reach
-    wide = source.data.shape[-1]
-    at_once = 1 if count == 1 else FILTERS
-    if out.dtype.char in "fd" and jit.fits(out) and out.flags.c_contiguous:
-        span = 1 if count == 1 else places(out.dtype)
-        if (rows - 1) * wide + columns >= span:
+    if out.dtype.char in "fd" and jit.fits(out):
+        at_once = 1 if count == 1 else vectors.filters()
+        span = 4 * vectors.lanes(out.dtype) if count == 1 else vectors.places(out.dtype)
+        if count == 1 or (rows - 1) * source.data.shape[-1] + columns >= span:
             padded = np.zeros((groups, -(-count // at_once) * at_once, flat.shape[2]), out.dtype)
             padded[:, :count] = flat
-            scratch = np.empty((at_once, _STRIP // span * span), out.dtype)
-            table, steps, shape = _offsets(source, taps), _steps(source), (n, groups, count, *source.reach)
-            _tiles(out.reshape(-1), scratch, source.data.reshape(-1), padded, table, steps, shape, span)
+            scratch = np.empty((at_once, _STRIP if count == 1 else span), out.dtype)
+            lines, shape = _lines(out, part), (source.data.shape[0], groups, count, *source.reach)
+            table, data = _offsets(source, taps), source.data.reshape(-1)
+            _tiles(lines.data, scratch, data, padded, table, lines.start, lines.steps, _steps(source), shape, span)
             return
-    _by_products(out.reshape(n, groups, count, -1), source, flat, taps)
+    _by_products(out[part], source, flat, taps)
 
 
 def _steps(source: _Source) -> np.ndarray:
@@ -375,53 +409,71 @@ def _steps(source: _Source) -> np.ndarray:
 
 
 @jit.loops("out", "scratch")
-def _tiles(out: Any, scratch: Any, x: Any, w: Any, offsets: Any, steps: Any, shape: Any, span: int) -> None:
-    # The places of a layer are gone through as they lie in memory, over the ends of its rows: what is computed in
-    # between two rows is left out when a strip is written. The last piece begins early enough to end with the layer.
+def _tiles(
+    out: Any, scratch: Any, x: Any, w: Any, offsets: Any, start: int, out_steps: Any, steps: Any, shape: Any, span: int
+) -> None:
+    # The places of a layer are gone through as they lie in memory. So many neighbours as are computed at once are
+    # written as they are if they are of one row. Those that begin in one row and end in another one, and those of fewer
+    # filters than there are at once, are picked from scratch. The last ones begin early enough to end with the layer.
     examples, groups, count, layers, rows, columns = shape
     wide = steps[3]
     end = (rows - 1) * wide + columns
     at_once, strip = scratch.shape
+    line = scratch.reshape(-1)
     for n in range(examples):
         for g in range(groups):
             weights = w[g]
+            taps = weights.shape[1]
             for z in range(layers):
                 base = n * steps[0] + g * steps[1] + z * steps[2]
-                start = 0
-                while start < end:
-                    # Whole spans, as many as a strip holds: a last one that would be cut begins earlier.
-                    length = min(strip, (end - start) // span * span)
-                    if length == 0:
-                        start, length = end - span, span
-                    for first in range(0, w.shape[1], at_once):
-                        if at_once == 1:
-                            taps = offsets.size
-                            combine(scratch, 0, length, x, base + start, offsets, 0, weights, first * taps, taps)
+                layer = start + n * out_steps[0] + g * count * out_steps[1] + z * out_steps[2]
+                place = 0
+                while place < end:
+                    row = place // wide
+                    column = place - row * wide
+                    if column >= columns:
+                        place = (row + 1) * wide
+                        continue
+                    within = column + span <= columns
+                    if within:
+                        length = columns - column if at_once == 1 else span
+                    else:
+                        length = min(strip, end) if at_once == 1 else span
+                        place = min(place, end - length)
+                        row = place // wide
+                        column = place - row * wide
+                    for first in range(0, count, at_once):
+                        to = layer + first * out_steps[1] + row * out_steps[3] + column
+                        kept = min(at_once, count - first)
+                        if within and at_once == 1:
+                            combine(out, to, length, x, base + place, offsets, 0, weights, 0, taps)
+                        elif within and kept == at_once:
+                            add_taps(out, to, out_steps[1], x, base + place, offsets, weights, first)
                         else:
-                            for p in range(0, length, span):
-                                add_taps(scratch, p, x, base + start + p, offsets, weights, first)
-                        for a in range(min(at_once, count - first)):
-                            line = scratch[a]
-                            layer = (((n * groups + g) * count + first + a) * layers + z) * rows * columns
-                            row, k = start // wide, 0
-                            column = start - row * wide
-                            while k < length:
-                                keep = min(length - k, columns - column)
-                                if keep > 0:
-                                    to = layer + row * columns + column
-                                    out[to : to + keep] = line[k : k + keep]
-                                k, row, column = k + wide - column, row + 1, 0
-                    start += length
+                            if at_once == 1:
+                                combine(scratch, 0, length, x, base + place, offsets, 0, weights, 0, taps)
+                            else:
+                                add_taps(line, 0, strip, x, base + place, offsets, weights, first)
+                            for a in range(kept):
+                                k, skip, into = 0, column, to + a * out_steps[1]
+                                while k < length:
+                                    for j in range(k, min(length, k + columns - skip)):
+                                        out[into + j - k] = line[a * strip + j]
+                                    k, into, skip = k + wide - skip, into + out_steps[3] - skip, 0
+                    place += length
 
 
 def _by_products(out: np.ndarray, source: _Source, w: np.ndarray, taps: Sequence[_Tap]) -> None:
-    """out (N, groups, O, places): piece by piece the product of the filters and of what the taps see."""
-    for n, g, first, end, cols in _pieces(source, taps):
-        np.matmul(w[g], cols, out=out[n, g, :, first:end])
+    """out (N, groups * O, *m): piece by piece the product of the filters and of what the taps see."""
+    out = out.reshape(*out.shape[:2], *source.reach)
+    count = w.shape[1]
+    for n, g, rows, cols in _pieces(source, taps):
+        some = out[(n, slice(g * count, (g + 1) * count), *rows)]
+        some[...] = (w[g] @ cols).reshape(some.shape)
 
 
-def _pieces(source: _Source, taps: Sequence[_Tap]) -> Iterator[tuple[int, int, int, int, np.ndarray]]:
-    """Some rows of outputs at a time, first:end of the places: what their taps see, (channels * taps, places)."""
+def _pieces(source: _Source, taps: Sequence[_Tap]) -> Iterator[tuple[int, int, tuple[int, slice], np.ndarray]]:
+    """Some rows of a layer at a time, of an example and a group: what their taps see, (channels * taps, places)."""
     data = source.data
     examples, groups, channels = data.shape[:3]
     layers, rows, columns = source.reach
@@ -434,46 +486,61 @@ def _pieces(source: _Source, taps: Sequence[_Tap]) -> Iterator[tuple[int, int, i
             for k, tap in enumerate(taps):
                 a, b, c = (o + s for o, s in zip(source.origin, _three(tap.shift, 0), strict=True))
                 cols[:, k] = data[n, g, :, tap.plane, z + a, y + b : stop + b, c : c + columns]
-            first = (z * rows + y) * columns
-            yield n, g, first, first + (stop - y) * columns, cols.reshape(channels * len(taps), -1)
+            yield n, g, (z, slice(y, stop)), cols.reshape(channels * len(taps), -1)
 
 
-def _correlate_weights(g: np.ndarray, source: _Source, taps: Sequence[_Tap]) -> np.ndarray:
-    """The sums over examples and places of g (N, groups * O, *m) times what each tap sees: (groups, O, C * taps)."""
+def _correlate_weights(g: np.ndarray, part: _Part, source: _Source, taps: Sequence[_Tap]) -> np.ndarray:
+    """The sums over examples and places of a part of g (N, all groups' O, *m) times what each tap sees: (groups, O,
+    C * taps)."""
     n, groups, channels = source.data.shape[:3]
-    count = g.shape[1] // groups
+    count = (part[1].stop - part[1].start) // groups
     if g.dtype.char in "fd" and jit.fits(g):
-        layers, rows, columns = source.reach
-        wide = source.data.shape[-1]
-        offsets = _offsets(source, taps)
-        # Taps beyond the last one bring their number to a multiple of four.
-        padded = np.append(offsets, np.repeat(offsets[-1:], -offsets.size % 4))
-        flat, steps = source.data.reshape(-1), _steps(source)
-        if count == 1:
-            sums = np.zeros((groups, 1, padded.size))
-            _dot_rows(sums, np.ascontiguousarray(g).reshape(n, groups, *source.reach), flat, padded, steps)
-            return sums[:, :, : offsets.size]
-        # g with the rows of the source, zeros behind its own: one loop goes over many rows. Rows beyond the last filter
-        # bring their number to a multiple of four.
-        more = -(-count // 4) * 4
-        around = buffers.zeros((n, groups, more, layers, rows, wide), g.dtype)
-        around[:, :, :count, ..., :columns] = g.reshape(n, groups, count, *source.reach)
-        sums = np.zeros((groups, more, padded.size))
-        _dot_tiles(sums, around, flat, padded, steps, (rows - 1) * wide + columns)
-        # Between two rows zeros of g meet whatever x has there, and zero times infinity is no number. So where such
-        # entries came in, the products below say which of the sums they belong to.
-        if np.isfinite(sums).all():
-            return sums[:, :count, : offsets.size]
+        found = _dots(_lines(g, part), count, source, _offsets(source, taps))
+        if found is not None:
+            return found
     total = np.zeros((groups, count, channels * len(taps)), g.dtype if g.dtype.kind == "c" else np.float64)
-    flat = g.reshape(n, groups, count, -1)
-    for k, j, first, end, cols in _pieces(source, taps):
-        total[j] += flat[k, j, :, first:end] @ cols.T
+    g = g[part].reshape(n, groups, count, *source.reach)
+    for k, j, (z, rows), cols in _pieces(source, taps):
+        total[j] += g[k, j, :, z, rows].reshape(count, -1) @ cols.T
     return total
 
 
+def _dots(g: _Lines, count: int, source: _Source, offsets: np.ndarray) -> np.ndarray | None:
+    """`_correlate_weights` by loops, or None where they cannot."""
+    n, groups = source.data.shape[:2]
+    layers, rows, columns = source.reach
+    steps, lanes = _steps(source), vectors.lanes(g.data.dtype)
+    wide, at_once = source.data.shape[-1], 4 if count == 1 else vectors.taps()
+    # Taps beyond the last one, and rows beyond the last filter, bring their numbers to multiples.
+    padded = np.append(offsets, np.repeat(offsets[-1:], -offsets.size % at_once))
+    sums = np.zeros((groups, count + -count % ROWS, padded.size))
+    found = sums[:, :count, : offsets.size]
+    x, shape = source.data.reshape(-1), (n, groups, count, *source.reach)
+    if count == 1:
+        _dot_rows(sums, g.data, x, padded, g.start, g.steps, steps, shape)
+        return found
+    if lanes <= columns and columns + -columns % lanes <= wide + lanes // 4:
+        _dot_tiles(sums, g.data, x, padded, g.start, g.steps, steps, shape, at_once)
+        return found
+    # Short rows as one: g with the rows of the source, zeros behind its own.
+    end = (rows - 1) * wide + columns
+    if end < lanes:
+        return None
+    around = buffers.zeros((n, groups * count, layers, rows, wide), g.data.dtype)
+    around[..., :columns] = np.lib.stride_tricks.as_strided(
+        g.data[g.start :], (*around.shape[:-1], columns), [s * g.data.itemsize for s in (*g.steps, 1)], writeable=False
+    )
+    size = layers * rows * wide
+    apart = np.array([groups * count * size, size, rows * wide, wide])
+    _dot_tiles(sums, around.reshape(-1), x, padded, 0, apart, steps, (n, groups, count, layers, 1, end), at_once)
+    # Between two rows zeros of g meet whatever x has there, and zero times infinity is no number. So where such
+    # entries came in, products say which of the sums they belong to.
+    return found if np.isfinite(sums).all() else None
+
+
 @jit.loops("sums", fastmath=("contract", "reassoc", "nsz"))
-def _dot_rows(sums: Any, g: Any, x: Any, offsets: Any, steps: Any) -> None:
-    examples, groups, layers, rows, columns = g.shape
+def _dot_rows(sums: Any, g: Any, x: Any, offsets: Any, start: int, g_steps: Any, steps: Any, shape: Any) -> None:
+    examples, groups, _, layers, rows, columns = shape
     zero = g.dtype.type(0)
     for n in range(examples):
         for i in range(groups):
@@ -481,9 +548,10 @@ def _dot_rows(sums: Any, g: Any, x: Any, offsets: Any, steps: Any) -> None:
                 total0 = total1 = total2 = total3 = 0.0
                 for z in range(layers):
                     base = n * steps[0] + i * steps[1] + z * steps[2]
+                    layer = start + n * g_steps[0] + i * g_steps[1] + z * g_steps[2]
                     for y in range(rows):
                         at = base + y * steps[3]
-                        row = g[n, i, z, y]
+                        row = g[layer + y * g_steps[3] :]
                         b0, b1, b2, b3 = at + offsets[t], at + offsets[t + 1], at + offsets[t + 2], at + offsets[t + 3]
                         x0, x1, x2, x3 = x[b0:], x[b1:], x[b2:], x[b3:]
                         s0 = s1 = s2 = s3 = zero
@@ -504,68 +572,29 @@ def _dot_rows(sums: Any, g: Any, x: Any, offsets: Any, steps: Any) -> None:
                 out[t + 3] += total3
 
 
-_TILE = 2048
+_TILE = 8192
+"""Bytes of what is multiplied at a time, of each row: a part of the first cache."""
 
 
-@jit.loops("sums", fastmath=("contract", "reassoc", "nsz"))
-def _dot_tiles(sums: Any, g: Any, x: Any, offsets: Any, steps: Any, end: int) -> None:
-    examples, groups, count, layers, rows, wide = g.shape
-    flat = g.reshape(-1)
-    layer = rows * wide
-    zero = g.dtype.type(0)
+@jit.loops("sums")
+def _dot_tiles(
+    sums: Any, g: Any, x: Any, offsets: Any, start: int, g_steps: Any, steps: Any, shape: Any, taps: int
+) -> None:
+    examples, groups, count, layers, rows, columns = shape
+    apart = g_steps[3], steps[3]
+    most = _TILE // x.itemsize
+    high, cuts = max(1, most // columns), -(-columns // most)
     for n in range(examples):
         for i in range(groups):
+            found = sums[i]
             for z in range(layers):
-                base = n * steps[0] + i * steps[1] + z * steps[2]
-                for p in range(0, end, _TILE):
-                    m = min(_TILE, end - p)
-                    for o in range(0, count, 4):
-                        at = (((n * groups + i) * count + o) * layers + z) * layer + p
-                        apart = layers * layer
-                        g0, g1 = flat[at : at + m], flat[at + apart : at + apart + m]
-                        g2, g3 = flat[at + 2 * apart : at + 2 * apart + m], flat[at + 3 * apart : at + 3 * apart + m]
-                        for t in range(0, offsets.size, 4):
-                            b0, b1 = base + p + offsets[t], base + p + offsets[t + 1]
-                            b2, b3 = base + p + offsets[t + 2], base + p + offsets[t + 3]
-                            x0, x1, x2, x3 = x[b0 : b0 + m], x[b1 : b1 + m], x[b2 : b2 + m], x[b3 : b3 + m]
-                            s00 = s01 = s02 = s03 = s10 = s11 = s12 = s13 = zero
-                            s20 = s21 = s22 = s23 = s30 = s31 = s32 = s33 = zero
-                            for j in range(m):
-                                u0, u1, u2, u3 = x0[j], x1[j], x2[j], x3[j]
-                                v = g0[j]
-                                s00 += v * u0
-                                s01 += v * u1
-                                s02 += v * u2
-                                s03 += v * u3
-                                v = g1[j]
-                                s10 += v * u0
-                                s11 += v * u1
-                                s12 += v * u2
-                                s13 += v * u3
-                                v = g2[j]
-                                s20 += v * u0
-                                s21 += v * u1
-                                s22 += v * u2
-                                s23 += v * u3
-                                v = g3[j]
-                                s30 += v * u0
-                                s31 += v * u1
-                                s32 += v * u2
-                                s33 += v * u3
-                            r0, r1, r2, r3 = sums[i, o], sums[i, o + 1], sums[i, o + 2], sums[i, o + 3]
-                            r0[t] += s00
-                            r0[t + 1] += s01
-                            r0[t + 2] += s02
-                            r0[t + 3] += s03
-                            r1[t] += s10
-                            r1[t + 1] += s11
-                            r1[t + 2] += s12
-                            r1[t + 3] += s13
-                            r2[t] += s20
-                            r2[t + 1] += s21
-                            r2[t + 2] += s22
-                            r2[t + 3] += s23
-                            r3[t] += s30
-                            r3[t + 1] += s31
-                            r3[t + 2] += s32
-                            r3[t + 3] += s33
+                for y in range(0, rows, high):
+                    for cut in range(cuts):
+                        first, end = columns * cut // cuts, columns * (cut + 1) // cuts
+                        tile = min(high, rows - y), end - first
+                        base = n * steps[0] + i * steps[1] + z * steps[2] + y * steps[3] + first
+                        at = start + n * g_steps[0] + i * count * g_steps[1] + z * g_steps[2] + y * g_steps[3] + first
+                        for o in range(0, count, ROWS):
+                            of, left = at + o * g_steps[1], count - o
+                            for t in range(0, offsets.size, taps):
+                                dot_taps(found, o, t, g, of, g_steps[1], left, x, base, offsets, tile, apart)

@@ -15,7 +15,7 @@ import numpy as np
 
 from spmd.kernels.jit import helper, lowered
 
-__all__ = ["FILTERS", "add_taps", "combine", "fetch", "places", "prefetch"]
+__all__ = ["ROWS", "add_taps", "combine", "dot_taps", "fetch", "filters", "lanes", "places", "prefetch", "taps"]
 
 
 @cache
@@ -27,18 +27,38 @@ def vector_bytes() -> int:
     return 64 if features.get("avx512f") else 32 if features.get("avx2") else 16
 
 
-FILTERS = 8
-"""Outputs that `add_taps` makes at once: each input that it loads serves all of them."""
-
-_WIDE = 2
 _WIDTHS = (8, 4, 2, 1)
-"""Vectors of neighbouring places in work at once: as many sums, times the filters, as there are registers for. Short
-rows have fewer."""
+"""Vectors of neighbouring places that `combine` has in work at once; short rows have fewer."""
+
+
+def filters() -> int:
+    """Outputs that `add_taps` makes at once: each input that it loads serves all of them."""
+    return 8 if vector_bytes() == 64 else 4
+
+
+def _wide() -> int:
+    """Vectors of neighbours that it has in work: as many sums, times the filters, as there are registers for."""
+    return 2 if vector_bytes() == 64 else 3
+
+
+ROWS = 4
+"""Rows of g that `dot_taps` multiplies at once. Eight would compete for the same lines of the cache: from one to the
+next it is often a power of two."""
+
+
+def taps() -> int:
+    """Taps whose products with each of those rows `dot_taps` sums at once."""
+    return 4 if vector_bytes() == 64 else 3
+
+
+def lanes(dtype: np.dtype) -> int:
+    """How many numbers a vector holds."""
+    return vector_bytes() // dtype.itemsize
 
 
 def places(dtype: np.dtype) -> int:
     """How many neighbouring places `add_taps` works on at once."""
-    return _WIDE * vector_bytes() // dtype.itemsize
+    return _wide() * lanes(dtype)
 
 
 def _plain(out, to, n, x, at, offsets, begin, w, first, count):
@@ -48,70 +68,114 @@ def _plain(out, to, n, x, at, offsets, begin, w, first, count):
     out.reshape(-1)[to : to + n] = total
 
 
-class _Sums:
-    """Builds instructions that add taps up, in vectors and in single numbers alike: in the order of the taps, rounded
-    once for each."""
+class _Vectors:
+    """Builds instructions on flat arrays of one floating type, in vectors or, with one lane, in single numbers."""
 
-    def __init__(self, context, builder, types, out, x, offsets, w):
+    def __init__(self, context, builder, dtype):
         from numba.core import cgutils
 
         self.context, self.builder, self.cgutils = context, builder, cgutils
-        arrays = (out, x, offsets, w)
-        self.out, self.x, self.offsets, self.w = (
-            context.make_array(t)(context, builder, a) for t, a in zip(types, arrays, strict=True)
-        )
-        self.item, self.bits = context.get_data_type(types[1].dtype), types[1].dtype.bitwidth
+        self.item, self.bits = context.get_data_type(dtype), dtype.bitwidth
         self.lanes = vector_bytes() * 8 // self.bits
-        # From one filter to the next, and from one line of outputs to the next.
-        self.pitch = cgutils.unpack_tuple(builder, self.w.shape)[-1]
-        self.length = cgutils.unpack_tuple(builder, self.out.shape)[-1]
 
     def number(self, n: int) -> Any:
         from numba import types
 
         return self.context.get_constant(types.intp, n)
 
-    def add(self, to, at, begin, first, count, *, filters: int, wide: int, lanes: int) -> None:
-        """out[a, to + j] = sum over t < count of w.flat[first + a * pitch + t] * x[at + offsets[begin + t] + j]."""
+    def line(self, start, apart, a: int) -> Any:
+        """start + a * apart"""
+        return self.builder.add(start, self.builder.mul(apart, self.number(a))) if a else start
+
+    def of(self, item, lanes: int) -> Any:
         from llvmlite import ir
 
-        builder, cgutils = self.builder, self.cgutils
-        kind = ir.VectorType(self.item, lanes) if lanes > 1 else self.item
-        name = f"llvm.fma.v{lanes}f{self.bits}" if lanes > 1 else f"llvm.fma.f{self.bits}"
-        fma = cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [kind] * 3), name)
-        zero = ir.Constant(kind, [0.0] * lanes if lanes > 1 else 0.0)
+        return ir.VectorType(item, lanes) if lanes > 1 else item
 
-        def pointer(array, index):
-            return builder.bitcast(builder.gep(array.data, [index]), kind.as_pointer())
+    def zeros(self, lanes: int) -> Any:
+        from llvmlite import ir
 
-        def spread(one):
-            if lanes == 1:
-                return one
-            undefined, index = ir.Constant(kind, ir.Undefined), ir.IntType(32)
-            with_one = builder.insert_element(undefined, one, ir.Constant(index, 0))
-            return builder.shuffle_vector(with_one, undefined, ir.Constant(ir.VectorType(index, lanes), [0] * lanes))
+        return ir.Constant(self.of(self.item, lanes), [0.0] * lanes if lanes > 1 else 0.0)
 
-        sums = [[cgutils.alloca_once_value(builder, zero) for _ in range(wide)] for _ in range(filters)]
-        for one in (s for row in sums for s in row):
-            builder.store(zero, one)  # where these instructions are repeated
-        with cgutils.for_range(builder, count) as loop:
-            place = builder.add(at, builder.load(builder.gep(self.offsets.data, [builder.add(begin, loop.index)])))
-            inputs = []
-            for k in range(wide):
-                loaded = builder.load(pointer(self.x, builder.add(place, self.number(k * lanes))))
-                loaded.align = self.bits // 8
-                inputs.append(loaded)
-            for a in range(filters):
-                tap = builder.add(builder.mul(self.pitch, self.number(a)), loop.index)
-                weight = spread(builder.load(builder.gep(self.w.data, [builder.add(first, tap)])))
+    def spread(self, one, lanes: int) -> Any:
+        """A number in all lanes."""
+        from llvmlite import ir
+
+        if lanes == 1:
+            return one
+        undefined, index = ir.Constant(self.of(one.type, lanes), ir.Undefined), ir.IntType(32)
+        with_one = self.builder.insert_element(undefined, one, ir.Constant(index, 0))
+        return self.builder.shuffle_vector(with_one, undefined, ir.Constant(self.of(index, lanes), [0] * lanes))
+
+    def _pointer(self, array, place, lanes: int) -> Any:
+        return self.builder.bitcast(self.builder.gep(array.data, [place]), self.of(self.item, lanes).as_pointer())
+
+    def load(self, array, place, lanes: int) -> Any:
+        loaded = self.builder.load(self._pointer(array, place, lanes))
+        loaded.align = self.bits // 8
+        return loaded
+
+    def store(self, value, array, place, lanes: int) -> None:
+        self.builder.store(value, self._pointer(array, place, lanes)).align = self.bits // 8
+
+    def prefetch(self, array, place, *, write: bool = False) -> None:
+        _prefetched(self.builder, self._pointer(array, place, 1), write)
+
+    def totals(self, rows: int, columns: int, lanes: int) -> list[list[Any]]:
+        """Sums, at first zero, that are to stay in registers."""
+        zeros = self.zeros(lanes)
+        made = [[self.cgutils.alloca_once_value(self.builder, zeros) for _ in range(columns)] for _ in range(rows)]
+        for one in (total for row in made for total in row):
+            self.builder.store(zeros, one)  # where these instructions are repeated
+        return made
+
+    def add_product(self, total, a, b) -> None:
+        """Rounded once."""
+        from llvmlite import ir
+
+        name = (
+            f"llvm.fma.v{a.type.count}f{self.bits}" if isinstance(a.type, ir.VectorType) else f"llvm.fma.f{self.bits}"
+        )
+        fma = self.cgutils.get_or_insert_function(self.builder.module, ir.FunctionType(a.type, [a.type] * 3), name)
+        self.builder.store(self.builder.call(fma, [a, b, self.builder.load(total)]), total)
+
+
+class _Sums(_Vectors):
+    """Adds taps up, in the order of the taps, rounded once for each: a sum in a vector and one by itself have the same
+    bits."""
+
+    def __init__(self, context, builder, types, out, x, offsets, w):
+        super().__init__(context, builder, types[1].dtype)
+        arrays = (out, x, offsets, w)
+        self.out, self.x, self.offsets, self.w = (
+            context.make_array(t)(context, builder, a) for t, a in zip(types, arrays, strict=True)
+        )
+        self.pitch = self.cgutils.unpack_tuple(builder, self.w.shape)[-1]  # from one filter to the next
+
+    def add(self, to, at, begin, first, count, *, apart: Any = None, filters: int = 1, wide: int, lanes: int) -> None:
+        """out[to + a * apart + j] = sum over t < count of w.flat[first + a * pitch + t] * x[at + offsets[begin + t] +
+        j], for the filters a."""
+        builder = self.builder
+        sums = self.totals(filters, wide, lanes)
+        if filters > 1:
+            for line in (self.line(to, apart, a) for a in range(filters)):
                 for k in range(wide):
-                    builder.store(builder.call(fma, [inputs[k], weight, builder.load(sums[a][k])]), sums[a][k])
-        for a in range(filters):
-            line = builder.add(builder.mul(self.length, self.number(a)), to)
-            for k in range(wide):
-                to_here = pointer(self.out, builder.add(line, self.number(k * lanes)))
-                stored = builder.store(builder.load(sums[a][k]), to_here)
-                stored.align = self.bits // 8
+                    self.prefetch(self.out, builder.add(line, self.number(k * lanes)), write=True)
+        with self.cgutils.for_range(builder, count) as loop:
+            place = builder.add(at, builder.load(builder.gep(self.offsets.data, [builder.add(begin, loop.index)])))
+            inputs = [self.load(self.x, builder.add(place, self.number(k * lanes)), lanes) for k in range(wide)]
+            if filters > 1:
+                for k in (wide - 1,):
+                    self.prefetch(self.x, builder.add(place, self.number((wide + k) * lanes)))
+            tap = builder.add(first, loop.index)
+            for a, row in enumerate(sums):
+                weight = self.spread(builder.load(builder.gep(self.w.data, [self.line(tap, self.pitch, a)])), lanes)
+                for total, values in zip(row, inputs, strict=True):
+                    self.add_product(total, values, weight)
+        for a, row in enumerate(sums):
+            line = self.line(to, apart, a)
+            for k, total in enumerate(row):
+                self.store(builder.load(total), self.out, builder.add(line, self.number(k * lanes)), lanes)
 
     def add_pieces(self, to, n, at, begin, first, count, *, wide: int, lanes: int) -> None:
         """`add` for n neighbours, in pieces; a last one that would be cut begins earlier."""
@@ -121,7 +185,79 @@ class _Sums:
             last = builder.sub(n, piece)
             j = builder.select(builder.icmp_signed("<", j, last), j, last)
             here, there = builder.add(to, j), builder.add(at, j)
-            self.add(here, there, begin, first, count, filters=1, wide=wide, lanes=lanes)
+            self.add(here, there, begin, first, count, wide=wide, lanes=lanes)
+
+
+class _Dots(_Vectors):
+    """Adds products of rows up, of some rows of g and some of x, each with each."""
+
+    def __init__(self, context, builder, types, sums, g, x, offsets):
+        super().__init__(context, builder, types[1].dtype)
+        arrays = (sums, g, x, offsets)
+        self.sums, self.g, self.x, self.offsets = (
+            context.make_array(t)(context, builder, a) for t, a in zip(types, arrays, strict=True)
+        )
+
+    def add(self, row, tap, at, apart, count, base, shape, steps) -> None:
+        """See `dot_taps`."""
+        builder, lanes = self.builder, self.lanes
+        zero, one = self.number(0), self.number(1)
+        (rows, columns), (g_step, x_step) = (self.cgutils.unpack_tuple(builder, pair) for pair in (shape, steps))
+        lines, last = [], builder.sub(count, one)
+        for a in range(ROWS):  # those beyond the count are the last one once more
+            there = builder.icmp_signed("<", self.number(a), last)
+            lines.append(builder.add(at, builder.mul(builder.select(there, self.number(a), last), apart)))
+        begins = [
+            builder.add(base, builder.load(builder.gep(self.offsets.data, [self.line(tap, one, t)])))
+            for t in range(taps())
+        ]
+        totals = self.totals(ROWS, taps(), lanes)
+
+        def add_vectors(y, j, some):
+            """some: which lanes, if not all, are to be added; the others have been."""
+            along_g, along_x = (builder.add(builder.mul(y, step), j) for step in (g_step, x_step))
+
+            def load(array, place):
+                loaded = self.load(array, place, lanes)
+                return loaded if some is None else builder.select(some, loaded, self.zeros(lanes))
+
+            inputs = [load(self.x, builder.add(begin, along_x)) for begin in begins]
+            for line, row in zip(lines, totals, strict=True):
+                factors = load(self.g, builder.add(line, along_g))
+                for values, total in zip(inputs, row, strict=True):
+                    self.add_product(total, factors, values)
+
+        rest = builder.srem(columns, self.number(lanes))
+        some = self._from(builder.sub(self.number(lanes), rest))
+        with self.cgutils.for_range(builder, rows) as loop:
+            whole = builder.sub(columns, rest)
+            with self.cgutils.for_range_slice(builder, zero, whole, self.number(lanes), inc=True) as (j, _):
+                add_vectors(loop.index, j, None)
+            with builder.if_then(builder.icmp_signed("!=", rest, zero)):
+                add_vectors(loop.index, builder.sub(columns, self.number(lanes)), some)
+        pitch = self.cgutils.unpack_tuple(builder, self.sums.shape)[-1]
+        for a, totals_of_row in enumerate(totals):
+            line = builder.add(self.line(builder.mul(row, pitch), pitch, a), tap)
+            for t, total in enumerate(totals_of_row):
+                place = builder.gep(self.sums.data, [self.line(line, one, t)])
+                builder.store(builder.fadd(builder.load(place), self._whole(builder.load(total))), place)
+
+    def _from(self, first) -> Any:
+        """Which lanes are this one and those behind it."""
+        from llvmlite import ir
+
+        numbers = ir.Constant(self.of(first.type, self.lanes), list(range(self.lanes)))
+        return self.builder.icmp_signed(">=", numbers, self.spread(first, self.lanes))
+
+    def _whole(self, total) -> Any:
+        """The sum of a vector's lanes, as a double."""
+        from llvmlite import ir
+
+        form = ir.FunctionType(self.item, [self.item, total.type])
+        name = f"llvm.vector.reduce.fadd.v{self.lanes}f{self.bits}"
+        add = self.cgutils.get_or_insert_function(self.builder.module, form, name)
+        one = self.builder.call(add, [ir.Constant(self.item, 0.0), total], fastmath=("reassoc",))
+        return one if self.bits == 64 else self.builder.fpext(one, ir.DoubleType())
 
 
 def _build(*_: Any) -> Callable[..., Any]:
@@ -131,18 +267,19 @@ def _build(*_: Any) -> Callable[..., Any]:
     index = types.intp
 
     @intrinsic
-    def add_taps(typing, out, to, x, at, offsets, w, row):
+    def add_taps(typing, out, to, apart, x, at, offsets, w, row):
         def build(context, builder, signature, args):
-            out, to, x, at, offsets, w, row = args
-            sums = _Sums(context, builder, [signature.args[i] for i in (0, 2, 4, 5)], out, x, offsets, w)
-            count, zero = sums.pitch, sums.number(0)
-            sums.add(to, at, zero, builder.mul(row, count), count, filters=FILTERS, wide=_WIDE, lanes=sums.lanes)
+            out, to, apart, x, at, offsets, w, row = args
+            sums = _Sums(context, builder, [signature.args[i] for i in (0, 3, 5, 6)], out, x, offsets, w)
+            count, first = sums.pitch, builder.mul(row, sums.pitch)
+            shape: Any = {"apart": apart, "filters": filters(), "wide": _wide(), "lanes": sums.lanes}
+            sums.add(to, at, sums.number(0), first, count, **shape)
             return context.get_dummy_value()
 
-        return types.void(out, index, x, index, offsets, w, index), build
+        return types.void(out, index, index, x, index, offsets, w, index), build
 
     instruction: Any = add_taps
-    return lambda out, to, x, at, offsets, w, row: instruction(out, to, x, at, offsets, w, row)
+    return lambda out, to, apart, x, at, offsets, w, row: instruction(out, to, apart, x, at, offsets, w, row)
 
 
 def _build_combine(*_: Any) -> Callable[..., Any]:
@@ -182,14 +319,13 @@ def _build_combine(*_: Any) -> Callable[..., Any]:
 
 
 @lowered(_build)
-def add_taps(out: Any, to: int, x: Any, at: int, offsets: Any, w: Any, row: int) -> None:
-    """out[a, to + j] = sum over t of w[row + a, t] * x[at + offsets[t] + j], for FILTERS rows and `places` j.
+def add_taps(out: Any, to: int, apart: int, x: Any, at: int, offsets: Any, w: Any, row: int) -> None:
+    """out[to + a * apart + j] = sum over t of w[row + a, t] * x[at + offsets[t] + j], for `filters` a and `places` j.
 
-    out: 2-d. x: flat. offsets: int64, at least one. w: (rows, taps). All C-contiguous, of float32 or float64.
+    out, x: flat. offsets: int64, at least one. w: (rows, taps). All C-contiguous, of float32 or float64.
     """
-    taps = len(offsets)
-    for a in range(FILTERS):
-        _plain(out[a], to, places(x.dtype), x, at, offsets, 0, w[row + a], 0, taps)
+    for a in range(filters()):
+        _plain(out, to + a * apart, places(x.dtype), x, at, offsets, 0, w[row + a], 0, len(offsets))
 
 
 @lowered(_build_combine)
@@ -204,8 +340,72 @@ def combine(
     _plain(out, to, n, x, at, offsets, begin, w, first, count)
 
 
-def _build_prefetch(*_: Any) -> Callable[..., Any]:
+def _build_dot(*_: Any) -> Callable[..., Any]:
+    from numba import types
+    from numba.extending import intrinsic
+
+    index = types.intp
+    pair = types.UniTuple(index, 2)
+
+    @intrinsic
+    def dot_taps(typing, sums, row, tap, g, at, apart, count, x, base, offsets, shape, steps):
+        def build(context, builder, signature, args):
+            sums, row, tap, g, at, apart, count, x, base, offsets, shape, steps = args
+            dots = _Dots(context, builder, [signature.args[i] for i in (0, 3, 7, 9)], sums, g, x, offsets)
+            dots.add(row, tap, at, apart, count, base, shape, steps)
+            return context.get_dummy_value()
+
+        return types.void(sums, index, index, g, index, index, index, x, index, offsets, pair, pair), build
+
+    instruction: Any = dot_taps
+    return lambda sums, row, tap, g, at, apart, count, x, base, offsets, shape, steps: instruction(
+        sums, row, tap, g, at, apart, count, x, base, offsets, shape, steps
+    )
+
+
+@lowered(_build_dot)
+def dot_taps(
+    sums: Any,
+    row: int,
+    tap: int,
+    g: Any,
+    at: int,
+    apart: int,
+    count: int,
+    x: Any,
+    base: int,
+    offsets: Any,
+    shape: tuple[int, int],
+    steps: tuple[int, int],
+) -> None:
+    """sums[row + a, tap + t] += sum over y, j of g[at + a * apart + y * steps[0] + j] * x[base + offsets[tap + t] +
+    y * steps[1] + j], for ROWS a, of which only `count` have a g, and `taps` t.
+
+    shape: (rows y, columns j); columns fill a vector at least. sums: (filters, taps), float64; those beyond the count
+    get anything. g, x: flat, of float32 or float64; other entries of them are not read. offsets: int64. All
+    C-contiguous. A call adds up in g's own numbers.
+    """
+    for a in range(ROWS):
+        for t in range(taps()):
+            line, place = at + min(a, count - 1) * apart, base + offsets[tap + t]
+            for y in range(shape[0]):
+                mine = g[line + y * steps[0] :][: shape[1]]
+                sums[row + a, tap + t] += float(mine @ x[place + y * steps[1] :][: shape[1]])
+
+
+def _prefetched(builder: Any, pointer: Any, write: bool = False) -> None:
     from llvmlite import ir
+
+    place = builder.bitcast(pointer, ir.IntType(8).as_pointer())
+    flag = ir.IntType(32)
+    instruction = builder.module.declare_intrinsic(
+        "llvm.prefetch", [place.type], ir.FunctionType(ir.VoidType(), [place.type, flag, flag, flag])
+    )
+    into_first_cache, data = 3, 1
+    builder.call(instruction, [place, *(ir.Constant(flag, n) for n in (int(write), into_first_cache, data))])
+
+
+def _build_prefetch(*_: Any) -> Callable[..., Any]:
     from numba import types
     from numba.extending import intrinsic
 
@@ -213,13 +413,7 @@ def _build_prefetch(*_: Any) -> Callable[..., Any]:
     def prefetch(typing, x, at):
         def build(context, builder, signature, args):
             array = context.make_array(signature.args[0])(context, builder, args[0])
-            place = builder.bitcast(builder.gep(array.data, [args[1]]), ir.IntType(8).as_pointer())
-            flag = ir.IntType(32)
-            instruction = builder.module.declare_intrinsic(
-                "llvm.prefetch", [place.type], ir.FunctionType(ir.VoidType(), [place.type, flag, flag, flag])
-            )
-            read, into_first_cache, data = (ir.Constant(flag, n) for n in (0, 3, 1))
-            builder.call(instruction, [place, read, into_first_cache, data])
+            _prefetched(builder, builder.gep(array.data, [args[1]]))
             return context.get_dummy_value()
 
         return types.void(x, types.intp), build
