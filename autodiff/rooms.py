@@ -1,4 +1,4 @@
-"""Memory for large results. NumPy's own, until somebody says where there is better."""
+"""Memory: for large results, NumPy's own until somebody says where there is better; and who may write to it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["product", "take_from"]
+__all__ = ["product", "take_from", "writable"]
 
 _empty: Callable[..., np.ndarray] = np.empty
 _least: Callable[[], int] = lambda: sys.maxsize
@@ -27,3 +27,13 @@ def product(x: Any, y: Any, /, *more: Any, **options: Any) -> Any:
         if rows * columns * dtype.itemsize >= _least() and dtype == y.dtype and dtype.isnative and dtype.kind in "fc":
             return np.matmul(x, y, out=_empty((rows, columns), dtype))
     return np.matmul(x, y, *more, **options)
+
+
+def writable(x: Any) -> bool:
+    """Whether somebody may write to x: to itself, or to what it is a view of, unless that was frozen. Memory that
+    is used again is nobody else's while x is there."""
+    while isinstance(x, np.ndarray) and type(x).__name__ not in ("Lease", "Frozen"):
+        if x.flags.writeable:
+            return True
+        x = x.base
+    return False

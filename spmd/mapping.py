@@ -22,6 +22,7 @@ from spmd.array import Frozen, PartitionedArray, closed_over, owned, relayout
 from spmd.autodiff import tracer, transforms, tree
 from spmd.autodiff.dtypes import dtype_name, kind_of_dtype
 from spmd.autodiff.primitive import primitive
+from spmd.autodiff.rooms import writable
 from spmd.autodiff.tape import suspended
 from spmd.autodiff.tracer import Array, value_of
 from spmd.autodiff.watch import FINITE
@@ -29,7 +30,7 @@ from spmd.device import contiguous, on_device
 from spmd.errors import LayoutError, MeshError, SpecError, StateError, describe, message, nearest
 from spmd.layout import Layout, P, Spec
 from spmd.mesh import WORKER, Mesh, Worker
-from spmd.operators.base import Join, outside, sealed, vary, writable
+from spmd.operators.base import Join, outside, sealed, vary
 from spmd.operators.root import Rooted, laid_out
 from spmd.placing import cut, fingerprint, mesh_for, put
 from spmd.scheduling import Trial

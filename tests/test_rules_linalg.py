@@ -7,6 +7,7 @@ import pytest
 
 from spmd.autodiff import grad, vjp
 from spmd.autodiff.check import check_grads
+from spmd.autodiff.rules import linalg
 from spmd.errors import DifferentiationError
 
 PRODUCTS = [
@@ -154,3 +155,26 @@ def test_the_derivative_of_a_norm_at_zero_is_zero():
         assert grad(lambda x, o=order: np.linalg.norm(x, o))(np.zeros(0)).shape == (0,)
     for order in (None, "fro", "nuc", 1):
         assert grad(lambda x, o=order: np.linalg.norm(x, o))(np.zeros((2, 2))).tolist() == [[0, 0], [0, 0]]
+
+
+@pytest.mark.parametrize("f", [np.vdot, np.dot, np.matmul], ids=lambda f: f.__name__)
+def test_gradients_of_inner_products_are_what_is_their_own(f):
+    """That of sum(x * y) in x is y: y itself only where its owner cannot write to it."""
+    x, y = np.random.default_rng(0).normal(size=(2, 1000))
+    for scale in (1, 3):
+        for loss, k in ((lambda x, y, s=scale: s * f(x, y), 0), (lambda y, x, s=scale: s * f(x, y), 1)):
+            args = (x, y) if k == 0 else (x.copy(), y)
+            g = grad(loss)(*args)
+            np.testing.assert_array_equal(g, scale * args[1])
+            before = args[1].copy()
+            g += 1
+            np.testing.assert_array_equal(args[1], before)
+    constant = y.copy()
+    view = constant[:]
+    view.flags.writeable = False
+    assert linalg._times(np.float64(1), view) is not view  # constant can be written to
+    constant.flags.writeable = False
+    assert linalg._times(np.float64(1), view) is view
+    np.testing.assert_array_equal(linalg._times(np.float64(2), view), 2 * view)
+    assert linalg._times(np.float32(1), view.astype("f4")[:0]).dtype == "f4"
+    assert linalg._times(np.float64(1), view.astype("f4")).dtype == "f8"

@@ -10,7 +10,7 @@ import numpy as np
 
 from spmd.autodiff.dtypes import is_foreign
 from spmd.autodiff.primitive import composite, primitive, rule
-from spmd.autodiff.rooms import product
+from spmd.autodiff.rooms import product, writable
 from spmd.autodiff.rules.elementwise import nonzero
 from spmd.autodiff.rules.reduce import array, conj, expand, largest
 from spmd.autodiff.rules.shape import cast
@@ -20,8 +20,21 @@ from spmd.errors import DifferentiationError, message
 # a batch. Where only the other operand has a batch, contracting over it at once saves a product per member.
 
 
+def _times(g, x):
+    """g * x, for a single number g. Where it is one, as at the begin of most sweeps, that is x itself if nobody may
+    write to x: it is not read and written for that."""
+    if type(g) in _SINGLE and type(x) is np.ndarray and g.dtype == x.dtype and g == 1 and not writable(x):
+        return x
+    return g * x
+
+
+_SINGLE = frozenset((np.ndarray, np.float32, np.float64))
+
+
 def _matmul_left(g, _ans, _x, y):
     m, n = len(_x.shape), y.ndim
+    if m == 1 == n:
+        return _times(g, y)
     if n == 1:
         return g[..., None] * y
     if m == 1 or (m == 2 and n > 2):
@@ -33,7 +46,7 @@ def _matmul_left(g, _ans, _x, y):
 def _matmul_right(g, _ans, x, _y):
     m, n = x.ndim, len(_y.shape)
     if m == 1:
-        return x[:, None] * g[..., None, :] if n > 1 else x * g
+        return x[:, None] * g[..., None, :] if n > 1 else _times(g, x)
     if m == 2:
         return g @ x if n == 1 else product(x.T, g)
     if n < 3:

@@ -24,12 +24,12 @@ import numpy as np
 
 from spmd.autodiff import tracer, tree
 from spmd.autodiff.primitive import Primitive
+from spmd.autodiff.rooms import writable
 from spmd.autodiff.tape import Future
 from spmd.autodiff.tracer import Array, Mixing, record, value_of, weak
 from spmd.device import COPIED, contiguous, copied, home, joined, on_device, owned, stacked, zeros
 from spmd.errors import ClosureError, DifferentiationError, LayoutError, StateError, caller, describe, message
 from spmd.frontends import frontend
-from spmd.kernels.buffers import Lease
 from spmd.layout import block_sizes, offsets
 from spmd.mesh import WORKER, Worker, here
 from spmd.operators.algebra import Linear, Term, across, composed, meet
@@ -55,7 +55,6 @@ __all__ = [
     "rebound",
     "vary",
     "varying",
-    "writable",
 ]
 
 _NUMBERS = (bool, int, float, complex)
@@ -431,16 +430,6 @@ def bare_block(x, op: Collective) -> np.ndarray:
             )
         )
     return np.asarray(x)
-
-
-def writable(x) -> bool:
-    """Whether somebody may write to x: to itself, or to what it is a view of, unless that was frozen. Memory that
-    is used again is nobody else's while x is there."""
-    while isinstance(x, np.ndarray) and type(x) is not Lease and type(x).__name__ != "Frozen":
-        if x.flags.writeable:
-            return True
-        x = x.base
-    return False
 
 
 def _admit(op: Collective, x: Array, worker: Worker) -> Array:

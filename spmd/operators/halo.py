@@ -571,20 +571,23 @@ class HaloAccumulate(_Halo):
         if known is None:
             known = yield from self._learn(comm, group, x.shape, call)
         stages, bound = known
-        g = x
+        # What dimensions only crop is a view, until something is added to it or the result is made of it.
+        g, mine = x, False
         for d in reversed(range(x.ndim)):
             line, plan, k = stages[d]
             if stages[d].idle:
                 continue
             sends = {s: _returned(g, m, d) for s, m in plan.takes[k].items()}
             handle = comm.exchange(line, call, sends) if plan.moves else None
-            out = _sum(g, plan.own(k), plan.sizes[k], d, fresh=True)
+            own, adds = plan.own(k), bool(plan.sends[k])
+            out = _sum(g, own, plan.sizes[k], d, fresh=adds and not mine)
+            mine = mine or adds or len(own) != 1 or _whole(own, plan.sizes[k]) is None
             received = {} if handle is None else (yield handle)
             for t, m in plan.sends[k].items():  # in the order of the workers
                 self._agree(received[t].shape, out.shape, d, m, line, t)
                 _add_ranges(out, m, received[t], d)
             g = out
-        return sealed(g), bound
+        return sealed(g if g is x or (mine and g.flags.c_contiguous) else copied(g)), bound
 
     def eager(self, group: Group, x: np.ndarray) -> Eager | None:
         """Where halos are of one dimension, and nothing is to be added up for a neighbour."""
