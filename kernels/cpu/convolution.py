@@ -367,7 +367,7 @@ class _Lines(NamedTuple):
 def _lines(x: np.ndarray, part: _Part) -> _Lines:
     """A part, in x itself if that is contiguous."""
     if not x.flags.c_contiguous:
-        x, part = np.ascontiguousarray(x[part]), (slice(0, None),) * 3
+        x, part = np.ascontiguousarray(x[part]), (slice(0, None), slice(0, None), slice(0, None))
     n, channel, rows = (each.start for each in part)
     per_row = math.prod(x.shape[3:])
     size = x.shape[2] * per_row
