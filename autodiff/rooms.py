@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["product", "take_from", "writable"]
+__all__ = ["owns_memory", "product", "take_from", "writable"]
 
 _empty: Callable[..., np.ndarray] = np.empty
 _least: Callable[[], int] = lambda: sys.maxsize
@@ -27,6 +27,12 @@ def product(x: Any, y: Any, /, *more: Any, **options: Any) -> Any:
         if rows * columns * dtype.itemsize >= _least() and dtype == y.dtype and dtype.isnative and dtype.kind in "fc":
             return np.matmul(x, y, out=_empty((rows, columns), dtype))
     return np.matmul(x, y, *more, **options)
+
+
+def owns_memory(x: np.ndarray) -> bool:
+    """Whether the memory of an array is its own, or used again when x is gone: it is a view of no other array."""
+    base = x.base
+    return base is None or type(base).__name__ == "Lease"
 
 
 def writable(x: Any) -> bool:

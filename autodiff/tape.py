@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from spmd.autodiff.rooms import owns_memory
 from spmd.autodiff.watch import FINITE, WATCHING, Watched, check_finite
 from spmd.errors import ClosureError, DifferentiationError, message
 
@@ -430,7 +431,7 @@ _ALONE = min(_count_alone(), 2)
 
 def alone(count: int, h: np.ndarray) -> bool:
     """Whether an array of this reference count, taken first, is held by one variable only and may be written into."""
-    return count == _ALONE and (h.base is None or type(h.base).__name__ == "Lease") and h.flags.writeable
+    return count == _ALONE and owns_memory(h) and h.flags.writeable
 
 
 def _nothing(prim) -> Exception:

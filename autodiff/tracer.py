@@ -34,7 +34,7 @@ from spmd.autodiff.primitive import (
     primitives,
     refusals,
 )
-from spmd.autodiff.rooms import writable
+from spmd.autodiff.rooms import owns_memory, writable
 from spmd.autodiff.tape import Bundle, Node, Tape
 from spmd.errors import (
     DifferentiationError,
@@ -554,8 +554,7 @@ def _bared(tree, into: list[Array]) -> Any:
 def _unshared(ans):
     """Results as arrays of their own: a view of a bare argument could change under its owner's hand."""
     if type(ans) is np.ndarray:
-        base = ans.base
-        return ans if base is None or type(base).__name__ == "Lease" or not writable(ans) else ans.copy()
+        return ans if owns_memory(ans) or not writable(ans) else ans.copy()
     if isinstance(ans, tuple | list):
         parts = [_unshared(a) for a in ans]
         return type(ans)(*parts) if hasattr(ans, "_fields") else type(ans)(parts)

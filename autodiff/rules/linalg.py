@@ -21,7 +21,7 @@ from spmd.errors import DifferentiationError, message
 
 
 def _times(g, x):
-    """g * x, for a single number g. Where it is one, as at the begin of most sweeps, that is x itself if nobody may
+    """g * x, for a single number g. Where it is one, as at the start of most sweeps, that is x itself if nobody may
     write to x: it is not read and written for that."""
     if type(g) in _SINGLE and type(x) is np.ndarray and g.dtype == x.dtype and g == 1 and not writable(x):
         return x

@@ -408,6 +408,19 @@ def _steps(source: _Source) -> np.ndarray:
     return np.array([data.shape[1] * size, size, data.shape[-2] * data.shape[-1], data.shape[-1]])
 
 
+@jit.helper
+def _pick(
+    out: Any, to: int, pitch: int, columns: int, line: Any, at: int, length: int, wide: int, column: int
+) -> None:
+    # The neighbours of line that are of a row's columns, rows of `wide` of them that begin with this column, are
+    # written to rows that lie `pitch` apart.
+    k = 0
+    while k < length:
+        for j in range(k, min(length, k + columns - column)):
+            out[to + j - k] = line[at + j]
+        k, to, column = k + wide - column, to + pitch - column, 0
+
+
 @jit.loops("out", "scratch")
 def _tiles(
     out: Any, scratch: Any, x: Any, w: Any, offsets: Any, start: int, out_steps: Any, steps: Any, shape: Any, span: int
@@ -455,11 +468,8 @@ def _tiles(
                             else:
                                 add_taps(line, 0, strip, x, base + place, offsets, weights, first)
                             for a in range(kept):
-                                k, skip, into = 0, column, to + a * out_steps[1]
-                                while k < length:
-                                    for j in range(k, min(length, k + columns - skip)):
-                                        out[into + j - k] = line[a * strip + j]
-                                    k, into, skip = k + wide - skip, into + out_steps[3] - skip, 0
+                                into = to + a * out_steps[1]
+                                _pick(out, into, out_steps[3], columns, line, a * strip, length, wide, column)
                     place += length
 
 

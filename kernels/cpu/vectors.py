@@ -165,8 +165,7 @@ class _Sums(_Vectors):
             place = builder.add(at, builder.load(builder.gep(self.offsets.data, [builder.add(begin, loop.index)])))
             inputs = [self.load(self.x, builder.add(place, self.number(k * lanes)), lanes) for k in range(wide)]
             if filters > 1:
-                for k in (wide - 1,):
-                    self.prefetch(self.x, builder.add(place, self.number((wide + k) * lanes)))
+                self.prefetch(self.x, builder.add(place, self.number((2 * wide - 1) * lanes)))
             tap = builder.add(first, loop.index)
             for a, row in enumerate(sums):
                 weight = self.spread(builder.load(builder.gep(self.w.data, [self.line(tap, self.pitch, a)])), lanes)

@@ -75,6 +75,11 @@ def _whole(pieces: Sequence[Piece], length: int) -> Piece | None:
     return next((p for p in pieces if p[1:3] == (0, length) and p.length == length and not p.flipped), None)
 
 
+def _crops(pieces: Sequence[Piece], length: int) -> bool:
+    """Whether the sum of these pieces is one of them, a part of what it is taken from."""
+    return len(pieces) == 1 and _whole(pieces, length) is not None
+
+
 def _sum(g: Any, pieces: Sequence[Piece], length: int, d: int, fresh: bool = False) -> Any:
     """What stands at the places of the pieces, added up to a block or a message of this length. fresh: never a view."""
     first = _whole(pieces, length)
@@ -82,7 +87,7 @@ def _sum(g: Any, pieces: Sequence[Piece], length: int, d: int, fresh: bool = Fal
         out = zeros((*g.shape[:d], length, *g.shape[d + 1 :]), g)
     else:
         out = g[along(d, first.at, first.at + length)]
-        if len(pieces) == 1 and not fresh:
+        if not fresh and _crops(pieces, length):
             return out
         out = copied(out)
     _add(out, g, [p for p in pieces if p is not first], d)
@@ -581,7 +586,7 @@ class HaloAccumulate(_Halo):
             handle = comm.exchange(line, call, sends) if plan.moves else None
             own, adds = plan.own(k), bool(plan.sends[k])
             out = _sum(g, own, plan.sizes[k], d, fresh=adds and not mine)
-            mine = mine or adds or len(own) != 1 or _whole(own, plan.sizes[k]) is None
+            mine = mine or adds or not _crops(own, plan.sizes[k])
             received = {} if handle is None else (yield handle)
             for t, m in plan.sends[k].items():  # in the order of the workers
                 self._agree(received[t].shape, out.shape, d, m, line, t)
