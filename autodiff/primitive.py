@@ -96,15 +96,30 @@ class Primitive:
     owe: `owe(shared, g, *args)` may return a Future for the cotangent of a leaf, or None to use the rule.
     into: `into(total, g, *args)` adds the cotangent of the argument to an array in place, where most of it is zero.
     over: `over(g, ans, *args)`, for all arguments, gives what the rule gives, and may write it over g.
+    early: of two arguments the second one's rule alone asks for the first one's value. It is called first, so that the
+        first argument can go, and leave its memory, before its own cotangent is made.
     same: for two operands that are one and the same array, a primitive of it alone, where that is less work.
     """
 
     __slots__ = (
-        *("fun", "into", "joint", "linear", "name", "over", "owe", "plain", "plans", "rules", "same", "unary"),
+        *("early", "fun", "into", "joint", "linear", "name", "over", "owe", "plain", "plans", "rules", "same", "unary"),
         "variadic",
     )
 
-    def __init__(self, fun, name, rules=(), *, variadic=None, linear=False, joint=None, owe=None, into=None, over=None):
+    def __init__(
+        self,
+        fun,
+        name,
+        rules=(),
+        *,
+        variadic=None,
+        linear=False,
+        joint=None,
+        owe=None,
+        into=None,
+        over=None,
+        early=False,
+    ):
         self.fun = fun
         self.name = name
         self.rules: tuple[Rule | None, ...] = tuple(rules)
@@ -114,7 +129,8 @@ class Primitive:
         self.owe = owe
         self.into = into
         self.over = over
-        self.plain = joint is None and owe is None and into is None and over is None
+        self.early = early
+        self.plain = joint is None and owe is None and into is None and over is None and not early
         self.plans: dict[int, Plan] = {}
         self.unary: tuple[tuple[Rule, ...], bool, bool] | None = None
         self.same: Primitive | None = None
@@ -251,9 +267,9 @@ def _not_supported(prim: Primitive, argument: str, known: Iterable[str]) -> Exce
     )
 
 
-def rule(fun: Any, *rules: Rule | None) -> Primitive:
+def rule(fun: Any, *rules: Rule | None, early: bool = False) -> Primitive:
     """Declare the derivative of a NumPy function: one rule per array argument, in order."""
-    prim = primitives[fun] = Primitive(fun, name_of(fun), rules)
+    prim = primitives[fun] = Primitive(fun, name_of(fun), rules, early=early)
     handlers[fun] = _entry(prim)
     return prim
 
@@ -265,6 +281,7 @@ def primitive(
     linear: bool = False,
     into: Callable[..., None] | None = None,
     over: Rule | None = None,
+    early: bool = False,
 ) -> Decorator:
     """Make a primitive of an own function: `@primitive("name", rule, ...)`; the result is called like the function."""
     if not isinstance(name, str):
@@ -272,7 +289,8 @@ def primitive(
         raise TypeError(message("primitive", argument="name", got=describe(name), need="a name", mend=mend))
 
     def declare(fun):
-        return _entry(Primitive(fun, name, rules, variadic=variadic, linear=linear, into=into, over=over))
+        prim = Primitive(fun, name, rules, variadic=variadic, linear=linear, into=into, over=over, early=early)
+        return _entry(prim)
 
     return declare
 

@@ -109,7 +109,7 @@ def _beside_tensors(where: str) -> Exception:
 def _recorded(symbol: str, ufunc) -> Primitive:
     """An operator with the rules of its ufunc. It computes by Python's operator, so that numbers stay numbers."""
     entry = handlers[ufunc].primitive  # type: ignore[attr-defined]
-    prim = Primitive(getattr(operator, symbol), entry.name, entry.rules)
+    prim = Primitive(getattr(operator, symbol), entry.name, entry.rules, early=entry.early)
     if entry.same is not None:
         prim.if_same(*entry.same.rules)
     return prim

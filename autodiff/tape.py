@@ -324,13 +324,16 @@ def sweep(tape: Tape, seeds: Iterable[tuple[Node, Any]], leaves: list[Node], *, 
                             add(parent, part)
                 elif type(g) is Bundle:
                     g = g.filled(node.results)
-                over = None
-                if not plain and prim.over is not None and type(g) is bare:
-                    h = old = None  # which may be g
-                    if alone(getrefcount(g), g):
-                        over = prim.over
+                pulls, over, done = node.pulls, None, None
+                if not plain:
+                    if prim.over is not None and type(g) is bare:
+                        h = old = None  # which may be g
+                        if alone(getrefcount(g), g):
+                            over = prim.over
+                    if prim.early and free and len(pulls) == 2:
+                        done, pulls, parents = parents[0], pulls[::-1], parents[::-1]
                 k = 0
-                for pull in node.pulls:
+                for pull in pulls:
                     parent = parents[k]
                     k += 1
                     if not plain:
@@ -357,6 +360,9 @@ def sweep(tape: Tape, seeds: Iterable[tuple[Node, Any]], leaves: list[Node], *, 
                         from spmd.autodiff import devices
 
                         h = devices.pulled_again(pull, (g, *args), kwargs, error)
+                    if done is not None:  # The next rule asks for no more of the first argument than for its shape.
+                        args = node.args = (args[0], done, *args[2:])
+                        done = None
                     if kinds and h is not None:
                         check_finite(h, kinds, partial(_gradient_of, prim, node, nodes))
                     old = cotangents.get(parent)

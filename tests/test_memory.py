@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
+from spmd import functions
 from spmd.autodiff import checkpoint, custom_vjp, grad, hvp, jacrev, jvp, linearize, value_and_grad, vjp
 
 SIZE = 20_000
@@ -132,6 +133,45 @@ def test_every_array_is_dropped_once_the_sweep_has_passed_it():
         return np.sum(x)
 
     grad(f)(np.ones(3))
+
+
+PRODUCTS = {
+    "@": (lambda x, w: x @ w, (6, 4), (4, 5)),
+    "np.matmul": (np.matmul, (2, 6, 4), (2, 4, 5)),
+    "np.tensordot": (lambda x, w: np.tensordot(x, w, 1), (6, 4), (4, 3, 2)),
+    "conv": (functions.conv, (2, 3, 6), (4, 3, 2)),
+    "conv_transpose": (functions.conv_transpose, (2, 4, 5), (4, 3, 2)),
+    "stencil": (lambda x, w: functions.stencil(x, [(-1,), (1,)], w), (7,), (2,)),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_the_first_factor_is_dropped_before_its_own_cotangent_is_made(name):
+    product, *shapes = PRODUCTS[name]
+    rng = np.random.default_rng(0)
+    x, w = (rng.standard_normal(shape) for shape in shapes)
+    gone = []
+
+    def f(x, w):
+        x = x * 2.0
+        y = product(x, w)
+        factor = weakref.ref(x.value)
+        to_x, to_w = y.node.pulls
+
+        def looking(*args, **kwargs):
+            gone.append(factor() is None)
+            return to_x(*args, **kwargs)
+
+        y.node.pulls = looking, to_w
+        return np.sum(y * y)
+
+    once = grad(f, (0, 1))(x, w)
+    assert gone == [True]
+    _, pull = vjp(f, x, w)
+    for _ in range(2):  # which takes the factor both times
+        for a, b in zip(once, pull(np.ones(())), strict=True):
+            np.testing.assert_array_equal(a, b)
+    assert gone == [True, False, False]
 
 
 def test_a_rule_of_a_user_keeps_its_residuals_alone():

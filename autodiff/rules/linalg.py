@@ -55,7 +55,7 @@ def _matmul_right(g, _ans, x, _y):
     return x.swapaxes(-1, -2) @ g
 
 
-rule(np.matmul, _matmul_left, _matmul_right).fun = product
+rule(np.matmul, _matmul_left, _matmul_right, early=True).fun = product
 
 
 @composite(np.linalg.matmul)
@@ -198,7 +198,7 @@ def _tensordot_right(g, _ans, x, _y, axes=2):
     return np.transpose(np.tensordot(x, g, (others, [*range(len(others))])), np.argsort(placed))
 
 
-rule(np.tensordot, _tensordot_left, _tensordot_right)
+rule(np.tensordot, _tensordot_left, _tensordot_right, early=True)
 
 
 @composite(np.linalg.tensordot)

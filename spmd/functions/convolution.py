@@ -25,7 +25,7 @@ def _to_w(g, _ans, x, _w, *, options) -> Any:
     return _conv_weight_adjoint(g, x, kernel=_w.shape[2:], options=options)
 
 
-@primitive("conv", _to_x, _to_w)
+@primitive("conv", _to_x, _to_w, early=True)
 def _conv(x, w, *, options) -> Any:
     return kernels.of(x).conv(x, w, *options)
 
@@ -38,7 +38,7 @@ def _to_filters(h, _ans, g, _w, *, shape, options) -> Any:
     return _conv_weight_adjoint(g, h, kernel=_w.shape[2:], options=options)
 
 
-@primitive("conv_input_adjoint", _to_g, _to_filters)
+@primitive("conv_input_adjoint", _to_g, _to_filters, early=True)
 def _conv_input_adjoint(g, w, *, shape, options) -> Any:
     return kernels.of(g).conv_input_adjoint(g, w, shape, *options)
 

@@ -34,7 +34,7 @@ def _to_weights(g, _ans, x, _w, *, offsets, padding) -> Any:
     return _stencil_weights(g, x, offsets=offsets, padding=padding)
 
 
-@primitive("stencil", _to_x, _to_weights)
+@primitive("stencil", _to_x, _to_weights, early=True)
 def _stencil(x, w, *, offsets, padding) -> Any:
     return kernels.of(x).stencil(x, offsets, w, padding)
 
