@@ -55,8 +55,10 @@ def conv(
     filters = w.astype(wide, copy=False).reshape(groups, w.shape[0] // groups, w.shape[1], -1)
     into = out if dtype == wide else buffers.empty(out.shape, wide)
     for n, g, rows in _parts(x, groups, m, taps):
-        source = _planes(x[n, _of(g, w.shape[1])].astype(wide, copy=False), g, stride, residues, taps, m, rows)
+        some = x[n, _of(g, w.shape[1])].astype(wide, copy=False)
+        source = _planes(some, g, stride, residues, taps, m, rows)
         _correlate(into, (n, _of(g, filters.shape[1]), rows), source, filters[g], taps)
+        del source  # The next part takes its memory.
     if into is not out:
         out[...] = into
     return out
@@ -100,6 +102,7 @@ def conv_input_adjoint(
             some = g[i, _of(j, chosen.shape[2])]
             source = _planes(some, j, (1,) * len(stride), [(0,) * len(stride)], taps, part.shape[2:], rows)
             _correlate(into, (i, _of(j, chosen.shape[1]), rows), source, chosen[j], taps)
+            del source
         if into is not part:
             part[...] = into
     return out
@@ -135,6 +138,7 @@ def conv_weight_adjoint(
     for n, k, rows in _parts(x, groups, g.shape[2:], taps):
         source = _planes(x[n, _of(k, channels)].astype(wide, copy=False), k, stride, residues, taps, g.shape[2:], rows)
         total[k] += _correlate_weights(g, (n, _of(k, count), rows), source, taps)
+        del source
     return total.reshape(shape).astype(dtype, copy=False)
 
 
@@ -228,6 +232,7 @@ def _parts(x: np.ndarray, groups: int, m: Shape, taps: Sequence[_Tap]) -> Iterat
     step = max(1, _PART // per_group)
     first = [tap.shift[0] for tap in taps]
     rows = m[0] if per_group <= _PART else max(1, max(first) - min(first), m[0] * _PART // per_group)
+    rows = -(-m[0] // -(-m[0] // rows))  # as many in each
     for n in range(len(x)):
         for g in range(0, groups, step):
             for y in range(0, m[0], rows):
