@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.contest import ONE_THREAD, Builders, Case, Section, repeated
+from benchmarks.contest import ONE_THREAD, Builders, Case, Section, repeated, torch_with
 
 BRIDGE = Section("bridge", "collectives of tensors on two workers", 1e-6, ours="spmd tensors, virtual workers")
 SMALL, LARGE = {"4 B": 1}, {"4 MB": 1 << 20, "64 MB": 1 << 24}
@@ -26,12 +26,10 @@ def cases(build: Callable[[str, int], Case], sizes: dict[str, int], verbs: tuple
 
 
 def of_tensors(transport: str, verb: str, n: int) -> Case:
-    import torch
-
     import spmd
     from spmd.bridge import torch as spt
 
-    torch.set_num_threads(1)
+    torch = torch_with(1)
     mesh = spmd.Mesh(x=2, transport=transport)
 
     def steps() -> Callable[[], Any]:
@@ -94,13 +92,10 @@ def _(quick: bool) -> Builders:
 
 
 def functional(verb: str, n: int) -> Case:
-    import torch
     import torch.distributed as dist
     import torch.distributed._functional_collectives as collectives
 
-    torch.set_num_threads(1)
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
+    torch = torch_with(1, group=True)
     group, wait = dist.group.WORLD, collectives.wait_tensor
     x = torch.full((n,), 1.0 + dist.get_rank())
     y = x.clone().requires_grad_()

@@ -46,6 +46,7 @@ from benchmarks.contest import (
     in_two_threads,
     repeated,
     room,
+    torch_with,
 )
 
 VERBS = (
@@ -304,12 +305,8 @@ class Gloo:
     """Two processes of torch.distributed, on the memory of NumPy's arrays. Each method prepares a call."""
 
     def __init__(self):
-        import torch
-        import torch.distributed as dist
-
-        torch.set_num_threads(1)
-        if not dist.is_initialized():
-            dist.init_process_group("gloo")
+        torch = torch_with(1, group=True)
+        dist = torch.distributed
         self.dist, self.tensor = dist, torch.from_numpy
         self.rank, self.workers = dist.get_rank(), dist.get_world_size()
         self.meet = dist.barrier

@@ -96,6 +96,16 @@ def room(shape: int | tuple[int, ...]) -> np.ndarray:
     return memory[start : start + nbytes].view(np.float32).reshape(shape)
 
 
+def torch_with(threads: int, group: bool = False) -> Any:
+    """torch, on so many threads; with a group, one of the processes that gloo connects."""
+    import torch
+
+    torch.set_num_threads(threads)
+    if group and not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo")
+    return torch
+
+
 def in_two_threads(*works: Callable[[int], Any]) -> Callable[[], None]:
     """A step in which, for one work after the other, one thread does work(0) and another work(1), at once."""
     other = ThreadPoolExecutor(1)

@@ -33,8 +33,9 @@ from benchmarks.contest import (
     in_two_threads,
     jitted,
     repeated,
+    torch_with,
 )
-from benchmarks.layers import TORCH, TORCHRUN, torch_with
+from benchmarks.layers import TORCH, TORCHRUN
 
 OFFSETS = ((0, 0), (1, 0), (-1, 0), (0, 1), (0, -1))
 WEIGHTS = (0.6, 0.1, 0.1, 0.1, 0.1)
@@ -114,7 +115,7 @@ def joined(torch: Any, part: Any, dim: int) -> np.ndarray:
 
 def conv_torch(processes: int, quick: bool) -> Case:
     """In one process or, with a halo exchange by hand, in two."""
-    torch, several = torch_with(2 // processes, processes > 1), processes > 1
+    torch, several = torch_with(2 // processes, group=processes > 1), processes > 1
     dist, last = torch.distributed, {"memory_format": torch.channels_last}
     part = dist.get_rank() if several else 0
     x, w, g = map(torch.from_numpy, images(quick))
@@ -292,7 +293,7 @@ def _(quick: bool) -> Builders:
 
 
 def stencil_torch(processes: int, rows: int, points: int, steps: int) -> Case:
-    torch, several = torch_with(2 // processes, processes > 1), processes > 1
+    torch, several = torch_with(2 // processes, group=processes > 1), processes > 1
     part = torch.distributed.get_rank() if several else 0
     u = torch.from_numpy(plane(points)).chunk(processes)[part].clone().requires_grad_()
     swapped, near = swapping(torch) if several else (None, None)

@@ -34,6 +34,7 @@ from benchmarks.contest import (
     jitted,
     repeated,
     room,
+    torch_with,
 )
 
 WIDTHS = (784, 512, 512, 10)
@@ -43,16 +44,6 @@ TORCHRUN: dict[str, Any] = {"launcher": "torchrun", "processes": 2, "needs": ("t
 
 W1 = Section("w1", "steps of training a classifier, batches split over two workers", 1e-4, memory=True)
 W2 = Section("w2", "two layers whose weights are split over two workers, value and gradients", 1e-4, memory=True)
-
-
-def torch_with(threads: int, group: bool = True) -> Any:
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(threads)
-    if group and not dist.is_initialized():
-        dist.init_process_group("gloo")
-    return torch
 
 
 # W1
@@ -274,7 +265,7 @@ def rows_of(torch: Any, batch: int, rank: int, processes: int) -> Any:
 
 def trained_module(batch: int, processes: int) -> Case:
     """A module of torch's and its optimiser, in one process or, as DDP, in several."""
-    torch = torch_with(2 // processes, processes > 1)
+    torch = torch_with(2 // processes, group=processes > 1)
     dist, rank = torch.distributed, torch.distributed.get_rank() if processes > 1 else 0
     net = network(torch)
     model = net
@@ -351,7 +342,7 @@ def trained_flat(torch: Any, batch: int, rank: int, add: Callable[[Any], Any]) -
 
 
 def trained_gloo(batch: int) -> Case:
-    torch = torch_with(1)
+    torch = torch_with(1, group=True)
     return trained_flat(torch, batch, torch.distributed.get_rank(), torch.distributed.all_reduce)
 
 
@@ -363,7 +354,7 @@ def _(quick: bool) -> Builders:
 def trained_mpi(batch: int) -> Case:
     from mpi4py import MPI
 
-    torch, comm = torch_with(1, group=False), MPI.COMM_WORLD
+    torch, comm = torch_with(1), MPI.COMM_WORLD
     return trained_flat(torch, batch, comm.rank, lambda sums: comm.Allreduce(MPI.IN_PLACE, sums.numpy()))
 
 
@@ -374,7 +365,7 @@ def _(quick: bool) -> Builders:
 
 def trained_bridge(batch: int) -> Case:
     """torch on virtual workers; what each of them holds lives from one call to the next."""
-    torch = torch_with(1, group=False)
+    torch = torch_with(1)
 
     import spmd
     from spmd.bridge import torch as spt
@@ -530,7 +521,7 @@ def _(quick: bool) -> Builders:
 
 
 def block_dtensor(quick: bool) -> Case:
-    torch = torch_with(1)
+    torch = torch_with(1, group=True)
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -566,7 +557,7 @@ def _(quick: bool) -> Builders:
 
 def block_torch(quick: bool, processes: int) -> Case:
     """Plain tensors, in one process or, with the two sums by hand, in two."""
-    torch = torch_with(2 // processes, processes > 1)
+    torch = torch_with(2 // processes, group=processes > 1)
     dist, several = torch.distributed, processes > 1
     x, w1, b1, w2, b2, c = map(torch.from_numpy, block(quick))
     if several:

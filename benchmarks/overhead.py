@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.contest import ONE_THREAD, TWO_DEVICES, Builders, Case, Section, repeated
+from benchmarks.contest import ONE_THREAD, TWO_DEVICES, Builders, Case, Section, repeated, torch_with
 
 W7 = Section("w7", "20 small operations and a sum over two workers, eagerly, value and gradient", 1e-5)
 COSTS = Section("costs", "what single calls cost", 1e-9)
@@ -121,11 +121,10 @@ W7.contestant("jax jitted, 2 devices", needs=("jax",), env=TWO_DEVICES)(small(pa
 
 
 def small_dtensor() -> Case:
-    import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    torch.set_num_threads(1)
+    torch = torch_with(1)
     x = distribute_tensor(torch.from_numpy(pair()), init_device_mesh("cpu", (2,)), [Shard(0)]).requires_grad_()
 
     def step():
@@ -145,11 +144,8 @@ W7.contestant("torch DTensor", launcher="torchrun", processes=2, needs=("torch",
 
 
 def small_torch() -> Case:
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    torch = torch_with(1, group=True)
+    dist = torch.distributed
     rank = dist.get_rank()
     x = torch.from_numpy(pair()[rank : rank + 1].copy()).requires_grad_()
 
@@ -337,9 +333,7 @@ def taped(name: str, transform: Callable[[Callable[[Any], Any]], Callable[[Any],
 
 
 def taped_torch(name: str) -> Case:
-    import torch
-
-    torch.set_num_threads(1)
+    torch = torch_with(1)
     x, c, m = map(torch.from_numpy, vectors())
     f = chained(name, torch, c, m)
     x.requires_grad_()
@@ -528,9 +522,7 @@ def _(quick: bool) -> Builders:
 
 @MEMORY.contestant("torch", needs=("torch",), env=ONE_THREAD)
 def _(quick: bool) -> Builders:
-    import torch
-
-    torch.set_num_threads(1)
+    torch = torch_with(1)
 
     def transform(f):
         def step(x):

@@ -36,6 +36,7 @@ from benchmarks.contest import (
     jitted,
     repeated,
     room,
+    torch_with,
 )
 
 FUTURE = 1e-3
@@ -268,11 +269,10 @@ def _(quick: bool) -> Builders:
 
 
 def trip_torch(n: int, read: bool) -> Case:
-    import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 
-    torch.set_num_threads(1)
+    torch = torch_with(1)
     mesh = init_device_mesh("cpu", (2,))
     x = DTensor.from_local(torch.from_numpy(matrix(n)[mine(n, mesh.get_rank())].copy()), mesh, [Shard(0)])
 
@@ -430,9 +430,7 @@ def _(quick: bool) -> Builders:
 
 
 def cube_torch(n: int) -> Case:
-    import torch
-
-    torch.set_num_threads(2)
+    torch = torch_with(2)
     u, kernel = torch.from_numpy(cube(n)), torch.from_numpy(heat(n))
 
     def step():

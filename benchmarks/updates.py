@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.contest import ONE_THREAD, Builders, Case, Section, repeated
+from benchmarks.contest import ONE_THREAD, Builders, Case, Section, repeated, torch_with
 
 RATE, DECAY = 1e-3, 1e-2
 
@@ -59,9 +59,7 @@ def _(quick: bool) -> Builders:
 
 
 def theirs(count: int, n: int, **how: bool) -> Case:
-    import torch
-
-    torch.set_num_threads(1)
+    torch = torch_with(1)
     start, grads = arrays(count, n)
     params = [torch.nn.Parameter(torch.from_numpy(p.copy())) for p in start]
     for p, g in zip(params, grads, strict=True):
