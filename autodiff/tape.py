@@ -342,9 +342,11 @@ def sweep(tape: Tape, seeds: Iterable[tuple[Node, Any]], leaves: list[Node], *, 
                             if debt is not None:
                                 owed.setdefault(parent, []).append(debt)
                                 continue
-                        if prim.into is not None and parent in own and type(g) is bare:
-                            prim.into(cotangents[parent], g, *args)
-                            continue
+                        if prim.into is not None and type(g) is bare:
+                            h, old = None, cotangents.get(parent)  # which h may be
+                            if parent in own or (type(old) is bare and alone(getrefcount(old) - 1, old)):
+                                prim.into(old, g, *args)
+                                continue
                     try:
                         if over is not None:
                             h = over(g, *args, **kwargs)

@@ -13,6 +13,7 @@ import pytest
 
 from spmd import functions
 from spmd.autodiff import checkpoint, custom_vjp, grad, hvp, jacrev, jvp, linearize, value_and_grad, vjp
+from spmd.autodiff.primitive import primitive
 
 SIZE = 20_000
 X = np.linspace(-1, 1, SIZE)
@@ -289,3 +290,25 @@ def test_a_traced_array_that_outlives_its_long_tape():
     _, pull = vjp(f, np.array(2.0))
     del pull
     kept.clear()
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_the_cotangent_of_a_part_goes_into_that_of_the_whole_if_nobody_else_has_it(held):
+    made, kept = [], []
+
+    def back(g, _ans, _x):
+        out = 2.0 * g
+        made.append(out.ctypes.data)
+        kept.extend([out] * held)
+        return out
+
+    twice = primitive("twice", back)(lambda x: 2.0 * x)
+
+    def f(x):
+        part = x[2:4]  # before, so that its cotangent comes after
+        return np.sum(twice(x)) + np.sum(part)
+
+    g = grad(f)(np.ones(1000))
+    assert (g.ctypes.data == made[0]) is not held
+    np.testing.assert_array_equal(g, 2.0 + np.isin(np.arange(1000), (2, 3)))
+    assert all(np.all(out == 2.0) for out in kept)
