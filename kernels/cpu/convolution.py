@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,7 +52,7 @@ def conv(
         table = _shifts(w.shape[2:], padding, dilation)
         _shift(out, x.astype(dtype, copy=False), table, w.astype(dtype, copy=False).reshape(groups, -1))
         return out
-    taps, residues = _taps(w.shape[2:], stride, padding, dilation)
+    taps, residues = _taps(w.shape[2:], stride, tuple(padding), dilation)
     filters = w.astype(wide, copy=False).reshape(groups, w.shape[0] // groups, w.shape[1], -1)
     into = out if dtype == wide else buffers.empty(out.shape, wide)
     for n, g, rows in _parts(x, groups, m, taps):
@@ -91,12 +92,11 @@ def conv_input_adjoint(
     out = buffers.empty((n, c, *shape), dtype)
     for residue in itertools.product(*(range(min(s, k)) for s, k in zip(stride, shape, strict=True))):
         part = out[(slice(None), slice(None), *(slice(r, None, s) for r, s in zip(residue, stride, strict=True)))]
-        met = list(_met(w.shape[2:], stride, padding, dilation, residue))
+        met, taps = _met(w.shape[2:], stride, tuple(padding), dilation, residue)
         if not met or 0 in part.shape:
             part[...] = 0
             continue
-        taps = [_Tap(0, shift) for _, shift in met]
-        chosen = np.ascontiguousarray(filters[..., [k for k, _ in met]])
+        chosen = np.ascontiguousarray(filters[..., met])
         into = part if whole and dtype == wide else buffers.empty(part.shape, wide)
         for i, j, rows in _parts(g, groups, part.shape[2:], taps):
             some = g[i, _of(j, chosen.shape[2])]
@@ -131,7 +131,7 @@ def conv_weight_adjoint(
             groups,
         )
         return found.reshape(shape).astype(dtype)
-    taps, residues = _taps(kernel, stride, padding, dilation)
+    taps, residues = _taps(kernel, stride, tuple(padding), dilation)
     count, channels = shape[0] // groups, shape[1]
     total = np.zeros((groups, count, channels * len(taps)), wide if wide.kind == "c" else np.float64)
     g = g.astype(wide, copy=False)
@@ -220,7 +220,7 @@ _Part = tuple[slice, slice, slice]
 """Some examples, of them some channels, of those some rows: entries of the first spatial dimension."""
 
 
-def _parts(x: np.ndarray, groups: int, m: Shape, taps: Sequence[_Tap]) -> Iterator[_Part]:
+def _parts(x: np.ndarray, groups: int, m: Shape, taps: tuple[_Tap, ...]) -> Iterator[_Part]:
     """Examples, groups and rows of the outputs 0:m, of parts of the work: some examples of all groups, or some groups
     of one example, or of one group some rows, at least as many as the taps of one see."""
     per_group = max(1, x[:1].nbytes // groups)
@@ -269,7 +269,10 @@ class _Tap(NamedTuple):
     shift: Shape
 
 
-def _taps(kernel: Shape, stride: Shape, padding: Sequence[Pair], dilation: Shape) -> tuple[list[_Tap], list[Shape]]:
+@lru_cache(maxsize=256)
+def _taps(
+    kernel: Shape, stride: Shape, padding: tuple[Pair, ...], dilation: Shape
+) -> tuple[tuple[_Tap, ...], tuple[Shape, ...]]:
     """The taps of a convolution, in the order of the kernel's entries. Its input x[o * stride + t * dilation - low] is
     entry o + shift of the plane of a residue of the stride. With them the residue of each plane that they read."""
     taps, planes = [], {}
@@ -277,13 +280,16 @@ def _taps(kernel: Shape, stride: Shape, padding: Sequence[Pair], dilation: Shape
         each = zip(tap, stride, padding, dilation, strict=True)
         shift, residue = zip(*(divmod(t * d - low, s) for t, s, (low, _), d in each), strict=True)
         taps.append(_Tap(planes.setdefault(residue, len(planes)), shift))
-    return taps, list(planes)
+    return tuple(taps), tuple(planes)
 
 
+@lru_cache(maxsize=256)
 def _met(
-    kernel: Shape, stride: Shape, padding: Sequence[Pair], dilation: Shape, residue: Shape
-) -> Iterator[tuple[int, Shape]]:
-    """The taps by which outputs meet the inputs residue + u * stride: output u + shift does."""
+    kernel: Shape, stride: Shape, padding: tuple[Pair, ...], dilation: Shape, residue: Shape
+) -> tuple[tuple[int, ...], tuple[_Tap, ...]]:
+    """The taps by which outputs meet the inputs residue + u * stride, for which output u + shift does: which they are,
+    and as taps of the outputs."""
+    met, taps = [], []
     for k, tap in enumerate(itertools.product(*map(range, kernel))):
         shift = []
         for t, s, (low, _), d, r in zip(tap, stride, padding, dilation, residue, strict=True):
@@ -292,7 +298,9 @@ def _met(
                 break
             shift.append(times)
         else:
-            yield k, tuple(shift)
+            met.append(k)
+            taps.append(_Tap(0, tuple(shift)))
+    return tuple(met), tuple(taps)
 
 
 class _Source(NamedTuple):
@@ -311,7 +319,7 @@ def _three(shape: Shape, fill: int) -> Shape:
 
 
 def _planes(
-    x: np.ndarray, of: slice, stride: Shape, residues: Sequence[Shape], taps: Sequence[_Tap], m: Shape, rows: slice
+    x: np.ndarray, of: slice, stride: Shape, residues: Sequence[Shape], taps: tuple[_Tap, ...], m: Shape, rows: slice
 ) -> _Source:
     """x (N, C, *n), the channels of some groups, as planes of these residues of the stride, that all taps of some rows
     of the outputs 0:m lie in: x itself if that is so."""
@@ -347,17 +355,21 @@ def _put(out: np.ndarray, x: np.ndarray, begins: Sequence[int]) -> None:
     out[to] = x[of]
 
 
-def _offsets(source: _Source, taps: Sequence[_Tap]) -> np.ndarray:
-    """For every channel of a group and every tap: how far its entry lies from the first of the group."""
-    channels, planes, *lengths = source.data.shape[2:]
+@lru_cache(maxsize=256)
+def _offsets(shape: Shape, origin: Shape, taps: tuple[_Tap, ...]) -> np.ndarray:
+    """For every channel of a group and every tap: how far its entry lies from the first of the group. shape: of the
+    source, from the channels on."""
+    channels, planes, *lengths = shape
     _, high, wide = lengths
     size = math.prod(lengths)
     places_ = [
         tap.plane * size + ((o0 + a) * high + o1 + b) * wide + o2 + c
         for tap in taps
-        for (a, b, c), (o0, o1, o2) in [(_three(tap.shift, 0), source.origin)]
+        for (a, b, c), (o0, o1, o2) in [(_three(tap.shift, 0), origin)]
     ]
-    return (np.arange(channels)[:, None] * planes * size + np.array(places_)).reshape(-1)
+    table = (np.arange(channels)[:, None] * planes * size + np.array(places_)).reshape(-1)
+    table.flags.writeable = False
+    return table
 
 
 class _Lines(NamedTuple):
@@ -387,7 +399,7 @@ _STRIP = 1024
 """Places of one filter alone that are summed before they are written, where rows are short."""
 
 
-def _correlate(out: np.ndarray, part: _Part, source: _Source, filters: np.ndarray, taps: Sequence[_Tap]) -> None:
+def _correlate(out: np.ndarray, part: _Part, source: _Source, filters: np.ndarray, taps: tuple[_Tap, ...]) -> None:
     """Write a part of out (N, all groups' O, *m): the sums over channels and taps. filters: (groups, O, C, taps)."""
     groups, count = filters.shape[:2]
     flat = filters.reshape(groups, count, -1)
@@ -400,7 +412,7 @@ def _correlate(out: np.ndarray, part: _Part, source: _Source, filters: np.ndarra
             padded[:, :count] = flat
             scratch = np.empty((at_once, _STRIP if count == 1 else span), out.dtype)
             lines, shape = _lines(out, part), (source.data.shape[0], groups, count, *source.reach)
-            table, data = _offsets(source, taps), source.data.reshape(-1)
+            table, data = _offsets(source.data.shape[2:], source.origin, taps), source.data.reshape(-1)
             _tiles(lines.data, scratch, data, padded, table, lines.start, lines.steps, _steps(source), shape, span)
             return
     _by_products(out[part], source, flat, taps)
@@ -414,9 +426,7 @@ def _steps(source: _Source) -> np.ndarray:
 
 
 @jit.helper
-def _pick(
-    out: Any, to: int, pitch: int, columns: int, line: Any, at: int, length: int, wide: int, column: int
-) -> None:
+def _pick(out: Any, to: int, pitch: int, columns: int, line: Any, at: int, length: int, wide: int, column: int) -> None:
     # The neighbours of line that are of a row's columns, rows of `wide` of them that begin with this column, are
     # written to rows that lie `pitch` apart.
     k = 0
@@ -478,7 +488,7 @@ def _tiles(
                     place += length
 
 
-def _by_products(out: np.ndarray, source: _Source, w: np.ndarray, taps: Sequence[_Tap]) -> None:
+def _by_products(out: np.ndarray, source: _Source, w: np.ndarray, taps: tuple[_Tap, ...]) -> None:
     """out (N, groups * O, *m): piece by piece the product of the filters and of what the taps see."""
     out = out.reshape(*out.shape[:2], *source.reach)
     count = w.shape[1]
@@ -487,7 +497,7 @@ def _by_products(out: np.ndarray, source: _Source, w: np.ndarray, taps: Sequence
         some[...] = (w[g] @ cols).reshape(some.shape)
 
 
-def _pieces(source: _Source, taps: Sequence[_Tap]) -> Iterator[tuple[int, int, tuple[int, slice], np.ndarray]]:
+def _pieces(source: _Source, taps: tuple[_Tap, ...]) -> Iterator[tuple[int, int, tuple[int, slice], np.ndarray]]:
     """Some rows of a layer at a time, of an example and a group: what their taps see, (channels * taps, places)."""
     data = source.data
     examples, groups, channels = data.shape[:3]
@@ -504,13 +514,13 @@ def _pieces(source: _Source, taps: Sequence[_Tap]) -> Iterator[tuple[int, int, t
             yield n, g, (z, slice(y, stop)), cols.reshape(channels * len(taps), -1)
 
 
-def _correlate_weights(g: np.ndarray, part: _Part, source: _Source, taps: Sequence[_Tap]) -> np.ndarray:
+def _correlate_weights(g: np.ndarray, part: _Part, source: _Source, taps: tuple[_Tap, ...]) -> np.ndarray:
     """The sums over examples and places of a part of g (N, all groups' O, *m) times what each tap sees: (groups, O,
     C * taps)."""
     n, groups, channels = source.data.shape[:3]
     count = (part[1].stop - part[1].start) // groups
     if g.dtype.char in "fd" and jit.fits(g):
-        found = _dots(_lines(g, part), count, source, _offsets(source, taps))
+        found = _dots(_lines(g, part), count, source, _offsets(source.data.shape[2:], source.origin, taps))
         if found is not None:
             return found
     total = np.zeros((groups, count, channels * len(taps)), g.dtype if g.dtype.kind == "c" else np.float64)
