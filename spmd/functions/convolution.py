@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from spmd import kernels
 from spmd.autodiff.primitive import primitive
-from spmd.errors import SpecError, describe, message
+from spmd.errors import LayoutError, SpecError, describe, message
 from spmd.functions.arguments import array
 from spmd.functions.window_arguments import each, paddings
+from spmd.functions.window_parts import plan_parts
+from spmd.layout import P
+from spmd.mesh import Worker, here
+from spmd.operators.halo import along, balanced, halo_exchange, lengths_met
+from spmd.operators.halo_plan import BOUNDARIES
 
 __all__ = ["conv", "conv_transpose"]
 
@@ -52,7 +58,128 @@ def _conv_weight_adjoint(g, x, *, kernel, options) -> Any:
     return kernels.of(g).conv_weight_adjoint(g, x, kernel, *options)
 
 
-def conv(x, w, bias=None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1):
+# A block's outputs, of what they see of the block itself and of its neighbours
+
+
+def _onto_slab(g, _ans, _y, _slab, w, *, of, options) -> Any:
+    return _conv_input_adjoint(g[of], w, shape=_slab.shape[2:], options=options)
+
+
+def _onto_w(g, _ans, _y, slab, _w, *, of, options) -> Any:
+    return _conv_weight_adjoint(g[of], slab, kernel=_w.shape[2:], options=options)
+
+
+@primitive("conv", lambda g, _ans, _y, _slab, _w, *, of, options: g, _onto_slab, _onto_w)
+def _conv_onto(y, slab, w, *, of, options) -> Any:
+    """Adds what the outputs `of` see of a slab to y, which is what `_conv` has just made, and nobody else's."""
+    if slab.size and y[of].size:
+        y[of] += kernels.of(slab).conv(slab, w, *options)
+    return y
+
+
+def _over_blocks(where: str, x, w, spec: P, shape: Any, boundary: Any, given: tuple) -> Any:
+    worker, dims = here(where), x.ndim - 2
+    names = _spatial_axes(where, x, spec, worker)
+    boundaries = _boundaries(where, boundary, dims)
+    lengths = _lengths(where, worker, x, spec, names, shape)
+    stride, padding, dilation, groups = _options(where, tuple(map(sum, lengths)), w, *given)
+    places = tuple(worker.group(n).index for n in names)
+    plan = plan_parts(lengths, names, worker.mesh.sides, places, tuple(w.shape[2:]), stride, padding, dilation)
+    space, whole = P(None, None, *(n or None for n in names)), ((0, 0),) * 2
+    # Short numbers are rounded once: what neighbours add would be rounded before.
+    if plan.slabs is None or set(boundaries) != {"zero"} or x.dtype.itemsize < 4:
+        widths = [v.widths for v in plan.windows]
+        around = halo_exchange(x, space, (*whole, *widths), ("none", "none", *boundaries), sizes=(None, None, *lengths))
+        return _conv(around, w, options=(stride, ((0, 0),) * dims, dilation, groups))
+    slabs = []
+    for s in plan.slabs:
+        d = 2 + s.d
+        faces = np.concatenate((x[along(d, 0, s.low)], x[along(d, x.shape[d] - s.high, None)]), axis=d)
+        halos = halo_exchange(faces, space, (*whole, *s.widths), sizes=(None, None, *s.sizes))
+        slabs += [halos[along(d, 0, s.halos[0])], halos[along(d, halos.shape[d] - s.halos[1], None)]]
+    y = _conv(x, w, options=(stride, plan.own.padding, dilation, groups))
+    for slab, part in zip(slabs, (p for s in plan.slabs for p in s.parts), strict=True):
+        of = (slice(None), slice(None), *part.of)
+        y = _conv_onto(y, slab, w, of=of, options=(stride, part.padding, dilation, groups))
+    return y
+
+
+def _spatial_axes(where: str, x: Any, spec: Any, worker: Worker) -> tuple[tuple[str, ...], ...]:
+    """The axes that split each spatial dimension."""
+    if not isinstance(spec, P):
+        raise SpecError(
+            message(
+                where,
+                argument="spec",
+                got=describe(spec),
+                need="a spec, which says what axes split what dimensions",
+                mend='P(None, None, "x") where axis x splits the first spatial dimension',
+            )
+        )
+    spec.check(worker.mesh.axes, where, "spec", x.ndim)
+    _, channels, *space = (*spec.dims, *[()] * (x.ndim - len(spec)))
+    if worker.group(channels).size > 1:
+        raise SpecError(
+            message(
+                where,
+                argument="spec",
+                got=f"{spec}, whose channels are split over {' and '.join(map(repr, channels))}",
+                need="whole channels on each worker",
+                mend="leave the channels out of spec, convolve those that are here with their part of w, and psum",
+            )
+        )
+    return tuple(space)
+
+
+def _boundaries(where: str, boundary: Any, dims: int) -> tuple[str, ...]:
+    """One for each spatial dimension."""
+    each = (boundary,) * dims if isinstance(boundary, str) or not isinstance(boundary, Sequence) else tuple(boundary)
+    known = [b for b in BOUNDARIES if b != "none"]
+    if len(each) != dims or any(b not in known for b in each):
+        raise SpecError(
+            message(
+                where,
+                argument="boundary",
+                got=repr(boundary),
+                need=f"one of {', '.join(known)}, or one for each of the {dims} spatial dimensions",
+                mend='padding=0 where nothing is to come; boundary="zero" where zeros are',
+            )
+        )
+    return each
+
+
+def _lengths(where: str, worker: Worker, x: Any, spec: P, names: Any, shape: Any) -> tuple[tuple[int, ...], ...]:
+    """The lengths of all blocks in each spatial dimension."""
+    if shape is None:
+        return lengths_met("functions.conv", worker, ((), (), *names), tuple(x.shape), x.dtype)[2:]
+    lengths = balanced(where, spec, shape, worker.mesh.axes)
+    own = [n[worker.group(a).index] for n, a in zip(lengths[2:], names, strict=False)]
+    if len(lengths) != x.ndim or own != [*x.shape[2:]]:
+        raise LayoutError(
+            message(
+                where,
+                argument="x",
+                got=describe(x),
+                need=f"the spatial lengths {own} of this worker's block of an array of shape {list(shape)}",
+                mend="leave shape out: the lengths of the blocks are learnt",
+            )
+        )
+    return tuple(lengths[2:])
+
+
+def conv(
+    x,
+    w,
+    bias=None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+    *,
+    spec: P | None = None,
+    shape: Sequence[int] | None = None,
+    boundary: str | Sequence[str] = "zero",
+):
     """y[n, o, i] = bias[o] + sum over c, k of w[o, c, k] x[n, c, i * stride + k * dilation - low], zero outside of x.
 
     x: (N, C, *spatial), one to three spatial dimensions. w: (O, C / groups, *kernel). bias: (O,). Floating or complex.
@@ -63,8 +190,17 @@ def conv(x, w, bias=None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, 
     other; groups = C is a depthwise convolution.
 
     Linear in x and in w. Adjoint in x: `conv_transpose` of g with w; in w: g correlated with x.
-    For blocks with neighbours exchange halos before: `spmd.plan_windows` says which (docs/window.md).
-    Raises SpecError where shapes or options do not fit. Arguments as in torch.nn.functional.conv2d.
+
+    spec: in a body, the axes that split the batch and the spatial dimensions of an array of which x is this worker's
+    block. y is then its block of the convolution of the whole, balanced along the spatial dimensions whatever
+    the blocks of x are. boundary: what the padding holds, "zero", "periodic", "reflect" or "edge", for all spatial
+    dimensions or for each (a spec is needed, P() for a whole array). shape: of the whole array, if its blocks are
+    balanced; it saves the meeting in which the workers learn the lengths.
+    Cost: one halo exchange in each dimension that is split, of the faces of the blocks, as thick as the kernel reaches;
+    backward its adjoint. No block is copied to have a halo around it, but where a kernel reaches beyond the next block,
+    with other boundaries than zeros, and in short floating-point numbers.
+
+    Raises SpecError and LayoutError where shapes or options do not fit. Arguments as in torch.nn.functional.conv2d.
     """
     where = "spmd.functions.conv"
     x, w, groups = _arrays(where, x, w, groups)
@@ -80,7 +216,20 @@ def conv(x, w, bias=None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, 
                 else f"w of shape {[w.shape[0], x.shape[1] // groups, *w.shape[2:]]}",
             )
         )
-    y = _conv(x, w, options=_options(where, x.shape[2:], w, stride, padding, dilation, groups))
+    if spec is None:
+        if shape is not None or boundary != "zero":
+            raise SpecError(
+                message(
+                    where,
+                    argument="boundary" if shape is None else "shape",
+                    got=repr(boundary if shape is None else shape),
+                    need="a spec beside it",
+                    mend='spec=P(None, None, "x") where axis x splits the first spatial dimension, P() where none does',
+                )
+            )
+        y = _conv(x, w, options=_options(where, x.shape[2:], w, stride, padding, dilation, groups))
+    else:
+        y = _over_blocks(where, x, w, spec, shape, boundary, (stride, padding, dilation, groups))
     return _with_bias(where, y, bias)
 
 

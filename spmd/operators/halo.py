@@ -8,7 +8,7 @@ only that lie on its own lines through the grid of blocks.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from math import prod
@@ -20,7 +20,7 @@ import numpy as np
 from spmd.device import COPIED, copied, empty, put, zeros
 from spmd.errors import LayoutError, SpecError, describe, message, nearest
 from spmd.layout import P, block_sizes
-from spmd.mesh import WORKER, here
+from spmd.mesh import WORKER, Worker, here
 from spmd.operators.base import Launched, Operator, Shape, bounded, operate, sealed
 from spmd.operators.halo_plan import (
     BOUNDARIES,
@@ -37,7 +37,16 @@ from spmd.transport.base import Call, Comm, Eager, Group, Make, Steps
 
 Kind = TypeVar("Kind", bound="_Halo")
 
-__all__ = ["HaloAccumulate", "HaloExchange", "Steps", "along", "halo_accumulate", "halo_exchange"]
+__all__ = [
+    "HaloAccumulate",
+    "HaloExchange",
+    "Steps",
+    "along",
+    "balanced",
+    "halo_accumulate",
+    "halo_exchange",
+    "lengths_met",
+]
 
 # Moving blocks
 
@@ -817,21 +826,49 @@ def _made(
             )
         )
     spec.check(axes, where, "spec")
-    if shape is not None:
-        whole = [-1 if n is None else n for n in map(_int, shape)] if isinstance(shape, Iterable) else [-1]
-        if sizes is not None or len(whole) < len(spec.trimmed) or min(whole, default=0) < 0:
-            raise LayoutError(
-                message(
-                    where,
-                    argument="shape",
-                    got=f"{shape!r}, and sizes" if sizes is not None else f"{shape!r} for {spec}",
-                    need="the shape of the whole array in balanced blocks, or else the sizes of the blocks",
-                    mend="leave one of them out, or both",
-                )
+    if shape is not None and sizes is not None:
+        raise LayoutError(
+            message(
+                where,
+                argument="shape",
+                got=f"{shape!r}, and sizes",
+                need="the shape of the whole array in balanced blocks, or else the sizes of the blocks",
+                mend="leave one of them out, or both",
             )
-        parts = [[axes[n] for n in (spec.dims[d] if d < len(spec) else ())] for d in range(len(whole))]
-        sizes = [block_sizes(n, p) for n, p in zip(whole, parts, strict=True)]
+        )
+    sizes = sizes if shape is None else balanced(where, spec, shape, axes)
     return kind(spec.axes, spec, widths, boundary, sizes)
+
+
+def balanced(where: str, spec: P, shape: Any, axes: Mapping[str, int]) -> list[tuple[int, ...]]:
+    """For each dimension the lengths of the balanced blocks of an array of this shape. axes: those of the mesh."""
+    whole = [-1 if n is None else n for n in map(_int, shape)] if isinstance(shape, Iterable) else [-1]
+    if len(whole) < len(spec.trimmed) or min(whole, default=0) < 0:
+        raise LayoutError(
+            message(
+                where,
+                argument="shape",
+                got=f"{shape!r} for {spec}",
+                need="the shape of the whole array, whose blocks are balanced",
+                mend="leave it out: the lengths of the blocks are learnt",
+            )
+        )
+    parts = [[axes[n] for n in (spec.dims[d] if d < len(spec) else ())] for d in range(len(whole))]
+    return [block_sizes(n, p) for n, p in zip(whole, parts, strict=True)]
+
+
+def lengths_met(
+    op: str, worker: Worker, names: Sequence[tuple[str, ...]], shape: Shape, dtype: np.dtype
+) -> tuple[tuple[int, ...], ...]:
+    """The lengths of all workers' blocks in each dimension of one of this shape. names: the axes that split each. A
+    meeting for each dimension that several workers share; no bytes."""
+    found = []
+    for d, axes in enumerate(names):
+        group = worker.group(axes)
+        call = Call(op, axes, np.dtype(dtype), tuple(shape))
+        shapes = [shape] if group.size == 1 else worker.comm.shapes(group, call).wait()
+        found.append(tuple(s[d] for s in shapes))
+    return tuple(found)
 
 
 def halo_exchange(

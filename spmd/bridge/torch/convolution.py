@@ -20,9 +20,8 @@ from spmd.errors import LayoutError, SpecError, describe, message
 from spmd.layout import Layout, P, block_sizes
 from spmd.mesh import Worker, here
 from spmd.operators.base import varying
-from spmd.operators.halo import halo_exchange
+from spmd.operators.halo import halo_exchange, lengths_met
 from spmd.operators.reduce import psum, pvary
-from spmd.transport.base import Call
 from spmd.window import Window, plan_windows
 
 __all__ = ["DistributedConv", "DistributedPool"]
@@ -244,13 +243,8 @@ class _Plan:
         if self.size is not None:
             parts = [[worker.mesh.axes[a] for a in names] for names in self.axes]
             return tuple(block_sizes(n, p) for n, p in zip(self.size, parts, strict=True))
-        found = []
-        for d, names in enumerate(self.axes, 2):
-            group = worker.group(names)
-            call = Call(self.where, names, array_dtype(x.dtype), tuple(x.shape))
-            shapes = [x.shape] if group.size == 1 else worker.comm.shapes(group, call).wait()
-            found.append(tuple(shape[d] for shape in shapes))
-        return tuple(found)
+        names = [(), (), *self.axes]
+        return lengths_met(self.where, worker, names, tuple(x.shape), array_dtype(x.dtype))[2:]
 
     def places(self) -> list[int]:
         """Which block of each dimension is this worker's."""
