@@ -22,7 +22,7 @@ import numpy as np
 
 from spmd.kernels import jit
 
-__all__ = ["add", "copy", "least", "pays", "together"]
+__all__ = ["LEAST", "add", "copy", "least", "pays", "together"]
 
 _LINE = 64
 """Bytes of a line of memory, of which all are written at once."""
@@ -30,7 +30,9 @@ _ROW = 512
 """The least bytes in a row of a copy: at both ends of each a part of a line is stored in the plain way."""
 _COPY = 1 << 16
 """The least bytes in a copy: less is done by NumPy before it is found out how."""
-_BOUNDS = 16 << 20, 64 << 20
+LEAST = 16 << 20
+"""Bytes below which nothing is written past them on any machine."""
+_MOST = 64 << 20
 
 _amount: ContextVar[int] = ContextVar("bytes that are written together", default=0)
 
@@ -45,17 +47,14 @@ def least() -> int:
     for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         with suppress(OSError, ValueError):
             found.append(int(file.read_text().strip().removesuffix("K")) << 10)
-    low, high = _BOUNDS
-    return min(max(low, *found), high) if found else high
+    return min(max(LEAST, *found), _MOST) if found else _MOST
 
 
 def pays(nbytes: int, copies: int = 1) -> bool:
     """Whether to write so many bytes past the caches, in so many copies: by themselves, or with what is written at the
     same time."""
     written = max(nbytes, _amount.get())
-    return (
-        written >= _BOUNDS[0] and written >= least() and nbytes >= copies * _COPY and jit.available() and _has_numba()
-    )
+    return written >= LEAST and written >= least() and nbytes >= copies * _COPY and jit.available() and _has_numba()
 
 
 @lru_cache(maxsize=1)

@@ -69,10 +69,10 @@ def owned(x: np.ndarray) -> np.ndarray:
 
 def put(out: Any, x: Any) -> None:
     """Copy an array into another one of its shape, where both lie."""
-    if type(x) is np.ndarray and x.nbytes >= team.LEAST:
-        team.copy([(out, x)])
-    else:
+    if type(x) is not np.ndarray or team.plain(x.nbytes):
         out[...] = x
+    else:
+        team.copy([(out, x)])
 
 
 class Adjoining(list):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
-import os
+
 import threading
 import weakref
 from functools import partial
@@ -137,7 +137,7 @@ def test_where_no_thread_can_be_had_the_work_is_done_here(monkeypatch):
 
 def test_there_are_no_more_helpers_than_cores(monkeypatch):
     monkeypatch.setattr(team, "pool", threads.Pool())
-    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    monkeypatch.setattr(threads, "_cores", lambda: 3)
     for _ in range(3):
         done = []
         team.run([partial(done.append, k) for k in range(9)])
@@ -150,7 +150,7 @@ def test_workers_who_wait_leave_room_for_helpers(monkeypatch):
     """A thread that waits for others takes no core away."""
     pool = threads.Pool()
     monkeypatch.setattr(team, "pool", pool)
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(threads, "_cores", lambda: 2)
     waiting, over = threading.Barrier(4, timeout=20), threading.Event()
     for thread in pool.take(3):
         thread.begin(lambda: (waiting.wait(), over.wait(20)), lambda: None)
@@ -216,7 +216,7 @@ def test_an_interrupt_while_helpers_start_loses_none(error, monkeypatch):
     def start(thread):
         raise error
 
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(threads, "_cores", lambda: 4)
     monkeypatch.setattr(threads.Thread, "start", start)
     with pytest.raises(error):
         pool.spare(3)
@@ -235,7 +235,7 @@ def test_helpers_that_are_there_help_where_no_more_can_start(monkeypatch):
     def start(thread):
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(threads, "_cores", lambda: 8)
     monkeypatch.setattr(threads.Thread, "start", start)
     helpers = pool.spare(4)
     assert len(helpers) == pool.helping == 2
@@ -264,7 +264,7 @@ def test_an_interrupt_waits_for_those_who_help(monkeypatch):
     """And gives back those who have not begun."""
     pool = threads.Pool()
     monkeypatch.setattr(team, "pool", pool)
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(threads, "_cores", lambda: 4)
     go, ended, begin = threading.Event(), [], threads.Thread.begin
 
     def waits():
