@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-
 import threading
 import weakref
 from functools import partial

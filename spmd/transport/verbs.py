@@ -348,7 +348,7 @@ class ProcessComm(Comm):
         return self._pending(requests, (send, chunks), large)
 
     def _all_reduce_many(self, group: Group, call: Call, xs: Sequence[np.ndarray], spare: Sequence[bool]) -> Handle:
-        """None is written over: others may read it, or it is sent."""
+        """None is written over but what others can read: the rest is sent."""
         if group.size == 1 or not xs:
             return Ready([sealed(x) for x in xs])
         small = [k for k, x in enumerate(xs) if x.nbytes < _APART]
@@ -356,7 +356,8 @@ class ProcessComm(Comm):
         blocks = [xs[k] for k in large]
         if small:
             blocks.append(joined([xs[k].reshape(-1) for k in small], 0))
-        handles = self._sums(group, call, blocks) if large else [self._agreed_sum(group, call, blocks[0], "sum")]
+        free = [spare[k] for k in large] + [True] * bool(small)
+        handles = self._sums(group, call, blocks, free) if large else [self._agreed_sum(group, call, blocks[0], "sum")]
         apart = dict(zip(large, handles, strict=False))
         handle: Handle = handles[-1] if small else Ready(None)
         shapes = [x.shape for x in xs]
@@ -372,39 +373,77 @@ class ProcessComm(Comm):
 
         return Then(handle, unpack)
 
-    def _sums(self, group: Group, call: Call, xs: Sequence[np.ndarray]) -> list[Handle]:
+    def _sums(self, group: Group, call: Call, xs: Sequence[np.ndarray], spare: Sequence[bool]) -> list[Handle]:
         """The sums of several blocks whose shapes are known to be equal, each by itself."""
         me, windows, kept = group.index, (), []
         places: list[list[int]] = []
         """Where the blocks of each member lie in its arena, -1 for one that lies elsewhere."""
+        over: list[bool] = [False] * len(xs)
+        """Whether a sum is written over the blocks: nobody else has any of them."""
         mail = None
         if self.transport.checks:
             mail = self.transport.channel(group.ordered, call).mail
             mine = np.full(len(xs), -1)
             for j, x in enumerate(xs):
-                place = None if mail is None else mail.offer(x, call.lent or not x.flags.c_contiguous)
-                if place is not None:
-                    mine[j] = place[0]
+                lent = call.lent or not x.flags.c_contiguous
+                place = None if mail is None else mail.offer(x, lent)
+                if mail is not None and place is not None:
+                    free = spare[j] and not lent and x.nbytes > _SMALL and mail.place(x) == place[0]
+                    mine[j] = 2 * place[0] + free
             kept = [] if mail is None else list(mail.next)
             if mine.nbytes <= self.most_riding(call, xs):
                 heard, _ = self._tell(group, call, mine.shape, mine, mine.nbytes)
                 windows = heard.windows
-                places = [b.tolist() for b in heard.beside(mine, group.rows, me, [mine.shape] * group.size)]
+                all_told = [b.tolist() for b in heard.beside(mine, group.rows, me, [mine.shape] * group.size)]
+                places = [[found >> 1 for found in of] for of in all_told]
+                over = [
+                    min(founds) >= 0 and all(found & 1 for found in founds) for founds in zip(*all_told, strict=True)
+                ]
             else:
                 self._agree(group, call, xs[0])
 
-        def sum_of(j: int, x: np.ndarray) -> Handle:
-            if not places or min(where[j] for where in places) < 0:
-                return self._reduce_blocks(group, call, x, "sum")
-            blocks = [
+        def blocks_of(j: int) -> list[np.ndarray]:
+            x = xs[j]
+            return [
                 x if k == me else np.ndarray(x.shape, x.dtype, windows[row], places[k][j])
                 for k, row in enumerate(group.rows)
             ]
+
+        def sum_of(j: int, x: np.ndarray) -> Handle:
+            if over[j]:
+                return Ready(sealed(x))
+            if not places or min(where[j] for where in places) < 0:
+                return self._reduce_blocks(group, call, x, "sum")
             if mail is not None:  # Before it is read, others may tell each other of parts of sums before it.
                 mail.keep(kept)
-            return self._sum_of(group, call, blocks, "sum")
+            return self._sum_of(group, call, blocks_of(j), "sum")
 
+        if mail is not None and any(over):
+            mail.keep(kept)
+            self._sum_over(group, call, [blocks_of(j) for j, alone in enumerate(over) if alone])
         return [sum_of(j, x) for j, x in enumerate(xs)]
+
+    def _sum_over(self, group: Group, call: Call, sums: Sequence[Sequence[np.ndarray]]) -> None:
+        """Write sums over this member's blocks. Each is given by the blocks of all members, which can be read here.
+
+        Everyone makes a part of each, over that part of its own block, which nobody else reads; and when all have done
+        so reads the others' parts.
+        """
+        n, me = group.size, group.index
+        flat = [[b.reshape(-1) for b in blocks] for blocks in sums]
+        cuts = [offsets(block_sizes(blocks[me].size, n)) for blocks in flat]
+        for blocks, at in zip(flat, cuts, strict=True):
+            parts = [b[at[me] : at[me + 1]] for b in blocks]
+            if me < 2:
+                kernels.of(parts[me]).combine(parts, into=parts[me])
+            else:  # It is still to be added when the first of them already stand there.
+                parts[me][...] = kernels.of(parts[me]).combine(parts)
+        self._tell(group, call, sums[0][me].shape)
+        self.number -= 1  # It is no collective of its own, and others make their sums in one meeting.
+        for blocks, at in zip(flat, cuts, strict=True):
+            for k, block in enumerate(blocks):
+                if k != me:
+                    put(blocks[me][at[k] : at[k + 1]], block[at[k] : at[k + 1]])
 
     def _reduce_scatter(self, group: Group, call: Call, parts: Sequence[np.ndarray]) -> Handle:
         if group.size == 1:

@@ -1,5 +1,5 @@
 """Sums over the columns of a grid, of which one row brings more than the other: it takes them in two meetings, in which
-everyone adds up a part, and the other row in one."""
+everyone adds up a part, and the other row in one. Sums over blocks that nobody else has are written there."""
 
 from __future__ import annotations
 
@@ -8,9 +8,19 @@ import json
 import numpy as np
 
 import spmd
+from spmd.kernels import buffers
 from spmd.transport.base import Call
 
 mesh = spmd.Mesh(r=2, c=3)
+
+
+def laid(x: np.ndarray, shared: bool) -> np.ndarray:
+    """Where others can read it, if it is large enough."""
+    if not shared:
+        return x
+    out = buffers.empty(x.shape, x.dtype)
+    out[...] = x
+    return out
 
 
 def body(worker) -> str:
@@ -25,9 +35,17 @@ def body(worker) -> str:
         assert np.array_equal(spmd.block(total), sum(block(sizes[turn % 5], k) for k in range(3)))
         everyone = spmd.psum(spmd.varying(np.ones(2), ("r", "c")), ("r", "c"))
         assert spmd.block(everyone)[0] == 6
-        xs = [block(size, column) + turn for size in sizes]
+        # Of blocks that lie elsewhere on one worker none is written over.
+        where = [turn != 5 or k != 2 for k in range(3)]
+        xs = [laid(block(size, column) + turn, where[column]) for size in sizes]
+        where = [all(where)] * 3
         call = Call("many", ("c",), xs[0].dtype, (sum(sizes),), alike=True)
-        totals = worker.comm.all_reduce_many(worker.group(("c",)), call, xs).wait()
+        spare = [turn % 2 == 1 and k != 3 for k in range(len(xs))]
+        mine = [x.ctypes.data for x in xs]
+        totals = worker.comm.all_reduce_many(worker.group(("c",)), call, xs, spare).wait()
+        # Those that are sums of their own, which others can read; the smaller ones go together.
+        over = [a == t.ctypes.data for a, t in zip(mine, totals, strict=True)]
+        assert over == [where[column] and spare[k] and sizes[k] > 65536 for k in range(len(xs))], (turn, over)
         rooms = [np.full(20_000, np.nan) for _ in range(9)]  # where something was that nobody has any more
         for size, total in zip(sizes, totals, strict=True):
             assert np.array_equal(total, sum(block(size, k) + turn for k in range(3))), (turn, size, len(rooms))

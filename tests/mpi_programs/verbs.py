@@ -15,7 +15,7 @@ import numpy as np
 import spmd
 from spmd import P
 from spmd.autodiff import tree
-from spmd.device import joined, on_device, to_host
+from spmd.device import copied, joined, on_device, to_host
 from spmd.kernels import buffers
 from spmd.operators.base import writable
 from spmd.transport.base import Boxes, Call, sealed
@@ -239,6 +239,10 @@ def around(worker, axes: tuple[str, ...]) -> dict[str, object]:
         for some in (xs, xs[1:2], xs[3:]):
             call = Call("many", axes, np.dtype(dtype), (sum(y.size for y in some),), alike=True)
             found[f"{len(some)} of {dtype}"] = comm.all_reduce_many(group, call, some).wait()
+    for dtype in ("float16", "float32", "complex64"):
+        xs = [draw(worker.index, shape, dtype) for shape in [(150001,), (7,), (3, 50000)]]
+        call = Call("spare", axes, np.dtype(dtype), (sum(y.size for y in xs),), alike=True)
+        found[f"spare of {dtype}"] = comm.all_reduce_many(group, call, list(map(copied, xs)), [True] * 3).wait()
     return found
 
 
