@@ -22,7 +22,7 @@ import numpy as np
 
 from spmd.kernels import jit
 
-__all__ = ["LEAST", "add", "copy", "least", "pays", "together"]
+__all__ = ["LEAST", "add", "copy", "least", "pays", "possible", "together"]
 
 _LINE = 64
 """Bytes of a line of memory, of which all are written at once."""
@@ -54,7 +54,12 @@ def pays(nbytes: int, copies: int = 1) -> bool:
     """Whether to write so many bytes past the caches, in so many copies: by themselves, or with what is written at the
     same time."""
     written = max(nbytes, _amount.get())
-    return written >= LEAST and written >= least() and nbytes >= copies * _COPY and jit.available() and _has_numba()
+    return written >= LEAST and written >= least() and possible(nbytes, copies)
+
+
+def possible(nbytes: int, copies: int = 1) -> bool:
+    """Whether so many bytes, in so many copies, can be written past the caches; for who has another reason to."""
+    return nbytes >= copies * _COPY and jit.available() and _has_numba()
 
 
 @lru_cache(maxsize=1)
