@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["owns_memory", "product", "take_from", "writable"]
+__all__ = ["owns_memory", "product", "scaled", "take_from", "writable"]
 
 _empty: Callable[..., np.ndarray] = np.empty
 _least: Callable[[], int] = lambda: sys.maxsize
@@ -27,6 +27,19 @@ def product(x: Any, y: Any, /, *more: Any, **options: Any) -> Any:
         if rows * columns * dtype.itemsize >= _least() and dtype == y.dtype and dtype.isnative and dtype.kind in "fc":
             return np.matmul(x, y, out=_empty((rows, columns), dtype))
     return np.matmul(x, y, *more, **options)
+
+
+_SINGLE = frozenset((np.ndarray, np.float32, np.float64))
+
+
+def scaled(g: Any, x: Any) -> Any:
+    """g * x, for a single number g; what is large lies in such memory. Where g is one, as at the start of most sweeps,
+    that is x itself if nobody may write to x: it is not read and written for that."""
+    if type(g) not in _SINGLE or type(x) is not np.ndarray or g.dtype != x.dtype or not x.dtype.isnative:
+        return g * x
+    if g == 1 and not writable(x):
+        return x
+    return g * x if x.nbytes < _least() else np.multiply(g, x, out=_empty(x.shape, x.dtype))
 
 
 def owns_memory(x: np.ndarray) -> bool:

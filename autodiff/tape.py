@@ -418,12 +418,12 @@ LARGE = 1 << 16
 
 
 def _topmost(nodes: list[Node]) -> np.ndarray | None:
-    """The large array that was kept last. It lies at the top of the heap; were it freed first, the C library would give
-    the memory beneath back to the system with every array that follows, and the next arrays would fault it in again.
-    """
+    """The large array of the C library's heap that was kept last. It lies at the top; were it freed first, the library
+    would give the memory beneath back to the system with every array that follows, and the next arrays would fault it
+    in again. Arrays of recycled memory lie elsewhere, and are let go of."""
     for node in nodes[:-5:-1]:
         for x in node.args:
-            if type(x) is np.ndarray and x.nbytes > LARGE:
+            if type(x) is np.ndarray and x.nbytes > LARGE and x.flags.owndata:
                 return x
     return None
 

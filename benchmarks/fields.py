@@ -223,7 +223,7 @@ def stencil_spmd(points: int, steps: int) -> Case:
     def local(u):
         for _ in range(steps):
             u = spmd.stencil(u, P("x"), OFFSETS, WEIGHTS)
-        return spmd.psum(0.5 * np.sum(u * u), "x")
+        return spmd.psum(0.5 * np.vdot(u, u), "x")
 
     mesh = spmd.Mesh(x=2, transport="local")
     step = spmd.value_and_grad(mesh.map(local, in_specs=P("x"), out_specs=P()))

@@ -10,7 +10,7 @@ import numpy as np
 
 from spmd.autodiff.dtypes import is_foreign
 from spmd.autodiff.primitive import composite, primitive, rule
-from spmd.autodiff.rooms import product, writable
+from spmd.autodiff.rooms import product, scaled
 from spmd.autodiff.rules.elementwise import nonzero
 from spmd.autodiff.rules.reduce import array, conj, expand, largest
 from spmd.autodiff.rules.shape import cast
@@ -20,21 +20,10 @@ from spmd.errors import DifferentiationError, message
 # a batch. Where only the other operand has a batch, contracting over it at once saves a product per member.
 
 
-def _times(g, x):
-    """g * x, for a single number g. Where it is one, as at the start of most sweeps, that is x itself if nobody may
-    write to x: it is not read and written for that."""
-    if type(g) in _SINGLE and type(x) is np.ndarray and g.dtype == x.dtype and g == 1 and not writable(x):
-        return x
-    return g * x
-
-
-_SINGLE = frozenset((np.ndarray, np.float32, np.float64))
-
-
 def _matmul_left(g, _ans, _x, y):
     m, n = len(_x.shape), y.ndim
     if m == 1 == n:
-        return _times(g, y)
+        return scaled(g, y)
     if n == 1:
         return g[..., None] * y
     if m == 1 or (m == 2 and n > 2):
@@ -46,7 +35,7 @@ def _matmul_left(g, _ans, _x, y):
 def _matmul_right(g, _ans, x, _y):
     m, n = x.ndim, len(_y.shape)
     if m == 1:
-        return x[:, None] * g[..., None, :] if n > 1 else _times(g, x)
+        return x[:, None] * g[..., None, :] if n > 1 else scaled(g, x)
     if m == 2:
         return g @ x if n == 1 else product(x.T, g)
     if n < 3:
@@ -63,9 +52,17 @@ def matmul(x1, x2, /):
     return np.matmul(x1, x2)
 
 
+@primitive("np.dot", lambda g, _ans, x: scaled(2 * g, x))
+def _dot_itself(x):
+    """A real vector's, whose cotangent is then one array, not a sum of two."""
+    return np.dot(x, x)
+
+
 @composite(np.dot)
 def dot(a, b, out=None):
     a, b = array(a), array(b)
+    if a is b and a.ndim == 1 and a.dtype.char in "fdg":
+        return _dot_itself(a)
     if np.ndim(a) == 0 or np.ndim(b) == 0:
         return np.multiply(a, b)
     plain = (a.ndim == 1 or b.ndim < 3) and not is_foreign(np.result_type(a.dtype, b.dtype))
@@ -80,7 +77,8 @@ def inner(a, b, /):
 
 @composite(np.vdot)
 def vdot(a, b, /):
-    return dot(conj(np.ravel(a)), np.ravel(b))
+    flat = np.ravel(a)
+    return dot(conj(flat), flat if a is b else np.ravel(b))
 
 
 @composite(np.outer)
