@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from spmd.autodiff import grad, vjp
+from spmd.autodiff import grad, rooms, vjp
 from spmd.autodiff.check import check_grads
-from spmd.autodiff.rules import linalg
 from spmd.errors import DifferentiationError
 
 PRODUCTS = [
@@ -172,9 +171,28 @@ def test_gradients_of_inner_products_are_what_is_their_own(f):
     constant = y.copy()
     view = constant[:]
     view.flags.writeable = False
-    assert linalg._times(np.float64(1), view) is not view  # constant can be written to
+    assert rooms.scaled(np.float64(1), view) is not view  # constant can be written to
     constant.flags.writeable = False
-    assert linalg._times(np.float64(1), view) is view
-    np.testing.assert_array_equal(linalg._times(np.float64(2), view), 2 * view)
-    assert linalg._times(np.float32(1), view.astype("f4")[:0]).dtype == "f4"
-    assert linalg._times(np.float64(1), view.astype("f4")).dtype == "f8"
+    assert rooms.scaled(np.float64(1), view) is view
+    np.testing.assert_array_equal(rooms.scaled(np.float64(2), view), 2 * view)
+    assert rooms.scaled(np.float32(1), view.astype("f4")[:0]).dtype == "f4"
+    assert rooms.scaled(np.float64(1), view.astype("f4")).dtype == "f8"
+
+
+@pytest.mark.parametrize("f", [np.vdot, np.dot], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("dtype", ["f4", "f8", "c16"])
+def test_a_vector_with_itself(f, dtype):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=9).astype(dtype)
+    x = x + 1j * rng.normal(size=9) if dtype == "c16" else x
+    one = lambda x: np.real(f(x, x)) * 1.5
+    two = lambda x: np.real(f(x, 1 * x)) * 1.5  # which is another array
+    assert one(x) == two(x)
+    g = grad(one)(x)
+    assert g.dtype == x.dtype
+    np.testing.assert_allclose(g, grad(two)(x), rtol=1e-6)
+    if dtype == "f8":
+        check_grads(one, (x,), order=2)
+        matrix = x.reshape(3, 3)
+        np.testing.assert_allclose(grad(lambda a: np.vdot(a, a))(matrix), 2 * matrix)
+        np.testing.assert_allclose(grad(lambda a: np.sum(np.dot(a, a)))(matrix), grad(lambda a: np.sum(a @ a))(matrix))
