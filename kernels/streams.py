@@ -22,7 +22,7 @@ import numpy as np
 
 from spmd.kernels import jit
 
-__all__ = ["LEAST", "add", "copy", "least", "pays", "possible", "together"]
+__all__ = ["LEAST", "add", "copy", "large", "least", "pays", "possible", "together"]
 
 _LINE = 64
 """Bytes of a line of memory, of which all are written at once."""
@@ -53,8 +53,12 @@ def least() -> int:
 def pays(nbytes: int, copies: int = 1) -> bool:
     """Whether to write so many bytes past the caches, in so many copies: by themselves, or with what is written at the
     same time."""
-    written = max(nbytes, _amount.get())
-    return written >= LEAST and written >= least() and possible(nbytes, copies)
+    return large(nbytes) and max(nbytes, _amount.get()) >= least() and possible(nbytes, copies)
+
+
+def large(nbytes: int) -> bool:
+    """Whether so many bytes, with what is written at the same time, are past the caches of some machine."""
+    return max(nbytes, _amount.get()) >= LEAST
 
 
 def possible(nbytes: int, copies: int = 1) -> bool:

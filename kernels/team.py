@@ -85,7 +85,7 @@ def parts(nbytes: int) -> int:
 def plain(nbytes: int) -> bool:
     """Whether a copy of so many bytes is one for NumPy alone: nobody helps this thread, and it goes through the caches.
     To ask here spares who copies 4 MB 10 us of finding that out where it is cold."""
-    return nbytes < LEAST or (nbytes < streams.LEAST and getattr(_here, "team", None) is None)
+    return nbytes < LEAST or (getattr(_here, "team", None) is None and not streams.large(nbytes))
 
 
 def spans(shape: tuple[int, ...], n: int) -> list[tuple[Any, ...]]:

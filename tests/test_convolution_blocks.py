@@ -181,6 +181,27 @@ def test_it_is_linear_in_the_image_and_its_adjoint_is_that(scheduler):
     spmd.check_adjoint(body, (2, 3, 9, 13), mesh=mesh, in_specs=spec, out_specs=spec)
 
 
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("check", [True, False])
+def test_copies_of_an_image_are_blocks_as_any_others(check, workers, scheduler):
+    """Each worker has the same block; its faces differ from those of the others, and so do their cotangents."""
+    rng = np.random.default_rng(0)
+    x, w = rng.integers(-3, 4, (1, 2, 5)).astype(float), rng.integers(-3, 4, (2, 2, 3)).astype(float)
+    g = rng.integers(-3, 4, (1, 2, 5 * workers)).astype(float)
+    mesh = spmd.Mesh(x=workers, scheduler=scheduler)
+
+    def local(x, w, g):
+        return spmd.psum(np.sum(functions.conv(x, w, padding=1, spec=SPEC) * g), "x")
+
+    def serial(x, w):
+        return np.sum(functions.conv(np.concatenate([x] * workers, 2), w, padding=1) * g)
+
+    loss = mesh.map(local, in_specs=(P(), P(), SPEC), out_specs=P(), check=check)
+    found = spmd.grad(loss, (0, 1))(x, w, g)
+    for ours, theirs in zip(found, spmd.grad(serial, (0, 1))(x, w), strict=True):
+        np.testing.assert_array_equal(np.asarray(ours), theirs)
+
+
 @pytest.mark.parametrize("mode", ["mutation", "nans", "replicas"])
 def test_what_debugging_looks_at(mode):
     rng = np.random.default_rng(0)

@@ -251,3 +251,13 @@ def test_errors_say_what_is_needed(case):
     call, words = ERRORS[case]
     with pytest.raises(SpecError, match=words):
         call()
+
+
+def test_paddings_may_be_lists():
+    x, w = np.ones((1, 2, 5, 5)), np.ones((2, 2, 3, 3))
+    for stride in (1, 2):
+        ends = [[1, 1], [0, 2]]
+        y = cpu.conv(x, w, (stride,) * 2, ends, (1, 1), 1)
+        assert np.array_equal(y, cpu.conv(x, w, (stride,) * 2, tuple(map(tuple, ends)), (1, 1), 1))
+        assert cpu.conv_input_adjoint(y, w, (5, 5), (stride,) * 2, ends, (1, 1), 1).shape == x.shape
+        assert cpu.conv_weight_adjoint(y, x, (3, 3), (stride,) * 2, ends, (1, 1), 1).shape == w.shape

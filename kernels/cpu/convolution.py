@@ -52,7 +52,7 @@ def conv(
         table = _shifts(w.shape[2:], padding, dilation)
         _shift(out, x.astype(dtype, copy=False), table, w.astype(dtype, copy=False).reshape(groups, -1))
         return out
-    taps, residues = _taps(w.shape[2:], stride, tuple(padding), dilation)
+    taps, residues = _taps(w.shape[2:], stride, _pairs(padding), dilation)
     filters = w.astype(wide, copy=False).reshape(groups, w.shape[0] // groups, w.shape[1], -1)
     into = out if dtype == wide else buffers.empty(out.shape, wide)
     for n, g, rows in _parts(x, groups, m, taps):
@@ -92,7 +92,7 @@ def conv_input_adjoint(
     out = buffers.empty((n, c, *shape), dtype)
     for residue in itertools.product(*(range(min(s, k)) for s, k in zip(stride, shape, strict=True))):
         part = out[(slice(None), slice(None), *(slice(r, None, s) for r, s in zip(residue, stride, strict=True)))]
-        met, taps = _met(w.shape[2:], stride, tuple(padding), dilation, residue)
+        met, taps = _met(w.shape[2:], stride, _pairs(padding), dilation, residue)
         if not met or 0 in part.shape:
             part[...] = 0
             continue
@@ -131,7 +131,7 @@ def conv_weight_adjoint(
             groups,
         )
         return found.reshape(shape).astype(dtype)
-    taps, residues = _taps(kernel, stride, tuple(padding), dilation)
+    taps, residues = _taps(kernel, stride, _pairs(padding), dilation)
     count, channels = shape[0] // groups, shape[1]
     total = np.zeros((groups, count, channels * len(taps)), wide if wide.kind == "c" else np.float64)
     g = g.astype(wide, copy=False)
@@ -262,6 +262,10 @@ def _seen(
 # Tables of taps
 
 
+def _pairs(padding: Sequence[Pair]) -> tuple[Pair, ...]:
+    return tuple((low, high) for low, high in padding)
+
+
 class _Tap(NamedTuple):
     """Where a tap reads for output u: entry u + shift of a plane."""
 
@@ -355,7 +359,7 @@ def _put(out: np.ndarray, x: np.ndarray, begins: Sequence[int]) -> None:
     out[to] = x[of]
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def _offsets(shape: Shape, origin: Shape, taps: tuple[_Tap, ...]) -> np.ndarray:
     """For every channel of a group and every tap: how far its entry lies from the first of the group. shape: of the
     source, from the channels on."""

@@ -9,12 +9,14 @@ import numpy as np
 
 from spmd import kernels
 from spmd.autodiff.primitive import primitive
+from spmd.autodiff.tracer import Array
 from spmd.errors import LayoutError, SpecError, describe, message
 from spmd.functions.arguments import array
 from spmd.functions.window_arguments import each, paddings
 from spmd.functions.window_parts import plan_parts
 from spmd.layout import P
 from spmd.mesh import Worker, here
+from spmd.operators.base import varying
 from spmd.operators.halo import along, balanced, halo_exchange, lengths_met
 from spmd.operators.halo_plan import BOUNDARIES
 
@@ -77,10 +79,13 @@ def _conv_onto(y, slab, w, *, of, options) -> Any:
     return y
 
 
-def _over_blocks(where: str, x, w, spec: P, shape: Any, boundary: Any, given: tuple) -> Any:
-    worker, dims = here(where), x.ndim - 2
-    names = _spatial_axes(where, x, spec, worker)
+def _over_blocks(where: str, image: Any, w, spec: P, shape: Any, boundary: Any, given: tuple) -> Any:
+    worker, dims = here(where), image.ndim - 2
+    names = _spatial_axes(where, image, spec, worker)
     boundaries = _boundaries(where, boundary, dims)
+    along_space = tuple(n for axes in names for n in axes)
+    # Of copies, too, each worker's faces are its own.
+    x: Any = varying(image, along_space) if type(image) is Array and along_space else image
     lengths = _lengths(where, worker, x, spec, names, shape)
     stride, padding, dilation, groups = _options(where, tuple(map(sum, lengths)), w, *given)
     places = tuple(worker.group(n).index for n in names)

@@ -10,6 +10,7 @@ of the members, because the libraries only advise an order, if that.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import prod
 from types import MappingProxyType
@@ -93,8 +94,8 @@ class Pending:
 def _overwrite(to: np.ndarray, x: np.ndarray) -> None:
     """Copy x into memory that another process has read. Between cores that share no cache each line of it has to be
     asked back first, which takes up to 18 times as long as the copy; but not for lines that are written past the
-    caches."""
-    if not (streams.possible(to.nbytes) and streams.copy(to, x)):
+    caches. Numba, which does that, is not imported for it."""
+    if not ("numba" in sys.modules and streams.possible(to.nbytes) and streams.copy(to, x)):
         put(to, x)
 
 
@@ -364,7 +365,8 @@ class ProcessComm(Comm):
         blocks = [xs[k] for k in large]
         if small:
             blocks.append(joined([xs[k].reshape(-1) for k in small], 0))
-        free = [spare[k] for k in large] + [True] * bool(small)
+        # Small ones may lie side by side as they are.
+        free = [spare[k] for k in large] + [all(spare[k] for k in small)] * bool(small)
         handles = self._sums(group, call, blocks, free) if large else [self._agreed_sum(group, call, blocks[0], "sum")]
         apart = dict(zip(large, handles, strict=False))
         handle: Handle = handles[-1] if small else Ready(None)
@@ -388,17 +390,18 @@ class ProcessComm(Comm):
         """Where the blocks of each member lie in its arena, -1 for one that lies elsewhere."""
         over: list[bool] = [False] * len(xs)
         """Whether a sum is written over the blocks: nobody else has any of them."""
-        mail = None
+        mail = arena = None
         if self.transport.checks:
             mail = self.transport.channel(group.ordered, call).mail
+            arena, before = (None, 0) if mail is None else (mail.arena, len(mail.next))
             mine = np.full(len(xs), -1)
             for j, x in enumerate(xs):
                 lent = call.lent or not x.flags.c_contiguous
                 place = None if mail is None else mail.offer(x, lent)
-                if mail is not None and place is not None:
-                    free = spare[j] and not lent and x.nbytes > _SMALL and mail.place(x) == place[0]
-                    mine[j] = 2 * place[0] + free
-            kept = [] if mail is None else list(mail.next)
+                if arena is not None and place is not None:
+                    free = spare[j] and x.flags.writeable and not lent and x.nbytes > _SMALL
+                    mine[j] = 2 * place[0] + (free and arena.place(x) == place[0])
+            kept = [] if mail is None else mail.next[before:]
             if mine.nbytes <= self.most_riding(call, xs):
                 heard, _ = self._tell(group, call, mine.shape, mine, mine.nbytes)
                 windows = heard.windows
@@ -422,8 +425,8 @@ class ProcessComm(Comm):
                 return Ready(sealed(x))
             if not places or min(where[j] for where in places) < 0:
                 return self._reduce_blocks(group, call, x, "sum")
-            if mail is not None:  # Before it is read, others may tell each other of parts of sums before it.
-                mail.keep(kept)
+            if mail is not None and group.size > 2:
+                mail.keep(kept)  # Before it is read, others may tell each other of parts of sums before it.
             return self._sum_of(group, call, blocks_of(j), "sum")
 
         if mail is not None and any(over):

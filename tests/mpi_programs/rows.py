@@ -49,6 +49,19 @@ def body(worker) -> str:
         rooms = [np.full(20_000, np.nan) for _ in range(9)]  # where something was that nobody has any more
         for size, total in zip(sizes, totals, strict=True):
             assert np.array_equal(total, sum(block(size, k) + turn for k in range(3))), (turn, size, len(rooms))
+        # A small one that goes by itself beside a large one: it lies where others can read it, and is not to be spared.
+        pair = [laid(block(size, column) + turn, True) for size in (100_000, 20_000)]
+        pair[1].flags.writeable = turn % 3 > 0
+        call = Call("pair", ("c",), pair[0].dtype, (120_000,), alike=True)
+        totals = worker.comm.all_reduce_many(worker.group(("c",)), call, pair, [True, turn % 4 == 3]).wait()
+        for k, total in enumerate(totals):
+            assert np.array_equal(total, sum(block(total.size, j) + turn for j in range(3)))
+            spared = k == 0 or (turn % 4 == 3 and turn % 3 > 0)
+            assert (total.ctypes.data == pair[k].ctypes.data) is spared, (turn, k)
+            assert spared or np.array_equal(pair[k], block(pair[k].size, column) + turn)
+        # What others were told of is told of once.
+        mail = worker.comm.transport.channel(worker.group(("c",)).ordered).mail
+        assert mail is None or len(mail.next) + len(mail.now) + len(mail.before) < 40
         rows = spmd.psum(spmd.varying(np.ones(2), ("r", "c")), "r")
         assert spmd.block(rows)[0] == 2
     return "well"
