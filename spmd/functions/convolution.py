@@ -17,7 +17,7 @@ from spmd.functions.window_parts import plan_parts
 from spmd.layout import P
 from spmd.mesh import Worker, here
 from spmd.operators.base import varying
-from spmd.operators.halo import along, balanced, halo_exchange, lengths_met
+from spmd.operators.halo import along, balanced, checked_spec, halo_exchange, lengths_met
 from spmd.operators.halo_plan import BOUNDARIES
 
 __all__ = ["conv", "conv_transpose"]
@@ -111,17 +111,7 @@ def _over_blocks(where: str, image: Any, w, spec: P, shape: Any, boundary: Any, 
 
 def _spatial_axes(where: str, x: Any, spec: Any, worker: Worker) -> tuple[tuple[str, ...], ...]:
     """The axes that split each spatial dimension."""
-    if not isinstance(spec, P):
-        raise SpecError(
-            message(
-                where,
-                argument="spec",
-                got=describe(spec),
-                need="a spec, which says what axes split what dimensions",
-                mend='P(None, None, "x") where axis x splits the first spatial dimension',
-            )
-        )
-    spec.check(worker.mesh.axes, where, "spec", x.ndim)
+    checked_spec(where, spec, worker.mesh.axes, x.ndim, space=2)
     _, channels, *space = (*spec.dims, *[()] * (x.ndim - len(spec)))
     if worker.group(channels).size > 1:
         raise SpecError(

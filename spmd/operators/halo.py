@@ -43,6 +43,7 @@ __all__ = [
     "Steps",
     "along",
     "balanced",
+    "checked_spec",
     "halo_accumulate",
     "halo_exchange",
     "lengths_met",
@@ -815,17 +816,7 @@ def _made(
     of_mesh: tuple[tuple[str, int], ...],
 ) -> _Halo:
     where, axes = f"spmd.{kind.function}", dict(of_mesh)
-    if not isinstance(spec, P):
-        raise SpecError(
-            message(
-                where,
-                argument="spec",
-                got=describe(spec),
-                need="a spec, which says what axes split what dimensions",
-                mend='P("x") where axis x splits dimension 0',
-            )
-        )
-    spec.check(axes, where, "spec")
+    checked_spec(where, spec, axes)
     if shape is not None and sizes is not None:
         raise LayoutError(
             message(
@@ -838,6 +829,23 @@ def _made(
         )
     sizes = sizes if shape is None else balanced(where, spec, shape, axes)
     return kind(spec.axes, spec, widths, boundary, sizes)
+
+
+def checked_spec(where: str, spec: Any, axes: Mapping[str, int], ndim: int | None = None, space: int = 0) -> None:
+    """Raise where that is no spec on these axes of a mesh, for an array of ndim dimensions. space: the dimension that
+    is split first, most often."""
+    if not isinstance(spec, P):
+        example = ", ".join(["None"] * space + ['"x"'])
+        raise SpecError(
+            message(
+                where,
+                argument="spec",
+                got=describe(spec),
+                need="a spec, which says what axes split what dimensions",
+                mend=f"P({example}) where axis x splits dimension {space}",
+            )
+        )
+    spec.check(axes, where, "spec", ndim)
 
 
 def balanced(where: str, spec: P, shape: Any, axes: Mapping[str, int]) -> list[tuple[int, ...]]:

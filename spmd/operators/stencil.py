@@ -23,7 +23,7 @@ from spmd.kernels.windows import reach
 from spmd.layout import P
 from spmd.mesh import here
 from spmd.operators.base import Launched, Operator, bounded, interned, operate, rebound, sealed
-from spmd.operators.halo import HaloExchange, Steps, along
+from spmd.operators.halo import HaloExchange, Steps, along, checked_spec
 from spmd.transport.base import Call, Comm, Group
 
 __all__ = ["Stencil", "checked_offsets", "stencil"]
@@ -206,17 +206,7 @@ def stencil(
     """
     where = "spmd.stencil"
     mesh = here(where).mesh
-    if not isinstance(spec, P):
-        raise SpecError(
-            message(
-                where,
-                argument="spec",
-                got=describe(spec),
-                need="a spec, which says what axes split what dimensions",
-                mend='P("x") where axis x splits dimension 0',
-            )
-        )
-    spec.check(mesh.axes, where, "spec")
+    checked_spec(where, spec, mesh.axes)
     table = checked_offsets(where, offsets)
     several = isinstance(weights, Iterable) and not isinstance(weights, Array | str)
     given: tuple[Any, ...] = tuple(weights) if several else (None,)
