@@ -84,7 +84,7 @@ def parts(nbytes: int) -> int:
 
 def plain(nbytes: int) -> bool:
     """Whether a copy of so many bytes is one for NumPy alone: nobody helps this thread, and it goes through the caches.
-    To ask here spares who copies 4 MB 10 us of finding that out where it is cold."""
+    To ask here spares who copies some MB a few microseconds of finding that out with cold caches."""
     return nbytes < LEAST or (getattr(_here, "team", None) is None and not streams.large(nbytes))
 
 

@@ -88,11 +88,11 @@ def conv_input_adjoint(
     # (groups, O, C, taps) -> (groups, C, O, taps): now the filters' channels are what is summed over.
     filters = w.reshape(groups, w.shape[0] // groups, w.shape[1], -1).swapaxes(1, 2).astype(wide, copy=False)
     g = g.astype(wide, copy=False)
-    whole = all(s == 1 for s in stride)
+    whole, ends = all(s == 1 for s in stride), _pairs(padding)
     out = buffers.empty((n, c, *shape), dtype)
     for residue in itertools.product(*(range(min(s, k)) for s, k in zip(stride, shape, strict=True))):
         part = out[(slice(None), slice(None), *(slice(r, None, s) for r, s in zip(residue, stride, strict=True)))]
-        met, taps = _met(w.shape[2:], stride, _pairs(padding), dilation, residue)
+        met, taps = _met(w.shape[2:], stride, ends, dilation, residue)
         if not met or 0 in part.shape:
             part[...] = 0
             continue
@@ -263,6 +263,7 @@ def _seen(
 
 
 def _pairs(padding: Sequence[Pair]) -> tuple[Pair, ...]:
+    """A padding as tables are looked up by."""
     return tuple((low, high) for low, high in padding)
 
 
