@@ -244,6 +244,8 @@ class Bundle:
 def unbroadcast(g, shape: tuple[int, ...]):
     """The transpose of broadcasting `shape` to the shape of g: sum over the dimensions that were added or stretched."""
     extra = g.ndim - len(shape)
+    if extra > 0 and shape and type(g) is np.ndarray and g.shape[extra:] == shape:  # as most often, of a bias
+        return np.add.reduce(g, axis=0 if extra == 1 else tuple(range(extra)))
     if extra < 0 or any(n not in (1, m) for n, m in zip(shape, g.shape[extra:], strict=True)):
         raise DifferentiationError(
             message(

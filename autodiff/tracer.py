@@ -304,9 +304,17 @@ def apply_binary(prim: Primitive, x, y, into: Array | None = None, ufunc: Any = 
     if type(x) is Array:
         tape, state, a, left = x.tape, x.state, x.value, x.node
         if type(y) is Array:
-            if y.tape is not tape or y.state is not state:
-                return apply(prim, (x, y), NO_OPTIONS)
+            if y.state is not state:
+                (x, y), state = mixing.join([x, y])
+                tape, a, left, into = x.tape, x.value, x.node, None
             b, right, key = y.value, y.node, 7
+            if y.tape is not tape:
+                if y.tape is None:
+                    right, key = b, 6
+                elif tape is None:
+                    tape, left, key = y.tape, a, 5
+                else:
+                    return apply(prim, (x, y), NO_OPTIONS)
         else:
             b, right, key = y, y, 6
     else:

@@ -36,6 +36,8 @@ __all__ = [
 
 _NUMBERS = {float: "f", complex: "c", int: "i", bool: "i"}
 """What Python's numbers are to differentiation, as `kind_of` says it."""
+_REAL = frozenset((np.dtype(np.float32), np.dtype(np.float64)))
+"""What most often is differentiated."""
 
 
 # Leaves: arguments on a tape, and back
@@ -130,6 +132,10 @@ def _lift_all(tape: Tape, argument, where: str, name: Callable[[], str], *, ints
     leaves, treedef = tree.flatten(argument)
     lifted: list[Any] = []
     for k, x in enumerate(leaves):
+        if type(x) is Array and x.tape is None and type(value := x.value) is np.ndarray and value.dtype in _REAL:
+            if not holomorphic:  # as `lift`, of what most often comes
+                lifted.append(Array(value, x.state, tape, tape.leaf(value.shape, value.dtype)))
+                continue
         at, kind = functools.partial(path, k), kind_of(x)
         if kind == "i" and ints:
             raise _not_floating(x, where, at, ints)
@@ -194,11 +200,11 @@ def innermost(leaves) -> Tape | None:
 def _pulled(tape: Tape, seeds, leaves: list, *, free: bool) -> list[Any]:
     """The cotangents of leaves as the caller sees them: zeros where none came, each with the state of its argument,
     and bare ones as arrays of their own: writing into one changes no other, nor what was given or is kept."""
-    found = sweep(tape, seeds, [held(x).node for x in leaves if on(held(x), tape)], free=free)
+    blocks = [x if type(x) is Array else held(x) for x in leaves]
+    found = sweep(tape, seeds, [x.node for x in blocks if on(x, tape)], free=free)
     found.reverse()
     pulled = []
-    for given in leaves:
-        leaf = held(given)
+    for given, leaf in zip(leaves, blocks, strict=True):
         g = found.pop() if on(leaf, tape) else None
         state = getattr(leaf, "state", None)
         if g is None:

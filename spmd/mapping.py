@@ -30,7 +30,7 @@ from spmd.device import contiguous, on_device
 from spmd.errors import LayoutError, MeshError, SpecError, StateError, describe, message, nearest
 from spmd.layout import Layout, P, Spec
 from spmd.mesh import WORKER, Mesh, Worker
-from spmd.operators.base import Join, outside, sealed, vary
+from spmd.operators.base import Join, bounded, outside, sealed, vary
 from spmd.operators.root import Rooted, laid_out
 from spmd.placing import cut, fingerprint, mesh_for, put
 from spmd.scheduling import Trial
@@ -132,6 +132,7 @@ class Mapped:
         self.check = check
         self._names = _parameter_names(f)
         self._trials: dict[Any, Trial] = {}
+        self._as_specified: dict[tuple[int, int], tuple[bool, Layout, Spec]] = {}
         functools.update_wrapper(self, f, updated=())  # not what f keeps: that of a map would be taken for this one's
         self.where = f"spmd.map of {getattr(f, '__name__', None) or type(f).__name__}"
         for name, specs in (("in_specs", in_specs), ("out_specs", out_specs)):
@@ -176,7 +177,7 @@ class Mapped:
         for name, spec, value in named:
             leaves += spread(self.where, name, "in_specs", spec, value)
         for leaf in leaves:
-            if leaf.spec is not None and leaf.value is not None:
+            if leaf.spec is not None and leaf.value is not None and not self._laid_out(mesh, leaf.value, leaf.spec):
                 self._check_argument(mesh, leaf)
         if not kwargs and [id(x.value) for x in leaves] == [id(a) for a in args]:
             return leaves, _positional
@@ -268,6 +269,20 @@ class Mapped:
                     )
                 )
 
+    def _laid_out(self, mesh: Mesh, x: Any, spec: Spec) -> bool:
+        """Whether an argument lies on this mesh as its spec says. So do most, and the same each time: what has been
+        found of a layout and a spec, these two objects, is kept."""
+        if type(x) is not PartitionedArray or x.mesh is not mesh:
+            return False
+        layout = x.layout
+        known = self._as_specified.get((id(layout), id(spec)))
+        if known is None:
+            fits = layout.spec is not None and isinstance(spec, P)
+            fits = fits and set(spec.axes) <= set(mesh.axes) and len(spec) <= len(layout.shape)
+            fits = fits and layout == mesh.layout(layout.shape, spec)
+            known = bounded(self._as_specified)[id(layout), id(spec)] = fits, layout, spec  # which thus keep their ids
+        return known[0]
+
     def _check_argument(self, mesh: Mesh, leaf: Leaf) -> None:
         """Raise where an argument is no array, or does not fit its spec."""
         x: Any = value_of(leaf.value)
@@ -299,11 +314,23 @@ class Mapped:
                 )
             )
 
+    def _input(self, mesh: Mesh, leaf: Leaf) -> _Input:
+        """An argument laid out by its spec."""
+        x, spec = leaf.value, leaf.spec
+        if spec is None or (type(x) in _NUMBERS and isinstance(spec, P)):
+            return _Input(x)
+        if self._laid_out(mesh, x, spec):
+            return _Input(x, x.blocks, spec)
+        if not isinstance(x, PartitionedArray):
+            data = x if isinstance(x, Frozen) or on_device(x) else np.asarray(x)
+            return _Input(x, cut(data, mesh.layout(data.shape, spec), mesh), spec)
+        return _Input(x, relayout(x, mesh.layout(x.shape, spec)).blocks, spec)
+
     # Running
 
     def _run(self, mesh: Mesh, leaves: list[Leaf], rebuild: Callable):
         """The map of arguments that are not traced."""
-        inputs = [_input(mesh, leaf) for leaf in leaves]
+        inputs = [self._input(mesh, leaf) for leaf in leaves]
         check = self.check
 
         def body(worker: Worker):
@@ -459,7 +486,7 @@ class Mapped:
 
     def _forward(self, mesh: Mesh, leaves: list[Leaf], rebuild: Callable, moved: list[int], once: bool):
         """Run forward, every worker on a tape of its own; the results and a pullback that runs the tapes back."""
-        inputs = [_input(mesh, leaf) for leaf in leaves]
+        inputs = [self._input(mesh, leaf) for leaf in leaves]
 
         def body(worker: Worker):
             blocks = [x.block(worker) for x in inputs]
@@ -506,7 +533,7 @@ class Mapped:
         moved = [k for n in numbers for k in range(ends[n], ends[n + 1])]
         if any(type(x.value) is Array for x in leaves) or any(leaves[k].spec is None for k in moved):
             return None
-        inputs = [_input(mesh, leaf) for leaf in leaves]
+        inputs = [self._input(mesh, leaf) for leaf in leaves]
 
         def body(worker: Worker):
             blocks = [x.block(worker) for x in inputs]
@@ -664,17 +691,6 @@ class _Input:
         return Array(block, self.state) if worker.tracked else block
 
 
-def _input(mesh: Mesh, leaf: Leaf) -> _Input:
-    """An argument laid out by its spec."""
-    x, spec = leaf.value, leaf.spec
-    if spec is None or (type(x) in _NUMBERS and isinstance(spec, P)):
-        return _Input(x)
-    if not isinstance(x, PartitionedArray):
-        data = x if isinstance(x, Frozen) or on_device(x) else np.asarray(x)
-        return _Input(x, cut(data, mesh.layout(data.shape, spec), mesh), spec)
-    return _Input(x, relayout(x, mesh.layout(x.shape, spec)).blocks, spec)
-
-
 def _cotangent(mesh: Mesh, out: PartitionedArray, g) -> _Input | None:
     """A cotangent laid out as the result it belongs to, uneven blocks included."""
     if g is None:
@@ -687,6 +703,8 @@ def _cotangent(mesh: Mesh, out: PartitionedArray, g) -> _Input | None:
 def _settled(g, value):
     """A gradient as its argument came: laid out like a PartitionedArray, bare for bare data."""
     bare, value = value_of(g), value_of(value)
+    if type(bare) is type(value) is PartitionedArray and bare.layout is value.layout:
+        return g
     have, want = (x.layout if isinstance(x, PartitionedArray) else None for x in (bare, value))
     if have == want:
         return g
@@ -752,53 +770,66 @@ def _structures_differ(where: str, mesh: Mesh, workers: Sequence[int], structure
 
 def _joined_leaves(where: str, mesh: Mesh, outcome: Outcome, check: bool) -> list:
     """Every worker's blocks as PartitionedArrays; objects with the spec None from the first worker here."""
-    mine = next(iter(outcome.results.values()))
+    results, size = outcome.results, mesh.size
+    mine = next(iter(results.values()))
     places = [k for k, spec in enumerate(mine.specs) if spec is not None]
     # The structures of workers held here have been compared already.
-    structure = shown(mine.treedef) if len(outcome.results) < mesh.size else ""
-    compared = {k for k in places if check and _has_copies(mesh, outcome, k)}
-    notes = {
-        w: [
-            structure,
-            [
-                [
-                    list(r.blocks[k].shape),
-                    dtype_name(r.blocks[k].dtype),
-                    fingerprint(r.blocks[k]) if k in compared else 0,
-                ]
-                for k in places
-            ],
-        ]
-        for w, r in outcome.results.items()
-    }
+    structure = shown(mine.treedef) if len(results) < size else ""
+    compared = _with_copies(mesh, outcome, places) if check else set()
+    notes = {w: [structure, [_note(r.blocks[k], k in compared) for k in places]] for w, r in results.items()}
     shared = mesh.transport.share(notes) if places or structure else {}
     for w, (other, _) in shared.items():
         if other != shared[0][0]:
             raise _structures_differ(where, mesh, (0, w), (shared[0][0], other))
+    told = [shared[w][1] for w in range(size)] if places else []
     joined = list(mine.blocks)
     for j, k in enumerate(places):
-        said = [shared[w][1][j] for w in range(mesh.size)]
+        said = [notes[j] for notes in told]
         path, spec = mine.paths[k], mine.specs[k]
         assert spec is not None
-        _one_dtype(where, path, mesh, [s[1] for s in said])
-        layout = mesh.joined(tuple(tuple(s[0]) for s in said), spec, f"{where}: {path}")
-        if k in compared:
+        alike = said.count(said[0]) == size
+        if not alike:
+            _one_dtype(where, path, mesh, [s[1] for s in said])
+        layout = mesh.joined(_shapes(said, alike), spec, where, path)
+        if k in compared and not alike:
             _copies_agree(where, path, mesh, layout, [s[2] for s in said])
-        kept: dict[Any, np.ndarray] = {}
-        blocks = {w: kept.setdefault(mesh.sharing(layout, w), r.blocks[k]) for w, r in outcome.results.items()}
+        if len(results) == 1:
+            blocks = {w: r.blocks[k] for w, r in results.items()}
+        else:
+            kept: dict[Any, np.ndarray] = {}
+            blocks = {w: kept.setdefault(mesh.sharing(layout, w), r.blocks[k]) for w, r in results.items()}
         joined[k] = PartitionedArray(blocks, layout, mesh)
     return joined
 
 
-def _has_copies(mesh: Mesh, outcome: Outcome, k: int) -> bool:
-    """Whether several workers have a copy each of what result k is."""
+def _note(block: Any, compared: bool) -> list:
+    """What workers tell each other of a block: its shape, its dtype, and its bits where copies are compared."""
+    return [[*block.shape], dtype_name(block.dtype), fingerprint(block) if compared else 0]
+
+
+def _shapes(said: Sequence[list], alike: bool) -> tuple[tuple[int, ...], ...]:
+    """The shapes of the blocks of all workers, as they were told."""
+    return (tuple(said[0][0]),) * len(said) if alike else tuple([tuple(s[0]) for s in said])
+
+
+def _with_copies(mesh: Mesh, outcome: Outcome, places: Sequence[int]) -> set[int]:
+    """Of which results several workers have a copy each."""
     results = list(outcome.results.values())
-    spec, block = results[0].specs[k], results[0].blocks[k]
-    if not isinstance(spec, P):
-        return True
-    if all(n == 1 or name in spec.varying for name, n in mesh.axes.items()):
-        return False
-    return len(results) < mesh.size or any(r.blocks[k] is not block for r in results)
+    first, alone = results[0], len(results) < mesh.size
+    own: dict[int, bool] = {}  # by spec: whether every worker has a block that is no copy
+    found = set()
+    for k in places:
+        spec = first.specs[k]
+        varies = own.get(id(spec))
+        if varies is None:
+            assert spec is not None
+            varies = isinstance(spec, P) and all(n == 1 or name in spec.varying for name, n in mesh.axes.items())
+            own[id(spec)] = varies
+        if not varies and (
+            alone or not isinstance(spec, P) or any(r.blocks[k] is not first.blocks[k] for r in results)
+        ):
+            found.add(k)
+    return found
 
 
 def _one_dtype(where: str, path: str, mesh: Mesh, dtypes: list[str]) -> None:

@@ -271,15 +271,18 @@ class Mesh:
             )
         return spec
 
-    def joined(self, shapes: tuple[tuple[int, ...], ...], spec: Spec, where: str) -> Layout:
-        """The layout of the array that blocks of these shapes, one per worker, join to."""
+    def joined(self, shapes: tuple[tuple[int, ...], ...], spec: Spec, *where: str) -> Layout:
+        """The layout of the array that blocks of these shapes, one per worker, join to. where: who joins what."""
         if isinstance(spec, P):
-            return _of_blocks(shapes, spec, self.sides, where)
+            try:
+                return _of_blocks(shapes, spec, self.sides)
+            except LayoutError:
+                return Layout.of_blocks(shapes, spec, self.axes, ": ".join(where))
         for w, shape in enumerate(shapes):
             if shape != spec.block_shape(w):
                 raise LayoutError(
                     message(
-                        where,
+                        ": ".join(where),
                         got=f"a block of shape {list(shape)} on {self.describe(w)}",
                         need=f"shape {list(spec.block_shape(w))} there, as {spec} says",
                         mend="cut the block to its box, or lay it out by another spec; on workers that hold nothing "
@@ -327,8 +330,10 @@ def _balanced(shape: tuple[int, ...], spec: P, axes: tuple[tuple[str, int], ...]
 
 
 @lru_cache(maxsize=1024)
-def _of_blocks(shapes, spec: P, axes: tuple[tuple[str, int], ...], where: str) -> Layout:
-    return Layout.of_blocks(shapes, spec, dict(axes), where)
+def _of_blocks(shapes, spec: P, axes: tuple[tuple[str, int], ...]) -> Layout:
+    layout = Layout.of_blocks(shapes, spec, dict(axes), "")
+    balanced = _balanced(layout.shape, spec, axes)
+    return balanced if layout == balanced else layout  # most often: then one object, which is compared at once
 
 
 def _choice(where: str, option: str, given: str | None, variable: str, known: tuple[str, ...]) -> str | None:

@@ -25,8 +25,8 @@ import numpy as np
 from spmd.autodiff import tracer, tree
 from spmd.autodiff.primitive import Primitive
 from spmd.autodiff.rooms import writable
-from spmd.autodiff.tape import Future
-from spmd.autodiff.tracer import Array, Mixing, record, value_of, weak
+from spmd.autodiff.tape import Future, Node
+from spmd.autodiff.tracer import NO_OPTIONS, Array, Mixing, value_of, weak
 from spmd.device import COPIED, contiguous, copied, home, joined, on_device, owned, stacked, zeros
 from spmd.errors import ClosureError, DifferentiationError, LayoutError, StateError, caller, describe, message
 from spmd.frontends import frontend
@@ -605,20 +605,22 @@ def _call(op: Collective, x, worker: Worker, frame, asks: list[bool] | None, len
 
 def _recorded(bound: Collective, x: Array, ans: Any, state: State) -> Array:
     """The result of a traced array, on its tape."""
-    args = (bound, x.value, ans) if bound.keeps else (bound, None, None)
+    args = (None, bound, x.value, ans) if bound.keeps else (None, bound, None, None)
     if type(ans) is np.ndarray:
         shape, dtype = ans.shape, ans.dtype
     else:
         bare = value_of(ans)
         shape, dtype = np.shape(bare), weak(bare) if type(bare) in _NUMBERS else ans.dtype
-    return Array(ans, state, x.tape, record(x.tape, _MOVE, [x.node], args, shape, dtype))
+    node = Node(_MOVE, _MOVE.rules, (x.node,), args, NO_OPTIONS, shape, dtype)
+    x.tape.open.append(node)
+    return Array(ans, state, x.tape, node)
 
 
 def move(op: Collective, g):
     """Apply an operator to a cotangent: its state is right by construction, so nothing is checked."""
     worker = WORKER.get() or here(f"spmd.{op.function}")
     if type(op) is Vary and not LEDGERS.get():
-        return _passed(op, g)
+        return _passed(op, g, op.out_state(g.state) if type(g) is Array else None)
     frame = sys._getframe(1)
     if type(g) is np.ndarray:
         known = _called(op, g, None, worker, caller(frame))
@@ -627,12 +629,14 @@ def move(op: Collective, g):
     return _apply(op, g, worker, frame)()[0]
 
 
-def _passed(op: Vary, x: Any) -> Any:
-    """Varied, which moves nothing: recorded where it is traced."""
+def _passed(op: Vary, x: Any, state: State | None) -> Any:
+    """Varied to a state, which moves nothing: recorded where it is traced."""
     if type(x) is not Array:
         return x
-    state = op.out_state(x.state)
-    return Array(x.value, state) if x.tape is None else _recorded(op, x, _passed(op, x.value), state)
+    if x.tape is None:
+        return Array(x.value, state)
+    value = x.value
+    return _recorded(op, x, _passed(op, value, state) if type(value) is Array else value, state)
 
 
 _MOVE = Primitive(
@@ -665,9 +669,14 @@ class Vary(Operator):
         return interned(Sum, self.axes)
 
     def owe(self, shared: dict, g) -> Future | None:
-        from spmd.operators.reduce import owe_sum
+        if type(g) is Array:
+            return None
+        sums = shared.get(Vary)
+        if sums is None:
+            from spmd.operators.reduce import OwedSums
 
-        return None if type(g) is Array else owe_sum(shared, self.axes, g)
+            sums = shared[Vary] = OwedSums(here("spmd.psum"))
+        return sums.owe(self.axes, g)
 
 
 def vary(x: Array, state: State) -> Array:
@@ -676,10 +685,11 @@ def vary(x: Array, state: State) -> Array:
         return x
     if x.tape is None:
         return Array(x.value, state)
-    key = (x.node, state)
-    twin = x.tape.twins.get(key)
+    key, twins = (x.node, state), x.tape.twins
+    twin = twins.get(key)
     if twin is None:
-        twin = x.tape.twins[key] = move(_between(here("spmd.pvary").mesh.sides, x.state, state), x)
+        op = _between(here("spmd.pvary").mesh.sides, x.state, state)
+        twin = twins[key] = move(op, x) if LEDGERS.get() else _passed(op, x, state)
     return twin
 
 
@@ -711,8 +721,11 @@ class Join(Mixing):
         for a in arrays:
             if a.state is None:
                 raise outside("an operation in a body", a)
-        state = state_of(frozenset().union(*(a.state.varying for a in arrays)))
-        return [vary(a, state) for a in arrays], state
+        state = arrays[0].state
+        for a in arrays:
+            if a.state is not state:
+                state = state | a.state
+        return [a if a.state is state else vary(a, state) for a in arrays], state
 
     def bring(self, g, have, state):
         if type(g) is not Array or g.state is state or state is None:

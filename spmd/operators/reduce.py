@@ -97,61 +97,69 @@ class _Bucket:
         self.handle: Handle | None = None
 
     def send(self) -> None:
-        if self.handle is None:
-            group = self.worker.group(self.axes)
-            first = self.blocks[0]
-            shapes = ", ".join(str(list(b.shape)) for b in self.blocks)
-            size = (sum(b.size for b in self.blocks),)
-            call = Call(
-                "psum", self.axes, first.dtype, size, detail=f"gradients of shapes {shapes}", alike=True, frame=_frame()
-            )
-            del first
-            blocks, self.blocks = self.blocks, []  # whoever sums them keeps them for as long as need be
-            spare = [type(b) is np.ndarray and alone(sys.getrefcount(b) - 1, b) for b in blocks]
-            self.handle = self.worker.comm.all_reduce_many(group, call, blocks, spare)
+        group = self.worker.group(self.axes)
+        first = self.blocks[0]
+        shapes = ", ".join(str(list(b.shape)) for b in self.blocks)
+        size = (sum(b.size for b in self.blocks),)
+        call = Call(
+            "psum", self.axes, first.dtype, size, detail=f"gradients of shapes {shapes}", alike=True, frame=_frame()
+        )
+        del first
+        blocks, self.blocks = self.blocks, []  # whoever sums them keeps them for as long as need be
+        spare = [type(b) is np.ndarray and alone(sys.getrefcount(b) - 1, b) for b in blocks]
+        self.handle = self.worker.comm.all_reduce_many(group, call, blocks, spare)
 
 
 class _Owed:
     """One sum in a bucket."""
 
-    __slots__ = ("bucket", "buckets", "index")
+    __slots__ = ("bucket", "index", "sums")
 
-    def __init__(self, buckets: dict[Any, _Bucket], bucket: _Bucket):
-        self.buckets = buckets
+    def __init__(self, sums: OwedSums, bucket: _Bucket):
+        self.sums = sums
         self.bucket = bucket
         self.index = len(bucket.blocks) - 1
 
     def wait(self) -> np.ndarray:
-        for bucket in self.buckets.values():
-            bucket.send()
+        if self.sums.open:
+            self.sums.send()
         assert self.bucket.handle is not None
         return self.bucket.handle.wait()[self.index]
 
 
+class OwedSums:
+    """The sums that a sweep owes to leaves, in buckets: open is the one of each group and dtype that takes more."""
+
+    def __init__(self, worker: Worker):
+        self.worker = worker
+        self.open: dict[tuple[tuple[str, ...], np.dtype], _Bucket] = {}
+
+    def owe(self, axes: tuple[str, ...], g) -> _Owed:
+        """Put the sum of a cotangent into the open bucket of its group; send the bucket when it is full."""
+        g = contiguous(g)
+        for ledger in LEDGERS.get():
+            ledger.operator(self.worker.index, "Sum", axes)
+        kind = (axes, g.dtype)
+        bucket = self.open.get(kind)
+        if bucket is None:
+            bucket = self.open[kind] = _Bucket(self.worker, axes)
+        bucket.blocks.append(g)
+        bucket.nbytes += g.nbytes
+        owed = _Owed(self, bucket)
+        if bucket.nbytes >= _BUCKET:
+            del self.open[kind]
+            bucket.send()
+        return owed
+
+    def send(self) -> None:
+        """Send what is left, in the order in which the buckets were begun."""
+        left, self.open = self.open, {}
+        for bucket in left.values():
+            bucket.send()
+
+
 def _frame():
     return sys._getframe(2)
-
-
-def owe_sum(shared: dict, axes: tuple[str, ...], g) -> _Owed:
-    """Put the sum of a cotangent into the open bucket of its group; send the bucket when it is full."""
-    worker = here("spmd.psum")
-    g = contiguous(g)
-    for ledger in LEDGERS.get():
-        ledger.operator(worker.index, "Sum", axes)
-    count = shared.setdefault("count", {})
-    kind = (axes, g.dtype)
-    buckets = shared.setdefault("buckets", {})
-    key = (*kind, count.get(kind, 0))
-    bucket = buckets.get(key)
-    if bucket is None:
-        bucket = buckets[key] = _Bucket(worker, axes)
-    bucket.blocks.append(g)
-    bucket.nbytes += g.nbytes
-    owed = _Owed(buckets, bucket)
-    if bucket.nbytes >= _BUCKET:
-        bucket.send()
-        count[kind] = count.get(kind, 0) + 1
-    return owed
 
 
 def psum(x, axis_name: AxisName):
