@@ -132,8 +132,9 @@ def _lift_all(tape: Tape, argument, where: str, name: Callable[[], str], *, ints
     leaves, treedef = tree.flatten(argument)
     lifted: list[Any] = []
     for k, x in enumerate(leaves):
-        if type(x) is Array and x.tape is None and type(value := x.value) is np.ndarray and value.dtype in _REAL:
-            if not holomorphic:  # as `lift`, of what most often comes
+        if type(x) is Array and x.tape is None and not holomorphic:  # as `lift`, of what most often comes
+            value = x.value
+            if type(value) is np.ndarray and value.dtype in _REAL:
                 lifted.append(Array(value, x.state, tape, tape.leaf(value.shape, value.dtype)))
                 continue
         at, kind = functools.partial(path, k), kind_of(x)

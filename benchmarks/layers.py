@@ -120,7 +120,7 @@ def trained_spmd(batch: int, transport: str = "local") -> Case:
     def step(trained):
         params, state = trained
         value, grads = loss_and_grads(params, x, labels)
-        return value, optimizer.update(grads, state, params)
+        return value, optimizer.update(grads, state, params, donate=True)
 
     return training(start, step, lambda trained: [p.numpy() for p in trained[0]])
 

@@ -17,6 +17,7 @@ from spmd.autodiff.tracer import Array, name_of
 from spmd.device import contiguous, copied, on_device, to_host
 from spmd.errors import (
     ClosureError,
+    DonatedError,
     LayoutError,
     MeshError,
     MissingMethodError,
@@ -32,15 +33,18 @@ from spmd.operators.repartition import Repartition
 from spmd.transport.base import Call, sealed
 
 __all__ = [
+    "GIVEN_AWAY",
     "Frozen",
     "PartitionedArray",
     "beside",
     "closed_over",
+    "donated",
     "freeze",
     "not_in_a_body",
     "one_copy",
     "owned",
     "owned_on",
+    "reclaimed",
     "relayout",
     "thaw",
 ]
@@ -222,19 +226,23 @@ class PartitionedArray:
             return at, entry, sum(count for _, _, count in found.values())
 
     def __str__(self) -> str:
-        if WORKER.get() is None and self.is_here:
+        if WORKER.get() is None and self.blocks is not GIVEN_AWAY and self.is_here:
             return str(self._assembled())
-        return f"<{describe(self)} on {self.mesh}>"
+        return f"<{describe(self)} on {self.mesh}{self._gone}>"
 
     def __format__(self, spec: str) -> str:
         return format(self._number("format")[()], spec) if spec else str(self)
 
     def __repr__(self) -> str:
         uneven = "" if self.layout.balanced else f", blocks of {self.layout.cuts}"
-        if self.is_here and WORKER.get() is None:
+        if self.blocks is not GIVEN_AWAY and self.is_here and WORKER.get() is None:
             data = np.array2string(self._assembled(), separator=", ", threshold=20, edgeitems=2, prefix=" " * 17)
             return f"PartitionedArray({data}, dtype={self.dtype}, spec={self.spec}{uneven})"
-        return f"PartitionedArray(shape={self.shape}, dtype={self.dtype}, spec={self.spec}{uneven})"
+        return f"PartitionedArray(shape={self.shape}, dtype={self.dtype}, spec={self.spec}{uneven}{self._gone})"
+
+    @property
+    def _gone(self) -> str:
+        return ", given away" if self.blocks is GIVEN_AWAY else ""
 
     def __hash__(self):
         raise TypeError("arrays are not hashable")
@@ -707,6 +715,40 @@ def _references_alone() -> int:
 
 
 _ALONE = _references_alone()
+
+
+def reclaimed(blocks: list[np.ndarray], k: int) -> bool:
+    """Whether nobody but this list has an array of NumPy, or one that lies in its memory. Then it may be written to."""
+    if _ALONE != 2 or type(blocks[k]) is not np.ndarray or sys.getrefcount(blocks[k]) != 2:
+        return False
+    return _made_writable(blocks[k])
+
+
+class _GivenAway:
+    """Stands for the blocks of an array that was given away, whose memory something else may lie in by now."""
+
+    __slots__ = ()
+
+    def _refuse(self, *_: Any) -> Any:
+        raise donated("a PartitionedArray")
+
+    __getitem__ = __iter__ = __len__ = __contains__ = __bool__ = __getattr__ = _refuse
+
+
+GIVEN_AWAY: Any = _GivenAway()
+
+
+def donated(where: str, argument: str | None = None) -> Exception:
+    """The error for an array that was given away."""
+    return DonatedError(
+        message(
+            where,
+            argument=argument,
+            got="an array that was given away (donate=True)",
+            need="the one that came in its place",
+            mend="params, state = optimizer.update(grads, state, params, donate=True); without donate the old stay",
+        )
+    )
 
 
 def _made_writable(x: np.ndarray) -> bool:

@@ -15,6 +15,7 @@ __all__ = [
     "ClosureError",
     "DeadlockError",
     "DifferentiationError",
+    "DonatedError",
     "DtypeError",
     "LayoutError",
     "MeshError",
@@ -100,6 +101,10 @@ class DeadlockError(MismatchError):
 
 class NonFiniteError(FloatingPointError):
     """A NaN or an infinity, within spmd.debug(nans=True)."""
+
+
+class DonatedError(RuntimeError):
+    """An array that was given away (`donate=True`), and used again."""
 
 
 class ReplicaError(RuntimeError):

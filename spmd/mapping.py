@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 
 from spmd import device as devices
-from spmd.array import Frozen, PartitionedArray, closed_over, owned, relayout
+from spmd.array import GIVEN_AWAY, Frozen, PartitionedArray, closed_over, donated, owned, relayout
 from spmd.autodiff import tracer, transforms, tree
 from spmd.autodiff.dtypes import dtype_name, kind_of_dtype
 from spmd.autodiff.primitive import primitive
@@ -272,14 +272,18 @@ class Mapped:
     def _laid_out(self, mesh: Mesh, x: Any, spec: Spec) -> bool:
         """Whether an argument lies on this mesh as its spec says. So do most, and the same each time: what has been
         found of a layout and a spec, these two objects, is kept."""
-        if type(x) is not PartitionedArray or x.mesh is not mesh:
+        if type(x) is not PartitionedArray or x.mesh is not mesh or x.blocks is GIVEN_AWAY:
             return False
         layout = x.layout
         known = self._as_specified.get((id(layout), id(spec)))
         if known is None:
-            fits = layout.spec is not None and isinstance(spec, P)
-            fits = fits and set(spec.axes) <= set(mesh.axes) and len(spec) <= len(layout.shape)
-            fits = fits and layout == mesh.layout(layout.shape, spec)
+            fits = (
+                layout.spec is not None
+                and isinstance(spec, P)
+                and set(spec.axes) <= set(mesh.axes)
+                and len(spec.dims) <= len(layout.shape)
+                and layout == mesh.layout(layout.shape, spec)
+            )
             known = bounded(self._as_specified)[id(layout), id(spec)] = fits, layout, spec  # which thus keep their ids
         return known[0]
 
@@ -299,6 +303,8 @@ class Mapped:
                     mend="convert it with np.asarray, or give it the spec None to pass it as it is",
                 )
             )
+        if isinstance(x, PartitionedArray) and x.blocks is GIVEN_AWAY:
+            raise donated(self.where, leaf.path)
         devices.home(self.where, leaf.path, x, mesh.device)
         shape = getattr(x, "shape", ())
         leaf.spec.check(mesh.axes, self.where, leaf.path, len(shape))

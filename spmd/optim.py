@@ -8,16 +8,17 @@ differentiated, one kernel takes each array through memory once; the results are
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Sequence, Set
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from spmd import kernels
-from spmd.array import PartitionedArray, beside
+from spmd.array import GIVEN_AWAY, PartitionedArray, beside, reclaimed
 from spmd.autodiff import tree
 from spmd.autodiff.primitive import primitive
+from spmd.autodiff.rooms import owns_memory
 from spmd.autodiff.tracer import Array, value_of
 from spmd.errors import describe, message
 from spmd.products import inner
@@ -41,15 +42,23 @@ Rate = float | Callable[[int], float]
 class Optimizer(NamedTuple):
     """A pair of pure functions, with params any pytree of real floating arrays.
 
-    init: params -> state. update: (grads, state, params) -> (new params, new state); the arguments stand in the order
-    of optax, whose `update` returns differences instead. New parameters keep the dtype and the layout of the old.
-    Updates are differentiable, so one can differentiate through training (through Adam: where no gradient entry has
-    been zero throughout). Raises ValueError where trees or shapes differ, for arrays of other numbers, and for rates
-    and other options out of their ranges.
+    init: params -> state. update: (grads, state, params, *, donate=False) -> (new params, new state); they stand in the
+    order of optax, whose `update` returns differences instead. New parameters keep the dtype and the layout of
+    the old. Updates are differentiable, so one can differentiate through training (through Adam: where no gradient
+    entry has been zero throughout).
+
+    donate: state and params are given away, as by jax.jit(donate_argnums=...): nobody needs them any more, and their
+    memory takes the results. A step then needs no more than its gradients. Of a `PartitionedArray` that is so on the
+    host where nobody else has its blocks, and to use it afterwards is a DonatedError; a bare array is written over
+    where it is writable, contiguous, no view, and once among the arguments. The results are the same. In a body, and
+    where something is differentiated, nothing is given away.
+
+    Raises ValueError where trees or shapes differ, for arrays of other numbers, and for rates and other options out of
+    their ranges; nothing has been written over then.
     """
 
     init: Callable[[Any], Any]
-    update: Callable[[Any, Any, Any], tuple[Any, Any]]
+    update: Callable[..., tuple[Any, Any]]
 
 
 class SGDState(NamedTuple):
@@ -82,21 +91,19 @@ def sgd(learning_rate: Rate, momentum: float = 0.0, *, nesterov: bool = False) -
     def init(params):
         return SGDState(0, tree.map(_zeros, params) if momentum else None)
 
-    def step(rate, numbers, p, g, v=None):
-        fused = _fused(_sgd, (p, g) if v is None else (p, g, v), numbers)
-        if fused is not None:
-            return fused
+    def formula(rate, p, g, v=None):
         along = g = _widened(g)
         if v is not None:
             v = _like(momentum * v + g, v)
             along = momentum * v + g if nesterov else v
         return _like(_widened(p) - rate * along, p), v
 
-    def update(grads, state, params):
+    def update(grads, state, params, *, donate=False):
         rate = _rate(learning_rate, state.steps)
         kept = (state.velocity,) if momentum else ()
         numbers = _numbers(rate, momentum, nesterov)
-        params, velocity = _each(lambda *arrays: step(rate, numbers, *arrays), 2, params, grads, *kept)
+        step = _Step(_sgd, numbers, partial(formula, rate))
+        params, velocity = step.on_each(2, donate, params, grads, *kept)
         return params, SGDState(state.steps + 1, velocity if momentum else state.velocity)
 
     return Optimizer(init, update)
@@ -133,21 +140,18 @@ def _adam(where: str, learning_rate: Rate, b1: Any, b2: Any, eps: Any, weight_de
     def init(params):
         return AdamState(0, tree.map(_zeros, params), tree.map(_zeros, params))
 
-    def step(rate, t, numbers, p, g, m, s):
-        fused = _fused(_adamw, (p, g, m, s), numbers)
-        if fused is not None:
-            return fused
+    def formula(rate, t, p, g, m, s):
         g, wide = _widened(g), _widened(p)
         m = _like(b1 * m + (1 - b1) * g, m)
         s = _like(b2 * s + (1 - b2) * (g * g), s)
         along = (m * (1 / (1 - b1**t))) / (np.sqrt(s * (1 / (1 - b2**t))) + eps)
         return _like(wide - rate * (along + weight_decay * wide if weight_decay else along), p), m, s
 
-    def update(grads, state, params):
+    def update(grads, state, params, *, donate=False):
         rate, t = _rate(learning_rate, state.steps), state.steps + 1
         numbers = _numbers(rate, b1, b2, eps, weight_decay, t)
-        stepped = lambda *arrays: step(rate, t, numbers, *arrays)
-        params, *kept = _each(stepped, 3, params, grads, state.mean, state.square)
+        step = _Step(_adamw, numbers, partial(formula, rate, t))
+        params, *kept = step.on_each(3, donate, params, grads, state.mean, state.square)
         return params, AdamState(t, *kept)
 
     return Optimizer(init, update)
@@ -224,32 +228,18 @@ def _zeros(p):
     return np.zeros_like(p, dtype=np.float32) if _short(p) else np.zeros_like(p)
 
 
-def _each(step: Callable[..., tuple], count: int, params: Any, *others: Any) -> list[Any]:
-    """The results of a step on every parameter, each as a tree."""
-    made: list[tuple] = []
-
-    def stepped(p, g, *state):
-        _check("params", p)
-        _check("grads", g, p)
-        made.append(step(p, g, *state))
-
-    tree.map(stepped, params, *others)
-    structure = tree.structure(params)
-    return [tree.unflatten(structure, [results[k] for results in made]) for k in range(count)]
-
-
 # Steps in one pass, where nothing is differentiated
 
 
 @primitive("sgd")
-def _sgd(p, g, v=None, *, options):
-    new, v = kernels.of(p).sgd(p, g, v, *options)
+def _sgd(p, g, v=None, *, options, over=False):
+    new, v = kernels.of(p).sgd(p, g, v, *options, over)
     return (new,) if v is None else (new, v)
 
 
 @primitive("adamw")
-def _adamw(p, g, m, s, *, options):
-    return kernels.of(p).adamw(p, g, m, s, *options)
+def _adamw(p, g, m, s, *, options, over=False):
+    return kernels.of(p).adamw(p, g, m, s, *options, over)
 
 
 _FLOATING = ("float32", "float64", "float16", "bfloat16")
@@ -260,57 +250,114 @@ def _numbers(*options: Any) -> tuple[Any, ...] | None:
     return options if all(isinstance(n, int | float | np.floating) for n in options) else None
 
 
-def _fused(kernel: Any, arrays: tuple[Any, ...], numbers: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
-    """The step by its kernel: new parameters, and state or None. None where it is for the formulas."""
-    p, g, *state = arrays
-    kind, dtype, shape = type(p), p.dtype, p.shape
-    if numbers is None or not shape or _name(dtype) not in _FLOATING or g.dtype != dtype:
-        return None
-    for a in arrays:
-        if type(a) is not kind or a.shape != shape:
-            return None
-    if state:
-        wide = np.dtype(np.float32) if _short(p) else dtype
-        if any(a.dtype != wide for a in state):
-            return None
-    if kind is PartitionedArray:
-        return _filled(_blockwise(kernel, arrays, numbers))
-    if kind is Array:
-        if any(a.tape is not None or a.state is not p.state for a in arrays):
-            return None
-    elif kind is np.ndarray or kernels.on_device(p):
-        kernel = kernel.primitive.fun
-    else:
-        return None
-    return _filled(kernel(*arrays, options=numbers))
+class _Step(NamedTuple):
+    """What is done to a parameter, its gradient and its state: by a kernel with these numbers, or by the formula."""
 
+    kernel: Any
+    numbers: tuple[Any, ...] | None
+    formula: Callable[..., tuple]
 
-def _filled(results: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
-    return results if results is None or len(results) > 1 else (*results, None)
+    def on_each(self, count: int, donate: bool, params: Any, *others: Any) -> list[Any]:
+        """The results of the step on every parameter, each as a tree."""
+        leaves, structure = tree.flatten(params)
+        rows = list(zip(leaves, *(structure.flatten_up_to(t) for t in others), strict=True))
+        if donate and (self.numbers is None or any(Array in map(type, arrays) for arrays in rows)):
+            donate = False  # a tape may keep them
+        mine = _given_away(rows) if donate else frozenset()
+        made = []
+        for arrays in rows:
+            results = self._fused(arrays, mine)
+            if results is None:
+                p, g, *_ = arrays
+                _check("params", p)
+                _check("grads", g, p)
+                results = self.formula(*arrays)
+            made.append(results)
+        for p, _, *state in rows if donate else ():
+            for a in (p, *state):
+                if type(a) is PartitionedArray:
+                    a.blocks = GIVEN_AWAY
+        return [tree.unflatten(structure, [results[k] for results in made]) for k in range(count)]
 
-
-def _blockwise(kernel: Any, arrays: tuple[Any, ...], numbers: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """The step on each block that is here, once for all copies of it."""
-    first = arrays[0]
-    layout, mesh, fun = first.layout, first.mesh, kernel.primitive.fun
-    for a in arrays:
-        if (a.layout is not layout and a.layout != layout) or (a.mesh is not mesh and a.mesh != mesh):
+    def _fused(self, arrays: tuple[Any, ...], mine: Set[int]) -> tuple[Any, ...] | None:
+        """The step by its kernel: new parameters, and state or None. None where it is for the formula. mine: the arrays
+        that may be written over, by their ids."""
+        p = arrays[0]
+        kind = type(p)
+        if self.numbers is None or not (kind in _KINDS or kernels.on_device(p)) or not p.shape:
             return None
-    done: dict[Any, list[Any]] = {}
-    results: list[dict[int, Any]] = []
-    for w in first.blocks:
-        key = mesh.sharing(layout, w)
-        made = done.get(key)
-        if made is None:
-            blocks = [a.blocks[w] for a in arrays]
-            if not blocks[0].shape:
+        dtype = p.dtype
+        if _name(dtype) not in _FLOATING:
+            return None
+        state = np.dtype(np.float32) if len(arrays) > 2 and _short(p) else dtype
+        for k, a in enumerate(arrays):
+            if type(a) is not kind or a.dtype != (dtype if k < 2 else state):
                 return None
-            with beside(mesh, w):
-                made = done[key] = [sealed(new) for new in fun(*blocks, options=numbers)]
-        results = results or [{} for _ in made]
-        for found, new in zip(results, made, strict=True):
-            found[w] = new
-    return tuple([PartitionedArray(found, layout, mesh) for found in results])
+        over = bool(mine) and all(id(a) in mine for k, a in enumerate(arrays) if k != 1)
+        if kind is PartitionedArray:
+            results = self._blockwise(arrays, over)
+        else:
+            if any(a.shape != p.shape for a in arrays):
+                return None
+            kernel = self.kernel if kind is Array else self.kernel.primitive.fun
+            if kind is Array and any(a.tape is not None or a.state is not p.state for a in arrays):
+                return None
+            results = kernel(*arrays, options=self.numbers, over=over)
+        return results if results is None or len(results) > 1 else (*results, None)
+
+    def _blockwise(self, arrays: tuple[Any, ...], over: bool) -> tuple[Any, ...] | None:
+        """The step on each block that is here, once for all copies of it."""
+        first = arrays[0]
+        layout, mesh, fun, numbers = first.layout, first.mesh, self.kernel.primitive.fun, self.numbers
+        for a in arrays:
+            if (a.layout is not layout and a.layout != layout) or (a.mesh is not mesh and a.mesh != mesh):
+                return None
+        held = [a.blocks for a in arrays]
+        if not all(block.shape for block in held[0].values()):
+            return None
+        copies: dict[Any, list[int]] = {}
+        for w in held[0]:
+            copies.setdefault(mesh.sharing(layout, w), []).append(w)
+        done: dict[int, list[Any]] = {w: [] for w in held[0]}  # in their order
+        for workers in copies.values():
+            # Of what may be written over nobody is to have a block but this list.
+            blocks = [table.pop(workers[0]) if over and k != 1 else table[workers[0]] for k, table in enumerate(held)]
+            for w in workers[1:] if over else ():
+                for k, table in enumerate(held):
+                    if k != 1:
+                        del table[w]
+            mine = over and all(k == 1 or reclaimed(blocks, k) for k in range(len(blocks)))
+            with beside(mesh, workers[0]):
+                made = [sealed(new) for new in fun(*blocks, options=numbers, over=mine)]
+            done |= dict.fromkeys(workers, made)
+        results = zip(*done.values(), strict=True)
+        return tuple([PartitionedArray(dict(zip(done, new, strict=True)), layout, mesh) for new in results])
+
+
+_KINDS = frozenset((PartitionedArray, Array, np.ndarray))
+
+
+def _given_away(rows: Sequence[tuple[Any, ...]]) -> Set[int]:
+    """The ids of the parameters and states that may be written over: there once, and no other is a view of them. Raises
+    ValueError where an update would, before anything is written."""
+    times: dict[int, int] = {}
+    for arrays in rows:
+        p, g, *_ = arrays
+        _check("params", p)
+        _check("grads", g, p)
+        for a in arrays:
+            times[id(a)] = times.get(id(a), 0) + 1
+            base = a.base if isinstance(a, np.ndarray) else None
+            while base is not None:
+                times[id(base)] = 2
+                base = getattr(base, "base", None)
+    owned = [a for p, _, *state in rows for a in (p, *state) if times[id(a)] == 1]
+    return {id(a) for a in owned if type(a) is PartitionedArray or _writable(a)}
+
+
+def _writable(a: Any) -> bool:
+    """Whether a bare array may be written over, if it was given away."""
+    return type(a) is np.ndarray and owns_memory(a) and a.flags.c_contiguous and a.flags.writeable
 
 
 # Around the step

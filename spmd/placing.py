@@ -243,7 +243,7 @@ def fingerprint(block: np.ndarray) -> int:
     if on_device(block):
         return 0
     if block.nbytes <= _WHOLE and block.dtype.char in _PLAIN and block.flags.c_contiguous:
-        return zlib.crc32(block)  # as `checksum`
+        return zlib.crc32(block.data)  # as `checksum`
     flat = block.reshape(-1)
     if block.nbytes > _WHOLE:
         flat = flat[:: _apart(flat.size)]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import numpy as np
 import optree
 import pytest
+from launch import PROGRAMS, each_mpi, launch
 
 import spmd
 from spmd import P
+from spmd.errors import DonatedError
+from spmd.kernels import jit
 from spmd.optim import AdamState, SGDState, adam, adamw, sgd
 
 OPTIMIZERS = {
@@ -189,7 +193,7 @@ def test_arrays_must_fit(p, g, words):
 def formulas(monkeypatch, f):
     """What f gives where no step is fused."""
     with monkeypatch.context() as patch:
-        patch.setattr(spmd.optim, "_fused", lambda *args: None)
+        patch.setattr(spmd.optim._Step, "_fused", lambda *args: None)
         return f()
 
 
@@ -201,8 +205,8 @@ def test_one_pass_has_the_bits_of_the_formulas(monkeypatch, name, dtype):
     run = lambda: trained(OPTIMIZERS[name], params, grads)
     assert_same(run(), formulas(monkeypatch, run))
     seen = []
-    fused = spmd.optim._fused
-    monkeypatch.setattr(spmd.optim, "_fused", lambda *args: seen.append(fused(*args)) or seen[-1])
+    fused = spmd.optim._Step._fused
+    monkeypatch.setattr(spmd.optim._Step, "_fused", lambda *args: seen.append(fused(*args)) or seen[-1])
     run()
     assert sum(step is not None for step in seen) == 6  # the number without dimensions is for the formulas
 
@@ -264,6 +268,170 @@ def test_second_order_through_fused_and_unfused_steps():
     p, g = rng.normal(size=4), rng.normal(size=4)
     spmd.check_grads(after, (p, g), order=2)
     np.testing.assert_array_equal(spmd.vjp(after, p, g)[0], after(p, g))
+
+
+# Parameters and state that are given away
+
+
+def where(x):
+    """Where the memory of an array or of its blocks begins."""
+    blocks = x.blocks.values() if isinstance(x, spmd.PartitionedArray) else [x]
+    return [b.ctypes.data for b in blocks]
+
+
+def steps(optimizer, params, grads, **options):
+    state = optimizer.init(params)
+    for g in grads:
+        params, state = optimizer.update(g, state, params, **options)
+    return params, state
+
+
+LAYOUTS = {
+    "copies": ((2, 2), (P(), P(), P())),
+    "split": ((3, 1), (P("x"), P(None, "x"), P("x"))),  # uneven blocks, and empty ones
+    "both": ((2, 2), (P("x"), P("y"), P(("x", "y")))),
+}
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_is_given_away_takes_the_results(name, dtype, layout, compiled):
+    dtype = pytest.importorskip("ml_dtypes").bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
+    (x, y), specs = LAYOUTS[layout]
+    rng, shapes = np.random.default_rng(6), ((2, 3), (5, 7), (210_000,))
+    draw = lambda: [rng.normal(size=s).astype(dtype) for s in shapes]
+    params, grads = draw(), [draw() for _ in range(3)]
+    with spmd.Mesh(x=x, y=y, transport="local"), contextlib.nullcontext() if compiled else jit.off():
+        laid = lambda arrays: [spmd.put(a, s) for a, s in zip(arrays, specs, strict=True)]
+        kept = laid(params)
+        wanted = steps(OPTIMIZERS[name], kept, [laid(g) for g in grads])
+        given = laid(params)
+        state = OPTIMIZERS[name].init(given)
+        arrays = [*given, *(a for part in state[1:] for a in part or ())]
+        places = [where(a) for a in arrays]
+        after = given
+        for g in grads:
+            after, state = OPTIMIZERS[name].update(laid(g), state, after, donate=True)
+        assert [where(a) for a in (*after, *(a for part in state[1:] for a in part or ()))] == places
+        assert_same((after, state), wanted)
+        assert all(not b.flags.writeable for a in after for b in a.blocks.values())
+        assert_same(kept, params)
+        for a in arrays:
+            assert "given away" in repr(a)
+            assert "given away" in str(a)
+            for use in (a.numpy, lambda a=a: a + 1, lambda a=a: spmd.map(np.sin, specs[0], specs[0])(a)):
+                with pytest.raises(DonatedError, match="given away"):
+                    use()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_bare_arrays_that_are_given_away_are_written_over(name):
+    rng = np.random.default_rng(7)
+    params, grads = tree(rng), [tree(rng) for _ in range(3)]
+    wanted = steps(OPTIMIZERS[name], params, grads)
+    mine = optree.tree_map(np.array, params)
+    before = optree.tree_map(np.array, grads)
+    after = steps(OPTIMIZERS[name], mine, grads, donate=True)
+    assert_same(after, wanted)
+    assert_same(before, grads)
+    assert after[0]["w"] is mine["w"]
+    assert after[0]["rest"][0] is mine["rest"][0]
+
+
+@pytest.mark.parametrize("optimizer", [sgd(0.1), adam(0.1)])
+def test_what_somebody_else_has_is_not_written_over(optimizer):
+    rng, n = np.random.default_rng(8), 40_000
+    p, g = rng.normal(size=(2, n))
+    wanted, _ = steps(optimizer, p, [g])
+    with spmd.Mesh(x=2, transport="local"):
+        for spec in P(), P("x"):
+            gradient = spmd.put(g, spec)
+            take = {
+                "an array of the same blocks": lambda x: np.reshape(x, (n, 1)),
+                "the whole": lambda x: x.numpy(),
+                "a block": lambda x: x.blocks[1],
+                "a view of a block": lambda x: x.blocks[1][3:],
+                "a buffer": lambda x: np.frombuffer(memoryview(x.blocks[1])),
+                "a pullback": lambda x, spec=spec: spmd.vjp(spmd.map(lambda x: x * x, spec, spec), x)[1],
+            }
+            for name, of in take.items():
+                x = spmd.put(p, spec)
+                other = of(x)
+                seen = None if callable(other) else np.array(other)
+                after, _ = optimizer.update(gradient, optimizer.init(x), x, donate=True)
+                np.testing.assert_array_equal(after, wanted)
+                if seen is not None:
+                    np.testing.assert_array_equal(other, seen, err_msg=name)
+                else:
+                    (back,) = other(spmd.put(np.ones(n), spec))
+                    np.testing.assert_array_equal(back, 2 * p)
+
+
+@pytest.mark.parametrize("optimizer", [sgd(0.1), sgd(0.1, 0.9), adam(0.1)])
+def test_arrays_that_share_their_memory_step_each_by_itself(optimizer):
+    rng = np.random.default_rng(9)
+    a, g, h = rng.normal(size=(3, 6, 6))
+    wanted, _ = steps(optimizer, [a, a], [[g, h]])
+    turned, _ = steps(optimizer, [a, a.T], [[g, h]])
+    own, _ = steps(optimizer, [a], [[a]])
+    for lay in (np.array, lambda x: spmd.put(x, P("x"), spmd.Mesh(x=2, transport="local"))):
+        same, g1, h1 = lay(a), lay(g), lay(h)
+        assert_same(steps(optimizer, [same, same], [[g1, h1]], donate=True)[0], wanted)
+        p = lay(a)
+        assert_same(steps(optimizer, [p], [[p]], donate=True)[0], own)
+    p = np.array(a)
+    assert_same(steps(optimizer, [p, p.T], [[g, h]], donate=True)[0], turned)
+    for p in (np.array(a)[::2], np.asfortranarray(a[::2]), np.array(a[::2]), spmd.freeze(a[::2].copy())):
+        p = np.asarray(p)
+        frozen = p.flags.writeable and p.base is not None
+        before = p.copy()
+        assert_same(steps(optimizer, p, [g[::2]], donate=True)[0], steps(optimizer, before, [g[::2]])[0])
+        if frozen:
+            np.testing.assert_array_equal(p, before)
+
+
+def test_an_update_that_fails_takes_nothing():
+    for optimizer in sgd(0.1), sgd(0.1, 0.9), adam():
+        with spmd.Mesh(x=2, transport="local"):
+            for lay in (np.array, lambda x: spmd.put(x, P("x"))):
+                params = [lay(np.ones(4)), lay(np.ones(6))]
+                state = optimizer.init(params)
+                for wrong in ([lay(np.ones(4)), lay(np.ones(5))], [lay(np.ones(4)), lay(np.ones(6, complex))]):
+                    with pytest.raises(ValueError, match="grads"):
+                        optimizer.update(wrong, state, params, donate=True)
+                assert_same(params, [np.ones(4), np.ones(6)])
+
+
+def test_what_is_differentiated_is_not_given_away():
+    with spmd.Mesh(x=2, transport="local"):
+        p, g = spmd.put(np.arange(4.0), P("x")), spmd.put(np.ones(4), P("x"))
+        for optimizer in sgd(0.1, 0.9), adam(0.1):
+            state = optimizer.init(p)
+
+            def after(g, donate, optimizer=optimizer, state=state):
+                new, _ = optimizer.update(g, state, p, donate=donate)
+                return spmd.map(lambda x: spmd.psum(np.sum(x * x), "x"), P("x"), P())(new)
+
+            assert_same(spmd.grad(after)(g, True), spmd.grad(after)(g, False))
+            np.testing.assert_array_equal(p, np.arange(4.0))
+        by_rate = spmd.grad(
+            lambda rate: sgd(rate).update(np.ones(3), sgd(0.1).init(None), np.zeros(3), donate=True)[0].sum()
+        )
+        assert by_rate(np.float64(0.1)) == -3
+        # In a body.
+        step = spmd.map(lambda p, g: sgd(0.1).update(g, SGDState(0, None), p, donate=True)[0], P("x"), P("x"))
+        np.testing.assert_allclose(step(p, g), np.arange(4.0) - 0.1)
+        np.testing.assert_array_equal(p, np.arange(4.0))
+
+
+@each_mpi
+@pytest.mark.parametrize("processes", [2, 3])
+def test_processes_train_alike_whether_parameters_are_given_away(python, processes):
+    ended = launch(PROGRAMS / "training.py", str(processes), n=processes, python=python, timeout=120)
+    assert ended.returncode == 0, str(ended)
+    assert ended.stdout.split() == ["alike"]
 
 
 def test_clipping():

@@ -60,6 +60,10 @@ def _by_row(
     compiled = jit.available() and out.dtype.isnative and wide.char in "fd"
     make = loops if compiled else plain
     which, p = _numbers(kind, alpha, wide, compiled)
+    if compiled and into is None and bias is not None and bias.dtype == wide == out.dtype:
+        n = out.shape[-1]  # as below, in fewer words
+        make(*[np.ascontiguousarray(a).reshape(-1, n) for a in (out, *arrays)], np.ascontiguousarray(bias), p, which)
+        return out
     flat = [np.ascontiguousarray(a).reshape(-1) for a in (out, *arrays)]
     pieces = [(0, out.size, out.shape[-1])] if bias is not None else _cut(out.size)
     for start, stop, n in pieces:

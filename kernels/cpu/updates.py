@@ -6,7 +6,7 @@ Each operation is rounded by itself, so a step has the bits of its formula in Nu
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,11 +16,13 @@ from spmd.kernels.cpu.chunks import CACHE, accurate
 __all__ = ["adamw", "sgd"]
 
 
-def sgd(p: np.ndarray, g: np.ndarray, v: np.ndarray | None, rate: float, momentum: float, nesterov: bool):
+def sgd(
+    p: np.ndarray, g: np.ndarray, v: np.ndarray | None, rate: float, momentum: float, nesterov: bool, over: bool = False
+):
     """Gradient descent with momentum: the new p and v."""
     if v is None:
-        return *_stepped(_descend, _descend_plain, (p, g), 1, rate), None
-    return _stepped(_momentum, _momentum_plain, (p, g, v), 2, rate, momentum, flag=bool(nesterov))
+        return *_stepped(_DESCEND, over, (p, g), rate), None
+    return _stepped(_MOMENTUM, over, (p, g, v), rate, momentum, flag=bool(nesterov))
 
 
 def adamw(
@@ -34,48 +36,69 @@ def adamw(
     eps: float,
     decay: float,
     t: int,
+    over: bool = False,
 ):
     """Adam with weight decay: the new p, m and s."""
     numbers = (rate, b1, 1 - b1, 1 / (1 - b1**t), b2, 1 - b2, 1 / (1 - b2**t), eps, decay)
-    return _stepped(_adamw, _adamw_plain, (p, g, m, s), 3, *numbers, flag=bool(decay))
+    return _stepped(_ADAMW, over, (p, g, m, s), *numbers, flag=bool(decay))
+
+
+class _Step(NamedTuple):
+    """One formula: loops that write new arrays, loops that write over the parameters and the state, and NumPy."""
+
+    rows: jit.Loops
+    rows_over: jit.Loops
+    plain: Callable[..., None]
 
 
 def _stepped(
-    rows: jit.Loops,
-    plain: Callable[..., None],
-    arrays: tuple[np.ndarray, ...],
-    results: int,
-    *numbers: float,
-    flag: bool = False,
+    step: _Step, over: bool, arrays: tuple[np.ndarray, ...], *numbers: float, flag: bool = False
 ) -> tuple[np.ndarray, ...]:
     """The results, the first like the parameters, the others like the state. Short numbers are widened in pieces."""
-    p = arrays[0]
+    p, _, *state = arrays
     wide = accurate(p.dtype)
     scalars = [wide.type(n) for n in numbers]
     at_once = compiled = wide.char in "fd" and jit.available()
     for a in arrays:
         compiled, at_once = compiled and a.dtype.isnative, at_once and a.dtype == wide
-    outs = [buffers.empty(p.shape, wide if k else p.dtype) for k in range(results)]
+    outs = [p, *state] if over else [buffers.empty(p.shape, wide if k else p.dtype) for k in range(1 + len(state))]
     # Loops are compiled for contiguous arrays: a view of one dimension may have strides.
-    into, flat = [o.reshape(-1) for o in outs], [np.ascontiguousarray(a).reshape(-1) for a in arrays]
+    flat = [np.ascontiguousarray(a).reshape(-1) for a in arrays]
     if compiled and at_once:
-        rows(*into, *flat, *scalars, flag)
+        if over:
+            step.rows_over(*flat, *scalars, flag)
+        else:
+            step.rows(*[o.reshape(-1) for o in outs], *flat, *scalars, flag)
         return tuple(outs)
-    step = CACHE // wide.itemsize
-    for start in range(0, p.size, step):
-        piece = slice(start, start + step)
+    into = [o.reshape(-1) for o in outs]
+    length = CACHE // wide.itemsize
+    for start in range(0, p.size, length):
+        piece = slice(start, start + length)
         parts = [a[piece].astype(wide, copy=False) for a in flat]
-        made = [o[piece] if o.dtype == wide else np.empty(len(parts[0]), wide) for o in into]
-        (rows if compiled else plain)(*made, *parts, *scalars, flag)
-        if made[0].dtype != into[0].dtype:
-            into[0][piece] = made[0]
+        # What is read of is not written to before all is computed.
+        made = [np.empty(len(parts[0]), wide) if over or o.dtype != wide else o[piece] for o in into]
+        (step.rows if compiled else step.plain)(*made, *parts, *scalars, flag)
+        for o, new in zip(into, made, strict=True):
+            if over or o.dtype != wide:
+                o[piece] = new
     return tuple(outs)
+
+
+@jit.exact
+def _descended(p: Any, g: Any, rate: Any) -> Any:
+    return p - rate * g
 
 
 @jit.loops("out", fastmath=())
 def _descend(out: Any, p: Any, g: Any, rate: Any, _flag: Any) -> None:
     for i in range(out.shape[0]):
-        out[i] = p[i] - rate * g[i]
+        out[i] = _descended(p[i], g[i], rate)
+
+
+@jit.loops("p", fastmath=())
+def _descend_over(p: Any, g: Any, rate: Any, _flag: Any) -> None:
+    for i in range(p.shape[0]):
+        p[i] = _descended(p[i], g[i], rate)
 
 
 def _descend_plain(out: np.ndarray, p: np.ndarray, g: np.ndarray, rate: Any, _flag: bool) -> None:
@@ -83,12 +106,22 @@ def _descend_plain(out: np.ndarray, p: np.ndarray, g: np.ndarray, rate: Any, _fl
     np.subtract(p, out, out=out)
 
 
+@jit.exact
+def _with_momentum(p: Any, g: Any, v: Any, rate: Any, momentum: Any, nesterov: Any) -> Any:
+    new = momentum * v + g
+    return p - rate * (momentum * new + g if nesterov else new), new
+
+
 @jit.loops("out", "sums", fastmath=())
 def _momentum(out: Any, sums: Any, p: Any, g: Any, v: Any, rate: Any, momentum: Any, nesterov: Any) -> None:
     for i in range(out.shape[0]):
-        new = momentum * v[i] + g[i]
-        sums[i] = new
-        out[i] = p[i] - rate * (momentum * new + g[i] if nesterov else new)
+        out[i], sums[i] = _with_momentum(p[i], g[i], v[i], rate, momentum, nesterov)
+
+
+@jit.loops("p", "v", fastmath=())
+def _momentum_over(p: Any, g: Any, v: Any, rate: Any, momentum: Any, nesterov: Any) -> None:
+    for i in range(p.shape[0]):
+        p[i], v[i] = _with_momentum(p[i], g[i], v[i], rate, momentum, nesterov)
 
 
 def _momentum_plain(out, sums, p, g, v, rate: Any, momentum: Any, nesterov: bool) -> None:
@@ -101,6 +134,29 @@ def _momentum_plain(out, sums, p, g, v, rate: Any, momentum: Any, nesterov: bool
     else:
         np.multiply(sums, rate, out=out)
     np.subtract(p, out, out=out)
+
+
+@jit.exact
+def _adapted(
+    p: Any,
+    g: Any,
+    m: Any,
+    s: Any,
+    rate: Any,
+    b1: Any,
+    rest1: Any,
+    unbias1: Any,
+    b2: Any,
+    rest2: Any,
+    unbias2: Any,
+    eps: Any,
+    decay: Any,
+    decays: Any,
+) -> Any:
+    mean = b1 * m + rest1 * g
+    square = b2 * s + rest2 * (g * g)
+    along = (mean * unbias1) / (np.sqrt(square * unbias2) + eps)
+    return p - rate * (along + decay * p if decays else along), mean, square
 
 
 @jit.loops("out", "mean", "square", fastmath=())
@@ -124,12 +180,32 @@ def _adamw(
     decays: Any,
 ) -> None:
     for i in range(out.shape[0]):
-        new = b1 * m[i] + rest1 * g[i]
-        spread = b2 * s[i] + rest2 * (g[i] * g[i])
-        mean[i] = new
-        square[i] = spread
-        along = (new * unbias1) / (np.sqrt(spread * unbias2) + eps)
-        out[i] = p[i] - rate * (along + decay * p[i] if decays else along)
+        out[i], mean[i], square[i] = _adapted(
+            p[i], g[i], m[i], s[i], rate, b1, rest1, unbias1, b2, rest2, unbias2, eps, decay, decays
+        )
+
+
+@jit.loops("p", "m", "s", fastmath=())
+def _adamw_over(
+    p: Any,
+    g: Any,
+    m: Any,
+    s: Any,
+    rate: Any,
+    b1: Any,
+    rest1: Any,
+    unbias1: Any,
+    b2: Any,
+    rest2: Any,
+    unbias2: Any,
+    eps: Any,
+    decay: Any,
+    decays: Any,
+) -> None:
+    for i in range(p.shape[0]):
+        p[i], m[i], s[i] = _adapted(
+            p[i], g[i], m[i], s[i], rate, b1, rest1, unbias1, b2, rest2, unbias2, eps, decay, decays
+        )
 
 
 def _adamw_plain(
@@ -151,3 +227,8 @@ def _adamw_plain(
         out += np.multiply(p, decay, out=other)
     out *= rate
     np.subtract(p, out, out=out)
+
+
+_DESCEND = _Step(_descend, _descend_over, _descend_plain)
+_MOMENTUM = _Step(_momentum, _momentum_over, _momentum_plain)
+_ADAMW = _Step(_adamw, _adamw_over, _adamw_plain)

@@ -1,6 +1,7 @@
 """Steps of optimisers: new parameters and new state, from parameters p, gradient g and state, all of one shape.
 
-State is float32 where p and g are of a short floating-point type.
+State is float32 where p and g are of a short floating-point type. over: the results are written over p and the state,
+which are C-contiguous then, and share no memory.
 """
 
 from __future__ import annotations
@@ -10,17 +11,25 @@ import numpy as np
 __all__ = ["adamw", "sgd"]
 
 
-def sgd(p, g, v, rate, momentum, nesterov):
+def sgd(p, g, v, rate, momentum, nesterov, over=False):
     """Gradient descent with momentum: the new p and v. v: the running sum of gradients; None without momentum."""
     if v is None:
-        return p - rate * g, None
-    v = momentum * v + g
-    return p - rate * (momentum * v + g if nesterov else v), v
+        return *_over(over, (p,), (p - rate * g,)), None
+    new = momentum * v + g
+    return _over(over, (p, v), (p - rate * (momentum * new + g if nesterov else new), new))
 
 
-def adamw(p, g, m, s, rate, b1, b2, eps, decay, t):
+def adamw(p, g, m, s, rate, b1, b2, eps, decay, t, over=False):
     """Adam with weight decay: the new p, m and s. m, s: running averages of g and of g². t: the number of this step."""
-    m = b1 * m + (1 - b1) * g
-    s = b2 * s + (1 - b2) * (g * g)
-    along = (m * (1 / (1 - b1**t))) / (np.sqrt(s * (1 / (1 - b2**t))) + eps)
-    return p - rate * (along + decay * p if decay else along), m, s
+    mean = b1 * m + (1 - b1) * g
+    square = b2 * s + (1 - b2) * (g * g)
+    along = (mean * (1 / (1 - b1**t))) / (np.sqrt(square * (1 / (1 - b2**t))) + eps)
+    return _over(over, (p, m, s), (p - rate * (along + decay * p if decay else along), mean, square))
+
+
+def _over(over, arrays, results):
+    if not over:
+        return results
+    for a, new in zip(arrays, results, strict=True):
+        a[...] = new
+    return arrays

@@ -384,6 +384,18 @@ def _check_reduction(reduction: str, axis_name: AxisName | None) -> None:
         raise SpecError(_message("batch_axis_name", got, need, 'reduction="mean", or leave it out'))
 
 
+@primitive("with_count", lambda g, _ans, _total, *, count: g[0])
+def _with_count(total, *, count: int):
+    """The total and the count, to be added up together."""
+    return np.stack([total, np.full_like(total, count)])
+
+
+@primitive("over_count", lambda g, _ans, both: _with_count(g / both[1], count=0))
+def _over_count(both):
+    """The total over the count, which is no function of anything."""
+    return both[0] / both[1]
+
+
 def _reduced(loss, masses, reduction: str, axis_name: AxisName | None):
     """The losses, their sum, or their sum over that of the masses (None: 1 for each)."""
     if reduction == "none":
@@ -392,12 +404,15 @@ def _reduced(loss, masses, reduction: str, axis_name: AxisName | None):
     total = np.sum(cast(loss, accurate(loss.dtype)))
     if reduction == "sum":
         return cast(psum(total, over) if over else total, loss.dtype)
-    count = np.full_like(value_of(total), loss.size) if masses is None else np.sum(masses)
-    if over:
-        both = psum(np.stack([total, count]), over)
-        total, count = both[0], both[1]
+    if masses is None:
+        both = _with_count(total, count=loss.size)
+        both = psum(both, over) if over else both
+    elif over:
+        both = psum(np.stack([total, np.sum(masses)]), over)
+    else:
+        both = total, np.sum(masses)
     with np.errstate(invalid="ignore"):  # of no rows
-        return cast(total / count, loss.dtype)
+        return cast(_over_count(both) if masses is None else both[0] / both[1], loss.dtype)
 
 
 # Classes that are spread over workers

@@ -629,7 +629,7 @@ def move(op: Collective, g):
     return _apply(op, g, worker, frame)()[0]
 
 
-def _passed(op: Vary, x: Any, state: State | None) -> Any:
+def _passed(op: Vary, x: Any, state: Any) -> Any:
     """Varied to a state, which moves nothing: recorded where it is traced."""
     if type(x) is not Array:
         return x

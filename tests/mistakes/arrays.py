@@ -8,11 +8,20 @@ import spmd
 from mistakes import D, Row, X, here
 from spmd import P
 from spmd.errors import (
+    DonatedError,
     LayoutError,
     MeshError,
     MissingMethodError,
     StateError,
 )
+
+
+def gone():
+    """An array that was given away."""
+    x, optimizer = here(), spmd.optim.sgd(0.1)
+    optimizer.update(np.zeros_like(x), optimizer.init(x), x, donate=True)
+    return x
+
 
 GLOBAL = [
     *(
@@ -41,6 +50,22 @@ GLOBAL = [
             ("iteration", "iteration", LayoutError, lambda: list(here())),
             ("a method", "x.mean", MissingMethodError, lambda: here().mean()),
             ("an attribute", "x.T", MissingMethodError, lambda: here().T),
+        )
+    ),
+    *(
+        Row(
+            f"an array that was given away, in {name}",
+            lambda use=use: use(gone()),
+            DonatedError,
+            head,
+            "an array that was given away (donate=True)",
+            "the one that came in its place",
+            "without donate the old stay",
+        )
+        for name, head, use in (
+            ("x.numpy()", "a PartitionedArray", lambda x: x.numpy()),
+            ("a ufunc", "a PartitionedArray", lambda x: x + 1),
+            ("a map", "spmd.map of <lambda>: argument x", lambda x: spmd.map(lambda x: x, P("data"), P("data"))(x)),
         )
     ),
     Row(
