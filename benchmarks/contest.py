@@ -298,18 +298,24 @@ def _release() -> None:
 
 
 def _peak(case: Case) -> int:
-    """The most memory that a repetition takes, above what is taken before it, in bytes; by the system's account."""
-    before = _status("VmRSS")
+    """The most memory that a repetition takes, above what is taken before it, in bytes; by the system's account. Of what
+    several processes look at each counts its part."""
+    before, common = _status("VmRSS"), _of_others()
     Path("/proc/self/clear_refs").write_text("5")
     case.run(1)
-    return _status("VmHWM") - before
+    return _status("VmHWM") - before - (_of_others() - common)
 
 
-def _status(name: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
+def _of_others() -> int:
+    """Of the shared memory that this process has looked at, the parts of the others that look at it too."""
+    return _status("RssShmem") - _status("Pss_Shmem", "smaps_rollup")
+
+
+def _status(name: str, table: str = "status") -> int:
+    for line in Path("/proc/self", table).read_text().splitlines():
         if line.startswith(name + ":"):
             return int(line.split()[1]) * 1024
-    raise OSError(f"no {name} in /proc/self/status")
+    raise OSError(f"no {name} in /proc/self/{table}")
 
 
 # The contest

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import mmap
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -191,3 +194,44 @@ def test_a_section_runs(section, tmp_path):
     assert done.returncode == 0, done.stderr
     assert section in file.read_text()
     assert "NOT THE SAME" not in done.stdout
+
+
+LOOKS = """
+import mmap, sys
+seen = mmap.mmap(int(sys.argv[1]), 0)
+print(sum(seen[::4096]), flush=True)
+input()
+"""
+
+
+def test_memory_that_processes_share_is_counted_once():
+    """Of 16 MB that two processes look at each has half; of 8 MB of its own all."""
+    from benchmarks.contest import Case, _peak
+
+    file = os.memfd_create("shared")
+    os.ftruncate(file, 16 << 20)
+    with mmap.mmap(file, 0) as shared, mmap.mmap(-1, 8 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as mine:
+
+        def touch(_count: int) -> float:
+            for memory in (shared, mine):
+                for at in range(0, len(memory), mmap.PAGESIZE):
+                    memory[at] = 1
+            other = subprocess.Popen(
+                [sys.executable, "-c", LOOKS, str(file)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                pass_fds=[file],
+            )
+            others.append(other)
+            assert int(other.stdout.readline()) == (16 << 20) // 4096
+            return 0.0
+
+        others: list[subprocess.Popen] = []
+        try:
+            peak = _peak(Case(touch, list))
+        finally:
+            for other in others:
+                other.communicate("\n", timeout=20)
+            os.close(file)
+    assert 15 << 20 < peak < 19 << 20
