@@ -13,7 +13,18 @@ import numpy as np
 
 from spmd.errors import message
 
-__all__ = ["flatten", "flatten_with_path", "leaves", "map", "paths", "prefix", "register", "structure", "unflatten"]
+__all__ = [
+    "flatten",
+    "flatten_with_path",
+    "leaves",
+    "map",
+    "paths",
+    "prefix",
+    "register",
+    "shown_paths",
+    "structure",
+    "unflatten",
+]
 
 
 class _Late:
@@ -110,8 +121,13 @@ def unflatten(structure: Any, leaves: Iterable[Any]) -> Any:
 
 def flatten_with_path(tree: Any, *, none_is_leaf: bool = False) -> tuple[list[str], list[Any], Any]:
     """As `flatten`, with the path of each leaf before: `['w'][0]`."""
-    paths, found, structure = optree.tree_flatten_with_path(tree, none_is_leaf=none_is_leaf, **_OURS)
-    return ["".join(f"[{p!r}]" for p in path) for path in paths], found, structure
+    found, structure = flatten(tree, none_is_leaf=none_is_leaf)
+    return shown_paths(structure), found, structure
+
+
+def shown_paths(structure: Any) -> list[str]:
+    """The path of each leaf of a structure: `['w'][0]`."""
+    return ["".join(f"[{p!r}]" for p in path) for path in optree.treespec_paths(structure)]
 
 
 def paths(tree: Any) -> list[tuple[Any, ...]]:

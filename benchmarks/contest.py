@@ -298,8 +298,8 @@ def _release() -> None:
 
 
 def _peak(case: Case) -> int:
-    """The most memory that a repetition takes, above what is taken before it, in bytes; by the system's account. Of what
-    several processes look at each counts its part."""
+    """The most memory that a repetition takes, above what is taken before it, in bytes; by the system's account. What
+    several processes look at counts once: a part for each."""
     before, common = _status("VmRSS"), _of_others()
     Path("/proc/self/clear_refs").write_text("5")
     case.run(1)

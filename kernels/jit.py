@@ -123,12 +123,12 @@ def lowered(make: Callable[..., Callable[..., Any]]) -> Callable[[Callable[..., 
 class Loops:
     """See `loops`."""
 
-    __slots__ = ("_compiled", "_fastmath", "_written", "fun")
+    __slots__ = ("_compiled", "_fastmath", "_read", "fun")
 
     def __init__(self, fun: Callable[..., Any], written: tuple[str, ...], fastmath: frozenset[str]):
         self.fun = fun
         names = list(inspect.signature(fun).parameters)
-        self._written = frozenset(names.index(name) for name in written)
+        self._read = tuple(i for i, name in enumerate(names) if name not in written)
         self._fastmath = fastmath
         self._compiled: Callable[..., Any] | None = None
 
@@ -136,8 +136,13 @@ class Loops:
         compiled = self._compiled
         if compiled is None:
             compiled = self._compiled = self._compile()
-        written = self._written
-        return compiled(*[_sealed(a) if type(a) is np.ndarray and i not in written else a for i, a in enumerate(args)])
+        given = list(args)
+        for i in self._read:
+            a = args[i]
+            if type(a) is np.ndarray and a.flags.writeable:
+                given[i] = a = a.view()
+                a.setflags(False)  # pyright: ignore[reportCallIssue]  (by its name it takes twice as long)
+        return compiled(*given)
 
     def _compile(self) -> Callable[..., Any]:
         import numba
@@ -174,11 +179,3 @@ def _of_these_sources(fun: Callable[..., Any]) -> Callable[..., Any]:
     made = FunctionType(code, fun.__globals__, fun.__name__, fun.__defaults__, cells)
     made.__qualname__, made.__module__, made.__doc__ = fun.__qualname__, fun.__module__, fun.__doc__
     return made
-
-
-def _sealed(x: np.ndarray) -> np.ndarray:
-    if not x.flags.writeable:
-        return x
-    view = x.view()
-    view.setflags(False)  # pyright: ignore[reportCallIssue]  (by its name it takes twice as long)
-    return view

@@ -286,14 +286,17 @@ class _Step(NamedTuple):
         kind = type(p)
         if self.numbers is None or not (kind in _KINDS or kernels.on_device(p)) or not p.shape:
             return None
-        dtype = p.dtype
+        wanted = dtype = p.dtype
         if _name(dtype) not in _FLOATING:
             return None
-        state = np.dtype(np.float32) if len(arrays) > 2 and _short(p) else dtype
         for k, a in enumerate(arrays):
-            if type(a) is not kind or a.dtype != (dtype if k < 2 else state):
+            if k == 2 and _short(p):
+                wanted = _SINGLE
+            if type(a) is not kind or (a.dtype is not wanted and a.dtype != wanted):
                 return None
-        over = bool(mine) and all(id(a) in mine for k, a in enumerate(arrays) if k != 1)
+        over = False
+        if mine:
+            over = all(k == 1 or id(a) in mine for k, a in enumerate(arrays))
         if kind is PartitionedArray:
             results = self._blockwise(arrays, over)
         else:
@@ -307,34 +310,48 @@ class _Step(NamedTuple):
 
     def _blockwise(self, arrays: tuple[Any, ...], over: bool) -> tuple[Any, ...] | None:
         """The step on each block that is here, once for all copies of it."""
-        first = arrays[0]
-        layout, mesh, fun, numbers = first.layout, first.mesh, self.kernel.primitive.fun, self.numbers
+        p = arrays[0]
+        layout, mesh, fun, numbers = p.layout, p.mesh, self.kernel.primitive.fun, self.numbers
         for a in arrays:
             if (a.layout is not layout and a.layout != layout) or (a.mesh is not mesh and a.mesh != mesh):
                 return None
-        held = [a.blocks for a in arrays]
-        if not all(block.shape for block in held[0].values()):
-            return None
+        tables = [a.blocks for a in arrays]
+        keys = {w: mesh.sharing(layout, w) for w in tables[0]}
         copies: dict[Any, list[int]] = {}
-        for w in held[0]:
-            copies.setdefault(mesh.sharing(layout, w), []).append(w)
-        done: dict[int, list[Any]] = {w: [] for w in held[0]}  # in their order
-        for workers in copies.values():
-            # Of what may be written over nobody is to have a block but this list.
-            blocks = [table.pop(workers[0]) if over and k != 1 else table[workers[0]] for k, table in enumerate(held)]
-            for w in workers[1:] if over else ():
-                for k, table in enumerate(held):
-                    if k != 1:
-                        del table[w]
-            mine = over and all(k == 1 or reclaimed(blocks, k) for k in range(len(blocks)))
-            with beside(mesh, workers[0]):
-                made = [sealed(new) for new in fun(*blocks, options=numbers, over=mine)]
-            done |= dict.fromkeys(workers, made)
-        results = zip(*done.values(), strict=True)
-        return tuple([PartitionedArray(dict(zip(done, new, strict=True)), layout, mesh) for new in results])
+        for w, key in keys.items():
+            copies.setdefault(key, []).append(w)
+        done: dict[Any, tuple[Any, ...]] = {}
+        for key, workers in copies.items():
+            first, mine = workers[0], False
+            if over:  # of what may be written over nobody is to have a block but this list
+                blocks = [table[first] if k == 1 else _taken(table, workers) for k, table in enumerate(tables)]
+                mine = all(k == 1 or reclaimed(blocks, k) for k in range(len(blocks)))
+            else:
+                blocks = [table[first] for table in tables]
+            if mesh.places is None:
+                made = fun(*blocks, options=numbers, over=mine)
+            else:
+                with beside(mesh, first):
+                    made = fun(*blocks, options=numbers, over=mine)
+            for new in made:
+                sealed(new)
+            done[key] = made
+        count = len(arrays) - 1
+        return tuple(
+            [PartitionedArray({w: done[key][k] for w, key in keys.items()}, layout, mesh) for k in range(count)]
+        )
+
+
+def _taken(table: dict[int, Any], workers: Sequence[int]) -> Any:
+    """The block that these workers have, and in the table have no more."""
+    block = None
+    for w in workers:
+        block = table.pop(w)
+    return block
 
 
 _KINDS = frozenset((PartitionedArray, Array, np.ndarray))
+_SINGLE = np.dtype(np.float32)
 
 
 def _given_away(rows: Sequence[tuple[Any, ...]]) -> Set[int]:
@@ -347,7 +364,9 @@ def _given_away(rows: Sequence[tuple[Any, ...]]) -> Set[int]:
         _check("grads", g, p)
         for a in arrays:
             times[id(a)] = times.get(id(a), 0) + 1
-            base = a.base if isinstance(a, np.ndarray) else None
+            if type(a) is PartitionedArray:
+                continue
+            base = getattr(a, "base", None)
             while base is not None:
                 times[id(base)] = 2
                 base = getattr(base, "base", None)

@@ -60,10 +60,11 @@ def _stepped(
     scalars = [wide.type(n) for n in numbers]
     at_once = compiled = wide.char in "fd" and jit.available()
     for a in arrays:
-        compiled, at_once = compiled and a.dtype.isnative, at_once and a.dtype == wide
+        if a.dtype is not wide:
+            compiled, at_once = compiled and a.dtype.isnative, at_once and a.dtype == wide
     outs = [p, *state] if over else [buffers.empty(p.shape, wide if k else p.dtype) for k in range(1 + len(state))]
     # Loops are compiled for contiguous arrays: a view of one dimension may have strides.
-    flat = [np.ascontiguousarray(a).reshape(-1) for a in arrays]
+    flat = [(a if a.flags.c_contiguous else np.ascontiguousarray(a)).reshape(-1) for a in arrays]
     if compiled and at_once:
         if over:
             step.rows_over(*flat, *scalars, flag)

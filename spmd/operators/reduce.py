@@ -19,7 +19,7 @@ from spmd.autodiff.dtypes import kind_of_dtype, most
 from spmd.autodiff.tape import alone
 from spmd.autodiff.tracer import Array, value_of
 from spmd.device import COPIED, contiguous, on_device
-from spmd.errors import LayoutError, StateError, describe, message
+from spmd.errors import LayoutError, StateError, caller, describe, message
 from spmd.frontends import frontend
 from spmd.kernels.cpu.moves import small_fold
 from spmd.mesh import WORKER, Worker, here
@@ -28,6 +28,7 @@ from spmd.operators.base import (
     Launched,
     Operator,
     Vary,
+    bounded,
     everywhere,
     interned,
     move,
@@ -36,7 +37,7 @@ from spmd.operators.base import (
     vary,
 )
 from spmd.state import INVARIANT, state_of
-from spmd.transport.base import LEDGERS, Call, Comm, Eager, Group, Handle, Make, Steps, all_reduce_cost, sealed
+from spmd.transport.base import LEDGERS, Call, Comm, Eager, Group, Handle, Make, Shape, Steps, all_reduce_cost, sealed
 
 __all__ = ["Extremum", "Sum", "pcast", "pmax", "pmean", "pmin", "psum", "pvary"]
 
@@ -98,13 +99,7 @@ class _Bucket:
 
     def send(self) -> None:
         group = self.worker.group(self.axes)
-        first = self.blocks[0]
-        shapes = ", ".join(str(list(b.shape)) for b in self.blocks)
-        size = (sum(b.size for b in self.blocks),)
-        call = Call(
-            "psum", self.axes, first.dtype, size, detail=f"gradients of shapes {shapes}", alike=True, frame=_frame()
-        )
-        del first
+        call = _sum_of_gradients(self.axes, self.blocks[0].dtype, tuple([b.shape for b in self.blocks]))
         blocks, self.blocks = self.blocks, []  # whoever sums them keeps them for as long as need be
         spare = [type(b) is np.ndarray and alone(sys.getrefcount(b) - 1, b) for b in blocks]
         self.handle = self.worker.comm.all_reduce_many(group, call, blocks, spare)
@@ -158,8 +153,20 @@ class OwedSums:
             bucket.send()
 
 
-def _frame():
-    return sys._getframe(2)
+_calls: dict[Any, Call] = {}
+
+
+def _sum_of_gradients(axes: tuple[str, ...], dtype: np.dtype, shapes: tuple[Shape, ...]) -> Call:
+    """What the workers call, from the line of the user that asks for gradients; made once for each, as by `launch`."""
+    user = caller(sys._getframe(2))
+    key = None if user is None else (id(user.f_code), user.f_lasti, axes, dtype, shapes)
+    call = _calls.get(key)
+    if call is None:
+        size, listed = sum(map(math.prod, shapes)), ", ".join(str([*shape]) for shape in shapes)
+        call = Call("psum", axes, dtype, (size,), detail=f"gradients of shapes {listed}", alike=True, frame=user)
+        if key is not None:
+            bounded(_calls)[key] = call  # It keeps the code, so that no other has its id.
+    return call
 
 
 def psum(x, axis_name: AxisName):
