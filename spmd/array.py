@@ -40,13 +40,13 @@ __all__ = [
     "closed_over",
     "donated",
     "freeze",
-    "not_in_a_body",
     "one_copy",
     "owned",
     "owned_on",
     "reclaimed",
     "relayout",
     "thaw",
+    "usable",
 ]
 
 
@@ -109,7 +109,7 @@ class PartitionedArray:
 
     def _whole(self) -> PartitionedArray:
         """The same with a layout by which every process has all of it."""
-        not_in_a_body("PartitionedArray.numpy", self)
+        usable("PartitionedArray.numpy", self)
         everywhere = len(self.blocks) == self.mesh.size or [*self.layout.holders.values()] == [
             (*range(self.mesh.size),)
         ]
@@ -134,7 +134,7 @@ class PartitionedArray:
         return out
 
     def __array__(self, dtype=None, copy=None):
-        not_in_a_body("np.asarray", self)
+        usable("np.asarray", self)
         if not self.is_here:
             raise LayoutError(
                 message(
@@ -168,7 +168,7 @@ class PartitionedArray:
         return self._block("__dlpack__").__dlpack__(**options)
 
     def _block(self, where: str) -> Any:
-        not_in_a_body(where, self)
+        usable(where, self)
         whole = next((b for b in self.blocks.values() if b.shape == self.shape), None)
         if whole is None:
             raise LayoutError(
@@ -186,7 +186,7 @@ class PartitionedArray:
         return self._number("item").item()
 
     def _number(self, kind: str) -> np.ndarray:
-        not_in_a_body(f"{kind}()", self)
+        usable(f"{kind}()", self)
         if self.size != 1 or not self.is_here:
             raise LayoutError(
                 message(
@@ -284,7 +284,7 @@ class PartitionedArray:
         return PartitionedArray(blocks, self.layout, self.mesh)
 
     def __array_ufunc__(self, ufunc, method, *inputs, **kwargs):
-        not_in_a_body(f"np.{ufunc.__name__}", self)
+        usable(f"np.{ufunc.__name__}", self)
         if any(type(x) is Array for x in inputs):
             return NotImplemented
         if method != "__call__":
@@ -295,7 +295,7 @@ class PartitionedArray:
         return _blockwise(ufunc, inputs, kwargs)
 
     def __array_function__(self, fun, types, args, kwargs):
-        not_in_a_body(name_of(fun), self)
+        usable(name_of(fun), self)
         if any(issubclass(t, Array) for t in types):
             return NotImplemented
         handler = _functions.get(fun)
@@ -366,9 +366,12 @@ def closed_over(where: str, x: PartitionedArray, argument: str | None = None) ->
     )
 
 
-def not_in_a_body(where: str, x: PartitionedArray) -> None:
+def usable(where: str, x: PartitionedArray) -> None:
+    """Raise in a body, which takes arguments, and of an array that was given away."""
     if WORKER.get() is not None:
         raise closed_over(where, x)
+    if x.blocks is GIVEN_AWAY:
+        raise donated(where)
 
 
 def _in_a_map(what: str, x: PartitionedArray) -> Exception:
@@ -732,7 +735,7 @@ class _GivenAway:
     def _refuse(self, *_: Any) -> Any:
         raise donated("a PartitionedArray")
 
-    __getitem__ = __iter__ = __len__ = __contains__ = __bool__ = __getattr__ = _refuse
+    __getitem__ = __iter__ = __len__ = __contains__ = __bool__ = __getattr__ = __reduce_ex__ = _refuse
 
 
 GIVEN_AWAY: Any = _GivenAway()

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from spmd import kernels
-from spmd.array import GIVEN_AWAY, PartitionedArray, beside, reclaimed
+from spmd.array import GIVEN_AWAY, PartitionedArray, beside, donated, reclaimed
 from spmd.autodiff import tree
 from spmd.autodiff.primitive import primitive
-from spmd.autodiff.rooms import owns_memory
+from spmd.autodiff.tape import ACTIVE
 from spmd.autodiff.tracer import Array, value_of
 from spmd.errors import describe, message
 from spmd.products import inner
@@ -47,14 +47,13 @@ class Optimizer(NamedTuple):
     the old. Updates are differentiable, so one can differentiate through training (through Adam: where no gradient
     entry has been zero throughout).
 
-    donate: state and params are given away, as by jax.jit(donate_argnums=...): nobody needs them any more, and their
-    memory takes the results. A step then needs no more than its gradients. Of a `PartitionedArray` that is so on the
-    host where nobody else has its blocks, and to use it afterwards is a DonatedError; a bare array is written over
-    where it is writable, contiguous, no view, and once among the arguments. The results are the same. In a body, and
-    where something is differentiated, nothing is given away.
+    donate: the state and params that are `PartitionedArray`s are given away, as by jax.jit(donate_argnums=...): nobody
+    needs them any more, and on the host their memory takes the results, where nobody else has it. A step then needs no
+    more than its gradients. To use them afterwards is a DonatedError. The results are the same. Bare arrays stay as
+    they are, and so does everything in a body, and while something is differentiated.
 
     Raises ValueError where trees or shapes differ, for arrays of other numbers, and for rates and other options out of
-    their ranges; nothing has been written over then.
+    their ranges; nothing has been given away then.
     """
 
     init: Callable[[Any], Any]
@@ -261,69 +260,81 @@ class _Step(NamedTuple):
         """The results of the step on every parameter, each as a tree."""
         leaves, structure = tree.flatten(params)
         rows = list(zip(leaves, *(structure.flatten_up_to(t) for t in others), strict=True))
-        if donate and (self.numbers is None or any(Array in map(type, arrays) for arrays in rows)):
-            donate = False  # a tape may keep them
+        fused = [self._fits(arrays) for arrays in rows]
+        # Nothing is written over before all is done that may fail.
+        made: list[Any] = [None if fits else self._by_formula(arrays) for fits, arrays in zip(fused, rows, strict=True)]
+        donate = donate and not ACTIVE.get()
         mine = _given_away(rows) if donate else frozenset()
-        made = []
-        for arrays in rows:
-            results = self._fused(arrays, mine)
-            if results is None:
-                p, g, *_ = arrays
-                _check("params", p)
-                _check("grads", g, p)
-                results = self.formula(*arrays)
-            made.append(results)
+        for k, arrays in enumerate(rows):
+            if fused[k]:
+                made[k] = self._fused(arrays, mine)
         for p, _, *state in rows if donate else ():
             for a in (p, *state):
                 if type(a) is PartitionedArray:
                     a.blocks = GIVEN_AWAY
         return [tree.unflatten(structure, [results[k] for results in made]) for k in range(count)]
 
-    def _fused(self, arrays: tuple[Any, ...], mine: Set[int]) -> tuple[Any, ...] | None:
-        """The step by its kernel: new parameters, and state or None. None where it is for the formula. mine: the arrays
-        that may be written over, by their ids."""
+    def _by_formula(self, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+        p, g, *_ = arrays
+        _check("params", p)
+        _check("grads", g, p)
+        return self.formula(*arrays)
+
+    def _fits(self, arrays: tuple[Any, ...]) -> bool:
+        """Whether the kernel takes these: arrays of one kind, that lie alike, of its dtypes, and not differentiated."""
         p = arrays[0]
         kind = type(p)
         if self.numbers is None or not (kind in _KINDS or kernels.on_device(p)) or not p.shape:
-            return None
+            return False
         wanted = dtype = p.dtype
         if _name(dtype) not in _FLOATING:
-            return None
+            return False
         for k, a in enumerate(arrays):
             if k == 2 and _short(p):
                 wanted = _SINGLE
             if type(a) is not kind or (a.dtype is not wanted and a.dtype != wanted):
-                return None
-        over = False
-        if mine:
-            over = all(k == 1 or id(a) in mine for k, a in enumerate(arrays))
+                return False
         if kind is PartitionedArray:
-            results = self._blockwise(arrays, over)
-        else:
-            if any(a.shape != p.shape for a in arrays):
-                return None
-            kernel = self.kernel if kind is Array else self.kernel.primitive.fun
-            if kind is Array and any(a.tape is not None or a.state is not p.state for a in arrays):
-                return None
-            results = kernel(*arrays, options=self.numbers, over=over)
-        return results if results is None or len(results) > 1 else (*results, None)
+            layout, mesh = p.layout, p.mesh
+            for argument, a in zip(_ARGUMENTS, arrays, strict=False):
+                if a.blocks is GIVEN_AWAY:
+                    raise donated("spmd.optim", argument)
+                if (a.layout is not layout and a.layout != layout) or (a.mesh is not mesh and a.mesh != mesh):
+                    return False
+            return True
+        if kind is Array and any(a.tape is not None or a.state is not p.state for a in arrays):
+            return False
+        return all(a.shape == p.shape for a in arrays)
 
-    def _blockwise(self, arrays: tuple[Any, ...], over: bool) -> tuple[Any, ...] | None:
+    def _fused(self, arrays: tuple[Any, ...], mine: Set[int]) -> tuple[Any, ...]:
+        """The step by its kernel: new parameters, and state or None. mine: the ids of the arrays that may be written
+        over."""
+        kind = type(arrays[0])
+        if kind is PartitionedArray:
+            results = self._blockwise(arrays, bool(mine) and all(k == 1 or id(a) in mine for k, a in enumerate(arrays)))
+        else:
+            kernel = self.kernel if kind is Array else self.kernel.primitive.fun
+            results = kernel(*arrays, options=self.numbers)
+        return results if len(results) > 1 else (*results, None)
+
+    def _blockwise(self, arrays: tuple[Any, ...], over: bool) -> tuple[Any, ...]:
         """The step on each block that is here, once for all copies of it."""
         p = arrays[0]
         layout, mesh, fun, numbers = p.layout, p.mesh, self.kernel.primitive.fun, self.numbers
-        for a in arrays:
-            if (a.layout is not layout and a.layout != layout) or (a.mesh is not mesh and a.mesh != mesh):
-                return None
         tables = [a.blocks for a in arrays]
         keys = {w: mesh.sharing(layout, w) for w in tables[0]}
+        if over:  # of what may be written over nobody is to have a block but a list
+            tables = [table if k == 1 else dict(table) for k, table in enumerate(tables)]
+            for k, a in enumerate(arrays):
+                if k != 1:
+                    a.blocks = GIVEN_AWAY
         copies: dict[Any, list[int]] = {}
         for w, key in keys.items():
             copies.setdefault(key, []).append(w)
         done: dict[Any, tuple[Any, ...]] = {}
         for key, workers in copies.items():
             first, mine = workers[0], False
-            if over:  # of what may be written over nobody is to have a block but this list
+            if over:
                 blocks = [table[first] if k == 1 else _taken(table, workers) for k, table in enumerate(tables)]
                 mine = all(k == 1 or reclaimed(blocks, k) for k in range(len(blocks)))
             else:
@@ -336,10 +347,8 @@ class _Step(NamedTuple):
             for new in made:
                 sealed(new)
             done[key] = made
-        count = len(arrays) - 1
-        return tuple(
-            [PartitionedArray({w: done[key][k] for w, key in keys.items()}, layout, mesh) for k in range(count)]
-        )
+        results = [{w: done[key][k] for w, key in keys.items()} for k in range(len(arrays) - 1)]
+        return tuple([PartitionedArray(blocks, layout, mesh) for blocks in results])
 
 
 def _taken(table: dict[int, Any], workers: Sequence[int]) -> Any:
@@ -350,33 +359,18 @@ def _taken(table: dict[int, Any], workers: Sequence[int]) -> Any:
     return block
 
 
+_ARGUMENTS = ("params", "grads", "state", "state")
 _KINDS = frozenset((PartitionedArray, Array, np.ndarray))
 _SINGLE = np.dtype(np.float32)
 
 
 def _given_away(rows: Sequence[tuple[Any, ...]]) -> Set[int]:
-    """The ids of the parameters and states that may be written over: there once, and no other is a view of them. Raises
-    ValueError where an update would, before anything is written."""
+    """The ids of the parameters and states that may be written over: global arrays that are there once."""
     times: dict[int, int] = {}
     for arrays in rows:
-        p, g, *_ = arrays
-        _check("params", p)
-        _check("grads", g, p)
         for a in arrays:
             times[id(a)] = times.get(id(a), 0) + 1
-            if type(a) is PartitionedArray:
-                continue
-            base = getattr(a, "base", None)
-            while base is not None:
-                times[id(base)] = 2
-                base = getattr(base, "base", None)
-    owned = [a for p, _, *state in rows for a in (p, *state) if times[id(a)] == 1]
-    return {id(a) for a in owned if type(a) is PartitionedArray or _writable(a)}
-
-
-def _writable(a: Any) -> bool:
-    """Whether a bare array may be written over, if it was given away."""
-    return type(a) is np.ndarray and owns_memory(a) and a.flags.c_contiguous and a.flags.writeable
+    return {id(a) for p, _, *state in rows for a in (p, *state) if type(a) is PartitionedArray and times[id(a)] == 1}
 
 
 # Around the step

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from spmd import device as devices
-from spmd.array import Frozen, PartitionedArray, not_in_a_body, one_copy, owned_on, relayout
+from spmd.array import Frozen, PartitionedArray, one_copy, owned_on, relayout, usable
 from spmd.autodiff import tree
 from spmd.device import on_device
 from spmd.errors import (
@@ -104,7 +104,7 @@ def put(x, spec: Any, mesh: Mesh | None = None) -> Any:
 def _put(x, spec: Spec, mesh: Mesh | None, path: str) -> PartitionedArray:
     where, argument = "spmd.put", "spec" if path == "x" else f"spec, for {path}"
     if type(x) is PartitionedArray:
-        not_in_a_body(where, x)
+        usable(where, x)
         mesh = mesh or x.mesh
         if mesh != x.mesh:
             raise MeshError(
@@ -228,7 +228,7 @@ def from_blocks(blocks: Sequence[Any] | Mapping[int, Any], spec: Spec, mesh: Mes
     return one_copy(mine, layout, mesh)
 
 
-_PLAIN = frozenset("?bBhHiIlLqQefdFD")
+_PLAIN = frozenset(map(np.dtype, "?bBhHiIlLqQefdFD"))
 """The dtypes all of whose bits are numbers, and that give away their bytes."""
 _WHOLE = 1 << 16
 _SAMPLE = 1 << 10
@@ -242,7 +242,7 @@ def fingerprint(block: np.ndarray) -> int:
     """
     if on_device(block):
         return 0
-    if block.nbytes <= _WHOLE and block.dtype.char in _PLAIN and block.flags.c_contiguous:
+    if block.nbytes <= _WHOLE and block.dtype in _PLAIN and block.flags.c_contiguous:
         return zlib.crc32(block.data)  # as `checksum`
     flat = block.reshape(-1)
     if block.nbytes > _WHOLE:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from spmd.autodiff import tree
@@ -34,11 +33,8 @@ def spread(where: str, name: str, argument: str, specs, value) -> list[Leaf]:
         if hasattr(value, "shape") or isinstance(value, int | float | complex):
             return [Leaf(name, specs, value)]
         leaves, structure = tree.flatten(value, none_is_leaf=True)
-        try:
-            paths = _paths(name, structure)
-        except TypeError:  # a class whose fixed parts have no hash
-            paths = _paths.__wrapped__(name, structure)
-        return [Leaf(p, None if x is None else specs, x) for p, x in zip(paths, leaves, strict=True)]
+        paths = tree.shown_paths(structure)
+        return [Leaf(name + p, None if x is None else specs, x) for p, x in zip(paths, leaves, strict=True)]
     try:
         each = tree.prefix(specs, value)
     except ValueError:
@@ -56,12 +52,6 @@ def spread(where: str, name: str, argument: str, specs, value) -> list[Leaf]:
         Leaf(name + path, None if leaf is None else spec, leaf)
         for path, spec, leaf in zip(paths, each, leaves, strict=True)
     ]
-
-
-@lru_cache(maxsize=256)
-def _paths(name: str, structure: Any) -> list[str]:
-    """How the leaves of an argument are written."""
-    return [name + path for path in tree.shown_paths(structure)]
 
 
 def _structure(value) -> str:

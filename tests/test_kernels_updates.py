@@ -52,11 +52,25 @@ def test_all_engines_have_the_bits_of_the_formula(name, state, more, dtype):
     for off in (jit.off(), contextlib.nullcontext()):
         with off:
             found = getattr(cpu, name)(p, g, *kept, *more)
-        for f, e in zip(found, exact, strict=True):
+            mine = [a.copy() for a in (p, *kept)]
+            over = getattr(cpu, name)(mine[0], g, *mine[1:], *more, over=True)
+        for f, o, a, e in zip(found, over, mine, exact, strict=True):
+            assert o is a
             np.testing.assert_array_equal(f, e.astype(f.dtype))
+            np.testing.assert_array_equal(o, f)
+    mine = [a.copy() for a in (wide[0], *kept)]
+    for o, a, e in zip(
+        getattr(reference, name)(mine[0], wide[1], *mine[1:], *more, over=True), mine, exact, strict=True
+    ):
+        assert o is a
+        np.testing.assert_array_equal(o, e)
     if device.available() and n < 10_000:
         with device.emulated() as gpu:
             found = device.get(getattr(gpu, name)(*map(device.put, (p, g, *kept)), *more))
+            mine = [device.put(a) for a in (p, *kept)]
+            getattr(gpu, name)(mine[0], device.put(g), *mine[1:], *more, over=True)
+            for f, a in zip(found, device.get(tuple(mine)), strict=True):
+                np.testing.assert_array_equal(a, f)
         for f, e in zip(found, exact, strict=True):
             np.testing.assert_array_equal(f, e.astype(f.dtype))
 

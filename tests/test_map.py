@@ -914,3 +914,29 @@ def test_maps_may_be_called_from_several_threads():
         for k, grads in enumerate(pool.map(work, range(8))):
             for g in grads:
                 close(g, gradient_by_hand(W * k, X, Y))
+
+
+def test_fixed_parts_of_classes_may_be_arrays():
+    """They are no part of what is known of a call from the one before."""
+
+    class Table:
+        def __init__(self, w, fixed):
+            self.w, self.fixed = w, fixed
+
+    spmd.tree.register(Table, lambda t: ((t.w,), t.fixed), lambda fixed, ws: Table(*ws, fixed))
+    double = spmd.map(
+        lambda t: t.w * t.fixed[0], in_specs=P("x"), out_specs=P("x"), mesh=spmd.Mesh(x=2, transport="local")
+    )
+    for factor in 2.0, 3.0, 3.0:
+        np.testing.assert_array_equal(double(Table(np.arange(4.0), np.array([factor, 0.0]))), factor * np.arange(4))
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3b11fnuz", "bfloat16", "int4", "float8_e5m2"])
+def test_copies_of_foreign_dtypes_are_compared(name):
+    """Whose letters may be those of NumPy's own."""
+    dtype = np.dtype(getattr(pytest.importorskip("ml_dtypes"), name))
+    mesh = spmd.Mesh(x=2, transport="local")
+    x = spmd.from_blocks([np.ones(3).astype(dtype)] * 2, P(), mesh=mesh)
+    assert x.dtype == dtype
+    y = mesh.map(lambda a: np.ones(3).astype(dtype), in_specs=P("x"), out_specs=P())(np.arange(4.0))
+    np.testing.assert_array_equal(y.numpy().astype(float), np.ones(3))

@@ -63,8 +63,14 @@ GLOBAL = [
             "without donate the old stay",
         )
         for name, head, use in (
-            ("x.numpy()", "a PartitionedArray", lambda x: x.numpy()),
-            ("a ufunc", "a PartitionedArray", lambda x: x + 1),
+            ("x.numpy()", "PartitionedArray.numpy", lambda x: x.numpy()),
+            ("a ufunc", "np.add", lambda x: x + 1),
+            ("spmd.put", "spmd.put", lambda x: spmd.put(x, P())),
+            (
+                "an update",
+                "spmd.optim: argument grads",
+                lambda x: spmd.optim.sgd(0.1).update(x, spmd.optim.SGDState(0, None), here()),
+            ),
             ("a map", "spmd.map of <lambda>: argument x", lambda x: spmd.map(lambda x: x, P("data"), P("data"))(x)),
         )
     ),
