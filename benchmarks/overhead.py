@@ -6,7 +6,8 @@ over gloo with a thread each. JAX jitted is there for reference: it is no eager 
 Costs: an import is timed in fresh processes, from its first line on; a first call from the end of the import on, with
 its caches on disk as they are. An operation is one of a chain in one process, with one thread: in a body of two
 virtual workers that take turns, where the arrays carry their states (spmd) or not (check=False), beside the same loop
-on plain arrays; or in value and gradient by a tape, beside plain NumPy, which computes the value only.
+on plain arrays; or in value and gradient by a tape, beside plain NumPy, which computes the value only. A parameter is
+one of many that two virtual workers have; torch has them in one process.
 Memory: value and gradient by a tape, beside NumPy as one writes forward and backward by hand.
 """
 
@@ -353,6 +354,81 @@ def plain(name: str) -> Case:
     return Case(each(repeated(lambda: f(x)), TIMES), list)
 
 
+PARAMETERS, RATE = 64, 0.01
+STEPPING = f"a step of training, each of {PARAMETERS} small parameters"
+
+
+def parameters() -> tuple[list[np.ndarray], np.ndarray]:
+    """Many small ones, and what they are added to, a row for each of two workers."""
+    rng = np.random.default_rng(0)
+    return [0.1 * rng.standard_normal(16) for _ in range(PARAMETERS)], pair().astype(float)
+
+
+def stepping(start: Callable[[], Any], step: Callable[[Any], tuple[Any, Any]], whole: Callable[[Any], list]) -> Case:
+    """A step of training, for each parameter. step: the parameters to the loss and the next."""
+    trained = start()
+
+    def once():
+        nonlocal trained
+        _, trained = step(trained)
+
+    def tell():
+        mine = start()
+        for _ in range(3):
+            value, mine = step(mine)
+        return [value, *whole(mine)]
+
+    return Case(each(repeated(once), PARAMETERS), tell)
+
+
+def stepping_spmd() -> Case:
+    import spmd
+    from spmd import P
+
+    def local(params, x):
+        for p in params:
+            x = x + p
+        return spmd.psum(np.sum(np.tanh(x)), "x")
+
+    mesh, optimizer = spmd.Mesh(x=2, transport="local"), spmd.optim.sgd(RATE)
+    loss_and_grads = spmd.value_and_grad(mesh.map(local, in_specs=(P(), P("x")), out_specs=P()))
+    x = spmd.put(parameters()[1], P("x"), mesh)
+
+    def start():
+        params = spmd.put(parameters()[0], P(), mesh)
+        return params, optimizer.init(params)
+
+    def step(trained):
+        params, state = trained
+        value, grads = loss_and_grads(params, x)
+        return value, optimizer.update(grads, state, params, donate=True)
+
+    return stepping(start, step, lambda trained: [p.numpy() for p in trained[0]])
+
+
+def stepping_torch() -> Case:
+    """One process has all rows, and sends nothing."""
+    torch = torch_with(1)
+    x = torch.from_numpy(parameters()[1])
+
+    def start():
+        params = [torch.nn.Parameter(torch.from_numpy(p)) for p in parameters()[0]]
+        return params, torch.optim.SGD(params, lr=RATE, foreach=True)
+
+    def step(trained):
+        params, optimizer = trained
+        optimizer.zero_grad()
+        y = x
+        for p in params:
+            y = y + p
+        value = torch.sum(torch.tanh(y))
+        value.backward()
+        optimizer.step()
+        return value.detach().numpy(), trained
+
+    return stepping(start, step, lambda trained: [p.detach().numpy() for p in trained[0]])
+
+
 def bodies(case: Callable[[str], Case]) -> Builders:
     return {f"in a body, {name}": partial(case, name) for name in OPERATIONS}
 
@@ -368,7 +444,9 @@ def _(quick: bool) -> Builders:
     empty = {f"empty map, {s}": partial(empty_spmd, s) for s in ("lockstep", "threads", "auto")}
     same = {f"map of the identity, {s}": partial(identity_spmd, s) for s in ("lockstep", "threads", "auto")}
     typed = bodies(lambda name: in_body(name, True))
-    return processes("spmd") | empty | same | typed | tapes(lambda name: taped(name, spmd.value_and_grad))
+    each_parameter = {STEPPING: stepping_spmd}
+    traced = tapes(lambda name: taped(name, spmd.value_and_grad))
+    return processes("spmd") | empty | same | typed | traced | each_parameter
 
 
 @COSTS.contestant("spmd, check=False", env=ONE_THREAD)
@@ -391,7 +469,7 @@ def _(quick: bool) -> Builders:
 
 @COSTS.contestant("torch", needs=("torch",), env=ONE_THREAD)
 def _(quick: bool) -> Builders:
-    return processes("torch") | tapes(taped_torch)
+    return processes("torch") | tapes(taped_torch) | {STEPPING: stepping_torch}
 
 
 @COSTS.contestant("jax, 2 devices", needs=("jax",), env=TWO_DEVICES)
