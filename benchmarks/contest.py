@@ -299,11 +299,19 @@ def _release() -> None:
 
 def _peak(case: Case) -> int:
     """The most memory that a repetition takes, above what is taken before it, in bytes; by the system's account. What
-    several processes look at counts once: a part for each."""
+    several processes look at counts once: a part for each. A job's processes wait for each other here: one that has not
+    let go of its memory yet would be looked at still."""
+    time.sleep(_SOON)
     before, common = _status("VmRSS"), _of_others()
     Path("/proc/self/clear_refs").write_text("5")
     case.run(1)
-    return _status("VmHWM") - before - (_of_others() - common)
+    most = _status("VmHWM")
+    time.sleep(_SOON)
+    return most - before - (_of_others() - common)
+
+
+_SOON = 0.3
+"""Seconds after which all processes of a job have come to the same place."""
 
 
 def _of_others() -> int:
