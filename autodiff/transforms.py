@@ -201,7 +201,7 @@ def innermost(leaves) -> Tape | None:
 def _pulled(tape: Tape, seeds, leaves: list, *, free: bool) -> list[Any]:
     """The cotangents of leaves as the caller sees them: zeros where none came, each with the state of its argument,
     and bare ones as arrays of their own: writing into one changes no other, nor what was given or is kept."""
-    blocks = [x if type(x) is Array else held(x) for x in leaves]
+    blocks = [held(x) for x in leaves]
     found = sweep(tape, seeds, [x.node for x in blocks if on(x, tape)], free=free)
     found.reverse()
     pulled = []

@@ -47,6 +47,7 @@ __all__ = [
     "Measured",
     "Section",
     "Table",
+    "by_steps",
     "by_the_faster",
     "compete",
     "contend",
@@ -117,6 +118,24 @@ def in_two_threads(*works: Callable[[int], Any]) -> Callable[[], None]:
             second.result()
 
     return step
+
+
+def by_steps(start: Callable[[], Any], step: Callable[[Any], tuple[Any, Any]]) -> tuple[Callable[[], None], Any]:
+    """What takes a step of training on from the one before, and what gives the loss and the parameters of the third
+    step from the start. start: the parameters at first. step: these to the loss and the next."""
+    params = start()
+
+    def once() -> None:
+        nonlocal params
+        _, params = step(params)
+
+    def third() -> tuple[Any, Any]:
+        value, mine = None, start()
+        for _ in range(3):
+            value, mine = step(mine)
+        return value, mine
+
+    return once, third
 
 
 @dataclass

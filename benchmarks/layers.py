@@ -29,6 +29,7 @@ from benchmarks.contest import (
     Builders,
     Case,
     Section,
+    by_steps,
     faster,
     in_two_threads,
     jitted,
@@ -70,17 +71,11 @@ def training(
 ) -> Case:
     """start: the parameters at first. step: these to the loss and the next. whole: these to arrays like `initial`.
     kept: the bytes of the memory for gradients, where it stays from step to step."""
-    params = start()
-
-    def once():
-        nonlocal params
-        _, params = step(params)
+    once, third = by_steps(start, step)
 
     def tell():
-        trained = start()
-        for _ in range(3):
-            value, trained = step(trained)
-        return told(value, whole(trained))
+        value, params = third()
+        return told(value, whole(params))
 
     return Case(repeated(once), tell, drop, kept)
 

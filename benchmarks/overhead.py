@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.contest import ONE_THREAD, TWO_DEVICES, Builders, Case, Section, repeated, torch_with
+from benchmarks.contest import ONE_THREAD, TWO_DEVICES, Builders, Case, Section, by_steps, repeated, torch_with
 
 W7 = Section("w7", "20 small operations and a sum over two workers, eagerly, value and gradient", 1e-5)
 COSTS = Section("costs", "what single calls cost", 1e-9)
@@ -365,18 +365,12 @@ def parameters() -> tuple[list[np.ndarray], np.ndarray]:
 
 
 def stepping(start: Callable[[], Any], step: Callable[[Any], tuple[Any, Any]], whole: Callable[[Any], list]) -> Case:
-    """A step of training, for each parameter. step: the parameters to the loss and the next."""
-    trained = start()
-
-    def once():
-        nonlocal trained
-        _, trained = step(trained)
+    """A step of training, for each parameter."""
+    once, third = by_steps(start, step)
 
     def tell():
-        mine = start()
-        for _ in range(3):
-            value, mine = step(mine)
-        return [value, *whole(mine)]
+        value, params = third()
+        return [value, *whole(params)]
 
     return Case(each(repeated(once), PARAMETERS), tell)
 

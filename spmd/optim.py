@@ -339,11 +339,8 @@ class _Step(NamedTuple):
                 mine = all(k == 1 or reclaimed(blocks, k) for k in range(len(blocks)))
             else:
                 blocks = [table[first] for table in tables]
-            if mesh.places is None:
+            with beside(mesh, first):
                 made = fun(*blocks, options=numbers, over=mine)
-            else:
-                with beside(mesh, first):
-                    made = fun(*blocks, options=numbers, over=mine)
             for new in made:
                 sealed(new)
             done[key] = made

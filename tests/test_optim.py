@@ -380,8 +380,7 @@ def test_arrays_that_share_their_memory_step_each_by_itself(optimizer):
 
 
 def test_an_update_that_fails_takes_nothing():
-    mesh, elsewhere = (spmd.Mesh(x=2, transport="local") for _ in range(2))
-    elsewhere = spmd.Mesh(x=3, transport="local")
+    mesh, elsewhere = (spmd.Mesh(x=n, transport="local") for n in (2, 3))
     lay = lambda x, mesh=mesh: spmd.put(x, P("x"), mesh)
     gone = lay(np.ones(6))
     sgd(0.1).update(lay(np.ones(6)), SGDState(0, None), gone, donate=True)

@@ -688,8 +688,7 @@ def vary(x: Array, state: State) -> Array:
     key, twins = (x.node, state), x.tape.twins
     twin = twins.get(key)
     if twin is None:
-        op = _between(here("spmd.pvary").mesh.sides, x.state, state)
-        twin = twins[key] = move(op, x) if LEDGERS.get() else _passed(op, x, state)
+        twin = twins[key] = move(_between(here("spmd.pvary").mesh.sides, x.state, state), x)
     return twin
 
 
@@ -725,7 +724,7 @@ class Join(Mixing):
         for a in arrays:
             if a.state is not state:
                 state = state | a.state
-        return [a if a.state is state else vary(a, state) for a in arrays], state
+        return [vary(a, state) for a in arrays], state
 
     def bring(self, g, have, state):
         if type(g) is not Array or g.state is state or state is None:
