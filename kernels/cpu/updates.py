@@ -57,7 +57,7 @@ def _stepped(
     """The results, the first like the parameters, the others like the state. Short numbers are widened in pieces."""
     p, _, *state = arrays
     wide = accurate(p.dtype)
-    scalars = [wide.type(n) for n in numbers]
+    scalars = tuple([wide.type(n) for n in numbers])
     at_once = compiled = wide.char in "fd" and jit.available()
     for a in arrays:
         if a.dtype is not wide:
@@ -67,9 +67,9 @@ def _stepped(
     flat = [(a if a.flags.c_contiguous else np.ascontiguousarray(a)).reshape(-1) for a in arrays]
     if compiled and at_once:
         if over:
-            step.rows_over(*flat, *scalars, flag)
+            step.rows_over(*flat, scalars, flag)
         else:
-            step.rows(*[o.reshape(-1) for o in outs], *flat, *scalars, flag)
+            step.rows(*[o.reshape(-1) for o in outs], *flat, scalars, flag)
         return tuple(outs)
     into = [o.reshape(-1) for o in outs]
     length = CACHE // wide.itemsize
@@ -78,7 +78,7 @@ def _stepped(
         parts = [a[piece].astype(wide, copy=False) for a in flat]
         # What is read of is not written to before all is computed.
         made = [np.empty(len(parts[0]), wide) if over or o.dtype != wide else o[piece] for o in into]
-        (step.rows if compiled else step.plain)(*made, *parts, *scalars, flag)
+        (step.rows if compiled else step.plain)(*made, *parts, scalars, flag)
         for o, new in zip(into, made, strict=True):
             if over or o.dtype != wide:
                 o[piece] = new
@@ -86,46 +86,50 @@ def _stepped(
 
 
 @jit.exact
-def _descended(p: Any, g: Any, rate: Any) -> Any:
+def _descended(p: Any, g: Any, numbers: Any) -> Any:
+    (rate,) = numbers
     return p - rate * g
 
 
 @jit.loops("out", fastmath=())
-def _descend(out: Any, p: Any, g: Any, rate: Any, _flag: Any) -> None:
+def _descend(out: Any, p: Any, g: Any, numbers: Any, _flag: Any) -> None:
     for i in range(out.shape[0]):
-        out[i] = _descended(p[i], g[i], rate)
+        out[i] = _descended(p[i], g[i], numbers)
 
 
 @jit.loops("p", fastmath=())
-def _descend_over(p: Any, g: Any, rate: Any, _flag: Any) -> None:
+def _descend_over(p: Any, g: Any, numbers: Any, _flag: Any) -> None:
     for i in range(p.shape[0]):
-        p[i] = _descended(p[i], g[i], rate)
+        p[i] = _descended(p[i], g[i], numbers)
 
 
-def _descend_plain(out: np.ndarray, p: np.ndarray, g: np.ndarray, rate: Any, _flag: bool) -> None:
+def _descend_plain(out: np.ndarray, p: np.ndarray, g: np.ndarray, numbers: Any, _flag: bool) -> None:
+    (rate,) = numbers
     np.multiply(g, rate, out=out)
     np.subtract(p, out, out=out)
 
 
 @jit.exact
-def _with_momentum(p: Any, g: Any, v: Any, rate: Any, momentum: Any, nesterov: Any) -> Any:
+def _with_momentum(p: Any, g: Any, v: Any, numbers: Any, nesterov: Any) -> Any:
+    rate, momentum = numbers
     new = momentum * v + g
     return p - rate * (momentum * new + g if nesterov else new), new
 
 
 @jit.loops("out", "sums", fastmath=())
-def _momentum(out: Any, sums: Any, p: Any, g: Any, v: Any, rate: Any, momentum: Any, nesterov: Any) -> None:
+def _momentum(out: Any, sums: Any, p: Any, g: Any, v: Any, numbers: Any, nesterov: Any) -> None:
     for i in range(out.shape[0]):
-        out[i], sums[i] = _with_momentum(p[i], g[i], v[i], rate, momentum, nesterov)
+        out[i], sums[i] = _with_momentum(p[i], g[i], v[i], numbers, nesterov)
 
 
 @jit.loops("p", "v", fastmath=())
-def _momentum_over(p: Any, g: Any, v: Any, rate: Any, momentum: Any, nesterov: Any) -> None:
+def _momentum_over(p: Any, g: Any, v: Any, numbers: Any, nesterov: Any) -> None:
     for i in range(p.shape[0]):
-        p[i], v[i] = _with_momentum(p[i], g[i], v[i], rate, momentum, nesterov)
+        p[i], v[i] = _with_momentum(p[i], g[i], v[i], numbers, nesterov)
 
 
-def _momentum_plain(out, sums, p, g, v, rate: Any, momentum: Any, nesterov: bool) -> None:
+def _momentum_plain(out, sums, p, g, v, numbers: Any, nesterov: bool) -> None:
+    rate, momentum = numbers
     np.multiply(v, momentum, out=sums)
     sums += g
     if nesterov:
@@ -138,22 +142,8 @@ def _momentum_plain(out, sums, p, g, v, rate: Any, momentum: Any, nesterov: bool
 
 
 @jit.exact
-def _adapted(
-    p: Any,
-    g: Any,
-    m: Any,
-    s: Any,
-    rate: Any,
-    b1: Any,
-    rest1: Any,
-    unbias1: Any,
-    b2: Any,
-    rest2: Any,
-    unbias2: Any,
-    eps: Any,
-    decay: Any,
-    decays: Any,
-) -> Any:
+def _adapted(p: Any, g: Any, m: Any, s: Any, numbers: Any, decays: Any) -> Any:
+    rate, b1, rest1, unbias1, b2, rest2, unbias2, eps, decay = numbers
     mean = b1 * m + rest1 * g
     square = b2 * s + rest2 * (g * g)
     along = (mean * unbias1) / (np.sqrt(square * unbias2) + eps)
@@ -161,57 +151,19 @@ def _adapted(
 
 
 @jit.loops("out", "mean", "square", fastmath=())
-def _adamw(
-    out: Any,
-    mean: Any,
-    square: Any,
-    p: Any,
-    g: Any,
-    m: Any,
-    s: Any,
-    rate: Any,
-    b1: Any,
-    rest1: Any,
-    unbias1: Any,
-    b2: Any,
-    rest2: Any,
-    unbias2: Any,
-    eps: Any,
-    decay: Any,
-    decays: Any,
-) -> None:
+def _adamw(out: Any, mean: Any, square: Any, p: Any, g: Any, m: Any, s: Any, numbers: Any, decays: Any) -> None:
     for i in range(out.shape[0]):
-        out[i], mean[i], square[i] = _adapted(
-            p[i], g[i], m[i], s[i], rate, b1, rest1, unbias1, b2, rest2, unbias2, eps, decay, decays
-        )
+        out[i], mean[i], square[i] = _adapted(p[i], g[i], m[i], s[i], numbers, decays)
 
 
 @jit.loops("p", "m", "s", fastmath=())
-def _adamw_over(
-    p: Any,
-    g: Any,
-    m: Any,
-    s: Any,
-    rate: Any,
-    b1: Any,
-    rest1: Any,
-    unbias1: Any,
-    b2: Any,
-    rest2: Any,
-    unbias2: Any,
-    eps: Any,
-    decay: Any,
-    decays: Any,
-) -> None:
+def _adamw_over(p: Any, g: Any, m: Any, s: Any, numbers: Any, decays: Any) -> None:
     for i in range(p.shape[0]):
-        p[i], m[i], s[i] = _adapted(
-            p[i], g[i], m[i], s[i], rate, b1, rest1, unbias1, b2, rest2, unbias2, eps, decay, decays
-        )
+        p[i], m[i], s[i] = _adapted(p[i], g[i], m[i], s[i], numbers, decays)
 
 
-def _adamw_plain(
-    out, mean, square, p, g, m, s, rate, b1, rest1, unbias1, b2, rest2, unbias2, eps, decay, decays
-) -> None:
+def _adamw_plain(out, mean, square, p, g, m, s, numbers: Any, decays: bool) -> None:
+    rate, b1, rest1, unbias1, b2, rest2, unbias2, eps, decay = numbers
     other = np.empty_like(out)
     np.multiply(m, b1, out=mean)
     mean += np.multiply(g, rest1, out=other)
