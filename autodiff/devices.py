@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from spmd.autodiff.primitive import composites, handlers
-from spmd.errors import StateError, describe, message
+from spmd.autodiff.program import whole_line
+from spmd.errors import JitError, StateError, describe, message
 
 __all__ = [
     "ALONE",
@@ -119,6 +120,8 @@ def again(fun: Callable, args: list[Any], kwargs: dict[str, Any], error: Excepti
 
     args becomes what it was computed from. Without arrays of a device the error is raised as it is.
     """
+    if type(error) is JitError and error.looked:
+        return whole_line(fun, args, kwargs, error)
     if not isinstance(error, _REFUSALS) or type(error).__module__.startswith("spmd"):
         raise error
     there = next(arrays([args, kwargs]), None)
@@ -197,6 +200,8 @@ def stepwise(fun: Any, *args: Any, **kwargs: Any) -> Any:
 
 def pulled_again(pull: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
     """What a derivative rule that has failed gives when it is done step by step; the error where it fails again."""
+    if type(error) is JitError and error.looked:
+        return whole_line(pull, args, kwargs, error)
     if not isinstance(error, _REFUSALS) or type(error).__module__.startswith("spmd"):
         raise error
     there = next(arrays([args, kwargs]), None)

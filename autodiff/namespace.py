@@ -20,6 +20,7 @@ import numpy as np
 
 from spmd.autodiff import devices, tracer
 from spmd.autodiff.primitive import handlers
+from spmd.autodiff.program import bared
 from spmd.autodiff.tracer import Array, bare, dispatch, find, value_of
 from spmd.errors import DtypeError, StateError, TracedConversionError, describe, message
 
@@ -295,7 +296,7 @@ class _Joiner:
         # What NumPy makes of the positions of all entries tells where each of them goes.
         entries: list = []
         places = tuple(self._place(item, entries) for item in items)
-        dtype = numpys[tuple(_plain_slice(s) if isinstance(s, slice) else _dummy(bare(s)) for s in items)].dtype
+        dtype = numpys[tuple(_plain_slice(s) if isinstance(s, slice) else _dummy(bared(bare(s))) for s in items)].dtype
         return np.concatenate(entries).astype(dtype)[numpys[places]]
 
     def _place(self, item, entries: list):

@@ -265,7 +265,9 @@ def fit(g, node):
     if type(g) is Bundle:
         return g
     if not hasattr(g, "dtype"):
-        g = np.asarray(g)
+        from spmd.autodiff.program import one_line
+
+        g = one_line(np.asarray, (g,))
     if g.shape != node.shape:
         g = unbroadcast(g, node.shape)
     dtype = node.dtype

@@ -34,6 +34,7 @@ from spmd.autodiff.primitive import (
     primitives,
     refusals,
 )
+from spmd.autodiff.program import Number, Slot, slot_of
 from spmd.autodiff.rooms import owns_memory, writable
 from spmd.autodiff.tape import Bundle, Node, Tape
 from spmd.errors import (
@@ -231,9 +232,9 @@ def _recorded(plan: Plan, parents, args: list, likes, options, ans, state, tape:
     except AttributeError:
         if isinstance(ans, tuple):
             shape, dtype = None, None
-        elif isinstance(ans, float | complex):
+        elif isinstance(slot_of(ans), float | complex):
             shape, dtype = (), weak(ans)
-        elif isinstance(ans, int):
+        elif isinstance(slot_of(ans), int):
             return wrap(ans, state)
         else:
             raise _no_array(plan.prim, ans) from None
@@ -382,6 +383,8 @@ USUAL = {np.ndarray, np.float64, np.float32}
 """The types of values without any surprise: no number of Python's, and no Array of another level."""
 _operands = USUAL | {int, float}
 _PLAIN = {*_operands, bool, str, type(None), np.dtype, type}
+_NUMBERS = {int, float, complex, bool, Number}
+"""Python's numbers, and one of a program."""
 
 
 def register_device_arrays(module: Any) -> None:
@@ -408,7 +411,7 @@ def _parts(ans: Any, state, tape: Tape, node: Node):
 
 def weak(number: float | complex):
     """The dtype by which a node marks a Python number: none for a real one, whose type adapts to what it meets."""
-    return np.dtype(complex) if isinstance(number, complex) else None
+    return np.dtype(complex) if isinstance(slot_of(number), complex) else None
 
 
 def _with_keyword_arrays(prim: Primitive, args, kwargs):
@@ -449,7 +452,7 @@ def wrap(ans, state) -> Any:
     if isinstance(ans, tuple | list):
         parts = (wrap(a, state) for a in ans)
         return type(ans)(*parts) if hasattr(ans, "_fields") else type(ans)(parts)
-    return Array(ans, state) if hasattr(ans, "dtype") or isinstance(ans, int | float | complex) else ans
+    return Array(ans, state) if hasattr(ans, "dtype") or isinstance(ans, int | float | complex | Number) else ans
 
 
 def compute(fun, args, kwargs) -> Any:
@@ -727,12 +730,12 @@ class Array(metaclass=Shown):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return np.shape(self.value) if type(self.value) in (int, float, complex, bool) else self.value.shape
+        return () if type(self.value) in _NUMBERS else self.value.shape
 
     @property
     def dtype(self) -> np.dtype:
         value = self.value
-        return np.asarray(value).dtype if type(value) in (int, float, complex, bool) else value.dtype
+        return np.asarray(slot_of(value)).dtype if type(value) in _NUMBERS else value.dtype
 
     @property
     def ndim(self) -> int:
@@ -780,7 +783,7 @@ class Array(metaclass=Shown):
         return f"{'traced ' if self.tape is not None else ''}{state} {self.dtype}{list(self.shape)}"
 
     def __repr__(self) -> str:
-        value = value_of(self)
+        value = slot_of(value_of(self))
         value = value.get() if hasattr(value, "get") else np.asarray(value)
         data = np.array2string(value, separator=", ", threshold=20, edgeitems=2)
         return f"Array({data}, {self.__spmd_describe__()})"
@@ -788,7 +791,7 @@ class Array(metaclass=Shown):
     def __format__(self, spec: str) -> str:
         if not spec or self.shape:
             return object.__format__(self, spec)
-        value = value_of(self)
+        value = slot_of(value_of(self))
         return format(value.item() if hasattr(value, "item") else value, spec)
 
     # What it refuses
@@ -942,6 +945,9 @@ missing: dict[str, tuple[str, str]] = {}
 SEQUENCES = {list, tuple}
 OPERANDS = {Array, np.ndarray, int, float, complex, bool}
 _TYPES = {Array, np.ndarray}
+for _kinds in (_operands, _PLAIN, OPERANDS, _TYPES):  # what stands for them in programs
+    _kinds |= {Slot, Number}
+USUAL.add(Slot)
 tree.ALONE.add(Array)
 
 

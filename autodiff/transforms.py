@@ -19,6 +19,7 @@ import numpy as np
 from spmd.autodiff import tracer, tree
 from spmd.autodiff.dtypes import float0, kind_of_dtype
 from spmd.autodiff.primitive import Primitive
+from spmd.autodiff.program import Number, slot_of
 from spmd.autodiff.tape import Bundle, Node, Tape, alone, recording, sweep
 from spmd.autodiff.tracer import FLOAT, Array, find, part, record, value_of
 from spmd.errors import DifferentiationError, describe, message
@@ -45,6 +46,8 @@ _REAL = frozenset((np.dtype(np.float32), np.dtype(np.float64)))
 
 def kind_of(x: Any) -> str:
     """What a leaf is to differentiation: "f" real, "c" complex, "i" integer or boolean, "" anything else."""
+    if type(x) is Number:
+        x = x.value
     if type(x) in _NUMBERS:
         return _NUMBERS[type(x)]
     dtype = getattr(x, "dtype", None)
@@ -78,7 +81,7 @@ def refuse_handles(leaves: list, where: str, argument: str) -> None:
 
 def lift(tape: Tape, x: Any, where: str, path: Callable[[], str]) -> Any:
     """An argument as a leaf of the tape; `path` says how it is written."""
-    if type(x) in (float, complex):
+    if type(slot_of(x)) in (float, complex):
         return Array(x, tracer.mixing.ambient(), tape, tape.leaf((), tracer.weak(x)))
     if is_handle(x):
         return x.holding(lift(tape, x.block, where, path))

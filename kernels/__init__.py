@@ -15,7 +15,7 @@ import numpy as np
 
 from spmd.kernels import cpu, families
 
-__all__ = ["FAMILIES", "of", "on_device"]
+__all__ = ["FAMILIES", "of", "on_device", "register"]
 
 FAMILIES = families.FAMILIES
 """The kernels by family: a module of that name in each of the three packages."""
@@ -28,8 +28,18 @@ def on_device(x: object) -> bool:
 
 def of(x: object) -> ModuleType:
     """The kernels for the array x: `spmd.kernels.gpu` for one of CuPy, else `spmd.kernels.cpu`."""
-    if type(x) is not np.ndarray and on_device(x):
-        from spmd.kernels import gpu
+    if type(x) is not np.ndarray:
+        if on_device(x):
+            from spmd.kernels import gpu
 
-        return gpu
+            return gpu
+        return _others.get(type(x), cpu)
     return cpu
+
+
+_others: dict[type, ModuleType] = {}
+
+
+def register(kind: type, engine: ModuleType) -> None:
+    """Arrays of another class have these kernels."""
+    _others[kind] = engine

@@ -10,11 +10,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from spmd import kernels
 from spmd.autodiff import rooms
+from spmd.autodiff.program import Slot, is_slot, one_line, slots
 from spmd.errors import MeshError, TransportError, describe, message
 from spmd.kernels import buffers, on_device, streams, team
 
@@ -35,6 +38,7 @@ __all__ = [
     "owned",
     "places",
     "put",
+    "seen",
     "stacked",
     "to_host",
     "zeros",
@@ -42,21 +46,49 @@ __all__ = [
 
 rooms.take_from(buffers.empty, buffers.least)
 
+
+class _Recorded(ModuleType):
+    """The kernels for what stands for arrays in a program: each call is a line of it."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            first = next(s for s in slots((args, kwargs)) if type(s) is Slot)
+            return first.program.call(getattr(kernels.of(first.value), name), args, kwargs, fresh=True)
+
+        self.__dict__[name] = kernel
+        return kernel
+
+
+kernels.register(Slot, _Recorded("spmd.device.recorded"))
+
 DEVICES = ("cpu", "cuda")
 
 COPIED = 1 << 14
 """Bytes up to which a copy costs less than to find out whether it can be saved."""
 
 
+def seen(x: Any) -> bool:
+    """Whether values of bare data may be looked at: a device would be waited for, and in a program they are others each
+    time."""
+    return not is_slot(x) and not on_device(x)
+
+
 def contiguous(x: Any) -> Any:
     """x as a C-contiguous array, of the device if it is there."""
     if type(x) is np.ndarray or on_device(x):
         return x if x.flags.c_contiguous else copied(x)
+    if is_slot(x):
+        return x if x.flags.c_contiguous else one_line(contiguous, (x,))
     return np.asarray(x, order="C")
 
 
 def copied(x: Any) -> Any:
     """A C-contiguous copy of an array, where it lies."""
+    if is_slot(x):
+        return one_line(copied, (x,))
     out = empty(x.shape, x)
     put(out, x)
     return out

@@ -17,6 +17,7 @@ __all__ = [
     "DifferentiationError",
     "DonatedError",
     "DtypeError",
+    "JitError",
     "LayoutError",
     "MeshError",
     "MismatchError",
@@ -65,6 +66,15 @@ class DifferentiationError(TypeError):
 
 class DtypeError(TypeError):
     """A value that an array's dtype cannot hold."""
+
+
+class JitError(RuntimeError):
+    """What a body does under spmd.jit depends on values, or on what is not the same each time.
+
+    looked: it was raised where a value was looked at; what looks at values may be done as a whole, each time.
+    """
+
+    looked = False
 
 
 class TracedConversionError(TypeError):
