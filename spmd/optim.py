@@ -20,6 +20,7 @@ from spmd.autodiff import tree
 from spmd.autodiff.primitive import primitive
 from spmd.autodiff.tape import ACTIVE
 from spmd.autodiff.tracer import Array, value_of
+from spmd.device import seen
 from spmd.errors import describe, message
 from spmd.products import inner
 from spmd.transport.base import sealed
@@ -398,7 +399,7 @@ def clip_by_global_norm(grads: Any, max_norm: float) -> Any:
 
 def _relative_square(grads: Any, max_norm: float) -> Any:
     """The squared norm over that of max_norm."""
-    if not any(map(kernels.on_device, map(value_of, tree.leaves(grads)))):
+    if all(map(seen, map(value_of, tree.leaves(grads)))):
         wide, most = tree.map(_widened, grads), _weak(max_norm)
         with np.errstate(over="ignore", under="ignore", divide="ignore"):
             total = np.real(inner(wide, wide))

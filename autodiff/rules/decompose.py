@@ -22,6 +22,7 @@ import numpy as np
 
 from spmd.autodiff import devices
 from spmd.autodiff.primitive import composite, constant, primitive, rule
+from spmd.autodiff.program import checked
 from spmd.autodiff.rules.elementwise import nonzero
 from spmd.autodiff.rules.reduce import array, conj, largest, square
 from spmd.autodiff.tracer import bare, compute
@@ -80,19 +81,22 @@ def _warn_of_turns(name: str, gaps, gw, *turns) -> None:
 
     gw and turns: the cotangents of the values and of the turns.
     """
-    ties = np.triu(bare(gaps) == 0, 1)
+    checked(_look_for_turns, bare(gaps), name, bare(gw), *map(bare, turns))
+
+
+def _look_for_turns(gaps, name: str, gw, *turns) -> None:
+    ties = np.triu(gaps == 0, 1)
     if not ties.any():
         return
-    gw = bare(gw)
     differences = gw[..., None, :] - gw[..., :, None]
-    for asked, scale in ((differences, gw), *((bare(t), bare(t)) for t in turns)):
+    for asked, scale in ((differences, gw), *((t, t) for t in turns)):
         asked, scale = np.abs(asked), np.abs(scale)
         if np.max(ties * (asked + _t(asked))) > math.sqrt(_eps(scale)) * np.max(scale):
             warnings.warn(
                 f"where values are equal, the derivative of {name} takes the turn of their vectors as zero: that is "
                 "right for functions that treat these values alike and use the space of their vectors, not for others",
                 RuntimeWarning,
-                stacklevel=2,
+                stacklevel=4,
             )
             return
 
@@ -291,13 +295,8 @@ def _cholesky(g, ans, _a, *, upper=False):
 rule(np.linalg.cholesky, _cholesky)
 
 
-def _complement(name, g, q, rest):
-    """What a cotangent of `rest`, columns that complete q to a unitary matrix, means for q.
-
-    Any other basis of the same space would do for them, so a function of them must not depend on the basis.
-    """
-    turn = bare(_t(rest) @ g)
-    turn, scale = np.abs(turn - _h(turn)), np.abs(bare(g))
+def _check_turn(turn, name: str, g) -> None:
+    turn, scale = np.abs(turn - _h(turn)), np.abs(g)
     if largest(turn) > math.sqrt(_eps(scale)) * largest(scale):
         raise DifferentiationError(
             message(
@@ -307,6 +306,14 @@ def _complement(name, g, q, rest):
                 mend='leave these columns out (full_matrices=False, mode="reduced"), or use them in the form q2 @ q2^H',
             )
         )
+
+
+def _complement(name, g, q, rest):
+    """What a cotangent of `rest`, columns that complete q to a unitary matrix, means for q.
+
+    Any other basis of the same space would do for them, so a function of them must not depend on the basis.
+    """
+    checked(_check_turn, bare(_t(rest) @ g), name, bare(g))
     return -conj(rest) @ _h(g) @ conj(q)
 
 

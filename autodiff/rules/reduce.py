@@ -9,6 +9,7 @@ import numpy as np
 from numpy.lib.array_utils import normalize_axis_tuple
 
 from spmd.autodiff.primitive import composite, constant, primitive, rule
+from spmd.autodiff.program import checked
 from spmd.autodiff.rules.elementwise import nonzero
 from spmd.autodiff.rules.shape import along
 from spmd.autodiff.tracer import value_of
@@ -184,6 +185,11 @@ def weights_for(weights, a, axis) -> Any:
     return np.reshape(ordered, [n if i in axes else 1 for i, n in enumerate(a.shape)])
 
 
+def _check_total(total) -> None:
+    if np.any(total == 0):
+        raise ZeroDivisionError("Weights sum to zero, can't be normalized")
+
+
 @composite(np.average)
 def average(a, axis: Any = None, weights=None, returned=False, *, keepdims=False):
     a = array(a)
@@ -193,8 +199,7 @@ def average(a, axis: Any = None, weights=None, returned=False, *, keepdims=False
     weights = weights_for(weights, a, axis)
     dtype = np.result_type(a.dtype, weights.dtype, *["f8"] * (a.dtype.kind in "biu"))
     total = np.sum(weights, axis, dtype, keepdims=keepdims)
-    if np.any(value_of(total) == 0):
-        raise ZeroDivisionError("Weights sum to zero, can't be normalized")
+    checked(_check_total, value_of(total))
     mean = np.sum(np.multiply(a, weights, dtype=dtype), axis, keepdims=keepdims) / total
     return (mean, np.broadcast_to(total, mean.shape)) if returned else mean
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from spmd.autodiff import devices
 from spmd.autodiff.primitive import composite, primitive
+from spmd.autodiff.program import checked
 from spmd.autodiff.rules.elementwise import nonzero
 from spmd.autodiff.rules.index import pick
 from spmd.autodiff.rules.reduce import conj
@@ -385,11 +386,16 @@ def logspace(start, stop, num=50, endpoint=True, base=10.0, dtype=None, axis=0):
     return y if dtype is None else y.astype(dtype)
 
 
+def _check_end(end) -> None:
+    if not np.all(end):
+        raise ValueError("np.geomspace goes between numbers that are not zero")
+
+
 @composite(np.geomspace)
 def geomspace(start, stop, num=50, endpoint=True, dtype=None, axis=0):
     start, stop = entries(start), entries(stop)
-    if not (np.all(value_of(start)) and np.all(value_of(stop))):
-        raise ValueError("np.geomspace goes between numbers that are not zero")
+    for end in (start, stop):
+        checked(_check_end, value_of(end))
     own = np.result_type(start.dtype, stop.dtype, 1.0, np.zeros((), dtype))
     start, stop = _beside(start.astype(own), stop.astype(own))
     ratio = stop / start

@@ -27,6 +27,7 @@ from spmd.autodiff.primitive import (
     refused,
     rule,
 )
+from spmd.autodiff.program import checked
 from spmd.autodiff.rules.reduce import absent, array, front, given, kept, root, share, square, weights_for
 from spmd.autodiff.rules.shape import along
 from spmd.autodiff.tracer import compute, find, value_of
@@ -118,13 +119,17 @@ def _weighted(q, weights, method):
     return devices.run(np.quantile, numbers, np.ravel(q), axis=0, method=method, weights=weights).astype(np.intp)
 
 
+def _check_q(q) -> None:
+    if not np.all((q >= 0) & (q <= 1)):
+        raise ValueError("quantiles need a q from 0 to 1")
+
+
 def _quantile(a, q, axis, method, keepdims, weights, skip):
     a, weak = array(a), type(value_of(q)) in (int, float)
     if a.dtype.kind == "c":
         raise TypeError(f"quantiles need real numbers, and got {a.dtype}")
     q = q if hasattr(q, "dtype") else np.asarray(q, like=np.ravel(a))
-    if not np.all((value_of(q) >= 0) & (value_of(q) <= 1)):
-        raise ValueError("quantiles need a q from 0 to 1")
+    checked(_check_q, value_of(q))
     if skip and a.size == 0:
         return np.nanmean(a, axis, keepdims=keepdims)
     ordered, n, bad, keep = _ordered(a, axis, skip)
@@ -250,16 +255,19 @@ constant(np.argpartition, np.nanargmax, np.nanargmin)
 def _observed(weights, n, name):
     """Weights of n observations, checked as NumPy does."""
     weights = array(weights).astype(float)
-    bare = value_of(weights)
     if weights.ndim > 1:
         raise RuntimeError(f"np.cov needs {name} of one dimension, and got the shape {weights.shape}")
     if weights.shape[0] != n:
         raise RuntimeError(f"np.cov needs {n} {name}, one per observation, and got {weights.shape[0]}")
-    if np.any(bare < 0):
-        raise ValueError(f"np.cov needs {name} of 0 or more")
-    if name == "fweights" and np.any(bare != np.around(bare)):
-        raise TypeError("np.cov needs fweights that are whole numbers")
+    checked(_check_weights, value_of(weights), name)
     return weights
+
+
+def _check_weights(weights, name) -> None:
+    if np.any(weights < 0):
+        raise ValueError(f"np.cov needs {name} of 0 or more")
+    if name == "fweights" and np.any(weights != np.around(weights)):
+        raise TypeError("np.cov needs fweights that are whole numbers")
 
 
 def _variables(m, rowvar, dtype, name):

@@ -10,6 +10,7 @@ import numpy as np
 
 from spmd import kernels
 from spmd.autodiff.primitive import primitive
+from spmd.autodiff.program import checked
 from spmd.autodiff.tracer import Array, value_of
 from spmd.errors import LayoutError, SpecError, StateError, describe, message
 from spmd.functions.arguments import alike, array
@@ -174,22 +175,26 @@ def _count(where: str, name: str, given: Any) -> int:
     return found
 
 
+def _in_range(ids: np.ndarray, n: int, where: str) -> None:
+    """Raise where a number is of no row."""
+    if ids.size and (ids.min() < 0 or ids.max() >= n):
+        raise SpecError(
+            message(
+                where,
+                argument="ids",
+                got=f"ids from {ids.min()} to {ids.max()}",
+                need=f"numbers of rows, from 0 to {n - 1}" if n else "no ids: there are no rows",
+                mend="count rows from 0; padding_idx names an id that stands for nothing",
+            )
+        )
+
+
 def _known(where: str, ids: Any, n: int, skipped: tuple[int, ...]) -> Any:
     """ids as int64, checked where they are on the host; those that are skipped become -1."""
     ids = array(where, "ids", ids, "iu", "integers", "ids.astype(int)")
     bare = value_of(ids)
-    if bare.size and not kernels.on_device(bare):
-        low, high = int(bare.min()), int(bare.max())
-        if low < 0 or high >= n:
-            raise SpecError(
-                message(
-                    where,
-                    argument="ids",
-                    got=f"ids from {low} to {high}",
-                    need=f"numbers of rows, from 0 to {n - 1}" if n else "no ids: there are no rows",
-                    mend="count rows from 0; padding_idx names an id that stands for nothing",
-                )
-            )
+    if not kernels.on_device(bare):
+        checked(_in_range, bare, n, where)
     ids = ids.astype(np.int64)
     if kernels.on_device(bare):
         ids = np.where(ids < 0, 2 * _NONE, ids)  # shows, which _NONE does not

@@ -10,6 +10,7 @@ import numpy as np
 
 from spmd import kernels
 from spmd.autodiff.primitive import primitive
+from spmd.autodiff.program import checked, one_line, slot_of
 from spmd.autodiff.tracer import Array, value_of
 from spmd.autodiff.transforms import stop_gradient
 from spmd.errors import SpecError, describe, message
@@ -317,8 +318,11 @@ def _message(argument: str, got: str, need: str, mend: str) -> str:
 
 def _check_classes(labels, classes: int, ignore: int | None) -> None:
     found = value_of(labels)
-    if kernels.on_device(found):
-        return
+    if not kernels.on_device(found):
+        checked(_in_range, found, classes, ignore)
+
+
+def _in_range(found: np.ndarray, classes: int, ignore: int | None) -> None:
     found = found if ignore is None else found[found != ignore]
     if found.size and (found.min() < 0 or found.max() >= classes):
         got = f"labels from {found.min()} to {found.max()}"
@@ -387,6 +391,10 @@ def _check_reduction(reduction: str, axis_name: AxisName | None) -> None:
 @primitive("with_count", lambda g, _ans, _total, *, count: g[0])
 def _with_count(total, *, count: int):
     """The total and the count, to be added up together."""
+    return one_line(_pair, (total, count))
+
+
+def _pair(total: Any, count: int) -> Any:
     return np.stack([total, np.full_like(total, count)])
 
 
@@ -452,7 +460,7 @@ def _sums_over(x, labels, axis_name: AxisName, where: str):
     sizes = np.zeros_like(value_of(largest), shape=(group.size,), dtype=float)
     sizes[group.index] = x.shape[-1]
     packed = pmax(np.concatenate([np.reshape(largest, (-1,)).astype(float), sizes]), names)
-    columns = [int(n) for n in value_of(packed[-group.size :])]
+    columns = [int(n) for n in slot_of(value_of(packed[-group.size :]))]  # alike each time
     top = cast(np.reshape(packed[: -group.size], x.shape[:-1]), x.dtype)
     before = sum(columns[: group.index])
     return top, before, sum(columns), names
