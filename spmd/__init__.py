@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from spmd.operators.halo import halo_accumulate, halo_exchange
     from spmd.operators.permute import ppermute, pshuffle, sendrecv, shift
     from spmd.operators.stencil import stencil
+    from spmd.programs import jit
     from spmd.testing import check_adjoint
     from spmd.window import plan_needs, plan_transposed, plan_window, plan_windows
 
@@ -104,6 +105,7 @@ __all__ = [
     "is_main",
     "jacfwd",
     "jacrev",
+    "jit",
     "jvp",
     "keep",
     "ledger",
@@ -166,6 +168,7 @@ _LATE = {
     "spmd.operators.halo": ("halo_accumulate", "halo_exchange"),
     "spmd.operators.permute": ("ppermute", "pshuffle", "sendrecv", "shift"),
     "spmd.operators.stencil": ("stencil",),
+    "spmd.programs": ("jit",),
     "spmd.testing": ("check_adjoint",),
     "spmd.window": ("plan_needs", "plan_transposed", "plan_window", "plan_windows"),
 }

@@ -22,6 +22,7 @@ from spmd.array import GIVEN_AWAY, Frozen, PartitionedArray, closed_over, donate
 from spmd.autodiff import tracer, transforms, tree
 from spmd.autodiff.dtypes import dtype_name, kind_of_dtype
 from spmd.autodiff.primitive import primitive
+from spmd.autodiff.program import is_slot, one_line
 from spmd.autodiff.rooms import writable
 from spmd.autodiff.tape import suspended
 from spmd.autodiff.tracer import Array, value_of
@@ -336,15 +337,13 @@ class Mapped:
 
     def _run(self, mesh: Mesh, leaves: list[Leaf], rebuild: Callable):
         """The map of arguments that are not traced."""
-        inputs = [self._input(mesh, leaf) for leaf in leaves]
-        check = self.check
 
-        def body(worker: Worker):
-            args, kwargs = rebuild([x.block(worker) for x in inputs])
+        def body(worker: Worker, blocks: list):
+            args, kwargs = rebuild(blocks)
             return self._results(worker, self.f(*args, **kwargs))
 
-        outcome = self._execute(mesh, ("run", *(x.kind for x in inputs)), body, tracked=check)
-        return _joined(self.where, mesh, outcome, check)
+        treedef, joined = self._done(mesh, ("run",), leaves, body, self.check)
+        return tree.unflatten(treedef, joined)
 
     def _execute(self, mesh: Mesh, key: Any, body: Callable[[Worker], Any], *, tracked: bool) -> Outcome:
         """Run on all workers, with the scheduler that suits this map on these shapes."""
@@ -395,7 +394,9 @@ class Mapped:
         assert spec is not None
         if type(x) is Array:
             x = self._stated(worker, leaf, x)
-            block = sealed(contiguous(value_of(x)))
+            block = _block(value_of(x))
+        elif is_slot(x):
+            block = one_line(np.asarray, (x,))
         elif on_device(x):
             block = x.copy(order="C")  # whoever has it may write to it
         elif isinstance(x, np.ndarray):
@@ -501,8 +502,8 @@ class Mapped:
         kind = (*(x.kind for x in inputs), *moved)
         outcome = self._execute(mesh, ("forward", *kind), body, tracked=True)
         pulls = {w: result.pull for w, result in outcome.results.items()}
-        joined = _joined(self.where, mesh, outcome, self.check)
-        outs, out_tree = tree.flatten(joined, none_is_leaf=True)
+        out_tree = _one_structure(self.where, mesh, outcome)
+        outs = _joined_leaves(self.where, mesh, outcome, self.check)
 
         def pull(gs):
             if any(type(value) is Array for value in gs):
@@ -539,10 +540,16 @@ class Mapped:
         moved = [k for n in numbers for k in range(ends[n], ends[n + 1])]
         if any(type(x.value) is Array for x in leaves) or any(leaves[k].spec is None for k in moved):
             return None
-        inputs = [self._input(mesh, leaf) for leaf in leaves]
+        value, *found = self._there_and_back(mesh, leaves, rebuild, moved, check)
+        settled = iter([_settled(g, leaves[k].value) for g, k in zip(found, moved, strict=True)])
+        return value, [tree.unflatten(structures[n], itertools.islice(settled, len(flat[n]))) for n in numbers]
 
-        def body(worker: Worker):
-            blocks = [x.block(worker) for x in inputs]
+    def _there_and_back(
+        self, mesh: Mesh, leaves: list[Leaf], rebuild: Callable, moved: list[int], check: Callable[[Any], None]
+    ) -> list:
+        """The value, and the gradients of the leaves at `moved`."""
+
+        def body(worker: Worker, blocks: list):
             forward = self._vjp(worker, blocks, rebuild, moved, True)
             check(tree.unflatten(forward.treedef, forward.blocks))
             assert forward.pull is not None
@@ -552,11 +559,19 @@ class Mapped:
                 forward.treedef, forward.paths + back.paths, forward.specs + back.specs, forward.blocks + back.blocks
             )
 
-        outcome = self._execute(mesh, ("gradient", *(x.kind for x in inputs), *moved), body, tracked=True)
-        _one_structure(self.where, mesh, outcome)
-        value, *found = _joined_leaves(self.where, mesh, outcome, self.check)
-        settled = iter([_settled(g, leaves[k].value) for g, k in zip(found, moved, strict=True)])
-        return value, [tree.unflatten(structures[n], itertools.islice(settled, len(flat[n]))) for n in numbers]
+        return self._done(mesh, ("gradient", *moved), leaves, body, True)[1]
+
+    def _done(
+        self, mesh: Mesh, kind: tuple, leaves: list[Leaf], body: Callable[[Worker, list], _Results], tracked: bool
+    ) -> tuple[Any, list]:
+        """Run a body on every worker's blocks of the leaves: the structure of the results, and they, joined."""
+        inputs = [self._input(mesh, leaf) for leaf in leaves]
+
+        def on_worker(worker: Worker):
+            return body(worker, [x.block(worker) for x in inputs])
+
+        outcome = self._execute(mesh, (*kind, *(x.kind for x in inputs)), on_worker, tracked=tracked)
+        return _one_structure(self.where, mesh, outcome), _joined_leaves(self.where, mesh, outcome, self.check)
 
     def _vjp(self, worker: Worker, blocks: list, rebuild: Callable, moved: list[int], once: bool) -> _Results:
         """One worker's forward run on its tape: its results, and their pullback to the blocks at `moved`."""
@@ -621,10 +636,15 @@ class Mapped:
 
 def _gradients(worker: Worker, of: list[Leaf], found: Sequence[Any]) -> _Results:
     """The gradients of arguments on one worker, as what a body returns."""
-    blocks = [sealed(contiguous(value_of(g))) for g in found]
+    blocks = [_block(value_of(g)) for g in found]
     if worker.mesh.places is not None:
         blocks = [worker.mesh.places.moved(b, worker.index) for b in blocks]
     return _Results(None, [f"the gradient of {x.path}" for x in of], [x.spec for x in of], blocks)
+
+
+def _block(x: Any) -> Any:
+    """What is computed, as a block."""
+    return sealed(contiguous(x))
 
 
 def _device_of(mesh: Mesh) -> str:
@@ -745,12 +765,6 @@ tracer.use_mixing(_Settling())
 
 
 # Joining results
-
-
-def _joined(where: str, mesh: Mesh, outcome: Outcome, check: bool):
-    """The results of all workers as the caller gets them."""
-    treedef = _one_structure(where, mesh, outcome)
-    return tree.unflatten(treedef, _joined_leaves(where, mesh, outcome, check))
 
 
 def _one_structure(where: str, mesh: Mesh, outcome: Outcome) -> Any:

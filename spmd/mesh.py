@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from spmd import device as devices
+from spmd.autodiff.program import Program
 from spmd.autodiff.tracer import Array
 from spmd.errors import LayoutError, MeshError, TransportError, describe, message, nearest
 from spmd.layout import Layout, P, Spec
@@ -48,10 +49,10 @@ class Worker:
 
     index: its number, last axis fastest. coordinates: its place along each axis. tracked: whether the arrays of its
     body carry their state. frontend: whose arrays its body is written in; None for NumPy's. prepared: what its lines
-    called in earlier maps, and with which blocks.
+    called in earlier maps, and with which blocks. program: where what it does is written down, if it is.
     """
 
-    __slots__ = ("comm", "coordinates", "frontend", "groups", "index", "mesh", "prepared", "tracked")
+    __slots__ = ("comm", "coordinates", "frontend", "groups", "index", "mesh", "prepared", "program", "tracked")
 
     def __init__(self, mesh: Mesh, comm: Comm, tracked: bool):
         self.mesh = mesh
@@ -62,6 +63,14 @@ class Worker:
         self.frontend: Frontend | None = None
         self.groups: dict[tuple[str, ...], Group] = {}
         self.prepared = mesh._prepared.setdefault(self.index, {})
+        self.program: Program | None = None
+
+    def write_down(self, program: Program | None = None) -> Program:
+        """From now on every collective becomes a line of a program (None: of a new one), also one of constants: others
+        may wait for it."""
+        self.prepared = _NEVER
+        self.program = program = program or Program()
+        return program
 
     def group(self, axes: tuple[str, ...]) -> Group:
         """The workers that differ from this one along `axes` only."""
@@ -80,6 +89,15 @@ class Worker:
             return self.frontend.carrying(value, state, self.tracked)
         return Array(value, state) if self.tracked else value
 
+
+class _Never(dict):
+    """In place of what lines have called: nothing is looked for."""
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return False
+
+
+_NEVER = _Never()
 
 WORKER: ContextVar[Worker | None] = ContextVar("spmd_worker", default=None)
 _meshes: ContextVar[tuple[Mesh, ...]] = ContextVar("spmd_meshes", default=())

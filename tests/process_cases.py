@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from launch import PROGRAMS, Ended, launch
-from mpi_programs import mismatch, timing, verbs
+from mpi_programs import again, mismatch, timing, verbs
 
 
 def ended_well(program: str, *args: str, python: str, **options) -> str:
@@ -50,6 +50,11 @@ def test_verbs_operators_products_and_gradients_have_the_bits_of_virtual_workers
         if found[case].get(name) != text
     ]
     assert not differ, "\n".join(differ[:20])
+
+
+def test_programs_that_are_done_again_have_the_bits_of_virtual_workers(python):
+    found = json.loads(ended_well("again.py", python=python, n=3))
+    assert found == again.results(transport="local", scheduler="lockstep")
 
 
 @pytest.mark.parametrize("who", ["nobody", "all", "first", "last", "blind", "unread"])

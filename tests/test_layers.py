@@ -30,6 +30,7 @@ LEVELS = [
     {"products"},
     {"scheduling"},
     {"mapping"},
+    {"programs"},
     {"linear"},
     {"functions", "random", "optim", "solvers"},
     {"bench"},

@@ -21,7 +21,7 @@ from spmd.autodiff.tape import refusing
 from spmd.autodiff.tracer import Array
 from spmd.autodiff.transforms import innermost, joint, lower, on, pullback_of, unstated
 from spmd.device import on_device
-from spmd.errors import ClosureError, StateError, again, class_name, describe, message
+from spmd.errors import ClosureError, JitError, StateError, again, class_name, describe, message
 from spmd.frontends import frontend
 from spmd.mesh import WORKER, Worker, here
 from spmd.operators.base import Vary, owned_block
@@ -48,10 +48,19 @@ def at_root(f: Callable, *xs, axis_name: AxisName, root: int = 0) -> Any:
     Cost: one broadcast of what the others must know, about 50 bytes per result; nothing backward.
     An error that f raises is raised on all workers.
     Raises StateError for other arrays among xs and for results that are no arrays; ClosureError where f uses a
-    differentiated array that is not among its arguments.
+    differentiated array that is not among its arguments; JitError within spmd.jit.
     """
     names, frame = _names(axis_name, "at_root"), sys._getframe(1)
     worker = here(_WHERE)
+    if worker.program is not None:
+        raise JitError(
+            message(
+                _WHERE,
+                got="a call within spmd.jit",
+                need="a body that runs each time: f may do anything at the root",
+                mend="leave spmd.jit out, or split the map: what is done at the root in one without it",
+            )
+        )
     group = worker.group(names)
     Keep(names, root).check_root(group)
     leaves, treedef = tree.flatten(xs)

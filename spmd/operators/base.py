@@ -24,6 +24,7 @@ import numpy as np
 
 from spmd.autodiff import tracer, tree
 from spmd.autodiff.primitive import Primitive
+from spmd.autodiff.program import COMM, is_slot, slot_of
 from spmd.autodiff.rooms import writable
 from spmd.autodiff.tape import Future, Node
 from spmd.autodiff.tracer import NO_OPTIONS, Array, Mixing, value_of, weak
@@ -358,8 +359,9 @@ def _prepare(
 def _begin(op: Collective, x, worker: Worker, frame) -> Callable[[], Any]:
     """Admit one array, start the collective, and say how to finish."""
     if type(x) in _NUMBERS:
-        begun = launch(op, np.asarray(int(x) if op.adds and type(x) is bool else x), worker, frame)
-        return lambda: _number(begun()[0], op, worker)
+        number = np.asarray(int(x) if op.adds and type(x) is bool else x)
+        handle, arrive = _start(op, number, worker, frame)  # no line of a program: it is alike each time
+        return lambda: _number(arrive(handle.wait())[0], op, worker)
     if type(x) is not Array:
         other = frontend(x)
         if other is not None:
@@ -408,6 +410,8 @@ def owned_block(x, op: Collective) -> np.ndarray:
 
 def bare_block(x, op: Collective) -> np.ndarray:
     """A block of an array of any library, on the device of the mesh: on the same memory if it is there."""
+    if is_slot(x):
+        return x
     worker = WORKER.get()
     places = None if worker is None else worker.mesh.places
     if on_device(x) or (places is not None and isinstance(x, np.ndarray | np.generic) and x.dtype.kind not in "OSUMm"):
@@ -572,8 +576,34 @@ def launch(
     asks: whether the block is differentiated; once finished, whether that of any member is.
     lent: whether the block may be written to when the collective is over.
     """
+    if worker.program is not None and type(op) is not Vary:
+        found = _written_down(op, x, worker, frame)
+        return lambda: found
     handle, arrive = _start(op, x, worker, frame, asks, lent)
     return lambda: arrive(handle.wait())
+
+
+class _Line:
+    """A collective as a line of a program."""
+
+    def __init__(self, prepared: _Prepared, name: str):
+        self.prepared = prepared
+        self.bound: Any = None
+        self.__name__ = name
+
+    def __call__(self, comm: Comm, x: Any) -> Any:
+        block, self.bound = self.prepared(comm, contiguous(x))
+        return block
+
+
+def _written_down(op: Collective, x: Any, worker: Worker, frame: Any) -> tuple[Any, Collective]:
+    """A collective that is called, and becomes a line of the worker's program: the new block and the bound operator."""
+    assert worker.program is not None
+    like, group = contiguous(slot_of(x)), worker.group(op.axes)
+    op.check(group, like)
+    line = _Line(_Prepared(op, like.dtype, group, _call(op, like, worker, frame, None, False), None), op.function)
+    block = worker.program.call(line, (COMM, x), effect=True, comm=worker.comm)
+    return block, line.bound
 
 
 def _start(op: Collective, x, worker: Worker, frame, asks: list[bool] | None = None, lent: bool = False) -> Launched:
@@ -610,7 +640,7 @@ def _recorded(bound: Collective, x: Array, ans: Any, state: State) -> Array:
         shape, dtype = ans.shape, ans.dtype
     else:
         bare = value_of(ans)
-        shape, dtype = np.shape(bare), weak(bare) if type(bare) in _NUMBERS else ans.dtype
+        shape, dtype = np.shape(bare), weak(bare) if type(slot_of(bare)) in _NUMBERS else ans.dtype
     node = Node(_MOVE, _MOVE.rules, (x.node,), args, NO_OPTIONS, shape, dtype)
     x.tape.open.append(node)
     return Array(ans, state, x.tape, node)
@@ -760,7 +790,7 @@ def varying(a, axis_name: str | Sequence[str]):
     other = frontend(a)
     if other is not None:
         return other.declare(a, tuple(n for n in worker.mesh.axes if n in state.varying), worker)
-    a = owned_block(a if on_device(a) else np.asarray(a), Vary(()))
+    a = owned_block(a if on_device(a) or is_slot(a) else np.asarray(a), Vary(()))
     return worker.carrying(a, state)
 
 

@@ -16,6 +16,7 @@ from spmd import kernels
 from spmd.autodiff import tree
 from spmd.autodiff.devices import beside
 from spmd.autodiff.dtypes import kind_of_dtype, most
+from spmd.autodiff.program import COMM, is_slot
 from spmd.autodiff.tape import alone
 from spmd.autodiff.tracer import Array, value_of
 from spmd.device import COPIED, contiguous, on_device
@@ -37,7 +38,20 @@ from spmd.operators.base import (
     vary,
 )
 from spmd.state import INVARIANT, state_of
-from spmd.transport.base import LEDGERS, Call, Comm, Eager, Group, Handle, Make, Shape, Steps, all_reduce_cost, sealed
+from spmd.transport.base import (
+    LEDGERS,
+    Call,
+    Comm,
+    Eager,
+    Group,
+    Handle,
+    Make,
+    Ready,
+    Shape,
+    Steps,
+    all_reduce_cost,
+    sealed,
+)
 
 __all__ = ["Extremum", "Sum", "pcast", "pmax", "pmean", "pmin", "psum", "pvary"]
 
@@ -101,8 +115,21 @@ class _Bucket:
         group = self.worker.group(self.axes)
         call = _sum_of_gradients(self.axes, self.blocks[0].dtype, tuple([b.shape for b in self.blocks]))
         blocks, self.blocks = self.blocks, []  # whoever sums them keeps them for as long as need be
-        spare = [type(b) is np.ndarray and alone(sys.getrefcount(b) - 1, b) for b in blocks]
-        self.handle = self.worker.comm.all_reduce_many(group, call, blocks, spare)
+        program = self.worker.program
+        if program is None:
+            self.handle = _sum_many(self.worker.comm, group, call, blocks)
+        else:
+            sums = program.call(_sum_many, (COMM, group, call, blocks), effect=True, gives=True, comm=self.worker.comm)
+            self.handle = Ready(program.call(_waited, (sums,), effect=True))
+
+
+def _sum_many(comm: Comm, group: Group, call: Call, blocks: list[Any]) -> Handle:
+    spare = [type(b) is np.ndarray and alone(sys.getrefcount(b) - 1, b) for b in blocks]
+    return comm.all_reduce_many(group, call, blocks, spare)
+
+
+def _waited(handle: Handle) -> Any:
+    return handle.wait()
 
 
 class _Owed:
@@ -358,14 +385,16 @@ class Extremum(Collective):
         if on_device(top):  # what came from the host has been moved there
             bare = beside(np.asarray(bare), top) if not on_device(bare) else bare
             g = beside(g, top)
-        else:
+        elif not is_slot(bare) and not is_slot(top):
             bare, top = np.asarray(bare), np.asarray(top)
         real: Any = bare.dtype
         if self.dims:
             top, g = np.expand_dims(top, self.dims), np.expand_dims(g, self.dims)
         ties = (bare == top) | ((bare != bare) & (top != top))
         count = np.sum(ties, axis=self.dims, keepdims=True) if self.dims else ties
-        total = move(interned(Sum, self.axes), count.astype(real) if on_device(count) else np.asarray(count, real))
+        total = move(
+            interned(Sum, self.axes), count.astype(real) if hasattr(count, "astype") else np.asarray(count, real)
+        )
         return move(Vary(self.axes), g) * (ties / total)
 
 

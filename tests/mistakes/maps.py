@@ -8,6 +8,7 @@ import spmd
 from mistakes import D, Row, X, lopsided, run, step
 from spmd import P
 from spmd.errors import (
+    JitError,
     LayoutError,
     MeshError,
     SpecError,
@@ -548,4 +549,86 @@ RESULTS = [
 ]
 
 
-ROWS = [*SPECS, *ARGUMENTS, *RESULTS]
+REPLICATED = P()
+
+
+def once(body, out=REPLICATED):
+    """A body on X, written down."""
+    return spmd.jit(spmd.map(body, D, out))(X)
+
+
+def catching(x):
+    try:
+        return np.linalg.inv(0 * spmd.psum(x.T @ x, "data"))
+    except np.linalg.LinAlgError:
+        return np.zeros((2, 2))
+
+
+JIT = [
+    *(
+        Row(name, lambda body=body: once(body), JitError, head, got, "does not depend on the values", mend)
+        for name, body, head, got, mend in (
+            (
+                "an `if` on an array within spmd.jit",
+                lambda x: x if spmd.sum(x, "data") > 0 else -x,
+                "bool(), as `if` calls it",
+                "array bool[], within spmd.jit",
+                "np.where in place of `if`",
+            ),
+            (
+                "a mask within spmd.jit",
+                lambda x: spmd.sum(x[x > 0], "data"),
+                "x[mask]",
+                "float64[2, 2]",
+                "np.where(mask, x, other)",
+            ),
+            ("bare data within spmd.jit", spmd.block, "np.asarray", "float64[2, 2]", "functions of NumPy on the array"),
+            (
+                "a part of a length that is an array within spmd.jit",
+                lambda x: x[: spmd.sum(x, "data").astype(int)],
+                "x[start:stop]",
+                "float64[2, 2]",
+                "an argument with the spec None",
+            ),
+        )
+    ),
+    Row(
+        "an error that a body catches within spmd.jit",
+        lambda: once(catching),
+        JitError,
+        "a body, within spmd.jit",
+        "a LinAlgError that it catches: Singular matrix",
+        "one way, whatever the values are",
+        "leave spmd.jit out",
+    ),
+    Row(
+        "an object of a call within spmd.jit",
+        lambda: once(lambda x: {1}, out=None),
+        JitError,
+        "spmd.jit of spmd.map of <lambda>: result",
+        "set {1}, with the out_spec None",
+        "a number, a string, a dtype",
+        "a spec for arrays",
+    ),
+    Row(
+        "an argument that cannot be part of a program",
+        lambda: spmd.jit(spmd.map(lambda x, t: x, (D, None), D))(X, X),
+        JitError,
+        "argument with the spec None",
+        "ndarray float64[3, 2]",
+        "an object that can be hashed",
+        "P() for one value",
+    ),
+    Row(
+        "spmd.jit of a gradient",
+        lambda: spmd.jit(spmd.grad(spmd.map(lambda x: spmd.sum(x, "data"), D, P()))),
+        SpecError,
+        "spmd.jit: argument f",
+        "function",
+        "a map",
+        "spmd.value_and_grad(spmd.jit(f))",
+    ),
+]
+
+
+ROWS = [*SPECS, *ARGUMENTS, *RESULTS, *JIT]
