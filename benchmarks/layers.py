@@ -2,8 +2,9 @@
 
 W1: 784-512-512-10, ReLU, the mean cross-entropy of the whole batch, its gradients and a step of plain descent; each
 step goes on from the parameters of the one before. The batch is split over two workers. Ours: two virtual workers, and
-two processes. torch: DDP; gradients by hand into one flat tensor and one sum of it, by gloo and by mpi4py; each with
-two processes of one thread; one process of two threads, that sends nothing; and our bridge, on two virtual workers.
+two processes, with spmd.jit as JAX has its own. torch: DDP; gradients by hand into one flat tensor and one sum of it,
+by gloo and by mpi4py; each with two processes of one thread; one process of two threads, that sends nothing; and our
+bridge, on two virtual workers.
 The limit is what NumPy and mpi4py take where every array is there beforehand, and all is written out by hand.
 
 W2: 1024-4096-1024 on 512 tokens with GELU in its tanh form, the gradients of all five arrays. The first weight is split
@@ -101,7 +102,7 @@ def trained_spmd(batch: int, transport: str = "local") -> Case:
         return softmax_cross_entropy(x @ w + b, labels, reduction="mean", batch_axis_name="data")
 
     mesh = spmd.Mesh(data=2, transport=transport)
-    loss = mesh.map(local_loss, in_specs=(P(), P("data"), P("data")), out_specs=P())
+    loss = spmd.jit(mesh.map(local_loss, in_specs=(P(), P("data"), P("data")), out_specs=P()))
     loss_and_grads = spmd.value_and_grad(loss)
     optimizer = spmd.optim.sgd(RATE)
     with mesh:

@@ -2,7 +2,8 @@
 
 W7: value and gradient of 20 operations on 16 float32 of each of two workers, and a sum over both, with nothing jitted:
 JAX op by op through shard_map on two devices; DTensor, and plain tensors with an all-reduce by hand, on two processes
-over gloo with a thread each. JAX jitted is there for reference: it is no eager library. The limit is NumPy by hand.
+over gloo with a thread each. JAX jitted, and spmd.jit beside it, are there for reference: they are not eager. The limit
+is NumPy by hand.
 Costs: an import is timed in fresh processes, from its first line on; a first call from the end of the import on, with
 its caches on disk as they are. An operation is one of a chain in one process, with one thread: in a body of two
 virtual workers that take turns, where the arrays carry their states (spmd) or not (check=False), beside the same loop
@@ -50,7 +51,8 @@ def small(case: Callable[[], Case]) -> Callable[[bool], Builders]:
     return lambda quick: {"20 operations and a sum": case}
 
 
-def small_spmd(transport: str) -> Case:
+def small_spmd(transport: str, once: bool = False) -> Case:
+    """once: its body is run once (spmd.jit)."""
     import spmd
     from spmd import P
 
@@ -59,14 +61,19 @@ def small_spmd(transport: str) -> Case:
     def local(x):
         return spmd.psum(np.sum(links(x, np.tanh)), "x")
 
-    step = spmd.value_and_grad(mesh.map(local, in_specs=P("x"), out_specs=P()))
+    mapped = mesh.map(local, in_specs=P("x"), out_specs=P())
+    step = spmd.value_and_grad(spmd.jit(mapped) if once else mapped)
     with mesh:
         x = spmd.put(pair(), P("x"))
     return Case(repeated(lambda: step(x)), lambda: [a.numpy() for a in step(x)])
 
 
 W7.contestant("spmd")(small(partial(small_spmd, "local")))
+W7.contestant("spmd, jit")(small(partial(small_spmd, "local", True)))
 W7.contestant("spmd, MPI", launcher="mpiexec", processes=2, env=ONE_THREAD)(small(partial(small_spmd, "mpi")))
+W7.contestant("spmd, MPI, jit", launcher="mpiexec", processes=2, env=ONE_THREAD)(
+    small(partial(small_spmd, "mpi", True))
+)
 
 
 def small_numpy() -> Case:
@@ -385,7 +392,7 @@ def stepping_spmd() -> Case:
         return spmd.psum(np.sum(np.tanh(x)), "x")
 
     mesh, optimizer = spmd.Mesh(x=2, transport="local"), spmd.optim.sgd(RATE)
-    loss_and_grads = spmd.value_and_grad(mesh.map(local, in_specs=(P(), P("x")), out_specs=P()))
+    loss_and_grads = spmd.value_and_grad(spmd.jit(mesh.map(local, in_specs=(P(), P("x")), out_specs=P())))
     x = spmd.put(parameters()[1], P("x"), mesh)
 
     def start():
