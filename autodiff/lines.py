@@ -14,7 +14,7 @@ import numpy as np
 
 from spmd.autodiff.rooms import product
 
-__all__ = ["COMM", "Built", "Like", "Line", "Ref", "done", "refs"]
+__all__ = ["COMM", "Built", "Like", "Line", "Ref", "done", "mapped", "refs", "within"]
 
 LARGE = 1 << 16
 """Bytes from which memory of an operand that nobody needs any more is worth being written over."""
@@ -29,20 +29,37 @@ class Ref:
         self.index = index
 
 
-def refs(tree: Any, into: list[int] | None = None) -> list[int]:
-    """The numbers of the values in nested tuples, lists, dicts and slices."""
-    found: list[int] = [] if into is None else into
-    if isinstance(tree, Ref):
-        found.append(tree.index)
+def within(tree: Any, kind: type, into: list[Any] | None = None) -> list[Any]:
+    """What is of a class in nested tuples, lists, dicts and slices."""
+    found: list[Any] = [] if into is None else into
+    if isinstance(tree, kind):
+        found.append(tree)
     elif isinstance(tree, tuple | list):
         for t in tree:
-            refs(t, found)
+            within(t, kind, found)
     elif isinstance(tree, dict):
         for t in tree.values():
-            refs(t, found)
+            within(t, kind, found)
     elif isinstance(tree, slice):
-        refs((tree.start, tree.stop, tree.step), found)
+        within((tree.start, tree.stop, tree.step), kind, found)
     return found
+
+
+def mapped(tree: Any, f: Callable[[Any], Any]) -> Any:
+    """Nested tuples, lists, dicts and slices with f of what is in them."""
+    if isinstance(tree, tuple | list):
+        kind, parts = type(tree), [mapped(t, f) for t in tree]
+        return kind(*parts) if hasattr(tree, "_fields") else kind(parts)  # pyright: ignore[reportCallIssue]
+    if isinstance(tree, dict):
+        return {k: mapped(v, f) for k, v in tree.items()}
+    if isinstance(tree, slice):
+        return slice(*(mapped(t, f) for t in (tree.start, tree.stop, tree.step)))
+    return f(tree)
+
+
+def refs(tree: Any) -> list[int]:
+    """The numbers of the values in nested tuples, lists, dicts and slices."""
+    return [r.index for r in within(tree, Ref)]
 
 
 class _Comm:
@@ -303,7 +320,7 @@ def _with_constants(
     found = []
     for line in lines:
         if any(i in fixed for i in line.used):
-            args, kwargs = (_replaced(t, fixed) for t in (line.args, line.kwargs))
+            args, kwargs = (mapped(t, lambda a: _constant(a, fixed)) for t in (line.args, line.kwargs))
             line = line._replace(args=args, kwargs=kwargs, used=refs((args, kwargs)))
             made = line.made
             like = None if made is None else likes[made]
@@ -315,19 +332,12 @@ def _with_constants(
     return found
 
 
+def _constant(a: Any, fixed: Mapping[int, Any]) -> Any:
+    return fixed.get(a.index, a) if type(a) is Ref else a
+
+
 def done(form: str, fun: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What a line does, with values in the place of their numbers."""
     if form == "method":
         return getattr(args[0], fun)(*args[1:], **kwargs)
     return getattr(args[0], fun) if form == "attribute" else fun(*args, **kwargs)
-
-
-def _replaced(tree: Any, fixed: dict[int, Any]) -> Any:
-    if type(tree) is Ref:
-        return fixed.get(tree.index, tree)
-    if isinstance(tree, tuple | list):
-        parts = [_replaced(t, fixed) for t in tree]
-        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
-    if isinstance(tree, dict):
-        return {k: _replaced(v, fixed) for k, v in tree.items()}
-    return tree

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd.autodiff.lines import COMM, Built, Like, Line, Ref, done, refs
+from spmd.autodiff.lines import COMM, Built, Like, Line, Ref, done, mapped, refs, within
 from spmd.autodiff.primitive import constants, passives, primitives
 from spmd.autodiff.rooms import writable
 from spmd.errors import JitError, MissingMethodError, caller, describe, message
@@ -293,7 +293,7 @@ def _operators() -> None:
 
     for pair in pairs.split():
         name, _, short = pair.partition(":")
-        short = short or {"add": "add", "subtract": "sub", "multiply": "mul"}.get(name, name)
+        short = short or {"subtract": "sub", "multiply": "mul"}.get(name, name)
         ufunc = getattr(np, name)
         as_python = getattr(operator, f"{short}_" if keyword.iskeyword(short) else short, divmod)
         setattr(_Recorded, f"__{short}__", binary(ufunc, False, as_python))
@@ -315,39 +315,19 @@ def is_slot(x: Any) -> bool:
     return isinstance(x, _Recorded)
 
 
-def slots(tree: Any, into: list[Any] | None = None) -> list[Any]:
+def slots(tree: Any) -> list[Any]:
     """What stands for values in nested tuples, lists, dicts and slices."""
-    found: list[Any] = [] if into is None else into
-    if isinstance(tree, _Recorded):
-        found.append(tree)
-    elif isinstance(tree, tuple | list):
-        for t in tree:
-            slots(t, found)
-    elif isinstance(tree, dict):
-        for t in tree.values():
-            slots(t, found)
-    elif isinstance(tree, slice):
-        slots((tree.start, tree.stop, tree.step), found)
-    return found
+    return within(tree, _Recorded)
 
 
-def _mapped(tree: Any, f: Callable[[Any], Any]) -> Any:
-    """Nested tuples, lists, dicts and slices with what stands for values replaced."""
-    if isinstance(tree, _Recorded):
-        return f(tree)
-    if isinstance(tree, tuple | list):
-        parts = [_mapped(t, f) for t in tree]
-        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
-    if isinstance(tree, dict):
-        return {k: _mapped(v, f) for k, v in tree.items()}
-    if isinstance(tree, slice):
-        return slice(*(_mapped(t, f) for t in (tree.start, tree.stop, tree.step)))
-    return tree
+def slot_of(x: Any) -> Any:
+    """What stands for a value in the program that is written down; anything else as it is."""
+    return x.value if isinstance(x, _Recorded) else x
 
 
 def bared(tree: Any) -> Any:
     """Nested tuples, lists, dicts and slices with the values in the place of what stands for them."""
-    return _mapped(tree, lambda s: s.value)
+    return mapped(tree, slot_of)
 
 
 def checked(check: Callable[..., None], x: Any, *more: Any) -> None:
@@ -362,11 +342,6 @@ def one_line(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
     """fun(*args, **kwargs), of bare data; in a program one line, however many calls it is."""
     found = slots((args, kwargs))
     return found[0].program.call(fun, args, kwargs) if found else fun(*args, **kwargs)
-
-
-def slot_of(x: Any) -> Any:
-    """What stands for a value in the program that is written down; anything else as it is."""
-    return x.value if isinstance(x, _Recorded) else x
 
 
 class _Whole:
@@ -466,7 +441,7 @@ class Program:
         except Exception as error:
             self.failed = error
             raise
-        args, kwargs, errors = self._noted(tuple(args)), self._noted(kwargs), np.geterr()
+        args, kwargs, errors = mapped(tuple(args), self._noted), mapped(kwargs, self._noted), np.geterr()
         parts: list[tuple[tuple[int, ...], int]] = []
         found = self._found(result, (), parts)
         if fun in _LIKE and parts and result.nbytes <= 64 and not refs((args[1:], kwargs)):
@@ -480,18 +455,11 @@ class Program:
         )
         return found
 
-    def _noted(self, tree: Any) -> Any:
-        """Arguments as a line has them: constants as they are now, whoever writes to them later."""
-        if isinstance(tree, _Recorded):
-            return Ref(tree.index)
-        if type(tree) is np.ndarray:
-            return self._constant(tree) if writable(tree) else tree
-        if isinstance(tree, tuple | list):
-            parts, kind = [self._noted(t) for t in tree], type(tree)
-            return kind(*parts) if hasattr(tree, "_fields") else kind(parts)  # pyright: ignore[reportCallIssue]
-        if isinstance(tree, dict):
-            return {k: self._noted(v) for k, v in tree.items()}
-        return slice(*map(self._noted, (tree.start, tree.stop, tree.step))) if isinstance(tree, slice) else tree
+    def _noted(self, x: Any) -> Any:
+        """An argument as a line has it: constants as they are now, whoever writes to them later."""
+        if isinstance(x, _Recorded):
+            return Ref(x.index)
+        return self._constant(x) if type(x) is np.ndarray and writable(x) else x
 
     def _constant(self, x: np.ndarray) -> np.ndarray:
         """A copy of an array, one for as long as it stays as it is."""

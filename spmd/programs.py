@@ -50,8 +50,8 @@ def jit(f: Mapped) -> Jitted:
     numbers, clocks) is read once; what it prints, it prints once. Arrays and floats may be others each time. Integers,
     booleans and arguments with the spec None are part of the program: with others the body runs again.
 
-    Where a map is differentiated from further out, within `spmd.debug` or a ledger, and on a GPU, the body runs each
-    time, as without spmd.jit.
+    Second derivatives from outside run the body, as without spmd.jit; so does every call within `spmd.debug` or a
+    ledger, and on a GPU.
 
     f.text(): the programs so far, as Python. Raises JitError where the body decides by a value (`if`, float(x),
     x[mask]), or takes bare data (spmd.block); the body without spmd.jit may do so.
@@ -147,7 +147,7 @@ class Jitted(Mapped):
         entry = self._entries.get(self._key("run", mesh, treedef, flat))
         if entry is None:
             return self._recorded("run", mesh, treedef, flat, (), lambda: super(Jitted, self).__call__(*args, **kwargs))
-        results = self._execute(mesh, ("again", entry.number), self._again(entry, mesh, flat), tracked=True).results
+        results = self._again(entry, mesh, flat)
         return tree.unflatten(entry.treedef, _joined(mesh, results, entry.layouts))
 
     def __value_and_grad__(
@@ -162,7 +162,7 @@ class Jitted(Mapped):
         if entry is None:
             of = [args[n] for n in numbers]
             return self._recorded(kind, mesh, treedef, flat, of, lambda: way(check, numbers, args, kwargs))
-        results = self._execute(mesh, ("again", entry.number), self._again(entry, mesh, flat), tracked=True).results
+        results = self._again(entry, mesh, flat)
         value, *found = _joined(mesh, results, entry.layouts)
         for k, n in enumerate(entry.moved):
             if found[k].layout is not flat[n].layout:
@@ -298,8 +298,8 @@ class Jitted(Mapped):
 
     # From then on
 
-    def _again(self, entry: _Entry, mesh: Mesh, flat: list) -> Callable[[Worker], list]:
-        """What does the programs with these leaves."""
+    def _again(self, entry: _Entry, mesh: Mesh, flat: list) -> dict[int, list]:
+        """What the programs give of these leaves, by worker."""
         tables: list[Any] = []
         for leaf, x in zip(entry.moving, flat, strict=True):
             if leaf is None:
@@ -321,7 +321,7 @@ class Jitted(Mapped):
                 raise self._other_shapes(found, entry.shapes[w])
             return found
 
-        return body
+        return self._execute(mesh, ("again", entry.number), body, tracked=True).results
 
     def _other_shapes(self, found: list, shapes: list) -> JitError:
         """The error for results of other shapes than a program had. A backstop: what makes such is refused before."""
@@ -346,7 +346,7 @@ class Jitted(Mapped):
         entry = self._entries.get(self._key(kind, mesh, structure, flat))
         if entry is None:
             return self._first_forward(mesh, leaves, rebuild, moved, once, (kind, structure))
-        results = self._execute(mesh, ("again", entry.number), self._again(entry, mesh, flat), tracked=True).results
+        results = self._again(entry, mesh, flat)
         count = len(entry.layouts)
         needed = {w: found[count:] for w, found in results.items()}
         outs = _joined(mesh, results, entry.layouts)
