@@ -285,6 +285,7 @@ def contend(module: str, section: str, name: str, quick: bool) -> None:
         elif order == "peak":
             case = None
             gc.collect()
+            _small_pages()
             case = builders[args[0]]()
             # What is compiled or tried out first, and what is freed but kept, is no part of a repetition.
             case.run(3)
@@ -303,6 +304,17 @@ def _fingerprint(x: np.ndarray) -> Fingerprint:
     sums = [float(x.sum()), float(np.abs(x).sum()), float(np.cos(np.arange(len(x)) % 1000) @ x)]
     places = np.random.default_rng(len(x)).integers(0, max(1, len(x)), min(64, len(x)))
     return sums, [*x[places].tolist(), *edges[:: 1 + len(edges) // 16].astype(np.float64).tolist()]
+
+
+_PR_SET_THP_DISABLE = 41
+
+
+def _small_pages() -> None:
+    """Memory comes in pages of 4 KB from now on: of one of 2 MB all counts, though an array ends at its beginning."""
+    with contextlib.suppress(OSError, AttributeError):
+        import ctypes
+
+        ctypes.CDLL("libc.so.6").prctl(_PR_SET_THP_DISABLE, 1, 0, 0, 0)
 
 
 def _release() -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from rules import Table
 
 import spmd
@@ -235,20 +234,27 @@ FEW = settings(max_examples=1, suppress_health_check=list(HealthCheck))
 MORE = settings(max_examples=8, suppress_health_check=list(HealthCheck))
 
 
+def in_shapes(searched: settings, row, order: int) -> None:
+    # A function of its own for each row: of one for all, Hypothesis puts the settings for each on top of those for the
+    # one before, and asks them one through the other, deeper than Python goes.
+    @searched
+    @given(shapes=row.shapes)
+    def check(shapes):
+        check_row(row, shapes, order)
+
+    check()
+
+
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
-@FEW
-@given(data=st.data())
-def test_every_rule(row, data):
-    check_row(row, data.draw(row.shapes), 1)
+def test_every_rule(row):
+    in_shapes(FEW, row, 1)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("order", [1, 2])
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
-@MORE
-@given(data=st.data())
-def test_every_rule_in_many_shapes_and_to_order_2(row, order, data):
-    check_row(row, data.draw(row.shapes), order)
+def test_every_rule_in_many_shapes_and_to_order_2(row, order):
+    in_shapes(MORE, row, order)
 
 
 # Where something further out differentiates

@@ -375,6 +375,48 @@ def test_one_worker_at_a_time_has_all_cores(act, spec, by_the_last, monkeypatch)
     assert made >= 1
 
 
+@pytest.mark.parametrize(
+    ("act", "spec", "runs"),
+    [
+        (lambda x, rows, columns: spmd.repartition(x, rows, columns), COLUMNS, 1),
+        (lambda x, *_: spmd.all_to_all(x, "x", 2, 0, tiled=True), COLUMNS, 1),
+        (lambda x, rows, _: spmd.halo_exchange(x, ROWS, (1, 0, 0), shape=rows.shape), P("x"), 1),
+        (lambda x, *_: spmd.halo_accumulate(x, ROWS, 1, sizes=[(1023, 1022), None, None]), ROWS, 1),
+        (lambda x, *_: spmd.psum_scatter(x[:1000], "x", tiled=True), ROWS, 1),
+        (lambda x, *_: spmd.psum(x[:1000], "x"), P(), 1),
+        (lambda x, *_: spmd.all_gather(x[:300], "x", tiled=True, to="invariant"), P(), 1),
+        (lambda x, *_: spmd.ppermute(x[:1000], "x", [(0, 1)]), P("x"), 0),
+    ],
+    ids=["repartition", "all_to_all", "halo", "halo_accumulate", "psum_scatter", "psum", "all_gather", "ppermute"],
+)
+def test_a_line_that_calls_again_makes_the_same_at_once_for_all(act, spec, runs, monkeypatch):
+    """From the second time on the last to come makes all results, in threads: split once, and not by each worker."""
+    ran, run = [], team.run
+    monkeypatch.setattr(team, "run", lambda tasks: (ran.append(len(tasks)), run(tasks)))
+    monkeypatch.setattr("spmd.transport.local.usable_cores", lambda: 2)
+    monkeypatch.setattr(team, "part", lambda: 1 << 20)
+
+    def body(x, rows, columns):
+        made = []
+        for k in range(4):
+            made.append(act(x * (1.0 + k), rows, columns))
+            done.append(len(ran))
+        return made
+
+    found = {}
+    for scheduler in ("lockstep", "threads"):
+        mesh = spmd.Mesh(x=2, scheduler=scheduler)
+        layouts = [mesh.layout(LARGE.shape, p) for p in (ROWS, COLUMNS)]
+        ran.clear()
+        done: list[int] = []
+        results = mesh.map(body, in_specs=(ROWS, None, None), out_specs=spec)(spmd.put(LARGE, ROWS, mesh), *layouts)
+        found[scheduler] = [y.numpy() for y in results]
+        if scheduler == "lockstep":
+            assert done[-1] - done[-3] == runs
+    for again, once in zip(found["lockstep"], found["threads"], strict=True):
+        np.testing.assert_array_equal(again, once)
+
+
 @pytest.mark.parametrize(("cores", "share"), [(2, 1), (3, 1), (4, 2), (8, 4)])
 def test_a_part_of_the_workers_has_its_share_of_the_cores(cores, share, monkeypatch):
     """In threads, where the others of another group may be at work."""

@@ -9,11 +9,12 @@ and go by the verbs as if they had just begun: that is where all is checked, and
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from spmd.kernels import team
+from spmd.kernels import streams, team
 from spmd.transport.base import Call, Eager, Shape, Way
 
 if TYPE_CHECKING:
@@ -73,9 +74,10 @@ class Recurring:
 
     @staticmethod
     def serves(way: Eager, x: np.ndarray) -> bool:
-        """Whether this is for such blocks: those that are only handed over, or so small that one core makes all."""
-        nbytes = x.nbytes * way.group.size
-        return way.group.size > 1 and (way.taken is not None or nbytes < team.LEAST or nbytes < team.least())
+        """Whether this is for such blocks: those that are only handed over, or not so large that Python's part is
+        nothing beside theirs."""
+        size = way.group.size
+        return size > 1 and (way.taken is not None or not streams.large(x.nbytes * size))
 
     def __call__(self, comm: LocalComm, x: np.ndarray, long: Way) -> tuple[Any, Any]:
         """The new block, and the bound operator. long: how it goes by the verbs."""
@@ -149,9 +151,11 @@ class Recurring:
                     return False
                 if not all(m._supposes(members) for m in members):
                     return False
-                if len(self.known) >= _KNOWN:
-                    self.known.clear()
-                make = self.known[members] = _makers(members)
+                make = _makers(members)
+                for m in members:  # whoever is the last the next time
+                    if len(m.known) >= _KNOWN:
+                        m.known.clear()
+                    m.known[members] = make
             met.blocks = make(met.blocks)
         except Exception:
             return False
@@ -172,17 +176,25 @@ def _makers(members: tuple[Recurring, ...]) -> _Makers:
         return alike
     comes = [[(s, m.way.parts[k]) for s, m in enumerate(members) if m.way.parts[k] is not None] for k in range(size)]
 
+    def one(blocks: list[Any], k: int) -> tuple[Any, Any]:
+        (make, bound), taken = makers[k], ways[k].taken
+        if taken:
+            return blocks[taken[0]], bound
+        parts: list[Any] = [None] * size
+        for s, part in comes[k]:
+            parts[s] = blocks[s] if part is ... else blocks[s][part]
+        return make(blocks[k], parts), bound
+
     def each(blocks: list[Any]) -> list[Any]:
-        made = []
-        for k, way in enumerate(ways):
-            make, bound = makers[k]
-            if way.taken:
-                made.append((blocks[way.taken[0]], bound))
-            else:
-                parts: list[Any] = [None] * size
-                for s, part in comes[k]:
-                    parts[s] = blocks[s] if part is ... else blocks[s][part]
-                made.append((make(blocks[k], parts), bound))
+        return [one(blocks, k) for k in range(size)]
+
+    sizes: list[int] = []  # of the results, once they are known
+
+    def together(blocks: list[Any]) -> list[Any]:
+        if sizes:
+            return team.each([partial(one, blocks, k) for k in range(size)], sizes)
+        made = each(blocks)
+        sizes.extend(y.nbytes for y, _ in made)
         return made
 
-    return each
+    return together if any(m.large for m in members) else each
