@@ -522,10 +522,11 @@ def test_every_dtype_and_shape(dtype, shape, short):
 
 
 @pytest.mark.parametrize("pays", [1, 8])
-def test_blocks_that_one_core_makes_sooner_go_the_short_way(pays, short, monkeypatch):
-    """Which they are depends on the machine; what comes of them does not."""
+@pytest.mark.parametrize(("nbytes", "is_short"), [(3 << 19, True), (1 << 23, False)])
+def test_blocks_that_the_caches_hold_go_the_short_way(nbytes, is_short, pays, short, monkeypatch):
+    """Of larger ones Python's part is nothing. What comes of them does not depend on who makes it."""
     monkeypatch.setattr(team, "part", lambda: pays << 20)
-    mesh, n = lockstep(x=2), 3 << 17
+    mesh, n = lockstep(x=2), nbytes // 4
     found = []
 
     def body(x):
@@ -535,9 +536,9 @@ def test_blocks_that_one_core_makes_sooner_go_the_short_way(pays, short, monkeyp
             found.append((np.array(spmd.block(y)), np.array(spmd.block(total))))
         return total
 
-    x = np.random.default_rng(1).standard_normal(2 * n).astype(np.float32)  # 1.5 MB for each
+    x = np.random.default_rng(1).standard_normal(2 * n).astype(np.float32)
     mesh.map(body, in_specs=P("x"), out_specs=P())(spmd.put(x, P("x"), mesh))
-    assert len(short) == 2 * 2 * (pays == 8)
+    assert len(short) == 2 * 2 * is_short
     for gathered, total in found:
         np.testing.assert_array_equal(gathered, x)
         np.testing.assert_array_equal(total, x[:n] + x[n:])
