@@ -416,15 +416,13 @@ def _blockwise(ufunc, inputs, kwargs):
             )
         ) from error
     layout = _common_layout(where, arrays, shape)
-    done: dict[Any, Any] = {}
-    results: dict[int, Any] = {}
-    for w in arrays[0].blocks:
-        key = mesh.sharing(layout, w)
-        if key not in done:
-            with beside(mesh, w):
-                got = ufunc(*(_part(x, layout, w, mesh) for x in inputs), **kwargs)
-                done[key] = tuple(map(_sealed, got)) if isinstance(got, tuple) else _sealed(got)
-        results[w] = done[key]
+
+    def made(w: int) -> Any:
+        with beside(mesh, w):
+            got = ufunc(*(_part(x, layout, w, mesh) for x in inputs), **kwargs)
+            return tuple(map(_sealed, got)) if isinstance(got, tuple) else _sealed(got)
+
+    results = mesh.shared(layout, made)
     if isinstance(next(iter(results.values())), tuple):
         return tuple(PartitionedArray({w: r[k] for w, r in results.items()}, layout, mesh) for k in range(ufunc.nout))
     return PartitionedArray(results, layout, mesh)
@@ -520,8 +518,7 @@ def _sum(x: PartitionedArray, axis=None, dtype=None, out=None, keepdims=False) -
 
 def one_copy(blocks: Mapping[int, np.ndarray], layout: Layout, mesh: Mesh) -> PartitionedArray:
     """An array from every worker's block; where workers hold copies, the first one here is kept for all."""
-    kept: dict[Any, np.ndarray] = {}
-    return PartitionedArray({w: kept.setdefault(mesh.sharing(layout, w), b) for w, b in blocks.items()}, layout, mesh)
+    return PartitionedArray(mesh.shared(layout, blocks.__getitem__), layout, mesh)
 
 
 def _broadcast_to(x: PartitionedArray, shape) -> PartitionedArray:

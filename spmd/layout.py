@@ -455,6 +455,11 @@ class Layout:
         return tuple(w if place is None else first.setdefault(place, w) for w, place in enumerate(places))
 
     @cached_property
+    def sharers(self) -> dict[Any, list[list[int]]]:
+        """Of the workers that a process holds those that hold one value, together; filled as meshes ask."""
+        return {}
+
+    @cached_property
     def holders(self) -> dict[tuple[int, ...], tuple[int, ...]]:
         """For each block, by its place in each dimension, the workers that hold it."""
         found: dict[tuple[int, ...], list[int]] = {}

@@ -94,16 +94,13 @@ class Space:
 
     def made(self, f: Callable[[tuple[int, ...], tuple[int, ...]], np.ndarray]) -> PartitionedArray:
         """An array of f(shape, place) for each block, at a place of the whole."""
-        done: dict[Any, Any] = {}
-        blocks = {}
-        for w in self.mesh.local_workers:
-            key = self.mesh.sharing(self.layout, w)
-            if key not in done:
-                at = tuple(s.start for s in self.layout.slices(w))
-                block = np.asarray(f(self.layout.block_shape(w), at), self.dtype, order="C")
-                done[key] = sealed(block if self.mesh.places is None else self.mesh.places.own(block, w))
-            blocks[w] = done[key]
-        return PartitionedArray(blocks, self.layout, self.mesh)
+
+        def block(w: int) -> Any:
+            at = tuple(s.start for s in self.layout.slices(w))
+            one = np.asarray(f(self.layout.block_shape(w), at), self.dtype, order="C")
+            return sealed(one if self.mesh.places is None else self.mesh.places.own(one, w))
+
+        return PartitionedArray(self.mesh.shared(self.layout, block), self.layout, self.mesh)
 
     def laid(self, x: Any) -> Any:
         """An array of this shape as this space has it: laid out, and of its dtype. Differentiable."""

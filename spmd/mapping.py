@@ -813,12 +813,7 @@ def _joined_leaves(where: str, mesh: Mesh, outcome: Outcome, check: bool) -> lis
         layout = mesh.joined(_shapes(said, alike), spec, where, path)
         if k in compared and not alike:
             _copies_agree(where, path, mesh, layout, [s[2] for s in said])
-        if len(results) == 1:
-            blocks = {w: r.blocks[k] for w, r in results.items()}
-        else:
-            kept: dict[Any, np.ndarray] = {}
-            blocks = {w: kept.setdefault(mesh.sharing(layout, w), r.blocks[k]) for w, r in results.items()}
-        joined[k] = PartitionedArray(blocks, layout, mesh)
+        joined[k] = PartitionedArray(mesh.shared(layout, lambda w, k=k: results[w].blocks[k]), layout, mesh)
     return joined
 
 

@@ -227,6 +227,26 @@ class Mesh:
         owner = layout.owners[worker]
         return owner if self.places is None else (owner, self.places.device(worker))
 
+    def sharers(self, layout: Any) -> Sequence[Sequence[int]]:
+        """The workers of this process, those in one sequence for which `sharing` is equal."""
+        known = layout.sharers if self.places is None else {}
+        found = known.get(self.local_workers)
+        if found is None:
+            together: dict[Any, list[int]] = {}
+            for w in self.local_workers:
+                together.setdefault(self.sharing(layout, w), []).append(w)
+            found = known[self.local_workers] = list(together.values())
+        return found
+
+    def shared(self, layout: Any, make: Callable[[int], Any]) -> dict[int, Any]:
+        """For each worker of this process what `make` gives for it, called once for those that share one array."""
+        found = {}
+        for workers in self.sharers(layout):
+            one = make(workers[0])
+            for w in workers:
+                found[w] = one
+        return found
+
     def coordinates(self, worker: int) -> dict[str, int]:
         """The place of a worker along each axis."""
         found = self._coordinates.get(worker)

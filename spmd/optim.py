@@ -323,29 +323,25 @@ class _Step(NamedTuple):
         p = arrays[0]
         layout, mesh, fun, numbers = p.layout, p.mesh, self.kernel.primitive.fun, self.numbers
         tables = [a.blocks for a in arrays]
-        keys = {w: mesh.sharing(layout, w) for w in tables[0]}
         if over:  # of what may be written over nobody is to have a block but a list
             tables = [table if k == 1 else dict(table) for k, table in enumerate(tables)]
             for k, a in enumerate(arrays):
                 if k != 1:
                     a.blocks = GIVEN_AWAY
-        copies: dict[Any, list[int]] = {}
-        for w, key in keys.items():
-            copies.setdefault(key, []).append(w)
-        done: dict[Any, tuple[Any, ...]] = {}
-        for key, workers in copies.items():
-            first, mine = workers[0], False
+        results: list[dict[int, Any]] = [{} for _ in range(len(arrays) - 1)]
+        for workers in mesh.sharers(layout):
+            mine = False
             if over:
-                blocks = [table[first] if k == 1 else _taken(table, workers) for k, table in enumerate(tables)]
+                blocks = [table[workers[0]] if k == 1 else _taken(table, workers) for k, table in enumerate(tables)]
                 mine = all(k == 1 or reclaimed(blocks, k) for k in range(len(blocks)))
             else:
-                blocks = [table[first] for table in tables]
-            with beside(mesh, first):
+                blocks = [table[workers[0]] for table in tables]
+            with beside(mesh, workers[0]):
                 made = fun(*blocks, options=numbers, over=mine)
-            for new in made:
+            for new, to in zip(made, results, strict=True):
                 sealed(new)
-            done[key] = made
-        results = [{w: done[key][k] for w, key in keys.items()} for k in range(len(arrays) - 1)]
+                for w in workers:
+                    to[w] = new
         return tuple([PartitionedArray(blocks, layout, mesh) for blocks in results])
 
 

@@ -127,14 +127,11 @@ def _put(x, spec: Spec, mesh: Mesh | None, path: str) -> PartitionedArray:
 
 def cut(data: np.ndarray, layout: Layout, mesh: Mesh) -> dict[int, np.ndarray]:
     """The blocks of a whole array that this process holds; one array for all copies of a block on a device."""
-    done: dict[Any, np.ndarray] = {}
-    blocks = {}
-    for w in mesh.local_workers:
-        key = mesh.sharing(layout, w)
-        if key not in done:
-            done[key] = owned_on(mesh, data[layout.slices(w)] if data.ndim else _number(data, layout, w), w)
-        blocks[w] = done[key]
-    return blocks
+
+    def block(w: int) -> np.ndarray:
+        return owned_on(mesh, data[layout.slices(w)] if data.ndim else _number(data, layout, w), w)
+
+    return mesh.shared(layout, block)
 
 
 def _number(x: Any, layout: Layout, worker: int) -> np.ndarray:

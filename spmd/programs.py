@@ -501,11 +501,8 @@ def _joined(mesh: Mesh, results: dict[int, list], layouts: list[Any]) -> list:
     for k, layout in enumerate(layouts):
         if layout is None:
             joined.append(first[k])
-        elif len(results) == 1:
-            joined.append(PartitionedArray({w: sealed(found[k]) for w, found in results.items()}, layout, mesh))
         else:
-            kept: dict[Any, np.ndarray] = {}
-            blocks = {w: kept.setdefault(mesh.sharing(layout, w), sealed(found[k])) for w, found in results.items()}
+            blocks = mesh.shared(layout, lambda w, k=k: sealed(results[w][k]))
             joined.append(PartitionedArray(blocks, layout, mesh))
     return joined
 

@@ -240,12 +240,7 @@ def _drawn(
     layout = on.layout(shape, spec, where)
     if worker is not None:
         return _stated(_block(make, layout, on, worker.index), layout.varying | _axes_of(key))
-    done: dict[Any, Any] = {}
-    for w in on.local_workers:
-        shared = on.sharing(layout, w)
-        if shared not in done:
-            done[shared] = sealed(_block(make, layout, on, w))
-    return PartitionedArray({w: done[on.sharing(layout, w)] for w in on.local_workers}, layout, on)
+    return PartitionedArray(on.shared(layout, lambda w: sealed(_block(make, layout, on, w))), layout, on)
 
 
 def _block(make: Callable[[Any, Mesh, int], Any], layout: Layout, on: Mesh, worker: int) -> Any:
