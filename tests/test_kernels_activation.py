@@ -370,3 +370,28 @@ def test_errors_name_what_the_caller_wrote():
         F.bias_act(X, None, ["relu"])
     with pytest.raises(SpecError, match="argument approximate"):
         F.gelu(X, np.ones(2))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16, ">f4"])
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (5, 33), (0, 4), (4, 0), (300, 257)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_relu_whose_loops_are_its_own(shape, bias, dtype):
+    """Numbers that are none, infinite ones, views, and a cotangent that is written over."""
+    rng = np.random.default_rng(len(shape) + bias)
+    x = rng.standard_normal((*shape, 2)).astype(dtype)[..., 0]  # which no loop takes as it is
+    g = rng.standard_normal(shape).astype(dtype)
+    if x.size > 4:
+        x.flat[0], x.flat[1], x.flat[2], g.flat[3] = np.nan, np.inf, -np.inf, np.inf
+    b = rng.standard_normal(shape[-1]).astype(dtype) if bias and shape else None
+    with np.errstate(invalid="ignore"):
+        z = x if b is None else x + b
+        y, h = np.maximum(z, 0), g * (z > 0).astype(dtype)
+        found = cpu.activate(x, b, "relu"), cpu.activate_vjp(g, x, b, "relu")
+        into = g.copy()
+        assert cpu.activate_vjp(into, x, b, "relu", 1.0, into) is into
+        other = np.empty_like(g)
+        assert cpu.activate_vjp(g, x, b, "relu", 1.0, other) is other
+    np.testing.assert_array_equal(found[0], y)
+    for a in (found[1], into, other):
+        np.testing.assert_array_equal(a, h)
+        assert a.dtype == np.dtype(dtype)

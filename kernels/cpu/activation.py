@@ -27,6 +27,10 @@ def activate(x: np.ndarray, bias: np.ndarray | None, kind: str, alpha: float = 1
     """f(x + bias)."""
     if kind == "relu" and bias is None:  # one pass in any case
         return np.maximum(x, x.dtype.type(0), out=buffers.empty_like(x))
+    if kind == "relu" and bias is not None and x.size and x.dtype == bias.dtype and _compiled(x.dtype):
+        out, n = buffers.empty_like(x), x.shape[-1]
+        _above(out.reshape(-1, n), np.ascontiguousarray(x).reshape(-1, n), np.ascontiguousarray(bias))
+        return out
     return _by_row(_activate, _activate_plain, (x,), bias, kind, alpha)
 
 
@@ -39,6 +43,14 @@ def activate_vjp(
     into: np.ndarray | None = None,
 ) -> np.ndarray:
     """g * f'(x + bias). into: a C-contiguous array of its shape and dtype to write it into, g itself say."""
+    if kind == "relu" and bias is None and x.dtype == g.dtype and _compiled(x.dtype):
+        flat = [np.ascontiguousarray(a).reshape(-1) for a in (x, g)]
+        if into is g:
+            _halved_over(flat[1], flat[0])
+            return g
+        out = buffers.empty_like(g) if into is None else into
+        _halved(out.reshape(-1), *flat)
+        return out
     return _by_row(_activate_vjp, _activate_vjp_plain, (x, g), bias, kind, alpha, into)
 
 
@@ -57,7 +69,7 @@ def _by_row(
     if not out.size:
         return out
     wide = accurate(out.dtype)
-    compiled = jit.available() and out.dtype.isnative and wide.char in "fd"
+    compiled = _compiled(wide) and out.dtype.isnative
     make = loops if compiled else plain
     which, p = _numbers(kind, alpha, wide, compiled)
     if compiled and into is None and bias is not None and bias.dtype == wide == out.dtype:
@@ -75,7 +87,18 @@ def _by_row(
         if into is None:
             into_rows(lambda o, *a, b=b: make(o, *a, b, p, which), (rows[0],), *rows[1:], whole=compiled)
         else:
-            into_rows(lambda o, x, g, b=b: make(o, x, g.copy(), b, p, which), (rows[0],), *rows[1:])
+            into_rows(lambda o, x, g, b=b: make(o, x, _copy(g), b, p, which), (rows[0],), *rows[1:])
+    return out
+
+
+def _compiled(dtype: np.dtype) -> bool:
+    """Whether there are loops for these numbers."""
+    return dtype.char in "fd" and dtype.isnative and jit.available()
+
+
+def _copy(x: np.ndarray) -> np.ndarray:
+    out = buffers.empty_like(x)
+    np.copyto(out, x)
     return out
 
 
@@ -240,6 +263,32 @@ def _activate_vjp(out: Any, x: Any, g: Any, bias: Any, p: Any, which: int) -> No
                 e = exp_below(-half * t * t) * density
                 upper = e * mills(t)
                 o[j] = gs[j] * ((upper if z < 0 else one - upper) + z * e)
+
+
+@jit.loops("out", fastmath=_FAST)
+def _above(out: Any, x: Any, bias: Any) -> None:
+    """max(x + bias, 0)."""
+    zero = x.dtype.type(0)
+    for i in range(x.shape[0]):
+        o, xs = out[i], x[i]
+        for j in range(len(xs)):
+            z = xs[j] + bias[j]
+            o[j] = zero if z < 0 else z
+
+
+@jit.loops("out", fastmath=_FAST)
+def _halved(out: Any, x: Any, g: Any) -> None:
+    """The cotangent of max(x, 0)."""
+    zero, one = x.dtype.type(0), x.dtype.type(1)
+    for i in range(len(x)):
+        out[i] = g[i] * (one if x[i] > 0 else zero)
+
+
+@jit.loops("g", fastmath=_FAST)
+def _halved_over(g: Any, x: Any) -> None:
+    zero, one = x.dtype.type(0), x.dtype.type(1)
+    for i in range(len(x)):
+        g[i] = g[i] * (one if x[i] > 0 else zero)
 
 
 # The same in NumPy, in place.
