@@ -979,6 +979,41 @@ def test_the_limit_on_blas_threads_is_the_least_asked_for_and_is_lifted_by_the_l
         assert now() == {1}
 
 
+def test_any_thread_limits_blas_and_the_last_one_lifts_the_limit():
+    """threadpoolctl lets only the first thread that has changed a library change it again."""
+    from threadpoolctl import ThreadpoolController, threadpool_limits
+
+    from spmd.transport.blas import blas_threads
+
+    def now() -> set[int]:
+        return {lib.num_threads for lib in ThreadpoolController().select(user_api="blas").lib_controllers}
+
+    def elsewhere(f) -> None:
+        thread = threading.Thread(target=f)
+        thread.start()
+        thread.join()
+
+    seen = []
+
+    def inside() -> None:
+        with blas_threads(1):
+            seen.append(now())
+
+    with threadpool_limits(3, user_api="blas"):
+        inside()  # which this thread does, and lives
+        elsewhere(inside)
+        assert seen == [{1}, {1}]
+        assert now() == {3}
+        mine = blas_threads(2)
+        mine.__enter__()
+        elsewhere(lambda: mine.__exit__(None, None, None))
+        assert now() == {3}
+        elsewhere(mine.__enter__)
+        assert now() == {2}
+        mine.__exit__(None, None, None)
+        assert now() == {3}
+
+
 def test_blas_is_limited_in_bodies_and_free_after_them(scheduler):
     from threadpoolctl import ThreadpoolController, threadpool_limits
 

@@ -73,7 +73,7 @@ class _Limit:
             if not self.asked:
                 held.now = held.library.num_threads  # A body may have changed it.
             if held.now != threads:
-                held.library.set_num_threads(threads)
+                _set(held.library, threads)
                 held.now = threads
 
     def _loaded(self) -> list[Any]:
@@ -86,6 +86,15 @@ class _Limit:
         return self.libraries
 
 
+def _set(library: Any, n: int) -> None:
+    """Let a library use n threads. It has one number for all of the process, which since its release 3.8 threadpoolctl
+    lets the first thread alone change that did so; of maps any thread may be the last to leave."""
+    free = getattr(library, "clear_controlling_thread", lambda **_: None)
+    free(force=True)
+    library.set_num_threads(n)
+    free(force=True)
+
+
 _limit = _Limit()
 
 
@@ -93,7 +102,7 @@ def _forget() -> None:
     """In a forked child, where the maps that asked do not run."""
     global _limit
     for held in _limit.held if _limit.asked else ():
-        held.library.set_num_threads(held.before)
+        _set(held.library, held.before)
     _limit = _Limit()
 
 
