@@ -240,6 +240,9 @@ class Mesh:
 
     def shared(self, layout: Any, make: Callable[[int], Any]) -> dict[int, Any]:
         """For each worker of this process what `make` gives for it, called once for those that share one array."""
+        if len(self.local_workers) == 1:
+            (w,) = self.local_workers
+            return {w: make(w)}
         found = {}
         for workers in self.sharers(layout):
             one = make(workers[0])

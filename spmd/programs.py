@@ -144,7 +144,7 @@ class Jitted(Mapped):
         mesh = self._mesh(flat)
         if mesh is None:
             return super().__call__(*args, **kwargs)
-        entry = self._entries.get(self._key("run", mesh, treedef, flat))
+        entry = self._entry("run", mesh, treedef, flat)
         if entry is None:
             return self._recorded("run", mesh, treedef, flat, (), lambda: super(Jitted, self).__call__(*args, **kwargs))
         results = self._again(entry, mesh, flat)
@@ -158,7 +158,7 @@ class Jitted(Mapped):
         if mesh is None:
             return way(check, numbers, args, kwargs)
         kind = ("value and gradients", *numbers)
-        entry = self._entries.get(self._key(kind, mesh, treedef, flat))
+        entry = self._entry(kind, mesh, treedef, flat)
         if entry is None:
             of = [args[n] for n in numbers]
             return self._recorded(kind, mesh, treedef, flat, of, lambda: way(check, numbers, args, kwargs))
@@ -194,13 +194,15 @@ class Jitted(Mapped):
                 parts += (type(x), repr(x) if isinstance(x, float | complex) else x)
             else:
                 parts += (type(x), getattr(x, "shape", None), getattr(x, "dtype", None))
-        key = (kind, mesh, treedef, *np.geterr().values(), *parts)
+        return (kind, mesh, treedef, *np.geterr().values(), *parts)
+
+    def _entry(self, kind: Any, mesh: Mesh, treedef: Any, flat: list) -> _Entry | None:
+        """The programs of such a call, if it is not the first."""
         try:
-            hash(key)
+            return self._entries.get(self._key(kind, mesh, treedef, flat))
         except TypeError:
-            self._check_fixed(flat, fixed)
+            self._check_fixed(flat, self._fixed[treedef])
             raise
-        return key
 
     def _check_fixed(self, flat: list, fixed: list[bool]) -> None:
         """Raise where an argument is to be part of a program, and cannot be known again."""
@@ -343,7 +345,7 @@ class Jitted(Mapped):
         if self._mesh(flat) is None:
             return super()._forward(mesh, leaves, rebuild, moved, once)
         kind, structure = ("forward", once, *moved), getattr(rebuild, "args", len(leaves))
-        entry = self._entries.get(self._key(kind, mesh, structure, flat))
+        entry = self._entry(kind, mesh, structure, flat)
         if entry is None:
             return self._first_forward(mesh, leaves, rebuild, moved, once, (kind, structure))
         results = self._again(entry, mesh, flat)
