@@ -37,7 +37,7 @@ def of_virtual_workers() -> dict[str, dict[str, str]]:
     return verbs.results(transport="local", scheduler="lockstep")
 
 
-@pytest.mark.parametrize("how", ["checked", "unchecked", "placed"])
+@pytest.mark.parametrize("how", ["checked", pytest.param("unchecked", marks=pytest.mark.full), "placed"])
 def test_verbs_operators_products_and_gradients_have_the_bits_of_virtual_workers(python, how):
     """placed: blocks go from arena to arena, if they are not of a few bytes or lie elsewhere."""
     found = json.loads(ended_well("verbs.py", how, python=python, timeout=120, SPMD_CHECK=str(+(how != "unchecked"))))
@@ -293,8 +293,8 @@ def parted(count: int, seed: int, python: str) -> dict[str, float]:
 
 
 def test_workers_that_part_ways_are_always_an_error(python):
-    found = parted(150, 3, python)
-    assert found["drawn"] > 90
+    found = parted(100, 3, python)
+    assert found["drawn"] > 60
     assert found["slowest"] < 5  # 2 on a machine of its own
 
 
