@@ -21,6 +21,8 @@ __all__ = ["activate", "activate_vjp"]
 _FAST = ("contract", "nsz")
 _RAMP, _GATE, _DECAY, _SOFTPLUS, _TANH, _MISH, _NORMAL = range(len(FORMS))
 _WIDTH = 1 << 12
+_PIECE = 3 << 15
+"""Bytes of a copied piece: of so few the allocator has some at hand, and asks the system for no fresh pages."""
 
 
 def activate(x: np.ndarray, bias: np.ndarray | None, kind: str, alpha: float = 1.0) -> np.ndarray:
@@ -86,20 +88,19 @@ def _by_row(
             b = None if bias is None else bias.astype(wide, copy=False)
         if into is None:
             into_rows(lambda o, *a, b=b: make(o, *a, b, p, which), (rows[0],), *rows[1:], whole=compiled)
+        elif compiled and out.dtype == wide:
+            step = max(1, _PIECE // (n * wide.itemsize))
+            for k in range(0, len(rows[0]), step):
+                o, x, g = (a[k : k + step] for a in rows)
+                make(o, x, g.copy(), b, p, which)
         else:
-            into_rows(lambda o, x, g, b=b: make(o, x, _copy(g), b, p, which), (rows[0],), *rows[1:])
+            into_rows(lambda o, x, g, b=b: make(o, x, g.copy(), b, p, which), (rows[0],), *rows[1:])
     return out
 
 
 def _compiled(dtype: np.dtype) -> bool:
     """Whether there are loops for these numbers."""
     return dtype.char in "fd" and dtype.isnative and jit.available()
-
-
-def _copy(x: np.ndarray) -> np.ndarray:
-    out = buffers.empty_like(x)
-    np.copyto(out, x)
-    return out
 
 
 @lru_cache(64)
