@@ -233,8 +233,8 @@ class Built:
                 return f"{args[0]}[{self._index(line.args[1])}]"
             case "put":
                 return f"{args[0]}[{self._index(line.args[1])}] = {args[2]}"
-        if line.fun is np.expand_dims and not options and line.args[1:] in ((-1,), (0,)):
-            return f"{args[0]}[{'..., ' * (line.args[1] == -1)}None]"  # a tenth of the time
+        if line.fun is np.expand_dims and not options and self._at_an_end(line.args):
+            return f"{args[0]}[{'..., ' if line.args[1] else ''}None]"  # a tenth of the time
         fun = self._fun(line)
         if over is not None:
             options.append(f"out={self._said(over)}" if isinstance(fun, np.ufunc) else self._said(over))
@@ -242,6 +242,12 @@ class Built:
         if isinstance(owner := getattr(fun, "__self__", None), np.ufunc):
             name = f"{owner.__name__}_{name}"
         return f"{self._name(fun, name)}({', '.join(args + options)})"
+
+    def _at_an_end(self, args: tuple[Any, ...]) -> bool:
+        """Whether these are an array and a number that says its first dimension, or behind its last one."""
+        x, *axes = args
+        like = self._likes[x.index] if type(x) is Ref else None
+        return like is not None and like.array and [*map(type, axes)] == [int] and axes[0] in (-1, 0)
 
     def _fun(self, line: Line) -> Any:
         """The function, or one that is sooner there for these arguments."""

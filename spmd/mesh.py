@@ -243,7 +243,7 @@ class Mesh:
         if len(self.local_workers) == 1:
             (w,) = self.local_workers
             return {w: make(w)}
-        found = {}
+        found = dict.fromkeys(self.local_workers)
         for workers in self.sharers(layout):
             one = make(workers[0])
             for w in workers:

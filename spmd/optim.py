@@ -328,7 +328,7 @@ class _Step(NamedTuple):
             for k, a in enumerate(arrays):
                 if k != 1:
                     a.blocks = GIVEN_AWAY
-        results: list[dict[int, Any]] = [{} for _ in range(len(arrays) - 1)]
+        results: list[dict[int, Any]] = [dict.fromkeys(mesh.local_workers) for _ in range(len(arrays) - 1)]
         for workers in mesh.sharers(layout):
             mine = False
             if over:

@@ -630,6 +630,34 @@ def test_the_text_is_python():
 # What has been wrong once
 
 
+@pytest.mark.parametrize("axis", [0, -1, np.int64(0), np.int64(-1), (0, -1), 1])
+@pytest.mark.parametrize("number", [2.5, 2.5j, np.float32(1.5), np.array([1.0, 2.0])])
+def test_dimensions_are_added_to_arrays_and_to_numbers(axis, number):
+    if axis == 1 and np.ndim(number) == 0:
+        axis = 0
+    mesh = spmd.Mesh(x=2)
+
+    def body(x, s):
+        return spmd.psum(np.sum(x * np.expand_dims(np.sum(np.expand_dims(s, axis)), 0)), "x")
+
+    def given(k):
+        return np.arange(4.0) + k, number * (1 + k)
+
+    plain = mesh.map(body, in_specs=(P("x"), P()), out_specs=P())
+    once = spmd.jit(plain)
+    for k in range(3):
+        np.testing.assert_array_equal(once(*given(k)).numpy(), plain(*given(k)).numpy())
+
+
+@pytest.mark.parametrize("axis", [0, -1])
+def test_a_number_is_given_a_dimension(axis):
+    mesh = spmd.Mesh(x=2)
+    plain = mesh.map(lambda x, s: x * np.expand_dims(s, axis), in_specs=(P("x"), P()), out_specs=P("x"))
+    once = spmd.jit(plain)
+    for s in (2.5, 1.5, 3.0):
+        np.testing.assert_array_equal(once(np.arange(4.0), s).numpy(), plain(np.arange(4.0), s).numpy())
+
+
 def test_arrays_of_the_body_may_change_while_it_runs():
     mesh = spmd.Mesh(x=2)
 

@@ -4,8 +4,10 @@ comes another way meets the others all the same."""
 from __future__ import annotations
 
 import contextvars
+import gc
 import random
 import sys
+import weakref
 from itertools import chain
 
 import greenlet
@@ -18,6 +20,7 @@ from spmd.errors import DeadlockError, MismatchError
 from spmd.kernels import team
 from spmd.transport import local, recurring
 
+N = 1 << 18
 RING = {n: [(k, (k + 1) % n) for k in range(n)] for n in range(1, 9)}
 
 
@@ -559,3 +562,36 @@ def test_parts_of_one_array_are_joined_by_nobody(monkeypatch):
 
     mesh.map(body, in_specs=P("x"), out_specs=P())(array)
     assert shared == [True] * 6
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda x: spmd.psum(x, "x"),
+        lambda x: spmd.pmax(x, "x"),
+        lambda x: spmd.psum_scatter(x, "x", tiled=True),
+        lambda x: spmd.all_gather(x, "x", tiled=True),
+        lambda x: spmd.all_to_all(x, "x", 0, 0, tiled=True),
+        lambda x: spmd.halo_exchange(x, P("x"), 1, shape=(2 * N,)),
+        lambda x: spmd.ppermute(x, "x", [(0, 1), (1, 0)]),
+    ],
+    ids=["psum", "pmax", "psum_scatter", "all_gather", "all_to_all", "halo_exchange", "ppermute"],
+)
+def test_what_is_known_of_lines_holds_no_block(act, monkeypatch):
+    """It lives as long as the mesh does."""
+    mesh, blocks, init = lockstep(x=2), [], recurring.Recurring.__init__
+
+    def noted(self, call, way, x):
+        blocks.append(weakref.ref(x))
+        init(self, call, way, x)
+
+    def body(x):
+        for _ in range(4):
+            act(2 * x)
+        return spmd.psum(x[0], "x")
+
+    monkeypatch.setattr(recurring.Recurring, "__init__", noted)
+    mesh.map(body, in_specs=P("x"), out_specs=P())(np.ones(2 * N))
+    gc.collect()
+    assert len(blocks) >= 2
+    assert [ref() for ref in blocks] == [None] * len(blocks)

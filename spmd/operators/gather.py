@@ -136,7 +136,8 @@ class ReduceScatter(_Split):
 
     def eager(self, group: Group, x: np.ndarray) -> Eager:
         indices, bound = self.ways(group, x.shape)
-        return Eager(group, indices, lambda _: (folding(x[indices[group.index]]), bound))
+        fold = folding(x[indices[group.index]])
+        return Eager(group, indices, lambda _: (fold, bound))  # which lives longer than x is to
 
     @property
     def H(self) -> Operator:

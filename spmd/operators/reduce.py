@@ -72,7 +72,8 @@ def folded_at_once(op: Operator | Extremum, group: Group, x: np.ndarray, how: st
     """A sum that everyone takes of all blocks; of more than two large ones everyone takes a part instead."""
     if group.size > 2 and x.nbytes > COPIED:
         return None
-    return everywhere(group, lambda _: (folding(x, how), op))
+    fold = folding(x, how)
+    return everywhere(group, lambda _: (fold, op))  # which lives longer than x is to
 
 
 class Sum(Operator):

@@ -194,7 +194,7 @@ def _makers(members: tuple[Recurring, ...]) -> _Makers:
         if sizes:
             return team.each([partial(one, blocks, k) for k in range(size)], sizes)
         made = each(blocks)
-        sizes.extend(y.nbytes for y, _ in made)
+        sizes[:] = [y.nbytes for y, _ in made]  # at once: maps of other threads may learn them too
         return made
 
     return together if any(m.large for m in members) else each
