@@ -27,12 +27,13 @@ _PIECE = 3 << 15
 
 def activate(x: np.ndarray, bias: np.ndarray | None, kind: str, alpha: float = 1.0) -> np.ndarray:
     """f(x + bias)."""
-    if kind == "relu" and bias is None:  # one pass in any case
-        return np.maximum(x, x.dtype.type(0), out=buffers.empty_like(x))
-    if kind == "relu" and bias is not None and x.size and x.dtype == bias.dtype and _compiled(x.dtype):
-        out, n = buffers.empty_like(x), x.shape[-1]
-        _above(out.reshape(-1, n), np.ascontiguousarray(x).reshape(-1, n), np.ascontiguousarray(bias))
-        return out
+    if kind == "relu":
+        if bias is None:  # one pass in any case
+            return np.maximum(x, x.dtype.type(0), out=buffers.empty_like(x))
+        if x.size and x.dtype == bias.dtype and jit.fits(x) and x.dtype.char in "fd":
+            out, n = buffers.empty_like(x), x.shape[-1]
+            _above(out.reshape(-1, n), np.ascontiguousarray(x).reshape(-1, n), np.ascontiguousarray(bias))
+            return out
     return _by_row(_activate, _activate_plain, (x,), bias, kind, alpha)
 
 
@@ -45,7 +46,7 @@ def activate_vjp(
     into: np.ndarray | None = None,
 ) -> np.ndarray:
     """g * f'(x + bias). into: a C-contiguous array of its shape and dtype to write it into, g itself say."""
-    if kind == "relu" and bias is None and x.dtype == g.dtype and _compiled(x.dtype):
+    if kind == "relu" and bias is None and x.dtype == g.dtype and jit.fits(x) and x.dtype.char in "fd":
         flat = [np.ascontiguousarray(a).reshape(-1) for a in (x, g)]
         if into is g:
             _halved_over(flat[1], flat[0])
@@ -71,7 +72,7 @@ def _by_row(
     if not out.size:
         return out
     wide = accurate(out.dtype)
-    compiled = _compiled(wide) and out.dtype.isnative
+    compiled = jit.available() and out.dtype.isnative and wide.char in "fd"
     make = loops if compiled else plain
     which, p = _numbers(kind, alpha, wide, compiled)
     if compiled and into is None and bias is not None and bias.dtype == wide == out.dtype:
@@ -96,11 +97,6 @@ def _by_row(
         else:
             into_rows(lambda o, x, g, b=b: make(o, x, g.copy(), b, p, which), (rows[0],), *rows[1:])
     return out
-
-
-def _compiled(dtype: np.dtype) -> bool:
-    """Whether there are loops for these numbers."""
-    return dtype.char in "fd" and dtype.isnative and jit.available()
 
 
 @lru_cache(64)
