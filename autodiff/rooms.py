@@ -51,7 +51,7 @@ def owns_memory(x: np.ndarray) -> bool:
 def writable(x: Any) -> bool:
     """Whether somebody may write to x: to itself, or to what it is a view of, unless that was frozen. Memory that
     is used again is nobody else's while x is there."""
-    while isinstance(x, np.ndarray) and type(x).__name__ not in ("Lease", "Frozen"):
+    while isinstance(x, np.ndarray) and type(x).__name__ not in ("Lease", "Margin", "Frozen"):
         if x.flags.writeable:
             return True
         x = x.base

@@ -4,6 +4,9 @@
 an array is gone its piece lies idle for the next one of that size. What lies idle is bounded. Of middling sizes some
 pieces stay at hand: to find one that nobody has any more takes a third of the time that it takes to give one back.
 
+A piece goes on before and behind the array that lies in it, for a 64th of its length. So what an array is a part of,
+with some rows more at its ends, can be made around it, and the array itself is not copied (`around`).
+
 The pieces may come from somewhere else than from NumPy: from memory that processes share, say (`take_from`).
 """
 
@@ -13,14 +16,15 @@ import math
 import os
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from sys import getrefcount
 from threading import Lock
 from typing import Any
 
 import numpy as np
 
-__all__ = ["LARGE", "LEAST", "Lease", "Piece"]
-__all__ += ["address", "empty", "empty_like", "idle", "least", "release", "take_from", "zeros"]
+__all__ = ["LARGE", "LEAST", "Lease", "Margin", "Piece"]
+__all__ += ["address", "around", "empty", "empty_like", "has_room", "idle", "least", "release", "take_from", "zeros"]
 
 LARGE = 1 << 20
 """Bytes from which it pays to make room for what NumPy would make a new array for."""
@@ -33,6 +37,8 @@ an EPYC (Zen 3, glibc 2.36) 15 times as long; 1 MB it copies as fast."""
 _GRAIN = 1 << 14
 """What the bytes of a piece are a multiple of, at least: of large arrays about a 24th of them, so that a block with its
 halo and one without lie in pieces of one size, and take turns. Pages that nobody has touched are no memory."""
+_MARGIN = 6
+"""How often the length of an array is halved for that of the margin before it, and of the one behind it."""
 
 
 def _bound() -> int:
@@ -65,6 +71,20 @@ class Lease(np.ndarray):
             _idle.give(memory)
 
 
+class Margin(np.ndarray):
+    """What a larger array lies in that was made around another one: it holds that one, so that nobody takes it to have
+    no other names, and gives the margins back when the larger array and all its views are gone.
+
+    start: the address of the first entry of the larger array.
+    """
+
+    __slots__ = ("memory", "of", "start")
+
+    def __del__(self):
+        with suppress(AttributeError):  # Views of it have none.
+            self.memory.margins.append(None)
+
+
 Source = Callable[[int], Piece | None]
 """Gives so many bytes of memory, or None where it has none to give; they are its again when the piece is gone."""
 
@@ -72,10 +92,10 @@ _source: Source | None = None
 
 
 class Memory:
-    """A piece of memory. source: who gave it. at: where in it arrays begin, and start: the address of that. given: when
-    it was left, as a growing number."""
+    """A piece of memory. source: who gave it. at: where in it arrays begin, and start: the address of that. margins:
+    has an entry as long as nobody uses what lies around the array. given: when it was left, as a growing number."""
 
-    __slots__ = ("at", "given", "nbytes", "piece", "source", "start")
+    __slots__ = ("at", "given", "margins", "nbytes", "piece", "source", "start")
 
     def __init__(self, nbytes: int):
         self.source = _source
@@ -84,8 +104,9 @@ class Memory:
         self.nbytes = nbytes
         self.given = 0
         begin = self.piece.ctypes.data
-        self.at = -begin % _ALIGNED
+        self.at = -begin % _ALIGNED + (nbytes >> _MARGIN & -_ALIGNED)
         self.start = begin + self.at
+        self.margins: list[None] = [None]  # Of several threads that take it out, one gets it.
 
     def lease(self) -> Lease:
         lease = self.piece.view(Lease)
@@ -249,11 +270,13 @@ def address(x: np.ndarray) -> int:
     lease = x.base
     if type(lease) is Lease:  # all of it: what is a view of it has another base
         return lease.memory.start
+    if type(lease) is Margin:
+        return lease.start
     return x.__array_interface__["data"][0]
 
 
 def empty(shape: int | tuple[int, ...], dtype: Any = float) -> np.ndarray:
-    """A C-contiguous array whose entries are arbitrary. Large arrays are aligned to 64 bytes."""
+    """A C-contiguous array whose entries are arbitrary. Large arrays are aligned to 64 bytes, and have margins."""
     if type(shape) is not tuple:
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
     if not isinstance(dtype, np.dtype):
@@ -262,12 +285,50 @@ def empty(shape: int | tuple[int, ...], dtype: Any = float) -> np.ndarray:
     if nbytes < LEAST or dtype.hasobject or not _idle.bound:
         return np.empty(shape, dtype)
     grain = _GRAIN if nbytes < LARGE else 1 << nbytes.bit_length() - 5
-    size = -(-(nbytes + _ALIGNED) // grain) * grain
+    size = -(-(nbytes + (nbytes >> _MARGIN - 1) + 2 * _ALIGNED) // grain) * grain
     lease = _at_hand.take(size)
     if lease is None:
         lease = (_idle.take(size) or Memory(size)).lease()
         _at_hand.add(lease, size)
     return np.ndarray(shape, dtype, lease, lease.memory.at)
+
+
+def has_room(x: np.ndarray, before: int, nbytes: int) -> bool:
+    """Whether x is all of an array in such memory, and so many bytes find room there that begin so many before it."""
+    return _lease_around(x, before, nbytes) is not None
+
+
+def around(x: np.ndarray, before: int, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray] | None:
+    """A C-contiguous array of a shape, in whose memory x lies, `before` bytes behind its beginning. It comes twice: to
+    be filled around x, where entries are arbitrary; and read-only, to be kept. x is read-only from now on. Nobody is to
+    write to it while the other is there; whoever asks whether x has other names finds that it has.
+
+    None where x, which is C-contiguous, lies elsewhere, there is no room, or another array is there around it.
+    """
+    nbytes = math.prod(shape) * x.itemsize
+    lease = _lease_around(x, before, nbytes)
+    if lease is None:
+        return None
+    memory: Memory = lease.memory
+    try:
+        memory.margins.pop()
+    except IndexError:
+        return None
+    margin = memory.piece.view(Margin)
+    margin.memory, margin.of, margin.start = memory, x if x.base is lease else x.base, memory.start - before
+    margin.setflags(write=False)
+    for a in (margin.of, x):
+        a.setflags(write=False)
+    at = memory.at - before
+    return np.ndarray(shape, x.dtype, lease, at), np.ndarray(shape, x.dtype, margin, at)
+
+
+def _lease_around(x: np.ndarray, before: int, nbytes: int) -> Lease | None:
+    whole: Any = x if type(x.base) is Lease else x.base  # x may be all of it in another shape
+    if type(whole) is not np.ndarray or type(whole.base) is not Lease or whole.nbytes != x.nbytes:
+        return None
+    memory = whole.base.memory
+    return whole.base if before <= memory.at and memory.at - before + nbytes <= memory.nbytes else None
 
 
 def empty_like(x: np.ndarray, dtype: Any = None) -> np.ndarray:

@@ -22,6 +22,7 @@ import spmd
 from spmd import P
 from spmd.device import on_device, to_host
 from spmd.errors import LayoutError, SpecError, StateError
+from spmd.kernels import buffers
 from spmd.layout import Layout, block_sizes, offsets
 from spmd.mesh import here
 from spmd.operators import halo
@@ -320,6 +321,155 @@ def test_against_the_padded_array(problem, scheduler):
 def test_against_the_padded_array_at_length(problem, scheduler):
     note(str(problem))
     check_problem(problem, scheduler)
+
+
+# Around the block where it lies
+
+
+@st.composite
+def tall_problems(draw) -> Problem:
+    """Blocks of many rows, around which there is room for a few; among them short and empty ones, which lie elsewhere,
+    and so few workers that all of what comes can be looked at."""
+    count = draw(st.integers(1, 4))
+    row, dtype = draw(st.sampled_from([(8, "f8"), (3, "c16"), (7, "f8"), (16, "f4")]))
+    rows = (1 << 17) // (row * np.dtype(dtype).itemsize)
+    cut = tuple(draw(st.sampled_from([rows, 2 * rows, rows + 1, 0, 5])) for _ in range(count))
+    width = st.integers(0, 7)
+    widths = tuple((draw(width), draw(width)) for _ in cut)
+    boundary = draw(st.sampled_from(BOUNDARIES if sum(cut) else ("none", "zero")))
+    layout = Layout((sum(cut), row), P("x"), {"x": count}, [cut, (row,)])
+    whole = tuple((0, 0) for _ in range(1))
+    sizes = draw(st.sampled_from([None, (cut, None)]))
+    return Problem({"x": count}, layout, (widths, whole), (boundary, "zero"), dtype, draw(st.integers(0, 99)), sizes)
+
+
+def repeated(op, keeps: bool):
+    """By one line, at first by the verbs, then as what is called again; with the results before still there or not."""
+
+    def f(x):
+        found, lie_around = [], []
+        for _ in range(3):
+            y = op(x)
+            lie_around.append(np.shares_memory(spmd.block(x), spmd.block(y)))
+            found.append(spmd.block(y) if keeps else spmd.block(y).copy())
+            del y
+        return found, lie_around
+
+    return f
+
+
+@given(tall_problems(), st.booleans(), st.sampled_from(["lockstep", "threads"]))
+@settings(max_examples=60)
+@pytest.mark.host("arrays of a device have no room around them")
+def test_around_large_blocks(problem, keeps, scheduler):
+    """The same as elsewhere, and in the memory of the block where there is room, for one result at a time."""
+    note(str(problem))
+    x, op = problem.array(), problem.operator
+    blocks, want = problem.blocks(x), problem.expect(x)
+    for w, (found, lie_around) in enumerate(on_workers(problem, repeated(op, keeps), blocks, scheduler)):
+        for got in found:
+            assert (got.shape, got.dtype, got.flags.writeable) == (want[w].shape, want[w].dtype, not keeps)
+            np.testing.assert_array_equal(got, want[w], err_msg=f"worker {w}")
+        if blocks[w].nbytes > 1 << 16 and problem.widths[0][w] != (0, 0) and len(want[w]) > len(blocks[w]):
+            assert lie_around == ([True, False, False] if keeps else [True] * 3), f"worker {w}"
+    check_problem(problem, scheduler)
+
+
+def test_a_block_of_several_workers_has_room_for_one(scheduler):
+    """Those that share it go on as if they had it for themselves."""
+    mesh = spmd.Mesh(x=2, y=2, transport="local", scheduler=scheduler)
+    x = np.random.default_rng(0).standard_normal((4000, 8))
+    want, found = np.pad(x, ((2, 2), (0, 0))), {}
+
+    def body(x):
+        results = [spmd.halo_exchange(spmd.varying(x, "y"), P("x"), 2, "zero") for _ in range(3)]
+        found[spmd.worker_index(("x", "y"))] = [spmd.block(y) for y in results]
+
+    spmd.map(body, in_specs=P("x"), out_specs=None, mesh=mesh)(x)
+    for k, results in found.items():
+        for y in results:
+            np.testing.assert_array_equal(to_host(y), want[2000 * (k // 2) :][:2004])
+
+
+PROGRAMS_AROUND = {
+    "halo": lambda x: spmd.halo_exchange(x, P("x"), ((2, 1),)),
+    "twice": lambda x: spmd.halo_exchange(spmd.halo_exchange(x, P("x"), 1), P("x"), 1),
+    "back": lambda x: spmd.halo_accumulate(x, P("x"), 1),
+    "of what is used again": lambda x: _together(spmd.relu(x)),
+    "of a stencil": lambda x: spmd.halo_exchange(spmd.stencil(x, P("x"), [(0, 0), (1, 0)], [1.0, -1.0]), P("x"), 1),
+    "reflected": lambda x: spmd.halo_exchange(spmd.relu(x), P("x"), 3, "reflect"),
+    "of another shape": lambda x: spmd.halo_exchange(x.reshape(-1), P("x"), 11),
+}
+
+
+def _together(y):
+    """Several things of one block, which is written to by none of them."""
+    y1, y2 = (spmd.halo_exchange(y, P("x"), 1, boundary) for boundary in ("zero", "periodic"))
+    y = y + 1.0
+    y *= 2.0
+    return y1 * y2 + spmd.halo_exchange(y, P("x"), 1, "edge")
+
+
+@pytest.mark.host("arrays of a device have no room around them")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", PROGRAMS_AROUND)
+def test_values_and_gradients_do_not_depend_on_where_results_lie(name, compiled, scheduler, monkeypatch):
+    mesh = spmd.Mesh(x=3, transport="local", scheduler=scheduler)
+    rng = np.random.default_rng(5)
+    x, made = rng.standard_normal((4001, 8)), []
+
+    def body(x):
+        y, pull = spmd.vjp(PROGRAMS_AROUND[name], x)
+        (g,) = pull(np.cos(y))
+        (again,) = pull(y)
+        return [spmd.psum((a * a).sum(), "x") for a in (y, g, again)], x, g, again
+
+    def run():
+        f = spmd.map(body, in_specs=P("x"), out_specs=(P(), *[P("x")] * 3), mesh=mesh)
+        f = spmd.jit(f) if compiled else f
+        for _ in range(3):
+            found = f(x)
+        sums, *arrays = found
+        return [np.asarray(a) for a in (*sums, *arrays)]
+
+    around = buffers.around
+    monkeypatch.setattr(buffers, "around", lambda *args: made.append(around(*args)) or made[-1])
+    found = run()
+    assert any(a is not None for a in made), "no result lay around its block"
+    monkeypatch.setattr(buffers, "around", lambda *args: None)
+    for a, b in zip(found, run(), strict=True):
+        np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(found[3], x)
+
+
+@pytest.mark.host("only of arrays of the host it is known whether they can be written to")
+def test_what_lies_around_a_block_is_not_written_to(scheduler):
+    """Neither block nor result is thawed without a copy while the other is there."""
+    mesh = spmd.Mesh(x=2, transport="local", scheduler=scheduler)
+
+    def body():
+        k = spmd.worker_index("x")
+        x = spmd.freeze(np.full((4000, 8), k + 1.0))
+        for _ in range(3):
+            held = spmd.repartition(x, *laid)
+            y = spmd.halo_exchange(held, P("x"), 1)
+            kept, same = held.copy(), y.copy()
+            assert np.shares_memory(held, y)
+            thawed = spmd.thaw(y)
+            thawed.fill(np.nan)
+            np.testing.assert_array_equal(held, kept)
+            del y  # which has what lies around the block
+            y = spmd.halo_exchange(held, P("x"), 1)
+            cell = [held]
+            del held
+            assert np.shares_memory(cell[0], y)
+            thawed = spmd.thaw(cell.pop())
+            thawed.fill(np.nan)
+            np.testing.assert_array_equal(y, same)
+        return True
+
+    laid = mesh.layout((4000, 16), P(None, "x")), mesh.layout((4000, 16), P("x"))
+    assert mesh.map(body, in_specs=(), out_specs=None, check=False)()
 
 
 def haloed(problem: Problem) -> Layout:

@@ -150,6 +150,46 @@ def test_what_lies_idle_is_bounded(monkeypatch):
     assert buffers.idle() == 0
 
 
+@pytest.mark.parametrize("nbytes", [1 << 16, 100_000, 1 << 18, 300_001, 1 << 20, 5_000_000, 1 << 24, 33_333_333])
+def test_around_an_array_there_is_room_for_a_64th_on_each_side(nbytes):
+    x = buffers.empty(nbytes, np.uint8)
+    x[:] = np.arange(nbytes) % 251
+    room = nbytes // 65
+    assert buffers.has_room(x, room, nbytes + 2 * room)
+    assert not buffers.has_room(x, nbytes // 8, nbytes + nbytes // 8)
+    assert not buffers.has_room(x, 0, nbytes + nbytes // 4)
+    to, whole = buffers.around(x, room, (nbytes + 2 * room,))
+    to[:room] = to[-room:] = 255
+    assert np.array_equal(whole, np.pad(x, room, constant_values=255))
+    assert buffers.address(whole) == whole.ctypes.data == x.ctypes.data - room
+    assert not x.flags.writeable
+    assert not whole.flags.writeable
+
+
+def test_what_lies_around_an_array_is_one_arrays_at_a_time():
+    buffers.release()
+    x = buffers.zeros((1000, 100))
+    same, part = x.reshape(-1), x[:900]
+    assert buffers.around(part, 0, (901, 100)) is None, "the rest may be somebody's"
+    assert buffers.around(np.zeros((1000, 100)), 0, (1001, 100)) is None, "it lies elsewhere"
+    first = buffers.around(same, 800, (1002 * 100,))[1]
+    assert not same.flags.writeable
+    assert buffers.around(x, 800, (1002, 100)) is None
+    assert buffers.around(first, 0, (1002 * 100,)) is None, "it has no margins of its own"
+    view = first[5:]
+    del first
+    assert buffers.around(x, 800, (1002, 100)) is None, "a view has them"
+    del view
+    again = buffers.around(x, 800, (1002, 100))[1]
+    at = x.ctypes.data
+    del x, same, part
+    assert buffers.idle() == 0, "the larger array has the memory"
+    del again
+    assert buffers.idle() > 0
+    assert buffers.empty((1000, 100)).ctypes.data == at
+    assert buffers.around(buffers.empty((1000, 100)), 800, (1002, 100)) is not None
+
+
 @pytest.mark.parametrize("nbytes", [1 << 16, 1 << 18, 300_001, 1 << 20])
 def test_what_is_copied_among_is_lines_apart(nbytes):
     held = [buffers.empty(nbytes, np.uint8) for _ in range(12)]

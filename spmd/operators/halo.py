@@ -19,6 +19,7 @@ import numpy as np
 
 from spmd.device import COPIED, copied, empty, put, zeros
 from spmd.errors import LayoutError, SpecError, describe, message, nearest
+from spmd.kernels import buffers
 from spmd.layout import P, block_sizes
 from spmd.mesh import WORKER, Worker, here
 from spmd.operators.base import Launched, Operator, Shape, bounded, operate, sealed
@@ -395,12 +396,38 @@ class _Step(NamedTuple):
 
 class _Way(NamedTuple):
     """How the exchange goes for a block of some shape. bound: the operator with the sizes it met. shape: of the result,
-    and window: where the block stands in it, None where it is not all there."""
+    and window: where the block stands in it, None where it is not all there. ahead: how many entries of the result come
+    before those of the block, where these come one after the other; else None."""
 
     bound: HaloExchange
     shape: Shape
     window: tuple[slice, ...] | None
+    ahead: int | None
     steps: tuple[_Step, ...]
+
+    def placed(self, x: Any, lent: bool) -> tuple[Any, Any]:
+        """Room for the result, in which the block has its place, and the result: around the block where it lies, if
+        there is room and nobody writes to it."""
+        if self.ahead is not None and not lent and type(x) is np.ndarray:
+            found = buffers.around(x, self.ahead * x.itemsize, self.shape)
+            if found is not None:
+                return found
+        room = empty(self.shape, x)
+        put(room[self.window], x)
+        return room, room
+
+    def has_room(self, x: np.ndarray) -> bool:
+        """Whether the result finds room around a block that lies as this one."""
+        return self.ahead is not None and buffers.has_room(x, self.ahead * x.itemsize, prod(self.shape) * x.itemsize)
+
+
+def _ahead(shape: Shape, result: Shape, window: tuple[slice, ...] | None) -> int | None:
+    """That of a way, for a block of a shape."""
+    longer = [d for d, (n, length) in enumerate(zip(shape, result, strict=True)) if n != length]
+    if window is None or len(longer) != 1 or prod(shape[: longer[0]]) != 1:
+        return None
+    (d,) = longer
+    return window[d].start * prod(shape[d + 1 :])
 
 
 class HaloExchange(_Halo):
@@ -439,16 +466,15 @@ class HaloExchange(_Halo):
         # The result is made once, and the block put where it stands in it, while the first messages are under way if
         # nobody writes to the block; each stage then fills a little more. A block that is trimmed may still owe others
         # what it loses, so there every stage makes an array of its own.
-        def placed() -> tuple[Any, Any]:
-            room = empty(way.shape, x)
-            put(room[way.window], x)
-            return room, room[way.window]
+        def placed() -> tuple[Any, Any, Any]:
+            room, whole = way.placed(x, call.lent)
+            return room, whole, room[way.window]
 
-        room, block = placed() if call.lent and way.window is not None else (None, x)
+        room, whole, block = placed() if call.lent and way.window is not None else (None, None, x)
         for d, line, length, moves, to, gaps, own, takes, window in way.steps:
             handle = comm.exchange(line, call, {t: _part(block, ranges, d) for t, ranges in to}) if moves else None
             if room is None and way.window is not None:
-                room, block = placed()
+                room, whole, block = placed()
             if room is not None:
                 out = room[window]
             else:
@@ -461,7 +487,7 @@ class HaloExchange(_Halo):
                 self._agree(received[s].shape, block.shape, d, m, line, s)
                 _fill(out, received[s], places, d)
             block = out
-        return sealed(block if room is None else room), way.bound
+        return sealed(block if whole is None else whole), way.bound
 
     def eager(self, group: Group, x: np.ndarray) -> Eager | None:
         """Where halos are of one dimension, whose step therefore fills all of the result."""
@@ -481,17 +507,16 @@ class HaloExchange(_Halo):
 
         def made(x: np.ndarray, blocks: list[Any]) -> np.ndarray:
             if few:
-                room = np.empty(shape, dtype)
+                room = whole = np.empty(shape, dtype)
                 room[window] = x
             else:
-                room = empty(shape, x)
-                put(room[window], x)
+                room, whole = way.placed(x, False)
             for gap in step.gaps:
                 room[gap] = 0
             for s, to, of, flipped in pieces:
                 part = (x if s is None else blocks[s])[of]
                 room[to] = np.flip(part, d) if flipped else part
-            return sealed(room)
+            return sealed(whole)
 
         shape, dtype = way.shape, x.dtype
         few = prod(shape) * x.itemsize <= COPIED
@@ -500,7 +525,8 @@ class HaloExchange(_Halo):
         x_shape = x.shape
         to = {t: _one_index([(of[d].start, of[d].stop) for of in ranges], d) for t, ranges in step.sends}
         parts = [to.get(k) for k in range(line.size)]
-        return Eager(line, parts, maker, supposed=None if key in self._ways else (d, way.bound.sizes[d]))
+        supposed = None if key in self._ways else (d, way.bound.sizes[d])
+        return Eager(line, parts, maker, supposed=supposed, slight=not few and way.has_room(x))
 
     @cached_property
     def _ways(self) -> dict[Any, _Way]:
@@ -545,7 +571,8 @@ class HaloExchange(_Halo):
                     window=None if window is None else tuple(window),
                 )
             )
-        way = _Way(self._like(type(self), sizes=sizes, block=shape), lengths, begin, tuple(steps))
+        bound = self._like(type(self), sizes=sizes, block=shape)
+        way = _Way(bound, lengths, begin, _ahead(shape, lengths, begin), tuple(steps))
         key = group, shape, nothing
         if not learnt:
             bounded(self._ways)[key] = way
@@ -902,7 +929,9 @@ def halo_exchange(
     Forward (V -> V): y = X[start - low : stop + high] in each dimension, of the array X continued at its ends. Corners
     are right. Adjoint: `halo_accumulate`.
     Cost: in each dimension one message to each worker whose halo reaches into this block, two where it ends within the
-    next blocks.
+    next blocks. The block is copied, but where halos are along the first dimension (or those before have length 1), and
+    the block is all of an array of 64 KB or more that spmd made, on the host: then the result is made around it in its
+    memory, for one result at a time and halos of up to a 64th of it on each side. Either way it is read-only.
     Raises LayoutError where more is trimmed than there is, where widths, boundary or sizes do not fit the block, and
     where an array of length 0 is to be continued; SpecError for an unknown axis.
     """

@@ -317,7 +317,8 @@ class Eager(NamedTuple):
     these shapes. It may raise.
     same: all members make the same of the same blocks. taken: where the new block is that of a member as it is, who
     that is, if anyone sends one. supposed: (d, lengths): the members' blocks have these lengths in dimension d, or it
-    goes another way; by the verbs they learn it in a meeting before.
+    goes another way; by the verbs they learn it in a meeting before. slight: the new block is made around the own one,
+    if that lies as it does now, so that little is written however large it is.
     """
 
     group: Group
@@ -326,6 +327,7 @@ class Eager(NamedTuple):
     same: bool = False
     taken: tuple[int, ...] | None = None
     supposed: tuple[int, tuple[int, ...]] | None = None
+    slight: bool = False
 
 
 Way = Callable[[Any, np.ndarray], tuple[Any, Any]]

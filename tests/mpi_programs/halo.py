@@ -62,6 +62,31 @@ def results(**options) -> dict[str, str]:
                 found[f"{name} on {worker}"] = " ".join(said)
             if number % 4 == 0:
                 check_adjoint(op, layout.shape, mesh=mesh, in_specs=layout, trials=1, seed=number)
+    found.update(around_large_blocks(spmd.Mesh(x=4, **options)))
+    return found
+
+
+def around_large_blocks(mesh: spmd.Mesh) -> dict[str, str]:
+    """Results that lie around their blocks, or do not: where another one is there, or there is no room."""
+    whole, found = np.random.default_rng(7).normal(size=(4800, 8)), {}
+
+    def body(x):
+        said = []
+        for widths in (2, 70):
+            kept = []
+            for _ in range(3):
+                kept.append(spmd.halo_exchange(x, P("x"), widths, "periodic"))
+                freed = spmd.halo_exchange(spmd.relu(x), P("x"), widths, "reflect")
+                said.append(digest(spmd.block(freed)))
+                del freed
+            del kept[0]
+            kept.append(spmd.halo_exchange(kept[0], P("x"), widths, "edge"))
+            said += [digest(spmd.block(y)) for y in kept]
+        return said
+
+    outcome = mesh.run(lambda worker: body(spmd.varying(whole[1200 * worker.index :][:1200], "x")), tracked=True)
+    for worker, said in mesh.transport.share(outcome.results).items():
+        found[f"around large blocks on {worker}"] = " ".join(said)
     return found
 
 

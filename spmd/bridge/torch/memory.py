@@ -17,7 +17,7 @@ import torch
 from spmd.device import contiguous, imported, on_device
 from spmd.errors import LayoutError, MeshError, message
 from spmd.kernels import buffers
-from spmd.kernels.buffers import Lease
+from spmd.kernels.buffers import Lease, Margin
 from spmd.mesh import Mesh, Worker
 from spmd.transport.base import sealed
 
@@ -143,7 +143,7 @@ def owned(cell: list[Any]) -> torch.Tensor:
     if on_device(array) or not array.flags.c_contiguous or _names(array) > _ALONE:
         return _copied(array)
     owner = array
-    while isinstance(owner.base, np.ndarray) and type(owner.base) is not Lease:
+    while isinstance(owner.base, np.ndarray) and type(owner.base) not in (Lease, Margin):
         owner = owner.base
         if _names(owner) > _HELD:
             return _copied(array)
