@@ -85,9 +85,11 @@ def pytest_collection_modifyitems(config, items) -> None:
     """Tests marked gpu are left out where there is no GPU: they run other tests' cases a second time, on CuPy.
 
     A file that starts many jobs, or compiles much, names the tests of the ordinary run in ORDINARY; its others are
-    long searches.
+    long searches. So is what runs under MPICH and again under Open MPI, if it is not marked `both`.
     """
     for item in items:
+        if item.get_closest_marker("openmpi") and not item.get_closest_marker("both"):
+            item.add_marker("full")
         ordinary = getattr(item.module, "ORDINARY", None)
         if ordinary is not None and item.originalname not in ordinary and item.name not in ordinary:
             item.add_marker("full")

@@ -73,7 +73,8 @@ each_mpi = pytest.mark.parametrize(
         ),
     ],
 )
-"""Runs a test under the mpiexec of this environment, and again under Open MPI where there is one."""
+"""Runs a test under the mpiexec of this environment, and again under Open MPI where there is one: with -m full, or in
+the ordinary run too if it is marked `both`."""
 
 
 @cache

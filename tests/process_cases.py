@@ -37,7 +37,10 @@ def of_virtual_workers() -> dict[str, dict[str, str]]:
     return verbs.results(transport="local", scheduler="lockstep")
 
 
-@pytest.mark.parametrize("how", ["checked", pytest.param("unchecked", marks=pytest.mark.full), "placed"])
+@pytest.mark.parametrize(
+    "how",
+    ["checked", pytest.param("unchecked", marks=pytest.mark.full), pytest.param("placed", marks=pytest.mark.both)],
+)
 def test_verbs_operators_products_and_gradients_have_the_bits_of_virtual_workers(python, how):
     """placed: blocks go from arena to arena, if they are not of a few bytes or lie elsewhere."""
     found = json.loads(ended_well("verbs.py", how, python=python, timeout=120, SPMD_CHECK=str(+(how != "unchecked"))))
@@ -52,12 +55,15 @@ def test_verbs_operators_products_and_gradients_have_the_bits_of_virtual_workers
     assert not differ, "\n".join(differ[:20])
 
 
+@pytest.mark.both
 def test_programs_that_are_done_again_have_the_bits_of_virtual_workers(python):
     found = json.loads(ended_well("again.py", python=python, n=3))
     assert found == again.results(transport="local", scheduler="lockstep")
 
 
-@pytest.mark.parametrize("who", ["nobody", "all", "first", "last", "blind", "unread"])
+@pytest.mark.parametrize(
+    "who", ["nobody", pytest.param("all", marks=pytest.mark.both), "first", "last", "blind", "unread"]
+)
 def test_where_no_memory_is_shared_headers_go_as_messages(python, who):
     found = json.loads(ended_well("apart.py", who, python=python))
     expected = of_virtual_workers()
@@ -70,6 +76,7 @@ def test_sums_of_more_than_two_count_once_however_they_are_made(python):
     assert found == ["well"] * 6
 
 
+@pytest.mark.both
 def test_workers_that_call_different_things_are_told_so_on_every_rank(python):
     found = json.loads(ended_well("mismatch.py", python=python))
     assert found.pop("afterwards") == ["4"]
@@ -89,7 +96,7 @@ def failing(where: str, python: str) -> tuple[Ended, float]:
     return timed("failing.py", where, python=python, timeout=30)
 
 
-@pytest.mark.parametrize("where", ["start", "before", "body", "between"])
+@pytest.mark.parametrize("where", ["start", "before", pytest.param("body", marks=pytest.mark.both), "between"])
 def test_an_error_that_nobody_catches_ends_the_job_with_its_report(python, where):
     ended, seconds = failing(where, python)
     assert ended.returncode not in (0, None), str(ended)
@@ -117,6 +124,7 @@ def test_an_error_that_all_raise_and_catch_ends_nothing(python):
     assert ended.stderr == ""
 
 
+@pytest.mark.both
 def test_an_error_of_one_worker_is_an_error_of_all(python, tmp_path):
     """Where they catch it they go on together."""
     program = tmp_path / "parted.py"
@@ -216,7 +224,7 @@ def hanging(how: str, python: str, *apart: str, **env: str) -> tuple[Ended, floa
     return timed("hanging.py", how, *apart, python=python, timeout=40, **env)
 
 
-@pytest.mark.parametrize("how", ["circle", "leave", "return"])
+@pytest.mark.parametrize("how", [pytest.param("circle", marks=pytest.mark.both), "leave", "return"])
 def test_workers_that_wait_in_vain_are_told_so(python, how):
     ended, seconds = hanging(how, python)
     assert ended.returncode not in (0, None), str(ended)
@@ -277,7 +285,7 @@ def test_a_worker_that_computes_is_waited_for(python, how):
     assert ended.stdout.count("got 8.0") == 4
 
 
-@pytest.mark.parametrize("how", ["kill", "raise"])
+@pytest.mark.parametrize("how", [pytest.param("kill", marks=pytest.mark.both), "raise"])
 def test_a_worker_that_dies_or_fails_takes_the_job_with_it(python, how):
     ended, seconds = hanging(how, python)
     assert ended.returncode not in (0, None), str(ended)
@@ -304,6 +312,7 @@ def test_hundreds_of_programs_in_which_workers_part_ways(python, seed):
     assert parted(400, 100 + seed, python)["drawn"] > 240
 
 
+@pytest.mark.both
 def test_timing_changes_nothing(python):
     found = json.loads(ended_well("timing.py", "25", python=python))
     assert found == timing.hashes(1, transport="local")

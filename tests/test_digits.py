@@ -130,6 +130,7 @@ def test_mpi_gives_the_same_bits(job):
     assert number(lines, "gradients") <= 1e-12
 
 
+@pytest.mark.both
 @pytest.mark.openmpi
 def test_openmpi_gives_the_same_bits():
     python = os.environ.get("SPMD_TEST_OPENMPI_PYTHON") or pytest.skip("SPMD_TEST_OPENMPI_PYTHON is not set")

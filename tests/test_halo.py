@@ -897,6 +897,7 @@ def test_a_planner_that_is_wrong_is_found(monkeypatch):
 # Under mpiexec
 
 
+@pytest.mark.both
 @each_mpi
 def test_processes_give_the_bits_of_virtual_workers(python):
     ended = launch(PROGRAMS / "halo.py", python=python, timeout=120)

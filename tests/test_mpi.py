@@ -13,6 +13,7 @@ from process_cases import ended_well, failing
 pytestmark = each_mpi
 
 
+@pytest.mark.both
 def test_meshes_on_communicators_of_all_kinds(python):
     printed = ended_well("groups.py", python=python)  # In any order, and lines may run into each other.
     assert all(f"rank {k} is through" in printed for k in range(4)), printed
@@ -33,6 +34,7 @@ def test_a_mesh_of_another_size_than_the_world_is_an_error(python):
     assert 'mpiexec -n 3", or Mesh(..., transport="local")' in ended.stderr
 
 
+@pytest.mark.both
 def test_the_transport_follows_the_launcher_and_the_variables(python):
     assert ended_well("plain.py", python=python) == "mpi 6.0 True\n"
     assert ended_well("plain.py", python=python, n=1) == "local 6.0 True\n"

@@ -1235,7 +1235,8 @@ def same_bits(n, python):
 
 @pytest.mark.mpi
 @pytest.mark.skipif(mpiexec() is None, reason="no mpiexec beside this Python")
-@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("n", [2, 3])
 def test_the_same_bits_under_mpiexec(n):
     same_bits(n, sys.executable)
 

@@ -78,17 +78,6 @@ def same_under(python: str, *run) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.mpi
-@pytest.mark.skipif(mpiexec() is None, reason="no mpiexec beside this Python")
-def test_lenet_prints_the_same_under_mpiexec():
-    same_under(sys.executable, *RUNS["lenet"])
-
-
-def test_a_transformer_prints_the_same_under_torchrun():
-    same_under(TORCHRUN, *RUNS["transformer"])
-
-
-@pytest.mark.full
 @launchers
 @pytest.mark.parametrize("run", [*RUNS.values(), SEQUENCE], ids=[*RUNS, "sequence"])
 def test_each_example_prints_the_same_under_each_launcher(python, run):

@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -27,11 +28,16 @@ LARGE = 4099  # In float64 a little more than what an all-reduce over MPI sends 
 
 
 def draw(worker: int, shape: tuple[int, ...], dtype: str, seed: int = 0) -> np.ndarray:
+    return laid(_drawn(worker, shape, dtype, seed).copy(), worker, seed)
+
+
+@lru_cache(maxsize=32)
+def _drawn(worker: int, shape: tuple[int, ...], dtype: str, seed: int) -> np.ndarray:
     rng = np.random.default_rng([worker, seed, *shape])
     x = rng.normal(size=shape) * 50
     if dtype.startswith("complex"):
         x = x + 1j * rng.normal(size=shape)
-    return laid(np.asarray(x > 0 if dtype == "bool" else x, dtype), worker, seed)
+    return np.asarray(x > 0 if dtype == "bool" else x, dtype)
 
 
 def anywhere(x: np.ndarray, worker: int, seed: int) -> np.ndarray:
