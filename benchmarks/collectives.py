@@ -21,7 +21,9 @@ call, in 1 KB, so that nobody gets what was not meant for it. Then comes the pla
 both blocks, and their sum in the order of the workers.
 
 Whoever exchanges halos by hand may keep the block within a larger one, of which only edges move: that is "halo in
-place". Otherwise the block is copied there, as ours is, because it is another's to keep.
+place". Otherwise the block is copied there, because it is another's to keep. Ours is in an array that spmd has made,
+around which there is room: as long as the result is there only edges move, and the block stays what it was. So "halo in
+place" is what ours is to be held against too. Blocks that are "written to" are copied.
 """
 
 from __future__ import annotations
