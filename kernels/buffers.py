@@ -38,7 +38,7 @@ _GRAIN = 1 << 14
 """What the bytes of a piece are a multiple of, at least: of large arrays about a 24th of them, so that a block with its
 halo and one without lie in pieces of one size, and take turns. Pages that nobody has touched are no memory."""
 _MARGIN = 6
-"""How often the length of an array is halved for that of the margin before it, and of the one behind it."""
+"""How often the length of a piece is halved for that of the margin before the array, and about so of that behind."""
 
 
 def _bound() -> int:
@@ -285,7 +285,8 @@ def empty(shape: int | tuple[int, ...], dtype: Any = float) -> np.ndarray:
     if nbytes < LEAST or dtype.hasobject or not _idle.bound:
         return np.empty(shape, dtype)
     grain = _GRAIN if nbytes < LARGE else 1 << nbytes.bit_length() - 5
-    size = -(-(nbytes + (nbytes >> _MARGIN - 1) + 2 * _ALIGNED) // grain) * grain
+    both = (nbytes >> _MARGIN - 1) + (nbytes >> 2 * _MARGIN - 2)
+    size = -(-(nbytes + both + 2 * _ALIGNED) // grain) * grain
     lease = _at_hand.take(size)
     if lease is None:
         lease = (_idle.take(size) or Memory(size)).lease()
@@ -317,8 +318,7 @@ def around(x: np.ndarray, before: int, shape: tuple[int, ...]) -> tuple[np.ndarr
     margin = memory.piece.view(Margin)
     margin.memory, margin.of, margin.start = memory, x if x.base is lease else x.base, memory.start - before
     margin.setflags(write=False)
-    for a in (margin.of, x):
-        a.setflags(write=False)
+    x.setflags(write=False)
     at = memory.at - before
     return np.ndarray(shape, x.dtype, lease, at), np.ndarray(shape, x.dtype, margin, at)
 

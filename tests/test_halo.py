@@ -442,6 +442,45 @@ def test_values_and_gradients_do_not_depend_on_where_results_lie(name, compiled,
     np.testing.assert_array_equal(found[3], x)
 
 
+def test_what_is_sent_of_a_result_is_not_written_over(scheduler):
+    """One dimension gets longer here, and another one elsewhere, where it is read when this result is gone."""
+    mesh = spmd.Mesh(y=2, transport="local", scheduler=scheduler)
+    whole = np.random.default_rng(0).standard_normal((2, 2000, 16))
+    wide = np.maximum(np.concatenate([whole[0], whole[1][:, :1]], 1), 0)
+    found = {}
+
+    def body():
+        k = spmd.worker_index("y")
+        x = spmd.relu(spmd.varying(whole[k], "y"))
+        for turn in range(6):
+            boundary = ("zero" if turn % 2 else "periodic", "zero")
+            y = spmd.halo_exchange(x, P(None, "y"), ((2, 2), ((0, 1), (0, 0))), boundary, shape=(2000, 32))
+            found[k, turn] = np.array(to_host(spmd.block(y)))
+            del y
+
+    mesh.map(body, in_specs=(), out_specs=None)()
+    for turn in range(6):
+        want = np.pad(wide, ((2, 2), (0, 0)), mode="constant" if turn % 2 else "wrap")
+        np.testing.assert_array_equal(found[0, turn], want)
+
+
+@pytest.mark.host("only of arrays of the host it is known whether they can be written to")
+def test_an_array_that_was_thawed_stays_writable(scheduler):
+    mesh = spmd.Mesh(x=2, transport="local", scheduler=scheduler)
+
+    def body():
+        kept = np.ones((4000, 8))
+        mine = spmd.thaw(kept)
+        for _ in range(3):
+            y = spmd.halo_exchange(spmd.freeze(mine), P("x"), 1)
+            assert np.shares_memory(y, mine)
+            del y
+        assert mine.flags.writeable
+        mine += 1
+
+    mesh.map(body, in_specs=(), out_specs=None, check=False)()
+
+
 @pytest.mark.host("only of arrays of the host it is known whether they can be written to")
 def test_what_lies_around_a_block_is_not_written_to(scheduler):
     """Neither block nor result is thawed without a copy while the other is there."""

@@ -397,7 +397,7 @@ class _Step(NamedTuple):
 class _Way(NamedTuple):
     """How the exchange goes for a block of some shape. bound: the operator with the sizes it met. shape: of the result,
     and window: where the block stands in it, None where it is not all there. ahead: how many entries of the result come
-    before those of the block, where these come one after the other; else None."""
+    before those of the block, where these come one after the other, and nothing else is sent; else None."""
 
     bound: HaloExchange
     shape: Shape
@@ -421,12 +421,12 @@ class _Way(NamedTuple):
         return self.ahead is not None and buffers.has_room(x, self.ahead * x.itemsize, prod(self.shape) * x.itemsize)
 
 
-def _ahead(shape: Shape, result: Shape, window: tuple[slice, ...] | None) -> int | None:
-    """That of a way, for a block of a shape."""
-    longer = [d for d, (n, length) in enumerate(zip(shape, result, strict=True)) if n != length]
-    if window is None or len(longer) != 1 or prod(shape[: longer[0]]) != 1:
+def _ahead(shape: Shape, window: tuple[slice, ...] | None, steps: Sequence[_Step]) -> int | None:
+    """That of a way, for a block of a shape. None where there is more than one step: what a later one sends is of the
+    room, which is another result's as soon as nobody has this one."""
+    if window is None or len(steps) != 1 or prod(shape[: steps[0].d]) != 1:
         return None
-    (d,) = longer
+    d = steps[0].d
     return window[d].start * prod(shape[d + 1 :])
 
 
@@ -572,7 +572,7 @@ class HaloExchange(_Halo):
                 )
             )
         bound = self._like(type(self), sizes=sizes, block=shape)
-        way = _Way(bound, lengths, begin, _ahead(shape, lengths, begin), tuple(steps))
+        way = _Way(bound, lengths, begin, _ahead(shape, begin, steps), tuple(steps))
         key = group, shape, nothing
         if not learnt:
             bounded(self._ways)[key] = way
