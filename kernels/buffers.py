@@ -285,6 +285,7 @@ def empty(shape: int | tuple[int, ...], dtype: Any = float) -> np.ndarray:
     if nbytes < LEAST or dtype.hasobject or not _idle.bound:
         return np.empty(shape, dtype)
     grain = _GRAIN if nbytes < LARGE else 1 << nbytes.bit_length() - 5
+    # The margins are those of the piece, which is longer: hence the second term.
     both = (nbytes >> _MARGIN - 1) + (nbytes >> 2 * _MARGIN - 2)
     size = -(-(nbytes + both + 2 * _ALIGNED) // grain) * grain
     lease = _at_hand.take(size)
@@ -296,7 +297,7 @@ def empty(shape: int | tuple[int, ...], dtype: Any = float) -> np.ndarray:
 
 def has_room(x: np.ndarray, before: int, nbytes: int) -> bool:
     """Whether x is all of an array in such memory, and so many bytes find room there that begin so many before it."""
-    return _lease_around(x, before, nbytes) is not None
+    return _with_room(x, before, nbytes) is not None
 
 
 def around(x: np.ndarray, before: int, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray] | None:
@@ -306,29 +307,30 @@ def around(x: np.ndarray, before: int, shape: tuple[int, ...]) -> tuple[np.ndarr
 
     None where x, which is C-contiguous, lies elsewhere, there is no room, or another array is there around it.
     """
-    nbytes = math.prod(shape) * x.itemsize
-    lease = _lease_around(x, before, nbytes)
-    if lease is None:
+    of = _with_room(x, before, math.prod(shape) * x.itemsize)
+    if of is None:
         return None
+    lease: Any = of.base
     memory: Memory = lease.memory
     try:
         memory.margins.pop()
     except IndexError:
         return None
     margin = memory.piece.view(Margin)
-    margin.memory, margin.of, margin.start = memory, x if x.base is lease else x.base, memory.start - before
+    margin.memory, margin.of, margin.start = memory, of, memory.start - before
     margin.setflags(write=False)
     x.setflags(write=False)
     at = memory.at - before
     return np.ndarray(shape, x.dtype, lease, at), np.ndarray(shape, x.dtype, margin, at)
 
 
-def _lease_around(x: np.ndarray, before: int, nbytes: int) -> Lease | None:
-    whole: Any = x if type(x.base) is Lease else x.base  # x may be all of it in another shape
+def _with_room(x: np.ndarray, before: int, nbytes: int) -> np.ndarray | None:
+    """The array that x is all of, maybe in another shape, if it has that room; else None."""
+    whole: Any = x if type(x.base) is Lease else x.base
     if type(whole) is not np.ndarray or type(whole.base) is not Lease or whole.nbytes != x.nbytes:
         return None
     memory = whole.base.memory
-    return whole.base if before <= memory.at and memory.at - before + nbytes <= memory.nbytes else None
+    return whole if before <= memory.at and memory.at - before + nbytes <= memory.nbytes else None
 
 
 def empty_like(x: np.ndarray, dtype: Any = None) -> np.ndarray:

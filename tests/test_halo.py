@@ -338,9 +338,10 @@ def tall_problems(draw) -> Problem:
     widths = tuple((draw(width), draw(width)) for _ in cut)
     boundary = draw(st.sampled_from(BOUNDARIES if sum(cut) else ("none", "zero")))
     layout = Layout((sum(cut), row), P("x"), {"x": count}, [cut, (row,)])
-    whole = tuple((0, 0) for _ in range(1))
     sizes = draw(st.sampled_from([None, (cut, None)]))
-    return Problem({"x": count}, layout, (widths, whole), (boundary, "zero"), dtype, draw(st.integers(0, 99)), sizes)
+    return Problem(
+        {"x": count}, layout, (widths, ((0, 0),)), (boundary, "zero"), dtype, draw(st.integers(0, 99)), sizes
+    )
 
 
 def repeated(op, keeps: bool):

@@ -329,6 +329,11 @@ class Eager(NamedTuple):
     supposed: tuple[int, tuple[int, ...]] | None = None
     slight: bool = False
 
+    @property
+    def light(self) -> bool:
+        """Whether little is written, however large the blocks are."""
+        return self.slight or self.taken is not None
+
 
 Way = Callable[[Any, np.ndarray], tuple[Any, Any]]
 """How a collective goes: of the Comm and a block it makes the new block and the operator bound to the shapes it met."""

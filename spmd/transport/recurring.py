@@ -67,7 +67,7 @@ class Recurring:
     def __init__(self, call: Call, way: Eager, x: np.ndarray):
         self.call, self.way, self.group, self.shape = call, way, way.group, x.shape
         self.shapes: list[Shape | None] = [None if piece is None else x[piece].shape for piece in way.parts]
-        self.large = way.taken is None and not way.slight and x.nbytes * way.group.size >= team.LEAST
+        self.large = not way.light and x.nbytes * way.group.size >= team.LEAST
         self.meetings = 1 if way.supposed is None else 2
         self.vain = 0
         self.known: dict[tuple[Any, ...], _Makers] = {}
@@ -77,7 +77,7 @@ class Recurring:
         """Whether this is for such blocks: those of which little is written, or not so large that Python's part is
         nothing beside theirs."""
         size = way.group.size
-        return size > 1 and (way.taken is not None or way.slight or not streams.large(x.nbytes * size))
+        return size > 1 and (way.light or not streams.large(x.nbytes * size))
 
     def __call__(self, comm: LocalComm, x: np.ndarray, long: Way) -> tuple[Any, Any]:
         """The new block, and the bound operator. long: how it goes by the verbs."""

@@ -84,7 +84,7 @@ def around_large_blocks(mesh: spmd.Mesh) -> dict[str, str]:
             said += [digest(spmd.block(y)) for y in kept]
         return said
 
-    outcome = mesh.run(lambda worker: body(spmd.varying(whole[1200 * worker.index :][:1200], "x")), tracked=True)
+    outcome = mesh.run(lambda worker: body(spmd.varying(whole[1200 * worker.index :][:1200], "x")))
     for worker, said in mesh.transport.share(outcome.results).items():
         found[f"around large blocks on {worker}"] = " ".join(said)
     return found
