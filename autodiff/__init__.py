@@ -3,12 +3,10 @@
 It knows nothing of meshes. What operands of different state mean to each other enters by one hook (`tracer.Mixing`).
 """
 
+from typing import TYPE_CHECKING
+
 from spmd.autodiff import rules, tree
-from spmd.autodiff.check import check_grads, check_vjp
-from spmd.autodiff.custom import custom_jvp, custom_vjp
 from spmd.autodiff.indexing import at
-from spmd.autodiff.jacobian import hessian, hvp, jacfwd, jacrev
-from spmd.autodiff.recompute import checkpoint
 from spmd.autodiff.tracer import Array
 from spmd.autodiff.transforms import (
     float0,
@@ -20,6 +18,13 @@ from spmd.autodiff.transforms import (
     value_and_grad,
     vjp,
 )
+from spmd.late import late
+
+if TYPE_CHECKING:
+    from spmd.autodiff.check import check_grads, check_vjp
+    from spmd.autodiff.custom import custom_jvp, custom_vjp
+    from spmd.autodiff.jacobian import hessian, hvp, jacfwd, jacrev
+    from spmd.autodiff.recompute import checkpoint
 
 __all__ = [
     "Array",
@@ -44,3 +49,13 @@ __all__ = [
     "value_and_grad",
     "vjp",
 ]
+
+__getattr__, __dir__ = late(
+    __name__,
+    {
+        "spmd.autodiff.check": ("check_grads", "check_vjp"),
+        "spmd.autodiff.custom": ("custom_jvp", "custom_vjp"),
+        "spmd.autodiff.jacobian": ("hessian", "hvp", "jacfwd", "jacrev"),
+        "spmd.autodiff.recompute": ("checkpoint",),
+    },
+)

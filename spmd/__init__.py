@@ -8,25 +8,14 @@ with spmd.Mesh(data=2, model=2):
     value, grads = spmd.value_and_grad(loss)(params, batch)
 """
 
-import importlib
 from typing import TYPE_CHECKING
 
-from spmd import optim
 from spmd.array import PartitionedArray, freeze, thaw
 from spmd.autodiff import (
     Array,
     at,
-    check_grads,
-    check_vjp,
-    checkpoint,
-    custom_jvp,
-    custom_vjp,
     float0,
     grad,
-    hessian,
-    hvp,
-    jacfwd,
-    jacrev,
     jvp,
     linear_transpose,
     linearize,
@@ -37,6 +26,7 @@ from spmd.autodiff import (
 )
 from spmd.debug import debug
 from spmd.info import info
+from spmd.late import late
 from spmd.layout import Layout, P
 from spmd.ledger import ledger
 from spmd.mapping import map
@@ -47,15 +37,26 @@ from spmd.operators.repartition import accumulate, repartition
 from spmd.operators.root import broadcast, gather, keep, replicate, scatter, sum_reduce
 from spmd.operators.totals import max, mean, min, sum
 from spmd.placing import from_blocks, from_callback, put
-from spmd.products import inner, norm
 
 if TYPE_CHECKING:
     from spmd import functions as functions
     from spmd import linear as linear
     from spmd import numpy as numpy
+    from spmd import optim as optim
     from spmd import random as random
     from spmd import scipy as scipy
     from spmd import solvers as solvers
+    from spmd.autodiff import (
+        check_grads,
+        check_vjp,
+        checkpoint,
+        custom_jvp,
+        custom_vjp,
+        hessian,
+        hvp,
+        jacfwd,
+        jacrev,
+    )
     from spmd.functions import log_softmax, relu, softmax_cross_entropy
     from spmd.linear import linear_operator
     from spmd.operators.at_root import at_root
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     from spmd.operators.halo import halo_accumulate, halo_exchange
     from spmd.operators.permute import ppermute, pshuffle, sendrecv, shift
     from spmd.operators.stencil import stencil
+    from spmd.products import inner, norm
     from spmd.programs import jit
     from spmd.testing import check_adjoint
     from spmd.window import plan_needs, plan_transposed, plan_window, plan_windows
@@ -159,26 +161,26 @@ __all__ = [
 __version__ = "0.1.0"
 
 
-_LATE = {
-    "spmd.functions": ("log_softmax", "relu", "softmax_cross_entropy"),
-    "spmd.linear": ("linear_operator",),
-    "spmd.operators.at_root": ("at_root",),
-    "spmd.operators.exchange": ("all_to_all", "pswapaxes", "ragged_all_to_all"),
-    "spmd.operators.gather": ("all_gather", "pslice", "psum_scatter"),
-    "spmd.operators.halo": ("halo_accumulate", "halo_exchange"),
-    "spmd.operators.permute": ("ppermute", "pshuffle", "sendrecv", "shift"),
-    "spmd.operators.stencil": ("stencil",),
-    "spmd.programs": ("jit",),
-    "spmd.testing": ("check_adjoint",),
-    "spmd.window": ("plan_needs", "plan_transposed", "plan_window", "plan_windows"),
-}
-"""What is imported when it is first asked for: dataclasses are written as they are imported, which takes time."""
-_PLACES = {name: module for module, names in _LATE.items() for name in names}
-
-
-def __getattr__(name: str):
-    if name in ("functions", "linear", "numpy", "random", "scipy", "solvers"):
-        return importlib.import_module(f"spmd.{name}")
-    if name in _PLACES:
-        return globals().setdefault(name, getattr(importlib.import_module(_PLACES[name]), name))
-    raise AttributeError(f"module 'spmd' has no attribute {name!r}")
+# Dataclasses are written as they are imported, which takes time.
+__getattr__, __dir__ = late(
+    __name__,
+    {
+        "spmd.autodiff": (
+            *("check_grads", "check_vjp", "checkpoint", "custom_jvp", "custom_vjp"),
+            *("hessian", "hvp", "jacfwd", "jacrev"),
+        ),
+        "spmd.functions": ("log_softmax", "relu", "softmax_cross_entropy"),
+        "spmd.linear": ("linear_operator",),
+        "spmd.operators.at_root": ("at_root",),
+        "spmd.operators.exchange": ("all_to_all", "pswapaxes", "ragged_all_to_all"),
+        "spmd.operators.gather": ("all_gather", "pslice", "psum_scatter"),
+        "spmd.operators.halo": ("halo_accumulate", "halo_exchange"),
+        "spmd.operators.permute": ("ppermute", "pshuffle", "sendrecv", "shift"),
+        "spmd.operators.stencil": ("stencil",),
+        "spmd.products": ("inner", "norm"),
+        "spmd.programs": ("jit",),
+        "spmd.testing": ("check_adjoint",),
+        "spmd.window": ("plan_needs", "plan_transposed", "plan_window", "plan_windows"),
+    },
+    parts=("functions", "linear", "numpy", "optim", "random", "scipy", "solvers"),
+)

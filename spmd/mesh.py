@@ -19,7 +19,6 @@ from spmd.layout import Layout, P, Spec
 from spmd.state import State, state_of
 from spmd.transport.base import Comm, Group, Outcome, Transport
 from spmd.transport.detect import job_world, mpi_world, torch_world
-from spmd.transport.local import LocalTransport
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -411,6 +410,8 @@ def _engine(mesh: Mesh, wanted: str | None) -> Transport:
         world = job_world()
         wanted = "local" if world is None else world.engine
     if wanted == "local":
+        from spmd.transport.local import LocalTransport
+
         return LocalTransport(mesh.size, mesh.places)
     return _of_mpi(mesh) if wanted == "mpi" else _of_torch(mesh)
 

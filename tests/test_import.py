@@ -46,3 +46,22 @@ def test_import_takes_little_more_than_numpy():
         if best < LIMIT:
             break
     assert best < LIMIT, f"import spmd takes {best:.2f} times as long as import numpy, in the best round"
+
+
+def test_what_is_imported_late_is_found_as_if_it_were_there():
+    code = (
+        "import spmd, sys\n"
+        "assert not {'spmd.optim', 'spmd.autodiff.custom', 'spmd.transport.local'} & set(sys.modules)\n"
+        "for module in spmd, spmd.autodiff, spmd.functions, spmd.scipy:\n"
+        "    names = getattr(module, '__all__', ['fft', 'special'])\n"
+        "    assert {*names} <= {*dir(module)}, module\n"
+        "    first = {name: getattr(module, name) for name in names}\n"
+        "    assert all(getattr(module, name) is found for name, found in first.items())\n"
+        "    try:\n"
+        "        module.no_such_name\n"
+        "    except AttributeError as error:\n"
+        "        print(error)\n"
+        "assert spmd.custom_vjp is spmd.autodiff.custom.custom_vjp and spmd.optim is sys.modules['spmd.optim']\n"
+    )
+    modules = "spmd", "spmd.autodiff", "spmd.functions", "spmd.scipy"
+    assert python(code).splitlines() == [f"module {name!r} has no attribute 'no_such_name'" for name in modules]

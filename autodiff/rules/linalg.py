@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import string
 from typing import Any
 
 import numpy as np
@@ -206,12 +205,15 @@ def tensordot(x1, x2, /, *, axes=2):
 
 # np.einsum
 
+_LABELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+"""What the numbers of lists stand for, in NumPy's order, which an implicit result follows."""
+
 
 def _explicit(subscripts: str, ndims: list[int]) -> str:
     """The same subscripts with a result and without ellipses."""
     terms, arrow, out = subscripts.replace(" ", "").partition("->")
     labels = terms.split(",")
-    unused = [c for c in string.ascii_letters if c not in terms]
+    unused = [c for c in _LABELS if c not in terms]
     widths = [n - len(t) + 3 if "..." in t else 0 for n, t in zip(ndims, labels, strict=True)]
     letters = unused[: max(widths, default=0)]
     if arrow and letters and "..." not in out:
@@ -232,7 +234,7 @@ def _einsum_rule(k, g, _ans, *operands, subscripts, optimize):
     labels = terms.split(",")
     inputs, arrays = [out, *labels[:k], *labels[k + 1 :]], [g, *operands[:k], *operands[k + 1 :]]
     sizes = {c: n for t, a in zip(inputs, arrays, strict=True) for c, n in zip(t, np.shape(a), strict=True)}
-    unused, target = [c for c in string.ascii_letters if c not in subscripts], ""
+    unused, target = [c for c in _LABELS if c not in subscripts], ""
     for c, n in zip(labels[k], np.shape(operands[k]), strict=True):
         if c in target:
             fresh = unused.pop()
@@ -257,13 +259,12 @@ def _einsum(*operands, subscripts, optimize):
 def einsum(subscripts, *operands, out=None, optimize=False, dtype=None, order="K", casting="safe"):
     if not isinstance(subscripts, str):
         operands = (subscripts, *operands)
-        labels = string.ascii_uppercase + string.ascii_lowercase  # in NumPy's order, which an implicit result follows
-        lists = ["".join("..." if i is Ellipsis else labels[i] for i in s) for s in operands[1::2]]
+        lists = ["".join("..." if i is Ellipsis else _LABELS[i] for i in s) for s in operands[1::2]]
         last = operands[-1] if len(operands) % 2 else None
         operands = operands[: len(lists) * 2 : 2]
         subscripts = ",".join(lists)
         if last is not None:
-            subscripts += "->" + "".join("..." if i is Ellipsis else labels[i] for i in last)
+            subscripts += "->" + "".join("..." if i is Ellipsis else _LABELS[i] for i in last)
     operands = [cast(array(x), dtype, casting) for x in operands]
     return _einsum(*operands, subscripts=_explicit(subscripts, [x.ndim for x in operands]), optimize=optimize)
 

@@ -5,8 +5,9 @@ Each family is loaded when one of its functions is first used.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from spmd.late import late
 
 if TYPE_CHECKING:
     from spmd.functions.activation import (
@@ -133,16 +134,4 @@ __all__ = [
     "take_rows",
 ]
 
-_FAMILY_OF = {name: family for family, names in FAMILIES.items() for name in names}
-
-
-def __getattr__(name: str) -> Any:
-    family = _FAMILY_OF.get(name)
-    if family is None:
-        raise AttributeError(f"module 'spmd.functions' has no attribute {name!r}")
-    found = getattr(import_module(f"spmd.functions.{family}"), name)
-    return globals().setdefault(name, found)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = late(__name__, {f"spmd.functions.{family}": names for family, names in FAMILIES.items()})

@@ -6,16 +6,6 @@ what SciPy's gives. The parts, and SciPy with them, are imported when they are f
 
 from __future__ import annotations
 
-import importlib
+from spmd.late import late
 
-_PARTS = ("fft", "special")
-
-
-def __getattr__(name: str):
-    if name in _PARTS:
-        return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module 'spmd.scipy' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_PARTS])
+__getattr__, __dir__ = late(__name__, {}, parts=("fft", "special"))

@@ -158,12 +158,12 @@ _ONE_PATH = (
     "spmd.at_root(f, x, axis_name=..., root=...) runs f on some workers only"
 )
 _ONE_SHAPE = "reduce uneven blocks over their own dimensions first, as spmd.sum and spmd.mean(x, axis_name, axis) do"
-_SHAPE = re.compile(r"\[[\d, ]*\]")
 
 
 def mismatch(first: tuple[str, str, str, int], second: tuple[str, str, str, int]) -> MismatchError:
     """Two workers met with different calls; each is given as (worker, call, where, how many it has made)."""
     order = first[3] != second[3]
+    alike = len({re.sub(r"\[[\d, ]*\]", "", call) for _, call, _, _ in (first, second)}) == 1  # but for their shapes
     sides = (
         f"          {worker}: {call}{f', its collective {number}' * order}\n            {line}"
         for worker, call, line, number in (first, second)
@@ -173,7 +173,7 @@ def mismatch(first: tuple[str, str, str, int], second: tuple[str, str, str, int]
             "a collective",
             got="workers that met with different calls\n" + "\n".join(sides),
             need="the same operator, axes, parameters, dtype and shape from all of the group, in the same order",
-            mend=_ONE_SHAPE if _SHAPE.sub("", first[1]) == _SHAPE.sub("", second[1]) and not order else _ONE_PATH,
+            mend=_ONE_SHAPE if alike and not order else _ONE_PATH,
         )
     )
 
