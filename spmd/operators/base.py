@@ -28,9 +28,10 @@ from spmd.autodiff.program import COMM, is_slot, slot_of
 from spmd.autodiff.rooms import writable
 from spmd.autodiff.tape import Future, Node
 from spmd.autodiff.tracer import NO_OPTIONS, Array, Mixing, value_of, weak
-from spmd.device import COPIED, contiguous, copied, home, joined, on_device, owned, stacked, zeros
+from spmd.device import contiguous, copied, home, joined, on_device, owned, stacked, zeros
 from spmd.errors import ClosureError, DifferentiationError, LayoutError, StateError, caller, describe, message
 from spmd.frontends import frontend
+from spmd.kernels import buffers, team
 from spmd.layout import block_sizes, offsets
 from spmd.mesh import WORKER, Worker, here
 from spmd.operators.algebra import Linear, Term, across, composed, meet
@@ -547,15 +548,19 @@ def passing(
 def joining(tiled: bool, axis: int, shapes: Sequence[Shape], dtype: np.dtype) -> Make:
     """What joins blocks of these shapes, or stacks them, in memory of their own."""
     whole, n = joined if tiled else stacked, len(shapes)
-    if n > _FEW or sum(map(prod, shapes)) * dtype.itemsize > COPIED:
+    nbytes = sum(map(prod, shapes)) * dtype.itemsize
+    if n > _FEW:
         return lambda _, blocks: sealed(whole(blocks, axis, True))
     ends = offsets([s[axis] for s in shapes]) if tiled else []
     before = (slice(None),) * axis
     places = [(*before, slice(ends[k], ends[k + 1]) if tiled else k) for k in range(n)]
     shape = (*shapes[0][:axis], ends[-1] if tiled else n, *shapes[0][axis + tiled :])
+    empty = np.empty if nbytes < buffers.LEAST else buffers.empty
 
     def put_together(_: Any, blocks: list[Any]) -> np.ndarray:
-        out = np.empty(shape, dtype)
+        if not team.plain(nbytes):
+            return sealed(whole(blocks, axis, True))
+        out = empty(shape, dtype)
         for place, block in zip(places, blocks, strict=True):
             out[place] = block
         return sealed(out)

@@ -136,7 +136,7 @@ class Patience:
         """Poll until it is done, doing something meanwhile. Raises DeadlockError where that will never be, StallError
         where nothing moves."""
         started = time.monotonic()
-        next_look, awake = started + LOOK, started + 0.002
+        next_look, awake = started + LOOK, started + 0.006
         while not done():
             meanwhile()
             now = time.monotonic()
