@@ -21,6 +21,8 @@ __all__ = ["LOOK", "Patience", "board_of_the_job", "checks_are_on", "failed_too"
 _TIMEOUT = 300.0
 LOOK = 0.1
 """Seconds between two looks at the others."""
+_AWAKE = 0.006
+"""Seconds of a wait before the first nap: about what a message of 64 MB takes from process to process."""
 
 
 def checks_are_on() -> bool:
@@ -136,7 +138,7 @@ class Patience:
         """Poll until it is done, doing something meanwhile. Raises DeadlockError where that will never be, StallError
         where nothing moves."""
         started = time.monotonic()
-        next_look, awake = started + LOOK, started + 0.006
+        next_look, awake = started + LOOK, started + _AWAKE
         while not done():
             meanwhile()
             now = time.monotonic()
