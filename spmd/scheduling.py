@@ -2,7 +2,8 @@
 
 The first calls run in lockstep. Where what one core does between two waits is short, that stays. Where it is so long in
 two of them that threads are sure to be sooner, they are chosen; a first call also imports and compiles. Between both a
-few calls of each are timed. Noise only adds to a time, so the least one counts. The results have the same bits.
+few calls of each are timed, and some more where neither is much sooner: threads that have just started may share a core
+for some calls. Noise only adds to a time, so the least one counts. The results have the same bits.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ _SURE = 10 * _LONG
 """Seconds from which they do."""
 _TIMES = 3
 """How often each scheduler is timed, where it is not clear."""
+_MORE = 8
+"""How often where one is less than _MUCH times as fast as the other."""
+_MUCH = 1.5
 
 _lock = Lock()
 """The user's threads may call a map at once."""
@@ -62,6 +66,10 @@ class Trial:
             return "lockstep"
         if self.segment > _SURE and len(lockstep) > 1:
             return "threads"
-        if min(len(lockstep), len(threads)) < _TIMES:
+        times = min(len(lockstep), len(threads))
+        if times < _TIMES:
+            return None
+        sooner, later = sorted((min(lockstep), min(threads)))
+        if times < _MORE and later < _MUCH * sooner:
             return None
         return "threads" if min(threads) < min(lockstep) else "lockstep"
