@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Top to bottom. Files and folders of one level may import each other.
 LEVELS = [
-    {"errors"},
+    {"errors", "late"},
     {"kernels", "autodiff"},
     {"layout"},
     {"specs"},
@@ -44,6 +44,7 @@ LEVELS = [
 ]
 LEVEL = {part: depth for depth, parts in enumerate(LEVELS) for part in parts}
 LEAVES = {"kernels", "autodiff"}
+_FIRST = ", ".join(f"spmd.{part}" for part in sorted(LEVELS[0]))
 
 
 def modules() -> dict[str, Path]:
@@ -108,7 +109,7 @@ def fault(importer: str, name: str) -> str | None:
     if part is None or part == importer:
         return None
     if importer in LEAVES:
-        return None if part == "errors" else f"{importer} may import spmd.errors and spmd.{importer} only"
+        return None if part in LEVELS[0] else f"{importer} may import {_FIRST} and spmd.{importer} only"
     if LEVEL[part] > LEVEL[importer]:
         return f"{part} stands below {importer}"
     return None

@@ -646,22 +646,26 @@ class ProcessComm(Comm):
                 return Ready(sealed(kernels.of(x).combine(heard.beside(x, rows, root, (x.shape,) * n))))
             if not at_root and not apart:
                 return Ready(None)
-        blocks = self.room(n * x.nbytes, call, x).reshape(n, x.nbytes) if at_root else None
+        theirs = self.room((n - 1) * x.nbytes, call, x).reshape(n - 1, x.nbytes) if at_root else None
         receives: Mapping[int, np.ndarray] = {}
-        if blocks is not None:
-            put(blocks[root], bytes_of(x))
-            rest = {k: blocks[k] for k in range(n) if k != root}
-            receives = rest if heard is None else self._read(group, heard, x.dtype, [x.shape] * n, blocks, most)
+        if theirs is not None:
+            rooms = [*theirs[:root], bytes_of(x), *theirs[root:]]
+            rest = {k: rooms[k] for k in range(n) if k != root}
+            receives = rest if heard is None else self._read(group, heard, x.dtype, [x.shape] * n, rooms, most)
         send = bytes_of(x)
         self.ready()
         requests = self._messages(group, dict.fromkeys(apart, send), receives)
 
         def finish() -> np.ndarray | None:
-            if blocks is None:
+            if theirs is None:
                 return None
-            return sealed(kernels.of(x).combine([b.view(x.dtype).reshape(x.shape) for b in blocks]))
+            blocks = [b.view(x.dtype).reshape(x.shape) for b in theirs]
+            # Of two, into what came, as in a reduce-scatter.
+            into: Any = blocks[0] if n == 2 else None
+            total = kernels.of(x).combine([*blocks[:root], x, *blocks[root:]], into=into)
+            return sealed(total) if into is None else _closed(theirs, total)
 
-        return self._pending(requests, (send, blocks), finish)
+        return self._pending(requests, (send, theirs), finish)
 
     def _exchange(
         self,
