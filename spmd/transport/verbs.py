@@ -663,7 +663,7 @@ class ProcessComm(Comm):
             # Of two, into what came, as in a reduce-scatter.
             into: Any = blocks[0] if n == 2 else None
             total = kernels.of(x).combine([*blocks[:root], x, *blocks[root:]], into=into)
-            return sealed(total) if into is None else _closed(theirs, total)
+            return sealed(total) if into is None else _closed(into.base, total)
 
         return self._pending(requests, (send, theirs), finish)
 
