@@ -50,12 +50,13 @@ __all__ = [
     "vjp",
 ]
 
-__getattr__, __dir__ = late(
-    __name__,
-    {
-        "spmd.autodiff.check": ("check_grads", "check_vjp"),
-        "spmd.autodiff.custom": ("custom_jvp", "custom_vjp"),
-        "spmd.autodiff.jacobian": ("hessian", "hvp", "jacfwd", "jacrev"),
-        "spmd.autodiff.recompute": ("checkpoint",),
-    },
-)
+if not TYPE_CHECKING:  # Type checkers know the imports above, and so what is misspelt.
+    __getattr__, __dir__ = late(
+        __name__,
+        {
+            "spmd.autodiff.check": ("check_grads", "check_vjp"),
+            "spmd.autodiff.custom": ("custom_jvp", "custom_vjp"),
+            "spmd.autodiff.jacobian": ("hessian", "hvp", "jacfwd", "jacrev"),
+            "spmd.autodiff.recompute": ("checkpoint",),
+        },
+    )

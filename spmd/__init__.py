@@ -161,26 +161,27 @@ __all__ = [
 __version__ = "0.1.0"
 
 
-# Dataclasses are written as they are imported, which takes time.
-__getattr__, __dir__ = late(
-    __name__,
-    {
-        "spmd.autodiff": (
-            *("check_grads", "check_vjp", "checkpoint", "custom_jvp", "custom_vjp"),
-            *("hessian", "hvp", "jacfwd", "jacrev"),
-        ),
-        "spmd.functions": ("log_softmax", "relu", "softmax_cross_entropy"),
-        "spmd.linear": ("linear_operator",),
-        "spmd.operators.at_root": ("at_root",),
-        "spmd.operators.exchange": ("all_to_all", "pswapaxes", "ragged_all_to_all"),
-        "spmd.operators.gather": ("all_gather", "pslice", "psum_scatter"),
-        "spmd.operators.halo": ("halo_accumulate", "halo_exchange"),
-        "spmd.operators.permute": ("ppermute", "pshuffle", "sendrecv", "shift"),
-        "spmd.operators.stencil": ("stencil",),
-        "spmd.products": ("inner", "norm"),
-        "spmd.programs": ("jit",),
-        "spmd.testing": ("check_adjoint",),
-        "spmd.window": ("plan_needs", "plan_transposed", "plan_window", "plan_windows"),
-    },
-    parts=("functions", "linear", "numpy", "optim", "random", "scipy", "solvers"),
-)
+if not TYPE_CHECKING:  # Type checkers know the imports above, and so what is misspelt.
+    # Dataclasses are written as they are imported, which takes time.
+    __getattr__, __dir__ = late(
+        __name__,
+        {
+            "spmd.autodiff": (
+                *("check_grads", "check_vjp", "checkpoint", "custom_jvp", "custom_vjp"),
+                *("hessian", "hvp", "jacfwd", "jacrev"),
+            ),
+            "spmd.functions": ("log_softmax", "relu", "softmax_cross_entropy"),
+            "spmd.linear": ("linear_operator",),
+            "spmd.operators.at_root": ("at_root",),
+            "spmd.operators.exchange": ("all_to_all", "pswapaxes", "ragged_all_to_all"),
+            "spmd.operators.gather": ("all_gather", "pslice", "psum_scatter"),
+            "spmd.operators.halo": ("halo_accumulate", "halo_exchange"),
+            "spmd.operators.permute": ("ppermute", "pshuffle", "sendrecv", "shift"),
+            "spmd.operators.stencil": ("stencil",),
+            "spmd.products": ("inner", "norm"),
+            "spmd.programs": ("jit",),
+            "spmd.testing": ("check_adjoint",),
+            "spmd.window": ("plan_needs", "plan_transposed", "plan_window", "plan_windows"),
+        },
+        parts=("functions", "linear", "numpy", "optim", "random", "scipy", "solvers"),
+    )

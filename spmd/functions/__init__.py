@@ -134,4 +134,5 @@ __all__ = [
     "take_rows",
 ]
 
-__getattr__, __dir__ = late(__name__, {f"spmd.functions.{family}": names for family, names in FAMILIES.items()})
+if not TYPE_CHECKING:  # Type checkers know the imports above, and so what is misspelt.
+    __getattr__, __dir__ = late(__name__, {f"spmd.functions.{family}": names for family, names in FAMILIES.items()})
