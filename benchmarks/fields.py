@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.contest import (
+    KEEPING,
     ONE_THREAD,
     TWO_DEVICES,
     Builders,
@@ -41,8 +42,6 @@ OFFSETS = ((0, 0), (1, 0), (-1, 0), (0, 1), (0, -1))
 WEIGHTS = (0.6, 0.1, 0.1, 0.1, 0.1)
 ROWS = (8, 16, 32, 64, 128)
 """How many rows of a grid may be worked on at a time."""
-KEEPING = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "1000000000"}
-"""The environment of a process that keeps the memory of freed arrays, however large, for the next ones."""
 
 W3 = Section("w3", "3x3 convolution with halos between two workers, value and gradients", 1e-3, memory=True)
 W4 = Section("w4", "five-point stencil split over two workers, value and gradient", 1e-9, memory=True)
@@ -436,9 +435,17 @@ def stencil_jax(devices: int, points: int, steps: int) -> Case:
         u, _ = lax.scan(lambda u, _: (around(jnp.pad(u, 1)), None), u, None, length=steps)
         return 0.5 * jnp.sum(u * u)
 
+    def padded(u, before, after):
+        return lax.pad(u, jnp.zeros((), u.dtype), [(*pair, 0) for pair in zip(before, after, strict=True)])
+
     def advance(u, _):
-        above, below = lax.ppermute(u[-1:], "x", [(0, 1)]), lax.ppermute(u[:1], "x", [(1, 0)])
-        return around(jnp.pad(jnp.concatenate([above, u, below]), ((0, 0), (1, 1)))), None
+        """Zeros around each term: so XLA makes one loop of all, which takes a third of the time of slices of a block
+        with its halo."""
+        above, below, more = lax.ppermute(u[-1:], "x", [(0, 1)]), lax.ppermute(u[:1], "x", [(1, 0)]), len(u) - 1
+        rest = padded(u[:-1], (1, 0), (0, 0)) + padded(u[1:], (0, 0), (1, 0))
+        rest += padded(u[:, :-1], (0, 1), (0, 0)) + padded(u[:, 1:], (0, 0), (0, 1))
+        rest += padded(above, (0, 0), (more, 0)) + padded(below, (more, 0), (0, 0))
+        return WEIGHTS[0] * u + WEIGHTS[1] * rest, None
 
     def local(u):
         u, _ = lax.scan(advance, u, None, length=steps)

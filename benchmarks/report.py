@@ -72,14 +72,14 @@ def text(table: Table) -> str:
 
 def _aims(tables: Sequence[Table]) -> list[list[str]]:
     """A row for each thing that we mean to hold: what it is, against whom, what was found, what is wanted, what the
-    limit would have, and the verdict."""
+    limit would have, what was found against a peer with large pages, and the verdict."""
     rows = []
     for f in found(tables):
         t = f.target
         who = f"{t.section}: {t.case}" + (f" ({f.ours})" if f.ours != "spmd" else "")
         absent = ", ".join(f.absent)
         if f.value is None:
-            rows.append([who, absent, "not measured", "", "", ""])
+            rows.append([who, absent, "not measured", "", "", "", ""])
             continue
         if t.of == "ratio":
             got, need = f"{f.value:.2f}×", f"{t.need:.3g}×"
@@ -90,8 +90,12 @@ def _aims(tables: Sequence[Table]) -> list[list[str]]:
             got, need = seconds(f.value) + " more" * (t.of == "more"), seconds(t.need)
             limit = "" if f.limit is None else seconds(f.limit) + " more" * (t.of == "more")
         verdict = "met" if f.met else "out of reach" if f.out_of_reach else "MISSED"
-        rows.append([who, f.peer + (f", without {absent}" if absent else ""), got, need, limit, verdict])
+        told = "" if f.told is None else f"{f.told:.2f}×"
+        rows.append([who, f.peer + (f", without {absent}" if absent else ""), got, need, limit, told, verdict])
     return rows
+
+
+_AIMS = "what is to hold", "against", "found", "wanted", "the limit", "with large pages"
 
 
 def aims(tables: Sequence[Table]) -> str:
@@ -99,7 +103,7 @@ def aims(tables: Sequence[Table]) -> str:
     rows = _aims(tables)
     if not rows:
         return ""
-    rows = [["what is to hold", "against", "found", "wanted", "the limit", ""], *rows]
+    rows = [[*_AIMS, ""], *rows]
     widths = [max(len(r[k]) for r in rows) for k in range(len(rows[0]))]
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows)
 
@@ -111,8 +115,8 @@ def markdown(tables: Sequence[Table]) -> str:
         head = [
             "## What is to hold",
             "",
-            "| work | against | found | wanted | the limit | |",
-            "|---|---|---|---|---|---|",
+            "| " + " | ".join(_AIMS) + " | |",
+            "|" + "---|" * (len(_AIMS) + 1),
         ]
         parts.append("\n".join([*head, *("| " + " | ".join(r) + " |" for r in rows)]))
     for table in tables:

@@ -4,6 +4,9 @@ A figure is met or missed by the medians of one run. Of a section that ran, what
 is said to be so; and who of several peers was not there. Where a contestant does by hand only what the work cannot do
 without, what the figure would be with its time is the limit: a figure that the limit misses too is out of reach of what
 it is made of, which its section says: NumPy, its BLAS, mpi4py. One that is slower than ours is no limit.
+
+Peers are as they come: compiled, warmed up, with the threads that suit them. Where there is also one whose C library is
+told to ask for large pages, and to keep them, what the figure would be against it is said beside.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from benchmarks.collectives import VERBS
-from benchmarks.contest import Measured, Table
+from benchmarks.contest import TOLD, Measured, Table
 
 __all__ = ["TARGETS", "Found", "Target", "found"]
 
@@ -89,7 +92,8 @@ TARGETS = tuple(_targets())
 @dataclass(frozen=True)
 class Found:
     """What a run found of a target: of which of our engines, against which peer, and what the limit would have. value:
-    None where it was not measured. absent: the peers that were not there."""
+    None where it was not measured. absent: the peers that were not there. told: the value against the best of those
+    peers whose C library is told what is best for them, if there are any."""
 
     target: Target
     value: float | None
@@ -97,6 +101,7 @@ class Found:
     peer: str
     limit: float | None = None
     absent: tuple[str, ...] = ()
+    told: float | None = None
 
     @property
     def met(self) -> bool:
@@ -128,11 +133,12 @@ def _compare(target: Target, row: dict[str, Measured]) -> Found:
         best = min(peers, key=lambda n: peers[n].peak or 0)
         return Found(target, (ours[mine].peak or 0) / (peers[best].peak or 1), mine, best, absent=absent)
     best = min(peers, key=lambda n: peers[n].median) if peers else ""
-    theirs = peers[best].median if peers else 0.0
 
-    def value(time: float) -> float:
+    def value(time: float, theirs: float = peers[best].median if peers else 0.0) -> float:
         return theirs / time if target.of == "ratio" else time - theirs
 
+    tuned = [row[n + TOLD].median for n in target.peers if n + TOLD in row]
+    told = value(ours[mine].median, min(tuned)) if tuned else None
     limit = None if LIMIT in target.peers else row.get(LIMIT + mine.removeprefix("spmd"), row.get(LIMIT))
     beyond = None if limit is None or limit.median > ours[mine].median else value(limit.median)
-    return Found(target, value(ours[mine].median), mine, best, beyond, absent)
+    return Found(target, value(ours[mine].median), mine, best, beyond, absent, told)

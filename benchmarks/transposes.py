@@ -25,7 +25,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.contest import (
+    KEEPING,
+    LARGE_PAGES,
     ONE_THREAD,
+    TOLD,
     TWO_DEVICES,
     Builders,
     Case,
@@ -66,23 +69,26 @@ def trip_spmd(transport: str, n: int, read: bool) -> Case:
     mesh = spmd.Mesh(x=2, transport=transport)
     rows, columns = mesh.layout((n, n), P("x")), mesh.layout((n, n), P(None, "x"))
 
+    def trip(block):
+        there = spmd.repartition(block, rows, columns)
+        back = spmd.repartition(there, columns, rows)
+        return there, back, np.sum(back) if read else None
+
     def timed(count: int) -> float:
         block = matrix(n)[rows.slices(spmd.worker_index("x"))].copy()
 
         def step():
-            back = spmd.repartition(spmd.repartition(block, rows, columns), columns, rows)
-            return np.sum(back) if read else back
+            trip(block)
 
         spmd.psum(0, "x")
         return repeated(step)(count)
 
-    def both(x):
-        there = spmd.repartition(x, rows, columns)
-        back = spmd.repartition(there, columns, rows)
-        return there, back, spmd.all_gather(np.sum(back), "x")
+    def all_told(block):
+        there, back, total = trip(block)
+        return there, back, spmd.all_gather(total if read else np.sum(back), "x")
 
     run = mesh.map(timed, in_specs=(None,), out_specs=None, check=False)
-    told = mesh.map(both, in_specs=P("x"), out_specs=(P(None, "x"), P("x"), P()), check=False)
+    told = mesh.map(all_told, in_specs=P("x"), out_specs=(P(None, "x"), P("x"), P()), check=False)
     return Case(run, lambda: [a.numpy() for a in told(matrix(n))])
 
 
@@ -263,6 +269,7 @@ def trip_jax(n: int, read: bool) -> Case:
     return faster(*map(case, (by_all_to_all, by_constraints, by_put)))
 
 
+@W5.contestant("jax, 2 devices" + TOLD, needs=("jax",), env={**TWO_DEVICES, **LARGE_PAGES, **KEEPING})
 @W5.contestant("jax, 2 devices", needs=("jax",), env=TWO_DEVICES)
 def _(quick: bool) -> Builders:
     return trips(trip_jax, quick)
@@ -293,6 +300,13 @@ def trip_torch(n: int, read: bool) -> Case:
     return Case(repeated(step), tell)
 
 
+@W5.contestant(
+    "torch DTensor" + TOLD,
+    launcher="torchrun",
+    processes=2,
+    needs=("torch",),
+    env={**ONE_THREAD, **LARGE_PAGES, **KEEPING},
+)
 @W5.contestant("torch DTensor", launcher="torchrun", processes=2, needs=("torch",), env=ONE_THREAD)
 def _(quick: bool) -> Builders:
     return trips(trip_torch, quick)
@@ -401,11 +415,13 @@ def cube_jax(devices: int, n: int) -> Case:
     return jitted(step, *args)
 
 
+@W6.contestant("jax, 1 device" + TOLD, needs=("jax",), env=LARGE_PAGES)  # which takes longer where it keeps them
 @W6.contestant("jax, 1 device", needs=("jax",))
 def _(quick: bool) -> Builders:
     return cubes(partial(cube_jax, 1), quick)
 
 
+@W6.contestant("jax, 2 devices" + TOLD, needs=("jax",), env={**TWO_DEVICES, **LARGE_PAGES})
 @W6.contestant("jax, 2 devices", needs=("jax",), env=TWO_DEVICES)
 def _(quick: bool) -> Builders:
     return cubes(partial(cube_jax, 2), quick)
@@ -424,6 +440,7 @@ def cube_scipy(n: int) -> Case:
     return Case(repeated(step), lambda: [step()])
 
 
+@W6.contestant("scipy, 2 threads" + TOLD, needs=("scipy",), env={**LARGE_PAGES, **KEEPING})
 @W6.contestant("scipy, 2 threads", needs=("scipy",))
 def _(quick: bool) -> Builders:
     return cubes(cube_scipy, quick)
@@ -439,6 +456,7 @@ def cube_torch(n: int) -> Case:
     return Case(repeated(step), lambda: [step().numpy()])
 
 
+@W6.contestant("torch, 2 threads" + TOLD, needs=("torch",), env={**LARGE_PAGES, **KEEPING})
 @W6.contestant("torch, 2 threads", needs=("torch",))
 def _(quick: bool) -> Builders:
     return cubes(cube_torch, quick)

@@ -109,6 +109,43 @@ def test_an_unknown_section_is_named():
     assert "no section w9; there are local, mpi, w1" in done.stderr
 
 
+def test_a_text_that_no_case_holds_is_told_from_the_cases(folder, monkeypatch, capsys):
+    from benchmarks import __main__
+
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{folder}")
+    monkeypatch.setattr(__main__, "SECTIONS", {"toy": ("toy", "TOY")})
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "toy", "--quick", "--only", "zzz"])
+    with pytest.raises(SystemExit) as ended:
+        __main__.main()
+    assert ended.value.code == 2
+    assert "--only 'zzz' is in the name of no case; there are\n  toy: small, large" in capsys.readouterr().err
+
+
+def test_an_open_mpi_that_is_not_there_is_absent(monkeypatch, tmp_path):
+    from benchmarks.contest import Section, missing
+
+    section = Section("toy", "a table")
+    section.contestant("peer", launcher="mpiexec-openmpi", processes=2)(lambda quick: {})
+    python = tmp_path / "python"
+    monkeypatch.setenv("BENCHMARK_OPENMPI_PYTHON", str(python))
+    assert f"no {python}" in missing(section.contestants["peer"])
+    python.touch()
+    assert missing(section.contestants["peer"]) == f"BENCHMARK_OPENMPI_PYTHON: no {tmp_path / 'mpiexec'}"
+    (tmp_path / "mpiexec").touch()
+    assert not missing(section.contestants["peer"])
+
+
+def test_the_error_is_named_and_not_what_a_launcher_writes_below_it():
+    from benchmarks.contest import Ended
+
+    said = (
+        "Traceback (most recent call last):\n  File x\n[rank0]: torch.OutOfMemoryError: too much\n=====\nFAILED\n====="
+    )
+    assert Ended(said).reason == "[rank0]: torch.OutOfMemoryError: too much"
+    assert Ended("it was killed\n").reason == "it was killed"
+
+
 @pytest.mark.parametrize("option", ["--json", "--markdown", "--plot"])
 def test_where_nothing_can_be_written_nothing_is_measured(option, tmp_path):
     (tmp_path / "file").write_text("")
@@ -141,6 +178,7 @@ def test_what_is_to_hold_is_found_by_medians():
 
     def table(**seconds):
         names = {"ours": "spmd", "jax": "jax, 2 devices", "gloo": "torch, gloo", "limit": "limit"}
+        names["told"] = "jax, 2 devices, large pages"
         row = {names[n]: Measured([s / 2, s, 3 * s]) for n, s in seconds.items()}
         return Table(Section("local", "a table"), {"all-reduce 64 MB": row, "permute 4 MB": {}})
 
@@ -155,6 +193,9 @@ def test_what_is_to_hold_is_found_by_medians():
     assert "out of reach" in aims([table(ours=4.0, jax=9.0, limit=3.0)])
     assert not found([table(ours=4.0, jax=18.0, limit=3.0)])[0].out_of_reach
     assert found([table(ours=2.0, jax=9.0, limit=3.0)])[0].limit is None, "a limit that ours is ahead of is none"
+    told = found([table(ours=2.0, jax=12.0, told=5.0)])[0]
+    assert (told.value, told.met, told.told) == (6.0, True, 2.5)
+    assert "6.00× 5× 2.50× met" in " ".join(aims([table(ours=2.0, jax=12.0, told=5.0)]).split())
     for alone in (table(ours=2.0), table(jax=2.0)):
         assert not any(f.met for f in found([alone]))
         assert "not measured" in aims([alone])
@@ -183,6 +224,10 @@ def test_one_wrong_row_is_another_number():
     assert not _agree(one, wrong, 1e-5)
     assert not _agree(one, [*same, *same], 1e-5)
     assert not _agree(*([_fingerprint(a.reshape(-1))] for a in (x, other)), 1e-12)
+    for number in (np.inf, np.nan):
+        other[5, 5] = number
+        assert not _agree(one, [_fingerprint(other)], 1e-5)
+        assert not _agree([_fingerprint(other)], [_fingerprint(other)], 1e-5)
 
 
 @pytest.mark.full
