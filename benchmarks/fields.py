@@ -25,7 +25,9 @@ import numpy as np
 
 from benchmarks.contest import (
     KEEPING,
+    LARGE_PAGES,
     ONE_THREAD,
+    TOLD,
     TWO_DEVICES,
     Builders,
     Case,
@@ -163,6 +165,7 @@ def _(quick: bool) -> Builders:
     return {f"{shape(quick)}": lambda: conv_torch(2, quick)}
 
 
+@W3.contestant("torch, 1 process" + TOLD, needs=("torch",), env={**TORCH["env"], **LARGE_PAGES, **KEEPING})
 @W3.contestant("torch, 1 process", **TORCH)
 def _(quick: bool) -> Builders:
     return {f"{shape(quick)}": lambda: conv_torch(1, quick)}
