@@ -81,7 +81,7 @@ def main() -> int:
             args.json.write_text(report.as_json(tables))
         if args.plot:
             report.picture(tables[-1], args.plot / f"{name}.png")
-    if not any(table.rows for table in tables):
+    if any(table.offered for table in tables) and not any(table.rows for table in tables):
         there = "\n".join(f"  {t.section.name}: {', '.join(t.offered) or 'none'}" for t in tables)
         parser.error(f"--only {args.only!r} is in the name of no case; there are\n{there}")
     if aims := report.aims(tables):

@@ -9,11 +9,12 @@ local. Ours is timed by worker 0, in the body of a map, checked, as by default. 
 writes to, as JAX's are: so what only moves is handed over. "spmd, written to" has writable arrays of NumPy instead, as
 torch and MPI have: each repetition declares its own, and pays for the copy that keeps it safe. "jax" is a jitted
 shard_map, called once a repetition; in "one program" the repetitions are a loop within it, of which each needs the one
-before. "torch, gloo" is two processes with one thread each, and tensors that are there beforehand. Its sums are made
-in place, adjoints are written by hand, without autograd, and reduce-scatter and all-gather are an exchange with the
-other process, which is faster than gloo's own. The limit is what it takes to add the two blocks into memory that is
-there, and to copy them where the result is a copy: the fastest of one thread and of two, with half each, by NumPy and
-past the caches; from 256 KB on.
+before; with "large pages" its C library asks for such, and keeps them. "torch, gloo" is two processes with one thread
+each, and tensors that are there beforehand. Adjoints are written by hand, without autograd. Reduce-scatter and
+all-gather are an exchange with the other process, which is faster than gloo's own; of the other calls and an exchange
+it is found out in each case which is. The limit is what it takes to add the two blocks into memory that is there, and
+to copy them where the result is a copy: the fastest of one thread and of two, with half each, by NumPy and past the
+caches; from 256 KB on.
 
 mpi. Two processes. "mpi4py" is the plain call on buffers that are there beforehand, the repartition an Alltoallw of
 subarray types that are made once. The limit is mpi4py that keeps what we promise: first both tell each other what they
@@ -46,6 +47,7 @@ from benchmarks.contest import (
     Builders,
     Case,
     Section,
+    at_best,
     by_the_faster,
     faster,
     in_two_threads,
@@ -317,6 +319,26 @@ def _(quick: bool) -> Builders:
 # By hand
 
 
+def then_added(move: Callable[[], Any], mine: np.ndarray, y: np.ndarray) -> Callable[[], None]:
+    """A call after which mine is added to what has come into y."""
+
+    def call() -> None:
+        move()
+        np.add(mine, y, out=y)
+
+    return call
+
+
+def then_copied(move: Callable[[], Any], to: np.ndarray, x: np.ndarray) -> Callable[[], None]:
+    """A call after which x is copied."""
+
+    def call() -> None:
+        move()
+        np.copyto(to, x)
+
+    return call
+
+
 class Gloo:
     """Two processes of torch.distributed, on the memory of NumPy's arrays. Each method prepares a call."""
 
@@ -329,22 +351,13 @@ class Gloo:
 
     def _fastest(self, *ways: Callable[[], Any]) -> Callable[[], Any]:
         """Of several ways the one that takes the least time, alike in both processes."""
-        seconds = np.empty(len(ways))
-        for k, way in enumerate(ways):
-            run = together(way, self.meet)
-            run(2)
-            seconds[k] = min(run(2) for _ in range(4))
+        seconds = np.array([at_best(together(way, self.meet)) for way in ways])
         self.dist.all_reduce(self.tensor(seconds))
         return ways[int(seconds.argmin())]
 
     def all_reduce(self, x, y):
-        exchange, total = self.exchange(x, y), self.tensor(y)
-
-        def by_exchange():
-            exchange()
-            np.add(x, y, out=y)
-
-        return self._fastest(lambda: self.dist.all_reduce(total), by_exchange)
+        total = self.tensor(y)
+        return self._fastest(lambda: self.dist.all_reduce(total), then_added(self.exchange(x, y), x, y))
 
     def broadcast(self, y):
         dist, y = self.dist, self.tensor(y)
@@ -352,45 +365,28 @@ class Gloo:
         return self._fastest(lambda: dist.broadcast(y, 0), alone)
 
     def reduce(self, x, y):
-        dist, theirs, total = self.dist, room(x.shape), self.tensor(y)
-        come, go = partial(dist.recv, self.tensor(theirs), 1), partial(dist.send, self.tensor(x), 0)
-
-        def at_root():
-            come()
-            np.add(x, theirs, out=y)
-
-        return self._fastest(lambda: dist.reduce(total, 0), at_root if self.rank == 0 else go)
+        dist, total = self.dist, self.tensor(y)
+        if self.rank == 0:
+            alone = then_added(partial(dist.recv, total, 1), x, y)
+        else:
+            alone = partial(dist.send, self.tensor(x), 0)
+        return self._fastest(lambda: dist.reduce(total, 0), alone)
 
     def all_gather(self, x, y):
         parts = y.reshape(2, -1)
-        exchange, mine = self.exchange(x, parts[1 - self.rank]), parts[self.rank]
-
-        def call():
-            exchange()
-            np.copyto(mine, x)
-
-        return call
+        return then_copied(self.exchange(x, parts[1 - self.rank]), parts[self.rank], x)
 
     def reduce_scatter(self, x, y):
         parts = x.reshape(2, -1)
-        exchange, mine = self.exchange(parts[1 - self.rank], y), parts[self.rank]
-
-        def call():
-            exchange()
-            np.add(mine, y, out=y)
-
-        return call
+        return then_added(self.exchange(parts[1 - self.rank], y), parts[self.rank], y)
 
     def all_to_all(self, x, y):
         there, here = (a.reshape(2, -1) for a in (x, y))
         exchange = self.exchange(there[1 - self.rank], here[1 - self.rank])
-        x, y, mine, stays = self.tensor(x), self.tensor(y), here[self.rank], there[self.rank]
-
-        def by_exchange():
-            exchange()
-            np.copyto(mine, stays)
-
-        return self._fastest(lambda: self.dist.all_to_all_single(y, x), by_exchange)
+        x, y = self.tensor(x), self.tensor(y)
+        return self._fastest(
+            lambda: self.dist.all_to_all_single(y, x), then_copied(exchange, here[self.rank], there[self.rank])
+        )
 
     def exchange(self, x, y):
         dist, x, y = self.dist, self.tensor(x), self.tensor(y)
@@ -418,13 +414,7 @@ class Gloo:
         rows = len(x)
         columns = x.reshape(rows, self.workers, rows).transpose(1, 0, 2)
         packed = room(columns.shape)
-        move = self.all_to_all(y.reshape(packed.shape), packed)
-
-        def call():
-            move()
-            np.copyto(columns, packed)
-
-        return call
+        return then_copied(self.all_to_all(y.reshape(packed.shape), packed), columns, packed)
 
 
 class Messages:
@@ -504,13 +494,7 @@ class Agreeing(Messages):
 
     def _sum(self, mine: np.ndarray, there: np.ndarray, y: np.ndarray) -> Callable[[], Any]:
         """The sum of mine and of what comes for `there`, into what came; there it is made of the same two."""
-        move = self._agreed(self._pairs(there, y))
-
-        def call():
-            move()
-            np.add(mine, y, out=y)
-
-        return call
+        return then_added(self._agreed(self._pairs(there, y)), mine, y)
 
     def all_reduce(self, x, y):
         return self._sum(x, x, y)

@@ -46,6 +46,10 @@ def _(quick):
     return {"small": lambda: 1 / 0, "large": case([5.0])}
 
 
+AWAY = Section("away", "nobody")
+
+
+@AWAY.contestant("spmd", needs=("no_such_package",))
 @TOY.contestant("away", needs=("no_such_package",))
 def _(quick):
     return {"small": case([1.0, 2.0])}
@@ -109,15 +113,29 @@ def test_an_unknown_section_is_named():
     assert "no section w9; there are local, mpi, w1" in done.stderr
 
 
-def test_a_text_that_no_case_holds_is_told_from_the_cases(folder, monkeypatch, capsys):
+@pytest.fixture
+def benchmarks(folder, monkeypatch):
+    """python -m benchmarks, with the sections of the toy."""
     from benchmarks import __main__
+
+    def run(*args):
+        monkeypatch.setattr(sys, "argv", ["benchmarks", *args])
+        return __main__.main()
 
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{folder}")
-    monkeypatch.setattr(__main__, "SECTIONS", {"toy": ("toy", "TOY")})
-    monkeypatch.setattr(sys, "argv", ["benchmarks", "toy", "--quick", "--only", "zzz"])
+    monkeypatch.setattr(__main__, "SECTIONS", {"toy": ("toy", "TOY"), "away": ("toy", "AWAY")})
+    return run
+
+
+def test_where_nobody_is_there_no_text_is_blamed(benchmarks, capsys):
+    assert benchmarks("away", "--quick") == 0
+    assert "spmd is absent: needs no_such_package" in capsys.readouterr().out
+
+
+def test_a_text_that_no_case_holds_is_told_from_the_cases(benchmarks, capsys):
     with pytest.raises(SystemExit) as ended:
-        __main__.main()
+        benchmarks("toy", "--quick", "--only", "zzz")
     assert ended.value.code == 2
     assert "--only 'zzz' is in the name of no case; there are\n  toy: small, large" in capsys.readouterr().err
 
