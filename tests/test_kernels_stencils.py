@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 from conftest import placed
@@ -11,8 +13,9 @@ import spmd
 from spmd import P, functions
 from spmd.errors import LayoutError, SpecError
 from spmd.kernels import cpu, jit, reference
-from spmd.kernels.cpu import stencils
+from spmd.kernels.cpu import neighbours
 from spmd.kernels.windows import reach, stencil_adjoint_padding
+from spmd.operators import stencil as operator
 from spmd.operators.stencil import Stencil
 
 family = Family("stencils")
@@ -64,12 +67,19 @@ def test_the_adjoint_is_the_stencil_of_the_negated_offsets():
         assert np.sum(y * g) == np.sum(x * back)
 
 
-@pytest.mark.parametrize("cache", [40, 200, 1 << 19])
+@pytest.fixture(params=[40, 200, 1 << 19])
+def piece(request, monkeypatch):
+    """Bytes of the pieces in which NumPy alone makes sums."""
+    monkeypatch.setattr(neighbours, "_PIECE", request.param)
+    neighbours._plan.cache_clear()
+    yield request.param
+    neighbours._plan.cache_clear()
+
+
 @pytest.mark.parametrize("dims", [1, 2, 3])
-def test_rows_that_are_read_as_one_give_nothing_to_each_other(dims, cache, monkeypatch):
+def test_rows_that_are_read_as_one_give_nothing_to_each_other(dims, piece):
     """Results of the shape of x, in pieces that end anywhere. What lies at the ends of rows would overflow together."""
-    monkeypatch.setattr(stencils, "CACHE", cache)
-    rng = np.random.default_rng(cache)
+    rng = np.random.default_rng(piece)
     n = (2, 6, 5, 7)[-dims - 1 :]
     offsets = [tuple(o) for o in rng.integers(-1, 2, (5, dims)).tolist()] + [(-1,) * dims, (1,) * dims]
     weights = [0.5, 0.25, 0.5, 1.0, 0.25, 2.0, 0.5]
@@ -85,10 +95,71 @@ def test_rows_that_are_read_as_one_give_nothing_to_each_other(dims, cache, monke
     assert np.array_equal(y[..., 1:-1], x[..., :-2] + x[..., 2:])
 
 
-# The functions
-
 CROSS = ((0, 0), (1, 0), (-1, 0), (0, 1), (0, -1))
 WEIGHTS = (-4.0, 1.0, 2.0, 3.0, 0.5)
+ALIKE = (-4.0, *(1.1,) * 4)
+SQUARE = tuple(np.ndindex(3, 3))
+CUT = {
+    "five points": (CROSS, ALIKE),
+    "seven points": ((*((0, *o) for o in CROSS), (1, 0, 0), (-1, 0, 0)), (0.3, *(1.1,) * 6)),
+    "a square": (SQUARE, (0.7,) * 9),
+    "corners and edges": (tuple((a - 1, b - 1) for a, b in SQUARE), (1.1, 0.3, 1.1, 0.3, 0.7, 0.3, 1.1, 0.3, 1.1)),
+    "the same places twice": ((*CROSS, *CROSS), (0.3,) * 10),
+    "two of two": (((0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1)), (*(0.3,) * 4, *(1.1,) * 4)),
+    "a line": (((-3,), (-1,), (0,), (1,), (3,)), (0.3, 0.3, 1.0, 0.3, 0.3)),
+}
+
+
+@pytest.mark.parametrize("case", CUT)
+@pytest.mark.parametrize("dtype", [np.float64, np.complex64])
+def test_no_entry_depends_on_where_the_array_is_cut(case, dtype, piece):
+    """By NumPy alone, which adds up once what two pairs of entries of one weight have in common."""
+    offsets, weights = CUT[case]
+    rng, ends = np.random.default_rng(piece), reach(offsets)
+    x = rng.normal(size=(2, *(6, 9, 11)[-len(ends) :])).astype(dtype)
+    with jit.off():
+        whole = cpu.stencil(x, offsets, weights, ends)
+        np.testing.assert_allclose(whole, reference.stencil(x, offsets, weights, ends), rtol=1e-5, atol=1e-5)
+        wide = np.pad(x, ((0, 0), *ends))
+        for _ in range(20):
+            box = [sorted(rng.choice(n + 1, 2, replace=False).tolist()) for n in x.shape[1:]]
+            reads = [slice(lo, hi + low + high) for (lo, hi), (low, high) in zip(box, ends, strict=True)]
+            part = cpu.stencil(wide[(slice(None), *reads)], offsets, weights, [(0, 0)] * len(ends))
+            of = (slice(None), *(slice(lo, hi) for lo, hi in box))
+            assert part.tobytes() == whole[of].tobytes()
+
+
+@pytest.mark.parametrize("offsets", [CROSS, ((0, 0), (-2, 1), (1, 0)), ((3, 3), (3, 4))])
+def test_loose_ends_are_those_alone_that_see_padding(offsets):
+    x, ends = np.random.default_rng(0).normal(size=(3, 8, 9)), reach(offsets)
+    for loose in [(0,), (1,), (0, 1)]:
+        for case in jit.off(), nullcontext():
+            with case:
+                y = cpu.stencil(x, offsets, [0.3] * len(offsets), ends, loose)
+                full = cpu.stencil(x, offsets, [0.3] * len(offsets), ends)
+            kept = [ends[d] if d in loose else (0, 0) for d in range(2)]
+            of = (slice(None), *(slice(low, n - high) for n, (low, high) in zip(x.shape[1:], kept, strict=True)))
+            assert y.shape == full.shape
+            assert full[of].size
+            assert np.array_equal(y[of], full[of])
+
+
+def test_pairs_are_those_of_one_distance_that_are_near():
+    line = [(0, 0, k) for k in (-1, 1)]
+    cross = [(0, 1, 0), (0, -1, 0), *line]
+    firsts, apart, singles = neighbours._twins([(1, 0, 0), (-1, 0, 0), *cross])
+    assert (len(firsts), apart[0]) == (2, 0)
+    assert singles == ((1, 0, 0), (-1, 0, 0))
+    assert neighbours._twins(line) == ((), (0, 0, 0), tuple(line))
+    assert neighbours._twins(cross[:1] * 4) == ((), (0, 0, 0), tuple(cross[:1] * 4))
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        places = [tuple(p) for p in rng.integers(-2, 3, (rng.integers(1, 9), 3)).tolist()]
+        firsts, apart, singles = neighbours._twins(places)
+        assert sorted([*firsts, *(neighbours._plus(a, apart) for a in firsts), *singles]) == sorted(places)
+
+
+# The functions
 
 
 def five_points(x, w):
@@ -142,7 +213,17 @@ def test_dimensions_that_are_not_reached_may_lead(scheduler):
 
 @pytest.mark.parametrize("axes", [{"x": 1}, {"x": 2}, {"x": 3, "y": 2}, {"x": 7}])
 @pytest.mark.parametrize("boundary", ["zero", "periodic", ("zero", "periodic")])
-def test_over_blocks_it_is_that_of_the_whole_array_to_the_bit(scheduler, axes, boundary):
+@pytest.mark.parametrize("weights", [WEIGHTS, ALIKE])
+@pytest.mark.parametrize("large", [False, True])
+def test_over_blocks_it_is_that_of_the_whole_array_to_the_bit(scheduler, axes, boundary, weights, large, monkeypatch):
+    """By NumPy alone and, where it is installed, with numba. Both slabs of a dimension at once, or large ones apart."""
+    monkeypatch.setattr(operator, "_SMALL", 0 if large else operator._SMALL)
+    for loops in jit.off(), nullcontext():
+        with loops:
+            over_blocks(scheduler, axes, boundary, weights)
+
+
+def over_blocks(scheduler, axes, boundary, weights):
     rng = np.random.default_rng(0)
     x, g = rng.normal(size=(2, 17, 9))
     spec = P(*axes)
@@ -152,16 +233,16 @@ def test_over_blocks_it_is_that_of_the_whole_array_to_the_bit(scheduler, axes, b
         wide = np.pad(wide, [(1, 1) if e == d else (0, 0) for e in range(2)], modes[b])
 
     def local(x, g):
-        y = spmd.stencil(x, spec, CROSS, WEIGHTS, boundary)
+        y = spmd.stencil(x, spec, CROSS, weights, boundary)
         return y, spmd.psum(np.sum(y * g), tuple(axes))
 
     mesh = spmd.Mesh(scheduler=scheduler, **axes)
     run = mesh.map(local, in_specs=(spec, spec), out_specs=(spec, P()))
     y, _ = run(x, g)
-    np.testing.assert_array_equal(y.numpy(), functions.stencil(placed(wide), CROSS, WEIGHTS))
+    np.testing.assert_array_equal(y.numpy(), functions.stencil(placed(wide), CROSS, weights))
     grad = spmd.grad(lambda x: run(x, g)[1])(x)
     pad = lambda x: np.pad(x, 1) if boundary == "zero" else padded(x, boundary)
-    exact = spmd.grad(lambda x: np.sum(functions.stencil(pad(x), CROSS, WEIGHTS) * g))(x)
+    exact = spmd.grad(lambda x: np.sum(functions.stencil(pad(x), CROSS, weights) * g))(x)
     np.testing.assert_allclose(np.asarray(grad), exact, rtol=1e-12, atol=1e-12)
 
 

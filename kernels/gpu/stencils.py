@@ -23,7 +23,9 @@ _stencil, _stencil_weights = (Kernel("stencils", name, tuple(_WIDE.items())) for
 _THREADS = 256
 
 
-def stencil(x: Any, offsets: Offsets, weights: Sequence[Any], padding: Sequence[Pair]) -> Any:
+def stencil(
+    x: Any, offsets: Offsets, weights: Sequence[Any], padding: Sequence[Pair], loose: Sequence[int] = ()
+) -> Any:
     """y[i] = sum over k of weights[k] * x[i + offsets[k]]; the last dimensions of x are those of the offsets."""
     x = cp.ascontiguousarray(x)
     table, examples, n, m, shape = _geometry(x, offsets, padding)

@@ -24,9 +24,10 @@ def _shifted(x, offsets, padding):
         yield wide[(..., *(slice(a, a + max(0, m)) for a, m in zip(starts, lengths, strict=True)))]
 
 
-def stencil(x, offsets, weights, padding):
+def stencil(x, offsets, weights, padding, loose=()):
     """y[i] = sum over k of weights[k] * x[i + offsets[k]].
 
+    loose: dimensions of the offsets at whose ends the entries that see padding may be anything: nobody reads them.
     Linear in x. Adjoint: the stencil of the negated offsets, padded by what the first one took away.
     """
     return sum(

@@ -30,6 +30,9 @@ __all__ = ["Stencil", "checked_offsets", "stencil"]
 
 Offsets = tuple[tuple[int, ...], ...]
 
+_SMALL = 1 << 18
+"""Bytes of both slabs of a dimension up to which they are computed at once, with what is made of both and not read: a
+call takes longer."""
 
 _WHOLE = P()
 
@@ -142,11 +145,11 @@ class Stencil(Operator):
             begun.append((d, length < x.shape[d], slabs))
         lead = max(0, x.ndim - 3)  # dimensions that no offset reaches along
 
-        def stencil(x: Any, padding: Sequence[tuple[int, int]]) -> Any:
-            return kernels.of(x).stencil(x, [o[lead:] for o in self.offsets], self.weights, padding[lead:])
+        def stencil(x: Any, padding: Sequence[tuple[int, int]], loose: Sequence[int] = ()) -> Any:
+            return kernels.of(x).stencil(x, [o[lead:] for o in self.offsets], self.weights, padding[lead:], loose)
 
-        # Where a dimension goes on elsewhere, this takes zeros for what comes; the slabs put that right.
-        y = stencil(x, ends)
+        # Where a dimension goes on elsewhere, its ends are of the slabs.
+        y = stencil(x, ends, [d - lead for d in open_])
         closed = [(0, 0) if d in open_ else ends[d] for d in range(x.ndim)]
         for d, cut, slabs in begun:
             faces, halo = yield slabs
@@ -155,12 +158,13 @@ class Stencil(Operator):
             if not cut:
                 y = stencil(faces, closed)
                 continue
-            length = y.shape[d]
-            if low:
-                y[along(d, 0, low)] = stencil(faces[along(d, 0, 2 * low + high)], closed)
-            if high:
-                start = faces.shape[d] - 2 * high - low
-                y[along(d, length - high, None)] = stencil(faces[along(d, start, None)], closed)
+            of_low, of_high, length = faces, faces, faces.shape[d]
+            if faces.nbytes > _SMALL:
+                of_low, of_high = faces[along(d, 0, 2 * low + high)], faces[along(d, length - 2 * high - low, None)]
+            at_low = stencil(of_low, closed)
+            at_high = at_low if of_high is of_low else stencil(of_high, closed)
+            y[along(d, 0, low)] = at_low[along(d, 0, low)]
+            y[along(d, y.shape[d] - high, None)] = at_high[along(d, at_high.shape[d] - high, None)]
         return sealed(y), rebound(self, sizes=tuple(sizes))
 
     @property
