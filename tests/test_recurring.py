@@ -18,6 +18,7 @@ import spmd
 from spmd import P
 from spmd.errors import DeadlockError, MismatchError
 from spmd.kernels import team
+from spmd.mesh import here
 from spmd.transport import local, recurring
 
 N = 1 << 18
@@ -413,6 +414,32 @@ def test_a_halo_whose_lengths_change_for_good_goes_the_short_way_again(short):
 
     mesh.run(body)
     assert len(short) >= 3 + 3
+
+
+@pytest.mark.parametrize(("spec", "learnt", "known"), [(P("x"), 1, 1), (P("x", "y"), 4, 2)])
+def test_the_lengths_of_one_dimension_are_learnt_in_the_meeting_that_moves(scheduler, spec, learnt, known):
+    """And a ledger counts the same."""
+    mesh, shape = spmd.Mesh(x=2, y=2, scheduler=scheduler), (5, 7)
+    x, numbers, results, costs = np.arange(35.0).reshape(shape), [], [], []
+    for given in None, shape:
+
+        def local(x, given=given):
+            comm = here("a test").comm
+            before = comm.number
+            y = spmd.halo_exchange(x, spec, 1, "periodic", shape=given)
+            numbers.append(comm.number - before)
+            return y
+
+        run = mesh.map(local, in_specs=spec, out_specs=spec)
+        results.append(run(x).numpy())
+        with spmd.ledger() as log:
+            run(x)
+        assert ("shapes" in log.verbs) is (given is None)
+        costs.append([(log.workers[k].messages, log.workers[k].bytes) for k in range(4)])
+    assert numbers == [learnt] * 8 + [known] * 8
+    assert np.array_equal(*results)
+    assert costs[0] == costs[1]
+    assert all(messages and nbytes for messages, nbytes in costs[0])
 
 
 def test_what_is_tried_in_vain_is_given_up_but_for_now_and_then(turned_down):

@@ -457,9 +457,13 @@ class HaloExchange(_Halo):
 
     def steps(self, comm: Comm, group: Group, x: np.ndarray, call: Call, nothing: bool = False):
         """The exchange, dimension by dimension. nothing: whether an array of length 0 may be continued, as zeros."""
-        way = self._ways.get((group, x.shape, nothing))
+        way, received = self._ways.get((group, x.shape, nothing)), None
         if way is None:
-            way = yield from self._way(comm, group, x.shape, call, nothing)
+            d = self._only_unknown(group, x.ndim)
+            if d is None:
+                way = yield from self._way(comm, group, x.shape, call, nothing)
+            else:
+                way, received = yield from self._learnt_with(comm, group, x, call, nothing, d)
         if not way.steps:
             return x, way.bound
 
@@ -472,7 +476,9 @@ class HaloExchange(_Halo):
 
         room, whole, block = placed() if call.lent and way.window is not None else (None, None, x)
         for d, line, length, moves, to, gaps, own, takes, window in way.steps:
-            handle = comm.exchange(line, call, {t: _part(block, ranges, d) for t, ranges in to}) if moves else None
+            handle = None
+            if moves and received is None:
+                handle = comm.exchange(line, call, {t: _part(block, ranges, d) for t, ranges in to})
             if room is None and way.window is not None:
                 room, whole, block = placed()
             if room is not None:
@@ -482,10 +488,10 @@ class HaloExchange(_Halo):
             for gap in gaps:
                 out[gap] = 0
             _fill(out, block, own, d)
-            received = {} if handle is None else (yield handle)
+            came: Any = received if handle is None else (yield handle)
             for s, m, places in takes:
-                self._agree(received[s].shape, block.shape, d, m, line, s)
-                _fill(out, received[s], places, d)
+                self._agree(came[s].shape, block.shape, d, m, line, s)
+                _fill(out, came[s], places, d)
             block = out
         return sealed(block if whole is None else whole), way.bound
 
@@ -538,10 +544,45 @@ class HaloExchange(_Halo):
         """How it went the last time, where another time others may come with other blocks."""
         return {}
 
+    def _only_unknown(self, group: Group, ndim: int) -> int | None:
+        """The dimension that alone is continued, if its lengths are to be learnt."""
+        dimensions = self._dimensions(group, ndim)
+        reached = [d for d, dim in enumerate(dimensions) if any(map(any, dim.pairs))]
+        if len(reached) != 1 or dimensions[reached[0]].alone or self._given(reached[0]) is not None:
+            return None
+        return reached[0]
+
+    def _learnt_with(self, comm: Comm, group: Group, x: np.ndarray, call: Call, nothing: bool, d: int):
+        """The way, and what comes, where the lengths of one dimension are learnt with it."""
+        line = self._dimensions(group, x.ndim)[d].line
+
+        def way_of(shapes: Sequence[Shape]) -> _Way:
+            lengths, key = tuple(shape[d] for shape in shapes), (group, x.shape, nothing)
+            way = self._learnt_ways.get(key)
+            if way is None or way.bound.sizes[d] != lengths:
+                sizes = tuple(lengths if e == d else self._given(e) for e in range(x.ndim))
+                way = bounded(self._learnt_ways)[key] = self._way_with(group, x.shape, nothing, sizes)
+            return way
+
+        def sends(shapes: Sequence[Shape]) -> dict[int, Any] | None:
+            steps = way_of(shapes).steps
+            if not any(step.moves for step in steps):
+                return None
+            return {t: _part(x, ranges, d) for step in steps for t, ranges in step.sends}
+
+        shapes, received = yield comm.exchange_learnt(line, call, sends)
+        return way_of(shapes), received
+
     def _way(self, comm: Comm, group: Group, shape: Shape, call: Call, nothing: bool):
-        dimensions = self._dimensions(group, len(shape))
-        learnt = yield from self._learnt(comm, dimensions, call)
+        learnt = yield from self._learnt(comm, self._dimensions(group, len(shape)), call)
         sizes = tuple(learnt.get(d, self._given(d)) for d in range(len(shape)))
+        way = self._way_with(group, shape, nothing, sizes)
+        if not learnt:
+            bounded(self._ways)[group, shape, nothing] = way
+        return way
+
+    def _way_with(self, group: Group, shape: Shape, nothing: bool, sizes: tuple[Any, ...]) -> _Way:
+        dimensions = self._dimensions(group, len(shape))
         stages = _stages(dimensions, shape, sizes, nothing)
         places = [stage.place for stage in stages]
         lengths = tuple(stage.length for stage in stages)
@@ -572,13 +613,7 @@ class HaloExchange(_Halo):
                 )
             )
         bound = self._like(type(self), sizes=sizes, block=shape)
-        way = _Way(bound, lengths, begin, _ahead(shape, begin, steps), tuple(steps))
-        key = group, shape, nothing
-        if not learnt:
-            bounded(self._ways)[key] = way
-        elif len(steps) == 1 and list(learnt) == [steps[0].d]:
-            bounded(self._learnt_ways)[key] = way
-        return way
+        return _Way(bound, lengths, begin, _ahead(shape, begin, steps), tuple(steps))
 
     @cached_property
     def _turned(self) -> HaloAccumulate:
@@ -924,7 +959,8 @@ def halo_exchange(
     ends are smaller), "zero", "periodic", "reflect" or "edge" (as `np.pad` with "wrap", "reflect" and "edge").
     Dimensions that are not split have boundaries too.
     shape: of the whole array, if its blocks are balanced; sizes: for each dimension the lengths of its blocks, or None.
-    Either saves a meeting of the workers in which they learn the lengths.
+    Either saves the meetings in which workers learn the lengths; virtual workers learn those of one dimension, if no
+    other is continued, when they exchange edges.
 
     Forward (V -> V): y = X[start - low : stop + high] in each dimension, of the array X continued at its ends. Corners
     are right. Adjoint: `halo_accumulate`.

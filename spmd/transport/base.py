@@ -317,7 +317,7 @@ class Eager(NamedTuple):
     these shapes. It may raise.
     same: all members make the same of the same blocks. taken: where the new block is that of a member as it is, who
     that is, if anyone sends one. supposed: (d, lengths): the members' blocks have these lengths in dimension d, or it
-    goes another way; by the verbs they learn it in a meeting before. slight: the new block is made around the own one,
+    goes another way. slight: the new block is made around the own one,
     if that lies as it does now, so that little is written however large it is.
     """
 
@@ -334,6 +334,9 @@ class Eager(NamedTuple):
         """Whether little is written, however large the blocks are."""
         return self.slight or self.taken is not None
 
+
+Sends = Callable[[Sequence[Shape]], Mapping[int, np.ndarray] | None]
+"""What goes to whom, where all members' blocks have these shapes."""
 
 Way = Callable[[Any, np.ndarray], tuple[Any, Any]]
 """How a collective goes: of the Comm and a block it makes the new block and the operator bound to the shapes it met."""
@@ -441,6 +444,16 @@ class Comm(ABC):
         """The shapes of all members' blocks, as a list. They travel with the calls: no message, no bytes."""
         self._count("shapes", 0, 0)
         return self._shapes(group, call)
+
+    def exchange_learnt(self, group: Group, call: Call, sends: Sends) -> Handle:
+        """The shapes of all members' blocks, and what an `exchange` gives of what `sends` makes of these shapes (None,
+        on all members alike, where nothing is sent). Where workers share memory both are one meeting."""
+        return Steps(self._exchange_after(group, call, sends))
+
+    def _exchange_after(self, group: Group, call: Call, sends: Sends) -> Generator[Handle, Any, Any]:
+        shapes = yield self.shapes(group, call)
+        parts = sends(shapes)
+        return shapes, {} if parts is None else (yield self.exchange(group, call, parts))
 
     @abstractmethod
     def _shapes(self, group: Group, call: Call) -> Handle: ...

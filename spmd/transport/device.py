@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from spmd import kernels
 from spmd.cuda import Place
 from spmd.device import on_device
-from spmd.transport.base import Call, Comm, Group, Handle, Join, Then, sealed
+from spmd.transport.base import Call, Comm, Group, Handle, Join, Sends, Then, sealed
 from spmd.transport.local import LocalComm, Make, Meeting, Run, Waiting, handed
 
 __all__ = ["DeviceComm"]
@@ -127,6 +127,10 @@ class DeviceComm(LocalComm):
     def _all_gather_as(self, group: Group, call: Call, x: Any, join: Join) -> Handle:
         """Each worker joins the blocks on its own device."""
         return Comm._all_gather_as(self, group, call, x, join)
+
+    def exchange_learnt(self, group: Group, call: Call, sends: Sends) -> Handle:
+        """One after the other: what is sent is of this worker's stream."""
+        return Comm.exchange_learnt(self, group, call, sends)
 
     def _all_reduce_many(self, group: Group, call: Call, xs: Sequence[Any], spare: Sequence[bool]) -> Handle:
         """None is written over: what a stream still has to read, nobody counts."""

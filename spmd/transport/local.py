@@ -31,6 +31,7 @@ from spmd.errors import MismatchError, TransportError, message
 from spmd.kernels import team
 from spmd.kernels.threads import Stopped, Thread, pool
 from spmd.transport.base import (
+    LEDGERS,
     Boxes,
     Call,
     Comm,
@@ -40,8 +41,11 @@ from spmd.transport.base import (
     Join,
     Outcome,
     Ready,
+    Sends,
+    Shape,
     Transport,
     deadlock,
+    exchange_cost,
     mismatch,
     raised_by,
     sealed,
@@ -746,6 +750,29 @@ class LocalComm(Comm):
 
         parts = {k: sealed(x) if k == group.index else handed(call, x) for k, x in sends.items()}
         return self._meet(group, call, parts, take)
+
+    def exchange_learnt(self, group: Group, call: Call, sends: Sends) -> Handle:
+        counted = bool(LEDGERS.get())
+        if counted:
+            self._count("shapes", 0, 0)
+
+        def parts_for(shapes: Sequence[Shape]) -> tuple[dict[int, np.ndarray], Any]:
+            given = sends(shapes)
+            cost = exchange_cost(group, given) if counted and given is not None else None
+            return {k: handed(call, x) for k, x in (given or {}).items()}, cost
+
+        def finish(brought: list[tuple[Shape, Callable[[Sequence[Shape]], Any]]]):
+            shapes = [shape for shape, _ in brought]
+            return shapes, [parts(shapes) for _, parts in brought]
+
+        def take(m: Meeting):
+            shapes, made = m.result
+            cost = made[group.index][1]
+            if cost is not None:
+                self._count("exchange", *cost)
+            return shapes, {k: parts.pop(group.index) for k, (parts, _) in enumerate(made) if group.index in parts}
+
+        return self._meet(group, call, (call.shape, parts_for), take, finish)
 
     def _exchange_boxes(self, group: Group, call: Call, sends: Mapping[int, np.ndarray], boxes: Boxes) -> Handle:
         return self._each(group, call, sends, boxes.filled)

@@ -57,18 +57,16 @@ class Gathering:
 class Recurring:
     """A collective of a group, as often as it is called with blocks of the same shapes.
 
-    shape: of the own block; shapes: of what goes to each member; large: whether it pays to join nothing. meetings: as
-    many as it counts for, which are those that it takes by the verbs. known: what makes the results, by who meets.
-    vain: how often in a row it was tried in vain.
+    shape: of the own block; shapes: of what goes to each member; large: whether it pays to join nothing. known: what
+    makes the results, by who meets. vain: how often in a row it was tried in vain.
     """
 
-    __slots__ = ("call", "group", "known", "large", "meetings", "shape", "shapes", "vain", "way")
+    __slots__ = ("call", "group", "known", "large", "shape", "shapes", "vain", "way")
 
     def __init__(self, call: Call, way: Eager, x: np.ndarray):
         self.call, self.way, self.group, self.shape = call, way, way.group, x.shape
         self.shapes: list[Shape | None] = [None if piece is None else x[piece].shape for piece in way.parts]
         self.large = not way.light and x.nbytes * way.group.size >= team.LEAST
-        self.meetings = 1 if way.supposed is None else 2
         self.vain = 0
         self.known: dict[tuple[Any, ...], _Makers] = {}
 
@@ -123,8 +121,8 @@ class Recurring:
             self.vain += 1
             return long(comm, x)
         self.vain = 0
-        comm.clock = met.clock + self.meetings
-        comm.number += self.meetings
+        comm.clock = met.clock + 1
+        comm.number += 1
         comm.last = self.call
         mine, made[place] = made[place], None  # so that this may be the only name of what it takes
         return mine
