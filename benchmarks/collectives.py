@@ -630,8 +630,10 @@ def _(quick: bool) -> Builders:
 
 
 def moved(work: Work) -> Case:
-    """One thread, or two with half of the numbers each."""
+    """One thread, or two with half of the numbers each. They are what the others have: zeros would be copied in nine
+    tenths of the time."""
     a, b, *out = (room(work.shape) for _ in range(4))
+    a[...], b[...] = work.block(0), work.block(1)
     halves = slice(len(a) // 2), slice(len(a) // 2, None)
 
     def made(copy: Callable[..., Any], add: Callable[..., Any]) -> Case:
