@@ -103,7 +103,7 @@ def room(shape: int | tuple[int, ...]) -> np.ndarray:
     """Float32 zeros where torch and JAX would have put them: at a multiple of 64 bytes. NumPy puts what is large 16
     bytes behind one, and to write there takes up to twice as long. The pages are in use, large ones where there are."""
     nbytes = math.prod(shape if isinstance(shape, tuple) else (shape,)) * 4
-    memory = np.empty(nbytes + 64, np.uint8)  # NumPy asks for large pages for what is empty, and not for zeros
+    memory = np.empty(nbytes + 64, np.uint8)
     memory.fill(0)
     start = -memory.ctypes.data % 64
     return memory[start : start + nbytes].view(np.float32).reshape(shape)

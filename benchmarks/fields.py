@@ -242,25 +242,26 @@ def tuned(case: Callable[[int, int, int], Case], points: int, steps: int) -> Cas
 
 def stencil_numpy(rows: int, points: int, steps: int) -> Case:
     """The same steps forward and back, each worker in a thread, so many rows at a time, to stay in the cache: the
-    neighbours are added up before they are multiplied, in memory that is there, with zeros around. Rows are read and
-    written as one, and all views are made beforehand."""
+    neighbours are added up before they are multiplied, in memory that is there, with zeros around. What is above and
+    to the left of one entry is to the right and below of another, and is added up once. Rows are read and written as
+    one, and all views are made beforehand."""
     wide = points + 2
     grids = [np.zeros((wide, wide)) for _ in range(2)]
 
     def calls(to: np.ndarray, of: np.ndarray, worker: int) -> list[tuple[Any, ...]]:
-        half, room, made = points // 2, np.empty(rows * wide), []
+        half, made = points // 2, []
+        room, pairs = np.empty(rows * wide), np.empty((rows + 1) * wide)
         for y in range(1 + worker * half, 1 + worker * half + half, rows):
             stop = min(y + rows, 1 + worker * half + half)
             lo, hi = y * wide + 1, stop * wide - 1
-            out, total = to.reshape(-1)[lo:hi], room[: hi - lo]
-            mid, left, right, above, below = (of.reshape(-1)[lo + d : hi + d] for d in (0, -1, 1, -wide, wide))
+            source, out, total = of.reshape(-1), to.reshape(-1)[lo:hi], room[: hi - lo]
+            pair, again = pairs[: hi - lo + wide + 1], pairs[wide + 1 : hi - lo + wide + 1]
             made += [
-                (np.multiply, mid, WEIGHTS[0], out),
-                (np.add, above, left, total),
-                (np.add, total, right, total),
-                (np.add, total, below, total),
+                (np.add, source[lo - wide : hi + 1], source[lo - 1 : hi + wide], pair),
+                (np.add, pair[: hi - lo], again, total),
                 (np.multiply, total, WEIGHTS[1], total),
-                (np.add, out, total, out),
+                (np.multiply, source[lo:hi], WEIGHTS[0], pair[: hi - lo]),
+                (np.add, pair[: hi - lo], total, out),
                 (np.multiply, to[y:stop, :: points + 1], 0, to[y:stop, :: points + 1]),
             ]
         return made
