@@ -144,6 +144,31 @@ def test_loose_ends_are_those_alone_that_see_padding(offsets):
             assert np.array_equal(y[of], full[of])
 
 
+def test_weights_that_are_alike_are_told_by_their_values():
+    """Not by their bytes, of which some of a long double are arbitrary; and no weights have a plan of their own."""
+    offsets, x = ((0,), (2,), (-3,), (3,), (1,)), np.random.default_rng(0).normal(size=200)
+    with jit.off():
+        many = [cpu.stencil(x.astype("g"), offsets, (0.1, 1.1, 1.1, 0.3, 1.1), ((3, 3),)) for _ in range(20)]
+        before = neighbours._plan.cache_info().currsize
+        for w in np.random.default_rng(1).normal(size=(20, 2)):
+            given = (w[0], w[1], w[1], 0.0, -0.0)
+            y = cpu.stencil(x, offsets, given, ((3, 3),))
+            np.testing.assert_allclose(y, reference.stencil(x, offsets, given, ((3, 3),)), rtol=1e-12, atol=1e-12)
+    assert all(np.array_equal(y, many[0]) for y in many)
+    assert neighbours._plan.cache_info().currsize == before + 1
+
+
+def test_short_numbers_tell_nothing_of_what_is_nobodys(scheduler):
+    """In the middle between two slabs that are made at once there is an overflow of float16, and nowhere else."""
+    x = np.repeat([6e4, 0.0, 0.0, -6e4, -6e4, 0.0, 0.0, 6e4], 16)[:, None] * np.ones(8)
+    x, offsets, weights = x.astype(np.float16), ((1, 0), (-1, 0)), (1.0, -1.0)
+    body = lambda x: spmd.stencil(x, P("x"), offsets, weights, "periodic")
+    with np.errstate(all="raise"):
+        y = spmd.Mesh(x=2, scheduler=scheduler).map(body, in_specs=P("x"), out_specs=P("x"))(x).numpy()
+    wide = np.concatenate([x[-1:], x, x[:1]]).astype(np.float32)
+    np.testing.assert_array_equal(y, (wide[2:] - wide[:-2]).astype(np.float16))
+
+
 def test_pairs_are_those_of_one_distance_that_are_near():
     line = [(0, 0, k) for k in (-1, 1)]
     cross = [(0, 1, 0), (0, -1, 0), *line]

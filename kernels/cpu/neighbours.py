@@ -42,14 +42,17 @@ def weighted_sums(
     """
     places = tuple(map(tuple, table.tolist()))
     flat = x.flags.c_contiguous and out.flags.c_contiguous
-    plan = _plan(x.shape, out.shape, places, weights.dtype, weights.tobytes(), tuple(loose), flat)
+    numbers: list[Any] = weights.tolist()
+    known: dict[str, int] = {}  # by what they are written as: bytes of long doubles are partly arbitrary
+    alike = tuple([known.setdefault(repr(w), k) for k, w in enumerate(numbers)])
+    plan = _plan(x.shape, out.shape, places, alike, x.dtype.itemsize, tuple(loose), flat)
     with np.errstate(all="ignore"):
         if isinstance(plan.inner, _Joined):
-            _joined(out, x, plan.inner)
+            _joined(out, x, plan.inner, numbers)
         elif plan.inner is not None:
-            _by_rows(out, x, plan.inner)
+            _by_rows(out, x, plan.inner, numbers)
         for sides in plan.around:
-            _around(out, x, sides)
+            _around(out, x, sides, numbers)
 
 
 def inside(at: int, n: int, m: int) -> Pair:
@@ -58,10 +61,10 @@ def inside(at: int, n: int, m: int) -> Pair:
 
 
 class _Term(NamedTuple):
-    """What has one weight: sums of two entries each, at `firsts` and so much further, and the entries at `singles`;
-    added up in this order."""
+    """What has one weight, by its number: sums of two entries each, at `firsts` and so much further, and the entries at
+    `singles`; added up in this order."""
 
-    weight: Any
+    weight: int
     firsts: tuple[Any, ...]
     apart: Any
     singles: tuple[Any, ...]
@@ -112,13 +115,14 @@ def _plan(
     x: tuple[int, ...],
     out: tuple[int, ...],
     table: tuple[Place, ...],
-    dtype: np.dtype,
-    weights: bytes,
+    alike: tuple[int, ...],
+    itemsize: int,
     loose: tuple[int, ...],
     flat: bool,
 ) -> _Plan:
-    """How the sums are made of an array of one shape to one of another. flat: whether both are contiguous."""
-    terms, (examples, *n), (_, *m) = _terms(table, dtype, weights), x, out
+    """How the sums are made of an array of one shape to one of another. alike: for each place the first that has its
+    weight. flat: whether both are contiguous."""
+    terms, (examples, *n), (_, *m) = _terms(table, alike), x, out
     box = []
     for d in range(3):
         spans = [inside(at[d], n[d], m[d]) for at in table]
@@ -127,22 +131,21 @@ def _plan(
     inner: _Joined | _Rows | None = None
     if all(lo < hi for lo, hi in box):
         # Rows of all layers, and layers of all examples, if there are several.
-        alike = flat and n[2] == m[2] and (n[1] == m[1] or m[0] == 1) and (x[1:] == out[1:] or examples == 1)
-        if alike:
-            inner = _as_joined(terms, out, n, box, dtype)
+        if flat and n[2] == m[2] and (n[1] == m[1] or m[0] == 1) and (x[1:] == out[1:] or examples == 1):
+            inner = _as_joined(terms, out, n, box, itemsize)
         else:
-            inner = _Rows(terms, tuple(box), max(1, _PIECE // ((box[2][1] - box[2][0]) * dtype.itemsize)))
-    sides = [_sides(terms, table, x, out, box, d, dtype) for d in range(3) if d not in loose]
+            inner = _Rows(terms, tuple(box), max(1, _PIECE // ((box[2][1] - box[2][0]) * itemsize)))
+    sides = [_sides(terms, table, x, out, box, d, itemsize) for d in range(3) if d not in loose]
     return _Plan(inner, tuple(s for s in sides if s is not None))
 
 
 def _as_joined(
-    terms: tuple[_Term, ...], out: tuple[int, ...], n: Sequence[int], box: Sequence[Pair], dtype: np.dtype
+    terms: tuple[_Term, ...], out: tuple[int, ...], n: Sequence[int], box: Sequence[Pair], itemsize: int
 ) -> _Joined:
     place = lambda at: (at[0] * n[1] + at[1]) * n[2] + at[2]
     first = place([lo for lo, _ in box])
     last = (out[0] - 1) * out[1] * out[2] * out[3] + place([hi - 1 for _, hi in box]) + 1
-    step = min(_PIECE // dtype.itemsize, last - first)
+    step = min(_PIECE // itemsize, last - first)
     along, once, spread = [], [], 0
     for t in terms:
         firsts = tuple(map(place, t.firsts))
@@ -160,7 +163,7 @@ def _sides(
     out: tuple[int, ...],
     box: Sequence[Pair],
     d: int,
-    dtype: np.dtype,
+    itemsize: int,
 ) -> _Around | None:
     """Both sides along dimension d, within the inner box along those before, in one copy one after the other: what is
     made in between, of some of both, is nobody's."""
@@ -185,7 +188,7 @@ def _sides(
     back = lambda places: tuple(_plus(at, low, -1) for at in places)
     counted = tuple(_Term(t.weight, back(t.firsts), t.apart, back(t.singles)) for t in terms)
     shape, ends = (x[0], *lengths), [(0, k - b + a) for k, a, b in zip(lengths, low, high, strict=True)]
-    return _Around(shape, tuple(takes), _as_joined(counted, shape, lengths, ends, dtype), tuple(gives))
+    return _Around(shape, tuple(takes), _as_joined(counted, shape, lengths, ends, itemsize), tuple(gives))
 
 
 def _slices(box: Sequence[Pair]) -> Box:
@@ -193,12 +196,12 @@ def _slices(box: Sequence[Pair]) -> Box:
 
 
 @lru_cache(maxsize=1024)
-def _terms(table: tuple[Place, ...], dtype: np.dtype, weights: bytes) -> tuple[_Term, ...]:
+def _terms(table: tuple[Place, ...], alike: tuple[int, ...]) -> tuple[_Term, ...]:
     """The terms in the order in which they are added up: those of several entries first."""
-    places: dict[bytes, list[Place]] = {}
-    for at, w in zip(table, np.frombuffer(weights, dtype), strict=True):
-        places.setdefault(w.tobytes(), []).append(at)
-    terms = [_Term(np.frombuffer(w, dtype)[0].item(), *_twins(ats)) for w, ats in places.items()]
+    places: dict[int, list[Place]] = {}
+    for at, k in zip(table, alike, strict=True):
+        places.setdefault(k, []).append(at)
+    terms = [_Term(k, *_twins(ats)) for k, ats in places.items()]
     return tuple(sorted(terms, key=lambda term: not term.several))
 
 
@@ -226,7 +229,7 @@ def _plus(a: Place, b: Place, times: int = 1) -> Place:
     return tuple(i + times * j for i, j in zip(a, b, strict=True))
 
 
-def _joined(out: np.ndarray, x: np.ndarray, sums: _Joined) -> None:
+def _joined(out: np.ndarray, x: np.ndarray, sums: _Joined, weights: Sequence[Any]) -> None:
     """Rows are read and written as one: NumPy takes up to twice as long for each by itself. Entries around the box get
     what is not theirs.
 
@@ -246,33 +249,33 @@ def _joined(out: np.ndarray, x: np.ndarray, sums: _Joined) -> None:
                 ones = [shared[lo + at - a : hi + at - a] for at in firsts] + ones
             else:
                 pairs = [(of[lo + at : hi + at], of[lo + at + apart : hi + at + apart]) for at in firsts]
-            parts.append((weight, begun, pairs, ones))
+            parts.append((weights[weight], begun, pairs, ones))
         calls += _calls(to[lo:hi], parts, rooms[:, : hi - lo])
     for f, *args in calls:
         f(*args)
 
 
-def _by_rows(out: np.ndarray, x: np.ndarray, sums: _Rows) -> None:
+def _by_rows(out: np.ndarray, x: np.ndarray, sums: _Rows, weights: Sequence[Any]) -> None:
     """The box, some rows at a time."""
     (z0, z1), (y0, y1), (c0, c1) = sums.box
     rooms = buffers.empty((3, min(sums.step, y1 - y0), c1 - c0), x.dtype)
     for n, z, y in itertools.product(range(len(x)), range(z0, z1), range(y0, y1, sums.step)):
         stop = min(y1, y + sums.step)
         read = lambda a, n=n, z=z, y=y, stop=stop: x[n, z + a[0], y + a[1] : stop + a[1], c0 + a[2] : c1 + a[2]]
-        parts = [
-            (t.weight, None, [(read(a), read(_plus(a, t.apart))) for a in t.firsts], list(map(read, t.singles)))
-            for t in sums.terms
-        ]
+        parts: list[_Part] = []
+        for weight, firsts, apart, singles in sums.terms:
+            pairs = [(read(a), read(_plus(a, apart))) for a in firsts]
+            parts.append((weights[weight], None, pairs, list(map(read, singles))))
         for f, *args in _calls(out[n, z, y:stop, c0:c1], parts, rooms[:, : stop - y]):
             f(*args)
 
 
-def _around(out: np.ndarray, x: np.ndarray, sides: _Around) -> None:
+def _around(out: np.ndarray, x: np.ndarray, sides: _Around, weights: Sequence[Any]) -> None:
     copy = np.zeros(sides.shape, x.dtype)
     for to, of in sides.takes:
         copy[to] = x[of]
     made = np.empty_like(copy)
-    _joined(made, copy, sides.sums)
+    _joined(made, copy, sides.sums, weights)
     for to, of in sides.gives:
         out[to] = made[of]
 
