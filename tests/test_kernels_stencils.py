@@ -158,6 +158,16 @@ def test_weights_that_are_alike_are_told_by_their_values():
     assert neighbours._plan.cache_info().currsize == before + 1
 
 
+@pytest.mark.parametrize("dtype", [">f8", ">f4", ">c8", ">i4"])
+def test_numbers_in_another_order_of_bytes(dtype):
+    x = np.random.default_rng(0).integers(-9, 10, (6, 7)).astype(dtype)
+    want = reference.stencil(x.astype(np.complex128), CROSS, (-4, 3, 3, 3, 3), ((1, 1), (1, 1)))
+    for loops in jit.off(), nullcontext():
+        with loops:
+            found = cpu.stencil(x, CROSS, (-4, 3, 3, 3, 3), ((1, 1), (1, 1)))
+        np.testing.assert_array_equal(found, want.astype(found.dtype) if np.iscomplexobj(found) else want.real)
+
+
 def test_short_numbers_tell_nothing_of_what_is_nobodys(scheduler):
     """In the middle between two slabs that are made at once there is an overflow of float16, and nowhere else."""
     x = np.repeat([6e4, 0.0, 0.0, -6e4, -6e4, 0.0, 0.0, 6e4], 16)[:, None] * np.ones(8)

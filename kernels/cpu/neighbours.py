@@ -213,7 +213,7 @@ def _twins(places: Sequence[Place]) -> tuple[tuple[Place, ...], Place, tuple[Pla
     rank: Any = (-1, [])
     found: tuple[Any, ...] = ((), (0, 0, 0), tuple(places))
     steps = [_plus(b, places[0], -1) for b in places] + [_plus(b, a, -1) for a, b in itertools.pairwise(places)]
-    for apart in dict.fromkeys(step for step in steps if any(step)):
+    for apart in itertools.islice(dict.fromkeys(step for step in steps if any(step)), _TRIED):
         firsts, left = [], Counter(places)
         for a in places:
             b = _plus(a, apart)
@@ -224,6 +224,10 @@ def _twins(places: Sequence[Place]) -> tuple[tuple[Place, ...], Place, tuple[Pla
         if len(firsts) > 1 and now < rank:
             rank, found = now, (tuple(firsts), apart, tuple(left.elements()))
     return found
+
+
+_TRIED = 32
+"""Distances that are tried: those of small stencils are fewer, and of thousands of places all would take seconds."""
 
 
 def _plus(a: Place, b: Place, times: int = 1) -> Place:
