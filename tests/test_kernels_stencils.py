@@ -144,6 +144,18 @@ def test_loose_ends_are_those_alone_that_see_padding(offsets):
             assert np.array_equal(y[of], full[of])
 
 
+@pytest.mark.parametrize("layers", [1, 2, 3])
+@pytest.mark.parametrize("examples", [1, 2])
+def test_rows_of_layers_that_lie_elsewhere_in_the_result(layers, examples):
+    """Columns are as many as before, rows are not: only of a single layer and example they follow each other alike."""
+    x, offsets = np.random.default_rng(0).normal(size=(examples, layers + 1, 7, 6)), ((0, 0, 0), (1, 1, 1), (0, -1, -1))
+    around = ((0, 0), (0, 0), (1, 1))
+    with jit.off():
+        y = cpu.stencil(x, offsets, (1.0, 2.0, 0.5), around)
+    assert y.shape == (examples, layers, 5, 6)
+    np.testing.assert_allclose(y, reference.stencil(x, offsets, (1.0, 2.0, 0.5), around), rtol=1e-12, atol=1e-12)
+
+
 def test_weights_that_are_alike_are_told_by_their_values():
     """Not by their bytes, of which some of a long double are arbitrary; and no weights have a plan of their own."""
     offsets, x = ((0,), (2,), (-3,), (3,), (1,)), np.random.default_rng(0).normal(size=200)

@@ -1,10 +1,10 @@
 """Weighted sums of shifted entries by NumPy alone: what `spmd.kernels.cpu.shifts` is where there is no numba.
 
-The inner box, in which all that is read is there, is made in pieces that fit into the cache. Entries of one weight are
-added up before they are multiplied, and what pairs of them have in common is added up once. What is around the box is
-made from a copy of what it reads, with zeros for the padding. The order of the sums is that of the offsets alone, so no
-entry depends on where an array is cut; but for weights that are complex, whose products NumPy rounds in one way within
-its vectors and in another one beside them.
+The inner box, in which all that is read is there, is made in pieces that fit into the last cache. Entries of one weight
+are added up before they are multiplied, and what pairs of them have in common is added up once. What is around the box
+is made from a copy of what it reads, with zeros for the padding. The order of the sums is that of the offsets alone, so
+no entry depends on where an array is cut; but for weights that are complex, whose products NumPy rounds in one way
+within its vectors and in another one beside them.
 
 Arrays have one leading dimension, of examples, and three of places.
 """

@@ -459,11 +459,8 @@ class HaloExchange(_Halo):
         """The exchange, dimension by dimension. nothing: whether an array of length 0 may be continued, as zeros."""
         way, received = self._ways.get((group, x.shape, nothing)), None
         if way is None:
-            d = self._only_unknown(group, x.ndim)
-            if d is None:
-                way = yield from self._way(comm, group, x.shape, call, nothing)
-            else:
-                way, received = yield from self._learnt_with(comm, group, x, call, nothing, d)
+            found = yield from self._at_once(comm, group, x, call, nothing)
+            way, received = found or ((yield from self._way(comm, group, x.shape, call, nothing)), None)
         if not way.steps:
             return x, way.bound
 
@@ -552,9 +549,12 @@ class HaloExchange(_Halo):
             return None
         return reached[0]
 
-    def _learnt_with(self, comm: Comm, group: Group, x: np.ndarray, call: Call, nothing: bool, d: int):
-        """The way, and what comes, where the lengths of one dimension are learnt with it."""
-        line = self._dimensions(group, x.ndim)[d].line
+    def _at_once(self, comm: Comm, group: Group, x: np.ndarray, call: Call, nothing: bool):
+        """The way, and what comes, where the lengths of one dimension can be learnt in the meeting in which it is
+        exchanged; else None."""
+        d = self._only_unknown(group, x.ndim)
+        if d is None:
+            return None
 
         def way_of(shapes: Sequence[Shape]) -> _Way:
             lengths, key = tuple(shape[d] for shape in shapes), (group, x.shape, nothing)
@@ -570,7 +570,10 @@ class HaloExchange(_Halo):
                 return None
             return {t: _part(x, ranges, d) for step in steps for t, ranges in step.sends}
 
-        shapes, received = yield comm.exchange_learnt(line, call, sends)
+        handle = comm.exchange_learnt(self._dimensions(group, x.ndim)[d].line, call, sends)
+        if handle is None:
+            return None
+        shapes, received = yield handle
         return way_of(shapes), received
 
     def _way(self, comm: Comm, group: Group, shape: Shape, call: Call, nothing: bool):

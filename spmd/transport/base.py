@@ -317,8 +317,8 @@ class Eager(NamedTuple):
     these shapes. It may raise.
     same: all members make the same of the same blocks. taken: where the new block is that of a member as it is, who
     that is, if anyone sends one. supposed: (d, lengths): the members' blocks have these lengths in dimension d, or it
-    goes another way. slight: the new block is made around the own one,
-    if that lies as it does now, so that little is written however large it is.
+    goes another way. slight: the new block is made around the own one, if that lies as it does now, so that little is
+    written however large it is.
     """
 
     group: Group
@@ -445,15 +445,11 @@ class Comm(ABC):
         self._count("shapes", 0, 0)
         return self._shapes(group, call)
 
-    def exchange_learnt(self, group: Group, call: Call, sends: Sends) -> Handle:
+    def exchange_learnt(self, group: Group, call: Call, sends: Sends) -> Handle | None:
         """The shapes of all members' blocks, and what an `exchange` gives of what `sends` makes of these shapes (None,
-        on all members alike, where nothing is sent). Where workers share memory both are one meeting."""
-        return Steps(self._exchange_after(group, call, sends))
-
-    def _exchange_after(self, group: Group, call: Call, sends: Sends) -> Generator[Handle, Any, Any]:
-        shapes = yield self.shapes(group, call)
-        parts = sends(shapes)
-        return shapes, {} if parts is None else (yield self.exchange(group, call, parts))
+        on all members alike, where nothing is sent), in one meeting. None where that takes two: then `shapes`, and an
+        `exchange`, which goes on while the caller does something else."""
+        return None
 
     @abstractmethod
     def _shapes(self, group: Group, call: Call) -> Handle: ...

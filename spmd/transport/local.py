@@ -745,13 +745,9 @@ class LocalComm(Comm):
         return self._meet(group, call, sealed(x), take, finish)
 
     def _exchange(self, group: Group, call: Call, sends: Mapping[int, np.ndarray]) -> Handle:
-        def take(m: Meeting):  # out of the meeting, so that it may be the only name of what it takes
-            return {k: p.pop(group.index) for k, p in enumerate(m.payloads) if group.index in p}
+        return self._meet(group, call, _parts(group, call, sends), lambda m: _taken(group, m.payloads))
 
-        parts = {k: sealed(x) if k == group.index else handed(call, x) for k, x in sends.items()}
-        return self._meet(group, call, parts, take)
-
-    def exchange_learnt(self, group: Group, call: Call, sends: Sends) -> Handle:
+    def exchange_learnt(self, group: Group, call: Call, sends: Sends) -> Handle | None:
         counted = bool(LEDGERS.get())
         if counted:
             self._count("shapes", 0, 0)
@@ -759,18 +755,19 @@ class LocalComm(Comm):
         def parts_for(shapes: Sequence[Shape]) -> tuple[dict[int, np.ndarray], Any]:
             given = sends(shapes)
             cost = exchange_cost(group, given) if counted and given is not None else None
-            return {k: handed(call, x) for k, x in (given or {}).items()}, cost
+            return _parts(group, call, given or {}), cost
 
         def finish(brought: list[tuple[Shape, Callable[[Sequence[Shape]], Any]]]):
             shapes = [shape for shape, _ in brought]
-            return shapes, [parts(shapes) for _, parts in brought]
+            made = [parts_of(shapes) for _, parts_of in brought]
+            brought.clear()  # They know the blocks.
+            return shapes, [parts for parts, _ in made], [cost for _, cost in made]
 
         def take(m: Meeting):
-            shapes, made = m.result
-            cost = made[group.index][1]
-            if cost is not None:
-                self._count("exchange", *cost)
-            return shapes, {k: parts.pop(group.index) for k, (parts, _) in enumerate(made) if group.index in parts}
+            shapes, parts, costs = m.result
+            if costs[group.index] is not None:
+                self._count("exchange", *costs[group.index])
+            return shapes, _taken(group, parts)
 
         return self._meet(group, call, (call.shape, parts_for), take, finish)
 
@@ -793,6 +790,16 @@ def _tried(make: Make, received: Mapping[int, np.ndarray], fresh: bool) -> Any:
         return make(received, fresh)
     except Exception as error:
         return Failed(error.with_traceback(None))
+
+
+def _parts(group: Group, call: Call, sends: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
+    """What a member of the group sends, as others may keep it."""
+    return {k: sealed(x) if k == group.index else handed(call, x) for k, x in sends.items()}
+
+
+def _taken(group: Group, parts: Sequence[dict[int, np.ndarray]]) -> dict[int, np.ndarray]:
+    """What all members send this one: out of what they brought, so that it may be the only name of what it takes."""
+    return {k: p.pop(group.index) for k, p in enumerate(parts) if group.index in p}
 
 
 def handed(call: Call, x: np.ndarray) -> np.ndarray:
