@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 
 __all__ = ["LARGE", "LEAST", "Lease", "Margin", "Piece"]
-__all__ += ["address", "around", "empty", "empty_like", "has_room", "idle", "least", "release", "take_from", "zeros"]
+__all__ += ["address", "around", "empty", "empty_like", "has_room", "idle", "least", "most_idle", "release", "take_from"]
+__all__ += ["zeros"]
 
 LARGE = 1 << 20
 """Bytes from which it pays to make room for what NumPy would make a new array for."""
@@ -92,14 +93,16 @@ _source: Source | None = None
 
 
 class Memory:
-    """A piece of memory. source: who gave it. at: where in it arrays begin, and start: the address of that. margins:
-    has an entry as long as nobody uses what lies around the array. given: when it was left, as a growing number."""
+    """A piece of memory. source: who was asked for it; dear: whether he gave it, and not NumPy. at: where in it arrays
+    begin, and start: the address of that. margins: has an entry as long as nobody uses what lies around the array.
+    given: when it was left, as a growing number."""
 
-    __slots__ = ("at", "given", "margins", "nbytes", "piece", "source", "start")
+    __slots__ = ("at", "dear", "given", "margins", "nbytes", "piece", "source", "start")
 
     def __init__(self, nbytes: int):
         self.source = _source
         found = None if _source is None else _source(nbytes)
+        self.dear = found is not None
         self.piece = Piece(nbytes, np.uint8) if found is None else found
         self.nbytes = nbytes
         self.given = 0
@@ -115,21 +118,26 @@ class Memory:
 
 
 class _Idle:
-    """The pieces of memory that nobody uses, by size, the latest on top; the ones that have lain longest go first."""
+    """The pieces of memory that nobody uses, by size, the latest on top. Those of NumPy go before those of a source,
+    which are dearer to get again, and among these the ones that have lain longest.
+
+    sizes: the pieces of NumPy, and those of a source.
+    """
 
     def __init__(self, bound: int):
         self.bound = bound
         self.nbytes = 0
         self.given = 0
-        self.sizes: dict[int, list[Memory]] = {}
+        self.sizes: tuple[dict[int, list[Memory]], dict[int, list[Memory]]] = ({}, {})
         self.lock = Lock()
 
     def take(self, nbytes: int) -> Memory | None:
         # An array that dies while the lock is held, by the garbage collector's hand, calls `give`: it must not wait.
-        if not self.sizes.get(nbytes) or not self.lock.acquire(blocking=False):
+        cheap, dear = self.sizes
+        if not (dear.get(nbytes) or cheap.get(nbytes)) or not self.lock.acquire(blocking=False):
             return None
         try:
-            pieces = self.sizes.get(nbytes)
+            pieces = dear.get(nbytes) or cheap.get(nbytes)
             if not pieces:
                 return None
             self.nbytes -= nbytes
@@ -143,21 +151,31 @@ class _Idle:
             return
         try:
             self.given = piece.given = self.given + 1
-            pieces = self.sizes.get(nbytes)
+            sizes = self.sizes[piece.dear]
+            pieces = sizes.get(nbytes)
             if pieces is None:
-                pieces = self.sizes[nbytes] = []
+                pieces = sizes[nbytes] = []
             pieces.append(piece)
             self.nbytes += nbytes
             while self.nbytes > self.bound:
-                self.sizes = {size: pieces for size, pieces in self.sizes.items() if pieces}
-                oldest = min(self.sizes.values(), key=lambda pieces: pieces[0].given)
-                self.nbytes -= oldest.pop(0).nbytes
+                self._let_go()
         finally:
             self.lock.release()
 
+    def _let_go(self) -> None:
+        """Give up one piece."""
+        for sizes in self.sizes:
+            for size in [size for size, pieces in sizes.items() if not pieces]:
+                del sizes[size]
+            if sizes:
+                oldest = min(sizes.values(), key=lambda pieces: pieces[0].given)
+                self.nbytes -= oldest.pop(0).nbytes
+                return
+
     def clear(self) -> None:
         with self.lock:
-            self.sizes.clear()
+            for sizes in self.sizes:
+                sizes.clear()
             self.nbytes = 0
 
 
@@ -351,6 +369,11 @@ def least() -> int:
     """The bytes from which it pays to make room for what NumPy would make a new array for. Where the memory comes from
     somewhere else, it is wanted for all that can lie in it."""
     return LARGE if _source is None else LEAST
+
+
+def most_idle() -> int:
+    """The bytes that may lie idle."""
+    return _idle.bound
 
 
 def idle() -> int:

@@ -17,7 +17,7 @@ BEGIN = """
 import gc, os, time
 import numpy as np
 from spmd.kernels import buffers
-from spmd.transport.arena import MOST, arena, window
+from spmd.transport.arena import arena, window
 
 mine = arena()
 assert mine is arena()
@@ -54,8 +54,10 @@ def test_large_arrays_lie_where_others_can_read_them():
         assert np.array_equal(there, part)
         assert there[0, 0] == 9
         assert not there.flags.writeable
-        for elsewhere in (np.zeros(1 << 20), np.zeros(1 << 20)[5:], np.zeros(3), filled(1, MOST + 1), np.float64(1)):
+        for elsewhere in (np.zeros(1 << 20), np.zeros(1 << 20)[5:], np.zeros(3), np.float64(1)):
             assert mine.place(np.asarray(elsewhere)) is None
+        large = filled(5, 100 << 20)
+        assert (np.ndarray(large.shape, large.dtype, seen, mine.place(large)) == 5).all()
         """
     )
 
@@ -192,10 +194,30 @@ def test_arrays_that_outlive_the_modules_go_without_a_word():
 def test_there_is_no_more_than_there_is():
     run(
         """
+        mine.left[mine.nbytes - (3 << 20) - mine.end] = [mine.end]
         mine.end = mine.nbytes - (3 << 20)
         xs = [filled(k) for k in range(5)]
         where = [mine.place(x) is not None for x in xs]
         assert where == [True, True, False, False, False]
         assert [int(x[0]) for x in xs] == [0, 1, 2, 3, 4]
+        """
+    )
+
+
+def test_there_is_no_more_than_may_be_kept_for_later_and_that_is_kept():
+    run(
+        """
+        buffers._idle.bound = 20 << 20
+        for turn in range(3):
+            xs = [filled(k, 3 << 20) for k in range(9)]
+            places = [mine.place(x) for x in xs]
+            assert None not in places[:6] and places[6:] == [None] * 3, "what others can read is taken first"
+            assert turn == 0 or {*places} == before
+            before = {*places}
+            assert [int(x[0]) for x in xs] == [*range(9)]
+            for k in (0, 7, 1, 8, 2, 6, 3, 4, 5):
+                xs[k] = None
+            assert 18 << 20 <= buffers.idle() <= 20 << 20
+            assert resident() >= 18 << 20, "what is NumPy's goes before what is dear"
         """
     )

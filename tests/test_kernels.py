@@ -125,6 +125,22 @@ def test_what_has_lain_idle_the_longest_goes_first():
     assert idle.nbytes == 0, "more than may lie idle at all"
 
 
+def test_what_is_dear_to_get_again_goes_last():
+    idle = buffers._Idle(5 << 20)
+    dear, cheap = ([buffers.Memory(megabytes << 20) for megabytes in (1, 2, 2)] for _ in range(2))
+    for piece in dear:
+        piece.dear = True
+    for piece in (*dear[:2], *cheap[:2]):
+        idle.give(piece)
+    assert idle.nbytes == 5 << 20, "the older one of NumPy's had to go"
+    assert [idle.take(2 << 20) for _ in range(3)] == [dear[1], cheap[1], None], "and is taken last"
+    for piece in (cheap[1], dear[1], dear[2], cheap[2]):
+        idle.give(piece)
+    assert idle.nbytes == 5 << 20
+    assert [idle.take(2 << 20) for _ in range(3)] == [dear[2], dear[1], None]
+    assert idle.take(1 << 20) is dear[0]
+
+
 @pytest.mark.parametrize("dtype", ["f4", "c16", "i1", "bfloat16"])
 def test_leased_arrays_are_ordinary_ones(dtype):
     if dtype == "bfloat16":
