@@ -24,7 +24,18 @@ from typing import Any
 import numpy as np
 
 __all__ = ["LARGE", "LEAST", "Lease", "Margin", "Piece"]
-__all__ += ["address", "around", "empty", "empty_like", "has_room", "idle", "least", "most_idle", "release", "take_from"]
+__all__ += [
+    "address",
+    "around",
+    "empty",
+    "empty_like",
+    "has_room",
+    "idle",
+    "least",
+    "most_idle",
+    "release",
+    "take_from",
+]
 __all__ += ["zeros"]
 
 LARGE = 1 << 20

@@ -148,6 +148,8 @@ class Loops:
         import numba
         from numba.extending import overload
 
+        from spmd.kernels import stored
+
         options: Any = {"nogil": True, "error_model": "numpy", "fastmath": set(self._fastmath)}
         with _declaring:  # a worker that finds none left may count on all
             while _helpers:
@@ -155,7 +157,9 @@ class Loops:
                 inlined = options | {"fastmath": set(liberties), "forceinline": True}
                 overload(plain, jit_options=inlined, strict=False)(choose)
                 _helpers.pop()
-        return numba.njit(cache=True, **options)(_of_these_sources(self.fun))
+        compiled = numba.njit(**options)(_of_these_sources(self.fun))
+        stored.keep(compiled, _sources())
+        return compiled
 
 
 @functools.cache

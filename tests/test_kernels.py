@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import subprocess
 import sys
 import threading
@@ -14,7 +15,7 @@ import pytest
 from emulator import device
 
 from spmd import functions, kernels
-from spmd.kernels import FAMILIES, buffers, jit
+from spmd.kernels import FAMILIES, buffers, jit, stored
 
 NAMES = [(family, name) for family, names in FAMILIES.items() for name in names]
 
@@ -296,8 +297,9 @@ def test_loops_kept_on_disk_are_of_these_sources(tmp_path):
     """numba looks for changes in the file of a loop alone, and loops call helpers of other files."""
     package = tmp_path / "kernels"
     package.mkdir()
-    source = Path(jit.__file__).read_text().replace("spmd.kernels.jit", "kernels.jit")
-    (package / "jit.py").write_text(source)
+    for module in (jit, stored):
+        source = Path(module.__file__).read_text().replace("spmd.kernels", "kernels")
+        (package / Path(module.__file__).name).write_text(source)
     (package / "__init__.py").write_text("")
     (package / "loops.py").write_text(
         "from kernels.helpers import twice\nfrom kernels.jit import loops\n\n\n@loops('out')\ndef run(out, x):\n"
@@ -314,4 +316,40 @@ def test_loops_kept_on_disk_are_of_these_sources(tmp_path):
         run = [sys.executable, "-B", "-c", program]
         done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, check=True)
         assert float(done.stdout) == factor
-        assert list(tmp_path.glob("kernels/__pycache__/*.nbi"))
+        assert len(list(tmp_path.glob("kernels/__pycache__/*.nbc"))) == 1, "that of other sources is deleted"
+
+
+@pytest.mark.skipif(not jit.available(), reason="needs numba")
+def test_loops_are_kept_without_an_index():
+    """numba's index may name a file for some types in which another process put its code for other types."""
+    compiled = importlib.import_module("spmd.kernels.cpu.shifts")._products._compile()
+    assert type(compiled._cache._cache_file) is stored._Files
+    assert str(compiled._cache._cache_file.folder) == compiled.stats.cache_path
+
+
+def test_what_is_kept_of_loops(tmp_path):
+    one, other = (stored._Files(tmp_path, f"a.loop-{line}.py311", "now") for line in (3, 9))
+    one.save("f4", {"code": 4})
+    one.save("f8", {"code": 8})
+    (tmp_path / "a.loops-3.py311.then.0.nbc").touch()
+    assert [one.load(key) for key in ("f4", "f8", "i4")] == [{"code": 4}, {"code": 8}, None]
+    other.save("f4", 5)
+    assert [one.load("f4"), other.load("f4")] == [{"code": 4}, 5]
+    for broken in tmp_path.glob("a.loop-9*"):
+        broken.write_bytes(broken.read_bytes()[:-3])
+    assert other.load("f4") is None
+    stored._Files(tmp_path, "a.loop-9.py311", "later").save("f4", 6)
+    assert [one.load("f4"), other.load("f4")] == [None, None], "of other sources"
+    assert len(list(tmp_path.iterdir())) == 2, "another function's stay"
+    other.flush()
+    assert [path.name for path in tmp_path.iterdir()] == ["a.loops-3.py311.then.0.nbc"]
+
+
+@pytest.mark.skipif(not jit.available(), reason="needs numba")
+def test_loops_run_where_nothing_can_be_kept():
+    program = (
+        "import numpy as np; from spmd.kernels.cpu.shifts import shifted_products as f; o = np.ones((1, 1, 1, 4));"
+    )
+    program += "assert f(o, o[:, None], np.zeros((1, 4), int), 1) == 4"
+    env = os.environ | {"NUMBA_CACHE_LOCATOR_CLASSES": "ZipCacheLocator"}  # which finds a folder for files of archives
+    subprocess.run([sys.executable, "-c", program], env=env, check=True)

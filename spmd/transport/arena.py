@@ -6,9 +6,9 @@ a block lies copies from there, as from memory of its own; or adds it up, or put
 in between.
 
 An arena is twice as large as the machine's memory, and nothing of it is there but what is used. That is never more than
-`buffers` may keep for later: the pages of a file, which are small where the system gives no larger ones, cost up to nine
-times as much to make as NumPy's (600 us a MB in place of 70 on a virtual machine with a Zen 5), and as little to use
-again. The rest is NumPy's memory, and blocks in it are sent.
+`buffers` may keep for later. For the pages of a file are small where the system gives no larger ones, and cost up to
+nine times as much to make as NumPy's (600 us a MB in place of 70 on a virtual machine with a Zen 5), and as little to
+use again. The rest is NumPy's memory, and blocks in it are sent.
 """
 
 from __future__ import annotations
