@@ -144,6 +144,18 @@ def test_loose_ends_are_those_alone_that_see_padding(offsets):
             assert np.array_equal(y[of], full[of])
 
 
+def test_what_slabs_make_is_not_made_in_the_block(monkeypatch):
+    """By NumPy alone, of a block its rows' ends, and of its two slabs theirs: not the block's first and last rows."""
+    made, around = [], neighbours._around
+    monkeypatch.setattr(neighbours, "_around", lambda out, *rest: made.append(out.shape) or around(out, *rest))
+    x = np.random.default_rng(0).normal(size=(40, 30))
+    body = lambda x: spmd.stencil(x, P("x"), CROSS, WEIGHTS)
+    with jit.off():
+        y = spmd.Mesh(x=2, scheduler="lockstep").map(body, in_specs=P("x"), out_specs=P("x"))(x).numpy()
+    np.testing.assert_allclose(y, reference.stencil(x, CROSS, WEIGHTS, ((1, 1), (1, 1))), rtol=1e-12, atol=1e-12)
+    assert sorted(made) == [(1, 1, 4, 30)] * 2 + [(1, 1, 20, 30)] * 2
+
+
 @pytest.mark.parametrize("layers", [1, 2, 3])
 @pytest.mark.parametrize("examples", [1, 2])
 def test_rows_of_layers_that_lie_elsewhere_in_the_result(layers, examples):

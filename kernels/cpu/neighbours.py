@@ -15,6 +15,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -89,11 +90,10 @@ class _Joined(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Sums in a box."""
+    """Sums in a box of some examples. pieces: its parts."""
 
     terms: tuple[_Term, ...]
-    box: tuple[Pair, ...]
-    step: int
+    pieces: tuple[tuple[Pair, ...], ...]
 
 
 class _Around(NamedTuple):
@@ -135,7 +135,7 @@ def _plan(
         if flat and n[2] == m[2] and (n[1] == m[1] or m[0] == 1) and (x[1:] == out[1:] or examples == 1):
             inner = _as_joined(terms, out, n, box, itemsize)
         else:
-            inner = _Rows(terms, tuple(box), max(1, _PIECE // ((box[2][1] - box[2][0]) * itemsize)))
+            inner = _Rows(terms, _pieces([(0, examples), *box], _PIECE // itemsize))
     sides = [_sides(terms, table, x, out, box, d, itemsize) for d in range(3) if d not in loose]
     return _Plan(inner, tuple(s for s in sides if s is not None))
 
@@ -155,6 +155,21 @@ def _as_joined(
         spread = max(spread, wide) if once[-1] else spread
         along.append(_Term(t.weight, firsts, place(t.apart), tuple(map(place, t.singles))))
     return _Joined(tuple(along), first, last, step, spread, tuple(once))
+
+
+def _pieces(box: Sequence[Pair], most: int) -> tuple[tuple[Pair, ...], ...]:
+    """A box in parts of so many entries at most, if a row is not longer than that: rows of a layer, or layers of an
+    example, or examples."""
+    steps, whole = [box[-1][1] - box[-1][0]], True
+    for lo, hi in reversed(box[:-1]):
+        count = max(1, min(hi - lo, most // prod(steps))) if whole else 1
+        whole = whole and count == hi - lo
+        steps.append(count)
+    cuts = [
+        [(at, min(at + step, hi)) for at in range(lo, hi, step)]
+        for (lo, hi), step in zip(box, reversed(steps), strict=True)
+    ]
+    return tuple(itertools.product(*cuts))
 
 
 def _sides(
@@ -261,18 +276,21 @@ def _joined(out: np.ndarray, x: np.ndarray, sums: _Joined, weights: Sequence[Any
 
 
 def _by_rows(out: np.ndarray, x: np.ndarray, sums: _Rows, weights: Sequence[Any]) -> None:
-    """The box, some rows at a time."""
-    (z0, z1), (y0, y1), (c0, c1) = sums.box
-    rooms = buffers.empty((3, min(sums.step, y1 - y0), c1 - c0), x.dtype)
-    for n, z, y in itertools.product(range(len(x)), range(z0, z1), range(y0, y1, sums.step)):
-        stop = min(y1, y + sums.step)
-        read = lambda a, n=n, z=z, y=y, stop=stop: x[n, z + a[0], y + a[1] : stop + a[1], c0 + a[2] : c1 + a[2]]
+    """A box, which is part of the rows that are read or of those that are made."""
+    rooms = buffers.empty((3, *(hi - lo for lo, hi in sums.pieces[0])), x.dtype)  # no other piece is larger
+    for examples, *box in sums.pieces:
+        read = lambda at, n=slice(*examples), box=box: x[(n, *_moved(box, at))]
         parts: list[_Part] = []
         for weight, firsts, apart, singles in sums.terms:
             pairs = [(read(a), read(_plus(a, apart))) for a in firsts]
             parts.append((weights[weight], None, pairs, list(map(read, singles))))
-        for f, *args in _calls(out[n, z, y:stop, c0:c1], parts, rooms[:, : stop - y]):
+        to = out[(slice(*examples), *_moved(box, (0, 0, 0)))]
+        for f, *args in _calls(to, parts, rooms[(slice(None), *map(slice, to.shape))]):
             f(*args)
+
+
+def _moved(box: Sequence[Pair], at: Place) -> Iterator[slice]:
+    return (slice(lo + by, hi + by) for (lo, hi), by in zip(box, at, strict=True))
 
 
 def _around(out: np.ndarray, x: np.ndarray, sides: _Around, weights: Sequence[Any]) -> None:
