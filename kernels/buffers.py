@@ -7,7 +7,8 @@ pieces stay at hand: to find one that nobody has any more takes a third of the t
 A piece goes on before and behind the array that lies in it, for a 64th of its length. So what an array is a part of,
 with some rows more at its ends, can be made around it, and the array itself is not copied (`around`).
 
-The pieces may come from somewhere else than from NumPy: from memory that processes share, say (`take_from`).
+The pieces may come from somewhere else than from NumPy: from memory that processes share, say (`take_from`). Half of
+what may lie idle is then of there, and who gives it has no more in use than that: so all of it may be kept for later.
 """
 
 from __future__ import annotations
@@ -24,19 +25,8 @@ from typing import Any
 import numpy as np
 
 __all__ = ["LARGE", "LEAST", "Lease", "Margin", "Piece"]
-__all__ += [
-    "address",
-    "around",
-    "empty",
-    "empty_like",
-    "has_room",
-    "idle",
-    "least",
-    "most_idle",
-    "release",
-    "take_from",
-]
-__all__ += ["zeros"]
+__all__ += ["address", "around", "empty", "empty_like", "has_room", "idle", "least", "let_go", "most_of_source"]
+__all__ += ["release", "take_from", "zeros"]
 
 LARGE = 1 << 20
 """Bytes from which it pays to make room for what NumPy would make a new array for."""
@@ -80,7 +70,7 @@ class Lease(np.ndarray):
         except AttributeError:  # Views of it have none.
             return
         if _idle is not None:  # as it is when the program ends
-            _idle.give(memory)
+            (_of_source if memory.sourced else _idle).give(memory)
 
 
 class Margin(np.ndarray):
@@ -104,16 +94,15 @@ _source: Source | None = None
 
 
 class Memory:
-    """A piece of memory. source: who was asked for it; dear: whether he gave it, and not NumPy. at: where in it arrays
-    begin, and start: the address of that. margins: has an entry as long as nobody uses what lies around the array.
-    given: when it was left, as a growing number."""
+    """A piece of memory: one that a source gave, else NumPy's. source: who it was, or would have been. at: where in it
+    arrays begin, and start: the address of that. margins: has an entry as long as nobody uses what lies around the
+    array. given: when it was left, as a growing number."""
 
-    __slots__ = ("at", "dear", "given", "margins", "nbytes", "piece", "source", "start")
+    __slots__ = ("at", "given", "margins", "nbytes", "piece", "source", "sourced", "start")
 
-    def __init__(self, nbytes: int):
+    def __init__(self, nbytes: int, found: Piece | None = None):
         self.source = _source
-        found = None if _source is None else _source(nbytes)
-        self.dear = found is not None
+        self.sourced = found is not None
         self.piece = Piece(nbytes, np.uint8) if found is None else found
         self.nbytes = nbytes
         self.given = 0
@@ -129,26 +118,23 @@ class Memory:
 
 
 class _Idle:
-    """The pieces of memory that nobody uses, by size, the latest on top. Those of NumPy go before those of a source,
-    which are dearer to get again, and among these the ones that have lain longest.
+    """The pieces of memory that nobody uses, by size, the latest on top. bound: their bytes, at most; the ones that
+    have lain longest go first. given: how many were left so far, here and in others."""
 
-    sizes: the pieces of NumPy, and those of a source.
-    """
+    given = 0
 
     def __init__(self, bound: int):
         self.bound = bound
         self.nbytes = 0
-        self.given = 0
-        self.sizes: tuple[dict[int, list[Memory]], dict[int, list[Memory]]] = ({}, {})
+        self.sizes: dict[int, list[Memory]] = {}
         self.lock = Lock()
 
     def take(self, nbytes: int) -> Memory | None:
         # An array that dies while the lock is held, by the garbage collector's hand, calls `give`: it must not wait.
-        cheap, dear = self.sizes
-        if not (dear.get(nbytes) or cheap.get(nbytes)) or not self.lock.acquire(blocking=False):
+        if not self.sizes.get(nbytes) or not self.lock.acquire(blocking=False):
             return None
         try:
-            pieces = dear.get(nbytes) or cheap.get(nbytes)
+            pieces = self.sizes.get(nbytes)
             if not pieces:
                 return None
             self.nbytes -= nbytes
@@ -161,36 +147,48 @@ class _Idle:
         if nbytes > self.bound or piece.source is not _source or not self.lock.acquire(blocking=False):
             return
         try:
-            self.given = piece.given = self.given + 1
-            sizes = self.sizes[piece.dear]
-            pieces = sizes.get(nbytes)
+            piece.given = _Idle.given = _Idle.given + 1
+            pieces = self.sizes.get(nbytes)
             if pieces is None:
-                pieces = sizes[nbytes] = []
+                pieces = self.sizes[nbytes] = []
             pieces.append(piece)
             self.nbytes += nbytes
-            while self.nbytes > self.bound:
-                self._let_go()
+            while self.nbytes > self.bound and self._pop(_Idle.given):
+                pass
         finally:
             self.lock.release()
 
-    def _let_go(self) -> None:
-        """Give up one piece."""
-        for sizes in self.sizes:
-            for size in [size for size, pieces in sizes.items() if not pieces]:
-                del sizes[size]
-            if sizes:
-                oldest = min(sizes.values(), key=lambda pieces: pieces[0].given)
-                self.nbytes -= oldest.pop(0).nbytes
-                return
+    def let_go(self, nbytes: int, age: int) -> None:
+        """Give so many bytes up, if so many are of pieces after which as many others as `age` were left."""
+        if not self.lock.acquire(blocking=False):
+            return
+        try:
+            while nbytes > 0 and (size := self._pop(_Idle.given - age)):
+                nbytes -= size
+        finally:
+            self.lock.release()
+
+    def _pop(self, until: int) -> int:
+        """Give up the piece that has lain longest, if it was left by then: its bytes."""
+        self.sizes = {size: pieces for size, pieces in self.sizes.items() if pieces}
+        oldest = min(self.sizes.values(), key=lambda pieces: pieces[0].given, default=None)
+        if oldest is None or oldest[0].given > until:
+            return 0
+        size = oldest.pop(0).nbytes
+        self.nbytes -= size
+        return size
 
     def clear(self) -> None:
         with self.lock:
-            for sizes in self.sizes:
-                sizes.clear()
+            self.sizes.clear()
             self.nbytes = 0
 
 
-_idle = _Idle(_bound())
+_BOUND = _bound()
+_idle, _of_source = _Idle(_BOUND), _Idle(0)
+_AGE = 256
+"""After so many others were left a piece of a source is given up for one of another size. What a program makes again
+and again comes before that, if it is not very much; and it has new sizes when it has made them so often."""
 
 
 class _AtHand:
@@ -254,7 +252,7 @@ class _AtHand:
         return found
 
 
-_at_hand = _AtHand(min(1 << 27, _bound() // 4))
+_at_hand = _AtHand(min(1 << 27, _BOUND // 4))
 _AT_HAND = 2 << 20
 """Bytes of a piece that may stay at hand, at most: for larger arrays it makes no difference."""
 _MOST_AT_HAND = 8
@@ -279,6 +277,18 @@ def take_from(source: Source | None) -> None:
     global _source
     _source = source
     release()
+    _of_source.bound = 0 if source is None else _BOUND // 2
+    _idle.bound = _BOUND - _of_source.bound
+
+
+def most_of_source() -> int:
+    """The bytes that may lie idle of a source's pieces: all that it has in use, if it gives no more."""
+    return _of_source.bound
+
+
+def let_go(nbytes: int) -> None:
+    """Give so many bytes back to the source, if pieces of so many have lain idle for long."""
+    _of_source.let_go(nbytes, _AGE)
 
 
 def _begin_again() -> None:
@@ -287,7 +297,8 @@ def _begin_again() -> None:
     _source = None
     _at_hand.let_go()
     _at_hand.lock = Lock()
-    _idle.__init__(_idle.bound)
+    _idle.__init__(_BOUND)
+    _of_source.__init__(0)
 
 
 if hasattr(os, "register_at_fork"):
@@ -319,9 +330,14 @@ def empty(shape: int | tuple[int, ...], dtype: Any = float) -> np.ndarray:
     size = -(-(nbytes + both + 2 * _ALIGNED) // grain) * grain
     lease = _at_hand.take(size)
     if lease is None:
-        lease = (_idle.take(size) or Memory(size)).lease()
+        lease = (_of_source.take(size) or _another(size)).lease()
         _at_hand.add(lease, size)
     return np.ndarray(shape, dtype, lease, lease.memory.at)
+
+
+def _another(nbytes: int) -> Memory:
+    found = None if _source is None else _source(nbytes)
+    return (None if found is not None else _idle.take(nbytes)) or Memory(nbytes, found)
 
 
 def has_room(x: np.ndarray, before: int, nbytes: int) -> bool:
@@ -382,17 +398,13 @@ def least() -> int:
     return LARGE if _source is None else LEAST
 
 
-def most_idle() -> int:
-    """The bytes that may lie idle."""
-    return _idle.bound
-
-
 def idle() -> int:
     """The bytes that lie idle."""
-    return _idle.nbytes + _at_hand.idle()
+    return _idle.nbytes + _of_source.nbytes + _at_hand.idle()
 
 
 def release() -> None:
     """Give the memory that lies idle back to the system."""
     _at_hand.clear()
+    _of_source.clear()
     _idle.clear()

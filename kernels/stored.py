@@ -22,30 +22,42 @@ __all__ = ["keep"]
 
 def keep(compiled: Any, sources: str) -> None:
     """Have numba keep on disk what it compiles of a function, and find it there. sources: tells this state of the files
-    that it was made from; what was made from others is deleted. Where no folder can be written to nothing is kept."""
+    whose functions it calls; what was made from others is deleted. Where nothing can be written nothing is kept."""
+    import numba
+
     try:
         compiled.enable_caching()
         cache = compiled._cache
-        cache._cache_file = _Files(Path(cache.cache_path), cache._impl.filename_base, sources[:16])
+        # numba's own key has the instructions of the function, but no constants.
+        made_from = repr((numba.__version__, sources, cache._impl.locator.get_source_stamp()))
+        cache._cache_file = _Files(Path(cache.cache_path), cache._impl.filename_base, _digest(made_from))
+        save = cache.save_overload
     except (RuntimeError, AttributeError):  # no folder, or a numba of other names, which keeps its index
-        pass
+        return
+
+    def saved(*args: Any) -> None:
+        with suppress(OSError):  # no room, say: the next process compiles it too
+            save(*args)
+
+    cache.save_overload = saved
+
+
+def _digest(x: str) -> str:
+    return hashlib.sha256(x.encode()).hexdigest()[:32]
 
 
 class _Files:
-    """The files of one function. Stands for what numba calls IndexDataCacheFile."""
+    """The files of one function. Stands for what numba calls IndexDataCacheFile. made_from: tells what it is made from
+    that the keys do not."""
 
-    def __init__(self, folder: Path, function: str, sources: str):
+    def __init__(self, folder: Path, function: str, made_from: str):
         self.folder = folder
-        self.name = function.rpartition("-")[0]  # what follows is its line, and Python's version
-        self.begin = f"{function}.{sources}."
-        self.sources = f".{sources}."
+        self.function = function
+        self.made_from = made_from
 
     def _path(self, key: Any) -> Path:
         """key: the types, the processor, and hashes of the function and of what it encloses."""
-        import numba
-
-        made_from = hashlib.sha256(repr((numba.__version__, key)).encode()).hexdigest()
-        return self.folder / f"{self.begin}{made_from[:32]}.nbc"
+        return self.folder / f"{self.function}.{self.made_from}.{_digest(repr(key))}.nbc"
 
     def load(self, key: Any) -> Any:
         try:
@@ -61,17 +73,18 @@ class _Files:
         try:
             beside.write_bytes(dumps(data))
             os.replace(beside, path)
-        except OSError:  # no room: the next process compiles it too
-            with suppress(OSError):
-                beside.unlink()
-        self._delete(but=self.sources)
+        except BaseException:
+            beside.unlink(missing_ok=True)
+            raise
+        self._delete(but=f".{self.made_from}.")
 
     def flush(self) -> None:
         self._delete()
 
     def _delete(self, but: str | None = None) -> None:
         """Delete the function's files, but for those in whose names this is."""
-        for path in self.folder.glob(f"{glob.escape(self.name)}-*"):
+        name = self.function.rpartition("-")[0]  # what follows is its line, and Python's version
+        for path in self.folder.glob(f"{glob.escape(name)}-*"):
             if but is None or but not in path.name:
                 with suppress(OSError):
                     path.unlink()

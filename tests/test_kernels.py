@@ -126,20 +126,51 @@ def test_what_has_lain_idle_the_longest_goes_first():
     assert idle.nbytes == 0, "more than may lie idle at all"
 
 
-def test_what_is_dear_to_get_again_goes_last():
-    idle = buffers._Idle(5 << 20)
-    dear, cheap = ([buffers.Memory(megabytes << 20) for megabytes in (1, 2, 2)] for _ in range(2))
-    for piece in dear:
-        piece.dear = True
-    for piece in (*dear[:2], *cheap[:2]):
+def test_what_has_lain_idle_for_long_is_let_go_of():
+    idle = buffers._Idle(99 << 20)
+    pieces = [buffers.Memory(megabytes << 20) for megabytes in (2, 1, 2, 1, 3)]
+    for piece in pieces:
         idle.give(piece)
-    assert idle.nbytes == 5 << 20, "the older one of NumPy's had to go"
-    assert [idle.take(2 << 20) for _ in range(3)] == [dear[1], cheap[1], None], "and is taken last"
-    for piece in (cheap[1], dear[1], dear[2], cheap[2]):
-        idle.give(piece)
-    assert idle.nbytes == 5 << 20
-    assert [idle.take(2 << 20) for _ in range(3)] == [dear[2], dear[1], None]
-    assert idle.take(1 << 20) is dear[0]
+    idle.let_go(9 << 20, 5)
+    assert idle.nbytes == 9 << 20, "after none were so many others left"
+    idle.let_go(1, 2)
+    assert idle.nbytes == 7 << 20, "the oldest one is enough"
+    idle.let_go(9 << 20, 2)
+    assert idle.nbytes == 4 << 20
+    assert idle.take(2 << 20) is None
+    idle.let_go(9 << 20, 0)
+    assert idle.nbytes == 0
+    idle.let_go(9 << 20, 0)
+
+
+def test_pieces_of_a_source_have_a_half_of_what_may_lie_idle():
+    taken = []
+
+    def source(nbytes):
+        if len(taken) < 2:
+            taken.append(buffers.Piece(nbytes, np.uint8))
+            return taken[-1]
+        return None
+
+    total = buffers._idle.bound
+    assert buffers.most_of_source() == 0
+    buffers.take_from(source)
+    try:
+        assert buffers.most_of_source() + buffers._idle.bound == total
+        xs = [buffers.empty(1 << 22, np.uint8) for _ in range(3)]
+        assert [x.base.memory.sourced for x in xs] == [True, True, False]
+        del xs
+        xs = [buffers.empty(1 << 22, np.uint8) for _ in range(3)]
+        assert [x.base.memory.sourced for x in xs] == [True, True, False]
+        assert {id(x.base.memory.piece) for x in xs[:2]} == {*map(id, taken)}
+        del xs
+        taken.clear()
+        xs = [buffers.empty(1 << 22, np.uint8) for _ in range(4)]
+        assert [x.base.memory.sourced for x in xs] == [True] * 4, "the source is asked before NumPy's are used again"
+    finally:
+        buffers.take_from(None)
+    assert buffers._idle.bound == total
+    assert buffers.idle() == 0
 
 
 @pytest.mark.parametrize("dtype", ["f4", "c16", "i1", "bfloat16"])
@@ -319,14 +350,6 @@ def test_loops_kept_on_disk_are_of_these_sources(tmp_path):
         assert len(list(tmp_path.glob("kernels/__pycache__/*.nbc"))) == 1, "that of other sources is deleted"
 
 
-@pytest.mark.skipif(not jit.available(), reason="needs numba")
-def test_loops_are_kept_without_an_index():
-    """numba's index may name a file for some types in which another process put its code for other types."""
-    compiled = importlib.import_module("spmd.kernels.cpu.shifts")._products._compile()
-    assert type(compiled._cache._cache_file) is stored._Files
-    assert str(compiled._cache._cache_file.folder) == compiled.stats.cache_path
-
-
 def test_what_is_kept_of_loops(tmp_path):
     one, other = (stored._Files(tmp_path, f"a.loop-{line}.py311", "now") for line in (3, 9))
     one.save("f4", {"code": 4})
@@ -343,13 +366,67 @@ def test_what_is_kept_of_loops(tmp_path):
     assert len(list(tmp_path.iterdir())) == 2, "another function's stay"
     other.flush()
     assert [path.name for path in tmp_path.iterdir()] == ["a.loops-3.py311.then.0.nbc"]
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        stored._Files(tmp_path / "file", "a.loop-3.py311", "now").save("f4", 4)
+
+
+KEPT = """
+import sys
+import numba, numpy as np
+from numba.core import caching, dispatcher
+from spmd.kernels.jit import loops
+from spmd.kernels.cpu.shifts import _products
+
+%s
+for kind in sys.argv[1:]:
+    g, total = np.arange(4).astype(kind), np.zeros((1, 1))
+    _products(total, g, g, np.zeros((1, 4), np.int64), (1, 1, 1, 4), (1, 1, 1, 4))
+    assert total == 14
+print(sum(_products._compiled.stats.cache_hits.values()))
+"""
+
+
+def hits(folder, *kinds, before=""):
+    """How many of the loops for these types a process finds on disk."""
+    run, env = [sys.executable, "-c", KEPT % before, *kinds], os.environ | {"NUMBA_CACHE_DIR": str(folder)}
+    return int(subprocess.run(run, env=env, capture_output=True, text=True, check=True).stdout)
 
 
 @pytest.mark.skipif(not jit.available(), reason="needs numba")
-def test_loops_run_where_nothing_can_be_kept():
-    program = (
-        "import numpy as np; from spmd.kernels.cpu.shifts import shifted_products as f; o = np.ones((1, 1, 1, 4));"
+def test_loops_are_found_by_all_they_were_made_from(tmp_path):
+    assert hits(tmp_path, "f4", "f8") == 0
+    assert hits(tmp_path, "f8", "i8") == 1
+    assert hits(tmp_path, "f8", "i8", "f4") == 3
+    assert not list(tmp_path.glob("*/*.nbi")), (
+        "numba's index may name a file with another process's code for other types"
     )
-    program += "assert f(o, o[:, None], np.zeros((1, 4), int), 1) == 4"
-    env = os.environ | {"NUMBA_CACHE_LOCATOR_CLASSES": "ZipCacheLocator"}  # which finds a folder for files of archives
-    subprocess.run([sys.executable, "-c", program], env=env, check=True)
+    assert hits(tmp_path, "f8", before="numba.__version__ += 'x'") == 0
+    assert len(list(tmp_path.glob("*/*.nbc"))) == 1, "those of another numba are deleted"
+
+
+@pytest.mark.skipif(not jit.available(), reason="needs numba")
+def test_loops_run_where_nothing_can_be_kept(tmp_path):
+    refuse = """
+def refuse(*args):
+    raise %s
+%s = refuse
+"""
+    for error, what in (
+        ("RuntimeError('no locator')", "dispatcher.Dispatcher.enable_caching"),
+        ("PermissionError('folder')", "caching.Cache.save_overload"),
+    ):
+        assert hits(tmp_path, "f8", before=refuse % (error, what)) == 0
+    assert not list(tmp_path.glob("*/*.nbc"))
+
+
+@pytest.mark.skipif(not jit.available(), reason="needs numba")
+def test_loops_with_other_constants_are_others(tmp_path):
+    """numba's key has none of them."""
+    loop = "import numpy as np\nfrom spmd.kernels.jit import loops\n\n@loops('out')\ndef run(out):\n    out[0] = {}\n"
+    program = "import loop, numpy as np; out = np.zeros(1); loop.run(out); print(out[0])"
+    for factor in (2.5, 3.25):
+        (tmp_path / "loop.py").write_text(loop.format(factor))
+        run = [sys.executable, "-B", "-c", program]
+        done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, check=True)
+        assert float(done.stdout) == factor

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from contextlib import nullcontext
 
 import numpy as np
@@ -166,6 +168,23 @@ def test_rows_of_layers_that_lie_elsewhere_in_the_result(layers, examples):
         y = cpu.stencil(x, offsets, (1.0, 2.0, 0.5), around)
     assert y.shape == (examples, layers, 5, 6)
     np.testing.assert_allclose(y, reference.stencil(x, offsets, (1.0, 2.0, 0.5), around), rtol=1e-12, atol=1e-12)
+
+
+def test_pieces_are_all_of_a_box_and_as_large_as_they_may_be():
+    for box, most in itertools.product(
+        [[(0, 3), (1, 5), (2, 9), (1, 8)], [(0, 1)] * 4, [(0, 9), (0, 1), (3, 4), (0, 5)]], [1, 7, 30, 200, 999]
+    ):
+        count = np.zeros([hi for _, hi in box], int)
+        sizes = []
+        for piece in neighbours._pieces(box, most):
+            count[tuple(slice(lo, hi) for lo, hi in piece)] += 1
+            sizes.append(math.prod(hi - lo for lo, hi in piece))
+        inside = tuple(slice(lo, hi) for lo, hi in box)
+        assert (count[inside] == 1).all()
+        assert count.sum() == count[inside].size
+        row = box[-1][1] - box[-1][0]
+        assert sizes[0] == max(sizes) <= max(most, row)
+        assert len(sizes) == 1 or 4 * sizes[0] > min(most, 2 * row)
 
 
 def test_weights_that_are_alike_are_told_by_their_values():

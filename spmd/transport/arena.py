@@ -53,8 +53,9 @@ class Arena:
     """The memory of this process that others of its host can read.
 
     file: its number here, by which others find it; token: what they find at its beginning. start: where it begins in
-    memory. era: how often the process was forked: what was in use then is not used again while a child lives that may
-    look at it.
+    memory. end: what lies behind was never used. left: places before that are free, by their bytes; freed: those that
+    are free, and are not yet among them. used: the bytes of pieces that are somebody's, and of these. era: how often
+    the process was forked: what was in use then is not used again while a child lives that may look at it.
     """
 
     def __init__(self):
@@ -75,6 +76,8 @@ class Arena:
         self.token = self.memory[:8] = secrets.token_bytes(8)
         self.end = 2 * mmap.PAGESIZE
         self.left: dict[int, list[int]] = {}
+        self.freed: deque[tuple[int, int]] = deque()  # by pieces that die, which may be at any moment
+        self.used = 0
         self.lock = Lock()
         self.era = 0
         self.forks: dict[int, int] = {}
@@ -90,23 +93,64 @@ class Arena:
         nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         if self.held:
             self._look_at_children()
-        if self.used() + nbytes > buffers.most_idle():
+        if nbytes > buffers.most_of_source() or not self.lock.acquire(blocking=False):
             return None
         try:
-            at = self.left[nbytes].pop()
-        except LookupError:
-            with self.lock:
-                at = self.end
-                if at + nbytes > self.nbytes:
-                    return None
-                self.end += nbytes
+            at = self._place_for(nbytes)
+        finally:
+            self.lock.release()
+        if at is None:
+            return None
         piece = _Piece(nbytes, np.uint8, self.memory, at)
         piece.arena, piece.at, piece.era = self, at, self.era
         return piece
 
-    def used(self) -> int:
-        """The bytes of all pieces that are somebody's."""
-        return self.end - sum(nbytes * len(places) for nbytes, places in [*self.left.items()])
+    def _place_for(self, nbytes: int) -> int | None:
+        """Where so many bytes are free, which are used from now on."""
+        self._gather()
+        over = self.used + nbytes - buffers.most_of_source()
+        if over > 0:
+            buffers.let_go(over)
+            self._gather()
+            if self.used + nbytes > buffers.most_of_source():
+                return None
+        places = self.left.get(nbytes)
+        if not places and self.end + nbytes > self.nbytes:
+            self._merge(nbytes)
+            places = self.left.get(nbytes)
+        if places:
+            at = places.pop()
+        elif self.end + nbytes <= self.nbytes:
+            at = self.end
+            self.end += nbytes
+        else:
+            return None
+        self.used += nbytes
+        return at
+
+    def _gather(self) -> None:
+        """What was freed is there for others."""
+        while self.freed:
+            at, nbytes = self.freed.popleft()
+            self.left.setdefault(nbytes, []).append(at)
+            self.used -= nbytes
+
+    def _merge(self, nbytes: int) -> None:
+        """Make one place of those that lie side by side, and two of one that is larger than is asked for."""
+        runs: list[list[int]] = []
+        for at, length in sorted((at, length) for length, places in self.left.items() for at in places):
+            if runs and sum(runs[-1]) == at:
+                runs[-1][1] += length
+            else:
+                runs.append([at, length])
+        if runs and sum(runs[-1]) == self.end:
+            self.end = runs.pop()[0]
+        self.left = {}
+        for at, length in runs:
+            if length > nbytes and nbytes not in self.left:
+                self.left[nbytes] = [at]
+                at, length = at + nbytes, length - nbytes
+            self.left.setdefault(length, []).append(at)
 
     def give(self, piece: _Piece) -> None:
         """Nobody uses a piece any more: its pages go back to the system."""
@@ -121,7 +165,7 @@ class Arena:
             self.remove(at, nbytes)
         except OSError:  # of memory that is locked
             pass
-        self.left.setdefault(nbytes, []).append(at)
+        self.freed.append((at, nbytes))
 
     def close(self) -> None:
         """The program ends: what others still read stays. It goes with the last of those who map it."""
