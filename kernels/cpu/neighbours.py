@@ -130,7 +130,7 @@ def _plan(
         first = min(m[d], max(a for a, _ in spans))
         box.append((first, max(first, min(b for _, b in spans))))
     inner: _Joined | _Rows | None = None
-    if all(lo < hi for lo, hi in box):
+    if examples and all(lo < hi for lo, hi in box):
         # Rows of all layers, and layers of all examples, if there are several.
         if flat and n[2] == m[2] and (n[1] == m[1] or m[0] == 1) and (x[1:] == out[1:] or examples == 1):
             inner = _as_joined(terms, out, n, box, itemsize)
