@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -122,7 +122,7 @@ class Case:
     make: Callable[[Draw], tuple]
     dtypes: tuple[str, ...]
     ulps: float
-    scale: float
+    scale: float | Callable[..., float]
     label: str
     kept: tuple[int, ...] = ()
 
@@ -150,7 +150,7 @@ class Family:
         *,
         dtypes: Sequence[str] = FLOATING,
         ulps: float = 8,
-        scale: float = 0,
+        scale: float | Callable[..., float] = 0,
         label: str = "",
         kept: tuple[int, ...] = (),
     ) -> None:
@@ -221,6 +221,8 @@ def compare(engine: Any, case: Case, dtype: str, data: Any, place: Any = None) -
     """One draw: the engine's kernel against the reference, computed in more precision."""
     layout = data.draw(st.sampled_from(LAYOUTS))
     args = case.make(Draw(data, dtype_of(dtype), layout, small=hasattr(place, "emulated")))
+    if callable(case.scale):
+        case = replace(case, scale=case.scale(*args))
     before = [a.copy() for a in arrays_of(args)]
     there = args if place is None else tuple(map(place.put, args))
     found = getattr(engine, case.name)(*there)
