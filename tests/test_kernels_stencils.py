@@ -50,9 +50,11 @@ family.case("stencil", stencil, dtypes=(*FLOATING, *NUMBERS[2:]), scale=9)
 
 
 def of_products(g, *_):
-    """The size of what is added up for each offset: as many products as there are entries, each up to 9, of random
-    signs, in another order than the reference's. It may be millions, whose sum is small."""
-    return max(999, 9 * math.sqrt(g.size))
+    """What 32 units in the last place are allowed of. Products of up to 9, of random signs or all alike, are added up
+    one row after the other, each time with a rounding of half a unit of what there is; the reference's are in pairs.
+    There may be millions, whose sum is small."""
+    rows = g.size // max(1, g.shape[-1])
+    return (1 + rows / 64) * max(999, 9 * math.sqrt(g.size))
 
 
 family.case("stencil_weights", stencil_weights, dtypes=(*FLOATING, "complex128"), ulps=32, scale=of_products)
