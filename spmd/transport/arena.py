@@ -108,11 +108,11 @@ class Arena:
     def _place_for(self, nbytes: int) -> int | None:
         """Where so many bytes are free, which are used from now on."""
         self._gather()
-        over = self.used + nbytes - buffers.most_of_source()
-        if over > 0:
-            buffers.let_go(over)
+        most = buffers.most_of_source() - nbytes
+        if self.used > most:
+            buffers.let_go(self.used - most)
             self._gather()
-            if self.used + nbytes > buffers.most_of_source():
+            if self.used > most:
                 return None
         places = self.left.get(nbytes)
         if not places and self.end + nbytes > self.nbytes:
