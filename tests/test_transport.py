@@ -14,7 +14,7 @@ import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import greenlet
@@ -851,30 +851,71 @@ def test_lockstep_is_lockstep():
     assert first[:4] == [0, 1, 2, 3]
 
 
-def test_the_last_worker_in_lockstep_is_the_caller():
+def test_the_caller_runs_workers_in_lockstep_as_long_as_none_waits():
     """Greenlets are begun for the others only; a map may be called in a greenlet of the user's own."""
 
-    def places(n: int) -> list[bool]:
+    def places(n: int, waits: Callable[[int], bool]) -> list[bool]:
         caller = greenlet.getcurrent()
 
         def body(worker):
-            spmd.psum(np.ones(1), "x")
+            if waits(worker.index):
+                spmd.psum(np.ones(1), "x")
             return greenlet.getcurrent() is caller
 
-        return list(run(spmd.Mesh(x=n, scheduler="lockstep"), body).values())
+        return list(run(mesh(n), body).values())
 
-    assert places(1) == [True]
-    assert places(3) == [False, False, True]
+    def mesh(n: int):
+        return spmd.Mesh(x=n, scheduler="lockstep")
+
+    def always(_):
+        return True
+
+    assert places(1, always) == [True]
+    assert places(3, always) == [True, False, False]
+    assert places(3, lambda _: False) == [True, True, True]
     found: list[list[bool]] = []
-    other = greenlet.greenlet(lambda: found.append(places(2)))
+    other = greenlet.greenlet(lambda: found.append(places(2, always)))
     other.switch()
     assert other.dead
-    assert found == [[False, True]]
+    assert found == [[True, False]]
+
+    def halves(worker):  # the first two meet, and then the last two: of each pair one in the caller
+        spmd.psum(np.ones(1), "y")
+        return greenlet.getcurrent() is caller
+
+    caller = greenlet.getcurrent()
+    assert list(run(spmd.Mesh(x=2, y=2, scheduler="lockstep"), halves).values()) == [True, False, True, False]
+
+
+@pytest.mark.parametrize("n", [2, 5])
+def test_workers_in_lockstep_have_the_recursion_of_one(n):
+    """As deep as a single worker may call itself, all of several may, though some begin above the frames of another."""
+    limit = sys.getrecursionlimit()
+
+    def body(worker):
+        def down(k, x):
+            return down(k - 1, x) if k else int(spmd.psum(spmd.psum(x, "x"), "x"))
+
+        return down(limit - 200, np.int64(1))
+
+    assert set(run(spmd.Mesh(x=n, scheduler="lockstep"), body).values()) == {n * n}
+    assert sys.getrecursionlimit() == limit
+
+    def endless(worker):
+        def down():
+            spmd.psum(np.ones(1), "x")
+            return down()
+
+        return down()
+
+    with pytest.raises(RecursionError):
+        run(spmd.Mesh(x=n, scheduler="lockstep"), endless)
+    assert sys.getrecursionlimit() == limit
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_greenlets_that_bodies_make_themselves_wait_for_the_others(n):
-    """Those of the last body too, for which the caller waits."""
+    """Those of the body that the caller runs too, for which it waits."""
 
     def inside(f, *args):
         let = greenlet.greenlet(f)

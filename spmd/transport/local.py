@@ -332,13 +332,14 @@ def _text(error: BaseException) -> str:
     return "".join(format_exception_only(type(error), error)[:1]).strip()
 
 
-def _no_frames_of_optree() -> None:
-    """Raise where a worker is to wait inside optree's C++ code: that does not survive a switch of greenlets."""
+def _depth_of_body() -> int:
+    """How many frames of a body lie below a worker's wait.
+
+    Raises where one of them is in optree's C++ code: that does not survive a switch of greenlets.
+    """
     optree = sys.modules.get("optree.ops")
-    if optree is None:
-        return
-    theirs = vars(optree)
-    frame, body = sys._getframe(4), Run.work.__code__  # below: this, the wait, and at least two of the library's
+    theirs = None if optree is None else vars(optree)
+    frame, body, depth = sys._getframe(4), Run.work.__code__, 0  # below: this, the wait, at least two of the library's
     while frame is not None and frame.f_code is not body:
         if frame.f_globals is theirs:
             raise TransportError(
@@ -350,6 +351,8 @@ def _no_frames_of_optree() -> None:
                 )
             )
         frame = frame.f_back
+        depth += 1
+    return depth
 
 
 @cache
@@ -360,12 +363,18 @@ def _greenlets() -> tuple[Callable[[], Any], type]:
     return getcurrent, greenlet
 
 
-class LockstepRun(Run):
-    """Workers as greenlets of the calling thread; each runs until it has to wait. The last one is the caller itself:
-    to begin a greenlet takes longer than a collective.
+_DEEP = 100
+"""Frames that a body may lie deep without Python's limit of recursion being raised for the others."""
 
-    hub: the greenlet that goes on where nobody is ready: that of the caller. last: the worker that it runs, once it
-    does; others: the greenlets of the others.
+
+class LockstepRun(Run):
+    """Workers take turns in the calling thread; each runs until it has to wait. The caller itself runs one after the
+    other as long as none waits. While one does, the next ones begin in greenlets of their own: to begin one takes
+    longer than a collective.
+
+    hub: the greenlet that goes on where nobody is ready: that of the caller. own: the worker that it runs; others: the
+    greenlets of others. fresh: the workers that have not begun; context: what they begin in, each in a copy. depth: of
+    the hub's body, where it waits; deeper: by how much Python's limit of recursion has been raised for it.
     """
 
     def __init__(self, size: int, describe: Callable[[int], str]):
@@ -373,31 +382,27 @@ class LockstepRun(Run):
         self.gatherings = {}
         self.ready: deque[Any] = deque()
         self.hub: Any = None
-        self.last: LocalComm | None = None
+        self.own: LocalComm | None = None
         self.others: list[Any] = []
+        self.fresh: deque[LocalComm] = deque()
+        self.depth = self.deeper = 0
+        self.context: contextvars.Context
+        self.body: Any = None
         self.current: Callable[[], Any]
+        self.greenlet: type
 
     def execute(self, body: Callable[[Comm], Any]) -> Outcome:
-        getcurrent, greenlet = _greenlets()
-        self.current, self.hub = getcurrent, getcurrent()
-        workers = self.others
+        self.current, self.greenlet = _greenlets()
+        self.hub, self.context, self.body = self.current(), contextvars.copy_context(), body
+        fresh, workers = self.fresh, self.others
+        fresh.extend(self.comms)
         crew = team.of(usable_cores)  # one worker runs at a time: the other cores help it with what is large
         started = time.perf_counter()
         try:
             with crew:
-                *others, last = self.comms
-                for comm in others:
-                    worker = greenlet(self.work)
-                    worker.gr_context = contextvars.copy_context()
-                    workers.append(worker)
-                    worker.switch(comm, body)
-                    if self.ready:
-                        self._go_on()
-                    if self.limit < 0:
-                        break
-                else:
-                    self.last = last
-                    contextvars.copy_context().run(self.work, last, body)
+                while fresh and self.limit >= 0:
+                    self.own = fresh.popleft()
+                    self.context.copy().run(self.work, self.own, body)
                     if self.ready:
                         self._go_on()
             while self.gatherings and self.limit >= 0:
@@ -413,8 +418,22 @@ class LockstepRun(Run):
                 if worker:
                     worker.throw(Stopped)
             workers.clear()
-            self.last = None  # It knows its run.
+            self.own = self.body = None  # They know their run.
+            if self.deeper:
+                sys.setrecursionlimit(sys.getrecursionlimit() - self.deeper)
         return self.outcome(time.perf_counter() - started, crew.seconds)
+
+    def _begin(self, comm: LocalComm) -> None:
+        """Let a worker begin in a greenlet of its own, while the hub's waits: above the frames of that one, which do not
+        count for its recursion."""
+        if self.depth > _DEEP + self.deeper:
+            more = self.depth - self.deeper
+            sys.setrecursionlimit(sys.getrecursionlimit() + more)
+            self.deeper += more
+        worker = self.greenlet(self.work)
+        worker.gr_context = self.context.copy()
+        self.others.append(worker)
+        worker.switch(comm, self.body)
 
     def _go_on(self) -> None:
         """Let those run that need not wait any longer."""
@@ -431,24 +450,28 @@ class LockstepRun(Run):
             self.turn_down(key)
 
     def wait(self, meeting: Meeting | Gathering, comm: LocalComm) -> None:
-        _no_frames_of_optree()
+        depth = _depth_of_body()
         self.switches += 1
         me, hub, ready = self.current(), self.hub, self.ready
+        if comm is self.own:
+            self.depth = depth
         meeting.waiters.append(me)
-        if comm is not self.last or me is hub:
+        if comm is not self.own or me is hub:
             while not meeting.done:
                 if ready and self.limit >= 0:
                     ready.popleft().switch()
                 else:
                     self._idle(me)
-            return
-        # A greenlet that the last body has made itself: the hub waits for it, and may not go on before it.
-        self._make_hub(me)
-        try:
-            while not meeting.done:
-                self._idle(me)
-        finally:
-            self._make_hub(hub)
+        else:
+            # A greenlet that the hub's body has made itself: the hub waits for it, and may not go on before it.
+            self._make_hub(me)
+            try:
+                while not meeting.done:
+                    self._idle(me)
+            finally:
+                self._make_hub(hub)
+        if self.limit < 0:
+            raise Stopped  # One that began meanwhile has ended them all.
 
     def _make_hub(self, hub: Any) -> None:
         self.hub = hub
@@ -464,6 +487,8 @@ class LockstepRun(Run):
             self.ready.popleft().switch()
         elif me is not self.hub:
             self.hub.switch()
+        elif self.fresh:
+            self._begin(self.fresh.popleft())
         elif self.gatherings:
             self._turn_down_all()
         else:
