@@ -483,8 +483,9 @@ def missing(who: Contestant) -> str:
     lacks = [name for name in who.needs if importlib.util.find_spec(name) is None]
     if who.launcher == "mpiexec-openmpi":
         python = os.environ.get(_OPENMPI, "")
-        lacks = [] if python else [_OPENMPI]
-        lacks += [f"{_OPENMPI}: no {path}" for path in (Path(python), _mpiexec(python)) if python and not path.exists()]
+        if not python:
+            return _OPENMPI
+        lacks = [f"{_OPENMPI}: no {path}" for path in (Path(python), _mpiexec(python)) if not path.exists()]
     elif who.launcher == "mpiexec":
         lacks += [] if importlib.util.find_spec("mpi4py") else ["mpi4py"]
         lacks += [] if _mpiexec(sys.executable).exists() else [str(_mpiexec(sys.executable))]

@@ -152,6 +152,10 @@ def test_an_open_mpi_that_is_not_there_is_absent(monkeypatch, tmp_path):
     assert missing(section.contestants["peer"]) == f"BENCHMARK_OPENMPI_PYTHON: no {tmp_path / 'mpiexec'}"
     (tmp_path / "mpiexec").touch()
     assert not missing(section.contestants["peer"])
+    monkeypatch.setenv("BENCHMARK_OPENMPI_PYTHON", "")
+    assert missing(section.contestants["peer"]) == "BENCHMARK_OPENMPI_PYTHON"
+    monkeypatch.delenv("BENCHMARK_OPENMPI_PYTHON")
+    assert missing(section.contestants["peer"]) == "BENCHMARK_OPENMPI_PYTHON"
 
 
 def test_the_error_is_named_and_not_what_a_launcher_writes_below_it():

@@ -424,8 +424,8 @@ class LockstepRun(Run):
         return self.outcome(time.perf_counter() - started, crew.seconds)
 
     def _begin(self, comm: LocalComm) -> None:
-        """Let a worker begin in a greenlet of its own, while the hub's waits: above the frames of that one, which do not
-        count for its recursion."""
+        """Let a worker begin in a greenlet of its own, while the hub's waits: above the frames of that one, which are
+        not to count for its recursion."""
         if self.depth > _DEEP + self.deeper:
             more = self.depth - self.deeper
             sys.setrecursionlimit(sys.getrecursionlimit() + more)
