@@ -37,7 +37,7 @@ from spmd.placing import cut, fingerprint, mesh_for, put
 from spmd.scheduling import Trial
 from spmd.specs import Leaf, shown, spec_leaves, spread
 from spmd.state import State, state_of
-from spmd.transport.base import Call, Outcome
+from spmd.transport.base import ONE_BY_ONE, Call, Outcome
 
 __all__ = ["Mapped", "map"]
 
@@ -347,16 +347,20 @@ class Mapped:
 
     def _execute(self, mesh: Mesh, key: Any, body: Callable[[Worker], Any], *, tracked: bool) -> Outcome:
         """Run on all workers, with the scheduler that suits this map on these shapes."""
-        if mesh.scheduler != "auto" or mesh.transport.name != "local":
+        if mesh.scheduler == "threads" or mesh.transport.name != "local":
             with suspended():
                 return mesh.run(body, tracked=tracked)
         trial = self._trials.get((mesh, key))
         if trial is None:
             trial = self._trials[mesh, key] = Trial()
-        scheduler = trial.next
+        auto = mesh.scheduler == "auto"
+        scheduler = trial.next if auto else "lockstep"
         with suspended():
-            outcome = mesh.run(body, tracked=tracked, scheduler=scheduler)
-        if trial.chosen is None:
+            how = ONE_BY_ONE if trial.quiet and scheduler == "lockstep" else scheduler
+            outcome = mesh.run(body, tracked=tracked, scheduler=how)
+        if scheduler == "lockstep":
+            trial.quiet = outcome.switches == 0
+        if auto and trial.chosen is None:
             trial.learn(scheduler, outcome, mesh)
             if trial.chosen is not None:
                 mesh.chosen[f"{key[0]} of {self.where}"] = trial.chosen

@@ -34,13 +34,15 @@ _lock = Lock()
 class Trial:
     """The first calls of a map on some shapes. chosen: the scheduler that they have come to, None before that.
 
-    taken: the seconds of the calls so far. segment: what one core did at most between two waits, in seconds.
+    taken: the seconds of the calls so far. segment: what one core did at most between two waits, in seconds. quiet:
+    whether no worker has waited the last time that they ran in lockstep.
     """
 
-    __slots__ = ("chosen", "segment", "taken")
+    __slots__ = ("chosen", "quiet", "segment", "taken")
 
     def __init__(self) -> None:
         self.chosen: str | None = None
+        self.quiet = False
         self.segment = inf
         self.taken: dict[str, list[float]] = {"lockstep": [], "threads": []}
 

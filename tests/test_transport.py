@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import faulthandler
+import functools
 import gc
 import os
 import random
@@ -14,7 +15,7 @@ import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 
 import greenlet
@@ -29,6 +30,7 @@ import spmd
 from spmd import P
 from spmd.errors import DeadlockError, LayoutError, MismatchError
 from spmd.kernels import threads
+from spmd.transport import local
 from spmd.transport.base import Call, Group
 
 _stderr = os.dup(2)
@@ -851,71 +853,119 @@ def test_lockstep_is_lockstep():
     assert first[:4] == [0, 1, 2, 3]
 
 
-def test_the_caller_runs_workers_in_lockstep_as_long_as_none_waits():
+def test_the_last_worker_in_lockstep_is_the_caller():
     """Greenlets are begun for the others only; a map may be called in a greenlet of the user's own."""
 
-    def places(n: int, waits: Callable[[int], bool]) -> list[bool]:
+    def places(n: int) -> list[bool]:
         caller = greenlet.getcurrent()
 
         def body(worker):
-            if waits(worker.index):
-                spmd.psum(np.ones(1), "x")
+            spmd.psum(np.ones(1), "x")
             return greenlet.getcurrent() is caller
 
-        return list(run(mesh(n), body).values())
+        return list(run(spmd.Mesh(x=n, scheduler="lockstep"), body).values())
 
-    def mesh(n: int):
-        return spmd.Mesh(x=n, scheduler="lockstep")
-
-    def always(_):
-        return True
-
-    assert places(1, always) == [True]
-    assert places(3, always) == [True, False, False]
-    assert places(3, lambda _: False) == [True, True, True]
+    assert places(1) == [True]
+    assert places(3) == [False, False, True]
     found: list[list[bool]] = []
-    other = greenlet.greenlet(lambda: found.append(places(2, always)))
+    other = greenlet.greenlet(lambda: found.append(places(2)))
     other.switch()
     assert other.dead
-    assert found == [[True, False]]
+    assert found == [[False, True]]
 
-    def halves(worker):  # the first two meet, and then the last two: of each pair one in the caller
-        spmd.psum(np.ones(1), "y")
-        return greenlet.getcurrent() is caller
 
+@pytest.mark.parametrize("scheduler", ["auto", "lockstep"])
+def test_the_caller_runs_workers_one_by_one_where_none_has_waited(scheduler):
+    """From the second call on. If one waits then after all, others begin in greenlets beside it."""
     caller = greenlet.getcurrent()
-    assert list(run(spmd.Mesh(x=2, y=2, scheduler="lockstep"), halves).values()) == [True, False, True, False]
+
+    def body(x, axes):
+        for axis in axes:
+            x = spmd.psum(x, axis)
+        return np.full((1, 1), greenlet.getcurrent() is caller) | (x != x)
+
+    mesh, spec = spmd.Mesh(x=2, y=3, scheduler=scheduler), P("x", "y")
+    whole = np.arange(6.0).reshape(2, 3)
+
+    def places(f):
+        return f(whole).numpy().reshape(-1).tolist()
+
+    waits: list[str] = []
+    f = mesh.map(lambda x: spmd.varying(spmd.block(body(x, waits)), ("x", "y")), in_specs=spec, out_specs=spec)
+    last = [False] * 5 + [True]
+    assert places(f) == last
+    for _ in range(3):
+        assert places(f) == [True] * 6
+    waits.append("y")  # of each row the first is in the caller: the other two begin while it waits
+    assert places(f) == [True, False, False] * 2
+    assert places(f) == last
+    waits.clear()
+    assert places(f) == last
+    waits.append("x")  # all begin before the first can go on
+    assert places(f)[0]
+    assert places(f) == last
 
 
 @pytest.mark.parametrize("n", [2, 5])
-def test_workers_in_lockstep_have_the_recursion_of_one(n):
-    """As deep as a single worker may call itself, all of several may, though some begin above the frames of another."""
-    limit = sys.getrecursionlimit()
+def test_a_map_that_has_not_waited_may_fail_or_wait_in_vain(n):
+    """As any other, and leaves nothing behind."""
+    does: dict[int, str] = {}
 
-    def body(worker):
-        def down(k, x):
-            return down(k - 1, x) if k else int(spmd.psum(spmd.psum(x, "x"), "x"))
+    def body(x):
+        me = int(spmd.block(spmd.worker_index("x")))
+        if does.get(me) == "fail":
+            raise ValueError(f"of {me}")
+        if does.get(me) == "interrupt":
+            raise KeyboardInterrupt
+        if does.get(me) == "wait":
+            spmd.psum(x, "x")
+        return x
 
-        return down(limit - 200, np.int64(1))
+    f = spmd.Mesh(x=n, scheduler="lockstep").map(body, in_specs=P("x"), out_specs=P("x"))
+    x = np.arange(float(n))
 
-    assert set(run(spmd.Mesh(x=n, scheduler="lockstep"), body).values()) == {n * n}
-    assert sys.getrecursionlimit() == limit
+    def ends(error: type[BaseException], match: str | None, **acts: str) -> None:
+        for _ in range(2):  # the first time no worker waits any more
+            assert f(x).numpy().tolist() == x.tolist()
+        does.update({int(k.removeprefix("w")): act for k, act in acts.items()})
+        with pytest.raises(error, match=match):
+            f(x)
+        does.clear()
 
-    def endless(worker):
-        def down():
-            spmd.psum(np.ones(1), "x")
-            return down()
+    gc.collect()
+    gc.disable()
+    try:
+        for k in {0, n - 1}:
+            ends(ValueError, f"of {k}", **{f"w{k}": "fail"})
+            ends(KeyboardInterrupt, None, **{f"w{k}": "interrupt"})
+            ends(MismatchError, "the end of the map|waits in psum", **{f"w{k}": "wait"})
+        ends(ValueError, "of 1", w0="wait", w1="fail")
+        ends(KeyboardInterrupt, None, w0="wait", w1="interrupt")
+        assert not any(isinstance(o, local.Run) for o in gc.get_objects())
+    finally:
+        gc.enable()
 
-        return down()
 
-    with pytest.raises(RecursionError):
-        run(spmd.Mesh(x=n, scheduler="lockstep"), endless)
-    assert sys.getrecursionlimit() == limit
+def test_a_greenlet_of_a_body_waits_for_its_own_meeting_only():
+    """Though the body has been waited for before, by one that has ended meanwhile."""
+
+    def body(worker, at):
+        x = spmd.psum(np.ones(1), ("x", "y"))
+        x = spmd.ppermute(x, "x", [(0, 1), (1, 0)])
+        if worker.index != at:
+            return float(spmd.psum(x, "y")[0])
+        let = greenlet.greenlet(lambda: float(spmd.psum(x, "y")[0]))
+        let.gr_context = contextvars.copy_context()
+        return let.switch()
+
+    for at in range(8):
+        ran = run(spmd.Mesh(x=2, y=4, scheduler="lockstep"), functools.partial(body, at=at))
+        assert ran == dict.fromkeys(range(8), 32.0)
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_greenlets_that_bodies_make_themselves_wait_for_the_others(n):
-    """Those of the body that the caller runs too, for which it waits."""
+    """Those of the last body too, for which the caller waits."""
 
     def inside(f, *args):
         let = greenlet.greenlet(f)

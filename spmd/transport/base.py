@@ -26,6 +26,7 @@ from spmd.layout import Box, block_sizes
 
 __all__ = [
     "LEDGERS",
+    "ONE_BY_ONE",
     "Boxes",
     "Call",
     "Comm",
@@ -62,6 +63,9 @@ class Observer(Protocol):
 
 
 LEDGERS: ContextVar[tuple[Observer, ...]] = ContextVar("spmd_ledgers", default=())
+
+ONE_BY_ONE = "one by one"
+"""The scheduler "lockstep", where none of the virtual workers is expected to wait for others."""
 
 
 class Group:
@@ -529,7 +533,8 @@ class Transport(ABC):
     def run(self, body: Callable[[Comm], Any], scheduler: str, describe: Callable[[int], str]) -> Outcome:
         """Run body on every worker held here, with its Comm; their results by worker.
 
-        describe: names a worker in error messages. Raises the first error of any worker.
+        scheduler: of virtual workers, "lockstep", "threads" or ONE_BY_ONE. describe: names a worker in error messages.
+        Raises the first error of any worker.
         """
 
     @abstractmethod

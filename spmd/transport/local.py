@@ -32,6 +32,7 @@ from spmd.kernels import team
 from spmd.kernels.threads import Stopped, Thread, pool
 from spmd.transport.base import (
     LEDGERS,
+    ONE_BY_ONE,
     Boxes,
     Call,
     Comm,
@@ -332,14 +333,13 @@ def _text(error: BaseException) -> str:
     return "".join(format_exception_only(type(error), error)[:1]).strip()
 
 
-def _depth_of_body() -> int:
-    """How many frames of a body lie below a worker's wait.
-
-    Raises where one of them is in optree's C++ code: that does not survive a switch of greenlets.
-    """
+def _no_frames_of_optree() -> None:
+    """Raise where a worker is to wait inside optree's C++ code: that does not survive a switch of greenlets."""
     optree = sys.modules.get("optree.ops")
-    theirs = None if optree is None else vars(optree)
-    frame, body, depth = sys._getframe(4), Run.work.__code__, 0  # below: this, the wait, at least two of the library's
+    if optree is None:
+        return
+    theirs = vars(optree)
+    frame, body = sys._getframe(4), Run.work.__code__  # below: this, the wait, and at least two of the library's
     while frame is not None and frame.f_code is not body:
         if frame.f_globals is theirs:
             raise TransportError(
@@ -351,8 +351,6 @@ def _depth_of_body() -> int:
                 )
             )
         frame = frame.f_back
-        depth += 1
-    return depth
 
 
 @cache
@@ -363,29 +361,26 @@ def _greenlets() -> tuple[Callable[[], Any], type]:
     return getcurrent, greenlet
 
 
-_DEEP = 100
-"""Frames that a body may lie deep without Python's limit of recursion being raised for the others."""
-
-
 class LockstepRun(Run):
-    """Workers take turns in the calling thread; each runs until it has to wait. The caller itself runs one after the
-    other as long as none waits. While one does, the next ones begin in greenlets of their own: to begin one takes
-    longer than a collective.
+    """Workers take turns in the calling thread; each runs until it has to wait. All but the last begin in greenlets;
+    the last one is the caller itself: to begin a greenlet takes longer than a collective.
+
+    quiet: none is expected to wait. Then the caller itself runs one after the other, and the next ones begin in
+    greenlets only while one does wait.
 
     hub: the greenlet that goes on where nobody is ready: that of the caller. own: the worker that it runs; others: the
-    greenlets of others. fresh: the workers that have not begun; context: what they begin in, each in a copy. depth: of
-    the hub's body, where it waits; deeper: by how much Python's limit of recursion has been raised for it.
+    greenlets of others. fresh: the workers that have not begun; context: what they begin in, each in a copy.
     """
 
-    def __init__(self, size: int, describe: Callable[[int], str]):
+    def __init__(self, size: int, describe: Callable[[int], str], quiet: bool = False):
         super().__init__(size, describe)
+        self.quiet = quiet
         self.gatherings = {}
         self.ready: deque[Any] = deque()
         self.hub: Any = None
         self.own: LocalComm | None = None
         self.others: list[Any] = []
         self.fresh: deque[LocalComm] = deque()
-        self.depth = self.deeper = 0
         self.context: contextvars.Context
         self.body: Any = None
         self.current: Callable[[], Any]
@@ -401,8 +396,12 @@ class LockstepRun(Run):
         try:
             with crew:
                 while fresh and self.limit >= 0:
-                    self.own = fresh.popleft()
-                    self.context.copy().run(self.work, self.own, body)
+                    comm = fresh.popleft()
+                    if fresh and not self.quiet:
+                        self._begin(comm)
+                    else:
+                        self.own = comm
+                        self.context.copy().run(self.work, comm, body)
                     if self.ready:
                         self._go_on()
             while self.gatherings and self.limit >= 0:
@@ -418,18 +417,12 @@ class LockstepRun(Run):
                 if worker:
                     worker.throw(Stopped)
             workers.clear()
+            fresh.clear()
             self.own = self.body = None  # They know their run.
-            if self.deeper:
-                sys.setrecursionlimit(sys.getrecursionlimit() - self.deeper)
         return self.outcome(time.perf_counter() - started, crew.seconds)
 
     def _begin(self, comm: LocalComm) -> None:
-        """Let a worker begin in a greenlet of its own, while the hub's waits: above the frames of that one, which are
-        not to count for its recursion."""
-        if self.depth > _DEEP + self.deeper:
-            more = self.depth - self.deeper
-            sys.setrecursionlimit(sys.getrecursionlimit() + more)
-            self.deeper += more
+        """Let a worker begin in a greenlet of its own, and run until it has to wait."""
         worker = self.greenlet(self.work)
         worker.gr_context = self.context.copy()
         self.others.append(worker)
@@ -450,11 +443,9 @@ class LockstepRun(Run):
             self.turn_down(key)
 
     def wait(self, meeting: Meeting | Gathering, comm: LocalComm) -> None:
-        depth = _depth_of_body()
+        _no_frames_of_optree()
         self.switches += 1
         me, hub, ready = self.current(), self.hub, self.ready
-        if comm is self.own:
-            self.depth = depth
         meeting.waiters.append(me)
         if comm is not self.own or me is hub:
             while not meeting.done:
@@ -470,8 +461,10 @@ class LockstepRun(Run):
                     self._idle(me)
             finally:
                 self._make_hub(hub)
+        if ready and me in ready:
+            ready.remove(me)  # It was not taken from there where one that has ended went on to it.
         if self.limit < 0:
-            raise Stopped  # One that began meanwhile has ended them all.
+            raise Stopped  # One that ran meanwhile has ended them all.
 
     def _make_hub(self, hub: Any) -> None:
         self.hub = hub
@@ -850,8 +843,10 @@ class LocalTransport(Transport):
         return share_of_cores(self.size)
 
     def run(self, body: Callable[[Comm], Any], scheduler: str, describe: Callable[[int], str]) -> Outcome:
-        kind = LockstepRun if scheduler == "lockstep" or self.size == 1 else ThreadRun
-        execution = kind(self.size, describe)
+        in_threads = scheduler == "threads" and self.size > 1
+        execution = (
+            ThreadRun(self.size, describe) if in_threads else LockstepRun(self.size, describe, scheduler == ONE_BY_ONE)
+        )
         with blas_threads(self.threads()):
             try:
                 return execution.execute(body) if self.places is None else self._on_devices(execution, body)
