@@ -353,14 +353,13 @@ class Mapped:
         trial = self._trials.get((mesh, key))
         if trial is None:
             trial = self._trials[mesh, key] = Trial()
-        auto = mesh.scheduler == "auto"
-        scheduler = trial.next if auto else "lockstep"
+        scheduler = trial.next if mesh.scheduler == "auto" else "lockstep"
+        in_turns = scheduler == "lockstep"
         with suspended():
-            how = ONE_BY_ONE if trial.quiet and scheduler == "lockstep" else scheduler
-            outcome = mesh.run(body, tracked=tracked, scheduler=how)
-        if scheduler == "lockstep":
+            outcome = mesh.run(body, tracked=tracked, scheduler=ONE_BY_ONE if in_turns and trial.quiet else scheduler)
+        if in_turns:
             trial.quiet = outcome.switches == 0
-        if auto and trial.chosen is None:
+        if mesh.scheduler == "auto" and trial.chosen is None:
             trial.learn(scheduler, outcome, mesh)
             if trial.chosen is not None:
                 mesh.chosen[f"{key[0]} of {self.where}"] = trial.chosen
