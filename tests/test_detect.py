@@ -220,7 +220,7 @@ def test_a_process_has_told_what_it_waits_in_once_it_has_written_that(tmp_path):
         one, other = boards
         one.tell()
         assert other.have_told([0])
-        one.come(7, (0, 1), Call("psum", ("x",), np.dtype(float), (3,)))
+        one.come(one.meetings(7, (0, 1)), Call("psum", ("x",), np.dtype(float), (3,)))
         one.wait(1)
         assert not other.have_told([0, 1])
         one.tell()

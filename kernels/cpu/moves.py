@@ -41,10 +41,19 @@ def combine(blocks: Sequence[np.ndarray], how: str = "sum", into: np.ndarray | N
     return total
 
 
-def small_fold(like: np.ndarray, how: str) -> Callable[[Sequence[np.ndarray]], np.ndarray] | None:
-    """`combine` for many calls with small C-contiguous blocks like this one, two at least; None if it is not for such
-    blocks."""
-    return partial(_folded, _FOLDS[how]) if _plain(like) else None
+def small_fold(like: np.ndarray, how: str) -> Callable[..., np.ndarray] | None:
+    """`combine` for many calls with small C-contiguous blocks like this one, two at least, each an argument; gives what
+    nobody writes to. None if it is not for such blocks."""
+    if not _plain(like):
+        return None
+    fold = _FOLDS[how]
+
+    def folded(one: np.ndarray, other: np.ndarray, *rest: np.ndarray) -> np.ndarray:
+        total = _folded(fold, (one, other, *rest)) if rest else fold(one, other)
+        total.setflags(False)  # pyright: ignore[reportCallIssue]  (by its name it takes twice as long)
+        return total
+
+    return folded
 
 
 def _plain(x: np.ndarray) -> bool:

@@ -28,7 +28,7 @@ from spmd.autodiff.program import COMM, is_slot, slot_of
 from spmd.autodiff.rooms import writable
 from spmd.autodiff.tape import Future, Node
 from spmd.autodiff.tracer import NO_OPTIONS, Array, Mixing, value_of, weak
-from spmd.device import contiguous, copied, home, joined, on_device, owned, stacked, zeros
+from spmd.device import COPIED, contiguous, copied, home, joined, on_device, owned, stacked, zeros
 from spmd.errors import ClosureError, DifferentiationError, LayoutError, StateError, caller, describe, message
 from spmd.frontends import frontend
 from spmd.kernels import buffers, team
@@ -552,9 +552,12 @@ def joining(tiled: bool, axis: int, shapes: Sequence[Shape], dtype: np.dtype) ->
     if n > _FEW:
         return lambda _, blocks: sealed(whole(blocks, axis, True))
     ends = offsets([s[axis] for s in shapes]) if tiled else []
+    shape = (*shapes[0][:axis], ends[-1] if tiled else n, *shapes[0][axis + tiled :])
+    if nbytes <= COPIED and prod(shape[:axis]) == 1 and not dtype.hasobject:
+        # One after the other: half of the time of what is below.
+        return lambda _, blocks: np.ndarray(shape, dtype, b"".join([block.tobytes() for block in blocks]))
     before = (slice(None),) * axis
     places = [(*before, slice(ends[k], ends[k + 1]) if tiled else k) for k in range(n)]
-    shape = (*shapes[0][:axis], ends[-1] if tiled else n, *shapes[0][axis + tiled :])
     empty = np.empty if nbytes < buffers.LEAST else buffers.empty
 
     def put_together(_: Any, blocks: list[Any]) -> np.ndarray:

@@ -63,9 +63,9 @@ def folded(x: np.ndarray, blocks: list[Any], how: str = "sum") -> np.ndarray:
 
 
 def folding(x: np.ndarray, how: str = "sum") -> Make:
-    """What folds blocks like x."""
+    """What folds blocks like x, two at least."""
     fold = small_fold(x, how) if x.nbytes <= COPIED else None
-    return partial(folded, how=how) if fold is None else lambda _, blocks: sealed(fold(blocks))
+    return partial(folded, how=how) if fold is None else lambda _, blocks: fold(*blocks)
 
 
 def folded_at_once(op: Operator | Extremum, group: Group, x: np.ndarray, how: str = "sum") -> Eager | None:

@@ -26,7 +26,10 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["FAILED", "FOLLOWS", "LEFT", "RUNNING", "WAITING", "Board", "machine", "new_path", "path_of_launcher"]
+__all__ = [
+    *("FAILED", "FOLLOWS", "LEFT", "RUNNING", "WAITING"),
+    *("Board", "Meetings", "machine", "new_path", "path_of_launcher"),
+]
 
 RUNNING, WAITING, FAILED, FOLLOWS, LEFT = range(5)
 """What a process does. FAILED: it ends with an error of its own. FOLLOWS: it ends with another's."""
@@ -68,6 +71,25 @@ _PULSE = 0.25
 """Seconds between two entries of a process that does not wait."""
 
 
+class Meetings:
+    """Those of a group.
+
+    group: its number, alike in all processes. ranks: of its members. count: how often this process has come to one.
+    """
+
+    __slots__ = ("count", "group", "ranks")
+
+    def __init__(self, group: int, ranks: Sequence[int]):
+        self.group, self.ranks = group, ranks
+        self.count = 0
+
+    def mask(self) -> np.ndarray:
+        """A bit for each rank of the group."""
+        bits = np.zeros(_RANKS, bool)
+        bits[[r for r in self.ranks if r < _RANKS]] = True
+        return np.packbits(bits)
+
+
 class Board:
     """The rows of the processes of this host, by their rank in the world; those of other hosts are empty.
 
@@ -88,13 +110,13 @@ class Board:
         self.row: Any = self.rows[rank]
         self.row["pid"] = os.getpid()
         self.met, self.members = self.row["met"].data, self.row["members"]
-        self.place = -1
-        self.coming = 0
         self.latest: Any = None
-        self.masks: dict[int, np.ndarray] = {}
         self.recent: deque[Any] = deque(maxlen=8)
+        self.known: dict[int, Meetings] = {}
+        self.coming: Any = None
+        self.changed: set[Meetings] = set()
+        self.shown: Any = None
         self.places: dict[int, int] = {}
-        self.counts: dict[int, int] = {}
         self.written: list[Any] = []
         self.failures_here = 0
         self.stop = threading.Event()
@@ -103,43 +125,48 @@ class Board:
 
     # What this process does
 
-    def come(self, group: int, ranks: Sequence[int], call: Any) -> None:
-        """It has come to the next meeting of a group of these ranks."""
-        place = self.places.get(group)
-        if place is None:
-            place, self.place = self._place(group), -1
-            bits = np.zeros(_RANKS, bool)
-            bits[[r for r in ranks if r < _RANKS]] = True
-            self.masks[place] = np.packbits(bits)
+    def meetings(self, group: int, ranks: Sequence[int]) -> Meetings:
+        """Those of the group of this number, of these ranks."""
+        return self.known.get(group) or self.known.setdefault(group, Meetings(group, ranks))
+
+    def come(self, meetings: Meetings, call: Any) -> None:
+        """It has come to the next meeting of a group. Others can see that when it waits there, or has told."""
+        meetings.count += 1
+        if self.coming is not meetings:
+            self.coming = meetings
+            self.changed.add(meetings)
         if self.latest is not call:
             self.latest = call
             self.recent.append(call)
-        self.coming = group
-        self.met[place] += 1
 
     def wait(self, run: int) -> None:
         """It waits from now on, in a map, for the others of the meeting that it has come to."""
-        head, group = self.head, self.coming
-        place = self.places[group]
-        head[_GROUP], head[_MEETING], head[_RUN] = group, self.met[place], run
-        if self.place != place:
-            self.place = place
-            self.members[:] = self.masks[place]
+        head, meetings = self.head, self.coming
+        with self.lock:
+            self._count()
+            self.changed = {meetings}
+        head[_GROUP], head[_MEETING], head[_RUN] = meetings.group, meetings.count, run
+        if self.shown is not meetings:
+            self.shown = meetings
+            self.members[:] = meetings.mask()
         head[_STATE] = WAITING
         head[_BEAT] += 1
 
-    def _place(self, group: int) -> int:
-        """A place for the meetings of a group, that of the one that was new the longest ago where all are taken."""
-        if len(self.places) == _GROUPS:
-            oldest = next(iter(self.places))
-            place = self.places.pop(oldest)
-            self.counts[oldest] = int(self.met[place])
-        else:
-            place = len(self.places)
-        self.places[group] = place
-        self.row["groups"][place] = 0
-        self.met[place] = self.counts.pop(group, 0)
-        self.row["groups"][place] = group
+    def _count(self) -> None:
+        """Write how many meetings it has come to, of the group that it has come to last at the end."""
+        for meetings in (*self.changed, self.coming):
+            if meetings is not None:
+                self.met[self._place(meetings)] = meetings.count
+
+    def _place(self, meetings: Meetings) -> int:
+        """A place for those of a group, that of the one that was new the longest ago where all are taken."""
+        place = self.places.get(meetings.group)
+        if place is None:
+            place = self.places.pop(next(iter(self.places))) if len(self.places) == _GROUPS else len(self.places)
+            self.places[meetings.group] = place
+            self.row["groups"][place] = 0
+            self.met[place] = meetings.count
+            self.row["groups"][place] = meetings.group
         return place
 
     def go_on(self) -> None:
@@ -153,16 +180,20 @@ class Board:
 
         One at a time, for it looks as if it had left while it asks who has come.
         """
-        place = self.places[int(self.head[_GROUP])]
         fcntl.lockf(self.file, fcntl.LOCK_EX)
         try:
-            self.met[place] -= 1
+            self._come_again(-1)
             gone = bool(self.missing(self.rank))
             if not gone:
-                self.met[place] += 1
+                self._come_again(1)
         finally:
             fcntl.lockf(self.file, fcntl.LOCK_UN)
         return gone
+
+    def _come_again(self, times: int) -> None:
+        with self.lock:
+            self.coming.count += times
+            self._count()
 
     def fail(self, run: int, origin: int, who: str, error: str) -> None:
         """A map has failed here, for the error that a worker raised, in the process `origin`."""
@@ -183,6 +214,7 @@ class Board:
     def tell(self) -> None:
         """Write what it called last, and how much it has worked."""
         with self.lock:
+            self._count()
             beat, calls = int(self.head[_BEAT]), list(self.recent)
             if calls != self.written:
                 self.written = calls

@@ -11,7 +11,7 @@ import numpy as np
 
 from spmd.device import contiguous, put
 from spmd.layout import offsets
-from spmd.transport.base import Shape
+from spmd.transport.board import Meetings
 from spmd.transport.headers import Headers
 from spmd.transport.mailbox import Mailbox
 
@@ -35,18 +35,18 @@ class Channel(ABC):
     are C-contiguous arrays of bytes, and sizes are in bytes; nobody may touch the buffers before all has arrived.
 
     me: the place of this process; others: those of all others. said: the headers that go out next; heard: those that
-    came last. mail: where headers go without a message, if they do. meeting: the number of the group on the board, and
-    its ranks.
+    came last. mail: where headers go without a message, if they do. meetings: those of the group on the board, if there is
+    one.
     """
 
-    __slots__ = ("heard", "mail", "me", "meeting", "others", "said")
+    __slots__ = ("heard", "mail", "me", "meetings", "others", "said")
 
     def __init__(self, me: int, size: int):
         self.me = me
         self.others = [k for k in range(size) if k != me]
         self.said, self.heard = Headers.of(size), Headers.of(size)
         self.mail: Mailbox | None = None
-        self.meeting: tuple[int, Shape] = 0, ()
+        self.meetings: Meetings | None = None
 
     def share(self, mail: Mailbox | None) -> None:
         """Headers go that way from now on, if there is one."""

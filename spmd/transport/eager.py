@@ -40,10 +40,11 @@ class _Part(NamedTuple):
 
 
 class _Heard(NamedTuple):
-    """What came into some headers: for each other member where that is said, and what; the blocks of all members, where
-    they lie in headers, and how those of arenas are found; what makes the result of them, and the bound operator."""
+    """What came into some headers: for each other member where it is named what it calls, where it is said what comes,
+    and what; the blocks of all members, where they lie in headers, and how those of arenas are found; what makes the
+    result of them, and the bound operator."""
 
-    said: list[tuple[memoryview, bytes]]
+    said: list[tuple[memoryview, memoryview, bytes]]
     blocks: list[np.ndarray | None]
     placed: list[tuple[int, Any, Shape, Shape, memoryview]]
     make: Make
@@ -85,8 +86,8 @@ class Repeated:
     def __call__(self, comm: ProcessComm, x: np.ndarray, long: Way) -> tuple[Any, Any]:
         """The new block, and the bound operator. long: how it goes by the verbs, with what was heard, where others
         bring other blocks."""
-        transport = comm.transport
-        channel = transport.channels.get(self.group.ordered)
+        transport, call, group = comm.transport, self.call, self.group
+        channel = transport.channels.get(group.ordered)
         if channel is None:
             return long(comm, x)
         begin = 0
@@ -95,7 +96,7 @@ class Repeated:
             if begin is None:
                 return long(comm, x)
         comm.number += 1
-        name = name_of(self.call, transport.runs, comm.number)
+        name = name_of(call, transport.runs, comm.number)
         said = channel.said
         for words, place, header, piece in self.out.get(said) or self._places(said):
             words[0] = name
@@ -107,14 +108,16 @@ class Repeated:
                 place[:] = header + (begin + piece).to_bytes(8, "little")
             else:
                 place[:] = header + x[piece].tobytes()
-        heard = comm.swap(self.group, self.call, channel, name, self.nbytes)
+        transport.swap(channel, self.nbytes, call)
+        heard = channel.heard
         known = self.heard.get(heard)
         if known is not None:
-            for place, header in known.said:
-                if place != header:
+            for words, place, header in known.said:
+                if words[0] != name or place != header:
                     known = None
                     break
         if known is None:
+            comm.agree(group, call, channel, name)
             known = self._learn(heard)
             if known is None:
                 try:
@@ -122,12 +125,17 @@ class Repeated:
                     return long(comm, x)
                 finally:
                     comm.early = None
-        blocks: list[Any] = known.blocks.copy()
-        for k, window, shape, strides, place in known.placed:
+        transport.last = call
+        _, those, placed, make, bound = known
+        blocks: list[Any] = those.copy()
+        for k, window, shape, strides, place in placed:
             blocks[k] = np.ndarray(shape, self.dtype, window, place[0], strides)
-        if self.mine is not None:
-            blocks[self.group.index] = x if self.mine is ... else x[self.mine]
-        return known.make(x, blocks), known.bound
+        mine = self.mine
+        if mine is ...:
+            blocks[group.index] = x
+        elif mine is not None:
+            blocks[group.index] = x[mine]
+        return make(x, blocks), bound
 
     def _places(self, said: Headers) -> list[tuple[memoryview, memoryview, bytes, Any]]:
         """Where to write, in headers that go out, and what; and what goes along."""
@@ -158,7 +166,7 @@ class Repeated:
                         return None
                     block = heard.there(row, shape, self.dtype)
                 place = heard.bytes[row][8 : 16 + 8 * n]
-                said.append((place, bytes(place)))
+                said.append((heard.words[row], place, bytes(place)))
             blocks.append(block)
         if len(self.heard) >= _TABLES:
             self.heard.clear()

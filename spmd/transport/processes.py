@@ -163,9 +163,10 @@ class ProcessTransport(Transport):
             ordered, call, board = tuple(sorted(members)), call or self.last, self.board
             self._gather(ordered, call)
             found = self.open(members)
-            found.meeting = self._group(members)
+            group, ranks = self._group(members)
+            found.meetings = None if board is None else board.meetings(group, ranks)
             if members == ordered and self.checks and len(members) > 1:  # headers go in the order of the workers
-                path = board.path if board is not None and all(map(board.here, found.meeting[1])) else None
+                path = board.path if board is not None and all(map(board.here, ranks)) else None
                 found.share(shared(path, found.me, len(members), lambda x: self._everyones(found, x, call)))
                 self.unread.pop(members, None)
             self.channels[members] = found
@@ -191,7 +192,7 @@ class ProcessTransport(Transport):
             return
         if self.broken == self.number:
             raise self._failed_before()
-        board.come(*channel.meeting, call)
+        board.come(channel.meetings, call)
         try:
             if mail is not None:
                 if self.flying or not board.whole:
@@ -225,7 +226,7 @@ class ProcessTransport(Transport):
         if self.broken == self.number:
             raise self._failed_before()
         number, ranks = self._group(members)
-        self.board.come(number, ranks, call)
+        self.board.come(self.board.meetings(number, ranks), call)
         self.board.wait(self.number)
         rank = self.board.rank
         if self.board.whole:

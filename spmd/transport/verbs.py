@@ -238,19 +238,23 @@ class ProcessComm(Comm):
 
     def swap(self, group: Group, call: Call, channel: Channel, name: int, nbytes: int) -> Headers:
         """Send the headers that were written, and give those that come: they are read before the next call."""
-        transport = self.transport
-        transport.swap(channel, nbytes, call)
+        self.transport.swap(channel, nbytes, call)
+        self.agree(group, call, channel, name)
         heard = channel.heard
-        for row in channel.others:
-            if heard.words[row][0] != name:
-                names = [name if row == channel.me else heard.words[row][0] for row in group.rows]
-                error = self._mismatch(group, call, names)
-                transport.fail(error)
-                raise error
-        transport.last = call
         if call.asks is not None:
             call.asks[0] = call.asks[0] or any(map(heard.asks, channel.others))
         return heard
+
+    def agree(self, group: Group, call: Call, channel: Channel, name: int) -> None:
+        """Raise MismatchError, on all members, where the headers that came name another call than this one's."""
+        words = channel.heard.words
+        for row in channel.others:
+            if words[row][0] != name:
+                names = [name if row == channel.me else words[row][0] for row in group.rows]
+                error = self._mismatch(group, call, names)
+                self.transport.fail(error)
+                raise error
+        self.transport.last = call
 
     def _mismatch(self, group: Group, call: Call, names: Sequence[int]) -> MismatchError:
         """What to raise: the members, who all know by now that they disagree, tell each other their calls and lines."""
