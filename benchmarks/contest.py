@@ -497,8 +497,9 @@ def missing(who: Contestant) -> str:
 @dataclass
 class Table:
     """cases → contestants → what they showed. stolen: for each case the share of two cores that other work took, one
-    entry a round. absent: contestants that did not take part, and why. parted: those that computed something else.
-    offered: all cases that there are."""
+    entry a round; paces: the seconds that the slower of them took for a fixed piece of Python, each time. absent:
+    contestants that did not take part, and why. parted: those that computed something else. offered: all cases that
+    there are."""
 
     section: Section
     rows: dict[str, dict[str, Measured]] = field(default_factory=dict)
@@ -506,6 +507,7 @@ class Table:
     absent: dict[str, str] = field(default_factory=dict)
     parted: list[str] = field(default_factory=list)
     offered: list[str] = field(default_factory=list)
+    paces: dict[str, list[float]] = field(default_factory=dict)
 
     def leave(self, name: str, when: str, error: Ended) -> None:
         """A contestant has ended; without ours there is no contest."""
@@ -567,9 +569,10 @@ def _contest(case: str, jobs: dict[str, Job], table: Table, quick: bool) -> dict
         if took is not None and took > LONG:
             long.add(name)
     seconds: dict[str, list[float]] = {name: [] for name in jobs}
-    stolen = table.stolen[case] = []
+    stolen, paces = table.stolen[case], table.paces[case] = [], []
     for k in range(QUICK_ROUNDS if quick else ROUNDS):
         stolen.append(share_of_others())
+        paces.append(pace())
         for name in list(live):
             if name not in long:
                 seconds[name].append(ask(name, "run", counts[name]))
@@ -647,6 +650,23 @@ def share_of_others() -> float:
     for t in threads:
         t.join()
     return max(0.0, 1 - sum(shares) / 2)
+
+
+def pace() -> float:
+    """The seconds of the processor that a fixed piece of Python takes on the slower of the cores. Where a core is one
+    of two threads of a real one, and somebody else has the other, it takes nearly twice as long, and no time is lost
+    that a system could count."""
+    cores, slowest = os.sched_getaffinity(0), 0.0
+    try:
+        for core in cores:
+            os.sched_setaffinity(0, {core})
+            began, left = time.thread_time(), 1 << 14
+            while left:
+                left -= 1
+            slowest = max(slowest, time.thread_time() - began)
+    finally:
+        os.sched_setaffinity(0, cores)
+    return slowest
 
 
 _SOMETHING = bytes(1 << 20)

@@ -8,6 +8,7 @@ import platform
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from subprocess import run
@@ -20,6 +21,8 @@ __all__ = ["aims", "as_json", "markdown", "picture", "text"]
 
 BUSY = 0.1
 """The share of two cores that other work may take before a table says so."""
+SLOW = 1.25
+"""How often a piece of Python may take its shortest time before a table says so: see `contest.pace`."""
 
 
 def seconds(s: float) -> str:
@@ -57,6 +60,10 @@ def _remarks(table: Table) -> list[str]:
     for case, shares in table.stolen.items():
         if shares and median(shares) > BUSY:
             said.append(f"the machine was busy: other work took {median(shares):.0%} of two cores in {case}")
+    fastest = min(chain.from_iterable(table.paces.values()), default=0.0)
+    slow = [f"{median(p) / fastest:.2f} in {case}" for case, p in table.paces.items() if median(p) > SLOW * fastest]
+    if slow:
+        said.append(f"the cores were slow; how often Python took its shortest time: {', '.join(slow)}")
     return said
 
 
@@ -145,6 +152,7 @@ def as_json(tables: Sequence[Table]) -> str:
                 for c, row in table.rows.items()
             },
             "stolen": {case: [*map(_short, shares)] for case, shares in table.stolen.items()},
+            "paces": {case: [*map(_short, paces)] for case, paces in table.paces.items()},
             "absent": table.absent,
             "parted": table.parted,
         }

@@ -109,7 +109,8 @@ def _spec(kind: type[P], dims: tuple[Any, ...]) -> P:
         )
     whole = next((k for k, d in enumerate(reversed(split)) if d), len(split))
     spec = object.__new__(kind)
-    parsed = {"dims": split, "axes": axes, "varying": frozenset(axes), "trimmed": split[: len(split) - whole]}
+    trimmed = split[: len(split) - whole]
+    parsed = {"dims": split, "axes": axes, "varying": frozenset(axes), "trimmed": trimmed, "_hash": hash(trimmed)}
     for name, value in parsed.items():
         object.__setattr__(spec, name, value)
     return spec
@@ -126,8 +127,9 @@ class P:
     block over y. Dimensions that are not mentioned are whole. Axes that are not mentioned hold copies.
     """
 
-    __slots__ = ("axes", "dims", "trimmed", "varying")
+    __slots__ = ("_hash", "axes", "dims", "trimmed", "varying")
 
+    _hash: int
     dims: tuple[tuple[str, ...], ...]
     axes: tuple[str, ...]
     """The axes that split something, in the order of the dimensions."""
@@ -161,7 +163,7 @@ class P:
         return isinstance(other, P) and self.trimmed == other.trimmed
 
     def __hash__(self) -> int:
-        return hash(self.trimmed)
+        return self._hash
 
     def __repr__(self) -> str:
         return _shown(self.dims)

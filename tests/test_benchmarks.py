@@ -235,6 +235,20 @@ def test_a_busy_machine_is_named_with_the_case():
     assert "in small" not in told
 
 
+def test_slow_cores_are_named_with_the_cases():
+    from benchmarks.contest import Measured, Section, Table, pace
+    from benchmarks.report import text
+
+    cores = os.sched_getaffinity(0)
+    assert 0 < pace() < 1
+    assert os.sched_getaffinity(0) == cores
+    rows = {case: {"spmd": Measured([1.0])} for case in ("small", "large", "wide")}
+    paces = {"small": [1e-3, 1.1e-3, 3e-3], "large": [1e-3, 1.8e-3, 2e-3], "wide": [1.5e-3]}
+    told = text(Table(Section("toy", "a table"), rows, paces=paces))
+    assert "Python took its shortest time: 1.80 in large, 1.50 in wide" in told
+    assert "in small" not in told
+
+
 def test_one_wrong_row_is_another_number():
     from benchmarks.contest import _agree, _fingerprint
 

@@ -12,7 +12,7 @@ import numpy as np
 from spmd.kernels import buffers, streams, team
 from spmd.kernels.cpu.chunks import CACHE, accurate, into_rows
 
-__all__ = ["add_boxes", "combine", "unpack"]
+__all__ = ["add_boxes", "combine", "joiner", "small_fold", "unpack"]
 
 _FOLDS = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
@@ -94,6 +94,28 @@ def _sum(out: np.ndarray, *blocks: np.ndarray) -> None:
     np.add(blocks[0], blocks[1], out=out)
     for block in blocks[2:]:
         out += block
+
+
+def in_turn(shape: tuple[int, ...], places: Sequence[Any]) -> list[int] | None:
+    """The order in which blocks fill a small array of this shape one after the other, each without a break; None where
+    they do not. places: the index of each. Blocks of nothing are left out."""
+    entries = np.arange(prod(shape)).reshape(shape)
+    found = [entries[place].reshape(-1) for place in places]
+    order = sorted((k for k, some in enumerate(found) if some.size), key=lambda k: found[k][0])
+    laid = [entry for k in order for entry in found[k].tolist()]
+    return order if laid == list(range(entries.size)) else None
+
+
+def joiner(shape: tuple[int, ...], dtype: np.dtype, places: Sequence[Any]) -> Callable[[Sequence[Any]], Any] | None:
+    """What joins small blocks that have these places in an array, in half of the time of writing them there one by one:
+    it is read-only. None where they do not lie one after the other."""
+    order = None if dtype.hasobject else in_turn(shape, places)
+    if order is None:
+        return None
+    if len(order) == 2:
+        one, other = order
+        return lambda blocks: np.ndarray(shape, dtype, blocks[one].tobytes() + blocks[other].tobytes())
+    return lambda blocks: np.ndarray(shape, dtype, b"".join([blocks[k].tobytes() for k in order]))
 
 
 Box = tuple[tuple[int, int], ...]

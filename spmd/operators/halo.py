@@ -20,6 +20,7 @@ import numpy as np
 from spmd.device import COPIED, copied, empty, put, zeros
 from spmd.errors import LayoutError, SpecError, describe, message, nearest
 from spmd.kernels import buffers
+from spmd.kernels.cpu.moves import joiner
 from spmd.layout import P, block_sizes
 from spmd.mesh import WORKER, Worker, here
 from spmd.operators.base import Launched, Operator, Shape, bounded, operate, sealed
@@ -506,7 +507,14 @@ class HaloExchange(_Halo):
         def maker(shapes: tuple[Shape, ...]) -> tuple[Make, Operator]:
             for s, m, _ in step.takes:
                 self._agree(shapes[s], x_shape, d, m, line, s)
-            return made, way.bound
+            return made if at_once is None else joined, way.bound
+
+        def joined(x: np.ndarray, blocks: list[Any]) -> np.ndarray:
+            parts = [x, *zeros_there]
+            for s, _, of, flipped in pieces:
+                part = (x if s is None else blocks[s])[of]
+                parts.append(np.flip(part, d) if flipped else part)
+            return at_once(parts)
 
         def made(x: np.ndarray, blocks: list[Any]) -> np.ndarray:
             if few:
@@ -525,6 +533,9 @@ class HaloExchange(_Halo):
         few = prod(shape) * x.itemsize <= COPIED
         pieces = [(None, *place) for place in step.own]
         pieces += [(s, *place) for s, _, places in step.takes for place in places]
+        places = [window, *step.gaps, *(to for _, to, _, _ in pieces)]
+        at_once: Any = joiner(shape, dtype, places) if few else None
+        zeros_there = [np.zeros(shape, dtype)[gap] for gap in step.gaps] if few else []
         x_shape = x.shape
         to = {t: _one_index([(of[d].start, of[d].stop) for of in ranges], d) for t, ranges in step.sends}
         parts = [to.get(k) for k in range(line.size)]

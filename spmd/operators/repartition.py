@@ -13,7 +13,7 @@ import numpy as np
 
 from spmd.device import COPIED, empty, put
 from spmd.errors import LayoutError, describe, message
-from spmd.kernels.cpu.moves import places
+from spmd.kernels.cpu.moves import joiner, places
 from spmd.layout import Box, Layout
 from spmd.mesh import here
 from spmd.operators.base import Launched, Operator, Shape, interned, kept, operate, sealed
@@ -129,8 +129,12 @@ class _Relayout(Operator):
         if self._stays:
             return None
         pieces, shape, boxes = self._ways(group.index)
+        parts = [pieces.get(k) for k in range(group.size)]
         found, everything, _ = places(shape, tuple(boxes.values()))
         ways, few = list(zip(boxes, found, strict=True)), prod(shape) * x.itemsize <= COPIED
+        at_once = joiner(shape, x.dtype, found) if few and not self.adds else None
+        if at_once is not None:
+            return Eager(group, parts, lambda _: (lambda _, blocks: at_once([blocks[k] for k in boxes]), self))
 
         def made(x: np.ndarray, blocks: list[Any]) -> np.ndarray:
             if self.adds:
@@ -145,7 +149,7 @@ class _Relayout(Operator):
                     put(out[place], blocks[k])
             return sealed(out)
 
-        return Eager(group, [pieces.get(k) for k in range(group.size)], lambda _: (made, self))
+        return Eager(group, parts, lambda _: (made, self))
 
     def cost(self, group: Group, x: np.ndarray) -> tuple[int, int]:
         if self._stays:

@@ -35,8 +35,8 @@ class Channel(ABC):
     are C-contiguous arrays of bytes, and sizes are in bytes; nobody may touch the buffers before all has arrived.
 
     me: the place of this process; others: those of all others. said: the headers that go out next; heard: those that
-    came last. mail: where headers go without a message, if they do. meetings: those of the group on the board, if there is
-    one.
+    came last. mail: where headers go without a message, if they do. meetings: those of the group, for the board, if
+    there is one.
     """
 
     __slots__ = ("heard", "mail", "me", "meetings", "others", "said")

@@ -15,7 +15,7 @@ import numpy as np
 
 from spmd.kernels.buffers import address
 from spmd.transport.base import Call, Eager, Make, Shape, Way
-from spmd.transport.headers import RIDES, Headers, name_of, told
+from spmd.transport.headers import RIDES, WORD, Headers, name_of, told
 
 if TYPE_CHECKING:
     from spmd.transport.verbs import ProcessComm
@@ -57,10 +57,11 @@ class Repeated:
     large: whether some are to be read where they lie. nbytes: of the longest header.
     """
 
-    __slots__ = ("call", "dtype", "group", "heard", "large", "mine", "nbytes", "out", "parts", "shapes", "way")
+    __slots__ = ("call", "dtype", "group", "heard", "large", "mine", "name", "nbytes", "out", "parts", "shapes", "way")
 
     def __init__(self, call: Call, way: Eager, x: np.ndarray):
         self.call, self.way, self.group, self.dtype = call, way, way.group, x.dtype
+        self.name = name_of(call, 0, 0)
         group = way.group
         parts = [None if piece is None else x[piece] for piece in way.parts]
         self.shapes = [None if part is None else part.shape for part in parts]
@@ -96,7 +97,7 @@ class Repeated:
             if begin is None:
                 return long(comm, x)
         comm.number += 1
-        name = name_of(call, transport.runs, comm.number)
+        name = self.name + (transport.runs << 32) + comm.number & WORD  # as `name_of`
         said = channel.said
         for words, place, header, piece in self.out.get(said) or self._places(said):
             words[0] = name
