@@ -213,9 +213,15 @@ def refusing(level: int, refusal: Callable[[], Exception]) -> Iterator[None]:
 
 
 class Future(Protocol):
-    """A cotangent that is under way."""
+    """A cotangent that is owed."""
 
-    def wait(self) -> Any: ...
+    def begin(self) -> None:
+        """Send it, if that is to be done by now. Nobody but who owes it has the terms."""
+        ...
+
+    def wait(self) -> Any:
+        """It, when it has come."""
+        ...
 
 
 class Bundle:
@@ -345,6 +351,8 @@ def sweep(tape: Tape, seeds: Iterable[tuple[Node, Any]], leaves: list[Node], *, 
                             debt = prim.owe(shared, g, *args[1:])
                             if debt is not None:
                                 owed.setdefault(parent, []).append(debt)
+                                g = h = old = None
+                                debt.begin()
                                 continue
                         if prim.into is not None and type(g) is bare:
                             h, old = None, cotangents.get(parent)  # which h may be

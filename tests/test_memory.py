@@ -11,9 +11,11 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from spmd import functions
+import spmd
+from spmd import P, functions
 from spmd.autodiff import checkpoint, custom_vjp, grad, hvp, jacrev, jvp, linearize, value_and_grad, vjp
 from spmd.autodiff.primitive import primitive
+from spmd.kernels import buffers
 
 SIZE = 20_000
 X = np.linspace(-1, 1, SIZE)
@@ -312,3 +314,18 @@ def test_the_cotangent_of_a_part_goes_into_that_of_the_whole_if_nobody_else_has_
     assert (g.ctypes.data == made[0]) is not held
     np.testing.assert_array_equal(g, 2.0 + np.isin(np.arange(1000), (2, 3)))
     assert all(np.all(out == 2.0) for out in kept)
+
+
+@pytest.mark.parametrize("scheduler", ["lockstep", "threads"])
+def test_the_sum_of_large_gradients_is_written_over_one_of_them(scheduler):
+    """In a bucket that is full while the sweep goes on. Of two workers there are two terms, and nothing more."""
+    n = 1024
+    w, x = np.ones((n, n), np.float32), np.ones((4, n), np.float32)
+    mesh = spmd.Mesh(x=2, transport="local", scheduler=scheduler)
+    loss = mesh.map(lambda w, x: spmd.psum(np.sum((x @ w) ** 2), "x"), in_specs=(P(), P("x")), out_specs=P())
+    args = spmd.put((w, x), (P(), P("x")), mesh)
+    step = grad(loss)
+    np.testing.assert_allclose(step(*args).numpy(), 2 * x.T @ (x @ w))
+    step(*args)
+    buffers.release()
+    assert peak(lambda: step(*args)) * X.nbytes < 2.5 * w.nbytes

@@ -143,6 +143,10 @@ class _Owed:
         self.bucket = bucket
         self.index = len(bucket.blocks) - 1
 
+    def begin(self) -> None:
+        if self.bucket.nbytes >= _BUCKET and self.bucket.handle is None:
+            self.sums.send(self.bucket)
+
     def wait(self) -> np.ndarray:
         if self.sums.open:
             self.sums.send()
@@ -158,7 +162,7 @@ class OwedSums:
         self.open: dict[tuple[tuple[str, ...], np.dtype], _Bucket] = {}
 
     def owe(self, axes: tuple[str, ...], g) -> _Owed:
-        """Put the sum of a cotangent into the open bucket of its group; send the bucket when it is full."""
+        """Put the sum of a cotangent into the open bucket of its group, which `begin` sends when it is full."""
         g = contiguous(g)
         for ledger in LEDGERS.get():
             ledger.operator(self.worker.index, "Sum", axes)
@@ -168,16 +172,12 @@ class OwedSums:
             bucket = self.open[kind] = _Bucket(self.worker, axes)
         bucket.blocks.append(g)
         bucket.nbytes += g.nbytes
-        owed = _Owed(self, bucket)
-        if bucket.nbytes >= _BUCKET:
-            del self.open[kind]
-            bucket.send()
-        return owed
+        return _Owed(self, bucket)
 
-    def send(self) -> None:
-        """Send what is left, in the order in which the buckets were begun."""
-        left, self.open = self.open, {}
-        for bucket in left.values():
+    def send(self, full: _Bucket | None = None) -> None:
+        """Send a full bucket; else what is left, in the order in which the buckets were begun."""
+        sent = [kind for kind, bucket in self.open.items() if full is None or bucket is full]
+        for bucket in [self.open.pop(kind) for kind in sent]:
             bucket.send()
 
 

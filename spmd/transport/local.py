@@ -711,7 +711,9 @@ class LocalComm(Comm):
                 into = next((x for x, (_, spare) in zip(blocks[:2], brought, strict=False) if spare[k]), None)
                 return sealed(kernels.of(blocks[0]).combine(blocks, into=into))
 
-            return self.run.make(group, nbytes, lambda: [total(k) for k in range(count)])
+            totals = self.run.make(group, nbytes, lambda: [total(k) for k in range(count)])
+            brought.clear()  # The handle may be asked much later.
+            return totals
 
         count, nbytes = len(xs), sum(x.nbytes for x in xs)
         for x, own in zip(xs, spare, strict=True):
