@@ -497,7 +497,7 @@ def missing(who: Contestant) -> str:
 @dataclass
 class Table:
     """cases → contestants → what they showed. stolen: for each case the share of two cores that other work took, one
-    entry a round; paces: the seconds that the slower of them took for a fixed piece of Python, each time. absent:
+    entry a round; paces: the seconds that a fixed piece of Python took on them, each time. absent:
     contestants that did not take part, and why. parted: those that computed something else. offered: all cases that
     there are."""
 
@@ -653,20 +653,24 @@ def share_of_others() -> float:
 
 
 def pace() -> float:
-    """The seconds of the processor that a fixed piece of Python takes on the slower of the cores. Where a core is one
-    of two threads of a real one, and somebody else has the other, it takes nearly twice as long, and no time is lost
-    that a system could count."""
-    cores, slowest = os.sched_getaffinity(0), 0.0
+    """The seconds of the processor that a fixed piece of Python takes, in the mean of the cores. Where a core is one of
+    two threads of a real one, and somebody else has the other, it takes nearly twice as long, and no time is lost that
+    a system could count."""
+    cores, took = os.sched_getaffinity(0), []
     try:
         for core in cores:
             os.sched_setaffinity(0, {core})
-            began, left = time.thread_time(), 1 << 14
-            while left:
-                left -= 1
-            slowest = max(slowest, time.thread_time() - began)
+            took.append(min(_count_down(1 << 14) for _ in range(3)))  # a core that was idle is slow at first
     finally:
         os.sched_setaffinity(0, cores)
-    return slowest
+    return sum(took) / len(took)
+
+
+def _count_down(n: int) -> float:
+    began = time.thread_time()
+    while n:
+        n -= 1
+    return time.thread_time() - began
 
 
 _SOMETHING = bytes(1 << 20)

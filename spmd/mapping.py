@@ -798,9 +798,11 @@ def _joined_leaves(where: str, mesh: Mesh, outcome: Outcome, check: bool) -> lis
     places = [k for k, spec in enumerate(mine.specs) if spec is not None]
     # The structures of workers held here have been compared already.
     structure = shown(mine.treedef) if len(results) < size else ""
+    if not places and not structure:
+        return list(mine.blocks)
     compared = _with_copies(mesh, outcome, places) if check else set()
     notes = {w: [structure, [_note(r.blocks[k], k in compared) for k in places]] for w, r in results.items()}
-    shared = mesh.transport.share(notes) if places or structure else {}
+    shared = mesh.transport.share(notes)
     for w, (other, _) in shared.items():
         if other != shared[0][0]:
             raise _structures_differ(where, mesh, (0, w), (shared[0][0], other))
