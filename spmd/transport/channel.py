@@ -11,7 +11,6 @@ import numpy as np
 
 from spmd.device import contiguous, put
 from spmd.layout import offsets
-from spmd.transport.board import Meetings
 from spmd.transport.headers import Headers
 from spmd.transport.mailbox import Mailbox
 
@@ -46,7 +45,7 @@ class Channel(ABC):
         self.others = [k for k in range(size) if k != me]
         self.said, self.heard = Headers.of(size), Headers.of(size)
         self.mail: Mailbox | None = None
-        self.meetings: Meetings | None = None
+        self.meetings: Any = None
 
     def share(self, mail: Mailbox | None) -> None:
         """Headers go that way from now on, if there is one."""
