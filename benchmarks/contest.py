@@ -497,9 +497,8 @@ def missing(who: Contestant) -> str:
 @dataclass
 class Table:
     """cases → contestants → what they showed. stolen: for each case the share of two cores that other work took, one
-    entry a round; paces: the seconds that a fixed piece of Python took on them, each time. absent:
-    contestants that did not take part, and why. parted: those that computed something else. offered: all cases that
-    there are."""
+    entry a round. absent: contestants that did not take part, and why. parted: those that computed something else.
+    offered: all cases that there are. paces: as stolen, the seconds that a fixed piece of Python took on the cores."""
 
     section: Section
     rows: dict[str, dict[str, Measured]] = field(default_factory=dict)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+from math import prod
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from kernel_cases import FLOATING, NUMBERS, Family, dtype_of
 
 from spmd.kernels import cpu, team
+from spmd.kernels.cpu.moves import joiner
 
 family = Family("moves")
 
@@ -62,6 +68,32 @@ def test_of_parts_in_one_place_the_last_one_counts_whoever_helps():
     for _ in range(5):
         with team.of(lambda: 4):
             np.testing.assert_array_equal(cpu.unpack(shape, boxes, parts), want)
+
+
+@given(
+    cuts=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3), min_size=0, max_size=3),
+    dtype=st.sampled_from(["float32", ">f8", "bool", "complex128", "bfloat16", "S3"]),
+    data=st.data(),
+)
+def test_small_blocks_are_joined_at_once_where_they_lie_one_after_the_other(cuts, dtype, data):
+    """cuts: the lengths of the blocks of a grid, in each dimension."""
+    ends = [np.cumsum([0, *lengths]) for lengths in cuts]
+    whole = np.arange(prod(sum(lengths) for lengths in cuts)).reshape([sum(lengths) for lengths in cuts])
+    x = whole.astype(dtype_of(dtype) if dtype == "bfloat16" else dtype)
+    grid = itertools.product(*([slice(*pair) for pair in itertools.pairwise(end)] for end in ends))
+    places = data.draw(st.permutations([(*place, ...) for place in grid]))
+    join = joiner(x.shape, x.dtype, places)
+    entries = sorted(whole[place].ravel().tolist() for place in places)
+    assert (join is not None) == ([*itertools.chain(*entries)] == list(range(whole.size)))
+    if join is not None:
+        found = join([x[place] for place in places])
+        assert found.dtype == x.dtype
+        assert found.shape == x.shape
+        assert found.tobytes() == x.tobytes()
+        assert found.flags.aligned
+        assert not found.flags.writeable
+    if places:
+        assert joiner(x.shape, x.dtype, places[1:]) is None or not whole[places[0]].size
 
 
 @pytest.mark.parametrize("how", ["sum", "max"])

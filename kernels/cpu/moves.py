@@ -96,7 +96,7 @@ def _sum(out: np.ndarray, *blocks: np.ndarray) -> None:
         out += block
 
 
-def in_turn(shape: tuple[int, ...], places: Sequence[Any]) -> list[int] | None:
+def _in_turn(shape: tuple[int, ...], places: Sequence[Any]) -> list[int] | None:
     """The order in which blocks fill a small array of this shape one after the other, each without a break; None where
     they do not. places: the index of each. Blocks of nothing are left out."""
     entries = np.arange(prod(shape)).reshape(shape)
@@ -107,9 +107,10 @@ def in_turn(shape: tuple[int, ...], places: Sequence[Any]) -> list[int] | None:
 
 
 def joiner(shape: tuple[int, ...], dtype: np.dtype, places: Sequence[Any]) -> Callable[[Sequence[Any]], Any] | None:
-    """What joins small blocks that have these places in an array, in half of the time of writing them there one by one:
-    it is read-only. None where they do not lie one after the other."""
-    order = None if dtype.hasobject else in_turn(shape, places)
+    """What joins small blocks into an array, in half of the time of writing them there one by one: it is read-only.
+    None where they do not lie one after the other. places: the index of each; it has the shape of its place, and the
+    dtype of the array."""
+    order = None if dtype.hasobject else _in_turn(shape, places)
     if order is None:
         return None
     if len(order) == 2:

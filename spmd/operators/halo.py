@@ -8,7 +8,7 @@ only that lie on its own lines through the grid of blocks.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from math import prod
@@ -65,6 +65,10 @@ Place = tuple[Any, Any, bool]
 
 def _places(pieces: Iterable[Piece], d: int) -> tuple[Place, ...]:
     return tuple((along(d, p.at, p.at + p.length), along(d, p.start, p.stop), p.flipped) for p in pieces)
+
+
+def _length(index: slice) -> int:
+    return index.stop - index.start
 
 
 def _fill(out: Any, block: Any, places: Iterable[Place], d: int) -> None:
@@ -504,17 +508,28 @@ class HaloExchange(_Halo):
         if not step.moves:
             return None
 
+        shape, dtype = way.shape, x.dtype
+        few = prod(shape) * x.itemsize <= COPIED
+        pieces = [(None, *place) for place in step.own]
+        pieces += [(s, *place) for s, _, places in step.takes for place in places]
+        at_once: Any = None
+        nothing: list[np.ndarray] = []
+        if few and all(_length(of[d]) == _length(to[d]) for _, to, of, _ in pieces):  # of "edge" one entry is repeated
+            at_once = joiner(shape, dtype, [window, *step.gaps, *(to for _, to, _, _ in pieces)])
+            nothing = [np.zeros(shape, dtype)[gap] for gap in step.gaps]
+
+        def come(x: np.ndarray, blocks: list[Any]) -> Iterator[np.ndarray]:
+            for s, _, of, flipped in pieces:
+                part = (x if s is None else blocks[s])[of]
+                yield np.flip(part, d) if flipped else part
+
         def maker(shapes: tuple[Shape, ...]) -> tuple[Make, Operator]:
             for s, m, _ in step.takes:
                 self._agree(shapes[s], x_shape, d, m, line, s)
             return made if at_once is None else joined, way.bound
 
         def joined(x: np.ndarray, blocks: list[Any]) -> np.ndarray:
-            parts = [x, *zeros_there]
-            for s, _, of, flipped in pieces:
-                part = (x if s is None else blocks[s])[of]
-                parts.append(np.flip(part, d) if flipped else part)
-            return at_once(parts)
+            return at_once([x, *nothing, *come(x, blocks)])
 
         def made(x: np.ndarray, blocks: list[Any]) -> np.ndarray:
             if few:
@@ -524,18 +539,10 @@ class HaloExchange(_Halo):
                 room, whole = way.placed(x, False)
             for gap in step.gaps:
                 room[gap] = 0
-            for s, to, of, flipped in pieces:
-                part = (x if s is None else blocks[s])[of]
-                room[to] = np.flip(part, d) if flipped else part
+            for (_, to, _, _), part in zip(pieces, come(x, blocks), strict=True):
+                room[to] = part
             return sealed(whole)
 
-        shape, dtype = way.shape, x.dtype
-        few = prod(shape) * x.itemsize <= COPIED
-        pieces = [(None, *place) for place in step.own]
-        pieces += [(s, *place) for s, _, places in step.takes for place in places]
-        places = [window, *step.gaps, *(to for _, to, _, _ in pieces)]
-        at_once: Any = joiner(shape, dtype, places) if few else None
-        zeros_there = [np.zeros(shape, dtype)[gap] for gap in step.gaps] if few else []
         x_shape = x.shape
         to = {t: _one_index([(of[d].start, of[d].stop) for of in ranges], d) for t, ranges in step.sends}
         parts = [to.get(k) for k in range(line.size)]

@@ -105,16 +105,17 @@ _BUCKET = 4 << 20
 class _Bucket:
     """Sums owed to leaves, over one group and of one dtype: sent together when they are many, or at the end."""
 
-    def __init__(self, worker: Worker, axes: tuple[str, ...]):
+    def __init__(self, worker: Worker, kind: tuple[tuple[str, ...], np.dtype]):
         self.worker = worker
-        self.axes = axes
+        self.kind = kind
         self.blocks: list[np.ndarray] = []
         self.nbytes = 0
         self.handle: Handle | None = None
 
     def send(self) -> None:
-        group = self.worker.group(self.axes)
-        call = _sum_of_gradients(self.axes, self.blocks[0].dtype, tuple([b.shape for b in self.blocks]))
+        axes, dtype = self.kind
+        group = self.worker.group(axes)
+        call = _sum_of_gradients(axes, dtype, tuple([b.shape for b in self.blocks]))
         blocks, self.blocks = self.blocks, []  # whoever sums them keeps them for as long as need be
         program = self.worker.program
         if program is None:
@@ -144,8 +145,8 @@ class _Owed:
         self.index = len(bucket.blocks) - 1
 
     def begin(self) -> None:
-        if self.bucket.nbytes >= _BUCKET and self.bucket.handle is None:
-            self.sums.send(self.bucket)
+        if self.bucket.nbytes >= _BUCKET:
+            self.sums.send_one(self.bucket)
 
     def wait(self) -> np.ndarray:
         if self.sums.open:
@@ -169,15 +170,20 @@ class OwedSums:
         kind = (axes, g.dtype)
         bucket = self.open.get(kind)
         if bucket is None:
-            bucket = self.open[kind] = _Bucket(self.worker, axes)
+            bucket = self.open[kind] = _Bucket(self.worker, kind)
         bucket.blocks.append(g)
         bucket.nbytes += g.nbytes
         return _Owed(self, bucket)
 
-    def send(self, full: _Bucket | None = None) -> None:
-        """Send a full bucket; else what is left, in the order in which the buckets were begun."""
-        sent = [kind for kind, bucket in self.open.items() if full is None or bucket is full]
-        for bucket in [self.open.pop(kind) for kind in sent]:
+    def send_one(self, bucket: _Bucket) -> None:
+        """Send an open bucket."""
+        del self.open[bucket.kind]
+        bucket.send()
+
+    def send(self) -> None:
+        """Send what is left, in the order in which the buckets were begun."""
+        left, self.open = self.open, {}
+        for bucket in left.values():
             bucket.send()
 
 

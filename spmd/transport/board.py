@@ -35,7 +35,7 @@ RUNNING, WAITING, FAILED, FOLLOWS, LEFT = range(5)
 """What a process does. FAILED: it ends with an error of its own. FOLLOWS: it ends with another's."""
 
 _GROUPS = 256
-"""Groups whose meetings a row counts: the latest ones."""
+"""Groups whose meetings a row counts: those that were new the latest."""
 
 _RANKS = 1024
 """Ranks that a row can name; of larger jobs only the others' states are known."""
@@ -153,7 +153,7 @@ class Board:
         head[_BEAT] += 1
 
     def _count(self) -> None:
-        """Write how many meetings it has come to, of the group that it has come to last at the end."""
+        """Write how many meetings it has come to. The group that it has come to last is the last that gets a place."""
         for meetings in (*self.changed, self.coming):
             if meetings is not None:
                 self.met[self._place(meetings)] = meetings.count
@@ -295,7 +295,7 @@ class Board:
             waits = kept
 
     def beats(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """What changes with the rows of some processes, and with the meetings that they come to."""
+        """What changes with the rows of some processes, and with the meetings that they come to, once they tell."""
         return tuple(int(self.rows[r]["beat"]) + int(self.rows[r]["met"].sum()) for r in ranks)
 
     def have_told(self, ranks: Iterable[int]) -> bool:

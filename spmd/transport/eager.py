@@ -15,7 +15,7 @@ import numpy as np
 
 from spmd.kernels.buffers import address
 from spmd.transport.base import Call, Eager, Make, Shape, Way
-from spmd.transport.headers import RIDES, WORD, Headers, name_of, told
+from spmd.transport.headers import RIDES, Headers, name_of, stamped, told
 
 if TYPE_CHECKING:
     from spmd.transport.verbs import ProcessComm
@@ -97,7 +97,7 @@ class Repeated:
             if begin is None:
                 return long(comm, x)
         comm.number += 1
-        name = self.name + (transport.runs << 32) + comm.number & WORD  # as `name_of`
+        name = stamped(self.name, transport.runs, comm.number)
         said = channel.said
         for words, place, header, piece in self.out.get(said) or self._places(said):
             words[0] = name

@@ -19,7 +19,7 @@ from spmd.device import owned
 from spmd.errors import TransportError, message
 from spmd.transport.base import Call, Shape, sealed
 
-__all__ = ["MAX_NDIM", "RIDES", "ROOM", "WORD", "Headers", "digest", "name_of", "told"]
+__all__ = ["MAX_NDIM", "RIDES", "ROOM", "Headers", "digest", "name_of", "stamped", "told"]
 
 ROOM = 1024
 """Bytes of a header, at most."""
@@ -34,7 +34,7 @@ ASKS = 256
 PLACED = 512
 """Added to the rank where the block is read from the sender's arena. Then its strides follow, and where it begins."""
 
-WORD = (1 << 64) - 1
+_WORD = (1 << 64) - 1
 """The largest word."""
 
 
@@ -50,7 +50,12 @@ def name_of(call: Call, run: int, number: int) -> int:
     if name is None:
         op, axes, detail, dtype, shape = call.key
         name = call.number = digest(op, axes, detail, np.dtype(dtype).str, shape)
-    return name + (run << 32) + number & WORD  # calls' names differ by far more
+    return stamped(name, run, number)
+
+
+def stamped(name: int, run: int, number: int) -> int:
+    """The name of a call, in a map and as one of its collectives: calls' names differ by far more."""
+    return name + (run << 32) + number & _WORD
 
 
 @lru_cache(maxsize=4096)

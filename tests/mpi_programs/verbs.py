@@ -281,6 +281,7 @@ def again(worker, axes: tuple[str, ...]) -> dict[str, object]:
         "half": lambda turn: spmd.psum(even(turn, dtype="float16"), axes),
         "gather": lambda turn: spmd.all_gather(uneven(turn), axes, tiled=True),
         "collect": lambda turn: spmd.all_gather(uneven(turn, "complex64"), axes, tiled=True, to="invariant"),
+        "gather columns": lambda turn: spmd.all_gather(even(turn), axes, axis=1, tiled=True),
         "stack": lambda turn: spmd.all_gather(uneven(turn), axes, axis=1),
         "swapped": lambda turn: spmd.all_gather(uneven(turn, ">f4"), axes, tiled=True),
         "scatter": lambda turn: spmd.psum_scatter(even(turn, (4 * n + 1, 2)), axes, tiled=True),
@@ -296,6 +297,13 @@ def again(worker, axes: tuple[str, ...]) -> dict[str, object]:
         "wide halo": lambda turn: spmd.halo_exchange(even(turn), P(axes), ((5, 0),), "zero", shape=(4 * n, 3)),
         "learnt halo": lambda turn: spmd.halo_exchange(uneven(turn), P(axes), ((1, 1),), "zero"),
         "trimmed halo": lambda turn: spmd.halo_exchange(even(turn), P(axes), ((2, -1),), "periodic", shape=(4 * n, 3)),
+        "edge halo": lambda turn: spmd.halo_exchange(even(turn), P(axes), ((3, 2),), "edge", shape=(4 * n, 3)),
+        "halo around one row": lambda turn: spmd.halo_exchange(
+            even(turn, (int(k == n - 1), 3)), P(axes), ((2, 3),), "reflect", sizes=[(0,) * (n - 1) + (1,)]
+        ),
+        "halo of columns": lambda turn: spmd.halo_exchange(
+            even(turn), P(None, axes), ((0, 0), (1, 2)), shape=(4, 3 * n)
+        ),
         "halo that does not fit": lambda turn: spmd.halo_exchange(
             even(turn, (4, 3 + (turn % 4 == 3 and k == 0))), P(axes), ((1, 1),), "periodic", sizes=[(4,) * n]
         ),
