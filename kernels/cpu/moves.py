@@ -12,7 +12,7 @@ import numpy as np
 from spmd.kernels import buffers, streams, team
 from spmd.kernels.cpu.chunks import CACHE, accurate, into_rows
 
-__all__ = ["add_boxes", "combine", "joiner", "small_fold", "unpack"]
+__all__ = ["add_boxes", "combine", "unpack"]
 
 _FOLDS = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
