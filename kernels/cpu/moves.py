@@ -99,11 +99,10 @@ def _sum(out: np.ndarray, *blocks: np.ndarray) -> None:
 def _in_turn(shape: tuple[int, ...], places: Sequence[Any]) -> list[int] | None:
     """The order in which blocks fill a small array of this shape one after the other, each without a break; None where
     they do not. places: the index of each. Blocks of nothing are left out."""
-    entries = np.arange(prod(shape)).reshape(shape)
-    found = [entries[place].reshape(-1) for place in places]
+    entries = np.arange(prod(shape))
+    found = [entries.reshape(shape)[place].reshape(-1) for place in places]
     order = sorted((k for k, some in enumerate(found) if some.size), key=lambda k: found[k][0])
-    laid = [entry for k in order for entry in found[k].tolist()]
-    return order if laid == list(range(entries.size)) else None
+    return order if np.array_equal(np.concatenate([entries[:0], *(found[k] for k in order)]), entries) else None
 
 
 def joiner(shape: tuple[int, ...], dtype: np.dtype, places: Sequence[Any]) -> Callable[[Sequence[Any]], Any] | None:

@@ -74,20 +74,17 @@ _PULSE = 0.25
 class Meetings:
     """Those of a group.
 
-    group: its number, alike in all processes. ranks: of its members. count: how often this process has come to one.
+    group: its number, alike in all processes. members: a bit for each of its ranks. count: how often this process has
+    come to one.
     """
 
-    __slots__ = ("count", "group", "ranks")
+    __slots__ = ("count", "group", "members")
 
     def __init__(self, group: int, ranks: Sequence[int]):
-        self.group, self.ranks = group, ranks
-        self.count = 0
-
-    def mask(self) -> np.ndarray:
-        """A bit for each rank of the group."""
+        self.group, self.count = group, 0
         bits = np.zeros(_RANKS, bool)
-        bits[[r for r in self.ranks if r < _RANKS]] = True
-        return np.packbits(bits)
+        bits[[r for r in ranks if r < _RANKS]] = True
+        self.members = np.packbits(bits)
 
 
 class Board:
@@ -148,7 +145,7 @@ class Board:
         head[_GROUP], head[_MEETING], head[_RUN] = meetings.group, meetings.count, run
         if self.shown is not meetings:
             self.shown = meetings
-            self.members[:] = meetings.mask()
+            self.members[:] = meetings.members
         head[_STATE] = WAITING
         head[_BEAT] += 1
 
