@@ -22,8 +22,11 @@ from spmd.kernels.threads import pool
 
 __all__ = ["LEAST", "copy", "each", "flat", "least", "of", "part", "parts", "plain", "run", "spans"]
 
-_PAYS = 90e-6
-"""Seconds of a thread that pay for a helper, who is there 35 us later or more, and whose end is seen as late."""
+_CALL = 36e-6, 160e-6
+"""Seconds that a call of a helper and its end are taken to last, at least and at most: one that was measured in a bad
+moment is not to keep 64 MB from being split."""
+_PAYS = 2.5
+"""How often that is in the seconds of a thread that pay for a helper: two threads copy less than twice as much."""
 _PART = 1 << 20
 """The least `part`, whatever is measured."""
 LEAST = 2 * _PART
@@ -62,16 +65,24 @@ def least() -> int:
 
 @lru_cache(maxsize=1)
 def part() -> int:
-    """The bytes that a thread copies in the time that pays for a helper, 1 MB at least. Measured once, in a
-    millisecond: from machine to machine it differs by a factor of four. What is copied is in the caches, as blocks
-    mostly are that have just been made."""
+    """The bytes that a thread copies in the time that pays for a helper, 1 MB at least. Measured once, in two
+    milliseconds: from machine to machine a copy differs by a factor of four, and so does a call, for a core that lies
+    idle may have to be woken. What is copied is in the caches, as blocks mostly are that have just been made."""
     x, y = np.ones(_PART, np.uint8), np.zeros(_PART, np.uint8)
-    seconds = []
-    for _ in range(5):
-        started = time.perf_counter()
-        np.copyto(y, x)
-        seconds.append(time.perf_counter() - started)
-    return max(_PART, int(_PART * _PAYS / min(seconds)))
+    copies = [_seconds(lambda: np.copyto(y, x)) for _ in range(5)]
+    _, *calls = [_seconds(lambda: _done([_Task(_nothing), _Task(_nothing)])) for _ in range(6)]  # one starts a thread
+    call = min(max(sorted(calls)[2], _CALL[0]), _CALL[1])
+    return max(_PART, int(_PART * _PAYS * call / min(copies)))
+
+
+def _nothing() -> None:
+    pass
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
 
 
 def parts(nbytes: int, cores: int | None = None) -> int:
