@@ -15,7 +15,7 @@ from spmd.device import COPIED, empty, put
 from spmd.errors import LayoutError, describe, message
 from spmd.kernels.cpu.moves import joiner, places
 from spmd.layout import Box, Layout
-from spmd.mesh import here
+from spmd.mesh import WORKER, here
 from spmd.operators.base import Launched, Operator, Shape, interned, kept, operate, sealed
 from spmd.plan import Move, plan
 from spmd.state import INVARIANT, VARYING, State, state_of
@@ -188,25 +188,24 @@ class Accumulate(_Relayout):
         return interned(Repartition, self.axes, self.dst, self.src)
 
 
-def _layouts(where: str, src: Layout, dst: Layout, argument: str) -> tuple[str, ...]:
-    """The axes of two layouts, checked: the one that `argument` names may hold no varying copies."""
-    sides = here(f"spmd.{where}").mesh.sides
+def _operator(kind: type[_Relayout], src: Layout, dst: Layout) -> _Relayout:
+    sides = (WORKER.get() or here(f"spmd.{kind.function}")).mesh.sides
     try:
-        return _checked(where, src, dst, argument, sides)
+        return _made(kind, src, dst, sides)
     except TypeError:  # no layouts
-        return _checked.__wrapped__(where, src, dst, argument, sides)
+        return _made.__wrapped__(kind, src, dst, sides)
 
 
 @lru_cache(maxsize=1024)
-def _checked(
-    where: str, src: Layout, dst: Layout, argument: str, sides: tuple[tuple[str, int], ...]
-) -> tuple[str, ...]:
+def _made(kind: type[_Relayout], src: Layout, dst: Layout, sides: tuple[tuple[str, int], ...]) -> _Relayout:
+    """The operator from one layout to the other, checked: only what it adds may have varying copies."""
+    where, argument = f"spmd.{kind.function}", "dst" if kind is Accumulate else "src"
     axes, copying = dict(sides), src if argument == "src" else dst
     for name, layout in (("src", src), ("dst", dst)):
         if not isinstance(layout, Layout) or any(axes.get(n) != size for n, size in layout.axes.items()):
             raise LayoutError(
                 message(
-                    f"spmd.{where}",
+                    where,
                     argument=name,
                     got=describe(layout),
                     need=f"a Layout over axes of the mesh, {dict(axes)}",
@@ -216,7 +215,7 @@ def _checked(
         if layout.spec is None and layout.copies == "invariant" and layout.has_copies:
             raise LayoutError(
                 message(
-                    f"spmd.{where}",
+                    where,
                     argument=name,
                     got=f"{layout}, whose copies are one value on workers that no axis tells apart",
                     need="copies that vary, or that lie along axes of a spec",
@@ -226,7 +225,7 @@ def _checked(
     if src.shape != dst.shape or [*src.axes.items()] != [*dst.axes.items()]:
         raise LayoutError(
             message(
-                f"spmd.{where}",
+                where,
                 argument="dst",
                 got=f"{dst}",
                 need=f"the shape {src.shape} and the axes {src.axes} of src, in this order, which numbers the workers",
@@ -236,14 +235,14 @@ def _checked(
     if copying.copies == "varying" and copying.has_copies:
         raise LayoutError(
             message(
-                f"spmd.{where}",
+                where,
                 argument=argument,
                 got=f"{copying}, of which several workers hold a value each for one block",
                 need="one value for each block",
                 mend="spmd.accumulate(x, src, dst) adds such copies" if argument == "src" else "repartition to it",
             )
         )
-    return tuple(src.axes)
+    return interned(kind, tuple(src.axes), src, dst)
 
 
 def repartition(x, src: Layout, dst: Layout):
@@ -258,8 +257,7 @@ def repartition(x, src: Layout, dst: Layout):
     States: Varying along the axes that split a layout or hold its varying copies, Invariant along the others.
     Raises LayoutError where the layouts do not fit each other or the block, or src has varying copies.
     """
-    axes = _layouts("repartition", src, dst, "src")
-    return operate(interned(Repartition, axes, src, dst), x, sys._getframe(1))
+    return operate(_operator(Repartition, src, dst), x, sys._getframe(1))
 
 
 def accumulate(x, src: Layout, dst: Layout):
@@ -269,5 +267,4 @@ def accumulate(x, src: Layout, dst: Layout):
     copies one is taken. Adjoint: `repartition` from dst to src. Arguments as for `repartition`; dst has no varying
     copies. Where copies are added booleans are counted, and an Invariant array is refused (StateError).
     """
-    axes = _layouts("accumulate", src, dst, "dst")
-    return operate(interned(Accumulate, axes, src, dst), x, sys._getframe(1))
+    return operate(_operator(Accumulate, src, dst), x, sys._getframe(1))
