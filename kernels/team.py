@@ -20,7 +20,7 @@ import numpy as np
 from spmd.kernels import streams
 from spmd.kernels.threads import pool
 
-__all__ = ["LEAST", "copy", "each", "flat", "least", "of", "part", "parts", "plain", "run", "spans"]
+__all__ = ["LEAST", "copy", "each", "flat", "for_all", "least", "of", "part", "parts", "plain", "run", "spans"]
 
 _CALL = 36e-6, 160e-6
 """Seconds that a call of a helper and its end are taken to last, at least and at most: one that was measured in a bad
@@ -38,7 +38,7 @@ _here = threading.local()
 class of:
     """Within the block the work of this thread may be split over cores() cores, which is asked when there is work.
 
-    seconds: for how long it was split.
+    seconds: for how long it was split, or done for all (`for_all`).
     """
 
     __slots__ = ("before", "cores", "seconds")
@@ -56,6 +56,18 @@ class of:
         _here.team = self.before
         if self.before is not None:
             self.before.seconds += self.seconds
+
+
+def for_all(make: Callable[[], Any]) -> Any:
+    """What a function gives that works for others too, who wait for it: split or not, no core can do anything else."""
+    team = getattr(_here, "team", None)
+    if team is None:
+        return make()
+    started, before = time.perf_counter(), team.seconds
+    try:
+        return make()
+    finally:
+        team.seconds = before + time.perf_counter() - started
 
 
 def least() -> int:

@@ -6,13 +6,14 @@ import copy
 import pickle
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
 
 import spmd
 from spmd import P, scheduling
-from spmd.kernels import team
+from spmd.kernels import cpu, team
 from spmd.scheduling import Trial
 from spmd.transport.base import ONE_BY_ONE, Outcome
 
@@ -104,6 +105,34 @@ def test_auto_counts_what_all_cores_do_for_nothing(cores, chosen, monkeypatch):
         for _ in range(2):
             assert mapped(x).shape == (1224, 1024)
         assert set(mesh.chosen.values()) == {chosen}
+
+
+@pytest.mark.parametrize("verb", [spmd.psum, partial(spmd.psum_scatter, tiled=True)])
+def test_what_one_worker_makes_for_all_is_nothing_that_threads_would_do_sooner(verb, monkeypatch):
+    """The sum of large blocks takes long, with nobody who helps: under threads it would, too."""
+    monkeypatch.setattr(scheduling, "usable_cores", lambda: 4)
+    monkeypatch.setattr(scheduling, "_LONG", 0.02)
+    monkeypatch.setattr(scheduling, "_SURE", 0.02)
+    monkeypatch.setattr(team, "part", lambda: 1 << 40)
+    combine, made = cpu.combine, []
+
+    def slow(*args, **kwargs):
+        made.append(time.sleep(0.1))
+        return combine(*args, **kwargs)
+
+    monkeypatch.setattr(cpu, "combine", slow)
+
+    def body(x):
+        for _ in range(3):  # by the verbs, then by the short way
+            verb(x, "x")
+
+    x = np.ones((4, team.LEAST // 4), np.float32)
+    with spmd.Mesh(x=2, scheduler="auto") as mesh:
+        mapped = spmd.map(body, ROWS, None)
+        for _ in range(3):
+            mapped(x)
+        assert set(mesh.chosen.values()) == {L}
+    assert len(made) == 9 * (1 if verb is spmd.psum else 2)
 
 
 def calls(seconds: dict[str, list[float]], monkeypatch, cores: int = 4, size: int = 2) -> list[str]:

@@ -50,7 +50,7 @@ def test_what_pays_is_measured_once(monkeypatch):
     ):
         assert team.part() == found
         team.part.cache_clear()
-        lasts = [9 * copy, copy, 2 * copy, copy, copy] + [1.0, 9 * call, call, call, 0.0, call]
+        lasts = [9 * copy, copy, 2 * copy, copy, copy, 1.0, 9 * call, call, call, 0.0, call]
         clock = itertools.accumulate(itertools.chain(*[(0.5, s) for s in lasts]))
         monkeypatch.setattr(team.time, "perf_counter", clock.__next__)
         found = team.part()

@@ -547,7 +547,7 @@ class HaloExchange(_Halo):
         to = {t: _one_index([(of[d].start, of[d].stop) for of in ranges], d) for t, ranges in step.sends}
         parts = [to.get(k) for k in range(line.size)]
         supposed = None if key in self._ways else (d, way.bound.sizes[d])
-        return Eager(line, parts, maker, supposed=supposed, slight=not few and way.has_room(x))
+        return Eager(line, parts, maker, supposed=supposed, slight=not few and way.has_room(x), apart=True)
 
     @cached_property
     def _ways(self) -> dict[Any, _Way]:
@@ -716,7 +716,7 @@ class HaloAccumulate(_Halo):
                 _add_ranges(out, m, blocks[t], d)
             return sealed(out)
 
-        return Eager(line, [parts.get(s) for s in range(line.size)], maker)
+        return Eager(line, [parts.get(s) for s in range(line.size)], maker, apart=True)
 
     @cached_property
     def _known(self) -> dict[Any, tuple[list[Stage], HaloAccumulate]]:

@@ -269,7 +269,7 @@ class Steps:
 class Outcome:
     """How a run of all workers ended: their results, how long it took, and how often they waited.
 
-    shared: the seconds of it in which several cores worked for one worker.
+    shared: the seconds of it in which several cores worked for one worker, or one worker for all.
     """
 
     __slots__ = ("results", "seconds", "shared", "switches")
@@ -332,6 +332,7 @@ class Eager(NamedTuple):
     taken: tuple[int, ...] | None = None
     supposed: tuple[int, tuple[int, ...]] | None = None
     slight: bool = False
+    apart: bool = False
 
     @property
     def light(self) -> bool:

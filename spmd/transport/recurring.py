@@ -154,7 +154,8 @@ class Recurring:
                     if len(m.known) >= _KNOWN:
                         m.known.clear()
                     m.known[members] = make
-            met.blocks = make(met.blocks)
+            alone = self.large and not self.way.apart
+            met.blocks = team.for_all(partial(make, met.blocks)) if alone else make(met.blocks)
         except Exception:
             return False
         return True
