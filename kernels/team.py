@@ -58,8 +58,10 @@ class of:
             self.before.seconds += self.seconds
 
 
-def for_all(make: Callable[[], Any]) -> Any:
-    """What a function gives that works for others too, who wait for it: split or not, no core can do anything else."""
+def for_all(make: Callable[[], Any], share: float) -> Any:
+    """What a function gives that one thread calls for all who wait for it: split or not, the cores of those can do
+    nothing else. share: how many of all workers that are. What is not split counts for as much, for others could do
+    the like at the same time."""
     team = getattr(_here, "team", None)
     if team is None:
         return make()
@@ -67,7 +69,8 @@ def for_all(make: Callable[[], Any]) -> Any:
     try:
         return make()
     finally:
-        team.seconds = before + time.perf_counter() - started
+        alone = time.perf_counter() - started - (team.seconds - before)
+        team.seconds += alone * share
 
 
 def least() -> int:
@@ -77,12 +80,12 @@ def least() -> int:
 
 @lru_cache(maxsize=1)
 def part() -> int:
-    """The bytes that a thread copies in the time that pays for a helper, 1 MB at least. Measured once, in two
+    """The bytes that a thread copies in the time that pays for a helper, 1 MB at least. Measured once, in a few
     milliseconds: from machine to machine a copy differs by a factor of four, and so does a call, for a core that lies
     idle may have to be woken. What is copied is in the caches, as blocks mostly are that have just been made."""
     x, y = np.ones(_PART, np.uint8), np.zeros(_PART, np.uint8)
     copies = [_seconds(lambda: np.copyto(y, x)) for _ in range(5)]
-    _, *calls = [_seconds(lambda: _done([_Task(_nothing), _Task(_nothing)])) for _ in range(6)]  # one starts a thread
+    _, *calls = [_seconds(lambda: run([_nothing, _nothing])) for _ in range(6)]  # one starts a thread
     call = min(max(sorted(calls)[2], _CALL[0]), _CALL[1])
     return max(_PART, int(_PART * _PAYS * call / min(copies)))
 
@@ -101,9 +104,10 @@ def parts(nbytes: int, cores: int | None = None) -> int:
     """Into how many parts to split what copies so many bytes, or takes as long: 1 where nobody helps. cores: of the
     team, where that is known, for the system takes 5 us to tell."""
     team = getattr(_here, "team", None) if nbytes >= LEAST else None
-    if team is None or nbytes < least():
+    if team is None:
         return 1
-    return max(1, min(team.cores() if cores is None else cores, nbytes // part()))
+    cores = team.cores() if cores is None else cores
+    return 1 if cores < 2 else max(1, min(cores, nbytes // part()))
 
 
 def plain(nbytes: int) -> bool:

@@ -6,6 +6,7 @@ import copy
 import pickle
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 
 import numpy as np
@@ -107,32 +108,69 @@ def test_auto_counts_what_all_cores_do_for_nothing(cores, chosen, monkeypatch):
         assert set(mesh.chosen.values()) == {chosen}
 
 
-@pytest.mark.parametrize("verb", [spmd.psum, partial(spmd.psum_scatter, tiled=True)])
-def test_what_one_worker_makes_for_all_is_nothing_that_threads_would_do_sooner(verb, monkeypatch):
-    """The sum of large blocks takes long, with nobody who helps: under threads it would, too."""
-    monkeypatch.setattr(scheduling, "usable_cores", lambda: 4)
-    monkeypatch.setattr(scheduling, "_LONG", 0.02)
-    monkeypatch.setattr(scheduling, "_SURE", 0.02)
-    monkeypatch.setattr(team, "part", lambda: 1 << 40)
+def sums_that_last(monkeypatch, seconds: float) -> list:
+    """Sums of blocks take so long, with nobody who helps. Gives a list that grows with each."""
     combine, made = cpu.combine, []
 
     def slow(*args, **kwargs):
-        made.append(time.sleep(0.1))
+        made.append(time.sleep(seconds))
         return combine(*args, **kwargs)
 
     monkeypatch.setattr(cpu, "combine", slow)
+    monkeypatch.setattr(team, "part", lambda: 1 << 40)
+    return made
+
+
+@pytest.mark.parametrize("ledgers", [0, 1])  # with one of them all goes by the verbs
+@pytest.mark.parametrize("verb", [spmd.psum, partial(spmd.psum_scatter, tiled=True)])
+def test_what_one_worker_makes_for_all_is_nothing_that_threads_would_do_sooner(verb, ledgers, monkeypatch):
+    """The sum of large blocks takes long: under threads it would, too."""
+    monkeypatch.setattr(scheduling, "usable_cores", lambda: 4)
+    monkeypatch.setattr(scheduling, "_LONG", 0.02)
+    monkeypatch.setattr(scheduling, "_SURE", 0.02)
+    made = sums_that_last(monkeypatch, 0.1)
 
     def body(x):
-        for _ in range(3):  # by the verbs, then by the short way
+        for _ in range(3):
             verb(x, "x")
 
     x = np.ones((4, team.LEAST // 4), np.float32)
-    with spmd.Mesh(x=2, scheduler="auto") as mesh:
+    with spmd.Mesh(x=2, scheduler="auto") as mesh, ExitStack() as stack:
+        for _ in range(ledgers):
+            stack.enter_context(spmd.ledger())
         mapped = spmd.map(body, ROWS, None)
         for _ in range(3):
             mapped(x)
         assert set(mesh.chosen.values()) == {L}
     assert len(made) == 9 * (1 if verb is spmd.psum else 2)
+
+
+def test_what_is_made_for_one_group_of_several_counts(monkeypatch):
+    """Under threads all groups' sums are made at once."""
+    monkeypatch.setattr(scheduling, "usable_cores", lambda: 4)
+    monkeypatch.setattr(scheduling, "_LONG", 0.02)
+    monkeypatch.setattr(scheduling, "_SURE", 0.02)
+    made = sums_that_last(monkeypatch, 0.2)
+
+    def body(x):
+        for _ in range(3):
+            spmd.psum(x, "x")
+
+    x = np.ones((2, 4 * team.LEAST // 4), np.float32)
+    with spmd.Mesh(x=2, y=4, scheduler="auto") as mesh:
+        mapped = spmd.map(body, P("x", "y"), None)
+        for _ in range(2):
+            mapped(x)
+        assert set(mesh.chosen.values()) == {T}
+    assert len(made) == 2 * 3 * 4
+
+
+def test_split_work_counts_once():
+    with team.of(lambda: 2) as crew:
+        started = time.perf_counter()
+        team.for_all(lambda: (time.sleep(0.05), team.run([partial(time.sleep, 0.1)] * 2)), 0.5)
+        elapsed = time.perf_counter() - started
+    assert 0.1 + 0.025 <= crew.seconds <= elapsed - 0.025
 
 
 def calls(seconds: dict[str, list[float]], monkeypatch, cores: int = 4, size: int = 2) -> list[str]:

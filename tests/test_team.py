@@ -50,8 +50,9 @@ def test_what_pays_is_measured_once(monkeypatch):
     ):
         assert team.part() == found
         team.part.cache_clear()
-        lasts = [9 * copy, copy, 2 * copy, copy, copy, 1.0, 9 * call, call, call, 0.0, call]
-        clock = itertools.accumulate(itertools.chain(*[(0.5, s) for s in lasts]))
+        copies = [(0.5, s) for s in (9 * copy, copy, 2 * copy, copy, copy)]
+        calls = [(0.5, 0.0, s) for s in (1.0, 9 * call, call, call, 0.0, call)]
+        clock = itertools.accumulate(itertools.chain(*copies, *calls))
         monkeypatch.setattr(team.time, "perf_counter", clock.__next__)
         found = team.part()
         assert found == pytest.approx(pays, rel=1e-6)

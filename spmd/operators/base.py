@@ -340,13 +340,12 @@ def _prepare(
     op: Collective, x: np.ndarray, state: State | None, worker: Worker, frame: FrameType | None, key: Any
 ) -> Any:
     """What a line of the user's calls with such a block. False where that is not the same each time, or not all there
-    is to do, which may come to be that of others and does no harm; None where the state is a wrong one."""
+    is to do, which may come to be that of others and does no harm; None where that is not known yet."""
     if frame is not None and caller(frame) is not frame:
         bounded(worker.prepared)[key] = _ABOVE
         return _ABOVE
-    try:
-        taken = None if state is None else admitted(op, x, state, worker)
-    except StateError:  # Who admits it says what it is, and why not.
+    admitted = None if state is None else op.admits.get(state)
+    if admitted is None and state is not None:
         return None
     counts = op.adds and x.dtype.kind == "b"
     if counts or type(op) is Vary or worker.mesh.places is not None:
@@ -355,7 +354,7 @@ def _prepare(
     group = worker.group(op.axes)
     op.check(group, x)
     call = _call(op, x, worker, frame, None, False)
-    known = bounded(worker.prepared)[key] = _Prepared(op, x.dtype, group, call, taken)
+    known = bounded(worker.prepared)[key] = _Prepared(op, x.dtype, group, call, admitted)
     return known
 
 

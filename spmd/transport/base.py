@@ -322,7 +322,8 @@ class Eager(NamedTuple):
     same: all members make the same of the same blocks. taken: where the new block is that of a member as it is, who
     that is, if anyone sends one. supposed: (d, lengths): the members' blocks have these lengths in dimension d, or it
     goes another way. slight: the new block is made around the own one, if that lies as it does now, so that little is
-    written however large it is.
+    written however large it is. apart: by `launch` each member makes its own result, at the same time where they have
+    cores; else the last to come makes those of all.
     """
 
     group: Group

@@ -189,7 +189,7 @@ class Run:
 
     def make(self, group: Group, nbytes: int, make: Callable[[], Any]) -> Any:
         """What one worker makes for its group of so many bytes."""
-        return make() if nbytes < team.LEAST else team.for_all(make)
+        return make() if nbytes < team.LEAST else team.for_all(make, group.size / self.size)
 
     def post(self, comm: LocalComm, group: Group, call: Call, payload: Any, finish) -> Meeting:
         """Leave a call and its payload in the group's meeting; the last to come completes it."""

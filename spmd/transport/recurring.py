@@ -110,7 +110,7 @@ class Recurring:
                 if run.gatherings and run.gatherings.get(key) is met:
                     run.turn_down(key)
                 raise
-        elif self._complete(met):
+        elif self._complete(met, run.size):
             del gatherings[key]
             met.done = True
             run.wake(met)
@@ -139,7 +139,7 @@ class Recurring:
         d, lengths = self.way.supposed
         return all(m.shape[d] == n for m, n in zip(members, lengths, strict=True))
 
-    def _complete(self, met: Gathering) -> bool:
+    def _complete(self, met: Gathering, workers: int) -> bool:
         """Make all results of all blocks. False where that is to be found out, or to fail, by the verbs."""
         members = tuple(met.members)
         try:
@@ -149,20 +149,27 @@ class Recurring:
                     return False
                 if not all(m._supposes(members) for m in members):
                     return False
-                make = _makers(members)
+                make = _makers(members, workers)
                 for m in members:  # whoever is the last the next time
                     if len(m.known) >= _KNOWN:
                         m.known.clear()
                     m.known[members] = make
-            alone = self.large and not self.way.apart
-            met.blocks = team.for_all(partial(make, met.blocks)) if alone else make(met.blocks)
+            met.blocks = make(met.blocks)
         except Exception:
             return False
         return True
 
 
-def _makers(members: tuple[Recurring, ...]) -> _Makers:
-    """What makes the results of all members of all their blocks."""
+def _makers(members: tuple[Recurring, ...], workers: int) -> _Makers:
+    """What makes the results of all members, of so many workers, of all their blocks."""
+    large = any(m.large for m in members)
+    make, share = _made_by(members, large), len(members) / workers
+    if not large or members[0].way.apart:
+        return make
+    return lambda blocks: team.for_all(partial(make, blocks), share)
+
+
+def _made_by(members: tuple[Recurring, ...], large: bool) -> _Makers:
     size = len(members)
     ways = [m.way for m in members]
     makers = [way.maker(tuple(m.shapes[k] for m in members)) for k, way in enumerate(ways)]
@@ -196,4 +203,4 @@ def _makers(members: tuple[Recurring, ...]) -> _Makers:
         sizes[:] = [y.nbytes for y, _ in made]  # at once: maps of other threads may learn them too
         return made
 
-    return together if any(m.large for m in members) else each
+    return together if large else each
