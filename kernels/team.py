@@ -106,8 +106,8 @@ def parts(nbytes: int, cores: int | None = None) -> int:
     team = getattr(_here, "team", None) if nbytes >= LEAST else None
     if team is None:
         return 1
-    cores = team.cores() if cores is None else cores
-    return 1 if cores < 2 else max(1, min(cores, nbytes // part()))
+    most = team.cores() if cores is None else cores
+    return 1 if most < 2 else max(1, min(most, nbytes // part()))
 
 
 def plain(nbytes: int) -> bool:
