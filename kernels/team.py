@@ -20,7 +20,7 @@ import numpy as np
 from spmd.kernels import streams
 from spmd.kernels.threads import pool
 
-__all__ = ["LEAST", "copy", "each", "flat", "for_all", "least", "of", "part", "parts", "plain", "run", "spans"]
+__all__ = ["LEAST", "copy", "each", "flat", "for_all", "of", "part", "parts", "plain", "run", "spans"]
 
 _CALL = 36e-6, 160e-6
 """Seconds that a call of a helper and its end are taken to last, at least and at most: one that was measured in a bad
@@ -71,11 +71,6 @@ def for_all(make: Callable[[], Any], share: float) -> Any:
     finally:
         alone = time.perf_counter() - started - (team.seconds - before)
         team.seconds += alone * share
-
-
-def least() -> int:
-    """The bytes from which on a copy is worth splitting on this machine, and never less than LEAST."""
-    return 2 * part()
 
 
 @lru_cache(maxsize=1)

@@ -26,10 +26,15 @@ def close(found, want):
     np.testing.assert_allclose(found, want, rtol=1e-12)
 
 
-def test_auto_settles_on_lockstep_for_short_work_and_threads_for_long(monkeypatch):
+def four_cores(monkeypatch, long: float, sure: float) -> None:
+    """There are four; threads may be sooner from `long` seconds between waits on, and are sure to be from `sure`."""
     monkeypatch.setattr(scheduling, "usable_cores", lambda: 4)
-    monkeypatch.setattr(scheduling, "_LONG", 0.02)
-    monkeypatch.setattr(scheduling, "_SURE", 0.02)
+    monkeypatch.setattr(scheduling, "_LONG", long)
+    monkeypatch.setattr(scheduling, "_SURE", sure)
+
+
+def test_auto_settles_on_lockstep_for_short_work_and_threads_for_long(monkeypatch):
+    four_cores(monkeypatch, 0.02, 0.02)
 
     @spmd.map(in_specs=ROWS, out_specs=P())
     def short(x):
@@ -59,9 +64,7 @@ def test_auto_settles_on_lockstep_for_short_work_and_threads_for_long(monkeypatc
 
 
 def test_auto_chooses_for_each_shape_anew(monkeypatch):
-    monkeypatch.setattr(scheduling, "usable_cores", lambda: 4)
-    monkeypatch.setattr(scheduling, "_LONG", 0.02)
-    monkeypatch.setattr(scheduling, "_SURE", 0.02)
+    four_cores(monkeypatch, 0.02, 0.02)
     seen = []
     with spmd.Mesh(x=2, scheduler="auto") as mesh:
         run = type(mesh).run
@@ -77,9 +80,7 @@ def test_auto_chooses_for_each_shape_anew(monkeypatch):
 
 def test_auto_does_not_go_by_a_first_run_that_is_slow(monkeypatch):
     """What it imports and compiles is no work of the body."""
-    monkeypatch.setattr(scheduling, "usable_cores", lambda: 4)
-    monkeypatch.setattr(scheduling, "_LONG", 0.02)
-    monkeypatch.setattr(scheduling, "_SURE", 0.02)
+    four_cores(monkeypatch, 0.02, 0.02)
     with spmd.Mesh(x=2, scheduler="auto") as mesh:
         left = [0.1, 0.1]
         mapped = spmd.map(lambda x: (left and time.sleep(left.pop()), x)[1], ROWS, ROWS)
@@ -95,10 +96,8 @@ def test_auto_counts_what_all_cores_do_for_nothing(cores, chosen, monkeypatch):
     copy = team._copy
     monkeypatch.setattr(team, "_copy", lambda *args: (time.sleep(0.3), copy(*args)))
     monkeypatch.setattr(team, "part", lambda: 1 << 20)
-    monkeypatch.setattr(scheduling, "usable_cores", lambda: 4)
     monkeypatch.setattr("spmd.transport.local.usable_cores", lambda: cores)
-    monkeypatch.setattr(scheduling, "_LONG", 0.06)
-    monkeypatch.setattr(scheduling, "_SURE", 0.06)
+    four_cores(monkeypatch, 0.06, 0.06)
     x = np.arange(1 << 20, dtype=float).reshape(-1, 1 << 10)
     with spmd.Mesh(x=2, scheduler="auto") as mesh:
         # There is no room for so much around a block: it is copied.
@@ -125,9 +124,7 @@ def sums_that_last(monkeypatch, seconds: float) -> list:
 @pytest.mark.parametrize("verb", [spmd.psum, partial(spmd.psum_scatter, tiled=True)])
 def test_what_one_worker_makes_for_all_is_nothing_that_threads_would_do_sooner(verb, ledgers, monkeypatch):
     """The sum of large blocks takes long: under threads it would, too."""
-    monkeypatch.setattr(scheduling, "usable_cores", lambda: 4)
-    monkeypatch.setattr(scheduling, "_LONG", 0.02)
-    monkeypatch.setattr(scheduling, "_SURE", 0.02)
+    four_cores(monkeypatch, 0.02, 0.02)
     made = sums_that_last(monkeypatch, 0.1)
 
     def body(x):
@@ -147,9 +144,7 @@ def test_what_one_worker_makes_for_all_is_nothing_that_threads_would_do_sooner(v
 
 def test_what_is_made_for_one_group_of_several_counts(monkeypatch):
     """Under threads all groups' sums are made at once."""
-    monkeypatch.setattr(scheduling, "usable_cores", lambda: 4)
-    monkeypatch.setattr(scheduling, "_LONG", 0.02)
-    monkeypatch.setattr(scheduling, "_SURE", 0.02)
+    four_cores(monkeypatch, 0.02, 0.02)
     made = sums_that_last(monkeypatch, 0.2)
 
     def body(x):
@@ -215,9 +210,7 @@ def test_where_threads_have_no_core_of_their_own_nothing_is_tried(monkeypatch):
 
 def test_both_schedulers_are_tried_where_it_is_not_clear(monkeypatch):
     """And every call gives the same bits, whichever it is."""
-    monkeypatch.setattr(scheduling, "usable_cores", lambda: 4)
-    monkeypatch.setattr(scheduling, "_LONG", 0.0)
-    monkeypatch.setattr(scheduling, "_SURE", 1e9)
+    four_cores(monkeypatch, 0.0, 1e9)
     with spmd.Mesh(x=2, scheduler="auto") as mesh:
         step = spmd.value_and_grad(spmd.map(lambda x: spmd.psum(np.sum(np.tanh(x) ** 2), "x"), ROWS, P()))
         laid_out = spmd.put(X, ROWS)
@@ -227,9 +220,7 @@ def test_both_schedulers_are_tried_where_it_is_not_clear(monkeypatch):
 
 
 def test_a_trial_is_made_by_threads_of_the_user_together(monkeypatch):
-    monkeypatch.setattr(scheduling, "usable_cores", lambda: 4)
-    monkeypatch.setattr(scheduling, "_LONG", 0.0)
-    monkeypatch.setattr(scheduling, "_SURE", 1e9)
+    four_cores(monkeypatch, 0.0, 1e9)
     mesh = spmd.Mesh(x=2, scheduler="auto")
     mapped = mesh.map(lambda x: spmd.psum(x.sum(), "x"), ROWS, P())
     with ThreadPoolExecutor(8) as pool:
