@@ -6,9 +6,11 @@ machine, with the stand-in for CuPy, `emulator.fake_cupy`.
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -71,6 +73,17 @@ def placed(x: np.ndarray):
 def scheduler(request) -> str:
     """The test runs once with each scheduler."""
     return request.param
+
+
+_stderr = os.dup(2)
+
+
+@pytest.fixture
+def no_hang() -> Iterator[None]:
+    """A test that hangs ends the run, and says where it hung."""
+    faulthandler.dump_traceback_later(60, exit=True, file=_stderr)
+    yield
+    faulthandler.cancel_dump_traceback_later()
 
 
 def pytest_runtest_setup(item) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextvars
 import faulthandler
-import functools
 import gc
 import os
 import random
@@ -15,55 +14,22 @@ import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Iterator
 from contextlib import suppress
 
-import greenlet
 import numpy as np
 import pytest
 from conftest import placed
-from launch import run_python
 from mpi_programs import timing, verbs
 from mpi_programs.parting import draw_call, execute, spoil
+from virtual_workers import all_is_well, in_process, living, mesh_of, run
 
 import spmd
 from spmd import P
 from spmd.errors import DeadlockError, LayoutError, MismatchError
 from spmd.kernels import threads
-from spmd.transport import local
 from spmd.transport.base import Call, Group
 
-_stderr = os.dup(2)
-
-
-@pytest.fixture(autouse=True)
-def no_hang() -> Iterator[None]:
-    """A test that hangs ends the run, and says where it hung."""
-    faulthandler.dump_traceback_later(60, exit=True, file=_stderr)
-    yield
-    faulthandler.cancel_dump_traceback_later()
-
-
-def mesh_of(scheduler: str, **axes: int) -> spmd.Mesh:
-    return spmd.Mesh(transport="local", scheduler=scheduler, **(axes or {"x": 4}))
-
-
-def run(mesh: spmd.Mesh, body) -> dict:
-    """body(worker) on every worker, on bare arrays."""
-    return mesh.run(body, tracked=False).results
-
-
-def all_is_well(mesh: spmd.Mesh) -> bool:
-    """Whether the workers work: what every test asks for after a failure."""
-    axes = tuple(mesh.axes)
-    return run(mesh, lambda w: int(spmd.psum(np.int64(w.index), axes))) == dict.fromkeys(
-        range(mesh.size), mesh.size * (mesh.size - 1) // 2
-    )
-
-
-def living(kind: type) -> int:
-    """How many objects of this class there are; some other one may be a proxy whose object is gone."""
-    return sum(issubclass(type(o), kind) for o in gc.get_objects())
+pytestmark = pytest.mark.usefixtures("no_hang")
 
 
 def call_of(group: Group, x: np.ndarray, **options) -> Call:
@@ -442,35 +408,6 @@ def test_stacked_blocks_of_different_shapes_are_an_error(scheduler):
 
 # Interrupts, forks, exit: in processes of their own
 
-_PROGRAM = """
-import os, signal, sys, threading, time
-import numpy as np
-import spmd
-signal.signal(signal.SIGINT, signal.default_int_handler)  # It is ignored in processes that started in the background.
-mesh = spmd.Mesh(x=4, transport="local", scheduler=sys.argv[1])
-def run(body): return mesh.run(body, tracked=False).results
-def all_is_well(): assert set(run(lambda w: int(spmd.psum(np.int64(w.index), "x"))).values()) == {6}
-def later(seconds, action): threading.Thread(target=lambda: (time.sleep(seconds), action()), daemon=True).start()
-def interrupt(): os.kill(os.getpid(), signal.SIGINT)
-def waits(w):
-    while True: spmd.psum(np.ones(1), "x")
-def computes(w):
-    spmd.psum(np.ones(1), "x")
-    while True: pass
-def stuck(w):
-    if w.index == 2:
-        while True: pass
-    spmd.psum(np.ones(1), "x")
-"""
-
-
-def in_process(scheduler: str, program: str) -> str:
-    """Run a program in a process of its own; what it prints."""
-    ended = run_python("-X", "faulthandler", "-c", _PROGRAM + program, scheduler, timeout=30)
-    assert ended.returncode == 0, str(ended)
-    assert ended.stderr == "", str(ended)
-    return ended.stdout
-
 
 @pytest.mark.parametrize("what", ["waits", "computes", "stuck"])
 def test_an_interrupt_stops_all_workers_wherever_they_are(scheduler, what):
@@ -840,186 +777,6 @@ def test_timing_changes_nothing_in_a_thousand_runs(scheduler):
 _hashes: dict[str, list[str]] = {}
 
 
-def test_lockstep_is_lockstep():
-    order: list[int] = []
-
-    def body(worker):
-        for _ in range(3):
-            order.append(worker.index)
-            spmd.psum(np.ones(1), "x")
-
-    run(mesh_of("lockstep"), body)
-    first = list(order)
-    order.clear()
-    run(mesh_of("lockstep"), body)
-    assert first == order
-    assert first[:4] == [0, 1, 2, 3]
-
-
-def test_the_last_worker_in_lockstep_is_the_caller():
-    """Greenlets are begun for the others only; a map may be called in a greenlet of the user's own."""
-
-    def places(n: int) -> list[bool]:
-        caller = greenlet.getcurrent()
-
-        def body(worker):
-            spmd.psum(np.ones(1), "x")
-            return greenlet.getcurrent() is caller
-
-        return list(run(spmd.Mesh(x=n, scheduler="lockstep"), body).values())
-
-    assert places(1) == [True]
-    assert places(3) == [False, False, True]
-    found: list[list[bool]] = []
-    other = greenlet.greenlet(lambda: found.append(places(2)))
-    other.switch()
-    assert other.dead
-    assert found == [[False, True]]
-
-
-@pytest.mark.parametrize("scheduler", ["auto", "lockstep"])
-def test_the_caller_runs_workers_one_by_one_where_none_has_waited(scheduler):
-    """From the second call on. If one waits then after all, others begin in greenlets beside it."""
-    caller = greenlet.getcurrent()
-
-    def body(x, axes):
-        for axis in axes:
-            x = spmd.psum(x, axis)
-        return np.full((1, 1), greenlet.getcurrent() is caller) | (x != x)
-
-    mesh, spec = spmd.Mesh(x=2, y=3, scheduler=scheduler), P("x", "y")
-    whole = np.arange(6.0).reshape(2, 3)
-
-    def places(f):
-        return f(whole).numpy().reshape(-1).tolist()
-
-    waits: list[str] = []
-    f = mesh.map(lambda x: spmd.varying(spmd.block(body(x, waits)), ("x", "y")), in_specs=spec, out_specs=spec)
-    last = [False] * 5 + [True]
-    assert places(f) == last
-    for _ in range(3):
-        assert places(f) == [True] * 6
-    waits.append("y")  # of each row the first is in the caller: the other two begin while it waits
-    assert places(f) == [True, False, False] * 2
-    assert places(f) == last
-    waits.clear()
-    assert places(f) == last
-    waits.append("x")  # all begin before the first can go on
-    assert places(f)[0]
-    assert places(f) == last
-
-
-@pytest.mark.parametrize("n", [2, 5])
-def test_a_map_that_has_not_waited_may_fail_or_wait_in_vain(n):
-    """As any other, and leaves nothing behind."""
-    does: dict[int, str] = {}
-
-    def body(x):
-        me = int(spmd.block(spmd.worker_index("x")))
-        if does.get(me) == "fail":
-            raise ValueError(f"of {me}")
-        if does.get(me) == "interrupt":
-            raise KeyboardInterrupt
-        if does.get(me) == "wait":
-            spmd.psum(x, "x")
-        return x
-
-    f = spmd.Mesh(x=n, scheduler="lockstep").map(body, in_specs=P("x"), out_specs=P("x"))
-    x = np.arange(float(n))
-
-    def ends(error: type[BaseException], match: str | None, **acts: str) -> None:
-        for _ in range(2):  # the first time no worker waits any more
-            assert f(x).numpy().tolist() == x.tolist()
-        does.update({int(k.removeprefix("w")): act for k, act in acts.items()})
-        with pytest.raises(error, match=match):
-            f(x)
-        does.clear()
-
-    gc.collect()
-    gc.disable()
-    try:
-        for k in {0, n - 1}:
-            ends(ValueError, f"of {k}", **{f"w{k}": "fail"})
-            ends(KeyboardInterrupt, None, **{f"w{k}": "interrupt"})
-            ends(MismatchError, "the end of the map|waits in psum", **{f"w{k}": "wait"})
-        ends(ValueError, "of 1", w0="wait", w1="fail")
-        ends(KeyboardInterrupt, None, w0="wait", w1="interrupt")
-        assert living(local.Run) == 0
-    finally:
-        gc.enable()
-
-
-def test_a_greenlet_of_a_body_waits_for_its_own_meeting_only():
-    """Though the body has been waited for before, by one that has ended meanwhile."""
-
-    def body(worker, at):
-        x = spmd.psum(np.ones(1), ("x", "y"))
-        x = spmd.ppermute(x, "x", [(0, 1), (1, 0)])
-        if worker.index != at:
-            return float(spmd.psum(x, "y")[0])
-        let = greenlet.greenlet(lambda: float(spmd.psum(x, "y")[0]))
-        let.gr_context = contextvars.copy_context()
-        return let.switch()
-
-    for at in range(8):
-        ran = run(spmd.Mesh(x=2, y=4, scheduler="lockstep"), functools.partial(body, at=at))
-        assert ran == dict.fromkeys(range(8), 32.0)
-
-
-@pytest.mark.parametrize("n", [2, 3, 4])
-def test_greenlets_that_bodies_make_themselves_wait_for_the_others(n):
-    """Those of the last body too, for which the caller waits."""
-
-    def inside(f, *args):
-        let = greenlet.greenlet(f)
-        let.gr_context = contextvars.copy_context()
-        return let.switch(*args)
-
-    def body(worker):
-        def twice(x):
-            return spmd.psum(spmd.psum(x, "x"), "x")
-
-        return int(inside(twice, np.int64(worker.index + 1)))
-
-    total = n * n * (n + 1) // 2
-    assert run(spmd.Mesh(x=n, scheduler="lockstep"), body) == dict.fromkeys(range(n), total)
-
-    def parting(worker):
-        for _ in range(worker.index):
-            inside(lambda: spmd.psum(np.ones(1), "x"))
-
-    with pytest.raises(DeadlockError, match=rf"worker {n - 1} \(x={n - 1}\) waits in psum"):
-        run(spmd.Mesh(x=n, scheduler="lockstep"), parting)
-
-
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
-def test_after_an_interrupt_no_other_body_begins_in_lockstep(kind):
-    begun: list[int] = []
-
-    def body(worker):
-        begun.append(worker.index)
-        if worker.index == 1:
-            raise kind
-
-    with pytest.raises(kind):
-        run(spmd.Mesh(x=5, scheduler="lockstep"), body)
-    assert begun == [0, 1]
-
-
-@pytest.mark.parametrize("waiting", [0, 1, 2])
-def test_whoever_waits_in_vain_in_lockstep_is_named(waiting):
-    """The last worker too, which no greenlet of its own runs."""
-
-    def body(worker):
-        spmd.psum(np.ones(1), "x")
-        if worker.index == waiting:
-            spmd.pmax(np.ones(1), "x")
-
-    with pytest.raises(DeadlockError, match=rf"worker {waiting} \(x={waiting}\) waits in pmax"):
-        run(spmd.Mesh(x=3, scheduler="lockstep"), body)
-    assert run(spmd.Mesh(x=3, scheduler="lockstep"), lambda worker: worker.index) == {0: 0, 1: 1, 2: 2}
-
-
 def test_threads_run_at_the_same_time():
     """Each waits outside of any collective until all have come."""
     barrier = threading.Barrier(4)
@@ -1040,137 +797,6 @@ def test_a_handle_may_be_asked_twice_and_late(scheduler):
         return [v.tolist() for v in values]
 
     assert run(mesh_of(scheduler), body)[1] == [[8.0, 8.0], [4.0, 4.0], [0.0, 0.0]]
-
-
-# BLAS threads
-
-
-def test_the_limit_on_blas_threads_is_the_least_asked_for_and_is_lifted_by_the_last():
-    from threadpoolctl import ThreadpoolController, threadpool_limits
-
-    from spmd.transport.blas import blas_threads
-
-    def now() -> set[int]:
-        return {lib.num_threads for lib in ThreadpoolController().select(user_api="blas").lib_controllers}
-
-    with threadpool_limits(4, user_api="blas"):
-        with blas_threads(3):
-            assert now() == {3}
-            other = blas_threads(2)
-            other.__enter__()
-            assert now() == {2}
-            with blas_threads(4):
-                assert now() == {2}
-            with blas_threads(1):
-                assert now() == {1}
-            assert now() == {2}
-        assert now() == {2}
-        other.__exit__(None, None, None)
-        assert now() == {4}
-    with threadpool_limits(1, user_api="blas"):  # As the user wants it: never more.
-        with blas_threads(8):
-            assert now() == {1}
-        assert now() == {1}
-
-
-def test_any_thread_limits_blas_and_the_last_one_lifts_the_limit():
-    """threadpoolctl lets only the first thread that has changed a library change it again."""
-    from threadpoolctl import ThreadpoolController, threadpool_limits
-
-    from spmd.transport.blas import blas_threads
-
-    def now() -> set[int]:
-        return {lib.num_threads for lib in ThreadpoolController().select(user_api="blas").lib_controllers}
-
-    def elsewhere(f) -> None:
-        thread = threading.Thread(target=f)
-        thread.start()
-        thread.join()
-
-    seen = []
-
-    def inside() -> None:
-        with blas_threads(1):
-            seen.append(now())
-
-    with threadpool_limits(3, user_api="blas"):
-        inside()  # which this thread does, and lives
-        elsewhere(inside)
-        assert seen == [{1}, {1}]
-        assert now() == {3}
-        mine = blas_threads(2)
-        mine.__enter__()
-        elsewhere(lambda: mine.__exit__(None, None, None))
-        assert now() == {3}
-        elsewhere(mine.__enter__)
-        assert now() == {2}
-        mine.__exit__(None, None, None)
-        assert now() == {3}
-
-
-def test_blas_is_limited_in_bodies_and_free_after_them(scheduler):
-    from threadpoolctl import ThreadpoolController, threadpool_limits
-
-    from spmd.transport.blas import share_of_cores
-
-    def now() -> set[int]:
-        return {lib.num_threads for lib in ThreadpoolController().select(user_api="blas").lib_controllers}
-
-    mesh = mesh_of(scheduler)
-    with threadpool_limits(6, user_api="blas"):
-        assert run(mesh, lambda w: now())[3] == {min(6, share_of_cores(4))}
-        assert now() == {6}
-        with pytest.raises(ZeroDivisionError):
-            run(mesh, lambda w: 1 // 0)
-        assert now() == {6}
-
-
-def test_the_users_one_thread_stays_one():
-    program = """
-from threadpoolctl import ThreadpoolController
-mesh = spmd.Mesh(x=1, transport="local")
-def now(): return {x.num_threads for x in ThreadpoolController().select(user_api="blas").lib_controllers}
-print(run(lambda w: now())[0], now())
-import scipy.linalg  # It brings a library of its own.
-print(run(lambda w: now())[0], now())
-"""
-    ended = run_python("-c", _PROGRAM + program, "threads", OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1")
-    assert ended.stdout == "{1} {1}\n{1} {1}\n", str(ended)
-
-
-def test_libraries_that_come_later_are_limited_too():
-    program = """
-from threadpoolctl import ThreadpoolController
-def now(): return [x.num_threads for x in ThreadpoolController().select(user_api="blas").lib_controllers]
-all_is_well()
-before = len(now())
-import scipy.linalg
-print(len(now()) > before, set(run(lambda w: now())[0]))
-"""
-    from spmd.transport.blas import share_of_cores
-
-    ended = run_python("-c", _PROGRAM + program, "threads")
-    assert ended.stdout in (f"{more} {{{share_of_cores(4)}}}\n" for more in (True, False)), str(ended)
-
-
-def test_after_a_fork_the_limit_of_the_parents_maps_is_gone():
-    program = """
-import warnings
-warnings.simplefilter("ignore", DeprecationWarning)
-from threadpoolctl import threadpool_limits, ThreadpoolController
-from spmd.transport.blas import blas_threads
-def now(): return {x.num_threads for x in ThreadpoolController().select(user_api="blas").lib_controllers}
-threadpool_limits(2, user_api="blas")
-with blas_threads(1):
-    child = os.fork()
-    if child == 0:
-        free = now() == {2}
-        with blas_threads(1): limited = now() == {1}
-        os._exit(7 if free and limited and now() == {2} else 8)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-print("well")
-"""
-    assert in_process("threads", program) == "well\n"
 
 
 # The pool itself
