@@ -6,19 +6,20 @@ import threading
 
 import pytest
 from launch import run_python
+from threadpoolctl import ThreadpoolController, threadpool_limits
 from virtual_workers import PROGRAM, in_process, mesh_of, run
+
+from spmd.transport.blas import blas_threads, share_of_cores
 
 pytestmark = pytest.mark.usefixtures("no_hang")
 
 
+def now() -> set[int]:
+    """How many threads the libraries may take."""
+    return {lib.num_threads for lib in ThreadpoolController().select(user_api="blas").lib_controllers}
+
+
 def test_the_limit_on_blas_threads_is_the_least_asked_for_and_is_lifted_by_the_last():
-    from threadpoolctl import ThreadpoolController, threadpool_limits
-
-    from spmd.transport.blas import blas_threads
-
-    def now() -> set[int]:
-        return {lib.num_threads for lib in ThreadpoolController().select(user_api="blas").lib_controllers}
-
     with threadpool_limits(4, user_api="blas"):
         with blas_threads(3):
             assert now() == {3}
@@ -41,12 +42,6 @@ def test_the_limit_on_blas_threads_is_the_least_asked_for_and_is_lifted_by_the_l
 
 def test_any_thread_limits_blas_and_the_last_one_lifts_the_limit():
     """threadpoolctl lets only the first thread that has changed a library change it again."""
-    from threadpoolctl import ThreadpoolController, threadpool_limits
-
-    from spmd.transport.blas import blas_threads
-
-    def now() -> set[int]:
-        return {lib.num_threads for lib in ThreadpoolController().select(user_api="blas").lib_controllers}
 
     def elsewhere(f) -> None:
         thread = threading.Thread(target=f)
@@ -75,13 +70,6 @@ def test_any_thread_limits_blas_and_the_last_one_lifts_the_limit():
 
 
 def test_blas_is_limited_in_bodies_and_free_after_them(scheduler):
-    from threadpoolctl import ThreadpoolController, threadpool_limits
-
-    from spmd.transport.blas import share_of_cores
-
-    def now() -> set[int]:
-        return {lib.num_threads for lib in ThreadpoolController().select(user_api="blas").lib_controllers}
-
     mesh = mesh_of(scheduler)
     with threadpool_limits(6, user_api="blas"):
         assert run(mesh, lambda w: now())[3] == {min(6, share_of_cores(4))}
@@ -113,8 +101,6 @@ before = len(now())
 import scipy.linalg
 print(len(now()) > before, set(run(lambda w: now())[0]))
 """
-    from spmd.transport.blas import share_of_cores
-
     ended = run_python("-c", PROGRAM + program, "threads")
     assert ended.stdout in (f"{more} {{{share_of_cores(4)}}}\n" for more in (True, False)), str(ended)
 
