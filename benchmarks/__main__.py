@@ -73,7 +73,7 @@ def main() -> int:
         tables.append(
             contest.compete(*SECTIONS[name], args.quick, args.only, lambda line: print(line, file=sys.stderr))
         )
-        print(report.text(tables[-1]), end="\n\n", flush=True)
+        print(report.text(tables[-1], tables), end="\n\n", flush=True)
         # After each section: who interrupts a long run keeps what there is.
         if args.markdown:
             args.markdown.write_text(report.markdown(tables))

@@ -51,12 +51,12 @@ __all__ = [
     "Measured",
     "Section",
     "Table",
-    "at_best",
     "by_steps",
     "by_the_faster",
     "compete",
     "contend",
     "faster",
+    "in_turns",
     "in_two_threads",
     "jitted",
     "main",
@@ -166,15 +166,21 @@ class Case:
     kept: int = 0
 
 
-def at_best(run: Callable[[int], float]) -> float:
-    """Seconds of a repetition, warmed up."""
-    run(2)
-    return min(run(2) for _ in range(4))
+def in_turns(*runs: Callable[[int], float]) -> list[float]:
+    """Seconds of a repetition of each, warmed up: the median of rounds that they take in turns, as in the contest."""
+    for run in runs:
+        run(2)
+    rounds = [[run(2) for run in runs] for _ in range(_TRIALS)]
+    return [median(seconds) for seconds in zip(*rounds, strict=True)]
+
+
+_TRIALS = 9
 
 
 def faster(*cases: Case) -> Case:
     """The one that takes less time."""
-    return min(cases, key=lambda case: at_best(case.run))
+    took = in_turns(*(case.run for case in cases))
+    return cases[took.index(min(took))]
 
 
 def by_the_faster(made: Callable[[Any, Any], Case]) -> Case:

@@ -54,27 +54,28 @@ def _cells(table: Table) -> list[list[str]]:
     return rows
 
 
-def _remarks(table: Table) -> list[str]:
+def _remarks(table: Table, among: Sequence[Table]) -> list[str]:
     said = [f"{name} is absent: {why}" for name, why in table.absent.items()]
     said += [f"NOT THE SAME NUMBERS: {who}" for who in table.parted]
     for case, shares in table.stolen.items():
         if shares and median(shares) > BUSY:
             said.append(f"the machine was busy: other work took {median(shares):.0%} of two cores in {case}")
-    fastest = min(chain.from_iterable(table.paces.values()), default=0.0)
+    fastest = min((p for t in (table, *among) for p in chain.from_iterable(t.paces.values())), default=0.0)
     slow = [f"{median(p) / fastest:.2f} in {case}" for case, p in table.paces.items() if median(p) > SLOW * fastest]
     if slow:
         said.append(f"the cores were slow; how often Python took its shortest time: {', '.join(slow)}")
     return said
 
 
-def text(table: Table) -> str:
+def text(table: Table, among: Sequence[Table] = ()) -> str:
+    """among: tables of the same run. Cores are slow or not by the shortest time that Python took in any of them."""
     rows = _cells(table)
     widths = [max(len(r[k]) for r in rows) for k in range(len(rows[0]))]
     lines = [f"{table.section.name}: {table.section.title}"]
     for row in rows:
         first, *rest = (c.ljust(w) if k == 0 else c.rjust(w) for k, (c, w) in enumerate(zip(row, widths, strict=True)))
         lines.append("  ".join([first, *rest]).rstrip())
-    return "\n".join([*lines, *(f"  {r}" for r in _remarks(table))])
+    return "\n".join([*lines, *(f"  {r}" for r in _remarks(table, among))])
 
 
 def _aims(tables: Sequence[Table]) -> list[list[str]]:
@@ -131,7 +132,7 @@ def markdown(tables: Sequence[Table]) -> str:
         lines = [f"## {table.section.name}: {table.section.title}", "", "| " + " | ".join(header) + " |"]
         lines.append("|" + "---|" * len(header))
         lines += ["| " + " | ".join(row) + " |" for row in rows]
-        lines += ["", *(f"- {r}" for r in _remarks(table))]
+        lines += ["", *(f"- {r}" for r in _remarks(table, tables))]
         parts.append("\n".join(lines).rstrip())
     return "\n\n".join(parts) + "\n"
 

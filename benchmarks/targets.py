@@ -53,12 +53,17 @@ def _targets() -> Iterator[Target]:
     for verb in VERBS:
         for size in SIZES:
             yield Target("local", f"{verb} {size}", ("torch, gloo",), 4)
+    for size in SIZES:
+        yield Target("local", f"halo exchange {size}", ("torch, halo in place",), 4)
     for mine, peer in {"spmd": "mpi4py", "spmd, Open MPI": "mpi4py, Open MPI"}.items():
         for verb in VERBS:
             yield Target("mpi", f"{verb} 4 B", (peer,), 10e-6, "more", (mine,))
             for size in ("1 MB", "4 MB", "64 MB"):
                 need = 1.5 if verb == "all-reduce" and size != "1 MB" else 0.95
                 yield Target("mpi", f"{verb} {size}", (peer,), need, "ratio", (mine,))
+        # Only edges move, so it is a matter of a call, as with 4 B.
+        for size in ("1 MB", "4 MB", "64 MB"):
+            yield Target("mpi", f"halo exchange {size}", (f"{peer}, halo in place",), 10e-6, "more", (mine,))
     by_torch = "torch, by hand", "torch, 1 process"
     eager = *by_torch, "autograd", "pylops-mpi"
     torch, engines = ("torch DDP", "torch + mpi4py"), ("spmd", "spmd, MPI")
@@ -123,9 +128,9 @@ def found(tables: Sequence[Table]) -> list[Found]:
 
 def _compare(target: Target, row: dict[str, Measured]) -> Found:
     ours, peers = ({n: row[n] for n in names if n in row} for names in (target.ours, target.peers))
-    absent = tuple(n for n in target.peers if n not in row)
     if target.of == "memory":
         ours, peers = ({n: m for n, m in some.items() if m.peak} for some in (ours, peers))
+    absent = tuple(n for n in target.peers if n not in peers)
     if not ours or (target.peers and not peers):
         return Found(target, None, target.ours[0], "", absent=absent)
     mine = min(ours, key=lambda n: ours[n].median)

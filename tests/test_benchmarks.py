@@ -225,6 +225,16 @@ def test_what_is_to_hold_is_found_by_medians():
     assert not found([Table(Section("local", "other cases"), {"all-reduce 1 MB": {}})])
 
 
+def test_a_peer_that_was_not_weighed_is_named_where_memory_is_compared():
+    from benchmarks.contest import Measured, Section, Table
+    from benchmarks.targets import found
+
+    row = {"spmd": Measured([1.0], 10), "torch DTensor": Measured([1.0], 20), "torch, by hand": Measured([1.0])}
+    tables = [Table(Section("w2", "a table"), {"512 tokens, 1024-4096-1024": row})]
+    (weighed,) = [f for f in found(tables) if f.target.of == "memory"]
+    assert (weighed.value, weighed.peer, weighed.absent) == (0.5, "torch DTensor", ("torch, by hand",))
+
+
 def test_a_busy_machine_is_named_with_the_case():
     from benchmarks.contest import Measured, Section, Table
     from benchmarks.report import text
@@ -247,6 +257,9 @@ def test_slow_cores_are_named_with_the_cases():
     told = text(Table(Section("toy", "a table"), rows, paces=paces))
     assert "Python took its shortest time: 1.80 in large, 1.50 in wide" in told
     assert "in small" not in told
+    alone = Table(Section("other", "a table"), {"one": rows["small"]}, paces={"one": [1.4e-3, 1.4e-3]})
+    assert "slow" not in text(alone)
+    assert "1.40 in one" in text(alone, [Table(Section("toy", "a table"), rows, paces=paces), alone])
 
 
 def test_one_wrong_row_is_another_number():
