@@ -179,7 +179,8 @@ def trained_numpy(batch: int) -> Case:
         np.subtract(flat, sums[:-1], out=flat)
         return value, None
 
-    return training(start, step, lambda _: [p.copy() for p in params], kept=own.nbytes + sums.nbytes)
+    kept = sum(a.nbytes for a in (own, sums, *hidden, *errors))
+    return training(start, step, lambda _: [p.copy() for p in params], kept=kept)
 
 
 @W1.contestant("limit", launcher="mpiexec", processes=2, env=ONE_THREAD)
