@@ -11,10 +11,10 @@ torch and MPI have: each repetition declares its own, and pays for the copy that
 shard_map, called once a repetition; in "one program" the repetitions are a loop within it, of which each needs the one
 before; with "large pages" its C library asks for such, and keeps them. "torch, gloo" is two processes with one thread
 each, and tensors that are there beforehand. Adjoints are written by hand, without autograd. Reduce-scatter and
-all-gather are an exchange with the other process, which is faster than gloo's own; of the other calls and an exchange
-it is found out in each case which is. The limit is what it takes to add the two blocks into memory that is there, and
-to copy them where the result is a copy: the fastest of one thread and of two, with half each, by NumPy and past the
-caches; from 256 KB on.
+all-gather are an exchange with the other process, which is faster than gloo's own; of the other calls and an exchange,
+and of its two forms, it is found out in each case which is. The limit is what it takes to add the two blocks into
+memory that is there, and to copy them where the result is a copy: the fastest of one thread and of two, with half each,
+by NumPy and past the caches; from 256 KB on.
 
 mpi. Two processes. "mpi4py" is the plain call on buffers that are there beforehand, the repartition an Alltoallw of
 subarray types that are made once. The limit is mpi4py that keeps what we promise: first both tell each other what they
@@ -347,6 +347,7 @@ class Gloo:
         dist = torch.distributed
         self.dist, self.tensor = dist, torch.from_numpy
         self.rank, self.workers = dist.get_rank(), dist.get_world_size()
+        self.other = 1 - self.rank
         self.meet = dist.barrier
 
     def _fastest(self, *ways: Callable[[], Any]) -> Callable[[], Any]:
@@ -374,23 +375,22 @@ class Gloo:
 
     def all_gather(self, x, y):
         parts = y.reshape(2, -1)
-        return then_copied(self.exchange(x, parts[1 - self.rank]), parts[self.rank], x)
+        return then_copied(self.exchange(x, parts[self.other]), parts[self.rank], x)
 
     def reduce_scatter(self, x, y):
         parts = x.reshape(2, -1)
-        return then_added(self.exchange(parts[1 - self.rank], y), parts[self.rank], y)
+        return then_added(self.exchange(parts[self.other], y), parts[self.rank], y)
 
     def all_to_all(self, x, y):
         there, here = (a.reshape(2, -1) for a in (x, y))
-        exchange = self.exchange(there[1 - self.rank], here[1 - self.rank])
+        exchange = self.exchange(there[self.other], here[self.other])
         return self._fastest(self._of_all(x, y), then_copied(exchange, here[self.rank], there[self.rank]))
 
     def _of_all(self, x, y):
         return partial(self.dist.all_to_all_single, self.tensor(y), self.tensor(x))
 
     def exchange(self, x, y):
-        dist, x, y = self.dist, self.tensor(x), self.tensor(y)
-        other = 1 - self.rank
+        dist, other, x, y = self.dist, self.other, self.tensor(x), self.tensor(y)
         both = [dist.P2POp(dist.isend, x, other), dist.P2POp(dist.irecv, y, other)]
 
         def at_once():
@@ -404,10 +404,14 @@ class Gloo:
 
         return self._fastest(at_once, one_by_one)
 
-    def repartition(self, x, y):
+    def _squares(self, x):
+        """The squares side by side in x, one after the other."""
         rows = len(x)
-        columns = x.reshape(rows, self.workers, rows).transpose(1, 0, 2)
-        packed, here, mine, other = room(columns.shape), y.reshape(columns.shape), self.rank, 1 - self.rank
+        return x.reshape(rows, self.workers, rows).transpose(1, 0, 2)
+
+    def repartition(self, x, y):
+        columns, mine, other = self._squares(x), self.rank, self.other
+        packed, here = room(columns.shape), y.reshape(columns.shape)
         whole, half = self._of_all(packed, here), self.exchange(packed[other], here[other])
 
         def all_packed():
@@ -422,9 +426,8 @@ class Gloo:
         return self._fastest(all_packed, half_packed)
 
     def repartition_back(self, y, x):
-        rows = len(x)
-        columns = x.reshape(rows, self.workers, rows).transpose(1, 0, 2)
-        packed, there, mine, other = room(columns.shape), y.reshape(columns.shape), self.rank, 1 - self.rank
+        columns, mine, other = self._squares(x), self.rank, self.other
+        packed, there = room(columns.shape), y.reshape(columns.shape)
         whole, half = self._of_all(there, packed), self.exchange(there[other], packed[other])
 
         def half_packed():
