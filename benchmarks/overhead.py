@@ -19,7 +19,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -228,7 +227,7 @@ def processes(name: str) -> Builders:
     cases = {"import": partial(fresh, "", f"import {name}")}
     if name in FIRST:
         cases["first call"] = partial(fresh, f"import {name}, numpy as np", FIRST[name])
-    if name == "spmd" and all(map(find_spec, ("sklearn", "matplotlib"))):
+    if name == "spmd":
         cases["the example of digits"] = partial(
             fresh, f"import runpy, sys; sys.argv = ['digits.py']; example = {EXAMPLE!r}", DIGITS
         )

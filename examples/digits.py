@@ -13,13 +13,15 @@ import itertools
 import shutil
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
-from sklearn.datasets import load_digits
 
 import spmd
 from spmd import P
 from spmd.layout import beside
+
+DIGITS = Path(__file__).with_name("digits.npz")  # see DATA.md
 
 # How the weight and the bias of a layer lie on the mesh. Layers come in pairs. The first of a pair is split by columns:
 # every worker along `model` makes some of the hidden features. The second is split by rows, to match: every worker
@@ -52,9 +54,10 @@ def draw_params(widths, rng, dtype):
 
 def load_data(rng, dtype):
     """1797 scans of 8 x 8 pixels as rows of numbers from 0 to 1, and their labels: 80 % to train on, 20 % to test."""
-    digits = load_digits()
-    order = rng.permutation(len(digits.target))
-    x, labels = (digits.data[order] / 16).astype(dtype), digits.target[order]
+    digits = np.load(DIGITS)
+    order = rng.permutation(len(digits["labels"]))
+    x = (digits["images"].reshape(-1, 64)[order] / 16).astype(dtype)
+    labels = digits["labels"].astype(int)[order]
     n = len(x) // 5
     return x[n:], labels[n:], x[:n], labels[:n]
 

@@ -8,9 +8,10 @@ mpiexec -n 3 python examples/torch_data_parallel.py 3                  three wor
 
 import copy
 import sys
+from pathlib import Path
 
+import numpy as np
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -48,7 +49,7 @@ def main(net, x, y):
 if __name__ == "__main__":
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-    digits = load_digits()
-    x, y = torch.tensor(digits.data / 16, dtype=torch.float32), torch.tensor(digits.target)
+    digits = np.load(Path(__file__).with_name("digits.npz"))
+    x, y = torch.tensor(digits["images"] / 16, dtype=torch.float32).flatten(1), torch.tensor(digits["labels"]).long()
     with spmd.Mesh(data=int(sys.argv[1]) if len(sys.argv) > 1 else 2):
         spt.map(main, (None, None, None), None)(net, x, y)

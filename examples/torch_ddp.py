@@ -3,9 +3,11 @@
 torchrun --nproc-per-node 2 examples/torch_ddp.py
 """
 
+from pathlib import Path
+
+import numpy as np
 import torch
 import torch.distributed as dist
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -41,8 +43,8 @@ def main(net, x, y):
 if __name__ == "__main__":
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-    digits = load_digits()
-    x, y = torch.tensor(digits.data / 16, dtype=torch.float32), torch.tensor(digits.target)
+    digits = np.load(Path(__file__).with_name("digits.npz"))
+    x, y = torch.tensor(digits["images"] / 16, dtype=torch.float32).flatten(1), torch.tensor(digits["labels"]).long()
     dist.init_process_group("gloo")
     main(net, x, y)
     dist.destroy_process_group()

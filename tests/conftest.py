@@ -86,8 +86,15 @@ def no_hang() -> Iterator[None]:
     faulthandler.cancel_dump_traceback_later()
 
 
+OPTIONAL = ("torch", "cupy")
+"""Packages that the test extra does not install. A test that needs one has a mark of its name."""
+
+
 def pytest_runtest_setup(item) -> None:
-    """What is said of the host alone is not asked of a device."""
+    """Skip a test without the package that it needs, and one that holds on the host only where a device is tested."""
+    for package in OPTIONAL:
+        if item.get_closest_marker(package):
+            pytest.importorskip(package)
     mark = item.get_closest_marker("host")
     if DEVICE != "cpu" and mark is not None:
         pytest.skip(mark.args[0])
@@ -99,8 +106,12 @@ def pytest_collection_modifyitems(config, items) -> None:
 
     A file that starts many jobs, or compiles much, names the tests of the ordinary run in ORDINARY; its others are
     long searches. So is what runs under MPICH and again under Open MPI, if it is not marked `both`.
+    A file that imports PyTorch or CuPy at its head needs it for all its tests.
     """
     for item in items:
+        for package in OPTIONAL:
+            if hasattr(item.module, package):
+                item.add_marker(package)
         if item.get_closest_marker("openmpi") and not item.get_closest_marker("both"):
             item.add_marker("full")
         ordinary = getattr(item.module, "ORDINARY", None)

@@ -89,10 +89,12 @@ def options_of(draw):
     return shapes, ints(3, 6), ints(1, 3), ints(1, 3), ints(0, 2), ints(1, 2), groups
 
 
+@pytest.mark.torch
 @FEW
 @given(data=st.data())
 def test_equals_torch(data):
-    torch = pytest.importorskip("torch")
+    import torch
+
     (n, c, o), shape, kernel, stride, padding, dilation, groups = options_of(data.draw)
     if min(map(output_length, shape, kernel, stride, [(p, p) for p in padding], dilation)) < 1:
         return  # which torch refuses

@@ -88,8 +88,10 @@ def test_the_pair_is_adjoint(shape):
     assert np.vdot(take_rows(x, ids), y) == np.vdot(x, add_rows(ids, y, 6))
 
 
+@pytest.mark.torch
 def test_as_in_torch():
-    torch = pytest.importorskip("torch")
+    import torch
+
     rng = np.random.default_rng(3)
     table, ids, h = rng.normal(size=(9, 5)), rng.integers(0, 9, (4, 6)), rng.normal(size=(4, 6, 5))
     table[2] = 0

@@ -65,9 +65,11 @@ TestKernels = family.tests()
 SHAPES = [(9, 13), (3, 4), (7, 12), (14, 2), (1, 1)]
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("shape", SHAPES)
 def test_resize_is_torchs(shape):
-    torch = pytest.importorskip("torch")
+    import torch
+
     x = np.random.default_rng(0).normal(size=(2, 3, 7, 6))
     theirs = torch.tensor(x, requires_grad=True)
     for mode, method, corners in (

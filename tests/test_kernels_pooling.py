@@ -102,9 +102,11 @@ WINDOWS = [
 ]
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("case", WINDOWS)
 def test_max_pool_is_torchs(case):
-    torch = pytest.importorskip("torch")
+    import torch
+
     shape, *options = case
     x = np.round(np.random.default_rng(0).normal(size=(2, 3, *shape)), 1)  # with ties
     their = torch.tensor(x, requires_grad=True)
@@ -117,10 +119,12 @@ def test_max_pool_is_torchs(case):
     np.testing.assert_allclose(spmd.grad(lambda x: np.sum(max_pool(x, *options) ** 2))(x), their.grad)
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("count_include_pad", [True, False])
 @pytest.mark.parametrize("case", [case for case in WINDOWS if case[4] == 1])
 def test_avg_pool_is_torchs(case, count_include_pad):
-    torch = pytest.importorskip("torch")
+    import torch
+
     shape, window, stride, padding, _, ceil_mode = case
     x = np.random.default_rng(0).normal(size=(2, 3, *shape))
     their = torch.tensor(x, requires_grad=True)

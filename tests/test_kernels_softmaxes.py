@@ -141,9 +141,11 @@ def test_derivatives_of_targets_and_weights():
     spmd.check_grads(lambda x, b: F.logsumexp(x, 1, b), (x, target(x) + 1), order=2)
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.3}, {"ignore_index": 2}, {"ignore_index": -100}])
 def test_cross_entropy_is_that_of_torch(options):
-    torch = pytest.importorskip("torch")
+    import torch
+
     x, labels = normal(30, 7).astype("float32") * 9, np.arange(30) % 7
     if options.get("ignore_index") == -100:
         labels[::3] = -100
@@ -179,7 +181,8 @@ def classes_of_rows(n, classes, options):
 
 def of_torch(x, labels, weight, reduction, options):
     """The loss, and the gradient of its sum."""
-    torch = pytest.importorskip("torch")
+    import torch
+
     there = torch.tensor(x, requires_grad=True)
     weight = None if weight is None else torch.tensor(weight)
     loss = torch.nn.functional.cross_entropy(there, torch.tensor(labels), weight, reduction=reduction, **options)
@@ -187,6 +190,7 @@ def of_torch(x, labels, weight, reduction, options):
     return loss.detach().numpy(), there.grad.numpy()
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("options", WEIGHTED, ids=str)
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
 @pytest.mark.parametrize("weighted", [True, False])

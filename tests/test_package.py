@@ -190,17 +190,24 @@ def test_bare_checkout(checkout):
     assert python("-m", "spmd", "info", cwd=checkout).stdout
 
 
-def test_editable_install(checkout, tmp_path):
-    """What an editable install puts beside the other libraries finds spmd in the checkout, and nothing else there."""
+@pytest.fixture(scope="module")
+def editable(checkout, tmp_path_factory) -> tuple[Path, Path]:
+    """A checkout, and a folder with what an editable install of it puts beside the other libraries."""
+    folder = tmp_path_factory.mktemp("editable")
+    source = copy(checkout, folder / "source")
+    python("-c", f"from setuptools.build_meta import build_editable as b; b({str(folder)!r})", cwd=source)
+    (made,) = folder.glob("*.whl")
+    with zipfile.ZipFile(made) as archive:
+        archive.extractall(folder / "site")
+    return source, folder / "site"
+
+
+def test_editable_install(editable, tmp_path):
+    """It finds spmd in the checkout, and nothing else there."""
+    source, site = editable
     libraries = [path for path in sys.path if path.endswith("-packages")]
     if any(Path(path, "spmd").exists() for path in libraries):
         pytest.skip("an installed spmd hides the editable one")
-    source = copy(checkout, tmp_path / "source")
-    python("-c", f"from setuptools.build_meta import build_editable as b; b({str(tmp_path)!r})", cwd=source)
-    (made,) = tmp_path.glob("*.whl")
-    site = tmp_path / "site"
-    with zipfile.ZipFile(made) as archive:
-        archive.extractall(site)
     code = f"""
 import importlib.util, site, sys
 
@@ -214,3 +221,20 @@ for name in "kernels", "autodiff":
     # -S: no .pth file of the environment runs, so no other editable install of spmd gets in the way.
     files = python("-I", "-S", "-c", code, cwd=tmp_path).stdout.splitlines()
     assert all(Path(file).is_relative_to(source) for file in files)
+
+
+def test_editors_see_an_editable_install(editable, tmp_path):
+    """A type checker resolves the package and the types of its functions from another folder."""
+    _, site = editable
+    environment = tmp_path / "environment"
+    python("-m", "venv", "--without-pip", environment, cwd=tmp_path)
+    (libraries,) = environment.glob("lib/python*/site-packages")
+    shutil.copytree(site, libraries, dirs_exist_ok=True)
+    program = tmp_path / "program.py"
+    program.write_text("import spmd, spmd.kernels, spmd.autodiff\nfrom spmd.autodiff.tape import Node\nspmd.psum()\n")
+    done = python(
+        "-m", "pyright", "--pythonpath", environment / "bin" / "python", program.name, cwd=tmp_path, check=False
+    )
+    errors = [line for line in done.stdout.splitlines() if " error: " in line]
+    assert len(errors) == 1, done.stdout
+    assert 'Arguments missing for parameters "x", "axis_name"' in errors[0]

@@ -6,8 +6,11 @@ import contextlib
 import importlib
 import io
 import math
+import os
 import pickle
 import re
+import shutil
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import NamedTuple
@@ -75,12 +78,14 @@ def test_the_documents_are_found():
 HOST = pytest.mark.host("the page declares a function of SciPy, which takes arrays of the host")
 
 
-@pytest.mark.parametrize(
-    "path", [pytest.param(p, marks=HOST if p.name == "rules.md" else ()) for p in FILES], ids=map(relative, FILES)
-)
-def test_every_block_runs(path):
+def marks(path: Path) -> list[pytest.MarkDecorator]:
     if path.name.startswith("torch"):
-        pytest.importorskip("torch")
+        return [pytest.mark.torch]
+    return [HOST] if path.name == "rules.md" else []
+
+
+@pytest.mark.parametrize("path", [pytest.param(p, marks=marks(p)) for p in FILES], ids=map(relative, FILES))
+def test_every_block_runs(path):
     run(path)
 
 
@@ -216,17 +221,45 @@ def test_two_commands_that_need_only_a_clone_and_python():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for command, extra, last in zip(
         commands,
-        ("examples", "test"),
+        ("", "[test]"),
         (".venv/bin/python examples/digits.py", ".venv/bin/python -m pytest -n auto"),
         strict=True,
     ):
         make, install, do = command.split(" && ")
         assert make == "python3 -m venv .venv"
-        assert install == f'.venv/bin/python -m pip install -q -e ".[{extra}]"'
+        project = f'".{extra}"' if extra else "."
+        assert install == f".venv/bin/python -m pip install -q -e {project}"
         assert do == last
-        assert extra in extras
     assert (ROOT / "examples" / "digits.py").exists()
-    assert any("examples" in need and "mpi" in need for need in extras["test"])
+    assert any("mpi" in need for need in extras["test"])
+
+
+STAND_IN = """#!/bin/sh
+echo "$0 $*" | sed "s,^.*/\\(\\.venv\\|python3\\),\\1," >> "$CALLS"
+[ "$1 $2" != "-m venv" ] || { [ ! -e "$3" ] && mkdir -p "$3/bin" && cp "$0" "$3/bin/python"; }
+"""
+"""In place of python3 and of each environment's python: notes how it is called. `-m venv` makes an environment, and fails
+where there is one."""
+
+
+def test_ci_runs_the_test_command_first_and_unchanged(tmp_path):
+    for file in ("README.md", ".ci/run"):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / file, tmp_path / file)
+    python = tmp_path / "bin" / "python3"
+    python.parent.mkdir()
+    python.write_text(STAND_IN)
+    python.chmod(0o755)
+    for left_over in (".venv", ".venv-torch", ".venv-openmpi"):
+        (tmp_path / left_over).mkdir()
+
+    calls = tmp_path / "calls"
+    variables = os.environ | {"PATH": f"{python.parent}:{os.environ['PATH']}", "CALLS": str(calls)}
+    done = subprocess.run(["bash", tmp_path / ".ci" / "run"], env=variables, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    (command,) = (line for line in (ROOT / "README.md").read_text().splitlines() if "-m pytest" in line)
+    assert calls.read_text().splitlines()[:3] == command.replace('"', "").split(" && ")
+    assert calls.read_text().count("torch==2.13.0") == 1
 
 
 def test_mpiexec_with_a_path_is_the_environment_s_own():
@@ -258,16 +291,32 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+def library_names(path: Path, *, bridge: bool) -> list[list[str]]:
+    """The dotted names of the library in a document, without `spmd`: those of the bridge to PyTorch, or the others."""
+    names = (name[1:].split(".") for name in set(re.findall(r"\bspmd((?:\.[A-Za-z_]\w*)+)", path.read_text())))
+    return [parts for parts in names if parts[-1] not in ("py", "md") and (parts[:2] == ["bridge", "torch"]) == bridge]
+
+
+def look_up(parts: list[str]) -> None:
+    thing = spmd
+    for k, part in enumerate(parts):
+        if not hasattr(thing, part):
+            importlib.import_module(".".join(["spmd", *parts[: k + 1]]))
+        thing = getattr(thing, part)
+
+
 @pytest.mark.parametrize("path", FILES, ids=relative)
 def test_every_name_of_the_library_is_there(path):
-    for name in set(re.findall(r"\bspmd((?:\.[A-Za-z_]\w*)+)", path.read_text())):
-        thing, parts = spmd, name[1:].split(".")
-        if parts[-1] in ("py", "md"):
-            continue
-        for k, part in enumerate(parts):
-            if not hasattr(thing, part):
-                importlib.import_module(".".join(["spmd", *parts[: k + 1]]))
-            thing = getattr(thing, part)
+    for parts in library_names(path, bridge=False):
+        look_up(parts)
+
+
+@pytest.mark.torch
+def test_every_name_of_the_bridge_is_there():
+    names = [parts for path in FILES for parts in library_names(path, bridge=True)]
+    assert names
+    for parts in names:
+        look_up(parts)
 
 
 @pytest.mark.parametrize("path", FILES, ids=relative)

@@ -559,9 +559,11 @@ def test_consumers(use, error):
         grad(lambda x: np.sum(x) + bool(use(x) is None))(X)
 
 
+@pytest.mark.torch
 @pytest.mark.full
 def test_torch():
-    torch = pytest.importorskip("torch")
+    import torch
+
     tensor = torch.ones(2, 3)
     for use in (torch.sin, lambda x: tensor + x, lambda x: x + tensor, lambda x: torch.stack([tensor, x])):
         with pytest.raises(TracedConversionError, match="record on this tape"):

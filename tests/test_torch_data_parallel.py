@@ -1260,7 +1260,6 @@ def printed(ended):
 
 def test_a_port_of_a_script_for_ddp():
     """It trains as the script does, to the printed digits, without a launcher."""
-    pytest.importorskip("sklearn")
     for _ in range(5):
         plain = launch(PLAIN, n=2, python=TORCHRUN, timeout=120)
         # The script has torch alone in it, which aborts now and then when such processes end.
@@ -1273,7 +1272,6 @@ def test_a_port_of_a_script_for_ddp():
 @pytest.mark.mpi
 @pytest.mark.skipif(mpiexec() is None, reason="no mpiexec beside this Python")
 def test_the_port_under_launchers():
-    pytest.importorskip("sklearn")
     wanted = printed(run_python(PORT, timeout=120))
     assert printed(launch(PORT, n=2, timeout=120)) == wanted
     assert printed(launch(PORT, n=2, python=TORCHRUN, timeout=120)) == wanted

@@ -11,7 +11,6 @@ import pytest
 from launch import ROOT, TORCHRUN, launch, mpiexec, run_python
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("sklearn")
 
 pytestmark = pytest.mark.host("tensors of these examples lie on the host")
 
