@@ -238,8 +238,8 @@ STAND_IN = """#!/bin/sh
 echo "$0 $*" | sed "s,^.*/\\(\\.venv\\|python3\\),\\1," >> "$CALLS"
 [ "$1 $2" != "-m venv" ] || { [ ! -e "$3" ] && mkdir -p "$3/bin" && cp "$0" "$3/bin/python"; }
 """
-"""In place of python3 and of each environment's python: notes how it is called. `-m venv` makes an environment, and fails
-where there is one."""
+"""In place of python3 and of each environment's python: notes how it is called. `-m venv` makes an environment, and
+fails where there is one."""
 
 
 def test_ci_runs_the_test_command_first_and_unchanged(tmp_path):
