@@ -75,6 +75,9 @@ class Mixing:
         """The arrays brought to one state (those without a tape may stay as they are), and that state."""
         raise NotImplementedError
 
+    def differentiates(self, leaves: list) -> None:
+        """Arguments of a gradient that is about to be taken."""
+
     def bring(self, g, have, state):
         """A cotangent in state `have` brought to exactly `state`; arrays of more state than that are summed."""
         return g

@@ -353,6 +353,7 @@ def value_and_grad(
                 xs, treedef = _lift_all(tape, args[n], where, name, ints=ints, holomorphic=holomorphic)
                 lifted.append((xs, treedef))
                 full[n] = tree.unflatten(treedef, xs)
+            tracer.mixing.differentiates([x for xs, _ in lifted for x in xs])
             out, aux = _result(fun(*full, **kwargs), has_aux, tape, where)
             check(out)
         scalar = held(out)  # of a handle what this worker holds: the scalar, or nothing
@@ -423,6 +424,7 @@ def vjp(fun: Callable, *primals, has_aux: bool = False) -> tuple[Any, ...]:
     A bare array among the primals, or one that `fun` closes over, is kept as it is, not copied: who writes into it
     later changes the pullback (`spmd.debug(mutation=True)` finds that). The result is the caller's own.
     """
+    tracer.mixing.differentiates(tree.leaves(primals))
     return pullback_of(fun, primals, has_aux=has_aux)
 
 

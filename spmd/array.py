@@ -60,7 +60,7 @@ class PartitionedArray:
     here already. NumPy's ufuncs work block by block where the layouts agree; anything else belongs into `spmd.map`.
     """
 
-    __slots__ = ("__weakref__", "blocks", "dtype", "layout", "mesh")
+    __slots__ = ("__weakref__", "blocks", "compared", "dtype", "layout", "mesh")
     __array_priority__ = 500.0
 
     def __init__(self, blocks: Mapping[int, np.ndarray], layout: Layout, mesh: Mesh):
@@ -68,6 +68,8 @@ class PartitionedArray:
         self.layout = layout
         self.mesh = mesh
         self.dtype = next(iter(self.blocks.values())).dtype
+        self.compared = False
+        """Whether its shape and its copies were compared across processes, or came of a collective."""
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -59,6 +59,10 @@ class Frontend(Protocol):
         """The data alone, without state or history."""
         ...
 
+    def data(self, x: Any) -> Any:
+        """The data as an array of NumPy or CuPy that nobody writes to through it; None where it is not at hand."""
+        ...
+
     def total(self, x: Any, dims: tuple[int, ...]) -> Any:
         """The sum over dimensions."""
         ...

@@ -33,7 +33,25 @@ from spmd.layout import Layout, P, Spec
 from spmd.mesh import WORKER, Mesh, Worker
 from spmd.operators.base import Join, bounded, outside, sealed, vary
 from spmd.operators.root import Rooted, laid_out
-from spmd.placing import cut, fingerprint, mesh_for, put
+from spmd.placing import cut, mesh_for, put
+from spmd.replicas import (
+    OTHER,
+    ROUNDING,
+    SAME,
+    Record,
+    Replicas,
+    alike,
+    compared,
+    digest,
+    next_turn,
+    note_closure,
+    object_record,
+    relation,
+    report,
+    settle,
+    sketch,
+    taken,
+)
 from spmd.scheduling import Trial
 from spmd.specs import Leaf, shown, spec_leaves, spread
 from spmd.state import State, state_of
@@ -133,6 +151,7 @@ class Mapped:
         self.check = check
         self._names = _parameter_names(f)
         self._trials: dict[Any, Trial] = {}
+        self._turns: dict[Any, int] = {}
         self._as_specified: dict[tuple[int, int], tuple[bool, Layout, Spec]] = {}
         functools.update_wrapper(self, f, updated=())  # not what f keeps: that of a map would be taken for this one's
         self.where = f"spmd.map of {getattr(f, '__name__', None) or type(f).__name__}"
@@ -324,8 +343,10 @@ class Mapped:
     def _input(self, mesh: Mesh, leaf: Leaf) -> _Input:
         """An argument laid out by its spec."""
         x, spec = leaf.value, leaf.spec
-        if spec is None or (type(x) in _NUMBERS and isinstance(spec, P)):
+        if spec is None:
             return _Input(x)
+        if type(x) in _NUMBERS and isinstance(spec, P):
+            return _Input(x, number=True)
         if self._laid_out(mesh, x, spec):
             return _Input(x, x.blocks, spec)
         if not isinstance(x, PartitionedArray):
@@ -342,8 +363,8 @@ class Mapped:
             args, kwargs = rebuild(blocks)
             return self._results(worker, self.f(*args, **kwargs))
 
-        treedef, joined = self._done(mesh, ("run",), leaves, body, self.check)
-        return tree.unflatten(treedef, joined)
+        done = self._done(mesh, ("run",), leaves, body, self.check)
+        return tree.unflatten(done.treedef, done.joined)
 
     def _execute(self, mesh: Mesh, key: Any, body: Callable[[Worker], Any], *, tracked: bool) -> Outcome:
         """Run on all workers, with the scheduler that suits this map on these shapes."""
@@ -364,6 +385,15 @@ class Mapped:
             if trial.chosen is not None:
                 mesh.chosen[f"{key[0]} of {self.where}"] = trial.chosen
         return outcome
+
+    def _note_inputs(self, mesh: Mesh, outcome: Outcome, paths: Sequence[str], inputs: Sequence[_Input]) -> None:
+        """Note what this process, one of several, passed of its own, for the comparison at the end of the map: bare
+        arguments, and arrays that the body closes over."""
+        if not (outcome.replicas.alone and self.check and mesh.checks):
+            return
+        for path, x in zip(paths, inputs, strict=True):
+            x.note(mesh, outcome.replicas, self.where, path, self._turns)
+        note_closure(mesh, outcome.replicas, self.where, self.f, self._turns)
 
     def _returned(self, out) -> tuple[list[Leaf], Any]:
         """What a body returned, as leaves with their specs, and its structure."""
@@ -505,8 +535,9 @@ class Mapped:
         kind = (*(x.kind for x in inputs), *moved)
         outcome = self._execute(mesh, ("forward", *kind), body, tracked=True)
         pulls = {w: result.pull for w, result in outcome.results.items()}
+        self._note_inputs(mesh, outcome, [x.path for x in leaves], inputs)
         out_tree = _one_structure(self.where, mesh, outcome)
-        outs = _joined_leaves(self.where, mesh, outcome, self.check)
+        outs = _joined_leaves(self.where, mesh, outcome, self.check, self._turns)
 
         def pull(gs):
             if any(type(value) is Array for value in gs):
@@ -518,7 +549,9 @@ class Mapped:
                 return _gradients(worker, [leaves[k] for k in moved], pulls[worker.index](given))
 
             outcome = self._execute(mesh, ("backward", *kind), backward, tracked=True)
-            found = _joined_leaves(self.where, mesh, outcome, self.check)
+            given = [(f"the cotangent of result {k}", c) for k, c in enumerate(cotangents) if c is not None]
+            self._note_inputs(mesh, outcome, [path for path, _ in given], [c for _, c in given])
+            found = _joined_leaves(self.where, mesh, outcome, self.check, self._turns)
             return [_settled(g, leaves[k].value) for g, k in zip(found, moved, strict=True)]
 
         return out_tree, outs, pull
@@ -562,19 +595,22 @@ class Mapped:
                 forward.treedef, forward.paths + back.paths, forward.specs + back.specs, forward.blocks + back.blocks
             )
 
-        return self._done(mesh, ("gradient", *moved), leaves, body, True)[1]
+        return self._done(mesh, ("gradient", *moved), leaves, body, True).joined
 
     def _done(
         self, mesh: Mesh, kind: tuple, leaves: list[Leaf], body: Callable[[Worker, list], _Results], tracked: bool
-    ) -> tuple[Any, list]:
-        """Run a body on every worker's blocks of the leaves: the structure of the results, and they, joined."""
+    ) -> _Done:
+        """Run a body on every worker's blocks of the leaves."""
         inputs = [self._input(mesh, leaf) for leaf in leaves]
 
         def on_worker(worker: Worker):
             return body(worker, [x.block(worker) for x in inputs])
 
         outcome = self._execute(mesh, (*kind, *(x.kind for x in inputs)), on_worker, tracked=tracked)
-        return _one_structure(self.where, mesh, outcome), _joined_leaves(self.where, mesh, outcome, self.check)
+        self._note_inputs(mesh, outcome, [x.path for x in leaves], inputs)
+        treedef = _one_structure(self.where, mesh, outcome)
+        joined = _joined_leaves(self.where, mesh, outcome, self.check, self._turns)
+        return _Done(treedef, joined, outcome.replicas.anywhere)
 
     def _vjp(self, worker: Worker, blocks: list, rebuild: Callable, moved: list[int], once: bool) -> _Results:
         """One worker's forward run on its tape: its results, and their pullback to the blocks at `moved`."""
@@ -664,6 +700,14 @@ class _Results(NamedTuple):
     pull: Callable | None = None
 
 
+class _Done(NamedTuple):
+    """What came of a map: the structure of the results, they, joined, and whether processes compared values."""
+
+    treedef: Any
+    joined: list[Any]
+    compared: bool
+
+
 def _positional(leaves: Sequence) -> tuple[tuple, dict]:
     """Arguments that are leaves themselves, by their places."""
     return tuple(leaves), {}
@@ -704,11 +748,20 @@ class _Input:
     kind: what of the argument the choice of a scheduler may depend on.
     """
 
-    __slots__ = ("blocks", "kind", "state", "value")
+    __slots__ = ("blocks", "kind", "number", "spec", "state", "value")
 
-    def __init__(self, value: Any, blocks: dict[int, np.ndarray] | None = None, spec: Spec | None = None):
+    def __init__(
+        self,
+        value: Any,
+        blocks: dict[int, np.ndarray] | None = None,
+        spec: Spec | None = None,
+        *,
+        number: bool = False,
+    ):
         self.value = value
+        self.number = number
         self.blocks = blocks
+        self.spec = spec
         self.state = state_of(spec.varying) if spec is not None else None
         self.kind = None if blocks is None else getattr(value, "shape", ())
 
@@ -719,14 +772,40 @@ class _Input:
         block = worker.comm.given(self.blocks[worker.index])
         return Array(block, self.state) if worker.tracked else block
 
+    def note(self, mesh: Mesh, replicas: Replicas, where: str, path: str, turns: dict[Any, int]) -> None:
+        """Note what was not compared before. What has the spec None may be anything."""
+        x = self.value
+        if self.number:
+            replicas.add(tuple(mesh.axes), Record(where, path, "", repr(x), 0, 0, None), "argument")
+        elif self.blocks is not None and not (isinstance(x, PartitionedArray) and x.compared):
+            if isinstance(x, PartitionedArray):
+                replicas.arrays.append(x)
+            (block,) = self.blocks.values()
+            shape = f"{dtype_name(block.dtype)}{[*np.shape(x)]}, {self.spec}"
+            note_argument(mesh, replicas, Record(where, path, "", shape, 0, 0, None), self.spec, block, turns)
+
+
+def note_argument(
+    mesh: Mesh, replicas: Replicas, record: Record, spec: Spec | None, block: Any, turns: dict[Any, int]
+) -> None:
+    """Note an argument of one of several processes: its shape and spec, for the comparison with all others, and its
+    block, with those that hold copies of it."""
+    replicas.add(tuple(mesh.axes), record, "shape")
+    copies = tuple(n for n in mesh.axes if isinstance(spec, P) and n not in spec.varying)
+    if copies and not on_device(block):
+        turn = next_turn(turns, (record.argument, block.shape))
+        part = taken(block, turn)
+        replicas.add(copies, record._replace(turn=turn, number=digest(part), value=part), "argument")
+
 
 def _cotangent(mesh: Mesh, out: PartitionedArray, g) -> _Input | None:
     """A cotangent laid out as the result it belongs to, uneven blocks included."""
     if g is None:
         return None
+    given = g
     if not isinstance(g, PartitionedArray):
         g = put(np.broadcast_to(g if on_device(g) else np.asarray(g), out.shape), out.spec, mesh)
-    return _Input(g, relayout(g, out.layout).blocks, out.spec)
+    return _Input(given, relayout(g, out.layout).blocks, out.spec)
 
 
 def _settled(g, value):
@@ -791,21 +870,35 @@ def _structures_differ(where: str, mesh: Mesh, workers: Sequence[int], structure
     )
 
 
-def _joined_leaves(where: str, mesh: Mesh, outcome: Outcome, check: bool) -> list:
-    """Every worker's blocks as PartitionedArrays; objects with the spec None from the first worker here."""
+def _joined_leaves(where: str, mesh: Mesh, outcome: Outcome, check: bool, turns: dict[Any, int]) -> list:
+    """Every worker's blocks as PartitionedArrays; objects with the spec None from the first worker here.
+
+    turns: how often each result has been compared.
+    """
     results, size = outcome.results, mesh.size
     mine = next(iter(results.values()))
     places = [k for k, spec in enumerate(mine.specs) if spec is not None]
     # The structures of workers held here have been compared already.
     structure = shown(mine.treedef) if len(results) < size else ""
+    checked = check and mesh.checks
+    if checked:
+        _objects_agree(where, mesh, outcome)
     if not places and not structure:
         return list(mine.blocks)
-    compared = _with_copies(mesh, outcome, places) if check else set()
-    notes = {w: [structure, [_note(r.blocks[k], k in compared) for k in places]] for w, r in results.items()}
-    shared = mesh.transport.share(notes)
-    for w, (other, _) in shared.items():
+    compared = _with_copies(mesh, outcome, places) if checked else set()
+    turn = {k: next_turn(turns, (mine.paths[k], mine.blocks[k].shape)) for k in compared}
+    parts = {w: {k: taken(r.blocks[k], turn[k]) for k in compared} for w, r in results.items()}
+    records = outcome.replicas.noted() if checked else {}
+    notes = {
+        w: [structure, [_note(r.blocks[k], parts[w].get(k), turn.get(k)) for k in places], records]
+        for w, r in results.items()
+    }
+    shared = mesh.transport.share(notes) if structure else notes
+    for w, (other, *_) in shared.items():
         if other != shared[0][0]:
             raise _structures_differ(where, mesh, (0, w), (shared[0][0], other))
+    if structure and checked:
+        settle(mesh, {w: told[2] for w, told in shared.items()}, outcome.replicas)
     told = [shared[w][1] for w in range(size)] if places else []
     joined = list(mine.blocks)
     for j, k in enumerate(places):
@@ -817,14 +910,17 @@ def _joined_leaves(where: str, mesh: Mesh, outcome: Outcome, check: bool) -> lis
             _one_dtype(where, path, mesh, [s[1] for s in said])
         layout = mesh.joined(_shapes(said, alike), spec, where, path)
         if k in compared and not alike:
-            _copies_agree(where, path, mesh, layout, [s[2] for s in said])
+            _copies_agree(where, path, mesh, layout, [s[2:] for s in said], {w: p[k] for w, p in parts.items()})
         joined[k] = PartitionedArray(mesh.shared(layout, lambda w, k=k: results[w].blocks[k]), layout, mesh)
+        joined[k].compared = checked
     return joined
 
 
-def _note(block: Any, compared: bool) -> list:
-    """What workers tell each other of a block: its shape, its dtype, and its bits where copies are compared."""
-    return [[*block.shape], dtype_name(block.dtype), fingerprint(block) if compared else 0]
+def _note(block: Any, part: Any, turn: int | None) -> list:
+    """What workers tell each other of a block: its shape, its dtype, and where copies are compared the turn and the
+    digest of the part that it takes in."""
+    number = 0 if part is None or on_device(part) else digest(part)
+    return [[*block.shape], dtype_name(block.dtype), turn or 0, number]
 
 
 def _shapes(said: Sequence[list], alike: bool) -> tuple[tuple[int, ...], ...]:
@@ -866,17 +962,45 @@ def _one_dtype(where: str, path: str, mesh: Mesh, dtypes: list[str]) -> None:
             )
 
 
-def _copies_agree(where: str, path: str, mesh: Mesh, layout: Layout, prints: list[int]) -> None:
-    """The backstop: what is typed Invariant must be equal by value."""
-    for w, owner in enumerate(layout.owners):
-        if prints[w] != prints[owner]:
-            raise StateError(
-                message(
-                    where,
-                    argument=path,
-                    got=f"an Invariant array that differs between {mesh.describe(owner)} and {mesh.describe(w)}",
-                    need="one value on all workers along the axes that its spec does not name",
-                    mend="data made from a worker's place, from random numbers or files is Varying: declare it with "
-                    "spmd.varying(a, axis_name), and reduce it before it is returned",
-                )
-            )
+def _copies_agree(
+    where: str, path: str, mesh: Mesh, layout: Layout, told: list[list[int]], parts: dict[int, Any]
+) -> None:
+    """What is typed Invariant must be equal by value. told: each worker's turn and digest; parts: what was digested
+    of the blocks held here."""
+    pairs = [
+        (owner, w)
+        for w, owner in enumerate(layout.owners)
+        if told[w][0] == told[owner][0] and told[w][1] != told[owner][1]
+    ]
+    if not pairs:
+        return
+    if len(parts) == mesh.size:
+        judged = [relation(parts[owner], parts[w]) for owner, w in pairs]
+    else:
+        sketches = mesh.transport.share({w: sketch(p) for w, p in parts.items()})
+        judged = [ROUNDING if alike(sketches[owner], sketches[w]) else OTHER for owner, w in pairs]
+    axes = [n for n in mesh.axes if layout.spec is not None and n not in layout.spec.varying]
+    for pair, found in zip(pairs, judged, strict=True):
+        if found != SAME:
+            report(mesh, found, where, path, pair, axes, kind="result")
+
+
+def _objects_agree(where: str, mesh: Mesh, outcome: Outcome) -> None:
+    """Results with the out_spec None are equal on all workers: those held here are compared, and noted for others."""
+    results = outcome.results
+    first, mine = next(iter(results.items()))
+    for k, spec in enumerate(mine.specs):
+        if spec is not None:
+            continue
+        record = object_record(where, mine.paths[k], mine.blocks[k])
+        for w, other in results.items():
+            if other.blocks[k] is mine.blocks[k]:
+                continue
+            theirs = object_record(where, mine.paths[k], other.blocks[k])
+            if record is not None and theirs is not None:
+                judged = compared(record, theirs)
+                if judged != SAME:
+                    texts = [record.text, theirs.text] if record.text != theirs.text else []
+                    report(mesh, judged, where, mine.paths[k], (first, w), tuple(mesh.axes), texts=texts, kind="object")
+        if outcome.replicas.alone and record is not None:
+            outcome.replicas.add(tuple(mesh.axes), record, "object")

@@ -16,8 +16,9 @@ from spmd.autodiff.program import Program
 from spmd.autodiff.tracer import Array
 from spmd.errors import LayoutError, MeshError, TransportError, describe, message, nearest
 from spmd.layout import Layout, P, Spec
+from spmd.replicas import Replicas
 from spmd.state import State, state_of
-from spmd.transport.base import Comm, Group, Outcome, Transport
+from spmd.transport.base import Comm, Group, Outcome, Transport, checks_are_on
 from spmd.transport.detect import job_world, mpi_world, torch_world
 
 if TYPE_CHECKING:
@@ -48,17 +49,21 @@ class Worker:
 
     index: its number, last axis fastest. coordinates: its place along each axis. tracked: whether the arrays of its
     body carry their state. frontend: whose arrays its body is written in; None for NumPy's. prepared: what its lines
-    called in earlier maps, and with which blocks. program: where what it does is written down, if it is.
+    called in earlier maps, and with which blocks. program: where what it does is written down, if it is. replicas: what
+    its process supposed to be one value in this map.
     """
 
-    __slots__ = ("comm", "coordinates", "frontend", "groups", "index", "mesh", "prepared", "program", "tracked")
+    __slots__ = (
+        *("comm", "coordinates", "frontend", "groups", "index", "mesh", "prepared", "program", "replicas", "tracked"),
+    )
 
-    def __init__(self, mesh: Mesh, comm: Comm, tracked: bool):
+    def __init__(self, mesh: Mesh, comm: Comm, tracked: bool, replicas: Replicas):
         self.mesh = mesh
         self.comm = comm
         self.index = comm.worker
         self.coordinates = mesh.coordinates(comm.worker)
         self.tracked = tracked
+        self.replicas = replicas
         self.frontend: Frontend | None = None
         self.groups: dict[tuple[str, ...], Group] = {}
         self.prepared = mesh._prepared.setdefault(self.index, {})
@@ -178,6 +183,9 @@ class Mesh:
         self._groups: dict[tuple[int, tuple[str, ...]], Group] = {}
         self._prepared: dict[int, dict[Any, Any]] = {}
         self._coordinates: dict[int, dict[str, int]] = {}
+        self.checks = checks_are_on()
+        self.turns: dict[Any, int] = {}
+        """How often each line of a body has compared what it supposed to be one value."""
         self.chosen: dict[str, str] = {}
         """The scheduler that "auto" settled on, by the name of the map; `spmd.info()` shows it."""
 
@@ -200,7 +208,7 @@ class Mesh:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what bodies have called so far, which is known by the ids of this process."""
-        return {**self.__dict__, "_prepared": {}}
+        return {**self.__dict__, "_prepared": {}, "turns": {}}
 
     def __enter__(self) -> Mesh:
         _meshes.set((*_meshes.get(), self))
@@ -352,8 +360,10 @@ class Mesh:
     def run(self, body: Callable[[Worker], Any], *, tracked: bool = True, scheduler: str | None = None) -> Outcome:
         """Run body(worker) on every worker held here; their results by worker number."""
 
+        replicas = Replicas(alone=len(self.local_workers) < self.size)
+
         def main(comm: Comm):
-            worker = Worker(self, comm, tracked)
+            worker = Worker(self, comm, tracked, replicas)
             token = WORKER.set(worker)
             try:
                 return body(worker)
@@ -361,7 +371,9 @@ class Mesh:
                 WORKER.reset(token)
 
         chosen = scheduler or ("lockstep" if self.scheduler == "auto" else self.scheduler)
-        return self.transport.run(main, chosen, self.describe)
+        outcome = self.transport.run(main, chosen, self.describe)
+        outcome.replicas = replicas
+        return outcome
 
 
 @lru_cache(maxsize=1024)

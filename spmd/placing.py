@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -23,9 +21,10 @@ from spmd.errors import (
 )
 from spmd.layout import Layout, Spec
 from spmd.mesh import WORKER, Mesh, current_mesh
+from spmd.replicas import digest
 from spmd.specs import spread
 
-__all__ = ["checksum", "cut", "fingerprint", "from_blocks", "from_callback", "mesh_for", "put"]
+__all__ = ["checksum", "cut", "from_blocks", "from_callback", "mesh_for", "put"]
 
 
 def mesh_for(mesh: Mesh | None, where: str) -> Mesh:
@@ -199,7 +198,9 @@ def from_blocks(blocks: Sequence[Any] | Mapping[int, Any], spec: Spec, mesh: Mes
         )
     mine = {w: owned_on(mesh, _numbers(b, where, f"blocks[{w}]", mesh), w) for w, b in given.items()}
     _fits(spec, mesh, where, next(iter(mine.values())).ndim)
-    said = mesh.transport.share({w: [list(b.shape), b.dtype.name, fingerprint(b)] for w, b in mine.items()})
+    said = mesh.transport.share(
+        {w: [list(b.shape), b.dtype.name, 0 if on_device(b) else digest(b)] for w, b in mine.items()}
+    )
     layout = mesh.joined(tuple(tuple(said[w][0]) for w in range(mesh.size)), spec, where)
     for w, owner in enumerate(layout.owners):
         if said[w][1] != said[0][1]:
@@ -223,36 +224,6 @@ def from_blocks(blocks: Sequence[Any] | Mapping[int, Any], spec: Spec, mesh: Mes
                 )
             )
     return one_copy(mine, layout, mesh)
-
-
-_PLAIN = frozenset(map(np.dtype, "?bBhHiIlLqQefdFD"))
-"""The dtypes all of whose bits are numbers, and that give away their bytes."""
-_WHOLE = 1 << 16
-_SAMPLE = 1 << 10
-
-
-def fingerprint(block: np.ndarray) -> int:
-    """A checksum of a block's bits: of all of them where it is small, of about a thousand numbers where it is large.
-    How far these lie apart has no factor in common with any length, so that they are not all in a few columns.
-
-    Of one on a device 0: it would take waiting for the device, and bodies are not to wait.
-    """
-    if on_device(block):
-        return 0
-    if block.nbytes <= _WHOLE and block.dtype in _PLAIN and block.flags.c_contiguous:
-        return zlib.crc32(block.data)  # as `checksum`
-    flat = block.reshape(-1)
-    if block.nbytes > _WHOLE:
-        flat = flat[:: _apart(flat.size)]
-    return checksum(flat)
-
-
-@lru_cache(maxsize=1024)
-def _apart(size: int) -> int:
-    apart = max(1, size // _SAMPLE)
-    while math.gcd(apart, size) > 1:
-        apart += 1
-    return apart
 
 
 def checksum(block: np.ndarray) -> int:

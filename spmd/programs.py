@@ -23,13 +23,14 @@ from spmd.autodiff.program import Built, Program, Ref, is_slot, slot_of
 from spmd.autodiff.tracer import Array, value_of
 from spmd.autodiff.watch import FINITE, WATCHING
 from spmd.errors import JitError, SpecError, caller, describe, message
-from spmd.mapping import Mapped, _cotangent, _gradients, _Input, _joined_leaves, _Results, _settled
+from spmd.mapping import Mapped, _cotangent, _Done, _gradients, _Input, _joined_leaves, _Results, _settled
 from spmd.mesh import WORKER, Mesh, Worker
 from spmd.operators.base import bounded
 from spmd.placing import mesh_for
+from spmd.replicas import settle
 from spmd.specs import Leaf
 from spmd.state import REPLICAS
-from spmd.transport.base import LEDGERS, sealed
+from spmd.transport.base import LEDGERS, Outcome, sealed
 
 __all__ = ["Jitted", "jit"]
 
@@ -93,11 +94,12 @@ class _Entry:
     shapes: of the results' blocks, by worker.
     moved: the leaves that are differentiated. structures: of the arguments that are, with their numbers of leaves.
     back: the programs that go back, and the layouts of the gradients; results beyond the layouts are what they need.
+    verifies, verifies_back: whether processes compare values at the end of such a call.
     """
 
     __slots__ = (
         *("back", "fixed", "layouts", "moved", "moving", "number", "programs", "shapes", "structures"),
-        "treedef",
+        *("treedef", "verifies", "verifies_back"),
     )
 
     def __init__(self, number: int, moved: Sequence[int] = ()):
@@ -111,6 +113,7 @@ class _Entry:
         self.shapes: dict[int, list[Any]] = {}
         self.structures: list[tuple[Any, int]] = []
         self.back: tuple[dict[int, Built], list[Any]] | None = None
+        self.verifies = self.verifies_back = False
 
 
 _WANTED: ContextVar[_Entry | None] = ContextVar("spmd_wanted", default=None)
@@ -251,7 +254,7 @@ class Jitted(Mapped):
 
     def _done(
         self, mesh: Mesh, kind: tuple, leaves: list[Leaf], body: Callable[[Worker, list], _Results], tracked: bool
-    ) -> tuple[Any, list]:
+    ) -> _Done:
         entry = _WANTED.get()
         if entry is None:
             return super()._done(mesh, kind, leaves, body, tracked)
@@ -268,10 +271,11 @@ class Jitted(Mapped):
             shapes[worker.index] = [getattr(x, "shape", None) for x in found]
             return made._replace(blocks=found)
 
-        entry.treedef, joined = super()._done(mesh, ("first", *kind), leaves, recorded, tracked)
-        entry.layouts, entry.shapes = _layouts(joined), shapes
+        done = super()._done(mesh, ("first", *kind), leaves, recorded, tracked)
+        entry.treedef, entry.verifies = done.treedef, done.compared
+        entry.layouts, entry.shapes = _layouts(done.joined), shapes
         entry.moved, entry.programs = kind[1:], programs
-        return entry.treedef, joined
+        return done
 
     @property
     def _name(self) -> str:
@@ -303,6 +307,7 @@ class Jitted(Mapped):
     def _again(self, entry: _Entry, mesh: Mesh, flat: list) -> dict[int, list]:
         """What the programs give of these leaves, by worker."""
         tables: list[Any] = []
+        bare: list[tuple[str, _Input]] = []
         for leaf, x in zip(entry.moving, flat, strict=True):
             if leaf is None:
                 continue
@@ -313,6 +318,7 @@ class Jitted(Mapped):
                 given = leaf._replace(value=x)
                 self._check_argument(mesh, given)
                 laid = self._input(mesh, given)
+                bare.append((leaf.path, laid))
                 tables.append(dict.fromkeys(mesh.local_workers, x) if laid.blocks is None else laid.blocks)
         programs = entry.programs
 
@@ -323,7 +329,18 @@ class Jitted(Mapped):
                 raise self._other_shapes(found, entry.shapes[w])
             return found
 
-        return self._execute(mesh, ("again", entry.number), body, tracked=True).results
+        outcome = self._execute(mesh, ("again", entry.number), body, tracked=True)
+        if entry.verifies:
+            self._compare(mesh, outcome, bare)
+        return outcome.results
+
+    def _compare(self, mesh: Mesh, outcome: Outcome, inputs: Sequence[tuple[str, _Input]]) -> None:
+        """Processes compare what a program supposed to be one value, as at the end of a map."""
+        if not outcome.replicas.alone:
+            return
+        self._note_inputs(mesh, outcome, [path for path, _ in inputs], [x for _, x in inputs])
+        shared = mesh.transport.share(dict.fromkeys(outcome.results, outcome.replicas.noted()))
+        settle(mesh, shared, outcome.replicas)
 
     def _other_shapes(self, found: list, shapes: list) -> JitError:
         """The error for results of other shapes than a program had. A backstop: what makes such is refused before."""
@@ -381,7 +398,10 @@ class Jitted(Mapped):
                 mine.clear()
             return programs[w].run(worker.comm, given)
 
-        results = self._execute(mesh, ("back", entry.number), body, tracked=True).results
+        outcome = self._execute(mesh, ("back", entry.number), body, tracked=True)
+        results = outcome.results
+        if entry.verifies_back:
+            self._compare(mesh, outcome, [])
         return [_settled(g, leaves[k].value) for g, k in zip(_joined(mesh, results, layouts), entry.moved, strict=True)]
 
     def _first_forward(
@@ -405,7 +425,7 @@ class Jitted(Mapped):
             entry.shapes[worker.index] = [getattr(x, "shape", None) for x in found]
             return made._replace(blocks=found, pull=None)
 
-        entry.treedef, outs = super()._done(mesh, ("first forward", *moved), leaves, forward, True)
+        entry.treedef, outs, entry.verifies = super()._done(mesh, ("first forward", *moved), leaves, forward, True)
         entry.layouts = _layouts(outs)
 
         def pull(gs: list) -> list:
@@ -448,7 +468,8 @@ class Jitted(Mapped):
                 return found._replace(blocks=_values(found))
 
             outcome = self._execute(mesh, ("first back", *moved), backward, tracked=True)
-            found = _joined_leaves(self.where, mesh, outcome, self.check)
+            found = _joined_leaves(self.where, mesh, outcome, self.check, self._turns)
+            entry.verifies_back = outcome.replicas.anywhere
             written.clear()
             if once:
                 given.clear()

@@ -267,7 +267,7 @@ def regression(scheduler):
 
     def body(w, x, y):
         error = np.tanh(x @ w) - y
-        return {"loss": spmd.mean(error**2, "x"), "rows": error, "count": x.shape[0], "nothing": None}
+        return {"loss": spmd.mean(error**2, "x"), "rows": error, "count": spmd.axis_size("x"), "nothing": None}
 
     specs = {"loss": P(), "rows": P("x"), "count": None, "nothing": None}
     run = mesh.map(body, in_specs=(P(), P("x"), P("x")), out_specs=specs)

@@ -22,6 +22,7 @@ LEVELS = [
     {"state"},
     {"device", "cuda"},
     {"transport"},
+    {"replicas"},
     {"mesh"},
     {"frontends"},
     {"operators"},

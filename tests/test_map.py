@@ -132,15 +132,18 @@ Pair = namedtuple("Pair", "w b")
 def test_a_spec_stands_for_a_whole_tree(four):
     tree = {"layers": [Pair(X, W), Pair(2 * X, 2 * W)], "scale": 0.5}
 
+    shapes = {}
+
     def body(p, x):
-        shapes = [q.w.shape for q in p["layers"]]
-        return {"sum": spmd.sum(x * p["scale"], "x", axis=0), "layers": p["layers"]}, shapes
+        shapes[spmd.worker_index(("x", "y"))] = [q.w.shape for q in p["layers"]]
+        return {"sum": spmd.sum(x * p["scale"], "x", axis=0), "layers": p["layers"]}, len(p["layers"])
 
     specs = {"layers": [Pair(P("x"), P()), P()], "scale": P()}
-    out, shapes = spmd.map(body, (specs, P("x", "y")), ({"sum": P("y"), "layers": [Pair(P("x"), P()), P()]}, None))(
+    out, count = spmd.map(body, (specs, P("x", "y")), ({"sum": P("y"), "layers": [Pair(P("x"), P()), P()]}, None))(
         tree, X
     )
-    assert shapes == [(4, 4), (7, 4)]
+    assert count == 2
+    assert shapes == {w: [(rows, 4), (7, 4)] for w, rows in enumerate((4, 4, 3, 3))}
     assert type(out["layers"][0]) is Pair
     equal(out["layers"][0].w, X)
     equal(out["layers"][1].b, 2 * W)

@@ -18,7 +18,7 @@ from spmd.functions.arguments import Parts, axes_of, axis_of, cast, floating, nu
 from spmd.kernels.cpu.chunks import accurate
 from spmd.mesh import here
 from spmd.operators.gather import all_gather
-from spmd.operators.reduce import AxisName, varying_of
+from spmd.operators.reduce import AxisName, reduced_axes
 
 __all__ = ["batch_norm", "group_norm", "instance_norm", "layer_norm", "merge_moments", "moments", "rms_norm"]
 
@@ -209,7 +209,7 @@ def _statistics(x, axis_name: AxisName | None, where: str):
     """Count, means and sums of squared distances of the channels of x, and of all workers along axis_name."""
     found = _moments(x)
     count = x.shape[0] * x.shape[2]
-    over = () if axis_name is None else varying_of(x, here(where).mesh.names(axis_name, where))
+    over = () if axis_name is None else reduced_axes(x, here(where).mesh.names(axis_name, where), where)
     if not over:
         return count, found[0], found[1]
     packed = np.concatenate([np.reshape(found, (-1,)), np.full_like(value_of(found), count, shape=(1,))])

@@ -257,7 +257,7 @@ class _Alone(Worker):
     __slots__ = ()
 
     def __init__(self, worker: Worker, axes: tuple[str, ...]):
-        super().__init__(worker.mesh, worker.comm, worker.tracked)
+        super().__init__(worker.mesh, worker.comm, worker.tracked, worker.replicas)
         self.frontend = worker.frontend
         self.comm: Any = _Apart(worker.comm, axes)
         self.prepared = {}  # The short ways of others count on the transport as it is.

@@ -36,6 +36,7 @@ from spmd.kernels.cpu.moves import joiner
 from spmd.layout import block_sizes, offsets
 from spmd.mesh import WORKER, Worker, here
 from spmd.operators.algebra import Linear, Term, across, composed, meet
+from spmd.replicas import Source, source_of
 from spmd.state import INVARIANT, VARYING, State, state_of
 from spmd.transport.base import LEDGERS, Call, Comm, Eager, Group, Handle, Make, Ready, Shape, Way, sealed
 
@@ -58,6 +59,7 @@ __all__ = [
     "rebound",
     "vary",
     "varying",
+    "verify",
 ]
 
 _NUMBERS = (bool, int, float, complex)
@@ -765,6 +767,19 @@ class Join(Mixing):
                 state = state | a.state
         return [vary(a, state) for a in arrays], state
 
+    def differentiates(self, leaves: list) -> None:
+        worker = WORKER.get()
+        if worker is None or not worker.tracked:
+            return
+        for x in leaves:
+            state = x.state if type(x) is Array else worker.state()
+            value = value_of(x)
+            if state is None or not isinstance(value, np.ndarray | np.generic | float | complex) and not is_slot(value):
+                continue
+            axes = tuple(n for n in worker.mesh.axes if n not in state.varying)
+            if axes:
+                verify(value, axes, "a gradient in a body", "differentiated")
+
     def bring(self, g, have, state):
         if type(g) is not Array or g.state is state or state is None:
             return g
@@ -785,6 +800,36 @@ class Join(Mixing):
 tracer.use_mixing(Join())
 
 
+def verify(value: Any, axes: tuple[str, ...], where: str, argument: str = "x") -> None:
+    """Raise where bare data that counts as Invariant differs between the workers along these axes. None: no data."""
+    worker = here(where)
+    if value is None or not worker.tracked:
+        return
+    apart = getattr(worker.comm, "axes", ())  # those of spmd.at_root, along which nobody else takes part
+    axes = tuple(n for n in axes if n not in apart)
+    check = _Verification(axes, where, argument, source_of(sys._getframe(1)))
+    if worker.program is None:
+        check(value)
+    else:
+        worker.program.call(check, (value,), effect=True)
+
+
+@dataclass(frozen=True)
+class _Verification:
+    """The comparison of a value with those of other workers, which programs repeat."""
+
+    axes: tuple[str, ...]
+    where: str
+    argument: str
+    source: Source
+
+    __name__: ClassVar[str] = "verify"
+
+    def __call__(self, value: Any) -> None:
+        worker = here(self.where)
+        worker.replicas.verify(worker, self.axes, value, self.where, self.argument, self.source)
+
+
 def varying(a, axis_name: str | Sequence[str]):
     """Declare that bare data differs from worker to worker along an axis: made from `worker_index`, read from a file.
 
@@ -799,6 +844,8 @@ def varying(a, axis_name: str | Sequence[str]):
     other = frontend(a)
     if other is not None:
         return other.declare(a, tuple(n for n in worker.mesh.axes if n in state.varying), worker)
+    if isinstance(a, np.ndarray):
+        worker.replicas.declared.append(a)
     a = owned_block(a if on_device(a) or is_slot(a) else np.asarray(a), Vary(()))
     return worker.carrying(a, state)
 

@@ -36,6 +36,7 @@ from spmd.operators.base import (
     operate,
     owned_block,
     vary,
+    verify,
 )
 from spmd.state import INVARIANT, state_of
 from spmd.transport.base import (
@@ -269,6 +270,8 @@ def pcast(x, axis_name: AxisName, *, to: str = "varying"):
                     mend="spmd.psum, spmd.pmean or spmd.all_gather(..., to='invariant') make it so",
                 )
             )
+        if worker.tracked and not isinstance(a, int | float | complex):
+            reduced_axes(a, names, "spmd.pcast")
     return x
 
 
@@ -278,6 +281,17 @@ def _names(axis_name: AxisName, function: str) -> tuple[str, ...]:
         return (axis_name,)
     where = f"spmd.{function}"
     return here(where).mesh.names(axis_name, where)
+
+
+def reduced_axes(x, names: tuple[str, ...], where: str) -> tuple[str, ...]:
+    """The axes over which a reduction of x has to communicate: those that x varies over. Along the others it is the
+    identity, if x is one value there, which is verified."""
+    over = varying_of(x, names)
+    rest = tuple(n for n in names if n not in over)
+    if rest:
+        other = frontend(x)
+        verify(value_of(x) if other is None else other.data(x), rest, where)
+    return over
 
 
 def varying_of(x, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -298,7 +312,7 @@ def pmean(x, axis_name: AxisName):
     names, frame = _names(axis_name, "pmean"), sys._getframe(1)
 
     def one(a):
-        over = varying_of(a, names)
+        over = reduced_axes(a, names, "spmd.pmean")
         if not over:
             return a
         return operate(interned(Sum, over), a, frame) / here("spmd.pmean").group(over).size
@@ -421,7 +435,7 @@ def _marker(dtype, how: str, some: bool):
 
 def _extremum(x, names: tuple[str, ...], how: str, frame: FrameType):
     def one(a):
-        over = varying_of(a, names)
+        over = reduced_axes(a, names, f"spmd.p{how}")
         return operate(interned(Extremum, over, how), a, frame) if over else a
 
     return tree.map(one, x)

@@ -14,7 +14,7 @@ from spmd.device import on_device
 from spmd.frontends import frontend
 from spmd.mesh import here
 from spmd.operators.base import interned, normal_axis, operate
-from spmd.operators.reduce import AxisName, Extremum, Sum, pmax, pmean, pmin, psum, varying_of
+from spmd.operators.reduce import AxisName, Extremum, Sum, pmax, pmean, pmin, psum, reduced_axes, varying_of
 
 __all__ = ["max", "mean", "min", "sum"]
 
@@ -27,7 +27,8 @@ def _start(x, axis_name: AxisName, axis: Axis, function: str):
     names = here(where).mesh.names(axis_name, where)
     x = x if type(x) is Array or on_device(x) or frontend(x) is not None else np.asarray(x)
     chosen = range(x.ndim) if axis is None else (axis,) if isinstance(axis, int | np.integer) else axis
-    return x, names, varying_of(x, names), tuple(normal_axis(function, "axis", d, x.ndim) for d in chosen)
+    over = varying_of(x, names) if function == "sum" else reduced_axes(x, names, where)
+    return x, names, over, tuple(normal_axis(function, "axis", d, x.ndim) for d in chosen)
 
 
 def _total(x, dims: tuple[int, ...]):

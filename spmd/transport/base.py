@@ -9,6 +9,7 @@ Sums are taken in the order of the group's members, whatever the timing: the sam
 
 from __future__ import annotations
 
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -41,6 +42,7 @@ __all__ = [
     "Steps",
     "Transport",
     "all_reduce_cost",
+    "checks_are_on",
     "deadlock",
     "gather_cost",
     "mismatch",
@@ -52,6 +54,12 @@ __all__ = [
 
 
 Shape = tuple[int, ...]
+
+
+def checks_are_on() -> bool:
+    """Whether collectives between processes begin with a check, waits are watched, and what counts as one value is
+    compared: not with SPMD_CHECK=0."""
+    return os.environ.get("SPMD_CHECK", "1") != "0"
 
 
 class Observer(Protocol):
@@ -269,16 +277,18 @@ class Steps:
 class Outcome:
     """How a run of all workers ended: their results, how long it took, and how often they waited.
 
-    shared: the seconds of it in which several cores worked for one worker, or one worker for all.
+    shared: the seconds of it in which several cores worked for one worker, or one worker for all. replicas: what the
+    workers supposed to be one value.
     """
 
-    __slots__ = ("results", "seconds", "shared", "switches")
+    __slots__ = ("replicas", "results", "seconds", "shared", "switches")
 
     def __init__(self, results: dict[int, Any], seconds: float, switches: int, shared: float = 0.0):
         self.results = results
         self.seconds = seconds
         self.switches = switches
         self.shared = shared
+        self.replicas: Any = None
 
 
 class Boxes(NamedTuple):

@@ -26,8 +26,7 @@ from spmd.cuda import Places, current
 from spmd.device import on_device
 from spmd.errors import TransportError, message
 from spmd.layout import offsets
-from spmd.transport.base import Call, Comm, Group, Handle, Outcome, Ready, Shape, Transport
-from spmd.transport.patience import checks_are_on
+from spmd.transport.base import Call, Comm, Group, Handle, Outcome, Ready, Shape, Transport, checks_are_on
 
 __all__ = ["NcclTransport"]
 

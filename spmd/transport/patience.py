@@ -16,18 +16,13 @@ from spmd.transport.board import FAILED, FOLLOWS, LEFT, Board
 if TYPE_CHECKING:
     from spmd.transport.processes import ProcessTransport
 
-__all__ = ["LOOK", "Patience", "board_of_the_job", "checks_are_on", "failed_too", "let_others", "like", "time_limit"]
+__all__ = ["LOOK", "Patience", "board_of_the_job", "failed_too", "let_others", "like", "time_limit"]
 
 _TIMEOUT = 300.0
 LOOK = 0.1
 """Seconds between two looks at the others."""
 _AWAKE = 0.006
 """Seconds of a wait before the first nap: about what a message of 64 MB takes from process to process."""
-
-
-def checks_are_on() -> bool:
-    """Whether collectives between processes begin with a check, and waits are watched: not with SPMD_CHECK=0."""
-    return os.environ.get("SPMD_CHECK", "1") != "0"
 
 
 def time_limit() -> float:

@@ -23,14 +23,14 @@ import numpy as np
 
 from spmd.errors import MismatchError, class_name
 from spmd.transport.arena import arena
-from spmd.transport.base import Call, Comm, Group, Outcome, Shape, Transport, raised_by
+from spmd.transport.base import Call, Comm, Group, Outcome, Shape, Transport, checks_are_on, raised_by
 from spmd.transport.blas import blas_threads, core_numbers, share_of_cores
 from spmd.transport.board import Board, machine
 from spmd.transport.channel import Channel, bytes_of
 from spmd.transport.detect import end_the_job_on_error
 from spmd.transport.headers import digest
 from spmd.transport.mailbox import shared
-from spmd.transport.patience import Patience, checks_are_on, let_others, like, time_limit
+from spmd.transport.patience import Patience, let_others, like, time_limit
 from spmd.transport.verbs import Pending, ProcessComm
 
 __all__ = ["ProcessTransport", "start"]

@@ -22,7 +22,7 @@ from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 
 from spmd import frontends
-from spmd.bridge.torch.memory import array_dtype, block_of, owned, tensor_of
+from spmd.bridge.torch.memory import array_dtype, block_of, borrowed, owned, tensor_of
 from spmd.bridge.torch.tensor import Tensor, plain, state_of_tensor, stated, summed
 from spmd.errors import MeshError, TransportError, message
 from spmd.mesh import WORKER, Mesh, Worker
@@ -519,6 +519,10 @@ class _Torch:
 
     def bare(self, x: torch.Tensor) -> torch.Tensor:
         return plain(x).detach()
+
+    def data(self, x: torch.Tensor) -> Any:
+        x = plain(x)
+        return None if torch.compiler.is_compiling() or transformed(x) else borrowed(x)
 
     def total(self, x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
         return x.sum(dims) if dims else x

@@ -26,9 +26,10 @@ from spmd.bridge.torch.tensor import Tensor, plain, state_of_tensor, stated
 from spmd.device import contiguous
 from spmd.errors import StateError, TransportError, describe, message
 from spmd.layout import Layout, P
-from spmd.mapping import Mapped, _joined_leaves, _one_structure, _Results
+from spmd.mapping import Mapped, _joined_leaves, _one_structure, _Results, note_argument
 from spmd.mesh import WORKER, Mesh, Worker
 from spmd.placing import mesh_for
+from spmd.replicas import Record
 from spmd.specs import Leaf
 from spmd.state import state_of
 
@@ -199,12 +200,26 @@ class _Call:
         run.draws.leave()
         for leaf, version in before:
             self._unchanged(leaf, version)
+        self._note_arguments(outcome, blocks)
         self.treedef = _one_structure(self.where, mesh, outcome)
-        joined = _joined_leaves(self.where, mesh, outcome, mapped.check)
+        joined = _joined_leaves(self.where, mesh, outcome, mapped.check, mapped._turns)
         self.joined = [self._leaving(x) for x in joined]
         self.specs = [x.layout if isinstance(x, PartitionedArray) else None for x in joined]
         self._settle(run)
         return run
+
+    def _note_arguments(self, outcome: Any, blocks: list[Any]) -> None:
+        """Note the tensors and arrays that this process, one of several, passed of its own: see `Mapped`."""
+        mapped, mesh = self.mapped, self.mesh
+        if not (outcome.replicas.alone and mapped.check and mesh.checks):
+            return
+        for leaf, block in zip(self.leaves, blocks, strict=True):
+            if not isinstance(block, dict) or isinstance(leaf.value, PartitionedArray):
+                continue
+            (own,) = block.values()
+            shape = f"{own.dtype}{[*leaf.value.shape]}, {leaf.spec}"
+            record = Record(self.where, leaf.path, "", shape, 0, 0, None)
+            note_argument(mesh, outcome.replicas, record, leaf.spec, borrowed(own), mapped._turns)
 
     def _execute(self, body: Callable[[Worker], Any], tracked: bool) -> Any:
         if self.mesh.scheduler == "lockstep" and self.mesh.size > 1 and self.mesh.transport.name == "local":
@@ -359,7 +374,7 @@ class _Call:
                 return _Results(None, paths, specs, blocks)
 
         outcome = self._execute(backward, True)
-        joined = _joined_leaves(self.where, self.mesh, outcome, self.mapped.check)
+        joined = _joined_leaves(self.where, self.mesh, outcome, self.mapped.check, self.mapped._turns)
         return [self._leaving(g) for g in joined]
 
     def derivative(self, given: Sequence[torch.Tensor], gs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
