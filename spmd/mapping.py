@@ -776,7 +776,7 @@ class _Input:
         """Note what was not compared before. What has the spec None may be anything."""
         x = self.value
         if self.number:
-            replicas.add(tuple(mesh.axes), Record(where, path, "", repr(x), 0, 0, None), "argument")
+            replicas.add(tuple(mesh.axes), Record(where, path, "", repr(x), 0, 0, None), "number")
         elif self.blocks is not None and not (isinstance(x, PartitionedArray) and x.compared):
             if isinstance(x, PartitionedArray):
                 replicas.arrays.append(x)

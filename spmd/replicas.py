@@ -67,7 +67,8 @@ two, with the digests of all before."""
 TABLE = 4096
 """Entries of the tables of turns and of values that wait to be compared."""
 _ROUNDING = 1024.0
-"""Differences up to so many units in the last place of the largest entry count as rounding."""
+"""Differences of up to so many units in the last place of the largest entry count as rounding, or the root of the unit
+where that is less."""
 _CHUNKS = 1024
 
 SAME, ROUNDING, OTHER = "same", "rounding", "other"
@@ -81,6 +82,7 @@ _PASS = (
 )
 _MENDS = {
     "argument": _PASS,
+    "number": _PASS,
     "shape": _PASS,
     "closure": "pass it to the map as an argument, or, if it is meant to differ, declare it in the body with "
     "spmd.varying(a, {axes})",
@@ -164,37 +166,37 @@ def relation(a: np.ndarray, b: np.ndarray) -> str:
         differ = ~((a == b) | ((a != a) & (b != b)))
         if not differ.any():
             return SAME
-        unit = _unit(a.dtype)
-        if unit is None:
+        tolerance = _tolerance(a.dtype)
+        if tolerance is None:
             return OTHER
         a, b = (x.astype(np.complex128 if x.dtype.kind == "c" else np.float64) for x in (a, b))
         finite = np.isfinite(a) & np.isfinite(b)
         if (differ & ~finite).any():
             return OTHER
         a, b = a[finite], b[finite]
-        return ROUNDING if np.abs(a - b).max() <= _ROUNDING * unit * np.abs(a).max() else OTHER
+        return ROUNDING if np.abs(a - b).max() <= tolerance * np.abs(a).max() else OTHER
 
 
 @lru_cache(maxsize=64)
-def _unit(dtype: np.dtype) -> float | None:
-    """The distance from 1 to the next number; None where there is no rounding."""
+def _tolerance(dtype: np.dtype) -> float | None:
+    """The largest difference that counts as rounding, relative to the largest entry; None where nothing is rounded."""
     if dtype.kind in "fc":
-        return float(np.finfo(dtype).eps)
-    if dtype.kind != "V":
-        return None
-    try:
-        import ml_dtypes
+        unit = float(np.finfo(dtype).eps)
+    else:
+        try:
+            import ml_dtypes
 
-        return float(ml_dtypes.finfo(dtype).eps)
-    except (ImportError, ValueError):
-        return None
+            unit = float(ml_dtypes.finfo(dtype).eps)
+        except (ImportError, ValueError):
+            return None
+    return min(_ROUNDING * unit, unit**0.5)
 
 
 def sketch(x: np.ndarray) -> list[float]:
-    """What tells rounding from another value without the array: the unit in the last place, how the entries that are
-    not finite lie, and in float64 the weighted sums of stretches and their norms. Empty where nothing is rounded."""
-    unit = _unit(x.dtype)
-    if unit is None or not x.size:
+    """What tells rounding from another value without the array: what counts as rounding, how the entries that are not
+    finite lie, and in float64 the weighted sums of stretches and their norms. Empty where nothing is rounded."""
+    tolerance = _tolerance(x.dtype)
+    if tolerance is None or not x.size:
         return []
     flat = np.ascontiguousarray(x).reshape(-1)
     flat = flat.astype(np.complex128).view(np.float64) if flat.dtype.kind == "c" else flat.astype(np.float64)
@@ -203,7 +205,7 @@ def sketch(x: np.ndarray) -> list[float]:
     weights = 1.0 + np.resize(_weights() / 2.0**64, flat.size)
     starts = np.arange(0, flat.size, max(1, -(-flat.size // _CHUNKS)))
     sums, squares = np.add.reduceat(flat * weights, starts), np.add.reduceat(flat * flat, starts)
-    return [unit, float(digest(finite) % (1 << 32)), *sums.tolist(), *np.sqrt(squares).tolist()]
+    return [tolerance, float(digest(finite) % (1 << 32)), *sums.tolist(), *np.sqrt(squares).tolist()]
 
 
 def alike(one: Sequence[float] | None, other: Sequence[float] | None) -> bool:
@@ -212,7 +214,7 @@ def alike(one: Sequence[float] | None, other: Sequence[float] | None) -> bool:
         return False
     (sums, norms), (other_sums, other_norms) = (np.reshape(x[2:], (2, -1)) for x in (one, other))
     scale = max(norms.max(), other_norms.max())
-    return bool(np.abs(sums - other_sums).max() <= 2 * _ROUNDING * one[0] * scale)
+    return bool(np.abs(sums - other_sums).max() <= 2 * one[0] * scale)
 
 
 # Records
@@ -462,7 +464,7 @@ def _compare(mesh: Mesh, shared: Mapping[int, Mapping[str, Any]], records: Mappi
     rounded: set[str] = set()
     for one, other, key in differences:
         where, argument, source = _names(key)
-        texts = [shared[w][key][0] for w in (one, other)]
+        texts = [shared[w].get(key, ["no such argument"])[0] for w in (one, other)]
         judged = OTHER
         if texts[0] == texts[1]:
             judged = ROUNDING if alike(*(sketches[w].get(key) for w in (one, other))) else OTHER
@@ -492,6 +494,8 @@ def _differences(mesh: Mesh, shared: Mapping[int, Mapping[str, Any]]) -> Iterabl
             other_text, other_turn, other_number = shared[one][key]
             if text != other_text or (turn == other_turn and number != other_number):
                 yield one, w, key
+    for key, w in {key: w for (key, _), w in first.items() if key.rpartition("|")[2] in ("shape", "number")}.items():
+        yield from ((w, other, key) for other in range(mesh.size) if key not in shared[other])
 
 
 def _warn_at(source: str, text: str) -> None:
