@@ -29,6 +29,7 @@ from spmd.autodiff.tracer import Array, value_of
 from spmd.autodiff.watch import FINITE
 from spmd.device import contiguous, on_device
 from spmd.errors import LayoutError, MeshError, SpecError, StateError, describe, message, nearest
+from spmd.frontends import frontend
 from spmd.layout import Layout, P, Spec
 from spmd.mesh import WORKER, Mesh, Worker
 from spmd.operators.base import Join, bounded, outside, sealed, vary
@@ -885,7 +886,8 @@ def _joined_leaves(where: str, mesh: Mesh, outcome: Outcome, check: bool, turns:
         _objects_agree(where, mesh, outcome)
     if not places and not structure:
         return list(mine.blocks)
-    compared = _with_copies(mesh, outcome, places) if checked else set()
+    # Blocks on a device are not compared: that would wait for it.
+    compared = _with_copies(mesh, outcome, places) if checked and mesh.places is None else set()
     turn = {k: next_turn(turns, (mine.paths[k], mine.blocks[k].shape)) for k in compared}
     parts = {w: {k: taken(r.blocks[k], turn[k]) for k in compared} for w, r in results.items()}
     records = outcome.replicas.noted() if checked else {}
@@ -919,7 +921,7 @@ def _joined_leaves(where: str, mesh: Mesh, outcome: Outcome, check: bool, turns:
 def _note(block: Any, part: Any, turn: int | None) -> list:
     """What workers tell each other of a block: its shape, its dtype, and where copies are compared the turn and the
     digest of the part that it takes in."""
-    number = 0 if part is None or on_device(part) else digest(part)
+    number = 0 if part is None else digest(part)
     return [[*block.shape], dtype_name(block.dtype), turn or 0, number]
 
 
@@ -985,6 +987,12 @@ def _copies_agree(
             report(mesh, found, where, path, pair, axes, kind="result")
 
 
+def _bare(x: Any) -> Any:
+    """An object as it is compared: of an array of another library its data."""
+    other = frontend(x)
+    return x if other is None else other.data(x)
+
+
 def _objects_agree(where: str, mesh: Mesh, outcome: Outcome) -> None:
     """Results with the out_spec None are equal on all workers: those held here are compared, and noted for others."""
     results = outcome.results
@@ -992,11 +1000,11 @@ def _objects_agree(where: str, mesh: Mesh, outcome: Outcome) -> None:
     for k, spec in enumerate(mine.specs):
         if spec is not None:
             continue
-        record = object_record(where, mine.paths[k], mine.blocks[k])
+        record = object_record(where, mine.paths[k], _bare(mine.blocks[k]))
         for w, other in results.items():
             if other.blocks[k] is mine.blocks[k]:
                 continue
-            theirs = object_record(where, mine.paths[k], other.blocks[k])
+            theirs = object_record(where, mine.paths[k], _bare(other.blocks[k]))
             if record is not None and theirs is not None:
                 judged = compared(record, theirs)
                 if judged != SAME:
