@@ -10,6 +10,8 @@ that was derived by hand and runs on one worker.
     python examples/wave.py --mesh 3,1 --steps 10    another split, fewer iterations
     mpiexec -n 4 python examples/wave.py             four processes, the same figures
     python examples/wave.py --plot wave.png          draws the speeds and the convergence
+
+It needs SciPy and Matplotlib: pip install "spmd[examples]".
 """
 
 from __future__ import annotations
