@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache, wraps
 from itertools import pairwise
 from math import prod
@@ -40,17 +40,20 @@ from spmd.state import INVARIANT, VARYING, State, state_of
 from spmd.transport.base import LEDGERS, Call, Comm, Eager, Group, Handle, Make, Ready, Shape, Way, sealed
 
 __all__ = [
+    "Called",
     "Collective",
     "Operator",
     "Vary",
     "admitted",
     "block",
     "bounded",
+    "each_leaf",
     "everywhere",
     "interned",
     "joining",
     "launch",
     "move",
+    "named",
     "operate",
     "outside",
     "owned_block",
@@ -67,16 +70,34 @@ F = TypeVar("F", bound=Callable[..., Any])
 Launched = tuple[Handle, Callable[[Any], tuple[Any, "Collective"]]]
 
 
+class Called:
+    """What the user called: the name of the function, and which leaf of which tree the operator is applied to."""
+
+    __slots__ = ("function", "leaf")
+
+    def __init__(self, function: str, leaf: tree.Leaf | None = None):
+        self.function = function
+        self.leaf = leaf
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Called) and (self.function, self.leaf) == (other.function, other.leaf)
+
+    def __hash__(self) -> int:
+        return hash((self.function, self.leaf))
+
+
 @dataclass(frozen=True)
 class Collective:
     """Something that the workers along `axes` do together.
 
+    called: what the user called, where that is another function, or a tree. It is part of what all members agree on.
     function: the name of the function that users write. source and target: the state along the axes that it takes
     and gives. adds: it refuses an Invariant array (which would be multiplied), others insert `Vary`.
     alike: whether all members must bring blocks of one shape (None: not even of as many dimensions).
     """
 
     axes: tuple[str, ...]
+    called: Called | None = field(default=None, kw_only=True, repr=False)
 
     function: ClassVar[str]
     source: ClassVar[str] = VARYING
@@ -111,8 +132,21 @@ class Collective:
     @cached_property
     def detail(self) -> str:
         """The parameters that all members must agree on."""
-        own = (f for f in fields(self) if f.name not in ("axes", *self.private))
+        own = (f for f in fields(self) if f.name not in ("axes", "called", *self.private))
         return ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in own)
+
+    @property
+    def called_back(self) -> Called:
+        """What its adjoint is called by in a backward sweep: the same on all workers where the collective was."""
+        called = self.called or Called(self.function)
+        return Called(f"the adjoint of {called.function}", called.leaf)
+
+    def over(self, structure: Any) -> tuple[Any, ...]:
+        """The collective for each leaf of a tree, and for the tree as a whole at the end."""
+        try:
+            return _over(self, structure)
+        except TypeError:  # keys or metadata that cannot be hashed
+            return _of_leaves(self, structure)
 
     private: ClassVar[tuple[str, ...]] = ()
     """Parameters that may differ between workers."""
@@ -176,7 +210,12 @@ class Operator(Collective, Linear):
         return 0, 0
 
     def pull(self, g, x, ans):
-        return move(self.H, g)
+        return move(self.back, g)
+
+    @cached_property
+    def back(self) -> Operator:
+        """The adjoint as a backward sweep applies it: it knows what was called."""
+        return rebound(self.H, called=self.called_back)
 
     def __call__(self, x):
         """The operator applied to this worker's block, or to a pytree of blocks, in a body; outside of bodies to a
@@ -205,6 +244,12 @@ def interned(kind: type[C], *parameters: Any) -> C:
 @lru_cache(maxsize=4096, typed=True)
 def _interned(kind: Any, *parameters: Any) -> Any:
     return kind(*parameters)
+
+
+@lru_cache(maxsize=4096, typed=True)
+def named(function: str, kind: Any, *parameters: Any) -> Any:
+    """The one collective of a kind with these parameters that is called by another function than its own."""
+    return kind(*parameters, called=Called(function))
 
 
 _KEPT = 512
@@ -250,6 +295,29 @@ def _rebound(op: Any, changes: tuple[tuple[str, Any], ...]) -> Any:
     return _replaced(op, changes)
 
 
+def _of_leaves(op: Any, structure: Any) -> tuple[Any, ...]:
+    name = (op.called or Called(op.function)).function
+    return tuple(
+        op if leaf is None else replace(op, called=Called(name, leaf)) for leaf in tree.leaf_positions(structure)
+    )
+
+
+_over = kept(_of_leaves)
+
+
+def each_leaf(f: Callable[[Any, Callable[[C], C]], Any], x: Any) -> Any:
+    """f(leaf, at) of each leaf of the user's x, as a tree; `at(op)` is the collective that knows which leaf it is."""
+    leaves, structure = tree.flatten(x)
+    if tree.is_leaf(structure):
+        return f(x, _by_itself)
+    found = [f(leaf, lambda op, k=k: op.over(structure)[k]) for k, leaf in enumerate(leaves)]
+    return tree.unflatten(structure, found)
+
+
+def _by_itself(op: C) -> C:
+    return op
+
+
 def operate(op: Collective, x, frame: FrameType | None = None) -> Any:
     """Apply a collective to the user's x: a traced or bare array, a number, or a pytree of them."""
     worker = WORKER.get() or here(f"spmd.{op.function}")
@@ -269,7 +337,7 @@ def operate(op: Collective, x, frame: FrameType | None = None) -> Any:
     if isinstance(x, np.ndarray | np.generic | int | float | complex) or on_device(x) or frontend(x) is not None:
         return _begin(op, x, worker, frame)()
     leaves, treedef = tree.flatten(x)
-    begun = [_begin(op, leaf, worker, frame) for leaf in leaves]
+    begun = [_begin(op, leaf, worker, frame) for op, leaf in zip(op.over(treedef), leaves, strict=False)]
     return tree.unflatten(treedef, [finish() for finish in begun])
 
 
@@ -635,7 +703,8 @@ def _call(op: Collective, x, worker: Worker, frame, asks: list[bool] | None, len
     key = None if user is None or alone else (id(user.f_code), user.f_lasti, x.dtype, x.shape, lent)
     call = op.calls.get(key)
     if call is None:
-        call = Call(op.function, op.axes, x.dtype, x.shape, detail=op.detail, alike=op.alike, frame=user)
+        name, leaf = (op.function, None) if op.called is None else (op.called.function, op.called.leaf)
+        call = Call(name, op.axes, x.dtype, x.shape, detail=op.detail, alike=op.alike, frame=user, leaf=leaf)
         call.lent, call.asks, call.host = lent, asks, worker.mesh.places is not None and not on_device(x)
         if key is not None:
             bounded(op.calls)[key] = call  # It keeps the code, so that no other has its id.

@@ -30,11 +30,14 @@ from spmd.operators.base import (
     Operator,
     Vary,
     bounded,
+    each_leaf,
     everywhere,
     interned,
     move,
+    named,
     operate,
     owned_block,
+    rebound,
     vary,
 )
 from spmd.state import INVARIANT, state_of
@@ -297,13 +300,13 @@ def pmean(x, axis_name: AxisName):
     """
     names, frame = _names(axis_name, "pmean"), sys._getframe(1)
 
-    def one(a):
+    def one(a, at):
         over = varying_of(a, names)
         if not over:
             return a
-        return operate(interned(Sum, over), a, frame) / here("spmd.pmean").group(over).size
+        return operate(at(named("pmean", Sum, over)), a, frame) / here("spmd.pmean").group(over).size
 
-    return tree.map(one, x)
+    return each_leaf(one, x)
 
 
 @dataclass(frozen=True)
@@ -383,7 +386,7 @@ class Extremum(Collective):
             if empty
             else (np.max if self.how == "max" else np.min)(x, axis=self.dims)
         )
-        call = Call(call.op, call.axes, x.dtype, y.shape, detail=call.detail, alike=True)
+        call = call.of(y.shape, alike=True)
         total = yield comm.all_reduce(group, call, contiguous(y), self.how)
         return total, self
 
@@ -399,9 +402,8 @@ class Extremum(Collective):
             top, g = np.expand_dims(top, self.dims), np.expand_dims(g, self.dims)
         ties = (bare == top) | ((bare != bare) & (top != top))
         count = np.sum(ties, axis=self.dims, keepdims=True) if self.dims else ties
-        total = move(
-            interned(Sum, self.axes), count.astype(real) if hasattr(count, "astype") else np.asarray(count, real)
-        )
+        ties_of_all = rebound(interned(Sum, self.axes), called=self.called_back)
+        total = move(ties_of_all, count.astype(real) if hasattr(count, "astype") else np.asarray(count, real))
         return move(Vary(self.axes), g) * (ties / total)
 
 
@@ -420,11 +422,11 @@ def _marker(dtype, how: str, some: bool):
 
 
 def _extremum(x, names: tuple[str, ...], how: str, frame: FrameType):
-    def one(a):
+    def one(a, at):
         over = varying_of(a, names)
-        return operate(interned(Extremum, over, how), a, frame) if over else a
+        return operate(at(named(f"p{how}", Extremum, over, how)), a, frame) if over else a
 
-    return tree.map(one, x)
+    return each_leaf(one, x)
 
 
 def pmax(x, axis_name: AxisName):
