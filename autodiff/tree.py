@@ -180,10 +180,17 @@ class Described:
 
     __slots__ = ("digest", "paths", "text")
 
-    def __init__(self, structure: Any):
-        self.text = _text(structure)
-        self.paths = tuple("".join(f"[{_shown(key)}]" for key in path) for path in optree.treespec_paths(structure))
-        self.digest = _digest(self.text)
+    def __init__(self, text: str, paths: Iterable[str]):
+        self.text = text
+        self.paths = tuple(paths)
+        self.digest = _digest(text)
+
+    @classmethod
+    def of(cls, structure: Any) -> Described:
+        """A structure of the library behind."""
+        return cls(
+            _text(structure), ("".join(f"[{_shown(k)}]" for k in path) for path in optree.treespec_paths(structure))
+        )
 
 
 class Leaf:
@@ -220,7 +227,7 @@ def leaf_positions(structure: Any) -> tuple[Leaf | None, ...]:
 def _positions(structure: Any) -> tuple[Leaf | None, ...]:
     if structure.is_leaf():
         return None, None
-    described = Described(structure)
+    described = Described.of(structure)
     return *(Leaf(described, k) for k in range(structure.num_leaves)), Leaf(described, -1)
 
 

@@ -71,19 +71,26 @@ Launched = tuple[Handle, Callable[[Any], tuple[Any, "Collective"]]]
 
 
 class Called:
-    """What the user called: the name of the function, and which leaf of which tree the operator is applied to."""
+    """What the user called: the name of the function, and which leaf of which tree the operator is applied to.
 
-    __slots__ = ("function", "leaf")
+    forward: of an operator that a backward sweep applies, the function whose adjoint that is.
+    """
 
-    def __init__(self, function: str, leaf: tree.Leaf | None = None):
+    __slots__ = ("forward", "function", "leaf")
+
+    def __init__(self, function: str, leaf: tree.Leaf | None = None, forward: str = ""):
         self.function = function
         self.leaf = leaf
+        self.forward = forward
+
+    def _key(self) -> tuple[Any, ...]:
+        return self.function, self.leaf, self.forward
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Called) and (self.function, self.leaf) == (other.function, other.leaf)
+        return isinstance(other, Called) and self._key() == other._key()
 
     def __hash__(self) -> int:
-        return hash((self.function, self.leaf))
+        return hash(self._key())
 
 
 @dataclass(frozen=True)
@@ -125,7 +132,7 @@ class Collective:
     keeps: ClassVar[bool] = True
     """Whether `pull` needs the block and the result."""
 
-    def owe(self, shared: dict, g) -> Future | None:
+    def owe(self, shared: dict, g, leaf: Node) -> Future | None:
         """The cotangent of a leaf, if it may come later."""
         return None
 
@@ -135,11 +142,12 @@ class Collective:
         own = (f for f in fields(self) if f.name not in ("axes", "called", *self.private))
         return ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in own)
 
-    @property
-    def called_back(self) -> Called:
-        """What its adjoint is called by in a backward sweep: the same on all workers where the collective was."""
+    def backward(self, op: C) -> C:
+        """An operator that the backward sweep applies on behalf of this one. It knows what was called, and so is the
+        same on all workers where this one was."""
         called = self.called or Called(self.function)
-        return Called(f"the adjoint of {called.function}", called.leaf)
+        forward = f"the adjoint of {called.forward}" if called.forward else called.function
+        return rebound(op, called=Called(op.function, called.leaf, forward))
 
     def over(self, structure: Any) -> tuple[Any, ...]:
         """The collective for each leaf of a tree, and for the tree as a whole at the end."""
@@ -214,8 +222,8 @@ class Operator(Collective, Linear):
 
     @cached_property
     def back(self) -> Operator:
-        """The adjoint as a backward sweep applies it: it knows what was called."""
-        return rebound(self.H, called=self.called_back)
+        """The adjoint as the backward sweep applies it."""
+        return self.backward(self.H)
 
     def __call__(self, x):
         """The operator applied to this worker's block, or to a pytree of blocks, in a body; outside of bodies to a
@@ -247,9 +255,9 @@ def _interned(kind: Any, *parameters: Any) -> Any:
 
 
 @lru_cache(maxsize=4096, typed=True)
-def named(function: str, kind: Any, *parameters: Any) -> Any:
-    """The one collective of a kind with these parameters that is called by another function than its own."""
-    return kind(*parameters, called=Called(function))
+def named(function: str, kind: Any, *parameters: Any, forward: str = "") -> Any:
+    """The one collective of a kind with these parameters that is called by this function. forward: see `Called`."""
+    return kind(*parameters, called=Called(function, forward=forward))
 
 
 _KEPT = 512
@@ -703,8 +711,12 @@ def _call(op: Collective, x, worker: Worker, frame, asks: list[bool] | None, len
     key = None if user is None or alone else (id(user.f_code), user.f_lasti, x.dtype, x.shape, lent)
     call = op.calls.get(key)
     if call is None:
-        name, leaf = (op.function, None) if op.called is None else (op.called.function, op.called.leaf)
-        call = Call(name, op.axes, x.dtype, x.shape, detail=op.detail, alike=op.alike, frame=user, leaf=leaf)
+        called, detail = op.called or Called(op.function), op.detail
+        if called.forward:
+            detail += f"{', ' if detail else ''}the adjoint of {called.forward}"
+        call = Call(
+            called.function, op.axes, x.dtype, x.shape, detail=detail, alike=op.alike, frame=user, leaf=called.leaf
+        )
         call.lent, call.asks, call.host = lent, asks, worker.mesh.places is not None and not on_device(x)
         if key is not None:
             bounded(op.calls)[key] = call  # It keeps the code, so that no other has its id.
@@ -751,7 +763,7 @@ _MOVE = Primitive(
     None,
     "collective",
     rules=(lambda g, ans, op, x, y: op.pull(g, x, y),),
-    owe=lambda shared, g, op, x, y: op.owe(shared, g),
+    owe=lambda shared, g, leaf, op, x, y: op.owe(shared, g, leaf),
 )
 
 
@@ -776,7 +788,7 @@ class Vary(Operator):
 
         return interned(Sum, self.axes)
 
-    def owe(self, shared: dict, g) -> Future | None:
+    def owe(self, shared: dict, g, leaf: Node) -> Future | None:
         if type(g) is Array:
             return None
         sums = shared.get(Vary)
@@ -784,7 +796,7 @@ class Vary(Operator):
             from spmd.operators.reduce import OwedSums
 
             sums = shared[Vary] = OwedSums(here("spmd.psum"))
-        return sums.owe(self.axes, g)
+        return sums.owe(self.axes, g, leaf.place)
 
 
 def vary(x: Array, state: State) -> Array:

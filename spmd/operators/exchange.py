@@ -27,8 +27,8 @@ from spmd.operators.base import (
     interned,
     joining,
     kept,
-    normal_axis,
     named,
+    normal_axis,
     operate,
     rebound,
     sealed,
@@ -281,9 +281,7 @@ def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets
     told = np.stack([numbers["output_offsets"], numbers["send_sizes"]], axis=-1)
     *leaves, whole = tree.leaf_positions(treedef)
     detail = "where the rows go"
-    call = Call(
-        "ragged_all_to_all", names, told.dtype, told.shape, detail=detail, alike=True, frame=frame, leaf=whole
-    )
+    call = Call("ragged_all_to_all", names, told.dtype, told.shape, detail=detail, alike=True, frame=frame, leaf=whole)
     came = np.stack(worker.comm.all_to_all(group, call, [np.ascontiguousarray(t) for t in told]).wait())
     _check_sizes(came[..., 1], numbers["recv_sizes"], worker, group)
     for _, n in rows:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from spmd.autodiff.tree import Leaf
 
 __all__ = [
+    "GRADIENTS",
     "LEDGERS",
     "ONE_BY_ONE",
     "Boxes",
@@ -171,8 +172,8 @@ class Side(NamedTuple):
     another process.
 
     call, line: the call, and the user's line. number: how many collectives it has made. op: the function's name.
-    leaf, tree, paths: the path of the leaf, the tree that it is one of, and the paths of all its leaves; a tree that is
-    no tree is empty. cut: whether there are more paths.
+    leaf, tree, paths, digest: the path of the leaf; the tree that it is one of, the paths of all its leaves, and its
+    digest: of no tree empty. cut: whether there are more paths.
     """
 
     worker: str
@@ -183,6 +184,7 @@ class Side(NamedTuple):
     leaf: str = ""
     tree: str = ""
     paths: Sequence[str] = ()
+    digest: int = 0
     cut: bool = False
 
     @classmethod
@@ -190,7 +192,10 @@ class Side(NamedTuple):
         """The side of a worker of this process."""
         side = cls(worker, str(call), call.source, number, call.op)
         leaf = call.leaf
-        return side if leaf is None else side._replace(leaf=leaf.path, tree=leaf.tree.text, paths=leaf.tree.paths)
+        if leaf is None:
+            return side
+        tree = leaf.tree
+        return side._replace(leaf=leaf.path, tree=tree.text, paths=tree.paths, digest=tree.digest)
 
     def packed(self, room: int) -> bytes:
         """What there is to tell another process, in at most so many bytes; of long trees the beginning."""
@@ -208,8 +213,8 @@ class Side(NamedTuple):
 
     def shown(self, order: bool, trees: bool) -> str:
         """The lines on this side. order, trees: whether to say how many collectives it has made, and of which tree."""
-        leaf = f", leaf {self.leaf} of" if self.leaf else ", the tree"
-        of = f"{leaf} {_cut(self.tree, 200)}" if self.tree else ", an array by itself"
+        leaf = f", leaf {self.leaf} of" if self.leaf else ", of"
+        of = f"{leaf} {_cut(self.tree, 200)}" if self.tree else ", of an array by itself"
         count = f", its collective {self.number}" if order else ""
         return f"          {self.worker}: {self.call}{of if trees else ''}{count}\n            {self.line}"
 
@@ -224,20 +229,24 @@ _ONE_PATH = (
 )
 _ONE_SHAPE = "reduce uneven blocks over their own dimensions first, as spmd.sum and spmd.mean(x, axis_name, axis) do"
 _ONE_TREE = (
-    "give the function one tree on all workers: the same containers with the same keys; a dict may have its keys in any "
-    "order, an OrderedDict may not"
+    "give the function one tree on all workers: the same containers with the same keys; a dict may have its keys in "
+    "any order, an OrderedDict may not"
 )
+_ONE_USE = "let all workers use the arguments that they differentiate in one order, and give them one tree"
+GRADIENTS = "the gradients"
+"""How the text begins that says in place of a tree which gradients a sum is of."""
 _NAMED_PATHS = 8
 """Paths of a tree that an error names one by one."""
 
 
 def mismatch(first: Side, second: Side) -> MismatchError:
     """Two workers met with different calls."""
-    order, trees = first.number != second.number, (first.tree, first.leaf) != (second.tree, second.leaf)
-    parted = first.tree != second.tree or tuple(first.paths) != tuple(second.paths)
+    order, trees = first.number != second.number, (first.digest, first.leaf) != (second.digest, second.leaf)
+    parted = first.digest != second.digest
     # As they are but for their shapes
     alike = len({re.sub(r"\[[\d, ]*\]", "", side.call) for side in (first, second)}) == 1
-    mend = _ONE_PATH if order or not alike else _ONE_TREE if parted else _ONE_PATH if trees else _ONE_SHAPE
+    one_tree = _ONE_USE if first.tree.startswith(GRADIENTS) else _ONE_TREE
+    mend = _ONE_PATH if order or not alike else one_tree if parted else _ONE_PATH if trees else _ONE_SHAPE
     lines = [side.shown(order, trees) for side in (first, second)]
     if parted and first.tree and second.tree:
         lines.append(f"          {_parting(first, second)}")
@@ -245,7 +254,8 @@ def mismatch(first: Side, second: Side) -> MismatchError:
         message(
             "a collective",
             got="workers that met with different calls\n" + "\n".join(lines),
-            need="the same function, tree, axes, parameters, dtype and shape from all of the group, in the same order",
+            need=f"the same operator, {'tree, ' * trees}axes, parameters, dtype and shape from all of the group, "
+            "in the same order",
             mend=mend,
         )
     )
@@ -264,7 +274,7 @@ def _parting(first: Side, second: Side) -> str:
     for k, (one, other) in enumerate(zip(first.paths, second.paths, strict=False)):
         if one != other:
             return f"paths that differ: leaf {k} is {one} on {first.worker}, {other} on {second.worker}"
-    return "the paths are the same, the containers are not" if not (first.cut or second.cut) else "paths further on"
+    return "paths that differ: further on" if first.cut or second.cut else "the paths are equal, the containers differ"
 
 
 def deadlock(lines: Sequence[str]) -> DeadlockError:

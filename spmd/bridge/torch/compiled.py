@@ -36,17 +36,18 @@ _seats: WeakValueDictionary[int, Seat] = WeakValueDictionary()
 _PLACES = 1 << 24
 
 
-def _token(name: str, args: tuple, kwargs: dict[str, Any], part_of: str = "") -> str:
+def _token(name: str, args: tuple, kwargs: dict[str, Any], part_of: str = "", back: bool = False) -> str:
     """The name in graphs of a function of bodies with these arguments. part_of: the function that the user called,
-    where it is a sum within another one: workers that run the same line without a graph call it by that name."""
+    where it is a sum within another one (back: within its derivative): workers that run the same line without a graph
+    call it by that name."""
     text = f"{name}{args!r}{kwargs!r}" + f" of {part_of}" * bool(part_of)
-    function = functools.partial(_summed, part_of) if part_of else getattr(spmd, name)
+    function = functools.partial(_summed, part_of, back) if part_of else getattr(spmd, name)
     _tokens.setdefault(text, (function, args, kwargs))
     return text
 
 
-def _summed(part_of: str, x: Any, names: tuple[str, ...]) -> Any:
-    return operate(named(part_of, Sum, names), x)
+def _summed(part_of: str, back: bool, x: Any, names: tuple[str, ...]) -> Any:
+    return operate(named("psum", Sum, names, forward=part_of) if back else named(part_of, Sum, names), x)
 
 
 def _ticket(op: Operator, seat: Seat) -> torch.Tensor:
@@ -286,8 +287,8 @@ def _constant_placed(token: str) -> bool:
 
 
 @torch.compiler.assume_constant_result
-def _constant_token(name: str, args: tuple, kwargs: tuple, part_of: str = "") -> str:
-    return _token(name, tuple(_thawed(a) for a in args), {k: _thawed(a) for k, a in kwargs}, part_of)
+def _constant_token(name: str, args: tuple, kwargs: tuple, part_of: str = "", back: bool = False) -> str:
+    return _token(name, tuple(_thawed(a) for a in args), {k: _thawed(a) for k, a in kwargs}, part_of, back)
 
 
 def _frozen(a: Any) -> Any:
@@ -410,7 +411,7 @@ def _extremum_traced(how: str, over_entries: bool) -> Callable:
         names, _ = _constant_axes(_frozen(axis_name), function)
         dims = _dims(x, axis) if over_entries else ()
         _constant_token("pvary", (_frozen(names),), ())
-        total = _constant_token("psum", (_frozen(names),), (), f"the adjoint of {function}")
+        total = _constant_token("psum", (_frozen(names),), (), function, True)
         return torch.ops.spmd.attain(x, function, total, list(dims))
 
     return call

@@ -26,7 +26,7 @@ from spmd.bridge.torch.memory import array_dtype, block_of, owned, tensor_of
 from spmd.bridge.torch.tensor import Tensor, plain, state_of_tensor, stated, summed
 from spmd.errors import MeshError, TransportError, message
 from spmd.mesh import WORKER, Mesh, Worker
-from spmd.operators.base import Collective, Operator, Vary, admitted, interned, launch, rebound
+from spmd.operators.base import Collective, Operator, Vary, admitted, interned, launch
 from spmd.operators.reduce import Sum
 from spmd.state import State, state_of
 
@@ -292,7 +292,7 @@ class Attain(Function):
         dims = ctx.task.op.dims
         x, top = ctx.saved_tensors
         ties, count = ties_of(x, top, dims)
-        total = apply(_sum_back(ctx.task.op), count.detach(), ctx.task.seat)
+        total = apply(ctx.task.op.backward(interned(Sum, ctx.task.op.axes)), count.detach(), ctx.task.seat)
         return ties.detach() / total, dims
 
     @staticmethod
@@ -306,7 +306,9 @@ class Attain(Function):
     def jvp(ctx: Any, tangent: torch.Tensor, _: Any) -> Any:
         weights, dims = Attain._weights(ctx)
         share = tangent * weights
-        return apply(_sum_back(ctx.task.op), share.sum(dims) if dims else share, ctx.task.seat)
+        return apply(
+            ctx.task.op.backward(interned(Sum, ctx.task.op.axes)), share.sum(dims) if dims else share, ctx.task.seat
+        )
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: torch.Tensor, task: Task) -> Any:
@@ -314,11 +316,6 @@ class Attain(Function):
         if not parts:
             return _of_none(Attain, x, in_dims[0], task), 0
         return torch.stack([Attain.apply(part, Task(task.op, task.seat)) for part in parts]), 0
-
-
-def _sum_back(op: Collective) -> Sum:
-    """The sum that the derivative of an extremum takes."""
-    return rebound(interned(Sum, op.axes), called=op.called_back)
 
 
 def expanded(x: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
