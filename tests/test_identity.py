@@ -6,6 +6,8 @@ import json
 import random
 import sys
 from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +28,7 @@ def mesh_of(scheduler: str) -> spmd.Mesh:
     return spmd.Mesh(x=2, transport="local", scheduler=scheduler)
 
 
-def refused(scheduler: str, body, check: bool = True) -> str:
+def refused(scheduler: str, body: Callable[..., Any], check: bool = True) -> str:
     """What the workers are told that run this body on halves of DATA."""
     with pytest.raises(MismatchError) as caught:
         spmd.map(body, P("x"), None, mesh=mesh_of(scheduler), check=check)(DATA)
@@ -91,7 +93,8 @@ def test_a_sum_across_keys_says_which_paths_differ(scheduler):
         "          worker 1 (x=1): psum(float64[2, 2], 'x'), leaf ['b'] of {'b': *, 'c': *}\n"
         f"            at {__file__}:{line} in body\n"
         "          paths that differ: ['a'] on worker 0 (x=0) only; ['c'] on worker 1 (x=1) only\n"
-        "  needed: the same operator, tree, axes, parameters, dtype and shape from all of the group, in the same order\n"
+        "  needed: the same operator, tree, axes, parameters, dtype and shape from all of the group, "
+        "in the same order\n"
         "  mend:   give the function one tree on all workers: the same containers with the same keys; a dict may have "
         "its keys in any order, an OrderedDict may not"
     )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache, wraps
 from itertools import pairwise
@@ -147,7 +148,7 @@ class Collective:
         same on all workers where this one was."""
         called = self.called or Called(self.function)
         forward = f"the adjoint of {called.forward}" if called.forward else called.function
-        return rebound(op, called=Called(op.function, called.leaf, forward))
+        return called_as(op, Called(op.function, called.leaf, forward))
 
     def over(self, structure: Any) -> tuple[Any, ...]:
         """The collective for each leaf of a tree, and for the tree as a whole at the end."""
@@ -303,11 +304,17 @@ def _rebound(op: Any, changes: tuple[tuple[str, Any], ...]) -> Any:
     return _replaced(op, changes)
 
 
+@kept
+def called_as(op: C, called: Called) -> C:
+    """A collective with another `called`, whatever its class asks for to make one: the same object each time."""
+    other = copy(op)
+    object.__setattr__(other, "called", called)  # it is frozen
+    return other
+
+
 def _of_leaves(op: Any, structure: Any) -> tuple[Any, ...]:
     name = (op.called or Called(op.function)).function
-    return tuple(
-        op if leaf is None else replace(op, called=Called(name, leaf)) for leaf in tree.leaf_positions(structure)
-    )
+    return tuple(op if leaf is None else called_as(op, Called(name, leaf)) for leaf in tree.leaf_positions(structure))
 
 
 _over = kept(_of_leaves)

@@ -148,6 +148,7 @@ def shift(x, axis_name: AxisName, offset: int = 1, *, wrap: bool = True):
                 mend="spmd.shift(x, axis_name, 1); spmd.ppermute takes any pairs of workers",
             )
         )
+    offset = int(offset)
     pairs = tuple((k, (k + offset) % n) for k in range(n) if wrap or 0 <= k + offset < n)
     return operate(named("shift", Permute, names, pairs), x, sys._getframe(1))
 
