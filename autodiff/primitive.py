@@ -93,7 +93,7 @@ class Primitive:
     variadic: in place of rules, `variadic(k, g, ans, *args, **kwargs)` gives the cotangent of argument k.
     linear: with variadic, the function is linear in each argument: the rule of argument k does not ask for its value.
     joint: in place of rules, `joint(g, *args)` gives the cotangents of all parents at once.
-    owe: `owe(shared, g, *args)` may return a Future for the cotangent of a leaf, or None to use the rule.
+    owe: `owe(shared, g, leaf, *args)` may return a Future for the cotangent of a leaf, or None to use the rule.
     into: `into(total, g, *args)` adds the cotangent of the argument to an array in place, where most of it is zero.
     over: `over(g, ans, *args)`, for all arguments, gives what the rule gives, and may write it over g.
     early: of two arguments the second one's rule alone asks for the first one's value. It is called first, so that the

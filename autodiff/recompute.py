@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from spmd.autodiff import tracer, tree
-from spmd.autodiff.tape import ACTIVE, Node, Tape, recording, sweep
+from spmd.autodiff.tape import ACTIVE, Node, Place, Tape, recording, sweep
 from spmd.autodiff.tracer import Array, value_of
 from spmd.autodiff.transforms import innermost, joint, lower, name_of, on, places, refuse_handles, stated, unstated
 from spmd.errors import DifferentiationError, describe, message
@@ -111,17 +111,22 @@ def _computed_again(call: Callable, leaves: list, tapes: Sequence[Tape], where: 
         moved = {k: x for k, x in enumerate(seen) if on(x, tape)}
         if moved or closed[i]:
             inner = [t for t, nodes in zip(tapes[i + 1 :], closed[i + 1 :], strict=True) if nodes]
-            again = _Again(call, list(moved), tape, closed[i], inner, where)
+            places = {k: _place(x.node) for k, x in moved.items()}
+            again = _Again(call, places, tape, closed[i], inner, where)
             pull = functools.partial(again.pull, [lower(x, tape) for x in seen])
             outs = joint(where, tape, [*(x.node for x in moved.values()), *closed[i]], outs, pull)
     return tree.unflatten(out_tree, outs)
+
+
+def _place(node: Node) -> Place | None:
+    return node.place if node.prim is None else None
 
 
 class _Again:
     """The pullback of a call that is run again. The leaves of the call below the tape, `values`, are not kept here:
     they may be on an outer tape, which then would hold itself.
 
-    moved: the positions of the leaves that are differentiated.
+    moved: the positions of the leaves that are differentiated, and their places where they are leaves of the tape.
     closed: nodes of the tape that the call depends on beside them. Only then is the tape itself kept, and used again:
     arrays that are closed over know no other.
     inner: tapes further in, on which the call records what it closes over, to no use.
@@ -129,7 +134,7 @@ class _Again:
 
     __slots__ = ("call", "closed", "inner", "moved", "tape", "where")
 
-    def __init__(self, call, moved: list[int], tape: Tape, closed: list[Node], inner, where: str):
+    def __init__(self, call, moved: dict[int, Place | None], tape: Tape, closed: list[Node], inner, where: str):
         self.call = call
         self.moved = moved
         self.tape = tape if closed else None
@@ -149,15 +154,15 @@ class _Again:
         """Call again, and sweep back: the cotangents of what moved, and of what is closed over."""
         with self.recording() as (tape, aside):
             full, starts, states = list(values), [], []
-            for k in self.moved:
+            for k, place in self.moved.items():
                 x = values[k]
-                starts.append(aside.leaf(np.shape(value_of(x)), getattr(x, "dtype", None) or tracer.weak(x)))
+                starts.append(aside.leaf(np.shape(value_of(x)), getattr(x, "dtype", None) or tracer.weak(x), place))
                 states.append(getattr(x, "state", None))
                 full[k] = Array(unstated(x), states[-1], tape, starts[-1])
             outs = tree.leaves(self.call(full))
         for t in reversed(self.inner):
             outs = [lower(o, t) for o in outs]
-        proxies = {id(node): aside.leaf(node.shape, node.dtype) for node in self.closed}
+        proxies = {id(node): aside.leaf(node.shape, node.dtype, _place(node)) for node in self.closed}
         here = set(map(id, aside.nodes))
 
         def own(node: Any) -> Any:

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from spmd.autodiff.rooms import owns_memory
+from spmd.autodiff.tree import Leaf
 from spmd.autodiff.watch import FINITE, WATCHING, Watched, check_finite
 from spmd.errors import ClosureError, DifferentiationError, message
 
@@ -30,6 +31,7 @@ __all__ = [
     "Future",
     "Like",
     "Node",
+    "Place",
     "Tape",
     "alone",
     "fit",
@@ -79,16 +81,22 @@ def _underscored(what: str) -> str:
     )
 
 
+Place = tuple[int, Leaf | None]
+"""Which of the arguments that are differentiated, and which leaf of it."""
+
+
 class Node(Like):
     """One recorded result: the primitive that made it, the rules and the nodes of its differentiated arguments, and
     what the rules ask for: `args` holds the result and the arguments, None for those that no rule looks at.
 
     `shape` and `dtype` are those of the result; a `dtype` of None marks a weakly typed Python number.
-    A node without a primitive is a leaf: an argument that is differentiated. One of a function with several results
-    has their shapes and dtypes in `results`; a node per result selects from it.
+    A node without a primitive is a leaf: an argument that is differentiated, or a part of one. `place` says which: the
+    number of the argument and the leaf of its tree, where these are known.
+    A node of a function with several results has their shapes and dtypes in `results`; a node per result selects from
+    it.
     """
 
-    __slots__ = ("args", "kwargs", "parents", "prim", "pulls", "results")
+    __slots__ = ("args", "kwargs", "parents", "place", "prim", "pulls", "results")
 
     def __init__(self, prim, pulls, parents, args, kwargs, shape, dtype):
         self.prim = prim
@@ -118,8 +126,9 @@ class Tape:
         self.lock = RLock()
         self.twins: dict[Any, Any] = {}
 
-    def leaf(self, shape, dtype) -> Node:
+    def leaf(self, shape, dtype, place: Place | None = None) -> Node:
         node = Node(None, (), (), (), {}, shape, dtype)
+        node.place = place
         self.open.append(node)
         return node
 
@@ -348,7 +357,7 @@ def sweep(tape: Tape, seeds: Iterable[tuple[Node, Any]], leaves: list[Node], *, 
                     k += 1
                     if not plain:
                         if prim.owe is not None and parent.prim is None:
-                            debt = prim.owe(shared, g, *args[1:])
+                            debt = prim.owe(shared, g, parent, *args[1:])
                             if debt is not None:
                                 owed.setdefault(parent, []).append(debt)
                                 g = h = old = None

@@ -123,9 +123,19 @@ def _not_floating(x, where: str, path: Callable[[], str], otherwise: str) -> Exc
     )
 
 
-def _lift_all(tape: Tape, argument, where: str, name: Callable[[], str], *, ints: str = "", holomorphic: bool = False):
+def _lift_all(
+    tape: Tape,
+    argument,
+    where: str,
+    name: Callable[[], str],
+    *,
+    number: int = 0,
+    ints: str = "",
+    holomorphic: bool = False,
+):
     """The leaves of an argument as leaves of the tape, and its structure.
 
+    number: of the argument, among those that are differentiated.
     ints: where it is not empty, integers raise, and it says what else there is to do; else they are constants.
     """
 
@@ -154,6 +164,9 @@ def _lift_all(tape: Tape, argument, where: str, name: Callable[[], str], *, ints
                 )
             )
         lifted.append(x if kind == "i" else lift(tape, x, where, at))
+    for x, leaf in zip(map(held, lifted), tree.leaf_positions(treedef), strict=False):
+        if on(x, tape):
+            x.node.place = number, leaf
     return lifted, treedef
 
 
@@ -348,9 +361,9 @@ def value_and_grad(
         full = list(args)
         with recording(once=True) as tape:
             lifted = []
-            for n in numbers:
+            for k, n in enumerate(numbers):
                 name = functools.partial(_parameter, fun, n)
-                xs, treedef = _lift_all(tape, args[n], where, name, ints=ints, holomorphic=holomorphic)
+                xs, treedef = _lift_all(tape, args[n], where, name, number=k, ints=ints, holomorphic=holomorphic)
                 lifted.append((xs, treedef))
                 full[n] = tree.unflatten(treedef, xs)
             tracer.mixing.differentiates([x for xs, _ in lifted for x in xs])

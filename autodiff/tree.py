@@ -6,7 +6,9 @@ The one place that names the library behind them. A class of your own becomes a 
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,8 +16,11 @@ import numpy as np
 from spmd.errors import message
 
 __all__ = [
+    "Described",
+    "Leaf",
     "flatten",
     "flatten_with_path",
+    "leaf_positions",
     "leaves",
     "map",
     "paths",
@@ -160,3 +165,123 @@ def map(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
 def prefix(shorter: Any, tree: Any) -> list[Any]:
     """For each leaf of a tree the leaf of a shorter tree that stands for it. None is a leaf. ValueError: no prefix."""
     return optree.broadcast_prefix(shorter, tree, none_is_leaf=True, **_OURS)
+
+
+# Which leaf of which tree
+
+
+class Described:
+    """A structure as all processes see it alike: its containers and keys in order, and the path of each leaf.
+
+    text: `{'w': *, 'b': (*, None)}`, with an asterisk for each leaf. paths: `['w']`, `['b'][0]`. digest: of the text, a
+    number that is the same in every process. Classes are named, and keys are shown, without the addresses of objects.
+    What a registered class calls metadata is left out: it may differ between workers.
+    """
+
+    __slots__ = ("digest", "paths", "text")
+
+    def __init__(self, text: str, paths: Iterable[str]):
+        self.text = text
+        self.paths = tuple(paths)
+        self.digest = _digest(text)
+
+    @classmethod
+    def of(cls, structure: Any) -> Described:
+        """A structure of the library behind."""
+        return cls(
+            _text(structure), ("".join(f"[{_shown(k)}]" for k in path) for path in optree.treespec_paths(structure))
+        )
+
+
+class Leaf:
+    """A leaf by its place in its tree. index: -1 stands for the tree as a whole. Leaves of equal digest are equal."""
+
+    __slots__ = ("digest", "index", "tree")
+
+    def __init__(self, tree: Described, index: int):
+        self.tree = tree
+        self.index = index
+        self.digest = _digest(f"{tree.digest} {index}")
+
+    @property
+    def path(self) -> str:
+        """How the leaf is reached; empty for the tree as a whole."""
+        return self.tree.paths[self.index] if self.index >= 0 else ""
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Leaf) and self.digest == other.digest)
+
+    def __hash__(self) -> int:
+        return self.digest
+
+
+def leaf_positions(structure: Any) -> tuple[Leaf | None, ...]:
+    """The leaves of a structure, and the tree as a whole at the end; None for each where it is a leaf alone."""
+    try:
+        return _positions(structure)
+    except TypeError:  # keys or metadata that cannot be hashed
+        return _positions.__wrapped__(structure)
+
+
+@lru_cache(maxsize=1024)
+def _positions(structure: Any) -> tuple[Leaf | None, ...]:
+    if structure.is_leaf():
+        return None, None
+    described = Described.of(structure)
+    return *(Leaf(described, k) for k in range(structure.num_leaves)), Leaf(described, -1)
+
+
+def _digest(text: str) -> int:
+    import hashlib
+
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def _text(structure: Any) -> str:
+    parts: list[str] = []
+    stack: list[Any] = [structure]
+    while stack:  # trees may be deeper than Python's recursion
+        top = stack.pop()
+        if isinstance(top, str):
+            parts.append(top)
+        elif top.is_leaf():
+            parts.append("*")
+        elif top.type is type(None):
+            parts.append("None")
+        else:
+            stack += reversed(_pieces(top))
+    return "".join(parts)
+
+
+def _pieces(node: Any) -> list[Any]:
+    """A container as the words and children that stand for it, in order."""
+    kind, children, keys = node.type, node.children(), [_shown(key) for key in node.entries()]
+    if kind is tuple or kind is list:
+        opening, closing = "()" if kind is tuple else "[]"
+        names = [""] * len(children)
+        closing = "," * (kind is tuple and len(children) == 1) + closing
+    elif kind is dict:
+        opening, closing, names = "{", "}", [f"{key}: " for key in keys]
+    else:
+        opening, closing = f"{kind.__qualname__}(", ")"
+        fields = getattr(kind, "_fields", None) if issubclass(kind, tuple) else None
+        names = [f"{key}=" for key in (fields or keys)]
+    pieces: list[Any] = [opening]
+    for k, (name, child) in enumerate(zip(names, children, strict=True)):
+        pieces += [", " * (k > 0) + name, child]
+    return [*pieces, closing]
+
+
+def _shown(key: Any) -> str:
+    """A key as text: equal keys of dictionaries have one text, in every process."""
+    if isinstance(key, str):
+        return str.__repr__(key)  # of an enumeration its value
+    if isinstance(key, np.generic):
+        key = key.item()
+    if isinstance(key, bool | float) and key == key and abs(key) < float("inf") and key == int(key):
+        key = int(key)
+    if type(key) is tuple:
+        return f"({', '.join(map(_shown, key))})"
+    if isinstance(key, frozenset):
+        return f"frozenset({sorted(map(_shown, key))})"  # whose order differs between processes
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(key))

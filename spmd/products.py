@@ -16,7 +16,7 @@ from spmd.errors import (
 )
 from spmd.frontends import Frontend, frontend
 from spmd.mesh import WORKER, Worker
-from spmd.operators.base import operate
+from spmd.operators.base import named, operate
 from spmd.operators.reduce import Sum
 from spmd.operators.root import Rooted
 from spmd.placing import put
@@ -32,7 +32,12 @@ def inner(x, y):
 
     In a body the result is Invariant and differentiable; outside it is a number.
     """
-    xs, ys = tree.leaves(x), tree.leaves(y)
+    return _inner("inner", x, y)
+
+
+def _inner(function: str, x, y):
+    """`inner`, as part of a function of this name."""
+    (xs, structure), ys = tree.flatten(x), tree.leaves(y)
     if len(xs) != len(ys):
         raise StateError(
             message(
@@ -52,7 +57,7 @@ def inner(x, y):
         key, value = _inner_here(a, b)
         by_state[key] = by_state[key] + value if key in by_state else value
     for axes, value in by_state.items():
-        total = total + (operate(Sum(axes), value) if axes else value)
+        total = total + (operate(named(function, Sum, axes).over(structure)[-1], value) if axes else value)
     return total
 
 
@@ -118,5 +123,5 @@ def _inner_outside(a, b):
 
 def norm(x):
     """The 2-norm that belongs to `inner`: sqrt(<x, x>), real."""
-    square: Any = inner(x, x)
+    square: Any = _inner("norm", x, x)
     return np.sqrt(np.real(square)) if frontend(square) is None else square.real.sqrt()

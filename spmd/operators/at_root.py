@@ -65,7 +65,7 @@ def at_root(f: Callable, *xs, axis_name: AxisName, root: int = 0) -> Any:
     Keep(names, root).check_root(group)
     leaves, treedef = tree.flatten(xs)
     places = [k for k, leaf in enumerate(leaves) if _is_array(leaf)]
-    call = _Call(group, names, root, frame)
+    call = _Call(group, names, root, frame, tree.leaf_positions(treedef)[-1])
 
     def of_blocks(*blocks) -> list:
         full = list(leaves)
@@ -101,11 +101,12 @@ class _Like(NamedTuple):
 class _Call:
     """One call of `at_root` on one worker."""
 
-    def __init__(self, group: Group, axes: tuple[str, ...], root: int, frame: FrameType):
+    def __init__(self, group: Group, axes: tuple[str, ...], root: int, frame: FrameType, whole: tree.Leaf | None):
         self.group = group
         self.axes = axes
         self.root = root
         self.frame = frame
+        self.whole = whole
         self.structure: Any = None
         self.likes: list[_Like] = []
 
@@ -215,8 +216,16 @@ class _Call:
 
     def _broadcast(self, mine: np.ndarray | None) -> np.ndarray:
         shape = (0,) if mine is None else mine.shape
+        detail = f"root={self.root}"
         call = Call(
-            "at_root", self.axes, np.dtype(np.uint8), shape, detail=f"root={self.root}", alike=None, frame=self.frame
+            "at_root",
+            self.axes,
+            np.dtype(np.uint8),
+            shape,
+            detail=detail,
+            alike=None,
+            frame=self.frame,
+            leaf=self.whole,
         )
         call.host = True
         return self.worker.comm.broadcast(self.group, call, mine, self.root).wait()

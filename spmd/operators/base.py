@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from copy import copy
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache, wraps
 from itertools import pairwise
 from math import prod
@@ -41,17 +42,20 @@ from spmd.state import INVARIANT, VARYING, State, state_of
 from spmd.transport.base import LEDGERS, Call, Comm, Eager, Group, Handle, Make, Ready, Shape, Way, sealed
 
 __all__ = [
+    "Called",
     "Collective",
     "Operator",
     "Vary",
     "admitted",
     "block",
     "bounded",
+    "each_leaf",
     "everywhere",
     "interned",
     "joining",
     "launch",
     "move",
+    "named",
     "operate",
     "outside",
     "owned_block",
@@ -69,16 +73,41 @@ F = TypeVar("F", bound=Callable[..., Any])
 Launched = tuple[Handle, Callable[[Any], tuple[Any, "Collective"]]]
 
 
+class Called:
+    """What the user called: the name of the function, and which leaf of which tree the operator is applied to.
+
+    forward: of an operator that a backward sweep applies, the function whose adjoint that is.
+    """
+
+    __slots__ = ("forward", "function", "leaf")
+
+    def __init__(self, function: str, leaf: tree.Leaf | None = None, forward: str = ""):
+        self.function = function
+        self.leaf = leaf
+        self.forward = forward
+
+    def _key(self) -> tuple[Any, ...]:
+        return self.function, self.leaf, self.forward
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Called) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+
 @dataclass(frozen=True)
 class Collective:
     """Something that the workers along `axes` do together.
 
+    called: what the user called, where that is another function, or a tree. It is part of what all members agree on.
     function: the name of the function that users write. source and target: the state along the axes that it takes
     and gives. adds: it refuses an Invariant array (which would be multiplied), others insert `Vary`.
     alike: whether all members must bring blocks of one shape (None: not even of as many dimensions).
     """
 
     axes: tuple[str, ...]
+    called: Called | None = field(default=None, kw_only=True, repr=False)
 
     function: ClassVar[str]
     source: ClassVar[str] = VARYING
@@ -106,15 +135,29 @@ class Collective:
     keeps: ClassVar[bool] = True
     """Whether `pull` needs the block and the result."""
 
-    def owe(self, shared: dict, g) -> Future | None:
+    def owe(self, shared: dict, g, leaf: Node) -> Future | None:
         """The cotangent of a leaf, if it may come later."""
         return None
 
     @cached_property
     def detail(self) -> str:
         """The parameters that all members must agree on."""
-        own = (f for f in fields(self) if f.name not in ("axes", *self.private))
+        own = (f for f in fields(self) if f.name not in ("axes", "called", *self.private))
         return ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in own)
+
+    def backward(self, op: C) -> C:
+        """An operator that the backward sweep applies on behalf of this one. It knows what was called, and so is the
+        same on all workers where this one was."""
+        called = self.called or Called(self.function)
+        forward = f"the adjoint of {called.forward}" if called.forward else called.function
+        return called_as(op, Called(op.function, called.leaf, forward))
+
+    def over(self, structure: Any) -> tuple[Any, ...]:
+        """The collective for each leaf of a tree, and for the tree as a whole at the end."""
+        try:
+            return _over(self, structure)
+        except TypeError:  # keys or metadata that cannot be hashed
+            return _of_leaves(self, structure)
 
     private: ClassVar[tuple[str, ...]] = ()
     """Parameters that may differ between workers."""
@@ -178,7 +221,12 @@ class Operator(Collective, Linear):
         return 0, 0
 
     def pull(self, g, x, ans):
-        return move(self.H, g)
+        return move(self.back, g)
+
+    @cached_property
+    def back(self) -> Operator:
+        """The adjoint as the backward sweep applies it."""
+        return self.backward(self.H)
 
     def __call__(self, x):
         """The operator applied to this worker's block, or to a pytree of blocks, in a body; outside of bodies to a
@@ -207,6 +255,12 @@ def interned(kind: type[C], *parameters: Any) -> C:
 @lru_cache(maxsize=4096, typed=True)
 def _interned(kind: Any, *parameters: Any) -> Any:
     return kind(*parameters)
+
+
+@lru_cache(maxsize=4096, typed=True)
+def named(function: str, kind: Any, *parameters: Any, forward: str = "") -> Any:
+    """The one collective of a kind with these parameters that is called by this function. forward: see `Called`."""
+    return kind(*parameters, called=Called(function, forward=forward))
 
 
 _KEPT = 512
@@ -252,6 +306,35 @@ def _rebound(op: Any, changes: tuple[tuple[str, Any], ...]) -> Any:
     return _replaced(op, changes)
 
 
+@kept
+def called_as(op: C, called: Called) -> C:
+    """A collective with another `called`, whatever its class asks for to make one: the same object each time."""
+    other = copy(op)
+    object.__setattr__(other, "called", called)  # it is frozen
+    return other
+
+
+def _of_leaves(op: Any, structure: Any) -> tuple[Any, ...]:
+    name = (op.called or Called(op.function)).function
+    return tuple(op if leaf is None else called_as(op, Called(name, leaf)) for leaf in tree.leaf_positions(structure))
+
+
+_over = kept(_of_leaves)
+
+
+def each_leaf(f: Callable[[Any, Callable[[C], C]], Any], x: Any) -> Any:
+    """f(leaf, at) of each leaf of the user's x, as a tree; `at(op)` is the collective that knows which leaf it is."""
+    leaves, structure = tree.flatten(x)
+    if tree.is_leaf(structure):
+        return f(x, _by_itself)
+    found = [f(leaf, lambda op, k=k: op.over(structure)[k]) for k, leaf in enumerate(leaves)]
+    return tree.unflatten(structure, found)
+
+
+def _by_itself(op: C) -> C:
+    return op
+
+
 def operate(op: Collective, x, frame: FrameType | None = None) -> Any:
     """Apply a collective to the user's x: a traced or bare array, a number, or a pytree of them."""
     worker = WORKER.get() or here(f"spmd.{op.function}")
@@ -271,7 +354,7 @@ def operate(op: Collective, x, frame: FrameType | None = None) -> Any:
     if isinstance(x, np.ndarray | np.generic | int | float | complex) or on_device(x) or frontend(x) is not None:
         return _begin(op, x, worker, frame)()
     leaves, treedef = tree.flatten(x)
-    begun = [_begin(op, leaf, worker, frame) for leaf in leaves]
+    begun = [_begin(op, leaf, worker, frame) for op, leaf in zip(op.over(treedef), leaves, strict=False)]
     return tree.unflatten(treedef, [finish() for finish in begun])
 
 
@@ -637,7 +720,12 @@ def _call(op: Collective, x, worker: Worker, frame, asks: list[bool] | None, len
     key = None if user is None or alone else (id(user.f_code), user.f_lasti, x.dtype, x.shape, lent)
     call = op.calls.get(key)
     if call is None:
-        call = Call(op.function, op.axes, x.dtype, x.shape, detail=op.detail, alike=op.alike, frame=user)
+        called, detail = op.called or Called(op.function), op.detail
+        if called.forward:
+            detail += f"{', ' if detail else ''}the adjoint of {called.forward}"
+        call = Call(
+            called.function, op.axes, x.dtype, x.shape, detail=detail, alike=op.alike, frame=user, leaf=called.leaf
+        )
         call.lent, call.asks, call.host = lent, asks, worker.mesh.places is not None and not on_device(x)
         if key is not None:
             bounded(op.calls)[key] = call  # It keeps the code, so that no other has its id.
@@ -684,7 +772,7 @@ _MOVE = Primitive(
     None,
     "collective",
     rules=(lambda g, ans, op, x, y: op.pull(g, x, y),),
-    owe=lambda shared, g, op, x, y: op.owe(shared, g),
+    owe=lambda shared, g, leaf, op, x, y: op.owe(shared, g, leaf),
 )
 
 
@@ -709,7 +797,7 @@ class Vary(Operator):
 
         return interned(Sum, self.axes)
 
-    def owe(self, shared: dict, g) -> Future | None:
+    def owe(self, shared: dict, g, leaf: Node) -> Future | None:
         if type(g) is Array:
             return None
         sums = shared.get(Vary)
@@ -717,7 +805,7 @@ class Vary(Operator):
             from spmd.operators.reduce import OwedSums
 
             sums = shared[Vary] = OwedSums(here("spmd.psum"))
-        return sums.owe(self.axes, g)
+        return sums.owe(self.axes, g, leaf.place)
 
 
 def vary(x: Array, state: State) -> Array:
@@ -771,14 +859,14 @@ class Join(Mixing):
         worker = WORKER.get()
         if worker is None or not worker.tracked:
             return
-        for x in leaves:
+        for k, x in enumerate(leaves):
             state = x.state if type(x) is Array else worker.state()
             value = value_of(x)
             if state is None or not isinstance(value, np.ndarray | np.generic | float | complex) and not is_slot(value):
                 continue
             axes = tuple(n for n in worker.mesh.axes if n not in state.varying)
             if axes:
-                verify(value, axes, "a gradient in a body", "differentiated")
+                verify(value, axes, "a gradient in a body", f"the differentiated leaf {k}")
 
     def bring(self, g, have, state):
         if type(g) is not Array or g.state is state or state is None:

@@ -18,6 +18,7 @@ from spmd.errors import LayoutError, describe, message
 from spmd.frontends import frontend
 from spmd.mesh import Worker, here
 from spmd.operators.base import (
+    Called,
     Launched,
     Operator,
     Shape,
@@ -26,6 +27,7 @@ from spmd.operators.base import (
     interned,
     joining,
     kept,
+    named,
     normal_axis,
     operate,
     rebound,
@@ -151,7 +153,7 @@ def pswapaxes(x, axis_name: AxisName, axis: int):
                     mend="spmd.all_to_all(x, axis_name, axis, axis, tiled=True) exchanges pieces of any length",
                 )
             )
-    return operate(interned(AllToAll, names, axis, axis), x, sys._getframe(1))
+    return operate(named("pswapaxes", AllToAll, names, axis, axis), x, sys._getframe(1))
 
 
 class Piece(NamedTuple):
@@ -277,7 +279,9 @@ def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets
     for n, _ in rows:
         _check_rows("input_offsets", numbers["input_offsets"], numbers["send_sizes"], n, worker, group)
     told = np.stack([numbers["output_offsets"], numbers["send_sizes"]], axis=-1)
-    call = Call("ragged_all_to_all", names, told.dtype, told.shape, detail="where the rows go", alike=True, frame=frame)
+    *leaves, whole = tree.leaf_positions(treedef)
+    detail = "where the rows go"
+    call = Call("ragged_all_to_all", names, told.dtype, told.shape, detail=detail, alike=True, frame=frame, leaf=whole)
     came = np.stack(worker.comm.all_to_all(group, call, [np.ascontiguousarray(t) for t in told]).wait())
     _check_sizes(came[..., 1], numbers["recv_sizes"], worker, group)
     for _, n in rows:
@@ -293,8 +297,9 @@ def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets
     # Where a piece begins at its sender no receiver knows, nor needs to: it takes what comes in order.
     both += [Piece(k, me, 0, *map(int, came[k, i])) for k in range(group.size) if k != me for i in range(m)]
     found = []
-    for (x, y), n in zip(pairs, rows, strict=True):
-        arrived = operate(RaggedAllToAll(names, tuple(both), n), x, frame)
+    for (x, y), n, leaf in zip(pairs, rows, leaves, strict=True):
+        called = Called("ragged_all_to_all", leaf)
+        arrived = operate(RaggedAllToAll(names, tuple(both), n, called=called), x, frame)
         new = np.zeros((n[1],) + (1,) * (np.ndim(y) - 1), bool)
         for at, size in came.reshape(-1, 2).tolist():
             new[at : at + size] = True

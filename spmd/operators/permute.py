@@ -15,7 +15,7 @@ from spmd.autodiff.tracer import value_of
 from spmd.device import to_host, zeros
 from spmd.errors import LayoutError, describe, message
 from spmd.mesh import Worker, here
-from spmd.operators.base import Launched, Operator, Shape, interned, kept, operate, passing, rebound, sealed
+from spmd.operators.base import Launched, Operator, Shape, interned, kept, named, operate, passing, rebound, sealed
 from spmd.operators.reduce import AxisName, _names
 from spmd.transport.base import Call, Comm, Eager, Group
 
@@ -148,8 +148,9 @@ def shift(x, axis_name: AxisName, offset: int = 1, *, wrap: bool = True):
                 mend="spmd.shift(x, axis_name, 1); spmd.ppermute takes any pairs of workers",
             )
         )
+    offset = int(offset)
     pairs = tuple((k, (k + offset) % n) for k in range(n) if wrap or 0 <= k + offset < n)
-    return operate(interned(Permute, names, pairs), x, sys._getframe(1))
+    return operate(named("shift", Permute, names, pairs), x, sys._getframe(1))
 
 
 def pshuffle(x, axis_name: AxisName, perm: Sequence[int]):
@@ -176,7 +177,8 @@ def pshuffle(x, axis_name: AxisName, perm: Sequence[int]):
                 mend="spmd.ppermute takes any pairs (source, target), and gives zeros to who is no target",
             )
         )
-    return operate(interned(Permute, names, tuple(sorted((s, t) for t, s in enumerate(sources)))), x, sys._getframe(1))
+    pairs = tuple(sorted((s, t) for t, s in enumerate(sources)))
+    return operate(named("pshuffle", Permute, names, pairs), x, sys._getframe(1))
 
 
 Partner = int | None | Sequence[int | None] | np.ndarray | Callable[[int], int | None]
@@ -207,7 +209,8 @@ def sendrecv(x, axis_name: AxisName, source: Partner, dest: Partner):
         partners = {argument: everyones[:, i].tolist() for i, argument in enumerate(partners)}
     sources, dests = partners["source"], partners["dest"]
     _check_partners(worker, group, sources, dests)
-    return operate(interned(Permute, names, tuple((k, t) for k, t in enumerate(dests) if t != _NOBODY)), x, frame)
+    pairs = tuple((k, t) for k, t in enumerate(dests) if t != _NOBODY)
+    return operate(named("sendrecv", Permute, names, pairs), x, frame)
 
 
 _NOBODY = -1

@@ -17,7 +17,7 @@ from spmd.autodiff import tree
 from spmd.autodiff.devices import beside
 from spmd.autodiff.dtypes import kind_of_dtype, most
 from spmd.autodiff.program import COMM, is_slot
-from spmd.autodiff.tape import alone
+from spmd.autodiff.tape import Place, alone
 from spmd.autodiff.tracer import Array, value_of
 from spmd.device import COPIED, contiguous, on_device
 from spmd.errors import LayoutError, StateError, caller, describe, message
@@ -30,9 +30,11 @@ from spmd.operators.base import (
     Operator,
     Vary,
     bounded,
+    each_leaf,
     everywhere,
     interned,
     move,
+    named,
     operate,
     owned_block,
     vary,
@@ -40,6 +42,7 @@ from spmd.operators.base import (
 )
 from spmd.state import INVARIANT, state_of
 from spmd.transport.base import (
+    GRADIENTS,
     LEDGERS,
     Call,
     Comm,
@@ -110,13 +113,14 @@ class _Bucket:
         self.worker = worker
         self.kind = kind
         self.blocks: list[np.ndarray] = []
+        self.places: list[Place | None] = []
         self.nbytes = 0
         self.handle: Handle | None = None
 
     def send(self) -> None:
         axes, dtype = self.kind
         group = self.worker.group(axes)
-        call = _sum_of_gradients(axes, dtype, tuple([b.shape for b in self.blocks]))
+        call = _sum_of_gradients(axes, dtype, tuple([b.shape for b in self.blocks]), tuple(self.places))
         blocks, self.blocks = self.blocks, []  # whoever sums them keeps them for as long as need be
         program = self.worker.program
         if program is None:
@@ -163,8 +167,11 @@ class OwedSums:
         self.worker = worker
         self.open: dict[tuple[tuple[str, ...], np.dtype], _Bucket] = {}
 
-    def owe(self, axes: tuple[str, ...], g) -> _Owed:
-        """Put the sum of a cotangent into the open bucket of its group, which `begin` sends when it is full."""
+    def owe(self, axes: tuple[str, ...], g, place: Place | None = None) -> _Owed:
+        """Put the sum of a cotangent into the open bucket of its group, which `begin` sends when it is full.
+
+        place: of the leaf that it is owed to, among the arguments that are differentiated.
+        """
         g = contiguous(g)
         for ledger in LEDGERS.get():
             ledger.operator(self.worker.index, "Sum", axes)
@@ -173,6 +180,7 @@ class OwedSums:
         if bucket is None:
             bucket = self.open[kind] = _Bucket(self.worker, kind)
         bucket.blocks.append(g)
+        bucket.places.append(place)
         bucket.nbytes += g.nbytes
         return _Owed(self, bucket)
 
@@ -191,17 +199,33 @@ class OwedSums:
 _calls: dict[Any, Call] = {}
 
 
-def _sum_of_gradients(axes: tuple[str, ...], dtype: np.dtype, shapes: tuple[Shape, ...]) -> Call:
+def _sum_of_gradients(
+    axes: tuple[str, ...], dtype: np.dtype, shapes: tuple[Shape, ...], places: tuple[Place | None, ...]
+) -> Call:
     """What the workers call, from the line of the user that asks for gradients; made once for each, as by `launch`."""
     user = caller(sys._getframe(2))
-    key = None if user is None else (id(user.f_code), user.f_lasti, axes, dtype, shapes)
+    key = None if user is None else (id(user.f_code), user.f_lasti, axes, dtype, shapes, places)
     call = _calls.get(key)
     if call is None:
         size, listed = sum(map(math.prod, shapes)), ", ".join(str([*shape]) for shape in shapes)
-        call = Call("psum", axes, dtype, (size,), detail=f"gradients of shapes {listed}", alike=True, frame=user)
+        detail, leaf = f"gradients of shapes {listed}", _arguments(places)
+        call = Call("psum", axes, dtype, (size,), detail=detail, alike=True, frame=user, leaf=leaf)
         if key is not None:
             bounded(_calls)[key] = call  # It keeps the code, so that no other has its id.
     return call
+
+
+def _arguments(places: tuple[Place | None, ...]) -> tree.Leaf:
+    """The arguments that gradients in a bucket belong to, as workers compare them."""
+    paths = [
+        "a value" if place is None else f"argument {place[0]}{place[1].path if place[1] is not None else ''}"
+        for place in places
+    ]
+    trees = {
+        f"{place[0]}: {place[1].tree.text}": None for place in places if place is not None and place[1] is not None
+    }
+    text = f"{GRADIENTS} by {', '.join(paths)}" + f" (arguments {', '.join(trees)})" * bool(trees)
+    return tree.Leaf(tree.Described(text, paths), -1)
 
 
 def psum(x, axis_name: AxisName):
@@ -311,13 +335,13 @@ def pmean(x, axis_name: AxisName):
     """
     names, frame = _names(axis_name, "pmean"), sys._getframe(1)
 
-    def one(a):
+    def one(a, at):
         over = reduced_axes(a, names, "spmd.pmean")
         if not over:
             return a
-        return operate(interned(Sum, over), a, frame) / here("spmd.pmean").group(over).size
+        return operate(at(named("pmean", Sum, over)), a, frame) / here("spmd.pmean").group(over).size
 
-    return tree.map(one, x)
+    return each_leaf(one, x)
 
 
 @dataclass(frozen=True)
@@ -397,7 +421,7 @@ class Extremum(Collective):
             if empty
             else (np.max if self.how == "max" else np.min)(x, axis=self.dims)
         )
-        call = Call(call.op, call.axes, x.dtype, y.shape, detail=call.detail, alike=True)
+        call = call.of(y.shape, alike=True)
         total = yield comm.all_reduce(group, call, contiguous(y), self.how)
         return total, self
 
@@ -413,9 +437,8 @@ class Extremum(Collective):
             top, g = np.expand_dims(top, self.dims), np.expand_dims(g, self.dims)
         ties = (bare == top) | ((bare != bare) & (top != top))
         count = np.sum(ties, axis=self.dims, keepdims=True) if self.dims else ties
-        total = move(
-            interned(Sum, self.axes), count.astype(real) if hasattr(count, "astype") else np.asarray(count, real)
-        )
+        over_workers = self.backward(interned(Sum, self.axes))
+        total = move(over_workers, count.astype(real) if hasattr(count, "astype") else np.asarray(count, real))
         return move(Vary(self.axes), g) * (ties / total)
 
 
@@ -434,11 +457,11 @@ def _marker(dtype, how: str, some: bool):
 
 
 def _extremum(x, names: tuple[str, ...], how: str, frame: FrameType):
-    def one(a):
+    def one(a, at):
         over = reduced_axes(a, names, f"spmd.p{how}")
-        return operate(interned(Extremum, over, how), a, frame) if over else a
+        return operate(at(named(f"p{how}", Extremum, over, how)), a, frame) if over else a
 
-    return tree.map(one, x)
+    return each_leaf(one, x)
 
 
 def pmax(x, axis_name: AxisName):

@@ -22,6 +22,7 @@ from spmd.operators.base import (
     Operator,
     agree,
     check_length,
+    each_leaf,
     given_sizes,
     interned,
     normal_axis,
@@ -393,11 +394,11 @@ def _dtype(block) -> Any:
 def _to_root(op: _AtRoot, x):
     frame = sys._getframe(2)
 
-    def one(leaf) -> Rooted:
-        block = operate(op, leaf, frame)
+    def one(leaf, at) -> Rooted:
+        block = operate(at(op), leaf, frame)
         return Rooted(block, tuple(np.shape(leaf)), _dtype(block), op.axes, op.root)
 
-    return tree.map(one, x)
+    return each_leaf(one, x)
 
 
 def _from_root(kind: type[_FromRoot], x, axis_name: AxisName, root: int):
@@ -406,7 +407,7 @@ def _from_root(kind: type[_FromRoot], x, axis_name: AxisName, root: int):
     op = interned(kind, names, root)
     if type(x) is Rooted:
         return operate(op, rooted(x, names, root, where).block, frame)
-    return tree.map(lambda leaf: operate(op, rooted(leaf, names, root, where).block, frame), x)
+    return each_leaf(lambda leaf, at: operate(at(op), rooted(leaf, names, root, where).block, frame), x)
 
 
 def rooted(x, names: tuple[str, ...], root: int, where: str) -> Rooted:
@@ -470,13 +471,13 @@ def scatter(x, axis_name: AxisName, *, axis: int = 0, root: int = 0, sizes: Sequ
     names, frame = _names(axis_name, "scatter"), sys._getframe(1)
     group, given = here("spmd.scatter").group(names), given_sizes("scatter", sizes)
 
-    def one(leaf):
+    def one(leaf, at):
         shape = rooted(leaf, names, root, "scatter").shape
         along = normal_axis("scatter", "axis", axis, len(shape))
         cut = split_at(Scatter(names), group, shape, along, given)
-        return operate(Scatter(names, root, along, cut), leaf.block, frame)
+        return operate(at(interned(Scatter, names, root, along, cut)), leaf.block, frame)
 
-    return tree.map(one, x)
+    return each_leaf(one, x)
 
 
 def gather(x, axis_name: AxisName, *, axis: int = 0, root: int = 0):
@@ -500,15 +501,16 @@ def gather(x, axis_name: AxisName, *, axis: int = 0, root: int = 0):
     along = [normal_axis("gather", "axis", axis, len(s)) for s in shapes]
     Gather(names, root).check_root(group)
     mine = np.array([n for s in shapes for n in s], np.int64)
-    call = Call("gather", names, mine.dtype, mine.shape, detail="the shapes of the blocks", alike=True, frame=frame)
+    whole, detail = tree.leaf_positions(treedef)[-1], "the shapes of the blocks"
+    call = Call("gather", names, mine.dtype, mine.shape, detail=detail, alike=True, frame=frame, leaf=whole)
     everyones = [b.tolist() for b in worker.comm.all_gather(group, call, mine).wait()]
     found, at = [], 0
-    for leaf, shape, d in zip(leaves, shapes, along, strict=True):
+    for k, (leaf, shape, d) in enumerate(zip(leaves, shapes, along, strict=True)):
         theirs = [tuple(numbers[at : at + len(shape)]) for numbers in everyones]
         at += len(shape)
         agree("gather", theirs, d)
         cut = tuple(s[d] for s in theirs)
-        block = operate(Gather(names, root, d, cut), leaf, frame)
+        block = operate(interned(Gather, names, root, d, cut).over(treedef)[k], leaf, frame)
         whole = (*shape[:d], sum(cut), *shape[d + 1 :])
         found.append(Rooted(block, whole, _dtype(block), names, root))
     return tree.unflatten(treedef, found)

@@ -13,7 +13,7 @@ from spmd.autodiff.tracer import Array
 from spmd.device import on_device
 from spmd.frontends import frontend
 from spmd.mesh import here
-from spmd.operators.base import interned, normal_axis, operate
+from spmd.operators.base import named, normal_axis, operate
 from spmd.operators.reduce import AxisName, Extremum, Sum, pmax, pmean, pmin, psum, reduced_axes, varying_of
 
 __all__ = ["max", "mean", "min", "sum"]
@@ -46,7 +46,7 @@ def sum(x, axis_name: AxisName, axis: Axis = None):
     if isinstance(x, int | float | complex):
         return psum(x, axis_name)
     x, names, _, dims = _start(x, axis_name, axis, "sum")
-    return operate(interned(Sum, names), _total(x, dims), sys._getframe(1))
+    return operate(named("sum", Sum, names), _total(x, dims), sys._getframe(1))
 
 
 def mean(x, axis_name: AxisName, axis: Axis = None):
@@ -61,7 +61,7 @@ def mean(x, axis_name: AxisName, axis: Axis = None):
     total, count = _total(x, dims), prod(x.shape[d] for d in dims)
     if over:
         # A number without entries behind it divides 0 by 0, as np.mean does.
-        op, frame = interned(Sum, over), sys._getframe(1)
+        op, frame = named("mean", Sum, over), sys._getframe(1)
         total, count = operate(op, total, frame), operate(op, count, frame)
     return total / count
 
@@ -89,4 +89,4 @@ def _extremum(x, axis_name: AxisName, axis: Axis, how: str, frame: FrameType):
         if other is not None:
             return other.extremum(x, dims, how)
         return np.max(x, axis=dims) if how == "max" else np.min(x, axis=dims)
-    return operate(interned(Extremum, over, how, dims), x, frame)
+    return operate(named(how, Extremum, over, how, dims), x, frame)

@@ -9,6 +9,7 @@ Sums are taken in the order of the group's members, whatever the timing: the sam
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from abc import ABC, abstractmethod
@@ -16,7 +17,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextvars import ContextVar
 from copy import copy
 from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -25,7 +26,11 @@ from spmd.device import contiguous, copied, zeros
 from spmd.errors import DeadlockError, MismatchError, caller, message, source_line
 from spmd.layout import Box, block_sizes
 
+if TYPE_CHECKING:
+    from spmd.autodiff.tree import Leaf
+
 __all__ = [
+    "GRADIENTS",
     "LEDGERS",
     "ONE_BY_ONE",
     "Boxes",
@@ -39,6 +44,7 @@ __all__ = [
     "Outcome",
     "Ready",
     "Shape",
+    "Side",
     "Steps",
     "Transport",
     "all_reduce_cost",
@@ -100,9 +106,10 @@ class Group:
 class Call:
     """One worker's side of a collective: the operator, its parameters, and what it brings.
 
-    op: the function's name as users write it. detail: the parameters that must agree. shape: of the block. alike:
-    all members must bring the same shape (False: as many dimensions; None: any). frame: where the user called from;
-    only its code and place in it are kept, because a frame would keep the user's arrays alive.
+    op: the function's name as users write it. detail: the parameters that must agree. leaf: which leaf of which tree
+    the block is, if the user gave a tree. shape: of the block. alike: all members must bring the same shape (False: as
+    many dimensions; None: any). frame: where the user called from; only its code and place in it are kept, because a
+    frame would keep the user's arrays alive.
     host: what it moves lies on the host, though blocks may lie on a device.
     lent: whether what it brings may be written to when the collective is over: nobody may keep it, or a view of it.
     asks: [whether this worker's block is differentiated], where that is to be agreed upon: when the members have met it
@@ -113,7 +120,8 @@ class Call:
     """
 
     __slots__ = (
-        *("alike", "asks", "axes", "code", "detail", "dtype", "host", "instruction", "lent", "number", "op", "shape"),
+        *("alike", "asks", "axes", "code", "detail", "dtype", "host", "instruction", "leaf", "lent", "number", "op"),
+        "shape",
     )
 
     def __init__(
@@ -126,6 +134,7 @@ class Call:
         detail: str = "",
         alike: bool | None = False,
         frame: FrameType | None = None,
+        leaf: Leaf | None = None,
     ):
         self.op = op
         self.axes = axes
@@ -133,6 +142,7 @@ class Call:
         self.dtype = dtype
         self.shape = shape
         self.alike = alike
+        self.leaf = leaf
         self.host = False
         self.lent = False
         self.asks: list[bool] | None = None
@@ -152,7 +162,7 @@ class Call:
     def key(self) -> tuple[Any, ...]:
         """What must be equal on all members."""
         shape = self.shape if self.alike else None if self.alike is None else len(self.shape)
-        return self.op, self.axes, self.detail, self.dtype, shape
+        return self.op, self.axes, self.detail, self.dtype, shape, self.leaf and self.leaf.digest
 
     def __str__(self) -> str:
         axes = repr(self.axes[0] if len(self.axes) == 1 else self.axes)
@@ -165,29 +175,114 @@ class Call:
         return f"at {source_line(self.code, self.instruction)}"
 
 
+class Side(NamedTuple):
+    """What one worker says of itself where workers met with different calls. All but the worker's name may come from
+    another process.
+
+    call, line: the call, and the user's line. number: how many collectives it has made. op: the function's name.
+    leaf, tree, paths, digest: the path of the leaf; the tree that it is one of, the paths of all its leaves, and its
+    digest: of no tree empty. cut: whether there are more paths.
+    """
+
+    worker: str
+    call: str
+    line: str
+    number: int
+    op: str = ""
+    leaf: str = ""
+    tree: str = ""
+    paths: Sequence[str] = ()
+    digest: int = 0
+    cut: bool = False
+
+    @classmethod
+    def of(cls, worker: str, call: Call, number: int) -> Side:
+        """The side of a worker of this process."""
+        side = cls(worker, str(call), call.source, number, call.op)
+        leaf = call.leaf
+        if leaf is None:
+            return side
+        tree = leaf.tree
+        return side._replace(leaf=leaf.path, tree=tree.text, paths=tree.paths, digest=tree.digest)
+
+    def packed(self, room: int) -> bytes:
+        """What there is to tell another process, in at most so many bytes; of long trees the beginning."""
+        side = self._replace(call=self.call[:400], line=self.line[-400:], leaf=self.leaf[:200], tree=self.tree[:400])
+        while True:
+            text = json.dumps(side[1:]).encode()
+            if len(text) <= room:
+                return text
+            side = side._replace(paths=[*side.paths[: len(side.paths) // 2]], cut=True)
+
+    @classmethod
+    def unpacked(cls, worker: str, text: bytes) -> Side:
+        """What another process has told of a worker."""
+        return cls(worker, *json.loads(text))
+
+    def shown(self, order: bool, trees: bool) -> str:
+        """The lines on this side. order, trees: whether to say how many collectives it has made, and of which tree."""
+        leaf = f", leaf {self.leaf} of" if self.leaf else ", of"
+        of = f"{leaf} {_cut(self.tree, 200)}" if self.tree else ", of an array by itself"
+        count = f", its collective {self.number}" if order else ""
+        return f"          {self.worker}: {self.call}{of if trees else ''}{count}\n            {self.line}"
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
 _ONE_PATH = (
     "let all workers take the same path: no branch on a worker's own data around a collective; "
     "spmd.at_root(f, x, axis_name=..., root=...) runs f on some workers only"
 )
 _ONE_SHAPE = "reduce uneven blocks over their own dimensions first, as spmd.sum and spmd.mean(x, axis_name, axis) do"
+_ONE_TREE = (
+    "give the function one tree on all workers: the same containers with the same keys; a dict may have its keys in "
+    "any order, an OrderedDict may not"
+)
+_ONE_USE = "let all workers use the arguments that they differentiate in one order, and give them one tree"
+GRADIENTS = "the gradients"
+"""How the text begins that says in place of a tree which gradients a sum is of."""
+_NAMED_PATHS = 8
+"""Paths of a tree that an error names one by one."""
 
 
-def mismatch(first: tuple[str, str, str, int], second: tuple[str, str, str, int]) -> MismatchError:
-    """Two workers met with different calls; each is given as (worker, call, where, how many it has made)."""
-    order = first[3] != second[3]
-    alike = len({re.sub(r"\[[\d, ]*\]", "", call) for _, call, _, _ in (first, second)}) == 1  # but for their shapes
-    sides = (
-        f"          {worker}: {call}{f', its collective {number}' * order}\n            {line}"
-        for worker, call, line, number in (first, second)
-    )
+def mismatch(first: Side, second: Side) -> MismatchError:
+    """Two workers met with different calls."""
+    order, trees = first.number != second.number, (first.digest, first.leaf) != (second.digest, second.leaf)
+    parted = first.digest != second.digest
+    # As they are but for their shapes
+    alike = len({re.sub(r"\[[\d, ]*\]", "", side.call) for side in (first, second)}) == 1
+    one_tree = _ONE_USE if first.tree.startswith(GRADIENTS) else _ONE_TREE
+    mend = _ONE_PATH if order or not alike else one_tree if parted else _ONE_PATH if trees else _ONE_SHAPE
+    lines = [side.shown(order, trees) for side in (first, second)]
+    if parted and first.tree and second.tree:
+        lines.append(f"          {_parting(first, second)}")
     return MismatchError(
         message(
             "a collective",
-            got="workers that met with different calls\n" + "\n".join(sides),
-            need="the same operator, axes, parameters, dtype and shape from all of the group, in the same order",
-            mend=_ONE_SHAPE if alike and not order else _ONE_PATH,
+            got="workers that met with different calls\n" + "\n".join(lines),
+            need=f"the same operator, {'tree, ' * trees}axes, parameters, dtype and shape from all of the group, "
+            "in the same order",
+            mend=mend,
         )
     )
+
+
+def _parting(first: Side, second: Side) -> str:
+    """Where two trees differ."""
+    if not (first.cut or second.cut):
+        only = [
+            f"{', '.join(missing[:_NAMED_PATHS])}{', ...' * (len(missing) > _NAMED_PATHS)} on {side.worker} only"
+            for side, other in ((first, second), (second, first))
+            if (missing := [path for path in side.paths if path not in set(other.paths)])
+        ]
+        if only:
+            return f"paths that differ: {'; '.join(only)}"
+    for k, (one, other) in enumerate(zip(first.paths, second.paths, strict=False)):
+        if one != other:
+            return f"paths that differ: leaf {k} is {one} on {first.worker}, {other} on {second.worker}"
+    return "paths that differ: further on" if first.cut or second.cut else "the paths are equal, the containers differ"
 
 
 def deadlock(lines: Sequence[str]) -> DeadlockError:

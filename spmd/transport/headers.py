@@ -48,8 +48,8 @@ def name_of(call: Call, run: int, number: int) -> int:
     """The first word: what is called. run, number: in which map, and as which collective in it."""
     name = call.number
     if name is None:
-        op, axes, detail, dtype, shape = call.key
-        name = call.number = digest(op, axes, detail, np.dtype(dtype).str, shape)
+        op, axes, detail, dtype, shape, leaf = call.key
+        name = call.number = digest(op, axes, detail, np.dtype(dtype).str, shape, leaf)
     return stamped(name, run, number)
 
 

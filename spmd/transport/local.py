@@ -44,6 +44,7 @@ from spmd.transport.base import (
     Ready,
     Sends,
     Shape,
+    Side,
     Transport,
     deadlock,
     exchange_cost,
@@ -253,10 +254,7 @@ class Run:
         for place, call in enumerate(meeting.calls):
             if meeting.numbers[place] != number or (call is not first and call.key != first.key):
                 who = [self.describe(meeting.group.members[k]) for k in (0, place)]
-                raise mismatch(
-                    (who[0], str(first), first.source, number),
-                    (who[1], str(call), call.source, meeting.numbers[place]),
-                )
+                raise mismatch(Side.of(who[0], first, number), Side.of(who[1], call, meeting.numbers[place]))
 
     def _waits(self) -> list[str]:
         """What each worker waits for, and who has left."""
@@ -308,9 +306,9 @@ class Run:
             if first is not None and comm.number != first.number:
                 raise mismatch(self._end_of(first), self._end_of(comm))
 
-    def _end_of(self, comm: LocalComm) -> tuple[str, str, str, int]:
+    def _end_of(self, comm: LocalComm) -> Side:
         after = f"after {comm.last} {comm.last.source}" if comm.last is not None else "without any call before"
-        return self.describe(comm.worker), "the end of the map", after, comm.number
+        return Side(self.describe(comm.worker), "the end of the map", after, comm.number)
 
     def _note(self, errors: list[tuple[int, int, BaseException]]) -> None:
         """Say on the first error who raised it, and what others raised at the same clock."""

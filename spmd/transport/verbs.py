@@ -34,6 +34,7 @@ from spmd.transport.base import (
     Join,
     Ready,
     Shape,
+    Side,
     Then,
     mismatch,
     sealed,
@@ -49,6 +50,8 @@ __all__ = ["Pending", "ProcessComm"]
 
 _APART = 1 << 18
 """Bytes from which a block of several is sent by itself, from where it lies; smaller ones are sent together."""
+_SIDE = 1 << 14
+"""Bytes in which a process tells others what it called, where they called something else."""
 _SMALL = 1 << 15
 """Bytes up to which an all-reduce sends whole blocks to everyone: one message time in place of two."""
 
@@ -259,16 +262,14 @@ class ProcessComm(Comm):
     def _mismatch(self, group: Group, call: Call, names: Sequence[int]) -> MismatchError:
         """What to raise: the members, who all know by now that they disagree, tell each other their calls and lines."""
         channel = self.transport.channel(group.ordered, call)
-        mine = np.array([str(call).encode()[:400], call.source.encode()[-400:], str(self.number).encode()], "S400")
-        texts = np.empty((group.size, 3), "S400")
+        mine = np.array([Side.of("", call, self.number).packed(_SIDE)], f"S{_SIDE}")
+        texts = np.empty(group.size, mine.dtype)
         sizes = [mine.nbytes] * group.size
-        self.transport.wait_for(channel.all_gather(mine.view(np.uint8), texts.reshape(-1).view(np.uint8), sizes))
+        self.transport.wait_for(channel.all_gather(mine.view(np.uint8), texts.view(np.uint8), sizes))
         me = group.index
         other = me if names[me] != names[0] else next(k for k, name in enumerate(names) if name != names[0])
         first, second = (
-            (self.transport.describe(group.members[k]), text.decode(errors="replace"), line.decode(), int(number))
-            for k in (0, other)
-            for text, line, number in [texts[group.rows[k]].tolist()]
+            Side.unpacked(self.transport.describe(group.members[k]), texts[group.rows[k]].item()) for k in (0, other)
         )
         error = mismatch(first, second)
         error.ranks = tuple(self.transport.ranks[m] for m in group.members if self._is_here(m))  # type: ignore[attr-defined]

@@ -30,6 +30,8 @@ CASES = {
         lambda: (spmd.pmax(X, "x"), spmd.psum(X, "x")),
         lambda: (spmd.psum(X, "x"), spmd.pmax(X, "x")),
     ),
+    "function": (lambda: spmd.pmean(X, "x"), lambda: spmd.psum(X, "x")),
+    "tree": (lambda: spmd.psum({"b": X, "c": X}, "x"), lambda: spmd.psum({"a": X, "b": X}, "x")),
     "missing": (lambda: None, lambda: spmd.psum(X, "x")),
 }
 OTHER_ORDER = (lambda: spmd.psum(X, ("y", "x")), lambda: spmd.psum(X, ("x", "y")))

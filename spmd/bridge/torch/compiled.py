@@ -23,8 +23,8 @@ from spmd.bridge.torch.tensor import COMPILED, Tensor
 from spmd.errors import MeshError, StateError, message
 from spmd.layout import Layout, P
 from spmd.mesh import WORKER, Mesh, Worker, here
-from spmd.operators.base import Operator
-from spmd.operators.reduce import Extremum
+from spmd.operators.base import Operator, named, operate
+from spmd.operators.reduce import Extremum, Sum
 from spmd.state import ROOTED
 
 __all__ = ["OperatorFunction", "compilable", "operator", "token_of"]
@@ -36,11 +36,18 @@ _seats: WeakValueDictionary[int, Seat] = WeakValueDictionary()
 _PLACES = 1 << 24
 
 
-def _token(name: str, args: tuple, kwargs: dict[str, Any]) -> str:
-    """The name in graphs of a function of bodies with these arguments."""
-    text = f"{name}{args!r}{kwargs!r}"
-    _tokens.setdefault(text, (getattr(spmd, name), args, kwargs))
+def _token(name: str, args: tuple, kwargs: dict[str, Any], part_of: str = "", back: bool = False) -> str:
+    """The name in graphs of a function of bodies with these arguments. part_of: the function that the user called,
+    where it is a sum within another one (back: within its derivative): workers that run the same line without a graph
+    call it by that name."""
+    text = f"{name}{args!r}{kwargs!r}" + f" of {part_of}" * bool(part_of)
+    function = functools.partial(_summed, part_of, back) if part_of else getattr(spmd, name)
+    _tokens.setdefault(text, (function, args, kwargs))
     return text
+
+
+def _summed(part_of: str, back: bool, x: Any, names: tuple[str, ...]) -> Any:
+    return operate(named("psum", Sum, names, forward=part_of) if back else named(part_of, Sum, names), x)
 
 
 def _ticket(op: Operator, seat: Seat) -> torch.Tensor:
@@ -99,7 +106,7 @@ def _(x: torch.Tensor, token: str) -> tuple[torch.Tensor, torch.Tensor]:
 def _move(g: torch.Tensor, ticket: torch.Tensor, shape: Sequence[int], forward: bool) -> torch.Tensor:
     op, seat = _bound(ticket)
     with torch.no_grad():
-        y = apply(op if forward else op.H, g, seat)
+        y = apply(op if forward else op.back, g, seat)
     return _own(y, g)
 
 
@@ -280,8 +287,8 @@ def _constant_placed(token: str) -> bool:
 
 
 @torch.compiler.assume_constant_result
-def _constant_token(name: str, args: tuple, kwargs: tuple) -> str:
-    return _token(name, tuple(_thawed(a) for a in args), {k: _thawed(a) for k, a in kwargs})
+def _constant_token(name: str, args: tuple, kwargs: tuple, part_of: str = "", back: bool = False) -> str:
+    return _token(name, tuple(_thawed(a) for a in args), {k: _thawed(a) for k, a in kwargs}, part_of, back)
 
 
 def _frozen(a: Any) -> Any:
@@ -327,10 +334,12 @@ def token_of(function: Callable, text: str, layouts: tuple[Layout, ...] | None =
 
 @torch.library.custom_op("spmd::attain", mutates_args=(), schema="(Tensor x, str how, str total, int[] dims) -> Tensor")
 def _attain(x: torch.Tensor, how: str, total: str, dims: Sequence[int]) -> torch.Tensor:
-    """The extremum over dimensions and workers. total: the name in graphs of the sum over those workers."""
+    """The extremum over dimensions and workers. how: the function's name, "pmax", "pmin", "max" or "min". total: the
+    name in graphs of the sum over those workers."""
     (names,) = _tokens[total][1]
     with torch.no_grad():
-        return _own(apply(Extremum(names, how, tuple(dims)), x, seat_of(here("torch.compile"))), x)
+        op = named(how, Extremum, names, how[-3:], tuple(dims))
+        return _own(apply(op, x, seat_of(here("torch.compile"))), x)
 
 
 @_attain.register_fake
@@ -346,7 +355,7 @@ def _keep_attain(ctx: Any, inputs: Any, output: Any) -> None:
 def _back_of_attain(ctx: Any, g: torch.Tensor) -> Any:
     """The cotangent goes to the entries that attain the extremum, in equal shares."""
     x, top = ctx.saved_tensors
-    g = torch.ops.spmd.apply(g, ctx.total.replace("psum", "pvary", 1))[0]
+    g = torch.ops.spmd.apply(g, ctx.total.partition(" of ")[0].replace("psum", "pvary", 1))[0]
     ties, count = ties_of(x, top, tuple(ctx.dims))
     total = torch.ops.spmd.apply(count, ctx.total)[0]
     return expanded(g, ctx.dims) * (ties / total), None, None, None
@@ -368,24 +377,24 @@ def _dims(x: torch.Tensor, axis: Any) -> tuple[int, ...]:
     return tuple([d % x.ndim for d in chosen])
 
 
-def _psum(x: torch.Tensor, names: tuple[str, ...]) -> torch.Tensor:
-    return _in_graph(x, "psum", (names,), {})
+def _sum_of(part_of: str, x: torch.Tensor, names: tuple[str, ...]) -> torch.Tensor:
+    return _traced(x, _constant_token("psum", (_frozen(names),), (), part_of))
 
 
 def _sum_traced(x: torch.Tensor, axis_name: Any, axis: Any = None) -> torch.Tensor:
     names, _ = _constant_axes(_frozen(axis_name), "sum")
     dims = _dims(x, axis)
-    return _psum(x.sum(dims) if dims else x, names)
+    return _sum_of("sum", x.sum(dims) if dims else x, names)
 
 
 def _mean_traced(x: torch.Tensor, axis_name: Any, axis: Any = None) -> torch.Tensor:
     names, _ = _constant_axes(_frozen(axis_name), "mean")
     dims = _dims(x, axis)
-    total = _psum(x.sum(dims) if dims else x, names)
+    total = _sum_of("mean", x.sum(dims) if dims else x, names)
     count = 1
     for d in dims:
         count = count * x.shape[d]
-    entries = _psum(torch.full((), count, dtype=torch.int64), names)
+    entries = _sum_of("mean", torch.full((), count, dtype=torch.int64), names)
     if total.dtype in (torch.float16, torch.bfloat16):  # which do not hold large counts
         return (total.float() / entries).to(total.dtype)
     return total / entries
@@ -393,16 +402,17 @@ def _mean_traced(x: torch.Tensor, axis_name: Any, axis: Any = None) -> torch.Ten
 
 def _pmean_traced(x: torch.Tensor, axis_name: Any) -> torch.Tensor:
     names, size = _constant_axes(_frozen(axis_name), "pmean")
-    return _psum(x, names) / size
+    return _sum_of("pmean", x, names) / size
 
 
 def _extremum_traced(how: str, over_entries: bool) -> Callable:
     def call(x: torch.Tensor, axis_name: Any, axis: Any = None) -> torch.Tensor:
-        names, _ = _constant_axes(_frozen(axis_name), how if over_entries else f"p{how}")
+        function = how if over_entries else f"p{how}"
+        names, _ = _constant_axes(_frozen(axis_name), function)
         dims = _dims(x, axis) if over_entries else ()
         _constant_token("pvary", (_frozen(names),), ())
-        total = _constant_token("psum", (_frozen(names),), ())
-        return torch.ops.spmd.attain(x, how, total, list(dims))
+        total = _constant_token("psum", (_frozen(names),), (), function, True)
+        return torch.ops.spmd.attain(x, function, total, list(dims))
 
     return call
 

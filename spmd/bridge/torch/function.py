@@ -26,7 +26,7 @@ from spmd.bridge.torch.memory import array_dtype, block_of, borrowed, owned, ten
 from spmd.bridge.torch.tensor import Tensor, plain, state_of_tensor, stated, summed
 from spmd.errors import MeshError, TransportError, message
 from spmd.mesh import WORKER, Mesh, Worker
-from spmd.operators.base import Collective, Operator, Vary, admitted, launch
+from spmd.operators.base import Collective, Operator, Vary, admitted, interned, launch
 from spmd.operators.reduce import Sum
 from spmd.state import State, state_of
 
@@ -225,7 +225,7 @@ class Apply(Function):
         task: Task = ctx.task
         if task.key is not None:
             task.seat.twins.pop(task.key, None)
-        back = apply(task.op.H, g, task.seat)
+        back = apply(task.op.back, g, task.seat)
         return (None if task.token else back), None
 
 
@@ -292,7 +292,7 @@ class Attain(Function):
         dims = ctx.task.op.dims
         x, top = ctx.saved_tensors
         ties, count = ties_of(x, top, dims)
-        total = apply(Sum(ctx.task.op.axes), count.detach(), ctx.task.seat)
+        total = apply(ctx.task.op.backward(interned(Sum, ctx.task.op.axes)), count.detach(), ctx.task.seat)
         return ties.detach() / total, dims
 
     @staticmethod
@@ -306,7 +306,9 @@ class Attain(Function):
     def jvp(ctx: Any, tangent: torch.Tensor, _: Any) -> Any:
         weights, dims = Attain._weights(ctx)
         share = tangent * weights
-        return apply(Sum(ctx.task.op.axes), share.sum(dims) if dims else share, ctx.task.seat)
+        return apply(
+            ctx.task.op.backward(interned(Sum, ctx.task.op.axes)), share.sum(dims) if dims else share, ctx.task.seat
+        )
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: torch.Tensor, task: Task) -> Any:

@@ -21,6 +21,7 @@ from spmd.bridge.torch.tensor import plain
 from spmd.errors import LayoutError, MeshError, StateError, describe, message
 from spmd.layout import Layout, P
 from spmd.mesh import WORKER, here
+from spmd.operators.base import named
 from spmd.operators.reduce import Sum
 from spmd.operators.repartition import Repartition
 
@@ -284,7 +285,7 @@ def _over(axes: tuple[str, ...], part: torch.Tensor, largest: bool) -> torch.Ten
     worker = here("spt.grad_norm")
     if largest:
         return spmd.block(spmd.pmax(spmd.varying(part, axes), axes))  # type: ignore[return-value]
-    return apply(Sum(axes), part, seat_of(worker))
+    return apply(named("grad_norm", Sum, axes), part, seat_of(worker))
 
 
 def clip_grad_norm_(
