@@ -27,8 +27,9 @@ def kind_of_dtype(dtype: Any) -> str:
 
 @functools.cache
 def dtype_name(dtype: np.dtype) -> str:
-    """The name of a dtype, which NumPy puts together anew each time."""
-    return dtype.name
+    """The name of a dtype, which NumPy puts together anew each time; with its byte order or its fields, if it has
+    others than the name says."""
+    return dtype.name if dtype.isnative and dtype.names is None else str(dtype)
 
 
 def is_foreign(dtype: Any) -> bool:

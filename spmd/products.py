@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from spmd.array import PartitionedArray, owned_on, relayout
+from spmd.array import Frozen, PartitionedArray, owned_on, relayout
 from spmd.autodiff import tree
+from spmd.autodiff.admission import admit
 from spmd.autodiff.tracer import Array
 from spmd.device import on_device, to_host
 from spmd.errors import (
@@ -45,7 +46,7 @@ def inner(x, y):
         )
     total = 0.0
     by_state: dict[Any, Any] = {}
-    for a, b in zip(xs, ys, strict=True):
+    for a, b in zip(map(_operand, xs), map(_operand, ys), strict=True):
         if WORKER.get() is None:
             total = total + _inner_outside(a, b)
             continue
@@ -54,6 +55,11 @@ def inner(x, y):
     for axes, value in by_state.items():
         total = total + (operate(Sum(axes), value) if axes else value)
     return total
+
+
+def _operand(x: Any) -> Any:
+    known = type(x) is Rooted or isinstance(x, int | float | complex) or on_device(x) or frontend(x) is not None
+    return x if known else np.asarray(x) if type(x) is Frozen else admit(x, "spmd.inner")
 
 
 def _inner_here(a, b) -> tuple[tuple[str, ...], Any]:

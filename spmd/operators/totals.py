@@ -9,6 +9,7 @@ from types import FrameType
 
 import numpy as np
 
+from spmd.autodiff.admission import admit
 from spmd.autodiff.tracer import Array
 from spmd.device import on_device
 from spmd.frontends import frontend
@@ -25,7 +26,8 @@ def _start(x, axis_name: AxisName, axis: Axis, function: str):
     """The array, the axes of the mesh it varies over among those named, and the dimensions as a tuple."""
     where = f"spmd.{function}"
     names = here(where).mesh.names(axis_name, where)
-    x = x if type(x) is Array or on_device(x) or frontend(x) is not None else np.asarray(x)
+    if type(x) is not Array and not on_device(x) and frontend(x) is None:
+        x = np.asarray(admit(x, where))
     chosen = range(x.ndim) if axis is None else (axis,) if isinstance(axis, int | np.integer) else axis
     return x, names, varying_of(x, names), tuple(normal_axis(function, "axis", d, x.ndim) for d in chosen)
 
