@@ -140,7 +140,10 @@ def _admitted(where: str, argument: str, x: Any, space: Any) -> Any:
     """x as an element of a space, or an error that says why it is none."""
     spaces, need = tree.flatten(space)
     leaves, have = tree.flatten(x)
-    leaves = [a if type(value_of(a)) in _KNOWN or on_device(a) else admit(a, where, argument) for a in leaves]
+    leaves = [
+        a if type(value_of(a)) in _KNOWN or on_device(a) else admit(a, where, argument, error=LayoutError)
+        for a in leaves
+    ]
     fits = have == need and all(hasattr(value_of(a), "shape") for a in leaves)
     if not fits:
         raise LayoutError(
