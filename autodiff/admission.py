@@ -156,7 +156,12 @@ def _converted(x: Any) -> tuple[Any, Fault | None]:
         if type(error).__module__ == "spmd.errors":
             raise
         return x, ("", f"np.asarray raises {type(error).__name__}: {error}", "an array of NumPy with its entries")
-    return (data, None) if type(data) is np.ndarray else _converted(data)
+    if type(data) is np.ndarray:
+        return data, None
+    plain, fault = _converted(data)
+    if fault is None:
+        return plain, None
+    return x, (f"to NumPy {describe(data)}", fault[1], fault[2].replace("{x}", "np.asanyarray({x})"))
 
 
 def _of_subclass(x: np.ndarray) -> tuple[Any, Fault | None]:
@@ -208,8 +213,7 @@ def _of_meaning(x: Any) -> Fault | None:
     if not any(hasattr(kind, name) for name in _MEANINGFUL):
         return None
     ways = (("toarray", "{x}.toarray()"), ("values", "{x}.values"), ("to_numpy", "{x}.to_numpy()"))
-    mend = next((way for name, way in ways if hasattr(kind, name)), "np.asarray({x})")
-    if mend == "{x}.values" and callable(getattr(kind, "values", None)):
-        mend = "np.asarray({x})"
+    has = [(name, way) for name, way in ways if hasattr(x, name) and (name == "values") != callable(getattr(x, name))]
+    mend = has[0][1] if has else "np.asarray({x})"
     lost = f"what {kind.__name__} adds to the entries of an array (labels, units, operations) would be lost"
     return "", lost, mend

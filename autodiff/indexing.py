@@ -259,7 +259,7 @@ class At:
             raise DtypeError(
                 message("spmd.at", argument="x", got=describe(x), need="an array", mend="spmd.at(np.asarray(x))[i]")
             )
-        if type(v) is not Array and (isinstance(v, np.ndarray) or hasattr(type(v), "__array__")):
+        if not isinstance(v, Array | int | float | complex | list | tuple) and not devices.is_array(v):
             v = admit(v, "x.at[i]", "v", error=DtypeError)
         v = v if hasattr(v, "dtype") or np.isscalar(v) else np.stack(v)
         comes = np.result_type(value_of(v))

@@ -151,7 +151,7 @@ def _lift_all(tape: Tape, argument, where: str, name: Callable[[], str], *, ints
                     mend="x.astype(complex), or leave holomorphic out",
                 )
             )
-        lifted.append(x if kind == "i" else lift(tape, x, where, at))
+        lifted.append(_admitted(x, where, at) if kind == "i" else lift(tape, x, where, at))
     return lifted, treedef
 
 
@@ -518,7 +518,7 @@ def _fitting(g, x, where: str, argument: str, of: str):
     if type(g) in _NUMBERS and not (type(g) is complex and kind_of(x) == "f"):
         return np.full_like(value_of(x), g) if own is not None else np.asarray(g, type(x))
     dtype = getattr(g, "dtype", None)
-    if dtype is not None and own is not None and dtype != own and dtype.newbyteorder("=") == own.newbyteorder("="):
+    if dtype != own and kind_of_dtype(dtype) and own is not None and dtype.newbyteorder("=") == own.newbyteorder("="):
         return g.astype(own)
     if dtype != own and not (own is None and kind_of(g) in ("f", kind_of(x))):
         raise DifferentiationError(

@@ -135,7 +135,9 @@ def _key(where: str, given: Any) -> Any:
 
 def _array(where: str, argument: str, x: Any) -> Any:
     """What may be an array, as one."""
-    if isinstance(x, list | tuple | np.ndarray) or hasattr(type(x), "__array__") and not isinstance(x, np.generic):
+    if isinstance(x, list | tuple) or any(hasattr(type(x), name) for name in ("__array__", "toarray")):
+        if isinstance(x, np.generic):
+            return x
         return x if on_device(x) else admit(x, where, argument, error=SpecError)
     return x
 

@@ -34,8 +34,7 @@ def array(where: str, argument: str, x: Any, kinds: str, need: str, mend: str) -
     """x as an array whose dtype is of one of these kinds ("f" stands for bfloat16 and float8 too)."""
     # Only the class is asked: global arrays are declared further down.
     whole = type(x).__name__ == "PartitionedArray"
-    others = on_device(x) or frontend(x) is not None or isinstance(x, bool)
-    if not others and (isinstance(x, list | tuple | int | float | complex) or hasattr(type(x), "__array__")):
+    if not (on_device(x) or frontend(x) is not None or isinstance(x, bool)):
         x = admit(x, where, argument, error=SpecError, need=need, otherwise=mend)
     dtype = None if frontend(x) is not None else getattr(x, "dtype", None)
     if (

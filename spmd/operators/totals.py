@@ -9,10 +9,11 @@ from types import FrameType
 
 import numpy as np
 
-from spmd.autodiff.admission import admit
+from spmd.autodiff.admission import admit, admit_dtype
 from spmd.autodiff.dtypes import mean_dtype
 from spmd.autodiff.tracer import Array
 from spmd.device import on_device
+from spmd.errors import describe
 from spmd.frontends import frontend
 from spmd.mesh import here
 from spmd.operators.base import interned, normal_axis, operate
@@ -39,7 +40,9 @@ def _start(x, axis_name: AxisName, axis: Axis, function: str):
     """The array, the axes of the mesh it varies over among those named, and the dimensions as a tuple."""
     where = f"spmd.{function}"
     names = here(where).mesh.names(axis_name, where)
-    if type(x) is not Array and not on_device(x) and frontend(x) is None:
+    if type(x) is Array:
+        admit_dtype(x.dtype, where, lambda: describe(x))
+    elif not on_device(x) and frontend(x) is None:
         x = np.asarray(admit(x, where))
     chosen = range(x.ndim) if axis is None else (axis,) if isinstance(axis, int | np.integer) else axis
     return x, names, varying_of(x, names), tuple(normal_axis(function, "axis", d, x.ndim) for d in chosen)
