@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from spmd.autodiff import devices, tracer
+from spmd.autodiff.admission import admit
 from spmd.autodiff.dtypes import kind_of_dtype
 from spmd.autodiff.primitive import primitive
 from spmd.autodiff.tape import Node
@@ -249,6 +250,8 @@ class At:
     def _update(self, update: Callable, v):
         arrays = find(self.index, [])
         x = self.array
+        if type(x) is not Array and isinstance(x, np.ndarray):
+            x = admit(x, "spmd.at", error=DtypeError)
         if arrays:
             ambient = x if type(x) is Array else Array(x, tracer.mixing.ambient())
             x = tracer.mixing.join([ambient, *[Array(value_of(a), a.state) for a in arrays]])[0][0]
@@ -256,6 +259,8 @@ class At:
             raise DtypeError(
                 message("spmd.at", argument="x", got=describe(x), need="an array", mend="spmd.at(np.asarray(x))[i]")
             )
+        if not isinstance(v, Array | int | float | complex | list | tuple) and not devices.is_array(v):
+            v = admit(v, "x.at[i]", "v", error=DtypeError)
         v = v if hasattr(v, "dtype") or np.isscalar(v) else np.stack(v)
         comes = np.result_type(value_of(v))
         if -1 < _rank(x.dtype) < _rank(comes):

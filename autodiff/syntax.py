@@ -23,8 +23,8 @@ from spmd.autodiff.tracer import (
     Array,
     apply_binary,
     apply_unary,
-    check_operand,
     compute,
+    operand,
     value_of,
     wrap,
 )
@@ -89,7 +89,7 @@ def _operand(x):
     """What an operator takes of x: lists become arrays; what is no number is left to its own operators."""
     if type(x) in SEQUENCES:
         return np.asarray(x)
-    check_operand(x, "an operator")
+    x = operand(x, "an operator")
     if isinstance(x, int | float | complex) or hasattr(x, "__array_function__") or isinstance(x, np.generic):
         return x
     return np.asarray(x) if hasattr(x, "__array__") else NotImplemented

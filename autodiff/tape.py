@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from spmd.autodiff.admission import admit
 from spmd.autodiff.rooms import owns_memory
 from spmd.autodiff.tree import Leaf
 from spmd.autodiff.watch import FINITE, WATCHING, Watched, check_finite
@@ -283,6 +284,8 @@ def fit(g, node):
         from spmd.autodiff.program import one_line
 
         g = one_line(np.asarray, (g,))
+    if isinstance(g, np.ndarray) and type(g) is not np.ndarray:
+        g = np.asarray(admit(g, "the backward sweep", "the cotangent"))
     if g.shape != node.shape:
         g = unbroadcast(g, node.shape)
     dtype = node.dtype

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from spmd.autodiff import devices, tree
+from spmd.autodiff.admission import ADMITTED, admit
 from spmd.autodiff.primitive import (
     NOTHING,
     VALUE,
@@ -393,7 +394,7 @@ _NUMBERS = {int, float, complex, bool, Number}
 def register_device_arrays(module: Any) -> None:
     """Arrays of a module that is like NumPy, CuPy, may come: they take the short ways too."""
     devices.register(module)
-    for kinds in (USUAL, _operands, _PLAIN, OPERANDS, _TYPES):
+    for kinds in (USUAL, _operands, _PLAIN, OPERANDS, _TYPES, ADMITTED):
         kinds.add(module.ndarray)
 
 
@@ -463,24 +464,18 @@ def compute(fun, args, kwargs) -> Any:
     return _computed(fun, *_all_bared(args, kwargs))
 
 
-def check_operand(x, where: str) -> None:
-    """Raise where x is no plain array, but one whose operations mean something else or are recorded elsewhere."""
+def operand(x, where: str) -> Any:
+    """What may be computed with beside an Array: arrays of NumPy admitted, in lists and tuples too; the rest as it is.
+
+    Raises where x is an array whose operations mean something else, or are recorded elsewhere.
+    """
     kind = type(x)
     if kind is list or kind is tuple:
-        for part in x:
-            check_operand(part, where)
-        return
+        return kind([operand(part, where) for part in x])
     if kind in OPERANDS:
-        return
-    if isinstance(x, np.ndarray) and kind is not np.ndarray and not isinstance(x, np.memmap):
-        raise StateError(
-            message(
-                where,
-                got=f"{describe(x)} beside an Array",
-                need="a plain array: the operations of this one mean something else, or skip entries",
-                mend="np.asarray(m), with @ for a product of matrices; np.where(mask, x, other) for a mask",
-            )
-        )
+        return x
+    if isinstance(x, np.ndarray):
+        return admit(x, where, None, need="a plain array", beside=" beside an Array", name="m")
     if hasattr(kind, "__torch_function__") or kind.__module__.partition(".")[0] in ("jax", "jaxlib"):
         raise TracedConversionError(
             message(
@@ -490,6 +485,7 @@ def check_operand(x, where: str) -> None:
                 mend="np.asarray(x) of it, where it is a constant; spmd.custom_vjp around the other library",
             )
         )
+    return x
 
 
 def joined(arrays) -> list[Any]:
@@ -894,8 +890,7 @@ class Array(metaclass=Shown):
                 if type(first) in OPERANDS and type(others[0]) in OPERANDS and len(others) == 1:
                     return apply_binary(prim, first, others[0])
         inputs = (first, *others)
-        for x in inputs:
-            check_operand(x, name_of(ufunc))
+        inputs = tuple([operand(x, name_of(ufunc)) for x in inputs])
         if not SEQUENCES.isdisjoint(map(type, inputs)):
             inputs = tuple(np.asarray(a) if type(a) in SEQUENCES else a for a in inputs)
         if method == "__call__":
@@ -918,8 +913,9 @@ class Array(metaclass=Shown):
 
     def __array_function__(self, fun, types, args, kwargs):
         if not _TYPES.issuperset(types):
-            for x in (*args, *kwargs.values()):
-                check_operand(x, name_of(fun))
+            name = name_of(fun)
+            args = tuple([operand(x, name) for x in args])
+            kwargs = {key: operand(x, name) for key, x in kwargs.items()}
         prim = primitives.get(fun)
         if prim is not None and not kwargs and len(args) <= _place_of_out(fun):
             return apply_unary(prim, self) if len(args) == 1 and args[0] is self else apply(prim, args, kwargs)
@@ -951,6 +947,7 @@ _TYPES = {Array, np.ndarray}
 for _kinds in (_operands, _PLAIN, OPERANDS, _TYPES):  # what stands for them in programs
     _kinds |= {Slot, Number}
 USUAL.add(Slot)
+ADMITTED |= {Array, Slot, Number}
 tree.ALONE.add(Array)
 
 

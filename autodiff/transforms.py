@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from spmd.autodiff import tracer, tree
+from spmd.autodiff import devices, tracer, tree
+from spmd.autodiff.admission import ADMITTED, admit
 from spmd.autodiff.dtypes import float0, kind_of_dtype
 from spmd.autodiff.primitive import Primitive
 from spmd.autodiff.program import Number, slot_of
@@ -85,10 +86,9 @@ def lift(tape: Tape, x: Any, where: str, path: Callable[[], str]) -> Any:
         return Array(x, tracer.mixing.ambient(), tape, tape.leaf((), tracer.weak(x)))
     if is_handle(x):
         return x.holding(lift(tape, x.block, where, path))
+    x = _admitted(x, where, path)
     if kind_of(x) not in ("f", "c"):
         raise _not_floating(x, where, path, "or leave it out of argnums")
-    if type(x) is not np.ndarray and isinstance(x, np.ndarray) and not isinstance(x, np.memmap):
-        raise _subclass(x, where, path)
     leaf = tape.leaf(getattr(value_of(x), "shape", ()), x.dtype)
     if type(x) is Array:
         return Array(x if x.tape is not None else x.value, x.state, tape, leaf)
@@ -98,16 +98,14 @@ def lift(tape: Tape, x: Any, where: str, path: Callable[[], str]) -> Any:
     return Array(x, state, tape, leaf)
 
 
-def _subclass(x, where: str, path: Callable[[], str]) -> Exception:
-    return DifferentiationError(
-        message(
-            where,
-            argument=path(),
-            got=f"{describe(x)}, a subclass of np.ndarray",
-            need="a plain array: what the operations of another class mean, no rule knows",
-            mend="np.asarray(x); for a mask, np.where(mask, other, x) in the function",
-        )
-    )
+def _admitted(x: Any, where: str, path: Callable[[], str] | str) -> Any:
+    """An argument, cotangent or tangent as a plain array. What is no array has errors of its own elsewhere."""
+    kind = type(x)
+    if kind is np.ndarray or kind in ADMITTED or not hasattr(kind, "__array__") and not hasattr(kind, "toarray"):
+        return x
+    if isinstance(x, np.number | np.bool) or devices.is_array(x) or is_handle(x):
+        return x
+    return np.asarray(admit(x, where, path, error=DifferentiationError))
 
 
 def _not_floating(x, where: str, path: Callable[[], str], otherwise: str) -> Exception:
@@ -163,7 +161,7 @@ def _lift_all(
                     mend="x.astype(complex), or leave holomorphic out",
                 )
             )
-        lifted.append(x if kind == "i" else lift(tape, x, where, at))
+        lifted.append(_admitted(x, where, at) if kind == "i" else lift(tape, x, where, at))
     for x, leaf in zip(map(held, lifted), tree.leaf_positions(treedef), strict=False):
         if on(x, tape):
             x.node.place = number, leaf
@@ -480,6 +478,7 @@ def _match(cotangent, outs, out_tree, where: str) -> list:
         if _fits(g, o):
             matched.append(g.value)
             continue
+        g = _admitted(g, f"pullback, {where}", "cotangent")
         shape = _shape(o)
         if _shape(g) != shape:
             raise DifferentiationError(
@@ -533,7 +532,10 @@ def _fitting(g, x, where: str, argument: str, of: str):
     own = getattr(x, "dtype", None)
     if type(g) in _NUMBERS and not (type(g) is complex and kind_of(x) == "f"):
         return np.full_like(value_of(x), g) if own is not None else np.asarray(g, type(x))
-    if getattr(g, "dtype", None) != own and not (own is None and kind_of(g) in ("f", kind_of(x))):
+    dtype = getattr(g, "dtype", None)
+    if dtype != own and kind_of_dtype(dtype) and own is not None and dtype.newbyteorder("=") == own.newbyteorder("="):
+        return g.astype(own)
+    if dtype != own and not (own is None and kind_of(g) in ("f", kind_of(x))):
         raise DifferentiationError(
             message(
                 where,
@@ -620,6 +622,7 @@ def match_tangents(where: str, xs: list, treedef: Any, tangents: Sequence[Any]) 
         )
     matched = []
     for x, t in zip(xs, ts, strict=True):
+        t = _admitted(t, where, "tangents")
         if _shape(t) != _shape(x) or varying_over(t) - varying_over(x):
             raise DifferentiationError(
                 message(
@@ -700,7 +703,7 @@ def joint(name: str, tape: Tape, parents: Sequence[Any], outs: list, pull: Calla
             results.append(out)
             continue
         state = out.state if type(out) is Array else tracer.mixing.ambient()
-        value = unstated(out)
+        value = unstated(_admitted(out, name, f"result number {k}"))
         traced = part(node, k, value if hasattr(value, "dtype") else np.asarray(value), state, tape)
         if traced.value is not value:  # a Python number stays one, and weak
             traced.value, traced.node.dtype = value, tracer.weak(value)  # type: ignore[arg-type]

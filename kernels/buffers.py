@@ -388,7 +388,10 @@ def empty_like(x: np.ndarray, dtype: Any = None) -> np.ndarray:
 def zeros(shape: int | tuple[int, ...], dtype: Any = float) -> np.ndarray:
     """`empty`, filled with zeros."""
     x = empty(shape, dtype)
-    x.fill(0)
+    if x.dtype.type is np.void:  # raw bytes, which are filled with bytes only
+        x[...] = np.zeros((), x.dtype)
+    else:
+        x.fill(0)
     return x
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from spmd.autodiff import tree
+from spmd.autodiff.admission import ADMITTED, BARE, admit
 from spmd.autodiff.tracer import Array, name_of
 from spmd.device import contiguous, copied, on_device, to_host
 from spmd.errors import (
@@ -294,7 +295,8 @@ class PartitionedArray:
         for option in ("out", "where"):
             if kwargs.get(option) not in (None, True):
                 raise _in_a_map(f"{name_of(ufunc)} with {option}=", self)
-        return _blockwise(ufunc, inputs, kwargs)
+        where = f"np.{ufunc.__name__}"
+        return _blockwise(ufunc, [x if type(x) in _OPERANDS else _operand(x, where) for x in inputs], kwargs)
 
     def __array_function__(self, fun, types, args, kwargs):
         usable(name_of(fun), self)
@@ -306,9 +308,19 @@ class PartitionedArray:
         return handler(*args, **kwargs)
 
 
+_OPERANDS = {PartitionedArray, int, float, complex, bool}
+
+
+def _operand(x: Any, where: str) -> Any:
+    """What is computed with beside a global array."""
+    if x is None or on_device(x) or isinstance(x, np.number | np.bool):
+        return x
+    return admit(x, where)
+
+
 def _operator(ufunc, swap: bool):
     def method(self, other):
-        if type(other) is Array:
+        if type(other) is Array or getattr(type(other), "__array_ufunc__", True) is None:
             return NotImplemented
         return ufunc(other, self) if swap else ufunc(self, other)
 
@@ -552,7 +564,7 @@ def _expand_dims(x: PartitionedArray, axis) -> PartitionedArray:
 
 def _stack(arrays, axis=0) -> PartitionedArray:
     """np.stack along a new dimension, which is whole."""
-    arrays = list(arrays)
+    arrays = [a if type(a) is PartitionedArray or on_device(a) else admit(a, "np.stack", "arrays") for a in arrays]
     given = [a for a in arrays if type(a) is PartitionedArray]
     shape, mesh = given[0].shape, given[0].mesh
     if any(np.shape(a) != shape for a in arrays):
@@ -661,6 +673,10 @@ class Frozen(np.ndarray):
     """An array whose owner has promised not to write to it any more."""
 
 
+ADMITTED.add(PartitionedArray)
+BARE.add(Frozen)
+
+
 def freeze(a: np.ndarray) -> np.ndarray:
     """Promise that nobody writes to `a` any more: maps then share it with their bodies instead of copying it.
 
@@ -676,7 +692,7 @@ def freeze(a: np.ndarray) -> np.ndarray:
                 mend="spmd.put(a, spec): blocks that are on the mesh already are not copied again",
             )
         )
-    view = np.asarray(a).view(Frozen)
+    view = np.asarray(admit(a, "spmd.freeze", "a")).view(Frozen)
     view.flags.writeable = False
     return view
 

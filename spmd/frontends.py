@@ -63,8 +63,12 @@ class Frontend(Protocol):
         """The data as an array of NumPy or CuPy that nobody writes to through it; None where it is not at hand."""
         ...
 
-    def total(self, x: Any, dims: tuple[int, ...]) -> Any:
-        """The sum over dimensions."""
+    def cast(self, x: Any, dtype: np.dtype) -> Any:
+        """x in the dtype of its library that is this one of NumPy's."""
+        ...
+
+    def total(self, x: Any, dims: tuple[int, ...], dtype: np.dtype | None = None) -> Any:
+        """The sum over dimensions, in this dtype of NumPy's; None: that of the library's sums."""
         ...
 
     def extremum(self, x: Any, dims: tuple[int, ...], how: str) -> Any:

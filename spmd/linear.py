@@ -19,9 +19,11 @@ import numpy as np
 
 from spmd.array import PartitionedArray
 from spmd.autodiff import tree
+from spmd.autodiff.admission import admit
 from spmd.autodiff.custom import custom_vjp
 from spmd.autodiff.tracer import value_of
 from spmd.autodiff.transforms import vjp
+from spmd.device import on_device
 from spmd.errors import LayoutError, MeshError, SpecError, describe, message
 from spmd.layout import Layout, P, Spec
 from spmd.mapping import Mapped, _brought
@@ -131,10 +133,17 @@ def _conj(x: Any) -> Any:
     return tree.map(lambda a: np.conj(a) if a.dtype.kind == "c" else a, x)
 
 
+_KNOWN = (PartitionedArray, bool, int, float, complex)
+
+
 def _admitted(where: str, argument: str, x: Any, space: Any) -> Any:
     """x as an element of a space, or an error that says why it is none."""
     spaces, need = tree.flatten(space)
     leaves, have = tree.flatten(x)
+    leaves = [
+        a if type(value_of(a)) in _KNOWN or on_device(a) else admit(a, where, argument, error=LayoutError)
+        for a in leaves
+    ]
     fits = have == need and all(hasattr(value_of(a), "shape") for a in leaves)
     if not fits:
         raise LayoutError(

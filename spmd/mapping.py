@@ -18,8 +18,9 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 
 from spmd import device as devices
-from spmd.array import GIVEN_AWAY, Frozen, PartitionedArray, closed_over, donated, owned, relayout
+from spmd.array import GIVEN_AWAY, PartitionedArray, closed_over, donated, owned, relayout
 from spmd.autodiff import tracer, transforms, tree
+from spmd.autodiff.admission import admit
 from spmd.autodiff.dtypes import dtype_name, kind_of_dtype
 from spmd.autodiff.primitive import primitive
 from spmd.autodiff.program import is_slot, one_line
@@ -62,6 +63,8 @@ __all__ = ["Mapped", "map"]
 
 _NUMBERS = (bool, int, float, complex)
 _MISSING: Any = object()
+_RESULT = "an array of numbers, or a number"
+_AS_IT_IS = "the out_spec None lets any object pass that is equal on all workers"
 
 
 @overload
@@ -197,9 +200,9 @@ class Mapped:
         leaves: list[Leaf] = []
         for name, spec, value in named:
             leaves += spread(self.where, name, "in_specs", spec, value)
-        for leaf in leaves:
+        for k, leaf in enumerate(leaves):
             if leaf.spec is not None and leaf.value is not None and not self._laid_out(mesh, leaf.value, leaf.spec):
-                self._check_argument(mesh, leaf)
+                leaves[k] = self._admitted(mesh, leaf)
         if not kwargs and [id(x.value) for x in leaves] == [id(a) for a in args]:
             return leaves, _positional
         _, treedef = tree.flatten((args, kwargs), none_is_leaf=True)
@@ -308,25 +311,19 @@ class Mapped:
             known = bounded(self._as_specified)[id(layout), id(spec)] = fits, layout, spec  # which thus keep their ids
         return known[0]
 
-    def _check_argument(self, mesh: Mesh, leaf: Leaf) -> None:
-        """Raise where an argument is no array, or does not fit its spec."""
+    def _admitted(self, mesh: Mesh, leaf: Leaf) -> Leaf:
+        """An argument as an array, or a number. Raises where it is neither, or does not fit its spec."""
         x: Any = value_of(leaf.value)
         assert leaf.spec is not None
-        kind = getattr(getattr(x, "dtype", None), "kind", "")
-        known = isinstance(x, np.ndarray | np.generic | PartitionedArray | int | float | complex) or on_device(x)
-        if not known or (kind and kind in "OSUMm"):
-            raise SpecError(
-                message(
-                    self.where,
-                    argument=leaf.path,
-                    got=describe(x),
-                    need="an array, a number, or a PartitionedArray",
-                    mend="convert it with np.asarray, or give it the spec None to pass it as it is",
-                )
-            )
         if isinstance(x, PartitionedArray) and x.blocks is GIVEN_AWAY:
             raise donated(self.where, leaf.path)
-        devices.home(self.where, leaf.path, x, mesh.device)
+        x = devices.home(self.where, leaf.path, x, mesh.device)
+        if type(x) not in _NUMBERS and not on_device(x):
+            need, otherwise = "an array, a number, or a PartitionedArray", "the spec None to pass it as it is"
+            x = admit(x, self.where, leaf.path, error=SpecError, need=need, otherwise=otherwise)
+        if type(leaf.value) is not Array:
+            leaf = leaf._replace(value=x)
+        assert leaf.spec is not None
         shape = getattr(x, "shape", ())
         leaf.spec.check(mesh.axes, self.where, leaf.path, len(shape))
         mesh.layout(shape, leaf.spec, self.where, leaf.path)
@@ -340,6 +337,7 @@ class Mapped:
                     mend="spmd.put(x.numpy(), spec, mesh), or x.numpy()",
                 )
             )
+        return leaf
 
     def _input(self, mesh: Mesh, leaf: Leaf) -> _Input:
         """An argument laid out by its spec."""
@@ -351,7 +349,7 @@ class Mapped:
         if self._laid_out(mesh, x, spec):
             return _Input(x, x.blocks, spec)
         if not isinstance(x, PartitionedArray):
-            data = x if isinstance(x, Frozen) or on_device(x) else np.asarray(x)
+            data = x if hasattr(x, "dtype") else np.asarray(x)
             return _Input(x, cut(data, mesh.layout(data.shape, spec), mesh), spec)
         return _Input(x, relayout(x, mesh.layout(x.shape, spec)).blocks, spec)
 
@@ -428,19 +426,18 @@ class Mapped:
         assert spec is not None
         if type(x) is Array:
             x = self._stated(worker, leaf, x)
-            block = _block(value_of(x))
+            block = self._admitted_result(leaf, _block(value_of(x)))
         elif is_slot(x):
             block = one_line(np.asarray, (x,))
         elif on_device(x):
             block = x.copy(order="C")  # whoever has it may write to it
-        elif isinstance(x, np.ndarray):
-            block = owned(x) if writable(x) else np.asarray(x, order="C")
+        elif type(x) in (PartitionedArray, Rooted) or frontend(x) is not None:
+            raise self._bad_result(leaf)
         elif isinstance(x, np.generic | int | float | complex):
-            block = sealed(np.asarray(x))
+            block = sealed(self._admitted_result(leaf, x))
         else:
-            raise self._bad_result(leaf)
-        if block.dtype.kind in "OSUMm":
-            raise self._bad_result(leaf)
+            bare = self._admitted_result(leaf, x)
+            block = owned(bare) if writable(bare) else np.asarray(bare, order="C")
         spec.check(worker.mesh.axes, self.where, leaf.path, block.ndim)
         if worker.mesh.places is not None:
             block = worker.mesh.places.moved(block, worker.index)
@@ -494,7 +491,11 @@ class Mapped:
             )
         return x
 
+    def _admitted_result(self, leaf: Leaf, x: Any) -> Any:
+        return x if on_device(x) else admit(x, self.where, leaf.path, need=_RESULT, otherwise=_AS_IT_IS)
+
     def _bad_result(self, leaf: Leaf) -> Exception:
+        """The error for an array of this library, or of a frontend, that a body of NumPy cannot give."""
         x = leaf.value
         if type(x) is PartitionedArray:
             return closed_over(self.where, x, leaf.path)
@@ -504,10 +505,9 @@ class Mapped:
                 "each; or a Layout in out_specs that gives it to its root"
             )
         else:
-            mend = "return arrays or numbers; the out_spec None lets any object pass that is equal on all workers"
-        return StateError(
-            message(self.where, argument=leaf.path, got=describe(x), need="an array of numbers, or a number", mend=mend)
-        )
+            mend = "arrays of NumPy: np.asarray(x) of what has no gradient and no state, or a map of that library; "
+            mend += _AS_IT_IS
+        return StateError(message(self.where, argument=leaf.path, got=describe(x), need=_RESULT, mend=mend))
 
     # Differentiation from outside
 

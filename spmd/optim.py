@@ -17,10 +17,11 @@ import numpy as np
 from spmd import kernels
 from spmd.array import GIVEN_AWAY, PartitionedArray, beside, donated, reclaimed
 from spmd.autodiff import tree
+from spmd.autodiff.admission import admit
 from spmd.autodiff.primitive import primitive
 from spmd.autodiff.tape import ACTIVE
 from spmd.autodiff.tracer import Array, value_of
-from spmd.device import seen
+from spmd.device import on_device, seen
 from spmd.errors import describe, message
 from spmd.products import inner
 from spmd.transport.base import sealed
@@ -209,6 +210,8 @@ def _widened(x):
 
 def _check(argument: str, a: Any, p: Any = None) -> None:
     """Raise where a is no array of real floating-point numbers, or has not the shape of the parameter p."""
+    if hasattr(type(a), "__array__") and not on_device(a):
+        admit(a, "spmd.optim", argument, error=ValueError)
     dtype = getattr(a, "dtype", None)
     if dtype is None or _name(dtype) not in _FLOATING or (p is not None and a.shape != p.shape):
         raise ValueError(

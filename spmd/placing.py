@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 
 from spmd import device as devices
-from spmd.array import Frozen, PartitionedArray, one_copy, owned_on, relayout, usable
+from spmd.array import PartitionedArray, one_copy, owned_on, relayout, usable
 from spmd.autodiff import tree
+from spmd.autodiff.admission import admit
+from spmd.autodiff.dtypes import dtype_name
 from spmd.device import on_device
 from spmd.errors import (
     LayoutError,
@@ -70,20 +72,9 @@ def _fits(spec: Any, mesh: Mesh, where: str, ndim: int, argument: str = "spec") 
 
 
 def _numbers(x, where: str, argument: str, mesh: Mesh) -> np.ndarray:
-    """x as an array of numbers; a frozen one stays frozen, one of a GPU stays there."""
+    """x as an array; a frozen one stays frozen, one of a GPU stays there."""
     x = devices.home(where, argument, x, mesh.device)
-    data = x if isinstance(x, Frozen) or on_device(x) else np.asarray(x)
-    if data.dtype.kind in "OSUMm":
-        raise LayoutError(
-            message(
-                where,
-                argument=argument,
-                got=describe(data),
-                need="an array of numbers",
-                mend="convert it: np.asarray(x, dtype=float)",
-            )
-        )
-    return data
+    return x if on_device(x) else admit(x, where, argument, error=LayoutError)
 
 
 def put(x, spec: Any, mesh: Mesh | None = None) -> Any:
@@ -199,7 +190,7 @@ def from_blocks(blocks: Sequence[Any] | Mapping[int, Any], spec: Spec, mesh: Mes
     mine = {w: owned_on(mesh, _numbers(b, where, f"blocks[{w}]", mesh), w) for w, b in given.items()}
     _fits(spec, mesh, where, next(iter(mine.values())).ndim)
     said = mesh.transport.share(
-        {w: [list(b.shape), b.dtype.name, 0 if on_device(b) else digest(b)] for w, b in mine.items()}
+        {w: [list(b.shape), dtype_name(b.dtype), 0 if on_device(b) else digest(b)] for w, b in mine.items()}
     )
     layout = mesh.joined(tuple(tuple(said[w][0]) for w in range(mesh.size)), spec, where)
     for w, owner in enumerate(layout.owners):

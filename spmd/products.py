@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from spmd.array import PartitionedArray, owned_on, relayout
+from spmd.array import Frozen, PartitionedArray, owned_on, relayout
 from spmd.autodiff import tree
+from spmd.autodiff.admission import admit
+from spmd.autodiff.dtypes import kind_of_dtype, mean_dtype, product_dtype
 from spmd.autodiff.tracer import Array
 from spmd.device import on_device, to_host
 from spmd.errors import (
@@ -17,7 +19,7 @@ from spmd.errors import (
 from spmd.frontends import Frontend, frontend
 from spmd.mesh import WORKER, Worker
 from spmd.operators.base import named, operate
-from spmd.operators.reduce import Sum
+from spmd.operators.reduce import Sum, dtype_of, in_dtype
 from spmd.operators.root import Rooted
 from spmd.placing import put
 from spmd.state import REPLICAS, state_of
@@ -30,13 +32,16 @@ def inner(x, y):
     """<x, y> = sum(conj(x) * y) over the entries of the global arrays: Invariant values counted once, Varying ones
     summed over the workers, Rooted ones counted at the root. x, y: arrays, or pytrees of one structure.
 
-    In a body the result is Invariant and differentiable; outside it is a number.
+    In a body the result is Invariant and differentiable; outside it is a number. Products of integers, and of short
+    floating-point numbers (float16, bfloat16, float8), are made and added up in float64 and float32.
     """
-    return _inner("inner", x, y)
+    total, dtype = _wide_inner("inner", x, y)
+    return total if dtype is None else in_dtype(total, dtype)
 
 
-def _inner(function: str, x, y):
-    """`inner`, as part of a function of this name."""
+def _wide_inner(function: str, x, y) -> tuple[Any, np.dtype | None]:
+    """The inner product, as part of a function of this name, as it was added up, and the shorter dtype that it is to be
+    rounded to, if there is one."""
     (xs, structure), ys = tree.flatten(x), tree.leaves(y)
     if len(xs) != len(ys):
         raise StateError(
@@ -50,7 +55,7 @@ def _inner(function: str, x, y):
         )
     total = 0.0
     by_state: dict[Any, Any] = {}
-    for a, b in zip(xs, ys, strict=True):
+    for a, b in zip(map(_operand, xs), map(_operand, ys), strict=True):
         if WORKER.get() is None:
             total = total + _inner_outside(a, b)
             continue
@@ -58,7 +63,31 @@ def _inner(function: str, x, y):
         by_state[key] = by_state[key] + value if key in by_state else value
     for axes, value in by_state.items():
         total = total + (operate(named(function, Sum, axes).over(structure)[-1], value) if axes else value)
-    return total
+    return total, _short_dtype(xs, ys)
+
+
+def _short_dtype(xs: list[Any], ys: list[Any]) -> np.dtype | None:
+    """The dtype of inner products of short numbers: that of all of them, which NumPy's or torch's numbers adapt to."""
+    found = {dtype_of(a.block if type(a) is Rooted else a) for a in (*xs, *ys)}
+    (dtype, *more) = found or (None,)
+    others = xs and frontend(xs[0].block if type(xs[0]) is Rooted else xs[0]) is not None
+    return dtype if not more and dtype is not None and (others and _is_short(dtype) or dtype == np.float16) else None
+
+
+def _is_short(dtype: np.dtype) -> bool:
+    return kind_of_dtype(dtype) == "f" and mean_dtype(dtype) is not None
+
+
+def _wide(x: Any) -> Any:
+    """A factor of products, in the dtype in which they are made and added up."""
+    dtype = dtype_of(x)
+    wide = None if dtype is None else product_dtype(dtype)
+    return x if wide is None else in_dtype(x, wide)
+
+
+def _operand(x: Any) -> Any:
+    known = type(x) is Rooted or isinstance(x, int | float | complex) or on_device(x) or frontend(x) is not None
+    return x if known else np.asarray(x) if type(x) is Frozen else admit(x, "spmd.inner")
 
 
 def _inner_here(a, b) -> tuple[tuple[str, ...], Any]:
@@ -72,14 +101,14 @@ def _inner_here(a, b) -> tuple[tuple[str, ...], Any]:
     if type(a) is Rooted and type(b) is Rooted and (a.axes, a.root) == (b.axes, b.root):
         token = REPLICAS.set(False)  # the others sum over nothing
         try:
-            held = np.sum(np.conj(a.block) * b.block)
+            held = np.sum(np.conj(_wide(a.block)) * _wide(b.block))
         finally:
             REPLICAS.reset(token)
         state = getattr(held, "state", None)
         root = state_of(a.axes)
         share = Array(held.value, state | root, held.tape, held.node) if state is not None else held
         return tuple(n for n in axes if n in (state | root).varying) if state is not None else axes, share
-    value = np.sum(np.conj(a) * b)
+    value = np.sum(np.conj(_wide(a)) * _wide(b))
     if type(value) is Array:
         return tuple(n for n in axes if n in value.state.varying), value
     return (() if worker.tracked else axes), value
@@ -91,7 +120,7 @@ def _inner_of_others(a, b, axes: tuple[str, ...], other: Frontend, worker: Worke
         x, y, rooted = a.block, b.block, state_of(a.axes)
     else:
         x, y, rooted = a, b, state_of(())
-    products = x.conj() * y
+    products = _wide(x).conj() * _wide(y)
     held = other.total(products, tuple(range(products.ndim)))
     if not worker.tracked:
         return axes, held
@@ -103,10 +132,10 @@ def _inner_outside(a, b):
     if type(a) is not PartitionedArray:
         a, b = (a, b) if type(b) is not PartitionedArray else (put(a, b.spec, b.mesh), b)
     if type(a) is not PartitionedArray:
-        return to_host(np.vdot(a, b))[()]
+        return to_host(np.vdot(_wide(a), _wide(b)))[()]
     if type(b) is not PartitionedArray:
         b = put(b, a.spec, a.mesh)
-    b = relayout(b, a.layout)
+    a, b = _wide(a), _wide(relayout(b, a.layout))
     axes = tuple(a.mesh.axes)
 
     def body(worker: Worker):
@@ -123,5 +152,6 @@ def _inner_outside(a, b):
 
 def norm(x):
     """The 2-norm that belongs to `inner`: sqrt(<x, x>), real."""
-    square: Any = _inner("norm", x, x)
-    return np.sqrt(np.real(square)) if frontend(square) is None else square.real.sqrt()
+    square, dtype = _wide_inner("norm", x, x)
+    root: Any = np.sqrt(np.real(square)) if frontend(square) is None else square.real.sqrt()
+    return root if dtype is None else in_dtype(root, dtype)

@@ -194,7 +194,8 @@ class Jitted(Mapped):
             if type(x) is PartitionedArray:
                 parts += (x.layout, x.dtype)
             elif part or not _moves(x):
-                parts += (type(x), repr(x) if isinstance(x, float | complex) else x)
+                whole = part or x is None or isinstance(x, int)
+                parts += (type(x), repr(x) if isinstance(x, float | complex) else x if whole else _as_array(x))
             else:
                 parts += (type(x), getattr(x, "shape", None), getattr(x, "dtype", None))
         return (kind, mesh, treedef, *np.geterr().values(), *parts)
@@ -315,11 +316,10 @@ class Jitted(Mapped):
             if self._laid_out(mesh, x, leaf.spec):
                 tables.append(x.blocks)
             else:
-                given = leaf._replace(value=x)
-                self._check_argument(mesh, given)
+                given = self._admitted(mesh, leaf._replace(value=x))
                 laid = self._input(mesh, given)
                 bare.append((leaf.path, laid))
-                tables.append(dict.fromkeys(mesh.local_workers, x) if laid.blocks is None else laid.blocks)
+                tables.append(dict.fromkeys(mesh.local_workers, given.value) if laid.blocks is None else laid.blocks)
         programs = entry.programs
 
         def body(worker: Worker) -> list:
@@ -539,6 +539,16 @@ def _immutable(x: Any) -> bool:
 def _moves(x: Any) -> bool:
     """Whether an argument with a spec may be another one each time: an array, or a number that is no count."""
     return isinstance(x, float | complex) or hasattr(x, "dtype")
+
+
+def _as_array(x: Any) -> Any:
+    """What programs ask of an object that comes as an array, and has no dtype itself; of any other, which is refused,
+    what tells it from the rest."""
+    try:
+        found = np.asarray(x)
+    except Exception:
+        return id(x)
+    return found.shape, found.dtype
 
 
 def _outside() -> int:

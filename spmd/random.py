@@ -28,7 +28,9 @@ import numpy as np
 
 from spmd import kernels
 from spmd.array import PartitionedArray
+from spmd.autodiff.admission import admit
 from spmd.autodiff.tracer import Array, value_of
+from spmd.device import on_device
 from spmd.errors import LayoutError, SpecError, StateError, describe, message
 from spmd.kernels.cpu.chunks import accurate
 from spmd.layout import Layout, P, Spec
@@ -117,6 +119,7 @@ def fold_in(key, data):
 def _key(where: str, given: Any) -> Any:
     """The two words of a key."""
     found = np.asarray(given) if type(given) is PartitionedArray else value_of(given)
+    found = found if on_device(found) else admit(found, where, "key", error=SpecError, need="one key, uint32[2]")
     if getattr(found, "dtype", None) != np.uint32 or found.shape != (2,):
         raise SpecError(
             message(
@@ -128,6 +131,15 @@ def _key(where: str, given: Any) -> Any:
             )
         )
     return found
+
+
+def _array(where: str, argument: str, x: Any) -> Any:
+    """What may be an array, as one."""
+    if isinstance(x, list | tuple) or any(hasattr(type(x), name) for name in ("__array__", "toarray")):
+        if isinstance(x, np.generic):
+            return x
+        return x if on_device(x) else admit(x, where, argument, error=SpecError)
+    return x
 
 
 def _axes_of(x: Any) -> frozenset[str]:
@@ -394,7 +406,7 @@ def bernoulli(key, p=0.5, shape: Shape | None = None, *, spec: Any = None, mesh:
     Raises SpecError for a p on the host that is not from 0 to 1.
     """
     where = "spmd.random.bernoulli"
-    p = np.asarray(p) if isinstance(p, list | tuple) else p
+    p = _array(where, "p", p)
     _probabilities(where, p)
     wide = np.shape(p)
     drawn = uniform(key, wide if shape is None else _shape(where, shape), np.float32, spec=spec, mesh=mesh)
@@ -468,7 +480,7 @@ def categorical(key, logits, axis: int = -1, *, spec: P | None = None):
     spec: in a body, how the whole of the logits is split; not along the axis.
     """
     where = "spmd.random.categorical"
-    logits = np.asarray(logits) if isinstance(logits, list | tuple) else logits
+    logits = _array(where, "logits", logits)
     ndim = len(getattr(logits, "shape", ()))
     if not ndim or not isinstance(axis, int | np.integer) or not -ndim <= axis < ndim or not logits.shape[axis]:
         raise SpecError(
@@ -506,8 +518,7 @@ def permutation(key, x):
 
 def _items(where: str, argument: str, x: Any) -> tuple[int, Any]:
     """How many there are to choose from: a number, or the rows of an array; and the array."""
-    if isinstance(x, list | tuple):
-        x = np.asarray(x)
+    x = _array(where, argument, x)
     if isinstance(x, int | np.integer) and not isinstance(x, bool) and 0 <= x < 1 << 62:
         return int(x), None
     rows: Any = x
@@ -535,7 +546,7 @@ def choice(key, a, shape: Shape = (), replace: bool = True, p: Any = None):
     """Random rows of an array, or numbers below an int. p: their probabilities, by default equal. Made whole."""
     where, shape = "spmd.random.choice", _shape("spmd.random.choice", shape)
     (n, rows), count = _items(where, "a", a), math.prod(shape)
-    p = np.asarray(p) if isinstance(p, list | tuple) else p
+    p = _array(where, "p", p)
     if n < 1 or not replace and count > n or p is not None and np.shape(p) != (n,):
         raise SpecError(
             message(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from launch import PROGRAMS, Ended, launch
-from mpi_programs import again, mismatch, timing, verbs
+from mpi_programs import admitting, again, mismatch, timing, verbs
 
 
 def ended_well(program: str, *args: str, python: str, **options) -> str:
@@ -69,6 +69,15 @@ def test_where_no_memory_is_shared_headers_go_as_messages(python, who):
     expected = of_virtual_workers()
     assert found
     assert found == {case: expected[case] for case in found}
+
+
+@pytest.mark.both
+def test_every_kind_of_array_is_what_it_is_among_virtual_workers(python):
+    """Or refused with the same words: references to objects and text never travel."""
+    pytest.importorskip("ml_dtypes")
+    found = json.loads(ended_well("admitting.py", python=python, n=2, timeout=120))
+    assert found.pop("swapped fields") == ["refused"]
+    assert found == admitting.results(transport="local", scheduler="lockstep")
 
 
 def test_sums_of_more_than_two_count_once_however_they_are_made(python):

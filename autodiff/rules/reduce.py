@@ -209,7 +209,7 @@ def average(a, axis: Any = None, weights=None, returned=False, *, keepdims=False
 
 def share(g, ans, x, axis=None, out=None, keepdims=False, initial=absent, where=True):
     there = (x == expand(ans, x, axis, keepdims)) & where
-    ties = np.sum(there, axis=axis, dtype=g.dtype, keepdims=keepdims)
+    ties = np.sum(there, axis=axis, dtype=np.result_type(g.dtype, np.float32), keepdims=keepdims)
     if initial is not absent and initial is not None:
         ties = ties + (ans == initial)
     return expand(g / nonzero(ties), x, axis, keepdims) * there

@@ -7,8 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from spmd.autodiff.admission import admit
 from spmd.autodiff.tracer import Array
+from spmd.device import on_device
 from spmd.errors import SpecError, StateError, describe, message
+from spmd.frontends import frontend
 from spmd.mesh import here
 from spmd.operators.reduce import AxisName, varying_of
 
@@ -29,11 +32,11 @@ __all__ = [
 
 def array(where: str, argument: str, x: Any, kinds: str, need: str, mend: str) -> Any:
     """x as an array whose dtype is of one of these kinds ("f" stands for bfloat16 and float8 too)."""
-    if isinstance(x, list | tuple | int | float | complex | np.generic) and not isinstance(x, bool):
-        x = np.asarray(x)
-    dtype = getattr(x, "dtype", None)
     # Only the class is asked: global arrays are declared further down.
     whole = type(x).__name__ == "PartitionedArray"
+    if not (on_device(x) or frontend(x) is not None or isinstance(x, bool)):
+        x = admit(x, where, argument, error=SpecError, need=need, otherwise=mend)
+    dtype = None if frontend(x) is not None else getattr(x, "dtype", None)
     if (
         dtype is None
         or whole

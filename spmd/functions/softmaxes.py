@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 
 from spmd import kernels
+from spmd.autodiff.admission import admit
 from spmd.autodiff.primitive import primitive
 from spmd.autodiff.program import checked, one_line, slot_of
 from spmd.autodiff.tracer import Array, value_of
 from spmd.autodiff.transforms import stop_gradient
+from spmd.device import on_device
 from spmd.errors import SpecError, describe, message
 from spmd.functions.arguments import alike, along, axes_of, cast, floating, number, split_over, traced
 from spmd.functions.embeddings import rows_at
@@ -256,8 +258,8 @@ def softmax_cross_entropy(
     another shape or out of range; on a GPU, where looking at them would wait for it, the loss of the latter is NaN.
     """
     logits = floating(_WHERE, "logits", logits)
-    if type(labels) is not Array and not hasattr(labels, "dtype"):
-        labels = np.asarray(labels)
+    if type(labels) is not Array and not on_device(labels):
+        labels = admit(labels, _WHERE, "labels", error=SpecError)
     smoothing = number(_WHERE, "label_smoothing", label_smoothing, 0, 1)
     if ignore_index is not None and not (isinstance(ignore_index, int | np.integer) and abs(ignore_index) < 2**63):
         mend = "ignore_index=-100"

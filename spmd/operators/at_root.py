@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from spmd.autodiff import tree
+from spmd.autodiff.admission import admit, admit_dtype
 from spmd.autodiff.tape import refusing
 from spmd.autodiff.tracer import Array
 from spmd.autodiff.transforms import innermost, joint, lower, on, pullback_of, unstated
@@ -79,7 +80,7 @@ def at_root(f: Callable, *xs, axis_name: AxisName, root: int = 0) -> Any:
     if worker.frontend is not None:
         outs = [worker.frontend.tied(call.stripped(x), blocks) for x in outs]
     handles = (
-        Rooted(x, like.shape, x.dtype if frontend(x) is not None else np.dtype(like.dtype), names, root)
+        Rooted(x, like.shape, x.dtype if frontend(x) is not None else _heard(like.dtype), names, root)
         for x, like in zip(outs, call.likes, strict=True)
     )
     return _decoded(call.structure, handles)
@@ -94,7 +95,7 @@ class _Like(NamedTuple):
     """What all workers know of a Rooted value."""
 
     shape: tuple[int, ...]
-    dtype: str
+    dtype: Any
     varying: tuple[str, ...]
 
 
@@ -232,7 +233,7 @@ class _Call:
 
     def nothing(self, like: _Like):
         """What another worker than the root has of a result."""
-        block = sealed(np.zeros((0,), np.dtype(like.dtype)))
+        block = sealed(np.zeros((0,), _heard(like.dtype)))
         if self.worker.mesh.places is not None:
             block = self.worker.mesh.places.own(block, self.worker.index)
         return self.worker.carrying(block, state_of(like.varying))
@@ -252,12 +253,24 @@ def _data(x):
     return x if hasattr(x, "dtype") else np.asarray(x)
 
 
+def _told(dtype: np.dtype) -> Any:
+    """A dtype as JSON: its name, which those of ml_dtypes have; of others its bytes and fields."""
+    if dtype.isnative and dtype.names is None and dtype.type is not np.void:
+        return dtype.name
+    return np.lib.format.dtype_to_descr(dtype)
+
+
+def _heard(told: Any) -> np.dtype:
+    """A dtype from what `_told` says, which JSON has made lists of."""
+    return np.dtype(told) if isinstance(told, str) else np.lib.format.descr_to_dtype([(*field,) for field in told])
+
+
 def _like(x) -> _Like:
     other = frontend(x)
     if other is not None:
         return _Like(tuple(x.shape), other.dtype(x).name, tuple(sorted(other.state(x).varying)))
     varying = sorted(x.state.varying) if type(x) is Array else ()
-    return _Like(np.shape(_data(x)), _data(x).dtype.name, tuple(varying))
+    return _Like(np.shape(_data(x)), _told(_data(x).dtype), tuple(varying))
 
 
 class _Alone(Worker):
@@ -328,24 +341,13 @@ def _encoded(out, worker: Worker) -> tuple[Any, list]:
 def _leaf(x, worker: Worker):
     if frontend(x) is not None:
         return x
-    data = (
-        x
-        if type(x) is Array or on_device(x)
-        else np.asarray(x)
-        if isinstance(x, np.ndarray | np.generic | int | float | complex)
-        else None
-    )
-    if data is None or data.dtype.kind in "OSUMm":
-        raise StateError(
-            message(
-                _WHERE,
-                argument="result of f",
-                got=describe(x),
-                need="arrays, numbers and None, in tuples, lists and dicts with keys that are strings or integers",
-                mend="return the arrays; what else is needed on all workers, let all of them compute",
-            )
-        )
+    data = x
+    if type(x) is not Array and not on_device(x):
+        need = "arrays, numbers and None, in tuples, lists and dicts with keys that are strings or integers"
+        otherwise = "return the arrays; what else is needed on all workers, let all of them compute"
+        data = np.asarray(admit(x, _WHERE, "result of f", need=need, otherwise=otherwise))
     if type(x) is Array:
+        admit_dtype(x.dtype, _WHERE, lambda: describe(x))
         return x if hasattr(x.value, "dtype") else x.astype(x.dtype)
     data = owned_block(data, Vary(()))
     return worker.carrying(data, worker.state())

@@ -24,6 +24,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from spmd.autodiff import tracer, tree
+from spmd.autodiff.admission import admit, admit_dtype
 from spmd.autodiff.primitive import Primitive
 from spmd.autodiff.program import COMM, is_slot, slot_of
 from spmd.autodiff.rooms import writable
@@ -467,6 +468,7 @@ def _begin_bare(op: Collective, x, worker: Worker, frame) -> Callable[[], Any]:
     """`_begin` in a body whose arrays carry no state. A block that could be written to is lent: it is read until the
     collective is over, and copied only by those that hand blocks over as they are."""
     block, lent = bare_block(x, op), False
+    x = x if isinstance(x, np.ndarray | np.generic) else block  # what came otherwise may share its memory too
     if writable(x) and not on_device(block):
         lent = block.flags.c_contiguous
         block = sealed(block.view()) if lent else copied(block)
@@ -492,7 +494,8 @@ def _number(ans, op: Collective, worker: Worker):
 def owned_block(x, op: Collective) -> np.ndarray:
     """A block that nobody else writes to, on the device of the mesh."""
     block = bare_block(x, op)
-    return sealed(copied(block)) if writable(x) and not on_device(block) else block
+    shared = x if isinstance(x, np.ndarray | np.generic) else block
+    return sealed(copied(block)) if writable(shared) and not on_device(block) else block
 
 
 def bare_block(x, op: Collective) -> np.ndarray:
@@ -501,26 +504,19 @@ def bare_block(x, op: Collective) -> np.ndarray:
         return x
     worker = WORKER.get()
     places = None if worker is None else worker.mesh.places
-    if on_device(x) or (places is not None and isinstance(x, np.ndarray | np.generic) and x.dtype.kind not in "OSUMm"):
-        if worker is None or places is None:
-            return home(f"spmd.{op.function}", "x", x, "cpu")
-        return places.own(x, worker.index)
-    if not isinstance(x, np.ndarray | np.generic) or x.dtype.kind in "OSUMm":
-        # Only the class is asked: global arrays and Rooted values are declared further up.
-        mend = {
-            "PartitionedArray": "pass it to the map as an argument, with a spec in in_specs",
-            "Rooted": "spmd.replicate(x, axis_name) makes it Invariant, spmd.broadcast(x, axis_name) Varying",
-        }.get(type(x).__name__, "convert it with np.asarray before")
-        raise StateError(
-            message(
-                f"spmd.{op.function}",
-                argument="x",
-                got=describe(x),
-                need="an array of numbers, a number, or a pytree of them",
-                mend=mend,
-            )
-        )
-    return np.asarray(x)
+    where, need = f"spmd.{op.function}", "an array of numbers, a number, or a pytree of them"
+    # Only the class is asked: global arrays and Rooted values are declared further up.
+    mend = {
+        "PartitionedArray": "pass it to the map as an argument, with a spec in in_specs",
+        "Rooted": "spmd.replicate(x, axis_name) makes it Invariant, spmd.broadcast(x, axis_name) Varying",
+    }.get(type(x).__name__)
+    if mend is not None:
+        raise StateError(message(where, argument="x", got=describe(x), need=need, mend=mend))
+    if not on_device(x):
+        x = np.asarray(admit(x, where, need=need))
+    if worker is None or places is None:
+        return home(where, "x", x, "cpu")
+    return places.own(x, worker.index)
 
 
 def _admit(op: Collective, x: Array, worker: Worker) -> Array:
@@ -720,6 +716,7 @@ def _call(op: Collective, x, worker: Worker, frame, asks: list[bool] | None, len
     key = None if user is None or alone else (id(user.f_code), user.f_lasti, x.dtype, x.shape, lent)
     call = op.calls.get(key)
     if call is None:
+        admit_dtype(x.dtype, f"spmd.{op.function}", lambda: describe(x))
         called, detail = op.called or Called(op.function), op.detail
         if called.forward:
             detail += f"{', ' if detail else ''}the adjoint of {called.forward}"
@@ -934,8 +931,8 @@ def varying(a, axis_name: str | Sequence[str]):
         return other.declare(a, tuple(n for n in worker.mesh.axes if n in state.varying), worker)
     if isinstance(a, np.ndarray):
         worker.replicas.declared.append(a)
-    a = owned_block(a if on_device(a) or is_slot(a) else np.asarray(a), Vary(()))
-    return worker.carrying(a, state)
+    bare = a if on_device(a) or is_slot(a) else np.asarray(admit(a, "spmd.varying", "a"))
+    return worker.carrying(owned_block(bare, Vary(())), state)
 
 
 def block(x) -> np.ndarray:
@@ -949,7 +946,7 @@ def block(x) -> np.ndarray:
     if other is not None:
         return other.bare(x)
     if type(x) is not Array:
-        data = x if on_device(x) else np.asarray(x)
+        data = x if on_device(x) else np.asarray(admit(x, "spmd.block"))
     elif x.tape is not None:
         raise StateError(
             message(

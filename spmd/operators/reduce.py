@@ -15,7 +15,7 @@ import numpy as np
 from spmd import kernels
 from spmd.autodiff import tree
 from spmd.autodiff.devices import beside
-from spmd.autodiff.dtypes import kind_of_dtype, most
+from spmd.autodiff.dtypes import kind_of_dtype, least, mean_dtype, most
 from spmd.autodiff.program import COMM, is_slot
 from spmd.autodiff.tape import Place, alone
 from spmd.autodiff.tracer import Array, value_of
@@ -331,7 +331,8 @@ def varying_of(x, names: tuple[str, ...]) -> tuple[str, ...]:
 def pmean(x, axis_name: AxisName):
     """The mean of x over the workers along axis_name: psum(x) / n. An Invariant array is its own mean.
 
-    Workers count equally, however many entries their blocks have; `spmd.mean` counts entries.
+    Workers count equally, however many entries their blocks have; `spmd.mean` counts entries. As by np.mean, integers
+    give float64, and float16 (bfloat16, float8) numbers are added up in float32, and rounded once.
     """
     names, frame = _names(axis_name, "pmean"), sys._getframe(1)
 
@@ -339,9 +340,39 @@ def pmean(x, axis_name: AxisName):
         over = reduced_axes(a, names, "spmd.pmean")
         if not over:
             return a
-        return operate(at(named("pmean", Sum, over)), a, frame) / here("spmd.pmean").group(over).size
+        wide = added_up_in(a)
+        op = at(named("pmean", Sum, over))
+        total = operate(op, a if wide is None else in_dtype(a, wide), frame)
+        return rounded(total / here("spmd.pmean").group(over).size, dtype_of(a))
 
     return each_leaf(one, x)
+
+
+def dtype_of(x: Any) -> np.dtype | None:
+    """NumPy's dtype of an array of any library; None for a number of Python's, and for what is no array."""
+    other = frontend(x)
+    return getattr(x, "dtype", None) if other is None else other.dtype(x)
+
+
+def added_up_in(x: Any) -> np.dtype | None:
+    """The dtype in which the entries of an array are added up for their mean; None: their own. Other libraries' sums
+    of long integers stay integers."""
+    dtype = dtype_of(x)
+    if dtype is None or dtype.kind in "iu" and dtype.itemsize == 8 and frontend(x) is not None:
+        return None
+    return mean_dtype(dtype)
+
+
+def in_dtype(x: Any, dtype: np.dtype) -> Any:
+    """An array of any library in another dtype."""
+    other = frontend(x)
+    return x.astype(dtype) if other is None else other.cast(x, dtype)
+
+
+def rounded(x: Any, dtype: np.dtype | None) -> Any:
+    """A mean in the dtype of short floating-point numbers, where it is one of them; else as it is."""
+    short = dtype is not None and kind_of_dtype(dtype) == "f" and mean_dtype(dtype) is not None
+    return in_dtype(x, dtype) if short and dtype is not None else x
 
 
 @dataclass(frozen=True)
@@ -432,7 +463,7 @@ class Extremum(Collective):
             g = beside(g, top)
         elif not is_slot(bare) and not is_slot(top):
             bare, top = np.asarray(bare), np.asarray(top)
-        real: Any = bare.dtype
+        real: Any = mean_dtype(bare.dtype) or bare.dtype  # a short number does not hold a large count
         if self.dims:
             top, g = np.expand_dims(top, self.dims), np.expand_dims(g, self.dims)
         ties = (bare == top) | ((bare != bare) & (top != top))
@@ -446,9 +477,7 @@ def _identity(dtype, how: str):
     """The value that never wins."""
     if dtype.kind == "b":
         return how == "min"
-    if kind_of_dtype(dtype) == "f":
-        return -most(dtype) if how == "max" else most(dtype)
-    return dtype.type(np.iinfo(dtype).min if how == "max" else np.iinfo(dtype).max)
+    return least(dtype) if how == "max" else most(dtype)
 
 
 def _marker(dtype, how: str, some: bool):

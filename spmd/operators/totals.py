@@ -9,12 +9,28 @@ from types import FrameType
 
 import numpy as np
 
+from spmd.autodiff.admission import admit, admit_dtype
+from spmd.autodiff.dtypes import mean_dtype
 from spmd.autodiff.tracer import Array
 from spmd.device import on_device
+from spmd.errors import describe
 from spmd.frontends import frontend
 from spmd.mesh import here
 from spmd.operators.base import named, normal_axis, operate
-from spmd.operators.reduce import AxisName, Extremum, Sum, pmax, pmean, pmin, psum, reduced_axes, varying_of
+from spmd.operators.reduce import (
+    AxisName,
+    Extremum,
+    Sum,
+    added_up_in,
+    dtype_of,
+    pmax,
+    pmean,
+    pmin,
+    psum,
+    reduced_axes,
+    rounded,
+    varying_of,
+)
 
 __all__ = ["max", "mean", "min", "sum"]
 
@@ -25,45 +41,56 @@ def _start(x, axis_name: AxisName, axis: Axis, function: str):
     """The array, the axes of the mesh it varies over among those named, and the dimensions as a tuple."""
     where = f"spmd.{function}"
     names = here(where).mesh.names(axis_name, where)
-    x = x if type(x) is Array or on_device(x) or frontend(x) is not None else np.asarray(x)
+    if type(x) is Array:
+        admit_dtype(x.dtype, where, lambda: describe(x))
+    elif not on_device(x) and frontend(x) is None:
+        x = np.asarray(admit(x, where))
     chosen = range(x.ndim) if axis is None else (axis,) if isinstance(axis, int | np.integer) else axis
     over = varying_of(x, names) if function == "sum" else reduced_axes(x, names, where)
     return x, names, over, tuple(normal_axis(function, "axis", d, x.ndim) for d in chosen)
 
 
-def _total(x, dims: tuple[int, ...]):
-    """The sum over dimensions of this worker's block."""
+def _total(x, dims: tuple[int, ...], dtype: np.dtype | None):
+    """The sum over dimensions of this worker's block, in a dtype (None: that of its sums)."""
     other = frontend(x)
-    return np.sum(x, axis=dims) if other is None else other.total(x, dims)
+    if other is not None:
+        return other.total(x, dims, dtype)
+    return np.sum(x, axis=dims) if dtype is None else np.sum(x, axis=dims, dtype=dtype)
 
 
 def sum(x, axis_name: AxisName, axis: Axis = None):
     """The sum of x over its dimensions `axis` (None: all) and over the workers along axis_name; Invariant there.
 
-    x: varies over every named axis; blocks may be uneven or empty in the summed dimensions. Adjoint: the cotangent,
+    x: varies over every named axis; blocks may be uneven or empty in the summed dimensions. Short floating-point
+    numbers (float16, bfloat16, float8) are added up in float32, and the sum is rounded once. Adjoint: the cotangent,
     broadcast to every entry of every worker. Cost: one all-reduce of the locally summed array.
     """
     if isinstance(x, int | float | complex):
         return psum(x, axis_name)
     x, names, _, dims = _start(x, axis_name, axis, "sum")
-    return operate(named("sum", Sum, names), _total(x, dims), sys._getframe(1))
+    dtype = dtype_of(x)
+    wide = None if dtype is None or dtype.kind in "biuc" else mean_dtype(dtype)
+    return rounded(operate(named("sum", Sum, names), _total(x, dims, wide), sys._getframe(1)), dtype)
 
 
 def mean(x, axis_name: AxisName, axis: Axis = None):
     """The mean of x over its dimensions `axis` (None: all) and over the workers along axis_name.
 
     Every entry counts once, however uneven the blocks. Along axes where x is Invariant the copies count as one.
+    As by np.mean, integers give float64, and short floating-point numbers (float16, bfloat16, float8) are added up in
+    float32, and the mean is rounded once.
     Cost: one all-reduce of the locally summed array and one of the count.
     """
     if isinstance(x, int | float | complex):
         return pmean(x, axis_name)
     x, _, over, dims = _start(x, axis_name, axis, "mean")
-    total, count = _total(x, dims), prod(x.shape[d] for d in dims)
+    dtype = dtype_of(x)
+    total, count = _total(x, dims, added_up_in(x)), prod(x.shape[d] for d in dims)
     if over:
         # A number without entries behind it divides 0 by 0, as np.mean does.
         op, frame = named("mean", Sum, over), sys._getframe(1)
         total, count = operate(op, total, frame), operate(op, count, frame)
-    return total / count
+    return rounded(total / count, dtype)
 
 
 def max(x, axis_name: AxisName, axis: Axis = None):

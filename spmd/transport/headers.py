@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from spmd.autodiff.dtypes import dtype_name
 from spmd.device import owned
 from spmd.errors import TransportError, message
 from spmd.transport.base import Call, Shape, sealed
@@ -49,7 +50,7 @@ def name_of(call: Call, run: int, number: int) -> int:
     name = call.number
     if name is None:
         op, axes, detail, dtype, shape, leaf = call.key
-        name = call.number = digest(op, axes, detail, np.dtype(dtype).str, shape, leaf)
+        name = call.number = digest(op, axes, detail, dtype_name(np.dtype(dtype)), shape, leaf)
     return stamped(name, run, number)
 
 

@@ -358,7 +358,7 @@ def _back_of_attain(ctx: Any, g: torch.Tensor) -> Any:
     g = torch.ops.spmd.apply(g, ctx.total.partition(" of ")[0].replace("psum", "pvary", 1))[0]
     ties, count = ties_of(x, top, tuple(ctx.dims))
     total = torch.ops.spmd.apply(count, ctx.total)[0]
-    return expanded(g, ctx.dims) * (ties / total), None, None, None
+    return (expanded(g, ctx.dims) * (ties / total)).to(g.dtype), None, None, None
 
 
 torch.library.register_autograd("spmd::attain", _back_of_attain, setup_context=_keep_attain)
@@ -384,25 +384,40 @@ def _sum_of(part_of: str, x: torch.Tensor, names: tuple[str, ...]) -> torch.Tens
 def _sum_traced(x: torch.Tensor, axis_name: Any, axis: Any = None) -> torch.Tensor:
     names, _ = _constant_axes(_frozen(axis_name), "sum")
     dims = _dims(x, axis)
+    if x.dtype in _SHORT:
+        return _sum_of("sum", x.sum(dims, dtype=torch.float32) if dims else x.float(), names).to(x.dtype)
     return _sum_of("sum", x.sum(dims) if dims else x, names)
+
+
+_SHORT = (torch.float16, torch.bfloat16)
+
+
+def _widened(x: torch.Tensor) -> torch.Tensor:
+    """x as it is added up for a mean: see `spmd.autodiff.dtypes.mean_dtype`."""
+    if x.dtype in _SHORT:
+        return x.float()
+    return x if x.is_floating_point() or x.is_complex() else x.to(torch.int64)
+
+
+def _rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return x.to(dtype) if dtype in _SHORT else x
 
 
 def _mean_traced(x: torch.Tensor, axis_name: Any, axis: Any = None) -> torch.Tensor:
     names, _ = _constant_axes(_frozen(axis_name), "mean")
     dims = _dims(x, axis)
-    total = _sum_of("mean", x.sum(dims) if dims else x, names)
+    wide = _widened(x)
+    total = _sum_of("mean", wide.sum(dims) if dims else wide, names)
     count = 1
     for d in dims:
         count = count * x.shape[d]
     entries = _sum_of("mean", torch.full((), count, dtype=torch.int64), names)
-    if total.dtype in (torch.float16, torch.bfloat16):  # which do not hold large counts
-        return (total.float() / entries).to(total.dtype)
-    return total / entries
+    return _rounded(total / entries, x.dtype)
 
 
 def _pmean_traced(x: torch.Tensor, axis_name: Any) -> torch.Tensor:
     names, size = _constant_axes(_frozen(axis_name), "pmean")
-    return _sum_of("pmean", x, names) / size
+    return _rounded(_sum_of("pmean", _widened(x), names) / size, x.dtype)
 
 
 def _extremum_traced(how: str, over_entries: bool) -> Callable:

@@ -22,7 +22,8 @@ from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 
 from spmd import frontends
-from spmd.bridge.torch.memory import array_dtype, block_of, borrowed, owned, tensor_of
+from spmd.autodiff.dtypes import mean_dtype
+from spmd.bridge.torch.memory import array_dtype, block_of, borrowed, owned, tensor_of, torch_dtype
 from spmd.bridge.torch.tensor import Tensor, plain, state_of_tensor, stated, summed
 from spmd.errors import MeshError, TransportError, message
 from spmd.mesh import WORKER, Mesh, Worker
@@ -300,15 +301,16 @@ class Attain(Function):
         weights, dims = Attain._weights(ctx)
         # The extremum is Invariant, and so is its cotangent: what is derived from this by g is summed over workers.
         g = apply(Vary(ctx.task.op.axes), g, ctx.task.seat)
-        return expanded(g, dims) * weights, None
+        return (expanded(g, dims) * weights).to(g.dtype), None
 
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, _: Any) -> Any:
         weights, dims = Attain._weights(ctx)
         share = tangent * weights
-        return apply(
+        total = apply(
             ctx.task.op.backward(interned(Sum, ctx.task.op.axes)), share.sum(dims) if dims else share, ctx.task.seat
         )
+        return total.to(tangent.dtype)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: torch.Tensor, task: Task) -> Any:
@@ -328,7 +330,8 @@ def expanded(x: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
 def ties_of(x: torch.Tensor, top: torch.Tensor, dims: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     """Ones where x attains the extremum `top` over dims, and how many there are of them here."""
     top = expanded(top, dims)
-    ties = ((x == top) | ((x != x) & (top != top))).to(x.dtype)
+    wide = mean_dtype(array_dtype(x.dtype))  # a short number does not hold a large count
+    ties = ((x == top) | ((x != x) & (top != top))).to(x.dtype if wide is None else torch_dtype(wide))
     return ties, ties.sum(dims, keepdim=True) if dims else ties
 
 
@@ -526,8 +529,13 @@ class _Torch:
         x = plain(x)
         return None if torch.compiler.is_compiling() or transformed(x) else borrowed(x)
 
-    def total(self, x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
-        return x.sum(dims) if dims else x
+    def cast(self, x: torch.Tensor, dtype: np.dtype) -> torch.Tensor:
+        return x.to(torch_dtype(dtype))
+
+    def total(self, x: torch.Tensor, dims: tuple[int, ...], dtype: np.dtype | None = None) -> torch.Tensor:
+        if dtype is None:
+            return x.sum(dims) if dims else x
+        return x.sum(dims, dtype=torch_dtype(dtype)) if dims else self.cast(x, dtype)
 
     def extremum(self, x: torch.Tensor, dims: tuple[int, ...], how: str) -> torch.Tensor:
         if not dims:

@@ -439,7 +439,7 @@ class Sums:
         """Start the sum of the next bucket. With the last goes who has which gradient."""
         bucket = self.buckets[self.sent]
         self.sent += 1
-        blocks = [self._lent(self._own(g), g.p, worker) for g in bucket.gradients]
+        blocks = [self._lent(self._part(g), g.p, worker) for g in bucket.gradients]
         if self.sent == len(self.buckets):
             some = [self._own(g) is not None for g in self.gradients]
             blocks.append(self._lent(bucket.like.new_tensor(some), bucket.like, worker))
@@ -451,6 +451,12 @@ class Sums:
                 ledger.operator(worker.index, "Sum", self.axes)
         call.lent = True
         bucket.handle = worker.comm.all_reduce_many(worker.group(self.axes), call, blocks)
+
+    def _part(self, g: _Gradient) -> torch.Tensor | None:
+        """What this worker gives to the sum. Numbers of float16 are divided first for a mean, as DDP does: their sum
+        may be infinite where their mean is not."""
+        own = self._own(g)
+        return own / self.size if own is not None and self.mean and own.dtype is torch.float16 else own
 
     def _own(self, g: _Gradient) -> torch.Tensor | None:
         """This worker's own gradient."""
@@ -506,10 +512,9 @@ class Sums:
             own = plain(own)
             write(own, total)
             found.append((g, own))
-        if self.mean and self.size > 1 and found:
-            torch._foreach_div_(  # type: ignore[attr-defined]
-                [own for _, own in found], self.size
-            )
+        whole = [own for _, own in found if own.dtype is not torch.float16] if self.mean and self.size > 1 else []
+        if whole:
+            torch._foreach_div_(whole, self.size)  # type: ignore[attr-defined]
         for g, own in found:
             base = g.base if g.aside else g.p.grad
             g.p.grad = own if base is None else base.add_(own)

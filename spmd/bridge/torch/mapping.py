@@ -103,11 +103,10 @@ class TorchMapped(Mapped):
         leaves, rebuild = self._arguments(mesh, args, kwargs)
         return _Call(self, mesh, leaves, rebuild).result()
 
-    def _check_argument(self, mesh: Mesh, leaf: Leaf) -> None:
+    def _admitted(self, mesh: Mesh, leaf: Leaf) -> Leaf:
         x = leaf.value
         if not isinstance(x, torch.Tensor):
-            super()._check_argument(mesh, leaf)
-            return
+            return super()._admitted(mesh, leaf)
         if isinstance(x, Tensor):
             raise StateError(
                 message(
@@ -129,7 +128,8 @@ class TorchMapped(Mapped):
                     mend="x.to_dense(), or the spec None to pass it as it is",
                 )
             )
-        super()._check_argument(mesh, leaf._replace(value=shaped_like(x)))
+        super()._admitted(mesh, leaf._replace(value=shaped_like(x)))
+        return leaf
 
 
 _called: Any = torch.compiler.disable(TorchMapped._call)
