@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from types import CodeType, FrameType
 
@@ -31,11 +31,14 @@ __all__ = [
     "TracedConversionError",
     "TransportError",
     "again",
+    "all_of",
+    "axes_of",
     "caller",
     "class_name",
     "describe",
     "message",
     "nearest",
+    "one_or_all",
     "source_line",
 ]
 
@@ -160,6 +163,21 @@ def describe(x: object) -> str:
         return f"{type(x).__name__} {dtype}{list(shape)}"
     text = repr(x)
     return f"{type(x).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def all_of(names: Iterable[object]) -> str:
+    """Names as a sentence lists them: `'x' and 'y'`."""
+    return " and ".join(map(repr, names))
+
+
+def axes_of(names: Sequence[str]) -> str:
+    """Axes as a sentence names them: `axis 'x'`, `axes 'x' and 'y'`."""
+    return f"{'axis' if len(names) == 1 else 'axes'} {all_of(names)}"
+
+
+def one_or_all(names: Sequence[str]) -> str:
+    """Axes as an argument `axis_name` takes them: `'x'`, `('x', 'y')`."""
+    return repr(names[0] if len(names) == 1 else tuple(names))
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:

@@ -29,7 +29,18 @@ from spmd.autodiff.rooms import writable
 from spmd.autodiff.tape import Future, Node
 from spmd.autodiff.tracer import NO_OPTIONS, Array, Mixing, value_of, weak
 from spmd.device import COPIED, contiguous, copied, home, joined, on_device, owned, stacked, zeros
-from spmd.errors import ClosureError, DifferentiationError, LayoutError, StateError, caller, describe, message
+from spmd.errors import (
+    ClosureError,
+    DifferentiationError,
+    LayoutError,
+    StateError,
+    all_of,
+    axes_of,
+    caller,
+    describe,
+    message,
+    one_or_all,
+)
 from spmd.frontends import frontend
 from spmd.kernels import buffers, team
 from spmd.kernels.cpu.moves import joiner
@@ -461,15 +472,15 @@ def _admitted(op: Collective, x: Any, state: State, worker: Worker) -> State:
     if missing:
         if op.adds:
             rest = [n for n in op.axes if n not in missing]
-            axes = repr(missing[0]) if len(missing) == 1 else repr(tuple(missing))
+            axes = one_or_all(missing)
             factor = worker.group(tuple(missing)).size
             raise StateError(
                 message(
                     f"spmd.{op.function}",
                     argument="x",
-                    got=f"{describe(x)}, which does not vary over axis {axes}",
-                    need=f"an array that varies over {' and '.join(map(repr, op.axes))}",
-                    mend=(f"name {' and '.join(map(repr, rest))} only" if rest else "leave the call out")
+                    got=f"{describe(x)}, which does not vary over {axes_of(missing)}",
+                    need=f"an array that varies over {all_of(op.axes)}",
+                    mend=(f"name {all_of(rest)} only" if rest else "leave the call out")
                     + f": along {axes} the value is already the same on all {factor} workers; "
                     f"spmd.pvary(x, {axes}) first if the sum of {factor} copies is meant",
                 )
@@ -481,8 +492,8 @@ def _admitted(op: Collective, x: Any, state: State, worker: Worker) -> State:
             message(
                 f"spmd.{op.function}",
                 argument="x",
-                got=f"{describe(x)}, which varies over axis {present[0]!r}",
-                need=f"an array that is Invariant along {' and '.join(map(repr, op.axes))}",
+                got=f"{describe(x)}, which varies over {axes_of(present)}",
+                need=f"an array that is Invariant along {all_of(op.axes)}",
                 mend="reduce or gather it first (spmd.psum, spmd.all_gather(..., to='invariant'))",
             )
         )
