@@ -23,6 +23,7 @@ from spmd.autodiff.program import Number, slot_of
 from spmd.autodiff.tape import Bundle, Node, Tape, alone, recording, sweep
 from spmd.autodiff.tracer import FLOAT, Array, find, part, record, value_of
 from spmd.errors import DifferentiationError, describe, message
+from spmd.tracebacks import api_boundary
 
 __all__ = [
     "float0",
@@ -299,6 +300,7 @@ def _result(out: Any, has_aux: bool, tape: Tape, where: str) -> tuple[Any, Any]:
 # Reverse mode
 
 
+@api_boundary
 def value_and_grad(
     fun: Callable,
     argnums: int | Sequence[int] = 0,
@@ -338,6 +340,7 @@ def value_and_grad(
         _check_scalar(out, where, holomorphic)
 
     @functools.wraps(fun)
+    @api_boundary
     def wrapped(*args, **kwargs):
         numbers = positions(argnums, len(args), where)
         if together is not None:
@@ -394,6 +397,7 @@ def check_result(out: Any, where: str, holomorphic: bool) -> None:
     raise DifferentiationError(message(where, argument="result", got=describe(out), need=need, mend=mend))
 
 
+@api_boundary
 def grad(
     fun: Callable,
     argnums: int | Sequence[int] = 0,
@@ -405,6 +409,7 @@ def grad(
     both = value_and_grad(fun, argnums, has_aux, holomorphic, allow_int)
 
     @functools.wraps(fun)
+    @api_boundary
     def wrapped(*args, **kwargs):
         value, gradient = both(*args, **kwargs)
         return (gradient, value[1]) if has_aux else gradient
@@ -412,6 +417,7 @@ def grad(
     return wrapped
 
 
+@api_boundary
 def vjp(fun: Callable, *primals, has_aux: bool = False) -> tuple[Any, ...]:
     """`fun(*primals)` and its pullback: the transpose of the derivative there.
 
@@ -434,6 +440,7 @@ def pullback_of(fun: Callable, primals: Sequence[Any], *, has_aux: bool = False,
         out, aux = _result(fun(*tree.unflatten(treedef, lifted)), has_aux, tape, where)
     outs, out_tree = tree.flatten(out)
 
+    @api_boundary
     def pullback(cotangent):
         gs = _match(cotangent, outs, out_tree, where)
         seeds = [(held(o).node, g) for o, g in zip(outs, gs, strict=True) if on(held(o), tape)]
@@ -534,6 +541,7 @@ def _fitting(g, x, where: str, argument: str, of: str):
 # Forward mode
 
 
+@api_boundary
 def jvp(fun: Callable, primals: Sequence[Any], tangents: Sequence[Any], has_aux: bool = False) -> tuple[Any, ...]:
     """`fun(*primals)` and its directional derivative along `tangents`, as a pair; with has_aux the aux as the third.
 
@@ -560,6 +568,7 @@ def check_sequences(transform: str, fun: Callable, primals, tangents) -> None:
             )
 
 
+@api_boundary
 def linearize(fun: Callable, *primals, has_aux: bool = False) -> tuple[Any, ...]:
     """`fun(*primals)` and its push-forward, a linear function of the tangents that may be called many times.
 
@@ -572,6 +581,7 @@ def linearize(fun: Callable, *primals, has_aux: bool = False) -> tuple[Any, ...]
     likes, treedef = tree.flatten(primals)  # type: ignore[arg-type]
     dtypes = [c.dtype for c in tree.leaves(cotangents)]  # of a Python number that of what it met
 
+    @api_boundary
     def push(*tangents):
         matched = match_tangents(where, likes, treedef, tangents)
         cast = [t if t.dtype == dtype else t.astype(dtype) for t, dtype in zip(matched, dtypes, strict=True)]
@@ -634,6 +644,7 @@ def match_tangents(where: str, xs: list, treedef: Any, tangents: Sequence[Any]) 
     return matched
 
 
+@api_boundary
 def linear_transpose(fun: Callable, *primals) -> Callable:
     """The transpose of a linear function: a function from the cotangent of its result to a tuple, one per argument.
 

@@ -30,6 +30,7 @@ from spmd.layout import Layout, P
 from spmd.mesh import WORKER, Mesh, Worker
 from spmd.operators.base import interned, normal_axis
 from spmd.operators.repartition import Repartition
+from spmd.tracebacks import api_boundary
 from spmd.transport.base import Call, sealed
 
 __all__ = [
@@ -102,6 +103,7 @@ class PartitionedArray:
         held = {self.layout.positions(w) for w in self.blocks} - {None}
         return len(held) == math.prod(len(c) for c in self.layout.cuts)
 
+    @api_boundary
     def numpy(self) -> np.ndarray:
         """The whole array on the host, assembled on every process; read-only. Collective under MPI: all processes call
         it."""
@@ -133,6 +135,7 @@ class PartitionedArray:
         out.flags.writeable = False
         return out
 
+    @api_boundary
     def __array__(self, dtype=None, copy=None):
         usable("np.asarray", self)
         if not self.is_here:
@@ -162,6 +165,7 @@ class PartitionedArray:
     def __dlpack_device__(self) -> tuple[int, int]:
         return self._block("__dlpack_device__").__dlpack_device__()
 
+    @api_boundary
     def __dlpack__(self, **options):
         """The data for another library, without a copy, of an array that lies in one block. Work of this thread's
         current stream comes before what that library does with it."""
@@ -181,6 +185,7 @@ class PartitionedArray:
             )
         return whole
 
+    @api_boundary
     def item(self):
         """The number in an array of one entry."""
         return self._number("item").item()
@@ -198,18 +203,23 @@ class PartitionedArray:
             )
         return self._assembled().reshape(())
 
+    @api_boundary
     def __float__(self) -> float:
         return float(self._number("float"))
 
+    @api_boundary
     def __int__(self) -> int:
         return int(self._number("int"))
 
+    @api_boundary
     def __complex__(self) -> complex:
         return complex(self._number("complex"))
 
+    @api_boundary
     def __bool__(self) -> bool:
         return bool(self._number("bool"))
 
+    @api_boundary
     def __index__(self) -> int:
         return operator.index(self._number("index"))
 
@@ -247,12 +257,15 @@ class PartitionedArray:
     def __hash__(self):
         raise TypeError("arrays are not hashable")
 
+    @api_boundary
     def __getitem__(self, index):
         raise _in_a_map(f"x[{index!r}]", self)
 
+    @api_boundary
     def __iter__(self):
         raise _in_a_map("iteration", self)
 
+    @api_boundary
     def __setitem__(self, index, value):
         raise LayoutError(
             message(
@@ -269,6 +282,7 @@ class PartitionedArray:
             raise AttributeError(f"'PartitionedArray' object has no attribute {name!r}")
         raise MissingMethodError(str(_in_a_map(f"x.{name}", self)))
 
+    @api_boundary
     def astype(self, dtype) -> PartitionedArray:
         return self._each(lambda b: b.astype(dtype))
 
@@ -283,6 +297,7 @@ class PartitionedArray:
             blocks[w] = done[id(b)]
         return PartitionedArray(blocks, self.layout, self.mesh)
 
+    @api_boundary
     def __array_ufunc__(self, ufunc, method, *inputs, **kwargs):
         usable(f"np.{ufunc.__name__}", self)
         if any(type(x) is Array for x in inputs):
@@ -294,6 +309,7 @@ class PartitionedArray:
                 raise _in_a_map(f"{name_of(ufunc)} with {option}=", self)
         return _blockwise(ufunc, inputs, kwargs)
 
+    @api_boundary
     def __array_function__(self, fun, types, args, kwargs):
         usable(name_of(fun), self)
         if any(issubclass(t, Array) for t in types):
@@ -305,6 +321,7 @@ class PartitionedArray:
 
 
 def _operator(ufunc, swap: bool):
+    @api_boundary
     def method(self, other):
         if type(other) is Array:
             return NotImplemented
@@ -659,6 +676,7 @@ class Frozen(np.ndarray):
     """An array whose owner has promised not to write to it any more."""
 
 
+@api_boundary
 def freeze(a: np.ndarray) -> np.ndarray:
     """Promise that nobody writes to `a` any more: maps then share it with their bodies instead of copying it.
 
@@ -691,6 +709,13 @@ def thaw(x: np.ndarray) -> np.ndarray:
     """
     if type(x) is np.ndarray and sys.getrefcount(x) == _ALONE and _made_writable(x):
         return x
+    _check_bare(x)
+    return copied(x if on_device(x) else np.asarray(x))
+
+
+@api_boundary
+def _check_bare(x: Any) -> None:
+    """Raise where `thaw` is given no bare array."""
     masked = isinstance(x, np.ma.MaskedArray)
     if masked or not (isinstance(x, np.ndarray) or on_device(x)):
         mend = {
@@ -700,7 +725,6 @@ def thaw(x: np.ndarray) -> np.ndarray:
         raise StateError(
             message("spmd.thaw", argument="x", got=describe(x), need="a bare array of NumPy or CuPy", mend=mend)
         )
-    return copied(x if on_device(x) else np.asarray(x))
 
 
 def _references(x: Any) -> int:

@@ -48,6 +48,7 @@ from spmd.placing import cut, fingerprint, mesh_for, put
 from spmd.scheduling import Trial
 from spmd.specs import Leaf, shown, spec_leaves, spread
 from spmd.state import State, state_of
+from spmd.tracebacks import api_boundary
 from spmd.transport.base import ONE_BY_ONE, Call, Outcome
 
 __all__ = ["Mapped", "map"]
@@ -68,6 +69,7 @@ def map(
 ) -> Mapped: ...
 
 
+@api_boundary
 def map(
     f: Callable | None = None,
     in_specs: Any = _MISSING,
@@ -123,6 +125,7 @@ def map(
     return Mapped(f, in_specs, out_specs, mesh, check)
 
 
+@api_boundary
 def _on_mesh(
     self: Mesh, f: Callable | None = None, in_specs: Any = _MISSING, out_specs: Any = _MISSING, *, check: bool = True
 ):
@@ -163,6 +166,7 @@ class Mapped:
     def __repr__(self) -> str:
         return f"{self.where} ({self.in_specs} -> {self.out_specs})"
 
+    @api_boundary
     def __call__(self, *args, **kwargs) -> Any:
         if WORKER.get() is not None:
             raise MeshError(

@@ -17,6 +17,7 @@ from spmd.autodiff.tracer import Array
 from spmd.errors import LayoutError, MeshError, TransportError, describe, message, nearest
 from spmd.layout import Layout, P, Spec
 from spmd.state import State, state_of
+from spmd.tracebacks import api_boundary
 from spmd.transport.base import Comm, Group, Outcome, Transport
 from spmd.transport.detect import job_world, mpi_world, torch_world
 
@@ -122,6 +123,7 @@ class Mesh:
     no GPU.
     """
 
+    @api_boundary
     def __init__(
         self,
         *,
@@ -490,6 +492,7 @@ def _check_size(mesh: Mesh, size: int, world: str, launcher: str) -> None:
         )
 
 
+@api_boundary
 def make_mesh(
     axis_shapes: Sequence[int],
     axis_names: Sequence[str],
@@ -542,18 +545,21 @@ def here(where: str) -> Worker:
     return worker
 
 
+@api_boundary
 def axis_size(axis_name: str | Sequence[str]) -> int:
     """The number of workers along an axis, or along several together. A plain int."""
     worker = here("spmd.axis_size")
     return math.prod(worker.mesh.axes[n] for n in worker.mesh.names(axis_name, "spmd.axis_size"))
 
 
+@api_boundary
 def worker_index(axis_name: str | Sequence[str]) -> int:
     """This worker's place along an axis as a plain int: for those who know that workers may part ways on it."""
     worker = here("spmd.worker_index")
     return worker.group(worker.mesh.names(axis_name, "spmd.worker_index")).index
 
 
+@api_boundary
 def axis_index(axis_name: str | Sequence[str]):
     """This worker's place along an axis (along several: major to minor), as an array that varies over it."""
     worker = here("spmd.axis_index")

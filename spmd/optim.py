@@ -23,6 +23,7 @@ from spmd.autodiff.tracer import Array, value_of
 from spmd.device import seen
 from spmd.errors import describe, message
 from spmd.products import inner
+from spmd.tracebacks import api_boundary
 from spmd.transport.base import sealed
 
 __all__ = [
@@ -78,6 +79,7 @@ class AdamState(NamedTuple):
     square: Any
 
 
+@api_boundary
 def sgd(learning_rate: Rate, momentum: float = 0.0, *, nesterov: bool = False) -> Optimizer:
     """Gradient descent with momentum:  v <- momentum v + g,  p <- p - learning_rate v.
 
@@ -106,9 +108,10 @@ def sgd(learning_rate: Rate, momentum: float = 0.0, *, nesterov: bool = False) -
         params, velocity = step.on_each(2, donate, params, grads, *kept)
         return params, SGDState(state.steps + 1, velocity if momentum else state.velocity)
 
-    return Optimizer(init, update)
+    return Optimizer(api_boundary(init), api_boundary(update))
 
 
+@api_boundary
 def adam(learning_rate: Rate = 1e-3, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Optimizer:
     """Adam: steps of the mean gradient over the root of its mean square, both without the bias of their zero start.
 
@@ -121,6 +124,7 @@ def adam(learning_rate: Rate = 1e-3, b1: float = 0.9, b2: float = 0.999, eps: fl
     return _adam("spmd.optim.adam", learning_rate, b1, b2, eps, 0.0)
 
 
+@api_boundary
 def adamw(
     learning_rate: Rate = 1e-3, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 1e-2
 ) -> Optimizer:
@@ -154,7 +158,7 @@ def _adam(where: str, learning_rate: Rate, b1: Any, b2: Any, eps: Any, weight_de
         params, *kept = step.on_each(3, donate, params, grads, state.mean, state.square)
         return params, AdamState(t, *kept)
 
-    return Optimizer(init, update)
+    return Optimizer(api_boundary(init), api_boundary(update))
 
 
 def _rate_given(where: str, learning_rate: Any) -> Any:
@@ -370,6 +374,7 @@ def _given_away(rows: Sequence[tuple[Any, ...]]) -> Set[int]:
 # Around the step
 
 
+@api_boundary
 def clip_by_global_norm(grads: Any, max_norm: float) -> Any:
     """Gradients scaled down together to a norm of at most max_norm, where theirs is larger.
 
@@ -408,6 +413,7 @@ def _relative_square(grads: Any, max_norm: float) -> Any:
     return np.real(inner(parts, parts))
 
 
+@api_boundary
 def cosine(rate: float, steps: int, end: float = 0.0, warmup: int = 0) -> Callable[[int], float]:
     """A learning rate that falls from `rate` to `end` along half a cosine within `steps` updates, and stays there.
 
@@ -417,6 +423,7 @@ def cosine(rate: float, steps: int, end: float = 0.0, warmup: int = 0) -> Callab
     return _schedule("cosine", rate, steps, end, warmup, lambda part: (1 + math.cos(math.pi * part)) / 2)
 
 
+@api_boundary
 def linear(rate: float, steps: int, end: float = 0.0, warmup: int = 0) -> Callable[[int], float]:
     """A learning rate that falls from `rate` to `end` in equal parts within `steps` updates; otherwise as `cosine`."""
     return _schedule("linear", rate, steps, end, warmup, lambda part: 1 - part)

@@ -21,6 +21,7 @@ from spmd.errors import DifferentiationError, LayoutError, describe, message
 from spmd.linear import LinearOperator, Space, _admitted, _conj, _fit, _size, _space_of
 from spmd.mapping import _brought
 from spmd.products import inner, norm
+from spmd.tracebacks import api_boundary
 
 __all__ = ["LeastSquares", "Solution", "cg", "lsqr"]
 
@@ -127,6 +128,7 @@ def _widened(space: Any, b: Any) -> Any:
 # Conjugate gradients
 
 
+@api_boundary
 def cg(
     A: LinearOperator | Callable,
     b: Any,
@@ -271,6 +273,7 @@ def _differentiated(where, tape, A, b, x0, given, M, callback, options) -> Solut
 # Least squares
 
 
+@api_boundary
 def lsqr(
     A: LinearOperator,
     b: Any,

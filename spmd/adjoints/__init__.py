@@ -23,12 +23,14 @@ from spmd.mesh import Mesh, Worker
 from spmd.operators.algebra import Linear
 from spmd.operators.base import Operator
 from spmd.placing import mesh_for
+from spmd.tracebacks import api_boundary
 
 __all__ = ["AdjointError", "AdjointReport", "Entry", "Fault", "Place", "check_adjoint", "table"]
 
 Shape = tuple[int, ...]
 
 
+@api_boundary
 def check_adjoint(
     f: Operator | Callable,
     *shapes: Shape,

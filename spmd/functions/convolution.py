@@ -19,6 +19,7 @@ from spmd.mesh import Worker, here
 from spmd.operators.base import varying
 from spmd.operators.halo import along, balanced, checked_spec, halo_exchange, lengths_met
 from spmd.operators.halo_plan import BOUNDARIES
+from spmd.tracebacks import api_boundary
 
 __all__ = ["conv", "conv_transpose"]
 
@@ -162,6 +163,7 @@ def _lengths(where: str, worker: Worker, x: Any, spec: P, names: Any, shape: Any
     return tuple(lengths[2:])
 
 
+@api_boundary
 def conv(
     x,
     w,
@@ -228,6 +230,7 @@ def conv(
     return _with_bias(where, y, bias)
 
 
+@api_boundary
 def conv_transpose(
     x, w, bias=None, stride: Any = 1, padding: Any = 0, output_padding: Any = 0, groups: int = 1, dilation: Any = 1
 ):

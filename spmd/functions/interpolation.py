@@ -15,6 +15,7 @@ from spmd.errors import SpecError, describe, message
 from spmd.functions.arguments import array
 from spmd.kernels import taps
 from spmd.kernels.cpu.chunks import accurate
+from spmd.tracebacks import api_boundary
 
 __all__ = ["Taps", "inject", "plan_resize", "resample", "resize", "sample"]
 
@@ -87,6 +88,7 @@ def _resample(x, *, taps, axis) -> Any:
     return kernels.of(x).resample(x, *taps.on(x), axis)
 
 
+@api_boundary
 def resample(x, taps: Taps, axis: int = -1):
     """Along an axis, output o is the sum of weight[o, k] * x[index[o, k]], of the taps that `plan_resize` gives.
 
@@ -113,6 +115,7 @@ def _plan(n: int, m: int, method: str, align_corners: bool, antialias: bool, cub
     return Taps(n, *taps.resize_taps(n, m, method, align_corners, antialias, cubic))
 
 
+@api_boundary
 def plan_resize(
     n: int,
     m: int,
@@ -147,6 +150,7 @@ def plan_resize(
     return _plan(int(n), int(m), method, bool(align_corners), bool(antialias), float(cubic))
 
 
+@api_boundary
 def resize(
     x,
     shape: Sequence[int],
@@ -229,6 +233,7 @@ def _slopes(g, x, points, options) -> Any:
     return np.stack(found, axis=1)
 
 
+@api_boundary
 def sample(x, points, method: str = "linear", boundary: str = "zero", *, cubic: float = -0.5):
     """The values of a field between its entries. x: (..., *spatial), floating or complex.
 
@@ -252,6 +257,7 @@ def sample(x, points, method: str = "linear", boundary: str = "zero", *, cubic: 
     return np.reshape(found, (*lead, *points.shape[:-1]))
 
 
+@api_boundary
 def inject(
     values, points, shape: Sequence[int], method: str = "linear", boundary: str = "zero", *, cubic: float = -0.5
 ):

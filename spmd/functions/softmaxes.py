@@ -19,6 +19,7 @@ from spmd.functions.embeddings import rows_at
 from spmd.kernels.cpu.chunks import accurate
 from spmd.mesh import here
 from spmd.operators.reduce import AxisName, pmax, psum
+from spmd.tracebacks import api_boundary
 
 __all__ = ["log_softmax", "logsumexp", "softmax", "softmax_cross_entropy"]
 
@@ -42,6 +43,7 @@ def _softmax(x):
     return kernels.of(x).softmax(x)
 
 
+@api_boundary
 def softmax(x, axis: int = -1, *, axis_name: AxisName | None = None):
     """exp(x) / sum(exp(x)) along an axis, without overflow. x: floating, of any shape with dimensions.
 
@@ -73,6 +75,7 @@ def _log_softmax(x):
     return kernels.of(x).log_softmax(x)
 
 
+@api_boundary
 def log_softmax(x, axis: int = -1, *, axis_name: AxisName | None = None):
     """x - log(sum(exp(x))) along an axis, without overflow. x: floating, of any shape with dimensions.
 
@@ -109,6 +112,7 @@ def _logsumexp(x):
     return kernels.of(x).logsumexp(x)
 
 
+@api_boundary
 def logsumexp(
     x, axis: int | Sequence[int] | None = None, b=None, keepdims: bool = False, *, axis_name: AxisName | None = None
 ):
@@ -226,6 +230,7 @@ def _soft_cross_entropy(x, t, *, kept: _Kept | None):
     return loss
 
 
+@api_boundary
 def softmax_cross_entropy(
     logits,
     labels,

@@ -48,6 +48,7 @@ from spmd.layout import block_sizes, offsets
 from spmd.mesh import WORKER, Worker, here
 from spmd.operators.algebra import Linear, Term, across, composed, meet
 from spmd.state import INVARIANT, VARYING, State, state_of
+from spmd.tracebacks import api_boundary
 from spmd.transport.base import LEDGERS, Call, Comm, Eager, Group, Handle, Make, Ready, Shape, Way, sealed
 
 __all__ = [
@@ -796,6 +797,7 @@ class Join(Mixing):
 tracer.use_mixing(Join())
 
 
+@api_boundary
 def varying(a, axis_name: str | Sequence[str]):
     """Declare that bare data differs from worker to worker along an axis: made from `worker_index`, read from a file.
 
@@ -814,6 +816,7 @@ def varying(a, axis_name: str | Sequence[str]):
     return worker.carrying(a, state)
 
 
+@api_boundary
 def block(x) -> np.ndarray:
     """The bare read-only data of an undifferentiated array of a body: to print it, or to use any library on it.
 

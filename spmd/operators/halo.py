@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import numpy as np
 
 from spmd.device import COPIED, copied, empty, put, zeros
-from spmd.errors import LayoutError, SpecError, describe, message, nearest
+from spmd.errors import LayoutError, MeshError, SpecError, describe, message, nearest
 from spmd.kernels import buffers
 from spmd.kernels.cpu.moves import joiner
 from spmd.layout import P, block_sizes
@@ -35,6 +35,7 @@ from spmd.operators.halo_plan import (
     near_size,
     trimmed,
 )
+from spmd.tracebacks import shorten
 from spmd.transport.base import Call, Comm, Eager, Group, Make, Steps
 
 Kind = TypeVar("Kind", bound="_Halo")
@@ -872,7 +873,11 @@ def _boundaries(where: str, boundary: Any, count: int) -> str | tuple[str, ...]:
 
 
 def _operator(kind: type[_Halo], spec: P, widths: Any, boundary: Any, shape: Any, sizes: Any) -> _Halo:
-    sides = (WORKER.get() or here(f"spmd.{kind.function}")).mesh.sides
+    try:
+        sides = (WORKER.get() or here(f"spmd.{kind.function}")).mesh.sides
+    except MeshError as error:
+        shorten(error)
+        raise
     try:
         return _made(kind, spec, widths, boundary, shape, sizes, sides)
     except TypeError:  # lists

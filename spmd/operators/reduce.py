@@ -20,7 +20,7 @@ from spmd.autodiff.program import COMM, is_slot
 from spmd.autodiff.tape import alone
 from spmd.autodiff.tracer import Array, value_of
 from spmd.device import COPIED, contiguous, on_device
-from spmd.errors import LayoutError, StateError, caller, describe, message
+from spmd.errors import LayoutError, MeshError, StateError, caller, describe, message
 from spmd.frontends import frontend
 from spmd.kernels.cpu.moves import small_fold
 from spmd.mesh import WORKER, Worker, here
@@ -38,6 +38,7 @@ from spmd.operators.base import (
     vary,
 )
 from spmd.state import INVARIANT, state_of
+from spmd.tracebacks import shorten
 from spmd.transport.base import (
     LEDGERS,
     Call,
@@ -277,7 +278,11 @@ def _names(axis_name: AxisName, function: str) -> tuple[str, ...]:
     if worker is not None and type(axis_name) is str and axis_name in worker.mesh.axes:
         return (axis_name,)
     where = f"spmd.{function}"
-    return here(where).mesh.names(axis_name, where)
+    try:
+        return here(where).mesh.names(axis_name, where)
+    except MeshError as error:
+        shorten(error)
+        raise
 
 
 def varying_of(x, names: tuple[str, ...]) -> tuple[str, ...]:

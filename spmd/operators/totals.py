@@ -12,9 +12,8 @@ import numpy as np
 from spmd.autodiff.tracer import Array
 from spmd.device import on_device
 from spmd.frontends import frontend
-from spmd.mesh import here
 from spmd.operators.base import interned, normal_axis, operate
-from spmd.operators.reduce import AxisName, Extremum, Sum, pmax, pmean, pmin, psum, varying_of
+from spmd.operators.reduce import AxisName, Extremum, Sum, _names, pmax, pmean, pmin, psum, varying_of
 
 __all__ = ["max", "mean", "min", "sum"]
 
@@ -23,8 +22,7 @@ Axis = int | Sequence[int] | None
 
 def _start(x, axis_name: AxisName, axis: Axis, function: str):
     """The array, the axes of the mesh it varies over among those named, and the dimensions as a tuple."""
-    where = f"spmd.{function}"
-    names = here(where).mesh.names(axis_name, where)
+    names = _names(axis_name, function)
     x = x if type(x) is Array or on_device(x) or frontend(x) is not None else np.asarray(x)
     chosen = range(x.ndim) if axis is None else (axis,) if isinstance(axis, int | np.integer) else axis
     return x, names, varying_of(x, names), tuple(normal_axis(function, "axis", d, x.ndim) for d in chosen)
