@@ -16,6 +16,7 @@ from torch import nn
 from spmd.bridge.torch.gradients import WHERE, Sums
 from spmd.errors import MeshError, StateError, message, nearest
 from spmd.mesh import WORKER, Worker, here
+from spmd.tracebacks import api_boundary
 
 __all__ = ["DataParallel", "data_parallel"]
 
@@ -23,6 +24,7 @@ _REDUCTIONS = ("sum", "mean")
 _INITS = ("broadcast", "verify")
 
 
+@api_boundary
 def data_parallel(
     module: nn.Module,
     axis_name: str | Sequence[str],
@@ -89,6 +91,7 @@ class DataParallel(nn.Module):
 
     module: nn.Module
 
+    @api_boundary
     def __init__(
         self,
         module: nn.Module,

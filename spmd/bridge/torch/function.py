@@ -29,6 +29,7 @@ from spmd.mesh import WORKER, Mesh, Worker
 from spmd.operators.base import Collective, Operator, Vary, admitted, launch
 from spmd.operators.reduce import Sum
 from spmd.state import State, state_of
+from spmd.tracebacks import api_boundary
 
 __all__ = [
     "FRONTEND",
@@ -561,6 +562,7 @@ class Tie(Function):
         return Tie.apply(first, *others), in_dims[0]
 
 
+@api_boundary
 def tie(loss: torch.Tensor, *outputs: torch.Tensor) -> torch.Tensor:
     """The loss, whose backward runs through the outputs too, with cotangents of zero.
 
