@@ -277,6 +277,7 @@ class PartitionedArray:
             )
         )
 
+    @api_boundary
     def __getattr__(self, name: str):
         if name.startswith("_") or not hasattr(np.ndarray, name):
             raise AttributeError(f"'PartitionedArray' object has no attribute {name!r}")

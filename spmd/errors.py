@@ -85,7 +85,8 @@ class TracedConversionError(TypeError):
 
 
 class MissingMethodError(AttributeError):
-    """A method or attribute that NumPy's arrays have, and this kind of value does not.
+    """A method or attribute that NumPy's arrays have, and this kind of value does not; a name that a module of another
+    library has, and this one does not.
 
     Its text may be given as a function, called when it is read: who asks by `hasattr` never reads it.
     """

@@ -10,6 +10,7 @@ from operator import index
 from typing import Any
 
 from spmd.errors import LayoutError, SpecError, message, nearest
+from spmd.spellings import closest
 from spmd.tracebacks import api_boundary, shorten
 
 __all__ = ["Layout", "P", "Spec", "beside", "block_bounds", "block_sizes", "offsets"]
@@ -75,7 +76,7 @@ def _of_copies(copies: str) -> str:
                 argument="copies",
                 got=repr(copies),
                 need='"invariant" (one value, counted once) or "varying" (a value each)',
-                mend='leave it out, or copies="varying"',
+                mend=f'copies="{closest(copies, ("varying", "invariant"))}"',
             )
         )
     return copies

@@ -16,6 +16,7 @@ from spmd.autodiff.program import Program
 from spmd.autodiff.tracer import Array
 from spmd.errors import LayoutError, MeshError, TransportError, describe, message, nearest
 from spmd.layout import Layout, P, Spec
+from spmd.spellings import closest
 from spmd.state import State, state_of
 from spmd.tracebacks import api_boundary
 from spmd.transport.base import Comm, Group, Outcome, Transport
@@ -390,7 +391,7 @@ def _choice(where: str, option: str, given: str | None, variable: str, known: tu
                 need=f"one of {', '.join(map(repr, known))}",
                 mend=f'make_mesh(({value},), ("{option}",)) for an axis of this name'
                 if isinstance(value, int)
-                else f'{option}="{(nearest(str(value), known, 1) or known)[0]}"',
+                else f'{option}="{closest(value, known)}"',
             )
         )
     return value

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence, Set
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from spmd.autodiff.tape import ACTIVE
 from spmd.autodiff.tracer import Array, value_of
 from spmd.device import seen
 from spmd.errors import describe, message
+from spmd.late import absent
 from spmd.products import inner
 from spmd.tracebacks import api_boundary
 from spmd.transport.base import sealed
@@ -37,6 +38,13 @@ __all__ = [
     "linear",
     "sgd",
 ]
+
+if not TYPE_CHECKING:  # Type checkers know what is here, and so what is misspelt.
+
+    @api_boundary
+    def __getattr__(name: str) -> Any:
+        raise absent(__name__, name)
+
 
 Rate = float | Callable[[int], float]
 

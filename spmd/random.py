@@ -22,7 +22,7 @@ import math
 import operator
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from spmd.array import PartitionedArray
 from spmd.autodiff.tracer import Array, value_of
 from spmd.errors import LayoutError, SpecError, StateError, describe, message
 from spmd.kernels.cpu.chunks import accurate
+from spmd.late import absent
 from spmd.layout import Layout, P, Spec
 from spmd.mesh import WORKER, Mesh, here
 from spmd.operators.base import varying
@@ -56,6 +57,13 @@ __all__ = [
     "truncated_normal",
     "uniform",
 ]
+
+if not TYPE_CHECKING:  # Type checkers know what is here, and so what is misspelt.
+
+    @api_boundary
+    def __getattr__(name: str) -> Any:
+        raise absent(__name__, name)
+
 
 Shape = int | Sequence[int]
 

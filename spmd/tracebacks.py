@@ -8,11 +8,15 @@ error itself, so that plain Python, IPython and pytest all show the same. SPMD_T
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import lru_cache, wraps
-from types import FrameType, TracebackType
+from importlib import import_module
+from types import FrameType, ModuleType, TracebackType
 from typing import Any, TypeVar
+
+from spmd.errors import message
 
 __all__ = ["api_boundary", "shorten"]
 
@@ -32,14 +36,19 @@ def api_boundary(f: F) -> F:
         try:
             return f(*args, **kwargs)
         except BaseException as error:
-            shorten(error)
+            shorten(error, f)
             raise  # as it is now: a bare raise adds no frame
 
     return boundary  # type: ignore[return-value]
 
 
-def shorten(error: BaseException) -> None:
-    """Take the library's frames out of an error, and of those that it came from."""
+def shorten(error: BaseException, f: Callable[..., Any] | None = None) -> None:
+    """Take the library's frames out of an error, and of those that it came from.
+
+    f: the public function that it leaves.
+    """
+    if type(error) is TypeError:
+        _explain(error, f)
     if os.environ.get("SPMD_TRACEBACK") == "full":
         return
     _hide(sys._getframe(1))
@@ -49,6 +58,37 @@ def shorten(error: BaseException) -> None:
         context = one.__context__
         if context is not None and one.__cause__ is None and context.__traceback__ is None:
             one.__suppress_context__ = True  # raised and caught within the library
+
+
+_NO_SUCH_KEYWORD = re.compile(r"(?:\w+\.)*(\w+)\(\) got an unexpected keyword argument '(\w+)'")
+
+
+def _explain(error: TypeError, f: Callable[..., Any] | None) -> None:
+    """Say on the error of a call with a keyword that a public function has not what there is in its place."""
+    found = _NO_SUCH_KEYWORD.match(str(error))
+    last = error.__traceback__
+    if found is None or last is None:
+        return
+    if f is None or last.tb_next is not None or found[1] != f.__name__:  # the call of another function
+        while last.tb_next is not None:
+            last = last.tb_next
+        f = _named(found[1], last.tb_frame)
+    if f is not None:
+        spellings = import_module("spmd.spellings")
+        own, mend = spellings.keyword(f, found[2])
+        got = "a keyword that this function does not have"
+        error.args = (message(spellings.public_name(f), argument=found[2], got=got, need=own, mend=mend),)
+
+
+def _named(name: str, frame: FrameType) -> Callable[..., Any] | None:
+    """The public function of a name that a frame calls, if it is one of the library's."""
+    f = vars(sys.modules["spmd"]).get(name)
+    if f is None or _is_internal(frame.f_globals.get("__name__", "")):
+        return f
+    seen = (*frame.f_locals.values(), *frame.f_globals.values())
+    modules = [x for x in seen if isinstance(x, ModuleType) and x.__name__ in ("spmd", "spmd.bridge.torch")]
+    called = name in frame.f_code.co_names and (modules or any(x is f for x in seen))
+    return f if called else None
 
 
 def _hide(frame: FrameType | None) -> None:

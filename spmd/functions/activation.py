@@ -18,6 +18,7 @@ from spmd.autodiff.tracer import Array
 from spmd.errors import SpecError, describe, message
 from spmd.functions.arguments import array, axis_of, cast, floating, number
 from spmd.kernels.reference.activation import FAR, FORMS, KINDS, form
+from spmd.spellings import closest
 from spmd.tracebacks import api_boundary
 
 __all__ = [
@@ -162,7 +163,15 @@ def bias_act(x, bias, kind: str = "relu", *, alpha: float | None = None):
     where = "spmd.functions.bias_act"
     x = floating(where, "x", x)
     if not isinstance(kind, str) or kind not in KINDS:
-        raise SpecError(message(where, argument="kind", got=repr(kind), need=", ".join(KINDS), mend='kind="relu"'))
+        raise SpecError(
+            message(
+                where,
+                argument="kind",
+                got=repr(kind),
+                need=", ".join(KINDS),
+                mend=f'kind="{closest(kind, KINDS, "relu")}"',
+            )
+        )
     if alpha is not None and kind not in ("leaky_relu", "elu", "celu"):
         need = "no alpha: only leaky_relu, elu and celu have one"
         raise SpecError(message(where, argument="alpha", got=f"{alpha} for {kind}", need=need, mend="leave it out"))
@@ -241,9 +250,8 @@ def gelu(x, approximate: bool | str = True):
     """
     if not isinstance(approximate, bool | str) or isinstance(approximate, str) and approximate not in ("tanh", "none"):
         where, need = "spmd.functions.gelu", 'True or "tanh", False or "none"'
-        raise SpecError(
-            message(where, argument="approximate", got=describe(approximate), need=need, mend="approximate=True")
-        )
+        mend = f'approximate="{closest(approximate, ("tanh", "none"))}"'
+        raise SpecError(message(where, argument="approximate", got=describe(approximate), need=need, mend=mend))
     return _of(x, "gelu_tanh" if approximate in (True, "tanh") else "gelu")
 
 

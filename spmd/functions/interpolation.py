@@ -15,6 +15,7 @@ from spmd.errors import SpecError, describe, message
 from spmd.functions.arguments import array
 from spmd.kernels import taps
 from spmd.kernels.cpu.chunks import accurate
+from spmd.spellings import closest
 from spmd.tracebacks import api_boundary
 
 __all__ = ["Taps", "inject", "plan_resize", "resample", "resize", "sample"]
@@ -332,7 +333,7 @@ def _check_method(where: str, method: Any, cubic: Any, boundary: str = "zero") -
     for argument, value, known in (("method", method, taps.METHODS), ("boundary", boundary, taps.BOUNDARIES)):
         if value not in known:
             words = ", ".join(map(repr, known))
-            mend = f"{argument}={known[1]!r}"
+            mend = f"{argument}={closest(value, known, known[1])!r}"
             raise SpecError(message(where, argument=argument, got=repr(value), need=f"one of {words}", mend=mend))
     if isinstance(cubic, bool) or not isinstance(cubic, int | float | np.floating):
         raise SpecError(

@@ -19,6 +19,7 @@ from spmd.functions.embeddings import rows_at
 from spmd.kernels.cpu.chunks import accurate
 from spmd.mesh import here
 from spmd.operators.reduce import AxisName, pmax, psum
+from spmd.spellings import closest
 from spmd.tracebacks import api_boundary
 
 __all__ = ["log_softmax", "logsumexp", "softmax", "softmax_cross_entropy"]
@@ -386,7 +387,7 @@ def _counted(labels, ignore: int | None, loss):
 
 def _check_reduction(reduction: str, axis_name: AxisName | None) -> None:
     if reduction not in ("none", "sum", "mean"):
-        mend = 'reduction="mean"'
+        mend = f'reduction="{closest(reduction, ("none", "sum", "mean"), "mean")}"'
         raise SpecError(_message("reduction", describe(reduction), '"none", "sum" or "mean"', mend))
     if axis_name is not None and reduction == "none":
         got, need = f"{axis_name!r} without a reduction", "something to add up over the workers"

@@ -37,6 +37,7 @@ from spmd.operators.base import (
     owned_block,
     vary,
 )
+from spmd.spellings import closest
 from spmd.state import INVARIANT, state_of
 from spmd.tracebacks import shorten
 from spmd.transport.base import (
@@ -256,7 +257,7 @@ def pcast(x, axis_name: AxisName, *, to: str = "varying"):
                 argument="to",
                 got=repr(to),
                 need='"varying" or "invariant"',
-                mend='spmd.pcast(x, axis_name, to="varying")',
+                mend=f'spmd.pcast(x, axis_name, to="{closest(to, ("varying", "invariant"))}")',
             )
         )
     for a in tree.leaves(x):
