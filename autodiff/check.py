@@ -12,6 +12,7 @@ from spmd.autodiff.dtypes import spacing
 from spmd.autodiff.tracer import value_of
 from spmd.autodiff.transforms import float0, jvp, kind_of, name_of, vjp, zeros_like
 from spmd.errors import DifferentiationError, describe, message
+from spmd.tracebacks import api_boundary
 
 __all__ = ["check_grads", "check_vjp", "tolerance"]
 
@@ -28,6 +29,7 @@ def tolerance(eps: float) -> float:
     return 200 * eps ** (2 / 3)
 
 
+@api_boundary
 def check_vjp(
     f: Callable,
     args: Sequence[Any],
@@ -88,6 +90,7 @@ def check_vjp(
         _check_direction(here, atol, rtol or tolerance(coarse), eps or coarse ** (1 / 3))
 
 
+@api_boundary
 def check_grads(
     f: Callable,
     args: Sequence[Any],

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import itertools
 import linecache
 import re
 import sys
+from dis import opname
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -21,21 +23,54 @@ _TWINS = {"scipy.fft": "fourier_scipy", "scipy.special": "special"}
 
 
 def asked(frame: FrameType | None) -> tuple[str, str] | None:
-    """The public function of NumPy or SciPy that asked, as users write it, and the mend for it; None if unknown.
+    """What asked, as users write it, and the mend for it; None if unknown.
 
-    frame: where the conversion was asked for. The outermost public function on the way to the user's code is the one
-    that the user called. A function of C has no frame: it stands in the text of the line that called it.
+    frame: where the conversion was asked for. The outermost public function of NumPy or SciPy on the way to the user's
+    code is the one that the user called. What is of C has no frame: it stands in the text of the line.
     """
-    found = None
+    found, outermost = None, None
     while frame is not None and _root(frame) in ("numpy", "scipy"):
         found = _running(frame) or found
-        frame = frame.f_back
-    if found is None and frame is not None and _root(frame) != "spmd":
-        found = _called(frame)
+        outermost, frame = frame, frame.f_back
+    if outermost is not None:
+        special = _of_class(outermost, found)
+        if special is not None:
+            return special
+    elif frame is not None and _root(frame) != "spmd":
+        return _in_line(frame)
     if found is None:
         return None
     module, name = found
     return f"{re.sub('^numpy', 'np', module)}.{name}", _mend(module, name)
+
+
+_SPARSE = (
+    "A.toarray() @ x of a small matrix; spmd.custom_vjp around lambda x: A @ x, with A.T @ g as its derivative, of a "
+    "large one"
+)
+_OF_CLASSES = {
+    "scipy.sparse": ("scipy.sparse, as A @ x calls it", _SPARSE),
+    "numpy.ma": ("np.ma", "np.where(mask, other, x) in place of a masked array"),
+    "numpy.matrixlib": ("np.matrix", "x as it is: an array of two dimensions"),
+    "numpy.polynomial": ("np.polynomial", "np.polyval(c[::-1], t), of the coefficients in the opposite order"),
+}
+"""Parts of NumPy and SciPy that make objects of their own: what asks, and the mend."""
+
+
+def _of_class(frame: FrameType, found: tuple[str, str] | None) -> tuple[str, str] | None:
+    """As `asked`, for what methods of NumPy's and SciPy's classes call."""
+    owner = frame.f_locals.get("self")
+    if frame.f_code.co_qualname.startswith("AxisConcatenator."):
+        name = "c_" if type(owner).__name__ == "CClass" else "r_"
+        return f"np.{name}", f"spmd.numpy.{name}[...]"
+    if found is not None and found[0].startswith("scipy") and not _is_class(*found):
+        return None
+    module = frame.f_globals["__name__"]
+    return next((said for part, said in _OF_CLASSES.items() if f"{module}.".startswith(f"{part}.")), None)
+
+
+def _is_class(module: str, name: str) -> bool:
+    return isinstance(getattr(sys.modules[module], name, None), type)
 
 
 def _root(frame: FrameType) -> str:
@@ -58,29 +93,79 @@ def _running(frame: FrameType) -> tuple[str, str] | None:
     return None
 
 
-def _called(frame: FrameType) -> tuple[str, str] | None:
-    """The function of NumPy that a frame calls just now, if the text of the line names it."""
-    row, last, start, stop = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
-    if row is None or start is None:
+def _in_line(frame: FrameType) -> tuple[str, str] | None:
+    """As `asked`, for what a line of the user's does just now."""
+    doing = opname[frame.f_code.co_code[frame.f_lasti]]
+    if doing == "STORE_SUBSCR":
+        return "b[i] = x", "b = spmd.at(b)[i].set(x)"
+    if doing == "BINARY_SUBSCR":
+        return "b[i]", "spmd.numpy.take(b, i, axis=0), for an i of integers"
+    called = _callee(frame) if doing.startswith("CALL") else None
+    if called is None:
         return None
-    line = linecache.getline(frame.f_code.co_filename, row).encode()
-    text = (line[start:stop] if row == last else line[start:]).decode()
-    first, *rest = (re.match(r"[\w.]*", text) or [""])[0].split(".")
-    value: Any = {**frame.f_globals, **frame.f_locals}.get(first)
-    for name in rest:
-        value = getattr(value, name, None) if isinstance(value, ModuleType) else None
-    name = getattr(value, "__name__", None)
-    return ("numpy", name) if name in np.__all__ and getattr(np, name) is value else None
+    value = _value(called, frame)
+    if value is not None:
+        return _of_function(value)
+    if not isinstance(called, ast.Attribute):
+        return None
+    name, owner = called.attr, _value(called.value, frame)
+    if isinstance(owner, np.random.Generator | np.random.RandomState):
+        return f"rng.{name}", f"a draw that does not depend on it: loc + scale * rng.{name}(size=n)"
+    if name in np.__all__ and hasattr(np.ndarray, name):
+        return f"ndarray.{name}", f"np.{name}(...)"
+    return ("dtype.type", "x.astype(dtype)") if name == "type" else None
+
+
+def _callee(frame: FrameType) -> ast.expr | None:
+    """What a frame calls just now, as an expression."""
+    row, last, start, stop = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
+    if row is None or last is None:
+        return None
+    lines = [linecache.getline(frame.f_code.co_filename, k).encode() for k in range(row, last + 1)]
+    lines[-1] = lines[-1][:stop]
+    lines[0] = lines[0][start:]
+    try:
+        call = ast.parse(b"".join(lines).strip(), mode="eval").body
+    except SyntaxError:
+        return None
+    return call.func if isinstance(call, ast.Call) else None
+
+
+def _value(node: ast.expr, frame: FrameType) -> Any:
+    """The value of a name, or of a name in a module; None for anything that would have to be computed."""
+    if isinstance(node, ast.Name):
+        return frame.f_locals.get(node.id, frame.f_globals.get(node.id))
+    if isinstance(node, ast.Attribute):
+        owner = _value(node.value, frame)
+        return getattr(owner, node.attr, None) if isinstance(owner, ModuleType) else None
+    return None
+
+
+_AS_NUMPY = {"fabs": "abs", "pow": "power", "fsum": "sum", "dist": "linalg.norm", "phase": "angle", "fmod": "fmod"}
+"""Functions of Python's math and cmath that NumPy calls otherwise, and by no name of the standard."""
+
+
+def _of_function(f: Any) -> tuple[str, str] | None:
+    """As `asked`, for a function of C."""
+    name = getattr(f, "__name__", "")
+    if isinstance(f, type) and issubclass(f, np.generic):
+        return f"np.{name}", f"x.astype(np.{name})"
+    if getattr(f, "__module__", "") in ("math", "cmath"):
+        if name in ("erf", "erfc", "gamma", "lgamma"):
+            return f"{f.__module__}.{name}", f"spmd.scipy.special.{'gammaln' if name == 'lgamma' else name}(x)"
+        twin = _AS_NUMPY.get(name, name)
+        return (f"{f.__module__}.{name}", f"np.{twin}(x)") if hasattr(np, twin.partition(".")[0]) else None
+    return (f"np.{name}", _mend("numpy", name)) if name in np.__all__ and getattr(np, name) is f else None
 
 
 def _mend(module: str, name: str) -> str:
-    """What to write in place of a public function; nothing where the error says it anyway."""
+    """What to write in place of a public function; nothing where that is not known."""
     f = getattr(sys.modules[module], name, None)
     if module == "numpy":
         from spmd.autodiff.namespace import twins
 
         if name in twins:
-            return "" if name in ("array", "asarray", "asanyarray") else f"spmd.numpy.{name}(...)"
+            return f"spmd.numpy.{name}(...)" + ", or np.stack([a, b])" * (name in ("array", "asarray", "asanyarray"))
         importlib.import_module("spmd.autodiff.rules.refused")
         return refusals.get(f, "") if callable(f) else ""
     if module in _TWINS:

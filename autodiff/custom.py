@@ -27,6 +27,7 @@ from spmd.autodiff.transforms import (
     zeros_like,
 )
 from spmd.errors import ClosureError, DifferentiationError, describe, message
+from spmd.tracebacks import api_boundary
 
 __all__ = ["custom_jvp", "custom_vjp"]
 
@@ -34,6 +35,7 @@ __all__ = ["custom_jvp", "custom_vjp"]
 class _Custom:
     """A function and the arguments of it that are not differentiated: what custom_vjp and custom_jvp share."""
 
+    @api_boundary
     def __init__(self, fun: Callable, nondiff_argnums: int | Sequence[int] = (), nondiff_argnames=()):
         self.fun = fun
         self.where = f"{type(self).__name__} {name_of(fun)}"
@@ -61,6 +63,7 @@ class _Custom:
         bound.apply_defaults()
         return bound.args
 
+    @api_boundary
     def __call__(self, *args, **kwargs):
         args = self._resolved(args, kwargs)
         fixed = self._fixed(args)
@@ -136,6 +139,7 @@ class custom_vjp(_Custom):
     fwd: Callable | None = None
     bwd: Callable | None = None
 
+    @api_boundary
     def defvjp(self, fwd: Callable, bwd: Callable, symbolic_zeros: bool = False, optimize_remat: bool = False) -> None:
         """Set the rule. `optimize_remat` is for compilers: it changes nothing here."""
         if symbolic_zeros:
@@ -172,6 +176,7 @@ class custom_jvp(_Custom):
 
     rule: Callable | None = None
 
+    @api_boundary
     def defjvp(self, jvp: Callable, symbolic_zeros: bool = False) -> Callable:
         """Set the rule, and give it back: usable as a decorator."""
         if symbolic_zeros:

@@ -15,6 +15,7 @@ from spmd.autodiff.primitive import primitive
 from spmd.autodiff.tape import Node
 from spmd.autodiff.tracer import FLOAT, NO_OPTIONS, USUAL, Array, bare, find, value_of
 from spmd.errors import DtypeError, describe, message
+from spmd.tracebacks import api_boundary
 
 __all__ = ["At", "astype", "at", "define_indexing", "scatter_add"]
 
@@ -216,33 +217,43 @@ class At:
     def __getitem__(self, index) -> At:
         return At(self.array, index)
 
+    @api_boundary
     def get(self):
         return self.array[self.index]
 
+    @api_boundary
     def set(self, v):
         return self._update(_set, v)
 
+    @api_boundary
     def add(self, v):
         return self._update(_add, v)
 
+    @api_boundary
     def subtract(self, v):
         return self._update(_add, -v if hasattr(v, "dtype") or type(v) in (int, float, complex) else np.negative(v))
 
+    @api_boundary
     def multiply(self, v):
         return self._update(lambda x, v, index: _in_turn(x, index, operator.mul, v), v)
 
+    @api_boundary
     def divide(self, v):
         return self._update(lambda x, v, index: _in_turn(x, index, operator.truediv, v), v)
 
+    @api_boundary
     def power(self, v):
         return self._update(lambda x, v, index: _in_turn(x, index, operator.pow, v), v)
 
+    @api_boundary
     def min(self, v):
         return self._update(_min, v)
 
+    @api_boundary
     def max(self, v):
         return self._update(_max, v)
 
+    @api_boundary
     def apply(self, f: Callable):
         """x with f(x[i]) at i; f acts entry by entry."""
         return self._update(lambda x, _v, index: _in_turn(x, index, lambda y, _: f(y)), 0)
@@ -261,7 +272,8 @@ class At:
             )
         if not isinstance(v, Array | int | float | complex | list | tuple) and not devices.is_array(v):
             v = admit(v, "x.at[i]", "v", error=DtypeError)
-        v = v if hasattr(v, "dtype") or np.isscalar(v) else np.stack(v)
+        if isinstance(v, list | tuple):
+            v = np.stack(v)
         comes = np.result_type(value_of(v))
         if -1 < _rank(x.dtype) < _rank(comes):
             raise DtypeError(

@@ -27,10 +27,12 @@ from spmd.autodiff.transforms import (
     zeros_like,
 )
 from spmd.errors import DifferentiationError, describe, message
+from spmd.tracebacks import api_boundary
 
 __all__ = ["hessian", "hvp", "jacfwd", "jacrev"]
 
 
+@api_boundary
 def jacrev(
     fun: Callable,
     argnums: int | Sequence[int] = 0,
@@ -49,6 +51,7 @@ def jacrev(
     """
 
     @functools.wraps(fun)
+    @api_boundary
     def wrapped(*args, **kwargs):
         where = f"jacrev of {name_of(fun)}"
         part, chosen = _chosen(fun, argnums, args, kwargs, where)
@@ -71,6 +74,7 @@ def jacrev(
     return wrapped
 
 
+@api_boundary
 def jacfwd(
     fun: Callable, argnums: int | Sequence[int] = 0, has_aux: bool = False, holomorphic: bool = False
 ) -> Callable:
@@ -81,6 +85,7 @@ def jacfwd(
     """
 
     @functools.wraps(fun)
+    @api_boundary
     def wrapped(*args, **kwargs):
         where = f"jacfwd of {name_of(fun)}"
         part, chosen = _chosen(fun, argnums, args, kwargs, where)
@@ -104,6 +109,7 @@ def jacfwd(
     return wrapped
 
 
+@api_boundary
 def hessian(
     fun: Callable, argnums: int | Sequence[int] = 0, has_aux: bool = False, holomorphic: bool = False
 ) -> Callable:
@@ -111,6 +117,7 @@ def hessian(
     return jacrev(jacrev(fun, argnums, has_aux, holomorphic), argnums, has_aux, holomorphic)
 
 
+@api_boundary
 def hvp(fun: Callable, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, ...]:
     """The Hessian of a real scalar function at `primals` applied to `tangents`, without forming it: a tuple.
 

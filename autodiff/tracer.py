@@ -806,7 +806,7 @@ class Array(metaclass=Shown):
                 got=describe(self),
                 need="a bare array; converting would "
                 + ("cut the result off from its gradient" if traced else "lose the state of the array"),
-                mend=(mend or "np.stack([a, b]) in place of np.array([a, b]), or spmd.numpy.array")
+                mend=(mend or "spmd.custom_vjp around the function that asks, with its derivative")
                 + (
                     "; spmd.stop_gradient(x) if no gradient is wanted"
                     if traced
@@ -823,7 +823,7 @@ class Array(metaclass=Shown):
             function, mend = asked(sys._getframe(2)) or ("", "")
             raise TracedConversionError(
                 message(
-                    f"{function}, which calls {where}" if mend else where,
+                    f"{function}, which calls {where}" if mend and function not in where else where,
                     got=describe(self),
                     need="an undifferentiated array; a Python number has no gradient",
                     mend=(f"{mend}; " if mend else "keep it an array (np.where in place of `if`), or take ")

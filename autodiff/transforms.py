@@ -24,6 +24,7 @@ from spmd.autodiff.program import Number, slot_of
 from spmd.autodiff.tape import Bundle, Node, Tape, alone, recording, sweep
 from spmd.autodiff.tracer import FLOAT, Array, find, part, record, value_of
 from spmd.errors import DifferentiationError, describe, message
+from spmd.tracebacks import api_boundary
 
 __all__ = [
     "float0",
@@ -310,6 +311,7 @@ def _result(out: Any, has_aux: bool, tape: Tape, where: str) -> tuple[Any, Any]:
 # Reverse mode
 
 
+@api_boundary
 def value_and_grad(
     fun: Callable,
     argnums: int | Sequence[int] = 0,
@@ -349,6 +351,7 @@ def value_and_grad(
         _check_scalar(out, where, holomorphic)
 
     @functools.wraps(fun)
+    @api_boundary
     def wrapped(*args, **kwargs):
         numbers = positions(argnums, len(args), where)
         if together is not None:
@@ -406,6 +409,7 @@ def check_result(out: Any, where: str, holomorphic: bool) -> None:
     raise DifferentiationError(message(where, argument="result", got=describe(out), need=need, mend=mend))
 
 
+@api_boundary
 def grad(
     fun: Callable,
     argnums: int | Sequence[int] = 0,
@@ -417,6 +421,7 @@ def grad(
     both = value_and_grad(fun, argnums, has_aux, holomorphic, allow_int)
 
     @functools.wraps(fun)
+    @api_boundary
     def wrapped(*args, **kwargs):
         value, gradient = both(*args, **kwargs)
         return (gradient, value[1]) if has_aux else gradient
@@ -424,6 +429,7 @@ def grad(
     return wrapped
 
 
+@api_boundary
 def vjp(fun: Callable, *primals, has_aux: bool = False) -> tuple[Any, ...]:
     """`fun(*primals)` and its pullback: the transpose of the derivative there.
 
@@ -447,6 +453,7 @@ def pullback_of(fun: Callable, primals: Sequence[Any], *, has_aux: bool = False,
         out, aux = _result(fun(*tree.unflatten(treedef, lifted)), has_aux, tape, where)
     outs, out_tree = tree.flatten(out)
 
+    @api_boundary
     def pullback(cotangent):
         gs = _match(cotangent, outs, out_tree, where)
         seeds = [(held(o).node, g) for o, g in zip(outs, gs, strict=True) if on(held(o), tape)]
@@ -527,13 +534,14 @@ def _shape(x) -> tuple[int, ...]:
     return x.shape if is_handle(x) else np.shape(value_of(x))
 
 
-def _fitting(g, x, where: str, argument: str, of: str):
+def _fitting(g: Any, x, where: str, argument: str, of: str):
     """A cotangent or tangent g of x, checked for its dtype; a Python number takes that of x."""
     own = getattr(x, "dtype", None)
     if type(g) in _NUMBERS and not (type(g) is complex and kind_of(x) == "f"):
         return np.full_like(value_of(x), g) if own is not None else np.asarray(g, type(x))
     dtype = getattr(g, "dtype", None)
-    if dtype != own and kind_of_dtype(dtype) and own is not None and dtype.newbyteorder("=") == own.newbyteorder("="):
+    byte_order_alone = dtype is not None and own is not None and dtype.newbyteorder("=") == own.newbyteorder("=")
+    if byte_order_alone and dtype != own and kind_of_dtype(dtype):
         return g.astype(own)
     if dtype != own and not (own is None and kind_of(g) in ("f", kind_of(x))):
         raise DifferentiationError(
@@ -551,6 +559,7 @@ def _fitting(g, x, where: str, argument: str, of: str):
 # Forward mode
 
 
+@api_boundary
 def jvp(fun: Callable, primals: Sequence[Any], tangents: Sequence[Any], has_aux: bool = False) -> tuple[Any, ...]:
     """`fun(*primals)` and its directional derivative along `tangents`, as a pair; with has_aux the aux as the third.
 
@@ -577,6 +586,7 @@ def check_sequences(transform: str, fun: Callable, primals, tangents) -> None:
             )
 
 
+@api_boundary
 def linearize(fun: Callable, *primals, has_aux: bool = False) -> tuple[Any, ...]:
     """`fun(*primals)` and its push-forward, a linear function of the tangents that may be called many times.
 
@@ -589,6 +599,7 @@ def linearize(fun: Callable, *primals, has_aux: bool = False) -> tuple[Any, ...]
     likes, treedef = tree.flatten(primals)  # type: ignore[arg-type]
     dtypes = [c.dtype for c in tree.leaves(cotangents)]  # of a Python number that of what it met
 
+    @api_boundary
     def push(*tangents):
         matched = match_tangents(where, likes, treedef, tangents)
         cast = [t if t.dtype == dtype else t.astype(dtype) for t, dtype in zip(matched, dtypes, strict=True)]
@@ -652,6 +663,7 @@ def match_tangents(where: str, xs: list, treedef: Any, tangents: Sequence[Any]) 
     return matched
 
 
+@api_boundary
 def linear_transpose(fun: Callable, *primals) -> Callable:
     """The transpose of a linear function: a function from the cotangent of its result to a tuple, one per argument.
 

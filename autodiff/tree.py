@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from spmd.errors import message
+from spmd.tracebacks import api_boundary
 
 __all__ = [
     "Described",
@@ -152,6 +153,7 @@ def structure(tree: Any, *, none_is_leaf: bool = False) -> Any:
     return optree.tree_structure(tree, none_is_leaf=none_is_leaf, **_OURS)
 
 
+@api_boundary
 def map(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     """f of each leaf (and of its counterparts in trees of the same structure), as a tree.
 

@@ -31,6 +31,7 @@ from spmd.layout import Layout, P
 from spmd.mesh import WORKER, Mesh, Worker
 from spmd.operators.base import interned, normal_axis
 from spmd.operators.repartition import Repartition
+from spmd.tracebacks import api_boundary
 from spmd.transport.base import Call, sealed
 
 __all__ = [
@@ -105,6 +106,7 @@ class PartitionedArray:
         held = {self.layout.positions(w) for w in self.blocks} - {None}
         return len(held) == math.prod(len(c) for c in self.layout.cuts)
 
+    @api_boundary
     def numpy(self) -> np.ndarray:
         """The whole array on the host, assembled on every process; read-only. Collective under MPI: all processes call
         it."""
@@ -136,6 +138,7 @@ class PartitionedArray:
         out.flags.writeable = False
         return out
 
+    @api_boundary
     def __array__(self, dtype=None, copy=None):
         usable("np.asarray", self)
         if not self.is_here:
@@ -165,6 +168,7 @@ class PartitionedArray:
     def __dlpack_device__(self) -> tuple[int, int]:
         return self._block("__dlpack_device__").__dlpack_device__()
 
+    @api_boundary
     def __dlpack__(self, **options):
         """The data for another library, without a copy, of an array that lies in one block. Work of this thread's
         current stream comes before what that library does with it."""
@@ -184,6 +188,7 @@ class PartitionedArray:
             )
         return whole
 
+    @api_boundary
     def item(self):
         """The number in an array of one entry."""
         return self._number("item").item()
@@ -201,18 +206,23 @@ class PartitionedArray:
             )
         return self._assembled().reshape(())
 
+    @api_boundary
     def __float__(self) -> float:
         return float(self._number("float"))
 
+    @api_boundary
     def __int__(self) -> int:
         return int(self._number("int"))
 
+    @api_boundary
     def __complex__(self) -> complex:
         return complex(self._number("complex"))
 
+    @api_boundary
     def __bool__(self) -> bool:
         return bool(self._number("bool"))
 
+    @api_boundary
     def __index__(self) -> int:
         return operator.index(self._number("index"))
 
@@ -250,12 +260,15 @@ class PartitionedArray:
     def __hash__(self):
         raise TypeError("arrays are not hashable")
 
+    @api_boundary
     def __getitem__(self, index):
         raise _in_a_map(f"x[{index!r}]", self)
 
+    @api_boundary
     def __iter__(self):
         raise _in_a_map("iteration", self)
 
+    @api_boundary
     def __setitem__(self, index, value):
         raise LayoutError(
             message(
@@ -267,11 +280,13 @@ class PartitionedArray:
             )
         )
 
+    @api_boundary
     def __getattr__(self, name: str):
         if name.startswith("_") or not hasattr(np.ndarray, name):
             raise AttributeError(f"'PartitionedArray' object has no attribute {name!r}")
         raise MissingMethodError(str(_in_a_map(f"x.{name}", self)))
 
+    @api_boundary
     def astype(self, dtype) -> PartitionedArray:
         return self._each(lambda b: b.astype(dtype))
 
@@ -286,6 +301,7 @@ class PartitionedArray:
             blocks[w] = done[id(b)]
         return PartitionedArray(blocks, self.layout, self.mesh)
 
+    @api_boundary
     def __array_ufunc__(self, ufunc, method, *inputs, **kwargs):
         usable(f"np.{ufunc.__name__}", self)
         if any(type(x) is Array for x in inputs):
@@ -298,6 +314,7 @@ class PartitionedArray:
         where = f"np.{ufunc.__name__}"
         return _blockwise(ufunc, [x if type(x) in _OPERANDS else _operand(x, where) for x in inputs], kwargs)
 
+    @api_boundary
     def __array_function__(self, fun, types, args, kwargs):
         usable(name_of(fun), self)
         if any(issubclass(t, Array) for t in types):
@@ -319,6 +336,7 @@ def _operand(x: Any, where: str) -> Any:
 
 
 def _operator(ufunc, swap: bool):
+    @api_boundary
     def method(self, other):
         if type(other) is Array or getattr(type(other), "__array_ufunc__", True) is None:
             return NotImplemented
@@ -677,6 +695,7 @@ ADMITTED.add(PartitionedArray)
 BARE.add(Frozen)
 
 
+@api_boundary
 def freeze(a: np.ndarray) -> np.ndarray:
     """Promise that nobody writes to `a` any more: maps then share it with their bodies instead of copying it.
 
@@ -709,6 +728,13 @@ def thaw(x: np.ndarray) -> np.ndarray:
     """
     if type(x) is np.ndarray and sys.getrefcount(x) == _ALONE and _made_writable(x):
         return x
+    _check_bare(x)
+    return copied(x if on_device(x) else np.asarray(x))
+
+
+@api_boundary
+def _check_bare(x: Any) -> None:
+    """Raise where `thaw` is given no bare array."""
     masked = isinstance(x, np.ma.MaskedArray)
     if masked or not (isinstance(x, np.ndarray) or on_device(x)):
         mend = {
@@ -718,7 +744,6 @@ def thaw(x: np.ndarray) -> np.ndarray:
         raise StateError(
             message("spmd.thaw", argument="x", got=describe(x), need="a bare array of NumPy or CuPy", mend=mend)
         )
-    return copied(x if on_device(x) else np.asarray(x))
 
 
 def _references(x: Any) -> int:

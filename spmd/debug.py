@@ -6,7 +6,7 @@ import math
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import _GeneratorContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -19,15 +19,16 @@ from spmd.device import contiguous, to_host
 from spmd.errors import MeshError, NonFiniteError, ReplicaError, caller, message, source_line
 from spmd.mesh import WORKER
 from spmd.state import REPLICAS
+from spmd.tracebacks import api_boundary
 from spmd.transport.base import Call
 
 __all__ = ["debug"]
 
 
-@contextmanager
+@api_boundary
 def debug(
     *, mutation: bool | None = None, nans: bool | str | None = None, replicas: bool | None = None
-) -> Iterator[None]:
+) -> _GeneratorContextManager[None]:
     """Checks that are too dear to be always on, for what runs within the block; also a decorator.
 
     What is not named stays as it is around the block.
@@ -60,6 +61,11 @@ def debug(
             )
         )
     kinds = {True: "nan or inf", False: ""}[nans] if isinstance(nans, bool) else nans
+    return _debugging(mutation, kinds, replicas)
+
+
+@contextmanager
+def _debugging(mutation: bool | None, kinds: str | None, replicas: bool | None) -> Iterator[None]:
     asked: list[tuple[ContextVar[Any], Any]] = [(WATCHING, mutation), (FINITE, kinds), (REPLICAS, replicas)]
     tokens = [(variable, variable.set(value)) for variable, value in asked if value is not None]
     looks = bool(kinds or replicas)

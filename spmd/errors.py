@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from types import CodeType, FrameType
+from typing import Any
 
 __all__ = [
     "ClosureError",
@@ -24,6 +25,7 @@ __all__ = [
     "MissingMethodError",
     "MutationError",
     "NonFiniteError",
+    "Place",
     "ReplicaError",
     "SpecError",
     "StallError",
@@ -31,11 +33,14 @@ __all__ = [
     "TracedConversionError",
     "TransportError",
     "again",
+    "all_of",
+    "axes_of",
     "caller",
     "class_name",
     "describe",
     "message",
     "nearest",
+    "one_or_all",
     "source_line",
 ]
 
@@ -82,7 +87,8 @@ class TracedConversionError(TypeError):
 
 
 class MissingMethodError(AttributeError):
-    """A method or attribute that NumPy's arrays have, and this kind of value does not.
+    """A method or attribute that NumPy's arrays have, and this kind of value does not; a name that a module of another
+    library has, and this one does not.
 
     Its text may be given as a function, called when it is read: who asks by `hasattr` never reads it.
     """
@@ -162,6 +168,21 @@ def describe(x: object) -> str:
     return f"{type(x).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 
 
+def all_of(names: Iterable[object]) -> str:
+    """Names as a sentence lists them: `'x' and 'y'`."""
+    return " and ".join(map(repr, names))
+
+
+def axes_of(names: Sequence[str]) -> str:
+    """Axes as a sentence names them: `axis 'x'`, `axes 'x' and 'y'`."""
+    return f"{'axis' if len(names) == 1 else 'axes'} {all_of(names)}"
+
+
+def one_or_all(names: Sequence[str]) -> str:
+    """Axes as an argument `axis_name` takes them: `'x'`, `('x', 'y')`."""
+    return repr(names[0] if len(names) == 1 else tuple(names))
+
+
 def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     """The known names most like `name`, best first."""
     from difflib import get_close_matches
@@ -171,8 +192,21 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     return close + [k for k in names if name and k not in close and (name in k or k in name)][: count - len(close)]
 
 
-def caller(frame: FrameType | None = None) -> FrameType | None:
-    """The nearest frame of the user's code, going up from `frame` (default: the caller's)."""
+class Place:
+    """Where a frame stood: what is asked of a frame for the line it is in, and none of its variables.
+
+    What runs later, in another thread or below other lines, is called from there.
+    """
+
+    __slots__ = ("f_code", "f_globals", "f_lasti")
+    f_back = None
+
+    def __init__(self, frame: FrameType | Place):
+        self.f_code, self.f_globals, self.f_lasti = frame.f_code, frame.f_globals, frame.f_lasti
+
+
+def caller(frame: Any = None) -> Any:
+    """The nearest frame of the user's code, going up from `frame` (default: the caller's); None if there is none."""
     frame = frame or sys._getframe(1)
     while frame is not None and not _is_users(frame.f_globals.get("__name__", "")):
         frame = frame.f_back
@@ -181,8 +215,9 @@ def caller(frame: FrameType | None = None) -> FrameType | None:
 
 @lru_cache(maxsize=4096)
 def _is_users(module: str) -> bool:
-    """Whether a module is no part of this library, nor of torch, whose modules are called by torch."""
-    return module.split(".", 1)[0] not in ("spmd", "torch") or module == "spmd.__main__"
+    """Whether a module is no part of this library, nor of torch, whose modules are called by torch; nor what begins a
+    thread."""
+    return module.split(".", 1)[0] not in ("spmd", "torch", "threading") or module == "spmd.__main__"
 
 
 def source_line(code: CodeType | None, instruction: int) -> str:

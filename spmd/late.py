@@ -7,7 +7,10 @@ from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
 from typing import Any
 
-__all__ = ["late"]
+from spmd.errors import MissingMethodError, message
+from spmd.tracebacks import api_boundary
+
+__all__ = ["absent", "late"]
 
 
 def late(
@@ -17,11 +20,12 @@ def late(
     that are asked for as they are."""
     places = {name: place for place, some in names.items() for name in some}
 
+    @api_boundary
     def found(name: str) -> Any:
         if name in parts:
             return import_module(f"{module}.{name}")
         if name not in places:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+            raise absent(module, name)
         value = getattr(import_module(places[name]), name)
         return vars(sys.modules[module]).setdefault(name, value)
 
@@ -29,3 +33,14 @@ def late(
         return sorted({*vars(sys.modules[module]), *places, *parts})
 
     return found, known
+
+
+def absent(module: str, name: str) -> AttributeError:
+    """The error for a name that a module lacks, with what to write where other libraries have it."""
+    if not name.startswith("_"):
+        spellings = import_module("spmd.spellings")
+        mend = spellings.instead(module, name)
+        if mend:
+            text = message(f"{module}.{name}", got="a name of another library", need="one of spmd's", mend=mend)
+            return MissingMethodError(text, name=name, obj=None)  # of no object: Python is to guess nothing more
+    return AttributeError(f"module {module!r} has no attribute {name!r}")

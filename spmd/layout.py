@@ -10,6 +10,8 @@ from operator import index
 from typing import Any
 
 from spmd.errors import LayoutError, SpecError, message, nearest
+from spmd.spellings import closest
+from spmd.tracebacks import api_boundary, shorten
 
 __all__ = ["Layout", "P", "Spec", "beside", "block_bounds", "block_sizes", "offsets"]
 
@@ -74,7 +76,7 @@ def _of_copies(copies: str) -> str:
                 argument="copies",
                 got=repr(copies),
                 need='"invariant" (one value, counted once) or "varying" (a value each)',
-                mend='leave it out, or copies="varying"',
+                mend=f'copies="{closest(copies, ("varying", "invariant"))}"',
             )
         )
     return copies
@@ -142,7 +144,10 @@ class P:
         try:
             return _spec(cls, dims)
         except TypeError:  # lists
-            return _spec.__wrapped__(cls, dims)
+            return api_boundary(_spec.__wrapped__)(cls, dims)
+        except SpecError as error:
+            shorten(error)
+            raise
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{self} does not change: make another spec")
@@ -218,6 +223,7 @@ class Layout:
     workers: tuple[int, ...] | None
     """Of a grid: its workers, last dimension fastest."""
 
+    @api_boundary
     def __init__(
         self,
         shape: Sequence[int],
@@ -240,6 +246,7 @@ class Layout:
         self.cuts = self._cut([[self.axes[n] for n in names] for names in self.spec.dims], cuts)
 
     @classmethod
+    @api_boundary
     def grid(
         cls,
         shape: Sequence[int],

@@ -32,6 +32,7 @@ from spmd.mesh import Mesh
 from spmd.operators.algebra import Linear, Term, Terms, added, collected, formula
 from spmd.placing import mesh_for
 from spmd.specs import spread
+from spmd.tracebacks import api_boundary
 from spmd.transport.base import sealed
 
 __all__ = [
@@ -274,6 +275,7 @@ class LinearOperator(Linear):
             _fit(sign, other.domain, self.domain, "B that takes")
             _fit(sign, other.range, self.range, "B that gives")
 
+    @api_boundary
     def __call__(self, x: Any) -> Any:
         """The operator applied to an array, partitioned or bare, or to a tree of them.
 
@@ -292,6 +294,7 @@ class LinearOperator(Linear):
     def __repr__(self) -> str:
         return f"<LinearOperator {self}: {_shown(self.domain)} -> {_shown(self.range)}>"
 
+    @api_boundary
     def dense(self, *, force: bool = False) -> np.ndarray:
         """The matrix, of shape (m, n), on every process: one application for each column. For small sizes.
 
@@ -315,6 +318,7 @@ class LinearOperator(Linear):
             matrix[:, k] = flat(self(unflat(unit, self.domain)))
         return matrix
 
+    @api_boundary
     def scipy(self) -> Any:
         """The operator as a `scipy.sparse.linalg.LinearOperator` on flat NumPy vectors, for SciPy's solvers.
 
@@ -420,11 +424,13 @@ def _made(terms: Iterable[Term], domain: Any, range: Any) -> LinearOperator:
     return _Expression(kept, domain, range)
 
 
+@api_boundary
 def identity(domain: Any) -> LinearOperator:
     """The identity of a space: `identity(A.domain)`."""
     return _made([(1, ())], domain, domain)
 
 
+@api_boundary
 def zero(domain: Any, range: Any) -> LinearOperator:
     """The operator from one space to another that gives zeros: `zero(A.domain, A.range) + A == A`."""
     return _made([], domain, range)
@@ -592,6 +598,7 @@ def _short_name(f: Callable) -> str:
     return formula(((1, (f,)),)) if isinstance(f, Linear) else type(f).__name__
 
 
+@api_boundary
 def linear_operator(
     f: Callable,
     in_specs: Any,
@@ -737,6 +744,7 @@ class _SciPy(_Base):
         return ruled
 
 
+@api_boundary
 def from_scipy(op: Any, in_spec: Spec, out_spec: Spec | None = None, *, shape=None, out_shape=None, mesh=None):
     """A matrix or `scipy.sparse.linalg.LinearOperator` as an operator on global arrays.
 

@@ -29,7 +29,18 @@ from spmd.autodiff.tape import suspended
 from spmd.autodiff.tracer import Array, value_of
 from spmd.autodiff.watch import FINITE
 from spmd.device import contiguous, on_device
-from spmd.errors import LayoutError, MeshError, SpecError, StateError, describe, message, nearest
+from spmd.errors import (
+    LayoutError,
+    MeshError,
+    SpecError,
+    StateError,
+    all_of,
+    axes_of,
+    describe,
+    message,
+    nearest,
+    one_or_all,
+)
 from spmd.frontends import frontend
 from spmd.layout import Layout, P, Spec
 from spmd.mesh import WORKER, Mesh, Worker
@@ -57,6 +68,7 @@ from spmd.replicas import (
 from spmd.scheduling import Trial
 from spmd.specs import Leaf, shown, spec_leaves, spread
 from spmd.state import State, state_of
+from spmd.tracebacks import api_boundary
 from spmd.transport.base import ONE_BY_ONE, Call, Outcome
 
 __all__ = ["Mapped", "map"]
@@ -79,6 +91,7 @@ def map(
 ) -> Mapped: ...
 
 
+@api_boundary
 def map(
     f: Callable | None = None,
     in_specs: Any = _MISSING,
@@ -134,6 +147,7 @@ def map(
     return Mapped(f, in_specs, out_specs, mesh, check)
 
 
+@api_boundary
 def _on_mesh(
     self: Mesh, f: Callable | None = None, in_specs: Any = _MISSING, out_specs: Any = _MISSING, *, check: bool = True
 ):
@@ -175,6 +189,7 @@ class Mapped:
     def __repr__(self) -> str:
         return f"{self.where} ({self.in_specs} -> {self.out_specs})"
 
+    @api_boundary
     def __call__(self, *args, **kwargs) -> Any:
         if WORKER.get() is not None:
             raise MeshError(
@@ -461,15 +476,15 @@ class Mapped:
         spec.check(worker.mesh.axes, self.where, leaf.path, ndim)
         extra = [n for n in worker.mesh.axes if n in state.varying and n not in spec.varying]
         if extra:
-            axis = extra[0]
+            axes = one_or_all(extra)
             raise StateError(
                 message(
                     self.where,
                     argument=leaf.path,
-                    got=f"{describe(leaf.value)}, promised by out_specs {spec} to be Invariant along {axis!r}",
-                    need=f"one value along axis {axis!r}",
-                    mend=f"spmd.psum(x, {axis!r}), spmd.mean(x, {axis!r}) or spmd.all_gather(x, {axis!r}, "
-                    f'to="invariant") make it so; or name {axis!r} in out_specs to keep a block per worker',
+                    got=f"{describe(leaf.value)}, promised by out_specs {spec} to be Invariant along {all_of(extra)}",
+                    need=f"one value along {axes_of(extra)}",
+                    mend=f"spmd.psum(x, {axes}), spmd.mean(x, {axes}) or spmd.all_gather(x, {axes}, "
+                    f'to="invariant") make it so; or name {all_of(extra)} in out_specs to keep a block per worker',
                 )
             )
         return state_of(state.varying | spec.varying)

@@ -17,7 +17,9 @@ from spmd.autodiff.tracer import Array
 from spmd.errors import LayoutError, MeshError, TransportError, describe, message, nearest
 from spmd.layout import Layout, P, Spec
 from spmd.replicas import Replicas
+from spmd.spellings import closest
 from spmd.state import State, state_of
+from spmd.tracebacks import api_boundary
 from spmd.transport.base import Comm, Group, Outcome, Transport, checks_are_on
 from spmd.transport.detect import job_world, mpi_world, torch_world
 
@@ -127,6 +129,7 @@ class Mesh:
     no GPU.
     """
 
+    @api_boundary
     def __init__(
         self,
         *,
@@ -400,7 +403,7 @@ def _choice(where: str, option: str, given: str | None, variable: str, known: tu
                 need=f"one of {', '.join(map(repr, known))}",
                 mend=f'make_mesh(({value},), ("{option}",)) for an axis of this name'
                 if isinstance(value, int)
-                else f'{option}="{(nearest(str(value), known, 1) or known)[0]}"',
+                else f'{option}="{closest(value, known)}"',
             )
         )
     return value
@@ -502,6 +505,7 @@ def _check_size(mesh: Mesh, size: int, world: str, launcher: str) -> None:
         )
 
 
+@api_boundary
 def make_mesh(
     axis_shapes: Sequence[int],
     axis_names: Sequence[str],
@@ -554,18 +558,21 @@ def here(where: str) -> Worker:
     return worker
 
 
+@api_boundary
 def axis_size(axis_name: str | Sequence[str]) -> int:
     """The number of workers along an axis, or along several together. A plain int."""
     worker = here("spmd.axis_size")
     return math.prod(worker.mesh.axes[n] for n in worker.mesh.names(axis_name, "spmd.axis_size"))
 
 
+@api_boundary
 def worker_index(axis_name: str | Sequence[str]) -> int:
     """This worker's place along an axis as a plain int: for those who know that workers may part ways on it."""
     worker = here("spmd.worker_index")
     return worker.group(worker.mesh.names(axis_name, "spmd.worker_index")).index
 
 
+@api_boundary
 def axis_index(axis_name: str | Sequence[str]):
     """This worker's place along an axis (along several: major to minor), as an array that varies over it."""
     worker = here("spmd.axis_index")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence, Set
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -23,7 +23,9 @@ from spmd.autodiff.tape import ACTIVE
 from spmd.autodiff.tracer import Array, value_of
 from spmd.device import on_device, seen
 from spmd.errors import describe, message
+from spmd.late import absent
 from spmd.products import inner
+from spmd.tracebacks import api_boundary
 from spmd.transport.base import sealed
 
 __all__ = [
@@ -37,6 +39,13 @@ __all__ = [
     "linear",
     "sgd",
 ]
+
+if not TYPE_CHECKING:  # Type checkers know what is here, and so what is misspelt.
+
+    @api_boundary
+    def __getattr__(name: str) -> Any:
+        raise absent(__name__, name)
+
 
 Rate = float | Callable[[int], float]
 
@@ -79,6 +88,7 @@ class AdamState(NamedTuple):
     square: Any
 
 
+@api_boundary
 def sgd(learning_rate: Rate, momentum: float = 0.0, *, nesterov: bool = False) -> Optimizer:
     """Gradient descent with momentum:  v <- momentum v + g,  p <- p - learning_rate v.
 
@@ -107,9 +117,10 @@ def sgd(learning_rate: Rate, momentum: float = 0.0, *, nesterov: bool = False) -
         params, velocity = step.on_each(2, donate, params, grads, *kept)
         return params, SGDState(state.steps + 1, velocity if momentum else state.velocity)
 
-    return Optimizer(init, update)
+    return Optimizer(api_boundary(init), api_boundary(update))
 
 
+@api_boundary
 def adam(learning_rate: Rate = 1e-3, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Optimizer:
     """Adam: steps of the mean gradient over the root of its mean square, both without the bias of their zero start.
 
@@ -122,6 +133,7 @@ def adam(learning_rate: Rate = 1e-3, b1: float = 0.9, b2: float = 0.999, eps: fl
     return _adam("spmd.optim.adam", learning_rate, b1, b2, eps, 0.0)
 
 
+@api_boundary
 def adamw(
     learning_rate: Rate = 1e-3, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 1e-2
 ) -> Optimizer:
@@ -155,7 +167,7 @@ def _adam(where: str, learning_rate: Rate, b1: Any, b2: Any, eps: Any, weight_de
         params, *kept = step.on_each(3, donate, params, grads, state.mean, state.square)
         return params, AdamState(t, *kept)
 
-    return Optimizer(init, update)
+    return Optimizer(api_boundary(init), api_boundary(update))
 
 
 def _rate_given(where: str, learning_rate: Any) -> Any:
@@ -373,6 +385,7 @@ def _given_away(rows: Sequence[tuple[Any, ...]]) -> Set[int]:
 # Around the step
 
 
+@api_boundary
 def clip_by_global_norm(grads: Any, max_norm: float) -> Any:
     """Gradients scaled down together to a norm of at most max_norm, where theirs is larger.
 
@@ -411,6 +424,7 @@ def _relative_square(grads: Any, max_norm: float) -> Any:
     return np.real(inner(parts, parts))
 
 
+@api_boundary
 def cosine(rate: float, steps: int, end: float = 0.0, warmup: int = 0) -> Callable[[int], float]:
     """A learning rate that falls from `rate` to `end` along half a cosine within `steps` updates, and stays there.
 
@@ -420,6 +434,7 @@ def cosine(rate: float, steps: int, end: float = 0.0, warmup: int = 0) -> Callab
     return _schedule("cosine", rate, steps, end, warmup, lambda part: (1 + math.cos(math.pi * part)) / 2)
 
 
+@api_boundary
 def linear(rate: float, steps: int, end: float = 0.0, warmup: int = 0) -> Callable[[int], float]:
     """A learning rate that falls from `rate` to `end` in equal parts within `steps` updates; otherwise as `cosine`."""
     return _schedule("linear", rate, steps, end, warmup, lambda part: 1 - part)

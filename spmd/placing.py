@@ -25,6 +25,7 @@ from spmd.layout import Layout, Spec
 from spmd.mesh import WORKER, Mesh, current_mesh
 from spmd.replicas import digest
 from spmd.specs import spread
+from spmd.tracebacks import api_boundary
 
 __all__ = ["checksum", "cut", "from_blocks", "from_callback", "mesh_for", "put"]
 
@@ -77,6 +78,7 @@ def _numbers(x, where: str, argument: str, mesh: Mesh) -> np.ndarray:
     return x if on_device(x) else admit(x, where, argument, error=LayoutError)
 
 
+@api_boundary
 def put(x, spec: Any, mesh: Mesh | None = None) -> Any:
     """Lay an array, or a pytree of arrays, out on a mesh.
 
@@ -133,6 +135,7 @@ def _number(x: Any, layout: Layout, worker: int) -> np.ndarray:
     )
 
 
+@api_boundary
 def from_callback(
     shape: Sequence[int], spec: Spec, fn: Callable[[tuple[slice, ...]], Any], mesh: Mesh | None = None
 ) -> PartitionedArray:
@@ -167,6 +170,7 @@ def from_callback(
     return PartitionedArray({w: done[mesh.sharing(layout, w)] for w in mesh.local_workers}, layout, mesh)
 
 
+@api_boundary
 def from_blocks(blocks: Sequence[Any] | Mapping[int, Any], spec: Spec, mesh: Mesh | None = None) -> PartitionedArray:
     """An array from the blocks of the workers, joined as the spec says; they may be uneven.
 

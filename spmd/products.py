@@ -23,11 +23,13 @@ from spmd.operators.reduce import Sum, dtype_of, in_dtype
 from spmd.operators.root import Rooted
 from spmd.placing import put
 from spmd.state import REPLICAS, state_of
+from spmd.tracebacks import api_boundary
 from spmd.transport.base import Call
 
 __all__ = ["inner", "norm"]
 
 
+@api_boundary
 def inner(x, y):
     """<x, y> = sum(conj(x) * y) over the entries of the global arrays: Invariant values counted once, Varying ones
     summed over the workers, Rooted ones counted at the root. x, y: arrays, or pytrees of one structure.
@@ -150,6 +152,7 @@ def _inner_outside(a, b):
     return to_host(next(iter(a.mesh.run(body).results.values())))[()]
 
 
+@api_boundary
 def norm(x):
     """The 2-norm that belongs to `inner`: sqrt(<x, x>), real."""
     square, dtype = _wide_inner("norm", x, x)

@@ -30,6 +30,7 @@ from spmd.placing import mesh_for
 from spmd.replicas import settle
 from spmd.specs import Leaf
 from spmd.state import REPLICAS
+from spmd.tracebacks import api_boundary
 from spmd.transport.base import LEDGERS, Outcome, sealed
 
 __all__ = ["Jitted", "jit"]
@@ -38,6 +39,7 @@ _MANY = 64
 """Recordings of one map from which on its user is told."""
 
 
+@api_boundary
 def jit(f: Mapped) -> Jitted:
     """A map whose body's Python runs once: `spmd.jit(spmd.map(f, in_specs, out_specs))`.
 
@@ -142,6 +144,7 @@ class Jitted(Mapped):
                     texts.append(f"# {kind}, worker {worker}\n{program.text}")
         return "\n".join(texts)
 
+    @api_boundary
     def __call__(self, *args, **kwargs) -> Any:
         flat, treedef = tree.flatten((args, kwargs), none_is_leaf=True)
         mesh = self._mesh(flat)

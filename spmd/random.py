@@ -22,7 +22,7 @@ import math
 import operator
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -33,10 +33,12 @@ from spmd.autodiff.tracer import Array, value_of
 from spmd.device import on_device
 from spmd.errors import LayoutError, SpecError, StateError, describe, message
 from spmd.kernels.cpu.chunks import accurate
+from spmd.late import absent
 from spmd.layout import Layout, P, Spec
 from spmd.mesh import WORKER, Mesh, here
 from spmd.operators.base import varying
 from spmd.placing import mesh_for
+from spmd.tracebacks import api_boundary
 from spmd.transport.base import Call, sealed
 
 __all__ = [
@@ -58,6 +60,13 @@ __all__ = [
     "uniform",
 ]
 
+if not TYPE_CHECKING:  # Type checkers know what is here, and so what is misspelt.
+
+    @api_boundary
+    def __getattr__(name: str) -> Any:
+        raise absent(__name__, name)
+
+
 Shape = int | Sequence[int]
 
 _DEFAULT = "spmd.random.default_rng"
@@ -68,6 +77,7 @@ _DRAWS, _SPLITS, _FOLDS = 0, 1, 2
 # Keys
 
 
+@api_boundary
 def key(seed: int) -> np.ndarray:
     """The key of a seed, an integer from 0 to 2^64 - 1: an array of two uint32, to be passed around as other arrays."""
     try:
@@ -87,12 +97,14 @@ def key(seed: int) -> np.ndarray:
     return np.array([number & 0xFFFFFFFF, number >> 32], np.uint32)
 
 
+@api_boundary
 def split(key, num: Shape = 2):
     """New keys, (num, 2) of uint32: `a, b = split(key)`. num: how many, or a shape. The old one is used up."""
     shape = (*_shape("spmd.random.split", num, "num"), 2)
     return _whole("spmd.random.split", key, "random_bits", shape, np.uint32, _SPLITS)
 
 
+@api_boundary
 def fold_in(key, data):
     """A new key from a key and an integer from 0 to 2^62: of a step, a layer, or, by `spmd.axis_index`, of a worker."""
     where, bare = "spmd.random.fold_in", value_of(data)
@@ -269,6 +281,7 @@ def _stated(x: Any, axes: frozenset[str]) -> Any:
     return varying(sealed(x), tuple(n for n in worker.mesh.axes if n in axes))
 
 
+@api_boundary
 def like(x, spec: P) -> Layout:
     """The layout of the whole of which x is this worker's block, split as spec says: to draw numbers of its shape.
 
@@ -313,6 +326,7 @@ def like(x, spec: P) -> Layout:
 # Numbers
 
 
+@api_boundary
 def bits(key, shape: Shape = (), dtype: Any = np.uint32, *, spec: Any = None, mesh: Mesh | None = None):
     """Random integers of all values of a dtype, uint32 or uint64."""
     where = "spmd.random.bits"
@@ -324,6 +338,7 @@ def bits(key, shape: Shape = (), dtype: Any = np.uint32, *, spec: Any = None, me
     return _drawn(where, key, "random_bits", _shape(where, shape), found, spec, mesh)
 
 
+@api_boundary
 def uniform(
     key,
     shape: Shape = (),
@@ -351,12 +366,14 @@ def uniform(
     return _drawn(where, key, "random_uniform", _shape(where, shape), dtype, spec, mesh, *ends)
 
 
+@api_boundary
 def normal(key, shape: Shape = (), dtype: Any = float, *, spec: Any = None, mesh: Mesh | None = None):
     """Numbers of the normal distribution, of mean 0 and variance 1."""
     where = "spmd.random.normal"
     return _drawn(where, key, "random_normal", _shape(where, shape), _float(where, dtype), spec, mesh)
 
 
+@api_boundary
 def truncated_normal(
     key,
     lower: float,
@@ -388,18 +405,21 @@ def truncated_normal(
     return _drawn(where, key, "random_truncated", _shape(where, shape), dtype, spec, mesh, *ends)
 
 
+@api_boundary
 def exponential(key, shape: Shape = (), dtype: Any = float, *, spec: Any = None, mesh: Mesh | None = None):
     """Numbers of the exponential distribution, of mean 1."""
     where = "spmd.random.exponential"
     return _drawn(where, key, "random_exponential", _shape(where, shape), _float(where, dtype), spec, mesh)
 
 
+@api_boundary
 def gumbel(key, shape: Shape = (), dtype: Any = float, *, spec: Any = None, mesh: Mesh | None = None):
     """Numbers of the Gumbel distribution: the largest of many exponential ones, up to a shift."""
     where = "spmd.random.gumbel"
     return _drawn(where, key, "random_gumbel", _shape(where, shape), _float(where, dtype), spec, mesh)
 
 
+@api_boundary
 def bernoulli(key, p=0.5, shape: Shape | None = None, *, spec: Any = None, mesh: Mesh | None = None):
     """True with probability p, to 24 bits. p: a number, or an array that broadcasts to the shape (default: its own).
 
@@ -437,6 +457,7 @@ def _probabilities(where: str, p: Any) -> None:
     raise SpecError(message(where, argument="p", got=describe(p), need=need, mend=mend))
 
 
+@api_boundary
 def randint(
     key, shape: Shape, minval: int, maxval: int, dtype: Any = int, *, spec: Any = None, mesh: Mesh | None = None
 ):
@@ -474,6 +495,7 @@ def randint(
     return _drawn(where, key, "random_bits", _shape(where, shape), words, spec, mesh, then=scaled)
 
 
+@api_boundary
 def categorical(key, logits, axis: int = -1, *, spec: P | None = None):
     """A class for each row, with probabilities softmax(logits) along an axis: the largest of logits + Gumbel numbers.
 
@@ -509,6 +531,7 @@ def categorical(key, logits, axis: int = -1, *, spec: P | None = None):
     return np.argmax(logits + noise, axis=axis)
 
 
+@api_boundary
 def permutation(key, x):
     """The numbers 0 to x - 1, or the rows of an array, in random order. Made whole, on every worker."""
     n, x = _items("spmd.random.permutation", "x", x)
@@ -542,6 +565,7 @@ def _order(key, n: int):
     return _drawn(where, key, "random_bits", (n,), np.dtype(np.uint64), None, None, then=sort)
 
 
+@api_boundary
 def choice(key, a, shape: Shape = (), replace: bool = True, p: Any = None):
     """Random rows of an array, or numbers below an int. p: their probabilities, by default equal. Made whole."""
     where, shape = "spmd.random.choice", _shape("spmd.random.choice", shape)
@@ -637,6 +661,7 @@ class Generator:
         return f"<{_DEFAULT}, {f'varying over {self.axes}' if self.axes else 'the same on all workers'}>"
 
 
+@api_boundary
 def default_rng(seed: int | Sequence[int], axis_name: str | Sequence[str] = ()) -> Any:
     """A random generator, as `numpy.random.default_rng`: in a body, where NumPy's global state is not for use.
 

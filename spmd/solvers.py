@@ -10,7 +10,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,11 +18,19 @@ from spmd.array import PartitionedArray
 from spmd.autodiff import transforms, tree
 from spmd.autodiff.tracer import value_of
 from spmd.errors import DifferentiationError, LayoutError, describe, message
+from spmd.late import absent
 from spmd.linear import LinearOperator, Space, _admitted, _conj, _fit, _size, _space_of
 from spmd.mapping import _brought
 from spmd.products import inner, norm
+from spmd.tracebacks import api_boundary
 
 __all__ = ["LeastSquares", "Solution", "cg", "lsqr"]
+
+if not TYPE_CHECKING:  # Type checkers know what is here, and so what is misspelt.
+
+    @api_boundary
+    def __getattr__(name: str) -> Any:
+        raise absent(__name__, name)
 
 
 @dataclass(frozen=True)
@@ -127,6 +135,7 @@ def _widened(space: Any, b: Any) -> Any:
 # Conjugate gradients
 
 
+@api_boundary
 def cg(
     A: LinearOperator | Callable,
     b: Any,
@@ -271,6 +280,7 @@ def _differentiated(where, tape, A, b, x0, given, M, callback, options) -> Solut
 # Least squares
 
 
+@api_boundary
 def lsqr(
     A: LinearOperator,
     b: Any,

@@ -23,6 +23,7 @@ import numpy as np
 from spmd.errors import message
 from spmd.layout import Layout, P
 from spmd.mesh import Mesh, make_mesh
+from spmd.spellings import closest
 
 try:
     from hypothesis import strategies as st
@@ -170,7 +171,7 @@ def arrays(
                 argument="kind",
                 got=repr(kind),
                 need=f"one of {', '.join(map(repr, KINDS))}",
-                mend='kind="integers"',
+                mend=f'kind="{closest(kind, KINDS)}"',
             )
         )
     kept = np.dtype(dtype)

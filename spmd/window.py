@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from spmd.errors import LayoutError, message
 from spmd.layout import Box, Layout, block_sizes, offsets
+from spmd.tracebacks import api_boundary
 
 __all__ = ["Taps", "Window", "Windows", "plan_needs", "plan_transposed", "plan_window", "plan_windows"]
 
@@ -152,6 +153,7 @@ class Window:
         return "\n".join([f"{self.length} -> {self.output_length}{of}", *lines])
 
 
+@api_boundary
 def plan_window(
     n: int,
     kernel: int,
@@ -186,6 +188,7 @@ def plan_window(
     return _plan(where, sizes, _blocks(where, "outputs", m, len(sizes) if outputs is None else outputs), taps)
 
 
+@api_boundary
 def plan_transposed(
     n: int,
     kernel: int,
@@ -231,6 +234,7 @@ def plan_transposed(
     return _plan(where, _blocks(where, "outputs", length, len(sizes) if outputs is None else outputs), sizes, taps)
 
 
+@api_boundary
 def plan_needs(
     n: int,
     m: int,
@@ -336,6 +340,7 @@ class Windows:
         return "\n".join(lines)
 
 
+@api_boundary
 def plan_windows(
     source: Layout,
     kernel: int | Sequence[int | None],

@@ -601,7 +601,10 @@ def test_the_dot_test_locates_what_is_wrong(exact):
     found = check_adjoint(BlockDiagonal(good, bad), exact=exact, raises=False)
     assert {(e.x.part, e.y.part, e.x.whole) for e in found.entries} == {(1, 1, (1, 0)), (1, 1, (1, 1))}
     large = linear_operator(lambda u: u, P("x"), P("x"), shape=(5000,), mesh=mesh, adjoint=lost)
-    assert not check_adjoint(large, exact=exact, raises=False).entries_of
+    found = check_adjoint(large, exact=exact, raises=False)
+    assert (found.bisected, found.entries_of) == (True, 5000**2)
+    assert found.entries
+    assert {e.x.whole for e in found.entries} == {e.y.whole for e in found.entries}
 
 
 def test_the_dot_test_of_global_operators_refuses_what_they_bring():

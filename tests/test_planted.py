@@ -11,7 +11,7 @@ from sampled import sample
 
 import spmd
 from spmd import P
-from spmd.adjoints import matrices
+from spmd.adjoints import matrices, probing
 from spmd.operators import base
 from spmd.operators.base import Operator
 from spmd.operators.halo import HaloAccumulate, HaloExchange
@@ -170,11 +170,12 @@ def run_planted(kind, name: str, seeds, most: int) -> int:
         with pytest.MonkeyPatch.context() as patch:
             if seed % 4:  # Matrices take most of the time.
                 patch.setattr(matrices, "UNITS", 0)
+                patch.setattr(probing, "PROBES", 0)
             report = check(drawn, planted(drawn.operator, spoil), **given)
         hit = any(spoil.hit)
         assert report.passed != hit, str(report)
         caught += hit
-        if report.kind == "value" and seed % 4 == 0 and report.entries_of:
+        if report.kind == "value" and seed % 4 == 0 and report.entries_of and not report.bisected:
             assert report.differing >= 1
             assert len(report.entries) == min(8, report.differing)
             adjoint = drawn.operator.H

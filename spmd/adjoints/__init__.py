@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from spmd.adjoints.dot import DotTest, usual_specs
-from spmd.adjoints.matrices import Matrices, enter
+from spmd.adjoints.matrices import SHOWN, Matrices, enter, enter_some
 from spmd.adjoints.report import AdjointError, AdjointReport, Entry, Fault, Place, table
 from spmd.adjoints.trial import Trial, raised
 from spmd.autodiff import tree
@@ -23,12 +23,14 @@ from spmd.mesh import Mesh, Worker
 from spmd.operators.algebra import Linear
 from spmd.operators.base import Operator
 from spmd.placing import mesh_for
+from spmd.tracebacks import api_boundary
 
 __all__ = ["AdjointError", "AdjointReport", "Entry", "Fault", "Place", "check_adjoint", "table"]
 
 Shape = tuple[int, ...]
 
 
+@api_boundary
 def check_adjoint(
     f: Operator | Callable,
     *shapes: Shape,
@@ -240,18 +242,28 @@ def _on_workers(test: DotTest, body: Callable[[Worker], Any]):
 
 
 def locate(test: DotTest, report: AdjointReport) -> None:
-    """Enter into the report of a failure where F* is not F^H, if it is small enough to be looked at whole."""
+    """Enter into the report of a failure where F* is not F^H: of large matrices some entries, found by bisection."""
     if report.kind not in ("value", "twice"):
         return
     try:
         found = _compared(test, report, test.real)
         if found is not None and not _differ(found) and test.dtype.kind == "c":
             found = _compared(test, report, True)  # A conjugate too many does not show on real unit vectors.
+        if found is not None:
+            enter(report, *found)
+        else:
+            _bisect(test, report)
     except Exception:  # The verdict is there; only what would explain it is missing.
         return
-    if found is None:
-        return
-    enter(report, *found)
+
+
+def _bisect(test: DotTest, report: AdjointReport) -> None:
+    bound = 0.0 if test.exact else max(4 * report.bound, 64 * float(np.finfo(test.dtype).eps))
+    for reals in (test.real, True) if test.dtype.kind == "c" else (test.real,):
+        entries, count = _on_workers(test, lambda worker, reals=reals: Matrices(test, worker, reals).some(bound, SHOWN))
+        enter_some(report, entries, count)
+        if entries:
+            return
 
 
 def _compared(test: DotTest, report: AdjointReport, reals: bool):

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from spmd.adjoints import matrices
+from spmd.adjoints.probing import Lazily, wrong_entries
 from spmd.adjoints.report import AdjointReport, Fault, Place, number, plain
 from spmd.adjoints.trial import _SAFETY, _SHAKES
 from spmd.autodiff import tree
-from spmd.autodiff.transforms import vjp
+from spmd.autodiff.transforms import pullback_of
 from spmd.device import to_host
+from spmd.layout import offsets
 from spmd.ledger import ledger
 from spmd.linear import LinearOperator, Space, _conj
 from spmd.mesh import Worker
@@ -43,55 +47,60 @@ def _mixed(op: LinearOperator) -> bool:
 
 
 def _locate(op: LinearOperator, exact: bool, report: AdjointReport) -> None:
-    """Enter into the report where A.H is not the adjoint, if the operator is small enough to be looked at whole."""
+    """Enter into the report where A.H is not the adjoint: of large operators some entries, found by bisection."""
     split = _mixed(op)
-    if sum(op.shape) * (1 + split) > matrices.UNITS:
-        return
     xs, ys = _places(op.domain, "x", split), _places(op.range, "y", split)
-    needed = _matrix(op, split).reshape(len(xs), len(ys)).conj()
-    given = _matrix(op.H, split).reshape(len(ys), len(xs)).T
+    n, m = len(xs), len(ys)
+    forward, back = partial(_applied, op, split), partial(_applied, op.H, split)
     eps = max(float(np.finfo(s.dtype).eps) for s in tree.leaves((op.domain, op.range)))
+    bound = 0.0 if exact else max(4 * report.bound, 64 * eps)
+    if n + m > matrices.UNITS:
+        found = wrong_entries(forward, back, (n, m), bound, 0, matrices.SHOWN)
+        matrices.enter_some(report, matrices.entries(found, xs, ys), n * m)
+        return
+    needed = np.array([forward(unit) for unit in matrices.units(n)], complex).reshape(n, m).conj()
+    given = np.array([back(unit) for unit in matrices.units(m)], complex).reshape(m, n).T
     most = np.abs(np.concatenate([needed.reshape(-1), given.reshape(-1)])).max(initial=0.0)
-    matrices.enter(report, needed, given, xs, ys, 0.0 if exact else max(4 * report.bound, 64 * eps) * most)
+    matrices.enter(report, needed, given, xs, ys, bound * most)
 
 
-def _places(space: Any, name: str, split: bool) -> list[Place]:
+def _places(space: Any, name: str, split: bool) -> Lazily[Place]:
     """What the entries of vectors of a space stand for."""
-    places: list[Place] = []
-    for k, s in enumerate(tree.leaves(space)):
-        holder = np.zeros(s.shape, int)
-        for w, owner in enumerate(s.layout.owners):
-            if owner == w:
-                holder[s.layout.slices(w)] = w
-        for index in np.ndindex(*s.shape):
-            w = int(holder[index])
-            local = tuple(i - cut.start for i, cut in zip(index, s.layout.slices(w), strict=True))
-            units = ("re", "im") if split and s.dtype.kind == "c" else ("",)
-            places += [Place(name, k, s.mesh.describe(w), local, index, unit) for unit in units]
-    return places
+    spaces = tree.leaves(space)
+    units = [("re", "im") if split and s.dtype.kind == "c" else ("",) for s in spaces]
+    firsts = offsets([s.size * len(u) for s, u in zip(spaces, units, strict=True)])
+
+    def at(i: int) -> Place:
+        k = bisect_right(firsts, i) - 1
+        entry, unit = divmod(i - firsts[k], len(units[k]))
+        s = spaces[k]
+        index = tuple(map(int, np.unravel_index(entry, s.shape)))
+        w = next(w for w in s.layout.owners if _holds(s.layout.slices(w), index))
+        local = tuple(i - cut.start for i, cut in zip(index, s.layout.slices(w), strict=True))
+        return Place(name, k, s.mesh.describe(w), local, index, units[k][unit])
+
+    return Lazily(firsts[-1], at)
 
 
-def _matrix(op: LinearOperator, split: bool) -> np.ndarray:
-    """What comes of each unit vector. split: over the reals, in which a complex number is two."""
+def _holds(box: tuple[slice, ...], index: tuple[int, ...]) -> bool:
+    return all(cut.start <= i < cut.stop for i, cut in zip(index, box, strict=True))
 
-    def parts(a: np.ndarray) -> np.ndarray:
-        if split and a.dtype.kind == "c":
-            return np.stack([np.real(a), np.imag(a)], axis=-1).reshape(-1)
-        return a.reshape(-1)
 
-    def vector(y: Any) -> np.ndarray:
-        return np.concatenate([parts(a.numpy()) for a in tree.leaves(y)]).astype(complex)
-
+def _applied(op: LinearOperator, split: bool, vector: np.ndarray) -> np.ndarray:
+    """What comes of a vector. split: over the reals, in which a complex number is two."""
     spaces, treedef = tree.flatten(op.domain)
-    rows = []
-    for k, s in enumerate(spaces):
-        for index in np.ndindex(*s.shape):
-            for unit in (1, 1j) if split and s.dtype.kind == "c" else (1,):
-                arrays = [np.zeros(t.shape, t.dtype) for t in spaces]
-                arrays[k][index] = unit
-                laid = [t.laid(a) for t, a in zip(spaces, arrays, strict=True)]
-                rows.append(vector(op(tree.unflatten(treedef, laid))))
-    return np.array(rows, complex)
+    laid, first = [], 0
+    for s in spaces:
+        two = split and s.dtype.kind == "c"
+        mine = vector[first : first + s.size * (1 + two)]
+        first += len(mine)
+        whole = mine[::2] + 1j * mine[1::2] if two else mine
+        laid.append(s.laid(np.array(whole, s.dtype).reshape(s.shape)))
+    parts = []
+    for y in tree.leaves(op(tree.unflatten(treedef, laid))):
+        a = y.numpy().reshape(-1)
+        parts.append(np.stack([np.real(a), np.imag(a)], axis=-1).reshape(-1) if split and a.dtype.kind == "c" else a)
+    return np.concatenate(parts).astype(complex)
 
 
 def _trial(op: LinearOperator, exact: bool, key: tuple[int, ...], report: AdjointReport) -> None:
@@ -130,7 +139,7 @@ def _trial(op: LinearOperator, exact: bool, key: tuple[int, ...], report: Adjoin
     if not error <= bound:
         text = "<F x, y> and <x, F* y> differ by " + plain(number(forward - backward))
         report.faults.append(Fault("value", text + ("; integers must agree" if exact else ", more than rounding does")))
-    elif not close(_conj(vjp(op, x)[1](_conj(y))[0]), back):
+    elif not close(_conj(pullback_of(op, (x,))[1](_conj(y))[0]), back):
         report.faults.append(Fault("twice", "where A is differentiated its transpose is another one than A.T"))
 
 

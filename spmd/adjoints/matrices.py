@@ -1,13 +1,18 @@
-"""Where F* is not F^H: their matrices, column by column, and what kind of fault their difference looks like."""
+"""Where F* is not F^H: their matrices, column by column, or some entries of large ones; and what kind of fault their
+difference looks like."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 
 from spmd.adjoints.dot import DotTest
+from spmd.adjoints.probing import Lazily, wrong_entries
 from spmd.adjoints.report import AdjointReport, Entry, Place, number, plain
 from spmd.adjoints.trial import InBody, sealed, state_in
 from spmd.autodiff.tracer import Array, value_of
@@ -15,7 +20,7 @@ from spmd.device import to_host
 from spmd.layout import Layout, P
 from spmd.mesh import Worker
 
-__all__ = ["UNITS", "Matrices", "enter", "hint"]
+__all__ = ["SHOWN", "UNITS", "Matrices", "enter", "enter_some", "entries", "hint", "units"]
 
 Shape = tuple[int, ...]
 
@@ -33,25 +38,43 @@ class Matrices(InBody):
         super().__init__(test, worker, (test.seed, 0))
         self.reals = reals or test.real
 
-    def found(self) -> tuple[np.ndarray, np.ndarray, list[Place], list[Place]] | None:
+    def found(self) -> tuple[np.ndarray, np.ndarray, Sequence[Place], Sequence[Place]] | None:
         """F^H and F* as matrices, and what their rows and columns stand for; None if that would take too long."""
+        inputs, outputs = self._sides()
+        n, m = len(inputs.places), len(outputs.places)
+        if n + m > UNITS:
+            return None
+        columns = [outputs.read(self.forward(*inputs.made(unit))) for unit in units(n)]
+        rows = [inputs.read(self.back(*outputs.made(unit))) for unit in units(m)]
+        forward, backward = np.array(columns, complex).reshape(n, m), np.array(rows, complex).reshape(m, n)
+        return self._all_of(forward).conj(), self._all_of(backward).T, inputs.places, outputs.places
+
+    def some(self, bound: float, wanted: int) -> tuple[list[Entry], int]:
+        """Some of the entries in which F* is not F^H, found by bisection, and how many entries there are in all."""
+        inputs, outputs = self._sides()
+        found = wrong_entries(
+            lambda x: self._all_of(outputs.read(self.forward(*inputs.made(x)))),
+            lambda y: self._all_of(inputs.read(self.back(*outputs.made(y)))),
+            (len(inputs.places), len(outputs.places)),
+            bound,
+            self.test.seed,
+            wanted,
+        )
+        return entries(found, inputs.places, outputs.places), len(inputs.places) * len(outputs.places)
+
+    def _sides(self) -> tuple[_Side, _Side]:
+        """The arguments and the results of F as vectors."""
         xs = [self.argument(k) for k in range(len(self.test.shapes))]
         outs = self.run(xs)
         kinds = {np.dtype(a.dtype).kind == "c" for a in (*xs, *outs)}
         self.split = (self.reals and True in kinds) or len(kinds) > 1
         starts = [self._start(self.layout(k)) for k in range(len(xs))]
         inputs = _Side(self, xs, "x", "source", starts)
-        outputs = _Side(self, outs, "y", "target", [self._start(layout) for layout in self._results(outs)])
-        if len(inputs.places) + len(outputs.places) > UNITS:
-            return None
-        columns = [outputs.read(self.forward(*unit)) for unit in inputs.units()]
-        rows = [inputs.read(self.back(*unit)) for unit in outputs.units()]
-        forward = np.array(columns, complex).reshape(len(inputs.places), len(outputs.places))
-        backward = np.array(rows, complex).reshape(len(outputs.places), len(inputs.places))
-        # Each worker has filled in what it owns, and zeros elsewhere.
-        forward = np.sum(self.gather(forward), axis=0)
-        backward = np.sum(self.gather(backward), axis=0)
-        return forward.conj(), backward.T, inputs.places, outputs.places
+        return inputs, _Side(self, outs, "y", "target", [self._start(layout) for layout in self._results(outs)])
+
+    def _all_of(self, mine: np.ndarray) -> np.ndarray:
+        """What all workers have filled in: each what it owns, and zeros elsewhere."""
+        return np.sum(self.gather(mine), axis=0)
 
     def _results(self, outs: Sequence) -> list[Layout | None]:
         """How the results are laid out, where that is known."""
@@ -86,17 +109,25 @@ class _Side:
             (np.shape(value_of(a)), start, body.owns(a, self.rooted)) for a, start in zip(arrays, starts, strict=True)
         ]
         held = [json.loads(text) for text in body.texts(json.dumps(mine))]
-        self.places: list[Place] = []
         self.first: dict[tuple[int, int], int] = {}  # where the numbers of a part on a worker begin
+        parts: list[tuple[int, Callable[[int], Place]]] = []
+        count = 0
         for k, a in enumerate(arrays):
             units = ("re", "im") if body.split and np.dtype(a.dtype).kind == "c" else ("",)
             for w in range(mesh.size):
                 shape, start, owned = held[w][k]
                 if owned:
-                    self.first[k, w] = len(self.places)
-                    for index in np.ndindex(*shape):
-                        whole = None if start is None else tuple(i + s for i, s in zip(index, start, strict=True))
-                        self.places += [Place(name, k, mesh.describe(w), index, whole, unit) for unit in units]
+                    self.first[k, w] = count
+                    place = partial(_place, Place(name, k, mesh.describe(w), ()), tuple(shape), start, units)
+                    parts.append((count, place))
+                    count += math.prod(shape) * len(units)
+        firsts = [first for first, _ in parts]
+
+        def at(i: int) -> Place:
+            first, place = parts[bisect_right(firsts, i) - 1]
+            return place(i - first)
+
+        self.places = Lazily(count, at)
 
     def _owner(self, a) -> int:
         """The first worker that holds what this worker holds of an array."""
@@ -105,19 +136,20 @@ class _Side:
         alike = tuple(n for n in worker.mesh.axes if n not in varying and n not in self.rooted)
         return worker.group(alike).members[0] if alike else worker.index
 
-    def units(self) -> Iterator[list[Array]]:
-        """The unit vectors."""
-        at = [self.first[k, self._owner(a)] for k, a in enumerate(self.arrays)]
-        for j in range(len(self.places)):
-            unit = []
-            for a, first in zip(self.arrays, at, strict=True):
-                split = self.body.split and np.dtype(a.dtype).kind == "c"
-                data = np.zeros(np.shape(value_of(a)), a.dtype)
-                k, imaginary = divmod(j - first, 2) if split else (j - first, 0)
-                if 0 <= k < data.size:
-                    data.reshape(-1)[k] = 1j if imaginary else 1
-                unit.append(Array(sealed(data, self.body.worker), state_in(a, self.body.worker)))
-            yield unit
+    def made(self, vector: np.ndarray) -> list[Array]:
+        """The blocks of which a vector holds the numbers."""
+        made = []
+        for k, a in enumerate(self.arrays):
+            first, shape = self.first[k, self._owner(a)], np.shape(value_of(a))
+            size = math.prod(shape)
+            if self.body.split and np.dtype(a.dtype).kind == "c":
+                mine = vector[first : first + 2 * size]
+                mine = mine[::2] + 1j * mine[1::2]
+            else:
+                mine = vector[first : first + size]
+            data = np.array(mine, a.dtype).reshape(shape)
+            made.append(Array(sealed(data, self.body.worker), state_in(a, self.body.worker)))
+        return made
 
     def read(self, arrays: Sequence) -> np.ndarray:
         """Blocks as a vector: what this worker owns of it."""
@@ -132,17 +164,49 @@ class _Side:
         return vector
 
 
-_SHOWN = 8
+def _place(part: Place, shape: Shape, start: Sequence[int] | None, units: Sequence[str], i: int) -> Place:
+    """Number i of a part: the units of an entry follow each other."""
+    i, unit = divmod(i, len(units))
+    local = tuple(map(int, np.unravel_index(i, shape)))
+    whole = None if start is None else tuple(k + s for k, s in zip(local, start, strict=True))
+    return part._replace(local=local, whole=whole, unit=units[unit])
+
+
+def units(count: int) -> Iterator[np.ndarray]:
+    """The unit vectors."""
+    for j in range(count):
+        unit = np.zeros(count)
+        unit[j] = 1
+        yield unit
+
+
+def entries(found: Iterable[tuple], xs: Sequence[Place], ys: Sequence[Place]) -> list[Entry]:
+    """Entries by what their rows and columns stand for."""
+    return [Entry(xs[i], ys[j], number(np.complex128(a)), number(np.complex128(b))) for i, j, a, b in found]
+
+
+def enter_some(report: AdjointReport, found: Sequence[Entry], entries_of: int) -> None:
+    """Enter into a report some entries that bisection has found, or that it has found none."""
+    report.entries, report.entries_of, report.bisected = list(found), entries_of, True
+
+
+SHOWN = 8
 """How many entries a report lists."""
 
 
-def enter(report: AdjointReport, needed: np.ndarray, given: np.ndarray, xs: list, ys: list, room: float) -> None:
+def enter(
+    report: AdjointReport,
+    needed: np.ndarray,
+    given: np.ndarray,
+    xs: Sequence[Place],
+    ys: Sequence[Place],
+    room: float,
+) -> None:
     """Enter into a report where F*, `given`, is not F^H, and what kind of fault that looks like."""
     wrong = np.abs(needed - given) > room
     report.differing, report.entries_of = int(np.sum(wrong)), wrong.size
-    report.entries = [
-        Entry(xs[i], ys[j], number(needed[i, j]), number(given[i, j])) for i, j in np.argwhere(wrong)[:_SHOWN]
-    ]
+    first = ((int(i), int(j), needed[i, j], given[i, j]) for i, j in np.argwhere(wrong)[:SHOWN])
+    report.entries = entries(first, xs, ys)
     report.hint = hint(needed, given, room, np.array([x.unit == "im" for x in xs], bool))
 
 

@@ -76,8 +76,9 @@ class AdjointReport:
     messages, bytes: what all workers send for one F; declared: what the operator says that they do, if it is one.
 
     Where the test fails: smallest: the report of the smallest case found that fails in the same way; this one, if there
-    is no smaller. differing: how many entries of the matrix of F* are not those of F^H, of `entries_of` in all (0 where
-    the matrix is too large to look at); entries: the first of them. hint: what kind of fault that looks like.
+    is no smaller. differing: how many entries of the matrix of F* are not those of F^H, of `entries_of` in all;
+    entries: the first of them. bisected: the matrix is too large to be looked at whole: entries are some that bisection
+    has found, and differing is not known, 0. hint: what kind of fault that looks like.
     reproduce: a line of Python that fails like this.
     """
 
@@ -98,6 +99,7 @@ class AdjointReport:
     entries: list[Entry] = field(default_factory=list)
     differing: int = 0
     entries_of: int = 0
+    bisected: bool = False
     hint: str = ""
     reproduce: str = ""
 
@@ -129,14 +131,26 @@ class AdjointReport:
             small = self if self.smallest is None else self.smallest  # a report of failure is false
             if small is not self:
                 lines.append(f"  smallest case that fails: {small.of}")
-            if small.entries:
-                lines.append(f"  F* is not F^H in {small.differing} of {small.entries_of} entries:")
-                lines += [f"    {entry}" for entry in small.entries]
-                lines += ["    ..."] * (small.differing > len(small.entries))
+            lines += small._located()
             if self.hint:
                 lines.append(f"  looks like: {self.hint}")
             lines.append(f"  reproduce: {small.reproduce}")
         return "\n".join(lines)
+
+    def _located(self) -> list[str]:
+        """Where F* is not F^H, line by line."""
+        if not self.bisected and not self.entries:
+            return []
+        entries = [f"    {entry}" for entry in self.entries]
+        if not self.bisected:
+            more = ["    ..."] * (self.differing > len(self.entries))
+            return [f"  F* is not F^H in {self.differing} of {self.entries_of} entries:", *entries, *more]
+        if not entries:
+            return [f"  where F* is not F^H was not found: bisection of {self.entries_of} entries ended without one"]
+        return [
+            f"  F* is not F^H in these of {self.entries_of} entries, found by bisection; there may be more:",
+            *entries,
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """The figures, as JSON takes them: complex numbers are pairs, and NaN is None."""

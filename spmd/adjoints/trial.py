@@ -12,7 +12,7 @@ from spmd.adjoints.dot import DotTest
 from spmd.adjoints.report import AdjointReport, Fault, number, plain
 from spmd.autodiff import tree
 from spmd.autodiff.tracer import Array, value_of
-from spmd.autodiff.transforms import vjp
+from spmd.autodiff.transforms import pullback_of
 from spmd.device import to_host
 from spmd.errors import LayoutError, MismatchError, message
 from spmd.layout import Layout, P
@@ -93,7 +93,7 @@ class InBody:
 
     def run(self, xs: Sequence[Array]) -> list:
         """F x, and from now on what `back` needs."""
-        out, self.pull, *_ = vjp(self.test.f, *xs)
+        out, self.pull, *_ = pullback_of(self.test.f, xs)
         self.outs, self.out_tree = tree.flatten(out)
         if not self.outs:
             raise LayoutError(
@@ -256,7 +256,7 @@ class Trial(InBody):
 
     def _twice(self, xs, ys, outs, found) -> list[Fault]:
         """Whether F* is the same when it is differentiated, and F** = F, to the precision of the mode."""
-        same, again, *_ = vjp(self.back, *ys)
+        same, again, *_ = pullback_of(self.back, ys)
         faults = [
             Fault("twice", f"where it is differentiated F* has another value for argument {k}")
             for k, (s, g) in enumerate(zip(same, found, strict=True))

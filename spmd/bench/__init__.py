@@ -25,6 +25,7 @@ from spmd import kernels
 from spmd.device import imported
 from spmd.errors import message
 from spmd.kernels import jit
+from spmd.spellings import closest
 from spmd.transport.blas import blas_threads, usable_cores
 
 __all__ = ["FAMILIES", "Row", "bench_kernels", "rows", "table"]
@@ -63,7 +64,7 @@ def bench_kernels(device: str = "cpu", only: str = "", rounds: int = 7) -> dict[
                 argument="device",
                 got=repr(device),
                 need='"cpu", or "cuda"',
-                mend='device="cpu"',
+                mend=f'device="{closest(device, ("cpu", "cuda"))}"',
             )
         )
     return _on_cpu(rows(only), rounds) if device == "cpu" else _on_gpu(rows(only), rounds)

@@ -18,6 +18,8 @@ from spmd.autodiff.tracer import Array
 from spmd.errors import SpecError, describe, message
 from spmd.functions.arguments import array, axis_of, cast, floating, number
 from spmd.kernels.reference.activation import FAR, FORMS, KINDS, form
+from spmd.spellings import closest
+from spmd.tracebacks import api_boundary
 
 __all__ = [
     "bias_act",
@@ -150,6 +152,7 @@ def _of(x, kind: str, alpha: float = 1.0):
     return _activated(floating(where, "x", x), None, kind, alpha)
 
 
+@api_boundary
 def bias_act(x, bias, kind: str = "relu", *, alpha: float | None = None):
     """f(x + bias), in one pass over memory.
 
@@ -160,7 +163,15 @@ def bias_act(x, bias, kind: str = "relu", *, alpha: float | None = None):
     where = "spmd.functions.bias_act"
     x = floating(where, "x", x)
     if not isinstance(kind, str) or kind not in KINDS:
-        raise SpecError(message(where, argument="kind", got=repr(kind), need=", ".join(KINDS), mend='kind="relu"'))
+        raise SpecError(
+            message(
+                where,
+                argument="kind",
+                got=repr(kind),
+                need=", ".join(KINDS),
+                mend=f'kind="{closest(kind, KINDS, "relu")}"',
+            )
+        )
     if alpha is not None and kind not in ("leaky_relu", "elu", "celu"):
         need = "no alpha: only leaky_relu, elu and celu have one"
         raise SpecError(message(where, argument="alpha", got=f"{alpha} for {kind}", need=need, mend="leave it out"))
@@ -184,37 +195,44 @@ def _slope(where: str, argument: str, alpha: Any, nonzero: bool = False) -> floa
     return alpha
 
 
+@api_boundary
 def relu(x):
     """max(x, 0), entry by entry. x: real; integers stay integers. Derivative: 1 where x > 0, else 0."""
     x = array("spmd.functions.relu", "x", x, "fiu", "real numbers", "x.astype(float)")
     return np.maximum(x, 0) if x.dtype.kind in "iu" else _of(x, "relu")
 
 
+@api_boundary
 def relu6(x):
     """min(max(x, 0), 6)."""
     return _of(x, "relu6")
 
 
+@api_boundary
 def leaky_relu(x, negative_slope: float = 0.01):
     """x where x > 0, else negative_slope * x."""
     return _of(x, "leaky_relu", _slope("spmd.functions.leaky_relu", "negative_slope", negative_slope))
 
 
+@api_boundary
 def hard_sigmoid(x):
     """min(max(x / 6 + 1/2, 0), 1)."""
     return _of(x, "hard_sigmoid")
 
 
+@api_boundary
 def hard_swish(x):
     """x * hard_sigmoid(x); Howard et al., "Searching for MobileNetV3", 2019."""
     return _of(x, "hard_swish")
 
 
+@api_boundary
 def sigmoid(x):
     """1 / (1 + exp(-x)), without overflow."""
     return _of(x, "sigmoid")
 
 
+@api_boundary
 def silu(x):
     """x * sigmoid(x), also called swish; Elfwing, Uchibe, Doya, 2017."""
     return _of(x, "silu")
@@ -223,6 +241,7 @@ def silu(x):
 swish = silu
 
 
+@api_boundary
 def gelu(x, approximate: bool | str = True):
     """x * Phi(x), Phi being the distribution function of the normal distribution; Hendrycks, Gimpel, 2016.
 
@@ -231,17 +250,18 @@ def gelu(x, approximate: bool | str = True):
     """
     if not isinstance(approximate, bool | str) or isinstance(approximate, str) and approximate not in ("tanh", "none"):
         where, need = "spmd.functions.gelu", 'True or "tanh", False or "none"'
-        raise SpecError(
-            message(where, argument="approximate", got=describe(approximate), need=need, mend="approximate=True")
-        )
+        mend = f'approximate="{closest(approximate, ("tanh", "none"))}"'
+        raise SpecError(message(where, argument="approximate", got=describe(approximate), need=need, mend=mend))
     return _of(x, "gelu_tanh" if approximate in (True, "tanh") else "gelu")
 
 
+@api_boundary
 def elu(x, alpha: float = 1.0):
     """x where x > 0, else alpha * (exp(x) - 1)."""
     return _of(x, "elu", _slope("spmd.functions.elu", "alpha", alpha))
 
 
+@api_boundary
 def celu(x, alpha: float = 1.0):
     """x where x > 0, else alpha * (exp(x / alpha) - 1); alpha is positive."""
     where = "spmd.functions.celu"
@@ -251,21 +271,25 @@ def celu(x, alpha: float = 1.0):
     return _of(x, "celu", alpha)
 
 
+@api_boundary
 def selu(x):
     """1.0507 * elu(x, 1.6733); Klambauer et al., "Self-normalizing neural networks", 2017."""
     return _of(x, "selu")
 
 
+@api_boundary
 def softplus(x):
     """log(1 + exp(x)), without overflow."""
     return _of(x, "softplus")
 
 
+@api_boundary
 def log_sigmoid(x):
     """log(sigmoid(x)) = -softplus(-x)."""
     return _of(x, "log_sigmoid")
 
 
+@api_boundary
 def mish(x):
     """x * tanh(softplus(x)); Misra, 2019."""
     return _of(x, "mish")
@@ -288,12 +312,14 @@ def _halves(where: str, x, axis: int):
     return x[(*before, slice(None, n))], x[(*before, slice(n, None))]
 
 
+@api_boundary
 def glu(x, axis: int = -1):
     """a * sigmoid(b), where a and b are the halves of x along an axis; Dauphin et al., 2016. As `jax.nn.glu`."""
     a, b = _halves("spmd.functions.glu", x, axis)
     return a * sigmoid(b)
 
 
+@api_boundary
 def swiglu(x, axis: int = -1):
     """silu(a) * b, where a and b are the halves of x along an axis; Shazeer, "GLU variants", 2020."""
     a, b = _halves("spmd.functions.swiglu", x, axis)

@@ -19,6 +19,8 @@ from spmd.mesh import Worker, here
 from spmd.operators.base import varying
 from spmd.operators.halo import along, balanced, checked_spec, halo_exchange, lengths_met
 from spmd.operators.halo_plan import BOUNDARIES
+from spmd.spellings import closest
+from spmd.tracebacks import api_boundary
 
 __all__ = ["conv", "conv_transpose"]
 
@@ -130,14 +132,15 @@ def _boundaries(where: str, boundary: Any, dims: int) -> tuple[str, ...]:
     """One for each spatial dimension."""
     each = (boundary,) * dims if isinstance(boundary, str) or not isinstance(boundary, Sequence) else tuple(boundary)
     known = [b for b in BOUNDARIES if b != "none"]
-    if len(each) != dims or any(b not in known for b in each):
+    wrong = next((b for b in each if b not in known), None)
+    if len(each) != dims or wrong is not None:
         raise SpecError(
             message(
                 where,
                 argument="boundary",
                 got=repr(boundary),
                 need=f"one of {', '.join(known)}, or one for each of the {dims} spatial dimensions",
-                mend='padding=0 where nothing is to come; boundary="zero" where zeros are',
+                mend=f'boundary="{closest(wrong, known)}"; padding=0 where nothing is to come',
             )
         )
     return each
@@ -162,6 +165,7 @@ def _lengths(where: str, worker: Worker, x: Any, spec: P, names: Any, shape: Any
     return tuple(lengths[2:])
 
 
+@api_boundary
 def conv(
     x,
     w,
@@ -228,6 +232,7 @@ def conv(
     return _with_bias(where, y, bias)
 
 
+@api_boundary
 def conv_transpose(
     x, w, bias=None, stride: Any = 1, padding: Any = 0, output_padding: Any = 0, groups: int = 1, dilation: Any = 1
 ):

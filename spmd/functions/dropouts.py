@@ -10,10 +10,12 @@ from spmd import random
 from spmd.errors import SpecError, describe, message
 from spmd.functions.arguments import floating
 from spmd.layout import P
+from spmd.tracebacks import api_boundary
 
 __all__ = ["dropout"]
 
 
+@api_boundary
 def dropout(x, rate: float, key: Any, spec: P | None = None):
     """x with each entry set to 0 with probability rate, and the others divided by 1 - rate.
 

@@ -17,6 +17,7 @@ from spmd.functions.arguments import alike, array
 from spmd.mesh import here
 from spmd.operators.base import agree, varying
 from spmd.operators.reduce import psum
+from spmd.tracebacks import api_boundary
 from spmd.transport.base import Call
 
 __all__ = ["add_rows", "embedding", "one_hot", "take_rows"]
@@ -46,6 +47,7 @@ def _one_hot(ids, *, classes, dtype):
     return (ids[..., None] == xp.arange(classes)).astype(dtype)
 
 
+@api_boundary
 def take_rows(table, ids):
     """The rows of a table that ids name. table: (n, ...). ids: integers of any shape, from 0 to n - 1.
 
@@ -58,6 +60,7 @@ def take_rows(table, ids):
     return rows_at(table, _known(where, ids, table.shape[0], ()))
 
 
+@api_boundary
 def add_rows(ids, g, rows: int):
     """A table whose rows are sums: of all entries of g that ids give to the row. ids: integers of any shape, from 0 to
     rows - 1. g: of shape ids.shape + (...). Gives (rows, ...).
@@ -81,6 +84,7 @@ def add_rows(ids, g, rows: int):
     return _add_rows(ids, g, rows=rows)
 
 
+@api_boundary
 def embedding(table, ids, axis_name: str | Sequence[str] | None = None, padding_idx: int | None = None):
     """The rows of a table that ids name, where the rows may be split over workers.
 
@@ -137,6 +141,7 @@ def _states(where: str, table: Any, ids: Any, names: tuple[str, ...]) -> None:
     alike(where, "ids", ids, names, "the same ids on all workers that share the table")
 
 
+@api_boundary
 def one_hot(ids, classes: int, dtype: Any = float):
     """Rows of zeros with a one at the place that each id names. ids: integers of any shape, from 0 to classes - 1.
 

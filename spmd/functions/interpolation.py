@@ -15,6 +15,8 @@ from spmd.errors import SpecError, describe, message
 from spmd.functions.arguments import array
 from spmd.kernels import taps
 from spmd.kernels.cpu.chunks import accurate
+from spmd.spellings import closest
+from spmd.tracebacks import api_boundary
 
 __all__ = ["Taps", "inject", "plan_resize", "resample", "resize", "sample"]
 
@@ -87,6 +89,7 @@ def _resample(x, *, taps, axis) -> Any:
     return kernels.of(x).resample(x, *taps.on(x), axis)
 
 
+@api_boundary
 def resample(x, taps: Taps, axis: int = -1):
     """Along an axis, output o is the sum of weight[o, k] * x[index[o, k]], of the taps that `plan_resize` gives.
 
@@ -113,6 +116,7 @@ def _plan(n: int, m: int, method: str, align_corners: bool, antialias: bool, cub
     return Taps(n, *taps.resize_taps(n, m, method, align_corners, antialias, cubic))
 
 
+@api_boundary
 def plan_resize(
     n: int,
     m: int,
@@ -147,6 +151,7 @@ def plan_resize(
     return _plan(int(n), int(m), method, bool(align_corners), bool(antialias), float(cubic))
 
 
+@api_boundary
 def resize(
     x,
     shape: Sequence[int],
@@ -229,6 +234,7 @@ def _slopes(g, x, points, options) -> Any:
     return np.stack(found, axis=1)
 
 
+@api_boundary
 def sample(x, points, method: str = "linear", boundary: str = "zero", *, cubic: float = -0.5):
     """The values of a field between its entries. x: (..., *spatial), floating or complex.
 
@@ -252,6 +258,7 @@ def sample(x, points, method: str = "linear", boundary: str = "zero", *, cubic: 
     return np.reshape(found, (*lead, *points.shape[:-1]))
 
 
+@api_boundary
 def inject(
     values, points, shape: Sequence[int], method: str = "linear", boundary: str = "zero", *, cubic: float = -0.5
 ):
@@ -326,7 +333,7 @@ def _check_method(where: str, method: Any, cubic: Any, boundary: str = "zero") -
     for argument, value, known in (("method", method, taps.METHODS), ("boundary", boundary, taps.BOUNDARIES)):
         if value not in known:
             words = ", ".join(map(repr, known))
-            mend = f"{argument}={known[1]!r}"
+            mend = f"{argument}={closest(value, known, known[1])!r}"
             raise SpecError(message(where, argument=argument, got=repr(value), need=f"one of {words}", mend=mend))
     if isinstance(cubic, bool) or not isinstance(cubic, int | float | np.floating):
         raise SpecError(

@@ -19,6 +19,7 @@ from spmd.kernels.cpu.chunks import accurate
 from spmd.mesh import here
 from spmd.operators.gather import all_gather
 from spmd.operators.reduce import AxisName, reduced_axes
+from spmd.tracebacks import api_boundary
 
 __all__ = ["batch_norm", "group_norm", "instance_norm", "layer_norm", "merge_moments", "moments", "rms_norm"]
 
@@ -123,6 +124,7 @@ def _parameter(where: str, name: str, p, shape: tuple[int, ...], dtype=None) -> 
     return p if dtype is None else cast(p, dtype)
 
 
+@api_boundary
 def layer_norm(x, weight=None, bias=None, eps: float = 1e-5, *, ndim: int = 1, axis_name: AxisName | None = None):
     """(x - mean) / sqrt(var + eps) * weight + bias, by the mean and variance of each row.
 
@@ -136,6 +138,7 @@ def layer_norm(x, weight=None, bias=None, eps: float = 1e-5, *, ndim: int = 1, a
     return _rows("spmd.functions.layer_norm", x, weight, bias, eps, ndim, axis_name, True)
 
 
+@api_boundary
 def rms_norm(x, weight=None, eps: float = 1e-6, *, ndim: int = 1, axis_name: AxisName | None = None):
     """x / sqrt(mean(x^2) + eps) * weight, for each row: as `layer_norm`, without the mean. Zhang, Sennrich, 2019."""
     return _rows("spmd.functions.rms_norm", x, weight, None, eps, ndim, axis_name, False)
@@ -191,6 +194,7 @@ def _moments(x):
     return kernels.of(x).moments(x)
 
 
+@api_boundary
 def merge_moments(counts, means, squares):
     """The count, mean and sum of squared distances of several samples together, from those of each.
 
@@ -218,6 +222,7 @@ def _statistics(x, axis_name: AxisName | None, where: str):
     return merge_moments(every[:, -1], every[:, :channels], every[:, channels:-1])
 
 
+@api_boundary
 def moments(
     x, axis: int | Sequence[int] | None = None, *, axis_name: AxisName | None = None, keepdims: bool = False
 ) -> tuple[Any, Any]:
@@ -251,6 +256,7 @@ def _channels(where: str, x, axis: int):
     return np.reshape(x, (prod(x.shape[:axis]), x.shape[axis], prod(x.shape[axis + 1 :])))
 
 
+@api_boundary
 def batch_norm(
     x,
     weight=None,
@@ -310,6 +316,7 @@ def batch_norm(
     return y if running is None else (y, running)
 
 
+@api_boundary
 def group_norm(x, groups: int, weight=None, bias=None, eps: float = 1e-5):
     """Layer norm over groups of channels and all places, for each item of a batch.
 
@@ -339,6 +346,7 @@ def group_norm(x, groups: int, weight=None, bias=None, eps: float = 1e-5):
     return np.reshape(y, x.shape)
 
 
+@api_boundary
 def instance_norm(x, weight=None, bias=None, eps: float = 1e-5):
     """Every channel of every item normalised by itself: `group_norm` with as many groups as channels."""
     x = floating("spmd.functions.instance_norm", "x", x)

@@ -9,6 +9,7 @@ from spmd.autodiff.primitive import primitive
 from spmd.errors import SpecError, describe, message
 from spmd.functions.arguments import array, floating
 from spmd.functions.window_arguments import each, paddings
+from spmd.tracebacks import api_boundary
 
 __all__ = ["avg_pool", "max_pool"]
 
@@ -37,6 +38,7 @@ def _max_pool(x, *, window, ceil_mode):
     return kernels.of(x).max_pool(x, *window, ceil_mode)
 
 
+@api_boundary
 def max_pool(
     x,
     window: Any,
@@ -78,6 +80,7 @@ def _avg_pool(x, *, options) -> Any:
     return kernels.of(x).avg_pool(x, *options)
 
 
+@api_boundary
 def avg_pool(
     x,
     window: Any,

@@ -21,6 +21,8 @@ from spmd.functions.embeddings import rows_at
 from spmd.kernels.cpu.chunks import accurate
 from spmd.mesh import here
 from spmd.operators.reduce import AxisName, pmax, psum
+from spmd.spellings import closest
+from spmd.tracebacks import api_boundary
 
 __all__ = ["log_softmax", "logsumexp", "softmax", "softmax_cross_entropy"]
 
@@ -44,6 +46,7 @@ def _softmax(x):
     return kernels.of(x).softmax(x)
 
 
+@api_boundary
 def softmax(x, axis: int = -1, *, axis_name: AxisName | None = None):
     """exp(x) / sum(exp(x)) along an axis, without overflow. x: floating, of any shape with dimensions.
 
@@ -75,6 +78,7 @@ def _log_softmax(x):
     return kernels.of(x).log_softmax(x)
 
 
+@api_boundary
 def log_softmax(x, axis: int = -1, *, axis_name: AxisName | None = None):
     """x - log(sum(exp(x))) along an axis, without overflow. x: floating, of any shape with dimensions.
 
@@ -111,6 +115,7 @@ def _logsumexp(x):
     return kernels.of(x).logsumexp(x)
 
 
+@api_boundary
 def logsumexp(
     x, axis: int | Sequence[int] | None = None, b=None, keepdims: bool = False, *, axis_name: AxisName | None = None
 ):
@@ -228,6 +233,7 @@ def _soft_cross_entropy(x, t, *, kept: _Kept | None):
     return loss
 
 
+@api_boundary
 def softmax_cross_entropy(
     logits,
     labels,
@@ -383,7 +389,7 @@ def _counted(labels, ignore: int | None, loss):
 
 def _check_reduction(reduction: str, axis_name: AxisName | None) -> None:
     if reduction not in ("none", "sum", "mean"):
-        mend = 'reduction="mean"'
+        mend = f'reduction="{closest(reduction, ("none", "sum", "mean"), "mean")}"'
         raise SpecError(_message("reduction", describe(reduction), '"none", "sum" or "mean"', mend))
     if axis_name is not None and reduction == "none":
         got, need = f"{axis_name!r} without a reduction", "something to add up over the workers"

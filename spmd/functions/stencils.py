@@ -14,6 +14,7 @@ from spmd.functions.arguments import array, cast
 from spmd.functions.window_arguments import paddings
 from spmd.kernels.windows import reach, stencil_adjoint_padding
 from spmd.operators.stencil import checked_offsets
+from spmd.tracebacks import api_boundary
 
 __all__ = ["stencil"]
 
@@ -48,6 +49,7 @@ def _stencil_weights(g, x, *, offsets, padding) -> Any:
     return kernels.of(g).stencil_weights(g, x, offsets, padding)
 
 
+@api_boundary
 def stencil(x, offsets, weights, padding: Any = 0):
     """y[i] = sum over k of weights[k] * x[i + offsets[k]], wherever all offsets stay inside.
 

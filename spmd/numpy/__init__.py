@@ -13,6 +13,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 from spmd.autodiff.namespace import namespace
+from spmd.late import absent
+from spmd.tracebacks import api_boundary
 
 if TYPE_CHECKING:
     from numpy import *  # noqa: F403
@@ -22,8 +24,12 @@ _PARTS = ("fft", "linalg")
 __all__ = [name for name in dir(namespace) if name[0] != "_"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
+@api_boundary
 def __getattr__(name: str):
-    found = importlib.import_module(f"{__name__}.{name}") if name in _PARTS else getattr(namespace, name)
+    try:
+        found = importlib.import_module(f"{__name__}.{name}") if name in _PARTS else getattr(namespace, name)
+    except AttributeError:
+        raise absent(__name__, name) from None
     globals()[name] = found
     return found
 

@@ -23,6 +23,7 @@ from spmd.errors import LayoutError, SpecError, StateError, describe, message
 from spmd.layout import Layout, P, Spec
 from spmd.mesh import WORKER, here
 from spmd.state import INVARIANT, ROOTED, VARYING, state_of
+from spmd.tracebacks import api_boundary
 
 __all__ = ["Composed", "Linear", "Terms", "across", "added", "identity", "signature"]
 
@@ -72,6 +73,7 @@ class Linear:
         """Raise where two maps cannot be composed."""
         raise NotImplementedError
 
+    @api_boundary
     def __matmul__(self, other: Any) -> Any:
         if not isinstance(other, Linear):
             return self(other)
@@ -85,12 +87,14 @@ class Linear:
         (a, left), (b, right) = (x.terms[0] if len(x.terms) == 1 else (1, (x,)) for x in (self, other))
         return self._make(((a * b, left + right),), ends)
 
+    @api_boundary
     def __add__(self, other: Any) -> Any:
         if not isinstance(other, Linear):
             return NotImplemented
         self._meet(other, "+")
         return self._make((*self.terms, *other.terms), self._ends_with(other))
 
+    @api_boundary
     def __mul__(self, number: Any) -> Any:
         number = _number(number)
         if number is None:
@@ -99,13 +103,16 @@ class Linear:
 
     __rmul__ = __mul__
 
+    @api_boundary
     def __truediv__(self, number: Any) -> Any:
         number = _number(number)
         return NotImplemented if number is None else self * (1 / number)
 
+    @api_boundary
     def __neg__(self) -> Any:
         return self * -1
 
+    @api_boundary
     def __sub__(self, other: Any) -> Any:
         return self + -other if isinstance(other, Linear) else NotImplemented
 
@@ -393,6 +400,7 @@ def _refuse(axes: list[str], own: Mapping[str, Along], factors, sign: str) -> No
 # Outside of bodies
 
 
+@api_boundary
 def across(op: Linear, x: Any) -> Any:
     """An operator of bodies applied to a global array: to every block, as x lies.
 

@@ -31,7 +31,18 @@ from spmd.autodiff.rooms import writable
 from spmd.autodiff.tape import Future, Node
 from spmd.autodiff.tracer import NO_OPTIONS, Array, Mixing, value_of, weak
 from spmd.device import COPIED, contiguous, copied, home, joined, on_device, owned, stacked, zeros
-from spmd.errors import ClosureError, DifferentiationError, LayoutError, StateError, caller, describe, message
+from spmd.errors import (
+    ClosureError,
+    DifferentiationError,
+    LayoutError,
+    StateError,
+    all_of,
+    axes_of,
+    caller,
+    describe,
+    message,
+    one_or_all,
+)
 from spmd.frontends import frontend
 from spmd.kernels import buffers, team
 from spmd.kernels.cpu.moves import joiner
@@ -40,6 +51,7 @@ from spmd.mesh import WORKER, Worker, here
 from spmd.operators.algebra import Linear, Term, across, composed, meet
 from spmd.replicas import Source, source_of
 from spmd.state import INVARIANT, VARYING, State, state_of
+from spmd.tracebacks import api_boundary
 from spmd.transport.base import LEDGERS, Call, Comm, Eager, Group, Handle, Make, Ready, Shape, Way, sealed
 
 __all__ = [
@@ -542,15 +554,15 @@ def _admitted(op: Collective, x: Any, state: State, worker: Worker) -> State:
     if missing:
         if op.adds:
             rest = [n for n in op.axes if n not in missing]
-            axes = repr(missing[0]) if len(missing) == 1 else repr(tuple(missing))
+            axes = one_or_all(missing)
             factor = worker.group(tuple(missing)).size
             raise StateError(
                 message(
                     f"spmd.{op.function}",
                     argument="x",
-                    got=f"{describe(x)}, which does not vary over axis {axes}",
-                    need=f"an array that varies over {' and '.join(map(repr, op.axes))}",
-                    mend=(f"name {' and '.join(map(repr, rest))} only" if rest else "leave the call out")
+                    got=f"{describe(x)}, which does not vary over {axes_of(missing)}",
+                    need=f"an array that varies over {all_of(op.axes)}",
+                    mend=(f"name {all_of(rest)} only" if rest else "leave the call out")
                     + f": along {axes} the value is already the same on all {factor} workers; "
                     f"spmd.pvary(x, {axes}) first if the sum of {factor} copies is meant",
                 )
@@ -562,8 +574,8 @@ def _admitted(op: Collective, x: Any, state: State, worker: Worker) -> State:
             message(
                 f"spmd.{op.function}",
                 argument="x",
-                got=f"{describe(x)}, which varies over axis {present[0]!r}",
-                need=f"an array that is Invariant along {' and '.join(map(repr, op.axes))}",
+                got=f"{describe(x)}, which varies over {axes_of(present)}",
+                need=f"an array that is Invariant along {all_of(op.axes)}",
                 mend="reduce or gather it first (spmd.psum, spmd.all_gather(..., to='invariant'))",
             )
         )
@@ -915,6 +927,7 @@ class _Verification:
         worker.replicas.verify(worker, self.axes, value, self.where, self.argument, self.source)
 
 
+@api_boundary
 def varying(a, axis_name: str | Sequence[str]):
     """Declare that bare data differs from worker to worker along an axis: made from `worker_index`, read from a file.
 
@@ -935,6 +948,7 @@ def varying(a, axis_name: str | Sequence[str]):
     return worker.carrying(owned_block(bare, Vary(())), state)
 
 
+@api_boundary
 def block(x) -> np.ndarray:
     """The bare read-only data of an undifferentiated array of a body: to print it, or to use any library on it.
 

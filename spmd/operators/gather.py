@@ -30,6 +30,7 @@ from spmd.operators.base import (
     split_ways,
 )
 from spmd.operators.reduce import AxisName, _names, folding
+from spmd.spellings import closest
 from spmd.state import INVARIANT
 from spmd.transport.base import Call, Comm, Eager, Group, Make, Ready, gather_cost, scatter_cost
 
@@ -197,7 +198,9 @@ def all_gather(x, axis_name: AxisName, *, axis: int = 0, tiled: bool = False, to
                 argument="to",
                 got=repr(to),
                 need='"varying" or "invariant"',
-                mend='leave it out, or to="invariant" for a result that counts as one value',
+                mend='to="varying", or leave it out'
+                if closest(to, kinds, "invariant") == "varying"
+                else 'to="invariant" for a result that counts as one value',
             )
         )
     return operate(interned(kinds[to], names, axis, tiled), x, sys._getframe(1))

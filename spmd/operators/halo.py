@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import numpy as np
 
 from spmd.device import COPIED, copied, empty, put, zeros
-from spmd.errors import LayoutError, SpecError, describe, message, nearest
+from spmd.errors import LayoutError, MeshError, SpecError, describe, message
 from spmd.kernels import buffers
 from spmd.kernels.cpu.moves import joiner
 from spmd.layout import P, block_sizes
@@ -35,6 +35,8 @@ from spmd.operators.halo_plan import (
     near_size,
     trimmed,
 )
+from spmd.spellings import closest
+from spmd.tracebacks import shorten
 from spmd.transport.base import Call, Comm, Eager, Group, Make, Steps
 
 Kind = TypeVar("Kind", bound="_Halo")
@@ -841,19 +843,21 @@ def _sizes(where: str, sizes: Any) -> tuple[tuple[int, ...] | None, ...]:
     )
 
 
+_SYMMETRIC = ', which is the same for widths of 1; "reflect" mirrors too, and does not repeat the last entry'
+
+
 def _boundaries(where: str, boundary: Any, count: int) -> str | tuple[str, ...]:
     """One boundary, or one for each dimension that has widths."""
     each = tuple(boundary) if isinstance(boundary, Sequence) and not isinstance(boundary, str) else (boundary,)
     for b in each:
         if b not in BOUNDARIES:
-            close = nearest(str(b), BOUNDARIES, 1)
             raise LayoutError(
                 message(
                     where,
                     argument="boundary",
                     got=repr(b),
                     need=f"one of {', '.join(BOUNDARIES)}, or one for each dimension",
-                    mend=f'write "{(close or ["none"])[0]}"',
+                    mend=f'write "{closest(b, BOUNDARIES)}"' + _SYMMETRIC * (b == "symmetric"),
                 )
             )
     if isinstance(boundary, str):
@@ -872,7 +876,11 @@ def _boundaries(where: str, boundary: Any, count: int) -> str | tuple[str, ...]:
 
 
 def _operator(kind: type[_Halo], spec: P, widths: Any, boundary: Any, shape: Any, sizes: Any) -> _Halo:
-    sides = (WORKER.get() or here(f"spmd.{kind.function}")).mesh.sides
+    try:
+        sides = (WORKER.get() or here(f"spmd.{kind.function}")).mesh.sides
+    except MeshError as error:
+        shorten(error)
+        raise
     try:
         return _made(kind, spec, widths, boundary, shape, sizes, sides)
     except TypeError:  # lists

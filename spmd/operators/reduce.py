@@ -20,7 +20,7 @@ from spmd.autodiff.program import COMM, is_slot
 from spmd.autodiff.tape import Place, alone
 from spmd.autodiff.tracer import Array, value_of
 from spmd.device import COPIED, contiguous, on_device
-from spmd.errors import LayoutError, StateError, caller, describe, message
+from spmd.errors import LayoutError, MeshError, StateError, caller, describe, message
 from spmd.frontends import frontend
 from spmd.kernels.cpu.moves import small_fold
 from spmd.mesh import WORKER, Worker, here
@@ -40,7 +40,9 @@ from spmd.operators.base import (
     vary,
     verify,
 )
+from spmd.spellings import closest
 from spmd.state import INVARIANT, state_of
+from spmd.tracebacks import shorten
 from spmd.transport.base import (
     GRADIENTS,
     LEDGERS,
@@ -280,7 +282,7 @@ def pcast(x, axis_name: AxisName, *, to: str = "varying"):
                 argument="to",
                 got=repr(to),
                 need='"varying" or "invariant"',
-                mend='spmd.pcast(x, axis_name, to="varying")',
+                mend=f'spmd.pcast(x, axis_name, to="{closest(to, ("varying", "invariant"))}")',
             )
         )
     for a in tree.leaves(x):
@@ -304,7 +306,11 @@ def _names(axis_name: AxisName, function: str) -> tuple[str, ...]:
     if worker is not None and type(axis_name) is str and axis_name in worker.mesh.axes:
         return (axis_name,)
     where = f"spmd.{function}"
-    return here(where).mesh.names(axis_name, where)
+    try:
+        return here(where).mesh.names(axis_name, where)
+    except MeshError as error:
+        shorten(error)
+        raise
 
 
 def reduced_axes(x, names: tuple[str, ...], where: str) -> tuple[str, ...]:

@@ -12,13 +12,14 @@ from typing import Any, ClassVar
 import numpy as np
 
 from spmd.device import COPIED, empty, put
-from spmd.errors import LayoutError, describe, message
+from spmd.errors import LayoutError, MeshError, describe, message
 from spmd.kernels.cpu.moves import joiner, places
 from spmd.layout import Box, Layout
 from spmd.mesh import WORKER, here
 from spmd.operators.base import Launched, Operator, Shape, interned, kept, operate, sealed
 from spmd.plan import Move, plan
 from spmd.state import INVARIANT, VARYING, State, state_of
+from spmd.tracebacks import shorten
 from spmd.transport.base import Boxes, Call, Comm, Eager, Group, Ready
 
 __all__ = ["Accumulate", "Repartition", "accumulate", "repartition"]
@@ -189,7 +190,11 @@ class Accumulate(_Relayout):
 
 
 def _operator(kind: type[_Relayout], src: Layout, dst: Layout) -> _Relayout:
-    sides = (WORKER.get() or here(f"spmd.{kind.function}")).mesh.sides
+    try:
+        sides = (WORKER.get() or here(f"spmd.{kind.function}")).mesh.sides
+    except MeshError as error:
+        shorten(error)
+        raise
     try:
         return _made(kind, src, dst, sides)
     except TypeError:  # no layouts

@@ -18,12 +18,14 @@ import numpy as np
 from spmd import kernels
 from spmd.autodiff.tracer import Array
 from spmd.device import contiguous
-from spmd.errors import LayoutError, SpecError, describe, message, nearest
+from spmd.errors import LayoutError, SpecError, describe, message
 from spmd.kernels.windows import reach
 from spmd.layout import P
 from spmd.mesh import here
 from spmd.operators.base import Launched, Operator, bounded, interned, operate, rebound, sealed
 from spmd.operators.halo import HaloExchange, Steps, along, checked_spec
+from spmd.operators.halo_plan import BOUNDARIES as EVERY
+from spmd.spellings import closest
 from spmd.transport.base import Call, Comm, Group
 
 __all__ = ["Stencil", "checked_offsets", "stencil"]
@@ -244,12 +246,18 @@ def stencil(
                 argument="boundary",
                 got=repr(boundary),
                 need=f'"zero" or "periodic", for all dimensions or for each of the {len(table[0])}',
-                mend=f'write "{(nearest(str(wrong), BOUNDARIES, 1) or ["zero"])[0]}"; '
-                "spmd.halo_exchange has other boundaries",
+                mend=_other_boundary(wrong),
             )
         )
     op = interned(Stencil, spec.axes, spec, table, factors, boundary if isinstance(boundary, str) else each)
     return operate(op, x, sys._getframe(1))
+
+
+def _other_boundary(wrong: Any) -> str:
+    meant = closest(wrong, EVERY)
+    if meant in BOUNDARIES:
+        return f'write "{meant}"'
+    return f'spmd.halo_exchange(x, spec, widths, "{meant}") before, then spmd.functions.stencil'
 
 
 def checked_offsets(where: str, offsets: Any) -> Offsets:

@@ -15,12 +15,12 @@ from spmd.autodiff.tracer import Array
 from spmd.device import on_device
 from spmd.errors import describe
 from spmd.frontends import frontend
-from spmd.mesh import here
 from spmd.operators.base import named, normal_axis, operate
 from spmd.operators.reduce import (
     AxisName,
     Extremum,
     Sum,
+    _names,
     added_up_in,
     dtype_of,
     pmax,
@@ -40,7 +40,7 @@ Axis = int | Sequence[int] | None
 def _start(x, axis_name: AxisName, axis: Axis, function: str):
     """The array, the axes of the mesh it varies over among those named, and the dimensions as a tuple."""
     where = f"spmd.{function}"
-    names = here(where).mesh.names(axis_name, where)
+    names = _names(axis_name, function)
     if type(x) is Array:
         admit_dtype(x.dtype, where, lambda: describe(x))
     elif not on_device(x) and frontend(x) is None:

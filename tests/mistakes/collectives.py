@@ -41,7 +41,7 @@ SUMS = [
         lambda: run(lambda x: spmd.psum(x, ("data", "model")), ins=P(), out=P()),
         StateError,
         "spmd.psum: argument x",
-        "axis ('data', 'model')",
+        "axes 'data' and 'model'",
         "varies over 'data' and 'model'",
         "the same on all 4 workers",
     ),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from spmd.errors import message
 
 try:
-    import torch
+    import torch  # noqa: F401
 except ImportError as error:
     raise ImportError(
         message(
@@ -46,6 +46,8 @@ from spmd.bridge.torch.modules import (
 from spmd.bridge.torch.sampler import Batches, Collate, DistributedSampler
 from spmd.bridge.torch.sharded import ShardedModule, clip_grad_norm_, grad_norm
 from spmd.bridge.torch.tensor import Tensor
+from spmd.late import absent
+from spmd.tracebacks import api_boundary
 
 if TYPE_CHECKING:
     from spmd import *  # noqa: F403
@@ -79,8 +81,6 @@ __all__ = [
     "tie",
 ]
 
-_INSTEAD = {"grad": "torch.func.grad", "value_and_grad": "torch.func.grad_and_value", "stop_gradient": "x.detach()"}
-
 
 def _shared() -> list[str]:
     """What is spmd's and serves here too: all but its own differentiation and its functions of NumPy's arrays."""
@@ -88,12 +88,11 @@ def _shared() -> list[str]:
     return [n for n in spmd.__all__ if not getattr(getattr(spmd, n), "__module__", "").startswith(own)]
 
 
+@api_boundary
 def __getattr__(name: str) -> Any:
     """The functions of bodies, which take tensors as they take arrays."""
     if name not in spmd.__all__ or name not in _shared():
-        instead = _INSTEAD.get(name, f"torch.func.{name}" if hasattr(torch.func, name) else None)
-        more = f": write {instead}" if instead else ""
-        raise AttributeError(f"module 'spmd.bridge.torch' has no attribute {name!r}{more}")
+        raise absent(__name__, name)
     found = getattr(spmd, name)
     if getattr(found, "__module__", "").startswith("spmd.operators."):
         found = compilable(found)

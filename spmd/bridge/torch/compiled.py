@@ -26,6 +26,7 @@ from spmd.mesh import WORKER, Mesh, Worker, here
 from spmd.operators.base import Operator, named, operate
 from spmd.operators.reduce import Extremum, Sum
 from spmd.state import ROOTED
+from spmd.tracebacks import api_boundary
 
 __all__ = ["OperatorFunction", "compilable", "operator", "token_of"]
 
@@ -476,6 +477,7 @@ class OperatorFunction:
         return f"spt.operator({self.op!r})"
 
 
+@api_boundary
 def operator(op: Operator) -> OperatorFunction:
     """An operator of `spmd.operators` as a function of this worker's tensor, in eager and in compiled bodies.
 

@@ -22,6 +22,7 @@ from spmd.mesh import Worker, here
 from spmd.operators.base import varying
 from spmd.operators.halo import halo_exchange, lengths_met
 from spmd.operators.reduce import psum, pvary
+from spmd.tracebacks import api_boundary
 from spmd.window import Window, plan_windows
 
 __all__ = ["DistributedConv", "DistributedPool"]
@@ -62,6 +63,7 @@ class DistributedConv(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
+    @api_boundary
     def __init__(self, conv: nn.Module, in_spec: P, out_spec: P | None = None, *, size: Sequence[int] | None = None):
         super().__init__()
         where = "spt.DistributedConv"
@@ -140,6 +142,7 @@ class DistributedPool(nn.Module):
 
     _pool: Any
 
+    @api_boundary
     def __init__(self, pool: nn.Module, spec: P, *, size: Sequence[int] | None = None):
         super().__init__()
         where = "spt.DistributedPool"

@@ -14,8 +14,10 @@ import torch
 from torch import nn
 
 from spmd.bridge.torch.gradients import WHERE, Sums
-from spmd.errors import MeshError, StateError, message, nearest
+from spmd.errors import MeshError, StateError, message
 from spmd.mesh import WORKER, Worker, here
+from spmd.spellings import closest
+from spmd.tracebacks import api_boundary
 
 __all__ = ["DataParallel", "data_parallel"]
 
@@ -23,6 +25,7 @@ _REDUCTIONS = ("sum", "mean")
 _INITS = ("broadcast", "verify")
 
 
+@api_boundary
 def data_parallel(
     module: nn.Module,
     axis_name: str | Sequence[str],
@@ -89,6 +92,7 @@ class DataParallel(nn.Module):
 
     module: nn.Module
 
+    @api_boundary
     def __init__(
         self,
         module: nn.Module,
@@ -232,7 +236,7 @@ def _check(module: Any, reduction: Any, bucket_bytes: Any, init: Any) -> None:
                     argument=name,
                     got=repr(value),
                     need=f"one of {', '.join(map(repr, known))}",
-                    mend=f'{name}="{(nearest(str(value), known, 1) or known)[0]}"',
+                    mend=f'{name}="{closest(value, known)}"',
                 )
             )
     if not isinstance(bucket_bytes, int) or isinstance(bucket_bytes, bool) or bucket_bytes < 1:

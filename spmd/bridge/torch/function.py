@@ -9,6 +9,7 @@ another run of the workers than its forward.
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,11 +26,12 @@ from spmd import frontends
 from spmd.autodiff.dtypes import mean_dtype
 from spmd.bridge.torch.memory import array_dtype, block_of, borrowed, owned, tensor_of, torch_dtype
 from spmd.bridge.torch.tensor import Tensor, plain, state_of_tensor, stated, summed
-from spmd.errors import MeshError, TransportError, message
+from spmd.errors import MeshError, Place, TransportError, caller, message
 from spmd.mesh import WORKER, Mesh, Worker
 from spmd.operators.base import Collective, Operator, Vary, admitted, interned, launch
 from spmd.operators.reduce import Sum
 from spmd.state import State, state_of
+from spmd.tracebacks import api_boundary
 
 __all__ = [
     "FRONTEND",
@@ -166,13 +168,16 @@ def seat_of(worker: Worker) -> Seat:
 class Task:
     """One application of a collective by one worker.
 
+    place: the user's line, from which its adjoint counts as called too.
     op: what is applied, until `run` replaces it by the same operator bound to the blocks it met. asks: whether any
     worker's tensor is differentiated. key: of the parameter of which this makes the twin.
     """
 
-    __slots__ = ("asks", "finish", "key", "op", "result", "seat", "token")
+    __slots__ = ("asks", "finish", "key", "op", "place", "result", "seat", "token")
 
-    def __init__(self, op: Collective, seat: Seat):
+    def __init__(self, op: Collective, seat: Seat, frame: Any = None):
+        user = caller(frame or sys._getframe(1))
+        self.place = None if user is None else Place(user)
         self.op: Any = op
         self.seat = seat
         self.asks = [False]
@@ -181,18 +186,18 @@ class Task:
         self.key: Any = None
         self.token = False
 
-    def start(self, x: torch.Tensor, frame: FrameType | None = None) -> None:
+    def start(self, x: torch.Tensor) -> None:
         """Start on the data of x."""
         op, worker = self.op, self.seat.taken()
         no_lockstep(worker)
         block, lent = block_of(plain(x) if isinstance(x, Tensor) else x, worker, f"spmd.{op.function}")
         began = WORKER.get()
         if began is worker:
-            self.finish = launch(op, block, worker, frame, self.asks, lent)
+            self.finish = launch(op, block, worker, self.place, self.asks, lent)
         else:  # a thread of torch's own
             token = WORKER.set(worker)
             try:
-                self.finish = launch(op, block, worker, frame, self.asks, lent)
+                self.finish = launch(op, block, worker, self.place, self.asks, lent)
             finally:
                 WORKER.reset(token)
 
@@ -226,7 +231,7 @@ class Apply(Function):
         task: Task = ctx.task
         if task.key is not None:
             task.seat.twins.pop(task.key, None)
-        back = apply(task.op.back, g, task.seat)
+        back = apply(task.op.back, g, task.seat, task.place)
         return (None if task.token else back), None
 
 
@@ -248,7 +253,7 @@ class Transformed(Function):
         task: Task = ctx.task
         if tangent is None:
             return None
-        return apply(task.op, tangent, task.seat)
+        return apply(task.op, tangent, task.seat, task.place)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: torch.Tensor, task: Task) -> Any:
@@ -256,7 +261,7 @@ class Transformed(Function):
         parts = x.unbind(in_dims[0])
         if not parts:
             return _of_none(Transformed, x, in_dims[0], task), 0
-        tasks = [Task(task.op, task.seat) for _ in parts]
+        tasks = [Task(task.op, task.seat, task.place) for _ in parts]
         for part, t in zip(parts, tasks, strict=True):
             if type(t.op) is not Vary and not transformed(part):
                 t.start(part)
@@ -269,7 +274,7 @@ def _of_none(kind: Any, x: torch.Tensor, dim: int, task: Task) -> torch.Tensor:
     """The results for no samples at all: their shape is learnt from one of zeros."""
     shape = list(x.shape)
     del shape[dim]
-    one = kind.apply(x.new_zeros(shape), Task(task.op, task.seat))
+    one = kind.apply(x.new_zeros(shape), Task(task.op, task.seat, task.place))
     return one.new_zeros((0, *one.shape))
 
 
@@ -293,23 +298,24 @@ class Attain(Function):
         dims = ctx.task.op.dims
         x, top = ctx.saved_tensors
         ties, count = ties_of(x, top, dims)
-        total = apply(ctx.task.op.backward(interned(Sum, ctx.task.op.axes)), count.detach(), ctx.task.seat)
+        total = apply(
+            ctx.task.op.backward(interned(Sum, ctx.task.op.axes)), count.detach(), ctx.task.seat, ctx.task.place
+        )
         return ties.detach() / total, dims
 
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor) -> Any:
         weights, dims = Attain._weights(ctx)
         # The extremum is Invariant, and so is its cotangent: what is derived from this by g is summed over workers.
-        g = apply(Vary(ctx.task.op.axes), g, ctx.task.seat)
+        g = apply(Vary(ctx.task.op.axes), g, ctx.task.seat, ctx.task.place)
         return (expanded(g, dims) * weights).to(g.dtype), None
 
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, _: Any) -> Any:
         weights, dims = Attain._weights(ctx)
         share = tangent * weights
-        total = apply(
-            ctx.task.op.backward(interned(Sum, ctx.task.op.axes)), share.sum(dims) if dims else share, ctx.task.seat
-        )
+        back = ctx.task.op.backward(interned(Sum, ctx.task.op.axes))
+        total = apply(back, share.sum(dims) if dims else share, ctx.task.seat, ctx.task.place)
         return total.to(tangent.dtype)
 
     @staticmethod
@@ -317,7 +323,7 @@ class Attain(Function):
         parts = x.unbind(in_dims[0])
         if not parts:
             return _of_none(Attain, x, in_dims[0], task), 0
-        return torch.stack([Attain.apply(part, Task(task.op, task.seat)) for part in parts]), 0
+        return torch.stack([Attain.apply(part, Task(task.op, task.seat, task.place)) for part in parts]), 0
 
 
 def expanded(x: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
@@ -400,14 +406,15 @@ def _recorded(x: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and x.requires_grad and not torch.is_inference_mode_enabled()
 
 
-def apply(op: Any, x: torch.Tensor, seat: Seat) -> torch.Tensor:
-    """An operator on a tensor, recorded where it is differentiated; no check of states."""
-    return _started(op, plain(x) if isinstance(x, Tensor) else x, seat, None)()
+def apply(op: Any, x: torch.Tensor, seat: Seat, frame: Any = None) -> torch.Tensor:
+    """An operator on a tensor, recorded where it is differentiated; no check of states. frame: from where it counts as
+    called, a frame or a Place; None: from the nearest line of the user's above."""
+    return _started(op, plain(x) if isinstance(x, Tensor) else x, seat, frame)()
 
 
-def _started(op: Collective, x: torch.Tensor, seat: Seat, frame: FrameType | None) -> Callable[[], torch.Tensor]:
+def _started(op: Collective, x: torch.Tensor, seat: Seat, frame: Any) -> Callable[[], torch.Tensor]:
     """Start an operator on a plain tensor; what finishes it."""
-    task = Task(op, seat)
+    task = Task(op, seat, frame)
     tasks = _CAPTURED.get()
     if tasks is not None:
         tasks.append(task)
@@ -418,7 +425,7 @@ def _started(op: Collective, x: torch.Tensor, seat: Seat, frame: FrameType | Non
     if type(op) is Vary:
         return lambda: Apply.apply(x, task)
     task.asks[0] = _recorded(x) and (x.is_floating_point() or x.is_complex())
-    task.start(x, frame)
+    task.start(x)
     grad = torch.is_grad_enabled()
 
     def finish() -> torch.Tensor:
@@ -575,6 +582,7 @@ class Tie(Function):
         return Tie.apply(first, *others), in_dims[0]
 
 
+@api_boundary
 def tie(loss: torch.Tensor, *outputs: torch.Tensor) -> torch.Tensor:
     """The loss, whose backward runs through the outputs too, with cotangents of zero.
 

@@ -18,6 +18,7 @@ from spmd.bridge.torch.sharded import ShardedModule
 from spmd.errors import LayoutError, describe, message
 from spmd.layout import Layout, P
 from spmd.mesh import here
+from spmd.tracebacks import api_boundary
 
 __all__ = ["ColumnParallelLinear", "DistributedLinear", "RowParallelLinear"]
 
@@ -158,6 +159,7 @@ class DistributedLinear(_Linear):
     over r. Raises LayoutError where partitions and blocks do not fit. DistDL's `DistributedLinear(P_x, P_y, P_w)`.
     """
 
+    @api_boundary
     def __init__(
         self,
         P_x: Grid | P,
@@ -309,6 +311,7 @@ class ColumnParallelLinear(_Linear):
     gather; backward one all-reduce, or one reduce-scatter. Megatron's f and first layer.
     """
 
+    @api_boundary
     def __init__(
         self,
         axis_name: AxisName,
@@ -362,6 +365,7 @@ class RowParallelLinear(_Linear):
     backward nothing, or one all-gather, and an all-reduce for the bias. Megatron's second layer and g.
     """
 
+    @api_boundary
     def __init__(
         self,
         axis_name: AxisName,

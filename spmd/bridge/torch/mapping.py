@@ -32,6 +32,7 @@ from spmd.placing import mesh_for
 from spmd.replicas import Record
 from spmd.specs import Leaf
 from spmd.state import state_of
+from spmd.tracebacks import api_boundary
 
 __all__ = ["TorchMapped", "map"]
 
@@ -50,6 +51,7 @@ def map(
 ) -> TorchMapped: ...
 
 
+@api_boundary
 def map(
     f: Callable | None = None,
     in_specs: Any = _MISSING,
@@ -93,6 +95,7 @@ class TorchMapped(Mapped):
         super().__init__(f, in_specs, out_specs, mesh, check)
         self.where = self.where.replace("spmd.map", "spt.map", 1)
 
+    @api_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return _called(self, args, kwargs)
 

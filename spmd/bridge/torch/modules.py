@@ -26,6 +26,7 @@ from spmd.bridge.torch.memory import array_dtype
 from spmd.errors import LayoutError, describe, message
 from spmd.layout import Layout, P
 from spmd.mesh import Worker, here
+from spmd.tracebacks import api_boundary
 from spmd.transport.base import Call
 from spmd.window import Window, Windows, plan_windows
 
@@ -353,6 +354,7 @@ class _Relayout(_Movement):
     src: Lies
     dst: Lies
 
+    @api_boundary
     def __init__(self, src: Lies, dst: Lies):
         super().__init__(src=_checked(self.where, "src", src), dst=_checked(self.where, "dst", dst))
 
@@ -498,6 +500,7 @@ class AllSumReduce(_Movement):
     axis_name: str | tuple[str, ...]
     becomes: str
 
+    @api_boundary
     def __init__(self, axis_name: str | Sequence[str], to: str = "invariant"):
         super().__init__(axis_name=_frozen(axis_name), to=_choice(self.where, to))
 
@@ -526,6 +529,7 @@ class AllGather(_Movement):
     tiled: bool
     becomes: str
 
+    @api_boundary
     def __init__(self, axis_name: str | Sequence[str], axis: int = 0, *, tiled: bool = True, to: str = "varying"):
         super().__init__(axis_name=_frozen(axis_name), axis=axis, tiled=tiled, to=_choice(self.where, to))
 
@@ -550,6 +554,7 @@ class ReduceScatter(_Movement):
     tiled: bool
     sizes: tuple[int, ...] | None
 
+    @api_boundary
     def __init__(
         self,
         axis_name: str | Sequence[str],
@@ -589,6 +594,7 @@ class HaloExchange(_Movement):
     ceil: bool
     outputs: Any
 
+    @api_boundary
     def __init__(
         self,
         spec: P,

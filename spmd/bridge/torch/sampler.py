@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, defa
 from spmd.errors import MeshError, describe, message
 from spmd.layout import block_sizes, offsets
 from spmd.mesh import WORKER
+from spmd.tracebacks import api_boundary
 
 __all__ = ["Batches", "Collate", "DistributedSampler"]
 
@@ -71,6 +72,7 @@ class DistributedSampler(Sampler[int]):
     of range, MeshError where it is not known which workers there are.
     """
 
+    @api_boundary
     def __init__(
         self,
         dataset: Dataset | Sized,
@@ -292,6 +294,7 @@ class Batches(Sampler[list[int]]):
     sampler=sampler.batches, batch_size=None)` where the dataset takes lists; collation needs `Collate`.
     """
 
+    @api_boundary
     def __init__(self, sampler: DistributedSampler):
         self.sampler = sampler
 
@@ -344,6 +347,7 @@ class Collate:
     list itself needs no `Collate`.
     """
 
+    @api_boundary
     def __init__(self, dataset: Any, collate_fn: Callable[[list], Any] | None = None):
         self.dataset = dataset
         self.collate_fn = collate_fn or default_collate

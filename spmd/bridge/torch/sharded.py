@@ -24,6 +24,7 @@ from spmd.mesh import WORKER, here
 from spmd.operators.base import named
 from spmd.operators.reduce import Sum
 from spmd.operators.repartition import Repartition
+from spmd.tracebacks import api_boundary
 
 __all__ = ["ShardedModule", "clip_grad_norm_", "grad_norm"]
 
@@ -242,6 +243,7 @@ def _gradients(modules: nn.Module | Iterable[nn.Module]) -> Iterator[tuple[torch
                 yield None if g is None else plain(g).detach(), layout, index
 
 
+@api_boundary
 def grad_norm(modules: nn.Module | Iterable[nn.Module], norm_type: float = 2.0) -> torch.Tensor:
     """The norm of all gradients of modules taken together as one vector, of whole parameters: each block counts once,
     and so does a replicated parameter. The same on all workers, and that of the same module without shards.
@@ -288,6 +290,7 @@ def _over(axes: tuple[str, ...], part: torch.Tensor, largest: bool) -> torch.Ten
     return apply(named("grad_norm", Sum, axes), part, seat_of(worker))
 
 
+@api_boundary
 def clip_grad_norm_(
     modules: nn.Module | Iterable[nn.Module],
     max_norm: float,

@@ -16,6 +16,7 @@ from torch._functorch import eager_transforms, vmap
 from torch.utils import checkpoint
 
 from spmd.bridge.torch.tensor import Tensor, put_state, swept
+from spmd.tracebacks import api_boundary
 
 __all__: list[str] = []
 
@@ -60,6 +61,7 @@ def _asking(engine: Callable) -> Callable:
     """What backward calls of Python's, a checkpointed function for one, meets tensors with states as forward did."""
 
     @functools.wraps(engine)
+    @api_boundary
     def call(*args: Any, **kwargs: Any) -> Any:
         if not swept():
             return engine(*args, **kwargs)

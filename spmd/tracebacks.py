@@ -1,0 +1,133 @@
+"""Tracebacks that show the user's frames: the public functions cut the library's own out of what they raise.
+
+`api_boundary` marks a public function. An error that leaves it keeps the frames of the user's code, of the body and of
+whoever called the map; those of the library, and of the packages that it runs bodies through, are taken out of the
+error itself, so that plain Python, IPython and pytest all show the same. SPMD_TRACEBACK=full leaves all in.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from functools import lru_cache, wraps
+from importlib import import_module
+from types import FrameType, ModuleType, TracebackType
+from typing import Any, TypeVar
+
+from spmd.errors import message
+
+__all__ = ["api_boundary", "shorten"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_INTERNAL = frozenset(
+    ("spmd", "numpy", "scipy", "torch", "optree", "greenlet", "mpi4py", "concurrent", "contextlib", "functools")
+)
+"""Packages and modules through which the library runs the user's code, or which it runs itself."""
+
+
+def api_boundary(f: F) -> F:
+    """A public function: an error that leaves it shows the user's frames only."""
+
+    @wraps(f)
+    def boundary(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return f(*args, **kwargs)
+        except BaseException as error:
+            shorten(error, f)
+            raise  # as it is now: a bare raise adds no frame
+
+    return boundary  # type: ignore[return-value]
+
+
+def shorten(error: BaseException, f: Callable[..., Any] | None = None) -> None:
+    """Take the library's frames out of an error, and of those that it came from.
+
+    f: the public function that it leaves.
+    """
+    if type(error) is TypeError:
+        _explain(error, f)
+    if os.environ.get("SPMD_TRACEBACK") == "full":
+        return
+    _hide(sys._getframe(1))
+    for one in _chain(error):
+        one.__traceback__ = _users(one.__traceback__)
+    for one in _chain(error):
+        context = one.__context__
+        if context is not None and one.__cause__ is None and context.__traceback__ is None:
+            one.__suppress_context__ = True  # raised and caught within the library
+
+
+_NO_SUCH_KEYWORD = re.compile(r"(?:\w+\.)*(\w+)\(\) got an unexpected keyword argument '(\w+)'")
+
+
+def _explain(error: TypeError, f: Callable[..., Any] | None) -> None:
+    """Say on the error of a call with a keyword that a public function has not what there is in its place."""
+    found = _NO_SUCH_KEYWORD.match(str(error))
+    last = error.__traceback__
+    if found is None or last is None:
+        return
+    if f is None or last.tb_next is not None or found[1] != f.__name__:  # the call of another function
+        while last.tb_next is not None:
+            last = last.tb_next
+        f = _named(found[1], last.tb_frame)
+    if f is not None:
+        spellings = import_module("spmd.spellings")
+        own, mend = spellings.keyword(f, found[2])
+        got = "a keyword that this function does not have"
+        error.args = (message(spellings.public_name(f), argument=found[2], got=got, need=own, mend=mend),)
+
+
+def _named(name: str, frame: FrameType) -> Callable[..., Any] | None:
+    """The public function of a name that a frame calls, if it is one of the library's."""
+    f = vars(sys.modules["spmd"]).get(name)
+    if f is None or _is_internal(frame.f_globals.get("__name__", "")):
+        return f
+    seen = (*frame.f_locals.values(), *frame.f_globals.values())
+    modules = [x for x in seen if isinstance(x, ModuleType) and x.__name__ in ("spmd", "spmd.bridge.torch")]
+    called = name in frame.f_code.co_names and (modules or any(x is f for x in seen))
+    return f if called else None
+
+
+def _hide(frame: FrameType | None) -> None:
+    """Have pytest leave out the functions of the library between here and the user's call, which are yet to be left."""
+    while frame is not None and _is_internal(frame.f_globals.get("__name__", "")):
+        if frame.f_globals["__name__"].startswith("spmd"):
+            frame.f_globals["__tracebackhide__"] = True
+        frame = frame.f_back
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An error, those of its group, and what each was raised from or in the handling of."""
+    seen: set[int] = set()
+    left: list[BaseException | None] = [error]
+    while left:
+        one = left.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            yield one
+            left += [one.__cause__, one.__context__, *(one.exceptions if isinstance(one, BaseExceptionGroup) else ())]
+
+
+def _users(traceback: TracebackType | None) -> TracebackType | None:
+    """A traceback without the library's frames."""
+    kept, internal = [], False
+    while traceback is not None:
+        if _is_internal(traceback.tb_frame.f_globals.get("__name__", "")):
+            internal = True
+        else:
+            kept.append(traceback)
+        traceback = traceback.tb_next
+    if not internal:
+        return kept[0] if kept else None
+    rest = None
+    for entry in reversed(kept):
+        rest = TracebackType(rest, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return rest
+
+
+@lru_cache(maxsize=4096)
+def _is_internal(module: str) -> bool:
+    return module.split(".", 1)[0] in _INTERNAL and module != "spmd.__main__"
