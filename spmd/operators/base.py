@@ -148,8 +148,8 @@ class Collective:
     keeps: ClassVar[bool] = True
     """Whether `pull` needs the block and the result."""
 
-    def owe(self, shared: dict, g, leaf: Node) -> Future | None:
-        """The cotangent of a leaf, if it may come later."""
+    def owe(self, shared: dict, g) -> Future | None:
+        """The cotangent of a leaf, if it may come later. shared: what a sweep's debts have in common, and the leaf."""
         return None
 
     @cached_property
@@ -206,6 +206,10 @@ def _after(target: str, axes: tuple[str, ...], state: State) -> State:
     return state_of(state.varying - set(axes) if target == INVARIANT else state.varying | set(axes))
 
 
+_BACK = "kept back"
+"""Where an operator keeps its adjoint, and what the backward sweep applies in its place."""
+
+
 class Operator(Collective, Linear):
     """A linear collective, declared with its adjoint.
 
@@ -236,10 +240,14 @@ class Operator(Collective, Linear):
     def pull(self, g, x, ans):
         return move(self.back, g)
 
-    @cached_property
+    @property
     def back(self) -> Operator:
         """The adjoint as the backward sweep applies it."""
-        return self.backward(self.H)
+        adjoint = self.H
+        known = self.__dict__.get(_BACK)
+        if known is None or known[0] is not adjoint:
+            known = self.__dict__[_BACK] = adjoint, self.backward(adjoint)
+        return known[1]
 
     def __call__(self, x):
         """The operator applied to this worker's block, or to a pytree of blocks, in a body; outside of bodies to a
@@ -319,12 +327,19 @@ def _rebound(op: Any, changes: tuple[tuple[str, Any], ...]) -> Any:
     return _replaced(op, changes)
 
 
-@kept
 def called_as(op: C, called: Called) -> C:
     """A collective with another `called`, whatever its class asks for to make one: the same object each time."""
+    found = _called_as(op, called)
+    return found if type(found) is type(op) else _renamed(op, called)  # a copy of another class has its tables too
+
+
+def _renamed(op: C, called: Called) -> C:
     other = copy(op)
     object.__setattr__(other, "called", called)  # it is frozen
     return other
+
+
+_called_as = kept(_renamed)
 
 
 def _of_leaves(op: Any, structure: Any) -> tuple[Any, ...]:
@@ -781,8 +796,16 @@ _MOVE = Primitive(
     None,
     "collective",
     rules=(lambda g, ans, op, x, y: op.pull(g, x, y),),
-    owe=lambda shared, g, leaf, op, x, y: op.owe(shared, g, leaf),
+    owe=lambda shared, g, leaf, op, x, y: _owed(shared, g, leaf, op),
 )
+
+
+_LEAF = object()
+
+
+def _owed(shared: dict, g: Any, leaf: Node, op: Collective) -> Future | None:
+    shared[_LEAF] = leaf
+    return op.owe(shared, g)
 
 
 # Vary, and how states meet
@@ -806,7 +829,7 @@ class Vary(Operator):
 
         return interned(Sum, self.axes)
 
-    def owe(self, shared: dict, g, leaf: Node) -> Future | None:
+    def owe(self, shared: dict, g) -> Future | None:
         if type(g) is Array:
             return None
         sums = shared.get(Vary)
@@ -814,7 +837,7 @@ class Vary(Operator):
             from spmd.operators.reduce import OwedSums
 
             sums = shared[Vary] = OwedSums(here("spmd.psum"))
-        return sums.owe(self.axes, g, leaf.place)
+        return sums.owe(self.axes, g, shared[_LEAF].place)
 
 
 def vary(x: Array, state: State) -> Array:
