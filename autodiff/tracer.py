@@ -33,6 +33,7 @@ from spmd.autodiff.primitive import (
     name_of,
     primitives,
     refusals,
+    valued,
 )
 from spmd.autodiff.program import Number, Slot, slot_of
 from spmd.autodiff.rooms import owns_memory, writable
@@ -53,6 +54,7 @@ __all__ = [
     "Mixing",
     "apply",
     "bare",
+    "by_numpy",
     "mixing",
     "record",
     "register_device_arrays",
@@ -619,7 +621,38 @@ def dispatch(fun, args, kwargs):
             return _computed(fun, *bared)
         if handler is None:
             raise _no_rule(fun)
+        if fun in valued:
+            return _valued(fun, handler, args, kwargs, bared)
     return handler(*args, **kwargs)
+
+
+def by_numpy(fun, composition, *args, **kwargs):
+    """composition(*args, **kwargs), with the value, the errors and the warnings of NumPy's own function."""
+    return _valued(fun, composition, args, kwargs, _all_bared(args, kwargs))
+
+
+def _valued(fun, composition, args, kwargs, bared):
+    if next(devices.arrays(bared[:2]), None) is not None:  # a device has functions of its own
+        return composition(*args, **kwargs)
+    exact = _computed(fun, *bared)
+    with np.errstate(all="ignore"):
+        return _with_values(composition(*args, **kwargs), exact)
+
+
+def _with_values(result, exact):
+    """Results with other values, on the tapes where they are."""
+    if type(result) is Array:
+        value = value_of(exact)
+        return _holding(result, value) if getattr(value, "shape", ()) == result.shape else result
+    if isinstance(result, tuple | list) and isinstance(exact, tuple | list):
+        parts = [_with_values(r, e) for r, e in zip(result, exact, strict=True)]
+        return type(result)(*parts) if hasattr(result, "_fields") else type(result)(parts)
+    return result
+
+
+def _holding(x: Array, value) -> Array:
+    """An Array with another value under all its levels."""
+    return Array(_holding(x.value, value) if type(x.value) is Array else value, x.state, x.tape, x.node)
 
 
 _families = ["statistics", "decompose", "fourier", "refused", "series", "sets"]
