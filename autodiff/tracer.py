@@ -491,6 +491,20 @@ def check_operand(x, where: str) -> None:
         )
 
 
+@functools.lru_cache(maxsize=256)
+def is_ours(kind: type) -> bool:
+    """Whether arrays of a class are ours, NumPy's or CuPy's."""
+    return issubclass(kind, np.ndarray) or kind.__module__.partition(".")[0] in ("spmd", "cupy")
+
+
+@functools.lru_cache(maxsize=256)
+def takes_over(kind: type) -> bool:
+    """Whether NumPy's ufuncs are left to operands of a class, or refused by it (`__array_ufunc__ = None`)."""
+    if is_ours(kind) or not hasattr(kind, "__array_ufunc__"):
+        return False
+    return not hasattr(kind, "__torch_function__")
+
+
 def joined(arrays) -> list[Any]:
     """Arrays, bare ones too, brought to one state: what a function that returns them all gives undifferentiated."""
     some = find(list(arrays), [])
@@ -634,9 +648,9 @@ def by_numpy(fun, composition, *args, **kwargs):
 def _valued(fun, composition, args, kwargs, bared):
     if next(devices.arrays(bared[:2]), None) is not None:  # a device has functions of its own
         return composition(*args, **kwargs)
-    exact = _computed(fun, *bared)
     with np.errstate(all="ignore"):
-        return _with_values(composition(*args, **kwargs), exact)
+        result = composition(*args, **kwargs)
+    return _with_values(result, _computed(fun, *bared))
 
 
 def _with_values(result, exact):
@@ -925,7 +939,10 @@ class Array(metaclass=Shown):
                     return apply_binary(prim, first, others[0])
         inputs = (first, *others)
         for x in inputs:
-            check_operand(x, name_of(ufunc))
+            if type(x) not in OPERANDS:
+                if takes_over(type(x)):
+                    return NotImplemented
+                check_operand(x, name_of(ufunc))
         if not SEQUENCES.isdisjoint(map(type, inputs)):
             inputs = tuple(np.asarray(a) if type(a) in SEQUENCES else a for a in inputs)
         if method == "__call__":
@@ -950,6 +967,8 @@ class Array(metaclass=Shown):
         if not _TYPES.issuperset(types):
             for x in (*args, *kwargs.values()):
                 check_operand(x, name_of(fun))
+            if any(t not in _TYPES and not is_ours(t) for t in types):
+                return NotImplemented
         prim = primitives.get(fun)
         if prim is not None and not kwargs and len(args) <= _place_of_out(fun):
             return apply_unary(prim, self) if len(args) == 1 and args[0] is self else apply(prim, args, kwargs)
