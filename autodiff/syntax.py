@@ -25,6 +25,7 @@ from spmd.autodiff.tracer import (
     apply_unary,
     check_operand,
     compute,
+    is_elsewhere,
     is_ours,
     takes_over,
     value_of,
@@ -46,7 +47,7 @@ def _define(symbol: str, run: Callable, whole: Callable, reflect: bool) -> None:
         if type(other) not in OPERANDS:
             if takes_over(type(other)):
                 return NotImplemented if type(other).__array_ufunc__ is None else whole(self, other)
-            if (other := _operand(other)) is NotImplemented or _comes_first(type(other)):
+            if _comes_first(other) or (other := _operand(other)) is NotImplemented:
                 return NotImplemented
         if ufunc is not None and getattr(self.value, "nbytes", 0) > tape.LARGE:
             # As NumPy does with its own temporaries: a large array that nobody can ask for again takes the result.
@@ -96,10 +97,13 @@ def taken(x: Array, other) -> bool:
     return type(b) in (int, float) or (type(b) is np.ndarray and b.dtype is a.dtype and b.shape == a.shape)
 
 
-@functools.lru_cache(maxsize=256)
-def _comes_first(kind: type) -> bool:
-    """Whether operands of a class without `__array_ufunc__` do what they do with ndarrays by themselves."""
-    return getattr(kind, "__array_priority__", 0.0) > np.ndarray.__array_priority__ and not is_ours(kind)
+def _comes_first(x) -> bool:
+    """Whether an operand without `__array_ufunc__` does what it does with an ndarray by itself: by its priority, and
+    that of ndarrays is zero."""
+    kind = type(x)
+    if kind in SEQUENCES or isinstance(x, np.generic) or is_ours(kind) or is_elsewhere(kind):
+        return False
+    return getattr(x, "__array_priority__", 0.0) > 0.0
 
 
 def _operand(x):

@@ -480,7 +480,7 @@ def check_operand(x, where: str) -> None:
                 mend="np.asarray(m), with @ for a product of matrices; np.where(mask, x, other) for a mask",
             )
         )
-    if hasattr(kind, "__torch_function__") or kind.__module__.partition(".")[0] in ("jax", "jaxlib"):
+    if is_elsewhere(kind):
         raise TracedConversionError(
             message(
                 where,
@@ -502,7 +502,12 @@ def takes_over(kind: type) -> bool:
     """Whether NumPy's ufuncs are left to operands of a class, or refused by it (`__array_ufunc__ = None`)."""
     if is_ours(kind) or not hasattr(kind, "__array_ufunc__"):
         return False
-    return not hasattr(kind, "__torch_function__")
+    return not is_elsewhere(kind)
+
+
+def is_elsewhere(kind: type) -> bool:
+    """Whether arrays of a class are recorded by another library, for its own derivatives."""
+    return hasattr(kind, "__torch_function__") or kind.__module__.partition(".")[0] in ("jax", "jaxlib")
 
 
 def joined(arrays) -> list[Any]:

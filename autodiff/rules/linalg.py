@@ -58,13 +58,20 @@ def _dot_itself(x):
     return np.dot(x, x)
 
 
+def _product(fun, composition, a, b):
+    """A composition of products of entries: NumPy rounds those of complex entries as its loops happen to run."""
+    if np.iscomplexobj(a) or np.iscomplexobj(b):
+        return by_numpy(fun, composition, a, b)
+    return composition(a, b)
+
+
 @composite(np.dot)
 def dot(a, b, out=None):
     a, b = array(a), array(b)
     if a is b and a.ndim == 1 and a.dtype.char in "fdg":
         return _dot_itself(a)
     if np.ndim(a) == 0 or np.ndim(b) == 0:
-        return np.multiply(a, b)
+        return _product(np.dot, np.multiply, a, b)
     plain = (a.ndim == 1 or b.ndim < 3) and not is_foreign(np.result_type(a.dtype, b.dtype))
     if plain:
         return np.matmul(a, b)
@@ -74,7 +81,7 @@ def dot(a, b, out=None):
 @composite(np.inner)
 def inner(a, b, /):
     a, b = array(a), array(b)
-    return np.tensordot(a, b, (-1, -1)) if np.ndim(a) and np.ndim(b) else np.multiply(a, b)
+    return np.tensordot(a, b, (-1, -1)) if np.ndim(a) and np.ndim(b) else _product(np.inner, np.multiply, a, b)
 
 
 @composite(np.vdot)
@@ -85,7 +92,7 @@ def vdot(a, b, /):
 
 @composite(np.outer)
 def outer(a, b, out=None):
-    return np.ravel(a)[:, None] * np.ravel(b)
+    return _product(np.outer, lambda a, b: np.ravel(a)[:, None] * np.ravel(b), a, b)
 
 
 @composite(np.linalg.outer)
@@ -146,6 +153,10 @@ if hasattr(np, "matvec"):
 
 @composite(np.kron)
 def kron(a, b):
+    return _product(np.kron, _kron, a, b)
+
+
+def _kron(a, b):
     ndim = max(np.ndim(a), np.ndim(b))
     left, right = ((1,) * (ndim - np.ndim(x)) + np.shape(x) for x in (a, b))
     a = np.reshape(a, [m for n in left for m in (n, 1)])
@@ -187,13 +198,13 @@ def _split(axes, m: int, n: int):
 
 
 def _tensordot_left(g, _ans, _x, y, axes=2):
-    own, theirs, free, others = _split(axes, len(_x.shape), np.ndim(y))
+    own, theirs, free, others = _split(axes, len(np.shape(_x)), np.ndim(y))
     placed = free + [own[i] for i in np.argsort(theirs)]
     return np.transpose(np.tensordot(g, y, ([*range(len(free), g.ndim)], others)), np.argsort(placed))
 
 
 def _tensordot_right(g, _ans, x, _y, axes=2):
-    theirs, own, others, free = _split(axes, np.ndim(x), len(_y.shape))
+    theirs, own, others, free = _split(axes, np.ndim(x), len(np.shape(_y)))
     placed = [own[i] for i in np.argsort(theirs)] + free
     return np.transpose(np.tensordot(x, g, (others, [*range(len(others))])), np.argsort(placed))
 

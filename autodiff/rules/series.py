@@ -15,7 +15,7 @@ from spmd.autodiff.rules.elementwise import nonzero
 from spmd.autodiff.rules.index import pick
 from spmd.autodiff.rules.reduce import conj
 from spmd.autodiff.rules.shape import entries
-from spmd.autodiff.tracer import bare, compute, value_of
+from spmd.autodiff.tracer import bare, by_numpy, compute, value_of
 
 # Convolution: sum_k a_k v_{n-k}, so that the cotangent of a is sum_n g_n v_{n-k}.
 
@@ -249,10 +249,18 @@ def polyint(p, m=1, k=None):
 @composite(np.polyval)
 def polyval(p, x):
     if isinstance(x, np.poly1d):
-        y = np.poly1d(0)
-    else:
-        x = entries(x)
-        y = np.zeros_like(x)
+        return _horner(p, x, np.poly1d(0))
+    if not isinstance(p, np.poly1d) and (np.iscomplexobj(p) or np.iscomplexobj(x)):
+        return by_numpy(np.polyval, _at_number, p, x)
+    return _at_number(p, x)
+
+
+def _at_number(p, x):
+    x = entries(x)
+    return _horner(p, x, np.zeros_like(x))
+
+
+def _horner(p, x, y):
     for c in _coefficients(p) if isinstance(p, np.poly1d) else entries(p):
         y = y * x + c
     return y
@@ -329,7 +337,7 @@ def polyfit(x, y, deg, rcond=None, full=False, w=None, cov=False):
     c = np.transpose(np.transpose(c) / scale)
     if full:
         return c, residuals, rank, s, rcond
-    if value_of(rank) != order:
+    if devices.is_array(value_of(x)) and value_of(rank) != order:  # NumPy warns by itself
         warnings.warn(
             f"np.polyfit: the rank {value_of(rank)} is below the {order} coefficients",
             np.exceptions.RankWarning,

@@ -10,7 +10,7 @@ import numpy as np
 
 from spmd.autodiff.devices import is_array
 from spmd.autodiff.primitive import composite, handlers, primitive, rule
-from spmd.autodiff.tracer import bare, by_numpy, find, joined, value_of
+from spmd.autodiff.tracer import Array, bare, by_numpy, find, joined, value_of
 from spmd.errors import DifferentiationError, message
 
 
@@ -20,7 +20,9 @@ def along(axis: int, ndim: int, index) -> tuple:
 
 
 def entries(x) -> Any:
-    """x with its shape and dtype: lists and Python numbers become arrays."""
+    """x with its shape and dtype: lists and Python numbers, traced ones too, become arrays."""
+    if type(x) is Array and not hasattr(value_of(x), "dtype"):
+        return np.reshape(x, ())
     return x if hasattr(x, "shape") else np.asarray(x)
 
 
@@ -354,6 +356,9 @@ def resize(a, new_shape):
 def trim_zeros(filt, trim="fb", axis=None):
     if trim.lower() not in ("fb", "bf", "f", "b"):
         raise ValueError(f"np.trim_zeros needs 'f', 'b' or both, and has {trim!r}")
+    filt = entries(filt)
+    if filt.ndim == 0:
+        return filt
     axes = range(filt.ndim) if axis is None else [i % filt.ndim for i in np.atleast_1d(axis).tolist()]
     index: list[slice] = [slice(None)] * filt.ndim
     for i, found in enumerate(np.nonzero(value_of(filt))):

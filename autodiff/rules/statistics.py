@@ -289,7 +289,8 @@ def cov(m, y=None, rowvar=True, bias=False, ddof=None, fweights=None, aweights=N
     if x.shape[0] == 0:
         return np.zeros_like(x, shape=(0, 0))
     if y is not None:
-        x = np.concatenate([x, _variables(parts[1], rowvar or parts[1].shape[0] == 1, dtype, "y")])
+        single = np.atleast_2d(parts[1]).shape[0] == 1
+        x = np.concatenate([x, _variables(parts[1], rowvar or single, dtype, "y")])
     ddof = (0 if bias else 1) if ddof is None else ddof
     n: Any = x.shape[1]
     weights = [_observed(w, n, name) for w, name in ((fweights, "fweights"), (aweights, "aweights")) if w is not None]
