@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -256,6 +257,8 @@ class _Again:
                     least = slack(_kept(values, aside)) if least is None else least
                     if differ(before, now, tolerance, least):
                         raise self.other_value(k, out)
+                    maybe = self.other_value(k, out, "by no more than the rounding of the largest numbers there")
+                    warnings.warn(str(maybe), RuntimeWarning, stacklevel=2)
 
     @contextmanager
     def recording(self) -> Iterator[tuple[Tape, Tape]]:
@@ -274,13 +277,15 @@ class _Again:
         finally:
             ACTIVE.reset(token)
 
-    def other_value(self, k: int, out: Any) -> Exception:
+    def other_value(self, k: int, out: Any, how_much: str = "") -> Exception:
+        """The error; with how_much, what is told where the difference may be rounding."""
         path = tree.shown_paths(self.first.structure)[k] if len(self.first.sketches) > 1 else ""
         return DifferentiationError(
             message(
                 self.where,
                 argument=f"result{path}",
-                got=f"other values ({describe(out)}) when it is called again for the backward sweep",
+                got=f"other values ({describe(out)}) when it is called again for the backward sweep"
+                + (f", {how_much}" if how_much else ""),
                 need="the values of its first call, up to rounding: the gradient is that of what is computed again",
                 mend="pass in what changes between the calls as an argument: a loop's variable in a lambda "
                 "(lambda y, i=i: ..., or an argument of the function), random numbers, counters, arrays that are "

@@ -18,7 +18,7 @@ from spmd.autodiff import devices
 
 __all__ = ["Sketch", "differ", "rounding", "sketch", "slack"]
 
-BLOCK = 4096
+BLOCK = 512
 """Entries with weights of their own: an entry of a larger array is compared with those of its block only."""
 
 
@@ -174,13 +174,14 @@ def _rounding(dtype: np.dtype) -> float:
     return 0.1 if _is_foreign_float(dtype) else 0.0
 
 
-def slack(arrays: Any) -> float:
-    """The rounding of numbers as large as the largest of these arrays."""
+def slack(arrays: Iterable[Any]) -> float:
+    """What rounding may do to an entry that is computed from these arrays: by their largest number, and by how many
+    are added up."""
     largest = 0.0
     for x in arrays:
         if getattr(x, "dtype", None) is not None and x.dtype.kind in "fc" and x.size and not devices.is_array(x):
             with np.errstate(all="ignore"):
                 size = np.abs(x)
                 most = float(np.max(np.where(np.isfinite(size), size, 0)))
-            largest = max(largest, 64 * float(np.finfo(x.dtype).eps) * most)
+            largest = max(largest, (64 + 8 * x.size**0.5) * float(np.finfo(x.dtype).eps) * most)
     return largest

@@ -215,12 +215,13 @@ def _no_array(prim: Primitive, ans) -> Exception:
 
 
 def _inside(prim: Primitive, a) -> Exception:
-    return DifferentiationError(
+    return TracedConversionError(
         message(
             prim.name,
             got=f"a traced array within a {type(a).__name__}",
-            need="arrays as arguments of their own, each with a rule",
-            mend="f(*arrays) with a rule for each, or spmd.custom_vjp, whose arguments are pytrees",
+            need="arrays as arguments of their own; a list of them would be converted, and cut off from its gradient",
+            mend="np.stack([a, b]) in place of [a, b]; in a function of your own, f(*arrays) with a rule for each, "
+            "or spmd.custom_vjp, whose arguments are pytrees",
         )
     )
 

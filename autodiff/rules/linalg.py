@@ -81,11 +81,15 @@ def dot(a, b, out=None):
 @composite(np.inner)
 def inner(a, b, /):
     a, b = array(a), array(b)
-    return np.tensordot(a, b, (-1, -1)) if np.ndim(a) and np.ndim(b) else _product(np.inner, np.multiply, a, b)
+    return np.tensordot(a, b, (-1, -1)) if np.ndim(a) and np.ndim(b) else by_numpy(np.inner, np.multiply, a, b)
 
 
 @composite(np.vdot)
 def vdot(a, b, /):
+    return _product(np.vdot, _vdot, a, b)
+
+
+def _vdot(a, b):
     flat = np.ravel(a)
     return dot(conj(flat), flat if a is b else np.ravel(b))
 

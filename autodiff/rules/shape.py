@@ -453,7 +453,9 @@ def pad(array, pad_width, mode: Any = "constant", **kwargs):
         return _pad(array, widths, mode=mode, **kwargs)
     if mode in _COPIES and kwargs.get("reflect_type", "even") != "odd":
         return _padded(array, widths, mode, kwargs)
-    return by_numpy(np.pad, lambda x, widths, mode, **kwargs: _padded(x, widths, mode, kwargs), array, widths, mode, **kwargs)
+    return by_numpy(
+        np.pad, lambda x, widths, mode, **kwargs: _padded(x, widths, mode, kwargs), array, widths, mode, **kwargs
+    )
 
 
 _COPIES = {"edge", "reflect", "symmetric", "wrap"}

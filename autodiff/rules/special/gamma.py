@@ -145,7 +145,7 @@ def _inexact(name: str, exact: bool) -> None:
         )
 
 
-@composed("comb")
+@composed("comb", by_scipy=True)
 def comb(N, k, *, exact=False, repetition=False):
     _inexact("comb", exact)
     N, k = arrays(N, k)
@@ -154,7 +154,7 @@ def comb(N, k, *, exact=False, repetition=False):
     return np.where((k <= N) & (N >= 0) & (k >= 0), special.binom(N, k), 0)
 
 
-@composed("perm")
+@composed("perm", by_scipy=True)
 def perm(N, k, exact=False):
     _inexact("perm", exact)
     N, k = arrays(N, k)
