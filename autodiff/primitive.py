@@ -63,8 +63,7 @@ composites: set[Any] = set()
 """Functions that are compositions of others: where nothing is differentiated, NumPy computes them itself."""
 
 valued: set[Any] = set()
-"""Compositions whose values may differ from NumPy's, by rounding or where numbers are not finite: they give derivatives,
-and NumPy the values."""
+"""Compositions that compute otherwise than NumPy does: they give derivatives, and NumPy's own functions the values."""
 
 refusals: dict[Any, str] = {}
 """Functions that a traced array is refused to, and what to write instead. Undifferentiated arrays they take."""

@@ -98,7 +98,8 @@ def _where(fun: Callable) -> str:
     inner = inspect.unwrap(fun)
     while isinstance(inner, functools.partial):
         inner = inspect.unwrap(inner.func)
-    code = getattr(inner, "__code__", None) or getattr(getattr(type(inner), "__call__", None), "__code__", None)
+    run = inner if hasattr(inner, "__code__") else type(inner).__call__  # of an object that is called
+    code = getattr(run, "__code__", None)
     return f"checkpoint of {name_of(fun)}" + (f", {code.co_filename}:{code.co_firstlineno}" if code is not None else "")
 
 

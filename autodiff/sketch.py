@@ -55,7 +55,7 @@ def sketch(x: Any) -> Sketch | None:
     if dtype.kind not in "fc" and not _is_foreign_float(dtype):
         if devices.is_array(x):
             return Sketch(x.shape, dtype, **_scaled(x.reshape(-1).astype(np.float64)))
-        return Sketch(x.shape, dtype, exact=zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8)))
+        return Sketch(x.shape, dtype, exact=zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data))
     with np.errstate(all="ignore"):
         flat = _reals(x)
         if not devices.is_array(x):
