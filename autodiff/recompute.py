@@ -8,7 +8,6 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -38,8 +37,8 @@ def checkpoint(
     blocks of √n steps so holds O(√n) arrays. The sweep of the block is checkpointed too, for outer differentiations.
     `fun` must give the same when it is called again: the results of the two runs are compared, rounding apart, by a
     sketch of each, which costs one pass over it. A lambda that is made in a loop sees the last value of the loop's
-    variable when it is called again: `lambda y, i=i: ...` keeps the value. What is compared on a GPU is not waited for;
-    a difference is raised when the next checkpointed function runs.
+    variable when it is called again: `lambda y, i=i: ...` keeps the value. On a GPU nothing is waited for: the gradient is
+    NaN there in place of an error.
 
     Raises DifferentiationError where the function gives something else when it is called again.
 
@@ -146,7 +145,6 @@ class _FirstRun:
     __slots__ = ("sketches", "structure")
 
     def __init__(self, outs: list, structure: Any):
-        _settle()
         self.structure = structure
         self.sketches = [_sketches(o) for o in outs]
 
@@ -156,20 +154,6 @@ def _sketches(x: Any) -> list[Sketch | None]:
     data = slot_of(value_of(x))
     parts = getattr(data, "__spmd_parts__", None)
     return [sketch(slot_of(part)) for part in (parts() if parts is not None else [data])]
-
-
-_unread: ContextVar[tuple[tuple[Any, Exception], ...]] = ContextVar("spmd_unread_comparisons", default=())
-"""Comparisons that a device makes, and the errors that they decide about: read when it has had the time."""
-
-
-def _settle() -> None:
-    """Read what devices have found since the last time, and raise it."""
-    if not (unread := _unread.get()):
-        return
-    _unread.set(())
-    for different, error in unread:
-        if devices.to_host(different):
-            raise error
 
 
 class _Again:
@@ -216,7 +200,7 @@ class _Again:
             outs = [lower(o, t) for o in outs]
         proxies = {id(node): aside.leaf(node.shape, node.dtype) for node in self.closed}
         here = set(map(id, aside.nodes))
-        self.compare(outs, structure, values, aside)
+        there = self.compare(outs, structure, values, aside)
 
         def own(node: Any) -> Any:
             """The node that stands for one on the sweep's own tape."""
@@ -231,15 +215,19 @@ class _Again:
         seeds = [(own(o.node), unstated(g)) for o, g in zip(outs, gs, strict=True) if g is not None and on(o, tape)]
         leaves = [*starts, *proxies.values()]
         found = sweep(aside, seeds, leaves, free=True)
+        for different in there:
+            found = [None if g is None else np.where(different, np.nan, g) for g in found]
         states += [None] * len(proxies)
         return [None if g is None else stated(g, state) for g, state in zip(found, states, strict=True)]
 
-    def compare(self, outs: list, structure: Any, values: list, aside: Tape) -> None:
-        """Raise where the call has given something else than at first, by more than the rounding of what it did."""
+    def compare(self, outs: list, structure: Any, values: list, aside: Tape) -> list[Any]:
+        """Raise where the call has given something else than at first, by more than the rounding of what it did.
+
+        Of results on a device it gives booleans that lie there, true where they differ: nothing is waited for.
+        """
         if structure != self.first.structure:
             raise self.another()
-        _settle()
-        tolerance, least = None, None
+        tolerance, least, there = None, None, []
         for k, out in enumerate(outs):
             first, second = self.first.sketches[k], _sketches(out)
             if len(first) != len(second):
@@ -253,13 +241,14 @@ class _Again:
                     tolerance = rounding(getattr(x, "dtype", None) for x in [*aside.nodes, *outs])
                 different = differ(before, now, tolerance)
                 if devices.is_array(different):
-                    _unread.set((*_unread.get(), (different, self.other_value(k, out))))
+                    there.append(different)
                 elif different:
                     least = slack(_kept(values, aside)) if least is None else least
                     if differ(before, now, tolerance, least):
                         raise self.other_value(k, out)
                     maybe = self.other_value(k, out, "by no more than the rounding of the largest numbers there")
                     warnings.warn(str(maybe), RuntimeWarning, stacklevel=2)
+        return there
 
     @contextmanager
     def recording(self) -> Iterator[tuple[Tape, Tape]]:

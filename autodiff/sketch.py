@@ -124,7 +124,7 @@ def _scaled(flat: Any) -> dict[str, Any]:
     """The sketch of entries that may be infinite, or whose squares are no numbers of their dtype."""
     finite = np.isfinite(flat)
     kept = np.where(finite, flat, 0)
-    scale = np.max(np.abs(kept), initial=0) if flat.size else np.sum(np.abs(kept))
+    scale = np.max(np.abs(kept)) if flat.size else np.sum(np.abs(kept))
     sums, squares = _blocks(kept / np.where(scale > 0, scale, 1))
     codes = np.isnan(flat) + 2.0 * (flat == np.inf) + 3.0 * (flat == -np.inf)
     return {"sums": sums, "squares": squares, "scale": scale, "codes": _weighted(codes)}
