@@ -37,8 +37,8 @@ def checkpoint(
     blocks of √n steps so holds O(√n) arrays. The sweep of the block is checkpointed too, for outer differentiations.
     `fun` must give the same when it is called again: the results of the two runs are compared, rounding apart, by a
     sketch of each, which costs one pass over it. A lambda that is made in a loop sees the last value of the loop's
-    variable when it is called again: `lambda y, i=i: ...` keeps the value. On a GPU nothing is waited for: the gradient is
-    NaN there in place of an error.
+    variable when it is called again: `lambda y, i=i: ...` keeps the value. On a GPU nothing is waited for: the gradient
+    is NaN in place of an error.
 
     Raises DifferentiationError where the function gives something else when it is called again.
 
