@@ -44,6 +44,7 @@ __all__ = [
     "refusals",
     "refused",
     "rule",
+    "valued",
 ]
 
 Rule = Callable[..., Any]
@@ -60,6 +61,9 @@ constants: set[Any] = set()
 
 composites: set[Any] = set()
 """Functions that are compositions of others: where nothing is differentiated, NumPy computes them itself."""
+
+valued: set[Any] = set()
+"""Compositions that compute otherwise than NumPy does: they give derivatives, and NumPy's own functions the values."""
 
 refusals: dict[Any, str] = {}
 """Functions that a traced array is refused to, and what to write instead. Undifferentiated arrays they take."""
@@ -345,11 +349,16 @@ def passive(*funs: Any) -> None:
     passives.update(funs)
 
 
-def composite(*funs: Any):
-    """Declare a function by a composition of others, with the signature of NumPy's: `@composite(np.vstack)`."""
+def composite(*funs: Any, by_numpy: bool = False):
+    """Declare a function by a composition of others, with the signature of NumPy's: `@composite(np.vstack)`.
+
+    by_numpy: the composition computes otherwise than NumPy does, so that NumPy's own function gives the values.
+    """
 
     def declare(f):
         composites.update(funs)
+        if by_numpy:
+            valued.update(funs)
         handlers.update(dict.fromkeys(funs, f))
         return f
 

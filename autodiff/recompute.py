@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import itertools
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from spmd.autodiff import tracer, tree
+from spmd.autodiff import devices, tracer, tree
+from spmd.autodiff.program import slot_of
+from spmd.autodiff.sketch import Sketch, differ, rounding, sketch, slack
 from spmd.autodiff.tape import ACTIVE, Node, Place, Tape, recording, sweep
 from spmd.autodiff.tracer import Array, value_of
 from spmd.autodiff.transforms import innermost, joint, lower, name_of, on, places, refuse_handles, stated, unstated
@@ -32,7 +37,12 @@ def checkpoint(
 
     What enters is kept: arguments, and traced arrays that `fun` closes over. A chain of n steps in √n checkpointed
     blocks of √n steps so holds O(√n) arrays. The sweep of the block is checkpointed too, for outer differentiations.
-    `fun` must give the same when it is called again.
+    `fun` must give the same when it is called again: the results of the two runs are compared, rounding apart, by a
+    sketch of each, which costs one pass over it. A lambda that is made in a loop sees the last value of the loop's
+    variable when it is called again: `lambda y, i=i: ...` keeps the value. On a GPU nothing is waited for: the gradient
+    is NaN in place of an error.
+
+    Raises DifferentiationError where the function gives something else when it is called again.
 
     prevent_cse: for compilers; it changes nothing here.
     policy: None. Which intermediates are kept is said by which functions are checkpointed.
@@ -80,9 +90,19 @@ def checkpoint(
                 full[i] = a
             return fun(*full, **more, **fixed)
 
-        return _computed_again(call, leaves, tapes, f"checkpoint of {name_of(fun)}")
+        return _computed_again(call, leaves, tapes, _where(fun))
 
     return wrapped
+
+
+def _where(fun: Callable) -> str:
+    """A checkpointed function for errors: its name, and the line that defines it."""
+    inner = inspect.unwrap(fun)
+    while isinstance(inner, functools.partial):
+        inner = inspect.unwrap(inner.func)
+    run = inner if hasattr(inner, "__code__") else type(inner).__call__  # of an object that is called
+    code = getattr(run, "__code__", None)
+    return f"checkpoint of {name_of(fun)}" + (f", {code.co_filename}:{code.co_firstlineno}" if code is not None else "")
 
 
 def _computed_again(call: Callable, leaves: list, tapes: Sequence[Tape], where: str):
@@ -110,12 +130,14 @@ def _computed_again(call: Callable, leaves: list, tapes: Sequence[Tape], where: 
     closed = [_closed(tape, aside, outs) for tape, aside in zip(tapes, asides, strict=True)]
     for tape in reversed(tapes):
         outs = [lower(o, tape) for o in outs]
+    first = None
     for i, (tape, seen) in enumerate(zip(tapes, reversed(levels), strict=True)):
         moved = {k: x for k, x in enumerate(seen) if on(x, tape)}
         if moved or closed[i]:
             inner = [t for t, nodes in zip(tapes[i + 1 :], closed[i + 1 :], strict=True) if nodes]
             places = {k: _place(x.node) for k, x in moved.items()}
-            again = _Again(call, places, tape, closed[i], inner, where)
+            first = first or _FirstRun(outs, out_tree)
+            again = _Again(call, places, tape, closed[i], inner, where, first)
             pull = functools.partial(again.pull, [lower(x, tape) for x in seen])
             outs = joint(where, tape, [*(x.node for x in moved.values()), *closed[i]], outs, pull)
     return tree.unflatten(out_tree, outs)
@@ -123,6 +145,23 @@ def _computed_again(call: Callable, leaves: list, tapes: Sequence[Tape], where: 
 
 def _place(node: Node) -> Place | None:
     return node.place if node.prim is None else None
+
+
+class _FirstRun:
+    """What is kept of the results of a checkpointed function, to tell whether it gives the same when called again."""
+
+    __slots__ = ("sketches", "structure")
+
+    def __init__(self, outs: list, structure: Any):
+        self.structure = structure
+        self.sketches = [_sketches(o) for o in outs]
+
+
+def _sketches(x: Any) -> list[Sketch | None]:
+    """The sketches of the bare data of a result: one, or those of the blocks of a global array that lie here."""
+    data = slot_of(value_of(x))
+    parts = getattr(data, "__spmd_parts__", None)
+    return [sketch(slot_of(part)) for part in (parts() if parts is not None else [data])]
 
 
 class _Again:
@@ -133,17 +172,28 @@ class _Again:
     closed: nodes of the tape that the call depends on beside them. Only then is the tape itself kept, and used again:
     arrays that are closed over know no other.
     inner: tapes further in, on which the call records what it closes over, to no use.
+    first: the sketches of what the first call gave.
     """
 
-    __slots__ = ("call", "closed", "inner", "moved", "tape", "where")
+    __slots__ = ("call", "closed", "first", "inner", "moved", "tape", "where")
 
-    def __init__(self, call, moved: dict[int, Place | None], tape: Tape, closed: list[Node], inner, where: str):
+    def __init__(
+        self,
+        call,
+        moved: dict[int, Place | None],
+        tape: Tape,
+        closed: list[Node],
+        inner,
+        where: str,
+        first: _FirstRun,
+    ):
         self.call = call
         self.moved = moved
         self.tape = tape if closed else None
         self.closed = closed
         self.inner = inner
         self.where = where
+        self.first = first
 
     def pull(self, values: list, gs: list) -> list:
         if self.closed:
@@ -162,11 +212,12 @@ class _Again:
                 starts.append(aside.leaf(np.shape(value_of(x)), getattr(x, "dtype", None) or tracer.weak(x), place))
                 states.append(getattr(x, "state", None))
                 full[k] = Array(unstated(x), states[-1], tape, starts[-1])
-            outs = tree.leaves(self.call(full))
+            outs, structure = tree.flatten(self.call(full))
         for t in reversed(self.inner):
             outs = [lower(o, t) for o in outs]
         proxies = {id(node): aside.leaf(node.shape, node.dtype, _place(node)) for node in self.closed}
         here = set(map(id, aside.nodes))
+        there = self.compare(outs, structure, values, aside)
 
         def own(node: Any) -> Any:
             """The node that stands for one on the sweep's own tape."""
@@ -178,13 +229,43 @@ class _Again:
 
         for node in aside.nodes:
             node.parents = [own(p) for p in node.parents]
-        if len(outs) != len(gs):
-            raise self.another()
         seeds = [(own(o.node), unstated(g)) for o, g in zip(outs, gs, strict=True) if g is not None and on(o, tape)]
         leaves = [*starts, *proxies.values()]
         found = sweep(aside, seeds, leaves, free=True)
+        for different in there:
+            found = [None if g is None else np.where(different, np.nan, g) for g in found]
         states += [None] * len(proxies)
         return [None if g is None else stated(g, state) for g, state in zip(found, states, strict=True)]
+
+    def compare(self, outs: list, structure: Any, values: list, aside: Tape) -> list[Any]:
+        """Raise where the call has given something else than at first, by more than the rounding of what it did.
+
+        Of results on a device it gives booleans that lie there, true where they differ: nothing is waited for.
+        """
+        if structure != self.first.structure:
+            raise self.another()
+        tolerance, least, there = None, None, []
+        for k, out in enumerate(outs):
+            first, second = self.first.sketches[k], _sketches(out)
+            if len(first) != len(second):
+                raise self.other_value(k, out)
+            for before, now in zip(first, second, strict=True):
+                if before is None or now is None:
+                    if before is not now:
+                        raise self.other_value(k, out)
+                    continue
+                if tolerance is None:
+                    tolerance = rounding(getattr(x, "dtype", None) for x in [*aside.nodes, *outs])
+                different = differ(before, now, tolerance)
+                if devices.is_array(different):
+                    there.append(different)
+                elif different:
+                    least = slack(_kept(values, aside)) if least is None else least
+                    if differ(before, now, tolerance, least):
+                        raise self.other_value(k, out)
+                    maybe = self.other_value(k, out, "by no more than the rounding of the largest numbers there")
+                    warnings.warn(str(maybe), RuntimeWarning, stacklevel=2)
+        return there
 
     @contextmanager
     def recording(self) -> Iterator[tuple[Tape, Tape]]:
@@ -203,6 +284,22 @@ class _Again:
         finally:
             ACTIVE.reset(token)
 
+    def other_value(self, k: int, out: Any, how_much: str = "") -> Exception:
+        """The error; with how_much, what is told where the difference may be rounding."""
+        path = tree.shown_paths(self.first.structure)[k] if len(self.first.sketches) > 1 else ""
+        return DifferentiationError(
+            message(
+                self.where,
+                argument=f"result{path}",
+                got=f"other values ({describe(out)}) when it is called again for the backward sweep"
+                + (f", {how_much}" if how_much else ""),
+                need="the values of its first call, up to rounding: the gradient is that of what is computed again",
+                mend="pass in what changes between the calls as an argument: a loop's variable in a lambda "
+                "(lambda y, i=i: ..., or an argument of the function), random numbers, counters, arrays that are "
+                "written into",
+            )
+        )
+
     def another(self) -> Exception:
         return DifferentiationError(
             message(
@@ -212,6 +309,14 @@ class _Again:
                 mend="keep random draws, counters and the like outside, and pass them in",
             )
         )
+
+
+def _kept(values: list, aside: Tape) -> Iterator[Any]:
+    """The arrays that a call was given, and those that its tape has kept."""
+    for x in itertools.chain(values, *(node.args for node in aside.nodes)):
+        x = slot_of(value_of(x))
+        if isinstance(x, np.ndarray | np.generic):
+            yield x
 
 
 def _traced_elsewhere(where: str) -> Exception:

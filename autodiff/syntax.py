@@ -24,7 +24,10 @@ from spmd.autodiff.tracer import (
     apply_binary,
     apply_unary,
     compute,
+    is_elsewhere,
+    is_ours,
     operand,
+    takes_over,
     value_of,
     wrap,
 )
@@ -33,13 +36,19 @@ from spmd.errors import DtypeError, StateError, TracedConversionError, describe,
 __all__ = ["define_operators"]
 
 
-def _define(symbol: str, run: Callable, reflect: bool) -> None:
-    """Give Array an operator, and its reflection, for whatever NumPy takes as an operand."""
+def _define(symbol: str, run: Callable, whole: Callable, reflect: bool) -> None:
+    """Give Array an operator, and its reflection, for whatever NumPy takes as an operand.
+
+    whole: the ufunc, which asks operands that have a way of their own (`__array_ufunc__`), as it does for ndarrays.
+    """
     ufunc = _IN_PLACE.get(symbol)
 
     def forward(self, other):
-        if type(other) not in OPERANDS and (other := _operand(other)) is NotImplemented:
-            return NotImplemented
+        if type(other) not in OPERANDS:
+            if takes_over(type(other)):
+                return NotImplemented if type(other).__array_ufunc__ is None else whole(self, other)
+            if _comes_first(other) or (other := _operand(other)) is NotImplemented:
+                return NotImplemented
         if ufunc is not None and getattr(self.value, "nbytes", 0) > tape.LARGE:
             # As NumPy does with its own temporaries: a large array that nobody can ask for again takes the result.
             if getrefcount(self) == _TEMPORARY and taken(self, other):
@@ -49,8 +58,11 @@ def _define(symbol: str, run: Callable, reflect: bool) -> None:
         return run(self, other)
 
     def reflected(self, other):
-        if type(other) not in OPERANDS and (other := _operand(other)) is NotImplemented:
-            return NotImplemented
+        if type(other) not in OPERANDS:
+            if takes_over(type(other)):
+                return NotImplemented if type(other).__array_ufunc__ is None else whole(other, self)
+            if (other := _operand(other)) is NotImplemented:
+                return NotImplemented
         return run(other, self)
 
     for name, method in {symbol: forward, **({f"r{symbol}": reflected} if reflect else {})}.items():
@@ -83,6 +95,15 @@ def taken(x: Array, other) -> bool:
     if type(a) is not np.ndarray or a.dtype.kind not in "fc" or not alone(getrefcount(a) - 1, a):
         return False
     return type(b) in (int, float) or (type(b) is np.ndarray and b.dtype is a.dtype and b.shape == a.shape)
+
+
+def _comes_first(x) -> bool:
+    """Whether an operand without `__array_ufunc__` does what it does with an ndarray by itself: by its priority, and
+    that of ndarrays is zero."""
+    kind = type(x)
+    if kind in SEQUENCES or isinstance(x, np.generic) or is_ours(kind) or is_elsewhere(kind):
+        return False
+    return getattr(x, "__array_priority__", 0.0) > 0.0
 
 
 def _operand(x):
@@ -144,11 +165,26 @@ def define_operators() -> None:
         "pow": np.power,
         "matmul": np.matmul,
     }.items():
-        _define(symbol, functools.partial(apply_binary, _recorded(symbol, ufunc)), reflect=True)
-    for symbol in "floordiv and or xor lshift rshift".split():
-        _define(symbol, _constant(symbol), reflect=True)
-    for symbol in "lt le gt ge eq ne".split():
-        _define(symbol, _constant(symbol), reflect=False)
+        _define(symbol, functools.partial(apply_binary, _recorded(symbol, ufunc)), ufunc, reflect=True)
+    for symbol, ufunc in {
+        "floordiv": np.floor_divide,
+        "and": np.bitwise_and,
+        "or": np.bitwise_or,
+        "xor": np.bitwise_xor,
+        "lshift": np.left_shift,
+        "rshift": np.right_shift,
+    }.items():
+        _define(symbol, _constant(symbol), ufunc, reflect=True)
+    _define("divmod", _divmod, np.divmod, reflect=True)
+    for symbol, ufunc in {
+        "lt": np.less,
+        "le": np.less_equal,
+        "gt": np.greater,
+        "ge": np.greater_equal,
+        "eq": np.equal,
+        "ne": np.not_equal,
+    }.items():
+        _define(symbol, _constant(symbol), ufunc, reflect=False)
     for symbol, ufunc in {"neg": np.negative, "abs": np.absolute}.items():
         prim = _recorded(symbol, ufunc)
         setattr(Array, f"__{symbol}__", lambda self, prim=prim: apply_unary(prim, self))
@@ -301,10 +337,8 @@ _METHODS: dict[str, Callable] = {
     "__contains__": _contains,
     "__copy__": lambda self: self,
     "__deepcopy__": lambda self, memo: self,
-    "__divmod__": _divmod,
     "__floor__": _whole("floor"),
     "__pos__": lambda self: self,
-    "__rdivmod__": lambda self, other: _divmod(other, self),
     "__round__": _rounded,
     "__trunc__": _whole("trunc"),
 }

@@ -34,6 +34,7 @@ from spmd.autodiff.primitive import (
     name_of,
     primitives,
     refusals,
+    valued,
 )
 from spmd.autodiff.program import Number, Slot, slot_of
 from spmd.autodiff.rooms import owns_memory, writable
@@ -54,6 +55,7 @@ __all__ = [
     "Mixing",
     "apply",
     "bare",
+    "by_numpy",
     "mixing",
     "record",
     "register_device_arrays",
@@ -217,12 +219,13 @@ def _no_array(prim: Primitive, ans) -> Exception:
 
 
 def _inside(prim: Primitive, a) -> Exception:
-    return DifferentiationError(
+    return TracedConversionError(
         message(
             prim.name,
             got=f"a traced array within a {type(a).__name__}",
-            need="arrays as arguments of their own, each with a rule",
-            mend="f(*arrays) with a rule for each, or spmd.custom_vjp, whose arguments are pytrees",
+            need="arrays as arguments of their own; a list of them would be converted, and cut off from its gradient",
+            mend="np.stack([a, b]) in place of [a, b]; in a function of your own, f(*arrays) with a rule for each, "
+            "or spmd.custom_vjp, whose arguments are pytrees",
         )
     )
 
@@ -476,7 +479,7 @@ def operand(x, where: str) -> Any:
         return x
     if isinstance(x, np.ndarray):
         return admit(x, where, None, need="a plain array", beside=" beside an Array", name="m")
-    if hasattr(kind, "__torch_function__") or kind.__module__.partition(".")[0] in ("jax", "jaxlib"):
+    if is_elsewhere(kind):
         raise TracedConversionError(
             message(
                 where,
@@ -486,6 +489,25 @@ def operand(x, where: str) -> Any:
             )
         )
     return x
+
+
+@functools.lru_cache(maxsize=256)
+def is_ours(kind: type) -> bool:
+    """Whether arrays of a class are ours, NumPy's or CuPy's."""
+    return issubclass(kind, np.ndarray) or kind.__module__.partition(".")[0] in ("spmd", "cupy")
+
+
+@functools.lru_cache(maxsize=256)
+def takes_over(kind: type) -> bool:
+    """Whether NumPy's ufuncs are left to operands of a class, or refused by it (`__array_ufunc__ = None`)."""
+    if is_ours(kind) or not hasattr(kind, "__array_ufunc__"):
+        return False
+    return not is_elsewhere(kind)
+
+
+def is_elsewhere(kind: type) -> bool:
+    """Whether arrays of a class are recorded by another library, for its own derivatives."""
+    return hasattr(kind, "__torch_function__") or kind.__module__.partition(".")[0] in ("jax", "jaxlib")
 
 
 def joined(arrays) -> list[Any]:
@@ -618,7 +640,38 @@ def dispatch(fun, args, kwargs):
             return _computed(fun, *bared)
         if handler is None:
             raise _no_rule(fun)
+        if fun in valued:
+            return _valued(fun, handler, args, kwargs, bared)
     return handler(*args, **kwargs)
+
+
+def by_numpy(fun, composition, *args, **kwargs):
+    """composition(*args, **kwargs), with the value, the errors and the warnings of NumPy's own function."""
+    return _valued(fun, composition, args, kwargs, _all_bared(args, kwargs))
+
+
+def _valued(fun, composition, args, kwargs, bared):
+    if next(devices.arrays(bared[:2]), None) is not None:  # a device has functions of its own
+        return composition(*args, **kwargs)
+    with np.errstate(all="ignore"):
+        result = composition(*args, **kwargs)
+    return _with_values(result, _computed(fun, *bared))
+
+
+def _with_values(result, exact):
+    """Results with other values, on the tapes where they are."""
+    if type(result) is Array:
+        value = value_of(exact)
+        return _holding(result, value) if getattr(value, "shape", ()) == result.shape else result
+    if isinstance(result, tuple | list) and isinstance(exact, tuple | list):
+        parts = [_with_values(r, e) for r, e in zip(result, exact, strict=True)]
+        return type(result)(*parts) if hasattr(result, "_fields") else type(result)(parts)
+    return result
+
+
+def _holding(x: Array, value) -> Array:
+    """An Array with another value under all its levels."""
+    return Array(_holding(x.value, value) if type(x.value) is Array else value, x.state, x.tape, x.node)
 
 
 _families = ["statistics", "decompose", "fourier", "refused", "series", "sets"]
@@ -890,6 +943,8 @@ class Array(metaclass=Shown):
                 if type(first) in OPERANDS and type(others[0]) in OPERANDS and len(others) == 1:
                     return apply_binary(prim, first, others[0])
         inputs = (first, *others)
+        if any(takes_over(type(x)) for x in inputs if type(x) not in OPERANDS):
+            return NotImplemented
         inputs = tuple([operand(x, name_of(ufunc)) for x in inputs])
         if not SEQUENCES.isdisjoint(map(type, inputs)):
             inputs = tuple(np.asarray(a) if type(a) in SEQUENCES else a for a in inputs)
@@ -916,6 +971,8 @@ class Array(metaclass=Shown):
             name = name_of(fun)
             args = tuple([operand(x, name) for x in args])
             kwargs = {key: operand(x, name) for key, x in kwargs.items()}
+            if any(t not in _TYPES and not is_ours(t) for t in types):
+                return NotImplemented
         prim = primitives.get(fun)
         if prim is not None and not kwargs and len(args) <= _place_of_out(fun):
             return apply_unary(prim, self) if len(args) == 1 and args[0] is self else apply(prim, args, kwargs)

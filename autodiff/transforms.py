@@ -542,7 +542,7 @@ def _fitting(g: Any, x, where: str, argument: str, of: str):
     dtype = getattr(g, "dtype", None)
     byte_order_alone = dtype is not None and own is not None and dtype.newbyteorder("=") == own.newbyteorder("=")
     if byte_order_alone and dtype != own and kind_of_dtype(dtype):
-        return g.astype(own)
+        return g.astype(own)  # pyright: ignore[reportAttributeAccessIssue]  (a number of Python has no dtype)
     if dtype != own and not (own is None and kind_of(g) in ("f", kind_of(x))):
         raise DifferentiationError(
             message(

@@ -238,6 +238,10 @@ class PartitionedArray:
             at = [i + start for i, (start, _) in zip(index, self.layout.boxes[w], strict=True)]
             return at, entry, sum(count for _, _, count in found.values())
 
+    def __spmd_parts__(self) -> list[Any]:
+        """The blocks that lie here."""
+        return [] if self.blocks is GIVEN_AWAY else [block for _, block in sorted(self.blocks.items())]
+
     def __str__(self) -> str:
         if WORKER.get() is None and self.blocks is not GIVEN_AWAY and self.is_here:
             return str(self._assembled())

@@ -148,7 +148,7 @@ def tensorinv(a, ind=2):
     return np.reshape(np.linalg.inv(square), columns + rows)
 
 
-@composite(np.linalg.matrix_power)
+@composite(np.linalg.matrix_power, by_numpy=True)
 def matrix_power(a, n):
     _require_square(a)
     n = operator.index(n)
@@ -494,7 +494,7 @@ def nuclear_norm(a):
     return np.linalg.norm(a, "nuc", (-2, -1))
 
 
-@composite(np.linalg.cond)
+@composite(np.linalg.cond, by_numpy=True)
 def cond(x, p: Any = None):
     if x.ndim < 2 or x.size == 0:
         raise np.linalg.LinAlgError(f"cond is not defined for an array of shape {x.shape}")
@@ -537,7 +537,7 @@ def _without_small(a, rcond):
 _NONE: Any = object()
 
 
-@composite(np.linalg.pinv)
+@composite(np.linalg.pinv, by_numpy=True)
 def pinv(a, rcond: Any = None, hermitian=False, *, rtol: Any = _NONE):
     if rcond is not None and rtol is not _NONE:
         raise ValueError("np.linalg.pinv takes rtol or rcond, and got both")
@@ -564,7 +564,7 @@ def _lstsq(a, b, rcond):
     return np.linalg.lstsq(a, b, rcond)[0]
 
 
-@composite(np.linalg.lstsq)
+@composite(np.linalg.lstsq, by_numpy=True)
 def lstsq(a, b, rcond=None):
     a, b = array(a), array(b)
     rank = compute(lambda a, b: np.linalg.lstsq(a, b, rcond)[2], (a, b), {})

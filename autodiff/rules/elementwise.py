@@ -205,7 +205,12 @@ def angle(z, deg=False):
 @composite(np.sign)
 def sign(x):
     """Constant for real x; on the complex plane z / |z|."""
-    return np.conj(unit(x)) if np.iscomplexobj(x) else compute(np.sign, (x,), {})
+    return _direction(x) if np.iscomplexobj(x) else compute(np.sign, (x,), {})
+
+
+@primitive("np.sign", lambda g, ans, x: (g - np.real(g * ans) * np.conj(ans)) / nonzero(np.abs(x)))
+def _direction(z):
+    return np.sign(z)
 
 
 # Choices. Where both operands are equal, each has half of the derivative.
@@ -264,8 +269,26 @@ rule(np.nextafter, lambda g, _ans, _x, _y: g, lambda g, _ans, _x, _y: np.zeros_l
 @composite(np.clip)
 def clip(a, a_min=None, a_max=None, out=None, *, min=None, max=None):
     low, high = (a_min if min is None else min), (a_max if max is None else max)
-    a = a if low is None else np.maximum(a, low)
-    return a if high is None else np.minimum(a, high)
+    return a if low is high is None else _clip(a, low, high)
+
+
+def _below(g, x, low, high):
+    """The share of g that belongs to max(x, low), of which and `high` the smaller was chosen."""
+    return g if high is None else larger(g, high, _above(x, low))
+
+
+def _above(x, low):
+    return x if low is None else np.maximum(x, low)
+
+
+@primitive(
+    "np.clip",
+    lambda g, _ans, x, low, high: _below(g, x, low, high) if low is None else larger(_below(g, x, low, high), x, low),
+    lambda g, _ans, x, low, high: larger(_below(g, x, low, high), low, x),
+    lambda g, _ans, x, low, high: larger(g, _above(x, low), high),
+)
+def _clip(x, low, high):
+    return np.clip(x, low, high)
 
 
 # Constants
@@ -275,7 +298,7 @@ def clip(a, a_min=None, a_max=None, out=None, *, min=None, max=None):
 def full_like(a, fill_value, dtype=None, order="K", subok=True, shape=None, *, device=None):
     where: dict = {} if device is None else {"device": device}
     zeros = np.zeros_like(a, dtype=dtype, shape=shape, **where)
-    return (zeros + fill_value).astype(zeros.dtype)
+    return np.where(np.ones_like(zeros, dtype=bool), fill_value, zeros).astype(zeros.dtype)
 
 
 constant(np.empty_like, np.ones_like, np.zeros_like)

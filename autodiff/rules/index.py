@@ -166,7 +166,7 @@ def apply_along_axis(func1d, axis, arr, *args, **kwargs):
 def apply_over_axes(func, a, axes):
     a = entries(a)
     for axis in np.atleast_1d(axes).tolist():
-        axis %= a.ndim
+        axis += a.ndim if axis < 0 else 0
         result = func(a, axis)
         a, shape = (result if result.ndim == a.ndim else np.expand_dims(result, axis)), a.shape
         if a.ndim != len(shape):

@@ -13,6 +13,7 @@ from spmd.autodiff.rooms import product, scaled
 from spmd.autodiff.rules.elementwise import nonzero
 from spmd.autodiff.rules.reduce import array, conj, expand, largest
 from spmd.autodiff.rules.shape import cast
+from spmd.autodiff.tracer import by_numpy
 from spmd.errors import DifferentiationError, message
 
 # np.matmul: a vector on the left is a row, one on the right a column, and the dimensions before the last two are
@@ -57,32 +58,45 @@ def _dot_itself(x):
     return np.dot(x, x)
 
 
+def _product(fun, composition, a, b):
+    """A composition of products of entries: NumPy rounds those of complex entries as its loops happen to run."""
+    if np.iscomplexobj(a) or np.iscomplexobj(b):
+        return by_numpy(fun, composition, a, b)
+    return composition(a, b)
+
+
 @composite(np.dot)
 def dot(a, b, out=None):
     a, b = array(a), array(b)
     if a is b and a.ndim == 1 and a.dtype.char in "fdg":
         return _dot_itself(a)
     if np.ndim(a) == 0 or np.ndim(b) == 0:
-        return np.multiply(a, b)
+        return _product(np.dot, np.multiply, a, b)
     plain = (a.ndim == 1 or b.ndim < 3) and not is_foreign(np.result_type(a.dtype, b.dtype))
-    return np.matmul(a, b) if plain else np.tensordot(a, b, (-1, -min(b.ndim, 2)))
+    if plain:
+        return np.matmul(a, b)
+    return by_numpy(np.dot, lambda a, b: np.tensordot(a, b, (-1, -min(b.ndim, 2))), a, b)
 
 
 @composite(np.inner)
 def inner(a, b, /):
     a, b = array(a), array(b)
-    return np.tensordot(a, b, (-1, -1)) if np.ndim(a) and np.ndim(b) else np.multiply(a, b)
+    return np.tensordot(a, b, (-1, -1)) if np.ndim(a) and np.ndim(b) else by_numpy(np.inner, np.multiply, a, b)
 
 
 @composite(np.vdot)
 def vdot(a, b, /):
+    return _product(np.vdot, _vdot, a, b)
+
+
+def _vdot(a, b):
     flat = np.ravel(a)
     return dot(conj(flat), flat if a is b else np.ravel(b))
 
 
 @composite(np.outer)
 def outer(a, b, out=None):
-    return np.ravel(a)[:, None] * np.ravel(b)
+    return _product(np.outer, lambda a, b: np.ravel(a)[:, None] * np.ravel(b), a, b)
 
 
 @composite(np.linalg.outer)
@@ -111,7 +125,7 @@ def _operands(name: str, arrays, ndims, dtype=None, casting: Any = "same_kind", 
     return arrays
 
 
-@composite(np.vecdot)
+@composite(np.vecdot, by_numpy=True)
 def vecdot(x1, x2, /, *, axis=-1, keepdims=False, **options):
     x1, x2 = (np.moveaxis(x, axis, -1) for x in _operands("np.vecdot", (x1, x2), (1, 1), **options))
     if x1.shape[-1] != x2.shape[-1]:
@@ -123,19 +137,19 @@ def vecdot(x1, x2, /, *, axis=-1, keepdims=False, **options):
     return np.expand_dims(result, axis) if keepdims else result
 
 
-@composite(np.linalg.vecdot)
+@composite(np.linalg.vecdot, by_numpy=True)
 def linalg_vecdot(x1, x2, /, *, axis=-1):
     return vecdot(x1, x2, axis=axis)
 
 
 if hasattr(np, "matvec"):
 
-    @composite(np.matvec)
+    @composite(np.matvec, by_numpy=True)
     def matvec(x1, x2, /, **options):
         x1, x2 = _operands("np.matvec", (x1, x2), (2, 1), **options)
         return np.matmul(x1, x2[..., None])[..., 0]
 
-    @composite(np.vecmat)
+    @composite(np.vecmat, by_numpy=True)
     def vecmat(x1, x2, /, **options):
         x1, x2 = _operands("np.vecmat", (x1, x2), (1, 2), **options)
         return np.matmul(conj(x1)[..., None, :], x2)[..., 0, :]
@@ -143,6 +157,10 @@ if hasattr(np, "matvec"):
 
 @composite(np.kron)
 def kron(a, b):
+    return _product(np.kron, _kron, a, b)
+
+
+def _kron(a, b):
     ndim = max(np.ndim(a), np.ndim(b))
     left, right = ((1,) * (ndim - np.ndim(x)) + np.shape(x) for x in (a, b))
     a = np.reshape(a, [m for n in left for m in (n, 1)])
@@ -184,13 +202,13 @@ def _split(axes, m: int, n: int):
 
 
 def _tensordot_left(g, _ans, _x, y, axes=2):
-    own, theirs, free, others = _split(axes, len(_x.shape), np.ndim(y))
+    own, theirs, free, others = _split(axes, len(np.shape(_x)), np.ndim(y))
     placed = free + [own[i] for i in np.argsort(theirs)]
     return np.transpose(np.tensordot(g, y, ([*range(len(free), g.ndim)], others)), np.argsort(placed))
 
 
 def _tensordot_right(g, _ans, x, _y, axes=2):
-    theirs, own, others, free = _split(axes, np.ndim(x), len(_y.shape))
+    theirs, own, others, free = _split(axes, np.ndim(x), len(np.shape(_y)))
     placed = [own[i] for i in np.argsort(theirs)] + free
     return np.transpose(np.tensordot(x, g, (others, [*range(len(others))])), np.argsort(placed))
 
@@ -272,10 +290,10 @@ def einsum(subscripts, *operands, out=None, optimize=False, dtype=None, order="K
 # Norms. At zero the derivative of a norm is taken as zero.
 
 
-@primitive("norm", lambda g, ans, x, axis, keepdims: expand(g / nonzero(ans), x, axis, keepdims) * conj(x))
-def _two_norm(x, axis, keepdims):
-    norm = np.linalg.norm if axis is None or np.size(axis) in (1, 2) else np.linalg.vector_norm
-    return norm(x, axis=axis, keepdims=keepdims)
+@primitive("norm", lambda g, ans, x, axis, keepdims, **_: expand(g / nonzero(ans), x, axis, keepdims) * conj(x))
+def _two_norm(x, axis, keepdims, **options):
+    norm = np.linalg.norm if options else np.linalg.vector_norm
+    return norm(x, axis=axis, keepdims=keepdims, **options)
 
 
 @composite(np.linalg.vector_norm)
@@ -302,15 +320,17 @@ def matrix_norm(x, /, *, keepdims=False, ord: Any = "fro"):
 @composite(np.linalg.norm)
 def norm(x, ord: Any = None, axis=None, keepdims=False):
     if axis is None and ord is None:
-        return _two_norm(x, axis, keepdims)
+        return _two_norm(x, axis, keepdims, ord=ord)
     axes = tuple(range(x.ndim)) if axis is None else axis if isinstance(axis, tuple) else (operator.index(axis),)
     x = x if issubclass(x.dtype.type, np.inexact) else x.astype(float)
     if len(axes) == 1:
-        return vector_norm(x, ord=2 if ord is None else ord, axis=axes[0], keepdims=keepdims)
+        if ord in (None, 2):
+            return _two_norm(x, axis, keepdims, ord=ord)
+        return vector_norm(x, ord=ord, axis=axes[0], keepdims=keepdims)
     if len(axes) != 2:
         raise ValueError(f"np.linalg.norm needs one axis or two, and got {len(axes)}")
     if ord in (None, "fro", "f"):
-        return _two_norm(x, axes, keepdims)
+        return _two_norm(x, axis, keepdims, ord=ord)
     if ord in (1, -1, np.inf, -np.inf):
         sums = np.sum(np.abs(x), axes[0 if abs(ord) == 1 else 1], keepdims=True)
         return (largest if ord > 0 else np.min)(sums, axes, keepdims=keepdims)

@@ -12,7 +12,7 @@ from spmd.autodiff.primitive import composite, constant, primitive, rule
 from spmd.autodiff.program import checked
 from spmd.autodiff.rules.elementwise import nonzero
 from spmd.autodiff.rules.shape import along
-from spmd.autodiff.tracer import value_of
+from spmd.autodiff.tracer import by_numpy, value_of
 
 absent: Any = np._NoValue
 """The default of options that NumPy tells apart from every value."""
@@ -162,7 +162,16 @@ def _moment(prim, finish):
         options = given(correction=correction) if where is True else given(correction=correction, where=where)
         if mean is absent:
             return prim(a, axis=axis, dtype=dtype, ddof=ddof, keepdims=keepdims, **options)
-        return finish(about(a - mean, axis, dtype, _freedom(ddof, correction), keepdims, where))
+        free = _freedom(ddof, correction)
+        options = {"axis": axis, "dtype": dtype, "keepdims": keepdims, "where": where, "mean": mean}
+        return by_numpy(
+            prim.primitive.fun,
+            lambda a, **_: finish(about(a - mean, axis, dtype, free, keepdims, where)),
+            a,
+            **options,
+            **given(correction=correction),
+            **({"ddof": ddof} if correction is absent else {}),
+        )
 
     return moment
 

@@ -15,7 +15,7 @@ from spmd.autodiff.rules.elementwise import nonzero
 from spmd.autodiff.rules.index import pick
 from spmd.autodiff.rules.reduce import conj
 from spmd.autodiff.rules.shape import entries
-from spmd.autodiff.tracer import bare, compute, value_of
+from spmd.autodiff.tracer import bare, by_numpy, compute, value_of
 
 # Convolution: sum_k a_k v_{n-k}, so that the cotangent of a is sum_n g_n v_{n-k}.
 
@@ -60,7 +60,7 @@ def correlate(a, v, mode="valid"):
 # Interpolation
 
 
-@composite(np.interp)
+@composite(np.interp, by_numpy=True)
 def interp(x, xp, fp, left=None, right=None, period=None):
     fp = entries(fp).astype(complex if np.iscomplexobj(fp) else float, casting="safe")
     x, xp = (entries(a).astype(float, casting="safe") for a in (x, xp))
@@ -111,7 +111,7 @@ def _slopes(f, h, edge_order):
     return np.concatenate([ends[0], middle, ends[1]], -1)
 
 
-@composite(np.gradient)
+@composite(np.gradient, by_numpy=True)
 def gradient(f, *varargs, axis=None, edge_order=1):
     f = entries(f)
     f = f if issubclass(f.dtype.type, np.inexact) else f.astype(float)
@@ -137,7 +137,7 @@ def gradient(f, *varargs, axis=None, edge_order=1):
     return results[0] if len(results) == 1 else tuple(results)
 
 
-@composite(np.unwrap)
+@composite(np.unwrap, by_numpy=True)
 def unwrap(p, discont=None, axis=-1, *, period=2 * math.pi):
     def turns(p, period):
         return np.round((np.unwrap(p, discont, axis, period=period) - p) / period)
@@ -249,16 +249,24 @@ def polyint(p, m=1, k=None):
 @composite(np.polyval)
 def polyval(p, x):
     if isinstance(x, np.poly1d):
-        y = np.poly1d(0)
-    else:
-        x = entries(x)
-        y = np.zeros_like(x)
+        return _horner(p, x, np.poly1d(0))
+    if not isinstance(p, np.poly1d) and (np.iscomplexobj(p) or np.iscomplexobj(x)):
+        return by_numpy(np.polyval, _at_number, p, x)
+    return _at_number(p, x)
+
+
+def _at_number(p, x):
+    x = entries(x)
+    return _horner(p, x, np.zeros_like(x))
+
+
+def _horner(p, x, y):
     for c in _coefficients(p) if isinstance(p, np.poly1d) else entries(p):
         y = y * x + c
     return y
 
 
-@composite(np.poly)
+@composite(np.poly, by_numpy=True)
 def poly(seq_of_zeros):
     z = np.atleast_1d(seq_of_zeros)
     if z.ndim == 2 and z.shape[0] == z.shape[1] != 0:
@@ -298,7 +306,7 @@ def roots(p):
     return _roots(np.trim_zeros(p, "f"))
 
 
-@composite(np.vander)
+@composite(np.vander, by_numpy=True)
 def vander(x, N=None, increasing=False):
     x = entries(x)
     if x.ndim != 1:
@@ -308,7 +316,7 @@ def vander(x, N=None, increasing=False):
     return v if increasing else np.flip(v, 1)
 
 
-@composite(np.polyfit)
+@composite(np.polyfit, by_numpy=True)
 def polyfit(x, y, deg, rcond=None, full=False, w=None, cov=False):
     x, y = entries(x) + 0.0, entries(y) + 0.0
     order = int(deg) + 1
@@ -329,7 +337,7 @@ def polyfit(x, y, deg, rcond=None, full=False, w=None, cov=False):
     c = np.transpose(np.transpose(c) / scale)
     if full:
         return c, residuals, rank, s, rcond
-    if value_of(rank) != order:
+    if devices.is_array(value_of(x)) and value_of(rank) != order:  # NumPy warns by itself
         warnings.warn(
             f"np.polyfit: the rank {value_of(rank)} is below the {order} coefficients",
             np.exceptions.RankWarning,
@@ -363,7 +371,7 @@ def _beside(start, stop):
     return devices.beside(start, value_of(stop)), devices.beside(stop, value_of(start))
 
 
-@composite(np.linspace)
+@composite(np.linspace, by_numpy=True)
 def linspace(start, stop, num=50, endpoint=True, retstep=False, dtype=None, axis=0, *, device=None):
     own = np.linspace(bare(start), bare(stop), min(num, 0)).dtype
     start, stop = _beside(entries(start).astype(own), entries(stop).astype(own))
@@ -376,7 +384,7 @@ def linspace(start, stop, num=50, endpoint=True, retstep=False, dtype=None, axis
     return (y, length / steps if steps > 0 else math.nan) if retstep else y
 
 
-@composite(np.logspace)
+@composite(np.logspace, by_numpy=True)
 def logspace(start, stop, num=50, endpoint=True, base=10.0, dtype=None, axis=0):
     if np.ndim(base):
         ndim = max(map(np.ndim, (start, stop, base)))
@@ -391,7 +399,7 @@ def _check_end(end) -> None:
         raise ValueError("np.geomspace goes between numbers that are not zero")
 
 
-@composite(np.geomspace)
+@composite(np.geomspace, by_numpy=True)
 def geomspace(start, stop, num=50, endpoint=True, dtype=None, axis=0):
     start, stop = entries(start), entries(stop)
     for end in (start, stop):

@@ -27,7 +27,7 @@ def _unique(x, fun, axis=None, **options) -> tuple[Any, Any, Any, Any]:
     return np.take(x, first, axis), first, numbers, counts
 
 
-@composite(np.unique)
+@composite(np.unique, by_numpy=True)
 def unique(ar, return_index=False, return_inverse=False, return_counts=False, axis=None, *, equal_nan=True, **options):
     def fun(x):
         return np.unique(x, axis=axis, equal_nan=equal_nan, **(options if not any(asked) else {}))
@@ -42,7 +42,7 @@ def _declare(name: str, *parts: int) -> None:
     """One of the functions of the Array API standard, which tell NaN from NaN; its results by their numbers."""
     fun = getattr(np, name)
 
-    @composite(fun)
+    @composite(fun, by_numpy=True)
     def run(x):
         found = _unique(array(x), lambda x: fun(x)[0] if parts else fun(x), equal_nan=False)
         return type(fun(np.zeros(0)))(*(found[k] for k in (0, *parts))) if parts else found[0]

@@ -10,7 +10,7 @@ import numpy as np
 
 from spmd.autodiff.devices import is_array
 from spmd.autodiff.primitive import composite, handlers, primitive, rule
-from spmd.autodiff.tracer import bare, find, joined, value_of
+from spmd.autodiff.tracer import Array, bare, by_numpy, find, joined, value_of
 from spmd.errors import DifferentiationError, message
 
 
@@ -20,7 +20,9 @@ def along(axis: int, ndim: int, index) -> tuple:
 
 
 def entries(x) -> Any:
-    """x with its shape and dtype: lists and Python numbers become arrays."""
+    """x with its shape and dtype: lists and Python numbers, traced ones too, become arrays."""
+    if type(x) is Array and not hasattr(value_of(x), "dtype"):
+        return np.reshape(x, ())
     return x if hasattr(x, "shape") else np.asarray(x)
 
 
@@ -354,6 +356,9 @@ def resize(a, new_shape):
 def trim_zeros(filt, trim="fb", axis=None):
     if trim.lower() not in ("fb", "bf", "f", "b"):
         raise ValueError(f"np.trim_zeros needs 'f', 'b' or both, and has {trim!r}")
+    filt = entries(filt)
+    if filt.ndim == 0:
+        return filt
     axes = range(filt.ndim) if axis is None else [i % filt.ndim for i in np.atleast_1d(axis).tolist()]
     index: list[slice] = [slice(None)] * filt.ndim
     for i, found in enumerate(np.nonzero(value_of(filt))):
@@ -446,6 +451,20 @@ def pad(array, pad_width, mode: Any = "constant", **kwargs):
     widths = tuple(map(tuple, np.broadcast_to(pad_width, (ndim, 2)).tolist()))  # plain numbers: no data of any device
     if mode == "empty" or (mode == "constant" and not find(kwargs, [])):
         return _pad(array, widths, mode=mode, **kwargs)
+    if mode in _COPIES and kwargs.get("reflect_type", "even") != "odd":
+        return _padded(array, widths, mode, kwargs)
+    return by_numpy(
+        np.pad, lambda x, widths, mode, **kwargs: _padded(x, widths, mode, kwargs), array, widths, mode, **kwargs
+    )
+
+
+_COPIES = {"edge", "reflect", "symmetric", "wrap"}
+"""The modes in which every entry of the result is one of the array."""
+
+
+def _padded(array, widths, mode, kwargs):
+    """The array between what the mode puts before and after it, one dimension after the other."""
+    ndim, name = array.ndim, _PAD_OPTIONS[mode]
     even = name == "reflect_type" and kwargs.get(name, "even") != "odd"
     sizes, options = array.shape, None
     if name != "reflect_type" and name is not None:

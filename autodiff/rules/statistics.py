@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -69,12 +68,12 @@ def _nan(x):
     return x.dtype.type(np.nan) if is_foreign(x.dtype) else np.nan
 
 
-@composite(np.median)
+@composite(np.median, by_numpy=True)
 def median(a, axis=None, out=None, overwrite_input=False, keepdims=False):
     return _median(a, axis, keepdims, skip=False)
 
 
-@composite(np.nanmedian)
+@composite(np.nanmedian, by_numpy=True)
 def nanmedian(a, axis=None, out=None, overwrite_input=False, keepdims=False):
     return _median(a, axis, keepdims, skip=True)
 
@@ -176,22 +175,23 @@ def _quantiles(skip: bool):
     return quantile
 
 
-composite(np.quantile)(_quantiles(skip=False))
-composite(np.nanquantile)(_quantiles(skip=True))
+_plain_quantile, _nan_quantile = _quantiles(skip=False), _quantiles(skip=True)
+composite(np.quantile, by_numpy=True)(_plain_quantile)
+composite(np.nanquantile, by_numpy=True)(_nan_quantile)
 
 
 def _hundredth(q):
     return q / 100 if type(q) in (int, float) else np.true_divide(q, 100)
 
 
-@composite(np.percentile)
+@composite(np.percentile, by_numpy=True)
 def percentile(a, q, *args, **options):
-    return np.quantile(a, _hundredth(q), *args, **options)
+    return _plain_quantile(a, _hundredth(q), *args, **options)
 
 
-@composite(np.nanpercentile)
+@composite(np.nanpercentile, by_numpy=True)
 def nanpercentile(a, q, *args, **options):
-    return np.nanquantile(a, _hundredth(q), *args, **options)
+    return _nan_quantile(a, _hundredth(q), *args, **options)
 
 
 # Sums that skip NaN: entries that are NaN have the cotangent zero.
@@ -220,14 +220,14 @@ def _divided(total, n):
     return (total / np.where(n > 0, n, np.nan)).astype(total.dtype)
 
 
-@composite(np.nanmean)
+@composite(np.nanmean, by_numpy=True)
 def nanmean(a, axis=None, dtype=None, out=None, keepdims=False, *, where: Any = True):
     where = devices.beside(where, value_of(a))
     n = np.sum(~np.isnan(a) & where, axis, keepdims=keepdims)
     return _divided(np.sum(kept(_filled(a, 0), where), axis, dtype, keepdims=keepdims), n)
 
 
-@composite(np.nanvar)
+@composite(np.nanvar, by_numpy=True)
 def nanvar(
     a, axis=None, dtype=None, out=None, ddof=0, keepdims=False, *, where: Any = True, mean=absent, correction=absent
 ):
@@ -241,9 +241,9 @@ def nanvar(
     return _divided(np.sum(square(deviation), axis, dtype, keepdims=keepdims), n)
 
 
-@composite(np.nanstd)
+@composite(np.nanstd, by_numpy=True)
 def nanstd(a, *args, **options):
-    return root(np.nanvar(a, *args, **options))
+    return root(nanvar(a, *args, **options))
 
 
 constant(np.argpartition, np.nanargmax, np.nanargmin)
@@ -278,7 +278,7 @@ def _variables(m, rowvar, dtype, name):
     return rows if rowvar or m.ndim < 2 else rows.T
 
 
-@composite(np.cov)
+@composite(np.cov, by_numpy=True)
 def cov(m, y=None, rowvar=True, bias=False, ddof=None, fweights=None, aweights=None, *, dtype=None):
     if ddof is not None and ddof != int(ddof):
         raise ValueError(f"np.cov needs a ddof that is a whole number, and got {ddof}")
@@ -288,7 +288,8 @@ def cov(m, y=None, rowvar=True, bias=False, ddof=None, fweights=None, aweights=N
     if x.shape[0] == 0:
         return np.zeros_like(x, shape=(0, 0))
     if y is not None:
-        x = np.concatenate([x, _variables(parts[1], rowvar or parts[1].shape[0] == 1, dtype, "y")])
+        single = np.atleast_2d(parts[1]).shape[0] == 1
+        x = np.concatenate([x, _variables(parts[1], rowvar or single, dtype, "y")])
     ddof = (0 if bias else 1) if ddof is None else ddof
     n: Any = x.shape[1]
     weights = [_observed(w, n, name) for w, name in ((fweights, "fweights"), (aweights, "aweights")) if w is not None]
@@ -302,16 +303,15 @@ def cov(m, y=None, rowvar=True, bias=False, ddof=None, fweights=None, aweights=N
         deviation = x - np.average(x, 1, weight)[:, None]
         scaled = deviation * weight
     if value_of(factor) <= 0:
-        warnings.warn("np.cov: no degree of freedom is left", RuntimeWarning, stacklevel=2)
         factor = 0.0
     product = deviation @ (np.conj(scaled.T) if np.iscomplexobj(x) else scaled.T)
     # NumPy divides by a scalar of double precision, which a given dtype gives way to.
     return np.squeeze(product * array(np.true_divide(1, factor)).astype(product.real.dtype))
 
 
-@composite(np.corrcoef)
+@composite(np.corrcoef, by_numpy=True)
 def corrcoef(x, y=None, rowvar=True, *, dtype=None):
-    c = np.cov(x, y, rowvar, dtype=dtype)
+    c = cov(x, y, rowvar, dtype=dtype)
     if c.ndim == 0:
         return c / c
     deviation = np.sqrt(np.real(np.diagonal(c)))
@@ -348,7 +348,7 @@ def _edges(a, bins, range, dtype):
     return devices.beside(_evenly(low, high, count, dtype), value_of(a))
 
 
-@composite(np.histogram_bin_edges)
+@composite(np.histogram_bin_edges, by_numpy=True)
 def histogram_bin_edges(a, bins: Any = 10, range=None, weights=None):
     found = settled(np.histogram_bin_edges, a, bins, range, weights)
     return _edges(array(a), bins, range, found.dtype)
@@ -377,7 +377,7 @@ def _traced(tree) -> bool:
     return any(a.tape is not None for a in find(tree, []))
 
 
-@composite(np.histogram)
+@composite(np.histogram, by_numpy=True)
 def histogram(a, bins: Any = 10, range=None, density=None, weights: Any = None):
     """Constant in a but for the edges, where a tells them; linear in the weights."""
     edges = np.histogram_bin_edges(a, bins, range, weights)
@@ -390,7 +390,7 @@ def histogram(a, bins: Any = 10, range=None, density=None, weights: Any = None):
     return (n / np.diff(edges).astype(float) / np.sum(n) if density else n), edges
 
 
-@composite(np.histogramdd)
+@composite(np.histogramdd, by_numpy=True)
 def histogramdd(sample, bins: Any = 10, range=None, density=None, weights=None):
     if not hasattr(sample, "dtype") or sample.ndim != 2:
         sample = np.atleast_2d(sample if hasattr(sample, "dtype") else np.stack([array(x) for x in sample])).T
@@ -415,7 +415,7 @@ def histogramdd(sample, bins: Any = 10, range=None, density=None, weights=None):
     return n, edges
 
 
-@composite(np.histogram2d)
+@composite(np.histogram2d, by_numpy=True)
 def histogram2d(x, y, bins: Any = 10, range=None, density=None, weights=None):
     if len(x) != len(y):
         raise ValueError(f"np.histogram2d needs as many y as x, and got {len(y)} for {len(x)}")
@@ -617,6 +617,10 @@ def _outer(ufunc):
     return outer
 
 
+_in_other_order = (np.logaddexp, np.logaddexp2, np.hypot)
+"""The ufuncs whose entries are brought together in another order than NumPy's, which gives the values. Folds of others
+go in NumPy's order; NumPy's own reduce of np.power and np.arctan2 is wrong where its loops are of AVX512."""
+
 _reductions = {
     np.add: _by(np.add, np.sum),
     np.multiply: _by(np.multiply, np.prod),
@@ -624,14 +628,14 @@ _reductions = {
     np.minimum: _by(np.minimum, np.min),
     np.fmax: _by(np.fmax, _extreme(np.fmax)),
     np.fmin: _by(np.fmin, _extreme(np.fmin)),
-    **{ufunc: _halved(ufunc) for ufunc in (np.logaddexp, np.logaddexp2, np.hypot)},
+    **{ufunc: _halved(ufunc) for ufunc in _in_other_order},
 }
 
 _columns = {
     np.add: functools.partial(np.cumsum, axis=0),
     np.multiply: functools.partial(np.cumprod, axis=0),
     **{ufunc: _record(ufunc) for ufunc in (np.maximum, np.minimum, np.fmax, np.fmin)},
-    **{ufunc: functools.partial(_doubled, ufunc) for ufunc in (np.logaddexp, np.logaddexp2, np.hypot)},
+    **{ufunc: functools.partial(_doubled, ufunc) for ufunc in _in_other_order},
 }
 
 
@@ -670,7 +674,7 @@ def declare(ufunc) -> None:
         elif ufunc in refusals:
             refused(Method((ufunc, method)), instead=refusals[ufunc])
         elif ufunc in handlers:
-            composite(Method((ufunc, method)))(fun)
+            composite(Method((ufunc, method)), by_numpy=ufunc in _in_other_order and method != "outer")(fun)
 
 
 for _ufunc in vars(np).values():

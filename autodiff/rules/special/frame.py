@@ -92,9 +92,12 @@ def function(name: str, *rules: Callable | None) -> None:
         handlers[getattr(special, name)] = primitive(f"scipy.special.{name}", *rules)(runner(name))
 
 
-def composed(name: str) -> Callable:
-    """A Python function as a composition of others, if this SciPy has it."""
-    return composite(getattr(special, name)) if hasattr(special, name) else lambda f: f
+def composed(name: str, *, by_scipy: bool = False) -> Callable:
+    """A Python function as a composition of others, if this SciPy has it.
+
+    by_scipy: the composition computes otherwise than SciPy does, so that SciPy's own function gives the values.
+    """
+    return composite(getattr(special, name), by_numpy=by_scipy) if hasattr(special, name) else lambda f: f
 
 
 def refusal(name: str, argument: str, got: str, need: str, mend: str) -> Exception:

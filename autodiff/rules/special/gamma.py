@@ -71,7 +71,7 @@ if hasattr(_ufuncs, "_zeta"):
     rule(_ufuncs._zeta, None, lambda g, _ans, s, q: -g * s * functions["zeta"](s + 1, q))
 
 
-@composed("multigammaln")
+@composed("multigammaln", by_scipy=True)
 def multigammaln(a, d):
     runner("multigammaln")(value_of(a), value_of(d))  # for its errors
     # scipy gives double precision here, whatever comes.
@@ -145,7 +145,7 @@ def _inexact(name: str, exact: bool) -> None:
         )
 
 
-@composed("comb")
+@composed("comb", by_scipy=True)
 def comb(N, k, *, exact=False, repetition=False):
     _inexact("comb", exact)
     N, k = arrays(N, k)
@@ -154,7 +154,7 @@ def comb(N, k, *, exact=False, repetition=False):
     return np.where((k <= N) & (N >= 0) & (k >= 0), special.binom(N, k), 0)
 
 
-@composed("perm")
+@composed("perm", by_scipy=True)
 def perm(N, k, exact=False):
     _inexact("perm", exact)
     N, k = arrays(N, k)
@@ -175,7 +175,7 @@ def factorial(n, exact=False, extend="zero"):
     return result if isinstance(value_of(n), np.generic) else result.astype(float)
 
 
-@composed("factorialk")
+@composed("factorialk", by_scipy=True)
 def factorialk(n, k, exact=False, extend="zero"):
     _inexact("factorialk", exact)
     if extend != "complex":
@@ -193,6 +193,6 @@ def factorialk(n, k, exact=False, extend="zero"):
     return result if np.ndim(n) else result * np.float64(1)
 
 
-@composed("factorial2")
+@composed("factorial2", by_scipy=True)
 def factorial2(n, exact=False, extend="zero"):
     return factorialk(n, 2, exact, extend)

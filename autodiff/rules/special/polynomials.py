@@ -98,7 +98,7 @@ def _one_derivative(name: str, diff_n) -> None:
         )
 
 
-@composed("legendre_p")
+@composed("legendre_p", by_scipy=True)
 def legendre_p(n, z, *, diff_n=0):
     _one_derivative("legendre_p", diff_n)
     return np.expand_dims(special.eval_legendre(n, z), 0)

@@ -8,8 +8,8 @@ import numpy as np
 
 from spmd.autodiff.primitive import primitive
 from spmd.autodiff.rules.reduce import expand
-from spmd.autodiff.rules.special.frame import composed, function, is_complex, runner
-from spmd.autodiff.tracer import value_of
+from spmd.autodiff.rules.special.frame import composed, function, is_complex, runner, special
+from spmd.autodiff.tracer import by_numpy, value_of
 from spmd.autodiff.transforms import stop_gradient
 
 
@@ -72,6 +72,10 @@ def logsumexp(a: Any, axis=None, b: Any = None, keepdims=False, return_sign=Fals
         return _logsumexp(a, b, axis, keepdims)
     if not is_complex(a) and (b is None or not is_complex(b)):
         return _logabssumexp(a, b, axis, keepdims)
+    return by_numpy(special.logsumexp, _logsumexp_and_phase, a, axis, b, keepdims, True)
+
+
+def _logsumexp_and_phase(a, axis, b, keepdims, _return_sign):
     log = _logsumexp(a + 0j, b, axis, keepdims)
     return np.real(log), np.where(np.real(log) == -np.inf, 0, np.exp(1j * np.imag(log)))
 
