@@ -9,7 +9,7 @@ import itertools
 import sys
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
 __all__ = [

@@ -8,7 +8,7 @@ about log2(n) + log2(m) applications, and further entries of a row log2(m) each.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -31,7 +31,9 @@ class Lazily(Sequence, Generic[T]):
     def __len__(self) -> int:
         return self._count
 
-    def __getitem__(self, k):
+    def __getitem__(self, k: Any) -> Any:
+        if not 0 <= k < self._count:
+            raise IndexError(k)
         return self._at(k)
 
 
@@ -78,7 +80,7 @@ def wrong_entries(
             part = _only(x, lo, hi)
             image = forward(part)
             given, needed = part @ back_y, np.conj(image) @ y
-            return given - needed, _norm(image) * _norm(y) + _norm(part) * _norm(back_y[lo:hi])
+            return complex(given - needed), _norm(image) * _norm(y) + _norm(part) * _norm(back_y[lo:hi])
 
         for i in _halved(of_rows, n, bound):
             row = np.conj(forward(_only(np.ones(n), i, i + 1)))
