@@ -9,7 +9,7 @@ import itertools
 import sys
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
 __all__ = [
@@ -25,7 +25,6 @@ __all__ = [
     "MissingMethodError",
     "MutationError",
     "NonFiniteError",
-    "Place",
     "ReplicaError",
     "SpecError",
     "StallError",
@@ -190,19 +189,6 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     names = sorted(set(known))
     close = get_close_matches(name, names, n=count, cutoff=0.5)
     return close + [k for k in names if name and k not in close and (name in k or k in name)][: count - len(close)]
-
-
-class Place:
-    """Where a frame stood: what is asked of a frame for the line it is in, and none of its variables.
-
-    What runs later, in another thread or below other lines, is called from there.
-    """
-
-    __slots__ = ("f_code", "f_globals", "f_lasti")
-    f_back = None
-
-    def __init__(self, frame: FrameType | Place):
-        self.f_code, self.f_globals, self.f_lasti = frame.f_code, frame.f_globals, frame.f_lasti
 
 
 def caller(frame: Any = None) -> Any:

@@ -330,7 +330,6 @@ INSTEAD: dict[str, dict[str, str]] = {
         "lstsq": "spmd.solvers.lsqr(A, b)",
         "pcg": "spmd.solvers.cg(A, b, M=M)",
         "conjugate_gradient": "spmd.solvers.cg(A, b)",
-        "LinearOperator": "spmd.linear_operator(f, in_specs, out_specs, shape=shape)",
         "aslinearoperator": "spmd.linear.from_scipy",
         **dict.fromkeys(
             ("gmres", "lgmres", "bicg", "bicgstab", "cgs", "qmr", "tfqmr", "minres", "spsolve", "splu"),
@@ -353,13 +352,11 @@ INSTEAD: dict[str, dict[str, str]] = {
         "stop_gradient": "x.detach()",
         "checkpoint": "torch.utils.checkpoint.checkpoint(f, x, use_reentrant=False)",
         "functions": "torch.nn.functional",
-        "optim": "torch.optim",
         "random": "torch's own draws within spt.drawing()",
         "numpy": "torch's functions",
     },
 }
 """For each public module the names that others have and it lacks, and what is written instead."""
-INSTEAD["spmd.autodiff"] = INSTEAD["spmd"]
 INSTEAD["spmd.numpy"] = {
     "bfloat16": "ml_dtypes.bfloat16",
     "tensor": "spmd.numpy.array(...)",
@@ -370,7 +367,7 @@ INSTEAD["spmd.numpy"] = {
     "grad": "spmd.grad(f)",
 }
 
-_OF_NUMPY = {"spmd", "spmd.functions", "spmd.autodiff"}
+_OF_NUMPY = {"spmd", "spmd.functions"}
 
 
 def closest(value: object, known: Iterable[str], otherwise: str | None = None) -> str:

@@ -856,3 +856,32 @@ def test_a_check_is_called_from_outside():
     mesh = spmd.Mesh(x=2)
     with pytest.raises(MeshError, match="a call inside a body"):
         spmd.map(lambda x: check_adjoint(Sum(X), (2,)) and x, P("x"), P("x"), mesh=mesh)(np.ones(2))
+
+
+@pytest.mark.parametrize("scheduler", ["lockstep", "threads"])
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("shape", [(11, 10), (40, 30), (500, 100)])
+def test_wrong_entries_of_large_maps_are_found_by_bisection(shape, exact, scheduler):
+    i, j = 3, 7
+    mesh = spmd.Mesh(x=2, scheduler=scheduler)
+
+    def wrong(y):  # on each worker the entry [i, j] of its block takes its neighbour's value too
+        return (2 * y).at[i, j].add(3 * y[i, j + 1])
+
+    given = {"mesh": mesh, "in_specs": P("x"), "out_specs": P("x"), "adjoint": wrong, "exact": exact}
+    found = spmd.check_adjoint(lambda x: 2 * x, shape, raises=False, shrink=False, **given)
+    assert not found
+    assert found.bisected
+    assert found.entries_of == (shape[0] * shape[1]) ** 2
+    starts = (0, -(-shape[0] // 2))
+    expected = {((s + i, j), (s + i, j + 1), 0.0, 3.0) for s in starts}
+    assert {(e.x.whole, e.y.whole, e.needed, e.given) for e in found.entries} == expected
+    assert "found by bisection; there may be more" in str(found)
+
+
+def test_a_report_says_where_bisection_has_found_nothing(monkeypatch):
+    monkeypatch.setattr("spmd.adjoints.probing.PROBES", 3)
+    given = {"mesh": spmd.Mesh(x=2), "in_specs": P("x"), "out_specs": P("x"), "adjoint": lambda y: 3 * y}
+    found = spmd.check_adjoint(lambda x: 2 * x, (40, 30), raises=False, shrink=False, **given)
+    assert not found.entries
+    assert "was not found: bisection" in str(found)

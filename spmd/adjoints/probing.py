@@ -32,6 +32,8 @@ class Lazily(Sequence, Generic[T]):
         return self._count
 
     def __getitem__(self, index: Any) -> Any:
+        if not 0 <= index < self._count:
+            raise IndexError(index)
         return self._at(index)
 
 

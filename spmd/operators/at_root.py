@@ -29,6 +29,7 @@ from spmd.operators.base import Vary, owned_block
 from spmd.operators.reduce import AxisName, _names
 from spmd.operators.root import Keep, Rooted, rooted
 from spmd.state import REPLICAS, state_of
+from spmd.tracebacks import shorten
 from spmd.transport.base import Call, Group, sealed
 
 __all__ = ["at_root"]
@@ -182,6 +183,7 @@ class _Call:
             outs = self._apart(fn, xs)
         except Exception as error:
             if likes is None and len(self.worker.mesh.local_workers) < self.worker.mesh.size:
+                shorten(error)  # the others are told what the user would see
                 self.tell({"error": class_name(error), "text": str(error), "trace": traceback.format_exc()})
             raise
         if likes is None:

@@ -213,7 +213,7 @@ BODIES = [
         "np.array",
         "Varying(data) array float64[2]",
         "a bare array",
-        "np.stack([a, b]) in place of np.array([a, b])",
+        "spmd.numpy.array(...), or np.stack([a, b])",
     ),
     Row(
         "np.asarray of a traced array",

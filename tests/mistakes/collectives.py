@@ -97,7 +97,7 @@ SUMS = [
         "spmd.pcast: argument to",
         "'unvarying'",
         '"varying" or "invariant"',
-        'to="varying"',
+        'to="invariant"',
     ),
     Row(
         "a state to gather to that there is not",

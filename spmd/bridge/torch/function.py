@@ -26,7 +26,7 @@ from spmd import frontends
 from spmd.autodiff.dtypes import mean_dtype
 from spmd.bridge.torch.memory import array_dtype, block_of, borrowed, owned, tensor_of, torch_dtype
 from spmd.bridge.torch.tensor import Tensor, plain, state_of_tensor, stated, summed
-from spmd.errors import MeshError, Place, TransportError, caller, message
+from spmd.errors import MeshError, TransportError, caller, message
 from spmd.mesh import WORKER, Mesh, Worker
 from spmd.operators.base import Collective, Operator, Vary, admitted, interned, launch
 from spmd.operators.reduce import Sum
@@ -163,6 +163,19 @@ def seat_of(worker: Worker) -> Seat:
         seat = Seat(worker.mesh, worker.index)
         seat.worker = worker
     return seat
+
+
+class Place:
+    """Where a frame stood: what is asked of a frame for the line it is in, and none of its variables.
+
+    What runs later, in another thread or below other lines, is called from there.
+    """
+
+    __slots__ = ("f_code", "f_globals", "f_lasti")
+    f_back = None
+
+    def __init__(self, frame: FrameType | Place):
+        self.f_code, self.f_globals, self.f_lasti = frame.f_code, frame.f_globals, frame.f_lasti
 
 
 class Task:
