@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
+from spmd.bridge.torch.function import FRONTEND
 from spmd.bridge.torch.gradients import WHERE, Sums
 from spmd.errors import MeshError, StateError, message, nearest
 from spmd.mesh import WORKER, Worker, here
@@ -57,7 +60,7 @@ def data_parallel(
     overlap: False sends all buckets when backward is through: where workers' graphs part ways and hold collectives of
     their own, and where several such modules share a backward that differs from worker to worker.
 
-    Forward: `module(...)`. Backward: one all-reduce per bucket, waited for before `backward()` returns. It may be
+    Forward: `module(...)`; its tensors are Varying over axis_name, in every gradient mode. Backward: one all-reduce per bucket, waited for before `backward()` returns. It may be
     called several times, on several forwards at once, with retain_graph, through `torch.utils.checkpoint`; gradients
     add up in `.grad`. A parameter that no worker's backward reaches keeps the `.grad` it has, None for one; one that
     some reach gets the sum on all. A worker whose backward reaches none at all takes no part, and the others' is a
@@ -128,12 +131,17 @@ class DataParallel(nn.Module):
                 )
             return self.module(*args, **kwargs)
         sums = self._of(worker)
-        if not torch.is_grad_enabled():
-            return self.module(*args, **kwargs)
         with sums.varied(worker):
             out = self.module(*args, **kwargs)
-        sums.watch(out)
+        if worker.tracked:
+            out = pytree.tree_map(partial(self._varying, worker=worker), out)
+        if torch.is_grad_enabled():
+            sums.watch(out)
         return out
+
+    def _varying(self, x: Any, worker: Worker) -> Any:
+        """A result, which varies along the axes whatever it was computed of, and in every gradient mode."""
+        return FRONTEND.vary(x, self.axis_name, worker) if isinstance(x, torch.Tensor) else x
 
     def _of(self, worker: Worker) -> Sums:
         """The sums of this worker, for its parameters as they are now."""

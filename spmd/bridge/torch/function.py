@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from types import FrameType
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch._functorch import eager_transforms
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 
 from spmd import frontends
@@ -457,7 +458,10 @@ def twin(x: torch.Tensor, state: State) -> torch.Tensor:
         return found[2]
     task = Task(Vary(names), seat)
     followed = transformed(x) or dual(x)
-    varied = stated((Transformed if followed else Apply).apply(plain(x), task), state)
+    # What no transformation wraps is varied beneath all of them, in the graph that it belongs to.
+    beneath = not followed and _functorch.maybe_current_level() is not None
+    with temporarily_clear_interpreter_stack() if beneath else nullcontext():
+        varied = stated((Transformed if followed else Apply).apply(plain(x), task), state)
     if not transformed(x):
         kept[key] = (x if x.is_leaf else None, x._version, varied)
         task.key = key if x.is_leaf else None

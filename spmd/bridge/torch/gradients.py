@@ -273,14 +273,15 @@ class Sums:
         swapped: list[tuple[dict[str, Any], str, Any, Any]] = []
         try:
             for owner, name, p in self.entries:
-                if p.requires_grad and owner.get(name) is p:
+                if owner.get(name) is p:
                     twin = twins.get(id(p))
                     if twin is None:
                         twin = stated(p, self.state)
                         twins[id(p)] = twin
                         twin.replica = True
-                        # Backward is to run it as soon as its gradient is there, not as the first thing in forward.
-                        twin.grad_fn._set_sequence_nr(_AT_ONCE)
+                        if twin.grad_fn is not None:
+                            # Backward is to run it as soon as its gradient is there, not as the first thing in forward.
+                            twin.grad_fn._set_sequence_nr(_AT_ONCE)
                     owner[name] = twin
                     swapped.append((owner, name, twin, p))
             yield
