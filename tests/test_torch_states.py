@@ -1,4 +1,4 @@
-"""States of tensors do not depend on where data come from, on gradient modes, or on layers; reductions give the truth."""
+"""States of tensors do not depend on sources of data, gradient modes and layers: reductions give the truth."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
 from torch.utils.data import DataLoader, Dataset, TensorDataset  # noqa: E402
 
 import spmd  # noqa: E402
 from spmd import P  # noqa: E402
 from spmd.bridge import torch as spt  # noqa: E402
-from spmd.bridge.torch.tensor import plain, state_of_tensor  # noqa: E402
+from spmd.bridge.torch.tensor import state_of_tensor  # noqa: E402
 
 pytestmark = pytest.mark.host("a body makes its tensors on the host")
 
@@ -125,7 +124,7 @@ def test_what_is_reduced_is_the_same_in_every_mode(mode, source, layer, how):
         with MODES[mode]():
             y = net(SOURCES[source](x, block))
             assert state_of_tensor(y).varying == {"data"}
-            built[spt.worker_index("data")] = {k: f(y).item() for k, (f, _) in REDUCTIONS.items()}
+            built[spt.worker_index("data")] = {k: f(y).detach().item() for k, (f, _) in REDUCTIONS.items()}
 
     spt.map(body, P("data"), None, mesh=spmd.Mesh(data=WORKERS))(x)
     for found in built.values():
@@ -146,7 +145,7 @@ def test_the_loss_of_an_evaluation():
         for name, mode in MODES.items():
             with mode():
                 for a, b in sampler.loader():
-                    values[name] = float(spt.mean((model(a) - b) ** 2, "data"))
+                    values[name] = float(spt.mean((model(a) - b) ** 2, "data").detach())
         return values
 
     truth = float(((x @ weights["weight"][:1].T + weights["bias"][:1] - t) ** 2).mean())

@@ -30,6 +30,7 @@ from spmd.bridge.torch.compiled import compilable, operator
 from spmd.bridge.torch.convolution import DistributedConv, DistributedPool
 from spmd.bridge.torch.data_parallel import DataParallel, data_parallel
 from spmd.bridge.torch.drawing import drawing
+from spmd.bridge.torch.dropout import dropout
 from spmd.bridge.torch.function import tie
 from spmd.bridge.torch.linear import ColumnParallelLinear, DistributedLinear, RowParallelLinear
 from spmd.bridge.torch.mapping import map
@@ -73,6 +74,7 @@ __all__ = [
     "clip_grad_norm_",
     "data_parallel",
     "drawing",
+    "dropout",
     "grad_norm",
     "map",
     "operator",

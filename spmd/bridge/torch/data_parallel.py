@@ -60,11 +60,12 @@ def data_parallel(
     overlap: False sends all buckets when backward is through: where workers' graphs part ways and hold collectives of
     their own, and where several such modules share a backward that differs from worker to worker.
 
-    Forward: `module(...)`; its tensors are Varying over axis_name, in every gradient mode. Backward: one all-reduce per bucket, waited for before `backward()` returns. It may be
-    called several times, on several forwards at once, with retain_graph, through `torch.utils.checkpoint`; gradients
-    add up in `.grad`. A parameter that no worker's backward reaches keeps the `.grad` it has, None for one; one that
-    some reach gets the sum on all. A worker whose backward reaches none at all takes no part, and the others' is a
-    mismatch: `spt.tie(loss, *model.parameters())` there.
+    Forward: `module(...)`, whose tensors are Varying over axis_name in every gradient mode; `model.module(x)` is the
+    module alone, for an x that is the same on all workers. Backward: one all-reduce per bucket, waited for before
+    `backward()` returns. It may be called several times, on several forwards at once, with retain_graph, through
+    `torch.utils.checkpoint`; gradients add up in `.grad`. A parameter that no worker's backward reaches keeps the
+    `.grad` it has, None for one; one that some reach gets the sum on all. A worker whose backward reaches none at all
+    takes no part, and the others' is a mismatch: `spt.tie(loss, *model.parameters())` there.
     A term that all workers add alike, as a penalty on the parameters, is counted once for each worker: with "sum"
     divide it by `spt.axis_size(axis_name)`.
 

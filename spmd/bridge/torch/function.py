@@ -56,13 +56,18 @@ Function: Any = torch.autograd.Function
 
 
 class Draws:
-    """The random generators of the workers of one run: each begins in the state of torch's own where it was called."""
+    """The random generators of the workers of one run: each begins in the state of torch's own where it was called.
 
-    __slots__ = ("__weakref__", "generators", "state")
+    generators: by worker, from which `spt.drawing` and functions of torch draw. seeded: those that functions of torch
+    draw from since the body has called `torch.manual_seed`.
+    """
+
+    __slots__ = ("__weakref__", "generators", "seeded", "state")
 
     def __init__(self) -> None:
         self.state = torch.default_generator.get_state()
         self.generators: dict[int, torch.Generator] = {}
+        self.seeded: dict[int, torch.Generator] = {}
 
     def of(self, worker: int) -> torch.Generator:
         """The generator of a worker."""
@@ -72,10 +77,15 @@ class Draws:
             found.set_state(self.state)
         return found
 
+    def current(self, worker: int) -> torch.Generator:
+        """What functions of torch draw from on a worker."""
+        return self.seeded.get(worker) or self.of(worker)
+
     def leave(self) -> None:
         """Let torch's generator go on from where the first worker that drew has left off."""
-        if self.generators:
-            torch.default_generator.set_state(self.generators[min(self.generators)].get_state())
+        drew = self.generators.keys() | self.seeded.keys()
+        if drew:
+            torch.default_generator.set_state(self.current(min(drew)).get_state())
 
 
 def map_is_over(where: str) -> MeshError:

@@ -440,7 +440,7 @@ def _check_dataset(dataset: Any) -> None:
 def _place(
     num_replicas: Any, rank: Any, axis_name: str | Sequence[str] | None
 ) -> tuple[tuple[int, ...], int, tuple[str, ...]]:
-    """The parts that a minibatch is split into, from major to minor; which of them is this worker's; over which axes."""
+    """The parts that a minibatch is split into, major to minor; which of them is this worker's; over which axes."""
     worker = WORKER.get()
     if axis_name is not None:
         if num_replicas is not None or rank is not None:

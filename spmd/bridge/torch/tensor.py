@@ -24,6 +24,7 @@ __all__ = [
     "COMPILED",
     "SUMMED",
     "Tensor",
+    "joined_state",
     "plain",
     "put_state",
     "state_of_tensor",
@@ -182,6 +183,11 @@ def _joined(args: Any, kwargs: dict) -> tuple[State, bool]:
         elif own is not state:
             state, mixed = state | own, True
     return state or _INVARIANT, mixed
+
+
+def joined_state(args: Any, kwargs: dict) -> State:
+    """The state in which the tensors among some arguments meet."""
+    return _joined(args, kwargs)[0]
 
 
 def _varied(func: Callable, args: Any, kwargs: dict, state: State) -> tuple[Any, dict]:
