@@ -1290,3 +1290,101 @@ def test_the_port_is_a_few_lines():
     shown = page[page.index("```diff") :].split("```")[1].splitlines()
     assert changed == [line for line in shown if line[:1] in ("+", "-")]
     assert len(changed) <= 12
+
+
+# Parameters along other axes
+
+
+def stages(varying, *, make=None, equal=False, check=True):
+    """Two stages with a linear layer each; the gradients of each, and what they are in one program."""
+    x = randn(6, 3, seed=4)
+    nets = [drawn(nn.Linear(3, 3, dtype=torch.float64), 1 if equal else k) for k in range(2)]
+    (nets[1](torch.tanh(nets[0](x))).sin().sum()).backward()
+    found = {}
+
+    def main():
+        k, stage = spt.worker_index("data"), spt.worker_index("stage")
+        net = drawn(nn.Linear(3, 3, dtype=torch.float64), 1 if equal else stage)
+        options = {} if varying is None else {"varying": varying}
+        model = spt.data_parallel(make(net) if make else net, "data", **options)
+        rows = share(x, k, spt.axis_size("data"))
+        first = torch.tanh(model(spt.varying(rows, "stage")))
+        last = model(spt.shift(first, "stage", 1)) * float(stage == 1)
+        spt.psum(last.sin().sum(), ("data", "stage")).backward()
+        found[k, stage] = [p.grad.clone() for p in net.parameters()]
+
+    spt.map(main, (), None, mesh=spmd.Mesh(data=2, stage=2), check=check)()
+    return found, [[p.grad for p in net.parameters()] for net in nets]
+
+
+@pytest.mark.parametrize("varying", ["stage", ("stage",)])
+def test_stages_have_gradients_of_their_own(varying):
+    found, wanted = stages(varying)
+    for (_, stage), gs in found.items():
+        assert_near([plain(g) for g in gs], wanted[stage])
+
+
+def test_replicated_parameters_are_summed_along_other_axes():
+    found, wanted = stages(None, equal=True)
+    for gs in found.values():
+        assert_near([plain(g) for g in gs], [a + b for a, b in zip(*wanted, strict=True)])
+
+
+class Wrapped(nn.Module):
+    """A module of the user's that says nothing, or declares."""
+
+    def __init__(self, net, declares):
+        super().__init__()
+        self.weight, self.bias, self.declares = net.weight, net.bias, declares
+
+    def forward(self, x):
+        if self.declares:
+            return F.linear(x, spt.varying(self.weight, "stage"), spt.varying(self.bias, "stage"))
+        return F.linear(x, self.weight, self.bias)
+
+
+@pytest.mark.parametrize("make", [None, lambda net: nn.Sequential(net), lambda net: Wrapped(net, False)])
+def test_undeclared_differences_raise(make):
+    with pytest.raises(StateError, match=r"weight, which differs[\s\S]*'stage'[\s\S]*varying='stage'"):
+        stages(None, make=make)
+
+
+def test_a_forward_may_declare_its_parameters():
+    found, wanted = stages(None, make=lambda net: Wrapped(net, True))
+    for (_, stage), gs in found.items():
+        assert_near([plain(g) for g in gs], wanted[stage])
+
+
+def test_undeclared_differences_of_one_entry_of_frozen_parameters_and_of_modules():
+    def main(change):
+        net = nn.Sequential(nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 2))
+        drawn(net, 1).requires_grad_(False)
+        change(net, spt.worker_index("stage"))
+        spt.data_parallel(net, "data")
+
+    def run(change):
+        spt.map(lambda: main(change), (), None, mesh=spmd.Mesh(data=1, stage=3))()
+
+    def one_entry(net, stage):
+        net[2].weight[1, 7] += stage == 2
+
+    run(lambda net, stage: None)
+    with pytest.raises(StateError, match=r"2\.weight, which differs between workers along 'stage'"):
+        run(one_entry)
+    with pytest.raises(StateError, match="list of parameters, which differs between workers along 'stage'"):
+        run(lambda net, stage: net.append(nn.Linear(2, 2)) if stage else None)
+    with pytest.raises(StateError, match=r"0\.bias, which differs"):
+        run(lambda net, stage: setattr(net[0], "bias", nn.Parameter(torch.zeros(300 + stage))))
+    with pytest.raises(StateError, match="argument varying"):
+        spt.map(lambda: spt.data_parallel(nn.Linear(2, 2), "data", varying="data"), (), None, mesh=spmd.Mesh(data=2))()
+    with pytest.raises(MeshError, match="satge"):
+        spt.map(lambda: spt.data_parallel(nn.Linear(2, 2), "data", varying="satge"), (), None, mesh=spmd.Mesh(data=2))()
+
+
+def test_sharded_layers_need_no_declaration():
+    def main():
+        net = nn.Sequential(spt.ColumnParallelLinear("model", 4, 6), nn.Tanh(), spt.RowParallelLinear("model", 6, 2))
+        model = spt.data_parallel(net, "data")
+        spt.mean(model(spt.varying(torch.ones(2, 4), "data")) ** 2, "data").backward()
+
+    spt.map(main, (), None, mesh=spmd.Mesh(data=2, model=2))()

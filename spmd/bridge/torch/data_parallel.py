@@ -35,6 +35,7 @@ def data_parallel(
     broadcast_buffers: bool = True,
     init: str = "broadcast",
     overlap: bool = True,
+    varying: str | Sequence[str] = (),
 ) -> DataParallel:
     """The module, with parameters that are one value on all workers along axis_name, each of which has data of its own.
 
@@ -46,7 +47,8 @@ def data_parallel(
         optimizer.step()
 
     module: this worker's own. Its parameters and buffers become those of the first worker along axis_name.
-    axis_name: an axis of the mesh, or several. Along others, parameters may differ (the shards of a parallel layer).
+    axis_name: an axis of the mesh, or several. Along others, parameters are one value too, which is verified here, but
+    for those of `ShardedModule`s and those that the forward declares, by `spt.varying(self.weight, "model")`.
     reduction: what `.grad` holds when `backward()` returns. "sum": the sum of what the workers' own backwards give.
     That is the adjoint of varying the parameters, and what this library takes everywhere: the gradient of a loss that
     is one value for all workers (`spt.mean`, `spt.psum`), however uneven their shares are. "mean": that sum over the
@@ -85,6 +87,7 @@ def data_parallel(
         broadcast_buffers=broadcast_buffers,
         init=init,
         overlap=overlap,
+        varying=varying,
     )
 
 
@@ -103,6 +106,7 @@ class DataParallel(nn.Module):
         broadcast_buffers: bool = True,
         init: str = "broadcast",
         overlap: bool = True,
+        varying: str | Sequence[str] = (),
     ):
         super().__init__()
         worker = here(WHERE)
@@ -110,6 +114,7 @@ class DataParallel(nn.Module):
         self.module = module
         self.training = module.training
         self.axis_name = worker.mesh.names(axis_name, WHERE)
+        self.varying = _others(worker, varying, self.axis_name)
         self.reduction = reduction
         self.bucket_bytes = bucket_bytes
         self.broadcast_buffers = broadcast_buffers
@@ -220,6 +225,23 @@ class DataParallel(nn.Module):
         if worker is not None and self._sums is not None:
             twin._sums = Sums(twin, worker, self._sums)
         return twin
+
+
+def _others(worker: Worker, varying: str | Sequence[str], axes: tuple[str, ...]) -> tuple[str, ...]:
+    """The axes along which parameters differ."""
+    names = worker.mesh.names(varying, WHERE)
+    both = [n for n in names if n in axes]
+    if both:
+        raise StateError(
+            message(
+                WHERE,
+                argument="varying",
+                got=f"{varying!r}, and axis_name={axes}",
+                need="other axes: along axis_name parameters are one value",
+                mend=f"leave {both[0]!r} out of one of them",
+            )
+        )
+    return names
 
 
 def _check(module: Any, reduction: Any, bucket_bytes: Any, init: Any) -> None:

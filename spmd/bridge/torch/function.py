@@ -24,7 +24,7 @@ from torch.autograd import forward_ad
 
 from spmd import frontends
 from spmd.bridge.torch.memory import array_dtype, block_of, owned, tensor_of
-from spmd.bridge.torch.tensor import Tensor, plain, state_of_tensor, stated, summed
+from spmd.bridge.torch.tensor import Tensor, plain, state_of_tensor, stated, summed, sums_of
 from spmd.errors import MeshError, TransportError, message
 from spmd.mesh import WORKER, Mesh, Worker
 from spmd.operators.base import Collective, Operator, Vary, admitted, launch
@@ -456,6 +456,9 @@ def twin(x: torch.Tensor, state: State) -> torch.Tensor:
         )
     own = summed(x).varying & state.varying
     if own:
+        difference = sums_of(x).undeclared.get(id(x))
+        if difference is not None and not state.varying.isdisjoint(difference.axes):
+            raise difference.error()
         mine = state_of(own | state_of_tensor(x).varying)
         return stated(x, mine) if mine is state else twin(stated(x, mine), state)
     seat = seat_of(worker)
@@ -510,7 +513,11 @@ class _Torch:
             return x
         if isinstance(x, Tensor) and not x.replica:
             return self.vary(x, names, worker)
-        return stated(x, state_of_tensor(x) | summed(x) | state_of(names))
+        state = state_of_tensor(x) | summed(x) | state_of(names)
+        difference = getattr(x, "difference", None)
+        if difference is not None and not state.varying.issuperset(difference.axes):
+            raise difference.error()
+        return stated(x, state)
 
     def carrying(self, value: Any, state: State, tracked: bool) -> Any:
         """Invariant numbers stay numbers; arrays, and numbers that vary, become tensors."""

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from spmd.bridge.torch.function import Seat, seat_of
 from spmd.bridge.torch.memory import array_dtype, block_of, owned, write
+from spmd.bridge.torch.replicas import Difference, differing, to_be_declared
 from spmd.bridge.torch.tensor import SUMMED, plain, stated
 from spmd.device import to_host
 from spmd.errors import DifferentiationError, LayoutError, MeshError, StateError, message
@@ -44,6 +45,7 @@ class Options(Protocol):
 
     module: nn.Module
     axis_name: tuple[str, ...]
+    varying: tuple[str, ...]
     reduction: str
     bucket_bytes: int
     broadcast_buffers: bool
@@ -104,7 +106,8 @@ class Sums:
         module = model.module
         self.model = weakref.ref(model)
         self.axes: tuple[str, ...] = model.axis_name
-        self.state = state_of(self.axes)
+        self.state = state_of((*self.axes, *model.varying))
+        self.undeclared: dict[int, Difference] = {} if before is None else before.undeclared
         self.size = worker.group(self.axes).size
         self.mean = model.reduction == "mean"
         self.overlap = model.overlap
@@ -279,6 +282,8 @@ class Sums:
                         twin = stated(p, self.state)
                         twins[id(p)] = twin
                         twin.replica = True
+                        if id(p) in self.undeclared:
+                            to_be_declared(twin, self.undeclared[id(p)])
                         if twin.grad_fn is not None:
                             # Backward is to run it as soon as its gradient is there, not as the first thing in forward.
                             twin.grad_fn._set_sequence_nr(_AT_ONCE)
@@ -579,6 +584,8 @@ class Sums:
                     n += 1
                 some, named = named[:n], named[n:]
                 self._copy(worker, [x for _, x in some], "values", [name for name, _ in some] if verify else ())
+            if worker.tracked:
+                self.undeclared = differing(worker, model.module, (*self.axes, *model.varying))
 
 
 def _release(taken: list[int], handles: list[Any]) -> None:

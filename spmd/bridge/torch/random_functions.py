@@ -62,7 +62,7 @@ def _functions() -> dict[Any, Callable[[Any, dict], bool]]:
         _heads: ["multi_head_attention_forward"],
         _recurrent: ["lstm", "gru", "rnn_tanh", "rnn_relu"],
     }
-    places = (torch, torch.Tensor, F, torch._C._nn, init)
+    places = (torch, torch.Tensor, F, torch._C._nn, init)  # type: ignore[attr-defined]
     return {
         getattr(place, name): kind
         for kind, names in kinds.items()

@@ -30,6 +30,7 @@ __all__ = [
     "state_of_tensor",
     "stated",
     "summed",
+    "sums_of",
     "sweep",
     "swept",
 ]
@@ -158,9 +159,14 @@ def state_of_tensor(x: torch.Tensor) -> State:
 
 def summed(x: torch.Tensor) -> State:
     """As what a bare parameter counts, the workers' own gradients of which are summed elsewhere; else Invariant."""
-    found = SUMMED.get(id(x))
-    sums = found() if found is not None else None
+    sums = sums_of(x)
     return _INVARIANT if sums is None else sums.state
+
+
+def sums_of(x: torch.Tensor) -> Any:
+    """What sums the gradients of a parameter, if a module of `spt.data_parallel` has it."""
+    found = SUMMED.get(id(x))
+    return None if found is None else found()
 
 
 def _tensors(args: Any, kwargs: dict) -> Iterator[torch.Tensor]:
