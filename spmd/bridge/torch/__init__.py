@@ -25,7 +25,7 @@ except ImportError as error:
     ) from error
 
 import spmd
-from spmd.bridge.torch import transforms  # noqa: F401
+from spmd.bridge.torch import autograd_functions, native_writes, transforms  # noqa: F401
 from spmd.bridge.torch.compiled import compilable, operator
 from spmd.bridge.torch.convolution import DistributedConv, DistributedPool
 from spmd.bridge.torch.data_parallel import DataParallel, data_parallel

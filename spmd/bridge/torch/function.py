@@ -51,7 +51,11 @@ __all__ = [
 ]
 
 
-Function: Any = torch.autograd.Function
+class _Function(torch.autograd.Function):
+    apply = torch.autograd.Function.__dict__["apply"]  # torch's own, which `autograd_functions` replaces for users
+
+
+Function: Any = _Function
 """Untyped: its methods take what those of a subclass say."""
 
 

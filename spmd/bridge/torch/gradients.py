@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
 from spmd.bridge.torch.function import Seat, seat_of
@@ -117,6 +118,13 @@ class Sums:
         self.sit(worker, new=True)
         self.entries: list[tuple[dict[str, Any], str, nn.Parameter]] = [
             (m._parameters, name, p) for m in module.modules() for name, p in m._parameters.items() if p is not None
+        ]
+        # Batch norms take the statistics of this worker, as under DDP; `broadcast_buffers` says what becomes of them.
+        self.statistics = [
+            (m._buffers, name)
+            for m in module.modules()
+            if isinstance(m, _NormBase)
+            for name in ("running_mean", "running_var")
         ]
         named = list(module.named_parameters())
         self.buffers = list(module.buffers()) if model.broadcast_buffers else []
@@ -289,6 +297,11 @@ class Sums:
                             twin.grad_fn._set_sequence_nr(_AT_ONCE)
                     owner[name] = twin
                     swapped.append((owner, name, twin, p))
+            for owner, name in self.statistics:
+                b = owner.get(name)
+                if b is not None:
+                    owner[name] = twin = stated(b, self.state)
+                    swapped.append((owner, name, twin, b))
             yield
         finally:
             for owner, name, twin, p in swapped:

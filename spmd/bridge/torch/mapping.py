@@ -21,6 +21,7 @@ from spmd.array import PartitionedArray, relayout
 from spmd.autodiff import tree
 from spmd.bridge.torch.closure import tensors_within_reach
 from spmd.bridge.torch.drawing import BodyMode
+from spmd.bridge.torch.dynamo import clear_errors
 from spmd.bridge.torch.function import Draws, Function, Seat, one_level, transformed, twin
 from spmd.bridge.torch.memory import borrowed, check_device, shaped_like, tensor_of
 from spmd.bridge.torch.tensor import Tensor, plain, state_of_tensor, stated
@@ -222,6 +223,7 @@ class _Call:
             with _torch_threads(self.mesh.transport.threads()):
                 return body(worker)
 
+        clear_errors()
         shared = self.mesh.transport.name == "local" and self.mesh.size > 1
         if shared and "torch._dynamo" in sys.modules:
             # While one worker compiles a function another one may come to it, and runs it as it is meanwhile. torch,
