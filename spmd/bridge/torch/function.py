@@ -24,7 +24,7 @@ from torch.autograd import forward_ad
 
 from spmd import frontends
 from spmd.bridge.torch.memory import array_dtype, block_of, owned, tensor_of
-from spmd.bridge.torch.tensor import Tensor, plain, state_of_tensor, stated, summed, sums_of
+from spmd.bridge.torch.tensor import Tensor, differentiated, plain, state_of_tensor, stated, summed, sums_of
 from spmd.errors import MeshError, TransportError, message
 from spmd.mesh import WORKER, Mesh, Worker
 from spmd.operators.base import Collective, Operator, Vary, admitted, launch
@@ -405,11 +405,6 @@ def dual(x: torch.Tensor) -> bool:
     return forward_ad._current_level >= 0 and not _Level.holders and forward_ad.unpack_dual(x).tangent is not None
 
 
-def _recorded(x: torch.Tensor) -> bool:
-    """Whether torch follows what becomes of x."""
-    return torch.is_grad_enabled() and x.requires_grad and not torch.is_inference_mode_enabled()
-
-
 def apply(op: Any, x: torch.Tensor, seat: Seat) -> torch.Tensor:
     """An operator on a tensor, recorded where it is differentiated; no check of states."""
     return _started(op, plain(x) if isinstance(x, Tensor) else x, seat, None)()
@@ -427,7 +422,7 @@ def _started(op: Collective, x: torch.Tensor, seat: Seat, frame: FrameType | Non
         return lambda: kind.apply(x, task)
     if type(op) is Vary:
         return lambda: Apply.apply(x, task)
-    task.asks[0] = _recorded(x) and (x.is_floating_point() or x.is_complex())
+    task.asks[0] = differentiated(x) and (x.is_floating_point() or x.is_complex())
     task.start(x, frame)
     grad = torch.is_grad_enabled()
 
@@ -494,7 +489,7 @@ class _Torch:
             return _started(op, _countable(op, plain(x)), seat, frame)
         state = state_of_tensor(x)
         wanted = admitted(op, x, state, worker)
-        if wanted is not state and _recorded(x):
+        if wanted is not state and differentiated(x):
             x = twin(x, wanted)
         begun = _started(op, _countable(op, plain(x)), seat, frame)
         out = op.out_state(wanted)
@@ -510,7 +505,7 @@ class _Torch:
         state = state_of_tensor(x) | state_of(names)
         if state is state_of_tensor(x):
             return x
-        return twin(x, state) if _recorded(x) else stated(x, state)
+        return twin(x, state) if differentiated(x) else stated(x, state)
 
     def declare(self, x: torch.Tensor, names: Sequence[str], worker: Worker) -> torch.Tensor:
         if not worker.tracked:

@@ -26,6 +26,7 @@ __all__ = [
     "SUMMED",
     "Tensor",
     "admit_write",
+    "differentiated",
     "joined_state",
     "plain",
     "put_state",
@@ -40,6 +41,7 @@ __all__ = [
 
 _INVARIANT = state_of(())
 _disabled = torch._C.DisableTorchFunctionSubclass
+_functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
 
 SUMMED: dict[int, Callable[[], Any]] = {}
 """By id, parameters whose gradients are summed by `spt.data_parallel`, in place of the adjoint of their `Vary`."""
@@ -220,7 +222,7 @@ def varied_arguments(args: Any, kwargs: dict, state: State, targets: Any = ()) -
 
     def one(a: Any) -> Any:
         if isinstance(a, torch.Tensor):
-            if state_of_tensor(a) is state or not a.requires_grad or not torch.is_grad_enabled():
+            if state_of_tensor(a) is state or not differentiated(a):
                 return a
             return a if any(a is x for x in targets) else twin(a, state)
         if type(a) in (tuple, list):
@@ -228,6 +230,17 @@ def varied_arguments(args: Any, kwargs: dict, state: State, targets: Any = ()) -
         return a
 
     return tuple(one(a) for a in args), {k: one(a) for k, a in kwargs.items()}
+
+
+def differentiated(x: torch.Tensor) -> bool:
+    """Whether torch follows what becomes of x: for what a transformation of torch.func wraps, at any level."""
+    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        return False
+    if _functorch.maybe_current_level() is not None:
+        while not x.requires_grad and _functorch.is_functorch_wrapped_tensor(x):
+            with _disabled():
+                x = _functorch.get_unwrapped(x)
+    return x.requires_grad
 
 
 def _is_foreach(func: Callable) -> bool:
