@@ -181,10 +181,11 @@ class Task:
     """One application of a collective by one worker.
 
     op: what is applied, until `run` replaces it by the same operator bound to the blocks it met. asks: whether any
-    worker's tensor is differentiated. key: of the parameter of which this makes the twin.
+    worker's tensor is differentiated. key: of the parameter of which this makes the twin. joined: whether it varies a
+    number that met others.
     """
 
-    __slots__ = ("asks", "finish", "key", "op", "result", "seat", "token")
+    __slots__ = ("asks", "finish", "joined", "key", "op", "result", "seat", "token")
 
     def __init__(self, op: Collective, seat: Seat):
         self.op: Any = op
@@ -194,6 +195,7 @@ class Task:
         self.finish: Callable[[], Any] | None = None
         self.key: Any = None
         self.token = False
+        self.joined = False
 
     def start(self, x: torch.Tensor, frame: FrameType | None = None) -> None:
         """Start on the data of x."""
@@ -441,8 +443,11 @@ def _started(op: Collective, x: torch.Tensor, seat: Seat, frame: FrameType | Non
     return finish
 
 
-def twin(x: torch.Tensor, state: State) -> torch.Tensor:
-    """An Invariant tensor varied to a state: once for all its uses, so that their cotangents meet before the sum."""
+def twin(x: torch.Tensor, state: State, joined: bool = False) -> torch.Tensor:
+    """An Invariant tensor varied to a state: once for all its uses, so that their cotangents meet before the sum.
+
+    joined: because it met others in this state.
+    """
     worker = WORKER.get()
     if worker is None:
         raise MeshError(
@@ -459,7 +464,7 @@ def twin(x: torch.Tensor, state: State) -> torch.Tensor:
         if difference is not None and not state.varying.isdisjoint(difference.axes):
             raise difference.error()
         mine = state_of(own | state_of_tensor(x).varying)
-        return stated(x, mine) if mine is state else twin(stated(x, mine), state)
+        return stated(x, mine) if mine is state else twin(stated(x, mine), state, joined)
     seat = seat_of(worker)
     names = tuple(n for n in worker.mesh.axes if n in state.varying - state_of_tensor(x).varying)
     key = (id(x), state)
@@ -469,6 +474,7 @@ def twin(x: torch.Tensor, state: State) -> torch.Tensor:
     if found is not None and found[1] == x._version and (found[0] is None or found[0] is x):
         return found[2]
     task = Task(Vary(names), seat)
+    task.joined = joined and not x.ndim
     followed = transformed(x) or dual(x)
     # What no transformation wraps is varied beneath all of them, in the graph that it belongs to.
     beneath = not followed and _functorch.maybe_current_level() is not None

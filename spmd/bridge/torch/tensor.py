@@ -102,6 +102,7 @@ class Tensor(torch.Tensor):
             raise StateError(COMPILED)
         kwargs = kwargs or {}
         if func is torch.Tensor.backward:
+            _look_at_losses(args[0])
             with sweep():
                 return func(*args, **kwargs)
         if func is torch.autograd.grad:
@@ -224,7 +225,7 @@ def varied_arguments(args: Any, kwargs: dict, state: State, targets: Any = ()) -
         if isinstance(a, torch.Tensor):
             if state_of_tensor(a) is state or not differentiated(a):
                 return a
-            return a if any(a is x for x in targets) else twin(a, state)
+            return a if any(a is x for x in targets) else twin(a, state, True)
         if type(a) in (tuple, list):
             return type(a)(one(b) for b in a)
         return a
@@ -338,6 +339,14 @@ def _with_state(result: Any, state: State) -> Any:
     return result
 
 
+def _look_at_losses(outputs: Any) -> None:
+    from spmd.bridge.torch.losses import look_at
+
+    for x in (outputs,) if isinstance(outputs, torch.Tensor) else outputs:
+        if isinstance(x, Tensor) and x.state.varying and not x.ndim:
+            look_at(x)
+
+
 def _gradients(func: Callable, args: Any, kwargs: dict) -> Any:
     """torch.autograd.grad: a cotangent has the state of what it is the cotangent of."""
     inputs = args[1] if len(args) > 1 else kwargs["inputs"]
@@ -346,6 +355,7 @@ def _gradients(func: Callable, args: Any, kwargs: dict) -> Any:
         state_of_tensor(x) | summed(x) if isinstance(x, torch.Tensor) else None
         for x in (inputs if several else [inputs])
     ]
+    _look_at_losses(args[0] if args else kwargs["outputs"])
     with sweep():
         found = func(*args, **kwargs)
     return tuple(
