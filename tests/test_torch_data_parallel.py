@@ -30,6 +30,7 @@ from spmd.errors import (  # noqa: E402
     LayoutError,
     MeshError,
     MismatchError,
+    ReplicaError,
     StateError,
 )
 from spmd.layout import block_sizes, offsets  # noqa: E402
@@ -1333,19 +1334,24 @@ def test_replicated_parameters_are_summed_along_other_axes():
 class Wrapped(nn.Module):
     """A module of the user's that says nothing, or declares."""
 
-    def __init__(self, net, declares):
+    def __init__(self, net, declares, operators=False):
         super().__init__()
-        self.weight, self.bias, self.declares = net.weight, net.bias, declares
+        self.weight, self.bias, self.declares, self.operators = net.weight, net.bias, declares, operators
 
     def forward(self, x):
+        if self.operators:
+            return x @ self.weight.T + self.bias
         if self.declares:
             return F.linear(x, spt.varying(self.weight, "stage"), spt.varying(self.bias, "stage"))
         return F.linear(x, self.weight, self.bias)
 
 
-@pytest.mark.parametrize("make", [None, lambda net: nn.Sequential(net), lambda net: Wrapped(net, False)])
+@pytest.mark.parametrize(
+    "make",
+    [None, lambda net: nn.Sequential(net), lambda net: Wrapped(net, False), lambda net: Wrapped(net, False, True)],
+)
 def test_undeclared_differences_raise(make):
-    with pytest.raises(StateError, match=r"weight, which differs[\s\S]*'stage'[\s\S]*varying='stage'"):
+    with pytest.raises((StateError, ReplicaError), match=r"weight, which differs[\s\S]*'stage'[\s\S]*varying='stage'"):
         stages(None, make=make)
 
 
@@ -1388,3 +1394,46 @@ def test_sharded_layers_need_no_declaration():
         spt.mean(model(spt.varying(torch.ones(2, 4), "data")) ** 2, "data").backward()
 
     spt.map(main, (), None, mesh=spmd.Mesh(data=2, model=2))()
+
+
+def test_synchronised_batch_norms_raise():
+    """torch's would take the statistics of one worker; plain ones are DDP's, which do so by contract."""
+
+    def main(norm):
+        spt.data_parallel(norm(4), "data")(spt.varying(torch.ones(3, 4), "data"))
+
+    mesh = spmd.Mesh(data=2)
+    with pytest.raises(StateError, match=r"SyncBatchNorm[\s\S]*spt\.mean\(x, 'data', \(0,\)\)"):
+        spt.map(lambda: main(nn.SyncBatchNorm), (), None, mesh=mesh)()
+    spt.map(lambda: main(nn.BatchNorm1d), (), None, mesh=mesh)()
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("summed", [True, False])
+def test_a_penalty_counts_once_for_each_worker(reduction, summed, check):
+    """Whether it is added to a loss of each worker or to that of all, and whether states are tracked or not."""
+    x = randn(6, 5, seed=1)
+    alone = drawn(Net(), 2)
+    (alone(x).sin().sum() + 3 * sum(p.square().sum() for p in alone.parameters())).backward()
+    wanted = [g / (3 if reduction == "mean" else 1) for g in gradients(alone)]
+
+    def main(worker):
+        model = spt.data_parallel(drawn(Net(), 2), "data", reduction=reduction)
+        loss = model(share(x, worker, 3)).sin().sum()
+        loss = spt.psum(loss, "data") if summed else loss
+        (loss + sum(p.square().sum() for p in model.parameters())).backward()
+        return gradients(model)
+
+    for found in on_workers(3, main, check=check):
+        assert_near(found, wanted)
+
+
+def test_what_is_computed_of_its_parameters_and_of_others_is_refused():
+    def main(worker):
+        net, other = drawn(Net(), 2), nn.Parameter(torch.ones((), dtype=torch.float64))
+        loss = spt.data_parallel(net, "data")(share(randn(6, 5), worker, 2)).sum()
+        (loss + net.scale * other).backward()
+
+    with pytest.raises(ReplicaError, match=r"spt\.pvary\(value, 'data'\)"):
+        on_workers(2, main)

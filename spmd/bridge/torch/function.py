@@ -24,8 +24,8 @@ from torch.autograd import forward_ad
 
 from spmd import frontends
 from spmd.bridge.torch.memory import array_dtype, block_of, owned, tensor_of
-from spmd.bridge.torch.tensor import Tensor, differentiated, plain, state_of_tensor, stated, summed, sums_of
-from spmd.errors import MeshError, TransportError, message
+from spmd.bridge.torch.tensor import SUMMED, Tensor, differentiated, plain, state_of_tensor, stated, summed, sums_of
+from spmd.errors import MeshError, ReplicaError, TransportError, message
 from spmd.mesh import WORKER, Mesh, Worker
 from spmd.operators.base import Collective, Operator, Vary, admitted, launch
 from spmd.operators.reduce import Sum
@@ -458,9 +458,10 @@ def twin(x: torch.Tensor, state: State, joined: bool = False) -> torch.Tensor:
                 mend="return what is needed outside with an out_spec",
             )
         )
-    own = summed(x).varying & state.varying
+    own = _summed_elsewhere(x, state)
     if own:
-        difference = sums_of(x).undeclared.get(id(x))
+        sums = sums_of(x)
+        difference = None if sums is None else sums.undeclared.get(id(x))
         if difference is not None and not state.varying.isdisjoint(difference.axes):
             raise difference.error()
         mine = state_of(own | state_of_tensor(x).varying)
@@ -484,6 +485,49 @@ def twin(x: torch.Tensor, state: State, joined: bool = False) -> torch.Tensor:
         kept[key] = (x if x.is_leaf else None, x._version, varied)
         task.key = key if x.is_leaf else None
     return varied
+
+
+def _summed_elsewhere(x: torch.Tensor, state: State) -> frozenset[str]:
+    """The axes along which `spt.data_parallel` sums the gradients of the parameters that x is, or is computed of: its
+    cotangent is not to be summed along them before.
+
+    Raises ReplicaError for what is computed of others too, whose cotangent is.
+    """
+    wanted = state.varying - state_of_tensor(x).varying
+    if x.is_leaf or not any(sums is not None and sums.state.varying & wanted for sums in _all_sums()):
+        return summed(x).varying & state.varying
+    found: set[frozenset[str]] = set()
+    stack, seen = [x.grad_fn], set()
+    while stack:
+        node: Any = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            found.add(summed(variable).varying & wanted)
+        elif isinstance(
+            getattr(node, "task", None), Task
+        ):  # what comes of a collective: its own adjoint says what becomes of cotangents
+            found.add(frozenset())
+        else:
+            stack += [parent for parent, _ in node.next_functions]
+    if len(found) > 1:
+        axes = ", ".join(map(repr, sorted(frozenset().union(*found))))
+        raise ReplicaError(
+            message(
+                "a module of spt.data_parallel",
+                got=f"a value that meets what varies over {axes}, computed of its parameters and of others, or of "
+                "results of collectives",
+                need="parameters of the module alone: their gradients are summed after backward, all others before",
+                mend=f"spt.pvary(value, {axes}) of each part, before they are put together",
+            )
+        )
+    return found.pop() if found else frozenset()
+
+
+def _all_sums() -> set[Any]:
+    return {reference() for reference in list(SUMMED.values())}
 
 
 class _Torch:

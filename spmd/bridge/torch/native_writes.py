@@ -95,12 +95,12 @@ RULES.update(
 
 
 def _refusing(forward: Callable) -> Callable:
-    """torch's own would meet in torch.distributed, with whatever processes there are."""
+    """torch's own would meet in torch.distributed, with whatever processes there are, or take this worker's entries."""
 
     @functools.wraps(forward)
     def call(self: Any, input: torch.Tensor) -> torch.Tensor:
         if isinstance(input, Tensor) and (self.training or self.running_mean is None):
-            _refuse("torch.nn.SyncBatchNorm", input, self.running_mean, self.running_var)
+            _refuse("torch.nn.SyncBatchNorm", input)
         return forward(self, input)
 
     return call

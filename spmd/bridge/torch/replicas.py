@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from spmd.bridge.torch.memory import owned
 from spmd.bridge.torch.tensor import Tensor, plain
-from spmd.errors import StateError, message
+from spmd.errors import ReplicaError, StateError, message
 from spmd.mesh import Worker
 from spmd.operators.at_root import alone_along
 from spmd.transport.base import Call
@@ -38,10 +38,11 @@ class Difference:
     name: str
     axes: tuple[str, ...]
 
-    def error(self) -> StateError:
+    def error(self, kind: type[Exception] = ReplicaError) -> Exception:
+        """By default no TypeError, which torch's operators would take for operands that they do not know."""
         axis = self.axes[0] if len(self.axes) == 1 else self.axes
         attribute = self.name.rpartition(".")[2]
-        return StateError(
+        return kind(
             message(
                 _WHERE,
                 argument="module",
@@ -72,7 +73,7 @@ def differing(worker: Worker, module: nn.Module, excused: Sequence[str]) -> dict
     found: dict[int, Difference] = {}
     for axis in axes:
         if _differ(worker, axis, [names]):
-            raise Difference("the list of parameters", (axis,)).error()
+            raise Difference("the list of parameters", (axis,)).error(StateError)
         mine = [0 if axis in laid.get(id(p), ()) else d for d, (_, p) in zip(digests, named, strict=True)]
         for k in _differ(worker, axis, mine):
             name, p = named[k]
@@ -81,7 +82,7 @@ def differing(worker: Worker, module: nn.Module, excused: Sequence[str]) -> dict
     for name, p in named:
         owner = module.get_submodule(name.rpartition(".")[0])
         if id(p) in found and type(owner).__module__.startswith("torch."):
-            raise found[id(p)].error()
+            raise found[id(p)].error(StateError)
     return found
 
 
