@@ -38,9 +38,12 @@ def look_at(loss: torch.Tensor) -> None:
 
 
 def _is_share(node: Any, count: int) -> bool:
-    """Whether a term has been divided by the number of workers."""
-    while node is not None and node.name() in _ALIASES:
+    """Whether a term has been divided by the number of workers. node: what made it, if anything did."""
+    if node is None:
+        return False
+    while node.name() in _ALIASES:
         node = node.next_functions[0][0]
     other = getattr(node, "_saved_other", None)
-    number = float(other) if isinstance(other, torch.Tensor) and not other.ndim else None
-    return number is not None and is_share(node.name().lower(), [number], count)
+    if not isinstance(other, torch.Tensor) or other.ndim:
+        return False
+    return is_share(node.name().lower(), [float(other)], count)

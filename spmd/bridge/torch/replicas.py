@@ -116,6 +116,9 @@ def _differ(worker: Worker, axis: str, digests: list[int]) -> list[int]:
     return [k for k, (a, b) in enumerate(zip(largest, smallest, strict=True)) if a != -b]
 
 
+_FACTS = ("__get__", "size", "dim", "numel", "stride", "element_size", "is_contiguous", "__len__")
+
+
 class ToBeDeclared(Tensor):
     """A parameter in the forward of its module that differs along an axis, which nothing has said yet."""
 
@@ -123,13 +126,14 @@ class ToBeDeclared(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if name not in ("__get__", "size", "dim", "numel", "stride", "element_size", "is_contiguous", "__len__"):
-            for x in pytree.tree_leaves((args, kwargs)):
-                if type(x) is ToBeDeclared:
-                    raise x.difference.error()
+        used = next(x for x in pytree.tree_leaves((args, kwargs)) if type(x) is ToBeDeclared)
+        if getattr(func, "__name__", "") not in _FACTS:
+            raise used.difference.error()
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            fact = func(*args, **(kwargs or {}))
+        if isinstance(fact, torch.Tensor):  # x.T
+            raise used.difference.error()
+        return fact
 
 
 def to_be_declared(x: Tensor, difference: Difference) -> None:
