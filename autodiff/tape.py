@@ -113,11 +113,12 @@ class Tape:
     """The nodes of one differentiation, in the order they were computed.
 
     A higher `level` means a later, inner differentiation. `twins` caches what operands were brought to other
-    states, so that their cotangents meet before they are sent anywhere. `once` tells that it will be swept one time.
+    states, so that their cotangents meet before they are sent anywhere. `joined` has, by id, the nodes of scalars that
+    were brought to another state because they met others in it. `once` tells that it will be swept one time.
     `open` is what recording appends to: the nodes, or something that refuses.
     """
 
-    __slots__ = ("level", "lock", "nodes", "once", "open", "twins")
+    __slots__ = ("joined", "level", "lock", "nodes", "once", "open", "twins")
 
     def __init__(self, once: bool = False) -> None:
         self.level = next(_levels)
@@ -126,6 +127,7 @@ class Tape:
         self.open: Any = self.nodes
         self.lock = RLock()
         self.twins: dict[Any, Any] = {}
+        self.joined: dict[int, Node] = {}
 
     def leaf(self, shape, dtype, place: Place | None = None) -> Node:
         node = Node(None, (), (), (), {}, shape, dtype)

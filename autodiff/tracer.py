@@ -93,6 +93,9 @@ class Mixing:
         """A gradient in the form in which its argument `value` came."""
         return g
 
+    def differentiated(self, scalar: Array) -> None:
+        """A traced scalar whose gradient is asked for."""
+
     def whole(self, x: Array):
         """An array whose value is spread over workers, as one that is not."""
         return x

@@ -372,6 +372,8 @@ def value_and_grad(
             check(out)
         scalar = held(out)  # of a handle what this worker holds: the scalar, or nothing
         seeds = [(scalar.node, one_like(value_of(scalar)))] if on(scalar, tape) else []
+        if seeds:
+            tracer.mixing.differentiated(scalar)
         found = iter(_pulled(tape, seeds, [x for xs, _ in lifted for x in xs], free=True))
         grads = [tree.unflatten(treedef, [next(found) for _ in xs]) for xs, treedef in lifted]
         value = lower(out, tape)

@@ -41,7 +41,7 @@ def main(net, x, y):
             total = total + loss.detach() / len(loader) / n
         total = spt.psum(total, "data")
         with torch.no_grad():
-            right = model(x[1500:]).argmax(1) == y[1500:]
+            right = model.module(x[1500:]).argmax(1) == y[1500:]
         if rank == 0:
             print(f"epoch {epoch}  loss {float(total):.4f}  test accuracy {float(right.float().mean()):.1%}")
 

@@ -123,7 +123,7 @@ class DonatedError(RuntimeError):
 
 
 class ReplicaError(RuntimeError):
-    """An Invariant array that differs between workers, within spmd.debug(replicas=True)."""
+    """An Invariant array that differs between workers, or parameters that are not used as replicas are to be."""
 
 
 class StallError(RuntimeError):

@@ -32,6 +32,7 @@ from spmd.autodiff.admission import admit
 from spmd.autodiff.tracer import Array, value_of
 from spmd.device import on_device
 from spmd.errors import LayoutError, SpecError, StateError, describe, message
+from spmd.frontends import frontend
 from spmd.kernels.cpu.chunks import accurate
 from spmd.late import absent
 from spmd.layout import Layout, P, Spec
@@ -155,6 +156,9 @@ def _array(where: str, argument: str, x: Any) -> Any:
 
 
 def _axes_of(x: Any) -> frozenset[str]:
+    other = frontend(x)
+    if other is not None:
+        return other.state(x).varying
     return x.state.varying if type(x) is Array and x.state is not None else frozenset()
 
 
@@ -314,7 +318,9 @@ def like(x, spec: P) -> Layout:
             )
         )
     axes, group = spec.axes, worker.group(spec.axes)
-    call = Call("random.like", axes, np.dtype(x.dtype), tuple(x.shape), detail=str(spec))
+    other = frontend(x)
+    dtype = np.dtype(x.dtype) if other is None else other.dtype(x)
+    call = Call("random.like", axes, dtype, tuple(x.shape), detail=str(spec))
     shapes = worker.comm.shapes(group, call).wait() if axes else [tuple(x.shape)]
     of = {
         tuple(worker.mesh.coordinates(w)[n] for n in axes): tuple(s) for w, s in zip(group.members, shapes, strict=True)

@@ -30,6 +30,7 @@ from spmd.errors import (  # noqa: E402
     LayoutError,
     MeshError,
     MismatchError,
+    ReplicaError,
     StateError,
 )
 from spmd.layout import block_sizes, offsets  # noqa: E402
@@ -1290,3 +1291,149 @@ def test_the_port_is_a_few_lines():
     shown = page[page.index("```diff") :].split("```")[1].splitlines()
     assert changed == [line for line in shown if line[:1] in ("+", "-")]
     assert len(changed) <= 12
+
+
+# Parameters along other axes
+
+
+def stages(varying, *, make=None, equal=False, check=True):
+    """Two stages with a linear layer each; the gradients of each, and what they are in one program."""
+    x = randn(6, 3, seed=4)
+    nets = [drawn(nn.Linear(3, 3, dtype=torch.float64), 1 if equal else k) for k in range(2)]
+    (nets[1](torch.tanh(nets[0](x))).sin().sum()).backward()
+    found = {}
+
+    def main():
+        k, stage = spt.worker_index("data"), spt.worker_index("stage")
+        net = drawn(nn.Linear(3, 3, dtype=torch.float64), 1 if equal else stage)
+        options = {} if varying is None else {"varying": varying}
+        model = spt.data_parallel(make(net) if make else net, "data", **options)
+        rows = share(x, k, spt.axis_size("data"))
+        first = torch.tanh(model(spt.varying(rows, "stage")))
+        last = model(spt.shift(first, "stage", 1)) * float(stage == 1)
+        spt.psum(last.sin().sum(), ("data", "stage")).backward()
+        found[k, stage] = [p.grad.clone() for p in net.parameters()]
+
+    spt.map(main, (), None, mesh=spmd.Mesh(data=2, stage=2), check=check)()
+    return found, [[p.grad for p in net.parameters()] for net in nets]
+
+
+@pytest.mark.parametrize("varying", ["stage", ("stage",)])
+def test_stages_have_gradients_of_their_own(varying):
+    found, wanted = stages(varying)
+    for (_, stage), gs in found.items():
+        assert_near([plain(g) for g in gs], wanted[stage])
+
+
+def test_replicated_parameters_are_summed_along_other_axes():
+    found, wanted = stages(None, equal=True)
+    for gs in found.values():
+        assert_near([plain(g) for g in gs], [a + b for a, b in zip(*wanted, strict=True)])
+
+
+class Wrapped(nn.Module):
+    """A module of the user's that says nothing, or declares."""
+
+    def __init__(self, net, declares, operators=False):
+        super().__init__()
+        self.weight, self.bias, self.declares, self.operators = net.weight, net.bias, declares, operators
+
+    def forward(self, x):
+        if self.operators:
+            return x @ self.weight.T + self.bias
+        if self.declares:
+            return F.linear(x, spt.varying(self.weight, "stage"), spt.varying(self.bias, "stage"))
+        return F.linear(x, self.weight, self.bias)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [None, lambda net: nn.Sequential(net), lambda net: Wrapped(net, False), lambda net: Wrapped(net, False, True)],
+)
+def test_undeclared_differences_raise(make):
+    with pytest.raises((StateError, ReplicaError), match=r"weight, which differs[\s\S]*'stage'[\s\S]*varying='stage'"):
+        stages(None, make=make)
+
+
+def test_a_forward_may_declare_its_parameters():
+    found, wanted = stages(None, make=lambda net: Wrapped(net, True))
+    for (_, stage), gs in found.items():
+        assert_near([plain(g) for g in gs], wanted[stage])
+
+
+def test_undeclared_differences_of_one_entry_of_frozen_parameters_and_of_modules():
+    def main(change):
+        net = nn.Sequential(nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 2))
+        drawn(net, 1).requires_grad_(False)
+        change(net, spt.worker_index("stage"))
+        spt.data_parallel(net, "data")
+
+    def run(change):
+        spt.map(lambda: main(change), (), None, mesh=spmd.Mesh(data=1, stage=3))()
+
+    def one_entry(net, stage):
+        net[2].weight[1, 7] += stage == 2
+
+    run(lambda net, stage: None)
+    with pytest.raises(StateError, match=r"2\.weight, which differs between workers along 'stage'"):
+        run(one_entry)
+    with pytest.raises(StateError, match="list of parameters, which differs between workers along 'stage'"):
+        run(lambda net, stage: net.append(nn.Linear(2, 2)) if stage else None)
+    with pytest.raises(StateError, match=r"0\.bias, which differs"):
+        run(lambda net, stage: setattr(net[0], "bias", nn.Parameter(torch.zeros(300 + stage))))
+    with pytest.raises(StateError, match="argument varying"):
+        spt.map(lambda: spt.data_parallel(nn.Linear(2, 2), "data", varying="data"), (), None, mesh=spmd.Mesh(data=2))()
+    with pytest.raises(MeshError, match="satge"):
+        spt.map(lambda: spt.data_parallel(nn.Linear(2, 2), "data", varying="satge"), (), None, mesh=spmd.Mesh(data=2))()
+
+
+def test_sharded_layers_need_no_declaration():
+    def main():
+        net = nn.Sequential(spt.ColumnParallelLinear("model", 4, 6), nn.Tanh(), spt.RowParallelLinear("model", 6, 2))
+        model = spt.data_parallel(net, "data")
+        spt.mean(model(spt.varying(torch.ones(2, 4), "data")) ** 2, "data").backward()
+
+    spt.map(main, (), None, mesh=spmd.Mesh(data=2, model=2))()
+
+
+def test_synchronised_batch_norms_raise():
+    """torch's would take the statistics of one worker; plain ones are DDP's, which do so by contract."""
+
+    def main(norm):
+        spt.data_parallel(norm(4), "data")(spt.varying(torch.ones(3, 4), "data"))
+
+    mesh = spmd.Mesh(data=2)
+    with pytest.raises(StateError, match=r"SyncBatchNorm[\s\S]*spt\.mean\(x, 'data', \(0,\)\)"):
+        spt.map(lambda: main(nn.SyncBatchNorm), (), None, mesh=mesh)()
+    spt.map(lambda: main(nn.BatchNorm1d), (), None, mesh=mesh)()
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("summed", [True, False])
+def test_a_penalty_counts_once_for_each_worker(reduction, summed, check):
+    """Whether it is added to a loss of each worker or to that of all, and whether states are tracked or not."""
+    x = randn(6, 5, seed=1)
+    alone = drawn(Net(), 2)
+    (alone(x).sin().sum() + 3 * sum(p.square().sum() for p in alone.parameters())).backward()
+    wanted = [g / (3 if reduction == "mean" else 1) for g in gradients(alone)]
+
+    def main(worker):
+        model = spt.data_parallel(drawn(Net(), 2), "data", reduction=reduction)
+        loss = model(share(x, worker, 3)).sin().sum()
+        loss = spt.psum(loss, "data") if summed else loss
+        (loss + sum(p.square().sum() for p in model.parameters())).backward()
+        return gradients(model)
+
+    for found in on_workers(3, main, check=check):
+        assert_near(found, wanted)
+
+
+def test_what_is_computed_of_its_parameters_and_of_others_is_refused():
+    def main(worker):
+        net, other = drawn(Net(), 2), nn.Parameter(torch.ones((), dtype=torch.float64))
+        loss = spt.data_parallel(net, "data")(share(randn(6, 5), worker, 2)).sum()
+        (loss + net.scale * other).backward()
+
+    with pytest.raises(ReplicaError, match=r"spt\.pvary\(value, 'data'\)"):
+        on_workers(2, main)

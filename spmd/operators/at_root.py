@@ -275,13 +275,19 @@ def _like(x) -> _Like:
     return _Like(np.shape(_data(x)), _told(_data(x).dtype), tuple(varying))
 
 
+def alone_along(worker: Worker) -> tuple[str, ...]:
+    """The axes along which a worker acts alone, in a function that only the root runs."""
+    return worker.axes if isinstance(worker, _Alone) else ()
+
+
 class _Alone(Worker):
     """The root while it runs f: along the axes nobody else takes part."""
 
-    __slots__ = ()
+    __slots__ = ("axes",)
 
     def __init__(self, worker: Worker, axes: tuple[str, ...]):
         super().__init__(worker.mesh, worker.comm, worker.tracked, worker.replicas)
+        self.axes = (*axes, *alone_along(worker))
         self.frontend = worker.frontend
         self.comm: Any = _Apart(worker.comm, axes)
         self.prepared = {}  # The short ways of others count on the transport as it is.

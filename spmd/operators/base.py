@@ -49,6 +49,7 @@ from spmd.kernels.cpu.moves import joiner
 from spmd.layout import block_sizes, offsets
 from spmd.mesh import WORKER, Worker, here
 from spmd.operators.algebra import Linear, Term, across, composed, meet
+from spmd.operators.terms import is_share, repeated_terms, warn_of_term
 from spmd.replicas import Source, source_of
 from spmd.state import INVARIANT, VARYING, State, state_of
 from spmd.tracebacks import api_boundary
@@ -885,7 +886,23 @@ class Join(Mixing):
         for a in arrays:
             if a.state is not state:
                 state = state | a.state
-        return [vary(a, state) for a in arrays], state
+        varied = [vary(a, state) for a in arrays]
+        for a, v in zip(arrays, varied, strict=True):
+            if v is not a and v.tape is not None and v.node.shape == ():
+                v.tape.joined[id(v.node)] = v.node
+        return varied, state
+
+    def differentiated(self, scalar: Array) -> None:
+        tape, worker = scalar.tape, WORKER.get()
+        if worker is None or tape is None or not tape.joined or not scalar.state or not scalar.state.varying:
+            return
+        for node in repeated_terms(scalar.node, tape.joined):
+            axes, (term,) = node.args[1].axes, node.parents
+            count = worker.group(axes).size
+            name = "" if term.prim is None else term.prim.name.removeprefix("np.")
+            if count > 1 and not is_share(name, term.args, count):
+                warn_of_term("spmd.grad", axes, count, worker)
+                return
 
     def differentiates(self, leaves: list) -> None:
         worker = WORKER.get()

@@ -25,11 +25,12 @@ except ImportError as error:
     ) from error
 
 import spmd
-from spmd.bridge.torch import transforms  # noqa: F401
+from spmd.bridge.torch import autograd_functions, native_writes, transforms  # noqa: F401
 from spmd.bridge.torch.compiled import compilable, operator
 from spmd.bridge.torch.convolution import DistributedConv, DistributedPool
 from spmd.bridge.torch.data_parallel import DataParallel, data_parallel
 from spmd.bridge.torch.drawing import drawing
+from spmd.bridge.torch.dropout import dropout
 from spmd.bridge.torch.function import tie
 from spmd.bridge.torch.linear import ColumnParallelLinear, DistributedLinear, RowParallelLinear
 from spmd.bridge.torch.mapping import map
@@ -75,6 +76,7 @@ __all__ = [
     "clip_grad_norm_",
     "data_parallel",
     "drawing",
+    "dropout",
     "grad_norm",
     "map",
     "operator",

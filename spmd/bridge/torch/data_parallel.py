@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
+from spmd.bridge.torch.function import FRONTEND
 from spmd.bridge.torch.gradients import WHERE, Sums
 from spmd.errors import MeshError, StateError, message
 from spmd.mesh import WORKER, Worker, here
@@ -35,6 +38,7 @@ def data_parallel(
     broadcast_buffers: bool = True,
     init: str = "broadcast",
     overlap: bool = True,
+    varying: str | Sequence[str] = (),
 ) -> DataParallel:
     """The module, with parameters that are one value on all workers along axis_name, each of which has data of its own.
 
@@ -46,7 +50,8 @@ def data_parallel(
         optimizer.step()
 
     module: this worker's own. Its parameters and buffers become those of the first worker along axis_name.
-    axis_name: an axis of the mesh, or several. Along others, parameters may differ (the shards of a parallel layer).
+    axis_name: an axis of the mesh, or several. Along others, parameters are one value too, which is verified here, but
+    for those of `ShardedModule`s and those that the forward declares, by `spt.varying(self.weight, "model")`.
     reduction: what `.grad` holds when `backward()` returns. "sum": the sum of what the workers' own backwards give.
     That is the adjoint of varying the parameters, and what this library takes everywhere: the gradient of a loss that
     is one value for all workers (`spt.mean`, `spt.psum`), however uneven their shares are. "mean": that sum over the
@@ -60,11 +65,12 @@ def data_parallel(
     overlap: False sends all buckets when backward is through: where workers' graphs part ways and hold collectives of
     their own, and where several such modules share a backward that differs from worker to worker.
 
-    Forward: `module(...)`. Backward: one all-reduce per bucket, waited for before `backward()` returns. It may be
-    called several times, on several forwards at once, with retain_graph, through `torch.utils.checkpoint`; gradients
-    add up in `.grad`. A parameter that no worker's backward reaches keeps the `.grad` it has, None for one; one that
-    some reach gets the sum on all. A worker whose backward reaches none at all takes no part, and the others' is a
-    mismatch: `spt.tie(loss, *model.parameters())` there.
+    Forward: `module(...)`, whose tensors are Varying over axis_name in every gradient mode; `model.module(x)` is the
+    module alone, for an x that is the same on all workers. Backward: one all-reduce per bucket, waited for before
+    `backward()` returns. It may be called several times, on several forwards at once, with retain_graph, through
+    `torch.utils.checkpoint`; gradients add up in `.grad`. A parameter that no worker's backward reaches keeps the
+    `.grad` it has, None for one; one that some reach gets the sum on all. A worker whose backward reaches none at all
+    takes no part, and the others' is a mismatch: `spt.tie(loss, *model.parameters())` there.
     A term that all workers add alike, as a penalty on the parameters, is counted once for each worker: with "sum"
     divide it by `spt.axis_size(axis_name)`.
 
@@ -84,6 +90,7 @@ def data_parallel(
         broadcast_buffers=broadcast_buffers,
         init=init,
         overlap=overlap,
+        varying=varying,
     )
 
 
@@ -103,6 +110,7 @@ class DataParallel(nn.Module):
         broadcast_buffers: bool = True,
         init: str = "broadcast",
         overlap: bool = True,
+        varying: str | Sequence[str] = (),
     ):
         super().__init__()
         worker = here(WHERE)
@@ -110,6 +118,7 @@ class DataParallel(nn.Module):
         self.module = module
         self.training = module.training
         self.axis_name = worker.mesh.names(axis_name, WHERE)
+        self.varying = _others(worker, varying, self.axis_name)
         self.reduction = reduction
         self.bucket_bytes = bucket_bytes
         self.broadcast_buffers = broadcast_buffers
@@ -132,12 +141,17 @@ class DataParallel(nn.Module):
                 )
             return self.module(*args, **kwargs)
         sums = self._of(worker)
-        if not torch.is_grad_enabled():
-            return self.module(*args, **kwargs)
         with sums.varied(worker):
             out = self.module(*args, **kwargs)
-        sums.watch(out)
+        if worker.tracked:
+            out = pytree.tree_map(partial(self._varying, worker=worker), out)
+        if torch.is_grad_enabled():
+            sums.watch(out)
         return out
+
+    def _varying(self, x: Any, worker: Worker) -> Any:
+        """A result, which varies along the axes whatever it was computed of, and in every gradient mode."""
+        return FRONTEND.vary(x, self.axis_name, worker) if isinstance(x, torch.Tensor) else x
 
     def _of(self, worker: Worker) -> Sums:
         """The sums of this worker, for its parameters as they are now."""
@@ -215,6 +229,23 @@ class DataParallel(nn.Module):
         if worker is not None and self._sums is not None:
             twin._sums = Sums(twin, worker, self._sums)
         return twin
+
+
+def _others(worker: Worker, varying: str | Sequence[str], axes: tuple[str, ...]) -> tuple[str, ...]:
+    """The axes along which parameters differ."""
+    names = worker.mesh.names(varying, WHERE)
+    both = [n for n in names if n in axes]
+    if both:
+        raise StateError(
+            message(
+                WHERE,
+                argument="varying",
+                got=f"{varying!r}, and axis_name={axes}",
+                need="other axes: along axis_name parameters are one value",
+                mend=f"leave {both[0]!r} out of one of them",
+            )
+        )
+    return names
 
 
 def _check(module: Any, reduction: Any, bucket_bytes: Any, init: Any) -> None:

@@ -1,26 +1,36 @@
-"""Random numbers of bodies: each worker draws from a generator of its own, which begins as torch's was outside.
+"""Random numbers of bodies: what torch draws depends on the worker's place and on the program, never on timing.
 
-Virtual workers are threads, and torch's generator of the host is one for all threads: who draws from it in bodies
-draws what the others leave. Here every worker of a map begins with the state that this generator had where the map was
-called, so that all draw the same numbers, in the order in which each draws them, whatever the timing.
+Virtual workers are threads, and torch's generator of the host is one for all threads. So every worker of a map has a
+generator of its own, which begins in the state that torch's had where the map was called. In a body that tracks states
+each function of torch that draws (`random_functions`) draws from it: on Invariant tensors all workers draw the same
+numbers. For Varying tensors the worker's generator gives one number, and a generator that is seeded by it and by the
+place along the axes over which they vary gives the rest: other numbers at each place, the same along other axes.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from spmd.bridge.torch.function import SEAT, Draws
+from spmd.bridge.torch.random_functions import draws_now
+from spmd.bridge.torch.tensor import Tensor, joined_state
 from spmd.errors import StallError, StateError, describe, message
 from spmd.mesh import WORKER, Worker
+from spmd.state import State
 from spmd.transport.patience import time_limit
 
-__all__ = ["drawing", "is_drawing"]
+__all__ = ["BodyMode", "drawing", "in_body", "is_drawing", "mode_is_on", "stream", "word"]
 
 Generator = torch.Generator
 
@@ -47,9 +57,9 @@ def drawing(generator: torch.Generator | int | None = None) -> Iterator[None]:
     which makes them in the same order. Processes seed alike. A number: a new generator with this seed. A
     `torch.Generator` of this worker, on the host: that one.
 
-    Workers take turns, so collectives have no place inside (StallError). `torch.manual_seed` inside seeds the worker's
-    generator; elsewhere in a body it seeds that of all threads, from which nothing here is drawn, unless another worker
-    is drawing at that moment. Outside of bodies None is torch's own generator.
+    Workers take turns, so a collective inside raises StallError at once. `torch.manual_seed` inside seeds the worker's
+    generator; elsewhere in a body it gives the functions of torch another one on this worker, from which nothing here
+    is drawn. Outside of bodies None is torch's own generator.
     Raises StateError for a generator that another worker draws from too: what each got would be a matter of timing.
     """
     worker = WORKER.get()
@@ -62,8 +72,8 @@ def drawing(generator: torch.Generator | int | None = None) -> Iterator[None]:
             message(
                 "spt.drawing",
                 got=f"another worker that has been drawing for {limit:g} seconds",
-                need="no collective inside of spt.drawing(): workers take turns there, and cannot meet",
-                mend="make modules inside, and move data before or after",
+                need="that workers, which take turns there, are soon through",
+                mend="make modules inside, and compute before or after",
             )
         )
     try:
@@ -71,13 +81,39 @@ def drawing(generator: torch.Generator | int | None = None) -> Iterator[None]:
         outer, token = default.get_state(), _drawing.set(True)
         try:
             default.set_state(own.get_state())
-            yield
+            with _without_collectives(worker) if worker is not None and worker.mesh.size > 1 else nullcontext():
+                yield
         finally:
             own.set_state(default.get_state())
             default.set_state(outer)
             _drawing.reset(token)
     finally:
         _lock.release()
+
+
+class _NoComm:
+    """In place of a worker's transport while it draws: whatever a collective asks of it raises."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise StallError(
+            message(
+                "spt.drawing",
+                got="a collective inside",
+                need="no collectives: workers take turns here, and cannot meet",
+                mend="make modules inside of spt.drawing(), and move data before or after",
+            )
+        )
+
+
+@contextmanager
+def _without_collectives(worker: Worker) -> Iterator[None]:
+    before = worker.comm, worker.prepared
+    no_comm: Any = _NoComm()
+    worker.comm, worker.prepared = no_comm, {}  # lines have ways of their own to the transport
+    try:
+        yield
+    finally:
+        worker.comm, worker.prepared = before
 
 
 def _generator(given: Generator | int | None, worker: Worker | None) -> Generator:
@@ -122,3 +158,119 @@ def _generator(given: Generator | int | None, worker: Worker | None) -> Generato
                 )
             )
     return given
+
+
+# What functions of torch draw in bodies
+
+
+class BodyMode(TorchFunctionMode):
+    """Of a worker whose body tracks states: functions of torch draw from its generator."""
+
+    def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if draws_now(func, args, kwargs):
+            return _drawn(lambda: _asked(func, types, args, kwargs), joined_state(args, kwargs))
+        return _asked(func, types, args, kwargs)
+
+
+def in_body() -> bool:
+    """Whether a worker acts here whose body tracks states, in a map of this bridge."""
+    worker, seat = WORKER.get(), SEAT.get()
+    return worker is not None and worker.tracked and seat is not None
+
+
+def mode_is_on() -> bool:
+    """Whether functions of torch ask a `BodyMode`. Within what it calls they do not, as Python's code that backward
+    calls."""
+    return any(type(m) is BodyMode for m in _get_current_function_mode_stack())
+
+
+def _asked(func: Callable, types: Any, args: Any, kwargs: dict) -> Any:
+    """Call a function as torch does without a mode. Tensors of bodies are asked here, which saves a round."""
+    if len(types) == 1 and Tensor in types:
+        return Tensor.__torch_function__(func, types, args, kwargs)
+    return func(*args, **kwargs)
+
+
+def stream() -> Generator | None:
+    """What functions of torch draw from in this body; None where that is torch's own generator."""
+    worker, seat = WORKER.get(), SEAT.get()
+    if worker is None or not worker.tracked or seat is None or seat.draws is None or _drawing.get():
+        return None
+    return seat.draws.current(_number(worker, seat.worker))
+
+
+def _number(worker: Worker, seated: Worker | None) -> int:
+    """Whose generator it is. What `at_root` runs on some workers only has one of its own there, so that those of the
+    bodies go on alike."""
+    return worker.index if worker is seated else worker.index + worker.mesh.size
+
+
+def _drawn(run: Callable[[], Any], state: State) -> Any:
+    """What a function draws for tensors of a state."""
+    worker, default = WORKER.get(), torch.default_generator
+    own = stream()
+    if worker is None or (own is None and not _drawing.get()):
+        return run()
+    place = [(n, worker.coordinates[n]) for n in worker.mesh.axes if n in state.varying]
+    if own is None and not place:
+        return run()  # within `drawing`, where torch's own generator is the worker's
+    own = own or default
+    with _lock:
+        outer, before = default.get_state(), own.get_state()
+        start = _state_at(place, own) if place else before
+        after = own.get_state()
+        default.set_state(start)
+        try:
+            return run()
+        finally:
+            ended = default.get_state()
+            if not place:
+                after = ended
+            elif torch.equal(ended, start):
+                after = before  # nothing was drawn
+            default.set_state(outer)
+            own.set_state(after)
+
+
+def word(own: Generator, bits: int = 31) -> int:
+    """A number from a generator, also within transformations of torch.func, which know of no state."""
+    with torch._C.DisableTorchFunction(), temporarily_clear_interpreter_stack():
+        return int(torch.randint(1 << bits, (), generator=own))
+
+
+def _state_at(place: list[tuple[str, int]], own: Generator) -> torch.Tensor:
+    """The state of the generator of a place along some axes. It takes one number from the worker's own."""
+    seed = zlib.crc32(repr((word(own), place)).encode())
+    return Generator().manual_seed(seed).get_state()
+
+
+# torch's generator as a body sees it: `torch.utils.checkpoint` keeps its state, to draw the same again
+
+
+def _in_bodies(function: Callable, own: Callable[..., Any]) -> None:
+    """Let a function of torch's generator be `own(stream, ...)` where functions draw from a worker's stream."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        found = stream()
+        return function(*args, **kwargs) if found is None else own(found, *args, **kwargs)
+
+    for module in (torch, torch.random):
+        setattr(module, function.__name__, call)
+
+
+def _seed_stream(_: Generator, seed: Any) -> Generator:
+    worker, seat = WORKER.get(), SEAT.get()
+    assert worker is not None
+    assert seat is not None
+    assert seat.draws is not None
+    found = seat.draws.seeded[_number(worker, seat.worker)] = Generator().manual_seed(int(seed))
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(int(seed))
+    return found
+
+
+_in_bodies(torch.get_rng_state, lambda own: own.get_state())
+_in_bodies(torch.set_rng_state, lambda own, new_state: own.set_state(new_state))
+_in_bodies(torch.manual_seed, _seed_stream)

@@ -12,7 +12,7 @@ import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from types import FrameType
 from typing import Any
@@ -20,13 +20,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch._functorch import eager_transforms
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 
 from spmd import frontends
 from spmd.autodiff.dtypes import mean_dtype
 from spmd.bridge.torch.memory import array_dtype, block_of, borrowed, owned, tensor_of, torch_dtype
-from spmd.bridge.torch.tensor import Tensor, plain, state_of_tensor, stated, summed
-from spmd.errors import MeshError, TransportError, caller, message
+from spmd.bridge.torch.tensor import SUMMED, Tensor, differentiated, plain, state_of_tensor, stated, summed, sums_of
+from spmd.errors import MeshError, ReplicaError, TransportError, caller, message
 from spmd.mesh import WORKER, Mesh, Worker
 from spmd.operators.base import Collective, Operator, Vary, admitted, interned, launch
 from spmd.operators.reduce import Sum
@@ -53,18 +54,27 @@ __all__ = [
 ]
 
 
-Function: Any = torch.autograd.Function
+class _Function(torch.autograd.Function):
+    apply = torch.autograd.Function.__dict__["apply"]  # torch's own, which `autograd_functions` replaces for users
+
+
+Function: Any = _Function
 """Untyped: its methods take what those of a subclass say."""
 
 
 class Draws:
-    """The random generators of the workers of one run: each begins in the state of torch's own where it was called."""
+    """The random generators of the workers of one run: each begins in the state of torch's own where it was called.
 
-    __slots__ = ("__weakref__", "generators", "state")
+    generators: by worker, from which `spt.drawing` and functions of torch draw. seeded: those that functions of torch
+    draw from since the body has called `torch.manual_seed`.
+    """
+
+    __slots__ = ("__weakref__", "generators", "seeded", "state")
 
     def __init__(self) -> None:
         self.state = torch.default_generator.get_state()
         self.generators: dict[int, torch.Generator] = {}
+        self.seeded: dict[int, torch.Generator] = {}
 
     def of(self, worker: int) -> torch.Generator:
         """The generator of a worker."""
@@ -74,10 +84,15 @@ class Draws:
             found.set_state(self.state)
         return found
 
+    def current(self, worker: int) -> torch.Generator:
+        """What functions of torch draw from on a worker."""
+        return self.seeded.get(worker) or self.of(worker)
+
     def leave(self) -> None:
         """Let torch's generator go on from where the first worker that drew has left off."""
-        if self.generators:
-            torch.default_generator.set_state(self.generators[min(self.generators)].get_state())
+        drew = self.generators.keys() | self.seeded.keys()
+        if drew:
+            torch.default_generator.set_state(self.current(min(drew)).get_state())
 
 
 def map_is_over(where: str) -> MeshError:
@@ -183,10 +198,11 @@ class Task:
 
     place: the user's line, from which its adjoint counts as called too.
     op: what is applied, until `run` replaces it by the same operator bound to the blocks it met. asks: whether any
-    worker's tensor is differentiated. key: of the parameter of which this makes the twin.
+    worker's tensor is differentiated. key: of the parameter of which this makes the twin. joined: whether it varies a
+    number that met others.
     """
 
-    __slots__ = ("asks", "finish", "key", "op", "place", "result", "seat", "token")
+    __slots__ = ("asks", "finish", "joined", "key", "op", "place", "result", "seat", "token")
 
     def __init__(self, op: Collective, seat: Seat, frame: Any = None):
         user = caller(frame or sys._getframe(1))
@@ -198,6 +214,7 @@ class Task:
         self.finish: Callable[[], Any] | None = None
         self.key: Any = None
         self.token = False
+        self.joined = False
 
     def start(self, x: torch.Tensor) -> None:
         """Start on the data of x."""
@@ -414,11 +431,6 @@ def dual(x: torch.Tensor) -> bool:
     return forward_ad._current_level >= 0 and not _Level.holders and forward_ad.unpack_dual(x).tangent is not None
 
 
-def _recorded(x: torch.Tensor) -> bool:
-    """Whether torch follows what becomes of x."""
-    return torch.is_grad_enabled() and x.requires_grad and not torch.is_inference_mode_enabled()
-
-
 def apply(op: Any, x: torch.Tensor, seat: Seat, frame: Any = None) -> torch.Tensor:
     """An operator on a tensor, recorded where it is differentiated; no check of states. frame: from where it counts as
     called, a frame or a Place; None: from the nearest line of the user's above."""
@@ -437,7 +449,7 @@ def _started(op: Collective, x: torch.Tensor, seat: Seat, frame: Any) -> Callabl
         return lambda: kind.apply(x, task)
     if type(op) is Vary:
         return lambda: Apply.apply(x, task)
-    task.asks[0] = _recorded(x) and (x.is_floating_point() or x.is_complex())
+    task.asks[0] = differentiated(x) and (x.is_floating_point() or x.is_complex())
     task.start(x)
     grad = torch.is_grad_enabled()
 
@@ -456,8 +468,11 @@ def _started(op: Collective, x: torch.Tensor, seat: Seat, frame: Any) -> Callabl
     return finish
 
 
-def twin(x: torch.Tensor, state: State) -> torch.Tensor:
-    """An Invariant tensor varied to a state: once for all its uses, so that their cotangents meet before the sum."""
+def twin(x: torch.Tensor, state: State, joined: bool = False) -> torch.Tensor:
+    """An Invariant tensor varied to a state: once for all its uses, so that their cotangents meet before the sum.
+
+    joined: because it met others in this state.
+    """
     worker = WORKER.get()
     if worker is None:
         raise MeshError(
@@ -468,10 +483,14 @@ def twin(x: torch.Tensor, state: State) -> torch.Tensor:
                 mend="return what is needed outside with an out_spec",
             )
         )
-    own = summed(x).varying & state.varying
+    own = _summed_elsewhere(x, state)
     if own:
+        sums = sums_of(x)
+        difference = None if sums is None else sums.undeclared.get(id(x))
+        if difference is not None and not state.varying.isdisjoint(difference.axes):
+            raise difference.error()
         mine = state_of(own | state_of_tensor(x).varying)
-        return stated(x, mine) if mine is state else twin(stated(x, mine), state)
+        return stated(x, mine) if mine is state else twin(stated(x, mine), state, joined)
     seat = seat_of(worker)
     names = tuple(n for n in worker.mesh.axes if n in state.varying - state_of_tensor(x).varying)
     key = (id(x), state)
@@ -481,12 +500,59 @@ def twin(x: torch.Tensor, state: State) -> torch.Tensor:
     if found is not None and found[1] == x._version and (found[0] is None or found[0] is x):
         return found[2]
     task = Task(Vary(names), seat)
+    task.joined = joined and not x.ndim
     followed = transformed(x) or dual(x)
-    varied = stated((Transformed if followed else Apply).apply(plain(x), task), state)
+    # What no transformation wraps is varied beneath all of them, in the graph that it belongs to.
+    beneath = not followed and _functorch.maybe_current_level() is not None
+    with temporarily_clear_interpreter_stack() if beneath else nullcontext():
+        varied = stated((Transformed if followed else Apply).apply(plain(x), task), state)
     if not transformed(x):
         kept[key] = (x if x.is_leaf else None, x._version, varied)
         task.key = key if x.is_leaf else None
     return varied
+
+
+def _summed_elsewhere(x: torch.Tensor, state: State) -> frozenset[str]:
+    """The axes along which `spt.data_parallel` sums the gradients of the parameters that x is, or is computed of: its
+    cotangent is not to be summed along them before.
+
+    Raises ReplicaError for what is computed of others too, whose cotangent is.
+    """
+    wanted = state.varying - state_of_tensor(x).varying
+    if x.is_leaf or not any(sums is not None and sums.state.varying & wanted for sums in _all_sums()):
+        return summed(x).varying & state.varying
+    found: set[frozenset[str]] = set()
+    stack, seen = [x.grad_fn], set()
+    while stack:
+        node: Any = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            found.add(summed(variable).varying & wanted)
+        elif isinstance(
+            getattr(node, "task", None), Task
+        ):  # what comes of a collective: its own adjoint says what becomes of cotangents
+            found.add(frozenset())
+        else:
+            stack += [parent for parent, _ in node.next_functions]
+    if len(found) > 1:
+        axes = ", ".join(map(repr, sorted(frozenset().union(*found))))
+        raise ReplicaError(
+            message(
+                "a module of spt.data_parallel",
+                got=f"a value that meets what varies over {axes}, computed of its parameters and of others, or of "
+                "results of collectives",
+                need="parameters of the module alone: their gradients are summed after backward, all others before",
+                mend=f"spt.pvary(value, {axes}) of each part, before they are put together",
+            )
+        )
+    return found.pop() if found else frozenset()
+
+
+def _all_sums() -> set[Any]:
+    return {reference() for reference in list(SUMMED.values())}
 
 
 class _Torch:
@@ -498,7 +564,7 @@ class _Torch:
             return _started(op, _countable(op, plain(x)), seat, frame)
         state = state_of_tensor(x)
         wanted = admitted(op, x, state, worker)
-        if wanted is not state and _recorded(x):
+        if wanted is not state and differentiated(x):
             x = twin(x, wanted)
         begun = _started(op, _countable(op, plain(x)), seat, frame)
         out = op.out_state(wanted)
@@ -514,14 +580,18 @@ class _Torch:
         state = state_of_tensor(x) | state_of(names)
         if state is state_of_tensor(x):
             return x
-        return twin(x, state) if _recorded(x) else stated(x, state)
+        return twin(x, state) if differentiated(x) else stated(x, state)
 
     def declare(self, x: torch.Tensor, names: Sequence[str], worker: Worker) -> torch.Tensor:
         if not worker.tracked:
             return x
         if isinstance(x, Tensor) and not x.replica:
             return self.vary(x, names, worker)
-        return stated(x, state_of_tensor(x) | summed(x) | state_of(names))
+        state = state_of_tensor(x) | summed(x) | state_of(names)
+        difference = getattr(x, "difference", None)
+        if difference is not None and not state.varying.issuperset(difference.axes):
+            raise difference.error()
+        return stated(x, state)
 
     def carrying(self, value: Any, state: State, tracked: bool) -> Any:
         """Invariant numbers stay numbers; arrays, and numbers that vary, become tensors."""

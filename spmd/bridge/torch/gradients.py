@@ -18,10 +18,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
 from spmd.bridge.torch.function import Seat, seat_of
 from spmd.bridge.torch.memory import array_dtype, block_of, owned, write
+from spmd.bridge.torch.replicas import Difference, differing, to_be_declared
 from spmd.bridge.torch.tensor import SUMMED, plain, stated
 from spmd.device import to_host
 from spmd.errors import DifferentiationError, LayoutError, MeshError, StateError, message
@@ -44,6 +46,7 @@ class Options(Protocol):
 
     module: nn.Module
     axis_name: tuple[str, ...]
+    varying: tuple[str, ...]
     reduction: str
     bucket_bytes: int
     broadcast_buffers: bool
@@ -104,7 +107,8 @@ class Sums:
         module = model.module
         self.model = weakref.ref(model)
         self.axes: tuple[str, ...] = model.axis_name
-        self.state = state_of(self.axes)
+        self.state = state_of((*self.axes, *model.varying))
+        self.undeclared: dict[int, Difference] = {} if before is None else before.undeclared
         self.size = worker.group(self.axes).size
         self.mean = model.reduction == "mean"
         self.overlap = model.overlap
@@ -114,6 +118,13 @@ class Sums:
         self.sit(worker, new=True)
         self.entries: list[tuple[dict[str, Any], str, nn.Parameter]] = [
             (m._parameters, name, p) for m in module.modules() for name, p in m._parameters.items() if p is not None
+        ]
+        # Batch norms take the statistics of this worker, as under DDP; `broadcast_buffers` says what becomes of them.
+        self.statistics = [
+            (m._buffers, name)
+            for m in module.modules()
+            if isinstance(m, _NormBase)
+            for name in ("running_mean", "running_var")
         ]
         named = list(module.named_parameters())
         self.buffers = list(module.buffers()) if model.broadcast_buffers else []
@@ -273,16 +284,24 @@ class Sums:
         swapped: list[tuple[dict[str, Any], str, Any, Any]] = []
         try:
             for owner, name, p in self.entries:
-                if p.requires_grad and owner.get(name) is p:
+                if owner.get(name) is p:
                     twin = twins.get(id(p))
                     if twin is None:
                         twin = stated(p, self.state)
                         twins[id(p)] = twin
                         twin.replica = True
-                        # Backward is to run it as soon as its gradient is there, not as the first thing in forward.
-                        twin.grad_fn._set_sequence_nr(_AT_ONCE)
+                        if id(p) in self.undeclared:
+                            to_be_declared(twin, self.undeclared[id(p)])
+                        if twin.grad_fn is not None:
+                            # Backward is to run it as soon as its gradient is there, not as the first thing in forward.
+                            twin.grad_fn._set_sequence_nr(_AT_ONCE)
                     owner[name] = twin
                     swapped.append((owner, name, twin, p))
+            for owner, name in self.statistics:
+                b = owner.get(name)
+                if b is not None:
+                    owner[name] = twin = stated(b, self.state)
+                    swapped.append((owner, name, twin, b))
             yield
         finally:
             for owner, name, twin, p in swapped:
@@ -583,6 +602,8 @@ class Sums:
                     n += 1
                 some, named = named[:n], named[n:]
                 self._copy(worker, [x for _, x in some], "values", [name for name, _ in some] if verify else ())
+            if worker.tracked:
+                self.undeclared = differing(worker, model.module, (*self.axes, *model.varying))
 
 
 def _release(taken: list[int], handles: list[Any]) -> None:

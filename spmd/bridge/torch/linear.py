@@ -217,7 +217,7 @@ class DistributedLinear(_Linear):
         if not self._columns:
             return F.linear(x, w, b)
         y = _psum(F.linear(x, w), self._columns)
-        return y if b is None else y + b
+        return y if b is None else y + b.to(y.dtype)  # under autocast y is narrower
 
     # Layouts are learnt from the workers, which a compiled graph cannot hold.
     @_uncompiled
@@ -230,7 +230,7 @@ class DistributedLinear(_Linear):
         x = spmd.repartition(x, src, needed)
         y = F.linear(x, self.shard("weight"))
         if self.bias is not None and self._shards["bias"][0].positions(self._shards["bias"][1]) is not None:
-            y = y + self.shard("bias")
+            y = y + self.shard("bias").to(y.dtype)
         return spmd.accumulate(y, parts, dst)
 
 
@@ -403,7 +403,7 @@ class RowParallelLinear(_Linear):
         else:
             y = _psum_scatter(y, self.names, scatter_dimension=self.sequence, tiled=True)
             b = None if b is None else _pvary(b, self.names)  # each worker adds it to samples of its own
-        return y if b is None else y + b
+        return y if b is None else y + b.to(y.dtype)  # under autocast y is narrower
 
 
 def _one(names: tuple[str, ...]) -> AxisName:

@@ -20,6 +20,8 @@ from spmd import mapping
 from spmd.array import PartitionedArray, relayout
 from spmd.autodiff import tree
 from spmd.bridge.torch.closure import tensors_within_reach
+from spmd.bridge.torch.drawing import BodyMode
+from spmd.bridge.torch.dynamo import clear_errors
 from spmd.bridge.torch.function import Draws, Function, Seat, one_level, transformed, twin
 from spmd.bridge.torch.memory import borrowed, check_device, shaped_like, tensor_of
 from spmd.bridge.torch.tensor import Tensor, plain, state_of_tensor, stated
@@ -190,7 +192,7 @@ class _Call:
 
         def body(worker: Worker) -> _Results:
             seat = run.seat(worker.index)
-            with seat.occupied(worker), local():
+            with seat.occupied(worker), local(), _mode(worker):
                 mine = [b[worker.index] if isinstance(b, dict) else b for b in blocks]
                 for k, leaf in enumerate(self.leaves):
                     if isinstance(blocks[k], dict):
@@ -239,6 +241,7 @@ class _Call:
             with _torch_threads(self.mesh.transport.threads()):
                 return body(worker)
 
+        clear_errors()
         shared = self.mesh.transport.name == "local" and self.mesh.size > 1
         if shared and "torch._dynamo" in sys.modules:
             # While one worker compiles a function another one may come to it, and runs it as it is meanwhile. torch,
@@ -363,7 +366,7 @@ class _Call:
 
         def backward(worker: Worker) -> _Results:
             seat = run.seats[worker.index]
-            with seat.occupied(worker), local():
+            with seat.occupied(worker), local(), _mode(worker):
                 ends, starts = run.ends[worker.index], [*run.inputs[worker.index], *run.leaves]
                 found = _grad(
                     [(ends[k], c[worker.index]) for k, c in zip(self.flowing, cotangents, strict=True)],
@@ -619,6 +622,11 @@ def _foreign_leaves(call: _Call, run: _Run) -> list[torch.Tensor]:
         return [x for key, x in leaves.items() if len(holders[key]) > 1]
     reached = tensors_within_reach(call.mapped.f) if leaves else set()
     return [x for key, x in leaves.items() if key in reached]
+
+
+def _mode(worker: Worker) -> Any:
+    """What stands between a body and torch's functions."""
+    return BodyMode() if worker.tracked else nullcontext()
 
 
 def _thread_state(*, enabled: bool) -> Callable[[], Any]:

@@ -1,8 +1,14 @@
-"""The minibatches of a sequential run, split over workers."""
+"""The minibatches of a sequential run, split over workers.
+
+What a DataLoader reads by a sampler of this module differs between the workers that split the minibatches. So in a body
+that tracks states its batches are declared: every tensor in them varies along the axes of the sampler.
+"""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence, Sized
 from operator import index
@@ -11,8 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, dataloader, default_collate
 
+from spmd.bridge.torch.function import FRONTEND
 from spmd.errors import MeshError, describe, message
 from spmd.layout import block_sizes, offsets
 from spmd.mesh import WORKER
@@ -65,8 +72,9 @@ class DistributedSampler(Sampler[int]):
     multiple of the number of workers.
     len(sampler) is the number of indices of this worker, len(sampler.batches) that of steps.
 
-    The indices are plain ints; what is loaded by them varies over the workers. A sampler can be pickled, and does not
-    keep its mesh.
+    In a body, each tensor of a batch that a DataLoader makes of a sampler with axis_name is Varying over these axes, in
+    whatever tuples, lists, dicts and dataclasses it lies. The indices themselves are plain ints: what a program reads
+    by them without a DataLoader, it declares with `spt.varying`. A sampler can be pickled, and does not keep its mesh.
 
     Raises TypeError for a dataset without indices or length and for numbers that are none, ValueError for numbers out
     of range, MeshError where it is not known which workers there are.
@@ -88,7 +96,7 @@ class DistributedSampler(Sampler[int]):
     ):
         _check_dataset(dataset)
         self.dataset: Any = dataset
-        self._parts, self.rank = _place(num_replicas, rank, axis_name)
+        self._parts, self.rank, self.axis_names = _place(num_replicas, rank, axis_name)
         self.num_replicas = math.prod(self._parts)
         self.shuffle, self.drop_last, self.padding = bool(shuffle), bool(drop_last), bool(padding)
         self.seed = _integer("seed", seed, None, "seed=0")
@@ -158,7 +166,8 @@ class DistributedSampler(Sampler[int]):
         return Batches(self)
 
     def loader(self, *, collate_fn: Callable[[list], Any] | None = None, **options: Any) -> DataLoader:
-        """A DataLoader of this worker's shares. An empty share is a batch of length 0, by `Collate`.
+        """A DataLoader of this worker's shares, whose tensors vary over axis_name. An empty share is a batch of length
+        0, by `Collate`.
 
         collate_fn: as DataLoader takes it. options: the others of DataLoader that do not say how to sample.
         """
@@ -432,8 +441,10 @@ def _check_dataset(dataset: Any) -> None:
         )
 
 
-def _place(num_replicas: Any, rank: Any, axis_name: str | Sequence[str] | None) -> tuple[tuple[int, ...], int]:
-    """The parts that a minibatch is split into, from major to minor, and which of them is this worker's."""
+def _place(
+    num_replicas: Any, rank: Any, axis_name: str | Sequence[str] | None
+) -> tuple[tuple[int, ...], int, tuple[str, ...]]:
+    """The parts that a minibatch is split into, major to minor; which of them is this worker's; over which axes."""
     worker = WORKER.get()
     if axis_name is not None:
         if num_replicas is not None or rank is not None:
@@ -456,8 +467,9 @@ def _place(num_replicas: Any, rank: Any, axis_name: str | Sequence[str] | None) 
                     mend="make it inside the function that is mapped, or give num_replicas= and rank=",
                 )
             )
-        group = worker.group(worker.mesh.names(axis_name, _WHERE))
-        return group.dims, group.index
+        names = worker.mesh.names(axis_name, _WHERE)
+        group = worker.group(names)
+        return group.dims, group.index, names
     if num_replicas is None and rank is None:
         if worker is not None:
             raise MeshError(
@@ -470,7 +482,7 @@ def _place(num_replicas: Any, rank: Any, axis_name: str | Sequence[str] | None) 
                 )
             )
         if dist.is_available() and dist.is_initialized():
-            return (dist.get_world_size(),), dist.get_rank()
+            return (dist.get_world_size(),), dist.get_rank(), ()
     if num_replicas is None or rank is None:
         raise MeshError(
             message(
@@ -492,4 +504,55 @@ def _place(num_replicas: Any, rank: Any, axis_name: str | Sequence[str] | None) 
                 mend="rank=0 is the first worker",
             )
         )
-    return (size,), place
+    return (size,), place, ()
+
+
+# Batches of DataLoaders, declared
+
+
+def _axes_of(sampler: Any) -> tuple[str, ...]:
+    """The axes over which a sampler splits minibatches, through torch's own samplers around it."""
+    while sampler is not None and not isinstance(sampler, DistributedSampler):
+        sampler = getattr(sampler, "sampler", None)
+    return () if sampler is None else sampler.axis_names
+
+
+def _declared(x: Any, declare: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A batch with all its tensors declared: the containers that DataLoader pins, and dataclasses."""
+    each = functools.partial(_declared, declare=declare)
+    if isinstance(x, torch.Tensor):
+        return declare(x)
+    if isinstance(x, MutableMapping):
+        made = copy.copy(x)
+        made.update({k: each(v) for k, v in x.items()})
+        return made
+    if isinstance(x, Mapping):
+        return {k: each(v) for k, v in x.items()}
+    if isinstance(x, tuple) and hasattr(x, "_fields"):
+        return type(x)(*map(each, x))
+    if type(x) in (list, tuple):
+        return type(x)(map(each, x))
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        made = copy.copy(x)
+        for field in dataclasses.fields(x):
+            object.__setattr__(made, field.name, each(getattr(x, field.name)))  # also where it is frozen
+        return made
+    return x
+
+
+def _declaring(step: Callable) -> Callable:
+    """The next batch of a DataLoader's iterator, declared. So loaders that users make of a sampler are covered too, and
+    nothing of it happens in processes that read data, which know of no mesh."""
+
+    @functools.wraps(step)
+    def call(self: Any) -> Any:
+        batch, worker = step(self), WORKER.get()
+        if worker is None or not worker.tracked:
+            return batch
+        names = tuple(n for n in _axes_of(self._index_sampler) if n in worker.mesh.axes)
+        return _declared(batch, lambda x: FRONTEND.declare(x, names, worker)) if names else batch
+
+    return call
+
+
+dataloader._BaseDataLoaderIter.__next__ = _declaring(dataloader._BaseDataLoaderIter.__next__)

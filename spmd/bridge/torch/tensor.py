@@ -22,19 +22,26 @@ from spmd.state import State, state_of
 
 __all__ = [
     "COMPILED",
+    "RULES",
     "SUMMED",
     "Tensor",
+    "admit_write",
+    "differentiated",
+    "joined_state",
     "plain",
     "put_state",
     "state_of_tensor",
     "stated",
     "summed",
+    "sums_of",
     "sweep",
     "swept",
+    "varied_arguments",
 ]
 
 _INVARIANT = state_of(())
 _disabled = torch._C.DisableTorchFunctionSubclass
+_functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
 
 SUMMED: dict[int, Callable[[], Any]] = {}
 """By id, parameters whose gradients are summed by `spt.data_parallel`, in place of the adjoint of their `Vary`."""
@@ -95,17 +102,24 @@ class Tensor(torch.Tensor):
             raise StateError(COMPILED)
         kwargs = kwargs or {}
         if func is torch.Tensor.backward:
+            _look_at_losses(args[0])
             with sweep():
                 return func(*args, **kwargs)
         if func is torch.autograd.grad:
             return _gradients(func, args, kwargs)
         state, mixed = _joined(args, kwargs)
+        if state.varying and func in RULES:
+            RULES[func](func, args, kwargs)
+        targets: list[torch.Tensor] = []
         if mixed:
-            args, kwargs = _varied(func, args, kwargs, state)
-        elif func in _VALUES and state.varying:
-            raise _value_refused(func, args[0])
+            if _is_foreach(func):
+                return _each(func, args, kwargs)
+            args, kwargs, targets = _varied(func, args, kwargs, state)
         with _disabled():
             result = func(*args, **kwargs)
+        for x in targets:
+            if isinstance(x, Tensor):
+                x._state = state
         if type(result) is torch.Tensor and any(result is a for a in (*args, *kwargs.values())):
             return result  # one without a state that was written to
         return _with_state(result, state)
@@ -157,9 +171,14 @@ def state_of_tensor(x: torch.Tensor) -> State:
 
 def summed(x: torch.Tensor) -> State:
     """As what a bare parameter counts, the workers' own gradients of which are summed elsewhere; else Invariant."""
-    found = SUMMED.get(id(x))
-    sums = found() if found is not None else None
+    sums = sums_of(x)
     return _INVARIANT if sums is None else sums.state
+
+
+def sums_of(x: torch.Tensor) -> Any:
+    """What sums the gradients of a parameter, if a module of `spt.data_parallel` has it."""
+    found = SUMMED.get(id(x))
+    return None if found is None else found()
 
 
 def _tensors(args: Any, kwargs: dict) -> Iterator[torch.Tensor]:
@@ -184,19 +203,29 @@ def _joined(args: Any, kwargs: dict) -> tuple[State, bool]:
     return state or _INVARIANT, mixed
 
 
-def _varied(func: Callable, args: Any, kwargs: dict, state: State) -> tuple[Any, dict]:
-    """The arguments, of which those that are differentiated are varied to where they meet."""
-    from spmd.bridge.torch.function import twin
+def joined_state(args: Any, kwargs: dict) -> State:
+    """The state in which the tensors among some arguments meet."""
+    return _joined(args, kwargs)[0]
 
-    target = _written(func, args, kwargs)
-    if target is not None and state_of_tensor(target) is not state:
-        _admit_write(func, target, state)
+
+def _varied(func: Callable, args: Any, kwargs: dict, state: State) -> tuple[Any, dict, list[torch.Tensor]]:
+    """The arguments, of which differentiated ones are varied to where they meet; and those that are written to."""
+    targets = _written(func, args, kwargs)
+    for x in targets:
+        if state_of_tensor(x) is not state:
+            admit_write(func, x, state)
+    return *varied_arguments(args, kwargs, state, targets), targets
+
+
+def varied_arguments(args: Any, kwargs: dict, state: State, targets: Any = ()) -> tuple[Any, dict]:
+    """The arguments of a function, of which those that are differentiated are varied to a state."""
+    from spmd.bridge.torch.function import twin
 
     def one(a: Any) -> Any:
         if isinstance(a, torch.Tensor):
-            if a is target or state_of_tensor(a) is state or not a.requires_grad or not torch.is_grad_enabled():
+            if state_of_tensor(a) is state or not differentiated(a):
                 return a
-            return twin(a, state)
+            return a if any(a is x for x in targets) else twin(a, state, True)
         if type(a) in (tuple, list):
             return type(a)(one(b) for b in a)
         return a
@@ -204,25 +233,84 @@ def _varied(func: Callable, args: Any, kwargs: dict, state: State) -> tuple[Any,
     return tuple(one(a) for a in args), {k: one(a) for k, a in kwargs.items()}
 
 
-def _written(func: Callable, args: Any, kwargs: dict) -> torch.Tensor | None:
-    """The tensor that a function writes to, if it does."""
+def differentiated(x: torch.Tensor) -> bool:
+    """Whether torch follows what becomes of x: for what a transformation of torch.func wraps, at any level."""
+    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        return False
+    if _functorch.maybe_current_level() is not None:
+        while not x.requires_grad and _functorch.is_functorch_wrapped_tensor(x):
+            with _disabled():
+                x = _functorch.get_unwrapped(x)
+    return x.requires_grad
+
+
+def _is_foreach(func: Callable) -> bool:
+    return getattr(func, "__name__", "").startswith(("_foreach_", "_fused_"))
+
+
+def _each(func: Callable, args: Any, kwargs: dict) -> Any:
+    """A function of lists of tensors: entry by entry, as if it were called for each."""
+    every = (*args, *kwargs.values())
+    lists = [a for a in every if type(a) in (list, tuple) and a and isinstance(a[0], torch.Tensor)]
+    alone = _joined([a for a in every if isinstance(a, torch.Tensor)], {})[0]
+    states = [_joined(entries, {})[0] | alone for entries in zip(*lists, strict=True)]
+    writes = func.__name__.endswith("_")
+    if writes:
+        for x, state in zip(args[0], states, strict=True):
+            if state_of_tensor(x) is not state:
+                admit_write(func, x, state)
+    else:
+
+        def one(a: Any) -> Any:
+            if not any(a is b for b in lists):
+                return a
+            return [varied_arguments((x,), {}, s)[0][0] for x, s in zip(a, states, strict=True)]
+
+        args, kwargs = tuple(map(one, args)), {k: one(a) for k, a in kwargs.items()}
+    with _disabled():
+        result = func(*args, **kwargs)
+    if writes:
+        for x, state in zip(args[0], states, strict=True):
+            if isinstance(x, Tensor):
+                x._state = state
+        return result
+    return [_with_state(r, s) for r, s in zip(result, states, strict=True)]
+
+
+def _written(func: Callable, args: Any, kwargs: dict) -> list[torch.Tensor]:
+    """The tensors that a function writes to."""
+    if isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        return _mutated(func, args, kwargs)
     out = kwargs.get("out")
-    if isinstance(out, torch.Tensor):
-        return out
+    if out is not None:
+        return list(_tensors((out,), {}))
     name = getattr(func, "__name__", "")
     dunder = name.startswith("__")
     inplace = (dunder and name.startswith("__i") and name not in ("__index__", "__invert__", "__int__")) or (
         name == "__setitem__" or (not dunder and name.endswith("_") and bool(args))
     )
-    return args[0] if inplace and args and isinstance(args[0], torch.Tensor) else None
+    return [args[0]] if inplace and args and isinstance(args[0], torch.Tensor) else []
 
 
-def _admit_write(func: Callable, target: torch.Tensor, state: State) -> None:
+def _mutated(op: Any, args: Any, kwargs: dict) -> list[torch.Tensor]:
+    """The tensors that a custom operator says it writes to."""
+    overload = op if isinstance(op, torch._ops.OpOverload) else getattr(op, op.overloads()[0])
+    given = [
+        args[k] if k < len(args) else kwargs.get(a.name)
+        for k, a in enumerate(overload._schema.arguments)
+        if a.alias_info is not None and a.alias_info.is_write
+    ]
+    return list(_tensors(given, {}))
+
+
+def admit_write(func: Callable, target: torch.Tensor, state: State) -> None:
     """Raise where what is written to would not know that it varies from now on."""
     free = isinstance(target, Tensor) and not target.requires_grad
     if free:
         return
     axes = ", ".join(map(repr, sorted(state.varying - state_of_tensor(target).varying)))
+    if not axes:
+        return
     # No TypeError, which torch would take for a hint to write y = y + x for y += x.
     raise MutationError(
         message(
@@ -251,6 +339,14 @@ def _with_state(result: Any, state: State) -> Any:
     return result
 
 
+def _look_at_losses(outputs: Any) -> None:
+    from spmd.bridge.torch.losses import look_at
+
+    for x in (outputs,) if isinstance(outputs, torch.Tensor) else outputs:
+        if isinstance(x, Tensor) and x.state.varying and not x.ndim:
+            look_at(x)
+
+
 def _gradients(func: Callable, args: Any, kwargs: dict) -> Any:
     """torch.autograd.grad: a cotangent has the state of what it is the cotangent of."""
     inputs = args[1] if len(args) > 1 else kwargs["inputs"]
@@ -259,6 +355,7 @@ def _gradients(func: Callable, args: Any, kwargs: dict) -> Any:
         state_of_tensor(x) | summed(x) if isinstance(x, torch.Tensor) else None
         for x in (inputs if several else [inputs])
     ]
+    _look_at_losses(args[0] if args else kwargs["outputs"])
     with sweep():
         found = func(*args, **kwargs)
     return tuple(
@@ -267,17 +364,12 @@ def _gradients(func: Callable, args: Any, kwargs: dict) -> Any:
     )
 
 
-_VALUES = {
-    getattr(torch.Tensor, name)
-    for name in "item __bool__ __int__ __float__ __complex__ __index__ tolist numpy __array__".split()
-}
-
-
-def _value_refused(func: Callable, x: Any) -> StateError:
+def _refuse_value(func: Callable, args: Any, kwargs: dict) -> None:
+    x = args[0]
     name = getattr(func, "__name__", "")
     call = f"{name.strip('_')}(x)" if name.startswith("__") else f"x.{name}()"
     axis = sorted(x.state.varying)[0]
-    return StateError(
+    raise StateError(
         message(
             call,
             argument="x",
@@ -287,3 +379,10 @@ def _value_refused(func: Callable, x: Any) -> StateError:
             "spt.block(x) gives the data alone, to print it",
         )
     )
+
+
+RULES: dict[Any, Callable[[Callable, Any, dict], None]] = {
+    getattr(torch.Tensor, name): _refuse_value
+    for name in "item __bool__ __int__ __float__ __complex__ __index__ tolist numpy __array__".split()
+}
+"""What raises where some functions of torch are given tensors that vary, and do with them what nobody would see."""

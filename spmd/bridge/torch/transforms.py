@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch._functorch import eager_transforms, vmap
 from torch.utils import checkpoint
 
+from spmd.bridge.torch.drawing import BodyMode, in_body, mode_is_on
 from spmd.bridge.torch.tensor import Tensor, put_state, swept
 from spmd.tracebacks import api_boundary
 
@@ -63,9 +65,11 @@ def _asking(engine: Callable) -> Callable:
     @functools.wraps(engine)
     @api_boundary
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not swept():
-            return engine(*args, **kwargs)
-        with torch._C._EnableTorchFunction():  # type: ignore[attr-defined]
+        with ExitStack() as stack:
+            if swept():
+                stack.enter_context(torch._C._EnableTorchFunction())  # type: ignore[attr-defined]
+            if in_body() and not mode_is_on():
+                stack.enter_context(BodyMode())
             return engine(*args, **kwargs)
 
     return call

@@ -1,0 +1,69 @@
+"""Dropout whose mask depends on the place of an entry in the whole tensor, not on which worker holds it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from spmd import random
+from spmd.bridge.torch.drawing import stream, word
+from spmd.bridge.torch.function import no_lockstep
+from spmd.errors import SpecError, describe, message
+from spmd.layout import P
+from spmd.mesh import WORKER
+
+__all__ = ["dropout"]
+
+_WHERE = "spt.dropout"
+
+
+def dropout(
+    x: torch.Tensor, p: float = 0.5, key: Any = None, spec: P | None = None, *, training: bool = True
+) -> torch.Tensor:
+    """x with each entry set to 0 with probability p, and the others divided by 1 - p: the same entries on any mesh.
+
+        h = spt.dropout(h, 0.1, spec=P("data"))  # h is this worker's rows
+        h = spt.dropout(h, 0.1, spec=P("data", "model"))  # and some of their features
+
+    x: floating, of any shape. p: from 0 to below 1. training: False gives x as it is.
+    key: of `spmd.random`, which may serve once; None: one that torch's generator of this worker gives, which is the
+    same on all workers, so that `torch.manual_seed` before the map decides what is drawn.
+    spec: in a body, how the whole of which x is a block is split over the axes along which x varies; blocks may be
+    uneven or empty. None or P(): x is the whole, the same on all workers.
+
+    Forward: what is dropped depends on the key and on the place in the whole, so it is what one worker would drop.
+    Linear in x, and its own adjoint. Cost: no bytes; with a spec the workers meet, to learn the shapes of all blocks.
+    Raises SpecError for another p, and for an x that varies without a spec; StateError for one that varies over more
+    axes than spec names; LayoutError for blocks that do not fit together. `nn.Dropout` draws for each worker's block by
+    itself, other entries on each.
+    """
+    if not isinstance(p, int | float | np.floating) or not 0 <= p < 1:
+        raise SpecError(
+            message(
+                _WHERE,
+                argument="p",
+                got=describe(p),
+                need="the probability to drop an entry, from 0 to below 1",
+                mend="p=0.1",
+            )
+        )
+    if not training or not p:
+        return x
+    worker = WORKER.get()
+    if worker is not None:
+        no_lockstep(worker)
+    layout = random.layout_of(_WHERE, x, spec)
+    if key is None:
+        key = _key()
+    keep: Any = random.bernoulli(key, 1 - float(p), tuple(x.shape) if layout is None else layout.shape, spec=layout)
+    if not isinstance(keep, torch.Tensor):
+        keep = torch.from_numpy(np.array(keep))
+    return torch.where(keep.to(x.device), x, torch.zeros((), dtype=x.dtype, device=x.device)) * (1 / (1 - float(p)))
+
+
+def _key() -> np.ndarray:
+    """A key that the generator gives from which functions of torch draw here."""
+    own = stream() or torch.default_generator
+    return np.array([word(own, 32), word(own, 32)], np.uint32)

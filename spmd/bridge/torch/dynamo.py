@@ -1,0 +1,59 @@
+"""One clear error where torch.compile meets tensors that carry their state.
+
+Its compiler follows Python's code, that of this library too, and gives up there with errors of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import torch
+
+from spmd.bridge.torch.tensor import COMPILED
+from spmd.errors import StateError
+from spmd.mesh import WORKER
+
+__all__ = ["clear_errors"]
+
+
+def clear_errors() -> None:
+    """Let torch's compiler, if it has been imported, say in bodies what it cannot compile, and what to do."""
+    frames = sys.modules.get("torch._dynamo.convert_frame")
+    wrapper: Any = getattr(frames, "CatchErrorsWrapper", None)
+    if wrapper is None or hasattr(wrapper.__call__, "__wrapped__"):
+        return
+    compiler = wrapper.__call__
+
+    @functools.wraps(compiler)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return compiler(self, *args, **kwargs)
+        except Exception as error:
+            worker = WORKER.get()
+            if worker is None or not worker.tracked or not _is_of_states(error):
+                raise
+        raise StateError(COMPILED)
+
+    wrapper.__call__ = call
+
+
+def _is_of_states(error: Exception) -> bool:
+    """Whether the compiler failed because of states: it met the error that says so, or followed Python without end."""
+    return isinstance(error, StateError | RecursionError) or any(
+        word in str(error) for word in ("RecursionError", "carries its state", "StateError")
+    )
+
+
+def _clearing(compile: Any) -> Any:
+    @functools.wraps(compile)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        made = compile(*args, **kwargs)
+        clear_errors()
+        return made
+
+    return call
+
+
+torch.compile = _clearing(torch.compile)

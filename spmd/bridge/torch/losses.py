@@ -1,0 +1,49 @@
+"""Losses that vary, and terms of them that are one value on all workers: see `spmd.operators.terms`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from spmd.bridge.torch.function import Task
+from spmd.mesh import WORKER
+from spmd.operators.terms import is_share, warn_of_term
+
+__all__ = ["look_at"]
+
+_ALIASES = ("AliasBackward0", "ViewBackward0", "ToCopyBackward0")
+_ADDITIONS = ("AddBackward0", "SubBackward0", "RsubBackward1", "NegBackward0", *_ALIASES)
+
+
+def look_at(loss: torch.Tensor) -> None:
+    """Warn where a Varying scalar that is differentiated has an Invariant term: it counts once per worker."""
+    worker = WORKER.get()
+    if worker is None:
+        return
+    stack, seen = [loss.grad_fn], set()
+    while stack:
+        node: Any = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        task = getattr(node, "task", None)
+        if isinstance(task, Task) and task.joined:
+            count = worker.group(task.op.axes).size
+            if count > 1 and not _is_share(node.next_functions[0][0], count):
+                warn_of_term("backward of a loss", task.op.axes, count, worker)
+                return
+        elif node.name() in _ADDITIONS:
+            stack += [parent for parent, _ in node.next_functions]
+
+
+def _is_share(node: Any, count: int) -> bool:
+    """Whether a term has been divided by the number of workers. node: what made it, if anything did."""
+    if node is None:
+        return False
+    while node.name() in _ALIASES:
+        node = node.next_functions[0][0]
+    other = getattr(node, "_saved_other", None)
+    if not isinstance(other, torch.Tensor) or other.ndim:
+        return False
+    return is_share(node.name().lower(), [float(other)], count)

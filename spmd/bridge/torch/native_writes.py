@@ -1,0 +1,109 @@
+"""Functions of torch that write into tensors beneath what asks for states: they raise where that would mix states.
+
+torch's batch norms take the statistics of this worker's entries, and write them into buffers that count as one value
+on all workers. So they are not given data that vary along an axis along which their buffers do not.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from spmd.bridge.torch.tensor import RULES, Tensor, admit_write, state_of_tensor
+from spmd.errors import StateError, describe, message
+
+__all__: list[str] = []
+
+
+_BUFFERS = ("running_mean", "running_var")
+
+
+def _given(args: Any, kwargs: dict, place: int, name: str, default: Any = None) -> Any:
+    return args[place] if len(args) > place else kwargs.get(name, default)
+
+
+def _refuse(where: str, x: Any, *like: torch.Tensor | None) -> None:
+    """Raise where x varies along axes along which not all of some tensors do: the statistics, or else the weight."""
+    given = [state_of_tensor(y).varying for y in like if y is not None]
+    axes = sorted(state_of_tensor(x).varying.difference(frozenset.intersection(*given) if given else ()))
+    if not axes:
+        return
+    axis = repr(axes[0]) if len(axes) == 1 else repr(tuple(axes))
+    dims = (0, *range(2, x.ndim))
+    raise StateError(
+        message(
+            where,
+            argument="input",
+            got=f"{describe(x)} in training: the statistics would be those of this worker's entries alone, in buffers "
+            "that count as one value on all workers",
+            need=f"statistics of all workers' entries along {axis}, or buffers that vary along it",
+            mend=f"what spmd.functions.batch_norm(..., axis_name={axis}) does in bodies of NumPy, by hand: "
+            f"mean = spt.mean(x, {axis}, {dims}), and of (x - mean)**2 the variance; module.eval() takes the running "
+            f"statistics as they are; where each worker has channels of its own, declare the buffers: "
+            f"bn.running_mean = spt.varying(bn.running_mean, {axis}), and bn.running_var",
+        )
+    )
+
+
+def _batch_norm(mean: int, weight: int) -> Callable[[Callable, Any, dict], None]:
+    """The rule of a batch norm whose running mean and weight are at these places."""
+
+    def rule(func: Callable, args: Any, kwargs: dict) -> None:
+        if _given(args, kwargs, 5, "training", False):
+            like = [_given(args, kwargs, mean + k, name) for k, name in enumerate(_BUFFERS)]
+            if like[0] is None:
+                like = [_given(args, kwargs, weight, "weight")]
+            _refuse(f"torch.{func.__name__}", _given(args, kwargs, 0, "input"), *like)
+
+    return rule
+
+
+def _instance_norm(mean: int) -> Callable[[Callable, Any, dict], None]:
+    def rule(func: Callable, args: Any, kwargs: dict) -> None:
+        like = [_given(args, kwargs, mean + k, name) for k, name in enumerate(_BUFFERS)]
+        if like[0] is not None and _given(args, kwargs, 5, "use_input_stats", True):
+            _refuse(f"torch.{func.__name__}", _given(args, kwargs, 0, "input"), *like)
+
+    return rule
+
+
+def _embedding(func: Callable, args: Any, kwargs: dict) -> None:
+    """Rows that are longer than max_norm are scaled in place: those that this worker's indices name."""
+    indices, weight = _given(args, kwargs, 0, "input"), _given(args, kwargs, 1, "weight")
+    if _given(args, kwargs, 3, "max_norm") is not None:
+        state = state_of_tensor(weight) | state_of_tensor(indices)
+        if state is not state_of_tensor(weight):
+            admit_write(func, weight, state)
+
+
+RULES.update(
+    {
+        F.batch_norm: _batch_norm(1, 3),
+        torch.batch_norm: _batch_norm(3, 1),
+        torch.native_batch_norm: _batch_norm(3, 1),
+        F.instance_norm: _instance_norm(1),
+        torch.instance_norm: _instance_norm(3),
+        F.embedding: _embedding,
+        F.embedding_bag: _embedding,
+    }
+)
+
+
+def _refusing(forward: Callable) -> Callable:
+    """torch's own would meet in torch.distributed, with whatever processes there are, or take this worker's entries."""
+
+    @functools.wraps(forward)
+    def call(self: Any, input: torch.Tensor) -> torch.Tensor:
+        if isinstance(input, Tensor) and (self.training or self.running_mean is None):
+            _refuse("torch.nn.SyncBatchNorm", input)
+        return forward(self, input)
+
+    return call
+
+
+nn.SyncBatchNorm.forward = _refusing(nn.SyncBatchNorm.forward)

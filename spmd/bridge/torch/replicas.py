@@ -1,0 +1,142 @@
+"""Parameters that are to be one value along the axes of a mesh that nothing names: whether they are.
+
+Where an Invariant parameter meets data that vary along an axis, its gradients are summed along it. That is right if the
+parameter is one value there, and adds up gradients of different weights otherwise. So parameters are compared when a
+module is wrapped. Those of torch's own layers may not differ without a word (`varying=`); the forward of a user's
+module may still declare its own, by `spt.varying`: until it does, they cannot be used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from spmd.bridge.torch.memory import owned
+from spmd.bridge.torch.tensor import Tensor, plain
+from spmd.errors import ReplicaError, StateError, message
+from spmd.mesh import Worker
+from spmd.operators.at_root import alone_along
+from spmd.transport.base import Call
+
+__all__ = ["Difference", "ToBeDeclared", "differing", "to_be_declared"]
+
+_WHERE = "spt.data_parallel"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The name of a parameter, and the axes along which it differs."""
+
+    name: str
+    axes: tuple[str, ...]
+
+    def error(self, kind: type[Exception] = ReplicaError) -> Exception:
+        """By default no TypeError, which torch's operators would take for operands that they do not know."""
+        axis = self.axes[0] if len(self.axes) == 1 else self.axes
+        attribute = self.name.rpartition(".")[2]
+        return kind(
+            message(
+                _WHERE,
+                argument="module",
+                got=f"{self.name}, which differs between workers along {', '.join(map(repr, self.axes))}",
+                need="parameters that are one value along all axes of the mesh, or are said to differ: their "
+                "gradients are summed along every axis over which the data vary",
+                mend=f"varying={axis!r}, if all parameters differ there, as those of the stages of a pipeline; "
+                f"spt.varying(self.{attribute}, {axis!r}) in forward, if this one does; or make them alike: "
+                "in a body all workers draw the same",
+            )
+        )
+
+
+def differing(worker: Worker, module: nn.Module, excused: Sequence[str]) -> dict[int, Difference]:
+    """By id, the parameters that differ along other axes than those excused, and are to be declared in forward.
+
+    Raises StateError for one that cannot be: a parameter of torch's own layers, or of a module that others lack.
+    Cost: along each axis one or two all-reduces of digests.
+    """
+    skipped = {*excused, *alone_along(worker)}
+    axes = [n for n, size in worker.mesh.axes.items() if size > 1 and n not in skipped]
+    if not axes:
+        return {}
+    laid = _laid_out(module)
+    named = list(module.named_parameters())
+    names = _digest(repr([name for name, _ in named]).encode())
+    digests = [_digest(repr(tuple(p.shape)).encode() + _bytes(p)) for _, p in named]
+    found: dict[int, Difference] = {}
+    for axis in axes:
+        if _differ(worker, axis, [names]):
+            raise Difference("the list of parameters", (axis,)).error(StateError)
+        mine = [0 if axis in laid.get(id(p), ()) else d for d, (_, p) in zip(digests, named, strict=True)]
+        for k in _differ(worker, axis, mine):
+            name, p = named[k]
+            before = found[id(p)].axes if id(p) in found else ()
+            found[id(p)] = Difference(name, (*before, axis))
+    for name, p in named:
+        owner = module.get_submodule(name.rpartition(".")[0])
+        if id(p) in found and type(owner).__module__.startswith("torch."):
+            raise found[id(p)].error(StateError)
+    return found
+
+
+def _laid_out(module: nn.Module) -> dict[int, frozenset[str]]:
+    """By id, the axes over which layers that know their shards have split a parameter."""
+    return {
+        id(m._parameters[name]): layout.varying
+        for m in module.modules()
+        for name, (layout, _) in getattr(m, "_shards", {}).items()
+    }
+
+
+def _bytes(p: torch.Tensor) -> bytes:
+    return plain(p).detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _digest(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
+
+
+def _differ(worker: Worker, axis: str, digests: list[int]) -> list[int]:
+    """At which places the workers along an axis have different digests."""
+    ends = np.array([digests, [-d for d in digests]], np.int64)
+    block: Any = ends if worker.mesh.places is None else worker.mesh.places.own(ends, worker.index)
+    detail = f"parameters compared along {axis!r}; varying={axis!r} says that they differ"
+    call = Call("data_parallel", (axis,), ends.dtype, ends.shape, detail=detail, alike=True, frame=sys._getframe(4))
+    if worker.mesh.places is not None:
+        call.host = False
+    cell = [worker.comm.all_reduce(worker.group((axis,)), call, block, "max").wait()]
+    largest, smallest = owned(cell).tolist()
+    return [k for k, (a, b) in enumerate(zip(largest, smallest, strict=True)) if a != -b]
+
+
+_FACTS = ("__get__", "size", "dim", "numel", "stride", "element_size", "is_contiguous", "__len__")
+
+
+class ToBeDeclared(Tensor):
+    """A parameter in the forward of its module that differs along an axis, which nothing has said yet."""
+
+    difference: Difference
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        used = next(x for x in pytree.tree_leaves((args, kwargs)) if type(x) is ToBeDeclared)
+        if getattr(func, "__name__", "") not in _FACTS:
+            raise used.difference.error()
+        with torch._C.DisableTorchFunctionSubclass():
+            fact = func(*args, **(kwargs or {}))
+        if isinstance(fact, torch.Tensor):  # x.T
+            raise used.difference.error()
+        return fact
+
+
+def to_be_declared(x: Tensor, difference: Difference) -> None:
+    """From now on x cannot be used before it is declared."""
+    x.__class__ = ToBeDeclared
+    x.difference = difference  # type: ignore[attr-defined]
