@@ -43,6 +43,7 @@ from spmd.bridge.torch.modules import (
     Repartition,
     SumReduce,
 )
+from spmd.bridge.torch.partitioned import Parameter, PartitionedTensor
 from spmd.bridge.torch.sampler import Batches, Collate, DistributedSampler
 from spmd.bridge.torch.sharded import ShardedModule, clip_grad_norm_, grad_norm
 from spmd.bridge.torch.tensor import Tensor
@@ -64,6 +65,8 @@ __all__ = [
     "DistributedSampler",
     "Grid",
     "HaloExchange",
+    "Parameter",
+    "PartitionedTensor",
     "ReduceScatter",
     "Repartition",
     "RowParallelLinear",

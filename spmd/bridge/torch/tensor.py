@@ -93,6 +93,8 @@ class Tensor(torch.Tensor):
     def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.compiler.is_dynamo_compiling():
             raise StateError(COMPILED)
+        if len(types) > 1 and any(getattr(t, "__spmd_partitioned__", False) for t in types):
+            return NotImplemented  # tensors in blocks know what becomes of a state
         kwargs = kwargs or {}
         if func is torch.Tensor.backward:
             with sweep():
