@@ -45,7 +45,7 @@ from spmd.bridge.torch.modules import (
 )
 from spmd.bridge.torch.partitioned import Parameter, PartitionedTensor
 from spmd.bridge.torch.sampler import Batches, Collate, DistributedSampler
-from spmd.bridge.torch.sharded import ShardedModule, clip_grad_norm_, grad_norm
+from spmd.bridge.torch.sharded import ShardedModule, clip_grad_norm_, grad_norm, state_dict
 from spmd.bridge.torch.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ __all__ = [
     "grad_norm",
     "map",
     "operator",
+    "state_dict",
     "tie",
 ]
 

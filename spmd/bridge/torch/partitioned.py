@@ -17,7 +17,7 @@ from torch._functorch import eager_transforms
 from spmd.bridge.torch.drawing import is_drawing
 from spmd.bridge.torch.function import Function, Seat, apply, dual, seat_of
 from spmd.bridge.torch.modules import Lies, common_axes, of_shape, resolved
-from spmd.bridge.torch.tensor import Tensor, plain, state_of_tensor, stated, sweep
+from spmd.bridge.torch.tensor import SUMMED, Tensor, plain, state_of_tensor, stated, summed, sweep
 from spmd.errors import LayoutError, MeshError, StateError, describe, message
 from spmd.frontends import register
 from spmd.layout import Layout, P
@@ -50,6 +50,9 @@ class Placement:
 
     def __hash__(self) -> int:
         return hash((self.index, self.layout))
+
+    def __deepcopy__(self, memo: Any) -> Placement:
+        return self  # nobody changes it
 
     def derived(self, layout: Layout) -> Placement:
         """The place of this worker in another layout over the same axes."""
@@ -98,6 +101,11 @@ class PartitionedTensor(torch.Tensor):
         return self._placement.layout
 
     @property
+    def block_index(self) -> int:
+        """The number of this worker in the layout."""
+        return self._placement.index
+
+    @property
     def state(self) -> State:
         """The axes, besides those of the layout, along which it varies."""
         return self._state
@@ -115,6 +123,18 @@ class PartitionedTensor(torch.Tensor):
         Gradient: each worker's part of the cotangent. Cost: each block sent to every worker that has another.
         """
         return _whole(self)
+
+    def varied(self, state: State) -> PartitionedTensor:
+        """The same in another state besides its layout; its cotangents are not summed."""
+        with _disabled():
+            twin: Any = self.view_as(self)
+        twin._state = self._state | state
+        return twin
+
+    def like_whole(self, whole: torch.Tensor) -> PartitionedTensor:
+        """The tensor of which this worker has the part of `whole` that lies as this one does. Without gradient."""
+        with _disabled():
+            return cut(whole.detach(), self._placement).clone()
 
     def __repr__(self, *args: Any, **kwargs: Any) -> str:
         with _disabled():
@@ -147,13 +167,13 @@ class PartitionedTensor(torch.Tensor):
             return _unpickled, (type(self), self._block, self._placement, self.requires_grad)
 
     def __tensor_flatten__(self) -> Any:
-        return ["_block"], (self._placement, tuple(self.shape), tuple(self.stride()), self._state)
+        return ["_block"], (self._placement, tuple(self.shape), tuple(self.stride()), self._state.varying)
 
     @staticmethod
     def __tensor_unflatten__(inner: Any, meta: Any, size: Any, stride: Any) -> Any:
         placement, shape, strides, state = meta
         x = PartitionedTensor(inner["_block"], placement, shape, strides)
-        x._state = state
+        x._state = state_of(state)
         return x
 
     @classmethod
@@ -165,7 +185,16 @@ class PartitionedTensor(torch.Tensor):
         return dispatch(func, args, kwargs or {})
 
 
-class Parameter(PartitionedTensor):
+class _ParameterMeta(type(torch.Tensor)):
+    """As for `nn.Parameter`: what `nn.Parameter(x)` makes of a partitioned tensor is one."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return super().__instancecheck__(instance) or (
+            cls is Parameter and isinstance(instance, PartitionedTensor) and getattr(instance, "_is_param", False)
+        )
+
+
+class Parameter(PartitionedTensor, metaclass=_ParameterMeta):
     """A parameter of which each worker holds a block, and which knows it.
 
         class Scale(nn.Module):
@@ -387,7 +416,7 @@ def worker_of(x: PartitionedTensor, what: str) -> Worker:
                 what,
                 got="a call outside of any body",
                 need=f"all workers, which hold a block each of {list(placement.layout.shape)}",
-                mend="call it in the body, on every worker",
+                mend="call state_dict() in the body, on every worker; it gives each the whole, as p.whole() does",
             )
         )
     if is_drawing():
@@ -416,7 +445,7 @@ class _Block(Function):
 
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor) -> Any:
-        return _Joined.apply(plain(g), ctx.placement, ctx.state)
+        return _Joined.apply(plain(g) if isinstance(g, Tensor) else g, ctx.placement, ctx.state)
 
 
 class _TransformedBlock(Function):
@@ -483,6 +512,8 @@ def _block(x: Any) -> torch.Tensor:
     check_worker(inner._placement, worker)
     block = (_TransformedBlock if inner is not x or dual(x) else _Block).apply(x)
     if worker is None or not worker.tracked:
+        if id(x) in SUMMED:
+            block._block_of = id(x)  # whose gradients are summed elsewhere
         return block
     state = inner._state | state_of(layout.varying)
     return stated(block, state) if state.varying else block
@@ -603,7 +634,8 @@ def _met(func: Any, args: Any, kwargs: dict[str, Any]) -> State:
     }
     clash = sorted(layouts & state.varying)
     if clash or (mixed and torch.is_grad_enabled() and any(x.requires_grad for x in _all_tensors((args, kwargs)))):
-        raise StateError(
+        # No TypeError, which operators take for a hint to try the other operand.
+        raise LayoutError(
             message(
                 f"torch.{getattr(func, '__name__', 'a function')}",
                 got="a tensor of which each worker has a block, and one that varies over "
@@ -705,8 +737,6 @@ def _backward(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _gradients(func: Any, args: Any, kwargs: Any) -> Any:
     """torch.autograd.grad: the gradient of a partitioned tensor lies as it does."""
-    from spmd.bridge.torch.tensor import summed
-
     inputs = args[1] if len(args) > 1 else kwargs["inputs"]
     inputs = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
     with sweep():
@@ -721,7 +751,8 @@ def _gradient(x: Any, g: Any, state: State) -> Any:
         g = cut(g, x._placement)
         g._state = x._state | state
         return g
-    return stated(g, state) if WORKER.get() is not None else g
+    worker = WORKER.get()
+    return stated(g, state) if worker is not None and worker.tracked and type(g) in (torch.Tensor, Tensor) else g
 
 
 _SPECIAL: dict[Any, Callable] = {
@@ -745,7 +776,7 @@ _SPECIAL |= {torch.Tensor.data.__set__: _set_data}  # type: ignore[attr-defined]
 _SPECIAL |= {torch.Tensor.backward: _backward, torch.autograd.grad: _gradients}
 _SPECIAL |= {
     getattr(torch.Tensor, name): _no_memory
-    for name in "numpy tolist __array__ __dlpack__ data_ptr untyped_storage storage _typed_storage share_memory_ "
+    for name in "numpy tolist __array__ __dlpack__ data_ptr share_memory_ "
     "as_subclass".split()
     if hasattr(torch.Tensor, name)
 }

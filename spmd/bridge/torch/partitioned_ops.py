@@ -20,7 +20,7 @@ from spmd.bridge.torch.drawing import drawing
 from spmd.bridge.torch.function import apply, seat_of
 from spmd.bridge.torch.partitioned import MEND, PartitionedTensor, gathered, like, worker_of
 from spmd.bridge.torch.tensor import Tensor
-from spmd.errors import LayoutError, StateError, describe, message
+from spmd.errors import LayoutError, describe, message
 from spmd.layout import Layout, P
 from spmd.operators.gather import AllGather
 from spmd.operators.reduce import Sum
@@ -126,7 +126,7 @@ def _part(func: Any, x: Any, shape: Shape, lead: PartitionedTensor, layout: Layo
     if isinstance(x, PartitionedTensor):
         return _refined(x, shape, layout, lead._placement.index)
     if isinstance(x, Tensor) and x.state.varying:
-        raise StateError(
+        raise LayoutError(
             message(
                 f"torch's {func._schema.name.partition('::')[2]}",
                 got=f"{describe(x)} beside {describe(lead)}",
@@ -815,6 +815,11 @@ def _equal(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     if x.shape != y.shape:
         return False
     return bool(torch.ops.aten.all.default(torch.ops.aten.eq.Tensor(x, y)))
+
+
+@_names("is_same_size")
+def _same_size(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    return args[0].shape == args[1].shape
 
 
 @_names("allclose")

@@ -24,6 +24,8 @@ __all__ = [
     "COMPILED",
     "SUMMED",
     "Tensor",
+    "in_blocks",
+    "local",
     "plain",
     "put_state",
     "state_of_tensor",
@@ -152,6 +154,16 @@ def plain(x: torch.Tensor) -> torch.Tensor:
         return x.as_subclass(torch.Tensor)
 
 
+def in_blocks(x: Any) -> bool:
+    """Whether a tensor is one of which each worker holds a block: a `PartitionedTensor`."""
+    return getattr(type(x), "__spmd_partitioned__", False)
+
+
+def local(x: Any) -> torch.Tensor:
+    """The data that this worker holds of a tensor: its block, or the tensor without its state."""
+    return x._block if in_blocks(x) else plain(x)
+
+
 def state_of_tensor(x: torch.Tensor) -> State:
     """The state that a tensor carries; Invariant where it carries none."""
     return x.state if isinstance(x, Tensor) else _INVARIANT
@@ -159,7 +171,7 @@ def state_of_tensor(x: torch.Tensor) -> State:
 
 def summed(x: torch.Tensor) -> State:
     """As what a bare parameter counts, the workers' own gradients of which are summed elsewhere; else Invariant."""
-    found = SUMMED.get(id(x))
+    found = SUMMED.get(vars(x).get("_block_of", id(x)))
     sums = found() if found is not None else None
     return _INVARIANT if sums is None else sums.state
 
