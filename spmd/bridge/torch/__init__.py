@@ -45,6 +45,7 @@ from spmd.bridge.torch.modules import (
 )
 from spmd.bridge.torch.partitioned import Parameter, PartitionedTensor
 from spmd.bridge.torch.sampler import Batches, Collate, DistributedSampler
+from spmd.bridge.torch.scaler import GradScaler
 from spmd.bridge.torch.sharded import ShardedModule, clip_grad_norm_, grad_norm, state_dict
 from spmd.bridge.torch.tensor import Tensor
 
@@ -63,6 +64,7 @@ __all__ = [
     "DistributedLinear",
     "DistributedPool",
     "DistributedSampler",
+    "GradScaler",
     "Grid",
     "HaloExchange",
     "Parameter",

@@ -20,9 +20,9 @@ from spmd.bridge.torch.drawing import drawing
 from spmd.bridge.torch.function import apply, seat_of
 from spmd.bridge.torch.modules import Lies
 from spmd.bridge.torch.partitioned import Parameter, PartitionedTensor, cut, layout_of
-from spmd.bridge.torch.tensor import plain
+from spmd.bridge.torch.tensor import in_blocks, plain
 from spmd.errors import LayoutError, StateError, describe, message
-from spmd.layout import Layout
+from spmd.layout import Layout, P
 from spmd.mesh import WORKER, here
 from spmd.operators.reduce import Sum
 
@@ -60,7 +60,7 @@ class ShardedModule(nn.Module):
         generator: torch.Generator | int | None = None,
         requires_grad: bool = True,
     ) -> None:
-        """Add a `spt.Parameter`, of which this worker holds a block.
+        """Add a `spt.Parameter`, of which this worker holds a block; an `nn.Parameter` where no axis splits it.
 
         value: the whole tensor, the same on all workers; or what fills one of this shape and dtype in place, such as
         `nn.init.xavier_uniform_`. It draws as `spt.drawing(generator)` says: the same whole on any mesh. One worker of
@@ -96,15 +96,18 @@ class ShardedModule(nn.Module):
                 whole = torch.empty(layout.shape, dtype=dtype, device="cpu")
                 value(whole)
         block = Parameter(whole, layout).detach()
-        self.register_parameter(name, nn.Parameter(block.to(device, dtype), requires_grad))
+        own = block.to(device, dtype) if layout.varying else block.block().to(device, dtype)
+        self.register_parameter(name, nn.Parameter(plain(own) if not layout.varying else own, requires_grad))
 
     def shard_layout(self, name: str) -> Layout:
         """How the whole of a parameter lies on the mesh."""
-        return getattr(self, name).block_layout
+        value = getattr(self, name)
+        return value.block_layout if in_blocks(value) else Layout(tuple(value.shape), P(), {})
 
     def shard(self, name: str) -> torch.Tensor:
         """The block of a parameter as it is to be used in forward: `block()` of it."""
-        return getattr(self, name).block()
+        value = getattr(self, name)
+        return value.block() if in_blocks(value) else value
 
     def gathered(self, name: str, *, history: bool = False) -> torch.Tensor:
         """The whole of a parameter or buffer, on every worker: `whole()` of it. Collective.
@@ -112,7 +115,8 @@ class ShardedModule(nn.Module):
         history: whether its gradient reaches the block.
         """
         value = getattr(self, name)
-        return value.whole() if history else value.detach().whole()
+        value = value if history else value.detach()
+        return value.whole() if in_blocks(value) else value if history else plain(value).clone()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
