@@ -127,6 +127,7 @@ NEEDED: dict[str, Callable[[Any], Any]] = {
     "zero_": inplace(lambda p: p.zero_()),
     "fill_": inplace(lambda p: p.fill_(2.5)),
     "masked_fill_": inplace(lambda p: p.masked_fill_(p > 0, 1.0)),
+    "index_put_": inplace(lambda p: p.__setitem__(p > 0, 0.5)),
     "data": inplace(lambda p: p.data.mul_(3)),
     "view -1 sum": lambda p: p.view(-1).square().sum(),
     "flatten": lambda p: p.flatten(1) * 2,

@@ -599,6 +599,10 @@ def _function(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     special = _SPECIAL.get(func)
     if special is not None:
         return special(func, args, kwargs)
+    return _met_and_called(func, args, kwargs)
+
+
+def _met_and_called(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     state = _met(func, args, kwargs)
     with _disabled():
         result = func(*args, **kwargs)
@@ -755,6 +759,14 @@ def _gradient(x: Any, g: Any, state: State) -> Any:
     return stated(g, state) if worker is not None and worker.tracked and type(g) in (torch.Tensor, Tensor) else g
 
 
+def _product(func: Any, args: Any, kwargs: Any) -> Any:
+    """A product over one entry works by elements, and keeps the layout."""
+    a, b = args
+    if a.ndim > 1 and b.ndim > 1 and a.shape[-1] == b.shape[-2] == 1:
+        return a * b
+    return _met_and_called(func, args, kwargs)
+
+
 _SPECIAL: dict[Any, Callable] = {
     getattr(torch.Tensor, name).__get__: _getter
     for name in (
@@ -773,6 +785,7 @@ _SPECIAL |= {torch.is_complex: _getter, torch.is_floating_point: _getter, torch.
 _SPECIAL |= {torch.Tensor.requires_grad_: _leaf, torch.Tensor.requires_grad.__set__: _leaf}  # type: ignore[attr-defined]
 _SPECIAL |= {torch.Tensor.data.__get__: _detached, torch.Tensor.detach: _detached}  # type: ignore[attr-defined]
 _SPECIAL |= {torch.Tensor.data.__set__: _set_data}  # type: ignore[attr-defined]
+_SPECIAL |= dict.fromkeys((torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__), _product)
 _SPECIAL |= {torch.Tensor.backward: _backward, torch.autograd.grad: _gradients}
 _SPECIAL |= {
     getattr(torch.Tensor, name): _no_memory

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -18,7 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from spmd.bridge.torch.drawing import drawing
 from spmd.bridge.torch.function import apply, seat_of
-from spmd.bridge.torch.partitioned import MEND, PartitionedTensor, gathered, like, worker_of
+from spmd.bridge.torch.partitioned import MEND, Parameter, PartitionedTensor, gathered, like, worker_of
 from spmd.bridge.torch.tensor import Tensor
 from spmd.errors import LayoutError, describe, message
 from spmd.layout import Layout, P
@@ -328,14 +329,41 @@ def _alike(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 @_names("new_empty new_zeros new_ones new_full new_empty_strided")
 def _new(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Of as many entries as the whole: it lies as the whole does. Of others: a tensor of this worker's own."""
+    """Of as many entries as the whole, or of one in some dimensions: it lies as the whole does. Of others: a tensor
+    of this worker's own."""
     x, size, *rest = args
     shape = tuple(size)
+    layout = _one_in_some(x, shape)
+    if layout is not None and func._schema.name != "aten::new_empty_strided":
+        return like(x, func(x._block, layout.block_shape(x._placement.index), *rest, **kwargs), layout)
     if math.prod(shape) != x.numel() or not x.numel():
         return func(x._block, size, *rest, **kwargs)
     if func._schema.name == "aten::new_empty_strided":
         return like(x, torch.empty_like(x._block, **kwargs), None, shape)
     return like(x, func(x._block, x._block.shape, *rest, **kwargs), None, shape)
+
+
+def _one_in_some(x: PartitionedTensor, shape: Shape) -> Layout | None:
+    """The layout of what has one entry in some dimensions, and else the shape of x; None where nothing splits it."""
+    dims = _spec_of(x)
+    if dims is None or len(shape) != x.ndim or shape == tuple(x.shape):
+        return None
+    if any(n not in (1, m) for n, m in zip(shape, x.shape, strict=True)):
+        return None
+    left = [s if n == m else _whole_dim(1) for n, m, s in zip(shape, x.shape, dims, strict=True)]
+    return _arranged(x, left, shape) if any(names for names, _ in left) else None
+
+
+@_names("index_put_")
+def _put(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """One number where a mask that lies as its target is true."""
+    x, indices, values, *rest = args
+    mask = indices[0] if len(indices) == 1 else None
+    fits = isinstance(x, PartitionedTensor) and isinstance(mask, PartitionedTensor) and mask.dtype is torch.bool
+    if not fits or mask._placement != x._placement or mask.shape != x.shape or values.ndim or any(rest):
+        _refused(func, args, kwargs)
+    func(x._block, [mask._block], values)
+    return x
 
 
 @_names(
@@ -865,6 +893,12 @@ def _on_wholes(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return type(x)(map(whole, x)) if isinstance(x, list | tuple) else x
 
     return func(*map(whole, args), **{k: whole(v) for k, v in kwargs.items()})
+
+
+# torch's optimisers take lists where they are faster.
+_foreach_types = getattr(sys.modules[torch.optim.Optimizer.__module__], "_foreach_supported_types", None)
+if isinstance(_foreach_types, list):
+    _foreach_types += [PartitionedTensor, Parameter]
 
 
 # Loss scaling

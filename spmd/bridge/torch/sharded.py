@@ -48,6 +48,9 @@ class ShardedModule(nn.Module):
     of the same module without shards. To be made in a body.
     """
 
+    _split: frozenset[str] = frozenset()
+    """The parameters that lie in blocks."""
+
     def register_shard(
         self,
         name: str,
@@ -97,6 +100,7 @@ class ShardedModule(nn.Module):
                 value(whole)
         block = Parameter(whole, layout).detach()
         own = block.to(device, dtype) if layout.varying else block.block().to(device, dtype)
+        self._split = self._split | {name} if layout.varying else self._split - {name}
         self.register_parameter(name, nn.Parameter(plain(own) if not layout.varying else own, requires_grad))
 
     def shard_layout(self, name: str) -> Layout:
@@ -107,7 +111,20 @@ class ShardedModule(nn.Module):
     def shard(self, name: str) -> torch.Tensor:
         """The block of a parameter as it is to be used in forward: `block()` of it."""
         value = getattr(self, name)
-        return value.block() if in_blocks(value) else value
+        if torch.compiler.is_dynamo_compiling():
+            return value.block() if name in self._split else value
+        if in_blocks(value):
+            return value.block()
+        if name not in self._split:
+            return value
+        raise LayoutError(
+            message(
+                f"{type(self).__name__}.shard({name!r})",
+                got=f"{describe(value)} in its place",
+                need="a tensor of which each worker has a block",
+                mend="load_state_dict for whole tensors, or spt.Parameter(whole, spec); spt.state_dict(module, whole=False) gives such",
+            )
+        )
 
     def gathered(self, name: str, *, history: bool = False) -> torch.Tensor:
         """The whole of a parameter or buffer, on every worker: `whole()` of it. Collective.
