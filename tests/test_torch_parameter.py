@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -255,9 +258,9 @@ OTHERS: dict[str, Callable[[Any], Any]] = {
     "logdet": lambda p: torch.logdet(p.flatten(1) @ p.flatten(1).T + torch.eye(p.shape[0])),
     "kron": lambda p: torch.kron(p, p),
     # torch's own dies of an empty one.
-    "weight norm": lambda p: torch._weight_norm(p, torch.ones(p.shape[0], *[1] * (p.ndim - 1), dtype=F64), 0)
-    if p.numel()
-    else p.sum(),
+    "weight norm": lambda p: (
+        torch._weight_norm(p, torch.ones(p.shape[0], *[1] * (p.ndim - 1), dtype=F64), 0) if p.numel() else p.sum()
+    ),
     "except dim": lambda p: torch.norm_except_dim(p, 2, 0),
     "to sparse": lambda p: p.detach().to_sparse().to_dense(),
     "len": lambda p: torch.tensor(len(p)),
@@ -326,3 +329,268 @@ def same(a: torch.Tensor, b: torch.Tensor, name: str) -> bool:
         return False
     rough = "float" in name or "half" in name
     return torch.allclose(a, b, rtol=1e-3 if rough else 1e-10, atol=1e-3 if rough else 1e-10, equal_nan=True)
+
+
+# What modules, transformations and files do with them
+
+
+LINEAR = nn.Linear(3, 5, dtype=F64)
+X = whole_of((4, 3), 9)
+ENCODER = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, dtype=F64).eval()
+
+
+def column() -> spt.ColumnParallelLinear:
+    return spt.ColumnParallelLinear.from_linear(LINEAR, "x", gather=True)
+
+
+def on_workers(f: Callable[[], Any], check: bool = True) -> list[Any]:
+    """What f gives on each of two workers."""
+    found: dict[int, Any] = {}
+
+    def main() -> None:
+        result = f()
+        found[spmd.worker_index("x")] = spt.block(result) if isinstance(result, torch.Tensor) else result
+
+    spt.map(main, (), None, mesh=spmd.Mesh(x=2), check=check)()
+    return [found[0], found[1]]
+
+
+def zero(x: torch.Tensor) -> None:
+    torch.testing.assert_close(spt.block(x), torch.zeros_like(spt.block(x)), rtol=0, atol=1e-12)
+
+
+def penalty_gradient() -> None:
+    m = column()
+    given = {k: v.detach() for k, v in m.named_parameters()}
+
+    def loss(ps: dict) -> torch.Tensor:
+        return torch.func.functional_call(m, ps, (X,)).square().sum() + sum(p.square().sum() for p in ps.values())
+
+    grads = torch.func.grad(loss)(given)
+    serial = nn.Linear(3, 5, dtype=F64)
+    serial.load_state_dict(LINEAR.state_dict())
+    (serial(X).square().sum() + sum(p.square().sum() for p in serial.parameters())).backward()
+    for name, g in grads.items():
+        zero(g.whole() - getattr(serial, name).grad)
+
+
+def converted() -> None:
+    m = column()
+    m(X).square().sum().backward()
+    m.float()
+    assert isinstance(m.weight, spt.Parameter)
+    assert m.weight.dtype is m.weight.grad.dtype is m.weight.block().dtype is torch.float32
+    m.double()
+    assert (m.weight.whole() - LINEAR.weight).abs().max() < 1e-6
+
+
+def copied() -> None:
+    m = column()
+    m(X).square().sum().backward()
+    other = copy.deepcopy(m)
+    zero(other.weight.grad.whole() - m.weight.grad.whole())
+    with torch.no_grad():
+        other.weight.zero_()
+        zero(m(X) - LINEAR(X))
+        zero(other(X) - LINEAR.bias)
+
+
+def pickled() -> None:
+    p = column().weight
+    zero(pickle.loads(pickle.dumps(p)).whole() - LINEAR.weight)
+    buffer = io.BytesIO()
+    torch.save({"p": p.detach()}, buffer)
+    buffer.seek(0)
+    zero(torch.load(buffer, weights_only=False)["p"].whole() - LINEAR.weight)
+
+
+def sharded_state() -> None:
+    m, other = column(), column()
+    state = spt.state_dict(m, whole=False)
+    assert {k: type(v) for k, v in state.items()} == dict.fromkeys(("weight", "bias"), spt.PartitionedTensor)
+    with torch.no_grad():
+        other.weight.zero_()
+    with spmd.ledger() as log:
+        other.load_state_dict(state)
+    assert not log.operators
+    zero(other(X) - LINEAR(X))
+
+
+def optimiser_state() -> None:
+    m = column()
+    optimizer = torch.optim.Adam(m.parameters())
+    m(X).square().sum().backward()
+    optimizer.step()
+    again = torch.optim.Adam(m.parameters())
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert isinstance(again.state[m.weight]["exp_avg"], spt.PartitionedTensor)
+    again.step()
+
+
+def encoder() -> None:
+    ours = copy.deepcopy(ENCODER)
+    ours.linear1 = spt.ColumnParallelLinear.from_linear(ENCODER.linear1, "x")
+    ours.linear2 = spt.RowParallelLinear.from_linear(ENCODER.linear2, "x")
+    z = whole_of((2, 3, 4))
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            zero(ours(z) - ENCODER(z))
+
+
+def tied() -> None:
+    m = column()
+    spt.tie(torch.zeros((), requires_grad=True), *m.parameters()).backward()
+    assert isinstance(m.weight.grad, spt.PartitionedTensor)
+    zero(m.weight.grad.whole())
+
+
+def second_order() -> None:
+    p = spt.Parameter(LINEAR.weight, P("x"))
+    (g,) = torch.autograd.grad(p.sum() ** 2, p, create_graph=True)
+    (h,) = torch.autograd.grad(g.square().sum(), p)
+    zero(h.whole() - 120 * LINEAR.weight.sum())
+
+
+def assigned() -> None:
+    m = column()
+    m.weight.data = torch.zeros(5, 3, dtype=F64)
+    zero(m(X) - LINEAR.bias)
+    m.weight.grad = torch.ones(5, 3, dtype=F64)
+    m.bias.requires_grad_(False)
+    torch.optim.SGD([m.weight], lr=1.0).step()
+    zero(m.weight.whole() + 1)
+
+
+def blocks() -> None:
+    k = spmd.worker_index("x")
+    own = torch.full((1 + k, 2), float(k))
+    p = spt.Parameter.from_block(own, P("x"))
+    assert p.shape == (3, 2)
+    assert p.block().data_ptr() == own.data_ptr()
+    assert p.whole().tolist() == [[0, 0], [1, 1], [1, 1]]
+    assert p.sum().item() == 4
+    assert spt.Parameter.from_block(own, p.block_layout).shape == (3, 2)
+
+
+RIGHT = {
+    "torch.func.grad": penalty_gradient,
+    "to another dtype": converted,
+    "deepcopy": copied,
+    "pickle": pickled,
+    "blocks in the state": sharded_state,
+    "state of an optimiser": optimiser_state,
+    "encoder": encoder,
+    "tie": tied,
+    "second order": second_order,
+    "assigned": assigned,
+    "from blocks": blocks,
+}
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_modules_and_transformations_do(name, check):
+    on_workers(RIGHT[name], check)
+
+
+def varied() -> torch.Tensor:
+    return spt.varying(torch.ones(5, 3, dtype=F64), "x")
+
+
+WRONG: dict[str, Callable[[], Any]] = {
+    "varying times it": lambda: varied() * column().weight,
+    "it times varying": lambda: column().weight * varied(),
+    "linear": lambda: nn.functional.linear(X, column().weight),
+    "linear of varying": lambda: nn.functional.linear(spt.varying(X, "x"), column().weight),
+    "varying += it": lambda: varied().add_(column().weight.detach()),
+    "torch.func on varying": lambda: torch.func.grad(lambda p: ((p * 2) * varied()).sum())(column().weight.detach()),
+    "psum": lambda: spt.psum(column().weight, "x"),
+    "pvary": lambda: spt.pvary(column().weight, "x"),
+    "varying": lambda: spt.varying(column().weight, "x"),
+    "spt.block": lambda: spt.block(column().weight),
+    "spt.mean": lambda: spt.mean(column().weight, "x"),
+    "inner": lambda: spmd.inner(column().weight, column().weight),
+    "all_gather": lambda: spt.all_gather(column().weight, "x"),
+    "whole in functional_call": lambda: torch.func.functional_call(column(), dict(LINEAR.named_parameters()), (X,)),
+    "replaced by a whole": lambda: (m := column(), setattr(m, "weight", nn.Parameter(LINEAR.weight)), m(X)),
+    "weight norm": lambda: nn.utils.parametrizations.weight_norm(column())(X),
+    "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(column())(X),
+    "orthogonal": lambda: nn.utils.parametrizations.orthogonal(column())(X),
+    "whole that varies": lambda: spt.Parameter(varied(), P("x")),
+    "scaler of torch": lambda: scaled_step(torch.amp.GradScaler("cpu")),
+}
+
+
+def scaled_step(scaler: Any) -> None:
+    m = column()
+    scaler.scale(m(X).square().sum()).backward()
+    scaler.step(torch.optim.SGD(m.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_would_take_a_block_for_the_whole_raises(name):
+    with pytest.raises(REFUSALS) as caught:
+        on_workers(WRONG[name])
+    words = {"scaler of torch": "spt.GradScaler", "whole that varies": "from_block"}
+    assert words.get(name, "block") in str(caught.value)
+
+
+@pytest.mark.parametrize("spec", [P(), P("x"), None], ids=str)
+def test_a_parameter_does_not_leave_a_body(spec):
+    with pytest.raises(LayoutError, match=r"p\.whole\(\) with P\(\)"):
+        spt.map(lambda: spt.Parameter(LINEAR.weight, P("x")), (), spec, mesh=spmd.Mesh(x=2))()
+
+
+def test_initialisers_draw_the_whole_from_the_generator_of_the_worker():
+    def main() -> None:
+        p = spt.Parameter(torch.zeros(5, 3), P("x"))
+        for init in (nn.init.xavier_uniform_, nn.init.kaiming_normal_, nn.init.orthogonal_):
+            init(p)
+        found.append(p.whole().detach())
+
+    found: list[torch.Tensor] = []
+    torch.manual_seed(4)
+    serial = nn.init.orthogonal_(nn.init.kaiming_normal_(nn.init.xavier_uniform_(torch.zeros(5, 3))))
+    torch.manual_seed(4)
+    spt.map(main, (), None, mesh=spmd.Mesh(x=2), check=False)()
+    for whole in found:
+        torch.testing.assert_close(whole, serial)
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_a_split_convolution_has_the_state_and_the_norm_of_the_whole(check):
+    conv = nn.Conv2d(4, 6, 3, padding=1, dtype=F64)
+    images = whole_of((2, 4, 5, 5))
+    conv(images).square().sum().backward()
+    expected = nn.utils.get_total_norm([p.grad for p in conv.parameters()])
+    conv_state = {k: v.clone() for k, v in conv.state_dict().items()}
+    layout = spmd.Mesh(x=2).layout(tuple(images.shape), P(None, "x"))
+
+    def main() -> None:
+        layer = spt.DistributedConv(conv, P(None, "x"))
+        block = images[layout.slices(spmd.worker_index("x"))].clone()
+        layer(spt.varying(block, "x") if check else block).square().sum().backward()
+        for norm in (spt.grad_norm(layer), nn.utils.clip_grad_norm_(layer.parameters(), 1e9)):
+            torch.testing.assert_close(spt.block(norm), expected, rtol=1e-12, atol=0)
+        state = layer.state_dict()
+        assert all(torch.equal(state[k], v) for k, v in conv_state.items())
+        layer.load_state_dict({k: v + 1 for k, v in conv_state.items()})
+        assert all(torch.equal(v, conv_state[k] + 1) for k, v in layer.state_dict().items())
+
+    spt.map(main, (), None, mesh=spmd.Mesh(x=2), check=check)()
+
+
+def test_a_worker_does_not_take_another_s_block():
+    kept: dict[int, Any] = {}
+
+    def main(turn: int) -> None:
+        k = spmd.worker_index("x")
+        if turn == 0:
+            kept[k] = column().weight
+        else:
+            kept[1 - k].block()
+
+    mapped = spt.map(main, None, None, mesh=spmd.Mesh(x=2))
+    mapped(0)
+    with pytest.raises(LayoutError, match="the worker that it was made on"):
+        mapped(1)

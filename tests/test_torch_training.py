@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -216,7 +215,9 @@ TRAININGS: dict[str, Train] = {
     ),
     "norm of spt": steps(
         lambda p: optim.SGD(p, 0.1),
-        lambda net, _: (spt.clip_grad_norm_(net, 0.1) if isinstance(net, Split) else nn.utils.clip_grad_norm_(net.parameters(), 0.1)),
+        lambda net, _: (
+            spt.clip_grad_norm_(net, 0.1) if isinstance(net, Split) else nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        ),
     ),
     "weight penalty": penalised(weights),
     "norm penalty": penalised(norms),
@@ -299,3 +300,49 @@ def test_training_is_that_of_one_worker(name):
 @pytest.mark.parametrize("name", ["clip_grad_norm_", "weight penalty", "gradient penalty", "sgd", "adamw", "by hand"])
 def test_training_in_single_precision(name):
     check(name, torch.float32)
+
+
+PROGRAM = Path(__file__).with_name("mpi_programs") / "torch_training.py"
+MPI = [pytest.mark.mpi, pytest.mark.skipif(mpiexec() is None, reason="no mpiexec beside this Python")]
+
+
+@pytest.mark.parametrize(
+    "python", [pytest.param(sys.executable, id="mpiexec", marks=MPI), pytest.param(TORCHRUN, id="torchrun")]
+)
+def test_the_same_in_processes(python):
+    ended = launch(PROGRAM, n=4, python=python, timeout=240)
+    assert ended.returncode == 0, str(ended)
+    assert ended.stdout.count("a process is through") == 4, str(ended)
+
+
+def test_infinite_gradients_of_one_worker_stop_all():
+    """Of which only one worker sees any."""
+
+    def main() -> None:
+        p = nn.Parameter(torch.ones(()))
+        optimizer = torch.optim.SGD([p], lr=1.0)
+        scaler = spt.GradScaler(init_scale=4.0)
+        scaler.scale(p * 1.0).backward()
+        if spmd.worker_index("a"):
+            p.grad.fill_(float("inf"))
+        scaler.step(optimizer)
+        scaler.update()
+        found.append((p.item(), scaler.get_scale()))
+
+    found: list[Any] = []
+    spt.map(main, (), None, mesh=spmd.Mesh(a=2), check=False)()
+    assert found == [(1.0, 2.0)] * 2
+
+
+def test_the_scaler_of_torch_names_ours():
+    whole = Net()
+
+    def main() -> None:
+        net = Split(whole)
+        scaler = torch.amp.GradScaler("cpu")
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        scaler.scale(sum(p.sum() for p in net.parameters())).backward()
+        scaler.step(optimizer)
+
+    with pytest.raises(LayoutError, match=r"spt\.GradScaler"):
+        spt.map(main, (), None, mesh=spmd.Mesh(**AXES))()

@@ -276,7 +276,8 @@ class Sums:
                 if p.requires_grad and owner.get(name) is p:
                     twin = twins.get(id(p))
                     if twin is None:
-                        twin = p.varied(self.state) if in_blocks(p) else stated(p, self.state)
+                        leaf: Any = p
+                        twin = leaf.varied(self.state) if in_blocks(p) else stated(p, self.state)
                         twins[id(p)] = twin
                         twin.replica = True
                         # Backward is to run it as soon as its gradient is there, not as the first thing in forward.

@@ -1,4 +1,4 @@
-"""Tensors that lie in blocks on several workers, and know it: `PartitionedTensor`, and `Parameter`, a leaf of that kind.
+"""Tensors that lie in blocks on several workers, and know it: `PartitionedTensor`, and `Parameter`, a leaf of it.
 
 torch sees a tensor of the shape of the whole that has no memory of its own, so no kernel can take the block for the
 whole. What a function of torch does with it is said in `partitioned_ops`: it keeps the layout, or gives the value of
@@ -205,8 +205,8 @@ class Parameter(PartitionedTensor, metaclass=_ParameterMeta):
             def forward(self, x):
                 return x * self.scale.block()
 
-    whole: the tensor of which the block is cut, the same on all workers. spec: a spec or a Grid, for balanced blocks, or
-    a Layout of the whole. To be made in a body; nothing is communicated.
+    whole: the tensor of which the block is cut, the same on all workers. spec: a spec or a Grid, for balanced blocks,
+    or a Layout of the whole. To be made in a body; nothing is communicated.
 
     It is an `nn.Parameter` of the shape of the whole. Its gradient lies as it does. What is made of it by elementwise
     functions keeps the layout: so optimisers work on blocks. What reduces a split dimension (norms, sums), or
@@ -366,7 +366,9 @@ def _of_block(cls: Any, where: str, block: torch.Tensor, spec: Lies) -> Any:
     return _made(cls, own, placement, _INVARIANT, False)
 
 
-def like(x: PartitionedTensor, block: torch.Tensor, layout: Layout | None = None, shape: Any = None, strides: Any = None):
+def like(
+    x: PartitionedTensor, block: torch.Tensor, layout: Layout | None = None, shape: Any = None, strides: Any = None
+):
     """A partitioned tensor on another block, by the same worker. strides: of the whole, as torch would have them; None
     for those of a contiguous tensor, as which the block then lies: so all workers see alike what may be a view."""
     placement = x._placement if layout is None else x._placement.derived(layout)
@@ -789,8 +791,7 @@ _SPECIAL |= dict.fromkeys((torch.matmul, torch.Tensor.matmul, torch.Tensor.__mat
 _SPECIAL |= {torch.Tensor.backward: _backward, torch.autograd.grad: _gradients}
 _SPECIAL |= {
     getattr(torch.Tensor, name): _no_memory
-    for name in "numpy tolist __array__ __dlpack__ data_ptr share_memory_ "
-    "as_subclass".split()
+    for name in "numpy tolist __array__ __dlpack__ data_ptr share_memory_ as_subclass".split()
     if hasattr(torch.Tensor, name)
 }
 

@@ -12,7 +12,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -91,7 +91,7 @@ def _partitioned(args: Any) -> Iterator[PartitionedTensor]:
             yield from _partitioned(a)
 
 
-def _refused(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _refused(func: Any, args: Any, kwargs: dict[str, Any]) -> NoReturn:
     raise _error(
         func,
         describe(_lead((*args, *kwargs.values()))),
@@ -205,7 +205,10 @@ def _broadcast_layout(func: Any, tensors: list[PartitionedTensor], shape: Shape)
     used = [n for split in names for n in split or ()]
     if len(set(used)) < len(used):
         raise _error(
-            func, f"dimensions that are split over the same axes, {used}", "one dimension to each", f"p.whole() of one; {MEND}"
+            func,
+            f"dimensions that are split over the same axes, {used}",
+            "one dimension to each",
+            f"p.whole() of one; {MEND}",
         )
     return Layout(shape, P(*names), axes, cuts)
 
@@ -261,10 +264,11 @@ def _wrapped(result: Any, lead: PartitionedTensor, layout: Layout, shape: Shape)
 
 for _name in (
     "abs_ fill_ fill zero_ masked_fill_ floor_divide floor_divide_ eq_ ne_ lt_ le_ gt_ ge_ elu_backward "
-    "softplus_backward leaky_relu_backward hardtanh_backward hardswish hardswish_ hardswish_backward hardsigmoid_backward "
+    "softplus_backward leaky_relu_backward hardtanh_backward hardswish hardswish_ hardswish_backward "
+    "hardsigmoid_backward "
     "hardshrink_backward softshrink_backward mish_backward log_sigmoid_forward log_sigmoid_backward "
     "isreal _conj _neg_view resolve_conj resolve_neg absolute_ fix_ negative_ copysign_ signbit heaviside_ "
-    "nan_to_num_ where masked_fill sign_ _to_copy.pointwise softplus special_erfinv"
+    "nan_to_num_ where masked_fill sign_ softplus"
 ).split():
     _NAMED[_name] = _pointwise
 
@@ -358,7 +362,7 @@ def _one_in_some(x: PartitionedTensor, shape: Shape) -> Layout | None:
 def _put(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """One number where a mask that lies as its target is true."""
     x, indices, values, *rest = args
-    mask = indices[0] if len(indices) == 1 else None
+    mask: Any = indices[0] if len(indices) == 1 else None
     fits = isinstance(x, PartitionedTensor) and isinstance(mask, PartitionedTensor) and mask.dtype is torch.bool
     if not fits or mask._placement != x._placement or mask.shape != x.shape or values.ndim or any(rest):
         _refused(func, args, kwargs)
@@ -411,9 +415,10 @@ def _whole_dim(n: int) -> tuple[tuple[str, ...], Any]:
     return (), (n,)
 
 
-@_names("view _unsafe_view reshape _reshape_alias view_as")
+@_names("view _unsafe_view _reshape_alias")
 def _viewed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    x, size = args[0], args[1]
+    x: Any = args[0]
+    size: Any = args[1]
     if isinstance(size, torch.dtype):
         _refused(func, args, kwargs)
     shape = tuple(torch.empty(tuple(x.shape), device="meta").view(tuple(size)).shape)
@@ -468,7 +473,7 @@ def _rescaled(cut: Sequence[int], old: int, new: int) -> tuple[int, ...] | None:
     return tuple(n * new // old for n in cut)
 
 
-@_names("t transpose.int permute numpy_T matrix_H mT adjoint")
+@_names("t transpose.int permute")
 def _permuted(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     x = args[0]
     dims = _dims_or_refuse(func, args, kwargs)
@@ -483,7 +488,6 @@ def _dims_or_refuse(func: Any, args: Any, kwargs: dict[str, Any]) -> list[tuple[
     dims = _spec_of(args[0])
     if dims is None:
         _refused(func, args, kwargs)
-    assert dims is not None
     return dims
 
 
@@ -540,7 +544,7 @@ def _along(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     names = [a.name for a in func._schema.arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
     defaults = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
-    chosen = given.get("dim", given.get("dims", defaults.get("dim")))
+    chosen: Any = given.get("dim", given.get("dims", defaults.get("dim")))
     x = args[0]
     others = [a for a in args[1:] if isinstance(a, torch.Tensor)]
     dims = _dims_or_refuse(func, args, kwargs)
@@ -609,7 +613,9 @@ class _Reduction:
     def _left(self, spec: list[tuple[tuple[str, ...], Any]]) -> Layout | None:
         """The layout of the result; None where it is whole."""
         x = self.x
-        left = [_whole_dim(1) if d in self.dims else s for d, s in enumerate(spec) if self.keepdim or d not in self.dims]
+        left = [
+            _whole_dim(1) if d in self.dims else s for d, s in enumerate(spec) if self.keepdim or d not in self.dims
+        ]
         if not any(names for names, _ in left):
             return None
         shape = [1 if d in self.dims else n for d, n in enumerate(x.shape) if self.keepdim or d not in self.dims]
@@ -670,10 +676,6 @@ def _accumulated(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def _total(r: _Reduction, x: torch.Tensor, dims: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
-    return x.sum(dims, keepdim=True, dtype=dtype)
-
-
 @_names("sum sum.dim_IntList nansum mean mean.dim")
 def _sum(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     a = _bound(func, args, kwargs)
@@ -681,7 +683,11 @@ def _sum(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     r = _Reduction(func, x, a.get("dim"), a.get("keepdim", False))
     name = func._schema.name
     dtype = a.get("dtype") or (x.dtype if x.dtype.is_floating_point or x.dtype.is_complex else torch.int64)
-    if name == "aten::mean" and not (dtype.is_floating_point or dtype.is_complex) or (x.dtype, name) == (torch.bool, "aten::mean"):
+    if (
+        name == "aten::mean"
+        and not (dtype.is_floating_point or dtype.is_complex)
+        or (x.dtype, name) == (torch.bool, "aten::mean")
+    ):
         return func(torch.empty(tuple(x.shape), dtype=x.dtype), *args[1:], **kwargs)  # which says what is wrong
     take = torch.nansum if name == "aten::nansum" else torch.sum
     part = take(r.block, r.reduced, keepdim=True, dtype=_accumulated(dtype))
@@ -868,7 +874,7 @@ def _item(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 @_names(
     "mm addmm bmm baddbmm mv addmv dot vdot addr ger outer linalg_qr _linalg_svd linalg_svdvals _linalg_eigh",
     "_linalg_det _linalg_slogdet linalg_inv_ex linalg_cholesky_ex linalg_lu_factor_ex _linalg_solve_ex",
-    "linalg_matrix_exp linalg_lstsq linalg_pinv.atol_rtol_tensor linalg_householder_product trace diagonal_copy tril triu",
+    "linalg_matrix_exp linalg_lstsq linalg_pinv.atol_rtol_tensor linalg_householder_product trace tril triu",
 )
 def _of_wholes(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """What contracts dimensions. In a network with gradients the block is meant: there it raises."""

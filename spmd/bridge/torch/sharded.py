@@ -1,8 +1,8 @@
 """Modules of whose parameters each worker holds a block: what they save, load, and count as one.
 
-Such a parameter is a `spt.Parameter`, which knows its layout. The `state_dict` of a `ShardedModule` holds whole tensors,
-as that of the module which is not sharded, and `load_state_dict` takes them and keeps the block. So checkpoints fit any
-mesh. Replicated parameters are ordinary ones.
+Such a parameter is a `spt.Parameter`, which knows its layout. The `state_dict` of a `ShardedModule` holds whole
+tensors, as that of the module which is not sharded, and `load_state_dict` takes them and keeps the block. So
+checkpoints fit any mesh. Replicated parameters are ordinary ones.
 """
 
 from __future__ import annotations
@@ -122,7 +122,8 @@ class ShardedModule(nn.Module):
                 f"{type(self).__name__}.shard({name!r})",
                 got=f"{describe(value)} in its place",
                 need="a tensor of which each worker has a block",
-                mend="load_state_dict for whole tensors, or spt.Parameter(whole, spec); spt.state_dict(module, whole=False) gives such",
+                mend="load_state_dict for whole tensors; spt.Parameter(whole, spec); or what "
+                "spt.state_dict(module, whole=False) gives, whose tensors have block()",
             )
         )
 
