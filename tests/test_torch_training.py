@@ -302,7 +302,7 @@ def test_training_in_single_precision(name):
     check(name, torch.float32)
 
 
-PROGRAM = Path(__file__).with_name("mpi_programs") / "torch_training.py"
+PROGRAM = Path(__file__).with_name("mpi_programs") / "torch_optimizers.py"
 MPI = [pytest.mark.mpi, pytest.mark.skipif(mpiexec() is None, reason="no mpiexec beside this Python")]
 
 

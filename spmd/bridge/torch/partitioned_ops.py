@@ -184,7 +184,7 @@ def _broadcast_layout(func: Any, tensors: list[PartitionedTensor], shape: Shape)
     cuts: list[Any] = [None] * len(shape)
     axes = dict(tensors[0]._placement.layout.axes)
     for x in tensors:
-        layout = x._placement.layout
+        layout: Any = x._placement.layout
         fits = layout.spec is not None and tuple(x.shape) == layout.shape and layout.axes == axes
         lead = len(shape) - len(x.shape)
         for d, n in enumerate(x.shape) if fits else ():
