@@ -145,7 +145,7 @@ def _part(func: Any, x: Any, shape: Shape, lead: PartitionedTensor, layout: Layo
 
 def _refined(x: PartitionedTensor, shape: Shape, layout: Layout, index: int) -> torch.Tensor:
     """The part of a block that meets that of a layout which splits more dimensions."""
-    own = x._placement.layout
+    own: Any = x._placement.layout
     if own == layout or own.spec is None or tuple(x.shape) != own.shape:
         return x._block
     lead = len(shape) - x.ndim
