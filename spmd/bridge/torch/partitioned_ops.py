@@ -184,11 +184,12 @@ def _broadcast_layout(func: Any, tensors: list[PartitionedTensor], shape: Shape)
     cuts: list[Any] = [None] * len(shape)
     axes = dict(tensors[0]._placement.layout.axes)
     for x in tensors:
-        layout: Any = x._placement.layout
+        layout = x._placement.layout
+        dims = () if layout.spec is None else layout.spec.dims
         fits = layout.spec is not None and tuple(x.shape) == layout.shape and layout.axes == axes
         lead = len(shape) - len(x.shape)
         for d, n in enumerate(x.shape) if fits else ():
-            split, cut = layout.spec.dims[d], layout.cuts[d]
+            split, cut = dims[d], layout.cuts[d]
             if n != shape[lead + d]:
                 fits = fits and not split
             elif split and not names[lead + d]:
