@@ -49,15 +49,12 @@ class Linear(nn.Module):
     def __init__(self, linear: nn.Linear, spec: P, taken: tuple[int, ...]):
         super().__init__()
         self.made, self.added = spec.dims[0], spec.axes[len(spec.dims[0]) :]
-        self.specs = {"weight": spec, "bias": P(self.made or None)}
-        self.weight = nn.Parameter(block(linear.weight.reshape(-1, *taken), self.specs["weight"]))
-        self.bias = nn.Parameter(block(linear.bias, self.specs["bias"]))
+        self.weight = spt.Parameter(linear.weight.reshape(-1, *taken), spec)
+        self.bias = spt.Parameter(linear.bias, P(self.made or None))
 
     def forward(self, x):
-        # Workers have parameters of their own, which is said here; those that make different features of the same x
-        # each have a share of its gradient.
-        weight = spt.varying(self.weight, (*self.made, *self.added))
-        bias = spt.varying(self.bias, self.made)
+        # Workers that make different features of the same x each have a share of its gradient.
+        weight, bias = self.weight.block(), self.bias.block()
         return spt.psum(spt.pvary(x, self.made).flatten(1) @ weight.flatten(1).T, self.added) + bias
 
 
@@ -74,24 +71,9 @@ def split(whole: nn.Sequential) -> nn.Sequential:
     )
 
 
-def block(whole: torch.Tensor, spec: P) -> torch.Tensor:
-    """This worker's block of a tensor that all have."""
-    for d, names in enumerate(spec):
-        whole = spt.pslice(whole, names, axis=d, tiled=True) if names else whole
-    return spt.block(whole).clone()
-
-
 def gathered(module: nn.Module) -> list[torch.Tensor]:
     """The parameters of a network on blocks as whole tensors."""
-    wholes = []
-    for layer in module.modules():
-        for name, x in layer.named_parameters(recurse=False):
-            spec = layer.specs[name]
-            x = spt.varying(x.detach(), spec.axes) if spec.axes else x.detach()
-            for d, names in enumerate(spec):
-                x = spt.all_gather(x, names, axis=d, tiled=True, to="invariant") if names else x
-            wholes.append(x)
-    return wholes
+    return list(spt.state_dict(module).values())
 
 
 def train(model: nn.Module, x: torch.Tensor, labels: torch.Tensor, args: argparse.Namespace) -> list[float]:

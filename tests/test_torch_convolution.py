@@ -121,7 +121,8 @@ def check_blocks(module, shape, in_spec, out_spec, axes, *, check=True, known=Fa
         x = x.detach().requires_grad_()
         y = layer(x)
         (y * w).sum().backward()
-        grads = [spt.varying(getattr(layer, k).grad, spec.axes) for k, spec in parameters.items()]
+        grads = [getattr(layer, k).grad for k in parameters]
+        grads = [g.block() if isinstance(g, spt.PartitionedTensor) else g for g in grads]
         return y.detach(), spt.varying(x.grad, in_spec.axes), *grads
 
     with spmd.Mesh(**axes):

@@ -44,8 +44,10 @@ from spmd.bridge.torch.modules import (
     Repartition,
     SumReduce,
 )
+from spmd.bridge.torch.partitioned import Parameter, PartitionedTensor
 from spmd.bridge.torch.sampler import Batches, Collate, DistributedSampler
-from spmd.bridge.torch.sharded import ShardedModule, clip_grad_norm_, grad_norm
+from spmd.bridge.torch.scaler import GradScaler
+from spmd.bridge.torch.sharded import ShardedModule, clip_grad_norm_, grad_norm, state_dict
 from spmd.bridge.torch.tensor import Tensor
 from spmd.late import absent
 from spmd.tracebacks import api_boundary
@@ -65,8 +67,11 @@ __all__ = [
     "DistributedLinear",
     "DistributedPool",
     "DistributedSampler",
+    "GradScaler",
     "Grid",
     "HaloExchange",
+    "Parameter",
+    "PartitionedTensor",
     "ReduceScatter",
     "Repartition",
     "RowParallelLinear",
@@ -80,6 +85,7 @@ __all__ = [
     "grad_norm",
     "map",
     "operator",
+    "state_dict",
     "tie",
 ]
 

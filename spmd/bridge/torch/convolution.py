@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from spmd.bridge.torch.memory import array_dtype
+from spmd.bridge.torch.sharded import ShardedModule
 from spmd.errors import LayoutError, SpecError, describe, message
 from spmd.layout import Layout, P, block_sizes
 from spmd.mesh import Worker, here
-from spmd.operators.base import varying
 from spmd.operators.halo import halo_exchange, lengths_met
 from spmd.operators.reduce import psum, pvary
 from spmd.tracebacks import api_boundary
@@ -42,7 +42,7 @@ _as_it_is: Any = torch.compiler.disable
 """A layer that a compiled function calls runs as it is: its plan may want a meeting of the workers."""
 
 
-class DistributedConv(nn.Module):
+class DistributedConv(ShardedModule):
     """`conv`, an `nn.Conv1d`, `nn.Conv2d` or `nn.Conv3d`, on blocks.
 
     conv: with the weights of the whole, the same on all workers. in_spec, out_spec: of what comes in and goes out, by
@@ -51,7 +51,8 @@ class DistributedConv(nn.Module):
     axes, whose workers share the groups evenly.
     size: the lengths of the whole input in space, if its blocks are balanced; without it they are learnt at each call.
 
-    weight, bias: this worker's blocks, as `specs` says. They are made in a body.
+    weight, bias: `spt.Parameter`s that lie as `specs` says; copies of those of conv. They are made in a body.
+    state_dict (collective) and load_state_dict: whole tensors, as conv has them; see `ShardedModule`.
     Forward: this worker's block of conv(x), in balanced blocks. Each worker fetches what its block is made of, by one
     `halo_exchange`; where the channels that come in are split it convolves its own, and one `psum` adds up.
     Backward: `halo_accumulate`; one sum of the cotangent of x over the axes that split the channels that go out; the
@@ -94,16 +95,18 @@ class DistributedConv(nn.Module):
         self._boundary = _BOUNDARIES[given.padding_mode]
         for name, spec in self.specs.items():
             whole = getattr(given, name)
-            block = None if whole is None else nn.Parameter(_block(whole, spec, worker), whole.requires_grad)
-            self.register_parameter(name, block)
+            if whole is None:
+                self.register_parameter(name, None)
+            else:
+                self.register_shard(name, whole, spec, requires_grad=whole.requires_grad)
 
     @_as_it_is
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         windows = self._plan.windows(x)
         x = self._plan.exchanged(x, windows, [w.widths for w in windows], self._boundary)
         x = pvary(x, self._same) if self._same else x
-        weight = self._parameter(self.weight, (*self._made, *self._added))
-        bias = None if self.bias is None else self._parameter(self.bias, self._made)
+        weight = self._met("weight")
+        bias = None if self.bias is None else self._met("bias")
         y = self._valid(x, weight, None if self._added else bias, windows)
         if self._added:
             # The bias comes after the sum: before it, every worker would add it once.
@@ -111,10 +114,10 @@ class DistributedConv(nn.Module):
             y = y if bias is None else y + bias.reshape(-1, *[1] * self.space)
         return y
 
-    def _parameter(self, p: Any, names: tuple[str, ...]) -> Any:
-        """A block of the parameters in the state that it has, varied to where it meets the input."""
-        p = varying(p, names) if names else p
-        return pvary(p, self._spread) if self._spread else p
+    def _met(self, name: str) -> Any:
+        """The block of a parameter, varied to where it meets the input."""
+        block = self.shard(name)
+        return pvary(block, self._spread) if self._spread else block
 
     def _valid(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, windows: list[Window]):
         """The convolution without padding. torch wants a channel and a window at least: zeros stand in for them, so
@@ -337,12 +340,6 @@ def _padding_of(conv: Any) -> list[tuple[int, int]]:
 
 def _each(value: Any, count: int) -> tuple[int, ...]:
     return (value,) * count if isinstance(value, int) else tuple(value)
-
-
-def _block(whole: torch.Tensor, spec: P, worker: Worker) -> torch.Tensor:
-    """This worker's block of a tensor, in memory of its own."""
-    layout: Layout = worker.mesh.layout(tuple(whole.shape), spec)
-    return whole.detach()[layout.slices(worker.index)].clone()
 
 
 def _at_least(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

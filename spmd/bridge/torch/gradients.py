@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from spmd.bridge.torch.function import Seat, seat_of
 from spmd.bridge.torch.memory import array_dtype, block_of, owned, write
 from spmd.bridge.torch.replicas import Difference, differing, to_be_declared
-from spmd.bridge.torch.tensor import SUMMED, plain, stated
+from spmd.bridge.torch.tensor import SUMMED, in_blocks, local, plain, stated
 from spmd.device import to_host
 from spmd.errors import DifferentiationError, LayoutError, MeshError, StateError, message
 from spmd.mesh import WORKER, Worker
@@ -83,7 +83,7 @@ class _Bucket:
     __slots__ = ("gradients", "handle", "like", "missing")
 
     def __init__(self, like: torch.Tensor):
-        self.like = plain(like).detach()
+        self.like = local(like).detach()
         self.gradients: list[_Gradient] = []
         self.handle: Handle | None = None
         self.missing = 0
@@ -190,7 +190,7 @@ class Sums:
             bucket, nbytes = filling.pop(kind, None) or (_Bucket(g.p), 0)
             bucket.gradients.append(g)
             g.bucket = bucket
-            nbytes += g.p.numel() * g.p.element_size()
+            nbytes += local(g.p).numel() * g.p.element_size()
             if nbytes >= self.limit:
                 self.buckets.append(bucket)
             else:
@@ -287,7 +287,8 @@ class Sums:
                 if owner.get(name) is p:
                     twin = twins.get(id(p))
                     if twin is None:
-                        twin = stated(p, self.state)
+                        leaf: Any = p
+                        twin = leaf.varied(self.state) if in_blocks(p) else stated(p, self.state)
                         twins[id(p)] = twin
                         twin.replica = True
                         if id(p) in self.undeclared:
@@ -483,7 +484,7 @@ class Sums:
 
     def _lent(self, x: torch.Tensor | None, like: torch.Tensor, worker: Worker) -> Any:
         """A gradient as a block, which is written to when the sum is there."""
-        x = torch.zeros_like(plain(like).detach()) if x is None else plain(x)
+        x = torch.zeros_like(local(like).detach()) if x is None else local(x)
         return block_of(x, worker, WHERE)[0]
 
     def _leave(self, token: _Token) -> None:
@@ -528,8 +529,8 @@ class Sums:
             own = self._own(g)
             if own is None or own.is_conj() or own.is_neg():
                 own = torch.empty_like(g.p, requires_grad=False)
-            own = plain(own)
-            write(own, total)
+            own = own if in_blocks(own) else plain(own)
+            write(local(own), total)
             found.append((g, own))
         whole = [own for _, own in found if own.dtype is not torch.float16] if self.mean and self.size > 1 else []
         if whole:
@@ -573,11 +574,12 @@ class Sums:
 
     def _copy(self, worker: Worker, tensors: Sequence[torch.Tensor], what: str, verify: Sequence[str] = ()) -> None:
         """The first worker's values of these tensors, of any dtypes, in one broadcast; or a look at them alone."""
-        mine = [plain(x).detach().contiguous().reshape(-1).view(torch.uint8) for x in tensors]
+        mine = [local(x).detach().contiguous().reshape(-1).view(torch.uint8) for x in tensors]
         whole = self._broadcast(worker, torch.cat(mine), what)
         for k, (x, piece) in enumerate(zip(tensors, whole.split([m.numel() for m in mine]), strict=True)):
             if not verify:
-                plain(x).detach().copy_(piece.clone().view(x.dtype).reshape(x.shape))
+                own = local(x).detach()
+                own.copy_(piece.clone().view(x.dtype).reshape(own.shape))
             elif not torch.equal(piece, mine[k]):
                 raise StateError(
                     message(
@@ -598,7 +600,7 @@ class Sums:
             while named:
                 n = nbytes = 0
                 while n < len(named) and (n == 0 or nbytes < _TOGETHER):
-                    nbytes += named[n][1].numel() * named[n][1].element_size()
+                    nbytes += local(named[n][1]).numel() * named[n][1].element_size()
                     n += 1
                 some, named = named[:n], named[n:]
                 self._copy(worker, [x for _, x in some], "values", [name for name, _ in some] if verify else ())

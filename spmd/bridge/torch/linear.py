@@ -229,7 +229,8 @@ class DistributedLinear(_Linear):
         src, needed, parts, dst = _layouts(where, shapes, self.P_x, self.P_y, weights, tuple(self.axes.items()))
         x = spmd.repartition(x, src, needed)
         y = F.linear(x, self.shard("weight"))
-        if self.bias is not None and self._shards["bias"][0].positions(self._shards["bias"][1]) is not None:
+        bias: Any = self.bias
+        if bias is not None and bias.block_layout.positions(bias.block_index) is not None:
             y = y + self.shard("bias").to(y.dtype)
         return spmd.accumulate(y, parts, dst)
 

@@ -24,9 +24,9 @@ from spmd.bridge.torch.drawing import BodyMode
 from spmd.bridge.torch.dynamo import clear_errors
 from spmd.bridge.torch.function import Draws, Function, Seat, one_level, transformed, twin
 from spmd.bridge.torch.memory import borrowed, check_device, shaped_like, tensor_of
-from spmd.bridge.torch.tensor import Tensor, plain, state_of_tensor, stated
+from spmd.bridge.torch.tensor import Tensor, in_blocks, plain, state_of_tensor, stated
 from spmd.device import contiguous
-from spmd.errors import StateError, TransportError, describe, message
+from spmd.errors import LayoutError, StateError, TransportError, describe, message
 from spmd.layout import Layout, P
 from spmd.mapping import Mapped, _joined_leaves, _one_structure, _Results, note_argument
 from spmd.mesh import WORKER, Mesh, Worker
@@ -289,6 +289,8 @@ class _Call:
         blocks = []
         for leaf in found:
             x = leaf.value
+            if in_blocks(x):
+                raise _in_blocks_refused(self.where, leaf)
             if isinstance(x, torch.Tensor) and leaf.spec is not None:
                 if worker.tracked:
                     x = self._promised(worker, leaf, x)
@@ -534,6 +536,18 @@ class _Map(Function):
             found.append(outs if isinstance(outs, tuple) else (outs,))
         stacks = (torch.stack(column)[: info.batch_size] for column in zip(*found, strict=True))
         return tuple(stacks), (0,) * len(found[0])
+
+
+def _in_blocks_refused(where: str, leaf: Leaf) -> LayoutError:
+    return LayoutError(
+        message(
+            where,
+            argument=leaf.path,
+            got=describe(leaf.value),
+            need="what this worker has: a block, or a whole",
+            mend="p.block() with the spec of p, or p.whole() with P()",
+        )
+    )
 
 
 def _followed(x: Any) -> bool:

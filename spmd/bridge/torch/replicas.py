@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from spmd.bridge.torch.memory import owned
-from spmd.bridge.torch.tensor import Tensor, plain
+from spmd.bridge.torch.tensor import Tensor, in_blocks, local
 from spmd.errors import ReplicaError, StateError, message
 from spmd.mesh import Worker
 from spmd.operators.at_root import alone_along
@@ -87,16 +87,13 @@ def differing(worker: Worker, module: nn.Module, excused: Sequence[str]) -> dict
 
 
 def _laid_out(module: nn.Module) -> dict[int, frozenset[str]]:
-    """By id, the axes over which layers that know their shards have split a parameter."""
-    return {
-        id(m._parameters[name]): layout.varying
-        for m in module.modules()
-        for name, (layout, _) in getattr(m, "_shards", {}).items()
-    }
+    """By id, the axes over which parameters in blocks are split."""
+    parameters: Any = [p for p in module.parameters() if in_blocks(p)]
+    return {id(p): p.block_layout.varying for p in parameters}
 
 
 def _bytes(p: torch.Tensor) -> bytes:
-    return plain(p).detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return local(p).detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _digest(data: bytes) -> int:

@@ -1,6 +1,6 @@
 """Modules of whose parameters each worker holds a block: what they save, load, and count as one.
 
-A module says which layout each such parameter has (`ShardedModule.register_shard`). Its `state_dict` then holds whole
+Such a parameter is a `spt.Parameter`, which knows its layout. The `state_dict` of a `ShardedModule` holds whole
 tensors, as that of the module which is not sharded, and `load_state_dict` takes them and keeps the block. So
 checkpoints fit any mesh. Replicated parameters are ordinary ones.
 """
@@ -8,25 +8,29 @@ checkpoints fit any mesh. Replicated parameters are ordinary ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import nn
 
 import spmd
-from spmd.bridge.torch.drawing import drawing, is_drawing
+from spmd.bridge.torch.drawing import drawing
 from spmd.bridge.torch.function import apply, seat_of
-from spmd.bridge.torch.modules import Lies, common_axes, of_shape
-from spmd.bridge.torch.tensor import plain
-from spmd.errors import LayoutError, MeshError, StateError, describe, message
+from spmd.bridge.torch.modules import Lies
+from spmd.bridge.torch.partitioned import Parameter, PartitionedTensor, cut, layout_of
+from spmd.bridge.torch.tensor import in_blocks, plain
+from spmd.errors import LayoutError, StateError, describe, message
 from spmd.layout import Layout, P
 from spmd.mesh import WORKER, here
 from spmd.operators.base import named
 from spmd.operators.reduce import Sum
-from spmd.operators.repartition import Repartition
 from spmd.tracebacks import api_boundary
 
-__all__ = ["ShardedModule", "clip_grad_norm_", "grad_norm"]
+__all__ = ["ShardedModule", "clip_grad_norm_", "grad_norm", "state_dict"]
+
+_whole: ContextVar[bool] = ContextVar("spmd_torch_whole", default=True)
 
 
 class ShardedModule(nn.Module):
@@ -41,15 +45,13 @@ class ShardedModule(nn.Module):
                 return x * self.shard("scale")
 
     `state_dict()` of it, or of any module around it, is collective: all workers call it, and each gets every parameter
-    whole, as a plain tensor that shares no memory with the module. `load_state_dict` is not: it takes whole tensors,
-    and copies this worker's block of each. Both have the keys of the same module without shards. To be made in a body.
+    whole, as a plain tensor that shares no memory with the module. `spt.state_dict(module, whole=False)` gives blocks.
+    `load_state_dict` takes either; of whole tensors it copies this worker's block, and sends nothing. All have the keys
+    of the same module without shards. To be made in a body.
     """
 
-    _shards: dict[str, tuple[Layout, int]]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._shards = {}
+    _split: frozenset[str] = frozenset()
+    """The parameters that lie in blocks."""
 
     def register_shard(
         self,
@@ -63,7 +65,7 @@ class ShardedModule(nn.Module):
         generator: torch.Generator | int | None = None,
         requires_grad: bool = True,
     ) -> None:
-        """Add a parameter of which this worker holds a block.
+        """Add a `spt.Parameter`, of which this worker holds a block; an `nn.Parameter` where no axis splits it.
 
         value: the whole tensor, the same on all workers; or what fills one of this shape and dtype in place, such as
         `nn.init.xavier_uniform_`. It draws as `spt.drawing(generator)` says: the same whole on any mesh. One worker of
@@ -87,102 +89,62 @@ class ShardedModule(nn.Module):
                     mend="shape=(out_features, in_features)",
                 )
             )
-        worker = here(where)
-        layout = of_shape(tuple(shape), lies, common_axes(where, worker, lies))
-        if layout.shape != tuple(shape) or not layout.shape:
-            raise LayoutError(
-                message(
-                    where,
-                    argument="lies",
-                    got=f"{layout} for a parameter of shape {list(shape)}",
-                    need=f"a layout of shape {list(shape)}" if layout.shape else "a parameter of one dimension or more",
-                    mend="a spec or a Grid serves any shape"
-                    if layout.shape
-                    else "nn.Parameter: numbers are replicated",
-                )
-            )
-        self.declare_shard(name, layout)
+        layout = layout_of(where, tuple(shape), lies, here(where))
         dtype = dtype or torch.get_default_dtype()
         device = torch.device(device) if device is not None else torch.get_default_device()
         if device.type == "meta":
-            block = torch.empty(self._block_shape(name), dtype=dtype, device=device)
+            whole = torch.empty(layout.shape, dtype=dtype, device=device)
         elif isinstance(value, torch.Tensor):
-            block = self._cut(name, value.detach()).to(device, dtype, copy=True)
+            whole = value.detach()
         else:
             with drawing(generator), torch.no_grad():
                 whole = torch.empty(layout.shape, dtype=dtype, device="cpu")
                 value(whole)
-                block = self._cut(name, whole).to(device, copy=True)
-                del whole
-        self.register_parameter(name, nn.Parameter(block.contiguous(), requires_grad))
-
-    def declare_shard(self, name: str, layout: Layout) -> None:
-        """Say that the parameter or buffer of this name, which is or will be there, is this worker's block of a whole
-        that lies as `layout`, over axes of the mesh."""
-        worker = here(f"spt.ShardedModule.declare_shard({name!r})")
-        self._shards[name] = layout, worker.group(tuple(layout.axes)).index
+        block = Parameter(whole, layout).detach()
+        own = block.to(device, dtype) if layout.varying else block.block().to(device, dtype)
+        self._split = self._split | {name} if layout.varying else self._split - {name}
+        self.register_parameter(name, nn.Parameter(plain(own) if not layout.varying else own, requires_grad))
 
     def shard_layout(self, name: str) -> Layout:
         """How the whole of a parameter lies on the mesh."""
-        return self._shards[name][0]
+        value = getattr(self, name)
+        return value.block_layout if in_blocks(value) else Layout(tuple(value.shape), P(), {})
 
     def shard(self, name: str) -> torch.Tensor:
-        """The block of a parameter as it is to be used in forward: declared to vary over the axes of its layout."""
+        """The block of a parameter as it is to be used in forward: `block()` of it."""
         value = getattr(self, name)
-        if torch.compiler.is_dynamo_compiling():  # where tensors carry no state
+        if torch.compiler.is_dynamo_compiling():
+            return value.block() if name in self._split else value
+        if in_blocks(value):
+            return value.block()
+        if name not in self._split:
             return value
-        names = tuple(self._shards[name][0].varying)
-        declared: Any = spmd.varying(value, names) if names else value
-        return declared
+        raise LayoutError(
+            message(
+                f"{type(self).__name__}.shard({name!r})",
+                got=f"{describe(value)} in its place",
+                need="a tensor of which each worker has a block",
+                mend="load_state_dict for whole tensors; spt.Parameter(whole, spec); or what "
+                "spt.state_dict(module, whole=False) gives, whose tensors have block()",
+            )
+        )
 
     def gathered(self, name: str, *, history: bool = False) -> torch.Tensor:
-        """The whole of a parameter or buffer, on every worker. Collective along the axes of its layout.
+        """The whole of a parameter or buffer, on every worker: `whole()` of it. Collective.
 
-        history: whether its gradient reaches the block. Cost: each block sent to every worker that has another.
+        history: whether its gradient reaches the block.
         """
-        layout, _ = self._shards[name]
-        x = plain(getattr(self, name))
-        x = x if history else x.detach()
-        where = f"the state_dict of a {type(self).__name__}"
-        if x.device.type == "meta":
-            return x.new_empty(layout.shape)
-        if layout.size == 1:
-            return x if history else x.clone()
-        if WORKER.get() is None:
-            raise MeshError(
-                message(
-                    where,
-                    argument=f"the parameter {name}",
-                    got="a call outside of any body",
-                    need=f"all workers, which hold a block each of {list(layout.shape)}",
-                    mend="call state_dict() in the body, on every worker; it gives each the whole",
-                )
-            )
-        if is_drawing():
-            raise StateError(
-                message(
-                    where,
-                    got="a call inside of spt.drawing(), where workers take turns",
-                    need="all workers at once",
-                    mend="call it before or after",
-                )
-            )
-        op = Repartition(tuple(layout.axes), layout, Layout(layout.shape, P(), layout.axes))
-        return apply(op, x, seat_of(here(where)))
-
-    def _block_shape(self, name: str) -> tuple[int, ...]:
-        layout, index = self._shards[name]
-        return layout.block_shape(index)
-
-    def _cut(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        layout, index = self._shards[name]
-        return whole[layout.slices(index)]
+        value = getattr(self, name)
+        value = value if history else value.detach()
+        return value.whole() if in_blocks(value) else value if history else plain(value).clone()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name in self._shards:
-            if prefix + name in destination:
-                destination[prefix + name] = self.gathered(name, history=keep_vars)
+        if _whole.get():
+            for name in (*self._parameters, *self._buffers):
+                value = destination.get(prefix + name)
+                if isinstance(value, PartitionedTensor):
+                    destination[prefix + name] = plain(value.whole())
 
     def _load_from_state_dict(
         self,
@@ -194,30 +156,48 @@ class ShardedModule(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        blocks = dict(state_dict)
-        for name, (layout, index) in self._shards.items():
-            key, own = prefix + name, getattr(self, name)
-            given = state_dict.get(key)
-            if own is None or not isinstance(given, torch.Tensor):
-                continue
-            if tuple(given.shape) == layout.shape:
-                block = self._cut(name, given)
-                blocks[key] = block.clone() if local_metadata.get("assign_to_params_buffers") else block
-                continue
-            blocks[key] = own
-            error_msgs.append(
-                f"size mismatch for {key}: copying a param with shape {given.shape} from checkpoint, the shape in "
-                f"current model is {torch.Size(layout.shape)}, of which {layout.describe(index)} holds "
-                f"{torch.Size(own.shape)}: a checkpoint has whole tensors."
-            )
-        super()._load_from_state_dict(blocks, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        given = dict(state_dict)
+        if local_metadata.get("assign_to_params_buffers"):
+            for name, own in (*self._parameters.items(), *self._buffers.items()):
+                value = given.get(prefix + name)
+                if isinstance(own, PartitionedTensor) and isinstance(value, torch.Tensor) and own.shape == value.shape:
+                    given[prefix + name] = own.like_whole(value)
+        before = len(error_msgs)
+        super()._load_from_state_dict(given, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        for k, text in enumerate(error_msgs[before:], before):
+            if text.startswith("size mismatch"):
+                error_msgs[k] = f"{text} A checkpoint has whole tensors."
+
+
+@contextmanager
+def _saving(whole: bool) -> Iterator[None]:
+    token = _whole.set(whole)
+    try:
+        yield
+    finally:
+        _whole.reset(token)
+
+
+def state_dict(module: nn.Module, *, whole: bool = True) -> dict[str, Any]:
+    """The state of any module, with `spt.Parameter`s of its own or of modules in it.
+
+    whole: True: every parameter whole, a plain tensor on every worker, which fits any mesh. Collective. False: blocks,
+    as `PartitionedTensor`s, which `load_state_dict` takes on the same mesh; nothing is sent.
+    """
+    with _saving(whole):
+        state = module.state_dict()
+    if whole:
+        for name, value in state.items():
+            if isinstance(value, PartitionedTensor):
+                state[name] = plain(value.whole())
+    return state
 
 
 # The norm of all gradients
 
 
-def _gradients(modules: nn.Module | Iterable[nn.Module]) -> Iterator[tuple[torch.Tensor | None, Layout | None, int]]:
-    """Each gradient of modules, once, with its layout if it is a block of one; None where there is none."""
+def _parameters(modules: nn.Module | Iterable[nn.Module]) -> Iterator[nn.Parameter]:
+    """Each parameter of modules, once."""
     seen: set[int] = set()
     every = [modules] if isinstance(modules, nn.Module) else list(modules)
     for m in every:
@@ -233,14 +213,10 @@ def _gradients(modules: nn.Module | Iterable[nn.Module]) -> Iterator[tuple[torch
             )
     for module in every:
         for m in module.modules():
-            shards = m._shards if isinstance(m, ShardedModule) else {}
-            for name, parameter in m.named_parameters(recurse=False):
-                if id(parameter) in seen:
-                    continue
-                seen.add(id(parameter))
-                layout, index = shards.get(name, (None, 0))
-                g = parameter.grad
-                yield None if g is None else plain(g).detach(), layout, index
+            for parameter in m.parameters(recurse=False):
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield parameter
 
 
 @api_boundary
@@ -261,9 +237,14 @@ def grad_norm(modules: nn.Module | Iterable[nn.Module], norm_type: float = 2.0) 
     on = torch.device("cpu" if worker is None or worker.mesh.places is None else "cuda")
     parts: dict[tuple[str, ...], list[torch.Tensor]] = {}
     with torch.no_grad():
-        for g, layout, index in _gradients(modules):
-            part = parts.setdefault(() if layout is None else tuple(layout.axes), [])
-            if g is None or not g.numel() or (layout is not None and layout.owners[index] != index):
+        for parameter in _parameters(modules):
+            placement = parameter._placement if isinstance(parameter, PartitionedTensor) else None
+            g = parameter.grad
+            part = parts.setdefault(() if placement is None else tuple(placement.layout.axes), [])
+            if g is None:
+                continue
+            g = plain(g).detach() if placement is None else cut(g, placement)._block
+            if not g.numel() or (placement is not None and placement.layout.owners[placement.index] != placement.index):
                 continue
             if g.dtype not in (torch.float64, torch.complex128):
                 g = g.to(torch.complex64 if g.is_complex() else torch.float32)
@@ -311,7 +292,9 @@ def clip_grad_norm_(
         )
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     with torch.no_grad():
-        for g, _, _ in _gradients(modules):
-            if g is not None:
+        for parameter in _parameters(modules):
+            if parameter.grad is not None:
+                g: Any = parameter.grad
+                g = g if isinstance(g, PartitionedTensor) else plain(g)
                 g.mul_(scale.to(g.device))
     return total

@@ -27,7 +27,9 @@ __all__ = [
     "Tensor",
     "admit_write",
     "differentiated",
+    "in_blocks",
     "joined_state",
+    "local",
     "plain",
     "put_state",
     "state_of_tensor",
@@ -100,6 +102,8 @@ class Tensor(torch.Tensor):
     def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.compiler.is_dynamo_compiling():
             raise StateError(COMPILED)
+        if len(types) > 1 and any(getattr(t, "__spmd_partitioned__", False) for t in types):
+            return NotImplemented  # tensors in blocks know what becomes of a state
         kwargs = kwargs or {}
         if func is torch.Tensor.backward:
             _look_at_losses(args[0])
@@ -164,6 +168,16 @@ def plain(x: torch.Tensor) -> torch.Tensor:
         return x.as_subclass(torch.Tensor)
 
 
+def in_blocks(x: Any) -> bool:
+    """Whether a tensor is one of which each worker holds a block: a `PartitionedTensor`."""
+    return getattr(type(x), "__spmd_partitioned__", False)
+
+
+def local(x: Any) -> torch.Tensor:
+    """The data that this worker holds of a tensor: its block, or the tensor without its state."""
+    return x._block if in_blocks(x) else plain(x)
+
+
 def state_of_tensor(x: torch.Tensor) -> State:
     """The state that a tensor carries; Invariant where it carries none."""
     return x.state if isinstance(x, Tensor) else _INVARIANT
@@ -177,7 +191,7 @@ def summed(x: torch.Tensor) -> State:
 
 def sums_of(x: torch.Tensor) -> Any:
     """What sums the gradients of a parameter, if a module of `spt.data_parallel` has it."""
-    found = SUMMED.get(id(x))
+    found = SUMMED.get(vars(x).get("_block_of", id(x)))
     return None if found is None else found()
 
 

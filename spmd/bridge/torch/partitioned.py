@@ -1,0 +1,834 @@
+"""Tensors that lie in blocks on several workers, and know it: `PartitionedTensor`, and `Parameter`, a leaf of it.
+
+torch sees a tensor of the shape of the whole that has no memory of its own, so no kernel can take the block for the
+whole. What a function of torch does with it is said in `partitioned_ops`: it keeps the layout, or gives the value of
+the whole, or raises. Above that, `__torch_function__` brings in the states of what meets it, as `Tensor` does.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._functorch import eager_transforms
+
+from spmd.bridge.torch.drawing import is_drawing
+from spmd.bridge.torch.function import Function, Seat, apply, dual, seat_of
+from spmd.bridge.torch.modules import Lies, common_axes, of_shape, resolved
+from spmd.bridge.torch.tensor import SUMMED, Tensor, plain, state_of_tensor, stated, summed, sweep
+from spmd.errors import LayoutError, MeshError, StateError, describe, message
+from spmd.frontends import register
+from spmd.layout import Layout, P
+from spmd.mesh import WORKER, Worker, here
+from spmd.operators.repartition import Repartition
+from spmd.state import State, state_of
+
+__all__ = ["MEND", "Parameter", "PartitionedTensor", "Placement", "dispatch", "like", "own_tensor", "worker_of"]
+
+_INVARIANT = state_of(())
+_disabled = torch._C.DisableTorchFunctionSubclass
+MEND = "p.block() is this worker's part, and p.whole() is the whole, on every worker (collective)"
+
+
+class Placement:
+    """Where a block belongs: the layout of the whole, the worker's number in it, and the worker's seat, if known."""
+
+    __slots__ = ("index", "layout", "seat")
+
+    def __init__(self, layout: Layout, index: int, seat: Seat | None):
+        self.layout = layout
+        self.index = index
+        self.seat = seat
+
+    def __reduce__(self) -> Any:
+        return Placement, (self.layout, self.index, None)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Placement) and self.index == other.index and self.layout == other.layout
+
+    def __hash__(self) -> int:
+        return hash((self.index, self.layout))
+
+    def __deepcopy__(self, memo: Any) -> Placement:
+        return self  # nobody changes it
+
+    def derived(self, layout: Layout) -> Placement:
+        """The place of this worker in another layout over the same axes."""
+        return self if layout is self.layout else Placement(layout, self.index, self.seat)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """This worker's part of the whole."""
+        return self.layout.slices(self.index)
+
+
+class PartitionedTensor(torch.Tensor):
+    """A tensor of which each worker holds a block; parameters, their gradients, and what is made of them by elements.
+
+    `shape` is that of the whole. `block()`: this worker's block. `whole()`: the whole, on every worker. `block_layout`:
+    how the whole lies on the mesh. `state`: the axes besides those of the layout along which it varies.
+    Elementwise functions keep the layout. Reductions and products over a split dimension give the value of the whole,
+    and are collective. Other functions raise LayoutError.
+    """
+
+    __spmd_partitioned__ = True
+    _block: torch.Tensor
+    _placement: Placement
+    _state: State
+
+    @staticmethod
+    def __new__(cls, block: torch.Tensor, placement: Placement, shape: Any = None, strides: Any = None) -> Any:
+        shape = placement.layout.shape if shape is None else shape
+        x: Any = torch.Tensor._make_wrapper_subclass(cls, shape, strides, dtype=block.dtype, device=block.device)
+        x._block = block
+        x._placement = placement
+        x._state = _INVARIANT
+        return x
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        pass
+
+    @classmethod
+    def from_block(cls, block: torch.Tensor, spec: Lies) -> PartitionedTensor:
+        """The tensor of which this worker holds this block. As `Parameter.from_block`, without being a parameter."""
+        return _of_block(PartitionedTensor, f"spt.{cls.__name__}.from_block", block, spec)
+
+    @property
+    def block_layout(self) -> Layout:
+        """How the whole lies on the mesh."""
+        return self._placement.layout
+
+    @property
+    def block_index(self) -> int:
+        """The number of this worker in the layout."""
+        return self._placement.index
+
+    @property
+    def state(self) -> State:
+        """The axes, besides those of the layout, along which it varies."""
+        return self._state
+
+    def block(self) -> torch.Tensor:
+        """This worker's block: what the forward of a module takes. In bodies it varies along the axes of the layout.
+
+        Forward: the block, on the same memory. Gradient: a tensor that lies as this one.
+        """
+        return _block(self)
+
+    def whole(self) -> torch.Tensor:
+        """The whole, on every worker, in memory of its own. Collective along the axes of the layout.
+
+        Gradient: each worker's part of the cotangent. Cost: each block sent to every worker that has another.
+        """
+        return _whole(self)
+
+    def varied(self, state: State) -> PartitionedTensor:
+        """The same in another state besides its layout; its cotangents are not summed."""
+        with _disabled():
+            twin: Any = self.view_as(self)
+        twin._state = self._state | state
+        return twin
+
+    def like_whole(self, whole: torch.Tensor) -> PartitionedTensor:
+        """The tensor of which this worker has the part of `whole` that lies as this one does. Without gradient."""
+        with _disabled():
+            return cut(whole.detach(), self._placement).clone()
+
+    def __repr__(self, *args: Any, **kwargs: Any) -> str:
+        with _disabled():
+            lies = "" if self.block_layout.spec is None else f", spec={self.block_layout.spec}"
+            grad = ", requires_grad=True" if self.requires_grad else ""
+            return f"{type(self).__name__}(shape={list(self.shape)}{lies}, block={plain(self._block)!r}{grad})"
+
+    def __spmd_describe__(self) -> str:
+        with _disabled():
+            return (
+                f"a tensor {str(self.dtype).removeprefix('torch.')}{list(self.shape)} of which each worker has a block"
+            )
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        if id(self) in memo:
+            return memo[id(self)]
+        with _disabled():
+            if not self.is_leaf:
+                return torch.Tensor.__deepcopy__(self, memo)  # which says what is wrong
+            twin = _made(type(self), self._block.clone(), self._placement, self._state, self.requires_grad, self)
+            memo[id(self)] = twin
+            if self.grad is not None:
+                twin.grad = copy.deepcopy(self.grad, memo)
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with _disabled():
+            if not self.is_leaf:
+                raise RuntimeError("Only leaf tensors can be pickled: x.detach() before")
+            return _unpickled, (type(self), self._block, self._placement, self.requires_grad)
+
+    def __tensor_flatten__(self) -> Any:
+        return ["_block"], (self._placement, tuple(self.shape), tuple(self.stride()), self._state.varying)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, meta: Any, size: Any, stride: Any) -> Any:
+        placement, shape, strides, state = meta
+        x = PartitionedTensor(inner["_block"], placement, shape, strides)
+        x._state = state_of(state)
+        return x
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _function(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return dispatch(func, args, kwargs or {})
+
+
+class _ParameterMeta(type(torch.Tensor)):
+    """As for `nn.Parameter`: what `nn.Parameter(x)` makes of a partitioned tensor is one."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return super().__instancecheck__(instance) or (
+            cls is Parameter and isinstance(instance, PartitionedTensor) and getattr(instance, "_is_param", False)
+        )
+
+
+class Parameter(PartitionedTensor, metaclass=_ParameterMeta):
+    """A parameter of which each worker holds a block, and which knows it.
+
+        class Scale(nn.Module):
+            def __init__(self, features):
+                super().__init__()
+                self.scale = spt.Parameter(torch.ones(features), P("model"))
+
+            def forward(self, x):
+                return x * self.scale.block()
+
+    whole: the tensor of which the block is cut, the same on all workers. spec: a spec or a Grid, for balanced blocks,
+    or a Layout of the whole. To be made in a body; nothing is communicated.
+
+    It is an `nn.Parameter` of the shape of the whole. Its gradient lies as it does. What is made of it by elementwise
+    functions keeps the layout: so optimisers work on blocks. What reduces a split dimension (norms, sums), or
+    contracts it outside of autograd, gives the value of the whole, on all workers that hold a block, which all call it.
+    Functions of `nn.init` give the values that they give on one worker. Other functions raise LayoutError and name
+    `block()`, which is what forward takes, and `whole()`.
+    `load_state_dict` of the module takes whole tensors; `spt.state_dict(module)` gives them.
+
+    Raises LayoutError where spec and shape do not fit, StateError for a whole that varies, MeshError outside of bodies.
+    """
+
+    _is_param = True
+
+    @staticmethod
+    def __new__(cls, whole: torch.Tensor, spec: Lies, requires_grad: bool = True) -> Any:
+        where = "spt.Parameter"
+        worker = here(where)
+        layout = layout_of(where, tuple(whole.shape), spec, worker)
+        if isinstance(whole, PartitionedTensor) or state_of_tensor(whole).varying:
+            raise StateError(
+                message(
+                    where,
+                    argument="whole",
+                    got=describe(whole),
+                    need="one tensor, the same on all workers",
+                    mend="spt.Parameter.from_block(block, spec) takes this worker's block",
+                )
+            )
+        placement = _placed(layout, worker)
+        block = plain(whole).detach()[placement.slices].clone(memory_format=torch.contiguous_format)
+        return _made(cls, block, placement, _INVARIANT, requires_grad)
+
+    @classmethod
+    def from_block(cls, block: torch.Tensor, spec: Lies, requires_grad: bool = True) -> Parameter:
+        """The parameter of which this worker holds this block, on its memory.
+
+        spec: a Layout of the whole. Or a spec or a Grid: the workers then learn each other's shapes, which is
+        collective and sends no bytes; blocks may be uneven.
+        Raises LayoutError where blocks and layout do not fit.
+        """
+        made = _of_block(cls, "spt.Parameter.from_block", block, spec)
+        with _disabled():
+            made.requires_grad_(requires_grad)
+        return _hooked(made)
+
+
+class _Transformed(torch.Tensor):
+    """What torch.func's transformations wrap a partitioned tensor in."""
+
+    __spmd_partitioned__ = True
+
+    def block(self) -> torch.Tensor:
+        """As `PartitionedTensor.block`."""
+        return _block(self)
+
+    def whole(self) -> torch.Tensor:
+        """As `PartitionedTensor.whole`."""
+        return _whole(self)
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return own_tensor(_function(func, args, kwargs or {}))
+
+
+_functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
+
+
+def _inner(x: Any) -> Any:
+    """What the transformations of torch.func have wrapped."""
+    while isinstance(x, torch.Tensor) and _functorch.is_functorch_wrapped_tensor(x):
+        x = _functorch.get_unwrapped(x)
+    return x
+
+
+def own_tensor(x: Any) -> Any:
+    """A result of torch.func's, which is of our class again where it wraps a partitioned tensor."""
+    if isinstance(x, tuple | list):
+        return type(x)(map(own_tensor, x)) if type(x) in (tuple, list) else x
+    if type(x) is torch.Tensor and isinstance(_inner(x), PartitionedTensor):
+        x.__class__ = _Transformed
+    return x
+
+
+def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What a kernel of torch does with partitioned tensors."""
+    from spmd.bridge.torch.partitioned_ops import run
+
+    return run(func, args, kwargs)
+
+
+# Making them
+
+
+def layout_of(where: str, shape: tuple[int, ...], spec: Lies, worker: Worker) -> Layout:
+    """The layout of a whole of this shape. Raises LayoutError where none fits."""
+    layout = of_shape(shape, spec, common_axes(where, worker, spec))
+    varying = layout.has_copies and (layout.spec is None or layout.copies == "varying")
+    if layout.shape == shape and shape and not varying:
+        return layout
+    raise LayoutError(
+        message(
+            where,
+            argument="spec",
+            got=f"{layout} for a parameter of shape {list(shape)}",
+            need="each block on one worker"
+            if varying
+            else f"a layout of shape {list(shape)}"
+            if shape
+            else "a parameter of one dimension or more",
+            mend="a grid without copies"
+            if varying
+            else "a spec or a Grid serves any shape"
+            if shape
+            else "nn.Parameter: numbers are replicated",
+        )
+    )
+
+
+def _placed(layout: Layout, worker: Worker) -> Placement:
+    return Placement(layout, worker.group(tuple(layout.axes)).index, seat_of(worker))
+
+
+def _made(
+    cls: Any, block: torch.Tensor, placement: Placement, state: State, requires_grad: bool, as_: Any = None
+) -> Any:
+    """A leaf. as_: one of the shape and strides that it is to have."""
+    shape = () if as_ is None else (tuple(as_.shape), as_.stride())
+    with _disabled():
+        x = PartitionedTensor.__new__(cls, block, placement, *shape)
+        x._state = state
+        if as_ is not None and getattr(as_, "_is_param", False):
+            x._is_param = True
+        x.requires_grad_(requires_grad)
+    return _hooked(x)
+
+
+def _of_block(cls: Any, where: str, block: torch.Tensor, spec: Lies) -> Any:
+    worker = here(where)
+    axes = common_axes(where, worker, spec)
+    own = plain(block).detach()
+    layout = layout_of(where, resolved(where, own, spec, axes, worker).shape, spec, worker)
+    if not isinstance(spec, Layout):
+        layout = resolved(where, own, spec, axes, worker)
+    placement = _placed(layout, worker)
+    extra = state_of_tensor(block).varying - layout.varying
+    if tuple(own.shape) != layout.block_shape(placement.index) or extra:
+        raise LayoutError(
+            message(
+                where,
+                argument="block",
+                got=describe(block),
+                need=f"a block of shape {list(layout.block_shape(placement.index))}, of {list(layout.shape)}, "
+                f"on {layout.describe(placement.index)}, one value along the other axes",
+                mend="a spec in place of the layout learns the shapes of all blocks",
+            )
+        )
+    return _made(cls, own, placement, _INVARIANT, False)
+
+
+def like(
+    x: PartitionedTensor, block: torch.Tensor, layout: Layout | None = None, shape: Any = None, strides: Any = None
+):
+    """A partitioned tensor on another block, by the same worker. strides: of the whole, as torch would have them; None
+    for those of a contiguous tensor, as which the block then lies: so all workers see alike what may be a view."""
+    placement = x._placement if layout is None else x._placement.derived(layout)
+    if strides is None and not block.is_contiguous():
+        block = block.contiguous()
+    return PartitionedTensor(block, placement, shape, strides)
+
+
+def _unpickled(cls: type, block: torch.Tensor, placement: Placement, requires_grad: bool) -> Any:
+    """Raises LayoutError on another worker than the one that saved it."""
+    worker = WORKER.get()
+    if worker is not None:
+        placement = Placement(placement.layout, placement.index, seat_of(worker))
+    x = _made(cls, block, placement, _INVARIANT, requires_grad)
+    check_worker(x._placement, worker)
+    return x
+
+
+# Workers
+
+
+def check_worker(placement: Placement, worker: Worker | None) -> None:
+    """Raise where this is not the worker whose block it is."""
+    layout = placement.layout
+    if worker is None or placement.seat is not None and placement.seat.worker is worker:
+        return
+    if worker.group(tuple(layout.axes)).index != placement.index:
+        raise LayoutError(
+            message(
+                "a partitioned tensor",
+                got=f"the block of {layout.describe(placement.index)} on {worker.mesh.describe(worker.index)}",
+                need="the worker that it was made on",
+                mend="spt.state_dict(module) gives whole tensors, which load_state_dict takes on any worker",
+            )
+        )
+
+
+def worker_of(x: PartitionedTensor, what: str) -> Worker:
+    """The worker whose block it is, for a collective. Raises where there are no workers, or they take turns."""
+    placement = x._placement
+    worker = WORKER.get()
+    if worker is None and placement.seat is not None:
+        worker = placement.seat.worker  # a thread of torch's own
+    if worker is None:
+        raise MeshError(
+            message(
+                what,
+                got="a call outside of any body",
+                need=f"all workers, which hold a block each of {list(placement.layout.shape)}",
+                mend="call state_dict() in the body, on every worker; it gives each the whole, as p.whole() does",
+            )
+        )
+    if is_drawing():
+        raise StateError(
+            message(
+                what,
+                got="a call inside of spt.drawing(), where workers take turns",
+                need="all workers at once",
+                mend="call it before or after",
+            )
+        )
+    check_worker(placement, worker)
+    return worker
+
+
+# From the whole to blocks and back, with gradients
+
+
+class _Block(Function):
+    """The block of a partitioned tensor. Its adjoint makes a partitioned tensor of a block."""
+
+    @staticmethod
+    def forward(ctx: Any, x: PartitionedTensor) -> torch.Tensor:
+        ctx.placement, ctx.state = x._placement, x._state
+        return x._block.detach()
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> Any:
+        return _Joined.apply(plain(g) if isinstance(g, Tensor) else g, ctx.placement, ctx.state)
+
+
+class _TransformedBlock(Function):
+    """The same for forward mode and for torch.func."""
+
+    @staticmethod
+    def forward(x: PartitionedTensor) -> torch.Tensor:
+        return x._block.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x = _inner(inputs[0])
+        ctx.placement, ctx.state = x._placement, x._state
+
+    backward = _Block.backward
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Any) -> Any:
+        return _TransformedBlock.apply(tangent)
+
+
+class _Joined(Function):
+    """A partitioned tensor on a block: the adjoint of taking the block."""
+
+    @staticmethod
+    def forward(block: torch.Tensor, placement: Placement, state: State) -> Any:
+        x = PartitionedTensor(block.detach(), placement)
+        x._state = state
+        return x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.placement = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> Any:
+        return _block(cut(g, ctx.placement)), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, *_: Any) -> Any:
+        return _Joined.apply(tangent, ctx.placement, _INVARIANT)
+
+
+@torch._dynamo.allow_in_graph  # type: ignore[attr-defined]
+def _taken(x: Any) -> torch.Tensor:
+    return _Block.apply(x)
+
+
+def _block(x: Any) -> torch.Tensor:
+    if torch.compiler.is_dynamo_compiling():  # where tensors carry no state
+        return _taken(x)
+    inner = _inner(x)
+    layout = inner._placement.layout
+    if tuple(inner.shape) != layout.shape:
+        raise LayoutError(
+            message(
+                "p.block()",
+                got=f"a view of shape {list(inner.shape)} of what lies as {layout}",
+                need=f"the shape {list(layout.shape)}",
+                mend="p.block() first, and the view of that",
+            )
+        )
+    worker = WORKER.get()
+    check_worker(inner._placement, worker)
+    block = (_TransformedBlock if inner is not x or dual(x) else _Block).apply(x)
+    if worker is None or not worker.tracked:
+        if id(x) in SUMMED:
+            block._block_of = id(x)  # whose gradients are summed elsewhere
+        return block
+    state = inner._state | state_of(layout.varying)
+    return stated(block, state) if state.varying else block
+
+
+def _whole(x: Any) -> torch.Tensor:
+    inner = _inner(x)
+    layout = inner._placement.layout
+    if inner.device.type == "meta":
+        return inner._block.new_empty(inner.shape)
+    if tuple(inner.shape) != layout.shape:
+        return _whole(x.reshape(layout.shape)).reshape(inner.shape)
+    block = plain(_block(x)) if torch.is_grad_enabled() and x.requires_grad else inner._block.detach()
+    if layout.size == 1:
+        whole = block.clone()
+    else:
+        worker = worker_of(inner, "p.whole()")
+        whole = apply(_gathering(layout), block, seat_of(worker))
+    return stated(whole, inner._state) if inner._state.varying and WORKER.get() is not None else whole
+
+
+def gathered(x: PartitionedTensor) -> torch.Tensor:
+    """The data of the whole, on every worker; no history, no state."""
+    layout = x._placement.layout
+    if x._block.device.type == "meta":
+        return x._block.new_empty(x.shape)
+    if layout.size == 1:
+        return x._block.reshape(x.shape).clone()
+    worker = worker_of(x, "the whole of a partitioned tensor")
+    return apply(_gathering(layout), x._block, seat_of(worker)).reshape(x.shape)
+
+
+def _gathering(layout: Layout) -> Repartition:
+    return Repartition(tuple(layout.axes), layout, Layout(layout.shape, P(), layout.axes))
+
+
+def cut(g: Any, placement: Placement) -> Any:
+    """A cotangent as it lies by a placement: it may have come as a whole, of a sum."""
+    inner = _inner(g)
+    if isinstance(inner, PartitionedTensor):
+        if inner._placement.layout == placement.layout:
+            return g
+        # It is whole in some dimensions, as that of a sum over them.
+        zeros = inner._block.new_zeros(placement.layout.block_shape(placement.index))
+        with _disabled():
+            return g + PartitionedTensor(zeros, placement)
+    if g.requires_grad and torch.is_grad_enabled():
+        layout = placement.layout
+        src = Layout(layout.shape, P(), layout.axes)
+        seat = placement.seat
+        worker = WORKER.get()
+        if worker is not None:
+            seat = seat_of(worker)
+        assert seat is not None
+        return _Joined.apply(apply(Repartition(tuple(layout.axes), src, layout), plain(g), seat), placement, _INVARIANT)
+    return PartitionedTensor(plain(g).detach()[placement.slices].contiguous(), placement)
+
+
+def _hooked(x: Any) -> Any:
+    """See to it that the gradient of a leaf lies as the leaf does."""
+    with _disabled():
+        if x.requires_grad and x.is_leaf and not x.__dict__.get("_follows"):
+            placement = x._placement
+            x._follows = True
+            x.register_hook(lambda g: cut(g, placement))
+    return x
+
+
+# Functions of torch
+
+
+def _all_tensors(args: Any) -> Iterator[torch.Tensor]:
+    for a in args:
+        if isinstance(a, torch.Tensor):
+            yield a
+        elif type(a) in (tuple, list):
+            yield from _all_tensors(a)
+        elif type(a) is dict:
+            yield from _all_tensors(a.values())
+
+
+def _function(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    special = _SPECIAL.get(func)
+    if special is not None:
+        return special(func, args, kwargs)
+    return _met_and_called(func, args, kwargs)
+
+
+def _met_and_called(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    state = _met(func, args, kwargs)
+    with _disabled():
+        result = func(*args, **kwargs)
+    return result if state is _INVARIANT else _with_state(result, state)
+
+
+def _met(func: Any, args: Any, kwargs: dict[str, Any]) -> State:
+    """The state, besides the layouts, of what meets."""
+    state: State | None = None
+    mixed = False
+    layouts: set[str] = set()
+    for x in _all_tensors((args, kwargs) if kwargs else args):
+        inner = _inner(x) if type(x) is _Transformed else x
+        if isinstance(inner, PartitionedTensor):
+            own = inner._state
+            if own is not _INVARIANT or state is not None:
+                layouts |= inner._placement.layout.varying
+        elif isinstance(x, Tensor):
+            own = x.state
+        else:
+            own = _INVARIANT
+        if state is None:
+            state = own
+        elif own is not state:
+            state, mixed = state | own, True
+    if state is None or state is _INVARIANT:
+        return _INVARIANT
+    layouts |= {
+        n
+        for x in _all_tensors((args, kwargs))
+        if isinstance(_inner(x), PartitionedTensor)
+        for n in _inner(x)._placement.layout.varying
+    }
+    clash = sorted(layouts & state.varying)
+    if clash or (mixed and torch.is_grad_enabled() and any(x.requires_grad for x in _all_tensors((args, kwargs)))):
+        # No TypeError, which operators take for a hint to try the other operand.
+        raise LayoutError(
+            message(
+                f"torch.{getattr(func, '__name__', 'a function')}",
+                got="a tensor of which each worker has a block, and one that varies over "
+                + ", ".join(map(repr, clash or sorted(state.varying))),
+                need="tensors of one state, which are whole or lie alike",
+                mend=MEND,
+            )
+        )
+    return state
+
+
+def _with_state(result: Any, state: State) -> Any:
+    if isinstance(result, PartitionedTensor):
+        result._state = state
+        return result
+    if type(result) in (torch.Tensor, Tensor):
+        return stated(result, state)
+    if type(result) in (tuple, list) or hasattr(result, "n_fields"):
+        return type(result)([_with_state(r, state) for r in result])
+    return result
+
+
+def _getter(func: Any, args: Any, kwargs: Any) -> Any:
+    with _disabled():
+        return func(*args, **kwargs)
+
+
+def _leaf(func: Any, args: Any, kwargs: Any) -> Any:
+    with _disabled():
+        result = func(*args, **kwargs)
+    if isinstance(args[0], PartitionedTensor):
+        _hooked(args[0])
+    return result
+
+
+def _detached(func: Any, args: Any, kwargs: Any) -> Any:
+    with _disabled():
+        result = func(*args, **kwargs)
+    return _with_state(result, _inner(args[0])._state)
+
+
+def _set_data(func: Any, args: Any, kwargs: Any) -> None:
+    x, value = args
+    if not isinstance(x, PartitionedTensor):
+        raise LayoutError(
+            message(
+                "x.data = p",
+                argument="p",
+                got=describe(value),
+                need="a tensor that this worker has as a whole",
+                mend=MEND,
+            )
+        )
+    if tuple(value.shape) != x._placement.layout.shape:
+        raise LayoutError(
+            message(
+                "p.data = x",
+                argument="x",
+                got=describe(value),
+                need=f"a whole of shape {list(x._placement.layout.shape)}, or a tensor that lies as p",
+                mend="p.block().data.copy_(block) for a block",
+            )
+        )
+    with _disabled():
+        if state_of_tensor(value).varying:
+            _met(func, args, kwargs)
+        twin = cut(value.detach(), x._placement)
+        x._block = twin._block if isinstance(value, PartitionedTensor) else twin._block.clone()
+        if x.dtype != twin.dtype or x.device != twin.device:
+            raise LayoutError(
+                message(
+                    "p.data = x",
+                    argument="x",
+                    got=describe(value),
+                    need=f"{x.dtype} on {x.device}",
+                    mend="module.to(dtype, device) converts parameters",
+                )
+            )
+        torch.autograd.graph.increment_version(x)
+
+
+def _no_memory(func: Any, args: Any, kwargs: Any) -> Any:
+    name = getattr(func, "__name__", "a function")
+    x = next(x for x in _all_tensors(args) if isinstance(_inner(x), PartitionedTensor))
+    raise LayoutError(
+        message(
+            f"p.{name}",
+            got=describe(_inner(x)),
+            need="a tensor that this worker has as a whole: a block is not the whole",
+            mend=MEND,
+        )
+    )
+
+
+def _backward(func: Any, args: Any, kwargs: Any) -> Any:
+    with sweep():
+        return func(*args, **kwargs)
+
+
+def _gradients(func: Any, args: Any, kwargs: Any) -> Any:
+    """torch.autograd.grad: the gradient of a partitioned tensor lies as it does."""
+    inputs = args[1] if len(args) > 1 else kwargs["inputs"]
+    inputs = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+    with sweep():
+        found = func(*args, **kwargs)
+    return tuple(_gradient(x, g, state_of_tensor(x) | summed(x)) for x, g in zip(inputs, found, strict=True))
+
+
+def _gradient(x: Any, g: Any, state: State) -> Any:
+    if g is None:
+        return None
+    if isinstance(x, PartitionedTensor):
+        g = cut(g, x._placement)
+        g._state = x._state | state
+        return g
+    worker = WORKER.get()
+    return stated(g, state) if worker is not None and worker.tracked and type(g) in (torch.Tensor, Tensor) else g
+
+
+def _product(func: Any, args: Any, kwargs: Any) -> Any:
+    """A product over one entry works by elements, and keeps the layout."""
+    a, b = args
+    if a.ndim > 1 and b.ndim > 1 and a.shape[-1] == b.shape[-2] == 1:
+        return a * b
+    return _met_and_called(func, args, kwargs)
+
+
+_SPECIAL: dict[Any, Callable] = {
+    getattr(torch.Tensor, name).__get__: _getter
+    for name in (
+        "shape ndim dtype device requires_grad is_leaf grad_fn layout is_sparse is_cpu is_cuda is_meta is_quantized "
+        "_version grad output_nr is_nested is_mps is_xla is_mkldnn _backward_hooks names"
+    ).split()
+    if hasattr(getattr(torch.Tensor, name, None), "__get__")
+}
+_SPECIAL |= {
+    getattr(torch.Tensor, name): _getter
+    for name in "size stride dim numel nelement element_size is_floating_point is_complex register_hook "
+    "retain_grad has_names ndimension storage_offset register_post_accumulate_grad_hook".split()
+    if hasattr(torch.Tensor, name)
+}
+_SPECIAL |= {torch.is_complex: _getter, torch.is_floating_point: _getter, torch.numel: _getter}
+_SPECIAL |= {torch.Tensor.requires_grad_: _leaf, torch.Tensor.requires_grad.__set__: _leaf}  # type: ignore[attr-defined]
+_SPECIAL |= {torch.Tensor.data.__get__: _detached, torch.Tensor.detach: _detached}  # type: ignore[attr-defined]
+_SPECIAL |= {torch.Tensor.data.__set__: _set_data}  # type: ignore[attr-defined]
+_SPECIAL |= dict.fromkeys((torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__), _product)
+_SPECIAL |= {torch.Tensor.backward: _backward, torch.autograd.grad: _gradients}
+_SPECIAL |= {
+    getattr(torch.Tensor, name): _no_memory
+    for name in "numpy tolist __array__ __dlpack__ data_ptr share_memory_ as_subclass".split()
+    if hasattr(torch.Tensor, name)
+}
+
+
+# Collectives refuse them
+
+
+class _Refusing:
+    """The functions of bodies take a block or a whole."""
+
+    def __getattr__(self, name: str) -> Any:
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            x = next(x for x in args if isinstance(x, PartitionedTensor))
+            raise LayoutError(
+                message(
+                    "a function of bodies",
+                    got=describe(x),
+                    need="what this worker has: a tensor of its own, or a whole",
+                    mend=MEND,
+                )
+            )
+
+        return refuse
+
+
+register(PartitionedTensor, _Refusing())  # type: ignore[arg-type]
+
+
+# torch.func
+
+
+def _keeping(function: Callable) -> Callable:
+    def call(x: Any, *args: Any, **kwargs: Any) -> Any:
+        return own_tensor(function(x, *args, **kwargs))
+
+    return call
+
+
+for _name in ("_wrap_for_grad", "_unwrap_for_grad"):
+    setattr(eager_transforms, _name, _keeping(getattr(eager_transforms, _name)))
