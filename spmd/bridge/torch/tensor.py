@@ -191,7 +191,7 @@ def summed(x: torch.Tensor) -> State:
 
 def sums_of(x: torch.Tensor) -> Any:
     """What sums the gradients of a parameter, if a module of `spt.data_parallel` has it."""
-    found = SUMMED.get(vars(x).get("_block_of", id(x)))
+    found = SUMMED.get(getattr(x, "_block_of", id(x)))
     return None if found is None else found()
 
 
