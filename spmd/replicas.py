@@ -25,7 +25,7 @@ import numpy as np
 
 from spmd.autodiff.rooms import writable
 from spmd.device import on_device
-from spmd.errors import StateError, caller, message, source_line
+from spmd.errors import ReplicaError, StateError, caller, message, source_line
 
 if TYPE_CHECKING:
     from spmd.array import PartitionedArray
@@ -473,7 +473,7 @@ def _compare(mesh: Mesh, shared: Mapping[int, Mapping[str, Any]], records: Mappi
             line = key.rpartition("|")[0]
             judged = ROUNDING if line in rounded else judged
             rounded |= {line} if judged == ROUNDING else set()
-        report(mesh, judged, where, argument, (one, other), _axes(key), source, texts, key.rpartition("|")[2])
+        report(mesh, judged, where, argument, (one, other), _axes(key), source, texts, _kind(key))
 
 
 def _axes(key: str) -> tuple[str, ...]:
@@ -483,6 +483,12 @@ def _axes(key: str) -> tuple[str, ...]:
 def _names(key: str) -> list[str]:
     """Where, argument and source of a key, for messages."""
     return key.split("|")[1:4]
+
+
+def _kind(key: str) -> str:
+    """What a key is of: empty for the lines of bodies, whose keys end with a number."""
+    last = key.rpartition("|")[2]
+    return "" if last.isdigit() else last
 
 
 def _differences(mesh: Mesh, shared: Mapping[int, Mapping[str, Any]]) -> Iterable[tuple[int, int, str]]:
@@ -536,7 +542,9 @@ def report(
     got = f"a value that differs between {one} and {other}"
     if texts:
         got = f"{texts[0]} on {one} and {texts[1]} on {other}"
-    raise StateError(
+    # torch takes a TypeError, which a StateError is, in an operator for operands that do not go together.
+    kind_of_error = StateError if kind else ReplicaError
+    raise kind_of_error(
         message(
             where + line,
             argument=argument,

@@ -15,7 +15,7 @@ from launch import PROGRAMS, TORCHRUN, launch, mpiexec
 
 import spmd
 from spmd import P
-from spmd.errors import StateError
+from spmd.errors import ReplicaError, StateError
 from spmd.replicas import OTHER, PARTS, ROUNDING, SAME, alike, digest, part_of, relation, sketch, taken
 
 DTYPES = "bool int8 uint16 int32 int64 float16 float32 float64 longdouble complex64 complex128".split()
@@ -125,13 +125,13 @@ def run(scheduler: str, reduce, source, differ: bool, calls: int = 1) -> None:
 @pytest.mark.parametrize("source", SOURCES)
 def test_undeclared_values_of_a_body_are_compared(scheduler, source, reduction):
     run(scheduler, REDUCTIONS[reduction], SOURCES[source], False, calls=4)
-    with pytest.raises(StateError, match=r"(?s)differs between worker \d.*and worker \d.*mend.*spmd\.varying"):
+    with pytest.raises(ReplicaError, match=r"(?s)differs between worker \d.*and worker \d.*mend.*spmd\.varying"):
         run(scheduler, REDUCTIONS[reduction], SOURCES[source], True)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_the_error_names_the_line(reduction):
-    with pytest.raises(StateError) as caught:
+    with pytest.raises(ReplicaError) as caught:
         run("lockstep", REDUCTIONS[reduction], SOURCES["a bare array"], True)
     line = REDUCTIONS[reduction].__code__.co_firstlineno
     assert f"{__file__}:{line} in <lambda>" in str(caught.value)
@@ -155,7 +155,7 @@ def test_recorded_programs_compare_too(scheduler, source):
         own = SOURCES[source](spmd.worker_index("x"))
         return x + np.sum(spmd.pmean(own, "x"))
 
-    with spmd.Mesh(x=3, scheduler=scheduler), pytest.raises(StateError, match="differs between"):
+    with spmd.Mesh(x=3, scheduler=scheduler), pytest.raises(ReplicaError, match="differs between"):
         spmd.jit(spmd.map(parts, P("x"), P("x")))(np.zeros(3))
 
 
@@ -255,7 +255,7 @@ def cases(n: int, python) -> None:
             assert 1 <= int(how) <= 64
         else:
             assert len({*others}) == 1, name  # the same error on every process
-            assert how.startswith(("StateError", "LayoutError", "MismatchError")), f"{name}: {how}"
+            assert how.startswith(("StateError", "ReplicaError", "LayoutError", "MismatchError")), f"{name}: {how}"
             assert "mend: " in how
 
 

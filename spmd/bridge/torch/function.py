@@ -29,7 +29,7 @@ from spmd.bridge.torch.memory import array_dtype, block_of, borrowed, owned, ten
 from spmd.bridge.torch.tensor import SUMMED, Tensor, differentiated, plain, state_of_tensor, stated, summed, sums_of
 from spmd.errors import MeshError, ReplicaError, TransportError, caller, message
 from spmd.mesh import WORKER, Mesh, Worker
-from spmd.operators.base import Collective, Operator, Vary, admitted, interned, launch
+from spmd.operators.base import Collective, Operator, Vary, admitted, interned, launch, verify
 from spmd.operators.reduce import Sum
 from spmd.state import State, state_of
 from spmd.tracebacks import api_boundary
@@ -499,6 +499,8 @@ def twin(x: torch.Tensor, state: State, joined: bool = False) -> torch.Tensor:
     found = kept.get(key)
     if found is not None and found[1] == x._version and (found[0] is None or found[0] is x):
         return found[2]
+    if worker.tracked:
+        verify(FRONTEND.data(x), names, "a gradient in a body", "the differentiated tensor")
     task = Task(Vary(names), seat)
     task.joined = joined and not x.ndim
     followed = transformed(x) or dual(x)
@@ -617,7 +619,14 @@ class _Torch:
 
     def data(self, x: torch.Tensor) -> Any:
         x = plain(x)
-        return None if torch.compiler.is_compiling() or transformed(x) else borrowed(x)
+        if torch.compiler.is_compiling():
+            return None
+        while transformed(x):
+            if not _functorch.is_gradtrackingtensor(x):
+                return None
+            x = _functorch.get_unwrapped(x)
+        with temporarily_clear_interpreter_stack():
+            return borrowed(x)
 
     def cast(self, x: torch.Tensor, dtype: np.dtype) -> torch.Tensor:
         return x.to(torch_dtype(dtype))
