@@ -34,14 +34,19 @@ def asked(frame: FrameType | None) -> tuple[str, str] | None:
         outermost, frame = frame, frame.f_back
     if outermost is not None:
         special = _of_class(outermost, found)
+        if special is not None and found is not None and found[0].startswith("numpy") and special[0] in _NAMED:
+            return _written(*found), _mend(*found) or special[1]
         if special is not None:
             return special
     elif frame is not None and _root(frame) != "spmd":
         return _in_line(frame)
     if found is None:
         return None
-    module, name = found
-    return f"{re.sub('^numpy', 'np', module)}.{name}", _mend(module, name)
+    return _written(*found), _mend(*found)
+
+
+def _written(module: str, name: str) -> str:
+    return f"{re.sub('^numpy', 'np', module)}.{name}"
 
 
 _SPARSE = (
@@ -55,6 +60,8 @@ _OF_CLASSES = {
     "numpy.polynomial": ("np.polynomial", "np.polyval(c[::-1], t), of the coefficients in the opposite order"),
 }
 """Parts of NumPy and SciPy that make objects of their own: what asks, and the mend."""
+_NAMED = ("np.matrix", "np.polynomial")
+"""Parts whose functions are told by their own names."""
 
 
 def _of_class(frame: FrameType, found: tuple[str, str] | None) -> tuple[str, str] | None:

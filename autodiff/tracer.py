@@ -766,6 +766,13 @@ class Missing:
         )
 
 
+_OF_UNKNOWN = (
+    "np.stack([a, b]) in place of a list; of a function of NumPy the one in spmd.numpy; spmd.custom_vjp around one of "
+    "another library, with its derivative"
+)
+"""The mend where it is not known what asks for bare data."""
+
+
 class Array(metaclass=Shown):
     """An array whose operations are tracked: its state always, its derivative where a tape is given.
 
@@ -862,7 +869,7 @@ class Array(metaclass=Shown):
                 got=describe(self),
                 need="a bare array; converting would "
                 + ("cut the result off from its gradient" if traced else "lose the state of the array"),
-                mend=(mend or "spmd.custom_vjp around the function that asks, with its derivative")
+                mend=(mend or _OF_UNKNOWN)
                 + (
                     "; spmd.stop_gradient(x) if no gradient is wanted"
                     if traced

@@ -536,15 +536,22 @@ def _shape(x) -> tuple[int, ...]:
     return x.shape if is_handle(x) else np.shape(value_of(x))
 
 
+def _byte_order_alone(dtype: Any, own: Any) -> bool:
+    """Whether two dtypes of numbers differ in their byte order only."""
+    if dtype is None or own is None or dtype == own or not kind_of_dtype(dtype):
+        return False
+    return dtype.newbyteorder("=") == own.newbyteorder("=")
+
+
 def _fitting(g: Any, x, where: str, argument: str, of: str):
     """A cotangent or tangent g of x, checked for its dtype; a Python number takes that of x."""
     own = getattr(x, "dtype", None)
     if type(g) in _NUMBERS and not (type(g) is complex and kind_of(x) == "f"):
         return np.full_like(value_of(x), g) if own is not None else np.asarray(g, type(x))
     dtype = getattr(g, "dtype", None)
-    byte_order_alone = dtype is not None and own is not None and dtype.newbyteorder("=") == own.newbyteorder("=")
-    if byte_order_alone and dtype != own and kind_of_dtype(dtype):
-        return g.astype(own)  # pyright: ignore[reportAttributeAccessIssue]  (a number of Python has no dtype)
+    if _byte_order_alone(dtype, own):
+        array: Any = g
+        return array.astype(own)
     if dtype != own and not (own is None and kind_of(g) in ("f", kind_of(x))):
         raise DifferentiationError(
             message(

@@ -92,6 +92,7 @@ _MENDS = {
     "": _DECLARE.replace("{more}", ""),
 }
 """The mend, by what a value is."""
+_OF_PROCESSES = ("argument", "number", "shape", "closure", "object")
 _NEEDS = {"shape": "one shape, dtype and spec on all processes", "object": "an object that is equal on all workers"}
 
 
@@ -539,7 +540,8 @@ def report(
         _warn_at(source, told)
         return
     named = "axis_name" if not axes else repr(axes[0]) if len(axes) == 1 else repr(tuple(axes))
-    got = f"a value that differs between {one} and {other}"
+    what = "a value" if kind in _OF_PROCESSES else "an Invariant array"
+    got = f"{what} that differs between {one} and {other}"
     if texts:
         got = f"{texts[0]} on {one} and {texts[1]} on {other}"
     # torch takes a TypeError, which a StateError is, in an operator for operands that do not go together.
@@ -549,7 +551,7 @@ def report(
             where + line,
             argument=argument,
             got=got,
-            need=_NEEDS.get(kind, "one value along {along}: it counts as Invariant there").format(along=along),
+            need=_NEEDS.get(kind, "one value on all workers along {along}").format(along=along),
             mend=_MENDS.get(kind, _MENDS[""]).format(axes=named),
         )
     )

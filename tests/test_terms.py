@@ -103,6 +103,7 @@ def test_of_tensors_too(name, how):
     assert found.filename == __file__
 
 
+@pytest.mark.torch
 @pytest.mark.host("a body makes its tensors on the host")
 @pytest.mark.parametrize("name", RIGHT)
 def test_of_tensors_what_is_meant(name):

@@ -914,7 +914,7 @@ class Join(Mixing):
             if state is None or not isinstance(value, np.ndarray | np.generic | float | complex) and not is_slot(value):
                 continue
             axes = tuple(n for n in worker.mesh.axes if n not in state.varying)
-            if axes:
+            if axes and np.size(value):  # what is Rooted has no entries elsewhere
                 verify(value, axes, "a gradient in a body", f"the differentiated leaf {k}")
 
     def bring(self, g, have, state):

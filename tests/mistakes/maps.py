@@ -463,7 +463,7 @@ RESULTS = [
         "spmd.map of <lambda>: result",
         "an Invariant array that differs between worker 0 (data=0, model=0) and worker 2 (data=1, model=0)",
         "one value on all workers",
-        "spmd.varying(a, axis_name)",
+        "spmd.varying(a, (",
     ),
     Row(
         "a gradient that differs by value",
@@ -472,7 +472,7 @@ RESULTS = [
         "the gradient of w",
         "differs between worker 0 (data=0, model=0) and worker 1 (data=0, model=1)",
         "one value on all workers",
-        "spmd.varying(a, axis_name)",
+        "spmd.varying(a, (",
     ),
     Row(
         "blocks of different dtype",
