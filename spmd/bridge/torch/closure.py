@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import types
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -20,26 +21,29 @@ def tensors_within_reach(f: Callable) -> set[int]:
     whatever these hold. Libraries are not searched."""
     found: set[int] = set()
     seen: set[int] = set()
-    stack: list[Any] = [f]
-    while stack and len(seen) < _MOST:
-        x = stack.pop()
+    queue: deque[Any] = deque([f])  # what is near comes first
+    while queue and len(seen) < _MOST:
+        x = queue.popleft()
         if id(x) in seen or isinstance(x, str | bytes | int | float | complex | bool | types.CodeType):
             continue
         seen.add(id(x))
         if isinstance(x, torch.Tensor):
             found.add(id(x))
         else:
-            stack.extend(_referents(x))
+            queue.extend(_referents(x))
     return found
 
 
 def _referents(x: Any) -> Iterable[Any]:
     if isinstance(x, types.FunctionType):
+        held = [x.__closure__, x.__defaults__, x.__kwdefaults__, x.__dict__]
+        if not _own(x.__module__ or ""):  # a wrapper of a library may hold a function of the user's
+            return held
         names = _names(x.__code__)
         module = [x.__globals__[n] for n in names if n in x.__globals__]
         # An attribute of a module that the code names is reached by its name alone.
         inner = [vars(m).get(n) for m in module if _searched_module(m) for n in names]
-        return [*module, *inner, x.__closure__, x.__defaults__, x.__kwdefaults__, x.__dict__]
+        return [*module, *inner, *held]
     if isinstance(x, types.ModuleType):
         return ()
     if isinstance(x, type):
