@@ -305,15 +305,16 @@ class Replicas:
             record = Record(where, argument, str(source), _text(value), turn, 0, None)
             self._note(group.axes, part, record, source, count)
             return
-        found = self._found((*line, count), (worker.index, value, _text(value), part), group.size)
+        found = self._found((*line, count), (worker.index, value, part), group.size)
         if found is None:
             return
-        other, same, text, others = found
+        other, same, others = found
         if same is value:
             return
-        judged = relation(others, part) if text == _text(value) else OTHER
+        fits = same.shape == value.shape and same.dtype == value.dtype
+        judged = relation(others, part) if fits else OTHER
         if judged != SAME:
-            texts = [text, _text(value)] if text != _text(value) else []
+            texts = [] if fits else [_text(same), _text(value)]
             report(worker.mesh, judged, where, argument, (other, worker.index), axes, str(source), texts)
 
     def _found(self, key: Any, own: tuple, size: int) -> tuple | None:

@@ -944,11 +944,11 @@ def verify(value: Any, axes: tuple[str, ...], where: str, argument: str = "x") -
         return
     apart = getattr(worker.comm, "axes", ())  # those of spmd.at_root, along which nobody else takes part
     axes = tuple(n for n in axes if n not in apart)
-    check = _Verification(axes, where, argument, source_of(sys._getframe(1)))
+    source = source_of(sys._getframe(1))
     if worker.program is None:
-        check(value)
+        worker.replicas.verify(worker, axes, value, where, argument, source)
     else:
-        worker.program.call(check, (value,), effect=True)
+        worker.program.call(_Verification(axes, where, argument, source), (value,), effect=True)
 
 
 @dataclass(frozen=True)
