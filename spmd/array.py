@@ -70,8 +70,9 @@ class PartitionedArray:
         self.layout = layout
         self.mesh = mesh
         self.dtype = next(iter(self.blocks.values())).dtype
-        self.compared = False
-        """Whether its shape and its copies were compared across processes, or came of a collective."""
+        self.compared: bool | None = None
+        """Whether its shape and its copies were compared across processes, or came of a collective: False where it was
+        made of bare data, None where it was computed from other global arrays."""
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -61,6 +61,7 @@ from spmd.replicas import (
     object_record,
     relation,
     report,
+    rests,
     settle,
     sketch,
     taken,
@@ -794,9 +795,11 @@ class _Input:
         if self.number:
             replicas.add(tuple(mesh.axes), Record(where, path, "", repr(x), 0, 0, None), "number")
         elif self.blocks is not None and not (isinstance(x, PartitionedArray) and x.compared):
-            if isinstance(x, PartitionedArray):
-                replicas.arrays.append(x)
             (block,) = self.blocks.values()
+            if isinstance(x, PartitionedArray):
+                if x.compared is None and rests(turns, path, block):
+                    return
+                replicas.arrays.append(x)
             shape = f"{dtype_name(block.dtype)}{[*np.shape(x)]}, {self.spec}"
             note_argument(mesh, replicas, Record(where, path, "", shape, 0, 0, None), self.spec, block, turns)
 

@@ -114,7 +114,9 @@ def _put(x, spec: Spec, mesh: Mesh | None, path: str) -> PartitionedArray:
     data = _numbers(x, where, path, mesh)
     _fits(spec, mesh, where, data.ndim, argument)
     layout = mesh.layout(data.shape, spec, where, argument)
-    return PartitionedArray(cut(data, layout, mesh), layout, mesh)
+    placed = PartitionedArray(cut(data, layout, mesh), layout, mesh)
+    placed.compared = False
+    return placed
 
 
 def cut(data: np.ndarray, layout: Layout, mesh: Mesh) -> dict[int, np.ndarray]:
@@ -167,7 +169,9 @@ def from_callback(
             first[owner] = done[key] = block
         elif key not in done:  # on another device
             done[key] = owned_on(mesh, first[owner], w)
-    return PartitionedArray({w: done[mesh.sharing(layout, w)] for w in mesh.local_workers}, layout, mesh)
+    placed = PartitionedArray({w: done[mesh.sharing(layout, w)] for w in mesh.local_workers}, layout, mesh)
+    placed.compared = False
+    return placed
 
 
 @api_boundary
