@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,7 +26,7 @@ from spmd.replicas import digest
 from spmd.specs import spread
 from spmd.tracebacks import api_boundary
 
-__all__ = ["checksum", "cut", "from_blocks", "from_callback", "mesh_for", "put"]
+__all__ = ["cut", "from_blocks", "from_callback", "mesh_for", "put"]
 
 
 def mesh_for(mesh: Mesh | None, where: str) -> Mesh:
@@ -223,11 +222,3 @@ def from_blocks(blocks: Sequence[Any] | Mapping[int, Any], spec: Spec, mesh: Mes
                 )
             )
     return one_copy(mine, layout, mesh)
-
-
-def checksum(block: np.ndarray) -> int:
-    """A checksum of all bits of a block that are part of its numbers: long doubles may have others, of any value."""
-    octets = np.ascontiguousarray(block).reshape(-1).view(np.uint8)
-    if block.dtype.char in "gG" and np.finfo(np.longdouble).nmant == 63:
-        octets = np.ascontiguousarray(octets.reshape(-1, np.dtype(np.longdouble).itemsize)[:, :10])
-    return zlib.crc32(octets.data)

@@ -19,7 +19,7 @@ from spmd.layout import Layout, P
 from spmd.ledger import ledger
 from spmd.mesh import Worker
 from spmd.operators.base import Operator
-from spmd.placing import checksum
+from spmd.replicas import digest
 from spmd.specs import spread
 from spmd.state import ROOTED, VARYING, state_of
 from spmd.transport.base import Call
@@ -290,7 +290,7 @@ class Trial(InBody):
         numbers = [*products, *squares, *moved, *cost]
         held = [("result", k, o, "target") for k, o in enumerate(outs)]
         held += [("cotangent of argument", k, g, "source") for k, g in enumerate(found)]
-        marks = [checksum(np.asarray(to_host(value_of(a)))) for _, _, a, _ in held]
+        marks = [digest(np.asarray(to_host(value_of(a)))) for _, _, a, _ in held]
         each = np.stack(self.gather(np.array([*numbers, *marks], np.clongdouble)))
         sums, marks = np.sum(each[:, : len(numbers)], axis=0), np.real(each[:, len(numbers) :])
         for column, (name, k, a, side) in enumerate(held):
