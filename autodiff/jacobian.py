@@ -27,7 +27,7 @@ from spmd.autodiff.transforms import (
     zeros_like,
 )
 from spmd.errors import DifferentiationError, describe, message
-from spmd.tracebacks import api_boundary
+from spmd.tracebacks import api_boundary, boundary_like
 
 __all__ = ["hessian", "hvp", "jacfwd", "jacrev"]
 
@@ -50,8 +50,7 @@ def jacrev(
     allow_int: integer arguments are no error; their Jacobian is zero.
     """
 
-    @functools.wraps(fun)
-    @api_boundary
+    @boundary_like(fun)
     def wrapped(*args, **kwargs):
         where = f"jacrev of {name_of(fun)}"
         part, chosen = _chosen(fun, argnums, args, kwargs, where)
@@ -84,8 +83,7 @@ def jacfwd(
     real; results may be complex.
     """
 
-    @functools.wraps(fun)
-    @api_boundary
+    @boundary_like(fun)
     def wrapped(*args, **kwargs):
         where = f"jacfwd of {name_of(fun)}"
         part, chosen = _chosen(fun, argnums, args, kwargs, where)

@@ -19,7 +19,7 @@ from spmd.autodiff.tape import ACTIVE, Node, Place, Tape, recording, sweep
 from spmd.autodiff.tracer import Array, value_of
 from spmd.autodiff.transforms import innermost, joint, lower, name_of, on, places, refuse_handles, stated, unstated
 from spmd.errors import DifferentiationError, describe, message
-from spmd.tracebacks import api_boundary
+from spmd.tracebacks import api_boundary, boundary_like
 
 __all__ = ["checkpoint"]
 
@@ -60,8 +60,7 @@ def checkpoint(
         )
     names = {static_argnames} if isinstance(static_argnames, str) else set(static_argnames)
 
-    @functools.wraps(fun)
-    @api_boundary
+    @boundary_like(fun)
     def wrapped(*args, **kwargs):
         tapes = ACTIVE.get()
         if not tapes or any(t not in tapes for t in _tapes(tree.leaves((args, kwargs)))):

@@ -24,7 +24,7 @@ from spmd.autodiff.program import Number, slot_of
 from spmd.autodiff.tape import Bundle, Node, Tape, alone, recording, sweep
 from spmd.autodiff.tracer import FLOAT, Array, find, part, record, value_of
 from spmd.errors import DifferentiationError, describe, message
-from spmd.tracebacks import api_boundary
+from spmd.tracebacks import api_boundary, boundary_like
 
 __all__ = [
     "float0",
@@ -330,6 +330,12 @@ def value_and_grad(
     JAX: df/dRe - i df/dIm. Memory is freed as the sweep goes.
     Raises DifferentiationError where the result is no scalar or an argument is not floating.
     """
+    return boundary_like(fun)(_value_and_gradient(fun, argnums, has_aux, holomorphic, allow_int))
+
+
+def _value_and_gradient(
+    fun: Callable, argnums: int | Sequence[int], has_aux: bool, holomorphic: bool, allow_int: bool
+) -> Callable[..., tuple[Any, Any]]:
     if not callable(fun):
         raise DifferentiationError(
             message(
@@ -350,9 +356,7 @@ def value_and_grad(
     def check(out: Any) -> None:
         _check_scalar(out, where, holomorphic)
 
-    @functools.wraps(fun)
-    @api_boundary
-    def wrapped(*args, **kwargs):
+    def both(*args, **kwargs):
         numbers = positions(argnums, len(args), where)
         if together is not None:
             found = together(fun, check, numbers, args, kwargs)
@@ -379,7 +383,7 @@ def value_and_grad(
         value = lower(out, tape)
         return (value, aux) if has_aux else value, grads[0] if single else tuple(grads)
 
-    return wrapped
+    return both
 
 
 def _check_scalar(out: Any, where: str, holomorphic: bool) -> None:
@@ -420,10 +424,9 @@ def grad(
     allow_int: bool = False,
 ) -> Callable:
     """A function that returns the gradient of `fun`; see `value_and_grad`. With has_aux: (gradient, aux)."""
-    both = value_and_grad(fun, argnums, has_aux, holomorphic, allow_int)
+    both = _value_and_gradient(fun, argnums, has_aux, holomorphic, allow_int)
 
-    @functools.wraps(fun)
-    @api_boundary
+    @boundary_like(fun)
     def wrapped(*args, **kwargs):
         value, gradient = both(*args, **kwargs)
         return (gradient, value[1]) if has_aux else gradient
@@ -444,7 +447,8 @@ def vjp(fun: Callable, *primals, has_aux: bool = False) -> tuple[Any, ...]:
     later changes the pullback (`spmd.debug(mutation=True)` finds that). The result is the caller's own.
     """
     tracer.mixing.differentiates(tree.leaves(primals))
-    return pullback_of(fun, primals, has_aux=has_aux)
+    value, pullback, *aux = pullback_of(fun, primals, has_aux=has_aux)
+    return value, api_boundary(pullback), *aux
 
 
 def pullback_of(fun: Callable, primals: Sequence[Any], *, has_aux: bool = False, once: bool = False) -> tuple[Any, ...]:
@@ -455,7 +459,6 @@ def pullback_of(fun: Callable, primals: Sequence[Any], *, has_aux: bool = False,
         out, aux = _result(fun(*tree.unflatten(treedef, lifted)), has_aux, tape, where)
     outs, out_tree = tree.flatten(out)
 
-    @api_boundary
     def pullback(cotangent):
         gs = _match(cotangent, outs, out_tree, where)
         seeds = [(held(o).node, g) for o, g in zip(outs, gs, strict=True) if on(held(o), tape)]

@@ -383,16 +383,18 @@ class Mapped:
 
     def _execute(self, mesh: Mesh, key: Any, body: Callable[[Worker], Any], *, tracked: bool) -> Outcome:
         """Run on all workers, with the scheduler that suits this map on these shapes."""
+        number = next_turn(self._turns, key)
         if mesh.scheduler == "threads" or mesh.transport.name != "local":
             with suspended():
-                return mesh.run(body, tracked=tracked)
+                return mesh.run(body, tracked=tracked, number=number)
         trial = self._trials.get((mesh, key))
         if trial is None:
             trial = self._trials[mesh, key] = Trial()
         scheduler = trial.next if mesh.scheduler == "auto" else "lockstep"
         in_turns = scheduler == "lockstep"
         with suspended():
-            outcome = mesh.run(body, tracked=tracked, scheduler=ONE_BY_ONE if in_turns and trial.quiet else scheduler)
+            how = ONE_BY_ONE if in_turns and trial.quiet else scheduler
+            outcome = mesh.run(body, tracked=tracked, scheduler=how, number=number)
         if in_turns:
             trial.quiet = outcome.switches == 0
         if mesh.scheduler == "auto" and trial.chosen is None:
@@ -508,7 +510,9 @@ class Mapped:
         return x
 
     def _admitted_result(self, leaf: Leaf, x: Any) -> Any:
-        return x if on_device(x) else admit(x, self.where, leaf.path, need=_RESULT, otherwise=_AS_IT_IS)
+        if on_device(x) or (type(x) is np.ndarray and x.dtype.kind in "fciub"):
+            return x
+        return admit(x, self.where, leaf.path, need=_RESULT, otherwise=_AS_IT_IS)
 
     def _bad_result(self, leaf: Leaf) -> Exception:
         """The error for an array of this library, or of a frontend, that a body of NumPy cannot give."""
@@ -797,8 +801,10 @@ class _Input:
         elif self.blocks is not None and not (isinstance(x, PartitionedArray) and x.compared):
             (block,) = self.blocks.values()
             if isinstance(x, PartitionedArray):
-                if x.compared is None and rests(turns, path, block):
-                    return
+                if x.compared is None and not on_device(block):
+                    turn = next_turn(turns, ("rests", path, block.shape))
+                    if rests(turn, block.nbytes):
+                        return
                 replicas.arrays.append(x)
             shape = f"{dtype_name(block.dtype)}{[*np.shape(x)]}, {self.spec}"
             note_argument(mesh, replicas, Record(where, path, "", shape, 0, 0, None), self.spec, block, turns)
@@ -897,78 +903,94 @@ def _joined_leaves(where: str, mesh: Mesh, outcome: Outcome, check: bool, turns:
     results, size = outcome.results, mesh.size
     mine = next(iter(results.values()))
     places = [k for k, spec in enumerate(mine.specs) if spec is not None]
-    # The structures of workers held here have been compared already.
-    structure = shown(mine.treedef) if len(results) < size else ""
-    checked = check and mesh.checks
-    if checked:
+    checked, alone = check and mesh.checks, len(results) < size
+    if checked and len(places) < len(mine.specs):
         _objects_agree(where, mesh, outcome)
-    if not places and not structure:
+    if not places and not alone:
         return list(mine.blocks)
     # Blocks on a device are not compared: that would wait for it.
-    compared = _with_copies(mesh, outcome, places) if checked and mesh.places is None else set()
-    turn = {k: next_turn(turns, (mine.paths[k], mine.blocks[k].shape)) for k in compared}
-    parts = {w: {k: taken(r.blocks[k], turn[k]) for k in compared} for w, r in results.items()}
-    records = outcome.replicas.noted() if checked else {}
-    notes = {
-        w: [structure, [_note(r.blocks[k], parts[w].get(k), turn.get(k)) for k in places], records]
-        for w, r in results.items()
-    }
-    shared = mesh.transport.share(notes) if structure else notes
-    for w, (other, *_) in shared.items():
-        if other != shared[0][0]:
-            raise _structures_differ(where, mesh, (0, w), (shared[0][0], other))
-    if structure and checked:
-        settle(mesh, {w: told[2] for w, told in shared.items()}, outcome.replicas)
-    told = [shared[w][1] for w in range(size)] if places else []
+    turn = _turns_of_copies(mesh, outcome, places, turns) if checked and mesh.places is None else {}
+    parts = {k: {w: taken(r.blocks[k], n) for w, r in results.items()} for k, n in turn.items()}
+    if alone:
+        told = _told(where, mesh, outcome, checked, places, turn, parts)
+    else:
+        told = {w: [_Note(r.blocks[k].shape, r.blocks[k].dtype) for k in places] for w, r in results.items()}
     joined = list(mine.blocks)
     for j, k in enumerate(places):
-        said = [notes[j] for notes in told]
+        notes = [told[w][j] for w in range(size)]
         path, spec = mine.paths[k], mine.specs[k]
         assert spec is not None
-        alike = said.count(said[0]) == size
-        if not alike:
-            _one_dtype(where, path, mesh, [s[1] for s in said])
-        layout = mesh.joined(_shapes(said, alike), spec, where, path)
-        if k in compared and not alike:
-            _copies_agree(where, path, mesh, layout, [s[2:] for s in said], {w: p[k] for w, p in parts.items()})
+        _one_dtype(where, path, mesh, [note.dtype for note in notes])
+        layout = mesh.joined(tuple([note.shape for note in notes]), spec, where, path)
+        if k in turn:
+            _copies_agree(where, path, mesh, layout, notes, parts[k])
         joined[k] = PartitionedArray(mesh.shared(layout, lambda w, k=k: results[w].blocks[k]), layout, mesh)
         joined[k].compared = checked
     return joined
 
 
-def _note(block: Any, part: Any, turn: int | None) -> list:
-    """What workers tell each other of a block: its shape, its dtype, and where copies are compared the turn and the
-    digest of the part that it takes in."""
-    number = 0 if part is None else digest(part)
-    return [[*block.shape], dtype_name(block.dtype), turn or 0, number]
+class _Note(NamedTuple):
+    """What is known of a worker's block. turn, number: of a copy that another process holds, which comparison it is,
+    and the digest of what that takes in."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    turn: int = 0
+    number: int = 0
 
 
-def _shapes(said: Sequence[list], alike: bool) -> tuple[tuple[int, ...], ...]:
-    """The shapes of the blocks of all workers, as they were told."""
-    return (tuple(said[0][0]),) * len(said) if alike else tuple([tuple(s[0]) for s in said])
+def _told(
+    where: str,
+    mesh: Mesh,
+    outcome: Outcome,
+    checked: bool,
+    places: Sequence[int],
+    turn: dict[int, int],
+    parts: dict[int, dict[int, np.ndarray]],
+) -> dict[int, list[_Note]]:
+    """What processes tell each other of their blocks at the end of a map. They compare the structures of their results,
+    and what they noted, by the same message."""
+    ((me, own),) = outcome.results.items()
+    structure = shown(own.treedef)
+    notes = [
+        [
+            [*own.blocks[k].shape],
+            dtype_name(own.blocks[k].dtype),
+            turn.get(k, 0),
+            digest(parts[k][me]) if k in turn else 0,
+        ]
+        for k in places
+    ]
+    shared = mesh.transport.share({me: [structure, notes, outcome.replicas.noted() if checked else {}]})
+    for w, (other, *_) in shared.items():
+        if other != shared[0][0]:
+            raise _structures_differ(where, mesh, (0, w), (shared[0][0], other))
+    if checked:
+        settle(mesh, {w: records for w, (_, _, records) in shared.items()}, outcome.replicas)
+    return {w: [_Note(tuple(shape), *rest) for shape, *rest in found] for w, (_, found, _) in shared.items()}
 
 
-def _with_copies(mesh: Mesh, outcome: Outcome, places: Sequence[int]) -> set[int]:
-    """Of which results several workers have a copy each."""
+def _turns_of_copies(mesh: Mesh, outcome: Outcome, places: Sequence[int], turns: dict[Any, int]) -> dict[int, int]:
+    """By place, the results of which copies are compared now, and how often they were before."""
     results = list(outcome.results.values())
     first, alone = results[0], len(results) < mesh.size
     own: dict[int, bool] = {}  # by spec: whether every worker has a block that is no copy
-    found = set()
+    found = {}
     for k in places:
-        spec = first.specs[k]
+        spec, block = first.specs[k], first.blocks[k]
         varies = own.get(id(spec))
         if varies is None:
             assert spec is not None
             varies = isinstance(spec, P) and all(n == 1 or name in spec.varying for name, n in mesh.axes.items())
             own[id(spec)] = varies
-        if not varies and (
-            alone or not isinstance(spec, P) or any(r.blocks[k] is not first.blocks[k] for r in results)
-        ):
-            found.add(k)
+        if not varies and (alone or not isinstance(spec, P) or any(r.blocks[k] is not block for r in results)):
+            turn = next_turn(turns, (first.paths[k], block.shape))
+            if not rests(turn, block.nbytes):
+                found[k] = turn
     return found
 
 
-def _one_dtype(where: str, path: str, mesh: Mesh, dtypes: list[str]) -> None:
+def _one_dtype(where: str, path: str, mesh: Mesh, dtypes: list[Any]) -> None:
     for w, dtype in enumerate(dtypes):
         if dtype != dtypes[0]:
             raise LayoutError(
@@ -983,20 +1005,20 @@ def _one_dtype(where: str, path: str, mesh: Mesh, dtypes: list[str]) -> None:
 
 
 def _copies_agree(
-    where: str, path: str, mesh: Mesh, layout: Layout, told: list[list[int]], parts: dict[int, Any]
+    where: str, path: str, mesh: Mesh, layout: Layout, notes: list[_Note], parts: dict[int, np.ndarray]
 ) -> None:
-    """What is typed Invariant must be equal by value. told: each worker's turn and digest; parts: what was digested
-    of the blocks held here."""
-    pairs = [
-        (owner, w)
-        for w, owner in enumerate(layout.owners)
-        if told[w][0] == told[owner][0] and told[w][1] != told[owner][1]
-    ]
-    if not pairs:
-        return
+    """What is typed Invariant must be equal by value. parts: what is compared of the blocks held here."""
+    pairs = [(owner, w) for w, owner in enumerate(layout.owners) if owner != w]
     if len(parts) == mesh.size:
         judged = [relation(parts[owner], parts[w]) for owner, w in pairs]
     else:
+        pairs = [
+            (owner, w)
+            for owner, w in pairs
+            if notes[owner].turn == notes[w].turn and notes[owner].number != notes[w].number
+        ]
+        if not pairs:
+            return
         sketches = mesh.transport.share({w: sketch(p) for w, p in parts.items()})
         judged = [ROUNDING if alike(sketches[owner], sketches[w]) else OTHER for owner, w in pairs]
     axes = [n for n in mesh.axes if layout.spec is not None and n not in layout.spec.varying]

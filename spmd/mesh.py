@@ -360,10 +360,12 @@ class Mesh:
             found = self._groups[worker, axes] = Group(axes, dims, tuple(members), index)
         return found
 
-    def run(self, body: Callable[[Worker], Any], *, tracked: bool = True, scheduler: str | None = None) -> Outcome:
-        """Run body(worker) on every worker held here; their results by worker number."""
+    def run(
+        self, body: Callable[[Worker], Any], *, tracked: bool = True, scheduler: str | None = None, number: int = 0
+    ) -> Outcome:
+        """Run body(worker) on every worker held here; their results by worker number. number: of runs before."""
 
-        replicas = Replicas(alone=len(self.local_workers) < self.size)
+        replicas = Replicas(len(self.local_workers) < self.size, number)
 
         def main(comm: Comm):
             worker = Worker(self, comm, tracked, replicas)

@@ -71,6 +71,7 @@ _ROUNDING = 1024.0
 """Differences of up to so many units in the last place of the largest entry count as rounding, or the root of the unit
 where that is less."""
 _CHUNKS = 1024
+_GOLDEN = (3.0 - 5.0**0.5) / 2.0
 
 SAME, ROUNDING, OTHER = "same", "rounding", "other"
 _DECLARE = (
@@ -119,13 +120,13 @@ def next_turn(turns: dict[Any, int], key: Any) -> int:
     return turn
 
 
-def rests(turns: dict[Any, int], path: str, x: Any) -> bool:
-    """Whether a small argument is left out this time: what is computed from global arrays outside of maps, as by an
-    optimizer, is compared in the first calls and in every third one from then on."""
-    if on_device(x) or x.nbytes > PART_BYTES:
-        return False
-    turn = next_turn(turns, ("rests", path, x.shape))
-    return turn >= WHOLE_TURNS and turn % 3 != 0
+def rests(turn: int, nbytes: int) -> bool:
+    """Whether a value is left out of comparison number `turn`.
+
+    Of any three comparisons of a small value in a row at least one is made: the first ones, and then those at steps of
+    the golden section, which keep time with no loop of the program.
+    """
+    return turn >= WHOLE_TURNS and nbytes <= PART_BYTES and turn * _GOLDEN % 1.0 >= _GOLDEN
 
 
 @lru_cache(maxsize=1)
@@ -267,6 +268,7 @@ class Replicas:
     """What the workers of one map that this process holds supposed to be one value.
 
     alone: whether this process holds one worker of several, so that others are asked at the end of the map.
+    run: how often this map ran before.
     declared: bare arrays that the body declared to vary. arrays: global arrays that this map compares.
     anywhere: whether any process has noted something.
     """
@@ -282,10 +284,12 @@ class Replicas:
         "arrays",
         "declared",
         "records",
+        "run",
     )
 
-    def __init__(self, alone: bool):
+    def __init__(self, alone: bool, run: int = 0):
         self.alone = alone
+        self.run = run
         self.records: dict[str, Record] = {}
         self.anywhere = False
         self.arrays: list[PartitionedArray] = []
@@ -306,9 +310,11 @@ class Replicas:
         group = worker.group(axes)
         if group.size == 1 or on_device(value) or not worker.mesh.checks:
             return
-        value = np.asarray(value)
         line = (group.key, id(source.code), source.instruction, where, argument)
         count = next_turn(self._counts, (worker.index, *line))
+        value = np.asarray(value)
+        if max(self.run, count) >= WHOLE_TURNS and rests(self.run + count, value.nbytes):
+            return
         turn = next_turn(worker.mesh.turns, (worker.index, *line, value.shape))
         part = taken(value, turn)
         if self.alone:

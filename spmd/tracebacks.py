@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from spmd.errors import message
 
-__all__ = ["api_boundary", "shorten"]
+__all__ = ["api_boundary", "boundary_like", "shorten"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -31,15 +31,24 @@ _INTERNAL = frozenset(
 def api_boundary(f: F) -> F:
     """A public function: an error that leaves it shows the user's frames only."""
 
-    @wraps(f)
-    def boundary(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return f(*args, **kwargs)
-        except BaseException as error:
-            shorten(error, f)
-            raise  # as it is now: a bare raise adds no frame
+    return boundary_like(f)(f)  # type: ignore[return-value]
 
-    return boundary  # type: ignore[return-value]
+
+def boundary_like(fun: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The same for what a public function makes of the user's `fun`, whose name and docstring it gets."""
+
+    def decorate(f: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(fun)
+        def boundary(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return f(*args, **kwargs)
+            except BaseException as error:
+                shorten(error, f)
+                raise  # as it is now: a bare raise adds no frame
+
+        return boundary
+
+    return decorate
 
 
 def shorten(error: BaseException, f: Callable[..., Any] | None = None) -> None:

@@ -906,16 +906,17 @@ class Join(Mixing):
 
     def differentiates(self, leaves: list) -> None:
         worker = WORKER.get()
-        if worker is None or not worker.tracked:
+        if worker is None or not worker.tracked or not worker.mesh.checks:
             return
+        source = None
         for k, x in enumerate(leaves):
-            state = x.state if type(x) is Array else worker.state()
-            value = value_of(x)
-            if state is None or not isinstance(value, np.ndarray | np.generic | float | complex) and not is_slot(value):
+            value, state = (x.value, x.state) if type(x) is Array else (x, worker.state())
+            if state is None or not isinstance(value, _NUMERIC) and not is_slot(value):
                 continue
-            axes = tuple(n for n in worker.mesh.axes if n not in state.varying)
+            axes = tuple([n for n in worker.mesh.axes if n not in state.varying])
             if axes and np.size(value):  # what is Rooted has no entries elsewhere
-                verify(value, axes, "a gradient in a body", f"the differentiated leaf {k}")
+                source = source or source_of(sys._getframe(1))
+                _verify(worker, value, axes, "a gradient in a body", f"the differentiated leaf {k}", source)
 
     def bring(self, g, have, state):
         if type(g) is not Array or g.state is state or state is None:
@@ -936,15 +937,20 @@ class Join(Mixing):
 
 tracer.use_mixing(Join())
 
+_NUMERIC = (np.ndarray, np.generic, float, complex)
+
 
 def verify(value: Any, axes: tuple[str, ...], where: str, argument: str = "x") -> None:
     """Raise where bare data that counts as Invariant differs between the workers along these axes. None: no data."""
     worker = here(where)
-    if value is None or not worker.tracked:
-        return
+    if value is not None and worker.tracked:
+        _verify(worker, value, axes, where, argument, source_of(sys._getframe(1)))
+
+
+def _verify(worker: Worker, value: Any, axes: tuple[str, ...], where: str, argument: str, source: Source) -> None:
     apart = getattr(worker.comm, "axes", ())  # those of spmd.at_root, along which nobody else takes part
-    axes = tuple(n for n in axes if n not in apart)
-    source = source_of(sys._getframe(1))
+    if apart:
+        axes = tuple(n for n in axes if n not in apart)
     if worker.program is None:
         worker.replicas.verify(worker, axes, value, where, argument, source)
     else:

@@ -206,14 +206,14 @@ def _sum_of_gradients(
 ) -> Call:
     """What the workers call, from the line of the user that asks for gradients; made once for each, as by `launch`."""
     user = caller(sys._getframe(2))
-    key = None if user is None else (id(user.f_code), user.f_lasti, axes, dtype, shapes, places)
+    line = (0, 0) if user is None else (id(user.f_code), user.f_lasti)
+    key = (*line, axes, dtype, shapes, places)
     call = _calls.get(key)
     if call is None:
         size, listed = sum(map(math.prod, shapes)), ", ".join(str([*shape]) for shape in shapes)
         detail, leaf = f"gradients of shapes {listed}", _arguments(places)
         call = Call("psum", axes, dtype, (size,), detail=detail, alike=True, frame=user, leaf=leaf)
-        if key is not None:
-            bounded(_calls)[key] = call  # It keeps the code, so that no other has its id.
+        bounded(_calls)[key] = call  # It keeps the code, so that no other has its id.
     return call
 
 

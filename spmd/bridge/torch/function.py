@@ -26,7 +26,17 @@ from torch.autograd import forward_ad
 from spmd import frontends
 from spmd.autodiff.dtypes import mean_dtype
 from spmd.bridge.torch.memory import array_dtype, block_of, borrowed, owned, tensor_of, torch_dtype
-from spmd.bridge.torch.tensor import SUMMED, Tensor, differentiated, plain, state_of_tensor, stated, summed, sums_of
+from spmd.bridge.torch.tensor import (
+    SUMMED,
+    Tensor,
+    differentiated,
+    plain,
+    state_of_tensor,
+    stated,
+    summed,
+    sums_of,
+    unasked,
+)
 from spmd.errors import MeshError, ReplicaError, TransportError, caller, message
 from spmd.mesh import WORKER, Mesh, Worker
 from spmd.operators.base import Collective, Operator, Vary, admitted, interned, launch, verify
@@ -434,7 +444,9 @@ def dual(x: torch.Tensor) -> bool:
 def apply(op: Any, x: torch.Tensor, seat: Seat, frame: Any = None) -> torch.Tensor:
     """An operator on a tensor, recorded where it is differentiated; no check of states. frame: from where it counts as
     called, a frame or a Place; None: from the nearest line of the user's above."""
-    return _started(op, plain(x) if isinstance(x, Tensor) else x, seat, frame)()
+    finish = _started(op, plain(x) if isinstance(x, Tensor) else x, seat, frame)
+    with unasked():
+        return finish()
 
 
 def _started(op: Collective, x: torch.Tensor, seat: Seat, frame: Any) -> Callable[[], torch.Tensor]:
@@ -449,8 +461,10 @@ def _started(op: Collective, x: torch.Tensor, seat: Seat, frame: Any) -> Callabl
         return lambda: kind.apply(x, task)
     if type(op) is Vary:
         return lambda: Apply.apply(x, task)
-    task.asks[0] = differentiated(x) and (x.is_floating_point() or x.is_complex())
-    task.start(x)
+    with unasked():
+        countable = x.is_floating_point() or x.is_complex()
+        task.asks[0] = differentiated(x) and countable
+        task.start(x)
     grad = torch.is_grad_enabled()
 
     def finish() -> torch.Tensor:
@@ -483,6 +497,11 @@ def twin(x: torch.Tensor, state: State, joined: bool = False) -> torch.Tensor:
                 mend="return what is needed outside with an out_spec",
             )
         )
+    with unasked():
+        return _twin(x, state, joined, worker)
+
+
+def _twin(x: torch.Tensor, state: State, joined: bool, worker: Worker) -> torch.Tensor:
     own = _summed_elsewhere(x, state)
     if own:
         sums = sums_of(x)

@@ -31,7 +31,7 @@ from spmd.layout import Layout, P
 from spmd.mapping import Mapped, _joined_leaves, _one_structure, _Results, note_argument
 from spmd.mesh import WORKER, Mesh, Worker
 from spmd.placing import mesh_for
-from spmd.replicas import Record
+from spmd.replicas import Record, next_turn
 from spmd.specs import Leaf
 from spmd.state import state_of
 from spmd.tracebacks import api_boundary
@@ -248,7 +248,8 @@ class _Call:
             # whose flag for tracing is one for all threads, would take that for a function that traces itself.
             sys.modules["torch._dynamo"].config.error_on_nested_fx_trace = False
         with one_level() if shared else nullcontext():
-            return self.mesh.run(limited, tracked=tracked, scheduler="threads")
+            number = next_turn(self.mapped._turns, body.__name__)
+            return self.mesh.run(limited, tracked=tracked, scheduler="threads", number=number)
 
     def _blocks(self, given: Sequence[torch.Tensor]) -> list[Any]:
         """For each argument its blocks by worker, or, where it is passed as it is, itself."""

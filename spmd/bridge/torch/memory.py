@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from spmd.bridge.torch.tensor import unasked
 from spmd.device import contiguous, imported, on_device
 from spmd.errors import LayoutError, MeshError, message
 from spmd.kernels import buffers
@@ -82,13 +83,13 @@ def torch_dtype(dtype: Any) -> torch.dtype:
 
 def borrowed(x: torch.Tensor) -> Any:
     """A tensor's data as an array on the same memory: read-only, and to be read before the tensor is written to."""
-    x = x.detach().resolve_conj().resolve_neg()
-    if x.is_cuda:
-        return imported("spmd.bridge.torch").from_dlpack(x)
-    dtype = array_dtype(x.dtype)
-    if x.dtype is torch.bfloat16:
-        return sealed(x.contiguous().view(torch.int16).numpy().view(dtype))
-    return sealed(x.numpy())
+    with unasked():
+        if x.is_cuda:
+            return imported("spmd.bridge.torch").from_dlpack(x.detach().resolve_conj().resolve_neg())
+        dtype = array_dtype(x.dtype)
+        if x.dtype is torch.bfloat16:
+            return sealed(x.detach().contiguous().view(torch.int16).numpy().view(dtype))
+        return sealed(x.numpy(force=True))
 
 
 def check_device(x: torch.Tensor, mesh: Mesh, where: str, argument: str) -> None:
@@ -108,8 +109,9 @@ def check_device(x: torch.Tensor, mesh: Mesh, where: str, argument: str) -> None
 def block_of(x: torch.Tensor, worker: Worker, where: str) -> tuple[Any, bool]:
     """A tensor's data for a collective, and whether it is lent: the very memory of the tensor, which may be written to
     as soon as this worker goes on."""
-    check_device(x, worker.mesh, where, "x")
-    array = borrowed(x)
+    with unasked():
+        check_device(x, worker.mesh, where, "x")
+        array = borrowed(x)
     block = contiguous(array)
     return block, block is array
 

@@ -17,7 +17,7 @@ from torch._functorch import eager_transforms
 from spmd.bridge.torch.drawing import is_drawing
 from spmd.bridge.torch.function import Function, Seat, apply, dual, seat_of
 from spmd.bridge.torch.modules import Lies, common_axes, of_shape, resolved
-from spmd.bridge.torch.tensor import SUMMED, Tensor, plain, state_of_tensor, stated, summed, sweep
+from spmd.bridge.torch.tensor import SUMMED, Tensor, plain, state_of_tensor, stated, summed, sweep, unasked
 from spmd.errors import LayoutError, MeshError, StateError, describe, message
 from spmd.frontends import register
 from spmd.layout import Layout, P
@@ -81,7 +81,8 @@ class PartitionedTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, block: torch.Tensor, placement: Placement, shape: Any = None, strides: Any = None) -> Any:
         shape = placement.layout.shape if shape is None else shape
-        x: Any = torch.Tensor._make_wrapper_subclass(cls, shape, strides, dtype=block.dtype, device=block.device)
+        with unasked():
+            x: Any = torch.Tensor._make_wrapper_subclass(cls, shape, strides, dtype=block.dtype, device=block.device)
         x._block = block
         x._placement = placement
         x._state = _INVARIANT
@@ -182,7 +183,8 @@ class PartitionedTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return dispatch(func, args, kwargs or {})
+        with unasked():  # what functions of torch draw has been seen to above
+            return dispatch(func, args, kwargs or {})
 
 
 class _ParameterMeta(type(torch.Tensor)):
@@ -443,11 +445,15 @@ class _Block(Function):
     @staticmethod
     def forward(ctx: Any, x: PartitionedTensor) -> torch.Tensor:
         ctx.placement, ctx.state = x._placement, x._state
-        return x._block.detach()
+        with unasked():
+            return x._block.detach()
 
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor) -> Any:
-        return _Joined.apply(plain(g) if isinstance(g, Tensor) else g, ctx.placement, ctx.state)
+        g = plain(g) if isinstance(g, Tensor) else g
+        if not torch.is_grad_enabled() and _functorch.maybe_current_level() is None:
+            return _joined(g, ctx.placement, ctx.state)
+        return _Joined.apply(g, ctx.placement, ctx.state)
 
 
 class _TransformedBlock(Function):
@@ -469,14 +475,19 @@ class _TransformedBlock(Function):
         return _TransformedBlock.apply(tangent)
 
 
+def _joined(block: torch.Tensor, placement: Placement, state: State) -> PartitionedTensor:
+    with unasked():
+        x = PartitionedTensor(block.detach(), placement)
+    x._state = state
+    return x
+
+
 class _Joined(Function):
     """A partitioned tensor on a block: the adjoint of taking the block."""
 
     @staticmethod
     def forward(block: torch.Tensor, placement: Placement, state: State) -> Any:
-        x = PartitionedTensor(block.detach(), placement)
-        x._state = state
-        return x
+        return _joined(block, placement, state)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -604,7 +615,46 @@ def _function(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return _met_and_called(func, args, kwargs)
 
 
+_IN_PLACE = {
+    getattr(torch.Tensor, name)
+    for name in "add_ sub_ mul_ div_ addcmul_ addcdiv_ lerp_ copy_ zero_ sqrt_ neg_ clamp_".split()
+}
+
+
+def _written_blocks(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether an in-place function of elements, of tensors that lie alike, has been done on their blocks: the shorter
+    way of optimizers, which come by it in each step. Not where torch follows it, or transforms or compiles it."""
+    target, *others = args
+    if torch.is_grad_enabled() or _functorch.maybe_current_level() is not None or torch.compiler.is_compiling():
+        return False
+    if not isinstance(target, PartitionedTensor) or target._state is not _INVARIANT:
+        return False
+    placement, shape = target._placement, target.shape
+    blocks: list[Any] = [target._block]
+    for a in others:
+        if type(a) in _NUMBERS:
+            blocks.append(a)
+        elif isinstance(a, PartitionedTensor) and a._state is _INVARIANT and a.shape == shape:
+            if a._placement is not placement and a._placement != placement:
+                return False
+            blocks.append(a._block)
+        else:
+            return False
+    if any(type(v) not in _NUMBERS for v in kwargs.values()):
+        return False
+    func(*blocks, **kwargs)
+    torch.autograd.graph.increment_version(target)
+    return True
+
+
+_NUMBERS = (int, float, complex, bool, type(None))
+
+
 def _met_and_called(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if func in _IN_PLACE:
+        with unasked():
+            if _written_blocks(func, args, kwargs):
+                return args[0]
     state = _met(func, args, kwargs)
     with _disabled():
         result = func(*args, **kwargs)

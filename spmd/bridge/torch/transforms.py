@@ -18,7 +18,7 @@ from torch.utils import checkpoint
 
 from spmd.bridge.torch.drawing import BodyMode, in_body, mode_is_on
 from spmd.bridge.torch.tensor import Tensor, put_state, swept
-from spmd.tracebacks import api_boundary
+from spmd.tracebacks import boundary_like
 
 __all__: list[str] = []
 
@@ -62,8 +62,7 @@ def _with_states(forward: Callable) -> Callable:
 def _asking(engine: Callable) -> Callable:
     """What backward calls of Python's, a checkpointed function for one, meets tensors with states as forward did."""
 
-    @functools.wraps(engine)
-    @api_boundary
+    @boundary_like(engine)
     def call(*args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
             if swept():
