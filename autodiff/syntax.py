@@ -386,7 +386,9 @@ tracer.missing.update(
 
 def _define_missing() -> None:
     """Tell of what NumPy's arrays have, and of its functions, which other libraries have as methods."""
-    functions = (name for name, f in vars(np).items() if name[0] != "_" and callable(f) and not isinstance(f, type))
+    functions = (
+        name for name, f in tuple(vars(np).items()) if name[0] != "_" and callable(f) and not isinstance(f, type)
+    )
     for name in {*tracer.missing, *functions}:
         if not hasattr(Array, name):
             setattr(Array, name, tracer.Missing(name))

@@ -690,14 +690,15 @@ def _place_of_out(fun) -> int:
 
 def load_families() -> None:
     """Load the rules that are left, those of scipy.special too where it is imported."""
-    while _families:
-        importlib.import_module(f"spmd.autodiff.rules.{_families.pop()}")
+    for name in tuple(_families):  # a thread that comes meanwhile waits for the module too
+        importlib.import_module(f"spmd.autodiff.rules.{name}")
+    _families.clear()
     if "scipy.special" in sys.modules:
         importlib.import_module("spmd.autodiff.rules.special")
 
 
 def _no_rule(fun) -> Exception:
-    names = {f.__name__: name_of(f) for f in handlers}
+    names = {f.__name__: name_of(f) for f in tuple(handlers)}
     instead = refusals.get(fun)
     if fun in in_place:
         from spmd.autodiff.conversion import asked

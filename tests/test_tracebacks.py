@@ -127,9 +127,7 @@ def sampled(sites, contexts, every):
 
 
 @pytest.mark.parametrize(("site", "call"), sampled(SITES, CALLS, 6))
-@pytest.mark.parametrize(
-    "mesh", [pytest.param(LOCKSTEP, id="lockstep"), pytest.param(THREADS, id="threads", marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("mesh", [LOCKSTEP, THREADS], ids=["lockstep", "threads"])
 def test_users_frames_of_the_body_and_of_the_call(tmp_path, site, call, mesh):
     program = written(tmp_path, site=SITES[site], call=CALLS[call], mesh=mesh)
     ended = run_python(program)

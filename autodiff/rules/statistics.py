@@ -677,6 +677,6 @@ def declare(ufunc) -> None:
             composite(Method((ufunc, method)), by_numpy=ufunc in _in_other_order and method != "outer")(fun)
 
 
-for _ufunc in vars(np).values():
+for _ufunc in tuple(vars(np).values()):  # other threads may import more of NumPy meanwhile
     if isinstance(_ufunc, np.ufunc):
         declare(_ufunc)

@@ -49,7 +49,7 @@ passive(
         "roots_hermitenorm roots_sh_legendre roots_sh_chebyt roots_sh_chebyu "
         "p_roots t_roots u_roots c_roots s_roots l_roots h_roots he_roots ps_roots ts_roots us_roots"
     ),
-    *[f for name, f in vars(special).items() if name.endswith("_zeros")],
+    *[f for name, f in tuple(vars(special).items()) if name.endswith("_zeros")],
 )
 
 _refused = {
@@ -83,7 +83,7 @@ for _instead, _names in _refused.items():
     refused(*_named(_names), instead=_instead)
 
 # What later versions of SciPy add.
-_ruled = [name for name, f in vars(special).items() if f in handlers]
-for _name, _f in vars(special).items():
+_ruled = [name for name, f in tuple(vars(special).items()) if f in handlers]
+for _name, _f in tuple(vars(special).items()):
     if not any(_f in known for known in (handlers, constants, composites, passives, refusals)):
         refused(_f, instead=", ".join(nearest(_name, _ruled)) or "another function, of those with a derivative")

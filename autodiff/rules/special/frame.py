@@ -81,7 +81,8 @@ def _reaching(name: str) -> Callable:
 
 
 functions: dict[str, Any] = {
-    name: f if isinstance(f, np.ufunc | type) or f is np.sinc else _reaching(name) for name, f in vars(special).items()
+    name: f if isinstance(f, np.ufunc | type) or f is np.sinc else _reaching(name)
+    for name, f in tuple(vars(special).items())
 }
 """Every public name of scipy.special, and the function that takes traced arrays."""
 
