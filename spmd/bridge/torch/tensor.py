@@ -46,7 +46,7 @@ _INVARIANT = state_of(())
 _disabled = torch._C.DisableTorchFunctionSubclass
 _functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
 no_overrides = torch._C.DisableTorchFunction
-"""A context without overrides: functions of torch ask neither subclasses nor modes. For this bridge's own use of tensors."""
+"""A context without overrides, in which functions of torch ask neither subclasses nor modes."""
 
 SUMMED: dict[int, Callable[[], Any]] = {}
 """By id, parameters whose gradients are summed by `spt.data_parallel`, in place of the adjoint of their `Vary`."""
