@@ -198,7 +198,8 @@ class Mapped:
                     self.where,
                     got="a map that is called inside a body",
                     need="maps that are called from outside",
-                    mend="call the function itself: in a body it already has its blocks",
+                    mend="call the function itself: in a body it already has its blocks; in the handler of a signal "
+                    "that interrupts a body, contextvars.Context().run(f, x)",
                 )
             )
         mesh = mesh_for(self.mesh, self.where)
