@@ -23,6 +23,8 @@ from typing import Any
 
 import numpy as np
 
+from spmd.settings import setting
+
 __all__ = ["LARGE", "LEAST", "Lease", "Margin", "Piece"]
 __all__ += ["address", "around", "empty", "empty_like", "has_room", "idle", "least", "let_go", "most_of_source"]
 __all__ += ["release", "take_from", "zeros"]
@@ -44,9 +46,10 @@ _MARGIN = 6
 
 def _bound() -> int:
     """The bytes that may lie idle: a sixteenth of the machine's memory, or SPMD_BUFFERS megabytes."""
-    given = os.environ.get("SPMD_BUFFERS", "")
-    if given.isdecimal():
-        return int(given) << 20
+    with suppress(ValueError):  # What is wrong with it `spmd.Mesh` says.
+        given = setting("SPMD_BUFFERS")
+        if given is not None:
+            return given << 20
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 16
 
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from threading import RLock
@@ -30,6 +29,8 @@ from typing import Any
 
 import numpy as np
 
+from spmd.settings import setting
+
 __all__ = ["available", "by_bits", "exact", "fits", "helper", "in_loops", "loops", "lowered", "off"]
 
 _KINDS = frozenset("fdFDbBhHiIlLqQ?")
@@ -37,7 +38,7 @@ _KINDS = frozenset("fdFDbBhHiIlLqQ?")
 
 @functools.cache
 def _wanted() -> bool:
-    return os.environ.get("SPMD_NUMBA") != "0" and importlib.util.find_spec("numba") is not None
+    return setting("SPMD_NUMBA") and importlib.util.find_spec("numba") is not None
 
 
 _off = 0
