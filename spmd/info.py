@@ -93,7 +93,7 @@ def info() -> str:
         ("GPU", _gpus()),
         ("variables", ", ".join(f"{v}={os.environ[v]}" for v in SETTINGS if v in os.environ) or "none set"),
     ]
-    rows += [("", " ".join(line.strip() for line in str(error).splitlines()[:3])) for error in complaints()]
+    rows += [("", " ".join(" ".join(str(error).splitlines()[:3]).split())) for error in complaints()]
     if mesh is not None:
         rows += _of_mesh(mesh)
     elif os.environ.get("SPMD_TRANSPORT") or world is None:

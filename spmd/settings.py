@@ -39,7 +39,7 @@ def _switch(default: bool) -> _Setting:
 
 def _seconds(text: str) -> float:
     seconds = float(text)
-    if not 0 <= seconds < math.inf:
+    if not (text.isascii() and 0 <= seconds < math.inf):
         raise ValueError
     return seconds
 
