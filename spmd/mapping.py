@@ -187,6 +187,10 @@ class Mapped:
                         )
                     )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is known by the ids of this process."""
+        return {**self.__dict__, "_as_specified": {}}
+
     def __repr__(self) -> str:
         return f"{self.where} ({self.in_specs} -> {self.out_specs})"
 

@@ -208,8 +208,16 @@ class Mesh:
     def __hash__(self) -> int:
         return hash(self.sides)
 
+    def __copy__(self) -> Mesh:
+        """A mesh names workers, and does not change: so it is its own copy."""
+        return self
+
+    def __deepcopy__(self, memo: object) -> Mesh:
+        return self
+
     def __getstate__(self) -> dict[str, Any]:
         """Without what bodies have called so far, which is known by the ids of this process."""
+        self.check_pickled("a Mesh")
         return {**self.__dict__, "_prepared": {}, "turns": {}}
 
     def __enter__(self) -> Mesh:
@@ -230,6 +238,20 @@ class Mesh:
     def local_workers(self) -> Sequence[int]:
         """The numbers of the workers that this process holds."""
         return self.transport.local
+
+    def check_pickled(self, what: str) -> None:
+        """Raise where something of this mesh is to be pickled, and not all of it is in the memory of this process."""
+        if self.transport.name == "local" and self.places is None:
+            return
+        raise MeshError(
+            message(
+                f"pickle of {what}",
+                got=f"{self} with transport {self.transport.name!r} on {self.device!r}",
+                need="a mesh of virtual workers on the host: other processes and GPUs cannot be written into a pickle",
+                mend="whole = x.numpy() on all processes, then np.save(file, whole) on one; "
+                "spmd.put(np.load(file), spec, mesh) brings it back. copy.copy and copy.deepcopy work",
+            )
+        )
 
     def sharing(self, layout: Any, worker: int) -> Any:
         """Workers for which this is equal share one array: copies of a block, on one device."""
