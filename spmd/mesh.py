@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import lru_cache
@@ -17,6 +16,7 @@ from spmd.autodiff.tracer import Array
 from spmd.errors import LayoutError, MeshError, TransportError, describe, message, nearest
 from spmd.layout import Layout, P, Spec
 from spmd.replicas import Replicas
+from spmd.settings import SETTINGS, check_all, setting
 from spmd.spellings import closest
 from spmd.state import State, state_of
 from spmd.tracebacks import api_boundary
@@ -41,9 +41,6 @@ __all__ = [
     "make_mesh",
     "worker_index",
 ]
-
-TRANSPORTS = ("local", "mpi", "torch", "nccl")
-SCHEDULERS = ("auto", "lockstep", "threads")
 
 
 class Worker:
@@ -155,9 +152,11 @@ class Mesh:
         self.axes: dict[str, int] = {name: int(n) for name, n in axes.items()}
         self.sides = tuple(self.axes.items())
         self.size = math.prod(self.axes.values())
-        self.scheduler = _choice(where, "scheduler", scheduler, "SPMD_SCHEDULER", SCHEDULERS) or "auto"
-        self._wanted = _choice(where, "transport", transport, "SPMD_TRANSPORT", TRANSPORTS)
-        chosen = _choice(where, "device", device, "SPMD_DEVICE", devices.DEVICES)
+        given = {"SPMD_SCHEDULER": scheduler, "SPMD_TRANSPORT": transport, "SPMD_DEVICE": device}
+        check_all(but=[name for name, value in given.items() if value is not None])
+        self.scheduler = _choice(where, "scheduler", scheduler) or "auto"
+        self._wanted = _choice(where, "transport", transport)
+        chosen = _choice(where, "device", device)
         self.device = "cuda" if self._wanted == "nccl" and device is None else chosen or "cpu"
         if self._wanted == "nccl" and self.device != "cuda":
             raise MeshError(
@@ -209,8 +208,16 @@ class Mesh:
     def __hash__(self) -> int:
         return hash(self.sides)
 
+    def __copy__(self) -> Mesh:
+        """A mesh names workers, and does not change: so it is its own copy."""
+        return self
+
+    def __deepcopy__(self, memo: object) -> Mesh:
+        return self
+
     def __getstate__(self) -> dict[str, Any]:
         """Without what bodies have called so far, which is known by the ids of this process."""
+        self.check_pickled("a Mesh")
         return {**self.__dict__, "_prepared": {}, "turns": {}}
 
     def __enter__(self) -> Mesh:
@@ -231,6 +238,20 @@ class Mesh:
     def local_workers(self) -> Sequence[int]:
         """The numbers of the workers that this process holds."""
         return self.transport.local
+
+    def check_pickled(self, what: str) -> None:
+        """Raise where something of this mesh is to be pickled, and not all of it is in the memory of this process."""
+        if self.transport.name == "local" and self.places is None:
+            return
+        raise MeshError(
+            message(
+                f"pickle of {what}",
+                got=f"{self} with transport {self.transport.name!r} on {self.device!r}",
+                need="a mesh of virtual workers on the host: other processes and GPUs cannot be written into a pickle",
+                mend="whole = x.numpy() on all processes, then np.save(file, whole) on one; "
+                "spmd.put(np.load(file), spec, mesh) brings it back. copy.copy and copy.deepcopy work",
+            )
+        )
 
     def sharing(self, layout: Any, worker: int) -> Any:
         """Workers for which this is equal share one array: copies of a block, on one device."""
@@ -393,14 +414,17 @@ def _of_blocks(shapes, spec: P, axes: tuple[tuple[str, int], ...]) -> Layout:
     return balanced if layout == balanced else layout  # most often: then one object, which is compared at once
 
 
-def _choice(where: str, option: str, given: str | None, variable: str, known: tuple[str, ...]) -> str | None:
-    """An option from its argument or its environment variable, checked."""
-    value = given if given is not None else os.environ.get(variable) or None
-    if value is not None and value not in known:
+def _choice(where: str, option: str, value: str | None) -> str | None:
+    """An option from its argument, checked, or its environment variable."""
+    variable = f"SPMD_{option.upper()}"
+    known = SETTINGS[variable].known
+    if value is None:
+        return setting(variable)
+    if value not in known:
         raise MeshError(
             message(
                 where,
-                argument=option if given is not None else f"{option}, from the environment variable {variable}",
+                argument=option,
                 got=repr(value),
                 need=f"one of {', '.join(map(repr, known))}",
                 mend=f'make_mesh(({value},), ("{option}",)) for an axis of this name'

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spmd.errors import MeshError, StallError, again, message
+from spmd.errors import StallError, again, message
+from spmd.settings import setting
 from spmd.transport.base import Call, deadlock, raised_by
 from spmd.transport.board import FAILED, FOLLOWS, LEFT, Board
 
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = ["LOOK", "Patience", "board_of_the_job", "failed_too", "let_others", "like", "time_limit"]
 
-_TIMEOUT = 300.0
 LOOK = 0.1
 """Seconds between two looks at the others."""
 _AWAKE = 0.006
@@ -27,22 +27,7 @@ _AWAKE = 0.006
 
 def time_limit() -> float:
     """The seconds without progress after which a collective ends: SPMD_TIMEOUT, 0 for none."""
-    given = os.environ.get("SPMD_TIMEOUT") or str(_TIMEOUT)
-    try:
-        seconds = float(given)
-    except ValueError:
-        seconds = -1.0
-    if not seconds >= 0:
-        raise MeshError(
-            message(
-                "spmd.Mesh",
-                argument="SPMD_TIMEOUT, from the environment",
-                got=repr(given),
-                need="seconds, or 0 for no limit",
-                mend=f"leave it out for {_TIMEOUT:g}",
-            )
-        )
-    return seconds
+    return setting("SPMD_TIMEOUT")
 
 
 let_others: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))  # not on every system

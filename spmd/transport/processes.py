@@ -293,7 +293,8 @@ class ProcessTransport(Transport):
         started = time.perf_counter()
         threads = self.threads()
         self.connect()
-        with blas_threads(threads):
+        limit = blas_threads(threads)
+        with limit, limit:
             try:
                 result = contextvars.copy_context().run(body, self.comm)
             except SystemExit as end:
