@@ -1,4 +1,7 @@
-"""One process of a job meets a fault at a moment: arguments are the fault, the moment, and the rank that it meets."""
+"""One process of a job meets a fault at a moment: arguments are the fault, the moment, and the rank that it meets.
+
+Without a launcher this is one process with three virtual workers, one of which meets a fault inside of a body.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ import time
 
 FAULT, MOMENT, RANK = sys.argv[1], sys.argv[2], int(sys.argv[3])
 NAMES = "PMI_RANK", "OMPI_COMM_WORLD_RANK", "RANK"
-ME = next(int(os.environ[name]) for name in NAMES if name in os.environ)
-SIZE = next(int(os.environ[n]) for n in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE") if n in os.environ)
+ME = next((int(os.environ[name]) for name in NAMES if name in os.environ), RANK)
+SIZE = next((int(os.environ[n]) for n in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE") if n in os.environ), 3)
 
 
 def fault() -> None:
@@ -26,8 +29,8 @@ def fault() -> None:
         sys.exit(int(FAULT.split()[1]))
 
 
-def at(moment: str) -> None:
-    if moment == MOMENT and ME == RANK:
+def at(moment: str, me: int = ME) -> None:
+    if moment == MOMENT and me == RANK:
         fault()
 
 
@@ -48,7 +51,7 @@ at("mesh")
 
 def body(x):
     x = spmd.psum(x, "x")
-    at("inside")
+    at("inside", spmd.worker_index("x"))
     return spmd.psum(spmd.pvary(x, "x"), "x")
 
 
