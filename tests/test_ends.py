@@ -107,6 +107,7 @@ ORDINARY_CASES = {
         ("SIGINT", "mesh", 0, 4),
         ("SIGKILL", "inside", 1, 2),
         ("_exit 0", "after", 0, 3),
+        ("SIGSTOP", "end of MPI", 1, 3),
     ],
     "torchrun": [("exit 0", "mesh", 0, 2), ("_exit 0", "between", 1, 2), ("SIGKILL", "inside", 1, 3)],
 }

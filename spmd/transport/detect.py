@@ -32,6 +32,7 @@ __all__ = [
     "no_job_of_a_child",
     "raw_exit",
     "start_mpi",
+    "tell_launcher",
     "torch_world",
 ]
 
@@ -138,7 +139,7 @@ def _end_mpi(mpi: Any, finalizes: bool) -> None:
     limit = patience.time_limit() if board is not None else 0.0
     lifetime.await_others(board, limit)
     if finalizes:
-        lifetime.finalize(mpi, limit if board is not None and board.whole else 0.0)
+        lifetime.finalize(mpi, board, limit)
 
 
 def expected_size() -> int | None:
@@ -354,14 +355,15 @@ def abort(status: int) -> None:
         if not mpi.Is_finalized() and mpi.COMM_WORLD.Get_size() > 1:
             mpi.COMM_WORLD.Abort(status)
     elif "PMI_FD" in os.environ:
-        _tell_launcher(status)
+        tell_launcher(status)
     elif "spmd.transport.torch" in sys.modules:
         raw_exit(status)  # torchrun ends the others as soon as it sees that. The usual end of torch takes its time.
 
 
-def _tell_launcher(status: int) -> None:
-    """MPICH's launcher takes no notice of a process that fails before it has started MPI, unless it says so."""
-    if _is_socket(os.environ["PMI_FD"]):
+def tell_launcher(status: int) -> None:
+    """MPICH's launcher takes no notice of a process that fails before it has started MPI, unless it says so. Launchers
+    of other kinds are told nothing: they see the status of the process."""
+    if _is_socket(os.environ.get("PMI_FD", "")):
         with suppress(OSError):
             os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={status}\n".encode())
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from spmd.errors import DeadlockError, StallError, caller, message
 from spmd.transport.board import LEFT, Board
-from spmd.transport.detect import abort, raw_exit
+from spmd.transport.detect import raw_exit, tell_launcher
 
 __all__ = ["await_others", "finalize", "initialize"]
 
@@ -140,9 +140,12 @@ def _place() -> str:
 
 
 def _end(kind: type[Exception], text: str) -> None:
-    """Report as Python does an error, and end the job: the main thread is in C, and does not come back."""
+    """Report as Python does an error, and end the job. The main thread is in MPI, and does not come back; it may keep
+    MPI's locks, so MPI is not called."""
     print(f"{kind.__module__}.{kind.__qualname__}: {text}", file=sys.stderr, flush=True)
-    abort(1)
+    time.sleep(_LOOK)
+    tell_launcher(1)
+    time.sleep(_LOOK)
     raw_exit(1)
 
 
@@ -152,6 +155,8 @@ def _peers() -> dict[int, Peer]:
     processes = _processes(f"{name}=".encode())
     launcher = _launcher(os.getpid(), processes)
     found: dict[int, Peer] = {}
+    if launcher not in processes:  # as in a container: others may be in containers of their own
+        return found
     for pid, (_, stopped, number, _) in processes.items():
         if number is None or _launcher(pid, processes) != launcher:
             continue
@@ -215,8 +220,7 @@ def await_others(board: Board | None, limit: float) -> None:
         elif stopped_since is None:
             stopped_since = now
         elif now - stopped_since > limit + (0 if board.rank == _first_here(board) else _FIRST):
-            who = ", ".join(f"rank {r} of the world (process {board.rows[r]['pid']})" for r in left)
-            _end(StallError, _unended(f"{who} stopped for {limit:g} s, before leaving the program"))
+            _end(StallError, _unended(f"{_names(board, left)} stopped for {limit:g} s, before leaving the program"))
         time.sleep(min(0.001 + (now - started) / 20, _LOOK))
 
 
@@ -226,14 +230,22 @@ def _first_here(board: Board) -> int:
     return min((r for r in gone if not _is_stopped(int(board.rows[r]["pid"]))), default=board.rank)
 
 
-def finalize(mpi: Any, limit: float) -> None:
-    """End MPI, which waits for all processes. Reports and ends the job where that takes more than `limit` seconds
-    although those of this host were about to do it (0: no limit)."""
+def _names(board: Board, ranks: list[int]) -> str:
+    return ", ".join(f"rank {r} of the world (process {board.rows[r]['pid']})" for r in ranks)
+
+
+def finalize(mpi: Any, board: Board | None, limit: float) -> None:
+    """End MPI, which waits for all processes. Where all are of this host, and have said that they leave, it reports and
+    ends the job if that takes more than `limit` seconds (0: no limit)."""
     library = ctypes.CDLL(mpi.__file__)
 
     def look(waited: float) -> None:
-        if 0 < limit < waited:
-            _end(StallError, _unended(f"no end of MPI within {limit:g} s: another process has died or is stopped"))
+        if board is None or not board.whole or not 0 < limit < waited:
+            return
+        if waited > limit + (0 if board.rank == _first_here(board) else _FIRST):
+            stopped = [r for r in range(board.size) if board.here(r) and _is_stopped(int(board.rows[r]["pid"]))]
+            who = f": {_names(board, stopped)} has died or is stopped" if stopped else ""
+            _end(StallError, _unended(f"no end of MPI within {limit:g} s{who}"))
 
     with _watched(look):
         library.MPI_Finalize()

@@ -44,6 +44,11 @@ at("imported")
 if MOMENT == "last hook":  # runs after the hooks of the library
     atexit.register(at, "last hook")
 mesh = spmd.Mesh(x=SIZE)
+if MOMENT == "end of MPI":
+    from spmd.transport import lifetime
+
+    finalize = lifetime.finalize
+    lifetime.finalize = lambda *args: (at("end of MPI"), finalize(*args))
 if MOMENT == "first hook":
     atexit.register(at, "first hook")
 at("mesh")
