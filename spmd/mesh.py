@@ -21,7 +21,16 @@ from spmd.spellings import closest
 from spmd.state import State, state_of
 from spmd.tracebacks import api_boundary
 from spmd.transport.base import Comm, Group, Outcome, Transport, checks_are_on
-from spmd.transport.detect import job_world, mpi_world, torch_world
+from spmd.transport.detect import (
+    expected_size,
+    in_a_child,
+    job_world,
+    leftovers,
+    mpi_world,
+    no_job_of_a_child,
+    start_mpi,
+    torch_world,
+)
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -121,7 +130,8 @@ class Mesh:
     device: "cpu", or "cuda": blocks are arrays of CuPy, and bodies run on them; worker k is on GPU k modulo their
     number, on a stream of its own. The variable SPMD_DEVICE overrides the default, "cpu".
 
-    `with mesh:` makes it the mesh of the maps that are called inside. A mesh starts nothing before it is used.
+    `with mesh:` makes it the mesh of the maps that are called inside. Where the processes of a job are its workers it
+    starts MPI, and each process from then on sees it if another one ends; else it starts nothing before it is used.
     Raises MeshError for bad sizes or options, TransportError where the engine does not have the workers, or there is
     no GPU.
     """
@@ -190,6 +200,15 @@ class Mesh:
         """How often each line of a body has compared what it supposed to be one value."""
         self.chosen: dict[str, str] = {}
         """The scheduler that "auto" settled on, by the name of the map; `spmd.info()` shows it."""
+        if self._is_of_the_job():
+            # From here on the others see it where this process ends before it comes to a map.
+            _engine(self, None if self._wanted == "nccl" else self._wanted)
+
+    def _is_of_the_job(self) -> bool:
+        """Whether the processes of the job, if there is one, are its workers."""
+        if self._comm is not None or self._wanted == "local" or in_a_child():
+            return False
+        return self.size > 1 and self.size == expected_size()
 
     map: Callable[..., Any]
     """`mesh.map(f, in_specs, out_specs)`: `spmd.map` on this mesh. Set by `spmd.mapping`."""
@@ -450,6 +469,8 @@ def _engine(mesh: Mesh, wanted: str | None) -> Transport:
     if wanted is None:
         world = job_world()
         wanted = "local" if world is None else world.engine
+    if wanted != "local" and in_a_child():
+        raise no_job_of_a_child()
     if wanted == "local":
         from spmd.transport.local import LocalTransport
 
@@ -471,10 +492,9 @@ def _of_mpi(mesh: Mesh) -> Transport:
         )
     if comm is None:
         try:
-            from mpi4py import MPI
+            comm = start_mpi().COMM_WORLD
         except ImportError as error:
             raise _no_engine("mpi", "mpi4py", "mpi4py with a working MPI library", error) from error
-        comm = MPI.COMM_WORLD
     _check_size(mesh, comm.Get_size(), "an MPI world", "mpiexec -n")
     if mesh.places is not None:
         from spmd.transport.direct import transport_of
@@ -487,7 +507,10 @@ def _of_mpi(mesh: Mesh) -> Transport:
 
 def _of_torch(mesh: Mesh) -> Transport:
     world = torch_world()
-    _check_size(mesh, 1 if world is None else world.size, "a torch.distributed world", "torchrun --nproc-per-node")
+    kind = "a torch.distributed world"
+    if world is not None and not world.launched and (found := leftovers("torch")[0]):
+        kind += f" (by {found}, which may be left over from another job)"
+    _check_size(mesh, 1 if world is None else world.size, kind, "torchrun --nproc-per-node")
     try:
         import torch.distributed as dist
     except ImportError as error:

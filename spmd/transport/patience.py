@@ -46,6 +46,17 @@ def board_of_the_job(rank: int, size: int, path: Callable[[], Path]) -> Board | 
     return _board
 
 
+def _leave_to_the_parent() -> None:
+    """A child of os.fork has no place on the board: its end is not that of its parent."""
+    global _board
+    if _board is not None:
+        atexit.unregister(_board.close)
+        _board = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_the_parent)
+
 _TELLS = 2.0
 """Seconds that a process has to tell what it waits in, before others say that they wait for it in vain."""
 _AWAY = 10.0
