@@ -123,7 +123,7 @@ def check(hosts: str, launcher: str, fault: str, moment: str, rank: int, catch: 
     return ran
 
 
-ORDINARY = [
+CASES = [
     (MPIRUN, "raise", "3", 3, True),
     (MPIRUN, "os_exit", "300ms", 1, False),
     (MPIRUN, "stop", "6", 2, False),
@@ -135,7 +135,7 @@ ORDINARY = [
 
 @pytest.mark.parametrize(
     ("launcher", "fault", "moment", "rank", "catch"),
-    [pytest.param(case[0].values[0], *case[1:], marks=case[0].marks) for case in ORDINARY],
+    [pytest.param(case[0].values[0], *case[1:], marks=case[0].marks) for case in CASES],
 )
 def test_a_fault_on_one_host_is_an_error_on_both(hosts, launcher, fault, moment, rank, catch):
     check(hosts, launcher, fault, moment, rank, catch)
