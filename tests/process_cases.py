@@ -257,14 +257,20 @@ def test_processes_know_of_each_other_where_something_stands_between_them_and_th
     assert ended.stderr.count("DeadlockError") == 1, str(ended)
 
 
-@pytest.mark.parametrize("how", ["circle", "return", "sleep"])
-def test_across_hosts_the_time_limit_ends_what_cannot_end(python, how):
+@pytest.mark.parametrize("how", ["circle", "return", "sleep", "raise"])
+def test_processes_that_share_no_board_ask_each_other(python, how):
     ended, seconds = hanging(how, python, "apart", SPMD_TIMEOUT="2")
     assert ended.returncode not in (0, None), str(ended)
     assert seconds < 15
-    if how != "return":
+    if how == "sleep":
         assert "StallError" in ended.stderr, str(ended)
-        assert "is on another host, or has made no mesh" in ended.stderr
+        assert "worker 1 (x=0, y=1) is missing; its last collectives:\n            psum(float64" in ended.stderr
+    if how == "circle":
+        assert "DeadlockError" in ended.stderr, str(ended)
+        for k, axis in enumerate("xyyx"):
+            assert f"worker {k} (x={k // 2}, y={k % 2}) waits in psum(float64[3], '{axis}') for" in ended.stderr
+    if how == "raise":
+        assert "ValueError: worker one fails\nraised by worker 1 (x=0, y=1)" in ended.stderr, str(ended)
 
 
 def test_a_worker_that_makes_no_mesh_is_waited_for_no_longer_than_the_time_limit(python):

@@ -91,8 +91,11 @@ class Board:
     """The rows of the processes of this host, by their rank in the world; those of other hosts are empty.
 
     rank: of this process in the world. size: of the world. whole: whether all of it is on this host, as the launcher
-    says; then who has no row yet has not come as far as this. path: the file, one for those of this host.
+    says; then who has no row yet has not come as far as this. path: the file, one for those of this host. hosts: what
+    is known of the processes of other hosts, if it can be (`hosts.Hosts`).
     """
+
+    hosts: Any = None
 
     def __init__(self, rank: int, size: int, path: Path):
         self.rank, self.size = rank, size
@@ -235,18 +238,42 @@ class Board:
     # What others do
 
     def here(self, rank: int) -> bool:
-        """Whether this process knows of another: it is on this host, and has come as far as this."""
+        """Whether a process is on this host, and has come as far as this."""
         return bool(self.rows[rank]["pid"])
+
+    def knows(self, rank: int) -> bool:
+        """Whether this process knows of another: it is here, or those of its host have been asked."""
+        return self.here(rank) or (self.hosts is not None and rank in self.hosts.rows)
+
+    def row_of(self, rank: int) -> Any:
+        """What a process has written, by fields; on another host, as it was a moment ago."""
+        return self.rows[rank] if self.hosts is None or self.here(rank) else self.hosts.rows.get(rank, self.rows[rank])
+
+    def meet(self, rank: int, address: bytes) -> None:
+        """Another process can be asked there, if it is on another host."""
+        if self.hosts is not None:
+            self.hosts.meet(rank, address)
+
+    def ask(self) -> None:
+        """Ask other hosts for what they know, from now on for a moment."""
+        if self.hosts is not None:
+            self.hosts.ask()
+
+    def fresh(self, ranks: Iterable[int], since: float) -> bool:
+        """Whether what is known of processes is later than a moment."""
+        return self.hosts is None or self.hosts.fresh(ranks, since)
 
     def worked(self, rank: int) -> float:
         """The seconds of the processor that a process has used. The system knows it of one that does not get to write
         it, in a long call that holds the interpreter."""
-        fields = _stat(int(self.rows[rank]["pid"]))
+        fields = _stat(int(self.rows[rank]["pid"])) if self.here(rank) else None
         if fields is None:
-            return float(self.rows[rank]["cpu"])
+            return float(self.row_of(rank)["cpu"])
         return (int(fields[_UTIME]) + int(fields[_STIME])) / os.sysconf("SC_CLK_TCK")
 
     def has_died(self, rank: int) -> bool:
+        if not self.here(rank):
+            return self.hosts is not None and self.hosts.has_died(rank)
         pid = int(self.rows[rank]["pid"])
         fields = _stat(pid)
         if fields is not None:
@@ -261,28 +288,29 @@ class Board:
 
     def arrived(self, rank: int, group: int, meeting: int) -> bool:
         """Whether a process has come to a meeting of a group, or is past it."""
-        row = self.rows[rank]
+        row = self.row_of(rank)
         (places,) = np.nonzero(row["groups"] == group)
         return bool(len(places)) and int(row["met"][places[0]]) >= meeting
 
     def missing(self, rank: int) -> list[int]:
         """Of the group that a process waits for the members that have not come, as far as this host knows."""
-        row = self.rows[rank]
+        row = self.row_of(rank)
         group, meeting = int(row["group"]), int(row["meeting"])
         if row["state"] != WAITING or group == 0:
             return []
         members = np.flatnonzero(np.unpackbits(row["members"])[: self.size]).tolist()
-        known = [m for m in members if m != rank and (self.whole or self.here(m))]
+        known = [m for m in members if m != rank and (self.whole or self.knows(m))]
         return [m for m in known if not self.arrived(m, group, meeting)]
 
     def circle(self) -> dict[int, list[int]]:
         """Who waits in vain, each with those that it waits for: for each other, or for one that has left. Not those in
         a map that has failed elsewhere, for they go on as soon as they see it."""
-        failed = set(self.rows["broken"].ravel().tolist()) - {0}
-        ended = {r for r in range(self.size) if self.here(r) and (self.rows[r]["state"] == LEFT or self.has_died(r))}
+        known = list(filter(self.knows, range(self.size)))
+        failed = {int(run) for r in known for run in self.row_of(r)["broken"]} - {0}
+        ended = {r for r in known if self.row_of(r)["state"] == LEFT or self.has_died(r)}
         waits: dict[int, list[int]] = {}
-        for rank in range(self.size):
-            absent = self.missing(rank) if rank not in ended and int(self.rows[rank]["run"]) not in failed else []
+        for rank in known:
+            absent = self.missing(rank) if rank not in ended and int(self.row_of(rank)["run"]) not in failed else []
             if absent:
                 waits[rank] = absent
         while True:
@@ -293,35 +321,36 @@ class Board:
 
     def beats(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """What changes with the rows of some processes, and with the meetings that they come to, once they tell."""
-        return tuple(int(self.rows[r]["beat"]) + int(self.rows[r]["met"].sum()) for r in ranks)
+        return tuple(int(self.row_of(r)["beat"]) + int(self.row_of(r)["met"].sum()) for r in ranks)
 
     def have_told(self, ranks: Iterable[int]) -> bool:
         """Whether processes have told what they wait in: that is written later than that they wait."""
-        return all(self.rows[r]["told"] >= self.rows[r]["beat"] for r in ranks)
+        return all(self.row_of(r)["told"] >= self.row_of(r)["beat"] for r in ranks)
 
     def calls(self, rank: int) -> list[str]:
         """The last collectives of a process, the latest first."""
-        return self.rows[rank]["calls"].decode(errors="replace").splitlines()
+        return self.row_of(rank)["calls"].decode(errors="replace").splitlines()
 
     def broken(self, run: int, ranks: Sequence[int]) -> tuple[int, str, str] | None:
         """Of the first of some processes in which a map has failed, where which worker raised what."""
         for r in ranks:
-            (places,) = np.nonzero(self.rows[r]["broken"] == run)
-            if len(places) and self.here(r):
-                origin, who, error = self.rows[r]["errors"][places[0]].decode(errors="replace").split(_SEPARATOR, 2)
+            row = self.row_of(r)
+            (places,) = np.nonzero(row["broken"] == run)
+            if len(places) and self.knows(r):
+                origin, who, error = row["errors"][places[0]].decode(errors="replace").split(_SEPARATOR, 2)
                 return int(origin), who, error
         return None
 
     def has_gone_on(self, rank: int) -> bool:
         """Whether a process that has raised an error has caught it, or is no more."""
-        return int(self.rows[rank]["state"]) in (WAITING, LEFT) or self.has_died(rank)
+        return int(self.row_of(rank)["state"]) in (WAITING, LEFT) or self.has_died(rank)
 
     def failures(self, state: int = FAILED) -> dict[int, str]:
         """The errors that processes ended with."""
         return {
-            r: self.rows[r]["end"].decode(errors="replace")
+            r: self.row_of(r)["end"].decode(errors="replace")
             for r in range(self.size)
-            if self.here(r) and self.rows[r]["state"] == state
+            if self.knows(r) and self.row_of(r)["state"] == state
         }
 
 

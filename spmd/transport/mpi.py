@@ -8,7 +8,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
@@ -21,6 +21,7 @@ from spmd.transport.board import Board, path_of_launcher
 from spmd.transport.channel import Channel
 from spmd.transport.detect import abort
 from spmd.transport.headers import ROOM
+from spmd.transport.hosts import ADDRESS, address_of
 from spmd.transport.patience import Patience, board_of_the_job, let_others
 from spmd.transport.processes import ProcessTransport
 
@@ -41,11 +42,13 @@ def _never() -> int:
 
 def _last_greetings() -> None:
     """Receive what came when nobody waited for it any more: MPICH does not end well with messages that nobody took."""
-    status, nothing = MPI.Status(), [np.empty(0, np.uint8), MPI.BYTE]
+    status, nothing = MPI.Status(), [np.empty(ADDRESS, np.uint8), MPI.BYTE]
     while MPI.COMM_WORLD.Iprobe(status=status) and status.Get_tag() >= _first_greeting():
         MPI.COMM_WORLD.Recv(nothing, status.Get_source(), status.Get_tag())
 
 
+_TAGS = 32768
+"""Tags that every MPI has, from 0."""
 _HEADERS = 1
 """The tag of headers; blocks have 0."""
 _SHORT = 64
@@ -114,12 +117,17 @@ class MpiTransport(ProcessTransport):
             _transports[cls, ranks] = cls(comm, ranks)
         return _transports[cls, ranks]
 
-    def open(self, members: Shape) -> MpiChannel:
+    def open(self, members: Shape, call: Call) -> MpiChannel:
         group = self.group.Incl(members)
+        number, _ = self._group(members)
         try:
-            return MpiChannel(MPI.COMM_WORLD.Create_group(group))
+            # A tag of its own: what was given up in another thread may still go on.
+            return MpiChannel(self.watched(lambda: MPI.COMM_WORLD.Create_group(group, number % _TAGS), call))
         finally:
             group.Free()
+
+    def watched(self, work: Callable[[], Any], call: Call) -> Any:
+        return super().watched(work, call) if MPI.Query_thread() == MPI.THREAD_MULTIPLE else work()
 
     def wait_for(self, requests: list[MPI.Request]) -> None:
         MPI.Request.Waitall(requests)
@@ -140,20 +148,34 @@ class MpiTransport(ProcessTransport):
         MPI.COMM_WORLD.Iprobe(tag=_never())  # what is found is not asked for again, and moves nothing
 
     def watch(self, requests: list[MPI.Request], call: Call | None) -> None:
-        Patience(self, call).until(lambda: MPI.Request.Testall(requests))
+        self._poll(requests, call)
+
+    def _poll(
+        self, requests: list[MPI.Request], call: Call | None, meanwhile: Callable[[], object] = lambda: None
+    ) -> None:
+        Patience(self, call).until(lambda: MPI.Request.Testall(requests), meanwhile)
 
     def greet(self, others: Sequence[int], number: int, call: Call) -> None:
-        world, nothing = MPI.COMM_WORLD, [np.empty(0, np.uint8), MPI.BYTE]
+        world, board = MPI.COMM_WORLD, self.board
+        assert board is not None
         tag = _first_greeting() + number % 1024
-        received = [world.Irecv(nothing, r, tag) for r in others]
-        sent = [world.Isend(nothing, r, tag) for r in others]
+        mine, theirs = np.frombuffer(address_of(board), np.uint8), np.zeros((len(others), ADDRESS), np.uint8)
+        received = [world.Irecv([room, MPI.BYTE], r, tag) for r, room in zip(others, theirs, strict=True)]
+        sent = [world.Isend([mine, MPI.BYTE], r, tag) for r in others]
+
+        def learn() -> None:
+            for r, room in zip(others, theirs, strict=True):
+                if room.any():
+                    board.meet(r, room.tobytes())
+
         try:
-            self.watch(received + sent, call)
+            self._poll(received + sent, call, learn)
+            learn()
         except BaseException:
             for request in received:
                 request.Cancel()
                 request.Wait()
-            self.lost.append((sent, nothing))
+            self.lost.append((sent, mine))
             raise
 
     def leave(self, code: Any) -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import atexit
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from spmd.errors import StallError, again, message
 from spmd.settings import setting
 from spmd.transport.base import Call, deadlock, raised_by
-from spmd.transport.board import FAILED, FOLLOWS, LEFT, Board
+from spmd.transport.board import FAILED, FOLLOWS, LEFT, WAITING, Board
+from spmd.transport.hosts import Hosts
 
 if TYPE_CHECKING:
     from spmd.transport.processes import ProcessTransport
@@ -42,6 +45,10 @@ def board_of_the_job(rank: int, size: int, path: Callable[[], Path]) -> Board | 
             _board = Board(rank, size, path())
         except OSError:
             return None
+        if size > 1 and not _board.whole:
+            with suppress(OSError):  # a system without sockets to listen at: of other hosts only the time counts
+                _board.hosts = Hosts(_board)
+                atexit.register(_board.hosts.close)  # which runs after that of the board
         atexit.register(_board.close)
     return _board
 
@@ -61,6 +68,8 @@ _TELLS = 2.0
 """Seconds that a process has to tell what it waits in, before others say that they wait for it in vain."""
 _AWAY = 10.0
 """Seconds after which a process ends the job that should have been ended by another."""
+_REASON = 3.0
+"""Seconds in which it should come out why a connection was closed."""
 _TOGETHER = 0.3
 """Seconds in which errors of several processes count as one end of the job."""
 
@@ -80,6 +89,7 @@ def failed_too(kind: type[BaseException], error: BaseException) -> list[str]:
     if origin not in (None, board.rank):
         board.end(FOLLOWS, mine)
         while time.monotonic() - started < _AWAY and not board.has_gone_on(origin):
+            board.ask()
             time.sleep(0.01)  # whoever raised it reports, and ends the job
         time.sleep(_TOGETHER)
         if min(board.failures(FOLLOWS)) != board.rank:
@@ -90,6 +100,7 @@ def failed_too(kind: type[BaseException], error: BaseException) -> list[str]:
     while (waited := time.monotonic() - started) < _TOGETHER or (
         waited < 10 * _TOGETHER and not expected <= board.failures().keys()
     ):
+        board.ask()
         time.sleep(0.01)
     failures = board.failures()
     if any(board.has_died(r) for r in failures):
@@ -134,6 +145,7 @@ class Patience:
             meanwhile()
             now = time.monotonic()
             if now > next_look:
+                self._is_seen_to_wait()
                 self.look(now)
                 next_look = now + LOOK
             if now < awake:
@@ -144,28 +156,65 @@ class Patience:
                 time.sleep(nap)
                 awake = now + 2 * nap
 
+    def through(self, work: Callable[[], Any]) -> Any:
+        """What `work` gives, which waits for others without looking at them. It goes on in a thread of its own, which
+        is left alone where it cannot end."""
+        result: list[Any] = []
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                result.append(work())
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name="spmd-open", daemon=True)
+        thread.start()
+        self.until(lambda: not thread.is_alive())
+        if errors:
+            self.reason()
+            raise errors[0]
+        return result[0]
+
+    def reason(self) -> None:
+        """A connection was closed. Raise why, if it comes out."""
+        until = time.monotonic() + _REASON
+        while (now := time.monotonic()) < until:
+            self.look(now)
+            time.sleep(0.02)
+
+    def _is_seen_to_wait(self) -> None:
+        """What waits for blocks is to be seen to wait, too: it polls, and would seem to work."""
+        if self.board.head[1] != WAITING and self.board.coming is not None:
+            self.board.wait(self.transport.number)
+
     def look(self, now: float) -> None:
         """Raise what `until` does, if it is so. To be asked again, because what is seen once may be past."""
         self.board.tell()
+        self.board.ask()
         broken = self.board.broken(self.transport.number, self.transport.ranks)
         if broken is not None:
             raise like(*broken)
         circle = self.board.circle()
         if self.board.rank in circle:
-            seen = circle, self.board.beats(sorted({*circle, *(m for absent in circle.values() for m in absent)}))
-            if seen != self.seen:
-                self.seen, self.since = seen, now
-            elif self.board.have_told(circle) or now - self.since > _TELLS:
+            ranks = sorted({*circle, *(m for absent in circle.values() for m in absent)})
+            if self._is_so_since(now, ranks, circle) and (self.board.have_told(circle) or now - self.since > _TELLS):
                 raise deadlock(self._waits(circle))
-            return
-        self.seen = None
+        else:
+            # Whoever waits for blocks is in no circle. But no map ends of which a process has died.
+            dead = self._dead()
+            if not dead:
+                self.seen = None
+            elif self._is_so_since(now, dead, dead) and now - self.since > _TELLS:
+                raise deadlock(self._waits({self.board.rank: dead}))
         limit = self.transport.time_limit
         if not limit:
             return
         # Whoever computes, or goes from collective to collective, makes progress.
         others = self.board.missing(self.board.rank) or [r for r in self.transport.ranks if r != self.board.rank]
-        known = [r for r in others if self.board.here(r)]
-        worked = sum(self.board.worked(r) for r in known)
+        known = [r for r in others if self.board.knows(r)]
+        # Whoever waits may use the processor for it.
+        worked = sum(self.board.worked(r) for r in known if self.board.row_of(r)["state"] != WAITING)
         state = (self.board.beats(known), worked)
         if self.mark is None:
             self.mark = now, state
@@ -175,6 +224,20 @@ class Patience:
             self.mark = now, state
         elif now - since > limit:
             raise self._stalled(limit, self.board.missing(self.board.rank))
+
+    def _is_so_since(self, now: float, ranks: Sequence[int], what: object) -> bool:
+        """Whether the same was seen before, of processes of which nothing has changed in between."""
+        seen = what, self.board.beats(ranks)
+        if seen != self.seen:
+            self.seen, self.since = seen, now
+            return False
+        return self.board.fresh(ranks, self.since)
+
+    def _dead(self) -> list[int]:
+        """The processes of this mesh that have died, and not left the program before."""
+        board = self.board
+        others = [r for r in self.transport.ranks if r != board.rank and board.knows(r)]
+        return [r for r in others if board.row_of(r)["state"] != LEFT and board.has_died(r)]
 
     def _who(self, rank: int) -> str:
         ranks = self.transport.ranks
@@ -188,8 +251,9 @@ class Patience:
             lines += [f"{self._who(rank)} waits in {call} for {', '.join(map(self._who, absent))}", *source]
         gone = {m for absent in circle.values() for m in absent} - circle.keys()
         for rank in sorted(gone):
-            if self.board.rows[rank]["state"] == LEFT or self.board.has_died(rank):
-                how = "has died" if self.board.rows[rank]["state"] != LEFT else "has left the program"
+            state = self.board.row_of(rank)["state"]
+            if state == LEFT or self.board.has_died(rank):
+                how = "has died" if state != LEFT else "has left the program"
                 call, source = self._last(rank)
                 said = f"; the last it called was {call}" if source else ", and called nothing"
                 lines += [f"{self._who(rank)} {how}{said}", *source]
@@ -202,17 +266,19 @@ class Patience:
 
     def _stalled(self, seconds: float, missing: Sequence[int]) -> StallError:
         """What each worker called last, and who is missing."""
-        known = [r for r in self.transport.ranks if self.board.here(r)]
+        known = [r for r in self.transport.ranks if self.board.knows(r)]
         absent = {m for r in known for m in self.board.missing(r)} | set(missing)
         lines = []
         for rank in self.transport.ranks:
             who = self._who(rank)
-            if not self.board.here(rank):
+            if not self.board.knows(rank):
                 lines.append(
                     f"{who} " + ("has made no mesh" if self.board.whole else "is on another host, or has made no mesh")
                 )
                 continue
             does = "is missing" if rank in absent else "waits"
+            if self.board.hosts is not None and self.board.hosts.silent(rank):
+                does += ", by the last that its host has told"
             calls = self.board.calls(rank)
             lines.append(f"{who} {does}; its last collectives" + (":" if calls else ": none"))
             lines += [f"  {call}" for call in calls[:4]]

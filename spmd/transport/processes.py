@@ -105,13 +105,13 @@ class ProcessTransport(Transport):
     # What an engine does
 
     @abstractmethod
-    def open(self, members: Shape) -> Channel:
+    def open(self, members: Shape, call: Call) -> Channel:
         """The channel of some workers, in this order. All of them are here, or about to come."""
 
     @abstractmethod
     def greet(self, others: Sequence[int], number: int, call: Call) -> None:
-        """Wait until these ranks come to the same meeting, of the group of this number: the board does not know those
-        of other hosts."""
+        """Wait until these ranks come to the same meeting, of the group of this number, for the board does not know
+        those of other hosts; and learn where they can be asked (`Board.hosts`)."""
 
     @abstractmethod
     def wait_for(self, requests: list[Any]) -> None:
@@ -151,7 +151,7 @@ class ProcessTransport(Transport):
         mine["cores"][list(core_numbers())] = 1
         all_of_them = np.empty(self.size, _HOST)
         sizes = [_HOST.itemsize] * self.size
-        self.wait_for(channel.all_gather(bytes_of(mine), all_of_them.view(np.uint8), sizes))
+        self.arrive(channel.all_gather(bytes_of(mine), all_of_them.view(np.uint8), sizes), call, (mine, all_of_them))
         shares = []
         for name in np.unique(all_of_them["name"]):
             here = all_of_them[all_of_them["name"] == name]
@@ -165,7 +165,7 @@ class ProcessTransport(Transport):
         if found is None:
             ordered, call, board = tuple(sorted(members)), call or self.last, self.board
             self._gather(ordered, call)
-            found = self.open(members)
+            found = self._opened(members, call or start("a map"))
             group, ranks = self._group(members)
             found.meetings = None if board is None else board.meetings(group, ranks)
             if members == ordered and self.checks and len(members) > 1:  # headers go in the order of the workers
@@ -174,6 +174,20 @@ class ProcessTransport(Transport):
                 self.unread.pop(members, None)
             self.channels[members] = found
         return found
+
+    def _opened(self, members: Shape, call: Call) -> Channel:
+        try:
+            return self.open(members, call)
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def watched(self, work: Callable[[], Any], call: Call) -> Any:
+        """What `work` gives, in which an engine waits for others. They may fail meanwhile, where they are not all known
+        to have come to it: those of one host are."""
+        if self.board is None or self.board.whole:
+            return work()
+        return Patience(self, call).through(work)
 
     def _everyones(self, channel: Channel, mine: bytes, call: Call | None) -> list[bytes]:
         """Eight bytes of each member of a channel, by messages."""

@@ -38,6 +38,7 @@ from spmd.transport.board import Board, machine, new_path
 from spmd.transport.channel import Channel
 from spmd.transport.detect import TorchWorld, abort, leftovers, torch_world
 from spmd.transport.headers import Headers, digest
+from spmd.transport.hosts import address_of
 from spmd.transport.patience import LOOK, Patience, board_of_the_job, time_limit
 from spmd.transport.processes import ProcessTransport, start
 
@@ -45,10 +46,10 @@ __all__ = ["TorchChannel", "TorchTransport"]
 
 _TAGS = (1 << 31) - 1
 _FOREVER = timedelta(days=3650)
+_LEARN = 1.0
+"""Seconds from time to time that a process learns which others have come, while it waits for all."""
 _CONNECT = timedelta(minutes=30)
 """For what takes milliseconds once all are here; that is waited for elsewhere, but with SPMD_CHECK=0."""
-_REASON = 3.0
-"""Seconds in which it should come out why a connection was closed."""
 
 
 def _tensor(x: np.ndarray) -> torch.Tensor:
@@ -241,6 +242,8 @@ class TorchTransport(ProcessTransport):
         self.old: list[Lines] = []
         self.greetings: dict[int, int] = {}
         world, _ = _job()
+        self.strangers = [r for r in range(world.size) if r != world.rank]
+        self.learnt = 0.0
         super().__init__(world.rank, tuple(range(world.size)), _board)
 
     @classmethod
@@ -254,21 +257,22 @@ class TorchTransport(ProcessTransport):
         if self.lines is None:
             self.channel(tuple(range(self.size)), start("a map"))
 
-    def open(self, members: Shape) -> TorchChannel:
-        world, store = _job()
-        if self.lines is None:
-            name = f"lines of {type(self).__name__} {self.failed}"
-            try:
-                self.lines = Lines(PrefixStore(name, store), world.rank, self.size)
-            except RuntimeError as error:
-                raise _unconnected(str(error)) from error
-            # Who connects anew has given up what was under way on the old lines, as all others have.
-            self.lost.clear()
-            self.flying.clear()
-            self.old.clear()
-        channel = TorchChannel(self.lines, members, members.index(self.local[0]), digest(members))
-        self.lines.channels.append(channel)
+    def open(self, members: Shape, call: Call) -> TorchChannel:
+        lines = self.lines or self._connected(call)
+        channel = TorchChannel(lines, members, members.index(self.local[0]), digest(members))
+        lines.channels.append(channel)
         return channel
+
+    def _connected(self, call: Call) -> Lines:
+        """New lines, which all make together."""
+        name = f"lines of {type(self).__name__} {self.failed}"
+        lines: Lines = self.watched(lambda: _lines(name), call)
+        # Who connects anew has given up what was under way on the old lines, as all others have.
+        self.lost.clear()
+        self.flying.clear()
+        self.old.clear()
+        self.lines = lines
+        return lines
 
     def fail(self, error: BaseException) -> None:
         failures = self.failed
@@ -281,8 +285,23 @@ class TorchTransport(ProcessTransport):
         self.greetings[number] = count = self.greetings.get(number, 0) + 1
         world, store = _job()
         name = f"{type(self).__name__} {number} {count}"
+        keys = [f"{name} {r}" for r in others]
         store.set(f"{name} {world.rank}", "here")
-        Patience(self, call).until(lambda: store.check([f"{name} {r}" for r in others]))
+        Patience(self, call).until(lambda: store.check(keys), lambda: self._learn(store, _LEARN))
+        self._learn(store)
+
+    def _learn(self, store: Any, every: float = 0.0) -> None:
+        """Where other processes can be asked, as far as they have said so. every: seconds from time to time."""
+        board, now = self.board, time.monotonic()
+        assert board is not None
+        if now < self.learnt + every:
+            return
+        self.learnt = now
+        for r in self.strangers[:]:
+            key = f"address {r}"
+            if store.check([key]):
+                board.meet(r, store.get(key))
+                self.strangers.remove(r)
 
     @staticmethod
     def has_come(requests: list[Any]) -> bool:
@@ -307,10 +326,7 @@ class TorchTransport(ProcessTransport):
         except Closed as error:
             said = str(error)
         # Another has closed the connection. It may be about to say why.
-        until = time.monotonic() + _REASON
-        while time.monotonic() < until:
-            patience.look(time.monotonic())
-            time.sleep(0.02)
+        patience.reason()
         raise _closed(call, said)
 
     def leave(self, code: Any) -> None:
@@ -391,6 +407,15 @@ def _say_that_it_waits(world: TorchWorld) -> None:
     )
 
 
+def _lines(name: str) -> Lines:
+    """Connections with all others, which meet under this name."""
+    world, store = _job()
+    try:
+        return Lines(PrefixStore(name, store), world.rank, world.size)
+    except RuntimeError as error:
+        raise _unconnected(str(error)) from error
+
+
 def _board() -> Board | None:
     """The board of this host's processes, in a file that the first of them names."""
     world, store = _job()
@@ -401,7 +426,10 @@ def _board() -> Board | None:
             store.set(key, str(new_path()))
         return Path(store.get(key).decode())
 
-    return board_of_the_job(world.rank, world.size, path)
+    board = board_of_the_job(world.rank, world.size, path)
+    if board is not None:
+        store.set(f"address {world.rank}", address_of(board))
+    return board
 
 
 def _namespace() -> str:

@@ -265,7 +265,8 @@ class ProcessComm(Comm):
         mine = np.array([Side.of("", call, self.number).packed(_SIDE)], f"S{_SIDE}")
         texts = np.empty(group.size, mine.dtype)
         sizes = [mine.nbytes] * group.size
-        self.transport.wait_for(channel.all_gather(mine.view(np.uint8), texts.view(np.uint8), sizes))
+        requests = channel.all_gather(mine.view(np.uint8), texts.view(np.uint8), sizes)
+        self.transport.arrive(requests, call, (mine, texts))
         me = group.index
         other = me if names[me] != names[0] else next(k for k, name in enumerate(names) if name != names[0])
         first, second = (

@@ -1,0 +1,162 @@
+"""Failures of workers on two hosts: network namespaces of this machine (`two_hosts/README.md`)."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from launch import PROGRAMS, ROOT, mpiexec
+
+SCRIPTS = Path(__file__).resolve().parent / "two_hosts"
+LIMIT = 6.0
+"""SPMD_TIMEOUT of these runs."""
+SLACK = 4.0
+"""Seconds more, of a machine that may be busy."""
+LAUNCHERS = {"mpirun": 10.0, "torchrun": 45.0}
+"""Seconds in which a launcher ends the others: torchrun gives a stopped one 30 to end by itself."""
+
+
+def _why_not() -> str | None:
+    if os.name != "posix" or os.geteuid() != 0:
+        return "needs root, to make network namespaces"
+    missing = [name for name in ("ip", "unshare", "timeout", "bash") if shutil.which(name) is None]
+    if missing:
+        return f"needs {' and '.join(missing)}"
+    done = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True)
+    return None if done.returncode == 0 else f"ip netns: {done.stderr.strip()}"
+
+
+WHY_NOT = _why_not()
+pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+MPIRUN = pytest.param(
+    "mpirun", marks=[pytest.mark.mpi, pytest.mark.skipif(mpiexec() is None, reason="no mpiexec beside this Python")]
+)
+TORCHRUN = pytest.param(
+    "torchrun",
+    marks=[pytest.mark.torch, pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")],
+)
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[str]:
+    """The name of a pair of hosts that no other test uses."""
+    name = f"spmd{os.getpid()}"
+    done = subprocess.run([SCRIPTS / "up"], env=os.environ | {"HOSTS": name}, capture_output=True, text=True)
+    try:
+        if done.returncode != 0:
+            pytest.skip(f"no network namespaces can be made here: {done.stderr.strip()}")
+        yield name
+    finally:
+        subprocess.run([SCRIPTS / "down"], env=os.environ | {"HOSTS": name}, capture_output=True)
+
+
+class Run(NamedTuple):
+    """How a run ended. struck, ended: when; raised: what each rank raised, and when; got: what each came to."""
+
+    status: int
+    struck: float
+    ended: float
+    raised: dict[int, tuple[str, float]]
+    got: dict[int, str]
+    printed: str
+
+
+def run(hosts: str, launcher: str, *words: str) -> Run:
+    env = {"HOSTS": hosts, "LIMIT": "150", "SPMD_TIMEOUT": f"{LIMIT:g}", "PORT": str(_free_port())}
+    path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH", "")) if p)
+    command = [SCRIPTS / launcher, sys.executable, PROGRAMS / "across.py", *words]
+    done = subprocess.run(
+        [os.fspath(c) for c in command],
+        env=os.environ | {"PYTHONPATH": path} | env,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        stdin=subprocess.DEVNULL,
+        timeout=200,
+    )
+    ended, out = time.time(), done.stdout
+    struck = re.search(r"rank \d strikes ([\d.]+)", out)
+    raised = {int(r): (kind, float(at)) for r, kind, at in re.findall(r"rank (\d) raised (\w+) ([\d.]+)", out)}
+    got = {int(r): value for r, value in re.findall(r"rank (\d) got ([\d.]+)", out)}
+    printed = f"{' '.join(words)}: {done.returncode}\n{out}\n{done.stderr}"
+    assert struck is not None, printed
+    return Run(done.returncode, float(struck[1]), ended, raised, got, printed)
+
+
+def _free_port() -> int:
+    with socket.create_server(("", 0)) as server:
+        return server.getsockname()[1]
+
+
+def check(hosts: str, launcher: str, fault: str, moment: str, rank: int, catch: bool) -> Run:
+    """Run it, and check what must hold of every fault."""
+    ran = run(hosts, launcher, fault, moment, str(rank), *(["catch"] if catch else []))
+    said = ran.printed
+    goes_on = catch and fault in ("raise", "mismatch")
+    within = max(LIMIT, 10.0) + SLACK
+    for kind, at in ran.raised.values():
+        assert at - ran.struck < within, f"{kind} after {at - ran.struck:.1f} s\n{said}"
+    if moment not in ("before", "between"):  # There an error of one is none of a map.
+        assert len({kind for kind, _ in ran.raised.values()}) <= 1, said
+    if goes_on:
+        assert ran.status == 0, said
+        assert ran.got == dict.fromkeys(range(4), "3.0"), said
+        assert moment in ("before", "between") or len(ran.raised) == 4, said
+        return ran
+    assert ran.status not in (0, 124, 137), said
+    assert ran.ended - ran.struck < within + LAUNCHERS[launcher], said
+    assert not ran.got, said
+    # Whoever raises ends the job, and the launcher may end others before they see it.
+    if fault in ("stop", "away") or (launcher == "torchrun" and fault != "sys_exit"):
+        assert any(r // 2 != rank // 2 for r in ran.raised), said
+    return ran
+
+
+CASES = [
+    (MPIRUN, "raise", "3", 3, True),
+    (MPIRUN, "os_exit", "300ms", 1, False),
+    (MPIRUN, "stop", "6", 2, False),
+    (MPIRUN, "mismatch", "5", 0, True),
+    (MPIRUN, "sys_exit", "end", 3, False),
+    (TORCHRUN, "kill", "4", 3, False),
+]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "fault", "moment", "rank", "catch"),
+    [pytest.param(case[0].values[0], *case[1:], marks=case[0].marks) for case in CASES],
+)
+def test_a_fault_on_one_host_is_an_error_on_both(hosts, launcher, fault, moment, rank, catch):
+    check(hosts, launcher, fault, moment, rank, catch)
+
+
+FAULTS = ["raise", "mismatch", "kill", "stop", "os_exit", "sys_exit", "away"]
+MOMENTS = ["before", "between", "end", *map(str, range(8))]
+
+
+def draw(seed: int) -> tuple[str, str, int, bool]:
+    """A fault, a moment, a rank, and whether all processes catch what they raise."""
+    rng = random.Random(seed)
+    fault = rng.choice(FAULTS)
+    timed = fault in ("kill", "stop", "os_exit") and rng.random() < 0.5
+    moments = [m for m in MOMENTS if fault != "mismatch" or m not in ("before", "between")]
+    moment = f"{rng.randrange(50, 900)}ms" if timed else rng.choice(moments)
+    return fault, moment, rng.randrange(4), rng.random() < 0.5
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("launcher", [MPIRUN, TORCHRUN])
+def test_any_fault_at_any_moment_ends(hosts, launcher, seed):
+    check(hosts, launcher, *draw(seed))
