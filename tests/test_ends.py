@@ -211,6 +211,39 @@ def test_a_forked_child_is_refused_what_is_the_jobs(python, moment):
     assert ("by itself: 2.0" in ended.stdout) == (moment == "between")
 
 
+CHILD_OF_ONE = """
+import os, numpy as np, spmd
+from spmd import P
+def total(n):
+    return float(spmd.map(lambda x: spmd.psum(x, "x"), P("x"), P(), mesh=spmd.Mesh(x=n))(np.ones(n)).numpy()[0])
+print(total(2), flush=True)
+child = os.fork()
+if child == 0:
+    print(total(3), flush=True)
+    raise SystemExit(0)
+os.waitpid(child, 0)
+print(total(4))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+@pytest.mark.parametrize("variables", [{}, {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}])
+def test_a_forked_child_of_a_process_by_itself_has_virtual_workers(variables):
+    ended = run_python("-c", CHILD_OF_ONE, timeout=START, **variables)
+    assert ended.returncode == 0, str(ended)
+    assert ended.stdout == "2.0\n3.0\n4.0\n"
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(mpiexec() is None or not hasattr(os, "fork"), reason="no mpiexec beside this Python, or no fork")
+def test_a_forked_child_of_an_mpi_world_of_one_has_virtual_workers(tmp_path):
+    program = tmp_path / "child_of_one.py"
+    program.write_text(CHILD_OF_ONE)
+    ended = launch(program, n=1, timeout=START)
+    assert ended.returncode == 0, str(ended)
+    assert ended.stdout == "2.0\n3.0\n4.0\n"
+
+
 LEFT_OVER = """
 import numpy as np, spmd
 from spmd import P
