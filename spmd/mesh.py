@@ -202,13 +202,15 @@ class Mesh:
         """The scheduler that "auto" settled on, by the name of the map; `spmd.info()` shows it."""
         if self._is_of_the_job():
             # From here on the others see it where this process ends before it comes to a map.
-            _engine(self, None if self._wanted == "nccl" else self._wanted)
+            _engine(self, "mpi" if comm is not None else None if self._wanted == "nccl" else self._wanted)
 
     def _is_of_the_job(self) -> bool:
         """Whether the processes of the job, if there is one, are its workers."""
-        if self._comm is not None or self._wanted == "local" or in_a_child():
+        if self._wanted == "local" or in_a_child() or self.size == 1:
             return False
-        return self.size > 1 and self.size == expected_size()
+        if self._comm is not None:
+            return hasattr(self._comm, "Get_size") and self._comm.Get_size() == self.size
+        return self.size == expected_size()
 
     map: Callable[..., Any]
     """`mesh.map(f, in_specs, out_specs)`: `spmd.map` on this mesh. Set by `spmd.mapping`."""
@@ -469,7 +471,7 @@ def _engine(mesh: Mesh, wanted: str | None) -> Transport:
     if wanted is None:
         world = job_world()
         wanted = "local" if world is None else world.engine
-    if wanted != "local" and in_a_child():
+    if in_a_child() and (wanted in ("mpi", "torch") or (wanted is None and (expected_size() or 1) > 1)):
         raise no_job_of_a_child()
     if wanted == "local":
         from spmd.transport.local import LocalTransport

@@ -109,7 +109,7 @@ ORDINARY_CASES = {
         ("_exit 0", "after", 0, 3),
         ("SIGSTOP", "end of MPI", 1, 3),
     ],
-    "torchrun": [("exit 0", "mesh", 0, 2), ("_exit 0", "between", 1, 2), ("SIGKILL", "inside", 1, 3)],
+    "torchrun": [("exit 0", "mesh", 0, 2), ("_exit 0", "between", 1, 3)],
 }
 
 
@@ -164,6 +164,10 @@ def test_a_process_of_virtual_workers_ends_as_any_program_at_any_moment(fault, m
     local(fault, moment, scheduler)
 
 
+def full(value: str):
+    return pytest.param(value, marks=pytest.mark.full)
+
+
 ONLY_ONE = """
 import os, sys, numpy as np, spmd
 from spmd import P
@@ -187,8 +191,8 @@ def test_a_map_that_only_one_process_comes_to_is_an_error(python, tmp_path):
 
 @each
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
-@pytest.mark.parametrize("moment", ["imported", "mesh", "inside", pytest.param("between", marks=pytest.mark.full)])
-@pytest.mark.parametrize("what", ["exit", *(pytest.param(w, marks=pytest.mark.full) for w in ("raise", "interrupt"))])
+@pytest.mark.parametrize("moment", ["inside", *map(full, ("imported", "mesh", "between"))])
+@pytest.mark.parametrize("what", ["exit", *map(full, ("raise", "interrupt"))])
 def test_the_end_of_a_forked_child_is_not_that_of_its_parent(python, what, moment):
     ended = launch(PROGRAMS / "forks.py", what, moment, n=2, python=python, timeout=LIMIT + START)
     assert ended.returncode == 0, str(ended)
@@ -198,13 +202,46 @@ def test_the_end_of_a_forked_child_is_not_that_of_its_parent(python, what, momen
 
 @each
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
-@pytest.mark.parametrize("moment", ["between", "inside"])
+@pytest.mark.parametrize("moment", ["between", full("inside")])
 def test_a_forked_child_is_refused_what_is_the_jobs(python, moment):
     ended = launch(PROGRAMS / "forks.py", "call", moment, n=2, python=python, timeout=LIMIT + START)
     assert ended.returncode == 0, str(ended)
     assert ended.stdout.count("got 4.0") == 2, str(ended)
     assert "refused: spmd.Mesh\n  got:    a child of os.fork" in ended.stdout
     assert ("by itself: 2.0" in ended.stdout) == (moment == "between")
+
+
+CHILD_OF_ONE = """
+import os, numpy as np, spmd
+from spmd import P
+def total(n):
+    return float(spmd.map(lambda x: spmd.psum(x, "x"), P("x"), P(), mesh=spmd.Mesh(x=n))(np.ones(n)).numpy()[0])
+print(total(2), flush=True)
+child = os.fork()
+if child == 0:
+    print(total(3), flush=True)
+    raise SystemExit(0)
+os.waitpid(child, 0)
+print(total(4))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+@pytest.mark.parametrize("variables", [{}, {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}])
+def test_a_forked_child_of_a_process_by_itself_has_virtual_workers(variables):
+    ended = run_python("-c", CHILD_OF_ONE, timeout=START, **variables)
+    assert ended.returncode == 0, str(ended)
+    assert ended.stdout == "2.0\n3.0\n4.0\n"
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(mpiexec() is None or not hasattr(os, "fork"), reason="no mpiexec beside this Python, or no fork")
+def test_a_forked_child_of_an_mpi_world_of_one_has_virtual_workers(tmp_path):
+    program = tmp_path / "child_of_one.py"
+    program.write_text(CHILD_OF_ONE)
+    ended = launch(program, n=1, timeout=START)
+    assert ended.returncode == 0, str(ended)
+    assert ended.stdout == "2.0\n3.0\n4.0\n"
 
 
 LEFT_OVER = """
@@ -217,7 +254,7 @@ OF_TORCH = {"WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "LOCAL_RANK": "0"}
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("rank", ["0", "2"])
+@pytest.mark.parametrize("rank", [full("0"), "2"])
 def test_variables_of_torchrun_in_a_plain_shell_are_an_error_in_bounded_time(rank):
     with socket.socket() as free:
         free.bind(("localhost", 0))

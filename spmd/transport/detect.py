@@ -302,7 +302,7 @@ def _exit(status: int) -> Any:
         from spmd.transport.mpi import end
 
         end()
-        mpi.Finalize()
+        _end_mpi(mpi, True)
     raw_exit(status)
 
 

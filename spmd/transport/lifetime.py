@@ -31,7 +31,11 @@ _FIRST = 2.0
 """Seconds that the first of those that wait has to report for all, and to end the job."""
 _LOCAL_SIZES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")
 _NUMBERS = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK")
-"""Where launchers say how many processes they start on this host, and which of those this one is."""
+"""Where launchers say how many processes they start on this host, and which of those this one is. These numbers need
+not be in the order of the ranks."""
+_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
+_RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")
+"""The same of the world."""
 _LAUNCHERS = ("hydra_pmi_proxy", "mpiexec", "mpirun", "orted", "prted", "prterun", "slurmstepd")
 
 
@@ -91,8 +95,10 @@ class _Start:
     def __init__(self, limit: float):
         self.limit = limit
         self.where = _place()
-        self.count = next((int(os.environ[name]) for name in _LOCAL_SIZES if os.environ.get(name, "").isdecimal()), 0)
-        self.me = next((int(os.environ[name]) for name in _NUMBERS if os.environ.get(name, "").isdecimal()), None)
+        self.count = _number(_LOCAL_SIZES) or 0
+        self.whole = self.count == _number(_SIZES)
+        self.variables = _RANKS if self.whole else _NUMBERS
+        self.me = _number(self.variables)
         self.next = _LOOK
         self.absent: set[int] = set()
         self.since = 0.0
@@ -103,7 +109,7 @@ class _Start:
                 _end(StallError, self._text(f"no start of all processes within {self.limit:g} s", []))
             return
         self.next = waited + min(1.0, waited / 4)  # to read /proc is no small work where there are many processes
-        peers = _peers()
+        peers = _peers(next(name for name in self.variables if name in os.environ))
         absent = set(range(self.count)) - peers.keys() if self.me in peers else set()
         if absent != self.absent:
             self.absent, self.since = absent, waited
@@ -120,8 +126,7 @@ class _Start:
             _end(StallError, self._text(f"no start of all processes within {self.limit:g} s", lines))
 
     def _name(self, number: int) -> str:
-        whole = str(self.count) in (os.environ.get(name) for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE"))
-        return f"rank {number} of the world" if whole else f"process {number} of this host"
+        return f"rank {number} of the world" if self.whole else f"process {number} of this host"
 
     def _text(self, got: str, lines: list[str]) -> str:
         mine = "this process" if self.me is None else self._name(self.me)
@@ -132,6 +137,11 @@ class _Start:
             mend="let all processes make the mesh, and look for what the one that is missing has printed; "
             "SPMD_TIMEOUT=600, or more seconds, where one may come that late",
         )
+
+
+def _number(names: tuple[str, ...]) -> int | None:
+    """The number that the first of some variables holds."""
+    return next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdecimal()), None)
 
 
 def _place() -> str:
@@ -149,9 +159,8 @@ def _end(kind: type[Exception], text: str) -> None:
     raw_exit(1)
 
 
-def _peers() -> dict[int, Peer]:
-    """The processes that this process's launcher has started on this host, by their numbers there."""
-    name = next(n for n in _NUMBERS if n in os.environ)
+def _peers(name: str) -> dict[int, Peer]:
+    """The processes that this one's launcher has started on this host, by the numbers that a variable gives them."""
     processes = _processes(f"{name}=".encode())
     launcher = _launcher(os.getpid(), processes)
     found: dict[int, Peer] = {}
