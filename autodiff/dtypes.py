@@ -76,6 +76,12 @@ def mean_dtype(dtype: Any) -> np.dtype | None:
 
 
 @functools.cache
+def cotangent_dtype(dtype: Any) -> np.dtype | None:
+    """The dtype in which the cotangents of many uses of a number are added up. None: their own."""
+    return mean_dtype(dtype) if kind_of_dtype(dtype) == "f" else None
+
+
+@functools.cache
 def product_dtype(dtype: Any) -> np.dtype | None:
     """The dtype in which products of two numbers are added up, as for an inner product. None: their own."""
     return np.dtype(np.float64) if kind_of_dtype(dtype) == "i" else mean_dtype(dtype)

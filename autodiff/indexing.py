@@ -10,7 +10,7 @@ import numpy as np
 
 from spmd.autodiff import devices, tracer
 from spmd.autodiff.admission import admit
-from spmd.autodiff.dtypes import kind_of_dtype
+from spmd.autodiff.dtypes import cotangent_dtype, kind_of_dtype
 from spmd.autodiff.primitive import primitive
 from spmd.autodiff.tape import Node
 from spmd.autodiff.tracer import FLOAT, NO_OPTIONS, USUAL, Array, bare, find, value_of
@@ -65,12 +65,14 @@ def _add_into(out, index, v) -> None:
 
 
 def _scattered(g, shape, index):
-    out = np.zeros(shape, g.dtype) if type(g) is np.ndarray else np.zeros_like(g, shape=shape)
-    if _is_basic(index) or _is_mask(index):
+    once = _is_basic(index) or _is_mask(index)
+    dtype = g.dtype if once else cotangent_dtype(g.dtype) or g.dtype
+    out = np.zeros(shape, dtype) if type(g) is np.ndarray else np.zeros_like(g, shape=shape, dtype=dtype)
+    if once:
         out[index] = g
-    else:
-        _add_into(out, index, g)
-    return out
+        return out
+    _add_into(out, index, g)
+    return out if out.dtype == g.dtype else out.astype(g.dtype)
 
 
 @primitive("scatter_add", lambda g, _ans, _v, _shape, index: g[index])

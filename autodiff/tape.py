@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from spmd.autodiff.admission import admit
+from spmd.autodiff.dtypes import cotangent_dtype
 from spmd.autodiff.rooms import owns_memory
 from spmd.autodiff.tree import Leaf
 from spmd.autodiff.watch import FINITE, WATCHING, Watched, check_finite
@@ -263,7 +264,7 @@ def unbroadcast(g, shape: tuple[int, ...]):
     """The transpose of broadcasting `shape` to the shape of g: sum over the dimensions that were added or stretched."""
     extra = g.ndim - len(shape)
     if extra > 0 and shape and type(g) is np.ndarray and g.shape[extra:] == shape:  # as most often, of a bias
-        return np.add.reduce(g, axis=0 if extra == 1 else tuple(range(extra)))
+        return _total(g, 0 if extra == 1 else tuple(range(extra)))
     if extra < 0 or any(n not in (1, m) for n, m in zip(shape, g.shape[extra:], strict=True)):
         raise DifferentiationError(
             message(
@@ -275,7 +276,15 @@ def unbroadcast(g, shape: tuple[int, ...]):
         )
     stretched = tuple(i + extra for i, n in enumerate(shape) if n == 1 and g.shape[i + extra] != 1)
     axes = tuple(range(extra)) + stretched
-    return np.reshape(np.sum(g, axis=axes), shape) if axes else np.reshape(g, shape)
+    return np.reshape(_total(g, axes), shape) if axes else np.reshape(g, shape)
+
+
+def _total(g, axes: int | tuple[int, ...]):
+    """The sum over dimensions, rounded once."""
+    wide = cotangent_dtype(g.dtype)
+    if wide is not None:
+        return np.sum(g, axis=axes, dtype=wide).astype(g.dtype)
+    return np.add.reduce(g, axis=axes) if type(g) is np.ndarray else np.sum(g, axis=axes)
 
 
 def fit(g, node):

@@ -17,8 +17,9 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from functools import lru_cache
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FrameType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -369,17 +370,59 @@ class Replicas:
 
 def object_record(where: str, argument: str, x: Any) -> Record | None:
     """A record of an object that should be equal on all workers; None where nothing is known of its equality."""
-    if isinstance(x, np.ndarray | np.generic) and np.asarray(x).dtype.kind not in "OV":
+    if isinstance(x, np.ndarray | np.generic) and np.asarray(x).dtype.kind not in "OVT":
+        mask = np.ma.getmaskarray(x) if isinstance(x, np.ma.MaskedArray) else None
         x = np.asarray(x)
-        return Record(where, argument, "", _text(x), 0, digest(x), x)
-    if isinstance(x, _PLAIN):
-        text = f"{type(x).__name__} {x!r}"
-        return Record(where, argument, "", text if len(text) <= 100 else text[:97] + "...", 0, _digest_of(text), None)
-    return None
+        number = digest(x) if mask is None else digest(np.where(mask, 0, x)) ^ digest(mask)
+        return Record(where, argument, "", _text(x), 0, number, x if mask is None else None)
+    text = _written(x)
+    if text is None:
+        return None
+    text = f"{type(x).__name__} {text}"
+    return Record(where, argument, "", text if len(text) <= 100 else text[:97] + "...", 0, _digest_of(text), None)
 
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
-"""Objects that are told by how they are written."""
+_TOLD_BY_REPR = {
+    "builtins": "bool int float complex str bytes bytearray NoneType range slice".split(),
+    "datetime": "date time timedelta timezone".split(),
+    "decimal": ["Decimal"],
+    "fractions": ["Fraction"],
+    "enum": ["Enum"],
+    "uuid": ["UUID"],
+    "array": ["array"],
+    "pathlib": ["PurePath"],
+    "pathlib._local": ["PurePath"],
+    "numpy": ["dtype"],
+    "torch": ["Size", "dtype"],
+}
+"""By module, the classes whose objects are equal where they are written alike."""
+
+
+@lru_cache(maxsize=1024)
+def _is_told_by_repr(cls: type) -> bool:
+    return any(c.__name__ in _TOLD_BY_REPR.get(c.__module__, ()) for c in cls.__mro__)
+
+
+def _written(x: Any) -> str | None:
+    """A text that is the same for equal objects; None where it is not known what makes them equal."""
+    if _is_told_by_repr(type(x)):
+        return repr(x)
+    if isinstance(x, np.ndarray | np.generic) and np.asarray(x).dtype.kind != "O":  # strings, records
+        return f"{_text(np.asarray(x))} {x.tolist()!r}"
+    parts: list[str | None]
+    if isinstance(x, np.ndarray):
+        parts = [_written(y) for y in x.reshape(-1).tolist()]
+    elif isinstance(x, set | frozenset):
+        parts = sorted(map(_written, x), key=str)
+    elif isinstance(x, list | tuple):
+        parts = [_written(y) for y in x]
+    elif isinstance(x, dict):
+        parts = [_written(y) for pair in x.items() for y in pair]
+    elif is_dataclass(x) and not isinstance(x, type):
+        parts = [_written(getattr(x, f.name)) for f in fields(x) if f.compare]
+    else:
+        return None
+    return None if None in parts else f"{type(x).__name__}({', '.join(map(str, parts))})"
 
 
 def _digest_of(text: str) -> int:
@@ -430,6 +473,10 @@ def closed_arrays(f: Callable) -> list[tuple[str, np.ndarray]]:
             walk(name, x.func)
             walk(f"{name}.args", x.args)
             walk(f"{name}.keywords", x.keywords)
+        elif isinstance(x, MethodType):
+            seen.add(id(x))
+            walk(name, x.__func__)
+            attributes(x.__self__)
         elif isinstance(x, FunctionType):
             seen.add(id(x))
             for cell_name, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=True):
@@ -450,7 +497,17 @@ def closed_arrays(f: Callable) -> list[tuple[str, np.ndarray]]:
             for k, item in x.items():
                 walk(f"{name}[{k!r}]", item)
 
+    def attributes(x: Any) -> None:
+        """Those of the object that a method is of."""
+        seen.add(id(x))
+        for attribute, value in {**vars(type(x)), **getattr(x, "__dict__", {})}.items():
+            if isinstance(value, np.ndarray | list | tuple | dict):
+                walk(f"{type(x).__name__}.{attribute}", value)
+
     walk(getattr(f, "__name__", type(f).__name__), f)
+    call = getattr(type(f), "__call__", None)  # noqa: B004
+    if isinstance(call, FunctionType):  # an object of a class of the user's
+        walk(type(f).__name__, MethodType(call, f))
     return found
 
 

@@ -58,6 +58,11 @@ def _total(x, dims: tuple[int, ...], dtype: np.dtype | None):
     return np.sum(x, axis=dims) if dtype is None else np.sum(x, axis=dims, dtype=dtype)
 
 
+def _name(function: str, dims: tuple[int, ...], ndim: int) -> str:
+    """The function as workers compare it: the dimensions that have been reduced before are part of the call."""
+    return function if len(dims) == ndim else f"{function}[axis={', '.join(map(str, sorted(dims)))}]"
+
+
 def sum(x, axis_name: AxisName, axis: Axis = None):
     """The sum of x over its dimensions `axis` (None: all) and over the workers along axis_name; Invariant there.
 
@@ -70,7 +75,8 @@ def sum(x, axis_name: AxisName, axis: Axis = None):
     x, names, _, dims = _start(x, axis_name, axis, "sum")
     dtype = dtype_of(x)
     wide = None if dtype is None or dtype.kind in "biuc" else mean_dtype(dtype)
-    return rounded(operate(named("sum", Sum, names), _total(x, dims, wide), sys._getframe(1)), dtype)
+    op = named(_name("sum", dims, x.ndim), Sum, names)
+    return rounded(operate(op, _total(x, dims, wide), sys._getframe(1)), dtype)
 
 
 def mean(x, axis_name: AxisName, axis: Axis = None):
@@ -88,7 +94,7 @@ def mean(x, axis_name: AxisName, axis: Axis = None):
     total, count = _total(x, dims, added_up_in(x)), prod(x.shape[d] for d in dims)
     if over:
         # A number without entries behind it divides 0 by 0, as np.mean does.
-        op, frame = named("mean", Sum, over), sys._getframe(1)
+        op, frame = named(_name("mean", dims, x.ndim), Sum, over), sys._getframe(1)
         total, count = operate(op, total, frame), operate(op, count, frame)
     return rounded(total / count, dtype)
 

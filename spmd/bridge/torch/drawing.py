@@ -189,6 +189,10 @@ def _asked(func: Callable, types: Any, args: Any, kwargs: dict) -> Any:
     """Call a function as torch does without a mode. Tensors of bodies are asked here, which saves a round."""
     if len(types) == 1 and Tensor in types:
         return Tensor.__torch_function__(func, types, args, kwargs)
+    if not types:  # torch.full(shape, x) asks nobody, whatever x is
+        state = joined_state(args, kwargs)
+        if state.varying:
+            return Tensor.__torch_function__(func, types, args, kwargs)
     return func(*args, **kwargs)
 
 

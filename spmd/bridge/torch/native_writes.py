@@ -73,8 +73,19 @@ def _instance_norm(mean: int) -> Callable[[Callable, Any, dict], None]:
 
 
 def _embedding(func: Callable, args: Any, kwargs: dict) -> None:
-    """Rows that are longer than max_norm are scaled in place: those that this worker's indices name."""
+    """Rows that are longer than max_norm are scaled in place: those that this worker's indices name. Gradients that
+    are scaled by how often an index occurs would be scaled by how often it does on this worker."""
     indices, weight = _given(args, kwargs, 0, "input"), _given(args, kwargs, 1, "weight")
+    if _given(args, kwargs, 5, "scale_grad_by_freq", False) and state_of_tensor(indices) is not state_of_tensor(weight):
+        raise StateError(
+            message(
+                f"torch.{func.__name__}",
+                argument="scale_grad_by_freq",
+                got=f"True, for {describe(indices)}",
+                need="counts of the indices of all workers",
+                mend="scale_grad_by_freq=False, and weight.grad divided by spt.psum of torch.bincount of the indices",
+            )
+        )
     if _given(args, kwargs, 3, "max_norm") is not None:
         state = state_of_tensor(weight) | state_of_tensor(indices)
         if state is not state_of_tensor(weight):

@@ -84,7 +84,9 @@ def draws_now(func: Any, args: Any, kwargs: dict) -> bool:
         kind = _draws[func] = _always if _tagged(func) else None
         if kind is None:
             return False
-    return kind(args, kwargs) and not any(isinstance(a, torch.Generator) for a in (*args, *kwargs.values()))
+    return kind(args, kwargs) and not any(
+        isinstance(a, torch.Generator) and a is not torch.default_generator for a in (*args, *kwargs.values())
+    )
 
 
 def _tagged(op: Any) -> bool:

@@ -86,6 +86,12 @@ class Tensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return plain(self).__reduce_ex__(protocol)
 
+    def __copy__(self) -> Any:
+        return stated(self.view_as(self), self.state)
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if spec and not self.ndim else super().__format__(spec)
+
     def __deepcopy__(self, memo: Any) -> Any:
         if id(self) in memo:
             return memo[id(self)]
@@ -205,6 +211,8 @@ def _tensors(args: Any, kwargs: dict) -> Iterator[torch.Tensor]:
             yield a
         elif type(a) in (tuple, list):
             yield from _tensors(a, {})
+        elif type(a) is dict:
+            yield from _tensors((), a)
 
 
 def _joined(args: Any, kwargs: dict) -> tuple[State, bool]:
