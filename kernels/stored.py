@@ -48,13 +48,8 @@ def keep(compiled: Any, sources: str) -> None:
         made_from = repr((numba.__version__, sources, kept._impl.locator.get_source_stamp()))
         kept._cache_file = _Files(Path(kept.cache_path), kept._impl.filename_base, _digest(made_from))
         save = kept.save_overload
-    except (
-        RuntimeError,
-        AttributeError,
-        ImportError,
-        OSError,
-    ):  # no folder, or a numba of other names, which keeps its index
-        return
+    except (RuntimeError, AttributeError, ImportError, OSError):
+        return  # There is no folder, or a numba of other names, which keeps its index.
 
     def saved(*args: Any) -> None:
         with suppress(OSError):  # no room, say: the next process compiles it too
