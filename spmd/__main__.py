@@ -176,7 +176,7 @@ def run() -> int:
             if sys.stdout is not None:  # as it is where it was closed before
                 sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes it once more at its end.
         return 128 + 13
 
 
