@@ -6,6 +6,7 @@ import itertools
 import keyword
 import linecache
 import math
+import re
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -145,7 +146,7 @@ class Built:
             text += [f"    {row}" for row in self._rows(line, k, last, over.get(k))]
         text.append(f"    return [{', '.join(self._said(x) for x in outputs)}]")
         self.text = "\n".join(text) + "\n"
-        file = f"<spmd.jit of {name}, {next(_numbers)}>"
+        file = f"<spmd.jit of {_in_one_line(name)}, {next(_numbers)}>"
         linecache.cache[file] = (len(self.text), None, self.text.splitlines(keepends=True), file)
         weakref.finalize(self, linecache.cache.pop, file, None)
         names = dict(self._names)
@@ -197,7 +198,7 @@ class Built:
         """A line as Python, and what is let go of after it."""
         gone = {i for i in line.used if last[i] == k} - self._kept
         dead = {i for _, i in line.parts if last[i] == k} - self._kept
-        note, rows, args = f"  # {line.place}" if line.place else "", [], line.args
+        note, rows, args = f"  # {_in_one_line(line.place)}" if line.place else "", [], line.args
         if line.gives:
             rows.append(f"given = {self._said(args[-1])}")
             if gone:
@@ -265,8 +266,8 @@ class Built:
         """The name of a constant."""
         name = self._named.get(id(x))
         if name is None:
-            wish = "".join(c if c.isalnum() else "_" for c in wish).strip("_") or "constant"
-            wish = f"_{wish}" if wish[0].isdigit() or keyword.iskeyword(wish) or wish in _TAKEN else wish
+            wish = "".join(c if c.isascii() and c.isalnum() else "_" for c in wish).strip("_") or "constant"
+            wish = f"_{wish}" if wish[0].isdigit() or keyword.iskeyword(wish) or _TAKEN.fullmatch(wish) else wish
             name = next(n for k in itertools.count(1) if (n := f"{wish}_{k}" if k > 1 else wish) not in self._names)
             self._named[id(x)] = name
             self._names[name] = x
@@ -301,7 +302,12 @@ class Built:
         return self._said(a)
 
 
-_TAKEN = {"comm", "given", "found", "program"}
+_TAKEN = re.compile(r"comm|given|found|program|slice|v\d+")
+
+
+def _in_one_line(text: str) -> str:
+    """A name or a place of the user's, as a comment or a file's name may hold it: they may have any character."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def _names(numbers: Iterable[int]) -> str:

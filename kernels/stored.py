@@ -5,8 +5,8 @@ different types at one time, one may leave its code in the file that the index n
 every process gets that, until somebody deletes it. Here the name of a file tells all that what it holds was made from.
 There is no index, and a file that is there is whole.
 
-What lies there is run as code. So nothing is read or written in a folder that others may write to: one that belongs to
-another user than this one or root, or that its group or everybody may write to, itself or a folder above it.
+What lies there is run as code. So nothing is read or written in a folder that others may write to, and no file of
+others is read.
 """
 
 from __future__ import annotations
@@ -15,12 +15,16 @@ import glob
 import hashlib
 import os
 import pickle
+import shlex
 import stat
 import uuid
 import warnings
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+from spmd.errors import message
 
 __all__ = ["intruders", "keep"]
 
@@ -29,59 +33,57 @@ def keep(compiled: Any, sources: str) -> None:
     """Have numba keep on disk what it compiles of a function, and find it there. sources: tells this state of the files
     whose functions it calls; what was made from others is deleted. Where nothing can be written nothing is kept."""
     import numba
-    from numba.core.caching import NullCache
 
     try:
+        from numba.core.caching import NullCache
+
         compiled.enable_caching()
-        cache = compiled._cache
-        said = intruders(Path(cache.cache_path))
+        kept = compiled._cache
+        said = intruders(Path(kept.cache_path))
         if said:
             compiled._cache = NullCache()
-            warnings.warn(_not_kept(cache.cache_path, said), RuntimeWarning, stacklevel=2)
+            warnings.warn(_not_kept(kept.cache_path, said), RuntimeWarning, stacklevel=2)
             return
         # numba's own key has the instructions of the function, but no constants.
-        made_from = repr((numba.__version__, sources, cache._impl.locator.get_source_stamp()))
-        cache._cache_file = _Files(Path(cache.cache_path), cache._impl.filename_base, _digest(made_from))
-        save = cache.save_overload
-    except (RuntimeError, AttributeError):  # no folder, or a numba of other names, which keeps its index
-        return
+        made_from = repr((numba.__version__, sources, kept._impl.locator.get_source_stamp()))
+        kept._cache_file = _Files(Path(kept.cache_path), kept._impl.filename_base, _digest(made_from))
+        save = kept.save_overload
+    except (RuntimeError, AttributeError, ImportError, OSError):
+        return  # There is no folder, or a numba of other names, which keeps its index.
 
     def saved(*args: Any) -> None:
         with suppress(OSError):  # no room, say: the next process compiles it too
             save(*args)
 
-    cache.save_overload = saved
+    kept.save_overload = saved
 
 
 def intruders(folder: Path) -> str:
-    """Who else may put files into a folder, in words; "" where nobody may. As of folders above it, with the sticky bit
-    (as /tmp has it) others may add files, but put nothing in place of what is there."""
+    """Who else may put files into a folder, in words; "" where nobody may but those who may change the library itself.
+    Many systems give each user a group of its own, of the same number."""
     if not hasattr(os, "getuid"):  # not on this system
         return ""
-    folder = folder.resolve()
-    for at in (folder, *folder.parents):
-        try:
-            found = at.stat()
-        except OSError as error:
-            return f"nobody knows who may write to {at}: {error.strerror}"
-        if found.st_uid not in (0, os.getuid()):
-            return f"{at} belongs to user {found.st_uid}, and this is user {os.getuid()}"
-        shared = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-        if shared and not (at != folder and found.st_mode & stat.S_ISVTX):
-            return f"{at} has mode {stat.S_IMODE(found.st_mode):o}: others may write to it"
+    found = folder.stat()
+    if found.st_uid not in _owners():
+        return f"it belongs to user {found.st_uid}, and this is user {os.getuid()}"
+    shared = stat.S_IWOTH | (0 if found.st_gid == os.getgid() == os.getuid() else stat.S_IWGRP)
+    if found.st_mode & shared:
+        return f"its mode {stat.S_IMODE(found.st_mode):o} lets others write to it"
     return ""
 
 
-def _not_kept(folder: str, said: str) -> str:
-    from spmd.errors import message
+@cache
+def _owners() -> set[int]:
+    """The users whose files are run: this one, root, and the owner of the library."""
+    return {0, os.getuid(), Path(__file__).stat().st_uid}
 
+
+def _not_kept(folder: str, said: str) -> str:
     return message(
         "loops that numba compiles",
-        got=f"the folder {folder!r} for them; {said}",
-        need="a folder that only this user may write to: what lies there is run. They are compiled in each process now",
-        mend=f"chmod go-w {said.split(' ')[0]}, or NUMBA_CACHE_DIR=... for another folder"
-        if "mode" in said
-        else "NUMBA_CACHE_DIR=... for another folder",
+        got=f"the folder {folder!r} to keep them in; {said}",
+        need="a folder that only this user may write to: what lies there is run. Each process compiles them for itself",
+        mend=f"chmod go-w {shlex.quote(folder)}, or NUMBA_CACHE_DIR=... for another folder",
     )
 
 
@@ -104,7 +106,10 @@ class _Files:
 
     def load(self, key: Any) -> Any:
         try:
-            return pickle.loads(self._path(key).read_bytes())
+            with self._path(key).open("rb") as file:
+                if hasattr(os, "getuid") and os.fstat(file.fileno()).st_uid not in _owners():
+                    return None
+                return pickle.load(file)
         except Exception:  # Whatever is wrong with it: it is compiled again, and written anew.
             return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from launch import each_mpi, launch
 from virtual_workers import in_process
 
 PREPARED = """
@@ -99,7 +100,7 @@ print("well" if caught > COUNT / 4 else caught)
 def test_interrupts_at_random_moments_leave_everything_as_before(scheduler, seed, count):
     """BLAS, greenlets, the pool of threads, the results."""
     program = PREPARED.replace("SEED", str(seed)) + "signal.signal(signal.SIGALRM, signal.default_int_handler)\n"
-    assert in_process(scheduler, program + SEARCH.replace("COUNT", str(count))) == "well\n"
+    assert in_process(scheduler, program + SEARCH.replace("COUNT", str(count)), timeout=120) == "well\n"
 
 
 HANDLED = """
@@ -139,4 +140,44 @@ print("well")
 def test_a_map_in_a_signals_handler_runs_or_says_why_not(scheduler, inner, count):
     """The handler interrupts maps at random moments; where it interrupts a body it is part of that body."""
     program = PREPARED.replace("SEED", "7") + "import contextvars\nfrom spmd.kernels import buffers\n"
-    assert in_process(scheduler, program + HANDLED.replace("COUNT", str(count)), inner) == "well\n"
+    assert in_process(scheduler, program + HANDLED.replace("COUNT", str(count)), inner, timeout=120) == "well\n"
+
+
+AMONG_PROCESSES = """
+import random, signal, sys, time
+import numpy as np, spmd
+from spmd import P
+from spmd.errors import MeshError, MismatchError, TransportError
+
+mesh = spmd.Mesh(x=3)
+f = spmd.map(lambda x: spmd.psum(x, "x"), P("x"), P(), mesh=mesh)
+f(np.ones(3))
+said = []
+
+def call():
+    try:
+        return float(f(np.ones(3)).numpy()[0])
+    except (MeshError, MismatchError, TransportError) as error:
+        return type(error).__name__
+
+signal.signal(signal.SIGALRM, lambda *_: said.append(call()))
+rng = random.Random(3)
+for _ in range(int(sys.argv[1])):
+    signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, 2e-3))
+    said.append(call())
+    signal.setitimer(signal.ITIMER_REAL, 0)
+assert set(said) <= {3.0, "MeshError", "MismatchError", "DeadlockError", "TransportError"}, said
+print("well", flush=True)
+"""
+
+
+@each_mpi
+@pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.full)])
+def test_a_map_in_a_signals_handler_is_an_error_between_processes(python, count, tmp_path):
+    """Each process is interrupted at moments of its own; none hangs, and no number is wrong."""
+    program = tmp_path / "program.py"
+    program.write_text(AMONG_PROCESSES)
+    ended = launch(program, str(count), n=3, python=python, SPMD_TIMEOUT="20")
+    assert ended.returncode is not None, str(ended)
+    assert "well" in ended.stdout or "Error" in ended.stderr, str(ended)
+    assert "AssertionError" not in ended.stderr, str(ended)

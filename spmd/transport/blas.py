@@ -55,7 +55,8 @@ class _Limit:
     def enter(self, who: object, n: int) -> None:
         with self.lock:
             if not self.asked:
-                self.held = [_Held(x) for x in self._loaded()]
+                held = [_Held(x) for x in self._loaded()]
+                self.held, self.asked[who] = held, n  # in one step: a handler that comes between would lift its own
             elif self.modules != len(sys.modules):
                 known = {x.library.filepath for x in self.held}
                 self.held += [_Held(x) for x in self._loaded() if x.filepath not in known]
@@ -65,8 +66,9 @@ class _Limit:
     def leave(self, who: object) -> None:
         """May be called again by whom an interrupt has kept from coming to its end."""
         with self.lock:
-            self.asked.pop(who, None)
+            self.asked[who] = sys.maxsize  # It is here until all is set: a map in a handler then finds what was before.
             self._apply()
+            del self.asked[who]
             if not self.asked:
                 self.held = []  # From now on the user may set other numbers.
 
@@ -74,7 +76,7 @@ class _Limit:
         n = min(self.asked.values(), default=sys.maxsize)
         for held in self.held:
             threads = min(n, held.before)
-            if held.now != threads or not self.asked:  # A body may have changed it.
+            if held.now != threads or n == sys.maxsize:  # A body may have changed it.
                 held.now = None  # as long as an interrupt may come between
                 _set(held.library, threads)
                 held.now = threads

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd.errors import MismatchError, class_name
+from spmd.errors import MismatchError, TransportError, class_name, message
 from spmd.transport.arena import arena
 from spmd.transport.base import Call, Comm, Group, Outcome, Shape, Transport, checks_are_on, raised_by
 from spmd.transport.blas import blas_threads, core_numbers, share_of_cores
@@ -87,6 +87,8 @@ class ProcessTransport(Transport):
         """What the members of a group were told of before a map failed, which they may still read until they meet."""
         self.last: Call | None = None
         self.lock = threading.RLock()
+        self.running = False
+        """Whether the thread that has the lock runs a map: the handler of a signal gets the lock too."""
         self.runs = 0
         self.comm = self.comm_type(self)
         self.failed = 0
@@ -299,7 +301,24 @@ class ProcessTransport(Transport):
 
     def run(self, body: Callable[[Comm], Any], scheduler: str, describe: Callable[[int], str]) -> Outcome:
         with self.lock:  # Of several threads one runs its map; should others come first elsewhere, it is a mismatch.
-            return self._run(body, describe)
+            self._begin()
+            try:
+                return self._run(body, describe)
+            finally:
+                self.running = False
+
+    def _begin(self) -> None:
+        """Note that this thread runs a map, or tells the others of its end. Raises where it does so already."""
+        if self.running:
+            raise TransportError(
+                message(
+                    "spmd.map",
+                    got="a map that is called in the middle of another one: in the handler of a signal, say",
+                    need="one map after the other, the same ones in the same order on all processes",
+                    mend="set a variable in the handler, and look at it between two maps, on all processes",
+                )
+            )
+        self.running = True
 
     def _run(self, body: Callable[[Comm], Any], describe: Callable[[int], str]) -> Outcome:
         self.describe = describe
@@ -340,10 +359,12 @@ class ProcessTransport(Transport):
         said = json.dumps(value).encode()
         send = np.frombuffer(said, np.uint8)
         with self.lock:
+            self._begin()
             try:
                 handle = self.comm._all_gather(self.everyone, _End(send, self.last), send)  # no part of the ledger
                 blocks = handle.wait()
             finally:
+                self.running = False
                 if self.broken == self.number:
                     self._end_of_map()
             self.last = None
