@@ -147,6 +147,8 @@ class _Line:
             pass
         except OSError as error:
             self.lost(error.errno or 0)
+        except (ValueError, zlib.error):  # what no process of this job would say
+            self.lost(errno.EPROTO)
 
     def read(self) -> None:
         """Something has come."""

@@ -105,6 +105,7 @@ class MpiTransport(ProcessTransport):
     """Processes of an MPI world, one worker each, in the order of a communicator. Making it sends nothing."""
 
     name = "mpi"
+    disconnections = (MPI.Exception,)
 
     def __init__(self, comm: MPI.Comm, ranks: Shape):
         self.group = comm.Get_group()

@@ -40,7 +40,7 @@ from spmd.transport.detect import TorchWorld, abort, torch_world
 from spmd.transport.headers import Headers, digest
 from spmd.transport.hosts import address_of
 from spmd.transport.patience import LOOK, Patience, board_of_the_job
-from spmd.transport.processes import ProcessTransport, start
+from spmd.transport.processes import ProcessTransport, disconnected, start
 
 __all__ = ["TorchChannel", "TorchTransport"]
 
@@ -312,7 +312,7 @@ class TorchTransport(ProcessTransport):
         except RuntimeError as error:
             closed = str(error)
         if closed:
-            raise _closed(self.last, closed)
+            raise disconnected(self.last, closed)
 
     def watch(self, requests: list[Any], call: Call | None) -> None:
         assert isinstance(requests, Posted)
@@ -324,7 +324,7 @@ class TorchTransport(ProcessTransport):
             said = str(error)
         # Another has closed the connection. It may be about to say why.
         patience.reason()
-        raise _closed(call, said)
+        raise disconnected(call, said)
 
     def leave(self, code: Any) -> None:
         if code not in (None, 0):
@@ -391,17 +391,6 @@ def _namespace() -> str:
     with suppress(OSError):
         return os.readlink("/proc/self/ns/pid")
     return ""
-
-
-def _closed(call: Call | None, said: str) -> TransportError:
-    return TransportError(
-        message(
-            str(call) if call is not None else "a collective",
-            got=f"a connection that was closed ({said})",
-            need="every worker's process, until all are through",
-            mend="look for what another worker has printed",
-        )
-    )
 
 
 def _unconnected(said: str) -> TransportError:
