@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -282,9 +282,12 @@ class TorchTransport(ProcessTransport):
         self.greetings[number] = count = self.greetings.get(number, 0) + 1
         world, store = _job()
         name = f"{type(self).__name__} {number} {count}"
-        keys = [f"{name} {r}" for r in others]
-        store.set(f"{name} {world.rank}", "here")
-        Patience(self, call).until(lambda: store.check(keys), lambda: self._learn(store, _LEARN))
+        # The second time says that all were there the first time: whoever comes when the others have given up finds
+        # only what they said then.
+        for stage in "here", "all here":
+            store.set(f"{name} {world.rank} {stage}", stage)
+            keys = [f"{name} {r} {stage}" for r in others]
+            Patience(self, call).until(partial(store.check, keys), partial(self._learn, store, _LEARN))
         self._learn(store)
 
     def _learn(self, store: Any, every: float = 0.0) -> None:
