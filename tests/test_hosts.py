@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -120,3 +121,20 @@ def test_nothing_is_sent_while_nobody_waits(boards):
     time.sleep(0.5)
     assert [host.sent for host in one.hosts.hosts.values()] == sent
     assert sum(thread.name == "spmd-hosts" for thread in threading.enumerate()) == 3
+
+
+def test_a_child_of_fork_keeps_no_connection_open(boards):
+    one, two, three = boards
+    assert comes(lambda: one.knows(1) and one.knows(2), one)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(reading, 1)  # It lives on, and holds what it has not closed.
+        os._exit(0)
+    try:
+        for board in (two, three):
+            board.hosts.close()
+        assert comes(lambda: one.has_died(1) and one.has_died(2), one)
+    finally:
+        os.write(writing, b"x")
+        os.waitpid(child, 0)
