@@ -19,10 +19,11 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from sys import getrefcount
-from threading import Lock
 from typing import Any
 
 import numpy as np
+
+from spmd.settings import setting
 
 __all__ = ["LARGE", "LEAST", "Lease", "Margin", "Piece"]
 __all__ += ["address", "around", "empty", "empty_like", "has_room", "idle", "least", "let_go", "most_of_source"]
@@ -45,9 +46,10 @@ _MARGIN = 6
 
 def _bound() -> int:
     """The bytes that may lie idle: a sixteenth of the machine's memory, or SPMD_BUFFERS megabytes."""
-    given = os.environ.get("SPMD_BUFFERS", "")
-    if given.isdecimal():
-        return int(given) << 20
+    with suppress(ValueError):  # What is wrong with it `spmd.Mesh` says.
+        given = setting("SPMD_BUFFERS")
+        if given is not None:
+            return given << 20
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 16
 
 
@@ -117,6 +119,13 @@ class Memory:
         return lease
 
 
+_LAST = (-1,)
+"""What `pop` is called with to take the turn, below. Nobody waits for a turn: an array may die at any moment, by the
+garbage collector's hand or in the handler of a signal, also while this very thread has it. Whoever finds that another
+has the turn does without. It is taken and given back by single calls into C, between which a handler may raise, but not
+in them: so it is never lost."""
+
+
 class _Idle:
     """The pieces of memory that nobody uses, by size, the latest on top. bound: their bytes, at most; the ones that
     have lain longest go first. given: how many were left so far, here and in others."""
@@ -127,26 +136,29 @@ class _Idle:
         self.bound = bound
         self.nbytes = 0
         self.sizes: dict[int, list[Memory]] = {}
-        self.lock = Lock()
+        self.turn = [None]
 
     def take(self, nbytes: int) -> Memory | None:
-        # An array that dies while the lock is held, by the garbage collector's hand, calls `give`: it must not wait.
-        if not self.sizes.get(nbytes) or not self.lock.acquire(blocking=False):
+        if not self.sizes.get(nbytes):
             return None
+        mine: list[None] = []
         try:
-            pieces = self.sizes.get(nbytes)
-            if not pieces:
-                return None
-            self.nbytes -= nbytes
-            return pieces.pop()
+            mine.extend(map(self.turn.pop, _LAST))
+            piece = self.sizes[nbytes].pop()
+            self.nbytes = max(0, self.nbytes - nbytes)
+            return piece
+        except LookupError:  # Another has the turn, or has taken the last piece.
+            return None
         finally:
-            self.lock.release()
+            self.turn.extend(mine)
 
     def give(self, piece: Memory) -> None:
         nbytes = piece.nbytes
-        if nbytes > self.bound or piece.source is not _source or not self.lock.acquire(blocking=False):
+        if nbytes > self.bound or piece.source is not _source:
             return
+        mine: list[None] = []
         try:
+            mine.extend(map(self.turn.pop, _LAST))
             piece.given = _Idle.given = _Idle.given + 1
             pieces = self.sizes.get(nbytes)
             if pieces is None:
@@ -155,33 +167,38 @@ class _Idle:
             self.nbytes += nbytes
             while self.nbytes > self.bound and self._pop(_Idle.given):
                 pass
+        except IndexError:
+            pass
         finally:
-            self.lock.release()
+            self.turn.extend(mine)
 
     def let_go(self, nbytes: int, age: int) -> None:
         """Give so many bytes up, if so many are of pieces after which as many others as `age` were left."""
-        if not self.lock.acquire(blocking=False):
-            return
+        mine: list[None] = []
         try:
+            mine.extend(map(self.turn.pop, _LAST))
             while nbytes > 0 and (size := self._pop(_Idle.given - age)):
                 nbytes -= size
+        except IndexError:
+            pass
         finally:
-            self.lock.release()
+            self.turn.extend(mine)
 
     def _pop(self, until: int) -> int:
         """Give up the piece that has lain longest, if it was left by then: its bytes."""
         self.sizes = {size: pieces for size, pieces in self.sizes.items() if pieces}
         oldest = min(self.sizes.values(), key=lambda pieces: pieces[0].given, default=None)
-        if oldest is None or oldest[0].given > until:
+        if oldest is None:
+            self.nbytes = 0  # It is more where an interrupt has come between taking a piece and counting it.
+            return 0
+        if oldest[0].given > until:
             return 0
         size = oldest.pop(0).nbytes
         self.nbytes -= size
         return size
 
     def clear(self) -> None:
-        with self.lock:
-            self.sizes.clear()
-            self.nbytes = 0
+        self.sizes, self.nbytes = {}, 0
 
 
 _BOUND = _bound()
@@ -200,41 +217,47 @@ class _AtHand:
         self.bound = bound
         self.nbytes = 0
         self.sizes: dict[int, deque[Lease]] = {}
-        self.lock = Lock()
+        self.turn = [None]
 
     def take(self, nbytes: int) -> Lease | None:
         """One that nobody has. Several threads may look at once: what one has taken out no other can see."""
         leases = self.sizes.get(nbytes)
         if leases is None:
             return None
+        last = None
         try:
             for _ in range(_TRIES):
+                last = leases[-1]
                 lease = leases.pop()
-                if getrefcount(lease) == _FREE:
+                if getrefcount(lease) == _FREE + (lease is last):
                     leases.append(lease)
                     return lease
                 leases.appendleft(lease)
         except IndexError:
             pass
+        except BaseException:  # An interrupt. What has the mark `at_hand` has to be here.
+            if last is not None and not any(lease is last for lease in [*leases]):
+                leases.append(last)
+            raise
         return None
 
     def add(self, lease: Lease, nbytes: int) -> None:
         """Keep one at hand that was made for an array of now, if it is small and there are not enough of its size."""
-        if nbytes > min(_AT_HAND, self.bound) or not self.lock.acquire(blocking=False):
+        if nbytes > min(_AT_HAND, self.bound):
             return
+        mine: list[None] = []
         try:
+            mine.extend(map(self.turn.pop, _LAST))
             if len(self.sizes.get(nbytes, ())) < _MOST_AT_HAND:
                 if self.nbytes + nbytes > self.bound:
                     self.let_go()
                 self.nbytes += nbytes
                 lease.at_hand = 1
                 self.sizes.setdefault(nbytes, deque()).append(lease)
+        except IndexError:
+            pass
         finally:
-            self.lock.release()
-
-    def clear(self) -> None:
-        with self.lock:
-            self.let_go()
+            self.turn.extend(mine)
 
     def let_go(self) -> None:
         sizes, self.sizes, self.nbytes = self.sizes, {}, 0
@@ -296,7 +319,7 @@ def _begin_again() -> None:
     global _source
     _source = None
     _at_hand.let_go()
-    _at_hand.lock = Lock()
+    _at_hand.turn = [None]
     _idle.__init__(_BOUND)
     _of_source.__init__(0)
 
@@ -408,6 +431,6 @@ def idle() -> int:
 
 def release() -> None:
     """Give the memory that lies idle back to the system."""
-    _at_hand.clear()
+    _at_hand.let_go()
     _of_source.clear()
     _idle.clear()

@@ -21,14 +21,15 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from threading import Lock
+from threading import RLock
 from types import CellType, FunctionType
 from typing import Any
 
 import numpy as np
+
+from spmd.settings import setting
 
 __all__ = ["available", "by_bits", "exact", "fits", "helper", "in_loops", "loops", "lowered", "off"]
 
@@ -37,7 +38,7 @@ _KINDS = frozenset("fdFDbBhHiIlLqQ?")
 
 @functools.cache
 def _wanted() -> bool:
-    return os.environ.get("SPMD_NUMBA") != "0" and importlib.util.find_spec("numba") is not None
+    return setting("SPMD_NUMBA") and importlib.util.find_spec("numba") is not None
 
 
 _off = 0
@@ -91,7 +92,7 @@ def exact(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _helpers: list[tuple[Callable[..., Any], Callable[..., Any], tuple[str, ...]]] = []
-_declaring = Lock()
+_declaring = RLock()
 
 
 def by_bits(plain: Callable[..., Any], *, single: Callable[..., Any], double: Callable[..., Any]) -> None:
@@ -153,10 +154,11 @@ class Loops:
         options: Any = {"nogil": True, "error_model": "numpy", "fastmath": set(self._fastmath)}
         with _declaring:  # a worker that finds none left may count on all
             while _helpers:
-                plain, choose, liberties = _helpers[-1]
+                declared = plain, choose, liberties = _helpers[-1]
                 inlined = options | {"fastmath": set(liberties), "forceinline": True}
                 overload(plain, jit_options=inlined, strict=False)(choose)
-                _helpers.pop()
+                if _helpers and _helpers[-1] is declared:  # else the handler of a signal has compiled a loop meanwhile
+                    _helpers.pop()
         compiled = numba.njit(**options)(_of_these_sources(self.fun))
         stored.keep(compiled, _sources())
         return compiled

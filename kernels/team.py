@@ -38,7 +38,8 @@ _here = threading.local()
 class of:
     """Within the block the work of this thread may be split over cores() cores, which is asked when there is work.
 
-    seconds: for how long it was split, or done for all (`for_all`).
+    seconds: for how long it was split, or done for all (`for_all`). `with crew, crew:` leaves the block a second time,
+    for an interrupt may come at the very beginning of leaving it.
     """
 
     __slots__ = ("before", "cores", "seconds")
@@ -48,14 +49,17 @@ class of:
         self.seconds = 0.0
 
     def __enter__(self) -> of:
-        self.before: of | None = getattr(_here, "team", None)
-        _here.team = self
+        now: of | None = getattr(_here, "team", None)
+        if now is not self:
+            self.before = now
+            _here.team = self
         return self
 
     def __exit__(self, *_: object) -> None:
-        _here.team = self.before
-        if self.before is not None:
-            self.before.seconds += self.seconds
+        if getattr(_here, "team", None) is not self.before:
+            _here.team = self.before
+            if self.before is not None:
+                self.before.seconds += self.seconds
 
 
 def for_all(make: Callable[[], Any], share: float) -> Any:
@@ -161,7 +165,8 @@ def each(makes: Sequence[Callable[[], Any]], sizes: Sequence[int]) -> list[Any]:
             for k in share:
                 made[k] = makes[k]()
 
-        with of(lambda: 1):
+        alone = of(lambda: 1)
+        with alone, alone:
             run([partial(some, share) for share in shares])
         return made
 
@@ -203,17 +208,16 @@ def run(tasks: Sequence[Callable[[], object]]) -> None:
 def _done(tasks: Sequence[_Task]) -> list[BaseException]:
     """Run all tasks; their errors."""
     helpers = pool.spare(len(tasks) - 1)
-    begun: list[_Task] = []
+    begun: list[None] = []
     try:
         for task, helper in zip(tasks[1:], helpers, strict=False):
-            helper.begin(task, task.over.release)
-            begun.append(task)
+            helper.begin(task, task.over.release, begun)
         for task in (tasks[0], *tasks[1 + len(begun) :]):
             task()
-        _wait(begun)
+        _wait(tasks[1 : 1 + len(begun)])
     except BaseException:  # An interrupt. Who catches it finds nobody at work, unless it comes twice.
         pool.give(helpers[len(begun) :])
-        _wait(begun)
+        _wait(tasks[1 : 1 + len(begun)])
         raise
     errors = [error for task in tasks for error in task.errors]
     for task in tasks:

@@ -1,12 +1,18 @@
-"""Threads that stay: each waits for a task, runs it, and lies down again. Workers run in them, and those that help."""
+"""Threads that stay: each waits for a task, runs it, and lies down again. Workers run in them, and those that help.
+
+A signal's handler may raise between any two steps of the main thread, and may itself run a map. So the pool has no
+lock, and moves threads by single calls into C, in which no handler runs.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import cache
+from itertools import islice
+from operator import methodcaller
 from typing import Any
 
 __all__ = ["Pool", "Stopped", "Thread", "pool"]
@@ -23,86 +29,93 @@ def _cores() -> int:
 
 
 class Pool:
-    """The threads that wait for a task. helping: how many others are at work for `spare`."""
+    """The threads that wait for a task. helpers: those that are at work for `spare`."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
         self.idle: list[Thread] = []
-        self.helping = 0
+        self.helpers: set[Thread] = set()
+
+    @property
+    def helping(self) -> int:
+        """How many threads are at work for `spare`."""
+        return len(self.helpers)
 
     def take(self, n: int) -> list[Thread]:
         """n threads that wait for a task: idle ones, and new ones if need be."""
-        taken = self._waiting(n)
+        taken: list[Thread] = []
         try:
-            while len(taken) < n:
-                taken.append(self._started())
+            self._fill(taken, n)
         except BaseException:
             self.give(taken)
             raise
         return taken
 
     def spare(self, n: int) -> list[Thread]:
-        """At most n threads that wait for a task, to help: as many as can be started, and never more of them at once
-        than there are cores. Workers that wait have a thread each, and need no core."""
-        with self.lock:
-            n = max(0, min(n, _cores() - self.helping))
-            self.helping += n
-        taken = self._waiting(n)
+        """At most n threads that wait for a task, to help: as many as can be started, and about as many of them at once
+        as there are cores. Workers that wait have a thread each, and need no core."""
+        taken: list[Thread] = []
         try:
-            while len(taken) < n:
-                taken.append(self._started())
-        except RuntimeError:  # No more threads: whoever asks does the rest himself.
-            with self.lock:
-                self.helping -= n - len(taken)
+            with suppress(RuntimeError):  # No more threads: whoever asks does the rest himself.
+                self._fill(taken, min(n, _cores() - self.helping))
+            self.helpers.update(taken)
         except BaseException:
-            with self.lock:
-                self.helping -= n
-                self.idle.extend(taken)
+            self.give(taken)
             raise
-        for thread in taken:
-            thread.helps = True
         return taken
 
-    def _waiting(self, n: int) -> list[Thread]:
-        with self.lock:
-            return [self.idle.pop() for _ in range(min(n, len(self.idle)))]
+    def _fill(self, taken: list[Thread], n: int) -> None:
+        """Put threads into a list until it has n."""
+        with suppress(IndexError):  # There are no more idle ones.
+            taken.extend(islice(iter(self.idle.pop, None), max(0, n)))
+        while len(taken) < n:
+            taken.append(self._started())
 
     def _started(self) -> Thread:
         thread = Thread(self)
-        thread.start()
+        try:
+            thread.start()
+        except BaseException:
+            thread.begin(_nothing, _nothing)  # If it runs all the same it comes to the pool by itself.
+            raise
         return thread
 
-    def give(self, threads: Iterable[Thread]) -> None:
+    def give(self, threads: Collection[Thread]) -> None:
         """Threads that have no task any more, to be taken again."""
-        with self.lock:
-            for thread in threads:
-                self.helping -= thread.helps
-                thread.helps = False
-                self.idle.append(thread)
+        self.idle.extend(threads)
+        self.helpers.difference_update(threads)
 
     def forget(self) -> None:
         """In a forked child: the threads have stayed with the parent."""
-        self.lock = threading.Lock()
-        self.idle = []
-        self.helping = 0
+        self.__init__()
+
+
+def _nothing() -> None:
+    pass
+
+
+_release = methodcaller("release")
 
 
 class Thread(threading.Thread):
-    """A thread of a pool. Its tasks keep their errors to themselves. helps: it was taken to help."""
+    """A thread of a pool. Its tasks keep their errors to themselves."""
 
     def __init__(self, pool: Pool):
         super().__init__(name="spmd", daemon=True)
         self.pool = pool
-        self.helps = False
         self.task: Callable[[], Any] | None = None
         self.after: Callable[[], Any] | None = None
         self.signal = threading.Lock()
         self.signal.acquire()
 
-    def begin(self, task: Callable[[], Any], after: Callable[[], Any]) -> None:
-        """Run task, lie down, then run after: whoever learns of the end may count on this thread."""
+    def begin(self, task: Callable[[], Any], after: Callable[[], Any], begun: list[None] | None = None) -> None:
+        """Run task, lie down, then run after: whoever learns of the end may count on this thread.
+
+        begun: gets an entry in the same moment, so that it tells whoever is interrupted here whether it has begun.
+        """
         self.task, self.after = task, after
-        self.signal.release()
+        if begun is None:
+            begun = []
+        begun.extend(map(_release, (self.signal,)))
 
     def run(self) -> None:
         while True:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable
 
 import numpy as np
 
 import spmd
-from spmd.errors import MeshError, TransportError
+from spmd.errors import MeshError, TransportError, prints
 from spmd.info import info
 from spmd.mesh import Mesh, is_main
 from spmd.testing import AdjointReport, check_adjoint, operator_cases, operator_classes, states
@@ -84,7 +85,7 @@ def adjoint(args: argparse.Namespace) -> int:
             }
         )
     if is_main():
-        print(json.dumps(rows, indent=2) if args.json else table(mesh, rows))
+        say(json.dumps(rows, indent=2) if args.json else table(mesh, rows))
     return int(not all(row["passed"] for row in rows))
 
 
@@ -97,7 +98,7 @@ def kernel_speeds(args: argparse.Namespace) -> int:
     except TransportError as error:  # no GPU is there: that is all there is to say
         print(error, file=sys.stderr)
         return 2
-    print(json.dumps(found, indent=2) if args.json else table(found))
+    say(json.dumps(found, indent=2) if args.json else table(found))
     return 0
 
 
@@ -125,11 +126,18 @@ def table(mesh: Mesh, rows: list[dict]) -> str:
         alike = (r["messages"], r["bytes"]) == (r["declared_messages"], r["declared_bytes"])
         cost = "as sent" if alike else f"{r['declared_messages']}, {r['declared_bytes']}"
         wrong = "COST DIFFERS" if r["exact"] == r["cases"] else "NOT ADJOINT"
+        arrow = r["states"] if prints(r["states"]) else r["states"].replace("→", "->")
         figures = (r["cases"], r["exact"], r["messages"], r["bytes"], cost, "exact" if r["passed"] else wrong)
-        lines.append(form.format(r["operator"], r["function"], r["states"], r["adjoint"], *figures))
+        lines.append(form.format(r["operator"], r["function"], arrow, r["adjoint"], *figures))
     for r in rows:
         lines += ["", *r["failures"]] if r["failures"] else []
     return "\n".join(lines)
+
+
+def say(text: str) -> None:
+    """Print a text; characters that standard output does not have are printed as Python writes them in ASCII."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -153,10 +161,24 @@ def main(argv: list[str] | None = None) -> int:
         return kernel_speeds(args)
     if args.command == "info":
         if is_main():
-            print(info())
+            say(info())
         return 0
     return adjoint(args)
 
 
+def run() -> int:
+    """The command. Where nobody reads its output to the end, as `head -1` does not, the status is the one that shells
+    give to programs that SIGPIPE ends."""
+    try:
+        try:
+            return main()
+        finally:
+            if sys.stdout is not None:  # as it is where it was closed before
+                sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes it once more at its end.
+        return 128 + 13
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

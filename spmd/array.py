@@ -74,6 +74,26 @@ class PartitionedArray:
         """Whether its shape and its copies were compared across processes, or came of a collective: False where it was
         made of bare data, None where it was computed from other global arrays."""
 
+    def __copy__(self) -> PartitionedArray:
+        """Another array with the same blocks, which do not change. It keeps them where this one is given away."""
+        twin = object.__new__(type(self))
+        for name in ("blocks", "compared", "dtype", "layout", "mesh"):
+            setattr(twin, name, getattr(self, name))
+        if self.blocks is not GIVEN_AWAY:
+            twin.blocks = dict(self.blocks)
+        return twin
+
+    def __deepcopy__(self, memo: object) -> PartitionedArray:
+        return self.__copy__()
+
+    @api_boundary
+    def __reduce__(self) -> tuple[Any, ...]:
+        """By its blocks, where this process has all. Raises MeshError where other processes or GPUs have them."""
+        if self.blocks is GIVEN_AWAY:
+            raise donated("pickle of a PartitionedArray")
+        self.mesh.check_pickled("a PartitionedArray")
+        return _unpickled, (self.blocks, self.layout, self.mesh, self.compared)
+
     @property
     def shape(self) -> tuple[int, ...]:
         return self.layout.shape
@@ -328,6 +348,13 @@ class PartitionedArray:
         if handler is None:
             raise _in_a_map(name_of(fun), self)
         return handler(*args, **kwargs)
+
+
+def _unpickled(blocks: dict[int, np.ndarray], layout: Layout, mesh: Mesh, compared: bool | None) -> PartitionedArray:
+    """What a pickle holds, as an array; a pickle does not keep that its blocks are read-only."""
+    x = PartitionedArray({w: sealed(block) for w, block in blocks.items()}, layout, mesh)
+    x.compared = compared
+    return x
 
 
 _OPERANDS = {PartitionedArray, int, float, complex, bool}

@@ -79,7 +79,7 @@ def _debugging(mutation: bool | None, kinds: str | None, replicas: bool | None) 
 
 
 _make: Any = Array.__init__
-_lock = threading.Lock()
+_lock = threading.RLock()
 _lookers = 0
 
 

@@ -41,6 +41,7 @@ __all__ = [
     "message",
     "nearest",
     "one_or_all",
+    "prints",
     "source_line",
 ]
 
@@ -154,6 +155,15 @@ def message(where: str, *, got: str, need: str, mend: str, argument: str | None 
     noun = "" if argument is None or argument.startswith(("result", "the ")) else "argument "
     head = where if argument is None else f"{where}: {noun}{argument}"
     return f"{head}\n  got:    {got}\n  needed: {need}\n  mend:   {mend}"
+
+
+def prints(text: str) -> bool:
+    """Whether standard output has characters for a text."""
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
 
 
 def describe(x: object) -> str:

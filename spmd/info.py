@@ -8,12 +8,12 @@ import sys
 
 from spmd.errors import TransportError
 from spmd.mesh import Mesh, current_mesh
+from spmd.settings import SETTINGS, complaints
 from spmd.transport.blas import share_of_cores, usable_cores
 from spmd.transport.detect import job_world, launcher_hint, torch_world
 
 __all__ = ["info"]
 
-_VARIABLES = ("SPMD_TRANSPORT", "SPMD_SCHEDULER", "SPMD_DEVICE")
 _PACKAGES = ("numpy", "optree", "greenlet", "threadpoolctl", "mpi4py", "cupy-cuda13x", "torch", "scipy", "numba")
 
 
@@ -91,8 +91,9 @@ def info() -> str:
         ("cores", f"{usable_cores()} usable by this process"),
         ("BLAS", _blas()),
         ("GPU", _gpus()),
-        ("variables", ", ".join(f"{v}={os.environ[v]}" for v in _VARIABLES if v in os.environ) or "none set"),
+        ("variables", ", ".join(f"{v}={os.environ[v]}" for v in SETTINGS if v in os.environ) or "none set"),
     ]
+    rows += [("", " ".join(" ".join(str(error).splitlines()[:3]).split())) for error in complaints()]
     if mesh is not None:
         rows += _of_mesh(mesh)
     elif os.environ.get("SPMD_TRANSPORT") or world is None:

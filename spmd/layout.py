@@ -9,13 +9,14 @@ from functools import cached_property, lru_cache
 from operator import index
 from typing import Any
 
-from spmd.errors import LayoutError, SpecError, message, nearest
+from spmd.errors import LayoutError, SpecError, message, nearest, prints
 from spmd.spellings import closest
 from spmd.tracebacks import api_boundary, shorten
 
 __all__ = ["Layout", "P", "Spec", "beside", "block_bounds", "block_sizes", "offsets"]
 
 Box = tuple[tuple[int, int], ...]
+_BOXES = "┌┬┐├┼┤└┴┘─│"
 
 
 def block_sizes(n: int, parts: int | Sequence[int]) -> tuple[int, ...]:
@@ -483,7 +484,7 @@ class Layout:
         """Whether several workers hold one block."""
         return any(len(workers) > 1 for workers in self.holders.values())
 
-    def picture(self, title: str = "", *, ascii: bool = False, width: int = 100) -> str:
+    def picture(self, title: str = "", *, ascii: bool | None = None, width: int = 100) -> str:
         """How the array lies on the mesh, drawn: a box for each block, with its shape and the workers that hold it.
 
         At its left and above it stand the coordinates of these workers and its range of indices:
@@ -499,15 +500,18 @@ class Layout:
 
         Two split dimensions make a grid; of more, there is a grid for each block of the first ones. Several workers
         in one box have a copy each of one value; where the copies vary the first line says so.
-        title: goes before the shape. ascii: draw with + - | only. width: in characters; wider grids go on below.
+        title: goes before the shape. ascii: draw with + - | only; by default where standard output cannot print the
+        lines of boxes. width: in characters; wider grids go on below.
         """
         grids = _Grids(self)
+        ascii = not prints(_BOXES) if ascii is None else ascii
+        corners = "+++++++++-|" if ascii else _BOXES
         lies = f"grid {tuple(len(c) for c in self.cuts)}" if self.spec is None else str(P(*self.spec.trimmed))
         vary = ", copies vary" if self.copies == "varying" and self.has_copies else ""
         lines = [f"{title} {self.shape}  {lies}{vary}".lstrip()]
         for caption, cells in grids.all():
             lines += [caption] if caption else []
-            lines += _boxes(cells, grids.rows, grids.columns, "+++++++++-|" if ascii else "┌┬┐├┼┤└┴┘─│", width)
+            lines += _boxes(cells, grids.rows, grids.columns, corners, width)
         idle = [w for w in range(self.size) if self.positions(w) is None]
         if idle:
             lines.append(f"worker{'s' * (len(idle) > 1)} {_numbers(idle)}: nothing")

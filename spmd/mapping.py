@@ -187,6 +187,10 @@ class Mapped:
                         )
                     )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is known by the ids of this process."""
+        return {**self.__dict__, "_as_specified": {}}
+
     def __repr__(self) -> str:
         return f"{self.where} ({self.in_specs} -> {self.out_specs})"
 
@@ -198,7 +202,8 @@ class Mapped:
                     self.where,
                     got="a map that is called inside a body",
                     need="maps that are called from outside",
-                    mend="call the function itself: in a body it already has its blocks",
+                    mend="call the function itself: in a body it already has its blocks; in the handler of a signal "
+                    "that interrupts a body, contextvars.Context().run(f, x)",
                 )
             )
         mesh = mesh_for(self.mesh, self.where)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import lru_cache
@@ -17,11 +16,21 @@ from spmd.autodiff.tracer import Array
 from spmd.errors import LayoutError, MeshError, TransportError, describe, message, nearest
 from spmd.layout import Layout, P, Spec
 from spmd.replicas import Replicas
+from spmd.settings import SETTINGS, check_all, setting
 from spmd.spellings import closest
 from spmd.state import State, state_of
 from spmd.tracebacks import api_boundary
 from spmd.transport.base import Comm, Group, Outcome, Transport, checks_are_on
-from spmd.transport.detect import job_world, mpi_world, torch_world
+from spmd.transport.detect import (
+    expected_size,
+    in_a_child,
+    job_world,
+    leftovers,
+    mpi_world,
+    no_job_of_a_child,
+    start_mpi,
+    torch_world,
+)
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -41,9 +50,6 @@ __all__ = [
     "make_mesh",
     "worker_index",
 ]
-
-TRANSPORTS = ("local", "mpi", "torch", "nccl")
-SCHEDULERS = ("auto", "lockstep", "threads")
 
 
 class Worker:
@@ -124,7 +130,8 @@ class Mesh:
     device: "cpu", or "cuda": blocks are arrays of CuPy, and bodies run on them; worker k is on GPU k modulo their
     number, on a stream of its own. The variable SPMD_DEVICE overrides the default, "cpu".
 
-    `with mesh:` makes it the mesh of the maps that are called inside. A mesh starts nothing before it is used.
+    `with mesh:` makes it the mesh of the maps that are called inside. Where the processes of a job are its workers it
+    starts MPI, and each process from then on sees it if another one ends; else it starts nothing before it is used.
     Raises MeshError for bad sizes or options, TransportError where the engine does not have the workers, or there is
     no GPU.
     """
@@ -155,9 +162,11 @@ class Mesh:
         self.axes: dict[str, int] = {name: int(n) for name, n in axes.items()}
         self.sides = tuple(self.axes.items())
         self.size = math.prod(self.axes.values())
-        self.scheduler = _choice(where, "scheduler", scheduler, "SPMD_SCHEDULER", SCHEDULERS) or "auto"
-        self._wanted = _choice(where, "transport", transport, "SPMD_TRANSPORT", TRANSPORTS)
-        chosen = _choice(where, "device", device, "SPMD_DEVICE", devices.DEVICES)
+        given = {"SPMD_SCHEDULER": scheduler, "SPMD_TRANSPORT": transport, "SPMD_DEVICE": device}
+        check_all(but=[name for name, value in given.items() if value is not None])
+        self.scheduler = _choice(where, "scheduler", scheduler) or "auto"
+        self._wanted = _choice(where, "transport", transport)
+        chosen = _choice(where, "device", device)
         self.device = "cuda" if self._wanted == "nccl" and device is None else chosen or "cpu"
         if self._wanted == "nccl" and self.device != "cuda":
             raise MeshError(
@@ -191,6 +200,15 @@ class Mesh:
         """How often each line of a body has compared what it supposed to be one value."""
         self.chosen: dict[str, str] = {}
         """The scheduler that "auto" settled on, by the name of the map; `spmd.info()` shows it."""
+        if self._is_of_the_job():
+            # From here on the others see it where this process ends before it comes to a map.
+            _engine(self, None if self._wanted == "nccl" else self._wanted)
+
+    def _is_of_the_job(self) -> bool:
+        """Whether the processes of the job, if there is one, are its workers."""
+        if self._comm is not None or self._wanted == "local" or in_a_child():
+            return False
+        return self.size > 1 and self.size == expected_size()
 
     map: Callable[..., Any]
     """`mesh.map(f, in_specs, out_specs)`: `spmd.map` on this mesh. Set by `spmd.mapping`."""
@@ -209,8 +227,16 @@ class Mesh:
     def __hash__(self) -> int:
         return hash(self.sides)
 
+    def __copy__(self) -> Mesh:
+        """A mesh names workers, and does not change: so it is its own copy."""
+        return self
+
+    def __deepcopy__(self, memo: object) -> Mesh:
+        return self
+
     def __getstate__(self) -> dict[str, Any]:
         """Without what bodies have called so far, which is known by the ids of this process."""
+        self.check_pickled("a Mesh")
         return {**self.__dict__, "_prepared": {}, "turns": {}}
 
     def __enter__(self) -> Mesh:
@@ -231,6 +257,20 @@ class Mesh:
     def local_workers(self) -> Sequence[int]:
         """The numbers of the workers that this process holds."""
         return self.transport.local
+
+    def check_pickled(self, what: str) -> None:
+        """Raise where something of this mesh is to be pickled, and not all of it is in the memory of this process."""
+        if self.transport.name == "local" and self.places is None:
+            return
+        raise MeshError(
+            message(
+                f"pickle of {what}",
+                got=f"{self} with transport {self.transport.name!r} on {self.device!r}",
+                need="a mesh of virtual workers on the host: other processes and GPUs cannot be written into a pickle",
+                mend="whole = x.numpy() on all processes, then np.save(file, whole) on one; "
+                "spmd.put(np.load(file), spec, mesh) brings it back. copy.copy and copy.deepcopy work",
+            )
+        )
 
     def sharing(self, layout: Any, worker: int) -> Any:
         """Workers for which this is equal share one array: copies of a block, on one device."""
@@ -393,14 +433,17 @@ def _of_blocks(shapes, spec: P, axes: tuple[tuple[str, int], ...]) -> Layout:
     return balanced if layout == balanced else layout  # most often: then one object, which is compared at once
 
 
-def _choice(where: str, option: str, given: str | None, variable: str, known: tuple[str, ...]) -> str | None:
-    """An option from its argument or its environment variable, checked."""
-    value = given if given is not None else os.environ.get(variable) or None
-    if value is not None and value not in known:
+def _choice(where: str, option: str, value: str | None) -> str | None:
+    """An option from its argument, checked, or its environment variable."""
+    variable = f"SPMD_{option.upper()}"
+    known = SETTINGS[variable].known
+    if value is None:
+        return setting(variable)
+    if value not in known:
         raise MeshError(
             message(
                 where,
-                argument=option if given is not None else f"{option}, from the environment variable {variable}",
+                argument=option,
                 got=repr(value),
                 need=f"one of {', '.join(map(repr, known))}",
                 mend=f'make_mesh(({value},), ("{option}",)) for an axis of this name'
@@ -426,6 +469,8 @@ def _engine(mesh: Mesh, wanted: str | None) -> Transport:
     if wanted is None:
         world = job_world()
         wanted = "local" if world is None else world.engine
+    if wanted != "local" and in_a_child():
+        raise no_job_of_a_child()
     if wanted == "local":
         from spmd.transport.local import LocalTransport
 
@@ -447,10 +492,9 @@ def _of_mpi(mesh: Mesh) -> Transport:
         )
     if comm is None:
         try:
-            from mpi4py import MPI
+            comm = start_mpi().COMM_WORLD
         except ImportError as error:
             raise _no_engine("mpi", "mpi4py", "mpi4py with a working MPI library", error) from error
-        comm = MPI.COMM_WORLD
     _check_size(mesh, comm.Get_size(), "an MPI world", "mpiexec -n")
     if mesh.places is not None:
         from spmd.transport.direct import transport_of
@@ -463,7 +507,10 @@ def _of_mpi(mesh: Mesh) -> Transport:
 
 def _of_torch(mesh: Mesh) -> Transport:
     world = torch_world()
-    _check_size(mesh, 1 if world is None else world.size, "a torch.distributed world", "torchrun --nproc-per-node")
+    kind = "a torch.distributed world"
+    if world is not None and not world.launched and (found := leftovers("torch")[0]):
+        kind += f" (by {found}, which may be left over from another job)"
+    _check_size(mesh, 1 if world is None else world.size, kind, "torchrun --nproc-per-node")
     try:
         import torch.distributed as dist
     except ImportError as error:

@@ -131,6 +131,10 @@ class Jitted(Mapped):
         self._fixed: dict[Any, list[bool]] = {}
         self._made = 0
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without its programs, which know how the workers of this process are reached: a copy makes its own."""
+        return {**super().__getstate__(), "_entries": {}, "_fixed": {}, "_made": 0}
+
     def __repr__(self) -> str:
         return f"spmd.jit of {super().__repr__()}"
 

@@ -297,7 +297,7 @@ class Replicas:
         self._counts: dict[Any, int] = {}
         self._later: dict[str, int] = {}
         self._waiting: dict[Any, list[Any]] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._bytes = 0
 
     def verify(

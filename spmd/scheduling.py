@@ -9,7 +9,7 @@ for some calls. Noise only adds to a time, so the least one counts. The results 
 from __future__ import annotations
 
 from math import inf
-from threading import Lock
+from threading import RLock
 
 from spmd.mesh import Mesh
 from spmd.transport.base import Outcome
@@ -27,8 +27,8 @@ _MORE = 8
 """How often where one is less than _MUCH times as fast as the other."""
 _MUCH = 1.5
 
-_lock = Lock()
-"""The user's threads may call a map at once."""
+_lock = RLock()
+"""The user's threads may call a map at once, and so may the handler of a signal that interrupts one of them."""
 
 
 class Trial:

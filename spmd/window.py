@@ -508,7 +508,7 @@ def _taps(where: str, n: int, kernel: int, stride: int, padding: Any, dilation: 
                 argument="padding",
                 got=repr(padding),
                 need='a number, (low, high), "valid", "same" or "same_lower"',
-                mend='"same" for ⌈n / stride⌉ outputs, 0 for no padding',
+                mend='"same" for ceil(n / stride) outputs, 0 for no padding',
             )
         )
     else:

@@ -342,4 +342,4 @@ def test_timing_changes_nothing_in_a_thousand_runs(python):
 def test_a_time_limit_is_a_number_of_seconds(python):
     ended, _ = hanging("busy", python, SPMD_TIMEOUT="soon")
     assert ended.returncode not in (0, None)
-    assert "argument SPMD_TIMEOUT, from the environment\n  got:    'soon'\n  needed: seconds" in ended.stderr
+    assert "the environment variable SPMD_TIMEOUT\n  got:    'soon'\n  needed: seconds" in ended.stderr

@@ -17,7 +17,7 @@ from spmd import P
 
 FAULTS = (
     *("undeclared reduction", "undeclared gradient", "undeclared result", "tree", "tuple and dict", "function"),
-    *("missing collective", "object", "checkpoint"),
+    *("missing collective", "object", "checkpoint", "masked argument", "argument of objects"),
 )
 FAULTS_OF_PROCESSES = ("argument", "closure", "number", "shape", "structure", "global array")
 LEGAL = ("declared data", "a line of one worker", "static argument", "a branch", "local print")
@@ -69,7 +69,7 @@ def draw(seed: int, *, processes: int | None = None) -> Program:
         add("V", "declared")
     for _ in range(int(rng.integers(2, 8))):
         operation = str(
-            rng.choice(["add", "multiply", "tanh", *("psum pmean pmax mean shift tree gradient".split()) * 2])
+            rng.choice(["add", "multiply", "tanh", *("psum pmean pmax mean shift tree gradient narrow".split()) * 2])
         )
         if operation in ("add", "multiply"):
             a, b = some("IV"), some("IV")
@@ -81,6 +81,8 @@ def draw(seed: int, *, processes: int | None = None) -> Program:
             add("I", operation, (some("V"), some("V")))
         elif operation == "shift":
             add("V", operation, (some("V"),))
+        elif operation == "narrow":
+            add("I", operation)
         elif operation == "gradient":
             a = some("IV")
             add(p.states[a], operation, (a, some("V")))
@@ -165,6 +167,8 @@ def step(p: Program, worker: int, operation: str, args: list, parameter: Any, gi
             return spmd.pmax(args[0], "x")
         case "mean":
             return a * 0.0 + spmd.mean(args[0], "x")
+        case "narrow":
+            return a * 0.0 + spmd.mean(spmd.varying(np.full(40_000, 1.0 + worker, np.float16), "x"), "x")
         case "shift":
             return spmd.shift(args[0], "x", 1)
         case "gradient":
@@ -225,6 +229,10 @@ def run(p: Program, mesh: spmd.Mesh, rank: int = -1) -> list[np.ndarray]:
     there = max(rank, 0) if p.fault in FAULTS_OF_PROCESSES and rank == p.odd else None
     a = a + 1.0 if there is not None and p.fault == "argument" else a
     number = number + 1.0 if there is not None and p.fault == "number" else number
+    if p.fault == "masked argument":
+        a = np.ma.masked_array(a, [False, True, False])
+    if p.fault == "argument of objects":
+        a = a.astype(object)
     closed = np.zeros(3) + (there is not None and p.fault == "closure")
     GLOBAL = np.zeros(3) + (there is not None and p.fault == "global array")
     if there is not None and p.fault == "shape":
@@ -283,6 +291,8 @@ def together(p: Program, operation: str, args: list, parameter: Any, given: tupl
             return [np.max(args[0], axis=0)] * n
         case "mean":
             return [np.full(3, np.mean(args[0]))] * n
+        case "narrow":
+            return [np.full(3, (n + 1) / 2)] * n
         case "shift":
             return [args[0][w - 1] for w in range(n)]
         case "gradient":

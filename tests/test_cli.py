@@ -293,3 +293,54 @@ def test_a_mesh_of_another_size_than_the_world(command):
     alone = launch(command, "adjoint", "--mesh", "x=3", "--trials", "1", n=2, SPMD_TRANSPORT="local")
     assert alone.returncode == 0, str(alone)
     assert alone.stdout.count("dot tests on Mesh(x=3), transport local") == 2  # each process by itself
+
+
+# Standard output that is closed early, or has few characters
+
+COMMANDS = [
+    ("info",),
+    ("adjoint", "--mesh", "x=2", "--trials", "1"),
+    ("adjoint", "--mesh", "x=2", "--trials", "1", "--json"),
+    ("bench", "kernels", "--only", "softmax_vjp", "--rounds", "1"),
+    ("adjoint", "--help"),
+]
+ASCII = {"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+
+
+@pytest.mark.parametrize("args", COMMANDS, ids=" ".join)
+def test_who_reads_no_further_ends_a_command_in_silence(args):
+    program = f"""
+import os, subprocess, sys
+reader, writer = os.pipe()
+os.close(reader)  # From the first character on nobody reads.
+done = subprocess.run([sys.executable, "-m", "spmd", *{args!r}], stdout=writer, stderr=subprocess.PIPE, text=True)
+print(done.returncode, repr(done.stderr))
+"""
+    ended = run_python("-c", program, timeout=120)
+    assert ended.stdout in ("141 ''\n", "0 ''\n" if "--help" in args else ""), str(ended)
+
+
+@pytest.mark.parametrize("args", COMMANDS, ids=" ".join)
+def test_commands_print_in_ascii(args):
+    ended = run_python("-m", "spmd", *args, timeout=120, **ASCII)
+    assert ended.returncode == 0, str(ended)
+    assert ended.stderr == ""
+    assert ended.stdout.isascii()
+    if args[0] == "adjoint" and len(args) == 5:
+        assert " V -> I " in ended.stdout
+
+
+def test_meshes_and_layouts_print_in_ascii():
+    program = """
+import numpy as np, spmd
+from spmd import P
+mesh = spmd.Mesh(x=2, y=2)
+layout = mesh.layout((5, 8), P("x", "y"))
+x = spmd.put(np.ones((5, 8)), P("x", "y"), mesh)
+for thing in (mesh, layout, x, spmd.map(lambda x: x, P("x"), P("x"), mesh=mesh), P("x"), layout.picture("w")):
+    print(thing, repr(thing))
+"""
+    ended = run_python("-c", program, **ASCII)
+    assert ended.returncode == 0, str(ended)
+    assert "+----------+" in ended.stdout
+    assert "\u250c" in run_python("-c", program, PYTHONIOENCODING="utf-8").stdout

@@ -33,7 +33,8 @@ ALONE = {
 
 # A stand-in for mpi4py whose world has FAKE_WORLD processes; "missing" cannot be imported.
 FAKE = {
-    "mpi4py/__init__.py": "import os\nif os.environ['FAKE_WORLD'] == 'missing': raise ImportError('no mpi4py here')\n",
+    "mpi4py/__init__.py": "import os\nif os.environ['FAKE_WORLD'] == 'missing': raise ImportError('no mpi4py here')\n"
+    "class rc: initialize = finalize = None\n",
     "mpi4py/MPI.py": """
         import os
         class Comm:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Top to bottom. Files and folders of one level may import each other.
 LEVELS = [
-    {"errors", "late", "spellings", "tracebacks"},
+    {"errors", "late", "settings", "spellings", "tracebacks"},
     {"kernels", "autodiff"},
     {"layout"},
     {"specs"},

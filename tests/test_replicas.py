@@ -269,3 +269,69 @@ def test_processes_compare_what_each_of_them_passes(n):
 @pytest.mark.torch
 def test_processes_of_torchrun_compare_too():
     cases(2, TORCHRUN)
+
+
+# How long a difference may go unnoticed
+
+
+def _square(w, v):
+    return spmd.mean((w * v) ** 2, "x")
+
+
+LATE = {
+    "a reduction": lambda w, x: spmd.pmean(w, "x"),
+    "a gradient": lambda w, x: spmd.grad(_square)(w, x),
+    "a result": lambda w, x: w,
+}
+
+
+@pytest.mark.parametrize("door", LATE)
+@pytest.mark.parametrize("since", range(9))
+def test_a_difference_is_found_within_three_calls(scheduler, door, since):
+    calls = [0]
+
+    def body(x):
+        w = np.full(3, 1.0 + spmd.worker_index("x") * (calls[0] >= since))
+        return LATE[door](w, x)
+
+    mapped = spmd.map(body, P("x"), P(), mesh=spmd.Mesh(x=3, scheduler=scheduler, transport="local"))
+
+    def program():
+        while calls[0] < since + 3:
+            mapped(np.ones(9))
+            calls[0] += 1
+
+    with pytest.raises((ReplicaError, StateError), match="differs between"):
+        program()
+    assert calls[0] >= since
+
+
+@pytest.mark.parametrize("door", ["a reduction", "a gradient"])
+@pytest.mark.parametrize("since", [0, 2, 3, 4, 5, 6, 7, 20, 21, 22, 100])
+def test_a_difference_is_found_within_three_turns_of_a_loop(scheduler, door, since):
+    reached = [0, 0, 0]
+
+    def body(x):
+        for k in range(since + 3):
+            w = np.full(3, 1.0 + spmd.worker_index("x") * (k >= since))
+            LATE[door](w, x)
+            reached[spmd.worker_index("x")] = k
+        return x
+
+    with pytest.raises(ReplicaError, match="differs between"):
+        spmd.map(body, P("x"), P("x"), mesh=spmd.Mesh(x=3, scheduler=scheduler, transport="local"))(np.ones(9))
+    assert max(reached) >= since - 1
+
+
+@pytest.mark.parametrize("values", [2, 3, 5, 8, 13, 21])
+def test_one_of_several_values_of_a_line_is_found(scheduler, values):
+    """A loop over parameters, of which one differs from its tenth turn on."""
+
+    def body(x):
+        for k in range(40 * values):
+            odd = k % values == values - 1 and k // values >= 10
+            spmd.pmean(np.full(3, 1.0 + spmd.worker_index("x") * odd), "x")
+        return x
+
+    with pytest.raises(ReplicaError, match="differs between"):
+        spmd.map(body, P("x"), P("x"), mesh=spmd.Mesh(x=2, scheduler=scheduler, transport="local"))(np.ones(4))

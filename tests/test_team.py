@@ -282,11 +282,11 @@ def test_an_interrupt_waits_for_those_who_help(monkeypatch):
         go.wait(20)
         ended.append(True)
 
-    def second(thread, task, after):
+    def second(thread, task, after, begun):
         if len(pool.idle) == 0 and go.is_set():
             raise KeyboardInterrupt
         go.set()
-        begin(thread, task, after)
+        begin(thread, task, after, begun)
 
     monkeypatch.setattr(threads.Thread, "begin", second)
     with pytest.raises(KeyboardInterrupt):

@@ -594,3 +594,65 @@ def test_a_worker_does_not_take_another_s_block():
     mapped(0)
     with pytest.raises(LayoutError, match="the worker that it was made on"):
         mapped(1)
+
+
+IN_PLACE = {
+    "add": lambda p, q: p.add_(q, alpha=-0.1),
+    "subtract": lambda p, q: p.sub_(q),
+    "multiply": lambda p, q: p.mul_(q),
+    "by a number": lambda p, q: p.mul_(0.5),
+    "divide": lambda p, q: p.div_(q.abs() + 1),
+    "addcmul": lambda p, q: p.addcmul_(q, q, value=0.3),
+    "addcdiv": lambda p, q: p.addcdiv_(q, q.abs() + 1, value=-0.3),
+    "interpolate": lambda p, q: p.lerp_(q, 0.25),
+    "copy": lambda p, q: p.copy_(q),
+    "zero": lambda p, q: p.zero_(),
+    "square root": lambda p, q: p.abs_().sqrt_(),
+    "clamp": lambda p, q: p.clamp_(-0.5, 0.5),
+    "a whole": lambda p, q: p.add_(q.whole() if isinstance(q, spt.PartitionedTensor) else q),
+    "a scalar tensor": lambda p, q: p.add_(torch.tensor(2.0, dtype=F64)),
+    "of itself": lambda p, q: p.add_(p),
+    "a smaller one": lambda p, q: p.add_(q[:, :1] if not isinstance(q, spt.PartitionedTensor) else q.whole()[:, :1]),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+@pytest.mark.parametrize(
+    "specs", [(P("x"), P("x")), (P("x", "y"), P("x", "y")), (P(), P()), (P("x"), P("y")), (P(), P("x"))]
+)
+def test_functions_of_elements_write_in_place(name, specs):
+    """By the short way of optimizers where tensors lie alike, else as ever: the whole's result, or an error."""
+    a, b = whole_of((5, 3)), whole_of((5, 3), 1)
+    f = IN_PLACE[name]
+    expected = a.clone()
+    f(expected, b)
+
+    def main():
+        p, q = spt.Parameter(a, specs[0]), spt.Parameter(b, specs[1])
+        before = p._version
+        with torch.no_grad():
+            try:
+                result = f(p, q)
+            except LayoutError:
+                return None
+        assert result is p
+        assert p._version > before
+        return p.whole().detach()
+
+    found = spt.map(main, (), None, mesh=MESH)()
+    if found is None:
+        assert specs[0] != specs[1]
+    else:
+        assert torch.equal(found, expected)
+
+
+def test_what_backward_needs_is_not_written_to_unnoticed():
+    def main():
+        p = spt.Parameter(whole_of((4, 3)), P("x"))
+        y = (p * p).sum()
+        with torch.no_grad():
+            p.add_(p.detach())
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward()
+
+    spt.map(main, (), None, mesh=MESH)()

@@ -54,9 +54,9 @@ def stuck(w):
 """
 
 
-def in_process(scheduler: str, program: str) -> str:
+def in_process(scheduler: str, program: str, *args: str, timeout: float = 30) -> str:
     """Run a program in a process of its own; what it prints."""
-    ended = run_python("-X", "faulthandler", "-c", PROGRAM + program, scheduler, timeout=30)
+    ended = run_python("-X", "faulthandler", "-c", PROGRAM + program, scheduler, *args, timeout=timeout)
     assert ended.returncode == 0, str(ended)
     assert ended.stderr == "", str(ended)
     return ended.stdout

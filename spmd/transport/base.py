@@ -10,7 +10,6 @@ Sums are taken in the order of the group's members, whatever the timing: the sam
 from __future__ import annotations
 
 import json
-import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -25,6 +24,7 @@ from spmd import kernels
 from spmd.device import contiguous, copied, zeros
 from spmd.errors import DeadlockError, MismatchError, caller, message, source_line
 from spmd.layout import Box, block_sizes
+from spmd.settings import setting
 
 if TYPE_CHECKING:
     from spmd.autodiff.tree import Leaf
@@ -65,7 +65,7 @@ Shape = tuple[int, ...]
 def checks_are_on() -> bool:
     """Whether collectives between processes begin with a check, waits are watched, and what counts as one value is
     compared: not with SPMD_CHECK=0."""
-    return os.environ.get("SPMD_CHECK", "1") != "0"
+    return setting("SPMD_CHECK")
 
 
 class Observer(Protocol):

@@ -38,14 +38,15 @@ class _Held:
 
     def __init__(self, library: Any):
         self.library = library
-        self.before = self.now = library.num_threads
+        self.before: int = library.num_threads
+        self.now: int | None = self.before
 
 
 class _Limit:
     """Who asks for how many threads, and the libraries that are limited meanwhile."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # A handler of a signal that interrupts this may call a map.
         self.asked: dict[object, int] = {}
         self.held: list[_Held] = []
         self.libraries: list[Any] = []
@@ -62,15 +63,19 @@ class _Limit:
             self._apply()
 
     def leave(self, who: object) -> None:
+        """May be called again by whom an interrupt has kept from coming to its end."""
         with self.lock:
             self.asked.pop(who, None)
             self._apply()
+            if not self.asked:
+                self.held = []  # From now on the user may set other numbers.
 
     def _apply(self) -> None:
         n = min(self.asked.values(), default=sys.maxsize)
         for held in self.held:
             threads = min(n, held.before)
             if held.now != threads or not self.asked:  # A body may have changed it.
+                held.now = None  # as long as an interrupt may come between
                 _set(held.library, threads)
                 held.now = threads
 
@@ -114,20 +119,29 @@ if hasattr(os, "register_at_fork"):
 
 
 class blas_threads:
-    """At most n BLAS threads while the block runs."""
+    """At most n BLAS threads while the block runs.
 
-    __slots__ = ("limit", "n")
+    Entering and leaving may be done again. An interrupt may come at the very beginning of leaving, which then is not
+    done; `with limit, limit:` leaves once more, and finds nothing to do where there was no interrupt.
+    """
+
+    __slots__ = ("entered", "limit", "n")
 
     def __init__(self, n: int):
         self.n = n
+        self.entered = False
 
     def __enter__(self) -> None:
-        self.limit = _limit
+        if self.entered:
+            return
+        self.limit, self.entered = _limit, True
         try:
             self.limit.enter(self, self.n)
         except BaseException:
-            self.limit.leave(self)
+            self.__exit__()
             raise
 
     def __exit__(self, *_: object) -> None:
-        self.limit.leave(self)
+        if self.entered:
+            self.limit.leave(self)
+            self.entered = False

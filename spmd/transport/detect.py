@@ -6,6 +6,7 @@ until somebody has initialised it.
 
 from __future__ import annotations
 
+import atexit
 import io
 import os
 import stat
@@ -15,23 +16,35 @@ import warnings
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from spmd.errors import TransportError, message
+from spmd.errors import TransportError, caller, message
 
 __all__ = [
     "TorchWorld",
     "World",
     "abort",
     "end_the_job_on_error",
+    "expected_size",
+    "in_a_child",
     "job_world",
     "launcher_hint",
+    "leftovers",
     "mpi_world",
+    "no_job_of_a_child",
+    "raw_exit",
+    "start_mpi",
+    "tell_launcher",
     "torch_world",
 ]
+
+raw_exit = os._exit
 
 # What a launcher of MPI tells each process that it starts: how many there are, or which one it is. Variables that a
 # scheduler sets in plain shells of an allocation too (SLURM_NTASKS, SLURM_PROCID) say nothing.
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS")
 _RANKS = ("PMIX_RANK", "PMI_RANK")
+_WORLD_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+_OF_LAUNCHERS = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "MPI_LOCAL")
+_OF_TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def launcher_hint() -> str | None:
@@ -54,7 +67,7 @@ def mpi_world() -> Any:
         return None
     several = hint in _SIZES
     try:
-        from mpi4py import MPI
+        MPI = start_mpi(hint)
     except ImportError as error:
         if several and hint != "SLURM_STEP_NUM_TASKS":
             raise TransportError(
@@ -69,13 +82,80 @@ def mpi_world() -> Any:
         if several:
             _warn_alone(hint, f"mpi4py cannot be imported ({error})")
         return None
-    if not MPI.Is_initialized() or MPI.Is_finalized():
+    if MPI is None or not MPI.Is_initialized() or MPI.Is_finalized():
         return None
     if MPI.COMM_WORLD.Get_size() > 1:
         end_the_job_on_error()
     elif several:
         _warn_alone(hint, f"MPI sees one ({MPI.Get_library_version().splitlines()[0].split(',')[0]})")
     return MPI.COMM_WORLD
+
+
+def start_mpi(hint: str | None = None) -> Any:
+    """mpi4py.MPI. Where nobody has started MPI yet it is started here, and ended with the program; None in a child of
+    os.fork, which has no part in the job. hint: the variable of a launcher."""
+    loaded = sys.modules.get("mpi4py.MPI")
+    if loaded is None and in_a_child():
+        return None
+    if loaded is not None:
+        _end_mpi_at_exit(loaded, False)
+        return loaded
+    _refuse_leftovers(hint)
+    import mpi4py
+
+    rc = mpi4py.rc
+    wishes = rc.initialize, rc.finalize
+    rc.initialize = rc.finalize = False
+    try:
+        from mpi4py import MPI
+    finally:
+        rc.initialize, rc.finalize = wishes
+    if not MPI.Is_initialized() and wishes[0] is not False:
+        from spmd.transport.lifetime import initialize
+        from spmd.transport.patience import time_limit
+
+        initialize(MPI, rc, time_limit())
+        _end_mpi_at_exit(MPI, wishes[1] is not False)
+    return MPI
+
+
+_ends_at_exit = False
+
+
+def _end_mpi_at_exit(mpi: Any, finalizes: bool) -> None:
+    """Wait for the other processes at the end of the program, where this one is of several. finalizes: and end MPI."""
+    global _ends_at_exit
+    if not _ends_at_exit:
+        _ends_at_exit = True
+        atexit.register(_end_mpi, mpi, finalizes)
+
+
+def _end_mpi(mpi: Any, finalizes: bool) -> None:
+    if not mpi.Is_initialized() or mpi.Is_finalized():
+        return
+    from spmd.transport import lifetime, patience
+
+    board = patience._board
+    limit = patience.time_limit() if board is not None else 0.0
+    lifetime.await_others(board, limit)
+    if finalizes:
+        lifetime.finalize(mpi, board, limit)
+
+
+def expected_size() -> int | None:
+    """How many processes the job has of which this one seems to be, told without starting anything; None where that
+    cannot be told."""
+    wanted = os.environ.get("SPMD_TRANSPORT")
+    torch = torch_world() if wanted != "mpi" else None
+    if torch is not None and torch.size > 1 and (torch.launched or wanted == "torch"):
+        return torch.size
+    mpi = sys.modules.get("mpi4py.MPI") if wanted in (None, "", "mpi") else None
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        return mpi.COMM_WORLD.Get_size()
+    for name in _WORLD_SIZES if wanted in (None, "", "mpi") else ():
+        if os.environ.get(name, "1").isdecimal() and int(os.environ.get(name, "1")) > 1:
+            return int(os.environ[name])
+    return None if torch is None else torch.size
 
 
 class TorchWorld(NamedTuple):
@@ -132,6 +212,50 @@ def _said(hint: str | None) -> str:
     return f"{hint}={os.environ[hint or '']}: a launcher started several processes"
 
 
+def leftovers(engine: str) -> tuple[str, str]:
+    """The variables of launchers of an engine that this process has: with their values, and as `unset` takes them."""
+    prefixes = sorted(n for n in os.environ if n.startswith(_OF_LAUNCHERS))
+    names = [n for n in _OF_TORCH if n in os.environ] if engine == "torch" else prefixes
+    return ", ".join(f"{n}={os.environ[n]}" for n in names), " ".join(names)
+
+
+def _refuse_leftovers(hint: str | None) -> None:
+    """Raise where variables say that a launcher of MPI has started this process, and it has no connection to one: an
+    MPI library would end the process without a word that helps."""
+    if hint is None or (fault := _no_connection()) is None:
+        return
+    found, names = leftovers("mpi")
+    raise TransportError(
+        message(
+            "spmd.Mesh",
+            got=f"{found} in the environment, as of a launcher of MPI, and {fault}",
+            need="the connection that a launcher gives to each process that it starts",
+            mend=f'start it by mpiexec; or, where these are left over from another job, "unset {names}", or '
+            'Mesh(..., transport="local"), or SPMD_TRANSPORT=local',
+        )
+    )
+
+
+def _no_connection() -> str | None:
+    """Why this process cannot reach the launcher that its variables speak of; None where nothing speaks against it."""
+    if "PMI_FD" in os.environ and not _is_socket(os.environ["PMI_FD"]):
+        return "PMI_FD is no connection"
+    if (
+        "PMIX_RANK" in os.environ
+        and "PMIX_NAMESPACE" in os.environ
+        and not any(name.startswith("PMIX_SERVER_") for name in os.environ)
+    ):
+        return "no PMIX_SERVER_URI says where it is"
+    return None
+
+
+def _is_socket(file: str) -> bool:
+    try:
+        return stat.S_ISSOCK(os.fstat(int(file)).st_mode)
+    except (OSError, ValueError, OverflowError):
+        return False
+
+
 _warned = False
 
 
@@ -141,7 +265,7 @@ def _warn_alone(hint: str | None, reason: str) -> None:
         _warned = True
         warnings.warn(
             f"{_said(hint)}, but {reason}: each one runs all workers by itself. Use the mpiexec of the environment "
-            "that mpi4py is in, or set SPMD_TRANSPORT=local if this is meant",
+            "that mpi4py is in, or set SPMD_TRANSPORT=local if this is meant; unset the variable if it is left over",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -153,8 +277,49 @@ _report: Any = None
 def end_the_job_on_error() -> None:
     """From now on an error that nobody catches ends all processes of the job; the others would wait forever."""
     global _report
-    if _report is None:
+    if _report is None and not in_a_child():
         _report, sys.excepthook = sys.excepthook, _end_the_job
+    if os._exit is raw_exit and not in_a_child():
+        os._exit = _exit
+
+
+def _exit(status: int) -> Any:
+    """In place of os._exit, which keeps the end of this process from the others: launchers of MPI then end them without
+    a word, MPICH's with status 0 if this is one."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if in_a_child() or mpi is None or not mpi.Is_initialized() or mpi.Is_finalized() or mpi.COMM_WORLD.Get_size() == 1:
+        if status and mpi is None and not in_a_child():
+            _say_exit(status)
+            abort(status)
+        raw_exit(status)
+    patience = sys.modules.get("spmd.transport.patience")
+    board = None if patience is None else patience._board
+    if status or board is None:
+        _say_exit(status)
+        abort(status or 1)
+    else:  # Whoever waits for this process finds that it has left. Else the job goes on.
+        board.close()
+        from spmd.transport.mpi import end
+
+        end()
+        mpi.Finalize()
+    raw_exit(status)
+
+
+def _say_exit(status: int) -> None:
+    frame = caller()
+    where = "" if frame is None else f" at {frame.f_code.co_filename}:{frame.f_lineno}"
+    text = f"spmd: {_me()} has called os._exit({status}){where}: the job ends\n"
+    with suppress(OSError, ValueError, AttributeError):
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
+def _me() -> str:
+    """This process, as messages name it."""
+    names = "PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "RANK"
+    rank = next((os.environ[name] for name in names if name in os.environ), None)
+    return f"process {os.getpid()}" if rank is None else f"rank {rank} of the world (process {os.getpid()})"
 
 
 def _end_the_job(kind, error, traceback) -> None:
@@ -178,21 +343,67 @@ _READ = 0.1
 
 def abort(status: int) -> None:
     """End all processes of this process's job, with this status."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    if in_a_child():
+        return
+    for stream in sys.stdout, sys.stderr:
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
     time.sleep(_READ)
     mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is not None and mpi.Is_initialized():
+    started = mpi is not None and mpi.Is_initialized()
+    if mpi is not None and started:
         if not mpi.Is_finalized() and mpi.COMM_WORLD.Get_size() > 1:
             mpi.COMM_WORLD.Abort(status)
     elif "PMI_FD" in os.environ:
-        # MPICH's launcher takes no notice of a process that fails before it has started MPI, unless it says so.
-        with suppress(OSError, ValueError):
-            launcher = int(os.environ["PMI_FD"])
-            if stat.S_ISSOCK(os.fstat(launcher).st_mode):
-                os.write(launcher, f"cmd=abort exitcode={status}\n".encode())
+        tell_launcher(status)
     elif "spmd.transport.torch" in sys.modules:
-        os._exit(status)  # torchrun ends the others as soon as it sees that. The usual end of torch takes its time.
+        raw_exit(status)  # torchrun ends the others as soon as it sees that. The usual end of torch takes its time.
+
+
+def tell_launcher(status: int) -> None:
+    """MPICH's launcher takes no notice of a process that fails before it has started MPI, unless it says so. Launchers
+    of other kinds are told nothing: they see the status of the process."""
+    if _is_socket(os.environ.get("PMI_FD", "")):
+        with suppress(OSError):
+            os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={status}\n".encode())
+
+
+# Children of os.fork
+
+_child = False
+
+
+def in_a_child() -> bool:
+    """Whether this process is a child of os.fork of one of the job. What ends the job, and what says that this process
+    has left it, is the parent's."""
+    return _child
+
+
+def _begin_as_a_child() -> None:
+    global _child
+    if _report is None and launcher_hint() is None and torch_world() is None:
+        return  # of a process by itself
+    _child = True
+    if sys.excepthook is _end_the_job:
+        sys.excepthook = _report
+    if os._exit is _exit:
+        os._exit = raw_exit
+    atexit.unregister(_end_mpi)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_as_a_child)
+
+
+def no_job_of_a_child() -> TransportError:
+    return TransportError(
+        message(
+            "spmd.Mesh",
+            got="a child of os.fork, which is no process of the job that its parent is of",
+            need="a process that the launcher has started",
+            mend='Mesh(..., transport="local") for workers of its own, or let the parent run the map',
+        )
+    )
 
 
 if launcher_hint() in _SIZES and os.environ.get("SPMD_TRANSPORT") != "local":

@@ -17,6 +17,7 @@ from mpi4py import MPI
 
 from spmd.cuda import current
 from spmd.errors import TransportError, message
+from spmd.settings import setting
 from spmd.transport.base import Call
 from spmd.transport.mpi import MpiTransport
 from spmd.transport.processes import ProcessTransport
@@ -98,5 +99,5 @@ def _not_aware(got: str) -> TransportError:
 
 def transport_of(comm: MPI.Comm, places: Any) -> ProcessTransport:
     """The transport of a communicator's processes, with blocks on GPUs."""
-    kind = DirectTransport if os.environ.get(VARIABLE, "0") not in ("", "0") else staged(MpiTransport)
+    kind = DirectTransport if setting(VARIABLE) else staged(MpiTransport)
     return on_places(kind.of(comm), places)

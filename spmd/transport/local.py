@@ -392,7 +392,7 @@ class LockstepRun(Run):
         crew = team.of(usable_cores)  # one worker runs at a time: the other cores help it with what is large
         started = time.perf_counter()
         try:
-            with crew:
+            with crew, crew:
                 while fresh and self.limit >= 0:
                     comm = fresh.popleft()
                     if fresh and not self.quiet:
@@ -411,13 +411,24 @@ class LockstepRun(Run):
                     break
         finally:
             self.stop()
-            for worker in workers:
-                if worker:
-                    worker.throw(Stopped)
-            workers.clear()
-            fresh.clear()
-            self.own = self.body = None  # They know their run.
+            self._end_all()
         return self.outcome(time.perf_counter() - started, crew.seconds)
+
+    def _end_all(self) -> None:
+        """End the workers that have begun and wait."""
+        self.stop()
+        for worker in self.others:
+            if worker:
+                worker.throw(Stopped)
+        self.others.clear()
+        self.fresh.clear()
+        self.ready.clear()
+        self.own = self.body = None  # They know their run.
+
+    def close(self) -> None:
+        if self.others:  # An interrupt came while they were to be ended.
+            self._end_all()
+        super().close()
 
     def _begin(self, comm: LocalComm) -> None:
         """Let a worker begin in a greenlet of its own, and run until it has to wait."""
@@ -499,16 +510,18 @@ class ThreadRun(Run):
         self.parked: set[Any] = set()
         self.inside: dict[int, int] = {}
         self.begun = False
+        self.first: list[None] = []
+        """Has an entry when the first worker's thread has its task."""
         self.over = threading.Lock()
         self.over.acquire()
         self.process = os.getpid()
 
     def execute(self, body: Callable[[Comm], Any]) -> Outcome:
         started = time.perf_counter()
-        threads = pool.take(self.left)
         context = contextvars.copy_context()
-        try:
-            threads[0].begin(partial(self._begin, context, body, threads), self._leave)
+        threads = pool.take(self.left)
+        try:  # at once: an interrupt before would lose the threads
+            threads[0].begin(partial(self._begin, context, body, threads), self._leave, self.first)
             self._join()
         except BaseException:
             self._interrupt(threads)
@@ -555,7 +568,7 @@ class ThreadRun(Run):
             for thread in self.inside.values():
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Stopped))
         if not begun:
-            pool.give(threads[1:])
+            pool.give(threads[len(self.first) :])
         if running:
             self._join()
 
@@ -576,7 +589,8 @@ class ThreadRun(Run):
         """All of the group wait for it, so their share of the cores helps."""
         if nbytes < team.LEAST:
             return make()
-        with team.of(lambda: usable_cores() * group.size // self.size):
+        crew = team.of(lambda: usable_cores() * group.size // self.size)
+        with crew, crew:
             return make()
 
     def wake(self, meeting: Any) -> None:
@@ -847,7 +861,8 @@ class LocalTransport(Transport):
         execution = (
             ThreadRun(self.size, describe) if in_threads else LockstepRun(self.size, describe, scheduler == ONE_BY_ONE)
         )
-        with blas_threads(self.threads()):
+        limit = blas_threads(self.threads())
+        with limit, limit:
             try:
                 return execution.execute(body) if self.places is None else self._on_devices(execution, body)
             finally:

@@ -6,6 +6,7 @@ A process that waits polls, for MPI moves its messages only while it is called.
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -30,7 +31,6 @@ __all__ = ["MpiChannel", "MpiTransport"]
 @lru_cache(maxsize=1)
 def _first_greeting() -> int:
     """The first of the last 1024 tags, which are those of greetings."""
-    atexit.register(_last_greetings)
     return _never() + 1
 
 
@@ -43,9 +43,8 @@ def _never() -> int:
 def _last_greetings() -> None:
     """Receive what came when nobody waited for it any more: MPICH does not end well with messages that nobody took."""
     status, nothing = MPI.Status(), [np.empty(ADDRESS, np.uint8), MPI.BYTE]
-    if not MPI.Is_finalized():
-        while MPI.COMM_WORLD.Iprobe(status=status) and status.Get_tag() >= _first_greeting():
-            MPI.COMM_WORLD.Recv(nothing, status.Get_source(), status.Get_tag())
+    while MPI.COMM_WORLD.Iprobe(status=status) and status.Get_tag() >= _first_greeting():
+        MPI.COMM_WORLD.Recv(nothing, status.Get_source(), status.Get_tag())
 
 
 _TAGS = 32768
@@ -200,11 +199,18 @@ _channels: list[MpiChannel] = []
 """All that were ever made: what an old one stands ready to receive is written where it lies."""
 
 
-@atexit.register
-def _close() -> None:
+def end() -> None:
+    """This process leaves the job."""
     if not MPI.Is_finalized():
+        if _first_greeting.cache_info().currsize:
+            _last_greetings()
         for channel in _channels:
             channel.close()
+
+
+atexit.register(end)
+if hasattr(os, "register_at_fork"):  # a child of os.fork leaves nothing
+    os.register_at_fork(after_in_child=lambda: atexit.unregister(end))
 
 
 def _board() -> Board | None:

@@ -10,7 +10,6 @@ gathered and added in the order of the workers, as all other transports do.
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from spmd.cuda import Places, current
 from spmd.device import on_device
 from spmd.errors import TransportError, message
 from spmd.layout import offsets
+from spmd.settings import setting
 from spmd.transport.base import Call, Comm, Group, Handle, Outcome, Ready, Shape, Transport, checks_are_on
 
 __all__ = ["NcclTransport"]
@@ -244,7 +244,7 @@ class NcclTransport(Transport):
         self.size, self.local = host.size, host.local
         self.rings: dict[Any, Any] = {}
         self.checks = checks_are_on()
-        self.fixed_order = os.environ.get("SPMD_NCCL_FIXED_ORDER", "0") not in ("", "0")
+        self.fixed_order = setting("SPMD_NCCL_FIXED_ORDER")
         self.tried = False
 
     def _one_each(self) -> None:

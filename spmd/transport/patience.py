@@ -11,7 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spmd.errors import MeshError, StallError, again, message
+from spmd.errors import StallError, again, message
+from spmd.settings import setting
 from spmd.transport.base import Call, deadlock, raised_by
 from spmd.transport.board import FAILED, FOLLOWS, LEFT, WAITING, Board
 from spmd.transport.hosts import Hosts
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["LOOK", "Patience", "board_of_the_job", "failed_too", "let_others", "like", "time_limit"]
 
-_TIMEOUT = 300.0
 LOOK = 0.1
 """Seconds between two looks at the others."""
 _AWAKE = 0.006
@@ -30,22 +30,7 @@ _AWAKE = 0.006
 
 def time_limit() -> float:
     """The seconds without progress after which a collective ends: SPMD_TIMEOUT, 0 for none."""
-    given = os.environ.get("SPMD_TIMEOUT") or str(_TIMEOUT)
-    try:
-        seconds = float(given)
-    except ValueError:
-        seconds = -1.0
-    if not seconds >= 0:
-        raise MeshError(
-            message(
-                "spmd.Mesh",
-                argument="SPMD_TIMEOUT, from the environment",
-                got=repr(given),
-                need="seconds, or 0 for no limit",
-                mend=f"leave it out for {_TIMEOUT:g}",
-            )
-        )
-    return seconds
+    return setting("SPMD_TIMEOUT")
 
 
 let_others: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))  # not on every system
@@ -67,6 +52,17 @@ def board_of_the_job(rank: int, size: int, path: Callable[[], Path]) -> Board | 
         atexit.register(_board.close)
     return _board
 
+
+def _leave_to_the_parent() -> None:
+    """A child of os.fork has no place on the board: its end is not that of its parent."""
+    global _board
+    if _board is not None:
+        atexit.unregister(_board.close)
+        _board = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 _TELLS = 2.0
 """Seconds that a process has to tell what it waits in, before others say that they wait for it in vain."""

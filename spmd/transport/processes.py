@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import contextvars
 import json
+import os
 import sys
 import threading
 import time
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,7 +29,7 @@ from spmd.transport.base import Call, Comm, Group, Outcome, Shape, Transport, ch
 from spmd.transport.blas import blas_threads, core_numbers, share_of_cores
 from spmd.transport.board import Board, machine
 from spmd.transport.channel import Channel, bytes_of
-from spmd.transport.detect import end_the_job_on_error
+from spmd.transport.detect import end_the_job_on_error, no_job_of_a_child
 from spmd.transport.headers import digest
 from spmd.transport.mailbox import shared
 from spmd.transport.patience import Patience, let_others, like, time_limit
@@ -112,6 +114,7 @@ class ProcessTransport(Transport):
         self._threads: int | None = None
         self.channels: dict[Shape, Channel] = {}
         end_the_job_on_error()
+        _transports.add(self)
 
     # What an engine does
 
@@ -331,7 +334,8 @@ class ProcessTransport(Transport):
         started = time.perf_counter()
         threads = self.threads()
         self.connect()
-        with blas_threads(threads):
+        limit = blas_threads(threads)
+        with limit, limit:
             try:
                 result = contextvars.copy_context().run(body, self.comm)
             except SystemExit as end:
@@ -374,3 +378,28 @@ class ProcessTransport(Transport):
             self.last = None
         texts = [block.tobytes() for block in blocks]
         return {k: value if text == said else json.loads(text) for k, text in enumerate(texts)}  # most say the same
+
+
+_transports: weakref.WeakSet[ProcessTransport] = weakref.WeakSet()
+
+
+def _belong_to_the_parent() -> None:
+    """In a child of os.fork the connections, and the memory that others read, are its parent's. Methods are replaced,
+    so that it costs nothing where there is no child."""
+    for transport in list(_transports):
+        for name in "run", "share", "swap", "arrive", "channel", "threads":
+            setattr(transport, name, _refuse)
+        for name in "fail", "leave":
+            setattr(transport, name, _nothing)
+
+
+def _refuse(*_: Any, **__: Any) -> Any:
+    raise no_job_of_a_child()
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_belong_to_the_parent)

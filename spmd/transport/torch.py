@@ -36,10 +36,10 @@ from spmd.errors import TransportError, message
 from spmd.transport.base import Call, Shape
 from spmd.transport.board import Board, machine, new_path
 from spmd.transport.channel import Channel
-from spmd.transport.detect import TorchWorld, abort, torch_world
+from spmd.transport.detect import TorchWorld, abort, leftovers, torch_world
 from spmd.transport.headers import Headers, digest
 from spmd.transport.hosts import address_of
-from spmd.transport.patience import LOOK, Patience, board_of_the_job
+from spmd.transport.patience import LOOK, Patience, board_of_the_job, time_limit
 from spmd.transport.processes import ProcessTransport, disconnected, start
 
 __all__ = ["TorchChannel", "TorchTransport"]
@@ -164,6 +164,7 @@ class Watch:
     def __init__(self) -> None:
         self.turns: set[Turn] = set()
         self.lock = threading.Lock()
+        self.hears_signals = False
         self.ear, self.mouth = socket.socketpair()
         self.ear.setblocking(False)
         self.mouth.setblocking(False)
@@ -172,6 +173,8 @@ class Watch:
             before = signal.set_wakeup_fd(self.mouth.fileno(), warn_on_full_buffer=False)
             if before != -1:
                 signal.set_wakeup_fd(before)
+            else:
+                self.hears_signals = True
         threading.Thread(target=self._look, name="spmd-watch", daemon=True).start()
 
     def wait(self, patience: Patience, posted: Posted) -> None:
@@ -358,10 +361,53 @@ def _job() -> tuple[TorchWorld, Any]:
         if dist.is_initialized():
             store = _get_default_store()
         else:
-            store, _, _ = next(iter(rendezvous("env://", world.rank, world.size, timeout=_CONNECT)))
+            store = _store(world)
         return world, PrefixStore("spmd", store)
+    except TransportError:
+        raise
     except (RuntimeError, ValueError, AssertionError, TypeError) as error:
         raise _unconnected(f"no store of torch.distributed: {error}") from error
+
+
+def _store(world: TorchWorld) -> Any:
+    """The store of a world that nobody has initialised. torchrun's is there before its processes. Without torchrun the
+    variables may be left over from another job, whose other processes will never come."""
+    if world.launched:
+        return next(iter(rendezvous("env://", world.rank, world.size, timeout=_CONNECT)))[0]
+    seconds = time_limit() or _CONNECT.total_seconds()
+    notice = threading.Timer(_SILENT, _say_that_it_waits, (world,))
+    notice.daemon = True
+    notice.start()
+    try:
+        return next(iter(rendezvous("env://", world.rank, world.size, timeout=timedelta(seconds=seconds))))[0]
+    except RuntimeError as error:
+        found, names = leftovers("torch")
+        raise TransportError(
+            message(
+                "spmd.Mesh",
+                got=f"{found} in the environment, as of a launcher of torch.distributed, and not all {world.size} "
+                f"processes came together within {seconds:g} s ({str(error).partition(chr(10))[0]})",
+                need="all processes of the job, started with such variables",
+                mend=f'where they are left over from another job, "unset {names}", or Mesh(..., transport="local"), or '
+                "SPMD_TRANSPORT=local; SPMD_TIMEOUT=600, or more seconds, where processes may come that late",
+            )
+        ) from error
+    finally:
+        notice.cancel()
+
+
+_SILENT = 5.0
+"""Seconds that a process waits for those that its environment speaks of before it says so."""
+
+
+def _say_that_it_waits(world: TorchWorld) -> None:
+    found, names = leftovers("torch")
+    print(
+        f"spmd: rank {world.rank} waits for {world.size} processes of torch.distributed, because of {found} in its "
+        f'environment; where that is left over from another job, "unset {names}" or set SPMD_TRANSPORT=local',
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _lines(name: str) -> Lines:
@@ -394,6 +440,24 @@ def _namespace() -> str:
     with suppress(OSError):
         return os.readlink("/proc/self/ns/pid")
     return ""
+
+
+def _leave_to_the_parent() -> None:
+    """A child of os.fork has its parent's connections, without the threads that serve them. They are never taken down
+    in it: that would wait for those threads, and break the connections off for the parent too. Nor are its signals the
+    parent's."""
+    if _watch.cache_info().currsize and _watch().hears_signals:
+        signal.set_wakeup_fd(-1)
+        _watch().ear.close()
+        _watch().mouth.close()
+    for transport in _transports.values():
+        for lines in (transport.lines, *transport.old):
+            if lines is not None:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(lines.group))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 
 def _unconnected(said: str) -> TransportError:

@@ -30,12 +30,12 @@ from spmd.bridge.torch.tensor import (
     SUMMED,
     Tensor,
     differentiated,
+    no_overrides,
     plain,
     state_of_tensor,
     stated,
     summed,
     sums_of,
-    unasked,
 )
 from spmd.errors import MeshError, ReplicaError, TransportError, caller, message
 from spmd.mesh import WORKER, Mesh, Worker
@@ -445,7 +445,7 @@ def apply(op: Any, x: torch.Tensor, seat: Seat, frame: Any = None) -> torch.Tens
     """An operator on a tensor, recorded where it is differentiated; no check of states. frame: from where it counts as
     called, a frame or a Place; None: from the nearest line of the user's above."""
     finish = _started(op, plain(x) if isinstance(x, Tensor) else x, seat, frame)
-    with unasked():
+    with no_overrides():
         return finish()
 
 
@@ -461,7 +461,7 @@ def _started(op: Collective, x: torch.Tensor, seat: Seat, frame: Any) -> Callabl
         return lambda: kind.apply(x, task)
     if type(op) is Vary:
         return lambda: Apply.apply(x, task)
-    with unasked():
+    with no_overrides():
         countable = x.is_floating_point() or x.is_complex()
         task.asks[0] = differentiated(x) and countable
         task.start(x)
@@ -497,7 +497,7 @@ def twin(x: torch.Tensor, state: State, joined: bool = False) -> torch.Tensor:
                 mend="return what is needed outside with an out_spec",
             )
         )
-    with unasked():
+    with no_overrides():
         return _twin(x, state, joined, worker)
 
 

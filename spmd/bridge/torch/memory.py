@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from spmd.bridge.torch.tensor import unasked
+from spmd.bridge.torch.tensor import no_overrides
 from spmd.device import contiguous, imported, on_device
 from spmd.errors import LayoutError, MeshError, message
 from spmd.kernels import buffers
@@ -83,7 +83,7 @@ def torch_dtype(dtype: Any) -> torch.dtype:
 
 def borrowed(x: torch.Tensor) -> Any:
     """A tensor's data as an array on the same memory: read-only, and to be read before the tensor is written to."""
-    with unasked():
+    with no_overrides():
         if x.is_cuda:
             return imported("spmd.bridge.torch").from_dlpack(x.detach().resolve_conj().resolve_neg())
         dtype = array_dtype(x.dtype)
@@ -109,7 +109,7 @@ def check_device(x: torch.Tensor, mesh: Mesh, where: str, argument: str) -> None
 def block_of(x: torch.Tensor, worker: Worker, where: str) -> tuple[Any, bool]:
     """A tensor's data for a collective, and whether it is lent: the very memory of the tensor, which may be written to
     as soon as this worker goes on."""
-    with unasked():
+    with no_overrides():
         check_device(x, worker.mesh, where, "x")
         array = borrowed(x)
     block = contiguous(array)

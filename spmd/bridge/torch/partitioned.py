@@ -17,7 +17,7 @@ from torch._functorch import eager_transforms
 from spmd.bridge.torch.drawing import is_drawing
 from spmd.bridge.torch.function import Function, Seat, apply, dual, seat_of
 from spmd.bridge.torch.modules import Lies, common_axes, of_shape, resolved
-from spmd.bridge.torch.tensor import SUMMED, Tensor, plain, state_of_tensor, stated, summed, sweep, unasked
+from spmd.bridge.torch.tensor import SUMMED, Tensor, no_overrides, plain, state_of_tensor, stated, summed, sweep
 from spmd.errors import LayoutError, MeshError, StateError, describe, message
 from spmd.frontends import register
 from spmd.layout import Layout, P
@@ -81,7 +81,7 @@ class PartitionedTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, block: torch.Tensor, placement: Placement, shape: Any = None, strides: Any = None) -> Any:
         shape = placement.layout.shape if shape is None else shape
-        with unasked():
+        with no_overrides():
             x: Any = torch.Tensor._make_wrapper_subclass(cls, shape, strides, dtype=block.dtype, device=block.device)
         x._block = block
         x._placement = placement
@@ -183,7 +183,7 @@ class PartitionedTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with unasked():  # what functions of torch draw has been seen to above
+        with no_overrides():  # what functions of torch draw has been seen to above
             return dispatch(func, args, kwargs or {})
 
 
@@ -445,7 +445,7 @@ class _Block(Function):
     @staticmethod
     def forward(ctx: Any, x: PartitionedTensor) -> torch.Tensor:
         ctx.placement, ctx.state = x._placement, x._state
-        with unasked():
+        with no_overrides():
             return x._block.detach()
 
     @staticmethod
@@ -476,7 +476,7 @@ class _TransformedBlock(Function):
 
 
 def _joined(block: torch.Tensor, placement: Placement, state: State) -> PartitionedTensor:
-    with unasked():
+    with no_overrides():
         x = PartitionedTensor(block.detach(), placement)
     x._state = state
     return x
@@ -652,7 +652,7 @@ _NUMBERS = (int, float, complex, bool, type(None))
 
 def _met_and_called(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if func in _IN_PLACE:
-        with unasked():
+        with no_overrides():
             if _written_blocks(func, args, kwargs):
                 return args[0]
     state = _met(func, args, kwargs)

@@ -30,6 +30,7 @@ __all__ = [
     "in_blocks",
     "joined_state",
     "local",
+    "no_overrides",
     "plain",
     "put_state",
     "state_of_tensor",
@@ -38,15 +39,14 @@ __all__ = [
     "sums_of",
     "sweep",
     "swept",
-    "unasked",
     "varied_arguments",
 ]
 
 _INVARIANT = state_of(())
 _disabled = torch._C.DisableTorchFunctionSubclass
 _functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
-unasked = torch._C.DisableTorchFunction
-"""Within it functions of torch ask neither tensors nor modes: for what this bridge does with tensors itself."""
+no_overrides = torch._C.DisableTorchFunction
+"""A context without overrides, in which functions of torch ask neither subclasses nor modes."""
 
 SUMMED: dict[int, Callable[[], Any]] = {}
 """By id, parameters whose gradients are summed by `spt.data_parallel`, in place of the adjoint of their `Vary`."""
@@ -153,7 +153,7 @@ def swept() -> bool:
 
 def stated(x: torch.Tensor, state: State) -> torch.Tensor:
     """A tensor on the same data in this state; one node of the graph, that hands cotangents on."""
-    with unasked():
+    with no_overrides():
         twin = x.as_subclass(Tensor)
     twin._state = state
     return twin
@@ -167,7 +167,7 @@ def put_state(x: Any, state: State) -> None:
 
 def plain(x: torch.Tensor) -> torch.Tensor:
     """The tensor without its state."""
-    with unasked():
+    with no_overrides():
         return x.as_subclass(torch.Tensor)
 
 
@@ -254,7 +254,7 @@ def differentiated(x: torch.Tensor) -> bool:
     """Whether torch follows what becomes of x: for what a transformation of torch.func wraps, at any level."""
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return False
-    with unasked():
+    with no_overrides():
         if _functorch.maybe_current_level() is not None:
             while not x.requires_grad and _functorch.is_functorch_wrapped_tensor(x):
                 x = _functorch.get_unwrapped(x)

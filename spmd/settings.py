@@ -1,0 +1,106 @@
+"""The environment variables that the library reads: what may stand in each, and one error for what may not."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+from spmd.errors import MeshError, message
+from spmd.spellings import closest
+
+__all__ = ["SETTINGS", "check_all", "complaints", "setting"]
+
+
+class _Setting(NamedTuple):
+    """parse: the value of a text, ValueError where it has none. need: the texts that have one. default: without any.
+    known: the texts, where they are few."""
+
+    parse: Callable[[str], Any]
+    need: str
+    default: Any
+    known: tuple[str, ...]
+
+
+def _one_of(*known: str) -> _Setting:
+    def parse(text: str) -> str:
+        if text not in known:
+            raise ValueError
+        return text
+
+    words = [f'"{name}"' for name in known]
+    return _Setting(parse, f"one of {', '.join(words)}" if len(words) > 1 else words[0], None, known)
+
+
+def _switch(default: bool) -> _Setting:
+    return _Setting(("0", "1").index, '"0" or "1"', default, ("0", "1"))
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not (text.isascii() and 0 <= seconds < math.inf):
+        raise ValueError
+    return seconds
+
+
+def _megabytes(text: str) -> int:
+    if not (text.isascii() and text.isdecimal()):
+        raise ValueError
+    return int(text)
+
+
+SETTINGS = {
+    "SPMD_TRANSPORT": _one_of("local", "mpi", "torch", "nccl"),
+    "SPMD_SCHEDULER": _one_of("auto", "lockstep", "threads"),
+    "SPMD_DEVICE": _one_of("cpu", "cuda"),
+    "SPMD_TIMEOUT": _Setting(_seconds, "seconds, or 0 for no limit", 300.0, ("600",)),
+    "SPMD_CHECK": _switch(True),
+    "SPMD_BUFFERS": _Setting(_megabytes, "a whole number of megabytes", None, ("1024",)),
+    "SPMD_NUMBA": _switch(True),
+    "SPMD_TRACEBACK": _one_of("full"),
+    "SPMD_MPI_CUDA": _switch(False),
+    "SPMD_NCCL_FIXED_ORDER": _switch(False),
+}
+"""By name. A variable that is set to an empty text counts as not set."""
+
+
+def setting(name: str) -> Any:
+    """The value of a variable, or its default where it is not set. Raises MeshError for a text that has no value."""
+    known, text = SETTINGS[name], os.environ.get(name, "")
+    if not text:
+        return known.default
+    try:
+        value = known.parse(text)
+    except ValueError:
+        raise _refused(name, text) from None
+    return bool(value) if isinstance(known.default, bool) else value
+
+
+def _refused(name: str, text: str) -> MeshError:
+    known = SETTINGS[name]
+    mend = f"{name}={closest(_WORDS.get(text.lower(), text), known.known)}, or leave the variable out"
+    where = f"the environment variable {name}"
+    return MeshError(message("spmd.Mesh", argument=where, got=repr(text), need=known.need, mend=mend))
+
+
+_WORDS = {"true": "1", "on": "1", "yes": "1", "false": "0", "off": "0", "no": "0"}
+
+
+def complaints() -> list[MeshError]:
+    """The errors of all variables that are set to what means nothing."""
+    errors = []
+    for name in SETTINGS:
+        try:
+            setting(name)
+        except MeshError as error:
+            errors.append(error)
+    return errors
+
+
+def check_all(but: Collection[str]) -> None:
+    """Raise MeshError for the first variable that is set to what means nothing, whether or not this process needs it:
+    so an error does not depend on the transport. but: those that an argument stands in for."""
+    for name in SETTINGS:
+        if name in os.environ and name not in but:
+            setting(name)

@@ -1,0 +1,267 @@
+"""The start and the end of MPI in a process, where each waits for all others: neither may wait for ever.
+
+MPI_Init and MPI_Finalize return when all processes of the job have called them. A process that has left before, or was
+stopped, would keep the others there, in C, where no exception and no signal of Python ends a wait. So both are called
+without the interpreter's lock, while a thread looks at the others. What it finds it can only report, and end the job.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from spmd.errors import DeadlockError, StallError, caller, message
+from spmd.transport.board import LEFT, Board
+from spmd.transport.detect import raw_exit, tell_launcher
+
+__all__ = ["await_others", "finalize", "initialize"]
+
+_LOOK = 0.1
+"""Seconds between two looks at the others."""
+_SURE = 2.0
+"""Seconds for which a process has to be gone, or stopped, before others say so: a launcher starts one after another."""
+_FIRST = 2.0
+"""Seconds that the first of those that wait has to report for all, and to end the job."""
+_LOCAL_SIZES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")
+_NUMBERS = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK")
+"""Where launchers say how many processes they start on this host, and which of those this one is."""
+_LAUNCHERS = ("hydra_pmi_proxy", "mpiexec", "mpirun", "orted", "prted", "prterun", "slurmstepd")
+
+
+class Peer(NamedTuple):
+    """A process of this job on this host. loaded: whether it has an MPI library in its memory."""
+
+    pid: int
+    stopped: bool
+    loaded: bool
+
+    def does(self) -> str:
+        if self.stopped:
+            return f"(process {self.pid}) is stopped"
+        return f"(process {self.pid}) " + ("waits as well" if self.loaded else "has not started MPI")
+
+
+# Start
+
+
+def initialize(mpi: Any, rc: Any, limit: float) -> None:
+    """Start MPI, with the options of mpi4py's `rc`. Reports and ends the job where a process of this host has ended
+    before it came to this, or not all have come within `limit` seconds (0: no limit)."""
+    library, provided = ctypes.CDLL(mpi.__file__), ctypes.c_int()
+    if not hasattr(library, "MPI_Init_thread"):
+        mpi.Init_thread()
+        return
+    level = getattr(mpi, f"THREAD_{rc.thread_level.upper()}" if rc.threads else "THREAD_SINGLE")
+    with _watched(_Start(limit)):
+        failed = library.MPI_Init_thread(None, None, ctypes.c_int(level), ctypes.byref(provided))
+    if failed:
+        raise RuntimeError(f"MPI_Init_thread failed: {mpi.Get_error_string(failed)}")
+    if rc.errors == "exception":  # as mpi4py does where it starts MPI
+        for comm in mpi.COMM_SELF, mpi.COMM_WORLD:
+            comm.Set_errhandler(mpi.ERRORS_RETURN)
+
+
+@contextmanager
+def _watched(look: Callable[[float], None]) -> Iterator[None]:
+    """Call `look` with the seconds that have gone by, every now and then, while something waits."""
+    done, started = threading.Event(), time.monotonic()
+
+    def run() -> None:
+        while not done.wait(_LOOK):
+            look(time.monotonic() - started)
+
+    threading.Thread(target=run, name="spmd-lifetime", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
+
+
+class _Start:
+    """What is looked at while MPI starts. A process that is absent may not have been started yet, so it has to be for a
+    while."""
+
+    def __init__(self, limit: float):
+        self.limit = limit
+        self.where = _place()
+        self.count = next((int(os.environ[name]) for name in _LOCAL_SIZES if os.environ.get(name, "").isdecimal()), 0)
+        self.me = next((int(os.environ[name]) for name in _NUMBERS if os.environ.get(name, "").isdecimal()), None)
+        self.next = _LOOK
+        self.absent: set[int] = set()
+        self.since = 0.0
+
+    def __call__(self, waited: float) -> None:
+        if self.me is None or waited < self.next:
+            if self.me is None and 0 < self.limit < waited:
+                _end(StallError, self._text(f"no start of all processes within {self.limit:g} s", []))
+            return
+        self.next = waited + min(1.0, waited / 4)  # to read /proc is no small work where there are many processes
+        peers = _peers()
+        absent = set(range(self.count)) - peers.keys() if self.me in peers else set()
+        if absent != self.absent:
+            self.absent, self.since = absent, waited
+        ended = bool(absent) and waited - self.since > _SURE
+        late = 0 < self.limit < waited
+        first = min((k for k, p in peers.items() if p.loaded and not p.stopped), default=self.me)
+        patience = 0 if self.me == first else _FIRST
+        if ended and waited - self.since > _SURE + patience:
+            who = ", ".join(map(self._name, sorted(absent)))
+            _end(DeadlockError, self._text(f"{who} ended without starting MPI", []))
+        if late and waited > self.limit + patience:
+            lines = [f"{self._name(k)} {p.does()}" for k, p in sorted(peers.items()) if p.stopped or not p.loaded]
+            lines += [f"{self._name(k)} has ended" for k in sorted(absent)]
+            _end(StallError, self._text(f"no start of all processes within {self.limit:g} s", lines))
+
+    def _name(self, number: int) -> str:
+        whole = str(self.count) in (os.environ.get(name) for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE"))
+        return f"rank {number} of the world" if whole else f"process {number} of this host"
+
+    def _text(self, got: str, lines: list[str]) -> str:
+        mine = "this process" if self.me is None else self._name(self.me)
+        return message(
+            "the start of MPI",
+            got="\n          ".join([got, *lines, f"{mine} waits {self.where}"]),
+            need="every process of the job",
+            mend="let all processes make the mesh, and look for what the one that is missing has printed; "
+            "SPMD_TIMEOUT=600, or more seconds, where one may come that late",
+        )
+
+
+def _place() -> str:
+    frame = caller()
+    return "" if frame is None else f"at {frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _end(kind: type[Exception], text: str) -> None:
+    """Report as Python does an error, and end the job. The main thread is in MPI, and does not come back; it may keep
+    MPI's locks, so MPI is not called."""
+    print(f"{kind.__module__}.{kind.__qualname__}: {text}", file=sys.stderr, flush=True)
+    time.sleep(_LOOK)
+    tell_launcher(1)
+    time.sleep(_LOOK)
+    raw_exit(1)
+
+
+def _peers() -> dict[int, Peer]:
+    """The processes that this process's launcher has started on this host, by their numbers there."""
+    name = next(n for n in _NUMBERS if n in os.environ)
+    processes = _processes(f"{name}=".encode())
+    launcher = _launcher(os.getpid(), processes)
+    found: dict[int, Peer] = {}
+    if launcher not in processes:  # as in a container: others may be in containers of their own
+        return found
+    for pid, (_, stopped, number, _) in processes.items():
+        if number is None or _launcher(pid, processes) != launcher:
+            continue
+        # Between launcher and program may be others, as a shell: what is true of one of them is.
+        before = found.get(number, Peer(pid, False, False))
+        found[number] = Peer(max(pid, before.pid), stopped or before.stopped, before.loaded or _has_mpi(pid))
+    return found
+
+
+_Row = tuple[int, bool, "int | None", bool]
+
+
+def _processes(mark: bytes) -> dict[int, _Row]:
+    """Of each process of this host that has not ended: its parent, whether it is stopped, the number that the variable
+    `mark` gives it, and whether it is a launcher."""
+    found: dict[int, _Row] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, ValueError):
+            name, _, rest = (folder / "stat").read_bytes().rpartition(b")")
+            state, parent = rest.split()[:2]
+            if state in b"ZX":
+                continue
+            number = None
+            with suppress(OSError):  # of others' processes only they know
+                variables = (folder / "environ").read_bytes().split(b"\0")
+                number = next((int(v[len(mark) :]) for v in variables if v.startswith(mark)), None)
+            is_launcher = name.partition(b"(")[2].decode(errors="replace").startswith(_LAUNCHERS)
+            found[int(folder.name)] = int(parent), state in b"Tt", number, is_launcher
+    return found
+
+
+def _launcher(pid: int, processes: dict[int, _Row]) -> int:
+    """The nearest process above that is a launcher, or has no number of this process's."""
+    number = processes[pid][2] if pid in processes else None
+    while pid in processes:
+        pid = processes[pid][0]
+        if pid not in processes or processes[pid][3] or processes[pid][2] != number:
+            break
+    return pid
+
+
+def _has_mpi(pid: int) -> bool:
+    with suppress(OSError):
+        return b"libmpi" in Path(f"/proc/{pid}/maps").read_bytes()
+    return False
+
+
+# End
+
+
+def await_others(board: Board | None, limit: float) -> None:
+    """Wait until all processes of this host have left the program. Reports and ends the job where those that have not
+    are stopped for `limit` seconds; one that runs may take as long as it likes."""
+    if board is None or not limit:
+        return
+    stopped_since, started = None, time.monotonic()
+    while left := [r for r in range(board.size) if board.here(r) and board.rows[r]["state"] != LEFT]:
+        now = time.monotonic()
+        if not all(_is_stopped(int(board.rows[r]["pid"])) for r in left):
+            stopped_since = None
+        elif stopped_since is None:
+            stopped_since = now
+        elif now - stopped_since > limit + (0 if board.rank == _first_here(board) else _FIRST):
+            _end(StallError, _unended(f"{_names(board, left)} stopped for {limit:g} s, before leaving the program"))
+        time.sleep(min(0.001 + (now - started) / 20, _LOOK))
+
+
+def _first_here(board: Board) -> int:
+    """The first of the processes of this host that have left and are not stopped: it reports for all."""
+    gone = [r for r in range(board.size) if board.here(r) and board.rows[r]["state"] == LEFT]
+    return min((r for r in gone if not _is_stopped(int(board.rows[r]["pid"]))), default=board.rank)
+
+
+def _names(board: Board, ranks: list[int]) -> str:
+    return ", ".join(f"rank {r} of the world (process {board.rows[r]['pid']})" for r in ranks)
+
+
+def finalize(mpi: Any, board: Board | None, limit: float) -> None:
+    """End MPI, which waits for all processes. Where all are of this host, and have said that they leave, it reports and
+    ends the job if that takes more than `limit` seconds (0: no limit)."""
+    library = ctypes.CDLL(mpi.__file__)
+
+    def look(waited: float) -> None:
+        if board is None or not board.whole or not 0 < limit < waited:
+            return
+        if waited > limit + (0 if board.rank == _first_here(board) else _FIRST):
+            stopped = [r for r in range(board.size) if board.here(r) and _is_stopped(int(board.rows[r]["pid"]))]
+            who = f": {_names(board, stopped)} has died or is stopped" if stopped else ""
+            _end(StallError, _unended(f"no end of MPI within {limit:g} s{who}"))
+
+    with _watched(look):
+        library.MPI_Finalize()
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, or is no more: then its launcher knows."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in b"TtZX"
+    return True
+
+
+def _unended(got: str) -> str:
+    return message(
+        "the end of the program",
+        got=got,
+        need="every process of the job to end",
+        mend="let that process go on, or look for what it has printed",
+    )

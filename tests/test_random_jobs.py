@@ -1,0 +1,37 @@
+"""Random jobs end in time, with the right status, and leave nothing behind: see `random_jobs`."""
+
+from __future__ import annotations
+
+import pytest
+from launch import mpiexec
+from random_jobs import Job, draw, leftovers, run, verdict
+
+LAUNCHERS = [
+    "alone",
+    pytest.param("mpi", marks=[pytest.mark.mpi, pytest.mark.skipif(mpiexec() is None, reason="no mpiexec here")]),
+    pytest.param("torchrun", marks=pytest.mark.torch),
+]
+
+
+def check(seeds, launcher, folder):
+    before = leftovers()
+    wrong = []
+    for seed in seeds:
+        job = draw(seed, launcher)
+        wrong += [text for text in [verdict(job, run(job, folder))] if text]
+    last = Job(-1, launcher, 2 if launcher != "alone" else 1, ["import", "mesh", "map"], 0, None, 0, False)
+    wrong += [text for text in [verdict(last, run(last, folder))] if text]
+    assert not wrong, f"{len(wrong)} wrong\n\n" + "\n\n".join(wrong[:3])
+    assert leftovers() <= before, leftovers() - before
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_jobs(launcher, tmp_path):
+    check(range(10 if launcher != "torchrun" else 4), launcher, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("first", range(100, 300, 50))
+def test_many_jobs(launcher, first, tmp_path):
+    check(range(first, first + 50), launcher, tmp_path)
