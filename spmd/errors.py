@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from types import CodeType
 from typing import Any
@@ -142,10 +143,10 @@ def again(name: str, text: str) -> Exception:
     class here, or it takes no text."""
     module, _, last = name.rpartition(".")
     kind = getattr(sys.modules.get(module or "builtins"), last, None)
-    try:
-        error = kind(text)  # type: ignore[misc]
-    except Exception:
-        error = None
+    error = None
+    if isinstance(kind, type) and issubclass(kind, Exception):  # Nothing else is called because another has named it.
+        with suppress(Exception):
+            error = kind(text)
     return error if isinstance(error, Exception) else RuntimeError(f"{name}: {text}")
 
 

@@ -147,6 +147,8 @@ class _Line:
             pass
         except OSError as error:
             self.lost(error.errno or 0)
+        except (ValueError, zlib.error):  # what no process of this job would say
+            self.lost(errno.EPROTO)
 
     def read(self) -> None:
         """Something has come."""
@@ -349,6 +351,8 @@ class Hosts:
 
     def close(self) -> None:
         """This process leaves: those that ask it are told so, and others do not wait for its answers."""
+        if not self.thread.is_alive():  # in a child of os.fork
+            return
         self.closing = True
         with suppress(OSError):
             self.mouth.send(b"!")
@@ -427,7 +431,7 @@ class Hosts:
 
     def _forget(self) -> None:
         """Close everything: also in a child of os.fork, where a copy would keep the parent's connections open."""
-        for key in list(self.selector.get_map().values()):
+        for key in list((self.selector.get_map() or {}).values()):  # None where it is closed already
             if isinstance(key.fileobj, socket.socket):
                 key.fileobj.close()
         self.mouth.close()

@@ -104,6 +104,7 @@ class MpiTransport(ProcessTransport):
     """Processes of an MPI world, one worker each, in the order of a communicator. Making it sends nothing."""
 
     name = "mpi"
+    disconnections = (MPI.Exception,)
 
     def __init__(self, comm: MPI.Comm, ranks: Shape):
         self.group = comm.Get_group()
@@ -156,15 +157,22 @@ class MpiTransport(ProcessTransport):
         Patience(self, call).until(lambda: MPI.Request.Testall(requests), meanwhile)
 
     def greet(self, others: Sequence[int], number: int, call: Call) -> None:
+        # The second time says that all were there the first time. Whoever comes when the others have given up finds
+        # what they sent the first time only: it would wait for them in MPI, which nothing ends.
+        for _ in range(2):
+            self._meet(others, _first_greeting() + number % 1024, call)
+
+    def _meet(self, others: Sequence[int], tag: int, call: Call) -> None:
+        """Send these ranks where this process can be asked, and receive the same."""
         world, board = MPI.COMM_WORLD, self.board
         assert board is not None
-        tag = _first_greeting() + number % 1024
         mine, theirs = np.frombuffer(address_of(board), np.uint8), np.zeros((len(others), ADDRESS), np.uint8)
-        received = [world.Irecv([room, MPI.BYTE], r, tag) for r, room in zip(others, theirs, strict=True)]
+        rooms = list(zip(others, theirs, strict=True))
+        received = [world.Irecv([room, MPI.BYTE], r, tag) for r, room in rooms]
         sent = [world.Isend([mine, MPI.BYTE], r, tag) for r in others]
 
         def learn() -> None:
-            for r, room in zip(others, theirs, strict=True):
+            for r, room in rooms:
                 if room.any():
                     board.meet(r, room.tobytes())
 

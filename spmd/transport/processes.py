@@ -63,6 +63,18 @@ def start(of: str) -> Call:
     return Call(of, (), np.dtype(bool), (), frame=sys._getframe())
 
 
+def disconnected(call: Call | None, said: str) -> TransportError:
+    """A connection was closed, and nobody knows why."""
+    return TransportError(
+        message(
+            str(call) if call is not None else "a collective",
+            got=f"a connection that was closed ({said})",
+            need="every worker's process, until all are through",
+            mend="look for what another worker has printed",
+        )
+    )
+
+
 class ProcessTransport(Transport):
     """Processes of a job, one worker each. Making it sends nothing.
 
@@ -71,6 +83,8 @@ class ProcessTransport(Transport):
     """
 
     comm_type: type[ProcessComm] = ProcessComm
+    disconnections: tuple[type[BaseException], ...] = ()
+    """Errors of the engine that may come of a peer that is no more."""
     places: Any = None
     """Where blocks lie on GPUs, if they do."""
 
@@ -229,8 +243,7 @@ class ProcessTransport(Transport):
                 board.wait(self.number)
                 self.watch(requests, call)
         except BaseException as error:
-            self._give_up(error, channel)
-            raise
+            raise self._given_up(error, channel, call)  # noqa: B904 (it is this one, most often)
         board.go_on()
 
     def _failed_before(self) -> Exception:
@@ -290,14 +303,25 @@ class ProcessTransport(Transport):
                 return
             self.watch(requests, call)
         except BaseException as error:
-            self._give_up(error, (requests, buffers))
-            raise
+            raise self._given_up(error, (requests, buffers), call)  # noqa: B904 (it is this one, most often)
         self.board.go_on()
 
-    def _give_up(self, error: BaseException, waited: Any) -> None:
-        """A wait ends with an error. What was waited for may come yet, and is written to."""
+    def _given_up(self, error: BaseException, waited: Any, call: Call | None) -> BaseException:
+        """A wait ends with an error: what to raise. What was waited for may come yet, and is written to."""
         self.lost.append(waited)
+        if isinstance(error, self.disconnections):
+            error = self._reason(call) or disconnected(call, str(error))
         self.fail(error)
+        return error
+
+    def _reason(self, call: Call | None) -> BaseException | None:
+        """What has become of a peer whose connection was lost, as an error, if it comes out."""
+        assert self.board is not None
+        try:
+            Patience(self, call).reason()
+        except BaseException as error:
+            return error
+        return None
 
     def run(self, body: Callable[[Comm], Any], scheduler: str, describe: Callable[[int], str]) -> Outcome:
         with self.lock:  # Of several threads one runs its map; should others come first elsewhere, it is a mismatch.
@@ -336,11 +360,16 @@ class ProcessTransport(Transport):
             except SystemExit as end:
                 self.leave(end.code)
                 raise
-            except BaseException as error:
+            except BaseException as failure:
+                # To send may fail, too. So may what the body itself does with the engine: then it has its own error.
+                lost = self.board is not None and isinstance(failure, self.disconnections)
+                error = (self._reason(self.last) if lost else None) or failure
                 if isinstance(error, Exception) and not isinstance(error, MismatchError) and not hasattr(error, "peer"):
                     raised_by(error, describe(worker))
                 self.fail(error)
-                raise
+                if error is failure:
+                    raise
+                raise error from failure
             finally:
                 if self.broken == self.number:
                     self._end_of_map()

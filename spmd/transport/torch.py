@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ from spmd.transport.detect import TorchWorld, abort, leftovers, torch_world
 from spmd.transport.headers import Headers, digest
 from spmd.transport.hosts import address_of
 from spmd.transport.patience import LOOK, Patience, board_of_the_job, time_limit
-from spmd.transport.processes import ProcessTransport, start
+from spmd.transport.processes import ProcessTransport, disconnected, start
 
 __all__ = ["TorchChannel", "TorchTransport"]
 
@@ -285,9 +285,12 @@ class TorchTransport(ProcessTransport):
         self.greetings[number] = count = self.greetings.get(number, 0) + 1
         world, store = _job()
         name = f"{type(self).__name__} {number} {count}"
-        keys = [f"{name} {r}" for r in others]
-        store.set(f"{name} {world.rank}", "here")
-        Patience(self, call).until(lambda: store.check(keys), lambda: self._learn(store, _LEARN))
+        # The second time says that all were there the first time: whoever comes when the others have given up finds
+        # only what they said then.
+        for stage in "here", "all here":
+            store.set(f"{name} {world.rank} {stage}", stage)
+            keys = [f"{name} {r} {stage}" for r in others]
+            Patience(self, call).until(partial(store.check, keys), partial(self._learn, store, _LEARN))
         self._learn(store)
 
     def _learn(self, store: Any, every: float = 0.0) -> None:
@@ -315,7 +318,7 @@ class TorchTransport(ProcessTransport):
         except RuntimeError as error:
             closed = str(error)
         if closed:
-            raise _closed(self.last, closed)
+            raise disconnected(self.last, closed)
 
     def watch(self, requests: list[Any], call: Call | None) -> None:
         assert isinstance(requests, Posted)
@@ -327,7 +330,7 @@ class TorchTransport(ProcessTransport):
             said = str(error)
         # Another has closed the connection. It may be about to say why.
         patience.reason()
-        raise _closed(call, said)
+        raise disconnected(call, said)
 
     def leave(self, code: Any) -> None:
         if code not in (None, 0):
@@ -455,17 +458,6 @@ def _leave_to_the_parent() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_leave_to_the_parent)
-
-
-def _closed(call: Call | None, said: str) -> TransportError:
-    return TransportError(
-        message(
-            str(call) if call is not None else "a collective",
-            got=f"a connection that was closed ({said})",
-            need="every worker's process, until all are through",
-            mend="look for what another worker has printed",
-        )
-    )
 
 
 def _unconnected(said: str) -> TransportError:

@@ -1,0 +1,140 @@
+"""What processes of different hosts learn of each other: boards that share no memory, in one process."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import pytest
+
+from spmd.transport.board import LEFT, Board
+from spmd.transport.hosts import ADDRESS, Hosts, _Address, address_of
+from spmd.transport.processes import start
+
+WITHIN = 5.0
+"""Seconds within which what is told arrives, on a machine that may be busy."""
+
+
+def comes(what: Callable[[], object], *boards: Board) -> bool:
+    """Whether something becomes true, while processes ask."""
+    until = time.monotonic() + WITHIN
+    while time.monotonic() < until:
+        if what():
+            return True
+        for board in boards:
+            board.ask()
+        time.sleep(0.01)
+    return False
+
+
+@pytest.fixture
+def boards(tmp_path) -> Iterator[list[Board]]:
+    """Those of ranks 0, 1 and 2; 1 and 2 are on one host."""
+    made = [Board(rank, 3, tmp_path / name) for rank, name in enumerate(["one", "two", "two"])]
+    for board in made:
+        board.whole = False
+        board.hosts = Hosts(board)
+    for board in made:
+        for other in made:
+            if other is not board:
+                board.hosts.meet(other.rank, address_of(other))
+    yield made
+    for board in made:
+        board.hosts.close()
+        board.close()
+
+
+def test_a_board_without_other_hosts_has_an_address_that_nobody_asks(tmp_path):
+    board = Board(0, 2, tmp_path / "one")
+    assert address_of(board) == bytes(ADDRESS)
+    assert _Address.of(address_of(board)) is None
+    board.close()
+
+
+def test_the_error_of_a_map_is_known_on_another_host(boards):
+    one, two, three = boards
+    assert comes(lambda: one.knows(1) and one.knows(2), one)
+    three.fail(17, 2, "worker 2 (x=2)", "ValueError: no convergence")
+    assert comes(lambda: one.broken(17, (0, 1, 2)) == (2, "worker 2 (x=2)", "ValueError: no convergence"), one)
+    assert one.broken(18, (0, 1, 2)) is None
+    assert not one.here(1)
+    assert two.here(2)
+
+
+def test_waits_for_each_other_across_hosts_are_a_circle(boards):
+    one, two, _ = boards
+    for board, group in (one, 5), (two, 6):
+        board.come(board.meetings(group, (0, 1)), start("a collective"))
+    for board in (one, two):
+        board.wait(1)
+    assert comes(lambda: one.circle() == two.circle() == {0: [1], 1: [0]}, one, two)
+    before = time.monotonic()
+    assert comes(lambda: one.fresh([0, 1], before), one)
+
+
+def test_who_leaves_tells_it_and_another_of_its_host_answers_for_it(boards):
+    one, two, three = boards
+    assert comes(lambda: one.knows(1) and one.knows(2), one)
+    two.end(LEFT)
+    two.hosts.close()
+    assert comes(lambda: one.row_of(1)["state"] == LEFT, one)
+    three.fail(3, 2, "worker 2", "ValueError: later")
+    assert comes(lambda: one.broken(3, (1, 2)), one)
+    three.end(LEFT)
+    three.hosts.close()
+    assert comes(lambda: one.row_of(2)["state"] == LEFT, one)
+
+
+def test_a_closed_connection_is_a_death_and_silence_is_none(boards):
+    one, two, three = boards
+    assert comes(lambda: one.knows(1) and one.knows(2), one)
+    for board in (two, three):
+        board.hosts.report = lambda: b""  # They accept, and say nothing.
+    assert comes(lambda: one.hosts.silent(1) and one.hosts.silent(2), one)
+    assert not one.has_died(1)
+    for board in (two, three):
+        board.hosts.close()
+    assert comes(lambda: one.has_died(1) and one.has_died(2), one)
+
+
+def test_nobody_else_is_told_anything(boards):
+    address = _Address.of(address_of(boards[1]))
+    assert address is not None
+    for knock in b"x" * 9, b"":
+        with socket.create_connection(("127.0.0.1", address.port), timeout=1) as stranger:
+            stranger.sendall(knock)
+            stranger.settimeout(0.5)
+            with suppress(TimeoutError, ConnectionResetError):
+                assert stranger.recv(1) == b""
+    assert comes(lambda: boards[0].knows(1), boards[0])
+
+
+def test_nothing_is_sent_while_nobody_waits(boards):
+    one, *_ = boards
+    assert comes(lambda: one.knows(1), one)
+    time.sleep(1.5)  # Until it has stopped asking.
+    sent = [host.sent for host in one.hosts.hosts.values()]
+    time.sleep(0.5)
+    assert [host.sent for host in one.hosts.hosts.values()] == sent
+    assert sum(thread.name == "spmd-hosts" for thread in threading.enumerate()) == 3
+
+
+def test_a_child_of_fork_keeps_no_connection_open(boards):
+    one, two, three = boards
+    assert comes(lambda: one.knows(1) and one.knows(2), one)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(reading, 1)  # It lives on, and holds what it has not closed.
+        os._exit(0)
+    try:
+        for board in (two, three):
+            board.hosts.close()
+        assert comes(lambda: one.has_died(1) and one.has_died(2), one)
+    finally:
+        os.write(writing, b"x")
+        os.waitpid(child, 0)
