@@ -6,12 +6,12 @@ import atexit
 import os
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spmd.errors import MeshError, StallError, again, message
 from spmd.transport.base import Call, deadlock, raised_by
 from spmd.transport.board import FAILED, FOLLOWS, LEFT, Board
+from spmd.transport.shared_files import SharedFile
 
 if TYPE_CHECKING:
     from spmd.transport.processes import ProcessTransport
@@ -49,14 +49,11 @@ let_others: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep
 _board: Board | None = None
 
 
-def board_of_the_job(rank: int, size: int, path: Callable[[], Path]) -> Board | None:
-    """The board of this job on this host, made at the first call; None where its processes can share no memory."""
+def board_of_the_job(rank: int, size: int, file: Callable[[int], SharedFile]) -> Board:
+    """The board of this job on this host, made at the first call."""
     global _board
     if _board is None:
-        try:
-            _board = Board(rank, size, path())
-        except OSError:
-            return None
+        _board = Board(rank, size, file)
         atexit.register(_board.close)
     return _board
 

@@ -34,12 +34,13 @@ from torch.distributed.rendezvous import rendezvous
 
 from spmd.errors import TransportError, message
 from spmd.transport.base import Call, Shape
-from spmd.transport.board import Board, machine, new_path
+from spmd.transport.board import Board
 from spmd.transport.channel import Channel
 from spmd.transport.detect import TorchWorld, abort, torch_world
 from spmd.transport.headers import Headers, digest
 from spmd.transport.patience import LOOK, Patience, board_of_the_job
 from spmd.transport.processes import ProcessTransport, start
+from spmd.transport.shared_files import SharedFile, created, job_name, namespace, opened, remove_abandoned
 
 __all__ = ["TorchChannel", "TorchTransport"]
 
@@ -47,6 +48,8 @@ _TAGS = (1 << 31) - 1
 _FOREVER = timedelta(days=3650)
 _CONNECT = timedelta(minutes=30)
 """For what takes milliseconds once all are here; that is waited for elsewhere, but with SPMD_CHECK=0."""
+_MAKE = timedelta(seconds=10)
+"""For the file of the board, which takes milliseconds to make: without it the time limits of waits still hold."""
 _REASON = 3.0
 """Seconds in which it should come out why a connection was closed."""
 
@@ -349,20 +352,31 @@ def _board() -> Board | None:
     """The board of this host's processes, in a file that the first of them names."""
     world, store = _job()
 
-    def path() -> Path:
-        key = f"board of {machine()} {_namespace()} {os.getuid()}"
+    def file(nbytes: int) -> SharedFile:
+        key = f"board of {namespace()} {os.geteuid()}"
         if store.add(f"{key}, asked for", 1) == 1:
-            store.set(key, str(new_path()))
-        return Path(store.get(key).decode())
+            return _told(store, key, nbytes)
+        try:
+            store.wait([key], _MAKE)
+            said = store.get(key).decode()
+        except RuntimeError as error:
+            raise TimeoutError(f"the first process of this host has named no file: {error}") from error
+        if not said:
+            raise FileNotFoundError("the first process of this host could make none")
+        return opened(Path(said), nbytes)
 
-    return board_of_the_job(world.rank, world.size, path)
+    return board_of_the_job(world.rank, world.size, file)
 
 
-def _namespace() -> str:
-    """Processes of which this is equal know each other's numbers."""
-    with suppress(OSError):
-        return os.readlink("/proc/self/ns/pid")
-    return ""
+def _told(store: Any, key: str, nbytes: int) -> SharedFile:
+    """A new file, and in the store its name; or that there is none."""
+    found: SharedFile | None = None
+    try:
+        remove_abandoned()
+        found = created(job_name(os.getppid()), nbytes)
+        return found
+    finally:
+        store.set(key, "" if found is None else str(found.path))
 
 
 def _closed(call: Call | None, said: str) -> TransportError:
