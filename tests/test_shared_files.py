@@ -170,6 +170,18 @@ def test_other_files_are_not_opened(folder, wrong):
     assert other.path.stat().st_ino != file.path.stat().st_ino if wrong in ("size", "mode") else True
 
 
+def test_a_candidate_whose_process_stands_still_is_waited_for_no_longer_than_a_limit(folder, monkeypatch):
+    monkeypatch.setattr(shared_files, "_ELECTION", 0.3)
+    job = "spmd-0-" + "0" * 16 + "-1-1-" + "0" * 16
+    candidate = shared_files._Candidate(folder, job)
+    with pytest.raises(TimeoutError, match="has not made the file"):
+        elected(job, SIZE)
+    assert list(folder.iterdir()) == [candidate.path]
+    os.close(candidate.file)  # as when its process is killed
+    assert elected(job, SIZE).path.parent == folder
+    assert not candidate.path.exists()
+
+
 def test_without_room_the_next_folder_is_taken(tmp_path, monkeypatch):
     for name in "one", "two":
         (tmp_path / name).mkdir()
@@ -549,6 +561,17 @@ def test_without_room_for_any_file_the_time_limit_holds(python, how):
     assert ended.returncode not in (0, None), str(ended)
     assert seconds < 25
     assert "StallError" in ended.stderr, str(ended)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("python", BY_MPI)
+def test_a_process_that_cannot_map_the_file_of_the_others_says_so_and_the_time_limit_holds(python):
+    ended, seconds = timed("board_files.py", "one maps none", "sums", python=python, timeout=60, SPMD_TIMEOUT="3")
+    assert ended.returncode not in (0, None), str(ended)
+    assert seconds < 25
+    assert ended.stderr.count("Warning: spmd.Mesh\n  got:    no file") == 1, str(ended)
+    assert "Cannot allocate memory" in ended.stderr
+    assert "StallError" in ended.stderr
 
 
 @own_mounts

@@ -1,6 +1,7 @@
 """Four processes where there is little room for files, or none. Argument 1 says which: `plenty`; `none` (no process can
-write to a file), `one has none` (the last process cannot); `full` (/dev/shm is full), `no inodes` (nor can a file be
-made there). Argument 2 says what they do then: `sums`, or what `hanging.py` does with it.
+write to a file), `one has none` (the last process cannot); `one maps none` (that cannot map the file of the others);
+`full` (/dev/shm is full), `no inodes` (nor can a file be made there). Argument 2 says what they do then: `sums`, or
+what `hanging.py` does with it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import up  # noqa: F401
 
 import spmd
 from spmd import P
+from spmd.transport import shared_files
 
 ROOM, WHAT = sys.argv[1:3]
 if "RANK" in os.environ:
@@ -29,6 +31,12 @@ else:
     RANK, SIZE = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
 if ROOM == "none" or (ROOM == "one has none" and RANK == SIZE - 1):
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+if ROOM == "one maps none" and RANK == SIZE - 1:
+
+    def refuse(*args: object) -> None:
+        raise OSError(12, os.strerror(12))
+
+    shared_files.SharedFile.__init__ = refuse
 if ROOM in ("full", "no inodes"):
     time.sleep(0.5)  # all are here
     with suppress(OSError):
