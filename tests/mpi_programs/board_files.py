@@ -1,5 +1,5 @@
 """Four processes where there is little room for files, or none. Argument 1 says which: `plenty`; `none` (no process can
-write to a file), `one has none` (the last process cannot); `one maps none` (that cannot map the file of the others);
+write much to a file), `one has none` (the last one cannot); `one maps none` (that cannot map the file of the others);
 `full` (/dev/shm is full), `no inodes` (nor can a file be made there). Argument 2 says what they do then: `sums`, or
 what `hanging.py` does with it.
 """
@@ -30,7 +30,7 @@ else:
 
     RANK, SIZE = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
 if ROOM == "none" or (ROOM == "one has none" and RANK == SIZE - 1):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))  # less than the board takes; logs are shorter
 if ROOM == "one maps none" and RANK == SIZE - 1:
 
     def refuse(*args: object) -> None:
