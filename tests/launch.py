@@ -9,13 +9,14 @@ import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-__all__ = ["PROGRAMS", "ROOT", "TORCHRUN", "Ended", "each_mpi", "launch", "mpiexec", "run_python"]
+__all__ = ["PROGRAMS", "ROOT", "TORCHRUN", "Ended", "each_mpi", "launch", "launch_and_kill", "mpiexec", "run_python"]
 
 TORCHRUN = "torchrun"
 """In place of a Python: this one, and its torchrun."""
@@ -91,27 +92,61 @@ def launch(
     n: int = 4,
     python: str | os.PathLike = sys.executable,
     timeout=60.0,
+    before: Sequence[str] = (),
     **env: str,
 ) -> Ended:
-    """`mpiexec -n n python program args`, by the mpiexec beside `python`. env: more environment variables.
+    """`mpiexec -n n python program args`, by the mpiexec beside `python`. env: more environment variables. before:
+    words that start the launcher.
 
     python=TORCHRUN: `torchrun --nproc-per-node n program args`, and what the processes print, one after the other.
     """
     if python == TORCHRUN:
-        return _torchrun([program, *args], n, timeout + _TORCHS_START, env)
+        return _torchrun([program, *args], n, timeout + _TORCHS_START, env, before)
+    command, more = _by_mpiexec([program, *args], n, python)
+    return _run([*before, *command], timeout, more | env)
+
+
+def _by_mpiexec(words: list, n: int, python: str | os.PathLike) -> tuple[list, dict[str, str]]:
+    """The command, and variables that it needs."""
     command = mpiexec(python)
     assert command is not None, f"no mpiexec beside {python}"
-    options = ["--oversubscribe"] if _is_openmpi(command) else []
-    if options:
-        env = _OPENMPI | env
-    return _run([command, *options, "-n", str(n), python, program, *args], timeout, env)
+    openmpi = _is_openmpi(command)
+    options = ["--oversubscribe"] if openmpi else []
+    return [command, *options, "-n", str(n), python, *words], _OPENMPI if openmpi else {}
 
 
-def _torchrun(words: list, n: int, timeout: float, env: dict[str, str]) -> Ended:
+def launch_and_kill(
+    program: str | os.PathLike, *args: str, n: int, python: str | os.PathLike, when: Callable[[], object]
+) -> None:
+    """Start a program under its launcher, and kill the launcher and all processes as soon as `when` returns."""
+    if python == TORCHRUN:
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={n}",
+            program,
+            *args,
+        ]
+        more = {}
+    else:
+        command, more = _by_mpiexec([program, *args], n, python)
+    process, mark = _start(command, more, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        when()
+    finally:
+        os.killpg(process.pid, signal.SIGSTOP)  # It starts no other while its processes are killed.
+        _kill_marked(mark)
+        process.wait()
+        _sweep()
+
+
+def _torchrun(words: list, n: int, timeout: float, env: dict[str, str], before: Sequence[str] = ()) -> Ended:
     with tempfile.TemporaryDirectory() as folder:
         options = ["--standalone", f"--nproc-per-node={n}", f"--log-dir={folder}", "--redirects=3"]
         # torchrun forgets the groups of its processes where it is killed itself: their marks tell them.
-        ended = _run([sys.executable, "-m", "torch.distributed.run", *options, *words], timeout, env)
+        ended = _run([*before, sys.executable, "-m", "torch.distributed.run", *options, *words], timeout, env)
         ended.launcher = ended.stdout + ended.stderr
         ended.stdout, ended.stderr = (
             "".join(path.read_text(errors="replace") for path in sorted(Path(folder).rglob(f"{name}.log")))
@@ -126,18 +161,7 @@ def run_python(*args: str | os.PathLike, python: str | os.PathLike = sys.executa
 
 
 def _run(command: list, timeout: float, env: dict[str, str]) -> Ended:
-    words = [os.fspath(c) for c in command]
-    mark = uuid.uuid4().hex
-    path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH", "")) if p)
-    process = subprocess.Popen(
-        words,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env=os.environ | {"PYTHONPATH": path, _MARK: mark} | env,
-    )
+    process, mark = _start(command, env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         stdout, stderr = process.communicate(timeout=timeout)
         status: int | None = process.returncode
@@ -150,9 +174,24 @@ def _run(command: list, timeout: float, env: dict[str, str]) -> Ended:
         raise
     if status != 0:
         _sweep()
-    ended = Ended(words, 0, stdout, stderr)
+    ended = Ended(process.args, 0, stdout, stderr)
     ended.returncode = status
     return ended
+
+
+def _start(command: list, env: dict[str, str], **output: int) -> tuple[subprocess.Popen, str]:
+    """A process in a group of its own, and the mark that it and all that it starts have in their environment."""
+    mark = uuid.uuid4().hex
+    path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH", "")) if p)
+    process = subprocess.Popen(
+        [os.fspath(c) for c in command],
+        stdin=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+        env=os.environ | {"PYTHONPATH": path, _MARK: mark} | env,
+        **output,
+    )
+    return process, mark
 
 
 def _kill(process: subprocess.Popen, mark: str) -> None:
@@ -162,6 +201,10 @@ def _kill(process: subprocess.Popen, mark: str) -> None:
         process.wait(timeout=2)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+    _kill_marked(mark)
+
+
+def _kill_marked(mark: str) -> None:
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if f"{_MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import textwrap
+from functools import partial
 
 import pytest
 from launch import ROOT, Ended, run_python
@@ -210,13 +211,14 @@ def test_mpi_asked_for_in_a_world_of_one_says_what_to_do(ask):
     assert "mpiexec -n 4" in said
 
 
-def test_a_process_has_told_what_it_waits_in_once_it_has_written_that(tmp_path):
+def test_a_process_has_told_what_it_waits_in_once_it_has_written_that():
     import numpy as np
 
     from spmd.transport.base import Call
     from spmd.transport.board import Board
+    from spmd.transport.shared_files import elected, job_name
 
-    boards = [Board(rank, 2, tmp_path / "board") for rank in range(2)]
+    boards = [Board(rank, 2, partial(elected, job_name(os.getpid()))) for rank in range(2)]
     try:
         one, other = boards
         one.tell()

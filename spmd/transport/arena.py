@@ -114,19 +114,30 @@ class Arena:
             self._gather()
             if self.used > most:
                 return None
+        at = self._unused(nbytes)
+        if at is None:
+            return None
+        try:
+            # A write to a page for which there is no memory would end the process by SIGBUS.
+            os.posix_fallocate(self.file, at, nbytes)
+        except OSError:
+            self.left.setdefault(nbytes, []).append(at)
+            return None
+        self.used += nbytes
+        return at
+
+    def _unused(self, nbytes: int) -> int | None:
+        """A place of so many bytes that is no longer free."""
         places = self.left.get(nbytes)
         if not places and self.end + nbytes > self.nbytes:
             self._merge(nbytes)
             places = self.left.get(nbytes)
         if places:
-            at = places.pop()
-        elif self.end + nbytes <= self.nbytes:
-            at = self.end
-            self.end += nbytes
-        else:
+            return places.pop()
+        if self.end + nbytes > self.nbytes:
             return None
-        self.used += nbytes
-        return at
+        self.end += nbytes
+        return self.end - nbytes
 
     def _gather(self) -> None:
         """What was freed is there for others."""

@@ -1,8 +1,8 @@
 """A board that the processes of a host share: what each of them does, for those that wait for it.
 
-Every process of a job has a row, in a file that all of this host map into their memory. It writes there what it
-waits for, and how often it has met with each group. Nobody reads that unless a wait grows long. Then it tells a
-deadlock, which is a closed circle of waits, from a partner that is busy, and what the others called last.
+Every process of a job has a row, in a file that all of this host map into their memory (`shared_files.py`). It writes
+there what it waits for, and how often it has met with each group. Nobody reads that unless a wait grows long. Then it
+tells a deadlock, which is a closed circle of waits, from a partner that is busy, and what the others called last.
 
 The row of a process is written by itself alone, in words of eight bytes. What a reader makes of several rows may be
 torn; a verdict therefore needs to be seen twice, with nothing changed in between.
@@ -10,25 +10,34 @@ torn; a verdict therefore needs to be seen twice, with nothing changed in betwee
 
 from __future__ import annotations
 
-import fcntl
-import mmap
 import os
-import platform
-import secrets
-import tempfile
 import threading
 import time
+import warnings
 from collections import deque
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from spmd.errors import caller, message
+from spmd.transport.shared_files import (
+    PARENT,
+    STATUS,
+    STIME,
+    UTIME,
+    SharedFile,
+    elected,
+    job_name,
+    remove_abandoned,
+    stat_of,
+)
+
 __all__ = [
     *("FAILED", "FOLLOWS", "LEFT", "RUNNING", "WAITING"),
-    *("Board", "Meetings", "machine", "new_path", "path_of_launcher"),
+    *("Board", "Meetings", "file_of_launcher"),
 ]
 
 RUNNING, WAITING, FAILED, FOLLOWS, LEFT = range(5)
@@ -91,18 +100,22 @@ class Board:
     """The rows of the processes of this host, by their rank in the world; those of other hosts are empty.
 
     rank: of this process in the world. size: of the world. whole: whether all of it is on this host, as the launcher
-    says; then who has no row yet has not come as far as this. path: the file, one for those of this host. hosts: what
-    is known of the processes of other hosts, if it can be (`hosts.Hosts`).
+    says, and shares the file; then who has no row yet has not come as far as this. file: one for those of this host,
+    which is got by its size. None where there can be none: then others are known as little as those of other hosts.
+    hosts: what is known of the processes of other hosts, if it can be (`hosts.Hosts`).
     """
 
     hosts: Any = None
 
-    def __init__(self, rank: int, size: int, path: Path):
+    def __init__(self, rank: int, size: int, file: Callable[[int], SharedFile]):
         self.rank, self.size = rank, size
-        self.whole = str(size) in (os.environ.get(name) for name in _LOCAL_SIZES)
-        self.path = path
-        self.rows = np.ndarray(size, _ROW, _mapped(self.path, size * _ROW.itemsize))
-        self.file = self.path.open("r+b")
+        self.file = _file_or_warning(file, size * _ROW.itemsize)
+        if self.file is None:
+            self.rows = np.zeros(size, _ROW)
+        else:
+            self.rows = np.ndarray(size, _ROW, self.file.memory, self.file.offset)
+        self.whole = self.file is not None and size in _local_sizes()
+        self.named = self.file is not None
         row = self.rows[rank : rank + 1]
         row[:] = np.zeros((), _ROW)
         # Views of memory are written to in a third of the time that arrays take.
@@ -180,14 +193,11 @@ class Board:
 
         One at a time, for it looks as if it had left while it asks who has come.
         """
-        fcntl.lockf(self.file, fcntl.LOCK_EX)
-        try:
+        with nullcontext() if self.file is None else self.file.locked():
             self._come_again(-1)
             gone = bool(self.missing(self.rank))
             if not gone:
                 self._come_again(1)
-        finally:
-            fcntl.lockf(self.file, fcntl.LOCK_UN)
         return gone
 
     def _come_again(self, times: int) -> None:
@@ -228,12 +238,18 @@ class Board:
         self.end(LEFT)
         known = [r for r in range(self.size) if self.whole or self.here(r)]  # Of all, some may not have come yet.
         if all(self.here(r) and (self.rows[r]["state"] == LEFT or self.has_died(r)) for r in known):
-            with suppress(OSError):
-                self.path.unlink()
+            self._unlink()
 
     def _beat(self) -> None:
         while not self.stop.wait(_PULSE):
             self.tell()
+            if self.named and 0 < max(_local_sizes(), default=0) <= np.count_nonzero(self.rows["pid"]):
+                self._unlink()  # All have mapped it: nothing is left behind, however they end.
+
+    def _unlink(self) -> None:
+        if self.named and self.file is not None:
+            self.named = False
+            self.file.unlink()
 
     # What others do
 
@@ -266,18 +282,18 @@ class Board:
     def worked(self, rank: int) -> float:
         """The seconds of the processor that a process has used. The system knows it of one that does not get to write
         it, in a long call that holds the interpreter."""
-        fields = _stat(int(self.rows[rank]["pid"])) if self.here(rank) else None
+        fields = stat_of(int(self.rows[rank]["pid"])) if self.here(rank) else None
         if fields is None:
             return float(self.row_of(rank)["cpu"])
-        return (int(fields[_UTIME]) + int(fields[_STIME])) / os.sysconf("SC_CLK_TCK")
+        return (int(fields[UTIME]) + int(fields[STIME])) / os.sysconf("SC_CLK_TCK")
 
     def has_died(self, rank: int) -> bool:
         if not self.here(rank):
             return self.hosts is not None and self.hosts.has_died(rank)
         pid = int(self.rows[rank]["pid"])
-        fields = _stat(pid)
+        fields = stat_of(pid)
         if fields is not None:
-            return fields[_STATUS] == "Z"
+            return fields[STATUS] == "Z"
         try:
             os.kill(pid, 0)
         except ProcessLookupError:
@@ -354,38 +370,33 @@ class Board:
         }
 
 
-def _folder() -> Path:
-    """Where such files are. What jobs that were killed have left behind is taken away."""
-    folder = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
-    mine = f"spmd-{os.getuid()}-"
-    for old in folder.glob(f"{mine}*-*"):
-        parent, birth, *_ = old.name.removeprefix(mine).split("-")
-        if parent.isdigit() and _birth(int(parent)) != birth:
-            with suppress(OSError):
-                old.unlink()
-    return folder
+def _local_sizes() -> set[int]:
+    """How many processes of the job are on this host, as the launcher says."""
+    return {int(n) for n in map(os.environ.get, _LOCAL_SIZES) if n is not None and n.isdecimal()}
 
 
-def path_of_launcher() -> Path:
-    """The file of this job on this host, by the process that has started those of this host."""
-    launcher = _launcher()
-    return _folder() / f"spmd-{os.getuid()}-{launcher}-{_birth(launcher)}"
+def _file_or_warning(file: Callable[[int], SharedFile], nbytes: int) -> SharedFile | None:
+    try:
+        return file(nbytes)
+    except OSError as error:
+        text = message(
+            "spmd.Mesh",
+            got=f"no file that the processes of this host can share ({error})",
+            need=f"{nbytes >> 10} KB, by which they watch each other. Without them a deadlock, and a process that has "
+            "ended or failed, show only when a collective has made no progress for SPMD_TIMEOUT seconds; and blocks go "
+            "as messages, which is slower. Results are right",
+            mend="make room in /dev/shm, or TMPDIR=FOLDER, one of your own that has room",
+        )
+    frame = caller()
+    where = ("spmd", 1) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+    warnings.warn_explicit(text, RuntimeWarning, *where)
+    return None
 
 
-def new_path() -> Path:
-    """A file that no other job has, for one process to make known to those of its host."""
-    parent = os.getppid()
-    return _folder() / f"spmd-{os.getuid()}-{parent}-{_birth(parent)}-{secrets.token_hex(8)}"
-
-
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
-
-
-def machine() -> str:
-    """What is equal for processes that share memory and cores."""
-    with suppress(OSError):
-        return _BOOT.read_text().strip()
-    return platform.node()
+def file_of_launcher(nbytes: int) -> SharedFile:
+    """The file of this job on this host, by the process that has started those of this host. Raises OSError."""
+    remove_abandoned()
+    return elected(job_name(_launcher()), nbytes)
 
 
 _LAUNCHERS = ("hydra_pmi_proxy", "mpiexec", "mpirun", "orted", "prted", "prterun", "slurmstepd")
@@ -405,38 +416,8 @@ def _launcher() -> int:
                 break
         except OSError:
             break
-        fields = _stat(parent)
+        fields = stat_of(parent)
         if fields is None:
             break
-        parent = int(fields[_PARENT])
+        parent = int(fields[PARENT])
     return parent
-
-
-def _mapped(path: Path, nbytes: int) -> mmap.mmap:
-    """Memory that all processes share which one launcher started on this host, and which nobody else may read."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o600)
-    try:
-        if os.fstat(file).st_uid != os.getuid():
-            raise PermissionError(f"{path} belongs to somebody else")
-        os.ftruncate(file, max(nbytes, os.fstat(file).st_size))
-        return mmap.mmap(file, nbytes)
-    finally:
-        os.close(file)
-
-
-def _birth(pid: int) -> str:
-    """When a process began, for its number may be used again; 0 where that is not known."""
-    fields = _stat(pid)
-    return fields[_START] if fields is not None else "0"
-
-
-_STATUS, _PARENT, _UTIME, _STIME, _START = 0, 1, 11, 12, 19
-
-
-def _stat(pid: int) -> list[str] | None:
-    """What the system knows of a process, after its name; None where there is no such process, or no such knowledge."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
-    except OSError:
-        return None
-    return fields if len(fields) > _START else None

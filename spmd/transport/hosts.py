@@ -35,7 +35,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spmd.transport.board import Board, machine
+from spmd.transport.board import Board
+from spmd.transport.shared_files import machine
 
 __all__ = ["ADDRESS", "Hosts", "address_of"]
 
@@ -94,9 +95,10 @@ class _Row(dict):
 
 
 def _host_of(board: Board) -> bytes:
-    """A name of this host, or of the part of it that shares a board."""
-    place = os.stat(board.path)
-    return hashlib.blake2b(repr((machine(), place.st_dev, place.st_ino)).encode(), digest_size=16).digest()
+    """A name of this host, or of the part of it that shares a board: this process alone, where there is no file."""
+    place = None if board.file is None else os.fstat(board.file.file)
+    where = ("alone", os.getpid()) if place is None else (place.st_dev, place.st_ino)
+    return hashlib.blake2b(repr((machine(), *where)).encode(), digest_size=16).digest()
 
 
 def _network_addresses() -> list[bytes]:

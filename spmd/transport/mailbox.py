@@ -17,7 +17,6 @@ import struct
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,11 +24,12 @@ import numpy as np
 from spmd.kernels import buffers
 from spmd.transport.arena import Arena, arena, window
 from spmd.transport.base import Shape
-from spmd.transport.board import machine
 from spmd.transport.headers import ROOM, Headers, digest
+from spmd.transport.shared_files import machine
 
 __all__ = ["Mailbox", "shared"]
 
+_NAME = "spmd-mailbox"
 _MEMBERS = 64
 """Members of a group, at most: a mailbox has room for a header from each to each."""
 _NO = bytes(8)
@@ -45,41 +45,40 @@ _YIELDS = 200
 
 def possible() -> bool:
     """Whether all see what a process has stored in the order in which it did so, and memory can be reserved."""
-    return platform.machine().lower() in ("x86_64", "amd64") and hasattr(os, "posix_fallocate")
+    return platform.machine().lower() in ("x86_64", "amd64") and hasattr(os, "memfd_create")
 
 
-def shared(beside: Path | None, me: int, size: int, everyones: Callable[[bytes], list[bytes]]) -> Mailbox | None:
+def shared(here: bool, me: int, size: int, everyones: Callable[[bytes], list[bytes]]) -> Mailbox | None:
     """The mailbox of some processes, of which this is one, if all of them are on one host and can have it: alike on all
     of them.
 
-    beside: a file in memory that they share, None where they do not all share one. everyones: tells eight bytes to all
-    of them, and gives those of all.
+    here: whether all are known to be on this host. everyones: tells eight bytes to all of them, and gives those of all.
 
-    The first one makes a file, and takes it away when all have opened it: memory lasts as long as somebody has it.
+    The first one makes a file, and closes it when all have opened it: memory lasts as long as somebody maps it. The
+    file has no name that another user could take, or that could be left behind, and no room that others could use up.
     """
     if size > _MEMBERS:
         return None
     host = digest(machine()).to_bytes(8, sys.byteorder, signed=True)
-    wishes = everyones(host if beside is not None and possible() else _NO)
-    if beside is None or wishes != [host] * size:
+    wishes = everyones(host if here and possible() else _NO)
+    if not here or wishes != [host] * size:
         return None
-    name, mail = secrets.token_bytes(8) if me == 0 else _NO, None
+    file, mail, token = -1, None, secrets.token_bytes(8)
     try:
         if me == 0:
-            try:
-                create(_path(beside, name), size)
-            except OSError:
-                name = _NO
-        name = everyones(name)[0]
-        if name != _NO:
+            with suppress(OSError):
+                file = create(size, token)
+        place = everyones(struct.pack("=II", os.getpid(), file) if file >= 0 else _NO)[0]
+        token = everyones(token)[0]
+        if place != _NO:
             with suppress(OSError, ValueError):
-                mail = Mailbox(_path(beside, name), me, size)
+                mail = Mailbox(_opened(*struct.unpack("=II", place), token, size), me, size)
         mine = arena()
         where = struct.pack("=II", os.getpid(), 0 if mine is None else mine.file)
         have = everyones(_NO if mail is None else where)
     finally:
-        if me == 0 and name != _NO:
-            _path(beside, name).unlink(missing_ok=True)
+        if file >= 0:
+            os.close(file)
     if mail is None or _NO in have:
         return None
     if mine is not None and all(struct.unpack("=II", place)[1] for place in have):
@@ -103,20 +102,33 @@ def _windows(me: int, have: list[bytes], token: bytes, everyones: Callable[[byte
     return seen if _NO not in everyones(token if complete else _NO) else None
 
 
-def _path(beside: Path, name: bytes) -> Path:
-    return beside.with_name(f"{beside.name}-{name.hex()}")
-
-
-def create(path: Path, size: int) -> None:
-    """Make the file of a mailbox, which only this user can read. Raises OSError where there is no room."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o600)
+def create(size: int, token: bytes) -> int:
+    """Make the file of a mailbox, which only processes of this user can open, and which begins with a token: its
+    number. Raises OSError where there is no room."""
+    file = os.memfd_create(_NAME)
     try:
         os.posix_fallocate(file, 0, _nbytes(size))
+        os.pwrite(file, token, 0)  # where nobody writes a header: that of the first one to itself
     except OSError:
-        path.unlink()
-        raise
-    finally:
         os.close(file)
+        raise
+    return file
+
+
+def _opened(pid: int, file: int, token: bytes, size: int) -> mmap.mmap:
+    """The file of a mailbox, which a process of this host has open. Raises OSError or ValueError where it is not
+    there."""
+    path = f"/proc/{pid}/fd/{file}"
+    if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
+        raise FileNotFoundError(path)
+    opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        memory = mmap.mmap(opened, _nbytes(size))
+    finally:
+        os.close(opened)
+    if memory[:8] != token:  # in a PID namespace of its own the number is that of another process
+        raise FileNotFoundError(path)
+    return memory
 
 
 def _nbytes(size: int) -> int:
@@ -137,12 +149,7 @@ class Mailbox:
         "told",
     )
 
-    def __init__(self, path: Path, me: int, size: int):
-        file = os.open(path, os.O_RDWR)
-        try:
-            memory = mmap.mmap(file, _nbytes(size))
-        finally:
-            os.close(file)
+    def __init__(self, memory: mmap.mmap, me: int, size: int):
         lines = np.ndarray((2, size, size, _STRIDE // 8), np.uint64, memory)  # turn, receiver, sender
         others = [k for k in range(size) if k != me]
         outbound, inbound = lines[:, :, me], lines[:, me]

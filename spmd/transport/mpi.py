@@ -17,7 +17,7 @@ import numpy as np
 from mpi4py import MPI
 
 from spmd.transport.base import Call, Shape
-from spmd.transport.board import Board, path_of_launcher
+from spmd.transport.board import Board, file_of_launcher
 from spmd.transport.channel import Channel
 from spmd.transport.detect import abort
 from spmd.transport.headers import ROOM
@@ -214,4 +214,4 @@ if hasattr(os, "register_at_fork"):  # a child of os.fork leaves nothing
 
 
 def _board() -> Board | None:
-    return board_of_the_job(MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size(), path_of_launcher)
+    return board_of_the_job(MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size(), file_of_launcher)

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spmd.errors import StallError, again, message
@@ -16,6 +15,7 @@ from spmd.settings import setting
 from spmd.transport.base import Call, deadlock, raised_by
 from spmd.transport.board import FAILED, FOLLOWS, LEFT, WAITING, Board
 from spmd.transport.hosts import Hosts
+from spmd.transport.shared_files import SharedFile
 
 if TYPE_CHECKING:
     from spmd.transport.processes import ProcessTransport
@@ -37,14 +37,11 @@ let_others: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep
 _board: Board | None = None
 
 
-def board_of_the_job(rank: int, size: int, path: Callable[[], Path]) -> Board | None:
-    """The board of this job on this host, made at the first call; None where its processes can share no memory."""
+def board_of_the_job(rank: int, size: int, file: Callable[[int], SharedFile]) -> Board:
+    """The board of this job on this host, made at the first call."""
     global _board
     if _board is None:
-        try:
-            _board = Board(rank, size, path())
-        except OSError:
-            return None
+        _board = Board(rank, size, file)
         if size > 1 and not _board.whole:
             with suppress(OSError):  # a system without sockets to listen at: of other hosts only the time counts
                 _board.hosts = Hosts(_board)

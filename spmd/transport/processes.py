@@ -27,12 +27,13 @@ from spmd.errors import MismatchError, TransportError, class_name, message
 from spmd.transport.arena import arena
 from spmd.transport.base import Call, Comm, Group, Outcome, Shape, Transport, checks_are_on, raised_by
 from spmd.transport.blas import blas_threads, core_numbers, share_of_cores
-from spmd.transport.board import Board, machine
+from spmd.transport.board import Board
 from spmd.transport.channel import Channel, bytes_of
 from spmd.transport.detect import end_the_job_on_error, no_job_of_a_child
 from spmd.transport.headers import digest
 from spmd.transport.mailbox import shared
 from spmd.transport.patience import Patience, let_others, like, time_limit
+from spmd.transport.shared_files import machine
 from spmd.transport.verbs import Pending, ProcessComm
 
 __all__ = ["ProcessTransport", "start"]
@@ -185,8 +186,8 @@ class ProcessTransport(Transport):
             group, ranks = self._group(members)
             found.meetings = None if board is None else board.meetings(group, ranks)
             if members == ordered and self.checks and len(members) > 1:  # headers go in the order of the workers
-                path = board.path if board is not None and all(map(board.here, ranks)) else None
-                found.share(shared(path, found.me, len(members), lambda x: self._everyones(found, x, call)))
+                here = board is not None and all(map(board.here, ranks))
+                found.share(shared(here, found.me, len(members), lambda x: self._everyones(found, x, call)))
                 self.unread.pop(members, None)
             self.channels[members] = found
         return found

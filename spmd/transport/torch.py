@@ -34,13 +34,14 @@ from torch.distributed.rendezvous import rendezvous
 
 from spmd.errors import TransportError, message
 from spmd.transport.base import Call, Shape
-from spmd.transport.board import Board, machine, new_path
+from spmd.transport.board import Board
 from spmd.transport.channel import Channel
 from spmd.transport.detect import TorchWorld, abort, leftovers, torch_world
 from spmd.transport.headers import Headers, digest
 from spmd.transport.hosts import address_of
 from spmd.transport.patience import LOOK, Patience, board_of_the_job, time_limit
 from spmd.transport.processes import ProcessTransport, disconnected, start
+from spmd.transport.shared_files import SharedFile, created, job_name, namespace, opened, remove_abandoned
 
 __all__ = ["TorchChannel", "TorchTransport"]
 
@@ -50,6 +51,8 @@ _LEARN = 1.0
 """Seconds from time to time that a process learns which others have come, while it waits for all."""
 _CONNECT = timedelta(minutes=30)
 """For what takes milliseconds once all are here; that is waited for elsewhere, but with SPMD_CHECK=0."""
+_MAKE = timedelta(seconds=10)
+"""For the file of the board, which takes milliseconds to make: without it the time limits of waits still hold."""
 
 
 def _tensor(x: np.ndarray) -> torch.Tensor:
@@ -423,23 +426,33 @@ def _board() -> Board | None:
     """The board of this host's processes, in a file that the first of them names."""
     world, store = _job()
 
-    def path() -> Path:
-        key = f"board of {machine()} {_namespace()} {os.getuid()}"
+    def file(nbytes: int) -> SharedFile:
+        key = f"board of {namespace()} {os.geteuid()}"
         if store.add(f"{key}, asked for", 1) == 1:
-            store.set(key, str(new_path()))
-        return Path(store.get(key).decode())
+            return _told(store, key, nbytes)
+        try:
+            store.wait([key], _MAKE)
+            said = store.get(key).decode()
+        except RuntimeError as error:
+            raise TimeoutError(f"the first process of this host has named no file: {error}") from error
+        if not said:
+            raise FileNotFoundError("the first process of this host could make none")
+        return opened(Path(said), nbytes)
 
-    board = board_of_the_job(world.rank, world.size, path)
-    if board is not None:
-        store.set(f"address {world.rank}", address_of(board))
+    board = board_of_the_job(world.rank, world.size, file)
+    store.set(f"address {world.rank}", address_of(board))
     return board
 
 
-def _namespace() -> str:
-    """Processes of which this is equal know each other's numbers."""
-    with suppress(OSError):
-        return os.readlink("/proc/self/ns/pid")
-    return ""
+def _told(store: Any, key: str, nbytes: int) -> SharedFile:
+    """A new file, and in the store its name; or that there is none."""
+    found: SharedFile | None = None
+    try:
+        remove_abandoned()
+        found = created(job_name(os.getppid()), nbytes)
+        return found
+    finally:
+        store.set(key, "" if found is None else str(found.path))
 
 
 def _leave_to_the_parent() -> None:

@@ -11,6 +11,7 @@ import hashlib
 import os
 import re
 import shutil
+import stat
 import subprocess
 import tempfile
 import threading
@@ -28,6 +29,9 @@ def folder() -> Path:
     """Where compiled sources lie, for as long as this user's temporary files do."""
     path = Path(tempfile.gettempdir()) / f"emulated-cuda-{os.getuid()}"
     path.mkdir(mode=0o700, exist_ok=True)
+    known = path.lstat()
+    if not stat.S_ISDIR(known.st_mode) or known.st_uid != os.getuid() or known.st_mode & 0o022:
+        raise PermissionError(f"{path}, where compiled sources lie, is not a folder that only this user can write to")
     return path
 
 

@@ -11,7 +11,6 @@ import platform
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -23,14 +22,13 @@ import up  # noqa: F401
 
 import spmd
 from spmd import P
-from spmd.transport import board
+from spmd.transport import shared_files
 
 HOW = sys.argv[1]
 if sys.argv[2:] == ["apart"]:
     os.environ |= {"MPI_LOCALNRANKS": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    board._BOOT = Path("/nowhere")
+    shared_files._BOOT = Path("/nowhere")
     platform.node = lambda: f"host {os.getpid()}"
-    board._folder = lambda: Path(tempfile.mkdtemp())
 if HOW == "early" and "1" in (os.environ.get(name) for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "RANK")):
     if "RANK" not in os.environ:
         from mpi4py import MPI  # noqa: F401
