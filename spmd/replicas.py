@@ -27,6 +27,7 @@ import numpy as np
 from spmd.autodiff.rooms import writable
 from spmd.device import on_device
 from spmd.errors import ReplicaError, StateError, caller, message, source_line
+from spmd.frontends import frontend
 
 if TYPE_CHECKING:
     from spmd.array import PartitionedArray
@@ -464,7 +465,12 @@ def closed_arrays(f: Callable) -> list[tuple[str, np.ndarray]]:
     def walk(name: str, x: Any) -> None:
         if id(x) in seen:
             return
-        if isinstance(x, np.ndarray):
+        if is_plain_tensor(x):
+            seen.add(id(x))
+            data = frontend(x).data(x)  # type: ignore[union-attr]
+            if not on_device(data):
+                found.append((name, data))
+        elif isinstance(x, np.ndarray):
             seen.add(id(x))
             if x.dtype.kind not in "OV" and type(x) is np.ndarray:
                 found.append((name, x))
@@ -501,8 +507,12 @@ def closed_arrays(f: Callable) -> list[tuple[str, np.ndarray]]:
         """Those of the object that a method is of."""
         seen.add(id(x))
         for attribute, value in {**vars(type(x)), **getattr(x, "__dict__", {})}.items():
-            if isinstance(value, np.ndarray | list | tuple | dict):
+            if isinstance(value, np.ndarray | list | tuple | dict) or is_plain_tensor(value):
                 walk(f"{type(x).__name__}.{attribute}", value)
+
+    def is_plain_tensor(x: Any) -> bool:
+        """Whether it is a tensor of torch that is data: parameters are compared where they are differentiated."""
+        return type(x).__module__ == "torch" and frontend(x) is not None and not x.requires_grad
 
     walk(getattr(f, "__name__", type(f).__name__), f)
     call = getattr(type(f), "__call__", None)  # noqa: B004

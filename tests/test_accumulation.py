@@ -291,3 +291,21 @@ def test_the_mean_of_gradients_of_float16_is_finite():
     torch.manual_seed(0)
     found = spt.map(body, P("x"), P("x"), mesh=mesh, check=False)(rates)
     np.testing.assert_allclose(np.asarray(found), 40_000, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+@pytest.mark.parametrize("outside", [True, False])
+def test_cotangents_of_many_uses_are_added_up_wide(name, outside):
+    """Of a bias that is broadcast to rows, and of an entry that an index takes many times."""
+    dtype = np.dtype(name) if name == "float16" else pytest.importorskip("ml_dtypes").bfloat16
+    x, index = np.zeros((MANY, 2), dtype), np.zeros(4000, int)
+    uses = {
+        "a bias": (lambda b: np.sum((x + b).astype("f4")) / MANY, np.zeros(2, dtype), 1.0),
+        "a column": (lambda b: np.sum((x + b).astype("f4")) / MANY, np.zeros((1, 2), dtype), 1.0),
+        "an entry": (lambda b: np.sum(b[index].astype("f4")), np.zeros(3, dtype), 4000.0),
+        "take": (lambda b: np.sum(np.take(b, index).astype("f4")), np.zeros(3, dtype), 4000.0),
+    }
+    for what, (f, b, want) in uses.items():
+        g = spmd.grad(f)(b) if outside else spmd.map(spmd.grad(f), P(), P(), mesh=spmd.Mesh(x=1))(b).numpy()
+        assert g.dtype == dtype, what
+        np.testing.assert_allclose(g.astype("f8").reshape(-1)[0], want, rtol=0.01, err_msg=what)

@@ -287,3 +287,16 @@ def test_seeded_draws_hold_all_kinds():
     assert sum(d.equal for d in drawn) > 50
     assert sum(not d.equal and d.trees[0] != d.trees[1] for d in drawn) > 50
     assert sum(d.functions[0] != d.functions[1] for d in drawn) > 50
+
+
+@pytest.mark.parametrize("f", [spmd.sum, spmd.mean, spmd.max])
+def test_the_dimensions_of_a_reduction_are_part_of_the_call(scheduler, f):
+    text = refused(scheduler, lambda x: f(x, "x", axis=0 if first() else 1))
+    assert "axis=0" in text or "dims=(0,)" in text
+
+
+def test_all_dimensions_by_name_are_no_other_call(scheduler):
+    found = spmd.map(
+        lambda x: spmd.mean(x, "x", axis=None if first() else (0, 1)), P("x"), P(), mesh=mesh_of(scheduler)
+    )(DATA)
+    np.testing.assert_allclose(found.numpy(), DATA.mean())

@@ -987,6 +987,7 @@ def varying(a, axis_name: str | Sequence[str]):
         return vary(a, a.state | state)
     other = frontend(a)
     if other is not None:
+        worker.replicas.declared.append(other.data(a))
         return other.declare(a, tuple(n for n in worker.mesh.axes if n in state.varying), worker)
     if isinstance(a, np.ndarray):
         worker.replicas.declared.append(a)

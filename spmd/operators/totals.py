@@ -59,8 +59,9 @@ def _total(x, dims: tuple[int, ...], dtype: np.dtype | None):
 
 
 def _name(function: str, dims: tuple[int, ...], ndim: int) -> str:
-    """The function as workers compare it: the dimensions that have been reduced before are part of the call."""
-    return function if len(dims) == ndim else f"{function}[axis={', '.join(map(str, sorted(dims)))}]"
+    """The function as workers compare it: which dimensions have been reduced before is part of the call. Where all have
+    been, or none, the shape tells it."""
+    return function if len(dims) in (0, ndim) else f"{function}[axis={', '.join(map(str, sorted(dims)))}]"
 
 
 def sum(x, axis_name: AxisName, axis: Axis = None):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import sys
 import warnings
@@ -78,6 +79,21 @@ def changed(calls: int, at: int = 200_000) -> int:
     return calls + 1
 
 
+class Model:
+    """A model of the user's, whose weights no argument tells of."""
+
+    shared = OWN
+
+    def __init__(self):
+        self.weights = [OWN]
+
+    def loss(self, x):
+        return x * np.sum(self.weights[0])
+
+    def __call__(self, x):
+        return x * np.sum(self.shared)
+
+
 CASES = {
     # These raise.
     "a replicated argument": lambda: spmd.value_and_grad(LOSS)(OWN, X),
@@ -93,6 +109,12 @@ CASES = {
     "a tree": lambda: MESH.map(lambda t: t["a"], P("x"), P("x"))({"a": X} if RANK else {"a": X, "b": X}),
     "a number": lambda: MESH.map(lambda x, a: a * x, (P(ALL), P()), P(ALL))(X, 1.0 + RANK),
     "a closure": lambda: MESH.map(closes_over(OWN), P(ALL), P(ALL))(X),
+    "a method's object": lambda: MESH.map(Model().loss, P(ALL), P(ALL))(X),
+    "an object that is called": lambda: MESH.map(Model(), P(ALL), P(ALL))(X),
+    "a set": lambda: MESH.map(lambda x: frozenset({("best", RANK)}), P(ALL), None)(X),
+    "a date": lambda: MESH.map(lambda x: datetime.date(2024, 1, 1 + RANK), P(ALL), None)(X),
+    "records": lambda: MESH.map(lambda x: np.array([(RANK, 1.0)], "i4,f8"), P(ALL), None)(X),
+    "strings": lambda: MESH.map(lambda x: np.array([f"on {RANK}"]), P(ALL), None)(X),
     "a default": lambda: MESH.map(default, P(ALL), P(ALL))(X),
     "a global": lambda: MESH.map(reads_a_global, P(ALL), P(ALL))(X),
     "a cotangent": lambda: spmd.vjp(LOSS, ONE, X)[1](1.0 + RANK),

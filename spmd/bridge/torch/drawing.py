@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from spmd.bridge.torch.function import SEAT, Draws
 from spmd.bridge.torch.random_functions import draws_now
-from spmd.bridge.torch.tensor import Tensor, joined_state
+from spmd.bridge.torch.tensor import Tensor, joined_state, look_at_losses, swept
 from spmd.errors import StallError, StateError, describe, message
 from spmd.mesh import WORKER, Worker
 from spmd.state import State
@@ -189,7 +189,10 @@ def _asked(func: Callable, types: Any, args: Any, kwargs: dict) -> Any:
     """Call a function as torch does without a mode. Tensors of bodies are asked here, which saves a round."""
     if len(types) == 1 and Tensor in types:
         return Tensor.__torch_function__(func, types, args, kwargs)
-    if not types:  # torch.full(shape, x) asks nobody, whatever x is
+    if func is torch.Tensor.backward or func is torch.autograd.grad:  # of tensors that have met no others of the body
+        if not swept():
+            look_at_losses(args[0] if args else kwargs["outputs"])
+    elif not types:  # torch.full(shape, x) asks nobody, whatever x is
         state = joined_state(args, kwargs)
         if state.varying:
             return Tensor.__torch_function__(func, types, args, kwargs)

@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 
-from spmd.bridge.torch.function import Task
+from spmd.bridge.torch.function import FRONTEND, Task
+from spmd.bridge.torch.tensor import state_of_tensor
 from spmd.mesh import WORKER
+from spmd.operators.base import verify
 from spmd.operators.terms import is_share, warn_of_term
 
-__all__ = ["look_at"]
+__all__ = ["look_at", "verify_loss"]
 
 _ALIASES = ("AliasBackward0", "ViewBackward0", "ToCopyBackward0")
 _ADDITIONS = ("AddBackward0", "SubBackward0", "RsubBackward1", "NegBackward0", *_ALIASES)
@@ -35,6 +37,16 @@ def look_at(loss: torch.Tensor) -> None:
                 return
         elif node.name() in _ADDITIONS:
             stack += [parent for parent, _ in node.next_functions]
+
+
+def verify_loss(loss: torch.Tensor) -> None:
+    """Raise where a scalar that is differentiated, and counts as Invariant, differs between workers. The result of a
+    collective is one value."""
+    worker = WORKER.get()
+    if worker is None or not worker.tracked or isinstance(getattr(loss.grad_fn, "task", None), Task):
+        return
+    axes = tuple(n for n in worker.mesh.axes if n not in state_of_tensor(loss).varying)
+    verify(FRONTEND.data(loss), axes, "a gradient in a body", "the differentiated scalar")
 
 
 def _is_share(node: Any, count: int) -> bool:

@@ -31,7 +31,7 @@ from spmd.layout import Layout, P
 from spmd.mapping import Mapped, _joined_leaves, _one_structure, _Results, note_argument
 from spmd.mesh import WORKER, Mesh, Worker
 from spmd.placing import mesh_for
-from spmd.replicas import Record, next_turn
+from spmd.replicas import Record, next_turn, note_closure
 from spmd.specs import Leaf
 from spmd.state import state_of
 from spmd.tracebacks import api_boundary
@@ -225,6 +225,7 @@ class _Call:
             shape = f"{own.dtype}{[*leaf.value.shape]}, {leaf.spec}"
             record = Record(self.where, leaf.path, "", shape, 0, 0, None)
             note_argument(mesh, outcome.replicas, record, leaf.spec, borrowed(own), mapped._turns)
+        note_closure(mesh, outcome.replicas, self.where, mapped.f, mapped._turns)
 
     def _execute(self, body: Callable[[Worker], Any], tracked: bool) -> Any:
         if self.mesh.scheduler == "lockstep" and self.mesh.size > 1 and self.mesh.transport.name == "local":

@@ -30,6 +30,7 @@ __all__ = [
     "in_blocks",
     "joined_state",
     "local",
+    "look_at_losses",
     "no_overrides",
     "plain",
     "put_state",
@@ -115,7 +116,7 @@ class Tensor(torch.Tensor):
             return NotImplemented  # tensors in blocks know what becomes of a state
         kwargs = kwargs or {}
         if func is torch.Tensor.backward:
-            _look_at_losses(args[0])
+            look_at_losses(args[0])
             with sweep():
                 return func(*args, **kwargs)
         if func is torch.autograd.grad:
@@ -364,12 +365,13 @@ def _with_state(result: Any, state: State) -> Any:
     return result
 
 
-def _look_at_losses(outputs: Any) -> None:
-    from spmd.bridge.torch.losses import look_at
+def look_at_losses(outputs: Any) -> None:
+    """Warn of Invariant terms of what varies; raise where what is Invariant differs between workers."""
+    from spmd.bridge.torch.losses import look_at, verify_loss
 
     for x in (outputs,) if isinstance(outputs, torch.Tensor) else outputs:
-        if isinstance(x, Tensor) and x.state.varying and not x.ndim:
-            look_at(x)
+        if isinstance(x, torch.Tensor) and not x.ndim and not in_blocks(x):
+            (look_at if state_of_tensor(x).varying else verify_loss)(x)
 
 
 def _gradients(func: Callable, args: Any, kwargs: dict) -> Any:
@@ -380,7 +382,7 @@ def _gradients(func: Callable, args: Any, kwargs: dict) -> Any:
         state_of_tensor(x) | summed(x) if isinstance(x, torch.Tensor) else None
         for x in (inputs if several else [inputs])
     ]
-    _look_at_losses(args[0] if args else kwargs["outputs"])
+    look_at_losses(args[0] if args else kwargs["outputs"])
     with sweep():
         found = func(*args, **kwargs)
     return tuple(
