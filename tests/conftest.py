@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from host_pair import pair_of_hosts
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
@@ -130,3 +131,10 @@ def _has_gpu() -> bool:
         return cupy.cuda.runtime.getDeviceCount() > 0
     except Exception:  # no CuPy, no driver, or no device: each has an error class of its own
         return False
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[str]:
+    """The name of a pair of hosts that no other test uses."""
+    with pair_of_hosts() as name:
+        yield name

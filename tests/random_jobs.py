@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from host_pair import run_on_hosts
 from launch import TORCHRUN, Ended, launch, run_python
 
 __all__ = ["Job", "draw", "leftovers", "run", "verdict"]
@@ -22,6 +23,9 @@ TIMEOUT = 5
 LIMIT = 60.0
 """Seconds after which a job is killed. It has to start and to import, on a machine that may be busy; then come TIMEOUT
 or ten seconds, and what torchrun waits for a process that is stopped."""
+
+HOSTS = {"mpi on two hosts": "mpirun", "torchrun on two hosts": "torchrun"}
+"""The jobs on two hosts, and the scripts that start them."""
 
 HEAD = """
 import os, signal, sys, threading, time
@@ -143,9 +147,10 @@ class Job:
 
 
 def draw(seed: int, launcher: str) -> Job:
-    """A job; launcher: "mpi", "torchrun", or "alone" for virtual workers in one process."""
+    """A job; launcher: "mpi", "torchrun", these "on two hosts", or "alone" for virtual workers in one process."""
     rng = np.random.default_rng((seed, len(launcher)))
-    size = int(rng.integers(2, 5)) if launcher == "mpi" else 2 if launcher == "torchrun" else int(rng.integers(1, 4))
+    sizes = {"mpi": (2, 5), "torchrun": (2, 3), "alone": (1, 4)}
+    size = int(rng.integers(*sizes.get(launcher, (4, 5))))
     steps = ["import", "mesh", *(str(s) for s in rng.choice([*STEPS], int(rng.integers(2, 7))))]
     fault = None if rng.random() < 0.25 else str(rng.choice([*FAULTS]))
     if launcher == "alone" and fault in ("stop", "never comes"):
@@ -159,12 +164,18 @@ def draw(seed: int, launcher: str) -> Job:
     return job
 
 
-def run(job: Job, folder: Path) -> Ended:
+def run(job: Job, folder: Path, hosts: str = "") -> Ended:
+    """Run a job. hosts: the pair of those on two hosts."""
     path = folder / f"job_{job.launcher}_{job.seed}.py"
     path.write_text(job.program())
     env = {"SPMD_TIMEOUT": str(TIMEOUT)}
     if job.launcher == "alone":
         return run_python(path, timeout=LIMIT, **env)
+    if job.launcher in HOSTS:
+        done = run_on_hosts(hosts, HOSTS[job.launcher], path, limit=round(LIMIT) + 30, **env)
+        ended = Ended(done.args, 0, done.stdout, done.stderr)
+        ended.returncode = None if done.returncode == 124 else done.returncode
+        return ended
     return launch(
         path, n=job.size, python=TORCHRUN if job.launcher == "torchrun" else sys.executable, timeout=LIMIT, **env
     )

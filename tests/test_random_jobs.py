@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from host_pair import needs_hosts
 from launch import mpiexec
 from random_jobs import Job, draw, leftovers, run, verdict
 
@@ -13,14 +14,15 @@ LAUNCHERS = [
 ]
 
 
-def check(seeds, launcher, folder):
+def check(seeds, launcher, folder, pair=""):
     before = leftovers()
     wrong = []
     for seed in seeds:
         job = draw(seed, launcher)
-        wrong += [text for text in [verdict(job, run(job, folder))] if text]
-    last = Job(-1, launcher, 2 if launcher != "alone" else 1, ["import", "mesh", "map"], 0, None, 0, False)
-    wrong += [text for text in [verdict(last, run(last, folder))] if text]
+        wrong += [text for text in [verdict(job, run(job, folder, pair))] if text]
+    size = 1 if launcher == "alone" else 4 if pair else 2
+    last = Job(-1, launcher, size, ["import", "mesh", "map"], 0, None, 0, False)
+    wrong += [text for text in [verdict(last, run(last, folder, pair))] if text]
     assert not wrong, f"{len(wrong)} wrong\n\n" + "\n\n".join(wrong[:3])
     assert leftovers() <= before, leftovers() - before
 
@@ -35,3 +37,16 @@ def test_jobs(launcher, tmp_path):
 @pytest.mark.parametrize("first", range(100, 300, 50))
 def test_many_jobs(launcher, first, tmp_path):
     check(range(first, first + 50), launcher, tmp_path)
+
+
+@pytest.mark.full
+@needs_hosts
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param("mpi on two hosts", marks=LAUNCHERS[1].marks),
+        pytest.param("torchrun on two hosts", marks=LAUNCHERS[2].marks),
+    ],
+)
+def test_jobs_on_two_hosts(hosts, launcher, tmp_path):
+    check(range(30), launcher, tmp_path, hosts)

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import random
 import re
-import shutil
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from launch import PROGRAMS, ROOT, mpiexec
+from host_pair import needs_hosts, run_on_hosts
+from launch import PROGRAMS, mpiexec
 
-SCRIPTS = Path(__file__).resolve().parent / "two_hosts"
 LIMIT = 6.0
 """SPMD_TIMEOUT of these runs."""
 SLACK = 4.0
@@ -27,18 +20,7 @@ LAUNCHERS = {"mpirun": 10.0, "torchrun": 45.0}
 """Seconds in which a launcher ends the others: torchrun gives a stopped one 30 to end by itself."""
 
 
-def _why_not() -> str | None:
-    if os.name != "posix" or os.geteuid() != 0:
-        return "needs root, to make network namespaces"
-    missing = [name for name in ("ip", "unshare", "timeout", "bash") if shutil.which(name) is None]
-    if missing:
-        return f"needs {' and '.join(missing)}"
-    done = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True)
-    return None if done.returncode == 0 else f"ip netns: {done.stderr.strip()}"
-
-
-WHY_NOT = _why_not()
-pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+pytestmark = needs_hosts
 MPIRUN = pytest.param(
     "mpirun", marks=[pytest.mark.mpi, pytest.mark.skipif(mpiexec() is None, reason="no mpiexec beside this Python")]
 )
@@ -46,19 +28,6 @@ TORCHRUN = pytest.param(
     "torchrun",
     marks=[pytest.mark.torch, pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")],
 )
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[str]:
-    """The name of a pair of hosts that no other test uses."""
-    name = f"spmd{os.getpid()}"
-    done = subprocess.run([SCRIPTS / "up"], env=os.environ | {"HOSTS": name}, capture_output=True, text=True)
-    try:
-        if done.returncode != 0:
-            pytest.skip(f"no network namespaces can be made here: {done.stderr.strip()}")
-        yield name
-    finally:
-        subprocess.run([SCRIPTS / "down"], env=os.environ | {"HOSTS": name}, capture_output=True)
 
 
 class Run(NamedTuple):
@@ -73,18 +42,8 @@ class Run(NamedTuple):
 
 
 def run(hosts: str, launcher: str, *words: str) -> Run:
-    env = {"HOSTS": hosts, "LIMIT": "150", "SPMD_TIMEOUT": f"{LIMIT:g}", "PORT": str(_free_port())}
-    path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH", "")) if p)
-    command = [SCRIPTS / launcher, sys.executable, PROGRAMS / "across.py", *words]
-    done = subprocess.run(
-        [os.fspath(c) for c in command],
-        env=os.environ | {"PYTHONPATH": path} | env,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        stdin=subprocess.DEVNULL,
-        timeout=200,
-    )
+    program = PROGRAMS / "across.py"
+    done = run_on_hosts(hosts, launcher, program, *words, limit=150, SPMD_TIMEOUT=f"{LIMIT:g}")
     ended, out = time.time(), done.stdout
     struck = re.search(r"rank \d strikes ([\d.]+)", out)
     raised = {int(r): (kind, float(at)) for r, kind, at in re.findall(r"rank (\d) raised (\w+) ([\d.]+)", out)}
@@ -92,11 +51,6 @@ def run(hosts: str, launcher: str, *words: str) -> Run:
     printed = f"{' '.join(words)}: {done.returncode}\n{out}\n{done.stderr}"
     assert struck is not None, printed
     return Run(done.returncode, float(struck[1]), ended, raised, got, printed)
-
-
-def _free_port() -> int:
-    with socket.create_server(("", 0)) as server:
-        return server.getsockname()[1]
 
 
 def check(hosts: str, launcher: str, fault: str, moment: str, rank: int, catch: bool) -> Run:
