@@ -124,7 +124,7 @@ class Job:
 
     @property
     def _awaited(self) -> bool:
-        return self.inside or bool(MEETS.intersection(self.steps[self.at :]))
+        return self.inside or bool((MEETS - {"caught mismatch"}).intersection(self.steps[self.at :]))
 
     def __str__(self) -> str:
         place = f"{self.fault} on process {self.odd} before step {self.at}{' (inside)' * self.inside}"
@@ -161,6 +161,8 @@ def draw(seed: int, launcher: str) -> Job:
     job = Job(seed, launcher, size, steps, odd, fault, at, inside)
     if fault in ("stop", "never comes") and not job._awaited:
         job.steps.append("map")
+    if not inside and "caught mismatch" in job.steps[at:]:
+        job.steps.append("map")  # an error that a process has left is caught there, too
     return job
 
 

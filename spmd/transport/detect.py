@@ -7,6 +7,7 @@ until somebody has initialised it.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import io
 import os
 import stat
@@ -303,6 +304,9 @@ def _exit(status: int) -> Any:
 
         end()
         _end_mpi(mpi, True)
+        # hydra takes an _exit just after MPI_Finalize for a failure, and kills the others. Other threads do not run
+        # meanwhile: PyDLL keeps the interpreter's lock.
+        ctypes.PyDLL(None).exit(status)
     raw_exit(status)
 
 
