@@ -27,7 +27,6 @@ import numpy as np
 from spmd.autodiff.rooms import writable
 from spmd.device import on_device
 from spmd.errors import ReplicaError, StateError, caller, message, source_line
-from spmd.frontends import frontend
 
 if TYPE_CHECKING:
     from spmd.array import PartitionedArray
@@ -456,6 +455,11 @@ def _names_in(code: CodeType) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*code.co_names, *inner)))
 
 
+def _is_plain_tensor(x: Any) -> bool:
+    """Whether it is a tensor of torch that is data: parameters are compared where they are differentiated."""
+    return type(x).__module__ == "torch" and type(x).__name__ == "Tensor" and not x.requires_grad
+
+
 def closed_arrays(f: Callable) -> list[tuple[str, np.ndarray]]:
     """The arrays that a function closes over, with their names: those of its cells, globals, defaults and partial
     arguments, in lists, tuples and dicts too, and of the functions of its module that it uses."""
@@ -465,11 +469,10 @@ def closed_arrays(f: Callable) -> list[tuple[str, np.ndarray]]:
     def walk(name: str, x: Any) -> None:
         if id(x) in seen:
             return
-        if is_plain_tensor(x):
+        if _is_plain_tensor(x):
             seen.add(id(x))
-            data = frontend(x).data(x)  # type: ignore[union-attr]
-            if not on_device(data):
-                found.append((name, data))
+            with contextlib.suppress(TypeError, RuntimeError):  # one on a device, or of a dtype that NumPy lacks
+                found.append((name, np.asarray(x)))
         elif isinstance(x, np.ndarray):
             seen.add(id(x))
             if x.dtype.kind not in "OV" and type(x) is np.ndarray:
@@ -507,12 +510,8 @@ def closed_arrays(f: Callable) -> list[tuple[str, np.ndarray]]:
         """Those of the object that a method is of."""
         seen.add(id(x))
         for attribute, value in {**vars(type(x)), **getattr(x, "__dict__", {})}.items():
-            if isinstance(value, np.ndarray | list | tuple | dict) or is_plain_tensor(value):
+            if isinstance(value, np.ndarray | list | tuple | dict) or _is_plain_tensor(value):
                 walk(f"{type(x).__name__}.{attribute}", value)
-
-    def is_plain_tensor(x: Any) -> bool:
-        """Whether it is a tensor of torch that is data: parameters are compared where they are differentiated."""
-        return type(x).__module__ == "torch" and frontend(x) is not None and not x.requires_grad
 
     walk(getattr(f, "__name__", type(f).__name__), f)
     call = getattr(type(f), "__call__", None)  # noqa: B004

@@ -8,12 +8,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 
 import pytest
 
 from spmd.transport.board import LEFT, Board
 from spmd.transport.hosts import ADDRESS, Hosts, _Address, address_of
 from spmd.transport.processes import start
+from spmd.transport.shared_files import SharedFile, created, job_name, opened
 
 WITHIN = 5.0
 """Seconds within which what is told arrives, on a machine that may be busy."""
@@ -31,10 +33,19 @@ def comes(what: Callable[[], object], *boards: Board) -> bool:
     return False
 
 
+def shared(files: dict[str, SharedFile], host: str, nbytes: int) -> SharedFile:
+    """The file of the processes of a host, which the first of them makes."""
+    if host not in files:
+        files[host] = created(job_name(os.getpid()), nbytes)
+        return files[host]
+    return opened(files[host].path, nbytes)
+
+
 @pytest.fixture
-def boards(tmp_path) -> Iterator[list[Board]]:
+def boards() -> Iterator[list[Board]]:
     """Those of ranks 0, 1 and 2; 1 and 2 are on one host."""
-    made = [Board(rank, 3, tmp_path / name) for rank, name in enumerate(["one", "two", "two"])]
+    files: dict[str, SharedFile] = {}
+    made = [Board(rank, 3, partial(shared, files, host)) for rank, host in enumerate(["one", "two", "two"])]
     for board in made:
         board.whole = False
         board.hosts = Hosts(board)
@@ -46,10 +57,12 @@ def boards(tmp_path) -> Iterator[list[Board]]:
     for board in made:
         board.hosts.close()
         board.close()
+    for file in files.values():
+        file.unlink()
 
 
-def test_a_board_without_other_hosts_has_an_address_that_nobody_asks(tmp_path):
-    board = Board(0, 2, tmp_path / "one")
+def test_a_board_without_other_hosts_has_an_address_that_nobody_asks():
+    board = Board(0, 2, partial(created, job_name(os.getpid())))
     assert address_of(board) == bytes(ADDRESS)
     assert _Address.of(address_of(board)) is None
     board.close()

@@ -29,7 +29,7 @@ def check(seeds, launcher, folder, pair=""):
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_jobs(launcher, tmp_path):
-    check(range(10 if launcher != "torchrun" else 4), launcher, tmp_path)
+    check(range(6 if launcher != "torchrun" else 3), launcher, tmp_path)
 
 
 @pytest.mark.full

@@ -560,7 +560,8 @@ def test_without_room_for_any_file_the_time_limit_holds(python, how):
     ended, seconds = timed("board_files.py", "none", how, python=python, timeout=60, SPMD_TIMEOUT="3")
     assert ended.returncode not in (0, None), str(ended)
     assert seconds < 25
-    assert "StallError" in ended.stderr, str(ended)
+    # Processes without a file ask each other as those of different hosts do.
+    assert ("DeadlockError" if how == "circle" else "StallError") in ended.stderr, str(ended)
 
 
 @pytest.mark.full
