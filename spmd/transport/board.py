@@ -383,7 +383,8 @@ def _file_or_warning(file: Callable[[int], SharedFile], nbytes: int) -> SharedFi
             "spmd.Mesh",
             got=f"no file that the processes of this host can share ({error})",
             need=f"{nbytes >> 10} KB, by which they watch each other. Without them they ask each other over TCP, and "
-            "where that is not possible, a deadlock and a process that has died show by the time limit only",
+            "where that is not possible, who has ended or failed shows only when a collective has made no progress for "
+            "SPMD_TIMEOUT seconds; and blocks go as messages, which is slower. Results are right",
             mend="make room in /dev/shm, or TMPDIR=FOLDER, one of your own that has room",
         )
     frame = caller()
