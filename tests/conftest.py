@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import functools
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,9 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("spmd")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a background job of a shell; programs inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 DEVICE = os.environ.get("SPMD_TEST_DEVICE", "cpu")
 if DEVICE != "cpu":

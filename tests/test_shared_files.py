@@ -403,7 +403,7 @@ def attack(path):
     done = []
     for name, what in {
         "read": lambda: path.read_bytes(),
-        "write": lambda: path.write_bytes(b"x"),
+        "write": lambda: os.write(os.open(path, os.O_WRONLY), b"x"),  # never creates what has gone meanwhile
         "mode": lambda: path.chmod(0o666),
         "rename": lambda: path.rename("/dev/shm/taken"),
         "remove": lambda: path.unlink(),
