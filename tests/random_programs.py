@@ -7,6 +7,7 @@ difference does not.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -303,14 +304,20 @@ def together(p: Program, operation: str, args: list, parameter: Any, given: tupl
 
 def verdict(p: Program, mesh: spmd.Mesh, rank: int = -1) -> str:
     """What is wrong with how a program ends; nothing where it is right, or raises as it should."""
+    return judged(p, lambda: run(p, mesh, rank), lambda: oracle(p), of_processes=rank >= 0)
+
+
+def judged(p: Any, run: Callable[[], Any], oracle: Callable[[], Any], *, of_processes: bool = False) -> str:
+    """What is wrong with what `run` gives for a program, where `oracle` gives what is right. A fault has to raise an
+    error of this library; in processes it may be that of another one."""
     try:
-        got = run(p, mesh, rank)
+        got = run()
     except Exception as error:
-        right = p.fault is not None and (type(error).__module__ == "spmd.errors" or rank >= 0)
+        right = p.fault is not None and (type(error).__module__ == "spmd.errors" or of_processes)
         return "" if right else f"{p}\nraised {type(error).__name__}: {error}"
     if p.fault is not None:
         return f"{p}\nraised nothing, and gave {got}"
-    for one, other in zip(got, oracle(p), strict=True):
+    for one, other in zip(got, oracle(), strict=True):
         if not np.allclose(one, other, rtol=1e-9, atol=1e-9):
             return f"{p}\ngave {one}, not {other}"
     return ""

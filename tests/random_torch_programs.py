@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from random_programs import judged
 from torch import nn
 
 import spmd
@@ -156,14 +157,4 @@ def oracle(p: Program) -> list[torch.Tensor]:
 
 def verdict(p: Program) -> str:
     """What is wrong with how a program ends; nothing where it is right, or raises as it should."""
-    try:
-        got = run(p)
-    except Exception as error:
-        right = p.fault is not None and type(error).__module__ == "spmd.errors"
-        return "" if right else f"{p}\nraised {type(error).__name__}: {error}"
-    if p.fault is not None:
-        return f"{p}\nraised nothing, and gave {got}"
-    for one, other in zip(got, oracle(p), strict=True):
-        if not torch.allclose(one, other, rtol=1e-9, atol=1e-9):
-            return f"{p}\ngave {one}, not {other}"
-    return ""
+    return judged(p, lambda: run(p), lambda: oracle(p))

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from spmd.errors import DeadlockError, StallError, caller, message
 from spmd.transport.board import LEFT, Board
 from spmd.transport.detect import raw_exit, tell_launcher
+from spmd.transport.shared_files import STATUS, stat_of
 
 __all__ = ["await_others", "finalize", "initialize"]
 
@@ -116,11 +117,11 @@ class _Start:
         ended = bool(absent) and waited - self.since > _SURE
         late = 0 < self.limit < waited
         first = min((k for k, p in peers.items() if p.loaded and not p.stopped), default=self.me)
-        patience = 0 if self.me == first else _FIRST
-        if ended and waited - self.since > _SURE + patience:
+        grace = 0 if self.me == first else _FIRST
+        if ended and waited - self.since > _SURE + grace:
             who = ", ".join(map(self._name, sorted(absent)))
             _end(DeadlockError, self._text(f"{who} ended without starting MPI", []))
-        if late and waited > self.limit + patience:
+        if late and waited > self.limit + grace:
             lines = [f"{self._name(k)} {p.does()}" for k, p in sorted(peers.items()) if p.stopped or not p.loaded]
             lines += [f"{self._name(k)} has ended" for k in sorted(absent)]
             _end(StallError, self._text(f"no start of all processes within {self.limit:g} s", lines))
@@ -262,9 +263,8 @@ def finalize(mpi: Any, board: Board | None, limit: float) -> None:
 
 def _is_stopped(pid: int) -> bool:
     """Whether a process is stopped, or is no more: then its launcher knows."""
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in b"TtZX"
-    return True
+    fields = stat_of(pid)
+    return fields is None or fields[STATUS] in "TtZX"
 
 
 def _unended(got: str) -> str:

@@ -498,10 +498,10 @@ def twin(x: torch.Tensor, state: State, joined: bool = False) -> torch.Tensor:
             )
         )
     with no_overrides():
-        return _twin(x, state, joined, worker)
+        return _varied_copy(x, state, joined, worker)
 
 
-def _twin(x: torch.Tensor, state: State, joined: bool, worker: Worker) -> torch.Tensor:
+def _varied_copy(x: torch.Tensor, state: State, joined: bool, worker: Worker) -> torch.Tensor:
     own = _summed_elsewhere(x, state)
     if own:
         sums = sums_of(x)
