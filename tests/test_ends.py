@@ -189,6 +189,30 @@ def test_a_map_that_only_one_process_comes_to_is_an_error(python, tmp_path):
     assert ended.stderr.count("Traceback") == 1, str(ended)
 
 
+WITHOUT_STDERR = """
+import os, sys, time, numpy as np, spmd
+from spmd import P
+rank = int(os.environ.get("PMI_RANK") or os.environ["RANK"])
+mesh = spmd.Mesh(x=2)
+total = spmd.map(lambda x: spmd.psum(x, "x"), P("x"), P(), mesh=mesh)
+total(np.ones(2))
+if rank == 1:
+    sys.stderr = open("/dev/full", "w", buffering=1)
+    raise ValueError("nobody reads this")
+time.sleep(1)
+total(np.ones(2))
+"""
+
+
+@each
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_an_error_that_cannot_be_written_ends_the_job_too(python, tmp_path):
+    program = tmp_path / "without_stderr.py"
+    program.write_text(WITHOUT_STDERR)
+    ended = launch(program, n=2, python=python, timeout=LIMIT + START)
+    assert ended.returncode not in (0, None), str(ended)
+
+
 @each
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 @pytest.mark.parametrize("moment", ["inside", *map(full, ("imported", "mesh", "between"))])

@@ -335,10 +335,12 @@ def _end_the_job(kind, error, traceback) -> None:
         _report(kind, error, traceback)
     finally:
         text, sys.stderr = sys.stderr.getvalue(), stderr
-    # In one piece, and with time for the launcher to pass it on: what is under way when the job ends gets lost.
-    print(text + "".join(f"{line}\n" for line in others), end="", file=sys.stderr, flush=True)
-    time.sleep(0.1)
-    abort(1)
+        # In one piece, and with time for the launcher to pass it on: what is under way when the job ends gets lost.
+        try:
+            print(text + "".join(f"{line}\n" for line in others), end="", file=sys.stderr, flush=True)
+        finally:  # also where stderr cannot be written to
+            time.sleep(0.1)
+            abort(1)
 
 
 _READ = 0.1
