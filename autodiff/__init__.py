@@ -18,7 +18,7 @@ from spmd.autodiff.transforms import (
     value_and_grad,
     vjp,
 )
-from spmd.late import late
+from spmd.lazy_imports import late
 
 if TYPE_CHECKING:
     from spmd.autodiff.check import check_grads, check_vjp

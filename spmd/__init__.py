@@ -26,8 +26,8 @@ from spmd.autodiff import (
 )
 from spmd.debug import debug
 from spmd.info import info
-from spmd.late import late
 from spmd.layout import Layout, P
+from spmd.lazy_imports import late
 from spmd.ledger import ledger
 from spmd.mapping import map
 from spmd.mesh import Mesh, axis_index, axis_size, is_main, make_mesh, worker_index
@@ -36,7 +36,7 @@ from spmd.operators.reduce import pcast, pmax, pmean, pmin, psum, pvary
 from spmd.operators.repartition import accumulate, repartition
 from spmd.operators.root import broadcast, gather, keep, replicate, scatter, sum_reduce
 from spmd.operators.totals import max, mean, min, sum
-from spmd.placing import from_blocks, from_callback, put
+from spmd.placement import from_blocks, from_callback, put
 
 if TYPE_CHECKING:
     from spmd import functions as functions
@@ -58,6 +58,8 @@ if TYPE_CHECKING:
         jacrev,
     )
     from spmd.functions import log_softmax, relu, softmax_cross_entropy
+    from spmd.inner_product import inner, norm
+    from spmd.jitted import jit
     from spmd.linear import linear_operator
     from spmd.operators.at_root import at_root
     from spmd.operators.exchange import all_to_all, pswapaxes, ragged_all_to_all
@@ -65,8 +67,6 @@ if TYPE_CHECKING:
     from spmd.operators.halo import halo_accumulate, halo_exchange
     from spmd.operators.permute import ppermute, pshuffle, sendrecv, shift
     from spmd.operators.stencil import stencil
-    from spmd.products import inner, norm
-    from spmd.programs import jit
     from spmd.testing import check_adjoint
     from spmd.window import plan_needs, plan_transposed, plan_window, plan_windows
 
@@ -178,8 +178,8 @@ if not TYPE_CHECKING:  # Type checkers know the imports above, and so what is mi
             "spmd.operators.halo": ("halo_accumulate", "halo_exchange"),
             "spmd.operators.permute": ("ppermute", "pshuffle", "sendrecv", "shift"),
             "spmd.operators.stencil": ("stencil",),
-            "spmd.products": ("inner", "norm"),
-            "spmd.programs": ("jit",),
+            "spmd.inner_product": ("inner", "norm"),
+            "spmd.jitted": ("jit",),
             "spmd.testing": ("check_adjoint",),
             "spmd.window": ("plan_needs", "plan_transposed", "plan_window", "plan_windows"),
         },

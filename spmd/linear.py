@@ -26,12 +26,13 @@ from spmd.autodiff.transforms import vjp
 from spmd.device import on_device
 from spmd.errors import LayoutError, MeshError, SpecError, describe, message
 from spmd.layout import Layout, P, Spec
-from spmd.mapping import Mapped, _brought
+from spmd.map_arguments import brought
+from spmd.mapping import Mapped
 from spmd.mapping import map as spmd_map
 from spmd.mesh import Mesh
 from spmd.operators.algebra import Linear, Term, Terms, added, collected, formula
-from spmd.placing import mesh_for
-from spmd.specs import spread
+from spmd.placement import mesh_for
+from spmd.spec_trees import spread
 from spmd.tracebacks import api_boundary
 from spmd.transport.base import sealed
 
@@ -111,7 +112,7 @@ class Space:
         have = value.layout if isinstance(value, PartitionedArray) else None
         if value.dtype != self.dtype:
             x = x.astype(self.dtype)
-        return x if have == self.layout else _brought(x, have, self.layout, self.mesh)
+        return x if have == self.layout else brought(x, have, self.layout, self.mesh)
 
 
 def _space_of(x: PartitionedArray) -> Space:

@@ -13,7 +13,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import numpy as np
 
@@ -21,16 +21,14 @@ from spmd import device as devices
 from spmd.array import GIVEN_AWAY, PartitionedArray, closed_over, donated, owned, relayout
 from spmd.autodiff import tracer, transforms, tree
 from spmd.autodiff.admission import admit
-from spmd.autodiff.dtypes import dtype_name, kind_of_dtype
-from spmd.autodiff.primitive import primitive
+from spmd.autodiff.dtypes import kind_of_dtype
 from spmd.autodiff.program import is_slot, one_line
 from spmd.autodiff.rooms import writable
 from spmd.autodiff.tape import suspended
 from spmd.autodiff.tracer import Array, value_of
 from spmd.autodiff.watch import FINITE
-from spmd.device import contiguous, on_device
+from spmd.device import on_device
 from spmd.errors import (
-    LayoutError,
     MeshError,
     SpecError,
     StateError,
@@ -43,31 +41,28 @@ from spmd.errors import (
 )
 from spmd.frontends import frontend
 from spmd.layout import Layout, P, Spec
+from spmd.map_arguments import (
+    MapArgument,
+    Settling,
+    cotangent_input,
+    differentiable,
+    is_on_tape,
+    layout_of,
+    parameter_names,
+    positional_leaves,
+    settled_cotangent,
+)
+from spmd.map_results import BodyResults, MapResult, as_block, device_of, joined_leaves, one_structure
 from spmd.mesh import WORKER, Mesh, Worker
-from spmd.operators.base import Join, bounded, outside, sealed, vary
+from spmd.operators.base import bounded, outside, sealed, vary
 from spmd.operators.root import Rooted, laid_out
-from spmd.placing import cut, mesh_for, put
+from spmd.placement import cut, mesh_for
 from spmd.replicas import (
-    OTHER,
-    ROUNDING,
-    SAME,
-    Record,
-    Replicas,
-    alike,
-    compared,
-    digest,
     next_turn,
     note_closure,
-    object_record,
-    relation,
-    report,
-    rests,
-    settle,
-    sketch,
-    taken,
 )
-from spmd.scheduling import Trial
-from spmd.specs import Leaf, shown, spec_leaves, spread
+from spmd.scheduler_choice import Trial
+from spmd.spec_trees import Leaf, spec_leaves, spread
 from spmd.state import State, state_of
 from spmd.tracebacks import api_boundary
 from spmd.transport.base import ONE_BY_ONE, Call, Outcome
@@ -168,7 +163,7 @@ class Mapped:
         self.out_specs = out_specs
         self.mesh = mesh
         self.check = check
-        self._names = _parameter_names(f)
+        self._names = parameter_names(f)
         self._trials: dict[Any, Trial] = {}
         self._turns: dict[Any, int] = {}
         self._as_specified: dict[tuple[int, int], tuple[bool, Layout, Spec]] = {}
@@ -225,7 +220,7 @@ class Mapped:
             if leaf.spec is not None and leaf.value is not None and not self._laid_out(mesh, leaf.value, leaf.spec):
                 leaves[k] = self._admitted(mesh, leaf)
         if not kwargs and [id(x.value) for x in leaves] == [id(a) for a in args]:
-            return leaves, _positional
+            return leaves, positional_leaves
         _, treedef = tree.flatten((args, kwargs), none_is_leaf=True)
         return leaves, functools.partial(tree.unflatten, treedef)
 
@@ -353,26 +348,26 @@ class Mapped:
                 message(
                     self.where,
                     argument=leaf.path,
-                    got=f"an array on {x.mesh} ({x.mesh.transport.name}{_device_of(x.mesh)})",
-                    need=f"an array on {mesh} ({mesh.transport.name}{_device_of(mesh)})",
+                    got=f"an array on {x.mesh} ({x.mesh.transport.name}{device_of(x.mesh)})",
+                    need=f"an array on {mesh} ({mesh.transport.name}{device_of(mesh)})",
                     mend="spmd.put(x.numpy(), spec, mesh), or x.numpy()",
                 )
             )
         return leaf
 
-    def _input(self, mesh: Mesh, leaf: Leaf) -> _Input:
+    def _input(self, mesh: Mesh, leaf: Leaf) -> MapArgument:
         """An argument laid out by its spec."""
         x, spec = leaf.value, leaf.spec
         if spec is None:
-            return _Input(x)
+            return MapArgument(x)
         if type(x) in _NUMBERS and isinstance(spec, P):
-            return _Input(x, number=True)
+            return MapArgument(x, number=True)
         if self._laid_out(mesh, x, spec):
-            return _Input(x, x.blocks, spec)
+            return MapArgument(x, x.blocks, spec)
         if not isinstance(x, PartitionedArray):
             data = x if hasattr(x, "dtype") else np.asarray(x)
-            return _Input(x, cut(data, mesh.layout(data.shape, spec), mesh), spec)
-        return _Input(x, relayout(x, mesh.layout(x.shape, spec)).blocks, spec)
+            return MapArgument(x, cut(data, mesh.layout(data.shape, spec), mesh), spec)
+        return MapArgument(x, relayout(x, mesh.layout(x.shape, spec)).blocks, spec)
 
     # Running
 
@@ -408,7 +403,7 @@ class Mapped:
                 mesh.chosen[f"{key[0]} of {self.where}"] = trial.chosen
         return outcome
 
-    def _note_inputs(self, mesh: Mesh, outcome: Outcome, paths: Sequence[str], inputs: Sequence[_Input]) -> None:
+    def _note_inputs(self, mesh: Mesh, outcome: Outcome, paths: Sequence[str], inputs: Sequence[MapArgument]) -> None:
         """Note what this process, one of several, passed of its own, for the comparison at the end of the map: bare
         arguments, and arrays that the body closes over."""
         if not (outcome.replicas.alone and self.check and mesh.checks):
@@ -437,11 +432,11 @@ class Mapped:
         ]
         return leaves, tree.structure(out, none_is_leaf=True)
 
-    def _results(self, worker: Worker, out) -> _Results:
+    def _results(self, worker: Worker, out) -> BodyResults:
         """What a body returned, leaf by leaf, checked against out_specs."""
         leaves, treedef = self._returned(out)
         blocks = [self._result(worker, leaf) if leaf.spec is not None else self._object(leaf) for leaf in leaves]
-        return _Results(treedef, [leaf.path for leaf in leaves], [leaf.spec for leaf in leaves], blocks)
+        return BodyResults(treedef, [leaf.path for leaf in leaves], [leaf.spec for leaf in leaves], blocks)
 
     def _result(self, worker: Worker, leaf: Leaf):
         """One result as a block: bare, C-contiguous, read-only, Invariant where it was promised to be."""
@@ -449,7 +444,7 @@ class Mapped:
         assert spec is not None
         if type(x) is Array:
             x = self._stated(worker, leaf, x)
-            block = self._admitted_result(leaf, _block(value_of(x)))
+            block = self._admitted_result(leaf, as_block(value_of(x)))
         elif is_slot(x):
             block = one_line(np.asarray, (x,))
         elif on_device(x):
@@ -538,7 +533,7 @@ class Mapped:
 
     def _differentiated(self, mesh: Mesh, leaves: list[Leaf], rebuild: Callable, tape):
         """The map of arguments of which some are traced: one node on the innermost tape."""
-        moved = [k for k, x in enumerate(leaves) if x.spec is not None and _on(x.value, tape)]
+        moved = [k for k, x in enumerate(leaves) if x.spec is not None and is_on_tape(x.value, tape)]
         lowered = [x._replace(value=transforms.lower(x.value, tape)) for x in leaves]
         if transforms.innermost([x.value for x in lowered]) is None:
             out_tree, outs, pull = self._forward(mesh, lowered, rebuild, moved, tape.once)
@@ -562,23 +557,23 @@ class Mapped:
         outcome = self._execute(mesh, ("forward", *kind), body, tracked=True)
         pulls = {w: result.pull for w, result in outcome.results.items()}
         self._note_inputs(mesh, outcome, [x.path for x in leaves], inputs)
-        out_tree = _one_structure(self.where, mesh, outcome)
-        outs = _joined_leaves(self.where, mesh, outcome, self.check, self._turns)
+        out_tree = one_structure(self.where, mesh, outcome)
+        outs = joined_leaves(self.where, mesh, outcome, self.check, self._turns)
 
         def pull(gs):
             if any(type(value) is Array for value in gs):
                 return self._derivative(mesh, leaves, rebuild, moved, outs, gs)
-            cotangents = [_cotangent(mesh, o, g) for o, g in zip(outs, gs, strict=True)]
+            cotangents = [cotangent_input(mesh, o, g) for o, g in zip(outs, gs, strict=True)]
 
             def backward(worker: Worker):
                 given = [None if c is None else c.block(worker) for c in cotangents]
-                return _gradients(worker, [leaves[k] for k in moved], pulls[worker.index](given))
+                return gradients(worker, [leaves[k] for k in moved], pulls[worker.index](given))
 
             outcome = self._execute(mesh, ("backward", *kind), backward, tracked=True)
             given = [(f"the cotangent of result {k}", c) for k, c in enumerate(cotangents) if c is not None]
             self._note_inputs(mesh, outcome, [path for path, _ in given], [c for _, c in given])
-            found = _joined_leaves(self.where, mesh, outcome, self.check, self._turns)
-            return [_settled(g, leaves[k].value) for g, k in zip(found, moved, strict=True)]
+            found = joined_leaves(self.where, mesh, outcome, self.check, self._turns)
+            return [settled_cotangent(g, leaves[k].value) for g, k in zip(found, moved, strict=True)]
 
         return out_tree, outs, pull
 
@@ -603,7 +598,7 @@ class Mapped:
         if any(type(x.value) is Array for x in leaves) or any(leaves[k].spec is None for k in moved):
             return None
         value, *found = self._there_and_back(mesh, leaves, rebuild, moved, check)
-        settled = iter([_settled(g, leaves[k].value) for g, k in zip(found, moved, strict=True)])
+        settled = iter([settled_cotangent(g, leaves[k].value) for g, k in zip(found, moved, strict=True)])
         return value, [tree.unflatten(structures[n], itertools.islice(settled, len(flat[n]))) for n in numbers]
 
     def _there_and_back(
@@ -616,16 +611,16 @@ class Mapped:
             check(tree.unflatten(forward.treedef, forward.blocks))
             assert forward.pull is not None
             one = Array(transforms.one_like(forward.blocks[0]), state_of(()))
-            back = _gradients(worker, [leaves[k] for k in moved], forward.pull([one]))
-            return _Results(
+            back = gradients(worker, [leaves[k] for k in moved], forward.pull([one]))
+            return BodyResults(
                 forward.treedef, forward.paths + back.paths, forward.specs + back.specs, forward.blocks + back.blocks
             )
 
         return self._done(mesh, ("gradient", *moved), leaves, body, True).joined
 
     def _done(
-        self, mesh: Mesh, kind: tuple, leaves: list[Leaf], body: Callable[[Worker, list], _Results], tracked: bool
-    ) -> _Done:
+        self, mesh: Mesh, kind: tuple, leaves: list[Leaf], body: Callable[[Worker, list], BodyResults], tracked: bool
+    ) -> MapResult:
         """Run a body on every worker's blocks of the leaves."""
         inputs = [self._input(mesh, leaf) for leaf in leaves]
 
@@ -634,11 +629,11 @@ class Mapped:
 
         outcome = self._execute(mesh, (*kind, *(x.kind for x in inputs)), on_worker, tracked=tracked)
         self._note_inputs(mesh, outcome, [x.path for x in leaves], inputs)
-        treedef = _one_structure(self.where, mesh, outcome)
-        joined = _joined_leaves(self.where, mesh, outcome, self.check, self._turns)
-        return _Done(treedef, joined, outcome.replicas.anywhere)
+        treedef = one_structure(self.where, mesh, outcome)
+        joined = joined_leaves(self.where, mesh, outcome, self.check, self._turns)
+        return MapResult(treedef, joined, outcome.replicas.anywhere)
 
-    def _vjp(self, worker: Worker, blocks: list, rebuild: Callable, moved: list[int], once: bool) -> _Results:
+    def _vjp(self, worker: Worker, blocks: list, rebuild: Callable, moved: list[int], once: bool) -> BodyResults:
         """One worker's forward run on its tape: its results, and their pullback to the blocks at `moved`."""
 
         def part(*xs):
@@ -656,17 +651,17 @@ class Mapped:
                 else leaf.value
                 for leaf in found
             ]
-            return [x for x in stated if _differentiable(x)], (treedef, found, stated)
+            return [x for x in stated if differentiable(x)], (treedef, found, stated)
 
         moving = [blocks[k] for k in moved]
         values, pullback, (treedef, found, stated) = transforms.pullback_of(part, moving, has_aux=True, once=once)
         traced = iter(values)
-        final = [next(traced) if _differentiable(x) else x for x in stated]
+        final = [next(traced) if differentiable(x) else x for x in stated]
         results = [
             self._result(worker, leaf._replace(value=x)) if leaf.spec is not None else x
             for leaf, x in zip(found, final, strict=True)
         ]
-        places = [k for k, x in enumerate(stated) if _differentiable(x)]
+        places = [k for k, x in enumerate(stated) if differentiable(x)]
 
         def pull(given: list):
             cotangent = [
@@ -675,7 +670,7 @@ class Mapped:
             ]
             return pullback(cotangent)
 
-        return _Results(treedef, [x.path for x in found], [x.spec for x in found], results, pull)
+        return BodyResults(treedef, [x.path for x in found], [x.spec for x in found], results, pull)
 
     def _derivative(self, mesh: Mesh, leaves: list[Leaf], rebuild: Callable, moved: list[int], outs: list, gs: list):
         """The pullback as a map of the arguments and the cotangents, to be differentiated again."""
@@ -687,7 +682,7 @@ class Mapped:
             assert pull is not None
             return pull([given.get(k) for k in range(len(outs))])
 
-        out_specs = [_layout_of(o) for o in outs]  # cotangents have the blocks of their results
+        out_specs = [layout_of(o) for o in outs]  # cotangents have the blocks of their results
         derivative = Mapped(
             body,
             ([x.spec for x in leaves], {k: out_specs[k] for k in places}),
@@ -696,47 +691,15 @@ class Mapped:
             self.check,
         )
         found = derivative([x.value for x in leaves], cotangents)
-        return [_settled(g, leaves[k].value) for g, k in zip(found, moved, strict=True)]
+        return [settled_cotangent(g, leaves[k].value) for g, k in zip(found, moved, strict=True)]
 
 
-def _gradients(worker: Worker, of: list[Leaf], found: Sequence[Any]) -> _Results:
+def gradients(worker: Worker, of: list[Leaf], found: Sequence[Any]) -> BodyResults:
     """The gradients of arguments on one worker, as what a body returns."""
-    blocks = [_block(value_of(g)) for g in found]
+    blocks = [as_block(value_of(g)) for g in found]
     if worker.mesh.places is not None:
         blocks = [worker.mesh.places.moved(b, worker.index) for b in blocks]
-    return _Results(None, [f"the gradient of {x.path}" for x in of], [x.spec for x in of], blocks)
-
-
-def _block(x: Any) -> Any:
-    """What is computed, as a block."""
-    return sealed(contiguous(x))
-
-
-def _device_of(mesh: Mesh) -> str:
-    return "" if mesh.device == "cpu" else f", {mesh.device}"
-
-
-class _Results(NamedTuple):
-    """What one worker's body returned: blocks, or any objects where the spec is None."""
-
-    treedef: Any
-    paths: list[str]
-    specs: list[Spec | None]
-    blocks: list[Any]
-    pull: Callable | None = None
-
-
-class _Done(NamedTuple):
-    """What came of a map: the structure of the results, they, joined, and whether processes compared values."""
-
-    treedef: Any
-    joined: list[Any]
-    compared: bool
-
-
-def _positional(leaves: Sequence) -> tuple[tuple, dict]:
-    """Arguments that are leaves themselves, by their places."""
-    return tuple(leaves), {}
+    return BodyResults(None, [f"the gradient of {x.path}" for x in of], [x.spec for x in of], blocks)
 
 
 def _worker() -> Worker:
@@ -745,315 +708,4 @@ def _worker() -> Worker:
     return worker
 
 
-def _on(x, tape) -> bool:
-    return type(x) is Array and x.tape is tape
-
-
-def _differentiable(x) -> bool:
-    return type(x) is Array and kind_of_dtype(x.dtype) in ("f", "c")
-
-
-def _layout_of(x) -> Layout | None:
-    x = value_of(x)
-    return x.layout if isinstance(x, PartitionedArray) else None
-
-
-def _parameter_names(f: Callable) -> tuple[str, ...]:
-    """The names of the positional parameters of a function, as far as they are known."""
-    try:
-        parameters = inspect.signature(f).parameters.values()
-    except (TypeError, ValueError):
-        return ()
-    return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
-
-
-class _Input:
-    """One argument, ready to give every worker its block.
-
-    value: what is passed as it is; blocks: those to pass instead, by worker, in the state of the spec.
-    kind: what of the argument the choice of a scheduler may depend on.
-    """
-
-    __slots__ = ("blocks", "kind", "number", "spec", "state", "value")
-
-    def __init__(
-        self,
-        value: Any,
-        blocks: dict[int, np.ndarray] | None = None,
-        spec: Spec | None = None,
-        *,
-        number: bool = False,
-    ):
-        self.value = value
-        self.number = number
-        self.blocks = blocks
-        self.spec = spec
-        self.state = state_of(spec.varying) if spec is not None else None
-        self.kind = None if blocks is None else getattr(value, "shape", ())
-
-    def block(self, worker: Worker):
-        """The worker's block, with its state where states are tracked."""
-        if self.blocks is None:
-            return self.value
-        block = worker.comm.given(self.blocks[worker.index])
-        return Array(block, self.state) if worker.tracked else block
-
-    def note(self, mesh: Mesh, replicas: Replicas, where: str, path: str, turns: dict[Any, int]) -> None:
-        """Note what was not compared before. What has the spec None may be anything."""
-        x = self.value
-        if self.number:
-            replicas.add(tuple(mesh.axes), Record(where, path, "", repr(x), 0, 0, None), "number")
-        elif self.blocks is not None and not (isinstance(x, PartitionedArray) and x.compared):
-            (block,) = self.blocks.values()
-            if isinstance(x, PartitionedArray):
-                if x.compared is None and not on_device(block):
-                    turn = next_turn(turns, ("rests", path, block.shape))
-                    if rests(turn, block.nbytes):
-                        return
-                replicas.arrays.append(x)
-            shape = f"{dtype_name(block.dtype)}{[*np.shape(x)]}, {self.spec}"
-            note_argument(mesh, replicas, Record(where, path, "", shape, 0, 0, None), self.spec, block, turns)
-
-
-def note_argument(
-    mesh: Mesh, replicas: Replicas, record: Record, spec: Spec | None, block: Any, turns: dict[Any, int]
-) -> None:
-    """Note an argument of one of several processes: its shape and spec, for the comparison with all others, and its
-    block, with those that hold copies of it."""
-    replicas.add(tuple(mesh.axes), record, "shape")
-    copies = tuple(n for n in mesh.axes if isinstance(spec, P) and n not in spec.varying)
-    if copies and not on_device(block):
-        turn = next_turn(turns, (record.argument, block.shape))
-        part = taken(block, turn)
-        replicas.add(copies, record._replace(turn=turn, number=digest(part), value=part), "argument")
-
-
-def _cotangent(mesh: Mesh, out: PartitionedArray, g) -> _Input | None:
-    """A cotangent laid out as the result it belongs to, uneven blocks included."""
-    if g is None:
-        return None
-    given = g
-    if not isinstance(g, PartitionedArray):
-        g = put(np.broadcast_to(g if on_device(g) else np.asarray(g), out.shape), out.spec, mesh)
-    return _Input(given, relayout(g, out.layout).blocks, out.spec)
-
-
-def _settled(g, value):
-    """A gradient as its argument came: laid out like a PartitionedArray, bare for bare data."""
-    bare, value = value_of(g), value_of(value)
-    if type(bare) is type(value) is PartitionedArray and bare.layout is value.layout:
-        return g
-    have, want = (x.layout if isinstance(x, PartitionedArray) else None for x in (bare, value))
-    if have == want:
-        return g
-    return _brought(g, have, want, (value if have is None else bare).mesh, on_device(value))
-
-
-def _way_back(g, _ans, _x, have: Layout | None, want: Layout | None, mesh: Mesh, there: bool = False) -> Any:
-    return _brought(g, want, have, mesh, there)
-
-
-@primitive("relayout", _way_back)
-def _brought(x, have: Layout | None, want: Layout | None, mesh: Mesh, there: bool = False) -> Any:
-    """An array in another layout; None for bare data, which is left there, on the device, or comes to the host. Its
-    transpose is the way back."""
-    if want is None:
-        return (x.gathered() if there else x.numpy()) if isinstance(x, PartitionedArray) else x
-    return relayout(x, want) if isinstance(x, PartitionedArray) else PartitionedArray(cut(x, want, mesh), want, mesh)
-
-
-class _Settling(Join):
-    """States as in bodies; outside of them, gradients get the layout of their arguments."""
-
-    def settle(self, g, value):
-        return _settled(g, value)
-
-    def whole(self, x):
-        value = value_of(x)
-        return _brought(x, value.layout, None, value.mesh) if isinstance(value, PartitionedArray) else x
-
-
-tracer.use_mixing(_Settling())
-
-
-# Joining results
-
-
-def _one_structure(where: str, mesh: Mesh, outcome: Outcome) -> Any:
-    """The structure of what the workers held here return."""
-    first, mine = next(iter(outcome.results.items()))
-    for w, other in outcome.results.items():
-        if other.treedef != mine.treedef:
-            raise _structures_differ(where, mesh, (first, w), (shown(mine.treedef), shown(other.treedef)))
-    return mine.treedef
-
-
-def _structures_differ(where: str, mesh: Mesh, workers: Sequence[int], structures: Sequence[str]) -> Exception:
-    return LayoutError(
-        message(
-            where,
-            argument="result",
-            got=" and ".join(f"{s} on {mesh.describe(w)}" for w, s in zip(workers, structures, strict=True)),
-            need="one structure on all workers",
-            mend="return the same tree everywhere",
-        )
-    )
-
-
-def _joined_leaves(where: str, mesh: Mesh, outcome: Outcome, check: bool, turns: dict[Any, int]) -> list:
-    """Every worker's blocks as PartitionedArrays; objects with the spec None from the first worker here.
-
-    turns: how often each result has been compared.
-    """
-    results, size = outcome.results, mesh.size
-    mine = next(iter(results.values()))
-    places = [k for k, spec in enumerate(mine.specs) if spec is not None]
-    checked, alone = check and mesh.checks, len(results) < size
-    if checked and len(places) < len(mine.specs):
-        _objects_agree(where, mesh, outcome)
-    if not places and not alone:
-        return list(mine.blocks)
-    # Blocks on a device are not compared: that would wait for it.
-    turn = _turns_of_copies(mesh, outcome, places, turns) if checked and mesh.places is None else {}
-    parts = {k: {w: taken(r.blocks[k], n) for w, r in results.items()} for k, n in turn.items()}
-    if alone:
-        told = _told(where, mesh, outcome, checked, places, turn, parts)
-    else:
-        told = {w: [_Note(r.blocks[k].shape, r.blocks[k].dtype) for k in places] for w, r in results.items()}
-    joined = list(mine.blocks)
-    for j, k in enumerate(places):
-        notes = [told[w][j] for w in range(size)]
-        path, spec = mine.paths[k], mine.specs[k]
-        assert spec is not None
-        _one_dtype(where, path, mesh, [note.dtype for note in notes])
-        layout = mesh.joined(tuple([note.shape for note in notes]), spec, where, path)
-        if k in turn:
-            _copies_agree(where, path, mesh, layout, notes, parts[k])
-        joined[k] = PartitionedArray(mesh.shared(layout, lambda w, k=k: results[w].blocks[k]), layout, mesh)
-        joined[k].compared = checked
-    return joined
-
-
-class _Note(NamedTuple):
-    """What is known of a worker's block. turn, number: of a copy that another process holds, which comparison it is,
-    and the digest of what that takes in."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-    turn: int = 0
-    number: int = 0
-
-
-def _told(
-    where: str,
-    mesh: Mesh,
-    outcome: Outcome,
-    checked: bool,
-    places: Sequence[int],
-    turn: dict[int, int],
-    parts: dict[int, dict[int, np.ndarray]],
-) -> dict[int, list[_Note]]:
-    """What processes tell each other of their blocks at the end of a map. They compare the structures of their results,
-    and what they noted, by the same message."""
-    ((me, own),) = outcome.results.items()
-    structure = shown(own.treedef)
-    notes = [
-        [
-            [*own.blocks[k].shape],
-            dtype_name(own.blocks[k].dtype),
-            turn.get(k, 0),
-            digest(parts[k][me]) if k in turn else 0,
-        ]
-        for k in places
-    ]
-    shared = mesh.transport.share({me: [structure, notes, outcome.replicas.noted() if checked else {}]})
-    for w, (other, *_) in shared.items():
-        if other != shared[0][0]:
-            raise _structures_differ(where, mesh, (0, w), (shared[0][0], other))
-    if checked:
-        settle(mesh, {w: records for w, (_, _, records) in shared.items()}, outcome.replicas)
-    return {w: [_Note(tuple(shape), *rest) for shape, *rest in found] for w, (_, found, _) in shared.items()}
-
-
-def _turns_of_copies(mesh: Mesh, outcome: Outcome, places: Sequence[int], turns: dict[Any, int]) -> dict[int, int]:
-    """By place, the results of which copies are compared now, and how often they were before."""
-    results = list(outcome.results.values())
-    first, alone = results[0], len(results) < mesh.size
-    own: dict[int, bool] = {}  # by spec: whether every worker has a block that is no copy
-    found = {}
-    for k in places:
-        spec, block = first.specs[k], first.blocks[k]
-        varies = own.get(id(spec))
-        if varies is None:
-            assert spec is not None
-            varies = isinstance(spec, P) and all(n == 1 or name in spec.varying for name, n in mesh.axes.items())
-            own[id(spec)] = varies
-        if not varies and (alone or not isinstance(spec, P) or any(r.blocks[k] is not block for r in results)):
-            turn = next_turn(turns, (first.paths[k], block.shape))
-            if not rests(turn, block.nbytes):
-                found[k] = turn
-    return found
-
-
-def _one_dtype(where: str, path: str, mesh: Mesh, dtypes: list[Any]) -> None:
-    for w, dtype in enumerate(dtypes):
-        if dtype != dtypes[0]:
-            raise LayoutError(
-                message(
-                    where,
-                    argument=path,
-                    got=f"{dtypes[0]} on {mesh.describe(0)} and {dtype} on {mesh.describe(w)}",
-                    need="one dtype on all workers",
-                    mend="x.astype(...) before returning it",
-                )
-            )
-
-
-def _copies_agree(
-    where: str, path: str, mesh: Mesh, layout: Layout, notes: list[_Note], parts: dict[int, np.ndarray]
-) -> None:
-    """What is typed Invariant must be equal by value. parts: what is compared of the blocks held here."""
-    pairs = [(owner, w) for w, owner in enumerate(layout.owners) if owner != w]
-    if len(parts) == mesh.size:
-        judged = [relation(parts[owner], parts[w]) for owner, w in pairs]
-    else:
-        pairs = [
-            (owner, w)
-            for owner, w in pairs
-            if notes[owner].turn == notes[w].turn and notes[owner].number != notes[w].number
-        ]
-        if not pairs:
-            return
-        sketches = mesh.transport.share({w: sketch(p) for w, p in parts.items()})
-        judged = [ROUNDING if alike(sketches[owner], sketches[w]) else OTHER for owner, w in pairs]
-    axes = [n for n in mesh.axes if layout.spec is not None and n not in layout.spec.varying]
-    for pair, found in zip(pairs, judged, strict=True):
-        if found != SAME:
-            report(mesh, found, where, path, pair, axes, kind="result")
-
-
-def _bare(x: Any) -> Any:
-    """An object as it is compared: of an array of another library its data."""
-    other = frontend(x)
-    return x if other is None else other.data(x)
-
-
-def _objects_agree(where: str, mesh: Mesh, outcome: Outcome) -> None:
-    """Results with the out_spec None are equal on all workers: those held here are compared, and noted for others."""
-    results = outcome.results
-    first, mine = next(iter(results.items()))
-    for k, spec in enumerate(mine.specs):
-        if spec is not None:
-            continue
-        record = object_record(where, mine.paths[k], _bare(mine.blocks[k]))
-        for w, other in results.items():
-            if other.blocks[k] is mine.blocks[k]:
-                continue
-            theirs = object_record(where, mine.paths[k], _bare(other.blocks[k]))
-            if record is not None and theirs is not None:
-                judged = compared(record, theirs)
-                if judged != SAME:
-                    texts = [record.text, theirs.text] if record.text != theirs.text else []
-                    report(mesh, judged, where, mine.paths[k], (first, w), tuple(mesh.axes), texts=texts, kind="object")
-        if outcome.replicas.alone and record is not None:
-            outcome.replicas.add(tuple(mesh.axes), record, "object")
+tracer.use_mixing(Settling())

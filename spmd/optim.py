@@ -23,8 +23,8 @@ from spmd.autodiff.tape import ACTIVE
 from spmd.autodiff.tracer import Array, value_of
 from spmd.device import on_device, seen
 from spmd.errors import describe, message
-from spmd.late import absent
-from spmd.products import inner
+from spmd.inner_product import inner
+from spmd.lazy_imports import absent
 from spmd.tracebacks import api_boundary
 from spmd.transport.base import sealed
 

@@ -34,11 +34,11 @@ from spmd.device import on_device
 from spmd.errors import LayoutError, SpecError, StateError, describe, message
 from spmd.frontends import frontend
 from spmd.kernels.cpu.chunks import accurate
-from spmd.late import absent
 from spmd.layout import Layout, P, Spec
+from spmd.lazy_imports import absent
 from spmd.mesh import WORKER, Mesh, here
 from spmd.operators.base import varying
-from spmd.placing import mesh_for
+from spmd.placement import mesh_for
 from spmd.tracebacks import api_boundary
 from spmd.transport.base import Call, sealed
 

@@ -18,10 +18,10 @@ from spmd.array import PartitionedArray
 from spmd.autodiff import transforms, tree
 from spmd.autodiff.tracer import value_of
 from spmd.errors import DifferentiationError, LayoutError, describe, message
-from spmd.late import absent
+from spmd.inner_product import inner, norm
+from spmd.lazy_imports import absent
 from spmd.linear import LinearOperator, Space, _admitted, _conj, _fit, _size, _space_of
-from spmd.mapping import _brought
-from spmd.products import inner, norm
+from spmd.map_arguments import brought
 from spmd.tracebacks import api_boundary
 
 __all__ = ["LeastSquares", "Solution", "cg", "lsqr"]
@@ -84,7 +84,7 @@ def _brought_back(x: Any, like: Any) -> Any:
         have, want = value_of(a), value_of(given)
         if not isinstance(want, PartitionedArray) or want.layout == have.layout:
             return a
-        return _brought(a, have.layout, want.layout, have.mesh)
+        return brought(a, have.layout, want.layout, have.mesh)
 
     return tree.map(one, x, like)
 

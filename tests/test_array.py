@@ -24,7 +24,7 @@ from spmd.device import to_host
 from spmd.errors import LayoutError, StateError
 from spmd.kernels import buffers
 from spmd.layout import Layout
-from spmd.placing import cut
+from spmd.placement import cut
 from spmd.replicas import digest
 
 MESH = spmd.Mesh(x=2, y=3)

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import spmd
-from spmd import P, scheduling
+from spmd import P, scheduler_choice
 from spmd.kernels import cpu, team
-from spmd.scheduling import Trial
+from spmd.scheduler_choice import Trial
 from spmd.transport.base import ONE_BY_ONE, Outcome
 
 ROWS = P("x")
@@ -28,9 +28,9 @@ def close(found, want):
 
 def four_cores(monkeypatch, long: float, sure: float) -> None:
     """There are four; threads may be sooner from `long` seconds between waits on, and are sure to be from `sure`."""
-    monkeypatch.setattr(scheduling, "usable_cores", lambda: 4)
-    monkeypatch.setattr(scheduling, "_LONG", long)
-    monkeypatch.setattr(scheduling, "_SURE", sure)
+    monkeypatch.setattr(scheduler_choice, "usable_cores", lambda: 4)
+    monkeypatch.setattr(scheduler_choice, "_LONG", long)
+    monkeypatch.setattr(scheduler_choice, "_SURE", sure)
 
 
 def test_auto_settles_on_lockstep_for_short_work_and_threads_for_long(monkeypatch):
@@ -170,7 +170,7 @@ def test_split_work_counts_once():
 
 def calls(seconds: dict[str, list[float]], monkeypatch, cores: int = 4, size: int = 2) -> list[str]:
     """The schedulers of the calls until one is chosen, which is the last; a call takes the next of these seconds."""
-    monkeypatch.setattr(scheduling, "usable_cores", lambda: cores)
+    monkeypatch.setattr(scheduler_choice, "usable_cores", lambda: cores)
     mesh, trial, ran = spmd.Mesh(x=size), Trial(), []
     left = {name: iter(times) for name, times in seconds.items()}
     while trial.chosen is None:
@@ -233,7 +233,7 @@ def test_a_trial_is_made_by_threads_of_the_user_together(monkeypatch):
 
 def test_calls_that_come_at_once_do_not_stand_for_the_other_scheduler(monkeypatch):
     """Eight that asked before any had ended were all in lockstep."""
-    monkeypatch.setattr(scheduling, "usable_cores", lambda: 4)
+    monkeypatch.setattr(scheduler_choice, "usable_cores", lambda: 4)
     trial, mesh = Trial(), spmd.Mesh(x=2)
     for name in [trial.next for _ in range(8)]:
         assert name == L

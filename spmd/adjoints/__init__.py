@@ -22,7 +22,7 @@ from spmd.layout import Layout, P
 from spmd.mesh import Mesh, Worker
 from spmd.operators.algebra import Linear
 from spmd.operators.base import Operator
-from spmd.placing import mesh_for
+from spmd.placement import mesh_for
 from spmd.tracebacks import api_boundary
 
 __all__ = ["AdjointError", "AdjointReport", "Entry", "Fault", "Place", "check_adjoint", "table"]

@@ -20,7 +20,7 @@ from spmd.ledger import ledger
 from spmd.mesh import Worker
 from spmd.operators.base import Operator
 from spmd.replicas import digest
-from spmd.specs import spread
+from spmd.spec_trees import spread
 from spmd.state import ROOTED, VARYING, state_of
 from spmd.transport.base import Call
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from spmd.late import late
+from spmd.lazy_imports import late
 
 if TYPE_CHECKING:
     from spmd.functions.activation import (

@@ -13,7 +13,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from spmd.autodiff.namespace import namespace
-from spmd.late import absent
+from spmd.lazy_imports import absent
 from spmd.tracebacks import api_boundary
 
 if TYPE_CHECKING:

@@ -6,6 +6,6 @@ what SciPy's gives. The parts, and SciPy with them, are imported when they are f
 
 from __future__ import annotations
 
-from spmd.late import late
+from spmd.lazy_imports import late
 
 __getattr__, __dir__ = late(__name__, {}, parts=("fft", "special"))

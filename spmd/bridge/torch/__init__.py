@@ -49,7 +49,7 @@ from spmd.bridge.torch.sampler import Batches, Collate, DistributedSampler
 from spmd.bridge.torch.scaler import GradScaler
 from spmd.bridge.torch.sharded import ShardedModule, clip_grad_norm_, grad_norm, state_dict
 from spmd.bridge.torch.tensor import Tensor
-from spmd.late import absent
+from spmd.lazy_imports import absent
 from spmd.tracebacks import api_boundary
 
 if TYPE_CHECKING:

@@ -28,11 +28,13 @@ from spmd.bridge.torch.tensor import Tensor, in_blocks, plain, state_of_tensor, 
 from spmd.device import contiguous
 from spmd.errors import LayoutError, StateError, TransportError, describe, message
 from spmd.layout import Layout, P
-from spmd.mapping import Mapped, _joined_leaves, _one_structure, _Results, note_argument
+from spmd.map_arguments import note_argument
+from spmd.map_results import BodyResults, joined_leaves, one_structure
+from spmd.mapping import Mapped
 from spmd.mesh import WORKER, Mesh, Worker
-from spmd.placing import mesh_for
+from spmd.placement import mesh_for
 from spmd.replicas import Record, next_turn, note_closure
-from spmd.specs import Leaf
+from spmd.spec_trees import Leaf
 from spmd.state import state_of
 from spmd.tracebacks import api_boundary
 
@@ -190,7 +192,7 @@ class _Call:
         before = [(leaf, leaf.value._version) for leaf in self.leaves if isinstance(leaf.value, torch.Tensor)]
         local = _thread_state(enabled=follow)
 
-        def body(worker: Worker) -> _Results:
+        def body(worker: Worker) -> BodyResults:
             seat = run.seat(worker.index)
             with seat.occupied(worker), local(), _mode(worker):
                 mine = [b[worker.index] if isinstance(b, dict) else b for b in blocks]
@@ -206,8 +208,8 @@ class _Call:
         for leaf, version in before:
             self._unchanged(leaf, version)
         self._note_arguments(outcome, blocks)
-        self.treedef = _one_structure(self.where, mesh, outcome)
-        joined = _joined_leaves(self.where, mesh, outcome, mapped.check, mapped._turns)
+        self.treedef = one_structure(self.where, mesh, outcome)
+        joined = joined_leaves(self.where, mesh, outcome, mapped.check, mapped._turns)
         self.joined = [self._leaving(x) for x in joined]
         self.specs = [x.layout if isinstance(x, PartitionedArray) else None for x in joined]
         self._settle(run)
@@ -283,7 +285,7 @@ class _Call:
             return x
         return x.requires_grad_(followed)
 
-    def _results(self, worker: Worker, run: _Run, out: Any) -> _Results:
+    def _results(self, worker: Worker, run: _Run, out: Any) -> BodyResults:
         """What a body returned, checked against out_specs: blocks to be joined, and what is differentiated of them."""
         mapped = self.mapped
         found, treedef = mapped._returned(out)
@@ -302,7 +304,7 @@ class _Call:
                 ends.append(None)
                 blocks.append(mapped._result(worker, leaf) if leaf.spec is not None else self._object(leaf))
         run.ends[worker.index] = ends
-        return _Results(treedef, [x.path for x in found], [x.spec for x in found], blocks)
+        return BodyResults(treedef, [x.path for x in found], [x.spec for x in found], blocks)
 
     def _promised(self, worker: Worker, leaf: Leaf, x: torch.Tensor) -> torch.Tensor:
         """A result in the state that its spec says."""
@@ -368,7 +370,7 @@ class _Call:
         specs = [self.leaves[k].spec for k in self.moved] + [P()] * len(run.leaves)
         local = _thread_state(enabled=False)
 
-        def backward(worker: Worker) -> _Results:
+        def backward(worker: Worker) -> BodyResults:
             seat = run.seats[worker.index]
             with seat.occupied(worker), local(), _mode(worker):
                 ends, starts = run.ends[worker.index], [*run.inputs[worker.index], *run.leaves]
@@ -381,10 +383,10 @@ class _Call:
                     contiguous(borrowed(plain(torch.zeros_like(x) if g is None else g)))
                     for g, x in zip(found, starts, strict=True)
                 ]
-                return _Results(None, paths, specs, blocks)
+                return BodyResults(None, paths, specs, blocks)
 
         outcome = self._execute(backward, True)
-        joined = _joined_leaves(self.where, self.mesh, outcome, self.mapped.check, self.mapped._turns)
+        joined = joined_leaves(self.where, self.mesh, outcome, self.mapped.check, self.mapped._turns)
         return [self._leaving(g) for g in joined]
 
     def derivative(self, given: Sequence[torch.Tensor], gs: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -23,12 +23,14 @@ from spmd.autodiff.program import Built, Program, Ref, is_slot, slot_of
 from spmd.autodiff.tracer import Array, value_of
 from spmd.autodiff.watch import FINITE, WATCHING
 from spmd.errors import JitError, SpecError, caller, describe, message
-from spmd.mapping import Mapped, _cotangent, _Done, _gradients, _Input, _joined_leaves, _Results, _settled
+from spmd.map_arguments import MapArgument, cotangent_input, settled_cotangent
+from spmd.map_results import BodyResults, MapResult, joined_leaves
+from spmd.mapping import Mapped, gradients
 from spmd.mesh import WORKER, Mesh, Worker
 from spmd.operators.base import bounded
-from spmd.placing import mesh_for
+from spmd.placement import mesh_for
 from spmd.replicas import settle
-from spmd.specs import Leaf
+from spmd.spec_trees import Leaf
 from spmd.state import REPLICAS
 from spmd.tracebacks import api_boundary
 from spmd.transport.base import LEDGERS, Outcome, sealed
@@ -176,7 +178,7 @@ class Jitted(Mapped):
         value, *found = _joined(mesh, results, entry.layouts)
         for k, n in enumerate(entry.moved):
             if found[k].layout is not flat[n].layout:
-                found[k] = _settled(found[k], flat[n])
+                found[k] = settled_cotangent(found[k], flat[n])
         rest = iter(found)
         return value, [tree.unflatten(structure, islice(rest, count)) for structure, count in entry.structures]
 
@@ -261,8 +263,8 @@ class Jitted(Mapped):
         return found
 
     def _done(
-        self, mesh: Mesh, kind: tuple, leaves: list[Leaf], body: Callable[[Worker, list], _Results], tracked: bool
-    ) -> _Done:
+        self, mesh: Mesh, kind: tuple, leaves: list[Leaf], body: Callable[[Worker, list], BodyResults], tracked: bool
+    ) -> MapResult:
         entry = _WANTED.get()
         if entry is None:
             return super()._done(mesh, kind, leaves, body, tracked)
@@ -270,7 +272,7 @@ class Jitted(Mapped):
         programs: dict[int, Built] = {}
         shapes: dict[int, list[Any]] = {}
 
-        def recorded(worker: Worker, blocks: list) -> _Results:
+        def recorded(worker: Worker, blocks: list) -> BodyResults:
             program = worker.write_down()
             made = body(worker, _inputs(program, blocks, entry.moving))
             self._check_objects(made)
@@ -289,7 +291,7 @@ class Jitted(Mapped):
     def _name(self) -> str:
         return getattr(self.f, "__name__", None) or type(self.f).__name__
 
-    def _check_objects(self, made: _Results) -> None:
+    def _check_objects(self, made: BodyResults) -> None:
         """Raise where a result with the out_spec None is an object of its own: it would be the same each time."""
         for x, spec, path in zip(made.blocks, made.specs, made.paths, strict=True):
             if spec is None and not (is_slot(x) or _immutable(x)):
@@ -315,7 +317,7 @@ class Jitted(Mapped):
     def _again(self, entry: _Entry, mesh: Mesh, flat: list) -> dict[int, list]:
         """What the programs give of these leaves, by worker."""
         tables: list[Any] = []
-        bare: list[tuple[str, _Input]] = []
+        bare: list[tuple[str, MapArgument]] = []
         for leaf, x in zip(entry.moving, flat, strict=True):
             if leaf is None:
                 continue
@@ -341,7 +343,7 @@ class Jitted(Mapped):
             self._compare(mesh, outcome, bare)
         return outcome.results
 
-    def _compare(self, mesh: Mesh, outcome: Outcome, inputs: Sequence[tuple[str, _Input]]) -> None:
+    def _compare(self, mesh: Mesh, outcome: Outcome, inputs: Sequence[tuple[str, MapArgument]]) -> None:
         """Processes compare what a program supposed to be one value, as at the end of a map."""
         if not outcome.replicas.alone:
             return
@@ -409,7 +411,10 @@ class Jitted(Mapped):
         results = outcome.results
         if entry.verifies_back:
             self._compare(mesh, outcome, [])
-        return [_settled(g, leaves[k].value) for g, k in zip(_joined(mesh, results, layouts), entry.moved, strict=True)]
+        return [
+            settled_cotangent(g, leaves[k].value)
+            for g, k in zip(_joined(mesh, results, layouts), entry.moved, strict=True)
+        ]
 
     def _first_forward(
         self, mesh: Mesh, leaves: list[Leaf], rebuild: Callable, moved: list[int], once: bool, key: tuple[Any, Any]
@@ -417,11 +422,11 @@ class Jitted(Mapped):
         """Forward, the body runs on a tape of every worker, and is written down; the first pullback goes on with it."""
         entry = _Entry(self._made, moved)
         self._moving(entry, leaves)
-        written: dict[int, tuple[Program, _Results]] = {}
+        written: dict[int, tuple[Program, BodyResults]] = {}
         given: dict[int, list[Any]] = {}
         tried: list[bool] = []
 
-        def forward(worker: Worker, blocks: list) -> _Results:
+        def forward(worker: Worker, blocks: list) -> BodyResults:
             program = worker.write_down()
             made = self._vjp(worker, _inputs(program, blocks, entry.moving), rebuild, moved, once)
             self._check_objects(made)
@@ -455,7 +460,7 @@ class Jitted(Mapped):
             cotangents = _cotangents(mesh, outs, gs)
             back: dict[int, Built] = {}
 
-            def backward(worker: Worker) -> _Results:
+            def backward(worker: Worker) -> BodyResults:
                 program, made = written[worker.index]
                 start, count = len(program.lines), len(program.inputs)
                 worker.write_down(program)
@@ -463,7 +468,7 @@ class Jitted(Mapped):
                 for k, c in zip(_arrays(outs), cotangents, strict=True):
                     gs[k] = Array(program.input(c.block(worker).value), c.state)
                 assert made.pull is not None
-                found = _gradients(worker, [leaves[k] for k in moved], made.pull(gs))
+                found = gradients(worker, [leaves[k] for k in moved], made.pull(gs))
                 inputs = program.inputs[count:]
                 needed = program.needed(start, inputs, found.blocks)
                 back[worker.index] = program.built(
@@ -475,7 +480,7 @@ class Jitted(Mapped):
                 return found._replace(blocks=_values(found))
 
             outcome = self._execute(mesh, ("first back", *moved), backward, tracked=True)
-            found = _joined_leaves(self.where, mesh, outcome, self.check, self._turns)
+            found = joined_leaves(self.where, mesh, outcome, self.check, self._turns)
             entry.verifies_back = outcome.replicas.anywhere
             written.clear()
             if once:
@@ -483,7 +488,7 @@ class Jitted(Mapped):
             entry.back = back, _layouts(found)
             kind, structure = key
             self._keep(entry, kind, mesh, structure, [leaf.value for leaf in leaves])
-            return [_settled(g, leaves[k].value) for g, k in zip(found, moved, strict=True)]
+            return [settled_cotangent(g, leaves[k].value) for g, k in zip(found, moved, strict=True)]
 
         return entry.treedef, outs, pull
 
@@ -493,7 +498,7 @@ def _arrays(outs: list) -> list[int]:
     return [k for k, x in enumerate(outs) if type(x) is PartitionedArray and kind_of_dtype(x.dtype) in ("f", "c")]
 
 
-def _cotangents(mesh: Mesh, outs: list, gs: list) -> list[_Input]:
+def _cotangents(mesh: Mesh, outs: list, gs: list) -> list[MapArgument]:
     """The cotangents of the results that are arrays, laid out as they are; zeros where none came."""
     found = []
     for k in _arrays(outs):
@@ -501,7 +506,7 @@ def _cotangents(mesh: Mesh, outs: list, gs: list) -> list[_Input]:
         if g is None:
             blocks = {w: np.zeros_like(b) for w, b in outs[k].blocks.items()}
             g = PartitionedArray(blocks, outs[k].layout, mesh)
-        cotangent = _cotangent(mesh, outs[k], g)
+        cotangent = cotangent_input(mesh, outs[k], g)
         assert cotangent is not None
         assert cotangent.blocks is not None
         found.append(cotangent)
@@ -516,7 +521,7 @@ def _inputs(program: Program, blocks: list, moving: list[Leaf | None]) -> list:
     ]
 
 
-def _values(made: _Results) -> list:
+def _values(made: BodyResults) -> list:
     """The results in the place of what stands for them."""
     return [slot_of(b) if spec is None else sealed(slot_of(b)) for b, spec in zip(made.blocks, made.specs, strict=True)]
 

@@ -23,7 +23,7 @@ from spmd.errors import (
 from spmd.layout import Layout, Spec
 from spmd.mesh import WORKER, Mesh, current_mesh
 from spmd.replicas import digest
-from spmd.specs import spread
+from spmd.spec_trees import spread
 from spmd.tracebacks import api_boundary
 
 __all__ = ["cut", "from_blocks", "from_callback", "mesh_for", "put"]

@@ -21,7 +21,7 @@ from spmd.mesh import WORKER, Worker
 from spmd.operators.base import named, operate
 from spmd.operators.reduce import Sum, dtype_of, in_dtype
 from spmd.operators.root import Rooted
-from spmd.placing import put
+from spmd.placement import put
 from spmd.state import REPLICAS, state_of
 from spmd.tracebacks import api_boundary
 from spmd.transport.base import Call
