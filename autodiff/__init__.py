@@ -5,7 +5,8 @@ It knows nothing of meshes. What operands of different state mean to each other 
 
 from typing import TYPE_CHECKING
 
-from spmd.autodiff import rules, tree
+from spmd.autodiff import dispatch, namespace, rules, tree  # noqa: F401  (they give Array its protocols)
+from spmd.autodiff.checkpoint import checkpoint
 from spmd.autodiff.indexing import at
 from spmd.autodiff.tracer import Array
 from spmd.autodiff.transforms import (
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from spmd.autodiff.check import check_grads, check_vjp
     from spmd.autodiff.custom import custom_jvp, custom_vjp
     from spmd.autodiff.jacobian import hessian, hvp, jacfwd, jacrev
-    from spmd.autodiff.recompute import checkpoint
 
 __all__ = [
     "Array",
@@ -57,6 +57,5 @@ if not TYPE_CHECKING:  # Type checkers know the imports above, and so what is mi
             "spmd.autodiff.check": ("check_grads", "check_vjp"),
             "spmd.autodiff.custom": ("custom_jvp", "custom_vjp"),
             "spmd.autodiff.jacobian": ("hessian", "hvp", "jacfwd", "jacrev"),
-            "spmd.autodiff.recompute": ("checkpoint",),
         },
     )

@@ -10,10 +10,11 @@ import numpy as np
 
 from spmd.autodiff import devices, tracer
 from spmd.autodiff.admission import admit
+from spmd.autodiff.apply import FLOAT, NO_OPTIONS
 from spmd.autodiff.dtypes import cotangent_dtype, kind_of_dtype
-from spmd.autodiff.primitive import primitive
+from spmd.autodiff.registry import primitive
 from spmd.autodiff.tape import Node
-from spmd.autodiff.tracer import FLOAT, NO_OPTIONS, USUAL, Array, bare, find, value_of
+from spmd.autodiff.tracer import USUAL, Array, bare, find, value_of
 from spmd.errors import DtypeError, describe, message
 from spmd.tracebacks import api_boundary
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from spmd.autodiff.rooms import product
+from spmd.autodiff.allocation import product
 
 __all__ = ["COMM", "Built", "Like", "Line", "Ref", "done", "mapped", "refs", "within"]
 

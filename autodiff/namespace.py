@@ -19,15 +19,14 @@ from typing import Any
 import numpy as np
 
 from spmd.autodiff import devices, tracer
-from spmd.autodiff.primitive import handlers
+from spmd.autodiff.apply import wrap
+from spmd.autodiff.dispatch import creators, dispatch
+from spmd.autodiff.primitive import handlers, twins
 from spmd.autodiff.program import bared
-from spmd.autodiff.tracer import Array, bare, dispatch, find, value_of
+from spmd.autodiff.tracer import Array, bare, find, value_of
 from spmd.errors import DtypeError, StateError, TracedConversionError, describe, message
 
-__all__ = ["Namespace", "create", "namespace", "of", "twins"]
-
-twins: dict[str, Any] = {}
-"""What takes the place of NumPy's functions and objects, by name."""
+__all__ = ["Namespace", "create", "namespace", "of"]
 
 
 def twin(fun: Callable) -> Callable[[Callable], Callable]:
@@ -109,7 +108,7 @@ def create(fun, args, kwargs, like):
     """What a creating function of NumPy makes, as an array of the kind and the state of `like`."""
     if fun.__name__ in twins and find((args, kwargs), []):
         return twins[fun.__name__](*args, **kwargs)
-    return tracer.wrap(_of_kind(value_of(like), fun, *args, **kwargs), like.state if type(like) is Array else None)
+    return wrap(_of_kind(value_of(like), fun, *args, **kwargs), like.state if type(like) is Array else None)
 
 
 @twin(np.array)
@@ -624,7 +623,7 @@ class Namespace(types.ModuleType):
                     ans = made(*args, **kwargs)
             else:
                 ans = made(*args, **kwargs) if device is None else made(*args, device=device, **kwargs)
-            return tracer.wrap(ans, tracer.mixing.ambient()) if self._stated else ans
+            return wrap(ans, tracer.mixing.ambient()) if self._stated else ans
 
         return create
 
@@ -658,3 +657,16 @@ def of(x: Any, api_version: Any = None) -> Namespace:
     if key not in _others:
         _others[key] = Namespace(sys.modules[key[0]], key[1])
     return _others[key]
+
+
+def _array_namespace(self, *, api_version=None):
+    return of(self, api_version)
+
+
+Array.__array_namespace__ = _array_namespace  # type: ignore[attr-defined]
+creators.update(
+    {
+        getattr(np, name): create
+        for name in "arange array asanyarray asarray empty eye full identity ones tri zeros".split()
+    }
+)

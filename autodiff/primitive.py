@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from spmd.autodiff.tape import Like
-from spmd.errors import DifferentiationError, describe, message
+from spmd.errors import DifferentiationError, message
 
 __all__ = [
     "Like",
@@ -36,14 +36,15 @@ __all__ = [
     "constants",
     "handlers",
     "in_place",
+    "lazy_rules",
+    "method_rules",
     "name_of",
     "passive",
     "passives",
-    "primitive",
     "primitives",
     "refusals",
     "refused",
-    "rule",
+    "twins",
     "valued",
 ]
 
@@ -73,6 +74,17 @@ in_place: set[Any] = set()
 
 passives: set[Any] = set()
 """Functions that take no entries of arrays: they make arrays of numbers, read files, tell about dtypes."""
+
+
+twins: dict[str, Any] = {}
+"""What takes the place of NumPy's functions and objects, by name."""
+
+lazy_rules: dict[str, str | None] = {}
+"""Modules with rules that most programs do not need, loaded when a function first meets an Array that has no rule so
+far; and the library of whose functions they are, which must be loaded already."""
+
+method_rules: list[Callable[[Any], None]] = []
+"""What declares the methods of a ufunc, as `np.add.outer`, when one of them first meets an Array."""
 
 
 class Method(tuple):
@@ -269,51 +281,6 @@ def _not_supported(prim: Primitive, argument: str, known: Iterable[str]) -> Exce
             mend="compose the function of simpler ones (for a mask: np.where(mask, x, other) first)",
         )
     )
-
-
-def rule(fun: Any, *rules: Rule | None, early: bool = False) -> Primitive:
-    """Declare the derivative of a NumPy function: one rule per array argument, in order."""
-    prim = primitives[fun] = Primitive(fun, name_of(fun), rules, early=early)
-    handlers[fun] = _entry(prim)
-    return prim
-
-
-def primitive(
-    name: str,
-    *rules: Rule | None,
-    variadic: Rule | None = None,
-    linear: bool = False,
-    into: Callable[..., None] | None = None,
-    over: Rule | None = None,
-    early: bool = False,
-) -> Decorator:
-    """Make a primitive of an own function: `@primitive("name", rule, ...)`; the result is called like the function."""
-    if not isinstance(name, str):
-        mend = '@primitive("f", rule)'
-        raise TypeError(message("primitive", argument="name", got=describe(name), need="a name", mend=mend))
-
-    def declare(fun):
-        prim = Primitive(fun, name, rules, variadic=variadic, linear=linear, into=into, over=over, early=early)
-        return _entry(prim)
-
-    return declare
-
-
-def _entry(prim: Any) -> Callable[..., Any]:
-    from spmd.autodiff.tracer import Array, apply, apply_unary
-
-    def call(*args, **kwargs):
-        if not kwargs:
-            if Array not in map(type, args):
-                return prim.fun(*args)
-            if len(args) == 1:
-                return apply_unary(prim, *args)
-        return apply(prim, args, kwargs)
-
-    call.__name__ = call.__qualname__ = prim.name
-    call.__doc__ = prim.fun.__doc__
-    call.primitive = prim  # type: ignore[attr-defined]
-    return call
 
 
 def name_of(fun) -> str:

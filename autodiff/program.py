@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from spmd.autodiff.allocation import writable
 from spmd.autodiff.lines import COMM, Built, Like, Line, Ref, done, mapped, refs, within
 from spmd.autodiff.primitive import constants, passives, primitives
-from spmd.autodiff.rooms import writable
 from spmd.errors import JitError, MissingMethodError, caller, describe, message
 
 __all__ = [

@@ -18,11 +18,13 @@ import numpy as np
 
 from spmd.autodiff import devices, tracer, tree
 from spmd.autodiff.admission import ADMITTED, admit
+from spmd.autodiff.apply import FLOAT, part, record, weak
+from spmd.autodiff.backward import alone, sweep
 from spmd.autodiff.dtypes import float0, kind_of_dtype
 from spmd.autodiff.primitive import Primitive
 from spmd.autodiff.program import Number, slot_of
-from spmd.autodiff.tape import Bundle, Node, Tape, alone, recording, sweep
-from spmd.autodiff.tracer import FLOAT, Array, find, part, record, value_of
+from spmd.autodiff.tape import Bundle, Node, Tape, recording
+from spmd.autodiff.tracer import Array, find, value_of
 from spmd.errors import DifferentiationError, describe, message
 from spmd.tracebacks import api_boundary, boundary_like
 
@@ -84,7 +86,7 @@ def refuse_handles(leaves: list, where: str, argument: str) -> None:
 def lift(tape: Tape, x: Any, where: str, path: Callable[[], str]) -> Any:
     """An argument as a leaf of the tape; `path` says how it is written."""
     if type(slot_of(x)) in (float, complex):
-        return Array(x, tracer.mixing.ambient(), tape, tape.leaf((), tracer.weak(x)))
+        return Array(x, tracer.mixing.ambient(), tape, tape.leaf((), weak(x)))
     if is_handle(x):
         return x.holding(lift(tape, x.block, where, path))
     x = _admitted(x, where, path)
@@ -730,7 +732,7 @@ def joint(name: str, tape: Tape, parents: Sequence[Any], outs: list, pull: Calla
         value = unstated(_admitted(out, name, f"result number {k}"))
         traced = part(node, k, value if hasattr(value, "dtype") else np.asarray(value), state, tape)
         if traced.value is not value:  # a Python number stays one, and weak
-            traced.value, traced.node.dtype = value, tracer.weak(value)  # type: ignore[arg-type]
+            traced.value, traced.node.dtype = value, weak(value)  # type: ignore[arg-type]
         results.append(traced)
     return results
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from spmd.autodiff.namespace import twins
-from spmd.autodiff.primitive import Method, constants, handlers, name_of, passives, refusals
+from spmd.autodiff.dispatch import load_families
+from spmd.autodiff.primitive import Method, constants, handlers, name_of, passives, refusals, twins
 from spmd.autodiff.rules.shape import told
-from spmd.autodiff.tracer import load_families, missing
+from spmd.autodiff.tracer import missing
 
 PAGE = Path(__file__).with_name("functions.md")
 COMMAND = "python docs/make_functions.py"

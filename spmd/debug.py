@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from spmd.autodiff import tracer
+from spmd.autodiff import apply
+from spmd.autodiff.sanitizers import FINITE, WATCHING, check_finite
 from spmd.autodiff.tracer import Array
-from spmd.autodiff.watch import FINITE, WATCHING, check_finite
 from spmd.device import contiguous, to_host
 from spmd.errors import MeshError, NonFiniteError, ReplicaError, caller, message, source_line
 from spmd.mesh import WORKER
@@ -89,7 +89,7 @@ def _look(count: int) -> None:
     with _lock:
         _lookers += count
         Array.__init__ = _made if _lookers else _make  # type: ignore[method-assign]
-        tracer.looked_at = bool(_lookers)
+        apply.looked_at = bool(_lookers)
 
 
 def _made(self: Array, value, state=None, tape=None, node=None) -> None:

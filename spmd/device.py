@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from spmd import kernels
-from spmd.autodiff import rooms
+from spmd.autodiff import allocation
 from spmd.autodiff.program import Slot, is_slot, one_line, slots
 from spmd.errors import MeshError, TransportError, describe, message
 from spmd.kernels import buffers, on_device, streams, team
@@ -44,7 +44,7 @@ __all__ = [
     "zeros",
 ]
 
-rooms.take_from(buffers.empty, buffers.least)
+allocation.take_from(buffers.empty, buffers.least)
 
 
 class _Recorded(ModuleType):

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 from spmd.array import PartitionedArray
-from spmd.autodiff import tracer, tree
+from spmd.autodiff import apply, tree
 from spmd.autodiff.dtypes import kind_of_dtype
 from spmd.autodiff.program import Built, Program, Ref, is_slot, slot_of
+from spmd.autodiff.sanitizers import FINITE, WATCHING
 from spmd.autodiff.tracer import Array, value_of
-from spmd.autodiff.watch import FINITE, WATCHING
 from spmd.errors import JitError, SpecError, caller, describe, message
 from spmd.map_arguments import MapArgument, cotangent_input, settled_cotangent
 from spmd.map_results import BodyResults, MapResult, joined_leaves
@@ -186,7 +186,7 @@ class Jitted(Mapped):
         """The mesh, if the body need not run: where nobody looks at what it does."""
         if WORKER.get() is not None or LEDGERS.get() or FINITE.get() or WATCHING.get() or REPLICAS.get():
             return None
-        if tracer.looked_at or Array in map(type, flat):
+        if apply.looked_at or Array in map(type, flat):
             return None
         mesh = mesh_for(self.mesh, self.where)
         return mesh if mesh.places is None else None

@@ -10,7 +10,7 @@ import numpy as np
 
 from spmd.array import PartitionedArray, relayout
 from spmd.autodiff.dtypes import dtype_name, kind_of_dtype
-from spmd.autodiff.primitive import primitive
+from spmd.autodiff.registry import primitive
 from spmd.autodiff.tracer import Array, value_of
 from spmd.device import on_device
 from spmd.layout import Layout, P, Spec

@@ -21,12 +21,12 @@ from spmd import device as devices
 from spmd.array import GIVEN_AWAY, PartitionedArray, closed_over, donated, owned, relayout
 from spmd.autodiff import tracer, transforms, tree
 from spmd.autodiff.admission import admit
+from spmd.autodiff.allocation import writable
 from spmd.autodiff.dtypes import kind_of_dtype
 from spmd.autodiff.program import is_slot, one_line
-from spmd.autodiff.rooms import writable
+from spmd.autodiff.sanitizers import FINITE
 from spmd.autodiff.tape import suspended
 from spmd.autodiff.tracer import Array, value_of
-from spmd.autodiff.watch import FINITE
 from spmd.device import on_device
 from spmd.errors import (
     MeshError,

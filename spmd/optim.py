@@ -18,7 +18,7 @@ from spmd import kernels
 from spmd.array import GIVEN_AWAY, PartitionedArray, beside, donated, reclaimed
 from spmd.autodiff import tree
 from spmd.autodiff.admission import admit
-from spmd.autodiff.primitive import primitive
+from spmd.autodiff.registry import primitive
 from spmd.autodiff.tape import ACTIVE
 from spmd.autodiff.tracer import Array, value_of
 from spmd.device import on_device, seen

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from spmd.autodiff.rooms import writable
+from spmd.autodiff.allocation import writable
 from spmd.device import on_device
 from spmd.errors import ReplicaError, StateError, caller, message, source_line
 

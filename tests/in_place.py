@@ -1,5 +1,5 @@
 """A plugin for pytest, `-p in_place`: what is done in place for large arrays only is done for arrays of every size."""
 
-from spmd.autodiff import tape
+from spmd.autodiff import backward
 
-tape.LARGE = -1
+backward.LARGE = -1

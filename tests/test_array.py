@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import spmd
 from spmd import P
 from spmd.array import owned, relayout
-from spmd.autodiff import syntax
+from spmd.autodiff import array_methods
 from spmd.device import to_host
 from spmd.errors import LayoutError, StateError
 from spmd.kernels import buffers
@@ -290,7 +290,7 @@ def test_who_looks_on_is_not_taken_for_a_name(looks_on):
 
     before = sys.gettrace(), sys.getprofile()
     looks_on(look)
-    found = spmd.array._references_alone(), syntax._count_temporary()
+    found = spmd.array._references_alone(), array_methods._count_temporary()
     sys.settrace(before[0])
     sys.setprofile(before[1])
     assert found == (-1, 0)

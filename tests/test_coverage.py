@@ -27,10 +27,10 @@ import spmd
 import spmd.numpy as snp
 from spmd import P
 from spmd.autodiff import check_grads, grad, vjp
-from spmd.autodiff.namespace import twins
-from spmd.autodiff.primitive import Method, constants, handlers, in_place, passives, refusals
+from spmd.autodiff.dispatch import load_families
+from spmd.autodiff.primitive import Method, constants, handlers, in_place, passives, refusals, twins
 from spmd.autodiff.rules.shape import told
-from spmd.autodiff.tracer import Array, find, load_families
+from spmd.autodiff.tracer import Array, find
 from spmd.errors import DifferentiationError, StateError, TracedConversionError
 
 TESTS = Path(__file__).resolve().parent

@@ -23,7 +23,7 @@ from spmd.autodiff import (
     value_and_grad,
     vjp,
 )
-from spmd.autodiff.primitive import primitive
+from spmd.autodiff.registry import primitive
 from spmd.errors import ClosureError, DifferentiationError, TracedConversionError
 
 X = np.array([0.5, -1.0, 2.0])

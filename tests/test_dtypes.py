@@ -13,9 +13,9 @@ import spmd
 import spmd.numpy as snp
 from spmd import P
 from spmd.autodiff import at, check_grads, float0, grad, hessian, jacfwd, jacrev, jvp, value_and_grad, vjp
+from spmd.autodiff.dispatch import load_families
 from spmd.autodiff.dtypes import kind_of_dtype
 from spmd.autodiff.primitive import primitives
-from spmd.autodiff.tracer import load_families
 from spmd.errors import DifferentiationError, DtypeError
 
 load_families()

@@ -14,7 +14,7 @@ import pytest
 import spmd
 from spmd import P, functions
 from spmd.autodiff import checkpoint, custom_vjp, grad, hvp, jacrev, jvp, linearize, value_and_grad, vjp
-from spmd.autodiff.primitive import primitive
+from spmd.autodiff.registry import primitive
 from spmd.kernels import buffers
 
 SIZE = 20_000

@@ -23,7 +23,7 @@ from rules import (
 
 from spmd.autodiff import at, grad, value_and_grad
 from spmd.autodiff.check import check_grads, check_vjp, tolerance
-from spmd.autodiff.primitive import primitive
+from spmd.autodiff.registry import primitive
 from spmd.autodiff.tracer import Array
 from spmd.errors import DifferentiationError
 
@@ -475,7 +475,7 @@ def test_kept_memory(f, names):
 
 
 def test_a_wrong_rule_is_found():
-    from spmd.autodiff.primitive import primitive
+    from spmd.autodiff.registry import primitive
 
     @primitive("wrong", lambda g, _ans, x, _y: g * np.cos(x) * 1.001, lambda g, _ans, _x, _y: g)
     def wrong(x, y):
@@ -489,7 +489,7 @@ def test_a_wrong_rule_is_found():
 
 def test_a_wrong_second_derivative_is_found():
     from spmd.autodiff import stop_gradient
-    from spmd.autodiff.primitive import primitive
+    from spmd.autodiff.registry import primitive
 
     @primitive("half", lambda g, _ans, x: g * stop_gradient(np.cos(x)))
     def half(x):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from spmd.autodiff import grad, rooms, vjp
+from spmd.autodiff import allocation, grad, vjp
 from spmd.autodiff.check import check_grads
 from spmd.errors import DifferentiationError
 
@@ -171,12 +171,12 @@ def test_gradients_of_inner_products_are_what_is_their_own(f):
     constant = y.copy()
     view = constant[:]
     view.flags.writeable = False
-    assert rooms.scaled(np.float64(1), view) is not view  # constant can be written to
+    assert allocation.scaled(np.float64(1), view) is not view  # constant can be written to
     constant.flags.writeable = False
-    assert rooms.scaled(np.float64(1), view) is view
-    np.testing.assert_array_equal(rooms.scaled(np.float64(2), view), 2 * view)
-    assert rooms.scaled(np.float32(1), view.astype("f4")[:0]).dtype == "f4"
-    assert rooms.scaled(np.float64(1), view.astype("f4")).dtype == "f8"
+    assert allocation.scaled(np.float64(1), view) is view
+    np.testing.assert_array_equal(allocation.scaled(np.float64(2), view), 2 * view)
+    assert allocation.scaled(np.float32(1), view.astype("f4")[:0]).dtype == "f4"
+    assert allocation.scaled(np.float64(1), view.astype("f4")).dtype == "f8"
 
 
 @pytest.mark.parametrize("f", [np.vdot, np.dot], ids=lambda f: f.__name__)

@@ -10,8 +10,9 @@ import pytest
 from rules import Table, complex_, distinct, full, of, one, positive, signed
 
 from spmd.autodiff import grad, jacrev, tree, value_and_grad, vjp
+from spmd.autodiff.dispatch import load_families
 from spmd.autodiff.primitive import constants, handlers, in_place, refusals
-from spmd.autodiff.tracer import Array, load_families, value_of
+from spmd.autodiff.tracer import Array, value_of
 from spmd.errors import DifferentiationError
 
 # Where nothing is left NumPy warns; what we do then is tested here.

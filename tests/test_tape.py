@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from launch import ROOT, run_python
 
 import spmd
-from spmd.autodiff import indexing, syntax, tape
+from spmd.autodiff import array_methods, backward, indexing
 from spmd.errors import StateError
 
 UNARY = {
@@ -72,16 +72,16 @@ def test_sums_in_place_are_sums(steps, seed):
     x, *gs = rng.normal(size=(3, 3, 3))
     before = [x.copy(), *(g.copy() for g in gs)]
     found = []
-    large = tape.LARGE
+    large = backward.LARGE
     try:
-        for tape.LARGE in (1 << 60, -1, -1):
+        for backward.LARGE in (1 << 60, -1, -1):
             out, pull = spmd.vjp(lambda x: run(steps, x), x)
             kept = [o.copy() for o in out]
             found += [pull(tuple(gs))[0], pull(tuple(gs))[0], spmd.grad(lambda x: np.sum(run(steps, x)[1] * gs[1]))(x)]
             for have, want in zip([x, *gs, *out], [*before, *kept], strict=True):
                 np.testing.assert_array_equal(have, want)
     finally:
-        tape.LARGE = large
+        backward.LARGE = large
     for k in range(3):
         np.testing.assert_allclose(found[3 + k], found[k], rtol=1e-13, atol=1e-13)
         np.testing.assert_array_equal(found[6 + k], found[3 + k])
@@ -163,7 +163,7 @@ def test_operators_on_temporaries(name, monkeypatch):
     f, x = EXPRESSIONS[name], np.array([0.3, -0.7, 1.1])
     plain = f(x)
     want, before = spmd.jacrev(lambda x: np.real(f(x)))(x), x.copy()
-    monkeypatch.setattr(tape, "LARGE", -1)
+    monkeypatch.setattr(backward, "LARGE", -1)
     y, _ = spmd.vjp(f, x)
     np.testing.assert_array_equal(y, plain)
     np.testing.assert_array_equal(spmd.jacrev(lambda x: np.real(f(x)))(x), want)
@@ -176,15 +176,15 @@ def test_operators_on_temporaries(name, monkeypatch):
 
 def hvp_of(f, x, v):
     """By the gradient, where no operator writes into anything."""
-    large, tape.LARGE = tape.LARGE, 1 << 60
+    large, backward.LARGE = backward.LARGE, 1 << 60
     try:
         return spmd.grad(lambda x: np.sum(spmd.grad(lambda x: np.sum(np.real(f(x))))(x) * v))(x)
     finally:
-        tape.LARGE = large
+        backward.LARGE = large
 
 
 def test_a_temporary_is_written_into():
-    if not syntax._TEMPORARY:
+    if not array_methods._TEMPORARY:
         pytest.skip("this Python does not tell temporaries from variables")
     x, sizes = np.ones(20_000), []
 
@@ -203,7 +203,7 @@ def test_a_temporary_is_written_into():
 
 def test_a_temporary_that_is_used_again_says_so():
     """Only code in C can hold one without Python knowing: an array of objects."""
-    if not syntax._TEMPORARY:
+    if not array_methods._TEMPORARY:
         pytest.skip("this Python does not tell temporaries from variables")
 
     def f(x):

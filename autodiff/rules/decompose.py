@@ -21,11 +21,13 @@ from typing import Any
 import numpy as np
 
 from spmd.autodiff import devices
-from spmd.autodiff.primitive import composite, constant, primitive, rule
+from spmd.autodiff.apply import compute
+from spmd.autodiff.primitive import composite, constant
 from spmd.autodiff.program import checked
+from spmd.autodiff.registry import primitive, rule
 from spmd.autodiff.rules.elementwise import nonzero
 from spmd.autodiff.rules.reduce import array, conj, largest, square
-from spmd.autodiff.tracer import bare, compute
+from spmd.autodiff.tracer import bare
 from spmd.errors import DifferentiationError, message
 
 

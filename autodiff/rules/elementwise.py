@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from spmd.autodiff.primitive import composite, constant, primitive, rule
-from spmd.autodiff.tracer import Array, compute, value_of
+from spmd.autodiff.apply import compute
+from spmd.autodiff.primitive import composite, constant
+from spmd.autodiff.registry import primitive, rule
+from spmd.autodiff.tracer import Array, value_of
 
 
 def nonzero(x):

@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from spmd.autodiff.primitive import passive, primitive, rule
+from spmd.autodiff.primitive import passive
+from spmd.autodiff.registry import primitive, rule
 from spmd.autodiff.rules.shape import along
 from spmd.errors import DifferentiationError, message
 

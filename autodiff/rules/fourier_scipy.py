@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 from scipy import fft
 
-from spmd.autodiff.primitive import composite, composites, passive, primitive
+from spmd.autodiff.primitive import composite, composites, passive
+from spmd.autodiff.registry import primitive
 from spmd.autodiff.rules.fourier import fitted, of_complex, of_hermitian, of_real, over, scaled
 from spmd.autodiff.rules.shape import along
 from spmd.autodiff.tracer import Array

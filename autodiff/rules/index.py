@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 
 from spmd.autodiff import devices, tracer
+from spmd.autodiff.apply import joined
 from spmd.autodiff.indexing import at
-from spmd.autodiff.primitive import composite, handlers, primitive, rule
+from spmd.autodiff.primitive import composite, handlers
+from spmd.autodiff.registry import primitive, rule
 from spmd.autodiff.rules.shape import along, entries
-from spmd.autodiff.tracer import Array, joined, value_of
+from spmd.autodiff.tracer import Array, value_of
 from spmd.errors import DtypeError, describe, message
 
 

@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from spmd.autodiff.allocation import product, scaled
+from spmd.autodiff.dispatch import by_numpy
 from spmd.autodiff.dtypes import is_foreign
-from spmd.autodiff.primitive import composite, primitive, rule
-from spmd.autodiff.rooms import product, scaled
+from spmd.autodiff.primitive import composite
+from spmd.autodiff.registry import primitive, rule
 from spmd.autodiff.rules.elementwise import nonzero
 from spmd.autodiff.rules.reduce import array, conj, expand, largest
 from spmd.autodiff.rules.shape import cast
-from spmd.autodiff.tracer import by_numpy
 from spmd.errors import DifferentiationError, message
 
 # np.matmul: a vector on the left is a row, one on the right a column, and the dimensions before the last two are

@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 from numpy.lib.array_utils import normalize_axis_tuple
 
-from spmd.autodiff.primitive import composite, constant, primitive, rule
+from spmd.autodiff.dispatch import by_numpy
+from spmd.autodiff.primitive import composite, constant
 from spmd.autodiff.program import checked
+from spmd.autodiff.registry import primitive, rule
 from spmd.autodiff.rules.elementwise import nonzero
 from spmd.autodiff.rules.shape import along
-from spmd.autodiff.tracer import by_numpy, value_of
+from spmd.autodiff.tracer import value_of
 
 absent: Any = np._NoValue
 """The default of options that NumPy tells apart from every value."""

@@ -8,9 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from spmd.autodiff.apply import joined
 from spmd.autodiff.devices import is_array
-from spmd.autodiff.primitive import composite, handlers, primitive, rule
-from spmd.autodiff.tracer import Array, bare, by_numpy, find, joined, value_of
+from spmd.autodiff.dispatch import by_numpy
+from spmd.autodiff.primitive import composite, handlers
+from spmd.autodiff.registry import primitive, rule
+from spmd.autodiff.tracer import Array, bare, find, value_of
 from spmd.errors import DifferentiationError, message
 
 

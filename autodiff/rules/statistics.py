@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.lib.array_utils import normalize_axis_tuple
 
-from spmd.autodiff import devices
+from spmd.autodiff import cupy_fallback, devices
+from spmd.autodiff.apply import compute
 from spmd.autodiff.dtypes import is_foreign
 from spmd.autodiff.indexing import scatter_add
 from spmd.autodiff.primitive import (
@@ -19,17 +20,17 @@ from spmd.autodiff.primitive import (
     constant,
     constants,
     handlers,
+    method_rules,
     name_of,
     passives,
-    primitive,
     refusals,
     refused,
-    rule,
 )
 from spmd.autodiff.program import checked
+from spmd.autodiff.registry import primitive, rule
 from spmd.autodiff.rules.reduce import absent, array, front, given, kept, root, share, square, weights_for
 from spmd.autodiff.rules.shape import along
-from spmd.autodiff.tracer import compute, find, value_of
+from spmd.autodiff.tracer import find, value_of
 
 
 def settled(fun, *args):
@@ -105,7 +106,7 @@ def _jump(q, n, method):
     place = np.zeros_like(q, shape=np.broadcast_shapes(q.shape, n.shape), dtype=float)
     for m in np.unique(n).tolist():
         if m:
-            found = devices.run(np.quantile, np.arange(float(m), like=q), np.ravel(q), method=method)
+            found = cupy_fallback.run(np.quantile, np.arange(float(m), like=q), np.ravel(q), method=method)
             place = np.where(np.equal(n, m), np.reshape(found, q.shape), place)
     between = method in ("averaged_inverted_cdf", "midpoint")
     return place.astype(np.result_type(q.dtype, np.float16) if between else np.intp)
@@ -115,7 +116,7 @@ def _weighted(q, weights, method):
     """The place of a quantile among weighted entries in order."""
     numbers = np.arange(float(len(weights)), like=weights)
     numbers = np.broadcast_to(np.reshape(numbers, (-1,) + (1,) * (weights.ndim - 1)), weights.shape)
-    return devices.run(np.quantile, numbers, np.ravel(q), axis=0, method=method, weights=weights).astype(np.intp)
+    return cupy_fallback.run(np.quantile, numbers, np.ravel(q), axis=0, method=method, weights=weights).astype(np.intp)
 
 
 def _check_q(q) -> None:
@@ -677,6 +678,7 @@ def declare(ufunc) -> None:
             composite(Method((ufunc, method)), by_numpy=ufunc in _in_other_order and method != "outer")(fun)
 
 
+method_rules.append(declare)
 for _ufunc in tuple(vars(np).values()):  # other threads may import more of NumPy meanwhile
     if isinstance(_ufunc, np.ufunc):
         declare(_ufunc)

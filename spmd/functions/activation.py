@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from spmd import kernels
-from spmd.autodiff.primitive import primitive
+from spmd.autodiff.registry import primitive
 from spmd.autodiff.tracer import Array
 from spmd.errors import SpecError, describe, message
 from spmd.functions.arguments import array, axis_of, cast, floating, number

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from spmd import kernels
-from spmd.autodiff.primitive import primitive
+from spmd.autodiff.registry import primitive
 from spmd.errors import SpecError, describe, message
 from spmd.functions.arguments import array
 from spmd.kernels import taps

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from spmd import kernels
-from spmd.autodiff.primitive import primitive
+from spmd.autodiff.registry import primitive
 from spmd.autodiff.tracer import value_of
 from spmd.autodiff.transforms import stop_gradient
 from spmd.errors import SpecError, describe, message

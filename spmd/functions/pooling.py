@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from spmd import kernels
-from spmd.autodiff.primitive import primitive
+from spmd.autodiff.registry import primitive
 from spmd.errors import SpecError, describe, message
 from spmd.functions.arguments import array, floating
 from spmd.functions.window_arguments import each, paddings

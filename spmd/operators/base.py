@@ -25,11 +25,12 @@ import numpy as np
 
 from spmd.autodiff import tracer, tree
 from spmd.autodiff.admission import admit, admit_dtype
+from spmd.autodiff.allocation import writable
+from spmd.autodiff.apply import NO_OPTIONS, weak
 from spmd.autodiff.primitive import Primitive
 from spmd.autodiff.program import COMM, is_slot, slot_of
-from spmd.autodiff.rooms import writable
 from spmd.autodiff.tape import Future, Node
-from spmd.autodiff.tracer import NO_OPTIONS, Array, Mixing, value_of, weak
+from spmd.autodiff.tracer import Array, Mixing, value_of
 from spmd.device import COPIED, contiguous, copied, home, joined, on_device, owned, stacked, zeros
 from spmd.errors import (
     ClosureError,

@@ -14,10 +14,11 @@ import numpy as np
 
 from spmd import kernels
 from spmd.autodiff import tree
+from spmd.autodiff.backward import alone
 from spmd.autodiff.devices import beside
 from spmd.autodiff.dtypes import kind_of_dtype, least, mean_dtype, most
 from spmd.autodiff.program import COMM, is_slot
-from spmd.autodiff.tape import Place, alone
+from spmd.autodiff.tape import Place
 from spmd.autodiff.tracer import Array, value_of
 from spmd.device import COPIED, contiguous, on_device
 from spmd.errors import LayoutError, MeshError, StateError, caller, describe, message

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from spmd.autodiff.primitive import primitive
+from spmd.autodiff.registry import primitive
 from spmd.autodiff.rules.elementwise import nonzero, power_slope
 from spmd.autodiff.rules.special.frame import special, ufunc
 

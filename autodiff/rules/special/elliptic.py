@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd.autodiff.primitive import primitive
+from spmd.autodiff.registry import primitive
 from spmd.autodiff.rules.elementwise import nonzero
 from spmd.autodiff.rules.special.frame import special, ufunc
 

@@ -11,13 +11,10 @@ from typing import Any
 import numpy as np
 from scipy import special as _public
 
-from spmd.autodiff.primitive import (
-    composite,
-    handlers,
-    primitive,
-    rule,
-)
-from spmd.autodiff.tracer import Array, dispatch, find, value_of
+from spmd.autodiff.dispatch import dispatch
+from spmd.autodiff.primitive import composite, handlers
+from spmd.autodiff.registry import primitive, rule
+from spmd.autodiff.tracer import Array, find, value_of
 from spmd.errors import DifferentiationError, message
 
 __all__ = [

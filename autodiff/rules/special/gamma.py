@@ -7,7 +7,7 @@ import math
 import numpy as np
 from scipy.special import _ufuncs
 
-from spmd.autodiff.primitive import primitive, rule
+from spmd.autodiff.registry import primitive, rule
 from spmd.autodiff.rules.special.frame import (
     arrays,
     composed,

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import numpy as np
 from scipy.special import _ufuncs
 
-from spmd.autodiff import otherwise
-from spmd.autodiff.primitive import rule
+from spmd.autodiff import cupy_fallback
+from spmd.autodiff.registry import rule
 from spmd.autodiff.rules.special.elementary import exprel, log1p_quotient
 from spmd.autodiff.rules.special.frame import composed, is_complex, runner, special, ufunc, where_finite
 
@@ -131,7 +131,7 @@ ufunc("sici", lambda g, ans, x: g[0] * _sinc(x) + g[1] * where_finite(ans[1], la
 ufunc("spence", lambda g, _ans, z: -g * log1p_quotient(z - 1, 0))
 ufunc("wrightomega", lambda g, ans, _z: g * ans / (1 + ans))
 if hasattr(_ufuncs, "_lambertw"):
-    otherwise.ways[_ufuncs._lambertw] = runner("lambertw")
+    cupy_fallback.ways[_ufuncs._lambertw] = runner("lambertw")
     rule(_ufuncs._lambertw, lambda g, ans, _z, _k, _tol: g * np.exp(-ans) / (1 + ans))
 
 

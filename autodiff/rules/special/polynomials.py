@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from spmd.autodiff.primitive import primitive
+from spmd.autodiff.registry import primitive
 from spmd.autodiff.rules.special.frame import composed, refusal, runner, special, ufunc
 
 

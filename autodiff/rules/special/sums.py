@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from spmd.autodiff.primitive import primitive
+from spmd.autodiff.dispatch import by_numpy
+from spmd.autodiff.registry import primitive
 from spmd.autodiff.rules.reduce import expand
 from spmd.autodiff.rules.special.frame import composed, function, is_complex, runner, special
-from spmd.autodiff.tracer import by_numpy, value_of
+from spmd.autodiff.tracer import value_of
 from spmd.autodiff.transforms import stop_gradient
 
 

@@ -8,16 +8,20 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from spmd.autodiff import devices
-from spmd.autodiff.primitive import Method
+from spmd.autodiff import devices, tracer
+from spmd.autodiff.devices import arrays, device_modules, is_array, moved_to
+from spmd.autodiff.primitive import Method, composites, handlers
+from spmd.autodiff.program import whole_line
+from spmd.errors import JitError, StateError, describe, message
 
-__all__ = ["otherwise", "ways"]
+__all__ = ["ALONE", "again", "otherwise", "pulled_again", "run", "stepwise", "ways"]
 
 _absent: Any = np._NoValue  # type: ignore[attr-defined]
 
@@ -228,3 +232,112 @@ ways: dict[Any, Callable[..., Any]] = {
     **{fun: partial(_reduced, fun) for fun in _NEUTRAL},
 }
 """Functions with options that CuPy's have by another name, or not at all."""
+
+
+def run(fun: Callable, *args: Any, **kwargs: Any) -> Any:
+    """A function of NumPy on bare data, which may be of a device."""
+    try:
+        return fun(*args, **kwargs)
+    except Exception as error:
+        return again(fun, list(args), kwargs, error, getattr(fun, "__name__", "a function"))
+
+
+_REFUSALS = (TypeError, ValueError, AttributeError, IndexError, NotImplementedError)
+"""What CuPy raises where it does not take an argument; anything else has another reason."""
+
+
+def again(fun: Callable, args: list[Any], kwargs: dict[str, Any], error: Exception, name: str) -> Any:
+    """What has failed with an error, computed with constants of the host on the device of the arrays beside them.
+
+    args becomes what it was computed from. Without arrays of a device the error is raised as it is.
+    """
+    if type(error) is JitError and error.looked:
+        return whole_line(fun, args, kwargs, error)
+    if not isinstance(error, _REFUSALS) or type(error).__module__.startswith("spmd"):
+        raise error
+    there = next(arrays([args, kwargs]), None)
+    if there is None:
+        raise error
+    with there.device:
+        args[:] = [moved_to(a, device_modules[-1]) for a in args]
+        kwargs = {k: moved_to(v, device_modules[-1]) for k, v in kwargs.items()}
+        second: Exception = error
+        for way in _ways(fun):
+            try:
+                return way(*args, **kwargs)
+            except (TypeError, AttributeError, NotImplementedError) as failed:
+                if type(failed).__module__.startswith("spmd"):
+                    raise
+                second = failed
+        raise StateError(
+            message(
+                name,
+                got=f"{describe(there)} on a GPU, which CuPy's function does not take: {second}",
+                need="a function, and options, that CuPy has too",
+                mend="compose it of others; or a host function on spmd.block(x).get(), which waits for the GPU",
+            )
+        ) from error
+
+
+def _ways(fun: Any) -> Iterator[Callable[..., Any]]:
+    """How a function may be computed on a device: as it is, and composed of others."""
+    yield otherwise(fun)
+    composed = handlers.get(fun) if fun in composites else fun
+    if getattr(composed, "__module__", "").startswith("spmd.") and composed not in _composing.get():
+        yield partial(stepwise, composed)
+
+
+_composing: ContextVar[tuple[Any, ...]] = ContextVar("composing", default=())
+"""The functions that are being done step by step: a composition that needs itself has an end."""
+
+
+class _Alone:
+    """The state of arrays outside of any body while a function is done step by step: they are tracked, that is all."""
+
+    varying = frozenset[str]()
+
+    def __repr__(self) -> str:
+        return "device"
+
+
+ALONE = _Alone()
+
+
+def stepwise(fun: Any, *args: Any, **kwargs: Any) -> Any:
+    """A function of NumPy's functions on bare data of a device, each of which is done again where CuPy refuses it.
+
+    Arrays take part in NumPy's functions by way of the tracer; so they are traced, on no tape.
+    """
+    state = tracer.mixing.ambient() or ALONE
+
+    def tracked(tree: Any) -> Any:
+        if is_array(tree):
+            return tracer.Array(tree, state)
+        if isinstance(tree, tuple | list):
+            parts = [tracked(x) for x in tree]
+            return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+        return tree
+
+    token = _composing.set((*_composing.get(), fun))
+    try:
+        return tracer.bare(fun(*map(tracked, args), **{k: tracked(v) for k, v in kwargs.items()}))
+    finally:
+        _composing.reset(token)
+
+
+def pulled_again(pull: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
+    """What a derivative rule that has failed gives when it is done step by step; the error where it fails again."""
+    if type(error) is JitError and error.looked:
+        return whole_line(pull, args, kwargs, error)
+    if not isinstance(error, _REFUSALS) or type(error).__module__.startswith("spmd"):
+        raise error
+    there = next(arrays([args, kwargs]), None)
+    if there is None or pull in _composing.get():
+        raise error
+    with there.device:
+        try:
+            return stepwise(pull, *args, **kwargs)
+        except StateError:
+            raise
+        except Exception:
+            raise error from None

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd.autodiff.primitive import refusals
+from spmd.autodiff.primitive import refusals, twins
 
 __all__ = ["asked"]
 
@@ -169,8 +169,6 @@ def _mend(module: str, name: str) -> str:
     """What to write in place of a public function; nothing where that is not known."""
     f = getattr(sys.modules[module], name, None)
     if module == "numpy":
-        from spmd.autodiff.namespace import twins
-
         if name in twins:
             return f"spmd.numpy.{name}(...)" + ", or np.stack([a, b])" * (name in ("array", "asarray", "asanyarray"))
         importlib.import_module("spmd.autodiff.rules.refused")

@@ -12,10 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from spmd.autodiff import devices, tracer, tree
+from spmd.autodiff import devices, tree
+from spmd.autodiff.apply import weak
+from spmd.autodiff.backward import sweep
 from spmd.autodiff.program import slot_of
 from spmd.autodiff.sketch import Sketch, differ, rounding, sketch, slack
-from spmd.autodiff.tape import ACTIVE, Node, Place, Tape, recording, sweep
+from spmd.autodiff.tape import ACTIVE, Node, Place, Tape, recording
 from spmd.autodiff.tracer import Array, value_of
 from spmd.autodiff.transforms import innermost, joint, lower, name_of, on, places, refuse_handles, stated, unstated
 from spmd.errors import DifferentiationError, describe, message
@@ -208,7 +210,7 @@ class _Again:
             full, starts, states = list(values), [], []
             for k, place in self.moved.items():
                 x = values[k]
-                starts.append(aside.leaf(np.shape(value_of(x)), getattr(x, "dtype", None) or tracer.weak(x), place))
+                starts.append(aside.leaf(np.shape(value_of(x)), getattr(x, "dtype", None) or weak(x), place))
                 states.append(getattr(x, "state", None))
                 full[k] = Array(unstated(x), states[-1], tape, starts[-1])
             outs, structure = tree.flatten(self.call(full))

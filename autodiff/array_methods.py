@@ -12,25 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from spmd.autodiff import devices, tape, tracer
+from spmd.autodiff import backward, cupy_fallback, tracer
+from spmd.autodiff.apply import apply_binary, apply_unary, compute, is_elsewhere, is_ours, operand, takes_over, wrap
+from spmd.autodiff.backward import alone
 from spmd.autodiff.dtypes import kind_of_dtype
 from spmd.autodiff.indexing import astype
 from spmd.autodiff.primitive import Primitive, handlers
-from spmd.autodiff.tape import alone
-from spmd.autodiff.tracer import (
-    OPERANDS,
-    SEQUENCES,
-    Array,
-    apply_binary,
-    apply_unary,
-    compute,
-    is_elsewhere,
-    is_ours,
-    operand,
-    takes_over,
-    value_of,
-    wrap,
-)
+from spmd.autodiff.tracer import OPERANDS, SEQUENCES, Array, value_of
 from spmd.errors import DtypeError, StateError, TracedConversionError, describe, message
 
 __all__ = ["define_operators"]
@@ -49,7 +37,7 @@ def _define(symbol: str, run: Callable, whole: Callable, reflect: bool) -> None:
                 return NotImplemented if type(other).__array_ufunc__ is None else whole(self, other)
             if _comes_first(other) or (other := _operand(other)) is NotImplemented:
                 return NotImplemented
-        if ufunc is not None and getattr(self.value, "nbytes", 0) > tape.LARGE:
+        if ufunc is not None and getattr(self.value, "nbytes", 0) > backward.LARGE:
             # As NumPy does with its own temporaries: a large array that nobody can ask for again takes the result.
             if getrefcount(self) == _TEMPORARY and taken(self, other):
                 return run(self, other, self, ufunc)
@@ -148,7 +136,7 @@ def _constant(symbol: str) -> Callable:
         try:
             ans = fun(*pair)
         except Exception as error:
-            ans = devices.again(fun, pair, {}, error, f"np.{symbol.strip('_')}")
+            ans = cupy_fallback.again(fun, pair, {}, error, f"np.{symbol.strip('_')}")
         return wrap(ans, state)
 
     return run
