@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from spmd.autodiff import tree
-from spmd.autodiff.dtypes import spacing
+from spmd.autodiff.dtypes import float0, spacing
 from spmd.autodiff.tracer import value_of
-from spmd.autodiff.transforms import float0, jvp, kind_of, name_of, vjp, zeros_like
+from spmd.autodiff.transforms import jvp, kind_of, name_of, vjp, zeros_like
 from spmd.errors import DifferentiationError, describe, message
 from spmd.tracebacks import api_boundary
 

@@ -1,6 +1,9 @@
-"""Functions of NumPy that CuPy has not, or not with all options, computed another way.
+"""What CuPy refuses, computed another way.
 
-`devices` asks for them when CuPy has refused: what is here runs on bare arrays of a device.
+CuPy takes no arrays of NumPy as operands. A body that writes `x + np.zeros(3)` means an array on x's device, so a
+function that fails for that reason runs again with the constants on the device (`again`). A function that CuPy lacks,
+or lacks an option of, is replaced (`otherwise`), or composed of functions that CuPy has (`stepwise`). Only a call that
+has failed comes here, so arrays of NumPy pay nothing for it.
 """
 
 from __future__ import annotations

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from spmd.autodiff import tracer, tree
+from spmd.autodiff.dtypes import float0
 from spmd.autodiff.tape import Tape, refusing
 from spmd.autodiff.tracer import Array, value_of
 from spmd.autodiff.transforms import (
-    float0,
     innermost,
     joint,
     kind_of,

@@ -1,9 +1,4 @@
-"""Arrays of a device beside constants of the host, and beside what CuPy does not take.
-
-CuPy takes no arrays of NumPy as operands. A body that writes `x + np.zeros(3)` means an array where x is: so what fails
-for that reason is done again with the constants on x's device. What CuPy has not, or not with these options, is done
-otherwise, or composed of functions that it has. Only what has failed comes here, so arrays of NumPy pay nothing for it.
-"""
+"""Arrays of a GPU: which arrays are on one, and how data moves to it and to the host."""
 
 from __future__ import annotations
 

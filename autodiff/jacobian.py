@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from spmd.autodiff import tree
+from spmd.autodiff.dtypes import float0
 from spmd.autodiff.tape import Tape
 from spmd.autodiff.tracer import value_of
 from spmd.autodiff.transforms import (
     check_result,
     check_sequences,
-    float0,
     grad,
     is_one,
     kind_of,

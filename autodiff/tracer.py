@@ -3,8 +3,8 @@
 An `Array` holds a value, the state of that value (opaque here), and, where it is differentiated, a tape and its node
 there. The value is bare data, or an `Array` of an outer differentiation: transformations nest by nesting arrays.
 
-NumPy reaches an Array by its protocols (`np.tanh(x)`, `bare @ x`, `np.concatenate([x, y])`); operators reach it
-directly. What a function does here stands in `autodiff/rules/`.
+`dispatch` gives an Array NumPy's protocols (`np.tanh(x)`, `bare @ x`, `np.concatenate([x, y])`), `array_methods` its
+operators and methods, `namespace` its namespace. The rules of functions are in `autodiff/rules/`.
 """
 
 from __future__ import annotations

@@ -14,8 +14,9 @@ import numpy as np
 
 from spmd.autodiff import tree
 from spmd.autodiff.admission import ADMITTED, BARE, admit
-from spmd.autodiff.tracer import Array, name_of
-from spmd.device import contiguous, copied, on_device, to_host
+from spmd.autodiff.primitive import name_of
+from spmd.autodiff.tracer import Array
+from spmd.device import contiguous, copied, to_host
 from spmd.errors import (
     ClosureError,
     DonatedError,
@@ -26,6 +27,7 @@ from spmd.errors import (
     describe,
     message,
 )
+from spmd.kernels import on_device
 from spmd.kernels.buffers import Lease
 from spmd.layout import Layout, P
 from spmd.mesh import WORKER, Mesh, Worker

@@ -11,12 +11,13 @@ from spmd.autodiff import tree
 from spmd.autodiff.admission import admit
 from spmd.autodiff.dtypes import kind_of_dtype, mean_dtype, product_dtype
 from spmd.autodiff.tracer import Array
-from spmd.device import on_device, to_host
+from spmd.device import to_host
 from spmd.errors import (
     StateError,
     message,
 )
 from spmd.frontends import Frontend, frontend
+from spmd.kernels import on_device
 from spmd.mesh import WORKER, Worker
 from spmd.operators.base import named, operate
 from spmd.operators.reduce import Sum, dtype_of, in_dtype

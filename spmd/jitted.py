@@ -19,7 +19,8 @@ import numpy as np
 from spmd.array import PartitionedArray
 from spmd.autodiff import apply, tree
 from spmd.autodiff.dtypes import kind_of_dtype
-from spmd.autodiff.program import Built, Program, Ref, is_slot, slot_of
+from spmd.autodiff.lines import Built, Ref
+from spmd.autodiff.program import Program, is_slot, slot_of
 from spmd.autodiff.sanitizers import FINITE, WATCHING
 from spmd.autodiff.tracer import Array, value_of
 from spmd.errors import JitError, SpecError, caller, describe, message

@@ -23,8 +23,8 @@ from spmd.autodiff.admission import admit
 from spmd.autodiff.custom import custom_vjp
 from spmd.autodiff.tracer import value_of
 from spmd.autodiff.transforms import vjp
-from spmd.device import on_device
 from spmd.errors import LayoutError, MeshError, SpecError, describe, message
+from spmd.kernels import on_device
 from spmd.layout import Layout, P, Spec
 from spmd.map_arguments import brought
 from spmd.mapping import Mapped

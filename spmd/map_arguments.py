@@ -12,7 +12,7 @@ from spmd.array import PartitionedArray, relayout
 from spmd.autodiff.dtypes import dtype_name, kind_of_dtype
 from spmd.autodiff.registry import primitive
 from spmd.autodiff.tracer import Array, value_of
-from spmd.device import on_device
+from spmd.kernels import on_device
 from spmd.layout import Layout, P, Spec
 from spmd.mesh import Mesh, Worker
 from spmd.operators.base import Join

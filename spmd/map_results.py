@@ -17,7 +17,6 @@ from spmd.errors import (
 from spmd.frontends import frontend
 from spmd.layout import Layout, P, Spec
 from spmd.mesh import Mesh
-from spmd.operators.base import sealed
 from spmd.replicas import (
     OTHER,
     ROUNDING,
@@ -35,7 +34,7 @@ from spmd.replicas import (
     taken,
 )
 from spmd.spec_trees import shown
-from spmd.transport.base import Outcome
+from spmd.transport.base import Outcome, sealed
 
 
 def as_block(x: Any) -> Any:

@@ -27,7 +27,6 @@ from spmd.autodiff.program import is_slot, one_line
 from spmd.autodiff.sanitizers import FINITE
 from spmd.autodiff.tape import suspended
 from spmd.autodiff.tracer import Array, value_of
-from spmd.device import on_device
 from spmd.errors import (
     MeshError,
     SpecError,
@@ -40,6 +39,7 @@ from spmd.errors import (
     one_or_all,
 )
 from spmd.frontends import frontend
+from spmd.kernels import on_device
 from spmd.layout import Layout, P, Spec
 from spmd.map_arguments import (
     MapArgument,
@@ -54,7 +54,7 @@ from spmd.map_arguments import (
 )
 from spmd.map_results import BodyResults, MapResult, as_block, device_of, joined_leaves, one_structure
 from spmd.mesh import WORKER, Mesh, Worker
-from spmd.operators.base import bounded, outside, sealed, vary
+from spmd.operators.base import bounded, outside, vary
 from spmd.operators.root import Rooted, laid_out
 from spmd.placement import cut, mesh_for
 from spmd.replicas import (
@@ -65,7 +65,7 @@ from spmd.scheduler_choice import Trial
 from spmd.spec_trees import Leaf, spec_leaves, spread
 from spmd.state import State, state_of
 from spmd.tracebacks import api_boundary
-from spmd.transport.base import ONE_BY_ONE, Call, Outcome
+from spmd.transport.base import ONE_BY_ONE, Call, Outcome, sealed
 
 __all__ = ["Mapped", "map"]
 

@@ -21,9 +21,10 @@ from spmd.autodiff.admission import admit
 from spmd.autodiff.registry import primitive
 from spmd.autodiff.tape import ACTIVE
 from spmd.autodiff.tracer import Array, value_of
-from spmd.device import on_device, seen
+from spmd.device import seen
 from spmd.errors import describe, message
 from spmd.inner_product import inner
+from spmd.kernels import on_device
 from spmd.lazy_imports import absent
 from spmd.tracebacks import api_boundary
 from spmd.transport.base import sealed

@@ -12,7 +12,6 @@ from spmd.array import PartitionedArray, one_copy, owned_on, relayout, usable
 from spmd.autodiff import tree
 from spmd.autodiff.admission import admit
 from spmd.autodiff.dtypes import dtype_name
-from spmd.device import on_device
 from spmd.errors import (
     LayoutError,
     MeshError,
@@ -20,6 +19,7 @@ from spmd.errors import (
     describe,
     message,
 )
+from spmd.kernels import on_device
 from spmd.layout import Layout, Spec
 from spmd.mesh import WORKER, Mesh, current_mesh
 from spmd.replicas import digest

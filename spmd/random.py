@@ -30,9 +30,9 @@ from spmd import kernels
 from spmd.array import PartitionedArray
 from spmd.autodiff.admission import admit
 from spmd.autodiff.tracer import Array, value_of
-from spmd.device import on_device
 from spmd.errors import LayoutError, SpecError, StateError, describe, message
 from spmd.frontends import frontend
+from spmd.kernels import on_device
 from spmd.kernels.cpu.chunks import accurate
 from spmd.layout import Layout, P, Spec
 from spmd.lazy_imports import absent

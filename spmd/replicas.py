@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from spmd.autodiff.allocation import writable
-from spmd.device import on_device
 from spmd.errors import ReplicaError, StateError, caller, message, source_line
+from spmd.kernels import on_device
 
 if TYPE_CHECKING:
     from spmd.array import PartitionedArray

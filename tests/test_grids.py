@@ -13,8 +13,8 @@ from mpi_programs import grids as grids_program
 
 import spmd
 from spmd import Layout, P
-from spmd.device import on_device
 from spmd.errors import LayoutError, MismatchError, SpecError, StateError
+from spmd.kernels import on_device
 from spmd.operators.permute import Permute
 from spmd.operators.repartition import Repartition
 from spmd.operators.root import Replicate, SumReduce

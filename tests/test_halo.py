@@ -20,9 +20,9 @@ from mpi_programs import halo as halo_program
 
 import spmd
 from spmd import P
-from spmd.device import on_device, to_host
+from spmd.device import to_host
 from spmd.errors import LayoutError, SpecError, StateError
-from spmd.kernels import buffers
+from spmd.kernels import buffers, on_device
 from spmd.layout import Layout, block_sizes, offsets
 from spmd.mesh import here
 from spmd.operators import halo

@@ -16,8 +16,8 @@ from test_root import near, on_workers
 
 import spmd
 from spmd import P
-from spmd.device import on_device
 from spmd.errors import LayoutError, StateError
+from spmd.kernels import on_device
 from spmd.operators.exchange import Piece, RaggedAllToAll
 from spmd.testing import check_adjoint
 

@@ -18,8 +18,8 @@ from oracle import Oracle
 
 import spmd
 from spmd import P
-from spmd.device import on_device
 from spmd.errors import ClosureError, DifferentiationError, LayoutError, StateError
+from spmd.kernels import on_device
 from spmd.operators.root import Gather, Rooted, Scatter
 from spmd.testing import check_adjoint
 

@@ -9,9 +9,9 @@ import numpy as np
 
 from spmd.autodiff.admission import admit
 from spmd.autodiff.tracer import Array
-from spmd.device import on_device
 from spmd.errors import SpecError, StateError, describe, message
 from spmd.frontends import frontend
+from spmd.kernels import on_device
 from spmd.mesh import here
 from spmd.operators.reduce import AxisName, varying_of
 

@@ -14,10 +14,10 @@ from spmd.autodiff.program import checked, one_line, slot_of
 from spmd.autodiff.registry import primitive
 from spmd.autodiff.tracer import Array, value_of
 from spmd.autodiff.transforms import stop_gradient
-from spmd.device import on_device
 from spmd.errors import SpecError, describe, message
 from spmd.functions.arguments import alike, along, axes_of, cast, floating, number, split_over, traced
 from spmd.functions.embeddings import rows_at
+from spmd.kernels import on_device
 from spmd.kernels.cpu.chunks import accurate
 from spmd.mesh import here
 from spmd.operators.reduce import AxisName, pmax, psum

@@ -21,9 +21,9 @@ from spmd.autodiff.admission import admit, admit_dtype
 from spmd.autodiff.tape import refusing
 from spmd.autodiff.tracer import Array
 from spmd.autodiff.transforms import innermost, joint, lower, on, pullback_of, unstated
-from spmd.device import on_device
 from spmd.errors import ClosureError, JitError, StateError, again, class_name, describe, message
 from spmd.frontends import frontend
+from spmd.kernels import on_device
 from spmd.mesh import WORKER, Worker, here
 from spmd.operators.base import Vary, owned_block
 from spmd.operators.reduce import AxisName, _names

@@ -27,11 +27,12 @@ from spmd.autodiff import tracer, tree
 from spmd.autodiff.admission import admit, admit_dtype
 from spmd.autodiff.allocation import writable
 from spmd.autodiff.apply import NO_OPTIONS, weak
+from spmd.autodiff.lines import COMM
 from spmd.autodiff.primitive import Primitive
-from spmd.autodiff.program import COMM, is_slot, slot_of
+from spmd.autodiff.program import is_slot, slot_of
 from spmd.autodiff.tape import Future, Node
 from spmd.autodiff.tracer import Array, Mixing, value_of
-from spmd.device import COPIED, contiguous, copied, home, joined, on_device, owned, stacked, zeros
+from spmd.device import COPIED, contiguous, copied, home, joined, owned, stacked, zeros
 from spmd.errors import (
     ClosureError,
     DifferentiationError,
@@ -45,7 +46,7 @@ from spmd.errors import (
     one_or_all,
 )
 from spmd.frontends import frontend
-from spmd.kernels import buffers, team
+from spmd.kernels import buffers, on_device, team
 from spmd.kernels.cpu.moves import joiner
 from spmd.layout import block_sizes, offsets
 from spmd.mesh import WORKER, Worker, here

@@ -21,7 +21,6 @@ from spmd.operators.base import (
     Called,
     Launched,
     Operator,
-    Shape,
     agree,
     given_sizes,
     interned,
@@ -31,12 +30,11 @@ from spmd.operators.base import (
     normal_axis,
     operate,
     rebound,
-    sealed,
     split_ways,
     varying,
 )
 from spmd.operators.reduce import AxisName, _names
-from spmd.transport.base import Call, Comm, Eager, Group, Make, scatter_cost
+from spmd.transport.base import Call, Comm, Eager, Group, Make, Shape, scatter_cost, sealed
 
 __all__ = ["AllToAll", "Piece", "RaggedAllToAll", "all_to_all", "pswapaxes", "ragged_all_to_all"]
 

@@ -15,7 +15,6 @@ from spmd.errors import StateError, message
 from spmd.operators.base import (
     Launched,
     Operator,
-    Shape,
     agree,
     check_length,
     everywhere,
@@ -26,13 +25,12 @@ from spmd.operators.base import (
     normal_axis,
     operate,
     rebound,
-    sealed,
     split_ways,
 )
 from spmd.operators.reduce import AxisName, _names, folding
 from spmd.spellings import closest
 from spmd.state import INVARIANT
-from spmd.transport.base import Call, Comm, Eager, Group, Make, Ready, gather_cost, scatter_cost
+from spmd.transport.base import Call, Comm, Eager, Group, Make, Ready, Shape, gather_cost, scatter_cost, sealed
 
 __all__ = ["AllGather", "Collect", "ReduceScatter", "Slice", "all_gather", "pslice", "psum_scatter"]
 

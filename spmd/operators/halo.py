@@ -23,7 +23,7 @@ from spmd.kernels import buffers
 from spmd.kernels.cpu.moves import joiner
 from spmd.layout import P, block_sizes
 from spmd.mesh import WORKER, Worker, here
-from spmd.operators.base import Launched, Operator, Shape, bounded, operate, sealed
+from spmd.operators.base import Launched, Operator, bounded, operate
 from spmd.operators.halo_plan import (
     BOUNDARIES,
     HaloPlan,
@@ -37,7 +37,7 @@ from spmd.operators.halo_plan import (
 )
 from spmd.spellings import closest
 from spmd.tracebacks import shorten
-from spmd.transport.base import Call, Comm, Eager, Group, Make, Steps
+from spmd.transport.base import Call, Comm, Eager, Group, Make, Shape, Steps, sealed
 
 Kind = TypeVar("Kind", bound="_Halo")
 

@@ -15,9 +15,9 @@ from spmd.autodiff.tracer import value_of
 from spmd.device import to_host, zeros
 from spmd.errors import LayoutError, describe, message
 from spmd.mesh import Worker, here
-from spmd.operators.base import Launched, Operator, Shape, interned, kept, named, operate, passing, rebound, sealed
+from spmd.operators.base import Launched, Operator, interned, kept, named, operate, passing, rebound
 from spmd.operators.reduce import AxisName, _names
-from spmd.transport.base import Call, Comm, Eager, Group
+from spmd.transport.base import Call, Comm, Eager, Group, Shape, sealed
 
 __all__ = ["Permute", "ppermute", "pshuffle", "sendrecv", "shift"]
 

@@ -17,12 +17,14 @@ from spmd.autodiff import tree
 from spmd.autodiff.backward import alone
 from spmd.autodiff.devices import beside
 from spmd.autodiff.dtypes import kind_of_dtype, least, mean_dtype, most
-from spmd.autodiff.program import COMM, is_slot
+from spmd.autodiff.lines import COMM
+from spmd.autodiff.program import is_slot
 from spmd.autodiff.tape import Place
 from spmd.autodiff.tracer import Array, value_of
-from spmd.device import COPIED, contiguous, on_device
+from spmd.device import COPIED, contiguous
 from spmd.errors import LayoutError, MeshError, StateError, caller, describe, message
 from spmd.frontends import frontend
+from spmd.kernels import on_device
 from spmd.kernels.cpu.moves import small_fold
 from spmd.mesh import WORKER, Worker, here
 from spmd.operators.base import (

@@ -16,11 +16,11 @@ from spmd.errors import LayoutError, MeshError, describe, message
 from spmd.kernels.cpu.moves import joiner, places
 from spmd.layout import Box, Layout
 from spmd.mesh import WORKER, here
-from spmd.operators.base import Launched, Operator, Shape, interned, kept, operate, sealed
+from spmd.operators.base import Launched, Operator, interned, kept, operate
 from spmd.plan import Move, plan
 from spmd.state import INVARIANT, VARYING, State, state_of
 from spmd.tracebacks import shorten
-from spmd.transport.base import Boxes, Call, Comm, Eager, Group, Ready
+from spmd.transport.base import Boxes, Call, Comm, Eager, Group, Ready, Shape, sealed
 
 __all__ = ["Accumulate", "Repartition", "accumulate", "repartition"]
 

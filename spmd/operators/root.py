@@ -12,9 +12,10 @@ import numpy as np
 
 from spmd.autodiff import tree
 from spmd.autodiff.tracer import Array
-from spmd.device import contiguous, joined, on_device, zeros
+from spmd.device import contiguous, joined, zeros
 from spmd.errors import LayoutError, MissingMethodError, StateError, describe, message
 from spmd.frontends import frontend
+from spmd.kernels import on_device
 from spmd.layout import Layout
 from spmd.mesh import here
 from spmd.operators.base import (
@@ -30,12 +31,11 @@ from spmd.operators.base import (
     owned_block,
     passing,
     pieces,
-    sealed,
     split_at,
 )
 from spmd.operators.reduce import AxisName, _names, folded
 from spmd.state import INVARIANT, ROOTED, State, state_of
-from spmd.transport.base import Call, Comm, Eager, Group, Ready, root_cost, scatter_cost
+from spmd.transport.base import Call, Comm, Eager, Group, Ready, root_cost, scatter_cost, sealed
 
 __all__ = [
     "Broadcast",

@@ -22,11 +22,11 @@ from spmd.errors import LayoutError, SpecError, describe, message
 from spmd.kernels.windows import reach
 from spmd.layout import P
 from spmd.mesh import here
-from spmd.operators.base import Launched, Operator, bounded, interned, operate, rebound, sealed
-from spmd.operators.halo import HaloExchange, Steps, along, checked_spec
+from spmd.operators.base import Launched, Operator, bounded, interned, operate, rebound
+from spmd.operators.halo import HaloExchange, along, checked_spec
 from spmd.operators.halo_plan import BOUNDARIES as EVERY
 from spmd.spellings import closest
-from spmd.transport.base import Call, Comm, Group
+from spmd.transport.base import Call, Comm, Group, Steps, sealed
 
 __all__ = ["Stencil", "checked_offsets", "stencil"]
 

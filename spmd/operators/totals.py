@@ -12,9 +12,9 @@ import numpy as np
 from spmd.autodiff.admission import admit, admit_dtype
 from spmd.autodiff.dtypes import mean_dtype
 from spmd.autodiff.tracer import Array
-from spmd.device import on_device
 from spmd.errors import describe
 from spmd.frontends import frontend
+from spmd.kernels import on_device
 from spmd.operators.base import named, normal_axis, operate
 from spmd.operators.reduce import (
     AxisName,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from spmd import kernels
 from spmd.cuda import Place
-from spmd.device import on_device
+from spmd.kernels import on_device
 from spmd.transport.base import Call, Comm, Group, Handle, Join, Sends, Then, sealed
 from spmd.transport.local import LocalComm, Make, Meeting, Run, Waiting, handed
 

@@ -22,8 +22,8 @@ from cupy.cuda import nccl as _nccl
 
 from spmd import kernels
 from spmd.cuda import Places, current
-from spmd.device import on_device
 from spmd.errors import TransportError, message
+from spmd.kernels import on_device
 from spmd.layout import offsets
 from spmd.settings import setting
 from spmd.transport.base import Call, Comm, Group, Handle, Outcome, Ready, Shape, Transport, checks_are_on

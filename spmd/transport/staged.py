@@ -17,7 +17,8 @@ import cupy as cp
 import numpy as np
 
 from spmd.cuda import current
-from spmd.device import contiguous, on_device
+from spmd.device import contiguous
+from spmd.kernels import on_device
 from spmd.transport.base import Call, Comm, Group, Handle, Outcome
 from spmd.transport.processes import ProcessTransport
 from spmd.transport.verbs import ProcessComm

@@ -16,9 +16,9 @@ import numpy as np
 import spmd
 from spmd import P
 from spmd.autodiff import tree
-from spmd.device import copied, joined, on_device, to_host
-from spmd.kernels import buffers
-from spmd.operators.base import writable
+from spmd.autodiff.allocation import writable
+from spmd.device import copied, joined, to_host
+from spmd.kernels import buffers, on_device
 from spmd.transport.base import Boxes, Call, sealed
 from spmd.transport.headers import RIDES, ROOM
 

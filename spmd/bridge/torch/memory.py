@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from spmd.bridge.torch.tensor import no_overrides
-from spmd.device import contiguous, imported, on_device
+from spmd.device import contiguous, imported
 from spmd.errors import LayoutError, MeshError, message
-from spmd.kernels import buffers
+from spmd.kernels import buffers, on_device
 from spmd.kernels.buffers import Lease, Margin
 from spmd.mesh import Mesh, Worker
 from spmd.transport.base import sealed
