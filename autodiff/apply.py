@@ -12,7 +12,7 @@ from spmd.autodiff import cupy_fallback, tracer
 from spmd.autodiff.admission import admit
 from spmd.autodiff.allocation import owns_memory, writable
 from spmd.autodiff.primitive import NOTHING, VALUE, Plan, Primitive, constants, handlers, name_of
-from spmd.autodiff.program import Number, slot_of
+from spmd.autodiff.staging.recorder import Number, slot_of
 from spmd.autodiff.tape import Bundle, Like, Node, Tape
 from spmd.autodiff.tracer import BARE_OPERANDS, OPERANDS, PLAIN_TYPES, USUAL, Array, bare, find, value_of
 from spmd.errors import (

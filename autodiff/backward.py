@@ -15,8 +15,8 @@ from spmd.autodiff import cupy_fallback
 from spmd.autodiff.admission import admit
 from spmd.autodiff.allocation import owns_memory
 from spmd.autodiff.dtypes import cotangent_dtype
-from spmd.autodiff.program import one_line
 from spmd.autodiff.sanitizers import FINITE, Watched, check_finite
+from spmd.autodiff.staging.recorder import one_line
 from spmd.autodiff.tape import Bundle, Future, Like, Node, Tape, underscored
 from spmd.errors import DifferentiationError, message
 

@@ -15,8 +15,8 @@ import numpy as np
 from spmd.autodiff import devices, tree
 from spmd.autodiff.apply import weak
 from spmd.autodiff.backward import sweep
-from spmd.autodiff.program import slot_of
 from spmd.autodiff.sketch import Sketch, differ, rounding, sketch, slack
+from spmd.autodiff.staging.recorder import slot_of
 from spmd.autodiff.tape import ACTIVE, Node, Place, Tape, recording
 from spmd.autodiff.tracer import Array, value_of
 from spmd.autodiff.transforms import innermost, joint, lower, name_of, on, places, refuse_handles, stated, unstated

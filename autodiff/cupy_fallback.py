@@ -21,7 +21,7 @@ import numpy as np
 from spmd.autodiff import devices, tracer
 from spmd.autodiff.devices import arrays, device_modules, is_array, moved_to
 from spmd.autodiff.primitive import Method, composites, handlers
-from spmd.autodiff.program import whole_line
+from spmd.autodiff.staging.recorder import whole_line
 from spmd.errors import JitError, StateError, describe, message
 
 __all__ = ["ALONE", "again", "otherwise", "pulled_again", "run", "stepwise", "ways"]

@@ -22,7 +22,7 @@ from spmd.autodiff import devices, tracer
 from spmd.autodiff.apply import wrap
 from spmd.autodiff.dispatch import creators, dispatch
 from spmd.autodiff.primitive import handlers, twins
-from spmd.autodiff.program import bared
+from spmd.autodiff.staging.recorder import bared
 from spmd.autodiff.tracer import Array, bare, find, value_of
 from spmd.errors import DtypeError, StateError, TracedConversionError, describe, message
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from spmd.autodiff import devices, tree
 from spmd.autodiff.admission import ADMITTED
-from spmd.autodiff.program import Number, Slot, slot_of
+from spmd.autodiff.staging.recorder import Number, Slot, slot_of
 from spmd.errors import (
     MissingMethodError,
     StateError,

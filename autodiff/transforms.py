@@ -22,7 +22,7 @@ from spmd.autodiff.apply import FLOAT, part, record, weak
 from spmd.autodiff.backward import alone, sweep
 from spmd.autodiff.dtypes import float0, kind_of_dtype
 from spmd.autodiff.primitive import Primitive
-from spmd.autodiff.program import Number, slot_of
+from spmd.autodiff.staging.recorder import Number, slot_of
 from spmd.autodiff.tape import Bundle, Node, Tape, recording
 from spmd.autodiff.tracer import Array, find, value_of
 from spmd.errors import DifferentiationError, describe, message

@@ -17,7 +17,7 @@ import numpy as np
 
 from spmd import kernels
 from spmd.autodiff import allocation
-from spmd.autodiff.program import Slot, is_slot, one_line, slots
+from spmd.autodiff.staging.recorder import Slot, is_slot, one_line, slots
 from spmd.errors import MeshError, TransportError, describe, message
 from spmd.kernels import buffers, on_device, streams, team
 

@@ -1,7 +1,7 @@
 """spmd.jit: maps whose bodies run once, and whose programs are done again.
 
 The first call with arguments of some layouts runs the body on arrays that write down what is done with them
-(`spmd.autodiff.program`), forward and back, collectives included; that gives each worker a program of its own. Calls
+(`spmd.autodiff.staging`), forward and back, collectives included; that gives each worker a program of its own. Calls
 after it, with arguments that lie alike, run the programs: no tape, no states, no checks of what has been checked.
 """
 
@@ -19,9 +19,9 @@ import numpy as np
 from spmd.array import PartitionedArray
 from spmd.autodiff import apply, tree
 from spmd.autodiff.dtypes import kind_of_dtype
-from spmd.autodiff.lines import Built, Ref
-from spmd.autodiff.program import Program, is_slot, slot_of
 from spmd.autodiff.sanitizers import FINITE, WATCHING
+from spmd.autodiff.staging.program import Built, Ref
+from spmd.autodiff.staging.recorder import Program, is_slot, slot_of
 from spmd.autodiff.tracer import Array, value_of
 from spmd.errors import JitError, SpecError, caller, describe, message
 from spmd.map_arguments import MapArgument, cotangent_input, settled_cotangent

@@ -23,8 +23,8 @@ from spmd.autodiff import tracer, transforms, tree
 from spmd.autodiff.admission import admit
 from spmd.autodiff.allocation import writable
 from spmd.autodiff.dtypes import kind_of_dtype
-from spmd.autodiff.program import is_slot, one_line
 from spmd.autodiff.sanitizers import FINITE
+from spmd.autodiff.staging.recorder import is_slot, one_line
 from spmd.autodiff.tape import suspended
 from spmd.autodiff.tracer import Array, value_of
 from spmd.errors import (

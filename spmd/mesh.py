@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from spmd import device as devices
-from spmd.autodiff.program import Program
+from spmd.autodiff.staging.recorder import Program
 from spmd.autodiff.tracer import Array
 from spmd.errors import LayoutError, MeshError, TransportError, describe, message, nearest
 from spmd.layout import Layout, P, Spec

@@ -11,7 +11,7 @@ from launch import run_python
 
 import spmd
 from spmd import P
-from spmd.autodiff.lines import _TAKEN, COMM, Built, Like, Line, Ref
+from spmd.autodiff.staging.program import _TAKEN, COMM, Built, Like, Line, Ref
 
 ODD = [
     "it's",

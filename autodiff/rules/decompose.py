@@ -23,10 +23,10 @@ import numpy as np
 from spmd.autodiff import devices
 from spmd.autodiff.apply import compute
 from spmd.autodiff.primitive import composite, constant
-from spmd.autodiff.program import checked
 from spmd.autodiff.registry import primitive, rule
 from spmd.autodiff.rules.elementwise import nonzero
 from spmd.autodiff.rules.reduce import array, conj, largest, square
+from spmd.autodiff.staging.recorder import checked
 from spmd.autodiff.tracer import bare
 from spmd.errors import DifferentiationError, message
 

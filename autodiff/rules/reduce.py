@@ -10,10 +10,10 @@ from numpy.lib.array_utils import normalize_axis_tuple
 
 from spmd.autodiff.dispatch import by_numpy
 from spmd.autodiff.primitive import composite, constant
-from spmd.autodiff.program import checked
 from spmd.autodiff.registry import primitive, rule
 from spmd.autodiff.rules.elementwise import nonzero
 from spmd.autodiff.rules.shape import along
+from spmd.autodiff.staging.recorder import checked
 from spmd.autodiff.tracer import value_of
 
 absent: Any = np._NoValue

@@ -12,12 +12,12 @@ from spmd.autodiff import devices
 from spmd.autodiff.apply import compute
 from spmd.autodiff.dispatch import by_numpy
 from spmd.autodiff.primitive import composite
-from spmd.autodiff.program import checked
 from spmd.autodiff.registry import primitive
 from spmd.autodiff.rules.elementwise import nonzero
 from spmd.autodiff.rules.index import pick
 from spmd.autodiff.rules.reduce import conj
 from spmd.autodiff.rules.shape import entries
+from spmd.autodiff.staging.recorder import checked
 from spmd.autodiff.tracer import bare, value_of
 
 # Convolution: sum_k a_k v_{n-k}, so that the cotangent of a is sum_n g_n v_{n-k}.

@@ -26,10 +26,10 @@ from spmd.autodiff.primitive import (
     refusals,
     refused,
 )
-from spmd.autodiff.program import checked
 from spmd.autodiff.registry import primitive, rule
 from spmd.autodiff.rules.reduce import absent, array, front, given, kept, root, share, square, weights_for
 from spmd.autodiff.rules.shape import along
+from spmd.autodiff.staging.recorder import checked
 from spmd.autodiff.tracer import find, value_of
 
 

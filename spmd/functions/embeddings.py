@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from spmd import kernels
-from spmd.autodiff.program import checked
 from spmd.autodiff.registry import primitive
+from spmd.autodiff.staging.recorder import checked
 from spmd.autodiff.tracer import Array, value_of
 from spmd.errors import LayoutError, SpecError, StateError, describe, message
 from spmd.functions.arguments import alike, array

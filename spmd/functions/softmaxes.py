@@ -10,8 +10,8 @@ import numpy as np
 
 from spmd import kernels
 from spmd.autodiff.admission import admit
-from spmd.autodiff.program import checked, one_line, slot_of
 from spmd.autodiff.registry import primitive
+from spmd.autodiff.staging.recorder import checked, one_line, slot_of
 from spmd.autodiff.tracer import Array, value_of
 from spmd.autodiff.transforms import stop_gradient
 from spmd.errors import SpecError, describe, message

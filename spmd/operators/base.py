@@ -27,9 +27,9 @@ from spmd.autodiff import tracer, tree
 from spmd.autodiff.admission import admit, admit_dtype
 from spmd.autodiff.allocation import writable
 from spmd.autodiff.apply import NO_OPTIONS, weak
-from spmd.autodiff.lines import COMM
 from spmd.autodiff.primitive import Primitive
-from spmd.autodiff.program import is_slot, slot_of
+from spmd.autodiff.staging.program import COMM
+from spmd.autodiff.staging.recorder import is_slot, slot_of
 from spmd.autodiff.tape import Future, Node
 from spmd.autodiff.tracer import Array, Mixing, value_of
 from spmd.device import COPIED, contiguous, copied, home, joined, owned, stacked, zeros

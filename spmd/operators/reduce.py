@@ -17,8 +17,8 @@ from spmd.autodiff import tree
 from spmd.autodiff.backward import alone
 from spmd.autodiff.devices import beside
 from spmd.autodiff.dtypes import kind_of_dtype, least, mean_dtype, most
-from spmd.autodiff.lines import COMM
-from spmd.autodiff.program import is_slot
+from spmd.autodiff.staging.program import COMM
+from spmd.autodiff.staging.recorder import is_slot
 from spmd.autodiff.tape import Place
 from spmd.autodiff.tracer import Array, value_of
 from spmd.device import COPIED, contiguous

@@ -1,4 +1,4 @@
-"""Programs: what a function did with its arrays, call by call, to be done again with other arrays.
+"""Record a program: what a function did with its arrays, call by call, to be done again with other arrays.
 
 A `Slot` stands for an array. It has the value that the array has while the program is written down, and takes part in
 NumPy's functions, operators and methods as the array would; each of these calls becomes a line of the `Program`. What
@@ -18,25 +18,12 @@ from typing import Any
 import numpy as np
 
 from spmd.autodiff.allocation import writable
-from spmd.autodiff.lines import COMM, Built, Like, Line, Ref, done, mapped, refs, within
 from spmd.autodiff.primitive import constants, passives, primitives
+from spmd.autodiff.staging.program import COMM, Built, Like, Line, Ref, done, mapped, refs, within
 from spmd.errors import JitError, MissingMethodError, caller, describe, message
 
-__all__ = [
-    "COMM",
-    "Built",
-    "Number",
-    "Program",
-    "Ref",
-    "Slot",
-    "bared",
-    "checked",
-    "is_slot",
-    "one_line",
-    "slot_of",
-    "slots",
-    "whole_line",
-]
+__all__ = ["Number", "Program", "Slot", "bared", "checked", "is_slot", "one_line", "slot_of", "slots", "whole_line"]
+
 
 NOTHING: dict[str, Any] = {}
 
@@ -54,18 +41,30 @@ def _refuse(where: str, x: Any, mend: str) -> JitError:
 
 
 _NO_NUMBER = "np.where in place of `if`; an argument with the spec None is part of the program; or leave spmd.jit out"
+
+
 _STATIC = {np.shape, np.ndim, np.size, np.result_type, np.iscomplexobj, np.isrealobj, np.can_cast, np.common_type}
 """Functions that tell about arrays what is alike each time."""
+
+
 _BY_VALUE = {
     *(np.nonzero, np.flatnonzero, np.argwhere, np.extract, np.compress, np.unique, np.union1d, np.intersect1d),
     *(np.setdiff1d, np.setxor1d, np.trim_zeros, np.bincount, np.unique_all, np.unique_counts, np.unique_inverse),
     *(np.unique_values, np.array_split, np.split, np.delete, np.insert, np.repeat, np.roots),
 }
 """Functions whose results may have shapes that depend on values."""
+
+
 _IN_PLACE = {"fill", "sort", "partition", "put", "itemset", "resize"}
+
+
 _BARE = {"tobytes", "tofile", "dump", "dumps", "data", "ctypes", "__array_interface__"}
+
+
 _PLAIN = {np.concatenate, np.max, np.mean, np.min, np.ones_like, np.prod, np.stack, np.sum, np.where, np.zeros_like}
 """Functions whose results are never views of their arguments; so are those of ufuncs and kernels."""
+
+
 _TOLD = {"base", "device", "dtype", "flags", "itemsize", "nbytes", "ndim", "shape", "size", "strides"}
 """What an array tells about itself that is no array."""
 

@@ -1,0 +1,1 @@
+"""What `spmd.jit` records of a function, and what it runs in its place."""
