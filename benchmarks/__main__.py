@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks import contest, report
 
+OUTPUT = Path(__file__).parent / "output"
+"""Where results are written by default; git ignores it."""
 SECTIONS = {
     "local": ("benchmarks.collectives", "LOCAL"),
     "mpi": ("benchmarks.collectives", "MPI"),
@@ -30,27 +31,14 @@ SECTIONS = {
 }
 
 
-def file(path: str) -> Path:
-    """A file that can be written, which is to be known before an hour is measured."""
-    with _can("be written there"):
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).open("a").close()
-    return Path(path)
-
-
 def folder(path: str) -> Path:
-    with _can("be made there"):
+    """A folder that files can be written to; checked first, because a run may take an hour."""
+    try:
         Path(path).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()
-    return Path(path)
-
-
-@contextmanager
-def _can(what: str) -> Iterator[None]:
-    try:
-        yield
     except OSError as error:
-        raise argparse.ArgumentTypeError(f"nothing can {what} ({error})") from error
+        raise argparse.ArgumentTypeError(f"nothing can be written there ({error})") from error
+    return Path(path)
 
 
 def main() -> int:
@@ -61,9 +49,14 @@ def main() -> int:
     parser.add_argument("sections", nargs="*", metavar="section", help=f"of {', '.join(SECTIONS)}; all without any")
     parser.add_argument("--quick", action="store_true", help="few rounds and small sizes")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose names hold this")
-    parser.add_argument("--markdown", type=file, metavar="FILE", help="write the tables there as Markdown")
-    parser.add_argument("--json", type=file, metavar="FILE", help="write all that was measured there")
-    parser.add_argument("--plot", type=folder, metavar="FOLDER", help="draw the ratios of each section there, as PNG")
+    parser.add_argument(
+        "--output",
+        type=folder,
+        default=str(OUTPUT),
+        metavar="FOLDER",
+        help="write results.md, results.json and, with matplotlib, a picture of each section there, in place of those "
+        "of the run before (default: benchmarks/output)",
+    )
     args = parser.parse_args()
     unknown = [s for s in args.sections if s not in SECTIONS]
     if unknown:
@@ -75,12 +68,10 @@ def main() -> int:
         )
         print(report.text(tables[-1], tables), end="\n\n", flush=True)
         # After each section: who interrupts a long run keeps what there is.
-        if args.markdown:
-            args.markdown.write_text(report.markdown(tables))
-        if args.json:
-            args.json.write_text(report.as_json(tables))
-        if args.plot:
-            report.picture(tables[-1], args.plot / f"{name}.png")
+        (args.output / "results.md").write_text(report.markdown(tables))
+        (args.output / "results.json").write_text(report.as_json(tables))
+        if find_spec("matplotlib"):
+            report.picture(tables[-1], args.output / f"{name}.png")
     if any(table.offered for table in tables) and not any(table.rows for table in tables):
         there = "\n".join(f"  {t.section.name}: {', '.join(t.offered) or 'none'}" for t in tables)
         parser.error(f"--only {args.only!r} is in the name of no case; there are\n{there}")

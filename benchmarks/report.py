@@ -1,4 +1,4 @@
-"""What a run of the benchmarks found, as text, Markdown, JSON and a picture."""
+"""The results of a run of the benchmarks as text, Markdown, JSON and pictures."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import platform
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from pathlib import Path
@@ -15,7 +16,7 @@ from subprocess import run
 from typing import Any
 
 from benchmarks.contest import Table
-from benchmarks.targets import found
+from benchmarks.targets import TARGETS, found
 
 __all__ = ["aims", "as_json", "markdown", "picture", "text"]
 
@@ -23,6 +24,8 @@ BUSY = 0.1
 """The share of two cores that other work may take before a table says so."""
 SLOW = 1.25
 """How often a piece of Python may take its shortest time before a table says so: see `contest.pace`."""
+MOST = 24
+"""The cases that a section may have to be published as a whole: see `_published`."""
 
 
 def seconds(s: float) -> str:
@@ -54,16 +57,26 @@ def _cells(table: Table) -> list[list[str]]:
     return rows
 
 
-def _remarks(table: Table, among: Sequence[Table]) -> list[str]:
+def _remarks(table: Table, among: Sequence[Table], brief: bool = False) -> list[str]:
+    """Who is absent or computed other numbers, and the cases in which the machine was busy or slow; brief: how many."""
     said = [f"{name} is absent: {why}" for name, why in table.absent.items()]
     said += [f"NOT THE SAME NUMBERS: {who}" for who in table.parted]
-    for case, shares in table.stolen.items():
-        if shares and median(shares) > BUSY:
-            said.append(f"the machine was busy: other work took {median(shares):.0%} of two cores in {case}")
+    busy = {case: median(shares) for case, shares in table.stolen.items() if shares and median(shares) > BUSY}
     fastest = min((p for t in (table, *among) for p in chain.from_iterable(t.paces.values())), default=0.0)
-    slow = [f"{median(p) / fastest:.2f} in {case}" for case, p in table.paces.items() if median(p) > SLOW * fastest]
-    if slow:
-        said.append(f"the cores were slow; how often Python took its shortest time: {', '.join(slow)}")
+    slow = {case: median(p) / fastest for case, p in table.paces.items() if median(p) > SLOW * fastest}
+    count = f"of {len(table.rows)} cases"
+    if busy and brief:
+        most = f"{max(busy.values()):.0%} of two cores"
+        said.append(f"the machine was busy in {len(busy)} {count}: other work took up to {most}")
+    elif busy:
+        each = "the machine was busy: other work took {:.0%} of two cores in {}"
+        said += [each.format(share, case) for case, share in busy.items()]
+    if slow and brief:
+        most = f"{max(slow.values()):.2f} times its shortest time"
+        said.append(f"the cores were slow in {len(slow)} {count}: Python took up to {most}")
+    elif slow:
+        cases = ", ".join(f"{pace:.2f} in {case}" for case, pace in slow.items())
+        said.append(f"the cores were slow; how often Python took its shortest time: {cases}")
     return said
 
 
@@ -79,8 +92,7 @@ def text(table: Table, among: Sequence[Table] = ()) -> str:
 
 
 def _aims(tables: Sequence[Table]) -> list[list[str]]:
-    """A row for each thing that we mean to hold: what it is, against whom, what was found, what is wanted, what the
-    limit would have, what was found against a peer with large pages, and the verdict."""
+    """A row for each target of the cases that were measured, with the columns of `_AIMS`."""
     rows = []
     for f in found(tables):
         t = f.target
@@ -103,38 +115,57 @@ def _aims(tables: Sequence[Table]) -> list[list[str]]:
     return rows
 
 
-_AIMS = "what is to hold", "against", "found", "wanted", "the limit", "with large pages"
+_AIMS = "target", "against", "measured", "required", "limit", "with large pages", "verdict"
 
 
 def aims(tables: Sequence[Table]) -> str:
-    """What holds of `benchmarks.targets`, as text; nothing where nothing of that was measured."""
+    """The targets of the cases that were measured, as text; empty where these have no target."""
     rows = _aims(tables)
     if not rows:
         return ""
-    rows = [[*_AIMS, ""], *rows]
+    rows = [[*_AIMS], *rows]
     widths = [max(len(r[k]) for r in rows) for k in range(len(rows[0]))]
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows)
 
 
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _grid(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [_line(header), "|" + "---|" * len(header), *map(_line, rows)]
+
+
+def _published(table: Table) -> Table:
+    """The table with fewer cases: of a section with more than `MOST`, only those that a target names."""
+    if len(table.rows) <= MOST:
+        return table
+    named = {t.case for t in TARGETS if t.section == table.section.name}
+    rows, stolen, paces = ({c: v for c, v in d.items() if c in named} for d in (table.rows, table.stolen, table.paces))
+    return replace(table, rows=rows, stolen=stolen, paces=paces)
+
+
 def markdown(tables: Sequence[Table]) -> str:
-    parts = []
-    rows = _aims(tables)
-    if rows:
-        head = [
-            "## What is to hold",
-            "",
-            "| " + " | ".join(_AIMS) + " | |",
-            "|" + "---|" * (len(_AIMS) + 1),
-        ]
-        parts.append("\n".join([*head, *("| " + " | ".join(r) + " |" for r in rows)]))
-    for table in tables:
+    """The file of one machine: what it is, which targets are not met, and a table for each section."""
+    machine = _machine()
+    packages = ", ".join(f"{name} {number}" for name, number in machine["packages"].items())
+    lines = [
+        f"# Benchmarks: {machine['processor']}, {machine['cores']} cores",
+        "",
+        f"- Python {machine['python']}, {packages}; {machine['system']}.",
+        f"- Commit of spmd: {machine['commit']}.",
+        "- A cell is the median time of a case. In parentheses: that time over ours; above 1, ours is faster.",
+    ]
+    if rows := _aims(tables):
+        missed = [r for r in rows if r[-1] != "met"]
+        lines += ["", "## Targets", "", f"{len(rows) - len(missed)} of {len(rows)} are met."]
+        lines += ["", *_grid(_AIMS, missed)] if missed else []
+    for table in map(_published, tables):
         header, *rows = _cells(table)
-        lines = [f"## {table.section.name}: {table.section.title}", "", "| " + " | ".join(header) + " |"]
-        lines.append("|" + "---|" * len(header))
-        lines += ["| " + " | ".join(row) + " |" for row in rows]
-        lines += ["", *(f"- {r}" for r in _remarks(table, tables))]
-        parts.append("\n".join(lines).rstrip())
-    return "\n\n".join(parts) + "\n"
+        lines += ["", f"## {table.section.name}: {table.section.title}", "", *_grid(header, rows)]
+        if remarks := _remarks(table, tables, brief=True):
+            lines += ["", *(f"- {r}" for r in remarks)]
+    return "\n".join(lines) + "\n"
 
 
 def _short(x: float) -> float:
@@ -158,7 +189,12 @@ def as_json(tables: Sequence[Table]) -> str:
             "parted": table.parted,
         }
 
-    machine = {
+    sections = {t.section.name: one(t) for t in tables}
+    return json.dumps({"machine": _machine(), "sections": sections}, indent=1) + "\n"
+
+
+def _machine() -> dict[str, Any]:
+    return {
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
         "system": platform.platform(),
@@ -166,7 +202,6 @@ def as_json(tables: Sequence[Table]) -> str:
         "packages": {name: found for name in _PACKAGES if (found := _version(name))},
         "commit": _commit(),
     }
-    return json.dumps({"machine": machine, "sections": {t.section.name: one(t) for t in tables}}, indent=1) + "\n"
 
 
 _PACKAGES = "numpy", "numba", "jax", "jaxlib", "torch", "mpi4py", "mpich", "mpi4py-fft", "pylops-mpi", "autograd"

@@ -102,30 +102,43 @@ def test_who_is_slower_is_shown_so(folder):
 
 def test_tables_and_picture(folder):
     lines = (folder / "t.md").read_text().splitlines()
-    assert lines[2] == "|  | spmd | slower | wrong |"
+    assert lines[lines.index("## toy: sums") + 2] == "|  | spmd | slower | wrong |"
     assert sum(line.startswith("| ") for line in lines) == 3
     assert (folder / "t.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_an_unknown_section_is_named():
-    done = run_python("-m", "benchmarks", "w9", PYTHONPATH=str(ROOT))
+def test_an_unknown_section_is_named(tmp_path):
+    done = run_python("-m", "benchmarks", "w9", "--output", tmp_path, PYTHONPATH=str(ROOT))
     assert done.returncode == 2
     assert "no section w9; there are local, mpi, w1" in done.stderr
 
 
 @pytest.fixture
-def benchmarks(folder, monkeypatch):
-    """python -m benchmarks, with the sections of the toy."""
+def benchmarks(folder, monkeypatch, tmp_path):
+    """python -m benchmarks, with the sections of the toy; it writes to tmp_path."""
     from benchmarks import __main__
 
     def run(*args):
-        monkeypatch.setattr(sys, "argv", ["benchmarks", *args])
+        monkeypatch.setattr(sys, "argv", ["benchmarks", *args, "--output", str(tmp_path)])
         return __main__.main()
 
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{folder}")
     monkeypatch.setattr(__main__, "SECTIONS", {"toy": ("toy", "TOY"), "away": ("toy", "AWAY")})
     return run
+
+
+def test_a_run_writes_its_results_to_the_folder(benchmarks, tmp_path):
+    assert benchmarks("toy", "away", "--quick", "--only", "small") == 1, "wrong computes other numbers"
+    assert {path.name for path in tmp_path.iterdir()} == {"results.md", "results.json", "toy.png"}
+    assert list(json.loads((tmp_path / "results.json").read_text())["sections"]) == ["toy", "away"]
+    assert "- NOT THE SAME NUMBERS: wrong, small" in (tmp_path / "results.md").read_text()
+
+
+def test_git_ignores_the_folder_where_results_are_written_by_default():
+    from benchmarks.__main__ import OUTPUT
+
+    assert f"/{OUTPUT.relative_to(ROOT)}/" in (ROOT / ".gitignore").read_text().splitlines()
 
 
 def test_where_nobody_is_there_no_text_is_blamed(benchmarks, capsys):
@@ -168,14 +181,13 @@ def test_the_error_is_named_and_not_what_a_launcher_writes_below_it():
     assert Ended("it was killed\n").reason == "it was killed"
 
 
-@pytest.mark.parametrize("option", ["--json", "--markdown", "--plot"])
-def test_where_nothing_can_be_written_nothing_is_measured(option, tmp_path):
+@pytest.mark.parametrize("place", ["file", "file/of/it"])
+def test_where_nothing_can_be_written_nothing_is_measured(place, tmp_path):
     (tmp_path / "file").write_text("")
-    for place in (tmp_path / "file" / "of" / "it", tmp_path if option != "--plot" else tmp_path / "file"):
-        done = run_python("-m", "benchmarks", "w3", option, str(place), PYTHONPATH=str(ROOT))
-        assert done.returncode == 2
-        assert f"argument {option}: nothing can be" in done.stderr
-        assert not done.stdout
+    done = run_python("-m", "benchmarks", "w3", "--output", tmp_path / place, PYTHONPATH=str(ROOT))
+    assert done.returncode == 2
+    assert "argument --output: nothing can be" in done.stderr
+    assert not done.stdout
 
 
 def test_what_is_to_hold_names_cases_and_contestants_that_there_are():
@@ -223,6 +235,36 @@ def test_what_is_to_hold_is_found_by_medians():
         assert "not measured" in aims([alone])
         assert "met" not in aims([alone]).replace("not measured", "")
     assert not found([Table(Section("local", "other cases"), {"all-reduce 1 MB": {}})])
+
+
+def test_markdown_holds_the_targets_that_are_not_met_and_of_many_cases_those_with_a_target():
+    from benchmarks.contest import Measured, Section, Table
+    from benchmarks.report import MOST, markdown
+
+    section = Section("local", "a table")
+    row = {"spmd": Measured([2.0]), "jax, 2 devices": Measured([9.0]), "torch, gloo": Measured([9.0])}
+    for name in row:
+        section.contestant(name)(lambda quick: {})
+    rows = {"all-reduce 64 MB": row, "permute 64 MB": row} | {f"case {k}": row for k in range(2, MOST)}
+    told = markdown([Table(section, rows)])
+    assert "\n2 of 5 are met.\n" in told
+    assert "| local: all-reduce 64 MB | jax, 2 devices | 4.50× | 5× |  |  | MISSED |\n" in told
+    assert "\n| case 2 | 2.00 s | 9.00 s (4.50×) | 9.00 s (4.50×) |\n" in told
+    told = markdown([Table(section, {**rows, "one more": row})])
+    assert "\n| permute 64 MB | 2.00 s" in told
+    assert "| case 2 |" not in told
+    assert "| one more |" not in told
+
+
+def test_markdown_counts_the_cases_in_which_a_machine_was_disturbed():
+    from benchmarks.contest import Measured, Section, Table
+    from benchmarks.report import markdown
+
+    rows = {case: {"spmd": Measured([1.0])} for case in ("small", "large", "wide")}
+    stolen = {"small": [0.01], "large": [0.3], "wide": [0.2]}
+    told = markdown([Table(Section("toy", "a table"), rows, stolen, paces={"small": [1e-3], "large": [1.5e-3]})])
+    assert "- the machine was busy in 2 of 3 cases: other work took up to 30% of two cores\n" in told
+    assert "- the cores were slow in 1 of 3 cases: Python took up to 1.50 times its shortest time\n" in told
 
 
 def test_a_peer_that_was_not_weighed_is_named_where_memory_is_compared():
@@ -283,10 +325,10 @@ def test_one_wrong_row_is_another_number():
 @pytest.mark.parametrize("section", ["w3", "w4", "memory", "updates", "bridge", "checks"])
 def test_a_section_runs(section, tmp_path):
     pytest.importorskip("jax")
-    file = tmp_path / "new" / "t.json"
-    done = run_python("-m", "benchmarks", section, "--quick", "--json", str(file), timeout=600, PYTHONPATH=str(ROOT))
+    new = tmp_path / "new"
+    done = run_python("-m", "benchmarks", section, "--quick", "--output", new, timeout=600, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
-    assert section in file.read_text()
+    assert section in (new / "results.json").read_text()
     assert "NOT THE SAME" not in done.stdout
 
 
