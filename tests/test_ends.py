@@ -290,6 +290,20 @@ def test_variables_of_torchrun_in_a_plain_shell_are_an_error_in_bounded_time(ran
     assert f"spmd: rank {rank} waits for 4 processes of torch.distributed" in ended.stderr  # after five seconds
 
 
+@pytest.mark.torch
+def test_a_store_of_torchrun_that_has_ended_is_an_error_in_bounded_time():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    launched = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    ended = run_python(
+        "-c", LEFT_OVER, timeout=20 + START, SPMD_TIMEOUT="6", RANK="2", MASTER_PORT=port, **OF_TORCH, **launched
+    )
+    assert ended.returncode == 1, str(ended)
+    assert "spmd.errors.TransportError" in ended.stderr, str(ended)
+    assert "no store of torch.distributed" in ended.stderr, str(ended)
+
+
 def test_variables_of_torchrun_for_a_mesh_of_another_size_say_where_they_come_from():
     pytest.importorskip("torch")
     ended = run_python("-c", LEFT_OVER, RANK="0", MASTER_PORT="1", **(OF_TORCH | {"WORLD_SIZE": "3"}))

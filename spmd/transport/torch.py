@@ -375,9 +375,12 @@ def _job() -> tuple[TorchWorld, Any]:
 def _store(world: TorchWorld) -> Any:
     """The store of a world that nobody has initialised. torchrun's is there before its processes. Without torchrun the
     variables may be left over from another job, whose other processes will never come."""
-    if world.launched:
-        return next(iter(rendezvous("env://", world.rank, world.size, timeout=_CONNECT)))[0]
     seconds = time_limit() or _CONNECT.total_seconds()
+    if world.launched:  # The host that has the store may have ended already.
+        limit = timedelta(seconds=max(seconds, _START))
+        store = next(iter(rendezvous("env://", world.rank, world.size, timeout=limit)))[0]
+        store.set_timeout(_CONNECT)
+        return store
     notice = threading.Timer(_SILENT, _say_that_it_waits, (world,))
     notice.daemon = True
     notice.start()
@@ -398,6 +401,9 @@ def _store(world: TorchWorld) -> Any:
     finally:
         notice.cancel()
 
+
+_START = 10.0
+"""Seconds that torchrun's store has at least to answer, on a busy machine."""
 
 _SILENT = 5.0
 """Seconds that a process waits for those that its environment speaks of before it says so."""
