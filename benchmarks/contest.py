@@ -187,7 +187,8 @@ def faster(*cases: Case) -> Case:
 def by_the_faster(made: Callable[[Any, Any], Case]) -> Case:
     """The faster of two cases, made of copy(to, x) and add(out, x, y): NumPy's own, and, where numba is, those that
     write past the caches. For limits, which are not to be slower than any library."""
-    from spmd.kernels import jit, streams
+    from spmd.kernels import jit
+    from spmd.kernels.memory import nontemporal
 
     def done(way: Callable[..., bool], *arrays: Any) -> None:
         if not way(*arrays):
@@ -195,7 +196,7 @@ def by_the_faster(made: Callable[[Any, Any], Case]) -> Case:
 
     ways: list[Any] = [(np.copyto, lambda out, x, y: np.add(x, y, out=out))]
     if jit.available():
-        ways.append((partial(done, streams.copy), partial(done, streams.add)))
+        ways.append((partial(done, nontemporal.copy), partial(done, nontemporal.add)))
     return faster(*(made(*way) for way in ways))
 
 
@@ -342,7 +343,7 @@ def _small_pages() -> None:
 
 def _release() -> None:
     """Give back to the system what is held in reserve."""
-    buffers = sys.modules.get("spmd.kernels.buffers")
+    buffers = sys.modules.get("spmd.kernels.memory.pool")
     if buffers is not None:
         buffers.release()
     with contextlib.suppress(OSError, AttributeError):

@@ -13,11 +13,11 @@ from types import ModuleType
 
 import numpy as np
 
-from spmd.kernels import cpu, families
+from spmd.kernels import cpu, registry
 
 __all__ = ["FAMILIES", "of", "on_device", "register"]
 
-FAMILIES = families.FAMILIES
+FAMILIES = registry.FAMILIES
 """The kernels by family: a module of that name in each of the three packages."""
 
 

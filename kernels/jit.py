@@ -149,7 +149,7 @@ class Loops:
         import numba
         from numba.extending import overload
 
-        from spmd.kernels import stored
+        from spmd.kernels import jit_cache
 
         options: Any = {"nogil": True, "error_model": "numpy", "fastmath": set(self._fastmath)}
         with _declaring:  # a worker that finds none left may count on all
@@ -160,7 +160,7 @@ class Loops:
                 if _helpers and _helpers[-1] is declared:  # else the handler of a signal has compiled a loop meanwhile
                     _helpers.pop()
         compiled = numba.njit(**options)(_of_these_sources(self.fun))
-        stored.keep(compiled, _sources())
+        jit_cache.keep(compiled, _sources())
         return compiled
 
 

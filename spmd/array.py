@@ -28,7 +28,7 @@ from spmd.errors import (
     message,
 )
 from spmd.kernels import on_device
-from spmd.kernels.buffers import Lease
+from spmd.kernels.memory.pool import Lease
 from spmd.layout import Layout, P
 from spmd.mesh import WORKER, Mesh, Worker
 from spmd.operators.base import interned, normal_axis

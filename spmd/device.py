@@ -19,7 +19,9 @@ from spmd import kernels
 from spmd.autodiff import allocation
 from spmd.autodiff.staging.recorder import Slot, is_slot, one_line, slots
 from spmd.errors import MeshError, TransportError, describe, message
-from spmd.kernels import buffers, on_device, streams, team
+from spmd.kernels import on_device
+from spmd.kernels.memory import nontemporal, pool
+from spmd.kernels.parallel import split_work
 
 if TYPE_CHECKING:
     from spmd.cuda import Places
@@ -44,7 +46,7 @@ __all__ = [
     "zeros",
 ]
 
-allocation.take_from(buffers.empty, buffers.least)
+allocation.take_from(pool.empty, pool.least)
 
 
 class _Recorded(ModuleType):
@@ -101,10 +103,10 @@ def owned(x: np.ndarray) -> np.ndarray:
 
 def put(out: Any, x: Any) -> None:
     """Copy an array into another one of its shape, where both lie."""
-    if type(x) is not np.ndarray or team.plain(x.nbytes):
+    if type(x) is not np.ndarray or split_work.plain(x.nbytes):
         out[...] = x
     else:
-        team.copy([(out, x)])
+        split_work.copy([(out, x)])
 
 
 class Adjoining(list):
@@ -173,8 +175,8 @@ def _put_together(
         lies = adjoining(blocks)
         if lies is not None:
             return lies.reshape(shape)
-    out = buffers.empty(shape, first.dtype)
-    if team.parts(nbytes) == 1 and not streams.pays(nbytes, len(blocks)):
+    out = pool.empty(shape, first.dtype)
+    if split_work.parts(nbytes) == 1 and not nontemporal.pays(nbytes, len(blocks)):
         how(blocks, axis=axis, out=out)
         return out
     before = (slice(None),) * axis
@@ -183,21 +185,21 @@ def _put_together(
     else:
         ends = itertools.accumulate((b.shape[axis] for b in blocks), initial=0)
         places = [(*before, slice(start, stop)) for start, stop in itertools.pairwise(ends)]
-    team.copy([(out[place], block) for place, block in zip(places, blocks, strict=True)])
+    split_work.copy([(out[place], block) for place, block in zip(places, blocks, strict=True)])
     return out
 
 
 def zeros(shape: tuple[int, ...], like: Any) -> Any:
     """Zeros of the dtype of an array, where it lies."""
     if type(like) is np.ndarray:
-        return buffers.zeros(shape, like.dtype)
+        return pool.zeros(shape, like.dtype)
     return np.zeros_like(like, shape=shape, order="C")
 
 
 def empty(shape: tuple[int, ...], like: Any) -> Any:
     """Room for an array of the dtype of another, where that lies."""
     if type(like) is np.ndarray:
-        return buffers.empty(shape, like.dtype)
+        return pool.empty(shape, like.dtype)
     return np.empty_like(like, shape=shape, order="C")
 
 

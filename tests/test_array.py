@@ -22,7 +22,7 @@ from spmd.array import owned, relayout
 from spmd.autodiff import array_methods
 from spmd.device import to_host
 from spmd.errors import LayoutError, StateError
-from spmd.kernels import buffers
+from spmd.kernels.memory import pool
 from spmd.layout import Layout
 from spmd.placement import cut
 from spmd.replicas import digest
@@ -265,10 +265,10 @@ def test_memory_that_is_used_again_is_thawed_in_place(rows):
     made = []
 
     def sealed() -> np.ndarray:
-        x = buffers.empty((rows, 100))
+        x = pool.empty((rows, 100))
         x.fill(3)
         x.setflags(write=False)
-        made.append(buffers.address(x))
+        made.append(pool.address(x))
         return x
 
     for _ in range(3):

@@ -22,7 +22,8 @@ import spmd
 from spmd import P
 from spmd.device import to_host
 from spmd.errors import LayoutError, SpecError, StateError
-from spmd.kernels import buffers, on_device
+from spmd.kernels import on_device
+from spmd.kernels.memory import pool
 from spmd.layout import Layout, block_sizes, offsets
 from spmd.mesh import here
 from spmd.operators import halo
@@ -433,11 +434,11 @@ def test_values_and_gradients_do_not_depend_on_where_results_lie(name, compiled,
         sums, *arrays = found
         return [np.asarray(a) for a in (*sums, *arrays)]
 
-    around = buffers.around
-    monkeypatch.setattr(buffers, "around", lambda *args: made.append(around(*args)) or made[-1])
+    around = pool.around
+    monkeypatch.setattr(pool, "around", lambda *args: made.append(around(*args)) or made[-1])
     found = run()
     assert any(a is not None for a in made), "no result lay around its block"
-    monkeypatch.setattr(buffers, "around", lambda *args: None)
+    monkeypatch.setattr(pool, "around", lambda *args: None)
     for a, b in zip(found, run(), strict=True):
         np.testing.assert_array_equal(a, b)
     np.testing.assert_array_equal(found[3], x)

@@ -12,7 +12,7 @@ from greenlet import greenlet
 from threadpoolctl import ThreadpoolController, threadpool_limits
 from spmd import P
 from spmd.kernels import team
-from spmd.kernels.threads import Thread, pool
+from spmd.kernels.parallel.thread_pool import Thread, pool
 from spmd.transport import blas
 
 rng = random.Random(SEED)

@@ -15,7 +15,8 @@ import pytest
 from emulator import device
 
 from spmd import functions, kernels
-from spmd.kernels import FAMILIES, buffers, jit, stored
+from spmd.kernels import FAMILIES, jit, jit_cache
+from spmd.kernels.memory import pool
 
 NAMES = [(family, name) for family, names in FAMILIES.items() for name in names]
 
@@ -98,24 +99,24 @@ def test_loops_are_not_compiled_before_all_they_call_is_declared(monkeypatch):
 
 
 def test_large_memory_is_used_again_when_the_last_view_is_gone():
-    buffers.release()
-    x = buffers.empty((1024, 256))
+    pool.release()
+    x = pool.empty((1024, 256))
     at, view = x.ctypes.data, x[3:].T
     del x
-    assert buffers.idle() == 0
-    assert buffers.empty((1024, 256)).ctypes.data != at
+    assert pool.idle() == 0
+    assert pool.empty((1024, 256)).ctypes.data != at
     del view
-    buffers.release()
-    x = buffers.empty((1024, 256), np.float64)
+    pool.release()
+    x = pool.empty((1024, 256), np.float64)
     at = x.ctypes.data
     del x
-    assert buffers.idle() > 0
-    assert buffers.empty((512, 512), np.float64).ctypes.data == at
+    assert pool.idle() > 0
+    assert pool.empty((512, 512), np.float64).ctypes.data == at
 
 
 def test_what_has_lain_idle_the_longest_goes_first():
-    idle = buffers._Idle(5 << 20)
-    pieces = [buffers.Memory(megabytes << 20) for megabytes in (2, 1, 2, 1)]
+    idle = pool._Idle(5 << 20)
+    pieces = [pool.Memory(megabytes << 20) for megabytes in (2, 1, 2, 1)]
     for piece in pieces:
         idle.give(piece)
     assert idle.nbytes == 4 << 20, "the oldest one of 2 MB had to go"
@@ -123,13 +124,13 @@ def test_what_has_lain_idle_the_longest_goes_first():
     assert [idle.take(1 << 20) for _ in range(3)] == [pieces[3], pieces[1], None]
     assert [idle.take(2 << 20) for _ in range(2)] == [pieces[2], None]
     assert idle.nbytes == 0
-    idle.give(buffers.Memory(6 << 20))
+    idle.give(pool.Memory(6 << 20))
     assert idle.nbytes == 0, "more than may lie idle at all"
 
 
 def test_what_has_lain_idle_for_long_is_let_go_of():
-    idle = buffers._Idle(99 << 20)
-    pieces = [buffers.Memory(megabytes << 20) for megabytes in (2, 1, 2, 1, 3)]
+    idle = pool._Idle(99 << 20)
+    pieces = [pool.Memory(megabytes << 20) for megabytes in (2, 1, 2, 1, 3)]
     for piece in pieces:
         idle.give(piece)
     idle.let_go(9 << 20, 5)
@@ -149,36 +150,36 @@ def test_pieces_of_a_source_have_a_half_of_what_may_lie_idle():
 
     def source(nbytes):
         if len(taken) < 2:
-            taken.append(buffers.Piece(nbytes, np.uint8))
+            taken.append(pool.Piece(nbytes, np.uint8))
             return taken[-1]
         return None
 
-    total = buffers._idle.bound
-    assert buffers.most_of_source() == 0
-    buffers.take_from(source)
+    total = pool._idle.bound
+    assert pool.most_of_source() == 0
+    pool.take_from(source)
     try:
-        assert buffers.most_of_source() + buffers._idle.bound == total
-        xs = [buffers.empty(1 << 22, np.uint8) for _ in range(3)]
+        assert pool.most_of_source() + pool._idle.bound == total
+        xs = [pool.empty(1 << 22, np.uint8) for _ in range(3)]
         assert [x.base.memory.sourced for x in xs] == [True, True, False]
         del xs
-        xs = [buffers.empty(1 << 22, np.uint8) for _ in range(3)]
+        xs = [pool.empty(1 << 22, np.uint8) for _ in range(3)]
         assert [x.base.memory.sourced for x in xs] == [True, True, False]
         assert {id(x.base.memory.piece) for x in xs[:2]} == {*map(id, taken)}
         del xs
         taken.clear()
-        xs = [buffers.empty(1 << 22, np.uint8) for _ in range(4)]
+        xs = [pool.empty(1 << 22, np.uint8) for _ in range(4)]
         assert [x.base.memory.sourced for x in xs] == [True] * 4, "the source is asked before NumPy's are used again"
     finally:
-        buffers.take_from(None)
-    assert buffers._idle.bound == total
-    assert buffers.idle() == 0
+        pool.take_from(None)
+    assert pool._idle.bound == total
+    assert pool.idle() == 0
 
 
 @pytest.mark.parametrize("dtype", ["f4", "c16", "i1", "bfloat16"])
 def test_leased_arrays_are_ordinary_ones(dtype):
     if dtype == "bfloat16":
         dtype = pytest.importorskip("ml_dtypes").bfloat16
-    x = buffers.zeros((7, 1 << 18), dtype)
+    x = pool.zeros((7, 1 << 18), dtype)
     assert type(x) is np.ndarray
     assert (x.dtype, x.shape) == (np.dtype(dtype), (7, 1 << 18))
     assert x.flags.c_contiguous
@@ -188,108 +189,108 @@ def test_leased_arrays_are_ordinary_ones(dtype):
 
 
 def test_what_lies_idle_is_bounded(monkeypatch):
-    buffers.release()
-    monkeypatch.setattr(buffers._idle, "bound", 5 << 20)
-    held = [buffers.empty(1 << 21, np.uint8) for _ in range(4)]
+    pool.release()
+    monkeypatch.setattr(pool._idle, "bound", 5 << 20)
+    held = [pool.empty(1 << 21, np.uint8) for _ in range(4)]
     del held
-    assert 0 < buffers.idle() <= 5 << 20
-    buffers.empty(1 << 24, np.uint8)  # larger than all that may lie idle: it goes at once
-    assert buffers.idle() <= 5 << 20
-    buffers.release()
-    assert buffers.idle() == 0
+    assert 0 < pool.idle() <= 5 << 20
+    pool.empty(1 << 24, np.uint8)  # larger than all that may lie idle: it goes at once
+    assert pool.idle() <= 5 << 20
+    pool.release()
+    assert pool.idle() == 0
 
 
 @pytest.mark.parametrize("nbytes", [1 << 16, 100_000, 1 << 18, 300_001, 1 << 20, 5_000_000, 1 << 24, 22_369_495])
 def test_around_an_array_there_is_room_for_a_64th_on_each_side(nbytes):
-    x = buffers.empty(nbytes, np.uint8)
+    x = pool.empty(nbytes, np.uint8)
     x[:] = np.arange(nbytes) % 251
     room = nbytes // 65
-    assert buffers.has_room(x, room, nbytes + 2 * room)
-    assert not buffers.has_room(x, nbytes // 8, nbytes + nbytes // 8)
-    assert not buffers.has_room(x, 0, nbytes + nbytes // 4)
-    to, whole = buffers.around(x, room, (nbytes + 2 * room,))
+    assert pool.has_room(x, room, nbytes + 2 * room)
+    assert not pool.has_room(x, nbytes // 8, nbytes + nbytes // 8)
+    assert not pool.has_room(x, 0, nbytes + nbytes // 4)
+    to, whole = pool.around(x, room, (nbytes + 2 * room,))
     to[:room] = to[-room:] = 255
     assert np.array_equal(whole, np.pad(x, room, constant_values=255))
-    assert buffers.address(whole) == whole.ctypes.data == x.ctypes.data - room
+    assert pool.address(whole) == whole.ctypes.data == x.ctypes.data - room
     assert not x.flags.writeable
     assert not whole.flags.writeable
 
 
 def test_what_lies_around_an_array_is_one_arrays_at_a_time():
-    buffers.release()
-    x = buffers.zeros((1000, 100))
+    pool.release()
+    x = pool.zeros((1000, 100))
     same, part = x.reshape(-1), x[:900]
-    assert buffers.around(part, 0, (901, 100)) is None, "the rest may be somebody's"
-    assert buffers.around(np.zeros((1000, 100)), 0, (1001, 100)) is None, "it lies elsewhere"
-    first = buffers.around(same, 800, (1002 * 100,))[1]
+    assert pool.around(part, 0, (901, 100)) is None, "the rest may be somebody's"
+    assert pool.around(np.zeros((1000, 100)), 0, (1001, 100)) is None, "it lies elsewhere"
+    first = pool.around(same, 800, (1002 * 100,))[1]
     assert not same.flags.writeable
-    assert buffers.around(x, 800, (1002, 100)) is None
-    assert buffers.around(first, 0, (1002 * 100,)) is None, "it has no margins of its own"
+    assert pool.around(x, 800, (1002, 100)) is None
+    assert pool.around(first, 0, (1002 * 100,)) is None, "it has no margins of its own"
     view = first[5:]
     del first
-    assert buffers.around(x, 800, (1002, 100)) is None, "a view has them"
+    assert pool.around(x, 800, (1002, 100)) is None, "a view has them"
     del view
-    again = buffers.around(x, 800, (1002, 100))[1]
+    again = pool.around(x, 800, (1002, 100))[1]
     at = x.ctypes.data
     del x, same, part
-    assert buffers.idle() == 0, "the larger array has the memory"
+    assert pool.idle() == 0, "the larger array has the memory"
     del again
-    assert buffers.idle() > 0
-    assert buffers.empty((1000, 100)).ctypes.data == at
-    assert buffers.around(buffers.empty((1000, 100)), 800, (1002, 100)) is not None
+    assert pool.idle() > 0
+    assert pool.empty((1000, 100)).ctypes.data == at
+    assert pool.around(pool.empty((1000, 100)), 800, (1002, 100)) is not None
 
 
 @pytest.mark.parametrize("nbytes", [1 << 16, 1 << 18, 300_001, 1 << 20])
 def test_what_is_copied_among_is_lines_apart(nbytes):
-    held = [buffers.empty(nbytes, np.uint8) for _ in range(12)]
+    held = [pool.empty(nbytes, np.uint8) for _ in range(12)]
     assert {x.ctypes.data % 64 for x in held} == {0}
-    assert {x.ctypes.data for x in held} == {buffers.address(x) for x in held}
+    assert {x.ctypes.data for x in held} == {pool.address(x) for x in held}
 
 
 def test_what_stays_at_hand_is_given_when_nobody_has_it():
-    buffers.release()
+    pool.release()
     shape = (256, 300)
-    x = buffers.empty(shape)
-    at, view, idle = x.ctypes.data, x[3:].T, buffers.idle()
+    x = pool.empty(shape)
+    at, view, idle = x.ctypes.data, x[3:].T, pool.idle()
     assert idle == 0
     del x
-    assert buffers.empty(shape).ctypes.data != at, "a view has it"
+    assert pool.empty(shape).ctypes.data != at, "a view has it"
     del view
-    assert buffers.idle() >= 2 * 256 * 300 * 8
-    assert at in {x.ctypes.data for x in [buffers.empty(shape) for _ in range(2)]}
-    assert len({buffers.address(buffers.empty(shape)) for _ in range(5)}) == 1, "the latest first"
-    x = buffers.empty(shape)
-    buffers.release()
-    assert buffers.idle() == 0
+    assert pool.idle() >= 2 * 256 * 300 * 8
+    assert at in {x.ctypes.data for x in [pool.empty(shape) for _ in range(2)]}
+    assert len({pool.address(pool.empty(shape)) for _ in range(5)}) == 1, "the latest first"
+    x = pool.empty(shape)
+    pool.release()
+    assert pool.idle() == 0
     at = x.ctypes.data
-    assert buffers.empty(shape).ctypes.data != at, "let go of, and still in use"
+    assert pool.empty(shape).ctypes.data != at, "let go of, and still in use"
     del x
-    assert buffers.idle() > 0
+    assert pool.idle() > 0
 
 
 def test_more_of_a_size_than_stay_at_hand():
-    buffers.release()
-    held = [buffers.empty(1 << 17, np.uint8) for _ in range(40)]
+    pool.release()
+    held = [pool.empty(1 << 17, np.uint8) for _ in range(40)]
     for k, x in enumerate(held):
         x.fill(k)
-    again = [buffers.empty(1 << 17, np.uint8) for _ in range(40)]
+    again = [pool.empty(1 << 17, np.uint8) for _ in range(40)]
     for x in again:
         x.fill(255)
     assert [x[0] for x in held] == [x[-1] for x in held] == list(range(40))
-    assert buffers._at_hand.nbytes <= 8 * (1 << 17) * 1.2
+    assert pool._at_hand.nbytes <= 8 * (1 << 17) * 1.2
     del held, again, x
-    assert buffers.idle() >= 80 << 17
+    assert pool.idle() >= 80 << 17
 
 
 def test_what_stays_at_hand_is_bounded(monkeypatch):
-    buffers.release()
-    monkeypatch.setattr(buffers._at_hand, "bound", 1 << 19)
+    pool.release()
+    monkeypatch.setattr(pool._at_hand, "bound", 1 << 19)
     for k in range(1, 60):
         for _ in range(3):
-            buffers.empty(k << 14, np.uint8)
-        assert buffers._at_hand.nbytes <= 1 << 19
-        assert buffers._at_hand.nbytes == sum(n * len(some) for n, some in buffers._at_hand.sizes.items())
-    buffers.release()
+            pool.empty(k << 14, np.uint8)
+        assert pool._at_hand.nbytes <= 1 << 19
+        assert pool._at_hand.nbytes == sum(n * len(some) for n, some in pool._at_hand.sizes.items())
+    pool.release()
 
 
 def test_threads_are_never_given_the_same_memory():
@@ -297,7 +298,7 @@ def test_threads_are_never_given_the_same_memory():
         rng = np.random.default_rng(seed)
         held: list[tuple[np.ndarray, int]] = []
         for k in range(400):
-            x = buffers.empty(int(rng.integers(4, 8)) << 14, np.uint8)
+            x = pool.empty(int(rng.integers(4, 8)) << 14, np.uint8)
             x.fill(mark := (seed * 31 + k) % 251)
             held.append((x, mark))
             if len(held) > rng.integers(1, 12):
@@ -329,7 +330,7 @@ def test_loops_kept_on_disk_are_of_these_sources(tmp_path):
     """numba looks for changes in the file of a loop alone, and loops call helpers of other files."""
     package = tmp_path / "kernels"
     package.mkdir()
-    for module in (jit, stored):
+    for module in (jit, jit_cache):
         source = Path(module.__file__).read_text().replace("spmd.kernels", "kernels")
         (package / Path(module.__file__).name).write_text(source)
     (package / "__init__.py").write_text("")
@@ -352,7 +353,7 @@ def test_loops_kept_on_disk_are_of_these_sources(tmp_path):
 
 
 def test_what_is_kept_of_loops(tmp_path):
-    one, other = (stored._Files(tmp_path, f"a.loop-{line}.py311", "now") for line in (3, 9))
+    one, other = (jit_cache._Files(tmp_path, f"a.loop-{line}.py311", "now") for line in (3, 9))
     one.save("f4", {"code": 4})
     one.save("f8", {"code": 8})
     (tmp_path / "a.loops-3.py311.then.0.nbc").touch()
@@ -362,14 +363,14 @@ def test_what_is_kept_of_loops(tmp_path):
     for broken in tmp_path.glob("a.loop-9*"):
         broken.write_bytes(broken.read_bytes()[:-3])
     assert other.load("f4") is None
-    stored._Files(tmp_path, "a.loop-9.py311", "later").save("f4", 6)
+    jit_cache._Files(tmp_path, "a.loop-9.py311", "later").save("f4", 6)
     assert [one.load("f4"), other.load("f4")] == [None, None], "of other sources"
     assert len(list(tmp_path.iterdir())) == 2, "another function's stay"
     other.flush()
     assert [path.name for path in tmp_path.iterdir()] == ["a.loops-3.py311.then.0.nbc"]
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="file"):
-        stored._Files(tmp_path / "file", "a.loop-3.py311", "now").save("f4", 4)
+        jit_cache._Files(tmp_path / "file", "a.loop-3.py311", "now").save("f4", 4)
 
 
 KEPT = """

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernel_cases import FLOATING, NUMBERS, Family, dtype_of
 
-from spmd.kernels import cpu, team
+from spmd.kernels import cpu
 from spmd.kernels.cpu.moves import joiner
+from spmd.kernels.parallel import split_work
 
 family = Family("moves")
 
@@ -66,7 +67,7 @@ def test_of_parts_in_one_place_the_last_one_counts_whoever_helps():
     parts = [rng.standard_normal([stop - start for start, stop in box]) for box in boxes]
     want = cpu.unpack(shape, boxes, parts)
     for _ in range(5):
-        with team.of(lambda: 4):
+        with split_work.of(lambda: 4):
             np.testing.assert_array_equal(cpu.unpack(shape, boxes, parts), want)
 
 
@@ -109,7 +110,7 @@ def test_a_sum_may_be_written_into_what_came(dtype, how):
             want = cpu.combine(blocks, how)
             for k in 0, 1:
                 given = [b.copy() for b in blocks]
-                with team.of(lambda: 3):
+                with split_work.of(lambda: 3):
                     found = cpu.combine(given, how, given[k])
                 assert found is given[k]
                 assert found.tobytes() == want.tobytes()

@@ -509,6 +509,6 @@ def test_sums_do_not_depend_on_where_the_result_lies(monkeypatch, gap, width, dt
         x[...] = np.random.default_rng(seed).normal(0, 2, width)
         expected = cpu.softmax(x.copy()), cpu.cross_entropy_and_gradient(x.copy(), np.array([3]))[1]
         with monkeypatch.context() as patch:
-            patch.setattr("spmd.kernels.buffers.empty_like", lambda like: out)
+            patch.setattr("spmd.kernels.memory.pool.empty_like", lambda like: out)
             found = cpu.softmax(x).copy(), cpu.cross_entropy_and_gradient(x, np.array([3]))[1].copy()
         np.testing.assert_array_equal(found, expected)

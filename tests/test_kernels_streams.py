@@ -7,8 +7,10 @@ import pytest
 
 import spmd
 from spmd import P
-from spmd.kernels import cpu, jit, streams, team
+from spmd.kernels import cpu, jit
 from spmd.kernels.cpu import moves
+from spmd.kernels.memory import nontemporal
+from spmd.kernels.parallel import split_work
 
 pytestmark = pytest.mark.skipif(not jit.available(), reason="needs numba")
 
@@ -16,20 +18,20 @@ pytestmark = pytest.mark.skipif(not jit.available(), reason="needs numba")
 @pytest.fixture
 def always(monkeypatch):
     """Whatever is written goes past the caches."""
-    monkeypatch.setattr(streams, "pays", lambda nbytes, copies=1: True)
-    monkeypatch.setattr(streams, "_ROW", 0)
-    monkeypatch.setattr(team, "part", lambda: 1 << 10)
-    monkeypatch.setattr(team, "LEAST", 1 << 10)
+    monkeypatch.setattr(nontemporal, "pays", lambda nbytes, copies=1: True)
+    monkeypatch.setattr(nontemporal, "_ROW", 0)
+    monkeypatch.setattr(split_work, "part", lambda: 1 << 10)
+    monkeypatch.setattr(split_work, "LEAST", 1 << 10)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "complex128"])
 @pytest.mark.parametrize("blocks", [2, 3, 5])
 def test_sums_have_numpys_bits_wherever_the_arrays_lie(dtype, blocks, monkeypatch):
-    monkeypatch.setattr(streams, "pays", lambda nbytes, copies=1: True)
+    monkeypatch.setattr(nontemporal, "pays", lambda nbytes, copies=1: True)
     monkeypatch.setattr(moves, "CACHE", 1 << 10)
     used = []
-    add = streams.add
-    monkeypatch.setattr(streams, "add", lambda *arrays: add(*arrays) and not used.append(len(arrays[0])))
+    add = nontemporal.add
+    monkeypatch.setattr(nontemporal, "add", lambda *arrays: add(*arrays) and not used.append(len(arrays[0])))
     rng = np.random.default_rng(blocks)
     for n in (1, 5, 15, 16, 17, 1000, 70_001):
         for at in (0, 1, 3, 8):
@@ -56,68 +58,68 @@ def test_copies_write_their_bytes_and_no_others(shape, at, always):
     rng = np.random.default_rng(at)
     x = rng.integers(0, 255, shape).astype(np.uint8)
     to = np.full((*shape[:-1], shape[-1] + at + 9), 7, np.uint8)
-    assert streams.copy(to[..., at:-9], x)
+    assert nontemporal.copy(to[..., at:-9], x)
     assert np.array_equal(to[..., at:-9], x)
     assert (to[..., :at] == 7).all()
     assert (to[..., -9:] == 7).all()
     back = np.zeros(shape, np.uint8)
-    assert streams.copy(back, to[..., at:-9])
+    assert nontemporal.copy(back, to[..., at:-9])
     assert np.array_equal(back, x)
 
 
 def test_what_is_not_for_them_is_left_alone():
     x = np.ones((4, 1024))
     to = np.full((4, 1024), 7.0)
-    assert not streams.copy(to, x.astype(np.float32))  # which would have to be converted
-    assert not streams.copy(to, np.ones((1024, 4)).T)  # whose rows are not rows
-    assert not streams.copy(to[:, ::2], x[:, ::2])
-    assert not streams.copy(to[:, :8], x[:, :8])  # short rows
-    assert not streams.copy(np.full((2, 3, 2, 512), 7.0)[:, ::2, :, 1:500], np.ones((2, 2, 2, 499)))
-    assert not streams.copy(np.zeros(1), np.ones(1))
-    assert not streams.copy(np.zeros((0, 1024)), np.ones((0, 1024)))
-    assert not streams.copy(np.array([None] * 100), np.array([None] * 100))
-    assert not streams.copy(to, x[:1])
-    assert not streams.copy(to, x[0])
-    assert not streams.add(to.astype(int), x.astype(int), x.astype(int))
-    assert not streams.add(to, x, x.T.reshape(4, 1024, order="F"))
-    assert not streams.add(to.astype(">f8"), x.astype(">f8"), x.astype(">f8"))
-    assert not streams.add(to, x, x[:2])
+    assert not nontemporal.copy(to, x.astype(np.float32))  # which would have to be converted
+    assert not nontemporal.copy(to, np.ones((1024, 4)).T)  # whose rows are not rows
+    assert not nontemporal.copy(to[:, ::2], x[:, ::2])
+    assert not nontemporal.copy(to[:, :8], x[:, :8])  # short rows
+    assert not nontemporal.copy(np.full((2, 3, 2, 512), 7.0)[:, ::2, :, 1:500], np.ones((2, 2, 2, 499)))
+    assert not nontemporal.copy(np.zeros(1), np.ones(1))
+    assert not nontemporal.copy(np.zeros((0, 1024)), np.ones((0, 1024)))
+    assert not nontemporal.copy(np.array([None] * 100), np.array([None] * 100))
+    assert not nontemporal.copy(to, x[:1])
+    assert not nontemporal.copy(to, x[0])
+    assert not nontemporal.add(to.astype(int), x.astype(int), x.astype(int))
+    assert not nontemporal.add(to, x, x.T.reshape(4, 1024, order="F"))
+    assert not nontemporal.add(to.astype(">f8"), x.astype(">f8"), x.astype(">f8"))
+    assert not nontemporal.add(to, x, x[:2])
     crooked = np.zeros(8 * 100 + 1, np.uint8)[1:].view(float)
-    assert not streams.add(crooked, np.ones(100), np.ones(100))
+    assert not nontemporal.add(crooked, np.ones(100), np.ones(100))
     to.flags.writeable = False
-    assert not streams.copy(to, x)
-    assert not streams.add(to, x, x)
+    assert not nontemporal.copy(to, x)
+    assert not nontemporal.add(to, x, x)
     assert (to == 7).all()
 
 
 def test_rows_may_follow_each_other_in_any_direction_and_be_one():
     x = np.random.default_rng(0).standard_normal((8, 1024))
     for to, source in ((np.empty((8, 1024))[::-1], x[::-2].repeat(2, 0)[::-1]), (np.empty((8, 1024)), x[::-1])):
-        assert streams.copy(to, source)
+        assert nontemporal.copy(to, source)
         assert np.array_equal(to, source)
     to = np.empty((8, 1024))
-    assert streams.copy(to, np.broadcast_to(x[3], to.shape))
+    assert nontemporal.copy(to, np.broadcast_to(x[3], to.shape))
     assert (to == x[3]).all()
 
 
 def test_it_pays_from_the_size_of_the_caches_on_alone_or_together(monkeypatch):
-    assert 16 << 20 <= streams.least() <= 64 << 20
-    assert not streams.pays(streams.least() - 1)
-    assert streams.pays(streams.least())
-    with streams.together(streams.least()):
-        assert streams.pays(1 << 16)
-        assert not streams.pays(1)
-    assert not streams.pays(1 << 16)
-    assert streams.pays(1 << 30, 1 << 14)
-    assert not streams.pays(1 << 30, 1 << 15)  # many small copies
+    assert 16 << 20 <= nontemporal.least() <= 64 << 20
+    assert not nontemporal.pays(nontemporal.least() - 1)
+    assert nontemporal.pays(nontemporal.least())
+    with nontemporal.together(nontemporal.least()):
+        assert nontemporal.pays(1 << 16)
+        assert not nontemporal.pays(1)
+    assert not nontemporal.pays(1 << 16)
+    assert nontemporal.pays(1 << 30, 1 << 14)
+    assert not nontemporal.pays(1 << 30, 1 << 15)  # many small copies
     with jit.off():
-        assert not streams.pays(1 << 30)
-    monkeypatch.setattr(streams, "_has_numba", lambda: False)
-    assert not streams.pays(1 << 30)
+        assert not nontemporal.pays(1 << 30)
+    monkeypatch.setattr(nontemporal, "_has_numba", lambda: False)
+    assert not nontemporal.pays(1 << 30)
 
 
 def test_an_array_that_is_written_over_is_summed_by_numpy(always, monkeypatch):
-    monkeypatch.setattr(streams, "add", None)
+    monkeypatch.setattr(nontemporal, "add", None)
     a, b = np.arange(5000.0), np.ones(5000)
     assert cpu.combine([a, b], into=a) is a
     assert np.array_equal(a, np.arange(5000.0) + 1)
@@ -146,11 +148,11 @@ def test_collectives_give_the_same_past_the_caches(scheduler, workers, monkeypat
     want = [a.numpy() for a in run(x)]
     used = set()
     for name in ("add", "copy"):
-        whole = getattr(streams, name)
-        monkeypatch.setattr(streams, name, lambda *args, n=name, f=whole: f(*args) and not used.add(n))
-    monkeypatch.setattr(streams, "pays", lambda nbytes, copies=1: True)
-    monkeypatch.setattr(team, "part", lambda: 1 << 12)
-    monkeypatch.setattr(team, "LEAST", 1 << 12)
+        whole = getattr(nontemporal, name)
+        monkeypatch.setattr(nontemporal, name, lambda *args, n=name, f=whole: f(*args) and not used.add(n))
+    monkeypatch.setattr(nontemporal, "pays", lambda nbytes, copies=1: True)
+    monkeypatch.setattr(split_work, "part", lambda: 1 << 12)
+    monkeypatch.setattr(split_work, "LEAST", 1 << 12)
     for _ in range(3):
         for a, b in zip([a.numpy() for a in run(x)], want, strict=True):
             assert np.array_equal(a, b)

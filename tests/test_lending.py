@@ -14,7 +14,7 @@ from case_blocks import MESHES, block_shapes
 import spmd
 from spmd import P
 from spmd.errors import LayoutError
-from spmd.kernels import team
+from spmd.kernels.parallel import split_work
 from spmd.mesh import Mesh, here
 from spmd.testing import operator_cases, operator_classes
 
@@ -315,10 +315,10 @@ def test_an_error_of_one_result_keeps_no_block_alive(scheduler):
 
 @pytest.mark.parametrize("tracked", [True, False])
 def test_a_large_result_of_one_worker_has_all_cores(scheduler, tracked, monkeypatch):
-    split, ran = [], team.run
-    monkeypatch.setattr(team, "run", lambda tasks: (split.append(len(tasks)), ran(tasks)))
+    split, ran = [], split_work.run
+    monkeypatch.setattr(split_work, "run", lambda tasks: (split.append(len(tasks)), ran(tasks)))
     monkeypatch.setattr("spmd.transport.local.usable_cores", lambda: 2)
-    monkeypatch.setattr(team, "part", lambda: 1 << 20)
+    monkeypatch.setattr(split_work, "part", lambda: 1 << 20)
     mesh = Mesh(x=2, scheduler=scheduler)
     x = np.random.default_rng(0).standard_normal((1024, 1024))
     rows = mesh.layout(x.shape, P("x"))

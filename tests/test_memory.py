@@ -15,7 +15,7 @@ import spmd
 from spmd import P, functions
 from spmd.autodiff import checkpoint, custom_vjp, grad, hvp, jacrev, jvp, linearize, value_and_grad, vjp
 from spmd.autodiff.registry import primitive
-from spmd.kernels import buffers
+from spmd.kernels.memory import pool
 
 SIZE = 20_000
 X = np.linspace(-1, 1, SIZE)
@@ -327,5 +327,5 @@ def test_the_sum_of_large_gradients_is_written_over_one_of_them(scheduler):
     step = grad(loss)
     np.testing.assert_allclose(step(*args).numpy(), 2 * x.T @ (x @ w))
     step(*args)
-    buffers.release()
+    pool.release()
     assert peak(lambda: step(*args)) * X.nbytes < 2.5 * w.nbytes

@@ -14,7 +14,8 @@ import pytest
 
 import spmd
 from spmd import P, scheduler_choice
-from spmd.kernels import cpu, team
+from spmd.kernels import cpu
+from spmd.kernels.parallel import split_work
 from spmd.scheduler_choice import Trial
 from spmd.transport.base import ONE_BY_ONE, Outcome
 
@@ -93,9 +94,9 @@ def test_auto_does_not_go_by_a_first_run_that_is_slow(monkeypatch):
 @pytest.mark.parametrize(("cores", "chosen"), [(4, "lockstep"), (1, "threads")])
 def test_auto_counts_what_all_cores_do_for_nothing(cores, chosen, monkeypatch):
     """In lockstep they copy what is large together, so threads would not be sooner there."""
-    copy = team._copy
-    monkeypatch.setattr(team, "_copy", lambda *args: (time.sleep(0.3), copy(*args)))
-    monkeypatch.setattr(team, "part", lambda: 1 << 20)
+    copy = split_work._copy
+    monkeypatch.setattr(split_work, "_copy", lambda *args: (time.sleep(0.3), copy(*args)))
+    monkeypatch.setattr(split_work, "part", lambda: 1 << 20)
     monkeypatch.setattr("spmd.transport.local.usable_cores", lambda: cores)
     four_cores(monkeypatch, 0.06, 0.06)
     x = np.arange(1 << 20, dtype=float).reshape(-1, 1 << 10)
@@ -116,7 +117,7 @@ def sums_that_last(monkeypatch, seconds: float) -> list:
         return combine(*args, **kwargs)
 
     monkeypatch.setattr(cpu, "combine", slow)
-    monkeypatch.setattr(team, "part", lambda: 1 << 40)
+    monkeypatch.setattr(split_work, "part", lambda: 1 << 40)
     return made
 
 
@@ -131,7 +132,7 @@ def test_what_one_worker_makes_for_all_is_nothing_that_threads_would_do_sooner(v
         for _ in range(3):
             verb(x, "x")
 
-    x = np.ones((4, team.LEAST // 4), np.float32)
+    x = np.ones((4, split_work.LEAST // 4), np.float32)
     with spmd.Mesh(x=2, scheduler="auto") as mesh, ExitStack() as stack:
         for _ in range(ledgers):
             stack.enter_context(spmd.ledger())
@@ -151,7 +152,7 @@ def test_what_is_made_for_one_group_of_several_counts(monkeypatch):
         for _ in range(3):
             spmd.psum(x, "x")
 
-    x = np.ones((2, 4 * team.LEAST // 4), np.float32)
+    x = np.ones((2, 4 * split_work.LEAST // 4), np.float32)
     with spmd.Mesh(x=2, y=4, scheduler="auto") as mesh:
         mapped = spmd.map(body, P("x", "y"), None)
         for _ in range(2):
@@ -161,9 +162,9 @@ def test_what_is_made_for_one_group_of_several_counts(monkeypatch):
 
 
 def test_split_work_counts_once():
-    with team.of(lambda: 2) as crew:
+    with split_work.of(lambda: 2) as crew:
         started = time.perf_counter()
-        team.for_all(lambda: (time.sleep(0.05), team.run([partial(time.sleep, 0.1)] * 2)), 0.5)
+        split_work.for_all(lambda: (time.sleep(0.05), split_work.run([partial(time.sleep, 0.1)] * 2)), 0.5)
         elapsed = time.perf_counter() - started
     assert 0.1 + 0.025 <= crew.seconds <= elapsed - 0.025
 

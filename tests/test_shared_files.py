@@ -22,7 +22,7 @@ import pytest
 from launch import PROGRAMS, ROOT, TORCHRUN, each_mpi, launch, launch_and_kill
 from process_cases import ended_well, timed
 
-from spmd.kernels import buffers
+from spmd.kernels.memory import pool
 from spmd.transport import arena, mailbox, shared_files
 from spmd.transport.board import Board
 from spmd.transport.shared_files import created, elected, job_name, opened, remove_abandoned
@@ -261,18 +261,18 @@ def test_without_memory_for_an_arena_arrays_lie_in_that_of_numpy(monkeypatch):
     mine = arena.Arena()
     try:
         mine.serve()
-        assert mine.place(buffers.empty(1 << 20, np.uint8)) is not None
+        assert mine.place(pool.empty(1 << 20, np.uint8)) is not None
         monkeypatch.setattr(os, "posix_fallocate", full)
-        x = buffers.empty(3 << 20, np.uint8)
+        x = pool.empty(3 << 20, np.uint8)
         assert mine.place(x) is None
         x[:] = 1
         monkeypatch.undo()
-        assert mine.place(buffers.empty(3 << 20, np.uint8)) is not None
+        assert mine.place(pool.empty(3 << 20, np.uint8)) is not None
         monkeypatch.setattr(os, "posix_fallocate", full)
         with pytest.raises(OSError, match="No space"):
             mailbox.create(3, bytes(8))
     finally:
-        buffers.take_from(None)
+        pool.take_from(None)
 
 
 # What was left behind

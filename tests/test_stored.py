@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from launch import run_python
 
-from spmd.kernels import jit, stored
+from spmd.kernels import jit, jit_cache
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "getuid"), reason="there are no owners and modes here")
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "getuid"), reason="there are no 
 def test_modes_of_the_folder(mode, words, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "getgid", lambda: os.getuid() + 1)  # The group is not one of this user alone.
     tmp_path.chmod(mode)
-    said = stored.intruders(tmp_path)
+    said = jit_cache.intruders(tmp_path)
     assert words in said
     assert bool(said) == bool(words)
 
@@ -29,21 +29,21 @@ def test_a_group_of_ones_own(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "getgid", lambda: tmp_path.stat().st_gid)
     monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_gid)
     tmp_path.chmod(0o775)
-    assert stored.intruders(tmp_path) == ""
+    assert jit_cache.intruders(tmp_path) == ""
     tmp_path.chmod(0o777)
-    assert "mode 777" in stored.intruders(tmp_path)
+    assert "mode 777" in jit_cache.intruders(tmp_path)
 
 
 def test_the_folder_of_another_user(tmp_path, monkeypatch):
-    monkeypatch.setattr(stored, "_owners", lambda: {os.getuid() + 1})
-    assert f"belongs to user {os.getuid()}" in stored.intruders(tmp_path)
+    monkeypatch.setattr(jit_cache, "_owners", lambda: {os.getuid() + 1})
+    assert f"belongs to user {os.getuid()}" in jit_cache.intruders(tmp_path)
 
 
 def test_the_file_of_another_user_is_not_run(tmp_path, monkeypatch):
-    files = stored._Files(tmp_path, "a.loop-3.py311", "now")
+    files = jit_cache._Files(tmp_path, "a.loop-3.py311", "now")
     files.save("f4", 5)
     assert files.load("f4") == 5
-    monkeypatch.setattr(stored, "_owners", lambda: {os.getuid() + 1})
+    monkeypatch.setattr(jit_cache, "_owners", lambda: {os.getuid() + 1})
     assert files.load("f4") is None
 
 

@@ -13,7 +13,8 @@ import pytest
 
 import spmd
 from spmd import P
-from spmd.kernels import cpu, team, threads
+from spmd.kernels import cpu
+from spmd.kernels.parallel import split_work, thread_pool
 
 MB = 1 << 20
 
@@ -21,25 +22,25 @@ MB = 1 << 20
 @pytest.fixture(autouse=True)
 def slow(monkeypatch):
     """A machine on which everything is split that may be."""
-    monkeypatch.setattr(team, "part", lambda: team.LEAST // 2)
+    monkeypatch.setattr(split_work, "part", lambda: split_work.LEAST // 2)
 
 
 def test_where_copies_are_quick_less_is_split(monkeypatch):
-    monkeypatch.setattr(team, "part", lambda: 3 * MB)
-    with team.of(lambda: 4):
-        assert [team.parts(n * MB) for n in (3, 5.9, 6, 8.9, 9, 100)] == [1, 1, 2, 2, 3, 4]
+    monkeypatch.setattr(split_work, "part", lambda: 3 * MB)
+    with split_work.of(lambda: 4):
+        assert [split_work.parts(n * MB) for n in (3, 5.9, 6, 8.9, 9, 100)] == [1, 1, 2, 2, 3, 4]
 
 
 def test_what_pays_is_measured_once(monkeypatch):
     """It is what this machine copies in two and a half times as long as a helper's call takes, but 1 MB at least; an
     odd measurement among several does nothing, and calls count as 36 us at least, 160 at most."""
     monkeypatch.undo()
-    team.part.cache_clear()
-    found = team.part()
+    split_work.part.cache_clear()
+    found = split_work.part()
     assert type(found) is int
-    assert found >= team.LEAST // 2
-    with team.of(lambda: 2):
-        assert [team.parts(2 * found - 1), team.parts(2 * found)] == [1, 2]
+    assert found >= split_work.LEAST // 2
+    with split_work.of(lambda: 2):
+        assert [split_work.parts(2 * found - 1), split_work.parts(2 * found)] == [1, 2]
     for copy, call, pays in (
         (1e-3, 36e-6, MB),
         (90e-6, 36e-6, MB),
@@ -49,35 +50,35 @@ def test_what_pays_is_measured_once(monkeypatch):
         (100e-6, 160e-6, 4 * MB),
         (100e-6, 1.0, 4 * MB),
     ):
-        assert team.part() == found
-        team.part.cache_clear()
+        assert split_work.part() == found
+        split_work.part.cache_clear()
         copies = [(0.5, s) for s in (9 * copy, copy, 2 * copy, copy, copy)]
         calls = [(0.5, 0.0, s) for s in (1.0, 9 * call, call, call, 0.0, call)]
         clock = itertools.accumulate(itertools.chain(*copies, *calls))
-        monkeypatch.setattr(team.time, "perf_counter", clock.__next__)
-        found = team.part()
+        monkeypatch.setattr(split_work.time, "perf_counter", clock.__next__)
+        found = split_work.part()
         assert found == pytest.approx(pays, rel=1e-6)
     monkeypatch.undo()
-    team.part.cache_clear()
+    split_work.part.cache_clear()
 
 
 def test_alone_nothing_is_split():
-    assert team.parts(1 << 30) == 1
-    with team.of(lambda: 4):
-        assert team.parts(team.LEAST - 1) == 1
-        assert team.parts(team.LEAST) == 2
-        assert team.parts(1 << 30) == 4
-        with team.of(lambda: 1):
-            assert team.parts(1 << 30) == 1
-        assert team.parts(1 << 30) == 4
-    assert team.parts(1 << 30) == 1
+    assert split_work.parts(1 << 30) == 1
+    with split_work.of(lambda: 4):
+        assert split_work.parts(split_work.LEAST - 1) == 1
+        assert split_work.parts(split_work.LEAST) == 2
+        assert split_work.parts(1 << 30) == 4
+        with split_work.of(lambda: 1):
+            assert split_work.parts(1 << 30) == 1
+        assert split_work.parts(1 << 30) == 4
+    assert split_work.parts(1 << 30) == 1
 
 
 @pytest.mark.parametrize("shape", [(), (1, 1), (1, 5), (3, 1, 700001), (2100001,), (1, 1031, 1009), (0, 7)])
 def test_spans_cover_everything_once(shape):
     for n in 1, 2, 5:
         count = np.zeros(shape, int)
-        spans = team.spans(shape, n)
+        spans = split_work.spans(shape, n)
         assert len(spans) <= n
         for span in spans:
             part = count[span]
@@ -88,13 +89,13 @@ def test_spans_cover_everything_once(shape):
 
 def test_copies_are_split_evenly(monkeypatch):
     """Every helper has a part of every array, so uneven ones end at the same time."""
-    shares, ran = [], team.run
-    monkeypatch.setattr(team, "run", lambda tasks: (shares.extend(tasks), ran(tasks)))
+    shares, ran = [], split_work.run
+    monkeypatch.setattr(split_work, "run", lambda tasks: (shares.extend(tasks), ran(tasks)))
     rng = np.random.default_rng(6)
     arrays = [np.asarray(rng.standard_normal(shape)) for shape in [(3, 200000), (1, 100000), (1,), (), (0, 4)]]
     into = [np.zeros_like(a) for a in arrays]
-    with team.of(lambda: 3):
-        team.copy(list(zip(into, arrays, strict=True)))
+    with split_work.of(lambda: 3):
+        split_work.copy(list(zip(into, arrays, strict=True)))
     found = [sum(to.nbytes for to, _ in share.args[0]) for share in shares]
     assert found == pytest.approx([1.6e6 + 8e5 / 3] * 3, abs=16)
     for to, a in zip(into, arrays, strict=True):
@@ -111,7 +112,7 @@ def test_all_tasks_run_and_the_first_error_is_raised():
             raise ValueError(k)
 
     with pytest.raises(ValueError, match="2"):
-        team.run([lambda k=k: task(k) for k in range(3)])
+        split_work.run([lambda k=k: task(k) for k in range(3)])
     assert done == {0, 1, 2}
 
 
@@ -127,7 +128,7 @@ def test_errors_keep_nothing_alive():
     gc.disable()
     try:
         try:
-            team.run([partial(fails, thing), lambda: None])
+            split_work.run([partial(fails, thing), lambda: None])
         except ValueError:
             del thing
         assert alive() is None
@@ -139,35 +140,35 @@ def test_where_no_thread_can_be_had_the_work_is_done_here(monkeypatch):
     def start(thread):
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(threads.Thread, "start", start)
-    monkeypatch.setattr(team, "pool", threads.Pool())
+    monkeypatch.setattr(thread_pool.Thread, "start", start)
+    monkeypatch.setattr(split_work, "pool", thread_pool.Pool())
     who = []
-    team.run([lambda: who.append(threading.current_thread())] * 4)
+    split_work.run([lambda: who.append(threading.current_thread())] * 4)
     assert who == [threading.current_thread()] * 4
 
 
 def test_there_are_no_more_helpers_than_cores(monkeypatch):
-    monkeypatch.setattr(team, "pool", threads.Pool())
-    monkeypatch.setattr(threads, "_cores", lambda: 3)
+    monkeypatch.setattr(split_work, "pool", thread_pool.Pool())
+    monkeypatch.setattr(thread_pool, "_cores", lambda: 3)
     for _ in range(3):
         done = []
-        team.run([partial(done.append, k) for k in range(9)])
+        split_work.run([partial(done.append, k) for k in range(9)])
         assert sorted(done) == list(range(9))
-    assert len(team.pool.idle) <= 3
-    assert team.pool.helping == 0
+    assert len(split_work.pool.idle) <= 3
+    assert split_work.pool.helping == 0
 
 
 def test_workers_who_wait_leave_room_for_helpers(monkeypatch):
     """A thread that waits for others takes no core away."""
-    pool = threads.Pool()
-    monkeypatch.setattr(team, "pool", pool)
-    monkeypatch.setattr(threads, "_cores", lambda: 2)
+    pool = thread_pool.Pool()
+    monkeypatch.setattr(split_work, "pool", pool)
+    monkeypatch.setattr(thread_pool, "_cores", lambda: 2)
     waiting, over = threading.Barrier(4, timeout=20), threading.Event()
     for thread in pool.take(3):
         thread.begin(lambda: (waiting.wait(), over.wait(20)), lambda: None)
     waiting.wait()
     together, who = threading.Barrier(2, timeout=20), []
-    team.run([lambda: (together.wait(), who.append(threading.get_ident()))] * 2)
+    split_work.run([lambda: (together.wait(), who.append(threading.get_ident()))] * 2)
     over.set()
     assert len(set(who)) == 2
     assert pool.helping == 0
@@ -192,22 +193,22 @@ def test_workers_who_wait_leave_room_for_helpers(monkeypatch):
 )
 def test_each_gives_all_results_in_order_and_splits_what_takes_long(cores, sizes, split, monkeypatch):
     """Everybody calls some, and nobody helps there; or all may help with every one."""
-    ran, run = [], team.run
-    monkeypatch.setattr(team, "run", lambda tasks: (ran.append(len(tasks)), run(tasks)))
+    ran, run = [], split_work.run
+    monkeypatch.setattr(split_work, "run", lambda tasks: (ran.append(len(tasks)), run(tasks)))
     found = []
 
     def make(k):
-        found.append((k, team.parts(1 << 30)))
+        found.append((k, split_work.parts(1 << 30)))
         return k
 
     makes, nbytes = [partial(make, k) for k in range(len(sizes))], [int(size * MB) for size in sizes]
-    with team.of(lambda: cores):
-        assert team.each(makes, nbytes) == list(range(len(sizes)))
+    with split_work.of(lambda: cores):
+        assert split_work.each(makes, nbytes) == list(range(len(sizes)))
     assert ran == split
     # What is called one after the other finds the team as it is.
     assert sorted(found) == [(k, 1 if split else cores) for k in range(len(sizes))]
     found.clear()
-    assert team.each(makes, nbytes) == list(range(len(sizes)))
+    assert split_work.each(makes, nbytes) == list(range(len(sizes)))
     assert found == [(k, 1) for k in range(len(sizes))]
 
 
@@ -215,24 +216,24 @@ def test_an_error_of_one_of_each_is_raised():
     def fail():
         raise ValueError("of the second")
 
-    with team.of(lambda: 2), pytest.raises(ValueError, match="of the second"):
-        team.each([lambda: 1, fail], [1 << 24] * 2)
+    with split_work.of(lambda: 2), pytest.raises(ValueError, match="of the second"):
+        split_work.each([lambda: 1, fail], [1 << 24] * 2)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, threads.Stopped])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, thread_pool.Stopped])
 def test_an_interrupt_while_helpers_start_loses_none(error, monkeypatch):
-    pool, real = threads.Pool(), threads.Thread.start
+    pool, real = thread_pool.Pool(), thread_pool.Thread.start
     pool.give(pool.take(1))
 
     def start(thread):
         raise error
 
-    monkeypatch.setattr(threads, "_cores", lambda: 4)
-    monkeypatch.setattr(threads.Thread, "start", start)
+    monkeypatch.setattr(thread_pool, "_cores", lambda: 4)
+    monkeypatch.setattr(thread_pool.Thread, "start", start)
     with pytest.raises(error):
         pool.spare(3)
     assert (pool.helping, len(pool.idle)) == (0, 1)
-    monkeypatch.setattr(threads.Thread, "start", real)
+    monkeypatch.setattr(thread_pool.Thread, "start", real)
     helpers = pool.spare(9)
     assert len(helpers) == pool.helping == 4
     pool.give(helpers)
@@ -240,14 +241,14 @@ def test_an_interrupt_while_helpers_start_loses_none(error, monkeypatch):
 
 
 def test_helpers_that_are_there_help_where_no_more_can_start(monkeypatch):
-    pool = threads.Pool()
+    pool = thread_pool.Pool()
     pool.give(pool.take(2))
 
     def start(thread):
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(threads, "_cores", lambda: 8)
-    monkeypatch.setattr(threads.Thread, "start", start)
+    monkeypatch.setattr(thread_pool, "_cores", lambda: 8)
+    monkeypatch.setattr(thread_pool.Thread, "start", start)
     helpers = pool.spare(4)
     assert len(helpers) == pool.helping == 2
     pool.give(helpers)
@@ -256,13 +257,13 @@ def test_helpers_that_are_there_help_where_no_more_can_start(monkeypatch):
 
 @pytest.mark.parametrize("spread", [True, False])
 def test_additions_of_boxes_are_split(spread, monkeypatch):
-    split, ran = [], team.run
-    monkeypatch.setattr(team, "run", lambda tasks: (split.append(len(tasks)), ran(tasks)))
+    split, ran = [], split_work.run
+    monkeypatch.setattr(split_work, "run", lambda tasks: (split.append(len(tasks)), ran(tasks)))
     rng = np.random.default_rng(2)
     shape = (601, 1001)
     boxes = (((0, 601), (0, 1001)), ((1, 600), (2, 1001)), ((3, 4), (5, 6)))
     parts = [rng.standard_normal([b - a for a, b in box]) for box in boxes]
-    with team.of(lambda: 2 if spread else 1):
+    with split_work.of(lambda: 2 if spread else 1):
         found = cpu.add_boxes(shape, boxes, parts)
     want = parts[0].copy()
     for box, part in zip(boxes[1:], parts[1:], strict=True):
@@ -273,10 +274,10 @@ def test_additions_of_boxes_are_split(spread, monkeypatch):
 
 def test_an_interrupt_waits_for_those_who_help(monkeypatch):
     """And gives back those who have not begun."""
-    pool = threads.Pool()
-    monkeypatch.setattr(team, "pool", pool)
-    monkeypatch.setattr(threads, "_cores", lambda: 4)
-    go, ended, begin = threading.Event(), [], threads.Thread.begin
+    pool = thread_pool.Pool()
+    monkeypatch.setattr(split_work, "pool", pool)
+    monkeypatch.setattr(thread_pool, "_cores", lambda: 4)
+    go, ended, begin = threading.Event(), [], thread_pool.Thread.begin
 
     def waits():
         go.wait(20)
@@ -288,9 +289,9 @@ def test_an_interrupt_waits_for_those_who_help(monkeypatch):
         go.set()
         begin(thread, task, after, begun)
 
-    monkeypatch.setattr(threads.Thread, "begin", second)
+    monkeypatch.setattr(thread_pool.Thread, "begin", second)
     with pytest.raises(KeyboardInterrupt):
-        team.run([lambda: None, waits, waits, waits])
+        split_work.run([lambda: None, waits, waits, waits])
     assert ended == [True]
     assert len(pool.idle) == 3
 
@@ -298,7 +299,7 @@ def test_an_interrupt_waits_for_those_who_help(monkeypatch):
 def test_helpers_work_in_the_callers_context():
     x = np.full(1 << 19, 1e308)
     x[: 1 << 18] = 0
-    with team.of(lambda: 2), np.errstate(over="raise"), pytest.raises(FloatingPointError):
+    with split_work.of(lambda: 2), np.errstate(over="raise"), pytest.raises(FloatingPointError):
         cpu.combine([x, x])
 
 
@@ -309,8 +310,8 @@ def test_split_sums_have_the_same_bits(how, dtype):
     blocks = [(8 * rng.standard_normal((1031, 1009))).astype(dtype) for _ in range(3)]
     whole = cpu.combine(blocks, how)
     for cores in 2, 3, 7:
-        with team.of(lambda n=cores: n):
-            assert team.parts(whole.nbytes) > 1 or whole.nbytes < team.LEAST
+        with split_work.of(lambda n=cores: n):
+            assert split_work.parts(whole.nbytes) > 1 or whole.nbytes < split_work.LEAST
             np.testing.assert_array_equal(cpu.combine(blocks, how), whole)
             strided = [np.asfortranarray(b) for b in blocks]
             np.testing.assert_array_equal(cpu.combine(strided, how), whole)
@@ -320,8 +321,8 @@ def test_split_sums_have_the_same_bits(how, dtype):
 @pytest.mark.parametrize("axis", [0, 1])
 def test_workers_who_wait_lend_their_cores(axis, tiled, monkeypatch):
     """Blocks of 3 MB, uneven where they may be, are summed and joined in parts, with NumPy's result."""
-    split, ran = [], team.run
-    monkeypatch.setattr(team, "run", lambda tasks: (split.append(len(tasks)), ran(tasks)))
+    split, ran = [], split_work.run
+    monkeypatch.setattr(split_work, "run", lambda tasks: (split.append(len(tasks)), ran(tasks)))
     monkeypatch.setattr("spmd.transport.local.usable_cores", lambda: 3)
     rng = np.random.default_rng(4)
     lengths = (900, 700, 800) if tiled else (800, 800, 800)
@@ -369,8 +370,10 @@ ROWS, COLUMNS = P("x"), P(None, None, "x")
 def test_one_worker_at_a_time_has_all_cores(act, spec, by_the_last, monkeypatch):
     """In lockstep what each makes for itself is split too, along whatever dimension there is; what the last to come
     makes for all is split in threads as well, once for all results."""
-    split, ran = [], team.run
-    monkeypatch.setattr(team, "run", lambda tasks: (split.append((spmd.worker_index("x"), len(tasks))), ran(tasks)))
+    split, ran = [], split_work.run
+    monkeypatch.setattr(
+        split_work, "run", lambda tasks: (split.append((spmd.worker_index("x"), len(tasks))), ran(tasks))
+    )
     monkeypatch.setattr("spmd.transport.local.usable_cores", lambda: 2)
 
     def run(scheduler):
@@ -404,10 +407,10 @@ def test_one_worker_at_a_time_has_all_cores(act, spec, by_the_last, monkeypatch)
 )
 def test_a_line_that_calls_again_makes_the_same_at_once_for_all(act, spec, runs, monkeypatch):
     """From the second time on the last to come makes all results, in threads: split once, and not by each worker."""
-    ran, run = [], team.run
-    monkeypatch.setattr(team, "run", lambda tasks: (ran.append(len(tasks)), run(tasks)))
+    ran, run = [], split_work.run
+    monkeypatch.setattr(split_work, "run", lambda tasks: (ran.append(len(tasks)), run(tasks)))
     monkeypatch.setattr("spmd.transport.local.usable_cores", lambda: 2)
-    monkeypatch.setattr(team, "part", lambda: 1 << 20)
+    monkeypatch.setattr(split_work, "part", lambda: 1 << 20)
 
     def body(x, rows, columns):
         made = []
@@ -433,8 +436,8 @@ def test_a_line_that_calls_again_makes_the_same_at_once_for_all(act, spec, runs,
 @pytest.mark.parametrize(("cores", "share"), [(2, 1), (3, 1), (4, 2), (8, 4)])
 def test_a_part_of_the_workers_has_its_share_of_the_cores(cores, share, monkeypatch):
     """In threads, where the others of another group may be at work."""
-    split, ran = [], team.run
-    monkeypatch.setattr(team, "run", lambda tasks: (split.append(len(tasks)), ran(tasks)))
+    split, ran = [], split_work.run
+    monkeypatch.setattr(split_work, "run", lambda tasks: (split.append(len(tasks)), ran(tasks)))
     monkeypatch.setattr("spmd.transport.local.usable_cores", lambda: cores)
     mesh = spmd.Mesh(x=2, y=2, scheduler="threads")
     x = np.arange(4 << 19, dtype=np.float64).reshape(4, -1)

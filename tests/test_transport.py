@@ -26,7 +26,7 @@ from virtual_workers import all_is_well, in_process, living, mesh_of, run
 import spmd
 from spmd import P
 from spmd.errors import DeadlockError, LayoutError, MismatchError
-from spmd.kernels import threads
+from spmd.kernels.parallel import thread_pool
 from spmd.transport.base import Call, Group
 
 pytestmark = pytest.mark.usefixtures("no_hang")
@@ -247,11 +247,11 @@ def test_a_thousand_failures_leave_no_threads_and_no_greenlets(scheduler):
 
     run(mesh, lambda worker: None)
     gc.collect()
-    threads, before = threading.active_count(), living(greenlet)
+    thread_pool, before = threading.active_count(), living(greenlet)
     for k in range(1000 if scheduler == "lockstep" else 300):
         with pytest.raises(ValueError):  # noqa: PT011
             run(mesh, lambda worker, k=k: body(worker, k))
-    assert threading.active_count() == threads
+    assert threading.active_count() == thread_pool
     gc.collect()
     assert living(greenlet) <= before
     assert all_is_well(mesh)
@@ -550,10 +550,10 @@ def test_several_threads_run_maps_at_once(scheduler):
             found[k] = [r.tolist() for r in results.values()]
             assert found[k] == [[20.0 * (n * k + n * (n - 1) / 2) + 190 * n] * 4] * n
 
-    threads = [threading.Thread(target=caller, args=(k,)) for k in range(6)]
-    for t in threads:
+    thread_pool = [threading.Thread(target=caller, args=(k,)) for k in range(6)]
+    for t in thread_pool:
         t.start()
-    for t in threads:
+    for t in thread_pool:
         t.join()
     assert sorted(found) == [0, 1, 2, 3, 4]
     assert errors == [5] * 5
@@ -803,7 +803,7 @@ def test_a_handle_may_be_asked_twice_and_late(scheduler):
 
 
 def test_a_thread_that_cannot_start_leaves_the_pool_in_order(monkeypatch):
-    pool = threads.Pool()
+    pool = thread_pool.Pool()
     started = []
 
     def start(thread):
@@ -811,7 +811,7 @@ def test_a_thread_that_cannot_start_leaves_the_pool_in_order(monkeypatch):
             raise RuntimeError("can't start new thread")
         started.append(thread)
 
-    monkeypatch.setattr(threads.Thread, "start", start)
+    monkeypatch.setattr(thread_pool.Thread, "start", start)
     with pytest.raises(RuntimeError, match="can't start"):
         pool.take(4)
     assert sorted(map(id, pool.idle)) == sorted(map(id, started))

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from spmd.kernels.families import finder
+from spmd.kernels.registry import finder
 
 __getattr__ = finder(__name__, globals())

@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from spmd.kernels import buffers, jit
+from spmd.kernels import jit
 from spmd.kernels.cpu.chunks import accurate, into_rows
 from spmd.kernels.cpu.elementary import exp_below, expm1_below, log1p_unit, mills
+from spmd.kernels.memory import pool
 from spmd.kernels.reference.activation import FAR, FORMS, form
 
 __all__ = ["activate", "activate_vjp"]
@@ -29,9 +30,9 @@ def activate(x: np.ndarray, bias: np.ndarray | None, kind: str, alpha: float = 1
     """f(x + bias)."""
     if kind == "relu":
         if bias is None:  # one pass in any case
-            return np.maximum(x, x.dtype.type(0), out=buffers.empty_like(x))
+            return np.maximum(x, x.dtype.type(0), out=pool.empty_like(x))
         if x.size and x.dtype == bias.dtype and jit.fits(x) and x.dtype.char in "fd":
-            out, n = buffers.empty_like(x), x.shape[-1]
+            out, n = pool.empty_like(x), x.shape[-1]
             _above(out.reshape(-1, n), np.ascontiguousarray(x).reshape(-1, n), np.ascontiguousarray(bias))
             return out
     return _by_row(_activate, _activate_plain, (x,), bias, kind, alpha)
@@ -51,7 +52,7 @@ def activate_vjp(
         if into is g:
             _halved_over(flat[1], flat[0])
             return g
-        out = buffers.empty_like(g) if into is None else into
+        out = pool.empty_like(g) if into is None else into
         _halved(out.reshape(-1), *flat)
         return out
     return _by_row(_activate_vjp, _activate_vjp_plain, (x, g), bias, kind, alpha, into)
@@ -68,7 +69,7 @@ def _by_row(
 ) -> np.ndarray:
     """into: where the result is written, which may be the last of the arrays: pieces of that are copied, for loops that
     read one array and write another become vectors."""
-    out = buffers.empty_like(arrays[0]) if into is None else into
+    out = pool.empty_like(arrays[0]) if into is None else into
     if not out.size:
         return out
     wide = accurate(out.dtype)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd.kernels import buffers
+from spmd.kernels.memory import pool
 
 __all__ = ["CACHE", "STRETCH", "accurate", "by_planes", "by_rows", "dots", "into_rows"]
 
@@ -38,7 +38,7 @@ def by_rows(f: Callable[..., np.ndarray], *arrays: np.ndarray) -> np.ndarray:
     step = max(1, CACHE // max(1, n * wide.itemsize))
     if step >= rows:
         return np.asarray(f(*(a.astype(wide, copy=False) for a in arrays))).astype(x.dtype, copy=False)
-    out = buffers.empty_like(x)
+    out = pool.empty_like(x)
     flat = [np.ascontiguousarray(a).reshape(rows, n) for a in arrays]
     into = out.reshape(rows, n)
     for start in range(0, rows, step):
@@ -65,7 +65,7 @@ def by_planes(f: Callable[..., Any], *arrays: np.ndarray) -> Any:
         several = isinstance(found, tuple)
         each = found if several else (found,)
         if not outs:
-            outs = [buffers.empty((n * c, *y.shape[1:]), x.dtype if y.dtype == wide else y.dtype) for y in each]
+            outs = [pool.empty((n * c, *y.shape[1:]), x.dtype if y.dtype == wide else y.dtype) for y in each]
         for out, y in zip(outs, each, strict=True):
             out[piece] = y
     shaped = tuple(out.reshape(n, c, *out.shape[2:]) for out in outs)

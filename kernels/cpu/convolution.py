@@ -21,11 +21,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from spmd.kernels import buffers, jit
+from spmd.kernels import jit
 from spmd.kernels.cpu import vectors
 from spmd.kernels.cpu.chunks import accurate
 from spmd.kernels.cpu.shifts import shifted_copies, shifted_products, shifted_sums
 from spmd.kernels.cpu.vectors import ROWS, add_taps, combine, dot_taps
+from spmd.kernels.memory import pool
 from spmd.kernels.windows import output_length
 
 __all__ = ["col2im", "conv", "conv_input_adjoint", "conv_weight_adjoint", "im2col"]
@@ -43,7 +44,7 @@ def conv(
     """x (N, C, *n), w (O, C / groups, *k) -> (N, O, *m)."""
     dtype = np.result_type(x, w)
     m = tuple(map(output_length, x.shape[2:], w.shape[2:], stride, padding, dilation))
-    out = buffers.empty((x.shape[0], w.shape[0], *m), dtype)
+    out = pool.empty((x.shape[0], w.shape[0], *m), dtype)
     if 0 in out.shape or 0 in x.shape or 0 in w.shape:
         out.fill(0)
         return out
@@ -54,7 +55,7 @@ def conv(
         return out
     taps, residues = _taps(w.shape[2:], stride, _pairs(padding), dilation)
     filters = w.astype(wide, copy=False).reshape(groups, w.shape[0] // groups, w.shape[1], -1)
-    into = out if dtype == wide else buffers.empty(out.shape, wide)
+    into = out if dtype == wide else pool.empty(out.shape, wide)
     for n, g, rows in _parts(x, groups, m, taps):
         some = x[n, _of(g, w.shape[1])].astype(wide, copy=False)
         source = _planes(some, g, stride, residues, taps, m, rows)
@@ -79,9 +80,9 @@ def conv_input_adjoint(
     wide = accurate(dtype)
     n, c = g.shape[0], groups * w.shape[1]
     if 0 in g.shape or 0 in w.shape or 0 in shape or n * c == 0:
-        return buffers.zeros((n, c, *shape), dtype)
+        return pool.zeros((n, c, *shape), dtype)
     if _single(dtype, g, w, stride, groups, w.shape):
-        out = buffers.empty((n, c, *shape), dtype)
+        out = pool.empty((n, c, *shape), dtype)
         table = -_shifts(w.shape[2:], padding, dilation)
         _shift(out, g.astype(dtype, copy=False), table, w.astype(dtype, copy=False).reshape(groups, -1))
         return out
@@ -89,7 +90,7 @@ def conv_input_adjoint(
     filters = w.reshape(groups, w.shape[0] // groups, w.shape[1], -1).swapaxes(1, 2).astype(wide, copy=False)
     g = g.astype(wide, copy=False)
     whole, ends = all(s == 1 for s in stride), _pairs(padding)
-    out = buffers.empty((n, c, *shape), dtype)
+    out = pool.empty((n, c, *shape), dtype)
     for residue in itertools.product(*(range(min(s, k)) for s, k in zip(stride, shape, strict=True))):
         part = out[(slice(None), slice(None), *(slice(r, None, s) for r, s in zip(residue, stride, strict=True)))]
         met, taps = _met(w.shape[2:], stride, ends, dilation, residue)
@@ -97,7 +98,7 @@ def conv_input_adjoint(
             part[...] = 0
             continue
         chosen = np.ascontiguousarray(filters[..., met])
-        into = part if whole and dtype == wide else buffers.empty(part.shape, wide)
+        into = part if whole and dtype == wide else pool.empty(part.shape, wide)
         for i, j, rows in _parts(g, groups, part.shape[2:], taps):
             some = g[i, _of(j, chosen.shape[2])]
             source = _planes(some, j, (1,) * len(stride), [(0,) * len(stride)], taps, part.shape[2:], rows)
@@ -145,7 +146,7 @@ def conv_weight_adjoint(
 def im2col(x: np.ndarray, kernel: Shape, stride: Shape, padding: Sequence[Pair], dilation: Shape) -> np.ndarray:
     """What each output sees: x (N, C, *n) -> (N, C, *k, *m)."""
     m = tuple(map(output_length, x.shape[2:], kernel, stride, padding, dilation))
-    cols = buffers.empty((*x.shape[:2], *kernel, *m), x.dtype)
+    cols = pool.empty((*x.shape[:2], *kernel, *m), x.dtype)
     if x.dtype.char in "fd" and jit.fits(x) and all(s == 1 for s in stride) and x.size and cols.size:
         table = _shifts(kernel, padding, dilation)
         shifted_copies(cols.reshape(-1, len(table), *_three(m, 1)), _examples(x), table)
@@ -167,7 +168,7 @@ def col2im(
 ) -> np.ndarray:
     """Adds what each output saw where it came from: cols (N, C, *k, *m) -> (N, C, *shape)."""
     wide = accurate(cols.dtype)
-    out = buffers.empty((*cols.shape[:2], *shape), cols.dtype)
+    out = pool.empty((*cols.shape[:2], *shape), cols.dtype)
     m = cols.shape[2 + len(kernel) :]
     if cols.dtype.char in "fd" and jit.fits(cols) and all(s == 1 for s in stride) and cols.size and out.size:
         table = -_shifts(kernel, padding, dilation)
@@ -339,7 +340,7 @@ def _planes(
         data = np.ascontiguousarray(x).reshape(n, groups, c // groups, 1, *_three(x.shape[2:], 1))
         return _Source(data, _three((rows.start, *[0] * len(m[1:])), 0), reach)
     lengths = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
-    data = buffers.empty((n, c, len(residues), *lengths), x.dtype)
+    data = pool.empty((n, c, len(residues), *lengths), x.dtype)
     for plane, residue in enumerate(residues):
         part = x[(slice(None), slice(None), *(slice(r, None, s) for r, s in zip(residue, stride, strict=True)))]
         _put(data[:, :, plane], part, begins)
@@ -556,7 +557,7 @@ def _dots(g: _Lines, count: int, source: _Source, offsets: np.ndarray) -> np.nda
     end = (rows - 1) * wide + columns
     if end < lanes:
         return None
-    around = buffers.zeros((n, groups * count, layers, rows, wide), g.data.dtype)
+    around = pool.zeros((n, groups * count, layers, rows, wide), g.data.dtype)
     around[..., :columns] = np.lib.stride_tricks.as_strided(
         g.data[g.start :], (*around.shape[:-1], columns), [s * g.data.itemsize for s in (*g.steps, 1)], writeable=False
     )

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from spmd.kernels import buffers, jit
+from spmd.kernels import jit
 from spmd.kernels.cpu.chunks import CACHE, accurate
+from spmd.kernels.memory import pool
 
 __all__ = ["add_rows", "take_rows"]
 
@@ -17,8 +18,8 @@ def take_rows(table: np.ndarray, ids: np.ndarray) -> np.ndarray:
     """The rows that ids name; zeros where they are -1."""
     shape = (*ids.shape, *table.shape[1:])
     if not table.shape[0]:
-        return buffers.zeros(shape, table.dtype)
-    out = buffers.empty(shape, table.dtype)
+        return pool.zeros(shape, table.dtype)
+    out = pool.empty(shape, table.dtype)
     np.take(table, ids, axis=0, out=out, mode="clip")  # in this mode nothing is checked or copied on the way
     if ids.size and ids.min() < 0:
         out[ids < 0] = 0
@@ -30,13 +31,13 @@ def add_rows(ids: np.ndarray, g: np.ndarray, rows: int) -> np.ndarray:
     shape = (rows, *g.shape[ids.ndim :])
     wide, each = accurate(g.dtype), math.prod(shape[1:])
     if not ids.size or not rows * each:
-        return buffers.zeros(shape, g.dtype)
+        return pool.zeros(shape, g.dtype)
     flat, entries = np.ascontiguousarray(ids, np.int64).reshape(-1), g.reshape(ids.size, each)
     if g.dtype.char in "fdFD" and jit.fits(g):
-        out, real = buffers.empty(shape, wide), g.dtype.type(0).real.dtype
+        out, real = pool.empty(shape, wide), g.dtype.type(0).real.dtype
         _sum(out.reshape(rows, each).view(real), np.zeros(rows, bool), flat, np.ascontiguousarray(entries).view(real))
         return out
-    out = buffers.zeros(shape, wide)
+    out = pool.zeros(shape, wide)
     into = out.reshape(rows, each)
     if wide != g.dtype and jit.available():
         step = max(1, CACHE // (each * 4))
@@ -89,6 +90,6 @@ def _add_sorted(out: np.ndarray, ids: np.ndarray, g: np.ndarray) -> None:
 
 
 def _rounded(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    out = buffers.empty(x.shape, dtype)
+    out = pool.empty(x.shape, dtype)
     out[...] = x
     return out

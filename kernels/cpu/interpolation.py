@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from spmd.kernels import buffers, jit
+from spmd.kernels import jit
 from spmd.kernels.cpu.chunks import CACHE, accurate
 from spmd.kernels.cpu.rows import deal, undeal
 from spmd.kernels.cpu.vectors import combine
+from spmd.kernels.memory import pool
 from spmd.kernels.taps import BOUNDARIES, continued, nearest_shift, polynomials
 
 __all__ = ["inject", "resample", "sample"]
@@ -29,7 +30,7 @@ _PIECE = 1 << 14
 def resample(x: np.ndarray, index: np.ndarray, weight: np.ndarray, axis: int) -> np.ndarray:
     """Along an axis, output o is the sum of weight[o, k] * x[index[o, k]]."""
     shape = (*x.shape[:axis], len(index), *x.shape[axis + 1 :])
-    out = buffers.empty(shape, x.dtype)
+    out = pool.empty(shape, x.dtype)
     if not out.size:
         return out
     if not x.size or not index.shape[1]:
@@ -78,7 +79,7 @@ def sample(
         parts = (np.ascontiguousarray(part) for part in (np.real(x), np.imag(x)))
         real, imag = (sample(part, points, method, boundary, orders, cubic) for part in parts)
         return _complex(real, imag, x.dtype)
-    out = buffers.zeros((len(x), len(points)), x.dtype)
+    out = pool.zeros((len(x), len(points)), x.dtype)
     if not out.size or not x.size:
         return out
     if x.dtype.char in "fd" and jit.fits(x, points):
@@ -108,7 +109,7 @@ def inject(
         real, imag = (inject(part, points, shape, method, boundary, orders, cubic) for part in parts)
         return _complex(real, imag, g.dtype)
     if g.dtype.char in "fd" and jit.fits(g, points):
-        out = buffers.zeros((len(g), *shape), g.dtype)
+        out = pool.zeros((len(g), *shape), g.dtype)
         if out.size and g.size:
             field = out.reshape(len(g), *(1,) * (4 - out.ndim), *shape)
             _inject(field, np.ascontiguousarray(g), *_prepared(points, method, boundary, orders, cubic))
@@ -118,7 +119,7 @@ def inject(
     for place, weight in _taps(points, shape, method, boundary, orders, cubic):
         places.append(place + 1)  # the first is for what lies outside
         weights.append(weight)
-    out = buffers.zeros((len(g), size), g.dtype)
+    out = pool.zeros((len(g), size), g.dtype)
     if places:
         place = np.concatenate(places)
         for c in range(len(g)):
@@ -128,7 +129,7 @@ def inject(
 
 
 def _complex(real: np.ndarray, imag: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    out = buffers.empty(real.shape, dtype)
+    out = pool.empty(real.shape, dtype)
     out.real, out.imag = real, imag
     return out
 

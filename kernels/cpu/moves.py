@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from spmd.kernels import buffers, streams, team
 from spmd.kernels.cpu.chunks import CACHE, accurate, into_rows
+from spmd.kernels.memory import nontemporal, pool
+from spmd.kernels.parallel import split_work
 
 __all__ = ["add_boxes", "combine", "unpack"]
 
@@ -27,17 +28,17 @@ def combine(blocks: Sequence[np.ndarray], how: str = "sum", into: np.ndarray | N
     first = blocks[0]
     if len(blocks) == 1:
         return first
-    if into is None and first.nbytes < min(team.LEAST, buffers.least()) and _plain(first):
+    if into is None and first.nbytes < min(split_work.LEAST, pool.least()) and _plain(first):
         return _folded(fold, blocks)
-    total = buffers.empty_like(first) if into is None else into
-    n = team.parts(total.nbytes * (1 + len(blocks)) // 2)  # A copy is read once and written once.
-    past = fold is np.add and streams.pays(total.nbytes) and not any(np.may_share_memory(total, b) for b in blocks)
+    total = pool.empty_like(first) if into is None else into
+    n = split_work.parts(total.nbytes * (1 + len(blocks)) // 2)  # A copy is read once and written once.
+    past = fold is np.add and nontemporal.pays(total.nbytes) and not any(np.may_share_memory(total, b) for b in blocks)
     if n == 1:
         _fold(total, blocks, fold, past)
         return total
-    out, *blocks = team.flat((total, *blocks))
-    spans = team.spans(out.shape, n)
-    team.run([partial(_fold, out[span], [block[span] for block in blocks], fold, past) for span in spans])
+    out, *blocks = split_work.flat((total, *blocks))
+    spans = split_work.spans(out.shape, n)
+    split_work.run([partial(_fold, out[span], [block[span] for block in blocks], fold, past) for span in spans])
     return total
 
 
@@ -74,10 +75,10 @@ def _fold(total: np.ndarray, blocks: Sequence[np.ndarray], fold: np.ufunc, past:
         into_rows(_sum, (total.reshape(-1),), *(np.ascontiguousarray(block).reshape(-1) for block in blocks))
         return
     if len(blocks) == 2:
-        if not (past and streams.add(total, *blocks)):
+        if not (past and nontemporal.add(total, *blocks)):
             fold(*blocks, out=total)
         return
-    total, *blocks = team.flat((total, *blocks))
+    total, *blocks = split_work.flat((total, *blocks))
     past = past and total.ndim == 1
     # So much at a time that it stays in the cache until all are added.
     step = max(1, CACHE // total.itemsize if total.ndim == 1 else total.size)
@@ -86,7 +87,7 @@ def _fold(total: np.ndarray, blocks: Sequence[np.ndarray], fold: np.ufunc, past:
         out, so_far, *others, last = (a[start : start + step] for a in (total, *blocks))
         for other in others:
             so_far = fold(so_far, other, out=room[: len(out)] if past else out)
-        if not (past and streams.add(out, so_far, last)):
+        if not (past and nontemporal.add(out, so_far, last)):
             fold(so_far, last, out=out)
 
 
@@ -129,16 +130,16 @@ def within(box: Box) -> tuple[Any, ...]:
 def unpack(shape: tuple[int, ...], boxes: tuple[Box, ...], parts: Sequence[np.ndarray]) -> np.ndarray:
     """An array with each part in its box, and zeros elsewhere; of several parts in one place the last one counts."""
     found, everything, apart = places(shape, boxes)
-    out = buffers.empty(shape, parts[0].dtype)
+    out = pool.empty(shape, parts[0].dtype)
     if not everything:
         out.fill(0)
-    if out.nbytes < team.LEAST:
+    if out.nbytes < split_work.LEAST:
         for place, part in zip(found, parts, strict=True):
             out[place] = part
         return out
     pairs = [(out[place], part) for place, part in zip(found, parts, strict=True)]
     for some in [pairs] if apart else [[pair] for pair in pairs]:
-        team.copy(some)
+        split_work.copy(some)
     return out
 
 
@@ -154,18 +155,18 @@ def places(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> tuple[list[tuple[A
 def add_boxes(shape: tuple[int, ...], boxes: tuple[Box, ...], parts: Sequence[np.ndarray]) -> np.ndarray:
     """An array of zeros to which each part is added in its box, in order."""
     first = boxes[0] == tuple((0, n) for n in shape)
-    out = buffers.empty(shape, parts[0].dtype)
+    out = pool.empty(shape, parts[0].dtype)
     if first:
-        team.copy([(out, parts[0])])
+        split_work.copy([(out, parts[0])])
     else:
         out.fill(0)
     for box, part in zip(boxes[first:], parts[first:], strict=True):
         view = out[within(box)]
-        n = team.parts(view.nbytes)
+        n = split_work.parts(view.nbytes)
         if n == 1:
             view += part
         else:
-            team.run([partial(np.add, view[s], part[s], view[s]) for s in team.spans(view.shape, n)])
+            split_work.run([partial(np.add, view[s], part[s], view[s]) for s in split_work.spans(view.shape, n)])
     return out
 
 

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from spmd.kernels import buffers
 from spmd.kernels.cpu.chunks import CACHE
+from spmd.kernels.memory import pool
 
 __all__ = ["inside", "weighted_sums"]
 
@@ -256,7 +256,7 @@ def _joined(out: np.ndarray, x: np.ndarray, sums: _Joined, weights: Sequence[Any
     All views are made beforehand: between the sums they would keep other workers' threads from beginning theirs.
     """
     of, to = x.reshape(-1), out.reshape(-1)
-    rooms, calls = buffers.empty((3, sums.step + sums.spread), x.dtype), []
+    rooms, calls = pool.empty((3, sums.step + sums.spread), x.dtype), []
     for lo in range(sums.first, sums.last, sums.step):
         hi = min(lo + sums.step, sums.last)
         parts: list[_Part] = []
@@ -277,7 +277,7 @@ def _joined(out: np.ndarray, x: np.ndarray, sums: _Joined, weights: Sequence[Any
 
 def _by_rows(out: np.ndarray, x: np.ndarray, sums: _Rows, weights: Sequence[Any]) -> None:
     """A box, which is part of the rows that are read or of those that are made."""
-    rooms = buffers.empty((3, *(hi - lo for lo, hi in sums.pieces[0])), x.dtype)  # no other piece is larger
+    rooms = pool.empty((3, *(hi - lo for lo, hi in sums.pieces[0])), x.dtype)  # no other piece is larger
     for examples, *box in sums.pieces:
         read = lambda at, n=slice(*examples), box=box: x[(n, *_moved(box, at))]
         parts: list[_Part] = []

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from spmd.kernels import buffers, jit
+from spmd.kernels import jit
 from spmd.kernels.cpu.chunks import CACHE, STRETCH, accurate, dots, into_rows
+from spmd.kernels.memory import pool
 from spmd.kernels.reference import normalisation as reference
 
 __all__ = ["channel_affine", "channel_sums", "moments", "normalize", "normalize_vjp"]
@@ -47,7 +48,7 @@ def moments(x: np.ndarray) -> np.ndarray:
 
 def channel_affine(x: np.ndarray, mean: np.ndarray, scale: np.ndarray, shift: np.ndarray) -> np.ndarray:
     """(x - mean) * scale + shift."""
-    out = buffers.empty_like(x)
+    out = pool.empty_like(x)
     numbers = [np.ascontiguousarray(a, accurate(x.dtype)) for a in (mean, scale, shift)]
     if jit.fits(x) and x.dtype.char in "fd" and x.size:
         x = np.ascontiguousarray(x)
@@ -100,7 +101,7 @@ def normalize(
     x: np.ndarray, weight: np.ndarray | None, bias: np.ndarray | None, eps: float, centred: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(x - mean) * rstd * weight + bias of every row; mean and rstd."""
-    out, wide, n = buffers.empty_like(x), accurate(x.dtype), x.shape[-1]
+    out, wide, n = pool.empty_like(x), accurate(x.dtype), x.shape[-1]
     mean, rstd = np.zeros(x.shape[:-1], wide), np.zeros(x.shape[:-1], wide)
     if not x.size:
         return out, mean, rstd
@@ -123,7 +124,7 @@ def normalize_vjp(
     g: np.ndarray, x: np.ndarray, weight: np.ndarray | None, mean: np.ndarray, rstd: np.ndarray, centred: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The cotangents of x, weight and bias."""
-    out, wide, n = buffers.empty_like(x), accurate(x.dtype), x.shape[-1]
+    out, wide, n = pool.empty_like(x), accurate(x.dtype), x.shape[-1]
     w = np.ones(n, wide) if weight is None else np.ascontiguousarray(weight, wide)
     compiled, rows = _compiled(g, x), math.prod(x.shape[:-1])
     total = np.zeros((2, n))

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd.kernels import buffers, jit
+from spmd.kernels import jit
 from spmd.kernels.cpu.chunks import accurate
 from spmd.kernels.cpu.quantiles import (
     CUT,
@@ -27,6 +27,7 @@ from spmd.kernels.cpu.quantiles import (
     tail_double,
     tail_single,
 )
+from spmd.kernels.memory import pool
 
 __all__ = [
     "random_bits",
@@ -46,7 +47,7 @@ _PIECE = 1 << 16
 def random_bits(key: np.ndarray, shape: tuple[int, ...], box: Box, dtype: Any, domain: int = 0) -> np.ndarray:
     """Random integers of all values of a dtype, uint32 or uint64."""
     dtype = np.dtype(dtype)
-    out = buffers.empty(extent(box), dtype)
+    out = pool.empty(extent(box), dtype)
     for into, words in _pieces(key, shape, box, out, domain):
         into[...] = words.view(dtype)
     return out
@@ -137,7 +138,7 @@ def _pieces(
 def _made(key: np.ndarray, shape: tuple[int, ...], box: Box, dtype: Any, convert: Callable[..., None]) -> np.ndarray:
     dtype = np.dtype(dtype)
     wide = accurate(dtype)
-    out = buffers.empty(extent(box), dtype)
+    out = pool.empty(extent(box), dtype)
     scratch = np.empty(_PIECE if wide != dtype else 0, wide)
     for into, words in _pieces(key, shape, box, out, 0):
         numbers = into if wide == dtype else scratch[: into.size]

@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from spmd.kernels import buffers, jit
+from spmd.kernels import jit
 from spmd.kernels.cpu.chunks import CACHE, accurate, by_planes
 from spmd.kernels.cpu.rows import deal, fill, scale, undeal
 from spmd.kernels.cpu.vectors import combine, fetch
+from spmd.kernels.memory import pool
 from spmd.kernels.windows import Window
 
 __all__ = ["avg_pool", "avg_pool_vjp", "max_pool", "max_pool_gather", "max_pool_vjp"]
@@ -34,8 +35,8 @@ def max_pool(
         return by_planes(lambda x: max_pool(x, window, stride, padding, dilation, ceil_mode), x)
     geometry = _geometry(x.shape[2:], window, stride, padding, dilation, ceil_mode)
     shape = (*x.shape[:2], *(w.m for w in geometry))
-    top = buffers.empty(shape, x.dtype)
-    index = buffers.empty(shape, _index_dtype(x.shape[2:]))
+    top = pool.empty(shape, x.dtype)
+    index = pool.empty(shape, _index_dtype(x.shape[2:]))
     if x.dtype.char in "fd" and jit.fits(x):
         planes = math.prod(x.shape[:2])
         _max_pool(_line(top), _line(index), _line(x), _table(geometry), planes, *_contests(geometry[-1]))
@@ -66,7 +67,7 @@ def max_pool(
 
 def max_pool_gather(x: np.ndarray, index: np.ndarray) -> np.ndarray:
     """The entries of x at index, as max_pool gives it; 0 where it is -1."""
-    out = buffers.empty(index.shape, x.dtype)
+    out = pool.empty(index.shape, x.dtype)
     if x.dtype.char in "fd" and jit.fits(x, index):
         sizes = math.prod(x.shape[2:]), math.prod(index.shape[2:])
         _gather(_line(out), _line(x), _line(index), *sizes)
@@ -87,7 +88,7 @@ def max_pool_vjp(
     """The cotangent of x, given that of max_pool(x): g is added to the entries that won."""
     if accurate(g.dtype) != g.dtype:
         return by_planes(lambda g, at: max_pool_vjp(g, at, shape, window, stride, padding, dilation), g, index)
-    out = buffers.empty((*g.shape[:2], *shape), g.dtype)
+    out = pool.empty((*g.shape[:2], *shape), g.dtype)
     if g.dtype.char in "fd" and jit.fits(g, index):
         geometry = _geometry(shape, window, stride, padding, dilation)
         g, index = _solid(np.ascontiguousarray(g)), _solid(np.ascontiguousarray(index))
@@ -119,7 +120,7 @@ def avg_pool(
         options = (window, stride, padding, dilation, ceil_mode, count_include_pad)
         return by_planes(lambda x: avg_pool(x, *options), x)
     geometry = _geometry(x.shape[2:], window, stride, padding, dilation, ceil_mode)
-    out = buffers.empty((*x.shape[:2], *(w.m for w in geometry)), x.dtype)
+    out = pool.empty((*x.shape[:2], *(w.m for w in geometry)), x.dtype)
     shares = _shares(geometry, count_include_pad, _real(x.dtype))
     if x.dtype.char in "fd" and jit.fits(x):
         planes = math.prod(x.shape[:2])
@@ -150,7 +151,7 @@ def avg_pool_vjp(
         options = (shape, window, stride, padding, dilation, ceil_mode, count_include_pad)
         return by_planes(lambda g: avg_pool_vjp(g, *options), g)
     geometry = _geometry(shape, window, stride, padding, dilation, ceil_mode)
-    out = buffers.empty((*g.shape[:2], *shape), g.dtype)
+    out = pool.empty((*g.shape[:2], *shape), g.dtype)
     shares = _shares(geometry, count_include_pad, _real(g.dtype))
     if g.dtype.char in "fd" and jit.fits(g):
         planes = math.prod(g.shape[:2])

@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from spmd.kernels import buffers, jit
+from spmd.kernels import jit
 from spmd.kernels.cpu.chunks import STRETCH, accurate, dots, into_rows
 from spmd.kernels.cpu.elementary import exp_below, rank, unrank
+from spmd.kernels.memory import pool
 
 __all__ = [
     "cross_entropy",
@@ -61,7 +62,7 @@ def logsumexp(x: np.ndarray) -> np.ndarray:
 
 def scaled_exp(g: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """g * exp(x - y), where g and y have a number for each row."""
-    out = buffers.empty_like(x)
+    out = pool.empty_like(x)
     _run(_scaled_exp, _scaled_exp_plain, (_rows(out),), _flat(g), _rows(x), _flat(y))
     return out
 
@@ -83,7 +84,7 @@ def cross_entropy_and_gradient(
     x: np.ndarray, labels: np.ndarray, smoothing: float = 0.0, ignore: int | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """`cross_entropy`, and its derivative with respect to x, in one pass."""
-    d = buffers.empty_like(x)
+    d = pool.empty_like(x)
     return _against_classes(x, labels, smoothing, ignore, d), d
 
 
@@ -94,7 +95,7 @@ def soft_cross_entropy(x: np.ndarray, t: np.ndarray) -> np.ndarray:
 
 def soft_cross_entropy_and_gradient(x: np.ndarray, t: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """`soft_cross_entropy`, and its derivative with respect to x, in one pass."""
-    d = buffers.empty_like(x)
+    d = pool.empty_like(x)
     return _against_distributions(x, t, d), d
 
 
@@ -126,7 +127,7 @@ def _rows(a: np.ndarray) -> np.ndarray:
 
 
 def _by_row(loops: Any, plain: Any, *arrays: np.ndarray) -> np.ndarray:
-    out = buffers.empty_like(arrays[0])
+    out = pool.empty_like(arrays[0])
     if out.size:
         _run(loops, plain, (_rows(out),), *map(_rows, arrays))
     return out

@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from spmd.kernels import buffers, jit
+from spmd.kernels import jit
 from spmd.kernels.cpu.chunks import CACHE, accurate
 from spmd.kernels.cpu.neighbours import inside, weighted_sums
 from spmd.kernels.cpu.shifts import shifted_products, shifted_sums
+from spmd.kernels.memory import pool
 from spmd.kernels.windows import reach
 
 __all__ = ["stencil", "stencil_weights"]
@@ -36,7 +37,7 @@ def stencil(
         with np.errstate(all="ignore"):  # Nothing is told of overflow: it may be that of loose ends.
             return made.astype(x.dtype)
     source, table, lengths = _three(x, offsets, padding)
-    made = buffers.empty((*x.shape[: x.ndim - len(padding)], *lengths[3 - len(padding) :]), x.dtype)
+    made = pool.empty((*x.shape[: x.ndim - len(padding)], *lengths[3 - len(padding) :]), x.dtype)
     out = made.reshape(source.shape[0], *lengths)
     if out.size == 0:
         return made

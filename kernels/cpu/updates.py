@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from spmd.kernels import buffers, jit
+from spmd.kernels import jit
 from spmd.kernels.cpu.chunks import CACHE, accurate
+from spmd.kernels.memory import pool
 
 __all__ = ["adamw", "sgd"]
 
@@ -62,7 +63,7 @@ def _stepped(
     for a in arrays:
         if a.dtype is not wide:
             compiled, at_once = compiled and a.dtype.isnative, at_once and a.dtype == wide
-    outs = [p, *state] if over else [buffers.empty(p.shape, wide if k else p.dtype) for k in range(1 + len(state))]
+    outs = [p, *state] if over else [pool.empty(p.shape, wide if k else p.dtype) for k in range(1 + len(state))]
     # Loops are compiled for contiguous arrays: a view of one dimension may have strides.
     flat = [(a if a.flags.c_contiguous else np.ascontiguousarray(a)).reshape(-1) for a in arrays]
     if compiled and at_once:

@@ -46,8 +46,10 @@ from spmd.errors import (
     one_or_all,
 )
 from spmd.frontends import frontend
-from spmd.kernels import buffers, on_device, team
+from spmd.kernels import on_device
 from spmd.kernels.cpu.moves import joiner
+from spmd.kernels.memory import pool
+from spmd.kernels.parallel import split_work
 from spmd.layout import block_sizes, offsets
 from spmd.mesh import WORKER, Worker, here
 from spmd.operators.algebra import Linear, Term, across, composed, meet
@@ -670,10 +672,10 @@ def joining(tiled: bool, axis: int, shapes: Sequence[Shape], dtype: np.dtype) ->
     at_once = joiner(shape, dtype, places) if nbytes <= COPIED else None
     if at_once is not None:
         return lambda _, blocks: at_once(blocks)
-    empty = np.empty if nbytes < buffers.LEAST else buffers.empty
+    empty = np.empty if nbytes < pool.LEAST else pool.empty
 
     def put_together(_: Any, blocks: list[Any]) -> np.ndarray:
-        if not team.plain(nbytes):
+        if not split_work.plain(nbytes):
             return sealed(whole(blocks, axis, True))
         out = empty(shape, dtype)
         for place, block in zip(places, blocks, strict=True):

@@ -19,8 +19,8 @@ import numpy as np
 
 from spmd.device import COPIED, copied, empty, put, zeros
 from spmd.errors import LayoutError, MeshError, SpecError, describe, message
-from spmd.kernels import buffers
 from spmd.kernels.cpu.moves import joiner
+from spmd.kernels.memory import pool
 from spmd.layout import P, block_sizes
 from spmd.mesh import WORKER, Worker, here
 from spmd.operators.base import Launched, Operator, bounded, operate
@@ -416,7 +416,7 @@ class _Way(NamedTuple):
         """Room for the result, in which the block has its place, and the result: around the block where it lies, if
         there is room and nobody writes to it."""
         if self.ahead is not None and not lent and type(x) is np.ndarray:
-            found = buffers.around(x, self.ahead * x.itemsize, self.shape)
+            found = pool.around(x, self.ahead * x.itemsize, self.shape)
             if found is not None:
                 return found
         room = empty(self.shape, x)
@@ -425,7 +425,7 @@ class _Way(NamedTuple):
 
     def has_room(self, x: np.ndarray) -> bool:
         """Whether the result finds room around a block that lies as this one."""
-        return self.ahead is not None and buffers.has_room(x, self.ahead * x.itemsize, prod(self.shape) * x.itemsize)
+        return self.ahead is not None and pool.has_room(x, self.ahead * x.itemsize, prod(self.shape) * x.itemsize)
 
 
 def _ahead(shape: Shape, window: tuple[slice, ...] | None, steps: Sequence[_Step]) -> int | None:

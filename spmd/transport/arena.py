@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd.kernels import buffers
+from spmd.kernels.memory import pool
 
 __all__ = ["Arena", "arena", "window"]
 
@@ -38,7 +38,7 @@ _ANONYMOUS = 0x20
 """MAP_ANONYMOUS."""
 
 
-class _Piece(buffers.Piece):
+class _Piece(pool.Piece):
     """A part of an arena, which goes back there when nobody has it any more."""
 
     __slots__ = ("arena", "at", "era")
@@ -86,14 +86,14 @@ class Arena:
 
     def serve(self) -> None:
         """Large arrays are taken from here from now on; what was taken before is not used again."""
-        buffers.take_from(partial(self.take))
+        pool.take_from(partial(self.take))
 
     def take(self, nbytes: int) -> _Piece | None:
         """Memory for a large array; None where there is no more."""
         nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         if self.held:
             self._look_at_children()
-        if nbytes > buffers.most_of_source() or not self.lock.acquire(blocking=False):
+        if nbytes > pool.most_of_source() or not self.lock.acquire(blocking=False):
             return None
         try:
             at = self._place_for(nbytes)
@@ -108,9 +108,9 @@ class Arena:
     def _place_for(self, nbytes: int) -> int | None:
         """Where so many bytes are free, which are used from now on."""
         self._gather()
-        most = buffers.most_of_source() - nbytes
+        most = pool.most_of_source() - nbytes
         if self.used > most:
-            buffers.let_go(self.used - most)
+            pool.let_go(self.used - most)
             self._gather()
             if self.used > most:
                 return None
@@ -186,7 +186,7 @@ class Arena:
         """How far from the beginning the first entry of an array lies; None for one that lies elsewhere."""
         if x.base is None:
             return None
-        at = buffers.address(x) - self.start
+        at = pool.address(x) - self.start
         return at if 0 <= at < self.nbytes else None
 
     # Children

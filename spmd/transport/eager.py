@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from spmd.kernels.buffers import address
+from spmd.kernels.memory.pool import address
 from spmd.transport.base import Call, Eager, Make, Shape, Way
 from spmd.transport.headers import RIDES, Headers, name_of, stamped, told
 

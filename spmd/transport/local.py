@@ -28,8 +28,8 @@ import numpy as np
 from spmd import kernels
 from spmd.device import copied
 from spmd.errors import MismatchError, TransportError, message
-from spmd.kernels import team
-from spmd.kernels.threads import Stopped, Thread, pool
+from spmd.kernels.parallel import split_work
+from spmd.kernels.parallel.thread_pool import Stopped, Thread, pool
 from spmd.transport.base import (
     LEDGERS,
     ONE_BY_ONE,
@@ -190,7 +190,7 @@ class Run:
 
     def make(self, group: Group, nbytes: int, make: Callable[[], Any]) -> Any:
         """What one worker makes for its group of so many bytes."""
-        return make() if nbytes < team.LEAST else team.for_all(make, group.size / self.size)
+        return make() if nbytes < split_work.LEAST else split_work.for_all(make, group.size / self.size)
 
     def post(self, comm: LocalComm, group: Group, call: Call, payload: Any, finish) -> Meeting:
         """Leave a call and its payload in the group's meeting; the last to come completes it."""
@@ -389,7 +389,7 @@ class LockstepRun(Run):
         self.hub, self.context, self.body = self.current(), contextvars.copy_context(), body
         fresh, workers = self.fresh, self.others
         fresh.extend(self.comms)
-        crew = team.of(usable_cores)  # one worker runs at a time: the other cores help it with what is large
+        crew = split_work.of(usable_cores)  # one worker runs at a time: the other cores help it with what is large
         started = time.perf_counter()
         try:
             with crew, crew:
@@ -587,9 +587,9 @@ class ThreadRun(Run):
 
     def make(self, group: Group, nbytes: int, make: Callable[[], Any]) -> Any:
         """All of the group wait for it, so their share of the cores helps."""
-        if nbytes < team.LEAST:
+        if nbytes < split_work.LEAST:
             return make()
-        crew = team.of(lambda: usable_cores() * group.size // self.size)
+        crew = split_work.of(lambda: usable_cores() * group.size // self.size)
         with crew, crew:
             return make()
 
@@ -691,10 +691,10 @@ class LocalComm(Comm):
                 todo.append((make, received))
             brought.clear()
             nbytes = sum(sizes)
-            if nbytes < team.LEAST:
+            if nbytes < split_work.LEAST:
                 return [_tried(make, received, fresh) for make, received in todo]
             tasks = [partial(_tried, make, received, fresh) for make, received in todo]
-            return self.run.make(group, nbytes, lambda: team.each(tasks, sizes))
+            return self.run.make(group, nbytes, lambda: split_work.each(tasks, sizes))
 
         def take(m: Meeting) -> Any:
             mine = m.result[group.index]
@@ -708,7 +708,7 @@ class LocalComm(Comm):
     def _all_reduce(self, group: Group, call: Call, x: np.ndarray, how: str) -> Handle:
         def finish(xs: list[np.ndarray]):
             combine = kernels.of(x).combine
-            if x.nbytes < team.LEAST:
+            if x.nbytes < split_work.LEAST:
                 return sealed(combine(xs, how))
             return self.run.make(group, x.nbytes, lambda: sealed(combine(xs, how)))
 

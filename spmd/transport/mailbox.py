@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd.kernels import buffers
+from spmd.kernels.memory import pool
 from spmd.transport.arena import Arena, arena, window
 from spmd.transport.base import Shape
 from spmd.transport.headers import ROOM, Headers, digest
@@ -196,7 +196,7 @@ class Mailbox:
             return at, x.strides
         if self.arena is None or type(x) is not np.ndarray or x.nbytes > _COPIED:
             return None
-        room = buffers.empty(max(x.nbytes, buffers.LEAST), np.uint8)
+        room = pool.empty(max(x.nbytes, pool.LEAST), np.uint8)
         at = self.place(room)
         if at is None:
             return None

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from spmd.kernels import streams, team
+from spmd.kernels.memory import nontemporal
+from spmd.kernels.parallel import split_work
 from spmd.transport.base import Call, Eager, Shape, Way
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class Recurring:
     def __init__(self, call: Call, way: Eager, x: np.ndarray):
         self.call, self.way, self.group, self.shape = call, way, way.group, x.shape
         self.shapes: list[Shape | None] = [None if piece is None else x[piece].shape for piece in way.parts]
-        self.large = not way.light and x.nbytes * way.group.size >= team.LEAST
+        self.large = not way.light and x.nbytes * way.group.size >= split_work.LEAST
         self.vain = 0
         self.known: dict[tuple[Any, ...], _Makers] = {}
 
@@ -75,7 +76,7 @@ class Recurring:
         """Whether this is for such blocks: those of which little is written, or not so large that Python's part is
         nothing beside theirs."""
         size = way.group.size
-        return size > 1 and (way.light or not streams.large(x.nbytes * size))
+        return size > 1 and (way.light or not nontemporal.large(x.nbytes * size))
 
     def __call__(self, comm: LocalComm, x: np.ndarray, long: Way) -> tuple[Any, Any]:
         """The new block, and the bound operator. long: how it goes by the verbs."""
@@ -166,7 +167,7 @@ def _makers(members: tuple[Recurring, ...], workers: int) -> _Makers:
     make, share = _made_by(members, large), len(members) / workers
     if not large or members[0].way.apart:
         return make
-    return lambda blocks: team.for_all(partial(make, blocks), share)
+    return lambda blocks: split_work.for_all(partial(make, blocks), share)
 
 
 def _made_by(members: tuple[Recurring, ...], large: bool) -> _Makers:
@@ -198,7 +199,7 @@ def _made_by(members: tuple[Recurring, ...], large: bool) -> _Makers:
 
     def together(blocks: list[Any]) -> list[Any]:
         if sizes:
-            return team.each([partial(one, blocks, k) for k in range(size)], sizes)
+            return split_work.each([partial(one, blocks, k) for k in range(size)], sizes)
         made = each(blocks)
         sizes[:] = [y.nbytes for y, _ in made]  # at once: maps of other threads may learn them too
         return made

@@ -21,8 +21,8 @@ import numpy as np
 from spmd import kernels
 from spmd.device import Adjoining, copied, joined, put
 from spmd.errors import MismatchError
-from spmd.kernels import buffers, streams
 from spmd.kernels.cpu.moves import places
+from spmd.kernels.memory import nontemporal, pool
 from spmd.layout import block_sizes, offsets
 from spmd.transport.base import (
     Boxes,
@@ -77,7 +77,7 @@ class Pending:
 
     def __init__(self, transport: ProcessTransport, requests: list[Any], buffers: Any, finish: Callable[[], Any]):
         self.requests: list[Any] | None = requests
-        self.buffers = buffers
+        self.buffers = pool
         self.finish = finish
         self.transport = transport
         self.call = transport.last
@@ -98,7 +98,7 @@ def _overwrite(to: np.ndarray, x: np.ndarray) -> None:
     """Copy x into memory that another process has read. Between cores that share no cache each line of it has to be
     asked back first, which takes up to 18 times as long as the copy; but not for lines that are written past the
     caches. Numba, which does that, is not imported for it."""
-    if not ("numba" in sys.modules and streams.possible(to.nbytes) and streams.copy(to, x)):
+    if not ("numba" in sys.modules and nontemporal.possible(to.nbytes) and nontemporal.copy(to, x)):
         put(to, x)
 
 
@@ -141,7 +141,7 @@ class ProcessComm(Comm):
 
     def room(self, nbytes: int, call: Call, like: Any) -> Any:
         """Memory for what comes to a collective to which this worker brings `like`."""
-        return buffers.empty(nbytes, np.uint8)
+        return pool.empty(nbytes, np.uint8)
 
     def ready(self) -> None:
         """What is to be sent has been computed."""
@@ -151,7 +151,7 @@ class ProcessComm(Comm):
         return RIDES
 
     def _pending(self, requests: list[Any], buffers: Any, finish: Callable[[], Any]) -> Pending:
-        return Pending(self.transport, requests, buffers, finish)
+        return Pending(self.transport, requests, pool, finish)
 
     def meet(self, group: Group, call: Call, shapes: Iterable[Shape | None]) -> list[Shape | None]:
         """Tell every member what is called and the shape of what comes for it (None: nothing), and learn theirs.

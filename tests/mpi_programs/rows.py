@@ -8,7 +8,7 @@ import json
 import numpy as np
 
 import spmd
-from spmd.kernels import buffers
+from spmd.kernels.memory import pool
 from spmd.transport.base import Call
 
 mesh = spmd.Mesh(r=2, c=3)
@@ -18,7 +18,7 @@ def laid(x: np.ndarray, shared: bool) -> np.ndarray:
     """Where others can read it, if it is large enough."""
     if not shared:
         return x
-    out = buffers.empty(x.shape, x.dtype)
+    out = pool.empty(x.shape, x.dtype)
     out[...] = x
     return out
 

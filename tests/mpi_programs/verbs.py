@@ -18,7 +18,8 @@ from spmd import P
 from spmd.autodiff import tree
 from spmd.autodiff.allocation import writable
 from spmd.device import copied, joined, to_host
-from spmd.kernels import buffers, on_device
+from spmd.kernels import on_device
+from spmd.kernels.memory import pool
 from spmd.transport.base import Boxes, Call, sealed
 from spmd.transport.headers import RIDES, ROOM
 
@@ -58,7 +59,7 @@ def read_where_they_lie() -> list[int]:
     def mostly(x: np.ndarray, worker: int, seed: int) -> np.ndarray:
         if (worker + seed) % 4 == 3:
             return x
-        out = buffers.empty(x.shape, x.dtype)
+        out = pool.empty(x.shape, x.dtype)
         out[...] = x
         return out
 
@@ -72,7 +73,7 @@ def read_where_they_lie() -> list[int]:
     found, arena.Arena.place = arena.Arena.place, place
     verbs.RIDES = eager.RIDES = 16
     mailbox._COPIED = 100
-    buffers.LEAST, laid = 1, mostly
+    pool.LEAST, laid = 1, mostly
     arena.arena().serve()
     return offered
 

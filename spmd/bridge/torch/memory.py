@@ -17,8 +17,9 @@ import torch
 from spmd.bridge.torch.tensor import no_overrides
 from spmd.device import contiguous, imported
 from spmd.errors import LayoutError, MeshError, message
-from spmd.kernels import buffers, on_device
-from spmd.kernels.buffers import Lease, Margin
+from spmd.kernels import on_device
+from spmd.kernels.memory import pool
+from spmd.kernels.memory.pool import Lease, Margin
 from spmd.mesh import Mesh, Worker
 from spmd.transport.base import sealed
 
@@ -117,7 +118,7 @@ def block_of(x: torch.Tensor, worker: Worker, where: str) -> tuple[Any, bool]:
 
 
 def _copy(array: np.ndarray) -> np.ndarray:
-    copy = buffers.empty(array.shape, array.dtype)
+    copy = pool.empty(array.shape, array.dtype)
     np.copyto(copy, array)
     return copy
 

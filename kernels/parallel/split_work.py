@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from spmd.kernels import streams
-from spmd.kernels.threads import pool
+from spmd.kernels.memory import nontemporal
+from spmd.kernels.parallel.thread_pool import pool
 
 __all__ = ["LEAST", "copy", "each", "flat", "for_all", "of", "part", "parts", "plain", "run", "spans"]
 
@@ -112,7 +112,7 @@ def parts(nbytes: int, cores: int | None = None) -> int:
 def plain(nbytes: int) -> bool:
     """Whether a copy of so many bytes is one for NumPy alone: nobody helps this thread, and it goes through the caches.
     To ask here spares who copies some MB a few microseconds of finding that out with cold caches."""
-    return nbytes < LEAST or (getattr(_here, "team", None) is None and not streams.large(nbytes))
+    return nbytes < LEAST or (getattr(_here, "team", None) is None and not nontemporal.large(nbytes))
 
 
 def spans(shape: tuple[int, ...], n: int) -> list[tuple[Any, ...]]:
@@ -134,7 +134,7 @@ def flat(arrays: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
 def copy(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
     """Copy arrays into others of their shapes that do not overlap: of (to, of) pairs. Everybody has a part of each."""
     nbytes = sum([to.nbytes for to, _ in pairs])
-    n, past = parts(nbytes), streams.pays(nbytes, len(pairs))
+    n, past = parts(nbytes), nontemporal.pays(nbytes, len(pairs))
     if n == 1:
         _copy(pairs, past)
         return
@@ -148,14 +148,14 @@ def copy(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
 
 def _copy(pairs: Sequence[tuple[np.ndarray, np.ndarray]], past: bool) -> None:
     for to, x in pairs:
-        if not (past and streams.copy(to, x)):
+        if not (past and nontemporal.copy(to, x)):
             np.copyto(to, x)
 
 
 def each(makes: Sequence[Callable[[], Any]], sizes: Sequence[int]) -> list[Any]:
     """What each of several functions gives: arrays of so many bytes. Whichever is sooner: everybody calls some of them,
     in one go, or all help with one after the other."""
-    with streams.together(sum(sizes)):
+    with nontemporal.together(sum(sizes)):
         shares = _shares(sizes)
         if len(shares) < 2:
             return [make() for make in makes]

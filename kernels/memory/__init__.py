@@ -1,0 +1,1 @@
+"""Pooled memory, and large copies that pass the cache by."""

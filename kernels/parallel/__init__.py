@@ -1,0 +1,1 @@
+"""Work split over the cores of this process."""
