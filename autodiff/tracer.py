@@ -352,6 +352,7 @@ class Array(metaclass=Shown):
             )
         )
 
+    def __hash__(self):
         raise TypeError("arrays are not hashable")
 
 

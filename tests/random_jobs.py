@@ -199,6 +199,14 @@ def verdict(job: Job, ended: Ended) -> str:
 
 
 def leftovers() -> set[str]:
-    """Files of the library in /dev/shm and in the folder for temporary files."""
+    """Files of the library in /dev/shm and in the folder for temporary files, but those of jobs that other tests run
+    meanwhile, whose launchers are there."""
     folders = {Path("/dev/shm"), Path(os.environ.get("TMPDIR", "/tmp"))}
-    return {str(p) for folder in folders if folder.is_dir() for p in folder.glob("*spmd*") if not p.is_dir()}
+    found = [p for folder in folders if folder.is_dir() for p in folder.glob("*spmd*") if not p.is_dir()]
+    return {str(p) for p in found if _launcher_of(p.name) is None or not Path(f"/proc/{_launcher_of(p.name)}").exists()}
+
+
+def _launcher_of(name: str) -> str | None:
+    """The number of the process that has started a file's job, as the file's name tells it."""
+    parts = name.split("-")
+    return parts[3] if parts[0] == "spmd" and len(parts) > 4 else None
