@@ -332,6 +332,14 @@ def test_a_section_runs(section, tmp_path):
     assert "NOT THE SAME" not in done.stdout
 
 
+def test_workers_that_take_different_times_give_one():
+    """Each worker has a clock of its own: what ours returns is a number all the same."""
+    from benchmarks.collectives import Work, ours
+
+    case = ours(Work("all-reduce", "4 B"), "local")
+    assert case.run(3) > 0.0
+
+
 LOOKS = """
 import mmap, sys
 seen = mmap.mmap(int(sys.argv[1]), 0)
