@@ -282,21 +282,11 @@ class _Taken:
 
 
 TAKEN: Any = _Taken()
-
-
 FLOAT, NDARRAY = np.dtype(float), np.ndarray
-
-
 NO_OPTIONS: dict[str, Any] = {}
-
-
 looked_at = False
 """Whether `Array.__init__` looks at every array that is made: `spmd.debug`."""
-
-
 _new: Any = object.__new__
-
-
 _SELECT = Primitive(None, "select", (lambda g, ans, k: Bundle({k: g}),))
 
 

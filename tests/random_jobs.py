@@ -16,6 +16,8 @@ import numpy as np
 from host_pair import run_on_hosts
 from launch import TORCHRUN, Ended, launch, run_python
 
+from spmd.transport.shared_files import _NAME, _launcher_has_ended
+
 __all__ = ["Job", "draw", "leftovers", "run", "verdict"]
 
 TIMEOUT = 5
@@ -203,10 +205,4 @@ def leftovers() -> set[str]:
     meanwhile, whose launchers are there."""
     folders = {Path("/dev/shm"), Path(os.environ.get("TMPDIR", "/tmp"))}
     found = [p for folder in folders if folder.is_dir() for p in folder.glob("*spmd*") if not p.is_dir()]
-    return {str(p) for p in found if _launcher_of(p.name) is None or not Path(f"/proc/{_launcher_of(p.name)}").exists()}
-
-
-def _launcher_of(name: str) -> str | None:
-    """The number of the process that has started a file's job, as the file's name tells it."""
-    parts = name.split("-")
-    return parts[3] if parts[0] == "spmd" and len(parts) > 4 else None
+    return {str(p) for p in found if _NAME.fullmatch(p.name) is None or _launcher_has_ended(p.name)}

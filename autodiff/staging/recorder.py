@@ -23,8 +23,6 @@ from spmd.autodiff.staging.program import COMM, Built, Like, Line, Ref, done, ma
 from spmd.errors import JitError, MissingMethodError, caller, describe, message
 
 __all__ = ["Number", "Program", "Slot", "bared", "checked", "is_slot", "one_line", "slot_of", "slots", "whole_line"]
-
-
 NOTHING: dict[str, Any] = {}
 
 
@@ -41,30 +39,18 @@ def _refuse(where: str, x: Any, mend: str) -> JitError:
 
 
 _NO_NUMBER = "np.where in place of `if`; an argument with the spec None is part of the program; or leave spmd.jit out"
-
-
 _STATIC = {np.shape, np.ndim, np.size, np.result_type, np.iscomplexobj, np.isrealobj, np.can_cast, np.common_type}
 """Functions that tell about arrays what is alike each time."""
-
-
 _BY_VALUE = {
     *(np.nonzero, np.flatnonzero, np.argwhere, np.extract, np.compress, np.unique, np.union1d, np.intersect1d),
     *(np.setdiff1d, np.setxor1d, np.trim_zeros, np.bincount, np.unique_all, np.unique_counts, np.unique_inverse),
     *(np.unique_values, np.array_split, np.split, np.delete, np.insert, np.repeat, np.roots),
 }
 """Functions whose results may have shapes that depend on values."""
-
-
 _IN_PLACE = {"fill", "sort", "partition", "put", "itemset", "resize"}
-
-
 _BARE = {"tobytes", "tofile", "dump", "dumps", "data", "ctypes", "__array_interface__"}
-
-
 _PLAIN = {np.concatenate, np.max, np.mean, np.min, np.ones_like, np.prod, np.stack, np.sum, np.where, np.zeros_like}
 """Functions whose results are never views of their arguments; so are those of ufuncs and kernels."""
-
-
 _TOLD = {"base", "device", "dtype", "flags", "itemsize", "nbytes", "ndim", "shape", "size", "strides"}
 """What an array tells about itself that is no array."""
 
