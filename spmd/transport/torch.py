@@ -377,15 +377,14 @@ def _store(world: TorchWorld) -> Any:
     variables may be left over from another job, whose other processes will never come."""
     seconds = time_limit() or _CONNECT.total_seconds()
     if world.launched:  # The host that has the store may have ended already.
-        limit = timedelta(seconds=max(seconds, _START))
-        store = next(iter(rendezvous("env://", world.rank, world.size, timeout=limit)))[0]
+        store = _store_within(world, max(seconds, _START))
         store.set_timeout(_CONNECT)
         return store
     notice = threading.Timer(_SILENT, _say_that_it_waits, (world,))
     notice.daemon = True
     notice.start()
     try:
-        return next(iter(rendezvous("env://", world.rank, world.size, timeout=timedelta(seconds=seconds))))[0]
+        return _store_within(world, seconds)
     except RuntimeError as error:
         found, names = leftovers("torch")
         raise TransportError(
@@ -400,6 +399,11 @@ def _store(world: TorchWorld) -> Any:
         ) from error
     finally:
         notice.cancel()
+
+
+def _store_within(world: TorchWorld, seconds: float) -> Any:
+    """The store that the variables of the environment name, within a time."""
+    return next(iter(rendezvous("env://", world.rank, world.size, timeout=timedelta(seconds=seconds))))[0]
 
 
 _START = 10.0
