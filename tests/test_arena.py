@@ -16,14 +16,14 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ar
 BEGIN = """
 import gc, os, time
 import numpy as np
-from spmd.kernels import buffers
+from spmd.kernels.memory import pool
 from spmd.transport.arena import arena, window
 
 mine = arena()
 assert mine is arena()
 
 def filled(value, nbytes=1 << 20):
-    x = buffers.empty(nbytes, np.uint8)
+    x = pool.empty(nbytes, np.uint8)
     x.fill(value)
     return x
 
@@ -71,7 +71,7 @@ def test_what_nobody_uses_goes_back_to_the_system():
         assert resident() - before >= 3 << 20
         del xs
         assert sorted(mine.place(filled(1)) for _ in range(3))[0] in places, "what lies idle is used again"
-        buffers.release()
+        pool.release()
         assert resident() - before < 1 << 20
         x = filled(0)
         assert mine.place(x) in places, "and where it lay is taken again"
@@ -188,13 +188,13 @@ def test_the_last_arrays_go_when_the_interpreter_ends():
 
 
 def test_arrays_that_outlive_the_modules_go_without_a_word():
-    run("x = filled(1); np.kept = [x, x[3:], buffers.empty(1 << 21)]")
+    run("x = filled(1); np.kept = [x, x[3:], pool.empty(1 << 21)]")
 
 
 def test_places_are_used_again_for_other_sizes():
     run(
         """
-        buffers._of_source.bound = 40 << 20
+        pool._of_source.bound = 40 << 20
         mine.nbytes = 100 << 20
         rng = np.random.default_rng(0)
         kept = {}
@@ -206,15 +206,15 @@ def test_places_are_used_again_for_other_sizes():
             spare = [k for k in kept if rng.random() < 0.5 or sum(v.nbytes for v in kept.values()) > 24 << 20]
             for k in spare:
                 assert (kept.pop(k) == k % 251).all()
-            buffers.release()
+            pool.release()
             assert mine.used <= 40 << 20 and mine.end <= mine.nbytes
             places = sorted((mine.place(v), v.nbytes) for v in kept.values())
             assert all(a + n <= b for (a, n), (b, _) in zip(places, places[1:]))
         kept.clear()
-        buffers.release()
+        pool.release()
         x = filled(1, 36 << 20)
         assert mine.place(x) is not None, "all of it, in one piece"
-        assert mine.used == buffers._idle.nbytes + x.base.memory.piece.nbytes
+        assert mine.used == pool._idle.nbytes + x.base.memory.piece.nbytes
         """
     )
 
@@ -234,7 +234,7 @@ def test_there_is_no_more_than_there_is():
 def test_there_is_no_more_than_may_be_kept_for_later_and_that_is_kept():
     run(
         """
-        buffers._of_source.bound, buffers._idle.bound = 20 << 20, 8 << 20
+        pool._of_source.bound, pool._idle.bound = 20 << 20, 8 << 20
         for turn in range(3):
             xs = [filled(k, 3 << 20) for k in range(9)]
             places = [mine.place(x) for x in xs]
@@ -245,7 +245,7 @@ def test_there_is_no_more_than_may_be_kept_for_later_and_that_is_kept():
             for k in (0, 7, 1, 8, 2, 6, 3, 4, 5):
                 xs[k] = None
             assert resident() >= 18 << 20
-            assert buffers.idle() > 24 << 20, "of NumPy's memory two are kept too"
+            assert pool.idle() > 24 << 20, "of NumPy's memory two are kept too"
         """
     )
 
@@ -253,7 +253,7 @@ def test_there_is_no_more_than_may_be_kept_for_later_and_that_is_kept():
 def test_what_has_lain_idle_for_long_makes_room_for_other_sizes():
     run(
         """
-        buffers._of_source.bound = 20 << 20
+        pool._of_source.bound = 20 << 20
         old = [filled(k, 3 << 20) for k in range(6)]
         for turn in range(1000):
             if turn == 500:
@@ -261,7 +261,7 @@ def test_what_has_lain_idle_for_long_makes_room_for_other_sizes():
             young, again = filled(1, 5 << 20), filled(turn % 251, 1 << 19)
             if mine.place(young) is not None:
                 break
-        assert 500 + buffers._AGE // 2 < turn < 900, f"turn {turn}: not what is somebody's, nor what was left just now"
+        assert 500 + pool._AGE // 2 < turn < 900, f"turn {turn}: not what is somebody's, nor what was left just now"
         assert mine.used <= 20 << 20
         """
     )
@@ -271,7 +271,7 @@ def test_threads_may_take_and_give_at_once():
     run(
         """
         import threading
-        buffers._of_source.bound = 30 << 20
+        pool._of_source.bound = 30 << 20
         wrong = []
         def work(seed):
             rng = np.random.default_rng(seed)
@@ -290,9 +290,9 @@ def test_threads_may_take_and_give_at_once():
         for t in threads: t.join()
         assert not wrong
         gc.collect()
-        buffers.release()
+        pool.release()
         filled(0, 1 << 22)
-        buffers.release()
+        pool.release()
         mine._gather()
         assert mine.used == 0, mine.used
         """

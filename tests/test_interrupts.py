@@ -11,7 +11,7 @@ import gc, random
 from greenlet import greenlet
 from threadpoolctl import ThreadpoolController, threadpool_limits
 from spmd import P
-from spmd.kernels import team
+from spmd.kernels.parallel import split_work
 from spmd.kernels.parallel.thread_pool import Thread, pool
 from spmd.transport import blas
 
@@ -63,7 +63,7 @@ def threads_are_in_order():
 def all_as_before(threads):
     assert blas_now() == threads, (blas_now(), threads)
     assert not blas._limit.asked and not blas._limit.held
-    assert getattr(team._here, "team", None) is None
+    assert getattr(split_work._here, "team", None) is None
     until = time.monotonic() + 10
     while not threads_are_in_order() and time.monotonic() < until: time.sleep(0.001)
     assert threads_are_in_order(), (pool.idle, pool.helpers, threading.enumerate())
@@ -117,7 +117,7 @@ def handler(*_):
         said.append("error")
         said.append(outside.copy().run(lambda: float(called(np.ones(3)).item())))
     with spmd.debug(nans=True): said.append(3.0)
-    buffers.release()
+    release()
 
 called(np.ones(3))
 signal.signal(signal.SIGALRM, handler)
@@ -139,7 +139,7 @@ print("well")
 @pytest.mark.parametrize("inner", ["lockstep", "threads"])
 def test_a_map_in_a_signals_handler_runs_or_says_why_not(scheduler, inner, count):
     """The handler interrupts maps at random moments; where it interrupts a body it is part of that body."""
-    program = PREPARED.replace("SEED", "7") + "import contextvars\nfrom spmd.kernels import buffers\n"
+    program = PREPARED.replace("SEED", "7") + "import contextvars\nfrom spmd.kernels.memory.pool import release\n"
     assert in_process(scheduler, program + HANDLED.replace("COUNT", str(count)), inner, timeout=120) == "well\n"
 
 
