@@ -28,6 +28,7 @@ from spmd import P
 from spmd.errors import DeadlockError, LayoutError, MismatchError
 from spmd.kernels.parallel import thread_pool
 from spmd.transport.base import Call, Group
+from spmd.transport.verbs import Pending
 
 pytestmark = pytest.mark.usefixtures("no_hang")
 
@@ -833,3 +834,23 @@ except Alarm:
 all_is_well()
 """
     assert in_process(scheduler, program) == "well\n"
+
+
+def test_what_is_under_way_keeps_its_buffers():
+    """Engines may read and write them until it is over."""
+
+    class Engine:
+        def __init__(self):
+            self.flying, self.last = set(), None
+
+        def arrive(self, requests, call):
+            assert buffer() is not None
+
+    block = np.ones(3)
+    buffer = weakref.ref(block)
+    pending = Pending(Engine(), ["a request"], (block,), lambda: "done")
+    del block
+    gc.collect()
+    assert buffer() is not None
+    assert pending.wait() == "done"
+    assert buffer() is None

@@ -77,7 +77,7 @@ class Pending:
 
     def __init__(self, transport: ProcessTransport, requests: list[Any], buffers: Any, finish: Callable[[], Any]):
         self.requests: list[Any] | None = requests
-        self.buffers = pool
+        self.buffers = buffers
         self.finish = finish
         self.transport = transport
         self.call = transport.last
@@ -151,7 +151,7 @@ class ProcessComm(Comm):
         return RIDES
 
     def _pending(self, requests: list[Any], buffers: Any, finish: Callable[[], Any]) -> Pending:
-        return Pending(self.transport, requests, pool, finish)
+        return Pending(self.transport, requests, buffers, finish)
 
     def meet(self, group: Group, call: Call, shapes: Iterable[Shape | None]) -> list[Shape | None]:
         """Tell every member what is called and the shape of what comes for it (None: nothing), and learn theirs.
