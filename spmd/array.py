@@ -34,7 +34,8 @@ from spmd.mesh import WORKER, Mesh, Worker
 from spmd.operators.base import interned, normal_axis
 from spmd.operators.repartition import Repartition
 from spmd.tracebacks import api_boundary
-from spmd.transport.base import Call, sealed
+from spmd.transport.call import Call
+from spmd.transport.handles import sealed
 
 __all__ = [
     "GIVEN_AWAY",

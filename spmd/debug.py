@@ -20,7 +20,7 @@ from spmd.errors import MeshError, NonFiniteError, ReplicaError, caller, message
 from spmd.mesh import WORKER
 from spmd.state import REPLICAS
 from spmd.tracebacks import api_boundary
-from spmd.transport.base import Call
+from spmd.transport.call import Call
 
 __all__ = ["debug"]
 

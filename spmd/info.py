@@ -9,8 +9,9 @@ import sys
 from spmd.errors import TransportError
 from spmd.mesh import Mesh, current_mesh
 from spmd.settings import SETTINGS, complaints
-from spmd.transport.blas import share_of_cores, usable_cores
-from spmd.transport.detect import job_world, launcher_hint, torch_world
+from spmd.transport.blas_threads import share_of_cores, usable_cores
+from spmd.transport.launcher import launcher_hint, torch_world
+from spmd.transport.processes.job import job_world
 
 __all__ = ["info"]
 

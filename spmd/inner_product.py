@@ -25,7 +25,7 @@ from spmd.operators.root import Rooted
 from spmd.placement import put
 from spmd.state import REPLICAS, state_of
 from spmd.tracebacks import api_boundary
-from spmd.transport.base import Call
+from spmd.transport.call import Call
 
 __all__ = ["inner", "norm"]
 

@@ -34,7 +34,8 @@ from spmd.replicas import settle
 from spmd.spec_trees import Leaf
 from spmd.state import REPLICAS
 from spmd.tracebacks import api_boundary
-from spmd.transport.base import LEDGERS, Outcome, sealed
+from spmd.transport.call import LEDGERS
+from spmd.transport.handles import Outcome, sealed
 
 __all__ = ["Jitted", "jit"]
 

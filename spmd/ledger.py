@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from spmd.transport.base import LEDGERS
+from spmd.transport.call import LEDGERS
 
 __all__ = ["Ledger", "Record", "ledger"]
 

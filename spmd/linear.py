@@ -34,7 +34,7 @@ from spmd.operators.algebra import Linear, Term, Terms, added, collected, formul
 from spmd.placement import mesh_for
 from spmd.spec_trees import spread
 from spmd.tracebacks import api_boundary
-from spmd.transport.base import sealed
+from spmd.transport.handles import sealed
 
 __all__ = [
     "BlockDiagonal",

@@ -34,7 +34,7 @@ from spmd.replicas import (
     taken,
 )
 from spmd.spec_trees import shown
-from spmd.transport.base import Outcome, sealed
+from spmd.transport.handles import Outcome, sealed
 
 
 def as_block(x: Any) -> Any:

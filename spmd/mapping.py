@@ -65,7 +65,8 @@ from spmd.scheduler_choice import Trial
 from spmd.spec_trees import Leaf, spec_leaves, spread
 from spmd.state import State, state_of
 from spmd.tracebacks import api_boundary
-from spmd.transport.base import ONE_BY_ONE, Call, Outcome, sealed
+from spmd.transport.call import ONE_BY_ONE, Call
+from spmd.transport.handles import Outcome, sealed
 
 __all__ = ["Mapped", "map"]
 

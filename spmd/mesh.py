@@ -20,17 +20,11 @@ from spmd.settings import SETTINGS, check_all, setting
 from spmd.spellings import closest
 from spmd.state import State, state_of
 from spmd.tracebacks import api_boundary
-from spmd.transport.base import Comm, Group, Outcome, Transport, checks_are_on
-from spmd.transport.detect import (
-    expected_size,
-    in_a_child,
-    job_world,
-    leftovers,
-    mpi_world,
-    no_job_of_a_child,
-    start_mpi,
-    torch_world,
-)
+from spmd.transport.base import Comm, Transport, checks_are_on
+from spmd.transport.call import Group
+from spmd.transport.handles import Outcome
+from spmd.transport.launcher import expected_size, leftovers, torch_world
+from spmd.transport.processes.job import in_a_child, job_world, mpi_world, no_job_of_a_child, start_mpi
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -474,7 +468,7 @@ def _engine(mesh: Mesh, wanted: str | None) -> Transport:
     if in_a_child() and (wanted in ("mpi", "torch") or (wanted is None and (expected_size() or 1) > 1)):
         raise no_job_of_a_child()
     if wanted == "local":
-        from spmd.transport.local import LocalTransport
+        from spmd.transport.local.transport import LocalTransport
 
         return LocalTransport(mesh.size, mesh.places)
     return _of_mpi(mesh) if wanted == "mpi" else _of_torch(mesh)
@@ -499,10 +493,10 @@ def _of_mpi(mesh: Mesh) -> Transport:
             raise _no_engine("mpi", "mpi4py", "mpi4py with a working MPI library", error) from error
     _check_size(mesh, comm.Get_size(), "an MPI world", "mpiexec -n")
     if mesh.places is not None:
-        from spmd.transport.direct import transport_of
+        from spmd.transport.processes.cuda_aware_mpi import transport_of
 
         return transport_of(comm, mesh.places)
-    from spmd.transport.mpi import MpiTransport
+    from spmd.transport.processes.mpi import MpiTransport
 
     return MpiTransport.of(comm)
 
@@ -519,10 +513,10 @@ def _of_torch(mesh: Mesh) -> Transport:
         raise _no_engine("torch", "torch", "torch, which the processes speak through", error) from error
     if not (dist.is_available() and dist.is_gloo_available()):
         raise _no_engine("torch", "torch", "a torch that is built with torch.distributed and gloo", "it has no gloo")
-    from spmd.transport.torch import TorchTransport
+    from spmd.transport.processes.gloo import TorchTransport
 
     if mesh.places is not None:
-        from spmd.transport.staged import on_places, staged
+        from spmd.transport.processes.host_staging import on_places, staged
 
         return on_places(staged(TorchTransport).of(), mesh.places)
     return TorchTransport.of()

@@ -27,7 +27,7 @@ from spmd.inner_product import inner
 from spmd.kernels import on_device
 from spmd.lazy_imports import absent
 from spmd.tracebacks import api_boundary
-from spmd.transport.base import sealed
+from spmd.transport.handles import sealed
 
 __all__ = [
     "AdamState",

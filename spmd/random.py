@@ -40,7 +40,8 @@ from spmd.mesh import WORKER, Mesh, here
 from spmd.operators.base import varying
 from spmd.placement import mesh_for
 from spmd.tracebacks import api_boundary
-from spmd.transport.base import Call, sealed
+from spmd.transport.call import Call
+from spmd.transport.handles import sealed
 
 __all__ = [
     "bernoulli",

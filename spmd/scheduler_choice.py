@@ -12,8 +12,8 @@ from math import inf
 from threading import RLock
 
 from spmd.mesh import Mesh
-from spmd.transport.base import Outcome
-from spmd.transport.blas import usable_cores
+from spmd.transport.blas_threads import usable_cores
+from spmd.transport.handles import Outcome
 
 __all__ = ["Trial"]
 

@@ -16,7 +16,7 @@ import numpy as np
 from host_pair import run_on_hosts
 from launch import TORCHRUN, Ended, launch, run_python
 
-from spmd.transport.shared_files import _NAME, _launcher_has_ended
+from spmd.transport.processes.shared_files import _NAME, _launcher_has_ended
 
 __all__ = ["Job", "draw", "leftovers", "run", "verdict"]
 

@@ -9,7 +9,7 @@ import textwrap
 import numpy as np
 import pytest
 
-from spmd.transport.arena import window
+from spmd.transport.processes.shared_memory import window
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="arenas are Linux's")
 
@@ -17,7 +17,7 @@ BEGIN = """
 import gc, os, time
 import numpy as np
 from spmd.kernels.memory import pool
-from spmd.transport.arena import arena, window
+from spmd.transport.processes.shared_memory import arena, window
 
 mine = arena()
 assert mine is arena()

@@ -9,7 +9,7 @@ from launch import run_python
 from threadpoolctl import ThreadpoolController, threadpool_limits
 from virtual_workers import PROGRAM, in_process, mesh_of, run
 
-from spmd.transport.blas import blas_threads, share_of_cores
+from spmd.transport.blas_threads import blas_threads, share_of_cores
 
 pytestmark = pytest.mark.usefixtures("no_hang")
 
@@ -110,7 +110,7 @@ def test_after_a_fork_the_limit_of_the_parents_maps_is_gone():
 import warnings
 warnings.simplefilter("ignore", DeprecationWarning)
 from threadpoolctl import threadpool_limits, ThreadpoolController
-from spmd.transport.blas import blas_threads
+from spmd.transport.blas_threads import blas_threads
 def now(): return {x.num_threads for x in ThreadpoolController().select(user_api="blas").lib_controllers}
 threadpool_limits(2, user_api="blas")
 with blas_threads(1):

@@ -11,7 +11,7 @@ from launch import ROOT, Ended, run_python
 
 import spmd
 from spmd.errors import MeshError
-from spmd.transport.detect import launcher_hint
+from spmd.transport.launcher import launcher_hint
 
 LAUNCHERS = {
     "mpich": {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "4", "MPI_LOCALRANKID": "1"},
@@ -51,7 +51,7 @@ FAKE = {
 PROGRAM = """
 import sys, warnings
 import spmd
-from spmd.transport.detect import mpi_world
+from spmd.transport.launcher import mpi_world
 with warnings.catch_warnings(record=True) as told:
     warnings.simplefilter("always")
     try:
@@ -157,7 +157,7 @@ TORCH = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_POR
 TORCHRUN = TORCH | {"LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "a"}
 WORLD = """
 import sys
-from spmd.transport.detect import job_world
+from spmd.transport.launcher import job_world
 world = job_world()
 print(world and world[:3], "mpi4py" in sys.modules, "torch" in sys.modules)
 """
@@ -214,9 +214,9 @@ def test_mpi_asked_for_in_a_world_of_one_says_what_to_do(ask):
 def test_a_process_has_told_what_it_waits_in_once_it_has_written_that():
     import numpy as np
 
-    from spmd.transport.base import Call
-    from spmd.transport.board import Board
-    from spmd.transport.shared_files import elected, job_name
+    from spmd.transport.call import Call
+    from spmd.transport.processes.shared_files import elected, job_name
+    from spmd.transport.processes.status_board import Board
 
     boards = [Board(rank, 2, partial(elected, job_name(os.getpid()))) for rank in range(2)]
     try:

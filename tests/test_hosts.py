@@ -12,10 +12,10 @@ from functools import partial
 
 import pytest
 
-from spmd.transport.board import LEFT, Board
-from spmd.transport.hosts import ADDRESS, Hosts, _Address, address_of
-from spmd.transport.processes import start
-from spmd.transport.shared_files import SharedFile, created, job_name, opened
+from spmd.transport.processes.hosts import ADDRESS, Hosts, _Address, address_of
+from spmd.transport.processes.shared_files import SharedFile, created, job_name, opened
+from spmd.transport.processes.status_board import LEFT, Board
+from spmd.transport.processes.transport import start
 
 WITHIN = 5.0
 """Seconds within which what is told arrives, on a machine that may be busy."""

@@ -266,7 +266,7 @@ def test_a_tree_is_described_once():
 
 def test_long_trees_are_told_in_part():
     """A process has 16 KB to say what it called: of a long tree the beginning goes there."""
-    from spmd.transport.base import Call, Side, mismatch
+    from spmd.transport.call import Call, Side, mismatch
 
     def side(worker: str, last: str) -> Side:
         names = [f"layer {k}" for k in range(5000)] + [last]

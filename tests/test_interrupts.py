@@ -13,7 +13,7 @@ from threadpoolctl import ThreadpoolController, threadpool_limits
 from spmd import P
 from spmd.kernels.parallel import split_work
 from spmd.kernels.parallel.thread_pool import Thread, pool
-from spmd.transport import blas
+from spmd.transport import blas_threads as blas
 
 rng = random.Random(SEED)
 small = np.arange(12.0).reshape(4, 3)

@@ -146,7 +146,7 @@ def test_imports_run_one_way():
 @pytest.mark.parametrize(
     ("importer", "source", "wrong"),
     [
-        ("mesh", "import spmd.transport.local", False),
+        ("mesh", "import spmd.transport.local.transport", False),
         ("mesh", "from spmd import errors, layout", False),
         ("mesh", "from spmd import errors, mapping", True),
         ("mesh", "import numpy, spmd.array", True),

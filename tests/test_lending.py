@@ -218,7 +218,7 @@ def test_a_block_is_copied_only_where_it_is_handed_over_as_it_is(monkeypatch):
         copies.append(x.nbytes)
         return real(x)
 
-    for module in (spmd.operators.base, spmd.transport.local, spmd.transport.base, spmd.device):
+    for module in (spmd.operators.base, spmd.transport.local.comm, spmd.transport.plan, spmd.device):
         monkeypatch.setattr(module, "copied", counted)
     mesh = Mesh(x=2)
     rows, columns = mesh.layout((64, 64), P("x")), mesh.layout((64, 64), P(None, "x"))
@@ -317,7 +317,7 @@ def test_an_error_of_one_result_keeps_no_block_alive(scheduler):
 def test_a_large_result_of_one_worker_has_all_cores(scheduler, tracked, monkeypatch):
     split, ran = [], split_work.run
     monkeypatch.setattr(split_work, "run", lambda tasks: (split.append(len(tasks)), ran(tasks)))
-    monkeypatch.setattr("spmd.transport.local.usable_cores", lambda: 2)
+    monkeypatch.setattr("spmd.transport.local.lockstep.usable_cores", lambda: 2)
     monkeypatch.setattr(split_work, "part", lambda: 1 << 20)
     mesh = Mesh(x=2, scheduler=scheduler)
     x = np.random.default_rng(0).standard_normal((1024, 1024))

@@ -14,7 +14,7 @@ from virtual_workers import living, mesh_of, run
 import spmd
 from spmd import P
 from spmd.errors import DeadlockError, MismatchError
-from spmd.transport import local
+from spmd.transport.local.meeting import Run
 
 pytestmark = pytest.mark.usefixtures("no_hang")
 
@@ -123,7 +123,7 @@ def test_a_map_that_has_not_waited_may_fail_or_wait_in_vain(n):
             ends(MismatchError, "the end of the map|waits in psum", **{f"w{k}": "wait"})
         ends(ValueError, "of 1", w0="wait", w1="fail")
         ends(KeyboardInterrupt, None, w0="wait", w1="interrupt")
-        assert living(local.Run) == 0
+        assert living(Run) == 0
     finally:
         gc.enable()
 

@@ -19,7 +19,8 @@ from spmd import P
 from spmd.errors import DeadlockError, MismatchError
 from spmd.kernels.parallel import split_work
 from spmd.mesh import here
-from spmd.transport import local, recurring
+from spmd.transport.local import run_plan
+from spmd.transport.local.lockstep import LockstepRun
 
 N = 1 << 18
 RING = {n: [(k, (k + 1) % n) for k in range(n)] for n in range(1, 9)}
@@ -29,7 +30,7 @@ RING = {n: [(k, (k + 1) % n) for k in range(n)] for n in range(1, 9)}
 def short(monkeypatch) -> list[str]:
     """What was completed by the short way."""
     done: list[str] = []
-    complete = recurring.Recurring._complete
+    complete = run_plan.Recurring._complete
 
     def counted(self, met, workers):
         well = complete(self, met, workers)
@@ -37,7 +38,7 @@ def short(monkeypatch) -> list[str]:
             done.append(self.call.op)
         return well
 
-    monkeypatch.setattr(recurring.Recurring, "_complete", counted)
+    monkeypatch.setattr(run_plan.Recurring, "_complete", counted)
     return done
 
 
@@ -45,13 +46,13 @@ def short(monkeypatch) -> list[str]:
 def turned_down(monkeypatch) -> list[str]:
     """The groups that were turned down."""
     keys: list[str] = []
-    turn_down = local.LockstepRun.turn_down
+    turn_down = LockstepRun.turn_down
 
     def counted(self, key):
         keys.append(key)
         turn_down(self, key)
 
-    monkeypatch.setattr(local.LockstepRun, "turn_down", counted)
+    monkeypatch.setattr(LockstepRun, "turn_down", counted)
     return keys
 
 
@@ -610,7 +611,7 @@ def test_parts_of_one_array_are_joined_by_nobody(monkeypatch):
 )
 def test_what_is_known_of_lines_holds_no_block(act, monkeypatch):
     """It lives as long as the mesh does."""
-    mesh, blocks, init = lockstep(x=2), [], recurring.Recurring.__init__
+    mesh, blocks, init = lockstep(x=2), [], run_plan.Recurring.__init__
 
     def noted(self, call, way, x):
         blocks.append(weakref.ref(x))
@@ -621,7 +622,7 @@ def test_what_is_known_of_lines_holds_no_block(act, monkeypatch):
             act(2 * x)
         return spmd.psum(x[0], "x")
 
-    monkeypatch.setattr(recurring.Recurring, "__init__", noted)
+    monkeypatch.setattr(run_plan.Recurring, "__init__", noted)
     mesh.map(body, in_specs=P("x"), out_specs=P())(np.ones(2 * N))
     gc.collect()
     assert len(blocks) >= 2

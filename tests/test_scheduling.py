@@ -17,7 +17,8 @@ from spmd import P, scheduler_choice
 from spmd.kernels import cpu
 from spmd.kernels.parallel import split_work
 from spmd.scheduler_choice import Trial
-from spmd.transport.base import ONE_BY_ONE, Outcome
+from spmd.transport.call import ONE_BY_ONE
+from spmd.transport.handles import Outcome
 
 ROWS = P("x")
 X = np.random.default_rng(0).standard_normal((11, 4))
@@ -97,7 +98,7 @@ def test_auto_counts_what_all_cores_do_for_nothing(cores, chosen, monkeypatch):
     copy = split_work._copy
     monkeypatch.setattr(split_work, "_copy", lambda *args: (time.sleep(0.3), copy(*args)))
     monkeypatch.setattr(split_work, "part", lambda: 1 << 20)
-    monkeypatch.setattr("spmd.transport.local.usable_cores", lambda: cores)
+    monkeypatch.setattr("spmd.transport.local.lockstep.usable_cores", lambda: cores)
     four_cores(monkeypatch, 0.06, 0.06)
     x = np.arange(1 << 20, dtype=float).reshape(-1, 1 << 10)
     with spmd.Mesh(x=2, scheduler="auto") as mesh:

@@ -23,9 +23,9 @@ from launch import PROGRAMS, ROOT, TORCHRUN, each_mpi, launch, launch_and_kill
 from process_cases import ended_well, timed
 
 from spmd.kernels.memory import pool
-from spmd.transport import arena, mailbox, shared_files
-from spmd.transport.board import Board
-from spmd.transport.shared_files import created, elected, job_name, opened, remove_abandoned
+from spmd.transport.processes import mailbox, shared_files, shared_memory
+from spmd.transport.processes.shared_files import created, elected, job_name, opened, remove_abandoned
+from spmd.transport.processes.status_board import Board
 
 NOBODY = 65534
 SIZE = 100_000
@@ -258,7 +258,7 @@ def test_without_memory_for_an_arena_arrays_lie_in_that_of_numpy(monkeypatch):
     def full(file: int, at: int, nbytes: int) -> None:
         raise OSError(28, os.strerror(28))
 
-    mine = arena.Arena()
+    mine = shared_memory.Arena()
     try:
         mine.serve()
         assert mine.place(pool.empty(1 << 20, np.uint8)) is not None
@@ -280,7 +280,7 @@ def test_without_memory_for_an_arena_arrays_lie_in_that_of_numpy(monkeypatch):
 
 HOLDER = """
 import os, sys
-from spmd.transport.shared_files import created
+from spmd.transport.processes.shared_files import created
 print(created(sys.argv[1] if sys.argv[1:] else "", 1000).path, flush=True)
 sys.stdin.read()
 """
@@ -335,7 +335,7 @@ def test_what_a_killed_job_has_left_is_removed_and_what_is_in_use_is_not(monkeyp
 @own_processes
 def test_a_job_in_another_pid_namespace_removes_nothing_that_is_in_use(monkeypatch):
     """Neither from within, where the numbers of our processes are those of none, nor from without."""
-    remove = "from spmd.transport import shared_files as s; s._OLD = -1; s.remove_abandoned()"
+    remove = "from spmd.transport.processes import shared_files as s; s._OLD = -1; s.remove_abandoned()"
     apart = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     process, path = _holder(job_name(os.getpid()))
@@ -344,7 +344,7 @@ def test_a_job_in_another_pid_namespace_removes_nothing_that_is_in_use(monkeypat
     _kill(process)
     subprocess.run([*apart, sys.executable, "-c", remove], env=env, check=True, timeout=60)
     assert not path.exists()
-    job = "from spmd.transport.shared_files import job_name; print(job_name(1))"
+    job = "from spmd.transport.processes.shared_files import job_name; print(job_name(1))"
     inside = subprocess.run([*apart, sys.executable, "-c", job], env=env, check=True, capture_output=True, text=True)
     process, path = _holder(inside.stdout.strip(), *apart)
     monkeypatch.setattr(shared_files, "_OLD", -1)

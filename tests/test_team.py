@@ -323,7 +323,8 @@ def test_workers_who_wait_lend_their_cores(axis, tiled, monkeypatch):
     """Blocks of 3 MB, uneven where they may be, are summed and joined in parts, with NumPy's result."""
     split, ran = [], split_work.run
     monkeypatch.setattr(split_work, "run", lambda tasks: (split.append(len(tasks)), ran(tasks)))
-    monkeypatch.setattr("spmd.transport.local.usable_cores", lambda: 3)
+    for scheduler in "lockstep", "threads":
+        monkeypatch.setattr(f"spmd.transport.local.{scheduler}.usable_cores", lambda: 3)
     rng = np.random.default_rng(4)
     lengths = (900, 700, 800) if tiled else (800, 800, 800)
     blocks = [rng.standard_normal((n, 500) if axis == 0 else (500, n)) for n in lengths]
@@ -374,7 +375,7 @@ def test_one_worker_at_a_time_has_all_cores(act, spec, by_the_last, monkeypatch)
     monkeypatch.setattr(
         split_work, "run", lambda tasks: (split.append((spmd.worker_index("x"), len(tasks))), ran(tasks))
     )
-    monkeypatch.setattr("spmd.transport.local.usable_cores", lambda: 2)
+    monkeypatch.setattr("spmd.transport.local.threads.usable_cores", lambda: 2)
 
     def run(scheduler):
         split.clear()
@@ -409,7 +410,7 @@ def test_a_line_that_calls_again_makes_the_same_at_once_for_all(act, spec, runs,
     """From the second time on the last to come makes all results, in threads: split once, and not by each worker."""
     ran, run = [], split_work.run
     monkeypatch.setattr(split_work, "run", lambda tasks: (ran.append(len(tasks)), run(tasks)))
-    monkeypatch.setattr("spmd.transport.local.usable_cores", lambda: 2)
+    monkeypatch.setattr("spmd.transport.local.lockstep.usable_cores", lambda: 2)
     monkeypatch.setattr(split_work, "part", lambda: 1 << 20)
 
     def body(x, rows, columns):
@@ -438,7 +439,7 @@ def test_a_part_of_the_workers_has_its_share_of_the_cores(cores, share, monkeypa
     """In threads, where the others of another group may be at work."""
     split, ran = [], split_work.run
     monkeypatch.setattr(split_work, "run", lambda tasks: (split.append(len(tasks)), ran(tasks)))
-    monkeypatch.setattr("spmd.transport.local.usable_cores", lambda: cores)
+    monkeypatch.setattr("spmd.transport.local.threads.usable_cores", lambda: cores)
     mesh = spmd.Mesh(x=2, y=2, scheduler="threads")
     x = np.arange(4 << 19, dtype=np.float64).reshape(4, -1)
     mapped = mesh.map(lambda x: spmd.psum(x, "x"), in_specs=P(("x", "y")), out_specs=P("y"))

@@ -27,8 +27,8 @@ import spmd
 from spmd import P
 from spmd.errors import DeadlockError, LayoutError, MismatchError
 from spmd.kernels.parallel import thread_pool
-from spmd.transport.base import Call, Group
-from spmd.transport.verbs import Pending
+from spmd.transport.call import Call, Group
+from spmd.transport.processes.comm import Pending
 
 pytestmark = pytest.mark.usefixtures("no_hang")
 

@@ -20,7 +20,7 @@ from spmd.layout import offsets
 from spmd.ledger import ledger
 from spmd.linear import LinearOperator, Space, _conj
 from spmd.mesh import Worker
-from spmd.transport.base import Call
+from spmd.transport.call import Call
 
 __all__ = ["check_across"]
 

@@ -22,7 +22,7 @@ from spmd.operators.base import Operator
 from spmd.replicas import digest
 from spmd.spec_trees import spread
 from spmd.state import ROOTED, VARYING, state_of
-from spmd.transport.base import Call
+from spmd.transport.call import Call
 
 __all__ = ["Found", "InBody", "Trial", "raised", "sealed", "state_in"]
 

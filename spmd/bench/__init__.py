@@ -26,7 +26,7 @@ from spmd.device import imported
 from spmd.errors import message
 from spmd.kernels import jit
 from spmd.spellings import closest
-from spmd.transport.blas import blas_threads, usable_cores
+from spmd.transport.blas_threads import blas_threads, usable_cores
 
 __all__ = ["FAMILIES", "Row", "bench_kernels", "rows", "table"]
 

@@ -18,7 +18,7 @@ from spmd.mesh import here
 from spmd.operators.base import agree, varying
 from spmd.operators.reduce import psum
 from spmd.tracebacks import api_boundary
-from spmd.transport.base import Call
+from spmd.transport.call import Call
 
 __all__ = ["add_rows", "embedding", "one_hot", "take_rows"]
 

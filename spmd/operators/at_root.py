@@ -30,7 +30,8 @@ from spmd.operators.reduce import AxisName, _names
 from spmd.operators.root import Keep, Rooted, rooted
 from spmd.state import REPLICAS, state_of
 from spmd.tracebacks import shorten
-from spmd.transport.base import Call, Group, sealed
+from spmd.transport.call import Call, Group
+from spmd.transport.handles import sealed
 
 __all__ = ["at_root"]
 

@@ -57,7 +57,10 @@ from spmd.operators.terms import is_share, repeated_terms, warn_of_term
 from spmd.replicas import Source, source_of
 from spmd.state import INVARIANT, VARYING, State, state_of
 from spmd.tracebacks import api_boundary
-from spmd.transport.base import LEDGERS, Call, Comm, Eager, Group, Handle, Make, Ready, Shape, Way, sealed
+from spmd.transport.base import Comm
+from spmd.transport.call import LEDGERS, Call, Group, Shape
+from spmd.transport.handles import Handle, Ready, sealed
+from spmd.transport.plan import Eager, Make, Way
 
 __all__ = [
     "Called",

@@ -34,7 +34,10 @@ from spmd.operators.base import (
     varying,
 )
 from spmd.operators.reduce import AxisName, _names
-from spmd.transport.base import Call, Comm, Eager, Group, Make, Shape, scatter_cost, sealed
+from spmd.transport.base import Comm
+from spmd.transport.call import Call, Group, Shape
+from spmd.transport.handles import sealed
+from spmd.transport.plan import Eager, Make, scatter_cost
 
 __all__ = ["AllToAll", "Piece", "RaggedAllToAll", "all_to_all", "pswapaxes", "ragged_all_to_all"]
 

@@ -30,7 +30,10 @@ from spmd.operators.base import (
 from spmd.operators.reduce import AxisName, _names, folding
 from spmd.spellings import closest
 from spmd.state import INVARIANT
-from spmd.transport.base import Call, Comm, Eager, Group, Make, Ready, Shape, gather_cost, scatter_cost, sealed
+from spmd.transport.base import Comm
+from spmd.transport.call import Call, Group, Shape
+from spmd.transport.handles import Ready, sealed
+from spmd.transport.plan import Eager, Make, gather_cost, scatter_cost
 
 __all__ = ["AllGather", "Collect", "ReduceScatter", "Slice", "all_gather", "pslice", "psum_scatter"]
 

@@ -37,7 +37,10 @@ from spmd.operators.halo_plan import (
 )
 from spmd.spellings import closest
 from spmd.tracebacks import shorten
-from spmd.transport.base import Call, Comm, Eager, Group, Make, Shape, Steps, sealed
+from spmd.transport.base import Comm
+from spmd.transport.call import Call, Group, Shape
+from spmd.transport.handles import Steps, sealed
+from spmd.transport.plan import Eager, Make
 
 Kind = TypeVar("Kind", bound="_Halo")
 

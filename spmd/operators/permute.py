@@ -17,7 +17,10 @@ from spmd.errors import LayoutError, describe, message
 from spmd.mesh import Worker, here
 from spmd.operators.base import Launched, Operator, interned, kept, named, operate, passing, rebound
 from spmd.operators.reduce import AxisName, _names
-from spmd.transport.base import Call, Comm, Eager, Group, Shape, sealed
+from spmd.transport.base import Comm
+from spmd.transport.call import Call, Group, Shape
+from spmd.transport.handles import sealed
+from spmd.transport.plan import Eager
 
 __all__ = ["Permute", "ppermute", "pshuffle", "sendrecv", "shift"]
 

@@ -46,21 +46,10 @@ from spmd.operators.base import (
 from spmd.spellings import closest
 from spmd.state import INVARIANT, state_of
 from spmd.tracebacks import shorten
-from spmd.transport.base import (
-    GRADIENTS,
-    LEDGERS,
-    Call,
-    Comm,
-    Eager,
-    Group,
-    Handle,
-    Make,
-    Ready,
-    Shape,
-    Steps,
-    all_reduce_cost,
-    sealed,
-)
+from spmd.transport.base import Comm
+from spmd.transport.call import GRADIENTS, LEDGERS, Call, Group, Shape
+from spmd.transport.handles import Handle, Ready, Steps, sealed
+from spmd.transport.plan import Eager, Make, all_reduce_cost
 
 __all__ = ["Extremum", "Sum", "pcast", "pmax", "pmean", "pmin", "psum", "pvary"]
 

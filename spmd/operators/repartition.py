@@ -20,7 +20,10 @@ from spmd.operators.base import Launched, Operator, interned, kept, operate
 from spmd.plan import Move, plan
 from spmd.state import INVARIANT, VARYING, State, state_of
 from spmd.tracebacks import shorten
-from spmd.transport.base import Boxes, Call, Comm, Eager, Group, Ready, Shape, sealed
+from spmd.transport.base import Comm
+from spmd.transport.call import Call, Group, Shape
+from spmd.transport.handles import Ready, sealed
+from spmd.transport.plan import Boxes, Eager
 
 __all__ = ["Accumulate", "Repartition", "accumulate", "repartition"]
 

@@ -35,7 +35,10 @@ from spmd.operators.base import (
 )
 from spmd.operators.reduce import AxisName, _names, folded
 from spmd.state import INVARIANT, ROOTED, State, state_of
-from spmd.transport.base import Call, Comm, Eager, Group, Ready, root_cost, scatter_cost, sealed
+from spmd.transport.base import Comm
+from spmd.transport.call import Call, Group
+from spmd.transport.handles import Ready, sealed
+from spmd.transport.plan import Eager, root_cost, scatter_cost
 
 __all__ = [
     "Broadcast",

@@ -26,7 +26,9 @@ from spmd.operators.base import Launched, Operator, bounded, interned, operate, 
 from spmd.operators.halo import HaloExchange, along, checked_spec
 from spmd.operators.halo_plan import BOUNDARIES as EVERY
 from spmd.spellings import closest
-from spmd.transport.base import Call, Comm, Group, Steps, sealed
+from spmd.transport.base import Comm
+from spmd.transport.call import Call, Group
+from spmd.transport.handles import Steps, sealed
 
 __all__ = ["Stencil", "checked_offsets", "stencil"]
 

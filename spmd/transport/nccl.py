@@ -26,7 +26,9 @@ from spmd.errors import TransportError, message
 from spmd.kernels import on_device
 from spmd.layout import offsets
 from spmd.settings import setting
-from spmd.transport.base import Call, Comm, Group, Handle, Outcome, Ready, Shape, Transport, checks_are_on
+from spmd.transport.base import Comm, Transport, checks_are_on
+from spmd.transport.call import Call, Group, Shape
+from spmd.transport.handles import Handle, Outcome, Ready
 
 __all__ = ["NcclTransport"]
 

@@ -10,7 +10,7 @@ from typing import Any
 from verbs import read_where_they_lie, results_again
 
 import spmd
-from spmd.transport import mailbox
+from spmd.transport.processes import mailbox
 
 who = sys.argv[1]
 mesh = spmd.Mesh(x=4)

@@ -20,7 +20,7 @@ import up  # noqa: F401
 
 import spmd
 from spmd import P
-from spmd.transport import shared_files
+from spmd.transport.processes import shared_files
 
 ROOM, WHAT = sys.argv[1:3]
 if "RANK" in os.environ:

@@ -12,7 +12,7 @@ import up  # noqa: F401
 
 import spmd
 from spmd import P
-from spmd.transport import processes
+from spmd.transport.processes import transport
 
 mesh = spmd.Mesh(x=2)
 me = mesh.local_workers[0]
@@ -31,7 +31,7 @@ def late(x):
         while not interrupted.exists():
             time.sleep(0.01)
     elif sys.argv[1] == "waits":
-        processes.let_others = interrupt
+        transport.let_others = interrupt
     else:
         interrupt()
     return spmd.psum(x, "x")

@@ -45,7 +45,7 @@ if MOMENT == "last hook":  # runs after the hooks of the library
     atexit.register(at, "last hook")
 mesh = spmd.Mesh(x=SIZE)
 if MOMENT == "end of MPI":
-    from spmd.transport import lifetime
+    from spmd.transport.processes import lifetime
 
     finalize = lifetime.finalize
     lifetime.finalize = lambda *args: (at("end of MPI"), finalize(*args))

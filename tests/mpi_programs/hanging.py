@@ -22,7 +22,7 @@ import up  # noqa: F401
 
 import spmd
 from spmd import P
-from spmd.transport import shared_files
+from spmd.transport.processes import shared_files
 
 HOW = sys.argv[1]
 if sys.argv[2:] == ["apart"]:

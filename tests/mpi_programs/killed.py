@@ -17,7 +17,7 @@ import numpy as np
 
 import spmd
 from spmd import P
-from spmd.transport import shared_files
+from spmd.transport.processes import shared_files
 
 COME, STEP = Path(sys.argv[1]), int(sys.argv[2])
 calls = itertools.count()

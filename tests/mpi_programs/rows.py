@@ -9,7 +9,7 @@ import numpy as np
 
 import spmd
 from spmd.kernels.memory import pool
-from spmd.transport.base import Call
+from spmd.transport.call import Call
 
 mesh = spmd.Mesh(r=2, c=3)
 

@@ -20,8 +20,10 @@ from spmd.autodiff.allocation import writable
 from spmd.device import copied, joined, to_host
 from spmd.kernels import on_device
 from spmd.kernels.memory import pool
-from spmd.transport.base import Boxes, Call, sealed
-from spmd.transport.headers import RIDES, ROOM
+from spmd.transport.call import Call
+from spmd.transport.handles import sealed
+from spmd.transport.plan import Boxes
+from spmd.transport.processes.headers import RIDES, ROOM
 
 DTYPES = "bool int8 int32 int64 float16 float32 float64 complex64 complex128".split()
 SMALL = [(), (0, 3), (3, 5)]
@@ -52,7 +54,7 @@ laid: Callable[[np.ndarray, int, int], np.ndarray] = anywhere
 def read_where_they_lie() -> list[int]:
     """From now on all blocks but the tiniest are read where they lie, if that is in memory that others can read: most
     do, and of the rest small ones are copied there. Gives the bytes of those that were offered, as they come."""
-    from spmd.transport import arena, eager, mailbox, verbs
+    from spmd.transport.processes import comm, mailbox, run_plan, shared_memory
 
     global laid
 
@@ -63,18 +65,18 @@ def read_where_they_lie() -> list[int]:
         out[...] = x
         return out
 
-    def place(self: arena.Arena, x: np.ndarray) -> int | None:
+    def place(self: shared_memory.Arena, x: np.ndarray) -> int | None:
         at = found(self, x)
         if at is not None:
             offered.append(x.nbytes)
         return at
 
     offered: list[int] = []
-    found, arena.Arena.place = arena.Arena.place, place
-    verbs.RIDES = eager.RIDES = 16
+    found, shared_memory.Arena.place = shared_memory.Arena.place, place
+    comm.RIDES = run_plan.RIDES = 16
     mailbox._COPIED = 100
     pool.LEAST, laid = 1, mostly
-    arena.arena().serve()
+    shared_memory.arena().serve()
     return offered
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from mpi_programs.verbs import digest
 
 import spmd
-from spmd.transport.base import Call
+from spmd.transport.call import Call
 
 DTYPES = [np.dtype(ml_dtypes.bfloat16), *map(np.dtype, "? u1 i2 u4 f2 f4 f8 c8 c16".split())]
 SIZES = (0, 1, 93, 94, 95, 752, 753, 20_001)  # Around what a header takes along.

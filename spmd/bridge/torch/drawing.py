@@ -28,7 +28,7 @@ from spmd.bridge.torch.tensor import Tensor, joined_state, look_at_losses, swept
 from spmd.errors import StallError, StateError, describe, message
 from spmd.mesh import WORKER, Worker
 from spmd.state import State
-from spmd.transport.patience import time_limit
+from spmd.transport.processes.watchdog import time_limit
 
 __all__ = ["BodyMode", "drawing", "in_body", "is_drawing", "mode_is_on", "stream", "word"]
 

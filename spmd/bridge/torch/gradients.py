@@ -29,7 +29,8 @@ from spmd.device import to_host
 from spmd.errors import DifferentiationError, LayoutError, MeshError, StateError, message
 from spmd.mesh import WORKER, Worker
 from spmd.state import state_of
-from spmd.transport.base import LEDGERS, Call, Handle
+from spmd.transport.call import LEDGERS, Call
+from spmd.transport.handles import Handle
 
 __all__ = ["WHERE", "Sums"]
 

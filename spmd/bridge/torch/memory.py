@@ -21,7 +21,7 @@ from spmd.kernels import on_device
 from spmd.kernels.memory import pool
 from spmd.kernels.memory.pool import Lease, Margin
 from spmd.mesh import Mesh, Worker
-from spmd.transport.base import sealed
+from spmd.transport.handles import sealed
 
 __all__ = ["array_dtype", "block_of", "borrowed", "owned", "shaped_like", "tensor_of", "torch_dtype", "write"]
 

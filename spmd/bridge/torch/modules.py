@@ -27,7 +27,7 @@ from spmd.errors import LayoutError, describe, message
 from spmd.layout import Layout, P
 from spmd.mesh import Worker, here
 from spmd.tracebacks import api_boundary
-from spmd.transport.base import Call
+from spmd.transport.call import Call
 from spmd.window import Window, Windows, plan_windows
 
 __all__ = [

@@ -24,7 +24,7 @@ from spmd.bridge.torch.tensor import Tensor, in_blocks, local
 from spmd.errors import ReplicaError, StateError, message
 from spmd.mesh import Worker
 from spmd.operators.at_root import alone_along
-from spmd.transport.base import Call
+from spmd.transport.call import Call
 
 __all__ = ["Difference", "ToBeDeclared", "differing", "to_be_declared"]
 

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from spmd.errors import DeadlockError, StallError, caller, message
-from spmd.transport.board import LEFT, Board
-from spmd.transport.detect import raw_exit, tell_launcher
-from spmd.transport.shared_files import STATUS, stat_of
+from spmd.transport.launcher import raw_exit, tell_launcher
+from spmd.transport.processes.shared_files import STATUS, stat_of
+from spmd.transport.processes.status_board import LEFT, Board
 
 __all__ = ["await_others", "finalize", "initialize"]
 

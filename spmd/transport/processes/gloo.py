@@ -33,15 +33,16 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
 from spmd.errors import TransportError, message
-from spmd.transport.base import Call, Shape
-from spmd.transport.board import Board
-from spmd.transport.channel import Channel
-from spmd.transport.detect import TorchWorld, abort, leftovers, torch_world
-from spmd.transport.headers import Headers, digest
-from spmd.transport.hosts import address_of
-from spmd.transport.patience import LOOK, Patience, board_of_the_job, time_limit
-from spmd.transport.processes import ProcessTransport, disconnected, start
-from spmd.transport.shared_files import SharedFile, created, job_name, namespace, opened, remove_abandoned
+from spmd.transport.call import Call, Shape
+from spmd.transport.launcher import TorchWorld, leftovers, torch_world
+from spmd.transport.processes.channel import Channel
+from spmd.transport.processes.headers import Headers, digest
+from spmd.transport.processes.hosts import address_of
+from spmd.transport.processes.job import abort
+from spmd.transport.processes.shared_files import SharedFile, created, job_name, namespace, opened, remove_abandoned
+from spmd.transport.processes.status_board import Board
+from spmd.transport.processes.transport import ProcessTransport, disconnected, start
+from spmd.transport.processes.watchdog import LOOK, Patience, board_of_the_job, time_limit
 
 __all__ = ["TorchChannel", "TorchTransport"]
 

@@ -12,8 +12,12 @@ from typing import Any, NamedTuple
 from spmd import kernels
 from spmd.cuda import Place
 from spmd.kernels import on_device
-from spmd.transport.base import Call, Comm, Group, Handle, Join, Sends, Then, sealed
-from spmd.transport.local import LocalComm, Make, Meeting, Run, Waiting, handed
+from spmd.transport.base import Comm
+from spmd.transport.call import Call, Group
+from spmd.transport.handles import Handle, Then, sealed
+from spmd.transport.local.comm import LocalComm, Make, handed
+from spmd.transport.local.meeting import Meeting, Run, Waiting
+from spmd.transport.plan import Join, Sends
 
 __all__ = ["DeviceComm"]
 

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from spmd.errors import StallError, again, message
 from spmd.settings import setting
-from spmd.transport.base import Call, deadlock, raised_by
-from spmd.transport.board import FAILED, FOLLOWS, LEFT, WAITING, Board
-from spmd.transport.hosts import Hosts
-from spmd.transport.shared_files import SharedFile
+from spmd.transport.call import Call, deadlock, raised_by
+from spmd.transport.processes.hosts import Hosts
+from spmd.transport.processes.shared_files import SharedFile
+from spmd.transport.processes.status_board import FAILED, FOLLOWS, LEFT, WAITING, Board
 
 if TYPE_CHECKING:
-    from spmd.transport.processes import ProcessTransport
+    from spmd.transport.processes.base import Connections
 
 __all__ = ["LOOK", "Patience", "board_of_the_job", "failed_too", "let_others", "like", "time_limit"]
 
@@ -126,7 +126,7 @@ def like(origin: int, who: str, said: str) -> Exception:
 class Patience:
     """One wait of a process in a call."""
 
-    def __init__(self, transport: ProcessTransport, call: Call | None):
+    def __init__(self, transport: Connections, call: Call | None):
         assert transport.board is not None
         self.transport, self.board, self.call = transport, transport.board, call
         self.seen: object = None

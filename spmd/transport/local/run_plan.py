@@ -10,18 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from spmd.kernels.memory import nontemporal
 from spmd.kernels.parallel import split_work
-from spmd.transport.base import Call, Eager, Shape, Way
+from spmd.transport.call import Call, Shape
+from spmd.transport.local.meeting import Gathering, Participant
+from spmd.transport.plan import Eager, Way
 
-if TYPE_CHECKING:
-    from spmd.transport.local import LocalComm
-
-__all__ = ["Gathering", "Recurring"]
+__all__ = ["Recurring"]
 
 _KNOWN = 64
 """Ways of making results that a member keeps: one for each combination of what its group called."""
@@ -32,27 +31,6 @@ _VAIN = 16
 _REST = 64
 
 _Makers = Callable[[list[Any]], list[Any]]
-
-
-class Gathering:
-    """Those of a group who call again what they have called: who has come, with what, and what came of it.
-
-    members: those who have come, by their places; missing: how many are to come; waiters: whom to wake. number, clock:
-    the collectives behind them, as in a meeting; count: those of the group. done: there is nothing to wait for.
-    blocks: those that they bring, then their results; None if they are turned down.
-    """
-
-    __slots__ = ("blocks", "clock", "count", "done", "members", "missing", "number", "waiters")
-
-    def __init__(self, size: int, number: int, count: int):
-        self.members: list[Any] = [None] * size
-        self.blocks: Any = [None] * size
-        self.missing = size
-        self.number = number
-        self.count = count
-        self.clock = 0
-        self.done = False
-        self.waiters: list[Any] = []
 
 
 class Recurring:
@@ -78,7 +56,7 @@ class Recurring:
         size = way.group.size
         return size > 1 and (way.light or not nontemporal.large(x.nbytes * size))
 
-    def __call__(self, comm: LocalComm, x: np.ndarray, long: Way) -> tuple[Any, Any]:
+    def __call__(self, comm: Participant, x: np.ndarray, long: Way) -> tuple[Any, Any]:
         """The new block, and the bound operator. long: how it goes by the verbs."""
         run, group = comm.run, self.group
         gatherings, key = run.gatherings, group.key

@@ -9,16 +9,15 @@ long way.
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from spmd.kernels.memory.pool import address
-from spmd.transport.base import Call, Eager, Make, Shape, Way
-from spmd.transport.headers import RIDES, Headers, name_of, stamped, told
-
-if TYPE_CHECKING:
-    from spmd.transport.verbs import ProcessComm
+from spmd.transport.call import Call, Shape
+from spmd.transport.plan import Eager, Make, Way
+from spmd.transport.processes.base import Participant
+from spmd.transport.processes.headers import RIDES, Headers, name_of, stamped, told
 
 __all__ = ["Repeated"]
 
@@ -84,7 +83,7 @@ class Repeated:
             return _Part(row, told(op, part.shape, False), piece, part.nbytes)
         return _Part(row, told(op, part.shape, False, part.strides), address(part) - address(x), 8)
 
-    def __call__(self, comm: ProcessComm, x: np.ndarray, long: Way) -> tuple[Any, Any]:
+    def __call__(self, comm: Participant, x: np.ndarray, long: Way) -> tuple[Any, Any]:
         """The new block, and the bound operator. long: how it goes by the verbs, with what was heard, where others
         bring other blocks."""
         transport, call, group = comm.transport, self.call, self.group

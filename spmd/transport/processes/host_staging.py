@@ -19,9 +19,11 @@ import numpy as np
 from spmd.cuda import current
 from spmd.device import contiguous
 from spmd.kernels import on_device
-from spmd.transport.base import Call, Comm, Group, Handle, Outcome
-from spmd.transport.processes import ProcessTransport
-from spmd.transport.verbs import ProcessComm
+from spmd.transport.base import Comm
+from spmd.transport.call import Call, Group
+from spmd.transport.handles import Handle, Outcome
+from spmd.transport.processes.comm import ProcessComm
+from spmd.transport.processes.transport import ProcessTransport
 
 __all__ = ["Staged", "StagedComm", "of_device", "on_places", "staged"]
 

@@ -35,8 +35,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spmd.transport.board import Board
-from spmd.transport.shared_files import machine
+from spmd.transport.processes.shared_files import machine
+from spmd.transport.processes.status_board import Board
 
 __all__ = ["ADDRESS", "Hosts", "address_of"]
 

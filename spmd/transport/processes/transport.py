@@ -24,17 +24,19 @@ from typing import Any
 import numpy as np
 
 from spmd.errors import MismatchError, TransportError, class_name, message
-from spmd.transport.arena import arena
-from spmd.transport.base import Call, Comm, Group, Outcome, Shape, Transport, checks_are_on, raised_by
-from spmd.transport.blas import blas_threads, core_numbers, share_of_cores
-from spmd.transport.board import Board
-from spmd.transport.channel import Channel, bytes_of
-from spmd.transport.detect import end_the_job_on_error, no_job_of_a_child
-from spmd.transport.headers import digest
-from spmd.transport.mailbox import shared
-from spmd.transport.patience import Patience, let_others, like, time_limit
-from spmd.transport.shared_files import machine
-from spmd.transport.verbs import Pending, ProcessComm
+from spmd.transport.base import Comm, Transport, checks_are_on
+from spmd.transport.blas_threads import blas_threads, core_numbers, share_of_cores
+from spmd.transport.call import Call, Group, Shape, raised_by
+from spmd.transport.handles import Outcome
+from spmd.transport.processes.channel import Channel, bytes_of
+from spmd.transport.processes.comm import Pending, ProcessComm
+from spmd.transport.processes.headers import digest
+from spmd.transport.processes.job import end_the_job_on_error, no_job_of_a_child
+from spmd.transport.processes.mailbox import shared
+from spmd.transport.processes.shared_files import machine
+from spmd.transport.processes.shared_memory import arena
+from spmd.transport.processes.status_board import Board
+from spmd.transport.processes.watchdog import Patience, let_others, like, time_limit
 
 __all__ = ["ProcessTransport", "start"]
 

@@ -18,7 +18,8 @@ import numpy as np
 from spmd.autodiff.dtypes import dtype_name
 from spmd.device import owned
 from spmd.errors import TransportError, message
-from spmd.transport.base import Call, Shape, sealed
+from spmd.transport.call import Call, Shape
+from spmd.transport.handles import sealed
 
 __all__ = ["MAX_NDIM", "RIDES", "ROOM", "Headers", "digest", "name_of", "stamped", "told"]
 

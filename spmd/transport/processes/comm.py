@@ -14,44 +14,27 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import prod
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from spmd import kernels
 from spmd.device import Adjoining, copied, joined, put
-from spmd.errors import MismatchError
 from spmd.kernels.cpu.moves import places
 from spmd.kernels.memory import nontemporal, pool
 from spmd.layout import block_sizes, offsets
-from spmd.transport.base import (
-    Boxes,
-    Call,
-    Comm,
-    Eager,
-    Group,
-    Handle,
-    Join,
-    Ready,
-    Shape,
-    Side,
-    Then,
-    mismatch,
-    sealed,
-)
-from spmd.transport.channel import Channel, bytes_of, pieces
-from spmd.transport.eager import Repeated
-from spmd.transport.headers import MAX_NDIM, RIDES, Headers, name_of, told
-
-if TYPE_CHECKING:
-    from spmd.transport.processes import ProcessTransport
+from spmd.transport.call import Call, Group, Shape
+from spmd.transport.handles import Handle, Ready, Then, sealed
+from spmd.transport.plan import Boxes, Eager, Join
+from spmd.transport.processes.base import Connections, Participant
+from spmd.transport.processes.channel import Channel, bytes_of, pieces
+from spmd.transport.processes.headers import MAX_NDIM, RIDES, Headers, name_of, told
+from spmd.transport.processes.run_plan import Repeated
 
 __all__ = ["Pending", "ProcessComm"]
 
 _APART = 1 << 18
 """Bytes from which a block of several is sent by itself, from where it lies; smaller ones are sent together."""
-_SIDE = 1 << 14
-"""Bytes in which a process tells others what it called, where they called something else."""
 _SMALL = 1 << 15
 """Bytes up to which an all-reduce sends whole blocks to everyone: one message time in place of two."""
 
@@ -75,7 +58,7 @@ class Pending:
 
     __slots__ = ("buffers", "call", "finish", "requests", "transport", "value")
 
-    def __init__(self, transport: ProcessTransport, requests: list[Any], buffers: Any, finish: Callable[[], Any]):
+    def __init__(self, transport: Connections, requests: list[Any], buffers: Any, finish: Callable[[], Any]):
         self.requests: list[Any] | None = requests
         self.buffers = buffers
         self.finish = finish
@@ -109,16 +92,8 @@ class _Shaped(NamedTuple):
     nbytes: int = 0
 
 
-class ProcessComm(Comm):
-    """This process's view.
-
-    early: the headers that have come for the verb that is about to be called.
-    """
-
-    def __init__(self, transport: ProcessTransport):
-        self.transport = transport
-        self.worker = transport.local[0]
-        self.early: Headers | None = None
+class ProcessComm(Participant):
+    """This process's view."""
 
     def repeated(self, call: Call, way: Eager, x: np.ndarray) -> Repeated | None:
         group, me = way.group, way.group.index
@@ -247,38 +222,6 @@ class ProcessComm(Comm):
         if call.asks is not None:
             call.asks[0] = call.asks[0] or any(map(heard.asks, channel.others))
         return heard
-
-    def agree(self, group: Group, call: Call, channel: Channel, name: int) -> None:
-        """Raise MismatchError, on all members, where the headers that came name another call than this one's."""
-        words = channel.heard.words
-        for row in channel.others:
-            if words[row][0] != name:
-                names = [name if row == channel.me else words[row][0] for row in group.rows]
-                error = self._mismatch(group, call, names)
-                self.transport.fail(error)
-                raise error
-        self.transport.last = call
-
-    def _mismatch(self, group: Group, call: Call, names: Sequence[int]) -> MismatchError:
-        """What to raise: the members, who all know by now that they disagree, tell each other their calls and lines."""
-        channel = self.transport.channel(group.ordered, call)
-        mine = np.array([Side.of("", call, self.number).packed(_SIDE)], f"S{_SIDE}")
-        texts = np.empty(group.size, mine.dtype)
-        sizes = [mine.nbytes] * group.size
-        requests = channel.all_gather(mine.view(np.uint8), texts.view(np.uint8), sizes)
-        self.transport.arrive(requests, call, (mine, texts))
-        me = group.index
-        other = me if names[me] != names[0] else next(k for k, name in enumerate(names) if name != names[0])
-        first, second = (
-            Side.unpacked(self.transport.describe(group.members[k]), texts[group.rows[k]].item()) for k in (0, other)
-        )
-        error = mismatch(first, second)
-        error.ranks = tuple(self.transport.ranks[m] for m in group.members if self._is_here(m))  # type: ignore[attr-defined]
-        return error
-
-    def _is_here(self, member: int) -> bool:
-        board = self.transport.board
-        return board is not None and board.here(self.transport.ranks[member])
 
     def _agree(self, group: Group, call: Call, x: np.ndarray) -> None:
         """Meet for the check alone: where all bring one shape, nobody has to learn any."""

@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 
 from spmd.kernels.memory import pool
-from spmd.transport.arena import Arena, arena, window
-from spmd.transport.base import Shape
-from spmd.transport.headers import ROOM, Headers, digest
-from spmd.transport.shared_files import machine
+from spmd.transport.call import Shape
+from spmd.transport.processes.headers import ROOM, Headers, digest
+from spmd.transport.processes.shared_files import machine
+from spmd.transport.processes.shared_memory import Arena, arena, window
 
 __all__ = ["Mailbox", "shared"]
 

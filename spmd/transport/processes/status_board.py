@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from spmd.errors import caller, message
-from spmd.transport.shared_files import (
+from spmd.transport.processes.shared_files import (
     PARENT,
     STATUS,
     STIME,

@@ -5,8 +5,6 @@ A process that waits polls, for MPI moves its messages only while it is called.
 
 from __future__ import annotations
 
-import atexit
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -16,14 +14,14 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from spmd.transport.base import Call, Shape
-from spmd.transport.board import Board, file_of_launcher
-from spmd.transport.channel import Channel
-from spmd.transport.detect import abort
-from spmd.transport.headers import ROOM
-from spmd.transport.hosts import ADDRESS, address_of
-from spmd.transport.patience import Patience, board_of_the_job, let_others
-from spmd.transport.processes import ProcessTransport
+from spmd.transport.call import Call, Shape
+from spmd.transport.processes.channel import Channel
+from spmd.transport.processes.headers import ROOM
+from spmd.transport.processes.hosts import ADDRESS, address_of
+from spmd.transport.processes.job import abort, on_leaving
+from spmd.transport.processes.status_board import Board, file_of_launcher
+from spmd.transport.processes.transport import ProcessTransport
+from spmd.transport.processes.watchdog import Patience, board_of_the_job, let_others
 
 __all__ = ["MpiChannel", "MpiTransport"]
 
@@ -208,9 +206,7 @@ def end() -> None:
             channel.close()
 
 
-atexit.register(end)
-if hasattr(os, "register_at_fork"):  # a child of os.fork leaves nothing
-    os.register_at_fork(after_in_child=lambda: atexit.unregister(end))
+on_leaving(end)
 
 
 def _board() -> Board | None:

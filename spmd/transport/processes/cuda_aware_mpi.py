@@ -18,11 +18,11 @@ from mpi4py import MPI
 from spmd.cuda import current
 from spmd.errors import TransportError, message
 from spmd.settings import setting
-from spmd.transport.base import Call
-from spmd.transport.mpi import MpiTransport
-from spmd.transport.processes import ProcessTransport
-from spmd.transport.staged import Staged, of_device, on_places, staged
-from spmd.transport.verbs import ProcessComm
+from spmd.transport.call import Call
+from spmd.transport.processes.comm import ProcessComm
+from spmd.transport.processes.host_staging import Staged, of_device, on_places, staged
+from spmd.transport.processes.mpi import MpiTransport
+from spmd.transport.processes.transport import ProcessTransport
 
 __all__ = ["DirectTransport", "transport_of"]
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from spmd.device import contiguous, put
 from spmd.layout import offsets
-from spmd.transport.headers import Headers
-from spmd.transport.mailbox import Mailbox
+from spmd.transport.processes.headers import Headers
+from spmd.transport.processes.mailbox import Mailbox
 
 __all__ = ["Channel", "bytes_of", "pieces"]
 

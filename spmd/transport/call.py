@@ -1,0 +1,281 @@
+"""What workers call together: the group, each one's side of the call, and errors where they disagree."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from contextvars import ContextVar
+from copy import copy
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+
+from spmd.errors import DeadlockError, MismatchError, caller, message, source_line
+
+if TYPE_CHECKING:
+    from spmd.autodiff.tree import Leaf
+
+__all__ = [
+    "GRADIENTS",
+    "LEDGERS",
+    "ONE_BY_ONE",
+    "Call",
+    "Group",
+    "Observer",
+    "Shape",
+    "Side",
+    "deadlock",
+    "mismatch",
+    "raised_by",
+]
+
+
+Shape = tuple[int, ...]
+
+
+class Observer(Protocol):
+    """Who is told what workers do: see `spmd.ledger`."""
+
+    def operator(self, worker: int, name: str, axes: tuple[str, ...]) -> None: ...
+
+    def verb(self, worker: int, verb: str, messages: int, nbytes: int) -> None: ...
+
+
+LEDGERS: ContextVar[tuple[Observer, ...]] = ContextVar("spmd_ledgers", default=())
+
+
+ONE_BY_ONE = "one by one"
+"""The scheduler "lockstep", where none of the virtual workers is expected to wait for others."""
+
+
+class Group:
+    """The workers that meet in a collective: those that differ only along `axes`, in the order of `axes`.
+
+    dims: the sizes of the axes. members: their numbers, major axis first. index: this worker's place among them.
+    key: what identifies the group among all groups, whichever way its axes were ordered. ordered: the members by
+    number; rows: the place of each member among these.
+    """
+
+    __slots__ = ("axes", "dims", "index", "key", "members", "ordered", "rows", "size")
+
+    def __init__(self, axes: tuple[str, ...], dims: tuple[int, ...], members: tuple[int, ...], index: int):
+        self.axes = axes
+        self.dims = dims
+        self.members = members
+        self.index = index
+        self.size = len(members)
+        self.ordered = tuple(sorted(members))
+        self.rows = tuple(map({m: k for k, m in enumerate(self.ordered)}.__getitem__, members))
+        self.key = f"{self.ordered[0]} {sorted(axes)}"
+
+
+class Call:
+    """One worker's side of a collective: the operator, its parameters, and what it brings.
+
+    op: the function's name as users write it. detail: the parameters that must agree. leaf: which leaf of which tree
+    the block is, if the user gave a tree. shape: of the block. alike: all members must bring the same shape (False: as
+    many dimensions; None: any). frame: where the user called from; only its code and place in it are kept, because a
+    frame would keep the user's arrays alive.
+    host: what it moves lies on the host, though blocks may lie on a device.
+    lent: whether what it brings may be written to when the collective is over: nobody may keep it, or a view of it.
+    asks: [whether this worker's block is differentiated], where that is to be agreed upon: when the members have met it
+    says whether any member's is.
+    number: what a transport tells it by, once that is known.
+
+    Workers who call the same from one line may share one object, so whoever is given a call does not write to it.
+    """
+
+    __slots__ = (
+        *("alike", "asks", "axes", "code", "detail", "dtype", "host", "instruction", "leaf", "lent", "number", "op"),
+        "shape",
+    )
+
+    def __init__(
+        self,
+        op: str,
+        axes: tuple[str, ...],
+        dtype: np.dtype,
+        shape: tuple[int, ...],
+        *,
+        detail: str = "",
+        alike: bool | None = False,
+        frame: FrameType | None = None,
+        leaf: Leaf | None = None,
+    ):
+        self.op = op
+        self.axes = axes
+        self.detail = detail
+        self.dtype = dtype
+        self.shape = shape
+        self.alike = alike
+        self.leaf = leaf
+        self.host = False
+        self.lent = False
+        self.asks: list[bool] | None = None
+        self.number: int | None = None
+        user = caller(frame) if frame is not None else None
+        self.code = user.f_code if user is not None else None
+        self.instruction = user.f_lasti if user is not None else 0
+
+    def of(self, shape: tuple[int, ...], *, alike: bool | None = None) -> Call:
+        """The same call, that brings a block of another shape. alike: where that is to be different."""
+        other = copy(self)
+        other.shape, other.number = shape, None
+        other.alike = self.alike if alike is None else alike
+        return other
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What must be equal on all members."""
+        shape = self.shape if self.alike else None if self.alike is None else len(self.shape)
+        return self.op, self.axes, self.detail, self.dtype, shape, self.leaf and self.leaf.digest
+
+    def __str__(self) -> str:
+        axes = repr(self.axes[0] if len(self.axes) == 1 else self.axes)
+        more = f", {self.detail}" if self.detail else ""
+        return f"{self.op}({self.dtype}{list(self.shape)}, {axes}{more})"
+
+    @property
+    def source(self) -> str:
+        """`at` and the user's line that called."""
+        return f"at {source_line(self.code, self.instruction)}"
+
+
+class Side(NamedTuple):
+    """What one worker says of itself where workers met with different calls. All but the worker's name may come from
+    another process.
+
+    call, line: the call, and the user's line. number: how many collectives it has made. op: the function's name.
+    leaf, tree, paths, digest: the path of the leaf; the tree that it is one of, the paths of all its leaves, and its
+    digest: of no tree empty. cut: whether there are more paths.
+    """
+
+    worker: str
+    call: str
+    line: str
+    number: int
+    op: str = ""
+    leaf: str = ""
+    tree: str = ""
+    paths: Sequence[str] = ()
+    digest: int = 0
+    cut: bool = False
+
+    @classmethod
+    def of(cls, worker: str, call: Call, number: int) -> Side:
+        """The side of a worker of this process."""
+        side = cls(worker, str(call), call.source, number, call.op)
+        leaf = call.leaf
+        if leaf is None:
+            return side
+        tree = leaf.tree
+        return side._replace(leaf=leaf.path, tree=tree.text, paths=tree.paths, digest=tree.digest)
+
+    def packed(self, room: int) -> bytes:
+        """What there is to tell another process, in at most so many bytes; of long trees the beginning."""
+        side = self._replace(call=self.call[:400], line=self.line[-400:], leaf=self.leaf[:200], tree=self.tree[:400])
+        while True:
+            text = json.dumps(side[1:]).encode()
+            if len(text) <= room:
+                return text
+            side = side._replace(paths=[*side.paths[: len(side.paths) // 2]], cut=True)
+
+    @classmethod
+    def unpacked(cls, worker: str, text: bytes) -> Side:
+        """What another process has told of a worker."""
+        return cls(worker, *json.loads(text))
+
+    def shown(self, order: bool, trees: bool) -> str:
+        """The lines on this side. order, trees: whether to say how many collectives it has made, and of which tree."""
+        leaf = f", leaf {self.leaf} of" if self.leaf else ", of"
+        of = f"{leaf} {_cut(self.tree, 200)}" if self.tree else ", of an array by itself"
+        count = f", its collective {self.number}" if order else ""
+        return f"          {self.worker}: {self.call}{of if trees else ''}{count}\n            {self.line}"
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+_ONE_PATH = (
+    "let all workers take the same path: no branch on a worker's own data around a collective; "
+    "spmd.at_root(f, x, axis_name=..., root=...) runs f on some workers only"
+)
+
+
+_ONE_SHAPE = "reduce uneven blocks over their own dimensions first, as spmd.sum and spmd.mean(x, axis_name, axis) do"
+
+
+_ONE_TREE = (
+    "give the function one tree on all workers: the same containers with the same keys; a dict may have its keys in "
+    "any order, an OrderedDict may not"
+)
+
+
+_ONE_USE = "let all workers use the arguments that they differentiate in one order, and give them one tree"
+
+
+GRADIENTS = "the gradients"
+"""How the text begins that says in place of a tree which gradients a sum is of."""
+
+
+_NAMED_PATHS = 8
+"""Paths of a tree that an error names one by one."""
+
+
+def mismatch(first: Side, second: Side) -> MismatchError:
+    """Two workers met with different calls."""
+    order, trees = first.number != second.number, (first.digest, first.leaf) != (second.digest, second.leaf)
+    parted = first.digest != second.digest
+    # As they are but for their shapes
+    alike = len({re.sub(r"\[[\d, ]*\]", "", side.call) for side in (first, second)}) == 1
+    one_tree = _ONE_USE if first.tree.startswith(GRADIENTS) else _ONE_TREE
+    mend = _ONE_PATH if order or not alike else one_tree if parted else _ONE_PATH if trees else _ONE_SHAPE
+    lines = [side.shown(order, trees) for side in (first, second)]
+    if parted and first.tree and second.tree:
+        lines.append(f"          {_parting(first, second)}")
+    return MismatchError(
+        message(
+            "a collective",
+            got="workers that met with different calls\n" + "\n".join(lines),
+            need=f"the same operator, {'tree, ' * trees}axes, parameters, dtype and shape from all of the group, "
+            "in the same order",
+            mend=mend,
+        )
+    )
+
+
+def _parting(first: Side, second: Side) -> str:
+    """Where two trees differ."""
+    if not (first.cut or second.cut):
+        only = [
+            f"{', '.join(missing[:_NAMED_PATHS])}{', ...' * (len(missing) > _NAMED_PATHS)} on {side.worker} only"
+            for side, other in ((first, second), (second, first))
+            if (missing := [path for path in side.paths if path not in set(other.paths)])
+        ]
+        if only:
+            return f"paths that differ: {'; '.join(only)}"
+    for k, (one, other) in enumerate(zip(first.paths, second.paths, strict=False)):
+        if one != other:
+            return f"paths that differ: leaf {k} is {one} on {first.worker}, {other} on {second.worker}"
+    return "paths that differ: further on" if first.cut or second.cut else "the paths are equal, the containers differ"
+
+
+def deadlock(lines: Sequence[str]) -> DeadlockError:
+    """Workers wait in vain; the lines say who, in what, and for whom."""
+    return DeadlockError(
+        message(
+            "a collective",
+            got="workers that wait for others that will never come\n" + "\n".join(f"          {x}" for x in lines),
+            need="every worker of a group to start the same collectives in the same order",
+            mend=_ONE_PATH,
+        )
+    )
+
+
+def raised_by(error: BaseException, who: str) -> None:
+    """Note on an error which worker raised it, in place of the note of an earlier map that raised the same object."""
+    kept = [note for note in getattr(error, "__notes__", ()) if not note.startswith("raised by worker ")]
+    error.__notes__ = [*kept, f"raised by {who}"]

@@ -1,0 +1,96 @@
+"""Collectives that are under way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    pass
+
+__all__ = ["Handle", "Outcome", "Ready", "Steps", "sealed"]
+
+
+class Handle(Protocol):
+    """A collective that is under way."""
+
+    def wait(self) -> Any:
+        """Its result, as soon as there is one."""
+        ...
+
+
+def sealed(x: Any) -> Any:
+    """An array as one that nobody writes to, in place."""
+    if type(x) is np.ndarray:
+        x.setflags(False)  # pyright: ignore[reportCallIssue]  (by its name it takes twice as long)
+    return x
+
+
+class Ready:
+    """A collective that was done at once."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def wait(self) -> Any:
+        return self.value
+
+
+class Then:
+    """A collective, and what is made of its result, once."""
+
+    __slots__ = ("handle", "make", "value")
+
+    def __init__(self, handle: Handle, make: Callable[[Any], Any]):
+        self.handle: Handle | None = handle
+        self.make = make
+        self.value: Any = None
+
+    def wait(self) -> Any:
+        if self.handle is not None:
+            self.value, self.handle = self.make(self.handle.wait()), None
+        return self.value
+
+
+class Steps:
+    """A collective of several steps: a generator that starts each and is given what comes of it."""
+
+    __slots__ = ("handle", "steps", "value")
+
+    def __init__(self, steps: Generator[Handle, Any, Any]):
+        self.steps = steps
+        self.handle: Handle | None = None
+        self.value: Any = None
+        self._go_on(None)
+
+    def _go_on(self, arrived: Any) -> None:
+        try:
+            self.handle = self.steps.send(arrived)
+        except StopIteration as end:
+            self.handle, self.value = None, end.value
+
+    def wait(self) -> Any:
+        while self.handle is not None:
+            self._go_on(self.handle.wait())
+        return self.value
+
+
+class Outcome:
+    """How a run of all workers ended: their results, how long it took, and how often they waited.
+
+    shared: the seconds of it in which several cores worked for one worker, or one worker for all. replicas: what the
+    workers supposed to be one value.
+    """
+
+    __slots__ = ("replicas", "results", "seconds", "shared", "switches")
+
+    def __init__(self, results: dict[int, Any], seconds: float, switches: int, shared: float = 0.0):
+        self.results = results
+        self.seconds = seconds
+        self.switches = switches
+        self.shared = shared
+        self.replicas: Any = None

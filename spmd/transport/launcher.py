@@ -1,0 +1,130 @@
+"""Whether this process is one of a job, of MPI or of torch.distributed.
+
+Of MPI launchers' variables are hints; only MPI's own world is believed. Of torch.distributed they are all there is,
+until somebody has initialised it.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from contextlib import suppress
+from typing import NamedTuple
+
+from spmd.errors import TransportError, message
+
+__all__ = ["TorchWorld", "expected_size", "launcher_hint", "leftovers", "raw_exit", "tell_launcher", "torch_world"]
+
+raw_exit = os._exit
+
+# What a launcher of MPI tells each process that it starts: how many there are, or which one it is. Variables that a
+# scheduler sets in plain shells of an allocation too (SLURM_NTASKS, SLURM_PROCID) say nothing.
+SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS")
+_RANKS = ("PMIX_RANK", "PMI_RANK")
+_WORLD_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+_OF_LAUNCHERS = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "MPI_LOCAL")
+_OF_TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def launcher_hint() -> str | None:
+    """The variable that suggests that an MPI launcher started this process, if any."""
+    for name in SIZES:
+        if os.environ.get(name, "1") not in ("", "1"):
+            return name
+    return next((name for name in _RANKS if name in os.environ), None)
+
+
+def expected_size() -> int | None:
+    """How many processes the job has of which this one seems to be, told without starting anything; None where that
+    cannot be told."""
+    wanted = os.environ.get("SPMD_TRANSPORT")
+    torch = torch_world() if wanted != "mpi" else None
+    if torch is not None and torch.size > 1 and (torch.launched or wanted == "torch"):
+        return torch.size
+    mpi = sys.modules.get("mpi4py.MPI") if wanted in (None, "", "mpi") else None
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        return mpi.COMM_WORLD.Get_size()
+    for name in _WORLD_SIZES if wanted in (None, "", "mpi") else ():
+        if os.environ.get(name, "1").isdecimal() and int(os.environ.get(name, "1")) > 1:
+            return int(os.environ[name])
+    return None if torch is None else torch.size
+
+
+class TorchWorld(NamedTuple):
+    """This process's place among those of torch.distributed. launched: by torchrun."""
+
+    rank: int
+    size: int
+    launched: bool
+
+
+def torch_world() -> TorchWorld | None:
+    """The world of torch.distributed where it is initialised, else what a launcher's variables tell of it; None where
+    there is neither, and with SPMD_TRANSPORT=local. Does not import torch."""
+    if os.environ.get("SPMD_TRANSPORT") == "local":
+        return None
+    launched = "TORCHELASTIC_RUN_ID" in os.environ
+    dist = sys.modules.get("torch.distributed")
+    if getattr(dist, "is_initialized", bool)():
+        return TorchWorld(dist.get_rank(), dist.get_world_size(), launched)  # type: ignore[union-attr]
+    rank, size = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
+    if not (rank.isdecimal() and size.isdecimal() and {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()):
+        return None
+    return TorchWorld(int(rank), int(size), launched)
+
+
+def describe_hint(hint: str | None) -> str:
+    return f"{hint}={os.environ[hint or '']}: a launcher started several processes"
+
+
+def leftovers(engine: str) -> tuple[str, str]:
+    """The variables of launchers of an engine that this process has: with their values, and as `unset` takes them."""
+    prefixes = sorted(n for n in os.environ if n.startswith(_OF_LAUNCHERS))
+    names = [n for n in _OF_TORCH if n in os.environ] if engine == "torch" else prefixes
+    return ", ".join(f"{n}={os.environ[n]}" for n in names), " ".join(names)
+
+
+def refuse_leftovers(hint: str | None) -> None:
+    """Raise where variables say that a launcher of MPI has started this process, and it has no connection to one: an
+    MPI library would end the process without a word that helps."""
+    if hint is None or (fault := _no_connection()) is None:
+        return
+    found, names = leftovers("mpi")
+    raise TransportError(
+        message(
+            "spmd.Mesh",
+            got=f"{found} in the environment, as of a launcher of MPI, and {fault}",
+            need="the connection that a launcher gives to each process that it starts",
+            mend=f'start it by mpiexec; or, where these are left over from another job, "unset {names}", or '
+            'Mesh(..., transport="local"), or SPMD_TRANSPORT=local',
+        )
+    )
+
+
+def _no_connection() -> str | None:
+    """Why this process cannot reach the launcher that its variables speak of; None where nothing speaks against it."""
+    if "PMI_FD" in os.environ and not _is_socket(os.environ["PMI_FD"]):
+        return "PMI_FD is no connection"
+    if (
+        "PMIX_RANK" in os.environ
+        and "PMIX_NAMESPACE" in os.environ
+        and not any(name.startswith("PMIX_SERVER_") for name in os.environ)
+    ):
+        return "no PMIX_SERVER_URI says where it is"
+    return None
+
+
+def _is_socket(file: str) -> bool:
+    try:
+        return stat.S_ISSOCK(os.fstat(int(file)).st_mode)
+    except (OSError, ValueError, OverflowError):
+        return False
+
+
+def tell_launcher(status: int) -> None:
+    """MPICH's launcher takes no notice of a process that fails before it has started MPI, unless it says so. Launchers
+    of other kinds are told nothing: they see the status of the process."""
+    if _is_socket(os.environ.get("PMI_FD", "")):
+        with suppress(OSError):
+            os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={status}\n".encode())

@@ -1,0 +1,165 @@
+"""Virtual workers in threads of a persistent pool."""
+
+from __future__ import annotations
+
+import contextvars
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from spmd.errors import TransportError, message
+from spmd.kernels.parallel import split_work
+from spmd.kernels.parallel.thread_pool import Stopped, Thread, pool
+from spmd.transport.base import Comm
+from spmd.transport.blas_threads import usable_cores
+from spmd.transport.call import Call, Group
+from spmd.transport.handles import Outcome
+from spmd.transport.local.meeting import Gathering, Meeting, Participant, Run
+
+
+class ThreadRun(Run):
+    """Workers in threads of a persistent pool. The caller's thread only waits, so an interrupt finds it there.
+
+    running: the workers that neither wait nor have left. parked: what wakes those that wait. inside: the threads
+    of those that are in the body.
+    """
+
+    def __init__(self, size: int, describe: Callable[[int], str]):
+        super().__init__(size, describe)
+        self.running = size
+        self.parked: set[Any] = set()
+        self.inside: dict[int, int] = {}
+        self.begun = False
+        self.first: list[None] = []
+        """Has an entry when the first worker's thread has its task."""
+        self.over = threading.Lock()
+        self.over.acquire()
+        self.process = os.getpid()
+
+    def execute(self, body: Callable[[Comm], Any]) -> Outcome:
+        started = time.perf_counter()
+        context = contextvars.copy_context()
+        threads = pool.take(self.left)
+        try:  # at once: an interrupt before would lose the threads
+            threads[0].begin(partial(self._begin, context, body, threads), self._leave, self.first)
+            self._join()
+        except BaseException:
+            self._interrupt(threads)
+            raise
+        return self.outcome(time.perf_counter() - started)
+
+    def _begin(self, context: contextvars.Context, body: Callable[[Comm], Any], threads: list[Thread]) -> None:
+        """In the first worker's thread: let the others begin, then work."""
+        with self.lock:
+            begun, self.begun = self.begun, True
+        if begun:
+            return  # Interrupted before.
+        first, *others = self.comms
+        for comm, thread in zip(others, threads[1:], strict=True):
+            thread.begin(partial(self._work_in, context.copy(), comm, body), self._leave)
+        self._work_in(context, first, body)
+
+    def _work_in(self, context: contextvars.Context, comm: Participant, body: Callable[[Comm], Any]) -> None:
+        with self.lock:
+            if self.limit < 0:
+                return
+            self.inside[comm.worker] = threading.get_ident()
+        try:
+            context.run(self.work, comm, body)
+        finally:
+            with self.lock:
+                self.inside.pop(comm.worker)
+
+    def _leave(self) -> None:
+        with self.lock:
+            self.left -= 1
+            self.running -= 1
+            if self.left == 0:
+                self.over.release()
+            elif self.running == 0:
+                self.stalled()
+
+    def _interrupt(self, threads: list[Thread]) -> None:
+        """End all workers, wherever they are, and wait for that; a second interrupt leaves them to themselves."""
+        with self.lock:
+            begun, self.begun = self.begun, True
+            running = begun and self.left
+            self.stop()
+            for thread in self.inside.values():
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Stopped))
+        if not begun:
+            pool.give(threads[len(self.first) :])
+        if running:
+            self._join()
+
+    def _join(self) -> None:
+        """Wait until all workers have left. In rounds: a wait does not see a signal that came just before it began."""
+        while not self.over.acquire(timeout=0.5):
+            pass
+
+    def stop(self) -> None:
+        super().stop()
+        self._release(self.parked)
+
+    def enter(self, comm: Participant, group: Group, call: Call, payload: Any) -> tuple[Meeting, bool]:
+        with self.lock:
+            return super().enter(comm, group, call, payload)
+
+    def make(self, group: Group, nbytes: int, make: Callable[[], Any]) -> Any:
+        """All of the group wait for it, so their share of the cores helps."""
+        if nbytes < split_work.LEAST:
+            return make()
+        crew = split_work.of(lambda: usable_cores() * group.size // self.size)
+        with crew, crew:
+            return make()
+
+    def wake(self, meeting: Any) -> None:
+        with self.lock:
+            self._release(meeting.waiters)
+            meeting.waiters = []
+
+    def _release(self, signals: Iterable[Any]) -> None:
+        for signal in list(signals):
+            if signal in self.parked:
+                self.parked.remove(signal)
+                self.running += 1
+                signal.release()
+
+    def wait(self, meeting: Meeting | Gathering, comm: Participant) -> None:
+        if os.getpid() != self.process:
+            raise _forked()
+        signal = threading.Lock()
+        signal.acquire()
+        try:
+            with self.lock:
+                if meeting.done:
+                    return
+                if self.limit < 0:
+                    raise Stopped
+                self.switches += 1
+                meeting.waiters.append(signal)
+                self.parked.add(signal)
+                self.running -= 1
+                if self.running == 0:
+                    self.stalled()
+            signal.acquire()
+        finally:
+            with self.lock:
+                self._release([signal])
+        if not meeting.done:
+            raise Stopped
+
+
+def _forked() -> TransportError:
+    return TransportError(
+        message(
+            "a collective",
+            got="a process that was forked inside a body: the other workers' threads stayed behind",
+            need="the process that called the map",
+            mend="fork outside of bodies, or start the process by multiprocessing's spawn",
+        )
+    )

@@ -1,0 +1,1 @@
+"""Workers that are processes, of one host or several."""
