@@ -53,7 +53,8 @@ def astray(mesh: Any, run: Callable[[], Any], work: Callable[[], list[tuple[Any,
 
     def local():
         worker, listed = here("benchmarks.growth"), work()
-        costs = [np.array(op.cost(worker.group(op.axes), block)) * times for op, block, times in listed]
+        plans = [(op.plan(worker.group(op.axes), block.shape, block.dtype), times) for op, block, times in listed]
+        costs = [np.array(plan.cost) * times for plan, times in plans]
         declared[worker.index] = tuple(sum(costs))
         operators.clear()
         for op, _, times in listed:

@@ -874,7 +874,6 @@ def relayout(x: PartitionedArray, layout: Layout) -> PartitionedArray:
     def body(worker: Worker):
         block = worker.comm.given(x.blocks[worker.index])
         call = Call("relayout", op.axes, x.dtype, block.shape, detail=f"{x.layout} to {layout}", alike=op.alike)
-        handle, arrive = op.launch(worker.comm, worker.group(op.axes), block, call)
-        return arrive(handle.wait())[0]
+        return op.start(worker.comm, worker.group(op.axes), block, call).wait()[0]
 
     return one_copy(x.mesh.run(body).results, layout, x.mesh)

@@ -17,14 +17,15 @@ from spmd.autodiff.tracer import value_of
 from spmd.device import to_host
 from spmd.errors import LayoutError, MeshError, SpecError
 from spmd.layout import Layout
-from spmd.operators import base
-from spmd.operators.base import Operator, Vary
+from spmd.operators.base import Operator, Vary, unmoved
 from spmd.operators.exchange import AllToAll
 from spmd.operators.gather import AllGather, ReduceScatter, Slice
 from spmd.operators.permute import Permute
 from spmd.operators.reduce import Sum
 from spmd.operators.root import Keep
 from spmd.testing import AdjointError, check_adjoint, operator_cases, operator_classes, states, table
+from spmd.transport.handles import Done, Mapped, sealed
+from spmd.transport.plan import Forward, Plan
 
 X = ("x",)
 MESHES = [{"x": 1}, {"x": 2}, {"x": 3}, {"x": 5}, {"x": 3, "y": 2}]
@@ -393,8 +394,8 @@ class _Backwards(Permute):
 
 
 class _Double(Vary):
-    def launch(self, comm, group, x, call):
-        return base.Ready(base.sealed(2 * x)), lambda block: (block, self)
+    def start(self, comm, group, x, call):
+        return Done((sealed(2 * x), self))
 
 
 class _Twice(Sum):
@@ -406,8 +407,9 @@ class _Twice(Sum):
 
 
 class _First(Sum):
-    def launch(self, comm, group, x, call):
-        return comm.broadcast(group, call, x if group.index == 0 else None, 0), lambda block: (block, self)
+    def plan(self, group, shape, dtype):
+        parts = [... if group.index == 0 else None] * group.size
+        return Plan("broadcast", group, shape, dtype, parts, Forward(0), lambda _: self)
 
 
 class _Overwritten(Vary):
@@ -432,9 +434,8 @@ class _Unsummed(Keep):
 
 
 class _Doubled(type(Keep(X).H)):
-    def launch(self, comm, group, x, call):
-        handle, arrive = super().launch(comm, group, x, call)
-        return handle, lambda block: (base.sealed(2 * block), arrive(block)[1])
+    def start(self, comm, group, x, call):
+        return Mapped(super().start(comm, group, x, call), lambda made: (sealed(2 * made[0]), made[1]))
 
 
 class _WrongSizes(AllGather):
@@ -470,14 +471,10 @@ class _NotItsOwnAdjoint(Slice):
 
 
 class _Rolled(type(Slice(X).H)):
-    def launch(self, comm, group, x, call):
-        handle, arrive = super().launch(comm, group, x, call)
-
-        def rolled(found):
-            whole, bound = arrive(found)
-            return np.roll(whole, -x.shape[0], axis=0), bound
-
-        return handle, rolled
+    def start(self, comm, group, x, call):
+        return Mapped(
+            super().start(comm, group, x, call), lambda made: (np.roll(made[0], -x.shape[0], axis=0), made[1])
+        )
 
 
 @dataclass(frozen=True)
@@ -487,11 +484,14 @@ class _OneCell(Operator):
     misses: bool = False
     function = "one_cell"
 
-    def launch(self, comm, group, x, call):
+    def plan(self, group, shape, dtype):
+        return unmoved(self, group, shape, dtype)
+
+    def start(self, comm, group, x, call):
         y = x.copy()
         if self.misses and group.index == group.size - 1 and x.size:
             y.reshape(-1)[-1] = 0
-        return base.Ready(base.sealed(y)), lambda block: (block, self)
+        return Done((sealed(y), self))
 
     @property
     def H(self) -> Operator:

@@ -223,7 +223,7 @@ def test_operators_between_layouts_apply_to_global_arrays(drawn, seed):
     x = spmd.put(whole, src, mesh)
     with spmd.ledger() as log:
         lies(op(x), dst, whole)
-    groups = [op.cost(spmd_group(mesh, w), x.blocks[w]) for w in range(mesh.size)]
+    groups = [op.plan(spmd_group(mesh, w), x.blocks[w].shape, x.dtype).cost for w in range(mesh.size)]
     assert [log.workers[w].messages for w in range(mesh.size)] == [messages for messages, _ in groups]
     lies((op.H @ op)(x), src, whole)
     lies((2 * op)(spmd.put(whole, dst, mesh)), dst, 2 * whole)  # brought to the source first

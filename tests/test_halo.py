@@ -558,7 +558,7 @@ def test_declared_cost_is_what_was_sent(problem, accumulate):
 
     def body(x):
         worker = here("test")
-        declared[worker.index] = op.cost(worker.group(op.axes), spmd.block(x))
+        declared[worker.index] = op.plan(worker.group(op.axes), x.shape, x.dtype).cost
         op(x)
 
     with spmd.ledger() as log:
@@ -626,7 +626,7 @@ def test_the_cost_of_near_halos_is_known_before():
             def body(x, op=op, accumulate=accumulate, declared=declared):
                 op, x = (op.H, op(x)) if accumulate else (op, x)
                 worker = here("test")
-                declared[worker.index] = op.cost(worker.group(op.axes), spmd.block(x))
+                declared[worker.index] = op.plan(worker.group(op.axes), x.shape, x.dtype).cost
                 before = log.workers[worker.index] if accumulate else None
                 before = (before.messages, before.bytes) if before else (0, 0)
                 op(x)

@@ -12,11 +12,11 @@ from sampled import sample
 import spmd
 from spmd import P
 from spmd.adjoints import matrices, probing
-from spmd.operators import base
 from spmd.operators.base import Operator
 from spmd.operators.halo import HaloAccumulate, HaloExchange
 from spmd.state import VARYING
 from spmd.testing import AdjointReport, check_adjoint, operator_classes
+from spmd.transport.handles import Mapped, sealed
 
 OURS = [kind for kind in operator_classes() if kind.__module__.startswith("spmd.")]
 
@@ -87,7 +87,7 @@ class Spoil:
 
     def before(self, op, group, x):
         if self.name == "overwritten" and op.takes(op.axes[0]) == VARYING and group.index:
-            return base.sealed(np.zeros_like(x))
+            return sealed(np.zeros_like(x))
         return x
 
     def after(self, op, comm, group, call, y):
@@ -110,7 +110,7 @@ class Spoil:
             case "shifted the wrong way" if op.target == VARYING:
                 turned = comm.exchange(group, call, {(group.index + 1) % group.size: y}).wait()
                 z = next(iter(turned.values())).copy()
-        return base.sealed(z)
+        return sealed(z)
 
 
 SPOILS = (
@@ -123,18 +123,18 @@ def spoilt(op: Operator, spoil: Spoil) -> Operator:
     """The operator, with a fault in what it does."""
 
     class _Spoilt(type(op)):
-        def launch(self, comm, group, x, call):
-            right, right_arrive = super().launch(comm, group, x, call)
-            handle, arrive = super().launch(comm, group, spoil.before(self, group, x), call)
+        def start(self, comm, group, x, call):
+            right = super().start(comm, group, x, call)
+            handle = super().start(comm, group, spoil.before(self, group, x), call)
 
-            def both(received):
-                needed, _ = right_arrive(right.wait())
-                block, bound = arrive(received)
+            def both(made):
+                needed, _ = right.wait()
+                block, bound = made
                 block = spoil.after(self, comm, group, call, block)
                 spoil.hit.append(not np.array_equal(block, needed))
                 return block, bound
 
-            return handle, both
+            return Mapped(handle, both)
 
     return _made(_Spoilt, op)
 
@@ -219,11 +219,11 @@ class _WithoutCorner(HaloExchange):
 
 
 class _LosesCorner(HaloAccumulate):
-    def launch(self, comm, group, x, call):
+    def start(self, comm, group, x, call):
         y = x.copy()
         if len(self.widths) == 2 and all(low > 0 for ((low, _),) in self.widths):
             y[(0,) * y.ndim] = 0
-        return super().launch(comm, group, base.sealed(y), call)
+        return super().start(comm, group, sealed(y), call)
 
 
 @pytest.mark.parametrize("axes", [{"x": 2, "y": 2}, {"x": 3, "y": 4}, {"z": 2, "y": 2, "x": 2}], ids=str)

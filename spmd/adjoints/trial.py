@@ -276,6 +276,9 @@ class Trial(InBody):
         rough = np.sqrt(np.finfo(self.test.dtype).eps)
         return bool(np.linalg.norm((a - b).reshape(-1)) <= rough * (1 + np.linalg.norm(b.reshape(-1))))
 
+    def _planned_cost(self, op: Operator, x: np.ndarray) -> tuple[int, int]:
+        return self._bound(op).plan(self.worker.group(op.axes), x.shape, x.dtype).cost
+
     def _products(self, xs, ys, outs, found, faults: list[Fault], sent) -> Found:
         """Both inner products, what error is to be expected, whether copies agree, and what F sent."""
         test, worker, op = self.test, self.worker, self.test.operator
@@ -284,9 +287,7 @@ class Trial(InBody):
         squares = [self.local(a, a, side).real for a, side in sides]
         moved = [0.0, 0.0] if test.exact or faults else self._moved(xs, ys, outs, found)
         cost = [0, 0] if sent is None else [sent.messages, sent.bytes]
-        cost += (
-            self._bound(op).cost(worker.group(op.axes), np.asarray(to_host(xs[0].value))) if op is not None else (0, 0)
-        )
+        cost += (0, 0) if op is None else self._planned_cost(op, np.asarray(to_host(xs[0].value)))
         numbers = [*products, *squares, *moved, *cost]
         held = [("result", k, o, "target") for k, o in enumerate(outs)]
         held += [("cotangent of argument", k, g, "source") for k, g in enumerate(found)]

@@ -31,7 +31,8 @@ from spmd.operators.root import Keep, Rooted, rooted
 from spmd.state import REPLICAS, state_of
 from spmd.tracebacks import shorten
 from spmd.transport.call import Call, Group
-from spmd.transport.handles import sealed
+from spmd.transport.handles import Handle, sealed
+from spmd.transport.plan import Plan
 
 __all__ = ["at_root"]
 
@@ -310,21 +311,29 @@ class _Apart:
             return found
 
         def verb(group: Group, call: Call, *args):
-            along = [a for a in self.axes if a in group.axes]
-            if along and group.size > 1:
-                raise StateError(
-                    message(
-                        _WHERE,
-                        argument="f",
-                        got=f"{call} {call.source}, within a function that only the root along {along[0]!r} runs",
-                        need="no collective along the axes of the root, nor an argument that is differentiated and "
-                        "meets data that vary along them: its gradient is a sum over workers",
-                        mend="call it before or after at_root; make Varying data Rooted (spmd.gather, spmd.sum_reduce)",
-                    )
-                )
+            self._check(group, call)
             return found(group, call, *args)
 
         return verb
+
+    def run(self, plan: Any, call: Call, x: Any) -> Handle:
+        if type(plan) is not Plan or plan.kind != "none":
+            self._check(plan.group, call)
+        return self.comm.run(plan, call, x)
+
+    def _check(self, group: Group, call: Call) -> None:
+        along = [a for a in self.axes if a in group.axes]
+        if along and group.size > 1:
+            raise StateError(
+                message(
+                    _WHERE,
+                    argument="f",
+                    got=f"{call} {call.source}, within a function that only the root along {along[0]!r} runs",
+                    need="no collective along the axes of the root, nor an argument that is differentiated and meets "
+                    "data that vary along them: its gradient is a sum over workers",
+                    mend="call it before or after at_root; make Varying data Rooted (spmd.gather, spmd.sum_reduce)",
+                )
+            )
 
 
 # Results as JSON, which is all that travels

@@ -16,7 +16,6 @@ from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache, wraps
 from itertools import pairwise
-from math import prod
 from operator import index
 from types import FrameType
 from typing import Any, ClassVar, TypeVar
@@ -32,7 +31,7 @@ from spmd.autodiff.staging.program import COMM
 from spmd.autodiff.staging.recorder import is_slot, slot_of
 from spmd.autodiff.tape import Future, Node
 from spmd.autodiff.tracer import Array, Mixing, value_of
-from spmd.device import COPIED, contiguous, copied, home, joined, owned, stacked, zeros
+from spmd.device import contiguous, copied, home
 from spmd.errors import (
     ClosureError,
     DifferentiationError,
@@ -47,9 +46,6 @@ from spmd.errors import (
 )
 from spmd.frontends import frontend
 from spmd.kernels import on_device
-from spmd.kernels.cpu.moves import joiner
-from spmd.kernels.memory import pool
-from spmd.kernels.parallel import split_work
 from spmd.layout import block_sizes, offsets
 from spmd.mesh import WORKER, Worker, here
 from spmd.operators.algebra import Linear, Term, across, composed, meet
@@ -59,8 +55,8 @@ from spmd.state import INVARIANT, VARYING, State, state_of
 from spmd.tracebacks import api_boundary
 from spmd.transport.base import Comm
 from spmd.transport.call import LEDGERS, Call, Group, Shape
-from spmd.transport.handles import Handle, Ready, sealed
-from spmd.transport.plan import Eager, Make, Way
+from spmd.transport.handles import Done, Handle, sealed
+from spmd.transport.plan import Forward, Plan, RunPlan
 
 __all__ = [
     "Called",
@@ -71,16 +67,13 @@ __all__ = [
     "block",
     "bounded",
     "each_leaf",
-    "everywhere",
     "interned",
-    "joining",
     "launch",
     "move",
     "named",
     "operate",
     "outside",
     "owned_block",
-    "passing",
     "rebound",
     "vary",
     "varying",
@@ -91,7 +84,34 @@ _NUMBERS = (bool, int, float, complex)
 
 C = TypeVar("C", bound="Collective")
 F = TypeVar("F", bound=Callable[..., Any])
-Launched = tuple[Handle, Callable[[Any], tuple[Any, "Collective"]]]
+
+
+_MEMOISED = 512
+
+
+def bounded(table: dict) -> dict:
+    """A table that an operator keeps, emptied if it has grown long."""
+    if len(table) >= _MEMOISED:
+        table.clear()
+    return table
+
+
+def memoised(method: F) -> F:
+    """A method of a collective that finds something out, which is not None, of arguments that can be hashed: once for
+    each of them."""
+    name = f"memoised {method.__qualname__}"
+
+    @wraps(method)
+    def found(self: Any, *arguments: Any) -> Any:
+        table = self.__dict__.get(name)
+        if table is None:
+            table = self.__dict__[name] = {}
+        known = table.get(arguments)
+        if known is None:
+            known = bounded(table)[arguments] = method(self, *arguments)
+        return known
+
+    return found  # type: ignore[return-value]
 
 
 class Called:
@@ -136,15 +156,27 @@ class Collective:
     adds: ClassVar[bool] = False
     alike: ClassVar[bool | None] = False
 
-    def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
-        """Start it on this worker's block. Gives the handle, and what turns its result into this worker's new
-        block and the operator bound to the shapes it met."""
+    def plan(self, group: Group, shape: Shape, dtype: np.dtype) -> Any:
+        """What moves of a block of this shape and dtype, and what is made of what comes: a `Plan`, from which all else
+        follows, or `Plans` where it takes several one after the other.
+
+        `print(op.plan(...))` shows it. A member's plan may raise where its block cannot be right.
+        """
         raise NotImplementedError
 
-    def eager(self, group: Group, x: np.ndarray) -> Eager | None:
-        """What there is to it for blocks like this one, if all of it moves at once. None: that is to be left to
-        `launch`. Where there is a way, it gives what `launch` gives."""
-        return None
+    @memoised
+    def plan_for(self, group: Group, shape: Shape, dtype: np.dtype) -> Any:
+        """`plan`, made once."""
+        return self.plan(group, shape, dtype)
+
+    def start(self, comm: Comm, group: Group, x: Any, call: Call) -> Handle:
+        """Start it on this worker's block: the result is the new block and the operator bound to the shapes that came.
+        What takes several plans overrides it."""
+        return comm.run(self.plan_for(group, x.shape, x.dtype), call, x)
+
+    def repeatable_plan(self, group: Group, x: np.ndarray) -> Plan | None:
+        """The plan for each further time that the same line calls it with such a block; None where that is not all."""
+        return None if type(self).start is not Collective.start else self.plan_for(group, x.shape, x.dtype)
 
     def check(self, group: Group, x: np.ndarray) -> None:
         """Raise where this worker's block cannot be right, before anyone is asked."""
@@ -199,9 +231,8 @@ class Collective:
 
     def __getstate__(self) -> dict[str, Any]:
         """What makes it, without what it has found out."""
-        found = {
-            n for n in self.__dict__ if n.startswith("kept ") or type(getattr(type(self), n, None)) is cached_property
-        }
+        found = {n for n in self.__dict__ if n.startswith("memoised ")}
+        found |= {n for n in self.__dict__ if type(getattr(type(self), n, None)) is cached_property}
         return {name: value for name, value in self.__dict__.items() if name not in found}
 
     def out_state(self, state: State) -> State:
@@ -214,7 +245,7 @@ def _after(target: str, axes: tuple[str, ...], state: State) -> State:
     return state_of(state.varying - set(axes) if target == INVARIANT else state.varying | set(axes))
 
 
-_BACK = "kept back"
+_BACK = "memoised back"
 """Where an operator keeps its adjoint, and what the backward sweep applies in its place."""
 
 
@@ -240,10 +271,6 @@ class Operator(Collective, Linear):
     def T(self) -> Operator:
         """The transpose; data movement is real, so it is the adjoint."""
         return self.H
-
-    def cost(self, group: Group, x: np.ndarray) -> tuple[int, int]:
-        """The messages and bytes that this worker sends."""
-        return 0, 0
 
     def pull(self, g, x, ans):
         return move(self.back, g)
@@ -292,34 +319,6 @@ def named(function: str, kind: Any, *parameters: Any, forward: str = "") -> Any:
     return kind(*parameters, called=Called(function, forward=forward))
 
 
-_KEPT = 512
-
-
-def bounded(table: dict) -> dict:
-    """A table that an operator keeps, emptied if it has grown long."""
-    if len(table) >= _KEPT:
-        table.clear()
-    return table
-
-
-def kept(method: F) -> F:
-    """A method of a collective that finds something out, which is not None, of arguments that can be hashed: once for
-    each of them."""
-    name = f"kept {method.__qualname__}"
-
-    @wraps(method)
-    def found(self: Any, *arguments: Any) -> Any:
-        table = self.__dict__.get(name)
-        if table is None:
-            table = self.__dict__[name] = {}
-        known = table.get(arguments)
-        if known is None:
-            known = bounded(table)[arguments] = method(self, *arguments)
-        return known
-
-    return found  # type: ignore[return-value]
-
-
 def rebound(op: C, **changes: Any) -> C:
     """A collective of the same class with other parameters, once they are known: the same object each time."""
     return _rebound(op, tuple(changes.items()))
@@ -330,7 +329,7 @@ def _replaced(op: Any, changes: tuple[tuple[str, Any], ...]) -> Any:
     return replace(op, **dict(changes))
 
 
-@kept
+@memoised
 def _rebound(op: Any, changes: tuple[tuple[str, Any], ...]) -> Any:
     return _replaced(op, changes)
 
@@ -347,7 +346,7 @@ def _renamed(op: C, called: Called) -> C:
     return other
 
 
-_called_as = kept(_renamed)
+_called_as = memoised(_renamed)
 
 
 def _of_leaves(op: Any, structure: Any) -> tuple[Any, ...]:
@@ -355,7 +354,7 @@ def _of_leaves(op: Any, structure: Any) -> tuple[Any, ...]:
     return tuple(op if leaf is None else called_as(op, Called(name, leaf)) for leaf in tree.leaf_positions(structure))
 
 
-_over = kept(_of_leaves)
+_over = memoised(_of_leaves)
 
 
 def each_leaf(f: Callable[[Any, Callable[[C], C]], Any], x: Any) -> Any:
@@ -398,17 +397,17 @@ class _Prepared:
     """What a line of the user's calls with a block of some shape: the group, the call, and the states in which it takes
     the block and gives the result: None for cotangents, which are bare.
 
-    short: a shorter way than by the verbs, if there is one; tried: whether that has been asked for. It keeps the
-    operator and the dtype, and the call its code, so that no others have their ids.
+    short: what runs its plan again, if there is something shorter than the general way; tried: whether that has been
+    asked for. It keeps the operator and the dtype, and the call its code, so that no others have their ids.
     """
 
-    __slots__ = ("admitted", "call", "dtype", "group", "op", "short", "state", "supposed", "tried")
+    __slots__ = ("admitted", "assumed", "call", "dtype", "group", "op", "short", "state", "tried")
 
     def __init__(self, op: Collective, dtype: np.dtype, group: Group, call: Call, admitted: State | None):
         self.op, self.dtype, self.group, self.call, self.admitted = op, dtype, group, call, admitted
         self.state = None if admitted is None else op.out_state(admitted)
-        self.short: Callable[[Any, np.ndarray, Way], tuple[Any, Any]] | None = None
-        self.supposed: Any = None
+        self.short: Callable[[Any, np.ndarray, RunPlan], tuple[Any, Any]] | None = None
+        self.assumed: Any = None
         self.tried = False
 
     def __call__(self, comm: Comm, x: np.ndarray) -> tuple[Any, Any]:
@@ -421,21 +420,20 @@ class _Prepared:
         return found
 
     def long(self, comm: Comm, x: np.ndarray) -> tuple[Any, Any]:
-        """By the verbs."""
-        handle, arrive = self.op.launch(comm, self.group, x, self.call)
-        found = arrive(handle.wait())
-        if self.supposed is not None:
+        """In general."""
+        found = self.op.start(comm, self.group, x, self.call).wait()
+        if self.assumed is not None:
             self._shorten(comm, x)  # The others may have come with other blocks, and may do so from now on.
         return found
 
     def _shorten(self, comm: Comm, x: np.ndarray) -> None:
         """Find the shorter way, once the collective has been called: only then some know how it goes."""
-        way = self.op.eager(self.group, x)
-        if self.tried and way is not None and way.supposed == self.supposed:
+        plan = self.op.repeatable_plan(self.group, x)
+        if self.tried and plan is not None and plan.assumed_lengths == self.assumed:
             return
         self.tried = True
-        self.short = None if way is None else comm.repeated(self.call, way, x)
-        self.supposed = None if self.short is None or way is None else way.supposed
+        self.short = None if plan is None or plan.kind == "none" else comm.repeated(self.call, plan, x)
+        self.assumed = None if self.short is None or plan is None else plan.assumed_lengths
 
 
 _ABOVE = object()
@@ -483,8 +481,8 @@ def _begin(op: Collective, x, worker: Worker, frame) -> Callable[[], Any]:
     """Admit one array, start the collective, and say how to finish."""
     if type(x) in _NUMBERS:
         number = np.asarray(int(x) if op.adds and type(x) is bool else x)
-        handle, arrive = _start(op, number, worker, frame)  # no line of a program: it is alike each time
-        return lambda: _number(arrive(handle.wait())[0], op, worker)
+        handle = _start(op, number, worker, frame)  # no line of a program: it is alike each time
+        return lambda: _number(handle.wait()[0], op, worker)
     if type(x) is not Array:
         other = frontend(x)
         if other is not None:
@@ -640,56 +638,14 @@ def _apply(op: Collective, x, worker: Worker, frame) -> Callable[[], tuple[Any, 
     return finish_traced
 
 
-def everywhere(group: Group, maker: Callable[..., Any]) -> Eager:
-    """A collective in which everyone's whole block goes to everyone, who make the same of them."""
-    return Eager(group, (...,) * group.size, maker, same=True)
-
-
-def passing(
-    group: Group, parts: Sequence[Any], source: int | None, fill: Shape, bind: Callable[[Shape], Collective]
-) -> Eager:
-    """A collective that gives a worker the whole block of one member: its own as it is. source: of which one; None: of
-    nobody, which are zeros of the shape `fill`. bind: of the new block's shape makes the bound operator."""
-
-    def maker(shapes: tuple[Any, ...]) -> tuple[Make, Collective]:
-        return made, bind(fill if source is None else shapes[source])
-
-    def made(x: np.ndarray, blocks: list[Any]) -> np.ndarray:
-        if source is None:
-            return sealed(zeros(fill, x))
-        return sealed(x if source == group.index else owned(blocks[source]))
-
-    return Eager(group, parts, maker, taken=() if source is None else (source,))
-
-
-def joining(tiled: bool, axis: int, shapes: Sequence[Shape], dtype: np.dtype) -> Make:
-    """What joins blocks of these shapes, or stacks them, in memory of their own."""
-    whole, n = joined if tiled else stacked, len(shapes)
-    nbytes = sum(map(prod, shapes)) * dtype.itemsize
-    if n > _FEW:
-        return lambda _, blocks: sealed(whole(blocks, axis, True))
-    ends = offsets([s[axis] for s in shapes]) if tiled else []
-    shape = (*shapes[0][:axis], ends[-1] if tiled else n, *shapes[0][axis + tiled :])
-    before = (slice(None),) * axis
-    places = [(*before, slice(ends[k], ends[k + 1]) if tiled else k) for k in range(n)]
-    at_once = joiner(shape, dtype, places) if nbytes <= COPIED else None
-    if at_once is not None:
-        return lambda _, blocks: at_once(blocks)
-    empty = np.empty if nbytes < pool.LEAST else pool.empty
-
-    def put_together(_: Any, blocks: list[Any]) -> np.ndarray:
-        if not split_work.plain(nbytes):
-            return sealed(whole(blocks, axis, True))
-        out = empty(shape, dtype)
-        for place, block in zip(places, blocks, strict=True):
-            out[place] = block
-        return sealed(out)
-
-    return put_together
-
-
-_FEW = 8
-"""Blocks that are put in their places one by one: quicker, for so many, than NumPy's functions."""
+def unmoved(
+    op: Collective, group: Group, shape: Shape, dtype: np.dtype, part: Any = ..., fill: Shape | None = None
+) -> Plan:
+    """The plan of an operator that moves nothing: the new block is a part of the own one; zeros of a shape, if that is
+    given."""
+    me = group.index
+    parts = tuple(part if k == me and fill is None else None for k in range(group.size))
+    return Plan("none", group, shape, dtype, parts, Forward(me if fill is None else None, fill or ()), lambda _: op)
 
 
 def launch(
@@ -704,8 +660,7 @@ def launch(
     if worker.program is not None and type(op) is not Vary:
         found = _written_down(op, x, worker, frame)
         return lambda: found
-    handle, arrive = _start(op, x, worker, frame, asks, lent)
-    return lambda: arrive(handle.wait())
+    return _start(op, x, worker, frame, asks, lent).wait
 
 
 class _Line:
@@ -731,17 +686,17 @@ def _written_down(op: Collective, x: Any, worker: Worker, frame: Any) -> tuple[A
     return block, line.bound
 
 
-def _start(op: Collective, x, worker: Worker, frame, asks: list[bool] | None = None, lent: bool = False) -> Launched:
-    """`launch`: the handle, and what makes of what it gives the new block and the bound operator."""
+def _start(op: Collective, x, worker: Worker, frame, asks: list[bool] | None = None, lent: bool = False) -> Handle:
+    """`launch`: the handle, whose result is the new block and the bound operator."""
     for ledger in LEDGERS.get():
         ledger.operator(worker.index, type(op).__name__, op.axes)
     if type(op) is Vary:
-        return Ready(x), lambda block: (block, op)
+        return Done((x, op))
     if type(x) is not np.ndarray or not x.flags.c_contiguous:
         x = contiguous(x)
     group = worker.group(op.axes)
     op.check(group, x)
-    return op.launch(worker.comm, group, x, _call(op, x, worker, frame, asks, lent))
+    return op.start(worker.comm, group, x, _call(op, x, worker, frame, asks, lent))
 
 
 def _call(op: Collective, x, worker: Worker, frame, asks: list[bool] | None, lent: bool) -> Call:
@@ -828,8 +783,8 @@ class Vary(Operator):
     function: ClassVar[str] = "pvary"
     source: ClassVar[str] = INVARIANT
 
-    def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
-        return Ready(x), lambda block: (block, self)
+    def plan(self, group: Group, shape: Shape, dtype: np.dtype) -> Plan:
+        return unmoved(self, group, shape, dtype)
 
     @property
     def H(self) -> Operator:
@@ -1168,11 +1123,10 @@ def agree(function: str, shapes: Sequence[Shape], axis: int | None) -> None:
 
 __all__ += [
     "Join",
-    "Launched",
     "agree",
     "check_length",
     "given_sizes",
-    "kept",
+    "memoised",
     "normal_axis",
     "pieces",
     "sealed",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
@@ -13,19 +13,17 @@ import numpy as np
 
 from spmd.autodiff import tree
 from spmd.autodiff.tracer import value_of
-from spmd.device import joined, stacked, to_host
+from spmd.device import to_host
 from spmd.errors import LayoutError, describe, message
 from spmd.frontends import frontend
 from spmd.mesh import Worker, here
 from spmd.operators.base import (
     Called,
-    Launched,
     Operator,
     agree,
     given_sizes,
     interned,
-    joining,
-    kept,
+    memoised,
     named,
     normal_axis,
     operate,
@@ -34,10 +32,9 @@ from spmd.operators.base import (
     varying,
 )
 from spmd.operators.reduce import AxisName, _names
-from spmd.transport.base import Comm
 from spmd.transport.call import Call, Group, Shape
 from spmd.transport.handles import sealed
-from spmd.transport.plan import Eager, Make, scatter_cost
+from spmd.transport.plan import Combine, Concatenate, Make, Plan
 
 __all__ = ["AllToAll", "Piece", "RaggedAllToAll", "all_to_all", "pswapaxes", "ragged_all_to_all"]
 
@@ -59,52 +56,31 @@ class AllToAll(Operator):
     function: ClassVar[str] = "all_to_all"
     private: ClassVar[tuple[str, ...]] = ("sizes", "joined")
 
-    @kept
-    def _ways(self, group: Group, shape: Shape) -> tuple[int, int, list[Any], tuple[int, ...] | None]:
+    @memoised
+    def _split(self, group: Group, shape: Shape) -> tuple[int, int, list[Any], tuple[int, ...] | None]:
         """Of a block of this shape: the dimensions, counted from the front, the index of the piece for each member,
         and the lengths of the pieces where it is tiled."""
         split, indices, sizes = split_ways(self, "split_axis", self.split_axis, group, shape, self.tiled, self.sizes)
         return split, normal_axis(self.function, "concat_axis", self.concat_axis, len(shape)), indices, sizes
 
     def check(self, group: Group, x: np.ndarray) -> None:
-        self._ways(group, x.shape)
+        self._split(group, x.shape)
 
-    def parts(self, group: Group, x: np.ndarray) -> list[np.ndarray]:
-        """The piece for each member."""
-        return [x[piece] for piece in self._ways(group, x.shape)[2]]
+    def plan(self, group: Group, shape: Shape, dtype: np.dtype) -> Plan:
+        split, concat, indices, sizes = self._split(group, shape)
 
-    @kept
-    def _bound(self, group: Group, shape: Shape, shapes: tuple[Shape, ...]) -> AllToAll:
-        """This operator for a block of a shape, and what arrives for it."""
-        split, concat, _, sizes = self._ways(group, shape)
-        agree(self.function, shapes, concat if self.tiled else None)
-        if not self.tiled:
-            return rebound(self, split_axis=split, concat_axis=concat)
-        lengths = tuple(s[concat] for s in shapes)
-        return rebound(self, split_axis=split, concat_axis=concat, sizes=sizes, joined=lengths)
+        def bind(shapes: Sequence[Shape]) -> AllToAll:
+            agree(self.function, shapes, concat if self.tiled else None)
+            if not self.tiled:
+                return rebound(self, split_axis=split, concat_axis=concat)
+            lengths = tuple(s[concat] for s in shapes)
+            return rebound(self, split_axis=split, concat_axis=concat, sizes=sizes, joined=lengths)
 
-    def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
-        def join(blocks: Sequence[np.ndarray], fresh: bool = False) -> tuple[np.ndarray, AllToAll]:
-            bound = self._bound(group, shape, tuple([b.shape for b in blocks]))
-            return sealed((joined if self.tiled else stacked)(blocks, bound.concat_axis, fresh)), bound
-
-        shape = x.shape
-        return comm.all_to_all_as(group, call, self.parts(group, x), join), lambda found: found
-
-    def eager(self, group: Group, x: np.ndarray) -> Eager:
-        def maker(shapes: tuple[Shape, ...]) -> tuple[Make, Operator]:
-            bound = self._bound(group, shape, shapes)
-            return joining(self.tiled, bound.concat_axis, shapes, dtype), bound
-
-        shape, dtype = x.shape, x.dtype
-        return Eager(group, self._ways(group, x.shape)[2], maker)
+        return Plan("all_to_all", group, shape, dtype, indices, Concatenate(concat, self.tiled), bind)
 
     @property
     def H(self) -> Operator:
         return interned(AllToAll, self.axes, self.concat_axis, self.split_axis, self.tiled, self.joined, self.sizes)
-
-    def cost(self, group: Group, x: np.ndarray) -> tuple[int, int]:
-        return scatter_cost(group, self.parts(group, x))
 
 
 def all_to_all(
@@ -199,35 +175,16 @@ class RaggedAllToAll(Operator):
             )
         )
 
-    def runs(self, group: Group) -> tuple[dict[int, list[Piece]], dict[int, list[Piece]]]:
-        """The pieces that this worker sends, by target, and those that it gets, by source; empty ones left out."""
-        sends: dict[int, list[Piece]] = {}
+    def plan(self, group: Group, shape: Shape, dtype: np.dtype) -> Plan:
+        gives: dict[int, list[Piece]] = {}
         gets: dict[int, list[Piece]] = {}
         for p in self.pieces:
             if p.size and p.source == group.index:
-                sends.setdefault(p.target, []).append(p)
+                gives.setdefault(p.target, []).append(p)
             if p.size and p.target == group.index:
                 gets.setdefault(p.source, []).append(p)
-        return sends, gets
-
-    def parts(self, group: Group, x: np.ndarray) -> dict[int, np.ndarray]:
-        """What goes to each target: all its pieces, joined."""
-        return {
-            target: _rows(x, run[0]) if len(run) == 1 else np.concatenate([_rows(x, p) for p in run], dtype=x.dtype)
-            for target, run in self.runs(group)[0].items()
-        }
-
-    def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
-        def arrive(received: dict[int, np.ndarray]):
-            y = np.zeros_like(x, shape=(self.rows[1], *x.shape[1:]), order="C")
-            for source, run in self.runs(group)[1].items():
-                block, start = received[source], 0
-                for p in run:
-                    y[p.at : p.at + p.size] += block[start : start + p.size]
-                    start += p.size
-            return sealed(y), self
-
-        return comm.exchange(group, call, self.parts(group, x)), arrive
+        parts = [_rows(gives[k]) if k in gives else None for k in range(group.size)]
+        return Plan("exchange", group, shape, dtype, parts, AddRows(self.rows[1], gets), lambda _: self)
 
     @property
     def H(self) -> Operator:
@@ -238,13 +195,37 @@ class RaggedAllToAll(Operator):
         turned = tuple(Piece(p.target, p.source, p.at, p.start, p.size) for p in self.pieces)
         return RaggedAllToAll(self.axes, turned, (self.rows[1], self.rows[0]))
 
-    def cost(self, group: Group, x: np.ndarray) -> tuple[int, int]:
-        others = [part for target, part in self.parts(group, x).items() if target != group.index]
-        return len(others), sum(part.nbytes for part in others)
+
+def _rows(pieces: Sequence[Piece]) -> Any:
+    """The index of the rows of some pieces, one piece after the other."""
+    if len(pieces) == 1:
+        return slice(pieces[0].start, pieces[0].start + pieces[0].size)
+    return np.concatenate([np.arange(p.start, p.start + p.size) for p in pieces])
 
 
-def _rows(x: np.ndarray, p: Piece) -> np.ndarray:
-    return x[p.start : p.start + p.size]
+@dataclass(frozen=True)
+class AddRows(Combine):
+    """Zeros of so many rows, to which the pieces that come from each member are added where they belong."""
+
+    rows: int
+    pieces: Mapping[int, Sequence[Piece]]
+
+    def complete(self, plan: Plan, shapes: Sequence[Any]) -> tuple[Make, Shape]:
+        shape = (self.rows, *plan.shape[1:])
+
+        def make(x: Any, blocks: Sequence[Any], *more: Any) -> Any:
+            y = np.zeros_like(x, shape=shape, order="C")
+            for source, run in self.pieces.items():
+                start = 0
+                for p in run:
+                    y[p.at : p.at + p.size] += blocks[source][start : start + p.size]
+                    start += p.size
+            return sealed(y)
+
+        return make, shape
+
+    def __str__(self) -> str:
+        return f"{self.rows} rows of zeros, to which rows from members {', '.join(map(str, self.pieces))} are added"
 
 
 def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name: AxisName):

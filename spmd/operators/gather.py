@@ -10,30 +10,25 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from spmd.device import contiguous, joined, stacked
 from spmd.errors import StateError, message
 from spmd.operators.base import (
-    Launched,
     Operator,
     agree,
     check_length,
-    everywhere,
     given_sizes,
     interned,
-    joining,
-    kept,
+    memoised,
     normal_axis,
     operate,
     rebound,
     split_ways,
+    unmoved,
 )
-from spmd.operators.reduce import AxisName, _names, folding
+from spmd.operators.reduce import AxisName, _names
 from spmd.spellings import closest
 from spmd.state import INVARIANT
-from spmd.transport.base import Comm
-from spmd.transport.call import Call, Group, Shape
-from spmd.transport.handles import Ready, sealed
-from spmd.transport.plan import Eager, Make, gather_cost, scatter_cost
+from spmd.transport.call import Group, Shape
+from spmd.transport.plan import Concatenate, Plan, Reduce, to_all
 
 __all__ = ["AllGather", "Collect", "ReduceScatter", "Slice", "all_gather", "pslice", "psum_scatter"]
 
@@ -67,48 +62,30 @@ class _Join(_Along):
         """The dimension of the result along which blocks of so many dimensions lie."""
         return normal_axis(self.function, "axis", self.axis, ndim if self.tiled else ndim + 1)
 
-    @kept
+    @memoised
     def bind(self, shapes: tuple[Shape, ...]) -> _Join:
         """This operator with the sizes of the blocks it met."""
         axis = self._along(len(shapes[0]))
         agree(self.function, shapes, axis if self.tiled else None)
         return rebound(self, axis=axis, sizes=tuple(s[axis] for s in shapes) if self.tiled else self.sizes)
 
-    def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
-        def join(blocks: Sequence[np.ndarray], fresh: bool = False) -> tuple[np.ndarray, Operator]:
-            bound = self.bind(tuple([b.shape for b in blocks]))
-            return sealed((joined if self.tiled else stacked)(blocks, bound.axis, fresh)), bound
-
-        return comm.all_gather_as(group, call, x, join), lambda found: found
-
-    def eager(self, group: Group, x: np.ndarray) -> Eager:
-        def maker(shapes: tuple[Shape, ...]) -> tuple[Make, Operator]:
-            bound = self.bind(shapes)
-            return joining(self.tiled, bound.axis, shapes, dtype), bound
-
-        dtype = x.dtype
-        return everywhere(group, maker)
-
-    def cost(self, group: Group, x: np.ndarray) -> tuple[int, int]:
-        return gather_cost(group, x)
+    def plan(self, group: Group, shape: Shape, dtype: np.dtype) -> Plan:
+        combine = Concatenate(self._along(len(shape)), self.tiled)
+        return Plan("all_gather", group, shape, dtype, to_all(group), combine, self.bind)
 
 
 class _Split(_Along):
     """A block split over the workers."""
 
-    @kept
-    def ways(self, group: Group, shape: Shape) -> tuple[list[Any], _Split]:
+    @memoised
+    def split(self, group: Group, shape: Shape) -> tuple[list[Any], _Split]:
         """Of a block of this shape: the index of each member's piece, and this operator with their sizes."""
         argument = "scatter_dimension" if self.function == "psum_scatter" else "axis"
         axis, indices, sizes = split_ways(self, argument, self.axis, group, shape, self.tiled, self.sizes)
         return indices, rebound(self, axis=axis, sizes=sizes)
 
     def check(self, group: Group, x: np.ndarray) -> None:
-        self.ways(group, x.shape)
-
-    def parts(self, group: Group, x: np.ndarray) -> list[np.ndarray]:
-        """The piece of each member."""
-        return [x[piece] for piece in self.ways(group, x.shape)[0]]
+        self.split(group, x.shape)
 
 
 class AllGather(_Join):
@@ -132,21 +109,13 @@ class ReduceScatter(_Split):
     def detail(self) -> str:
         return f"{super().detail}, sizes={self.sizes}"
 
-    def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
-        indices, bound = self.ways(group, x.shape)
-        return comm.reduce_scatter(group, call, [x[piece] for piece in indices]), lambda block: (block, bound)
-
-    def eager(self, group: Group, x: np.ndarray) -> Eager:
-        indices, bound = self.ways(group, x.shape)
-        fold = folding(x[indices[group.index]])
-        return Eager(group, indices, lambda _: (fold, bound))  # which lives longer than x is to
+    def plan(self, group: Group, shape: Shape, dtype: np.dtype) -> Plan:
+        indices, bound = self.split(group, shape)
+        return Plan("reduce_scatter", group, shape, dtype, indices, Reduce(), lambda _: bound)
 
     @property
     def H(self) -> Operator:
         return interned(AllGather, self.axes, self.axis, self.tiled, self.sizes)
-
-    def cost(self, group: Group, x: np.ndarray) -> tuple[int, int]:
-        return scatter_cost(group, self.parts(group, x))
 
 
 class Collect(_Join):
@@ -170,10 +139,9 @@ class Slice(_Split):
     function: ClassVar[str] = "pslice"
     source: ClassVar[str] = INVARIANT
 
-    def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
-        indices, bound = self.ways(group, x.shape)
-        part = sealed(contiguous(x[indices[group.index]]))
-        return Ready(part), lambda block: (block, bound)
+    def plan(self, group: Group, shape: Shape, dtype: np.dtype) -> Plan:
+        indices, bound = self.split(group, shape)
+        return unmoved(bound, group, shape, dtype, indices[group.index])
 
     @property
     def H(self) -> Operator:

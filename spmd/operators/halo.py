@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from math import prod
 from operator import index
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -23,7 +23,7 @@ from spmd.kernels.cpu.moves import joiner
 from spmd.kernels.memory import pool
 from spmd.layout import P, block_sizes
 from spmd.mesh import WORKER, Worker, here
-from spmd.operators.base import Launched, Operator, bounded, operate
+from spmd.operators.base import Operator, bounded, operate, unmoved
 from spmd.operators.halo_plan import (
     BOUNDARIES,
     HaloPlan,
@@ -39,15 +39,14 @@ from spmd.spellings import closest
 from spmd.tracebacks import shorten
 from spmd.transport.base import Comm
 from spmd.transport.call import Call, Group, Shape
-from spmd.transport.handles import Steps, sealed
-from spmd.transport.plan import Eager, Make
+from spmd.transport.handles import Chained, Handle, sealed
+from spmd.transport.plan import Combine, Make, NeedsShapes, Plan, Plans
 
 Kind = TypeVar("Kind", bound="_Halo")
 
 __all__ = [
     "HaloAccumulate",
     "HaloExchange",
-    "Steps",
     "along",
     "balanced",
     "checked_spec",
@@ -123,12 +122,12 @@ def _in_order(m: Message) -> list[Piece] | None:
     return pieces if plain and ends[-1] == m.length else None
 
 
-def _returned(g: Any, m: Message, d: int) -> Any:
-    """What a block with its halo gives back of a message."""
+def _returning(m: Message, d: int) -> Any:
+    """The part of a block with its halo that goes back for a message: an index, where nothing is to be added up."""
     pieces = _in_order(m)
     if pieces is None:
-        return _sum(g, m.pieces, m.length, d)
-    return _part(g, [along(d, p.at, p.at + p.length) for p in pieces], d)
+        return lambda g: _sum(g, m.pieces, m.length, d)
+    return _one_index([(p.at, p.at + p.length) for p in pieces], d)
 
 
 def _one_index(ranges: Sequence[tuple[int, int]], d: int) -> tuple[Any, ...]:
@@ -136,13 +135,6 @@ def _one_index(ranges: Sequence[tuple[int, int]], d: int) -> tuple[Any, ...]:
     if len(ranges) == 1:
         return along(d, *ranges[0])
     return (*(slice(None),) * d, np.concatenate([np.arange(start, stop) for start, stop in ranges]))
-
-
-def _part(block: Any, ranges: Sequence[Any], d: int) -> Any:
-    """Ranges of a block, by their indices, one after the other; a single one is a view: who gets it copies it to its
-    place at once."""
-    parts = [block[of] for of in ranges]
-    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=d, dtype=block.dtype)
 
 
 def _add_ranges(out: Any, m: Message, part: Any, d: int) -> None:
@@ -376,49 +368,24 @@ class _Halo(Operator):
                 )
             )
 
-    def _cost(self, stages: Sequence[Stage], block: Shape, x: np.ndarray, forward: bool) -> tuple[int, int]:
-        """The messages and bytes that this worker sends."""
-        count = nbytes = 0
-        shape = list(block)
-        for d, stage in enumerate(stages):
-            for m in (stage.plan.sends if forward else stage.plan.takes)[stage.k].values():
-                count += 1
-                nbytes += int(np.prod([*shape[:d], m.length, *shape[d + 1 :]], dtype=np.int64)) * x.itemsize
-            shape[d] = stage.length
-        return count, nbytes
 
+class _Room(NamedTuple):
+    """Where the result of an exchange lies. shape: of the result; window: where the block stands in it. ahead: how many
+    entries of the result come before those of the block, where these come one after the other, and nothing else is
+    sent; else None."""
 
-class _Step(NamedTuple):
-    """The exchange along one dimension. length: of the result in it. moves: whether anything does. sends: what goes to
-    whom, as indices. gaps: where zeros stand; own: what stands there of the block itself; takes: of what comes from
-    others. window: what of the result is filled when it is over."""
-
-    d: int
-    line: Group
-    length: int
-    moves: bool
-    sends: tuple[tuple[int, tuple[Any, ...]], ...]
-    gaps: tuple[Any, ...]
-    own: tuple[Place, ...]
-    takes: tuple[tuple[int, Message, tuple[Place, ...]], ...]
-    window: tuple[slice, ...] | None
-
-
-class _Way(NamedTuple):
-    """How the exchange goes for a block of some shape. bound: the operator with the sizes it met. shape: of the result,
-    and window: where the block stands in it, None where it is not all there. ahead: how many entries of the result come
-    before those of the block, where these come one after the other, and nothing else is sent; else None."""
-
-    bound: HaloExchange
     shape: Shape
-    window: tuple[slice, ...] | None
+    window: tuple[slice, ...]
     ahead: int | None
-    steps: tuple[_Step, ...]
 
-    def placed(self, x: Any, lent: bool) -> tuple[Any, Any]:
+    def place(self, x: Any, borrowed: bool) -> tuple[Any, Any]:
         """Room for the result, in which the block has its place, and the result: around the block where it lies, if
         there is room and nobody writes to it."""
-        if self.ahead is not None and not lent and type(x) is np.ndarray:
+        if type(x) is np.ndarray and prod(self.shape) * x.itemsize <= COPIED:
+            room = np.empty(self.shape, x.dtype)
+            room[self.window] = x
+            return room, room
+        if self.ahead is not None and not borrowed and type(x) is np.ndarray:
             found = pool.around(x, self.ahead * x.itemsize, self.shape)
             if found is not None:
                 return found
@@ -426,18 +393,100 @@ class _Way(NamedTuple):
         put(room[self.window], x)
         return room, room
 
-    def has_room(self, x: np.ndarray) -> bool:
+    def is_around(self, x: np.ndarray) -> bool:
         """Whether the result finds room around a block that lies as this one."""
-        return self.ahead is not None and pool.has_room(x, self.ahead * x.itemsize, prod(self.shape) * x.itemsize)
+        nbytes = prod(self.shape) * x.itemsize
+        return nbytes > COPIED and self.ahead is not None and pool.has_room(x, self.ahead * x.itemsize, nbytes)
 
 
-def _ahead(shape: Shape, window: tuple[slice, ...] | None, steps: Sequence[_Step]) -> int | None:
-    """That of a way, for a block of a shape. None where there is more than one step: what a later one sends is of the
-    room, which is another result's as soon as nobody has this one."""
-    if window is None or len(steps) != 1 or prod(shape[: steps[0].d]) != 1:
+def _ahead(shape: Shape, window: Sequence[slice], moving: Sequence[int]) -> int | None:
+    """That of the room for the result of a block that goes on in the dimensions `moving`. None for several: what the
+    later ones send is of the room, which is another result's as soon as nobody has this one."""
+    if len(moving) != 1 or prod(shape[: moving[0]]) != 1:
         return None
-    d = steps[0].d
+    d = moving[0]
     return window[d].start * prod(shape[d + 1 :])
+
+
+@dataclass(frozen=True)
+class FillHalo(Combine):
+    """A block, with what comes from its neighbours along one dimension around it.
+
+    op: the exchange. d: the dimension; length: of the result in it. gaps: where zeros stand. own: what stands there of
+    the block itself; takes: of what comes from others. room: where the result of all dimensions lies, and window: what
+    of it is filled then; None where the block is not all there, and so each dimension makes an array of its own.
+    """
+
+    op: HaloExchange
+    d: int
+    length: int
+    gaps: tuple[Any, ...]
+    own: tuple[Place, ...]
+    takes: tuple[tuple[int, Message, tuple[Place, ...]], ...]
+    room: _Room | None
+    window: tuple[slice, ...] | None
+    in_place: bool = False
+    parallel: ClassVar[bool] = True
+
+    def complete(self, plan: Plan, shapes: Sequence[Any]) -> tuple[Make, Shape]:
+        for s, m, _ in self.takes:
+            self.op._agree(shapes[s], plan.shape, self.d, m, plan.group, s)
+        shape = (*plan.shape[: self.d], self.length, *plan.shape[self.d + 1 :])
+
+        def make(x: Any, blocks: Sequence[Any], fresh: bool = True, begun: Any = None) -> Any:
+            out, whole = begun or self.begin(plan, x)
+            for s, _, places in self.takes:
+                _fill(out, blocks[s], places, self.d)
+            return sealed(whole)
+
+        return make, shape
+
+    def begin(self, plan: Plan, x: Any, borrowed: bool = False) -> Any:
+        """What is filled now, and the result, with what the block has of it."""
+        if self.room is None:
+            out = whole = empty((*x.shape[: self.d], self.length, *x.shape[self.d + 1 :]), x)
+        else:
+            room, whole = self.room.place(x, borrowed)
+            out = room[self.window]
+        self.fill(out, x)
+        return out, whole
+
+    def fill(self, out: Any, x: Any) -> None:
+        """Put there what comes from nobody else."""
+        for gap in self.gaps:
+            out[gap] = 0
+        _fill(out, x, self.own, self.d)
+
+    def quick(self, plan: Plan, shapes: Sequence[Any]) -> Make | None:
+        d, room = self.d, self.room
+        if room is None or prod(room.shape) * plan.dtype.itemsize > COPIED:
+            return None
+        pieces = [(None, *place) for place in self.own]
+        pieces += [(s, *place) for s, _, places in self.takes for place in places]
+        if any(_length(of[d]) != _length(to[d]) for _, to, of, _ in pieces):  # of "edge" one entry is repeated
+            return None
+        at_once = joiner(room.shape, plan.dtype, [room.window, *self.gaps, *(to for _, to, _, _ in pieces)])
+        if at_once is None:
+            return None
+        zeros_there = [np.zeros(room.shape, plan.dtype)[gap] for gap in self.gaps]
+
+        def parts(x: Any, blocks: Sequence[Any]) -> Iterator[np.ndarray]:
+            for s, _, of, flipped in pieces:
+                part = (x if s is None else blocks[s])[of]
+                yield np.flip(part, d) if flipped else part
+
+        return lambda x, blocks: at_once([x, *zeros_there, *parts(x, blocks)])
+
+    def __str__(self) -> str:
+        sources = ", ".join(str(s) for s, _, _ in self.takes)
+        return f"length {self.length} in dimension {self.d}: the block" + f", and parts from {sources}" * bool(sources)
+
+
+@dataclass(frozen=True, eq=False)
+class HaloPlans(Plans):
+    """The plans of an exchange, one for each dimension in which the block goes on. room: see `FillHalo`."""
+
+    room: _Room | None
 
 
 class HaloExchange(_Halo):
@@ -462,106 +511,76 @@ class HaloExchange(_Halo):
             if n + sum(dim.own) < 0:
                 raise trimmed(self.function, k, n, dim.own)
 
-    def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
-        return Steps(self.steps(comm, group, x, call)), lambda found: found
+    def plan(self, group: Group, shape: Shape, dtype: np.dtype) -> HaloPlans:
+        """One plan for each dimension in which the block goes on. Where lengths are to be learnt, it is that for this
+        block's length, and others that halos do not reach across."""
+        return self.plans(group, shape, dtype)
+
+    def plans(self, group: Group, shape: Shape, dtype: np.dtype, nothing: bool = False) -> HaloPlans:
+        """`plan`. nothing: whether an array of length 0 may be continued, as zeros."""
+        dimensions = self._dimensions(group, len(shape))
+        sizes = tuple(self._supposed(d, dim, shape[d]) for d, dim in enumerate(dimensions))
+        return self._plans_with(group, shape, dtype, nothing, sizes)
+
+    def start(self, comm: Comm, group: Group, x: Any, call: Call) -> Handle:
+        return Chained(self.steps(comm, group, x, call))
 
     def steps(self, comm: Comm, group: Group, x: np.ndarray, call: Call, nothing: bool = False):
         """The exchange, dimension by dimension. nothing: whether an array of length 0 may be continued, as zeros."""
-        way, received = self._ways.get((group, x.shape, nothing)), None
-        if way is None:
-            found = yield from self._at_once(comm, group, x, call, nothing)
-            way, received = found or ((yield from self._way(comm, group, x.shape, call, nothing)), None)
-        if not way.steps:
-            return x, way.bound
+        plans = self._plans.get((group, x.shape, x.dtype, nothing))
+        if plans is None:
+            d = self._only_unknown(group, x.ndim)
+            if d is not None:
+                line = self._dimensions(group, x.ndim)[d].line
+                needs = NeedsShapes(line, partial(self._learnt_plan, group, x.shape, x.dtype, nothing, d))
+                return (yield comm.run(needs, call, x))
+            plans = yield from self._learn(comm, group, x, call, nothing)
+        if len(plans.steps) == 1:
+            return (yield comm.run(plans.steps[0], call, x))
 
         # The result is made once, and the block put where it stands in it, while the first messages are under way if
-        # nobody writes to the block; each stage then fills a little more. A block that is trimmed may still owe others
-        # what it loses, so there every stage makes an array of its own.
-        def placed() -> tuple[Any, Any, Any]:
-            room, whole = way.placed(x, call.lent)
-            return room, whole, room[way.window]
-
-        room, whole, block = placed() if call.lent and way.window is not None else (None, None, x)
-        for d, line, length, moves, to, gaps, own, takes, window in way.steps:
-            handle = None
-            if moves and received is None:
-                handle = comm.exchange(line, call, {t: _part(block, ranges, d) for t, ranges in to})
-            if room is None and way.window is not None:
-                room, whole, block = placed()
-            if room is not None:
-                out = room[window]
+        # nobody writes to the block; each dimension then fills a little more.
+        block, result, room = x, x, None
+        if call.lent and plans.room is not None and plans.steps:
+            room, result = plans.room.place(x, True)
+            block = room[plans.room.window]
+        for plan in plans.steps:
+            combine: Any = plan.combine
+            handle = comm.exchange(plan.group, call, plan.sends(block)) if plan.kind != "none" else None
+            if room is None and plans.room is not None:
+                room, result = plans.room.place(x, False)
+            if room is None:
+                out = empty((*block.shape[: combine.d], combine.length, *block.shape[combine.d + 1 :]), x)
+                result = out
             else:
-                out = empty((*block.shape[:d], length, *block.shape[d + 1 :]), x)
-            for gap in gaps:
-                out[gap] = 0
-            _fill(out, block, own, d)
-            came: Any = received if handle is None else (yield handle)
-            for s, m, places in takes:
-                self._agree(came[s].shape, block.shape, d, m, line, s)
-                _fill(out, came[s], places, d)
-            block = out
-        return sealed(block if whole is None else whole), way.bound
+                out = room[combine.window]
+            combine.fill(out, block)
+            came = {} if handle is None else (yield handle)
+            blocks = [came.get(k) for k in range(plan.group.size)]
+            block, _ = plan.finish(block, blocks, begun=(out, result if plan is plans.steps[-1] else out))
+        return block, plans.bound
 
-    def eager(self, group: Group, x: np.ndarray) -> Eager | None:
-        """Where halos are of one dimension, whose step therefore fills all of the result."""
-        key = group, x.shape, False
-        way = self._ways.get(key) or self._learnt_ways.get(key)
-        if way is None or way.window is None or len(way.steps) != 1:
+    def repeatable_plan(self, group: Group, x: np.ndarray) -> Plan | None:
+        """Where halos are of one dimension, whose plan therefore fills all of the result."""
+        key = group, x.shape, x.dtype, False
+        known = self._plans.get(key)
+        plans = known or self._learnt_plans.get(key)
+        if plans is None or plans.room is None or len(plans.steps) != 1:
             return None
-        (step,), window = way.steps, way.window
-        d, line = step.d, step.line
-        if not step.moves:
-            return None
-
-        shape, dtype = way.shape, x.dtype
-        few = prod(shape) * x.itemsize <= COPIED
-        pieces = [(None, *place) for place in step.own]
-        pieces += [(s, *place) for s, _, places in step.takes for place in places]
-        at_once: Any = None
-        nothing: list[np.ndarray] = []
-        if few and all(_length(of[d]) == _length(to[d]) for _, to, of, _ in pieces):  # of "edge" one entry is repeated
-            at_once = joiner(shape, dtype, [window, *step.gaps, *(to for _, to, _, _ in pieces)])
-            nothing = [np.zeros(shape, dtype)[gap] for gap in step.gaps]
-
-        def come(x: np.ndarray, blocks: list[Any]) -> Iterator[np.ndarray]:
-            for s, _, of, flipped in pieces:
-                part = (x if s is None else blocks[s])[of]
-                yield np.flip(part, d) if flipped else part
-
-        def maker(shapes: tuple[Shape, ...]) -> tuple[Make, Operator]:
-            for s, m, _ in step.takes:
-                self._agree(shapes[s], x_shape, d, m, line, s)
-            return made if at_once is None else joined, way.bound
-
-        def joined(x: np.ndarray, blocks: list[Any]) -> np.ndarray:
-            return at_once([x, *nothing, *come(x, blocks)])
-
-        def made(x: np.ndarray, blocks: list[Any]) -> np.ndarray:
-            if few:
-                room = whole = np.empty(shape, dtype)
-                room[window] = x
-            else:
-                room, whole = way.placed(x, False)
-            for gap in step.gaps:
-                room[gap] = 0
-            for (_, to, _, _), part in zip(pieces, come(x, blocks), strict=True):
-                room[to] = part
-            return sealed(whole)
-
-        x_shape = x.shape
-        to = {t: _one_index([(of[d].start, of[d].stop) for of in ranges], d) for t, ranges in step.sends}
-        parts = [to.get(k) for k in range(line.size)]
-        supposed = None if key in self._ways else (d, way.bound.sizes[d])
-        return Eager(line, parts, maker, supposed=supposed, slight=not few and way.has_room(x), apart=True)
+        (plan,) = plans.steps
+        combine: Any = plan.combine
+        assumed = None if known is not None else (combine.d, plans.bound.sizes[combine.d])
+        in_place = plans.room.is_around(x)
+        return replace(plan, combine=replace(combine, in_place=in_place), assumed_lengths=assumed)
 
     @cached_property
-    def _ways(self) -> dict[Any, _Way]:
-        """What is known of earlier blocks, by group, shape and whether nothing may be continued."""
+    def _plans(self) -> dict[Any, HaloPlans]:
+        """Those of earlier blocks, by group, shape, dtype and whether nothing may be continued."""
         return {}
 
     @cached_property
-    def _learnt_ways(self) -> dict[Any, _Way]:
-        """How it went the last time, where another time others may come with other blocks."""
+    def _learnt_plans(self) -> dict[Any, HaloPlans]:
+        """The latest ones, where another time others may come with other blocks."""
         return {}
 
     def _only_unknown(self, group: Group, ndim: int) -> int | None:
@@ -572,74 +591,58 @@ class HaloExchange(_Halo):
             return None
         return reached[0]
 
-    def _at_once(self, comm: Comm, group: Group, x: np.ndarray, call: Call, nothing: bool):
-        """The way, and what comes, where the lengths of one dimension can be learnt in the meeting in which it is
-        exchanged; else None."""
-        d = self._only_unknown(group, x.ndim)
-        if d is None:
-            return None
+    def _learnt_plan(
+        self, group: Group, shape: Shape, dtype: np.dtype, nothing: bool, d: int, shapes: Sequence[Shape]
+    ) -> Plan:
+        """The plan where dimension d alone goes on, and the blocks of its line have these shapes."""
+        lengths, key = tuple(s[d] for s in shapes), (group, shape, dtype, nothing)
+        plans = self._learnt_plans.get(key)
+        if plans is None or plans.bound.sizes[d] != lengths:
+            sizes = tuple(lengths if e == d else self._given(e) for e in range(len(shape)))
+            plans = bounded(self._learnt_plans)[key] = self._plans_with(group, shape, dtype, nothing, sizes)
+        return plans.steps[0] if plans.steps else unmoved(plans.bound, group, shape, dtype)
 
-        def way_of(shapes: Sequence[Shape]) -> _Way:
-            lengths, key = tuple(shape[d] for shape in shapes), (group, x.shape, nothing)
-            way = self._learnt_ways.get(key)
-            if way is None or way.bound.sizes[d] != lengths:
-                sizes = tuple(lengths if e == d else self._given(e) for e in range(x.ndim))
-                way = bounded(self._learnt_ways)[key] = self._way_with(group, x.shape, nothing, sizes)
-            return way
-
-        def sends(shapes: Sequence[Shape]) -> dict[int, Any] | None:
-            steps = way_of(shapes).steps
-            if not any(step.moves for step in steps):
-                return None
-            return {t: _part(x, ranges, d) for step in steps for t, ranges in step.sends}
-
-        handle = comm.exchange_learnt(self._dimensions(group, x.ndim)[d].line, call, sends)
-        if handle is None:
-            return None
-        shapes, received = yield handle
-        return way_of(shapes), received
-
-    def _way(self, comm: Comm, group: Group, shape: Shape, call: Call, nothing: bool):
-        learnt = yield from self._learnt(comm, self._dimensions(group, len(shape)), call)
-        sizes = tuple(learnt.get(d, self._given(d)) for d in range(len(shape)))
-        way = self._way_with(group, shape, nothing, sizes)
+    def _learn(self, comm: Comm, group: Group, x: np.ndarray, call: Call, nothing: bool):
+        learnt = yield from self._learnt(comm, self._dimensions(group, x.ndim), call)
+        sizes = tuple(learnt.get(d, self._given(d)) for d in range(x.ndim))
+        plans = self._plans_with(group, x.shape, x.dtype, nothing, sizes)
         if not learnt:
-            bounded(self._ways)[group, shape, nothing] = way
-        return way
+            bounded(self._plans)[group, x.shape, x.dtype, nothing] = plans
+        return plans
 
-    def _way_with(self, group: Group, shape: Shape, nothing: bool, sizes: tuple[Any, ...]) -> _Way:
-        dimensions = self._dimensions(group, len(shape))
-        stages = _stages(dimensions, shape, sizes, nothing)
-        places = [stage.place for stage in stages]
-        lengths = tuple(stage.length for stage in stages)
-        steps = []
-        begin = window = None
-        if all(at is not None for at in places):
-            window = [slice(at, at + n) for at, n in zip(places, shape, strict=True) if at is not None]
-            begin = tuple(window)
-        for d, stage in enumerate(stages):
-            if stage.idle:
-                continue
-            line, plan, k = stage
+    def _plans_with(
+        self, group: Group, shape: Shape, dtype: np.dtype, nothing: bool, sizes: tuple[Any, ...]
+    ) -> HaloPlans:
+        stages = _stages(self._dimensions(group, len(shape)), shape, sizes, nothing)
+        places, lengths = [stage.place for stage in stages], tuple(stage.length for stage in stages)
+        moving = [d for d, stage in enumerate(stages) if not stage.idle]
+        bound = self._like(type(self), sizes=sizes, block=shape)
+        window, room = [slice(at, at + n) for at, n in zip(places, shape, strict=True) if at is not None], None
+        if len(window) == len(shape):
+            room = _Room(lengths, tuple(window), _ahead(shape, window, moving))
+        steps, block = [], list(shape)
+        for d in moving:
+            line, plan, k = stages[d]
             own = plan.own(k)
-            if window is not None:
+            if room is not None:
                 window[d] = slice(0, lengths[d])
                 own = tuple(p for p in own if (p.at, p.length) != (places[d], plan.sizes[k]) or p.flipped)
-            steps.append(
-                _Step(
-                    d,
-                    line,
-                    plan.lengths[k],
-                    bool(plan.moves),
-                    sends=tuple((t, tuple(along(d, *r) for r in m.ranges)) for t, m in plan.sends[k].items()),
-                    gaps=tuple(along(d, start, stop) for start, stop in plan.gaps[k]),
-                    own=_places(own, d),
-                    takes=tuple((s, m, _places(m.pieces, d)) for s, m in plan.takes[k].items()),
-                    window=None if window is None else tuple(window),
-                )
+            combine = FillHalo(
+                self,
+                d,
+                lengths[d],
+                gaps=tuple(along(d, start, stop) for start, stop in plan.gaps[k]),
+                own=_places(own, d),
+                takes=tuple((s, m, _places(m.pieces, d)) for s, m in plan.takes[k].items()),
+                room=room,
+                window=None if room is None else tuple(window),
             )
-        bound = self._like(type(self), sizes=sizes, block=shape)
-        return _Way(bound, lengths, begin, _ahead(shape, begin, steps), tuple(steps))
+            sends = {t: _one_index(m.ranges, d) for t, m in plan.sends[k].items()}
+            parts = [sends.get(j) for j in range(line.size)]
+            kind = "exchange" if plan.moves else "none"
+            steps.append(Plan(kind, line, tuple(block), dtype, parts, combine, lambda _: bound))
+            block[d] = lengths[d]
+        return HaloPlans(tuple(steps), bound, room)
 
     @cached_property
     def _turned(self) -> HaloAccumulate:
@@ -649,15 +652,46 @@ class HaloExchange(_Halo):
     def H(self) -> Operator:
         return self._turned
 
-    def cost(self, group: Group, x: np.ndarray) -> tuple[int, int]:
-        """Exact where sizes are known, or where halos end within the next block."""
-        return self.cost_of(group, x)
 
-    def cost_of(self, group: Group, x: np.ndarray, nothing: bool = False) -> tuple[int, int]:
-        """That of `steps`."""
-        dimensions = self._dimensions(group, x.ndim)
-        sizes = [self._supposed(d, dim, x.shape[d]) for d, dim in enumerate(dimensions)]
-        return self._cost(_stages(dimensions, x.shape, sizes, nothing), x.shape, x, True)
+@dataclass(frozen=True)
+class AddHalo(Combine):
+    """A block with a halo along one dimension, without it: what it holds of the block is added up, and what comes back
+    from others is added to it.
+
+    op: the operator. d: the dimension; size: of the block in it. own: the pieces of the block itself. sends: what it
+    has given to others, by member, which comes back.
+    """
+
+    op: HaloAccumulate
+    d: int
+    size: int
+    own: tuple[Piece, ...]
+    sends: Mapping[int, Message]
+    parallel: ClassVar[bool] = True
+
+    def complete(self, plan: Plan, shapes: Sequence[Any]) -> tuple[Make, Shape]:
+        block = (*plan.shape[: self.d], self.size, *plan.shape[self.d + 1 :])
+        for t, m in self.sends.items():
+            self.op._agree(shapes[t], block, self.d, m, plan.group, t)
+
+        def make(g: Any, blocks: Sequence[Any], fresh: bool = True, begun: Any = None) -> Any:
+            out = self.begin(plan, g) if begun is None else begun
+            for t, m in self.sends.items():  # in the order of the workers
+                _add_ranges(out, m, blocks[t], self.d)
+            return sealed(out)
+
+        return make, block
+
+    def begin(self, plan: Plan, x: Any, borrowed: bool = False) -> Any:
+        return self.sum_own(x, True)
+
+    def sum_own(self, g: Any, fresh: bool) -> Any:
+        """What the block itself holds. fresh: never a view."""
+        return _sum(g, self.own, self.size, self.d, fresh)
+
+    def __str__(self) -> str:
+        sources = ", ".join(map(str, self.sends))
+        return f"length {self.size} in dimension {self.d}: the block" + f", parts from {sources} added" * bool(sources)
 
 
 class HaloAccumulate(_Halo):
@@ -666,70 +700,52 @@ class HaloAccumulate(_Halo):
     function: ClassVar[str] = "halo_accumulate"
     adds: ClassVar[bool] = True
 
-    def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
-        return Steps(self._accumulate(comm, group, x, call)), lambda found: found
+    def plan(self, group: Group, shape: Shape, dtype: np.dtype) -> Plans:
+        """One plan for each dimension in which the block goes on, the last one first. Where lengths are to be learnt,
+        it is that for this block's length, and others that halos do not reach across."""
+        dimensions, sizes = self._dimensions(group, len(shape)), []
+        for d, dim in enumerate(dimensions):
+            n = near_size(shape[d], dim.own, dim.boundary, dim.line.index, dim.line.size)
+            sizes.append(self._supposed(d, dim, max(n, 0)))
+        block, _ = replace(self, sizes=sizes)._without(dimensions, shape, {})
+        return self._plans_with(_stages(dimensions, block, sizes), shape, dtype, self)
+
+    def start(self, comm: Comm, group: Group, x: Any, call: Call) -> Handle:
+        return Chained(self._accumulate(comm, group, x, call))
 
     def _accumulate(self, comm: Comm, group: Group, x: np.ndarray, call: Call):
-        known = self._known.get((group, x.shape))
-        if known is None:
-            known = yield from self._learn(comm, group, x.shape, call)
-        stages, bound = known
+        plans = self._known.get((group, x.shape, x.dtype))
+        if plans is None:
+            plans = yield from self._learn(comm, group, x, call)
+        if len(plans.steps) == 1:
+            return (yield comm.run(plans.steps[0], call, x))
         # What dimensions only crop is a view, until something is added to it or the result is made of it.
         g, mine = x, False
-        for d in reversed(range(x.ndim)):
-            line, plan, k = stages[d]
-            if stages[d].idle:
-                continue
-            sends = {s: _returned(g, m, d) for s, m in plan.takes[k].items()}
-            handle = comm.exchange(line, call, sends) if plan.moves else None
-            own, adds = plan.own(k), bool(plan.sends[k])
-            out = _sum(g, own, plan.sizes[k], d, fresh=adds and not mine)
-            mine = mine or adds or not _crops(own, plan.sizes[k])
-            received = {} if handle is None else (yield handle)
-            for t, m in plan.sends[k].items():  # in the order of the workers
-                self._agree(received[t].shape, out.shape, d, m, line, t)
-                _add_ranges(out, m, received[t], d)
+        for plan in plans.steps:
+            combine: Any = plan.combine
+            handle = comm.exchange(plan.group, call, plan.sends(g)) if plan.kind != "none" else None
+            adds = bool(combine.sends)
+            out = combine.sum_own(g, adds and not mine)
+            mine = mine or adds or not _crops(combine.own, combine.size)
+            came = {} if handle is None else (yield handle)
+            plan.complete([came[k].shape if k in came else None for k in range(plan.group.size)])
+            for t, m in combine.sends.items():  # in the order of the workers
+                _add_ranges(out, m, came[t], combine.d)
             g = out
-        return sealed(g if g is x or (mine and g.flags.c_contiguous) else copied(g)), bound
+        return sealed(g if g is x or (mine and g.flags.c_contiguous) else copied(g)), plans.bound
 
-    def eager(self, group: Group, x: np.ndarray) -> Eager | None:
-        """Where halos are of one dimension, and nothing is to be added up for a neighbour."""
-        stages, bound = self._known.get((group, x.shape), ((), None))
-        moving = [(d, stage) for d, stage in enumerate(stages) if not stage.idle]
-        if len(moving) != 1:
-            return None
-        ((d, stage),) = moving
-        (line, plan, k), parts = stage, {}
-        for s, m in plan.takes[k].items():
-            pieces = _in_order(m)
-            if pieces is None:
-                return None
-            parts[s] = _one_index([(p.at, p.at + p.length) for p in pieces], d)
-        if not plan.moves:
-            return None
-        size, own, sends = plan.sizes[k], plan.own(k), plan.sends[k]
-        block = (*x.shape[:d], size, *x.shape[d + 1 :])
-
-        def maker(shapes: tuple[Shape, ...]) -> tuple[Make, Operator | None]:
-            for t, m in sends.items():
-                self._agree(shapes[t], block, d, m, line, t)
-            return made, bound
-
-        def made(g: np.ndarray, blocks: list[Any]) -> np.ndarray:
-            out = _sum(g, own, size, d, fresh=True)
-            for t, m in sends.items():
-                _add_ranges(out, m, blocks[t], d)
-            return sealed(out)
-
-        return Eager(line, [parts.get(s) for s in range(line.size)], maker, apart=True)
+    def repeatable_plan(self, group: Group, x: np.ndarray) -> Plan | None:
+        """Where halos are of one dimension."""
+        plans = self._known.get((group, x.shape, x.dtype))
+        return plans.steps[0] if plans is not None and len(plans.steps) == 1 else None
 
     @cached_property
-    def _known(self) -> dict[Any, tuple[list[Stage], HaloAccumulate]]:
-        """What is known of earlier blocks, by group and shape."""
+    def _known(self) -> dict[Any, Plans]:
+        """The plans for earlier blocks, by group, shape and dtype."""
         return {}
 
-    def _learn(self, comm: Comm, group: Group, shape: Shape, call: Call):
-        dimensions = self._dimensions(group, len(shape))
+    def _learn(self, comm: Comm, group: Group, x: np.ndarray, call: Call):
+        dimensions, shape = self._dimensions(group, x.ndim), x.shape
         learnt = yield from self._learnt(comm, dimensions, call)
         block, sizes = self._without(dimensions, shape, learnt)
         stages = _stages(dimensions, block, sizes)
@@ -744,10 +760,23 @@ class HaloAccumulate(_Halo):
                     mend="give the spec, widths, boundary and sizes of the exchange",
                 )
             )
-        found = stages, self._like(type(self), sizes=sizes, block=block)
+        plans = self._plans_with(stages, shape, x.dtype, self._like(type(self), sizes=sizes, block=block))
         if not learnt:
-            bounded(self._known)[group, shape] = found
-        return found
+            bounded(self._known)[group, shape, x.dtype] = plans
+        return plans
+
+    def _plans_with(self, stages: Sequence[Stage], shape: Shape, dtype: np.dtype, bound: Operator) -> Plans:
+        steps, block = [], list(shape)
+        for d in reversed(range(len(shape))):
+            (line, plan, k), stage = stages[d], stages[d]
+            if stage.idle:
+                continue
+            parts = [_returning(plan.takes[k][s], d) if s in plan.takes[k] else None for s in range(line.size)]
+            combine = AddHalo(self, d, plan.sizes[k], plan.own(k), plan.sends[k])
+            kind = "exchange" if plan.moves else "none"
+            steps.append(Plan(kind, line, tuple(block), dtype, parts, combine, lambda _: bound))
+            block[d] = plan.sizes[k]
+        return Plans(tuple(steps), bound)
 
     def _without(self, dimensions: Sequence[Dimension], shape: Shape, learnt: dict[int, tuple[int, ...]]):
         """The shape of the block without its halo, and the lengths of all where they matter."""
@@ -772,15 +801,6 @@ class HaloAccumulate(_Halo):
     @property
     def H(self) -> Operator:
         return self._turned
-
-    def cost(self, group: Group, x: np.ndarray) -> tuple[int, int]:
-        """Exact where sizes are known, or where halos end within the next block."""
-        dimensions, sizes = self._dimensions(group, x.ndim), []
-        for d, dim in enumerate(dimensions):
-            n = near_size(x.shape[d], dim.own, dim.boundary, dim.line.index, dim.line.size)
-            sizes.append(self._supposed(d, dim, max(n, 0)))
-        block, _ = replace(self, sizes=sizes)._without(dimensions, x.shape, {})
-        return self._cost(_stages(dimensions, block, sizes), block, x, False)
 
 
 # The functions that users write

@@ -12,15 +12,13 @@ from typing import Any, ClassVar
 import numpy as np
 
 from spmd.autodiff.tracer import value_of
-from spmd.device import to_host, zeros
+from spmd.device import to_host
 from spmd.errors import LayoutError, describe, message
 from spmd.mesh import Worker, here
-from spmd.operators.base import Launched, Operator, interned, kept, named, operate, passing, rebound
+from spmd.operators.base import Operator, interned, memoised, named, operate, rebound
 from spmd.operators.reduce import AxisName, _names
-from spmd.transport.base import Comm
 from spmd.transport.call import Call, Group, Shape
-from spmd.transport.handles import sealed
-from spmd.transport.plan import Eager
+from spmd.transport.plan import Forward, Plan
 
 __all__ = ["Permute", "ppermute", "pshuffle", "sendrecv", "shift"]
 
@@ -41,7 +39,7 @@ class Permute(Operator):
     def check(self, group: Group, x: np.ndarray) -> None:
         self._fits(group.size, group.axes)
 
-    @kept
+    @memoised
     def _fits(self, size: int, axes: tuple[str, ...]) -> bool:
         """True where the pairs are right among so many workers. Raises where they are not."""
         where = f"spmd.{self.function}"
@@ -72,35 +70,22 @@ class Permute(Operator):
                 seen.add(k)
         return True
 
-    def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
-        sends = {target: x for source, target in self.perm if source == group.index}
-        shape = x.shape
-        fill = shape if self.shapes is None else self.shapes[1]
-        # Where a block comes nothing holds x until then: whoever gets it may be the only one who has it.
-        like = None if any(target == group.index for _, target in self.perm) else x
-
-        def arrive(received: dict[int, np.ndarray]):
-            block = next(iter(received.values())) if like is None else sealed(zeros(fill, like))
-            return block, rebound(self, shapes=(shape, block.shape))
-
-        return comm.exchange(group, call, sends), arrive
-
-    def eager(self, group: Group, x: np.ndarray) -> Eager:
+    def plan(self, group: Group, shape: Shape, dtype: np.dtype) -> Plan:
         me = group.index
-        to = {target for source, target in self.perm if source == me}
+        targets = {target for source, target in self.perm if source == me}
         source = next((source for source, target in self.perm if target == me), None)
-        parts = [... if k in to else None for k in range(group.size)]
-        shape, fill = x.shape, x.shape if self.shapes is None else self.shapes[1]
-        return passing(group, parts, source, fill, lambda got: rebound(self, shapes=(shape, got)))
+        parts = [... if k in targets else None for k in range(group.size)]
+        fill = shape if self.shapes is None else self.shapes[1]
+
+        def bind(shapes: Sequence[Any]) -> Permute:
+            return rebound(self, shapes=(shape, fill if source is None else shapes[source]))
+
+        return Plan("exchange", group, shape, dtype, parts, Forward(source, fill), bind)
 
     @property
     def H(self) -> Operator:
         inverse = tuple(sorted((t, s) for s, t in self.perm))
         return interned(Permute, self.axes, inverse, None if self.shapes is None else (self.shapes[1], self.shapes[0]))
-
-    def cost(self, group: Group, x: np.ndarray) -> tuple[int, int]:
-        n = sum(s == group.index and t != group.index for s, t in self.perm)
-        return n, n * x.nbytes
 
 
 @lru_cache(maxsize=1024, typed=True)

@@ -6,13 +6,11 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import FrameType
 from typing import Any, ClassVar
 
 import numpy as np
 
-from spmd import kernels
 from spmd.autodiff import tree
 from spmd.autodiff.backward import alone
 from spmd.autodiff.devices import beside
@@ -21,20 +19,17 @@ from spmd.autodiff.staging.program import COMM
 from spmd.autodiff.staging.recorder import is_slot
 from spmd.autodiff.tape import Place
 from spmd.autodiff.tracer import Array, value_of
-from spmd.device import COPIED, contiguous
+from spmd.device import contiguous
 from spmd.errors import LayoutError, MeshError, StateError, caller, describe, message
 from spmd.frontends import frontend
 from spmd.kernels import on_device
-from spmd.kernels.cpu.moves import small_fold
 from spmd.mesh import WORKER, Worker, here
 from spmd.operators.base import (
     Collective,
-    Launched,
     Operator,
     Vary,
     bounded,
     each_leaf,
-    everywhere,
     interned,
     move,
     named,
@@ -48,30 +43,17 @@ from spmd.state import INVARIANT, state_of
 from spmd.tracebacks import shorten
 from spmd.transport.base import Comm
 from spmd.transport.call import GRADIENTS, LEDGERS, Call, Group, Shape
-from spmd.transport.handles import Handle, Ready, Steps, sealed
-from spmd.transport.plan import Eager, Make, all_reduce_cost
+from spmd.transport.handles import Chained, Done, Handle, Mapped
+from spmd.transport.plan import Plan, Reduce, to_all
 
 __all__ = ["Extremum", "Sum", "pcast", "pmax", "pmean", "pmin", "psum", "pvary"]
 
 AxisName = str | Sequence[str]
 
 
-def folded(x: np.ndarray, blocks: list[Any], how: str = "sum") -> np.ndarray:
-    return sealed(kernels.of(x).combine(blocks, how))
-
-
-def folding(x: np.ndarray, how: str = "sum") -> Make:
-    """What folds blocks like x, two at least."""
-    fold = small_fold(x, how) if x.nbytes <= COPIED else None
-    return partial(folded, how=how) if fold is None else lambda _, blocks: fold(*blocks)
-
-
-def folded_at_once(op: Operator | Extremum, group: Group, x: np.ndarray, how: str = "sum") -> Eager | None:
-    """A sum that everyone takes of all blocks; of more than two large ones everyone takes a part instead."""
-    if group.size > 2 and x.nbytes > COPIED:
-        return None
-    fold = folding(x, how)
-    return everywhere(group, lambda _: (fold, op))  # which lives longer than x is to
+def reduce_to_all(op: Operator | Extremum, group: Group, shape: Shape, dtype: np.dtype, how: str = "sum") -> Plan:
+    """The plan by which all members get the sum (max, min) of the blocks."""
+    return Plan("all_reduce", group, shape, dtype, to_all(group), Reduce(how), lambda _: op)
 
 
 class Sum(Operator):
@@ -82,18 +64,12 @@ class Sum(Operator):
     adds: ClassVar[bool] = True
     alike: ClassVar[bool] = True
 
-    def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
-        return comm.all_reduce(group, call, x), lambda total: (total, self)
-
-    def eager(self, group: Group, x: np.ndarray) -> Eager | None:
-        return folded_at_once(self, group, x)
+    def plan(self, group: Group, shape: Shape, dtype: np.dtype) -> Plan:
+        return reduce_to_all(self, group, shape, dtype)
 
     @property
     def H(self) -> Operator:
         return interned(Vary, self.axes)
-
-    def cost(self, group: Group, x: np.ndarray) -> tuple[int, int]:
-        return all_reduce_cost(group, x)
 
 
 _BUCKET = 4 << 20
@@ -121,7 +97,7 @@ class _Bucket:
             self.handle = _sum_many(self.worker.comm, group, call, blocks)
         else:
             sums = program.call(_sum_many, (COMM, group, call, blocks), effect=True, gives=True, comm=self.worker.comm)
-            self.handle = Ready(program.call(_waited, (sums,), effect=True))
+            self.handle = Done(program.call(_waited, (sums,), effect=True))
 
 
 def _sum_many(comm: Comm, group: Group, call: Call, blocks: list[Any]) -> Handle:
@@ -403,29 +379,31 @@ class Extremum(Collective):
                 )
             )
 
-    def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
+    def plan(self, group: Group, shape: Shape, dtype: np.dtype) -> Plan:
+        """That of a block, or of what is left of it without `dims`."""
+        return reduce_to_all(self, group, shape, dtype, self.how)
+
+    def repeatable_plan(self, group: Group, x: np.ndarray) -> Plan | None:
+        return None if self.dims else self.plan_for(group, x.shape, x.dtype)
+
+    def start(self, comm: Comm, group: Group, x: Any, call: Call) -> Handle:
         if not self.dims:
-            return comm.all_reduce(group, call, x, self.how), lambda y: (y, self)
+            return super().start(comm, group, x, call)
         if on_device(x):
-            return Steps(self._on_device(comm, group, x, call)), lambda found: found
+            return Chained(self._on_device(comm, group, x, call))
         least = _identity(x.dtype, self.how)
         top = np.max if self.how == "max" else np.min
         y = np.asarray(top(x, axis=self.dims, initial=least))
         some = np.full((1,), _marker(x.dtype, self.how, x.size > 0 or y.size == 0), x.dtype)
         packed = np.concatenate([y.reshape(-1), some], dtype=x.dtype)
-        call = call.of(packed.shape, alike=True)
 
-        def arrive(got: np.ndarray):
-            if got[-1] != _marker(x.dtype, self.how, True):
+        def unpack(result: tuple[np.ndarray, Any]) -> tuple[np.ndarray, Any]:
+            if result[0][-1] != _marker(x.dtype, self.how, True):
                 raise self._empty()
-            return got[:-1].reshape(y.shape), self
+            return result[0][:-1].reshape(y.shape), self
 
-        return comm.all_reduce(group, call, packed, self.how), arrive
-
-    def eager(self, group: Group, x: np.ndarray) -> Eager | None:
-        if self.dims:
-            return None
-        return folded_at_once(self, group, x, self.how)
+        plan = self.plan(group, packed.shape, packed.dtype)
+        return Mapped(comm.run(plan, call.of(packed.shape, alike=True), packed), unpack)
 
     def _empty(self) -> LayoutError:
         return LayoutError(
@@ -451,8 +429,7 @@ class Extremum(Collective):
             else (np.max if self.how == "max" else np.min)(x, axis=self.dims)
         )
         call = call.of(y.shape, alike=True)
-        total = yield comm.all_reduce(group, call, contiguous(y), self.how)
-        return total, self
+        return (yield comm.run(self.plan(group, y.shape, y.dtype), call, contiguous(y)))
 
     def pull(self, g, x, ans):
         bare, top = value_of(x), value_of(ans)

@@ -6,24 +6,19 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from math import prod
 from typing import Any, ClassVar
 
 import numpy as np
 
-from spmd.device import COPIED, empty, put
 from spmd.errors import LayoutError, MeshError, describe, message
-from spmd.kernels.cpu.moves import joiner, places
 from spmd.layout import Box, Layout
 from spmd.mesh import WORKER, here
-from spmd.operators.base import Launched, Operator, interned, kept, operate
+from spmd.operators.base import Operator, interned, memoised, operate, unmoved
 from spmd.plan import Move, plan
 from spmd.state import INVARIANT, VARYING, State, state_of
 from spmd.tracebacks import shorten
-from spmd.transport.base import Comm
-from spmd.transport.call import Call, Group, Shape
-from spmd.transport.handles import Ready, sealed
-from spmd.transport.plan import Boxes, Eager
+from spmd.transport.call import Group, Shape
+from spmd.transport.plan import PlaceBoxes, Plan
 
 __all__ = ["Accumulate", "Repartition", "accumulate", "repartition"]
 
@@ -70,7 +65,7 @@ class _Relayout(Operator):
     def takes(self, axis: str) -> str:
         return VARYING if axis in self.src.varying else INVARIANT
 
-    @kept
+    @memoised
     def out_state(self, state: State) -> State:
         return state_of((state.varying - set(self.axes)) | (self.dst.varying & set(self.axes)))
 
@@ -81,7 +76,7 @@ class _Relayout(Operator):
     def check(self, group: Group, x: np.ndarray) -> None:
         self._fits(group, x.shape)
 
-    @kept
+    @memoised
     def _fits(self, group: Group, shape: Shape) -> bool:
         """True for a block of this shape. Raises where it cannot be that of this worker."""
         if group.dims != tuple(self.src.axes.values()):
@@ -108,62 +103,21 @@ class _Relayout(Operator):
             )
         return True
 
-    @kept
-    def _ways(self, me: int) -> tuple[dict[int, Any], Shape, dict[int, Box]]:
-        """Of a worker: the index of what it sends to each other, the shape of its new block, and from whom which box
-        of it comes, in the order of their sources."""
-        at, origin = ([start for start, _ in layout.boxes[me]] for layout in self.layouts)
-        sends = {m.target: indexed(within(m.box, at)) for m in self.moves if m.source == me}
-        return sends, self.dst.block_shape(me), {m.source: within(m.box, origin) for m in self.moves if m.target == me}
-
     @cached_property
     def _stays(self) -> bool:
         """Whether nothing moves."""
         return self.src == self.dst and not self.adds
 
-    def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
+    def plan(self, group: Group, shape: Shape, dtype: np.dtype) -> Plan:
         if self._stays:
-            return Ready(x), lambda block: (block, self)
-        pieces, shape, boxes = self._ways(group.index)
-        sends = {k: x[piece] for k, piece in pieces.items()}
-        handle = comm.exchange_boxes(group, call, sends, Boxes(shape, boxes, x, self.adds))
-        return handle, lambda block: (block, self)
-
-    def eager(self, group: Group, x: np.ndarray) -> Eager | None:
-        if self._stays:
-            return None
-        pieces, shape, boxes = self._ways(group.index)
-        parts = [pieces.get(k) for k in range(group.size)]
-        found, everything, _ = places(shape, tuple(boxes.values()))
-        ways, few = list(zip(boxes, found, strict=True)), prod(shape) * x.itemsize <= COPIED
-        at_once = joiner(shape, x.dtype, found) if few and not self.adds else None
-        if at_once is not None:
-            return Eager(group, parts, lambda _: (lambda _, blocks: at_once([blocks[k] for k in boxes]), self))
-
-        def made(x: np.ndarray, blocks: list[Any]) -> np.ndarray:
-            if self.adds:
-                return Boxes(shape, boxes, x, True).filled(dict(enumerate(blocks)), fresh=True)
-            out = np.empty(shape, x.dtype) if few else empty(shape, x)
-            if not everything:
-                out.fill(0)
-            for k, place in ways:
-                if few:
-                    out[place] = blocks[k]
-                else:
-                    put(out[place], blocks[k])
-            return sealed(out)
-
-        return Eager(group, parts, lambda _: (made, self))
-
-    def cost(self, group: Group, x: np.ndarray) -> tuple[int, int]:
-        if self._stays:
-            return 0, 0
-        sizes = [
-            int(np.prod([stop - start for start, stop in m.box])) * x.itemsize
-            for m in self.moves
-            if m.source == group.index and m.target != group.index
-        ]
-        return len(sizes), sum(sizes)
+            return unmoved(self, group, shape, dtype)
+        me = group.index
+        at, origin = ([start for start, _ in layout.boxes[me]] for layout in self.layouts)
+        sends = {m.target: indexed(within(m.box, at)) for m in self.moves if m.source == me}
+        boxes = {m.source: within(m.box, origin) for m in self.moves if m.target == me}
+        parts = [sends.get(k) for k in range(group.size)]
+        combine = PlaceBoxes(self.dst.block_shape(me), boxes, self.adds)
+        return Plan("exchange", group, shape, dtype, parts, combine, lambda _: self)
 
 
 class Repartition(_Relayout):

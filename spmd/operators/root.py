@@ -5,40 +5,37 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
 from spmd.autodiff import tree
 from spmd.autodiff.tracer import Array
-from spmd.device import contiguous, joined, zeros
 from spmd.errors import LayoutError, MissingMethodError, StateError, describe, message
 from spmd.frontends import frontend
 from spmd.kernels import on_device
 from spmd.layout import Layout
 from spmd.mesh import here
 from spmd.operators.base import (
-    Launched,
     Operator,
     agree,
     check_length,
+    cuts,
     each_leaf,
     given_sizes,
     interned,
     normal_axis,
     operate,
     owned_block,
-    passing,
-    pieces,
+    rebound,
     split_at,
+    unmoved,
 )
-from spmd.operators.reduce import AxisName, _names, folded
+from spmd.operators.reduce import AxisName, _names
 from spmd.state import INVARIANT, ROOTED, State, state_of
-from spmd.transport.base import Comm
-from spmd.transport.call import Call, Group
-from spmd.transport.handles import Ready, sealed
-from spmd.transport.plan import Eager, root_cost, scatter_cost
+from spmd.transport.call import Call, Group, Shape
+from spmd.transport.plan import Concatenate, Forward, Plan, Reduce
 
 __all__ = [
     "Broadcast",
@@ -137,25 +134,21 @@ class _AtRoot(Operator):
                 )
             )
 
-    def held(self, group: Group, x: np.ndarray) -> np.ndarray:
-        """The block as a Rooted value has it: nothing but at the root."""
-        return x if group.index == self.root else sealed(zeros((0,), x))
+    def keep_at_root(self, group: Group, shape: Shape, dtype: np.dtype) -> Plan:
+        """The plan by which the root keeps its block, and the others have an empty one. Moves nothing."""
+        return unmoved(self, group, shape, dtype, fill=None if group.index == self.root else _NOTHING)
+
+
+_NOTHING = (0,)
+"""The shape of the block of a Rooted value where it is not held."""
 
 
 class _FromRoot(_AtRoot):
     source: ClassVar[str] = ROOTED
 
-    def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
-        mine = x if group.index == self.root else None
-        return comm.broadcast(group, call, mine, self.root), lambda block: (block, self)
-
-    def eager(self, group: Group, x: np.ndarray) -> Eager:
-        return passing(
-            group, [... if group.index == self.root else None] * group.size, self.root, x.shape, lambda _: self
-        )
-
-    def cost(self, group: Group, x: np.ndarray) -> tuple[int, int]:
-        return root_cost(group, self.root, x.nbytes, down=True)
+    def plan(self, group: Group, shape: Shape, dtype: np.dtype) -> Plan:
+        parts = [... if group.index == self.root else None] * group.size
+        return Plan("broadcast", group, shape, dtype, parts, Forward(self.root), lambda _: self, self.root)
 
 
 class Broadcast(_FromRoot):
@@ -187,20 +180,10 @@ class SumReduce(_AtRoot):
     adds: ClassVar[bool] = True
     alike: ClassVar[bool | None] = True
 
-    def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
-        return comm.reduce(group, call, x, self.root), lambda total: (
-            self.held(group, x if total is None else total),
-            self,
-        )
-
-    def eager(self, group: Group, x: np.ndarray) -> Eager:
-        def made(x: np.ndarray, blocks: list[Any]) -> np.ndarray:
-            return folded(x, blocks) if group.index == self.root else self.held(group, x)
-
-        return Eager(group, [... if k == self.root else None for k in range(group.size)], lambda _: (made, self))
-
-    def cost(self, group: Group, x: np.ndarray) -> tuple[int, int]:
-        return root_cost(group, self.root, x.nbytes, down=False)
+    def plan(self, group: Group, shape: Shape, dtype: np.dtype) -> Plan:
+        parts = [... if k == self.root else None for k in range(group.size)]
+        combine = Reduce() if group.index == self.root else Forward(None, _NOTHING)
+        return Plan("reduce", group, shape, dtype, parts, combine, lambda _: self, self.root)
 
     @property
     def H(self) -> Operator:
@@ -214,8 +197,8 @@ class Keep(_AtRoot):
     source: ClassVar[str] = INVARIANT
     target: ClassVar[str] = ROOTED
 
-    def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
-        return Ready(self.held(group, x)), lambda block: (block, self)
+    def plan(self, group: Group, shape: Shape, dtype: np.dtype) -> Plan:
+        return self.keep_at_root(group, shape, dtype)
 
     @property
     def H(self) -> Operator:
@@ -233,9 +216,9 @@ class Unroot(_AtRoot):
     function: ClassVar[str] = "map"
     source: ClassVar[str] = ROOTED
 
-    def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
-        block = x if group.index == self.root else sealed(zeros((0,) * max(1, self.ndim), x))
-        return Ready(block), lambda block: (block, self)
+    def plan(self, group: Group, shape: Shape, dtype: np.dtype) -> Plan:
+        fill = None if group.index == self.root else (0,) * max(1, self.ndim)
+        return unmoved(self, group, shape, dtype, fill=fill)
 
     @property
     def H(self) -> Operator:
@@ -266,8 +249,8 @@ class Enroot(_AtRoot):
                 )
             )
 
-    def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
-        return Ready(self.held(group, x)), lambda block: (block, self)
+    def plan(self, group: Group, shape: Shape, dtype: np.dtype) -> Plan:
+        return self.keep_at_root(group, shape, dtype)
 
     @property
     def H(self) -> Operator:
@@ -327,29 +310,24 @@ class Scatter(_InPieces):
 
     def check(self, group: Group, x: np.ndarray) -> None:
         super().check(group, x)
-        self.parts(group, x)
+        self._split(group, x.shape)
 
-    def parts(self, group: Group, x: np.ndarray) -> list[np.ndarray]:
-        """The piece for each worker; none where this is not the root."""
+    def _split(self, group: Group, shape: Shape) -> tuple[int, ...] | None:
+        """The lengths of the workers' pieces, which the root knows."""
         if group.index != self.root:
-            return []
-        axis = normal_axis(self.function, "axis", self.axis, x.ndim)
-        return pieces(x, axis, split_at(self, group, x.shape, axis, self.sizes))
+            return self.sizes
+        return split_at(self, group, shape, normal_axis(self.function, "axis", self.axis, len(shape)), self.sizes)
 
-    def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
-        parts = self.parts(group, x)
+    def plan(self, group: Group, shape: Shape, dtype: np.dtype) -> Plan:
+        sizes, parts = self._split(group, shape), [None] * group.size
+        if sizes is not None and group.index == self.root:
+            parts = cuts(normal_axis(self.function, "axis", self.axis, len(shape)), sizes)
 
-        def arrive(received: dict[int, np.ndarray]):
-            block = sealed(contiguous(received[self.root]))
-            axis = normal_axis(self.function, "axis", self.axis, block.ndim)
-            sizes = tuple(p.shape[axis] for p in parts) if parts else self.sizes
-            return block, replace(self, axis=axis, sizes=sizes)
+        def bind(shapes: Sequence[Any]) -> Operator:
+            axis = normal_axis(self.function, "axis", self.axis, len(shapes[self.root]))
+            return rebound(self, axis=axis, sizes=sizes)
 
-        return comm.exchange(group, call, dict(enumerate(parts))), arrive
-
-    def cost(self, group: Group, x: np.ndarray) -> tuple[int, int]:
-        parts = self.parts(group, x)
-        return scatter_cost(group, parts) if parts else (0, 0)
+        return Plan("exchange", group, shape, dtype, parts, Forward(self.root), bind)
 
     @property
     def H(self) -> Operator:
@@ -368,21 +346,19 @@ class Gather(_InPieces):
         axis = normal_axis(self.function, "axis", self.axis, x.ndim)
         check_length(self, group, x, axis, self.sizes)
 
-    def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
-        axis = normal_axis(self.function, "axis", self.axis, x.ndim)
+    def plan(self, group: Group, shape: Shape, dtype: np.dtype) -> Plan:
+        axis = normal_axis(self.function, "axis", self.axis, len(shape))
+        at_root = group.index == self.root
+        parts = [... if k == self.root else None for k in range(group.size)]
 
-        def arrive(received: dict[int, np.ndarray]):
-            if group.index != self.root:
-                return self.held(group, x), replace(self, axis=axis)
-            blocks = [received[k] for k in range(group.size)]
-            agree(self.function, [b.shape for b in blocks], axis)
-            whole = sealed(joined(blocks, axis))
-            return whole, replace(self, axis=axis, sizes=tuple(b.shape[axis] for b in blocks))
+        def bind(shapes: Sequence[Any]) -> Operator:
+            if not at_root:
+                return rebound(self, axis=axis)
+            agree(self.function, shapes, axis)
+            return rebound(self, axis=axis, sizes=tuple(s[axis] for s in shapes))
 
-        return comm.exchange(group, call, {self.root: x}), arrive
-
-    def cost(self, group: Group, x: np.ndarray) -> tuple[int, int]:
-        return root_cost(group, self.root, x.nbytes, down=False)
+        combine = Concatenate(axis, True) if at_root else Forward(None, _NOTHING)
+        return Plan("exchange", group, shape, dtype, parts, combine, bind)
 
     @property
     def H(self) -> Operator:

@@ -22,13 +22,14 @@ from spmd.errors import LayoutError, SpecError, describe, message
 from spmd.kernels.windows import reach
 from spmd.layout import P
 from spmd.mesh import here
-from spmd.operators.base import Launched, Operator, bounded, interned, operate, rebound
+from spmd.operators.base import Operator, bounded, interned, operate, rebound
 from spmd.operators.halo import HaloExchange, along, checked_spec
 from spmd.operators.halo_plan import BOUNDARIES as EVERY
 from spmd.spellings import closest
 from spmd.transport.base import Comm
 from spmd.transport.call import Call, Group
-from spmd.transport.handles import Steps, sealed
+from spmd.transport.handles import Chained, Handle, sealed
+from spmd.transport.plan import Plans
 
 __all__ = ["Stencil", "checked_offsets", "stencil"]
 
@@ -130,8 +131,11 @@ class Stencil(Operator):
         """The shape of both faces of a block together; a short block is its own faces."""
         return (*shape[:d], min(shape[d], 2 * sum(self._reach[d])), *shape[d + 1 :])
 
-    def launch(self, comm: Comm, group: Group, x: np.ndarray, call: Call) -> Launched:
-        return Steps(self._apply(comm, group, x, call)), lambda found: found
+    def start(self, comm: Comm, group: Group, x: Any, call: Call) -> Handle:
+        return Chained(self._apply(comm, group, x, call))
+
+    def repeatable_plan(self, group: Group, x: np.ndarray) -> None:
+        return None
 
     def _apply(self, comm: Comm, group: Group, x: np.ndarray, call: Call):
         ends, exchanges = self._reach, self._begin(group)
@@ -145,7 +149,7 @@ class Stencil(Operator):
                 faces = np.concatenate((low, high), axis=d, dtype=x.dtype)
             faces = contiguous(faces)
             halo.check(group, faces)
-            slabs = Steps(halo.steps(comm, group, faces, call.of(faces.shape), nothing=True))
+            slabs = Chained(halo.steps(comm, group, faces, call.of(faces.shape), nothing=True))
             begun.append((d, length < x.shape[d], slabs))
         lead = max(0, x.ndim - 3)  # dimensions that no offset reaches along
 
@@ -175,15 +179,12 @@ class Stencil(Operator):
     def H(self) -> Operator:
         return rebound(self, offsets=tuple(tuple(-i for i in o) for o in self.offsets))
 
-    def cost(self, group: Group, x: np.ndarray) -> tuple[int, int]:
-        """The halos of the slabs: for every dimension that is split those of its faces, in all of them. Exact where
-        sizes are known, or where halos end within the next block."""
-        open_ = self._slabs(group, x.ndim)
-        faces = (np.broadcast_to(np.zeros((), x.dtype), self._slab(x.shape, d)) for d in open_)
-        costs = [
-            halo.cost_of(group, f, nothing=True) for halo, f in zip(self._halos(x.ndim, open_), faces, strict=True)
-        ]
-        return sum(c[0] for c in costs), sum(c[1] for c in costs)
+    def plan(self, group: Group, shape: tuple[int, ...], dtype: np.dtype) -> Plans:
+        """The halos of the slabs: for every dimension that is split those of its faces, in all of them."""
+        open_, steps = self._slabs(group, len(shape)), []
+        for d, halo in zip(open_, self._halos(len(shape), open_), strict=True):
+            steps += halo.plans(group, self._slab(shape, d), dtype, nothing=True).steps
+        return Plans(tuple(steps), self)
 
 
 def _is_number(w: Any) -> bool:

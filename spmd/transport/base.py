@@ -10,29 +10,16 @@ Sums are taken in the order of the group's members, whatever the timing: the sam
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+from spmd.layout import block_sizes
 from spmd.settings import setting
 from spmd.transport.call import LEDGERS, Call, Group
-from spmd.transport.handles import Handle, Outcome, Then
-from spmd.transport.plan import (
-    Boxes,
-    Eager,
-    Join,
-    Sends,
-    Way,
-    all_reduce_cost,
-    exchange_cost,
-    gather_cost,
-    root_cost,
-    scatter_cost,
-)
-
-if TYPE_CHECKING:
-    pass
+from spmd.transport.handles import Chained, Done, Handle, Mapped, Outcome
+from spmd.transport.plan import NeedsShapes, Plan, RunPlan, part_of
 
 __all__ = ["Comm", "Transport", "checks_are_on"]
 
@@ -56,9 +43,63 @@ class Comm(ABC):
     """The collectives so far. All workers make the same ones in one order, so members of a group meet with one number:
     who takes two groups in another order than its partners does not, though every meeting by itself looks right."""
 
-    def repeated(self, call: Call, way: Eager, x: np.ndarray) -> Callable[[Any, np.ndarray, Way], Any] | None:
-        """A shorter way for a collective, for each further time that the same line calls it with such a block x, if
-        there is one. It is given the way by the verbs too, for where others bring other blocks."""
+    def run(self, plan: Plan | NeedsShapes, call: Call, x: Any) -> Handle:
+        """Run a plan for a block: the result is the new block, and the operator bound to the shapes that came.
+
+        Every member of the group runs its own plan of the same kind. The cost is the plan's.
+        """
+        if isinstance(plan, NeedsShapes):
+            return self._run_with_shapes(plan, call, x)
+        if plan.kind == "none":
+            blocks = [part_of(x, part) for part in plan.parts]
+            return Done(plan.finish(x, blocks, begun=plan.combine.begin(plan, x, call.lent)))
+        self._count_plan(plan, x)
+        return self._run(plan, call, x)
+
+    def _count_plan(self, plan: Plan, x: Any) -> None:
+        """Count what is really sent of a block: `plan.cost` has to be that."""
+        if LEDGERS.get():
+            reduces = plan.kind == "all_reduce"
+            cost = all_reduce_cost(plan.group, x) if reduces else _parts_cost(plan.group, plan.sends(x))
+            self._count(plan.kind, *cost)
+
+    def _run(self, plan: Plan, call: Call, x: Any) -> Handle:
+        """`run` by the verb for this kind of movement. Engines that can combine on the way override it."""
+        group, kind = plan.group, plan.kind
+        if kind == "all_reduce":
+            return Mapped(self._all_reduce(group, call, x, plan.how), plan.with_bound)
+        if kind == "reduce_scatter":
+            return Mapped(self._reduce_scatter(group, call, [*plan.sends(x).values()]), plan.with_bound)
+        if kind == "broadcast":
+            mine = x if group.index == plan.root else None
+            return Mapped(self._broadcast(group, call, mine, plan.root), plan.with_bound)
+        like = x if plan.uses_block else None  # who receives a block may be the only one who has it
+        if kind == "reduce":
+            handle = self._reduce(group, call, x, plan.root)
+            if group.index == plan.root:
+                return Mapped(handle, plan.with_bound)
+            return Mapped(handle, lambda _: plan.finish(like, [None] * group.size))
+        if kind == "all_gather":
+            return Mapped(self._all_gather(group, call, x), lambda blocks: plan.finish(like, blocks))
+        if kind == "all_to_all":
+            handle = self._all_to_all(group, call, [*plan.sends(x).values()])
+            return Mapped(handle, lambda blocks: plan.finish(like, blocks))
+        handle = self._exchange(group, call, plan.sends(x))
+        begun = plan.combine.begin(plan, x, call.lent)
+        return Mapped(handle, lambda came: plan.finish(like, [came.get(k) for k in range(group.size)], begun=begun))
+
+    def _run_with_shapes(self, needs: NeedsShapes, call: Call, x: Any) -> Handle:
+        """`run`, where the members first learn the shapes of all blocks, which takes a meeting of its own."""
+
+        def steps() -> Generator[Handle, Any, Any]:
+            shapes = yield self.shapes(needs.group, call)
+            return (yield self.run(needs.plan(shapes), call, x))
+
+        return Chained(steps())
+
+    def repeated(self, call: Call, plan: Plan, x: np.ndarray) -> Callable[[Any, np.ndarray, RunPlan], Any] | None:
+        """What runs a plan for each further time that the same line calls it with such a block, if there is anything
+        shorter than `run`. It is given the longer way, for where others bring other blocks."""
         return None
 
     def given(self, x: Any) -> Any:
@@ -90,67 +131,43 @@ class Comm(ABC):
     def reduce_scatter(self, group: Group, call: Call, parts: Sequence[np.ndarray]) -> Handle:
         """parts[k] goes to member k, which gets the sum of what all sent it. Cost: n - 1 messages."""
         if LEDGERS.get():
-            self._count("reduce_scatter", *scatter_cost(group, parts))
+            self._count("reduce_scatter", *_parts_cost(group, dict(enumerate(parts))))
         return self._reduce_scatter(group, call, parts)
 
     def all_gather(self, group: Group, call: Call, x: np.ndarray) -> Handle:
         """All members' blocks, as a list; shapes may differ. Cost: n - 1 messages of the own block."""
         if LEDGERS.get():
-            self._count("all_gather", *gather_cost(group, x))
+            self._count("all_gather", *_parts_cost(group, dict.fromkeys(range(group.size), x)))
         return self._all_gather(group, call, x)
-
-    def all_gather_as(self, group: Group, call: Call, x: np.ndarray, join: Join) -> Handle:
-        """What `join` makes of all members' blocks: the same on all of them, who may share it."""
-        if LEDGERS.get():
-            self._count("all_gather", *gather_cost(group, x))
-        return self._all_gather_as(group, call, x, join)
 
     def all_to_all(self, group: Group, call: Call, parts: Sequence[np.ndarray]) -> Handle:
         """parts[k] goes to member k; the result lists what each member sent here. Cost: n - 1 messages."""
         if LEDGERS.get():
-            self._count("all_to_all", *scatter_cost(group, parts))
+            self._count("all_to_all", *_parts_cost(group, dict(enumerate(parts))))
         return self._all_to_all(group, call, parts)
-
-    def all_to_all_as(self, group: Group, call: Call, parts: Sequence[np.ndarray], join: Join) -> Handle:
-        """As `all_to_all`, and what `join` makes of what comes."""
-        if LEDGERS.get():
-            self._count("all_to_all", *scatter_cost(group, parts))
-        return self._all_to_all_as(group, call, parts, join)
 
     def broadcast(self, group: Group, call: Call, x: np.ndarray | None, root: int) -> Handle:
         """The root's block, on every member (others pass None). Cost: n - 1 messages, sent by the root."""
         if LEDGERS.get():
-            self._count("broadcast", *root_cost(group, root, x.nbytes if x is not None else 0, down=True))
+            self._count("broadcast", *_parts_cost(group, {} if x is None else dict.fromkeys(range(group.size), x)))
         return self._broadcast(group, call, x, root)
 
     def reduce(self, group: Group, call: Call, x: np.ndarray, root: int) -> Handle:
         """The sum of all blocks at the root; None elsewhere. Cost: one message from each other member."""
         if LEDGERS.get():
-            self._count("reduce", *root_cost(group, root, x.nbytes, down=False))
+            self._count("reduce", *_parts_cost(group, {root: x}))
         return self._reduce(group, call, x, root)
 
     def exchange(self, group: Group, call: Call, sends: Mapping[int, np.ndarray]) -> Handle:
         """sends[k] goes to member k; the result maps senders to what they sent. Cost: a message per send to another."""
         if LEDGERS.get():
-            self._count("exchange", *exchange_cost(group, sends))
+            self._count("exchange", *_parts_cost(group, sends))
         return self._exchange(group, call, sends)
-
-    def exchange_boxes(self, group: Group, call: Call, sends: Mapping[int, np.ndarray], boxes: Boxes) -> Handle:
-        """As `exchange`, and what comes put together."""
-        if LEDGERS.get():
-            self._count("exchange", *exchange_cost(group, sends))
-        return self._exchange_boxes(group, call, sends, boxes)
 
     def shapes(self, group: Group, call: Call) -> Handle:
         """The shapes of all members' blocks, as a list. They travel with the calls: no message, no bytes."""
         self._count("shapes", 0, 0)
         return self._shapes(group, call)
-
-    def exchange_learnt(self, group: Group, call: Call, sends: Sends) -> Handle | None:
-        """The shapes of all members' blocks, and what an `exchange` gives of what `sends` makes of these shapes (None,
-        on all members alike, where nothing is sent), in one meeting. None where that takes two: then `shapes`, and an
-        `exchange`, which goes on while the caller does something else."""
-        return None
 
     @abstractmethod
     def _shapes(self, group: Group, call: Call) -> Handle: ...
@@ -167,14 +184,8 @@ class Comm(ABC):
     @abstractmethod
     def _all_gather(self, group: Group, call: Call, x: np.ndarray) -> Handle: ...
 
-    def _all_gather_as(self, group: Group, call: Call, x: np.ndarray, join: Join) -> Handle:
-        return Then(self._all_gather(group, call, x), join)
-
     @abstractmethod
     def _all_to_all(self, group: Group, call: Call, parts: Sequence[np.ndarray]) -> Handle: ...
-
-    def _all_to_all_as(self, group: Group, call: Call, parts: Sequence[np.ndarray], join: Join) -> Handle:
-        return Then(self._all_to_all(group, call, parts), join)
 
     @abstractmethod
     def _broadcast(self, group: Group, call: Call, x: np.ndarray | None, root: int) -> Handle: ...
@@ -185,8 +196,18 @@ class Comm(ABC):
     @abstractmethod
     def _exchange(self, group: Group, call: Call, sends: Mapping[int, np.ndarray]) -> Handle: ...
 
-    def _exchange_boxes(self, group: Group, call: Call, sends: Mapping[int, np.ndarray], boxes: Boxes) -> Handle:
-        return Then(self._exchange(group, call, sends), boxes.filled)
+
+def all_reduce_cost(group: Group, *xs: np.ndarray) -> tuple[int, int]:
+    """Messages and bytes this member sends in an all-reduce: a reduce-scatter, then an all-gather, of chunks."""
+    n, size = group.size, sum(x.size for x in xs)
+    own = block_sizes(size, n)[group.index]
+    return (2 * (n - 1), (size - own + own * (n - 1)) * (xs[0].itemsize if xs else 0)) if n > 1 else (0, 0)
+
+
+def _parts_cost(group: Group, parts: Mapping[int, np.ndarray]) -> tuple[int, int]:
+    """Messages and bytes this member sends: a part to each of the others that it has something for."""
+    others = [x.nbytes for k, x in parts.items() if k != group.index]
+    return len(others), sum(others)
 
 
 class Transport(ABC):

@@ -10,7 +10,7 @@ import numpy as np
 if TYPE_CHECKING:
     pass
 
-__all__ = ["Handle", "Outcome", "Ready", "Steps", "sealed"]
+__all__ = ["Chained", "Done", "Handle", "Outcome", "sealed"]
 
 
 class Handle(Protocol):
@@ -28,7 +28,7 @@ def sealed(x: Any) -> Any:
     return x
 
 
-class Ready:
+class Done:
     """A collective that was done at once."""
 
     __slots__ = ("value",)
@@ -40,7 +40,7 @@ class Ready:
         return self.value
 
 
-class Then:
+class Mapped:
     """A collective, and what is made of its result, once."""
 
     __slots__ = ("handle", "make", "value")
@@ -56,7 +56,7 @@ class Then:
         return self.value
 
 
-class Steps:
+class Chained:
     """A collective of several steps: a generator that starts each and is given what comes of it."""
 
     __slots__ = ("handle", "steps", "value")

@@ -28,7 +28,7 @@ from spmd.layout import offsets
 from spmd.settings import setting
 from spmd.transport.base import Comm, Transport, checks_are_on
 from spmd.transport.call import Call, Group, Shape
-from spmd.transport.handles import Handle, Outcome, Ready
+from spmd.transport.handles import Done, Handle, Outcome
 
 __all__ = ["NcclTransport"]
 
@@ -127,7 +127,7 @@ class NcclComm(Comm):
         if group.size == 1 or not on_device(x):
             return self.host._all_reduce(group, call, x, how)
         self._agree(group, call)
-        return Ready(self._reduced(group, call, x, how))
+        return Done(self._reduced(group, call, x, how))
 
     def _reduced(self, group: Group, call: Call, x: Any, how: str) -> Any:
         kind = None if self.transport.fixed_order else _kind(x.dtype, how)
@@ -156,7 +156,7 @@ class NcclComm(Comm):
         self._agree(group, call)
         total = self._reduced(group, call, packed, "sum")
         at = offsets([x.size for x in xs])
-        return Ready([total[at[k] : at[k + 1]].reshape(x.shape) for k, x in enumerate(xs)])
+        return Done([total[at[k] : at[k + 1]].reshape(x.shape) for k, x in enumerate(xs)])
 
     def _reduce_scatter(self, group: Group, call: Call, parts: Sequence[Any]) -> Handle:
         if group.size == 1 or not on_device(parts[0]):
@@ -168,27 +168,27 @@ class NcclComm(Comm):
         if kind is None or len({p.size for p in parts}) > 1 or not mine.size:
             shape: Shape = mine.shape
             found = self._moves(group, call, dict(enumerate(parts)), dict.fromkeys(range(group.size), shape))
-            return Ready(kernels.of(mine).combine(list(found.values())))
+            return Done(kernels.of(mine).combine(list(found.values())))
         packed, out = cp.concatenate([p.reshape(-1) for p in parts]), cp.empty(mine.shape, mine.dtype)
         ring, stream = self._ring(group, call), current().stream.ptr
         ring.reduceScatter(packed.data.ptr, out.data.ptr, mine.size * kind[1], kind[0], nccl.NCCL_SUM, stream)
-        return Ready(out)
+        return Done(out)
 
     def _all_gather(self, group: Group, call: Call, x: Any) -> Handle:
         if group.size == 1 or not on_device(x):
             return self.host._all_gather(group, call, x)
         shapes = [tuple(s) for s in self.host._shapes(group, call).wait()]
         if len(set(shapes)) == 1:
-            return Ready(self._gathered(group, call, x))
+            return Done(self._gathered(group, call, x))
         found = self._moves(group, call, dict.fromkeys(range(group.size), x), dict(enumerate(shapes)))
-        return Ready(list(found.values()))
+        return Done(list(found.values()))
 
     def _all_to_all(self, group: Group, call: Call, parts: Sequence[Any]) -> Handle:
         if group.size == 1 or not on_device(parts[0]):
             return self.host._all_to_all(group, call, parts)
         shapes = self.host.meet(group, call, [p.shape for p in parts])
         comes = {k: s or () for k, s in enumerate(shapes)}
-        return Ready(list(self._moves(group, call, dict(enumerate(parts)), comes).values()))
+        return Done(list(self._moves(group, call, dict(enumerate(parts)), comes).values()))
 
     def _broadcast(self, group: Group, call: Call, x: Any, root: int) -> Handle:
         if group.size == 1 or call.host or not (x is None or on_device(x)):
@@ -199,7 +199,7 @@ class NcclComm(Comm):
             flat = _flat(block)
             ring, stream = self._ring(group, call), current().stream.ptr
             ring.broadcast(flat.data.ptr, flat.data.ptr, flat.size, nccl.NCCL_UINT8, root, stream)
-        return Ready(block)
+        return Done(block)
 
     def _reduce(self, group: Group, call: Call, x: Any, root: int) -> Handle:
         if group.size == 1 or not on_device(x):
@@ -211,18 +211,18 @@ class NcclComm(Comm):
             shape: Shape = x.shape
             comes = dict.fromkeys(range(group.size), shape) if at_root else {}
             found = self._moves(group, call, {root: x}, comes)
-            return Ready(kernels.of(x).combine(list(found.values())) if at_root else None)
+            return Done(kernels.of(x).combine(list(found.values())) if at_root else None)
         out = cp.empty(x.shape, x.dtype)
         ring, stream = self._ring(group, call), current().stream.ptr
         ring.reduce(x.data.ptr, out.data.ptr, x.size * kind[1], kind[0], nccl.NCCL_SUM, root, stream)
-        return Ready(out if at_root else None)
+        return Done(out if at_root else None)
 
     def _exchange(self, group: Group, call: Call, sends: Mapping[int, Any]) -> Handle:
         if group.size == 1 or call.host or any(not on_device(x) for x in sends.values()):
             return self.host._exchange(group, call, sends)
         shapes = self.host.meet(group, call, [sends[k].shape if k in sends else None for k in range(group.size)])
         comes = {k: s for k, s in enumerate(shapes) if s is not None}
-        return Ready(self._moves(group, call, sends, comes))
+        return Done(self._moves(group, call, sends, comes))
 
 
 class NcclTransport(Transport):

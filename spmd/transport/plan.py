@@ -1,116 +1,433 @@
-"""What a collective moves, and what is made of what comes."""
+"""What a collective moves, as data: an operator gives its plan for a block, transports run it.
+
+A plan says which part of a member's block goes to which member of its group, and how the new block is combined from
+what comes. `kind` names the movement in the terms of MPI; the transport chooses the algorithm. Nothing else describes
+the movement of an operator: its cost, the shape of its result and what `spmd.jit` repeats follow from the plan.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from math import prod
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
 from spmd import kernels
-from spmd.device import contiguous, copied, zeros
-from spmd.layout import Box, block_sizes
+from spmd.device import COPIED, contiguous, copied, joined, owned, stacked, zeros
+from spmd.kernels.cpu.moves import joiner, places, small_fold
+from spmd.kernels.memory import pool
+from spmd.kernels.parallel import split_work
+from spmd.layout import Box, block_sizes, offsets
 from spmd.transport.call import Group, Shape
 from spmd.transport.handles import sealed
 
-if TYPE_CHECKING:
-    pass
+__all__ = [
+    "Combine",
+    "Completion",
+    "Concatenate",
+    "Forward",
+    "Make",
+    "NeedsShapes",
+    "Part",
+    "PlaceBoxes",
+    "Plan",
+    "Plans",
+    "Reduce",
+    "RunPlan",
+    "part_of",
+    "to_all",
+]
 
-__all__ = ["Boxes", "Eager", "Make", "all_reduce_cost", "gather_cost", "root_cost", "scatter_cost"]
+Part = Any
+"""Part of a block: `...` for all of it, None for nothing, an index, or a function of the block."""
 
+Shapes = Sequence[Any]
+"""The shapes of what comes from each member; None where nothing comes."""
 
-class Boxes(NamedTuple):
-    """How an array is put together of what several members send: of[k] is the box that member k gives. Elsewhere stand
-    zeros. Where boxes overlap, `adds` says whether they are added up; else the last one counts. like: beside what."""
+Make = Callable[..., Any]
+"""make(x, blocks, fresh=True, begun=None) gives the new block of the own block x and of what came from each member.
+fresh: never in the memory of what came. begun: what `Combine.begin` has given."""
 
-    shape: Shape
-    of: Mapping[int, Box]
-    like: Any
-    adds: bool = False
-
-    def filled(self, received: Mapping[int, np.ndarray], fresh: bool = False) -> np.ndarray:
-        """The array of what each member has sent. fresh: never one of these arrays itself."""
-        parts = [received[k] for k in self.of]
-        if not parts:
-            return sealed(zeros(self.shape, self.like))
-        if len(parts) == 1 and parts[0].shape == self.shape:
-            return sealed(copied(parts[0]) if fresh else contiguous(parts[0]))
-        engine = kernels.of(self.like)
-        return sealed((engine.add_boxes if self.adds else engine.unpack)(self.shape, tuple(self.of.values()), parts))
-
-
-class Join(Protocol):
-    """Puts the blocks of all members together. fresh: never in place, where they lie side by side."""
-
-    def __call__(self, blocks: Sequence[Any], fresh: bool = False, /) -> Any: ...
+Kind = Literal["none", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "exchange"]
 
 
-Make = Callable[[np.ndarray, list[Any]], np.ndarray]
-"""What makes a new block of the own one and of what comes from each member."""
+def part_of(x: Any, part: Part) -> Any:
+    """A part of a block: a view where it can be."""
+    if part is ... or part is None:
+        return x if part is ... else None
+    return part(x) if callable(part) else x[part]
 
 
-class Eager(NamedTuple):
-    """What there is to a collective of a block of some shape, for lines that call the same again: between processes it
-    may go along with what workers tell each other before. MPI calls such messages eager.
+class Combine:
+    """How a new block is combined from what comes.
 
-    group: who meets. parts: for each member the index of what goes to it, this worker among them: `...` for the whole
-    block, None for nothing. maker: given the shapes of what comes from each member (None: nothing), gives what makes
-    the new block, of the own one and of what came, which is to be read by then, and not kept; and the operator bound to
-    these shapes. It may raise.
-    same: all members make the same of the same blocks. taken: where the new block is that of a member as it is, who
-    that is, if anyone sends one. supposed: (d, lengths): the members' blocks have these lengths in dimension d, or it
-    goes another way. slight: the new block is made around the own one, if that lies as it does now, so that little is
-    written however large it is. apart: by `launch` each member makes its own result, at the same time where they have
-    cores; else the last to come makes those of all.
+    in_place: the new block may be made around the own one, where that lies, so that little is written. parallel: each
+    member makes its own result, at the same time where they have cores; else one of a process makes those of all.
+    uses_block: the new block depends on the own one, or on where it lies, not only on what comes.
     """
 
+    in_place: bool = False
+    parallel: ClassVar[bool] = False
+    uses_block: bool = True
+
+    def complete(self, plan: Plan, shapes: Shapes) -> tuple[Make, Shape]:
+        """What makes the new block, and its shape, where blocks of these shapes come. Raises LayoutError where they do
+        not fit each other."""
+        raise NotImplementedError
+
+    def quick(self, plan: Plan, shapes: Shapes) -> Make | None:
+        """What makes the same of small blocks at once, for a line that calls it again and again: in memory that nobody
+        can ever write to. None where there is nothing quicker."""
+        return None
+
+    def begin(self, plan: Plan, x: Any, borrowed: bool = False) -> Any:
+        """What can be made of the own block while messages are under way, for `make`. borrowed: whether somebody may
+        write to the block when the collective is over."""
+        return None
+
+    def __str__(self) -> str:
+        raise NotImplementedError
+
+
+class Completion(NamedTuple):
+    """A plan for which the shapes of what comes are known: what makes the new block, its shape, and the operator bound
+    to the shapes."""
+
+    make: Make
+    shape: Shape
+    bound: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What one member of a group does in a collective.
+
+    kind: the movement; "exchange" is any set of messages, "none" moves nothing. group: who takes part, and which member
+    this is. shape, dtype: those of its block. parts: for each member the part of the block that it gets. combine: how
+    the new block is made. bind: gives, of the shapes that come, the operator bound to them. root: the member from which
+    a broadcast comes, and to which a reduction goes. assumed_lengths: (d, lengths) where the plan holds only if the
+    members' blocks have these lengths in dimension d.
+    """
+
+    kind: Kind
     group: Group
-    parts: Sequence[Any]
-    maker: Callable[[tuple[Any, ...]], tuple[Make, Any]]
-    same: bool = False
-    taken: tuple[int, ...] | None = None
-    supposed: tuple[int, tuple[int, ...]] | None = None
-    slight: bool = False
-    apart: bool = False
+    shape: Shape
+    dtype: np.dtype
+    parts: Sequence[Part]
+    combine: Combine
+    bind: Callable[[Shapes], Any] = field(repr=False)
+    root: int = 0
+    assumed_lengths: tuple[int, tuple[int, ...]] | None = None
 
     @property
-    def light(self) -> bool:
+    def same(self) -> bool:
+        """Whether all members make the same of the same blocks."""
+        return self.kind in ("all_reduce", "all_gather")
+
+    @property
+    def how(self) -> str:
+        """How a reduction reduces: "sum", "max" or "min"."""
+        return self.combine.how if type(self.combine) is Reduce else "sum"
+
+    @property
+    def uses_block(self) -> bool:
+        """Whether the new block is made of the own one too, other than by what the member sends itself."""
+        return self.combine.uses_block
+
+    @cached_property
+    def forwards_from(self) -> tuple[int, ...] | None:
+        """Where the new block is a member's as it is: that member; nobody for zeros. None where it is another one."""
+        if type(self.combine) is not Forward:
+            return None
+        return () if self.combine.source is None else (self.combine.source,)
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether others may take parts of the block as they are."""
+        moves = any(part is not None for k, part in enumerate(self.parts) if k != self.group.index)
+        return moves and self.kind in ("broadcast", "exchange") and type(self.combine) is Forward
+
+    @property
+    def copy_free(self) -> bool:
         """Whether little is written, however large the blocks are."""
-        return self.slight or self.taken is not None
+        return self.combine.in_place or self.forwards_from is not None
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the parts are indices, the same for each block of this shape."""
+        return not any(map(callable, self.parts))
+
+    @property
+    def reduces_at_once(self) -> bool:
+        """Whether each member that reduces does so with whole parts. Where all reduce more than two large blocks, each
+        reduces a part for all instead."""
+        return self.kind != "all_reduce" or self.group.size <= 2 or prod(self.shape) * self.dtype.itemsize <= COPIED
+
+    @cached_property
+    def _completions(self) -> dict[Any, Completion]:
+        return {}
+
+    def complete(self, shapes: Shapes) -> Completion:
+        """The plan for what comes: an array of shapes[k] from member k, or nothing (None)."""
+        shapes = tuple(shapes)
+        known = self._completions.get(shapes)
+        if known is None:
+            if len(self._completions) >= _COMPLETIONS:
+                self._completions.clear()
+            bound = self.bind(shapes)  # which raises where the shapes do not fit each other
+            known = self._completions[shapes] = Completion(*self.combine.complete(self, shapes), bound)
+        return known
+
+    def complete_repeated(self, shapes: Shapes) -> Completion:
+        """`complete`, for a line that calls it again and again."""
+        completion = self.complete(shapes)
+        quick = self.combine.quick(self, shapes)
+        return completion if quick is None else completion._replace(make=quick)
+
+    def finish(self, x: Any, blocks: Sequence[Any], fresh: bool = False, begun: Any = None) -> tuple[Any, Any]:
+        """The new block of the own block x and of what came from each member, and the bound operator."""
+        completion = self.complete([None if b is None else b.shape for b in blocks])
+        return completion.make(x, blocks, fresh, begun), completion.bound
+
+    def with_bound(self, block: Any) -> tuple[Any, Any]:
+        """A block that has been combined already, and the bound operator."""
+        return block, self.bind(())
+
+    def sends(self, x: Any) -> dict[int, Any]:
+        """The parts of a block that members get, by member."""
+        return {k: part_of(x, part) for k, part in enumerate(self.parts) if part is not None}
+
+    @cached_property
+    def cost(self) -> tuple[int, int]:
+        """The messages and bytes that this member sends, by the usual algorithm for this kind of movement."""
+        n, me = self.group.size, self.group.index
+        size = prod(self.shape)
+        if self.kind == "none" or (n == 1 and self.kind == "all_reduce"):
+            return 0, 0
+        if self.kind == "all_reduce":  # a reduce-scatter, then an all-gather, of chunks
+            own = block_sizes(size, n)[me]
+            return 2 * (n - 1), (size - own + own * (n - 1)) * self.dtype.itemsize
+        block = np.broadcast_to(np.zeros((), self.dtype), self.shape)
+        others = [part for k, part in enumerate(self.parts) if k != me and part is not None]
+        return len(others), sum(size * self.dtype.itemsize if p is ... else part_of(block, p).nbytes for p in others)
+
+    def __str__(self) -> str:
+        axes = ", ".join(self.group.axes) or "no axis"
+        lines = [f"{self.kind} along {axes}: member {self.group.index} of {self.group.size}"]
+        lines.append(f"  block  {self.dtype}{list(self.shape)}")
+        lines += [f"  sends  {_described(part)} to {_members(to)}" for part, to in self._by_part()]
+        lines.append(f"  makes  {self.combine}")
+        messages, nbytes = self.cost
+        lines.append(f"  costs  {messages} message{'s' * (messages != 1)}, {nbytes} bytes")
+        return "\n".join(lines)
+
+    def _by_part(self) -> list[tuple[Part, list[int]]]:
+        """The parts that other members get, each with those that get it."""
+        found: list[tuple[Part, list[int]]] = []
+        for k, part in enumerate(self.parts):
+            if part is None or k == self.group.index or self.kind == "none":
+                continue
+            if found and part is ... and found[-1][0] is ...:
+                found[-1][1].append(k)
+            else:
+                found.append((part, [k]))
+        return found
 
 
-Sends = Callable[[Sequence[Shape]], Mapping[int, np.ndarray] | None]
-"""What goes to whom, where all members' blocks have these shapes."""
+_COMPLETIONS = 64
+"""Completions that a plan keeps: one for each combination of shapes that has come."""
 
 
-Way = Callable[[Any, np.ndarray], tuple[Any, Any]]
-"""How a collective goes: of the Comm and a block it makes the new block and the operator bound to the shapes it met."""
+@dataclass(frozen=True, eq=False)
+class Plans:
+    """Plans that run one after the other, each on the block that the one before has made. bound: the operator bound to
+    the shapes of all blocks."""
+
+    steps: tuple[Plan, ...]
+    bound: Any = field(repr=False)
+
+    @property
+    def cost(self) -> tuple[int, int]:
+        """The messages and bytes that this member sends."""
+        costs = [plan.cost for plan in self.steps]
+        return sum(messages for messages, _ in costs), sum(nbytes for _, nbytes in costs)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.steps)) or "nothing moves"
 
 
-def all_reduce_cost(group: Group, *xs: np.ndarray) -> tuple[int, int]:
-    """Messages and bytes this member sends in an all-reduce: a reduce-scatter, then an all-gather, of chunks."""
-    n, nbytes = group.size, sum(x.nbytes for x in xs)
-    own = block_sizes(sum(x.size for x in xs), n)[group.index] * (xs[0].itemsize if xs else 0)
-    return 2 * (n - 1), nbytes - own + own * (n - 1) if n > 1 else 0
+RunPlan = Callable[[Any, np.ndarray], tuple[Any, Any]]
+"""Runs a plan: of a Comm and a block it gives the new block and the bound operator."""
 
 
-def gather_cost(group: Group, x: np.ndarray) -> tuple[int, int]:
-    """Messages and bytes this member sends in an all-gather: its block to each of the others."""
-    return group.size - 1, (group.size - 1) * x.nbytes
+class NeedsShapes(NamedTuple):
+    """A plan that depends on the shapes of the members' blocks. group: whose; plan: gives the plan for these shapes."""
+
+    group: Group
+    plan: Callable[[Sequence[Shape]], Plan]
 
 
-def scatter_cost(group: Group, parts: Sequence[np.ndarray]) -> tuple[int, int]:
-    """Messages and bytes this member sends in a reduce-scatter or an all-to-all: its parts for the others."""
-    return group.size - 1, sum(p.nbytes for k, p in enumerate(parts) if k != group.index)
+def _members(members: Sequence[int]) -> str:
+    return ("member " if len(members) == 1 else "members ") + ", ".join(map(str, members))
 
 
-def exchange_cost(group: Group, sends: Mapping[int, np.ndarray]) -> tuple[int, int]:
-    """Messages and bytes this member sends in an exchange: one to each of the others that it has something for."""
-    others = [x for k, x in sends.items() if k != group.index]
-    return len(others), sum(x.nbytes for x in others)
+def _described(part: Part) -> str:
+    if part is ...:
+        return "the block"
+    if callable(part):
+        return "entries that are added up before"
+    index = part if isinstance(part, tuple) else (part,)
+    return f"x[{', '.join(map(_described_index, index))}]"
 
 
-def root_cost(group: Group, root: int, nbytes: int, *, down: bool) -> tuple[int, int]:
-    """Messages and bytes this member sends in a broadcast (down: the root to all others) or a reduce (up)."""
-    n = (group.size - 1 if down else 0) if group.index == root else (0 if down else 1)
-    return n, n * nbytes
+def _described_index(index: Any) -> str:
+    if isinstance(index, slice):
+        return ":".join("" if n is None else str(n) for n in (index.start, index.stop))
+    return "..." if index is ... else str(index.tolist()) if isinstance(index, np.ndarray) else str(index)
+
+
+def to_all(group: Group) -> tuple[Part, ...]:
+    """The parts where the whole block goes to every member."""
+    return (...,) * group.size
+
+
+# Forms of combination
+
+
+@dataclass(frozen=True)
+class Reduce(Combine):
+    """The entrywise sum (max, min) of what comes, in the order of the members."""
+
+    how: str = "sum"
+
+    def complete(self, plan: Plan, shapes: Shapes) -> tuple[Make, Shape]:
+        shape = shapes[plan.group.index]
+        like = np.empty(shape, plan.dtype) if prod(shape) * plan.dtype.itemsize <= COPIED and len(shapes) > 1 else None
+        fold = None if like is None else small_fold(like, self.how)
+        if fold is None:
+            return partial(_combined, self.how), shape
+        return lambda _, blocks, *more: fold(*blocks), shape
+
+    def __str__(self) -> str:
+        return f"the {self.how} of what comes"
+
+
+def _combined(how: str, x: Any, blocks: Sequence[Any], *more: Any) -> Any:
+    return sealed(kernels.of(x).combine(blocks, how))
+
+
+@dataclass(frozen=True)
+class Forward(Combine):
+    """What comes from one member, as it is. source: which one; None for nobody: then zeros of the shape `fill`."""
+
+    source: int | None
+    fill: Shape = ()
+
+    @property
+    def uses_block(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.source is None
+
+    def complete(self, plan: Plan, shapes: Shapes) -> tuple[Make, Shape]:
+        source, me, fill = self.source, plan.group.index, self.fill
+        if source is None:
+            return lambda x, *more: sealed(zeros(fill, x)), fill
+        if source == me:
+            return lambda x, blocks, *more: sealed(contiguous(blocks[me])), shapes[me]
+
+        def make(x: Any, blocks: Sequence[Any], fresh: bool = True, begun: Any = None) -> Any:
+            block = blocks[source]
+            return sealed(owned(block) if fresh else contiguous(block))
+
+        return make, shapes[source]
+
+    def __str__(self) -> str:
+        return f"zeros {list(self.fill)}" if self.source is None else f"what comes from member {self.source}"
+
+
+@dataclass(frozen=True)
+class Concatenate(Combine):
+    """What comes, joined along a dimension that is there (tiled), or stacked along a new one."""
+
+    axis: int
+    tiled: bool
+    uses_block: bool = field(default=False, init=False)
+
+    def complete(self, plan: Plan, shapes: Shapes) -> tuple[Make, Shape]:
+        axis, whole = self.axis, joined if self.tiled else stacked
+        nbytes = sum(map(prod, shapes)) * plan.dtype.itemsize
+        length = sum(s[axis] for s in shapes) if self.tiled else len(shapes)
+        shape = (*shapes[0][:axis], length, *shapes[0][axis + self.tiled :])
+        places = self._places(shapes)
+        empty = np.empty if nbytes < pool.LEAST else pool.empty
+
+        def make(x: Any, blocks: Sequence[Any], fresh: bool = True, begun: Any = None) -> Any:
+            if not (fresh and places and type(blocks[0]) is np.ndarray and split_work.plain(nbytes)):
+                return sealed(whole(blocks, axis, fresh))
+            out = empty(shape, plan.dtype)
+            for place, block in zip(places, blocks, strict=True):
+                out[place] = block
+            return sealed(out)
+
+        return make, shape
+
+    def _places(self, shapes: Shapes) -> list[Any]:
+        """Where the blocks stand in the result; none for many, which NumPy joins more quickly."""
+        if len(shapes) > _FEW:
+            return []
+        ends = offsets([s[self.axis] for s in shapes]) if self.tiled else []
+        before = (slice(None),) * self.axis
+        return [(*before, slice(*ends[k : k + 2]) if self.tiled else k) for k in range(len(shapes))]
+
+    def quick(self, plan: Plan, shapes: Shapes) -> Make | None:
+        shape, places = self.complete(plan, shapes)[1], self._places(shapes)
+        if not places or prod(shape) * plan.dtype.itemsize > COPIED:
+            return None
+        join = joiner(shape, plan.dtype, places)
+        return None if join is None else lambda _, blocks: join(blocks)
+
+    def __str__(self) -> str:
+        return f"what comes, {'joined along' if self.tiled else 'stacked along a new'} dimension {self.axis}"
+
+
+_FEW = 8
+"""Blocks that are put in their places one by one: quicker, for so many, than NumPy's functions."""
+
+
+@dataclass(frozen=True)
+class PlaceBoxes(Combine):
+    """An array of zeros of this shape, in which what comes from member k stands in boxes[k]. adds: where boxes overlap,
+    whether they are added; else the last one counts."""
+
+    out: Shape
+    boxes: Mapping[int, Box]
+    adds: bool = False
+
+    def complete(self, plan: Plan, shapes: Shapes) -> tuple[Make, Shape]:
+        shape, boxes, adds = self.out, tuple(self.boxes.values()), self.adds
+        sources = tuple(self.boxes)
+        only = len(sources) == 1 and shapes[sources[0]] == shape
+
+        def make(x: Any, blocks: Sequence[Any], fresh: bool = True, begun: Any = None) -> Any:
+            parts = [blocks[k] for k in sources]
+            if not parts:
+                return sealed(zeros(shape, x))
+            if only:
+                return sealed(copied(parts[0]) if fresh else contiguous(parts[0]))
+            engine = kernels.of(x)
+            return sealed((engine.add_boxes if adds else engine.unpack)(shape, boxes, parts))
+
+        return make, shape
+
+    def quick(self, plan: Plan, shapes: Shapes) -> Make | None:
+        if self.adds or not self.boxes or prod(self.out) * plan.dtype.itemsize > COPIED:
+            return None
+        sources = tuple(self.boxes)
+        join = joiner(self.out, plan.dtype, places(self.out, tuple(self.boxes.values()))[0])
+        return None if join is None else lambda _, blocks: join([blocks[k] for k in sources])
+
+    def __str__(self) -> str:
+        boxes = ", ".join(f"{k}: {list(map(list, box))}" for k, box in self.boxes.items())
+        return f"an array of shape {list(self.out)}, {'added' if self.adds else 'put'} together of boxes {{{boxes}}}"

@@ -17,12 +17,11 @@ import spmd
 from spmd import P
 from spmd.autodiff import tree
 from spmd.autodiff.allocation import writable
-from spmd.device import copied, joined, to_host
+from spmd.device import copied, to_host
 from spmd.kernels import on_device
 from spmd.kernels.memory import pool
 from spmd.transport.call import Call
-from spmd.transport.handles import sealed
-from spmd.transport.plan import Boxes
+from spmd.transport.plan import Concatenate, PlaceBoxes, Plan
 from spmd.transport.processes.headers import RIDES, ROOM
 
 DTYPES = "bool int8 int32 int64 float16 float32 float64 complex64 complex128".split()
@@ -103,19 +102,21 @@ def verbs(worker, axes: tuple[str, ...], dtype: str, shape: tuple[int, ...]) -> 
     def call(name: str, x, alike: bool | None = False) -> Call:
         return Call(name, axes, x.dtype, x.shape, alike=alike)
 
+    def planned(kind: str, name: str, x, parts: list, combine) -> np.ndarray:
+        plan = Plan(kind, group, x.shape, x.dtype, parts, combine, lambda _: None)
+        return comm.run(plan, call(name, x), x).wait()[0]
+
     parts = [draw(me, (*shape, j + 1), dtype, j) for j in range(n)]
     uneven = draw(me, (*shape, k + 1), dtype)
     sends = {j: draw(me, (*shape, j, k + 1), dtype, j) for j in range(n) if (j + k) % 3 != 1}
     found = {
         "reduce_scatter": comm.reduce_scatter(group, call("scatter", x, True), parts).wait(),
         "all_gather": comm.all_gather(group, call("gather", uneven), uneven).wait(),
-        "all_gather_as": comm.all_gather_as(
-            group, call("gather", uneven), uneven, lambda blocks, fresh=False: sealed(joined(blocks, len(shape), fresh))
-        ).wait(),
+        "all_gather_as": planned("all_gather", "gather", uneven, [...] * n, Concatenate(len(shape), True)),
         "all_to_all": comm.all_to_all(group, call("all_to_all", uneven), parts).wait(),
-        "all_to_all_as": comm.all_to_all_as(
-            group, call("all_to_all", uneven), parts, lambda blocks, fresh=False: sealed(joined(blocks, len(shape)))
-        ).wait(),
+        "all_to_all_as": planned(
+            "all_to_all", "all_to_all", uneven, list(map(constant, parts)), Concatenate(len(shape), True)
+        ),
         "exchange": comm.exchange(group, call("exchange", uneven), sends).wait(),
     }
     for how in ("sum",) if dtype.startswith("complex") else ("sum", "max", "min"):
@@ -132,6 +133,11 @@ def verbs(worker, axes: tuple[str, ...], dtype: str, shape: tuple[int, ...]) -> 
     # Nor what it is a view of: else whoever hands it on copies it first.
     assert not any(map(writable, tree.leaves(found))), "a received array is writable"
     return found
+
+
+def constant(x) -> Callable:
+    """A part that is this array, whatever the block."""
+    return lambda _: x
 
 
 def boxes(comm, group, call, shape: tuple[int, ...], dtype: str, how: str):
@@ -153,7 +159,9 @@ def boxes(comm, group, call, shape: tuple[int, ...], dtype: str, how: str):
 
     x = sent(group.index, group.index)
     sends = {j: sent(group.index, j) for j in range(n)} if group.index in givers else {}
-    made = comm.exchange_boxes(group, call("boxes", x), sends, Boxes(whole, places, x)).wait()
+    parts = [constant(sends[j]) if j in sends else None for j in range(n)]
+    plan = Plan("exchange", group, x.shape, x.dtype, parts, PlaceBoxes(whole, places), lambda _: None)
+    made, _ = comm.run(plan, call("boxes", x), x).wait()
     expected = np.zeros(whole, dtype)
     for j, box in places.items():
         expected[tuple(slice(a, b) for a, b in box)] = sent(j, group.index)

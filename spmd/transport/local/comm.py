@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,25 +13,25 @@ from spmd import kernels
 from spmd.device import copied
 from spmd.kernels.parallel import split_work
 from spmd.transport.call import LEDGERS, Call, Group, Shape
-from spmd.transport.handles import Handle, Ready, sealed
+from spmd.transport.handles import Done, Handle, Mapped, sealed
 from spmd.transport.local.meeting import Meeting, Participant, Waiting, own_error
 from spmd.transport.local.run_plan import Recurring
-from spmd.transport.plan import Boxes, Eager, Join, Sends, exchange_cost
+from spmd.transport.plan import Completion, NeedsShapes, Plan, part_of
 
 
 class LocalComm(Participant):
     """A virtual worker's view: every verb is a meeting."""
 
-    def repeated(self, call: Call, way: Eager, x: np.ndarray) -> Recurring | None:
-        return Recurring(call, way, x) if Recurring.serves(way, x) else None
+    def repeated(self, call: Call, plan: Plan, x: np.ndarray) -> Recurring | None:
+        return Recurring(call, plan, x) if Recurring.serves(plan, x) else None
 
     def _meet(self, group: Group, call: Call, payload: Any, take: Callable[[Meeting], Any], finish=None) -> Handle:
         if group.size == 1:
             alone = Meeting(group)
             alone.payloads = [payload]
             alone.result = finish(alone.payloads) if finish is not None else None
-            return Ready(take(alone))
-        return Waiting(self, self.run.post(self, group, call, payload, finish), take)
+            return Done(take(alone))
+        return Waiting(self, self.execution.post(self, group, call, payload, finish), take)
 
     def meet(self, group: Group, call: Call, shapes: Iterable[Any]) -> list[Any]:
         """Tell every member the shape of what comes for it (None: nothing), and learn theirs."""
@@ -39,28 +40,13 @@ class LocalComm(Participant):
     def _shapes(self, group: Group, call: Call) -> Handle:
         return self._meet(group, call, call.shape, lambda m: list(m.payloads))
 
-    def _each(
-        self, group: Group, call: Call, parts: Mapping[int, np.ndarray], make: Make, sums: bool = False
-    ) -> Handle:
-        """parts[k] goes to member k; the result is what this worker's `make` makes of what comes for it, in the order
-        of the senders. The last to come makes it for all. sums: it is as large as one part, not as all together."""
-
-        def finish(brought: list[tuple[Mapping[int, np.ndarray], Make, bool]]) -> list[Any]:
-            fresh, sizes, todo = False, [], []
-            for k, (_, make, lent) in enumerate(brought):
-                received = {s: b[0][k] for s, b in enumerate(brought) if k in b[0]}
-                size = 0
-                for x in received.values():
-                    size = x.nbytes if sums else size + x.nbytes
-                sizes.append(size)
-                fresh = fresh or lent
-                todo.append((make, received))
-            brought.clear()
-            nbytes = sum(sizes)
-            if nbytes < split_work.LEAST:
-                return [_tried(make, received, fresh) for make, received in todo]
-            tasks = [partial(_tried, make, received, fresh) for make, received in todo]
-            return self.run.make(group, nbytes, lambda: split_work.each(tasks, sizes))
+    def _run(self, plan: Plan, call: Call, x: np.ndarray) -> Handle:
+        """The last to come makes the new blocks of all, so that nobody needs the others' blocks when it is over."""
+        group, lent = plan.group, call.lent
+        if plan.combine.parallel:
+            return super()._run(plan, call, x)
+        if lent and plan.hands_over:
+            x, lent = copied(x), False  # others keep it
 
         def take(m: Meeting) -> Any:
             mine = m.result[group.index]
@@ -69,14 +55,69 @@ class LocalComm(Participant):
             m.result[group.index] = None  # so that this may be the only name of what it takes
             return mine
 
-        return self._meet(group, call, ({k: sealed(x) for k, x in parts.items()}, make, call.lent), take, finish)
+        return self._meet(group, call, (plan, sealed(x), lent), take, partial(self._results, group))
+
+    def _results(self, group: Group, brought: list[tuple[Plan, np.ndarray, bool]]) -> list[Any]:
+        """The results of all members of a group, of their plans and blocks."""
+        plans, xs, lent = (list(of_all) for of_all in zip(*brought, strict=True))
+        fresh = any(lent)
+        brought.clear()
+        if plans[0].same:
+            completions = [plan.complete([x.shape for x in xs]) for plan in plans]
+            make = completions[0].make
+            nbytes = prod(completions[0].shape) * xs[0].itemsize
+            block = self.execution.make(group, nbytes, lambda: make(xs[0], xs, fresh))
+            return [(block, c.bound) for c in completions]
+        tasks, sizes = [], []
+        for k, plan in enumerate(plans):
+            blocks = [part_of(x, p.parts[k]) for p, x in zip(plans, xs, strict=True)]
+            try:
+                completion = plan.complete([None if b is None else b.shape for b in blocks])
+                sizes.append(prod(completion.shape) * plan.dtype.itemsize)
+                tasks.append(partial(_tried, completion, xs[k], blocks, fresh))
+            except Exception as error:
+                sizes.append(0)
+                tasks.append(partial(Failed, error.with_traceback(None)))
+        xs.clear()
+        nbytes = sum(sizes)
+        if nbytes < split_work.LEAST:
+            return [task() for task in tasks]
+        return self.execution.make(group, nbytes, lambda: split_work.each(tasks, sizes))
+
+    def _run_with_shapes(self, needs: NeedsShapes, call: Call, x: np.ndarray) -> Handle:
+        """In one meeting: the last to come finds out what each sends."""
+        group = needs.group
+
+        def parts_for(shapes: Sequence[Shape]) -> tuple[Plan, dict[int, np.ndarray]]:
+            plan = needs.plan(shapes)
+            return plan, _parts(group, call, plan.sends(x)) if plan.kind != "none" else {}
+
+        def finish(brought: list[tuple[Shape, Callable[[Sequence[Shape]], Any]]]) -> list[Any]:
+            shapes, makers = zip(*brought, strict=True)
+            brought.clear()  # They know the blocks.
+            return [parts_of(shapes) for parts_of in makers]
+
+        def take(m: Meeting) -> Any:
+            plan, _ = m.result[group.index]
+            if LEDGERS.get():
+                self._count("shapes", 0, 0)
+                if plan.kind != "none":
+                    self._count_plan(plan, x)
+            if plan.kind == "none":
+                blocks: list[Any] = [part_of(x, part) for part in plan.parts]
+            else:
+                received = _taken(group, [parts for _, parts in m.result])
+                blocks = [received.get(k) for k in range(group.size)]
+            return plan.finish(x, blocks, begun=plan.combine.begin(plan, x, call.lent) if call.lent else None)
+
+        return self._meet(group, call, (x.shape, parts_for), take, finish)
 
     def _all_reduce(self, group: Group, call: Call, x: np.ndarray, how: str) -> Handle:
         def finish(xs: list[np.ndarray]):
             combine = kernels.of(x).combine
             if x.nbytes < split_work.LEAST:
                 return sealed(combine(xs, how))
-            return self.run.make(group, x.nbytes, lambda: sealed(combine(xs, how)))
+            return self.execution.make(group, x.nbytes, lambda: sealed(combine(xs, how)))
 
         return self._meet(group, call, sealed(x), _result, finish)
 
@@ -89,7 +130,7 @@ class LocalComm(Participant):
                 into = next((x for x, (_, spare) in zip(blocks[:2], brought, strict=False) if spare[k]), None)
                 return sealed(kernels.of(blocks[0]).combine(blocks, into=into))
 
-            totals = self.run.make(group, nbytes, lambda: [total(k) for k in range(count)])
+            totals = self.execution.make(group, nbytes, lambda: [total(k) for k in range(count)])
             brought.clear()  # The handle may be asked much later.
             return totals
 
@@ -100,31 +141,14 @@ class LocalComm(Participant):
         return self._meet(group, call, (xs, spare), _result, finish)
 
     def _reduce_scatter(self, group: Group, call: Call, parts: Sequence[np.ndarray]) -> Handle:
-        def make(received: Mapping[int, np.ndarray], fresh: bool) -> np.ndarray:
-            xs = list(received.values())
-            return sealed(kernels.of(xs[0]).combine(xs))
-
-        return self._each(group, call, dict(enumerate(parts)), make, sums=True)
+        return Mapped(self._all_to_all(group, call, parts), lambda xs: sealed(kernels.of(xs[0]).combine(xs)))
 
     def _all_gather(self, group: Group, call: Call, x: np.ndarray) -> Handle:
         return self._meet(group, call, handed(call, x), lambda m: list(m.payloads))
 
-    def _all_gather_as(self, group: Group, call: Call, x: np.ndarray, join: Join) -> Handle:
-        def finish(brought: list[tuple[np.ndarray, bool]]):
-            xs, fresh = [x for x, _ in brought], any(lent for _, lent in brought)
-            return self.run.make(group, sum(x.nbytes for x in xs), lambda: join(xs, fresh))
-
-        return self._meet(group, call, (sealed(x), call.lent), _result, finish)
-
     def _all_to_all(self, group: Group, call: Call, parts: Sequence[np.ndarray]) -> Handle:
         handed_out = [sealed(p) if k == group.index else handed(call, p) for k, p in enumerate(parts)]
         return self._meet(group, call, handed_out, lambda m: [p[group.index] for p in m.payloads])
-
-    def _all_to_all_as(self, group: Group, call: Call, parts: Sequence[np.ndarray], join: Join) -> Handle:
-        def make(received: Mapping[int, np.ndarray], fresh: bool) -> Any:
-            return join(list(received.values()), fresh)
-
-        return self._each(group, call, dict(enumerate(parts)), make)
 
     def _broadcast(self, group: Group, call: Call, x: np.ndarray | None, root: int) -> Handle:
         brought = None if x is None else handed(call, x)
@@ -132,7 +156,7 @@ class LocalComm(Participant):
 
     def _reduce(self, group: Group, call: Call, x: np.ndarray, root: int) -> Handle:
         def finish(xs: list[np.ndarray]) -> np.ndarray:
-            return self.run.make(group, x.nbytes, lambda: sealed(kernels.of(x).combine(xs)))
+            return self.execution.make(group, x.nbytes, lambda: sealed(kernels.of(x).combine(xs)))
 
         def take(m: Meeting) -> Any:
             if group.index != root:
@@ -145,37 +169,6 @@ class LocalComm(Participant):
     def _exchange(self, group: Group, call: Call, sends: Mapping[int, np.ndarray]) -> Handle:
         return self._meet(group, call, _parts(group, call, sends), lambda m: _taken(group, m.payloads))
 
-    def exchange_learnt(self, group: Group, call: Call, sends: Sends) -> Handle | None:
-        counted = bool(LEDGERS.get())
-        if counted:
-            self._count("shapes", 0, 0)
-
-        def parts_for(shapes: Sequence[Shape]) -> tuple[dict[int, np.ndarray], Any]:
-            given = sends(shapes)
-            cost = exchange_cost(group, given) if counted and given is not None else None
-            return _parts(group, call, given or {}), cost
-
-        def finish(brought: list[tuple[Shape, Callable[[Sequence[Shape]], Any]]]):
-            shapes = [shape for shape, _ in brought]
-            made = [parts_of(shapes) for _, parts_of in brought]
-            brought.clear()  # They know the blocks.
-            return shapes, [parts for parts, _ in made], [cost for _, cost in made]
-
-        def take(m: Meeting):
-            shapes, parts, costs = m.result
-            if costs[group.index] is not None:
-                self._count("exchange", *costs[group.index])
-            return shapes, _taken(group, parts)
-
-        return self._meet(group, call, (call.shape, parts_for), take, finish)
-
-    def _exchange_boxes(self, group: Group, call: Call, sends: Mapping[int, np.ndarray], boxes: Boxes) -> Handle:
-        return self._each(group, call, sends, boxes.filled)
-
-
-Make = Callable[[Mapping[int, np.ndarray], bool], Any]
-"""What makes a worker's result of what comes for it, by sender. True: in memory of its own, never in what came."""
-
 
 class Failed(NamedTuple):
     """In place of a worker's result the error that is its own."""
@@ -183,9 +176,10 @@ class Failed(NamedTuple):
     error: Exception
 
 
-def _tried(make: Make, received: Mapping[int, np.ndarray], fresh: bool) -> Any:
+def _tried(completion: Completion, x: np.ndarray, blocks: list[Any], fresh: bool) -> Any:
+    """A member's result: the new block and the bound operator, or its error."""
     try:
-        return make(received, fresh)
+        return completion.make(x, blocks, fresh), completion.bound
     except Exception as error:
         return Failed(error.with_traceback(None))
 

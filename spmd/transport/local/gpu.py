@@ -6,7 +6,7 @@ stream and not on the host, makes what there is to make, and records another; ev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from spmd import kernels
@@ -14,10 +14,10 @@ from spmd.cuda import Place
 from spmd.kernels import on_device
 from spmd.transport.base import Comm
 from spmd.transport.call import Call, Group
-from spmd.transport.handles import Handle, Then, sealed
-from spmd.transport.local.comm import LocalComm, Make, handed
+from spmd.transport.handles import Handle, sealed
+from spmd.transport.local.comm import LocalComm, handed
 from spmd.transport.local.meeting import Meeting, Run, Waiting
-from spmd.transport.plan import Join, Sends
+from spmd.transport.plan import NeedsShapes, Plan
 
 __all__ = ["DeviceComm"]
 
@@ -126,15 +126,15 @@ class DeviceComm(LocalComm):
             return take(_Seen(view(m.payloads), result))  # type: ignore[arg-type]
 
         mine = Brought(payload, place, place.mark() if _has_arrays(payload) else None)
-        return Arriving(self, self.run.post(self, group, call, mine, complete), taken)
+        return Arriving(self, self.execution.post(self, group, call, mine, complete), taken)
 
-    def _all_gather_as(self, group: Group, call: Call, x: Any, join: Join) -> Handle:
-        """Each worker joins the blocks on its own device."""
-        return Comm._all_gather_as(self, group, call, x, join)
+    def _run(self, plan: Plan, call: Call, x: Any) -> Handle:
+        """Each worker makes its new block on its own device."""
+        return Comm._run(self, plan, call, x)
 
-    def exchange_learnt(self, group: Group, call: Call, sends: Sends) -> Handle | None:
+    def _run_with_shapes(self, needs: NeedsShapes, call: Call, x: Any) -> Handle:
         """In two meetings: what is sent is of this worker's stream."""
-        return None
+        return Comm._run_with_shapes(self, needs, call, x)
 
     def _all_reduce_many(self, group: Group, call: Call, xs: Sequence[Any], spare: Sequence[bool]) -> Handle:
         """None is written over: what a stream still has to read, nobody counts."""
@@ -143,10 +143,6 @@ class DeviceComm(LocalComm):
             return [sealed(kernels.of(one[0]).combine(one)) for one in zip(*all_xs, strict=True)]
 
         return self._meet(group, call, [sealed(x) for x in xs], lambda m: m.result, finish)
-
-    def _each(self, group: Group, call: Call, parts: Mapping[int, Any], make: Make, sums: bool = False) -> Handle:
-        """Each worker makes its result on its own device."""
-        return Then(self._exchange(group, call, parts), lambda received: make(received, False))
 
     def _reduce(self, group: Group, call: Call, x: Any, root: int) -> Handle:
         """The root makes the sum on its own device."""

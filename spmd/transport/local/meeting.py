@@ -63,7 +63,7 @@ class Participant(Comm):
     """
 
     def __init__(self, run: Run, worker: int):
-        self.run = run
+        self.execution = run
         self.worker = worker
         self.counts: dict[Any, int] = {}
         self.clock = 0
@@ -89,7 +89,7 @@ class Waiting:
         if not meeting.done:
             comm.waiting = meeting
             try:
-                comm.run.wait(meeting, comm)
+                comm.execution.wait(meeting, comm)
             finally:
                 comm.waiting = None
         if comm.clock < meeting.clock:

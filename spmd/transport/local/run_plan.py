@@ -18,7 +18,7 @@ from spmd.kernels.memory import nontemporal
 from spmd.kernels.parallel import split_work
 from spmd.transport.call import Call, Shape
 from spmd.transport.local.meeting import Gathering, Participant
-from spmd.transport.plan import Eager, Way
+from spmd.transport.plan import Plan, RunPlan, part_of
 
 __all__ = ["Recurring"]
 
@@ -40,25 +40,27 @@ class Recurring:
     makes the results, by who meets. vain: how often in a row it was tried in vain.
     """
 
-    __slots__ = ("call", "group", "known", "large", "shape", "shapes", "vain", "way")
+    __slots__ = ("call", "group", "known", "large", "plan", "shape", "shapes", "vain")
 
-    def __init__(self, call: Call, way: Eager, x: np.ndarray):
-        self.call, self.way, self.group, self.shape = call, way, way.group, x.shape
-        self.shapes: list[Shape | None] = [None if piece is None else x[piece].shape for piece in way.parts]
-        self.large = not way.light and x.nbytes * way.group.size >= split_work.LEAST
+    def __init__(self, call: Call, plan: Plan, x: np.ndarray):
+        self.call, self.plan, self.group, self.shape = call, plan, plan.group, x.shape
+        self.shapes: list[Shape | None] = [None if p is None else part_of(x, p).shape for p in plan.parts]
+        self.large = not plan.copy_free and x.nbytes * plan.group.size >= split_work.LEAST
         self.vain = 0
         self.known: dict[tuple[Any, ...], _Makers] = {}
 
     @staticmethod
-    def serves(way: Eager, x: np.ndarray) -> bool:
+    def serves(plan: Plan, x: np.ndarray) -> bool:
         """Whether this is for such blocks: those of which little is written, or not so large that Python's part is
         nothing beside theirs."""
-        size = way.group.size
-        return size > 1 and (way.light or not nontemporal.large(x.nbytes * size))
+        size = plan.group.size
+        if size == 1 or not plan.repeats or not plan.reduces_at_once:
+            return False
+        return plan.copy_free or not nontemporal.large(x.nbytes * size)
 
-    def __call__(self, comm: Participant, x: np.ndarray, long: Way) -> tuple[Any, Any]:
+    def __call__(self, comm: Participant, x: np.ndarray, long: RunPlan) -> tuple[Any, Any]:
         """The new block, and the bound operator. long: how it goes by the verbs."""
-        run, group = comm.run, self.group
+        run, group = comm.execution, self.group
         gatherings, key = run.gatherings, group.key
         if gatherings is None or comm.clock >= run.limit or (self.vain >= _VAIN and self._rests()):
             return long(comm, x)
@@ -68,7 +70,7 @@ class Recurring:
         if run.open and (key, count) in run.open:
             self.vain += 1
             return long(comm, x)  # Others have come by the verbs.
-        if self.way.taken is not None:
+        if self.plan.forwards_from is not None:
             x.setflags(False)  # pyright: ignore[reportCallIssue]  (as in `sealed`)
         met = gatherings.get(key)
         if met is None:
@@ -113,9 +115,9 @@ class Recurring:
 
     def _supposes(self, members: tuple[Recurring, ...]) -> bool:
         """Whether these bring what it is supposed that they bring."""
-        if self.way.supposed is None:
+        if self.plan.assumed_lengths is None:
             return True
-        d, lengths = self.way.supposed
+        d, lengths = self.plan.assumed_lengths
         return all(m.shape[d] == n for m, n in zip(members, lengths, strict=True))
 
     def _complete(self, met: Gathering, workers: int) -> bool:
@@ -143,28 +145,32 @@ def _makers(members: tuple[Recurring, ...], workers: int) -> _Makers:
     """What makes the results of all members, of so many workers, of all their blocks."""
     large = any(m.large for m in members)
     make, share = _made_by(members, large), len(members) / workers
-    if not large or members[0].way.apart:
+    if not large or members[0].plan.combine.parallel:
         return make
     return lambda blocks: split_work.for_all(partial(make, blocks), share)
 
 
 def _made_by(members: tuple[Recurring, ...], large: bool) -> _Makers:
-    size = len(members)
-    ways = [m.way for m in members]
-    makers = [way.maker(tuple(m.shapes[k] for m in members)) for k, way in enumerate(ways)]
-    if ways[0].same:
-        (first, bound), *_ = makers
+    size, plans = len(members), [m.plan for m in members]
+    completions = [plan.complete_repeated([m.shapes[k] for m in members]) for k, plan in enumerate(plans)]
+    if plans[0].same:
+        first, _, bound = completions[0]
 
         def alike(blocks: list[Any]) -> list[Any]:
             return [(first(blocks[0], blocks), bound)] * size
 
         return alike
-    comes = [[(s, m.way.parts[k]) for s, m in enumerate(members) if m.way.parts[k] is not None] for k in range(size)]
+    comes = [[(s, m.plan.parts[k]) for s, m in enumerate(members) if m.plan.parts[k] is not None] for k in range(size)]
+
+    # Whose block is a member's as it is, and all of it: nothing is made.
+    forwarded = [
+        f[0] if f and plans[f[0]].parts[k] is ... else None for k, f in enumerate(p.forwards_from for p in plans)
+    ]
 
     def one(blocks: list[Any], k: int) -> tuple[Any, Any]:
-        (make, bound), taken = makers[k], ways[k].taken
-        if taken:
-            return blocks[taken[0]], bound
+        (make, _, bound), source = completions[k], forwarded[k]
+        if source is not None:
+            return blocks[source], bound
         parts: list[Any] = [None] * size
         for s, part in comes[k]:
             parts[s] = blocks[s] if part is ... else blocks[s][part]

@@ -24,8 +24,8 @@ from spmd.kernels.cpu.moves import places
 from spmd.kernels.memory import nontemporal, pool
 from spmd.layout import block_sizes, offsets
 from spmd.transport.call import Call, Group, Shape
-from spmd.transport.handles import Handle, Ready, Then, sealed
-from spmd.transport.plan import Boxes, Eager, Join
+from spmd.transport.handles import Done, Handle, Mapped, sealed
+from spmd.transport.plan import PlaceBoxes, Plan
 from spmd.transport.processes.base import Connections, Participant
 from spmd.transport.processes.channel import Channel, bytes_of, pieces
 from spmd.transport.processes.headers import MAX_NDIM, RIDES, Headers, name_of, told
@@ -95,10 +95,12 @@ class _Shaped(NamedTuple):
 class ProcessComm(Participant):
     """This process's view."""
 
-    def repeated(self, call: Call, way: Eager, x: np.ndarray) -> Repeated | None:
-        group, me = way.group, way.group.index
+    def repeated(self, call: Call, plan: Plan, x: np.ndarray) -> Repeated | None:
+        group, me = plan.group, plan.group.index
         if (
-            way.supposed is not None
+            plan.assumed_lengths is not None
+            or not plan.repeats
+            or not plan.reduces_at_once
             or group.size == 1
             or not self.transport.checks
             or x.ndim > MAX_NDIM
@@ -108,11 +110,11 @@ class ProcessComm(Participant):
         channel = self.transport.channels.get(group.ordered)
         if channel is None:
             return None
-        large = [p for p in (x[i] for k, i in enumerate(way.parts) if i is not None and k != me) if p.nbytes > RIDES]
+        large = [p for p in (x[i] for k, i in enumerate(plan.parts) if i is not None and k != me) if p.nbytes > RIDES]
         readable = channel.mail is not None and channel.mail.arena is not None
         # What is read where it lies is to be there: parts that are put together for it are not.
         served = not large or (readable and all(np.may_share_memory(p, x) for p in large))
-        return Repeated(call, way, x) if served else None
+        return Repeated(call, plan, x) if served else None
 
     def room(self, nbytes: int, call: Call, like: Any) -> Any:
         """Memory for what comes to a collective to which this worker brings `like`."""
@@ -230,12 +232,12 @@ class ProcessComm(Participant):
 
     def _shapes(self, group: Group, call: Call) -> Handle:
         if group.size == 1:
-            return Ready([call.shape])
-        return Ready(self._shapes_in(self._tell(group, call, call.shape)[0], group, call.shape))
+            return Done([call.shape])
+        return Done(self._shapes_in(self._tell(group, call, call.shape)[0], group, call.shape))
 
     def _all_reduce(self, group: Group, call: Call, x: np.ndarray, how: str) -> Handle:
         if group.size == 1:
-            return Ready(sealed(x))
+            return Done(sealed(x))
         return self._agreed_sum(group, call, x, how)
 
     def _agreed_sum(self, group: Group, call: Call, x: np.ndarray, how: str) -> Handle:
@@ -252,7 +254,7 @@ class ProcessComm(Participant):
         n, me = group.size, group.index
         x = blocks[me]
         if n == 2 or x.nbytes <= _SMALL:
-            return Ready(sealed(kernels.of(x).combine(blocks, how)))
+            return Done(sealed(kernels.of(x).combine(blocks, how)))
         room, sizes = self.room(x.nbytes, call, x), block_sizes(x.size, n)
         rooms = pieces(room, [size * x.itemsize for size in sizes])
         mine, start = rooms[me].view(x.dtype), sum(sizes[:me])
@@ -264,7 +266,7 @@ class ProcessComm(Participant):
         sends = {} if along else {k: rooms[me] for k in range(n) if k != me}
         total = room.view(x.dtype).reshape(x.shape)
         if not sends and not receives:
-            return Ready(_closed(room, total))
+            return Done(_closed(room, total))
         return self._pending(self._messages(group, sends, receives), (sends, room), lambda: _closed(room, total))
 
     def _reduce_blocks(self, group: Group, call: Call, x: np.ndarray, how: str) -> Handle:
@@ -308,7 +310,7 @@ class ProcessComm(Participant):
     def _all_reduce_many(self, group: Group, call: Call, xs: Sequence[np.ndarray], spare: Sequence[bool]) -> Handle:
         """None is written over but what others can read: the rest is sent."""
         if group.size == 1 or not xs:
-            return Ready([sealed(x) for x in xs])
+            return Done([sealed(x) for x in xs])
         small = [k for k, x in enumerate(xs) if x.nbytes < _APART]
         large = [k for k, x in enumerate(xs) if x.nbytes >= _APART]
         blocks = [xs[k] for k in large]
@@ -318,7 +320,7 @@ class ProcessComm(Participant):
         free = [spare[k] for k in large] + [all(spare[k] for k in small)] * bool(small)
         handles = self._sums(group, call, blocks, free) if large else [self._agreed_sum(group, call, blocks[0], "sum")]
         apart = dict(zip(large, handles, strict=False))
-        handle: Handle = handles[-1] if small else Ready(None)
+        handle: Handle = handles[-1] if small else Done(None)
         shapes = [x.shape for x in xs]
         at = offsets([prod(shapes[k]) for k in small])
         del xs, blocks, handles  # what is packed is not kept
@@ -330,7 +332,7 @@ class ProcessComm(Participant):
             apart.clear()
             return [found[k] for k in range(len(shapes))]
 
-        return Then(handle, unpack)
+        return Mapped(handle, unpack)
 
     def _sums(self, group: Group, call: Call, xs: Sequence[np.ndarray], spare: Sequence[bool]) -> list[Handle]:
         """The sums of several blocks whose shapes are known to be equal, each by itself."""
@@ -371,7 +373,7 @@ class ProcessComm(Participant):
 
         def sum_of(j: int, x: np.ndarray) -> Handle:
             if over[j]:
-                return Ready(sealed(x))
+                return Done(sealed(x))
             if not places or min(where[j] for where in places) < 0:
                 return self._reduce_blocks(group, call, x, "sum")
             if mail is not None and group.size > 2:
@@ -407,7 +409,7 @@ class ProcessComm(Participant):
 
     def _reduce_scatter(self, group: Group, call: Call, parts: Sequence[np.ndarray]) -> Handle:
         if group.size == 1:
-            return Ready(sealed(parts[0]))
+            return Done(sealed(parts[0]))
         mine = parts[group.index]
 
         def finish(xs: list[np.ndarray]) -> np.ndarray:
@@ -423,28 +425,19 @@ class ProcessComm(Participant):
             coming = [mine.shape] * group.size
             if not apart and self._all_here(heard, group, [mine.nbytes] * group.size, most):
                 blocks = heard.beside(mine, group.rows, group.index, coming)
-                return Ready(sealed(kernels.of(mine).combine(blocks)))
+                return Done(sealed(kernels.of(mine).combine(blocks)))
             coming = [s or () for s in self._shapes_in(heard, group, mine.shape)]
-            return Then(self._swapped(group, call, parts, coming, heard, most, apart), finish)
-        return Then(self._swapped(group, call, parts, [mine.shape] * group.size), finish)
+            return Mapped(self._swapped(group, call, parts, coming, heard, most, apart), finish)
+        return Mapped(self._swapped(group, call, parts, [mine.shape] * group.size), finish)
 
     def _all_gather(self, group: Group, call: Call, x: np.ndarray) -> Handle:
         if group.size == 1:
-            return Ready([sealed(x)])
+            return Done([sealed(x)])
         heard, along, here, shapes = self._told_of(group, call, x)
         if here:
             mine = sealed(copied(x) if call.lent else x)
-            return Ready(heard.riders(mine, group.rows, group.index, shapes))
+            return Done(heard.riders(mine, group.rows, group.index, shapes))
         return self._gathered(group, call, x, shapes, heard, along)
-
-    def _all_gather_as(self, group: Group, call: Call, x: np.ndarray, join: Join) -> Handle:
-        """Blocks that came along are joined from where they lie."""
-        if group.size == 1 or type(x) is not np.ndarray:
-            return super()._all_gather_as(group, call, x, join)
-        heard, along, here, shapes = self._told_of(group, call, x)
-        if here:
-            return Ready(join(heard.beside(x, group.rows, group.index, shapes), True))
-        return Then(self._gathered(group, call, x, shapes, heard, along), join)
 
     def _told_of(self, group: Group, call: Call, x: np.ndarray) -> tuple[Headers, bool, bool, list[Shape]]:
         """Tell all members of a block: the headers that came, whether the block went along, whether all did, and the
@@ -497,21 +490,11 @@ class ProcessComm(Participant):
 
     def _all_to_all(self, group: Group, call: Call, parts: Sequence[np.ndarray]) -> Handle:
         if group.size == 1:
-            return Ready([sealed(p) for p in parts])
+            return Done([sealed(p) for p in parts])
         heard, apart, here, coming = self._told_parts(group, call, parts)
         if here:
-            return Ready(heard.riders(sealed(parts[group.index]), group.rows, group.index, coming))
+            return Done(heard.riders(sealed(parts[group.index]), group.rows, group.index, coming))
         return self._swapped(group, call, parts, coming, heard, self.most_riding(call, parts), apart, True)
-
-    def _all_to_all_as(self, group: Group, call: Call, parts: Sequence[np.ndarray], join: Join) -> Handle:
-        """Parts that came along are joined from where they lie."""
-        if group.size == 1 or type(parts[0]) is not np.ndarray:
-            return super()._all_to_all_as(group, call, parts, join)
-        heard, apart, here, coming = self._told_parts(group, call, parts)
-        if here:
-            return Ready(join(heard.beside(parts[group.index], group.rows, group.index, coming), True))
-        most = self.most_riding(call, parts)
-        return Then(self._swapped(group, call, parts, coming, heard, most, apart, True), join)
 
     def _told_parts(
         self, group: Group, call: Call, parts: Sequence[np.ndarray]
@@ -567,15 +550,15 @@ class ProcessComm(Participant):
 
     def _broadcast(self, group: Group, call: Call, x: np.ndarray | None, root: int) -> Handle:
         if group.size == 1:
-            return Ready(sealed(x))
+            return Done(sealed(x))
         most, dtype = self.most_riding(call, x), np.dtype(call.dtype)
         heard, along = self._tell(group, call, None if x is None else x.shape, x, most)
         if along and x is not None:
-            return Ready(sealed(copied(x) if call.lent else x))
+            return Done(sealed(copied(x) if call.lent else x))
         shape = (heard.shape(group.rows[root]) if x is None else x.shape) or ()
         size = prod(shape) * dtype.itemsize
         if x is None and heard.came(group.rows[root], size, most):
-            return Ready(heard.rider(group.rows[root], shape, dtype))
+            return Done(heard.rider(group.rows[root], shape, dtype))
         room = bytes_of(x) if x is not None else self.room(size, call, x)
         self.ready()
         requests = self.transport.channel(group.members).broadcast(room, root)
@@ -585,16 +568,16 @@ class ProcessComm(Participant):
 
     def _reduce(self, group: Group, call: Call, x: np.ndarray, root: int) -> Handle:
         if group.size == 1:
-            return Ready(sealed(x))
+            return Done(sealed(x))
         n, at_root, rows, most = group.size, group.index == root, group.rows, self.most_riding(call, x)
         apart: Collection[int] = () if at_root else (root,)
         heard: Headers | None = None
         if self.transport.checks:
             heard, apart = self._tell_each(group, call, lambda k: x if k == root else None, most)
             if at_root and self._all_here(heard, group, [x.nbytes] * n, most):
-                return Ready(sealed(kernels.of(x).combine(heard.beside(x, rows, root, (x.shape,) * n))))
+                return Done(sealed(kernels.of(x).combine(heard.beside(x, rows, root, (x.shape,) * n))))
             if not at_root and not apart:
-                return Ready(None)
+                return Done(None)
         theirs = self.room((n - 1) * x.nbytes, call, x).reshape(n - 1, x.nbytes) if at_root else None
         receives: Mapping[int, np.ndarray] = {}
         if theirs is not None:
@@ -626,7 +609,7 @@ class ProcessComm(Participant):
         """into[k]: where what member k sends is put, if it is of that shape; a message only if it is contiguous."""
         me, most, found = group.index, self.most_riding(call, sends), {}
         if group.size == 1:
-            return Ready({k: sealed(x) for k, x in sends.items()})
+            return Done({k: sealed(x) for k, x in sends.items()})
         heard, apart = self._tell_each(group, call, sends.get, most)
         sent = {k: bytes_of(sends[k]) for k in apart}
         dtype, received = np.dtype(call.dtype), {}
@@ -653,7 +636,7 @@ class ProcessComm(Participant):
                 received[k] = self.room(nbytes, call, sends)
                 found[k] = received[k].view(dtype).reshape(shape)
         if not sent and not received:
-            return Ready(found)
+            return Done(found)
         self.ready()
         requests = self._messages(group, sent, received)
 
@@ -664,28 +647,54 @@ class ProcessComm(Participant):
 
         return self._pending(requests, (sent, received), finish)
 
-    def _exchange_boxes(self, group: Group, call: Call, sends: Mapping[int, np.ndarray], boxes: Boxes) -> Handle:
-        """What comes for contiguous boxes is received where it is to lie; the own part is copied meanwhile."""
-        me, dtype = group.index, np.dtype(call.dtype)
-        nbytes = prod(boxes.shape) * dtype.itemsize
-        large = len(boxes.of) > 1 and nbytes > self.most_riding(call, sends) and type(boxes.like) is np.ndarray
-        found, everything, apart = places(boxes.shape, tuple(boxes.of.values())) if large else ([], False, False)
-        if not apart or boxes.adds:
-            return super()._exchange_boxes(group, call, sends, boxes)
-        room = self.room(nbytes, call, boxes.like)
-        out = room.view(dtype).reshape(boxes.shape)
+    def _run(self, plan: Plan, call: Call, x: np.ndarray) -> Handle:
+        """What came along with the headers is combined from where it lies."""
+        group, kind = plan.group, plan.kind
+        if group.size > 1 and type(x) is np.ndarray:
+            if kind == "all_gather":
+                heard, along, here, shapes = self._told_of(group, call, x)
+                if here:
+                    return Done(plan.finish(x, heard.beside(x, group.rows, group.index, shapes), True))
+                handle = self._gathered(group, call, x, shapes, heard, along)
+                return Mapped(handle, lambda blocks: plan.finish(None, blocks))
+            if kind == "all_to_all":
+                parts = [*plan.sends(x).values()]
+                heard, apart, here, coming = self._told_parts(group, call, parts)
+                if here:
+                    return Done(plan.finish(x, heard.beside(parts[group.index], group.rows, group.index, coming), True))
+                most = self.most_riding(call, parts)
+                handle = self._swapped(group, call, parts, coming, heard, most, apart, True)
+                return Mapped(handle, lambda blocks: plan.finish(None, blocks))
+            if type(plan.combine) is PlaceBoxes and not plan.combine.adds:
+                handle = self._received_in_place(plan, plan.combine, call, x)
+                if handle is not None:
+                    return handle
+        return super()._run(plan, call, x)
+
+    def _received_in_place(self, plan: Plan, combine: PlaceBoxes, call: Call, x: np.ndarray) -> Handle | None:
+        """What comes for contiguous boxes is received where it is to lie; the own part is copied meanwhile. None where
+        that does not pay, or boxes overlap."""
+        group, me, dtype, sends = plan.group, plan.group.index, plan.dtype, plan.sends(x)
+        nbytes = prod(combine.out) * dtype.itemsize
+        if len(combine.boxes) < 2 or nbytes <= self.most_riding(call, sends):
+            return None
+        found, everything, apart = places(combine.out, tuple(combine.boxes.values()))
+        if not apart:
+            return None
+        room = self.room(nbytes, call, x)
+        out = room.view(dtype).reshape(combine.out)
         if not everything:
             out.fill(0)
-        views = {k: out[place] for k, place in zip(boxes.of, found, strict=True)}
+        views = {k: out[place] for k, place in zip(combine.boxes, found, strict=True)}
         into = {k: view for k, view in views.items() if k != me}
-        handle = self._exchange(group, call, {k: x for k, x in sends.items() if k != me}, into)
+        handle = self._exchange(group, call, {k: part for k, part in sends.items() if k != me}, into)
         if me in views:
             put(views[me], sends[me])
 
-        def finish(received: dict[int, np.ndarray]) -> np.ndarray:
+        def finish(received: dict[int, np.ndarray]) -> tuple[np.ndarray, Any]:
             for k, view in views.items():
                 if k != me and received[k] is not view:
                     put(view, received[k])
-            return _closed(room, out)
+            return plan.with_bound(_closed(room, out))
 
-        return Then(handle, finish)
+        return Mapped(handle, finish)

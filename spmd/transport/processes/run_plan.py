@@ -15,7 +15,7 @@ import numpy as np
 
 from spmd.kernels.memory.pool import address
 from spmd.transport.call import Call, Shape
-from spmd.transport.plan import Eager, Make, Way
+from spmd.transport.plan import Make, Plan, RunPlan, part_of
 from spmd.transport.processes.base import Participant
 from spmd.transport.processes.headers import RIDES, Headers, name_of, stamped, told
 
@@ -56,17 +56,17 @@ class Repeated:
     large: whether some are to be read where they lie. nbytes: of the longest header.
     """
 
-    __slots__ = ("call", "dtype", "group", "heard", "large", "mine", "name", "nbytes", "out", "parts", "shapes", "way")
+    __slots__ = ("call", "dtype", "group", "heard", "large", "mine", "name", "nbytes", "out", "parts", "plan", "shapes")
 
-    def __init__(self, call: Call, way: Eager, x: np.ndarray):
-        self.call, self.way, self.group, self.dtype = call, way, way.group, x.dtype
+    def __init__(self, call: Call, plan: Plan, x: np.ndarray):
+        self.call, self.plan, self.group, self.dtype = call, plan, plan.group, x.dtype
         self.name = name_of(call, 0, 0)
-        group = way.group
-        parts = [None if piece is None else x[piece] for piece in way.parts]
+        group = plan.group
+        parts = [part_of(x, part) for part in plan.parts]
         self.shapes = [None if part is None else part.shape for part in parts]
-        self.mine = way.parts[group.index]
+        self.mine = plan.parts[group.index]
         self.parts = [
-            self._part(row, x, part, way.parts[k])
+            self._part(row, x, part, plan.parts[k])
             for k, (row, part) in enumerate(zip(group.rows, parts, strict=True))
             if k != group.index
         ]
@@ -83,7 +83,7 @@ class Repeated:
             return _Part(row, told(op, part.shape, False), piece, part.nbytes)
         return _Part(row, told(op, part.shape, False, part.strides), address(part) - address(x), 8)
 
-    def __call__(self, comm: Participant, x: np.ndarray, long: Way) -> tuple[Any, Any]:
+    def __call__(self, comm: Participant, x: np.ndarray, long: RunPlan) -> tuple[Any, Any]:
         """The new block, and the bound operator. long: how it goes by the verbs, with what was heard, where others
         bring other blocks."""
         transport, call, group = comm.transport, self.call, self.group
@@ -170,5 +170,6 @@ class Repeated:
             blocks.append(block)
         if len(self.heard) >= _TABLES:
             self.heard.clear()
-        found = self.heard[heard] = _Heard(said, blocks, placed, *self.way.maker(tuple(shapes)))
+        make, _, bound = self.plan.complete_repeated(shapes)
+        found = self.heard[heard] = _Heard(said, blocks, placed, make, bound)
         return found
