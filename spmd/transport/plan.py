@@ -118,7 +118,7 @@ class Plan:
     dtype: np.dtype
     parts: Sequence[Part]
     combine: Combine
-    bind: Callable[[Shapes], Any] = field(repr=False)
+    bind: Callable[[Any], Any] = field(repr=False)
     root: int = 0
     assumed_lengths: tuple[int, tuple[int, ...]] | None = None
 
