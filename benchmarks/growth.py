@@ -74,8 +74,8 @@ def astray(mesh: Any, run: Callable[[], Any], work: Callable[[], list[tuple[Any,
 def stencil_spmd(workers: int, points: int) -> Case:
     import spmd
     from spmd import P
-    from spmd.operators.reduce import Sum
     from spmd.operators.stencil import Stencil
+    from spmd.operators.sums import Sum
 
     def local(u):
         for _ in range(STEPS):
@@ -96,7 +96,7 @@ def stencil_spmd(workers: int, points: int) -> Case:
 def training_spmd(workers: int, n: int) -> Case:
     import spmd
     from spmd import P
-    from spmd.operators.reduce import Sum
+    from spmd.operators.sums import Sum
 
     def local(weights, x, y):
         for w in weights[:-1]:

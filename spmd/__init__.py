@@ -31,11 +31,11 @@ from spmd.lazy_imports import late
 from spmd.ledger import ledger
 from spmd.mapping import map
 from spmd.mesh import Mesh, axis_index, axis_size, is_main, make_mesh, worker_index
-from spmd.operators.base import block, varying
 from spmd.operators.reduce import pcast, pmax, pmean, pmin, psum, pvary
+from spmd.operators.reductions import max, mean, min, sum
 from spmd.operators.repartition import accumulate, repartition
 from spmd.operators.root import broadcast, gather, keep, replicate, scatter, sum_reduce
-from spmd.operators.totals import max, mean, min, sum
+from spmd.operators.varying import block, varying
 from spmd.placement import from_blocks, from_callback, put
 
 if TYPE_CHECKING:
@@ -61,8 +61,8 @@ if TYPE_CHECKING:
     from spmd.inner_product import inner, norm
     from spmd.jitted import jit
     from spmd.linear import linear_operator
+    from spmd.operators.all_to_all import all_to_all, pswapaxes, ragged_all_to_all
     from spmd.operators.at_root import at_root
-    from spmd.operators.exchange import all_to_all, pswapaxes, ragged_all_to_all
     from spmd.operators.gather import all_gather, pslice, psum_scatter
     from spmd.operators.halo import halo_accumulate, halo_exchange
     from spmd.operators.permute import ppermute, pshuffle, sendrecv, shift
@@ -173,7 +173,7 @@ if not TYPE_CHECKING:  # Type checkers know the imports above, and so what is mi
             "spmd.functions": ("log_softmax", "relu", "softmax_cross_entropy"),
             "spmd.linear": ("linear_operator",),
             "spmd.operators.at_root": ("at_root",),
-            "spmd.operators.exchange": ("all_to_all", "pswapaxes", "ragged_all_to_all"),
+            "spmd.operators.all_to_all": ("all_to_all", "pswapaxes", "ragged_all_to_all"),
             "spmd.operators.gather": ("all_gather", "pslice", "psum_scatter"),
             "spmd.operators.halo": ("halo_accumulate", "halo_exchange"),
             "spmd.operators.permute": ("ppermute", "pshuffle", "sendrecv", "shift"),

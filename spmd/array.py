@@ -31,8 +31,9 @@ from spmd.kernels import on_device
 from spmd.kernels.memory.pool import Lease
 from spmd.layout import Layout, P
 from spmd.mesh import WORKER, Mesh, Worker
-from spmd.operators.base import interned, normal_axis
+from spmd.operators.memo import interned
 from spmd.operators.repartition import Repartition
+from spmd.operators.splitting import normal_axis
 from spmd.tracebacks import api_boundary
 from spmd.transport.call import Call
 from spmd.transport.handles import sealed

@@ -19,9 +19,11 @@ from spmd.errors import (
 from spmd.frontends import Frontend, frontend
 from spmd.kernels import on_device
 from spmd.mesh import WORKER, Worker
-from spmd.operators.base import named, operate
-from spmd.operators.reduce import Sum, dtype_of, in_dtype
+from spmd.operators.apply import operate
+from spmd.operators.base import named
+from spmd.operators.reduce import dtype_of, in_dtype
 from spmd.operators.root import Rooted
+from spmd.operators.sums import Sum
 from spmd.placement import put
 from spmd.state import REPLICAS, state_of
 from spmd.tracebacks import api_boundary

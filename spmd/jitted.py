@@ -28,7 +28,7 @@ from spmd.map_arguments import MapArgument, cotangent_input, settled_cotangent
 from spmd.map_results import BodyResults, MapResult, joined_leaves
 from spmd.mapping import Mapped, gradients
 from spmd.mesh import WORKER, Mesh, Worker
-from spmd.operators.base import bounded
+from spmd.operators.memo import bounded
 from spmd.placement import mesh_for
 from spmd.replicas import settle
 from spmd.spec_trees import Leaf

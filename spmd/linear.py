@@ -30,7 +30,8 @@ from spmd.map_arguments import brought
 from spmd.mapping import Mapped
 from spmd.mapping import map as spmd_map
 from spmd.mesh import Mesh
-from spmd.operators.algebra import Linear, Term, Terms, added, collected, formula
+from spmd.operators.algebra import Terms, added, formula
+from spmd.operators.base import Linear, Term, collected
 from spmd.placement import mesh_for
 from spmd.spec_trees import spread
 from spmd.tracebacks import api_boundary

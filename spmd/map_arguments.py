@@ -15,7 +15,7 @@ from spmd.autodiff.tracer import Array, value_of
 from spmd.kernels import on_device
 from spmd.layout import Layout, P, Spec
 from spmd.mesh import Mesh, Worker
-from spmd.operators.base import Join
+from spmd.operators.varying import Join
 from spmd.placement import cut, put
 from spmd.replicas import (
     Record,

@@ -54,8 +54,9 @@ from spmd.map_arguments import (
 )
 from spmd.map_results import BodyResults, MapResult, as_block, device_of, joined_leaves, one_structure
 from spmd.mesh import WORKER, Mesh, Worker
-from spmd.operators.base import bounded, outside, vary
+from spmd.operators.memo import bounded
 from spmd.operators.root import Rooted, laid_out
+from spmd.operators.varying import outside, vary
 from spmd.placement import cut, mesh_for
 from spmd.replicas import (
     next_turn,

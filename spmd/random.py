@@ -37,7 +37,7 @@ from spmd.kernels.cpu.chunks import accurate
 from spmd.layout import Layout, P, Spec
 from spmd.lazy_imports import absent
 from spmd.mesh import WORKER, Mesh, here
-from spmd.operators.base import varying
+from spmd.operators.varying import varying
 from spmd.placement import mesh_for
 from spmd.tracebacks import api_boundary
 from spmd.transport.call import Call

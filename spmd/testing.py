@@ -21,16 +21,16 @@ from spmd.adjoints import AdjointError, AdjointReport, Entry, Fault, Place, chec
 from spmd.errors import LayoutError, message
 from spmd.layout import Layout, P
 from spmd.mesh import Mesh
-from spmd.operators.base import Operator, Vary
-from spmd.operators.exchange import AllToAll, Piece, RaggedAllToAll
+from spmd.operators.all_to_all import AllToAll, Piece, RaggedAllToAll
+from spmd.operators.base import Operator
 from spmd.operators.gather import AllGather, Collect, ReduceScatter, Slice
 from spmd.operators.halo import HaloAccumulate, HaloExchange
-from spmd.operators.halo_plan import BOUNDARIES, halo_plan
+from spmd.operators.halo_geometry import BOUNDARIES, halo_plan
 from spmd.operators.permute import Permute
-from spmd.operators.reduce import Sum
 from spmd.operators.repartition import Accumulate, Repartition
 from spmd.operators.root import Broadcast, Enroot, Gather, Keep, Replicate, Scatter, SumReduce, Unroot
 from spmd.operators.stencil import Stencil
+from spmd.operators.sums import Sum, Vary
 from spmd.state import INVARIANT, ROOTED, VARYING
 
 if TYPE_CHECKING:

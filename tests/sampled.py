@@ -12,15 +12,15 @@ import numpy as np
 from spmd import P
 from spmd.layout import Layout
 from spmd.mesh import make_mesh
-from spmd.operators.base import Operator, Vary
-from spmd.operators.exchange import AllToAll, Piece, RaggedAllToAll
+from spmd.operators.all_to_all import AllToAll, Piece, RaggedAllToAll
+from spmd.operators.base import Operator
 from spmd.operators.gather import AllGather, Collect, ReduceScatter, Slice
 from spmd.operators.halo import HaloAccumulate, HaloExchange
-from spmd.operators.halo_plan import BOUNDARIES, halo_plan
+from spmd.operators.halo_geometry import BOUNDARIES, halo_plan
 from spmd.operators.permute import Permute
-from spmd.operators.reduce import Sum
 from spmd.operators.repartition import Accumulate, Repartition
 from spmd.operators.root import Broadcast, Gather, Keep, Replicate, Scatter, SumReduce
+from spmd.operators.sums import Sum, Vary
 from spmd.testing import operator_cases
 
 __all__ = ["MESHES", "Sample", "random_layout", "sample"]

@@ -17,12 +17,12 @@ from spmd.autodiff.tracer import value_of
 from spmd.device import to_host
 from spmd.errors import LayoutError, MeshError, SpecError
 from spmd.layout import Layout
-from spmd.operators.base import Operator, Vary, unmoved
-from spmd.operators.exchange import AllToAll
+from spmd.operators.all_to_all import AllToAll
+from spmd.operators.base import Operator
 from spmd.operators.gather import AllGather, ReduceScatter, Slice
 from spmd.operators.permute import Permute
-from spmd.operators.reduce import Sum
 from spmd.operators.root import Keep
+from spmd.operators.sums import Sum, Vary, unmoved
 from spmd.testing import AdjointError, check_adjoint, operator_cases, operator_classes, states, table
 from spmd.transport.handles import Done, Mapped, sealed
 from spmd.transport.plan import Forward, Plan

@@ -51,7 +51,7 @@ FAKE = {
 PROGRAM = """
 import sys, warnings
 import spmd
-from spmd.transport.launcher import mpi_world
+from spmd.transport.processes.job import mpi_world
 with warnings.catch_warnings(record=True) as told:
     warnings.simplefilter("always")
     try:
@@ -157,7 +157,7 @@ TORCH = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_POR
 TORCHRUN = TORCH | {"LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "a"}
 WORLD = """
 import sys
-from spmd.transport.launcher import job_world
+from spmd.transport.processes.job import job_world
 world = job_world()
 print(world and world[:3], "mpi4py" in sys.modules, "torch" in sys.modules)
 """

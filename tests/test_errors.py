@@ -14,7 +14,7 @@ from mistakes import EVEN, D, Row, X, arrays, bodies, collectives, maps, parsed,
 import spmd
 from spmd import P, errors
 from spmd.errors import LayoutError, MeshError
-from spmd.operators.reduce import Sum
+from spmd.operators.sums import Sum
 
 EVERY = [*maps.ROWS, *collectives.ROWS, *bodies.ROWS, *arrays.ROWS]
 if DEVICE != "cpu":  # Numbers on a device are not compared: that would wait for it.

@@ -26,10 +26,10 @@ from spmd.kernels import on_device
 from spmd.kernels.memory import pool
 from spmd.layout import Layout, block_sizes, offsets
 from spmd.mesh import here
-from spmd.operators import halo
-from spmd.operators import halo_plan as planner
+from spmd.operators import halo, halo_geometry
+from spmd.operators import halo_geometry as planner
 from spmd.operators.halo import HaloAccumulate, HaloExchange
-from spmd.operators.halo_plan import BOUNDARIES, halo_plan
+from spmd.operators.halo_geometry import BOUNDARIES, halo_plan
 from spmd.testing import check_adjoint
 
 MODES = {"zero": "constant", "periodic": "wrap", "reflect": "reflect", "edge": "edge"}
@@ -845,7 +845,7 @@ class _WithoutCorners(HaloExchange):
     def steps(self, comm, group, x, call, nothing=False):
         y, bound = yield from super().steps(comm, group, x, call, nothing)
         y = y.copy()
-        stages = halo._stages(self._dimensions(group, x.ndim), bound.block, bound.sizes)
+        stages = halo_geometry.stages_of(self._dimensions(group, x.ndim), bound.block, bound.sizes)
         beyond = [np.ones(n, bool) for n in y.shape]
         for d, stage in enumerate(stages):
             beyond[d][stage.place : stage.place + x.shape[d]] = False
@@ -858,7 +858,7 @@ class _Overwriting(HaloAccumulate):
     """What comes back replaces what is there."""
 
     def _accumulate(self, comm, group, g, call):
-        stages = halo._stages(self._dimensions(group, g.ndim), self.block, self.sizes)
+        stages = halo_geometry.stages_of(self._dimensions(group, g.ndim), self.block, self.sizes)
         out, _ = yield from super()._accumulate(comm, group, g, call)
         own = [slice(s.place, s.place + n) for s, n in zip(stages, self.block, strict=True)]
         only, out = np.array(g[tuple(own)]), np.array(out)

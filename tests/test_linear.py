@@ -15,11 +15,10 @@ from spmd import P
 from spmd.errors import LayoutError, MeshError, SpecError, StateError
 from spmd.linear import BlockDiagonal, HStack, VStack, from_scipy, identity, linear_operator, zero
 from spmd.operators import algebra
-from spmd.operators.base import Vary
 from spmd.operators.gather import AllGather, Collect, ReduceScatter
 from spmd.operators.permute import Permute
-from spmd.operators.reduce import Sum
 from spmd.operators.root import Broadcast, SumReduce
+from spmd.operators.sums import Sum, Vary
 from spmd.testing import check_adjoint
 
 X = ("x",)

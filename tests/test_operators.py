@@ -23,15 +23,15 @@ from spmd.errors import ClosureError, LayoutError, MeshError, StateError
 from spmd.kernels.windows import reach
 from spmd.layout import Layout, block_sizes
 from spmd.mesh import here
-from spmd.operators.base import Operator, Vary
-from spmd.operators.exchange import AllToAll, Piece, RaggedAllToAll
+from spmd.operators.all_to_all import AllToAll, Piece, RaggedAllToAll
+from spmd.operators.base import Operator
 from spmd.operators.gather import AllGather, Collect, ReduceScatter, Slice
 from spmd.operators.halo import HaloAccumulate, HaloExchange
 from spmd.operators.permute import Permute
-from spmd.operators.reduce import Sum
 from spmd.operators.repartition import Accumulate, Repartition
 from spmd.operators.root import Broadcast, Enroot, Gather, Keep, Replicate, Rooted, Scatter, SumReduce, Unroot
 from spmd.operators.stencil import Stencil
+from spmd.operators.sums import Sum, Vary
 from spmd.state import ROOTED, VARYING
 
 MESHES = [

@@ -18,7 +18,7 @@ import spmd
 from spmd import P
 from spmd.errors import LayoutError, StateError
 from spmd.kernels import on_device
-from spmd.operators.exchange import Piece, RaggedAllToAll
+from spmd.operators.all_to_all import Piece, RaggedAllToAll
 from spmd.testing import check_adjoint
 
 N = 4

@@ -14,8 +14,8 @@ from spmd.device import to_host
 from spmd.errors import LayoutError, SpecError, StateError
 from spmd.layout import block_sizes
 from spmd.operators.permute import Permute
-from spmd.operators.reduce import Sum
 from spmd.operators.repartition import Accumulate, Repartition
+from spmd.operators.sums import Sum
 from spmd.testing import check_adjoint
 
 W = {"w": 12}

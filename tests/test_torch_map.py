@@ -23,7 +23,7 @@ from spmd import P  # noqa: E402
 from spmd.bridge import torch as spt  # noqa: E402
 from spmd.errors import LayoutError, MeshError, MutationError, SpecError, StateError, TransportError  # noqa: E402
 from spmd.mesh import Mesh  # noqa: E402
-from spmd.operators.base import Vary  # noqa: E402
+from spmd.operators.sums import Vary  # noqa: E402
 
 pytestmark = pytest.mark.host("tensors of these tests lie on the host")
 

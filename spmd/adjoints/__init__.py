@@ -20,8 +20,7 @@ from spmd.autodiff.tape import suspended
 from spmd.errors import SpecError, message
 from spmd.layout import Layout, P
 from spmd.mesh import Mesh, Worker
-from spmd.operators.algebra import Linear
-from spmd.operators.base import Operator
+from spmd.operators.base import Linear, Operator
 from spmd.placement import mesh_for
 from spmd.tracebacks import api_boundary
 

@@ -16,9 +16,10 @@ from spmd.functions.window_arguments import each, paddings
 from spmd.functions.window_parts import plan_parts
 from spmd.layout import P
 from spmd.mesh import Worker, here
-from spmd.operators.base import varying
-from spmd.operators.halo import along, balanced, checked_spec, halo_exchange, lengths_met
-from spmd.operators.halo_plan import BOUNDARIES
+from spmd.operators.halo import halo_exchange
+from spmd.operators.halo_arguments import balanced, checked_spec, lengths_met
+from spmd.operators.halo_geometry import BOUNDARIES, along
+from spmd.operators.varying import varying
 from spmd.spellings import closest
 from spmd.tracebacks import api_boundary
 

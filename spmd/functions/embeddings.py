@@ -15,8 +15,9 @@ from spmd.autodiff.tracer import Array, value_of
 from spmd.errors import LayoutError, SpecError, StateError, describe, message
 from spmd.functions.arguments import alike, array
 from spmd.mesh import here
-from spmd.operators.base import agree, varying
 from spmd.operators.reduce import psum
+from spmd.operators.splitting import agree
+from spmd.operators.varying import varying
 from spmd.tracebacks import api_boundary
 from spmd.transport.call import Call
 

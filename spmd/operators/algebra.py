@@ -22,115 +22,12 @@ from spmd.autodiff.tracer import value_of
 from spmd.errors import LayoutError, SpecError, StateError, describe, message
 from spmd.layout import Layout, P, Spec
 from spmd.mesh import WORKER, here
+from spmd.operators.base import Ends, Linear, Operator, Term, collected
+from spmd.operators.sums import Vary
 from spmd.state import INVARIANT, ROOTED, VARYING, state_of
 from spmd.tracebacks import api_boundary
 
-__all__ = ["Composed", "Linear", "Terms", "across", "added", "identity", "signature"]
-
-Number = int | float | complex
-Term = tuple[Number, tuple["Linear", ...]]
-Ends = tuple[Any, Any]
-
-
-class Linear:
-    """A linear map that can be composed: `A @ B`, `A + B`, `2 * A`, `A.H`, `A.T`; `A @ x` and `A(x)` apply it."""
-
-    __slots__ = ()
-    __array_ufunc__ = None  # so that NumPy's numbers and arrays leave `a * A` to us
-
-    @property
-    def H(self) -> Any:
-        """The adjoint, with <A x, y> = <x, A.H y>."""
-        raise NotImplementedError
-
-    @property
-    def T(self) -> Any:
-        """The transpose: the conjugate of the adjoint."""
-        raise NotImplementedError
-
-    def __call__(self, x: Any) -> Any:
-        raise NotImplementedError
-
-    @property
-    def terms(self) -> tuple[Term, ...]:
-        """The normal form."""
-        return ((1, (self,)),)
-
-    @property
-    def _ends(self) -> Ends:
-        """What the map goes from and to, where that is known."""
-        return None, None
-
-    def _ends_with(self, other: Linear) -> Ends:
-        """What the sum of two maps goes from and to."""
-        return self._ends
-
-    def _make(self, terms: Iterable[Term], ends: Ends) -> Any:
-        """A map of the same kind from a normal form."""
-        raise NotImplementedError
-
-    def _meet(self, other: Linear, sign: str) -> None:
-        """Raise where two maps cannot be composed."""
-        raise NotImplementedError
-
-    @api_boundary
-    def __matmul__(self, other: Any) -> Any:
-        if not isinstance(other, Linear):
-            return self(other)
-        self._meet(other, "@")
-        ends = other._ends[0], self._ends[1]
-        for one, rest in ((self, other), (other, self)):
-            if len(one.terms) == 1 and not one.terms[0][1]:
-                return self._make(((one.terms[0][0] * c, fs) for c, fs in rest.terms), ends)
-        if not self.terms or not other.terms:
-            return self._make((), ends)
-        (a, left), (b, right) = (x.terms[0] if len(x.terms) == 1 else (1, (x,)) for x in (self, other))
-        return self._make(((a * b, left + right),), ends)
-
-    @api_boundary
-    def __add__(self, other: Any) -> Any:
-        if not isinstance(other, Linear):
-            return NotImplemented
-        self._meet(other, "+")
-        return self._make((*self.terms, *other.terms), self._ends_with(other))
-
-    @api_boundary
-    def __mul__(self, number: Any) -> Any:
-        number = _number(number)
-        if number is None:
-            return NotImplemented
-        return self._make(((number * c, fs) for c, fs in self.terms), self._ends)
-
-    __rmul__ = __mul__
-
-    @api_boundary
-    def __truediv__(self, number: Any) -> Any:
-        number = _number(number)
-        return NotImplemented if number is None else self * (1 / number)
-
-    @api_boundary
-    def __neg__(self) -> Any:
-        return self * -1
-
-    @api_boundary
-    def __sub__(self, other: Any) -> Any:
-        return self + -other if isinstance(other, Linear) else NotImplemented
-
-
-def _number(a: Any) -> Number | None:
-    """A number as Python's own, which leaves the dtype of arrays as it is; None for anything else."""
-    if isinstance(a, np.bool_ | np.number) or (isinstance(a, np.ndarray) and a.ndim == 0 and a.dtype.kind in "biufc"):
-        a = a.item()
-    return cast(Number, a) if isinstance(a, int | float | complex) else None
-
-
-def collected(terms: Iterable[Term]) -> tuple[Term, ...]:
-    """Terms with the numbers of equal products added. What vanishes is left out, but one: it knows the shapes."""
-    found: dict[tuple[Linear, ...], Number] = {}
-    for c, factors in terms:
-        found[factors] = found[factors] + c if factors in found else c
-    kept = [(c, fs) for fs, c in found.items() if c != 0]
-    return tuple(kept or [(c, fs) for fs, c in found.items()][:1])
+__all__ = ["Composed", "Terms", "across", "added", "identity", "signature"]
 
 
 class Terms(Linear):
@@ -279,8 +176,6 @@ def identity() -> Linear:
 
 def meet(one: Linear, other: Linear, sign: str) -> None:
     """Raise where an operator of bodies meets one on global arrays."""
-    from spmd.operators.base import Operator
-
     if not isinstance(other, Operator | Composed):
         raise LayoutError(
             message(
@@ -327,8 +222,6 @@ def _met(states: set[str], axis: str, verb: str) -> str:
 
 
 def _vary(axes: Iterable[str]) -> tuple[Linear, ...]:
-    from spmd.operators.base import Vary
-
     names = tuple(sorted(axes))
     return (Vary(names),) if names else ()
 

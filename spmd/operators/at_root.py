@@ -25,9 +25,10 @@ from spmd.errors import ClosureError, JitError, StateError, again, class_name, d
 from spmd.frontends import frontend
 from spmd.kernels import on_device
 from spmd.mesh import WORKER, Worker, here
-from spmd.operators.base import Vary, owned_block
+from spmd.operators.blocks import owned_block
 from spmd.operators.reduce import AxisName, _names
 from spmd.operators.root import Keep, Rooted, rooted
+from spmd.operators.sums import Vary
 from spmd.state import REPLICAS, state_of
 from spmd.tracebacks import shorten
 from spmd.transport.call import Call, Group

@@ -11,107 +11,178 @@ and is the identity on the states along all other axes. Its adjoint is relative 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from copy import copy
-from dataclasses import dataclass, field, fields, replace
-from functools import cached_property, lru_cache, wraps
-from itertools import pairwise
-from operator import index
-from types import FrameType
-from typing import Any, ClassVar, TypeVar
+from dataclasses import dataclass, field, fields
+from functools import cached_property, lru_cache
+from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 import numpy as np
 
-from spmd.autodiff import tracer, tree
-from spmd.autodiff.admission import admit, admit_dtype
-from spmd.autodiff.allocation import writable
-from spmd.autodiff.apply import NO_OPTIONS, weak
-from spmd.autodiff.primitive import Primitive
-from spmd.autodiff.staging.program import COMM
-from spmd.autodiff.staging.recorder import is_slot, slot_of
-from spmd.autodiff.tape import Future, Node
-from spmd.autodiff.tracer import Array, Mixing, value_of
-from spmd.device import contiguous, copied, home
-from spmd.errors import (
-    ClosureError,
-    DifferentiationError,
-    LayoutError,
-    StateError,
-    all_of,
-    axes_of,
-    caller,
-    describe,
-    message,
-    one_or_all,
-)
-from spmd.frontends import frontend
-from spmd.kernels import on_device
-from spmd.layout import block_sizes, offsets
-from spmd.mesh import WORKER, Worker, here
-from spmd.operators.algebra import Linear, Term, across, composed, meet
-from spmd.operators.terms import is_share, repeated_terms, warn_of_term
-from spmd.replicas import Source, source_of
+from spmd.autodiff import tree
+from spmd.autodiff.tape import Future
+from spmd.mesh import WORKER
+from spmd.operators.memo import memoised
 from spmd.state import INVARIANT, VARYING, State, state_of
 from spmd.tracebacks import api_boundary
 from spmd.transport.base import Comm
-from spmd.transport.call import LEDGERS, Call, Group, Shape
-from spmd.transport.handles import Done, Handle, sealed
-from spmd.transport.plan import Forward, Plan, RunPlan
+from spmd.transport.call import Call, Group, Shape
+from spmd.transport.handles import Handle
+from spmd.transport.plan import Plan
 
-__all__ = [
-    "Called",
-    "Collective",
-    "Operator",
-    "Vary",
-    "admitted",
-    "block",
-    "bounded",
-    "each_leaf",
-    "interned",
-    "launch",
-    "move",
-    "named",
-    "operate",
-    "outside",
-    "owned_block",
-    "rebound",
-    "vary",
-    "varying",
-    "verify",
-]
+__all__ = ["Called", "Collective", "Linear", "Operator", "each_leaf", "move", "named"]
 
-_NUMBERS = (bool, int, float, complex)
+
+NUMBERS = (bool, int, float, complex)
 
 C = TypeVar("C", bound="Collective")
-F = TypeVar("F", bound=Callable[..., Any])
 
 
-_MEMOISED = 512
+Number = int | float | complex
+Term = tuple[Number, tuple["Linear", ...]]
+Ends = tuple[Any, Any]
 
 
-def bounded(table: dict) -> dict:
-    """A table that an operator keeps, emptied if it has grown long."""
-    if len(table) >= _MEMOISED:
-        table.clear()
-    return table
+class Linear:
+    """A linear map that can be composed: `A @ B`, `A + B`, `2 * A`, `A.H`, `A.T`; `A @ x` and `A(x)` apply it."""
+
+    __slots__ = ()
+    __array_ufunc__ = None  # so that NumPy's numbers and arrays leave `a * A` to us
+
+    @property
+    def H(self) -> Any:
+        """The adjoint, with <A x, y> = <x, A.H y>."""
+        raise NotImplementedError
+
+    @property
+    def T(self) -> Any:
+        """The transpose: the conjugate of the adjoint."""
+        raise NotImplementedError
+
+    def __call__(self, x: Any) -> Any:
+        raise NotImplementedError
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        """The normal form."""
+        return ((1, (self,)),)
+
+    @property
+    def _ends(self) -> Ends:
+        """What the map goes from and to, where that is known."""
+        return None, None
+
+    def _ends_with(self, other: Linear) -> Ends:
+        """What the sum of two maps goes from and to."""
+        return self._ends
+
+    def _make(self, terms: Iterable[Term], ends: Ends) -> Any:
+        """A map of the same kind from a normal form."""
+        raise NotImplementedError
+
+    def _meet(self, other: Linear, sign: str) -> None:
+        """Raise where two maps cannot be composed."""
+        raise NotImplementedError
+
+    @api_boundary
+    def __matmul__(self, other: Any) -> Any:
+        if not isinstance(other, Linear):
+            return self(other)
+        self._meet(other, "@")
+        ends = other._ends[0], self._ends[1]
+        for one, rest in ((self, other), (other, self)):
+            if len(one.terms) == 1 and not one.terms[0][1]:
+                return self._make(((one.terms[0][0] * c, fs) for c, fs in rest.terms), ends)
+        if not self.terms or not other.terms:
+            return self._make((), ends)
+        (a, left), (b, right) = (x.terms[0] if len(x.terms) == 1 else (1, (x,)) for x in (self, other))
+        return self._make(((a * b, left + right),), ends)
+
+    @api_boundary
+    def __add__(self, other: Any) -> Any:
+        if not isinstance(other, Linear):
+            return NotImplemented
+        self._meet(other, "+")
+        return self._make((*self.terms, *other.terms), self._ends_with(other))
+
+    @api_boundary
+    def __mul__(self, number: Any) -> Any:
+        number = as_number(number)
+        if number is None:
+            return NotImplemented
+        return self._make(((number * c, fs) for c, fs in self.terms), self._ends)
+
+    __rmul__ = __mul__
+
+    @api_boundary
+    def __truediv__(self, number: Any) -> Any:
+        number = as_number(number)
+        return NotImplemented if number is None else self * (1 / number)
+
+    @api_boundary
+    def __neg__(self) -> Any:
+        return self * -1
+
+    @api_boundary
+    def __sub__(self, other: Any) -> Any:
+        return self + -other if isinstance(other, Linear) else NotImplemented
 
 
-def memoised(method: F) -> F:
-    """A method of a collective that finds something out, which is not None, of arguments that can be hashed: once for
-    each of them."""
-    name = f"memoised {method.__qualname__}"
+def as_number(a: Any) -> Number | None:
+    """A number as Python's own, which leaves the dtype of arrays as it is; None for anything else."""
+    if isinstance(a, np.bool_ | np.number) or (isinstance(a, np.ndarray) and a.ndim == 0 and a.dtype.kind in "biufc"):
+        a = a.item()
+    return cast(Number, a) if isinstance(a, int | float | complex) else None
 
-    @wraps(method)
-    def found(self: Any, *arguments: Any) -> Any:
-        table = self.__dict__.get(name)
-        if table is None:
-            table = self.__dict__[name] = {}
-        known = table.get(arguments)
-        if known is None:
-            known = bounded(table)[arguments] = method(self, *arguments)
-        return known
 
-    return found  # type: ignore[return-value]
+def collected(terms: Iterable[Term]) -> tuple[Term, ...]:
+    """Terms with the numbers of equal products added. What vanishes is left out, but one: it knows the shapes."""
+    found: dict[tuple[Linear, ...], Number] = {}
+    for c, factors in terms:
+        found[factors] = found[factors] + c if factors in found else c
+    kept = [(c, fs) for fs, c in found.items() if c != 0]
+    return tuple(kept or [(c, fs) for fs, c in found.items()][:1])
+
+
+# Operators
+
+
+class Application(Protocol):
+    """How collectives are applied, and how operators are composed: `spmd.operators.apply` says it."""
+
+    def operate(self, op: Collective, x: Any, frame: Any = None) -> Any:
+        """Apply it to the user's x, in a body."""
+        ...
+
+    def across(self, op: Operator, x: Any) -> Any:
+        """Apply it to a global array, outside of bodies."""
+        ...
+
+    def move(self, op: Collective, g: Any) -> Any:
+        """Apply it to a cotangent."""
+        ...
+
+    def composed(self, terms: Iterable[Term]) -> Linear:
+        """The operator of a normal form."""
+        ...
+
+    def meet(self, one: Linear, other: Linear, sign: str) -> None:
+        """Raise where two operators cannot be composed."""
+        ...
+
+
+_application: Application
+
+
+def use_application(application: Application) -> None:
+    """Let collectives be applied in this way."""
+    global _application
+    _application = application
+
+
+def move(op: Collective, g: Any) -> Any:
+    """Apply an operator to a cotangent."""
+    return _application.move(op, g)
 
 
 class Called:
@@ -273,7 +344,7 @@ class Operator(Collective, Linear):
         return self.H
 
     def pull(self, g, x, ans):
-        return move(self.back, g)
+        return _application.move(self.back, g)
 
     @property
     def back(self) -> Operator:
@@ -287,51 +358,15 @@ class Operator(Collective, Linear):
     def __call__(self, x):
         """The operator applied to this worker's block, or to a pytree of blocks, in a body; outside of bodies to a
         `PartitionedArray`, block by block."""
-        return across(self, x) if WORKER.get() is None else operate(self, x, sys._getframe(1))
+        if WORKER.get() is None:
+            return _application.across(self, x)
+        return _application.operate(self, x, sys._getframe(1))
 
     def _make(self, terms: Iterable[Term], ends: Any) -> Linear:
-        return composed(terms)
+        return _application.composed(terms)
 
     def _meet(self, other: Linear, sign: str) -> None:
-        meet(self, other, sign)
-
-
-# How a collective is applied
-
-
-def interned(kind: type[C], *parameters: Any) -> C:
-    """The one collective of a kind with these parameters, that keeps what has been found out about it. Parameters that
-    cannot be hashed are no right ones, which the collective says itself when it is applied."""
-    try:
-        return _interned(kind, *parameters)
-    except TypeError:
-        return kind(*parameters)
-
-
-@lru_cache(maxsize=4096, typed=True)
-def _interned(kind: Any, *parameters: Any) -> Any:
-    return kind(*parameters)
-
-
-@lru_cache(maxsize=4096, typed=True)
-def named(function: str, kind: Any, *parameters: Any, forward: str = "") -> Any:
-    """The one collective of a kind with these parameters that is called by this function. forward: see `Called`."""
-    return kind(*parameters, called=Called(function, forward=forward))
-
-
-def rebound(op: C, **changes: Any) -> C:
-    """A collective of the same class with other parameters, once they are known: the same object each time."""
-    return _rebound(op, tuple(changes.items()))
-
-
-@lru_cache(maxsize=4096)
-def _replaced(op: Any, changes: tuple[tuple[str, Any], ...]) -> Any:
-    return replace(op, **dict(changes))
-
-
-@memoised
-def _rebound(op: Any, changes: tuple[tuple[str, Any], ...]) -> Any:
-    return _replaced(op, changes)
+        _application.meet(self, other, sign)
 
 
 def called_as(op: C, called: Called) -> C:
@@ -370,766 +405,7 @@ def _by_itself(op: C) -> C:
     return op
 
 
-def operate(op: Collective, x, frame: FrameType | None = None) -> Any:
-    """Apply a collective to the user's x: a traced or bare array, a number, or a pytree of them."""
-    worker = WORKER.get() or here(f"spmd.{op.function}")
-    frame = frame or sys._getframe(1)
-    if type(x) is Array:
-        value, tape, state = x.value, x.tape, x.state
-        if type(value) is not np.ndarray and isinstance(value, np.generic):
-            value = np.asarray(value)
-        known = state is not None and type(value) is np.ndarray and _called(op, value, state, worker, frame)
-        if not known or (tape is not None and known.admitted is not state):
-            return _begin(op, x, worker, frame)()
-        short = known.short
-        block, bound = known(worker.comm, value) if short is None else short(worker.comm, value, known.long)
-        if tape is None:
-            return Array(block, known.state)
-        return _recorded(bound, x, block, known.state)
-    if isinstance(x, np.ndarray | np.generic | int | float | complex) or on_device(x) or frontend(x) is not None:
-        return _begin(op, x, worker, frame)()
-    leaves, treedef = tree.flatten(x)
-    begun = [_begin(op, leaf, worker, frame) for op, leaf in zip(op.over(treedef), leaves, strict=False)]
-    return tree.unflatten(treedef, [finish() for finish in begun])
-
-
-class _Prepared:
-    """What a line of the user's calls with a block of some shape: the group, the call, and the states in which it takes
-    the block and gives the result: None for cotangents, which are bare.
-
-    short: what runs its plan again, if there is something shorter than the general way; tried: whether that has been
-    asked for. It keeps the operator and the dtype, and the call its code, so that no others have their ids.
-    """
-
-    __slots__ = ("admitted", "assumed", "call", "dtype", "group", "op", "short", "state", "tried")
-
-    def __init__(self, op: Collective, dtype: np.dtype, group: Group, call: Call, admitted: State | None):
-        self.op, self.dtype, self.group, self.call, self.admitted = op, dtype, group, call, admitted
-        self.state = None if admitted is None else op.out_state(admitted)
-        self.short: Callable[[Any, np.ndarray, RunPlan], tuple[Any, Any]] | None = None
-        self.assumed: Any = None
-        self.tried = False
-
-    def __call__(self, comm: Comm, x: np.ndarray) -> tuple[Any, Any]:
-        """The new block, and the operator bound to the shapes it met."""
-        if self.short is not None:
-            return self.short(comm, x, self.long)
-        found = self.long(comm, x)
-        if not self.tried:
-            self._shorten(comm, x)
-        return found
-
-    def long(self, comm: Comm, x: np.ndarray) -> tuple[Any, Any]:
-        """In general."""
-        found = self.op.start(comm, self.group, x, self.call).wait()
-        if self.assumed is not None:
-            self._shorten(comm, x)  # The others may have come with other blocks, and may do so from now on.
-        return found
-
-    def _shorten(self, comm: Comm, x: np.ndarray) -> None:
-        """Find the shorter way, once the collective has been called: only then some know how it goes."""
-        plan = self.op.repeatable_plan(self.group, x)
-        if self.tried and plan is not None and plan.assumed_lengths == self.assumed:
-            return
-        self.tried = True
-        self.short = None if plan is None or plan.kind == "none" else comm.repeated(self.call, plan, x)
-        self.assumed = None if self.short is None or plan is None else plan.assumed_lengths
-
-
-_ABOVE = object()
-"""In place of what a line of the library's calls: the line of the user's above it is asked."""
-
-
-def _called(op: Collective, x: np.ndarray, state: State | None, worker: Worker, frame: FrameType | None) -> Any:
-    """What has been called before, by this line and with such a block: it was right, and has a short way. None where
-    there is none. state: that of the block, if that is to be admitted. frame: None where no line of the user's is
-    above, as in the backward run of a map that is differentiated from outside."""
-    dtype = x.dtype
-    key = (id(op), state, id(dtype), x.shape, frame and id(frame.f_code), frame and frame.f_lasti)
-    known = worker.prepared.get(key)
-    if known is None:
-        known = _prepare(op, x, state, worker, frame, key)
-    if known is _ABOVE:
-        user = caller(frame)
-        return None if user is frame else _called(op, x, state, worker, user)
-    return None if not known or LEDGERS.get() or not x.flags.c_contiguous else known
-
-
-def _prepare(
-    op: Collective, x: np.ndarray, state: State | None, worker: Worker, frame: FrameType | None, key: Any
-) -> Any:
-    """What a line of the user's calls with such a block. False where that is not the same each time, or not all there
-    is to do, which may come to be that of others and does no harm; None where that is not known yet."""
-    if frame is not None and caller(frame) is not frame:
-        bounded(worker.prepared)[key] = _ABOVE
-        return _ABOVE
-    admitted = None if state is None else op.admits.get(state)
-    if admitted is None and state is not None:
-        return None
-    counts = op.adds and x.dtype.kind == "b"
-    if counts or type(op) is Vary or worker.mesh.places is not None:
-        bounded(worker.prepared)[key] = False
-        return False
-    group = worker.group(op.axes)
-    op.check(group, x)
-    call = _call(op, x, worker, frame, None, False)
-    known = bounded(worker.prepared)[key] = _Prepared(op, x.dtype, group, call, admitted)
-    return known
-
-
-def _begin(op: Collective, x, worker: Worker, frame) -> Callable[[], Any]:
-    """Admit one array, start the collective, and say how to finish."""
-    if type(x) in _NUMBERS:
-        number = np.asarray(int(x) if op.adds and type(x) is bool else x)
-        handle = _start(op, number, worker, frame)  # no line of a program: it is alike each time
-        return lambda: _number(handle.wait()[0], op, worker)
-    if type(x) is not Array:
-        other = frontend(x)
-        if other is not None:
-            return other.begin(op, x, worker, frame)
-        if not worker.tracked:
-            return _begin_bare(op, x, worker, frame)
-        x = Array(owned_block(x, op), worker.state())
-    x = _admit(op, x, worker)
-    if op.adds and x.dtype == bool:
-        x = x.astype(np.int64)
-    begun = _apply(op, x, worker, frame)
-    return lambda: begun()[0]
-
-
-def _begin_bare(op: Collective, x, worker: Worker, frame) -> Callable[[], Any]:
-    """`_begin` in a body whose arrays carry no state. A block that could be written to is lent: it is read until the
-    collective is over, and copied only by those that hand blocks over as they are."""
-    block, lent = bare_block(x, op), False
-    x = x if isinstance(x, np.ndarray | np.generic) else block  # what came otherwise may share its memory too
-    if writable(x) and not on_device(block):
-        lent = block.flags.c_contiguous
-        block = sealed(block.view()) if lent else copied(block)
-    if block.dtype == bool and op.adds:
-        block = block.astype(np.int64)
-    begun = launch(op, block, worker, frame, lent=lent)
-    if not lent:
-        return lambda: begun()[0]
-
-    def finish():
-        result = begun()[0]
-        return sealed(copied(result)) if np.may_share_memory(result, x) else result
-
-    return finish
-
-
-def _number(ans, op: Collective, worker: Worker):
-    """The result of a collective of Python numbers: a weakly typed number where it is one number."""
-    value = ans.item() if ans.shape == () else ans
-    return worker.carrying(value, op.out_state(state_of(op.axes)))
-
-
-def owned_block(x, op: Collective) -> np.ndarray:
-    """A block that nobody else writes to, on the device of the mesh."""
-    block = bare_block(x, op)
-    shared = x if isinstance(x, np.ndarray | np.generic) else block
-    return sealed(copied(block)) if writable(shared) and not on_device(block) else block
-
-
-def bare_block(x, op: Collective) -> np.ndarray:
-    """A block of an array of any library, on the device of the mesh: on the same memory if it is there."""
-    if is_slot(x):
-        return x
-    worker = WORKER.get()
-    places = None if worker is None else worker.mesh.places
-    where, need = f"spmd.{op.function}", "an array of numbers, a number, or a pytree of them"
-    # Only the class is asked: global arrays and Rooted values are declared further up.
-    mend = {
-        "PartitionedArray": "pass it to the map as an argument, with a spec in in_specs",
-        "Rooted": "spmd.replicate(x, axis_name) makes it Invariant, spmd.broadcast(x, axis_name) Varying",
-    }.get(type(x).__name__)
-    if mend is not None:
-        raise StateError(message(where, argument="x", got=describe(x), need=need, mend=mend))
-    if not on_device(x):
-        x = np.asarray(admit(x, where, need=need))
-    if worker is None or places is None:
-        return home(where, "x", x, "cpu")
-    return places.own(x, worker.index)
-
-
-def _admit(op: Collective, x: Array, worker: Worker) -> Array:
-    """x in the state that the operator takes, or an error that says why not."""
-    if x.state is None:
-        raise outside(f"spmd.{op.function}", x)
-    return vary(x, admitted(op, x, x.state, worker))
-
-
-def admitted(op: Collective, x: Any, state: State, worker: Worker) -> State:
-    """The state in which an operator takes x, which is in `state`: that, or a more Varying one.
-
-    Raises StateError where it takes neither.
-    """
-    known = op.admits.get(state)
-    if known is None:
-        known = op.admits[state] = _admitted(op, x, state, worker)
-    return known
-
-
-def _admitted(op: Collective, x: Any, state: State, worker: Worker) -> State:
-    missing = [n for n in op.axes if op.takes(n) == VARYING and n not in state.varying]
-    if missing:
-        if op.adds:
-            rest = [n for n in op.axes if n not in missing]
-            axes = one_or_all(missing)
-            factor = worker.group(tuple(missing)).size
-            raise StateError(
-                message(
-                    f"spmd.{op.function}",
-                    argument="x",
-                    got=f"{describe(x)}, which does not vary over {axes_of(missing)}",
-                    need=f"an array that varies over {all_of(op.axes)}",
-                    mend=(f"name {all_of(rest)} only" if rest else "leave the call out")
-                    + f": along {axes} the value is already the same on all {factor} workers; "
-                    f"spmd.pvary(x, {axes}) first if the sum of {factor} copies is meant",
-                )
-            )
-        state = state_of(state.varying | set(missing))
-    present = [n for n in op.axes if op.takes(n) == INVARIANT and n in state.varying]
-    if present:
-        raise StateError(
-            message(
-                f"spmd.{op.function}",
-                argument="x",
-                got=f"{describe(x)}, which varies over {axes_of(present)}",
-                need=f"an array that is Invariant along {all_of(op.axes)}",
-                mend="reduce or gather it first (spmd.psum, spmd.all_gather(..., to='invariant'))",
-            )
-        )
-    return state
-
-
-def outside(where: str, x: Array, argument: str | None = None) -> Exception:
-    """The error for an array that a body meets without having been given it."""
-    return ClosureError(
-        message(
-            where,
-            argument=argument,
-            got=f"{describe(x)} that was traced outside of this map",
-            need="arrays of this body",
-            mend="pass it to the map as an argument, with a spec in in_specs (P() for a replicated one)",
-        )
-    )
-
-
-def _apply(op: Collective, x, worker: Worker, frame) -> Callable[[], tuple[Any, Collective]]:
-    """Start on a block or an Array of any level; recorded where it is traced. No check of states."""
-    if type(x) is not Array:
-        return launch(op, x, worker, frame)
-    if x.tape is None:
-        launched = launch(op, x.value, worker, frame)
-        state = op.out_state(x.state)
-
-        def finish():
-            block, bound = launched()
-            return Array(block, state), bound
-
-        return finish
-    inner = _apply(op, x.value, worker, frame)
-
-    def finish_traced():
-        ans, bound = inner()
-        return _recorded(bound, x, ans, op.out_state(x.state)), bound
-
-    return finish_traced
-
-
-def unmoved(
-    op: Collective, group: Group, shape: Shape, dtype: np.dtype, part: Any = ..., fill: Shape | None = None
-) -> Plan:
-    """The plan of an operator that moves nothing: the new block is a part of the own one; zeros of a shape, if that is
-    given."""
-    me = group.index
-    parts = tuple(part if k == me and fill is None else None for k in range(group.size))
-    return Plan("none", group, shape, dtype, parts, Forward(me if fill is None else None, fill or ()), lambda _: op)
-
-
-def launch(
-    op: Collective, x, worker: Worker, frame, asks: list[bool] | None = None, lent: bool = False
-) -> Callable[[], tuple[Any, Collective]]:
-    """Start on a bare block. A number that is varied stays a number, weakly typed.
-
-    frame: from where it was called; None: from the nearest line of the user's above.
-    asks: whether the block is differentiated; once finished, whether that of any member is.
-    lent: whether the block may be written to when the collective is over.
-    """
-    if worker.program is not None and type(op) is not Vary:
-        found = _written_down(op, x, worker, frame)
-        return lambda: found
-    return _start(op, x, worker, frame, asks, lent).wait
-
-
-class _Line:
-    """A collective as a line of a program."""
-
-    def __init__(self, prepared: _Prepared, name: str):
-        self.prepared = prepared
-        self.bound: Any = None
-        self.__name__ = name
-
-    def __call__(self, comm: Comm, x: Any) -> Any:
-        block, self.bound = self.prepared(comm, contiguous(x))
-        return block
-
-
-def _written_down(op: Collective, x: Any, worker: Worker, frame: Any) -> tuple[Any, Collective]:
-    """A collective that is called, and becomes a line of the worker's program: the new block and the bound operator."""
-    assert worker.program is not None
-    like, group = contiguous(slot_of(x)), worker.group(op.axes)
-    op.check(group, like)
-    line = _Line(_Prepared(op, like.dtype, group, _call(op, like, worker, frame, None, False), None), op.function)
-    block = worker.program.call(line, (COMM, x), effect=True, comm=worker.comm)
-    return block, line.bound
-
-
-def _start(op: Collective, x, worker: Worker, frame, asks: list[bool] | None = None, lent: bool = False) -> Handle:
-    """`launch`: the handle, whose result is the new block and the bound operator."""
-    for ledger in LEDGERS.get():
-        ledger.operator(worker.index, type(op).__name__, op.axes)
-    if type(op) is Vary:
-        return Done((x, op))
-    if type(x) is not np.ndarray or not x.flags.c_contiguous:
-        x = contiguous(x)
-    group = worker.group(op.axes)
-    op.check(group, x)
-    return op.start(worker.comm, group, x, _call(op, x, worker, frame, asks, lent))
-
-
-def _call(op: Collective, x, worker: Worker, frame, asks: list[bool] | None, lent: bool) -> Call:
-    """What a worker calls, and from where. The same line calls the same with every block of a shape: that is made once,
-    but for what is told of one block alone."""
-    user, alone = caller(frame), asks is not None or worker.mesh.places is not None
-    key = None if user is None or alone else (id(user.f_code), user.f_lasti, x.dtype, x.shape, lent)
-    call = op.calls.get(key)
-    if call is None:
-        admit_dtype(x.dtype, f"spmd.{op.function}", lambda: describe(x))
-        called, detail = op.called or Called(op.function), op.detail
-        if called.forward:
-            detail += f"{', ' if detail else ''}the adjoint of {called.forward}"
-        call = Call(
-            called.function, op.axes, x.dtype, x.shape, detail=detail, alike=op.alike, frame=user, leaf=called.leaf
-        )
-        call.lent, call.asks, call.host = lent, asks, worker.mesh.places is not None and not on_device(x)
-        if key is not None:
-            bounded(op.calls)[key] = call  # It keeps the code, so that no other has its id.
-    return call
-
-
-def _recorded(bound: Collective, x: Array, ans: Any, state: State) -> Array:
-    """The result of a traced array, on its tape."""
-    args = (None, bound, x.value, ans) if bound.keeps else (None, bound, None, None)
-    if type(ans) is np.ndarray:
-        shape, dtype = ans.shape, ans.dtype
-    else:
-        bare = value_of(ans)
-        shape, dtype = np.shape(bare), weak(bare) if type(slot_of(bare)) in _NUMBERS else ans.dtype
-    node = Node(_MOVE, _MOVE.rules, (x.node,), args, NO_OPTIONS, shape, dtype)
-    x.tape.open.append(node)
-    return Array(ans, state, x.tape, node)
-
-
-def move(op: Collective, g):
-    """Apply an operator to a cotangent: its state is right by construction, so nothing is checked."""
-    worker = WORKER.get() or here(f"spmd.{op.function}")
-    if type(op) is Vary and not LEDGERS.get():
-        return _passed(op, g, op.out_state(g.state) if type(g) is Array else None)
-    frame = sys._getframe(1)
-    if type(g) is np.ndarray:
-        known = _called(op, g, None, worker, caller(frame))
-        if known:
-            return known(worker.comm, g)[0]
-    return _apply(op, g, worker, frame)()[0]
-
-
-def _passed(op: Vary, x: Any, state: Any) -> Any:
-    """Varied to a state, which moves nothing: recorded where it is traced."""
-    if type(x) is not Array:
-        return x
-    if x.tape is None:
-        return Array(x.value, state)
-    value = x.value
-    return _recorded(op, x, _passed(op, value, state) if type(value) is Array else value, state)
-
-
-_MOVE = Primitive(
-    None,
-    "collective",
-    rules=(lambda g, ans, op, x, y: op.pull(g, x, y),),
-    owe=lambda shared, g, leaf, op, x, y: _owed(shared, g, leaf, op),
-)
-
-
-_LEAF = object()
-
-
-def _owed(shared: dict, g: Any, leaf: Node, op: Collective) -> Future | None:
-    shared[_LEAF] = leaf
-    return op.owe(shared, g)
-
-
-# Vary, and how states meet
-
-
-class Vary(Operator):
-    """I -> V: one value becomes a copy per worker. Moves nothing; its adjoint is `Sum`.
-
-    Broadcasting along the hidden dimension of an axis, from length 1 to n.
-    """
-
-    function: ClassVar[str] = "pvary"
-    source: ClassVar[str] = INVARIANT
-
-    def plan(self, group: Group, shape: Shape, dtype: np.dtype) -> Plan:
-        return unmoved(self, group, shape, dtype)
-
-    @property
-    def H(self) -> Operator:
-        from spmd.operators.reduce import Sum
-
-        return interned(Sum, self.axes)
-
-    def owe(self, shared: dict, g) -> Future | None:
-        if type(g) is Array:
-            return None
-        sums = shared.get(Vary)
-        if sums is None:
-            from spmd.operators.reduce import OwedSums
-
-            sums = shared[Vary] = OwedSums(here("spmd.psum"))
-        return sums.owe(self.axes, g, shared[_LEAF].place)
-
-
-def vary(x: Array, state: State) -> Array:
-    """x in a state of more axes. A traced array is varied once for each state: its cotangents meet before the sum."""
-    if x.state is state:
-        return x
-    if x.tape is None:
-        return Array(x.value, state)
-    key, twins = (x.node, state), x.tape.twins
-    twin = twins.get(key)
-    if twin is None:
-        twin = twins[key] = move(_between(here("spmd.pvary").mesh.sides, x.state, state), x)
-    return twin
-
-
-@lru_cache(maxsize=1024)
-def _between(sides: tuple[tuple[str, int], ...], have: State, want: State) -> Vary:
-    """What varies an array of one state, to be in the other."""
-    return interned(Vary, tuple(n for n, _ in sides if n in want.varying - have.varying))
-
-
-class Join(Mixing):
-    """How arrays of different state meet in a body: Invariant ones are varied."""
-
-    def ambient(self) -> State | None:
-        worker = WORKER.get()
-        if worker is None:
-            return None
-        if not worker.tracked:
-            raise DifferentiationError(
-                message(
-                    "a gradient transformation in a body",
-                    got="a map with check=False that is not differentiated from outside: its arrays are bare",
-                    need="arrays that carry their state",
-                    mend="spmd.map(..., check=True)",
-                )
-            )
-        return worker.state()
-
-    def join(self, arrays: list[Array]) -> tuple[list[Array], Any]:
-        for a in arrays:
-            if a.state is None:
-                raise outside("an operation in a body", a)
-        state = arrays[0].state
-        for a in arrays:
-            if a.state is not state:
-                state = state | a.state
-        varied = [vary(a, state) for a in arrays]
-        for a, v in zip(arrays, varied, strict=True):
-            if v is not a and v.tape is not None and v.node.shape == ():
-                v.tape.joined[id(v.node)] = v.node
-        return varied, state
-
-    def differentiated(self, scalar: Array) -> None:
-        tape, worker = scalar.tape, WORKER.get()
-        if worker is None or tape is None or not tape.joined or not scalar.state or not scalar.state.varying:
-            return
-        for node in repeated_terms(scalar.node, tape.joined):
-            axes, (term,) = node.args[1].axes, node.parents
-            count = worker.group(axes).size
-            name = "" if term.prim is None else term.prim.name.removeprefix("np.")
-            if count > 1 and not is_share(name, term.args, count):
-                warn_of_term("spmd.grad", axes, count, worker)
-                return
-
-    def differentiates(self, leaves: list) -> None:
-        worker = WORKER.get()
-        if worker is None or not worker.tracked or not worker.mesh.checks:
-            return
-        source = None
-        for k, x in enumerate(leaves):
-            value, state = (x.value, x.state) if type(x) is Array else (x, worker.state())
-            if state is None or not isinstance(value, _NUMERIC) and not is_slot(value):
-                continue
-            axes = tuple([n for n in worker.mesh.axes if n not in state.varying])
-            if axes and np.size(value):  # what is Rooted has no entries elsewhere
-                source = source or source_of(sys._getframe(1))
-                _verify(worker, value, axes, "a gradient in a body", f"the differentiated leaf {k}", source)
-
-    def bring(self, g, have, state):
-        if type(g) is not Array or g.state is state or state is None:
-            return g
-        if g.state is None:
-            raise outside("a cotangent", g)
-        missing = state.varying - g.state.varying
-        if missing:
-            g = vary(g, state_of(g.state.varying | missing))
-        extra = tuple(n for n in here("a cotangent").mesh.axes if n in g.state.varying - state.varying)
-        if extra:
-            g = move(Vary(extra).H, g)
-        return g
-
-    def kept(self, g):
-        return sealed(copied(g)) if WORKER.get() is not None and writable(g) else g
-
-
-tracer.use_mixing(Join())
-
-_NUMERIC = (np.ndarray, np.generic, float, complex)
-
-
-def verify(value: Any, axes: tuple[str, ...], where: str, argument: str = "x") -> None:
-    """Raise where bare data that counts as Invariant differs between the workers along these axes. None: no data."""
-    worker = here(where)
-    if value is not None and worker.tracked:
-        _verify(worker, value, axes, where, argument, source_of(sys._getframe(1)))
-
-
-def _verify(worker: Worker, value: Any, axes: tuple[str, ...], where: str, argument: str, source: Source) -> None:
-    apart = getattr(worker.comm, "axes", ())  # those of spmd.at_root, along which nobody else takes part
-    if apart:
-        axes = tuple(n for n in axes if n not in apart)
-    if worker.program is None:
-        worker.replicas.verify(worker, axes, value, where, argument, source)
-    else:
-        worker.program.call(_Verification(axes, where, argument, source), (value,), effect=True)
-
-
-@dataclass(frozen=True)
-class _Verification:
-    """The comparison of a value with those of other workers, which programs repeat."""
-
-    axes: tuple[str, ...]
-    where: str
-    argument: str
-    source: Source
-
-    __name__: ClassVar[str] = "verify"
-
-    def __call__(self, value: Any) -> None:
-        worker = here(self.where)
-        worker.replicas.verify(worker, self.axes, value, self.where, self.argument, self.source)
-
-
-@api_boundary
-def varying(a, axis_name: str | Sequence[str]):
-    """Declare that bare data differs from worker to worker along an axis: made from `worker_index`, read from a file.
-
-    a: a bare array, a number, or an array of the body (which is varied). Gives an array that varies over the axis.
-    """
-    worker = here("spmd.varying")
-    state = state_of(worker.mesh.names(axis_name, "spmd.varying"))
-    if type(a) is Array:
-        if a.state is None:
-            raise outside("spmd.varying", a)
-        return vary(a, a.state | state)
-    other = frontend(a)
-    if other is not None:
-        worker.replicas.declared.append(other.data(a))
-        return other.declare(a, tuple(n for n in worker.mesh.axes if n in state.varying), worker)
-    if isinstance(a, np.ndarray):
-        worker.replicas.declared.append(a)
-    bare = a if on_device(a) or is_slot(a) else np.asarray(admit(a, "spmd.varying", "a"))
-    return worker.carrying(owned_block(bare, Vary(())), state)
-
-
-@api_boundary
-def block(x) -> np.ndarray:
-    """The bare read-only data of an undifferentiated array of a body: to print it, or to use any library on it.
-
-    On a mesh of a GPU it is an array of CuPy, which no flag protects: it is not to be written to.
-
-    Raises StateError for a differentiated one: what is computed from bare data has no gradient.
-    """
-    other = frontend(x)
-    if other is not None:
-        return other.bare(x)
-    if type(x) is not Array:
-        data = x if on_device(x) else np.asarray(admit(x, "spmd.block"))
-    elif x.tape is not None:
-        raise StateError(
-            message(
-                "spmd.block",
-                argument="x",
-                got=describe(x),
-                need="an undifferentiated array",
-                mend="spmd.block(spmd.stop_gradient(x)) if the gradient may end here",
-            )
-        )
-    else:
-        data = x.value if on_device(x.value) else np.asarray(x.value)
-    view = data.view()
-    if on_device(view):
-        return view
-    view.flags.writeable = False
-    return view
-
-
-# What operators that split or join share
-
-
-def given_sizes(function: str, sizes: Any, tiled: bool = True) -> tuple[int, ...] | None:
-    """The sizes that a user gave for the pieces of a dimension, as integers."""
-    if sizes is None:
-        return None
-    try:
-        found = tuple(index(n) for n in sizes)
-    except TypeError:
-        found = None
-    if found is None or not tiled:
-        raise LayoutError(
-            message(
-                f"spmd.{function}",
-                argument="sizes",
-                got=repr(sizes) + (" with tiled=False" if found is not None else ""),
-                need="a length for each worker's piece, where tiled=True cuts a dimension into pieces",
-                mend="tiled=True, or leave sizes out"
-                if found is not None
-                else "sizes=(3, 2, 0): one integer per worker",
-            )
-        )
-    return found
-
-
-def split_at(op: Collective, group: Group, shape: Shape, axis: int, sizes: Sequence[int] | None) -> tuple[int, ...]:
-    """The sizes of the pieces of a dimension: those that were given, checked, or the balanced ones."""
-    n = shape[axis]
-    if sizes is None:
-        return block_sizes(n, group.dims)
-    if len(sizes) != group.size or sum(sizes) != n or min(sizes) < 0:
-        raise LayoutError(
-            message(
-                f"spmd.{op.function}",
-                argument="sizes",
-                got=f"{tuple(sizes)} for a dimension of length {n} over {group.size} workers",
-                need=f"{group.size} sizes that add to {n}",
-                mend="leave sizes out for balanced pieces",
-            )
-        )
-    return tuple(sizes)
-
-
-def check_length(op: Collective, group: Group, x: np.ndarray, axis: int, sizes: Sequence[int] | None) -> None:
-    """Raise where a block that is to be joined has another length than the sizes of the blocks say."""
-    if sizes is not None and x.shape[axis] != sizes[group.index]:
-        raise LayoutError(
-            message(
-                f"spmd.{op.function}",
-                argument="x",
-                got=f"a block of length {x.shape[axis]} in dimension {axis}",
-                need=f"length {sizes[group.index]}, as sizes={tuple(sizes)} says",
-                mend="leave sizes out: they travel with the blocks",
-            )
-        )
-
-
-def normal_axis(function: str, argument: str, axis: int, ndim: int) -> int:
-    """A dimension counted from the front, checked."""
-    if not isinstance(axis, int | np.integer) or not -ndim <= axis < ndim:
-        raise LayoutError(
-            message(
-                function if "." in function else f"spmd.{function}",
-                argument=argument,
-                got=f"{axis!r} for an array of {ndim} dimensions",
-                need=f"a dimension from {-ndim} to {ndim - 1}" if ndim else "an array of at least one dimension",
-                mend="name a dimension that the array has" if ndim else "np.reshape(x, (1,)) first",
-            )
-        )
-    return int(axis) % ndim
-
-
-def cuts(axis: int, sizes: Sequence[int]) -> list[Any]:
-    """The index of each piece of what is cut along an axis."""
-    before = (slice(None),) * axis
-    return [(*before, slice(start, stop)) for start, stop in pairwise(offsets(sizes))]
-
-
-def pieces(x: np.ndarray, axis: int, sizes: Sequence[int]) -> list[np.ndarray]:
-    """x cut along an axis: views."""
-    return [x[piece] for piece in cuts(axis, sizes)]
-
-
-def split_ways(
-    op: Collective,
-    argument: str,
-    axis: int,
-    group: Group,
-    shape: Shape,
-    tiled: bool,
-    sizes: Sequence[int] | None,
-) -> tuple[int, list[Any], tuple[int, ...] | None]:
-    """How a block of this shape is split over the workers along a dimension, which `argument` names: the dimension,
-    counted from the front, the index of each member's piece, and their lengths where it is tiled."""
-    axis = normal_axis(op.function, argument, axis, len(shape))
-    if tiled:
-        sizes = split_at(op, group, shape, axis, sizes)
-        return axis, cuts(axis, sizes), sizes
-    if shape[axis] != group.size:
-        raise LayoutError(
-            message(
-                f"spmd.{op.function}",
-                argument="x",
-                got=f"length {shape[axis]} in dimension {axis}",
-                need=f"length {group.size}, one entry per worker",
-                mend="tiled=True splits a dimension of any length into blocks",
-            )
-        )
-    return axis, [(*(slice(None),) * axis, k, ...) for k in range(group.size)], None
-
-
-def agree(function: str, shapes: Sequence[Shape], axis: int | None) -> None:
-    """Raise where blocks that are to be joined along an axis differ elsewhere, or (None) differ at all."""
-    rest = [s if axis is None else s[:axis] + s[axis + 1 :] for s in shapes]
-    for k, r in enumerate(rest):
-        if r != rest[0]:
-            raise LayoutError(
-                message(
-                    f"spmd.{function}",
-                    argument="x",
-                    got=f"blocks of shapes {list(shapes[0])} (member 0) and {list(shapes[k])} (member {k})",
-                    need="blocks of one shape, to be stacked"
-                    if axis is None
-                    else f"blocks that differ in dimension {axis} only, along which they are joined",
-                    mend="tiled=True joins blocks of different lengths along a dimension that is there"
-                    if axis is None
-                    else "join along the dimension in which they differ",
-                )
-            )
-
-
-__all__ += [
-    "Join",
-    "agree",
-    "check_length",
-    "given_sizes",
-    "memoised",
-    "normal_axis",
-    "pieces",
-    "sealed",
-    "split_at",
-    "split_ways",
-]
+@lru_cache(maxsize=4096, typed=True)
+def named(function: str, kind: Any, *parameters: Any, forward: str = "") -> Any:
+    """The one collective of a kind with these parameters that is called by this function. forward: see `Called`."""
+    return kind(*parameters, called=Called(function, forward=forward))

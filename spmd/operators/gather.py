@@ -11,20 +11,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from spmd.errors import StateError, message
-from spmd.operators.base import (
-    Operator,
-    agree,
-    check_length,
-    given_sizes,
-    interned,
-    memoised,
-    normal_axis,
-    operate,
-    rebound,
-    split_ways,
-    unmoved,
-)
+from spmd.operators.apply import operate
+from spmd.operators.base import Operator
+from spmd.operators.memo import interned, memoised, rebound
 from spmd.operators.reduce import AxisName, _names
+from spmd.operators.splitting import agree, check_length, given_sizes, normal_axis, split_ways
+from spmd.operators.sums import unmoved
 from spmd.spellings import closest
 from spmd.state import INVARIANT
 from spmd.transport.call import Group, Shape

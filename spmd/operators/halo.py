@@ -8,234 +8,53 @@ only that lie on its own lines through the grid of blocks.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache, partial
-from math import prod
-from operator import index
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from spmd.device import COPIED, copied, empty, put, zeros
+from spmd.device import copied, empty
 from spmd.errors import LayoutError, MeshError, SpecError, describe, message
-from spmd.kernels.cpu.moves import joiner
-from spmd.kernels.memory import pool
-from spmd.layout import P, block_sizes
-from spmd.mesh import WORKER, Worker, here
-from spmd.operators.base import Operator, bounded, operate, unmoved
-from spmd.operators.halo_plan import (
-    BOUNDARIES,
-    HaloPlan,
-    Message,
-    Pair,
-    Piece,
-    halo_plan,
+from spmd.layout import P
+from spmd.mesh import WORKER, here
+from spmd.operators.apply import operate
+from spmd.operators.base import Operator
+from spmd.operators.halo_arguments import as_tuples, balanced, boundaries_of, checked_spec, sizes_of, widths_of
+from spmd.operators.halo_combine import (
+    AddHalo,
+    FillHalo,
+    HaloPlans,
+    Room,
+    add_ranges,
+    crops,
+    entries_ahead,
+    one_index,
+    piece_places,
+    returning,
+)
+from spmd.operators.halo_geometry import (
+    Dimension,
+    Stage,
+    along,
+    dimensions_of,
     lengths_before,
     near_size,
+    stages_of,
     trimmed,
 )
-from spmd.spellings import closest
+from spmd.operators.memo import bounded
+from spmd.operators.sums import unmoved
 from spmd.tracebacks import shorten
 from spmd.transport.base import Comm
 from spmd.transport.call import Call, Group, Shape
 from spmd.transport.handles import Chained, Handle, sealed
-from spmd.transport.plan import Combine, Make, NeedsShapes, Plan, Plans
+from spmd.transport.plan import NeedsShapes, Plan, Plans
 
 Kind = TypeVar("Kind", bound="_Halo")
 
-__all__ = [
-    "HaloAccumulate",
-    "HaloExchange",
-    "along",
-    "balanced",
-    "checked_spec",
-    "halo_accumulate",
-    "halo_exchange",
-    "lengths_met",
-]
-
-# Moving blocks
-
-
-def along(d: int, start: int, stop: int | None) -> tuple[slice, ...]:
-    """The entries start:stop of dimension d."""
-    return (*(slice(None),) * d, slice(start, stop))
-
-
-Place = tuple[Any, Any, bool]
-"""Where a piece stands in the result, which entries it has, both as indices, and whether it is flipped."""
-
-
-def _places(pieces: Iterable[Piece], d: int) -> tuple[Place, ...]:
-    return tuple((along(d, p.at, p.at + p.length), along(d, p.start, p.stop), p.flipped) for p in pieces)
-
-
-def _length(index: slice) -> int:
-    return index.stop - index.start
-
-
-def _fill(out: Any, block: Any, places: Iterable[Place], d: int) -> None:
-    """Put the pieces of a block, or of a message, where they stand."""
-    for to, of, flipped in places:
-        out[to] = np.flip(block[of], d) if flipped else block[of]
-
-
-def _add(out: Any, g: Any, pieces: Sequence[Piece], d: int) -> None:
-    """The adjoint of `_fill`: add to a block, or to a message, what stands at the places of its pieces."""
-    for p in pieces:
-        part = g[along(d, p.at, p.at + p.length)]
-        if p.repeat > 1:
-            part = np.sum(part, axis=d, keepdims=True, dtype=g.dtype)
-        out[along(d, p.start, p.stop)] += np.flip(part, d) if p.flipped else part
-
-
-def _whole(pieces: Sequence[Piece], length: int) -> Piece | None:
-    """A piece that is all there is to be given, as it is."""
-    return next((p for p in pieces if p[1:3] == (0, length) and p.length == length and not p.flipped), None)
-
-
-def _crops(pieces: Sequence[Piece], length: int) -> bool:
-    """Whether the sum of these pieces is one of them, a part of what it is taken from."""
-    return len(pieces) == 1 and _whole(pieces, length) is not None
-
-
-def _sum(g: Any, pieces: Sequence[Piece], length: int, d: int, fresh: bool = False) -> Any:
-    """What stands at the places of the pieces, added up to a block or a message of this length. fresh: never a view."""
-    first = _whole(pieces, length)
-    if first is None:
-        out = zeros((*g.shape[:d], length, *g.shape[d + 1 :]), g)
-    else:
-        out = g[along(d, first.at, first.at + length)]
-        if not fresh and _crops(pieces, length):
-            return out
-        out = copied(out)
-    _add(out, g, [p for p in pieces if p is not first], d)
-    return out
-
-
-def _in_order(m: Message) -> list[Piece] | None:
-    """The pieces one after the other as they stand in the message, if they fill it, each entry by one of them."""
-    pieces = sorted(m.pieces, key=lambda p: p.start)
-    ends = [0, *(p.stop for p in pieces)]
-    plain = all(p.start == end and not p.flipped and p.repeat == 1 for p, end in zip(pieces, ends, strict=False))
-    return pieces if plain and ends[-1] == m.length else None
-
-
-def _returning(m: Message, d: int) -> Any:
-    """The part of a block with its halo that goes back for a message: an index, where nothing is to be added up."""
-    pieces = _in_order(m)
-    if pieces is None:
-        return lambda g: _sum(g, m.pieces, m.length, d)
-    return _one_index([(p.at, p.at + p.length) for p in pieces], d)
-
-
-def _one_index(ranges: Sequence[tuple[int, int]], d: int) -> tuple[Any, ...]:
-    """Ranges of a dimension, one after the other, as one index: a slice if it is one range."""
-    if len(ranges) == 1:
-        return along(d, *ranges[0])
-    return (*(slice(None),) * d, np.concatenate([np.arange(start, stop) for start, stop in ranges]))
-
-
-def _add_ranges(out: Any, m: Message, part: Any, d: int) -> None:
-    """Add what came back of a message to what the block gave to it."""
-    at = 0
-    for start, stop in m.ranges:
-        out[along(d, start, stop)] += part[along(d, at, at + stop - start)]
-        at += stop - start
-
-
-class Dimension(NamedTuple):
-    """One dimension as a worker sees it: the workers along it, the widths of all their blocks, the boundary."""
-
-    line: Group
-    pairs: tuple[Pair, ...]
-    boundary: str
-
-    @property
-    def alone(self) -> bool:
-        """Whether the worker needs nobody else here, nor anybody else this one: halos reach nowhere, or trim."""
-        return self.line.size == 1 or all(low <= 0 and high <= 0 for low, high in self.pairs)
-
-    @property
-    def own(self) -> Pair:
-        return self.pairs[self.line.index]
-
-
-@lru_cache(maxsize=1024)
-def _dimensions(
-    spec: P,
-    widths: tuple[tuple[Pair, ...], ...],
-    boundary: str | tuple[str, ...],
-    axes: tuple[str, ...],
-    sides: Shape,
-    members: Shape,
-    place: int,
-    ndim: int,
-) -> tuple[Dimension, ...]:
-    """The dimensions of the block of the worker at `place` of a group."""
-    found = []
-    for d in range(ndim):
-        line = _line(axes, sides, members, place, spec.dims[d] if d < len(spec) else ())
-        pairs = widths[d] if d < len(widths) else ((0, 0),)
-        end = boundary if isinstance(boundary, str) else boundary[d] if d < len(boundary) else "none"
-        found.append(Dimension(line, pairs * line.size if len(pairs) == 1 else pairs, end))
-    return tuple(found)
-
-
-def _line(axes: tuple[str, ...], sides: Shape, members: Shape, place: int, names: tuple[str, ...]) -> Group:
-    """Of a group along `axes` those that differ from the one at `place` along `names` only."""
-    strides, stride = {}, 1
-    for name, n in zip(reversed(axes), reversed(sides), strict=True):
-        strides[name] = (stride, n)
-        stride *= n
-    own = [place // strides[n][0] % strides[n][1] for n in names]
-    places = [place - sum(k * strides[n][0] for k, n in zip(own, names, strict=True))]
-    at = 0
-    for k, n in zip(own, names, strict=True):
-        places = [p + j * strides[n][0] for p in places for j in range(strides[n][1])]
-        at = at * strides[n][1] + k
-    return Group(names, tuple(strides[n][1] for n in names), tuple(members[p] for p in places), at)
-
-
-class Stage(NamedTuple):
-    """The plan of a dimension, which of its blocks is this worker's, and the workers that it is for."""
-
-    line: Group
-    plan: HaloPlan
-    k: int
-
-    @property
-    def idle(self) -> bool:
-        """Whether all blocks stay as they are."""
-        return not self.plan.moves and self.plan.keeps(self.k)
-
-    @property
-    def length(self) -> int:
-        return self.plan.lengths[self.k]
-
-    @property
-    def place(self) -> int | None:
-        """Where the block stands in its result; None if it is not all there."""
-        size = self.plan.sizes[self.k]
-        if size == 0:
-            return 0
-        whole = _whole(self.plan.own(self.k), size)
-        return whole.at if whole else None
-
-
-def _stages(
-    dimensions: Sequence[Dimension], block: Shape, sizes: Sequence[tuple[int, ...] | None], nothing: bool = False
-) -> list[Stage]:
-    """The plans for a block of this shape. sizes: the lengths of all blocks of a dimension, where they matter. nothing:
-    whether an array of length 0 may be continued in any way, as zeros."""
-    stages = []
-    for dim, n, known in zip(dimensions, block, sizes, strict=True):
-        lengths, pairs, k = ((n,), (dim.own,), 0) if dim.alone else (known, dim.pairs, dim.line.index)
-        assert lengths is not None
-        boundary = "zero" if nothing and not sum(lengths) and dim.boundary != "none" else dim.boundary
-        stages.append(Stage(dim.line, halo_plan(lengths, pairs, boundary), k))
-    return stages
+__all__ = ["HaloAccumulate", "HaloExchange", "halo_accumulate", "halo_exchange"]
 
 
 _WHOLE = P()
@@ -270,14 +89,14 @@ class _Halo(Operator):
                     mend='P("x") splits dimension 0 over axis x: HaloExchange(("x",), P("x"), 1)',
                 )
             )
-        widths = _widths(where, self.spec, self.widths)
+        widths = widths_of(where, self.spec, self.widths)
         object.__setattr__(self, "widths", widths)
-        object.__setattr__(self, "boundary", _boundaries(where, self.boundary, len(widths)))
+        object.__setattr__(self, "boundary", boundaries_of(where, self.boundary, len(widths)))
         if self.sizes is not None:
-            object.__setattr__(self, "sizes", _sizes(where, self.sizes))
+            object.__setattr__(self, "sizes", sizes_of(where, self.sizes))
 
     def _dimensions(self, group: Group, ndim: int) -> tuple[Dimension, ...]:
-        return _dimensions(
+        return dimensions_of(
             self.spec, self.widths, self.boundary, group.axes, group.dims, group.members, group.index, ndim
         )
 
@@ -354,139 +173,6 @@ class _Halo(Operator):
             return known
         enough = n + sum(abs(w) for pair in dim.pairs for w in pair) + 1
         return tuple(n if k == dim.line.index else enough for k in range(dim.line.size))
-
-    def _agree(self, part: Shape, block: Shape, d: int, m: Message, line: Group, s: int) -> None:
-        if part != (*block[:d], m.length, *block[d + 1 :]):
-            raise LayoutError(
-                message(
-                    f"spmd.{self.function}",
-                    argument="x",
-                    got=f"blocks of shapes {list(block)} (member {line.index}) and {list(part)} "
-                    f"(a part, of member {s}) along {' and '.join(map(repr, line.axes))}",
-                    need=f"blocks that differ in dimension {d} only",
-                    mend="let the spec say what splits the array",
-                )
-            )
-
-
-class _Room(NamedTuple):
-    """Where the result of an exchange lies. shape: of the result; window: where the block stands in it. ahead: how many
-    entries of the result come before those of the block, where these come one after the other, and nothing else is
-    sent; else None."""
-
-    shape: Shape
-    window: tuple[slice, ...]
-    ahead: int | None
-
-    def place(self, x: Any, borrowed: bool) -> tuple[Any, Any]:
-        """Room for the result, in which the block has its place, and the result: around the block where it lies, if
-        there is room and nobody writes to it."""
-        if type(x) is np.ndarray and prod(self.shape) * x.itemsize <= COPIED:
-            room = np.empty(self.shape, x.dtype)
-            room[self.window] = x
-            return room, room
-        if self.ahead is not None and not borrowed and type(x) is np.ndarray:
-            found = pool.around(x, self.ahead * x.itemsize, self.shape)
-            if found is not None:
-                return found
-        room = empty(self.shape, x)
-        put(room[self.window], x)
-        return room, room
-
-    def is_around(self, x: np.ndarray) -> bool:
-        """Whether the result finds room around a block that lies as this one."""
-        nbytes = prod(self.shape) * x.itemsize
-        return nbytes > COPIED and self.ahead is not None and pool.has_room(x, self.ahead * x.itemsize, nbytes)
-
-
-def _ahead(shape: Shape, window: Sequence[slice], moving: Sequence[int]) -> int | None:
-    """That of the room for the result of a block that goes on in the dimensions `moving`. None for several: what the
-    later ones send is of the room, which is another result's as soon as nobody has this one."""
-    if len(moving) != 1 or prod(shape[: moving[0]]) != 1:
-        return None
-    d = moving[0]
-    return window[d].start * prod(shape[d + 1 :])
-
-
-@dataclass(frozen=True)
-class FillHalo(Combine):
-    """A block, with what comes from its neighbours along one dimension around it.
-
-    op: the exchange. d: the dimension; length: of the result in it. gaps: where zeros stand. own: what stands there of
-    the block itself; takes: of what comes from others. room: where the result of all dimensions lies, and window: what
-    of it is filled then; None where the block is not all there, and so each dimension makes an array of its own.
-    """
-
-    op: HaloExchange
-    d: int
-    length: int
-    gaps: tuple[Any, ...]
-    own: tuple[Place, ...]
-    takes: tuple[tuple[int, Message, tuple[Place, ...]], ...]
-    room: _Room | None
-    window: tuple[slice, ...] | None
-    in_place: bool = False
-    parallel: ClassVar[bool] = True
-
-    def complete(self, plan: Plan, shapes: Sequence[Any]) -> tuple[Make, Shape]:
-        for s, m, _ in self.takes:
-            self.op._agree(shapes[s], plan.shape, self.d, m, plan.group, s)
-        shape = (*plan.shape[: self.d], self.length, *plan.shape[self.d + 1 :])
-
-        def make(x: Any, blocks: Sequence[Any], fresh: bool = True, begun: Any = None) -> Any:
-            out, whole = begun or self.begin(plan, x)
-            for s, _, places in self.takes:
-                _fill(out, blocks[s], places, self.d)
-            return sealed(whole)
-
-        return make, shape
-
-    def begin(self, plan: Plan, x: Any, borrowed: bool = False) -> Any:
-        """What is filled now, and the result, with what the block has of it."""
-        if self.room is None:
-            out = whole = empty((*x.shape[: self.d], self.length, *x.shape[self.d + 1 :]), x)
-        else:
-            room, whole = self.room.place(x, borrowed)
-            out = room[self.window]
-        self.fill(out, x)
-        return out, whole
-
-    def fill(self, out: Any, x: Any) -> None:
-        """Put there what comes from nobody else."""
-        for gap in self.gaps:
-            out[gap] = 0
-        _fill(out, x, self.own, self.d)
-
-    def quick(self, plan: Plan, shapes: Sequence[Any]) -> Make | None:
-        d, room = self.d, self.room
-        if room is None or prod(room.shape) * plan.dtype.itemsize > COPIED:
-            return None
-        pieces = [(None, *place) for place in self.own]
-        pieces += [(s, *place) for s, _, places in self.takes for place in places]
-        if any(_length(of[d]) != _length(to[d]) for _, to, of, _ in pieces):  # of "edge" one entry is repeated
-            return None
-        at_once = joiner(room.shape, plan.dtype, [room.window, *self.gaps, *(to for _, to, _, _ in pieces)])
-        if at_once is None:
-            return None
-        zeros_there = [np.zeros(room.shape, plan.dtype)[gap] for gap in self.gaps]
-
-        def parts(x: Any, blocks: Sequence[Any]) -> Iterator[np.ndarray]:
-            for s, _, of, flipped in pieces:
-                part = (x if s is None else blocks[s])[of]
-                yield np.flip(part, d) if flipped else part
-
-        return lambda x, blocks: at_once([x, *zeros_there, *parts(x, blocks)])
-
-    def __str__(self) -> str:
-        sources = ", ".join(str(s) for s, _, _ in self.takes)
-        return f"length {self.length} in dimension {self.d}: the block" + f", and parts from {sources}" * bool(sources)
-
-
-@dataclass(frozen=True, eq=False)
-class HaloPlans(Plans):
-    """The plans of an exchange, one for each dimension in which the block goes on. room: see `FillHalo`."""
-
-    room: _Room | None
 
 
 class HaloExchange(_Halo):
@@ -613,13 +299,13 @@ class HaloExchange(_Halo):
     def _plans_with(
         self, group: Group, shape: Shape, dtype: np.dtype, nothing: bool, sizes: tuple[Any, ...]
     ) -> HaloPlans:
-        stages = _stages(self._dimensions(group, len(shape)), shape, sizes, nothing)
+        stages = stages_of(self._dimensions(group, len(shape)), shape, sizes, nothing)
         places, lengths = [stage.place for stage in stages], tuple(stage.length for stage in stages)
         moving = [d for d, stage in enumerate(stages) if not stage.idle]
         bound = self._like(type(self), sizes=sizes, block=shape)
         window, room = [slice(at, at + n) for at, n in zip(places, shape, strict=True) if at is not None], None
         if len(window) == len(shape):
-            room = _Room(lengths, tuple(window), _ahead(shape, window, moving))
+            room = Room(lengths, tuple(window), entries_ahead(shape, window, moving))
         steps, block = [], list(shape)
         for d in moving:
             line, plan, k = stages[d]
@@ -628,16 +314,16 @@ class HaloExchange(_Halo):
                 window[d] = slice(0, lengths[d])
                 own = tuple(p for p in own if (p.at, p.length) != (places[d], plan.sizes[k]) or p.flipped)
             combine = FillHalo(
-                self,
+                self.function,
                 d,
                 lengths[d],
                 gaps=tuple(along(d, start, stop) for start, stop in plan.gaps[k]),
-                own=_places(own, d),
-                takes=tuple((s, m, _places(m.pieces, d)) for s, m in plan.takes[k].items()),
+                own=piece_places(own, d),
+                takes=tuple((s, m, piece_places(m.pieces, d)) for s, m in plan.takes[k].items()),
                 room=room,
                 window=None if room is None else tuple(window),
             )
-            sends = {t: _one_index(m.ranges, d) for t, m in plan.sends[k].items()}
+            sends = {t: one_index(m.ranges, d) for t, m in plan.sends[k].items()}
             parts = [sends.get(j) for j in range(line.size)]
             kind = "exchange" if plan.moves else "none"
             steps.append(Plan(kind, line, tuple(block), dtype, parts, combine, lambda _: bound))
@@ -651,47 +337,6 @@ class HaloExchange(_Halo):
     @property
     def H(self) -> Operator:
         return self._turned
-
-
-@dataclass(frozen=True)
-class AddHalo(Combine):
-    """A block with a halo along one dimension, without it: what it holds of the block is added up, and what comes back
-    from others is added to it.
-
-    op: the operator. d: the dimension; size: of the block in it. own: the pieces of the block itself. sends: what it
-    has given to others, by member, which comes back.
-    """
-
-    op: HaloAccumulate
-    d: int
-    size: int
-    own: tuple[Piece, ...]
-    sends: Mapping[int, Message]
-    parallel: ClassVar[bool] = True
-
-    def complete(self, plan: Plan, shapes: Sequence[Any]) -> tuple[Make, Shape]:
-        block = (*plan.shape[: self.d], self.size, *plan.shape[self.d + 1 :])
-        for t, m in self.sends.items():
-            self.op._agree(shapes[t], block, self.d, m, plan.group, t)
-
-        def make(g: Any, blocks: Sequence[Any], fresh: bool = True, begun: Any = None) -> Any:
-            out = self.begin(plan, g) if begun is None else begun
-            for t, m in self.sends.items():  # in the order of the workers
-                _add_ranges(out, m, blocks[t], self.d)
-            return sealed(out)
-
-        return make, block
-
-    def begin(self, plan: Plan, x: Any, borrowed: bool = False) -> Any:
-        return self.sum_own(x, True)
-
-    def sum_own(self, g: Any, fresh: bool) -> Any:
-        """What the block itself holds. fresh: never a view."""
-        return _sum(g, self.own, self.size, self.d, fresh)
-
-    def __str__(self) -> str:
-        sources = ", ".join(map(str, self.sends))
-        return f"length {self.size} in dimension {self.d}: the block" + f", parts from {sources} added" * bool(sources)
 
 
 class HaloAccumulate(_Halo):
@@ -708,7 +353,7 @@ class HaloAccumulate(_Halo):
             n = near_size(shape[d], dim.own, dim.boundary, dim.line.index, dim.line.size)
             sizes.append(self._supposed(d, dim, max(n, 0)))
         block, _ = replace(self, sizes=sizes)._without(dimensions, shape, {})
-        return self._plans_with(_stages(dimensions, block, sizes), shape, dtype, self)
+        return self._plans_with(stages_of(dimensions, block, sizes), shape, dtype, self)
 
     def start(self, comm: Comm, group: Group, x: Any, call: Call) -> Handle:
         return Chained(self._accumulate(comm, group, x, call))
@@ -726,11 +371,11 @@ class HaloAccumulate(_Halo):
             handle = comm.exchange(plan.group, call, plan.sends(g)) if plan.kind != "none" else None
             adds = bool(combine.sends)
             out = combine.sum_own(g, adds and not mine)
-            mine = mine or adds or not _crops(combine.own, combine.size)
+            mine = mine or adds or not crops(combine.own, combine.size)
             came = {} if handle is None else (yield handle)
             plan.complete([came[k].shape if k in came else None for k in range(plan.group.size)])
             for t, m in combine.sends.items():  # in the order of the workers
-                _add_ranges(out, m, came[t], combine.d)
+                add_ranges(out, m, came[t], combine.d)
             g = out
         return sealed(g if g is x or (mine and g.flags.c_contiguous) else copied(g)), plans.bound
 
@@ -748,7 +393,7 @@ class HaloAccumulate(_Halo):
         dimensions, shape = self._dimensions(group, x.ndim), x.shape
         learnt = yield from self._learnt(comm, dimensions, call)
         block, sizes = self._without(dimensions, shape, learnt)
-        stages = _stages(dimensions, block, sizes)
+        stages = stages_of(dimensions, block, sizes)
         need = tuple(stage.length for stage in stages)
         if shape != need:
             raise LayoutError(
@@ -771,8 +416,8 @@ class HaloAccumulate(_Halo):
             (line, plan, k), stage = stages[d], stages[d]
             if stage.idle:
                 continue
-            parts = [_returning(plan.takes[k][s], d) if s in plan.takes[k] else None for s in range(line.size)]
-            combine = AddHalo(self, d, plan.sizes[k], plan.own(k), plan.sends[k])
+            parts = [returning(plan.takes[k][s], d) if s in plan.takes[k] else None for s in range(line.size)]
+            combine = AddHalo(self.function, d, plan.sizes[k], plan.own(k), plan.sends[k])
             kind = "exchange" if plan.moves else "none"
             steps.append(Plan(kind, line, tuple(block), dtype, parts, combine, lambda _: bound))
             block[d] = plan.sizes[k]
@@ -803,101 +448,6 @@ class HaloAccumulate(_Halo):
         return self._turned
 
 
-# The functions that users write
-
-
-def _int(n: Any) -> int | None:
-    try:
-        return index(n)
-    except TypeError:
-        return None
-
-
-def _widths(where: str, spec: P, widths: Any) -> tuple[tuple[Pair, ...], ...]:
-    """For each dimension one pair (low, high), or one per block."""
-    one = _int(widths)
-    if one is not None:
-        return tuple(((one, one),) if names else ((0, 0),) for names in spec.trimmed)
-
-    def pair(given: Any) -> Pair:
-        low, high = given
-        return index(low), index(high)
-
-    def entry(given: Any) -> tuple[Pair, ...]:
-        one = _int(given)
-        if one is not None:
-            return ((one, one),)
-        return (pair(given),) if len(given) == 2 and _int(given[0]) is not None else tuple(map(pair, given))
-
-    try:
-        found = tuple(entry(given) for given in widths)
-        if all(found) and len(found) >= len(spec.trimmed):
-            return found
-        got = f"{widths!r}, of {len(found)} entries, for {spec}"
-    except (TypeError, ValueError):
-        got = repr(widths)
-    raise LayoutError(
-        message(
-            where,
-            argument="widths",
-            got=got,
-            need="an int, or one entry per dimension: an int, (low, high), or a list of one (low, high) per block",
-            mend="widths=(1, (2, 0)): one entry on both sides of dimension 0, two below dimension 1",
-        )
-    ) from None
-
-
-def _sizes(where: str, sizes: Any) -> tuple[tuple[int, ...] | None, ...]:
-    """For each dimension the lengths of its blocks, or None."""
-    try:
-        found = tuple(None if s is None else tuple(map(index, s)) for s in sizes)
-        if all(n >= 0 for s in found for n in s or ()):
-            return found
-    except TypeError:
-        pass
-    raise LayoutError(
-        message(
-            where,
-            argument="sizes",
-            got=repr(sizes),
-            need="for each dimension the lengths of its blocks, or None",
-            mend="sizes=[(3, 2, 0), None]: dimension 0 lies in blocks of 3, 2 and 0",
-        )
-    )
-
-
-_SYMMETRIC = ', which is the same for widths of 1; "reflect" mirrors too, and does not repeat the last entry'
-
-
-def _boundaries(where: str, boundary: Any, count: int) -> str | tuple[str, ...]:
-    """One boundary, or one for each dimension that has widths."""
-    each = tuple(boundary) if isinstance(boundary, Sequence) and not isinstance(boundary, str) else (boundary,)
-    for b in each:
-        if b not in BOUNDARIES:
-            raise LayoutError(
-                message(
-                    where,
-                    argument="boundary",
-                    got=repr(b),
-                    need=f"one of {', '.join(BOUNDARIES)}, or one for each dimension",
-                    mend=f'write "{closest(b, BOUNDARIES)}"' + _SYMMETRIC * (b == "symmetric"),
-                )
-            )
-    if isinstance(boundary, str):
-        return boundary
-    if len(each) < count:
-        raise LayoutError(
-            message(
-                where,
-                argument="boundary",
-                got=f"{each}, of {len(each)} entries, for {count} dimension{'s' * (count != 1)} with widths",
-                need="one for all, or one for each",
-                mend='"none" for dimensions that end where the array ends',
-            )
-        )
-    return each
-
-
 def _operator(kind: type[_Halo], spec: P, widths: Any, boundary: Any, shape: Any, sizes: Any) -> _Halo:
     try:
         sides = (WORKER.get() or here(f"spmd.{kind.function}")).mesh.sides
@@ -909,14 +459,9 @@ def _operator(kind: type[_Halo], spec: P, widths: Any, boundary: Any, shape: Any
     except TypeError:  # lists
         pass
     try:
-        return _made(kind, spec, *map(_hashable, (widths, boundary, shape, sizes)), sides)
+        return _made(kind, spec, *map(as_tuples, (widths, boundary, shape, sizes)), sides)
     except (TypeError, LayoutError):  # which shows what was written
         return _made.__wrapped__(kind, spec, widths, boundary, shape, sizes, sides)
-
-
-def _hashable(given: Any) -> Any:
-    """Lists as tuples, at every depth: both say the same."""
-    return tuple(map(_hashable, given)) if isinstance(given, list | tuple) else given
 
 
 @lru_cache(maxsize=1024, typed=True)
@@ -943,54 +488,6 @@ def _made(
         )
     sizes = sizes if shape is None else balanced(where, spec, shape, axes)
     return kind(spec.axes, spec, widths, boundary, sizes)
-
-
-def checked_spec(where: str, spec: Any, axes: Mapping[str, int], ndim: int | None = None, space: int = 0) -> None:
-    """Raise where that is no spec on these axes of a mesh, for an array of ndim dimensions. space: the dimension that
-    is split first, most often."""
-    if not isinstance(spec, P):
-        example = ", ".join(["None"] * space + ['"x"'])
-        raise SpecError(
-            message(
-                where,
-                argument="spec",
-                got=describe(spec),
-                need="a spec, which says what axes split what dimensions",
-                mend=f"P({example}) where axis x splits dimension {space}",
-            )
-        )
-    spec.check(axes, where, "spec", ndim)
-
-
-def balanced(where: str, spec: P, shape: Any, axes: Mapping[str, int]) -> list[tuple[int, ...]]:
-    """For each dimension the lengths of the balanced blocks of an array of this shape. axes: those of the mesh."""
-    whole = [-1 if n is None else n for n in map(_int, shape)] if isinstance(shape, Iterable) else [-1]
-    if len(whole) < len(spec.trimmed) or min(whole, default=0) < 0:
-        raise LayoutError(
-            message(
-                where,
-                argument="shape",
-                got=f"{shape!r} for {spec}",
-                need="the shape of the whole array, whose blocks are balanced",
-                mend="leave it out: the lengths of the blocks are learnt",
-            )
-        )
-    parts = [[axes[n] for n in (spec.dims[d] if d < len(spec) else ())] for d in range(len(whole))]
-    return [block_sizes(n, p) for n, p in zip(whole, parts, strict=True)]
-
-
-def lengths_met(
-    op: str, worker: Worker, names: Sequence[tuple[str, ...]], shape: Shape, dtype: np.dtype
-) -> tuple[tuple[int, ...], ...]:
-    """The lengths of all workers' blocks in each dimension of one of this shape. names: the axes that split each. A
-    meeting for each dimension that several workers share; no bytes."""
-    found = []
-    for d, axes in enumerate(names):
-        group = worker.group(axes)
-        call = Call(op, axes, np.dtype(dtype), tuple(shape))
-        shapes = [shape] if group.size == 1 else worker.comm.shapes(group, call).wait()
-        found.append(tuple(s[d] for s in shapes))
-    return tuple(found)
 
 
 def halo_exchange(

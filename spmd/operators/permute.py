@@ -15,7 +15,9 @@ from spmd.autodiff.tracer import value_of
 from spmd.device import to_host
 from spmd.errors import LayoutError, describe, message
 from spmd.mesh import Worker, here
-from spmd.operators.base import Operator, interned, memoised, named, operate, rebound
+from spmd.operators.apply import operate
+from spmd.operators.base import Operator, named
+from spmd.operators.memo import interned, memoised, rebound
 from spmd.operators.reduce import AxisName, _names
 from spmd.transport.call import Call, Group, Shape
 from spmd.transport.plan import Forward, Plan

@@ -13,7 +13,10 @@ import numpy as np
 from spmd.errors import LayoutError, MeshError, describe, message
 from spmd.layout import Box, Layout
 from spmd.mesh import WORKER, here
-from spmd.operators.base import Operator, interned, memoised, operate, unmoved
+from spmd.operators.apply import operate
+from spmd.operators.base import Operator
+from spmd.operators.memo import interned, memoised
+from spmd.operators.sums import unmoved
 from spmd.plan import Move, plan
 from spmd.state import INVARIANT, VARYING, State, state_of
 from spmd.tracebacks import shorten

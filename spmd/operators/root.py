@@ -17,22 +17,13 @@ from spmd.frontends import frontend
 from spmd.kernels import on_device
 from spmd.layout import Layout
 from spmd.mesh import here
-from spmd.operators.base import (
-    Operator,
-    agree,
-    check_length,
-    cuts,
-    each_leaf,
-    given_sizes,
-    interned,
-    normal_axis,
-    operate,
-    owned_block,
-    rebound,
-    split_at,
-    unmoved,
-)
+from spmd.operators.apply import operate
+from spmd.operators.base import Operator, each_leaf
+from spmd.operators.blocks import owned_block
+from spmd.operators.memo import interned, rebound
 from spmd.operators.reduce import AxisName, _names
+from spmd.operators.splitting import agree, check_length, cuts, given_sizes, normal_axis, split_at
+from spmd.operators.sums import unmoved
 from spmd.state import INVARIANT, ROOTED, State, state_of
 from spmd.transport.call import Call, Group, Shape
 from spmd.transport.plan import Concatenate, Forward, Plan, Reduce

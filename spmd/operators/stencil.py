@@ -22,9 +22,13 @@ from spmd.errors import LayoutError, SpecError, describe, message
 from spmd.kernels.windows import reach
 from spmd.layout import P
 from spmd.mesh import here
-from spmd.operators.base import Operator, bounded, interned, operate, rebound
-from spmd.operators.halo import HaloExchange, along, checked_spec
-from spmd.operators.halo_plan import BOUNDARIES as EVERY
+from spmd.operators.apply import operate
+from spmd.operators.base import Operator
+from spmd.operators.halo import HaloExchange
+from spmd.operators.halo_arguments import checked_spec
+from spmd.operators.halo_geometry import BOUNDARIES as EVERY
+from spmd.operators.halo_geometry import along
+from spmd.operators.memo import bounded, interned, rebound
 from spmd.spellings import closest
 from spmd.transport.base import Comm
 from spmd.transport.call import Call, Group

@@ -15,7 +15,7 @@ from spmd.errors import (
     MissingMethodError,
     StateError,
 )
-from spmd.operators.reduce import Sum
+from spmd.operators.sums import Sum
 
 SUMS = [
     Row(

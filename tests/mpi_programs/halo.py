@@ -14,7 +14,7 @@ from spmd.device import to_host
 from spmd.kernels import on_device
 from spmd.layout import Layout
 from spmd.operators.halo import HaloExchange
-from spmd.operators.halo_plan import BOUNDARIES
+from spmd.operators.halo_geometry import BOUNDARIES
 from spmd.testing import check_adjoint
 
 WIDTHS = [1, ((2, 0), (0, 3)), (5, (-1, 2)), ([(1, 0), (0, 2), (0, 0), (4, 4)], 0), ((-1, -1), 1)]

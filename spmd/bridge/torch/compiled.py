@@ -23,8 +23,10 @@ from spmd.bridge.torch.tensor import COMPILED, Tensor
 from spmd.errors import MeshError, StateError, message
 from spmd.layout import Layout, P
 from spmd.mesh import WORKER, Mesh, Worker, here
-from spmd.operators.base import Operator, named, operate
-from spmd.operators.reduce import Extremum, Sum
+from spmd.operators.apply import operate
+from spmd.operators.base import Operator, named
+from spmd.operators.reduce import Extremum
+from spmd.operators.sums import Sum
 from spmd.state import ROOTED
 from spmd.tracebacks import api_boundary
 

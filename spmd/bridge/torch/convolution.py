@@ -20,7 +20,8 @@ from spmd.bridge.torch.sharded import ShardedModule
 from spmd.errors import LayoutError, SpecError, describe, message
 from spmd.layout import Layout, P, block_sizes
 from spmd.mesh import Worker, here
-from spmd.operators.halo import halo_exchange, lengths_met
+from spmd.operators.halo import halo_exchange
+from spmd.operators.halo_arguments import lengths_met
 from spmd.operators.reduce import psum, pvary
 from spmd.tracebacks import api_boundary
 from spmd.window import Window, plan_windows

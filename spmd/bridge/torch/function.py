@@ -39,8 +39,11 @@ from spmd.bridge.torch.tensor import (
 )
 from spmd.errors import MeshError, ReplicaError, TransportError, caller, message
 from spmd.mesh import WORKER, Mesh, Worker
-from spmd.operators.base import Collective, Operator, Vary, admitted, interned, launch, verify
-from spmd.operators.reduce import Sum
+from spmd.operators.apply import launch
+from spmd.operators.base import Collective, Operator
+from spmd.operators.memo import interned
+from spmd.operators.sums import Sum, Vary
+from spmd.operators.varying import admitted, verify
 from spmd.state import State, state_of
 from spmd.tracebacks import api_boundary
 

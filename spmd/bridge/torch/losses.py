@@ -9,8 +9,8 @@ import torch
 from spmd.bridge.torch.function import FRONTEND, Task
 from spmd.bridge.torch.tensor import state_of_tensor
 from spmd.mesh import WORKER
-from spmd.operators.base import verify
 from spmd.operators.terms import is_share, warn_of_term
+from spmd.operators.varying import verify
 
 __all__ = ["look_at", "verify_loss"]
 

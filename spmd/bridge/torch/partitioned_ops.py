@@ -24,7 +24,7 @@ from spmd.bridge.torch.tensor import Tensor
 from spmd.errors import LayoutError, describe, message
 from spmd.layout import Layout, P
 from spmd.operators.gather import AllGather
-from spmd.operators.reduce import Sum
+from spmd.operators.sums import Sum
 
 __all__ = ["run", "unscaling"]
 

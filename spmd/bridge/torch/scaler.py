@@ -9,7 +9,7 @@ import torch
 from spmd.bridge.torch.function import apply, seat_of
 from spmd.bridge.torch.partitioned_ops import unscaling
 from spmd.mesh import WORKER
-from spmd.operators.reduce import Sum
+from spmd.operators.sums import Sum
 
 __all__ = ["GradScaler"]
 

@@ -25,7 +25,7 @@ from spmd.errors import LayoutError, StateError, describe, message
 from spmd.layout import Layout, P
 from spmd.mesh import WORKER, here
 from spmd.operators.base import named
-from spmd.operators.reduce import Sum
+from spmd.operators.sums import Sum
 from spmd.tracebacks import api_boundary
 
 __all__ = ["ShardedModule", "clip_grad_norm_", "grad_norm", "state_dict"]

@@ -17,21 +17,12 @@ from spmd.device import to_host
 from spmd.errors import LayoutError, describe, message
 from spmd.frontends import frontend
 from spmd.mesh import Worker, here
-from spmd.operators.base import (
-    Called,
-    Operator,
-    agree,
-    given_sizes,
-    interned,
-    memoised,
-    named,
-    normal_axis,
-    operate,
-    rebound,
-    split_ways,
-    varying,
-)
+from spmd.operators.apply import operate
+from spmd.operators.base import Called, Operator, named
+from spmd.operators.memo import interned, memoised, rebound
 from spmd.operators.reduce import AxisName, _names
+from spmd.operators.splitting import agree, given_sizes, normal_axis, split_ways
+from spmd.operators.varying import varying
 from spmd.transport.call import Call, Group, Shape
 from spmd.transport.handles import sealed
 from spmd.transport.plan import Combine, Concatenate, Make, Plan

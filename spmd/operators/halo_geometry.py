@@ -9,7 +9,8 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from spmd.errors import LayoutError, message
-from spmd.layout import block_sizes, offsets
+from spmd.layout import P, block_sizes, offsets
+from spmd.transport.call import Group, Shape
 
 __all__ = [
     "BOUNDARIES",
@@ -17,6 +18,7 @@ __all__ = [
     "Message",
     "Pair",
     "Piece",
+    "along",
     "halo_plan",
     "lengths_before",
     "near_size",
@@ -265,3 +267,109 @@ def trimmed(where: str, block: int, size: int, widths: Pair) -> LayoutError:
             mend="trim less; give each block its own widths, [(low, high), ...], where one pair does not suit all",
         )
     )
+
+
+# Moving blocks
+
+
+def along(d: int, start: int, stop: int | None) -> tuple[slice, ...]:
+    """The entries start:stop of dimension d."""
+    return (*(slice(None),) * d, slice(start, stop))
+
+
+class Dimension(NamedTuple):
+    """One dimension as a worker sees it: the workers along it, the widths of all their blocks, the boundary."""
+
+    line: Group
+    pairs: tuple[Pair, ...]
+    boundary: str
+
+    @property
+    def alone(self) -> bool:
+        """Whether the worker needs nobody else here, nor anybody else this one: halos reach nowhere, or trim."""
+        return self.line.size == 1 or all(low <= 0 and high <= 0 for low, high in self.pairs)
+
+    @property
+    def own(self) -> Pair:
+        return self.pairs[self.line.index]
+
+
+@lru_cache(maxsize=1024)
+def dimensions_of(
+    spec: P,
+    widths: tuple[tuple[Pair, ...], ...],
+    boundary: str | tuple[str, ...],
+    axes: tuple[str, ...],
+    sides: Shape,
+    members: Shape,
+    place: int,
+    ndim: int,
+) -> tuple[Dimension, ...]:
+    """The dimensions of the block of the worker at `place` of a group."""
+    found = []
+    for d in range(ndim):
+        line = _line(axes, sides, members, place, spec.dims[d] if d < len(spec) else ())
+        pairs = widths[d] if d < len(widths) else ((0, 0),)
+        end = boundary if isinstance(boundary, str) else boundary[d] if d < len(boundary) else "none"
+        found.append(Dimension(line, pairs * line.size if len(pairs) == 1 else pairs, end))
+    return tuple(found)
+
+
+def _line(axes: tuple[str, ...], sides: Shape, members: Shape, place: int, names: tuple[str, ...]) -> Group:
+    """Of a group along `axes` those that differ from the one at `place` along `names` only."""
+    strides, stride = {}, 1
+    for name, n in zip(reversed(axes), reversed(sides), strict=True):
+        strides[name] = (stride, n)
+        stride *= n
+    own = [place // strides[n][0] % strides[n][1] for n in names]
+    places = [place - sum(k * strides[n][0] for k, n in zip(own, names, strict=True))]
+    at = 0
+    for k, n in zip(own, names, strict=True):
+        places = [p + j * strides[n][0] for p in places for j in range(strides[n][1])]
+        at = at * strides[n][1] + k
+    return Group(names, tuple(strides[n][1] for n in names), tuple(members[p] for p in places), at)
+
+
+def whole_piece(pieces: Sequence[Piece], length: int) -> Piece | None:
+    """A piece that is all there is to be given, as it is."""
+    return next((p for p in pieces if p[1:3] == (0, length) and p.length == length and not p.flipped), None)
+
+
+class Stage(NamedTuple):
+    """The plan of a dimension, which of its blocks is this worker's, and the workers that it is for."""
+
+    line: Group
+    plan: HaloPlan
+    k: int
+
+    @property
+    def idle(self) -> bool:
+        """Whether all blocks stay as they are."""
+        return not self.plan.moves and self.plan.keeps(self.k)
+
+    @property
+    def length(self) -> int:
+        return self.plan.lengths[self.k]
+
+    @property
+    def place(self) -> int | None:
+        """Where the block stands in its result; None if it is not all there."""
+        size = self.plan.sizes[self.k]
+        if size == 0:
+            return 0
+        whole = whole_piece(self.plan.own(self.k), size)
+        return whole.at if whole else None
+
+
+def stages_of(
+    dimensions: Sequence[Dimension], block: Shape, sizes: Sequence[tuple[int, ...] | None], nothing: bool = False
+) -> list[Stage]:
+    """The plans for a block of this shape. sizes: the lengths of all blocks of a dimension, where they matter. nothing:
+    whether an array of length 0 may be continued in any way, as zeros."""
+    stages = []
+    for dim, n, known in zip(dimensions, block, sizes, strict=True):
+        lengths, pairs, k = ((n,), (dim.own,), 0) if dim.alone else (known, dim.pairs, dim.line.index)
+        assert lengths is not None
+        boundary = "zero" if nothing and not sum(lengths) and dim.boundary != "none" else dim.boundary
+        stages.append(Stage(dim.line, halo_plan(lengths, pairs, boundary), k))
+    return stages

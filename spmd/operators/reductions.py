@@ -15,11 +15,11 @@ from spmd.autodiff.tracer import Array
 from spmd.errors import describe
 from spmd.frontends import frontend
 from spmd.kernels import on_device
-from spmd.operators.base import named, normal_axis, operate
+from spmd.operators.apply import operate
+from spmd.operators.base import named
 from spmd.operators.reduce import (
     AxisName,
     Extremum,
-    Sum,
     _names,
     added_up_in,
     dtype_of,
@@ -31,6 +31,8 @@ from spmd.operators.reduce import (
     rounded,
     varying_of,
 )
+from spmd.operators.splitting import normal_axis
+from spmd.operators.sums import Sum
 
 __all__ = ["max", "mean", "min", "sum"]
 

@@ -1,0 +1,242 @@
+"""How a collective is applied: to arrays of a body, traced or not, to numbers, and to cotangents."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from spmd.autodiff import tree
+from spmd.autodiff.allocation import writable
+from spmd.autodiff.apply import NO_OPTIONS, weak
+from spmd.autodiff.primitive import Primitive
+from spmd.autodiff.staging.program import COMM
+from spmd.autodiff.staging.recorder import slot_of
+from spmd.autodiff.tape import Future, Node
+from spmd.autodiff.tracer import Array, value_of
+from spmd.device import contiguous, copied
+from spmd.errors import (
+    caller,
+)
+from spmd.frontends import frontend
+from spmd.kernels import on_device
+from spmd.mesh import WORKER, Worker, here
+from spmd.operators import algebra
+from spmd.operators.base import NUMBERS, Collective, use_application
+from spmd.operators.blocks import bare_block, owned_block
+from spmd.operators.gradient_buckets import LEAF
+from spmd.operators.plan_cache import Prepared, call_of, prepared_for
+from spmd.operators.sums import Vary
+from spmd.operators.varying import admitted, outside, vary
+from spmd.state import State, state_of
+from spmd.transport.base import Comm
+from spmd.transport.call import LEDGERS
+from spmd.transport.handles import Done, Handle, sealed
+
+
+def operate(op: Collective, x, frame: FrameType | None = None) -> Any:
+    """Apply a collective to the user's x: a traced or bare array, a number, or a pytree of them."""
+    worker = WORKER.get() or here(f"spmd.{op.function}")
+    frame = frame or sys._getframe(1)
+    if type(x) is Array:
+        value, tape, state = x.value, x.tape, x.state
+        if type(value) is not np.ndarray and isinstance(value, np.generic):
+            value = np.asarray(value)
+        known = state is not None and type(value) is np.ndarray and prepared_for(op, value, state, worker, frame)
+        if not known or (tape is not None and known.admitted is not state):
+            return _begin(op, x, worker, frame)()
+        short = known.short
+        block, bound = known(worker.comm, value) if short is None else short(worker.comm, value, known.long)
+        if tape is None:
+            return Array(block, known.state)
+        return _recorded(bound, x, block, known.state)
+    if isinstance(x, np.ndarray | np.generic | int | float | complex) or on_device(x) or frontend(x) is not None:
+        return _begin(op, x, worker, frame)()
+    leaves, treedef = tree.flatten(x)
+    begun = [_begin(op, leaf, worker, frame) for op, leaf in zip(op.over(treedef), leaves, strict=False)]
+    return tree.unflatten(treedef, [finish() for finish in begun])
+
+
+def _begin(op: Collective, x, worker: Worker, frame) -> Callable[[], Any]:
+    """Admit one array, start the collective, and say how to finish."""
+    if type(x) in NUMBERS:
+        number = np.asarray(int(x) if op.adds and type(x) is bool else x)
+        handle = _start(op, number, worker, frame)  # no line of a program: it is alike each time
+        return lambda: _number(handle.wait()[0], op, worker)
+    if type(x) is not Array:
+        other = frontend(x)
+        if other is not None:
+            return other.begin(op, x, worker, frame)
+        if not worker.tracked:
+            return _begin_bare(op, x, worker, frame)
+        x = Array(owned_block(x, op), worker.state())
+    x = _admit(op, x, worker)
+    if op.adds and x.dtype == bool:
+        x = x.astype(np.int64)
+    begun = _apply(op, x, worker, frame)
+    return lambda: begun()[0]
+
+
+def _begin_bare(op: Collective, x, worker: Worker, frame) -> Callable[[], Any]:
+    """`_begin` in a body whose arrays carry no state. A block that could be written to is lent: it is read until the
+    collective is over, and copied only by those that hand blocks over as they are."""
+    block, lent = bare_block(x, op), False
+    x = x if isinstance(x, np.ndarray | np.generic) else block  # what came otherwise may share its memory too
+    if writable(x) and not on_device(block):
+        lent = block.flags.c_contiguous
+        block = sealed(block.view()) if lent else copied(block)
+    if block.dtype == bool and op.adds:
+        block = block.astype(np.int64)
+    begun = launch(op, block, worker, frame, lent=lent)
+    if not lent:
+        return lambda: begun()[0]
+
+    def finish():
+        result = begun()[0]
+        return sealed(copied(result)) if np.may_share_memory(result, x) else result
+
+    return finish
+
+
+def _number(ans, op: Collective, worker: Worker):
+    """The result of a collective of Python numbers: a weakly typed number where it is one number."""
+    value = ans.item() if ans.shape == () else ans
+    return worker.carrying(value, op.out_state(state_of(op.axes)))
+
+
+def _admit(op: Collective, x: Array, worker: Worker) -> Array:
+    """x in the state that the operator takes, or an error that says why not."""
+    if x.state is None:
+        raise outside(f"spmd.{op.function}", x)
+    return vary(x, admitted(op, x, x.state, worker))
+
+
+def _apply(op: Collective, x, worker: Worker, frame) -> Callable[[], tuple[Any, Collective]]:
+    """Start on a block or an Array of any level; recorded where it is traced. No check of states."""
+    if type(x) is not Array:
+        return launch(op, x, worker, frame)
+    if x.tape is None:
+        launched = launch(op, x.value, worker, frame)
+        state = op.out_state(x.state)
+
+        def finish():
+            block, bound = launched()
+            return Array(block, state), bound
+
+        return finish
+    inner = _apply(op, x.value, worker, frame)
+
+    def finish_traced():
+        ans, bound = inner()
+        return _recorded(bound, x, ans, op.out_state(x.state)), bound
+
+    return finish_traced
+
+
+def launch(
+    op: Collective, x, worker: Worker, frame, asks: list[bool] | None = None, lent: bool = False
+) -> Callable[[], tuple[Any, Collective]]:
+    """Start on a bare block. A number that is varied stays a number, weakly typed.
+
+    frame: from where it was called; None: from the nearest line of the user's above.
+    asks: whether the block is differentiated; once finished, whether that of any member is.
+    lent: whether the block may be written to when the collective is over.
+    """
+    if worker.program is not None and type(op) is not Vary:
+        found = _written_down(op, x, worker, frame)
+        return lambda: found
+    return _start(op, x, worker, frame, asks, lent).wait
+
+
+class _Line:
+    """A collective as a line of a program."""
+
+    def __init__(self, prepared: Prepared, name: str):
+        self.prepared = prepared
+        self.bound: Any = None
+        self.__name__ = name
+
+    def __call__(self, comm: Comm, x: Any) -> Any:
+        block, self.bound = self.prepared(comm, contiguous(x))
+        return block
+
+
+def _written_down(op: Collective, x: Any, worker: Worker, frame: Any) -> tuple[Any, Collective]:
+    """A collective that is called, and becomes a line of the worker's program: the new block and the bound operator."""
+    assert worker.program is not None
+    like, group = contiguous(slot_of(x)), worker.group(op.axes)
+    op.check(group, like)
+    line = _Line(Prepared(op, like.dtype, group, call_of(op, like, worker, frame, None, False), None), op.function)
+    block = worker.program.call(line, (COMM, x), effect=True, comm=worker.comm)
+    return block, line.bound
+
+
+def _start(op: Collective, x, worker: Worker, frame, asks: list[bool] | None = None, lent: bool = False) -> Handle:
+    """`launch`: the handle, whose result is the new block and the bound operator."""
+    for ledger in LEDGERS.get():
+        ledger.operator(worker.index, type(op).__name__, op.axes)
+    if type(op) is Vary:
+        return Done((x, op))
+    if type(x) is not np.ndarray or not x.flags.c_contiguous:
+        x = contiguous(x)
+    group = worker.group(op.axes)
+    op.check(group, x)
+    return op.start(worker.comm, group, x, call_of(op, x, worker, frame, asks, lent))
+
+
+def _recorded(bound: Collective, x: Array, ans: Any, state: State) -> Array:
+    """The result of a traced array, on its tape."""
+    args = (None, bound, x.value, ans) if bound.keeps else (None, bound, None, None)
+    if type(ans) is np.ndarray:
+        shape, dtype = ans.shape, ans.dtype
+    else:
+        bare = value_of(ans)
+        shape, dtype = np.shape(bare), weak(bare) if type(slot_of(bare)) in NUMBERS else ans.dtype
+    node = Node(_MOVE, _MOVE.rules, (x.node,), args, NO_OPTIONS, shape, dtype)
+    x.tape.open.append(node)
+    return Array(ans, state, x.tape, node)
+
+
+def move(op: Collective, g):
+    """Apply an operator to a cotangent: its state is right by construction, so nothing is checked."""
+    worker = WORKER.get() or here(f"spmd.{op.function}")
+    if type(op) is Vary and not LEDGERS.get():
+        return _passed(op, g, op.out_state(g.state) if type(g) is Array else None)
+    frame = sys._getframe(1)
+    if type(g) is np.ndarray:
+        known = prepared_for(op, g, None, worker, caller(frame))
+        if known:
+            return known(worker.comm, g)[0]
+    return _apply(op, g, worker, frame)()[0]
+
+
+def _passed(op: Vary, x: Any, state: Any) -> Any:
+    """Varied to a state, which moves nothing: recorded where it is traced."""
+    if type(x) is not Array:
+        return x
+    if x.tape is None:
+        return Array(x.value, state)
+    value = x.value
+    return _recorded(op, x, _passed(op, value, state) if type(value) is Array else value, state)
+
+
+_MOVE = Primitive(
+    None,
+    "collective",
+    rules=(lambda g, ans, op, x, y: op.pull(g, x, y),),
+    owe=lambda shared, g, leaf, op, x, y: _owed(shared, g, leaf, op),
+)
+
+
+def _owed(shared: dict, g: Any, leaf: Node, op: Collective) -> Future | None:
+    shared[LEAF] = leaf
+    return op.owe(shared, g)
+
+
+_functions: Any = SimpleNamespace(
+    operate=operate, move=move, across=algebra.across, composed=algebra.composed, meet=algebra.meet
+)
+use_application(_functions)

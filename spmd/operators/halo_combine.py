@@ -1,0 +1,276 @@
+"""How blocks with halos are put together of what comes, and added back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from spmd.device import COPIED, copied, empty, put, zeros
+from spmd.errors import LayoutError, message
+from spmd.kernels.cpu.moves import joiner
+from spmd.kernels.memory import pool
+from spmd.operators.halo_geometry import (
+    Message,
+    Piece,
+    along,
+    whole_piece,
+)
+from spmd.transport.call import Group, Shape
+from spmd.transport.handles import sealed
+from spmd.transport.plan import Combine, Make, Plan, Plans
+
+Place = tuple[Any, Any, bool]
+"""Where a piece stands in the result, which entries it has, both as indices, and whether it is flipped."""
+
+
+def piece_places(pieces: Iterable[Piece], d: int) -> tuple[Place, ...]:
+    return tuple((along(d, p.at, p.at + p.length), along(d, p.start, p.stop), p.flipped) for p in pieces)
+
+
+def _length(index: slice) -> int:
+    return index.stop - index.start
+
+
+def _fill(out: Any, block: Any, places: Iterable[Place], d: int) -> None:
+    """Put the pieces of a block, or of a message, where they stand."""
+    for to, of, flipped in places:
+        out[to] = np.flip(block[of], d) if flipped else block[of]
+
+
+def _add(out: Any, g: Any, pieces: Sequence[Piece], d: int) -> None:
+    """The adjoint of `_fill`: add to a block, or to a message, what stands at the places of its pieces."""
+    for p in pieces:
+        part = g[along(d, p.at, p.at + p.length)]
+        if p.repeat > 1:
+            part = np.sum(part, axis=d, keepdims=True, dtype=g.dtype)
+        out[along(d, p.start, p.stop)] += np.flip(part, d) if p.flipped else part
+
+
+def crops(pieces: Sequence[Piece], length: int) -> bool:
+    """Whether the sum of these pieces is one of them, a part of what it is taken from."""
+    return len(pieces) == 1 and whole_piece(pieces, length) is not None
+
+
+def _sum(g: Any, pieces: Sequence[Piece], length: int, d: int, fresh: bool = False) -> Any:
+    """What stands at the places of the pieces, added up to a block or a message of this length. fresh: never a view."""
+    first = whole_piece(pieces, length)
+    if first is None:
+        out = zeros((*g.shape[:d], length, *g.shape[d + 1 :]), g)
+    else:
+        out = g[along(d, first.at, first.at + length)]
+        if not fresh and crops(pieces, length):
+            return out
+        out = copied(out)
+    _add(out, g, [p for p in pieces if p is not first], d)
+    return out
+
+
+def _in_order(m: Message) -> list[Piece] | None:
+    """The pieces one after the other as they stand in the message, if they fill it, each entry by one of them."""
+    pieces = sorted(m.pieces, key=lambda p: p.start)
+    ends = [0, *(p.stop for p in pieces)]
+    plain = all(p.start == end and not p.flipped and p.repeat == 1 for p, end in zip(pieces, ends, strict=False))
+    return pieces if plain and ends[-1] == m.length else None
+
+
+def returning(m: Message, d: int) -> Any:
+    """The part of a block with its halo that goes back for a message: an index, where nothing is to be added up."""
+    pieces = _in_order(m)
+    if pieces is None:
+        return lambda g: _sum(g, m.pieces, m.length, d)
+    return one_index([(p.at, p.at + p.length) for p in pieces], d)
+
+
+def one_index(ranges: Sequence[tuple[int, int]], d: int) -> tuple[Any, ...]:
+    """Ranges of a dimension, one after the other, as one index: a slice if it is one range."""
+    if len(ranges) == 1:
+        return along(d, *ranges[0])
+    return (*(slice(None),) * d, np.concatenate([np.arange(start, stop) for start, stop in ranges]))
+
+
+def add_ranges(out: Any, m: Message, part: Any, d: int) -> None:
+    """Add what came back of a message to what the block gave to it."""
+    at = 0
+    for start, stop in m.ranges:
+        out[along(d, start, stop)] += part[along(d, at, at + stop - start)]
+        at += stop - start
+
+
+class Room(NamedTuple):
+    """Where the result of an exchange lies. shape: of the result; window: where the block stands in it. ahead: how many
+    entries of the result come before those of the block, where these come one after the other, and nothing else is
+    sent; else None."""
+
+    shape: Shape
+    window: tuple[slice, ...]
+    ahead: int | None
+
+    def place(self, x: Any, borrowed: bool) -> tuple[Any, Any]:
+        """Room for the result, in which the block has its place, and the result: around the block where it lies, if
+        there is room and nobody writes to it."""
+        if type(x) is np.ndarray and prod(self.shape) * x.itemsize <= COPIED:
+            room = np.empty(self.shape, x.dtype)
+            room[self.window] = x
+            return room, room
+        if self.ahead is not None and not borrowed and type(x) is np.ndarray:
+            found = pool.around(x, self.ahead * x.itemsize, self.shape)
+            if found is not None:
+                return found
+        room = empty(self.shape, x)
+        put(room[self.window], x)
+        return room, room
+
+    def is_around(self, x: np.ndarray) -> bool:
+        """Whether the result finds room around a block that lies as this one."""
+        nbytes = prod(self.shape) * x.itemsize
+        return nbytes > COPIED and self.ahead is not None and pool.has_room(x, self.ahead * x.itemsize, nbytes)
+
+
+def entries_ahead(shape: Shape, window: Sequence[slice], moving: Sequence[int]) -> int | None:
+    """That of the room for the result of a block that goes on in the dimensions `moving`. None for several: what the
+    later ones send is of the room, which is another result's as soon as nobody has this one."""
+    if len(moving) != 1 or prod(shape[: moving[0]]) != 1:
+        return None
+    d = moving[0]
+    return window[d].start * prod(shape[d + 1 :])
+
+
+def agree_along(function: str, part: Shape, block: Shape, d: int, m: Message, line: Group, s: int) -> None:
+    if part != (*block[:d], m.length, *block[d + 1 :]):
+        raise LayoutError(
+            message(
+                f"spmd.{function}",
+                argument="x",
+                got=f"blocks of shapes {list(block)} (member {line.index}) and {list(part)} "
+                f"(a part, of member {s}) along {' and '.join(map(repr, line.axes))}",
+                need=f"blocks that differ in dimension {d} only",
+                mend="let the spec say what splits the array",
+            )
+        )
+
+
+@dataclass(frozen=True)
+class FillHalo(Combine):
+    """A block, with what comes from its neighbours along one dimension around it.
+
+    function: the name that errors give. d: the dimension; length: of the result in it. gaps: where zeros stand. own:
+    what stands there of the block itself; takes: of what comes from others. room: where the result of all dimensions
+    lies, and window: what of it is filled then; None where the block is not all there, and so each dimension makes an
+    array of its own.
+    """
+
+    function: str
+    d: int
+    length: int
+    gaps: tuple[Any, ...]
+    own: tuple[Place, ...]
+    takes: tuple[tuple[int, Message, tuple[Place, ...]], ...]
+    room: Room | None
+    window: tuple[slice, ...] | None
+    in_place: bool = False
+    parallel: ClassVar[bool] = True
+
+    def complete(self, plan: Plan, shapes: Sequence[Any]) -> tuple[Make, Shape]:
+        for s, m, _ in self.takes:
+            agree_along(self.function, shapes[s], plan.shape, self.d, m, plan.group, s)
+        shape = (*plan.shape[: self.d], self.length, *plan.shape[self.d + 1 :])
+
+        def make(x: Any, blocks: Sequence[Any], fresh: bool = True, begun: Any = None) -> Any:
+            out, whole = begun or self.begin(plan, x)
+            for s, _, places in self.takes:
+                _fill(out, blocks[s], places, self.d)
+            return sealed(whole)
+
+        return make, shape
+
+    def begin(self, plan: Plan, x: Any, borrowed: bool = False) -> Any:
+        """What is filled now, and the result, with what the block has of it."""
+        if self.room is None:
+            out = whole = empty((*x.shape[: self.d], self.length, *x.shape[self.d + 1 :]), x)
+        else:
+            room, whole = self.room.place(x, borrowed)
+            out = room[self.window]
+        self.fill(out, x)
+        return out, whole
+
+    def fill(self, out: Any, x: Any) -> None:
+        """Put there what comes from nobody else."""
+        for gap in self.gaps:
+            out[gap] = 0
+        _fill(out, x, self.own, self.d)
+
+    def quick(self, plan: Plan, shapes: Sequence[Any]) -> Make | None:
+        d, room = self.d, self.room
+        if room is None or prod(room.shape) * plan.dtype.itemsize > COPIED:
+            return None
+        pieces = [(None, *place) for place in self.own]
+        pieces += [(s, *place) for s, _, places in self.takes for place in places]
+        if any(_length(of[d]) != _length(to[d]) for _, to, of, _ in pieces):  # of "edge" one entry is repeated
+            return None
+        at_once = joiner(room.shape, plan.dtype, [room.window, *self.gaps, *(to for _, to, _, _ in pieces)])
+        if at_once is None:
+            return None
+        zeros_there = [np.zeros(room.shape, plan.dtype)[gap] for gap in self.gaps]
+
+        def parts(x: Any, blocks: Sequence[Any]) -> Iterator[np.ndarray]:
+            for s, _, of, flipped in pieces:
+                part = (x if s is None else blocks[s])[of]
+                yield np.flip(part, d) if flipped else part
+
+        return lambda x, blocks: at_once([x, *zeros_there, *parts(x, blocks)])
+
+    def __str__(self) -> str:
+        sources = ", ".join(str(s) for s, _, _ in self.takes)
+        return f"length {self.length} in dimension {self.d}: the block" + f", and parts from {sources}" * bool(sources)
+
+
+@dataclass(frozen=True, eq=False)
+class HaloPlans(Plans):
+    """The plans of an exchange, one for each dimension in which the block goes on. room: see `FillHalo`."""
+
+    room: Room | None
+
+
+@dataclass(frozen=True)
+class AddHalo(Combine):
+    """A block with a halo along one dimension, without it: what it holds of the block is added up, and what comes back
+    from others is added to it.
+
+    function: the name that errors give. d: the dimension; size: of the block in it. own: the pieces of the block.
+    sends: what it has given to others, by member, which comes back.
+    """
+
+    function: str
+    d: int
+    size: int
+    own: tuple[Piece, ...]
+    sends: Mapping[int, Message]
+    parallel: ClassVar[bool] = True
+
+    def complete(self, plan: Plan, shapes: Sequence[Any]) -> tuple[Make, Shape]:
+        block = (*plan.shape[: self.d], self.size, *plan.shape[self.d + 1 :])
+        for t, m in self.sends.items():
+            agree_along(self.function, shapes[t], block, self.d, m, plan.group, t)
+
+        def make(g: Any, blocks: Sequence[Any], fresh: bool = True, begun: Any = None) -> Any:
+            out = self.begin(plan, g) if begun is None else begun
+            for t, m in self.sends.items():  # in the order of the workers
+                add_ranges(out, m, blocks[t], self.d)
+            return sealed(out)
+
+        return make, block
+
+    def begin(self, plan: Plan, x: Any, borrowed: bool = False) -> Any:
+        return self.sum_own(x, True)
+
+    def sum_own(self, g: Any, fresh: bool) -> Any:
+        """What the block itself holds. fresh: never a view."""
+        return _sum(g, self.own, self.size, self.d, fresh)
+
+    def __str__(self) -> str:
+        sources = ", ".join(map(str, self.sends))
+        return f"length {self.size} in dimension {self.d}: the block" + f", parts from {sources} added" * bool(sources)

@@ -1,0 +1,128 @@
+"""The call cache: what a line of the user's has called before, with a block of some shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+from spmd.autodiff.admission import admit_dtype
+from spmd.errors import (
+    caller,
+    describe,
+)
+from spmd.kernels import on_device
+from spmd.mesh import Worker
+from spmd.operators.base import Called, Collective
+from spmd.operators.memo import bounded
+from spmd.operators.sums import Vary
+from spmd.state import State
+from spmd.transport.base import Comm
+from spmd.transport.call import LEDGERS, Call, Group
+from spmd.transport.plan import RunPlan
+
+
+class Prepared:
+    """What a line of the user's calls with a block of some shape: the group, the call, and the states in which it takes
+    the block and gives the result: None for cotangents, which are bare.
+
+    short: what runs its plan again, if there is something shorter than the general way; tried: whether that has been
+    asked for. It keeps the operator and the dtype, and the call its code, so that no others have their ids.
+    """
+
+    __slots__ = ("admitted", "assumed", "call", "dtype", "group", "op", "short", "state", "tried")
+
+    def __init__(self, op: Collective, dtype: np.dtype, group: Group, call: Call, admitted: State | None):
+        self.op, self.dtype, self.group, self.call, self.admitted = op, dtype, group, call, admitted
+        self.state = None if admitted is None else op.out_state(admitted)
+        self.short: Callable[[Any, np.ndarray, RunPlan], tuple[Any, Any]] | None = None
+        self.assumed: Any = None
+        self.tried = False
+
+    def __call__(self, comm: Comm, x: np.ndarray) -> tuple[Any, Any]:
+        """The new block, and the operator bound to the shapes it met."""
+        if self.short is not None:
+            return self.short(comm, x, self.long)
+        found = self.long(comm, x)
+        if not self.tried:
+            self._shorten(comm, x)
+        return found
+
+    def long(self, comm: Comm, x: np.ndarray) -> tuple[Any, Any]:
+        """In general."""
+        found = self.op.start(comm, self.group, x, self.call).wait()
+        if self.assumed is not None:
+            self._shorten(comm, x)  # The others may have come with other blocks, and may do so from now on.
+        return found
+
+    def _shorten(self, comm: Comm, x: np.ndarray) -> None:
+        """Find the shorter way, once the collective has been called: only then some know how it goes."""
+        plan = self.op.repeatable_plan(self.group, x)
+        if self.tried and plan is not None and plan.assumed_lengths == self.assumed:
+            return
+        self.tried = True
+        self.short = None if plan is None or plan.kind == "none" else comm.repeated(self.call, plan, x)
+        self.assumed = None if self.short is None or plan is None else plan.assumed_lengths
+
+
+_ABOVE = object()
+"""In place of what a line of the library's calls: the line of the user's above it is asked."""
+
+
+def prepared_for(op: Collective, x: np.ndarray, state: State | None, worker: Worker, frame: FrameType | None) -> Any:
+    """What has been called before, by this line and with such a block: it was right, and has a short way. None where
+    there is none. state: that of the block, if that is to be admitted. frame: None where no line of the user's is
+    above, as in the backward run of a map that is differentiated from outside."""
+    dtype = x.dtype
+    key = (id(op), state, id(dtype), x.shape, frame and id(frame.f_code), frame and frame.f_lasti)
+    known = worker.prepared.get(key)
+    if known is None:
+        known = _prepare(op, x, state, worker, frame, key)
+    if known is _ABOVE:
+        user = caller(frame)
+        return None if user is frame else prepared_for(op, x, state, worker, user)
+    return None if not known or LEDGERS.get() or not x.flags.c_contiguous else known
+
+
+def _prepare(
+    op: Collective, x: np.ndarray, state: State | None, worker: Worker, frame: FrameType | None, key: Any
+) -> Any:
+    """What a line of the user's calls with such a block. False where that is not the same each time, or not all there
+    is to do, which may come to be that of others and does no harm; None where that is not known yet."""
+    if frame is not None and caller(frame) is not frame:
+        bounded(worker.prepared)[key] = _ABOVE
+        return _ABOVE
+    admitted = None if state is None else op.admits.get(state)
+    if admitted is None and state is not None:
+        return None
+    counts = op.adds and x.dtype.kind == "b"
+    if counts or type(op) is Vary or worker.mesh.places is not None:
+        bounded(worker.prepared)[key] = False
+        return False
+    group = worker.group(op.axes)
+    op.check(group, x)
+    call = call_of(op, x, worker, frame, None, False)
+    known = bounded(worker.prepared)[key] = Prepared(op, x.dtype, group, call, admitted)
+    return known
+
+
+def call_of(op: Collective, x, worker: Worker, frame, asks: list[bool] | None, lent: bool) -> Call:
+    """What a worker calls, and from where. The same line calls the same with every block of a shape: that is made once,
+    but for what is told of one block alone."""
+    user, alone = caller(frame), asks is not None or worker.mesh.places is not None
+    key = None if user is None or alone else (id(user.f_code), user.f_lasti, x.dtype, x.shape, lent)
+    call = op.calls.get(key)
+    if call is None:
+        admit_dtype(x.dtype, f"spmd.{op.function}", lambda: describe(x))
+        called, detail = op.called or Called(op.function), op.detail
+        if called.forward:
+            detail += f"{', ' if detail else ''}the adjoint of {called.forward}"
+        call = Call(
+            called.function, op.axes, x.dtype, x.shape, detail=detail, alike=op.alike, frame=user, leaf=called.leaf
+        )
+        call.lent, call.asks, call.host = lent, asks, worker.mesh.places is not None and not on_device(x)
+        if key is not None:
+            bounded(op.calls)[key] = call  # It keeps the code, so that no other has its id.
+    return call
