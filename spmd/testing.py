@@ -238,7 +238,7 @@ _BETWEEN: dict[type[Operator], Callable[[tuple[str, ...], Layout, Layout], Case]
 """For each operator its cases on the axes `a`, which n workers lie along: even, uneven, short, empty."""
 
 
-_FILES = ("base", "repartition", "reduce", "root", "exchange", "gather", "permute", "halo", "stencil")
+_FILES = ("sums", "repartition", "root", "all_to_all", "gather", "permute", "halo", "stencil")
 """The files of operators, in the order in which they are shown."""
 
 

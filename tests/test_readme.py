@@ -11,8 +11,10 @@ import pickle
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
@@ -53,8 +55,9 @@ def blocks(path: Path) -> list[Block]:
 
 def run(path: Path) -> tuple[dict, list[str]]:
     """Run the blocks of a document, one after the other, in one namespace; that, and what each block prints."""
-    names: dict = {"__name__": path.stem}
-    printed = []
+    name = f"page_{path.stem}"
+    module = sys.modules[name] = ModuleType(name)  # as dataclasses need it
+    names, printed = vars(module), []
     for block in blocks(path):
         if block.language != "python" or block.text.startswith(NOT_RUN):
             continue
@@ -63,6 +66,7 @@ def run(path: Path) -> tuple[dict, list[str]]:
         with contextlib.redirect_stdout(io.StringIO()) as out:
             exec(code, names)
         printed.append(out.getvalue())
+    del sys.modules[name]
     return names, printed
 
 
