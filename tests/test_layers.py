@@ -1,10 +1,11 @@
-"""Imports are absolute and run one way: a file imports only what stands above it in LEVELS."""
+"""Imports are absolute and run one way: a file imports only what stands above it in LEVELS, and no file comes back to
+itself through what it imports, at any depth, in functions and for types too."""
 
 from __future__ import annotations
 
 import ast
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -141,6 +142,46 @@ def test_imports_run_one_way():
         shown = str(path.resolve().relative_to(ROOT))
         wrong += faults(name.split(".")[1], path.read_text(encoding="utf-8"), shown)
     assert not wrong, "\n" + "\n".join(wrong)
+
+
+def imported_files(source: str, files: Collection[str]) -> set[str]:
+    """The files among `files`, dotted names, that a source imports, wherever it does so."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.ImportFrom(module=str(module), names=names):
+                found |= {f"{module}.{alias.name}" if f"{module}.{alias.name}" in files else module for alias in names}
+            case ast.Import(names=names):
+                found |= {alias.name for alias in names}
+    return found & set(files)
+
+
+def circles(edges: Mapping[str, Collection[str]]) -> list[tuple[str, ...]]:
+    """The groups of nodes from each of which a way leads to all others of the group."""
+
+    def reach(start: str) -> set[str]:
+        seen, stack = set(), [start]
+        while stack:
+            for node in edges[stack.pop()]:
+                if node not in seen:
+                    seen.add(node)
+                    stack.append(node)
+        return seen
+
+    reached = {node: reach(node) for node in edges}
+    return sorted({tuple(sorted(m for m in reached[n] if n in reached[m])) for n in edges if n in reached[n]})
+
+
+def test_no_file_imports_itself_through_others():
+    files = {name.removesuffix(".__init__"): path for name, path in MODULES.items()}
+    edges = {name: imported_files(path.read_text(encoding="utf-8"), files) - {name} for name, path in files.items()}
+    assert not circles(edges), "\n".join(" <-> ".join(group) for group in circles(edges))
+
+
+def test_circles_are_found():
+    assert circles({"a": ["b"], "b": ["c"], "c": ["b"], "d": ["a"]}) == [("b", "c")]
+    assert imported_files("def f():\n    from spmd import mesh", {"spmd", "spmd.mesh"}) == {"spmd.mesh"}
+    assert imported_files("if TYPE_CHECKING:\n    from spmd.mesh import Mesh", {"spmd.mesh"}) == {"spmd.mesh"}
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from spmd import P
 from spmd.errors import DeadlockError, LayoutError, MismatchError
 from spmd.kernels.parallel import thread_pool
 from spmd.transport.call import Call, Group
-from spmd.transport.processes.comm import Pending
+from spmd.transport.processes.announce import Pending
 
 pytestmark = pytest.mark.usefixtures("no_hang")
 

@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from functools import cached_property, lru_cache, partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from spmd.device import copied, empty
-from spmd.errors import LayoutError, MeshError, SpecError, describe, message
+from spmd.errors import LayoutError, MeshError, message
 from spmd.layout import P
 from spmd.mesh import WORKER, here
 from spmd.operators.apply import operate
 from spmd.operators.base import Operator
-from spmd.operators.halo_arguments import as_tuples, balanced, boundaries_of, checked_spec, sizes_of, widths_of
+from spmd.operators.halo_arguments import as_tuples, balanced, checked_spec
+from spmd.operators.halo_base import Halo
 from spmd.operators.halo_combine import (
     AddHalo,
     FillHalo,
@@ -38,7 +39,6 @@ from spmd.operators.halo_geometry import (
     Dimension,
     Stage,
     along,
-    dimensions_of,
     lengths_before,
     near_size,
     stages_of,
@@ -52,130 +52,10 @@ from spmd.transport.call import Call, Group, Shape
 from spmd.transport.handles import Chained, Handle, sealed
 from spmd.transport.plan import NeedsShapes, Plan, Plans
 
-Kind = TypeVar("Kind", bound="_Halo")
-
 __all__ = ["HaloAccumulate", "HaloExchange", "halo_accumulate", "halo_exchange"]
 
 
-_WHOLE = P()
-
-
-@dataclass(frozen=True)
-class _Halo(Operator):
-    """What the two directions share.
-
-    spec: the axes that split each dimension; `axes` are its axes. widths: for each dimension (low, high) of each
-    block, or one pair for all. boundary: one for all dimensions, or one for each. sizes: for each dimension the lengths
-    of its blocks without halo (None: they are learnt). block: the shape of this worker's block without halo, once met.
-    """
-
-    spec: P = _WHOLE
-    widths: Any = ()
-    boundary: str | Sequence[str] = "none"
-    sizes: Any = None
-    block: Shape | None = None
-
-    private: ClassVar[tuple[str, ...]] = ("block",)
-
-    def __post_init__(self):
-        where = f"spmd.{self.function}"
-        if not isinstance(self.spec, P) or self.spec.axes != self.axes:
-            raise SpecError(
-                message(
-                    where,
-                    argument="spec",
-                    got=describe(self.spec),
-                    need=f"a spec whose axes are {self.axes}",
-                    mend='P("x") splits dimension 0 over axis x: HaloExchange(("x",), P("x"), 1)',
-                )
-            )
-        widths = widths_of(where, self.spec, self.widths)
-        object.__setattr__(self, "widths", widths)
-        object.__setattr__(self, "boundary", boundaries_of(where, self.boundary, len(widths)))
-        if self.sizes is not None:
-            object.__setattr__(self, "sizes", sizes_of(where, self.sizes))
-
-    def _dimensions(self, group: Group, ndim: int) -> tuple[Dimension, ...]:
-        return dimensions_of(
-            self.spec, self.widths, self.boundary, group.axes, group.dims, group.members, group.index, ndim
-        )
-
-    def _given(self, d: int) -> tuple[int, ...] | None:
-        """The lengths of the blocks of a dimension, if known."""
-        return self.sizes[d] if self.sizes is not None and d < len(self.sizes) else None
-
-    def _like(self, kind: type[Kind], **changes: Any) -> Kind:
-        """This operator, or its adjoint, with other sizes: what was checked once need not be checked again."""
-        other = object.__new__(kind)
-        other.__dict__.update({f.name: getattr(self, f.name) for f in fields(self)}, **changes)
-        return other
-
-    def _learnt(self, comm: Comm, dimensions: Sequence[Dimension], call: Call):
-        """For each dimension the lengths of the blocks there are, where they matter and are not known."""
-        unknown = [d for d, dim in enumerate(dimensions) if not dim.alone and self._given(d) is None]
-        handles = [comm.shapes(dimensions[d].line, call) for d in unknown]
-        found: dict[int, tuple[int, ...]] = {}
-        for d, handle in zip(unknown, handles, strict=True):
-            found[d] = tuple(shape[d] for shape in (yield handle))
-        return found
-
-    def check(self, group: Group, x: np.ndarray) -> None:
-        if (group, x.shape) not in self._checked:
-            self._check(group, x)
-            bounded(self._checked)[group, x.shape] = True
-
-    @cached_property
-    def _checked(self) -> dict[Any, bool]:
-        """The groups and shapes of blocks that were found to be right."""
-        return {}
-
-    def _check(self, group: Group, x: np.ndarray) -> None:
-        where = f"spmd.{self.function}"
-        entries = {
-            "spec": len(self.spec.trimmed),
-            "widths": len(self.widths),
-            "boundary": 0 if isinstance(self.boundary, str) else len(self.boundary),
-            "sizes": len(self.sizes or ()),
-        }
-        for argument, count in entries.items():
-            if count > x.ndim:
-                raise LayoutError(
-                    message(
-                        where,
-                        argument=argument,
-                        got=f"{count} entr{'y' if count == 1 else 'ies'} for a block of shape {list(x.shape)}",
-                        need=f"at most {x.ndim}, one per dimension",
-                        mend="((low, high),) gives the two sides of one dimension"
-                        if argument == "widths"
-                        else "leave out dimensions that the block does not have",
-                    )
-                )
-        for d, dim in enumerate(self._dimensions(group, x.ndim)):
-            for argument, found in {"widths": dim.pairs, "sizes": self._given(d)}.items():
-                if found is not None and len(found) != dim.line.size:
-                    raise self._miscounted(argument, d, found, dim.line.size)
-
-    def _miscounted(self, argument: str, d: int, found: tuple, blocks: int) -> LayoutError:
-        return LayoutError(
-            message(
-                f"spmd.{self.function}",
-                argument=f"{argument}, dimension {d}",
-                got=f"{len(found)} entries: {found}",
-                need=f"{blocks}, one per block",
-                mend="one (low, high) for all blocks" if argument == "widths" else "None where they are to be learnt",
-            )
-        )
-
-    def _supposed(self, d: int, dim: Dimension, n: int) -> tuple[int, ...] | None:
-        """The lengths of the blocks of a dimension; if they are not known, n for this one and enough for others."""
-        known = self._given(d)
-        if known is not None or dim.alone:
-            return known
-        enough = n + sum(abs(w) for pair in dim.pairs for w in pair) + 1
-        return tuple(n if k == dim.line.index else enough for k in range(dim.line.size))
-
-
-class HaloExchange(_Halo):
+class HaloExchange(Halo):
     """V -> V: the block with its neighbours' edges around it. Its adjoint is `HaloAccumulate`."""
 
     function: ClassVar[str] = "halo_exchange"
@@ -339,7 +219,7 @@ class HaloExchange(_Halo):
         return self._turned
 
 
-class HaloAccumulate(_Halo):
+class HaloAccumulate(Halo):
     """V -> V: what a block with a halo holds of other blocks is added to them. Its adjoint is `HaloExchange`."""
 
     function: ClassVar[str] = "halo_accumulate"
@@ -448,7 +328,7 @@ class HaloAccumulate(_Halo):
         return self._turned
 
 
-def _operator(kind: type[_Halo], spec: P, widths: Any, boundary: Any, shape: Any, sizes: Any) -> _Halo:
+def _operator(kind: type[Halo], spec: P, widths: Any, boundary: Any, shape: Any, sizes: Any) -> Halo:
     try:
         sides = (WORKER.get() or here(f"spmd.{kind.function}")).mesh.sides
     except MeshError as error:
@@ -466,14 +346,14 @@ def _operator(kind: type[_Halo], spec: P, widths: Any, boundary: Any, shape: Any
 
 @lru_cache(maxsize=1024, typed=True)
 def _made(
-    kind: type[_Halo],
+    kind: type[Halo],
     spec: P,
     widths: Any,
     boundary: Any,
     shape: Any,
     sizes: Any,
     of_mesh: tuple[tuple[str, int], ...],
-) -> _Halo:
+) -> Halo:
     where, axes = f"spmd.{kind.function}", dict(of_mesh)
     checked_spec(where, spec, axes)
     if shape is not None and sizes is not None:

@@ -53,7 +53,7 @@ laid: Callable[[np.ndarray, int, int], np.ndarray] = anywhere
 def read_where_they_lie() -> list[int]:
     """From now on all blocks but the tiniest are read where they lie, if that is in memory that others can read: most
     do, and of the rest small ones are copied there. Gives the bytes of those that were offered, as they come."""
-    from spmd.transport.processes import comm, mailbox, run_plan, shared_memory
+    from spmd.transport.processes import announce, comm, mailbox, run_plan, shared_memory
 
     global laid
 
@@ -72,7 +72,7 @@ def read_where_they_lie() -> list[int]:
 
     offered: list[int] = []
     found, shared_memory.Arena.place = shared_memory.Arena.place, place
-    comm.RIDES = run_plan.RIDES = 16
+    announce.RIDES = comm.RIDES = run_plan.RIDES = 16
     mailbox._COPIED = 100
     pool.LEAST, laid = 1, mostly
     shared_memory.arena().serve()

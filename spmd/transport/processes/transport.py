@@ -28,8 +28,9 @@ from spmd.transport.base import Comm, Transport, checks_are_on
 from spmd.transport.blas_threads import blas_threads, core_numbers, share_of_cores
 from spmd.transport.call import Call, Group, Shape, raised_by
 from spmd.transport.handles import Outcome
+from spmd.transport.processes.announce import Pending
 from spmd.transport.processes.channel import Channel, bytes_of
-from spmd.transport.processes.comm import Pending, ProcessComm
+from spmd.transport.processes.comm import ProcessComm
 from spmd.transport.processes.headers import digest
 from spmd.transport.processes.job import end_the_job_on_error, no_job_of_a_child
 from spmd.transport.processes.mailbox import shared
