@@ -11,9 +11,10 @@ from collections.abc import Callable
 import numpy as np
 
 import spmd
+from spmd.axes import is_main
 from spmd.errors import MeshError, TransportError, prints
 from spmd.info import info
-from spmd.mesh import Mesh, is_main
+from spmd.mesh import Mesh
 from spmd.testing import AdjointReport, check_adjoint, operator_cases, operator_classes, states
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd.array import Frozen, PartitionedArray, owned_on, relayout
+from spmd.array import PartitionedArray, owned_on, relayout
 from spmd.autodiff import tree
 from spmd.autodiff.admission import admit
 from spmd.autodiff.dtypes import kind_of_dtype, mean_dtype, product_dtype
@@ -22,6 +22,7 @@ from spmd.mesh import WORKER, Worker
 from spmd.operators.base import named, operate
 from spmd.operators.reduce import Sum, dtype_of, in_dtype
 from spmd.operators.root import Rooted
+from spmd.ownership import Frozen
 from spmd.placement import put
 from spmd.state import REPLICAS, state_of
 from spmd.tracebacks import api_boundary

@@ -30,7 +30,7 @@ from spmd.mapping import Mapped, gradients
 from spmd.mesh import WORKER, Mesh, Worker
 from spmd.operators.base import bounded
 from spmd.placement import mesh_for
-from spmd.replicas import settle
+from spmd.replicas.verify import verify_shared
 from spmd.spec_trees import Leaf
 from spmd.state import REPLICAS
 from spmd.tracebacks import api_boundary
@@ -275,7 +275,7 @@ class Jitted(Mapped):
         shapes: dict[int, list[Any]] = {}
 
         def recorded(worker: Worker, blocks: list) -> BodyResults:
-            program = worker.write_down()
+            program = worker.record()
             made = body(worker, _inputs(program, blocks, entry.moving))
             self._check_objects(made)
             programs[worker.index] = program.built(made.blocks, self._name)
@@ -347,11 +347,11 @@ class Jitted(Mapped):
 
     def _compare(self, mesh: Mesh, outcome: Outcome, inputs: Sequence[tuple[str, MapArgument]]) -> None:
         """Processes compare what a program supposed to be one value, as at the end of a map."""
-        if not outcome.replicas.alone:
+        if not outcome.replicas.distributed:
             return
         self._note_inputs(mesh, outcome, [path for path, _ in inputs], [x for _, x in inputs])
-        shared = mesh.transport.share(dict.fromkeys(outcome.results, outcome.replicas.noted()))
-        settle(mesh, shared, outcome.replicas)
+        shared = mesh.transport.share(dict.fromkeys(outcome.results, outcome.replicas.shared()))
+        verify_shared(mesh, shared, outcome.replicas)
 
     def _other_shapes(self, found: list, shapes: list) -> JitError:
         """The error for results of other shapes than a program had. A backstop: what makes such is refused before."""
@@ -429,7 +429,7 @@ class Jitted(Mapped):
         tried: list[bool] = []
 
         def forward(worker: Worker, blocks: list) -> BodyResults:
-            program = worker.write_down()
+            program = worker.record()
             made = self._vjp(worker, _inputs(program, blocks, entry.moving), rebuild, moved, once)
             self._check_objects(made)
             program.check()
@@ -465,7 +465,7 @@ class Jitted(Mapped):
             def backward(worker: Worker) -> BodyResults:
                 program, made = written[worker.index]
                 start, count = len(program.lines), len(program.inputs)
-                worker.write_down(program)
+                worker.record(program)
                 gs: list[Any] = [None] * len(outs)
                 for k, c in zip(_arrays(outs), cotangents, strict=True):
                     gs[k] = Array(program.input(c.block(worker).value), c.state)
@@ -483,7 +483,7 @@ class Jitted(Mapped):
 
             outcome = self._execute(mesh, ("first back", *moved), backward, tracked=True)
             found = joined_leaves(self.where, mesh, outcome, self.check, self._turns)
-            entry.verifies_back = outcome.replicas.anywhere
+            entry.verifies_back = outcome.replicas.any_noted
             written.clear()
             if once:
                 given.clear()

@@ -9,14 +9,14 @@ from functools import cached_property, lru_cache
 from operator import index
 from typing import Any
 
-from spmd.errors import LayoutError, SpecError, message, nearest, prints
+from spmd.errors import LayoutError, SpecError, message, nearest
+from spmd.layout_picture import BlockGrids
 from spmd.spellings import closest
 from spmd.tracebacks import api_boundary, shorten
 
-__all__ = ["Layout", "P", "Spec", "beside", "block_bounds", "block_sizes", "offsets"]
+__all__ = ["Layout", "P", "Spec", "block_bounds", "block_sizes", "offsets"]
 
 Box = tuple[tuple[int, int], ...]
-_BOXES = "┌┬┐├┼┤└┴┘─│"
 
 
 def block_sizes(n: int, parts: int | Sequence[int]) -> tuple[int, ...]:
@@ -503,19 +503,11 @@ class Layout:
         title: goes before the shape. ascii: draw with + - | only; by default where standard output cannot print the
         lines of boxes. width: in characters; wider grids go on below.
         """
-        grids = _Grids(self)
-        ascii = not prints(_BOXES) if ascii is None else ascii
-        corners = "+++++++++-|" if ascii else _BOXES
         lies = f"grid {tuple(len(c) for c in self.cuts)}" if self.spec is None else str(P(*self.spec.trimmed))
         vary = ", copies vary" if self.copies == "varying" and self.has_copies else ""
-        lines = [f"{title} {self.shape}  {lies}{vary}".lstrip()]
-        for caption, cells in grids.all():
-            lines += [caption] if caption else []
-            lines += _boxes(cells, grids.rows, grids.columns, corners, width)
-        idle = [w for w in range(self.size) if self.positions(w) is None]
-        if idle:
-            lines.append(f"worker{'s' * (len(idle) > 1)} {_numbers(idle)}: nothing")
-        return "\n".join(lines)
+        dims = None if self.spec is None else self.spec.dims
+        grids = BlockGrids(self.cuts, dims, self.axes, self.holders)
+        return grids.draw(f"{title} {self.shape}  {lies}{vary}".lstrip(), ascii=ascii, width=width)
 
     @classmethod
     def of_blocks(cls, shapes: Sequence[tuple[int, ...]], spec: P, axes: Mapping[str, int], where: str) -> Layout:
@@ -549,96 +541,3 @@ class Layout:
 
 Spec = P | Layout
 """How an array lies on a mesh, as `spmd.map` and `spmd.put` take it."""
-
-# Pictures
-
-Lines = tuple[str, ...]
-
-
-class _Grids:
-    """The blocks of a layout as texts in grids: `columns` belong to one split dimension, `rows` to the one before."""
-
-    def __init__(self, layout: Layout):
-        self.layout = layout
-        split = [d for d, cut in enumerate(layout.cuts) if (layout.spec.dims[d] if layout.spec else len(cut) > 1)]
-        # One split dimension runs downwards, as the rows of a matrix do, unless it is the last.
-        across = split.pop() if split and (len(split) > 1 or split[-1] == len(layout.shape) - 1) else None
-        down = split.pop() if split else None
-        self.outer, self.inner = split, (down, across)
-        self.rows, self.columns = self._labels(down), self._labels(across)
-
-    def _labels(self, d: int | None) -> list[Lines]:
-        """For each block of a dimension the coordinates of its workers and its range; one empty label for None."""
-        if d is None:
-            return [()]
-        at = offsets(self.layout.cuts[d])
-        if self.layout.spec is None:
-            return [(f"{d}: block {k}", f"{at[k]}:{at[k + 1]}") for k in range(len(at) - 1)]
-        names = self.layout.spec.dims[d]
-        places = itertools.product(*(range(self.layout.axes[n]) for n in names))
-        return [
-            (", ".join(f"{n}={i}" for n, i in zip(names, place, strict=True)), f"{at[k]}:{at[k + 1]}")
-            for k, place in enumerate(places)
-        ]
-
-    def all(self) -> Iterator[tuple[str, list[list[Lines]]]]:
-        """Each grid with its caption, for each block of the outer split dimensions."""
-        holders = self.layout.holders
-        for outer in itertools.product(*(enumerate(self._labels(d)) for d in self.outer)):
-            place = {d: k for d, (k, _) in zip(self.outer, outer, strict=True)}
-            caption = [f"dimension {d}: {' '.join(label)}" for d, (_, label) in zip(self.outer, outer, strict=True)]
-            columns = range(len(self.columns))
-            cells = [[self._cell(holders, place, i, j) for j in columns] for i in range(len(self.rows))]
-            yield ", ".join(caption), cells
-
-    def _cell(self, holders: Mapping[tuple[int, ...], tuple[int, ...]], place: dict[int, int], i: int, j: int) -> Lines:
-        place = place | {d: k for d, k in zip(self.inner, (i, j), strict=True) if d is not None}
-        workers = holders[tuple(place.get(d, 0) for d in range(len(self.layout.shape)))]
-        shape = self.layout.block_shape(workers[0])
-        who = f"worker{'s' * (len(workers) > 1)} {_numbers(workers)}"
-        return who, f"empty {shape}" if 0 in shape else str(shape)
-
-
-def _numbers(workers: Sequence[int]) -> str:
-    """0-3, 8, 10: neighbours together, and of many groups the first and the last."""
-    groups = [[w for _, w in g] for _, g in itertools.groupby(enumerate(workers), lambda kw: kw[1] - kw[0])]
-    texts = [f"{g[0]}-{g[-1]}" if len(g) > 2 else ", ".join(map(str, g)) for g in groups]
-    return ", ".join(texts if len(texts) <= 4 else [*texts[:2], "...", texts[-1]])
-
-
-def _boxes(cells: list[list[Lines]], rows: list[Lines], columns: list[Lines], marks: str, width: int) -> list[str]:
-    """Cells as boxes that touch, with the labels of rows at their left and of columns above."""
-    top, middle, bottom, (dash, bar) = marks[0:3], marks[3:6], marks[6:9], marks[9:]
-    left = max(len(t) for label in rows for t in label) + 1 if rows[0] else 0
-    size = max(len(t) for texts in (*itertools.chain(*cells), *columns) for t in texts) + 2
-    fit = max(1, (width - left - 1) // (size + 1))
-    lines = []
-    for start in range(0, len(columns), fit):
-        part = columns[start : start + fit]
-
-        def rule(ends: str, n: int = len(part)) -> str:
-            return " " * left + ends[0] + ends[1].join([dash * size] * n) + ends[2]
-
-        lines += [" " * (left + 1) + " ".join(t.center(size) for t in texts) for texts in zip(*part, strict=True)]
-        for k, (label, row) in enumerate(zip(rows, cells, strict=True)):
-            lines.append(rule(middle if k else top))
-            for t, texts in zip(label or ("", ""), zip(*row[start : start + fit], strict=True), strict=True):
-                lines.append(t.rjust(left - 1).ljust(left) + bar + bar.join(x.center(size) for x in texts) + bar)
-        lines.append(rule(bottom))
-    return [line.rstrip() for line in lines]
-
-
-def beside(pictures: Sequence[str], width: int = 100) -> str:
-    """Texts of several lines next to each other, as many as fit, the rest below."""
-    shelves: list[list[list[str]]] = [[]]
-    for lines in (p.splitlines() for p in pictures):
-        wide = max(map(len, lines))
-        if shelves[-1] and sum(len(b[0]) + 3 for b in shelves[-1]) + wide > width:
-            shelves.append([])
-        shelves[-1].append([line.ljust(wide) for line in lines])
-    texts = []
-    for shelf in shelves:
-        blank = [" " * len(block[0]) for block in shelf]
-        rows = itertools.zip_longest(*shelf)
-        texts.append("\n".join("   ".join(t or b for t, b in zip(row, blank, strict=True)).rstrip() for row in rows))
-    return "\n\n".join(texts)

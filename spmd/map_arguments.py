@@ -17,14 +17,8 @@ from spmd.layout import Layout, P, Spec
 from spmd.mesh import Mesh, Worker
 from spmd.operators.base import Join
 from spmd.placement import cut, put
-from spmd.replicas import (
-    Record,
-    Replicas,
-    digest,
-    next_turn,
-    rests,
-    taken,
-)
+from spmd.replicas.compare import compared_part, digest, is_skipped, next_turn
+from spmd.replicas.records import Record, Replicas
 from spmd.state import state_of
 
 
@@ -96,7 +90,7 @@ class MapArgument:
             if isinstance(x, PartitionedArray):
                 if x.compared is None and not on_device(block):
                     turn = next_turn(turns, ("rests", path, block.shape))
-                    if rests(turn, block.nbytes):
+                    if is_skipped(turn, block.nbytes):
                         return
                 replicas.arrays.append(x)
             shape = f"{dtype_name(block.dtype)}{[*np.shape(x)]}, {self.spec}"
@@ -112,7 +106,7 @@ def note_argument(
     copies = tuple(n for n in mesh.axes if isinstance(spec, P) and n not in spec.varying)
     if copies and not on_device(block):
         turn = next_turn(turns, (record.argument, block.shape))
-        part = taken(block, turn)
+        part = compared_part(block, turn)
         replicas.add(copies, record._replace(turn=turn, number=digest(part), value=part), "argument")
 
 

@@ -17,22 +17,20 @@ from spmd.errors import (
 from spmd.frontends import frontend
 from spmd.layout import Layout, P, Spec
 from spmd.mesh import Mesh
-from spmd.replicas import (
+from spmd.replicas.compare import (
     OTHER,
     ROUNDING,
     SAME,
-    alike,
-    compared,
+    compared_part,
     digest,
+    is_skipped,
     next_turn,
-    object_record,
     relation,
-    report,
-    rests,
-    settle,
     sketch,
-    taken,
+    sketches_agree,
 )
+from spmd.replicas.records import object_record, record_relation
+from spmd.replicas.verify import report, verify_shared
 from spmd.spec_trees import shown
 from spmd.transport.handles import Outcome, sealed
 
@@ -103,7 +101,7 @@ def joined_leaves(where: str, mesh: Mesh, outcome: Outcome, check: bool, turns: 
         return list(mine.blocks)
     # Blocks on a device are not compared: that would wait for it.
     turn = _turns_of_copies(mesh, outcome, places, turns) if checked and mesh.places is None else {}
-    parts = {k: {w: taken(r.blocks[k], n) for w, r in results.items()} for k, n in turn.items()}
+    parts = {k: {w: compared_part(r.blocks[k], n) for w, r in results.items()} for k, n in turn.items()}
     if alone:
         told = _told(where, mesh, outcome, checked, places, turn, parts)
     else:
@@ -154,12 +152,12 @@ def _told(
         ]
         for k in places
     ]
-    shared = mesh.transport.share({me: [structure, notes, outcome.replicas.noted() if checked else {}]})
+    shared = mesh.transport.share({me: [structure, notes, outcome.replicas.shared() if checked else {}]})
     for w, (other, *_) in shared.items():
         if other != shared[0][0]:
             raise _structures_differ(where, mesh, (0, w), (shared[0][0], other))
     if checked:
-        settle(mesh, {w: records for w, (_, _, records) in shared.items()}, outcome.replicas)
+        verify_shared(mesh, {w: records for w, (_, _, records) in shared.items()}, outcome.replicas)
     return {w: [_Note(tuple(shape), *rest) for shape, *rest in found] for w, (_, found, _) in shared.items()}
 
 
@@ -178,7 +176,7 @@ def _turns_of_copies(mesh: Mesh, outcome: Outcome, places: Sequence[int], turns:
             own[id(spec)] = varies
         if not varies and (alone or not isinstance(spec, P) or any(r.blocks[k] is not block for r in results)):
             turn = next_turn(turns, (first.paths[k], block.shape))
-            if not rests(turn, block.nbytes):
+            if not is_skipped(turn, block.nbytes):
                 found[k] = turn
     return found
 
@@ -213,7 +211,7 @@ def _copies_agree(
         if not pairs:
             return
         sketches = mesh.transport.share({w: sketch(p) for w, p in parts.items()})
-        judged = [ROUNDING if alike(sketches[owner], sketches[w]) else OTHER for owner, w in pairs]
+        judged = [ROUNDING if sketches_agree(sketches[owner], sketches[w]) else OTHER for owner, w in pairs]
     axes = [n for n in mesh.axes if layout.spec is not None and n not in layout.spec.varying]
     for pair, found in zip(pairs, judged, strict=True):
         if found != SAME:
@@ -239,9 +237,9 @@ def _objects_agree(where: str, mesh: Mesh, outcome: Outcome) -> None:
                 continue
             theirs = object_record(where, mine.paths[k], _bare(other.blocks[k]))
             if record is not None and theirs is not None:
-                judged = compared(record, theirs)
+                judged = record_relation(record, theirs)
                 if judged != SAME:
                     texts = [record.text, theirs.text] if record.text != theirs.text else []
                     report(mesh, judged, where, mine.paths[k], (first, w), tuple(mesh.axes), texts=texts, kind="object")
-        if outcome.replicas.alone and record is not None:
+        if outcome.replicas.distributed and record is not None:
             outcome.replicas.add(tuple(mesh.axes), record, "object")

@@ -18,7 +18,7 @@ from typing import Any, overload
 import numpy as np
 
 from spmd import device as devices
-from spmd.array import GIVEN_AWAY, PartitionedArray, closed_over, donated, owned, relayout
+from spmd.array import DONATED, PartitionedArray, closure_error, donated_error, relayout
 from spmd.autodiff import tracer, transforms, tree
 from spmd.autodiff.admission import admit
 from spmd.autodiff.allocation import writable
@@ -53,16 +53,15 @@ from spmd.map_arguments import (
     settled_cotangent,
 )
 from spmd.map_results import BodyResults, MapResult, as_block, device_of, joined_leaves, one_structure
-from spmd.mesh import WORKER, Mesh, Worker
+from spmd.mesh import WORKER, Mesh, Worker, use_map
 from spmd.operators.base import bounded, outside, vary
 from spmd.operators.root import Rooted, laid_out
+from spmd.ownership import owned
 from spmd.placement import cut, mesh_for
-from spmd.replicas import (
-    next_turn,
-    note_closure,
-)
+from spmd.replicas.closures import note_closure
+from spmd.replicas.compare import next_turn
 from spmd.scheduler_choice import Trial
-from spmd.spec_trees import Leaf, spec_leaves, spread
+from spmd.spec_trees import REQUIRED, Leaf, spec_leaves, spread
 from spmd.state import State, state_of
 from spmd.tracebacks import api_boundary
 from spmd.transport.call import ONE_BY_ONE, Call
@@ -71,7 +70,6 @@ from spmd.transport.handles import Outcome, sealed
 __all__ = ["Mapped", "map"]
 
 _NUMBERS = (bool, int, float, complex)
-_MISSING: Any = object()
 _RESULT = "an array of numbers, or a number"
 _AS_IT_IS = "the out_spec None lets any object pass that is equal on all workers"
 
@@ -91,8 +89,8 @@ def map(
 @api_boundary
 def map(
     f: Callable | None = None,
-    in_specs: Any = _MISSING,
-    out_specs: Any = _MISSING,
+    in_specs: Any = REQUIRED,
+    out_specs: Any = REQUIRED,
     *,
     mesh: Mesh | None = None,
     check: bool = True,
@@ -119,7 +117,7 @@ def map(
     Raises SpecError, LayoutError or StateError that name the argument or result by its path; MeshError without mesh.
     """
     for name, specs in (("in_specs", in_specs), ("out_specs", out_specs)):
-        if specs is _MISSING:
+        if specs is REQUIRED:
             raise SpecError(
                 message(
                     "spmd.map",
@@ -144,15 +142,7 @@ def map(
     return Mapped(f, in_specs, out_specs, mesh, check)
 
 
-@api_boundary
-def _on_mesh(
-    self: Mesh, f: Callable | None = None, in_specs: Any = _MISSING, out_specs: Any = _MISSING, *, check: bool = True
-):
-    """`spmd.map` on this mesh."""
-    return map(f, in_specs, out_specs, mesh=self, check=check)
-
-
-Mesh.map = _on_mesh  # type: ignore[method-assign]
+use_map(map)
 
 
 class Mapped:
@@ -313,7 +303,7 @@ class Mapped:
     def _laid_out(self, mesh: Mesh, x: Any, spec: Spec) -> bool:
         """Whether an argument lies on this mesh as its spec says. So do most, and the same each time: what has been
         found of a layout and a spec, these two objects, is kept."""
-        if type(x) is not PartitionedArray or x.mesh is not mesh or x.blocks is GIVEN_AWAY:
+        if type(x) is not PartitionedArray or x.mesh is not mesh or x.blocks is DONATED:
             return False
         layout = x.layout
         known = self._as_specified.get((id(layout), id(spec)))
@@ -332,8 +322,8 @@ class Mapped:
         """An argument as an array, or a number. Raises where it is neither, or does not fit its spec."""
         x: Any = value_of(leaf.value)
         assert leaf.spec is not None
-        if isinstance(x, PartitionedArray) and x.blocks is GIVEN_AWAY:
-            raise donated(self.where, leaf.path)
+        if isinstance(x, PartitionedArray) and x.blocks is DONATED:
+            raise donated_error(self.where, leaf.path)
         x = devices.home(self.where, leaf.path, x, mesh.device)
         if type(x) not in _NUMBERS and not on_device(x):
             need, otherwise = "an array, a number, or a PartitionedArray", "the spec None to pass it as it is"
@@ -407,11 +397,11 @@ class Mapped:
     def _note_inputs(self, mesh: Mesh, outcome: Outcome, paths: Sequence[str], inputs: Sequence[MapArgument]) -> None:
         """Note what this process, one of several, passed of its own, for the comparison at the end of the map: bare
         arguments, and arrays that the body closes over."""
-        if not (outcome.replicas.alone and self.check and mesh.checks):
+        if not (outcome.replicas.distributed and self.check and mesh.checks):
             return
         for path, x in zip(paths, inputs, strict=True):
             x.note(mesh, outcome.replicas, self.where, path, self._turns)
-        note_closure(mesh, outcome.replicas, self.where, self.f, self._turns)
+        note_closure(tuple(mesh.axes), outcome.replicas, self.where, self.f, self._turns)
 
     def _returned(self, out) -> tuple[list[Leaf], Any]:
         """What a body returned, as leaves with their specs, and its structure."""
@@ -519,7 +509,7 @@ class Mapped:
         """The error for an array of this library, or of a frontend, that a body of NumPy cannot give."""
         x = leaf.value
         if type(x) is PartitionedArray:
-            return closed_over(self.where, x, leaf.path)
+            return closure_error(self.where, x, leaf.path)
         if type(x) is Rooted:
             mend = (
                 "spmd.replicate(x, axis_name) for one value known to all, spmd.broadcast(x, axis_name) for a block "
@@ -632,7 +622,7 @@ class Mapped:
         self._note_inputs(mesh, outcome, [x.path for x in leaves], inputs)
         treedef = one_structure(self.where, mesh, outcome)
         joined = joined_leaves(self.where, mesh, outcome, self.check, self._turns)
-        return MapResult(treedef, joined, outcome.replicas.anywhere)
+        return MapResult(treedef, joined, outcome.replicas.any_noted)
 
     def _vjp(self, worker: Worker, blocks: list, rebuild: Callable, moved: list[int], once: bool) -> BodyResults:
         """One worker's forward run on its tape: its results, and their pullback to the blocks at `moved`."""

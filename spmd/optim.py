@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from spmd import kernels
-from spmd.array import GIVEN_AWAY, PartitionedArray, beside, donated, reclaimed
+from spmd.array import DONATED, PartitionedArray, device_of_worker, donated_error
 from spmd.autodiff import tree
 from spmd.autodiff.admission import admit
 from spmd.autodiff.registry import primitive
@@ -26,6 +26,7 @@ from spmd.errors import describe, message
 from spmd.inner_product import inner
 from spmd.kernels import on_device
 from spmd.lazy_imports import absent
+from spmd.ownership import reclaimed
 from spmd.tracebacks import api_boundary
 from spmd.transport.handles import sealed
 
@@ -288,7 +289,7 @@ class _Step(NamedTuple):
         for p, _, *state in rows if donate else ():
             for a in (p, *state):
                 if type(a) is PartitionedArray:
-                    a.blocks = GIVEN_AWAY
+                    a.blocks = DONATED
         return [tree.unflatten(structure, [results[k] for results in made]) for k in range(count)]
 
     def _by_formula(self, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -314,8 +315,8 @@ class _Step(NamedTuple):
         if kind is PartitionedArray:
             layout, mesh = p.layout, p.mesh
             for argument, a in zip(_ARGUMENTS, arrays, strict=False):
-                if a.blocks is GIVEN_AWAY:
-                    raise donated("spmd.optim", argument)
+                if a.blocks is DONATED:
+                    raise donated_error("spmd.optim", argument)
                 if (a.layout is not layout and a.layout != layout) or (a.mesh is not mesh and a.mesh != mesh):
                     return False
             return True
@@ -343,7 +344,7 @@ class _Step(NamedTuple):
             tables = [table if k == 1 else dict(table) for k, table in enumerate(tables)]
             for k, a in enumerate(arrays):
                 if k != 1:
-                    a.blocks = GIVEN_AWAY
+                    a.blocks = DONATED
         results: list[dict[int, Any]] = [dict.fromkeys(mesh.local_workers) for _ in range(len(arrays) - 1)]
         for workers in mesh.sharers(layout):
             mine = False
@@ -352,7 +353,7 @@ class _Step(NamedTuple):
                 mine = all(k == 1 or reclaimed(blocks, k) for k in range(len(blocks)))
             else:
                 blocks = [table[workers[0]] for table in tables]
-            with beside(mesh, workers[0]):
+            with device_of_worker(mesh, workers[0]):
                 made = fun(*blocks, options=numbers, over=mine)
             for new, to in zip(made, results, strict=True):
                 sealed(new)

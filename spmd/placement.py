@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from spmd import device as devices
-from spmd.array import PartitionedArray, one_copy, owned_on, relayout, usable
+from spmd.array import PartitionedArray, check_usable, owned_on, relayout, share_copies
 from spmd.autodiff import tree
 from spmd.autodiff.admission import admit
 from spmd.autodiff.dtypes import dtype_name
@@ -22,7 +22,7 @@ from spmd.errors import (
 from spmd.kernels import on_device
 from spmd.layout import Layout, Spec
 from spmd.mesh import WORKER, Mesh, current_mesh
-from spmd.replicas import digest
+from spmd.replicas.compare import digest
 from spmd.spec_trees import spread
 from spmd.tracebacks import api_boundary
 
@@ -95,7 +95,7 @@ def put(x, spec: Any, mesh: Mesh | None = None) -> Any:
 def _put(x, spec: Spec, mesh: Mesh | None, path: str) -> PartitionedArray:
     where, argument = "spmd.put", "spec" if path == "x" else f"spec, for {path}"
     if type(x) is PartitionedArray:
-        usable(where, x)
+        check_usable(where, x)
         mesh = mesh or x.mesh
         if mesh != x.mesh:
             raise MeshError(
@@ -221,4 +221,4 @@ def from_blocks(blocks: Sequence[Any] | Mapping[int, Any], spec: Spec, mesh: Mes
                     mend="name in the spec the axis along which the blocks differ",
                 )
             )
-    return one_copy(mine, layout, mesh)
+    return share_copies(mine, layout, mesh)

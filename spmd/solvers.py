@@ -20,7 +20,8 @@ from spmd.autodiff.tracer import value_of
 from spmd.errors import DifferentiationError, LayoutError, describe, message
 from spmd.inner_product import inner, norm
 from spmd.lazy_imports import absent
-from spmd.linear import LinearOperator, Space, _admitted, _conj, _fit, _size, _space_of
+from spmd.linear.operator import LinearOperator
+from spmd.linear.space import Space, admit_element, check_fit, conj_tree, size_of, space_of
 from spmd.map_arguments import brought
 from spmd.tracebacks import api_boundary
 
@@ -187,7 +188,7 @@ def _lowered(A: Any, tape: Any) -> Any:
 def _system(where: str, A: Any, b: Any, x0: Any) -> tuple[Any, Any, Any]:
     """A, b and x0, brought to the layout that A works in."""
     if isinstance(A, LinearOperator):
-        _fit("=", A.range, A.domain, "a matrix that is not square: A gives")
+        check_fit("=", A.range, A.domain, "a matrix that is not square: A gives")
         space = _widened(A.domain, b)
     elif callable(A) and not hasattr(A, "shape"):
         arrays = [value_of(v) for v in tree.leaves(b)]
@@ -201,7 +202,7 @@ def _system(where: str, A: Any, b: Any, x0: Any) -> tuple[Any, Any, Any]:
                     mend="spmd.put(b, spec, mesh), or A=spmd.linear_operator(f, in_specs, out_specs, shape=...)",
                 )
             )
-        space, A = tree.map(lambda v: _space_of(value_of(v)).of(np.float16), b), _Function.of(where, A)
+        space, A = tree.map(lambda v: space_of(value_of(v)).of(np.float16), b), _Function.of(where, A)
     else:
         raise LayoutError(
             message(
@@ -212,8 +213,8 @@ def _system(where: str, A: Any, b: Any, x0: Any) -> tuple[Any, Any, Any]:
                 mend="spmd.linear.from_scipy(A, spec, mesh=mesh) makes one of a matrix",
             )
         )
-    b = _admitted(where, "b", b, space)
-    return A, b, None if x0 is None else _admitted(where, "x0", x0, space)
+    b = admit_element(where, "b", b, space)
+    return A, b, None if x0 is None else admit_element(where, "x0", x0, space)
 
 
 def _cg(A, b, x0, M, callback, *, rtol, atol, maxiter) -> Solution:
@@ -268,10 +269,10 @@ def _differentiated(where, tape, A, b, x0, given, M, callback, options) -> Solut
         cotangent = tree.unflatten(
             treedef, [np.zeros_like(value_of(x)) if g is None else g for g, x in zip(gs, xs, strict=True)]
         )
-        solved = cg(below, _conj(cotangent), M=M, **options)
+        solved = cg(below, conj_tree(cotangent), M=M, **options)
         if not solved.converged:
             warnings.warn(f"{where}: the derivative is not exact: {solved.reason}", RuntimeWarning, stacklevel=2)
-        return tree.leaves(_conj(solved.x))
+        return tree.leaves(conj_tree(solved.x))
 
     traced = transforms.joint(where, tape, residual, xs, pull)
     return replace(found, x=_brought_back(tree.unflatten(treedef, traced), given))
@@ -326,10 +327,10 @@ def lsqr(
                 mend="spmd.solvers.cg(A.H @ A, A.H(b)), which has one; or spmd.stop_gradient(b)",
             )
         )
-    b = _admitted(where, "b", b, _widened(tree.map(lambda s: s.of(A.dtype), A.range), b))
+    b = admit_element(where, "b", b, _widened(tree.map(lambda s: s.of(A.dtype), A.range), b))
     domain = _widened(tree.map(lambda s: s.of(A.dtype), A.domain), b)
-    start = None if x0 is None else _admitted(where, "x0", x0, domain)
-    maxiter = 2 * _size(domain) if maxiter is None else maxiter
+    start = None if x0 is None else admit_element(where, "x0", x0, domain)
+    maxiter = 2 * size_of(domain) if maxiter is None else maxiter
     least = float(np.finfo(np.result_type(*(v.dtype for v in tree.leaves(b)))).eps)
     found = _lsqr(A, b, start, domain, float(damp), max(atol, least), max(btol, least), conlim, maxiter, callback)
     return found if x0 is None else replace(found, x=_brought_back(found.x, x0))

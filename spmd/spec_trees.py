@@ -8,7 +8,10 @@ from spmd.autodiff import tree
 from spmd.errors import SpecError, message
 from spmd.layout import Spec
 
-__all__ = ["Leaf", "shown", "spec_leaves", "spread"]
+__all__ = ["REQUIRED", "Leaf", "shown", "spec_leaves", "spread"]
+
+REQUIRED: Any = object()
+"""The default of a spec that must be given."""
 
 
 class Leaf(NamedTuple):

@@ -392,7 +392,7 @@ def keyword(f: Callable, name: str) -> tuple[str, str]:
 
 def public_name(f: Callable) -> str:
     """A function of the library as users write it: `spmd.functions.relu`."""
-    for module in ("spmd", "spmd.functions", "spmd.bridge.torch"):
+    for module in ("spmd", "spmd.functions", "spmd.linear", "spmd.random", "spmd.bridge.torch"):
         known = vars(sys.modules.get(module, sys)).get(f.__name__)
         if known is not None and f in (known, getattr(known, "__wrapped__", None)):
             return f"{module}.{f.__name__}"

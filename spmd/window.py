@@ -16,14 +16,14 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from spmd.errors import LayoutError, message
-from spmd.layout import Box, Layout, block_sizes, offsets
+from spmd.layout import block_sizes, offsets
 from spmd.tracebacks import api_boundary
 
-__all__ = ["Taps", "Window", "Windows", "plan_needs", "plan_transposed", "plan_window", "plan_windows"]
+__all__ = ["Taps", "Window", "plan_needs", "plan_transposed", "plan_window"]
 
 Interval = tuple[int, int]
 Pairs = tuple[tuple[int, int], ...]
@@ -181,11 +181,11 @@ def plan_window(
     (low, high). A kernel that is longer than the padded input has no outputs, and nobody needs anything.
     """
     where = "spmd.plan_window"
-    n = _integer(where, "n", n, 0)
-    taps = _taps(where, n, kernel, stride, padding, dilation)
+    n = checked_integer(where, "n", n, 0)
+    taps = checked_taps(where, n, kernel, stride, padding, dilation)
     sizes = _blocks(where, "inputs", n, inputs)
     taps, m = taps.fit(n, ceil)
-    return _plan(where, sizes, _blocks(where, "outputs", m, len(sizes) if outputs is None else outputs), taps)
+    return plan_blocks(where, sizes, _blocks(where, "outputs", m, len(sizes) if outputs is None else outputs), taps)
 
 
 @api_boundary
@@ -210,9 +210,9 @@ def plan_transposed(
     padding "same" n·stride. stride, padding, dilation: of the convolution.
     """
     where = "spmd.plan_transposed"
-    n = _integer(where, "n", n, 0)
-    probe = _taps(where, 0, kernel, stride, 0, dilation)
-    more = _integer(where, "output_padding", output_padding, 0)
+    n = checked_integer(where, "n", n, 0)
+    probe = checked_taps(where, 0, kernel, stride, 0, dilation)
+    more = checked_integer(where, "output_padding", output_padding, 0)
     word = isinstance(padding, str) and padding.lower() != "valid"
     if more >= probe.stride or (word and more):
         raise LayoutError(
@@ -226,12 +226,14 @@ def plan_transposed(
         )
     if word:
         length = n * probe.stride
-        taps = _taps(where, length, kernel, stride, padding, dilation)
+        taps = checked_taps(where, length, kernel, stride, padding, dilation)
     else:
-        taps = _taps(where, 0, kernel, stride, padding, dilation)
+        taps = checked_taps(where, 0, kernel, stride, padding, dilation)
         length = max(0, taps(n - 1)[1] - taps.high + more) if n else 0
     sizes = _blocks(where, "inputs", n, inputs)
-    return _plan(where, _blocks(where, "outputs", length, len(sizes) if outputs is None else outputs), sizes, taps)
+    return plan_blocks(
+        where, _blocks(where, "outputs", length, len(sizes) if outputs is None else outputs), sizes, taps
+    )
 
 
 @api_boundary
@@ -249,12 +251,12 @@ def plan_needs(
     lies outside of 0:n is padding. inputs, outputs: as for `plan_window`.
     """
     where = "spmd.plan_needs"
-    n, m = _integer(where, "n", n, 0), _integer(where, "m", m, 0)
+    n, m = checked_integer(where, "n", n, 0), checked_integer(where, "m", m, 0)
     sizes = _blocks(where, "inputs", n, inputs)
-    return _plan(where, sizes, _blocks(where, "outputs", m, len(sizes) if outputs is None else outputs), needs)
+    return plan_blocks(where, sizes, _blocks(where, "outputs", m, len(sizes) if outputs is None else outputs), needs)
 
 
-def _plan(
+def plan_blocks(
     where: str, inputs: tuple[int, ...], outputs: tuple[int, ...], needs: Callable[[int], tuple[int, int]]
 ) -> Window:
     if len(inputs) != len(outputs):
@@ -285,7 +287,7 @@ def _plan(
                         mend="(i, i + 1) reads entry i alone",
                     )
                 ) from None
-            start, stop = (_integer(where, "needs", end, None) for end in (start, stop))
+            start, stop = (checked_integer(where, "needs", end, None) for end in (start, stop))
             if start > stop or start < before[1][0] or stop < before[1][1]:
                 after = "" if start > stop else f" after {before[1]} for output {before[0]}"
                 raise LayoutError(
@@ -304,143 +306,6 @@ def _plan(
     return Window(inputs, outputs, tuple(found), needs if isinstance(needs, Taps) else None)
 
 
-# Several dimensions
-
-
-@dataclass(frozen=True)
-class Windows:
-    """Who needs what, in all dimensions: one `Window` for each, and the layouts of input and output."""
-
-    source: Layout
-    target: Layout
-    dims: tuple[Window, ...]
-
-    @property
-    def widths(self) -> tuple[Pairs, ...]:
-        """For each dimension, for each of its blocks (low, high), padding included: as a halo exchange takes them."""
-        return tuple(w.widths for w in self.dims)
-
-    @property
-    def halos(self) -> tuple[Pairs, ...]:
-        """The widths without padding."""
-        return tuple(w.halos for w in self.dims)
-
-    @property
-    def pads(self) -> tuple[Pairs, ...]:
-        return tuple(w.pads for w in self.dims)
-
-    def needs(self, worker: int) -> Box | None:
-        """The box of the input, padding included, that a worker needs; None if it holds no block."""
-        place = self.source.positions(worker)
-        return None if place is None else tuple(w.needs[k] for w, k in zip(self.dims, place, strict=True))
-
-    def __str__(self) -> str:
-        lines = [f"{self.source.shape} -> {self.target.shape}"]
-        lines += [f"dimension {d}: {w}" for d, w in enumerate(self.dims)]
-        return "\n".join(lines)
-
-
-@api_boundary
-def plan_windows(
-    source: Layout,
-    kernel: int | Sequence[int | None],
-    *,
-    stride: int | Sequence[int | None] = 1,
-    padding: int | str | Sequence[Padding | None] = 0,
-    dilation: int | Sequence[int | None] = 1,
-    ceil: bool = False,
-    target: Layout | Sequence[Sequence[int] | None] | None = None,
-) -> Windows:
-    """The window over an array of several dimensions that lies as `source` says.
-
-    kernel, stride, padding, dilation: one for all dimensions, or a sequence with one for each. A dimension whose kernel
-    is None has no window: its blocks stay as they are. The rest as for `plan_window`; (low, high) of a single dimension
-    is written ((low, high),).
-    target: the layout of the output, on the same workers block by block; or the sizes of its blocks in each dimension
-    (None: balanced). Without one it is balanced.
-    """
-    if not isinstance(source, Layout):
-        raise LayoutError(
-            message(
-                "spmd.plan_windows",
-                argument="source",
-                got=repr(source),
-                need="the layout of the input",
-                mend="mesh.layout(shape, spec); spmd.plan_window plans one dimension from its length",
-            )
-        )
-    goal = target if isinstance(target, Layout) else _plain(target)
-    return _plan_windows(source, *map(_plain, (kernel, stride, padding, dilation)), bool(ceil), goal)
-
-
-def _plain(x: Any) -> Any:
-    """x as it can be looked up in a cache."""
-    return tuple(map(_plain, x)) if isinstance(x, Iterable) and not isinstance(x, str) else x
-
-
-# A body asks for its plan at every step.
-@lru_cache(maxsize=256, typed=True)
-def _plan_windows(source: Layout, kernel, stride, padding, dilation, ceil: bool, target) -> Windows:
-    where = "spmd.plan_windows"
-    given = {"kernel": kernel, "stride": stride, "padding": padding, "dilation": dilation}
-    each = {name: _each(where, name, value, len(source.shape)) for name, value in given.items()}
-    whole = [k is None for k in each["kernel"]]
-    taps = []
-    for d, n in enumerate(source.shape):
-        if whole[d]:
-            taps.append((Taps(1), n))
-            continue
-        k, s, p, r = (each[name][d] for name in given)
-        t = _taps(f"{where}, dimension {d}", n, k, 1 if s is None else s, 0 if p is None else p, 1 if r is None else r)
-        taps.append(t.fit(n, ceil))
-    shape = tuple(m for _, m in taps)
-    if isinstance(target, Layout):
-        _check_target(where, source, target, shape)
-        goal = target
-    else:
-        cuts: Sequence = _each(where, "target", target, len(shape))
-        kept = [source.cuts[d] if whole[d] and cut is None else cut for d, cut in enumerate(cuts)]
-        goal = _alike(source, shape, kept)
-    dims = [_plan(f"{where}, dimension {d}", source.cuts[d], goal.cuts[d], t) for d, (t, _) in enumerate(taps)]
-    return Windows(source, goal, tuple(dims))
-
-
-def _alike(layout: Layout, shape: tuple[int, ...], cuts: Sequence[Sequence[int] | None]) -> Layout:
-    """The layout of another array on the same grid of the same workers."""
-    if layout.spec is not None:
-        return Layout(shape, layout.spec, layout.axes, cuts, copies=layout.copies)
-    assert layout.workers is not None
-    blocks = [len(c) for c in layout.cuts]
-    grid = (*blocks, len(layout.workers) // math.prod(blocks))
-    return Layout.grid(shape, grid, layout.axes, layout.workers, cuts, copies=layout.copies)
-
-
-def _check_target(where: str, source: Layout, target: Layout, shape: tuple[int, ...]) -> None:
-    if target.shape != shape:
-        raise LayoutError(
-            message(
-                where,
-                argument="target",
-                got=f"a layout of shape {target.shape}",
-                need=f"the shape of the output, {shape}",
-                mend="leave it out, and read the shape off the result: plan.target.shape",
-            )
-        )
-    # The order of the axes numbers the workers.
-    if [*source.axes.items()] != [*target.axes.items()] or any(
-        source.positions(w) != target.positions(w) for w in range(source.size)
-    ):
-        raise LayoutError(
-            message(
-                where,
-                argument="target",
-                got=f"{target} for an input that lies as {source}",
-                need="the same grid of the same workers: block k of the output where block k of the input is",
-                mend="leave it out, and repartition the output; or repartition the input first",
-            )
-        )
-
-
 # Checks
 
 
@@ -453,7 +318,7 @@ _MENDS = {
 }
 
 
-def _integer(where: str, argument: str, value: Any, least: int | None) -> int:
+def checked_integer(where: str, argument: str, value: Any, least: int | None) -> int:
     try:
         number = operator.index(value)
     except TypeError:
@@ -471,26 +336,9 @@ def _integer(where: str, argument: str, value: Any, least: int | None) -> int:
     return number
 
 
-def _each(where: str, argument: str, value: Any, ndim: int) -> tuple:
-    """One value for each dimension."""
-    if not isinstance(value, tuple):
-        return (value,) * ndim
-    if len(value) != ndim:
-        raise LayoutError(
-            message(
-                where,
-                argument=argument,
-                got=f"{len(value)} entries: {value}",
-                need=f"one for each of {ndim} dimension{'s' * (ndim != 1)}",
-                mend="kernel None for a dimension without a window" if argument == "kernel" else "or one for all",
-            )
-        )
-    return value
-
-
-def _taps(where: str, n: int, kernel: int, stride: int, padding: Any, dilation: int) -> Taps:
+def checked_taps(where: str, n: int, kernel: int, stride: int, padding: Any, dilation: int) -> Taps:
     taps = Taps(
-        *(_integer(where, name, v, 1) for name, v in zip(Taps._fields, (kernel, stride, dilation), strict=False))
+        *(checked_integer(where, name, v, 1) for name, v in zip(Taps._fields, (kernel, stride, dilation), strict=False))
     )
     word = padding.lower() if isinstance(padding, str) else None
     if word == "valid":
@@ -500,7 +348,7 @@ def _taps(where: str, n: int, kernel: int, stride: int, padding: Any, dilation: 
         less, more = total // 2, total - total // 2
         low, high = (more, less) if word == "same_lower" else (less, more)
     elif word is None and isinstance(padding, Sequence) and len(padding) == 2:
-        low, high = (_integer(where, "padding", p, None) for p in padding)
+        low, high = (checked_integer(where, "padding", p, None) for p in padding)
     elif isinstance(padding, Sequence):
         raise LayoutError(
             message(
@@ -512,15 +360,15 @@ def _taps(where: str, n: int, kernel: int, stride: int, padding: Any, dilation: 
             )
         )
     else:
-        low = high = _integer(where, "padding", padding, None)
+        low = high = checked_integer(where, "padding", padding, None)
     return taps._replace(low=low, high=high)
 
 
 def _blocks(where: str, argument: str, n: int, given: int | Sequence[int]) -> tuple[int, ...]:
     """The sizes of the blocks of n entries: balanced for a number of blocks, else as given."""
     if not isinstance(given, Iterable):
-        return block_sizes(n, _integer(where, argument, given, 1))
-    sizes = tuple(_integer(where, argument, size, 0) for size in given)
+        return block_sizes(n, checked_integer(where, argument, given, 1))
+    sizes = tuple(checked_integer(where, argument, size, 0) for size in given)
     if not sizes or sum(sizes) != n:
         raise LayoutError(
             message(

@@ -18,7 +18,8 @@ from spmd.autodiff.transforms import pullback_of
 from spmd.device import to_host
 from spmd.layout import offsets
 from spmd.ledger import ledger
-from spmd.linear import LinearOperator, Space, _conj
+from spmd.linear.operator import LinearOperator
+from spmd.linear.space import Space, conj_tree
 from spmd.mesh import Worker
 from spmd.transport.call import Call
 
@@ -139,7 +140,7 @@ def _trial(op: LinearOperator, exact: bool, key: tuple[int, ...], report: Adjoin
     if not error <= bound:
         text = "<F x, y> and <x, F* y> differ by " + plain(number(forward - backward))
         report.faults.append(Fault("value", text + ("; integers must agree" if exact else ", more than rounding does")))
-    elif not close(_conj(pullback_of(op, (x,))[1](_conj(y))[0]), back):
+    elif not close(conj_tree(pullback_of(op, (x,))[1](conj_tree(y))[0]), back):
         report.faults.append(Fault("twice", "where A is differentiated its transpose is another one than A.T"))
 
 

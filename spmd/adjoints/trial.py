@@ -19,7 +19,7 @@ from spmd.layout import Layout, P
 from spmd.ledger import ledger
 from spmd.mesh import Worker
 from spmd.operators.base import Operator
-from spmd.replicas import digest
+from spmd.replicas.compare import digest
 from spmd.spec_trees import spread
 from spmd.state import ROOTED, VARYING, state_of
 from spmd.transport.call import Call

@@ -54,7 +54,8 @@ from spmd.layout import block_sizes, offsets
 from spmd.mesh import WORKER, Worker, here
 from spmd.operators.algebra import Linear, Term, across, composed, meet
 from spmd.operators.terms import is_share, repeated_terms, warn_of_term
-from spmd.replicas import Source, source_of
+from spmd.replicas.records import Source, source_of
+from spmd.replicas.verify import verify_replicas
 from spmd.state import INVARIANT, VARYING, State, state_of
 from spmd.tracebacks import api_boundary
 from spmd.transport.base import Comm
@@ -959,7 +960,7 @@ def _verify(worker: Worker, value: Any, axes: tuple[str, ...], where: str, argum
     if apart:
         axes = tuple(n for n in axes if n not in apart)
     if worker.program is None:
-        worker.replicas.verify(worker, axes, value, where, argument, source)
+        verify_replicas(worker, axes, value, where, argument, source)
     else:
         worker.program.call(_Verification(axes, where, argument, source), (value,), effect=True)
 
@@ -977,7 +978,7 @@ class _Verification:
 
     def __call__(self, value: Any) -> None:
         worker = here(self.where)
-        worker.replicas.verify(worker, self.axes, value, self.where, self.argument, self.source)
+        verify_replicas(worker, self.axes, value, self.where, self.argument, self.source)
 
 
 @api_boundary

@@ -33,14 +33,14 @@ from spmd.map_results import BodyResults, joined_leaves, one_structure
 from spmd.mapping import Mapped
 from spmd.mesh import WORKER, Mesh, Worker
 from spmd.placement import mesh_for
-from spmd.replicas import Record, next_turn, note_closure
-from spmd.spec_trees import Leaf
+from spmd.replicas.closures import note_closure
+from spmd.replicas.compare import next_turn
+from spmd.replicas.records import Record
+from spmd.spec_trees import REQUIRED, Leaf
 from spmd.state import state_of
 from spmd.tracebacks import api_boundary
 
 __all__ = ["TorchMapped", "map"]
-
-_MISSING: Any = mapping._MISSING
 
 
 @overload
@@ -58,8 +58,8 @@ def map(
 @api_boundary
 def map(
     f: Callable | None = None,
-    in_specs: Any = _MISSING,
-    out_specs: Any = _MISSING,
+    in_specs: Any = REQUIRED,
+    out_specs: Any = REQUIRED,
     *,
     mesh: Mesh | None = None,
     check: bool = True,
@@ -82,7 +82,7 @@ def map(
     Raises SpecError, LayoutError or StateError that name the argument or result by its path; MeshError without mesh;
     TransportError on a mesh with scheduler="lockstep".
     """
-    if f is not None and callable(f) and _MISSING not in (in_specs, out_specs):
+    if f is not None and callable(f) and REQUIRED not in (in_specs, out_specs):
         return TorchMapped(f, in_specs, out_specs, mesh, check)
     made = mapping.map(f, in_specs, out_specs, mesh=mesh, check=check)  # which says what is wrong
     if f is None:
@@ -218,7 +218,7 @@ class _Call:
     def _note_arguments(self, outcome: Any, blocks: list[Any]) -> None:
         """Note the tensors and arrays that this process, one of several, passed of its own: see `Mapped`."""
         mapped, mesh = self.mapped, self.mesh
-        if not (outcome.replicas.alone and mapped.check and mesh.checks):
+        if not (outcome.replicas.distributed and mapped.check and mesh.checks):
             return
         for leaf, block in zip(self.leaves, blocks, strict=True):
             if not isinstance(block, dict) or isinstance(leaf.value, PartitionedArray):
@@ -227,7 +227,7 @@ class _Call:
             shape = f"{own.dtype}{[*leaf.value.shape]}, {leaf.spec}"
             record = Record(self.where, leaf.path, "", shape, 0, 0, None)
             note_argument(mesh, outcome.replicas, record, leaf.spec, borrowed(own), mapped._turns)
-        note_closure(mesh, outcome.replicas, self.where, mapped.f, mapped._turns)
+        note_closure(tuple(mesh.axes), outcome.replicas, self.where, mapped.f, mapped._turns)
 
     def _execute(self, body: Callable[[Worker], Any], tracked: bool) -> Any:
         if self.mesh.scheduler == "lockstep" and self.mesh.size > 1 and self.mesh.transport.name == "local":
