@@ -22,7 +22,7 @@ from spmd.inner_product import inner, norm
 from spmd.lazy_imports import absent
 from spmd.linear.operator import LinearOperator
 from spmd.linear.space import Space, admit_element, check_fit, conj_tree, size_of, space_of
-from spmd.map_arguments import brought
+from spmd.map_arguments import move_to_layout
 from spmd.tracebacks import api_boundary
 
 __all__ = ["LeastSquares", "Solution", "cg", "lsqr"]
@@ -85,7 +85,7 @@ def _brought_back(x: Any, like: Any) -> Any:
         have, want = value_of(a), value_of(given)
         if not isinstance(want, PartitionedArray) or want.layout == have.layout:
             return a
-        return brought(a, have.layout, want.layout, have.mesh)
+        return move_to_layout(a, have.layout, want.layout, have.mesh)
 
     return tree.map(one, x, like)
 
@@ -186,7 +186,7 @@ def _lowered(A: Any, tape: Any) -> Any:
 
 
 def _system(where: str, A: Any, b: Any, x0: Any) -> tuple[Any, Any, Any]:
-    """A, b and x0, brought to the layout that A works in."""
+    """A, b and x0, move_to_layout to the layout that A works in."""
     if isinstance(A, LinearOperator):
         check_fit("=", A.range, A.domain, "a matrix that is not square: A gives")
         space = _widened(A.domain, b)

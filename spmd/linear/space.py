@@ -15,7 +15,7 @@ from spmd.autodiff.tracer import value_of
 from spmd.errors import LayoutError, MeshError, SpecError, describe, message
 from spmd.kernels import on_device
 from spmd.layout import Layout, Spec
-from spmd.map_arguments import brought
+from spmd.map_arguments import move_to_layout
 from spmd.mesh import Mesh
 from spmd.spec_trees import spread
 from spmd.transport.handles import sealed
@@ -83,7 +83,7 @@ class Space:
         have = value.layout if isinstance(value, PartitionedArray) else None
         if value.dtype != self.dtype:
             x = x.astype(self.dtype)
-        return x if have == self.layout else brought(x, have, self.layout, self.mesh)
+        return x if have == self.layout else move_to_layout(x, have, self.layout, self.mesh)
 
 
 def space_of(x: PartitionedArray) -> Space:
