@@ -21,7 +21,6 @@ from spmd.errors import (
     LayoutError,
     MissingMethodError,
     describe,
-    message,
 )
 from spmd.layout import Layout, P
 from spmd.mesh import WORKER, Mesh, Worker
@@ -156,26 +155,22 @@ class PartitionedArray:
     def __array__(self, dtype=None, copy=None):
         check_usable("np.asarray", self)
         if not self.is_here:
-            raise LayoutError(
-                message(
-                    "np.asarray",
-                    got=f"{describe(self)}, of which this process holds a part",
-                    need="an array that is wholly here; assembling it takes all processes",
-                    mend="x.numpy() on all processes",
-                )
+            raise LayoutError.at(
+                "np.asarray",
+                got=f"{describe(self)}, of which this process holds a part",
+                need="an array that is wholly here; assembling it takes all processes",
+                mend="x.numpy() on all processes",
             )
         whole = self._assembled()
         if copy is not False:
             return np.array(whole, dtype=dtype)
         if not any(whole is b for b in self.blocks.values()) or dtype not in (None, self.dtype):
-            raise LayoutError(
-                message(
-                    "np.asarray",
-                    argument="copy",
-                    got=f"False, for {describe(self)}",
-                    need="True or None: it is put together, or converted",
-                    mend="leave copy out",
-                )
+            raise LayoutError.at(
+                "np.asarray",
+                argument="copy",
+                got=f"False, for {describe(self)}",
+                need="True or None: it is put together, or converted",
+                mend="leave copy out",
             )
         return whole
 
@@ -192,13 +187,11 @@ class PartitionedArray:
         check_usable(where, self)
         whole = next((b for b in self.blocks.values() if b.shape == self.shape), None)
         if whole is None:
-            raise LayoutError(
-                message(
-                    where,
-                    got=f"{describe(self)}, in several blocks",
-                    need="an array that lies in one piece",
-                    mend="x.gathered(), or spmd.put(x, P())",
-                )
+            raise LayoutError.at(
+                where,
+                got=f"{describe(self)}, in several blocks",
+                need="an array that lies in one piece",
+                mend="x.gathered(), or spmd.put(x, P())",
             )
         return whole
 
@@ -210,13 +203,11 @@ class PartitionedArray:
     def _number(self, kind: str) -> np.ndarray:
         check_usable(f"{kind}()", self)
         if self.size != 1 or not self.is_here:
-            raise LayoutError(
-                message(
-                    f"{kind}()",
-                    got=describe(self),
-                    need="an array of one entry that every process holds",
-                    mend="x.numpy() assembles it",
-                )
+            raise LayoutError.at(
+                f"{kind}()",
+                got=describe(self),
+                need="an array of one entry that every process holds",
+                mend="x.numpy() assembles it",
             )
         return self._assembled().reshape(())
 
@@ -288,14 +279,12 @@ class PartitionedArray:
 
     @api_boundary
     def __setitem__(self, index, value):
-        raise LayoutError(
-            message(
-                "x[i] = v",
-                got=describe(self),
-                need="arrays are immutable",
-                mend="spmd.map(lambda b: b.at[i].set(v), in_specs=x.spec, out_specs=x.spec)(x), "
-                "with i an index into the blocks",
-            )
+        raise LayoutError.at(
+            "x[i] = v",
+            got=describe(self),
+            need="arrays are immutable",
+            mend="spmd.map(lambda b: b.at[i].set(v), in_specs=x.spec, out_specs=x.spec)(x), "
+            "with i an index into the blocks",
         )
 
     @api_boundary
@@ -415,14 +404,12 @@ def device_of_worker(mesh: Mesh, worker: int) -> Any:
 
 def closure_error(where: str, x: PartitionedArray, argument: str | None = None) -> Exception:
     """The error for a global array that a body meets otherwise than as its argument."""
-    return ClosureError(
-        message(
-            where,
-            argument=argument,
-            got=f"{describe(x)} in a body",
-            need="bodies that use their arguments only",
-            mend=f"pass it to the map as an argument, with {x.spec} in in_specs",
-        )
+    return ClosureError.at(
+        where,
+        argument=argument,
+        got=f"{describe(x)} in a body",
+        need="bodies that use their arguments only",
+        mend=f"pass it to the map as an argument, with {x.spec} in in_specs",
     )
 
 
@@ -437,13 +424,11 @@ def check_usable(where: str, x: PartitionedArray) -> None:
 def unsupported(what: str, x: PartitionedArray) -> Exception:
     if WORKER.get() is not None:
         return closure_error(what, x)
-    return LayoutError(
-        message(
-            what,
-            got=describe(x),
-            need="a ufunc (+, <, np.exp, ...) or np.sum: other functions need to know what the blocks mean",
-            mend="do it in a body, spmd.map(f, in_specs=..., out_specs=...)(x), or on x.numpy()",
-        )
+    return LayoutError.at(
+        what,
+        got=describe(x),
+        need="a ufunc (+, <, np.exp, ...) or np.sum: other functions need to know what the blocks mean",
+        mend="do it in a body, spmd.map(f, in_specs=..., out_specs=...)(x), or on x.numpy()",
     )
 
 
@@ -472,14 +457,12 @@ DONATED: Any = _Donated()
 
 def donated_error(where: str, argument: str | None = None) -> Exception:
     """The error for an array that was given away."""
-    return DonatedError(
-        message(
-            where,
-            argument=argument,
-            got="an array that was given away (donate=True)",
-            need="the one that came in its place",
-            mend="params, state = optimizer.update(grads, state, params, donate=True); without donate the old stay",
-        )
+    return DonatedError.at(
+        where,
+        argument=argument,
+        got="an array that was given away (donate=True)",
+        need="the one that came in its place",
+        mend="params, state = optimizer.update(grads, state, params, donate=True); without donate the old stay",
     )
 
 

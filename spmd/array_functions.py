@@ -26,7 +26,6 @@ from spmd.errors import (
     LayoutError,
     MeshError,
     describe,
-    message,
 )
 from spmd.kernels import on_device
 from spmd.layout import Layout, P
@@ -55,24 +54,20 @@ def _blockwise(ufunc, inputs, kwargs):
         raise unsupported(where, arrays[0])
     for a in arrays[1:]:
         if a.mesh != mesh:
-            raise MeshError(
-                message(
-                    where,
-                    got=f"arrays on {mesh} and on {a.mesh}",
-                    need="arrays on one mesh",
-                    mend="spmd.put(x.numpy(), spec, mesh)",
-                )
+            raise MeshError.at(
+                where,
+                got=f"arrays on {mesh} and on {a.mesh}",
+                need="arrays on one mesh",
+                mend="spmd.put(x.numpy(), spec, mesh)",
             )
     try:
         shape = np.broadcast_shapes(*(np.shape(x) for x in inputs))
     except ValueError as error:
-        raise LayoutError(
-            message(
-                where,
-                got=" and ".join(describe(x) for x in inputs),
-                need="shapes that broadcast",
-                mend="give them the same shape, or length 1 where one is to be repeated",
-            )
+        raise LayoutError.at(
+            where,
+            got=" and ".join(describe(x) for x in inputs),
+            need="shapes that broadcast",
+            mend="give them the same shape, or length 1 where one is to be repeated",
         ) from error
     layout = common_layout(where, arrays, shape)
 
@@ -94,15 +89,13 @@ def common_layout(where: str, arrays: Sequence[PartitionedArray], shape: tuple[i
         return first
     found = _joint_layout(tuple(a.layout for a in arrays), shape)
     if found is None:
-        raise LayoutError(
-            message(
-                where,
-                got=" and ".join(
-                    describe(a) + (f" in blocks of {a.layout.cuts}" * (not a.layout.balanced)) for a in arrays
-                ),
-                need="operands that are split alike, or not at all",
-                mend="spmd.put(x, other.spec) lays x out like the other; or work in a body: spmd.map(f, in_specs=...)",
-            )
+        raise LayoutError.at(
+            where,
+            got=" and ".join(
+                describe(a) + (f" in blocks of {a.layout.cuts}" * (not a.layout.balanced)) for a in arrays
+            ),
+            need="operands that are split alike, or not at all",
+            mend="spmd.put(x, other.spec) lays x out like the other; or work in a body: spmd.map(f, in_specs=...)",
         )
     return found
 
@@ -212,13 +205,11 @@ def _stack(arrays, axis=0) -> PartitionedArray:
     given = [a for a in arrays if type(a) is PartitionedArray]
     shape, mesh = given[0].shape, given[0].mesh
     if any(np.shape(a) != shape for a in arrays):
-        raise LayoutError(
-            message(
-                "np.stack",
-                got=" and ".join(describe(a) for a in arrays),
-                need="arrays of one shape",
-                mend="np.broadcast_to(x, shape) first",
-            )
+        raise LayoutError.at(
+            "np.stack",
+            got=" and ".join(describe(a) for a in arrays),
+            need="arrays of one shape",
+            mend="np.broadcast_to(x, shape) first",
         )
     layout = common_layout("np.stack", given, shape)
     d = normal_axis("np.stack", "axis", axis, len(shape) + 1)

@@ -16,7 +16,7 @@ from spmd.autodiff import apply
 from spmd.autodiff.sanitizers import FINITE, WATCHING, check_finite
 from spmd.autodiff.tracer import Array
 from spmd.device import contiguous, to_host
-from spmd.errors import MeshError, NonFiniteError, ReplicaError, caller, message, source_line
+from spmd.errors import MeshError, NonFiniteError, ReplicaError, caller, source_line
 from spmd.mesh import WORKER
 from spmd.state import REPLICAS
 from spmd.tracebacks import api_boundary
@@ -55,10 +55,8 @@ def debug(
             pull(1.0)       # MutationError
     """
     if not (nans is None or isinstance(nans, bool) or nans == "nan"):
-        raise MeshError(
-            message(
-                "spmd.debug", argument="nans", got=repr(nans), need='True, False or "nan"', mend="nans=True for both"
-            )
+        raise MeshError.at(
+            "spmd.debug", argument="nans", got=repr(nans), need='True, False or "nan"', mend="nans=True for both"
         )
     kinds = {True: "nan or inf", False: ""}[nans] if isinstance(nans, bool) else nans
     return _debugging(mutation, kinds, replicas)
@@ -169,12 +167,10 @@ def _holders(worker, group, shapes: list[tuple[int, ...]]) -> list[int]:
 
 def _differs(worker, members: tuple[int, int], texts: list[str], axes: tuple[str, ...]) -> ReplicaError:
     (first, second), (one, other) = texts, map(worker.mesh.describe, members)
-    return ReplicaError(
-        message(
-            _what(),
-            got=f"an Invariant array {first} on {one}, and on {other} {second}",
-            need=f"one value along {' and '.join(map(repr, axes))}, within spmd.debug(replicas=True)",
-            mend="data made from a worker's place, from random numbers, files or the clock is Varying: declare it with "
-            "spmd.varying(a, axis_name)",
-        )
+    return ReplicaError.at(
+        _what(),
+        got=f"an Invariant array {first} on {one}, and on {other} {second}",
+        need=f"one value along {' and '.join(map(repr, axes))}, within spmd.debug(replicas=True)",
+        mend="data made from a worker's place, from random numbers, files or the clock is Varying: declare it with "
+        "spmd.varying(a, axis_name)",
     )

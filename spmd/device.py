@@ -18,7 +18,7 @@ import numpy as np
 from spmd import kernels
 from spmd.autodiff import allocation
 from spmd.autodiff.staging.recorder import Slot, is_slot, one_line, slots
-from spmd.errors import MeshError, TransportError, describe, message
+from spmd.errors import MeshError, TransportError, describe
 from spmd.kernels import on_device
 from spmd.kernels.memory import nontemporal, pool
 from spmd.kernels.parallel import split_work
@@ -222,14 +222,12 @@ def home(where: str, argument: str, x: Any, device: str) -> Any:
         if int(kind) not in (1, 3):  # the host's memory, or such as a device may read too
             x = imported().from_dlpack(x)
     if on_device(x) and device == "cpu":
-        raise MeshError(
-            message(
-                where,
-                argument=argument,
-                got=f"{describe(x)}, which lies on a GPU",
-                need="arrays of the host, for a mesh whose blocks lie there",
-                mend='Mesh(..., device="cuda"); or x.get(), which copies it to the host',
-            )
+        raise MeshError.at(
+            where,
+            argument=argument,
+            got=f"{describe(x)}, which lies on a GPU",
+            need="arrays of the host, for a mesh whose blocks lie there",
+            mend='Mesh(..., device="cuda"); or x.get(), which copies it to the host',
         )
     return x
 
@@ -240,14 +238,12 @@ def imported(where: str = "spmd.Mesh") -> Any:
     try:
         import cupy  # type: ignore[import-not-found]
     except ImportError as error:
-        raise TransportError(
-            message(
-                where,
-                argument="device",
-                got=f'"cuda", and CuPy cannot be imported ({error})',
-                need=need,
-                mend='pip install "spmd[cuda]"; without a GPU, device="cpu"',
-            )
+        raise TransportError.at(
+            where,
+            argument="device",
+            got=f'"cuda", and CuPy cannot be imported ({error})',
+            need=need,
+            mend='pip install "spmd[cuda]"; without a GPU, device="cpu"',
         ) from error
     try:
         if cupy.cuda.runtime.getDeviceCount() > 0:
@@ -255,14 +251,12 @@ def imported(where: str = "spmd.Mesh") -> Any:
         found = "no device"
     except cupy.cuda.runtime.CUDARuntimeError as error:
         found = str(error)
-    raise TransportError(
-        message(
-            where,
-            argument="device",
-            got=f'"cuda", and CuPy {cupy.__version__} finds no GPU ({found})',
-            need=need,
-            mend='look at what nvidia-smi and CUDA_VISIBLE_DEVICES say; without a GPU, device="cpu"',
-        )
+    raise TransportError.at(
+        where,
+        argument="device",
+        got=f'"cuda", and CuPy {cupy.__version__} finds no GPU ({found})',
+        need=need,
+        mend='look at what nvidia-smi and CUDA_VISIBLE_DEVICES say; without a GPU, device="cpu"',
     )
 
 

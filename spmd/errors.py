@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from types import CodeType
-from typing import Any
+from typing import Any, Self
 
 __all__ = [
     "ClosureError",
@@ -46,35 +46,44 @@ __all__ = [
 ]
 
 
-class MeshError(ValueError):
+class _Located:
+    """An error whose text says where it arose, what came, what was needed, and how to mend it."""
+
+    @classmethod
+    def at(cls, where: str, *, got: str, need: str, mend: str, argument: str | None = None) -> Self:
+        """The error with the text that `message` builds."""
+        return cls(message(where, got=got, need=need, mend=mend, argument=argument))  # type: ignore[call-arg]
+
+
+class MeshError(_Located, ValueError):
     """No mesh, an unknown or repeated axis, or a mesh that does not fit the workers there are."""
 
 
-class SpecError(ValueError):
+class SpecError(_Located, ValueError):
     """A partition spec that does not fit its mesh, its array or the tree of its arguments."""
 
 
-class LayoutError(ValueError):
+class LayoutError(_Located, ValueError):
     """Blocks, shapes or layouts that do not fit together."""
 
 
-class StateError(TypeError):
+class StateError(_Located, TypeError):
     """An array whose state (Invariant, Varying, Rooted) an operation does not take."""
 
 
-class ClosureError(TypeError):
+class ClosureError(_Located, TypeError):
     """A body that uses an array of the world outside its map."""
 
 
-class DifferentiationError(TypeError):
+class DifferentiationError(_Located, TypeError):
     """A function that has no derivative rule, or an argument that cannot be differentiated."""
 
 
-class DtypeError(TypeError):
+class DtypeError(_Located, TypeError):
     """A value that an array's dtype cannot hold."""
 
 
-class JitError(RuntimeError):
+class JitError(_Located, RuntimeError):
     """What a body does under spmd.jit depends on values, or on what is not the same each time.
 
     looked: it was raised where a value was looked at; what looks at values may be done as a whole, each time.
@@ -83,11 +92,11 @@ class JitError(RuntimeError):
     looked = False
 
 
-class TracedConversionError(TypeError):
+class TracedConversionError(_Located, TypeError):
     """A traced array was asked for the bare data that would cut it off from its gradient."""
 
 
-class MissingMethodError(AttributeError):
+class MissingMethodError(_Located, AttributeError):
     """A method or attribute that NumPy's arrays have, and this kind of value does not; a name that a module of another
     library has, and this one does not.
 
@@ -99,16 +108,16 @@ class MissingMethodError(AttributeError):
         return str(text() if callable(text) else text)
 
 
-class MutationError(RuntimeError):
+class MutationError(_Located, RuntimeError):
     """A bare array changed between the forward run and the backward sweep that needs it, or a tensor was to be
     written to that would not know that it varies from now on."""
 
 
-class TransportError(RuntimeError):
+class TransportError(_Located, RuntimeError):
     """An engine is missing, or does not have the workers that the mesh asks for."""
 
 
-class MismatchError(RuntimeError):
+class MismatchError(_Located, RuntimeError):
     """Workers met in one collective with different calls."""
 
 
@@ -116,19 +125,19 @@ class DeadlockError(MismatchError):
     """Workers wait for others that will never come."""
 
 
-class NonFiniteError(FloatingPointError):
+class NonFiniteError(_Located, FloatingPointError):
     """A NaN or an infinity, within spmd.debug(nans=True)."""
 
 
-class DonatedError(RuntimeError):
+class DonatedError(_Located, RuntimeError):
     """An array that was given away (`donate=True`), and used again."""
 
 
-class ReplicaError(RuntimeError):
+class ReplicaError(_Located, RuntimeError):
     """An Invariant array that differs between workers, or parameters that are not used as replicas are to be."""
 
 
-class StallError(RuntimeError):
+class StallError(_Located, RuntimeError):
     """A collective that has made no progress for SPMD_TIMEOUT seconds."""
 
 

@@ -14,7 +14,6 @@ from spmd.autodiff.tracer import Array
 from spmd.device import to_host
 from spmd.errors import (
     StateError,
-    message,
 )
 from spmd.frontends import Frontend, frontend
 from spmd.kernels import on_device
@@ -48,14 +47,12 @@ def _wide_inner(function: str, x, y) -> tuple[Any, np.dtype | None]:
     rounded to, if there is one."""
     (xs, structure), ys = tree.flatten(x), tree.leaves(y)
     if len(xs) != len(ys):
-        raise StateError(
-            message(
-                "spmd.inner",
-                argument="y",
-                got=f"{len(ys)} arrays for {len(xs)}",
-                need="pytrees of one structure",
-                mend="pair every array with its counterpart",
-            )
+        raise StateError.at(
+            "spmd.inner",
+            argument="y",
+            got=f"{len(ys)} arrays for {len(xs)}",
+            need="pytrees of one structure",
+            mend="pair every array with its counterpart",
         )
     total = 0.0
     by_state: dict[Any, Any] = {}

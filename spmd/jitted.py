@@ -22,7 +22,7 @@ from spmd.autodiff.sanitizers import FINITE, WATCHING
 from spmd.autodiff.staging.program import Built, Ref
 from spmd.autodiff.staging.recorder import Program, is_slot, slot_of
 from spmd.autodiff.tracer import Array, value_of
-from spmd.errors import JitError, SpecError, describe, message
+from spmd.errors import JitError, SpecError, describe
 from spmd.jit_entry import (
     JitEntry,
     array_key,
@@ -82,26 +82,22 @@ def jit(f: Mapped) -> Jitted:
         return f
     if not isinstance(f, Mapped):
         inner = getattr(f, "__wrapped__", None)
-        raise SpecError(
-            message(
-                "spmd.jit",
-                argument="f",
-                got=describe(f),
-                need="a map: bodies are what is recorded",
-                mend="spmd.value_and_grad(spmd.jit(f)), and so for grad"
-                if isinstance(inner, MappedBody)
-                else "spmd.jit(spmd.map(f, in_specs, out_specs)); a step of training may be one body",
-            )
+        raise SpecError.at(
+            "spmd.jit",
+            argument="f",
+            got=describe(f),
+            need="a map: bodies are what is recorded",
+            mend="spmd.value_and_grad(spmd.jit(f)), and so for grad"
+            if isinstance(inner, MappedBody)
+            else "spmd.jit(spmd.map(f, in_specs, out_specs)); a step of training may be one body",
         )
     if not f.check:
-        raise SpecError(
-            message(
-                "spmd.jit",
-                argument="f",
-                got=f"{f.where} with check=False, whose body has bare arrays",
-                need="arrays that can be followed",
-                mend="leave check=False out: what it saves is not done again",
-            )
+        raise SpecError.at(
+            "spmd.jit",
+            argument="f",
+            got=f"{f.where} with check=False, whose body has bare arrays",
+            need="arrays that can be followed",
+            mend="leave check=False out: what it saves is not done again",
         )
     return Jitted(f.f, f.in_specs, f.out_specs, f.mesh, f.check)
 
@@ -214,14 +210,12 @@ class Jitted(MappedBody):
             try:
                 hash(x if is_static else None)
             except TypeError:
-                raise JitError(
-                    message(
-                        f"spmd.jit of {self.where}",
-                        argument="with the spec None",
-                        got=describe(x),
-                        need="an object that can be hashed: it is part of the program",
-                        mend="a spec for arrays, P() for one value; a frozen dataclass, a tuple in place of a list",
-                    )
+                raise JitError.at(
+                    f"spmd.jit of {self.where}",
+                    argument="with the spec None",
+                    got=describe(x),
+                    need="an object that can be hashed: it is part of the program",
+                    mend="a spec for arrays, P() for one value; a frozen dataclass, a tuple in place of a list",
                 ) from None
 
     def _keep(self, entry: JitEntry, kind: Any, mesh: Mesh, treedef: Any, flat: list) -> None:
@@ -272,14 +266,12 @@ class Jitted(MappedBody):
         """Raise if a result with the out_spec None is a mutable object: each replay would return the same one."""
         for x, spec, path in zip(results.blocks, results.specs, results.paths, strict=True):
             if spec is None and not (is_slot(x) or is_immutable(x)):
-                raise JitError(
-                    message(
-                        f"spmd.jit of {self.where}",
-                        argument=path,
-                        got=f"{describe(x)}, with the out_spec None",
-                        need="a number, a string, a dtype, or tuples of them: it would be this one object each time",
-                        mend="a spec for arrays, P() for one value; make objects outside; or leave spmd.jit out",
-                    )
+                raise JitError.at(
+                    f"spmd.jit of {self.where}",
+                    argument=path,
+                    got=f"{describe(x)}, with the out_spec None",
+                    need="a number, a string, a dtype, or tuples of them: it would be this one object each time",
+                    mend="a spec for arrays, P() for one value; make objects outside; or leave spmd.jit out",
                 )
 
     def _classify(self, entry: JitEntry, leaves: list[Leaf]) -> None:
@@ -332,14 +324,12 @@ class Jitted(MappedBody):
     def _other_shapes(self, results: list, shapes: list) -> JitError:
         """The error for results whose shapes changed. It should not occur: recording refuses what may change them."""
         k = next(k for k, shape in enumerate(shapes) if getattr(results[k], "shape", None) != shape)
-        return JitError(
-            message(
-                f"spmd.jit of {self.where}",
-                argument=f"result number {k}",
-                got=describe(results[k]),
-                need=f"shape {[*shapes[k]]}, as when the program was recorded",
-                mend="leave spmd.jit out: in this body the shapes of arrays depend on values",
-            )
+        return JitError.at(
+            f"spmd.jit of {self.where}",
+            argument=f"result number {k}",
+            got=describe(results[k]),
+            need=f"shape {[*shapes[k]]}, as when the program was recorded",
+            mend="leave spmd.jit out: in this body the shapes of arrays depend on values",
         )
 
     # Differentiation from outside

@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 from operator import index
 from typing import Any
 
-from spmd.errors import LayoutError, SpecError, message, nearest
+from spmd.errors import LayoutError, SpecError, nearest
 from spmd.layout_picture import BlockGrids
 from spmd.spellings import closest
 from spmd.tracebacks import api_boundary, shorten
@@ -57,28 +57,26 @@ def _integers(where: str, argument: str, values: Any, least: int | None, mend: s
     except TypeError:
         pass
     need = "integers" if least is None else f"integers of at least {least}"
-    raise LayoutError(message(where, argument=argument, got=repr(values), need=need, mend=mend))
+    raise LayoutError.at(where, argument=argument, got=repr(values), need=need, mend=mend)
 
 
 def _axes(where: str, axes: Any) -> dict[str, int]:
     """The names and sizes of the axes of a mesh, checked."""
     if not isinstance(axes, Mapping):
-        raise LayoutError(
-            message(where, argument="axes", got=repr(axes), need="the sizes of the axes by name", mend="mesh.axes")
+        raise LayoutError.at(
+            where, argument="axes", got=repr(axes), need="the sizes of the axes by name", mend="mesh.axes"
         )
     return dict(zip(axes, _integers(where, "axes", [*axes.values()], 1, "mesh.axes"), strict=True))
 
 
 def _of_copies(copies: str) -> str:
     if copies not in ("invariant", "varying"):
-        raise LayoutError(
-            message(
-                "spmd.Layout",
-                argument="copies",
-                got=repr(copies),
-                need='"invariant" (one value, counted once) or "varying" (a value each)',
-                mend=f'copies="{closest(copies, ("varying", "invariant"))}"',
-            )
+        raise LayoutError.at(
+            "spmd.Layout",
+            argument="copies",
+            got=repr(copies),
+            need='"invariant" (one value, counted once) or "varying" (a value each)',
+            mend=f'copies="{closest(copies, ("varying", "invariant"))}"',
         )
     return copies
 
@@ -88,27 +86,23 @@ def _spec(kind: type[P], dims: tuple[Any, ...]) -> P:
     """The spec of these dimensions: one object, so that equal ones are most often the same."""
     for d, names in enumerate(dims):
         if not (names is None or isinstance(names, str | tuple | list) and all(isinstance(n, str) for n in names)):
-            raise SpecError(
-                message(
-                    "spmd.P",
-                    argument=f"dimension {d}",
-                    got=repr(dims[d]),
-                    need="an axis name, a tuple of axis names, or None",
-                    mend='write P("x"), P(("x", "y")) or P(None, "x")',
-                )
+            raise SpecError.at(
+                "spmd.P",
+                argument=f"dimension {d}",
+                got=repr(dims[d]),
+                need="an axis name, a tuple of axis names, or None",
+                mend='write P("x"), P(("x", "y")) or P(None, "x")',
             )
     split = tuple(() if d is None else (d,) if isinstance(d, str) else tuple(d) for d in dims)
     axes = tuple(n for d in split for n in d)
     repeated = sorted({n for n in axes if axes.count(n) > 1})
     if repeated:
-        raise SpecError(
-            message(
-                "spmd.P",
-                argument=_shown(split),
-                got=f"axis {repeated[0]!r} more than once",
-                need="each axis at most once: it can split one dimension only",
-                mend="split the other dimension over another axis, or leave it whole (None)",
-            )
+        raise SpecError.at(
+            "spmd.P",
+            argument=_shown(split),
+            got=f"axis {repeated[0]!r} more than once",
+            need="each axis at most once: it can split one dimension only",
+            mend="split the other dimension over another axis, or leave it whole (None)",
         )
     whole = next((k for k, d in enumerate(reversed(split)) if d), len(split))
     spec = object.__new__(kind)
@@ -179,29 +173,23 @@ class P:
         unknown = [n for n in self.axes if n not in axes]
         if unknown:
             close = nearest(unknown[0], axes, 1)
-            raise SpecError(
-                message(
-                    where,
-                    argument=argument,
-                    got=f"{self}, which names axis {unknown[0]!r}",
-                    need=f"axes of the mesh: {', '.join(map(repr, axes)) or 'it has none'}",
-                    mend=f"write {close[0]!r}"
-                    if close
-                    else "name an axis of the mesh, or make a mesh that has this one",
-                )
+            raise SpecError.at(
+                where,
+                argument=argument,
+                got=f"{self}, which names axis {unknown[0]!r}",
+                need=f"axes of the mesh: {', '.join(map(repr, axes)) or 'it has none'}",
+                mend=f"write {close[0]!r}" if close else "name an axis of the mesh, or make a mesh that has this one",
             )
         if ndim is not None and len(self.dims) > ndim:
-            raise SpecError(
-                message(
-                    where,
-                    argument=argument,
-                    got=f"{self} for an array of {ndim} dimension{'s' * (ndim != 1)}",
-                    need=f"a spec of at most {ndim} entr{'y' if ndim == 1 else 'ies'}"
-                    if ndim
-                    else "P(): one number is not split",
-                    mend="shorten the spec, or give the array the dimensions it names"
-                    + ("" if ndim else " (np.asarray makes one array of a list)"),
-                )
+            raise SpecError.at(
+                where,
+                argument=argument,
+                got=f"{self} for an array of {ndim} dimension{'s' * (ndim != 1)}",
+                need=f"a spec of at most {ndim} entr{'y' if ndim == 1 else 'ies'}"
+                if ndim
+                else "P(): one number is not split",
+                mend="shorten the spec, or give the array the dimensions it names"
+                + ("" if ndim else " (np.asarray makes one array of a list)"),
             )
 
 
@@ -237,9 +225,7 @@ class Layout:
         self.shape = _integers("spmd.Layout", "shape", shape, 0, "the global shape: (8, 3)")
         self.axes = _axes("spmd.Layout", axes)
         if not isinstance(spec, P):
-            raise SpecError(
-                message("spmd.Layout", argument="spec", got=repr(spec), need="a spec", mend='P("x") or P()')
-            )
+            raise SpecError.at("spmd.Layout", argument="spec", got=repr(spec), need="a spec", mend='P("x") or P()')
         spec.check(self.axes, "spmd.Layout", "spec", len(self.shape))
         self.spec = P(*spec.trimmed, *[None] * (len(self.shape) - len(spec.trimmed)))
         self.workers = None
@@ -272,26 +258,22 @@ class Layout:
         counts = _integers(where, "grid", grid, None, "a number of blocks for each dimension, 1 where it is whole")
         ndim, total = len(self.shape), math.prod(self.axes.values())
         if len(counts) < ndim or min(counts, default=1) < 1:
-            raise LayoutError(
-                message(
-                    where,
-                    argument="grid",
-                    got=f"{counts} for an array of {ndim} dimensions",
-                    need="a number of blocks, 1 or more, for each dimension; numbers of copies may follow",
-                    mend="write 1 for a dimension that is whole",
-                )
+            raise LayoutError.at(
+                where,
+                argument="grid",
+                got=f"{counts} for an array of {ndim} dimensions",
+                need="a number of blocks, 1 or more, for each dimension; numbers of copies may follow",
+                mend="write 1 for a dimension that is whole",
             )
         chosen = range(math.prod(counts)) if workers is None else workers
         chosen = _integers(where, "workers", chosen, None, "their numbers: workers=[4, 5, 6, 7]")
         if len(chosen) != math.prod(counts) or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(total)):
-            raise LayoutError(
-                message(
-                    where,
-                    argument="workers",
-                    got=str(chosen),
-                    need=f"{math.prod(counts)} different workers of the {total} of the mesh, one for each block",
-                    mend="make the grid smaller, or the mesh larger",
-                )
+            raise LayoutError.at(
+                where,
+                argument="workers",
+                got=str(chosen),
+                need=f"{math.prod(counts)} different workers of the {total} of the mesh, one for each block",
+                mend="make the grid smaller, or the mesh larger",
             )
         self.workers = chosen
         self.cuts = self._cut([[n] for n in counts[:ndim]], cuts)
@@ -301,14 +283,12 @@ class Layout:
         """The sizes of the blocks in each dimension: those given, checked, or balanced ones."""
         given = [None] * len(self.shape) if cuts is None else [*cuts] if isinstance(cuts, Iterable) else None
         if given is None or len(given) != len(self.shape):
-            raise LayoutError(
-                message(
-                    "spmd.Layout",
-                    argument="cuts",
-                    got=repr(cuts),
-                    need=f"one for each of {len(self.shape)} dimensions",
-                    mend="None for a dimension in balanced blocks",
-                )
+            raise LayoutError.at(
+                "spmd.Layout",
+                argument="cuts",
+                got=repr(cuts),
+                need=f"one for each of {len(self.shape)} dimensions",
+                mend="None for a dimension in balanced blocks",
             )
         return tuple(self._sizes(d, parts[d], c) for d, c in enumerate(given))
 
@@ -318,14 +298,12 @@ class Layout:
             return balanced
         cut = _integers("spmd.Layout", f"cuts, dimension {d}", cut, None, "a size per block, zeros included, or None")
         if len(cut) != len(balanced) or sum(cut) != self.shape[d] or min(cut, default=0) < 0:
-            raise LayoutError(
-                message(
-                    "spmd.Layout",
-                    argument=f"cuts, dimension {d}",
-                    got=f"block sizes {cut}",
-                    need=f"{len(balanced)} sizes that add to {self.shape[d]}",
-                    mend="give one size per block, zeros included, or None for balanced blocks",
-                )
+            raise LayoutError.at(
+                "spmd.Layout",
+                argument=f"cuts, dimension {d}",
+                got=f"block sizes {cut}",
+                need=f"{len(balanced)} sizes that add to {self.shape[d]}",
+                mend="give one size per block, zeros included, or None for balanced blocks",
             )
         return cut
 
@@ -375,35 +353,29 @@ class Layout:
     def check(self, axes: Mapping[str, int], where: str, argument: str, ndim: int | None = None) -> None:
         """Raise where the layout cannot stand for a spec: on another mesh, of other dimensions, or of many values."""
         if [*self.axes.items()] != [*axes.items()]:  # their order numbers the workers
-            raise LayoutError(
-                message(
-                    where,
-                    argument=argument,
-                    got=f"{self}, over the axes {self.axes}",
-                    need=f"a layout over the axes of the mesh, {dict(axes)}",
-                    mend="spmd.Layout(shape, spec, mesh.axes), spmd.Layout.grid(shape, grid, mesh.axes, workers)",
-                )
+            raise LayoutError.at(
+                where,
+                argument=argument,
+                got=f"{self}, over the axes {self.axes}",
+                need=f"a layout over the axes of the mesh, {dict(axes)}",
+                mend="spmd.Layout(shape, spec, mesh.axes), spmd.Layout.grid(shape, grid, mesh.axes, workers)",
             )
         if ndim is not None and ndim != len(self.shape) and (self.shape or ndim > 1):
-            raise LayoutError(
-                message(
-                    where,
-                    argument=argument,
-                    got=f"{self} for an array of {ndim} dimension{'s' * (ndim != 1)}",
-                    need=f"a layout of an array of {ndim}",
-                    mend="lay out an array of this shape",
-                )
+            raise LayoutError.at(
+                where,
+                argument=argument,
+                got=f"{self} for an array of {ndim} dimension{'s' * (ndim != 1)}",
+                need=f"a layout of an array of {ndim}",
+                mend="lay out an array of this shape",
             )
         if self.has_copies and (self.spec is None or self.copies == "varying"):
-            raise LayoutError(
-                message(
-                    where,
-                    argument=argument,
-                    got=f"{self}, of which several workers hold one block",
-                    need="each block on one worker, or copies along axes that a spec leaves out",
-                    mend="in a body spmd.repartition(x, src, dst) copies blocks to more workers, and spmd.accumulate "
-                    "adds such copies",
-                )
+            raise LayoutError.at(
+                where,
+                argument=argument,
+                got=f"{self}, of which several workers hold one block",
+                need="each block on one worker, or copies along axes that a spec leaves out",
+                mend="in a body spmd.repartition(x, src, dst) copies blocks to more workers, and spmd.accumulate "
+                "adds such copies",
             )
 
     def coordinates(self, worker: int) -> dict[str, int]:
@@ -521,18 +493,16 @@ class Layout:
                 known = cuts[d][k]
                 if len(shape) != ndim or (known is not None and known != shape[d]):
                     other = next(v for v in range(w) if len(shape) != ndim or (probe.positions(v) or ())[d] == k)
-                    raise LayoutError(
-                        message(
-                            f"{where}, laid out by {spec}",
-                            got=f"a block of shape {list(shapes[other])} on {probe.describe(other)}, "
-                            f"and one of shape {list(shape)} on {probe.describe(w)}",
-                            need=f"blocks that join to one array: equal lengths in dimension {d}"
-                            if len(shape) == ndim
-                            else "blocks of as many dimensions everywhere",
-                            mend="make the lengths agree, or name in the spec the axis that they differ along"
-                            if len(shape) == ndim
-                            else "np.expand_dims, or reduce everywhere over the same dimensions",
-                        )
+                    raise LayoutError.at(
+                        f"{where}, laid out by {spec}",
+                        got=f"a block of shape {list(shapes[other])} on {probe.describe(other)}, "
+                        f"and one of shape {list(shape)} on {probe.describe(w)}",
+                        need=f"blocks that join to one array: equal lengths in dimension {d}"
+                        if len(shape) == ndim
+                        else "blocks of as many dimensions everywhere",
+                        mend="make the lengths agree, or name in the spec the axis that they differ along"
+                        if len(shape) == ndim
+                        else "np.expand_dims, or reduce everywhere over the same dimensions",
                     )
                 cuts[d][k] = shape[d]
         sizes = [[k or 0 for k in c] for c in cuts]

@@ -16,7 +16,7 @@ from spmd.autodiff.admission import admit
 from spmd.autodiff.dtypes import dtype_name
 from spmd.autodiff.registry import primitive
 from spmd.autodiff.tracer import Array, value_of
-from spmd.errors import MeshError, SpecError, message, nearest
+from spmd.errors import MeshError, SpecError, nearest
 from spmd.kernels import on_device
 from spmd.layout import Layout, P, Spec
 from spmd.mesh import Mesh, Worker
@@ -102,14 +102,12 @@ class ArgumentSpecs:
         elif isinstance(specs, tuple):
             places = [*range(len(args)), *(names.index(n) if n in names else len(specs) for n in keywords)]
             if len(args) > len(specs):
-                raise SpecError(
-                    message(
-                        self.where,
-                        argument="in_specs",
-                        got=f"{len(specs)} spec{'s' * (len(specs) != 1)} for {len(args)} arguments",
-                        need="one entry per argument",
-                        mend="give each argument a spec, None for one that is passed as it is",
-                    )
+                raise SpecError.at(
+                    self.where,
+                    argument="in_specs",
+                    got=f"{len(specs)} spec{'s' * (len(specs) != 1)} for {len(args)} arguments",
+                    need="one entry per argument",
+                    mend="give each argument a spec, None for one that is passed as it is",
                 )
             if len(specs) > len(args) + len(kwargs):
                 self._check_surplus(set())
@@ -125,14 +123,12 @@ class ArgumentSpecs:
         return list(zip((*positional, *keywords), chosen, values, strict=True))
 
     def _missing_spec(self, name: str, got: str) -> SpecError:
-        return SpecError(
-            message(
-                self.where,
-                argument=f"in_specs, for {name!r}",
-                got=got,
-                need="a spec for every argument",
-                mend=f"in_specs as a dict by name: {{{name!r}: P(), ...}}",
-            )
+        return SpecError.at(
+            self.where,
+            argument=f"in_specs, for {name!r}",
+            got=got,
+            need="a spec for every argument",
+            mend=f"in_specs as a dict by name: {{{name!r}: P(), ...}}",
         )
 
     def _check_surplus(self, given: set[str]) -> None:
@@ -147,28 +143,24 @@ class ArgumentSpecs:
             unknown = [n for n in specs if n not in given and n not in parameters]
             if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:
                 close = nearest(str(unknown[0]), parameters, 1)
-                raise SpecError(
-                    message(
-                        self.where,
-                        argument="in_specs",
-                        got=f"a spec for {unknown[0]!r}",
-                        need=f"names of arguments: {', '.join(repr(n) for n in parameters)}",
-                        mend=f"write {close[0]!r}"
-                        if close
-                        else "a dict is by name; for one argument that is itself a dict write in_specs=({...},)",
-                    )
+                raise SpecError.at(
+                    self.where,
+                    argument="in_specs",
+                    got=f"a spec for {unknown[0]!r}",
+                    need=f"names of arguments: {', '.join(repr(n) for n in parameters)}",
+                    mend=f"write {close[0]!r}"
+                    if close
+                    else "a dict is by name; for one argument that is itself a dict write in_specs=({...},)",
                 )
         elif inspect.Parameter.VAR_POSITIONAL not in kinds:
             places = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
             if len(specs) > len(places):
-                raise SpecError(
-                    message(
-                        self.where,
-                        argument="in_specs",
-                        got=f"{len(specs)} specs for {len(places)} argument{'s' * (len(places) != 1)}",
-                        need="one entry per argument",
-                        mend="leave out the rest; for one argument that is itself a tuple write in_specs=((P(), ...),)",
-                    )
+                raise SpecError.at(
+                    self.where,
+                    argument="in_specs",
+                    got=f"{len(specs)} specs for {len(places)} argument{'s' * (len(places) != 1)}",
+                    need="one entry per argument",
+                    mend="leave out the rest; for one argument that is itself a tuple write in_specs=((P(), ...),)",
                 )
 
     def is_laid_out(self, mesh: Mesh, x: Any, spec: Spec) -> bool:
@@ -206,14 +198,12 @@ class ArgumentSpecs:
         leaf.spec.check(mesh.axes, self.where, leaf.path, len(shape))
         mesh.layout(shape, leaf.spec, self.where, leaf.path)
         if isinstance(x, PartitionedArray) and x.mesh != mesh:
-            raise MeshError(
-                message(
-                    self.where,
-                    argument=leaf.path,
-                    got=f"an array on {x.mesh} ({x.mesh.transport.name}{device_suffix(x.mesh)})",
-                    need=f"an array on {mesh} ({mesh.transport.name}{device_suffix(mesh)})",
-                    mend="spmd.put(x.numpy(), spec, mesh), or x.numpy()",
-                )
+            raise MeshError.at(
+                self.where,
+                argument=leaf.path,
+                got=f"an array on {x.mesh} ({x.mesh.transport.name}{device_suffix(x.mesh)})",
+                need=f"an array on {mesh} ({mesh.transport.name}{device_suffix(mesh)})",
+                mend="spmd.put(x.numpy(), spec, mesh), or x.numpy()",
             )
         return leaf
 

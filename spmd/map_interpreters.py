@@ -19,7 +19,7 @@ from spmd.autodiff import transforms, tree
 from spmd.autodiff.dtypes import kind_of_dtype
 from spmd.autodiff.sanitizers import FINITE
 from spmd.autodiff.tracer import Array, value_of
-from spmd.errors import MeshError, message
+from spmd.errors import MeshError
 from spmd.layout import Layout, P
 from spmd.map_arguments import cotangent_for, cotangent_input
 from spmd.map_results import BodyResults, MapResult, as_block, joined_leaves, one_structure
@@ -37,14 +37,12 @@ Run = Callable[[Mesh, tuple, list[Leaf], Callable[[Worker, list], BodyResults], 
 
 def called_in_body(where: str) -> MeshError:
     """The error for a map that a body calls."""
-    return MeshError(
-        message(
-            where,
-            got="a map that is called inside a body",
-            need="maps that are called from outside",
-            mend="call the function itself: in a body it already has its blocks; in the handler of a signal "
-            "that interrupts a body, contextvars.Context().run(f, x)",
-        )
+    return MeshError.at(
+        where,
+        got="a map that is called inside a body",
+        need="maps that are called from outside",
+        mend="call the function itself: in a body it already has its blocks; in the handler of a signal "
+        "that interrupts a body, contextvars.Context().run(f, x)",
     )
 
 

@@ -15,7 +15,7 @@ from spmd.autodiff.dtypes import dtype_name
 from spmd.autodiff.staging.recorder import is_slot, one_line
 from spmd.autodiff.tracer import Array, value_of
 from spmd.device import contiguous
-from spmd.errors import LayoutError, StateError, all_of, axes_of, describe, message, one_or_all
+from spmd.errors import LayoutError, StateError, all_of, axes_of, describe, one_or_all
 from spmd.frontends import frontend
 from spmd.kernels import on_device
 from spmd.layout import Layout, P, Spec
@@ -83,14 +83,12 @@ class ResultSpecs:
     def leaves(self, out) -> tuple[list[Leaf], Any]:
         """The result of a body as leaves with their specs, and its structure."""
         if out is None and self.out_specs is not None:
-            raise StateError(
-                message(
-                    self.where,
-                    argument="result",
-                    got="None",
-                    need=f"what out_specs promise: {self.out_specs}",
-                    mend="end the body with a return; out_specs=None if it has no result",
-                )
+            raise StateError.at(
+                self.where,
+                argument="result",
+                got="None",
+                need=f"what out_specs promise: {self.out_specs}",
+                mend="end the body with a return; out_specs=None if it has no result",
             )
         leaves = [
             leaf._replace(value=laid_out(leaf.value, leaf.spec, self.where, leaf.path))
@@ -148,15 +146,13 @@ class ResultSpecs:
         extra = [n for n in worker.mesh.axes if n in state.varying and n not in spec.varying]
         if extra:
             axes = one_or_all(extra)
-            raise StateError(
-                message(
-                    self.where,
-                    argument=leaf.path,
-                    got=f"{describe(leaf.value)}, promised by out_specs {spec} to be Invariant along {all_of(extra)}",
-                    need=f"one value along {axes_of(extra)}",
-                    mend=f"spmd.psum(x, {axes}), spmd.mean(x, {axes}) or spmd.all_gather(x, {axes}, "
-                    f'to="invariant") make it so; or name {all_of(extra)} in out_specs to keep a block per worker',
-                )
+            raise StateError.at(
+                self.where,
+                argument=leaf.path,
+                got=f"{describe(leaf.value)}, promised by out_specs {spec} to be Invariant along {all_of(extra)}",
+                need=f"one value along {axes_of(extra)}",
+                mend=f"spmd.psum(x, {axes}), spmd.mean(x, {axes}) or spmd.all_gather(x, {axes}, "
+                f'to="invariant") make it so; or name {all_of(extra)} in out_specs to keep a block per worker',
             )
         return state_of(state.varying | spec.varying)
 
@@ -166,14 +162,12 @@ class ResultSpecs:
         if type(x) is Array and x.tape is None and x.state is not None and not x.state.varying:
             return x.value
         if type(x) in (Array, Rooted):
-            raise StateError(
-                message(
-                    self.where,
-                    argument=leaf.path,
-                    got=f"{describe(x)}, with the out_spec None",
-                    need="an object that is equal on all workers and has no gradient",
-                    mend="give it a spec: P() for one value, P(axis) for a block per worker",
-                )
+            raise StateError.at(
+                self.where,
+                argument=leaf.path,
+                got=f"{describe(x)}, with the out_spec None",
+                need="an object that is equal on all workers and has no gradient",
+                mend="give it a spec: P() for one value, P(axis) for a block per worker",
             )
         return x
 
@@ -195,7 +189,7 @@ class ResultSpecs:
         else:
             mend = "arrays of NumPy: np.asarray(x) of what has no gradient and no state, or a map of that library; "
             mend += _PASSES_AS_IT_IS
-        return StateError(message(self.where, argument=leaf.path, got=describe(x), need=_RESULT, mend=mend))
+        return StateError.at(self.where, argument=leaf.path, got=describe(x), need=_RESULT, mend=mend)
 
 
 def one_structure(where: str, mesh: Mesh, outcome: Outcome) -> Any:
@@ -208,14 +202,12 @@ def one_structure(where: str, mesh: Mesh, outcome: Outcome) -> Any:
 
 
 def _structures_differ(where: str, mesh: Mesh, workers: Sequence[int], structures: Sequence[str]) -> Exception:
-    return LayoutError(
-        message(
-            where,
-            argument="result",
-            got=" and ".join(f"{s} on {mesh.describe(w)}" for w, s in zip(workers, structures, strict=True)),
-            need="one structure on all workers",
-            mend="return the same tree everywhere",
-        )
+    return LayoutError.at(
+        where,
+        argument="result",
+        got=" and ".join(f"{s} on {mesh.describe(w)}" for w, s in zip(workers, structures, strict=True)),
+        need="one structure on all workers",
+        mend="return the same tree everywhere",
     )
 
 
@@ -324,14 +316,12 @@ def _turns_of_copies(mesh: Mesh, outcome: Outcome, places: Sequence[int], turns:
 def _check_one_dtype(where: str, path: str, mesh: Mesh, dtypes: list[Any]) -> None:
     for w, dtype in enumerate(dtypes):
         if dtype != dtypes[0]:
-            raise LayoutError(
-                message(
-                    where,
-                    argument=path,
-                    got=f"{dtypes[0]} on {mesh.describe(0)} and {dtype} on {mesh.describe(w)}",
-                    need="one dtype on all workers",
-                    mend="x.astype(...) before returning it",
-                )
+            raise LayoutError.at(
+                where,
+                argument=path,
+                got=f"{dtypes[0]} on {mesh.describe(0)} and {dtype} on {mesh.describe(w)}",
+                need="one dtype on all workers",
+                mend="x.astype(...) before returning it",
             )
 
 

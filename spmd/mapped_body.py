@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from spmd.autodiff.tape import suspended
-from spmd.errors import SpecError, describe, message
+from spmd.errors import SpecError, describe
 from spmd.layout import Spec
 from spmd.map_arguments import ArgumentSpecs, MapArgument
 from spmd.map_results import BodyResults, MapResult, ResultSpecs, joined_leaves, one_structure
@@ -47,14 +47,12 @@ class MappedBody:
         for name, specs in (("in_specs", in_specs), ("out_specs", out_specs)):
             for path, spec in spec_leaves(specs):
                 if spec is not None and not isinstance(spec, Spec):
-                    raise SpecError(
-                        message(
-                            self.where,
-                            argument=name + path,
-                            got=describe(spec),
-                            need="P(...), a Layout, None, or a pytree of them",
-                            mend='P("x") splits dimension 0 over axis x; P() replicates',
-                        )
+                    raise SpecError.at(
+                        self.where,
+                        argument=name + path,
+                        got=describe(spec),
+                        need="P(...), a Layout, None, or a pytree of them",
+                        mend='P("x") splits dimension 0 over axis x; P() replicates',
                     )
 
     def __repr__(self) -> str:

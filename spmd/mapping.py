@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 from spmd.autodiff import tracer
-from spmd.errors import SpecError, describe, message
+from spmd.errors import SpecError, describe
 from spmd.map_arguments import MapMixing
 from spmd.map_interpreters import apply, value_and_grad
 from spmd.mapped_body import MappedBody
@@ -66,24 +66,20 @@ def map(
     """
     for name, specs in (("in_specs", in_specs), ("out_specs", out_specs)):
         if specs is REQUIRED:
-            raise SpecError(
-                message(
-                    "spmd.map",
-                    argument=name,
-                    got="nothing",
-                    need="a spec, or a pytree of specs",
-                    mend=f'{name}=P() for replicated, P("x") for split over axis x',
-                )
+            raise SpecError.at(
+                "spmd.map",
+                argument=name,
+                got="nothing",
+                need="a spec, or a pytree of specs",
+                mend=f'{name}=P() for replicated, P("x") for split over axis x',
             )
     if f is not None and not callable(f):
-        raise SpecError(
-            message(
-                "spmd.map",
-                argument="f",
-                got=describe(f),
-                need="a function",
-                mend="spmd.map(f, in_specs, out_specs); as a decorator @spmd.map(in_specs=..., out_specs=...)",
-            )
+        raise SpecError.at(
+            "spmd.map",
+            argument="f",
+            got=describe(f),
+            need="a function",
+            mend="spmd.map(f, in_specs, out_specs); as a decorator @spmd.map(in_specs=..., out_specs=...)",
         )
     if f is None:
         return lambda body: Mapped(body, in_specs, out_specs, mesh, check)

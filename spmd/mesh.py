@@ -13,7 +13,7 @@ import numpy as np
 from spmd import device as devices
 from spmd.autodiff.staging.recorder import Program
 from spmd.autodiff.tracer import Array
-from spmd.errors import LayoutError, MeshError, message, nearest
+from spmd.errors import LayoutError, MeshError, nearest
 from spmd.layout import Layout, P, Spec
 from spmd.replicas.records import Replicas
 from spmd.settings import SETTINGS, check_all, setting
@@ -158,10 +158,8 @@ class Mesh:
         where = "spmd.Mesh"
         for name, n in axes.items():
             if not isinstance(n, int | np.integer) or isinstance(n, bool) or n < 1:
-                raise MeshError(
-                    message(
-                        where, argument=name, got=repr(n), need="a size, an int of at least 1", mend=f"Mesh({name}=2)"
-                    )
+                raise MeshError.at(
+                    where, argument=name, got=repr(n), need="a size, an int of at least 1", mend=f"Mesh({name}=2)"
                 )
         self.axes: dict[str, int] = {name: int(n) for name, n in axes.items()}
         self.sides = tuple(self.axes.items())
@@ -173,26 +171,22 @@ class Mesh:
         chosen = _choice(where, "device", device)
         self.device = "cuda" if name == "nccl" and device is None else chosen or "cpu"
         if name == "nccl" and self.device != "cuda":
-            raise MeshError(
-                message(
-                    where,
-                    argument="device",
-                    got=f'"{self.device}", with transport="nccl"',
-                    need="blocks on GPUs: NCCL moves no others",
-                    mend='device="cuda"',
-                )
+            raise MeshError.at(
+                where,
+                argument="device",
+                got=f'"{self.device}", with transport="nccl"',
+                need="blocks on GPUs: NCCL moves no others",
+                mend='device="cuda"',
             )
         self.places: Places | None = devices.places(self.device)
         """Where the workers of this process keep their arrays on GPUs; None on the host."""
         if comm is not None and name == "local" and transport is not None:
-            raise MeshError(
-                message(
-                    where,
-                    argument="comm",
-                    got='a communicator, and transport="local"',
-                    need="one of them",
-                    mend="leave out the one that is not meant",
-                )
+            raise MeshError.at(
+                where,
+                argument="comm",
+                got='a communicator, and transport="local"',
+                need="one of them",
+                mend="leave out the one that is not meant",
             )
         self.comm = comm
         self._request = TransportRequest(repr(self), self.size, name, comm, self.places)
@@ -270,14 +264,12 @@ class Mesh:
         """Raise if something of this mesh is to be pickled and other processes or GPUs hold parts of it."""
         if self.transport.name == "local" and self.places is None:
             return
-        raise MeshError(
-            message(
-                f"pickle of {what}",
-                got=f"{self} with transport {self.transport.name!r} on {self.device!r}",
-                need="a mesh of virtual workers on the host: other processes and GPUs cannot be written into a pickle",
-                mend="whole = x.numpy() on all processes, then np.save(file, whole) on one; "
-                "spmd.put(np.load(file), spec, mesh) brings it back. copy.copy and copy.deepcopy work",
-            )
+        raise MeshError.at(
+            f"pickle of {what}",
+            got=f"{self} with transport {self.transport.name!r} on {self.device!r}",
+            need="a mesh of virtual workers on the host: other processes and GPUs cannot be written into a pickle",
+            mend="whole = x.numpy() on all processes, then np.save(file, whole) on one; "
+            "spmd.put(np.load(file), spec, mesh) brings it back. copy.copy and copy.deepcopy work",
         )
 
     def sharing(self, layout: Any, worker: int) -> Any:
@@ -331,26 +323,16 @@ class Mesh:
         for n in names:
             if not isinstance(n, str) or n not in self.axes:
                 close = nearest(str(n), self.axes, 1)
-                raise MeshError(
-                    message(
-                        where,
-                        argument="axis_name",
-                        got=repr(axis_name),
-                        need=f"an axis of {self}, or a tuple of axes",
-                        mend=f"write {close[0]!r}"
-                        if close
-                        else f"name one of {', '.join(map(repr, self.axes)) or 'none'}",
-                    )
-                )
-        if len(set(names)) < len(names):
-            raise MeshError(
-                message(
+                raise MeshError.at(
                     where,
                     argument="axis_name",
                     got=repr(axis_name),
-                    need="each axis once",
-                    mend="leave out the repetition",
+                    need=f"an axis of {self}, or a tuple of axes",
+                    mend=f"write {close[0]!r}" if close else f"name one of {', '.join(map(repr, self.axes)) or 'none'}",
                 )
+        if len(set(names)) < len(names):
+            raise MeshError.at(
+                where, argument="axis_name", got=repr(axis_name), need="each axis once", mend="leave out the repetition"
             )
         return names
 
@@ -359,14 +341,12 @@ class Mesh:
         if isinstance(spec, P):
             return _balanced(shape, spec, self.sides)
         if spec.shape != shape:
-            raise LayoutError(
-                message(
-                    where,
-                    argument=argument,
-                    got=f"{spec} for an array of shape {list(shape)}",
-                    need=f"a layout of shape {list(spec.shape)}, or an array of that",
-                    mend="a spec, P(...), serves arrays of every shape",
-                )
+            raise LayoutError.at(
+                where,
+                argument=argument,
+                got=f"{spec} for an array of shape {list(shape)}",
+                need=f"a layout of shape {list(spec.shape)}, or an array of that",
+                mend="a spec, P(...), serves arrays of every shape",
             )
         return spec
 
@@ -379,14 +359,12 @@ class Mesh:
                 return Layout.of_blocks(shapes, spec, self.axes, ": ".join(where))
         for w, shape in enumerate(shapes):
             if shape != spec.block_shape(w):
-                raise LayoutError(
-                    message(
-                        ": ".join(where),
-                        got=f"a block of shape {list(shape)} on {self.describe(w)}",
-                        need=f"shape {list(spec.block_shape(w))} there, as {spec} says",
-                        mend="cut the block to its box, or lay it out by another spec; on workers that hold nothing "
-                        "blocks have length 0 in every dimension",
-                    )
+                raise LayoutError.at(
+                    ": ".join(where),
+                    got=f"a block of shape {list(shape)} on {self.describe(w)}",
+                    need=f"shape {list(spec.block_shape(w))} there, as {spec} says",
+                    mend="cut the block to its box, or lay it out by another spec; on workers that hold nothing "
+                    "blocks have length 0 in every dimension",
                 )
         return spec
 
@@ -447,16 +425,14 @@ def _choice(where: str, option: str, value: str | None) -> str | None:
     if value is None:
         return setting(variable)
     if value not in values:
-        raise MeshError(
-            message(
-                where,
-                argument=option,
-                got=repr(value),
-                need=f"one of {', '.join(map(repr, values))}",
-                mend=f'make_mesh(({value},), ("{option}",)) for an axis of this name'
-                if isinstance(value, int)
-                else f'{option}="{closest(value, values)}"',
-            )
+        raise MeshError.at(
+            where,
+            argument=option,
+            got=repr(value),
+            need=f"one of {', '.join(map(repr, values))}",
+            mend=f'make_mesh(({value},), ("{option}",)) for an axis of this name'
+            if isinstance(value, int)
+            else f'{option}="{closest(value, values)}"',
         )
     return value
 
@@ -478,14 +454,12 @@ def make_mesh(
         or len(axis_shapes) != len(axis_names)
         or len({n for n in axis_names if isinstance(n, str)}) < len(axis_names)
     ):
-        raise MeshError(
-            message(
-                "spmd.make_mesh",
-                argument="axis_names",
-                got=f"{axis_names!r} for sizes {axis_shapes!r}",
-                need="a tuple of sizes and one of as many names, all different",
-                mend='make_mesh((2, 2), ("data", "model"))',
-            )
+        raise MeshError.at(
+            "spmd.make_mesh",
+            argument="axis_names",
+            got=f"{axis_names!r} for sizes {axis_shapes!r}",
+            need="a tuple of sizes and one of as many names, all different",
+            mend='make_mesh((2, 2), ("data", "model"))',
         )
     mesh = Mesh.__new__(Mesh)
     mesh._setup(dict(zip(axis_names, axis_shapes, strict=True)), transport, scheduler, comm, device)
@@ -502,13 +476,11 @@ def here(where: str) -> Worker:
     """The worker that runs the calling body. where: the caller, for the error outside of bodies."""
     worker = WORKER.get()
     if worker is None:
-        raise MeshError(
-            message(
-                where,
-                got="a call outside of any body",
-                need="a worker to be called on",
-                mend=f"call it inside a function that spmd.map runs: spmd.map(lambda x: {where}(...), "
-                "in_specs=..., out_specs=...)",
-            )
+        raise MeshError.at(
+            where,
+            got="a call outside of any body",
+            need="a worker to be called on",
+            mend=f"call it inside a function that spmd.map runs: spmd.map(lambda x: {where}(...), "
+            "in_specs=..., out_specs=...)",
         )
     return worker

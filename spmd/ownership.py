@@ -13,7 +13,6 @@ from spmd.errors import (
     LayoutError,
     StateError,
     describe,
-    message,
 )
 from spmd.kernels import on_device
 from spmd.kernels.memory.pool import Lease
@@ -37,14 +36,12 @@ def freeze(a: np.ndarray) -> np.ndarray:
     Gives a read-only view; writing to `a` through another view afterwards breaks the promise.
     """
     if on_device(a):
-        raise LayoutError(
-            message(
-                "spmd.freeze",
-                argument="a",
-                got=describe(a),
-                need="an array of NumPy, which can be made read-only",
-                mend="spmd.put(a, spec): blocks that are on the mesh already are not copied again",
-            )
+        raise LayoutError.at(
+            "spmd.freeze",
+            argument="a",
+            got=describe(a),
+            need="an array of NumPy, which can be made read-only",
+            mend="spmd.put(a, spec): blocks that are on the mesh already are not copied again",
         )
     view = np.asarray(admit(a, "spmd.freeze", "a")).view(Frozen)
     view.flags.writeable = False
@@ -76,9 +73,7 @@ def _check_bare(x: Any) -> None:
             "Array": "spmd.thaw(spmd.block(x)), or x.at[i].set(v), which gives a changed copy",
             "PartitionedArray": "spmd.thaw(x.numpy()), or inside a map of it",
         }.get(type(x).__name__, "x.filled(0) before: a mask is not moved" if masked else "np.asarray(x) before")
-        raise StateError(
-            message("spmd.thaw", argument="x", got=describe(x), need="a bare array of NumPy or CuPy", mend=mend)
-        )
+        raise StateError.at("spmd.thaw", argument="x", got=describe(x), need="a bare array of NumPy or CuPy", mend=mend)
 
 
 def _references(x: Any) -> int:

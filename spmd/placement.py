@@ -17,7 +17,6 @@ from spmd.errors import (
     MeshError,
     SpecError,
     describe,
-    message,
 )
 from spmd.kernels import on_device
 from spmd.layout import Layout, Spec
@@ -32,26 +31,22 @@ __all__ = ["cut", "from_blocks", "from_callback", "mesh_for", "put"]
 def mesh_for(mesh: Mesh | None, where: str) -> Mesh:
     """The mesh of a call: the one given, else that of the enclosing `with mesh:`."""
     if WORKER.get() is not None:
-        raise MeshError(
-            message(
-                where,
-                got="a call inside a body",
-                need="a call from outside: a body has its own blocks only",
-                mend="do it before the map, and pass the result as an argument",
-            )
+        raise MeshError.at(
+            where,
+            got="a call inside a body",
+            need="a call from outside: a body has its own blocks only",
+            mend="do it before the map, and pass the result as an argument",
         )
     found = mesh if mesh is not None else current_mesh()
     if found is not None and not isinstance(found, Mesh):
-        raise MeshError(message(where, argument="mesh", got=describe(found), need="a Mesh", mend="mesh=spmd.Mesh(x=4)"))
+        raise MeshError.at(where, argument="mesh", got=describe(found), need="a Mesh", mend="mesh=spmd.Mesh(x=4)")
     if found is None:
-        raise MeshError(
-            message(
-                where,
-                argument="mesh",
-                got="no mesh, and no enclosing `with mesh:`",
-                need="a mesh to run on",
-                mend="with spmd.Mesh(x=4): ..., or pass mesh=spmd.Mesh(x=4)",
-            )
+        raise MeshError.at(
+            where,
+            argument="mesh",
+            got="no mesh, and no enclosing `with mesh:`",
+            need="a mesh to run on",
+            mend="with spmd.Mesh(x=4): ..., or pass mesh=spmd.Mesh(x=4)",
         )
     return found
 
@@ -59,14 +54,12 @@ def mesh_for(mesh: Mesh | None, where: str) -> Mesh:
 def _fits(spec: Any, mesh: Mesh, where: str, ndim: int, argument: str = "spec") -> None:
     """Raise where a spec does not fit the mesh or an array of ndim dimensions, or is none."""
     if not isinstance(spec, Spec):
-        raise SpecError(
-            message(
-                where,
-                argument=argument,
-                got=describe(spec),
-                need="a P, or a Layout",
-                mend='P("x", None), or P() for copies',
-            )
+        raise SpecError.at(
+            where,
+            argument=argument,
+            got=describe(spec),
+            need="a P, or a Layout",
+            mend='P("x", None), or P() for copies',
         )
     spec.check(mesh.axes, where, argument, ndim)
 
@@ -98,14 +91,12 @@ def _put(x, spec: Spec, mesh: Mesh | None, path: str) -> PartitionedArray:
         check_usable(where, x)
         mesh = mesh or x.mesh
         if mesh != x.mesh:
-            raise MeshError(
-                message(
-                    where,
-                    argument="mesh",
-                    got=f"{mesh} for an array on {x.mesh}",
-                    need="the mesh that the array is on",
-                    mend="spmd.put(x.numpy(), spec, mesh)",
-                )
+            raise MeshError.at(
+                where,
+                argument="mesh",
+                got=f"{mesh} for an array on {x.mesh}",
+                need="the mesh that the array is on",
+                mend="spmd.put(x.numpy(), spec, mesh)",
             )
         _fits(spec, mesh, where, x.ndim, argument)
         return relayout(x, mesh.layout(x.shape, spec, where, argument))
@@ -156,14 +147,12 @@ def from_callback(
             block = _numbers(fn(layout.slices(w)), where, "fn", mesh)
             block = owned_on(mesh, block if shape else _number(block, layout, w), w)
             if block.shape != layout.block_shape(w):
-                raise LayoutError(
-                    message(
-                        where,
-                        argument="fn",
-                        got=f"a block of shape {list(block.shape)} for {layout.slices(w)}",
-                        need=f"shape {list(layout.block_shape(w))}",
-                        mend="return whole[index]",
-                    )
+                raise LayoutError.at(
+                    where,
+                    argument="fn",
+                    got=f"a block of shape {list(block.shape)} for {layout.slices(w)}",
+                    need=f"shape {list(layout.block_shape(w))}",
+                    mend="return whole[index]",
                 )
             first[owner] = done[key] = block
         elif key not in done:  # on another device
@@ -185,14 +174,12 @@ def from_blocks(blocks: Sequence[Any] | Mapping[int, Any], spec: Spec, mesh: Mes
     local = list(mesh.local_workers)
     given = dict(blocks) if isinstance(blocks, Mapping) else dict(zip(local, blocks, strict=False))
     if sorted(given) != local or len(given) != len(blocks):
-        raise LayoutError(
-            message(
-                where,
-                argument="blocks",
-                got=f"{len(blocks)} blocks",
-                need=f"one for each worker held here: {local}",
-                mend="give every worker its block, empty ones too",
-            )
+        raise LayoutError.at(
+            where,
+            argument="blocks",
+            got=f"{len(blocks)} blocks",
+            need=f"one for each worker held here: {local}",
+            mend="give every worker its block, empty ones too",
         )
     mine = {w: owned_on(mesh, _numbers(b, where, f"blocks[{w}]", mesh), w) for w, b in given.items()}
     _fits(spec, mesh, where, next(iter(mine.values())).ndim)
@@ -202,23 +189,19 @@ def from_blocks(blocks: Sequence[Any] | Mapping[int, Any], spec: Spec, mesh: Mes
     layout = mesh.joined(tuple(tuple(said[w][0]) for w in range(mesh.size)), spec, where)
     for w, owner in enumerate(layout.owners):
         if said[w][1] != said[0][1]:
-            raise LayoutError(
-                message(
-                    where,
-                    argument="blocks",
-                    got=f"{said[0][1]} on {mesh.describe(0)} and {said[w][1]} on {mesh.describe(w)}",
-                    need="one dtype on all workers",
-                    mend="convert them with x.astype(...)",
-                )
+            raise LayoutError.at(
+                where,
+                argument="blocks",
+                got=f"{said[0][1]} on {mesh.describe(0)} and {said[w][1]} on {mesh.describe(w)}",
+                need="one dtype on all workers",
+                mend="convert them with x.astype(...)",
             )
         if said[w][2] != said[owner][2]:
-            raise LayoutError(
-                message(
-                    where,
-                    argument="blocks",
-                    got=f"blocks that differ between {mesh.describe(owner)} and {mesh.describe(w)}",
-                    need=f"copies of one block along the axes that {spec} does not name",
-                    mend="name in the spec the axis along which the blocks differ",
-                )
+            raise LayoutError.at(
+                where,
+                argument="blocks",
+                got=f"blocks that differ between {mesh.describe(owner)} and {mesh.describe(w)}",
+                need=f"copies of one block along the axes that {spec} does not name",
+                mend="name in the spec the axis along which the blocks differ",
             )
     return share_copies(mine, layout, mesh)

@@ -6,7 +6,7 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
-from spmd.errors import LayoutError, message
+from spmd.errors import LayoutError
 from spmd.layout import Box, Layout
 
 __all__ = ["Move", "plan"]
@@ -36,14 +36,12 @@ def plan(source: Layout, target: Layout) -> tuple[Move, ...]:
     """
     # The order of the axes numbers the workers.
     if source.shape != target.shape or [*source.axes.items()] != [*target.axes.items()]:
-        raise LayoutError(
-            message(
-                "spmd.plan",
-                got=f"a source of shape {source.shape} over {source.axes} "
-                f"and a target of shape {target.shape} over {target.axes}",
-                need="the same global shape and the same workers: equal axes, in one order",
-                mend="lay the same array out twice on one mesh",
-            )
+        raise LayoutError.at(
+            "spmd.plan",
+            got=f"a source of shape {source.shape} over {source.axes} "
+            f"and a target of shape {target.shape} over {target.axes}",
+            need="the same global shape and the same workers: equal axes, in one order",
+            mend="lay the same array out twice on one mesh",
         )
     moves = []
     load = [0] * source.size

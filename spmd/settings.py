@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
-from spmd.errors import MeshError, message
+from spmd.errors import MeshError
 from spmd.spellings import closest
 
 __all__ = ["SETTINGS", "check_all", "complaints", "setting"]
@@ -81,7 +81,7 @@ def _refused(name: str, text: str) -> MeshError:
     known = SETTINGS[name]
     mend = f"{name}={closest(_WORDS.get(text.lower(), text), known.known)}, or leave the variable out"
     where = f"the environment variable {name}"
-    return MeshError(message("spmd.Mesh", argument=where, got=repr(text), need=known.need, mend=mend))
+    return MeshError.at("spmd.Mesh", argument=where, got=repr(text), need=known.need, mend=mend)
 
 
 _WORDS = {"true": "1", "on": "1", "yes": "1", "false": "0", "off": "0", "no": "0"}

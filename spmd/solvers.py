@@ -17,7 +17,7 @@ import numpy as np
 from spmd.array import PartitionedArray
 from spmd.autodiff import transforms, tree
 from spmd.autodiff.tracer import value_of
-from spmd.errors import DifferentiationError, LayoutError, describe, message
+from spmd.errors import DifferentiationError, LayoutError, describe
 from spmd.inner_product import inner, norm
 from spmd.lazy_imports import absent
 from spmd.linear.operator import LinearOperator
@@ -92,13 +92,13 @@ def _brought_back(x: Any, like: Any) -> Any:
 
 def _limits(where: str, maxiter: int | None, **given: float) -> None:
     if maxiter is not None and not (isinstance(maxiter, int | np.integer) and maxiter >= 0):
-        raise LayoutError(
-            message(where, argument="maxiter", got=describe(maxiter), need="a number of iterations", mend="maxiter=100")
+        raise LayoutError.at(
+            where, argument="maxiter", got=describe(maxiter), need="a number of iterations", mend="maxiter=100"
         )
     for name, value in given.items():
         if not isinstance(value, int | float | np.number) or not value >= 0:
-            raise LayoutError(
-                message(where, argument=name, got=describe(value), need="a number, not negative", mend=f"{name}=1e-6")
+            raise LayoutError.at(
+                where, argument=name, got=describe(value), need="a number, not negative", mend=f"{name}=1e-6"
             )
 
 
@@ -115,14 +115,12 @@ class _Function:
     def __call__(self, x: Any) -> Any:
         y = self.f(x)
         if transforms.innermost(tree.leaves(x)) is None and transforms.innermost(tree.leaves(y)) is not None:
-            raise DifferentiationError(
-                message(
-                    self.where,
-                    argument="A",
-                    got="a function that closes over a differentiated array",
-                    need="an operator that knows what it is differentiated with respect to",
-                    mend="spmd.linear_operator(f, in_specs, out_specs, params=theta, shape=...)",
-                )
+            raise DifferentiationError.at(
+                self.where,
+                argument="A",
+                got="a function that closes over a differentiated array",
+                need="an operator that knows what it is differentiated with respect to",
+                mend="spmd.linear_operator(f, in_specs, out_specs, params=theta, shape=...)",
             )
         return y
 
@@ -193,25 +191,21 @@ def _system(where: str, A: Any, b: Any, x0: Any) -> tuple[Any, Any, Any]:
     elif callable(A) and not hasattr(A, "shape"):
         arrays = [value_of(v) for v in tree.leaves(b)]
         if not all(isinstance(v, PartitionedArray) for v in arrays):
-            raise LayoutError(
-                message(
-                    where,
-                    argument="b",
-                    got=", ".join(describe(v) for v in arrays),
-                    need="partitioned arrays, where A is a function",
-                    mend="spmd.put(b, spec, mesh), or A=spmd.linear_operator(f, in_specs, out_specs, shape=...)",
-                )
+            raise LayoutError.at(
+                where,
+                argument="b",
+                got=", ".join(describe(v) for v in arrays),
+                need="partitioned arrays, where A is a function",
+                mend="spmd.put(b, spec, mesh), or A=spmd.linear_operator(f, in_specs, out_specs, shape=...)",
             )
         space, A = tree.map(lambda v: space_of(value_of(v)).of(np.float16), b), _Function.of(where, A)
     else:
-        raise LayoutError(
-            message(
-                where,
-                argument="A",
-                got=describe(A),
-                need="a linear operator on global arrays, or a function",
-                mend="spmd.linear.from_scipy(A, spec, mesh=mesh) makes one of a matrix",
-            )
+        raise LayoutError.at(
+            where,
+            argument="A",
+            got=describe(A),
+            need="a linear operator on global arrays, or a function",
+            mend="spmd.linear.from_scipy(A, spec, mesh=mesh) makes one of a matrix",
         )
     b = admit_element(where, "b", b, space)
     return A, b, None if x0 is None else admit_element(where, "x0", x0, space)
@@ -309,23 +303,19 @@ def lsqr(
     where = "spmd.solvers.lsqr"
     _limits(where, maxiter, damp=damp, atol=atol, btol=btol, conlim=conlim)
     if not isinstance(A, LinearOperator):
-        raise LayoutError(
-            message(
-                where,
-                argument="A",
-                got=describe(A),
-                need="a linear operator on global arrays: its adjoint is needed",
-                mend="spmd.linear_operator(f, in_specs, out_specs, shape=...)",
-            )
+        raise LayoutError.at(
+            where,
+            argument="A",
+            got=describe(A),
+            need="a linear operator on global arrays: its adjoint is needed",
+            mend="spmd.linear_operator(f, in_specs, out_specs, shape=...)",
         )
     if transforms.innermost([*tree.leaves(b), *_parameters(A), *tree.leaves(x0)]) is not None:
-        raise DifferentiationError(
-            message(
-                where,
-                got="a differentiated system",
-                need="numbers: LSQR has no derivative rule",
-                mend="spmd.solvers.cg(A.H @ A, A.H(b)), which has one; or spmd.stop_gradient(b)",
-            )
+        raise DifferentiationError.at(
+            where,
+            got="a differentiated system",
+            need="numbers: LSQR has no derivative rule",
+            mend="spmd.solvers.cg(A.H @ A, A.H(b)), which has one; or spmd.stop_gradient(b)",
         )
     b = admit_element(where, "b", b, _widened(tree.map(lambda s: s.of(A.dtype), A.range), b))
     domain = _widened(tree.map(lambda s: s.of(A.dtype), A.domain), b)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from spmd.autodiff import tree
-from spmd.errors import SpecError, message
+from spmd.errors import SpecError
 from spmd.layout import Spec
 
 __all__ = ["REQUIRED", "Leaf", "shown", "spec_leaves", "spread"]
@@ -41,14 +41,12 @@ def spread(where: str, name: str, argument: str, specs, value) -> list[Leaf]:
     try:
         each = tree.prefix(specs, value)
     except ValueError:
-        raise SpecError(
-            message(
-                where,
-                argument=f"{argument}, for {name!r}",
-                got=f"{_structure(specs)}: {_misfit(specs, value, name)}",
-                need=f"one spec, or a tree of specs that is a prefix of {_structure(value)}",
-                mend="write a spec for the whole, or one for each part of it",
-            )
+        raise SpecError.at(
+            where,
+            argument=f"{argument}, for {name!r}",
+            got=f"{_structure(specs)}: {_misfit(specs, value, name)}",
+            need=f"one spec, or a tree of specs that is a prefix of {_structure(value)}",
+            mend="write a spec for the whole, or one for each part of it",
         ) from None
     paths, leaves, _ = tree.flatten_with_path(value, none_is_leaf=True)
     return [

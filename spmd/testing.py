@@ -18,7 +18,7 @@ import numpy as np
 
 from spmd import operators
 from spmd.adjoints import AdjointError, AdjointReport, Entry, Fault, Place, check_adjoint, table
-from spmd.errors import LayoutError, message
+from spmd.errors import LayoutError
 from spmd.layout import Layout, P
 from spmd.mesh import Mesh
 from spmd.operators.base import Operator, Vary
@@ -266,14 +266,12 @@ def operator_cases(kind: type[Operator], mesh: Mesh) -> list[Case]:
         pairs = [(axes, pair) for axes in groups for pair in _pairs({n: mesh.axes[n] for n in axes})]
         return [_BETWEEN[kind](axes, *pair) for axes, pair in pairs]
     if kind not in _ROWS:
-        raise LayoutError(
-            message(
-                "spmd.testing.operator_cases",
-                argument="kind",
-                got=kind.__name__,
-                need="an operator with a row of cases",
-                mend=f"add a row to spmd/testing.py: {kind.__name__}: lambda a, n: [Case({kind.__name__}(a), (3, 2))],",
-            )
+        raise LayoutError.at(
+            "spmd.testing.operator_cases",
+            argument="kind",
+            got=kind.__name__,
+            need="an operator with a row of cases",
+            mend=f"add a row to spmd/testing.py: {kind.__name__}: lambda a, n: [Case({kind.__name__}(a), (3, 2))],",
         )
     cases = [case for axes in groups for case in _ROWS[kind](axes, int(np.prod([mesh.axes[n] for n in axes])))]
     return [_laid_out(case, mesh) for case in cases]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from spmd.errors import MeshError, TransportError, describe, message
+from spmd.errors import MeshError, TransportError, describe
 from spmd.transport.base import Transport
 from spmd.transport.launcher import expected_size, leftovers, torch_world
 from spmd.transport.processes.job import in_a_child, job_world, mpi_world, no_job_of_a_child, start_mpi
@@ -63,14 +63,12 @@ class TransportRequest(NamedTuple):
     def _mpi(self) -> Transport:
         comm = self.comm if self.comm is not None else mpi_world()
         if comm is not None and not hasattr(comm, "Get_size"):
-            raise MeshError(
-                message(
-                    "spmd.Mesh",
-                    argument="comm",
-                    got=describe(comm),
-                    need="an mpi4py communicator",
-                    mend="comm=MPI.COMM_WORLD, or leave it out",
-                )
+            raise MeshError.at(
+                "spmd.Mesh",
+                argument="comm",
+                got=describe(comm),
+                need="an mpi4py communicator",
+                mend="comm=MPI.COMM_WORLD, or leave it out",
             )
         if comm is None:
             try:
@@ -109,27 +107,23 @@ class TransportRequest(NamedTuple):
 
     def _check_size(self, size: int, world: str, launcher: str) -> None:
         if size != self.size:
-            raise TransportError(
-                message(
-                    "spmd.Mesh",
-                    got=f"{self.mesh} of {self.size} workers, and {world} of {size} process{'es' * (size != 1)}",
-                    need="as many processes as workers",
-                    mend=f'start it with "{launcher} {self.size}", or Mesh(..., transport="local") '
-                    "for virtual workers in each process",
-                )
+            raise TransportError.at(
+                "spmd.Mesh",
+                got=f"{self.mesh} of {self.size} workers, and {world} of {size} process{'es' * (size != 1)}",
+                need="as many processes as workers",
+                mend=f'start it with "{launcher} {self.size}", or Mesh(..., transport="local") '
+                "for virtual workers in each process",
             )
 
 
 def _unavailable(name: str, package: str, need: str, reason: object) -> TransportError:
     """The error for a transport whose package is missing or cannot be used."""
     problem = "imported" if isinstance(reason, ImportError) else "used"
-    return TransportError(
-        message(
-            "spmd.Mesh",
-            argument="transport",
-            got=f'"{name}", and {package} cannot be {problem} ({reason})',
-            need=need,
-            mend=f'pip install "spmd[{name}]", or Mesh(..., transport="local") or SPMD_TRANSPORT=local to run each '
-            "process by itself",
-        )
+    return TransportError.at(
+        "spmd.Mesh",
+        argument="transport",
+        got=f'"{name}", and {package} cannot be {problem} ({reason})',
+        need=need,
+        mend=f'pip install "spmd[{name}]", or Mesh(..., transport="local") or SPMD_TRANSPORT=local to run each '
+        "process by itself",
     )

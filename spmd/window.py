@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from spmd.errors import LayoutError, message
+from spmd.errors import LayoutError
 from spmd.layout import block_sizes, offsets
 from spmd.tracebacks import api_boundary
 
@@ -215,14 +215,12 @@ def plan_transposed(
     more = checked_integer(where, "output_padding", output_padding, 0)
     word = isinstance(padding, str) and padding.lower() != "valid"
     if more >= probe.stride or (word and more):
-        raise LayoutError(
-            message(
-                where,
-                argument="output_padding",
-                got=f"{more}, with " + (f"padding {padding!r}" if word else f"stride {probe.stride}"),
-                need="0: the word says how long the result is" if word else "less than the stride",
-                mend="leave it out, or give the padding in numbers" if word else "add the rest to `n`, as zeros",
-            )
+        raise LayoutError.at(
+            where,
+            argument="output_padding",
+            got=f"{more}, with " + (f"padding {padding!r}" if word else f"stride {probe.stride}"),
+            need="0: the word says how long the result is" if word else "less than the stride",
+            mend="leave it out, or give the padding in numbers" if word else "add the rest to `n`, as zeros",
         )
     if word:
         length = n * probe.stride
@@ -260,13 +258,11 @@ def plan_blocks(
     where: str, inputs: tuple[int, ...], outputs: tuple[int, ...], needs: Callable[[int], tuple[int, int]]
 ) -> Window:
     if len(inputs) != len(outputs):
-        raise LayoutError(
-            message(
-                where,
-                got=f"{len(inputs)} block{'s' * (len(inputs) != 1)} of the input and {len(outputs)} of the output",
-                need="as many: block k of both lies on the same worker",
-                mend="give blocks of size 0 to workers without any",
-            )
+        raise LayoutError.at(
+            where,
+            got=f"{len(inputs)} block{'s' * (len(inputs) != 1)} of the input and {len(outputs)} of the output",
+            need="as many: block k of both lies on the same worker",
+            mend="give blocks of size 0 to workers without any",
         )
     found: list[Interval] = []
     before = (0, (-math.inf, -math.inf))
@@ -278,26 +274,22 @@ def plan_blocks(
             try:
                 start, stop = interval
             except (TypeError, ValueError):
-                raise LayoutError(
-                    message(
-                        where,
-                        argument="needs",
-                        got=f"{interval!r} for output {o}",
-                        need="the interval that it reads, (start, stop)",
-                        mend="(i, i + 1) reads entry i alone",
-                    )
+                raise LayoutError.at(
+                    where,
+                    argument="needs",
+                    got=f"{interval!r} for output {o}",
+                    need="the interval that it reads, (start, stop)",
+                    mend="(i, i + 1) reads entry i alone",
                 ) from None
             start, stop = (checked_integer(where, "needs", end, None) for end in (start, stop))
             if start > stop or start < before[1][0] or stop < before[1][1]:
                 after = "" if start > stop else f" after {before[1]} for output {before[0]}"
-                raise LayoutError(
-                    message(
-                        where,
-                        argument="needs",
-                        got=f"{(start, stop)} for output {o}{after}",
-                        need="start <= stop, and neither smaller than for the output before",
-                        mend="turn the input round if the map runs backwards; (start, start) reads nothing",
-                    )
+                raise LayoutError.at(
+                    where,
+                    argument="needs",
+                    got=f"{(start, stop)} for output {o}{after}",
+                    need="start <= stop, and neither smaller than for the output before",
+                    mend="turn the input round if the map runs backwards; (start, start) reads nothing",
                 )
             before = (o, (start, stop))
             reads.append((start, stop))
@@ -324,14 +316,12 @@ def checked_integer(where: str, argument: str, value: Any, least: int | None) ->
     except TypeError:
         number = None
     if number is None or isinstance(value, bool) or (least is not None and number < least):
-        raise LayoutError(
-            message(
-                where,
-                argument=argument,
-                got=repr(value),
-                need="an integer" + ("" if least is None else f" of at least {least}"),
-                mend=_MENDS.get(argument, f"{least} is the least"),
-            )
+        raise LayoutError.at(
+            where,
+            argument=argument,
+            got=repr(value),
+            need="an integer" + ("" if least is None else f" of at least {least}"),
+            mend=_MENDS.get(argument, f"{least} is the least"),
         )
     return number
 
@@ -350,14 +340,12 @@ def checked_taps(where: str, n: int, kernel: int, stride: int, padding: Any, dil
     elif word is None and isinstance(padding, Sequence) and len(padding) == 2:
         low, high = (checked_integer(where, "padding", p, None) for p in padding)
     elif isinstance(padding, Sequence):
-        raise LayoutError(
-            message(
-                where,
-                argument="padding",
-                got=repr(padding),
-                need='a number, (low, high), "valid", "same" or "same_lower"',
-                mend='"same" for ceil(n / stride) outputs, 0 for no padding',
-            )
+        raise LayoutError.at(
+            where,
+            argument="padding",
+            got=repr(padding),
+            need='a number, (low, high), "valid", "same" or "same_lower"',
+            mend='"same" for ceil(n / stride) outputs, 0 for no padding',
         )
     else:
         low = high = checked_integer(where, "padding", padding, None)
@@ -370,15 +358,13 @@ def _blocks(where: str, argument: str, n: int, given: int | Sequence[int]) -> tu
         return block_sizes(n, checked_integer(where, argument, given, 1))
     sizes = tuple(checked_integer(where, argument, size, 0) for size in given)
     if not sizes or sum(sizes) != n:
-        raise LayoutError(
-            message(
-                where,
-                argument=argument,
-                got=f"block sizes {sizes}, which add to {sum(sizes)}",
-                need=f"sizes that add to the length of the {argument.removesuffix('s')}, {n}",
-                mend="one size for each block, zeros included, or None for balanced blocks"
-                if argument == "outputs"
-                else "one size for each block, zeros included, or the number of balanced blocks",
-            )
+        raise LayoutError.at(
+            where,
+            argument=argument,
+            got=f"block sizes {sizes}, which add to {sum(sizes)}",
+            need=f"sizes that add to the length of the {argument.removesuffix('s')}, {n}",
+            mend="one size for each block, zeros included, or None for balanced blocks"
+            if argument == "outputs"
+            else "one size for each block, zeros included, or the number of balanced blocks",
         )
     return sizes

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from spmd.errors import LayoutError, message
+from spmd.errors import LayoutError
 from spmd.layout import Box, Layout
 from spmd.tracebacks import api_boundary
 from spmd.window import Padding, Pairs, Taps, Window, checked_taps, plan_blocks
@@ -72,14 +72,12 @@ def plan_windows(
     (None: balanced). Without one it is balanced.
     """
     if not isinstance(source, Layout):
-        raise LayoutError(
-            message(
-                "spmd.plan_windows",
-                argument="source",
-                got=repr(source),
-                need="the layout of the input",
-                mend="mesh.layout(shape, spec); spmd.plan_window plans one dimension from its length",
-            )
+        raise LayoutError.at(
+            "spmd.plan_windows",
+            argument="source",
+            got=repr(source),
+            need="the layout of the input",
+            mend="mesh.layout(shape, spec); spmd.plan_window plans one dimension from its length",
         )
     goal = target if isinstance(target, Layout) else _plain(target)
     return _plan_windows(source, *map(_plain, (kernel, stride, padding, dilation)), bool(ceil), goal)
@@ -131,27 +129,23 @@ def _alike(layout: Layout, shape: tuple[int, ...], cuts: Sequence[Sequence[int] 
 
 def _check_target(where: str, source: Layout, target: Layout, shape: tuple[int, ...]) -> None:
     if target.shape != shape:
-        raise LayoutError(
-            message(
-                where,
-                argument="target",
-                got=f"a layout of shape {target.shape}",
-                need=f"the shape of the output, {shape}",
-                mend="leave it out, and read the shape off the result: plan.target.shape",
-            )
+        raise LayoutError.at(
+            where,
+            argument="target",
+            got=f"a layout of shape {target.shape}",
+            need=f"the shape of the output, {shape}",
+            mend="leave it out, and read the shape off the result: plan.target.shape",
         )
     # The order of the axes numbers the workers.
     if [*source.axes.items()] != [*target.axes.items()] or any(
         source.positions(w) != target.positions(w) for w in range(source.size)
     ):
-        raise LayoutError(
-            message(
-                where,
-                argument="target",
-                got=f"{target} for an input that lies as {source}",
-                need="the same grid of the same workers: block k of the output where block k of the input is",
-                mend="leave it out, and repartition the output; or repartition the input first",
-            )
+        raise LayoutError.at(
+            where,
+            argument="target",
+            got=f"{target} for an input that lies as {source}",
+            need="the same grid of the same workers: block k of the output where block k of the input is",
+            mend="leave it out, and repartition the output; or repartition the input first",
         )
 
 
@@ -160,13 +154,11 @@ def per_dimension(where: str, argument: str, value: Any, ndim: int) -> tuple:
     if not isinstance(value, tuple):
         return (value,) * ndim
     if len(value) != ndim:
-        raise LayoutError(
-            message(
-                where,
-                argument=argument,
-                got=f"{len(value)} entries: {value}",
-                need=f"one for each of {ndim} dimension{'s' * (ndim != 1)}",
-                mend="kernel None for a dimension without a window" if argument == "kernel" else "or one for all",
-            )
+        raise LayoutError.at(
+            where,
+            argument=argument,
+            got=f"{len(value)} entries: {value}",
+            need=f"one for each of {ndim} dimension{'s' * (ndim != 1)}",
+            mend="kernel None for a dimension without a window" if argument == "kernel" else "or one for all",
         )
     return value

@@ -17,7 +17,7 @@ from spmd.adjoints.report import AdjointError, AdjointReport, Entry, Fault, Plac
 from spmd.adjoints.trial import Trial, raised
 from spmd.autodiff import tree
 from spmd.autodiff.tape import suspended
-from spmd.errors import SpecError, message
+from spmd.errors import SpecError
 from spmd.layout import Layout, P
 from spmd.mesh import Mesh, Worker
 from spmd.operators.algebra import Linear
@@ -83,8 +83,8 @@ def check_adjoint(
         return report
     mesh = mesh_for(mesh, where)
     if not shapes:
-        raise SpecError(
-            message(where, argument="shapes", got="none", need="one per argument", mend="check_adjoint(f, (8, 3), ...)")
+        raise SpecError.at(
+            where, argument="shapes", got="none", need="one per argument", mend="check_adjoint(f, (8, 3), ...)"
         )
     given = tuple(_shape(where, k, shape) for k, shape in enumerate(shapes))
     operator = f if isinstance(f, Operator) else None
@@ -99,14 +99,12 @@ def check_adjoint(
         if isinstance(spec, P):
             spec.check(mesh.axes, where, "out_specs")
     if np.dtype(dtype).kind not in "fc":
-        raise SpecError(
-            message(
-                where,
-                argument="dtype",
-                got=repr(np.dtype(dtype).name),
-                need="a floating or complex dtype: only those have adjoints",
-                mend="leave it out; integers are drawn in any dtype where the test is exact",
-            )
+        raise SpecError.at(
+            where,
+            argument="dtype",
+            got=repr(np.dtype(dtype).name),
+            need="a floating or complex dtype: only those have adjoints",
+            mend="leave it out; integers are drawn in any dtype where the test is exact",
         )
     test = DotTest(mesh, f, given, specs, out_specs, adjoint, exact, real, np.dtype(dtype), trials, seed)
     report = run(test)
@@ -130,14 +128,12 @@ def _check_draws(where: str, trials: int, seed: int) -> None:
     """Raise where nothing would be drawn: no trial fails in none."""
     for argument, value, least in (("trials", trials, 1), ("seed", seed, 0)):
         if not isinstance(value, int | np.integer) or value < least:
-            raise SpecError(
-                message(
-                    where,
-                    argument=argument,
-                    got=repr(value),
-                    need=f"an int of at least {least}",
-                    mend=f"{argument}={least}, or leave it out",
-                )
+            raise SpecError.at(
+                where,
+                argument=argument,
+                got=repr(value),
+                need=f"an int of at least {least}",
+                mend=f"{argument}={least}, or leave it out",
             )
 
 
@@ -145,28 +141,24 @@ def _check_own(where: str, op: Linear, given: dict[str, Any]) -> None:
     """Raise where something is given that an operator on global arrays brings with it."""
     for argument, value in given.items():
         if value is not None:
-            raise SpecError(
-                message(
-                    where,
-                    argument=argument,
-                    got=f"{value!r} for {op!r}",
-                    need="nothing: an operator on global arrays brings its shapes, specs, dtypes, adjoint and mesh",
-                    mend="check_adjoint(A); spmd.linear_operator(f, ..., adjoint=g) makes one with another adjoint",
-                )
+            raise SpecError.at(
+                where,
+                argument=argument,
+                got=f"{value!r} for {op!r}",
+                need="nothing: an operator on global arrays brings its shapes, specs, dtypes, adjoint and mesh",
+                mend="check_adjoint(A); spmd.linear_operator(f, ..., adjoint=g) makes one with another adjoint",
             )
 
 
 def _shape(where: str, k: int, shape: Any) -> Shape:
     """The shape of argument k, checked."""
     if not isinstance(shape, tuple | list) or not all(isinstance(n, int | np.integer) and n >= 0 for n in shape):
-        raise SpecError(
-            message(
-                where,
-                argument=f"shapes[{k}]",
-                got=repr(shape),
-                need="a tuple of lengths, one tuple per argument of f",
-                mend="check_adjoint(f, (8, 3), ...)",
-            )
+        raise SpecError.at(
+            where,
+            argument=f"shapes[{k}]",
+            got=repr(shape),
+            need="a tuple of lengths, one tuple per argument of f",
+            mend="check_adjoint(f, (8, 3), ...)",
         )
     return tuple(int(n) for n in shape)
 
@@ -176,14 +168,12 @@ def _check_spec(where: str, mesh: Mesh, k: int, shape: Shape, spec: P | Layout) 
     if isinstance(spec, P):
         spec.check(mesh.axes, where, f"in_specs[{k}]", len(shape))
     elif spec.shape != shape or any(mesh.axes.get(n) != size for n, size in spec.axes.items()):
-        raise SpecError(
-            message(
-                where,
-                argument=f"in_specs[{k}]",
-                got=repr(spec),
-                need=f"a layout of shape {shape} on {mesh}",
-                mend=f"Layout({shape}, spec, mesh.axes, cuts)",
-            )
+        raise SpecError.at(
+            where,
+            argument=f"in_specs[{k}]",
+            got=repr(spec),
+            need=f"a layout of shape {shape} on {mesh}",
+            mend=f"Layout({shape}, spec, mesh.axes, cuts)",
         )
 
 
@@ -191,26 +181,22 @@ def _specs(where: str, operator: Operator | None, count: int, in_specs: Any) -> 
     """One spec per argument; None where every worker has a block of the whole shape."""
     if in_specs is None:
         if operator is None:
-            raise SpecError(
-                message(
-                    where,
-                    argument="in_specs",
-                    got="none, for a function",
-                    need="a spec for each argument",
-                    mend='in_specs=P("x") splits the argument over axis x; P() replicates it',
-                )
+            raise SpecError.at(
+                where,
+                argument="in_specs",
+                got="none, for a function",
+                need="a spec for each argument",
+                mend='in_specs=P("x") splits the argument over axis x; P() replicates it',
             )
         return usual_specs(operator, count)
     specs = (in_specs,) * count if isinstance(in_specs, P | Layout) else tuple(in_specs)
     if len(specs) != count:
-        raise SpecError(
-            message(
-                where,
-                argument="in_specs",
-                got=f"{len(specs)} specs for {count} shapes",
-                need="one per argument",
-                mend="give as many specs as shapes",
-            )
+        raise SpecError.at(
+            where,
+            argument="in_specs",
+            got=f"{len(specs)} specs for {count} shapes",
+            need="one per argument",
+            mend="give as many specs as shapes",
         )
     return specs
 

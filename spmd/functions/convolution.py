@@ -10,7 +10,7 @@ import numpy as np
 from spmd import kernels
 from spmd.autodiff.registry import primitive
 from spmd.autodiff.tracer import Array
-from spmd.errors import LayoutError, SpecError, describe, message
+from spmd.errors import LayoutError, SpecError, describe
 from spmd.functions.arguments import array
 from spmd.functions.window_arguments import each, paddings
 from spmd.functions.window_parts import plan_parts
@@ -116,14 +116,12 @@ def _spatial_axes(where: str, x: Any, spec: Any, worker: Worker) -> tuple[tuple[
     checked_spec(where, spec, worker.mesh.axes, x.ndim, space=2)
     _, channels, *space = (*spec.dims, *[()] * (x.ndim - len(spec)))
     if worker.group(channels).size > 1:
-        raise SpecError(
-            message(
-                where,
-                argument="spec",
-                got=f"{spec}, whose channels are split over {' and '.join(map(repr, channels))}",
-                need="whole channels on each worker",
-                mend="leave the channels out of spec, convolve those that are here with their part of w, and psum",
-            )
+        raise SpecError.at(
+            where,
+            argument="spec",
+            got=f"{spec}, whose channels are split over {' and '.join(map(repr, channels))}",
+            need="whole channels on each worker",
+            mend="leave the channels out of spec, convolve those that are here with their part of w, and psum",
         )
     return tuple(space)
 
@@ -134,14 +132,12 @@ def _boundaries(where: str, boundary: Any, dims: int) -> tuple[str, ...]:
     known = [b for b in BOUNDARIES if b != "none"]
     wrong = next((b for b in each if b not in known), None)
     if len(each) != dims or wrong is not None:
-        raise SpecError(
-            message(
-                where,
-                argument="boundary",
-                got=repr(boundary),
-                need=f"one of {', '.join(known)}, or one for each of the {dims} spatial dimensions",
-                mend=f'boundary="{closest(wrong, known)}"; padding=0 where nothing is to come',
-            )
+        raise SpecError.at(
+            where,
+            argument="boundary",
+            got=repr(boundary),
+            need=f"one of {', '.join(known)}, or one for each of the {dims} spatial dimensions",
+            mend=f'boundary="{closest(wrong, known)}"; padding=0 where nothing is to come',
         )
     return each
 
@@ -153,14 +149,12 @@ def _lengths(where: str, worker: Worker, x: Any, spec: P, names: Any, shape: Any
     lengths = balanced(where, spec, shape, worker.mesh.axes)
     own = [n[worker.group(a).index] for n, a in zip(lengths[2:], names, strict=False)]
     if len(lengths) != x.ndim or own != [*x.shape[2:]]:
-        raise LayoutError(
-            message(
-                where,
-                argument="x",
-                got=describe(x),
-                need=f"the spatial lengths {own} of this worker's block of an array of shape {list(shape)}",
-                mend="leave shape out: the lengths of the blocks are learnt",
-            )
+        raise LayoutError.at(
+            where,
+            argument="x",
+            got=describe(x),
+            need=f"the spatial lengths {own} of this worker's block of an array of shape {list(shape)}",
+            mend="leave shape out: the lengths of the blocks are learnt",
         )
     return tuple(lengths[2:])
 
@@ -204,27 +198,23 @@ def conv(
     where = "spmd.functions.conv"
     x, w, groups = _arrays(where, x, w, groups)
     if x.shape[1] != w.shape[1] * groups:
-        raise SpecError(
-            message(
-                where,
-                argument="w",
-                got=f"{describe(w)}, of {w.shape[1]} channels for each of {groups} groups, for x of {x.shape[1]}",
-                need="shape (O, C / groups, *kernel) for x of shape (N, C, *spatial)",
-                mend=f"groups={x.shape[1] // max(1, w.shape[1])}"
-                if w.shape[1] and x.shape[1] % w.shape[1] == 0
-                else f"w of shape {[w.shape[0], x.shape[1] // groups, *w.shape[2:]]}",
-            )
+        raise SpecError.at(
+            where,
+            argument="w",
+            got=f"{describe(w)}, of {w.shape[1]} channels for each of {groups} groups, for x of {x.shape[1]}",
+            need="shape (O, C / groups, *kernel) for x of shape (N, C, *spatial)",
+            mend=f"groups={x.shape[1] // max(1, w.shape[1])}"
+            if w.shape[1] and x.shape[1] % w.shape[1] == 0
+            else f"w of shape {[w.shape[0], x.shape[1] // groups, *w.shape[2:]]}",
         )
     if spec is None:
         if shape is not None or boundary != "zero":
-            raise SpecError(
-                message(
-                    where,
-                    argument="boundary" if shape is None else "shape",
-                    got=repr(boundary if shape is None else shape),
-                    need="a spec beside it",
-                    mend='spec=P(None, None, "x") where axis x splits the first spatial dimension, P() where none does',
-                )
+            raise SpecError.at(
+                where,
+                argument="boundary" if shape is None else "shape",
+                got=repr(boundary if shape is None else shape),
+                need="a spec beside it",
+                mend='spec=P(None, None, "x") where axis x splits the first spatial dimension, P() where none does',
             )
         y = _conv(x, w, options=_options(where, x.shape[2:], w, stride, padding, dilation, groups))
     else:
@@ -248,50 +238,42 @@ def conv_transpose(
     where = "spmd.functions.conv_transpose"
     x, w, groups = _arrays(where, x, w, groups)
     if x.shape[1] != w.shape[0]:
-        raise SpecError(
-            message(
-                where,
-                argument="w",
-                got=f"{describe(w)} for x of {x.shape[1]} channels",
-                need="shape (O, C / groups, *kernel) for x of shape (N, O, *spatial)",
-                mend=f"w of shape {[x.shape[1], *w.shape[1:]]}",
-            )
+        raise SpecError.at(
+            where,
+            argument="w",
+            got=f"{describe(w)} for x of {x.shape[1]} channels",
+            need="shape (O, C / groups, *kernel) for x of shape (N, O, *spatial)",
+            mend=f"w of shape {[x.shape[1], *w.shape[1:]]}",
         )
     dims = x.ndim - 2
     if isinstance(padding, str):
-        raise SpecError(
-            message(
-                where,
-                argument="padding",
-                got=repr(padding),
-                need="numbers: the length of the result is not known beforehand",
-                mend="padding=0",
-            )
+        raise SpecError.at(
+            where,
+            argument="padding",
+            got=repr(padding),
+            need="numbers: the length of the result is not known beforehand",
+            mend="padding=0",
         )
     strides, ends, dilations, _ = _options(where, x.shape[2:], w, stride, padding, dilation, groups)
     more = each(where, "output_padding", output_padding, dims, least=0)
     if any(o and o >= max(s, d) for o, s, d in zip(more, strides, dilations, strict=True)):
-        raise SpecError(
-            message(
-                where,
-                argument="output_padding",
-                got=repr(output_padding),
-                need=f"less than the stride {strides} or the dilation {dilations}",
-                mend="output_padding=0",
-            )
+        raise SpecError.at(
+            where,
+            argument="output_padding",
+            got=repr(output_padding),
+            need=f"less than the stride {strides} or the dilation {dilations}",
+            mend="output_padding=0",
         )
     ends = tuple((low, high - o) for (low, high), o in zip(ends, more, strict=True))
     sizes = zip(x.shape[2:], w.shape[2:], strides, ends, dilations, strict=True)
     shape = tuple((m - 1) * s - low - high + d * (k - 1) + 1 for m, k, s, (low, high), d in sizes)
     if min(shape) < 0 or 0 in x.shape[2:]:
-        raise SpecError(
-            message(
-                where,
-                argument="x",
-                got=f"{describe(x)}, which gives the lengths {list(shape)}",
-                need="at least one entry in each spatial dimension, and less padding than there is to crop",
-                mend="a smaller padding",
-            )
+        raise SpecError.at(
+            where,
+            argument="x",
+            got=f"{describe(x)}, which gives the lengths {list(shape)}",
+            need="at least one entry in each spatial dimension, and less padding than there is to crop",
+            mend="a smaller padding",
         )
     options = (strides, ends, dilations, groups)
     return _with_bias(where, _conv_input_adjoint(x, w, shape=shape, options=options), bias)
@@ -302,35 +284,29 @@ def _arrays(where: str, x: Any, w: Any, groups: Any) -> tuple[Any, Any, int]:
     need = "floating or complex numbers"
     x, w = (array(where, name, a, "fc", need, f"{name}.astype(float)") for name, a in (("x", x), ("w", w)))
     if not 3 <= x.ndim <= 5:
-        raise SpecError(
-            message(
-                where,
-                argument="x",
-                got=describe(x),
-                need="shape (N, C, *spatial), with one to three spatial dimensions",
-                mend="x[np.newaxis] for a single example",
-            )
+        raise SpecError.at(
+            where,
+            argument="x",
+            got=describe(x),
+            need="shape (N, C, *spatial), with one to three spatial dimensions",
+            mend="x[np.newaxis] for a single example",
         )
     if w.ndim != x.ndim or 0 in w.shape[2:]:
-        raise SpecError(
-            message(
-                where,
-                argument="w",
-                got=f"{describe(w)} for {describe(x)}",
-                need=f"shape (O, C / groups, *kernel), a kernel of {x.ndim - 2} dimensions with entries",
-                mend="the spatial dimensions of x and w correspond, one by one",
-            )
+        raise SpecError.at(
+            where,
+            argument="w",
+            got=f"{describe(w)} for {describe(x)}",
+            need=f"shape (O, C / groups, *kernel), a kernel of {x.ndim - 2} dimensions with entries",
+            mend="the spatial dimensions of x and w correspond, one by one",
         )
     (groups,) = each(where, "groups", groups, 1)
     if w.shape[0] % groups:
-        raise SpecError(
-            message(
-                where,
-                argument="groups",
-                got=f"{groups} for w of {w.shape[0]} filters",
-                need="a divisor of the number of filters",
-                mend="groups=1",
-            )
+        raise SpecError.at(
+            where,
+            argument="groups",
+            got=f"{groups} for w of {w.shape[0]} filters",
+            need="a divisor of the number of filters",
+            mend="groups=1",
         )
     return x, w, groups
 
@@ -348,13 +324,11 @@ def _with_bias(where: str, y: Any, bias: Any) -> Any:
     if bias is None:
         return y
     if np.shape(bias) != y.shape[1:2]:
-        raise SpecError(
-            message(
-                where,
-                argument="bias",
-                got=describe(bias),
-                need=f"shape {[y.shape[1]]}, a number for each channel of the result",
-                mend="leave it out, or add an array of another shape to the result",
-            )
+        raise SpecError.at(
+            where,
+            argument="bias",
+            got=describe(bias),
+            need=f"shape {[y.shape[1]]}, a number for each channel of the result",
+            mend="leave it out, or add an array of another shape to the result",
         )
     return y + bias.reshape(-1, *(1,) * (y.ndim - 2))

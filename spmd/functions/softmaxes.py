@@ -12,7 +12,7 @@ from spmd import kernels
 from spmd.autodiff.registry import primitive
 from spmd.autodiff.tracer import value_of
 from spmd.autodiff.transforms import stop_gradient
-from spmd.errors import SpecError, describe, message
+from spmd.errors import SpecError, describe
 from spmd.functions.arguments import along, axes_of, cast, floating, split_over
 from spmd.kernels.cpu.chunks import accurate
 from spmd.operators.reduce import AxisName, pmax, psum
@@ -134,7 +134,7 @@ def logsumexp(
         b = floating(where, "b", b)
         if len(b.shape) > x.ndim or any(n not in (1, m) for n, m in zip(b.shape[::-1], x.shape[::-1], strict=False)):
             need = f"a shape that broadcasts to {list(x.shape)}"
-            raise SpecError(message(where, argument="b", got=describe(b), need=need, mend="reshape it"))
+            raise SpecError.at(where, argument="b", got=describe(b), need=need, mend="reshape it")
         b = as_rows(np.broadcast_to(b, x.shape))
     x = as_rows(x)
     if b is not None:

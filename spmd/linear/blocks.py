@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from spmd.autodiff import tree
-from spmd.errors import LayoutError, describe, message
+from spmd.errors import LayoutError, describe
 from spmd.linear.operator import LinearOperator
 from spmd.linear.space import check_fit, dtype_of
 from spmd.operators.algebra import added
@@ -24,14 +24,12 @@ class _Blocks(LinearOperator):
 
     def __init__(self, *operators: LinearOperator):
         if not operators or not all(isinstance(op, LinearOperator) for op in operators):
-            raise LayoutError(
-                message(
-                    f"spmd.linear.{type(self).__name__}",
-                    argument="operators",
-                    got=", ".join(describe(op) for op in operators) or "none",
-                    need="operators on global arrays, at least one",
-                    mend="spmd.linear_operator(f, in_specs, out_specs, shape=...) makes one",
-                )
+            raise LayoutError.at(
+                f"spmd.linear.{type(self).__name__}",
+                argument="operators",
+                got=", ".join(describe(op) for op in operators) or "none",
+                need="operators on global arrays, at least one",
+                mend="spmd.linear_operator(f, in_specs, out_specs, shape=...) makes one",
             )
         self.operators = operators
         self._check()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from spmd.autodiff import tree
-from spmd.errors import LayoutError, message
+from spmd.errors import LayoutError
 from spmd.linear.space import admit_element, check_fit, dtype_of, flat, kind_of, show_spaces, size_of, unflat
 from spmd.mesh import Mesh
 from spmd.operators.algebra import Linear, Term, Terms, added, collected, formula
@@ -75,14 +75,12 @@ class LinearOperator(Linear):
 
     def _meet(self, other: Linear, sign: str) -> None:
         if not isinstance(other, LinearOperator):
-            raise LayoutError(
-                message(
-                    f"A {sign} B",
-                    argument="B",
-                    got=f"{other!r}, an operator of bodies",
-                    need="an operator on global arrays",
-                    mend="spmd.linear_operator(B, in_specs, out_specs, shape=...) makes B one",
-                )
+            raise LayoutError.at(
+                f"A {sign} B",
+                argument="B",
+                got=f"{other!r}, an operator of bodies",
+                need="an operator on global arrays",
+                mend="spmd.linear_operator(B, in_specs, out_specs, shape=...) makes B one",
             )
         if sign == "@":
             check_fit(sign, other.range, self.domain, "B that gives")
@@ -118,13 +116,11 @@ class LinearOperator(Linear):
         """
         m, n = self.shape
         if max(m, n) > _DENSE and not force:
-            raise LayoutError(
-                message(
-                    f"({self}).dense",
-                    got=f"an operator of {m} x {n}",
-                    need=f"at most {_DENSE} rows and columns",
-                    mend="dense(force=True), if the matrix is wanted",
-                )
+            raise LayoutError.at(
+                f"({self}).dense",
+                got=f"an operator of {m} x {n}",
+                need=f"at most {_DENSE} rows and columns",
+                mend="dense(force=True), if the matrix is wanted",
             )
         matrix = np.zeros((m, n), self.dtype)
         for k in range(n):
@@ -211,14 +207,12 @@ def _made(terms: Iterable[Term], domain: Any, range: Any) -> LinearOperator:
         if is_complex or "c" in kinds:
             domain, range = (tree.map(lambda s: s.of(np.complex64), space) for space in (domain, range))
     elif is_complex or set(starts) != {dtype_of(domain).kind}:
-        raise LayoutError(
-            message(
-                "the algebra of operators",
-                got=formula(kept, str),
-                need="real multiples and sums of one kind where a factor maps between real and complex arrays: it is "
-                "linear over the real numbers only",
-                mend="make its body one on complex arrays, with dtype=complex",
-            )
+        raise LayoutError.at(
+            "the algebra of operators",
+            got=formula(kept, str),
+            need="real multiples and sums of one kind where a factor maps between real and complex arrays: it is "
+            "linear over the real numbers only",
+            mend="make its body one on complex arrays, with dtype=complex",
         )
     return _Expression(kept, domain, range)
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from spmd.autodiff.custom import custom_vjp
-from spmd.errors import LayoutError, message
+from spmd.errors import LayoutError
 from spmd.layout import Spec
 from spmd.linear.space import Space, flat, unflat
 from spmd.linear.views import Base, View
@@ -72,14 +72,12 @@ def from_scipy(op: Any, in_spec: Spec, out_spec: Spec | None = None, *, shape=No
     for argument, given, spec, size in (("shape", shape, in_spec, n), ("out_shape", out_shape, out_spec, m)):
         full = (size,) if given is None else tuple(given)
         if math.prod(full) != size:
-            raise LayoutError(
-                message(
-                    where,
-                    argument=argument,
-                    got=str(full),
-                    need=f"a shape of {size} entries, for an operator of {m} x {n}",
-                    mend=f"({size},), or leave it out",
-                )
+            raise LayoutError.at(
+                where,
+                argument=argument,
+                got=str(full),
+                need=f"a shape of {size} entries, for an operator of {m} x {n}",
+                mend=f"({size},), or leave it out",
             )
         spec.check(mesh.axes, where, argument, len(full))
         spaces.append(Space(dtype, mesh.layout(full, spec, where, argument), mesh))

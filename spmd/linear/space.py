@@ -119,40 +119,34 @@ def admit_element(where: str, argument: str, x: Any, space: Any) -> Any:
     ]
     fits = have == need and all(hasattr(value_of(a), "shape") for a in leaves)
     if not fits:
-        raise LayoutError(
-            message(
-                where,
-                argument=argument,
-                got=show_spaces(x),
-                need=show_spaces(space),
-                mend="pass one array for each of them",
-            )
+        raise LayoutError.at(
+            where,
+            argument=argument,
+            got=show_spaces(x),
+            need=show_spaces(space),
+            mend="pass one array for each of them",
         )
     for a, s in zip(leaves, spaces, strict=True):
         v = value_of(a)
         if np.shape(v) != s.shape:
-            raise LayoutError(
-                message(
-                    where,
-                    argument=argument,
-                    got=describe(a),
-                    need=f"shape {list(s.shape)}: {s}",
-                    mend="np.reshape(x, shape) before, or make the operator for this shape",
-                )
+            raise LayoutError.at(
+                where,
+                argument=argument,
+                got=describe(a),
+                need=f"shape {list(s.shape)}: {s}",
+                mend="np.reshape(x, shape) before, or make the operator for this shape",
             )
         if isinstance(v, PartitionedArray) and v.mesh != s.mesh:
-            raise MeshError(
-                message(
-                    where,
-                    argument=argument,
-                    got=f"an array on {v.mesh}",
-                    need=f"an array on {s.mesh}",
-                    mend="spmd.put(x.numpy(), spec, mesh)",
-                )
+            raise MeshError.at(
+                where,
+                argument=argument,
+                got=f"an array on {v.mesh}",
+                need=f"an array on {s.mesh}",
+                mend="spmd.put(x.numpy(), spec, mesh)",
             )
         if v.dtype.kind not in "biufc":
-            raise LayoutError(
-                message(where, argument=argument, got=describe(a), need="numbers", mend=f"x.astype({s.dtype.name!r})")
+            raise LayoutError.at(
+                where, argument=argument, got=describe(a), need="numbers", mend=f"x.astype({s.dtype.name!r})"
             )
     return tree.unflatten(need, [s.laid(a) for a, s in zip(leaves, spaces, strict=True)])
 
@@ -205,27 +199,23 @@ def make_domain(where: str, in_specs: Any, shape: Any, dtype: Any, like: Any, me
     if like is None:
         shape = in_specs.shape if shape is None and isinstance(in_specs, Layout) else shape
         if shape is None or not (isinstance(in_specs, Spec | tuple)):
-            raise LayoutError(
-                message(
-                    where,
-                    argument="shape",
-                    got=f"{shape} for in_specs {in_specs}",
-                    need="the shape of the argument, or a tuple of shapes for a tuple of specs",
-                    mend="shape=x.shape, dtype=x.dtype; or like=x for a tree of arrays",
-                )
+            raise LayoutError.at(
+                where,
+                argument="shape",
+                got=f"{shape} for in_specs {in_specs}",
+                need="the shape of the argument, or a tuple of shapes for a tuple of specs",
+                mend="shape=x.shape, dtype=x.dtype; or like=x for a tree of arrays",
             )
         several = isinstance(in_specs, tuple)
         shapes = tuple(shape) if several else (shape,)
         dtypes = tuple(dtype) if isinstance(dtype, tuple | list) else (dtype,) * len(shapes)
         if several and not len(shapes) == len(in_specs) == len(dtypes):
-            raise LayoutError(
-                message(
-                    where,
-                    argument="shape",
-                    got=f"{len(shapes)} shapes and {len(dtypes)} dtypes for {len(in_specs)} specs",
-                    need="one for each argument",
-                    mend="shape=((4,), (3, 2)) for in_specs=(P(), P('x'))",
-                )
+            raise LayoutError.at(
+                where,
+                argument="shape",
+                got=f"{len(shapes)} shapes and {len(dtypes)} dtypes for {len(in_specs)} specs",
+                need="one for each argument",
+                mend="shape=((4,), (3, 2)) for in_specs=(P(), P('x'))",
             )
         made = tuple(_Like(s, t) for s, t in zip(shapes, dtypes, strict=True))
         like = made if several else made[0]
@@ -233,14 +223,12 @@ def make_domain(where: str, in_specs: Any, shape: Any, dtype: Any, like: Any, me
     spaces = []
     for leaf in leaves:
         if not isinstance(leaf.spec, Spec) or np.dtype(leaf.value.dtype).kind not in "fc":
-            raise SpecError(
-                message(
-                    where,
-                    argument=leaf.path,
-                    got=f"dtype {np.dtype(leaf.value.dtype)} with the spec {leaf.spec}",
-                    need="a floating or complex array, with a spec",
-                    mend="x.astype(float); what is not mapped is for params",
-                )
+            raise SpecError.at(
+                where,
+                argument=leaf.path,
+                got=f"dtype {np.dtype(leaf.value.dtype)} with the spec {leaf.spec}",
+                need="a floating or complex array, with a spec",
+                mend="x.astype(float); what is not mapped is for params",
             )
         leaf.spec.check(mesh.axes, where, leaf.path, len(leaf.value.shape))
         spaces.append(Space(leaf.value.dtype, mesh.layout(tuple(leaf.value.shape), leaf.spec, where, leaf.path), mesh))

@@ -12,7 +12,7 @@ import numpy as np
 from spmd.array import PartitionedArray
 from spmd.autodiff.admission import admit
 from spmd.autodiff.tracer import Array, value_of
-from spmd.errors import SpecError, describe, message
+from spmd.errors import SpecError, describe
 from spmd.frontends import frontend
 from spmd.kernels import on_device
 
@@ -22,14 +22,12 @@ def key_words(where: str, given: Any) -> Any:
     found = np.asarray(given) if type(given) is PartitionedArray else value_of(given)
     found = found if on_device(found) else admit(found, where, "key", error=SpecError, need="one key, uint32[2]")
     if getattr(found, "dtype", None) != np.uint32 or found.shape != (2,):
-        raise SpecError(
-            message(
-                where,
-                argument="key",
-                got=describe(given),
-                need="one key, uint32[2]",
-                mend="spmd.random.key(seed); of several keys one: keys[i]",
-            )
+        raise SpecError.at(
+            where,
+            argument="key",
+            got=describe(given),
+            need="one key, uint32[2]",
+            mend="spmd.random.key(seed); of several keys one: keys[i]",
         )
     return found
 
@@ -62,14 +60,12 @@ def checked_shape(where: str, given: Any, argument: str = "shape") -> tuple[int,
     except (TypeError, ValueError):
         shape = (-1,)
     if min(shape, default=0) < 0 or math.prod(shape) >= 1 << 62:
-        raise SpecError(
-            message(
-                where,
-                argument=argument,
-                got=describe(given),
-                need="the lengths of the whole array, less than 2**62 entries",
-                mend="shape=(3, 4)",
-            )
+        raise SpecError.at(
+            where,
+            argument=argument,
+            got=describe(given),
+            need="the lengths of the whole array, less than 2**62 entries",
+            mend="shape=(3, 4)",
         )
     return shape
 
@@ -78,21 +74,17 @@ def checked_dtype(where: str, given: Any, need: str, mend: str) -> np.dtype:
     try:
         return np.dtype(given)
     except TypeError:
-        raise SpecError(
-            message(where, argument="dtype", got=describe(given), need=need, mend=f"dtype={mend}")
-        ) from None
+        raise SpecError.at(where, argument="dtype", got=describe(given), need=need, mend=f"dtype={mend}") from None
 
 
 def checked_float(where: str, dtype: Any) -> np.dtype:
     found = checked_dtype(where, dtype, "float32, float64, float16 or bfloat16", "np.float32")
     if found.name not in ("float16", "bfloat16", "float32", "float64"):
-        raise SpecError(
-            message(
-                where,
-                argument="dtype",
-                got=str(found),
-                need="float32, float64, float16 or bfloat16",
-                mend="dtype=np.float32; of complex numbers draw both parts",
-            )
+        raise SpecError.at(
+            where,
+            argument="dtype",
+            got=str(found),
+            need="float32, float64, float16 or bfloat16",
+            mend="dtype=np.float32; of complex numbers draw both parts",
         )
     return found

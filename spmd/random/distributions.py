@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from spmd.autodiff.tracer import value_of
-from spmd.errors import SpecError, describe, message
+from spmd.errors import SpecError, describe
 from spmd.kernels.cpu.chunks import accurate
 from spmd.mesh import Mesh
 from spmd.random.arguments import Shape, array, checked_dtype, checked_float, checked_shape
@@ -28,14 +28,12 @@ def _ordered(where: str, **numbers: Any) -> None:
     """Raise where options are no numbers, or the first is greater than the second."""
     (first, low), (last, high) = numbers.items()
     if not all(isinstance(n, int | float | np.integer | np.floating) for n in (low, high)) or not low <= high:
-        raise SpecError(
-            message(
-                where,
-                argument=f"{first} and {last}",
-                got=f"{describe(low)} and {describe(high)}",
-                need=f"two numbers, {first} not above {last}",
-                mend="draw between 0 and 1, and scale by arrays: low + (high - low) * uniform(key, shape)",
-            )
+        raise SpecError.at(
+            where,
+            argument=f"{first} and {last}",
+            got=f"{describe(low)} and {describe(high)}",
+            need=f"two numbers, {first} not above {last}",
+            mend="draw between 0 and 1, and scale by arrays: low + (high - low) * uniform(key, shape)",
         )
 
 
@@ -48,9 +46,7 @@ def bits(key, shape: Shape = (), dtype: Any = np.uint32, *, spec: Any = None, me
     where = "spmd.random.bits"
     found = checked_dtype(where, dtype, "uint32 or uint64", "np.uint32")
     if found not in (np.dtype(np.uint32), np.dtype(np.uint64)):
-        raise SpecError(
-            message(where, argument="dtype", got=str(found), need="uint32 or uint64", mend="bits(...) >> 24")
-        )
+        raise SpecError.at(where, argument="dtype", got=str(found), need="uint32 or uint64", mend="bits(...) >> 24")
     return draw(where, key, "random_bits", checked_shape(where, shape), found, spec, mesh)
 
 
@@ -70,14 +66,12 @@ def uniform(
     _ordered(where, minval=minval, maxval=maxval)
     ends = float(minval), float(maxval)
     if not _holds(dtype, *ends) or not _holds(accurate(dtype), ends[1] - ends[0]):
-        raise SpecError(
-            message(
-                where,
-                argument="minval and maxval",
-                got=f"{minval} and {maxval}",
-                need=f"two numbers that {dtype} holds, and not infinitely far apart",
-                mend="minval=0.0, maxval=1.0",
-            )
+        raise SpecError.at(
+            where,
+            argument="minval and maxval",
+            got=f"{minval} and {maxval}",
+            need=f"two numbers that {dtype} holds, and not infinitely far apart",
+            mend="minval=0.0, maxval=1.0",
         )
     return draw(where, key, "random_uniform", checked_shape(where, shape), dtype, spec, mesh, *ends)
 
@@ -111,14 +105,12 @@ def truncated_normal(
     _ordered(where, lower=lower, upper=upper)
     reach = 8 if dtype.itemsize == 8 else 5
     if lower > reach or upper < -reach or lower == upper:
-        raise SpecError(
-            message(
-                where,
-                argument="lower and upper",
-                got=f"{lower} and {upper}",
-                need=f"an interval that reaches within {reach} of 0, in {dtype}",
-                mend="lower + exponential(key, shape) / lower is near such a tail",
-            )
+        raise SpecError.at(
+            where,
+            argument="lower and upper",
+            got=f"{lower} and {upper}",
+            need=f"an interval that reaches within {reach} of 0, in {dtype}",
+            mend="lower + exponential(key, shape) / lower is near such a tail",
         )
     ends = float(lower), float(upper)
     return draw(where, key, "random_truncated", checked_shape(where, shape), dtype, spec, mesh, *ends)
@@ -151,14 +143,12 @@ def bernoulli(key, p=0.5, shape: Shape | None = None, *, spec: Any = None, mesh:
     drawn = uniform(key, wide if shape is None else checked_shape(where, shape), np.float32, spec=spec, mesh=mesh)
     long = drawn.shape
     if len(wide) > len(long) or any(n not in (1, m) for n, m in zip(reversed(wide), reversed(long), strict=False)):
-        raise SpecError(
-            message(
-                where,
-                argument="p",
-                got=describe(p),
-                need=f"a number, or an array that broadcasts to {list(long)}: every entry is drawn by itself",
-                mend=f"shape={wide}, or no shape",
-            )
+        raise SpecError.at(
+            where,
+            argument="p",
+            got=describe(p),
+            need=f"a number, or an array that broadcasts to {list(long)}: every entry is drawn by itself",
+            mend=f"shape={wide}, or no shape",
         )
     return drawn < p
 
@@ -173,7 +163,7 @@ def _probabilities(where: str, p: Any) -> None:
     if elsewhere is not None and elsewhere.kind in "biufV":
         return
     need, mend = "probabilities: numbers from 0 to 1", "np.clip(p, 0, 1)"
-    raise SpecError(message(where, argument="p", got=describe(p), need=need, mend=mend))
+    raise SpecError.at(where, argument="p", got=describe(p), need=need, mend=mend)
 
 
 @api_boundary
@@ -186,14 +176,12 @@ def randint(
     ends = minval, maxval
     fits = dtype.kind in "iu" and all(isinstance(n, int | np.integer) for n in ends)
     if not fits or not np.iinfo(dtype).min <= minval < maxval <= np.iinfo(dtype).max + 1:
-        raise SpecError(
-            message(
-                where,
-                argument="minval and maxval",
-                got=f"{minval!r} and {maxval!r}, in {dtype}",
-                need="two integers that the integer dtype holds, minval below maxval",
-                mend="randint(key, shape, 0, 10)",
-            )
+        raise SpecError.at(
+            where,
+            argument="minval and maxval",
+            got=f"{minval!r} and {maxval!r}, in {dtype}",
+            need="two integers that the integer dtype holds, minval below maxval",
+            mend="randint(key, shape, 0, 10)",
         )
     low, span = int(minval), int(maxval) - int(minval)
 

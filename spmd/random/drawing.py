@@ -7,7 +7,7 @@ from typing import Any
 
 from spmd import kernels
 from spmd.array import PartitionedArray
-from spmd.errors import SpecError, describe, message
+from spmd.errors import SpecError, describe
 from spmd.layout import Layout, Spec
 from spmd.mesh import WORKER, Mesh
 from spmd.operators.base import varying
@@ -51,8 +51,8 @@ def draw(
         made = make(whole, worker.mesh, worker.index) if worker is not None else make(whole, None, 0)
         return with_state(made, varying_axes(key))
     if not isinstance(spec, Spec):
-        raise SpecError(
-            message(where, argument="spec", got=describe(spec), need="a P, or a Layout", mend='spec=P("x", None)')
+        raise SpecError.at(
+            where, argument="spec", got=describe(spec), need="a P, or a Layout", mend='spec=P("x", None)'
         )
     on = worker.mesh if worker is not None else mesh_for(mesh, where)
     spec.check(on.axes, where, "spec", len(shape))

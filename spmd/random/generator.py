@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd.errors import SpecError, describe, message
+from spmd.errors import SpecError, describe
 from spmd.mesh import WORKER, here
 from spmd.operators.base import varying
 from spmd.tracebacks import api_boundary
@@ -69,14 +69,12 @@ def default_rng(seed: int | Sequence[int], axis_name: str | Sequence[str] = ()) 
     """
     seeds = [seed] if isinstance(seed, int | np.integer) else seed
     if not isinstance(seeds, Sequence) or not all(isinstance(s, int | np.integer) and s >= 0 for s in seeds):
-        raise SpecError(
-            message(
-                _DEFAULT,
-                argument="seed",
-                got=describe(seed),
-                need="a non-negative integer, or a sequence of them: a stream that can be drawn again",
-                mend="default_rng(0)",
-            )
+        raise SpecError.at(
+            _DEFAULT,
+            argument="seed",
+            got=describe(seed),
+            need="a non-negative integer, or a sequence of them: a stream that can be drawn again",
+            mend="default_rng(0)",
         )
     if WORKER.get() is None and not axis_name:
         return np.random.default_rng([int(s) for s in seeds])

@@ -8,7 +8,7 @@ import numpy as np
 
 from spmd import kernels
 from spmd.autodiff.tracer import value_of
-from spmd.errors import SpecError, describe, message
+from spmd.errors import SpecError, describe
 from spmd.random.arguments import Shape, checked_shape, key_words, varying_axes
 from spmd.random.drawing import FOLDS, SPLITS, draw_whole, with_state
 from spmd.tracebacks import api_boundary
@@ -27,14 +27,12 @@ def key(seed: int) -> np.ndarray:
     except TypeError:
         number = -1
     if not 0 <= number < 1 << 64:
-        raise SpecError(
-            message(
-                "spmd.random.key",
-                argument="seed",
-                got=describe(seed),
-                need="an integer from 0 to 2**64 - 1",
-                mend="key(0); spmd.random.fold_in(key, i) takes a second number in",
-            )
+        raise SpecError.at(
+            "spmd.random.key",
+            argument="seed",
+            got=describe(seed),
+            need="an integer from 0 to 2**64 - 1",
+            mend="key(0); spmd.random.fold_in(key, i) takes a second number in",
         )
     return np.array([number & 0xFFFFFFFF, number >> 32], np.uint32)
 
@@ -55,14 +53,12 @@ def fold_in(key, data):
     except TypeError:
         number = -1
     if not 0 <= number < 1 << 62:
-        raise SpecError(
-            message(
-                where,
-                argument="data",
-                got=describe(data),
-                need="one integer, not negative",
-                mend="fold_in(key, step); of several numbers one after the other",
-            )
+        raise SpecError.at(
+            where,
+            argument="data",
+            got=describe(data),
+            need="one integer, not negative",
+            mend="fold_in(key, step); of several numbers one after the other",
         )
     found = key_words(where, key)
     box = ((2 * number, 2 * number + 2),)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from spmd.array import PartitionedArray
-from spmd.errors import SpecError, StateError, describe, message
+from spmd.errors import SpecError, StateError, describe
 from spmd.frontends import frontend
 from spmd.layout import Layout, P
 from spmd.mesh import WORKER, here
@@ -33,22 +33,20 @@ def like(x, spec: P) -> Layout:
         return x.layout
     worker = here(where)
     if not isinstance(spec, P):
-        raise SpecError(message(where, argument="spec", got=describe(spec), need="a spec", mend='like(x, P("x"))'))
+        raise SpecError.at(where, argument="spec", got=describe(spec), need="a spec", mend='like(x, P("x"))')
     if not hasattr(x, "shape"):
-        raise SpecError(
-            message(where, argument="x", got=describe(x), need="a block, which has a shape", mend="np.asarray(x)")
+        raise SpecError.at(
+            where, argument="x", got=describe(x), need="a block, which has a shape", mend="np.asarray(x)"
         )
     spec.check(worker.mesh.axes, where, "spec", len(x.shape))
     more = sorted(varying_axes(x) - spec.varying)
     if more:
-        raise StateError(
-            message(
-                where,
-                argument="spec",
-                got=f"{spec} for {describe(x)}, which varies over {more[0]!r} too",
-                need="the axes that split the array, all that it varies over",
-                mend=f"name {more[0]!r} in the spec, or sum or gather x along it first",
-            )
+        raise StateError.at(
+            where,
+            argument="spec",
+            got=f"{spec} for {describe(x)}, which varies over {more[0]!r} too",
+            need="the axes that split the array, all that it varies over",
+            mend=f"name {more[0]!r} in the spec, or sum or gather x along it first",
         )
     axes, group = spec.axes, worker.group(spec.axes)
     other = frontend(x)
@@ -68,14 +66,12 @@ def layout_of_block(where: str, x: Any, spec: P | None) -> Layout | None:
     if worker is None:
         return None
     if spec is None and (not worker.tracked or varying_axes(x)):
-        raise SpecError(
-            message(
-                where,
-                argument="spec",
-                got=f"none, for {describe(x)}"
-                + (f", which varies over {sorted(varying_axes(x))}" if worker.tracked else ""),
-                need="how the whole is split, so that each worker has its own part of the random numbers",
-                mend=f'{where}(..., spec=P("x", None)); P() for an array that all workers have',
-            )
+        raise SpecError.at(
+            where,
+            argument="spec",
+            got=f"none, for {describe(x)}"
+            + (f", which varies over {sorted(varying_axes(x))}" if worker.tracked else ""),
+            need="how the whole is split, so that each worker has its own part of the random numbers",
+            mend=f'{where}(..., spec=P("x", None)); P() for an array that all workers have',
         )
     return like(x, P() if spec is None else spec)

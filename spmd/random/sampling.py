@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from spmd import kernels
-from spmd.errors import LayoutError, SpecError, describe, message
+from spmd.errors import LayoutError, SpecError, describe
 from spmd.layout import P
 from spmd.random.arguments import Shape, array, checked_float, checked_shape
 from spmd.random.distributions import gumbel, randint, uniform
@@ -29,26 +29,22 @@ def categorical(key, logits, axis: int = -1, *, spec: P | None = None):
     logits = array(where, "logits", logits)
     ndim = len(getattr(logits, "shape", ()))
     if not ndim or not isinstance(axis, int | np.integer) or not -ndim <= axis < ndim or not logits.shape[axis]:
-        raise SpecError(
-            message(
-                where,
-                argument="logits and axis" if ndim else "logits",
-                got=f"{describe(logits)}, axis={axis!r}",
-                need="an array, and that of its axes which counts the classes, of which there is one at least",
-                mend="axis=-1",
-            )
+        raise SpecError.at(
+            where,
+            argument="logits and axis" if ndim else "logits",
+            got=f"{describe(logits)}, axis={axis!r}",
+            need="an array, and that of its axes which counts the classes, of which there is one at least",
+            mend="axis=-1",
         )
     layout = layout_of_block(where, logits, spec)
     dims = layout.spec.dims if layout is not None else ()
     if dims and dims[axis]:
-        raise LayoutError(
-            message(
-                where,
-                argument="spec",
-                got=f"{spec}, which splits the classes",
-                need="whole rows of classes",
-                mend="spmd.all_gather(logits, axis_name, axis=..., tiled=True) first",
-            )
+        raise LayoutError.at(
+            where,
+            argument="spec",
+            got=f"{spec}, which splits the classes",
+            need="whole rows of classes",
+            mend="spmd.all_gather(logits, axis_name, axis=..., tiled=True) first",
         )
     shape = logits.shape if layout is None else layout.shape
     noise = gumbel(key, shape, checked_float(where, logits.dtype), spec=layout)
@@ -71,14 +67,12 @@ def _items(where: str, argument: str, x: Any) -> tuple[int, Any]:
     rows: Any = x
     if getattr(rows, "shape", ()):
         return rows.shape[0], rows
-    raise SpecError(
-        message(
-            where,
-            argument=argument,
-            got=describe(x),
-            need="how many numbers, an integer from 0, or an array with rows",
-            mend=f"{where.rpartition('.')[2]}(key, len(x)) for places in x",
-        )
+    raise SpecError.at(
+        where,
+        argument=argument,
+        got=describe(x),
+        need="how many numbers, an integer from 0, or an array with rows",
+        mend=f"{where.rpartition('.')[2]}(key, len(x)) for places in x",
     )
 
 
@@ -96,14 +90,12 @@ def choice(key, a, shape: Shape = (), replace: bool = True, p: Any = None):
     (n, rows), count = _items(where, "a", a), math.prod(shape)
     p = array(where, "p", p)
     if n < 1 or not replace and count > n or p is not None and np.shape(p) != (n,):
-        raise SpecError(
-            message(
-                where,
-                argument="a" if p is None or np.shape(p) == (n,) else "p",
-                got=f"{count} of {n} items, replace={replace}" + ("" if p is None else f", p: {describe(p)}"),
-                need="items to choose from, as many without replacement, and a probability for each",
-                mend="replace=True, or a smaller shape",
-            )
+        raise SpecError.at(
+            where,
+            argument="a" if p is None or np.shape(p) == (n,) else "p",
+            got=f"{count} of {n} items, replace={replace}" + ("" if p is None else f", p: {describe(p)}"),
+            need="items to choose from, as many without replacement, and a probability for each",
+            mend="replace=True, or a smaller shape",
         )
     if type(p) is np.ndarray and not (
         p.dtype.kind in "biuf"
@@ -111,14 +103,12 @@ def choice(key, a, shape: Shape = (), replace: bool = True, p: Any = None):
         and np.isfinite(p).all()
         and (p > 0).sum() >= (count if not replace else 1)
     ):
-        raise SpecError(
-            message(
-                where,
-                argument="p",
-                got=f"{p}",
-                need="a probability for each item, and enough items that have one above 0",
-                mend="p=None for equal ones; replace=True",
-            )
+        raise SpecError.at(
+            where,
+            argument="p",
+            got=f"{p}",
+            need="a probability for each item, and enough items that have one above 0",
+            mend="p=None for equal ones; replace=True",
         )
     if p is not None and replace:
         below = np.cumsum(p)
