@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from types import CodeType, FunctionType, MethodType
 from typing import Any
@@ -45,7 +45,7 @@ def closed_arrays(f: Callable) -> list[tuple[str, np.ndarray]]:
     They are those of its cells, globals, defaults and partial arguments, also inside lists, tuples and dicts, and those
     of the functions of its module that it uses.
     """
-    found: list[tuple[str, np.ndarray]] = []
+    arrays: list[tuple[str, np.ndarray]] = []
     seen: set[int] = set()
 
     def walk(name: str, x: Any) -> None:
@@ -54,49 +54,43 @@ def closed_arrays(f: Callable) -> list[tuple[str, np.ndarray]]:
         if _is_plain_tensor(x):
             seen.add(id(x))
             with contextlib.suppress(TypeError, RuntimeError):  # on a device, or of a dtype that NumPy lacks
-                found.append((name, np.asarray(x)))
+                arrays.append((name, np.asarray(x)))
         elif isinstance(x, np.ndarray):
             seen.add(id(x))
             if x.dtype.kind not in "OV" and type(x) is np.ndarray:
-                found.append((name, x))
-        elif isinstance(x, functools.partial):
+                arrays.append((name, x))
+        elif isinstance(x, functools.partial | MethodType | FunctionType | list | tuple) or type(x) is dict:
             seen.add(id(x))
-            walk(name, x.func)
-            walk(f"{name}.args", x.args)
-            walk(f"{name}.keywords", x.keywords)
-        elif isinstance(x, MethodType):
-            seen.add(id(x))
-            walk(name, x.__func__)
-            attributes(x.__self__)
-        elif isinstance(x, FunctionType):
-            seen.add(id(x))
-            for cell_name, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=True):
-                with contextlib.suppress(ValueError):  # a cell that has no value yet
-                    walk(cell_name, cell.cell_contents)
-            for global_name in _names_in(x.__code__):
-                y = x.__globals__.get(global_name)
-                if not isinstance(y, FunctionType) or y.__module__ == x.__module__:
-                    walk(global_name, y)
-            walk(f"{name}.__defaults__", x.__defaults__)
-            walk(f"{name}.__kwdefaults__", x.__kwdefaults__)
-        elif isinstance(x, list | tuple):
-            seen.add(id(x))
-            for k, item in enumerate(x):
-                walk(f"{name}[{k}]", item)
-        elif type(x) is dict:
-            seen.add(id(x))
-            for k, item in x.items():
-                walk(f"{name}[{k!r}]", item)
-
-    def attributes(x: Any) -> None:
-        """Arrays among the attributes of the object that a method is bound to."""
-        seen.add(id(x))
-        for attribute, value in {**vars(type(x)), **getattr(x, "__dict__", {})}.items():
-            if isinstance(value, np.ndarray | list | tuple | dict) or _is_plain_tensor(value):
-                walk(f"{type(x).__name__}.{attribute}", value)
+            for part_name, part in _parts(name, x):
+                walk(part_name, part)
 
     walk(getattr(f, "__name__", type(f).__name__), f)
     call = getattr(type(f), "__call__", None)  # noqa: B004
     if isinstance(call, FunctionType):  # an object of the user's class
         walk(type(f).__name__, MethodType(call, f))
-    return found
+    return arrays
+
+
+def _parts(name: str, x: Any) -> Iterator[tuple[str, Any]]:
+    """What a function, a method, a partial function or a container refers to, with names."""
+    if isinstance(x, functools.partial):
+        yield from ((name, x.func), (f"{name}.args", x.args), (f"{name}.keywords", x.keywords))
+    elif isinstance(x, MethodType):
+        yield name, x.__func__
+        of = x.__self__
+        for attribute, value in {**vars(type(of)), **getattr(of, "__dict__", {})}.items():
+            if isinstance(value, np.ndarray | list | tuple | dict) or _is_plain_tensor(value):
+                yield f"{type(of).__name__}.{attribute}", value
+    elif isinstance(x, FunctionType):
+        for cell_name, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=True):
+            with contextlib.suppress(ValueError):  # a cell that has no value yet
+                yield cell_name, cell.cell_contents
+        for global_name in _names_in(x.__code__):
+            value = x.__globals__.get(global_name)
+            if not isinstance(value, FunctionType) or value.__module__ == x.__module__:
+                yield global_name, value
+        yield from ((f"{name}.__defaults__", x.__defaults__), (f"{name}.__kwdefaults__", x.__kwdefaults__))
+    elif isinstance(x, dict):
+        yield from ((f"{name}[{k!r}]", item) for k, item in x.items())
+    else:
+        yield from ((f"{name}[{k}]", item) for k, item in enumerate(x))
