@@ -47,11 +47,11 @@ __all__ = [
 class PartitionedArray:
     """A global array of which each worker of a mesh holds a block. Immutable.
 
-    shape, dtype: of the whole. layout: which box each worker holds. mesh: whose workers. blocks: those that this
-    process holds, by worker; where the layout has copies, they are one array here.
+    shape, dtype: of the whole array. layout: which box each worker holds. mesh: whose workers. blocks: the blocks of
+    this process, by worker; copies of a block are one array.
 
-    `x.numpy()` assembles it on every process (collective under MPI). `np.asarray(x)` does so where all of it is
-    here already. NumPy's ufuncs work block by block where the layouts agree; anything else belongs into `spmd.map`.
+    `x.numpy()` assembles the array on every process (collective under MPI). `np.asarray(x)` does so if this process
+    holds all blocks. NumPy's ufuncs work block by block if the layouts agree; anything else belongs into `spmd.map`.
     """
 
     __slots__ = ("__weakref__", "blocks", "compared", "dtype", "layout", "mesh")
@@ -63,24 +63,24 @@ class PartitionedArray:
         self.mesh = mesh
         self.dtype = next(iter(self.blocks.values())).dtype
         self.compared: bool | None = None
-        """Whether its shape and its copies were compared across processes, or came of a collective: False where it was
-        made of bare data, None where it was computed from other global arrays."""
+        """Whether shape and copies agree on all processes, by a comparison or because a collective made them. False for
+        arrays of bare data, None for arrays computed from other global arrays."""
 
     def __copy__(self) -> PartitionedArray:
-        """Another array with the same blocks, which do not change. It keeps them where this one is given away."""
-        twin = object.__new__(type(self))
+        """Another array with the same blocks, which survive if this array is donated."""
+        copy = object.__new__(type(self))
         for name in ("blocks", "compared", "dtype", "layout", "mesh"):
-            setattr(twin, name, getattr(self, name))
+            setattr(copy, name, getattr(self, name))
         if self.blocks is not DONATED:
-            twin.blocks = dict(self.blocks)
-        return twin
+            copy.blocks = dict(self.blocks)
+        return copy
 
     def __deepcopy__(self, memo: object) -> PartitionedArray:
         return self.__copy__()
 
     @api_boundary
     def __reduce__(self) -> tuple[Any, ...]:
-        """By its blocks, where this process has all. Raises MeshError where other processes or GPUs have them."""
+        """Pickle the blocks if this process holds all. Raises MeshError if other processes or GPUs hold some."""
         if self.blocks is DONATED:
             raise donated_error("pickle of a PartitionedArray")
         self.mesh.check_pickled("a PartitionedArray")
@@ -92,7 +92,7 @@ class PartitionedArray:
 
     @property
     def spec(self) -> Any:
-        """Which mesh axes split which dimension; of an array on a grid its layout."""
+        """The mesh axes that split each dimension; for an array on a grid its layout."""
         return self.layout if self.layout.spec is None else self.layout.spec
 
     @property
@@ -105,7 +105,7 @@ class PartitionedArray:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole, copies counted once."""
+        """Bytes of the whole array; copies count once."""
         return self.size * self.dtype.itemsize
 
     def __len__(self) -> int:
@@ -121,12 +121,11 @@ class PartitionedArray:
 
     @api_boundary
     def numpy(self) -> np.ndarray:
-        """The whole array on the host, assembled on every process; read-only. Collective under MPI: all processes call
-        it."""
+        """The whole array on the host, read-only, assembled on every process. Collective under MPI."""
         return self._whole()._assembled()
 
     def _whole(self) -> PartitionedArray:
-        """The same with a layout by which every process has all of it."""
+        """The same array in a layout in which every process holds all of it."""
         check_usable("PartitionedArray.numpy", self)
         everywhere = len(self.blocks) == self.mesh.size or [*self.layout.holders.values()] == [
             (*range(self.mesh.size),)
@@ -134,7 +133,7 @@ class PartitionedArray:
         return self if everywhere else relayout(self, self.mesh.layout(self.shape, P()))
 
     def gathered(self) -> Any:
-        """The whole array as one that is not partitioned, on the device if the blocks are. Collective under MPI."""
+        """The whole array as one array, on the device if the blocks are there. Collective under MPI."""
         if self.mesh.places is None:
             return self.numpy()
         w, block = next(iter(relayout(self, self.mesh.layout(self.shape, P())).blocks.items()))
@@ -179,8 +178,10 @@ class PartitionedArray:
 
     @api_boundary
     def __dlpack__(self, **options):
-        """The data for another library, without a copy, of an array that lies in one block. Work of this thread's
-        current stream comes before what that library does with it."""
+        """The data of an array in one block for another library, without a copy.
+
+        Work on the current stream of this thread comes before what that library does with the data.
+        """
         return self._block("__dlpack__").__dlpack__(**options)
 
     def _block(self, where: str) -> Any:
@@ -197,7 +198,7 @@ class PartitionedArray:
 
     @api_boundary
     def item(self):
-        """The number in an array of one entry."""
+        """The entry of an array of size 1."""
         return self._number("item").item()
 
     def _number(self, kind: str) -> np.ndarray:
@@ -235,16 +236,15 @@ class PartitionedArray:
         return f"PartitionedArray {self.dtype}{list(self.shape)} laid out by {self.spec}"
 
     def __spmd_search__(self, find: Callable[[np.ndarray], Any]) -> Any:
-        """The first of what `find` finds in the blocks, (index, entry, count), as found in the whole. Collective."""
-        mine = {w: find(b) if self.layout.owners[w] == w else None for w, b in self.blocks.items()}
-        shared = self.mesh.transport.share(mine)
-        found = {w: said for w, said in sorted(shared.items()) if said is not None}
-        for w, (index, entry, _) in found.items():
+        """The first hit of `find` in the blocks, (index, entry, count), by its index in the whole. Collective."""
+        own = {w: find(b) if self.layout.owners[w] == w else None for w, b in self.blocks.items()}
+        hits = {w: hit for w, hit in sorted(self.mesh.transport.share(own).items()) if hit is not None}
+        for w, (index, entry, _) in hits.items():
             at = [i + start for i, (start, _) in zip(index, self.layout.boxes[w], strict=True)]
-            return at, entry, sum(count for _, _, count in found.values())
+            return at, entry, sum(count for _, _, count in hits.values())
 
     def __spmd_parts__(self) -> list[Any]:
-        """The blocks that lie here."""
+        """The blocks of this process."""
         return [] if self.blocks is DONATED else [block for _, block in sorted(self.blocks.items())]
 
     def __str__(self) -> str:
@@ -298,7 +298,7 @@ class PartitionedArray:
         return self.on_blocks(lambda b: b.astype(dtype))
 
     def on_blocks(self, f: Callable[[np.ndarray], np.ndarray]) -> PartitionedArray:
-        """f on every block, once per distinct one."""
+        """Apply f to every distinct block."""
         done: dict[int, np.ndarray] = {}
         blocks = {}
         for w, b in self.blocks.items():
@@ -332,11 +332,11 @@ class PartitionedArray:
 
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {}
-"""What implements each function of NumPy for global arrays; `np.ufunc` stands for all ufuncs."""
+"""The implementations of NumPy functions for global arrays; `np.ufunc` stands for all ufuncs."""
 
 
 def implements(function: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a function as the implementation of one of NumPy's for global arrays."""
+    """Register a function as the implementation of a NumPy function for global arrays."""
 
     def register(handler: Callable[..., Any]) -> Callable[..., Any]:
         _HANDLERS[function] = handler
@@ -346,7 +346,7 @@ def implements(function: Any) -> Callable[[Callable[..., Any]], Callable[..., An
 
 
 def _unpickled(blocks: dict[int, np.ndarray], layout: Layout, mesh: Mesh, compared: bool | None) -> PartitionedArray:
-    """What a pickle holds, as an array; a pickle does not keep that its blocks are read-only."""
+    """The array of a pickle, whose blocks become read-only again."""
     x = PartitionedArray({w: sealed(block) for w, block in blocks.items()}, layout, mesh)
     x.compared = compared
     return x
@@ -394,16 +394,16 @@ def as_block(x) -> np.ndarray:
     return sealed(contiguous(x))
 
 
-_nothing = nullcontext()
+_no_device = nullcontext()
 
 
 def device_of_worker(mesh: Mesh, worker: int) -> Any:
-    """Inside, what is computed is computed on the device of a worker's blocks."""
-    return _nothing if mesh.places is None else mesh.places.at(worker)
+    """A context in which computations run on the device of a worker."""
+    return _no_device if mesh.places is None else mesh.places.at(worker)
 
 
 def closure_error(where: str, x: PartitionedArray, argument: str | None = None) -> Exception:
-    """The error for a global array that a body meets otherwise than as its argument."""
+    """The error for a global array in a body that is not one of its arguments."""
     return ClosureError.at(
         where,
         argument=argument,
@@ -414,7 +414,7 @@ def closure_error(where: str, x: PartitionedArray, argument: str | None = None) 
 
 
 def check_usable(where: str, x: PartitionedArray) -> None:
-    """Raise in a body, which takes arguments, and of an array that was given away."""
+    """Raise in a body, which uses its arguments only, and for a donated array."""
     if WORKER.get() is not None:
         raise closure_error(where, x)
     if x.blocks is DONATED:
@@ -433,7 +433,7 @@ def unsupported(what: str, x: PartitionedArray) -> Exception:
 
 
 def share_copies(blocks: Mapping[int, np.ndarray], layout: Layout, mesh: Mesh) -> PartitionedArray:
-    """An array from every worker's block; where workers hold copies, the first one here is kept for all."""
+    """An array from the blocks of the workers of this process. Workers that hold copies share the first one."""
     return PartitionedArray(mesh.shared(layout, blocks.__getitem__), layout, mesh)
 
 
@@ -442,7 +442,7 @@ ADMITTED.add(PartitionedArray)
 
 
 class _Donated:
-    """Stands for the blocks of an array that was given away, whose memory something else may lie in by now."""
+    """Stands for the blocks of a donated array, whose memory may be reused."""
 
     __slots__ = ()
 
@@ -456,7 +456,7 @@ DONATED: Any = _Donated()
 
 
 def donated_error(where: str, argument: str | None = None) -> Exception:
-    """The error for an array that was given away."""
+    """The error for the use of a donated array."""
     return DonatedError.at(
         where,
         argument=argument,
@@ -467,12 +467,12 @@ def donated_error(where: str, argument: str | None = None) -> Exception:
 
 
 def owned_on(mesh: Mesh, a: Any, worker: int) -> np.ndarray:
-    """`owned`, on the device of a worker where the mesh has one."""
+    """`owned`, on the device of a worker if the mesh has devices."""
     return owned(a) if mesh.places is None else mesh.places.own(a, worker)
 
 
 def relayout(x: PartitionedArray, layout: Layout) -> PartitionedArray:
-    """The same array in another layout: each worker sends what others need of its block, once. Collective."""
+    """The same array in another layout. Each worker sends the parts of its block that others need. Collective."""
     if layout == x.layout:
         return x
     op = interned(Repartition, tuple(x.mesh.axes), x.layout, layout)

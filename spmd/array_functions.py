@@ -37,7 +37,7 @@ _OPERANDS = {PartitionedArray, int, float, complex, bool}
 
 
 def _operand(x: Any, where: str) -> Any:
-    """What is computed with device_of_worker a global array."""
+    """An operand that is not a global array, checked."""
     if x is None or on_device(x) or isinstance(x, np.number | np.bool):
         return x
     return admit(x, where)
@@ -83,12 +83,12 @@ def _blockwise(ufunc, inputs, kwargs):
 
 
 def common_layout(where: str, arrays: Sequence[PartitionedArray], shape: tuple[int, ...]) -> Layout:
-    """The layout of a result: each dimension split as the operands that split it are, which must agree."""
+    """The layout of a result. Operands that split a dimension must split it alike."""
     first = arrays[0].layout
     if first.shape == shape and all(a.layout == first for a in arrays):
         return first
-    found = _joint_layout(tuple(a.layout for a in arrays), shape)
-    if found is None:
+    layout = _joint_layout(tuple(a.layout for a in arrays), shape)
+    if layout is None:
         raise LayoutError.at(
             where,
             got=" and ".join(
@@ -97,12 +97,12 @@ def common_layout(where: str, arrays: Sequence[PartitionedArray], shape: tuple[i
             need="operands that are split alike, or not at all",
             mend="spmd.put(x, other.spec) lays x out like the other; or work in a body: spmd.map(f, in_specs=...)",
         )
-    return found
+    return layout
 
 
 @lru_cache(maxsize=1024)
 def _joint_layout(layouts: tuple[Layout, ...], shape: tuple[int, ...]) -> Layout | None:
-    """The layout in which operands of these layouts broadcast to a shape, or None where they are split differently."""
+    """The layout of operands that broadcast to a shape; None if they are split differently."""
     grids = {layout for layout in layouts if layout.spec is None}
     if grids:
         alone = len(grids) == 1 and not any(layout.spec is not None and layout.spec.axes for layout in layouts)
@@ -124,7 +124,7 @@ def _joint_layout(layouts: tuple[Layout, ...], shape: tuple[int, ...]) -> Layout
 
 
 def operand_part(x, layout: Layout, worker: int, mesh: Mesh):
-    """The part of an operand that belongs to a worker's block of the result."""
+    """The part of an operand that enters a worker's block of the result."""
     if type(x) is PartitionedArray and x.layout == layout:
         return x.blocks[worker]
     box = layout.slices(worker)
@@ -142,10 +142,10 @@ def operand_part(x, layout: Layout, worker: int, mesh: Mesh):
 
 @implements(np.sum)
 def _sum(x: PartitionedArray, axis=None, dtype=None, out=None, keepdims=False) -> PartitionedArray:
-    """np.sum: over the dimensions of the global array."""
+    """np.sum over dimensions of the global array."""
     dims = range(x.ndim) if axis is None else (axis,) if np.ndim(axis) == 0 else axis
     summed = sorted({normal_axis("np.sum", "axis", d, x.ndim) for d in dims})
-    if x.layout.spec is None and not x.ndim:  # every sum over a whole array is one value for all
+    if x.layout.spec is None and not x.ndim:  # the sum of the whole array is one value on all workers
         x = relayout(x, x.mesh.layout((), P()))
     split = [tuple(x.mesh.axes)] * x.ndim if x.layout.spec is None else x.layout.spec.dims
     if x.layout.spec is None and len(summed) < x.ndim:
@@ -153,8 +153,8 @@ def _sum(x: PartitionedArray, axis=None, dtype=None, out=None, keepdims=False) -
     axes = tuple(n for n in x.mesh.axes if any(n in split[d] for d in summed))
 
     def body(worker: Worker):
-        mine = worker.comm.given(x.blocks[worker.index])
-        part = contiguous(np.sum(mine, axis=tuple(summed), dtype=dtype, keepdims=keepdims))
+        block = worker.comm.given(x.blocks[worker.index])
+        part = contiguous(np.sum(block, axis=tuple(summed), dtype=dtype, keepdims=keepdims))
         if not axes:
             return part
         call = Call("np.sum", axes, part.dtype, part.shape, alike=True)
@@ -172,13 +172,13 @@ def _sum(x: PartitionedArray, axis=None, dtype=None, out=None, keepdims=False) -
 @implements(np.broadcast_to)
 def _broadcast_to(x: PartitionedArray, shape) -> PartitionedArray:
     if x.layout.spec is None and not x.ndim and len(shape):
-        x = relayout(x, x.mesh.layout((), P()))  # one number for all, such as the cotangent of a sum
+        x = relayout(x, x.mesh.layout((), P()))  # one number on all workers, such as the cotangent of a sum
     layout = common_layout("np.broadcast_to", [x], tuple(shape))
     return share_copies({w: np.broadcast_to(b, layout.block_shape(w)) for w, b in x.blocks.items()}, layout, x.mesh)
 
 
 def _with_whole(layout: Layout, new: Mapping[int, int]) -> Layout:
-    """A layout with more dimensions, which are not split: their lengths by position."""
+    """A layout with additional whole dimensions. new: their lengths, by position."""
     dims: list[tuple[str, ...]] = [] if layout.spec is None else list(layout.spec.dims)
     cuts = list(layout.cuts)
     for d, n in sorted(new.items()):
@@ -200,7 +200,7 @@ def _expand_dims(x: PartitionedArray, axis) -> PartitionedArray:
 
 @implements(np.stack)
 def _stack(arrays, axis=0) -> PartitionedArray:
-    """np.stack along a new dimension, which is whole."""
+    """np.stack along a new, whole dimension."""
     arrays = [a if type(a) is PartitionedArray or on_device(a) else admit(a, "np.stack", "arrays") for a in arrays]
     given = [a for a in arrays if type(a) is PartitionedArray]
     shape, mesh = given[0].shape, given[0].mesh
@@ -227,7 +227,7 @@ def _stack(arrays, axis=0) -> PartitionedArray:
 
 @implements(np.reshape)
 def _reshape(x: PartitionedArray, shape, order="C") -> PartitionedArray:
-    """np.reshape, where it leaves the split dimensions as they are."""
+    """np.reshape, if it keeps the split dimensions."""
     new = [int(n) for n in np.atleast_1d(shape)] if np.size(shape) else []
     if new.count(-1) == 1:
         new[new.index(-1)] = x.size // max(1, math.prod(n for n in new if n != -1))

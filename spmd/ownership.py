@@ -1,4 +1,4 @@
-"""Who may write to an array: frozen arrays, copies, and memory that nobody else uses."""
+"""Which arrays may be written to: frozen arrays, owned copies, and memory that nothing else uses."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ BARE.add(Frozen)
 
 @api_boundary
 def freeze(a: np.ndarray) -> np.ndarray:
-    """Promise that nobody writes to `a` any more: maps then share it with their bodies instead of copying it.
+    """Promise not to write to `a` any more, so that maps share it with their bodies instead of copying it.
 
-    Gives a read-only view; writing to `a` through another view afterwards breaks the promise.
+    Returns a read-only view. Writing to `a` through another view breaks the promise.
     """
     if on_device(a):
         raise LayoutError.at(
@@ -49,14 +49,13 @@ def freeze(a: np.ndarray) -> np.ndarray:
 
 
 def thaw(x: np.ndarray) -> np.ndarray:
-    """x as an array that may be written to: in a body with check=False, for libraries that work in place.
+    """x as a writable array, for libraries that work in place, in a body with check=False.
 
-    x: a bare array, of NumPy or CuPy. What collectives and maps give is read-only, for others may have it too.
-    Gives a C-contiguous array of the same shape and dtype. That is x itself where nobody else has it, not even by a
-    name: `f = scipy.fft.fft(spmd.thaw(spmd.repartition(f, old, new)), overwrite_x=True)` copies nothing. (Python tells
-    so up to 3.13.) Otherwise it is a copy; large ones lie in memory that is used again, which is there in a third of
-    the time that `np.array(x)` takes.
-    Raises StateError for anything else: of an array of a body `spmd.block(x)` is the bare one.
+    x: a bare NumPy or CuPy array. Results of collectives and maps are read-only, because others may hold them too.
+    Returns a C-contiguous array of the same shape and dtype. It is x itself if nothing else refers to x, not even a
+    name: `f = scipy.fft.fft(spmd.thaw(spmd.repartition(f, old, new)), overwrite_x=True)` copies nothing. (Python up to
+    3.13 can tell.) Otherwise it is a copy. Large copies lie in reused memory, which takes a third of the time of
+    `np.array(x)`. Raises StateError for anything else; the bare array of an array in a body is `spmd.block(x)`.
     """
     if type(x) is np.ndarray and sys.getrefcount(x) == _ALONE and _made_writable(x):
         return x
@@ -66,7 +65,7 @@ def thaw(x: np.ndarray) -> np.ndarray:
 
 @api_boundary
 def _check_bare(x: Any) -> None:
-    """Raise where `thaw` is given no bare array."""
+    """Raise if the argument of `thaw` is not a bare array."""
     masked = isinstance(x, np.ma.MaskedArray)
     if masked or not (isinstance(x, np.ndarray) or on_device(x)):
         mend = {
@@ -81,30 +80,33 @@ def _references(x: Any) -> int:
 
 
 def _references_alone() -> int:
-    """How many references a function finds to an argument that nobody else has. -1 where it finds no more to one that
-    its caller keeps, as Python does that lends its variables, and where somebody looks on who holds it too."""
-    kept = object()
-    return 2 if _references(object()) == 2 and _references(kept) == 3 else -1
+    """The reference count of an argument that nothing else refers to.
+
+    -1 if the count is the same for an argument that its caller keeps (Python versions that borrow references), and
+    under a debugger or profiler, which holds references too.
+    """
+    named = object()
+    return 2 if _references(object()) == 2 and _references(named) == 3 else -1
 
 
 _ALONE = _references_alone()
 
 
 def reclaimed(blocks: list[np.ndarray], k: int) -> bool:
-    """Whether nobody but this list has an array of NumPy, or one that lies in its memory. Then it may be written to."""
+    """Whether nothing but this list refers to a NumPy array or to its memory. The array then becomes writable."""
     if _ALONE != 2 or type(blocks[k]) is not np.ndarray or sys.getrefcount(blocks[k]) != 2:
         return False
     return _made_writable(blocks[k])
 
 
 def _made_writable(x: np.ndarray) -> bool:
-    """Make x writable where no other array lies in its memory, and that is not much larger: whether it is so."""
+    """Make x writable if no other array uses its memory and the memory is not much larger. Returns whether."""
     if not x.flags.c_contiguous:
         return False
     views, root = [x], x
     while not root.flags.owndata:
         base: Any = root.base
-        # That of the view, this name, and the one that is asked; and it may stay at hand.
+        # References: of the view, of this name, of the call, and of the pool if it keeps the memory at hand.
         if sys.getrefcount(base) != 3 + getattr(base, "at_hand", 0):
             return False
         root = base
@@ -121,7 +123,7 @@ def _made_writable(x: np.ndarray) -> bool:
 
 
 def owned(a: np.ndarray) -> np.ndarray:
-    """A C-contiguous read-only array with the data of a: a copy, unless the owner has frozen it."""
+    """A C-contiguous read-only array with the data of a: a copy, unless a is frozen."""
     bare = np.asarray(a)
     if isinstance(a, Frozen) and not a.flags.writeable and a.flags.c_contiguous:
         return bare

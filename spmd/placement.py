@@ -1,4 +1,4 @@
-"""Laying arrays out on a mesh: of whole ones, of blocks, and of a function that makes them."""
+"""Place arrays on a mesh: whole arrays, given blocks, and blocks that a function makes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["cut", "from_blocks", "from_callback", "mesh_for", "put"]
 
 
 def mesh_for(mesh: Mesh | None, where: str) -> Mesh:
-    """The mesh of a call: the one given, else that of the enclosing `with mesh:`."""
+    """The mesh of a call: the given one, otherwise that of the enclosing `with mesh:`."""
     if WORKER.get() is not None:
         raise MeshError.at(
             where,
@@ -52,7 +52,7 @@ def mesh_for(mesh: Mesh | None, where: str) -> Mesh:
 
 
 def _fits(spec: Any, mesh: Mesh, where: str, ndim: int, argument: str = "spec") -> None:
-    """Raise where a spec does not fit the mesh or an array of ndim dimensions, or is none."""
+    """Raise if a spec is none, or does not fit the mesh or an array of ndim dimensions."""
     if not isinstance(spec, Spec):
         raise SpecError.at(
             where,
@@ -65,19 +65,18 @@ def _fits(spec: Any, mesh: Mesh, where: str, ndim: int, argument: str = "spec") 
 
 
 def _numbers(x, where: str, argument: str, mesh: Mesh) -> np.ndarray:
-    """x as an array; a frozen one stays frozen, one of a GPU stays there."""
+    """x as an array. A frozen array stays frozen, and an array of a GPU stays there."""
     x = devices.home(where, argument, x, mesh.device)
     return x if on_device(x) else admit(x, where, argument, error=LayoutError)
 
 
 @api_boundary
 def put(x, spec: Any, mesh: Mesh | None = None) -> Any:
-    """Lay an array, or a pytree of arrays, out on a mesh.
+    """Place an array, or a pytree of arrays, on a mesh.
 
-    x: bare arrays that every process has, of which each keeps its blocks, or `PartitionedArray`s (collective).
-    spec: which mesh axes split which dimension: one P, or a tree of them that is a prefix of x's; or a `Layout`: blocks
-    of any lengths, or a grid on some of the workers. Copies the blocks, once each. Gives a `PartitionedArray`, or a
-    tree of them.
+    x: bare arrays that every process has, of which each process keeps its blocks; or `PartitionedArray`s (collective).
+    spec: a P, or a tree of them that is a prefix of the tree of x; or a `Layout`, for uneven blocks or a grid on some
+    of the workers. Each block is copied once. Returns a `PartitionedArray`, or a tree of them.
     """
     leaves = spread("spmd.put", "x", "spec", spec, x)
     placed = [_put(leaf.value, leaf.spec, mesh, leaf.path) if leaf.spec is not None else leaf.value for leaf in leaves]
@@ -110,7 +109,7 @@ def _put(x, spec: Spec, mesh: Mesh | None, path: str) -> PartitionedArray:
 
 
 def cut(data: np.ndarray, layout: Layout, mesh: Mesh) -> dict[int, np.ndarray]:
-    """The blocks of a whole array that this process holds; one array for all copies of a block on a device."""
+    """The blocks of a whole array for the workers of this process. Copies of a block on one device are one array."""
 
     def block(w: int) -> np.ndarray:
         return owned_on(mesh, data[layout.slices(w)] if data.ndim else _number(data, layout, w), w)
@@ -119,7 +118,7 @@ def cut(data: np.ndarray, layout: Layout, mesh: Mesh) -> dict[int, np.ndarray]:
 
 
 def _number(x: Any, layout: Layout, worker: int) -> np.ndarray:
-    """A worker's block of an array without dimensions: empty where it holds none."""
+    """A worker's block of a scalar: empty if the worker holds nothing."""
     return (
         np.reshape(x, layout.block_shape(worker))
         if layout.positions(worker) is not None
@@ -131,9 +130,9 @@ def _number(x: Any, layout: Layout, worker: int) -> np.ndarray:
 def from_callback(
     shape: Sequence[int], spec: Spec, fn: Callable[[tuple[slice, ...]], Any], mesh: Mesh | None = None
 ) -> PartitionedArray:
-    """An array of which each process makes its own blocks: fn(index) gives the block at that index of the whole.
+    """An array of which each process makes its own blocks: fn(index) returns the block at that index of the whole.
 
-    As `jax.make_array_from_callback`. Raises LayoutError for a block of another shape than its index has.
+    As `jax.make_array_from_callback`. Raises LayoutError for a block whose shape differs from that of its index.
     """
     where = "spmd.from_callback"
     mesh = mesh_for(mesh, where)
@@ -164,10 +163,10 @@ def from_callback(
 
 @api_boundary
 def from_blocks(blocks: Sequence[Any] | Mapping[int, Any], spec: Spec, mesh: Mesh | None = None) -> PartitionedArray:
-    """An array from the blocks of the workers, joined as the spec says; they may be uneven.
+    """The array whose blocks are these, split as the spec says; they may be uneven.
 
-    blocks: one for each worker that this process holds, in order, or a mapping from their numbers: all of them in
-    one process, the own one under MPI (collective: the shapes are exchanged).
+    blocks: one for each worker of this process, in order, or a mapping from worker numbers. One process gives all
+    blocks; under MPI each gives its own (collective: the shapes are exchanged).
     """
     where = "spmd.from_blocks"
     mesh = mesh_for(mesh, where)

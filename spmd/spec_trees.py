@@ -1,4 +1,4 @@
-"""Trees of specs: which spec stands for which array of a tree of arguments or results."""
+"""Trees of specs: the spec that applies to each array in a tree of arguments or results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REQUIRED: Any = object()
 
 
 class Leaf(NamedTuple):
-    """One array of a tree: its path from the argument's name, the spec that stands for it, and its value."""
+    """One array of a tree: its path from the argument's name, the spec that applies to it, and its value."""
 
     path: str
     spec: Spec | None
@@ -29,8 +29,8 @@ def spec_leaves(specs) -> list[tuple[str, Any]]:
 
 
 def spread(where: str, name: str, argument: str, specs, value) -> list[Leaf]:
-    """The leaves of a value, each with the spec that stands for it in a prefix of its tree."""
-    if specs is None or isinstance(specs, Spec):  # for a leaf without the ways of trees
+    """The leaves of a value, each with the spec that applies to it; specs are a prefix of its tree."""
+    if specs is None or isinstance(specs, Spec):  # one spec: the tree need not be compared
         if value is None:
             return [Leaf(name, None, None)]
         if hasattr(value, "shape") or isinstance(value, int | float | complex):
@@ -70,7 +70,7 @@ def shown(treedef) -> str:
 
 
 def _misfit(specs, value, path: str) -> str:
-    """The first place where a tree of specs is no prefix of a value's tree, and how."""
+    """The first place where a tree of specs is no prefix of the tree of a value, and why."""
     if isinstance(specs, dict) and isinstance(value, dict):
         for names, text in ((specs, "{} has no {!r}"), (value, "{}[{!r}] has no spec")):
             missing = [k for k in names if k not in specs or k not in value]

@@ -1,12 +1,12 @@
-"""Which interval of the input each block of an output needs, and the halos that fetch it. Integers only.
+"""Windows: the interval of the input that each block of an output needs, and the halos that bring it. Integers only.
 
-Output o of a window reads the inputs o·stride − low + j·dilation for 0 ≤ j < kernel. Indices are those of the input:
-entries before 0 and from its length on are padding. What a block of outputs needs is the interval from the first tap
-of its first output to the last tap of its last one, both included: no entry more.
+Output o of a window reads the inputs o·stride − low + j·dilation for 0 ≤ j < kernel. Indices are those of the input;
+entries before 0 and after its end are padding. A block of outputs needs the interval from the first tap of its first
+output to the last tap of its last output, both included.
 
 Convolution, pooling and stencils are windows (`plan_window`; `plan_windows` for several dimensions). A transposed
-convolution is one read backwards (`plan_transposed`). Interpolation is any other map of outputs to intervals of the
-input (`plan_needs`).
+convolution is a window read backwards (`plan_transposed`). Interpolation is any other map from outputs to intervals of
+the input (`plan_needs`).
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ class Taps(NamedTuple):
 
     @property
     def extent(self) -> int:
-        """From the first tap of an output to its last, both included."""
+        """The number of entries from the first tap of an output to its last, both included."""
         return (self.kernel - 1) * self.dilation + 1
 
     def __call__(self, o: int) -> Interval:
-        """The interval that output o reads."""
+        """The interval of the input that output o reads."""
         start = o * self.stride - self.low
         return start, start + self.extent
 
     def fit(self, n: int, ceil: bool = False) -> tuple[Taps, int]:
-        """The number of outputs of n inputs, and the taps with the padding that they take.
+        """The taps with the padding that n inputs need, and the number of outputs.
 
-        ceil: the entries left over at the end have an output too, unless it would start in the high padding.
+        ceil: entries left over at the end also give an output, unless it would start in the high padding.
         """
         free = n + self.low + self.high - self.extent
         count = max(0, free // self.stride + 1)
@@ -62,23 +62,23 @@ class Taps(NamedTuple):
         return self._replace(high=self(more - 1)[1] - n), more
 
     def __str__(self) -> str:
-        said = [f"kernel {self.kernel}"]
-        said += [f"stride {self.stride}"] * (self.stride != 1) + [f"dilation {self.dilation}"] * (self.dilation != 1)
-        return ", ".join(said + [f"padding ({self.low}, {self.high})"] * (self.low != 0 or self.high != 0))
+        parts = [f"kernel {self.kernel}"]
+        parts += [f"stride {self.stride}"] * (self.stride != 1) + [f"dilation {self.dilation}"] * (self.dilation != 1)
+        return ", ".join(parts + [f"padding ({self.low}, {self.high})"] * (self.low != 0 or self.high != 0))
 
 
 @dataclass(frozen=True)
 class Window:
-    """Who needs what, in one dimension. The entry k of each tuple is of block k.
+    """What the blocks of an output need of an input, in one dimension. Entry k of each tuple belongs to block k.
 
     inputs, outputs: the sizes of the blocks, in order; some may be 0.
-    needs: the interval of the input, padding included, that the outputs are made of. A block without outputs needs
-    nothing: its interval is empty and lies at the start of its own block, so that its halo (0, −size) reaches nobody
-    and trims everything.
-    taps: the window; None where the map is another.
+    needs: the interval of the input, padding included, from which the outputs are computed. A block without outputs
+    needs
+    nothing: its interval is empty and lies at the start of its own block, so its halo (0, −size) trims all of it.
+    taps: the window; None for other maps.
 
-    A block with `widths[k]` around it is `needs[k]`. On it the same window without padding has `outputs[k]` results,
-    and they are those of the whole, from `output_bounds[k]` on.
+    A block extended by `widths[k]` is `needs[k]`. The same window without padding has `outputs[k]` results there: those
+    of the whole from `output_bounds[k]` on.
     """
 
     inputs: tuple[int, ...]
@@ -105,22 +105,22 @@ class Window:
 
     @cached_property
     def widths(self) -> Pairs:
-        """What to add to each block, low and high, padding included: the widths of a halo exchange.
+        """What extends each block, low and high, padding included: the widths of a halo exchange.
 
-        A negative one trims. With boundary "zero" the padding is zeros, with "periodic" the other end, and so on.
+        Negative widths trim. With boundary "zero" the padding is zeros, with "periodic" the other end, and so on.
         """
         return tuple((a - start, stop - b) for (a, b), (start, stop) in self._pairs())
 
     @cached_property
     def halos(self) -> Pairs:
-        """What to add to each block, low and high, of entries that the input has: widths without padding."""
+        """The widths without padding: only entries that the input has."""
         n = self.length
         inside = lambda i: min(max(i, 0), n)
         return tuple((a - inside(start), inside(stop) - b) for (a, b), (start, stop) in self._pairs())
 
     @cached_property
     def pads(self) -> Pairs:
-        """How many entries of each interval are padding, before the input and after it."""
+        """The number of padding entries in each interval, before the input and after it."""
         n = self.length
         return tuple((min(stop, 0) - min(start, 0), max(stop, n) - max(start, n)) for start, stop in self.needs)
 
@@ -165,20 +165,20 @@ def plan_window(
     inputs: int | Sequence[int] = 1,
     outputs: Sequence[int] | None = None,
 ) -> Window:
-    """The window over n entries that lie in blocks: what each block of its output needs.
+    """The window over n entries in blocks: what each block of its output needs.
 
-    padding: a number of entries at both ends, (low, high), or a word; a negative number crops.
+    padding: a number for both ends, (low, high), or a word; negative numbers crop.
         "valid": none.
-        "same": ⌈n / stride⌉ outputs; the (outputs − 1)·stride + extent − n entries that this takes, if more than 0,
-        are shared by both ends, an odd one at the high end ("same_lower": at the low end). The extent of the kernel
-        is (kernel − 1)·dilation + 1.
-    ceil: the entries left over where the stride does not fit have an output too, unless it would start in the high
-        padding, as in `ceil_mode` of pooling. The padding grows at the high end by what it reads beyond.
+        "same": ⌈n / stride⌉ outputs. Their (outputs − 1)·stride + extent − n padding entries, if more than 0, are
+        shared by both ends; an odd one is at the high end ("same_lower": at the low end). The extent of the kernel is
+        (kernel − 1)·dilation + 1.
+    ceil: entries left over by the stride also give an output, unless it would start in the high padding. The high
+        padding grows by what this output reads beyond it. As in `ceil_mode` of pooling.
     inputs: the sizes of the blocks of the input, or the number of balanced ones.
-    outputs: the sizes of the blocks of the output, as many; None: balanced.
+    outputs: the sizes of as many blocks of the output; None: balanced.
 
-    A stencil that reads `low` entries before each and `high` after it has the kernel low + high + 1 and the padding
-    (low, high). A kernel that is longer than the padded input has no outputs, and nobody needs anything.
+    A stencil that reads `low` entries before each entry and `high` after it has the kernel low + high + 1 and the
+    padding (low, high). A kernel longer than the padded input has no outputs and needs nothing.
     """
     where = "spmd.plan_window"
     n = checked_integer(where, "n", n, 0)
@@ -200,14 +200,16 @@ def plan_transposed(
     inputs: int | Sequence[int] = 1,
     outputs: Sequence[int] | None = None,
 ) -> Window:
-    """The window of a transposed convolution of n entries: the convolution that it is the transpose of.
+    """The window of a transposed convolution of n entries: of the convolution that it transposes.
 
-    So input and output are exchanged: `Window.inputs` are the blocks of the result (here `outputs`), `Window.outputs`
-    those of the n entries (here `inputs`). Block k of these is spread, without padding, over `needs[k]` entries of
-    the result. Those in the halo belong to others: a halo accumulation with `widths` adds them there.
+    Input and output are exchanged: `Window.inputs` are the blocks of the result (here `outputs`), `Window.outputs`
+    those of the n entries (here `inputs`). Block k of the entries contributes, without padding, to `needs[k]` of the
+    result. Entries
+    of the result in its halo belong to other blocks: a halo accumulation with `widths` adds them there.
 
     The result has (n − 1)·stride + extent − low − high + output_padding entries, 0 ≤ output_padding < stride; with
-    padding "same" n·stride. stride, padding, dilation: of the convolution.
+    padding
+    "same" n·stride. stride, padding, dilation: of the convolution.
     """
     where = "spmd.plan_transposed"
     n = checked_integer(where, "n", n, 0)
@@ -245,8 +247,8 @@ def plan_needs(
 ) -> Window:
     """What each block of m outputs needs of n inputs, where output o reads the interval needs(o) = (start, stop).
 
-    start and stop must not decrease from one output to the next; needs is asked at the ends of the blocks only. What
-    lies outside of 0:n is padding. inputs, outputs: as for `plan_window`.
+    start and stop must not decrease from one output to the next. needs is called for the first and last output of each
+    block only. Entries outside of 0:n are padding. inputs, outputs: as for `plan_window`.
     """
     where = "spmd.plan_needs"
     n, m = checked_integer(where, "n", n, 0), checked_integer(where, "m", m, 0)
@@ -264,7 +266,7 @@ def plan_blocks(
             need="as many: block k of both lies on the same worker",
             mend="give blocks of size 0 to workers without any",
         )
-    found: list[Interval] = []
+    hulls: list[Interval] = []
     before = (0, (-math.inf, -math.inf))
     starts, ends = offsets(inputs), offsets(outputs)
     for a, first, end in zip(starts, ends, ends[1:], strict=False):
@@ -294,8 +296,8 @@ def plan_blocks(
             before = (o, (start, stop))
             reads.append((start, stop))
         hull = (reads[0][0], reads[-1][1]) if reads else (a, a)
-        found.append(hull if hull[0] < hull[1] else (a, a))
-    return Window(inputs, outputs, tuple(found), needs if isinstance(needs, Taps) else None)
+        hulls.append(hull if hull[0] < hull[1] else (a, a))
+    return Window(inputs, outputs, tuple(hulls), needs if isinstance(needs, Taps) else None)
 
 
 # Checks
@@ -353,7 +355,7 @@ def checked_taps(where: str, n: int, kernel: int, stride: int, padding: Any, dil
 
 
 def _blocks(where: str, argument: str, n: int, given: int | Sequence[int]) -> tuple[int, ...]:
-    """The sizes of the blocks of n entries: balanced for a number of blocks, else as given."""
+    """The sizes of the blocks of n entries: balanced for a number of blocks, otherwise the given ones."""
     if not isinstance(given, Iterable):
         return block_sizes(n, checked_integer(where, argument, given, 1))
     sizes = tuple(checked_integer(where, argument, size, 0) for size in given)

@@ -16,12 +16,9 @@ from spmd.window import Padding, Pairs, Taps, Window, checked_taps, plan_blocks
 __all__ = ["Windows", "plan_windows"]
 
 
-# Several dimensions
-
-
 @dataclass(frozen=True)
 class Windows:
-    """Who needs what, in all dimensions: one `Window` for each, and the layouts of input and output."""
+    """What the blocks of an output need in all dimensions: a `Window` for each, and both layouts."""
 
     source: Layout
     target: Layout
@@ -29,7 +26,7 @@ class Windows:
 
     @property
     def widths(self) -> tuple[Pairs, ...]:
-        """For each dimension, for each of its blocks (low, high), padding included: as a halo exchange takes them."""
+        """For each dimension and each of its blocks (low, high), padding included, as halo exchanges take them."""
         return tuple(w.widths for w in self.dims)
 
     @property
@@ -63,13 +60,13 @@ def plan_windows(
     ceil: bool = False,
     target: Layout | Sequence[Sequence[int] | None] | None = None,
 ) -> Windows:
-    """The window over an array of several dimensions that lies as `source` says.
+    """The window over an array of several dimensions with the layout `source`.
 
     kernel, stride, padding, dilation: one for all dimensions, or a sequence with one for each. A dimension whose kernel
-    is None has no window: its blocks stay as they are. The rest as for `plan_window`; (low, high) of a single dimension
-    is written ((low, high),).
-    target: the layout of the output, on the same workers block by block; or the sizes of its blocks in each dimension
-    (None: balanced). Without one it is balanced.
+    is None has no window, and its blocks stay as they are. Otherwise as for `plan_window`; write ((low, high),) for the
+    padding of a single dimension.
+    target: the layout of the output, each block on the workers of the same block of the input; or the sizes of its
+    blocks in each dimension. None: balanced.
     """
     if not isinstance(source, Layout):
         raise LayoutError.at(
@@ -79,16 +76,16 @@ def plan_windows(
             need="the layout of the input",
             mend="mesh.layout(shape, spec); spmd.plan_window plans one dimension from its length",
         )
-    goal = target if isinstance(target, Layout) else _plain(target)
-    return _plan_windows(source, *map(_plain, (kernel, stride, padding, dilation)), bool(ceil), goal)
+    layout_out = target if isinstance(target, Layout) else _plain(target)
+    return _plan_windows(source, *map(_plain, (kernel, stride, padding, dilation)), bool(ceil), layout_out)
 
 
 def _plain(x: Any) -> Any:
-    """x as it can be looked up in a cache."""
+    """x with tuples for all its sequences, so that it is hashable."""
     return tuple(map(_plain, x)) if isinstance(x, Iterable) and not isinstance(x, str) else x
 
 
-# A body asks for its plan at every step.
+# Cached, because a body calls it at every step.
 @lru_cache(maxsize=256, typed=True)
 def _plan_windows(source: Layout, kernel, stride, padding, dilation, ceil: bool, target) -> Windows:
     where = "spmd.plan_windows"
@@ -108,16 +105,18 @@ def _plan_windows(source: Layout, kernel, stride, padding, dilation, ceil: bool,
     shape = tuple(m for _, m in taps)
     if isinstance(target, Layout):
         _check_target(where, source, target, shape)
-        goal = target
+        layout_out = target
     else:
         cuts: Sequence = per_dimension(where, "target", target, len(shape))
         kept = [source.cuts[d] if whole[d] and cut is None else cut for d, cut in enumerate(cuts)]
-        goal = _alike(source, shape, kept)
-    dims = [plan_blocks(f"{where}, dimension {d}", source.cuts[d], goal.cuts[d], t) for d, (t, _) in enumerate(taps)]
-    return Windows(source, goal, tuple(dims))
+        layout_out = _same_grid(source, shape, kept)
+    dims = [
+        plan_blocks(f"{where}, dimension {d}", source.cuts[d], layout_out.cuts[d], t) for d, (t, _) in enumerate(taps)
+    ]
+    return Windows(source, layout_out, tuple(dims))
 
 
-def _alike(layout: Layout, shape: tuple[int, ...], cuts: Sequence[Sequence[int] | None]) -> Layout:
+def _same_grid(layout: Layout, shape: tuple[int, ...], cuts: Sequence[Sequence[int] | None]) -> Layout:
     """The layout of another array on the same grid of the same workers."""
     if layout.spec is not None:
         return Layout(shape, layout.spec, layout.axes, cuts, copies=layout.copies)

@@ -96,7 +96,7 @@ def _applied(op: LinearOperator, split: bool, vector: np.ndarray) -> np.ndarray:
         mine = vector[first : first + s.size * (1 + two)]
         first += len(mine)
         whole = mine[::2] + 1j * mine[1::2] if two else mine
-        laid.append(s.laid(np.array(whole, s.dtype).reshape(s.shape)))
+        laid.append(s.convert(np.array(whole, s.dtype).reshape(s.shape)))
     parts = []
     for y in tree.leaves(op(tree.unflatten(treedef, laid))):
         a = y.numpy().reshape(-1)
@@ -159,7 +159,7 @@ def _drawn(space: Any, exact: bool, key: tuple[int, ...]) -> Any:
 
             return real() + 1j * real() if s.dtype.kind == "c" else real()
 
-        return s.made(block)
+        return s.from_blocks_of(block)
 
     return tree.unflatten(treedef, [one(s, k) for k, s in enumerate(spaces)])
 

@@ -13,11 +13,8 @@ from spmd.operators.algebra import added
 __all__ = ["BlockDiagonal", "HStack", "VStack"]
 
 
-# Blocks of operators
-
-
 class _Blocks(LinearOperator):
-    """Operators beside or below each other, on tuples of arrays."""
+    """Several operators as one, on tuples of arrays."""
 
     __slots__ = ("operators",)
     operators: tuple[LinearOperator, ...]
@@ -55,7 +52,7 @@ class _Blocks(LinearOperator):
 
 
 class VStack(_Blocks):
-    """Operators below each other: x -> (A x, B x, ...). Its adjoint is `HStack` of the adjoints."""
+    """Operators stacked vertically: x -> (A x, B x, ...). The adjoint is `HStack` of the adjoints."""
 
     __slots__ = ()
 
@@ -84,7 +81,7 @@ class VStack(_Blocks):
 
 
 class HStack(_Blocks):
-    """Operators beside each other: (x, y, ...) -> A x + B y + .... Its adjoint is `VStack` of the adjoints."""
+    """Operators stacked horizontally: (x, y, ...) -> A x + B y + .... The adjoint is `VStack` of the adjoints."""
 
     __slots__ = ()
 
@@ -105,7 +102,7 @@ class HStack(_Blocks):
     def _apply(self, x):
         range, total = self.range, None
         for op, part in zip(self.operators, x, strict=True):
-            y = tree.map(lambda a, s: s.laid(a), op(part), range)
+            y = tree.map(lambda a, s: s.convert(a), op(part), range)
             total = y if total is None else tree.map(added, total, y)
         return total
 
@@ -119,7 +116,7 @@ class HStack(_Blocks):
 
 
 class BlockDiagonal(_Blocks):
-    """Operators side by side: (x, y, ...) -> (A x, B y, ...)."""
+    """Operators on a diagonal: (x, y, ...) -> (A x, B y, ...)."""
 
     __slots__ = ()
 

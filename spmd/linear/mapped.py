@@ -26,8 +26,11 @@ __all__ = ["linear_operator"]
 
 
 class _Map(Base):
-    """A map of a body: forward `spmd.map` of it, back its tape, or the map that `back` makes of a body that is given,
-    for cotangents that lie as the results do."""
+    """The map of a body.
+
+    Its transpose is the pullback of a tape, or the map of a given body, which `back` makes from the layouts of the
+    results.
+    """
 
     def __init__(
         self, f: Callable, domain: Any, mapped: Mapped, back: Callable[[Any], Mapped] | None, params: Any, key: Any
@@ -69,11 +72,11 @@ class _Map(Base):
         return self._ruled(self.mapped, lambda op, g: op.T(g))(self.params, x)
 
     def _ruled(self, f: Callable, turned: Callable) -> Callable:
-        """f of (params, x), with the transpose that was given as its rule for x."""
+        """f of (params, x), with the given transpose as its derivative rule for x."""
         ruled = custom_vjp(lambda params, x: f(params, x))
 
-        def bwd(kept, g):
-            params, x = kept
+        def bwd(residuals, g):
+            params, x = residuals
             if params is None:
                 return None, turned(View(self), g)
             grads = vjp(lambda p: f(p, x), params)[1](g)[0]
@@ -86,7 +89,7 @@ class _Map(Base):
         if self.back is not None:
             return self._ruled(self._back, lambda op, g: op(g))(self.params, y)
         if self._pull is None:
-            # Of a linear map the pullback is the same everywhere, so it is made once.
+            # The pullback of a linear map does not depend on the point, so it is made once.
             out, self._pull, *_ = vjp(lambda x: self.mapped(self.params, x), self._zeros())
             if self._range is None:
                 self._range = tree.map(lambda o: space_of(value_of(o)), out)
@@ -97,8 +100,8 @@ class _Map(Base):
         assert self.back is not None
         if self._mapped_back is None:
             self._mapped_back = self.back(tree.map(lambda s: s.layout, self.range))
-        found = self._mapped_back(params, conj_tree(y))
-        return conj_tree(admit_element(f"the adjoint of {self.name}", "result", found, self.domain))
+        x = self._mapped_back(params, conj_tree(y))
+        return conj_tree(admit_element(f"the adjoint of {self.name}", "result", x, self.domain))
 
     def replaced(self, f, params=None):
         if self.params is None:
@@ -106,9 +109,9 @@ class _Map(Base):
         new = tree.map(f, self.params) if params is None else params
         if all(a is b for a, b in zip(tree.leaves(new), self.parameters, strict=True)):
             return self
-        made = _Map(self.key[0], self.domain, self.mapped, self.back, new, self.key[1])
-        made._range = self._range
-        return made
+        new_map = _Map(self.key[0], self.domain, self.mapped, self.back, new, self.key[1])
+        new_map._range = self._range
+        return new_map
 
 
 def _short_name(f: Callable) -> str:
@@ -131,20 +134,20 @@ def linear_operator(
 ) -> LinearOperator:
     """An operator on global arrays from the body of a linear map.
 
-    f: the body, as for `spmd.map`: linear, from the block of one array (or a tree of blocks) to another; or an
-    operator of bodies, such as Sum(("x",)). in_specs, out_specs: how argument and result are laid out. A tuple of
-    in_specs is one for each argument of f: the operator then takes a tuple of arrays.
-    shape, dtype: those of the argument; tuples of them where in_specs is a tuple. like: instead, a tree of anything
-    with a shape and a dtype.
-    params: a pytree of arrays that f needs, laid out by param_specs: then the body is f(params, x), and `A(x)` is
-    differentiable with respect to them too. A body that closes over such arrays is an error, as for `spmd.map`.
-    adjoint: a body for the adjoint, y -> x (with params: params, y -> x); by default it is the tape's.
+    f: the body, as for `spmd.map`: linear, from the block of one array (or a tree of blocks) to another; or an operator
+    of bodies, such as Sum(("x",)). in_specs, out_specs: the layouts of argument and result. A tuple of in_specs has one
+    entry for each argument of f; the operator then takes a tuple of arrays.
+    shape, dtype: of the argument; tuples of them if in_specs is a tuple. like: instead, a tree of anything with a shape
+    and a dtype.
+    params: a pytree of arrays that f needs, laid out by param_specs. The body is then f(params, x), and `A(x)` is
+    differentiable with respect to params too. A body that closes over such arrays is an error, as for `spmd.map`.
+    adjoint: a body for the adjoint, y -> x (with params: params, y -> x); by default that of the tape.
     mesh: by default that of the enclosing `with mesh:`.
 
-    The result's shapes are found by one run on zeros, when they are first needed. The adjoint is relative to
-    sum(conj(x) * y); where f takes real arrays and gives complex ones, to the real part of that. That f is linear is
-    not checked: `spmd.check_adjoint(A)` does so.
-    Raises SpecError or LayoutError where the specs or shapes do not fit, MeshError without a mesh.
+    A run on zeros finds the shapes of the result when they are first needed. The adjoint belongs to the inner product
+    sum(conj(x) * y); if f takes real arrays and gives complex ones, to its real part. Linearity of f is not checked:
+    `spmd.check_adjoint(A)` does so. Raises SpecError or LayoutError if specs or shapes do not fit, MeshError without a
+    mesh.
     """
     where = "spmd.linear_operator"
     mesh = mesh_for(mesh, where)

@@ -18,14 +18,14 @@ from spmd.tracebacks import api_boundary
 __all__ = ["LinearOperator", "identity", "zero"]
 
 _DENSE = 4096
-"""The most columns or rows of a dense matrix that is made without being told to."""
+"""The most rows or columns of a dense matrix without force=True."""
 
 
 class LinearOperator(Linear):
-    """A linear map from global arrays to global arrays; `spmd.linear_operator` makes one.
+    """A linear map from global arrays to global arrays; made by `spmd.linear_operator`.
 
-    domain, range: the `Space` of what it takes and gives, or trees of them. shape: (entries of the range, entries of
-    the domain). dtype: that of its matrix.
+    domain, range: the `Space` of its arguments and results, or trees of them. shape: (entries of the range, entries of
+    the domain). dtype: of its matrix.
     """
 
     __slots__ = ()
@@ -39,7 +39,7 @@ class LinearOperator(Linear):
         raise NotImplementedError
 
     def _apply(self, x: Any) -> Any:
-        """The map of an element of the domain."""
+        """The image of an element of the domain."""
         raise NotImplementedError
 
     def _with(self, f: Callable[[Any], Any]) -> LinearOperator:
@@ -71,7 +71,7 @@ class LinearOperator(Linear):
         return tuple(tree.map(lambda s, t: s.of(t.dtype), a, b) for a, b in zip(self._ends, other._ends, strict=True))
 
     def _make(self, terms: Iterable[Term], ends) -> LinearOperator:
-        return _made(terms, *ends)
+        return _normal_form(terms, *ends)
 
     def _meet(self, other: Linear, sign: str) -> None:
         if not isinstance(other, LinearOperator):
@@ -92,7 +92,7 @@ class LinearOperator(Linear):
     def __call__(self, x: Any) -> Any:
         """The operator applied to an array, partitioned or bare, or to a tree of them.
 
-        One on real arrays maps complex ones by their real and imaginary parts.
+        An operator on real arrays maps the real and the imaginary part of a complex one.
         """
         where = str(self)
         if dtype_of(self.domain).kind != "c" and any(kind_of(a) == "c" for a in tree.leaves(x)):
@@ -109,10 +109,10 @@ class LinearOperator(Linear):
 
     @api_boundary
     def dense(self, *, force: bool = False) -> np.ndarray:
-        """The matrix, of shape (m, n), on every process: one application for each column. For small sizes.
+        """The matrix, of shape (m, n), on every process, for small sizes: one application per column.
 
-        Rows and columns are the entries of the arrays in C order, trees of arrays one after the other. force: also
-        for more than 4096 rows or columns. Collective under MPI.
+        Rows and columns are the entries of the arrays in C order; arrays of a tree follow each other. force: allow more
+        than 4096 rows or columns. Collective under MPI.
         """
         m, n = self.shape
         if max(m, n) > _DENSE and not force:
@@ -133,7 +133,7 @@ class LinearOperator(Linear):
     def scipy(self) -> Any:
         """The operator as a `scipy.sparse.linalg.LinearOperator` on flat NumPy vectors, for SciPy's solvers.
 
-        Every application gathers its result; under MPI all processes run the same solver together.
+        Every application gathers its result. Under MPI all processes run the same solver together.
         """
         linalg = importlib.import_module("scipy.sparse.linalg")
         adjoint = self.H
@@ -154,7 +154,7 @@ class LinearOperator(Linear):
 
 
 class _Expression(LinearOperator, Terms):
-    """A sum of multiples of products; no term at all is zero, a term without factors the identity."""
+    """A sum of multiples of products. A sum without terms is zero, a product without factors the identity."""
 
     __slots__ = ("_domain", "_range")
 
@@ -179,7 +179,7 @@ class _Expression(LinearOperator, Terms):
             y = x
             for factor in reversed(factors):
                 y = factor(y)
-            y = tree.map(lambda a, s, c=c: s.laid(a if c == 1 else c * a), y, self._range)
+            y = tree.map(lambda a, s, c=c: s.convert(a if c == 1 else c * a), y, self._range)
             total = y if total is None else tree.map(added, total, y)
         return total
 
@@ -192,38 +192,38 @@ class _Expression(LinearOperator, Terms):
         return [p for _, factors in self._terms for factor in factors for p in factor._parameters]  # type: ignore[attr-defined]
 
 
-def _made(terms: Iterable[Term], domain: Any, range: Any) -> LinearOperator:
+def _normal_form(terms: Iterable[Term], domain: Any, range: Any) -> LinearOperator:
     """The operator on global arrays with this normal form."""
-    kept = tuple((c, factors) for c, factors in collected(terms) if c != 0)
-    match kept:
+    nonzero = tuple((c, factors) for c, factors in collected(terms) if c != 0)
+    match nonzero:
         case ((1, (LinearOperator() as one,)),):
             return one
-    factors = [f for _, fs in kept for f in fs]
-    starts = [dtype_of(fs[-1].domain if fs else domain).kind for _, fs in kept]  # type: ignore[attr-defined]
-    is_complex = any(isinstance(c, complex) for c, _ in kept)
+    factors = [f for _, fs in nonzero for f in fs]
+    starts = [dtype_of(fs[-1].domain if fs else domain).kind for _, fs in nonzero]  # type: ignore[attr-defined]
+    is_complex = any(isinstance(c, complex) for c, _ in nonzero)
     kinds = {dtype_of(space).kind for f in factors for space in f._ends}
     if not any(dtype_of(f.domain).kind != dtype_of(f.range).kind for f in factors):  # type: ignore[attr-defined]
-        # One kind for all: else the adjoint of a composition of real and complex maps would not be that of its parts.
+        # All real or all complex: otherwise the adjoint of a product would not be the product of the adjoints.
         if is_complex or "c" in kinds:
             domain, range = (tree.map(lambda s: s.of(np.complex64), space) for space in (domain, range))
     elif is_complex or set(starts) != {dtype_of(domain).kind}:
         raise LayoutError.at(
             "the algebra of operators",
-            got=formula(kept, str),
+            got=formula(nonzero, str),
             need="real multiples and sums of one kind where a factor maps between real and complex arrays: it is "
             "linear over the real numbers only",
             mend="make its body one on complex arrays, with dtype=complex",
         )
-    return _Expression(kept, domain, range)
+    return _Expression(nonzero, domain, range)
 
 
 @api_boundary
 def identity(domain: Any) -> LinearOperator:
     """The identity of a space: `identity(A.domain)`."""
-    return _made([(1, ())], domain, domain)
+    return _normal_form([(1, ())], domain, domain)
 
 
 @api_boundary
 def zero(domain: Any, range: Any) -> LinearOperator:
-    """The operator from one space to another that gives zeros: `zero(A.domain, A.range) + A == A`."""
-    return _made([], domain, range)
+    """The zero operator from one space to another: `zero(A.domain, A.range) + A == A`."""
+    return _normal_form([], domain, range)

@@ -19,11 +19,8 @@ from spmd.tracebacks import api_boundary
 __all__ = ["from_scipy"]
 
 
-# SciPy
-
-
 class _SciPy(Base):
-    """A matrix, or an operator of SciPy, which every process applies to the whole vector."""
+    """A matrix or a SciPy operator. Every process applies it to the whole vector."""
 
     def __init__(self, op: Any, domain: Space, range: Space):
         linalg = importlib.import_module("scipy.sparse.linalg")
@@ -57,10 +54,9 @@ class _SciPy(Base):
 def from_scipy(op: Any, in_spec: Spec, out_spec: Spec | None = None, *, shape=None, out_shape=None, mesh=None):
     """A matrix or `scipy.sparse.linalg.LinearOperator` as an operator on global arrays.
 
-    op: of shape (m, n), with an adjoint (rmatvec) if A.H is wanted. in_spec, out_spec: how argument and result are
-    laid out; out_spec is in_spec by default. shape, out_shape: those of the arrays, by default (n,), and (m,) or, of a
-    square one, shape.
-    Every process assembles the argument and applies `op` to the whole of it: for small parts, and for comparison.
+    op: of shape (m, n); A.H needs its adjoint (rmatvec). in_spec, out_spec: the layouts of argument and result;
+    out_spec defaults to in_spec. shape, out_shape: of the arrays; the defaults are (n,), and (m,) or, for a square op,
+    shape. Every process assembles the argument and applies `op` to all of it: for small operators, and for comparison.
     """
     where = "spmd.linear.from_scipy"
     mesh = mesh_for(mesh, where)

@@ -24,7 +24,7 @@ __all__ = ["Space"]
 
 
 class Space:
-    """The arrays that an operator takes or gives: their shape, dtype, layout and mesh."""
+    """The arrays in the domain or range of an operator: their shape, dtype, layout and mesh."""
 
     __slots__ = ("dtype", "layout", "mesh")
 
@@ -43,7 +43,7 @@ class Space:
 
     @property
     def spec(self) -> Spec:
-        """Which mesh axes split which dimension; on a grid the layout."""
+        """The mesh axes that split each dimension; on a grid the layout."""
         return self.layout if self.layout.spec is None else self.layout.spec
 
     def _key(self):
@@ -60,14 +60,14 @@ class Space:
         return f"{self.dtype}{list(self.shape)} {self.spec}{uneven}"
 
     def of(self, dtype: Any) -> Space:
-        """This space with a dtype that holds `dtype` too."""
+        """This space with a dtype that can also represent `dtype`."""
         return Space(np.result_type(self.dtype, dtype), self.layout, self.mesh)
 
     def zeros(self) -> PartitionedArray:
-        """The zero of this space; no process makes the whole."""
-        return self.made(lambda shape, _place: np.zeros(shape, self.dtype))
+        """The zero of this space. No process makes the whole array."""
+        return self.from_blocks_of(lambda shape, _place: np.zeros(shape, self.dtype))
 
-    def made(self, f: Callable[[tuple[int, ...], tuple[int, ...]], np.ndarray]) -> PartitionedArray:
+    def from_blocks_of(self, f: Callable[[tuple[int, ...], tuple[int, ...]], np.ndarray]) -> PartitionedArray:
         """An array of f(shape, place) for each block, at a place of the whole."""
 
         def block(w: int) -> Any:
@@ -77,7 +77,7 @@ class Space:
 
         return PartitionedArray(self.mesh.shared(self.layout, block), self.layout, self.mesh)
 
-    def laid(self, x: Any) -> Any:
+    def convert(self, x: Any) -> Any:
         """An array of this shape as this space has it: laid out, and of its dtype. Differentiable."""
         value = value_of(x)
         have = value.layout if isinstance(value, PartitionedArray) else None
@@ -106,15 +106,15 @@ def conj_tree(x: Any) -> Any:
     return tree.map(lambda a: np.conj(a) if a.dtype.kind == "c" else a, x)
 
 
-_KNOWN = (PartitionedArray, bool, int, float, complex)
+_NUMBER_TYPES = (PartitionedArray, bool, int, float, complex)
 
 
 def admit_element(where: str, argument: str, x: Any, space: Any) -> Any:
-    """x as an element of a space, or an error that says why it is none."""
+    """x as an element of a space; raises if it is none."""
     spaces, need = tree.flatten(space)
     leaves, have = tree.flatten(x)
     leaves = [
-        a if type(value_of(a)) in _KNOWN or on_device(a) else admit(a, where, argument, error=LayoutError)
+        a if type(value_of(a)) in _NUMBER_TYPES or on_device(a) else admit(a, where, argument, error=LayoutError)
         for a in leaves
     ]
     fits = have == need and all(hasattr(value_of(a), "shape") for a in leaves)
@@ -148,7 +148,7 @@ def admit_element(where: str, argument: str, x: Any, space: Any) -> Any:
             raise LayoutError.at(
                 where, argument=argument, got=describe(a), need="numbers", mend=f"x.astype({s.dtype.name!r})"
             )
-    return tree.unflatten(need, [s.laid(a) for a, s in zip(leaves, spaces, strict=True)])
+    return tree.unflatten(need, [s.convert(a) for a, s in zip(leaves, spaces, strict=True)])
 
 
 def show_spaces(x: Any) -> str:
@@ -159,7 +159,7 @@ def show_spaces(x: Any) -> str:
 
 
 def check_fit(sign: str, have: Any, need: Any, what: str) -> None:
-    """Raise where one operator does not go on from where another ends; cuts may differ."""
+    """Raise if the range of one operator is not the domain of the next; the sizes of blocks may differ."""
 
     def keys(space):
         return [(s.shape, s.spec, s.mesh) for s in tree.leaves(space)]
@@ -179,7 +179,7 @@ def check_fit(sign: str, have: Any, need: Any, what: str) -> None:
 
 
 def flat(x: Any) -> np.ndarray:
-    """The entries of an array, or of a tree of them, as one NumPy vector on every process. It gathers."""
+    """The entries of an array, or of a tree of arrays, as one NumPy vector on every process. Gathers."""
     arrays = [a.numpy() if isinstance(a, PartitionedArray) else np.asarray(a) for a in tree.leaves(x)]
     return np.concatenate([np.ravel(a) for a in arrays])
 
@@ -190,7 +190,7 @@ def unflat(v: np.ndarray, space: Any) -> Any:
     cuts = np.cumsum([s.size for s in spaces])[:-1]
     parts = np.split(v, cuts)
     return tree.unflatten(
-        treedef, [s.laid(np.reshape(p, s.shape).astype(s.dtype)) for p, s in zip(parts, spaces, strict=True)]
+        treedef, [s.convert(np.reshape(p, s.shape).astype(s.dtype)) for p, s in zip(parts, spaces, strict=True)]
     )
 
 

@@ -8,11 +8,9 @@ from typing import Any
 from spmd.linear.operator import LinearOperator
 from spmd.linear.space import conj_tree
 
-# Maps of bodies
-
 
 class Base:
-    """What an operator is made of: a map forward, and its transpose. Operators are views of it."""
+    """A linear map and its transpose. Operators are views of it."""
 
     name: str
     domain: Any
@@ -30,7 +28,7 @@ class Base:
 
 
 class View(LinearOperator):
-    """A map as it is (""), its adjoint ("H"), its transpose ("T"), or its conjugate ("conj")."""
+    """A map itself (""), its adjoint ("H"), its transpose ("T"), or its conjugate ("conj")."""
 
     __slots__ = ("base", "mode")
 

@@ -1,19 +1,19 @@
-"""Random numbers: global arrays that are the same on every mesh, and streams for bodies.
+"""Random numbers: global arrays that are the same on every mesh, and generators for bodies.
 
-    key = spmd.random.key(0)
-    keys = spmd.random.split(key, 3)
-    w = spmd.random.normal(keys[0], (1000, 300), np.float32, spec=P(None, "model"))
+    key = spmd.random.key(0) keys = spmd.random.split(key, 3) w = spmd.random.normal(keys[0], (1000, 300), np.float32,
+    spec=P(None, "model"))
 
-As in `jax.random`, a key says what is drawn, and each use takes a key of its own. Entry i of an array depends on the
-key and on its place i in the whole array, and on nothing else. So with a spec every worker makes its own block, and the
-whole is the same on every mesh, by every layout, scheduler and transport, and on every device, to the last bit.
+As in `jax.random`, a key determines the numbers, and each use takes a new key. Entry i of an array depends only on the
+key and on the position i in the whole array. So every worker can make its own block, and the whole array is the same to
+the last bit for every mesh, layout, scheduler, transport and device.
 
-shape, spec, mesh: the shape is that of the whole array. Without a spec it is made whole. With one (or a `Layout`), a
-body gets its worker's block, Varying over the axes that split it and Invariant along the others; outside of bodies
-they give a `PartitionedArray` on the mesh, of which each process makes its own blocks. `like(x, spec)` gives the layout
-of which a block of a body is part. A key that differs between workers gives numbers that differ between them.
+shape, spec, mesh: the shape is that of the whole array. Without a spec the whole array is made. With a spec or a
+`Layout` a body gets its worker's block, Varying over the axes that split it and Invariant along the others. Outside of
+bodies the result is a `PartitionedArray` on the mesh, of which each process makes its own blocks. `like(x, spec)` is
+the layout of the global array that a block of a body belongs to. Keys that differ between workers give different
+numbers.
 
-The numbers are those of Philox4x32-10 (`spmd.kernels.reference.philox`).
+The generator is Philox4x32-10 (`spmd.kernels.reference.philox`).
 """
 
 from typing import TYPE_CHECKING, Any
@@ -45,7 +45,7 @@ __all__ = [
     "uniform",
 ]
 
-if not TYPE_CHECKING:  # Type checkers know what is here, and so what is misspelt.
+if not TYPE_CHECKING:  # Type checkers report misspelt names themselves.
 
     @api_boundary
     def __getattr__(name: str) -> Any:

@@ -43,15 +43,12 @@ Shape = int | Sequence[int]
 
 
 def array(where: str, argument: str, x: Any) -> Any:
-    """What may be an array, as one."""
+    """x as an array, if it can be one."""
     if isinstance(x, list | tuple) or any(hasattr(type(x), name) for name in ("__array__", "toarray")):
         if isinstance(x, np.generic):
             return x
         return x if on_device(x) else admit(x, where, argument, error=SpecError)
     return x
-
-
-# What is drawn where
 
 
 def checked_shape(where: str, given: Any, argument: str = "shape") -> tuple[int, ...]:

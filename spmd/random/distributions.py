@@ -19,13 +19,13 @@ __all__ = ["bernoulli", "bits", "exponential", "gumbel", "normal", "randint", "t
 
 
 def _holds(dtype: np.dtype, *numbers: float) -> bool:
-    """Whether a dtype has finite numbers for these."""
+    """Whether these numbers are finite in a dtype."""
     with np.errstate(over="ignore"):
         return all(math.isfinite(np.asarray(n).astype(dtype)) for n in numbers)
 
 
 def _ordered(where: str, **numbers: Any) -> None:
-    """Raise where options are no numbers, or the first is greater than the second."""
+    """Raise unless the options are numbers and the first is at most the second."""
     (first, low), (last, high) = numbers.items()
     if not all(isinstance(n, int | float | np.integer | np.floating) for n in (low, high)) or not low <= high:
         raise SpecError.at(
@@ -37,12 +37,9 @@ def _ordered(where: str, **numbers: Any) -> None:
         )
 
 
-# Numbers
-
-
 @api_boundary
 def bits(key, shape: Shape = (), dtype: Any = np.uint32, *, spec: Any = None, mesh: Mesh | None = None):
-    """Random integers of all values of a dtype, uint32 or uint64."""
+    """Random integers over the full range of a dtype, uint32 or uint64."""
     where = "spmd.random.bits"
     found = checked_dtype(where, dtype, "uint32 or uint64", "np.uint32")
     if found not in (np.dtype(np.uint32), np.dtype(np.uint64)):
@@ -61,7 +58,7 @@ def uniform(
     spec: Any = None,
     mesh: Mesh | None = None,
 ):
-    """Numbers from minval up to, and without, maxval, evenly spread."""
+    """Uniformly distributed numbers in [minval, maxval)."""
     where, dtype = "spmd.random.uniform", checked_float("spmd.random.uniform", dtype)
     _ordered(where, minval=minval, maxval=maxval)
     ends = float(minval), float(maxval)
@@ -78,7 +75,7 @@ def uniform(
 
 @api_boundary
 def normal(key, shape: Shape = (), dtype: Any = float, *, spec: Any = None, mesh: Mesh | None = None):
-    """Numbers of the normal distribution, of mean 0 and variance 1."""
+    """Normally distributed numbers with mean 0 and variance 1."""
     where = "spmd.random.normal"
     return draw(where, key, "random_normal", checked_shape(where, shape), checked_float(where, dtype), spec, mesh)
 
@@ -94,9 +91,9 @@ def truncated_normal(
     spec: Any = None,
     mesh: Mesh | None = None,
 ):
-    """Numbers of the normal distribution, given that they lie between lower and upper (which may be infinite).
+    """Normally distributed numbers, conditioned to lie between lower and upper (which may be infinite).
 
-    The interval reaches within 5 of 0 (8 in float64): what lies further out has too few numbers to draw from.
+    The interval must reach within 5 of 0 (8 in float64): beyond that too few numbers are available.
     """
     where, dtype = (
         "spmd.random.truncated_normal",
@@ -118,14 +115,14 @@ def truncated_normal(
 
 @api_boundary
 def exponential(key, shape: Shape = (), dtype: Any = float, *, spec: Any = None, mesh: Mesh | None = None):
-    """Numbers of the exponential distribution, of mean 1."""
+    """Exponentially distributed numbers with mean 1."""
     where = "spmd.random.exponential"
     return draw(where, key, "random_exponential", checked_shape(where, shape), checked_float(where, dtype), spec, mesh)
 
 
 @api_boundary
 def gumbel(key, shape: Shape = (), dtype: Any = float, *, spec: Any = None, mesh: Mesh | None = None):
-    """Numbers of the Gumbel distribution: the largest of many exponential ones, up to a shift."""
+    """Gumbel-distributed numbers."""
     where = "spmd.random.gumbel"
     return draw(where, key, "random_gumbel", checked_shape(where, shape), checked_float(where, dtype), spec, mesh)
 
@@ -134,7 +131,7 @@ def gumbel(key, shape: Shape = (), dtype: Any = float, *, spec: Any = None, mesh
 def bernoulli(key, p=0.5, shape: Shape | None = None, *, spec: Any = None, mesh: Mesh | None = None):
     """True with probability p, to 24 bits. p: a number, or an array that broadcasts to the shape (default: its own).
 
-    Raises SpecError for a p on the host that is not from 0 to 1.
+    Raises SpecError for a p on the host outside of [0, 1].
     """
     where = "spmd.random.bernoulli"
     p = array(where, "p", p)
@@ -154,7 +151,7 @@ def bernoulli(key, p=0.5, shape: Shape | None = None, *, spec: Any = None, mesh:
 
 
 def _probabilities(where: str, p: Any) -> None:
-    """Raise where p is not of numbers from 0 to 1; one on a device, or laid out over workers, is not looked at."""
+    """Raise unless p holds numbers in [0, 1]. Arrays on a device or laid out over workers are not read."""
     bare: Any = value_of(p)
     known = isinstance(bare, np.ndarray | int | float | np.generic) and np.asarray(bare).dtype.kind in "biuf"
     if known and np.all((np.asarray(bare) >= 0) & (np.asarray(bare) <= 1)):
@@ -170,7 +167,7 @@ def _probabilities(where: str, p: Any) -> None:
 def randint(
     key, shape: Shape, minval: int, maxval: int, dtype: Any = int, *, spec: Any = None, mesh: Mesh | None = None
 ):
-    """Integers from minval to maxval - 1, each as likely as the others to one part in 2^64 / (maxval - minval)."""
+    """Integers from minval to maxval - 1, equally likely to one part in 2^64 / (maxval - minval)."""
     where = "spmd.random.randint"
     dtype = checked_dtype(where, dtype, "an integer dtype", "int")
     ends = minval, maxval
@@ -189,7 +186,7 @@ def randint(
         # The upper 64 bits of words * span.
         half, mask = np.uint64(32), np.uint64(0xFFFFFFFF)
         s1, s0 = np.uint64(span >> 32 & 0xFFFFFFFF), np.uint64(span & 0xFFFFFFFF)
-        shape, words = words.shape, words.reshape(-1)  # numbers without dimensions would warn where they wrap
+        shape, words = words.shape, words.reshape(-1)  # scalars would warn when they wrap
         w1, w0 = words >> half, words & mask
         if span == 1 << 64:
             found = words

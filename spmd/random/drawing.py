@@ -15,11 +15,12 @@ from spmd.placement import mesh_for
 from spmd.random.arguments import key_words, varying_axes
 from spmd.transport.handles import sealed
 
-_DRAWS, SPLITS, FOLDS = 0, 1, 2
-"""The streams of a key: what it is used for."""
+SPLITS, FOLDS = 1, 2
+"""The streams of a key for `split` and `fold_in`; numbers come from stream 0."""
 
 
 def draw_whole(where: str, key: Any, kernel: str, shape: tuple[int, ...], dtype: Any, *more: Any) -> Any:
+    """The whole array that a kernel draws."""
     return draw(where, key, kernel, shape, dtype, None, None, *more)
 
 
@@ -34,22 +35,22 @@ def draw(
     *more: Any,
     then: Callable[[Any], Any] = lambda x: x,
 ) -> Any:
-    """What a kernel draws: whole, this worker's block of it, or the blocks of this process."""
+    """The numbers of a kernel: the whole array, this worker's block of it, or the blocks of this process."""
     words = key_words(where, key)
     worker = WORKER.get()
 
     def make(box: Any, on: Mesh | None, w: int) -> Any:
-        """The numbers of a box, drawn where a worker of a mesh has its blocks."""
+        """The numbers of a box, on the device of a worker."""
         if on is None or on.places is None:
             return then(getattr(kernels.of(words), kernel)(words, shape, box, dtype, *more))
         with on.places.at(w):
-            mine = on.places.moved(words, w)
-            return then(getattr(kernels.of(mine), kernel)(mine, shape, box, dtype, *more))
+            moved = on.places.moved(words, w)
+            return then(getattr(kernels.of(moved), kernel)(moved, shape, box, dtype, *more))
 
     if spec is None:
         whole = tuple((0, n) for n in shape)
-        made = make(whole, worker.mesh, worker.index) if worker is not None else make(whole, None, 0)
-        return with_state(made, varying_axes(key))
+        numbers = make(whole, worker.mesh, worker.index) if worker is not None else make(whole, None, 0)
+        return with_state(numbers, varying_axes(key))
     if not isinstance(spec, Spec):
         raise SpecError.at(
             where, argument="spec", got=describe(spec), need="a P, or a Layout", mend='spec=P("x", None)'
@@ -63,13 +64,13 @@ def draw(
 
 
 def _block(make: Callable[[Any, Mesh, int], Any], layout: Layout, on: Mesh, worker: int) -> Any:
-    if not layout.shape and layout.positions(worker) is None:  # a number that another worker holds
+    if not layout.shape and layout.positions(worker) is None:  # a scalar that another worker holds
         return make((), on, worker).reshape(1)[:0]
     return make(layout.boxes[worker], on, worker)
 
 
 def with_state(x: Any, axes: frozenset[str]) -> Any:
-    """A result in a body in its state; outside as it is."""
+    """A result of a body with its state; outside of bodies unchanged."""
     worker = WORKER.get()
     if worker is None or not worker.tracked:
         return x

@@ -19,11 +19,8 @@ __all__ = ["default_rng"]
 _DEFAULT = "spmd.random.default_rng"
 
 
-# Streams for bodies
-
-
 class Generator:
-    """A `numpy.random.Generator` of a body, whose results carry their state. See `default_rng`."""
+    """A `numpy.random.Generator` in a body. Its results carry their state. See `default_rng`."""
 
     __slots__ = ("axes", "rng")
 
@@ -54,18 +51,18 @@ class Generator:
 
 @api_boundary
 def default_rng(seed: int | Sequence[int], axis_name: str | Sequence[str] = ()) -> Any:
-    """A random generator, as `numpy.random.default_rng`: in a body, where NumPy's global state is not for use.
+    """A random generator as of `numpy.random.default_rng`, for bodies, where NumPy's global state must not be used.
 
-    seed: one or several non-negative integers; one for each use, such as (seed, step). axis_name: every place along
-    these axes has a stream of its own, and what is drawn is Varying over them; without axes all workers draw the same
-    numbers, and they are Invariant.
-    The numbers depend on the seed and on the place along the axes only: not on timing, schedulers or transports.
+    seed: one or several non-negative integers, different for each use, such as (seed, step). axis_name: workers with
+    different indices along these axes draw different numbers, which are Varying over the axes. Without axes all workers
+    draw the same numbers, which are Invariant.
+    The numbers depend on the seed and on the index along the axes only, not on timing, schedulers or transports.
 
         def body(x):
             keep = spmd.random.default_rng((seed, step), "data").random(x.shape) < 0.9
             return np.where(keep, x / 0.9, 0)
 
-    Outside of bodies it is NumPy's own. Raises SpecError for a seed that is none, MeshError for an unknown axis.
+    Outside of bodies it is NumPy's own. Raises SpecError for an invalid seed, MeshError for an unknown axis.
     """
     seeds = [seed] if isinstance(seed, int | np.integer) else seed
     if not isinstance(seeds, Sequence) or not all(isinstance(s, int | np.integer) and s >= 0 for s in seeds):
@@ -80,7 +77,7 @@ def default_rng(seed: int | Sequence[int], axis_name: str | Sequence[str] = ()) 
         return np.random.default_rng([int(s) for s in seeds])
     worker = here(_DEFAULT)
     axes = worker.mesh.names(axis_name, _DEFAULT)
-    # The names tell apart streams along different axes.
+    # The names distinguish streams along different axes.
     place = (zlib.crc32(" ".join(axes).encode()), worker.group(axes).index) if axes else ()
     stream = np.random.SeedSequence([int(s) for s in seeds], spawn_key=place)
     return Generator(np.random.default_rng(stream), axes)

@@ -16,12 +16,9 @@ from spmd.tracebacks import api_boundary
 __all__ = ["fold_in", "key", "split"]
 
 
-# Keys
-
-
 @api_boundary
 def key(seed: int) -> np.ndarray:
-    """The key of a seed, an integer from 0 to 2^64 - 1: an array of two uint32, to be passed around as other arrays."""
+    """The key of a seed, an integer from 0 to 2^64 - 1: an array of two uint32."""
     try:
         number = operator.index(seed)
     except TypeError:
@@ -39,14 +36,14 @@ def key(seed: int) -> np.ndarray:
 
 @api_boundary
 def split(key, num: Shape = 2):
-    """New keys, (num, 2) of uint32: `a, b = split(key)`. num: how many, or a shape. The old one is used up."""
+    """New keys, uint32 of shape (num, 2): `a, b = split(key)`. num: a number, or a shape. The old key is used up."""
     shape = (*checked_shape("spmd.random.split", num, "num"), 2)
     return draw_whole("spmd.random.split", key, "random_bits", shape, np.uint32, SPLITS)
 
 
 @api_boundary
 def fold_in(key, data):
-    """A new key from a key and an integer from 0 to 2^62: of a step, a layer, or, by `spmd.axis_index`, of a worker."""
+    """A new key from a key and an integer from 0 to 2^62, such as a step, a layer, or `spmd.axis_index`."""
     where, bare = "spmd.random.fold_in", value_of(data)
     try:
         number = operator.index(bare.item() if getattr(bare, "shape", None) == () else bare)

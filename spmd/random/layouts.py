@@ -20,13 +20,13 @@ __all__ = ["like"]
 
 @api_boundary
 def like(x, spec: P) -> Layout:
-    """The layout of the whole of which x is this worker's block, split as spec says: to draw numbers of its shape.
+    """The layout of the global array of which x is this worker's block, split by spec: to draw numbers of its shape.
 
         noise = spmd.random.normal(key, layout.shape, x.dtype, spec=layout)    # layout = spmd.random.like(x, P("data"))
 
-    x: a block of a body, which varies over no other axes than spec names; blocks may be uneven or empty. All workers
-    along these axes call it; they tell each other their shapes, and no data moves. Of a `PartitionedArray` it is the
-    layout. Raises StateError where x varies over more axes, LayoutError where the blocks do not fit together.
+    x: a block of a body, which varies over no other axes than those of spec; blocks may be uneven or empty. All workers
+    along these axes call it and exchange their shapes; no data moves. For a `PartitionedArray` it is the layout.
+    Raises StateError if x varies over more axes, LayoutError if the blocks do not fit together.
     """
     where = "spmd.random.like"
     if type(x) is PartitionedArray:
@@ -61,7 +61,7 @@ def like(x, spec: P) -> Layout:
 
 
 def layout_of_block(where: str, x: Any, spec: P | None) -> Layout | None:
-    """The layout of which x is a block; None where x is all there is."""
+    """The layout of the global array of which x is a block; None if x is the whole array."""
     worker = WORKER.get()
     if worker is None:
         return None

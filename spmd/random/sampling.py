@@ -21,9 +21,9 @@ __all__ = ["categorical", "choice", "permutation"]
 
 @api_boundary
 def categorical(key, logits, axis: int = -1, *, spec: P | None = None):
-    """A class for each row, with probabilities softmax(logits) along an axis: the largest of logits + Gumbel numbers.
+    """A class for each row, with probabilities softmax(logits) along an axis, by the Gumbel-max method.
 
-    spec: in a body, how the whole of the logits is split; not along the axis.
+    spec: in a body, the split of the whole logits; the axis must be whole.
     """
     where = "spmd.random.categorical"
     logits = array(where, "logits", logits)
@@ -53,14 +53,14 @@ def categorical(key, logits, axis: int = -1, *, spec: P | None = None):
 
 @api_boundary
 def permutation(key, x):
-    """The numbers 0 to x - 1, or the rows of an array, in random order. Made whole, on every worker."""
+    """The integers 0 to x - 1, or the rows of an array, in random order. Whole on every worker."""
     n, x = _items("spmd.random.permutation", "x", x)
     order = _order(key, n)
     return order if x is None else x[order]
 
 
 def _items(where: str, argument: str, x: Any) -> tuple[int, Any]:
-    """How many there are to choose from: a number, or the rows of an array; and the array."""
+    """The number of items to choose from, given as a number or as the rows of an array; and the array."""
     x = array(where, argument, x)
     if isinstance(x, int | np.integer) and not isinstance(x, bool) and 0 <= x < 1 << 62:
         return int(x), None
@@ -77,7 +77,7 @@ def _items(where: str, argument: str, x: Any) -> tuple[int, Any]:
 
 
 def _order(key, n: int):
-    """An order of n items: that of random words."""
+    """A random order of n items: that of sorted random words."""
     where = "spmd.random.permutation"
     sort = lambda words: words.argsort(kind="stable") if not kernels.on_device(words) else words.argsort()
     return draw(where, key, "random_bits", (n,), np.dtype(np.uint64), None, None, then=sort)
@@ -85,7 +85,7 @@ def _order(key, n: int):
 
 @api_boundary
 def choice(key, a, shape: Shape = (), replace: bool = True, p: Any = None):
-    """Random rows of an array, or numbers below an int. p: their probabilities, by default equal. Made whole."""
+    """Random rows of an array, or integers below an int. p: probabilities, equal by default. Whole on every worker."""
     where, shape = "spmd.random.choice", checked_shape("spmd.random.choice", shape)
     (n, rows), count = _items(where, "a", a), math.prod(shape)
     p = array(where, "p", p)
