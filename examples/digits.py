@@ -19,7 +19,7 @@ import numpy as np
 
 import spmd
 from spmd import P
-from spmd.layout import beside
+from spmd.layout_picture import side_by_side
 
 DIGITS = Path(__file__).with_name("digits.npz")  # see DATA.md
 
@@ -147,7 +147,7 @@ def report(mesh, seconds, accuracy, difference, log, arrays):
     print(f"sent per step   {log.messages} messages of {log.bytes} bytes together, by worker 0")
     print(f"sums per step   {', '.join(sums)}\n")
     pictures = [a.layout.picture(title, ascii=not writes_unicode()) for title, a in arrays.items()]
-    print(beside(pictures, width=shutil.get_terminal_size((120, 24)).columns))
+    print(side_by_side(pictures, width=shutil.get_terminal_size((120, 24)).columns))
 
 
 def writes_unicode():

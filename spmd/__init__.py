@@ -10,7 +10,8 @@ with spmd.Mesh(data=2, model=2):
 
 from typing import TYPE_CHECKING
 
-from spmd.array import PartitionedArray, freeze, thaw
+import spmd.array_functions  # noqa: F401 - registers what NumPy does with a PartitionedArray
+from spmd.array import PartitionedArray
 from spmd.autodiff import (
     Array,
     at,
@@ -24,18 +25,20 @@ from spmd.autodiff import (
     value_and_grad,
     vjp,
 )
+from spmd.axes import axis_index, axis_size, is_main, worker_index
 from spmd.debug import debug
 from spmd.info import info
 from spmd.layout import Layout, P
 from spmd.lazy_imports import late
 from spmd.ledger import ledger
 from spmd.mapping import map
-from spmd.mesh import Mesh, axis_index, axis_size, is_main, make_mesh, worker_index
+from spmd.mesh import Mesh, make_mesh
 from spmd.operators.reduce import pcast, pmax, pmean, pmin, psum, pvary
 from spmd.operators.reductions import max, mean, min, sum
 from spmd.operators.repartition import accumulate, repartition
 from spmd.operators.root import broadcast, gather, keep, replicate, scatter, sum_reduce
 from spmd.operators.varying import block, varying
+from spmd.ownership import freeze, thaw
 from spmd.placement import from_blocks, from_callback, put
 
 if TYPE_CHECKING:
@@ -68,7 +71,8 @@ if TYPE_CHECKING:
     from spmd.operators.permute import ppermute, pshuffle, sendrecv, shift
     from spmd.operators.stencil import stencil
     from spmd.testing import check_adjoint
-    from spmd.window import plan_needs, plan_transposed, plan_window, plan_windows
+    from spmd.window import plan_needs, plan_transposed, plan_window
+    from spmd.window_nd import plan_windows
 
 __all__ = [
     "Array",
@@ -181,7 +185,8 @@ if not TYPE_CHECKING:  # Type checkers know the imports above, and so what is mi
             "spmd.inner_product": ("inner", "norm"),
             "spmd.jitted": ("jit",),
             "spmd.testing": ("check_adjoint",),
-            "spmd.window": ("plan_needs", "plan_transposed", "plan_window", "plan_windows"),
+            "spmd.window": ("plan_needs", "plan_transposed", "plan_window"),
+            "spmd.window_nd": ("plan_windows",),
         },
         parts=("functions", "linear", "numpy", "optim", "random", "scipy", "solvers"),
     )

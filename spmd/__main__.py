@@ -11,9 +11,10 @@ from collections.abc import Callable
 import numpy as np
 
 import spmd
+from spmd.axes import is_main
 from spmd.errors import MeshError, TransportError, prints
 from spmd.info import info
-from spmd.mesh import Mesh, is_main
+from spmd.mesh import Mesh
 from spmd.testing import AdjointReport, check_adjoint, operator_cases, operator_classes, states
 
 
@@ -43,7 +44,7 @@ def parse_dtype(text: str) -> np.dtype:
 
 
 def parse_count(least: int) -> Callable[[str], int]:
-    """What takes an int of at least so much."""
+    """A parser of integers of at least `least`."""
 
     def parse(text: str) -> int:
         try:
@@ -58,7 +59,7 @@ def parse_count(least: int) -> Callable[[str], int]:
 
 
 def adjoint(args: argparse.Namespace) -> int:
-    """The dot test of every operator, a row each; the exit status says the verdict: 1 where one fails."""
+    """The dot test of every operator, one row each. The exit status is 1 if one fails."""
     mesh = args.mesh
     rows = []
     for kind in operator_classes():
@@ -90,12 +91,12 @@ def adjoint(args: argparse.Namespace) -> int:
 
 
 def kernel_speeds(args: argparse.Namespace) -> int:
-    """The speed of each kernel, beside the machine's limits."""
+    """The speed of each kernel, and the limits of the machine."""
     from spmd.bench import bench_kernels, table
 
     try:
         found = bench_kernels(args.device, args.only, args.rounds)
-    except TransportError as error:  # no GPU is there: that is all there is to say
+    except TransportError as error:  # without a GPU there is nothing to measure
         print(error, file=sys.stderr)
         return 2
     say(json.dumps(found, indent=2) if args.json else table(found))
@@ -103,7 +104,7 @@ def kernel_speeds(args: argparse.Namespace) -> int:
 
 
 def fits(report: AdjointReport) -> bool:
-    """Whether an operator sent what it declares; of one that failed nobody knows."""
+    """Whether an operator sent what it declares; unknown for one that failed."""
     return report.declared is None or report.declared == (report.messages, report.bytes)
 
 
@@ -135,7 +136,7 @@ def table(mesh: Mesh, rows: list[dict]) -> str:
 
 
 def say(text: str) -> None:
-    """Print a text; characters that standard output does not have are printed as Python writes them in ASCII."""
+    """Print a text. Characters that standard output cannot encode are escaped as in Python's `ascii`."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     print(text.encode(encoding, "backslashreplace").decode(encoding))
 
@@ -167,16 +168,18 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run() -> int:
-    """The command. Where nobody reads its output to the end, as `head -1` does not, the status is the one that shells
-    give to programs that SIGPIPE ends."""
+    """The command.
+
+    If the reader of its output closes it early, as `head -1` does, the status is that of a program that SIGPIPE ends.
+    """
     try:
         try:
             return main()
         finally:
-            if sys.stdout is not None:  # as it is where it was closed before
+            if sys.stdout is not None:  # also if it was closed before
                 sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes it once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes it again at exit.
         return 128 + 13
 
 

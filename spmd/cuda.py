@@ -1,11 +1,11 @@
-"""Streams of workers that share GPUs, and memory that is safe on them. Imported when a mesh of a GPU is used.
+"""Streams of workers that share GPUs, and memory that is safe on them. Imported when a mesh of GPUs is used.
 
-Every worker submits its work to a stream of its own. An array is handed from one to another by two rules.
+Every worker submits its work to its own stream. Two rules hold when one worker hands an array to another.
 
-1. The reader's stream waits for an event that was recorded after the array was written (`Place.after`).
-2. CuPy's pool gives memory that is freed to the next array of the stream on which it was allocated, at once: it does
-   not know who else may still be reading. So a reader gets a `Loan`: an array over the same memory which, when its last
-   view is gone, lets the stream of the memory wait for that of the reader, before it lets the memory go.
+1. The stream of the reader waits for an event that was recorded after the array was written (`Place.after`). 2. CuPy's
+pool reuses freed memory at once for the next array of the stream that allocated it; it does not know other
+   readers. So a reader gets a `Loan`: an array over the same memory. When its last view is gone, the stream of the
+   memory waits for that of the reader before the memory is freed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ register_device_arrays(cp)
 
 
 class Place:
-    """A stream on a device: where the arrays of a worker, or of whoever calls a map, are computed."""
+    """A stream on a device: where the arrays of a worker, or of the caller of a map, are computed."""
 
     __slots__ = ("device", "stream")
 
@@ -45,27 +45,27 @@ class Place:
         return f"Place(device {self.device}, {self.stream})"
 
     def enter(self) -> None:
-        """What this thread submits from now on goes here. Device and stream are of the thread."""
+        """Submit the work of this thread here from now on. Device and stream are properties of the thread."""
         Device(self.device).use()
         self.stream.use()
 
     def mark(self) -> Any:
-        """An event after all that has been submitted here."""
+        """An event after all work that has been submitted here."""
         with Device(self.device):
             event = Event(disable_timing=True)
             event.record(self.stream)
         return event
 
     def after(self, other: Place) -> None:
-        """What is submitted here from now on comes after all that has been submitted there."""
+        """Let all work submitted here from now on come after all work submitted there so far."""
         if other != self:
-            with Device(self.device):  # a default stream is that of the current device
+            with Device(self.device):  # a default stream belongs to the current device
                 self.stream.wait_event(other.mark())
 
     def borrow(self, x: Any, home: Place) -> Any:
-        """x, or the arrays in lists, tuples and dicts, for this place to read: they are in the memory of another.
+        """x, or the arrays in lists, tuples and dicts, for reading here: they lie in the memory of another place.
 
-        Arrays of another device are copied. The caller has seen to it that this place is after what wrote them.
+        Arrays of another device are copied. The caller has made this place wait for the work that wrote them.
         """
         if type(x) is cp.ndarray:
             return self._borrow(x, home)
@@ -81,7 +81,7 @@ class Place:
         if isinstance(memory, Loan):
             memory, home = memory.memory, memory.home
         if x.data.device_id != self.device:
-            if not x.flags.c_contiguous:  # what travels between devices lies in one piece, made where it is
+            if not x.flags.c_contiguous:  # contiguous on its own device before it is copied to another
                 with Device(home.device), home.stream:
                     x = x.copy(order="C")
                 self.after(home)
@@ -97,7 +97,7 @@ class Place:
 
 
 class Loan(UnownedMemory):
-    """Memory of a place that another one reads. When nobody has it any more, its own stream waits for the reader's."""
+    """Memory of a place that another place reads. When it is released, its own stream waits for that of the reader."""
 
     def __init__(self, memory: Any, home: Place, reader: Place):
         super().__init__(memory.ptr, memory.size, memory, memory.device_id)
@@ -106,17 +106,17 @@ class Loan(UnownedMemory):
         self.reader = reader
 
     def __del__(self):
-        with suppress(Exception):  # At the end of the program the driver may be gone before.
+        with suppress(Exception):  # The driver may be gone at the end of the program.
             self.home.after(self.reader)
 
 
 def _over(x: Any, memory: Any) -> Any:
-    """The array x, in memory that is the same but for who lets it go."""
+    """The array x over the same memory, with another owner."""
     return cp.ndarray(x.shape, x.dtype, MemoryPointer(memory, x.data.ptr - memory.ptr), x.strides)
 
 
 def current(device: int | None = None) -> Place:
-    """Where this thread submits its work, on its device or on another."""
+    """The place of this thread, on its device or on another."""
     device = Device().id if device is None else device
     return Place(device, get_current_stream(device))
 
@@ -145,12 +145,12 @@ class Places:
 
     @contextmanager
     def at(self, worker: int) -> Iterator[None]:
-        """Inside, the device of a worker is the current one."""
+        """A context in which the device of a worker is the current one."""
         with Device(self.device(worker)):
             yield
 
     def own(self, a: Any, worker: int) -> Any:
-        """A C-contiguous array of its own with the data of a, on the device of a worker."""
+        """A C-contiguous copy of a on the device of a worker."""
         device = self.device(worker)
         if type(a) is not cp.ndarray:
             with Device(device):
@@ -159,26 +159,26 @@ class Places:
         if home.device == device:
             with Device(device):
                 return a.copy(order="C")
-        with Device(home.device):  # what travels between devices lies in one piece, made where it is
+        with Device(home.device):  # contiguous on its own device before it is copied to another
             a = a if a.flags.c_contiguous else a.copy(order="C")
         here = current(device)
         here.after(home)
         with Device(device):
             copy = a.copy()
-        home.after(here)  # who may write there next, or use the memory again
+        home.after(here)  # later work may write there or reuse the memory
         return copy
 
     def moved(self, a: Any, worker: int) -> Any:
-        """An array that the library has made, on the device of a worker: a copy where it is not there already."""
+        """An array that the library has made, on the device of a worker: a copy if it lies elsewhere."""
         if type(a) is cp.ndarray and a.data.device_id == self.device(worker):
             return a
         return self.own(a, worker)
 
     @contextmanager
     def joined(self, workers: int) -> Iterator[Callable[[int], Place]]:
-        """The workers' places after what the caller has submitted, and in the end the caller's after theirs.
+        """Let the workers' places wait for the caller, and in the end the caller's places for the workers.
 
-        Gives the caller's place on each device.
+        Returns the place of the caller on each device.
         """
         before = current()
         found = [self(w) for w in range(workers)]

@@ -1,4 +1,4 @@
-"""Finding what went wrong: `with spmd.debug(...):`."""
+"""Find errors in programs: `with spmd.debug(...):`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spmd.autodiff import apply
 from spmd.autodiff.sanitizers import FINITE, WATCHING, check_finite
 from spmd.autodiff.tracer import Array
 from spmd.device import contiguous, to_host
-from spmd.errors import MeshError, NonFiniteError, ReplicaError, caller, message, source_line
+from spmd.errors import MeshError, NonFiniteError, ReplicaError, caller, source_line
 from spmd.mesh import WORKER
 from spmd.state import REPLICAS
 from spmd.tracebacks import api_boundary
@@ -29,25 +29,25 @@ __all__ = ["debug"]
 def debug(
     *, mutation: bool | None = None, nans: bool | str | None = None, replicas: bool | None = None
 ) -> _GeneratorContextManager[None]:
-    """Checks that are too dear to be always on, for what runs within the block; also a decorator.
+    """Expensive checks for the code inside the block; also a decorator.
 
-    What is not named stays as it is around the block.
+    Checks that are not named stay as they are outside of the block.
 
-    mutation: a tape keeps the bare arrays that its rules ask for as they are, without a copy. Whoever writes into one
-    before the backward sweep changes the gradient in silence. With this on, a checksum of each is taken where it is
-    recorded and compared where a backward sweep begins. Raises MutationError, which names the function and the line
-    that recorded it. Costs two passes over all that is kept.
+    mutation: a tape keeps the bare arrays that its rules need without copying them. Writing to one before the backward
+    sweep silently changes the gradient. This check takes a checksum of each array when it is recorded, and compares it
+    when a backward sweep begins. Raises MutationError, which names the function and the line that recorded the array.
+    Costs two passes over all recorded arrays.
 
-    nans: stop at the first NaN or infinity ("nan": at NaNs only) among the arrays of bodies, traced arrays and
-    cotangents. Raises NonFiniteError, which names the operation, the line, the worker and the index; of a cotangent the
-    line that recorded its operation. Costs a pass over every result. Bare arrays, such as those of a map with
-    check=False, are not looked at.
+    nans: stop at the first NaN or infinity ("nan": at NaNs only) in arrays of bodies, traced arrays and cotangents.
+    Raises NonFiniteError, which names the operation, the line, the worker and the index; for a cotangent the line that
+    recorded its operation. Costs a pass over every result. Bare arrays, such as those of a map with check=False, are
+    not checked.
 
-    replicas: compare every Invariant array of a body with those of the other workers, which should be the same. So all
-    of them make the same arrays: what only one does, such as to print a sum, waits for others who never come. It may
-    stand in `at_root`, or use bare data, `spmd.block(x)`.
-    Raises ReplicaError at the first that differs, with the line, two workers and the first differing index. Costs a
-    small message per result.
+    replicas: compare every Invariant array of a body with those of the other workers, which should be equal. All
+    workers
+    must make the same arrays: an array that only one makes, for example to print a sum, waits for the others forever.
+    Put that into `at_root`, or use bare data, `spmd.block(x)`. Raises ReplicaError at the first difference, with the
+    line, two workers and the first differing index. Costs a small message per result.
 
         with spmd.debug(mutation=True):
             value, pull = spmd.vjp(f, x)
@@ -55,10 +55,8 @@ def debug(
             pull(1.0)       # MutationError
     """
     if not (nans is None or isinstance(nans, bool) or nans == "nan"):
-        raise MeshError(
-            message(
-                "spmd.debug", argument="nans", got=repr(nans), need='True, False or "nan"', mend="nans=True for both"
-            )
+        raise MeshError.at(
+            "spmd.debug", argument="nans", got=repr(nans), need='True, False or "nan"', mend="nans=True for both"
         )
     kinds = {True: "nan or inf", False: ""}[nans] if isinstance(nans, bool) else nans
     return _debugging(mutation, kinds, replicas)
@@ -84,7 +82,7 @@ _lookers = 0
 
 
 def _look(count: int) -> None:
-    """So many more blocks look at every array that is made; without any, making one costs what it did."""
+    """Count the blocks in which every new array is checked. Outside of them making an array costs nothing more."""
     global _lookers
     with _lock:
         _lookers += count
@@ -101,7 +99,7 @@ def _made(self: Array, value, state=None, tape=None, node=None) -> None:
         try:
             check_finite(value, kinds, _what)
         except NonFiniteError as error:
-            if not str(error).startswith("empty"):  # np.empty_like: what it holds is no result
+            if not str(error).startswith("empty"):  # np.empty_like is uninitialised
                 raise
     if state is not None and REPLICAS.get():
         _compare(self, value)
@@ -111,7 +109,7 @@ _NAMES = ("prim", "op", "fun", "ufunc")
 
 
 def _what() -> str:
-    """The operation whose result is being made, and the user's line."""
+    """The operation that makes the result, and the line of the user's code."""
     name, frame = "", sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").split(".", 1)[0] == "spmd":
         for local in _NAMES:
@@ -127,11 +125,11 @@ def _what() -> str:
 
 
 def _compare(x: Array, value) -> None:
-    """Raise where an Invariant array is not the same on all workers."""
+    """Raise if an Invariant array is not the same on all workers."""
     worker = WORKER.get()
     if worker is None:
         return
-    alone = getattr(worker.comm, "axes", ())  # the axes of spmd.at_root, along which nobody else takes part
+    alone = getattr(worker.comm, "axes", ())  # the axes of spmd.at_root, along which no other worker takes part
     axes = tuple(n for n in worker.mesh.axes if n not in x.state.varying and n not in alone)
     group = worker.group(axes)
     if group.size == 1:
@@ -159,7 +157,7 @@ def _compare(x: Array, value) -> None:
 
 
 def _holders(worker, group, shapes: list[tuple[int, ...]]) -> list[int]:
-    """Who should have one value: of a Rooted value those at one place along its axes, as the others hold nothing."""
+    """The workers that should hold one value. A Rooted value counts at one index along its axes only."""
     some = [k for k, shape in enumerate(shapes) if shape != (0,)]
     places = [worker.mesh.coordinates(group.members[k]) for k in some]
     counts = [len({place[n] for place in places}) for n in group.axes]
@@ -169,12 +167,10 @@ def _holders(worker, group, shapes: list[tuple[int, ...]]) -> list[int]:
 
 def _differs(worker, members: tuple[int, int], texts: list[str], axes: tuple[str, ...]) -> ReplicaError:
     (first, second), (one, other) = texts, map(worker.mesh.describe, members)
-    return ReplicaError(
-        message(
-            _what(),
-            got=f"an Invariant array {first} on {one}, and on {other} {second}",
-            need=f"one value along {' and '.join(map(repr, axes))}, within spmd.debug(replicas=True)",
-            mend="data made from a worker's place, from random numbers, files or the clock is Varying: declare it with "
-            "spmd.varying(a, axis_name)",
-        )
+    return ReplicaError.at(
+        _what(),
+        got=f"an Invariant array {first} on {one}, and on {other} {second}",
+        need=f"one value along {' and '.join(map(repr, axes))}, within spmd.debug(replicas=True)",
+        mend="data made from a worker's place, from random numbers, files or the clock is Varying: declare it with "
+        "spmd.varying(a, axis_name)",
     )

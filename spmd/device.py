@@ -1,8 +1,8 @@
-"""Arrays of the host and arrays of a device: what the rest of the library asks where the two differ.
+"""Operations on arrays that differ between the host and a device.
 
-Blocks of a mesh with device="cuda" are arrays of CuPy. CuPy, and `spmd.cuda` that knows its streams, are imported when
-such a mesh is made or such an array appears, never before. An array of a device has no flag that forbids writing, and
-nothing converts it to one of NumPy without being asked to: that would wait for the device.
+Blocks of a mesh with device="cuda" are CuPy arrays. CuPy, and `spmd.cuda` with its streams, are imported when such a
+mesh is made or such an array appears, not before. Device arrays cannot be marked read-only. Nothing converts one to
+NumPy unless asked to, because that would wait for the device.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from spmd import kernels
 from spmd.autodiff import allocation
 from spmd.autodiff.staging.recorder import Slot, is_slot, one_line, slots
-from spmd.errors import MeshError, TransportError, describe, message
+from spmd.errors import MeshError, TransportError, describe
 from spmd.kernels import on_device
 from spmd.kernels.memory import nontemporal, pool
 from spmd.kernels.parallel import split_work
@@ -50,7 +50,7 @@ allocation.take_from(pool.empty, pool.least)
 
 
 class _Recorded(ModuleType):
-    """The kernels for what stands for arrays in a program: each call is a line of it."""
+    """Kernels for arrays of a program that is recorded: each call becomes a line of it."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -69,17 +69,19 @@ kernels.register(Slot, _Recorded("spmd.device.recorded"))
 DEVICES = ("cpu", "cuda")
 
 COPIED = 1 << 14
-"""Bytes up to which a copy costs less than to find out whether it can be saved."""
+"""Up to this many bytes a copy costs less than the test whether it can be avoided."""
 
 
 def seen(x: Any) -> bool:
-    """Whether values of bare data may be looked at: a device would be waited for, and in a program they are others each
-    time."""
+    """Whether the values of bare data may be read.
+
+    Reading would wait for a device, and in a recorded program the values differ from call to call.
+    """
     return not is_slot(x) and not on_device(x)
 
 
 def contiguous(x: Any) -> Any:
-    """x as a C-contiguous array, of the device if it is there."""
+    """x as a C-contiguous array, on its device."""
     if type(x) is np.ndarray or on_device(x):
         return x if x.flags.c_contiguous else copied(x)
     if is_slot(x):
@@ -88,7 +90,7 @@ def contiguous(x: Any) -> Any:
 
 
 def copied(x: Any) -> Any:
-    """A C-contiguous copy of an array, where it lies."""
+    """A C-contiguous copy of an array, on its device."""
     if is_slot(x):
         return one_line(copied, (x,))
     out = empty(x.shape, x)
@@ -97,12 +99,12 @@ def copied(x: Any) -> Any:
 
 
 def owned(x: np.ndarray) -> np.ndarray:
-    """A C-contiguous copy of an array of the host, which is made at once where it is small."""
+    """A C-contiguous copy of a host array."""
     return x.copy() if x.nbytes <= COPIED else copied(x)
 
 
 def put(out: Any, x: Any) -> None:
-    """Copy an array into another one of its shape, where both lie."""
+    """Copy an array into another one of the same shape on the same device."""
     if type(x) is not np.ndarray or split_work.plain(x.nbytes):
         out[...] = x
     else:
@@ -110,7 +112,7 @@ def put(out: Any, x: Any) -> None:
 
 
 class Adjoining(list):
-    """Blocks of which it is known that they lie one after the other, in all of a flat array."""
+    """Blocks that lie one after the other and fill a flat array."""
 
     __slots__ = ("whole",)
 
@@ -120,8 +122,9 @@ class Adjoining(list):
 
 
 def adjoining(blocks: Sequence[Any]) -> np.ndarray | None:
-    """The entries of several blocks as one flat array without a copy, if they lie in one array of the host, one after
-    the other."""
+    """The entries of several blocks as one flat array without a copy, if the blocks lie one after the other in a host
+    array.
+    """
     if type(blocks) is Adjoining:
         return blocks.whole
     first = blocks[0]
@@ -146,8 +149,10 @@ def adjoining(blocks: Sequence[Any]) -> np.ndarray | None:
 
 
 def joined(blocks: Sequence[Any], axis: int, fresh: bool = False) -> Any:
-    """Blocks of one dtype joined along a dimension, as a C-contiguous array; in place where they lie so already, unless
-    it is to be a fresh one."""
+    """Blocks of one dtype joined along a dimension, as a C-contiguous array.
+
+    Without a copy if they already lie so, unless the array has to be a fresh one.
+    """
     first = blocks[0]
     if len(blocks) == 1:
         return copied(first) if fresh else contiguous(first)
@@ -158,8 +163,10 @@ def joined(blocks: Sequence[Any], axis: int, fresh: bool = False) -> Any:
 
 
 def stacked(blocks: Sequence[Any], axis: int, fresh: bool = False) -> Any:
-    """Blocks of one shape and dtype as entries along a new dimension, as a C-contiguous array; in place where they lie
-    so already, unless it is to be a fresh one."""
+    """Blocks of one shape and dtype stacked along a new dimension, as a C-contiguous array.
+
+    Without a copy if they already lie so, unless the array has to be a fresh one.
+    """
     shape = blocks[0].shape
     return _put_together(np.stack, blocks, axis, (*shape[:axis], len(blocks), *shape[axis:]), fresh)
 
@@ -190,64 +197,60 @@ def _put_together(
 
 
 def zeros(shape: tuple[int, ...], like: Any) -> Any:
-    """Zeros of the dtype of an array, where it lies."""
+    """Zeros in the dtype and on the device of an array."""
     if type(like) is np.ndarray:
         return pool.zeros(shape, like.dtype)
     return np.zeros_like(like, shape=shape, order="C")
 
 
 def empty(shape: tuple[int, ...], like: Any) -> Any:
-    """Room for an array of the dtype of another, where that lies."""
+    """An uninitialised array in the dtype and on the device of another."""
     if type(like) is np.ndarray:
         return pool.empty(shape, like.dtype)
     return np.empty_like(like, shape=shape, order="C")
 
 
 def to_host(x: Any) -> Any:
-    """An array on the host; waits for what computes it."""
+    """An array on the host; waits for its computation."""
     return x.get() if on_device(x) else x
 
 
 def home(where: str, argument: str, x: Any, device: str) -> Any:
-    """An array of any library, as NumPy's or CuPy's; what lies on a GPU stays there.
+    """An array of any library as a NumPy or CuPy array; arrays on a GPU stay there.
 
-    Raises MeshError for an array of a GPU where the mesh has none.
+    Raises MeshError for an array on a GPU if the mesh has none.
     """
     if type(x) is np.ndarray:
         return x
-    # Only the class is asked: global arrays are declared further down.
+    # By class name, because global arrays are defined in a module above this one.
     others = not isinstance(x, np.ndarray | np.generic) and type(x).__name__ != "PartitionedArray"
     if others and not on_device(x) and hasattr(type(x), "__dlpack_device__"):
         kind, _ = x.__dlpack_device__()  # pyright: ignore[reportAttributeAccessIssue]
-        if int(kind) not in (1, 3):  # the host's memory, or such as a device may read too
+        if int(kind) not in (1, 3):  # host memory, or memory that a device can read too
             x = imported().from_dlpack(x)
     if on_device(x) and device == "cpu":
-        raise MeshError(
-            message(
-                where,
-                argument=argument,
-                got=f"{describe(x)}, which lies on a GPU",
-                need="arrays of the host, for a mesh whose blocks lie there",
-                mend='Mesh(..., device="cuda"); or x.get(), which copies it to the host',
-            )
+        raise MeshError.at(
+            where,
+            argument=argument,
+            got=f"{describe(x)}, which lies on a GPU",
+            need="arrays of the host, for a mesh whose blocks lie there",
+            mend='Mesh(..., device="cuda"); or x.get(), which copies it to the host',
         )
     return x
 
 
 def imported(where: str = "spmd.Mesh") -> Any:
-    """CuPy. Raises TransportError where it is not installed, or finds no GPU."""
+    """The module CuPy. Raises TransportError if it is not installed or finds no GPU."""
     need = 'CuPy and a GPU, for device="cuda"'
     try:
         import cupy  # type: ignore[import-not-found]
     except ImportError as error:
-        raise TransportError(
-            message(
-                where,
-                argument="device",
-                got=f'"cuda", and CuPy cannot be imported ({error})',
-                need=need,
-                mend='pip install "spmd[cuda]"; without a GPU, device="cpu"',
-            )
+        raise TransportError.at(
+            where,
+            argument="device",
+            got=f'"cuda", and CuPy cannot be imported ({error})',
+            need=need,
+            mend='pip install "spmd[cuda]"; without a GPU, device="cpu"',
         ) from error
     try:
         if cupy.cuda.runtime.getDeviceCount() > 0:
@@ -255,19 +258,17 @@ def imported(where: str = "spmd.Mesh") -> Any:
         found = "no device"
     except cupy.cuda.runtime.CUDARuntimeError as error:
         found = str(error)
-    raise TransportError(
-        message(
-            where,
-            argument="device",
-            got=f'"cuda", and CuPy {cupy.__version__} finds no GPU ({found})',
-            need=need,
-            mend='look at what nvidia-smi and CUDA_VISIBLE_DEVICES say; without a GPU, device="cpu"',
-        )
+    raise TransportError.at(
+        where,
+        argument="device",
+        got=f'"cuda", and CuPy {cupy.__version__} finds no GPU ({found})',
+        need=need,
+        mend='look at what nvidia-smi and CUDA_VISIBLE_DEVICES say; without a GPU, device="cpu"',
     )
 
 
 def places(device: str, where: str = "spmd.Mesh") -> Places | None:
-    """Where the arrays of workers lie on a device; None on the host."""
+    """Where workers have their arrays on a device; None on the host."""
     if device == "cpu":
         return None
     imported(where)

@@ -1,6 +1,6 @@
-"""Error classes and the one place where error messages are built.
+"""Error classes, and the function that builds error messages.
 
-Every message names where it arose, the argument, what came, what was needed and how to mend it.
+Every message says where the error arose, in which argument, what came, what was needed, and how to mend it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from types import CodeType
-from typing import Any
+from typing import Any, Self
 
 __all__ = [
     "ClosureError",
@@ -46,52 +46,60 @@ __all__ = [
 ]
 
 
-class MeshError(ValueError):
+class _Located:
+    """An error whose text says where it arose, what came, what was needed, and how to mend it."""
+
+    @classmethod
+    def at(cls, where: str, *, got: str, need: str, mend: str, argument: str | None = None) -> Self:
+        """The error with the text that `message` builds."""
+        return cls(message(where, got=got, need=need, mend=mend, argument=argument))  # type: ignore[call-arg]
+
+
+class MeshError(_Located, ValueError):
     """No mesh, an unknown or repeated axis, or a mesh that does not fit the workers there are."""
 
 
-class SpecError(ValueError):
+class SpecError(_Located, ValueError):
     """A partition spec that does not fit its mesh, its array or the tree of its arguments."""
 
 
-class LayoutError(ValueError):
+class LayoutError(_Located, ValueError):
     """Blocks, shapes or layouts that do not fit together."""
 
 
-class StateError(TypeError):
-    """An array whose state (Invariant, Varying, Rooted) an operation does not take."""
+class StateError(_Located, TypeError):
+    """An operation on an array whose state (Invariant, Varying, Rooted) it does not accept."""
 
 
-class ClosureError(TypeError):
-    """A body that uses an array of the world outside its map."""
+class ClosureError(_Located, TypeError):
+    """A body that uses an array from outside its map."""
 
 
-class DifferentiationError(TypeError):
+class DifferentiationError(_Located, TypeError):
     """A function that has no derivative rule, or an argument that cannot be differentiated."""
 
 
-class DtypeError(TypeError):
+class DtypeError(_Located, TypeError):
     """A value that an array's dtype cannot hold."""
 
 
-class JitError(RuntimeError):
-    """What a body does under spmd.jit depends on values, or on what is not the same each time.
+class JitError(_Located, RuntimeError):
+    """A body under spmd.jit depends on values, or on something that changes from call to call.
 
-    looked: it was raised where a value was looked at; what looks at values may be done as a whole, each time.
+    looked: the error was raised when a value was read; an operation that reads values may be recorded as a whole.
     """
 
     looked = False
 
 
-class TracedConversionError(TypeError):
-    """A traced array was asked for the bare data that would cut it off from its gradient."""
+class TracedConversionError(_Located, TypeError):
+    """A traced array was converted to bare data, which would cut it off from its gradient."""
 
 
-class MissingMethodError(AttributeError):
-    """A method or attribute that NumPy's arrays have, and this kind of value does not; a name that a module of another
-    library has, and this one does not.
+class MissingMethodError(_Located, AttributeError):
+    """A method or attribute of NumPy's arrays, or a name of another library's module, that does not exist here.
 
-    Its text may be given as a function, called when it is read: who asks by `hasattr` never reads it.
+    The text may be given as a function, which is called when the text is read: `hasattr` never reads it.
     """
 
     def __str__(self) -> str:
@@ -99,52 +107,55 @@ class MissingMethodError(AttributeError):
         return str(text() if callable(text) else text)
 
 
-class MutationError(RuntimeError):
-    """A bare array changed between the forward run and the backward sweep that needs it, or a tensor was to be
-    written to that would not know that it varies from now on."""
+class MutationError(_Located, RuntimeError):
+    """A bare array changed between the forward run and the backward sweep, or a write to a tensor would make it vary
+    without its knowing.
+    """
 
 
-class TransportError(RuntimeError):
-    """An engine is missing, or does not have the workers that the mesh asks for."""
+class TransportError(_Located, RuntimeError):
+    """A transport is not available, or has another number of workers than the mesh."""
 
 
-class MismatchError(RuntimeError):
+class MismatchError(_Located, RuntimeError):
     """Workers met in one collective with different calls."""
 
 
 class DeadlockError(MismatchError):
-    """Workers wait for others that will never come."""
+    """Workers wait for others that never come."""
 
 
-class NonFiniteError(FloatingPointError):
-    """A NaN or an infinity, within spmd.debug(nans=True)."""
+class NonFiniteError(_Located, FloatingPointError):
+    """A NaN or an infinity inside spmd.debug(nans=True)."""
 
 
-class DonatedError(RuntimeError):
-    """An array that was given away (`donate=True`), and used again."""
+class DonatedError(_Located, RuntimeError):
+    """A donated array (`donate=True`) that is used again."""
 
 
-class ReplicaError(RuntimeError):
-    """An Invariant array that differs between workers, or parameters that are not used as replicas are to be."""
+class ReplicaError(_Located, RuntimeError):
+    """An Invariant array that differs between workers, or parameters that are not used alike on all workers."""
 
 
-class StallError(RuntimeError):
+class StallError(_Located, RuntimeError):
     """A collective that has made no progress for SPMD_TIMEOUT seconds."""
 
 
 def class_name(error: BaseException) -> str:
-    """The class of an error as `again` finds it in another process: `numpy.linalg.LinAlgError`."""
+    """The class of an error, as `again` finds it in another process: `numpy.linalg.LinAlgError`."""
     kind = type(error)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def again(name: str, text: str) -> Exception:
-    """An error of this class with this text: one that another process has raised. RuntimeError where there is no such
-    class here, or it takes no text."""
+    """The error of another process: an error of this class with this text.
+
+    RuntimeError if the class does not exist here, or does not accept a text.
+    """
     module, _, last = name.rpartition(".")
     kind = getattr(sys.modules.get(module or "builtins"), last, None)
     error = None
-    if isinstance(kind, type) and issubclass(kind, Exception):  # Nothing else is called because another has named it.
+    if isinstance(kind, type) and issubclass(kind, Exception):
         with suppress(Exception):
             error = kind(text)
     return error if isinstance(error, Exception) else RuntimeError(f"{name}: {text}")
@@ -158,7 +169,7 @@ def message(where: str, *, got: str, need: str, mend: str, argument: str | None 
 
 
 def prints(text: str) -> bool:
-    """Whether standard output has characters for a text."""
+    """Whether standard output can encode a text."""
     try:
         text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
     except (UnicodeEncodeError, LookupError):
@@ -168,9 +179,9 @@ def prints(text: str) -> bool:
 
 def describe(x: object) -> str:
     """A short description of a value: its kind, dtype and shape where it has them."""
-    said = getattr(x, "__spmd_describe__", None)
-    if said is not None:
-        return said()
+    description = getattr(x, "__spmd_describe__", None)
+    if description is not None:
+        return description()
     shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
     if shape is not None and dtype is not None:
         return f"{type(x).__name__} {dtype}{list(shape)}"
@@ -194,7 +205,7 @@ def one_or_all(names: Sequence[str]) -> str:
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """The known names most like `name`, best first."""
+    """The known names that are most like `name`, best first."""
     from difflib import get_close_matches
 
     names = sorted(set(known))
@@ -212,8 +223,7 @@ def caller(frame: Any = None) -> Any:
 
 @lru_cache(maxsize=4096)
 def _is_users(module: str) -> bool:
-    """Whether a module is no part of this library, nor of torch, whose modules are called by torch; nor what begins a
-    thread."""
+    """Whether a module belongs to the user: not to this library, to torch, or to the start of a thread."""
     return module.split(".", 1)[0] not in ("spmd", "torch", "threading") or module == "spmd.__main__"
 
 

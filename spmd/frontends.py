@@ -1,8 +1,8 @@
-"""Arrays of other libraries in bodies: who applies an operator to them.
+"""Frontends: the array libraries that bodies may be written in, besides NumPy.
 
-Bodies are written in NumPy's syntax, and in that of any library that has registered the class of its arrays here, as
-`spmd.bridge.torch` does when it is imported. The functions of bodies ask `frontend(x)`, and leave to it what differs:
-how such an array is differentiated, and where it keeps its state.
+A library registers the class of its arrays here, as `spmd.bridge.torch` does when it is imported. The functions of
+bodies call `frontend(x)` and leave to it what depends on the library: how an array is differentiated, and where it
+keeps its state. The `worker` of these methods is the `spmd.mesh.Worker` that runs the body.
 """
 
 from __future__ import annotations
@@ -14,45 +14,44 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import numpy as np
 
-    from spmd.mesh import Worker
     from spmd.state import State
 
 __all__ = ["Frontend", "frontend", "register"]
 
 
 class Frontend(Protocol):
-    """What the functions of bodies ask of the arrays of another library."""
+    """The operations that functions of bodies need on the arrays of a library."""
 
-    def begin(self, op: Any, x: Any, worker: Worker, frame: FrameType | None) -> Callable[[], Any]:
-        """Start a collective on this worker's block, and say how to finish. Checks states as for NumPy's arrays."""
+    def begin(self, op: Any, x: Any, worker: Any, frame: FrameType | None) -> Callable[[], Any]:
+        """Start a collective on this worker's block; the function returned finishes it. Checks states."""
         ...
 
     def state(self, x: Any) -> State:
-        """The state of an array of a body that tracks states; Invariant if it carries none."""
+        """The state of an array in a body that tracks states; Invariant if the array carries none."""
         ...
 
-    def vary(self, x: Any, names: Sequence[str], worker: Worker) -> Any:
+    def vary(self, x: Any, names: Sequence[str], worker: Any) -> Any:
         """x as one value per worker along these axes; its cotangents are summed over them."""
         ...
 
-    def declare(self, x: Any, names: Sequence[str], worker: Worker) -> Any:
-        """Bare data that differs from worker to worker along these axes; what carries a state already is varied."""
+    def declare(self, x: Any, names: Sequence[str], worker: Any) -> Any:
+        """Declare that bare data differs between workers along these axes; an array with a state is varied."""
         ...
 
     def carrying(self, value: Any, state: State, tracked: bool) -> Any:
-        """A number or an array of NumPy that comes up in a body of this library, as such bodies have them."""
+        """A number or a NumPy array, as an array of this library with a state where states are tracked."""
         ...
 
     def dtype(self, x: Any) -> np.dtype:
-        """NumPy's dtype of an array."""
+        """The NumPy dtype of an array."""
         ...
 
     def tied(self, x: Any, others: Sequence[Any]) -> Any:
-        """x, whose backward goes through the others too, with cotangents of zero."""
+        """x, with a backward pass that reaches the other arrays too, with cotangents of zero."""
         ...
 
     def where(self, mask: Any, x: Any, y: Any) -> Any:
-        """x where a mask of NumPy's is true, y elsewhere."""
+        """x where a NumPy mask is true, y elsewhere."""
         ...
 
     def bare(self, x: Any) -> Any:
@@ -60,15 +59,15 @@ class Frontend(Protocol):
         ...
 
     def data(self, x: Any) -> Any:
-        """The data as an array of NumPy or CuPy that nobody writes to through it; None where it is not at hand."""
+        """The data as a NumPy or CuPy array, for reading only; None where there is no data to read."""
         ...
 
     def cast(self, x: Any, dtype: np.dtype) -> Any:
-        """x in the dtype of its library that is this one of NumPy's."""
+        """x in the dtype that corresponds to this NumPy dtype."""
         ...
 
     def total(self, x: Any, dims: tuple[int, ...], dtype: np.dtype | None = None) -> Any:
-        """The sum over dimensions, in this dtype of NumPy's; None: that of the library's sums."""
+        """The sum over dimensions in this NumPy dtype; None: in the dtype that the library chooses."""
         ...
 
     def extremum(self, x: Any, dims: tuple[int, ...], how: str) -> Any:
@@ -77,20 +76,20 @@ class Frontend(Protocol):
 
 
 _registered: dict[type, Frontend] = {}
-_found: dict[type, Frontend | None] = {}
+_by_class: dict[type, Frontend | None] = {}
 
 
-def register(kind: type, by: Frontend) -> None:
-    """From now on arrays of this class, and of those derived from it, are admitted in bodies."""
-    _registered[kind] = by
-    _found.clear()
+def register(cls: type, frontend: Frontend) -> None:
+    """Admit arrays of this class, and of classes derived from it, in bodies."""
+    _registered[cls] = frontend
+    _by_class.clear()
 
 
 def frontend(x: object) -> Frontend | None:
-    """Whoever speaks for an array of another library; None for what no library has registered."""
+    """The frontend of an array; None for NumPy's arrays and whatever else no library has registered."""
     if not _registered:
         return None
-    kind = type(x)
-    if kind not in _found:
-        _found[kind] = next((_registered[k] for k in kind.__mro__ if k in _registered), None)
-    return _found[kind]
+    cls = type(x)
+    if cls not in _by_class:
+        _by_class[cls] = next((_registered[k] for k in cls.__mro__ if k in _registered), None)
+    return _by_class[cls]

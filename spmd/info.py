@@ -1,4 +1,4 @@
-"""What was found and chosen: `spmd.info()` and `python -m spmd info`."""
+"""What this process has found and chosen: `spmd.info()` and `python -m spmd info`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _blas() -> str:
 
 
 def _gpus() -> str:
-    """The GPUs that CuPy finds, without starting it where it is not installed."""
+    """The GPUs that CuPy finds; CuPy is not imported if it is not installed."""
     from importlib.util import find_spec
 
     if find_spec("cupy") is None:
@@ -50,7 +50,7 @@ def _gpus() -> str:
 
 
 def _mpi_library() -> str:
-    """Which MPI library mpi4py speaks to, without starting it where no launcher has."""
+    """The MPI library of mpi4py; MPI is not started unless a launcher has started it."""
     if _version("mpi4py") is None:
         return 'mpi4py is not installed: pip install "spmd[mpi]"'
     try:
@@ -64,7 +64,7 @@ def _mpi_library() -> str:
 
 
 def _torch() -> str:
-    """Whether a launcher of torch.distributed has started this process, and whether torch is there."""
+    """Whether a launcher of torch.distributed has started this process, and whether torch is installed."""
     if _version("torch") is None:
         return 'torch is not installed: pip install "spmd[torch]"'
     world = torch_world()
@@ -73,9 +73,9 @@ def _torch() -> str:
 
 
 def info() -> str:
-    """A report of the workers' engines: what this process found, and what a mesh made here would use.
+    """A report of the transports and devices: what this process finds, and what a new mesh would use.
 
-    Inside a `with mesh:` it says what that mesh uses, and which scheduler its maps have settled on.
+    Inside `with mesh:` it says what that mesh uses, and which schedulers its maps have chosen.
     """
     world = job_world()
     size = 1 if world is None else world.size

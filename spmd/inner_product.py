@@ -1,4 +1,4 @@
-"""The inner product that knows the states, and its norm."""
+"""The inner product that respects states, and its norm."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd.array import Frozen, PartitionedArray, owned_on, relayout
+from spmd.array import PartitionedArray, owned_on, relayout
 from spmd.autodiff import tree
 from spmd.autodiff.admission import admit
 from spmd.autodiff.dtypes import kind_of_dtype, mean_dtype, product_dtype
@@ -14,7 +14,6 @@ from spmd.autodiff.tracer import Array
 from spmd.device import to_host
 from spmd.errors import (
     StateError,
-    message,
 )
 from spmd.frontends import Frontend, frontend
 from spmd.kernels import on_device
@@ -24,6 +23,7 @@ from spmd.operators.base import named
 from spmd.operators.reduce import dtype_of, in_dtype
 from spmd.operators.root import Rooted
 from spmd.operators.sums import Sum
+from spmd.ownership import Frozen
 from spmd.placement import put
 from spmd.state import REPLICAS, state_of
 from spmd.tracebacks import api_boundary
@@ -34,29 +34,26 @@ __all__ = ["inner", "norm"]
 
 @api_boundary
 def inner(x, y):
-    """<x, y> = sum(conj(x) * y) over the entries of the global arrays: Invariant values counted once, Varying ones
-    summed over the workers, Rooted ones counted at the root. x, y: arrays, or pytrees of one structure.
+    """<x, y> = sum(conj(x) * y) over the entries of global arrays. x, y: arrays, or pytrees of one structure.
 
-    In a body the result is Invariant and differentiable; outside it is a number. Products of integers, and of short
-    floating-point numbers (float16, bfloat16, float8), are made and added up in float64 and float32.
+    Invariant values count once, Varying ones are summed over the workers, Rooted ones count at the root.
+    In a body the result is Invariant and differentiable; outside it is a number. Products of integers are computed and
+    added in float64, those of short floating-point dtypes (float16, bfloat16, float8) in float32.
     """
     total, dtype = _wide_inner("inner", x, y)
     return total if dtype is None else in_dtype(total, dtype)
 
 
 def _wide_inner(function: str, x, y) -> tuple[Any, np.dtype | None]:
-    """The inner product, as part of a function of this name, as it was added up, and the shorter dtype that it is to be
-    rounded to, if there is one."""
+    """The inner product in the dtype of the sum, and the shorter dtype to round it to, if any. where: the caller."""
     (xs, structure), ys = tree.flatten(x), tree.leaves(y)
     if len(xs) != len(ys):
-        raise StateError(
-            message(
-                "spmd.inner",
-                argument="y",
-                got=f"{len(ys)} arrays for {len(xs)}",
-                need="pytrees of one structure",
-                mend="pair every array with its counterpart",
-            )
+        raise StateError.at(
+            "spmd.inner",
+            argument="y",
+            got=f"{len(ys)} arrays for {len(xs)}",
+            need="pytrees of one structure",
+            mend="pair every array with its counterpart",
         )
     total = 0.0
     by_state: dict[Any, Any] = {}
@@ -72,7 +69,7 @@ def _wide_inner(function: str, x, y) -> tuple[Any, np.dtype | None]:
 
 
 def _short_dtype(xs: list[Any], ys: list[Any]) -> np.dtype | None:
-    """The dtype of inner products of short numbers: that of all of them, which NumPy's or torch's numbers adapt to."""
+    """The short dtype that all operands have; None if there is none. NumPy's and torch's numbers adapt to it."""
     found = {dtype_of(a.block if type(a) is Rooted else a) for a in (*xs, *ys)}
     (dtype, *more) = found or (None,)
     others = xs and frontend(xs[0].block if type(xs[0]) is Rooted else xs[0]) is not None
@@ -84,7 +81,7 @@ def _is_short(dtype: np.dtype) -> bool:
 
 
 def _wide(x: Any) -> Any:
-    """A factor of products, in the dtype in which they are made and added up."""
+    """A factor in the dtype in which products are computed and added."""
     dtype = dtype_of(x)
     wide = None if dtype is None else product_dtype(dtype)
     return x if wide is None else in_dtype(x, wide)
@@ -96,7 +93,7 @@ def _operand(x: Any) -> Any:
 
 
 def _inner_here(a, b) -> tuple[tuple[str, ...], Any]:
-    """This worker's share of an inner product, and the axes to sum it over."""
+    """This worker's part of an inner product, and the axes to sum it over."""
     worker = WORKER.get()
     assert worker is not None
     axes = tuple(worker.mesh.axes)
@@ -104,7 +101,7 @@ def _inner_here(a, b) -> tuple[tuple[str, ...], Any]:
     if other is not None:
         return _inner_of_others(a, b, axes, other, worker)
     if type(a) is Rooted and type(b) is Rooted and (a.axes, a.root) == (b.axes, b.root):
-        token = REPLICAS.set(False)  # the others sum over nothing
+        token = REPLICAS.set(False)  # one worker of a group adds the value, the others zero
         try:
             held = np.sum(np.conj(_wide(a.block)) * _wide(b.block))
         finally:
@@ -146,7 +143,7 @@ def _inner_outside(a, b):
     def body(worker: Worker):
         w, given = worker.index, worker.comm.given
         mine: Any = np.vdot(given(a.blocks[w]), given(b.blocks[w])) if a.layout.owners[w] == w else 0
-        # On a device the other owners bring a number of the device too.
+        # On a device the zeros of the other workers lie on the device too.
         dtype = np.result_type(a.dtype, b.dtype)
         part = mine.astype(dtype) if on_device(mine) else owned_on(worker.mesh, np.asarray(mine, dtype), w)
         call = Call("inner", axes, part.dtype, part.shape, alike=True)
@@ -157,7 +154,7 @@ def _inner_outside(a, b):
 
 @api_boundary
 def norm(x):
-    """The 2-norm that belongs to `inner`: sqrt(<x, x>), real."""
+    """The 2-norm of `inner`: sqrt(<x, x>), real."""
     square, dtype = _wide_inner("norm", x, x)
     root: Any = np.sqrt(np.real(square)) if frontend(square) is None else square.real.sqrt()
     return root if dtype is None else in_dtype(root, dtype)

@@ -1,4 +1,4 @@
-"""Which worker holds which box of a global array: partition specs, block bounds, layouts. Integers only."""
+"""Partition specs, and layouts: which box of a global array each worker of a mesh holds. Integers only."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from functools import cached_property, lru_cache
 from operator import index
 from typing import Any
 
-from spmd.errors import LayoutError, SpecError, message, nearest, prints
-from spmd.spellings import closest
+from spmd.errors import LayoutError, SpecError, nearest
+from spmd.layout_arguments import checked_axes, checked_copies, checked_integers
+from spmd.layout_picture import BlockGrids
 from spmd.tracebacks import api_boundary, shorten
 
-__all__ = ["Layout", "P", "Spec", "beside", "block_bounds", "block_sizes", "offsets"]
+__all__ = ["Layout", "P", "Spec", "block_bounds", "block_sizes", "offsets"]
 
 Box = tuple[tuple[int, int], ...]
-_BOXES = "┌┬┐├┼┤└┴┘─│"
 
 
 def block_sizes(n: int, parts: int | Sequence[int]) -> tuple[int, ...]:
-    """How n items are split: the first n mod p of p parts get one more.
+    """The sizes of balanced blocks of n items: the first n mod p of p blocks have one item more.
 
-    parts: a number, or several from major to minor: each part of the first is split by the next, and so on.
+    parts: the number of blocks; or several numbers, major to minor: every block is split by the next number.
     """
-    # 3.0 would find what is kept of 3, and leave floats there for it.
+    # int: a float key would hit the cache entry of the equal integer.
     return _block_sizes(int(index(n)), (parts,) if isinstance(parts, int) else tuple(parts))
 
 
@@ -38,77 +38,38 @@ def _block_sizes(n: int, parts: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def offsets(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Where each of some consecutive blocks begins, and where the last ends."""
+    """The start of each of consecutive blocks, and the end of the last."""
     return (0, *itertools.accumulate(sizes))
 
 
 def block_bounds(n: int, parts: int | Sequence[int], index: int) -> tuple[int, int]:
-    """First and one past the last of the items that part `index` gets of n."""
+    """The start and stop of block `index` of n items."""
     at = offsets(block_sizes(n, parts))
     return at[index], at[index + 1]
 
 
-def _integers(where: str, argument: str, values: Any, least: int | None, mend: str) -> tuple[int, ...]:
-    """Numbers as plain integers, checked."""
-    try:
-        found = tuple(int(index(n)) for n in values)
-        if least is None or min(found, default=least) >= least:
-            return found
-    except TypeError:
-        pass
-    need = "integers" if least is None else f"integers of at least {least}"
-    raise LayoutError(message(where, argument=argument, got=repr(values), need=need, mend=mend))
-
-
-def _axes(where: str, axes: Any) -> dict[str, int]:
-    """The names and sizes of the axes of a mesh, checked."""
-    if not isinstance(axes, Mapping):
-        raise LayoutError(
-            message(where, argument="axes", got=repr(axes), need="the sizes of the axes by name", mend="mesh.axes")
-        )
-    return dict(zip(axes, _integers(where, "axes", [*axes.values()], 1, "mesh.axes"), strict=True))
-
-
-def _of_copies(copies: str) -> str:
-    if copies not in ("invariant", "varying"):
-        raise LayoutError(
-            message(
-                "spmd.Layout",
-                argument="copies",
-                got=repr(copies),
-                need='"invariant" (one value, counted once) or "varying" (a value each)',
-                mend=f'copies="{closest(copies, ("varying", "invariant"))}"',
-            )
-        )
-    return copies
-
-
 @lru_cache(maxsize=1024)
 def _spec(kind: type[P], dims: tuple[Any, ...]) -> P:
-    """The spec of these dimensions: one object, so that equal ones are most often the same."""
+    """The spec of these dimensions. Equal specs are one object in most cases."""
     for d, names in enumerate(dims):
         if not (names is None or isinstance(names, str | tuple | list) and all(isinstance(n, str) for n in names)):
-            raise SpecError(
-                message(
-                    "spmd.P",
-                    argument=f"dimension {d}",
-                    got=repr(dims[d]),
-                    need="an axis name, a tuple of axis names, or None",
-                    mend='write P("x"), P(("x", "y")) or P(None, "x")',
-                )
+            raise SpecError.at(
+                "spmd.P",
+                argument=f"dimension {d}",
+                got=repr(dims[d]),
+                need="an axis name, a tuple of axis names, or None",
+                mend='write P("x"), P(("x", "y")) or P(None, "x")',
             )
     split = tuple(() if d is None else (d,) if isinstance(d, str) else tuple(d) for d in dims)
     axes = tuple(n for d in split for n in d)
     repeated = sorted({n for n in axes if axes.count(n) > 1})
     if repeated:
-        raise SpecError(
-            message(
-                "spmd.P",
-                argument=_shown(split),
-                got=f"axis {repeated[0]!r} more than once",
-                need="each axis at most once: it can split one dimension only",
-                mend="split the other dimension over another axis, or leave it whole (None)",
-            )
+        raise SpecError.at(
+            "spmd.P",
+            argument=_shown(split),
+            got=f"axis {repeated[0]!r} more than once",
+            need="each axis at most once: it can split one dimension only",
+            mend="split the other dimension over another axis, or leave it whole (None)",
         )
     whole = next((k for k, d in enumerate(reversed(split)) if d), len(split))
     spec = object.__new__(kind)
@@ -124,10 +85,11 @@ def _shown(split: tuple[tuple[str, ...], ...]) -> str:
 
 
 class P:
-    """A partition spec: for each dimension the mesh axes that split it.
+    """A partition spec: the mesh axes that split each dimension.
 
-    `P("x", None)`: dimension 0 is split over axis x, dimension 1 is whole. `P(("x", "y"))`: split over x, then each
-    block over y. Dimensions that are not mentioned are whole. Axes that are not mentioned hold copies.
+    `P("x", None)`: axis x splits dimension 0, dimension 1 is whole. `P(("x", "y"))`: axis x splits dimension 0, and
+    axis y splits each of its blocks. Dimensions that are not named are whole. Along axes that are not named workers
+    hold copies.
     """
 
     __slots__ = ("_hash", "axes", "dims", "trimmed", "varying")
@@ -137,9 +99,9 @@ class P:
     axes: tuple[str, ...]
     """The axes that split something, in the order of the dimensions."""
     varying: frozenset[str]
-    """The axes along which workers hold values of their own: the same."""
+    """The axes along which workers hold different values: the same set."""
     trimmed: tuple[tuple[str, ...], ...]
-    """The dimensions without whole ones at the end: what equality of specs goes by."""
+    """The dimensions without trailing whole ones, by which specs are compared."""
 
     def __new__(cls, *dims: str | Sequence[str] | None) -> P:
         try:
@@ -175,54 +137,47 @@ class P:
         return _shown(self.dims)
 
     def check(self, axes: Mapping[str, int], where: str, argument: str, ndim: int | None = None) -> None:
-        """Raise where the spec names unknown axes, or is longer than the array has dimensions."""
+        """Raise if the spec names unknown axes, or has more entries than the array has dimensions."""
         unknown = [n for n in self.axes if n not in axes]
         if unknown:
             close = nearest(unknown[0], axes, 1)
-            raise SpecError(
-                message(
-                    where,
-                    argument=argument,
-                    got=f"{self}, which names axis {unknown[0]!r}",
-                    need=f"axes of the mesh: {', '.join(map(repr, axes)) or 'it has none'}",
-                    mend=f"write {close[0]!r}"
-                    if close
-                    else "name an axis of the mesh, or make a mesh that has this one",
-                )
+            raise SpecError.at(
+                where,
+                argument=argument,
+                got=f"{self}, which names axis {unknown[0]!r}",
+                need=f"axes of the mesh: {', '.join(map(repr, axes)) or 'it has none'}",
+                mend=f"write {close[0]!r}" if close else "name an axis of the mesh, or make a mesh that has this one",
             )
         if ndim is not None and len(self.dims) > ndim:
-            raise SpecError(
-                message(
-                    where,
-                    argument=argument,
-                    got=f"{self} for an array of {ndim} dimension{'s' * (ndim != 1)}",
-                    need=f"a spec of at most {ndim} entr{'y' if ndim == 1 else 'ies'}"
-                    if ndim
-                    else "P(): one number is not split",
-                    mend="shorten the spec, or give the array the dimensions it names"
-                    + ("" if ndim else " (np.asarray makes one array of a list)"),
-                )
+            raise SpecError.at(
+                where,
+                argument=argument,
+                got=f"{self} for an array of {ndim} dimension{'s' * (ndim != 1)}",
+                need=f"a spec of at most {ndim} entr{'y' if ndim == 1 else 'ies'}"
+                if ndim
+                else "P(): one number is not split",
+                mend="shorten the spec, or give the array the dimensions it names"
+                + ("" if ndim else " (np.asarray makes one array of a list)"),
             )
 
 
 class Layout:
     """Which box of a global array each worker of a mesh holds.
 
-    shape: the global shape. spec: the axes that split each dimension. axes: the names and sizes of the mesh axes,
-    major to minor. cuts: for each dimension the sizes of its blocks, or None where they are balanced.
-    Workers are numbered by their coordinates, last axis fastest. Along axes that the spec does not name the workers
-    hold copies.
-    copies: "invariant": of one value, which counts once; "varying": a value each, which all count.
+    shape: the global shape. spec: the axes that split each dimension. axes: the names and sizes of the mesh axes, major
+    to minor. cuts: for each dimension the sizes of its blocks; None: balanced. Workers are numbered by their
+    coordinates, last axis fastest. Along axes that the spec does not name they hold copies.
+    copies: "invariant": copies of one value, which counts once; "varying": different values, which all count.
 
-    `Layout.grid` lays the array on any grid of any of the workers. Its spec is None.
+    `Layout.grid` lays the array out on a grid of chosen workers. Its spec is None.
     """
 
     __slots__ = ("__dict__", "axes", "copies", "cuts", "shape", "spec", "workers")
 
     spec: Any
-    """A P; None of a grid."""
+    """A P; None for a grid."""
     workers: tuple[int, ...] | None
-    """Of a grid: its workers, last dimension fastest."""
+    """The workers of a grid, last dimension fastest."""
 
     @api_boundary
     def __init__(
@@ -234,16 +189,14 @@ class Layout:
         *,
         copies: str = "invariant",
     ):
-        self.shape = _integers("spmd.Layout", "shape", shape, 0, "the global shape: (8, 3)")
-        self.axes = _axes("spmd.Layout", axes)
+        self.shape = checked_integers("spmd.Layout", "shape", shape, 0, "the global shape: (8, 3)")
+        self.axes = checked_axes("spmd.Layout", axes)
         if not isinstance(spec, P):
-            raise SpecError(
-                message("spmd.Layout", argument="spec", got=repr(spec), need="a spec", mend='P("x") or P()')
-            )
+            raise SpecError.at("spmd.Layout", argument="spec", got=repr(spec), need="a spec", mend='P("x") or P()')
         spec.check(self.axes, "spmd.Layout", "spec", len(self.shape))
         self.spec = P(*spec.trimmed, *[None] * (len(self.shape) - len(spec.trimmed)))
         self.workers = None
-        self.copies = _of_copies(copies)
+        self.copies = checked_copies(copies)
         self.cuts = self._cut([[self.axes[n] for n in names] for names in self.spec.dims], cuts)
 
     @classmethod
@@ -258,57 +211,52 @@ class Layout:
         *,
         copies: str = "varying",
     ) -> Layout:
-        """An array cut into a Cartesian grid of blocks, held by any workers of a mesh; the others hold nothing.
+        """An array cut into a Cartesian grid of blocks, on chosen workers of a mesh. Other workers hold nothing.
 
-        grid: the number of blocks in each dimension; numbers after those of the array's dimensions count copies of
-        each block. workers: who holds the blocks, by number, last dimension of the grid fastest; the first
-        prod(grid) by default. cuts, copies: as for `Layout`.
-        Who holds nothing has a block of shape (0, 0, ...).
+        grid: the number of blocks in each dimension. Further numbers count copies of each block. workers: the numbers
+        of the workers that hold the blocks, last dimension of the grid fastest; by default the first prod(grid) ones.
+        cuts, copies: as for `Layout`. The block of a worker that holds nothing has the shape (0, 0, ...).
         """
         where = "spmd.Layout.grid"
         self = cls.__new__(cls)
-        self.shape = _integers(where, "shape", shape, 0, "the global shape: (8, 3)")
-        self.axes, self.spec, self.copies = _axes(where, axes), None, _of_copies(copies)
-        counts = _integers(where, "grid", grid, None, "a number of blocks for each dimension, 1 where it is whole")
+        self.shape = checked_integers(where, "shape", shape, 0, "the global shape: (8, 3)")
+        self.axes, self.spec, self.copies = checked_axes(where, axes), None, checked_copies(copies)
+        counts = checked_integers(
+            where, "grid", grid, None, "a number of blocks for each dimension, 1 where it is whole"
+        )
         ndim, total = len(self.shape), math.prod(self.axes.values())
         if len(counts) < ndim or min(counts, default=1) < 1:
-            raise LayoutError(
-                message(
-                    where,
-                    argument="grid",
-                    got=f"{counts} for an array of {ndim} dimensions",
-                    need="a number of blocks, 1 or more, for each dimension; numbers of copies may follow",
-                    mend="write 1 for a dimension that is whole",
-                )
+            raise LayoutError.at(
+                where,
+                argument="grid",
+                got=f"{counts} for an array of {ndim} dimensions",
+                need="a number of blocks, 1 or more, for each dimension; numbers of copies may follow",
+                mend="write 1 for a dimension that is whole",
             )
         chosen = range(math.prod(counts)) if workers is None else workers
-        chosen = _integers(where, "workers", chosen, None, "their numbers: workers=[4, 5, 6, 7]")
+        chosen = checked_integers(where, "workers", chosen, None, "their numbers: workers=[4, 5, 6, 7]")
         if len(chosen) != math.prod(counts) or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(total)):
-            raise LayoutError(
-                message(
-                    where,
-                    argument="workers",
-                    got=str(chosen),
-                    need=f"{math.prod(counts)} different workers of the {total} of the mesh, one for each block",
-                    mend="make the grid smaller, or the mesh larger",
-                )
+            raise LayoutError.at(
+                where,
+                argument="workers",
+                got=str(chosen),
+                need=f"{math.prod(counts)} different workers of the {total} of the mesh, one for each block",
+                mend="make the grid smaller, or the mesh larger",
             )
         self.workers = chosen
         self.cuts = self._cut([[n] for n in counts[:ndim]], cuts)
         return self
 
     def _cut(self, parts: Sequence[Sequence[int]], cuts) -> tuple[tuple[int, ...], ...]:
-        """The sizes of the blocks in each dimension: those given, checked, or balanced ones."""
+        """The sizes of the blocks in each dimension, checked; balanced ones for None."""
         given = [None] * len(self.shape) if cuts is None else [*cuts] if isinstance(cuts, Iterable) else None
         if given is None or len(given) != len(self.shape):
-            raise LayoutError(
-                message(
-                    "spmd.Layout",
-                    argument="cuts",
-                    got=repr(cuts),
-                    need=f"one for each of {len(self.shape)} dimensions",
-                    mend="None for a dimension in balanced blocks",
-                )
+            raise LayoutError.at(
+                "spmd.Layout",
+                argument="cuts",
+                got=repr(cuts),
+                need=f"one for each of {len(self.shape)} dimensions",
+                mend="None for a dimension in balanced blocks",
             )
         return tuple(self._sizes(d, parts[d], c) for d, c in enumerate(given))
 
@@ -316,16 +264,16 @@ class Layout:
         balanced = block_sizes(self.shape[d], parts)
         if cut is None:
             return balanced
-        cut = _integers("spmd.Layout", f"cuts, dimension {d}", cut, None, "a size per block, zeros included, or None")
+        cut = checked_integers(
+            "spmd.Layout", f"cuts, dimension {d}", cut, None, "a size per block, zeros included, or None"
+        )
         if len(cut) != len(balanced) or sum(cut) != self.shape[d] or min(cut, default=0) < 0:
-            raise LayoutError(
-                message(
-                    "spmd.Layout",
-                    argument=f"cuts, dimension {d}",
-                    got=f"block sizes {cut}",
-                    need=f"{len(balanced)} sizes that add to {self.shape[d]}",
-                    mend="give one size per block, zeros included, or None for balanced blocks",
-                )
+            raise LayoutError.at(
+                "spmd.Layout",
+                argument=f"cuts, dimension {d}",
+                got=f"block sizes {cut}",
+                need=f"{len(balanced)} sizes that add to {self.shape[d]}",
+                mend="give one size per block, zeros included, or None for balanced blocks",
             )
         return cut
 
@@ -356,7 +304,7 @@ class Layout:
 
     @cached_property
     def balanced(self) -> bool:
-        """Whether every dimension is split by the one formula."""
+        """Whether every dimension is cut into balanced blocks."""
         parts = [[len(c)] for c in self.cuts]
         if self.spec is not None:
             parts = [[self.axes[n] for n in names] for names in self.spec.dims]
@@ -369,78 +317,72 @@ class Layout:
 
     @cached_property
     def varying(self) -> frozenset[str]:
-        """The axes along which workers hold values of their own: of a grid all axes."""
+        """The axes along which workers hold different values; for a grid all axes."""
         return frozenset(self.axes if self.spec is None or self.copies == "varying" else self.spec.axes)
 
     def check(self, axes: Mapping[str, int], where: str, argument: str, ndim: int | None = None) -> None:
-        """Raise where the layout cannot stand for a spec: on another mesh, of other dimensions, or of many values."""
+        """Raise if the layout cannot stand for a spec: other axes, other dimensions, or copies that vary."""
         if [*self.axes.items()] != [*axes.items()]:  # their order numbers the workers
-            raise LayoutError(
-                message(
-                    where,
-                    argument=argument,
-                    got=f"{self}, over the axes {self.axes}",
-                    need=f"a layout over the axes of the mesh, {dict(axes)}",
-                    mend="spmd.Layout(shape, spec, mesh.axes), spmd.Layout.grid(shape, grid, mesh.axes, workers)",
-                )
+            raise LayoutError.at(
+                where,
+                argument=argument,
+                got=f"{self}, over the axes {self.axes}",
+                need=f"a layout over the axes of the mesh, {dict(axes)}",
+                mend="spmd.Layout(shape, spec, mesh.axes), spmd.Layout.grid(shape, grid, mesh.axes, workers)",
             )
         if ndim is not None and ndim != len(self.shape) and (self.shape or ndim > 1):
-            raise LayoutError(
-                message(
-                    where,
-                    argument=argument,
-                    got=f"{self} for an array of {ndim} dimension{'s' * (ndim != 1)}",
-                    need=f"a layout of an array of {ndim}",
-                    mend="lay out an array of this shape",
-                )
+            raise LayoutError.at(
+                where,
+                argument=argument,
+                got=f"{self} for an array of {ndim} dimension{'s' * (ndim != 1)}",
+                need=f"a layout of an array of {ndim}",
+                mend="lay out an array of this shape",
             )
         if self.has_copies and (self.spec is None or self.copies == "varying"):
-            raise LayoutError(
-                message(
-                    where,
-                    argument=argument,
-                    got=f"{self}, of which several workers hold one block",
-                    need="each block on one worker, or copies along axes that a spec leaves out",
-                    mend="in a body spmd.repartition(x, src, dst) copies blocks to more workers, and spmd.accumulate "
-                    "adds such copies",
-                )
+            raise LayoutError.at(
+                where,
+                argument=argument,
+                got=f"{self}, of which several workers hold one block",
+                need="each block on one worker, or copies along axes that a spec leaves out",
+                mend="in a body spmd.repartition(x, src, dst) copies blocks to more workers, and spmd.accumulate "
+                "adds such copies",
             )
 
     def coordinates(self, worker: int) -> dict[str, int]:
-        """The worker's place along each axis."""
+        """The index of a worker along each axis."""
         place = {}
         for name, n in reversed(self.axes.items()):
             worker, place[name] = divmod(worker, n)
         return {name: place[name] for name in self.axes}
 
     def describe(self, worker: int) -> str:
-        """A worker as error messages name it."""
+        """A worker in error messages."""
         return f"worker {worker} ({', '.join(f'{k}={v}' for k, v in self.coordinates(worker).items())})"
 
     @cached_property
     def _places(self) -> dict[int, tuple[int, ...]]:
-        """Of a grid: which block of each dimension its workers hold."""
+        """For a grid: which block of each dimension its workers hold."""
         assert self.workers is not None
         blocks = list(itertools.product(*(range(len(c)) for c in self.cuts)))
         each = len(self.workers) // len(blocks)
         return {w: blocks[k // each] for k, w in enumerate(self.workers)}
 
     def positions(self, worker: int) -> tuple[int, ...] | None:
-        """Which block of each dimension the worker holds; None if it holds none."""
+        """The index of the block of a worker in each dimension; None if it holds nothing."""
         if self.spec is None:
             return self._places.get(worker)
         place = self.coordinates(worker)
-        found = []
+        positions = []
         for names in self.spec.dims:
             at = 0
             for n in names:
                 at = at * self.axes[n] + place[n]
-            found.append(at)
-        return tuple(found)
+            positions.append(at)
+        return tuple(positions)
 
     @cached_property
     def boxes(self) -> tuple[Box, ...]:
-        """For each worker the (start, stop) of its block in each dimension; of zeros if it holds none."""
+        """For each worker the (start, stop) of its block in each dimension; zeros if it holds nothing."""
         at = [offsets(c) for c in self.cuts]
         places = map(self.positions, range(self.size))
         nothing = ((0, 0),) * len(self.shape)
@@ -451,7 +393,7 @@ class Layout:
 
     def block_shape(self, worker: int) -> tuple[int, ...]:
         if not self.shape and self.positions(worker) is None:
-            return (0,)  # a number has no dimension that could be empty
+            return (0,)  # a scalar has no dimension that could be empty
         return tuple(stop - start for start, stop in self.boxes[worker])
 
     def slices(self, worker: int) -> tuple[slice, ...]:
@@ -459,25 +401,25 @@ class Layout:
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
-        """For each worker the first that holds the same value: of copies that vary, and of nothing, itself."""
+        """For each worker the first worker that holds the same value. Copies that vary have no other owner."""
         first: dict[tuple[int, ...], int] = {}
         places = [self.positions(w) if self.copies == "invariant" else None for w in range(self.size)]
         return tuple(w if place is None else first.setdefault(place, w) for w, place in enumerate(places))
 
     @cached_property
     def sharers(self) -> dict[Any, list[list[int]]]:
-        """Of the workers that a process holds those that hold one value, together; filled as meshes ask."""
+        """A cache of `Mesh.sharers`: the workers of a process, grouped by the value that they hold."""
         return {}
 
     @cached_property
     def holders(self) -> dict[tuple[int, ...], tuple[int, ...]]:
-        """For each block, by its place in each dimension, the workers that hold it."""
-        found: dict[tuple[int, ...], list[int]] = {}
+        """For each block, by its index in each dimension, the workers that hold it."""
+        workers_of: dict[tuple[int, ...], list[int]] = {}
         for w in range(self.size):
             place = self.positions(w)
             if place is not None:
-                found.setdefault(place, []).append(w)
-        return {place: tuple(workers) for place, workers in found.items()}
+                workers_of.setdefault(place, []).append(w)
+        return {place: tuple(workers) for place, workers in workers_of.items()}
 
     @cached_property
     def has_copies(self) -> bool:
@@ -485,9 +427,9 @@ class Layout:
         return any(len(workers) > 1 for workers in self.holders.values())
 
     def picture(self, title: str = "", *, ascii: bool | None = None, width: int = 100) -> str:
-        """How the array lies on the mesh, drawn: a box for each block, with its shape and the workers that hold it.
+        """A drawing of the layout: a box for each block, with its shape and the workers that hold it.
 
-        At its left and above it stand the coordinates of these workers and its range of indices:
+        The coordinates of the workers and the range of indices stand on the left of a box and above it:
 
             w (5, 8)  P('x')
                 ┌──────────┐
@@ -498,49 +440,40 @@ class Layout:
             3:5 │  (2, 8)  │
                 └──────────┘
 
-        Two split dimensions make a grid; of more, there is a grid for each block of the first ones. Several workers
-        in one box have a copy each of one value; where the copies vary the first line says so.
-        title: goes before the shape. ascii: draw with + - | only; by default where standard output cannot print the
-        lines of boxes. width: in characters; wider grids go on below.
+        Two split dimensions give a grid. With more, there is a grid for each block of the first ones. Several workers
+        in one box hold copies of one value; the first line says if the copies vary.
+        title: precedes the shape. ascii: draw with + - | only; the default depends on the characters of standard
+        output.
+        width: in characters; wider grids are continued below.
         """
-        grids = _Grids(self)
-        ascii = not prints(_BOXES) if ascii is None else ascii
-        corners = "+++++++++-|" if ascii else _BOXES
         lies = f"grid {tuple(len(c) for c in self.cuts)}" if self.spec is None else str(P(*self.spec.trimmed))
         vary = ", copies vary" if self.copies == "varying" and self.has_copies else ""
-        lines = [f"{title} {self.shape}  {lies}{vary}".lstrip()]
-        for caption, cells in grids.all():
-            lines += [caption] if caption else []
-            lines += _boxes(cells, grids.rows, grids.columns, corners, width)
-        idle = [w for w in range(self.size) if self.positions(w) is None]
-        if idle:
-            lines.append(f"worker{'s' * (len(idle) > 1)} {_numbers(idle)}: nothing")
-        return "\n".join(lines)
+        dims = None if self.spec is None else self.spec.dims
+        grids = BlockGrids(self.cuts, dims, self.axes, self.holders)
+        return grids.draw(f"{title} {self.shape}  {lies}{vary}".lstrip(), ascii=ascii, width=width)
 
     @classmethod
     def of_blocks(cls, shapes: Sequence[tuple[int, ...]], spec: P, axes: Mapping[str, int], where: str) -> Layout:
-        """The layout in which workers hold blocks of these shapes, joined as the spec says."""
+        """The layout of the array whose blocks have these shapes, split as the spec says."""
         ndim = len(shapes[0])
         spec.check(axes, where, "spec", ndim)
         probe = cls((0,) * ndim, spec, axes)
         cuts: list[list[int | None]] = [[None] * len(c) for c in probe.cuts]
         for w, shape in enumerate(shapes):
             for d, k in enumerate(probe.positions(w) or ()):
-                known = cuts[d][k]
-                if len(shape) != ndim or (known is not None and known != shape[d]):
+                length = cuts[d][k]
+                if len(shape) != ndim or (length is not None and length != shape[d]):
                     other = next(v for v in range(w) if len(shape) != ndim or (probe.positions(v) or ())[d] == k)
-                    raise LayoutError(
-                        message(
-                            f"{where}, laid out by {spec}",
-                            got=f"a block of shape {list(shapes[other])} on {probe.describe(other)}, "
-                            f"and one of shape {list(shape)} on {probe.describe(w)}",
-                            need=f"blocks that join to one array: equal lengths in dimension {d}"
-                            if len(shape) == ndim
-                            else "blocks of as many dimensions everywhere",
-                            mend="make the lengths agree, or name in the spec the axis that they differ along"
-                            if len(shape) == ndim
-                            else "np.expand_dims, or reduce everywhere over the same dimensions",
-                        )
+                    raise LayoutError.at(
+                        f"{where}, laid out by {spec}",
+                        got=f"a block of shape {list(shapes[other])} on {probe.describe(other)}, "
+                        f"and one of shape {list(shape)} on {probe.describe(w)}",
+                        need=f"blocks that join to one array: equal lengths in dimension {d}"
+                        if len(shape) == ndim
+                        else "blocks of as many dimensions everywhere",
+                        mend="make the lengths agree, or name in the spec the axis that they differ along"
+                        if len(shape) == ndim
+                        else "np.expand_dims, or reduce everywhere over the same dimensions",
                     )
                 cuts[d][k] = shape[d]
         sizes = [[k or 0 for k in c] for c in cuts]
@@ -548,97 +481,4 @@ class Layout:
 
 
 Spec = P | Layout
-"""How an array lies on a mesh, as `spmd.map` and `spmd.put` take it."""
-
-# Pictures
-
-Lines = tuple[str, ...]
-
-
-class _Grids:
-    """The blocks of a layout as texts in grids: `columns` belong to one split dimension, `rows` to the one before."""
-
-    def __init__(self, layout: Layout):
-        self.layout = layout
-        split = [d for d, cut in enumerate(layout.cuts) if (layout.spec.dims[d] if layout.spec else len(cut) > 1)]
-        # One split dimension runs downwards, as the rows of a matrix do, unless it is the last.
-        across = split.pop() if split and (len(split) > 1 or split[-1] == len(layout.shape) - 1) else None
-        down = split.pop() if split else None
-        self.outer, self.inner = split, (down, across)
-        self.rows, self.columns = self._labels(down), self._labels(across)
-
-    def _labels(self, d: int | None) -> list[Lines]:
-        """For each block of a dimension the coordinates of its workers and its range; one empty label for None."""
-        if d is None:
-            return [()]
-        at = offsets(self.layout.cuts[d])
-        if self.layout.spec is None:
-            return [(f"{d}: block {k}", f"{at[k]}:{at[k + 1]}") for k in range(len(at) - 1)]
-        names = self.layout.spec.dims[d]
-        places = itertools.product(*(range(self.layout.axes[n]) for n in names))
-        return [
-            (", ".join(f"{n}={i}" for n, i in zip(names, place, strict=True)), f"{at[k]}:{at[k + 1]}")
-            for k, place in enumerate(places)
-        ]
-
-    def all(self) -> Iterator[tuple[str, list[list[Lines]]]]:
-        """Each grid with its caption, for each block of the outer split dimensions."""
-        holders = self.layout.holders
-        for outer in itertools.product(*(enumerate(self._labels(d)) for d in self.outer)):
-            place = {d: k for d, (k, _) in zip(self.outer, outer, strict=True)}
-            caption = [f"dimension {d}: {' '.join(label)}" for d, (_, label) in zip(self.outer, outer, strict=True)]
-            columns = range(len(self.columns))
-            cells = [[self._cell(holders, place, i, j) for j in columns] for i in range(len(self.rows))]
-            yield ", ".join(caption), cells
-
-    def _cell(self, holders: Mapping[tuple[int, ...], tuple[int, ...]], place: dict[int, int], i: int, j: int) -> Lines:
-        place = place | {d: k for d, k in zip(self.inner, (i, j), strict=True) if d is not None}
-        workers = holders[tuple(place.get(d, 0) for d in range(len(self.layout.shape)))]
-        shape = self.layout.block_shape(workers[0])
-        who = f"worker{'s' * (len(workers) > 1)} {_numbers(workers)}"
-        return who, f"empty {shape}" if 0 in shape else str(shape)
-
-
-def _numbers(workers: Sequence[int]) -> str:
-    """0-3, 8, 10: neighbours together, and of many groups the first and the last."""
-    groups = [[w for _, w in g] for _, g in itertools.groupby(enumerate(workers), lambda kw: kw[1] - kw[0])]
-    texts = [f"{g[0]}-{g[-1]}" if len(g) > 2 else ", ".join(map(str, g)) for g in groups]
-    return ", ".join(texts if len(texts) <= 4 else [*texts[:2], "...", texts[-1]])
-
-
-def _boxes(cells: list[list[Lines]], rows: list[Lines], columns: list[Lines], marks: str, width: int) -> list[str]:
-    """Cells as boxes that touch, with the labels of rows at their left and of columns above."""
-    top, middle, bottom, (dash, bar) = marks[0:3], marks[3:6], marks[6:9], marks[9:]
-    left = max(len(t) for label in rows for t in label) + 1 if rows[0] else 0
-    size = max(len(t) for texts in (*itertools.chain(*cells), *columns) for t in texts) + 2
-    fit = max(1, (width - left - 1) // (size + 1))
-    lines = []
-    for start in range(0, len(columns), fit):
-        part = columns[start : start + fit]
-
-        def rule(ends: str, n: int = len(part)) -> str:
-            return " " * left + ends[0] + ends[1].join([dash * size] * n) + ends[2]
-
-        lines += [" " * (left + 1) + " ".join(t.center(size) for t in texts) for texts in zip(*part, strict=True)]
-        for k, (label, row) in enumerate(zip(rows, cells, strict=True)):
-            lines.append(rule(middle if k else top))
-            for t, texts in zip(label or ("", ""), zip(*row[start : start + fit], strict=True), strict=True):
-                lines.append(t.rjust(left - 1).ljust(left) + bar + bar.join(x.center(size) for x in texts) + bar)
-        lines.append(rule(bottom))
-    return [line.rstrip() for line in lines]
-
-
-def beside(pictures: Sequence[str], width: int = 100) -> str:
-    """Texts of several lines next to each other, as many as fit, the rest below."""
-    shelves: list[list[list[str]]] = [[]]
-    for lines in (p.splitlines() for p in pictures):
-        wide = max(map(len, lines))
-        if shelves[-1] and sum(len(b[0]) + 3 for b in shelves[-1]) + wide > width:
-            shelves.append([])
-        shelves[-1].append([line.ljust(wide) for line in lines])
-    texts = []
-    for shelf in shelves:
-        blank = [" " * len(block[0]) for block in shelf]
-        rows = itertools.zip_longest(*shelf)
-        texts.append("\n".join("   ".join(t or b for t, b in zip(row, blank, strict=True)).rstrip() for row in rows))
-    return "\n\n".join(texts)
+"""The layout of an array, as `spmd.map` and `spmd.put` take it."""

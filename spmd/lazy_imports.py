@@ -1,4 +1,4 @@
-"""What a module names and others define, imported when it is first asked for: most programs need little of it."""
+"""Names of a module that are imported from other modules on first use. Most programs need few of them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ __all__ = ["absent", "late"]
 def late(
     module: str, names: Mapping[str, Collection[str]], parts: Collection[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The `__getattr__` and the `__dir__` of a module. names: those that each other module defines; parts: its modules
-    that are asked for as they are."""
+    """The `__getattr__` and `__dir__` of a module.
+
+    names: the names that each other module defines. parts: submodules that are available as attributes.
+    """
     places = {name: place for place, some in names.items() for name in some}
 
     @api_boundary
@@ -36,11 +38,11 @@ def late(
 
 
 def absent(module: str, name: str) -> AttributeError:
-    """The error for a name that a module lacks, with what to write where other libraries have it."""
+    """The error for a name that a module lacks. It says what to write for names of other libraries."""
     if not name.startswith("_"):
         spellings = import_module("spmd.spellings")
         mend = spellings.instead(module, name)
         if mend:
             text = message(f"{module}.{name}", got="a name of another library", need="one of spmd's", mend=mend)
-            return MissingMethodError(text, name=name, obj=None)  # of no object: Python is to guess nothing more
+            return MissingMethodError(text, name=name, obj=None)  # obj=None: Python adds no suggestions
     return AttributeError(f"module {module!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""A named grid of workers, and a worker's place in it."""
+"""A named grid of workers, and the worker that runs a body."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import numpy as np
 from spmd import device as devices
 from spmd.autodiff.staging.recorder import Program
 from spmd.autodiff.tracer import Array
-from spmd.errors import LayoutError, MeshError, TransportError, describe, message, nearest
+from spmd.errors import LayoutError, MeshError, nearest
 from spmd.layout import Layout, P, Spec
-from spmd.replicas import Replicas
+from spmd.replicas.records import Replicas
 from spmd.settings import SETTINGS, check_all, setting
+from spmd.spec_trees import REQUIRED
 from spmd.spellings import closest
 from spmd.state import State, state_of
 from spmd.tracebacks import api_boundary
 from spmd.transport.base import Comm, Transport, checks_are_on
 from spmd.transport.call import Group
 from spmd.transport.handles import Outcome
-from spmd.transport.launcher import expected_size, leftovers, torch_world
-from spmd.transport.processes.job import in_a_child, job_world, mpi_world, no_job_of_a_child, start_mpi
+from spmd.transport_choice import TransportRequest
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -36,23 +36,20 @@ __all__ = [
     "WORKER",
     "Mesh",
     "Worker",
-    "axis_index",
-    "axis_size",
     "current_mesh",
     "here",
-    "is_main",
     "make_mesh",
-    "worker_index",
+    "use_map",
 ]
 
 
 class Worker:
     """One worker of a mesh while it runs a body.
 
-    index: its number, last axis fastest. coordinates: its place along each axis. tracked: whether the arrays of its
-    body carry their state. frontend: whose arrays its body is written in; None for NumPy's. prepared: what its lines
-    called in earlier maps, and with which blocks. program: where what it does is written down, if it is. replicas: what
-    its process supposed to be one value in this map.
+    index: its number, last axis fastest. coordinates: its index along each axis. tracked: whether the arrays of the
+    body carry their state. frontend: the array library of the body; None for NumPy. prepared: the collectives that
+    lines of the body called in earlier runs, by line. program: the program that records this run; None if none does.
+    replicas: the values of this run that must be equal on several workers.
     """
 
     __slots__ = (
@@ -71,42 +68,55 @@ class Worker:
         self.prepared = mesh._prepared.setdefault(self.index, {})
         self.program: Program | None = None
 
-    def write_down(self, program: Program | None = None) -> Program:
-        """From now on every collective becomes a line of a program (None: of a new one), also one of constants: others
-        may wait for it."""
-        self.prepared = _NEVER
+    def record(self, program: Program | None = None) -> Program:
+        """Record every collective from now on in a program, a new one by default.
+
+        Collectives of constants are recorded too, because other workers may wait for them.
+        """
+        self.prepared = _ALWAYS_MISSING
         self.program = program = program or Program()
         return program
 
     def group(self, axes: tuple[str, ...]) -> Group:
         """The workers that differ from this one along `axes` only."""
-        found = self.groups.get(axes)
-        if found is None:
-            found = self.groups[axes] = self.mesh.group(self.index, axes)
-        return found
+        group = self.groups.get(axes)
+        if group is None:
+            group = self.groups[axes] = self.mesh.group(self.index, axes)
+        return group
 
     def state(self) -> State:
         """The state of bare data in this body."""
         return state_of(())
 
     def carrying(self, value: Any, state: State) -> Any:
-        """A number or bare data of this body, with its state where states are tracked."""
+        """A number or bare data as an array of this body: with its state where states are tracked."""
         if self.frontend is not None:
             return self.frontend.carrying(value, state, self.tracked)
         return Array(value, state) if self.tracked else value
 
 
-class _Never(dict):
-    """In place of what lines have called: nothing is looked for."""
+class _AlwaysMissing(dict):
+    """In place of `Worker.prepared` while a program is recorded: no collective is prepared, and none is to be."""
 
     def get(self, key: Any, default: Any = None) -> Any:
         return False
 
 
-_NEVER = _Never()
+_ALWAYS_MISSING = _AlwaysMissing()
 
 WORKER: ContextVar[Worker | None] = ContextVar("spmd_worker", default=None)
+"""The worker whose body runs; None outside of bodies."""
 _meshes: ContextVar[tuple[Mesh, ...]] = ContextVar("spmd_meshes", default=())
+
+
+def _map_function(*args: Any, **options: Any) -> Any:
+    raise AssertionError("spmd.mapping is not imported")
+
+
+def use_map(function: Callable[..., Any]) -> None:
+    """Set the function behind `Mesh.map`: `spmd.map`, which a module above this one defines."""
+    global _map_function
+    _map_function = function
 
 
 class Mesh:
@@ -114,20 +124,20 @@ class Mesh:
 
     axes: the axis sizes by name, major to minor. The options are keywords of the same call, so an axis of one of
     their names needs `make_mesh`:
-    transport: "local" (virtual workers of this process), "mpi" or "torch" (processes). By default "mpi" where this
-    process is one of several of MPI, "torch" where it is one of several of torch.distributed, as torchrun starts them,
-    else "local"; the variable SPMD_TRANSPORT overrides the default.
-    "nccl": a GPU for each worker, among which NCCL moves blocks; the workers are those that the default gives.
-    scheduler: of "local": "lockstep", "threads", or "auto" (by measurement); the variable SPMD_SCHEDULER overrides
+    transport: "local" (virtual workers of this process), "mpi" or "torch" (processes). The default is "mpi" if this
+    process is one of several of MPI, "torch" if it is one of several of torch.distributed, as torchrun starts them,
+    else "local". The variable SPMD_TRANSPORT overrides the default.
+    "nccl": NCCL moves blocks between GPUs, one per worker; the workers are those of the default transport.
+    scheduler: for "local": "lockstep", "threads", or "auto" (by measurement). The variable SPMD_SCHEDULER overrides
     the default.
     comm: an mpi4py communicator whose processes are the workers; implies "mpi".
-    device: "cpu", or "cuda": blocks are arrays of CuPy, and bodies run on them; worker k is on GPU k modulo their
-    number, on a stream of its own. The variable SPMD_DEVICE overrides the default, "cpu".
+    device: "cpu", or "cuda": blocks are CuPy arrays, and bodies compute on them. Worker k uses GPU k modulo the number
+    of GPUs, on its own stream. The variable SPMD_DEVICE overrides the default, "cpu".
 
-    `with mesh:` makes it the mesh of the maps that are called inside. Where the processes of a job are its workers it
-    starts MPI, and each process from then on sees it if another one ends; else it starts nothing before it is used.
-    Raises MeshError for bad sizes or options, TransportError where the engine does not have the workers, or there is
-    no GPU.
+    Inside `with mesh:` maps run on this mesh. If the processes of a job are the workers, the constructor starts MPI,
+    and from then on every process notices when another one ends. Otherwise nothing starts before the first use.
+    Raises MeshError for bad sizes or options, TransportError if the transport has another number of workers, or if
+    there is no GPU.
     """
 
     @api_boundary
@@ -148,10 +158,8 @@ class Mesh:
         where = "spmd.Mesh"
         for name, n in axes.items():
             if not isinstance(n, int | np.integer) or isinstance(n, bool) or n < 1:
-                raise MeshError(
-                    message(
-                        where, argument=name, got=repr(n), need="a size, an int of at least 1", mend=f"Mesh({name}=2)"
-                    )
+                raise MeshError.at(
+                    where, argument=name, got=repr(n), need="a size, an int of at least 1", mend=f"Mesh({name}=2)"
                 )
         self.axes: dict[str, int] = {name: int(n) for name, n in axes.items()}
         self.sides = tuple(self.axes.items())
@@ -159,55 +167,53 @@ class Mesh:
         given = {"SPMD_SCHEDULER": scheduler, "SPMD_TRANSPORT": transport, "SPMD_DEVICE": device}
         check_all(but=[name for name, value in given.items() if value is not None])
         self.scheduler = _choice(where, "scheduler", scheduler) or "auto"
-        self._wanted = _choice(where, "transport", transport)
+        name = _choice(where, "transport", transport)
         chosen = _choice(where, "device", device)
-        self.device = "cuda" if self._wanted == "nccl" and device is None else chosen or "cpu"
-        if self._wanted == "nccl" and self.device != "cuda":
-            raise MeshError(
-                message(
-                    where,
-                    argument="device",
-                    got=f'"{self.device}", with transport="nccl"',
-                    need="blocks on GPUs: NCCL moves no others",
-                    mend='device="cuda"',
-                )
+        self.device = "cuda" if name == "nccl" and device is None else chosen or "cpu"
+        if name == "nccl" and self.device != "cuda":
+            raise MeshError.at(
+                where,
+                argument="device",
+                got=f'"{self.device}", with transport="nccl"',
+                need="blocks on GPUs: NCCL moves no others",
+                mend='device="cuda"',
             )
         self.places: Places | None = devices.places(self.device)
-        """Where the workers of this process have their arrays on GPUs; None on the host."""
-        if comm is not None and self._wanted == "local" and transport is not None:
-            raise MeshError(
-                message(
-                    where,
-                    argument="comm",
-                    got='a communicator, and transport="local"',
-                    need="one of them",
-                    mend="leave out the one that is not meant",
-                )
+        """Where the workers of this process keep their arrays on GPUs; None on the host."""
+        if comm is not None and name == "local" and transport is not None:
+            raise MeshError.at(
+                where,
+                argument="comm",
+                got='a communicator, and transport="local"',
+                need="one of them",
+                mend="leave out the one that is not meant",
             )
-        self._comm = comm
+        self.comm = comm
+        self._request = TransportRequest(repr(self), self.size, name, comm, self.places)
         self._transport: Transport | None = None
         self._groups: dict[tuple[int, tuple[str, ...]], Group] = {}
         self._prepared: dict[int, dict[Any, Any]] = {}
         self._coordinates: dict[int, dict[str, int]] = {}
         self.checks = checks_are_on()
         self.turns: dict[Any, int] = {}
-        """How often each line of a body has compared what it supposed to be one value."""
+        """How many comparisons of replicated values each line of a body has made."""
         self.chosen: dict[str, str] = {}
-        """The scheduler that "auto" settled on, by the name of the map; `spmd.info()` shows it."""
-        if self._is_of_the_job():
-            # From here on the others see it where this process ends before it comes to a map.
-            _engine(self, "mpi" if comm is not None else None if self._wanted == "nccl" else self._wanted)
+        """The scheduler that "auto" has chosen, by the name of the map; `spmd.info()` shows it."""
+        if self._request.names_job():
+            # From now on the other processes notice if this one ends, even before its first map.
+            self._request.choose_engine()
 
-    def _is_of_the_job(self) -> bool:
-        """Whether the processes of the job, if there is one, are its workers."""
-        if self._wanted == "local" or in_a_child() or self.size == 1:
-            return False
-        if self._comm is not None:
-            return hasattr(self._comm, "Get_size") and self._comm.Get_size() == self.size
-        return self.size == expected_size()
-
-    map: Callable[..., Any]
-    """`mesh.map(f, in_specs, out_specs)`: `spmd.map` on this mesh. Set by `spmd.mapping`."""
+    @api_boundary
+    def map(
+        self,
+        f: Callable | None = None,
+        in_specs: Any = REQUIRED,
+        out_specs: Any = REQUIRED,
+        *,
+        check: bool = True,
+    ) -> Any:
+        """`spmd.map` on this mesh."""
+        return _map_function(f, in_specs, out_specs, mesh=self, check=check)
 
     def __repr__(self) -> str:
         return f"Mesh({', '.join(f'{k}={n}' for k, n in self.axes.items())})"
@@ -224,14 +230,14 @@ class Mesh:
         return hash(self.sides)
 
     def __copy__(self) -> Mesh:
-        """A mesh names workers, and does not change: so it is its own copy."""
+        """A mesh is immutable, so it is its own copy."""
         return self
 
     def __deepcopy__(self, memo: object) -> Mesh:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what bodies have called so far, which is known by the ids of this process."""
+        """Without the collectives of earlier runs and their turns: their keys are ids of this process."""
         self.check_pickled("a Mesh")
         return {**self.__dict__, "_prepared": {}, "turns": {}}
 
@@ -244,9 +250,9 @@ class Mesh:
 
     @property
     def transport(self) -> Transport:
-        """The engine, chosen at first use."""
+        """The transport, chosen at first use."""
         if self._transport is None:
-            self._transport = _transport(self)
+            self._transport = self._request.choose()
         return self._transport
 
     @property
@@ -255,57 +261,55 @@ class Mesh:
         return self.transport.local
 
     def check_pickled(self, what: str) -> None:
-        """Raise where something of this mesh is to be pickled, and not all of it is in the memory of this process."""
+        """Raise if something of this mesh is to be pickled and other processes or GPUs hold parts of it."""
         if self.transport.name == "local" and self.places is None:
             return
-        raise MeshError(
-            message(
-                f"pickle of {what}",
-                got=f"{self} with transport {self.transport.name!r} on {self.device!r}",
-                need="a mesh of virtual workers on the host: other processes and GPUs cannot be written into a pickle",
-                mend="whole = x.numpy() on all processes, then np.save(file, whole) on one; "
-                "spmd.put(np.load(file), spec, mesh) brings it back. copy.copy and copy.deepcopy work",
-            )
+        raise MeshError.at(
+            f"pickle of {what}",
+            got=f"{self} with transport {self.transport.name!r} on {self.device!r}",
+            need="a mesh of virtual workers on the host: other processes and GPUs cannot be written into a pickle",
+            mend="whole = x.numpy() on all processes, then np.save(file, whole) on one; "
+            "spmd.put(np.load(file), spec, mesh) brings it back. copy.copy and copy.deepcopy work",
         )
 
     def sharing(self, layout: Any, worker: int) -> Any:
-        """Workers for which this is equal share one array: copies of a block, on one device."""
+        """A key that is equal for workers which share one array: copies of a block on one device."""
         owner = layout.owners[worker]
         return owner if self.places is None else (owner, self.places.device(worker))
 
     def sharers(self, layout: Any) -> Sequence[Sequence[int]]:
-        """The workers of this process, those in one sequence for which `sharing` is equal."""
-        known = layout.sharers if self.places is None else {}
-        found = known.get(self.local_workers)
-        if found is None:
-            together: dict[Any, list[int]] = {}
+        """The workers of this process, grouped by `sharing`."""
+        cache = layout.sharers if self.places is None else {}
+        groups = cache.get(self.local_workers)
+        if groups is None:
+            by_key: dict[Any, list[int]] = {}
             for w in self.local_workers:
-                together.setdefault(self.sharing(layout, w), []).append(w)
-            found = known[self.local_workers] = list(together.values())
-        return found
+                by_key.setdefault(self.sharing(layout, w), []).append(w)
+            groups = cache[self.local_workers] = list(by_key.values())
+        return groups
 
     def shared(self, layout: Any, make: Callable[[int], Any]) -> dict[int, Any]:
-        """For each worker of this process what `make` gives for it, called once for those that share one array."""
+        """make(worker) for each worker of this process, called once for workers that share one array."""
         if len(self.local_workers) == 1:
             (w,) = self.local_workers
             return {w: make(w)}
-        found = dict.fromkeys(self.local_workers)
+        blocks = dict.fromkeys(self.local_workers)
         for workers in self.sharers(layout):
-            one = make(workers[0])
+            block = make(workers[0])
             for w in workers:
-                found[w] = one
-        return found
+                blocks[w] = block
+        return blocks
 
     def coordinates(self, worker: int) -> dict[str, int]:
-        """The place of a worker along each axis."""
-        found = self._coordinates.get(worker)
-        if found is None:
-            place: dict[str, int] = {}
+        """The index of a worker along each axis."""
+        place = self._coordinates.get(worker)
+        if place is None:
+            reverse: dict[str, int] = {}
             rest = worker
             for name, n in reversed(self.axes.items()):
-                rest, place[name] = divmod(rest, n)
-            found = self._coordinates[worker] = {name: place[name] for name in self.axes}
-        return dict(found)
+                rest, reverse[name] = divmod(rest, n)
+            place = self._coordinates[worker] = {name: reverse[name] for name in self.axes}
+        return dict(place)
 
     def describe(self, worker: int) -> str:
         """A worker as error messages name it."""
@@ -319,47 +323,35 @@ class Mesh:
         for n in names:
             if not isinstance(n, str) or n not in self.axes:
                 close = nearest(str(n), self.axes, 1)
-                raise MeshError(
-                    message(
-                        where,
-                        argument="axis_name",
-                        got=repr(axis_name),
-                        need=f"an axis of {self}, or a tuple of axes",
-                        mend=f"write {close[0]!r}"
-                        if close
-                        else f"name one of {', '.join(map(repr, self.axes)) or 'none'}",
-                    )
-                )
-        if len(set(names)) < len(names):
-            raise MeshError(
-                message(
+                raise MeshError.at(
                     where,
                     argument="axis_name",
                     got=repr(axis_name),
-                    need="each axis once",
-                    mend="leave out the repetition",
+                    need=f"an axis of {self}, or a tuple of axes",
+                    mend=f"write {close[0]!r}" if close else f"name one of {', '.join(map(repr, self.axes)) or 'none'}",
                 )
+        if len(set(names)) < len(names):
+            raise MeshError.at(
+                where, argument="axis_name", got=repr(axis_name), need="each axis once", mend="leave out the repetition"
             )
         return names
 
     def layout(self, shape: tuple[int, ...], spec: Spec, where: str = "Mesh.layout", argument: str = "spec") -> Layout:
-        """The layout of an array of this shape: by a spec the balanced one; a layout of this shape is itself."""
+        """The layout of an array of this shape: for a spec the balanced one; a layout must be of this shape."""
         if isinstance(spec, P):
             return _balanced(shape, spec, self.sides)
         if spec.shape != shape:
-            raise LayoutError(
-                message(
-                    where,
-                    argument=argument,
-                    got=f"{spec} for an array of shape {list(shape)}",
-                    need=f"a layout of shape {list(spec.shape)}, or an array of that",
-                    mend="a spec, P(...), serves arrays of every shape",
-                )
+            raise LayoutError.at(
+                where,
+                argument=argument,
+                got=f"{spec} for an array of shape {list(shape)}",
+                need=f"a layout of shape {list(spec.shape)}, or an array of that",
+                mend="a spec, P(...), serves arrays of every shape",
             )
         return spec
 
     def joined(self, shapes: tuple[tuple[int, ...], ...], spec: Spec, *where: str) -> Layout:
-        """The layout of the array that blocks of these shapes, one per worker, join to. where: who joins what."""
+        """The layout of the array whose blocks, one per worker, have these shapes. where: for messages."""
         if isinstance(spec, P):
             try:
                 return _of_blocks(shapes, spec, self.sides)
@@ -367,21 +359,19 @@ class Mesh:
                 return Layout.of_blocks(shapes, spec, self.axes, ": ".join(where))
         for w, shape in enumerate(shapes):
             if shape != spec.block_shape(w):
-                raise LayoutError(
-                    message(
-                        ": ".join(where),
-                        got=f"a block of shape {list(shape)} on {self.describe(w)}",
-                        need=f"shape {list(spec.block_shape(w))} there, as {spec} says",
-                        mend="cut the block to its box, or lay it out by another spec; on workers that hold nothing "
-                        "blocks have length 0 in every dimension",
-                    )
+                raise LayoutError.at(
+                    ": ".join(where),
+                    got=f"a block of shape {list(shape)} on {self.describe(w)}",
+                    need=f"shape {list(spec.block_shape(w))} there, as {spec} says",
+                    mend="cut the block to its box, or lay it out by another spec; on workers that hold nothing "
+                    "blocks have length 0 in every dimension",
                 )
         return spec
 
     def group(self, worker: int, axes: tuple[str, ...]) -> Group:
         """The workers that differ from `worker` along `axes` only, the first axis major."""
-        found = self._groups.get((worker, axes))
-        if found is None:
+        group = self._groups.get((worker, axes))
+        if group is None:
             strides, stride = {}, 1
             for name, n in reversed(self.axes.items()):
                 strides[name] = stride
@@ -393,14 +383,13 @@ class Mesh:
                 members = [m + k * strides[a] for m in members for k in range(self.axes[a])]
                 index = index * self.axes[a] + place[a]
             dims = tuple(self.axes[a] for a in axes)
-            found = self._groups[worker, axes] = Group(axes, dims, tuple(members), index)
-        return found
+            group = self._groups[worker, axes] = Group(axes, dims, tuple(members), index)
+        return group
 
     def run(
         self, body: Callable[[Worker], Any], *, tracked: bool = True, scheduler: str | None = None, number: int = 0
     ) -> Outcome:
-        """Run body(worker) on every worker held here; their results by worker number. number: of runs before."""
-
+        """Run body(worker) on every worker of this process. number: how many runs of this body came before."""
         replicas = Replicas(len(self.local_workers) < self.size, number)
 
         def main(comm: Comm):
@@ -426,128 +415,26 @@ def _balanced(shape: tuple[int, ...], spec: P, axes: tuple[tuple[str, int], ...]
 def _of_blocks(shapes, spec: P, axes: tuple[tuple[str, int], ...]) -> Layout:
     layout = Layout.of_blocks(shapes, spec, dict(axes), "")
     balanced = _balanced(layout.shape, spec, axes)
-    return balanced if layout == balanced else layout  # most often: then one object, which is compared at once
+    return balanced if layout == balanced else layout  # the usual case: one object, which is equal at once
 
 
 def _choice(where: str, option: str, value: str | None) -> str | None:
     """An option from its argument, checked, or its environment variable."""
     variable = f"SPMD_{option.upper()}"
-    known = SETTINGS[variable].known
+    values = SETTINGS[variable].known
     if value is None:
         return setting(variable)
-    if value not in known:
-        raise MeshError(
-            message(
-                where,
-                argument=option,
-                got=repr(value),
-                need=f"one of {', '.join(map(repr, known))}",
-                mend=f'make_mesh(({value},), ("{option}",)) for an axis of this name'
-                if isinstance(value, int)
-                else f'{option}="{closest(value, known)}"',
-            )
+    if value not in values:
+        raise MeshError.at(
+            where,
+            argument=option,
+            got=repr(value),
+            need=f"one of {', '.join(map(repr, values))}",
+            mend=f'make_mesh(({value},), ("{option}",)) for an axis of this name'
+            if isinstance(value, int)
+            else f'{option}="{closest(value, values)}"',
         )
     return value
-
-
-def _transport(mesh: Mesh) -> Transport:
-    """The engine of a mesh: what was asked for, else that of the job of which this process is, else virtual workers."""
-    if mesh._wanted == "nccl":
-        from spmd.transport.nccl import NcclTransport
-
-        assert mesh.places is not None
-        return NcclTransport(_engine(mesh, None if mesh._comm is None else "mpi"), mesh.places)
-    return _engine(mesh, mesh._wanted if mesh._comm is None else "mpi")
-
-
-def _engine(mesh: Mesh, wanted: str | None) -> Transport:
-    """Virtual workers, or processes."""
-    if wanted is None:
-        world = job_world()
-        wanted = "local" if world is None else world.engine
-    if in_a_child() and (wanted in ("mpi", "torch") or (wanted is None and (expected_size() or 1) > 1)):
-        raise no_job_of_a_child()
-    if wanted == "local":
-        from spmd.transport.local.transport import LocalTransport
-
-        return LocalTransport(mesh.size, mesh.places)
-    return _of_mpi(mesh) if wanted == "mpi" else _of_torch(mesh)
-
-
-def _of_mpi(mesh: Mesh) -> Transport:
-    comm = mesh._comm if mesh._comm is not None else mpi_world()
-    if comm is not None and not hasattr(comm, "Get_size"):
-        raise MeshError(
-            message(
-                "spmd.Mesh",
-                argument="comm",
-                got=describe(comm),
-                need="an mpi4py communicator",
-                mend="comm=MPI.COMM_WORLD, or leave it out",
-            )
-        )
-    if comm is None:
-        try:
-            comm = start_mpi().COMM_WORLD
-        except ImportError as error:
-            raise _no_engine("mpi", "mpi4py", "mpi4py with a working MPI library", error) from error
-    _check_size(mesh, comm.Get_size(), "an MPI world", "mpiexec -n")
-    if mesh.places is not None:
-        from spmd.transport.processes.cuda_aware_mpi import transport_of
-
-        return transport_of(comm, mesh.places)
-    from spmd.transport.processes.mpi import MpiTransport
-
-    return MpiTransport.of(comm)
-
-
-def _of_torch(mesh: Mesh) -> Transport:
-    world = torch_world()
-    kind = "a torch.distributed world"
-    if world is not None and not world.launched and (found := leftovers("torch")[0]):
-        kind += f" (by {found}, which may be left over from another job)"
-    _check_size(mesh, 1 if world is None else world.size, kind, "torchrun --nproc-per-node")
-    try:
-        import torch.distributed as dist
-    except ImportError as error:
-        raise _no_engine("torch", "torch", "torch, which the processes speak through", error) from error
-    if not (dist.is_available() and dist.is_gloo_available()):
-        raise _no_engine("torch", "torch", "a torch that is built with torch.distributed and gloo", "it has no gloo")
-    from spmd.transport.processes.gloo import TorchTransport
-
-    if mesh.places is not None:
-        from spmd.transport.processes.host_staging import on_places, staged
-
-        return on_places(staged(TorchTransport).of(), mesh.places)
-    return TorchTransport.of()
-
-
-def _no_engine(name: str, package: str, need: str, reason: object) -> TransportError:
-    return TransportError(
-        message(
-            "spmd.Mesh",
-            argument="transport",
-            got=f'"{name}", and {package} cannot be imported ({reason})'
-            if isinstance(reason, ImportError)
-            else f'"{name}", and {package} cannot be used ({reason})',
-            need=need,
-            mend=f'pip install "spmd[{name}]", or Mesh(..., transport="local") or SPMD_TRANSPORT=local to run each '
-            "process by itself",
-        )
-    )
-
-
-def _check_size(mesh: Mesh, size: int, world: str, launcher: str) -> None:
-    if size != mesh.size:
-        raise TransportError(
-            message(
-                "spmd.Mesh",
-                got=f"{mesh} of {mesh.size} workers, and {world} of {size} process{'es' * (size != 1)}",
-                need="as many processes as workers",
-                mend=f'start it with "{launcher} {mesh.size}", or Mesh(..., transport="local") '
-                "for virtual workers in each process",
-            )
-        )
 
 
 @api_boundary
@@ -567,14 +454,12 @@ def make_mesh(
         or len(axis_shapes) != len(axis_names)
         or len({n for n in axis_names if isinstance(n, str)}) < len(axis_names)
     ):
-        raise MeshError(
-            message(
-                "spmd.make_mesh",
-                argument="axis_names",
-                got=f"{axis_names!r} for sizes {axis_shapes!r}",
-                need="a tuple of sizes and one of as many names, all different",
-                mend='make_mesh((2, 2), ("data", "model"))',
-            )
+        raise MeshError.at(
+            "spmd.make_mesh",
+            argument="axis_names",
+            got=f"{axis_names!r} for sizes {axis_shapes!r}",
+            need="a tuple of sizes and one of as many names, all different",
+            mend='make_mesh((2, 2), ("data", "model"))',
         )
     mesh = Mesh.__new__(Mesh)
     mesh._setup(dict(zip(axis_names, axis_shapes, strict=True)), transport, scheduler, comm, device)
@@ -588,51 +473,14 @@ def current_mesh() -> Mesh | None:
 
 
 def here(where: str) -> Worker:
-    """The worker whose body this is."""
+    """The worker that runs the calling body. where: the caller, for the error outside of bodies."""
     worker = WORKER.get()
     if worker is None:
-        raise MeshError(
-            message(
-                where,
-                got="a call outside of any body",
-                need="a worker to be called on",
-                mend=f"call it inside a function that spmd.map runs: spmd.map(lambda x: {where}(...), "
-                "in_specs=..., out_specs=...)",
-            )
+        raise MeshError.at(
+            where,
+            got="a call outside of any body",
+            need="a worker to be called on",
+            mend=f"call it inside a function that spmd.map runs: spmd.map(lambda x: {where}(...), "
+            "in_specs=..., out_specs=...)",
         )
     return worker
-
-
-@api_boundary
-def axis_size(axis_name: str | Sequence[str]) -> int:
-    """The number of workers along an axis, or along several together. A plain int."""
-    worker = here("spmd.axis_size")
-    return math.prod(worker.mesh.axes[n] for n in worker.mesh.names(axis_name, "spmd.axis_size"))
-
-
-@api_boundary
-def worker_index(axis_name: str | Sequence[str]) -> int:
-    """This worker's place along an axis as a plain int: for those who know that workers may part ways on it."""
-    worker = here("spmd.worker_index")
-    return worker.group(worker.mesh.names(axis_name, "spmd.worker_index")).index
-
-
-@api_boundary
-def axis_index(axis_name: str | Sequence[str]):
-    """This worker's place along an axis (along several: major to minor), as an array that varies over it."""
-    worker = here("spmd.axis_index")
-    names = worker.mesh.names(axis_name, "spmd.axis_index")
-    index = np.int64(worker.group(names).index)
-    return worker.carrying(index, state_of(names))
-
-
-def is_main() -> bool:
-    """Whether this is the process (inside a body: the worker) that should print: the first one."""
-    worker = WORKER.get()
-    if worker is not None:
-        return worker.index == 0
-    mesh = current_mesh()
-    if mesh is not None and mesh._comm is not None:
-        return mesh._comm.Get_rank() == 0
-    world = job_world()
-    return world is None or world.rank == 0

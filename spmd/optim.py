@@ -1,8 +1,8 @@
 """Optimisers as pure functions on pytrees: `params, state = optimizer.update(grads, state, params)`.
 
-Every formula is entrywise, so it works on blocks as it does on whole arrays: with gradients laid out like their
-parameters an update moves nothing, in a body, on `PartitionedArray`s, and on bare arrays alike. Where nothing is
-differentiated, one kernel takes each array through memory once; the results are those of the formulas.
+Every formula is entrywise, so it works on blocks as on whole arrays. If gradients have the layout of their parameters,
+an update communicates nothing: in a body, on `PartitionedArray`s, and on bare arrays. If nothing is differentiated, one
+kernel passes over each array once, with the results of the formulas.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from spmd import kernels
-from spmd.array import GIVEN_AWAY, PartitionedArray, beside, donated, reclaimed
+from spmd.array import DONATED, PartitionedArray, device_of_worker, donated_error
 from spmd.autodiff import tree
 from spmd.autodiff.admission import admit
 from spmd.autodiff.registry import primitive
@@ -26,6 +26,7 @@ from spmd.errors import describe, message
 from spmd.inner_product import inner
 from spmd.kernels import on_device
 from spmd.lazy_imports import absent
+from spmd.ownership import reclaimed
 from spmd.tracebacks import api_boundary
 from spmd.transport.handles import sealed
 
@@ -41,7 +42,7 @@ __all__ = [
     "sgd",
 ]
 
-if not TYPE_CHECKING:  # Type checkers know what is here, and so what is misspelt.
+if not TYPE_CHECKING:  # Type checkers report misspelt names themselves.
 
     @api_boundary
     def __getattr__(name: str) -> Any:
@@ -52,20 +53,19 @@ Rate = float | Callable[[int], float]
 
 
 class Optimizer(NamedTuple):
-    """A pair of pure functions, with params any pytree of real floating arrays.
+    """A pair of pure functions. params: any pytree of real floating-point arrays.
 
-    init: params -> state. update: (grads, state, params, *, donate=False) -> (new params, new state); they stand in the
-    order of optax, whose `update` returns differences instead. New parameters keep the dtype and the layout of
-    the old. Updates are differentiable, so one can differentiate through training (through Adam: where no gradient
-    entry has been zero throughout).
+    init: params -> state. update: (grads, state, params, *, donate=False) -> (new params, new state). The arguments are
+    in the order of optax, whose `update` returns differences instead. New parameters keep dtype and layout. Updates are
+    differentiable, so one can differentiate through training (through Adam if no gradient entry was zero all the time).
 
-    donate: the state and params that are `PartitionedArray`s are given away, as by jax.jit(donate_argnums=...): nobody
-    needs them any more, and on the host their memory takes the results, where nobody else has it. A step then needs no
-    more than its gradients. To use them afterwards is a DonatedError. The results are the same. Bare arrays stay as
-    they are, and so does everything in a body, and while something is differentiated.
+    donate: give up the state and params that are `PartitionedArray`s, as jax.jit(donate_argnums=...) does. On the host
+    the results reuse their memory if nothing else refers to it, and a step needs no memory besides its gradients. Using
+    donated arrays is a DonatedError. The results are the same. Bare arrays, arrays in a body, and arrays under
+    differentiation are not donated.
 
-    Raises ValueError where trees or shapes differ, for arrays of other numbers, and for rates and other options out of
-    their ranges; nothing has been given away then.
+    Raises ValueError if trees or shapes differ, for other dtypes, and for options out of range; nothing is donated
+    then.
     """
 
     init: Callable[[Any], Any]
@@ -73,16 +73,22 @@ class Optimizer(NamedTuple):
 
 
 class SGDState(NamedTuple):
-    """steps: updates done. velocity: the running sum of gradients, like the parameters (float32 for float16 and
-    bfloat16 ones); None without momentum."""
+    """The state of `sgd`.
+
+    steps: the number of updates. velocity: the running sum of gradients, like the parameters (float32 for float16 and
+    bfloat16); None without momentum.
+    """
 
     steps: int
     velocity: Any
 
 
 class AdamState(NamedTuple):
-    """steps: updates done. mean, square: running averages of the gradient and of its square, like the parameters
-    (float32 for float16 and bfloat16 ones)."""
+    """The state of `adam` and `adamw`.
+
+    steps: the number of updates. mean, square: running averages of the gradient and its square, like the parameters
+    (float32 for float16 and bfloat16).
+    """
 
     steps: int
     mean: Any
@@ -93,9 +99,9 @@ class AdamState(NamedTuple):
 def sgd(learning_rate: Rate, momentum: float = 0.0, *, nesterov: bool = False) -> Optimizer:
     """Gradient descent with momentum:  v <- momentum v + g,  p <- p - learning_rate v.
 
-    learning_rate: a number, or a function of the number of updates done. nesterov: step along momentum v + g instead
-    of v. Sutskever, Martens, Dahl, Hinton, "On the importance of initialization and momentum in deep learning",
-    ICML 2013, with the rate taken out of v, as in PyTorch and optax.
+    learning_rate: a number, or a function of the number of updates. nesterov: step along momentum v + g instead of v.
+    Sutskever, Martens, Dahl, Hinton, "On the importance of initialization and momentum in deep learning", ICML 2013.
+    The rate is not part of v, as in PyTorch and optax.
     """
     learning_rate = _rate_given("spmd.optim.sgd", learning_rate)
     momentum = _option("spmd.optim.sgd", "momentum", momentum, 0.9)
@@ -123,12 +129,12 @@ def sgd(learning_rate: Rate, momentum: float = 0.0, *, nesterov: bool = False) -
 
 @api_boundary
 def adam(learning_rate: Rate = 1e-3, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Optimizer:
-    """Adam: steps of the mean gradient over the root of its mean square, both without the bias of their zero start.
+    """Adam: steps of the mean gradient over the root of its mean square, both with bias correction.
 
         m <- b1 m + (1 - b1) g,    s <- b2 s + (1 - b2) g²,
         p <- p - learning_rate (m / (1 - b1^t)) / (sqrt(s / (1 - b2^t)) + eps),    t = 1, 2, ...
 
-    learning_rate: a number, or a function of the number of updates done. Kingma, Ba, "Adam: A method for stochastic
+    learning_rate: a number, or a function of the number of updates. Kingma, Ba, "Adam: A method for stochastic
     optimization", ICLR 2015, algorithm 1.
     """
     return _adam("spmd.optim.adam", learning_rate, b1, b2, eps, 0.0)
@@ -138,9 +144,9 @@ def adam(learning_rate: Rate = 1e-3, b1: float = 0.9, b2: float = 0.999, eps: fl
 def adamw(
     learning_rate: Rate = 1e-3, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 1e-2
 ) -> Optimizer:
-    """Adam with weight decay apart from the gradient: it also takes learning_rate weight_decay p from p.
+    """Adam with decoupled weight decay: a step also subtracts learning_rate weight_decay p from p.
 
-    Loshchilov, Hutter, "Decoupled weight decay regularization", ICLR 2019, with the decay times the rate, as in
+    Loshchilov, Hutter, "Decoupled weight decay regularization", ICLR 2019; the decay is multiplied by the rate, as in
     PyTorch and optax.
     """
     return _adam("spmd.optim.adamw", learning_rate, b1, b2, eps, weight_decay)
@@ -182,7 +188,7 @@ def _rate(learning_rate: Rate, steps: int):
 
 
 def _option(where: str, argument: str, x: Any, mend: float, below: float = math.inf, least: float = 0) -> Any:
-    """A number of an optimiser, as one that does not widen arrays. Arrays stay: they may be differentiated."""
+    """An option of an optimiser as a number that does not widen arrays. Arrays stay: they may be differentiated."""
     if isinstance(x, int | float | np.integer | np.floating) and not isinstance(x, bool):
         fits = least <= x < below
     elif type(x) is np.ndarray:
@@ -197,18 +203,18 @@ def _option(where: str, argument: str, x: Any, mend: float, below: float = math.
 
 
 def _weak(number):
-    """A number of NumPy as one of Python, which is computed with in the dtype of the arrays."""
+    """A NumPy number as a Python number, which takes the dtype of the arrays it meets."""
     return float(number) if isinstance(number, np.floating) else number
 
 
 def _like(new, old):
-    """new in the dtype of old: gradients of more precision do not widen it."""
+    """new in the dtype of old, so that gradients of higher precision do not widen it."""
     return new if new.dtype == old.dtype else new.astype(old.dtype)
 
 
 @lru_cache(maxsize=64)
 def _name(dtype: np.dtype) -> str:
-    """NumPy puts it together each time."""
+    """The name of a dtype, cached, because NumPy builds it at every access."""
     return dtype.name
 
 
@@ -217,12 +223,12 @@ def _short(x) -> bool:
 
 
 def _widened(x):
-    """What is computed with: the square of a short number may be lost, or infinite, in its own dtype."""
+    """An array for the computation: the square of a short number may underflow or overflow in its own dtype."""
     return x.astype(np.float32) if _short(x) else x
 
 
 def _check(argument: str, a: Any, p: Any = None) -> None:
-    """Raise where a is no array of real floating-point numbers, or has not the shape of the parameter p."""
+    """Raise unless a is an array of real floating-point numbers with the shape of the parameter p."""
     if hasattr(type(a), "__array__") and not on_device(a):
         admit(a, "spmd.optim", argument, error=ValueError)
     dtype = getattr(a, "dtype", None)
@@ -239,12 +245,12 @@ def _check(argument: str, a: Any, p: Any = None) -> None:
 
 
 def _zeros(p):
-    """State at the start: squares of short numbers would be lost in their own dtype."""
+    """The initial state; in float32 for short dtypes, whose squares would underflow."""
     _check("params", p)
     return np.zeros_like(p, dtype=np.float32) if _short(p) else np.zeros_like(p)
 
 
-# Steps in one pass, where nothing is differentiated
+# Steps in one pass over memory
 
 
 @primitive("sgd")
@@ -262,23 +268,23 @@ _FLOATING = ("float32", "float64", "float16", "bfloat16")
 
 
 def _numbers(*options: Any) -> tuple[Any, ...] | None:
-    """The options of a kernel; None where some are arrays, which are for the formulas."""
+    """The options of a kernel; None if some are arrays, for which only the formulas work."""
     return options if all(isinstance(n, int | float | np.floating) for n in options) else None
 
 
 class _Step(NamedTuple):
-    """What is done to a parameter, its gradient and its state: by a kernel with these numbers, or by the formula."""
+    """The update of a parameter, its gradient and its state: by a kernel with these numbers, or by the formula."""
 
     kernel: Any
     numbers: tuple[Any, ...] | None
     formula: Callable[..., tuple]
 
     def on_each(self, count: int, donate: bool, params: Any, *others: Any) -> list[Any]:
-        """The results of the step on every parameter, each as a tree."""
+        """The results of the step for every parameter, each as a tree."""
         leaves, structure = tree.flatten(params)
         rows = list(zip(leaves, *(structure.flatten_up_to(t) for t in others), strict=True))
         fused = [self._fits(arrays) for arrays in rows]
-        # Nothing is written over before all is done that may fail.
+        # Everything that may fail comes before anything is overwritten.
         made: list[Any] = [None if fits else self._by_formula(arrays) for fits, arrays in zip(fused, rows, strict=True)]
         donate = donate and not ACTIVE.get()
         mine = _given_away(rows) if donate else frozenset()
@@ -288,7 +294,7 @@ class _Step(NamedTuple):
         for p, _, *state in rows if donate else ():
             for a in (p, *state):
                 if type(a) is PartitionedArray:
-                    a.blocks = GIVEN_AWAY
+                    a.blocks = DONATED
         return [tree.unflatten(structure, [results[k] for results in made]) for k in range(count)]
 
     def _by_formula(self, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -298,7 +304,7 @@ class _Step(NamedTuple):
         return self.formula(*arrays)
 
     def _fits(self, arrays: tuple[Any, ...]) -> bool:
-        """Whether the kernel takes these: arrays of one kind, that lie alike, of its dtypes, and not differentiated."""
+        """Whether the kernel applies: arrays of one type and layout, in its dtypes, and not differentiated."""
         p = arrays[0]
         kind = type(p)
         if self.numbers is None or not (kind in _KINDS or kernels.on_device(p)) or not p.shape:
@@ -314,8 +320,8 @@ class _Step(NamedTuple):
         if kind is PartitionedArray:
             layout, mesh = p.layout, p.mesh
             for argument, a in zip(_ARGUMENTS, arrays, strict=False):
-                if a.blocks is GIVEN_AWAY:
-                    raise donated("spmd.optim", argument)
+                if a.blocks is DONATED:
+                    raise donated_error("spmd.optim", argument)
                 if (a.layout is not layout and a.layout != layout) or (a.mesh is not mesh and a.mesh != mesh):
                     return False
             return True
@@ -324,8 +330,7 @@ class _Step(NamedTuple):
         return all(a.shape == p.shape for a in arrays)
 
     def _fused(self, arrays: tuple[Any, ...], mine: Set[int]) -> tuple[Any, ...]:
-        """The step by its kernel: new parameters, and state or None. mine: the ids of the arrays that may be written
-        over."""
+        """The step by its kernel: new parameters, and state or None. reusable: ids of arrays to overwrite."""
         kind = type(arrays[0])
         if kind is PartitionedArray:
             results = self._blockwise(arrays, bool(mine) and all(k == 1 or id(a) in mine for k, a in enumerate(arrays)))
@@ -335,15 +340,15 @@ class _Step(NamedTuple):
         return results if len(results) > 1 else (*results, None)
 
     def _blockwise(self, arrays: tuple[Any, ...], over: bool) -> tuple[Any, ...]:
-        """The step on each block that is here, once for all copies of it."""
+        """The step on each block of this process, once for all copies of it."""
         p = arrays[0]
         layout, mesh, fun, numbers = p.layout, p.mesh, self.kernel.primitive.fun, self.numbers
         tables = [a.blocks for a in arrays]
-        if over:  # of what may be written over nobody is to have a block but a list
+        if over:  # blocks that may be overwritten are referenced by these lists only
             tables = [table if k == 1 else dict(table) for k, table in enumerate(tables)]
             for k, a in enumerate(arrays):
                 if k != 1:
-                    a.blocks = GIVEN_AWAY
+                    a.blocks = DONATED
         results: list[dict[int, Any]] = [dict.fromkeys(mesh.local_workers) for _ in range(len(arrays) - 1)]
         for workers in mesh.sharers(layout):
             mine = False
@@ -352,7 +357,7 @@ class _Step(NamedTuple):
                 mine = all(k == 1 or reclaimed(blocks, k) for k in range(len(blocks)))
             else:
                 blocks = [table[workers[0]] for table in tables]
-            with beside(mesh, workers[0]):
+            with device_of_worker(mesh, workers[0]):
                 made = fun(*blocks, options=numbers, over=mine)
             for new, to in zip(made, results, strict=True):
                 sealed(new)
@@ -362,7 +367,7 @@ class _Step(NamedTuple):
 
 
 def _taken(table: dict[int, Any], workers: Sequence[int]) -> Any:
-    """The block that these workers have, and in the table have no more."""
+    """The block of these workers, removed from the table."""
     block = None
     for w in workers:
         block = table.pop(w)
@@ -375,7 +380,7 @@ _SINGLE = np.dtype(np.float32)
 
 
 def _given_away(rows: Sequence[tuple[Any, ...]]) -> Set[int]:
-    """The ids of the parameters and states that may be written over: global arrays that are there once."""
+    """The ids of the parameters and states to overwrite: global arrays that occur once."""
     times: dict[int, int] = {}
     for arrays in rows:
         for a in arrays:
@@ -383,17 +388,17 @@ def _given_away(rows: Sequence[tuple[Any, ...]]) -> Set[int]:
     return {id(a) for p, _, *state in rows for a in (p, *state) if type(a) is PartitionedArray and times[id(a)] == 1}
 
 
-# Around the step
+# Schedules and clipping
 
 
 @api_boundary
 def clip_by_global_norm(grads: Any, max_norm: float) -> Any:
-    """Gradients scaled down together to a norm of at most max_norm, where theirs is larger.
+    """Gradients, scaled down together to a norm of at most max_norm.
 
-    grads: a pytree. The norm is that of `spmd.norm`, over all arrays and workers: in a body Invariant arrays count once
-    and Varying ones are summed, by one all-reduce for each set of axes; where squares are infinite or lost in the dtype
-    of the gradients, by another one in float64. Pascanu, Mikolov, Bengio, "On the difficulty of training recurrent
-    neural networks", ICML 2013. Raises ValueError for a norm that is not positive.
+    grads: a pytree. The norm is `spmd.norm` over all arrays and workers: in a body Invariant arrays count once and
+    Varying ones are summed, by one all-reduce for each set of axes. If squares overflow or underflow in the dtype of
+    the gradients, another all-reduce computes it in float64. Pascanu, Mikolov, Bengio, "On the difficulty of training
+    recurrent neural networks", ICML 2013. Raises ValueError unless max_norm is positive.
     """
     known = isinstance(max_norm, int | float | np.integer | np.floating) and not isinstance(max_norm, bool)
     if not (known or getattr(max_norm, "shape", None) == ()) or not max_norm > 0:
@@ -411,33 +416,33 @@ def clip_by_global_norm(grads: Any, max_norm: float) -> Any:
 
 
 def _relative_square(grads: Any, max_norm: float) -> Any:
-    """The squared norm over that of max_norm."""
+    """The squared norm, relative to max_norm²."""
     if all(map(seen, map(value_of, tree.leaves(grads)))):
         wide, most = tree.map(_widened, grads), _weak(max_norm)
         with np.errstate(over="ignore", under="ignore", divide="ignore"):
             total = np.real(inner(wide, wide))
             found = total / most / most
-        if value_of(total) > 1e-20 and value_of(found) < np.inf:  # nothing that matters is lost; so for all workers
+        if value_of(total) > 1e-20 and value_of(found) < np.inf:  # no relevant underflow, on any worker
             return found
-    # Squares may be infinite, or 0, which on a device nobody looks at: divided first, in float64.
-    most = np.float64(1) * max_norm  # a number of NumPy, not of Python: it widens what it divides
+    # Squares may overflow or underflow, and a device is not asked: divide first, in float64.
+    most = np.float64(1) * max_norm  # a NumPy number, which widens what it divides
     parts = tree.map(lambda g: g / most, grads)
     return np.real(inner(parts, parts))
 
 
 @api_boundary
 def cosine(rate: float, steps: int, end: float = 0.0, warmup: int = 0) -> Callable[[int], float]:
-    """A learning rate that falls from `rate` to `end` along half a cosine within `steps` updates, and stays there.
+    """A learning rate that falls from `rate` to `end` along half a cosine in `steps` updates, and stays there.
 
-    warmup: so many updates before, in which it grows in equal parts up to `rate`. Loshchilov, Hutter, "SGDR: Stochastic
-    gradient descent with warm restarts", ICLR 2017.
+    warmup: a number of updates before, in which the rate grows linearly to `rate`. Loshchilov, Hutter, "SGDR:
+    Stochastic gradient descent with warm restarts", ICLR 2017.
     """
     return _schedule("cosine", rate, steps, end, warmup, lambda part: (1 + math.cos(math.pi * part)) / 2)
 
 
 @api_boundary
 def linear(rate: float, steps: int, end: float = 0.0, warmup: int = 0) -> Callable[[int], float]:
-    """A learning rate that falls from `rate` to `end` in equal parts within `steps` updates; otherwise as `cosine`."""
+    """A learning rate that falls linearly from `rate` to `end` in `steps` updates; otherwise as `cosine`."""
     return _schedule("linear", rate, steps, end, warmup, lambda part: 1 - part)
 
 

@@ -1,4 +1,4 @@
-"""From one layout to another: which worker sends which box to whom. Integers only."""
+"""Moves from one layout to another: which worker sends which box to which worker. Integers only."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
-from spmd.errors import LayoutError, message
+from spmd.errors import LayoutError
 from spmd.layout import Box, Layout
 
 __all__ = ["Move", "plan"]
 
 
 class Move(NamedTuple):
-    """The box of the global index space that worker `source` gives to worker `target` (itself included)."""
+    """The box of the global index space that worker `source` sends to worker `target`, which may be itself."""
 
     source: int
     target: int
@@ -21,7 +21,7 @@ class Move(NamedTuple):
 
 
 def _overlap(a: Box, b: Box) -> Box | None:
-    """What two boxes share; None where that is nothing."""
+    """The intersection of two boxes; None if it is empty."""
     box = tuple((max(p, r), min(q, s)) for (p, q), (r, s) in zip(a, b, strict=True))
     return box if all(start < stop for start, stop in box) else None
 
@@ -30,20 +30,18 @@ def _overlap(a: Box, b: Box) -> Box | None:
 def plan(source: Layout, target: Layout) -> tuple[Move, ...]:
     """The moves that turn `source` into `target`, ordered by target, then source.
 
-    Where several workers hold an invariant copy of what is needed, the target's own copy is taken; else that of the
-    holder that has least to send so far, so that senders share the work, and among those of the nearest in number.
-    Where the copies vary all of them are sent, for the target to add.
+    If several workers hold an invariant copy, a target uses its own copy; otherwise the copy of the worker that has the
+    least to send so far, and among equals the nearest by number. If the copies vary, all are sent, and the target adds
+    them.
     """
     # The order of the axes numbers the workers.
     if source.shape != target.shape or [*source.axes.items()] != [*target.axes.items()]:
-        raise LayoutError(
-            message(
-                "spmd.plan",
-                got=f"a source of shape {source.shape} over {source.axes} "
-                f"and a target of shape {target.shape} over {target.axes}",
-                need="the same global shape and the same workers: equal axes, in one order",
-                mend="lay the same array out twice on one mesh",
-            )
+        raise LayoutError.at(
+            "spmd.plan",
+            got=f"a source of shape {source.shape} over {source.axes} "
+            f"and a target of shape {target.shape} over {target.axes}",
+            need="the same global shape and the same workers: equal axes, in one order",
+            mend="lay the same array out twice on one mesh",
         )
     moves = []
     load = [0] * source.size

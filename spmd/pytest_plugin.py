@@ -1,17 +1,17 @@
-"""A plugin for pytest: tests that run on meshes of 1 to 8 virtual workers, and under mpiexec.
+"""A pytest plugin: tests that run on meshes of 1 to 8 virtual workers, and under mpiexec.
 
-In the conftest.py at the top:
+In the top conftest.py:
 
     pytest_plugins = ["spmd.pytest_plugin"]
 
-Then a test that takes `mesh` runs once for each size and scheduler:
+A test with the argument `mesh` then runs once for each size and scheduler:
 
     def test_sum(mesh): ...                                      # 1, 2, 4 and 8 workers along axis x
 
     @pytest.mark.spmd(workers=[1, 3, {"x": 2, "y": 2}], schedulers=["lockstep"])
     def test_gather(mesh): ...
 
-With `pytest --spmd-mpi=4` each runs once more, by 4 processes under mpiexec, in a job of its own that is given
+With `pytest --spmd-mpi=4` each test also runs on 4 processes under mpiexec, in a job of its own with a time limit of
 `--spmd-mpi-timeout` seconds.
 """
 
@@ -36,11 +36,11 @@ from spmd.mesh import Mesh, make_mesh
 
 WORKERS, SCHEDULERS = (1, 2, 4, 8), ("lockstep", "threads")
 _INSIDE = "SPMD_PYTEST_REPORTS"
-"""The variable that holds, in a process of a job, the folder where it says what went wrong."""
+"""The variable with the folder to which a process of a job writes its failure."""
 
 
 class Plan(NamedTuple):
-    """On which mesh a test runs; of scheduler "mpi": processes."""
+    """The mesh of a test; the scheduler "mpi" stands for processes."""
 
     axes: tuple[tuple[str, int], ...]
     scheduler: str
@@ -72,10 +72,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def mesh(request: pytest.FixtureRequest) -> Iterator[Mesh]:
-    """The mesh that the test runs on, entered: maps in the test need not name it."""
+    """The mesh of the test, entered: maps in the test use it."""
     plan: Plan = request.param
     if plan.scheduler == "mpi" and _INSIDE not in os.environ:
-        plan = plan._replace(scheduler="lockstep")  # for other fixtures; the test itself runs elsewhere
+        plan = plan._replace(scheduler="lockstep")  # for other fixtures; the test itself runs in a job
     with plan.mesh() as made:
         yield made
 
@@ -100,14 +100,14 @@ def _plans(config: pytest.Config, workers: Sequence = WORKERS, schedulers: Seque
     plans = [Plan(a, s) for a in axes for s in schedulers]
     if n:
         fitting = [a for a in axes if math.prod(k for _, k in a) == n]
-        # The test knows these names.
+        # Names that the tests know.
         names = [name for name, _ in axes[0]] if axes else ["x"]
         plans += [Plan(a, "mpi") for a in fitting or [tuple((name, 1 if k else n) for k, name in enumerate(names))]]
     return plans
 
 
 def _marked(mark: pytest.Mark | None, test: str) -> dict[str, Any]:
-    """What the mark says, or an error that says what it may."""
+    """The arguments of the mark, checked."""
     if mark is None:
         return {}
     given = {**dict(zip(("workers", "schedulers"), mark.args, strict=False)), **mark.kwargs}
@@ -129,7 +129,7 @@ def _sizes(workers: Any) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Runs a test that is meant for processes in a job of them; what it asks for besides `mesh` is made there."""
+    """Run a test for processes in a job of them; its other fixtures are made there."""
     plan = getattr(getattr(pyfuncitem, "callspec", None), "params", {}).get("mesh")
     if not isinstance(plan, Plan) or plan.scheduler != "mpi" or _INSIDE in os.environ:
         return None
@@ -140,7 +140,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 def _job(item: pytest.Function, n: int) -> str:
-    """Run one test in n processes under mpiexec; what went wrong, or nothing."""
+    """Run one test in n processes under mpiexec; returns the failure, or nothing."""
     config = item.config
     limit = config.getoption("--spmd-mpi-timeout")
     options = [f"--spmd-mpi={n}", "-p", "no:cacheprovider", "-m", "", "-k", "", f"--rootdir={config.rootpath}"]
@@ -176,11 +176,11 @@ def _job(item: pytest.Function, n: int) -> str:
 
 
 _OPENMPI = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-"""What Open MPI wants of root, in a container; others do not look."""
+"""Settings for root in a container; Open MPI reads them, others ignore them."""
 
 
 def _mpiexec(config: pytest.Config, n: int) -> list[str]:
-    """The launcher, of n processes."""
+    """The launch command for n processes."""
     given = config.getoption("--spmd-mpiexec")
     if given:
         return [*shlex.split(given), "-n", str(n)]
@@ -194,7 +194,7 @@ def _mpiexec(config: pytest.Config, n: int) -> list[str]:
 
 
 def _end(process: subprocess.Popen) -> None:
-    """End a job that goes on: the launcher tidies up if it is asked to."""
+    """End a running job, gently first, so that the launcher can clean up."""
     for number in (signal.SIGTERM, signal.SIGKILL) if process.poll() is None else ():
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -205,7 +205,7 @@ def _end(process: subprocess.Popen) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
-    """In a process of a job: a failure is written down, and ends the job, as others may wait for this process."""
+    """In a process of a job: write down a failure and end the job, because other processes may wait for this one."""
     report: pytest.TestReport = yield
     if _INSIDE in os.environ and report.failed:
         _abort(report.longreprtext)

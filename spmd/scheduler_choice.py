@@ -1,9 +1,9 @@
-"""Which scheduler suits a map on arguments of some shapes: found out by its first calls.
+"""Choose the scheduler of a map for arguments of given shapes, by timing its first calls.
 
-The first calls run in lockstep. Where what one core does between two waits is short, that stays. Where it is so long in
-two of them that threads are sure to be sooner, they are chosen; a first call also imports and compiles. Between both a
-few calls of each are timed, and some more where neither is much sooner: threads that have just started may share a core
-for some calls. Noise only adds to a time, so the least one counts. The results have the same bits.
+The first calls run in lockstep. If one core works only briefly between two waits, lockstep stays. If it works so long
+in two calls that threads are certainly faster, threads are chosen; the first call also imports and compiles. In
+between, a few calls of each are timed, and more if neither is much faster, because threads that have just started may
+share a core for some calls. Noise only adds time, so the shortest time counts. Both schedulers give the same bits.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from spmd.transport.handles import Outcome
 __all__ = ["Trial"]
 
 _LONG = 400e-6
-"""Seconds between two waits from which threads may pay for their handoffs (about 35 us each across cores)."""
+"""Seconds between two waits from which threads may be faster: a handoff across cores takes about 35 us."""
 _SURE = 10 * _LONG
-"""Seconds from which they do."""
+"""Seconds between two waits from which threads are faster."""
 _TIMES = 3
-"""How often each scheduler is timed, where it is not clear."""
+"""How often each scheduler is timed if the choice is not clear."""
 _MORE = 8
-"""How often where one is less than _MUCH times as fast as the other."""
+"""How often if one is less than _MUCH times as fast as the other."""
 _MUCH = 1.5
 
 _lock = RLock()
-"""The user's threads may call a map at once, and so may the handler of a signal that interrupts one of them."""
+"""Several threads of the user may call a map, and so may a signal handler that interrupts one of them."""
 
 
 class Trial:
-    """The first calls of a map on some shapes. chosen: the scheduler that they have come to, None before that.
+    """The first calls of a map for arguments of given shapes. chosen: the scheduler; None before the choice.
 
-    taken: the seconds of the calls so far. segment: what one core did at most between two waits, in seconds. quiet:
-    whether no worker has waited the last time that they ran in lockstep.
+    taken: the seconds of the calls so far. segment: the longest work of one core between two waits, in seconds. quiet:
+    whether no worker waited in the last call in lockstep.
     """
 
     __slots__ = ("chosen", "quiet", "segment", "taken")
@@ -53,7 +53,7 @@ class Trial:
         return self.chosen or in_turns
 
     def learn(self, scheduler: str, outcome: Outcome, mesh: Mesh) -> None:
-        """How a call went with this scheduler."""
+        """Take the outcome of a call with this scheduler into account."""
         with _lock:
             if self.chosen is None:
                 self.taken[scheduler].append(outcome.seconds)

@@ -1,4 +1,4 @@
-"""The environment variables that the library reads: what may stand in each, and one error for what may not."""
+"""The environment variables of the library: their allowed values, and the error for other ones."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import os
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
-from spmd.errors import MeshError, message
+from spmd.errors import MeshError
 from spmd.spellings import closest
 
 __all__ = ["SETTINGS", "check_all", "complaints", "setting"]
 
 
 class _Setting(NamedTuple):
-    """parse: the value of a text, ValueError where it has none. need: the texts that have one. default: without any.
-    known: the texts, where they are few."""
+    """One variable. parse: the value of a text; ValueError if it has none. need: the allowed texts, in words.
+
+    default: the value of an unset variable. known: the allowed texts, if there are few.
+    """
 
     parse: Callable[[str], Any]
     need: str
@@ -62,11 +64,11 @@ SETTINGS = {
     "SPMD_MPI_CUDA": _switch(False),
     "SPMD_NCCL_FIXED_ORDER": _switch(False),
 }
-"""By name. A variable that is set to an empty text counts as not set."""
+"""The settings by name. A variable with an empty text counts as not set."""
 
 
 def setting(name: str) -> Any:
-    """The value of a variable, or its default where it is not set. Raises MeshError for a text that has no value."""
+    """The value of a variable, or its default if it is not set. Raises MeshError for a text without a value."""
     known, text = SETTINGS[name], os.environ.get(name, "")
     if not text:
         return known.default
@@ -81,14 +83,14 @@ def _refused(name: str, text: str) -> MeshError:
     known = SETTINGS[name]
     mend = f"{name}={closest(_WORDS.get(text.lower(), text), known.known)}, or leave the variable out"
     where = f"the environment variable {name}"
-    return MeshError(message("spmd.Mesh", argument=where, got=repr(text), need=known.need, mend=mend))
+    return MeshError.at("spmd.Mesh", argument=where, got=repr(text), need=known.need, mend=mend)
 
 
 _WORDS = {"true": "1", "on": "1", "yes": "1", "false": "0", "off": "0", "no": "0"}
 
 
 def complaints() -> list[MeshError]:
-    """The errors of all variables that are set to what means nothing."""
+    """The errors of all variables with invalid values."""
     errors = []
     for name in SETTINGS:
         try:
@@ -99,8 +101,10 @@ def complaints() -> list[MeshError]:
 
 
 def check_all(but: Collection[str]) -> None:
-    """Raise MeshError for the first variable that is set to what means nothing, whether or not this process needs it:
-    so an error does not depend on the transport. but: those that an argument stands in for."""
+    """Raise MeshError for the first variable with an invalid value, even if this process does not need it.
+
+    So an error does not depend on the transport. but: variables that are overridden by an argument.
+    """
     for name in SETTINGS:
         if name in os.environ and name not in but:
             setting(name)

@@ -1,7 +1,7 @@
-"""Iterative solvers of linear systems on global arrays, which never gather.
+"""Iterative solvers of linear systems on global arrays. They gather nothing.
 
-Vectors are `PartitionedArray`s, or pytrees of them. Besides what the operator moves, every iteration sends a few sums
-of one number (`spmd.inner`, which counts copies once); everything else is work on the workers' own blocks.
+Vectors are `PartitionedArray`s, or pytrees of them. Besides the communication of the operator, every iteration sends a
+few sums of one number (`spmd.inner`, which counts copies once). The rest works on each worker's own blocks.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ import numpy as np
 from spmd.array import PartitionedArray
 from spmd.autodiff import transforms, tree
 from spmd.autodiff.tracer import value_of
-from spmd.errors import DifferentiationError, LayoutError, describe, message
+from spmd.errors import DifferentiationError, LayoutError, describe
 from spmd.inner_product import inner, norm
 from spmd.lazy_imports import absent
-from spmd.linear import LinearOperator, Space, _admitted, _conj, _fit, _size, _space_of
-from spmd.map_arguments import brought
+from spmd.linear.operator import LinearOperator
+from spmd.linear.space import Space, admit_element, check_fit, conj_tree, size_of, space_of
+from spmd.map_arguments import move_to_layout
 from spmd.tracebacks import api_boundary
 
 __all__ = ["LeastSquares", "Solution", "cg", "lsqr"]
 
-if not TYPE_CHECKING:  # Type checkers know what is here, and so what is misspelt.
+if not TYPE_CHECKING:  # Type checkers report misspelt names themselves.
 
     @api_boundary
     def __getattr__(name: str) -> Any:
@@ -35,11 +36,11 @@ if not TYPE_CHECKING:  # Type checkers know what is here, and so what is misspel
 
 @dataclass(frozen=True)
 class Solution:
-    """What a solver found.
+    """The result of a solver.
 
-    x: the solution, laid out as x0, or else as b. iterations: how many were done. residual: |b - A x|, as the iteration
-    knows it. converged: whether it went as far as was asked. reason: why it ended, in words. residuals: the residual
-    before the first iteration and after each.
+    x: the solution, laid out as x0, or else as b. iterations: their number. residual: |b - A x|, as the iteration
+    computes it. converged: whether the tolerance was reached. reason: why the iteration ended, in words. residuals: the
+    residual before the first iteration and after each.
     """
 
     x: Any
@@ -52,10 +53,10 @@ class Solution:
 
 @dataclass(frozen=True)
 class LeastSquares(Solution):
-    """What `lsqr` found.
+    """The result of `lsqr`.
 
-    normal_residual: |A* r - damp² x|, zero at the solution. norm, condition: estimates of |A|, in the Frobenius norm,
-    and of its condition number; with damp, of A with the rows damp I below it.
+    normal_residual: |A* r - damp² x|, zero at the solution. norm, condition: estimates of the Frobenius norm and of the
+    condition number of A; with damp, of A with the rows damp I below it.
     """
 
     normal_residual: float
@@ -64,7 +65,7 @@ class LeastSquares(Solution):
 
 
 def _axpy(a: Any, x: Any, y: Any) -> Any:
-    """a x + y. `a` is a Python number, so that dtypes stay."""
+    """a x + y. `a` is a Python number, which keeps the dtypes."""
     return tree.map(lambda u, v: a * u + v, x, y)
 
 
@@ -77,32 +78,32 @@ def _norm(x: Any) -> float:
     return float(norm(x))
 
 
-def _brought_back(x: Any, like: Any) -> Any:
+def _in_layout_of(x: Any, like: Any) -> Any:
     """A solution in the layout of the vector that was given; as it is where that was bare."""
 
     def one(a, given):
         have, want = value_of(a), value_of(given)
         if not isinstance(want, PartitionedArray) or want.layout == have.layout:
             return a
-        return brought(a, have.layout, want.layout, have.mesh)
+        return move_to_layout(a, have.layout, want.layout, have.mesh)
 
     return tree.map(one, x, like)
 
 
 def _limits(where: str, maxiter: int | None, **given: float) -> None:
     if maxiter is not None and not (isinstance(maxiter, int | np.integer) and maxiter >= 0):
-        raise LayoutError(
-            message(where, argument="maxiter", got=describe(maxiter), need="a number of iterations", mend="maxiter=100")
+        raise LayoutError.at(
+            where, argument="maxiter", got=describe(maxiter), need="a number of iterations", mend="maxiter=100"
         )
     for name, value in given.items():
         if not isinstance(value, int | float | np.number) or not value >= 0:
-            raise LayoutError(
-                message(where, argument=name, got=describe(value), need="a number, not negative", mend=f"{name}=1e-6")
+            raise LayoutError.at(
+                where, argument=name, got=describe(value), need="a number, not negative", mend=f"{name}=1e-6"
             )
 
 
 class _Function:
-    """A function that is applied as an operator; it must not bring in derivatives of its own."""
+    """A function that is applied as an operator. It must not bring derivatives of its own."""
 
     def __init__(self, where: str, f: Callable):
         self.where, self.f = where, f
@@ -114,20 +115,18 @@ class _Function:
     def __call__(self, x: Any) -> Any:
         y = self.f(x)
         if transforms.innermost(tree.leaves(x)) is None and transforms.innermost(tree.leaves(y)) is not None:
-            raise DifferentiationError(
-                message(
-                    self.where,
-                    argument="A",
-                    got="a function that closes over a differentiated array",
-                    need="an operator that knows what it is differentiated with respect to",
-                    mend="spmd.linear_operator(f, in_specs, out_specs, params=theta, shape=...)",
-                )
+            raise DifferentiationError.at(
+                self.where,
+                argument="A",
+                got="a function that closes over a differentiated array",
+                need="an operator that knows what it is differentiated with respect to",
+                mend="spmd.linear_operator(f, in_specs, out_specs, params=theta, shape=...)",
             )
         return y
 
 
 def _widened(space: Any, b: Any) -> Any:
-    """A space whose numbers hold those of b too."""
+    """A space with dtypes that can also represent those of b."""
     kind = np.result_type(np.float16, *(getattr(value_of(v), "dtype", float) for v in tree.leaves(b)))
     return tree.map(lambda s: s.of(kind), space)
 
@@ -149,21 +148,20 @@ def cg(
 ) -> Solution:
     """Solve A x = b for a Hermitian positive definite A, by conjugate gradients.
 
-    A: a `LinearOperator`, or a function of an array (or tree of arrays) laid out as b is. b: `PartitionedArray`, bare
-    array, or a tree of them. x0: where to begin; zero by default.
-    It ends when |b - A x| <= max(rtol |b|, atol), or after maxiter iterations (by default 10 times the unknowns).
-    M: an approximate inverse of A, Hermitian positive definite. callback: called with x after each iteration.
+    A: a `LinearOperator`, or a function of an array (or tree of arrays) in the layout of b. b: `PartitionedArray`, bare
+    array, or a tree of them. x0: the initial guess; zero by default. The iteration ends when |b - A x| <= max(rtol |b|,
+    atol), or after maxiter iterations (by default 10 times the number of unknowns). M: an approximate inverse of A,
+    Hermitian positive definite. callback: called with x after each iteration.
 
-    Each iteration applies A once and sends two sums of one number, with M three. x is laid out as x0, or else b.
+    Each iteration applies A once and sends two sums of one number, with M three. x is laid out as x0, or else as b.
     x is differentiable with respect to b and to the params of A, to any order: the derivative solves another system
-    with A, which takes A to be Hermitian. Iterations and residuals are plain numbers.
-    Hestenes, Stiefel, "Methods of conjugate gradients for solving linear systems", 1952.
-    Raises LayoutError where A is not square or b does not fit; DifferentiationError where a plain function closes over
-    a differentiated array.
+    with A, assuming that A is Hermitian. Iterations and residuals are plain numbers. Hestenes, Stiefel, "Methods of
+    conjugate gradients for solving linear systems", 1952. Raises LayoutError if A is not square or b does not fit;
+    DifferentiationError if a plain function closes over a differentiated array.
     """
     where = "spmd.solvers.cg"
     _limits(where, maxiter, rtol=rtol, atol=atol)
-    # The solution does not depend on where the iteration begins, nor on what speeds it up.
+    # The solution does not depend on x0 and M.
     x0 = None if x0 is None else tree.map(value_of, x0)
     M = M._with(value_of) if isinstance(M, LinearOperator) else M
     given = b if x0 is None else x0
@@ -173,7 +171,7 @@ def cg(
     if tape is not None:
         return _differentiated(where, tape, A, b, x0, given, M, callback, options)
     found = _cg(A, b, x0, M, callback, **options)
-    return replace(found, x=_brought_back(found.x, given))
+    return replace(found, x=_in_layout_of(found.x, given))
 
 
 def _parameters(A: Any) -> list:
@@ -185,39 +183,35 @@ def _lowered(A: Any, tape: Any) -> Any:
 
 
 def _system(where: str, A: Any, b: Any, x0: Any) -> tuple[Any, Any, Any]:
-    """A, b and x0, brought to the layout that A works in."""
+    """A, b and x0 in the layout in which A works."""
     if isinstance(A, LinearOperator):
-        _fit("=", A.range, A.domain, "a matrix that is not square: A gives")
+        check_fit("=", A.range, A.domain, "a matrix that is not square: A gives")
         space = _widened(A.domain, b)
     elif callable(A) and not hasattr(A, "shape"):
         arrays = [value_of(v) for v in tree.leaves(b)]
         if not all(isinstance(v, PartitionedArray) for v in arrays):
-            raise LayoutError(
-                message(
-                    where,
-                    argument="b",
-                    got=", ".join(describe(v) for v in arrays),
-                    need="partitioned arrays, where A is a function",
-                    mend="spmd.put(b, spec, mesh), or A=spmd.linear_operator(f, in_specs, out_specs, shape=...)",
-                )
-            )
-        space, A = tree.map(lambda v: _space_of(value_of(v)).of(np.float16), b), _Function.of(where, A)
-    else:
-        raise LayoutError(
-            message(
+            raise LayoutError.at(
                 where,
-                argument="A",
-                got=describe(A),
-                need="a linear operator on global arrays, or a function",
-                mend="spmd.linear.from_scipy(A, spec, mesh=mesh) makes one of a matrix",
+                argument="b",
+                got=", ".join(describe(v) for v in arrays),
+                need="partitioned arrays, where A is a function",
+                mend="spmd.put(b, spec, mesh), or A=spmd.linear_operator(f, in_specs, out_specs, shape=...)",
             )
+        space, A = tree.map(lambda v: space_of(value_of(v)).of(np.float16), b), _Function.of(where, A)
+    else:
+        raise LayoutError.at(
+            where,
+            argument="A",
+            got=describe(A),
+            need="a linear operator on global arrays, or a function",
+            mend="spmd.linear.from_scipy(A, spec, mesh=mesh) makes one of a matrix",
         )
-    b = _admitted(where, "b", b, space)
-    return A, b, None if x0 is None else _admitted(where, "x0", x0, space)
+    b = admit_element(where, "b", b, space)
+    return A, b, None if x0 is None else admit_element(where, "x0", x0, space)
 
 
 def _cg(A, b, x0, M, callback, *, rtol, atol, maxiter) -> Solution:
-    """The iteration, on bare vectors in the layout of A."""
+    """The iteration on bare vectors in the layout of A."""
     maxiter = 10 * sum(v.size for v in tree.leaves(b)) if maxiter is None else maxiter
     precondition = M if M is not None else lambda r: r
     bound = max(rtol * _norm(b), atol)
@@ -256,8 +250,11 @@ def _cg(A, b, x0, M, callback, *, rtol, atol, maxiter) -> Solution:
 
 
 def _differentiated(where, tape, A, b, x0, given, M, callback, options) -> Solution:
-    """The solution as a node of the tape. With x = solution and r = b - A x, whose value is small, the derivative of x
-    is A^-1 dr at fixed x: A x is on the tape for what A is made of, and the rest is another solve."""
+    """The solution as a node of the tape.
+
+    With x = solution and r = b - A x, whose value is small, the derivative of x is A^-1 dr at fixed x: A x is recorded
+    on the tape for the parameters of A, and another solve gives the rest.
+    """
     below = _lowered(A, tape)
     found = cg(below, tree.map(lambda v: transforms.lower(v, tape), b), x0, M=M, callback=callback, **options)
     below, x, _ = _system(where, below, found.x, None)
@@ -268,13 +265,13 @@ def _differentiated(where, tape, A, b, x0, given, M, callback, options) -> Solut
         cotangent = tree.unflatten(
             treedef, [np.zeros_like(value_of(x)) if g is None else g for g, x in zip(gs, xs, strict=True)]
         )
-        solved = cg(below, _conj(cotangent), M=M, **options)
+        solved = cg(below, conj_tree(cotangent), M=M, **options)
         if not solved.converged:
             warnings.warn(f"{where}: the derivative is not exact: {solved.reason}", RuntimeWarning, stacklevel=2)
-        return tree.leaves(_conj(solved.x))
+        return tree.leaves(conj_tree(solved.x))
 
     traced = transforms.joint(where, tape, residual, xs, pull)
-    return replace(found, x=_brought_back(tree.unflatten(treedef, traced), given))
+    return replace(found, x=_in_layout_of(tree.unflatten(treedef, traced), given))
 
 
 # Least squares
@@ -295,44 +292,40 @@ def lsqr(
 ) -> LeastSquares:
     """The x that minimises |A x - b|² + damp² |x - x0|², by Golub-Kahan bidiagonalisation.
 
-    A: a `LinearOperator` of any shape. b: an array of its range, partitioned or bare, or a tree of them. x0: where to
-    begin; with zero, the default, and damp=0 it is the least solution, also where A has no full rank.
-    It ends when A x = b is solved: |r| <= btol |b| + atol |A| |x|; when the least-squares problem is:
-    |A* r| <= atol |A| |r|; when the estimate of the condition exceeds conlim (0: no limit); or after maxiter
-    iterations (by default twice the unknowns). callback: called with x after each iteration.
+    A: a `LinearOperator` of any shape. b: an array of its range, partitioned or bare, or a tree of them. x0: the
+    initial guess. With zero, the default, and damp=0 the result is the solution of least norm, even if A is
+    rank-deficient. The iteration ends when A x = b is solved: |r| <= btol |b| + atol |A| |x|; when the least-squares
+    problem is solved: |A* r| <= atol |A| |r|; when the estimate of the condition number exceeds conlim (0: no limit);
+    or after maxiter iterations (by default twice the number of unknowns). callback: called with x after each iteration.
 
-    Each iteration applies A and A.H once and sends four sums of one number. x is laid out as x0, or else as A has it.
-    Paige, Saunders, "LSQR: an algorithm for sparse linear equations and sparse least squares", ACM TOMS 8, 1982.
-    Raises LayoutError where b does not fit, DifferentiationError where A or b is differentiated.
+    Each iteration applies A and A.H once and sends four sums of one number. x is laid out as x0, or else as the domain
+    of A. Paige, Saunders, "LSQR: an algorithm for sparse linear equations and sparse least squares", ACM TOMS 8, 1982.
+    Raises LayoutError if b does not fit, DifferentiationError if A or b is differentiated.
     """
     where = "spmd.solvers.lsqr"
     _limits(where, maxiter, damp=damp, atol=atol, btol=btol, conlim=conlim)
     if not isinstance(A, LinearOperator):
-        raise LayoutError(
-            message(
-                where,
-                argument="A",
-                got=describe(A),
-                need="a linear operator on global arrays: its adjoint is needed",
-                mend="spmd.linear_operator(f, in_specs, out_specs, shape=...)",
-            )
+        raise LayoutError.at(
+            where,
+            argument="A",
+            got=describe(A),
+            need="a linear operator on global arrays: its adjoint is needed",
+            mend="spmd.linear_operator(f, in_specs, out_specs, shape=...)",
         )
     if transforms.innermost([*tree.leaves(b), *_parameters(A), *tree.leaves(x0)]) is not None:
-        raise DifferentiationError(
-            message(
-                where,
-                got="a differentiated system",
-                need="numbers: LSQR has no derivative rule",
-                mend="spmd.solvers.cg(A.H @ A, A.H(b)), which has one; or spmd.stop_gradient(b)",
-            )
+        raise DifferentiationError.at(
+            where,
+            got="a differentiated system",
+            need="numbers: LSQR has no derivative rule",
+            mend="spmd.solvers.cg(A.H @ A, A.H(b)), which has one; or spmd.stop_gradient(b)",
         )
-    b = _admitted(where, "b", b, _widened(tree.map(lambda s: s.of(A.dtype), A.range), b))
+    b = admit_element(where, "b", b, _widened(tree.map(lambda s: s.of(A.dtype), A.range), b))
     domain = _widened(tree.map(lambda s: s.of(A.dtype), A.domain), b)
-    start = None if x0 is None else _admitted(where, "x0", x0, domain)
-    maxiter = 2 * _size(domain) if maxiter is None else maxiter
+    start = None if x0 is None else admit_element(where, "x0", x0, domain)
+    maxiter = 2 * size_of(domain) if maxiter is None else maxiter
     least = float(np.finfo(np.result_type(*(v.dtype for v in tree.leaves(b)))).eps)
     found = _lsqr(A, b, start, domain, float(damp), max(atol, least), max(btol, least), conlim, maxiter, callback)
-    return found if x0 is None else replace(found, x=_brought_back(found.x, x0))
+    return found if x0 is None else replace(found, x=_in_layout_of(found.x, x0))
 
 
 def _unit(x: Any) -> tuple[float, Any]:
@@ -342,7 +335,7 @@ def _unit(x: Any) -> tuple[float, Any]:
 
 
 def _lsqr(A, b, start, domain, damp, atol, btol, conlim, maxiter, callback) -> LeastSquares:
-    """The iteration, in the names of the paper: A V = U B, with B lower bidiagonal of diagonal alpha and beta below."""
+    """The iteration, as in the paper: A V = U B, B lower bidiagonal with diagonal alpha and beta below it."""
     adjoint = A.H
     size_b = _norm(b)
     beta, u = _unit(b if start is None else _axpy(-1, A(start), b))

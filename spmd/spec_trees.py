@@ -1,18 +1,21 @@
-"""Trees of specs: which spec stands for which array of a tree of arguments or results."""
+"""Trees of specs: the spec that applies to each array in a tree of arguments or results."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 from spmd.autodiff import tree
-from spmd.errors import SpecError, message
+from spmd.errors import SpecError
 from spmd.layout import Spec
 
-__all__ = ["Leaf", "shown", "spec_leaves", "spread"]
+__all__ = ["REQUIRED", "Leaf", "shown", "spec_leaves", "spread"]
+
+REQUIRED: Any = object()
+"""The default of a spec that must be given."""
 
 
 class Leaf(NamedTuple):
-    """One array of a tree: its path from the argument's name, the spec that stands for it, and its value."""
+    """One array of a tree: its path from the argument's name, the spec that applies to it, and its value."""
 
     path: str
     spec: Spec | None
@@ -26,8 +29,8 @@ def spec_leaves(specs) -> list[tuple[str, Any]]:
 
 
 def spread(where: str, name: str, argument: str, specs, value) -> list[Leaf]:
-    """The leaves of a value, each with the spec that stands for it in a prefix of its tree."""
-    if specs is None or isinstance(specs, Spec):  # for a leaf without the ways of trees
+    """The leaves of a value, each with the spec that applies to it; specs are a prefix of its tree."""
+    if specs is None or isinstance(specs, Spec):  # one spec: the tree need not be compared
         if value is None:
             return [Leaf(name, None, None)]
         if hasattr(value, "shape") or isinstance(value, int | float | complex):
@@ -38,14 +41,12 @@ def spread(where: str, name: str, argument: str, specs, value) -> list[Leaf]:
     try:
         each = tree.prefix(specs, value)
     except ValueError:
-        raise SpecError(
-            message(
-                where,
-                argument=f"{argument}, for {name!r}",
-                got=f"{_structure(specs)}: {_misfit(specs, value, name)}",
-                need=f"one spec, or a tree of specs that is a prefix of {_structure(value)}",
-                mend="write a spec for the whole, or one for each part of it",
-            )
+        raise SpecError.at(
+            where,
+            argument=f"{argument}, for {name!r}",
+            got=f"{_structure(specs)}: {_misfit(specs, value, name)}",
+            need=f"one spec, or a tree of specs that is a prefix of {_structure(value)}",
+            mend="write a spec for the whole, or one for each part of it",
         ) from None
     paths, leaves, _ = tree.flatten_with_path(value, none_is_leaf=True)
     return [
@@ -69,7 +70,7 @@ def shown(treedef) -> str:
 
 
 def _misfit(specs, value, path: str) -> str:
-    """The first place where a tree of specs is no prefix of a value's tree, and how."""
+    """The first place where a tree of specs is no prefix of the tree of a value, and why."""
     if isinstance(specs, dict) and isinstance(value, dict):
         for names, text in ((specs, "{} has no {!r}"), (value, "{}[{!r}] has no spec")):
             missing = [k for k in names if k not in specs or k not in value]

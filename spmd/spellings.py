@@ -1,4 +1,4 @@
-"""For errors: what NumPy, SciPy, JAX, MPI and torch call things, and what is written here in their place.
+"""For error messages: names of NumPy, SciPy, JAX, MPI and torch, and what to write here instead.
 
 Three tables: values of options (`closest`), keywords of functions (`keyword`) and names of modules (`instead`).
 """
@@ -55,7 +55,7 @@ VALUES: dict[str, str] = {
     "normal": "gaussian randn float",
     "distinct": "arange unique",
 }
-"""For a value of an option, how others spell it."""
+"""For a value of an option, the spellings of other libraries."""
 
 KEYWORDS: tuple[str, ...] = (
     "maxiter iter_lim max_iter max_iters maxit maxiters niter n_iter num_iters iterations max_steps steps",
@@ -110,7 +110,7 @@ KEYWORDS: tuple[str, ...] = (
     "device platform",
     "axis_name batch_axis_name",
 )
-"""Keywords that mean the same; the first of a line is ours."""
+"""Keywords of the same meaning; the first of each line is the library's."""
 
 UNKNOWN_KEYWORDS: dict[str, str] = {
     "axis_index_groups": "leave it out: two axes of the mesh, Mesh(outer=2, inner=2), name groups of workers",
@@ -129,7 +129,7 @@ UNKNOWN_KEYWORDS: dict[str, str] = {
     "show": "leave it out: reason and residuals of the result say what happened",
     "calc_var": "leave it out: no variances are estimated",
 }
-"""Keywords of others that no function has, and what to do about them."""
+"""Keywords of other libraries that no function has, and the remedy."""
 
 INSTEAD: dict[str, dict[str, str]] = {
     "spmd": {
@@ -356,7 +356,7 @@ INSTEAD: dict[str, dict[str, str]] = {
         "numpy": "torch's functions",
     },
 }
-"""For each public module the names that others have and it lacks, and what is written instead."""
+"""For each public module, names of other libraries that it lacks, and what to write instead."""
 INSTEAD["spmd.numpy"] = {
     "bfloat16": "ml_dtypes.bfloat16",
     "tensor": "spmd.numpy.array(...)",
@@ -371,8 +371,9 @@ _OF_NUMPY = {"spmd", "spmd.functions"}
 
 
 def closest(value: object, known: Iterable[str], otherwise: str | None = None) -> str:
-    """The known value that is meant: by another library's spelling of it, else by its letters; else `otherwise`, or the
-    first one."""
+    """The value that is meant: by another library's spelling, otherwise by its letters, otherwise `otherwise` or the
+    first.
+    """
     known = list(known)
     text = str(value).lower()
     meant = [k for k in known if text in VALUES.get(k, "").split()]
@@ -380,7 +381,7 @@ def closest(value: object, known: Iterable[str], otherwise: str | None = None) -
 
 
 def keyword(f: Callable, name: str) -> tuple[str, str]:
-    """What a function takes, and the mend, where it was given a keyword that it has not."""
+    """What a function accepts, and the remedy, for a keyword that it does not have."""
     variable = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
     own = [p.name for p in inspect.signature(f).parameters.values() if p.kind not in variable and p.name != "self"]
     lines = [line.split() for line in KEYWORDS]
@@ -391,8 +392,8 @@ def keyword(f: Callable, name: str) -> tuple[str, str]:
 
 
 def public_name(f: Callable) -> str:
-    """A function of the library as users write it: `spmd.functions.relu`."""
-    for module in ("spmd", "spmd.functions", "spmd.bridge.torch"):
+    """The name of a function as users write it: `spmd.functions.relu`."""
+    for module in ("spmd", "spmd.functions", "spmd.linear", "spmd.random", "spmd.bridge.torch"):
         known = vars(sys.modules.get(module, sys)).get(f.__name__)
         if known is not None and f in (known, getattr(known, "__wrapped__", None)):
             return f"{module}.{f.__name__}"
@@ -400,7 +401,7 @@ def public_name(f: Callable) -> str:
 
 
 def instead(module: str, name: str) -> str:
-    """What to write in place of a name that a module lacks; empty where nothing is known."""
+    """What to write for a name that a module lacks; empty if nothing is known."""
     found = INSTEAD.get(module, {}).get(name)
     if found is not None:
         return found

@@ -1,8 +1,8 @@
-"""The three states of a value along the axes of a mesh.
+"""The states of a value along the axes of a mesh.
 
-Along each axis a value is Invariant (one value, a copy on every worker), Varying (one value per worker) or Rooted
-(one value, held by one worker). A state says in which; the inner product counts an Invariant value once, sums a
-Varying one over the workers, and counts a Rooted one at its root.
+Along each axis a value is Invariant (one value, a copy on every worker), Varying (one value per worker) or Rooted (one
+value, held by one worker). The inner product counts an Invariant value once, sums a Varying one over the workers, and
+counts a Rooted one at its root.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ REPLICAS: ContextVar[bool] = ContextVar("spmd_replicas", default=False)
 class State:
     """The axes along which an array of a body varies; it is Invariant along all others.
 
-    States are interned by `state_of`: equal states are one object, so that comparing them costs nothing.
-    A Rooted value is never mixed with arrays; it is a handle of its own (`spmd.operators.root.Rooted`).
+    States are interned by `state_of`: equal states are one object, and compare without cost.
+    A Rooted value is never mixed with arrays; it is a separate handle (`spmd.operators.root.Rooted`).
     """
 
     __slots__ = ("varying",)

@@ -8,7 +8,7 @@
         layout = data.draw(layouts(mesh))
         x = data.draw(arrays(layout.shape))
 
-Each draws the simplest first, so that what fails shrinks to one worker, dimensions of length 1, balanced blocks.
+Simple examples come first, so failures shrink to one worker, dimensions of length 1, and balanced blocks.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def meshes(
     sizes.sort(key=lambda dims: (math.prod(dims), len(dims), dims))
     kinds = st.sampled_from(list(schedulers))
 
-    def of(dims: Shape) -> SearchStrategy[Mesh]:  # Reports show the call that makes it.
+    def of(dims: Shape) -> SearchStrategy[Mesh]:  # Reports show a call that makes the mesh.
         given = st.just(dims), st.just(tuple(names[: len(dims)]))
         return st.builds(make_mesh, *given, transport=st.just("local"), scheduler=kinds)
 
@@ -70,7 +70,7 @@ def meshes(
 
 
 def specs(mesh: Mesh | Mapping[str, int], ndim: int) -> SearchStrategy[P]:
-    """Specs for arrays of ndim dimensions: each axis splits one dimension or none, in any order of the axes."""
+    """Specs for arrays of ndim dimensions: each axis splits at most one dimension, in any order of the axes."""
     axes = list(mesh.axes if isinstance(mesh, Mesh) else mesh)
 
     @st.composite
@@ -86,13 +86,13 @@ def specs(mesh: Mesh | Mapping[str, int], ndim: int) -> SearchStrategy[P]:
 
 
 def shapes(*, min_dims: int = 0, max_dims: int = 3, min_side: int = 0, max_side: int = 5) -> SearchStrategy[Shape]:
-    """Shapes: few dimensions first, of length 1 first and of length 0 last."""
+    """Shapes: few dimensions first; length 1 first, length 0 last."""
     sides = [*range(max(1, min_side), max_side + 1), *range(min_side, 1)]
     return st.lists(st.sampled_from(sides), min_size=min_dims, max_size=max_dims).map(tuple)
 
 
 def _cuts(n: int, parts: int) -> SearchStrategy[Shape]:
-    """Sizes of `parts` blocks that add to n, some of them 0."""
+    """Sizes of `parts` blocks of n items in all; some may be 0."""
     places = st.lists(st.integers(0, n), min_size=parts - 1, max_size=parts - 1).map(sorted)
     return places.map(lambda at: tuple(b - a for a, b in itertools.pairwise([0, *at, n])))
 
@@ -104,10 +104,10 @@ def layouts(
     grids: bool = True,
     copies: Sequence[str] = ("invariant", "varying"),
 ) -> SearchStrategy[Layout]:
-    """Layouts on a mesh: named specs and, with `grids`, grids on any of its workers; balanced, or cut anywhere.
+    """Layouts on a mesh: specs, and with `grids` also grids on any of its workers; balanced or uneven.
 
-    shape: of the array (None: any). copies: what copies may be. Copies of a grid, which no axis tells apart, always
-    vary.
+    shape: of the array; None: any. copies: the allowed values of `Layout.copies`. Copies of a grid always vary, because
+    no axis distinguishes them.
     """
     axes = dict(mesh.axes if isinstance(mesh, Mesh) else mesh)
     total = math.prod(axes.values())
@@ -118,7 +118,7 @@ def layouts(
         is_grid = grids and draw(st.booleans())
 
         def cut(counts: Sequence[int]):
-            """For each dimension its blocks, or None where they are balanced."""
+            """For each dimension the sizes of its blocks; None: balanced."""
             return [
                 draw(_cuts(n, k)) if k > 1 and draw(st.booleans()) else None for n, k in zip(sides, counts, strict=True)
             ]
@@ -159,10 +159,10 @@ KINDS = ("integers", "normal", "distinct")
 def arrays(
     shape: Sequence[int] | SearchStrategy[Shape], dtype: Any = np.float64, kind: str = "integers"
 ) -> SearchStrategy[np.ndarray]:
-    """Arrays of a shape, or of a drawn one.
+    """Arrays of a given shape, or of a drawn one.
 
-    kind: "integers" from -9 to 9 without 0, on which sums are exact and behind which no missed entry hides; "normal";
-    or "distinct", 1, 2, 3, ... in any order, the simplest in this one: it shows where everything went.
+    kind: "integers" from -9 to 9 without 0, whose sums are exact and show every missed entry; "normal"; or "distinct",
+    1, 2, 3, ... in any order, simplest in this one, which shows where every entry went.
     """
     if kind not in KINDS:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""Tools that test what we claim, for our own operators and for anyone's.
+"""Tools that test operators, the library's and your own.
 
-The dot test (`check_adjoint`), the cases of every operator, and strategies for hypothesis: `meshes`, `specs`, `shapes`,
-`layouts`, `halos`, `arrays`. `spmd.pytest_plugin` runs tests on meshes.
+The dot test (`check_adjoint`), the test cases of every operator, and strategies for hypothesis: `meshes`, `specs`,
+`shapes`, `layouts`, `halos`, `arrays`. `spmd.pytest_plugin` runs tests on meshes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from spmd import operators
 from spmd.adjoints import AdjointError, AdjointReport, Entry, Fault, Place, check_adjoint, table
-from spmd.errors import LayoutError, message
+from spmd.errors import LayoutError
 from spmd.layout import Layout, P
 from spmd.mesh import Mesh
 from spmd.operators.all_to_all import AllToAll, Piece, RaggedAllToAll
@@ -58,7 +58,7 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    """The strategies, which need hypothesis: imported when one is used."""
+    """The strategies, imported on first use: they need hypothesis."""
     if name in ("Halo", "arrays", "halos", "layouts", "meshes", "shapes", "specs"):
         from spmd import strategies
 
@@ -73,10 +73,10 @@ Shape = tuple[int, ...]
 
 
 class Case(NamedTuple):
-    """An operator and a shape to test it on; with a spec the shape is cut, else every worker has a block of it.
+    """An operator and a shape to test it on.
 
-    spec: also a function that makes a layout of the operator's axes and their sizes.
-    cuts: for each dimension the sizes of its blocks, or None where they are balanced.
+    spec: splits the shape; without it every worker has a block of the shape. Also a function from the operator's axes
+    and their sizes to a layout. cuts: for each dimension the sizes of its blocks; None: balanced.
     """
 
     operator: Operator
@@ -86,17 +86,19 @@ class Case(NamedTuple):
 
 
 def _lopsided(n: int) -> Shape:
-    """Sizes of n blocks that are not balanced, 2 n + 1 in all: the last is the largest, and with three one is empty."""
+    """Sizes of n uneven blocks of 2 n + 1 items: the last is the largest, and of three one is empty."""
     return (*(0 if k == 1 else 1 for k in range(n - 1)), n + 2 + (n > 2)) if n > 1 else (3,)
 
 
 def _ragged(n: int, most: int) -> tuple[Piece, ...]:
-    """Pieces of 0, 1 or 2 rows from every worker to every other, among 2 n rows, that end at row `most` there."""
+    """Pieces of 0, 1 or 2 rows from every worker to every other, among 2 n rows; they end at row `most` of the
+    result.
+    """
     return tuple(Piece(s, t, 2 * t, most - 2 * s - 2, (s + 2 * t) % 3) for s in range(n) for t in range(n))
 
 
 def _haloed(a: tuple[str, ...], sizes: Shape, widths: Shape, boundary: str) -> Case:
-    """Blocks of these sizes with a halo of (low, high), added back."""
+    """Blocks of these sizes, extended by a halo of (low, high), which is added back."""
     low, high = widths
     lengths = halo_plan(sizes, ((low, high),) * len(sizes), boundary).lengths
     back = HaloAccumulate(a, P(a), (widths,), boundary, (sizes,))
@@ -112,7 +114,7 @@ def _corners(d: int) -> tuple[Shape, ...]:
 
 
 def _alone(shape: Shape, root: int, axes: dict[str, int]) -> Layout:
-    """All of an array on one worker."""
+    """The whole array on one worker."""
     return Layout.grid(shape, (1,) * len(shape), axes, [root])
 
 
@@ -210,7 +212,7 @@ _ROWS: dict[type[Operator], Callable[[tuple[str, ...], int], list[Case]]] = {
 
 
 def _pairs(axes: dict[str, int]) -> list[tuple[Layout, Layout]]:
-    """Pairs of layouts over axes, the first without varying copies: disjoint, overlapping, equal, with copies."""
+    """Pairs of layouts over axes: disjoint, overlapping, equal, with copies. Copies of the first do not vary."""
     a, n = tuple(axes), math.prod(axes.values())
     half = max(1, n // 2)
     whole = Layout((5, 3), P(), axes)
@@ -232,21 +234,22 @@ _BETWEEN: dict[type[Operator], Callable[[tuple[str, ...], Layout, Layout], Case]
     Repartition: lambda a, src, dst: Case(Repartition(a, src, dst), src.shape, src),
     Accumulate: lambda a, src, dst: Case(Accumulate(a, dst, src), dst.shape, dst),
 }
-"""For each operator between layouts its case on a pair of them."""
+"""For each operator between layouts, its case on a pair of layouts."""
 
 
-"""For each operator its cases on the axes `a`, which n workers lie along: even, uneven, short, empty."""
+"""For each operator its cases along the axes `a` of n workers: even, uneven, short, empty blocks."""
 
 
 _FILES = ("sums", "repartition", "root", "all_to_all", "gather", "permute", "halo", "stencil")
-"""The files of operators, in the order in which they are shown."""
+"""The modules of operators, in the order of display."""
 
 
 def operator_classes() -> list[type[Operator]]:
-    """Every operator of the library, in the order of their declaration, whichever file was imported first; and those
-    that were declared elsewhere."""
+    """Every operator of the library in the order of declaration, whichever file is imported first; then those declared
+    elsewhere.
+    """
     for module in pkgutil.iter_modules(operators.__path__, f"{operators.__name__}."):
-        importlib.import_module(module.name)  # a new file is found, though nothing names it yet
+        importlib.import_module(module.name)  # modules that the list above does not name
 
     def below(kind: type[Operator]) -> Iterator[type[Operator]]:
         for sub in kind.__subclasses__():
@@ -259,21 +262,19 @@ def operator_classes() -> list[type[Operator]]:
 
 
 def operator_cases(kind: type[Operator], mesh: Mesh) -> list[Case]:
-    """The cases of an operator on a mesh: along every axis, and along all of them together in both orders."""
+    """The cases of an operator on a mesh: along every axis, and along all axes together in both orders."""
     names = tuple(mesh.axes)
     groups = [(n,) for n in names] + ([names, names[::-1]] if len(names) > 1 else [])
     if kind in _BETWEEN:
         pairs = [(axes, pair) for axes in groups for pair in _pairs({n: mesh.axes[n] for n in axes})]
         return [_BETWEEN[kind](axes, *pair) for axes, pair in pairs]
     if kind not in _ROWS:
-        raise LayoutError(
-            message(
-                "spmd.testing.operator_cases",
-                argument="kind",
-                got=kind.__name__,
-                need="an operator with a row of cases",
-                mend=f"add a row to spmd/testing.py: {kind.__name__}: lambda a, n: [Case({kind.__name__}(a), (3, 2))],",
-            )
+        raise LayoutError.at(
+            "spmd.testing.operator_cases",
+            argument="kind",
+            got=kind.__name__,
+            need="an operator with a row of cases",
+            mend=f"add a row to spmd/testing.py: {kind.__name__}: lambda a, n: [Case({kind.__name__}(a), (3, 2))],",
         )
     cases = [case for axes in groups for case in _ROWS[kind](axes, int(np.prod([mesh.axes[n] for n in axes])))]
     return [_laid_out(case, mesh) for case in cases]
@@ -289,6 +290,6 @@ def _laid_out(case: Case, mesh: Mesh) -> Case:
 
 
 def states(kind: type[Operator]) -> str:
-    """The states an operator maps, as the tables write them."""
+    """The states an operator maps, as tables show them."""
     letter = {INVARIANT: "I", VARYING: "V", ROOTED: "Rooted"}
     return f"{letter[kind.source]} → {letter[kind.target]}"

@@ -1,8 +1,8 @@
-"""Tracebacks that show the user's frames: the public functions cut the library's own out of what they raise.
+"""Tracebacks that show the user's frames: public functions remove the library's frames from errors.
 
 `api_boundary` marks a public function. An error that leaves it keeps the frames of the user's code, of the body and of
-whoever called the map; those of the library, and of the packages that it runs bodies through, are taken out of the
-error itself, so that plain Python, IPython and pytest all show the same. SPMD_TRACEBACK=full leaves all in.
+the caller of the map. The frames of the library, and of the packages through which it runs bodies, are removed from the
+error itself, so plain Python, IPython and pytest show the same. SPMD_TRACEBACK=full keeps all frames.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ F = TypeVar("F", bound=Callable[..., Any])
 _INTERNAL = frozenset(
     ("spmd", "numpy", "scipy", "torch", "optree", "greenlet", "mpi4py", "concurrent", "contextlib", "functools")
 )
-"""Packages and modules through which the library runs the user's code, or which it runs itself."""
+"""Packages and modules through which the library runs the user's code."""
 
 
 def api_boundary(f: F) -> F:
-    """A public function: an error that leaves it shows the user's frames only."""
+    """Mark a public function: an error that leaves it shows the user's frames only."""
 
     return boundary_like(f)(f)  # type: ignore[return-value]
 
 
 def boundary_like(fun: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The same for what a public function makes of the user's `fun`, whose name and docstring it gets."""
+    """The same for a function made from the user's `fun`, whose name and docstring it gets."""
 
     def decorate(f: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(fun)
@@ -44,7 +44,7 @@ def boundary_like(fun: Callable[..., Any]) -> Callable[[Callable[..., Any]], Cal
                 return f(*args, **kwargs)
             except BaseException as error:
                 shorten(error, f)
-                raise  # as it is now: a bare raise adds no frame
+                raise  # a bare raise adds no frame
 
         return boundary
 
@@ -52,9 +52,9 @@ def boundary_like(fun: Callable[..., Any]) -> Callable[[Callable[..., Any]], Cal
 
 
 def shorten(error: BaseException, f: Callable[..., Any] | None = None) -> None:
-    """Take the library's frames out of an error, and of those that it came from.
+    """Remove the library's frames from an error and from its causes.
 
-    f: the public function that it leaves.
+    f: the public function that the error leaves.
     """
     if type(error) is TypeError:
         _explain(error, f)
@@ -66,19 +66,19 @@ def shorten(error: BaseException, f: Callable[..., Any] | None = None) -> None:
     for one in _chain(error):
         context = one.__context__
         if context is not None and one.__cause__ is None and context.__traceback__ is None:
-            one.__suppress_context__ = True  # raised and caught within the library
+            one.__suppress_context__ = True  # raised and caught inside the library
 
 
 _NO_SUCH_KEYWORD = re.compile(r"(?:\w+\.)*(\w+)\(\) got an unexpected keyword argument '(\w+)'")
 
 
 def _explain(error: TypeError, f: Callable[..., Any] | None) -> None:
-    """Say on the error of a call with a keyword that a public function has not what there is in its place."""
+    """Add to the error for an unknown keyword of a public function what to write instead."""
     found = _NO_SUCH_KEYWORD.match(str(error))
     last = error.__traceback__
     if found is None or last is None:
         return
-    if f is None or last.tb_next is not None or found[1] != f.__name__:  # the call of another function
+    if f is None or last.tb_next is not None or found[1] != f.__name__:  # the error of another call
         while last.tb_next is not None:
             last = last.tb_next
         f = _named(found[1], last.tb_frame)
@@ -90,7 +90,7 @@ def _explain(error: TypeError, f: Callable[..., Any] | None) -> None:
 
 
 def _named(name: str, frame: FrameType) -> Callable[..., Any] | None:
-    """The public function of a name that a frame calls, if it is one of the library's."""
+    """The public function of this name that a frame calls, if it is one of the library's."""
     f = vars(sys.modules["spmd"]).get(name)
     if f is None or _is_internal(frame.f_globals.get("__name__", "")):
         return f
@@ -101,7 +101,7 @@ def _named(name: str, frame: FrameType) -> Callable[..., Any] | None:
 
 
 def _hide(frame: FrameType | None) -> None:
-    """Have pytest leave out the functions of the library between here and the user's call, which are yet to be left."""
+    """Let pytest hide the functions of the library between this frame and the user's call."""
     while frame is not None and _is_internal(frame.f_globals.get("__name__", "")):
         if frame.f_globals["__name__"].startswith("spmd"):
             frame.f_globals["__tracebackhide__"] = True
@@ -109,7 +109,7 @@ def _hide(frame: FrameType | None) -> None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An error, those of its group, and what each was raised from or in the handling of."""
+    """An error, those of its group, and their causes and contexts."""
     seen: set[int] = set()
     left: list[BaseException | None] = [error]
     while left:

@@ -1,12 +1,12 @@
-"""Which interval of the input each block of an output needs, and the halos that fetch it. Integers only.
+"""Windows: the interval of the input that each block of an output needs, and the halos that bring it. Integers only.
 
-Output o of a window reads the inputs o·stride − low + j·dilation for 0 ≤ j < kernel. Indices are those of the input:
-entries before 0 and from its length on are padding. What a block of outputs needs is the interval from the first tap
-of its first output to the last tap of its last one, both included: no entry more.
+Output o of a window reads the inputs o·stride − low + j·dilation for 0 ≤ j < kernel. Indices are those of the input;
+entries before 0 and after its end are padding. A block of outputs needs the interval from the first tap of its first
+output to the last tap of its last output, both included.
 
 Convolution, pooling and stencils are windows (`plan_window`; `plan_windows` for several dimensions). A transposed
-convolution is one read backwards (`plan_transposed`). Interpolation is any other map of outputs to intervals of the
-input (`plan_needs`).
+convolution is a window read backwards (`plan_transposed`). Interpolation is any other map from outputs to intervals of
+the input (`plan_needs`).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, NamedTuple
 
-from spmd.errors import LayoutError, message
-from spmd.layout import Box, Layout, block_sizes, offsets
+from spmd.errors import LayoutError
+from spmd.layout import block_sizes, offsets
 from spmd.tracebacks import api_boundary
 
-__all__ = ["Taps", "Window", "Windows", "plan_needs", "plan_transposed", "plan_window", "plan_windows"]
+__all__ = ["Taps", "Window", "plan_needs", "plan_transposed", "plan_window"]
 
 Interval = tuple[int, int]
 Pairs = tuple[tuple[int, int], ...]
@@ -41,18 +41,18 @@ class Taps(NamedTuple):
 
     @property
     def extent(self) -> int:
-        """From the first tap of an output to its last, both included."""
+        """The number of entries from the first tap of an output to its last, both included."""
         return (self.kernel - 1) * self.dilation + 1
 
     def __call__(self, o: int) -> Interval:
-        """The interval that output o reads."""
+        """The interval of the input that output o reads."""
         start = o * self.stride - self.low
         return start, start + self.extent
 
     def fit(self, n: int, ceil: bool = False) -> tuple[Taps, int]:
-        """The number of outputs of n inputs, and the taps with the padding that they take.
+        """The taps with the padding that n inputs need, and the number of outputs.
 
-        ceil: the entries left over at the end have an output too, unless it would start in the high padding.
+        ceil: entries left over at the end also give an output, unless it would start in the high padding.
         """
         free = n + self.low + self.high - self.extent
         count = max(0, free // self.stride + 1)
@@ -62,23 +62,23 @@ class Taps(NamedTuple):
         return self._replace(high=self(more - 1)[1] - n), more
 
     def __str__(self) -> str:
-        said = [f"kernel {self.kernel}"]
-        said += [f"stride {self.stride}"] * (self.stride != 1) + [f"dilation {self.dilation}"] * (self.dilation != 1)
-        return ", ".join(said + [f"padding ({self.low}, {self.high})"] * (self.low != 0 or self.high != 0))
+        parts = [f"kernel {self.kernel}"]
+        parts += [f"stride {self.stride}"] * (self.stride != 1) + [f"dilation {self.dilation}"] * (self.dilation != 1)
+        return ", ".join(parts + [f"padding ({self.low}, {self.high})"] * (self.low != 0 or self.high != 0))
 
 
 @dataclass(frozen=True)
 class Window:
-    """Who needs what, in one dimension. The entry k of each tuple is of block k.
+    """What the blocks of an output need of an input, in one dimension. Entry k of each tuple belongs to block k.
 
     inputs, outputs: the sizes of the blocks, in order; some may be 0.
-    needs: the interval of the input, padding included, that the outputs are made of. A block without outputs needs
-    nothing: its interval is empty and lies at the start of its own block, so that its halo (0, −size) reaches nobody
-    and trims everything.
-    taps: the window; None where the map is another.
+    needs: the interval of the input, padding included, from which the outputs are computed. A block without outputs
+    needs
+    nothing: its interval is empty and lies at the start of its own block, so its halo (0, −size) trims all of it.
+    taps: the window; None for other maps.
 
-    A block with `widths[k]` around it is `needs[k]`. On it the same window without padding has `outputs[k]` results,
-    and they are those of the whole, from `output_bounds[k]` on.
+    A block extended by `widths[k]` is `needs[k]`. The same window without padding has `outputs[k]` results there: those
+    of the whole from `output_bounds[k]` on.
     """
 
     inputs: tuple[int, ...]
@@ -105,22 +105,22 @@ class Window:
 
     @cached_property
     def widths(self) -> Pairs:
-        """What to add to each block, low and high, padding included: the widths of a halo exchange.
+        """What extends each block, low and high, padding included: the widths of a halo exchange.
 
-        A negative one trims. With boundary "zero" the padding is zeros, with "periodic" the other end, and so on.
+        Negative widths trim. With boundary "zero" the padding is zeros, with "periodic" the other end, and so on.
         """
         return tuple((a - start, stop - b) for (a, b), (start, stop) in self._pairs())
 
     @cached_property
     def halos(self) -> Pairs:
-        """What to add to each block, low and high, of entries that the input has: widths without padding."""
+        """The widths without padding: only entries that the input has."""
         n = self.length
         inside = lambda i: min(max(i, 0), n)
         return tuple((a - inside(start), inside(stop) - b) for (a, b), (start, stop) in self._pairs())
 
     @cached_property
     def pads(self) -> Pairs:
-        """How many entries of each interval are padding, before the input and after it."""
+        """The number of padding entries in each interval, before the input and after it."""
         n = self.length
         return tuple((min(stop, 0) - min(start, 0), max(stop, n) - max(start, n)) for start, stop in self.needs)
 
@@ -165,27 +165,27 @@ def plan_window(
     inputs: int | Sequence[int] = 1,
     outputs: Sequence[int] | None = None,
 ) -> Window:
-    """The window over n entries that lie in blocks: what each block of its output needs.
+    """The window over n entries in blocks: what each block of its output needs.
 
-    padding: a number of entries at both ends, (low, high), or a word; a negative number crops.
+    padding: a number for both ends, (low, high), or a word; negative numbers crop.
         "valid": none.
-        "same": ⌈n / stride⌉ outputs; the (outputs − 1)·stride + extent − n entries that this takes, if more than 0,
-        are shared by both ends, an odd one at the high end ("same_lower": at the low end). The extent of the kernel
-        is (kernel − 1)·dilation + 1.
-    ceil: the entries left over where the stride does not fit have an output too, unless it would start in the high
-        padding, as in `ceil_mode` of pooling. The padding grows at the high end by what it reads beyond.
+        "same": ⌈n / stride⌉ outputs. Their (outputs − 1)·stride + extent − n padding entries, if more than 0, are
+        shared by both ends; an odd one is at the high end ("same_lower": at the low end). The extent of the kernel is
+        (kernel − 1)·dilation + 1.
+    ceil: entries left over by the stride also give an output, unless it would start in the high padding. The high
+        padding grows by what this output reads beyond it. As in `ceil_mode` of pooling.
     inputs: the sizes of the blocks of the input, or the number of balanced ones.
-    outputs: the sizes of the blocks of the output, as many; None: balanced.
+    outputs: the sizes of as many blocks of the output; None: balanced.
 
-    A stencil that reads `low` entries before each and `high` after it has the kernel low + high + 1 and the padding
-    (low, high). A kernel that is longer than the padded input has no outputs, and nobody needs anything.
+    A stencil that reads `low` entries before each entry and `high` after it has the kernel low + high + 1 and the
+    padding (low, high). A kernel longer than the padded input has no outputs and needs nothing.
     """
     where = "spmd.plan_window"
-    n = _integer(where, "n", n, 0)
-    taps = _taps(where, n, kernel, stride, padding, dilation)
+    n = checked_integer(where, "n", n, 0)
+    taps = checked_taps(where, n, kernel, stride, padding, dilation)
     sizes = _blocks(where, "inputs", n, inputs)
     taps, m = taps.fit(n, ceil)
-    return _plan(where, sizes, _blocks(where, "outputs", m, len(sizes) if outputs is None else outputs), taps)
+    return plan_blocks(where, sizes, _blocks(where, "outputs", m, len(sizes) if outputs is None else outputs), taps)
 
 
 @api_boundary
@@ -200,38 +200,40 @@ def plan_transposed(
     inputs: int | Sequence[int] = 1,
     outputs: Sequence[int] | None = None,
 ) -> Window:
-    """The window of a transposed convolution of n entries: the convolution that it is the transpose of.
+    """The window of a transposed convolution of n entries: of the convolution that it transposes.
 
-    So input and output are exchanged: `Window.inputs` are the blocks of the result (here `outputs`), `Window.outputs`
-    those of the n entries (here `inputs`). Block k of these is spread, without padding, over `needs[k]` entries of
-    the result. Those in the halo belong to others: a halo accumulation with `widths` adds them there.
+    Input and output are exchanged: `Window.inputs` are the blocks of the result (here `outputs`), `Window.outputs`
+    those of the n entries (here `inputs`). Block k of the entries contributes, without padding, to `needs[k]` of the
+    result. Entries
+    of the result in its halo belong to other blocks: a halo accumulation with `widths` adds them there.
 
     The result has (n − 1)·stride + extent − low − high + output_padding entries, 0 ≤ output_padding < stride; with
-    padding "same" n·stride. stride, padding, dilation: of the convolution.
+    padding
+    "same" n·stride. stride, padding, dilation: of the convolution.
     """
     where = "spmd.plan_transposed"
-    n = _integer(where, "n", n, 0)
-    probe = _taps(where, 0, kernel, stride, 0, dilation)
-    more = _integer(where, "output_padding", output_padding, 0)
+    n = checked_integer(where, "n", n, 0)
+    probe = checked_taps(where, 0, kernel, stride, 0, dilation)
+    more = checked_integer(where, "output_padding", output_padding, 0)
     word = isinstance(padding, str) and padding.lower() != "valid"
     if more >= probe.stride or (word and more):
-        raise LayoutError(
-            message(
-                where,
-                argument="output_padding",
-                got=f"{more}, with " + (f"padding {padding!r}" if word else f"stride {probe.stride}"),
-                need="0: the word says how long the result is" if word else "less than the stride",
-                mend="leave it out, or give the padding in numbers" if word else "add the rest to `n`, as zeros",
-            )
+        raise LayoutError.at(
+            where,
+            argument="output_padding",
+            got=f"{more}, with " + (f"padding {padding!r}" if word else f"stride {probe.stride}"),
+            need="0: the word says how long the result is" if word else "less than the stride",
+            mend="leave it out, or give the padding in numbers" if word else "add the rest to `n`, as zeros",
         )
     if word:
         length = n * probe.stride
-        taps = _taps(where, length, kernel, stride, padding, dilation)
+        taps = checked_taps(where, length, kernel, stride, padding, dilation)
     else:
-        taps = _taps(where, 0, kernel, stride, padding, dilation)
+        taps = checked_taps(where, 0, kernel, stride, padding, dilation)
         length = max(0, taps(n - 1)[1] - taps.high + more) if n else 0
     sizes = _blocks(where, "inputs", n, inputs)
-    return _plan(where, _blocks(where, "outputs", length, len(sizes) if outputs is None else outputs), sizes, taps)
+    return plan_blocks(
+        where, _blocks(where, "outputs", length, len(sizes) if outputs is None else outputs), sizes, taps
+    )
 
 
 @api_boundary
@@ -245,28 +247,26 @@ def plan_needs(
 ) -> Window:
     """What each block of m outputs needs of n inputs, where output o reads the interval needs(o) = (start, stop).
 
-    start and stop must not decrease from one output to the next; needs is asked at the ends of the blocks only. What
-    lies outside of 0:n is padding. inputs, outputs: as for `plan_window`.
+    start and stop must not decrease from one output to the next. needs is called for the first and last output of each
+    block only. Entries outside of 0:n are padding. inputs, outputs: as for `plan_window`.
     """
     where = "spmd.plan_needs"
-    n, m = _integer(where, "n", n, 0), _integer(where, "m", m, 0)
+    n, m = checked_integer(where, "n", n, 0), checked_integer(where, "m", m, 0)
     sizes = _blocks(where, "inputs", n, inputs)
-    return _plan(where, sizes, _blocks(where, "outputs", m, len(sizes) if outputs is None else outputs), needs)
+    return plan_blocks(where, sizes, _blocks(where, "outputs", m, len(sizes) if outputs is None else outputs), needs)
 
 
-def _plan(
+def plan_blocks(
     where: str, inputs: tuple[int, ...], outputs: tuple[int, ...], needs: Callable[[int], tuple[int, int]]
 ) -> Window:
     if len(inputs) != len(outputs):
-        raise LayoutError(
-            message(
-                where,
-                got=f"{len(inputs)} block{'s' * (len(inputs) != 1)} of the input and {len(outputs)} of the output",
-                need="as many: block k of both lies on the same worker",
-                mend="give blocks of size 0 to workers without any",
-            )
+        raise LayoutError.at(
+            where,
+            got=f"{len(inputs)} block{'s' * (len(inputs) != 1)} of the input and {len(outputs)} of the output",
+            need="as many: block k of both lies on the same worker",
+            mend="give blocks of size 0 to workers without any",
         )
-    found: list[Interval] = []
+    hulls: list[Interval] = []
     before = (0, (-math.inf, -math.inf))
     starts, ends = offsets(inputs), offsets(outputs)
     for a, first, end in zip(starts, ends, ends[1:], strict=False):
@@ -276,169 +276,28 @@ def _plan(
             try:
                 start, stop = interval
             except (TypeError, ValueError):
-                raise LayoutError(
-                    message(
-                        where,
-                        argument="needs",
-                        got=f"{interval!r} for output {o}",
-                        need="the interval that it reads, (start, stop)",
-                        mend="(i, i + 1) reads entry i alone",
-                    )
+                raise LayoutError.at(
+                    where,
+                    argument="needs",
+                    got=f"{interval!r} for output {o}",
+                    need="the interval that it reads, (start, stop)",
+                    mend="(i, i + 1) reads entry i alone",
                 ) from None
-            start, stop = (_integer(where, "needs", end, None) for end in (start, stop))
+            start, stop = (checked_integer(where, "needs", end, None) for end in (start, stop))
             if start > stop or start < before[1][0] or stop < before[1][1]:
                 after = "" if start > stop else f" after {before[1]} for output {before[0]}"
-                raise LayoutError(
-                    message(
-                        where,
-                        argument="needs",
-                        got=f"{(start, stop)} for output {o}{after}",
-                        need="start <= stop, and neither smaller than for the output before",
-                        mend="turn the input round if the map runs backwards; (start, start) reads nothing",
-                    )
+                raise LayoutError.at(
+                    where,
+                    argument="needs",
+                    got=f"{(start, stop)} for output {o}{after}",
+                    need="start <= stop, and neither smaller than for the output before",
+                    mend="turn the input round if the map runs backwards; (start, start) reads nothing",
                 )
             before = (o, (start, stop))
             reads.append((start, stop))
         hull = (reads[0][0], reads[-1][1]) if reads else (a, a)
-        found.append(hull if hull[0] < hull[1] else (a, a))
-    return Window(inputs, outputs, tuple(found), needs if isinstance(needs, Taps) else None)
-
-
-# Several dimensions
-
-
-@dataclass(frozen=True)
-class Windows:
-    """Who needs what, in all dimensions: one `Window` for each, and the layouts of input and output."""
-
-    source: Layout
-    target: Layout
-    dims: tuple[Window, ...]
-
-    @property
-    def widths(self) -> tuple[Pairs, ...]:
-        """For each dimension, for each of its blocks (low, high), padding included: as a halo exchange takes them."""
-        return tuple(w.widths for w in self.dims)
-
-    @property
-    def halos(self) -> tuple[Pairs, ...]:
-        """The widths without padding."""
-        return tuple(w.halos for w in self.dims)
-
-    @property
-    def pads(self) -> tuple[Pairs, ...]:
-        return tuple(w.pads for w in self.dims)
-
-    def needs(self, worker: int) -> Box | None:
-        """The box of the input, padding included, that a worker needs; None if it holds no block."""
-        place = self.source.positions(worker)
-        return None if place is None else tuple(w.needs[k] for w, k in zip(self.dims, place, strict=True))
-
-    def __str__(self) -> str:
-        lines = [f"{self.source.shape} -> {self.target.shape}"]
-        lines += [f"dimension {d}: {w}" for d, w in enumerate(self.dims)]
-        return "\n".join(lines)
-
-
-@api_boundary
-def plan_windows(
-    source: Layout,
-    kernel: int | Sequence[int | None],
-    *,
-    stride: int | Sequence[int | None] = 1,
-    padding: int | str | Sequence[Padding | None] = 0,
-    dilation: int | Sequence[int | None] = 1,
-    ceil: bool = False,
-    target: Layout | Sequence[Sequence[int] | None] | None = None,
-) -> Windows:
-    """The window over an array of several dimensions that lies as `source` says.
-
-    kernel, stride, padding, dilation: one for all dimensions, or a sequence with one for each. A dimension whose kernel
-    is None has no window: its blocks stay as they are. The rest as for `plan_window`; (low, high) of a single dimension
-    is written ((low, high),).
-    target: the layout of the output, on the same workers block by block; or the sizes of its blocks in each dimension
-    (None: balanced). Without one it is balanced.
-    """
-    if not isinstance(source, Layout):
-        raise LayoutError(
-            message(
-                "spmd.plan_windows",
-                argument="source",
-                got=repr(source),
-                need="the layout of the input",
-                mend="mesh.layout(shape, spec); spmd.plan_window plans one dimension from its length",
-            )
-        )
-    goal = target if isinstance(target, Layout) else _plain(target)
-    return _plan_windows(source, *map(_plain, (kernel, stride, padding, dilation)), bool(ceil), goal)
-
-
-def _plain(x: Any) -> Any:
-    """x as it can be looked up in a cache."""
-    return tuple(map(_plain, x)) if isinstance(x, Iterable) and not isinstance(x, str) else x
-
-
-# A body asks for its plan at every step.
-@lru_cache(maxsize=256, typed=True)
-def _plan_windows(source: Layout, kernel, stride, padding, dilation, ceil: bool, target) -> Windows:
-    where = "spmd.plan_windows"
-    given = {"kernel": kernel, "stride": stride, "padding": padding, "dilation": dilation}
-    each = {name: _each(where, name, value, len(source.shape)) for name, value in given.items()}
-    whole = [k is None for k in each["kernel"]]
-    taps = []
-    for d, n in enumerate(source.shape):
-        if whole[d]:
-            taps.append((Taps(1), n))
-            continue
-        k, s, p, r = (each[name][d] for name in given)
-        t = _taps(f"{where}, dimension {d}", n, k, 1 if s is None else s, 0 if p is None else p, 1 if r is None else r)
-        taps.append(t.fit(n, ceil))
-    shape = tuple(m for _, m in taps)
-    if isinstance(target, Layout):
-        _check_target(where, source, target, shape)
-        goal = target
-    else:
-        cuts: Sequence = _each(where, "target", target, len(shape))
-        kept = [source.cuts[d] if whole[d] and cut is None else cut for d, cut in enumerate(cuts)]
-        goal = _alike(source, shape, kept)
-    dims = [_plan(f"{where}, dimension {d}", source.cuts[d], goal.cuts[d], t) for d, (t, _) in enumerate(taps)]
-    return Windows(source, goal, tuple(dims))
-
-
-def _alike(layout: Layout, shape: tuple[int, ...], cuts: Sequence[Sequence[int] | None]) -> Layout:
-    """The layout of another array on the same grid of the same workers."""
-    if layout.spec is not None:
-        return Layout(shape, layout.spec, layout.axes, cuts, copies=layout.copies)
-    assert layout.workers is not None
-    blocks = [len(c) for c in layout.cuts]
-    grid = (*blocks, len(layout.workers) // math.prod(blocks))
-    return Layout.grid(shape, grid, layout.axes, layout.workers, cuts, copies=layout.copies)
-
-
-def _check_target(where: str, source: Layout, target: Layout, shape: tuple[int, ...]) -> None:
-    if target.shape != shape:
-        raise LayoutError(
-            message(
-                where,
-                argument="target",
-                got=f"a layout of shape {target.shape}",
-                need=f"the shape of the output, {shape}",
-                mend="leave it out, and read the shape off the result: plan.target.shape",
-            )
-        )
-    # The order of the axes numbers the workers.
-    if [*source.axes.items()] != [*target.axes.items()] or any(
-        source.positions(w) != target.positions(w) for w in range(source.size)
-    ):
-        raise LayoutError(
-            message(
-                where,
-                argument="target",
-                got=f"{target} for an input that lies as {source}",
-                need="the same grid of the same workers: block k of the output where block k of the input is",
-                mend="leave it out, and repartition the output; or repartition the input first",
-            )
-        )
+        hulls.append(hull if hull[0] < hull[1] else (a, a))
+    return Window(inputs, outputs, tuple(hulls), needs if isinstance(needs, Taps) else None)
 
 
 # Checks
@@ -453,44 +312,25 @@ _MENDS = {
 }
 
 
-def _integer(where: str, argument: str, value: Any, least: int | None) -> int:
+def checked_integer(where: str, argument: str, value: Any, least: int | None) -> int:
     try:
         number = operator.index(value)
     except TypeError:
         number = None
     if number is None or isinstance(value, bool) or (least is not None and number < least):
-        raise LayoutError(
-            message(
-                where,
-                argument=argument,
-                got=repr(value),
-                need="an integer" + ("" if least is None else f" of at least {least}"),
-                mend=_MENDS.get(argument, f"{least} is the least"),
-            )
+        raise LayoutError.at(
+            where,
+            argument=argument,
+            got=repr(value),
+            need="an integer" + ("" if least is None else f" of at least {least}"),
+            mend=_MENDS.get(argument, f"{least} is the least"),
         )
     return number
 
 
-def _each(where: str, argument: str, value: Any, ndim: int) -> tuple:
-    """One value for each dimension."""
-    if not isinstance(value, tuple):
-        return (value,) * ndim
-    if len(value) != ndim:
-        raise LayoutError(
-            message(
-                where,
-                argument=argument,
-                got=f"{len(value)} entries: {value}",
-                need=f"one for each of {ndim} dimension{'s' * (ndim != 1)}",
-                mend="kernel None for a dimension without a window" if argument == "kernel" else "or one for all",
-            )
-        )
-    return value
-
-
-def _taps(where: str, n: int, kernel: int, stride: int, padding: Any, dilation: int) -> Taps:
+def checked_taps(where: str, n: int, kernel: int, stride: int, padding: Any, dilation: int) -> Taps:
     taps = Taps(
-        *(_integer(where, name, v, 1) for name, v in zip(Taps._fields, (kernel, stride, dilation), strict=False))
+        *(checked_integer(where, name, v, 1) for name, v in zip(Taps._fields, (kernel, stride, dilation), strict=False))
     )
     word = padding.lower() if isinstance(padding, str) else None
     if word == "valid":
@@ -500,37 +340,33 @@ def _taps(where: str, n: int, kernel: int, stride: int, padding: Any, dilation: 
         less, more = total // 2, total - total // 2
         low, high = (more, less) if word == "same_lower" else (less, more)
     elif word is None and isinstance(padding, Sequence) and len(padding) == 2:
-        low, high = (_integer(where, "padding", p, None) for p in padding)
+        low, high = (checked_integer(where, "padding", p, None) for p in padding)
     elif isinstance(padding, Sequence):
-        raise LayoutError(
-            message(
-                where,
-                argument="padding",
-                got=repr(padding),
-                need='a number, (low, high), "valid", "same" or "same_lower"',
-                mend='"same" for ceil(n / stride) outputs, 0 for no padding',
-            )
+        raise LayoutError.at(
+            where,
+            argument="padding",
+            got=repr(padding),
+            need='a number, (low, high), "valid", "same" or "same_lower"',
+            mend='"same" for ceil(n / stride) outputs, 0 for no padding',
         )
     else:
-        low = high = _integer(where, "padding", padding, None)
+        low = high = checked_integer(where, "padding", padding, None)
     return taps._replace(low=low, high=high)
 
 
 def _blocks(where: str, argument: str, n: int, given: int | Sequence[int]) -> tuple[int, ...]:
-    """The sizes of the blocks of n entries: balanced for a number of blocks, else as given."""
+    """The sizes of the blocks of n entries: balanced for a number of blocks, otherwise the given ones."""
     if not isinstance(given, Iterable):
-        return block_sizes(n, _integer(where, argument, given, 1))
-    sizes = tuple(_integer(where, argument, size, 0) for size in given)
+        return block_sizes(n, checked_integer(where, argument, given, 1))
+    sizes = tuple(checked_integer(where, argument, size, 0) for size in given)
     if not sizes or sum(sizes) != n:
-        raise LayoutError(
-            message(
-                where,
-                argument=argument,
-                got=f"block sizes {sizes}, which add to {sum(sizes)}",
-                need=f"sizes that add to the length of the {argument.removesuffix('s')}, {n}",
-                mend="one size for each block, zeros included, or None for balanced blocks"
-                if argument == "outputs"
-                else "one size for each block, zeros included, or the number of balanced blocks",
-            )
+        raise LayoutError.at(
+            where,
+            argument=argument,
+            got=f"block sizes {sizes}, which add to {sum(sizes)}",
+            need=f"sizes that add to the length of the {argument.removesuffix('s')}, {n}",
+            mend="one size for each block, zeros included, or None for balanced blocks"
+            if argument == "outputs"
+            else "one size for each block, zeros included, or the number of balanced blocks",
         )
     return sizes

@@ -17,15 +17,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import spmd
-from spmd import P
-from spmd.array import owned, relayout
+from spmd import P, ownership
+from spmd.array import relayout
 from spmd.autodiff import array_methods
 from spmd.device import to_host
 from spmd.errors import LayoutError, StateError
 from spmd.kernels.memory import pool
 from spmd.layout import Layout
+from spmd.ownership import owned
 from spmd.placement import cut
-from spmd.replicas import digest
+from spmd.replicas.compare import digest
 
 MESH = spmd.Mesh(x=2, y=3)
 SPECS = [P(), P("x"), P("y"), P(None, "x"), P("y", "x"), P("x", "y"), P(("x", "y")), P(("y", "x")), P(None, ("x", "y"))]
@@ -290,7 +291,7 @@ def test_who_looks_on_is_not_taken_for_a_name(looks_on):
 
     before = sys.gettrace(), sys.getprofile()
     looks_on(look)
-    found = spmd.array._references_alone(), array_methods._count_temporary()
+    found = ownership._references_alone(), array_methods._count_temporary()
     sys.settrace(before[0])
     sys.setprofile(before[1])
     assert found == (-1, 0)

@@ -12,7 +12,7 @@ import pytest
 from case_blocks import MESHES, block_shapes
 
 import spmd
-from spmd import P
+from spmd import P, ownership
 from spmd.errors import LayoutError
 from spmd.kernels.parallel import split_work
 from spmd.mesh import Mesh, here
@@ -101,7 +101,7 @@ def layout_of(x, spec: P) -> spmd.Layout:
 def test_what_nobody_else_has_is_thawed_as_it_is(name, n, scheduler, monkeypatch):
     """Small and large, the first time and later; but not what has a name, what a view is of, or what is a view."""
     copies = []
-    monkeypatch.setattr(spmd.array, "copied", lambda x: copies.append(x.nbytes) or x.copy())
+    monkeypatch.setattr(ownership, "copied", lambda x: copies.append(x.nbytes) or x.copy())
     verb = NOBODY_ELSES[name]
     mesh = Mesh(x=2, scheduler=scheduler)
 

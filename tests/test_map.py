@@ -11,7 +11,7 @@ import pytest
 import spmd
 from spmd import P
 from spmd.autodiff import Array
-from spmd.mapping import Mapped
+from spmd.mapped_body import MappedBody
 
 X = np.random.default_rng(1).normal(size=(7, 4))
 W = np.random.default_rng(2).normal(size=4)
@@ -656,8 +656,8 @@ def test_complex_arguments(mesh):
 
 def in_one_run(f, argnums, args, monkeypatch):
     """Value and gradients of a map by itself, and of a function that calls it, which runs it forward and back apart."""
-    run, ran = Mapped._execute, []
-    monkeypatch.setattr(Mapped, "_execute", lambda *a, **k: ran.append(a) or run(*a, **k))
+    run, ran = MappedBody.execute, []
+    monkeypatch.setattr(MappedBody, "execute", lambda *a, **k: ran.append(a) or run(*a, **k))
     together = spmd.value_and_grad(f, argnums)(*args)
     assert len(ran) == 1
     apart = spmd.value_and_grad(lambda *a: f(*a), argnums)(*args)

@@ -7,7 +7,8 @@ import re
 
 import pytest
 
-from spmd.layout import Layout, P, beside
+from spmd.layout import Layout, P
+from spmd.layout_picture import side_by_side
 
 MESH = {"data": 2, "model": 2}
 
@@ -133,6 +134,6 @@ def test_many_groups_of_workers_are_shortened():
 
 def test_beside():
     left, right = "ab\nc", "d\nef\ng"
-    assert beside([left, right], width=7) == "ab   d\nc    ef\n     g"
-    assert beside([left, right], width=6) == "ab\nc\n\nd\nef\ng"
-    assert beside([]) == ""
+    assert side_by_side([left, right], width=7) == "ab   d\nc    ef\n     g"
+    assert side_by_side([left, right], width=6) == "ab\nc\n\nd\nef\ng"
+    assert side_by_side([]) == ""

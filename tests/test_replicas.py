@@ -16,7 +16,18 @@ from launch import PROGRAMS, TORCHRUN, launch, mpiexec
 import spmd
 from spmd import P
 from spmd.errors import ReplicaError, StateError
-from spmd.replicas import OTHER, PARTS, ROUNDING, SAME, alike, digest, part_of, relation, sketch, taken
+from spmd.replicas.compare import (
+    OTHER,
+    PARTS,
+    ROUNDING,
+    SAME,
+    compared_part,
+    digest,
+    part_slice,
+    relation,
+    sketch,
+    sketches_agree,
+)
 
 DTYPES = "bool int8 uint16 int32 int64 float16 float32 float64 longdouble complex64 complex128".split()
 
@@ -48,9 +59,9 @@ def test_a_digest_depends_on_each_entry_and_its_place(dtype, shape):
 @given(st.integers(0, 1 << 26), st.sampled_from([1, 2, 4, 8, 16]))
 def test_all_entries_are_compared_within_few_calls(size, itemsize):
     calls = 3 if size * itemsize <= 1 << 20 else PARTS
-    assert all(part_of(size, itemsize, turn) == slice(None) for turn in range(3))
+    assert all(part_slice(size, itemsize, turn) == slice(None) for turn in range(3))
     for first in (3, 10, 64):
-        parts = sorted({part_of(size, itemsize, turn).indices(size)[:2] for turn in range(first, first + calls)})
+        parts = sorted({part_slice(size, itemsize, turn).indices(size)[:2] for turn in range(first, first + calls)})
         assert parts[0][0] == 0
         assert max(stop for _, stop in parts) == size
         assert all(stop >= start for (_, stop), (start, _) in itertools.pairwise(parts))
@@ -63,26 +74,26 @@ def test_what_is_the_same_what_is_rounded_and_what_is_another_value(dtype):
     other = x.copy()
     other[3, 1] = not other[3, 1] if dtype == "bool" else other[3, 1] + 20
     assert relation(x, other) == OTHER
-    assert not alike(sketch(x), sketch(other))
+    assert not sketches_agree(sketch(x), sketch(other))
     assert relation(x, x[:-1]) == OTHER
     if np.dtype(dtype).kind in "fc":
         rounded = (x * (1 + 4 * np.finfo(dtype).eps)).astype(dtype)
         assert relation(x, rounded) == ROUNDING
-        assert alike(sketch(x), sketch(rounded))
+        assert sketches_agree(sketch(x), sketch(rounded))
         missing = x.copy()
         missing[0, 0] = np.nan
         assert relation(x, missing) == OTHER
-        assert not alike(sketch(x), sketch(missing))
+        assert not sketches_agree(sketch(x), sketch(missing))
         assert relation(missing, missing.copy()) == SAME
 
 
 def test_what_may_be_written_to_is_copied_before_it_is_compared():
     x = np.zeros(3)
-    part = taken(x, 0)
+    part = compared_part(x, 0)
     x[0] = 1
     assert part[0] == 0
     x.flags.writeable = False
-    assert np.shares_memory(taken(x, 0), x)
+    assert np.shares_memory(compared_part(x, 0), x)
 
 
 # Bodies of virtual workers

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import spmd
-from spmd import P, scheduler_choice
+from spmd import P, mapped_body, scheduler_choice
 from spmd.kernels import cpu
 from spmd.kernels.parallel import split_work
 from spmd.scheduler_choice import Trial
@@ -229,7 +229,7 @@ def test_a_trial_is_made_by_threads_of_the_user_together(monkeypatch):
         for found in pool.map(mapped, [X] * 100):
             close(found, X.sum())
     assert len(mesh.chosen) == 1
-    (trial,) = mapped._trials.values()
+    (trial,) = mapped.trials.values()
     assert min(map(len, trial.taken.values())) >= 3
 
 
@@ -256,13 +256,13 @@ def test_a_map_that_has_chosen_can_be_copied_and_pickled():
     with spmd.Mesh(x=2):
         close(mapped(X), X.sum())
         close(copy.deepcopy(mapped)(X), X.sum())
-        (trial,) = mapped._trials.values()
+        (trial,) = mapped.trials.values()
         while trial.chosen is None:  # at once, unless the machine is busy
             mapped(X)
     assert pickle.loads(pickle.dumps(trial)).chosen == trial.chosen
 
 
 def test_where_the_scheduler_is_given_nothing_is_tried(monkeypatch):
-    monkeypatch.setattr(spmd.mapping, "Trial", None)
+    monkeypatch.setattr(mapped_body, "Trial", None)
     mesh = spmd.Mesh(x=2, scheduler="threads")
     close(mesh.map(lambda x: spmd.psum(x.sum(), "x"), ROWS, P())(X), X.sum())

@@ -89,7 +89,8 @@ def test_values_that_mean_nothing(name, text, monkeypatch):
 @pytest.mark.parametrize(("option", "value"), [("transport", "local"), ("scheduler", "threads"), ("device", "cpu")])
 def test_an_argument_stands_in_for_its_variable_only(option, value, monkeypatch):
     monkeypatch.setenv(f"SPMD_{option.upper()}", "abc")
-    assert getattr(spmd.Mesh(x=2, **{option: value}), option if option != "transport" else "_wanted") == value
+    mesh = spmd.Mesh(x=2, **{option: value})
+    assert (mesh._request.name if option == "transport" else getattr(mesh, option)) == value
     monkeypatch.setenv("SPMD_CHECK", "maybe")
     with pytest.raises(MeshError, match="SPMD_CHECK"):
         spmd.Mesh(x=2, **{option: value})

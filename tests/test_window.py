@@ -15,9 +15,11 @@ from test_readme import ROOT, blocks, run
 
 import spmd
 from spmd import window as module
+from spmd import window_nd
 from spmd.errors import LayoutError
 from spmd.layout import Layout, P, block_sizes
-from spmd.window import Taps, Window, Windows, plan_needs, plan_transposed, plan_window, plan_windows
+from spmd.window import Taps, Window, plan_needs, plan_transposed, plan_window
+from spmd.window_nd import Windows, plan_windows
 
 # Oracles: one output after the other, on the whole array
 
@@ -663,7 +665,7 @@ def test_a_plan_is_kept():
 
 def test_the_names_are_spmd_s():
     for name in ("plan_needs", "plan_transposed", "plan_window", "plan_windows"):
-        assert getattr(spmd, name) is getattr(module, name)
+        assert getattr(spmd, name) is globals()[name]
         assert name in spmd.__all__
     assert isinstance(plan_windows(Layout((4,), P(), {}), 1), Windows)
 
@@ -704,13 +706,14 @@ def test_planted_faults_are_seen(name, monkeypatch):
 
 
 def test_a_faulty_word_is_seen(monkeypatch):
-    right = module._taps
+    right = module.checked_taps
 
     def wrong(where, n, kernel, stride, padding, dilation):
         taps = right(where, n, kernel, stride, padding, dilation)
         return taps._replace(low=taps.high, high=taps.low) if padding == "same" else taps
 
-    monkeypatch.setattr(module, "_taps", wrong)
+    monkeypatch.setattr(module, "checked_taps", wrong)
+    monkeypatch.setattr(window_nd, "checked_taps", wrong)
     with pytest.raises((AssertionError, LayoutError)):
         sampled(check_window, 300, phases=[Phase.explicit, Phase.generate])()
 

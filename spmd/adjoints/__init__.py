@@ -6,7 +6,7 @@ an Invariant value once, sums a Varying one over the workers, and counts a Roote
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from spmd.adjoints.report import AdjointError, AdjointReport, Entry, Fault, Plac
 from spmd.adjoints.trial import Trial, raised
 from spmd.autodiff import tree
 from spmd.autodiff.tape import suspended
-from spmd.errors import SpecError, message
+from spmd.errors import SpecError
 from spmd.layout import Layout, P
 from spmd.mesh import Mesh, Worker
 from spmd.operators.base import Linear, Operator
@@ -47,169 +47,167 @@ def check_adjoint(
 ) -> AdjointReport:
     """Test that F and F* are adjoint: <F x, y> = <x, F* y>. One line: `check_adjoint(AllGather(("x",)), (3,), mesh=m)`.
 
-    f: an operator, or the body of a linear map: a function of blocks. shapes: one per argument. in_specs: a spec for
-    each argument, which splits its shape over the mesh, or a Layout, for uneven blocks of given sizes; without it every
-    worker has a block of the shape itself, all different for an operator on Varying arrays, one value for an Invariant
-    one. out_specs: what the states of the results must be, and how a report counts their entries; a spec, or a tree.
-    adjoint: a body for F* (cotangents -> tuple of cotangents of the arguments); by default that of the operator, or of
-    the tape.
-    exact: draw small integers and demand equality: right for what copies and adds, and the default for operators.
-    Otherwise draw normal numbers and demand an error below what perturbing the inputs in the last bit explains.
-    real: F is linear over the reals only, as conj is, and the inner product is the real part. Maps between real and
-    complex arrays are tested so in any case.
-    dtype: of the blocks, floating or complex. trials, seed: how many draws, and from which.
-    shrink: where the test fails, look for a smaller mesh, smaller shapes and simpler parameters that fail as well.
+    f: an operator, or the body of a linear map, a function of blocks. shapes: one per argument. in_specs: a spec for
+    each argument, which splits its shape over the mesh, or a Layout. Without it every worker has a block of the shape
+    itself: different ones for an operator on Varying arrays, equal ones for one on Invariant arrays. out_specs: the
+    states that the results must have, and how a report counts their entries; a spec, or a tree of specs.
+    adjoint: a body for F*, from cotangents to a tuple of cotangents of the arguments. The default is the adjoint of the
+    operator, or of the tape.
+    exact: draw small integers and demand equality; the default for operators, which copy and add. Otherwise draw normal
+    numbers and demand an error below that of perturbing the inputs in the last bit.
+    real: F is linear over the reals only, as conj is; the inner product is the real part. Maps between real and complex
+    arrays are always tested so.
+    dtype: of the blocks, floating or complex. trials, seed: the number of draws, and their seed.
+    shrink: after a failure, look for a smaller mesh, smaller shapes and simpler parameters that fail too.
 
-    Linearity comes first; what is not linear has no adjoint. Then: F* gives back shape, dtype and state of the
-    arguments, workers that hold copies of a value hold the same, F** = F, and nothing writes into its input.
-    Collective under MPI; all workers reach one verdict. Of an operator on global arrays (`spmd.linear_operator`) the
-    adjoint A.H is tested: `check_adjoint(A)`; it brings its shapes, specs, dtypes and mesh.
-    Returns a report, which also says where F* is not F^H; raises AdjointError, which holds one, unless raises=False.
-    An error in f is raised as it is.
+    The first test is linearity. Then F* returns shape, dtype and state of the arguments, copies of a value are equal,
+    F** = F, and no input is written to. Collective under MPI; all workers reach one verdict. An operator on global
+    arrays (`spmd.linear_operator`) brings its shapes, specs, dtypes and mesh: `check_adjoint(A)` tests A.H.
+    Returns a report, which also says where F* differs from F^H. Raises AdjointError, which holds a report, unless
+    raises=False; an error in f is raised as it is.
     """
-    where = "spmd.check_adjoint"
-    _check_draws(where, trials, seed)
+    _check_draws(trials, seed)
     if isinstance(f, Linear) and hasattr(f, "domain"):
         from spmd.adjoints.across import check_across
 
-        own = {"shapes": shapes or None, "mesh": None if mesh == f.mesh else mesh, "in_specs": in_specs}  # type: ignore[attr-defined]
-        own |= {"out_specs": out_specs, "adjoint": adjoint, "real": real or None}
-        own |= {"dtype": None if np.dtype(dtype) == np.float64 else dtype}
-        _check_own(where, f, own)
+        _check_own(f, shapes, mesh, in_specs, out_specs, adjoint, real, dtype)
         report = check_across(f, bool(exact), trials, seed)  # type: ignore[arg-type]
-        if raises and not report.passed:
-            raise AdjointError(report)
-        return report
-    mesh = mesh_for(mesh, where)
+    else:
+        exact = isinstance(f, Operator) if exact is None else exact
+        rest = out_specs, adjoint, exact, real, np.dtype(dtype), trials, seed
+        report = _explained(_dot_test(f, shapes, mesh_for(mesh, _WHERE), in_specs, *rest), shrink)
+    if raises and not report.passed:
+        raise AdjointError(report)
+    return report
+
+
+_WHERE = "spmd.check_adjoint"
+
+
+def _dot_test(f: Callable, shapes: Sequence[Any], mesh: Mesh, in_specs: Any, out_specs: Any, *rest: Any) -> DotTest:
+    """The test of an operator or a body, with checked arguments."""
     if not shapes:
-        raise SpecError(
-            message(where, argument="shapes", got="none", need="one per argument", mend="check_adjoint(f, (8, 3), ...)")
-        )
-    given = tuple(_shape(where, k, shape) for k, shape in enumerate(shapes))
+        mend = "check_adjoint(f, (8, 3), ...)"
+        raise SpecError.at(_WHERE, argument="shapes", got="none", need="one per argument", mend=mend)
+    checked = tuple(_shape(k, shape) for k, shape in enumerate(shapes))
     operator = f if isinstance(f, Operator) else None
     if operator is not None:
-        mesh.names(operator.axes, where)
-    exact = operator is not None if exact is None else exact
-    specs = _specs(where, operator, len(shapes), in_specs)
-    for k, (shape, spec) in enumerate(zip(given, specs, strict=True)):
+        mesh.names(operator.axes, _WHERE)
+    specs = _specs(operator, len(shapes), in_specs)
+    for k, (shape, spec) in enumerate(zip(checked, specs, strict=True)):
         if spec is not None:
-            _check_spec(where, mesh, k, shape, spec)
+            _check_spec(mesh, k, shape, spec)
     for spec in tree.leaves(out_specs):
         if isinstance(spec, P):
-            spec.check(mesh.axes, where, "out_specs")
-    if np.dtype(dtype).kind not in "fc":
-        raise SpecError(
-            message(
-                where,
-                argument="dtype",
-                got=repr(np.dtype(dtype).name),
-                need="a floating or complex dtype: only those have adjoints",
-                mend="leave it out; integers are drawn in any dtype where the test is exact",
-            )
+            spec.check(mesh.axes, _WHERE, "out_specs")
+    test = DotTest(mesh, f, checked, specs, out_specs, *rest)
+    if test.dtype.kind not in "fc":
+        raise SpecError.at(
+            _WHERE,
+            argument="dtype",
+            got=repr(test.dtype.name),
+            need="a floating or complex dtype: only those have adjoints",
+            mend="leave it out; integers are drawn in any dtype where the test is exact",
         )
-    test = DotTest(mesh, f, given, specs, out_specs, adjoint, exact, real, np.dtype(dtype), trials, seed)
+    return test
+
+
+def _explained(test: DotTest, shrink: bool) -> AdjointReport:
+    """The report of a test; of a failure also where F* is wrong, and the smallest case that fails."""
     report = run(test)
-    if not report.passed:
-        locate(test, report)
-        report.smallest = report
-    if shrink and not report.passed:
-        from spmd.adjoints.smaller import smallest_like  # Most tests pass.
+    if report.passed:
+        return report
+    locate(test, report)
+    report.smallest = report
+    if shrink:
+        from spmd.adjoints.smaller import smallest_like  # not needed by tests that pass
 
         smallest = smallest_like(test, lambda smaller: run(smaller).kind == report.kind)
         if smallest is not test:
             report.smallest = run(smallest)
             locate(smallest, report.smallest)
             report.hint = report.hint or report.smallest.hint  # the larger case says more
-    if raises and not report.passed:
-        raise AdjointError(report)
     return report
 
 
-def _check_draws(where: str, trials: int, seed: int) -> None:
-    """Raise where nothing would be drawn: no trial fails in none."""
+def _check_draws(trials: int, seed: int) -> None:
+    """Raise if there are no trials, which would always pass, or if the seed is none."""
     for argument, value, least in (("trials", trials, 1), ("seed", seed, 0)):
         if not isinstance(value, int | np.integer) or value < least:
-            raise SpecError(
-                message(
-                    where,
-                    argument=argument,
-                    got=repr(value),
-                    need=f"an int of at least {least}",
-                    mend=f"{argument}={least}, or leave it out",
-                )
+            raise SpecError.at(
+                _WHERE,
+                argument=argument,
+                got=repr(value),
+                need=f"an int of at least {least}",
+                mend=f"{argument}={least}, or leave it out",
             )
 
 
-def _check_own(where: str, op: Linear, given: dict[str, Any]) -> None:
-    """Raise where something is given that an operator on global arrays brings with it."""
+def _check_own(
+    op: Linear, shapes: Any, mesh: Mesh | None, in_specs: Any, out_specs: Any, adjoint: Any, real: bool, dtype: Any
+) -> None:
+    """Raise if an argument repeats what an operator on global arrays has."""
+    given = {"shapes": shapes or None, "mesh": None if mesh == op.mesh else mesh, "in_specs": in_specs}  # type: ignore[attr-defined]
+    given |= {"out_specs": out_specs, "adjoint": adjoint, "real": real or None}
+    given |= {"dtype": None if np.dtype(dtype) == np.float64 else dtype}
     for argument, value in given.items():
         if value is not None:
-            raise SpecError(
-                message(
-                    where,
-                    argument=argument,
-                    got=f"{value!r} for {op!r}",
-                    need="nothing: an operator on global arrays brings its shapes, specs, dtypes, adjoint and mesh",
-                    mend="check_adjoint(A); spmd.linear_operator(f, ..., adjoint=g) makes one with another adjoint",
-                )
+            raise SpecError.at(
+                _WHERE,
+                argument=argument,
+                got=f"{value!r} for {op!r}",
+                need="nothing: an operator on global arrays brings its shapes, specs, dtypes, adjoint and mesh",
+                mend="check_adjoint(A); spmd.linear_operator(f, ..., adjoint=g) makes one with another adjoint",
             )
 
 
-def _shape(where: str, k: int, shape: Any) -> Shape:
+def _shape(k: int, shape: Any) -> Shape:
     """The shape of argument k, checked."""
     if not isinstance(shape, tuple | list) or not all(isinstance(n, int | np.integer) and n >= 0 for n in shape):
-        raise SpecError(
-            message(
-                where,
-                argument=f"shapes[{k}]",
-                got=repr(shape),
-                need="a tuple of lengths, one tuple per argument of f",
-                mend="check_adjoint(f, (8, 3), ...)",
-            )
+        raise SpecError.at(
+            _WHERE,
+            argument=f"shapes[{k}]",
+            got=repr(shape),
+            need="a tuple of lengths, one tuple per argument of f",
+            mend="check_adjoint(f, (8, 3), ...)",
         )
     return tuple(int(n) for n in shape)
 
 
-def _check_spec(where: str, mesh: Mesh, k: int, shape: Shape, spec: P | Layout) -> None:
-    """Raise where a spec or a layout does not fit the mesh or the shape of argument k."""
+def _check_spec(mesh: Mesh, k: int, shape: Shape, spec: P | Layout) -> None:
+    """Raise if a spec or a layout does not fit the mesh or the shape of argument k."""
     if isinstance(spec, P):
-        spec.check(mesh.axes, where, f"in_specs[{k}]", len(shape))
+        spec.check(mesh.axes, _WHERE, f"in_specs[{k}]", len(shape))
     elif spec.shape != shape or any(mesh.axes.get(n) != size for n, size in spec.axes.items()):
-        raise SpecError(
-            message(
-                where,
-                argument=f"in_specs[{k}]",
-                got=repr(spec),
-                need=f"a layout of shape {shape} on {mesh}",
-                mend=f"Layout({shape}, spec, mesh.axes, cuts)",
-            )
+        raise SpecError.at(
+            _WHERE,
+            argument=f"in_specs[{k}]",
+            got=repr(spec),
+            need=f"a layout of shape {shape} on {mesh}",
+            mend=f"Layout({shape}, spec, mesh.axes, cuts)",
         )
 
 
-def _specs(where: str, operator: Operator | None, count: int, in_specs: Any) -> tuple[P | Layout | None, ...]:
-    """One spec per argument; None where every worker has a block of the whole shape."""
+def _specs(operator: Operator | None, count: int, in_specs: Any) -> tuple[P | Layout | None, ...]:
+    """One spec per argument; None: every worker has a block of the whole shape."""
     if in_specs is None:
         if operator is None:
-            raise SpecError(
-                message(
-                    where,
-                    argument="in_specs",
-                    got="none, for a function",
-                    need="a spec for each argument",
-                    mend='in_specs=P("x") splits the argument over axis x; P() replicates it',
-                )
+            raise SpecError.at(
+                _WHERE,
+                argument="in_specs",
+                got="none, for a function",
+                need="a spec for each argument",
+                mend='in_specs=P("x") splits the argument over axis x; P() replicates it',
             )
         return usual_specs(operator, count)
     specs = (in_specs,) * count if isinstance(in_specs, P | Layout) else tuple(in_specs)
     if len(specs) != count:
-        raise SpecError(
-            message(
-                where,
-                argument="in_specs",
-                got=f"{len(specs)} specs for {count} shapes",
-                need="one per argument",
-                mend="give as many specs as shapes",
-            )
+        raise SpecError.at(
+            _WHERE,
+            argument="in_specs",
+            got=f"{len(specs)} specs for {count} shapes",
+            need="one per argument",
+            mend="give as many specs as shapes",
         )
     return specs
 
@@ -221,43 +219,43 @@ def run(test: DotTest) -> AdjointReport:
     report = AdjointReport(name, test.shapes, repr(test.mesh), mode, test.trials, reproduce=test.reproduction())
     for t in range(test.trials):
         try:
-            found = _on_workers(test, lambda worker, t=t: Trial(test, worker, t).found())
+            result = _on_workers(test, lambda worker, t=t: Trial(test, worker, t).found())
         except Exception as error:
-            # Of an adjoint that fails on some workers all must learn, which they do where all are in this process.
+            # All workers must learn that an adjoint fails on some of them. They do if all are in this process.
             if not getattr(error, "spmd_in_adjoint", False) or len(test.mesh.local_workers) < test.mesh.size:
                 raise
             report.faults.append(raised(error))
             break
-        found.enter(report)
+        result.enter(report)
         if report.faults:
             break
     return report
 
 
 def _on_workers(test: DotTest, body: Callable[[Worker], Any]):
-    """What the first worker here gives: all give the same."""
+    """The result of the first worker of this process; all workers have the same."""
     with suspended():
         return next(iter(test.mesh.run(body).results.values()))
 
 
 def locate(test: DotTest, report: AdjointReport) -> None:
-    """Enter into the report of a failure where F* is not F^H: of large matrices some entries, found by bisection."""
+    """Add to the report of a failure where F* differs from F^H: for large matrices some entries, by bisection."""
     if report.kind not in ("value", "twice"):
         return
     try:
-        found = _compared(test, report, test.real)
-        if found is not None and not _differ(found) and test.dtype.kind == "c":
-            found = _compared(test, report, True)  # A conjugate too many does not show on real unit vectors.
-        if found is not None:
-            enter(report, *found)
+        comparison = _compare(test, report, test.real)
+        if comparison is not None and not _differ(comparison) and test.dtype.kind == "c":
+            comparison = _compare(test, report, True)  # real unit vectors do not show a wrong conjugate
+        if comparison is not None:
+            enter(report, *comparison)
         else:
             _bisect(test, report)
-    except Exception:  # The verdict is there; only what would explain it is missing.
+    except Exception:  # the verdict stands without the explanation
         return
 
 
 def _bisect(test: DotTest, report: AdjointReport) -> None:
-    bound = 0.0 if test.exact else max(4 * report.bound, 64 * float(np.finfo(test.dtype).eps))
+    bound = _relative_bound(test, report)
     for reals in (test.real, True) if test.dtype.kind == "c" else (test.real,):
         entries, count = _on_workers(test, lambda worker, reals=reals: Matrices(test, worker, reals).some(bound, SHOWN))
         enter_some(report, entries, count)
@@ -265,17 +263,20 @@ def _bisect(test: DotTest, report: AdjointReport) -> None:
             return
 
 
-def _compared(test: DotTest, report: AdjointReport, reals: bool):
-    """F^H and F* as matrices, what their rows and columns stand for, and how far they may differ."""
-    found = _on_workers(test, lambda worker: Matrices(test, worker, reals).found())
-    if found is None:
+def _compare(test: DotTest, report: AdjointReport, reals: bool):
+    """F^H and F* as matrices, the meaning of their rows and columns, and the tolerance; None if they are too large."""
+    matrices = _on_workers(test, lambda worker: Matrices(test, worker, reals).found())
+    if matrices is None:
         return None
-    needed, given, xs, ys = found
-    most = np.abs(np.concatenate([needed.reshape(-1), given.reshape(-1)])).max(initial=0.0)
-    room = 0.0 if test.exact else max(4 * report.bound, 64 * float(np.finfo(test.dtype).eps)) * most
-    return needed, given, xs, ys, room
+    expected, actual, xs, ys = matrices
+    largest = np.abs(np.concatenate([expected.reshape(-1), actual.reshape(-1)])).max(initial=0.0)
+    return expected, actual, xs, ys, _relative_bound(test, report) * largest
 
 
-def _differ(found) -> bool:
-    needed, given, *_, room = found
-    return bool((np.abs(needed - given) > room).any())
+def _relative_bound(test: DotTest, report: AdjointReport) -> float:
+    return 0.0 if test.exact else max(4 * report.bound, 64 * float(np.finfo(test.dtype).eps))
+
+
+def _differ(comparison) -> bool:
+    expected, actual, *_, tolerance = comparison
+    return bool((np.abs(expected - actual) > tolerance).any())

@@ -18,7 +18,8 @@ from spmd.autodiff.transforms import pullback_of
 from spmd.device import to_host
 from spmd.layout import offsets
 from spmd.ledger import ledger
-from spmd.linear import LinearOperator, Space, _conj
+from spmd.linear.operator import LinearOperator
+from spmd.linear.space import Space, conj_tree
 from spmd.mesh import Worker
 from spmd.transport.call import Call
 
@@ -95,7 +96,7 @@ def _applied(op: LinearOperator, split: bool, vector: np.ndarray) -> np.ndarray:
         mine = vector[first : first + s.size * (1 + two)]
         first += len(mine)
         whole = mine[::2] + 1j * mine[1::2] if two else mine
-        laid.append(s.laid(np.array(whole, s.dtype).reshape(s.shape)))
+        laid.append(s.convert(np.array(whole, s.dtype).reshape(s.shape)))
     parts = []
     for y in tree.leaves(op(tree.unflatten(treedef, laid))):
         a = y.numpy().reshape(-1)
@@ -139,7 +140,7 @@ def _trial(op: LinearOperator, exact: bool, key: tuple[int, ...], report: Adjoin
     if not error <= bound:
         text = "<F x, y> and <x, F* y> differ by " + plain(number(forward - backward))
         report.faults.append(Fault("value", text + ("; integers must agree" if exact else ", more than rounding does")))
-    elif not close(_conj(pullback_of(op, (x,))[1](_conj(y))[0]), back):
+    elif not close(conj_tree(pullback_of(op, (x,))[1](conj_tree(y))[0]), back):
         report.faults.append(Fault("twice", "where A is differentiated its transpose is another one than A.T"))
 
 
@@ -158,7 +159,7 @@ def _drawn(space: Any, exact: bool, key: tuple[int, ...]) -> Any:
 
             return real() + 1j * real() if s.dtype.kind == "c" else real()
 
-        return s.made(block)
+        return s.from_blocks_of(block)
 
     return tree.unflatten(treedef, [one(s, k) for k, s in enumerate(spaces)])
 

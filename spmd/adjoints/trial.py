@@ -14,12 +14,12 @@ from spmd.autodiff import tree
 from spmd.autodiff.tracer import Array, value_of
 from spmd.autodiff.transforms import pullback_of
 from spmd.device import to_host
-from spmd.errors import LayoutError, MismatchError, message
+from spmd.errors import LayoutError, MismatchError
 from spmd.layout import Layout, P
 from spmd.ledger import ledger
 from spmd.mesh import Worker
 from spmd.operators.base import Operator
-from spmd.replicas import digest
+from spmd.replicas.compare import digest
 from spmd.spec_trees import spread
 from spmd.state import ROOTED, VARYING, state_of
 from spmd.transport.call import Call
@@ -96,14 +96,12 @@ class InBody:
         out, self.pull, *_ = pullback_of(self.test.f, xs)
         self.outs, self.out_tree = tree.flatten(out)
         if not self.outs:
-            raise LayoutError(
-                message(
-                    "spmd.check_adjoint",
-                    argument="f",
-                    got=f"a function that gives {out!r}",
-                    need="one that gives an array, or a tree of arrays",
-                    mend="return the result",
-                )
+            raise LayoutError.at(
+                "spmd.check_adjoint",
+                argument="f",
+                got=f"a function that gives {out!r}",
+                need="one that gives an array, or a tree of arrays",
+                mend="return the result",
             )
         self.promised = self._promised(out)
         return self.outs

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         swish,
     )
     from spmd.functions.convolution import conv, conv_transpose
+    from spmd.functions.cross_entropies import softmax_cross_entropy
     from spmd.functions.dropouts import dropout
     from spmd.functions.embeddings import add_rows, embedding, one_hot, take_rows
     from spmd.functions.interpolation import Taps, inject, plan_resize, resample, resize, sample
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
         rms_norm,
     )
     from spmd.functions.pooling import avg_pool, max_pool
-    from spmd.functions.softmaxes import log_softmax, logsumexp, softmax, softmax_cross_entropy
+    from spmd.functions.softmaxes import log_softmax, logsumexp, softmax
     from spmd.functions.stencils import stencil
 
 FAMILIES: dict[str, tuple[str, ...]] = {
@@ -70,6 +71,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     ),
     "convolution": ("conv", "conv_transpose"),
     "dropouts": ("dropout",),
+    "cross_entropies": ("softmax_cross_entropy",),
     "embeddings": ("add_rows", "embedding", "one_hot", "take_rows"),
     "interpolation": ("Taps", "inject", "plan_resize", "resample", "resize", "sample"),
     "normalisation": (
@@ -82,7 +84,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "rms_norm",
     ),
     "pooling": ("avg_pool", "max_pool"),
-    "softmaxes": ("log_softmax", "logsumexp", "softmax", "softmax_cross_entropy"),
+    "softmaxes": ("log_softmax", "logsumexp", "softmax"),
     "stencils": ("stencil",),
 }
 

@@ -15,7 +15,7 @@ import numpy as np
 from spmd import kernels
 from spmd.autodiff.registry import primitive
 from spmd.autodiff.tracer import Array
-from spmd.errors import SpecError, describe, message
+from spmd.errors import SpecError, describe
 from spmd.functions.arguments import array, axis_of, cast, floating, number
 from spmd.kernels.reference.activation import FAR, FORMS, KINDS, form
 from spmd.spellings import closest
@@ -163,25 +163,19 @@ def bias_act(x, bias, kind: str = "relu", *, alpha: float | None = None):
     where = "spmd.functions.bias_act"
     x = floating(where, "x", x)
     if not isinstance(kind, str) or kind not in KINDS:
-        raise SpecError(
-            message(
-                where,
-                argument="kind",
-                got=repr(kind),
-                need=", ".join(KINDS),
-                mend=f'kind="{closest(kind, KINDS, "relu")}"',
-            )
+        raise SpecError.at(
+            where, argument="kind", got=repr(kind), need=", ".join(KINDS), mend=f'kind="{closest(kind, KINDS, "relu")}"'
         )
     if alpha is not None and kind not in ("leaky_relu", "elu", "celu"):
         need = "no alpha: only leaky_relu, elu and celu have one"
-        raise SpecError(message(where, argument="alpha", got=f"{alpha} for {kind}", need=need, mend="leave it out"))
+        raise SpecError.at(where, argument="alpha", got=f"{alpha} for {kind}", need=need, mend="leave it out")
     chosen = (0.01 if kind == "leaky_relu" else 1.0) if alpha is None else _slope(where, "alpha", alpha, kind == "celu")
     if bias is not None:
         bias = floating(where, "bias", bias)
         if not x.ndim or bias.shape != x.shape[-1:]:
             need = f"{describe(x)} with a last axis of its length" if not x.ndim else f"shape {list(x.shape[-1:])}"
             mend = "reshape it; add a bias of another shape before: bias_act(x + bias, None, kind)"
-            raise SpecError(message(where, argument="bias", got=describe(bias), need=need, mend=mend))
+            raise SpecError.at(where, argument="bias", got=describe(bias), need=need, mend=mend)
         dtype = np.result_type(x.dtype, bias.dtype)
         x, bias = cast(x, dtype), cast(bias, dtype)
     return _activated(x, bias, kind, chosen)
@@ -191,7 +185,7 @@ def _slope(where: str, argument: str, alpha: Any, nonzero: bool = False) -> floa
     alpha = number(where, argument, alpha, -math.inf, math.inf)
     if not math.isfinite(alpha) or (nonzero and not alpha):
         need = "a finite number" + (" other than 0" if nonzero else "")
-        raise SpecError(message(where, argument=argument, got=str(alpha), need=need, mend=f"{argument}=1.0"))
+        raise SpecError.at(where, argument=argument, got=str(alpha), need=need, mend=f"{argument}=1.0")
     return alpha
 
 
@@ -251,7 +245,7 @@ def gelu(x, approximate: bool | str = True):
     if not isinstance(approximate, bool | str) or isinstance(approximate, str) and approximate not in ("tanh", "none"):
         where, need = "spmd.functions.gelu", 'True or "tanh", False or "none"'
         mend = f'approximate="{closest(approximate, ("tanh", "none"))}"'
-        raise SpecError(message(where, argument="approximate", got=describe(approximate), need=need, mend=mend))
+        raise SpecError.at(where, argument="approximate", got=describe(approximate), need=need, mend=mend)
     return _of(x, "gelu_tanh" if approximate in (True, "tanh") else "gelu")
 
 
@@ -267,7 +261,7 @@ def celu(x, alpha: float = 1.0):
     where = "spmd.functions.celu"
     alpha = _slope(where, "alpha", alpha, nonzero=True)
     if alpha < 0:
-        raise SpecError(message(where, argument="alpha", got=str(alpha), need="a positive number", mend="alpha=1.0"))
+        raise SpecError.at(where, argument="alpha", got=str(alpha), need="a positive number", mend="alpha=1.0")
     return _of(x, "celu", alpha)
 
 
@@ -299,14 +293,12 @@ def _halves(where: str, x, axis: int):
     x = floating(where, "x", x)
     axis = axis_of(where, x, axis)
     if x.shape[axis] % 2:
-        raise SpecError(
-            message(
-                where,
-                argument="axis",
-                got=f"{axis} for {describe(x)}",
-                need="an axis of even length",
-                mend="axis=-1 of an array (..., 2 n)",
-            )
+        raise SpecError.at(
+            where,
+            argument="axis",
+            got=f"{axis} for {describe(x)}",
+            need="an axis of even length",
+            mend="axis=-1 of an array (..., 2 n)",
         )
     n, before = x.shape[axis] // 2, (slice(None),) * axis
     return x[(*before, slice(None, n))], x[(*before, slice(n, None))]

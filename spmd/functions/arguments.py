@@ -9,7 +9,7 @@ import numpy as np
 
 from spmd.autodiff.admission import admit
 from spmd.autodiff.tracer import Array
-from spmd.errors import SpecError, StateError, describe, message
+from spmd.errors import SpecError, StateError, describe
 from spmd.frontends import frontend
 from spmd.kernels import on_device
 from spmd.mesh import here
@@ -42,16 +42,14 @@ def array(where: str, argument: str, x: Any, kinds: str, need: str, mend: str) -
         or whole
         or not (dtype.kind in kinds or dtype.kind == "V" and "f" in kinds and dtype.name[0] in "bf")
     ):
-        raise SpecError(
-            message(
-                where,
-                argument=argument,
-                got=describe(x),
-                need="a block, or a bare array" if whole else need,
-                mend=f"call it in a body: spmd.map(lambda x: {where}(x, ...), in_specs=..., out_specs=...)"
-                if whole
-                else mend,
-            )
+        raise SpecError.at(
+            where,
+            argument=argument,
+            got=describe(x),
+            need="a block, or a bare array" if whole else need,
+            mend=f"call it in a body: spmd.map(lambda x: {where}(x, ...), in_specs=..., out_specs=...)"
+            if whole
+            else mend,
         )
     return x
 
@@ -69,14 +67,12 @@ def cast(x: Any, dtype: Any) -> Any:
 def axis_of(where: str, x: Any, axis: Any) -> int:
     """An axis of x, counted from the first."""
     if not isinstance(axis, int | np.integer) or isinstance(axis, bool) or not -x.ndim <= axis < x.ndim:
-        raise SpecError(
-            message(
-                where,
-                argument="axis",
-                got=f"{axis!r} for {describe(x)}",
-                need=f"an axis of the array, {-x.ndim} to {x.ndim - 1}" if x.ndim else "an array with dimensions",
-                mend="axis=-1" if x.ndim else "reshape it to (1,)",
-            )
+        raise SpecError.at(
+            where,
+            argument="axis",
+            got=f"{axis!r} for {describe(x)}",
+            need=f"an axis of the array, {-x.ndim} to {x.ndim - 1}" if x.ndim else "an array with dimensions",
+            mend="axis=-1" if x.ndim else "reshape it to (1,)",
         )
     return int(axis) % x.ndim
 
@@ -88,7 +84,7 @@ def axes_of(where: str, x: Any, axis: Any) -> tuple[int, ...]:
     axes = tuple(sorted(axis_of(where, x, a) for a in (axis if isinstance(axis, list | tuple) else (axis,))))
     if len(set(axes)) != len(axes):
         mend = "name every axis once"
-        raise SpecError(message(where, argument="axis", got=repr(axis), need="different axes", mend=mend))
+        raise SpecError.at(where, argument="axis", got=repr(axis), need="different axes", mend=mend)
     return axes
 
 
@@ -104,14 +100,12 @@ def alike(where: str, argument: str, x: Any, names: tuple[str, ...], need: str) 
     """Raise where x varies over one of these axes of the mesh."""
     parted = [n for n in names if type(x) is Array and x.state is not None and n in x.state.varying]
     if parted:
-        raise StateError(
-            message(
-                where,
-                argument=argument,
-                got=f"{describe(x)}, which varies over axis {parted[0]!r}",
-                need=need,
-                mend=f'spmd.all_gather({argument}, {parted[0]!r}, axis=0, tiled=True, to="invariant")',
-            )
+        raise StateError.at(
+            where,
+            argument=argument,
+            got=f"{describe(x)}, which varies over axis {parted[0]!r}",
+            need=need,
+            mend=f'spmd.all_gather({argument}, {parted[0]!r}, axis=0, tiled=True, to="invariant")',
         )
 
 
@@ -126,14 +120,12 @@ def split_over(where: str, x: Any, axis_name: AxisName, argument: str = "axis_na
     if varying != names:
         same = next(n for n in names if n not in varying)
         without = argument if len(names) == 1 else repr(same)
-        raise StateError(
-            message(
-                where,
-                argument=argument,
-                got=f"{describe(x)}, which is the same on all workers along {same!r}",
-                need="an array whose blocks lie along this axis of the mesh",
-                mend=f"leave {without} out, or split the array in in_specs; of equal blocks spmd.pvary(x, {same!r})",
-            )
+        raise StateError.at(
+            where,
+            argument=argument,
+            got=f"{describe(x)}, which is the same on all workers along {same!r}",
+            need="an array whose blocks lie along this axis of the mesh",
+            mend=f"leave {without} out, or split the array in in_specs; of equal blocks spmd.pvary(x, {same!r})",
         )
     return names
 
@@ -142,7 +134,7 @@ def number(where: str, argument: str, x: Any, low: float, high: float) -> float:
     """x as a Python number from low to high."""
     if isinstance(x, bool) or not isinstance(x, int | float | np.integer | np.floating) or not low <= x <= high:
         need = f"a number from {low} to {high}" if high != np.inf else f"a number, at least {low}"
-        raise SpecError(message(where, argument=argument, got=describe(x), need=need, mend=f"{argument}={low}"))
+        raise SpecError.at(where, argument=argument, got=describe(x), need=need, mend=f"{argument}={low}")
     return float(x)
 
 

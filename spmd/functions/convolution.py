@@ -10,7 +10,7 @@ import numpy as np
 from spmd import kernels
 from spmd.autodiff.registry import primitive
 from spmd.autodiff.tracer import Array
-from spmd.errors import LayoutError, SpecError, describe, message
+from spmd.errors import LayoutError, SpecError, describe
 from spmd.functions.arguments import array
 from spmd.functions.window_arguments import each, paddings
 from spmd.functions.window_parts import plan_parts
@@ -25,7 +25,7 @@ from spmd.tracebacks import api_boundary
 
 __all__ = ["conv", "conv_transpose"]
 
-# The three maps are each other's adjoints in turn. options: (stride, padding, dilation, groups).
+# Three maps, each the adjoint of another. options: (stride, padding, dilation, groups).
 
 
 def _to_x(g, _ans, _x, w, *, options) -> Any:
@@ -63,7 +63,7 @@ def _conv_weight_adjoint(g, x, *, kernel, options) -> Any:
     return kernels.of(g).conv_weight_adjoint(g, x, kernel, *options)
 
 
-# A block's outputs, of what they see of the block itself and of its neighbours
+# The outputs of a block, from the block and from slabs at the faces of its neighbours
 
 
 def _onto_slab(g, _ans, _y, _slab, w, *, of, options) -> Any:
@@ -76,7 +76,7 @@ def _onto_w(g, _ans, _y, slab, _w, *, of, options) -> Any:
 
 @primitive("conv", lambda g, _ans, _y, _slab, _w, *, of, options: g, _onto_slab, _onto_w)
 def _conv_onto(y, slab, w, *, of, options) -> Any:
-    """Adds what the outputs `of` see of a slab to y, which is what `_conv` has just made, and nobody else's."""
+    """Add the part of the outputs `of` that a slab contributes to y, in place: `_conv` has just computed y."""
     if slab.size and y[of].size:
         y[of] += kernels.of(slab).conv(slab, w, *options)
     return y
@@ -94,7 +94,7 @@ def _over_blocks(where: str, image: Any, w, spec: P, shape: Any, boundary: Any, 
     places = tuple(worker.group(n).index for n in names)
     plan = plan_parts(lengths, names, worker.mesh.sides, places, tuple(w.shape[2:]), stride, padding, dilation)
     space, whole = P(None, None, *(n or None for n in names)), ((0, 0),) * 2
-    # Short numbers are rounded once: what neighbours add would be rounded before.
+    # Outputs in short dtypes are computed at once, because adding the parts of slabs would round twice.
     if plan.slabs is None or set(boundaries) != {"zero"} or x.dtype.itemsize < 4:
         widths = [v.widths for v in plan.windows]
         around = halo_exchange(x, space, (*whole, *widths), ("none", "none", *boundaries), sizes=(None, None, *lengths))
@@ -117,32 +117,28 @@ def _spatial_axes(where: str, x: Any, spec: Any, worker: Worker) -> tuple[tuple[
     checked_spec(where, spec, worker.mesh.axes, x.ndim, space=2)
     _, channels, *space = (*spec.dims, *[()] * (x.ndim - len(spec)))
     if worker.group(channels).size > 1:
-        raise SpecError(
-            message(
-                where,
-                argument="spec",
-                got=f"{spec}, whose channels are split over {' and '.join(map(repr, channels))}",
-                need="whole channels on each worker",
-                mend="leave the channels out of spec, convolve those that are here with their part of w, and psum",
-            )
+        raise SpecError.at(
+            where,
+            argument="spec",
+            got=f"{spec}, whose channels are split over {' and '.join(map(repr, channels))}",
+            need="whole channels on each worker",
+            mend="leave the channels out of spec, convolve those that are here with their part of w, and psum",
         )
     return tuple(space)
 
 
 def _boundaries(where: str, boundary: Any, dims: int) -> tuple[str, ...]:
-    """One for each spatial dimension."""
+    """One boundary for each spatial dimension."""
     each = (boundary,) * dims if isinstance(boundary, str) or not isinstance(boundary, Sequence) else tuple(boundary)
     known = [b for b in BOUNDARIES if b != "none"]
     wrong = next((b for b in each if b not in known), None)
     if len(each) != dims or wrong is not None:
-        raise SpecError(
-            message(
-                where,
-                argument="boundary",
-                got=repr(boundary),
-                need=f"one of {', '.join(known)}, or one for each of the {dims} spatial dimensions",
-                mend=f'boundary="{closest(wrong, known)}"; padding=0 where nothing is to come',
-            )
+        raise SpecError.at(
+            where,
+            argument="boundary",
+            got=repr(boundary),
+            need=f"one of {', '.join(known)}, or one for each of the {dims} spatial dimensions",
+            mend=f'boundary="{closest(wrong, known)}"; padding=0 where nothing is to come',
         )
     return each
 
@@ -154,14 +150,12 @@ def _lengths(where: str, worker: Worker, x: Any, spec: P, names: Any, shape: Any
     lengths = balanced(where, spec, shape, worker.mesh.axes)
     own = [n[worker.group(a).index] for n, a in zip(lengths[2:], names, strict=False)]
     if len(lengths) != x.ndim or own != [*x.shape[2:]]:
-        raise LayoutError(
-            message(
-                where,
-                argument="x",
-                got=describe(x),
-                need=f"the spatial lengths {own} of this worker's block of an array of shape {list(shape)}",
-                mend="leave shape out: the lengths of the blocks are learnt",
-            )
+        raise LayoutError.at(
+            where,
+            argument="x",
+            got=describe(x),
+            need=f"the spatial lengths {own} of this worker's block of an array of shape {list(shape)}",
+            mend="leave shape out: the lengths of the blocks are learnt",
         )
     return tuple(lengths[2:])
 
@@ -183,65 +177,64 @@ def conv(
     """y[n, o, i] = bias[o] + sum over c, k of w[o, c, k] x[n, c, i * stride + k * dilation - low], zero outside of x.
 
     x: (N, C, *spatial), one to three spatial dimensions. w: (O, C / groups, *kernel). bias: (O,). Floating or complex.
-    Gives (N, O, *m), m = (n + low + high - dilation (kernel - 1) - 1) // stride + 1. It is what networks call a
-    convolution: the kernel is not flipped.
+    Gives (N, O, *m), m = (n + low + high - dilation (kernel - 1) - 1) // stride + 1. As in neural networks, the kernel
+    is not flipped.
     stride, dilation: an int, or one per spatial dimension. padding: an int, an int or a pair (low, high) for each
-    dimension, negative ones crop, "SAME" or "VALID". groups: C and O are cut into so many parts that do not see each
-    other; groups = C is a depthwise convolution.
+    dimension, "SAME" or "VALID"; negative numbers crop. groups: channels and filters are split into this many
+    independent groups; groups = C is a depthwise convolution.
 
     Linear in x and in w. Adjoint in x: `conv_transpose` of g with w; in w: g correlated with x.
 
     spec: in a body, the axes that split the batch and the spatial dimensions of an array of which x is this worker's
-    block. y is then its block of the convolution of the whole, balanced along the spatial dimensions whatever
-    the blocks of x are. boundary: what the padding holds, "zero", "periodic", "reflect" or "edge", for all spatial
-    dimensions or for each (a spec is needed, P() for a whole array). shape: of the whole array, if its blocks are
-    balanced; it saves the meeting in which the workers learn the lengths.
-    Cost: one halo exchange in each dimension that is split, of the faces of the blocks, as thick as the kernel reaches;
-    backward its adjoint. No block is copied to have a halo around it, but where a kernel reaches beyond the next block,
-    with other boundaries than zeros, and in short floating-point numbers.
+    block. y is then its block of the convolution of the whole array, balanced along the spatial dimensions. boundary:
+    the values of the padding, "zero", "periodic", "reflect" or "edge", for all spatial dimensions or for each (needs a
+    spec; P() for a whole array). shape: of the whole array, if its blocks are balanced. Without it the workers exchange
+    the lengths of their blocks first.
+    Cost: one halo exchange in each split dimension, of as many entries of each face as the kernel reaches; backward its
+    adjoint. Blocks are not copied for the halo, except if a kernel reaches beyond the next block, with boundaries other
+    than zeros, and in short floating-point dtypes.
 
-    Raises SpecError and LayoutError where shapes or options do not fit. Arguments as in torch.nn.functional.conv2d.
+    Raises SpecError and LayoutError if shapes or options do not fit. Arguments as in torch.nn.functional.conv2d.
     """
     where = "spmd.functions.conv"
     x, w, groups = _arrays(where, x, w, groups)
     if x.shape[1] != w.shape[1] * groups:
-        raise SpecError(
-            message(
-                where,
-                argument="w",
-                got=f"{describe(w)}, of {w.shape[1]} channels for each of {groups} groups, for x of {x.shape[1]}",
-                need="shape (O, C / groups, *kernel) for x of shape (N, C, *spatial)",
-                mend=f"groups={x.shape[1] // max(1, w.shape[1])}"
-                if w.shape[1] and x.shape[1] % w.shape[1] == 0
-                else f"w of shape {[w.shape[0], x.shape[1] // groups, *w.shape[2:]]}",
-            )
-        )
+        raise _wrong_channels(where, x, w, groups)
     if spec is None:
         if shape is not None or boundary != "zero":
-            raise SpecError(
-                message(
-                    where,
-                    argument="boundary" if shape is None else "shape",
-                    got=repr(boundary if shape is None else shape),
-                    need="a spec beside it",
-                    mend='spec=P(None, None, "x") where axis x splits the first spatial dimension, P() where none does',
-                )
-            )
+            raise _missing_spec(where, shape, boundary)
         y = _conv(x, w, options=_options(where, x.shape[2:], w, stride, padding, dilation, groups))
     else:
         y = _over_blocks(where, x, w, spec, shape, boundary, (stride, padding, dilation, groups))
     return _with_bias(where, y, bias)
 
 
+def _wrong_channels(where: str, x: Any, w: Any, groups: int) -> SpecError:
+    if w.shape[1] and x.shape[1] % w.shape[1] == 0:
+        mend = f"groups={x.shape[1] // w.shape[1]}"
+    else:
+        mend = f"w of shape {[w.shape[0], x.shape[1] // groups, *w.shape[2:]]}"
+    got = f"{describe(w)}, of {w.shape[1]} channels for each of {groups} groups, for x of {x.shape[1]}"
+    need = "shape (O, C / groups, *kernel) for x of shape (N, C, *spatial)"
+    return SpecError.at(where, argument="w", got=got, need=need, mend=mend)
+
+
+def _missing_spec(where: str, shape: Any, boundary: Any) -> SpecError:
+    """The error for an option that needs a spec."""
+    argument, got = ("boundary", repr(boundary)) if shape is None else ("shape", repr(shape))
+    mend = 'spec=P(None, None, "x") where axis x splits the first spatial dimension, P() where none does'
+    return SpecError.at(where, argument=argument, got=got, need="a spec beside it", mend=mend)
+
+
 @api_boundary
 def conv_transpose(
     x, w, bias=None, stride: Any = 1, padding: Any = 0, output_padding: Any = 0, groups: int = 1, dilation: Any = 1
 ):
-    """The transpose of `conv`, as a layer: what maps (N, O, *m) to (N, C, *n), with the same w.
+    """The transpose of `conv` with the same w, as a layer: from (N, O, *m) to (N, C, *n).
 
     x: (N, O, *m). w: (O, C / groups, *kernel). bias: (C,). Gives (N, C, *n), n = (m - 1) stride - low - high +
-    dilation (kernel - 1) + output_padding + 1. output_padding: less is cropped at the high end, or zeros come there; it
-    chooses one of the n that have the same m under `conv`, and is less than the stride or the dilation.
+    dilation (kernel - 1) + output_padding + 1. output_padding: `conv` maps several n to the same m; this chooses one of
+    them. It is less than the stride or the dilation, and reduces the cropping at the high end, or adds zeros there.
 
     Linear in x and in w. Adjoint in x: `conv`. Raises SpecError where shapes or options do not fit.
     Arguments as in torch.nn.functional.conv_transpose2d.
@@ -249,89 +242,68 @@ def conv_transpose(
     where = "spmd.functions.conv_transpose"
     x, w, groups = _arrays(where, x, w, groups)
     if x.shape[1] != w.shape[0]:
-        raise SpecError(
-            message(
-                where,
-                argument="w",
-                got=f"{describe(w)} for x of {x.shape[1]} channels",
-                need="shape (O, C / groups, *kernel) for x of shape (N, O, *spatial)",
-                mend=f"w of shape {[x.shape[1], *w.shape[1:]]}",
-            )
+        raise SpecError.at(
+            where,
+            argument="w",
+            got=f"{describe(w)} for x of {x.shape[1]} channels",
+            need="shape (O, C / groups, *kernel) for x of shape (N, O, *spatial)",
+            mend=f"w of shape {[x.shape[1], *w.shape[1:]]}",
         )
-    dims = x.ndim - 2
     if isinstance(padding, str):
-        raise SpecError(
-            message(
-                where,
-                argument="padding",
-                got=repr(padding),
-                need="numbers: the length of the result is not known beforehand",
-                mend="padding=0",
-            )
-        )
-    strides, ends, dilations, _ = _options(where, x.shape[2:], w, stride, padding, dilation, groups)
-    more = each(where, "output_padding", output_padding, dims, least=0)
+        need = "numbers: the length of the result is not known beforehand"
+        raise SpecError.at(where, argument="padding", got=repr(padding), need=need, mend="padding=0")
+    options = _options(where, x.shape[2:], w, stride, padding, dilation, groups)
+    shape, options = _transposed_shape(where, x, w, output_padding, options)
+    return _with_bias(where, _conv_input_adjoint(x, w, shape=shape, options=options), bias)
+
+
+def _transposed_shape(where: str, x: Any, w: Any, output_padding: Any, options: tuple) -> tuple[tuple[int, ...], tuple]:
+    """The spatial shape of a transposed convolution, and the options with output_padding in the padding."""
+    strides, ends, dilations, groups = options
+    more = each(where, "output_padding", output_padding, x.ndim - 2, least=0)
     if any(o and o >= max(s, d) for o, s, d in zip(more, strides, dilations, strict=True)):
-        raise SpecError(
-            message(
-                where,
-                argument="output_padding",
-                got=repr(output_padding),
-                need=f"less than the stride {strides} or the dilation {dilations}",
-                mend="output_padding=0",
-            )
+        need = f"less than the stride {strides} or the dilation {dilations}"
+        raise SpecError.at(
+            where, argument="output_padding", got=repr(output_padding), need=need, mend="output_padding=0"
         )
     ends = tuple((low, high - o) for (low, high), o in zip(ends, more, strict=True))
     sizes = zip(x.shape[2:], w.shape[2:], strides, ends, dilations, strict=True)
     shape = tuple((m - 1) * s - low - high + d * (k - 1) + 1 for m, k, s, (low, high), d in sizes)
     if min(shape) < 0 or 0 in x.shape[2:]:
-        raise SpecError(
-            message(
-                where,
-                argument="x",
-                got=f"{describe(x)}, which gives the lengths {list(shape)}",
-                need="at least one entry in each spatial dimension, and less padding than there is to crop",
-                mend="a smaller padding",
-            )
-        )
-    options = (strides, ends, dilations, groups)
-    return _with_bias(where, _conv_input_adjoint(x, w, shape=shape, options=options), bias)
+        got = f"{describe(x)}, which gives the lengths {list(shape)}"
+        need = "at least one entry in each spatial dimension, and less padding than there is to crop"
+        raise SpecError.at(where, argument="x", got=got, need=need, mend="a smaller padding")
+    return shape, (strides, ends, dilations, groups)
 
 
 def _arrays(where: str, x: Any, w: Any, groups: Any) -> tuple[Any, Any, int]:
-    """Both arrays, and the groups, checked for what needs no other argument."""
+    """The arrays and the number of groups, checked as far as they need no other argument."""
     need = "floating or complex numbers"
     x, w = (array(where, name, a, "fc", need, f"{name}.astype(float)") for name, a in (("x", x), ("w", w)))
     if not 3 <= x.ndim <= 5:
-        raise SpecError(
-            message(
-                where,
-                argument="x",
-                got=describe(x),
-                need="shape (N, C, *spatial), with one to three spatial dimensions",
-                mend="x[np.newaxis] for a single example",
-            )
+        raise SpecError.at(
+            where,
+            argument="x",
+            got=describe(x),
+            need="shape (N, C, *spatial), with one to three spatial dimensions",
+            mend="x[np.newaxis] for a single example",
         )
     if w.ndim != x.ndim or 0 in w.shape[2:]:
-        raise SpecError(
-            message(
-                where,
-                argument="w",
-                got=f"{describe(w)} for {describe(x)}",
-                need=f"shape (O, C / groups, *kernel), a kernel of {x.ndim - 2} dimensions with entries",
-                mend="the spatial dimensions of x and w correspond, one by one",
-            )
+        raise SpecError.at(
+            where,
+            argument="w",
+            got=f"{describe(w)} for {describe(x)}",
+            need=f"shape (O, C / groups, *kernel), a kernel of {x.ndim - 2} dimensions with entries",
+            mend="the spatial dimensions of x and w correspond, one by one",
         )
     (groups,) = each(where, "groups", groups, 1)
     if w.shape[0] % groups:
-        raise SpecError(
-            message(
-                where,
-                argument="groups",
-                got=f"{groups} for w of {w.shape[0]} filters",
-                need="a divisor of the number of filters",
-                mend="groups=1",
-            )
+        raise SpecError.at(
+            where,
+            argument="groups",
+            got=f"{groups} for w of {w.shape[0]} filters",
+            need="a divisor of the number of filters",
+            mend="groups=1",
         )
     return x, w, groups
 
@@ -349,13 +321,11 @@ def _with_bias(where: str, y: Any, bias: Any) -> Any:
     if bias is None:
         return y
     if np.shape(bias) != y.shape[1:2]:
-        raise SpecError(
-            message(
-                where,
-                argument="bias",
-                got=describe(bias),
-                need=f"shape {[y.shape[1]]}, a number for each channel of the result",
-                mend="leave it out, or add an array of another shape to the result",
-            )
+        raise SpecError.at(
+            where,
+            argument="bias",
+            got=describe(bias),
+            need=f"shape {[y.shape[1]]}, a number for each channel of the result",
+            mend="leave it out, or add an array of another shape to the result",
         )
     return y + bias.reshape(-1, *(1,) * (y.ndim - 2))

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from spmd import random
-from spmd.errors import SpecError, describe, message
+from spmd.errors import SpecError, describe
 from spmd.functions.arguments import floating
 from spmd.layout import P
+from spmd.random import distributions, layouts
 from spmd.tracebacks import api_boundary
 
 __all__ = ["dropout"]
@@ -28,16 +28,14 @@ def dropout(x, rate: float, key: Any, spec: P | None = None):
     where = "spmd.functions.dropout"
     x = floating(where, "x", x)
     if not isinstance(rate, int | float | np.floating) or not 0 <= rate < 1:
-        raise SpecError(
-            message(
-                where,
-                argument="rate",
-                got=describe(rate),
-                need="the probability to drop an entry, from 0 to below 1",
-                mend="rate=0.1",
-            )
+        raise SpecError.at(
+            where,
+            argument="rate",
+            got=describe(rate),
+            need="the probability to drop an entry, from 0 to below 1",
+            mend="rate=0.1",
         )
     rate = float(rate)
-    layout = random.layout_of(where, x, spec)
-    keep = random.bernoulli(key, 1 - rate, x.shape if layout is None else layout.shape, spec=layout)
+    layout = layouts.layout_of_block(where, x, spec)
+    keep = distributions.bernoulli(key, 1 - rate, x.shape if layout is None else layout.shape, spec=layout)
     return np.where(keep, x, x.dtype.type(0)) * (1 / (1 - rate))

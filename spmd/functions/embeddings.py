@@ -12,7 +12,7 @@ from spmd import kernels
 from spmd.autodiff.registry import primitive
 from spmd.autodiff.staging.recorder import checked
 from spmd.autodiff.tracer import Array, value_of
-from spmd.errors import LayoutError, SpecError, StateError, describe, message
+from spmd.errors import LayoutError, SpecError, StateError, describe
 from spmd.functions.arguments import alike, array
 from spmd.mesh import here
 from spmd.operators.reduce import psum
@@ -73,14 +73,12 @@ def add_rows(ids, g, rows: int):
     g, rows = _table(where, "g", g), _count(where, "rows", rows)
     ids = _known(where, ids, rows, ())
     if g.shape[: ids.ndim] != ids.shape:
-        raise LayoutError(
-            message(
-                where,
-                argument="g",
-                got=f"{describe(g)} for ids of shape {list(ids.shape)}",
-                need="an entry for each id: its first dimensions are those of ids",
-                mend="np.broadcast_to(g, (*ids.shape, ...))",
-            )
+        raise LayoutError.at(
+            where,
+            argument="g",
+            got=f"{describe(g)} for ids of shape {list(ids.shape)}",
+            need="an entry for each id: its first dimensions are those of ids",
+            mend="np.broadcast_to(g, (*ids.shape, ...))",
         )
     return _add_rows(ids, g, rows=rows)
 
@@ -130,14 +128,12 @@ def _states(where: str, table: Any, ids: Any, names: tuple[str, ...]) -> None:
     """Raise where the table does not vary over the axes, or ids do."""
     whole = [n for n in names if type(table) is Array and table.state is not None and n not in table.state.varying]
     if whole:
-        raise StateError(
-            message(
-                where,
-                argument="table",
-                got=f"{describe(table)}, which does not vary over axis {whole[0]!r}",
-                need="this worker's rows of a table that is split over the axis",
-                mend="leave axis_name out: each worker has the whole table; or pass it by a spec that splits its rows",
-            )
+        raise StateError.at(
+            where,
+            argument="table",
+            got=f"{describe(table)}, which does not vary over axis {whole[0]!r}",
+            need="this worker's rows of a table that is split over the axis",
+            mend="leave axis_name out: each worker has the whole table; or pass it by a spec that splits its rows",
         )
     alike(where, "ids", ids, names, "the same ids on all workers that share the table")
 
@@ -154,17 +150,15 @@ def one_hot(ids, classes: int, dtype: Any = float):
         dtype = np.dtype(dtype)
     except TypeError:
         need = "a dtype"
-        raise SpecError(
-            message(where, argument="dtype", got=describe(dtype), need=need, mend="dtype=np.float32")
-        ) from None
+        raise SpecError.at(where, argument="dtype", got=describe(dtype), need=need, mend="dtype=np.float32") from None
     return _one_hot(_known(where, ids, classes, ()), classes=classes, dtype=dtype)
 
 
 def _table(where: str, name: str, x: Any) -> Any:
     x = array(where, name, x, "fciub", "an array of numbers", "np.asarray(x)")
     if not x.shape:
-        raise LayoutError(
-            message(where, argument=name, got=describe(x), need="rows: at least one dimension", mend="np.atleast_1d(x)")
+        raise LayoutError.at(
+            where, argument=name, got=describe(x), need="rows: at least one dimension", mend="np.atleast_1d(x)"
         )
     return x
 
@@ -175,8 +169,8 @@ def _count(where: str, name: str, given: Any) -> int:
     except TypeError:
         found = -1
     if found < 0:
-        raise SpecError(
-            message(where, argument=name, got=describe(given), need="an integer from 0", mend=f"{name}=table.shape[0]")
+        raise SpecError.at(
+            where, argument=name, got=describe(given), need="an integer from 0", mend=f"{name}=table.shape[0]"
         )
     return found
 
@@ -184,14 +178,12 @@ def _count(where: str, name: str, given: Any) -> int:
 def _in_range(ids: np.ndarray, n: int, where: str) -> None:
     """Raise where a number is of no row."""
     if ids.size and (ids.min() < 0 or ids.max() >= n):
-        raise SpecError(
-            message(
-                where,
-                argument="ids",
-                got=f"ids from {ids.min()} to {ids.max()}",
-                need=f"numbers of rows, from 0 to {n - 1}" if n else "no ids: there are no rows",
-                mend="count rows from 0; padding_idx names an id that stands for nothing",
-            )
+        raise SpecError.at(
+            where,
+            argument="ids",
+            got=f"ids from {ids.min()} to {ids.max()}",
+            need=f"numbers of rows, from 0 to {n - 1}" if n else "no ids: there are no rows",
+            mend="count rows from 0; padding_idx names an id that stands for nothing",
         )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from spmd import kernels
 from spmd.autodiff.registry import primitive
-from spmd.errors import SpecError, describe, message
+from spmd.errors import SpecError, describe
 from spmd.functions.arguments import array
 from spmd.kernels import taps
 from spmd.kernels.cpu.chunks import accurate
@@ -48,14 +48,12 @@ class Taps:
         (first, end), (start, stop) = outputs, inputs
         index = self.index[first:end] - np.int32(start)
         if index.size and not (index.min() >= 0 and index.max() < stop - start):
-            raise SpecError(
-                message(
-                    "Taps.part",
-                    argument="inputs",
-                    got=f"{start}:{stop}",
-                    need=f"what the outputs {first}:{end} read, {index.min() + start}:{index.max() + start + 1}",
-                    mend="ask for it: spmd.plan_needs(n, m, taps.needs, inputs=...)",
-                )
+            raise SpecError.at(
+                "Taps.part",
+                argument="inputs",
+                got=f"{start}:{stop}",
+                need=f"what the outputs {first}:{end} read, {index.min() + start}:{index.max() + start + 1}",
+                mend="ask for it: spmd.plan_needs(n, m, taps.needs, inputs=...)",
             )
         return Taps(stop - start, index, self.weight[first:end])
 
@@ -98,14 +96,12 @@ def resample(x, taps: Taps, axis: int = -1):
     where = "spmd.functions.resample"
     x = array(where, "x", x, "fc", _NUMBERS, "x.astype(float)")
     if not -x.ndim <= axis < x.ndim or x.shape[axis] != taps.n:
-        raise SpecError(
-            message(
-                where,
-                argument="x",
-                got=f"{describe(x)}, axis {axis}",
-                need=f"the length {taps.n} along the axis",
-                mend="plan for this length; for a part of the outputs, taps.part(outputs, inputs)",
-            )
+        raise SpecError.at(
+            where,
+            argument="x",
+            got=f"{describe(x)}, axis {axis}",
+            need=f"the length {taps.n} along the axis",
+            mend="plan for this length; for a part of the outputs, taps.part(outputs, inputs)",
         )
     return _resample(x, taps=taps, axis=axis % x.ndim)
 
@@ -136,17 +132,15 @@ def plan_resize(
             good = False
         if not good:
             need = "a length: an int, at least 1 to make anything of it"
-            raise SpecError(message(where, argument=name, got=describe(value), need=need, mend=f"{name}={1}"))
+            raise SpecError.at(where, argument=name, got=describe(value), need=need, mend=f"{name}={1}")
     _check_method(where, method, cubic)
     if align_corners and antialias:
-        raise SpecError(
-            message(
-                where,
-                argument="antialias",
-                got="True, with align_corners=True",
-                need="one of them",
-                mend="align_corners=False",
-            )
+        raise SpecError.at(
+            where,
+            argument="antialias",
+            got="True, with align_corners=True",
+            need="one of them",
+            mend="align_corners=False",
         )
     return _plan(int(n), int(m), method, bool(align_corners), bool(antialias), float(cubic))
 
@@ -179,14 +173,12 @@ def resize(
     except TypeError:
         goal = None
     if goal is None or len(goal) != x.ndim or any(m < 0 or (m and not n) for m, n in zip(goal, x.shape, strict=True)):
-        raise SpecError(
-            message(
-                where,
-                argument="shape",
-                got=repr(shape),
-                need=f"{x.ndim} lengths for {describe(x)}; of an empty axis nothing can be made",
-                mend=f"shape={tuple(2 * n for n in x.shape)}",
-            )
+        raise SpecError.at(
+            where,
+            argument="shape",
+            got=repr(shape),
+            need=f"{x.ndim} lengths for {describe(x)}; of an empty axis nothing can be made",
+            mend=f"shape={tuple(2 * n for n in x.shape)}",
         )
     _check_method(where, method, cubic)
     # Axes that shrink come first, and the last axis, which takes longest, when there is least to do.
@@ -279,25 +271,21 @@ def inject(
     except TypeError:
         shape = ()
     if len(shape) != d or min(shape) < 0:
-        raise SpecError(
-            message(
-                where,
-                argument="shape",
-                got=repr(shape),
-                need=f"the lengths of the {d} dimensions that the points have coordinates of",
-                mend=f"shape={(64,) * d}",
-            )
+        raise SpecError.at(
+            where,
+            argument="shape",
+            got=repr(shape),
+            need=f"the lengths of the {d} dimensions that the points have coordinates of",
+            mend=f"shape={(64,) * d}",
         )
     _check_field(where, "shape", shape, boundary, points)
     if values.shape[values.ndim - count :] != points.shape[:-1]:
-        raise SpecError(
-            message(
-                where,
-                argument="values",
-                got=f"{describe(values)} for points {list(points.shape)}",
-                need=f"a value for every point, (..., {', '.join(map(str, points.shape[:-1]))})",
-                mend="np.broadcast_to(values, points.shape[:-1])",
-            )
+        raise SpecError.at(
+            where,
+            argument="values",
+            got=f"{describe(values)} for points {list(points.shape)}",
+            need=f"a value for every point, (..., {', '.join(map(str, points.shape[:-1]))})",
+            mend="np.broadcast_to(values, points.shape[:-1])",
         )
     lead = values.shape[: values.ndim - count]
     m = _product(points.shape[:-1])
@@ -317,14 +305,12 @@ def _product(shape: Sequence[int]) -> int:
 def _points(where: str, points: Any, most: int) -> tuple[Any, int]:
     points = array(where, "points", points, "f", "real floating-point numbers", "points.astype(float)")
     if points.dtype not in (np.float32, np.float64) or points.ndim < 1 or not 1 <= points.shape[-1] <= min(3, most):
-        raise SpecError(
-            message(
-                where,
-                argument="points",
-                got=describe(points),
-                need="float32 or float64 (..., d), the coordinates of 1 to 3 spatial dimensions of the field",
-                mend="np.stack([row, column], axis=-1) of arrays of coordinates",
-            )
+        raise SpecError.at(
+            where,
+            argument="points",
+            got=describe(points),
+            need="float32 or float64 (..., d), the coordinates of 1 to 3 spatial dimensions of the field",
+            mend="np.stack([row, column], axis=-1) of arrays of coordinates",
         )
     return points, points.shape[-1]
 
@@ -334,21 +320,17 @@ def _check_method(where: str, method: Any, cubic: Any, boundary: str = "zero") -
         if value not in known:
             words = ", ".join(map(repr, known))
             mend = f"{argument}={closest(value, known, known[1])!r}"
-            raise SpecError(message(where, argument=argument, got=repr(value), need=f"one of {words}", mend=mend))
+            raise SpecError.at(where, argument=argument, got=repr(value), need=f"one of {words}", mend=mend)
     if isinstance(cubic, bool) or not isinstance(cubic, int | float | np.floating):
-        raise SpecError(
-            message(where, argument="cubic", got=describe(cubic), need="a Python number", mend="cubic=-0.5")
-        )
+        raise SpecError.at(where, argument="cubic", got=describe(cubic), need="a Python number", mend="cubic=-0.5")
 
 
 def _check_field(where: str, argument: str, spatial: tuple[int, ...], boundary: str, points: Any) -> None:
     if 0 in spatial and boundary != "zero" and points.size:
-        raise SpecError(
-            message(
-                where,
-                argument=argument,
-                got=f"spatial dimensions {list(spatial)}, boundary {boundary!r}",
-                need="an entry to continue the field with",
-                mend='boundary="zero"',
-            )
+        raise SpecError.at(
+            where,
+            argument=argument,
+            got=f"spatial dimensions {list(spatial)}, boundary {boundary!r}",
+            need="an entry to continue the field with",
+            mend='boundary="zero"',
         )

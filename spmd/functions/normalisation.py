@@ -13,7 +13,7 @@ from spmd import kernels
 from spmd.autodiff.registry import primitive
 from spmd.autodiff.tracer import value_of
 from spmd.autodiff.transforms import stop_gradient
-from spmd.errors import SpecError, describe, message
+from spmd.errors import SpecError, describe
 from spmd.functions.arguments import Parts, axes_of, axis_of, cast, floating, number, split_over
 from spmd.kernels.cpu.chunks import accurate
 from spmd.mesh import here
@@ -90,7 +90,7 @@ def _rows(where: str, x, weight, bias, eps, ndim: int, axis_name: AxisName | Non
     x = floating(where, "x", x)
     if not isinstance(ndim, int) or not 0 < ndim <= x.ndim:
         need = f"an integer from 1 to {x.ndim}" if x.ndim else "an array with dimensions"
-        raise SpecError(message(where, argument="ndim", got=f"{ndim} for {describe(x)}", need=need, mend="ndim=1"))
+        raise SpecError.at(where, argument="ndim", got=f"{ndim} for {describe(x)}", need=need, mend="ndim=1")
     shape, n = x.shape, prod(x.shape[x.ndim - ndim :])
     weight, bias = (
         _parameter(where, name, p, shape[x.ndim - ndim :], accurate(x.dtype))
@@ -119,7 +119,7 @@ def _parameter(where: str, name: str, p, shape: tuple[int, ...], dtype=None) -> 
     p = floating(where, name, p)
     if tuple(p.shape) != tuple(shape):
         need = f"shape {list(shape)}"
-        raise SpecError(message(where, argument=name, got=describe(p), need=need, mend=f"reshape it, or {name}=None"))
+        raise SpecError.at(where, argument=name, got=describe(p), need=need, mend=f"reshape it, or {name}=None")
     p = p if p.ndim == 1 else np.reshape(p, (prod(shape),))  # as it is, without a node between it and its gradient
     return p if dtype is None else cast(p, dtype)
 
@@ -291,11 +291,11 @@ def batch_norm(
     eps, momentum = number(where, "eps", eps, 0, inf), number(where, "momentum", momentum, 0, 1)
     if running is not None and (not isinstance(running, tuple | list) or len(running) != 2):
         need = "a pair (mean, variance), or None"
-        raise SpecError(message(where, argument="running", got=describe(running), need=need, mend="running=None"))
+        raise SpecError.at(where, argument="running", got=describe(running), need=need, mend="running=None")
     old_mean, old_variance = (_parameter(where, "running", r, (channels,)) for r in running or (None, None))
     if not training and running is None:
         need = "running=(mean, variance)"
-        raise SpecError(message(where, argument="running", got="None with training=False", need=need, mend=need))
+        raise SpecError.at(where, argument="running", got="None with training=False", need=need, mend=need)
     if training:
         count, mean, square = _statistics(stacked, axis_name, where)
         variance = square / np.maximum(count, 1)
@@ -327,11 +327,11 @@ def group_norm(x, groups: int, weight=None, bias=None, eps: float = 1e-5):
     x = floating(where, "x", x)
     if x.ndim < 2:
         need = "(batch, channels, ...)"
-        raise SpecError(message(where, argument="x", got=describe(x), need=need, mend="add the dimensions"))
+        raise SpecError.at(where, argument="x", got=describe(x), need=need, mend="add the dimensions")
     channels = x.shape[1]
     if not isinstance(groups, int | np.integer) or groups < 1 or channels % groups:
         need, mend = f"a divisor of the {channels} channels", "groups=1"
-        raise SpecError(message(where, argument="groups", got=describe(groups), need=need, mend=mend))
+        raise SpecError.at(where, argument="groups", got=describe(groups), need=need, mend=mend)
     weight, bias = (
         _parameter(where, m, p, (channels,), accurate(x.dtype)) for m, p in (("weight", weight), ("bias", bias))
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 from spmd import kernels
 from spmd.autodiff.registry import primitive
-from spmd.errors import SpecError, describe, message
+from spmd.errors import SpecError, describe
 from spmd.functions.arguments import array, floating
 from spmd.functions.window_arguments import each, paddings
 from spmd.tracebacks import api_boundary
@@ -107,14 +107,12 @@ def avg_pool(
 
 def _window(where: str, x: Any, window: Any, stride: Any, padding: Any, dilation: Any) -> tuple:
     if not 3 <= x.ndim <= 5:
-        raise SpecError(
-            message(
-                where,
-                argument="x",
-                got=describe(x),
-                need="one to three spatial dimensions after those of the batch and the channels, (N, C, *spatial)",
-                mend="x[None, None] for a plain image" if x.ndim in (1, 2) else "np.reshape(x, (N, C, *spatial))",
-            )
+        raise SpecError.at(
+            where,
+            argument="x",
+            got=describe(x),
+            need="one to three spatial dimensions after those of the batch and the channels, (N, C, *spatial)",
+            mend="x[None, None] for a plain image" if x.ndim in (1, 2) else "np.reshape(x, (N, C, *spatial))",
         )
     shape = x.shape[2:]
     window = each(where, "window", window, len(shape))

@@ -9,7 +9,7 @@ import numpy as np
 from spmd import kernels
 from spmd.autodiff.registry import primitive
 from spmd.autodiff.tracer import Array
-from spmd.errors import SpecError, describe, message
+from spmd.errors import SpecError, describe
 from spmd.functions.arguments import array, cast
 from spmd.functions.window_arguments import paddings
 from spmd.kernels.windows import reach, stencil_adjoint_padding
@@ -68,29 +68,25 @@ def stencil(x, offsets, weights, padding: Any = 0):
     table = checked_offsets(where, offsets)
     dims = len(table[0])
     if not 1 <= dims <= 3 or dims > x.ndim:
-        raise SpecError(
-            message(
-                where,
-                argument="offsets",
-                got=f"offsets of {dims} ints for {describe(x)}",
-                need="one to three ints each, not more than x has dimensions",
-                mend="an offset has an int for each of the last dimensions of x",
-            )
+        raise SpecError.at(
+            where,
+            argument="offsets",
+            got=f"offsets of {dims} ints for {describe(x)}",
+            need="one to three ints each, not more than x has dimensions",
+            mend="an offset has an int for each of the last dimensions of x",
         )
     if isinstance(weights, Array) or hasattr(weights, "dtype"):
         given = weights
     else:  # Python numbers, which do not widen x
         given = np.asarray(weights, np.result_type(x.dtype, 1j) if np.iscomplexobj(weights) else x.dtype)
     if given.shape != (len(table),):
-        raise SpecError(
-            message(
-                where,
-                argument="weights",
-                got=describe(weights),
-                need=f"{len(table)} numbers, one for each offset",
-                mend="for weights that vary from place to place add up products: "
-                "sum(w * spmd.functions.stencil(x, [o], [1]) for w, o in zip(weights, offsets))",
-            )
+        raise SpecError.at(
+            where,
+            argument="weights",
+            got=describe(weights),
+            need=f"{len(table)} numbers, one for each offset",
+            mend="for weights that vary from place to place add up products: "
+            "sum(w * spmd.functions.stencil(x, [o], [1]) for w, o in zip(weights, offsets))",
         )
     if isinstance(padding, str) and padding.upper() == "SAME":
         around = reach(table)

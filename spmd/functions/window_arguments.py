@@ -6,7 +6,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-from spmd.errors import SpecError, message
+from spmd.errors import SpecError
 from spmd.kernels.windows import same_padding
 
 __all__ = ["each", "paddings"]
@@ -18,14 +18,12 @@ def each(where: str, argument: str, value: Any, dims: int, least: int = 1) -> tu
     """An int of at least `least` for each of the dimensions."""
     found = _ints(value if isinstance(value, Sequence) and not isinstance(value, str) else (value,) * dims)
     if found is None or len(found) != dims or min(found, default=least) < least:
-        raise SpecError(
-            message(
-                where,
-                argument=argument,
-                got=repr(value),
-                need=f"an int of at least {least}, or one for each of the {dims} spatial dimensions",
-                mend=f"{argument}={(max(least, 2),) * dims}",
-            )
+        raise SpecError.at(
+            where,
+            argument=argument,
+            got=repr(value),
+            need=f"an int of at least {least}, or one for each of the {dims} spatial dimensions",
+            mend=f"{argument}={(max(least, 2),) * dims}",
         )
     return found
 
@@ -51,15 +49,13 @@ def paddings(
         return tuple(same_padding(n, k, s, r, lower=word == "SAME_LOWER") for n, k, s, r in of)
     found = _pairs(value, len(shape)) if word is None else None
     if found is None or (least is not None and min((p for pair in found for p in pair), default=least) < least):
-        raise SpecError(
-            message(
-                where,
-                argument="padding",
-                got=repr(value),
-                need=("an int" if least is None else f"an int of at least {least}")
-                + f', one or a pair (low, high) for each of the {len(shape)} spatial dimensions, "SAME" or "VALID"',
-                mend=f"padding={((0, 1),) * len(shape)}",
-            )
+        raise SpecError.at(
+            where,
+            argument="padding",
+            got=repr(value),
+            need=("an int" if least is None else f"an int of at least {least}")
+            + f', one or a pair (low, high) for each of the {len(shape)} spatial dimensions, "SAME" or "VALID"',
+            mend=f"padding={((0, 1),) * len(shape)}",
         )
     return found
 

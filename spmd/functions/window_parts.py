@@ -11,7 +11,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from spmd.layout import Layout, P
-from spmd.window import Window, plan_windows
+from spmd.window import Window
+from spmd.window_nd import plan_windows
 
 __all__ = ["Part", "Parts", "Slabs", "plan_parts"]
 

@@ -1,10 +1,10 @@
-"""NumPy's names for bare, stated and traced arrays alike: `import spmd.numpy as snp`.
+"""NumPy's names for bare, stated and traced arrays: `import spmd.numpy as snp`.
 
     snp.array([[x[0], 1.0], [y, 2.0]])     # keeps the gradients of x and y
 
-Plain NumPy records itself wherever its protocols reach. This is for those who want certainty: all names of numpy are
-here, and what the protocols do not reach (`array`, `full`, `arange`, `r_`, `vectorize`, ...) takes traced arrays too.
-With bare arguments each function is NumPy's, with NumPy's result.
+Plain NumPy functions record themselves wherever NumPy's protocols apply. This module has all names of numpy; functions
+that the protocols do not cover (`array`, `full`, `arange`, `r_`, `vectorize`, ...) take traced arrays too. With bare
+arguments each function is NumPy's, with NumPy's result.
 """
 
 from __future__ import annotations

@@ -34,7 +34,8 @@ from spmd.operators.blocks import owned_block
 from spmd.operators.memo import interned
 from spmd.operators.sums import Vary
 from spmd.operators.terms import is_share, repeated_terms, warn_of_term
-from spmd.replicas import Source, source_of
+from spmd.replicas.records import Source, source_of
+from spmd.replicas.verify import verify_replicas
 from spmd.state import INVARIANT, VARYING, State, state_of
 from spmd.tracebacks import api_boundary
 from spmd.transport.handles import sealed
@@ -208,7 +209,7 @@ def _verify(worker: Worker, value: Any, axes: tuple[str, ...], where: str, argum
     if apart:
         axes = tuple(n for n in axes if n not in apart)
     if worker.program is None:
-        worker.replicas.verify(worker, axes, value, where, argument, source)
+        verify_replicas(worker, axes, value, where, argument, source)
     else:
         worker.program.call(_Verification(axes, where, argument, source), (value,), effect=True)
 
@@ -226,7 +227,7 @@ class _Verification:
 
     def __call__(self, value: Any) -> None:
         worker = here(self.where)
-        worker.replicas.verify(worker, self.axes, value, self.where, self.argument, self.source)
+        verify_replicas(worker, self.axes, value, self.where, self.argument, self.source)
 
 
 @api_boundary

@@ -1,7 +1,7 @@
-"""Functions of SciPy for traced arrays too, under SciPy's names: `spmd.scipy.fft.dct(x)`.
+"""SciPy functions that also take traced arrays, under SciPy's names: `spmd.scipy.fft.dct(x)`.
 
-NumPy's protocols do not reach all of SciPy. A function here takes bare, stated and traced arrays alike, and gives
-what SciPy's gives. The parts, and SciPy with them, are imported when they are first used.
+NumPy's protocols do not reach all of SciPy. These functions take bare, stated and traced arrays and give SciPy's
+results. The submodules, and SciPy with them, are imported on first use.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""scipy.fft for traced arrays too: the same names and options, the same results.
+"""scipy.fft that also takes traced arrays: the same names, options and results.
 
     from spmd.scipy import fft
     spmd.grad(lambda x: np.sum(fft.dct(x) ** 2))(x)
 
-CuPy arrays go to cupyx.scipy.fft, with the options it has.
+CuPy arrays go to cupyx.scipy.fft, with the options that it has.
 
-The module is a backend of scipy.fft as well: after `scipy.fft.register_backend(spmd.scipy.fft)` plain
-`scipy.fft.fft(x)` takes traced arrays too, for about 2 µs more in each call. (`scipy.fft.set_backend` as a context
-serves outside of bodies only: what it sets belongs to a thread, and bodies may share one.)
+The module is also a backend of scipy.fft. After `scipy.fft.register_backend(spmd.scipy.fft)` plain `scipy.fft.fft(x)`
+takes traced arrays too, and each call takes about 2 µs longer. (`scipy.fft.set_backend` as a context works outside of
+bodies only: it belongs to a thread, which bodies may share.)
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ __ua_domain__ = "numpy.scipy.fft"
 
 
 def __ua_function__(method, args, kwargs):
-    """What scipy.fft asks of a backend. It turns to the next one where no array is traced or has a state."""
+    """What scipy.fft calls of a backend. NotImplemented unless an array is traced or has a state."""
     if method.__name__ in functions and find((args, kwargs), []):
         return functions[method.__name__](*args, **kwargs)
     return NotImplemented

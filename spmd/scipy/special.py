@@ -1,11 +1,11 @@
-"""scipy.special for traced arrays too: the same names and options, the same results.
+"""scipy.special that also takes traced arrays: the same names, options and results.
 
     from spmd.scipy import special
     spmd.grad(lambda x: special.logsumexp(x))(x)
 
-The ufuncs are SciPy's own: NumPy's protocol lets them meet traced arrays anyway. The Python functions take bare,
-stated and traced arrays; bare ones go straight to SciPy, CuPy's to cupyx.scipy.special. What has no derivative
-refuses traced arrays, and says what to use instead.
+The ufuncs are SciPy's own, which NumPy's protocol applies to traced arrays. The Python functions take bare, stated and
+traced arrays; bare ones go to SciPy, CuPy's to cupyx.scipy.special. Functions without a derivative refuse traced arrays
+and say what to use instead.
 """
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ from spmd.operators.halo import halo_exchange
 from spmd.operators.halo_arguments import lengths_met
 from spmd.operators.reduce import psum, pvary
 from spmd.tracebacks import api_boundary
-from spmd.window import Window, plan_windows
+from spmd.window import Window
+from spmd.window_nd import plan_windows
 
 __all__ = ["DistributedConv", "DistributedPool"]
 

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from spmd import random
 from spmd.bridge.torch.drawing import stream, word
 from spmd.bridge.torch.function import no_lockstep
 from spmd.errors import SpecError, describe, message
 from spmd.layout import P
 from spmd.mesh import WORKER
+from spmd.random import distributions, layouts
 
 __all__ = ["dropout"]
 
@@ -54,10 +54,12 @@ def dropout(
     worker = WORKER.get()
     if worker is not None:
         no_lockstep(worker)
-    layout = random.layout_of(_WHERE, x, spec)
+    layout = layouts.layout_of_block(_WHERE, x, spec)
     if key is None:
         key = _key()
-    keep: Any = random.bernoulli(key, 1 - float(p), tuple(x.shape) if layout is None else layout.shape, spec=layout)
+    keep: Any = distributions.bernoulli(
+        key, 1 - float(p), tuple(x.shape) if layout is None else layout.shape, spec=layout
+    )
     if not isinstance(keep, torch.Tensor):
         keep = torch.from_numpy(np.array(keep))
     return torch.where(keep.to(x.device), x, torch.zeros((), dtype=x.dtype, device=x.device)) * (1 / (1 - float(p)))

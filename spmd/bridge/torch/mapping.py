@@ -29,18 +29,19 @@ from spmd.device import contiguous
 from spmd.errors import LayoutError, StateError, TransportError, describe, message
 from spmd.layout import Layout, P
 from spmd.map_arguments import note_argument
+from spmd.map_interpreters import called_in_body
 from spmd.map_results import BodyResults, joined_leaves, one_structure
 from spmd.mapping import Mapped
 from spmd.mesh import WORKER, Mesh, Worker
 from spmd.placement import mesh_for
-from spmd.replicas import Record, next_turn, note_closure
-from spmd.spec_trees import Leaf
+from spmd.replicas.closures import note_closure
+from spmd.replicas.compare import next_turn
+from spmd.replicas.records import Record
+from spmd.spec_trees import REQUIRED, Leaf
 from spmd.state import state_of
 from spmd.tracebacks import api_boundary
 
 __all__ = ["TorchMapped", "map"]
-
-_MISSING: Any = mapping._MISSING
 
 
 @overload
@@ -58,8 +59,8 @@ def map(
 @api_boundary
 def map(
     f: Callable | None = None,
-    in_specs: Any = _MISSING,
-    out_specs: Any = _MISSING,
+    in_specs: Any = REQUIRED,
+    out_specs: Any = REQUIRED,
     *,
     mesh: Mesh | None = None,
     check: bool = True,
@@ -82,7 +83,7 @@ def map(
     Raises SpecError, LayoutError or StateError that name the argument or result by its path; MeshError without mesh;
     TransportError on a mesh with scheduler="lockstep".
     """
-    if f is not None and callable(f) and _MISSING not in (in_specs, out_specs):
+    if f is not None and callable(f) and REQUIRED not in (in_specs, out_specs):
         return TorchMapped(f, in_specs, out_specs, mesh, check)
     made = mapping.map(f, in_specs, out_specs, mesh=mesh, check=check)  # which says what is wrong
     if f is None:
@@ -95,9 +96,11 @@ class TorchMapped(Mapped):
 
     __value_and_grad__: Any = None  # torch differentiates it
 
-    def __init__(self, f: Callable, in_specs: Any, out_specs: Any, mesh: Mesh | None, check: bool):
-        super().__init__(f, in_specs, out_specs, mesh, check)
-        self.where = self.where.replace("spmd.map", "spt.map", 1)
+    def __init__(
+        self, f: Callable, in_specs: Any, out_specs: Any, mesh: Mesh | None, check: bool, where: str | None = None
+    ):
+        where = where or f"spt.map of {getattr(f, '__name__', None) or type(f).__name__}"
+        super().__init__(f, in_specs, out_specs, mesh, check, where)
 
     @api_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -105,15 +108,16 @@ class TorchMapped(Mapped):
 
     def _call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         if WORKER.get() is not None:
-            return super().__call__(*args, **kwargs)  # which says what is wrong
+            raise called_in_body(self.where)
         mesh = mesh_for(self.mesh, self.where)
-        leaves, rebuild = self._arguments(mesh, args, kwargs)
+        leaves, rebuild = self.arguments.bind(mesh, args, kwargs, self._admit)
         return _Call(self, mesh, leaves, rebuild).result()
 
-    def _admitted(self, mesh: Mesh, leaf: Leaf) -> Leaf:
+    def _admit(self, mesh: Mesh, leaf: Leaf) -> Leaf:
+        """An argument that is a tensor, or one of `spmd.map`, checked."""
         x = leaf.value
         if not isinstance(x, torch.Tensor):
-            return super()._admitted(mesh, leaf)
+            return self.arguments.admit(mesh, leaf)
         if isinstance(x, Tensor):
             raise StateError(
                 message(
@@ -135,7 +139,7 @@ class TorchMapped(Mapped):
                     mend="x.to_dense(), or the spec None to pass it as it is",
                 )
             )
-        super()._admitted(mesh, leaf._replace(value=shaped_like(x)))
+        self.arguments.admit(mesh, leaf._replace(value=shaped_like(x)))
         return leaf
 
 
@@ -209,7 +213,7 @@ class _Call:
             self._unchanged(leaf, version)
         self._note_arguments(outcome, blocks)
         self.treedef = one_structure(self.where, mesh, outcome)
-        joined = joined_leaves(self.where, mesh, outcome, mapped.check, mapped._turns)
+        joined = joined_leaves(self.where, mesh, outcome, mapped.check, mapped.turns)
         self.joined = [self._leaving(x) for x in joined]
         self.specs = [x.layout if isinstance(x, PartitionedArray) else None for x in joined]
         self._settle(run)
@@ -218,7 +222,7 @@ class _Call:
     def _note_arguments(self, outcome: Any, blocks: list[Any]) -> None:
         """Note the tensors and arrays that this process, one of several, passed of its own: see `Mapped`."""
         mapped, mesh = self.mapped, self.mesh
-        if not (outcome.replicas.alone and mapped.check and mesh.checks):
+        if not (outcome.replicas.distributed and mapped.check and mesh.checks):
             return
         for leaf, block in zip(self.leaves, blocks, strict=True):
             if not isinstance(block, dict) or isinstance(leaf.value, PartitionedArray):
@@ -226,8 +230,8 @@ class _Call:
             (own,) = block.values()
             shape = f"{own.dtype}{[*leaf.value.shape]}, {leaf.spec}"
             record = Record(self.where, leaf.path, "", shape, 0, 0, None)
-            note_argument(mesh, outcome.replicas, record, leaf.spec, borrowed(own), mapped._turns)
-        note_closure(mesh, outcome.replicas, self.where, mapped.f, mapped._turns)
+            note_argument(mesh, outcome.replicas, record, leaf.spec, borrowed(own), mapped.turns)
+        note_closure(tuple(mesh.axes), outcome.replicas, self.where, mapped.f, mapped.turns)
 
     def _execute(self, body: Callable[[Worker], Any], tracked: bool) -> Any:
         if self.mesh.scheduler == "lockstep" and self.mesh.size > 1 and self.mesh.transport.name == "local":
@@ -251,7 +255,7 @@ class _Call:
             # whose flag for tracing is one for all threads, would take that for a function that traces itself.
             sys.modules["torch._dynamo"].config.error_on_nested_fx_trace = False
         with one_level() if shared else nullcontext():
-            number = next_turn(self.mapped._turns, body.__name__)
+            number = next_turn(self.mapped.turns, body.__name__)
             return self.mesh.run(limited, tracked=tracked, scheduler="threads", number=number)
 
     def _blocks(self, given: Sequence[torch.Tensor]) -> list[Any]:
@@ -288,7 +292,7 @@ class _Call:
     def _results(self, worker: Worker, run: _Run, out: Any) -> BodyResults:
         """What a body returned, checked against out_specs: blocks to be joined, and what is differentiated of them."""
         mapped = self.mapped
-        found, treedef = mapped._returned(out)
+        found, treedef = mapped.results.leaves(out)
         ends: list[torch.Tensor | None] = []
         blocks = []
         for leaf in found:
@@ -299,17 +303,17 @@ class _Call:
                 if worker.tracked:
                     x = self._promised(worker, leaf, x)
                 ends.append(plain(x) if run.follows and x.requires_grad else None)
-                blocks.append(mapped._result(worker, leaf._replace(value=borrowed(plain(x)))))
+                blocks.append(mapped.results.block(worker, leaf._replace(value=borrowed(plain(x)))))
             else:
                 ends.append(None)
-                blocks.append(mapped._result(worker, leaf) if leaf.spec is not None else self._object(leaf))
+                blocks.append(mapped.results.block(worker, leaf) if leaf.spec is not None else self._object(leaf))
         run.ends[worker.index] = ends
         return BodyResults(treedef, [x.path for x in found], [x.spec for x in found], blocks)
 
     def _promised(self, worker: Worker, leaf: Leaf, x: torch.Tensor) -> torch.Tensor:
         """A result in the state that its spec says."""
         own = state_of_tensor(x)
-        state = self.mapped._promised(worker, leaf, x.ndim, own)
+        state = self.mapped.results.promised_state(worker, leaf, x.ndim, own)
         return x if state is own or not x.requires_grad else twin(x, state)
 
     def _object(self, leaf: Leaf) -> Any:
@@ -386,7 +390,7 @@ class _Call:
                 return BodyResults(None, paths, specs, blocks)
 
         outcome = self._execute(backward, True)
-        joined = joined_leaves(self.where, self.mesh, outcome, self.mapped.check, self.mapped._turns)
+        joined = joined_leaves(self.where, self.mesh, outcome, self.mapped.check, self.mapped.turns)
         return [self._leaving(g) for g in joined]
 
     def derivative(self, given: Sequence[torch.Tensor], gs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -426,7 +430,7 @@ class _Call:
             if not mine[k].requires_grad:
                 mine[k] = mine[k].detach().requires_grad_()
         args, kwargs = self.rebuild(mine)
-        found, _ = self.mapped._returned(self.mapped.f(*args, **kwargs))
+        found, _ = self.mapped.results.leaves(self.mapped.f(*args, **kwargs))
         worker = WORKER.get()
         assert worker is not None
         return [self._promised(worker, found[k], found[k].value) for k in self.flowing], [
@@ -441,10 +445,8 @@ class _Call:
         values = [leaf.value for leaf in self.leaves]
         for k, x in zip(self.moved, given, strict=False):
             values[k] = x
-        mapped = TorchMapped(
-            body, ([leaf.spec for leaf in self.leaves], specs), tuple(out_specs), self.mesh, self.mapped.check
-        )
-        mapped.where = self.where
+        in_specs = ([leaf.spec for leaf in self.leaves], specs)
+        mapped = TorchMapped(body, in_specs, tuple(out_specs), self.mesh, self.mapped.check, self.where)
         return list(mapped(values, others))
 
 

@@ -28,7 +28,8 @@ from spmd.layout import Layout, P
 from spmd.mesh import Worker, here
 from spmd.tracebacks import api_boundary
 from spmd.transport.call import Call
-from spmd.window import Window, Windows, plan_windows
+from spmd.window import Window
+from spmd.window_nd import Windows, plan_windows
 
 __all__ = [
     "AllGather",

@@ -1,0 +1,295 @@
+"""NumPy functions of global arrays: ufuncs, block by block, and the functions that derivatives need."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from spmd.array import (
+    PartitionedArray,
+    as_block,
+    device_of_worker,
+    implements,
+    owned_on,
+    relayout,
+    share_copies,
+    unsupported,
+)
+from spmd.autodiff.admission import admit
+from spmd.autodiff.primitive import name_of
+from spmd.device import contiguous
+from spmd.errors import (
+    LayoutError,
+    MeshError,
+    describe,
+)
+from spmd.kernels import on_device
+from spmd.layout import Layout, P
+from spmd.mesh import Mesh, Worker
+from spmd.operators.splitting import normal_axis
+from spmd.transport.call import Call
+
+_OPERANDS = {PartitionedArray, int, float, complex, bool}
+
+
+def _operand(x: Any, where: str) -> Any:
+    """An operand that is not a global array, checked."""
+    if x is None or on_device(x) or isinstance(x, np.number | np.bool):
+        return x
+    return admit(x, where)
+
+
+@implements(np.ufunc)
+def _blockwise(ufunc, inputs, kwargs):
+    """A ufunc of operands that agree in layout, on the blocks of every worker."""
+    where = f"np.{ufunc.__name__}"
+    inputs = [x if type(x) in _OPERANDS else _operand(x, where) for x in inputs]
+    arrays = [x for x in inputs if type(x) is PartitionedArray]
+    mesh = arrays[0].mesh
+    if ufunc.signature is not None:
+        raise unsupported(where, arrays[0])
+    for a in arrays[1:]:
+        if a.mesh != mesh:
+            raise MeshError.at(
+                where,
+                got=f"arrays on {mesh} and on {a.mesh}",
+                need="arrays on one mesh",
+                mend="spmd.put(x.numpy(), spec, mesh)",
+            )
+    try:
+        shape = np.broadcast_shapes(*(np.shape(x) for x in inputs))
+    except ValueError as error:
+        raise LayoutError.at(
+            where,
+            got=" and ".join(describe(x) for x in inputs),
+            need="shapes that broadcast",
+            mend="give them the same shape, or length 1 where one is to be repeated",
+        ) from error
+    layout = common_layout(where, arrays, shape)
+
+    def block(w: int) -> Any:
+        with device_of_worker(mesh, w):
+            result = ufunc(*(operand_part(x, layout, w, mesh) for x in inputs), **kwargs)
+            return tuple(map(as_block, result)) if isinstance(result, tuple) else as_block(result)
+
+    results = mesh.shared(layout, block)
+    if isinstance(next(iter(results.values())), tuple):
+        return tuple(PartitionedArray({w: r[k] for w, r in results.items()}, layout, mesh) for k in range(ufunc.nout))
+    return PartitionedArray(results, layout, mesh)
+
+
+def common_layout(where: str, arrays: Sequence[PartitionedArray], shape: tuple[int, ...]) -> Layout:
+    """The layout of a result. Operands that split a dimension must split it alike."""
+    first = arrays[0].layout
+    if first.shape == shape and all(a.layout == first for a in arrays):
+        return first
+    layout = _joint_layout(tuple(a.layout for a in arrays), shape)
+    if layout is None:
+        raise LayoutError.at(
+            where,
+            got=" and ".join(
+                describe(a) + (f" in blocks of {a.layout.cuts}" * (not a.layout.balanced)) for a in arrays
+            ),
+            need="operands that are split alike, or not at all",
+            mend="spmd.put(x, other.spec) lays x out like the other; or work in a body: spmd.map(f, in_specs=...)",
+        )
+    return layout
+
+
+@lru_cache(maxsize=1024)
+def _joint_layout(layouts: tuple[Layout, ...], shape: tuple[int, ...]) -> Layout | None:
+    """The layout of operands that broadcast to a shape; None if they are split differently."""
+    grids = {layout for layout in layouts if layout.spec is None}
+    if grids:
+        alone = len(grids) == 1 and not any(layout.spec is not None and layout.spec.axes for layout in layouts)
+        return next((grid for grid in grids if alone and grid.shape == shape), None)
+    dims: list[tuple[str, ...]] = [()] * len(shape)
+    cuts: list[tuple[int, ...] | None] = [None] * len(shape)
+    for layout in layouts:
+        for k, (names, cut) in enumerate(zip(layout.spec.dims, layout.cuts, strict=True)):
+            d = k + len(shape) - len(layout.shape)
+            if not names:
+                continue
+            if layout.shape[k] != shape[d] or (dims[d] and (dims[d], cuts[d]) != (names, cut)):
+                return None
+            dims[d], cuts[d] = names, cut
+    used = [n for names in dims for n in names]
+    if len(set(used)) < len(used):
+        return None
+    return Layout(shape, P(*dims), layouts[0].axes, cuts)
+
+
+def operand_part(x, layout: Layout, worker: int, mesh: Mesh):
+    """The part of an operand that enters a worker's block of the result."""
+    if type(x) is PartitionedArray and x.layout == layout:
+        return x.blocks[worker]
+    box = layout.slices(worker)
+    if type(x) is PartitionedArray:
+        data, whole = x.blocks[worker], [not names for names in x.spec.dims]
+    elif np.ndim(x) == 0:
+        return x[()] if mesh.places is not None and isinstance(x, np.ndarray) else x
+    else:
+        data = mesh.places.own(x, worker) if mesh.places is not None else np.asarray(x)
+        whole = [True] * data.ndim
+    skip = len(box) - data.ndim
+    cut = tuple(box[d + skip] if whole[d] and data.shape[d] != 1 else slice(None) for d in range(data.ndim))
+    return data[cut]
+
+
+@implements(np.sum)
+def _sum(x: PartitionedArray, axis=None, dtype=None, out=None, keepdims=False) -> PartitionedArray:
+    """np.sum over dimensions of the global array."""
+    dims = range(x.ndim) if axis is None else (axis,) if np.ndim(axis) == 0 else axis
+    summed = sorted({normal_axis("np.sum", "axis", d, x.ndim) for d in dims})
+    if x.layout.spec is None and not x.ndim:  # the sum of the whole array is one value on all workers
+        x = relayout(x, x.mesh.layout((), P()))
+    split = [tuple(x.mesh.axes)] * x.ndim if x.layout.spec is None else x.layout.spec.dims
+    if x.layout.spec is None and len(summed) < x.ndim:
+        raise unsupported("np.sum over some dimensions of a grid", x)
+    axes = tuple(n for n in x.mesh.axes if any(n in split[d] for d in summed))
+
+    def body(worker: Worker):
+        block = worker.comm.given(x.blocks[worker.index])
+        part = contiguous(np.sum(block, axis=tuple(summed), dtype=dtype, keepdims=keepdims))
+        if not axes:
+            return part
+        call = Call("np.sum", axes, part.dtype, part.shape, alike=True)
+        return worker.comm.all_reduce(worker.group(axes), call, part).wait()
+
+    kept = [d for d in range(x.ndim) if d not in summed]
+    every = range(x.ndim) if keepdims else kept
+    spec = P(*(split[d] if d in kept else None for d in every))
+    shape = [x.shape[d] if d in kept else 1 for d in every]
+    cuts = [x.layout.cuts[d] if d in kept else None for d in every]
+    results = x.mesh.run(body).results
+    return share_copies({w: as_block(b) for w, b in results.items()}, Layout(shape, spec, x.mesh.axes, cuts), x.mesh)
+
+
+@implements(np.broadcast_to)
+def _broadcast_to(x: PartitionedArray, shape) -> PartitionedArray:
+    if x.layout.spec is None and not x.ndim and len(shape):
+        x = relayout(x, x.mesh.layout((), P()))  # one number on all workers, such as the cotangent of a sum
+    layout = common_layout("np.broadcast_to", [x], tuple(shape))
+    return share_copies({w: np.broadcast_to(b, layout.block_shape(w)) for w, b in x.blocks.items()}, layout, x.mesh)
+
+
+def _with_whole(layout: Layout, new: Mapping[int, int]) -> Layout:
+    """A layout with additional whole dimensions. new: their lengths, by position."""
+    dims: list[tuple[str, ...]] = [] if layout.spec is None else list(layout.spec.dims)
+    cuts = list(layout.cuts)
+    for d, n in sorted(new.items()):
+        dims.insert(d, ())
+        cuts.insert(d, (n,))
+    shape = [sum(c) for c in cuts]
+    if layout.spec is None:
+        return Layout.grid(shape, [len(c) for c in cuts], layout.axes, layout.workers, cuts)
+    return Layout(shape, P(*dims), layout.axes, cuts)
+
+
+@implements(np.expand_dims)
+def _expand_dims(x: PartitionedArray, axis) -> PartitionedArray:
+    ndim = x.ndim + np.size(axis)
+    new = tuple(normal_axis("np.expand_dims", "axis", d, ndim) for d in np.atleast_1d(axis))
+    layout = _with_whole(x.layout, dict.fromkeys(new, 1))
+    return share_copies({w: np.reshape(b, layout.block_shape(w)) for w, b in x.blocks.items()}, layout, x.mesh)
+
+
+@implements(np.stack)
+def _stack(arrays, axis=0) -> PartitionedArray:
+    """np.stack along a new, whole dimension."""
+    arrays = [a if type(a) is PartitionedArray or on_device(a) else admit(a, "np.stack", "arrays") for a in arrays]
+    given = [a for a in arrays if type(a) is PartitionedArray]
+    shape, mesh = given[0].shape, given[0].mesh
+    if any(np.shape(a) != shape for a in arrays):
+        raise LayoutError.at(
+            "np.stack",
+            got=" and ".join(describe(a) for a in arrays),
+            need="arrays of one shape",
+            mend="np.broadcast_to(x, shape) first",
+        )
+    layout = common_layout("np.stack", given, shape)
+    d = normal_axis("np.stack", "axis", axis, len(shape) + 1)
+    stacked = _with_whole(layout, {d: len(arrays)})
+    dtype = np.result_type(*(a.dtype if type(a) is PartitionedArray else np.asarray(a).dtype for a in arrays))
+
+    def block(w: int) -> np.ndarray:
+        if layout.positions(w) is None:
+            return owned_on(mesh, np.zeros(stacked.block_shape(w), dtype), w)
+        with device_of_worker(mesh, w):
+            return np.stack([operand_part(a, layout, w, mesh) for a in arrays], d)
+
+    return share_copies({w: as_block(block(w)) for w in given[0].blocks}, stacked, mesh)
+
+
+@implements(np.reshape)
+def _reshape(x: PartitionedArray, shape, order="C") -> PartitionedArray:
+    """np.reshape, if it keeps the split dimensions."""
+    new = [int(n) for n in np.atleast_1d(shape)] if np.size(shape) else []
+    if new.count(-1) == 1:
+        new[new.index(-1)] = x.size // max(1, math.prod(n for n in new if n != -1))
+    spec, workers = x.layout.spec, x.layout.workers
+    dims: list[tuple[str, ...]] = [()] * len(new)
+    cuts: list[tuple[int, ...]] = [(n,) for n in new]
+    first = 0
+    for d, cut in enumerate(x.layout.cuts):
+        if spec.dims[d] if spec is not None else len(cut) > 1:
+            at = (e for e, n in enumerate(new) if n == x.shape[d] and math.prod(new[:e]) == math.prod(x.shape[:d]))
+            e = next((e for e in at if e >= first), None)
+            if e is None:
+                raise unsupported("np.reshape", x)
+            first, cuts[e] = e + 1, cut
+            if spec is not None:
+                dims[e] = spec.dims[d]
+    if math.prod(new) != x.size or order != "C":
+        raise unsupported("np.reshape", x)
+    if spec is not None:
+        layout = Layout(new, P(*dims), x.mesh.axes, cuts)
+    else:
+        layout = Layout.grid(new, [len(cut) for cut in cuts], x.mesh.axes, workers, cuts, copies=x.layout.copies)
+    return share_copies({w: b.reshape(layout.block_shape(w)) for w, b in x.blocks.items()}, layout, x.mesh)
+
+
+def _like_function(make):
+    """np.zeros_like and the like: laid out as x is, or copies on all workers where the shape is another."""
+
+    def like(x, *number, dtype=None, shape=None, **options):
+        if any(np.ndim(n) for n in number):
+            raise unsupported(f"{name_of(make)} of an array", x)
+        made = lambda b, **shape: make(b, *number, dtype=dtype, **options, **shape)
+        shape = x.shape if shape is None else tuple(shape) if np.ndim(shape) else (shape,)
+        if shape == x.shape:
+            return x.on_blocks(made)
+        layout = x.mesh.layout(shape, P())
+        blocks = {}
+        for w, b in x.blocks.items():
+            with device_of_worker(x.mesh, w):
+                blocks[w] = as_block(made(b, shape=shape))
+        return share_copies(blocks, layout, x.mesh)
+
+    return like
+
+
+def _on_whole_arrays(fun):
+    """A function of whole arrays, for arrays all of whose blocks are in this process."""
+
+    def apply(*args, **kwargs):
+        return fun(*(np.asarray(a) if type(a) is PartitionedArray else a for a in args), **kwargs)
+
+    return apply
+
+
+for _make in (np.zeros_like, np.ones_like, np.full_like):
+    implements(_make)(_like_function(_make))
+for _function in (np.allclose, np.array_equal, np.array2string):
+    implements(_function)(_on_whole_arrays(_function))
+implements(np.real)(lambda x: x.on_blocks(np.real))
+implements(np.imag)(lambda x: x.on_blocks(np.imag))
+implements(np.shape)(lambda x: x.shape)
+implements(np.ndim)(lambda x: x.ndim)
+implements(np.size)(lambda x: x.size)
+implements(np.iscomplexobj)(lambda x: x.dtype.kind == "c")
+implements(np.isrealobj)(lambda x: x.dtype.kind != "c")

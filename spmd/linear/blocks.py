@@ -1,0 +1,140 @@
+"""Block operators: operators stacked vertically, horizontally, and on a diagonal."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from spmd.autodiff import tree
+from spmd.errors import LayoutError, describe
+from spmd.linear.operator import LinearOperator
+from spmd.linear.space import check_fit, dtype_of
+from spmd.operators.algebra import added
+
+__all__ = ["BlockDiagonal", "HStack", "VStack"]
+
+
+class _Blocks(LinearOperator):
+    """Several operators as one, on tuples of arrays."""
+
+    __slots__ = ("operators",)
+    operators: tuple[LinearOperator, ...]
+
+    def __init__(self, *operators: LinearOperator):
+        if not operators or not all(isinstance(op, LinearOperator) for op in operators):
+            raise LayoutError.at(
+                f"spmd.linear.{type(self).__name__}",
+                argument="operators",
+                got=", ".join(describe(op) for op in operators) or "none",
+                need="operators on global arrays, at least one",
+                mend="spmd.linear_operator(f, in_specs, out_specs, shape=...) makes one",
+            )
+        self.operators = operators
+        self._check()
+
+    def _check(self) -> None:
+        pass
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Blocks) and (type(self), self.operators) == (type(other), other.operators)
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.operators))
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__}({', '.join(map(str, self.operators))})"
+
+    def _with(self, f):
+        return type(self)(*(op._with(f) for op in self.operators))
+
+    @property
+    def _parameters(self):
+        return [p for op in self.operators for p in op._parameters]
+
+
+class VStack(_Blocks):
+    """Operators stacked vertically: x -> (A x, B x, ...). The adjoint is `HStack` of the adjoints."""
+
+    __slots__ = ()
+
+    def _check(self) -> None:
+        for op in self.operators[1:]:
+            check_fit("below", op.domain, self.operators[0].domain, "B that takes")
+
+    @property
+    def domain(self):
+        return self.operators[0].domain
+
+    @property
+    def range(self):
+        return tuple(op.range for op in self.operators)
+
+    def _apply(self, x):
+        return tuple(op(x) for op in self.operators)
+
+    @property
+    def H(self):
+        return HStack(*(op.H for op in self.operators))
+
+    @property
+    def T(self):
+        return HStack(*(op.T for op in self.operators))
+
+
+class HStack(_Blocks):
+    """Operators stacked horizontally: (x, y, ...) -> A x + B y + .... The adjoint is `VStack` of the adjoints."""
+
+    __slots__ = ()
+
+    def _check(self) -> None:
+        for op in self.operators[1:]:
+            check_fit("beside", op.range, self.operators[0].range, "B that gives")
+
+    @property
+    def domain(self):
+        return tuple(op.domain for op in self.operators)
+
+    @property
+    def range(self):
+        first = self.operators[0].range
+        dtype = np.result_type(*(dtype_of(op.range) for op in self.operators))
+        return tree.map(lambda s: s.of(dtype), first)
+
+    def _apply(self, x):
+        range, total = self.range, None
+        for op, part in zip(self.operators, x, strict=True):
+            y = tree.map(lambda a, s: s.convert(a), op(part), range)
+            total = y if total is None else tree.map(added, total, y)
+        return total
+
+    @property
+    def H(self):
+        return VStack(*(op.H for op in self.operators))
+
+    @property
+    def T(self):
+        return VStack(*(op.T for op in self.operators))
+
+
+class BlockDiagonal(_Blocks):
+    """Operators on a diagonal: (x, y, ...) -> (A x, B y, ...)."""
+
+    __slots__ = ()
+
+    @property
+    def domain(self):
+        return tuple(op.domain for op in self.operators)
+
+    @property
+    def range(self):
+        return tuple(op.range for op in self.operators)
+
+    def _apply(self, x):
+        return tuple(op(part) for op, part in zip(self.operators, x, strict=True))
+
+    @property
+    def H(self):
+        return BlockDiagonal(*(op.H for op in self.operators))
+
+    @property
+    def T(self):
+        return BlockDiagonal(*(op.T for op in self.operators))

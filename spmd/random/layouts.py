@@ -1,0 +1,77 @@
+"""The layout of the global array that a block of a body belongs to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from spmd.array import PartitionedArray
+from spmd.errors import SpecError, StateError, describe
+from spmd.frontends import frontend
+from spmd.layout import Layout, P
+from spmd.mesh import WORKER, here
+from spmd.random.arguments import varying_axes
+from spmd.tracebacks import api_boundary
+from spmd.transport.call import Call
+
+__all__ = ["like"]
+
+
+@api_boundary
+def like(x, spec: P) -> Layout:
+    """The layout of the global array of which x is this worker's block, split by spec: to draw numbers of its shape.
+
+        noise = spmd.random.normal(key, layout.shape, x.dtype, spec=layout)    # layout = spmd.random.like(x, P("data"))
+
+    x: a block of a body, which varies over no other axes than those of spec; blocks may be uneven or empty. All workers
+    along these axes call it and exchange their shapes; no data moves. For a `PartitionedArray` it is the layout.
+    Raises StateError if x varies over more axes, LayoutError if the blocks do not fit together.
+    """
+    where = "spmd.random.like"
+    if type(x) is PartitionedArray:
+        return x.layout
+    worker = here(where)
+    if not isinstance(spec, P):
+        raise SpecError.at(where, argument="spec", got=describe(spec), need="a spec", mend='like(x, P("x"))')
+    if not hasattr(x, "shape"):
+        raise SpecError.at(
+            where, argument="x", got=describe(x), need="a block, which has a shape", mend="np.asarray(x)"
+        )
+    spec.check(worker.mesh.axes, where, "spec", len(x.shape))
+    more = sorted(varying_axes(x) - spec.varying)
+    if more:
+        raise StateError.at(
+            where,
+            argument="spec",
+            got=f"{spec} for {describe(x)}, which varies over {more[0]!r} too",
+            need="the axes that split the array, all that it varies over",
+            mend=f"name {more[0]!r} in the spec, or sum or gather x along it first",
+        )
+    axes, group = spec.axes, worker.group(spec.axes)
+    other = frontend(x)
+    dtype = np.dtype(x.dtype) if other is None else other.dtype(x)
+    call = Call("random.like", axes, dtype, tuple(x.shape), detail=str(spec))
+    shapes = worker.comm.shapes(group, call).wait() if axes else [tuple(x.shape)]
+    of = {
+        tuple(worker.mesh.coordinates(w)[n] for n in axes): tuple(s) for w, s in zip(group.members, shapes, strict=True)
+    }
+    places = map(worker.mesh.coordinates, range(worker.mesh.size))
+    return worker.mesh.joined(tuple(of[tuple(place[n] for n in axes)] for place in places), spec, where)
+
+
+def layout_of_block(where: str, x: Any, spec: P | None) -> Layout | None:
+    """The layout of the global array of which x is a block; None if x is the whole array."""
+    worker = WORKER.get()
+    if worker is None:
+        return None
+    if spec is None and (not worker.tracked or varying_axes(x)):
+        raise SpecError.at(
+            where,
+            argument="spec",
+            got=f"none, for {describe(x)}"
+            + (f", which varies over {sorted(varying_axes(x))}" if worker.tracked else ""),
+            need="how the whole is split, so that each worker has its own part of the random numbers",
+            mend=f'{where}(..., spec=P("x", None)); P() for an array that all workers have',
+        )
+    return like(x, P() if spec is None else spec)

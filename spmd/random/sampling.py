@@ -1,0 +1,123 @@
+"""Random choices: categories, permutations, samples."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from spmd import kernels
+from spmd.errors import LayoutError, SpecError, describe
+from spmd.layout import P
+from spmd.random.arguments import Shape, array, checked_float, checked_shape
+from spmd.random.distributions import gumbel, randint, uniform
+from spmd.random.drawing import draw
+from spmd.random.layouts import layout_of_block
+from spmd.tracebacks import api_boundary
+
+__all__ = ["categorical", "choice", "permutation"]
+
+
+@api_boundary
+def categorical(key, logits, axis: int = -1, *, spec: P | None = None):
+    """A class for each row, with probabilities softmax(logits) along an axis, by the Gumbel-max method.
+
+    spec: in a body, the split of the whole logits; the axis must be whole.
+    """
+    where = "spmd.random.categorical"
+    logits = array(where, "logits", logits)
+    ndim = len(getattr(logits, "shape", ()))
+    if not ndim or not isinstance(axis, int | np.integer) or not -ndim <= axis < ndim or not logits.shape[axis]:
+        raise SpecError.at(
+            where,
+            argument="logits and axis" if ndim else "logits",
+            got=f"{describe(logits)}, axis={axis!r}",
+            need="an array, and that of its axes which counts the classes, of which there is one at least",
+            mend="axis=-1",
+        )
+    layout = layout_of_block(where, logits, spec)
+    dims = layout.spec.dims if layout is not None else ()
+    if dims and dims[axis]:
+        raise LayoutError.at(
+            where,
+            argument="spec",
+            got=f"{spec}, which splits the classes",
+            need="whole rows of classes",
+            mend="spmd.all_gather(logits, axis_name, axis=..., tiled=True) first",
+        )
+    shape = logits.shape if layout is None else layout.shape
+    noise = gumbel(key, shape, checked_float(where, logits.dtype), spec=layout)
+    return np.argmax(logits + noise, axis=axis)
+
+
+@api_boundary
+def permutation(key, x):
+    """The integers 0 to x - 1, or the rows of an array, in random order. Whole on every worker."""
+    n, x = _items("spmd.random.permutation", "x", x)
+    order = _order(key, n)
+    return order if x is None else x[order]
+
+
+def _items(where: str, argument: str, x: Any) -> tuple[int, Any]:
+    """The number of items to choose from, given as a number or as the rows of an array; and the array."""
+    x = array(where, argument, x)
+    if isinstance(x, int | np.integer) and not isinstance(x, bool) and 0 <= x < 1 << 62:
+        return int(x), None
+    rows: Any = x
+    if getattr(rows, "shape", ()):
+        return rows.shape[0], rows
+    raise SpecError.at(
+        where,
+        argument=argument,
+        got=describe(x),
+        need="how many numbers, an integer from 0, or an array with rows",
+        mend=f"{where.rpartition('.')[2]}(key, len(x)) for places in x",
+    )
+
+
+def _order(key, n: int):
+    """A random order of n items: that of sorted random words."""
+    where = "spmd.random.permutation"
+    sort = lambda words: words.argsort(kind="stable") if not kernels.on_device(words) else words.argsort()
+    return draw(where, key, "random_bits", (n,), np.dtype(np.uint64), None, None, then=sort)
+
+
+@api_boundary
+def choice(key, a, shape: Shape = (), replace: bool = True, p: Any = None):
+    """Random rows of an array, or integers below an int. p: probabilities, equal by default. Whole on every worker."""
+    where, shape = "spmd.random.choice", checked_shape("spmd.random.choice", shape)
+    (n, rows), count = _items(where, "a", a), math.prod(shape)
+    p = array(where, "p", p)
+    if n < 1 or not replace and count > n or p is not None and np.shape(p) != (n,):
+        raise SpecError.at(
+            where,
+            argument="a" if p is None or np.shape(p) == (n,) else "p",
+            got=f"{count} of {n} items, replace={replace}" + ("" if p is None else f", p: {describe(p)}"),
+            need="items to choose from, as many without replacement, and a probability for each",
+            mend="replace=True, or a smaller shape",
+        )
+    if type(p) is np.ndarray and not (
+        p.dtype.kind in "biuf"
+        and np.all(p >= 0)
+        and np.isfinite(p).all()
+        and (p > 0).sum() >= (count if not replace else 1)
+    ):
+        raise SpecError.at(
+            where,
+            argument="p",
+            got=f"{p}",
+            need="a probability for each item, and enough items that have one above 0",
+            mend="p=None for equal ones; replace=True",
+        )
+    if p is not None and replace:
+        below = np.cumsum(p)
+        at = np.searchsorted(below, uniform(key, shape) * below[-1], side="right")
+    elif p is not None:
+        logs = np.where(p > 0, np.log(np.where(p > 0, p, 1)), -np.inf)
+        at = np.argsort(-(logs + gumbel(key, (n,))))[:count].reshape(shape)
+    elif replace:
+        at = randint(key, shape, 0, n)
+    else:
+        at = _order(key, n)[:count].reshape(shape)
+    return at if rows is None else rows[at]
