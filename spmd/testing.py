@@ -257,7 +257,7 @@ def operator_classes() -> list[type[Operator]]:
             yield from below(sub)
 
     places = {f"{operators.__name__}.{name}": k for k, name in enumerate(_FILES)}
-    found = [kind for kind in below(Operator) if not kind.__name__.startswith("_")]
+    found = [kind for kind in below(Operator) if not kind.__name__.startswith("_") and hasattr(kind, "function")]
     return sorted(found, key=lambda kind: places.get(kind.__module__, len(places)))
 
 

@@ -386,7 +386,7 @@ def ties_of(x: torch.Tensor, top: torch.Tensor, dims: tuple[int, ...]) -> tuple[
 
 def no_lockstep(worker: Worker) -> None:
     """Raise where waiting would switch greenlets beneath torch's frames."""
-    run = getattr(worker.comm, "run", None)
+    run = getattr(worker.comm, "execution", None)
     if type(run).__name__ == "LockstepRun" and worker.mesh.size > 1:
         raise TransportError(
             message(
