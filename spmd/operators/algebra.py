@@ -19,7 +19,7 @@ import numpy as np
 
 from spmd.autodiff import tree
 from spmd.autodiff.tracer import value_of
-from spmd.errors import LayoutError, SpecError, StateError, describe, message
+from spmd.errors import LayoutError, SpecError, StateError, describe
 from spmd.layout import Layout, P, Spec
 from spmd.mesh import WORKER, here
 from spmd.operators.base import Ends, Linear, Operator, Term, collected
@@ -77,13 +77,11 @@ class Terms(Linear):
 def added(a: Any, b: Any) -> Any:
     """a + b of one shape: broadcasting would be another linear map."""
     if np.shape(value_of(a)) != np.shape(value_of(b)):
-        raise LayoutError(
-            message(
-                "A + B",
-                got=f"{describe(a)} from one operator and {describe(b)} from the other",
-                need="results of one shape",
-                mend="add operators that map to arrays of one shape",
-            )
+        raise LayoutError.at(
+            "A + B",
+            got=f"{describe(a)} from one operator and {describe(b)} from the other",
+            need="results of one shape",
+            mend="add operators that map to arrays of one shape",
         )
     return a + b
 
@@ -177,14 +175,12 @@ def identity() -> Linear:
 def meet(one: Linear, other: Linear, sign: str) -> None:
     """Raise where an operator of bodies meets one on global arrays."""
     if not isinstance(other, Operator | Composed):
-        raise LayoutError(
-            message(
-                f"A {sign} B",
-                argument="B",
-                got=f"{other!r}, which maps global arrays",
-                need=f"an operator of bodies, as {one!r} is",
-                mend="spmd.linear_operator(A, in_specs, out_specs, shape=...) makes A one on global arrays",
-            )
+        raise LayoutError.at(
+            f"A {sign} B",
+            argument="B",
+            got=f"{other!r}, which maps global arrays",
+            need=f"an operator of bodies, as {one!r} is",
+            mend="spmd.linear_operator(A, in_specs, out_specs, shape=...) makes A one on global arrays",
         )
 
 
@@ -208,13 +204,11 @@ def _met(states: set[str], axis: str, verb: str) -> str:
     """The state in which terms of a sum meet: what they take is Invariant if one of them wants that, what they give
     is Varying if one of them is."""
     if len(states) > 1 and not states <= {INVARIANT, VARYING}:
-        raise StateError(
-            message(
-                "A + B",
-                got=f"operators that {verb} {' and '.join(sorted(states))} arrays along axis {axis!r}",
-                need="operators on arrays of one state",
-                mend="compose with Replicate or Broadcast, Keep or SumReduce first",
-            )
+        raise StateError.at(
+            "A + B",
+            got=f"operators that {verb} {' and '.join(sorted(states))} arrays along axis {axis!r}",
+            need="operators on arrays of one state",
+            mend="compose with Replicate or Broadcast, Keep or SumReduce first",
         )
     if len(states) == 1:
         return next(iter(states))
@@ -244,15 +238,13 @@ def _chained(factors: tuple[Linear, ...]) -> tuple[tuple[Linear, ...], dict[str,
         _refuse(need, own, (factor, *chain), "@")
         for n, along in own.items():
             if n in known and n not in need and known[n].target != along.source:
-                raise StateError(
-                    message(
-                        "A @ B",
-                        got=f"{formula(((1, chain),))}, which gives {known[n].target} arrays along axis {n!r}, before "
-                        f"{formula(((1, (factor,)),))}",
-                        need=f"{along.source} arrays along {n!r}",
-                        mend=f"Sum(({n!r},)) or Collect(({n!r},)) in between make a Varying array Invariant, Replicate "
-                        "a Rooted one",
-                    )
+                raise StateError.at(
+                    "A @ B",
+                    got=f"{formula(((1, chain),))}, which gives {known[n].target} arrays along axis {n!r}, before "
+                    f"{formula(((1, (factor,)),))}",
+                    need=f"{along.source} arrays along {n!r}",
+                    mend=f"Sum(({n!r},)) or Collect(({n!r},)) in between make a Varying array Invariant, Replicate "
+                    "a Rooted one",
                 )
         chain = (factor, *_vary(need), *chain)
         for n, along in own.items():
@@ -264,14 +256,12 @@ def _follows(factor: Linear, chain: tuple[Linear, ...]) -> None:
     """Raise where an operator between layouts takes another layout than the one before it gives."""
     taken, given = (getattr(f, "layouts", None) for f in (factor, chain[0] if chain else None))
     if taken is not None and given is not None and taken[0] != given[1]:
-        raise LayoutError(
-            message(
-                "A @ B",
-                argument="B",
-                got=f"an operator that gives {given[1]}, before one that takes {taken[0]}",
-                need="the layout that A takes",
-                mend="Repartition from the one to the other in between",
-            )
+        raise LayoutError.at(
+            "A @ B",
+            argument="B",
+            got=f"an operator that gives {given[1]}, before one that takes {taken[0]}",
+            need="the layout that A takes",
+            mend="Repartition from the one to the other in between",
         )
 
 
@@ -279,14 +269,12 @@ def _refuse(axes: list[str], own: Mapping[str, Along], factors, sign: str) -> No
     """Raise where an operator that adds would be given Invariant arrays."""
     added = [n for n in axes if own[n].adds]
     if added:
-        raise StateError(
-            message(
-                f"A {sign} B",
-                got=f"an array that is Invariant along axis {added[0]!r} for {formula(((1, tuple(factors[:1])),))}",
-                need=f"an array that varies over {added[0]!r}: copies would be counted",
-                mend=f"leave the sum over {added[0]!r} out; or compose with Vary(({added[0]!r},)) first, if the sum of "
-                "copies is meant",
-            )
+        raise StateError.at(
+            f"A {sign} B",
+            got=f"an array that is Invariant along axis {added[0]!r} for {formula(((1, tuple(factors[:1])),))}",
+            need=f"an array that varies over {added[0]!r}: copies would be counted",
+            mend=f"leave the sum over {added[0]!r} out; or compose with Vary(({added[0]!r},)) first, if the sum of "
+            "copies is meant",
         )
 
 
@@ -362,13 +350,11 @@ def _one(found: list[Spec], op: Linear, verb: str) -> Spec:
         for s in found
     ]
     if any(s != plain[0] for s in plain):
-        raise SpecError(
-            message(
-                f"{op!r} of a global array",
-                got=f"terms that {verb} arrays laid out by {' and by '.join(map(str, dict.fromkeys(plain)))}",
-                need="terms that agree",
-                mend="Repartition the terms that lie otherwise",
-            )
+        raise SpecError.at(
+            f"{op!r} of a global array",
+            got=f"terms that {verb} arrays laid out by {' and by '.join(map(str, dict.fromkeys(plain)))}",
+            need="terms that agree",
+            mend="Repartition the terms that lie otherwise",
         )
     return found[0]
 
@@ -381,16 +367,14 @@ def _kept(op: Linear, spec: Spec, what: str) -> Spec:
     lost = [n for n, along in known.items() if along.target == VARYING and n not in (by_axes or P()).axes]
     if rooted or lost:
         axis = (rooted or lost)[0]
-        raise SpecError(
-            message(
-                f"{op!r} of a global array",
-                argument="x",
-                got=what,
-                need=f"an operator whose result is known to be laid out as x is, along axis {axis!r} too",
-                mend="spmd.linear_operator(A, in_specs, out_specs, shape=x.shape) says how the result is laid out"
-                if lost
-                else "spmd.map(f, in_specs, out_specs), with the operator in f",
-            )
+        raise SpecError.at(
+            f"{op!r} of a global array",
+            argument="x",
+            got=what,
+            need=f"an operator whose result is known to be laid out as x is, along axis {axis!r} too",
+            mend="spmd.linear_operator(A, in_specs, out_specs, shape=x.shape) says how the result is laid out"
+            if lost
+            else "spmd.map(f, in_specs, out_specs), with the operator in f",
         )
     gone = {n for n, along in known.items() if along.target == INVARIANT}
     return P(*(tuple(n for n in names if n not in gone) for names in by_axes.dims)) if by_axes is not None else spec

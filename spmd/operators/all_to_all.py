@@ -14,7 +14,7 @@ import numpy as np
 from spmd.autodiff import tree
 from spmd.autodiff.tracer import value_of
 from spmd.device import to_host
-from spmd.errors import LayoutError, describe, message
+from spmd.errors import LayoutError, describe
 from spmd.frontends import frontend
 from spmd.mesh import Worker, here
 from spmd.operators.apply import operate
@@ -112,14 +112,12 @@ def pswapaxes(x, axis_name: AxisName, axis: int):
         shape = np.shape(value_of(leaf))
         d = normal_axis("pswapaxes", "axis", axis, len(shape))
         if shape[d] != n:
-            raise LayoutError(
-                message(
-                    "spmd.pswapaxes",
-                    argument="x",
-                    got=f"length {shape[d]} in dimension {d}",
-                    need=f"length {n}, one entry per worker",
-                    mend="spmd.all_to_all(x, axis_name, axis, axis, tiled=True) exchanges pieces of any length",
-                )
+            raise LayoutError.at(
+                "spmd.pswapaxes",
+                argument="x",
+                got=f"length {shape[d]} in dimension {d}",
+                need=f"length {n}, one entry per worker",
+                mend="spmd.all_to_all(x, axis_name, axis, axis, tiled=True) exchanges pieces of any length",
             )
     return operate(named("pswapaxes", AllToAll, names, axis, axis), x, sys._getframe(1))
 
@@ -160,10 +158,8 @@ class RaggedAllToAll(Operator):
                     raise self._bad(repr(p), f"rows from 0 to {n}")
 
     def _bad(self, got: str, need: str) -> LayoutError:
-        return LayoutError(
-            message(
-                f"spmd.{self.function}", argument="x", got=got, need=need, mend="give pieces of the blocks there are"
-            )
+        return LayoutError.at(
+            f"spmd.{self.function}", argument="x", got=got, need=need, mend="give pieces of the blocks there are"
         )
 
     def plan(self, group: Group, shape: Shape, dtype: np.dtype) -> Plan:
@@ -292,14 +288,12 @@ def _numbers(group: Group, **given) -> dict[str, np.ndarray]:
         bare = bare.astype(np.int64) if bare.size == 0 or bare.dtype.kind in "iu" else bare
         first = next(iter(found.values()), bare)
         if bare.ndim != 1 or bare.dtype != np.int64 or bare.size % group.size or bare.size != first.size:
-            raise LayoutError(
-                message(
-                    "spmd.ragged_all_to_all",
-                    argument=argument,
-                    got=describe(numbers),
-                    need=need,
-                    mend="np.array([...]), those for the first worker first",
-                )
+            raise LayoutError.at(
+                "spmd.ragged_all_to_all",
+                argument=argument,
+                got=describe(numbers),
+                need=need,
+                mend="np.array([...]), those for the first worker first",
             )
         found[argument] = bare.reshape(group.size, -1) if bare.size else np.zeros((group.size, 0), np.int64)
     return found
@@ -316,16 +310,14 @@ def _pairs(operand, output) -> tuple[list[tuple[Any, Any]], Any]:
 
     wrong = [(x, y) for x, y in zip(xs, ys, strict=False) if not fit(x, y)]
     if treedef != other or wrong:
-        raise LayoutError(
-            message(
-                "spmd.ragged_all_to_all",
-                argument="output",
-                got=f"{describe(wrong[0][1])} for {describe(wrong[0][0])}" if wrong else f"structure {other}",
-                need="the dtype of operand, and its shape but for the first dimension"
-                if wrong
-                else f"the structure of operand, {treedef}",
-                mend="np.zeros((rows, *operand.shape[1:]), operand.dtype)",
-            )
+        raise LayoutError.at(
+            "spmd.ragged_all_to_all",
+            argument="output",
+            got=f"{describe(wrong[0][1])} for {describe(wrong[0][0])}" if wrong else f"structure {other}",
+            need="the dtype of operand, and its shape but for the first dimension"
+            if wrong
+            else f"the structure of operand, {treedef}",
+            mend="np.zeros((rows, *operand.shape[1:]), operand.dtype)",
         )
     return list(zip(xs, ys, strict=True)), treedef
 
@@ -341,14 +333,12 @@ def _check_rows(argument: str, offsets: np.ndarray, sizes: np.ndarray, rows: int
         k, i = np.argwhere(wrong)[0]
         mine, other = _named(worker, group, group.index), _named(worker, group, int(k))
         ends = f"from {mine} to {other}" if argument == "input_offsets" else f"from {other} to {mine}"
-        raise LayoutError(
-            message(
-                "spmd.ragged_all_to_all",
-                argument=argument,
-                got=f"a piece of {sizes[k, i]} rows from row {offsets[k, i]} on, {ends}",
-                need=f"rows of a block that has {rows}",
-                mend="offsets from 0 on, with offset + size within the block",
-            )
+        raise LayoutError.at(
+            "spmd.ragged_all_to_all",
+            argument=argument,
+            got=f"a piece of {sizes[k, i]} rows from row {offsets[k, i]} on, {ends}",
+            need=f"rows of a block that has {rows}",
+            mend="offsets from 0 on, with offset + size within the block",
         )
 
 
@@ -356,15 +346,13 @@ def _check_sizes(sent: np.ndarray, expected: np.ndarray, worker: Worker, group: 
     """Raise where this worker waits for other sizes than come."""
     if (sent != expected).any():
         k, i = np.argwhere(sent != expected)[0]
-        raise LayoutError(
-            message(
-                "spmd.ragged_all_to_all",
-                argument="recv_sizes",
-                got=f"{_named(worker, group, int(k))} sends {sent[k, i]} rows to "
-                f"{_named(worker, group, group.index)}, which waits for {expected[k, i]}",
-                need="the sender's send_sizes",
-                mend="recv_sizes = spmd.all_to_all(send_sizes, axis_name, 0, 0, tiled=True)",
-            )
+        raise LayoutError.at(
+            "spmd.ragged_all_to_all",
+            argument="recv_sizes",
+            got=f"{_named(worker, group, int(k))} sends {sent[k, i]} rows to "
+            f"{_named(worker, group, group.index)}, which waits for {expected[k, i]}",
+            need="the sender's send_sizes",
+            mend="recv_sizes = spmd.all_to_all(send_sizes, axis_name, 0, 0, tiled=True)",
         )
 
 
@@ -374,13 +362,11 @@ def _check_overlap(came: np.ndarray, worker: Worker, group: Group) -> None:
     some.sort()
     for (_, end, k), (start, _, other) in itertools.pairwise(some):
         if start < end:
-            raise LayoutError(
-                message(
-                    "spmd.ragged_all_to_all",
-                    argument="output_offsets",
-                    got=f"row {start} of {_named(worker, group, group.index)} twice: "
-                    f"from {_named(worker, group, k)} and from {_named(worker, group, other)}",
-                    need="pieces that do not overlap in output",
-                    mend="give each its own rows, from where the one before ends",
-                )
+            raise LayoutError.at(
+                "spmd.ragged_all_to_all",
+                argument="output_offsets",
+                got=f"row {start} of {_named(worker, group, group.index)} twice: "
+                f"from {_named(worker, group, k)} and from {_named(worker, group, other)}",
+                need="pieces that do not overlap in output",
+                mend="give each its own rows, from where the one before ends",
             )

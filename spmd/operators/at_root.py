@@ -21,7 +21,7 @@ from spmd.autodiff.admission import admit, admit_dtype
 from spmd.autodiff.tape import refusing
 from spmd.autodiff.tracer import Array
 from spmd.autodiff.transforms import innermost, joint, lower, on, pullback_of, unstated
-from spmd.errors import ClosureError, JitError, StateError, again, class_name, describe, message
+from spmd.errors import ClosureError, JitError, StateError, again, class_name, describe
 from spmd.frontends import frontend
 from spmd.kernels import on_device
 from spmd.mesh import WORKER, Worker, here
@@ -58,13 +58,11 @@ def at_root(f: Callable, *xs, axis_name: AxisName, root: int = 0) -> Any:
     names, frame = _names(axis_name, "at_root"), sys._getframe(1)
     worker = here(_WHERE)
     if worker.program is not None:
-        raise JitError(
-            message(
-                _WHERE,
-                got="a call within spmd.jit",
-                need="a body that runs each time: f may do anything at the root",
-                mend="leave spmd.jit out, or split the map: what is done at the root in one without it",
-            )
+        raise JitError.at(
+            _WHERE,
+            got="a call within spmd.jit",
+            need="a body that runs each time: f may do anything at the root",
+            mend="leave spmd.jit out, or split the map: what is done at the root in one without it",
         )
     group = worker.group(names)
     Keep(names, root).check_root(group)
@@ -325,15 +323,13 @@ class _Apart:
     def _check(self, group: Group, call: Call) -> None:
         along = [a for a in self.axes if a in group.axes]
         if along and group.size > 1:
-            raise StateError(
-                message(
-                    _WHERE,
-                    argument="f",
-                    got=f"{call} {call.source}, within a function that only the root along {along[0]!r} runs",
-                    need="no collective along the axes of the root, nor an argument that is differentiated and meets "
-                    "data that vary along them: its gradient is a sum over workers",
-                    mend="call it before or after at_root; make Varying data Rooted (spmd.gather, spmd.sum_reduce)",
-                )
+            raise StateError.at(
+                _WHERE,
+                argument="f",
+                got=f"{call} {call.source}, within a function that only the root along {along[0]!r} runs",
+                need="no collective along the axes of the root, nor an argument that is differentiated and meets "
+                "data that vary along them: its gradient is a sum over workers",
+                mend="call it before or after at_root; make Varying data Rooted (spmd.gather, spmd.sum_reduce)",
             )
 
 
@@ -392,12 +388,10 @@ def _same_error(said: dict[str, str], who: str) -> Exception:
 
 
 def _closure() -> Exception:
-    return ClosureError(
-        message(
-            _WHERE,
-            argument="f",
-            got="a function that uses a differentiated array which is not among its arguments",
-            need="Rooted values as arguments",
-            mend="spmd.keep(x, axis_name, root) makes one of an Invariant array; pass it to at_root",
-        )
+    return ClosureError.at(
+        _WHERE,
+        argument="f",
+        got="a function that uses a differentiated array which is not among its arguments",
+        need="Rooted values as arguments",
+        mend="spmd.keep(x, axis_name, root) makes one of an Invariant array; pass it to at_root",
     )

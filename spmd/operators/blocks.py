@@ -8,7 +8,7 @@ from spmd.autodiff.admission import admit
 from spmd.autodiff.allocation import writable
 from spmd.autodiff.staging.recorder import is_slot
 from spmd.device import copied, home
-from spmd.errors import StateError, describe, message
+from spmd.errors import StateError, describe
 from spmd.kernels import on_device
 from spmd.mesh import WORKER
 from spmd.operators.base import Collective
@@ -37,7 +37,7 @@ def bare_block(x, op: Collective) -> np.ndarray:
         "Rooted": "spmd.replicate(x, axis_name) makes it Invariant, spmd.broadcast(x, axis_name) Varying",
     }.get(type(x).__name__)
     if mend is not None:
-        raise StateError(message(where, argument="x", got=describe(x), need=need, mend=mend))
+        raise StateError.at(where, argument="x", got=describe(x), need=need, mend=mend)
     if not on_device(x):
         x = np.asarray(admit(x, where, need=need))
     if worker is None or places is None:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from spmd.errors import StateError, message
+from spmd.errors import StateError
 from spmd.operators.apply import operate
 from spmd.operators.base import Operator
 from spmd.operators.memo import interned, memoised, rebound
@@ -153,16 +153,14 @@ def all_gather(x, axis_name: AxisName, *, axis: int = 0, tiled: bool = False, to
     names = _names(axis_name, "all_gather")
     kinds = {"varying": AllGather, "invariant": Collect, "invarying": Collect}
     if to not in kinds:
-        raise StateError(
-            message(
-                "spmd.all_gather",
-                argument="to",
-                got=repr(to),
-                need='"varying" or "invariant"',
-                mend='to="varying", or leave it out'
-                if closest(to, kinds, "invariant") == "varying"
-                else 'to="invariant" for a result that counts as one value',
-            )
+        raise StateError.at(
+            "spmd.all_gather",
+            argument="to",
+            got=repr(to),
+            need='"varying" or "invariant"',
+            mend='to="varying", or leave it out'
+            if closest(to, kinds, "invariant") == "varying"
+            else 'to="invariant" for a result that counts as one value',
         )
     return operate(interned(kinds[to], names, axis, tiled), x, sys._getframe(1))
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from spmd.device import copied, empty
-from spmd.errors import LayoutError, MeshError, message
+from spmd.errors import LayoutError, MeshError
 from spmd.layout import P
 from spmd.mesh import WORKER, here
 from spmd.operators.apply import operate
@@ -65,14 +65,12 @@ class HaloExchange(Halo):
         for d, dim in enumerate(self._dimensions(group, x.ndim)):
             n, k, given = x.shape[d], dim.line.index, self._given(d)
             if given is not None and given[k] != n:
-                raise LayoutError(
-                    message(
-                        f"spmd.{self.function}",
-                        argument="x",
-                        got=f"a block of length {n} in dimension {d}",
-                        need=f"length {given[k]}, as sizes={given} or shape says",
-                        mend="leave sizes and shape out: they are learnt",
-                    )
+                raise LayoutError.at(
+                    f"spmd.{self.function}",
+                    argument="x",
+                    got=f"a block of length {n} in dimension {d}",
+                    need=f"length {given[k]}, as sizes={given} or shape says",
+                    mend="leave sizes and shape out: they are learnt",
                 )
             if n + sum(dim.own) < 0:
                 raise trimmed(self.function, k, n, dim.own)
@@ -276,14 +274,12 @@ class HaloAccumulate(Halo):
         stages = stages_of(dimensions, block, sizes)
         need = tuple(stage.length for stage in stages)
         if shape != need:
-            raise LayoutError(
-                message(
-                    f"spmd.{self.function}",
-                    argument="x",
-                    got=f"a block of shape {list(shape)}",
-                    need=f"shape {list(need)}, that of a block of shape {list(block)} with its halo",
-                    mend="give the spec, widths, boundary and sizes of the exchange",
-                )
+            raise LayoutError.at(
+                f"spmd.{self.function}",
+                argument="x",
+                got=f"a block of shape {list(shape)}",
+                need=f"shape {list(need)}, that of a block of shape {list(block)} with its halo",
+                mend="give the spec, widths, boundary and sizes of the exchange",
             )
         plans = self._plans_with(stages, shape, x.dtype, self._like(type(self), sizes=sizes, block=block))
         if not learnt:
@@ -357,14 +353,12 @@ def _made(
     where, axes = f"spmd.{kind.function}", dict(of_mesh)
     checked_spec(where, spec, axes)
     if shape is not None and sizes is not None:
-        raise LayoutError(
-            message(
-                where,
-                argument="shape",
-                got=f"{shape!r}, and sizes",
-                need="the shape of the whole array in balanced blocks, or else the sizes of the blocks",
-                mend="leave one of them out, or both",
-            )
+        raise LayoutError.at(
+            where,
+            argument="shape",
+            got=f"{shape!r}, and sizes",
+            need="the shape of the whole array in balanced blocks, or else the sizes of the blocks",
+            mend="leave one of them out, or both",
         )
     sizes = sizes if shape is None else balanced(where, spec, shape, axes)
     return kind(spec.axes, spec, widths, boundary, sizes)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd.errors import LayoutError, SpecError, describe, message
+from spmd.errors import LayoutError, SpecError, describe
 from spmd.layout import P, block_sizes
 from spmd.mesh import Worker
 from spmd.operators.halo_geometry import (
@@ -54,14 +54,12 @@ def widths_of(where: str, spec: P, widths: Any) -> tuple[tuple[Pair, ...], ...]:
         got = f"{widths!r}, of {len(found)} entries, for {spec}"
     except (TypeError, ValueError):
         got = repr(widths)
-    raise LayoutError(
-        message(
-            where,
-            argument="widths",
-            got=got,
-            need="an int, or one entry per dimension: an int, (low, high), or a list of one (low, high) per block",
-            mend="widths=(1, (2, 0)): one entry on both sides of dimension 0, two below dimension 1",
-        )
+    raise LayoutError.at(
+        where,
+        argument="widths",
+        got=got,
+        need="an int, or one entry per dimension: an int, (low, high), or a list of one (low, high) per block",
+        mend="widths=(1, (2, 0)): one entry on both sides of dimension 0, two below dimension 1",
     ) from None
 
 
@@ -73,14 +71,12 @@ def sizes_of(where: str, sizes: Any) -> tuple[tuple[int, ...] | None, ...]:
             return found
     except TypeError:
         pass
-    raise LayoutError(
-        message(
-            where,
-            argument="sizes",
-            got=repr(sizes),
-            need="for each dimension the lengths of its blocks, or None",
-            mend="sizes=[(3, 2, 0), None]: dimension 0 lies in blocks of 3, 2 and 0",
-        )
+    raise LayoutError.at(
+        where,
+        argument="sizes",
+        got=repr(sizes),
+        need="for each dimension the lengths of its blocks, or None",
+        mend="sizes=[(3, 2, 0), None]: dimension 0 lies in blocks of 3, 2 and 0",
     )
 
 
@@ -92,26 +88,22 @@ def boundaries_of(where: str, boundary: Any, count: int) -> str | tuple[str, ...
     each = tuple(boundary) if isinstance(boundary, Sequence) and not isinstance(boundary, str) else (boundary,)
     for b in each:
         if b not in BOUNDARIES:
-            raise LayoutError(
-                message(
-                    where,
-                    argument="boundary",
-                    got=repr(b),
-                    need=f"one of {', '.join(BOUNDARIES)}, or one for each dimension",
-                    mend=f'write "{closest(b, BOUNDARIES)}"' + _SYMMETRIC * (b == "symmetric"),
-                )
+            raise LayoutError.at(
+                where,
+                argument="boundary",
+                got=repr(b),
+                need=f"one of {', '.join(BOUNDARIES)}, or one for each dimension",
+                mend=f'write "{closest(b, BOUNDARIES)}"' + _SYMMETRIC * (b == "symmetric"),
             )
     if isinstance(boundary, str):
         return boundary
     if len(each) < count:
-        raise LayoutError(
-            message(
-                where,
-                argument="boundary",
-                got=f"{each}, of {len(each)} entries, for {count} dimension{'s' * (count != 1)} with widths",
-                need="one for all, or one for each",
-                mend='"none" for dimensions that end where the array ends',
-            )
+        raise LayoutError.at(
+            where,
+            argument="boundary",
+            got=f"{each}, of {len(each)} entries, for {count} dimension{'s' * (count != 1)} with widths",
+            need="one for all, or one for each",
+            mend='"none" for dimensions that end where the array ends',
         )
     return each
 
@@ -126,14 +118,12 @@ def checked_spec(where: str, spec: Any, axes: Mapping[str, int], ndim: int | Non
     is split first, most often."""
     if not isinstance(spec, P):
         example = ", ".join(["None"] * space + ['"x"'])
-        raise SpecError(
-            message(
-                where,
-                argument="spec",
-                got=describe(spec),
-                need="a spec, which says what axes split what dimensions",
-                mend=f"P({example}) where axis x splits dimension {space}",
-            )
+        raise SpecError.at(
+            where,
+            argument="spec",
+            got=describe(spec),
+            need="a spec, which says what axes split what dimensions",
+            mend=f"P({example}) where axis x splits dimension {space}",
         )
     spec.check(axes, where, "spec", ndim)
 
@@ -142,14 +132,12 @@ def balanced(where: str, spec: P, shape: Any, axes: Mapping[str, int]) -> list[t
     """For each dimension the lengths of the balanced blocks of an array of this shape. axes: those of the mesh."""
     whole = [-1 if n is None else n for n in map(_int, shape)] if isinstance(shape, Iterable) else [-1]
     if len(whole) < len(spec.trimmed) or min(whole, default=0) < 0:
-        raise LayoutError(
-            message(
-                where,
-                argument="shape",
-                got=f"{shape!r} for {spec}",
-                need="the shape of the whole array, whose blocks are balanced",
-                mend="leave it out: the lengths of the blocks are learnt",
-            )
+        raise LayoutError.at(
+            where,
+            argument="shape",
+            got=f"{shape!r} for {spec}",
+            need="the shape of the whole array, whose blocks are balanced",
+            mend="leave it out: the lengths of the blocks are learnt",
         )
     parts = [[axes[n] for n in (spec.dims[d] if d < len(spec) else ())] for d in range(len(whole))]
     return [block_sizes(n, p) for n, p in zip(whole, parts, strict=True)]

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from spmd.errors import LayoutError, SpecError, describe, message
+from spmd.errors import LayoutError, SpecError, describe
 from spmd.layout import P
 from spmd.operators.base import Operator
 from spmd.operators.halo_arguments import boundaries_of, sizes_of, widths_of
@@ -48,14 +48,12 @@ class Halo(Operator):
     def __post_init__(self):
         where = f"spmd.{self.function}"
         if not isinstance(self.spec, P) or self.spec.axes != self.axes:
-            raise SpecError(
-                message(
-                    where,
-                    argument="spec",
-                    got=describe(self.spec),
-                    need=f"a spec whose axes are {self.axes}",
-                    mend='P("x") splits dimension 0 over axis x: HaloExchange(("x",), P("x"), 1)',
-                )
+            raise SpecError.at(
+                where,
+                argument="spec",
+                got=describe(self.spec),
+                need=f"a spec whose axes are {self.axes}",
+                mend='P("x") splits dimension 0 over axis x: HaloExchange(("x",), P("x"), 1)',
             )
         widths = widths_of(where, self.spec, self.widths)
         object.__setattr__(self, "widths", widths)
@@ -107,16 +105,14 @@ class Halo(Operator):
         }
         for argument, count in entries.items():
             if count > x.ndim:
-                raise LayoutError(
-                    message(
-                        where,
-                        argument=argument,
-                        got=f"{count} entr{'y' if count == 1 else 'ies'} for a block of shape {list(x.shape)}",
-                        need=f"at most {x.ndim}, one per dimension",
-                        mend="((low, high),) gives the two sides of one dimension"
-                        if argument == "widths"
-                        else "leave out dimensions that the block does not have",
-                    )
+                raise LayoutError.at(
+                    where,
+                    argument=argument,
+                    got=f"{count} entr{'y' if count == 1 else 'ies'} for a block of shape {list(x.shape)}",
+                    need=f"at most {x.ndim}, one per dimension",
+                    mend="((low, high),) gives the two sides of one dimension"
+                    if argument == "widths"
+                    else "leave out dimensions that the block does not have",
                 )
         for d, dim in enumerate(self._dimensions(group, x.ndim)):
             for argument, found in {"widths": dim.pairs, "sizes": self._given(d)}.items():
@@ -124,14 +120,12 @@ class Halo(Operator):
                     raise self._miscounted(argument, d, found, dim.line.size)
 
     def _miscounted(self, argument: str, d: int, found: tuple, blocks: int) -> LayoutError:
-        return LayoutError(
-            message(
-                f"spmd.{self.function}",
-                argument=f"{argument}, dimension {d}",
-                got=f"{len(found)} entries: {found}",
-                need=f"{blocks}, one per block",
-                mend="one (low, high) for all blocks" if argument == "widths" else "None where they are to be learnt",
-            )
+        return LayoutError.at(
+            f"spmd.{self.function}",
+            argument=f"{argument}, dimension {d}",
+            got=f"{len(found)} entries: {found}",
+            need=f"{blocks}, one per block",
+            mend="one (low, high) for all blocks" if argument == "widths" else "None where they are to be learnt",
         )
 
     def _supposed(self, d: int, dim: Dimension, n: int) -> tuple[int, ...] | None:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from spmd.device import COPIED, copied, empty, put, zeros
-from spmd.errors import LayoutError, message
+from spmd.errors import LayoutError
 from spmd.kernels.cpu.moves import joiner
 from spmd.kernels.memory import pool
 from spmd.operators.halo_geometry import (
@@ -141,15 +141,13 @@ def entries_ahead(shape: Shape, window: Sequence[slice], moving: Sequence[int]) 
 
 def agree_along(function: str, part: Shape, block: Shape, d: int, m: Message, line: Group, s: int) -> None:
     if part != (*block[:d], m.length, *block[d + 1 :]):
-        raise LayoutError(
-            message(
-                f"spmd.{function}",
-                argument="x",
-                got=f"blocks of shapes {list(block)} (member {line.index}) and {list(part)} "
-                f"(a part, of member {s}) along {' and '.join(map(repr, line.axes))}",
-                need=f"blocks that differ in dimension {d} only",
-                mend="let the spec say what splits the array",
-            )
+        raise LayoutError.at(
+            f"spmd.{function}",
+            argument="x",
+            got=f"blocks of shapes {list(block)} (member {line.index}) and {list(part)} "
+            f"(a part, of member {s}) along {' and '.join(map(repr, line.axes))}",
+            need=f"blocks that differ in dimension {d} only",
+            mend="let the spec say what splits the array",
         )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from spmd.errors import LayoutError, message
+from spmd.errors import LayoutError
 from spmd.layout import P, block_sizes, offsets
 from spmd.transport.call import Group, Shape
 
@@ -179,14 +179,12 @@ def _runs(start: int, stop: int, n: int, boundary: str) -> Iterator[_Run]:
     if start == stop:
         return
     if n == 0:
-        raise LayoutError(
-            message(
-                "spmd.halo_exchange",
-                argument="boundary",
-                got=f'"{boundary}" for an array of length 0',
-                need="an entry at least, to be repeated beyond the ends",
-                mend='boundary="zero"',
-            )
+        raise LayoutError.at(
+            "spmd.halo_exchange",
+            argument="boundary",
+            got=f'"{boundary}" for an array of length 0',
+            need="an entry at least, to be repeated beyond the ends",
+            mend='boundary="zero"',
         )
     if boundary == "edge" or (boundary == "reflect" and n == 1):  # a single entry is its own mirror image
         if start < 0:
@@ -238,14 +236,12 @@ def lengths_before(
         fit = min(sizes) >= 0 and all(n + low + high >= 0 for n, (low, high) in zip(sizes, widths, strict=True))
         if fit and halo_plan(sizes, widths, boundary).lengths == lengths:
             return sizes
-    raise LayoutError(
-        message(
-            "spmd.halo_accumulate",
-            argument="x",
-            got=f"blocks of lengths {lengths}",
-            need=f"lengths that blocks have after a halo of {widths}",
-            mend="give the sizes of the blocks without halo: sizes=, or shape= for balanced ones",
-        )
+    raise LayoutError.at(
+        "spmd.halo_accumulate",
+        argument="x",
+        got=f"blocks of lengths {lengths}",
+        need=f"lengths that blocks have after a halo of {widths}",
+        mend="give the sizes of the blocks without halo: sizes=, or shape= for balanced ones",
     )
 
 
@@ -258,14 +254,12 @@ def near_size(length: int, widths: Pair, boundary: str, k: int, blocks: int) -> 
 
 
 def trimmed(where: str, block: int, size: int, widths: Pair) -> LayoutError:
-    return LayoutError(
-        message(
-            f"spmd.{where}",
-            argument="widths",
-            got=f"{widths} for block {block}, of length {size}",
-            need="widths that leave a length of zero at least: low + high + the block's length",
-            mend="trim less; give each block its own widths, [(low, high), ...], where one pair does not suit all",
-        )
+    return LayoutError.at(
+        f"spmd.{where}",
+        argument="widths",
+        got=f"{widths} for block {block}, of length {size}",
+        need="widths that leave a length of zero at least: low + high + the block's length",
+        mend="trim less; give each block its own widths, [(low, high), ...], where one pair does not suit all",
     )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from spmd.autodiff.tracer import value_of
 from spmd.device import to_host
-from spmd.errors import LayoutError, describe, message
+from spmd.errors import LayoutError, describe
 from spmd.mesh import Worker, here
 from spmd.operators.apply import operate
 from spmd.operators.base import Operator, named
@@ -50,24 +50,20 @@ class Permute(Operator):
             for pair in self.perm:
                 k = pair[side]
                 if not 0 <= k < size:
-                    raise LayoutError(
-                        message(
-                            where,
-                            argument="perm",
-                            got=f"the pair {pair}, whose {name} is out of range",
-                            need=f"places from 0 to {size - 1} along {' and '.join(map(repr, axes))}",
-                            mend=f"count modulo the size: [(i, (i + 1) % {size}) for i in range({size})]",
-                        )
+                    raise LayoutError.at(
+                        where,
+                        argument="perm",
+                        got=f"the pair {pair}, whose {name} is out of range",
+                        need=f"places from 0 to {size - 1} along {' and '.join(map(repr, axes))}",
+                        mend=f"count modulo the size: [(i, (i + 1) % {size}) for i in range({size})]",
                     )
                 if k in seen:
-                    raise LayoutError(
-                        message(
-                            where,
-                            argument="perm",
-                            got=f"{name} {k} twice in {list(self.perm)}",
-                            need="every worker at most once as source and once as target",
-                            mend="add up the results of several ppermutes",
-                        )
+                    raise LayoutError.at(
+                        where,
+                        argument="perm",
+                        got=f"{name} {k} twice in {list(self.perm)}",
+                        need="every worker at most once as source and once as target",
+                        mend="add up the results of several ppermutes",
                     )
                 seen.add(k)
         return True
@@ -108,14 +104,12 @@ def ppermute(x, axis_name: AxisName, perm: Sequence[tuple[int, int]]):
     try:
         pairs = _sorted(tuple(map(tuple, perm)))
     except (TypeError, ValueError):
-        raise LayoutError(
-            message(
-                "spmd.ppermute",
-                argument="perm",
-                got=repr(perm),
-                need="pairs (source, target) of ints, places along the axis",
-                mend="[(0, 1), (1, 0)] swaps the blocks of workers 0 and 1",
-            )
+        raise LayoutError.at(
+            "spmd.ppermute",
+            argument="perm",
+            got=repr(perm),
+            need="pairs (source, target) of ints, places along the axis",
+            mend="[(0, 1), (1, 0)] swaps the blocks of workers 0 and 1",
         ) from None
     return operate(interned(Permute, names, pairs), x, sys._getframe(1))
 
@@ -129,14 +123,12 @@ def shift(x, axis_name: AxisName, offset: int = 1, *, wrap: bool = True):
     names = _names(axis_name, "shift")
     n = here("spmd.shift").group(names).size
     if not isinstance(offset, int | np.integer):
-        raise LayoutError(
-            message(
-                "spmd.shift",
-                argument="offset",
-                got=describe(offset),
-                need="an int, the same on all workers",
-                mend="spmd.shift(x, axis_name, 1); spmd.ppermute takes any pairs of workers",
-            )
+        raise LayoutError.at(
+            "spmd.shift",
+            argument="offset",
+            got=describe(offset),
+            need="an int, the same on all workers",
+            mend="spmd.shift(x, axis_name, 1); spmd.ppermute takes any pairs of workers",
         )
     offset = int(offset)
     pairs = tuple((k, (k + offset) % n) for k in range(n) if wrap or 0 <= k + offset < n)
@@ -158,14 +150,12 @@ def pshuffle(x, axis_name: AxisName, perm: Sequence[int]):
     except TypeError:
         sources = None
     if sources is None or sorted(sources) != list(range(n)):
-        raise LayoutError(
-            message(
-                "spmd.pshuffle",
-                argument="perm",
-                got=repr(perm),
-                need=f"a permutation of the places from 0 to {n - 1}: whose block each worker gets",
-                mend="spmd.ppermute takes any pairs (source, target), and gives zeros to who is no target",
-            )
+        raise LayoutError.at(
+            "spmd.pshuffle",
+            argument="perm",
+            got=repr(perm),
+            need=f"a permutation of the places from 0 to {n - 1}: whose block each worker gets",
+            mend="spmd.ppermute takes any pairs (source, target), and gives zeros to who is no target",
         )
     pairs = tuple(sorted((s, t) for t, s in enumerate(sources)))
     return operate(named("pshuffle", Permute, names, pairs), x, sys._getframe(1))
@@ -229,15 +219,13 @@ def _partners(argument: str, partner: Any, group: Group) -> Any:
             return found
     except (TypeError, IndexError):
         pass
-    raise LayoutError(
-        message(
-            "spmd.sendrecv",
-            argument=argument,
-            got=describe(partner),
-            need=f"a place from 0 to {n - 1} along {' and '.join(map(repr, group.axes))}, None, {n} of them, "
-            "or a function from this worker's place to one",
-            mend=f"lambda k: (k {'-' if argument == 'source' else '+'} 1) % {n}",
-        )
+    raise LayoutError.at(
+        "spmd.sendrecv",
+        argument=argument,
+        got=describe(partner),
+        need=f"a place from 0 to {n - 1} along {' and '.join(map(repr, group.axes))}, None, {n} of them, "
+        "or a function from this worker's place to one",
+        mend=f"lambda k: (k {'-' if argument == 'source' else '+'} 1) % {n}",
     )
 
 
@@ -249,7 +237,7 @@ def _check_partners(worker: Worker, group: Group, sources: list[int], dests: lis
 
     def refuse(got: str, k: int, other: int, mend: str) -> LayoutError:
         need = f"{named(k)} and {named(other)} to agree"
-        return LayoutError(message("spmd.sendrecv", argument="source", got=got, need=need, mend=mend))
+        return LayoutError.at("spmd.sendrecv", argument="source", got=got, need=need, mend=mend)
 
     for k, s in enumerate(sources):
         if s != _NOBODY and dests[s] != k:

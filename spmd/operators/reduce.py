@@ -17,7 +17,7 @@ from spmd.autodiff.dtypes import kind_of_dtype, least, mean_dtype, most
 from spmd.autodiff.staging.recorder import is_slot
 from spmd.autodiff.tracer import Array, value_of
 from spmd.device import contiguous
-from spmd.errors import LayoutError, MeshError, StateError, describe, message
+from spmd.errors import LayoutError, MeshError, StateError, describe
 from spmd.frontends import frontend
 from spmd.kernels import on_device
 from spmd.mesh import WORKER, here
@@ -86,25 +86,21 @@ def pcast(x, axis_name: AxisName, *, to: str = "varying"):
         return pvary(x, axis_name)
     names, worker = _names(axis_name, "pcast"), here("spmd.pcast")
     if to not in ("invariant", "invarying"):
-        raise StateError(
-            message(
-                "spmd.pcast",
-                argument="to",
-                got=repr(to),
-                need='"varying" or "invariant"',
-                mend=f'spmd.pcast(x, axis_name, to="{closest(to, ("varying", "invariant"))}")',
-            )
+        raise StateError.at(
+            "spmd.pcast",
+            argument="to",
+            got=repr(to),
+            need='"varying" or "invariant"',
+            mend=f'spmd.pcast(x, axis_name, to="{closest(to, ("varying", "invariant"))}")',
         )
     for a in tree.leaves(x):
         if not isinstance(a, int | float | complex) and worker.tracked and varying_of(a, names):
-            raise StateError(
-                message(
-                    "spmd.pcast",
-                    argument="x",
-                    got=describe(a),
-                    need=f"an array that is Invariant along {' and '.join(map(repr, names))}",
-                    mend="spmd.psum, spmd.pmean or spmd.all_gather(..., to='invariant') make it so",
-                )
+            raise StateError.at(
+                "spmd.pcast",
+                argument="x",
+                got=describe(a),
+                need=f"an array that is Invariant along {' and '.join(map(repr, names))}",
+                mend="spmd.psum, spmd.pmean or spmd.all_gather(..., to='invariant') make it so",
             )
         if worker.tracked and not isinstance(a, int | float | complex):
             reduced_axes(a, names, "spmd.pcast")
@@ -211,14 +207,12 @@ class Extremum(Collective):
 
     def check(self, group: Group, x: np.ndarray) -> None:
         if x.dtype.kind == "c":
-            raise StateError(
-                message(
-                    f"spmd.{self.function}",
-                    argument="x",
-                    got=describe(x),
-                    need="real numbers: complex ones have no order",
-                    mend="take np.abs, np.real or np.imag first",
-                )
+            raise StateError.at(
+                f"spmd.{self.function}",
+                argument="x",
+                got=describe(x),
+                need="real numbers: complex ones have no order",
+                mend="take np.abs, np.real or np.imag first",
             )
 
     def plan(self, group: Group, shape: Shape, dtype: np.dtype) -> Plan:
@@ -248,14 +242,12 @@ class Extremum(Collective):
         return Mapped(comm.run(plan, call.of(packed.shape, alike=True), packed), unpack)
 
     def _empty(self) -> LayoutError:
-        return LayoutError(
-            message(
-                f"spmd.{self.how}",
-                argument="x",
-                got="blocks without entries on every worker",
-                need="at least one entry",
-                mend="test the size before (spmd.psum(x.size, axis_name))",
-            )
+        return LayoutError.at(
+            f"spmd.{self.how}",
+            argument="x",
+            got="blocks without entries on every worker",
+            need="at least one entry",
+            mend="test the size before (spmd.psum(x.size, axis_name))",
         )
 
     def _on_device(self, comm: Comm, group: Group, x: Any, call: Call):

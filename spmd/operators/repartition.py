@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from spmd.errors import LayoutError, MeshError, describe, message
+from spmd.errors import LayoutError, MeshError, describe
 from spmd.layout import Box, Layout
 from spmd.mesh import WORKER, here
 from spmd.operators.apply import operate
@@ -52,14 +52,12 @@ class _Relayout(Operator):
     def __post_init__(self):
         # The order of the axes numbers the workers: another one would give blocks to the wrong ones.
         if not self.axes == tuple(self.src.axes) == tuple(self.dst.axes):
-            raise LayoutError(
-                message(
-                    f"spmd.{self.function}",
-                    argument="axes",
-                    got=f"{self.axes}, with a source over {self.src.axes} and a target over {self.dst.axes}",
-                    need="the axes of both layouts, in one order, which numbers the workers",
-                    mend=f"{type(self).__name__}(tuple(src.axes), src, dst), with layouts of equal axes",
-                )
+            raise LayoutError.at(
+                f"spmd.{self.function}",
+                argument="axes",
+                got=f"{self.axes}, with a source over {self.src.axes} and a target over {self.dst.axes}",
+                need="the axes of both layouts, in one order, which numbers the workers",
+                mend=f"{type(self).__name__}(tuple(src.axes), src, dst), with layouts of equal axes",
             )
 
         # What adds counts booleans, and refuses an Invariant array, of which it would count the copies.
@@ -83,26 +81,22 @@ class _Relayout(Operator):
     def _fits(self, group: Group, shape: Shape) -> bool:
         """True for a block of this shape. Raises where it cannot be that of this worker."""
         if group.dims != tuple(self.src.axes.values()):
-            raise LayoutError(
-                message(
-                    f"spmd.{self.function}",
-                    argument="src",
-                    got=f"{self.src}, over the axes {self.src.axes}",
-                    need=f"layouts over axes of the mesh, {dict(zip(group.axes, group.dims, strict=True))}",
-                    mend="mesh.layout(shape, spec), or spmd.Layout.grid(shape, grid, mesh.axes, workers)",
-                )
+            raise LayoutError.at(
+                f"spmd.{self.function}",
+                argument="src",
+                got=f"{self.src}, over the axes {self.src.axes}",
+                need=f"layouts over axes of the mesh, {dict(zip(group.axes, group.dims, strict=True))}",
+                mend="mesh.layout(shape, spec), or spmd.Layout.grid(shape, grid, mesh.axes, workers)",
             )
         need = self.src.block_shape(group.index)
         if shape != need:
-            raise LayoutError(
-                message(
-                    f"spmd.{self.function}",
-                    argument="x",
-                    got=f"a block of shape {list(shape)} on {self.src.describe(group.index)}",
-                    need=f"shape {list(need)}, as {self.src} says",
-                    mend="pass the layout that the block has as src"
-                    + (", or np.zeros(0) cut to it on workers without a block" if 0 in need else ""),
-                )
+            raise LayoutError.at(
+                f"spmd.{self.function}",
+                argument="x",
+                got=f"a block of shape {list(shape)} on {self.src.describe(group.index)}",
+                need=f"shape {list(need)}, as {self.src} says",
+                mend="pass the layout that the block has as src"
+                + (", or np.zeros(0) cut to it on workers without a block" if 0 in need else ""),
             )
         return True
 
@@ -168,44 +162,36 @@ def _made(kind: type[_Relayout], src: Layout, dst: Layout, sides: tuple[tuple[st
     axes, copying = dict(sides), src if argument == "src" else dst
     for name, layout in (("src", src), ("dst", dst)):
         if not isinstance(layout, Layout) or any(axes.get(n) != size for n, size in layout.axes.items()):
-            raise LayoutError(
-                message(
-                    where,
-                    argument=name,
-                    got=describe(layout),
-                    need=f"a Layout over axes of the mesh, {dict(axes)}",
-                    mend="mesh.layout(shape, spec), or spmd.Layout.grid(shape, grid, axes, workers)",
-                )
+            raise LayoutError.at(
+                where,
+                argument=name,
+                got=describe(layout),
+                need=f"a Layout over axes of the mesh, {dict(axes)}",
+                mend="mesh.layout(shape, spec), or spmd.Layout.grid(shape, grid, axes, workers)",
             )
         if layout.spec is None and layout.copies == "invariant" and layout.has_copies:
-            raise LayoutError(
-                message(
-                    where,
-                    argument=name,
-                    got=f"{layout}, whose copies are one value on workers that no axis tells apart",
-                    need="copies that vary, or that lie along axes of a spec",
-                    mend='copies="varying", or a spec that leaves the axis of the copies out',
-                )
+            raise LayoutError.at(
+                where,
+                argument=name,
+                got=f"{layout}, whose copies are one value on workers that no axis tells apart",
+                need="copies that vary, or that lie along axes of a spec",
+                mend='copies="varying", or a spec that leaves the axis of the copies out',
             )
     if src.shape != dst.shape or [*src.axes.items()] != [*dst.axes.items()]:
-        raise LayoutError(
-            message(
-                where,
-                argument="dst",
-                got=f"{dst}",
-                need=f"the shape {src.shape} and the axes {src.axes} of src, in this order, which numbers the workers",
-                mend="lay the same array out twice, over the same axes",
-            )
+        raise LayoutError.at(
+            where,
+            argument="dst",
+            got=f"{dst}",
+            need=f"the shape {src.shape} and the axes {src.axes} of src, in this order, which numbers the workers",
+            mend="lay the same array out twice, over the same axes",
         )
     if copying.copies == "varying" and copying.has_copies:
-        raise LayoutError(
-            message(
-                where,
-                argument=argument,
-                got=f"{copying}, of which several workers hold a value each for one block",
-                need="one value for each block",
-                mend="spmd.accumulate(x, src, dst) adds such copies" if argument == "src" else "repartition to it",
-            )
+        raise LayoutError.at(
+            where,
+            argument=argument,
+            got=f"{copying}, of which several workers hold a value each for one block",
+            need="one value for each block",
+            mend="spmd.accumulate(x, src, dst) adds such copies" if argument == "src" else "repartition to it",
         )
     return interned(kind, tuple(src.axes), src, dst)
 

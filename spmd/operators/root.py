@@ -115,14 +115,12 @@ class _AtRoot(Operator):
     def check_root(self, group: Group) -> None:
         """Raise where there is no such place along the axes."""
         if not isinstance(self.root, int | np.integer) or not 0 <= self.root < group.size:
-            raise LayoutError(
-                message(
-                    f"spmd.{self.function}",
-                    argument="root",
-                    got=repr(self.root),
-                    need=f"a place along {' and '.join(map(repr, group.axes))}, from 0 to {group.size - 1}",
-                    mend="root=0",
-                )
+            raise LayoutError.at(
+                f"spmd.{self.function}",
+                argument="root",
+                got=repr(self.root),
+                need=f"a place along {' and '.join(map(repr, group.axes))}, from 0 to {group.size - 1}",
+                mend="root=0",
             )
 
     def keep_at_root(self, group: Group, shape: Shape, dtype: np.dtype) -> Plan:
@@ -230,14 +228,12 @@ class Enroot(_AtRoot):
     def check(self, group: Group, x: np.ndarray) -> None:
         super().check(group, x)
         if group.index != self.root and x.size:
-            raise LayoutError(
-                message(
-                    "Enroot",
-                    argument="x",
-                    got=f"a block of shape {list(x.shape)} at place {group.index}",
-                    need=f"empty blocks but at the root, place {self.root}: others would be lost",
-                    mend="SumReduce adds blocks at the root, Gather joins them there",
-                )
+            raise LayoutError.at(
+                "Enroot",
+                argument="x",
+                got=f"a block of shape {list(x.shape)} at place {group.index}",
+                need=f"empty blocks but at the root, place {self.root}: others would be lost",
+                mend="SumReduce adds blocks at the root, Gather joins them there",
             )
 
     def plan(self, group: Group, shape: Shape, dtype: np.dtype) -> Plan:
@@ -263,14 +259,12 @@ def laid_out(x: Rooted, layout: Layout, where: str, argument: str) -> Any:
         fits = fits and all((n in alone) != (n in state.varying) for n in others if mesh.axes[n] > 1)
     if not fits:
         holders = [w for w in range(mesh.size) if all(mesh.coordinates(w)[n] == k for n, k in root.items())]
-        raise LayoutError(
-            message(
-                where,
-                argument=argument,
-                got=f"{describe(x)}, by {layout}",
-                need=f"a layout that gives all of it to {' or '.join(map(mesh.describe, holders))}",
-                mend=f"spmd.Layout.grid({x.shape}, {(1,) * len(x.shape)}, mesh.axes, workers=[{holders[0]}])",
-            )
+        raise LayoutError.at(
+            where,
+            argument=argument,
+            got=f"{describe(x)}, by {layout}",
+            need=f"a layout that gives all of it to {' or '.join(map(mesh.describe, holders))}",
+            mend=f"spmd.Layout.grid({x.shape}, {(1,) * len(x.shape)}, mesh.axes, workers=[{holders[0]}])",
         )
     block, axes, at = x.block, x.axes, x.root
     kept = tuple(n for n in alone if state is None or n not in state.varying)
@@ -383,16 +377,14 @@ def _from_root(kind: type[_FromRoot], x, axis_name: AxisName, root: int):
 def rooted(x, names: tuple[str, ...], root: int, where: str) -> Rooted:
     """x, a value that is Rooted there, or an error."""
     if type(x) is not Rooted or x.axes != names or x.root != root:
-        raise StateError(
-            message(
-                f"spmd.{where}",
-                argument="x",
-                got=describe(x),
-                need=f"a value that is Rooted({root}) along {' and '.join(map(repr, names))}",
-                mend=f"spmd.{where}(x, {(*x.axes,)!r}, root={x.root})"
-                if type(x) is Rooted
-                else "spmd.keep(x, axis_name, root) or spmd.sum_reduce(x, axis_name, root) make one",
-            )
+        raise StateError.at(
+            f"spmd.{where}",
+            argument="x",
+            got=describe(x),
+            need=f"a value that is Rooted({root}) along {' and '.join(map(repr, names))}",
+            mend=f"spmd.{where}(x, {(*x.axes,)!r}, root={x.root})"
+            if type(x) is Rooted
+            else "spmd.keep(x, axis_name, root) or spmd.sum_reduce(x, axis_name, root) make one",
         )
     return x
 

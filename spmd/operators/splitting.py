@@ -11,7 +11,6 @@ import numpy as np
 
 from spmd.errors import (
     LayoutError,
-    message,
 )
 from spmd.layout import block_sizes, offsets
 from spmd.operators.base import Collective
@@ -32,16 +31,12 @@ def given_sizes(function: str, sizes: Any, tiled: bool = True) -> tuple[int, ...
     except TypeError:
         found = None
     if found is None or not tiled:
-        raise LayoutError(
-            message(
-                f"spmd.{function}",
-                argument="sizes",
-                got=repr(sizes) + (" with tiled=False" if found is not None else ""),
-                need="a length for each worker's piece, where tiled=True cuts a dimension into pieces",
-                mend="tiled=True, or leave sizes out"
-                if found is not None
-                else "sizes=(3, 2, 0): one integer per worker",
-            )
+        raise LayoutError.at(
+            f"spmd.{function}",
+            argument="sizes",
+            got=repr(sizes) + (" with tiled=False" if found is not None else ""),
+            need="a length for each worker's piece, where tiled=True cuts a dimension into pieces",
+            mend="tiled=True, or leave sizes out" if found is not None else "sizes=(3, 2, 0): one integer per worker",
         )
     return found
 
@@ -52,14 +47,12 @@ def split_at(op: Collective, group: Group, shape: Shape, axis: int, sizes: Seque
     if sizes is None:
         return block_sizes(n, group.dims)
     if len(sizes) != group.size or sum(sizes) != n or min(sizes) < 0:
-        raise LayoutError(
-            message(
-                f"spmd.{op.function}",
-                argument="sizes",
-                got=f"{tuple(sizes)} for a dimension of length {n} over {group.size} workers",
-                need=f"{group.size} sizes that add to {n}",
-                mend="leave sizes out for balanced pieces",
-            )
+        raise LayoutError.at(
+            f"spmd.{op.function}",
+            argument="sizes",
+            got=f"{tuple(sizes)} for a dimension of length {n} over {group.size} workers",
+            need=f"{group.size} sizes that add to {n}",
+            mend="leave sizes out for balanced pieces",
         )
     return tuple(sizes)
 
@@ -67,28 +60,24 @@ def split_at(op: Collective, group: Group, shape: Shape, axis: int, sizes: Seque
 def check_length(op: Collective, group: Group, x: np.ndarray, axis: int, sizes: Sequence[int] | None) -> None:
     """Raise where a block that is to be joined has another length than the sizes of the blocks say."""
     if sizes is not None and x.shape[axis] != sizes[group.index]:
-        raise LayoutError(
-            message(
-                f"spmd.{op.function}",
-                argument="x",
-                got=f"a block of length {x.shape[axis]} in dimension {axis}",
-                need=f"length {sizes[group.index]}, as sizes={tuple(sizes)} says",
-                mend="leave sizes out: they travel with the blocks",
-            )
+        raise LayoutError.at(
+            f"spmd.{op.function}",
+            argument="x",
+            got=f"a block of length {x.shape[axis]} in dimension {axis}",
+            need=f"length {sizes[group.index]}, as sizes={tuple(sizes)} says",
+            mend="leave sizes out: they travel with the blocks",
         )
 
 
 def normal_axis(function: str, argument: str, axis: int, ndim: int) -> int:
     """A dimension counted from the front, checked."""
     if not isinstance(axis, int | np.integer) or not -ndim <= axis < ndim:
-        raise LayoutError(
-            message(
-                function if "." in function else f"spmd.{function}",
-                argument=argument,
-                got=f"{axis!r} for an array of {ndim} dimensions",
-                need=f"a dimension from {-ndim} to {ndim - 1}" if ndim else "an array of at least one dimension",
-                mend="name a dimension that the array has" if ndim else "np.reshape(x, (1,)) first",
-            )
+        raise LayoutError.at(
+            function if "." in function else f"spmd.{function}",
+            argument=argument,
+            got=f"{axis!r} for an array of {ndim} dimensions",
+            need=f"a dimension from {-ndim} to {ndim - 1}" if ndim else "an array of at least one dimension",
+            mend="name a dimension that the array has" if ndim else "np.reshape(x, (1,)) first",
         )
     return int(axis) % ndim
 
@@ -120,14 +109,12 @@ def split_ways(
         sizes = split_at(op, group, shape, axis, sizes)
         return axis, cuts(axis, sizes), sizes
     if shape[axis] != group.size:
-        raise LayoutError(
-            message(
-                f"spmd.{op.function}",
-                argument="x",
-                got=f"length {shape[axis]} in dimension {axis}",
-                need=f"length {group.size}, one entry per worker",
-                mend="tiled=True splits a dimension of any length into blocks",
-            )
+        raise LayoutError.at(
+            f"spmd.{op.function}",
+            argument="x",
+            got=f"length {shape[axis]} in dimension {axis}",
+            need=f"length {group.size}, one entry per worker",
+            mend="tiled=True splits a dimension of any length into blocks",
         )
     return axis, [(*(slice(None),) * axis, k, ...) for k in range(group.size)], None
 
@@ -137,16 +124,14 @@ def agree(function: str, shapes: Sequence[Shape], axis: int | None) -> None:
     rest = [s if axis is None else s[:axis] + s[axis + 1 :] for s in shapes]
     for k, r in enumerate(rest):
         if r != rest[0]:
-            raise LayoutError(
-                message(
-                    f"spmd.{function}",
-                    argument="x",
-                    got=f"blocks of shapes {list(shapes[0])} (member 0) and {list(shapes[k])} (member {k})",
-                    need="blocks of one shape, to be stacked"
-                    if axis is None
-                    else f"blocks that differ in dimension {axis} only, along which they are joined",
-                    mend="tiled=True joins blocks of different lengths along a dimension that is there"
-                    if axis is None
-                    else "join along the dimension in which they differ",
-                )
+            raise LayoutError.at(
+                f"spmd.{function}",
+                argument="x",
+                got=f"blocks of shapes {list(shapes[0])} (member 0) and {list(shapes[k])} (member {k})",
+                need="blocks of one shape, to be stacked"
+                if axis is None
+                else f"blocks that differ in dimension {axis} only, along which they are joined",
+                mend="tiled=True joins blocks of different lengths along a dimension that is there"
+                if axis is None
+                else "join along the dimension in which they differ",
             )

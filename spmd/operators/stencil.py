@@ -18,7 +18,7 @@ import numpy as np
 from spmd import kernels
 from spmd.autodiff.tracer import Array
 from spmd.device import contiguous
-from spmd.errors import LayoutError, SpecError, describe, message
+from spmd.errors import LayoutError, SpecError, describe
 from spmd.kernels.windows import reach
 from spmd.layout import P
 from spmd.mesh import here
@@ -70,34 +70,28 @@ class Stencil(Operator):
     def check(self, group: Group, x: np.ndarray) -> None:
         where, dims = f"spmd.{self.function}", len(self.offsets[0])
         if dims != x.ndim:
-            raise LayoutError(
-                message(
-                    where,
-                    argument="offsets",
-                    got=f"offsets of {dims} ints for a block of shape {list(x.shape)}",
-                    need=f"{x.ndim} ints each, one for each dimension",
-                    mend="0 in the dimensions along which a stencil does not reach",
-                )
+            raise LayoutError.at(
+                where,
+                argument="offsets",
+                got=f"offsets of {dims} ints for a block of shape {list(x.shape)}",
+                need=f"{x.ndim} ints each, one for each dimension",
+                mend="0 in the dimensions along which a stencil does not reach",
             )
         if any(o[d] for o in self.offsets for d in range(dims - 3)):
-            raise LayoutError(
-                message(
-                    where,
-                    argument="offsets",
-                    got=f"{self.offsets} for a block of {dims} dimensions",
-                    need="offsets that reach along the last three dimensions at most",
-                    mend="np.moveaxis the dimensions along which they do not reach to the front",
-                )
+            raise LayoutError.at(
+                where,
+                argument="offsets",
+                got=f"{self.offsets} for a block of {dims} dimensions",
+                need="offsets that reach along the last three dimensions at most",
+                mend="np.moveaxis the dimensions along which they do not reach to the front",
             )
         if x.dtype.kind not in "fc" and not all(float(w).is_integer() for w in self.weights):
-            raise LayoutError(
-                message(
-                    where,
-                    argument="x",
-                    got=f"{describe(x)}, and weights {self.weights}",
-                    need="floating-point numbers, or weights that are integers",
-                    mend="x.astype(float)",
-                )
+            raise LayoutError.at(
+                where,
+                argument="x",
+                got=f"{describe(x)}, and weights {self.weights}",
+                need="floating-point numbers, or weights that are integers",
+                mend="x.astype(float)",
             )
 
     def _slabs(self, group: Group, ndim: int) -> list[int]:
@@ -224,37 +218,31 @@ def stencil(
     several = isinstance(weights, Iterable) and not isinstance(weights, Array | str)
     given: tuple[Any, ...] = tuple(weights) if several else (None,)
     if not all(isinstance(w, int | float | np.integer | np.floating) or _is_number(w) for w in given):
-        raise SpecError(
-            message(
-                where,
-                argument="weights",
-                got=describe(weights),
-                need="a real number for each offset, not differentiated: they belong to the operator",
-                mend="h = spmd.halo_exchange(x, spec, widths, boundary); spmd.functions.stencil(h, offsets, weights)",
-            )
+        raise SpecError.at(
+            where,
+            argument="weights",
+            got=describe(weights),
+            need="a real number for each offset, not differentiated: they belong to the operator",
+            mend="h = spmd.halo_exchange(x, spec, widths, boundary); spmd.functions.stencil(h, offsets, weights)",
         )
     factors = tuple(float(w) for w in given)
     if len(factors) != len(table):
-        raise LayoutError(
-            message(
-                where,
-                argument="weights",
-                got=f"{len(factors)} for {len(table)} offsets",
-                need="one for each offset",
-                mend=f"weights={(1.0,) * len(table)}",
-            )
+        raise LayoutError.at(
+            where,
+            argument="weights",
+            got=f"{len(factors)} for {len(table)} offsets",
+            need="one for each offset",
+            mend=f"weights={(1.0,) * len(table)}",
         )
     each = tuple(boundary) if isinstance(boundary, Sequence) and not isinstance(boundary, str) else (boundary,)
     wrong = next((b for b in each if b not in BOUNDARIES), None)
     if wrong is not None or (not isinstance(boundary, str) and len(each) != len(table[0])):
-        raise LayoutError(
-            message(
-                where,
-                argument="boundary",
-                got=repr(boundary),
-                need=f'"zero" or "periodic", for all dimensions or for each of the {len(table[0])}',
-                mend=_other_boundary(wrong),
-            )
+        raise LayoutError.at(
+            where,
+            argument="boundary",
+            got=repr(boundary),
+            need=f'"zero" or "periodic", for all dimensions or for each of the {len(table[0])}',
+            mend=_other_boundary(wrong),
         )
     op = interned(Stencil, spec.axes, spec, table, factors, boundary if isinstance(boundary, str) else each)
     return operate(op, x, sys._getframe(1))
@@ -274,13 +262,11 @@ def checked_offsets(where: str, offsets: Any) -> Offsets:
     except TypeError:
         table = ()
     if not table or len({len(o) for o in table}) != 1 or not table[0]:
-        raise LayoutError(
-            message(
-                where,
-                argument="offsets",
-                got=repr(offsets),
-                need="a sequence of offsets, each an int for every dimension",
-                mend="offsets=((0, 0), (1, 0), (-1, 0), (0, 1), (0, -1)), the five points of a Laplacian",
-            )
+        raise LayoutError.at(
+            where,
+            argument="offsets",
+            got=repr(offsets),
+            need="a sequence of offsets, each an int for every dimension",
+            mend="offsets=((0, 0), (1, 0), (-1, 0), (0, 1), (0, -1)), the five points of a Laplacian",
         )
     return table

@@ -23,7 +23,6 @@ from spmd.errors import (
     all_of,
     axes_of,
     describe,
-    message,
     one_or_all,
 )
 from spmd.frontends import frontend
@@ -61,42 +60,36 @@ def _admitted(op: Collective, x: Any, state: State, worker: Worker) -> State:
             rest = [n for n in op.axes if n not in missing]
             axes = one_or_all(missing)
             factor = worker.group(tuple(missing)).size
-            raise StateError(
-                message(
-                    f"spmd.{op.function}",
-                    argument="x",
-                    got=f"{describe(x)}, which does not vary over {axes_of(missing)}",
-                    need=f"an array that varies over {all_of(op.axes)}",
-                    mend=(f"name {all_of(rest)} only" if rest else "leave the call out")
-                    + f": along {axes} the value is already the same on all {factor} workers; "
-                    f"spmd.pvary(x, {axes}) first if the sum of {factor} copies is meant",
-                )
+            raise StateError.at(
+                f"spmd.{op.function}",
+                argument="x",
+                got=f"{describe(x)}, which does not vary over {axes_of(missing)}",
+                need=f"an array that varies over {all_of(op.axes)}",
+                mend=(f"name {all_of(rest)} only" if rest else "leave the call out")
+                + f": along {axes} the value is already the same on all {factor} workers; "
+                f"spmd.pvary(x, {axes}) first if the sum of {factor} copies is meant",
             )
         state = state_of(state.varying | set(missing))
     present = [n for n in op.axes if op.takes(n) == INVARIANT and n in state.varying]
     if present:
-        raise StateError(
-            message(
-                f"spmd.{op.function}",
-                argument="x",
-                got=f"{describe(x)}, which varies over {axes_of(present)}",
-                need=f"an array that is Invariant along {all_of(op.axes)}",
-                mend="reduce or gather it first (spmd.psum, spmd.all_gather(..., to='invariant'))",
-            )
+        raise StateError.at(
+            f"spmd.{op.function}",
+            argument="x",
+            got=f"{describe(x)}, which varies over {axes_of(present)}",
+            need=f"an array that is Invariant along {all_of(op.axes)}",
+            mend="reduce or gather it first (spmd.psum, spmd.all_gather(..., to='invariant'))",
         )
     return state
 
 
 def outside(where: str, x: Array, argument: str | None = None) -> Exception:
     """The error for an array that a body meets without having been given it."""
-    return ClosureError(
-        message(
-            where,
-            argument=argument,
-            got=f"{describe(x)} that was traced outside of this map",
-            need="arrays of this body",
-            mend="pass it to the map as an argument, with a spec in in_specs (P() for a replicated one)",
-        )
+    return ClosureError.at(
+        where,
+        argument=argument,
+        got=f"{describe(x)} that was traced outside of this map",
+        need="arrays of this body",
+        mend="pass it to the map as an argument, with a spec in in_specs (P() for a replicated one)",
     )
 
 
@@ -127,13 +120,11 @@ class Join(Mixing):
         if worker is None:
             return None
         if not worker.tracked:
-            raise DifferentiationError(
-                message(
-                    "a gradient transformation in a body",
-                    got="a map with check=False that is not differentiated from outside: its arrays are bare",
-                    need="arrays that carry their state",
-                    mend="spmd.map(..., check=True)",
-                )
+            raise DifferentiationError.at(
+                "a gradient transformation in a body",
+                got="a map with check=False that is not differentiated from outside: its arrays are bare",
+                need="arrays that carry their state",
+                mend="spmd.map(..., check=True)",
             )
         return worker.state()
 
@@ -266,14 +257,12 @@ def block(x) -> np.ndarray:
     if type(x) is not Array:
         data = x if on_device(x) else np.asarray(admit(x, "spmd.block"))
     elif x.tape is not None:
-        raise StateError(
-            message(
-                "spmd.block",
-                argument="x",
-                got=describe(x),
-                need="an undifferentiated array",
-                mend="spmd.block(spmd.stop_gradient(x)) if the gradient may end here",
-            )
+        raise StateError.at(
+            "spmd.block",
+            argument="x",
+            got=describe(x),
+            need="an undifferentiated array",
+            mend="spmd.block(spmd.stop_gradient(x)) if the gradient may end here",
         )
     else:
         data = x.value if on_device(x.value) else np.asarray(x.value)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from spmd.errors import DeadlockError, MismatchError, caller, message, source_line
+from spmd.errors import DeadlockError, MismatchError, caller, source_line
 
 if TYPE_CHECKING:
     from spmd.autodiff.tree import Leaf
@@ -236,14 +236,12 @@ def mismatch(first: Side, second: Side) -> MismatchError:
     lines = [side.shown(order, trees) for side in (first, second)]
     if parted and first.tree and second.tree:
         lines.append(f"          {_parting(first, second)}")
-    return MismatchError(
-        message(
-            "a collective",
-            got="workers that met with different calls\n" + "\n".join(lines),
-            need=f"the same operator, {'tree, ' * trees}axes, parameters, dtype and shape from all of the group, "
-            "in the same order",
-            mend=mend,
-        )
+    return MismatchError.at(
+        "a collective",
+        got="workers that met with different calls\n" + "\n".join(lines),
+        need=f"the same operator, {'tree, ' * trees}axes, parameters, dtype and shape from all of the group, "
+        "in the same order",
+        mend=mend,
     )
 
 
@@ -265,13 +263,11 @@ def _parting(first: Side, second: Side) -> str:
 
 def deadlock(lines: Sequence[str]) -> DeadlockError:
     """Workers wait in vain; the lines say who, in what, and for whom."""
-    return DeadlockError(
-        message(
-            "a collective",
-            got="workers that wait for others that will never come\n" + "\n".join(f"          {x}" for x in lines),
-            need="every worker of a group to start the same collectives in the same order",
-            mend=_ONE_PATH,
-        )
+    return DeadlockError.at(
+        "a collective",
+        got="workers that wait for others that will never come\n" + "\n".join(f"          {x}" for x in lines),
+        need="every worker of a group to start the same collectives in the same order",
+        mend=_ONE_PATH,
     )
 
 

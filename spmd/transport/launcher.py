@@ -12,7 +12,7 @@ import sys
 from contextlib import suppress
 from typing import NamedTuple
 
-from spmd.errors import TransportError, message
+from spmd.errors import TransportError
 
 __all__ = ["TorchWorld", "expected_size", "launcher_hint", "leftovers", "raw_exit", "tell_launcher", "torch_world"]
 
@@ -91,14 +91,12 @@ def refuse_leftovers(hint: str | None) -> None:
     if hint is None or (fault := _no_connection()) is None:
         return
     found, names = leftovers("mpi")
-    raise TransportError(
-        message(
-            "spmd.Mesh",
-            got=f"{found} in the environment, as of a launcher of MPI, and {fault}",
-            need="the connection that a launcher gives to each process that it starts",
-            mend=f'start it by mpiexec; or, where these are left over from another job, "unset {names}", or '
-            'Mesh(..., transport="local"), or SPMD_TRANSPORT=local',
-        )
+    raise TransportError.at(
+        "spmd.Mesh",
+        got=f"{found} in the environment, as of a launcher of MPI, and {fault}",
+        need="the connection that a launcher gives to each process that it starts",
+        mend=f'start it by mpiexec; or, where these are left over from another job, "unset {names}", or '
+        'Mesh(..., transport="local"), or SPMD_TRANSPORT=local',
     )
 
 

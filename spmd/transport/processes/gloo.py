@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
-from spmd.errors import TransportError, message
+from spmd.errors import TransportError
 from spmd.transport.call import Call, Shape
 from spmd.transport.launcher import TorchWorld, leftovers, torch_world
 from spmd.transport.processes.channel import Channel
@@ -351,15 +351,13 @@ def _job() -> tuple[TorchWorld, Any]:
     """This process's place among all, and the store that they share: that of the user's world, where there is one."""
     world = torch_world()
     if world is None:
-        raise TransportError(
-            message(
-                "spmd.Mesh",
-                argument="transport",
-                got='"torch", in a process that no launcher of torch.distributed has started',
-                need="RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment, or an initialised "
-                "torch.distributed",
-                mend="torchrun --nproc-per-node 4 file.py",
-            )
+        raise TransportError.at(
+            "spmd.Mesh",
+            argument="transport",
+            got='"torch", in a process that no launcher of torch.distributed has started',
+            need="RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment, or an initialised "
+            "torch.distributed",
+            mend="torchrun --nproc-per-node 4 file.py",
         )
     try:
         if dist.is_initialized():
@@ -388,15 +386,13 @@ def _store(world: TorchWorld) -> Any:
         return _store_within(world, seconds)
     except RuntimeError as error:
         found, names = leftovers("torch")
-        raise TransportError(
-            message(
-                "spmd.Mesh",
-                got=f"{found} in the environment, as of a launcher of torch.distributed, and not all {world.size} "
-                f"processes came together within {seconds:g} s ({str(error).partition(chr(10))[0]})",
-                need="all processes of the job, started with such variables",
-                mend=f'where they are left over from another job, "unset {names}", or Mesh(..., transport="local"), or '
-                "SPMD_TRANSPORT=local; SPMD_TIMEOUT=600, or more seconds, where processes may come that late",
-            )
+        raise TransportError.at(
+            "spmd.Mesh",
+            got=f"{found} in the environment, as of a launcher of torch.distributed, and not all {world.size} "
+            f"processes came together within {seconds:g} s ({str(error).partition(chr(10))[0]})",
+            need="all processes of the job, started with such variables",
+            mend=f'where they are left over from another job, "unset {names}", or Mesh(..., transport="local"), or '
+            "SPMD_TRANSPORT=local; SPMD_TIMEOUT=600, or more seconds, where processes may come that late",
         ) from error
     finally:
         notice.cancel()
@@ -485,12 +481,10 @@ if hasattr(os, "register_at_fork"):
 
 
 def _unconnected(said: str) -> TransportError:
-    return TransportError(
-        message(
-            "spmd.Mesh",
-            argument="transport",
-            got=f'"torch", and the processes cannot connect: {said}',
-            need="gloo's connections among all of them",
-            mend="GLOO_SOCKET_IFNAME names the network interface to use",
-        )
+    return TransportError.at(
+        "spmd.Mesh",
+        argument="transport",
+        got=f'"torch", and the processes cannot connect: {said}',
+        need="gloo's connections among all of them",
+        mend="GLOO_SOCKET_IFNAME names the network interface to use",
     )

@@ -17,7 +17,7 @@ import numpy as np
 
 from spmd.autodiff.dtypes import dtype_name
 from spmd.device import owned
-from spmd.errors import TransportError, message
+from spmd.errors import TransportError
 from spmd.transport.call import Call, Shape
 from spmd.transport.handles import sealed
 
@@ -64,13 +64,11 @@ def stamped(name: int, run: int, number: int) -> int:
 def told(op: str, shape: Shape | None, asks: bool, strides: Shape = ()) -> bytes:
     """The words on what comes: its rank and shape, and its strides if it is read where it lies. None: nothing comes."""
     if shape is not None and len(shape) > MAX_NDIM:
-        raise TransportError(
-            message(
-                op,
-                got=f"an array of {len(shape)} dimensions",
-                need=f"at most {MAX_NDIM} between processes",
-                mend="reshape it for the collective",
-            )
+        raise TransportError.at(
+            op,
+            got=f"an array of {len(shape)} dimensions",
+            need=f"at most {MAX_NDIM} between processes",
+            mend="reshape it for the collective",
         )
     words = (0,) if shape is None else (1 + len(shape), *shape, *strides)
     return np.array([words[0] + ASKS * asks + PLACED * bool(strides), *words[1:]], np.int64).tobytes()

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from spmd.errors import TransportError, caller, message
+from spmd.errors import TransportError, caller
 from spmd.transport.launcher import (
     SIZES,
     describe_hint,
@@ -52,14 +52,12 @@ def mpi_world() -> Any:
         MPI = start_mpi(hint)
     except ImportError as error:
         if several and hint != "SLURM_STEP_NUM_TASKS":
-            raise TransportError(
-                message(
-                    "spmd.Mesh",
-                    got=f"{describe_hint(hint)}, and mpi4py cannot be imported ({error})",
-                    need="mpi4py with a working MPI library in this environment",
-                    mend='pip install "spmd[mpi]" and use the mpiexec of that environment, or Mesh(..., '
-                    'transport="local") or SPMD_TRANSPORT=local to run each process by itself',
-                )
+            raise TransportError.at(
+                "spmd.Mesh",
+                got=f"{describe_hint(hint)}, and mpi4py cannot be imported ({error})",
+                need="mpi4py with a working MPI library in this environment",
+                mend='pip install "spmd[mpi]" and use the mpiexec of that environment, or Mesh(..., '
+                'transport="local") or SPMD_TRANSPORT=local to run each process by itself',
             ) from error
         if several:
             _warn_alone(hint, f"mpi4py cannot be imported ({error})")
@@ -297,13 +295,11 @@ def _begin_as_a_child() -> None:
 
 
 def no_job_of_a_child() -> TransportError:
-    return TransportError(
-        message(
-            "spmd.Mesh",
-            got="a child of os.fork, which is no process of the job that its parent is of",
-            need="a process that the launcher has started",
-            mend='Mesh(..., transport="local") for workers of its own, or let the parent run the map',
-        )
+    return TransportError.at(
+        "spmd.Mesh",
+        got="a child of os.fork, which is no process of the job that its parent is of",
+        need="a process that the launcher has started",
+        mend='Mesh(..., transport="local") for workers of its own, or let the parent run the map',
     )
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd.errors import MismatchError, TransportError, class_name, message
+from spmd.errors import MismatchError, TransportError, class_name
 from spmd.transport.base import Comm, Transport, checks_are_on
 from spmd.transport.blas_threads import blas_threads, core_numbers, share_of_cores
 from spmd.transport.call import Call, Group, Shape, raised_by
@@ -69,13 +69,11 @@ def start(of: str) -> Call:
 
 def disconnected(call: Call | None, said: str) -> TransportError:
     """A connection was closed, and nobody knows why."""
-    return TransportError(
-        message(
-            str(call) if call is not None else "a collective",
-            got=f"a connection that was closed ({said})",
-            need="every worker's process, until all are through",
-            mend="look for what another worker has printed",
-        )
+    return TransportError.at(
+        str(call) if call is not None else "a collective",
+        got=f"a connection that was closed ({said})",
+        need="every worker's process, until all are through",
+        mend="look for what another worker has printed",
     )
 
 
@@ -338,13 +336,11 @@ class ProcessTransport(Transport):
     def _begin(self) -> None:
         """Note that this thread runs a map, or tells the others of its end. Raises where it does so already."""
         if self.running:
-            raise TransportError(
-                message(
-                    "spmd.map",
-                    got="a map that is called in the middle of another one: in the handler of a signal, say",
-                    need="one map after the other, the same ones in the same order on all processes",
-                    mend="set a variable in the handler, and look at it between two maps, on all processes",
-                )
+            raise TransportError.at(
+                "spmd.map",
+                got="a map that is called in the middle of another one: in the handler of a signal, say",
+                need="one map after the other, the same ones in the same order on all processes",
+                mend="set a variable in the handler, and look at it between two maps, on all processes",
             )
         self.running = True
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from spmd.errors import StallError, again, message
+from spmd.errors import StallError, again
 from spmd.settings import setting
 from spmd.transport.call import Call, deadlock, raised_by
 from spmd.transport.processes.hosts import Hosts
@@ -279,11 +279,9 @@ class Patience:
             calls = self.board.calls(rank)
             lines.append(f"{who} {does}; its last collectives" + (":" if calls else ": none"))
             lines += [f"  {call}" for call in calls[:4]]
-        return StallError(
-            message(
-                str(self.call) if self.call is not None else "a collective",
-                got=f"no progress for {seconds:g} s\n" + "\n".join(f"          {line}" for line in lines),
-                need="every worker of the group to come",
-                mend="SPMD_TIMEOUT=600, or more seconds, where a worker may be away for that long; 0 for no limit",
-            )
+        return StallError.at(
+            str(self.call) if self.call is not None else "a collective",
+            got=f"no progress for {seconds:g} s\n" + "\n".join(f"          {line}" for line in lines),
+            need="every worker of the group to come",
+            mend="SPMD_TIMEOUT=600, or more seconds, where a worker may be away for that long; 0 for no limit",
         )
