@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from launch import ROOT
+from launch import OPENMPI, ROOT
 
 __all__ = ["needs_hosts", "pair_of_hosts", "run_on_hosts"]
 
@@ -47,10 +47,10 @@ def pair_of_hosts() -> Iterator[str]:
 
 
 def run_on_hosts(hosts: str, launcher: str, *words: str | os.PathLike, limit: int, **env: str):
-    """`python words` in two processes on each host, by "mpirun" (of MPICH) or "torchrun"; status 124 where it was
-    ended after `limit` seconds."""
+    """`python words` in two processes on each host, by "mpirun" (of MPICH), "openmpi" or "torchrun"; status 124
+    where it was ended after `limit` seconds."""
     path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH", "")) if p)
-    command = [SCRIPTS / launcher, sys.executable, *words]
+    command = [SCRIPTS / launcher, OPENMPI if launcher == "openmpi" else sys.executable, *words]
     return subprocess.run(
         [os.fspath(c) for c in command],
         env=os.environ | {"PYTHONPATH": path, "HOSTS": hosts, "LIMIT": str(limit), "PORT": str(_free_port())} | env,

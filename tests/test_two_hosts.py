@@ -10,19 +10,27 @@ from typing import NamedTuple
 
 import pytest
 from host_pair import needs_hosts, run_on_hosts
-from launch import PROGRAMS, mpiexec
+from launch import OPENMPI, PROGRAMS, mpiexec
 
 LIMIT = 6.0
 """SPMD_TIMEOUT of these runs."""
 SLACK = 4.0
 """Seconds more, of a machine that may be busy."""
-LAUNCHERS = {"mpirun": 10.0, "torchrun": 45.0}
+LAUNCHERS = {"mpirun": 10.0, "openmpi": 10.0, "torchrun": 45.0}
 """Seconds in which a launcher ends the others: torchrun gives a stopped one 30 to end by itself."""
 
 
 pytestmark = needs_hosts
 MPIRUN = pytest.param(
     "mpirun", marks=[pytest.mark.mpi, pytest.mark.skipif(mpiexec() is None, reason="no mpiexec beside this Python")]
+)
+OPENMPI_RUN = pytest.param(
+    "openmpi",
+    marks=[
+        pytest.mark.openmpi,
+        pytest.mark.both,
+        pytest.mark.skipif(OPENMPI is None, reason="SPMD_TEST_OPENMPI_PYTHON is unset"),
+    ],
 )
 TORCHRUN = pytest.param(
     "torchrun",
@@ -85,6 +93,11 @@ CASES = [
     (MPIRUN, "stop", "6", 2, False),
     (MPIRUN, "mismatch", "5", 0, True),
     (MPIRUN, "sys_exit", "between", 3, False),
+    (OPENMPI_RUN, "raise", "3", 3, True),
+    (OPENMPI_RUN, "os_exit", "300ms", 1, False),
+    (OPENMPI_RUN, "stop", "6", 2, False),
+    (OPENMPI_RUN, "mismatch", "5", 0, True),
+    (OPENMPI_RUN, "sys_exit", "between", 3, False),
     (TORCHRUN, "kill", "4", 3, False),
 ]
 
@@ -113,6 +126,6 @@ def draw(seed: int) -> tuple[str, str, int, bool]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("launcher", [MPIRUN, TORCHRUN])
+@pytest.mark.parametrize("launcher", [MPIRUN, OPENMPI_RUN, TORCHRUN])
 def test_any_fault_at_any_moment_ends(hosts, launcher, seed):
     check(hosts, launcher, *draw(seed))
