@@ -14,7 +14,7 @@ from virtual_workers import living, mesh_of, run
 import spmd
 from spmd import P
 from spmd.errors import DeadlockError, MismatchError
-from spmd.transport.local.meeting import Run
+from spmd.transport.local.rendezvous import Run
 
 pytestmark = pytest.mark.usefixtures("no_hang")
 

@@ -30,7 +30,7 @@ RING = {n: [(k, (k + 1) % n) for k in range(n)] for n in range(1, 9)}
 def short(monkeypatch) -> list[str]:
     """What was completed by the short way."""
     done: list[str] = []
-    complete = run_plan.Recurring._complete
+    complete = run_plan.RepeatedPlan._complete
 
     def counted(self, met, workers):
         well = complete(self, met, workers)
@@ -38,7 +38,7 @@ def short(monkeypatch) -> list[str]:
             done.append(self.call.op)
         return well
 
-    monkeypatch.setattr(run_plan.Recurring, "_complete", counted)
+    monkeypatch.setattr(run_plan.RepeatedPlan, "_complete", counted)
     return done
 
 
@@ -611,7 +611,7 @@ def test_parts_of_one_array_are_joined_by_nobody(monkeypatch):
 )
 def test_what_is_known_of_lines_holds_no_block(act, monkeypatch):
     """It lives as long as the mesh does."""
-    mesh, blocks, init = lockstep(x=2), [], run_plan.Recurring.__init__
+    mesh, blocks, init = lockstep(x=2), [], run_plan.RepeatedPlan.__init__
 
     def noted(self, call, way, x):
         blocks.append(weakref.ref(x))
@@ -622,7 +622,7 @@ def test_what_is_known_of_lines_holds_no_block(act, monkeypatch):
             act(2 * x)
         return spmd.psum(x[0], "x")
 
-    monkeypatch.setattr(run_plan.Recurring, "__init__", noted)
+    monkeypatch.setattr(run_plan.RepeatedPlan, "__init__", noted)
     mesh.map(body, in_specs=P("x"), out_specs=P())(np.ones(2 * N))
     gc.collect()
     assert len(blocks) >= 2

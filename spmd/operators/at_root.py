@@ -301,7 +301,7 @@ class _Apart:
         self.comm = comm
         self.axes = axes
 
-    def repeated(self, *_: Any) -> None:
+    def repeated_plan(self, *_: Any) -> None:
         """No shorter way: what is called here is to be looked at."""
 
     def __getattr__(self, name: str):

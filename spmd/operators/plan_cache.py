@@ -63,7 +63,7 @@ class Prepared:
         if self.tried and plan is not None and plan.assumed_lengths == self.assumed:
             return
         self.tried = True
-        self.short = None if plan is None or plan.kind == "none" else comm.repeated(self.call, plan, x)
+        self.short = None if plan is None or plan.kind == "none" else comm.repeated_plan(self.call, plan, x)
         self.assumed = None if self.short is None or plan is None else plan.assumed_lengths
 
 

@@ -97,7 +97,7 @@ class Comm(ABC):
 
         return Chained(steps())
 
-    def repeated(self, call: Call, plan: Plan, x: np.ndarray) -> Callable[[Any, np.ndarray, RunPlan], Any] | None:
+    def repeated_plan(self, call: Call, plan: Plan, x: np.ndarray) -> Callable[[Any, np.ndarray, RunPlan], Any] | None:
         """What runs a plan for each further time that the same line calls it with such a block, if there is anything
         shorter than `run`. It is given the longer way, for where others bring other blocks."""
         return None

@@ -14,31 +14,31 @@ from spmd.device import copied
 from spmd.kernels.parallel import split_work
 from spmd.transport.call import LEDGERS, Call, Group, Shape
 from spmd.transport.handles import Done, Handle, Mapped, sealed
-from spmd.transport.local.meeting import Meeting, Participant, Waiting, own_error
-from spmd.transport.local.run_plan import Recurring
+from spmd.transport.local.rendezvous import Participant, Rendezvous, Waiting, own_error
+from spmd.transport.local.run_plan import RepeatedPlan
 from spmd.transport.plan import Completion, NeedsShapes, Plan, part_of
 
 
 class LocalComm(Participant):
     """A virtual worker's view: every verb is a meeting."""
 
-    def repeated(self, call: Call, plan: Plan, x: np.ndarray) -> Recurring | None:
-        return Recurring(call, plan, x) if Recurring.serves(plan, x) else None
+    def repeated_plan(self, call: Call, plan: Plan, x: np.ndarray) -> RepeatedPlan | None:
+        return RepeatedPlan(call, plan, x) if RepeatedPlan.serves(plan, x) else None
 
-    def _meet(self, group: Group, call: Call, payload: Any, take: Callable[[Meeting], Any], finish=None) -> Handle:
+    def _meet(self, group: Group, call: Call, payload: Any, take: Callable[[Rendezvous], Any], finish=None) -> Handle:
         if group.size == 1:
-            alone = Meeting(group)
-            alone.payloads = [payload]
-            alone.result = finish(alone.payloads) if finish is not None else None
+            alone = Rendezvous(group)
+            alone.contributions = [payload]
+            alone.result = finish(alone.contributions) if finish is not None else None
             return Done(take(alone))
         return Waiting(self, self.execution.post(self, group, call, payload, finish), take)
 
     def meet(self, group: Group, call: Call, shapes: Iterable[Any]) -> list[Any]:
         """Tell every member the shape of what comes for it (None: nothing), and learn theirs."""
-        return self._meet(group, call, list(shapes), lambda m: [p[group.index] for p in m.payloads]).wait()
+        return self._meet(group, call, list(shapes), lambda m: [p[group.index] for p in m.contributions]).wait()
 
     def _shapes(self, group: Group, call: Call) -> Handle:
-        return self._meet(group, call, call.shape, lambda m: list(m.payloads))
+        return self._meet(group, call, call.shape, lambda m: list(m.contributions))
 
     def _run(self, plan: Plan, call: Call, x: np.ndarray) -> Handle:
         """The last to come makes the new blocks of all, so that nobody needs the others' blocks when it is over."""
@@ -48,7 +48,7 @@ class LocalComm(Participant):
         if lent and plan.hands_over:
             x, lent = copied(x), False  # others keep it
 
-        def take(m: Meeting) -> Any:
+        def take(m: Rendezvous) -> Any:
             mine = m.result[group.index]
             if type(mine) is Failed:
                 raise own_error(mine.error)
@@ -97,7 +97,7 @@ class LocalComm(Participant):
             brought.clear()  # They know the blocks.
             return [parts_of(shapes) for parts_of in makers]
 
-        def take(m: Meeting) -> Any:
+        def take(m: Rendezvous) -> Any:
             plan, _ = m.result[group.index]
             if LEDGERS.get():
                 self._count("shapes", 0, 0)
@@ -144,21 +144,21 @@ class LocalComm(Participant):
         return Mapped(self._all_to_all(group, call, parts), lambda xs: sealed(kernels.of(xs[0]).combine(xs)))
 
     def _all_gather(self, group: Group, call: Call, x: np.ndarray) -> Handle:
-        return self._meet(group, call, handed(call, x), lambda m: list(m.payloads))
+        return self._meet(group, call, handed(call, x), lambda m: list(m.contributions))
 
     def _all_to_all(self, group: Group, call: Call, parts: Sequence[np.ndarray]) -> Handle:
         handed_out = [sealed(p) if k == group.index else handed(call, p) for k, p in enumerate(parts)]
-        return self._meet(group, call, handed_out, lambda m: [p[group.index] for p in m.payloads])
+        return self._meet(group, call, handed_out, lambda m: [p[group.index] for p in m.contributions])
 
     def _broadcast(self, group: Group, call: Call, x: np.ndarray | None, root: int) -> Handle:
         brought = None if x is None else handed(call, x)
-        return self._meet(group, call, brought, lambda m: m.payloads[root])
+        return self._meet(group, call, brought, lambda m: m.contributions[root])
 
     def _reduce(self, group: Group, call: Call, x: np.ndarray, root: int) -> Handle:
         def finish(xs: list[np.ndarray]) -> np.ndarray:
             return self.execution.make(group, x.nbytes, lambda: sealed(kernels.of(x).combine(xs)))
 
-        def take(m: Meeting) -> Any:
+        def take(m: Rendezvous) -> Any:
             if group.index != root:
                 return None
             total, m.result = m.result, None
@@ -167,7 +167,7 @@ class LocalComm(Participant):
         return self._meet(group, call, sealed(x), take, finish)
 
     def _exchange(self, group: Group, call: Call, sends: Mapping[int, np.ndarray]) -> Handle:
-        return self._meet(group, call, _parts(group, call, sends), lambda m: _taken(group, m.payloads))
+        return self._meet(group, call, _parts(group, call, sends), lambda m: _taken(group, m.contributions))
 
 
 class Failed(NamedTuple):
@@ -199,5 +199,5 @@ def handed(call: Call, x: np.ndarray) -> np.ndarray:
     return sealed(copied(x) if call.lent else x)
 
 
-def _result(m: Meeting):
+def _result(m: Rendezvous):
     return m.result

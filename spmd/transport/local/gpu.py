@@ -16,7 +16,7 @@ from spmd.transport.base import Comm
 from spmd.transport.call import Call, Group
 from spmd.transport.handles import Handle, sealed
 from spmd.transport.local.comm import LocalComm, handed
-from spmd.transport.local.meeting import Meeting, Run, Waiting
+from spmd.transport.local.rendezvous import Rendezvous, Run, Waiting
 from spmd.transport.plan import NeedsShapes, Plan
 
 __all__ = ["DeviceComm"]
@@ -66,10 +66,10 @@ class Purse:
 class _Seen:
     """A meeting as one worker sees it."""
 
-    __slots__ = ("payloads", "result")
+    __slots__ = ("contributions", "result")
 
-    def __init__(self, payloads: Any, result: Any):
-        self.payloads = payloads
+    def __init__(self, contributions: Any, result: Any):
+        self.contributions = contributions
         self.result = result
 
 
@@ -101,7 +101,7 @@ class DeviceComm(LocalComm):
         """What the body gives to the caller."""
         return self.caller.borrow(x, self.place)
 
-    def _meet(self, group: Group, call: Call, payload: Any, take: Callable[[Meeting], Any], finish=None) -> Handle:
+    def _meet(self, group: Group, call: Call, payload: Any, take: Callable[[Rendezvous], Any], finish=None) -> Handle:
         if group.size == 1:
             return super()._meet(group, call, payload, take, finish)
         place = self.place
@@ -117,13 +117,13 @@ class DeviceComm(LocalComm):
             result = finish(view(all_brought)) if finish is not None else None
             return Made(result, place, place.mark() if events else None)
 
-        def taken(m: Meeting) -> Any:
+        def taken(m: Rendezvous) -> Any:
             place.enter()
             made: Made = m.result
             if made.event is not None and made.place != place:
                 place.stream.wait_event(made.event)
             result = made.result if made.place == place else place.borrow(made.result, made.place)
-            return take(_Seen(view(m.payloads), result))  # type: ignore[arg-type]
+            return take(_Seen(view(m.contributions), result))  # type: ignore[arg-type]
 
         mine = Brought(payload, place, place.mark() if _has_arrays(payload) else None)
         return Arriving(self, self.execution.post(self, group, call, mine, complete), taken)
@@ -147,8 +147,8 @@ class DeviceComm(LocalComm):
     def _reduce(self, group: Group, call: Call, x: Any, root: int) -> Handle:
         """The root makes the sum on its own device."""
 
-        def take(m: Meeting) -> Any:
-            return sealed(kernels.of(x).combine(list(m.payloads))) if group.index == root else None
+        def take(m: Rendezvous) -> Any:
+            return sealed(kernels.of(x).combine(list(m.contributions))) if group.index == root else None
 
         return self._meet(group, call, sealed(x) if group.index == root else handed(call, x), take)
 

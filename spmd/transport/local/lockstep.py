@@ -16,7 +16,7 @@ from spmd.kernels.parallel.thread_pool import Stopped
 from spmd.transport.base import Comm
 from spmd.transport.blas_threads import usable_cores
 from spmd.transport.handles import Outcome
-from spmd.transport.local.meeting import Gathering, Meeting, Participant, Run
+from spmd.transport.local.rendezvous import Participant, Rendezvous, RepeatedRendezvous, Run
 
 
 def _no_frames_of_optree() -> None:
@@ -59,7 +59,7 @@ class LockstepRun(Run):
     def __init__(self, size: int, describe: Callable[[int], str], quiet: bool = False):
         super().__init__(size, describe)
         self.quiet = quiet
-        self.gatherings = {}
+        self.repeated = {}
         self.ready: deque[Any] = deque()
         self.hub: Any = None
         self.own: Participant | None = None
@@ -88,7 +88,7 @@ class LockstepRun(Run):
                         self.context.copy().run(self.work, comm, body)
                     if self.ready:
                         self._go_on()
-            while self.gatherings and self.limit >= 0:
+            while self.repeated and self.limit >= 0:
                 self._turn_down_all()
                 self._go_on()
             for worker in workers:
@@ -134,10 +134,10 @@ class LockstepRun(Run):
 
     def _turn_down_all(self) -> None:
         """Where nobody is ready: by the verbs it shows what those who have gathered wait for."""
-        for key in list(self.gatherings or ()):
+        for key in list(self.repeated or ()):
             self.turn_down(key)
 
-    def wait(self, meeting: Meeting | Gathering, comm: Participant) -> None:
+    def wait(self, meeting: Rendezvous | RepeatedRendezvous, comm: Participant) -> None:
         _no_frames_of_optree()
         self.switches += 1
         me, hub, ready = self.current(), self.hub, self.ready
@@ -177,7 +177,7 @@ class LockstepRun(Run):
             self.hub.switch()
         elif self.fresh:
             self._begin(self.fresh.popleft())
-        elif self.gatherings:
+        elif self.repeated:
             self._turn_down_all()
         else:
             self.stalled()  # All others wait too, or have left.

@@ -17,10 +17,10 @@ import numpy as np
 from spmd.kernels.memory import nontemporal
 from spmd.kernels.parallel import split_work
 from spmd.transport.call import Call, Shape
-from spmd.transport.local.meeting import Gathering, Participant
+from spmd.transport.local.rendezvous import Participant, RepeatedRendezvous
 from spmd.transport.plan import Plan, RunPlan, part_of
 
-__all__ = ["Recurring"]
+__all__ = ["RepeatedPlan"]
 
 _KNOWN = 64
 """Ways of making results that a member keeps: one for each combination of what its group called."""
@@ -33,7 +33,7 @@ _REST = 64
 _Makers = Callable[[list[Any]], list[Any]]
 
 
-class Recurring:
+class RepeatedPlan:
     """A collective of a group, as often as it is called with blocks of the same shapes.
 
     shape: of the own block; shapes: of what goes to each member; large: whether it pays to join nothing. known: what
@@ -61,8 +61,8 @@ class Recurring:
     def __call__(self, comm: Participant, x: np.ndarray, long: RunPlan) -> tuple[Any, Any]:
         """The new block, and the bound operator. long: how it goes by the verbs."""
         run, group = comm.execution, self.group
-        gatherings, key = run.gatherings, group.key
-        if gatherings is None or comm.clock >= run.limit or (self.vain >= _VAIN and self._rests()):
+        repeated, key = run.repeated, group.key
+        if repeated is None or comm.clock >= run.limit or (self.vain >= _VAIN and self._rests()):
             return long(comm, x)
         if self.large and type(x.base) is np.ndarray and x.base.nbytes > x.nbytes:
             return long(comm, x)  # Parts of one array may lie side by side: then the verbs give that, without a copy.
@@ -72,9 +72,9 @@ class Recurring:
             return long(comm, x)  # Others have come by the verbs.
         if self.plan.forwards_from is not None:
             x.setflags(False)  # pyright: ignore[reportCallIssue]  (as in `sealed`)
-        met = gatherings.get(key)
+        met = repeated.get(key)
         if met is None:
-            met = gatherings[key] = Gathering(group.size, comm.number, count)
+            met = repeated[key] = RepeatedRendezvous(group.size, comm.number, count)
         elif met.number != comm.number:
             run.turn_down(key)
             return long(comm, x)
@@ -88,11 +88,11 @@ class Recurring:
             try:
                 run.wait(met, comm)
             except BaseException:  # who goes is no longer there to be met
-                if run.gatherings and run.gatherings.get(key) is met:
+                if run.repeated and run.repeated.get(key) is met:
                     run.turn_down(key)
                 raise
         elif self._complete(met, run.size):
-            del gatherings[key]
+            del repeated[key]
             met.done = True
             run.wake(met)
         else:
@@ -113,14 +113,14 @@ class Recurring:
         self.vain += 1
         return self.vain % _REST != 0
 
-    def _supposes(self, members: tuple[Recurring, ...]) -> bool:
+    def _supposes(self, members: tuple[RepeatedPlan, ...]) -> bool:
         """Whether these bring what it is supposed that they bring."""
         if self.plan.assumed_lengths is None:
             return True
         d, lengths = self.plan.assumed_lengths
         return all(m.shape[d] == n for m, n in zip(members, lengths, strict=True))
 
-    def _complete(self, met: Gathering, workers: int) -> bool:
+    def _complete(self, met: RepeatedRendezvous, workers: int) -> bool:
         """Make all results of all blocks. False where that is to be found out, or to fail, by the verbs."""
         members = tuple(met.members)
         try:
@@ -141,7 +141,7 @@ class Recurring:
         return True
 
 
-def _makers(members: tuple[Recurring, ...], workers: int) -> _Makers:
+def _makers(members: tuple[RepeatedPlan, ...], workers: int) -> _Makers:
     """What makes the results of all members, of so many workers, of all their blocks."""
     large = any(m.large for m in members)
     make, share = _made_by(members, large), len(members) / workers
@@ -150,7 +150,7 @@ def _makers(members: tuple[Recurring, ...], workers: int) -> _Makers:
     return lambda blocks: split_work.for_all(partial(make, blocks), share)
 
 
-def _made_by(members: tuple[Recurring, ...], large: bool) -> _Makers:
+def _made_by(members: tuple[RepeatedPlan, ...], large: bool) -> _Makers:
     size, plans = len(members), [m.plan for m in members]
     completions = [plan.complete_repeated([m.shapes[k] for m in members]) for k, plan in enumerate(plans)]
     if plans[0].same:

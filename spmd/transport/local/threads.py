@@ -18,7 +18,7 @@ from spmd.transport.base import Comm
 from spmd.transport.blas_threads import usable_cores
 from spmd.transport.call import Call, Group
 from spmd.transport.handles import Outcome
-from spmd.transport.local.meeting import Gathering, Meeting, Participant, Run
+from spmd.transport.local.rendezvous import Participant, Rendezvous, RepeatedRendezvous, Run
 
 
 class ThreadRun(Run):
@@ -105,7 +105,7 @@ class ThreadRun(Run):
         super().stop()
         self._release(self.parked)
 
-    def enter(self, comm: Participant, group: Group, call: Call, payload: Any) -> tuple[Meeting, bool]:
+    def enter(self, comm: Participant, group: Group, call: Call, payload: Any) -> tuple[Rendezvous, bool]:
         with self.lock:
             return super().enter(comm, group, call, payload)
 
@@ -129,7 +129,7 @@ class ThreadRun(Run):
                 self.running += 1
                 signal.release()
 
-    def wait(self, meeting: Meeting | Gathering, comm: Participant) -> None:
+    def wait(self, meeting: Rendezvous | RepeatedRendezvous, comm: Participant) -> None:
         if os.getpid() != self.process:
             raise _forked()
         signal = threading.Lock()

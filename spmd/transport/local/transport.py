@@ -1,6 +1,6 @@
 """Virtual workers of this process: one data path, two schedulers.
 
-Workers meet in a `Meeting`: each leaves its block there, the last to come completes it, all take what is theirs.
+Workers meet in a `Rendezvous`: each leaves its block there, the last to come completes it, all take what is theirs.
 Blocks are handed over as they are, read-only, and copied only where they are lent. Where something new is made of
 several, the last to come makes it for all, so that nobody needs the others' blocks when the collective is over.
 

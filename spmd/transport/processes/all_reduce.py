@@ -43,7 +43,7 @@ class AllReducing(Announcing):
 
     def _agreed_sum(self, group: Group, call: Call, x: np.ndarray, how: str) -> Handle:
         if self.transport.checks:
-            most = self.most_riding(call, x)
+            most = self.inline_limit(call, x)
             heard, along = self._tell(group, call, x.shape, x, most)
             if along and self._all_here(heard, group, [x.nbytes] * group.size, most):
                 return self._sum_of(group, call, heard.beside(x, group.rows, group.index, [x.shape] * group.size), how)
@@ -60,7 +60,7 @@ class AllReducing(Announcing):
         rooms = pieces(room, [size * x.itemsize for size in sizes])
         mine, start = rooms[me].view(x.dtype), sum(sizes[:me])
         kernels.of(x).combine([b.reshape(-1)[start : start + sizes[me]] for b in blocks], how, mine)
-        most = self.most_riding(call, x)
+        most = self.inline_limit(call, x)
         heard, along = self._tell(group, call.of(mine.shape, alike=False), mine.shape, mine, most)
         self.number -= 1  # It is no collective of its own, and others make their sum in one meeting.
         receives = self._read(group, heard, x.dtype, [(size,) for size in sizes], rooms, most)
@@ -154,7 +154,7 @@ class AllReducing(Announcing):
                     free = spare[j] and x.flags.writeable and not lent and x.nbytes > _SMALL
                     mine[j] = 2 * place[0] + (free and arena.place(x) == place[0])
             kept = [] if mail is None else mail.next[before:]
-            if mine.nbytes <= self.most_riding(call, xs):
+            if mine.nbytes <= self.inline_limit(call, xs):
                 heard, _ = self._tell(group, call, mine.shape, mine, mine.nbytes)
                 windows = heard.windows
                 all_told = [b.tolist() for b in heard.beside(mine, group.rows, me, [mine.shape] * group.size)]

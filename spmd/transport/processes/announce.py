@@ -19,7 +19,7 @@ from spmd.transport.call import Call, Group, Shape
 from spmd.transport.handles import Done, Handle, sealed
 from spmd.transport.processes.base import Connections, Participant
 from spmd.transport.processes.channel import Channel
-from spmd.transport.processes.headers import RIDES, Headers, name_of, told
+from spmd.transport.processes.headers import INLINE_LIMIT, Headers, name_of, told
 
 __all__ = ["Announcing", "Pending", "read_only_room"]
 
@@ -71,9 +71,9 @@ class Announcing(Participant):
     def ready(self) -> None:
         """What is to be sent has been computed."""
 
-    def most_riding(self, call: Call, like: Any) -> int:
+    def inline_limit(self, call: Call, like: Any) -> int:
         """Bytes up to which blocks travel in the header, of a collective to which this worker brings `like`."""
-        return RIDES
+        return INLINE_LIMIT
 
     def _pending(self, requests: list[Any], buffers: Any, finish: Callable[[], Any]) -> Pending:
         return Pending(self.transport, requests, buffers, finish)

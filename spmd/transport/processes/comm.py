@@ -22,8 +22,8 @@ from spmd.transport.plan import PlaceBoxes, Plan
 from spmd.transport.processes.all_reduce import AllReducing
 from spmd.transport.processes.announce import read_only_room
 from spmd.transport.processes.channel import bytes_of, pieces
-from spmd.transport.processes.headers import MAX_NDIM, RIDES, Headers
-from spmd.transport.processes.run_plan import Repeated
+from spmd.transport.processes.headers import INLINE_LIMIT, MAX_NDIM, Headers
+from spmd.transport.processes.run_plan import RepeatedPlan
 
 __all__ = ["ProcessComm"]
 
@@ -39,7 +39,7 @@ def _split(buffer: np.ndarray, shapes: Sequence[Shape], dtype) -> list[np.ndarra
 class ProcessComm(AllReducing):
     """This process's view."""
 
-    def repeated(self, call: Call, plan: Plan, x: np.ndarray) -> Repeated | None:
+    def repeated_plan(self, call: Call, plan: Plan, x: np.ndarray) -> RepeatedPlan | None:
         group, me = plan.group, plan.group.index
         if (
             plan.assumed_lengths is not None
@@ -48,17 +48,19 @@ class ProcessComm(AllReducing):
             or group.size == 1
             or not self.transport.checks
             or x.ndim > MAX_NDIM
-            or self.most_riding(call, x) < RIDES
+            or self.inline_limit(call, x) < INLINE_LIMIT
         ):
             return None
         channel = self.transport.channels.get(group.ordered)
         if channel is None:
             return None
-        large = [p for p in (x[i] for k, i in enumerate(plan.parts) if i is not None and k != me) if p.nbytes > RIDES]
+        large = [
+            p for p in (x[i] for k, i in enumerate(plan.parts) if i is not None and k != me) if p.nbytes > INLINE_LIMIT
+        ]
         readable = channel.mail is not None and channel.mail.arena is not None
         # What is read where it lies is to be there: parts that are put together for it are not.
         served = not large or (readable and all(np.may_share_memory(p, x) for p in large))
-        return Repeated(call, plan, x) if served else None
+        return RepeatedPlan(call, plan, x) if served else None
 
     def _reduce_scatter(self, group: Group, call: Call, parts: Sequence[np.ndarray]) -> Handle:
         if group.size == 1:
@@ -68,12 +70,12 @@ class ProcessComm(AllReducing):
         def finish(xs: list[np.ndarray]) -> np.ndarray:
             xs[group.index] = mine
             # Of two, into what came: of more it would keep what came of all. What came in a header is not for that.
-            into: Any = xs[1 - group.index] if len(xs) == 2 and mine.nbytes > RIDES else None
+            into: Any = xs[1 - group.index] if len(xs) == 2 and mine.nbytes > INLINE_LIMIT else None
             total = kernels.of(mine).combine(xs, into=into)
             return sealed(total) if into is None else read_only_room(into.base, total)
 
         if self.transport.checks:
-            most = self.most_riding(call, parts)
+            most = self.inline_limit(call, parts)
             heard, apart = self._tell_each(group, call, parts.__getitem__, most)
             coming = [mine.shape] * group.size
             if not apart and self._all_here(heard, group, [mine.nbytes] * group.size, most):
@@ -89,13 +91,13 @@ class ProcessComm(AllReducing):
         heard, along, here, shapes = self._told_of(group, call, x)
         if here:
             mine = sealed(copied(x) if call.lent else x)
-            return Done(heard.riders(mine, group.rows, group.index, shapes))
+            return Done(heard.inline_blocks(mine, group.rows, group.index, shapes))
         return self._gathered(group, call, x, shapes, heard, along)
 
     def _told_of(self, group: Group, call: Call, x: np.ndarray) -> tuple[Headers, bool, bool, list[Shape]]:
         """Tell all members of a block: the headers that came, whether the block went along, whether all did, and the
         shapes of all."""
-        most = self.most_riding(call, x)
+        most = self.inline_limit(call, x)
         heard, along = self._tell(group, call, x.shape, x, most)
         shapes = [s or () for s in self._shapes_in(heard, group, x.shape)]
         here = along and self._all_here(heard, group, [prod(s) * x.itemsize for s in shapes], most)
@@ -107,7 +109,7 @@ class ProcessComm(AllReducing):
         """An all-gather of blocks whose shapes are known, not all of which came along with the headers. along: whether
         this one went along."""
         counts = [prod(s) * x.itemsize for s in shapes]
-        receive, most = self.room(sum(counts), call, x), self.most_riding(call, x)
+        receive, most = self.room(sum(counts), call, x), self.inline_limit(call, x)
         send, me = bytes_of(x), group.index
         if along or any(heard.came(row, counts[k], most) for k, row in enumerate(group.rows) if k != me):
             rooms = pieces(receive, counts)
@@ -126,15 +128,15 @@ class ProcessComm(AllReducing):
             return Done([sealed(p) for p in parts])
         heard, apart, here, coming = self._told_parts(group, call, parts)
         if here:
-            return Done(heard.riders(sealed(parts[group.index]), group.rows, group.index, coming))
-        return self._swapped(group, call, parts, coming, heard, self.most_riding(call, parts), apart, True)
+            return Done(heard.inline_blocks(sealed(parts[group.index]), group.rows, group.index, coming))
+        return self._swapped(group, call, parts, coming, heard, self.inline_limit(call, parts), apart, True)
 
     def _told_parts(
         self, group: Group, call: Call, parts: Sequence[np.ndarray]
     ) -> tuple[Headers, Collection[int], bool, list[Shape]]:
         """Tell each member of its part: the headers that came, for whom parts did not go along, whether all did, those
         that come too, and the shapes of what comes."""
-        most = self.most_riding(call, parts)
+        most = self.inline_limit(call, parts)
         heard, apart = self._tell_each(group, call, parts.__getitem__, most)
         coming = [s or () for s in self._shapes_in(heard, group, parts[group.index].shape)]
         sizes = [prod(s) * parts[0].itemsize for s in coming]
@@ -177,14 +179,14 @@ class ProcessComm(AllReducing):
     def _broadcast(self, group: Group, call: Call, x: np.ndarray | None, root: int) -> Handle:
         if group.size == 1:
             return Done(sealed(x))
-        most, dtype = self.most_riding(call, x), np.dtype(call.dtype)
+        most, dtype = self.inline_limit(call, x), np.dtype(call.dtype)
         heard, along = self._tell(group, call, None if x is None else x.shape, x, most)
         if along and x is not None:
             return Done(sealed(copied(x) if call.lent else x))
         shape = (heard.shape(group.rows[root]) if x is None else x.shape) or ()
         size = prod(shape) * dtype.itemsize
         if x is None and heard.came(group.rows[root], size, most):
-            return Done(heard.rider(group.rows[root], shape, dtype))
+            return Done(heard.inline_block(group.rows[root], shape, dtype))
         room = bytes_of(x) if x is not None else self.room(size, call, x)
         self.ready()
         requests = self.transport.channel(group.members).broadcast(room, root)
@@ -195,7 +197,7 @@ class ProcessComm(AllReducing):
     def _reduce(self, group: Group, call: Call, x: np.ndarray, root: int) -> Handle:
         if group.size == 1:
             return Done(sealed(x))
-        n, at_root, rows, most = group.size, group.index == root, group.rows, self.most_riding(call, x)
+        n, at_root, rows, most = group.size, group.index == root, group.rows, self.inline_limit(call, x)
         apart: Collection[int] = () if at_root else (root,)
         heard: Headers | None = None
         if self.transport.checks:
@@ -233,7 +235,7 @@ class ProcessComm(AllReducing):
         into: Mapping[int, np.ndarray] = MappingProxyType({}),
     ) -> Handle:
         """into[k]: where what member k sends is put, if it is of that shape; a message only if it is contiguous."""
-        me, most, found = group.index, self.most_riding(call, sends), {}
+        me, most, found = group.index, self.inline_limit(call, sends), {}
         if group.size == 1:
             return Done({k: sealed(x) for k, x in sends.items()})
         heard, apart = self._tell_each(group, call, sends.get, most)
@@ -252,7 +254,7 @@ class ProcessComm(AllReducing):
                 place = None
             if heard.came(row, nbytes, most):
                 if place is None:
-                    found[k] = heard.rider(row, shape, dtype)
+                    found[k] = heard.inline_block(row, shape, dtype)
                 else:
                     put(place, heard.there(row, shape, dtype))
                     found[k] = place
@@ -288,7 +290,7 @@ class ProcessComm(AllReducing):
                 heard, apart, here, coming = self._told_parts(group, call, parts)
                 if here:
                     return Done(plan.finish(x, heard.beside(parts[group.index], group.rows, group.index, coming), True))
-                most = self.most_riding(call, parts)
+                most = self.inline_limit(call, parts)
                 handle = self._swapped(group, call, parts, coming, heard, most, apart, True)
                 return Mapped(handle, lambda blocks: plan.finish(None, blocks))
             if type(plan.combine) is PlaceBoxes and not plan.combine.adds:
@@ -302,7 +304,7 @@ class ProcessComm(AllReducing):
         that does not pay, or boxes overlap."""
         group, me, dtype, sends = plan.group, plan.group.index, plan.dtype, plan.sends(x)
         nbytes = prod(combine.out) * dtype.itemsize
-        if len(combine.boxes) < 2 or nbytes <= self.most_riding(call, sends):
+        if len(combine.boxes) < 2 or nbytes <= self.inline_limit(call, sends):
             return None
         found, everything, apart = places(combine.out, tuple(combine.boxes.values()))
         if not apart:

@@ -35,8 +35,8 @@ class DirectComm(ProcessComm):
     def room(self, nbytes: int, call: Call, like: Any) -> Any:
         return cp.empty(nbytes, np.uint8) if of_device(call, like) else super().room(nbytes, call, like)
 
-    def most_riding(self, call: Call, like: Any) -> int:
-        return -1 if of_device(call, like) else super().most_riding(call, like)
+    def inline_limit(self, call: Call, like: Any) -> int:
+        return -1 if of_device(call, like) else super().inline_limit(call, like)
 
     def ready(self) -> None:
         current().stream.synchronize()

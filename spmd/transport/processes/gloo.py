@@ -6,7 +6,7 @@ agree where to connect. All movements are sends and receives between two process
 They are the fastest that gloo has, and need no group but that of all; a tag tells the groups of workers apart.
 
 A process waits in gloo, which neither polls nor can be asked. A thread of this process looks at the others meanwhile
-(`Patience`), and breaks the connections off where a wait cannot end. After a failure all connect anew.
+(`Watchdog`), and breaks the connections off where a wait cannot end. After a failure all connect anew.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from spmd.transport.processes.job import abort
 from spmd.transport.processes.shared_files import SharedFile, created, job_name, namespace, opened, remove_abandoned
 from spmd.transport.processes.status_board import Board
 from spmd.transport.processes.transport import ProcessTransport, disconnected, start
-from spmd.transport.processes.watchdog import LOOK, Patience, board_of_the_job, time_limit
+from spmd.transport.processes.watchdog import LOOK, Watchdog, board_of_the_job, time_limit
 
 __all__ = ["TorchChannel", "TorchTransport"]
 
@@ -155,7 +155,7 @@ class Turn:
 
     __slots__ = ("patience", "posted", "seen", "thread", "verdict")
 
-    def __init__(self, patience: Patience, posted: Posted):
+    def __init__(self, patience: Watchdog, posted: Posted):
         self.patience, self.posted = patience, posted
         self.thread = threading.current_thread()
         self.seen = False
@@ -181,7 +181,7 @@ class Watch:
                 self.hears_signals = True
         threading.Thread(target=self._look, name="spmd-watch", daemon=True).start()
 
-    def wait(self, patience: Patience, posted: Posted) -> None:
+    def wait(self, patience: Watchdog, posted: Posted) -> None:
         """Wait for what was posted. Raises what is seen meanwhile, or Closed."""
         turn = Turn(patience, posted)
         self.turns.add(turn)
@@ -294,7 +294,7 @@ class TorchTransport(ProcessTransport):
         for stage in "here", "all here":
             store.set(f"{name} {world.rank} {stage}", stage)
             keys = [f"{name} {r} {stage}" for r in others]
-            Patience(self, call).until(partial(store.check, keys), partial(self._learn, store, _LEARN))
+            Watchdog(self, call).until(partial(store.check, keys), partial(self._learn, store, _LEARN))
         self._learn(store)
 
     def _learn(self, store: Any, every: float = 0.0) -> None:
@@ -326,7 +326,7 @@ class TorchTransport(ProcessTransport):
 
     def watch(self, requests: list[Any], call: Call | None) -> None:
         assert isinstance(requests, Posted)
-        patience = Patience(self, call)
+        patience = Watchdog(self, call)
         try:
             _watch().wait(patience, requests)
             return

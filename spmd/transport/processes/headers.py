@@ -21,13 +21,13 @@ from spmd.errors import TransportError
 from spmd.transport.call import Call, Shape
 from spmd.transport.handles import sealed
 
-__all__ = ["MAX_NDIM", "RIDES", "ROOM", "Headers", "digest", "name_of", "stamped", "told"]
+__all__ = ["INLINE_LIMIT", "MAX_NDIM", "ROOM", "Headers", "digest", "name_of", "stamped", "told"]
 
 ROOM = 1024
 """Bytes of a header, at most."""
 MAX_NDIM = 32
 """Dimensions of a block between processes, at most."""
-RIDES = ROOM - 8 * (2 + MAX_NDIM)
+INLINE_LIMIT = ROOM - 8 * (2 + MAX_NDIM)
 """Bytes up to which a block travels in the header itself."""
 _VIEWS = 64
 """Views of blocks in the headers of a member that are kept."""
@@ -129,7 +129,7 @@ class Headers:
             views[shape, dtype] = found
         return found
 
-    def rider(self, k: int, shape: Shape, dtype: np.dtype) -> np.ndarray:
+    def inline_block(self, k: int, shape: Shape, dtype: np.dtype) -> np.ndarray:
         """The block that came along with the header of member k, in memory of its own."""
         return sealed(owned(self.there(k, shape, dtype)))
 
@@ -139,7 +139,7 @@ class Headers:
         dtype = x.dtype
         return [x if k == me else self.there(row, shapes[k], dtype) for k, row in enumerate(rows)]
 
-    def riders(self, x: np.ndarray, rows: Sequence[int], me: int, shapes: Sequence[Shape]) -> list[np.ndarray]:
+    def inline_blocks(self, x: np.ndarray, rows: Sequence[int], me: int, shapes: Sequence[Shape]) -> list[np.ndarray]:
         """The same, in memory of their own."""
         dtype = x.dtype
-        return [x if k == me else self.rider(row, shapes[k], dtype) for k, row in enumerate(rows)]
+        return [x if k == me else self.inline_block(row, shapes[k], dtype) for k, row in enumerate(rows)]

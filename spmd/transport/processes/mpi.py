@@ -21,7 +21,7 @@ from spmd.transport.processes.hosts import ADDRESS, address_of
 from spmd.transport.processes.job import abort, on_leaving
 from spmd.transport.processes.status_board import Board, file_of_launcher
 from spmd.transport.processes.transport import ProcessTransport
-from spmd.transport.processes.watchdog import Patience, board_of_the_job, let_others
+from spmd.transport.processes.watchdog import Watchdog, board_of_the_job, let_others
 
 __all__ = ["MpiChannel", "MpiTransport"]
 
@@ -152,7 +152,7 @@ class MpiTransport(ProcessTransport):
     def _poll(
         self, requests: list[MPI.Request], call: Call | None, meanwhile: Callable[[], object] = lambda: None
     ) -> None:
-        Patience(self, call).until(lambda: MPI.Request.Testall(requests), meanwhile)
+        Watchdog(self, call).until(lambda: MPI.Request.Testall(requests), meanwhile)
 
     def greet(self, others: Sequence[int], number: int, call: Call) -> None:
         # The second time says that all were there the first time. Whoever comes when the others have given up finds

@@ -17,9 +17,9 @@ from spmd.kernels.memory.pool import address
 from spmd.transport.call import Call, Shape
 from spmd.transport.plan import Make, Plan, RunPlan, part_of
 from spmd.transport.processes.base import Participant
-from spmd.transport.processes.headers import RIDES, Headers, name_of, stamped, told
+from spmd.transport.processes.headers import INLINE_LIMIT, Headers, name_of, stamped, told
 
-__all__ = ["Repeated"]
+__all__ = ["RepeatedPlan"]
 
 _TABLES = 4
 """Headers that are known: a channel has up to three sides. Those of channels that are no more are forgotten."""
@@ -50,7 +50,7 @@ class _Heard(NamedTuple):
     bound: Any
 
 
-class Repeated:
+class RepeatedPlan:
     """A collective of a group whose blocks go along with the headers, as often as it is called with such a block.
 
     large: whether some are to be read where they lie. nbytes: of the longest header.
@@ -79,7 +79,7 @@ class Repeated:
         op = self.call.op
         if part is None:
             return _Part(row, told(op, None, False), None, 0)
-        if part.nbytes <= RIDES:
+        if part.nbytes <= INLINE_LIMIT:
             return _Part(row, told(op, part.shape, False), piece, part.nbytes)
         return _Part(row, told(op, part.shape, False, part.strides), address(part) - address(x), 8)
 
@@ -162,7 +162,7 @@ class Repeated:
                     placed.append((k, heard.windows[row], shape, strides, heard.words[row][2 + 2 * n : 3 + 2 * n]))
                     n *= 2
                 elif shape is not None:
-                    if prod(shape) * self.dtype.itemsize > RIDES:
+                    if prod(shape) * self.dtype.itemsize > INLINE_LIMIT:
                         return None
                     block = heard.there(row, shape, self.dtype)
                 place = heard.bytes[row][8 : 16 + 8 * n]

@@ -37,7 +37,7 @@ from spmd.transport.processes.mailbox import shared
 from spmd.transport.processes.shared_files import machine
 from spmd.transport.processes.shared_memory import arena
 from spmd.transport.processes.status_board import Board
-from spmd.transport.processes.watchdog import Patience, let_others, like, time_limit
+from spmd.transport.processes.watchdog import Watchdog, let_others, like, time_limit
 
 __all__ = ["ProcessTransport", "start"]
 
@@ -137,7 +137,7 @@ class ProcessTransport(Transport):
 
     @abstractmethod
     def watch(self, requests: list[Any], call: Call | None) -> None:
-        """Wait for requests, and look at the others meanwhile. Raises what was seen there (`Patience`)."""
+        """Wait for requests, and look at the others meanwhile. Raises what was seen there (`Watchdog`)."""
 
     @staticmethod
     def has_come(requests: list[Any]) -> bool:
@@ -205,7 +205,7 @@ class ProcessTransport(Transport):
         to have come to it: those of one host are."""
         if self.board is None or self.board.whole:
             return work()
-        return Patience(self, call).through(work)
+        return Watchdog(self, call).through(work)
 
     def _everyones(self, channel: Channel, mine: bytes, call: Call | None) -> list[bytes]:
         """Eight bytes of each member of a channel, by messages."""
@@ -237,7 +237,7 @@ class ProcessTransport(Transport):
                 if come:
                     return
                 board.wait(self.number)
-                Patience(self, call).until(mail.has_come, self.progress)
+                Watchdog(self, call).until(mail.has_come, self.progress)
             else:
                 requests = channel.swap(nbytes)
                 if self.has_come(requests):
@@ -265,7 +265,7 @@ class ProcessTransport(Transport):
         rank = self.board.rank
         if self.board.whole:
             try:
-                Patience(self, call).until(lambda: not self.board.missing(rank))  # type: ignore[union-attr]
+                Watchdog(self, call).until(lambda: not self.board.missing(rank))  # type: ignore[union-attr]
             except BaseException as error:
                 if self.board.withdraw() or not isinstance(error, Exception):
                     self.fail(error)
@@ -320,7 +320,7 @@ class ProcessTransport(Transport):
         """What has become of a peer whose connection was lost, as an error, if it comes out."""
         assert self.board is not None
         try:
-            Patience(self, call).reason()
+            Watchdog(self, call).reason()
         except BaseException as error:
             return error
         return None

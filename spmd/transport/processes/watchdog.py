@@ -20,7 +20,7 @@ from spmd.transport.processes.status_board import FAILED, FOLLOWS, LEFT, WAITING
 if TYPE_CHECKING:
     from spmd.transport.processes.base import Connections
 
-__all__ = ["LOOK", "Patience", "board_of_the_job", "failed_too", "let_others", "like", "time_limit"]
+__all__ = ["LOOK", "Watchdog", "board_of_the_job", "failed_too", "let_others", "like", "time_limit"]
 
 LOOK = 0.1
 """Seconds between two looks at the others."""
@@ -123,7 +123,7 @@ def like(origin: int, who: str, said: str) -> Exception:
     return error
 
 
-class Patience:
+class Watchdog:
     """One wait of a process in a call."""
 
     def __init__(self, transport: Connections, call: Call | None):

@@ -14,10 +14,10 @@ from spmd.transport.base import Comm
 from spmd.transport.call import Call, Group, Side, deadlock, mismatch, raised_by
 from spmd.transport.handles import Outcome
 
-__all__ = ["Gathering", "Meeting", "Participant", "Run", "Waiting", "own_error"]
+__all__ = ["Participant", "Rendezvous", "RepeatedRendezvous", "Run", "Waiting", "own_error"]
 
 
-class Gathering:
+class RepeatedRendezvous:
     """Those of a group who call again what they have called: who has come, with what, and what came of it.
 
     members: those who have come, by their places; missing: how many are to come; waiters: whom to wake. number, clock:
@@ -38,15 +38,15 @@ class Gathering:
         self.waiters: list[Any] = []
 
 
-class Meeting:
+class Rendezvous:
     """One collective of one group: who has come, with what, and what came of it."""
 
-    __slots__ = ("calls", "clock", "done", "error", "group", "missing", "numbers", "payloads", "result", "waiters")
+    __slots__ = ("calls", "clock", "contributions", "done", "error", "group", "missing", "numbers", "result", "waiters")
 
     def __init__(self, group: Group):
         self.group = group
         self.calls: list[Any] = [None] * group.size
-        self.payloads: list[Any] = [None] * group.size
+        self.contributions: list[Any] = [None] * group.size
         self.numbers: list[int] = [0] * group.size
         self.missing = group.size
         self.clock = 0
@@ -68,7 +68,7 @@ class Participant(Comm):
         self.counts: dict[Any, int] = {}
         self.clock = 0
         self.last: Call | None = None
-        self.waiting: Meeting | None = None
+        self.waiting: Rendezvous | None = None
 
 
 class Waiting:
@@ -76,10 +76,10 @@ class Waiting:
 
     __slots__ = ("comm", "meeting", "take", "value")
 
-    def __init__(self, comm: Participant, meeting: Meeting, take: Callable[[Meeting], Any]):
+    def __init__(self, comm: Participant, meeting: Rendezvous, take: Callable[[Rendezvous], Any]):
         self.comm = comm
-        self.meeting: Meeting | None = meeting
-        self.take: Callable[[Meeting], Any] = take
+        self.meeting: Rendezvous | None = meeting
+        self.take: Callable[[Rendezvous], Any] = take
         self.value: Any = None
 
     def wait(self) -> Any:
@@ -117,15 +117,15 @@ class Run:
     a worker does at one clock depends on nothing that others do at later clocks, whatever the timing.
 
     limit: the clock past which nobody needs to go: that of the first error, -1 when all are to stop.
-    gatherings: those who meet because they call again what they have called, by group; None where none do.
+    repeated: those who meet because they call again what they have called, by group; None where none do.
     """
 
-    gatherings: dict[str, Gathering] | None = None
+    repeated: dict[str, RepeatedRendezvous] | None = None
 
     def __init__(self, size: int, describe: Callable[[int], str]):
         self.describe = describe
         self.lock = threading.Lock()
-        self.open: dict[Any, Meeting] = {}
+        self.open: dict[Any, Rendezvous] = {}
         self.comms: Sequence[Participant] = ()
         self.size = size
         self.results: dict[int, Any] = {}
@@ -134,7 +134,7 @@ class Run:
         self.left = size
         self.switches = 0
 
-    def wait(self, meeting: Meeting | Gathering, comm: Participant) -> None:
+    def wait(self, meeting: Rendezvous | RepeatedRendezvous, comm: Participant) -> None:
         """Let others run until the meeting is done that a worker waits for."""
         raise NotImplementedError
 
@@ -174,8 +174,8 @@ class Run:
 
     def turn_down(self, key: str) -> None:
         """Let those of a group who have gathered go by the verbs."""
-        assert self.gatherings is not None
-        gathering = self.gatherings.pop(key)
+        assert self.repeated is not None
+        gathering = self.repeated.pop(key)
         gathering.blocks = None
         gathering.done = True
         self.wake(gathering)
@@ -184,7 +184,7 @@ class Run:
         """What one worker makes for its group of so many bytes."""
         return make() if nbytes < split_work.LEAST else split_work.for_all(make, group.size / self.size)
 
-    def post(self, comm: Participant, group: Group, call: Call, payload: Any, finish) -> Meeting:
+    def post(self, comm: Participant, group: Group, call: Call, payload: Any, finish) -> Rendezvous:
         """Leave a call and its payload in the group's meeting; the last to come completes it."""
         meeting, last = self.enter(comm, group, call, payload)
         if last:
@@ -192,10 +192,10 @@ class Run:
             self.wake(meeting)
         return meeting
 
-    def enter(self, comm: Participant, group: Group, call: Call, payload: Any) -> tuple[Meeting, bool]:
+    def enter(self, comm: Participant, group: Group, call: Call, payload: Any) -> tuple[Rendezvous, bool]:
         """The group's meeting, and whether this worker is the last to come."""
-        if self.gatherings:
-            gathering = self.gatherings.get(group.key)
+        if self.repeated:
+            gathering = self.repeated.get(group.key)
             if gathering is not None and gathering.count <= comm.counts.get(group.key, 0):  # else they are only ahead
                 self.turn_down(group.key)
         comm.clock += 1
@@ -208,10 +208,10 @@ class Run:
         key = (group.key, count)
         meeting = self.open.get(key)
         if meeting is None:
-            meeting = self.open[key] = Meeting(group)
+            meeting = self.open[key] = Rendezvous(group)
         place = group.index if meeting.group.axes == group.axes else meeting.group.members.index(comm.worker)
         meeting.calls[place] = call
-        meeting.payloads[place] = payload
+        meeting.contributions[place] = payload
         meeting.numbers[place] = comm.number
         if meeting.clock < comm.clock:
             meeting.clock = comm.clock
@@ -221,7 +221,7 @@ class Run:
         del self.open[key]
         return meeting, True
 
-    def _complete(self, meeting: Meeting, finish: Callable[[list[Any]], Any] | None) -> None:
+    def _complete(self, meeting: Rendezvous, finish: Callable[[list[Any]], Any] | None) -> None:
         """Verify that all called alike, and make the shared result. Whatever goes wrong is everyone's error."""
         try:
             calls, size = meeting.calls, meeting.group.size
@@ -234,13 +234,13 @@ class Run:
                     for asks in asked:
                         asks[0] = True
             if finish is not None:
-                meeting.result = finish(meeting.payloads)
+                meeting.result = finish(meeting.contributions)
         except Exception as error:
             meeting.error = error.with_traceback(None)
         meeting.calls = []
         meeting.done = True
 
-    def _compare(self, meeting: Meeting) -> None:
+    def _compare(self, meeting: Rendezvous) -> None:
         """Raise MismatchError where workers have called different things, or in a different order."""
         first, number = meeting.calls[0], meeting.numbers[0]
         for place, call in enumerate(meeting.calls):
@@ -273,7 +273,7 @@ class Run:
         self.results = {}
         self.errors = []
         self.open.clear()
-        self.gatherings = None
+        self.repeated = None
 
     def outcome(self, seconds: float, shared: float = 0.0) -> Outcome:
         """The results, or the first error: first by the clock, then by worker."""
