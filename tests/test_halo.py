@@ -345,7 +345,7 @@ def tall_problems(draw) -> Problem:
     )
 
 
-def repeated_plan(op, keeps: bool):
+def repeated(op, keeps: bool):
     """By one line, at first by the verbs, then as what is called again; with the results before still there or not."""
 
     def f(x):
