@@ -75,122 +75,162 @@ def sweep(tape: Tape, seeds: Iterable[tuple[Node, Any]], leaves: list[Node], *, 
     With `free`, nodes are dropped as the sweep passes, so that memory falls as it goes; the tape serves once.
     A primitive may owe a leaf its cotangent (`owe`): the sweep goes on, and waits for all debts at the end.
     """
-    nodes, bare = tape.nodes, np.ndarray
+    nodes = tape.nodes
     if type(nodes) is Watched:
         nodes.check()
-    kinds = FINITE.get()
-    cotangents: dict[Node, Any] = {}
-    owed: dict[Node, list[Future]] = {}
-    shared: dict[Any, Any] = {}
-    own: set[Node] = set()  # where a large sum stands that was made here, so that more can be added in place
-
-    def add(node: Node, g) -> None:
-        if type(g) is not bare or g.dtype is not node.dtype or g.shape != node.shape:
-            g = fit(g, node)
-        old = cotangents.get(node)
-        if old is None:
-            cotangents[node] = g
-        elif node in own and type(g) is bare:
-            old += g
-        else:
-            total = cotangents[node] = _sum(old, g)
-            own.discard(node)
-            if type(total) is bare and total.nbytes > LARGE:
-                own.add(node)
-
+    cotangents = Cotangents(nodes)
     for node, g in seeds:
-        add(node, g)
+        cotangents.add(node, g)
     topmost = _topmost(nodes) if free else None
     try:
         for node in map(nodes.pop, itertools.repeat(-1, len(nodes))) if free else reversed(nodes):
-            prim = node.prim
-            if prim is None:
+            if node.prim is None:
                 continue
-            g = cotangents.pop(node, None)
-            if g is not None:
-                args, kwargs, parents = node.args, node.kwargs, node.parents
-                if args is None:
-                    raise _freed()
-                plain = prim.plain
-                if not plain and prim.joint is not None:
-                    for parent, part in zip(parents, prim.joint(g, *args[1:]), strict=True):
-                        if parent is not None and part is not None:
-                            add(parent, part)
-                elif type(g) is Bundle:
-                    g = g.filled(node.results)
-                pulls, over, done = node.pulls, None, None
-                if not plain:
-                    if prim.over is not None and type(g) is bare:
-                        h = old = None  # which may be g
-                        if alone(getrefcount(g), g):
-                            over = prim.over
-                    if prim.early and free and len(pulls) == 2:
-                        done, pulls, parents = parents[0], pulls[::-1], parents[::-1]
-                k = 0
-                for pull in pulls:
-                    parent = parents[k]
-                    k += 1
-                    if not plain:
-                        if prim.owe is not None and parent.prim is None:
-                            debt = prim.owe(shared, g, parent, *args[1:])
-                            if debt is not None:
-                                owed.setdefault(parent, []).append(debt)
-                                g = h = old = None
-                                debt.begin()
-                                continue
-                        if prim.into is not None and type(g) is bare:
-                            h, old = None, cotangents.get(parent)  # which h may be
-                            if parent in own or (type(old) is bare and alone(getrefcount(old) - 1, old)):
-                                prim.into(old, g, *args)
-                                continue
-                    try:
-                        if over is not None:
-                            h = over(g, *args, **kwargs)
-                        elif kwargs:
-                            h = pull(g, *args, **kwargs)
-                        elif len(args) == 2:
-                            h = pull(g, args[0], args[1])
-                        else:
-                            h = pull(g, *args)
-                    except Exception as error:
-                        if prim.joint is not None or prim.owe is not None:  # what sends is not done twice
-                            raise
-
-                        h = cupy_fallback.pulled_again(pull, (g, *args), kwargs, error)
-                    if done is not None:  # The next rule asks for no more of the first argument than for its shape.
-                        args = node.args = (args[0], done, *args[2:])
-                        done = None
-                    if kinds and h is not None:
-                        check_finite(h, kinds, partial(_gradient_of, prim, node, nodes))
-                    old = cotangents.get(parent)
-                    if type(h) is not bare or h.dtype is not parent.dtype or h.shape != parent.shape:
-                        if h is None:
-                            raise _nothing(prim)
-                        add(parent, h)
-                    elif old is None:  # as in `add`, for the case that counts
-                        cotangents[parent] = h
-                        if not plain and prim.into is not None and h.nbytes > LARGE and alone(getrefcount(h) - 1, h):
-                            own.add(parent)
-                    elif parent not in own and type(old) is bare and h.nbytes > LARGE and alone(getrefcount(h), h):
-                        h += old  # nobody else holds h
-                        cotangents[parent] = h
-                        own.add(parent)
-                        old = None
-                    else:
-                        old = None
-                        add(parent, h)
+            if node in cotangents.of:
+                (_pull if node.prim.plain else _pull_specially)(node, cotangents, free)
             if free:
                 node.args, node.parents = None, ()
     except AttributeError as error:
         if isinstance(error.obj, Like):
             raise AttributeError(underscored(f".{error.name}")) from None
         raise
-    g = h = old = None  # Of what is owed nobody else has the terms now.
-    for node in leaves:
-        for debt in owed.get(node, ()):
-            add(node, debt.wait())
     del topmost
-    return [cotangents.get(node) for node in leaves]
+    return cotangents.of_leaves(leaves)
+
+
+class Cotangents:
+    """The cotangents of a sweep, each the sum of what has come for its node so far, and who may write into it.
+
+    of: by node. own: the nodes of which the sum is a large array that was made here, so that more is added in place.
+    owed: what leaves will get, by leaf; shared: what all debts have in common. kinds: what `spmd.debug` looks for.
+    """
+
+    __slots__ = ("kinds", "nodes", "of", "owed", "own", "shared")
+
+    def __init__(self, nodes: list[Node]):
+        self.nodes = nodes
+        self.kinds = FINITE.get()
+        self.of: dict[Node, Any] = {}
+        self.own: set[Node] = set()
+        self.owed: dict[Node, list[Future]] = {}
+        self.shared: dict[Any, Any] = {}
+
+    def add(self, node: Node, g: Any) -> None:
+        """Add a cotangent that others may hold too."""
+        if type(g) is not np.ndarray or g.dtype is not node.dtype or g.shape != node.shape:
+            g = fit(g, node)
+        old = self.of.get(node)
+        if old is None:
+            self.of[node] = g
+        elif node in self.own and type(g) is np.ndarray:
+            old += g
+        else:
+            total = self.of[node] = _sum(old, g)
+            self.own.discard(node)
+            if type(total) is np.ndarray and total.nbytes > LARGE:
+                self.own.add(node)
+
+    def receive(self, parent: Node, h: Any, reused: bool) -> None:
+        """Add what a rule has given, which a variable of the caller's holds: where nobody else does, the other addend
+        is added to it, in place. reused: whether a rule may add to the array later."""
+        old = self.of.get(parent)
+        if type(h) is not np.ndarray or h.dtype is not parent.dtype or h.shape != parent.shape:
+            self.add(parent, h)
+        elif old is None:
+            self.of[parent] = h
+            if reused and h.nbytes > LARGE and alone(getrefcount(h) - 2, h):
+                self.own.add(parent)
+        elif parent not in self.own and type(old) is np.ndarray and h.nbytes > LARGE and alone(getrefcount(h) - 1, h):
+            h += old
+            self.of[parent] = h
+            self.own.add(parent)
+        else:
+            old = None
+            self.add(parent, h)
+
+    def takes_more(self, node: Node) -> bool:
+        """Whether nobody else has the array of what has come for a node, which can be added to in place."""
+        old = self.of.get(node)
+        return node in self.own or (type(old) is np.ndarray and alone(getrefcount(old) - 1, old))
+
+    def owe(self, node: Node, debt: Future) -> None:
+        """Promise a leaf a cotangent that comes later."""
+        self.owed.setdefault(node, []).append(debt)
+
+    def check(self, h: Any, node: Node) -> None:
+        """Raise where a rule has given what `spmd.debug` looks for, or nothing."""
+        if h is None:
+            raise _nothing(node.prim)
+        if self.kinds:
+            check_finite(h, self.kinds, partial(_gradient_of, node.prim, node, self.nodes))
+
+    def of_leaves(self, leaves: list[Node]) -> list[Any]:
+        """Those of the leaves, when all debts are paid."""
+        for node in leaves:
+            for debt in self.owed.get(node, ()):
+                self.add(node, debt.wait())
+        return [self.of.get(node) for node in leaves]
+
+
+def _pull(node: Node, cotangents: Cotangents, _: bool) -> None:
+    """Give the parents of a node their cotangents, by rules that only compute."""
+    args, kwargs, of, g = node.args, node.kwargs, cotangents.of, cotangents.of.pop(node)
+    if args is None:
+        raise _freed()
+    if type(g) is Bundle:
+        g = g.filled(node.results)
+    for pull, parent in zip(node.pulls, node.parents, strict=False):
+        try:
+            h = pull(g, *args, **kwargs) if kwargs else pull(g, *args)
+        except Exception as error:
+            h = cupy_fallback.pulled_again(pull, (g, *args), kwargs, error)
+        if h is None or cotangents.kinds:
+            cotangents.check(h, node)
+        if parent not in of and type(h) is np.ndarray and h.dtype is parent.dtype and h.shape == parent.shape:
+            of[parent] = h  # as `receive` does, for the case that counts
+        else:
+            cotangents.receive(parent, h, False)
+
+
+def _pull_specially(node: Node, cotangents: Cotangents, free: bool) -> None:
+    """Give the parents of a node their cotangents, by rules that send, that write over the cotangent of the result
+    (`over`) or add to that of a parent (`into`), or need less than all arguments (`early`)."""
+    prim, args, kwargs, g = node.prim, node.args, node.kwargs, cotangents.of.pop(node)
+    if args is None:
+        raise _freed()
+    if prim.joint is not None:
+        for parent, part in zip(node.parents, prim.joint(g, *args[1:]), strict=True):
+            if parent is not None and part is not None:
+                cotangents.add(parent, part)
+    elif type(g) is Bundle:
+        g = g.filled(node.results)
+    over = prim.over if prim.over is not None and type(g) is np.ndarray and alone(getrefcount(g), g) else None
+    early, step = prim.early and free and len(node.pulls) == 2, 1
+    if early:
+        step = -1
+    for pull, parent in zip(node.pulls[::step], node.parents[::step], strict=False):
+        if prim.owe is not None and parent.prim is None:
+            debt = prim.owe(cotangents.shared, g, parent, *args[1:])
+            if debt is not None:
+                cotangents.owe(parent, debt)
+                g = h = None  # Of what is owed nobody else has the terms now.
+                debt.begin()
+                continue
+        h = None  # which may be what has come for the parent
+        if prim.into is not None and type(g) is np.ndarray and cotangents.takes_more(parent):
+            prim.into(cotangents.of.get(parent), g, *args)
+            continue
+        try:
+            h = (pull if over is None else over)(g, *args, **kwargs)
+        except Exception as error:
+            if prim.joint is not None or prim.owe is not None:  # what sends is not done twice
+                raise
+            h = cupy_fallback.pulled_again(pull, (g, *args), kwargs, error)
+        if early:  # The next rule asks for no more of the first argument than for its shape.
+            args, early = (args[0], node.parents[0], *args[2:]), False
+            node.args = args
+        cotangents.check(h, node)
+        cotangents.receive(parent, h, prim.into is not None)
 
 
 def _gradient_of(prim, node: Node, nodes: list[Node]) -> str:
