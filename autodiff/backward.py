@@ -81,13 +81,17 @@ def sweep(tape: Tape, seeds: Iterable[tuple[Node, Any]], leaves: list[Node], *, 
     cotangents = Cotangents(nodes)
     for node, g in seeds:
         cotangents.add(node, g)
+    of = cotangents.of
     topmost = _topmost(nodes) if free else None
     try:
         for node in map(nodes.pop, itertools.repeat(-1, len(nodes))) if free else reversed(nodes):
             if node.prim is None:
                 continue
-            if node in cotangents.of:
-                (_pull if node.prim.plain else _pull_specially)(node, cotangents, free)
+            if node in of:
+                if node.prim.plain:
+                    _pull(node, of.pop(node), cotangents)
+                else:
+                    _pull_specially(node, cotangents, free)
             if free:
                 node.args, node.parents = None, ()
     except AttributeError as error:
@@ -148,15 +152,6 @@ class Cotangents:
             old = None
             self.add(parent, h)
 
-    def takes_more(self, node: Node) -> bool:
-        """Whether nobody else has the array of what has come for a node, which can be added to in place."""
-        old = self.of.get(node)
-        return node in self.own or (type(old) is np.ndarray and alone(getrefcount(old) - 1, old))
-
-    def owe(self, node: Node, debt: Future) -> None:
-        """Promise a leaf a cotangent that comes later."""
-        self.owed.setdefault(node, []).append(debt)
-
     def check(self, h: Any, node: Node) -> None:
         """Raise where a rule has given what `spmd.debug` looks for, or nothing."""
         if h is None:
@@ -172,20 +167,24 @@ class Cotangents:
         return [self.of.get(node) for node in leaves]
 
 
-def _pull(node: Node, cotangents: Cotangents, _: bool) -> None:
+def _pull(node: Node, g: Any, cotangents: Cotangents) -> None:
     """Give the parents of a node their cotangents, by rules that only compute."""
-    args, kwargs, of, g = node.args, node.kwargs, cotangents.of, cotangents.of.pop(node)
+    args, parents, of = node.args, node.parents, cotangents.of
     if args is None:
         raise _freed()
     if type(g) is Bundle:
         g = g.filled(node.results)
-    for pull, parent in zip(node.pulls, node.parents, strict=False):
+    for k, pull in enumerate(node.pulls):
         try:
-            h = pull(g, *args, **kwargs) if kwargs else pull(g, *args)
+            if node.kwargs:
+                h = pull(g, *args, **node.kwargs)
+            else:
+                h = pull(g, args[0], args[1]) if len(args) == 2 else pull(g, *args)
         except Exception as error:
-            h = cupy_fallback.pulled_again(pull, (g, *args), kwargs, error)
+            h = cupy_fallback.pulled_again(pull, (g, *args), node.kwargs, error)
         if h is None or cotangents.kinds:
             cotangents.check(h, node)
+        parent = parents[k]
         if parent not in of and type(h) is np.ndarray and h.dtype is parent.dtype and h.shape == parent.shape:
             of[parent] = h  # as `receive` does, for the case that counts
         else:
@@ -195,41 +194,45 @@ def _pull(node: Node, cotangents: Cotangents, _: bool) -> None:
 def _pull_specially(node: Node, cotangents: Cotangents, free: bool) -> None:
     """Give the parents of a node their cotangents, by rules that send, that write over the cotangent of the result
     (`over`) or add to that of a parent (`into`), or need less than all arguments (`early`)."""
-    prim, args, kwargs, g = node.prim, node.args, node.kwargs, cotangents.of.pop(node)
+    prim, args, pulls, parents, g = node.prim, node.args, node.pulls, node.parents, cotangents.of.pop(node)
     if args is None:
         raise _freed()
     if prim.joint is not None:
-        for parent, part in zip(node.parents, prim.joint(g, *args[1:]), strict=True):
+        for parent, part in zip(parents, prim.joint(g, *args[1:]), strict=True):
             if parent is not None and part is not None:
                 cotangents.add(parent, part)
     elif type(g) is Bundle:
         g = g.filled(node.results)
     over = prim.over if prim.over is not None and type(g) is np.ndarray and alone(getrefcount(g), g) else None
-    early, step = prim.early and free and len(node.pulls) == 2, 1
-    if early:
-        step = -1
-    for pull, parent in zip(node.pulls[::step], node.parents[::step], strict=False):
+    dropped = None
+    if prim.early and free and len(pulls) == 2:
+        dropped, pulls, parents = parents[0], pulls[::-1], parents[::-1]
+    for k, pull in enumerate(pulls):
+        parent = parents[k]
         if prim.owe is not None and parent.prim is None:
             debt = prim.owe(cotangents.shared, g, parent, *args[1:])
             if debt is not None:
-                cotangents.owe(parent, debt)
+                cotangents.owed.setdefault(parent, []).append(debt)
                 g = h = None  # Of what is owed nobody else has the terms now.
                 debt.begin()
                 continue
-        h = None  # which may be what has come for the parent
-        if prim.into is not None and type(g) is np.ndarray and cotangents.takes_more(parent):
-            prim.into(cotangents.of.get(parent), g, *args)
-            continue
+        if prim.into is not None and type(g) is np.ndarray:
+            h, old = None, cotangents.of.get(parent)  # which h may be
+            if parent in cotangents.own or (type(old) is np.ndarray and alone(getrefcount(old) - 1, old)):
+                prim.into(old, g, *args)
+                continue
+            old = None
         try:
-            h = (pull if over is None else over)(g, *args, **kwargs)
+            h = (pull if over is None else over)(g, *args, **node.kwargs)
         except Exception as error:
             if prim.joint is not None or prim.owe is not None:  # what sends is not done twice
                 raise
-            h = cupy_fallback.pulled_again(pull, (g, *args), kwargs, error)
-        if early:  # The next rule asks for no more of the first argument than for its shape.
-            args, early = (args[0], node.parents[0], *args[2:]), False
-            node.args = args
-        cotangents.check(h, node)
+            h = cupy_fallback.pulled_again(pull, (g, *args), node.kwargs, error)
+        if dropped is not None:  # The next rule asks for no more of the first argument than for its shape.
+            args = node.args = (args[0], dropped, *args[2:])
+            dropped = None
+        if h is None or cotangents.kinds:
+            cotangents.check(h, node)
         cotangents.receive(parent, h, prim.into is not None)
 
 
