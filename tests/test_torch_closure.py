@@ -12,7 +12,7 @@ from spmd import P
 torch = pytest.importorskip("torch")
 
 from spmd.bridge import torch as spt  # noqa: E402
-from spmd.bridge.torch.closure import tensors_within_reach  # noqa: E402
+from spmd.bridge.torch.captured_tensors import tensors_within_reach  # noqa: E402
 
 MODEL = torch.nn.Linear(2, 2)
 

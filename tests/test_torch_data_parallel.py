@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import spmd  # noqa: E402
 from spmd.bridge import torch as spt  # noqa: E402
-from spmd.bridge.torch.tensor import SUMMED, plain  # noqa: E402
+from spmd.bridge.torch.tensor_state import SUMMED, plain  # noqa: E402
 from spmd.errors import (  # noqa: E402
     DifferentiationError,
     LayoutError,

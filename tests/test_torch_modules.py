@@ -16,7 +16,7 @@ from torch import nn  # noqa: E402
 import spmd  # noqa: E402
 from spmd import Layout, P  # noqa: E402
 from spmd.bridge import torch as spt  # noqa: E402
-from spmd.bridge.torch.modules import grid_of, learnt, spread  # noqa: E402
+from spmd.bridge.torch.layouts import grid_of, learnt, spread  # noqa: E402
 from spmd.errors import LayoutError, MeshError, MismatchError, StateError  # noqa: E402
 
 Grid = spt.Grid

@@ -11,7 +11,8 @@ import torch
 from case_blocks import MESHES, block_shapes
 
 from spmd.bridge import torch as spt
-from spmd.bridge.torch.tensor import plain, stated
+from spmd.bridge.torch.tensor import stated
+from spmd.bridge.torch.tensor_state import plain
 from spmd.layout import Layout, P
 from spmd.mesh import Mesh, here
 from spmd.operators.base import Operator

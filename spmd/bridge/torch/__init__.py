@@ -25,30 +25,32 @@ except ImportError as error:
     ) from error
 
 import spmd
-from spmd.bridge.torch import autograd_functions, native_writes, transforms  # noqa: F401
+from spmd.bridge.torch import in_place_checks, loader_states, transforms, user_functions  # noqa: F401
+from spmd.bridge.torch.collate import Collate
 from spmd.bridge.torch.compiled import compilable, operator
 from spmd.bridge.torch.convolution import DistributedConv, DistributedPool
 from spmd.bridge.torch.data_parallel import DataParallel, data_parallel
-from spmd.bridge.torch.drawing import drawing
 from spmd.bridge.torch.dropout import dropout
-from spmd.bridge.torch.function import tie
+from spmd.bridge.torch.layouts import Grid
 from spmd.bridge.torch.linear import ColumnParallelLinear, DistributedLinear, RowParallelLinear
 from spmd.bridge.torch.mapping import map
 from spmd.bridge.torch.modules import (
     AllGather,
     AllSumReduce,
     Broadcast,
-    Grid,
     HaloExchange,
     ReduceScatter,
     Repartition,
     SumReduce,
 )
-from spmd.bridge.torch.partitioned import Parameter, PartitionedTensor
-from spmd.bridge.torch.sampler import Batches, Collate, DistributedSampler
+from spmd.bridge.torch.partitioned import elementwise, functions, reductions, views, wholes  # noqa: F401
+from spmd.bridge.torch.partitioned.tensor import Parameter, PartitionedTensor
+from spmd.bridge.torch.rng import drawing
+from spmd.bridge.torch.sampler import Batches, DistributedSampler
 from spmd.bridge.torch.scaler import GradScaler
 from spmd.bridge.torch.sharded import ShardedModule, clip_grad_norm_, grad_norm, state_dict
 from spmd.bridge.torch.tensor import Tensor
+from spmd.bridge.torch.tie import tie
 from spmd.lazy_imports import absent
 from spmd.tracebacks import api_boundary
 

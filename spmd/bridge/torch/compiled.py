@@ -18,8 +18,9 @@ import numpy as np
 import torch
 
 import spmd
-from spmd.bridge.torch.function import PLACE, Seat, apply, captured, expanded, map_is_over, seat_of, ties_of
+from spmd.bridge.torch.function import apply, captured, expanded, ties_of
 from spmd.bridge.torch.tensor import COMPILED, Tensor
+from spmd.bridge.torch.worker_context import PLACE, Seat, map_is_over, seat_of
 from spmd.errors import MeshError, StateError, message
 from spmd.layout import Layout, P
 from spmd.mesh import WORKER, Mesh, Worker, here

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from spmd.bridge.torch.memory import array_dtype
+from spmd.bridge.torch.interop import array_dtype
 from spmd.bridge.torch.sharded import ShardedModule
 from spmd.errors import LayoutError, SpecError, describe, message
 from spmd.layout import Layout, P, block_sizes

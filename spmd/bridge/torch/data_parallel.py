@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from spmd.bridge.torch.function import FRONTEND
-from spmd.bridge.torch.gradients import WHERE, Sums
+from spmd.bridge.torch.frontend import FRONTEND
+from spmd.bridge.torch.gradient_sync import WHERE, Sums
 from spmd.errors import MeshError, StateError, message
 from spmd.mesh import WORKER, Worker, here
 from spmd.spellings import closest

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from spmd import random
-from spmd.bridge.torch.drawing import stream, word
-from spmd.bridge.torch.function import no_lockstep
+from spmd.bridge.torch.rng import stream, word
+from spmd.bridge.torch.worker_context import no_lockstep
 from spmd.errors import SpecError, describe, message
 from spmd.layout import P
 from spmd.mesh import WORKER

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 import spmd
 from spmd.bridge.torch.compiled import compilable
-from spmd.bridge.torch.drawing import drawing
-from spmd.bridge.torch.modules import Grid, Shape, common_axes, grid_of, learnt, met, of_shape
+from spmd.bridge.torch.layouts import Grid, Shape, common_axes, grid_of, learnt, met, of_shape
+from spmd.bridge.torch.rng import drawing
 from spmd.bridge.torch.sharded import ShardedModule
 from spmd.errors import LayoutError, describe, message
 from spmd.layout import Layout, P

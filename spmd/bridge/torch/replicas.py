@@ -19,8 +19,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from spmd.bridge.torch.memory import owned
-from spmd.bridge.torch.tensor import Tensor, in_blocks, local
+from spmd.bridge.torch.interop import owned
+from spmd.bridge.torch.tensor import Tensor
+from spmd.bridge.torch.tensor_state import in_blocks, local
 from spmd.errors import ReplicaError, StateError, message
 from spmd.mesh import Worker
 from spmd.operators.at_root import alone_along

@@ -6,26 +6,22 @@ that tracks states its batches are declared: every tensor in them varies along t
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from operator import index
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, dataloader, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from spmd.bridge.torch.function import FRONTEND
+from spmd.bridge.torch.collate import Collate
 from spmd.errors import MeshError, describe, message
 from spmd.layout import block_sizes, offsets
 from spmd.mesh import WORKER
 from spmd.tracebacks import api_boundary
 
-__all__ = ["Batches", "Collate", "DistributedSampler"]
+__all__ = ["Batches", "DistributedSampler"]
 
 _WHERE = "spmd.bridge.torch.DistributedSampler"
 
@@ -343,65 +339,6 @@ class Batches(Sampler[list[int]]):
         self.sampler.load_state_dict(state_dict)
 
 
-class Collate:
-    """A collate_fn that also takes an empty list, of which it makes a batch of length 0.
-
-    Such a batch has the structure, dtypes and other lengths of the batches that collate_fn makes: one sample is
-    collated alone and with itself, and what grew by so much from none to one is taken away again. So the dimension
-    that counts samples has length 0, whichever it is; lists of names are empty; what does not depend on the number of
-    samples stays.
-
-    dataset: where the sample is from, by `dataset[0]`. collate_fn: by default torch's `default_collate`. It is called
-    as it is with all other lists. Raises TypeError where it makes what has no length; a collate_fn that takes an empty
-    list itself needs no `Collate`.
-    """
-
-    @api_boundary
-    def __init__(self, dataset: Any, collate_fn: Callable[[list], Any] | None = None):
-        self.dataset = dataset
-        self.collate_fn = collate_fn or default_collate
-
-    def __call__(self, samples: Any) -> Any:
-        if not (isinstance(samples, list) and not samples):  # a dataset may have made a batch of an empty list itself
-            return self.collate_fn(samples)
-        sample = self.dataset[0]
-        return _of_none(self.collate_fn([sample]), self.collate_fn([sample, sample]), "")
-
-
-def _of_none(one: Any, two: Any, path: str) -> Any:
-    """What a collation makes of no sample, from what it makes of one and of two: lengths grow evenly."""
-    if isinstance(one, torch.Tensor | np.ndarray) and type(one) is type(two) and one.ndim == two.ndim:
-        lengths = [2 * a - b for a, b in zip(one.shape, two.shape, strict=True)]
-        fits = all(0 <= n <= a for n, a in zip(lengths, one.shape, strict=True))
-        if fits and (one.shape != two.shape or bool((one == two).all())):
-            cut = one[tuple(slice(n) for n in lengths)]
-            return cut.clone() if isinstance(cut, torch.Tensor) else cut.copy()
-    elif isinstance(one, Mapping) and isinstance(two, Mapping) and [*one] == [*two]:
-        found = {k: _of_none(one[k], two[k], f"{path}[{k!r}]") for k in one}
-        if not isinstance(one, MutableMapping):
-            return found
-        made = copy.copy(one)
-        made.update(found)
-        return made
-    elif isinstance(one, list | tuple) and type(one) is type(two):
-        if len(one) == len(two):
-            parts = [_of_none(a, b, f"{path}[{k}]") for k, (a, b) in enumerate(zip(one, two, strict=True))]
-            return type(one)(*parts) if hasattr(one, "_fields") else type(one)(parts)
-        if 0 <= 2 * len(one) - len(two) < len(one):
-            return one[: 2 * len(one) - len(two)]
-    elif isinstance(one, int | float | str | bytes | None) and one == two:
-        return one
-    raise TypeError(
-        message(
-            "spmd.bridge.torch.Collate",
-            argument=f"result{path} of collate_fn",
-            got=f"{describe(one)} of one sample, {describe(two)} of two, and now there is none",
-            need="arrays, or lists, of a length that grows with the number of samples, in tuples, lists and dicts",
-            mend="a collate_fn of your own that takes an empty list too, in place of Collate",
-        )
-    )
-
-
 def _integer(argument: str, value: Any, least: int | None, mend: str, where: str = _WHERE) -> int:
     """A number as a plain integer, checked."""
     need = "an integer" if least is None else f"an integer of at least {least}"
@@ -505,54 +442,3 @@ def _place(
             )
         )
     return (size,), place, ()
-
-
-# Batches of DataLoaders, declared
-
-
-def _axes_of(sampler: Any) -> tuple[str, ...]:
-    """The axes over which a sampler splits minibatches, through torch's own samplers around it."""
-    while sampler is not None and not isinstance(sampler, DistributedSampler):
-        sampler = getattr(sampler, "sampler", None)
-    return () if sampler is None else sampler.axis_names
-
-
-def _declared(x: Any, declare: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A batch with all its tensors declared: the containers that DataLoader pins, and dataclasses."""
-    each = functools.partial(_declared, declare=declare)
-    if isinstance(x, torch.Tensor):
-        return declare(x)
-    if isinstance(x, MutableMapping):
-        made = copy.copy(x)
-        made.update({k: each(v) for k, v in x.items()})
-        return made
-    if isinstance(x, Mapping):
-        return {k: each(v) for k, v in x.items()}
-    if isinstance(x, tuple) and hasattr(x, "_fields"):
-        return type(x)(*map(each, x))
-    if type(x) in (list, tuple):
-        return type(x)(map(each, x))
-    if dataclasses.is_dataclass(x) and not isinstance(x, type):
-        made = copy.copy(x)
-        for field in dataclasses.fields(x):
-            object.__setattr__(made, field.name, each(getattr(x, field.name)))  # also where it is frozen
-        return made
-    return x
-
-
-def _declaring(step: Callable) -> Callable:
-    """The next batch of a DataLoader's iterator, declared. So loaders that users make of a sampler are covered too, and
-    nothing of it happens in processes that read data, which know of no mesh."""
-
-    @functools.wraps(step)
-    def call(self: Any) -> Any:
-        batch, worker = step(self), WORKER.get()
-        if worker is None or not worker.tracked:
-            return batch
-        names = tuple(n for n in _axes_of(self._index_sampler) if n in worker.mesh.axes)
-        return _declared(batch, lambda x: FRONTEND.declare(x, names, worker)) if names else batch
-
-    return call
-
-
-dataloader._BaseDataLoaderIter.__next__ = _declaring(dataloader._BaseDataLoaderIter.__next__)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 
-from spmd.bridge.torch.function import apply, seat_of
-from spmd.bridge.torch.partitioned_ops import unscaling
+from spmd.bridge.torch.function import apply
+from spmd.bridge.torch.partitioned.arguments import _error
+from spmd.bridge.torch.partitioned.registry import handles
+from spmd.bridge.torch.partitioned.tensor import PartitionedTensor
+from spmd.bridge.torch.worker_context import seat_of
 from spmd.mesh import WORKER
 from spmd.operators.reduce import Sum
 
@@ -52,3 +58,29 @@ class GradScaler(torch.amp.GradScaler):
         if not found:  # a worker without gradients, which is told what the others have found
             return {torch.device(device): (total > 0).float()}
         return {d: f.copy_((total > 0).to(f)) for d, f in found.items()}
+
+
+_unscaling: ContextVar[bool] = ContextVar("spmd_torch_unscaling", default=False)
+
+
+@contextlib.contextmanager
+def unscaling() -> Iterator[None]:
+    """Admit the check of gradients that loss scaling makes, whose result workers are then told."""
+    token = _unscaling.set(True)
+    try:
+        yield
+    finally:
+        _unscaling.reset(token)
+
+
+@handles("_amp_foreach_non_finite_check_and_unscale_")
+def _unscaled(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if not _unscaling.get():
+        raise _error(
+            func,
+            "gradients in blocks: what one worker finds infinite the others would not know of",
+            "a scaler whose workers agree on each step",
+            "spt.GradScaler in place of torch.amp.GradScaler",
+        )
+    grads, found, scale = args
+    return func([g._block if isinstance(g, PartitionedTensor) else g for g in grads], found, scale)

@@ -16,11 +16,12 @@ import torch
 from torch import nn
 
 import spmd
-from spmd.bridge.torch.drawing import drawing
-from spmd.bridge.torch.function import apply, seat_of
-from spmd.bridge.torch.modules import Lies
-from spmd.bridge.torch.partitioned import Parameter, PartitionedTensor, cut, layout_of
-from spmd.bridge.torch.tensor import in_blocks, plain
+from spmd.bridge.torch.function import apply
+from spmd.bridge.torch.layouts import Lies
+from spmd.bridge.torch.partitioned.tensor import Parameter, PartitionedTensor, cut, layout_of
+from spmd.bridge.torch.rng import drawing
+from spmd.bridge.torch.tensor_state import in_blocks, plain
+from spmd.bridge.torch.worker_context import seat_of
 from spmd.errors import LayoutError, StateError, describe, message
 from spmd.layout import Layout, P
 from spmd.mesh import WORKER, here

@@ -11,46 +11,50 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from spmd.errors import MutationError, StateError, describe, message
-from spmd.mesh import WORKER
+from spmd.bridge.torch.function import Apply, Task, Transformed
+from spmd.bridge.torch.functorch import current_level, dual, transformed
+from spmd.bridge.torch.interop import array_of
+from spmd.bridge.torch.loss_checks import look_at, verify_loss
+from spmd.bridge.torch.tensor_state import (
+    INVARIANT,
+    SUMMED,
+    TensorWithState,
+    differentiated,
+    in_blocks,
+    no_overrides,
+    plain,
+    state_of_tensor,
+    summed,
+    sums_of,
+)
+from spmd.bridge.torch.worker_context import seat_of
+from spmd.errors import MeshError, MutationError, ReplicaError, StateError, describe, message
+from spmd.mesh import WORKER, Worker
+from spmd.operators.base import Vary, verify
 from spmd.state import State, state_of
 
 __all__ = [
     "COMPILED",
     "RULES",
-    "SUMMED",
     "Tensor",
     "admit_write",
-    "differentiated",
-    "in_blocks",
     "joined_state",
-    "local",
     "look_at_losses",
-    "no_overrides",
-    "plain",
     "put_state",
-    "state_of_tensor",
     "stated",
-    "summed",
-    "sums_of",
     "sweep",
     "swept",
+    "twin",
     "varied_arguments",
 ]
 
-_INVARIANT = state_of(())
 _disabled = torch._C.DisableTorchFunctionSubclass
-_functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
-no_overrides = torch._C.DisableTorchFunction
-"""A context without overrides, in which functions of torch ask neither subclasses nor modes."""
-
-SUMMED: dict[int, Callable[[], Any]] = {}
-"""By id, parameters whose gradients are summed by `spt.data_parallel`, in place of the adjoint of their `Vary`."""
 
 
 COMPILED = message(
@@ -61,19 +65,13 @@ COMPILED = message(
 )
 
 
-class Tensor(torch.Tensor):
+class Tensor(TensorWithState):
     """A tensor of a body, with its state along the axes of the mesh. Made by `spt.map` and by operators.
 
     replica: a parameter in the forward of its module, which varies though it was not declared.
     """
 
-    _state: State
     replica: bool = False
-
-    @property
-    def state(self) -> State:
-        """The axes along which it varies."""
-        return self.__dict__.get("_state", _INVARIANT)
 
     def __spmd_describe__(self) -> str:
         with _disabled():
@@ -172,39 +170,6 @@ def put_state(x: Any, state: State) -> None:
     x._state = state
 
 
-def plain(x: torch.Tensor) -> torch.Tensor:
-    """The tensor without its state."""
-    with no_overrides():
-        return x.as_subclass(torch.Tensor)
-
-
-def in_blocks(x: Any) -> bool:
-    """Whether a tensor is one of which each worker holds a block: a `PartitionedTensor`."""
-    return getattr(type(x), "__spmd_partitioned__", False)
-
-
-def local(x: Any) -> torch.Tensor:
-    """The data that this worker holds of a tensor: its block, or the tensor without its state."""
-    return x._block if in_blocks(x) else plain(x)
-
-
-def state_of_tensor(x: torch.Tensor) -> State:
-    """The state that a tensor carries; Invariant where it carries none."""
-    return x.state if isinstance(x, Tensor) else _INVARIANT
-
-
-def summed(x: torch.Tensor) -> State:
-    """As what a bare parameter counts, the workers' own gradients of which are summed elsewhere; else Invariant."""
-    sums = sums_of(x)
-    return _INVARIANT if sums is None else sums.state
-
-
-def sums_of(x: torch.Tensor) -> Any:
-    """What sums the gradients of a parameter, if a module of `spt.data_parallel` has it."""
-    found = SUMMED.get(getattr(x, "_block_of", id(x)))
-    return None if found is None else found()
-
-
 def _tensors(args: Any, kwargs: dict) -> Iterator[torch.Tensor]:
     """The tensors among the arguments of a function, and in lists of them."""
     for a in (*args, *kwargs.values()) if kwargs else args:
@@ -226,7 +191,7 @@ def _joined(args: Any, kwargs: dict) -> tuple[State, bool]:
             state = own
         elif own is not state:
             state, mixed = state | own, True
-    return state or _INVARIANT, mixed
+    return state or INVARIANT, mixed
 
 
 def joined_state(args: Any, kwargs: dict) -> State:
@@ -245,7 +210,6 @@ def _varied(func: Callable, args: Any, kwargs: dict, state: State) -> tuple[Any,
 
 def varied_arguments(args: Any, kwargs: dict, state: State, targets: Any = ()) -> tuple[Any, dict]:
     """The arguments of a function, of which those that are differentiated are varied to a state."""
-    from spmd.bridge.torch.function import twin
 
     def one(a: Any) -> Any:
         if isinstance(a, torch.Tensor):
@@ -257,17 +221,6 @@ def varied_arguments(args: Any, kwargs: dict, state: State, targets: Any = ()) -
         return a
 
     return tuple(one(a) for a in args), {k: one(a) for k, a in kwargs.items()}
-
-
-def differentiated(x: torch.Tensor) -> bool:
-    """Whether torch follows what becomes of x: for what a transformation of torch.func wraps, at any level."""
-    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-        return False
-    with no_overrides():
-        if _functorch.maybe_current_level() is not None:
-            while not x.requires_grad and _functorch.is_functorch_wrapped_tensor(x):
-                x = _functorch.get_unwrapped(x)
-        return x.requires_grad
 
 
 def _is_foreach(func: Callable) -> bool:
@@ -367,8 +320,6 @@ def _with_state(result: Any, state: State) -> Any:
 
 def look_at_losses(outputs: Any) -> None:
     """Warn of Invariant terms of what varies; raise where what is Invariant differs between workers."""
-    from spmd.bridge.torch.losses import look_at, verify_loss
-
     for x in (outputs,) if isinstance(outputs, torch.Tensor) else outputs:
         if isinstance(x, torch.Tensor) and not x.ndim and not in_blocks(x):
             (look_at if state_of_tensor(x).varying else verify_loss)(x)
@@ -413,3 +364,97 @@ RULES: dict[Any, Callable[[Callable, Any, dict], None]] = {
     for name in "item __bool__ __int__ __float__ __complex__ __index__ tolist numpy __array__".split()
 }
 """What raises where some functions of torch are given tensors that vary, and do with them what nobody would see."""
+
+
+def twin(x: torch.Tensor, state: State, joined: bool = False) -> torch.Tensor:
+    """An Invariant tensor varied to a state: once for all its uses, so that their cotangents meet before the sum.
+
+    joined: because it met others in this state.
+    """
+    worker = WORKER.get()
+    if worker is None:
+        raise MeshError(
+            message(
+                "a function of torch",
+                got="tensors of different state outside of any body",
+                need="tensors without state: spt.map gives results without",
+                mend="return what is needed outside with an out_spec",
+            )
+        )
+    with no_overrides():
+        return _varied_copy(x, state, joined, worker)
+
+
+def _varied_copy(x: torch.Tensor, state: State, joined: bool, worker: Worker) -> torch.Tensor:
+    own = _summed_elsewhere(x, state)
+    if own:
+        sums = sums_of(x)
+        difference = None if sums is None else sums.undeclared.get(id(x))
+        if difference is not None and not state.varying.isdisjoint(difference.axes):
+            raise difference.error()
+        mine = state_of(own | state_of_tensor(x).varying)
+        return stated(x, mine) if mine is state else twin(stated(x, mine), state, joined)
+    seat = seat_of(worker)
+    names = tuple(n for n in worker.mesh.axes if n in state.varying - state_of_tensor(x).varying)
+    key = (id(x), state)
+    # A leaf is held by the graph of its twin, which must not be held by it: that would be a circle without end.
+    kept: Any = seat.twins if x.is_leaf else vars(x).setdefault("_twins", {})
+    found = kept.get(key)
+    if found is not None and found[1] == x._version and (found[0] is None or found[0] is x):
+        return found[2]
+    if worker.tracked:
+        verify(array_of(x), names, "a gradient in a body", "the differentiated tensor")
+    task = Task(Vary(names), seat)
+    task.joined = joined and not x.ndim
+    followed = transformed(x) or dual(x)
+    # What no transformation wraps is varied beneath all of them, in the graph that it belongs to.
+    beneath = not followed and current_level() is not None
+    with temporarily_clear_interpreter_stack() if beneath else nullcontext():
+        varied = stated((Transformed if followed else Apply).apply(plain(x), task), state)
+    if not transformed(x):
+        kept[key] = (x if x.is_leaf else None, x._version, varied)
+        task.key = key if x.is_leaf else None
+    return varied
+
+
+def _summed_elsewhere(x: torch.Tensor, state: State) -> frozenset[str]:
+    """The axes along which `spt.data_parallel` sums the gradients of the parameters that x is, or is computed of: its
+    cotangent is not to be summed along them before.
+
+    Raises ReplicaError for what is computed of others too, whose cotangent is.
+    """
+    wanted = state.varying - state_of_tensor(x).varying
+    if x.is_leaf or not any(sums is not None and sums.state.varying & wanted for sums in _all_sums()):
+        return summed(x).varying & state.varying
+    found: set[frozenset[str]] = set()
+    stack, seen = [x.grad_fn], set()
+    while stack:
+        node: Any = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            found.add(summed(variable).varying & wanted)
+        elif isinstance(
+            getattr(node, "task", None), Task
+        ):  # what comes of a collective: its own adjoint says what becomes of cotangents
+            found.add(frozenset())
+        else:
+            stack += [parent for parent, _ in node.next_functions]
+    if len(found) > 1:
+        axes = ", ".join(map(repr, sorted(frozenset().union(*found))))
+        raise ReplicaError(
+            message(
+                "a module of spt.data_parallel",
+                got=f"a value that meets what varies over {axes}, computed of its parameters and of others, or of "
+                "results of collectives",
+                need="parameters of the module alone: their gradients are summed after backward, all others before",
+                mend=f"spt.pvary(value, {axes}) of each part, before they are put together",
+            )
+        )
+    return found.pop() if found else frozenset()
+
+
+def _all_sums() -> set[Any]:
+    return {reference() for reference in list(SUMMED.values())}

@@ -16,7 +16,7 @@ import torch
 from torch._functorch import eager_transforms, vmap
 from torch.utils import checkpoint
 
-from spmd.bridge.torch.drawing import BodyMode, in_body, mode_is_on
+from spmd.bridge.torch.rng import BodyMode, in_body, mode_is_on
 from spmd.bridge.torch.tensor import Tensor, put_state, swept
 from spmd.tracebacks import boundary_like
 

@@ -21,10 +21,11 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
-from spmd.bridge.torch.function import Seat, seat_of
-from spmd.bridge.torch.memory import array_dtype, block_of, owned, write
+from spmd.bridge.torch.interop import array_dtype, block_of, owned, write
 from spmd.bridge.torch.replicas import Difference, differing, to_be_declared
-from spmd.bridge.torch.tensor import SUMMED, in_blocks, local, plain, stated
+from spmd.bridge.torch.tensor import stated
+from spmd.bridge.torch.tensor_state import SUMMED, in_blocks, local, plain
+from spmd.bridge.torch.worker_context import Seat, seat_of
 from spmd.device import to_host
 from spmd.errors import DifferentiationError, LayoutError, MeshError, StateError, message
 from spmd.mesh import WORKER, Worker

@@ -15,7 +15,8 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.nn.modules._functions import BackwardHookFunction
 
-from spmd.bridge.torch.tensor import joined_state, put_state, state_of_tensor, stated, varied_arguments
+from spmd.bridge.torch.tensor import joined_state, put_state, stated, varied_arguments
+from spmd.bridge.torch.tensor_state import state_of_tensor
 from spmd.mesh import WORKER
 
 __all__: list[str] = []

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from spmd.bridge.torch.tensor import RULES, Tensor, admit_write, state_of_tensor
+from spmd.bridge.torch.tensor import RULES, Tensor, admit_write
+from spmd.bridge.torch.tensor_state import state_of_tensor
 from spmd.errors import StateError, describe, message
 
 __all__: list[str] = []

@@ -22,9 +22,9 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from spmd.bridge.torch.function import SEAT, Draws
 from spmd.bridge.torch.random_functions import draws_now
 from spmd.bridge.torch.tensor import Tensor, joined_state, look_at_losses, swept
+from spmd.bridge.torch.worker_context import SEAT, Draws
 from spmd.errors import StallError, StateError, describe, message
 from spmd.mesh import WORKER, Worker
 from spmd.state import State

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from spmd.bridge.torch.function import FRONTEND, Task
-from spmd.bridge.torch.tensor import state_of_tensor
+from spmd.bridge.torch.function import Task
+from spmd.bridge.torch.interop import array_of
+from spmd.bridge.torch.tensor_state import state_of_tensor
 from spmd.mesh import WORKER
 from spmd.operators.base import verify
 from spmd.operators.terms import is_share, warn_of_term
@@ -46,7 +47,7 @@ def verify_loss(loss: torch.Tensor) -> None:
     if worker is None or not worker.tracked or isinstance(getattr(loss.grad_fn, "task", None), Task):
         return
     axes = tuple(n for n in worker.mesh.axes if n not in state_of_tensor(loss).varying)
-    verify(FRONTEND.data(loss), axes, "a gradient in a body", "the differentiated scalar")
+    verify(array_of(loss), axes, "a gradient in a body", "the differentiated scalar")
 
 
 def _is_share(node: Any, count: int) -> bool:

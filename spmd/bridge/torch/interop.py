@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from spmd.bridge.torch.tensor import no_overrides
+from spmd.bridge.torch.functorch import is_wrapped_by_grad, transformed, unwrapped_once
+from spmd.bridge.torch.tensor_state import no_overrides, plain
 from spmd.device import contiguous, imported
 from spmd.errors import LayoutError, MeshError, message
 from spmd.kernels import on_device
@@ -23,7 +25,17 @@ from spmd.kernels.memory.pool import Lease, Margin
 from spmd.mesh import Mesh, Worker
 from spmd.transport.handles import sealed
 
-__all__ = ["array_dtype", "block_of", "borrowed", "owned", "shaped_like", "tensor_of", "torch_dtype", "write"]
+__all__ = [
+    "array_dtype",
+    "array_of",
+    "block_of",
+    "borrowed",
+    "owned",
+    "shaped_like",
+    "tensor_of",
+    "torch_dtype",
+    "write",
+]
 
 _NAMES = (
     "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 float32 float64 complex64 complex128 bfloat16"
@@ -91,6 +103,19 @@ def borrowed(x: torch.Tensor) -> Any:
         if x.dtype is torch.bfloat16:
             return sealed(x.detach().contiguous().view(torch.int16).numpy().view(dtype))
         return sealed(x.numpy(force=True))
+
+
+def array_of(x: torch.Tensor) -> Any:
+    """The data of a tensor as an array; None where there is none yet, as in compiled functions and under vmap."""
+    x = plain(x)
+    if torch.compiler.is_compiling():
+        return None
+    while transformed(x):
+        if not is_wrapped_by_grad(x):
+            return None
+        x = unwrapped_once(x)
+    with temporarily_clear_interpreter_stack():
+        return borrowed(x)
 
 
 def check_device(x: torch.Tensor, mesh: Mesh, where: str, argument: str) -> None:

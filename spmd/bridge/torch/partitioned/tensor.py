@@ -8,60 +8,28 @@ the whole, or raises. Above that, `__torch_function__` brings in the states of w
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._functorch import eager_transforms
 
-from spmd.bridge.torch.drawing import is_drawing
-from spmd.bridge.torch.function import Function, Seat, apply, dual, seat_of
-from spmd.bridge.torch.modules import Lies, common_axes, of_shape, resolved
-from spmd.bridge.torch.tensor import SUMMED, Tensor, no_overrides, plain, state_of_tensor, stated, summed, sweep
-from spmd.errors import LayoutError, MeshError, StateError, describe, message
-from spmd.frontends import register
+from spmd.bridge.torch.function import Function, apply
+from spmd.bridge.torch.functorch import current_level, dual, unwrapped
+from spmd.bridge.torch.layouts import Lies, common_axes, of_shape, resolved
+from spmd.bridge.torch.partitioned.placement import Placement, check_worker, worker_of
+from spmd.bridge.torch.partitioned.registry import call, run
+from spmd.bridge.torch.tensor import Tensor, stated
+from spmd.bridge.torch.tensor_state import INVARIANT, SUMMED, no_overrides, plain, state_of_tensor
+from spmd.bridge.torch.worker_context import seat_of
+from spmd.errors import LayoutError, StateError, describe, message
 from spmd.layout import Layout, P
 from spmd.mesh import WORKER, Worker, here
 from spmd.operators.repartition import Repartition
 from spmd.state import State, state_of
 
-__all__ = ["MEND", "Parameter", "PartitionedTensor", "Placement", "dispatch", "like", "own_tensor", "worker_of"]
+__all__ = ["Parameter", "PartitionedTensor", "cut", "gathered", "hooked", "layout_of", "like", "own_tensor"]
 
-_INVARIANT = state_of(())
 _disabled = torch._C.DisableTorchFunctionSubclass
-MEND = "p.block() is this worker's part, and p.whole() is the whole, on every worker (collective)"
-
-
-class Placement:
-    """Where a block belongs: the layout of the whole, the worker's number in it, and the worker's seat, if known."""
-
-    __slots__ = ("index", "layout", "seat")
-
-    def __init__(self, layout: Layout, index: int, seat: Seat | None):
-        self.layout = layout
-        self.index = index
-        self.seat = seat
-
-    def __reduce__(self) -> Any:
-        return Placement, (self.layout, self.index, None)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Placement) and self.index == other.index and self.layout == other.layout
-
-    def __hash__(self) -> int:
-        return hash((self.index, self.layout))
-
-    def __deepcopy__(self, memo: Any) -> Placement:
-        return self  # nobody changes it
-
-    def derived(self, layout: Layout) -> Placement:
-        """The place of this worker in another layout over the same axes."""
-        return self if layout is self.layout else Placement(layout, self.index, self.seat)
-
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        """This worker's part of the whole."""
-        return self.layout.slices(self.index)
 
 
 class PartitionedTensor(torch.Tensor):
@@ -85,7 +53,7 @@ class PartitionedTensor(torch.Tensor):
             x: Any = torch.Tensor._make_wrapper_subclass(cls, shape, strides, dtype=block.dtype, device=block.device)
         x._block = block
         x._placement = placement
-        x._state = _INVARIANT
+        x._state = INVARIANT
         return x
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -179,12 +147,12 @@ class PartitionedTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _function(func, args, kwargs or {})
+        return call(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with no_overrides():  # what functions of torch draw has been seen to above
-            return dispatch(func, args, kwargs or {})
+            return run(func, args, kwargs or {})
 
 
 class _ParameterMeta(type(torch.Tensor)):
@@ -239,7 +207,7 @@ class Parameter(PartitionedTensor, metaclass=_ParameterMeta):
             )
         placement = _placed(layout, worker)
         block = plain(whole).detach()[placement.slices].clone(memory_format=torch.contiguous_format)
-        return _made(cls, block, placement, _INVARIANT, requires_grad)
+        return _made(cls, block, placement, INVARIANT, requires_grad)
 
     @classmethod
     def from_block(cls, block: torch.Tensor, spec: Lies, requires_grad: bool = True) -> Parameter:
@@ -252,7 +220,7 @@ class Parameter(PartitionedTensor, metaclass=_ParameterMeta):
         made = _of_block(cls, "spt.Parameter.from_block", block, spec)
         with _disabled():
             made.requires_grad_(requires_grad)
-        return _hooked(made)
+        return hooked(made)
 
 
 class _Transformed(torch.Tensor):
@@ -270,33 +238,16 @@ class _Transformed(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return own_tensor(_function(func, args, kwargs or {}))
-
-
-_functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
-
-
-def _inner(x: Any) -> Any:
-    """What the transformations of torch.func have wrapped."""
-    while isinstance(x, torch.Tensor) and _functorch.is_functorch_wrapped_tensor(x):
-        x = _functorch.get_unwrapped(x)
-    return x
+        return own_tensor(call(func, args, kwargs or {}))
 
 
 def own_tensor(x: Any) -> Any:
     """A result of torch.func's, which is of our class again where it wraps a partitioned tensor."""
     if isinstance(x, tuple | list):
         return type(x)(map(own_tensor, x)) if type(x) in (tuple, list) else x
-    if type(x) is torch.Tensor and isinstance(_inner(x), PartitionedTensor):
+    if type(x) is torch.Tensor and isinstance(unwrapped(x), PartitionedTensor):
         x.__class__ = _Transformed
     return x
-
-
-def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """What a kernel of torch does with partitioned tensors."""
-    from spmd.bridge.torch.partitioned_ops import run
-
-    return run(func, args, kwargs)
 
 
 # Making them
@@ -342,7 +293,7 @@ def _made(
         if as_ is not None and getattr(as_, "_is_param", False):
             x._is_param = True
         x.requires_grad_(requires_grad)
-    return _hooked(x)
+    return hooked(x)
 
 
 def _of_block(cls: Any, where: str, block: torch.Tensor, spec: Lies) -> Any:
@@ -365,7 +316,7 @@ def _of_block(cls: Any, where: str, block: torch.Tensor, spec: Lies) -> Any:
                 mend="a spec in place of the layout learns the shapes of all blocks",
             )
         )
-    return _made(cls, own, placement, _INVARIANT, False)
+    return _made(cls, own, placement, INVARIANT, False)
 
 
 def like(
@@ -384,56 +335,9 @@ def _unpickled(cls: type, block: torch.Tensor, placement: Placement, requires_gr
     worker = WORKER.get()
     if worker is not None:
         placement = Placement(placement.layout, placement.index, seat_of(worker))
-    x = _made(cls, block, placement, _INVARIANT, requires_grad)
+    x = _made(cls, block, placement, INVARIANT, requires_grad)
     check_worker(x._placement, worker)
     return x
-
-
-# Workers
-
-
-def check_worker(placement: Placement, worker: Worker | None) -> None:
-    """Raise where this is not the worker whose block it is."""
-    layout = placement.layout
-    if worker is None or placement.seat is not None and placement.seat.worker is worker:
-        return
-    if worker.group(tuple(layout.axes)).index != placement.index:
-        raise LayoutError(
-            message(
-                "a partitioned tensor",
-                got=f"the block of {layout.describe(placement.index)} on {worker.mesh.describe(worker.index)}",
-                need="the worker that it was made on",
-                mend="spt.state_dict(module) gives whole tensors, which load_state_dict takes on any worker",
-            )
-        )
-
-
-def worker_of(x: PartitionedTensor, what: str) -> Worker:
-    """The worker whose block it is, for a collective. Raises where there are no workers, or they take turns."""
-    placement = x._placement
-    worker = WORKER.get()
-    if worker is None and placement.seat is not None:
-        worker = placement.seat.worker  # a thread of torch's own
-    if worker is None:
-        raise MeshError(
-            message(
-                what,
-                got="a call outside of any body",
-                need=f"all workers, which hold a block each of {list(placement.layout.shape)}",
-                mend="call state_dict() in the body, on every worker; it gives each the whole, as p.whole() does",
-            )
-        )
-    if is_drawing():
-        raise StateError(
-            message(
-                what,
-                got="a call inside of spt.drawing(), where workers take turns",
-                need="all workers at once",
-                mend="call it before or after",
-            )
-        )
-    check_worker(placement, worker)
-    return worker
 
 
 # From the whole to blocks and back, with gradients
@@ -451,7 +355,7 @@ class _Block(Function):
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor) -> Any:
         g = plain(g) if isinstance(g, Tensor) else g
-        if not torch.is_grad_enabled() and _functorch.maybe_current_level() is None:
+        if not torch.is_grad_enabled() and current_level() is None:
             return _joined(g, ctx.placement, ctx.state)
         return _Joined.apply(g, ctx.placement, ctx.state)
 
@@ -465,7 +369,7 @@ class _TransformedBlock(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x = _inner(inputs[0])
+        x = unwrapped(inputs[0])
         ctx.placement, ctx.state = x._placement, x._state
 
     backward = _Block.backward
@@ -499,7 +403,7 @@ class _Joined(Function):
 
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, *_: Any) -> Any:
-        return _Joined.apply(tangent, ctx.placement, _INVARIANT)
+        return _Joined.apply(tangent, ctx.placement, INVARIANT)
 
 
 @torch._dynamo.allow_in_graph  # type: ignore[attr-defined]
@@ -510,7 +414,7 @@ def _taken(x: Any) -> torch.Tensor:
 def _block(x: Any) -> torch.Tensor:
     if torch.compiler.is_dynamo_compiling():  # where tensors carry no state
         return _taken(x)
-    inner = _inner(x)
+    inner = unwrapped(x)
     layout = inner._placement.layout
     if tuple(inner.shape) != layout.shape:
         raise LayoutError(
@@ -533,7 +437,7 @@ def _block(x: Any) -> torch.Tensor:
 
 
 def _whole(x: Any) -> torch.Tensor:
-    inner = _inner(x)
+    inner = unwrapped(x)
     layout = inner._placement.layout
     if inner.device.type == "meta":
         return inner._block.new_empty(inner.shape)
@@ -543,7 +447,7 @@ def _whole(x: Any) -> torch.Tensor:
     if layout.size == 1:
         whole = block.clone()
     else:
-        worker = worker_of(inner, "p.whole()")
+        worker = worker_of(inner._placement, "p.whole()")
         whole = apply(_gathering(layout), block, seat_of(worker))
     return stated(whole, inner._state) if inner._state.varying and WORKER.get() is not None else whole
 
@@ -555,7 +459,7 @@ def gathered(x: PartitionedTensor) -> torch.Tensor:
         return x._block.new_empty(x.shape)
     if layout.size == 1:
         return x._block.reshape(x.shape).clone()
-    worker = worker_of(x, "the whole of a partitioned tensor")
+    worker = worker_of(x._placement, "the whole of a partitioned tensor")
     return apply(_gathering(layout), x._block, seat_of(worker)).reshape(x.shape)
 
 
@@ -565,7 +469,7 @@ def _gathering(layout: Layout) -> Repartition:
 
 def cut(g: Any, placement: Placement) -> Any:
     """A cotangent as it lies by a placement: it may have come as a whole, of a sum."""
-    inner = _inner(g)
+    inner = unwrapped(g)
     if isinstance(inner, PartitionedTensor):
         if inner._placement.layout == placement.layout:
             return g
@@ -581,11 +485,11 @@ def cut(g: Any, placement: Placement) -> Any:
         if worker is not None:
             seat = seat_of(worker)
         assert seat is not None
-        return _Joined.apply(apply(Repartition(tuple(layout.axes), src, layout), plain(g), seat), placement, _INVARIANT)
+        return _Joined.apply(apply(Repartition(tuple(layout.axes), src, layout), plain(g), seat), placement, INVARIANT)
     return PartitionedTensor(plain(g).detach()[placement.slices].contiguous(), placement)
 
 
-def _hooked(x: Any) -> Any:
+def hooked(x: Any) -> Any:
     """See to it that the gradient of a leaf lies as the leaf does."""
     with _disabled():
         if x.requires_grad and x.is_leaf and not x.__dict__.get("_follows"):
@@ -593,292 +497,3 @@ def _hooked(x: Any) -> Any:
             x._follows = True
             x.register_hook(lambda g: cut(g, placement))
     return x
-
-
-# Functions of torch
-
-
-def _all_tensors(args: Any) -> Iterator[torch.Tensor]:
-    for a in args:
-        if isinstance(a, torch.Tensor):
-            yield a
-        elif type(a) in (tuple, list):
-            yield from _all_tensors(a)
-        elif type(a) is dict:
-            yield from _all_tensors(a.values())
-
-
-def _function(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    special = _SPECIAL.get(func)
-    if special is not None:
-        return special(func, args, kwargs)
-    return _met_and_called(func, args, kwargs)
-
-
-_IN_PLACE = {
-    getattr(torch.Tensor, name)
-    for name in "add_ sub_ mul_ div_ addcmul_ addcdiv_ lerp_ copy_ zero_ sqrt_ neg_ clamp_".split()
-}
-
-
-def _written_blocks(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether an in-place function of elements, of tensors that lie alike, has been done on their blocks: the shorter
-    way of optimizers, which come by it in each step. Not where torch follows it, or transforms or compiles it."""
-    target, *others = args
-    if torch.is_grad_enabled() or _functorch.maybe_current_level() is not None or torch.compiler.is_compiling():
-        return False
-    if not isinstance(target, PartitionedTensor) or target._state is not _INVARIANT:
-        return False
-    placement, shape = target._placement, target.shape
-    blocks: list[Any] = [target._block]
-    for a in others:
-        if type(a) in _NUMBERS:
-            blocks.append(a)
-        elif isinstance(a, PartitionedTensor) and a._state is _INVARIANT and a.shape == shape:
-            if a._placement is not placement and a._placement != placement:
-                return False
-            blocks.append(a._block)
-        else:
-            return False
-    if any(type(v) not in _NUMBERS for v in kwargs.values()):
-        return False
-    func(*blocks, **kwargs)
-    torch.autograd.graph.increment_version(target)
-    return True
-
-
-_NUMBERS = (int, float, complex, bool, type(None))
-
-
-def _met_and_called(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    if func in _IN_PLACE:
-        with no_overrides():
-            if _written_blocks(func, args, kwargs):
-                return args[0]
-    state = _met(func, args, kwargs)
-    with _disabled():
-        result = func(*args, **kwargs)
-    return result if state is _INVARIANT else _with_state(result, state)
-
-
-def _met(func: Any, args: Any, kwargs: dict[str, Any]) -> State:
-    """The state, besides the layouts, of what meets."""
-    state: State | None = None
-    mixed = False
-    layouts: set[str] = set()
-    for x in _all_tensors((args, kwargs) if kwargs else args):
-        inner = _inner(x) if type(x) is _Transformed else x
-        if isinstance(inner, PartitionedTensor):
-            own = inner._state
-            if own is not _INVARIANT or state is not None:
-                layouts |= inner._placement.layout.varying
-        elif isinstance(x, Tensor):
-            own = x.state
-        else:
-            own = _INVARIANT
-        if state is None:
-            state = own
-        elif own is not state:
-            state, mixed = state | own, True
-    if state is None or state is _INVARIANT:
-        return _INVARIANT
-    layouts |= {
-        n
-        for x in _all_tensors((args, kwargs))
-        if isinstance(_inner(x), PartitionedTensor)
-        for n in _inner(x)._placement.layout.varying
-    }
-    clash = sorted(layouts & state.varying)
-    if clash or (mixed and torch.is_grad_enabled() and any(x.requires_grad for x in _all_tensors((args, kwargs)))):
-        # No TypeError, which operators take for a hint to try the other operand.
-        raise LayoutError(
-            message(
-                f"torch.{getattr(func, '__name__', 'a function')}",
-                got="a tensor of which each worker has a block, and one that varies over "
-                + ", ".join(map(repr, clash or sorted(state.varying))),
-                need="tensors of one state, which are whole or lie alike",
-                mend=MEND,
-            )
-        )
-    return state
-
-
-def _with_state(result: Any, state: State) -> Any:
-    if isinstance(result, PartitionedTensor):
-        result._state = state
-        return result
-    if type(result) in (torch.Tensor, Tensor):
-        return stated(result, state)
-    if type(result) in (tuple, list) or hasattr(result, "n_fields"):
-        return type(result)([_with_state(r, state) for r in result])
-    return result
-
-
-def _getter(func: Any, args: Any, kwargs: Any) -> Any:
-    with _disabled():
-        return func(*args, **kwargs)
-
-
-def _leaf(func: Any, args: Any, kwargs: Any) -> Any:
-    with _disabled():
-        result = func(*args, **kwargs)
-    if isinstance(args[0], PartitionedTensor):
-        _hooked(args[0])
-    return result
-
-
-def _detached(func: Any, args: Any, kwargs: Any) -> Any:
-    with _disabled():
-        result = func(*args, **kwargs)
-    return _with_state(result, _inner(args[0])._state)
-
-
-def _set_data(func: Any, args: Any, kwargs: Any) -> None:
-    x, value = args
-    if not isinstance(x, PartitionedTensor):
-        raise LayoutError(
-            message(
-                "x.data = p",
-                argument="p",
-                got=describe(value),
-                need="a tensor that this worker has as a whole",
-                mend=MEND,
-            )
-        )
-    if tuple(value.shape) != x._placement.layout.shape:
-        raise LayoutError(
-            message(
-                "p.data = x",
-                argument="x",
-                got=describe(value),
-                need=f"a whole of shape {list(x._placement.layout.shape)}, or a tensor that lies as p",
-                mend="p.block().data.copy_(block) for a block",
-            )
-        )
-    with _disabled():
-        if state_of_tensor(value).varying:
-            _met(func, args, kwargs)
-        twin = cut(value.detach(), x._placement)
-        x._block = twin._block if isinstance(value, PartitionedTensor) else twin._block.clone()
-        if x.dtype != twin.dtype or x.device != twin.device:
-            raise LayoutError(
-                message(
-                    "p.data = x",
-                    argument="x",
-                    got=describe(value),
-                    need=f"{x.dtype} on {x.device}",
-                    mend="module.to(dtype, device) converts parameters",
-                )
-            )
-        torch.autograd.graph.increment_version(x)
-
-
-def _no_memory(func: Any, args: Any, kwargs: Any) -> Any:
-    name = getattr(func, "__name__", "a function")
-    x = next(x for x in _all_tensors(args) if isinstance(_inner(x), PartitionedTensor))
-    raise LayoutError(
-        message(
-            f"p.{name}",
-            got=describe(_inner(x)),
-            need="a tensor that this worker has as a whole: a block is not the whole",
-            mend=MEND,
-        )
-    )
-
-
-def _backward(func: Any, args: Any, kwargs: Any) -> Any:
-    with sweep():
-        return func(*args, **kwargs)
-
-
-def _gradients(func: Any, args: Any, kwargs: Any) -> Any:
-    """torch.autograd.grad: the gradient of a partitioned tensor lies as it does."""
-    inputs = args[1] if len(args) > 1 else kwargs["inputs"]
-    inputs = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
-    with sweep():
-        found = func(*args, **kwargs)
-    return tuple(_gradient(x, g, state_of_tensor(x) | summed(x)) for x, g in zip(inputs, found, strict=True))
-
-
-def _gradient(x: Any, g: Any, state: State) -> Any:
-    if g is None:
-        return None
-    if isinstance(x, PartitionedTensor):
-        g = cut(g, x._placement)
-        g._state = x._state | state
-        return g
-    worker = WORKER.get()
-    return stated(g, state) if worker is not None and worker.tracked and type(g) in (torch.Tensor, Tensor) else g
-
-
-def _product(func: Any, args: Any, kwargs: Any) -> Any:
-    """A product over one entry works by elements, and keeps the layout."""
-    a, b = args
-    if a.ndim > 1 and b.ndim > 1 and a.shape[-1] == b.shape[-2] == 1:
-        return a * b
-    return _met_and_called(func, args, kwargs)
-
-
-_SPECIAL: dict[Any, Callable] = {
-    getattr(torch.Tensor, name).__get__: _getter
-    for name in (
-        "shape ndim dtype device requires_grad is_leaf grad_fn layout is_sparse is_cpu is_cuda is_meta is_quantized "
-        "_version grad output_nr is_nested is_mps is_xla is_mkldnn _backward_hooks names"
-    ).split()
-    if hasattr(getattr(torch.Tensor, name, None), "__get__")
-}
-_SPECIAL |= {
-    getattr(torch.Tensor, name): _getter
-    for name in "size stride dim numel nelement element_size is_floating_point is_complex register_hook "
-    "retain_grad has_names ndimension storage_offset register_post_accumulate_grad_hook".split()
-    if hasattr(torch.Tensor, name)
-}
-_SPECIAL |= {torch.is_complex: _getter, torch.is_floating_point: _getter, torch.numel: _getter}
-_SPECIAL |= {torch.Tensor.requires_grad_: _leaf, torch.Tensor.requires_grad.__set__: _leaf}  # type: ignore[attr-defined]
-_SPECIAL |= {torch.Tensor.data.__get__: _detached, torch.Tensor.detach: _detached}  # type: ignore[attr-defined]
-_SPECIAL |= {torch.Tensor.data.__set__: _set_data}  # type: ignore[attr-defined]
-_SPECIAL |= dict.fromkeys((torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__), _product)
-_SPECIAL |= {torch.Tensor.backward: _backward, torch.autograd.grad: _gradients}
-_SPECIAL |= {
-    getattr(torch.Tensor, name): _no_memory
-    for name in "numpy tolist __array__ __dlpack__ data_ptr share_memory_ as_subclass".split()
-    if hasattr(torch.Tensor, name)
-}
-
-
-# Collectives refuse them
-
-
-class _Refusing:
-    """The functions of bodies take a block or a whole."""
-
-    def __getattr__(self, name: str) -> Any:
-        def refuse(*args: Any, **kwargs: Any) -> Any:
-            x = next(x for x in args if isinstance(x, PartitionedTensor))
-            raise LayoutError(
-                message(
-                    "a function of bodies",
-                    got=describe(x),
-                    need="what this worker has: a tensor of its own, or a whole",
-                    mend=MEND,
-                )
-            )
-
-        return refuse
-
-
-register(PartitionedTensor, _Refusing())  # type: ignore[arg-type]
-
-
-# torch.func
-
-
-def _keeping(function: Callable) -> Callable:
-    def call(x: Any, *args: Any, **kwargs: Any) -> Any:
-        return own_tensor(function(x, *args, **kwargs))
-
-    return call
-
-
-for _name in ("_wrap_for_grad", "_unwrap_for_grad"):
-    setattr(eager_transforms, _name, _keeping(getattr(eager_transforms, _name)))

@@ -1,0 +1,73 @@
+"""Tensors that the transformations of torch.func wrap, and the level of dual numbers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._functorch import eager_transforms
+from torch.autograd import forward_ad
+
+__all__ = ["current_level", "dual", "is_wrapped_by_grad", "one_level", "transformed", "unwrapped", "unwrapped_once"]
+
+
+_functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
+
+
+current_level: Callable[[], Any] = _functorch.maybe_current_level
+"""The level of the innermost transformation of torch.func in this thread; None outside of them."""
+is_wrapped_by_grad: Callable[[Any], bool] = _functorch.is_gradtrackingtensor
+unwrapped_once: Callable[[Any], Any] = _functorch.get_unwrapped
+
+
+def unwrapped(x: Any) -> Any:
+    """The tensor that the transformations of torch.func have wrapped."""
+    while isinstance(x, torch.Tensor) and _functorch.is_functorch_wrapped_tensor(x):
+        x = _functorch.get_unwrapped(x)
+    return x
+
+
+def transformed(x: torch.Tensor) -> bool:
+    """Whether x is a wrapper of torch.func, whose data is at hand only when its transformations have unwrapped it."""
+    return current_level() is not None and _functorch.is_functorch_wrapped_tensor(x)
+
+
+class _Level:
+    """The level of dual numbers that workers in threads share.
+
+    torch has one for the whole process: the outermost torch.func.jvp enters it, and forgets all tangents when it leaves
+    it, those of other threads too. So it is held while bodies run, and each jvp in them counts as an inner one.
+    """
+
+    lock = threading.Lock()
+    holders = 0
+    entered = False
+
+
+@contextmanager
+def one_level() -> Iterator[None]:
+    """Hold the level of dual numbers while several workers run in threads of this process."""
+    nesting: Any = eager_transforms
+    with _Level.lock:
+        if not _Level.holders and forward_ad._current_level < 0:
+            forward_ad.enter_dual_level()
+            _Level.entered = True
+        _Level.holders += 1
+        nesting.JVP_NESTING += 1
+    try:
+        yield
+    finally:
+        with _Level.lock:
+            nesting.JVP_NESTING -= 1
+            _Level.holders -= 1
+            if not _Level.holders and _Level.entered:
+                _Level.entered = False
+                forward_ad.exit_dual_level()
+
+
+def dual(x: torch.Tensor) -> bool:
+    """Whether x has a tangent of torch.autograd.forward_ad. Where the level is held only those of torch.func are."""
+    return forward_ad._current_level >= 0 and not _Level.holders and forward_ad.unpack_dual(x).tangent is not None

@@ -1,0 +1,1 @@
+"""Tensors of which each worker holds a block, and the functions of torch on them."""

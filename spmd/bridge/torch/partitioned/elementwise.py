@@ -1,0 +1,306 @@
+"""Elementwise functions of partitioned tensors, copies, new tensors like others, and random entries."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+import torch
+
+from spmd.bridge.torch.partitioned.arguments import (
+    Shape,
+    _arranged,
+    _error,
+    _lead,
+    _no_plain_target,
+    _partitioned,
+    _refused,
+    _spec_of,
+    _whole_dim,
+    _writes,
+)
+from spmd.bridge.torch.partitioned.placement import MEND
+from spmd.bridge.torch.partitioned.registry import OPERATORS, handles
+from spmd.bridge.torch.partitioned.tensor import PartitionedTensor, gathered, like
+from spmd.bridge.torch.rng import drawing
+from spmd.bridge.torch.tensor import Tensor
+from spmd.errors import LayoutError, describe, message
+from spmd.layout import Layout, P
+
+
+def _part(func: Any, x: Any, shape: Shape, lead: PartitionedTensor, layout: Layout) -> Any:
+    """The part of an operand that meets this worker's block, where the whole result has this shape and layout."""
+    if isinstance(x, list | tuple):
+        return type(x)(_part(func, y, shape, lead, layout) for y in x)
+    if not isinstance(x, torch.Tensor):
+        return x
+    if isinstance(x, PartitionedTensor):
+        return _refined(x, shape, layout, lead._placement.index)
+    if isinstance(x, Tensor) and x.state.varying:
+        raise LayoutError(
+            message(
+                f"torch's {func._schema.name.partition('::')[2]}",
+                got=f"{describe(x)} beside {describe(lead)}",
+                need="a tensor that is the same on all workers",
+                mend=MEND,
+            )
+        )
+    if not x.ndim:
+        return x
+    whole = x.expand(shape)
+    if tuple(shape) != layout.shape:
+        whole = whole.reshape(layout.shape)
+    return whole[layout.slices(lead._placement.index)]
+
+
+def _refined(x: PartitionedTensor, shape: Shape, layout: Layout, index: int) -> torch.Tensor:
+    """The part of a block that meets that of a layout which splits more dimensions."""
+    own: Any = x._placement.layout
+    if own == layout or own.spec is None or tuple(x.shape) != own.shape:
+        return x._block
+    lead = len(shape) - x.ndim
+    slices = layout.slices(index)[lead:]
+    return x._block[
+        tuple(
+            s if n == shape[lead + d] and not own.spec.dims[d] else slice(None)
+            for d, (n, s) in enumerate(zip(x.shape, slices, strict=True))
+        )
+    ]
+
+
+def _shape_of(args: Any) -> Shape:
+    """The shape in which tensors meet."""
+    shapes: list[Any] = []
+    for a in args:
+        if isinstance(a, torch.Tensor):
+            shapes.append(a.shape)
+        elif isinstance(a, list | tuple):
+            shapes.extend(x.shape for x in a if isinstance(x, torch.Tensor))
+    return tuple(torch.broadcast_shapes(*shapes))
+
+
+def _common(func: Any, tensors: list[PartitionedTensor], shape: Shape) -> tuple[PartitionedTensor, Layout]:
+    """The layout of what is made of these by elements."""
+    lead = tensors[0]
+    layout = lead._placement.layout
+    if all(x._placement.layout == layout and tuple(x.shape) == shape for x in tensors):
+        return lead, layout
+    return lead, _broadcast_layout(func, tensors, shape)
+
+
+def _broadcast_layout(func: Any, tensors: list[PartitionedTensor], shape: Shape) -> Layout:
+    """The layout of tensors of several shapes, where their blocks broadcast as they do."""
+    names: list[tuple[str, ...] | None] = [None] * len(shape)
+    cuts: list[Any] = [None] * len(shape)
+    axes = dict(tensors[0]._placement.layout.axes)
+    for x in tensors:
+        layout = x._placement.layout
+        dims = () if layout.spec is None else layout.spec.dims
+        fits = layout.spec is not None and tuple(x.shape) == layout.shape and layout.axes == axes
+        lead = len(shape) - len(x.shape)
+        for d, n in enumerate(x.shape) if fits else ():
+            split, cut = dims[d], layout.cuts[d]
+            if n != shape[lead + d]:
+                fits = fits and not split
+            elif split and not names[lead + d]:
+                names[lead + d], cuts[lead + d] = split, cut
+            elif split:
+                fits = fits and names[lead + d] == split and cuts[lead + d] == cut
+        if not fits:
+            raise _error(
+                func,
+                " and ".join(f"{list(x.shape)} that lies as {x._placement.layout}" for x in tensors),
+                "tensors that lie alike",
+                "spt.Parameter(whole, spec) with one spec; or " + MEND,
+            )
+    used = [n for split in names for n in split or ()]
+    if len(set(used)) < len(used):
+        raise _error(
+            func,
+            f"dimensions that are split over the same axes, {used}",
+            "one dimension to each",
+            f"p.whole() of one; {MEND}",
+        )
+    return Layout(shape, P(*names), axes, cuts)
+
+
+_SCALARS = (int, float, bool, complex, type(None))
+
+
+def _pointwise(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    first = args[0]
+    every = (*args, *kwargs.values()) if kwargs else args
+    lead = first if type(first) is PartitionedTensor or isinstance(first, PartitionedTensor) else _lead(every)
+    placement = lead._placement
+    blocks: list[Any] = []
+    for a in args:
+        if isinstance(a, PartitionedTensor) and a._placement == placement and a.shape == lead.shape:
+            blocks.append(a._block)
+        elif type(a) in _SCALARS:
+            blocks.append(a)
+        else:
+            return _general(func, args, kwargs, every)
+    if any(isinstance(v, torch.Tensor) for v in kwargs.values()):
+        return _general(func, args, kwargs, every)
+    result = func(*blocks, **kwargs)
+    if _writes(func):
+        return first
+    return _wrapped(result, lead, placement.layout, lead.shape)
+
+
+def _general(func: Any, args: Any, kwargs: dict[str, Any], every: Any) -> Any:
+    """An elementwise function of tensors of several kinds and shapes."""
+    shape = _shape_of(every)
+    tensors = list(_partitioned(every))
+    lead, layout = _common(func, tensors, shape)
+    target = args[0] if _writes(func) else kwargs.get("out")
+    if target is not None:
+        _no_plain_target(func, target, lead)
+        if tuple(target.shape) != shape or target._placement.layout != layout:
+            raise _error(
+                func,
+                f"a result of shape {list(shape)} that lies as {layout}, to be written to one of {list(target.shape)}",
+                "a target that lies as the result",
+            )
+    part = lambda x: _part(func, x, shape, lead, layout)
+    result = func(*map(part, args), **{k: part(v) for k, v in kwargs.items()})
+    return target if target is not None else _wrapped(result, lead, layout, shape)
+
+
+def _wrapped(result: Any, lead: PartitionedTensor, layout: Layout, shape: Shape) -> Any:
+    if isinstance(result, torch.Tensor):
+        return like(lead, result, layout, shape)
+    return type(result)(_wrapped(r, lead, layout, shape) for r in result)
+
+
+handles(
+    "abs_ fill_ fill zero_ masked_fill_ floor_divide floor_divide_ eq_ ne_ lt_ le_ gt_ ge_ elu_backward "
+    "softplus_backward leaky_relu_backward hardtanh_backward hardswish hardswish_ hardswish_backward "
+    "hardsigmoid_backward "
+    "hardshrink_backward softshrink_backward mish_backward log_sigmoid_forward log_sigmoid_backward "
+    "isreal _conj _neg_view resolve_conj resolve_neg absolute_ fix_ negative_ copysign_ signbit heaviside_ "
+    "nan_to_num_ where masked_fill sign_ softplus"
+)(_pointwise)
+
+
+def _listwise(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Elementwise functions of lists: what stands at one place of the lists meets."""
+    n = len(args[0])
+    leads: list[tuple[PartitionedTensor, Layout, Shape] | None] = []
+    for k in range(n):
+        met = [v[k] for v in (*args, *kwargs.values()) if isinstance(v, list | tuple) and len(v) == n]
+        tensors = list(_partitioned(met))
+        if not tensors:
+            leads.append(None)
+            continue
+        shape = _shape_of([x for x in met if isinstance(x, torch.Tensor)])
+        leads.append((*_common(func, tensors, shape), shape))
+    if _writes(func):
+        for x, lead in zip(args[0], leads, strict=True):
+            if lead is not None:
+                _no_plain_target(func, x, lead[0])
+
+    def blocks(v: Any) -> Any:
+        if not isinstance(v, list | tuple):
+            if isinstance(v, PartitionedTensor):
+                _refused(func, args, kwargs)
+            return v
+        if len(v) != n:
+            return v
+        return [
+            x if lead is None or not isinstance(x, torch.Tensor) else _part(func, x, lead[2], lead[0], lead[1])
+            for x, lead in zip(v, leads, strict=True)
+        ]
+
+    result = func(*map(blocks, args), **{k: blocks(v) for k, v in kwargs.items()})
+    if _writes(func) or result is None:
+        return result
+    return [r if lead is None else like(lead[0], r, lead[1], lead[2]) for r, lead in zip(result, leads, strict=True)]
+
+
+# Copies, and tensors like others
+
+
+@handles("copy_")
+def _copied(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    target, source = args[0], args[1]
+    _no_plain_target(func, target, _lead(args))
+    if not isinstance(source, PartitionedTensor) or source._placement == target._placement:
+        return _general(func, args, kwargs, (*args, *kwargs.values()))
+    return _general(func, (target, gathered(source), *args[2:]), kwargs, (target, gathered(source)))
+
+
+@handles("clone _to_copy detach alias lift_fresh contiguous zeros_like ones_like empty_like full_like")
+def _alike(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    x = args[0]
+    kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"} if x._block.ndim not in (4, 5) else kwargs
+    strides = x.stride() if func._schema.name in ("aten::detach", "aten::alias") else None
+    return like(x, func(x._block, *args[1:], **kwargs), None, x.shape, strides)
+
+
+@handles("new_empty new_zeros new_ones new_full new_empty_strided")
+def _new(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Of as many entries as the whole, or of one in some dimensions: it lies as the whole does. Of others: a tensor
+    of this worker's own."""
+    x, size, *rest = args
+    shape = tuple(size)
+    layout = _one_in_some(x, shape)
+    if layout is not None and func._schema.name != "aten::new_empty_strided":
+        return like(x, func(x._block, layout.block_shape(x._placement.index), *rest, **kwargs), layout)
+    if math.prod(shape) != x.numel() or not x.numel():
+        return func(x._block, size, *rest, **kwargs)
+    if func._schema.name == "aten::new_empty_strided":
+        return like(x, torch.empty_like(x._block, **kwargs), None, shape)
+    return like(x, func(x._block, x._block.shape, *rest, **kwargs), None, shape)
+
+
+def _one_in_some(x: PartitionedTensor, shape: Shape) -> Layout | None:
+    """The layout of what has one entry in some dimensions, and else the shape of x; None where nothing splits it."""
+    dims = _spec_of(x)
+    if dims is None or len(shape) != x.ndim or shape == tuple(x.shape):
+        return None
+    if any(n not in (1, m) for n, m in zip(shape, x.shape, strict=True)):
+        return None
+    left = [s if n == m else _whole_dim(1) for n, m, s in zip(shape, x.shape, dims, strict=True)]
+    return _arranged(x, left, shape) if any(names for names, _ in left) else None
+
+
+@handles("index_put_")
+def _put(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """One number where a mask that lies as its target is true."""
+    x, indices, values, *rest = args
+    mask: Any = indices[0] if len(indices) == 1 else None
+    fits = isinstance(x, PartitionedTensor) and isinstance(mask, PartitionedTensor) and mask.dtype is torch.bool
+    if not fits or mask._placement != x._placement or mask.shape != x.shape or values.ndim or any(rest):
+        _refused(func, args, kwargs)
+    func(x._block, [mask._block], values)
+    return x
+
+
+@handles(
+    "normal_ uniform_ bernoulli_.float bernoulli_ exponential_ geometric_ cauchy_ log_normal_ random_",
+    "rand_like randn_like randint_like",
+)
+def _drawn(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Random entries: those that the whole would have, of which each worker keeps its part."""
+    x, *rest = args
+    if any(isinstance(a, torch.Tensor) for a in (*rest, *kwargs.values())):
+        _refused(func, args, kwargs)
+    layout = x._placement.layout
+    generator = kwargs.get("generator")
+    device = "cpu" if generator is None else generator.device
+    if x._block.device.type == "meta":
+        return x if _writes(func) else like(x, x._block, None, x.shape)
+    options = {k: v for k, v in kwargs.items() if k not in ("device", "layout", "pin_memory", "memory_format")}
+    with contextlib.nullcontext() if generator is not None else drawing():
+        whole = torch.empty(tuple(x.shape), dtype=x.dtype, device=device)
+        whole = func(whole, *rest, **options)
+    own = whole.reshape(layout.shape)[layout.slices(x._placement.index)]
+    if _writes(func):
+        x._block.copy_(own)
+        return x
+    return like(x, own.to(kwargs.get("device") or x._block.device, copy=True).contiguous(), None, x.shape)
+
+
+OPERATORS |= {"*": _pointwise, "_foreach_*": _listwise}

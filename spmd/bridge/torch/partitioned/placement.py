@@ -1,0 +1,88 @@
+"""Where a block belongs: its layout, its number there, and the worker that holds it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from spmd.bridge.torch.rng import is_drawing
+from spmd.bridge.torch.worker_context import Seat
+from spmd.errors import LayoutError, MeshError, StateError, message
+from spmd.layout import Layout
+from spmd.mesh import WORKER, Worker
+
+MEND = "p.block() is this worker's part, and p.whole() is the whole, on every worker (collective)"
+
+
+class Placement:
+    """Where a block belongs: the layout of the whole, the worker's number in it, and the worker's seat, if known."""
+
+    __slots__ = ("index", "layout", "seat")
+
+    def __init__(self, layout: Layout, index: int, seat: Seat | None):
+        self.layout = layout
+        self.index = index
+        self.seat = seat
+
+    def __reduce__(self) -> Any:
+        return Placement, (self.layout, self.index, None)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Placement) and self.index == other.index and self.layout == other.layout
+
+    def __hash__(self) -> int:
+        return hash((self.index, self.layout))
+
+    def __deepcopy__(self, memo: Any) -> Placement:
+        return self  # nobody changes it
+
+    def derived(self, layout: Layout) -> Placement:
+        """The place of this worker in another layout over the same axes."""
+        return self if layout is self.layout else Placement(layout, self.index, self.seat)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """This worker's part of the whole."""
+        return self.layout.slices(self.index)
+
+
+def check_worker(placement: Placement, worker: Worker | None) -> None:
+    """Raise where this is not the worker whose block it is."""
+    layout = placement.layout
+    if worker is None or placement.seat is not None and placement.seat.worker is worker:
+        return
+    if worker.group(tuple(layout.axes)).index != placement.index:
+        raise LayoutError(
+            message(
+                "a partitioned tensor",
+                got=f"the block of {layout.describe(placement.index)} on {worker.mesh.describe(worker.index)}",
+                need="the worker that it was made on",
+                mend="spt.state_dict(module) gives whole tensors, which load_state_dict takes on any worker",
+            )
+        )
+
+
+def worker_of(placement: Placement, what: str) -> Worker:
+    """The worker whose block it is, for a collective. Raises where there are no workers, or they take turns."""
+    worker = WORKER.get()
+    if worker is None and placement.seat is not None:
+        worker = placement.seat.worker  # a thread of torch's own
+    if worker is None:
+        raise MeshError(
+            message(
+                what,
+                got="a call outside of any body",
+                need=f"all workers, which hold a block each of {list(placement.layout.shape)}",
+                mend="call state_dict() in the body, on every worker; it gives each the whole, as p.whole() does",
+            )
+        )
+    if is_drawing():
+        raise StateError(
+            message(
+                what,
+                got="a call inside of spt.drawing(), where workers take turns",
+                need="all workers at once",
+                mend="call it before or after",
+            )
+        )
+    check_worker(placement, worker)
+    return worker

@@ -1,0 +1,172 @@
+"""Views of partitioned tensors, and functions along one dimension that no axis splits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from spmd.bridge.torch.partitioned.arguments import (
+    Shape,
+    _arranged,
+    _dims_or_refuse,
+    _refused,
+    _spec_of,
+    _whole_dim,
+)
+from spmd.bridge.torch.partitioned.registry import handles
+from spmd.bridge.torch.partitioned.tensor import PartitionedTensor, like
+from spmd.layout import Layout
+
+
+@handles("view _unsafe_view _reshape_alias")
+def _viewed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    x: Any = args[0]
+    size: Any = args[1]
+    if isinstance(size, torch.dtype):
+        _refused(func, args, kwargs)
+    shape = tuple(torch.empty(tuple(x.shape), device="meta").view(tuple(size)).shape)
+    strides = _probe(func, args, kwargs).stride()
+    if shape == tuple(x.shape):
+        return like(x, x._block.detach(), None, shape, strides)
+    dims = _spec_of(x)
+    found = _regrouped(x, dims, shape) if dims is not None else None
+    if found is not None:
+        return like(x, x._block.view(found[0]), found[1], shape, strides)
+    # Another view of the same blocks: what it is as a whole, and by elements, is known.
+    return like(x, x._block.detach(), None, shape, strides)
+
+
+def _probe(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What torch makes of a tensor of the shape and strides of the whole, without data."""
+    x = args[0]
+    return func(torch.empty_strided(tuple(x.shape), x.stride(), dtype=x.dtype, device="meta"), *args[1:], **kwargs)
+
+
+def _regrouped(x: PartitionedTensor, dims: Any, shape: Shape) -> tuple[Shape, Layout] | None:
+    """The shape of the block, and the layout, of a view in which what splits x splits dimensions too; None where not.
+
+    A split dimension may be joined with whole ones after it, or parted into itself and whole ones: its blocks are then
+    those of the new dimension, as many times longer or shorter.
+    """
+    sized = lambda n: n or 1_000_003  # an empty dimension has its place too
+    before = lambda lengths, d: math.prod(map(sized, lengths[:d]))
+    old = tuple(x.shape)
+    out = [_whole_dim(n) for n in shape]
+    least = 0
+    for d, (names, cut) in enumerate(dims):
+        if not names:
+            continue
+        places = (j for j in range(least, len(shape)) if before(shape, j) == before(old, d))
+        j = next((j for j in places if _rescaled(cut, old[d], shape[j])), None)
+        if j is None:
+            return None
+        out[j] = names, _rescaled(cut, old[d], shape[j])
+        least = j + 1
+    layout = _arranged(x, out, shape)
+    local = layout.block_shape(x._placement.index)
+    return (local, layout) if math.prod(local) == x._block.numel() else None
+
+
+def _rescaled(cut: Sequence[int], old: int, new: int) -> tuple[int, ...] | None:
+    """The sizes of the blocks of a dimension of another length, in proportion; None where there are none."""
+    if old == new:
+        return tuple(cut)
+    if not old or not new or any(n * new % old for n in cut):
+        return None
+    return tuple(n * new // old for n in cut)
+
+
+@handles("t transpose.int permute")
+def _permuted(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    x = args[0]
+    dims = _dims_or_refuse(func, args, kwargs)
+    probe = _probe(func, args, kwargs)
+    order = func(torch.empty(tuple(range(2, 2 + x.ndim)), device="meta"), *args[1:], **kwargs).shape
+    arranged = [dims[n - 2] for n in order]
+    layout = _arranged(x, arranged, tuple(probe.shape))
+    return like(x, func(x._block, *args[1:], **kwargs), layout, probe.shape, probe.stride())
+
+
+@handles("unsqueeze")
+def _unsqueezed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    x, dim = args
+    dims = _dims_or_refuse(func, args, kwargs)
+    dim = dim + x.ndim + 1 if dim < 0 else dim
+    shape = (*x.shape[:dim], 1, *x.shape[dim:])
+    layout = _arranged(x, [*dims[:dim], _whole_dim(1), *dims[dim:]], shape)
+    return like(x, x._block.unsqueeze(dim), layout, shape, _probe(func, args, kwargs).stride())
+
+
+@handles("squeeze squeeze.dim squeeze.dims")
+def _squeezed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    x = args[0]
+    dims = _dims_or_refuse(func, args, kwargs)
+    asked = range(x.ndim) if len(args) == 1 else [args[1]] if isinstance(args[1], int) else args[1]
+    gone = {d % x.ndim for d in asked if x.shape[d] == 1}
+    if any(dims[d][0] for d in gone):
+        _refused(func, args, kwargs)
+    keep = [d for d in range(x.ndim) if d not in gone]
+    shape = tuple(x.shape[d] for d in keep)
+    block = x._block.squeeze(tuple(gone)) if gone else x._block.detach()
+    return like(x, block, _arranged(x, [dims[d] for d in keep], shape), shape, _probe(func, args, kwargs).stride())
+
+
+@handles("expand")
+def _expanded(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    x, size = args[0], args[1]
+    dims = _dims_or_refuse(func, args, kwargs)
+    lead = len(size) - x.ndim
+    shape = tuple(x.shape[d - lead] if n == -1 else n for d, n in enumerate(size))
+    out, local = [_whole_dim(n) for n in shape[:lead]], list(shape[:lead])
+    for d, n in enumerate(shape[lead:]):
+        if n == x.shape[d]:
+            out.append(dims[d])
+            local.append(x._block.shape[d])
+        elif dims[d][0]:
+            _refused(func, args, kwargs)
+        else:
+            out.append(_whole_dim(n))
+            local.append(n)
+    return like(x, x._block.expand(local), _arranged(x, out, shape), shape, _probe(func, args, kwargs).stride())
+
+
+@handles(
+    "select.int slice.Tensor narrow split.Tensor split_with_sizes unbind.int",
+    "cumsum cumprod _softmax _log_softmax argmax argmin max.dim min.dim sort sort.stable topk median.dim logsumexp",
+    "flip select_backward slice_backward _softmax_backward_data _log_softmax_backward_data logcumsumexp mode kthvalue",
+)
+def _along(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What works along one dimension, where that is not split."""
+    names = [a.name for a in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    defaults = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
+    chosen: Any = given.get("dim", given.get("dims", defaults.get("dim")))
+    x = args[0]
+    others = [a for a in args[1:] if isinstance(a, torch.Tensor)]
+    dims = _dims_or_refuse(func, args, kwargs)
+    if chosen is None or others or not isinstance(x, PartitionedTensor):
+        _refused(func, args, kwargs)
+    ndim = x.ndim
+    wanted = {d % ndim for d in ([chosen] if isinstance(chosen, int) else chosen)}
+    if func._schema.name == "aten::slice":
+        bounds = slice(given.get("start"), given.get("end"), given.get("step"))
+        if bounds.indices(x.shape[chosen]) == (0, x.shape[chosen], 1):
+            return like(x, x._block.detach(), None, x.shape, x.stride())
+    if any(dims[d][0] for d in wanted) or "backward" in func._schema.name:
+        _refused(func, args, kwargs)
+    result = func(x._block, *args[1:], **kwargs)
+    probe = _probe(func, args, kwargs)
+
+    def wrap(block: torch.Tensor, whole: torch.Tensor) -> Any:
+        shape = tuple(whole.shape)
+        kept = dims if len(shape) == ndim else [d for k, d in enumerate(dims) if k not in wanted]
+        out = [d if d[0] else _whole_dim(n) for d, n in zip(kept, shape, strict=True)]
+        return like(x, block, _arranged(x, out, shape), shape, whole.stride())
+
+    if isinstance(result, torch.Tensor):
+        return wrap(result, probe)
+    parts = [wrap(r, p) for r, p in zip(result, probe, strict=True)]
+    return parts if isinstance(result, list) else tuple(parts)

@@ -1,0 +1,139 @@
+"""Which worker a thread or a graph acts for: `WorkerContext`, and the random generators of the workers."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from spmd.errors import MeshError, TransportError, message
+from spmd.mesh import WORKER, Mesh, Worker
+from spmd.operators.base import Operator
+
+__all__ = ["PLACE", "SEAT", "Draws", "Seat", "no_lockstep", "seat_of"]
+
+
+class Draws:
+    """The random generators of the workers of one run: each begins in the state of torch's own where it was called.
+
+    generators: by worker, from which `spt.drawing` and functions of torch draw. seeded: those that functions of torch
+    draw from since the body has called `torch.manual_seed`.
+    """
+
+    __slots__ = ("__weakref__", "generators", "seeded", "state")
+
+    def __init__(self) -> None:
+        self.state = torch.default_generator.get_state()
+        self.generators: dict[int, torch.Generator] = {}
+        self.seeded: dict[int, torch.Generator] = {}
+
+    def of(self, worker: int) -> torch.Generator:
+        """The generator of a worker."""
+        found = self.generators.get(worker)
+        if found is None:
+            found = self.generators[worker] = torch.Generator()
+            found.set_state(self.state)
+        return found
+
+    def current(self, worker: int) -> torch.Generator:
+        """What functions of torch draw from on a worker."""
+        return self.seeded.get(worker) or self.of(worker)
+
+    def leave(self) -> None:
+        """Let torch's generator go on from where the first worker that drew has left off."""
+        drew = self.generators.keys() | self.seeded.keys()
+        if drew:
+            torch.default_generator.set_state(self.current(min(drew)).get_state())
+
+
+def map_is_over(where: str) -> MeshError:
+    """The error of a graph that has outlived its workers."""
+    return MeshError(
+        message(
+            where,
+            got="a graph of a body whose map is over",
+            need="backward inside the body, or from outside through a result of the map",
+            mend="call loss.backward() in the body, or return the loss with an out_spec, as P()",
+        )
+    )
+
+
+class Seat:
+    """A worker's place in a map, which outlives a run of it: backward may be another run.
+
+    worker: the one that sits there now; None between runs. twins: parameters varied in this graph, until its backward.
+    tokens: tensors without history to which operators gave one, because another worker's have it; kept where the map
+    is differentiated from outside (else None). draws: the random generators of the run. number, tickets: by which
+    compiled graphs know it, and the operators that were bound here.
+    """
+
+    __slots__ = ("__weakref__", "draws", "index", "mesh", "number", "tickets", "tokens", "twins", "worker")
+
+    def __init__(self, mesh: Mesh, index: int):
+        self.mesh = mesh
+        self.index = index
+        self.worker: Worker | None = None
+        self.twins: dict[Any, tuple[torch.Tensor, int, torch.Tensor]] = {}
+        self.tokens: list[torch.Tensor] | None = None
+        self.draws: Draws | None = None
+        self.number = next(_numbers)
+        self.tickets: dict[Operator, int] = {}
+
+    def taken(self) -> Worker:
+        """The worker that acts here: that of the body that runs in this thread, if it is of this place."""
+        now = WORKER.get()
+        if now is not None and now.index == self.index and now.mesh is self.mesh:
+            return now
+        if self.worker is None:
+            raise map_is_over("backward of an operator")
+        return self.worker
+
+    @contextmanager
+    def occupied(self, worker: Worker):
+        """This place while the worker runs."""
+        before, self.worker = self.worker, worker
+        PLACE.name = f"worker {self.index}"
+        token = SEAT.set(self)
+        try:
+            yield
+        finally:
+            SEAT.reset(token)
+            self.worker = before
+            self.twins.clear()
+
+
+PLACE = threading.local()
+"""PLACE.name is another string for each worker: of all that differs between threads, torch.compile guards this."""
+
+
+SEAT: ContextVar[Seat | None] = ContextVar("spmd_torch_seat", default=None)
+
+
+_numbers = itertools.count()
+
+
+def seat_of(worker: Worker) -> Seat:
+    """The place of a worker: the one its map made, or, in a body of NumPy's map, one of its own."""
+    seat = SEAT.get()
+    if seat is None or seat.worker is not worker:
+        seat = Seat(worker.mesh, worker.index)
+        seat.worker = worker
+    return seat
+
+
+def no_lockstep(worker: Worker) -> None:
+    """Raise where waiting would switch greenlets beneath torch's frames."""
+    run = getattr(worker.comm, "run", None)
+    if type(run).__name__ == "LockstepRun" and worker.mesh.size > 1:
+        raise TransportError(
+            message(
+                "spmd.bridge.torch",
+                got="tensors in a body that the lockstep scheduler runs",
+                need="threads: torch's own frames do not survive a switch of greenlets",
+                mend='spt.map(f, in_specs, out_specs), or Mesh(..., scheduler="threads")',
+            )
+        )
