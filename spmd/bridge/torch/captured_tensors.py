@@ -12,19 +12,19 @@ import torch
 
 from spmd.errors import StateError, message
 
-__all__ = ["captured_leaves", "tensors_within_reach"]
+__all__ = ["captured_leaves", "reachable_tensors"]
 
-_FOREIGN = ("torch", "numpy", "builtins", "spmd", "typing", "abc", "functools", "collections", "types")
-_MOST = 200_000
+_LIBRARIES = ("torch", "numpy", "builtins", "spmd", "typing", "abc", "functools", "collections", "types")
+_MAX_OBJECTS = 200_000
 
 
-def tensors_within_reach(f: Callable) -> set[int]:
+def reachable_tensors(f: Callable) -> set[int]:
     """The ids of the tensors that f can reach: through its closure, its defaults, the globals that its code names, and
     whatever these hold. Libraries are not searched."""
     found: set[int] = set()
     seen: set[int] = set()
     queue: deque[Any] = deque([f])  # what is near comes first
-    while queue and len(seen) < _MOST:
+    while queue and len(seen) < _MAX_OBJECTS:
         x = queue.popleft()
         if id(x) in seen or isinstance(x, str | bytes | int | float | complex | bool | types.CodeType):
             continue
@@ -39,35 +39,35 @@ def tensors_within_reach(f: Callable) -> set[int]:
 def _referents(x: Any) -> Iterable[Any]:
     if isinstance(x, types.FunctionType):
         held = [x.__closure__, x.__defaults__, x.__kwdefaults__, x.__dict__]
-        if not _own(x.__module__ or ""):  # a wrapper of a library may hold a function of the user's
+        if not _is_user_module(x.__module__ or ""):  # a wrapper of a library may hold a function of the user's
             return held
-        names = _names(x.__code__)
+        names = _names_in(x.__code__)
         module = [x.__globals__[n] for n in names if n in x.__globals__]
         # An attribute of a module that the code names is reached by its name alone.
-        inner = [vars(m).get(n) for m in module if _searched_module(m) for n in names]
+        inner = [vars(m).get(n) for m in module if _is_searched(m) for n in names]
         return [*module, *inner, *held]
     if isinstance(x, types.ModuleType):
         return ()
     if isinstance(x, type):
-        return vars(x).values() if _own(x.__module__) else ()
-    return [r for r in gc.get_referents(x) if not isinstance(r, type) or _own(r.__module__)]
+        return vars(x).values() if _is_user_module(x.__module__) else ()
+    return [r for r in gc.get_referents(x) if not isinstance(r, type) or _is_user_module(r.__module__)]
 
 
-def _names(code: types.CodeType) -> set[str]:
+def _names_in(code: types.CodeType) -> set[str]:
     """The names that code, and the functions that it makes, look up."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            names |= _names(constant)
+            names |= _names_in(constant)
     return names
 
 
-def _own(module: str) -> bool:
-    return module.split(".", 1)[0] not in _FOREIGN
+def _is_user_module(module: str) -> bool:
+    return module.split(".", 1)[0] not in _LIBRARIES
 
 
-def _searched_module(m: Any) -> bool:
-    return isinstance(m, types.ModuleType) and _own(m.__name__)
+def _is_searched(m: Any) -> bool:
+    return isinstance(m, types.ModuleType) and _is_user_module(m.__name__)
 
 
 def captured_leaves(call: Any, run: Any) -> list[torch.Tensor]:
@@ -80,10 +80,10 @@ def captured_leaves(call: Any, run: Any) -> list[torch.Tensor]:
     leaves: dict[int, torch.Tensor] = {}
     holders: dict[int, set[int]] = {}
     met: dict[Any, int] = {}
-    for index, ends in run.ends.items():
-        own = {id(x) for x in (*run.inputs[index], *(run.seats[index].tokens or []))}
-        stack = [e.grad_fn for e in ends if e is not None and e.grad_fn is not None]
-        for e in ends:
+    for index, outputs in run.outputs.items():
+        own = {id(x) for x in (*run.inputs[index], *(run.contexts[index].extra_leaves or []))}
+        stack = [e.grad_fn for e in outputs if e is not None and e.grad_fn is not None]
+        for e in outputs:
             if e is not None and e.grad_fn is None and id(e) not in own:
                 leaves[id(e)] = e
                 holders.setdefault(id(e), set()).add(index)
@@ -112,7 +112,7 @@ def captured_leaves(call: Any, run: Any) -> list[torch.Tensor]:
                 )
             met[node] = index
             stack.extend(n for n, _ in node.next_functions if n is not None)
-    if len(run.ends) > 1:
+    if len(run.outputs) > 1:
         return [x for key, x in leaves.items() if len(holders[key]) > 1]
-    reached = tensors_within_reach(call.mapped.f) if leaves else set()
+    reached = reachable_tensors(call.mapped.f) if leaves else set()
     return [x for key, x in leaves.items() if key in reached]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from spmd.bridge.torch.tensor import COMPILED
+from spmd.bridge.torch.tensor import STATE_IN_COMPILED
 from spmd.errors import StateError
 from spmd.mesh import WORKER
 
@@ -34,7 +34,7 @@ def clear_errors() -> None:
             worker = WORKER.get()
             if worker is None or not worker.tracked or not _is_of_states(error):
                 raise
-        raise StateError(COMPILED)
+        raise StateError(STATE_IN_COMPILED)
 
     wrapper.__call__ = call
 

@@ -105,8 +105,8 @@ class DistributedConv(ShardedModule):
         windows = self._plan.windows(x)
         x = self._plan.exchanged(x, windows, [w.widths for w in windows], self._boundary)
         x = pvary(x, self._same) if self._same else x
-        weight = self._met("weight")
-        bias = None if self.bias is None else self._met("bias")
+        weight = self._parameter_block("weight")
+        bias = None if self.bias is None else self._parameter_block("bias")
         y = self._valid(x, weight, None if self._added else bias, windows)
         if self._added:
             # The bias comes after the sum: before it, every worker would add it once.
@@ -114,7 +114,7 @@ class DistributedConv(ShardedModule):
             y = y if bias is None else y + bias.reshape(-1, *[1] * self.space)
         return y
 
-    def _met(self, name: str) -> Any:
+    def _parameter_block(self, name: str) -> Any:
         """The block of a parameter, varied to where it meets the input."""
         block = self.shard(name)
         return pvary(block, self._spread) if self._spread else block
@@ -271,9 +271,9 @@ class _Plan:
         )
 
 
-def _function(where: str, argument: str, module: Any, known: dict) -> Any:
+def _function(where: str, argument: str, module: Any, kinds: dict) -> Any:
     """What a module computes with."""
-    for kind, function in known.items():
+    for kind, function in kinds.items():
         if isinstance(module, kind):
             return function
     raise LayoutError(
@@ -281,7 +281,7 @@ def _function(where: str, argument: str, module: Any, known: dict) -> Any:
             where,
             argument=argument,
             got=describe(module),
-            need=f"one of {', '.join(f'nn.{kind.__name__}' for kind in known)}",
+            need=f"one of {', '.join(f'nn.{kind.__name__}' for kind in kinds)}",
             mend="give the module of the whole, with its weights",
         )
     )

@@ -16,7 +16,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from spmd.bridge.torch.frontend import FRONTEND
-from spmd.bridge.torch.gradient_sync import WHERE, Sums
+from spmd.bridge.torch.gradient_sync import GradientSync
+from spmd.bridge.torch.module_broadcast import WHERE
 from spmd.errors import MeshError, StateError, message
 from spmd.mesh import WORKER, Worker, here
 from spmd.spellings import closest
@@ -124,8 +125,8 @@ class DataParallel(nn.Module):
         self.broadcast_buffers = broadcast_buffers
         self.init = init
         self.overlap = overlap
-        self._sums: Sums | None = Sums(self, worker)
-        self._sums.level(worker, verify=init == "verify")
+        self._sync: GradientSync | None = GradientSync(self, worker)
+        self._sync.equalize(worker, verify=init == "verify")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         worker = WORKER.get()
@@ -140,30 +141,30 @@ class DataParallel(nn.Module):
                     )
                 )
             return self.module(*args, **kwargs)
-        sums = self._of(worker)
-        with sums.varied(worker):
+        sync = self._sync_of(worker)
+        with sync.varied(worker):
             out = self.module(*args, **kwargs)
         if worker.tracked:
             out = pytree.tree_map(partial(self._varying, worker=worker), out)
         if torch.is_grad_enabled():
-            sums.watch(out)
+            sync.watch_outputs(out)
         return out
 
     def _varying(self, x: Any, worker: Worker) -> Any:
         """A result, which varies along the axes whatever it was computed of, and in every gradient mode."""
         return FRONTEND.vary(x, self.axis_name, worker) if isinstance(x, torch.Tensor) else x
 
-    def _of(self, worker: Worker) -> Sums:
+    def _sync_of(self, worker: Worker) -> GradientSync:
         """The sums of this worker, for its parameters as they are now."""
-        sums = self._sums
-        if sums is None:  # copied or loaded
-            sums = self._sums = Sums(self, worker)
-            sums.level(worker, verify=False)
-            return sums
-        sums.sit(worker)
-        if sums.outdated():
-            sums = self._sums = Sums(self, worker, sums)
-        return sums
+        sync = self._sync
+        if sync is None:  # copied or loaded
+            sync = self._sync = GradientSync(self, worker)
+            sync.equalize(worker, verify=False)
+            return sync
+        sync.bind(worker)
+        if sync.outdated():
+            sync = self._sync = GradientSync(self, worker, sync)
+        return sync
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -172,12 +173,12 @@ class DataParallel(nn.Module):
         The first backward after it sums what has come together. (DDP asks for the forward to be inside too; here it
         makes no difference where that is.)
         """
-        sums = self._of(here(f"no_sync of {WHERE}"))
-        before, sums.syncing = sums.syncing, False
+        sync = self._sync_of(here(f"no_sync of {WHERE}"))
+        before, sync.syncing = sync.syncing, False
         try:
             yield
         finally:
-            sums.syncing = before
+            sync.syncing = before
 
     # The names of the module
 
@@ -211,24 +212,24 @@ class DataParallel(nn.Module):
     # Copies
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_sums": None}
+        return {**self.__dict__, "_sync": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._sums = None
+        self._sync = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataParallel:
         """A copy with sums of its own. It sends nothing: copies of what is one value are one value."""
         import copy
 
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
-        nn.Module.__init__(twin)
-        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        nn.Module.__init__(copied)
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         worker = WORKER.get()
-        if worker is not None and self._sums is not None:
-            twin._sums = Sums(twin, worker, self._sums)
-        return twin
+        if worker is not None and self._sync is not None:
+            copied._sync = GradientSync(copied, worker, self._sync)
+        return copied
 
 
 def _others(worker: Worker, varying: str | Sequence[str], axes: tuple[str, ...]) -> tuple[str, ...]:

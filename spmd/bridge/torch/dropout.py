@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from spmd import random
-from spmd.bridge.torch.rng import stream, word
-from spmd.bridge.torch.worker_context import no_lockstep
+from spmd.bridge.torch.rng import random_word, worker_generator
+from spmd.bridge.torch.worker_context import refuse_lockstep
 from spmd.errors import SpecError, describe, message
 from spmd.layout import P
 from spmd.mesh import WORKER
@@ -53,7 +53,7 @@ def dropout(
         return x
     worker = WORKER.get()
     if worker is not None:
-        no_lockstep(worker)
+        refuse_lockstep(worker)
     layout = random.layout_of(_WHERE, x, spec)
     if key is None:
         key = _key()
@@ -65,5 +65,5 @@ def dropout(
 
 def _key() -> np.ndarray:
     """A key that the generator gives from which functions of torch draw here."""
-    own = stream() or torch.default_generator
-    return np.array([word(own, 32), word(own, 32)], np.uint32)
+    own = worker_generator() or torch.default_generator
+    return np.array([random_word(own, 32), random_word(own, 32)], np.uint32)

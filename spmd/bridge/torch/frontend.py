@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from spmd import frontends
-from spmd.bridge.torch.function import apply, started
+from spmd.bridge.torch.function import apply, start_call
 from spmd.bridge.torch.interop import array_dtype, array_of, tensor_of, torch_dtype
-from spmd.bridge.torch.tensor import Tensor, stated, twin
-from spmd.bridge.torch.tensor_state import differentiated, plain, state_of_tensor, summed
+from spmd.bridge.torch.tensor import Tensor, varied_copy, with_state
+from spmd.bridge.torch.tensor_state import needs_grad, plain, state_of_tensor, summed_state
 from spmd.bridge.torch.tie import tie
-from spmd.bridge.torch.worker_context import seat_of
+from spmd.bridge.torch.worker_context import context_of
 from spmd.mesh import Worker
 from spmd.operators.base import Collective, Vary, admitted
 from spmd.state import State, state_of
@@ -27,39 +27,39 @@ class TorchFrontend:
     """What the functions of bodies ask about tensors; see `spmd.frontends`."""
 
     def begin(self, op: Collective, x: torch.Tensor, worker: Worker, frame: FrameType | None) -> Callable[[], Any]:
-        seat = seat_of(worker)
+        context = context_of(worker)
         if not worker.tracked:
-            return started(op, _countable(op, plain(x)), seat, frame)
+            return start_call(op, _countable(op, plain(x)), context, frame)
         state = state_of_tensor(x)
         wanted = admitted(op, x, state, worker)
-        if wanted is not state and differentiated(x):
-            x = twin(x, wanted)
-        begun = started(op, _countable(op, plain(x)), seat, frame)
+        if wanted is not state and needs_grad(x):
+            x = varied_copy(x, wanted)
+        begun = start_call(op, _countable(op, plain(x)), context, frame)
         out = op.out_state(wanted)
-        return lambda: stated(begun(), out)
+        return lambda: with_state(begun(), out)
 
     def state(self, x: torch.Tensor) -> State:
         return state_of_tensor(x)
 
     def vary(self, x: torch.Tensor, names: Sequence[str], worker: Worker) -> torch.Tensor:
         if not worker.tracked:
-            names = [n for n in names if n not in summed(x).varying]
-            return apply(Vary(tuple(names)), plain(x), seat_of(worker)) if names else x
+            names = [n for n in names if n not in summed_state(x).varying]
+            return apply(Vary(tuple(names)), plain(x), context_of(worker)) if names else x
         state = state_of_tensor(x) | state_of(names)
         if state is state_of_tensor(x):
             return x
-        return twin(x, state) if differentiated(x) else stated(x, state)
+        return varied_copy(x, state) if needs_grad(x) else with_state(x, state)
 
     def declare(self, x: torch.Tensor, names: Sequence[str], worker: Worker) -> torch.Tensor:
         if not worker.tracked:
             return x
         if isinstance(x, Tensor) and not x.replica:
             return self.vary(x, names, worker)
-        state = state_of_tensor(x) | summed(x) | state_of(names)
+        state = state_of_tensor(x) | summed_state(x) | state_of(names)
         difference = getattr(x, "difference", None)
         if difference is not None and not state.varying.issuperset(difference.axes):
             raise difference.error()
-        return stated(x, state)
+        return with_state(x, state)
 
     def carrying(self, value: Any, state: State, tracked: bool) -> Any:
         """Invariant numbers stay numbers; arrays, and numbers that vary, become tensors."""
@@ -69,7 +69,7 @@ class TorchFrontend:
         elif isinstance(value, np.generic) and not tracked:
             return value.item()
         x = value if isinstance(value, torch.Tensor) else tensor_of(np.array(value))
-        return stated(x, state) if tracked else x
+        return with_state(x, state) if tracked else x
 
     def dtype(self, x: torch.Tensor) -> np.dtype:
         return array_dtype(x.dtype)

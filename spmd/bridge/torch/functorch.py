@@ -11,7 +11,15 @@ import torch
 from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 
-__all__ = ["current_level", "dual", "is_wrapped_by_grad", "one_level", "transformed", "unwrapped", "unwrapped_once"]
+__all__ = [
+    "current_level",
+    "has_tangent",
+    "is_wrapped",
+    "is_wrapped_by_grad",
+    "shared_dual_level",
+    "unwrapped",
+    "unwrapped_once",
+]
 
 
 _functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
@@ -30,12 +38,12 @@ def unwrapped(x: Any) -> Any:
     return x
 
 
-def transformed(x: torch.Tensor) -> bool:
+def is_wrapped(x: torch.Tensor) -> bool:
     """Whether x is a wrapper of torch.func, whose data is at hand only when its transformations have unwrapped it."""
     return current_level() is not None and _functorch.is_functorch_wrapped_tensor(x)
 
 
-class _Level:
+class _DualLevel:
     """The level of dual numbers that workers in threads share.
 
     torch has one for the whole process: the outermost torch.func.jvp enters it, and forgets all tangents when it leaves
@@ -48,26 +56,26 @@ class _Level:
 
 
 @contextmanager
-def one_level() -> Iterator[None]:
+def shared_dual_level() -> Iterator[None]:
     """Hold the level of dual numbers while several workers run in threads of this process."""
     nesting: Any = eager_transforms
-    with _Level.lock:
-        if not _Level.holders and forward_ad._current_level < 0:
+    with _DualLevel.lock:
+        if not _DualLevel.holders and forward_ad._current_level < 0:
             forward_ad.enter_dual_level()
-            _Level.entered = True
-        _Level.holders += 1
+            _DualLevel.entered = True
+        _DualLevel.holders += 1
         nesting.JVP_NESTING += 1
     try:
         yield
     finally:
-        with _Level.lock:
+        with _DualLevel.lock:
             nesting.JVP_NESTING -= 1
-            _Level.holders -= 1
-            if not _Level.holders and _Level.entered:
-                _Level.entered = False
+            _DualLevel.holders -= 1
+            if not _DualLevel.holders and _DualLevel.entered:
+                _DualLevel.entered = False
                 forward_ad.exit_dual_level()
 
 
-def dual(x: torch.Tensor) -> bool:
+def has_tangent(x: torch.Tensor) -> bool:
     """Whether x has a tangent of torch.autograd.forward_ad. Where the level is held only those of torch.func are."""
-    return forward_ad._current_level >= 0 and not _Level.holders and forward_ad.unpack_dual(x).tangent is not None
+    return forward_ad._current_level >= 0 and not _DualLevel.holders and forward_ad.unpack_dual(x).tangent is not None

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from spmd.bridge.torch.tensor import RULES, Tensor, admit_write
+from spmd.bridge.torch.tensor import CALL_CHECKS, Tensor, check_write
 from spmd.bridge.torch.tensor_state import state_of_tensor
 from spmd.errors import StateError, describe, message
 
@@ -90,10 +90,10 @@ def _embedding(func: Callable, args: Any, kwargs: dict) -> None:
     if _given(args, kwargs, 3, "max_norm") is not None:
         state = state_of_tensor(weight) | state_of_tensor(indices)
         if state is not state_of_tensor(weight):
-            admit_write(func, weight, state)
+            check_write(func, weight, state)
 
 
-RULES.update(
+CALL_CHECKS.update(
     {
         F.batch_norm: _batch_norm(1, 3),
         torch.batch_norm: _batch_norm(3, 1),

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from spmd.bridge.torch.functorch import is_wrapped_by_grad, transformed, unwrapped_once
+from spmd.bridge.torch.functorch import is_wrapped, is_wrapped_by_grad, unwrapped_once
 from spmd.bridge.torch.tensor_state import no_overrides, plain
 from spmd.device import contiguous, imported
 from spmd.errors import LayoutError, MeshError, message
@@ -110,7 +110,7 @@ def array_of(x: torch.Tensor) -> Any:
     x = plain(x)
     if torch.compiler.is_compiling():
         return None
-    while transformed(x):
+    while is_wrapped(x):
         if not is_wrapped_by_grad(x):
             return None
         x = unwrapped_once(x)

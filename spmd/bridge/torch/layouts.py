@@ -13,13 +13,23 @@ import numpy as np
 import torch
 
 from spmd.bridge.torch.interop import array_dtype
-from spmd.bridge.torch.worker_context import no_lockstep
+from spmd.bridge.torch.worker_context import refuse_lockstep
 from spmd.errors import LayoutError, describe, message
 from spmd.layout import Layout, P
 from spmd.mesh import Worker
 from spmd.transport.call import Call
 
-__all__ = ["Grid", "Lies", "common_axes", "grid_of", "learnt", "met", "of_shape", "resolved", "spread"]
+__all__ = [
+    "Grid",
+    "LayoutLike",
+    "broadcast_grid",
+    "common_axes",
+    "gather_shapes",
+    "grid_of",
+    "layout_for",
+    "layout_of_shapes",
+    "resolve_layout",
+]
 
 
 Shape = tuple[int, ...]
@@ -95,44 +105,44 @@ class Grid:
         return Layout.grid(shape, (*whole, *self.dims, self.copies), axes, self.workers)
 
 
-Lies = Layout | P | Grid
+LayoutLike = Layout | P | Grid
 """How the tensors of a module lie: a layout; or a spec or a grid, for tensors of any shape."""
 
 
-def checked_layout(where: str, argument: str, lies: Any) -> Lies:
-    if isinstance(lies, Layout | P | Grid):
-        return lies
+def checked_layout(where: str, argument: str, spec: Any) -> LayoutLike:
+    if isinstance(spec, Layout | P | Grid):
+        return spec
     raise LayoutError(
         message(
             where,
             argument=argument,
-            got=describe(lies),
+            got=describe(spec),
             need="a Layout, or a spec or a Grid, which serve tensors of any shape",
             mend='spt.P("x"), spt.Grid((2, 2)), mesh.layout(shape, spec) or spt.Layout.grid(shape, grid, mesh.axes)',
         )
     )
 
 
-def common_axes(where: str, worker: Worker, *all_lies: Lies) -> dict[str, int]:
+def common_axes(where: str, worker: Worker, *specs: LayoutLike) -> dict[str, int]:
     """The axes that number the workers of some layouts: those that a layout or a grid says, or specs name.
 
     Along the other axes of the mesh each place moves its tensors by itself, whatever their state there.
     """
     mesh = worker.mesh
     fixed, named = {}, set()
-    for lies in all_lies:
-        if isinstance(lies, P):
-            lies.check(mesh.axes, where, "spec")
-            named |= lies.varying
+    for spec in specs:
+        if isinstance(spec, P):
+            spec.check(mesh.axes, where, "spec")
+            named |= spec.varying
         else:
-            axes = tuple(lies.axes if lies.axes is not None else mesh.axes)
-            fixed.setdefault(mesh.names(axes, where), lies)
+            axes = tuple(spec.axes if spec.axes is not None else mesh.axes)
+            fixed.setdefault(mesh.names(axes, where), spec)
     chosen = next(iter(fixed), tuple(n for n in mesh.axes if n in named))
     if len(fixed) > 1 or named - set(chosen):
         raise LayoutError(
             message(
                 where,
-                got=" and ".join(map(repr, all_lies)),
+                got=" and ".join(map(repr, specs)),
                 need="layouts over the same axes of the mesh, in one order, which numbers the workers",
                 mend=f"axes={chosen} for grids; specs that name no other axes than {list(chosen)}",
             )
@@ -140,45 +150,47 @@ def common_axes(where: str, worker: Worker, *all_lies: Lies) -> dict[str, int]:
     return {n: mesh.axes[n] for n in chosen}
 
 
-def met(where: str, x: Any, axes: Sequence[str], worker: Worker) -> tuple[Shape, ...]:
+def gather_shapes(where: str, x: Any, axes: Sequence[str], worker: Worker) -> tuple[Shape, ...]:
     """The shapes of the blocks of all workers along some axes. A meeting; no bytes."""
     group = worker.group(tuple(axes))
     if group.size == 1:
         return (tuple(x.shape),)
     tensor = isinstance(x, torch.Tensor)
     if tensor:
-        no_lockstep(worker)
+        refuse_lockstep(worker)
     call = Call(where, group.axes, array_dtype(x.dtype) if tensor else x.dtype, tuple(x.shape), alike=None)
     return tuple(tuple(s) for s in worker.comm.shapes(group, call).wait())
 
 
 @lru_cache(maxsize=1024)
-def learnt(where: str, shapes: tuple[Shape, ...], lies: P | Grid, axes: tuple[tuple[str, int], ...]) -> Layout:
+def layout_of_shapes(
+    where: str, shapes: tuple[Shape, ...], spec: P | Grid, axes: tuple[tuple[str, int], ...]
+) -> Layout:
     """The layout in which the workers along some axes hold blocks of these shapes."""
-    if isinstance(lies, P):
-        return Layout.of_blocks(shapes, lies, dict(axes), where)
-    first = lies.members[0]
-    probe = lies.layout((0,) * len(shapes[first] if first < len(shapes) else lies.dims), dict(axes))
-    return layout_of_blocks(where, shapes, probe)
+    if isinstance(spec, P):
+        return Layout.of_blocks(shapes, spec, dict(axes), where)
+    first = spec.members[0]
+    grid_layout = spec.layout((0,) * len(shapes[first] if first < len(shapes) else spec.dims), dict(axes))
+    return layout_of_blocks(where, shapes, grid_layout)
 
 
-def layout_of_blocks(where: str, shapes: tuple[Shape, ...], probe: Layout) -> Layout:
-    """A layout on the grid of `probe`, in blocks of these shapes."""
-    assert probe.workers is not None
-    ndim = len(probe.shape)
-    cuts: list[list[int | None]] = [[None] * len(c) for c in probe.cuts]
+def layout_of_blocks(where: str, shapes: tuple[Shape, ...], grid_layout: Layout) -> Layout:
+    """A layout on the grid of `grid_layout`, in blocks of these shapes."""
+    assert grid_layout.workers is not None
+    ndim = len(grid_layout.shape)
+    cuts: list[list[int | None]] = [[None] * len(c) for c in grid_layout.cuts]
     seen: dict[tuple[int, int], int] = {}
     for w, shape in enumerate(shapes):
-        place = probe.positions(w)
+        place = grid_layout.positions(w)
         if (len(shape) != ndim and (ndim or place is not None)) or (place is None and any(shape)):
             raise LayoutError(
                 message(
                     where,
                     argument="x",
-                    got=f"a block of shape {list(shape)} on {probe.describe(w)}",
+                    got=f"a block of shape {list(shape)} on {grid_layout.describe(w)}",
                     need=f"one of shape {[0] * ndim}: the grid gives it nothing"
                     if place is None
-                    else f"one of {ndim} dimensions, as on {probe.describe(probe.workers[0])}",
+                    else f"one of {ndim} dimensions, as on {grid_layout.describe(grid_layout.workers[0])}",
                     mend=f"torch.zeros({[0] * ndim}) on workers without a block",
                 )
             )
@@ -189,15 +201,15 @@ def layout_of_blocks(where: str, shapes: tuple[Shape, ...], probe: Layout) -> La
                     message(
                         where,
                         argument="x",
-                        got=f"a block of shape {list(shapes[other])} on {probe.describe(other)}, and one of shape "
-                        f"{list(shape)} on {probe.describe(w)}",
+                        got=f"a block of shape {list(shapes[other])} on {grid_layout.describe(other)}, and one of "
+                        f"shape {list(shape)} on {grid_layout.describe(w)}",
                         need=f"blocks that lie on a grid: equal lengths in dimension {d}",
                         mend="make the lengths agree, or give another grid",
                     )
                 )
             cuts[d][k] = shape[d]
     sizes = [[k or 0 for k in c] for c in cuts]
-    return _regridded(probe, [sum(c) for c in sizes], sizes)
+    return _regridded(grid_layout, [sum(c) for c in sizes], sizes)
 
 
 def _regridded(grid: Layout, shape: Sequence[int], cuts: Sequence[Sequence[int]]) -> Layout:
@@ -208,23 +220,23 @@ def _regridded(grid: Layout, shape: Sequence[int], cuts: Sequence[Sequence[int]]
     return Layout.grid(shape, (*counts, copies), grid.axes, grid.workers, cuts, copies=grid.copies)
 
 
-def resolved(where: str, x: Any, lies: Lies, axes: dict[str, int], worker: Worker) -> Layout:
+def resolve_layout(where: str, x: Any, spec: LayoutLike, axes: dict[str, int], worker: Worker) -> Layout:
     """The layout of a tensor that comes: as it is given, or learnt from all blocks."""
-    if isinstance(lies, Layout):
-        return lies
-    return learnt(where, met(where, x, tuple(axes), worker), lies, tuple(axes.items()))
+    if isinstance(spec, Layout):
+        return spec
+    return layout_of_shapes(where, gather_shapes(where, x, tuple(axes), worker), spec, tuple(axes.items()))
 
 
-def of_shape(shape: Shape, lies: Lies, axes: dict[str, int]) -> Layout:
+def layout_for(shape: Shape, spec: LayoutLike, axes: dict[str, int]) -> Layout:
     """The layout of an array of this shape: balanced, where only spec or grid are given."""
-    if isinstance(lies, Layout):
-        return lies
-    return _balanced(shape, lies, tuple(axes.items()))
+    if isinstance(spec, Layout):
+        return spec
+    return _balanced(shape, spec, tuple(axes.items()))
 
 
 @lru_cache(maxsize=1024)
-def _balanced(shape: Shape, lies: P | Grid, axes: tuple[tuple[str, int], ...]) -> Layout:
-    return Layout(shape, lies, dict(axes)) if isinstance(lies, P) else lies.layout(shape, dict(axes))
+def _balanced(shape: Shape, spec: P | Grid, axes: tuple[tuple[str, int], ...]) -> Layout:
+    return Layout(shape, spec, dict(axes)) if isinstance(spec, P) else spec.layout(shape, dict(axes))
 
 
 def grid_of(layout: Layout) -> Grid:
@@ -237,7 +249,7 @@ def grid_of(layout: Layout) -> Grid:
 
 
 @lru_cache(maxsize=1024)
-def spread(where: str, small: Grid, large: Grid, ndim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def broadcast_grid(where: str, small: Grid, large: Grid, ndim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Blocks of a small grid on the workers of a large one, by the rules of broadcasting.
 
     Grids are aligned at their last dimensions. Where the small one has one block and the large one more, each of those
@@ -262,7 +274,7 @@ def spread(where: str, small: Grid, large: Grid, ndim: int) -> tuple[tuple[int, 
 
 def copied_layout(where: str, layout: Layout, large: Grid) -> Layout:
     """A layout with a copy of its blocks on all workers of a larger grid."""
-    counts, workers = spread(where, grid_of(layout), large, len(layout.shape))
+    counts, workers = broadcast_grid(where, grid_of(layout), large, len(layout.shape))
     return Layout.grid(layout.shape, counts, layout.axes, workers, layout.cuts)
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import spmd
 from spmd.bridge.torch.compiled import compilable
-from spmd.bridge.torch.layouts import Grid, Shape, common_axes, grid_of, learnt, met, of_shape
+from spmd.bridge.torch.layouts import Grid, Shape, common_axes, gather_shapes, grid_of, layout_for, layout_of_shapes
 from spmd.bridge.torch.rng import drawing
 from spmd.bridge.torch.sharded import ShardedModule
 from spmd.errors import LayoutError, describe, message
@@ -183,7 +183,7 @@ class DistributedLinear(_Linear):
             lies = (P(out, into), P(out))
             self._rows, self._columns = out, into
         elif isinstance(P_x, Grid) and isinstance(P_y, Grid) and isinstance(P_w, Grid | Layout):
-            lies = _grid_form(where, P_x, P_y, of_shape(shape, P_w, axes), shape)
+            lies = _grid_form(where, P_x, P_y, layout_for(shape, P_w, axes), shape)
         else:
             raise LayoutError(
                 message(
@@ -224,7 +224,7 @@ class DistributedLinear(_Linear):
     def _by_grids(self, x: torch.Tensor) -> torch.Tensor:
         where = "spt.DistributedLinear"
         worker = here(where)
-        shapes = met(where, x, tuple(self.axes), worker)
+        shapes = gather_shapes(where, x, tuple(self.axes), worker)
         weights = self.shard_layout("weight")
         src, needed, parts, dst = _layouts(where, shapes, self.P_x, self.P_y, weights, tuple(self.axes.items()))
         x = spmd.repartition(x, src, needed)
@@ -275,7 +275,7 @@ def _layouts(
     where: str, shapes: tuple[Shape, ...], P_x: Grid, P_y: Grid, weights: Layout, axes: tuple[tuple[str, int], ...]
 ) -> tuple[Layout, Layout, Layout, Layout]:
     """How x comes, how the workers of the weights need it, how they give their products, and how y leaves."""
-    src = learnt(where, shapes, P_x, axes)
+    src = layout_of_shapes(where, shapes, P_x, axes)
     out_features, in_features = weights.shape
     if not src.shape or src.shape[-1] != in_features:
         raise LayoutError(

@@ -19,17 +19,17 @@ import spmd
 from spmd.bridge.torch.compiled import compilable, token_of
 from spmd.bridge.torch.layouts import (
     Grid,
-    Lies,
+    LayoutLike,
     Shape,
     added_axes,
+    broadcast_grid,
     checked_layout,
     common_axes,
     copied_layout,
+    gather_shapes,
+    layout_for,
     layout_of_blocks,
-    met,
-    of_shape,
-    resolved,
-    spread,
+    resolve_layout,
 )
 from spmd.errors import LayoutError, message
 from spmd.layout import Layout, P
@@ -83,11 +83,11 @@ class _Movement(nn.Module):
 class _Relayout(_Movement):
     """From one layout to another."""
 
-    src: Lies
-    dst: Lies
+    src: LayoutLike
+    dst: LayoutLike
 
     @api_boundary
-    def __init__(self, src: Lies, dst: Lies):
+    def __init__(self, src: LayoutLike, dst: LayoutLike):
         super().__init__(src=checked_layout(self.where, "src", src), dst=checked_layout(self.where, "dst", dst))
 
     def extra_repr(self) -> str:
@@ -112,10 +112,10 @@ class Repartition(_Relayout):
         worker = here(self.where)
         axes = common_axes(self.where, worker, self.src, self.dst)
         if isinstance(self.dst, Layout):
-            src = of_shape(self.dst.shape, self.src, axes)
+            src = layout_for(self.dst.shape, self.src, axes)
         else:
-            src = resolved(self.where, x, self.src, axes, worker)
-        return spmd.repartition(x, src, of_shape(src.shape, self.dst, axes))
+            src = resolve_layout(self.where, x, self.src, axes, worker)
+        return spmd.repartition(x, src, layout_for(src.shape, self.dst, axes))
 
 
 class Broadcast(_Relayout):
@@ -141,11 +141,11 @@ class Broadcast(_Relayout):
         if isinstance(src, P) and isinstance(dst, P):
             return spmd.pvary(x, added_axes(self.where, src, dst))
         if isinstance(dst, Grid) and not isinstance(src, P):
-            src = resolved(self.where, x, src, axes, worker)
+            src = resolve_layout(self.where, x, src, axes, worker)
             return spmd.repartition(x, src, copied_layout(self.where, src, dst))
         if not isinstance(dst, Layout):
             raise _unlike(self.where, src, dst)
-        return spmd.repartition(x, of_shape(dst.shape, src, axes), dst)
+        return spmd.repartition(x, layout_for(dst.shape, src, axes), dst)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if isinstance(self.src, P) and isinstance(self.dst, P) and not added_axes(self.where, self.src, self.dst):
@@ -180,12 +180,12 @@ class SumReduce(_Relayout):
         if isinstance(src, Grid) and isinstance(dst, Layout):
             return spmd.accumulate(x, copied_layout(self.where, dst, src), dst)
         if isinstance(src, Grid) and isinstance(dst, Grid):
-            shapes = met(self.where, x, tuple(axes), worker)
+            shapes = gather_shapes(self.where, x, tuple(axes), worker)
             parts, dst = _summands(self.where, shapes, src, dst, tuple(axes.items()))
             return spmd.accumulate(x, parts, dst)
         if not isinstance(src, Layout):
             raise _unlike(self.where, src, dst)
-        return spmd.accumulate(x, src, of_shape(src.shape, dst, axes))
+        return spmd.accumulate(x, src, layout_for(src.shape, dst, axes))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if isinstance(self.src, P) and isinstance(self.dst, P) and not added_axes(self.where, self.dst, self.src):
@@ -200,12 +200,12 @@ def _summands(
     """The layouts of summands of these shapes, and of their sums."""
     first = large.members[0]
     ndim = len(shapes[first]) if first < len(shapes) else len(large.dims)
-    counts, workers = spread(where, small, large, ndim)
+    counts, workers = broadcast_grid(where, small, large, ndim)
     parts = layout_of_blocks(where, shapes, Layout.grid((0,) * ndim, counts, dict(axes), workers))
     return parts, Layout.grid(parts.shape, counts[:-1], dict(axes), small.workers, parts.cuts)
 
 
-def _unlike(where: str, src: Lies, dst: Lies) -> LayoutError:
+def _unlike(where: str, src: LayoutLike, dst: LayoutLike) -> LayoutError:
     return LayoutError(
         message(
             where,
@@ -390,7 +390,7 @@ class HaloExchange(_Movement):
             return spmd.halo_exchange(x, self.spec, self.widths, self.boundary, shape=self.shape, sizes=self.sizes)
         worker = here(self.where)
         axes = common_axes(self.where, worker, self.spec)
-        source = resolved(self.where, x, self.spec, axes, worker)
+        source = resolve_layout(self.where, x, self.spec, axes, worker)
         return spmd.halo_exchange(x, self.spec, self.plan(source).widths, self.boundary, sizes=source.cuts)
 
 

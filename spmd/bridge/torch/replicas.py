@@ -9,7 +9,6 @@ module may still declare its own, by `spt.varying`: until it does, they cannot b
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,16 +19,14 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from spmd.bridge.torch.interop import owned
+from spmd.bridge.torch.module_broadcast import WHERE, sync_call
 from spmd.bridge.torch.tensor import Tensor
-from spmd.bridge.torch.tensor_state import in_blocks, local
+from spmd.bridge.torch.tensor_state import is_partitioned, local_data
 from spmd.errors import ReplicaError, StateError, message
 from spmd.mesh import Worker
 from spmd.operators.at_root import alone_along
-from spmd.transport.call import Call
 
 __all__ = ["Difference", "ToBeDeclared", "differing", "to_be_declared"]
-
-_WHERE = "spt.data_parallel"
 
 
 @dataclass(frozen=True)
@@ -45,7 +42,7 @@ class Difference:
         attribute = self.name.rpartition(".")[2]
         return kind(
             message(
-                _WHERE,
+                WHERE,
                 argument="module",
                 got=f"{self.name}, which differs between workers along {', '.join(map(repr, self.axes))}",
                 need="parameters that are one value along all axes of the mesh, or are said to differ: their "
@@ -89,12 +86,12 @@ def differing(worker: Worker, module: nn.Module, excused: Sequence[str]) -> dict
 
 def _laid_out(module: nn.Module) -> dict[int, frozenset[str]]:
     """By id, the axes over which parameters in blocks are split."""
-    parameters: Any = [p for p in module.parameters() if in_blocks(p)]
+    parameters: Any = [p for p in module.parameters() if is_partitioned(p)]
     return {id(p): p.block_layout.varying for p in parameters}
 
 
 def _bytes(p: torch.Tensor) -> bytes:
-    return local(p).detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return local_data(p).detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _digest(data: bytes) -> int:
@@ -106,9 +103,7 @@ def _differ(worker: Worker, axis: str, digests: list[int]) -> list[int]:
     ends = np.array([digests, [-d for d in digests]], np.int64)
     block: Any = ends if worker.mesh.places is None else worker.mesh.places.own(ends, worker.index)
     detail = f"parameters compared along {axis!r}; varying={axis!r} says that they differ"
-    call = Call("data_parallel", (axis,), ends.dtype, ends.shape, detail=detail, alike=True, frame=sys._getframe(4))
-    if worker.mesh.places is not None:
-        call.host = False
+    call = sync_call(worker, (axis,), ends.dtype, ends.shape, detail)
     cell = [worker.comm.all_reduce(worker.group((axis,)), call, block, "max").wait()]
     largest, smallest = owned(cell).tolist()
     return [k for k, (a, b) in enumerate(zip(largest, smallest, strict=True)) if a != -b]

@@ -23,20 +23,20 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from spmd.bridge.torch.random_functions import draws_now
-from spmd.bridge.torch.tensor import Tensor, joined_state, look_at_losses, swept
-from spmd.bridge.torch.worker_context import SEAT, Draws
+from spmd.bridge.torch.tensor import Tensor, check_losses, common_state, in_backward
+from spmd.bridge.torch.worker_context import CONTEXT, WorkerGenerators
 from spmd.errors import StallError, StateError, describe, message
 from spmd.mesh import WORKER, Worker
 from spmd.state import State
 from spmd.transport.processes.watchdog import time_limit
 
-__all__ = ["BodyMode", "drawing", "in_body", "is_drawing", "mode_is_on", "stream", "word"]
+__all__ = ["BodyMode", "drawing", "has_body_mode", "in_body", "is_drawing", "random_word", "worker_generator"]
 
 Generator = torch.Generator
 
 _lock = threading.RLock()
 _drawing: ContextVar[bool] = ContextVar("spmd_torch_drawing", default=False)
-_used: WeakKeyDictionary[Generator, tuple[Draws, int]] = WeakKeyDictionary()
+_used: WeakKeyDictionary[Generator, tuple[WorkerGenerators, int]] = WeakKeyDictionary()
 
 
 def is_drawing() -> bool:
@@ -117,10 +117,10 @@ def _without_collectives(worker: Worker) -> Iterator[None]:
 
 
 def _generator(given: Generator | int | None, worker: Worker | None) -> Generator:
-    seat = SEAT.get()
-    draws = seat.draws if seat is not None and seat.worker is worker else None
+    context = CONTEXT.get()
+    generators = context.generators if context is not None and context.worker is worker else None
     if given is None:
-        if draws is None or worker is None:
+        if generators is None or worker is None:
             raise StateError(
                 message(
                     "spt.drawing",
@@ -130,7 +130,7 @@ def _generator(given: Generator | int | None, worker: Worker | None) -> Generato
                     mend="spt.map(...), or generator=0",
                 )
             )
-        return draws.of(worker.index)
+        return generators.of(worker.index)
     if isinstance(given, int) and not isinstance(given, bool):
         return Generator().manual_seed(given)
     if not isinstance(given, Generator) or given.device.type != "cpu":
@@ -143,11 +143,11 @@ def _generator(given: Generator | int | None, worker: Worker | None) -> Generato
                 mend="torch.Generator().manual_seed(0), or generator=0",
             )
         )
-    if draws is not None and worker is not None:
-        by, index = _used.setdefault(given, (draws, worker.index))
-        if by is not draws:
-            _used[given] = draws, worker.index
-        if by is draws and index != worker.index:
+    if generators is not None and worker is not None:
+        by, index = _used.setdefault(given, (generators, worker.index))
+        if by is not generators:
+            _used[given] = generators, worker.index
+        if by is generators and index != worker.index:
             raise StateError(
                 message(
                     "spt.drawing",
@@ -169,54 +169,54 @@ class BodyMode(TorchFunctionMode):
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if draws_now(func, args, kwargs):
-            return _drawn(lambda: _asked(func, types, args, kwargs), joined_state(args, kwargs))
-        return _asked(func, types, args, kwargs)
+            return _draw(lambda: _call_function(func, types, args, kwargs), common_state(args, kwargs))
+        return _call_function(func, types, args, kwargs)
 
 
 def in_body() -> bool:
     """Whether a worker acts here whose body tracks states, in a map of this bridge."""
-    worker, seat = WORKER.get(), SEAT.get()
-    return worker is not None and worker.tracked and seat is not None
+    worker, context = WORKER.get(), CONTEXT.get()
+    return worker is not None and worker.tracked and context is not None
 
 
-def mode_is_on() -> bool:
+def has_body_mode() -> bool:
     """Whether functions of torch ask a `BodyMode`. Within what it calls they do not, as Python's code that backward
     calls."""
     return any(type(m) is BodyMode for m in _get_current_function_mode_stack())
 
 
-def _asked(func: Callable, types: Any, args: Any, kwargs: dict) -> Any:
+def _call_function(func: Callable, types: Any, args: Any, kwargs: dict) -> Any:
     """Call a function as torch does without a mode. Tensors of bodies are asked here, which saves a round."""
     if len(types) == 1 and Tensor in types:
         return Tensor.__torch_function__(func, types, args, kwargs)
     if func is torch.Tensor.backward or func is torch.autograd.grad:  # of tensors that have met no others of the body
-        if not swept():
-            look_at_losses(args[0] if args else kwargs["outputs"])
+        if not in_backward():
+            check_losses(args[0] if args else kwargs["outputs"])
     elif not types:  # torch.full(shape, x) asks nobody, whatever x is
-        state = joined_state(args, kwargs)
+        state = common_state(args, kwargs)
         if state.varying:
             return Tensor.__torch_function__(func, types, args, kwargs)
     return func(*args, **kwargs)
 
 
-def stream() -> Generator | None:
+def worker_generator() -> Generator | None:
     """What functions of torch draw from in this body; None where that is torch's own generator."""
-    worker, seat = WORKER.get(), SEAT.get()
-    if worker is None or not worker.tracked or seat is None or seat.draws is None or _drawing.get():
+    worker, context = WORKER.get(), CONTEXT.get()
+    if worker is None or not worker.tracked or context is None or context.generators is None or _drawing.get():
         return None
-    return seat.draws.current(_number(worker, seat.worker))
+    return context.generators.current(_number(worker, context.worker))
 
 
-def _number(worker: Worker, seated: Worker | None) -> int:
+def _number(worker: Worker, context_worker: Worker | None) -> int:
     """Whose generator it is. What `at_root` runs on some workers only has one of its own there, so that those of the
     bodies go on alike."""
-    return worker.index if worker is seated else worker.index + worker.mesh.size
+    return worker.index if worker is context_worker else worker.index + worker.mesh.size
 
 
-def _drawn(run: Callable[[], Any], state: State) -> Any:
+def _draw(run: Callable[[], Any], state: State) -> Any:
     """What a function draws for tensors of a state."""
     worker, default = WORKER.get(), torch.default_generator
-    own = stream()
+    own = worker_generator()
     if worker is None or (own is None and not _drawing.get()):
         return run()
     place = [(n, worker.coordinates[n]) for n in worker.mesh.axes if n in state.varying]
@@ -240,7 +240,7 @@ def _drawn(run: Callable[[], Any], state: State) -> Any:
             own.set_state(after)
 
 
-def word(own: Generator, bits: int = 31) -> int:
+def random_word(own: Generator, bits: int = 31) -> int:
     """A number from a generator, also within transformations of torch.func, which know of no state."""
     with torch._C.DisableTorchFunction(), temporarily_clear_interpreter_stack():
         return int(torch.randint(1 << bits, (), generator=own))
@@ -248,7 +248,7 @@ def word(own: Generator, bits: int = 31) -> int:
 
 def _state_at(place: list[tuple[str, int]], own: Generator) -> torch.Tensor:
     """The state of the generator of a place along some axes. It takes one number from the worker's own."""
-    seed = zlib.crc32(repr((word(own), place)).encode())
+    seed = zlib.crc32(repr((random_word(own), place)).encode())
     return Generator().manual_seed(seed).get_state()
 
 
@@ -260,7 +260,7 @@ def _in_bodies(function: Callable, own: Callable[..., Any]) -> None:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        found = stream()
+        found = worker_generator()
         return function(*args, **kwargs) if found is None else own(found, *args, **kwargs)
 
     for module in (torch, torch.random):
@@ -268,11 +268,11 @@ def _in_bodies(function: Callable, own: Callable[..., Any]) -> None:
 
 
 def _seed_stream(_: Generator, seed: Any) -> Generator:
-    worker, seat = WORKER.get(), SEAT.get()
+    worker, context = WORKER.get(), CONTEXT.get()
     assert worker is not None
-    assert seat is not None
-    assert seat.draws is not None
-    found = seat.draws.seeded[_number(worker, seat.worker)] = Generator().manual_seed(int(seed))
+    assert context is not None
+    assert context.generators is not None
+    found = context.generators.seeded[_number(worker, context.worker)] = Generator().manual_seed(int(seed))
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(int(seed))
     return found

@@ -1,7 +1,6 @@
 """The minibatches of a sequential run, split over workers.
 
-What a DataLoader reads by a sampler of this module differs between the workers that split the minibatches. So in a body
-that tracks states its batches are declared: every tensor in them varies along the axes of the sampler.
+In a body that tracks states, the tensors of a batch vary along the axes of the sampler: see `loader_states`.
 """
 
 from __future__ import annotations
@@ -381,42 +380,30 @@ def _check_dataset(dataset: Any) -> None:
 def _place(
     num_replicas: Any, rank: Any, axis_name: str | Sequence[str] | None
 ) -> tuple[tuple[int, ...], int, tuple[str, ...]]:
-    """The parts that a minibatch is split into, major to minor; which of them is this worker's; over which axes."""
+    """The numbers of parts into which a minibatch is split, major to minor; this worker's part; the axes."""
     worker = WORKER.get()
     if axis_name is not None:
         if num_replicas is not None or rank is not None:
-            raise MeshError(
-                message(
-                    _WHERE,
-                    argument="axis_name",
-                    got=f"{axis_name!r}, with num_replicas={num_replicas}, rank={rank}",
-                    need="the axis, or the two numbers",
-                    mend="leave out the one that is not meant",
-                )
+            raise _no_place(
+                f"{axis_name!r}, with num_replicas={num_replicas}, rank={rank}",
+                "the axis, or the two numbers",
+                "leave out the one that is not meant",
             )
         if worker is None:
-            raise MeshError(
-                message(
-                    _WHERE,
-                    argument="axis_name",
-                    got=f"{axis_name!r}, outside of any body",
-                    need="a worker to be made on, whose place along the axis is known",
-                    mend="make it inside the function that is mapped, or give num_replicas= and rank=",
-                )
+            raise _no_place(
+                f"{axis_name!r}, outside of any body",
+                "a worker to be made on, whose place along the axis is known",
+                "make it inside the function that is mapped, or give num_replicas= and rank=",
             )
         names = worker.mesh.names(axis_name, _WHERE)
         group = worker.group(names)
         return group.dims, group.index, names
     if num_replicas is None and rank is None:
         if worker is not None:
-            raise MeshError(
-                message(
-                    _WHERE,
-                    argument="axis_name",
-                    got=f"none, in a body on {worker.mesh}",
-                    need="the axes along which minibatches are split",
-                    mend=f"axis_name={next(iter(worker.mesh.axes), ())!r}",
-                )
+            raise _no_place(
+                f"none, in a body on {worker.mesh}",
+                "the axes along which minibatches are split",
+                f"axis_name={next(iter(worker.mesh.axes), ())!r}",
             )
         if dist.is_available() and dist.is_initialized():
             return (dist.get_world_size(),), dist.get_rank(), ()
@@ -442,3 +429,7 @@ def _place(
             )
         )
     return (size,), place, ()
+
+
+def _no_place(got: str, need: str, mend: str) -> MeshError:
+    return MeshError(message(_WHERE, argument="axis_name", got=got, need=need, mend=mend))

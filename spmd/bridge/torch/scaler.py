@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from spmd.bridge.torch.function import apply
-from spmd.bridge.torch.partitioned.arguments import _error
+from spmd.bridge.torch.partitioned.arguments import operator_error
 from spmd.bridge.torch.partitioned.registry import handles
 from spmd.bridge.torch.partitioned.tensor import PartitionedTensor
-from spmd.bridge.torch.worker_context import seat_of
+from spmd.bridge.torch.worker_context import context_of, device_of
 from spmd.mesh import WORKER
 from spmd.operators.reduce import Sum
 
@@ -40,9 +40,8 @@ class GradScaler(torch.amp.GradScaler):
     """
 
     def __init__(self, device: str | None = None, *args: Any, **kwargs: Any):
-        worker = WORKER.get()
         if device is None:
-            device = "cpu" if worker is None or worker.mesh.places is None else "cuda"
+            device = device_of(WORKER.get()).type
         super().__init__(device, *args, **kwargs)
 
     def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
@@ -53,10 +52,10 @@ class GradScaler(torch.amp.GradScaler):
             return found
         # Gradients lie on the device of the mesh; a worker may have none.
         own = sum((f.detach().double() for f in found.values()), torch.zeros((), dtype=torch.float64))
-        device = "cpu" if worker.mesh.places is None else "cuda"
-        total = apply(Sum(tuple(worker.mesh.axes)), own.reshape(()).to(device), seat_of(worker))
+        device = device_of(worker)
+        total = apply(Sum(tuple(worker.mesh.axes)), own.reshape(()).to(device), context_of(worker))
         if not found:  # a worker without gradients, which is told what the others have found
-            return {torch.device(device): (total > 0).float()}
+            return {device: (total > 0).float()}
         return {d: f.copy_((total > 0).to(f)) for d, f in found.items()}
 
 
@@ -76,7 +75,7 @@ def unscaling() -> Iterator[None]:
 @handles("_amp_foreach_non_finite_check_and_unscale_")
 def _unscaled(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if not _unscaling.get():
-        raise _error(
+        raise operator_error(
             func,
             "gradients in blocks: what one worker finds infinite the others would not know of",
             "a scaler whose workers agree on each step",

@@ -17,11 +17,12 @@ from torch import nn
 
 import spmd
 from spmd.bridge.torch.function import apply
-from spmd.bridge.torch.layouts import Lies
-from spmd.bridge.torch.partitioned.tensor import Parameter, PartitionedTensor, cut, layout_of
+from spmd.bridge.torch.layouts import LayoutLike
+from spmd.bridge.torch.partitioned.placement import layout_of
+from spmd.bridge.torch.partitioned.tensor import Parameter, PartitionedTensor, split_like
 from spmd.bridge.torch.rng import drawing
-from spmd.bridge.torch.tensor_state import in_blocks, plain
-from spmd.bridge.torch.worker_context import seat_of
+from spmd.bridge.torch.tensor_state import is_partitioned, plain
+from spmd.bridge.torch.worker_context import context_of, device_of
 from spmd.errors import LayoutError, StateError, describe, message
 from spmd.layout import Layout, P
 from spmd.mesh import WORKER, here
@@ -58,7 +59,7 @@ class ShardedModule(nn.Module):
         self,
         name: str,
         value: torch.Tensor | Callable[[torch.Tensor], Any],
-        lies: Lies,
+        lies: LayoutLike,
         shape: Iterable[int] | None = None,
         *,
         dtype: torch.dtype | None = None,
@@ -109,14 +110,14 @@ class ShardedModule(nn.Module):
     def shard_layout(self, name: str) -> Layout:
         """How the whole of a parameter lies on the mesh."""
         value = getattr(self, name)
-        return value.block_layout if in_blocks(value) else Layout(tuple(value.shape), P(), {})
+        return value.block_layout if is_partitioned(value) else Layout(tuple(value.shape), P(), {})
 
     def shard(self, name: str) -> torch.Tensor:
         """The block of a parameter as it is to be used in forward: `block()` of it."""
         value = getattr(self, name)
         if torch.compiler.is_dynamo_compiling():
             return value.block() if name in self._split else value
-        if in_blocks(value):
+        if is_partitioned(value):
             return value.block()
         if name not in self._split:
             return value
@@ -137,7 +138,7 @@ class ShardedModule(nn.Module):
         """
         value = getattr(self, name)
         value = value if history else value.detach()
-        return value.whole() if in_blocks(value) else value if history else plain(value).clone()
+        return value.whole() if is_partitioned(value) else value if history else plain(value).clone()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -234,8 +235,7 @@ def grad_norm(modules: nn.Module | Iterable[nn.Module], norm_type: float = 2.0) 
             message("spt.grad_norm", argument="norm_type", got=repr(norm_type), need="a number above 0", mend="2.0")
         )
     largest = p == float("inf")
-    worker = WORKER.get()
-    on = torch.device("cpu" if worker is None or worker.mesh.places is None else "cuda")
+    on = device_of(WORKER.get())
     parts: dict[tuple[str, ...], list[torch.Tensor]] = {}
     with torch.no_grad():
         for parameter in _parameters(modules):
@@ -244,7 +244,7 @@ def grad_norm(modules: nn.Module | Iterable[nn.Module], norm_type: float = 2.0) 
             part = parts.setdefault(() if placement is None else tuple(placement.layout.axes), [])
             if g is None:
                 continue
-            g = plain(g).detach() if placement is None else cut(g, placement)._block
+            g = plain(g).detach() if placement is None else split_like(g, placement)._block
             if not g.numel() or (placement is not None and placement.layout.owners[placement.index] != placement.index):
                 continue
             if g.dtype not in (torch.float64, torch.complex128):
@@ -252,12 +252,12 @@ def grad_norm(modules: nn.Module | Iterable[nn.Module], norm_type: float = 2.0) 
             norm = torch.linalg.vector_norm(g, p).to(on, torch.float64)
             part.append(norm if largest else norm**p)
         zero = torch.zeros((), dtype=torch.float64, device=on)
-        sums = [_over(axes, _joined([zero, *part], largest), largest) for axes, part in parts.items()]
-        total = _joined([zero, *sums], largest)
+        sums = [_over(axes, _combined([zero, *part], largest), largest) for axes, part in parts.items()]
+        total = _combined([zero, *sums], largest)
         return total if largest else total ** (1 / p)
 
 
-def _joined(parts: list[torch.Tensor], largest: bool) -> torch.Tensor:
+def _combined(parts: list[torch.Tensor], largest: bool) -> torch.Tensor:
     stacked = torch.stack(parts)
     return stacked.amax() if largest else stacked.sum()
 
@@ -269,7 +269,7 @@ def _over(axes: tuple[str, ...], part: torch.Tensor, largest: bool) -> torch.Ten
     worker = here("spt.grad_norm")
     if largest:
         return spmd.block(spmd.pmax(spmd.varying(part, axes), axes))  # type: ignore[return-value]
-    return apply(named("grad_norm", Sum, axes), part, seat_of(worker))
+    return apply(named("grad_norm", Sum, axes), part, context_of(worker))
 
 
 @api_boundary

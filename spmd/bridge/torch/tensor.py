@@ -17,47 +17,47 @@ from typing import Any
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from spmd.bridge.torch.function import Apply, Task, Transformed
-from spmd.bridge.torch.functorch import current_level, dual, transformed
+from spmd.bridge.torch.function import CollectiveCall, LinearFunction, TransformableFunction
+from spmd.bridge.torch.functorch import current_level, has_tangent, is_wrapped
 from spmd.bridge.torch.interop import array_of
-from spmd.bridge.torch.loss_checks import look_at, verify_loss
+from spmd.bridge.torch.loss_checks import verify_loss, warn_of_invariant_terms
 from spmd.bridge.torch.tensor_state import (
+    GRADIENT_SYNCS,
     INVARIANT,
-    SUMMED,
     TensorWithState,
-    differentiated,
-    in_blocks,
+    gradient_sync_of,
+    is_partitioned,
+    needs_grad,
     no_overrides,
     plain,
     state_of_tensor,
-    summed,
-    sums_of,
+    summed_state,
 )
-from spmd.bridge.torch.worker_context import seat_of
+from spmd.bridge.torch.worker_context import context_of
 from spmd.errors import MeshError, MutationError, ReplicaError, StateError, describe, message
 from spmd.mesh import WORKER, Worker
 from spmd.operators.base import Vary, verify
 from spmd.state import State, state_of
 
 __all__ = [
-    "COMPILED",
-    "RULES",
+    "CALL_CHECKS",
+    "STATE_IN_COMPILED",
     "Tensor",
-    "admit_write",
-    "joined_state",
-    "look_at_losses",
-    "put_state",
-    "stated",
-    "sweep",
-    "swept",
-    "twin",
+    "backward_scope",
+    "check_losses",
+    "check_write",
+    "common_state",
+    "in_backward",
+    "set_state",
     "varied_arguments",
+    "varied_copy",
+    "with_state",
 ]
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 
 
-COMPILED = message(
+STATE_IN_COMPILED = message(
     "torch.compile",
     got="a tensor that carries its state",
     need="plain tensors in compiled functions",
@@ -86,7 +86,7 @@ class Tensor(TensorWithState):
         return plain(self).__reduce_ex__(protocol)
 
     def __copy__(self) -> Any:
-        return stated(self.view_as(self), self.state)
+        return with_state(self.view_as(self), self.state)
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if spec and not self.ndim else super().__format__(spec)
@@ -96,37 +96,37 @@ class Tensor(TensorWithState):
             return memo[id(self)]
         if not self.is_leaf:
             return torch.Tensor.__deepcopy__(plain(self), memo)  # which says what is wrong
-        twin: Any
+        copied: Any
         with _disabled():
-            twin = copy.deepcopy(self.detach().as_subclass(torch.Tensor), {})
-        put_state(twin, self.state)  # in place: a view would be no leaf
-        twin.requires_grad_(self.requires_grad)
+            copied = copy.deepcopy(self.detach().as_subclass(torch.Tensor), {})
+        set_state(copied, self.state)  # in place: a view would be no leaf
+        copied.requires_grad_(self.requires_grad)
         if self.grad is not None:
-            twin.grad = copy.deepcopy(self.grad, memo)
-        memo[id(self)] = twin
-        return twin
+            copied.grad = copy.deepcopy(self.grad, memo)
+        memo[id(self)] = copied
+        return copied
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            raise StateError(COMPILED)
+            raise StateError(STATE_IN_COMPILED)
         if len(types) > 1 and any(getattr(t, "__spmd_partitioned__", False) for t in types):
             return NotImplemented  # tensors in blocks know what becomes of a state
         kwargs = kwargs or {}
         if func is torch.Tensor.backward:
-            look_at_losses(args[0])
-            with sweep():
+            check_losses(args[0])
+            with backward_scope():
                 return func(*args, **kwargs)
         if func is torch.autograd.grad:
             return _gradients(func, args, kwargs)
-        state, mixed = _joined(args, kwargs)
-        if state.varying and func in RULES:
-            RULES[func](func, args, kwargs)
+        state, mixed = _common_state(args, kwargs)
+        if state.varying and func in CALL_CHECKS:
+            CALL_CHECKS[func](func, args, kwargs)
         targets: list[torch.Tensor] = []
         if mixed:
             if _is_foreach(func):
-                return _each(func, args, kwargs)
-            args, kwargs, targets = _varied(func, args, kwargs, state)
+                return _call_foreach(func, args, kwargs)
+            args, kwargs, targets = _vary_arguments(func, args, kwargs, state)
         with _disabled():
             result = func(*args, **kwargs)
         for x in targets:
@@ -134,16 +134,16 @@ class Tensor(TensorWithState):
                 x._state = state
         if type(result) is torch.Tensor and any(result is a for a in (*args, *kwargs.values())):
             return result  # one without a state that was written to
-        return _with_state(result, state)
+        return _results_with_state(result, state)
 
 
 _sweeping = threading.local()
 
 
 @contextmanager
-def sweep() -> Iterator[None]:
+def backward_scope() -> Iterator[None]:
     """A function of torch's that starts backward does not ask `Tensor` once more; what backward calls does."""
-    before, _sweeping.on = swept(), True
+    before, _sweeping.on = in_backward(), True
     try:
         with _disabled():
             yield
@@ -151,20 +151,20 @@ def sweep() -> Iterator[None]:
         _sweeping.on = before
 
 
-def swept() -> bool:
+def in_backward() -> bool:
     """Whether this thread is in a backward that began with a `Tensor`."""
     return getattr(_sweeping, "on", False)
 
 
-def stated(x: torch.Tensor, state: State) -> torch.Tensor:
+def with_state(x: torch.Tensor, state: State) -> torch.Tensor:
     """A tensor on the same data in this state; one node of the graph, that hands cotangents on."""
     with no_overrides():
-        twin = x.as_subclass(Tensor)
-    twin._state = state
-    return twin
+        result = x.as_subclass(Tensor)
+    result._state = state
+    return result
 
 
-def put_state(x: Any, state: State) -> None:
+def set_state(x: Any, state: State) -> None:
     """Give a state to a plain tensor that nobody else has, in place: no operation, and what was a leaf is one."""
     x.__class__ = Tensor
     x._state = state
@@ -181,7 +181,7 @@ def _tensors(args: Any, kwargs: dict) -> Iterator[torch.Tensor]:
             yield from _tensors((), a)
 
 
-def _joined(args: Any, kwargs: dict) -> tuple[State, bool]:
+def _common_state(args: Any, kwargs: dict) -> tuple[State, bool]:
     """The state in which the tensors meet, and whether one of them has another."""
     state: State | None = None
     mixed = False
@@ -194,17 +194,17 @@ def _joined(args: Any, kwargs: dict) -> tuple[State, bool]:
     return state or INVARIANT, mixed
 
 
-def joined_state(args: Any, kwargs: dict) -> State:
+def common_state(args: Any, kwargs: dict) -> State:
     """The state in which the tensors among some arguments meet."""
-    return _joined(args, kwargs)[0]
+    return _common_state(args, kwargs)[0]
 
 
-def _varied(func: Callable, args: Any, kwargs: dict, state: State) -> tuple[Any, dict, list[torch.Tensor]]:
+def _vary_arguments(func: Callable, args: Any, kwargs: dict, state: State) -> tuple[Any, dict, list[torch.Tensor]]:
     """The arguments, of which differentiated ones are varied to where they meet; and those that are written to."""
-    targets = _written(func, args, kwargs)
+    targets = _written_tensors(func, args, kwargs)
     for x in targets:
         if state_of_tensor(x) is not state:
-            admit_write(func, x, state)
+            check_write(func, x, state)
     return *varied_arguments(args, kwargs, state, targets), targets
 
 
@@ -213,9 +213,9 @@ def varied_arguments(args: Any, kwargs: dict, state: State, targets: Any = ()) -
 
     def one(a: Any) -> Any:
         if isinstance(a, torch.Tensor):
-            if state_of_tensor(a) is state or not differentiated(a):
+            if state_of_tensor(a) is state or not needs_grad(a):
                 return a
-            return a if any(a is x for x in targets) else twin(a, state, True)
+            return a if any(a is x for x in targets) else varied_copy(a, state, True)
         if type(a) in (tuple, list):
             return type(a)(one(b) for b in a)
         return a
@@ -227,17 +227,17 @@ def _is_foreach(func: Callable) -> bool:
     return getattr(func, "__name__", "").startswith(("_foreach_", "_fused_"))
 
 
-def _each(func: Callable, args: Any, kwargs: dict) -> Any:
+def _call_foreach(func: Callable, args: Any, kwargs: dict) -> Any:
     """A function of lists of tensors: entry by entry, as if it were called for each."""
     every = (*args, *kwargs.values())
     lists = [a for a in every if type(a) in (list, tuple) and a and isinstance(a[0], torch.Tensor)]
-    alone = _joined([a for a in every if isinstance(a, torch.Tensor)], {})[0]
-    states = [_joined(entries, {})[0] | alone for entries in zip(*lists, strict=True)]
+    alone = _common_state([a for a in every if isinstance(a, torch.Tensor)], {})[0]
+    states = [_common_state(entries, {})[0] | alone for entries in zip(*lists, strict=True)]
     writes = func.__name__.endswith("_")
     if writes:
         for x, state in zip(args[0], states, strict=True):
             if state_of_tensor(x) is not state:
-                admit_write(func, x, state)
+                check_write(func, x, state)
     else:
 
         def one(a: Any) -> Any:
@@ -253,10 +253,10 @@ def _each(func: Callable, args: Any, kwargs: dict) -> Any:
             if isinstance(x, Tensor):
                 x._state = state
         return result
-    return [_with_state(r, s) for r, s in zip(result, states, strict=True)]
+    return [_results_with_state(r, s) for r, s in zip(result, states, strict=True)]
 
 
-def _written(func: Callable, args: Any, kwargs: dict) -> list[torch.Tensor]:
+def _written_tensors(func: Callable, args: Any, kwargs: dict) -> list[torch.Tensor]:
     """The tensors that a function writes to."""
     if isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return _mutated(func, args, kwargs)
@@ -282,7 +282,7 @@ def _mutated(op: Any, args: Any, kwargs: dict) -> list[torch.Tensor]:
     return list(_tensors(given, {}))
 
 
-def admit_write(func: Callable, target: torch.Tensor, state: State) -> None:
+def check_write(func: Callable, target: torch.Tensor, state: State) -> None:
     """Raise where what is written to would not know that it varies from now on."""
     free = isinstance(target, Tensor) and not target.requires_grad
     if free:
@@ -302,27 +302,27 @@ def admit_write(func: Callable, target: torch.Tensor, state: State) -> None:
     )
 
 
-def _with_state(result: Any, state: State) -> Any:
+def _results_with_state(result: Any, state: State) -> Any:
     if isinstance(result, torch.Tensor):
         if type(result) is Tensor:
             result._state = state
             return result
         if type(result) is not torch.Tensor:
             return result
-        return stated(result, state)
+        return with_state(result, state)
     if isinstance(result, tuple | list):
         if not any(isinstance(r, torch.Tensor) for r in result):
             return result
-        parts = [_with_state(r, state) for r in result]
+        parts = [_results_with_state(r, state) for r in result]
         return type(result)(parts) if type(result) in (tuple, list) or hasattr(result, "n_fields") else result
     return result
 
 
-def look_at_losses(outputs: Any) -> None:
+def check_losses(outputs: Any) -> None:
     """Warn of Invariant terms of what varies; raise where what is Invariant differs between workers."""
     for x in (outputs,) if isinstance(outputs, torch.Tensor) else outputs:
-        if isinstance(x, torch.Tensor) and not x.ndim and not in_blocks(x):
-            (look_at if state_of_tensor(x).varying else verify_loss)(x)
+        if isinstance(x, torch.Tensor) and not x.ndim and not is_partitioned(x):
+            (warn_of_invariant_terms if state_of_tensor(x).varying else verify_loss)(x)
 
 
 def _gradients(func: Callable, args: Any, kwargs: dict) -> Any:
@@ -330,14 +330,14 @@ def _gradients(func: Callable, args: Any, kwargs: dict) -> Any:
     inputs = args[1] if len(args) > 1 else kwargs["inputs"]
     several = not isinstance(inputs, torch.Tensor)
     states = [
-        state_of_tensor(x) | summed(x) if isinstance(x, torch.Tensor) else None
+        state_of_tensor(x) | summed_state(x) if isinstance(x, torch.Tensor) else None
         for x in (inputs if several else [inputs])
     ]
-    look_at_losses(args[0] if args else kwargs["outputs"])
-    with sweep():
+    check_losses(args[0] if args else kwargs["outputs"])
+    with backward_scope():
         found = func(*args, **kwargs)
     return tuple(
-        g if g is None or s is None else stated(g, s) if WORKER.get() is not None else g
+        g if g is None or s is None else with_state(g, s) if WORKER.get() is not None else g
         for g, s in zip(found, states, strict=True)
     )
 
@@ -359,14 +359,14 @@ def _refuse_value(func: Callable, args: Any, kwargs: dict) -> None:
     )
 
 
-RULES: dict[Any, Callable[[Callable, Any, dict], None]] = {
+CALL_CHECKS: dict[Any, Callable[[Callable, Any, dict], None]] = {
     getattr(torch.Tensor, name): _refuse_value
     for name in "item __bool__ __int__ __float__ __complex__ __index__ tolist numpy __array__".split()
 }
 """What raises where some functions of torch are given tensors that vary, and do with them what nobody would see."""
 
 
-def twin(x: torch.Tensor, state: State, joined: bool = False) -> torch.Tensor:
+def varied_copy(x: torch.Tensor, state: State, joined: bool = False) -> torch.Tensor:
     """An Invariant tensor varied to a state: once for all its uses, so that their cotangents meet before the sum.
 
     joined: because it met others in this state.
@@ -382,38 +382,38 @@ def twin(x: torch.Tensor, state: State, joined: bool = False) -> torch.Tensor:
             )
         )
     with no_overrides():
-        return _varied_copy(x, state, joined, worker)
+        return _new_varied_copy(x, state, joined, worker)
 
 
-def _varied_copy(x: torch.Tensor, state: State, joined: bool, worker: Worker) -> torch.Tensor:
+def _new_varied_copy(x: torch.Tensor, state: State, joined: bool, worker: Worker) -> torch.Tensor:
     own = _summed_elsewhere(x, state)
     if own:
-        sums = sums_of(x)
+        sums = gradient_sync_of(x)
         difference = None if sums is None else sums.undeclared.get(id(x))
         if difference is not None and not state.varying.isdisjoint(difference.axes):
             raise difference.error()
         mine = state_of(own | state_of_tensor(x).varying)
-        return stated(x, mine) if mine is state else twin(stated(x, mine), state, joined)
-    seat = seat_of(worker)
+        return with_state(x, mine) if mine is state else varied_copy(with_state(x, mine), state, joined)
+    context = context_of(worker)
     names = tuple(n for n in worker.mesh.axes if n in state.varying - state_of_tensor(x).varying)
     key = (id(x), state)
     # A leaf is held by the graph of its twin, which must not be held by it: that would be a circle without end.
-    kept: Any = seat.twins if x.is_leaf else vars(x).setdefault("_twins", {})
+    kept: Any = context.varied_copies if x.is_leaf else vars(x).setdefault("_varied_copies", {})
     found = kept.get(key)
     if found is not None and found[1] == x._version and (found[0] is None or found[0] is x):
         return found[2]
     if worker.tracked:
         verify(array_of(x), names, "a gradient in a body", "the differentiated tensor")
-    task = Task(Vary(names), seat)
-    task.joined = joined and not x.ndim
-    followed = transformed(x) or dual(x)
+    call = CollectiveCall(Vary(names), context)
+    call.scalar_term = joined and not x.ndim
+    followed = is_wrapped(x) or has_tangent(x)
     # What no transformation wraps is varied beneath all of them, in the graph that it belongs to.
     beneath = not followed and current_level() is not None
     with temporarily_clear_interpreter_stack() if beneath else nullcontext():
-        varied = stated((Transformed if followed else Apply).apply(plain(x), task), state)
-    if not transformed(x):
+        varied = with_state((TransformableFunction if followed else LinearFunction).apply(plain(x), call), state)
+    if not is_wrapped(x):
         kept[key] = (x if x.is_leaf else None, x._version, varied)
-        task.key = key if x.is_leaf else None
+        call.key = key if x.is_leaf else None
     return varied
 
 
@@ -425,7 +425,7 @@ def _summed_elsewhere(x: torch.Tensor, state: State) -> frozenset[str]:
     """
     wanted = state.varying - state_of_tensor(x).varying
     if x.is_leaf or not any(sums is not None and sums.state.varying & wanted for sums in _all_sums()):
-        return summed(x).varying & state.varying
+        return summed_state(x).varying & state.varying
     found: set[frozenset[str]] = set()
     stack, seen = [x.grad_fn], set()
     while stack:
@@ -435,9 +435,9 @@ def _summed_elsewhere(x: torch.Tensor, state: State) -> frozenset[str]:
         seen.add(node)
         variable = getattr(node, "variable", None)
         if variable is not None:
-            found.add(summed(variable).varying & wanted)
+            found.add(summed_state(variable).varying & wanted)
         elif isinstance(
-            getattr(node, "task", None), Task
+            getattr(node, "call", None), CollectiveCall
         ):  # what comes of a collective: its own adjoint says what becomes of cotangents
             found.add(frozenset())
         else:
@@ -457,4 +457,4 @@ def _summed_elsewhere(x: torch.Tensor, state: State) -> frozenset[str]:
 
 
 def _all_sums() -> set[Any]:
-    return {reference() for reference in list(SUMMED.values())}
+    return {reference() for reference in list(GRADIENT_SYNCS.values())}

@@ -15,7 +15,7 @@ _functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
 no_overrides = torch._C.DisableTorchFunction
 """A context in which functions of torch call neither `__torch_function__` of subclasses nor modes."""
 
-SUMMED: dict[int, Callable[[], Any]] = {}
+GRADIENT_SYNCS: dict[int, Callable[[], Any]] = {}
 """By id, the parameters whose gradients `spt.data_parallel` sums, in place of the adjoint of their `Vary`."""
 
 
@@ -36,14 +36,14 @@ def plain(x: torch.Tensor) -> torch.Tensor:
         return x.as_subclass(torch.Tensor)
 
 
-def in_blocks(x: Any) -> bool:
+def is_partitioned(x: Any) -> bool:
     """Whether a tensor is one of which each worker holds a block: a `PartitionedTensor`."""
     return getattr(type(x), "__spmd_partitioned__", False)
 
 
-def local(x: Any) -> torch.Tensor:
+def local_data(x: Any) -> torch.Tensor:
     """The data that this worker holds of a tensor: its block, or the tensor without its state."""
-    return x._block if in_blocks(x) else plain(x)
+    return x._block if is_partitioned(x) else plain(x)
 
 
 def state_of_tensor(x: torch.Tensor) -> State:
@@ -51,19 +51,19 @@ def state_of_tensor(x: torch.Tensor) -> State:
     return x.state if isinstance(x, TensorWithState) else INVARIANT
 
 
-def summed(x: torch.Tensor) -> State:
+def summed_state(x: torch.Tensor) -> State:
     """The state that a parameter has where `spt.data_parallel` sums its gradients; Invariant for other tensors."""
-    sums = sums_of(x)
+    sums = gradient_sync_of(x)
     return INVARIANT if sums is None else sums.state
 
 
-def sums_of(x: torch.Tensor) -> Any:
+def gradient_sync_of(x: torch.Tensor) -> Any:
     """The `GradientSync` that sums the gradients of a parameter, or None."""
-    reference = SUMMED.get(getattr(x, "_block_of", id(x)))
+    reference = GRADIENT_SYNCS.get(getattr(x, "_block_of", id(x)))
     return None if reference is None else reference()
 
 
-def differentiated(x: torch.Tensor) -> bool:
+def needs_grad(x: torch.Tensor) -> bool:
     """Whether autograd records functions of x. A tensor that torch.func wraps counts if any level does."""
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return False

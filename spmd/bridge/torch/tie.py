@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from spmd.bridge.torch.function import Function
-from spmd.bridge.torch.tensor import stated
+from spmd.bridge.torch.tensor import with_state
 from spmd.bridge.torch.tensor_state import plain, state_of_tensor
 from spmd.mesh import WORKER
 from spmd.tracebacks import api_boundary
@@ -52,4 +52,4 @@ def tie(loss: torch.Tensor, *outputs: torch.Tensor) -> torch.Tensor:
     """
     tied = Tie.apply(plain(loss), *(plain(x) for x in outputs))
     worker = WORKER.get()
-    return stated(tied, state_of_tensor(loss)) if worker is not None and worker.tracked else tied
+    return with_state(tied, state_of_tensor(loss)) if worker is not None and worker.tracked else tied

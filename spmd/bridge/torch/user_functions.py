@@ -15,7 +15,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.nn.modules._functions import BackwardHookFunction
 
-from spmd.bridge.torch.tensor import joined_state, put_state, stated, varied_arguments
+from spmd.bridge.torch.tensor import common_state, set_state, varied_arguments, with_state
 from spmd.bridge.torch.tensor_state import state_of_tensor
 from spmd.mesh import WORKER
 
@@ -32,19 +32,19 @@ def _applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
     worker = WORKER.get()
     if worker is None or not worker.tracked or cls.__module__.startswith(_OF_TORCH):
         return _apply(cls, *args, **kwargs)
-    state = joined_state(args, kwargs)
+    state = common_state(args, kwargs)
     if not state.varying:
         return _apply(cls, *args, **kwargs)
     if cls is BackwardHookFunction:  # of the arguments or results of a module, each as it is
         out = _apply(cls, *args, **kwargs)
         for a, y in zip(args, out if isinstance(out, tuple) else (out,), strict=True):
             if type(y) is torch.Tensor:
-                put_state(y, state_of_tensor(a))  # in place: torch looks for their node
+                set_state(y, state_of_tensor(a))  # in place: torch looks for their node
         return out
     args, kwargs = varied_arguments(args, kwargs, state)
     out = _apply(cls, *args, **kwargs)
     # What forward has computed by functions of torch knows its state, also a result that is less Varying.
-    one = lambda y: stated(y, state) if type(y) is torch.Tensor else y
+    one = lambda y: with_state(y, state) if type(y) is torch.Tensor else y
     return tuple(map(one, out)) if isinstance(out, tuple) else one(out)
 
 

@@ -14,10 +14,18 @@ from spmd.errors import MeshError, TransportError, message
 from spmd.mesh import WORKER, Mesh, Worker
 from spmd.operators.base import Operator
 
-__all__ = ["PLACE", "SEAT", "Draws", "Seat", "no_lockstep", "seat_of"]
+__all__ = [
+    "COMPILE_GUARD",
+    "CONTEXT",
+    "WorkerContext",
+    "WorkerGenerators",
+    "context_of",
+    "device_of",
+    "refuse_lockstep",
+]
 
 
-class Draws:
+class WorkerGenerators:
     """The random generators of the workers of one run: each begins in the state of torch's own where it was called.
 
     generators: by worker, from which `spt.drawing` and functions of torch draw. seeded: those that functions of torch
@@ -50,7 +58,7 @@ class Draws:
             torch.default_generator.set_state(self.current(min(drew)).get_state())
 
 
-def map_is_over(where: str) -> MeshError:
+def map_ended(where: str) -> MeshError:
     """The error of a graph that has outlived its workers."""
     return MeshError(
         message(
@@ -62,7 +70,7 @@ def map_is_over(where: str) -> MeshError:
     )
 
 
-class Seat:
+class WorkerContext:
     """A worker's place in a map, which outlives a run of it: backward may be another run.
 
     worker: the one that sits there now; None between runs. twins: parameters varied in this graph, until its backward.
@@ -71,61 +79,76 @@ class Seat:
     compiled graphs know it, and the operators that were bound here.
     """
 
-    __slots__ = ("__weakref__", "draws", "index", "mesh", "number", "tickets", "tokens", "twins", "worker")
+    __slots__ = (
+        "__weakref__",
+        "extra_leaves",
+        "generators",
+        "index",
+        "mesh",
+        "number",
+        "tickets",
+        "varied_copies",
+        "worker",
+    )
 
     def __init__(self, mesh: Mesh, index: int):
         self.mesh = mesh
         self.index = index
         self.worker: Worker | None = None
-        self.twins: dict[Any, tuple[torch.Tensor, int, torch.Tensor]] = {}
-        self.tokens: list[torch.Tensor] | None = None
-        self.draws: Draws | None = None
+        self.varied_copies: dict[Any, tuple[torch.Tensor, int, torch.Tensor]] = {}
+        self.extra_leaves: list[torch.Tensor] | None = None
+        self.generators: WorkerGenerators | None = None
         self.number = next(_numbers)
         self.tickets: dict[Operator, int] = {}
 
-    def taken(self) -> Worker:
+    def acting_worker(self) -> Worker:
         """The worker that acts here: that of the body that runs in this thread, if it is of this place."""
         now = WORKER.get()
         if now is not None and now.index == self.index and now.mesh is self.mesh:
             return now
         if self.worker is None:
-            raise map_is_over("backward of an operator")
+            raise map_ended("backward of an operator")
         return self.worker
 
     @contextmanager
-    def occupied(self, worker: Worker):
+    def active(self, worker: Worker):
         """This place while the worker runs."""
         before, self.worker = self.worker, worker
-        PLACE.name = f"worker {self.index}"
-        token = SEAT.set(self)
+        COMPILE_GUARD.name = f"worker {self.index}"
+        token = CONTEXT.set(self)
         try:
             yield
         finally:
-            SEAT.reset(token)
+            CONTEXT.reset(token)
             self.worker = before
-            self.twins.clear()
+            self.varied_copies.clear()
 
 
-PLACE = threading.local()
+COMPILE_GUARD = threading.local()
 """PLACE.name is another string for each worker: of all that differs between threads, torch.compile guards this."""
 
 
-SEAT: ContextVar[Seat | None] = ContextVar("spmd_torch_seat", default=None)
+CONTEXT: ContextVar[WorkerContext | None] = ContextVar("spmd_torch_seat", default=None)
 
 
 _numbers = itertools.count()
 
 
-def seat_of(worker: Worker) -> Seat:
+def context_of(worker: Worker) -> WorkerContext:
     """The place of a worker: the one its map made, or, in a body of NumPy's map, one of its own."""
-    seat = SEAT.get()
-    if seat is None or seat.worker is not worker:
-        seat = Seat(worker.mesh, worker.index)
-        seat.worker = worker
-    return seat
+    context = CONTEXT.get()
+    if context is None or context.worker is not worker:
+        context = WorkerContext(worker.mesh, worker.index)
+        context.worker = worker
+    return context
 
 
-def no_lockstep(worker: Worker) -> None:
+def device_of(worker: Worker | None) -> torch.device:
+    """The device on which the mesh of a worker computes; the host outside of bodies."""
+    return torch.device("cpu" if worker is None or worker.mesh.places is None else "cuda")
+
+
+def refuse_lockstep(worker: Worker) -> None:
     """Raise where waiting would switch greenlets beneath torch's frames."""
     run = getattr(worker.comm, "run", None)
     if type(run).__name__ == "LockstepRun" and worker.mesh.size > 1:

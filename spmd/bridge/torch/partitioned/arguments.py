@@ -17,46 +17,46 @@ from spmd.layout import Layout, P
 Shape = tuple[int, ...]
 
 
-def _error(func: Any, got: str, need: str, mend: str = MEND) -> LayoutError:
+def operator_error(func: Any, got: str, need: str, mend: str = MEND) -> LayoutError:
     return LayoutError(message(f"torch's {func._schema.name.partition('::')[2]}", got=got, need=need, mend=mend))
 
 
-def _lead(args: Any) -> PartitionedTensor:
+def first_partitioned(args: Any) -> PartitionedTensor:
     """The first partitioned tensor among arguments."""
-    return next(_partitioned(args))
+    return next(partitioned_among(args))
 
 
-def _partitioned(args: Any) -> Iterator[PartitionedTensor]:
+def partitioned_among(args: Any) -> Iterator[PartitionedTensor]:
     for a in args:
         if isinstance(a, PartitionedTensor):
             yield a
         elif isinstance(a, list | tuple):
-            yield from _partitioned(a)
+            yield from partitioned_among(a)
 
 
-def _refused(func: Any, args: Any, kwargs: dict[str, Any]) -> NoReturn:
-    raise _error(
+def refuse(func: Any, args: Any, kwargs: dict[str, Any]) -> NoReturn:
+    raise operator_error(
         func,
-        describe(_lead((*args, *kwargs.values()))),
+        describe(first_partitioned((*args, *kwargs.values()))),
         "an elementwise function, a reduction, or a product outside of autograd",
     )
 
 
-def _bound(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+def arguments_by_name(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of an operator by their names."""
     given = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
     return given | {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
 
 
-def _writes(func: Any) -> bool:
+def writes_first(func: Any) -> bool:
     """Whether an operator writes to its first argument."""
     alias = func._schema.arguments[0].alias_info if func._schema.arguments else None
     return alias is not None and alias.is_write
 
 
-def _no_plain_target(func: Any, target: Any, source: PartitionedTensor) -> None:
+def refuse_plain_target(func: Any, target: Any, source: PartitionedTensor) -> None:
     if not isinstance(target, PartitionedTensor):
-        raise _error(
+        raise operator_error(
             func,
             f"{describe(source)}, to be written to a tensor of this worker's own",
             "a tensor of one kind: what is written to would not know that it holds a block",
@@ -64,7 +64,7 @@ def _no_plain_target(func: Any, target: Any, source: PartitionedTensor) -> None:
         )
 
 
-def _eager(block: torch.Tensor) -> None:
+def refuse_compiled(block: torch.Tensor) -> None:
     """Raise in a compiled graph, whose collectives go otherwise."""
     if is_traceable_wrapper_subclass(block) or type(block).__name__ in ("FakeTensor", "FunctionalTensor"):
         raise LayoutError(
@@ -77,7 +77,7 @@ def _eager(block: torch.Tensor) -> None:
         )
 
 
-def _spec_of(x: PartitionedTensor) -> list[tuple[tuple[str, ...], Any]] | None:
+def split_dims(x: PartitionedTensor) -> list[tuple[tuple[str, ...], Any]] | None:
     """For each dimension the axes that split it and the sizes of its blocks; None where that is not how it lies."""
     layout = x._placement.layout
     if layout.spec is None or tuple(x.shape) != layout.shape:
@@ -85,20 +85,20 @@ def _spec_of(x: PartitionedTensor) -> list[tuple[tuple[str, ...], Any]] | None:
     return list(zip(layout.spec.dims, layout.cuts, strict=True))
 
 
-def _dims_or_refuse(func: Any, args: Any, kwargs: dict[str, Any]) -> list[tuple[tuple[str, ...], Any]]:
-    dims = _spec_of(args[0])
+def split_dims_or_refuse(func: Any, args: Any, kwargs: dict[str, Any]) -> list[tuple[tuple[str, ...], Any]]:
+    dims = split_dims(args[0])
     if dims is None:
-        _refused(func, args, kwargs)
+        refuse(func, args, kwargs)
     return dims
 
 
-def _arranged(x: PartitionedTensor, dims: Sequence[tuple[tuple[str, ...], Any]], shape: Shape) -> Layout:
+def layout_of_dims(x: PartitionedTensor, dims: Sequence[tuple[tuple[str, ...], Any]], shape: Shape) -> Layout:
     """The layout whose dimensions are split so."""
     return Layout(shape, P(*(names or None for names, _ in dims)), x._placement.layout.axes, [cut for _, cut in dims])
 
 
-def _whole_dim(n: int) -> tuple[tuple[str, ...], Any]:
+def whole_dim(n: int) -> tuple[tuple[str, ...], Any]:
     return (), (n,)
 
 
-OPERATORS[""] = _refused
+OPERATORS[""] = refuse

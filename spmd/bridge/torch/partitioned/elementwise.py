@@ -10,19 +10,19 @@ import torch
 
 from spmd.bridge.torch.partitioned.arguments import (
     Shape,
-    _arranged,
-    _error,
-    _lead,
-    _no_plain_target,
-    _partitioned,
-    _refused,
-    _spec_of,
-    _whole_dim,
-    _writes,
+    first_partitioned,
+    layout_of_dims,
+    operator_error,
+    partitioned_among,
+    refuse,
+    refuse_plain_target,
+    split_dims,
+    whole_dim,
+    writes_first,
 )
 from spmd.bridge.torch.partitioned.placement import MEND
 from spmd.bridge.torch.partitioned.registry import OPERATORS, handles
-from spmd.bridge.torch.partitioned.tensor import PartitionedTensor, gathered, like
+from spmd.bridge.torch.partitioned.tensor import PartitionedTensor, gathered, with_block
 from spmd.bridge.torch.rng import drawing
 from spmd.bridge.torch.tensor import Tensor
 from spmd.errors import LayoutError, describe, message
@@ -108,7 +108,7 @@ def _broadcast_layout(func: Any, tensors: list[PartitionedTensor], shape: Shape)
             elif split:
                 fits = fits and names[lead + d] == split and cuts[lead + d] == cut
         if not fits:
-            raise _error(
+            raise operator_error(
                 func,
                 " and ".join(f"{list(x.shape)} that lies as {x._placement.layout}" for x in tensors),
                 "tensors that lie alike",
@@ -116,7 +116,7 @@ def _broadcast_layout(func: Any, tensors: list[PartitionedTensor], shape: Shape)
             )
     used = [n for split in names for n in split or ()]
     if len(set(used)) < len(used):
-        raise _error(
+        raise operator_error(
             func,
             f"dimensions that are split over the same axes, {used}",
             "one dimension to each",
@@ -131,7 +131,9 @@ _SCALARS = (int, float, bool, complex, type(None))
 def _pointwise(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     first = args[0]
     every = (*args, *kwargs.values()) if kwargs else args
-    lead = first if type(first) is PartitionedTensor or isinstance(first, PartitionedTensor) else _lead(every)
+    lead = (
+        first if type(first) is PartitionedTensor or isinstance(first, PartitionedTensor) else first_partitioned(every)
+    )
     placement = lead._placement
     blocks: list[Any] = []
     for a in args:
@@ -144,7 +146,7 @@ def _pointwise(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if any(isinstance(v, torch.Tensor) for v in kwargs.values()):
         return _general(func, args, kwargs, every)
     result = func(*blocks, **kwargs)
-    if _writes(func):
+    if writes_first(func):
         return first
     return _wrapped(result, lead, placement.layout, lead.shape)
 
@@ -152,13 +154,13 @@ def _pointwise(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def _general(func: Any, args: Any, kwargs: dict[str, Any], every: Any) -> Any:
     """An elementwise function of tensors of several kinds and shapes."""
     shape = _shape_of(every)
-    tensors = list(_partitioned(every))
+    tensors = list(partitioned_among(every))
     lead, layout = _common(func, tensors, shape)
-    target = args[0] if _writes(func) else kwargs.get("out")
+    target = args[0] if writes_first(func) else kwargs.get("out")
     if target is not None:
-        _no_plain_target(func, target, lead)
+        refuse_plain_target(func, target, lead)
         if tuple(target.shape) != shape or target._placement.layout != layout:
-            raise _error(
+            raise operator_error(
                 func,
                 f"a result of shape {list(shape)} that lies as {layout}, to be written to one of {list(target.shape)}",
                 "a target that lies as the result",
@@ -170,7 +172,7 @@ def _general(func: Any, args: Any, kwargs: dict[str, Any], every: Any) -> Any:
 
 def _wrapped(result: Any, lead: PartitionedTensor, layout: Layout, shape: Shape) -> Any:
     if isinstance(result, torch.Tensor):
-        return like(lead, result, layout, shape)
+        return with_block(lead, result, layout, shape)
     return type(result)(_wrapped(r, lead, layout, shape) for r in result)
 
 
@@ -190,21 +192,21 @@ def _listwise(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     leads: list[tuple[PartitionedTensor, Layout, Shape] | None] = []
     for k in range(n):
         met = [v[k] for v in (*args, *kwargs.values()) if isinstance(v, list | tuple) and len(v) == n]
-        tensors = list(_partitioned(met))
+        tensors = list(partitioned_among(met))
         if not tensors:
             leads.append(None)
             continue
         shape = _shape_of([x for x in met if isinstance(x, torch.Tensor)])
         leads.append((*_common(func, tensors, shape), shape))
-    if _writes(func):
+    if writes_first(func):
         for x, lead in zip(args[0], leads, strict=True):
             if lead is not None:
-                _no_plain_target(func, x, lead[0])
+                refuse_plain_target(func, x, lead[0])
 
     def blocks(v: Any) -> Any:
         if not isinstance(v, list | tuple):
             if isinstance(v, PartitionedTensor):
-                _refused(func, args, kwargs)
+                refuse(func, args, kwargs)
             return v
         if len(v) != n:
             return v
@@ -214,9 +216,11 @@ def _listwise(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         ]
 
     result = func(*map(blocks, args), **{k: blocks(v) for k, v in kwargs.items()})
-    if _writes(func) or result is None:
+    if writes_first(func) or result is None:
         return result
-    return [r if lead is None else like(lead[0], r, lead[1], lead[2]) for r, lead in zip(result, leads, strict=True)]
+    return [
+        r if lead is None else with_block(lead[0], r, lead[1], lead[2]) for r, lead in zip(result, leads, strict=True)
+    ]
 
 
 # Copies, and tensors like others
@@ -225,7 +229,7 @@ def _listwise(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 @handles("copy_")
 def _copied(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     target, source = args[0], args[1]
-    _no_plain_target(func, target, _lead(args))
+    refuse_plain_target(func, target, first_partitioned(args))
     if not isinstance(source, PartitionedTensor) or source._placement == target._placement:
         return _general(func, args, kwargs, (*args, *kwargs.values()))
     return _general(func, (target, gathered(source), *args[2:]), kwargs, (target, gathered(source)))
@@ -236,7 +240,7 @@ def _alike(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     x = args[0]
     kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"} if x._block.ndim not in (4, 5) else kwargs
     strides = x.stride() if func._schema.name in ("aten::detach", "aten::alias") else None
-    return like(x, func(x._block, *args[1:], **kwargs), None, x.shape, strides)
+    return with_block(x, func(x._block, *args[1:], **kwargs), None, x.shape, strides)
 
 
 @handles("new_empty new_zeros new_ones new_full new_empty_strided")
@@ -247,33 +251,33 @@ def _new(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     shape = tuple(size)
     layout = _one_in_some(x, shape)
     if layout is not None and func._schema.name != "aten::new_empty_strided":
-        return like(x, func(x._block, layout.block_shape(x._placement.index), *rest, **kwargs), layout)
+        return with_block(x, func(x._block, layout.block_shape(x._placement.index), *rest, **kwargs), layout)
     if math.prod(shape) != x.numel() or not x.numel():
         return func(x._block, size, *rest, **kwargs)
     if func._schema.name == "aten::new_empty_strided":
-        return like(x, torch.empty_like(x._block, **kwargs), None, shape)
-    return like(x, func(x._block, x._block.shape, *rest, **kwargs), None, shape)
+        return with_block(x, torch.empty_like(x._block, **kwargs), None, shape)
+    return with_block(x, func(x._block, x._block.shape, *rest, **kwargs), None, shape)
 
 
 def _one_in_some(x: PartitionedTensor, shape: Shape) -> Layout | None:
     """The layout of what has one entry in some dimensions, and else the shape of x; None where nothing splits it."""
-    dims = _spec_of(x)
+    dims = split_dims(x)
     if dims is None or len(shape) != x.ndim or shape == tuple(x.shape):
         return None
     if any(n not in (1, m) for n, m in zip(shape, x.shape, strict=True)):
         return None
-    left = [s if n == m else _whole_dim(1) for n, m, s in zip(shape, x.shape, dims, strict=True)]
-    return _arranged(x, left, shape) if any(names for names, _ in left) else None
+    left = [s if n == m else whole_dim(1) for n, m, s in zip(shape, x.shape, dims, strict=True)]
+    return layout_of_dims(x, left, shape) if any(names for names, _ in left) else None
 
 
 @handles("index_put_")
-def _put(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _index_put(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """One number where a mask that lies as its target is true."""
     x, indices, values, *rest = args
     mask: Any = indices[0] if len(indices) == 1 else None
     fits = isinstance(x, PartitionedTensor) and isinstance(mask, PartitionedTensor) and mask.dtype is torch.bool
     if not fits or mask._placement != x._placement or mask.shape != x.shape or values.ndim or any(rest):
-        _refused(func, args, kwargs)
+        refuse(func, args, kwargs)
     func(x._block, [mask._block], values)
     return x
 
@@ -282,25 +286,25 @@ def _put(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     "normal_ uniform_ bernoulli_.float bernoulli_ exponential_ geometric_ cauchy_ log_normal_ random_",
     "rand_like randn_like randint_like",
 )
-def _drawn(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _random(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Random entries: those that the whole would have, of which each worker keeps its part."""
     x, *rest = args
     if any(isinstance(a, torch.Tensor) for a in (*rest, *kwargs.values())):
-        _refused(func, args, kwargs)
+        refuse(func, args, kwargs)
     layout = x._placement.layout
     generator = kwargs.get("generator")
     device = "cpu" if generator is None else generator.device
     if x._block.device.type == "meta":
-        return x if _writes(func) else like(x, x._block, None, x.shape)
+        return x if writes_first(func) else with_block(x, x._block, None, x.shape)
     options = {k: v for k, v in kwargs.items() if k not in ("device", "layout", "pin_memory", "memory_format")}
     with contextlib.nullcontext() if generator is not None else drawing():
         whole = torch.empty(tuple(x.shape), dtype=x.dtype, device=device)
         whole = func(whole, *rest, **options)
     own = whole.reshape(layout.shape)[layout.slices(x._placement.index)]
-    if _writes(func):
+    if writes_first(func):
         x._block.copy_(own)
         return x
-    return like(x, own.to(kwargs.get("device") or x._block.device, copy=True).contiguous(), None, x.shape)
+    return with_block(x, own.to(kwargs.get("device") or x._block.device, copy=True).contiguous(), None, x.shape)
 
 
 OPERATORS |= {"*": _pointwise, "_foreach_*": _listwise}

@@ -15,9 +15,16 @@ from torch._functorch import eager_transforms
 from spmd.bridge.torch.functorch import current_level, unwrapped
 from spmd.bridge.torch.partitioned.placement import MEND
 from spmd.bridge.torch.partitioned.registry import FUNCTIONS
-from spmd.bridge.torch.partitioned.tensor import Parameter, PartitionedTensor, _Transformed, cut, hooked, own_tensor
-from spmd.bridge.torch.tensor import Tensor, stated, sweep
-from spmd.bridge.torch.tensor_state import INVARIANT, no_overrides, state_of_tensor, summed
+from spmd.bridge.torch.partitioned.tensor import (
+    Parameter,
+    PartitionedTensor,
+    _WrappedTensor,
+    mark_wrapped,
+    split_like,
+    with_gradient_layout,
+)
+from spmd.bridge.torch.tensor import Tensor, backward_scope, with_state
+from spmd.bridge.torch.tensor_state import INVARIANT, no_overrides, state_of_tensor, summed_state
 from spmd.errors import LayoutError, describe, message
 from spmd.frontends import register
 from spmd.mesh import WORKER
@@ -42,7 +49,7 @@ _IN_PLACE = {
 }
 
 
-def _written_blocks(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+def _write_blocks(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether an in-place function of elements, of tensors that lie alike, has been done on their blocks: the shorter
     way of optimizers, which come by it in each step. Not where torch follows it, or transforms or compiles it."""
     target, *others = args
@@ -71,24 +78,24 @@ def _written_blocks(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 _NUMBERS = (int, float, complex, bool, type(None))
 
 
-def _met_and_called(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _call_function(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if func in _IN_PLACE:
         with no_overrides():
-            if _written_blocks(func, args, kwargs):
+            if _write_blocks(func, args, kwargs):
                 return args[0]
-    state = _met(func, args, kwargs)
+    state = _common_state(func, args, kwargs)
     with _disabled():
         result = func(*args, **kwargs)
-    return result if state is INVARIANT else _with_state(result, state)
+    return result if state is INVARIANT else _results_with_state(result, state)
 
 
-def _met(func: Any, args: Any, kwargs: dict[str, Any]) -> State:
+def _common_state(func: Any, args: Any, kwargs: dict[str, Any]) -> State:
     """The state, besides the layouts, of what meets."""
     state: State | None = None
     mixed = False
     layouts: set[str] = set()
     for x in _all_tensors((args, kwargs) if kwargs else args):
-        inner = unwrapped(x) if type(x) is _Transformed else x
+        inner = unwrapped(x) if type(x) is _WrappedTensor else x
         if isinstance(inner, PartitionedTensor):
             own = inner._state
             if own is not INVARIANT or state is not None:
@@ -124,14 +131,14 @@ def _met(func: Any, args: Any, kwargs: dict[str, Any]) -> State:
     return state
 
 
-def _with_state(result: Any, state: State) -> Any:
+def _results_with_state(result: Any, state: State) -> Any:
     if isinstance(result, PartitionedTensor):
         result._state = state
         return result
     if type(result) in (torch.Tensor, Tensor):
-        return stated(result, state)
+        return with_state(result, state)
     if type(result) in (tuple, list) or hasattr(result, "n_fields"):
-        return type(result)([_with_state(r, state) for r in result])
+        return type(result)([_results_with_state(r, state) for r in result])
     return result
 
 
@@ -144,14 +151,14 @@ def _leaf(func: Any, args: Any, kwargs: Any) -> Any:
     with _disabled():
         result = func(*args, **kwargs)
     if isinstance(args[0], PartitionedTensor):
-        hooked(args[0])
+        with_gradient_layout(args[0])
     return result
 
 
 def _detached(func: Any, args: Any, kwargs: Any) -> Any:
     with _disabled():
         result = func(*args, **kwargs)
-    return _with_state(result, unwrapped(args[0])._state)
+    return _results_with_state(result, unwrapped(args[0])._state)
 
 
 def _set_data(func: Any, args: Any, kwargs: Any) -> None:
@@ -178,10 +185,10 @@ def _set_data(func: Any, args: Any, kwargs: Any) -> None:
         )
     with _disabled():
         if state_of_tensor(value).varying:
-            _met(func, args, kwargs)
-        twin = cut(value.detach(), x._placement)
-        x._block = twin._block if isinstance(value, PartitionedTensor) else twin._block.clone()
-        if x.dtype != twin.dtype or x.device != twin.device:
+            _common_state(func, args, kwargs)
+        target_block = split_like(value.detach(), x._placement)
+        x._block = target_block._block if isinstance(value, PartitionedTensor) else target_block._block.clone()
+        if x.dtype != target_block.dtype or x.device != target_block.device:
             raise LayoutError(
                 message(
                     "p.data = x",
@@ -208,7 +215,7 @@ def _no_memory(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _backward(func: Any, args: Any, kwargs: Any) -> Any:
-    with sweep():
+    with backward_scope():
         return func(*args, **kwargs)
 
 
@@ -216,28 +223,28 @@ def _gradients(func: Any, args: Any, kwargs: Any) -> Any:
     """torch.autograd.grad: the gradient of a partitioned tensor lies as it does."""
     inputs = args[1] if len(args) > 1 else kwargs["inputs"]
     inputs = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
-    with sweep():
+    with backward_scope():
         found = func(*args, **kwargs)
-    return tuple(_gradient(x, g, state_of_tensor(x) | summed(x)) for x, g in zip(inputs, found, strict=True))
+    return tuple(_gradient(x, g, state_of_tensor(x) | summed_state(x)) for x, g in zip(inputs, found, strict=True))
 
 
 def _gradient(x: Any, g: Any, state: State) -> Any:
     if g is None:
         return None
     if isinstance(x, PartitionedTensor):
-        g = cut(g, x._placement)
+        g = split_like(g, x._placement)
         g._state = x._state | state
         return g
     worker = WORKER.get()
-    return stated(g, state) if worker is not None and worker.tracked and type(g) in (torch.Tensor, Tensor) else g
+    return with_state(g, state) if worker is not None and worker.tracked and type(g) in (torch.Tensor, Tensor) else g
 
 
-def _product(func: Any, args: Any, kwargs: Any) -> Any:
+def _matmul(func: Any, args: Any, kwargs: Any) -> Any:
     """A product over one entry works by elements, and keeps the layout."""
     a, b = args
     if a.ndim > 1 and b.ndim > 1 and a.shape[-1] == b.shape[-2] == 1:
         return a * b
-    return _met_and_called(func, args, kwargs)
+    return _call_function(func, args, kwargs)
 
 
 class _Refusing:
@@ -276,14 +283,14 @@ FUNCTIONS |= {torch.is_complex: _getter, torch.is_floating_point: _getter, torch
 FUNCTIONS |= {torch.Tensor.requires_grad_: _leaf, torch.Tensor.requires_grad.__set__: _leaf}  # type: ignore[attr-defined]
 FUNCTIONS |= {torch.Tensor.data.__get__: _detached, torch.Tensor.detach: _detached}  # type: ignore[attr-defined]
 FUNCTIONS |= {torch.Tensor.data.__set__: _set_data}  # type: ignore[attr-defined]
-FUNCTIONS |= dict.fromkeys((torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__), _product)
+FUNCTIONS |= dict.fromkeys((torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__), _matmul)
 FUNCTIONS |= {torch.Tensor.backward: _backward, torch.autograd.grad: _gradients}
 FUNCTIONS |= {
     getattr(torch.Tensor, name): _no_memory
     for name in "numpy tolist __array__ __dlpack__ data_ptr share_memory_ as_subclass".split()
     if hasattr(torch.Tensor, name)
 }
-FUNCTIONS[None] = _met_and_called
+FUNCTIONS[None] = _call_function
 
 
 register(PartitionedTensor, _Refusing())  # type: ignore[arg-type]
@@ -291,7 +298,7 @@ register(PartitionedTensor, _Refusing())  # type: ignore[arg-type]
 
 def _keeping(function: Callable) -> Callable:
     def call(x: Any, *args: Any, **kwargs: Any) -> Any:
-        return own_tensor(function(x, *args, **kwargs))
+        return mark_wrapped(function(x, *args, **kwargs))
 
     return call
 

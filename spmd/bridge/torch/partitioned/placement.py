@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from spmd.bridge.torch.layouts import LayoutLike, common_axes, layout_for
 from spmd.bridge.torch.rng import is_drawing
-from spmd.bridge.torch.worker_context import Seat
+from spmd.bridge.torch.worker_context import WorkerContext, context_of
 from spmd.errors import LayoutError, MeshError, StateError, message
 from spmd.layout import Layout
 from spmd.mesh import WORKER, Worker
@@ -16,12 +17,12 @@ MEND = "p.block() is this worker's part, and p.whole() is the whole, on every wo
 class Placement:
     """Where a block belongs: the layout of the whole, the worker's number in it, and the worker's seat, if known."""
 
-    __slots__ = ("index", "layout", "seat")
+    __slots__ = ("context", "index", "layout")
 
-    def __init__(self, layout: Layout, index: int, seat: Seat | None):
+    def __init__(self, layout: Layout, index: int, context: WorkerContext | None):
         self.layout = layout
         self.index = index
-        self.seat = seat
+        self.context = context
 
     def __reduce__(self) -> Any:
         return Placement, (self.layout, self.index, None)
@@ -37,7 +38,7 @@ class Placement:
 
     def derived(self, layout: Layout) -> Placement:
         """The place of this worker in another layout over the same axes."""
-        return self if layout is self.layout else Placement(layout, self.index, self.seat)
+        return self if layout is self.layout else Placement(layout, self.index, self.context)
 
     @property
     def slices(self) -> tuple[slice, ...]:
@@ -48,7 +49,7 @@ class Placement:
 def check_worker(placement: Placement, worker: Worker | None) -> None:
     """Raise where this is not the worker whose block it is."""
     layout = placement.layout
-    if worker is None or placement.seat is not None and placement.seat.worker is worker:
+    if worker is None or placement.context is not None and placement.context.worker is worker:
         return
     if worker.group(tuple(layout.axes)).index != placement.index:
         raise LayoutError(
@@ -64,8 +65,8 @@ def check_worker(placement: Placement, worker: Worker | None) -> None:
 def worker_of(placement: Placement, what: str) -> Worker:
     """The worker whose block it is, for a collective. Raises where there are no workers, or they take turns."""
     worker = WORKER.get()
-    if worker is None and placement.seat is not None:
-        worker = placement.seat.worker  # a thread of torch's own
+    if worker is None and placement.context is not None:
+        worker = placement.context.worker  # a thread of torch's own
     if worker is None:
         raise MeshError(
             message(
@@ -86,3 +87,33 @@ def worker_of(placement: Placement, what: str) -> Worker:
         )
     check_worker(placement, worker)
     return worker
+
+
+def layout_of(where: str, shape: tuple[int, ...], spec: LayoutLike, worker: Worker) -> Layout:
+    """The layout of a whole of this shape. Raises LayoutError where none fits."""
+    layout = layout_for(shape, spec, common_axes(where, worker, spec))
+    varying = layout.has_copies and (layout.spec is None or layout.copies == "varying")
+    if layout.shape == shape and shape and not varying:
+        return layout
+    raise LayoutError(
+        message(
+            where,
+            argument="spec",
+            got=f"{layout} for a parameter of shape {list(shape)}",
+            need="each block on one worker"
+            if varying
+            else f"a layout of shape {list(shape)}"
+            if shape
+            else "a parameter of one dimension or more",
+            mend="a grid without copies"
+            if varying
+            else "a spec or a Grid serves any shape"
+            if shape
+            else "nn.Parameter: numbers are replicated",
+        )
+    )
+
+
+def own_placement(layout: Layout, worker: Worker) -> Placement:
+    """The placement of this worker's block in a layout."""
+    return Placement(layout, worker.group(tuple(layout.axes)).index, context_of(worker))

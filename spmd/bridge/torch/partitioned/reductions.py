@@ -10,18 +10,18 @@ import torch
 
 from spmd.bridge.torch.function import apply
 from spmd.bridge.torch.partitioned.arguments import (
-    _arranged,
-    _bound,
-    _eager,
-    _error,
-    _refused,
-    _spec_of,
-    _whole_dim,
+    arguments_by_name,
+    layout_of_dims,
+    operator_error,
+    refuse,
+    refuse_compiled,
+    split_dims,
+    whole_dim,
 )
 from spmd.bridge.torch.partitioned.placement import worker_of
 from spmd.bridge.torch.partitioned.registry import OPERATORS, handles
-from spmd.bridge.torch.partitioned.tensor import PartitionedTensor, gathered, like
-from spmd.bridge.torch.worker_context import seat_of
+from spmd.bridge.torch.partitioned.tensor import PartitionedTensor, gathered, with_block
+from spmd.bridge.torch.worker_context import context_of
 from spmd.errors import describe
 from spmd.layout import Layout
 from spmd.operators.gather import AllGather
@@ -39,9 +39,11 @@ class _Reduction:
         self.all = len(self.dims) == x.ndim
         self.keepdim = keepdim
         self.count = math.prod(x.shape[d] for d in self.dims)
-        spec = _spec_of(x)
+        spec = split_dims(x)
         if spec is None and not self.all:
-            raise _error(func, f"a dimension of {describe(x)} that lies as {layout}", "all dimensions, or a spec")
+            raise operator_error(
+                func, f"a dimension of {describe(x)} that lies as {layout}", "all dimensions, or a spec"
+            )
         block = x._block
         if spec is None:
             self.names: tuple[str, ...] = tuple(layout.axes)
@@ -59,13 +61,11 @@ class _Reduction:
     def _left(self, spec: list[tuple[tuple[str, ...], Any]]) -> Layout | None:
         """The layout of the result; None where it is whole."""
         x = self.x
-        left = [
-            _whole_dim(1) if d in self.dims else s for d, s in enumerate(spec) if self.keepdim or d not in self.dims
-        ]
+        left = [whole_dim(1) if d in self.dims else s for d, s in enumerate(spec) if self.keepdim or d not in self.dims]
         if not any(names for names, _ in left):
             return None
         shape = [1 if d in self.dims else n for d, n in enumerate(x.shape) if self.keepdim or d not in self.dims]
-        return _arranged(x, left, tuple(shape))
+        return layout_of_dims(x, left, tuple(shape))
 
     def local(self, f: Callable[[torch.Tensor, Any], torch.Tensor], identity: Any = None) -> torch.Tensor:
         """What this worker's block gives, with dimensions kept; the identity for one without entries."""
@@ -78,13 +78,13 @@ class _Reduction:
         """Parts added over the workers."""
         if not self.names or part.device.type == "meta" or self._alone():
             return part
-        return apply(Sum(self.names), part.contiguous(), seat_of(self._worker()))
+        return apply(Sum(self.names), part.contiguous(), context_of(self._worker()))
 
     def joined(self, part: torch.Tensor, f: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """Parts reduced over the workers by a function of their stack."""
         if not self.names or part.device.type == "meta" or self._alone():
             return part
-        stack = apply(AllGather(self.names, 0, False), part.contiguous(), seat_of(self._worker()))
+        stack = apply(AllGather(self.names, 0, False), part.contiguous(), context_of(self._worker()))
         return f(stack)
 
     def _alone(self) -> bool:
@@ -92,7 +92,7 @@ class _Reduction:
         return math.prod(axes[n] for n in self.names) == 1
 
     def _worker(self) -> Any:
-        _eager(self.block)
+        refuse_compiled(self.block)
         return worker_of(self.x._placement, "a reduction of a partitioned tensor")
 
     def given(self, value: torch.Tensor) -> Any:
@@ -101,7 +101,7 @@ class _Reduction:
             return value.reshape([1] * self.x.ndim if self.keepdim else [])
         if not self.keepdim:
             value = value.squeeze(self.dims)
-        return value if self.result is None else like(self.x, value, self.result)
+        return value if self.result is None else with_block(self.x, value, self.result)
 
 
 def _accumulated(dtype: torch.dtype) -> torch.dtype:
@@ -111,7 +111,7 @@ def _accumulated(dtype: torch.dtype) -> torch.dtype:
 
 @handles("sum sum.dim_IntList nansum mean mean.dim")
 def _sum(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    a = _bound(func, args, kwargs)
+    a = arguments_by_name(func, args, kwargs)
     x = a["self"]
     r = _Reduction(func, x, a.get("dim"), a.get("keepdim", False))
     name = func._schema.name
@@ -132,14 +132,14 @@ def _sum(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 @handles("count_nonzero count_nonzero.dim_IntList")
 def _counted(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    a = _bound(func, args, kwargs)
+    a = arguments_by_name(func, args, kwargs)
     r = _Reduction(func, a["self"], a.get("dim"), False)
     return r.given(r.sum((r.block != 0).sum(r.reduced, keepdim=True)))
 
 
 @handles("prod prod.dim_int")
 def _product(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    a = _bound(func, args, kwargs)
+    a = arguments_by_name(func, args, kwargs)
     x = a["self"]
     r = _Reduction(func, x, a.get("dim"), a.get("keepdim", False))
     dtype = a.get("dtype") or (x.dtype if x.dtype.is_floating_point or x.dtype.is_complex else torch.int64)
@@ -151,7 +151,7 @@ def _product(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 @handles("any any.dim any.dims all all.dim all.dims")
 def _any(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    a = _bound(func, args, kwargs)
+    a = arguments_by_name(func, args, kwargs)
     r = _Reduction(func, a["self"], a.get("dim"), a.get("keepdim", False))
     wanted = r.block != 0
     some = func._schema.name == "aten::any"
@@ -172,7 +172,7 @@ def _extreme(dtype: torch.dtype, largest: bool) -> Any:
 
 @handles("amax amin max min")
 def _extremum(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    a = _bound(func, args, kwargs)
+    a = arguments_by_name(func, args, kwargs)
     x = a["self"]
     r = _Reduction(func, x, a.get("dim"), a.get("keepdim", False))
     largest = func._schema.name in ("aten::amax", "aten::max")
@@ -185,14 +185,14 @@ def _extremum(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 @handles("aminmax")
 def _both(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    a = _bound(func, args, kwargs)
+    a = arguments_by_name(func, args, kwargs)
     given = {"dim": [] if a["dim"] is None else [a["dim"]], "keepdim": a["keepdim"]}
     return tuple(f(a["self"], **given) for f in (torch.ops.aten.amin.default, torch.ops.aten.amax.default))
 
 
 @handles("linalg_vector_norm norm.Scalar norm.ScalarOpt_dim norm.ScalarOpt_dtype norm.ScalarOpt_dim_dtype norm")
 def _norm(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    a = _bound(func, args, kwargs)
+    a = arguments_by_name(func, args, kwargs)
     order = a.get("ord", a.get("p"))
     order = 2.0 if order is None else float(order)
     r = _Reduction(func, a["self"], a.get("dim"), a.get("keepdim", False))
@@ -230,7 +230,7 @@ def _largest(order: float) -> Callable[[torch.Tensor], torch.Tensor]:
 @handles("_foreach_norm")
 def _list_of_norms(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """The norms of several tensors, of which those over the same axes travel together."""
-    a = _bound(func, args, kwargs)
+    a = arguments_by_name(func, args, kwargs)
     order, tensors = float(a["ord"]), a["self"]
     power, root = _norms(order)
     results: list[Any] = [None] * len(tensors)
@@ -257,7 +257,7 @@ def _list_of_largest(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 @handles("var.correction std.correction var_mean.correction std_mean.correction")
 def _variance(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    a = _bound(func, args, kwargs)
+    a = arguments_by_name(func, args, kwargs)
     x, correction = a["self"], 1 if a.get("correction") is None else a["correction"]
     r = _Reduction(func, x, a.get("dim"), a.get("keepdim", False))
     wide = torch.complex128 if x.dtype.is_complex else torch.float64
@@ -292,7 +292,7 @@ def _close(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 @handles("_local_scalar_dense item")
 def _item(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if args[0].numel() != 1:
-        _refused(func, args, kwargs)
+        refuse(func, args, kwargs)
     return gathered(args[0]).item()
 
 

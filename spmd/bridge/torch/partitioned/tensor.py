@@ -14,20 +14,28 @@ from typing import Any
 import torch
 
 from spmd.bridge.torch.function import Function, apply
-from spmd.bridge.torch.functorch import current_level, dual, unwrapped
-from spmd.bridge.torch.layouts import Lies, common_axes, of_shape, resolved
-from spmd.bridge.torch.partitioned.placement import Placement, check_worker, worker_of
+from spmd.bridge.torch.functorch import current_level, has_tangent, unwrapped
+from spmd.bridge.torch.layouts import LayoutLike, common_axes, resolve_layout
+from spmd.bridge.torch.partitioned.placement import Placement, check_worker, layout_of, own_placement, worker_of
 from spmd.bridge.torch.partitioned.registry import call, run
-from spmd.bridge.torch.tensor import Tensor, stated
-from spmd.bridge.torch.tensor_state import INVARIANT, SUMMED, no_overrides, plain, state_of_tensor
-from spmd.bridge.torch.worker_context import seat_of
+from spmd.bridge.torch.tensor import Tensor, with_state
+from spmd.bridge.torch.tensor_state import GRADIENT_SYNCS, INVARIANT, no_overrides, plain, state_of_tensor
+from spmd.bridge.torch.worker_context import context_of
 from spmd.errors import LayoutError, StateError, describe, message
 from spmd.layout import Layout, P
-from spmd.mesh import WORKER, Worker, here
+from spmd.mesh import WORKER, here
 from spmd.operators.repartition import Repartition
 from spmd.state import State, state_of
 
-__all__ = ["Parameter", "PartitionedTensor", "cut", "gathered", "hooked", "layout_of", "like", "own_tensor"]
+__all__ = [
+    "Parameter",
+    "PartitionedTensor",
+    "gathered",
+    "mark_wrapped",
+    "split_like",
+    "with_block",
+    "with_gradient_layout",
+]
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 
@@ -60,9 +68,9 @@ class PartitionedTensor(torch.Tensor):
         pass
 
     @classmethod
-    def from_block(cls, block: torch.Tensor, spec: Lies) -> PartitionedTensor:
+    def from_block(cls, block: torch.Tensor, spec: LayoutLike) -> PartitionedTensor:
         """The tensor of which this worker holds this block. As `Parameter.from_block`, without being a parameter."""
-        return _of_block(PartitionedTensor, f"spt.{cls.__name__}.from_block", block, spec)
+        return _leaf_of_block(PartitionedTensor, f"spt.{cls.__name__}.from_block", block, spec)
 
     @property
     def block_layout(self) -> Layout:
@@ -96,14 +104,14 @@ class PartitionedTensor(torch.Tensor):
     def varied(self, state: State) -> PartitionedTensor:
         """The same in another state besides its layout; its cotangents are not summed."""
         with _disabled():
-            twin: Any = self.view_as(self)
-        twin._state = self._state | state
-        return twin
+            copied: Any = self.view_as(self)
+        copied._state = self._state | state
+        return copied
 
     def like_whole(self, whole: torch.Tensor) -> PartitionedTensor:
         """The tensor of which this worker has the part of `whole` that lies as this one does. Without gradient."""
         with _disabled():
-            return cut(whole.detach(), self._placement).clone()
+            return split_like(whole.detach(), self._placement).clone()
 
     def __repr__(self, *args: Any, **kwargs: Any) -> str:
         with _disabled():
@@ -123,11 +131,11 @@ class PartitionedTensor(torch.Tensor):
         with _disabled():
             if not self.is_leaf:
                 return torch.Tensor.__deepcopy__(self, memo)  # which says what is wrong
-            twin = _made(type(self), self._block.clone(), self._placement, self._state, self.requires_grad, self)
-            memo[id(self)] = twin
+            copied = _new_leaf(type(self), self._block.clone(), self._placement, self._state, self.requires_grad, self)
+            memo[id(self)] = copied
             if self.grad is not None:
-                twin.grad = copy.deepcopy(self.grad, memo)
-        return twin
+                copied.grad = copy.deepcopy(self.grad, memo)
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         with _disabled():
@@ -191,7 +199,7 @@ class Parameter(PartitionedTensor, metaclass=_ParameterMeta):
     _is_param = True
 
     @staticmethod
-    def __new__(cls, whole: torch.Tensor, spec: Lies, requires_grad: bool = True) -> Any:
+    def __new__(cls, whole: torch.Tensor, spec: LayoutLike, requires_grad: bool = True) -> Any:
         where = "spt.Parameter"
         worker = here(where)
         layout = layout_of(where, tuple(whole.shape), spec, worker)
@@ -205,25 +213,25 @@ class Parameter(PartitionedTensor, metaclass=_ParameterMeta):
                     mend="spt.Parameter.from_block(block, spec) takes this worker's block",
                 )
             )
-        placement = _placed(layout, worker)
+        placement = own_placement(layout, worker)
         block = plain(whole).detach()[placement.slices].clone(memory_format=torch.contiguous_format)
-        return _made(cls, block, placement, INVARIANT, requires_grad)
+        return _new_leaf(cls, block, placement, INVARIANT, requires_grad)
 
     @classmethod
-    def from_block(cls, block: torch.Tensor, spec: Lies, requires_grad: bool = True) -> Parameter:
+    def from_block(cls, block: torch.Tensor, spec: LayoutLike, requires_grad: bool = True) -> Parameter:
         """The parameter of which this worker holds this block, on its memory.
 
         spec: a Layout of the whole. Or a spec or a Grid: the workers then learn each other's shapes, which is
         collective and sends no bytes; blocks may be uneven.
         Raises LayoutError where blocks and layout do not fit.
         """
-        made = _of_block(cls, "spt.Parameter.from_block", block, spec)
+        made = _leaf_of_block(cls, "spt.Parameter.from_block", block, spec)
         with _disabled():
             made.requires_grad_(requires_grad)
-        return hooked(made)
+        return with_gradient_layout(made)
 
 
-class _Transformed(torch.Tensor):
+class _WrappedTensor(torch.Tensor):
     """What torch.func's transformations wrap a partitioned tensor in."""
 
     __spmd_partitioned__ = True
@@ -238,51 +246,19 @@ class _Transformed(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return own_tensor(call(func, args, kwargs or {}))
+        return mark_wrapped(call(func, args, kwargs or {}))
 
 
-def own_tensor(x: Any) -> Any:
+def mark_wrapped(x: Any) -> Any:
     """A result of torch.func's, which is of our class again where it wraps a partitioned tensor."""
     if isinstance(x, tuple | list):
-        return type(x)(map(own_tensor, x)) if type(x) in (tuple, list) else x
+        return type(x)(map(mark_wrapped, x)) if type(x) in (tuple, list) else x
     if type(x) is torch.Tensor and isinstance(unwrapped(x), PartitionedTensor):
-        x.__class__ = _Transformed
+        x.__class__ = _WrappedTensor
     return x
 
 
-# Making them
-
-
-def layout_of(where: str, shape: tuple[int, ...], spec: Lies, worker: Worker) -> Layout:
-    """The layout of a whole of this shape. Raises LayoutError where none fits."""
-    layout = of_shape(shape, spec, common_axes(where, worker, spec))
-    varying = layout.has_copies and (layout.spec is None or layout.copies == "varying")
-    if layout.shape == shape and shape and not varying:
-        return layout
-    raise LayoutError(
-        message(
-            where,
-            argument="spec",
-            got=f"{layout} for a parameter of shape {list(shape)}",
-            need="each block on one worker"
-            if varying
-            else f"a layout of shape {list(shape)}"
-            if shape
-            else "a parameter of one dimension or more",
-            mend="a grid without copies"
-            if varying
-            else "a spec or a Grid serves any shape"
-            if shape
-            else "nn.Parameter: numbers are replicated",
-        )
-    )
-
-
-def _placed(layout: Layout, worker: Worker) -> Placement:
-    return Placement(layout, worker.group(tuple(layout.axes)).index, seat_of(worker))
-
-
-def _made(
+def _new_leaf(
     cls: Any, block: torch.Tensor, placement: Placement, state: State, requires_grad: bool, as_: Any = None
 ) -> Any:
     """A leaf. as_: one of the shape and strides that it is to have."""
@@ -293,17 +269,17 @@ def _made(
         if as_ is not None and getattr(as_, "_is_param", False):
             x._is_param = True
         x.requires_grad_(requires_grad)
-    return hooked(x)
+    return with_gradient_layout(x)
 
 
-def _of_block(cls: Any, where: str, block: torch.Tensor, spec: Lies) -> Any:
+def _leaf_of_block(cls: Any, where: str, block: torch.Tensor, spec: LayoutLike) -> Any:
     worker = here(where)
     axes = common_axes(where, worker, spec)
     own = plain(block).detach()
-    layout = layout_of(where, resolved(where, own, spec, axes, worker).shape, spec, worker)
+    layout = layout_of(where, resolve_layout(where, own, spec, axes, worker).shape, spec, worker)
     if not isinstance(spec, Layout):
-        layout = resolved(where, own, spec, axes, worker)
-    placement = _placed(layout, worker)
+        layout = resolve_layout(where, own, spec, axes, worker)
+    placement = own_placement(layout, worker)
     extra = state_of_tensor(block).varying - layout.varying
     if tuple(own.shape) != layout.block_shape(placement.index) or extra:
         raise LayoutError(
@@ -316,10 +292,10 @@ def _of_block(cls: Any, where: str, block: torch.Tensor, spec: Lies) -> Any:
                 mend="a spec in place of the layout learns the shapes of all blocks",
             )
         )
-    return _made(cls, own, placement, INVARIANT, False)
+    return _new_leaf(cls, own, placement, INVARIANT, False)
 
 
-def like(
+def with_block(
     x: PartitionedTensor, block: torch.Tensor, layout: Layout | None = None, shape: Any = None, strides: Any = None
 ):
     """A partitioned tensor on another block, by the same worker. strides: of the whole, as torch would have them; None
@@ -334,8 +310,8 @@ def _unpickled(cls: type, block: torch.Tensor, placement: Placement, requires_gr
     """Raises LayoutError on another worker than the one that saved it."""
     worker = WORKER.get()
     if worker is not None:
-        placement = Placement(placement.layout, placement.index, seat_of(worker))
-    x = _made(cls, block, placement, INVARIANT, requires_grad)
+        placement = Placement(placement.layout, placement.index, context_of(worker))
+    x = _new_leaf(cls, block, placement, INVARIANT, requires_grad)
     check_worker(x._placement, worker)
     return x
 
@@ -343,7 +319,7 @@ def _unpickled(cls: type, block: torch.Tensor, placement: Placement, requires_gr
 # From the whole to blocks and back, with gradients
 
 
-class _Block(Function):
+class _BlockFunction(Function):
     """The block of a partitioned tensor. Its adjoint makes a partitioned tensor of a block."""
 
     @staticmethod
@@ -356,11 +332,11 @@ class _Block(Function):
     def backward(ctx: Any, g: torch.Tensor) -> Any:
         g = plain(g) if isinstance(g, Tensor) else g
         if not torch.is_grad_enabled() and current_level() is None:
-            return _joined(g, ctx.placement, ctx.state)
-        return _Joined.apply(g, ctx.placement, ctx.state)
+            return _from_block(g, ctx.placement, ctx.state)
+        return _FromBlockFunction.apply(g, ctx.placement, ctx.state)
 
 
-class _TransformedBlock(Function):
+class _TransformableBlockFunction(Function):
     """The same for forward mode and for torch.func."""
 
     @staticmethod
@@ -372,26 +348,26 @@ class _TransformedBlock(Function):
         x = unwrapped(inputs[0])
         ctx.placement, ctx.state = x._placement, x._state
 
-    backward = _Block.backward
+    backward = _BlockFunction.backward
 
     @staticmethod
     def jvp(ctx: Any, tangent: Any) -> Any:
-        return _TransformedBlock.apply(tangent)
+        return _TransformableBlockFunction.apply(tangent)
 
 
-def _joined(block: torch.Tensor, placement: Placement, state: State) -> PartitionedTensor:
+def _from_block(block: torch.Tensor, placement: Placement, state: State) -> PartitionedTensor:
     with no_overrides():
         x = PartitionedTensor(block.detach(), placement)
     x._state = state
     return x
 
 
-class _Joined(Function):
+class _FromBlockFunction(Function):
     """A partitioned tensor on a block: the adjoint of taking the block."""
 
     @staticmethod
     def forward(block: torch.Tensor, placement: Placement, state: State) -> Any:
-        return _joined(block, placement, state)
+        return _from_block(block, placement, state)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -399,21 +375,21 @@ class _Joined(Function):
 
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor) -> Any:
-        return _block(cut(g, ctx.placement)), None, None
+        return _block(split_like(g, ctx.placement)), None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, *_: Any) -> Any:
-        return _Joined.apply(tangent, ctx.placement, INVARIANT)
+        return _FromBlockFunction.apply(tangent, ctx.placement, INVARIANT)
 
 
 @torch._dynamo.allow_in_graph  # type: ignore[attr-defined]
-def _taken(x: Any) -> torch.Tensor:
-    return _Block.apply(x)
+def _block_in_graph(x: Any) -> torch.Tensor:
+    return _BlockFunction.apply(x)
 
 
 def _block(x: Any) -> torch.Tensor:
     if torch.compiler.is_dynamo_compiling():  # where tensors carry no state
-        return _taken(x)
+        return _block_in_graph(x)
     inner = unwrapped(x)
     layout = inner._placement.layout
     if tuple(inner.shape) != layout.shape:
@@ -427,13 +403,13 @@ def _block(x: Any) -> torch.Tensor:
         )
     worker = WORKER.get()
     check_worker(inner._placement, worker)
-    block = (_TransformedBlock if inner is not x or dual(x) else _Block).apply(x)
+    block = (_TransformableBlockFunction if inner is not x or has_tangent(x) else _BlockFunction).apply(x)
     if worker is None or not worker.tracked:
-        if id(x) in SUMMED:
+        if id(x) in GRADIENT_SYNCS:
             block._block_of = id(x)  # whose gradients are summed elsewhere
         return block
     state = inner._state | state_of(layout.varying)
-    return stated(block, state) if state.varying else block
+    return with_state(block, state) if state.varying else block
 
 
 def _whole(x: Any) -> torch.Tensor:
@@ -448,8 +424,8 @@ def _whole(x: Any) -> torch.Tensor:
         whole = block.clone()
     else:
         worker = worker_of(inner._placement, "p.whole()")
-        whole = apply(_gathering(layout), block, seat_of(worker))
-    return stated(whole, inner._state) if inner._state.varying and WORKER.get() is not None else whole
+        whole = apply(_gather_operator(layout), block, context_of(worker))
+    return with_state(whole, inner._state) if inner._state.varying and WORKER.get() is not None else whole
 
 
 def gathered(x: PartitionedTensor) -> torch.Tensor:
@@ -460,14 +436,14 @@ def gathered(x: PartitionedTensor) -> torch.Tensor:
     if layout.size == 1:
         return x._block.reshape(x.shape).clone()
     worker = worker_of(x._placement, "the whole of a partitioned tensor")
-    return apply(_gathering(layout), x._block, seat_of(worker)).reshape(x.shape)
+    return apply(_gather_operator(layout), x._block, context_of(worker)).reshape(x.shape)
 
 
-def _gathering(layout: Layout) -> Repartition:
+def _gather_operator(layout: Layout) -> Repartition:
     return Repartition(tuple(layout.axes), layout, Layout(layout.shape, P(), layout.axes))
 
 
-def cut(g: Any, placement: Placement) -> Any:
+def split_like(g: Any, placement: Placement) -> Any:
     """A cotangent as it lies by a placement: it may have come as a whole, of a sum."""
     inner = unwrapped(g)
     if isinstance(inner, PartitionedTensor):
@@ -480,20 +456,22 @@ def cut(g: Any, placement: Placement) -> Any:
     if g.requires_grad and torch.is_grad_enabled():
         layout = placement.layout
         src = Layout(layout.shape, P(), layout.axes)
-        seat = placement.seat
+        context = placement.context
         worker = WORKER.get()
         if worker is not None:
-            seat = seat_of(worker)
-        assert seat is not None
-        return _Joined.apply(apply(Repartition(tuple(layout.axes), src, layout), plain(g), seat), placement, INVARIANT)
+            context = context_of(worker)
+        assert context is not None
+        return _FromBlockFunction.apply(
+            apply(Repartition(tuple(layout.axes), src, layout), plain(g), context), placement, INVARIANT
+        )
     return PartitionedTensor(plain(g).detach()[placement.slices].contiguous(), placement)
 
 
-def hooked(x: Any) -> Any:
+def with_gradient_layout(x: Any) -> Any:
     """See to it that the gradient of a leaf lies as the leaf does."""
     with _disabled():
         if x.requires_grad and x.is_leaf and not x.__dict__.get("_follows"):
             placement = x._placement
             x._follows = True
-            x.register_hook(lambda g: cut(g, placement))
+            x.register_hook(lambda g: split_like(g, placement))
     return x

@@ -10,14 +10,14 @@ import torch
 
 from spmd.bridge.torch.partitioned.arguments import (
     Shape,
-    _arranged,
-    _dims_or_refuse,
-    _refused,
-    _spec_of,
-    _whole_dim,
+    layout_of_dims,
+    refuse,
+    split_dims,
+    split_dims_or_refuse,
+    whole_dim,
 )
 from spmd.bridge.torch.partitioned.registry import handles
-from spmd.bridge.torch.partitioned.tensor import PartitionedTensor, like
+from spmd.bridge.torch.partitioned.tensor import PartitionedTensor, with_block
 from spmd.layout import Layout
 
 
@@ -26,17 +26,17 @@ def _viewed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     x: Any = args[0]
     size: Any = args[1]
     if isinstance(size, torch.dtype):
-        _refused(func, args, kwargs)
+        refuse(func, args, kwargs)
     shape = tuple(torch.empty(tuple(x.shape), device="meta").view(tuple(size)).shape)
     strides = _probe(func, args, kwargs).stride()
     if shape == tuple(x.shape):
-        return like(x, x._block.detach(), None, shape, strides)
-    dims = _spec_of(x)
+        return with_block(x, x._block.detach(), None, shape, strides)
+    dims = split_dims(x)
     found = _regrouped(x, dims, shape) if dims is not None else None
     if found is not None:
-        return like(x, x._block.view(found[0]), found[1], shape, strides)
+        return with_block(x, x._block.view(found[0]), found[1], shape, strides)
     # Another view of the same blocks: what it is as a whole, and by elements, is known.
-    return like(x, x._block.detach(), None, shape, strides)
+    return with_block(x, x._block.detach(), None, shape, strides)
 
 
 def _probe(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -54,7 +54,7 @@ def _regrouped(x: PartitionedTensor, dims: Any, shape: Shape) -> tuple[Shape, La
     sized = lambda n: n or 1_000_003  # an empty dimension has its place too
     before = lambda lengths, d: math.prod(map(sized, lengths[:d]))
     old = tuple(x.shape)
-    out = [_whole_dim(n) for n in shape]
+    out = [whole_dim(n) for n in shape]
     least = 0
     for d, (names, cut) in enumerate(dims):
         if not names:
@@ -65,7 +65,7 @@ def _regrouped(x: PartitionedTensor, dims: Any, shape: Shape) -> tuple[Shape, La
             return None
         out[j] = names, _rescaled(cut, old[d], shape[j])
         least = j + 1
-    layout = _arranged(x, out, shape)
+    layout = layout_of_dims(x, out, shape)
     local = layout.block_shape(x._placement.index)
     return (local, layout) if math.prod(local) == x._block.numel() else None
 
@@ -82,55 +82,59 @@ def _rescaled(cut: Sequence[int], old: int, new: int) -> tuple[int, ...] | None:
 @handles("t transpose.int permute")
 def _permuted(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     x = args[0]
-    dims = _dims_or_refuse(func, args, kwargs)
+    dims = split_dims_or_refuse(func, args, kwargs)
     probe = _probe(func, args, kwargs)
     order = func(torch.empty(tuple(range(2, 2 + x.ndim)), device="meta"), *args[1:], **kwargs).shape
     arranged = [dims[n - 2] for n in order]
-    layout = _arranged(x, arranged, tuple(probe.shape))
-    return like(x, func(x._block, *args[1:], **kwargs), layout, probe.shape, probe.stride())
+    layout = layout_of_dims(x, arranged, tuple(probe.shape))
+    return with_block(x, func(x._block, *args[1:], **kwargs), layout, probe.shape, probe.stride())
 
 
 @handles("unsqueeze")
 def _unsqueezed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     x, dim = args
-    dims = _dims_or_refuse(func, args, kwargs)
+    dims = split_dims_or_refuse(func, args, kwargs)
     dim = dim + x.ndim + 1 if dim < 0 else dim
     shape = (*x.shape[:dim], 1, *x.shape[dim:])
-    layout = _arranged(x, [*dims[:dim], _whole_dim(1), *dims[dim:]], shape)
-    return like(x, x._block.unsqueeze(dim), layout, shape, _probe(func, args, kwargs).stride())
+    layout = layout_of_dims(x, [*dims[:dim], whole_dim(1), *dims[dim:]], shape)
+    return with_block(x, x._block.unsqueeze(dim), layout, shape, _probe(func, args, kwargs).stride())
 
 
 @handles("squeeze squeeze.dim squeeze.dims")
 def _squeezed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     x = args[0]
-    dims = _dims_or_refuse(func, args, kwargs)
+    dims = split_dims_or_refuse(func, args, kwargs)
     asked = range(x.ndim) if len(args) == 1 else [args[1]] if isinstance(args[1], int) else args[1]
     gone = {d % x.ndim for d in asked if x.shape[d] == 1}
     if any(dims[d][0] for d in gone):
-        _refused(func, args, kwargs)
+        refuse(func, args, kwargs)
     keep = [d for d in range(x.ndim) if d not in gone]
     shape = tuple(x.shape[d] for d in keep)
     block = x._block.squeeze(tuple(gone)) if gone else x._block.detach()
-    return like(x, block, _arranged(x, [dims[d] for d in keep], shape), shape, _probe(func, args, kwargs).stride())
+    return with_block(
+        x, block, layout_of_dims(x, [dims[d] for d in keep], shape), shape, _probe(func, args, kwargs).stride()
+    )
 
 
 @handles("expand")
 def _expanded(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     x, size = args[0], args[1]
-    dims = _dims_or_refuse(func, args, kwargs)
+    dims = split_dims_or_refuse(func, args, kwargs)
     lead = len(size) - x.ndim
     shape = tuple(x.shape[d - lead] if n == -1 else n for d, n in enumerate(size))
-    out, local = [_whole_dim(n) for n in shape[:lead]], list(shape[:lead])
+    out, local = [whole_dim(n) for n in shape[:lead]], list(shape[:lead])
     for d, n in enumerate(shape[lead:]):
         if n == x.shape[d]:
             out.append(dims[d])
             local.append(x._block.shape[d])
         elif dims[d][0]:
-            _refused(func, args, kwargs)
+            refuse(func, args, kwargs)
         else:
-            out.append(_whole_dim(n))
+            out.append(whole_dim(n))
             local.append(n)
-    return like(x, x._block.expand(local), _arranged(x, out, shape), shape, _probe(func, args, kwargs).stride())
+    return with_block(
+        x, x._block.expand(local), layout_of_dims(x, out, shape), shape, _probe(func, args, kwargs).stride()
+    )
 
 
 @handles(
@@ -138,7 +142,7 @@ def _expanded(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     "cumsum cumprod _softmax _log_softmax argmax argmin max.dim min.dim sort sort.stable topk median.dim logsumexp",
     "flip select_backward slice_backward _softmax_backward_data _log_softmax_backward_data logcumsumexp mode kthvalue",
 )
-def _along(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _one_dimension(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """What works along one dimension, where that is not split."""
     names = [a.name for a in func._schema.arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
@@ -146,25 +150,25 @@ def _along(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     chosen: Any = given.get("dim", given.get("dims", defaults.get("dim")))
     x = args[0]
     others = [a for a in args[1:] if isinstance(a, torch.Tensor)]
-    dims = _dims_or_refuse(func, args, kwargs)
+    dims = split_dims_or_refuse(func, args, kwargs)
     if chosen is None or others or not isinstance(x, PartitionedTensor):
-        _refused(func, args, kwargs)
+        refuse(func, args, kwargs)
     ndim = x.ndim
     wanted = {d % ndim for d in ([chosen] if isinstance(chosen, int) else chosen)}
     if func._schema.name == "aten::slice":
         bounds = slice(given.get("start"), given.get("end"), given.get("step"))
         if bounds.indices(x.shape[chosen]) == (0, x.shape[chosen], 1):
-            return like(x, x._block.detach(), None, x.shape, x.stride())
+            return with_block(x, x._block.detach(), None, x.shape, x.stride())
     if any(dims[d][0] for d in wanted) or "backward" in func._schema.name:
-        _refused(func, args, kwargs)
+        refuse(func, args, kwargs)
     result = func(x._block, *args[1:], **kwargs)
     probe = _probe(func, args, kwargs)
 
     def wrap(block: torch.Tensor, whole: torch.Tensor) -> Any:
         shape = tuple(whole.shape)
         kept = dims if len(shape) == ndim else [d for k, d in enumerate(dims) if k not in wanted]
-        out = [d if d[0] else _whole_dim(n) for d, n in zip(kept, shape, strict=True)]
-        return like(x, block, _arranged(x, out, shape), shape, whole.stride())
+        out = [d if d[0] else whole_dim(n) for d, n in zip(kept, shape, strict=True)]
+        return with_block(x, block, layout_of_dims(x, out, shape), shape, whole.stride())
 
     if isinstance(result, torch.Tensor):
         return wrap(result, probe)

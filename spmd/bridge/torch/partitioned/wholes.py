@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from spmd.bridge.torch.partitioned.arguments import (
-    _eager,
-    _lead,
-    _refused,
-    _writes,
+    first_partitioned,
+    refuse,
+    refuse_compiled,
+    writes_first,
 )
 from spmd.bridge.torch.partitioned.registry import handles
 from spmd.bridge.torch.partitioned.tensor import PartitionedTensor, gathered
@@ -21,19 +21,19 @@ from spmd.bridge.torch.partitioned.tensor import PartitionedTensor, gathered
     "_linalg_det _linalg_slogdet linalg_inv_ex linalg_cholesky_ex linalg_lu_factor_ex _linalg_solve_ex",
     "linalg_matrix_exp linalg_lstsq linalg_pinv.atol_rtol_tensor linalg_householder_product trace tril triu",
 )
-def _of_wholes(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _contraction(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """What contracts dimensions. In a network with gradients the block is meant: there it raises."""
     plain = [a for a in args if isinstance(a, torch.Tensor) and not isinstance(a, PartitionedTensor)]
     if torch.is_grad_enabled() and plain:
-        _refused(func, args, kwargs)
+        refuse(func, args, kwargs)
     return _on_wholes(func, args, kwargs)
 
 
 @handles("cat stack hstack vstack")
 def _on_wholes(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    if _writes(func) or kwargs.get("out") is not None:
-        _refused(func, args, kwargs)
-    _eager(_lead(args)._block)
+    if writes_first(func) or kwargs.get("out") is not None:
+        refuse(func, args, kwargs)
+    refuse_compiled(first_partitioned(args)._block)
     kept: dict[int, torch.Tensor] = {}
 
     def whole(x: Any) -> Any:
