@@ -43,7 +43,6 @@ from spmd.bridge.torch.modules import (
     Repartition,
     SumReduce,
 )
-from spmd.bridge.torch.partitioned import elementwise, functions, reductions, views, wholes  # noqa: F401
 from spmd.bridge.torch.partitioned.tensor import Parameter, PartitionedTensor
 from spmd.bridge.torch.rng import drawing
 from spmd.bridge.torch.sampler import Batches, DistributedSampler
@@ -103,11 +102,11 @@ def __getattr__(name: str) -> Any:
     """The functions of bodies, which take tensors as they take arrays."""
     if name not in spmd.__all__ or name not in _shared():
         raise absent(__name__, name)
-    found = getattr(spmd, name)
-    if getattr(found, "__module__", "").startswith("spmd.operators."):
-        found = compilable(found)
-    globals()[name] = found
-    return found
+    value = getattr(spmd, name)
+    if getattr(value, "__module__", "").startswith("spmd.operators."):
+        value = compilable(value)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

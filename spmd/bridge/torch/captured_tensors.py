@@ -1,4 +1,4 @@
-"""What a function closes over: the objects that its code can come by without being given them."""
+"""The tensors that a function captures: those that its code reaches without getting them as arguments."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _MAX_OBJECTS = 200_000
 
 def reachable_tensors(f: Callable) -> set[int]:
     """The ids of the tensors that f can reach: through its closure, its defaults, the globals that its code names, and
-    whatever these hold. Libraries are not searched."""
-    found: set[int] = set()
+    what these hold. Libraries are not searched."""
+    tensors: set[int] = set()
     seen: set[int] = set()
-    queue: deque[Any] = deque([f])  # what is near comes first
+    queue: deque[Any] = deque([f])  # breadth first
     while queue and len(seen) < _MAX_OBJECTS:
         x = queue.popleft()
         if id(x) in seen or isinstance(x, str | bytes | int | float | complex | bool | types.CodeType):
             continue
         seen.add(id(x))
         if isinstance(x, torch.Tensor):
-            found.add(id(x))
+            tensors.add(id(x))
         else:
             queue.extend(_referents(x))
-    return found
+    return tensors
 
 
 def _referents(x: Any) -> Iterable[Any]:
@@ -71,11 +71,11 @@ def _is_searched(m: Any) -> bool:
 
 
 def captured_leaves(call: Any, run: Any) -> list[torch.Tensor]:
-    """The leaves of the workers' graphs that are no arguments, but that f closes over, not made by f itself.
+    """The leaves of the workers' graphs that f captures: no arguments, and not made by f itself.
 
-    What several threads have is not their own. Of a worker in a process of its own f is searched.
+    A leaf in the graphs of several threads is captured. If this process runs one worker only, f is searched instead.
 
-    Raises StateError for a tensor with a history of its own that f closes over: its graph would be run by all workers.
+    Raises StateError if f captures a tensor with a history: all workers would run its graph.
     """
     leaves: dict[int, torch.Tensor] = {}
     holders: dict[int, set[int]] = {}

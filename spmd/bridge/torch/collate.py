@@ -17,12 +17,11 @@ __all__ = ["Collate"]
 
 
 class Collate:
-    """A collate_fn that also takes an empty list, of which it makes a batch of length 0.
+    """A collate_fn that also takes an empty list, and returns a batch of length 0 for it.
 
-    Such a batch has the structure, dtypes and other lengths of the batches that collate_fn makes: one sample is
-    collated alone and with itself, and what grew by so much from none to one is taken away again. So the dimension
-    that counts samples has length 0, whichever it is; lists of names are empty; what does not depend on the number of
-    samples stays.
+    The batch has the structure, dtypes and other lengths of the batches of collate_fn. One sample is collated alone and
+    twice; the difference of the two results is subtracted from the first. So the dimension that counts samples has
+    length 0, lists of names are empty, and what does not depend on the number of samples stays.
 
     dataset: where the sample is from, by `dataset[0]`. collate_fn: by default torch's `default_collate`. It is called
     as it is with all other lists. Raises TypeError where it makes what has no length; a collate_fn that takes an empty
@@ -42,7 +41,7 @@ class Collate:
 
 
 def _of_none(one: Any, two: Any, path: str) -> Any:
-    """What a collation makes of no sample, from what it makes of one and of two: lengths grow evenly."""
+    """The collation of no sample, extrapolated from those of one sample and of two."""
     if isinstance(one, torch.Tensor | np.ndarray) and type(one) is type(two) and one.ndim == two.ndim:
         lengths = [2 * a - b for a, b in zip(one.shape, two.shape, strict=True)]
         fits = all(0 <= n <= a for n, a in zip(lengths, one.shape, strict=True))
@@ -50,12 +49,12 @@ def _of_none(one: Any, two: Any, path: str) -> Any:
             cut = one[tuple(slice(n) for n in lengths)]
             return cut.clone() if isinstance(cut, torch.Tensor) else cut.copy()
     elif isinstance(one, Mapping) and isinstance(two, Mapping) and [*one] == [*two]:
-        found = {k: _of_none(one[k], two[k], f"{path}[{k!r}]") for k in one}
+        parts = {k: _of_none(one[k], two[k], f"{path}[{k!r}]") for k in one}
         if not isinstance(one, MutableMapping):
-            return found
-        made = copy.copy(one)
-        made.update(found)
-        return made
+            return parts
+        batch = copy.copy(one)
+        batch.update(parts)
+        return batch
     elif isinstance(one, list | tuple) and type(one) is type(two):
         if len(one) == len(two):
             parts = [_of_none(a, b, f"{path}[{k}]") for k, (a, b) in enumerate(zip(one, two, strict=True))]

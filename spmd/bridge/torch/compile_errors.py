@@ -1,6 +1,6 @@
 """One clear error where torch.compile meets tensors that carry their state.
 
-Its compiler follows Python's code, that of this library too, and gives up there with errors of its own.
+Its compiler traces Python code, that of this library too, and fails there with errors that do not help.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def _is_of_states(error: Exception) -> bool:
 def _clearing(compile: Any) -> Any:
     @functools.wraps(compile)
     def call(*args: Any, **kwargs: Any) -> Any:
-        made = compile(*args, **kwargs)
+        compiled = compile(*args, **kwargs)
         clear_errors()
-        return made
+        return compiled
 
     return call
 

@@ -1,8 +1,8 @@
 """Operators in compiled functions: one custom op that torch.compile can see, for all of them.
 
-A compiled graph holds no Python objects, so an operator stands in it by its name (a token), and what came of it, the
-operator bound to the blocks it met and the place of the worker, by a ticket: a number in a tensor, which the graph
-hands on to backward. Outside of compiled functions nothing of this is used.
+A compiled graph holds no Python objects. It refers to an operator by name (a token). Forward binds the operator to the
+shapes of all blocks; the graph refers to the bound operator and the worker's context by a ticket: a number in a tensor,
+which it passes to backward. Only compiled functions use this module.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from spmd.tracebacks import api_boundary
 
 __all__ = ["OperatorFunction", "compilable", "operator", "token_of"]
 
-# What stands in a graph: tokens for what is called, tickets for what came of it.
+# References in a graph: tokens for functions, tickets for bound operators.
 
 _tokens: dict[str, tuple[Any, tuple, dict[str, Any]]] = {}
 _contexts: WeakValueDictionary[int, WorkerContext] = WeakValueDictionary()
@@ -61,7 +61,7 @@ def _ticket(op: Operator, context: WorkerContext) -> torch.Tensor:
 
 
 def _bound(ticket: torch.Tensor) -> tuple[Operator, WorkerContext]:
-    """The operator of a ticket, and the worker's place."""
+    """The operator of a ticket, and the worker's context."""
     number, place = divmod(int(ticket), _PLACES)
     context = _contexts.get(number)
     if context is None:

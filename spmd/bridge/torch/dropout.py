@@ -1,4 +1,4 @@
-"""Dropout whose mask depends on the place of an entry in the whole tensor, not on which worker holds it."""
+"""Dropout whose mask depends on the index of an entry in the whole tensor, not on the worker that holds it."""
 
 from __future__ import annotations
 
@@ -64,6 +64,6 @@ def dropout(
 
 
 def _key() -> np.ndarray:
-    """A key that the generator gives from which functions of torch draw here."""
+    """A key, drawn from the generator of this worker."""
     own = worker_generator() or torch.default_generator
     return np.array([random_word(own, 32), random_word(own, 32)], np.uint32)

@@ -1,4 +1,4 @@
-"""What the functions of bodies ask of torch: `FRONTEND`, registered for `torch.Tensor`."""
+"""The frontend of tensors: what functions of bodies do differently with tensors than with NumPy arrays."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["FRONTEND"]
 
 
 class TorchFrontend:
-    """What the functions of bodies ask about tensors; see `spmd.frontends`."""
+    """The operations on tensors that functions of bodies need; see `spmd.frontends`."""
 
     def begin(self, op: Collective, x: torch.Tensor, worker: Worker, frame: FrameType | None) -> Callable[[], Any]:
         context = context_of(worker)

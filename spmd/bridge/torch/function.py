@@ -31,17 +31,17 @@ __all__ = ["CollectiveCall", "Function", "apply", "recorded_calls"]
 
 
 class _Function(torch.autograd.Function):
-    apply = torch.autograd.Function.__dict__["apply"]  # torch's own, which `autograd_functions` replaces for users
+    apply = torch.autograd.Function.__dict__["apply"]  # that of torch, which `user_functions` replaces
 
 
 Function: Any = _Function
-"""Untyped: its methods take what those of a subclass say."""
+"""Typed as Any, because subclasses give its methods other signatures."""
 _RECORDED: ContextVar[list[CollectiveCall] | None] = ContextVar("spmd_torch_captured", default=None)
 
 
 @contextmanager
 def recorded_calls() -> Iterator[list[CollectiveCall]]:
-    """The collectives that are applied meanwhile."""
+    """Record the collectives that are applied inside."""
     calls: list[CollectiveCall] = []
     leaf_added = _RECORDED.set(calls)
     try:
@@ -51,10 +51,7 @@ def recorded_calls() -> Iterator[list[CollectiveCall]]:
 
 
 class CallSite:
-    """Where a frame stood: what is asked of a frame for the line it is in, and none of its variables.
-
-    What runs later, in another thread or below other lines, is called from there.
-    """
+    """The line of a frame, without its variables. Adjoints count as called from the line of their forward."""
 
     __slots__ = ("f_code", "f_globals", "f_lasti")
     f_back = None
@@ -66,10 +63,10 @@ class CallSite:
 class CollectiveCall:
     """One application of a collective by one worker.
 
-    place: the user's line, from which its adjoint counts as called too.
-    op: what is applied, until `run` replaces it by the same operator bound to the blocks it met. asks: whether any
-    worker's tensor is differentiated. key: of the parameter of which this makes the twin. joined: whether it varies a
-    number that met others.
+    place: the user's line. op: the operator; `run` replaces it by the one bound to the shapes of all blocks.
+    needs_grad: a cell: whether any worker's tensor is differentiated. key: of the parameter that this varies, in
+    `varied_copies`. leaf_added: whether backward ends here, since only another worker's tensor is differentiated.
+    scalar_term: whether this varies a scalar that meets Varying tensors.
     """
 
     __slots__ = ("context", "finish", "key", "leaf_added", "needs_grad", "op", "place", "result", "scalar_term")
@@ -87,7 +84,7 @@ class CollectiveCall:
         self.scalar_term = False
 
     def start(self, x: torch.Tensor) -> None:
-        """Start on the data of x."""
+        """Start the collective on the data of x."""
         op, worker = self.op, self.context.acting_worker()
         refuse_lockstep(worker)
         block, lent = block_of(plain(x) if isinstance(x, TensorWithState) else x, worker, f"spmd.{op.function}")
@@ -118,8 +115,8 @@ class CollectiveCall:
 
 
 class LinearFunction(Function):
-    """A linear operator on this worker's block, where nothing but backward is asked for: torch calls it three times as
-    fast as one that may be transformed."""
+    """A linear operator on this worker's block, for plain backward. Without `setup_context`, torch calls it three times
+    as fast."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, call: CollectiveCall) -> torch.Tensor:
@@ -136,7 +133,7 @@ class LinearFunction(Function):
 
 
 class TransformableFunction(Function):
-    """The same for forward mode and for torch.func, whose transformations come between."""
+    """A linear operator for forward mode and for the transformations of torch.func."""
 
     @staticmethod
     def forward(x: torch.Tensor, call: CollectiveCall) -> torch.Tensor:
@@ -157,7 +154,7 @@ class TransformableFunction(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: torch.Tensor, call: CollectiveCall) -> Any:
-        """One collective per sample; they are started one after the other before the first is waited for."""
+        """One collective per sample. All are started before the first is waited for."""
         parts = x.unbind(in_dims[0])
         if not parts:
             return _empty_batch(TransformableFunction, x, in_dims[0], call), 0
@@ -171,7 +168,7 @@ class TransformableFunction(Function):
 
 
 def _empty_batch(kind: Any, x: torch.Tensor, dim: int, call: CollectiveCall) -> torch.Tensor:
-    """The results for no samples at all: their shape is learnt from one of zeros."""
+    """The result for an empty batch. Its shape is that of a sample of zeros."""
     shape = list(x.shape)
     del shape[dim]
     one = kind.apply(x.new_zeros(shape), CollectiveCall(call.op, call.context, call.place))
@@ -179,7 +176,7 @@ def _empty_batch(kind: Any, x: torch.Tensor, dim: int, call: CollectiveCall) -> 
 
 
 class ExtremumFunction(Function):
-    """The extremum over workers: not linear. The cotangent goes to the entries that attain it, in equal shares."""
+    """The extremum over workers. The entries that attain it share the cotangent equally."""
 
     @staticmethod
     def forward(x: torch.Tensor, call: CollectiveCall) -> torch.Tensor:
@@ -194,7 +191,7 @@ class ExtremumFunction(Function):
 
     @staticmethod
     def _weights(ctx: Any) -> tuple[torch.Tensor, tuple[int, ...]]:
-        """What share of the extremum each entry has; the dimensions that it is taken over."""
+        """The share of each entry in the cotangent, and the dimensions that are reduced."""
         dims = ctx.call.op.dims
         x, top = ctx.saved_tensors
         ties, count = ties_of(x, top, dims)
@@ -206,7 +203,7 @@ class ExtremumFunction(Function):
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor) -> Any:
         weights, dims = ExtremumFunction._weights(ctx)
-        # The extremum is Invariant, and so is its cotangent: what is derived from this by g is summed over workers.
+        # The extremum and its cotangent are Invariant, so a derivative with respect to g is summed over workers.
         g = apply(Vary(ctx.call.op.axes), g, ctx.call.context, ctx.call.place)
         return (expanded(g, dims) * weights).to(g.dtype), None
 
@@ -229,14 +226,14 @@ class ExtremumFunction(Function):
 
 
 def expanded(x: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
-    """x with dimensions of one entry where some were reduced."""
+    """x with dimensions of length 1 in place of reduced ones."""
     for d in sorted(dims):
         x = x.unsqueeze(d)
     return x
 
 
 def ties_of(x: torch.Tensor, top: torch.Tensor, dims: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ones where x attains the extremum `top` over dims, and how many there are of them here."""
+    """Ones where x attains the extremum `top` over dims, and their count on this worker."""
     top = expanded(top, dims)
     wide = mean_dtype(array_dtype(x.dtype))  # a short number does not hold a large count
     ties = ((x == top) | ((x != x) & (top != top))).to(x.dtype if wide is None else torch_dtype(wide))
@@ -244,15 +241,17 @@ def ties_of(x: torch.Tensor, top: torch.Tensor, dims: tuple[int, ...]) -> tuple[
 
 
 def apply(op: Any, x: torch.Tensor, context: WorkerContext, frame: Any = None) -> torch.Tensor:
-    """An operator on a tensor, recorded where it is differentiated; no check of states. frame: from where it counts as
-    called, a frame or a Place; None: from the nearest line of the user's above."""
+    """Apply an operator to a tensor, and record it if it is differentiated. States are not checked.
+
+    frame: the frame or `CallSite` that errors and the ledger name; None: the nearest frame of the user's code.
+    """
     finish = start_call(op, plain(x) if isinstance(x, TensorWithState) else x, context, frame)
     with no_overrides():
         return finish()
 
 
 def start_call(op: Collective, x: torch.Tensor, context: WorkerContext, frame: Any) -> Callable[[], torch.Tensor]:
-    """Start an operator on a plain tensor; what finishes it."""
+    """Start an operator on a plain tensor. Returns a function that waits for the result."""
     call = CollectiveCall(op, context, frame)
     calls = _RECORDED.get()
     if calls is not None:

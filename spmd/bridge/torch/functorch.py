@@ -39,15 +39,15 @@ def unwrapped(x: Any) -> Any:
 
 
 def is_wrapped(x: torch.Tensor) -> bool:
-    """Whether x is a wrapper of torch.func, whose data is at hand only when its transformations have unwrapped it."""
+    """Whether a transformation of torch.func wraps x, so that its data cannot be read here."""
     return current_level() is not None and _functorch.is_functorch_wrapped_tensor(x)
 
 
 class _DualLevel:
     """The level of dual numbers that workers in threads share.
 
-    torch has one for the whole process: the outermost torch.func.jvp enters it, and forgets all tangents when it leaves
-    it, those of other threads too. So it is held while bodies run, and each jvp in them counts as an inner one.
+    torch has one level for the whole process. The outermost torch.func.jvp enters it. When it leaves, the tangents of
+    all threads are lost. So the level is held while bodies run, and every jvp in a body counts as an inner one.
     """
 
     lock = threading.Lock()
@@ -77,5 +77,5 @@ def shared_dual_level() -> Iterator[None]:
 
 
 def has_tangent(x: torch.Tensor) -> bool:
-    """Whether x has a tangent of torch.autograd.forward_ad. Where the level is held only those of torch.func are."""
+    """Whether x has a tangent of torch.autograd.forward_ad. While the level is held, only torch.func makes tangents."""
     return forward_ad._current_level >= 0 and not _DualLevel.holders and forward_ad.unpack_dual(x).tangent is not None

@@ -1,9 +1,8 @@
-"""The gradients of a module, summed over workers while backward goes on; what `data_parallel` is made of.
+"""Sum the gradients of a module over workers while backward runs: the engine of `data_parallel`.
 
-A leaf's gradient comes to rest in a node of its own, AccumulateGrad, which runs once in each backward, whatever the
-number of uses. Before it runs, what `.grad` held, one value on all workers, is set aside; after it, `.grad` holds this
-worker's own gradient, which is lent to a bucket. A callback at the end of backward waits for the sums, and adds them to
-what was set aside.
+Each leaf has one AccumulateGrad node, which runs once in each backward. Before it runs, the earlier value of `.grad`,
+which is one value on all workers, is set aside. After it, `.grad` holds this worker's own gradient, and a bucket sends
+it without a copy. A callback at the end of backward waits for the sums, and adds them to what was set aside.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ from spmd.transport.call import LEDGERS
 
 __all__ = ["WHERE", "GradientSync"]
 
-_AT_ONCE = 2**64 - 1
-"""The place in the order of backward that torch gives to the nodes that add to `.grad`."""
+_FIRST = 2**64 - 1
+"""The sequence number that torch gives to AccumulateGrad nodes: backward runs them as soon as it can."""
 _engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
 
 
 class Options(Protocol):
-    """What is asked of the sums: see `data_parallel`."""
+    """The options of `data_parallel`."""
 
     module: nn.Module
     axis_name: tuple[str, ...]
@@ -60,17 +59,18 @@ class Options(Protocol):
 
 
 class _Token:
-    """Lives as long as a backward: its callback holds it, and is dropped with it where that raises."""
+    """Lives as long as a backward: the callback at its end holds it, and torch drops both if backward raises."""
 
     __slots__ = ("__weakref__",)
 
 
 class GradientSync:
-    """The sums of one worker's gradients.
+    """Sums the gradients of one worker's module.
 
-    seat: the worker's place, by which other threads find it. entries: where the parameters are. gradients: of those
-    that are summed, in the order of the module; the others are fixed. token: of the backward that goes on; begun:
-    whether it has reached a parameter; sent: how many buckets it has started. order: in which gradients came.
+    context: of the worker; threads of torch act for it. entries: the dictionaries that hold the parameters.
+    gradients: those that are summed, in the order of the module; the other parameters are fixed.
+    token: of the backward that runs. begun: whether it has reached a parameter. sent: the number of buckets that it has
+    started. order: in which its gradients arrived.
     """
 
     def __init__(self, model: Options, worker: Worker, before: GradientSync | None = None):
@@ -89,7 +89,7 @@ class GradientSync:
         self.entries: list[tuple[dict[str, Any], str, nn.Parameter]] = [
             (m._parameters, name, p) for m in module.modules() for name, p in m._parameters.items() if p is not None
         ]
-        # Batch norms take the statistics of this worker, as under DDP; `broadcast_buffers` says what becomes of them.
+        # As under DDP, batch norms use the statistics of this worker; `broadcast_buffers` replaces them after backward.
         self.statistics = [
             (m._buffers, name)
             for m in module.modules()
@@ -115,7 +115,7 @@ class GradientSync:
     # Parameters
 
     def _agreed(self, worker: Worker, named: list[tuple[str, nn.Parameter]]) -> list[bool]:
-        """Which parameters any worker differentiates. Raises MismatchError where names, shapes or dtypes differ."""
+        """Which parameters any worker differentiates. Raises MismatchError if names, shapes or dtypes differ."""
         for name, p in named:
             array_dtype(p.dtype, f"{WHERE}, parameter {name}")
         text = repr([(name, tuple(p.shape), p.dtype) for name, p in named])
@@ -124,22 +124,22 @@ class GradientSync:
         return any_worker(worker, self.axes, [p.requires_grad for _, p in named], detail)
 
     def _as_in(self, before: Any, module: nn.Module) -> list[bool]:
-        """As those of a module that this is a copy of."""
+        """Which parameters are summed: those of the module that this is a copy of."""
         summed_state = {g.name for g in before.gradients}
         return [name in summed_state for name, _ in module.named_parameters()]
 
     def _take_over(self, before: GradientSync) -> None:
-        """What was not summed yet, when parameters have been released or replaced since."""
-        found = {id(g.p): g for g in before.gradients}
+        """Take over gradients that were not summed yet, after parameters were released or replaced."""
+        former = {id(g.p): g for g in before.gradients}
         for g in self.gradients:
-            old = found.get(id(g.p))
+            old = former.get(id(g.p))
             if old is not None:
                 g.base, g.unsynced, g.version = old.base, old.unsynced, old.version
         self.syncing = before.syncing
         before.release()
 
     def outdated(self) -> bool:
-        """Whether there are other parameters to sum now: one was released, replaced, or is of another dtype."""
+        """Whether a parameter was released, replaced or converted since."""
         for g in self.gradients:
             if g.node is None and g.p.requires_grad:
                 self._hook(g)
@@ -150,7 +150,7 @@ class GradientSync:
         )
 
     def _claim(self) -> None:
-        """Hook into the gradients; no other worker's sums may have them."""
+        """Register hooks of the gradients. Raises StateError if another module sums them."""
         self.handles: list[Any] = []
         me = weakref.ref(self)
         taken: list[int] = []
@@ -190,13 +190,13 @@ class GradientSync:
 
         with torch.enable_grad():
             view: Any = g.p.view_as(g.p)
-        g.node = view.grad_fn.next_functions[0][0]  # held, so that it stays the one
+        g.node = view.grad_fn.next_functions[0][0]  # held, so that torch does not make another one
         self.handles += [g.node.register_prehook(before), g.p.register_post_accumulate_grad_hook(after)]
 
     # Places
 
     def bind(self, worker: Worker, new: bool = False) -> None:
-        """Act for this worker from now on. Raises MeshError if it is another than the module was made on."""
+        """Act for this worker from now on. Raises MeshError if the module was made on another worker."""
         if not new and (worker.index != self.context.index or worker.mesh != self.context.mesh):
             raise MeshError(
                 message(
@@ -211,7 +211,7 @@ class GradientSync:
 
     @contextmanager
     def _acting(self) -> Iterator[Worker]:
-        """The worker, also in a thread of torch's own."""
+        """The worker, set as the current one; threads of torch run parts of backward."""
         worker = self.context.acting_worker()
         if WORKER.get() is worker:
             yield worker
@@ -226,8 +226,10 @@ class GradientSync:
 
     @contextmanager
     def varied(self, worker: Worker) -> Iterator[None]:
-        """The module with parameters that vary, whose own gradients reach its leaves: where states are tracked, they
-        would be varied otherwise where they meet data, and summed one by one."""
+        """Let the parameters of the module vary, so that this worker's own gradients reach them.
+
+        Otherwise each would be varied where it meets data, and summed by itself.
+        """
         if not worker.tracked:
             yield
             return
@@ -246,8 +248,8 @@ class GradientSync:
                         if id(p) in self.undeclared:
                             to_be_declared(varied_parameter, self.undeclared[id(p)])
                         if varied_parameter.grad_fn is not None:
-                            # Backward is to run it as soon as its gradient is there, not as the first thing in forward.
-                            varied_parameter.grad_fn._set_sequence_nr(_AT_ONCE)
+                            # Backward runs this node as soon as its gradient is there.
+                            varied_parameter.grad_fn._set_sequence_nr(_FIRST)
                     owner[name] = varied_parameter
                     swapped.append((owner, name, varied_parameter, p))
             for owner, name in self.statistics:
@@ -262,9 +264,8 @@ class GradientSync:
                     owner[name] = p
 
     def watch_outputs(self, out: Any) -> None:
-        """Know of a backward when it sets out from these results, so that its end is seen: parameters may be reached
-        first by a backward inside of it, as `torch.utils.checkpoint` runs them. Results keep the sums alive, where
-        nothing else does any more."""
+        """Notice a backward when it starts at these results, so that its end is noticed. A nested backward, as of
+        `torch.utils.checkpoint`, may reach parameters first. The results keep this object alive."""
 
         def entered(_: Any) -> None:
             if self.syncing:
@@ -277,7 +278,7 @@ class GradientSync:
     # Backward
 
     def _begin(self) -> None:
-        """Be called at the end of the backward that goes on."""
+        """Register a callback at the end of the backward that runs."""
         if self.token is not None and self.token() is not None:
             return
         token, me = _Token(), weakref.ref(self)
@@ -313,7 +314,7 @@ class GradientSync:
         if g.arrived:
             if g.bucket.handle is None:
                 return
-            self._finish()  # Reached again, by a backward inside of this one: that is another round of sums.
+            self._finish()  # A nested backward reaches it again: sum once more.
         self.begun = True
         g.put_aside()
 
@@ -345,11 +346,11 @@ class GradientSync:
                     self._send(worker)
 
     def _full(self) -> bool:
-        """Whether all gradients of the next bucket are there. Buckets are sent in one order, whichever fills first."""
+        """Whether the next bucket is full. All workers send buckets in the same order, whichever fills first."""
         return self.sent < len(self.buckets) and self.buckets[self.sent].missing == 0
 
     def _abort(self) -> None:
-        """After a backward that raised."""
+        """Restore `.grad` after a backward that raised."""
         with torch.no_grad():
             for g in self.gradients:
                 g.restore()
@@ -357,7 +358,7 @@ class GradientSync:
         self.token = None
 
     def _reset(self) -> None:
-        """Nothing has come yet."""
+        """Wait for the next backward."""
         self.begun = False
         self.sent = 0
         self.order: list[int] = []
@@ -368,7 +369,7 @@ class GradientSync:
             bucket.missing = len(bucket.gradients)
 
     def _send(self, worker: Worker) -> None:
-        """Start the sum of the next bucket. With the last goes who has which gradient."""
+        """Start the sum of the next bucket. The last one carries which gradients each worker has."""
         bucket = self.buckets[self.sent]
         self.sent += 1
         blocks = [self._block(self._part(g), g.p, worker) for g in bucket.gradients]
@@ -387,18 +388,17 @@ class GradientSync:
         bucket.handle = worker.comm.all_reduce_many(worker.group(self.axes), call, blocks)
 
     def _part(self, g: ParameterGradient) -> torch.Tensor | None:
-        """What this worker gives to the sum. Numbers of float16 are divided first for a mean, as DDP does: their sum
-        may be infinite where their mean is not."""
+        """This worker's summand. For a mean, float16 is divided first, as DDP does: the sum might overflow."""
         own = g.own()
         return own / self.size if own is not None and self.mean and own.dtype is torch.float16 else own
 
     def _block(self, x: torch.Tensor | None, like: torch.Tensor, worker: Worker) -> Any:
-        """A gradient as a block, which is written to when the sum is there."""
+        """A gradient as a block that may be sent without a copy: it is written only when the sum is there."""
         x = torch.zeros_like(local_data(like).detach()) if x is None else local_data(x)
         return block_of(x, worker, WHERE)[0]
 
     def _end(self, token: _Token) -> None:
-        """At the end of a backward."""
+        """Finish the sums at the end of a backward."""
         try:
             if self.begun:
                 order = self.order
@@ -414,7 +414,7 @@ class GradientSync:
             self.token = None
 
     def _finish(self) -> None:
-        """Send what is left, wait for all sums, and put them into `.grad`."""
+        """Send the remaining buckets, wait for all sums, and store them in `.grad`."""
         with self._acting() as worker, torch.no_grad():
             for g in self.gradients:
                 if g.unsynced and not g.arrived:
@@ -431,7 +431,7 @@ class GradientSync:
             self._reset()
 
     def _store(self, bucket: Bucket, totals: list[Any], some: list[Any]) -> None:
-        found: list[tuple[ParameterGradient, torch.Tensor]] = []
+        stored: list[tuple[ParameterGradient, torch.Tensor]] = []
         for g, total in zip(bucket.gradients, totals, strict=True):
             if not some[g.index]:
                 g.restore()
@@ -441,21 +441,21 @@ class GradientSync:
                 own = torch.empty_like(g.p, requires_grad=False)
             own = own if is_partitioned(own) else plain(own)
             write(local_data(own), total)
-            found.append((g, own))
-        whole = [own for _, own in found if own.dtype is not torch.float16] if self.mean and self.size > 1 else []
+            stored.append((g, own))
+        whole = [own for _, own in stored if own.dtype is not torch.float16] if self.mean and self.size > 1 else []
         if whole:
             torch._foreach_div_(whole, self.size)  # type: ignore[attr-defined]
-        for g, own in found:
+        for g, own in stored:
             base = g.base if g.set_aside else g.p.grad
             g.p.grad = own if base is None else base.add_(own)
             g.base, g.unsynced = None, False
 
     def _agree_order(self, worker: Worker, order: list[int]) -> None:
-        """Buckets in the order in which gradients came on the first worker."""
+        """Fill the buckets in the order in which gradients arrived on the first worker."""
         others = [g.index for b in self.buckets for g in b.gradients]
-        mine = torch.tensor(list(dict.fromkeys(order + others)), device=device_of(worker))
+        own_order = torch.tensor(list(dict.fromkeys(order + others)), device=device_of(worker))
         self.buckets = fill_buckets(
-            self.gradients, broadcast_first(worker, self.axes, mine, "order of gradients").tolist(), self.limit
+            self.gradients, broadcast_first(worker, self.axes, own_order, "order of gradients").tolist(), self.limit
         )
         self._reset()
         self.order_agreed = True

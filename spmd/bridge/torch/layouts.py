@@ -1,4 +1,4 @@
-"""Layouts of tensors whose shape is known only when they come: `Grid`, specs, and what is learnt from blocks."""
+"""Layouts of tensors of any shape: `Grid`, and layouts found from the shapes of all blocks."""
 
 from __future__ import annotations
 
@@ -35,19 +35,16 @@ __all__ = [
 Shape = tuple[int, ...]
 
 
-# Layouts of any shape
-
-
 @dataclass(frozen=True)
 class Grid:
     """A Cartesian grid of workers, for arrays of any shape: `Layout.grid` before the shape is known.
 
     dims: the number of blocks in each of the last dimensions of the array; dimensions before these are whole.
-    workers: who holds the blocks, by number, last dimension fastest; the first prod(dims) by default. The others hold
-    nothing: blocks of shape (0, 0, ...).
-    copies: so many workers, next to each other in `workers`, hold each block, a value each.
-    axes: the axes of the mesh that number the workers; all of the mesh by default. Along its other axes there is such
-    a grid at each place.
+    workers: the numbers of the workers that hold the blocks, last dimension fastest; by default the first prod(dims).
+    The others hold blocks of shape (0, 0, ...).
+    copies: the number of workers, adjacent in `workers`, that hold each block, each with its own value.
+    axes: the axes of the mesh that number the workers; all of them by default. There is a grid at each index along
+    the other axes.
 
     DistDL's partition: `Grid((2, 2), workers=[4, 5, 6, 7])`.
     Raises LayoutError for numbers that are none, and, when an array comes, for one of fewer dimensions.
@@ -106,7 +103,7 @@ class Grid:
 
 
 LayoutLike = Layout | P | Grid
-"""How the tensors of a module lie: a layout; or a spec or a grid, for tensors of any shape."""
+"""The layout of the tensors of a module: a layout, or, for tensors of any shape, a spec or a grid."""
 
 
 def checked_layout(where: str, argument: str, spec: Any) -> LayoutLike:
@@ -124,9 +121,9 @@ def checked_layout(where: str, argument: str, spec: Any) -> LayoutLike:
 
 
 def common_axes(where: str, worker: Worker, *specs: LayoutLike) -> dict[str, int]:
-    """The axes that number the workers of some layouts: those that a layout or a grid says, or specs name.
+    """The axes that number the workers of some layouts: those of a layout or a grid, or those that specs name.
 
-    Along the other axes of the mesh each place moves its tensors by itself, whatever their state there.
+    The other axes of the mesh take no part: tensors move within one index along them, whatever their state there.
     """
     mesh = worker.mesh
     fixed, named = {}, set()
@@ -151,7 +148,7 @@ def common_axes(where: str, worker: Worker, *specs: LayoutLike) -> dict[str, int
 
 
 def gather_shapes(where: str, x: Any, axes: Sequence[str], worker: Worker) -> tuple[Shape, ...]:
-    """The shapes of the blocks of all workers along some axes. A meeting; no bytes."""
+    """The shapes of the blocks of all workers along some axes. Collective; sends no bytes."""
     group = worker.group(tuple(axes))
     if group.size == 1:
         return (tuple(x.shape),)
@@ -221,14 +218,14 @@ def _regridded(grid: Layout, shape: Sequence[int], cuts: Sequence[Sequence[int]]
 
 
 def resolve_layout(where: str, x: Any, spec: LayoutLike, axes: dict[str, int], worker: Worker) -> Layout:
-    """The layout of a tensor that comes: as it is given, or learnt from all blocks."""
+    """The layout of a tensor: as it is given, or found from the shapes of all blocks (collective)."""
     if isinstance(spec, Layout):
         return spec
     return layout_of_shapes(where, gather_shapes(where, x, tuple(axes), worker), spec, tuple(axes.items()))
 
 
 def layout_for(shape: Shape, spec: LayoutLike, axes: dict[str, int]) -> Layout:
-    """The layout of an array of this shape: balanced, where only spec or grid are given."""
+    """The layout of an array of this shape. A spec or a grid stands for balanced blocks."""
     if isinstance(spec, Layout):
         return spec
     return _balanced(shape, spec, tuple(axes.items()))

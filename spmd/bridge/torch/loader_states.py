@@ -31,9 +31,9 @@ def _declared(x: Any, declare: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(x, torch.Tensor):
         return declare(x)
     if isinstance(x, MutableMapping):
-        made = copy.copy(x)
-        made.update({k: each(v) for k, v in x.items()})
-        return made
+        batch = copy.copy(x)
+        batch.update({k: each(v) for k, v in x.items()})
+        return batch
     if isinstance(x, Mapping):
         return {k: each(v) for k, v in x.items()}
     if isinstance(x, tuple) and hasattr(x, "_fields"):
@@ -41,10 +41,10 @@ def _declared(x: Any, declare: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if type(x) in (list, tuple):
         return type(x)(map(each, x))
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
-        made = copy.copy(x)
+        batch = copy.copy(x)
         for field in dataclasses.fields(x):
-            object.__setattr__(made, field.name, each(getattr(x, field.name)))  # also where it is frozen
-        return made
+            object.__setattr__(batch, field.name, each(getattr(x, field.name)))  # also where it is frozen
+        return batch
     return x
 
 

@@ -1,4 +1,4 @@
-"""Losses that vary, and terms of them that are one value on all workers: see `spmd.operators.terms`."""
+"""Checks of losses: Invariant terms of a Varying loss, and Invariant losses that differ between workers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ADDITIONS = ("AddBackward0", "SubBackward0", "RsubBackward1", "NegBackward0", *
 
 
 def warn_of_invariant_terms(loss: torch.Tensor) -> None:
-    """Warn where a Varying scalar that is differentiated has an Invariant term: it counts once per worker."""
+    """Warn if a Varying loss has an Invariant term, which counts once per worker; see `spmd.operators.terms`."""
     worker = WORKER.get()
     if worker is None:
         return
@@ -41,8 +41,7 @@ def warn_of_invariant_terms(loss: torch.Tensor) -> None:
 
 
 def verify_loss(loss: torch.Tensor) -> None:
-    """Raise where a scalar that is differentiated, and counts as Invariant, differs between workers. The result of a
-    collective is one value."""
+    """Raise if an Invariant loss differs between workers. The result of a collective cannot."""
     worker = WORKER.get()
     if worker is None or not worker.tracked or isinstance(getattr(loss.grad_fn, "call", None), CollectiveCall):
         return
@@ -51,7 +50,7 @@ def verify_loss(loss: torch.Tensor) -> None:
 
 
 def _is_share(node: Any, count: int) -> bool:
-    """Whether a term has been divided by the number of workers. node: what made it, if anything did."""
+    """Whether a term has been divided by the number of workers. node: its node in the graph, or None."""
     if node is None:
         return False
     while node.name() in _ALIASES:

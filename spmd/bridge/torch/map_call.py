@@ -54,7 +54,7 @@ class MapCall:
         self.own_run: MapRun | None = None
 
     def result(self) -> Any:
-        """Run it, and record it in the graph of the caller where that follows an argument or what f closes over."""
+        """Run the map. Record it in the graph of the caller if an argument or a captured tensor is differentiated."""
         if any(is_wrapped(x) or tangent_of(x) is not None for x in self.given):
             outs = MapFunction.apply(self, None, *self.given)
         else:
@@ -70,13 +70,13 @@ class MapCall:
         return tree.unflatten(self.treedef, final)
 
     def _forget(self) -> None:
-        """Let the results go: they hold their graph, which holds this call, and no collector sees such a circle."""
+        """Drop the results: they hold their graph, which holds this call, and no collector sees that circle."""
         self.results, self.own_run = [], None
 
     # Forward
 
     def forward(self, given: Sequence[torch.Tensor]) -> MapRun:
-        """Run all workers, each with a graph of its own; keeps the joined results."""
+        """Run all workers, each with its own graph. Keeps the joined results."""
         mapped, mesh = self.mapped, self.mesh
         follow = torch.is_grad_enabled() or bool(self.diff_arguments)
         tracked = mapped.check or bool(self.diff_arguments)
@@ -88,12 +88,12 @@ class MapCall:
         def body(worker: Worker) -> BodyResults:
             context = run.context(worker.index)
             with _running(context, worker, local):
-                mine = [b[worker.index] if isinstance(b, dict) else b for b in blocks]
+                values = [b[worker.index] if isinstance(b, dict) else b for b in blocks]
                 for k, leaf in enumerate(self.leaves):
                     if isinstance(blocks[k], dict):
-                        mine[k] = self._argument(mine[k], leaf, k in self.diff_arguments, worker.tracked)
-                run.inputs[worker.index] = [mine[k] for k in self.diff_arguments]
-                args, kwargs = self.rebuild(mine)
+                        values[k] = self._argument(values[k], leaf, k in self.diff_arguments, worker.tracked)
+                run.inputs[worker.index] = [values[k] for k in self.diff_arguments]
+                args, kwargs = self.rebuild(values)
                 return self._results(worker, run, mapped.f(*args, **kwargs))
 
         outcome = self._execute(body, tracked)
@@ -140,15 +140,15 @@ class MapCall:
         clear_errors()
         shared = self.mesh.transport.name == "local" and self.mesh.size > 1
         if shared and "torch._dynamo" in sys.modules:
-            # While one worker compiles a function another one may come to it, and runs it as it is meanwhile. torch,
-            # whose flag for tracing is one for all threads, would take that for a function that traces itself.
+            # While one worker compiles a function, another may run it uncompiled. torch has one flag of tracing for
+            # all threads, so it would take that for a function that traces itself.
             sys.modules["torch._dynamo"].config.error_on_nested_fx_trace = False
         with shared_dual_level() if shared else nullcontext():
             number = next_turn(self.mapped._turns, body.__name__)
             return self.mesh.run(limited, tracked=tracked, scheduler="threads", number=number)
 
     def _blocks(self, given: Sequence[torch.Tensor]) -> list[Any]:
-        """For each argument its blocks by worker, or, where it is passed as it is, itself."""
+        """For each argument its blocks by worker; the argument itself if it is not laid out."""
         values = [leaf.value for leaf in self.leaves]
         for k, x in zip(self.diff_arguments, given, strict=True):
             values[k] = x
@@ -158,7 +158,7 @@ class MapCall:
         ]
 
     def split(self, x: Any, spec: Any) -> dict[int, torch.Tensor]:
-        """The blocks of an argument or a cotangent that this process holds: views of a tensor, tensors of an array."""
+        """The blocks of an argument or a cotangent on the workers of this process; of a tensor they are views."""
         mesh = self.mesh
         if not isinstance(x, torch.Tensor | PartitionedArray):
             x = np.asarray(x) if isinstance(x, np.generic | list | tuple) else x
@@ -170,7 +170,7 @@ class MapCall:
         return {w: _block(x, layout, w) for w in mesh.local_workers}
 
     def _argument(self, x: torch.Tensor, leaf: Leaf, followed: bool, tracked: bool) -> torch.Tensor:
-        """A block as the body sees it: a leaf of the worker's graph where it is differentiated."""
+        """A block as the body sees it: a leaf of the worker's graph if it is differentiated."""
         x = x.detach()
         if tracked:
             x = torch.Tensor._make_subclass(Tensor, x, followed)  # type: ignore[attr-defined]
@@ -179,12 +179,12 @@ class MapCall:
         return x.requires_grad_(followed)
 
     def _results(self, worker: Worker, run: MapRun, out: Any) -> BodyResults:
-        """What a body returned, checked against out_specs: blocks to be joined, and what is differentiated of them."""
+        """What a body returned, checked against out_specs: the blocks to be joined, and the ends of its graph."""
         mapped = self.mapped
-        found, treedef = mapped._returned(out)
+        returned, treedef = mapped._returned(out)
         outputs: list[torch.Tensor | None] = []
         blocks = []
-        for leaf in found:
+        for leaf in returned:
             x = leaf.value
             if is_partitioned(x):
                 raise _in_blocks_refused(self.where, leaf)
@@ -197,7 +197,7 @@ class MapCall:
                 outputs.append(None)
                 blocks.append(mapped._result(worker, leaf) if leaf.spec is not None else self._object(leaf))
         run.outputs[worker.index] = outputs
-        return BodyResults(treedef, [x.path for x in found], [x.spec for x in found], blocks)
+        return BodyResults(treedef, [x.path for x in returned], [x.spec for x in returned], blocks)
 
     def _promised(self, worker: Worker, leaf: Leaf, x: torch.Tensor) -> torch.Tensor:
         """A result in the state that its spec says."""
@@ -206,7 +206,7 @@ class MapCall:
         return x if state is own or not x.requires_grad else varied_copy(x, state)
 
     def _object(self, leaf: Leaf) -> Any:
-        """A result with the out_spec None; a tensor without its state, where it is one value."""
+        """A result with the out_spec None. A tensor must be Invariant and loses its state."""
         x = leaf.value
         if isinstance(x, Tensor):
             if x.state.varying:
@@ -242,10 +242,10 @@ class MapCall:
             )
 
     def _find_differentiated(self, run: MapRun) -> None:
-        """Which results are differentiated: those that are on some worker; and what f closes over."""
+        """Find the results that are differentiated on any worker, and the tensors that f captures."""
         count = len(self.results)
-        mine = [[e is not None for e in outputs] for outputs in run.outputs.values()]
-        flags = [any(column) for column in zip(*mine, strict=True)] if count else []
+        on_workers = [[e is not None for e in outputs] for outputs in run.outputs.values()]
+        flags = [any(column) for column in zip(*on_workers, strict=True)] if count else []
         leaves = captured_leaves(self, run) if run.follows and any(flags) else []
         if run.follows and len(run.outputs) < self.mesh.size:
             said = self.mesh.transport.share(dict.fromkeys(run.outputs, flags))
@@ -256,7 +256,7 @@ class MapCall:
     # Back
 
     def run_backward(self, run: MapRun, gs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """The gradients of the arguments and of what f closes over, given those of the results."""
+        """The gradients of the arguments and of captured tensors, given those of the results."""
         cotangents = [self.split(g, self.specs[k]) for k, g in zip(self.diff_results, gs, strict=True)]
         paths = [f"the gradient of {self.leaves[k].path}" for k in self.diff_arguments]
         paths += [f"the gradient of a tensor that f closes over, of shape {list(x.shape)}" for x in run.leaves]
@@ -267,14 +267,14 @@ class MapCall:
             context = run.contexts[worker.index]
             with _running(context, worker, local):
                 outputs, wrt = run.outputs[worker.index], [*run.inputs[worker.index], *run.leaves]
-                found = _gradients(
+                grads = _gradients(
                     [(outputs[k], c[worker.index]) for k, c in zip(self.diff_results, cotangents, strict=True)],
                     wrt,
                     context.extra_leaves or [],
                 )
                 blocks = [
                     contiguous(borrowed(plain(torch.zeros_like(x) if g is None else g)))
-                    for g, x in zip(found, wrt, strict=True)
+                    for g, x in zip(grads, wrt, strict=True)
                 ]
                 return BodyResults(None, paths, specs, blocks)
 
@@ -283,7 +283,7 @@ class MapCall:
         return [self._whole_result(g) for g in results]
 
     def derivative(self, given: Sequence[torch.Tensor], gs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The gradients as results of a map of the arguments and the cotangents, to be differentiated again."""
+        """The gradients as results of a map of arguments and cotangents, so that they can be differentiated."""
         diff_arguments, closed = self.diff_arguments, list(given[len(self.diff_arguments) :])
 
         def body(arguments: list, cotangents: list) -> tuple:
@@ -297,8 +297,8 @@ class MapCall:
         return self._map_with(body, given, list(gs), [self.specs[k] for k in self.diff_results], out_specs)
 
     def run_jvp(self, given: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The tangents of the results, as results of a map of the arguments and their tangents: the pullback is linear
-        in the cotangents, so its own pullback applies the derivative."""
+        """The tangents of the results, as results of a map of the arguments and their tangents. The pullback is linear
+        in the cotangents, so the pullback of the pullback is the derivative."""
 
         def body(arguments: list, tangents: list) -> tuple:
             with torch.enable_grad():
@@ -308,31 +308,31 @@ class MapCall:
                     [(plain(e), v) for e, v in zip(outputs, zeros, strict=True)], wrt, [], differentiable=True
                 )
                 pairs = [(g, plain(t)) for g, t in zip(grads, tangents, strict=True) if g is not None]
-                found = _gradients(pairs, zeros, [], differentiable=True)
-            return tuple(_or_zeros(t, e) for t, e in zip(found, outputs, strict=True))
+                tangents_out = _gradients(pairs, zeros, [], differentiable=True)
+            return tuple(_or_zeros(t, e) for t, e in zip(tangents_out, outputs, strict=True))
 
         specs = [self.leaves[k].spec for k in self.diff_arguments]
         return self._map_with(body, given, list(tangents), specs, [self.specs[k] for k in self.diff_results])
 
     def _graph(self, arguments: list, closed: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """In a body: the differentiated results of f, and what they are differentiated by."""
-        mine = list(arguments)
+        """In a body: the differentiated results of f, and the tensors that they are differentiated by."""
+        values = list(arguments)
         for k in self.diff_arguments:
-            if not mine[k].requires_grad:
-                mine[k] = mine[k].detach().requires_grad_()
-        args, kwargs = self.rebuild(mine)
-        found, _ = self.mapped._returned(self.mapped.f(*args, **kwargs))
+            if not values[k].requires_grad:
+                values[k] = values[k].detach().requires_grad_()
+        args, kwargs = self.rebuild(values)
+        returned, _ = self.mapped._returned(self.mapped.f(*args, **kwargs))
         worker = WORKER.get()
         assert worker is not None
-        return [self._promised(worker, found[k], found[k].value) for k in self.diff_results], [
-            *(mine[k] for k in self.diff_arguments),
+        return [self._promised(worker, returned[k], returned[k].value) for k in self.diff_results], [
+            *(values[k] for k in self.diff_arguments),
             *closed,
         ]
 
     def _map_with(
         self, body: Callable, given: Sequence[torch.Tensor], others: list, specs: list, out_specs: list
     ) -> list:
-        """A map of the arguments and of as many more."""
+        """Run a map of the arguments and of other values."""
         values = [leaf.value for leaf in self.leaves]
         for k, x in zip(self.diff_arguments, given, strict=False):
             values[k] = x
@@ -344,7 +344,7 @@ class MapCall:
 
 
 def _or_zeros(g: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
-    """A derivative in the state of what it belongs to."""
+    """A derivative in the state of its primal."""
     return with_state(torch.zeros_like(plain(x)) if g is None else plain(g), state_of_tensor(x))
 
 
@@ -372,11 +372,11 @@ def _gradients(
     extra_leaves: Sequence[torch.Tensor],
     differentiable: bool = False,
 ) -> list[torch.Tensor | None]:
-    """The gradients of starts. The tokens are asked for too, so that all collectives behind them are reached."""
+    """The gradients with respect to `wrt`. Those of extra leaves make backward run all collectives."""
     outputs = [(e, g) for e, g in pairs if e is not None and e.requires_grad]
     if not outputs:
         return [None] * len(wrt)
-    found = torch.autograd.grad(
+    grads = torch.autograd.grad(
         [e for e, _ in outputs],
         [*wrt, *extra_leaves],
         [g.to(e.dtype) for e, g in outputs],
@@ -384,7 +384,7 @@ def _gradients(
         retain_graph=True,
         create_graph=differentiable,
     )
-    return list(found[: len(wrt)])
+    return list(grads[: len(wrt)])
 
 
 @contextmanager

@@ -15,11 +15,11 @@ __all__ = ["MapFunction", "MapRun", "is_differentiated", "tangent_of"]
 
 
 class MapRun:
-    """What a forward run leaves for the way back.
+    """What a forward run keeps for its backward.
 
-    seats: the places of the workers. inputs: by worker, the leaves of its graph for the differentiated arguments.
-    ends: by worker, the results of its graph, None where they are not differentiated. leaves: what f closes over.
-    draws: the random generators of the workers.
+    contexts: of the workers. inputs: by worker, the leaves of its graph for the differentiated arguments.
+    outputs: by worker, the results of its graph, None if they are not differentiated. leaves: the tensors that f
+    captures. generators: the random generators of the workers.
     """
 
     def __init__(self, call: Any, follows: bool):
@@ -53,7 +53,7 @@ class MapFunction(Function):
         call, run, *given = inputs
         ctx.call = call
         run = run if run is not None else call.own_run
-        # The graphs of the workers are let go with what is saved here: when torch frees the caller's graph.
+        # torch frees the graphs of the workers together with what is saved here, when it frees the caller's graph.
         key = torch.empty(0)
         if run is not None:
             key.run = run  # type: ignore[attr-defined]
@@ -66,10 +66,10 @@ class MapFunction(Function):
         call: Any = ctx.call
         differentiable = torch.is_grad_enabled() and any(is_differentiated(x) for x in (*given, *gs))
         if differentiable or any(is_wrapped(x) for x in gs) or not hasattr(key, "run"):
-            found: Any = call.derivative(given, gs)
+            grads: Any = call.derivative(given, gs)
         else:
-            found = call.run_backward(key.run, gs)
-        return None, None, *found
+            grads = call.run_backward(key.run, gs)
+        return None, None, *grads
 
     @staticmethod
     def jvp(ctx: Any, _call: Any, _run: Any, *tangents: Any) -> Any:
@@ -80,9 +80,9 @@ class MapFunction(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, call: Any, run: Any, *given: torch.Tensor) -> Any:
-        """One run of the map per sample; where there is none, one of zeros tells the shapes."""
+        """One run of the map per sample. For an empty batch, a run on zeros tells the shapes."""
         dims = in_dims[2:]
-        found = []
+        samples = []
         if not info.batch_size:
             given = tuple(
                 x if d is None else x.new_zeros([1 if k == d else n for k, n in enumerate(x.shape)])
@@ -103,13 +103,13 @@ class MapFunction(Function):
                 one.specs,
             )
             one._forget()
-            found.append(outs if isinstance(outs, tuple) else (outs,))
-        stacks = (torch.stack(column)[: info.batch_size] for column in zip(*found, strict=True))
-        return tuple(stacks), (0,) * len(found[0])
+            samples.append(outs if isinstance(outs, tuple) else (outs,))
+        stacks = (torch.stack(column)[: info.batch_size] for column in zip(*samples, strict=True))
+        return tuple(stacks), (0,) * len(samples[0])
 
 
 def is_differentiated(x: Any) -> bool:
-    """Whether torch follows what becomes of an argument."""
+    """Whether autograd records functions of an argument."""
     if not isinstance(x, torch.Tensor) or not (x.is_floating_point() or x.is_complex()):
         return False
     if is_wrapped(x) or (x.requires_grad and torch.is_grad_enabled()):

@@ -1,8 +1,8 @@
 """spt.map: bodies in torch, on the workers of a mesh; tensors in, tensors out, differentiable from outside.
 
-It is `spmd.map` with tensors: the arguments are laid out by the same specs, and results are checked and joined by the
-same code. Each worker keeps the graph of its body; the graph of the caller holds one node for the whole map, whose
-backward runs the workers' graphs back. A second derivative is a map too: of the arguments and the cotangents.
+It is `spmd.map` with tensors: the same specs lay out the arguments, and the same code checks and joins the results.
+Each worker keeps the graph of its body. The graph of the caller has one node for the whole map; its backward runs
+backward through the graphs of all workers. A second derivative is a map of the arguments and the cotangents.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ def map(
     """
     if f is not None and callable(f) and _MISSING not in (in_specs, out_specs):
         return TorchMapped(f, in_specs, out_specs, mesh, check)
-    made = mapping.map(f, in_specs, out_specs, mesh=mesh, check=check)  # which says what is wrong
+    mapped = mapping.map(f, in_specs, out_specs, mesh=mesh, check=check)  # which says what is wrong
     if f is None:
         return lambda body: map(body, in_specs, out_specs, mesh=mesh, check=check)
-    return made
+    return mapped
 
 
 class TorchMapped(Mapped):
@@ -125,4 +125,4 @@ class TorchMapped(Mapped):
 
 
 _called: Any = torch.compiler.disable(TorchMapped._call)
-"""A map that a compiled function calls runs as it is."""
+"""Not compiled, also if a compiled function calls it."""

@@ -1,9 +1,9 @@
 """Movements of data as modules without parameters, with DistDL's names.
 
-A module says between which layouts, or along which axis, its tensors move; forward is the operator, and backward its
-exact adjoint. Layouts may be given without a shape, as specs or grids. Then the shape is that of the tensor which
-comes: the workers meet at each call to learn all blocks, without a byte, since one that sees its own block alone
-cannot tell whether another's has changed. What is made of the shapes is kept.
+A module has the layouts between which, or the axis along which, its tensors move. Forward is the operator, and backward
+its exact adjoint. Layouts may be given without a shape, as specs or grids. Then the workers exchange the shapes of all
+blocks at each call, without a byte of data: no worker can know whether the block of another has changed. Layouts are
+computed once for each set of shapes.
 """
 
 from __future__ import annotations
@@ -40,14 +40,11 @@ from spmd.window import Window, Windows, plan_windows
 __all__ = ["AllGather", "AllSumReduce", "Broadcast", "HaloExchange", "ReduceScatter", "Repartition", "SumReduce"]
 
 
-# Modules
-
-
 _psum, _pvary = compilable(spmd.psum), compilable(spmd.pvary)
 
 
 class _Movement(nn.Module):
-    """A module without parameters that moves data. Its arguments are those it was made with."""
+    """A module without parameters that moves data."""
 
     where: ClassVar[str]
 
@@ -63,7 +60,7 @@ class _Movement(nn.Module):
         self._declare()
 
     def _declare(self) -> None:
-        """Give it the name by which compiled functions know it."""
+        """Register the token by which compiled graphs refer to this module."""
         layouts = [getattr(self, name) for name in ("src", "dst") if isinstance(getattr(self, name, None), Layout)]
         fixed = tuple(layouts) if len(layouts) == 2 else None
         self._token = token_of(self._moved, f"{self.where}({self.extra_repr()})", fixed)
@@ -95,7 +92,7 @@ class _Relayout(_Movement):
 
 
 class Repartition(_Relayout):
-    """From one layout to another: each worker gets its box of the target, from whoever holds it in the source.
+    """From one layout to another: each worker gets its box of the target from the workers that hold it in the source.
 
     src, dst: layouts, or specs or grids, for tensors of any shape. A spec or grid as src stands for the blocks that
     come, balanced or not, and as dst for balanced ones; beside a `Layout` it stands for balanced blocks of its shape.
@@ -197,7 +194,7 @@ class SumReduce(_Relayout):
 def _summands(
     where: str, shapes: tuple[Shape, ...], large: Grid, small: Grid, axes: tuple[tuple[str, int], ...]
 ) -> tuple[Layout, Layout]:
-    """The layouts of summands of these shapes, and of their sums."""
+    """The layouts of summands of these shapes and of their sums."""
     first = large.members[0]
     ndim = len(shapes[first]) if first < len(shapes) else len(large.dims)
     counts, workers = broadcast_grid(where, small, large, ndim)
@@ -245,7 +242,7 @@ class AllSumReduce(_Movement):
 
 
 class AllGather(_Movement):
-    """The blocks of all workers along an axis, joined on each of them.
+    """The blocks of all workers along an axis, concatenated on each of them.
 
     axis_name: an axis of the mesh, or a tuple. axis: the dimension of the tensors that is joined; blocks may be uneven
     there. tiled=False stacks equal blocks along a new dimension. to: "varying" or "invariant", as for `spt.all_gather`.

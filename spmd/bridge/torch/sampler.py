@@ -259,8 +259,8 @@ class DistributedSampler(Sampler[int]):
             generator = torch.Generator("cpu").manual_seed(self.seed + self.epoch)
             order = torch.randperm(n, generator=generator, device="cpu")
         if self.padding:
-            mine = self.rank + self.num_replicas * torch.arange(len(self), device="cpu")
-            return order[mine % max(n, 1)].tolist()
+            positions = self.rank + self.num_replicas * torch.arange(len(self), device="cpu")
+            return order[positions % max(n, 1)].tolist()
         assert self.batch_size is not None
         whole, rest = self._minibatches
         end = whole * self.batch_size

@@ -46,17 +46,17 @@ class GradScaler(torch.amp.GradScaler):
 
     def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
         with unscaling():
-            found = super()._unscale_grads_(*args, **kwargs)
+            found_inf = super()._unscale_grads_(*args, **kwargs)
         worker = WORKER.get()
         if worker is None or worker.mesh.size == 1:
-            return found
+            return found_inf
         # Gradients lie on the device of the mesh; a worker may have none.
-        own = sum((f.detach().double() for f in found.values()), torch.zeros((), dtype=torch.float64))
+        own = sum((f.detach().double() for f in found_inf.values()), torch.zeros((), dtype=torch.float64))
         device = device_of(worker)
         total = apply(Sum(tuple(worker.mesh.axes)), own.reshape(()).to(device), context_of(worker))
-        if not found:  # a worker without gradients, which is told what the others have found
+        if not found_inf:  # a worker without gradients, which is told what the others have found_inf
             return {device: (total > 0).float()}
-        return {d: f.copy_((total > 0).to(f)) for d, f in found.items()}
+        return {d: f.copy_((total > 0).to(f)) for d, f in found_inf.items()}
 
 
 _unscaling: ContextVar[bool] = ContextVar("spmd_torch_unscaling", default=False)
@@ -81,5 +81,5 @@ def _unscaled(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             "a scaler whose workers agree on each step",
             "spt.GradScaler in place of torch.amp.GradScaler",
         )
-    grads, found, scale = args
-    return func([g._block if isinstance(g, PartitionedTensor) else g for g in grads], found, scale)
+    grads, found_inf, scale = args
+    return func([g._block if isinstance(g, PartitionedTensor) else g for g in grads], found_inf, scale)

@@ -1,8 +1,8 @@
-"""Modules of whose parameters each worker holds a block: what they save, load, and count as one.
+"""Modules of whose parameters each worker holds a block: saving, loading, and norms of gradients.
 
-Such a parameter is a `spt.Parameter`, which knows its layout. The `state_dict` of a `ShardedModule` holds whole
-tensors, as that of the module which is not sharded, and `load_state_dict` takes them and keeps the block. So
-checkpoints fit any mesh. Replicated parameters are ordinary ones.
+Such a parameter is a `spt.Parameter`, which has a layout. The `state_dict` of a `ShardedModule` holds whole tensors, as
+that of the same module without shards, and `load_state_dict` copies this worker's block of them. So checkpoints fit any
+mesh. Replicated parameters are `nn.Parameter`s.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _whole: ContextVar[bool] = ContextVar("spmd_torch_whole", default=True)
 
 
 class ShardedModule(nn.Module):
-    """A module of whose parameters, or some of them, each worker holds a block.
+    """A module of some of whose parameters each worker holds a block.
 
         class Scale(spt.ShardedModule):
             def __init__(self, features):
@@ -59,7 +59,7 @@ class ShardedModule(nn.Module):
         self,
         name: str,
         value: torch.Tensor | Callable[[torch.Tensor], Any],
-        lies: LayoutLike,
+        spec: LayoutLike,
         shape: Iterable[int] | None = None,
         *,
         dtype: torch.dtype | None = None,
@@ -67,12 +67,12 @@ class ShardedModule(nn.Module):
         generator: torch.Generator | int | None = None,
         requires_grad: bool = True,
     ) -> None:
-        """Add a `spt.Parameter`, of which this worker holds a block; an `nn.Parameter` where no axis splits it.
+        """Add a `spt.Parameter`, of which this worker holds a block; an `nn.Parameter` if no axis splits it.
 
-        value: the whole tensor, the same on all workers; or what fills one of this shape and dtype in place, such as
-        `nn.init.xavier_uniform_`. It draws as `spt.drawing(generator)` says: the same whole on any mesh. One worker of
-        a process at a time holds the whole, on the host, until its block is cut. Nothing is communicated.
-        lies: a Layout of the whole; or a spec or a `Grid`, for balanced blocks. Who holds nothing has a block of shape
+        value: the whole tensor, the same on all workers; or a function that fills a tensor of this shape and dtype in
+        place, such as `nn.init.xavier_uniform_`. It draws inside `spt.drawing(generator)`: the same whole on any mesh.
+        One worker of a process at a time holds the whole, on the host. Nothing is communicated.
+        spec: a Layout of the whole; or a spec or a `Grid`, for balanced blocks. Who holds nothing has a block of shape
         (0, 0, ...). device, dtype: of the block, by default torch's. On the device "meta" nothing is filled.
         Raises LayoutError where layout and shape do not fit.
         """
@@ -91,7 +91,7 @@ class ShardedModule(nn.Module):
                     mend="shape=(out_features, in_features)",
                 )
             )
-        layout = layout_of(where, tuple(shape), lies, here(where))
+        layout = layout_of(where, tuple(shape), spec, here(where))
         dtype = dtype or torch.get_default_dtype()
         device = torch.device(device) if device is not None else torch.get_default_device()
         if device.type == "meta":
@@ -223,8 +223,8 @@ def _parameters(modules: nn.Module | Iterable[nn.Module]) -> Iterator[nn.Paramet
 
 @api_boundary
 def grad_norm(modules: nn.Module | Iterable[nn.Module], norm_type: float = 2.0) -> torch.Tensor:
-    """The norm of all gradients of modules taken together as one vector, of whole parameters: each block counts once,
-    and so does a replicated parameter. The same on all workers, and that of the same module without shards.
+    """The norm of all gradients of modules as one vector. Each block counts once, and so does a replicated parameter.
+    It is the same on all workers, and equal to that of the same module without shards.
 
     modules: a module, or several. norm_type: of the p-norm, above 0; infinity for the largest. In at least float32.
     Cost: one all-reduce of a number for each set of axes over which parameters lie. Collective; no gradient.
@@ -263,7 +263,7 @@ def _combined(parts: list[torch.Tensor], largest: bool) -> torch.Tensor:
 
 
 def _over(axes: tuple[str, ...], part: torch.Tensor, largest: bool) -> torch.Tensor:
-    """A number of each worker, summed over them, or the largest."""
+    """The sum, or the largest, of the numbers of all workers along some axes."""
     if not axes:
         return part
     worker = here("spt.grad_norm")

@@ -1,9 +1,8 @@
-"""Tensors that carry their state, so that Invariant against Varying gets its `Vary` as in NumPy's bodies.
+"""Tensors that carry their state, so that `Vary` is inserted as in bodies of NumPy.
 
-A `Tensor` is a `torch.Tensor` with one thing more: the axes along which it varies. torch asks the class about every
-function that it is an argument of; what differs from the plain function is that Invariant operands that are
-differentiated are varied before they meet Varying ones, and that results know their state. Tensors without a state,
-parameters of modules for one, count as Invariant.
+A `Tensor` is a `torch.Tensor` that knows the axes along which it varies. torch calls `__torch_function__` for every
+function that has one as an argument. It varies Invariant operands that are differentiated before they meet Varying
+ones, and gives results their state. Tensors without a state, such as parameters of modules, count as Invariant.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+from spmd.bridge.torch.call_arguments import tensors_in
 from spmd.bridge.torch.function import CollectiveCall, LinearFunction, TransformableFunction
 from spmd.bridge.torch.functorch import current_level, has_tangent, is_wrapped
 from spmd.bridge.torch.interop import array_of
@@ -66,9 +66,9 @@ STATE_IN_COMPILED = message(
 
 
 class Tensor(TensorWithState):
-    """A tensor of a body, with its state along the axes of the mesh. Made by `spt.map` and by operators.
+    """A tensor of a body, with its state along the axes of the mesh. `spt.map` and operators make it.
 
-    replica: a parameter in the forward of its module, which varies though it was not declared.
+    replica: whether it is a parameter that `spt.data_parallel` varies during the forward of its module.
     """
 
     replica: bool = False
@@ -111,7 +111,7 @@ class Tensor(TensorWithState):
         if torch.compiler.is_dynamo_compiling():
             raise StateError(STATE_IN_COMPILED)
         if len(types) > 1 and any(getattr(t, "__spmd_partitioned__", False) for t in types):
-            return NotImplemented  # tensors in blocks know what becomes of a state
+            return NotImplemented  # `PartitionedTensor` handles the states of both
         kwargs = kwargs or {}
         if func is torch.Tensor.backward:
             check_losses(args[0])
@@ -133,7 +133,7 @@ class Tensor(TensorWithState):
             if isinstance(x, Tensor):
                 x._state = state
         if type(result) is torch.Tensor and any(result is a for a in (*args, *kwargs.values())):
-            return result  # one without a state that was written to
+            return result  # a tensor without a state, written in place
         return _results_with_state(result, state)
 
 
@@ -142,7 +142,7 @@ _sweeping = threading.local()
 
 @contextmanager
 def backward_scope() -> Iterator[None]:
-    """A function of torch's that starts backward does not ask `Tensor` once more; what backward calls does."""
+    """Mark this thread as in backward. Functions that start it do not call `__torch_function__` a second time."""
     before, _sweeping.on = in_backward(), True
     try:
         with _disabled():
@@ -152,12 +152,12 @@ def backward_scope() -> Iterator[None]:
 
 
 def in_backward() -> bool:
-    """Whether this thread is in a backward that began with a `Tensor`."""
+    """Whether this thread is in a backward that started at a `Tensor`."""
     return getattr(_sweeping, "on", False)
 
 
 def with_state(x: torch.Tensor, state: State) -> torch.Tensor:
-    """A tensor on the same data in this state; one node of the graph, that hands cotangents on."""
+    """A tensor on the same data in this state: a view, as autograd sees it."""
     with no_overrides():
         result = x.as_subclass(Tensor)
     result._state = state
@@ -165,27 +165,16 @@ def with_state(x: torch.Tensor, state: State) -> torch.Tensor:
 
 
 def set_state(x: Any, state: State) -> None:
-    """Give a state to a plain tensor that nobody else has, in place: no operation, and what was a leaf is one."""
+    """Give a state to a plain tensor in place. A leaf stays a leaf. No other code may hold the tensor."""
     x.__class__ = Tensor
     x._state = state
 
 
-def _tensors(args: Any, kwargs: dict) -> Iterator[torch.Tensor]:
-    """The tensors among the arguments of a function, and in lists of them."""
-    for a in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(a, torch.Tensor):
-            yield a
-        elif type(a) in (tuple, list):
-            yield from _tensors(a, {})
-        elif type(a) is dict:
-            yield from _tensors((), a)
-
-
 def _common_state(args: Any, kwargs: dict) -> tuple[State, bool]:
-    """The state in which the tensors meet, and whether one of them has another."""
+    """The union of the states of the tensors, and whether one of them differs from it."""
     state: State | None = None
     mixed = False
-    for x in _tensors(args, kwargs):
+    for x in tensors_in(args, kwargs):
         own = state_of_tensor(x)
         if state is None:
             state = own
@@ -195,12 +184,12 @@ def _common_state(args: Any, kwargs: dict) -> tuple[State, bool]:
 
 
 def common_state(args: Any, kwargs: dict) -> State:
-    """The state in which the tensors among some arguments meet."""
+    """The union of the states of the tensors among some arguments."""
     return _common_state(args, kwargs)[0]
 
 
 def _vary_arguments(func: Callable, args: Any, kwargs: dict, state: State) -> tuple[Any, dict, list[torch.Tensor]]:
-    """The arguments, of which differentiated ones are varied to where they meet; and those that are written to."""
+    """The arguments, varied to a state where they are differentiated, and the tensors that are written to."""
     targets = _written_tensors(func, args, kwargs)
     for x in targets:
         if state_of_tensor(x) is not state:
@@ -209,7 +198,7 @@ def _vary_arguments(func: Callable, args: Any, kwargs: dict, state: State) -> tu
 
 
 def varied_arguments(args: Any, kwargs: dict, state: State, targets: Any = ()) -> tuple[Any, dict]:
-    """The arguments of a function, of which those that are differentiated are varied to a state."""
+    """The arguments of a function, varied to a state where they are differentiated."""
 
     def one(a: Any) -> Any:
         if isinstance(a, torch.Tensor):
@@ -228,7 +217,7 @@ def _is_foreach(func: Callable) -> bool:
 
 
 def _call_foreach(func: Callable, args: Any, kwargs: dict) -> Any:
-    """A function of lists of tensors: entry by entry, as if it were called for each."""
+    """A function of lists of tensors: states are joined entry by entry."""
     every = (*args, *kwargs.values())
     lists = [a for a in every if type(a) in (list, tuple) and a and isinstance(a[0], torch.Tensor)]
     alone = _common_state([a for a in every if isinstance(a, torch.Tensor)], {})[0]
@@ -262,7 +251,7 @@ def _written_tensors(func: Callable, args: Any, kwargs: dict) -> list[torch.Tens
         return _mutated(func, args, kwargs)
     out = kwargs.get("out")
     if out is not None:
-        return list(_tensors((out,), {}))
+        return list(tensors_in((out,), {}))
     name = getattr(func, "__name__", "")
     dunder = name.startswith("__")
     inplace = (dunder and name.startswith("__i") and name not in ("__index__", "__invert__", "__int__")) or (
@@ -272,18 +261,18 @@ def _written_tensors(func: Callable, args: Any, kwargs: dict) -> list[torch.Tens
 
 
 def _mutated(op: Any, args: Any, kwargs: dict) -> list[torch.Tensor]:
-    """The tensors that a custom operator says it writes to."""
+    """The tensors that the schema of an operator marks as written."""
     overload = op if isinstance(op, torch._ops.OpOverload) else getattr(op, op.overloads()[0])
     given = [
         args[k] if k < len(args) else kwargs.get(a.name)
         for k, a in enumerate(overload._schema.arguments)
         if a.alias_info is not None and a.alias_info.is_write
     ]
-    return list(_tensors(given, {}))
+    return list(tensors_in(given, {}))
 
 
 def check_write(func: Callable, target: torch.Tensor, state: State) -> None:
-    """Raise where what is written to would not know that it varies from now on."""
+    """Raise if a tensor that is written to cannot carry the state of what is written."""
     free = isinstance(target, Tensor) and not target.requires_grad
     if free:
         return
@@ -319,14 +308,14 @@ def _results_with_state(result: Any, state: State) -> Any:
 
 
 def check_losses(outputs: Any) -> None:
-    """Warn of Invariant terms of what varies; raise where what is Invariant differs between workers."""
+    """Warn of Invariant terms of Varying losses. Raise if an Invariant loss differs between workers."""
     for x in (outputs,) if isinstance(outputs, torch.Tensor) else outputs:
         if isinstance(x, torch.Tensor) and not x.ndim and not is_partitioned(x):
             (warn_of_invariant_terms if state_of_tensor(x).varying else verify_loss)(x)
 
 
 def _gradients(func: Callable, args: Any, kwargs: dict) -> Any:
-    """torch.autograd.grad: a cotangent has the state of what it is the cotangent of."""
+    """torch.autograd.grad: a gradient has the state of its input."""
     inputs = args[1] if len(args) > 1 else kwargs["inputs"]
     several = not isinstance(inputs, torch.Tensor)
     states = [
@@ -335,10 +324,10 @@ def _gradients(func: Callable, args: Any, kwargs: dict) -> Any:
     ]
     check_losses(args[0] if args else kwargs["outputs"])
     with backward_scope():
-        found = func(*args, **kwargs)
+        grads = func(*args, **kwargs)
     return tuple(
         g if g is None or s is None else with_state(g, s) if WORKER.get() is not None else g
-        for g, s in zip(found, states, strict=True)
+        for g, s in zip(grads, states, strict=True)
     )
 
 
@@ -363,13 +352,13 @@ CALL_CHECKS: dict[Any, Callable[[Callable, Any, dict], None]] = {
     getattr(torch.Tensor, name): _refuse_value
     for name in "item __bool__ __int__ __float__ __complex__ __index__ tolist numpy __array__".split()
 }
-"""What raises where some functions of torch are given tensors that vary, and do with them what nobody would see."""
+"""Checks of calls with Varying tensors, by function: they raise where the result would be wrong without a sign."""
 
 
 def varied_copy(x: torch.Tensor, state: State, joined: bool = False) -> torch.Tensor:
-    """An Invariant tensor varied to a state: once for all its uses, so that their cotangents meet before the sum.
+    """An Invariant tensor varied to a state. All uses share one copy, so their cotangents are added before the sum.
 
-    joined: because it met others in this state.
+    joined: whether it is varied because it meets others in this state.
     """
     worker = WORKER.get()
     if worker is None:
@@ -392,27 +381,27 @@ def _new_varied_copy(x: torch.Tensor, state: State, joined: bool, worker: Worker
         difference = None if sums is None else sums.undeclared.get(id(x))
         if difference is not None and not state.varying.isdisjoint(difference.axes):
             raise difference.error()
-        mine = state_of(own | state_of_tensor(x).varying)
-        return with_state(x, mine) if mine is state else varied_copy(with_state(x, mine), state, joined)
+        own_state = state_of(own | state_of_tensor(x).varying)
+        return with_state(x, own_state) if own_state is state else varied_copy(with_state(x, own_state), state, joined)
     context = context_of(worker)
     names = tuple(n for n in worker.mesh.axes if n in state.varying - state_of_tensor(x).varying)
     key = (id(x), state)
-    # A leaf is held by the graph of its twin, which must not be held by it: that would be a circle without end.
-    kept: Any = context.varied_copies if x.is_leaf else vars(x).setdefault("_varied_copies", {})
-    found = kept.get(key)
-    if found is not None and found[1] == x._version and (found[0] is None or found[0] is x):
-        return found[2]
+    # The graph of the copy holds the leaf. The leaf must not hold the copy: no collector would see that circle.
+    cache: Any = context.varied_copies if x.is_leaf else vars(x).setdefault("_varied_copies", {})
+    cached = cache.get(key)
+    if cached is not None and cached[1] == x._version and (cached[0] is None or cached[0] is x):
+        return cached[2]
     if worker.tracked:
         verify(array_of(x), names, "a gradient in a body", "the differentiated tensor")
     call = CollectiveCall(Vary(names), context)
     call.scalar_term = joined and not x.ndim
     followed = is_wrapped(x) or has_tangent(x)
-    # What no transformation wraps is varied beneath all of them, in the graph that it belongs to.
+    # A tensor that no transformation wraps is varied below all of them, in its own graph.
     beneath = not followed and current_level() is not None
     with temporarily_clear_interpreter_stack() if beneath else nullcontext():
         varied = with_state((TransformableFunction if followed else LinearFunction).apply(plain(x), call), state)
     if not is_wrapped(x):
-        kept[key] = (x if x.is_leaf else None, x._version, varied)
+        cache[key] = (x if x.is_leaf else None, x._version, varied)
         call.key = key if x.is_leaf else None
     return varied
 
@@ -426,7 +415,7 @@ def _summed_elsewhere(x: torch.Tensor, state: State) -> frozenset[str]:
     wanted = state.varying - state_of_tensor(x).varying
     if x.is_leaf or not any(sums is not None and sums.state.varying & wanted for sums in _all_sums()):
         return summed_state(x).varying & state.varying
-    found: set[frozenset[str]] = set()
+    axes_of_leaves: set[frozenset[str]] = set()
     stack, seen = [x.grad_fn], set()
     while stack:
         node: Any = stack.pop()
@@ -435,15 +424,15 @@ def _summed_elsewhere(x: torch.Tensor, state: State) -> frozenset[str]:
         seen.add(node)
         variable = getattr(node, "variable", None)
         if variable is not None:
-            found.add(summed_state(variable).varying & wanted)
+            axes_of_leaves.add(summed_state(variable).varying & wanted)
         elif isinstance(
             getattr(node, "call", None), CollectiveCall
         ):  # what comes of a collective: its own adjoint says what becomes of cotangents
-            found.add(frozenset())
+            axes_of_leaves.add(frozenset())
         else:
             stack += [parent for parent, _ in node.next_functions]
-    if len(found) > 1:
-        axes = ", ".join(map(repr, sorted(frozenset().union(*found))))
+    if len(axes_of_leaves) > 1:
+        axes = ", ".join(map(repr, sorted(frozenset().union(*axes_of_leaves))))
         raise ReplicaError(
             message(
                 "a module of spt.data_parallel",
@@ -453,7 +442,7 @@ def _summed_elsewhere(x: torch.Tensor, state: State) -> frozenset[str]:
                 mend=f"spt.pvary(value, {axes}) of each part, before they are put together",
             )
         )
-    return found.pop() if found else frozenset()
+    return axes_of_leaves.pop() if axes_of_leaves else frozenset()
 
 
 def _all_sums() -> set[Any]:

@@ -37,12 +37,12 @@ def plain(x: torch.Tensor) -> torch.Tensor:
 
 
 def is_partitioned(x: Any) -> bool:
-    """Whether a tensor is one of which each worker holds a block: a `PartitionedTensor`."""
+    """Whether a tensor is a `PartitionedTensor`, of which each worker holds a block."""
     return getattr(type(x), "__spmd_partitioned__", False)
 
 
 def local_data(x: Any) -> torch.Tensor:
-    """The data that this worker holds of a tensor: its block, or the tensor without its state."""
+    """The data of a tensor on this worker: its block, or the tensor without its state."""
     return x._block if is_partitioned(x) else plain(x)
 
 

@@ -10,7 +10,7 @@ import torch
 
 
 def thread_state(*, enabled: bool) -> Callable[[], Any]:
-    """What torch keeps for each thread, as it is in the caller's, to be set in the workers'."""
+    """The settings of the calling thread, as a context that sets them in the threads of workers."""
     inference = torch.is_inference_mode_enabled()
     autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     cache = torch.is_autocast_cache_enabled()
@@ -28,9 +28,9 @@ def thread_state(*, enabled: bool) -> Callable[[], Any]:
 
 @contextmanager
 def torch_threads(n: int) -> Any:
-    """torch's own threads within a worker: as many as BLAS has, but no more than torch was told to use.
+    """Let torch use n threads of its own in this worker, but no more than before.
 
-    torch keeps their number for each thread that calls it.
+    torch keeps this number for each thread that calls it.
     """
     before = torch.get_num_threads()
     n = min(n, before)

@@ -16,7 +16,7 @@ __all__ = ["tie"]
 
 
 class Tie(Function):
-    """The first tensor, with the others in its graph."""
+    """The first tensor; backward reaches the others too, with cotangents of zero."""
 
     @staticmethod
     def forward(first: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
@@ -43,9 +43,8 @@ class Tie(Function):
 def tie(loss: torch.Tensor, *outputs: torch.Tensor) -> torch.Tensor:
     """The loss, whose backward runs through the outputs too, with cotangents of zero.
 
-    Where the graphs of workers part ways, because a loss is computed on some of them only or an output of a collective
-    is used by some of them only, backward would not meet: some would wait for collectives that others never reach.
-    Tied to the loss on every worker, they are reached on all.
+    If only some workers compute a loss, or use an output of a collective, their graphs differ. Then backward would
+    wait for collectives that other workers never reach. Tied to the loss on every worker, they are reached on all.
 
     loss: a tensor; on a worker without a loss of its own `torch.zeros(())`. outputs: tensors of its graph, or none.
     Forward: the loss. Gradient: g to the loss, zeros to each output, exact zeros though the outputs hold infinities.

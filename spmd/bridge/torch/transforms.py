@@ -1,8 +1,8 @@
 """torch.func and torch.utils.checkpoint in bodies whose tensors carry their state.
 
-The transformations wrap what a function is given, and unwrap what it gives, in plain tensors. So the few functions by
-which torch does so are made to hand states on: a wrapper is in the state of what it wraps, and the other way round. A
-reentrant checkpoint calls its function again on plain tensors; they are put into the states of those of its first call.
+The transformations wrap arguments in plain tensors, and unwrap results. The functions of torch that do so are replaced
+here by ones that keep the state. A reentrant checkpoint calls its function again on plain tensors; they get the states
+of the first call.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _with_states(forward: Callable) -> Callable:
 
 
 def _asking(engine: Callable) -> Callable:
-    """What backward calls of Python's, a checkpointed function for one, meets tensors with states as forward did."""
+    """Python code that backward calls, such as a checkpointed function, handles states as forward does."""
 
     @boundary_like(engine)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,9 +1,9 @@
-"""Functions of the user's, subclasses of torch.autograd.Function, in bodies whose tensors carry their state.
+"""Subclasses of torch.autograd.Function that users write, in bodies whose tensors carry their state.
 
-torch applies them without asking what their arguments are. So `apply` is made to do here what all functions of torch do
-there: Invariant arguments that are differentiated are varied before they meet Varying ones, so that what backward gives
-for them is summed once over the workers; and results know their state. A backward that is differentiated itself has
-only what was varied before: cotangents, which know of no state, and what forward has saved. It asks nothing.
+torch applies them without calling `__torch_function__`. So `apply` is replaced here: it varies Invariant arguments that
+are differentiated before they meet Varying ones, so that their cotangents are summed once over the workers. It gives
+results their state. A backward that is itself differentiated has only values that are varied already: cotangents and
+what forward has saved. So it ignores states.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from spmd.mesh import WORKER
 __all__: list[str] = []
 
 _OF_TORCH = ("torch.utils.checkpoint", "torch._functorch.")
-"""Functions that run functions of the user's, on tensors in the states that they had."""
+"""Modules whose functions run other functions, which handle states themselves."""
 
 _apply: Any = torch.autograd.Function.__dict__["apply"].__func__
 _backward: Any = BackwardCFunction.apply

@@ -26,10 +26,10 @@ __all__ = [
 
 
 class WorkerGenerators:
-    """The random generators of the workers of one run: each begins in the state of torch's own where it was called.
+    """The random generators of the workers of one run. Each starts in the state that torch's generator has at the call.
 
-    generators: by worker, from which `spt.drawing` and functions of torch draw. seeded: those that functions of torch
-    draw from since the body has called `torch.manual_seed`.
+    generators: by worker: `spt.drawing` and functions of torch draw from them. seeded: by worker, the generators that
+    functions of torch draw from after `torch.manual_seed` in the body.
     """
 
     __slots__ = ("__weakref__", "generators", "seeded", "state")
@@ -41,25 +41,25 @@ class WorkerGenerators:
 
     def of(self, worker: int) -> torch.Generator:
         """The generator of a worker."""
-        found = self.generators.get(worker)
-        if found is None:
-            found = self.generators[worker] = torch.Generator()
-            found.set_state(self.state)
-        return found
+        generator = self.generators.get(worker)
+        if generator is None:
+            generator = self.generators[worker] = torch.Generator()
+            generator.set_state(self.state)
+        return generator
 
     def current(self, worker: int) -> torch.Generator:
-        """What functions of torch draw from on a worker."""
+        """The generator that functions of torch draw from on a worker."""
         return self.seeded.get(worker) or self.of(worker)
 
     def leave(self) -> None:
-        """Let torch's generator go on from where the first worker that drew has left off."""
+        """Set torch's generator to the final state of the first worker that drew."""
         drew = self.generators.keys() | self.seeded.keys()
         if drew:
             torch.default_generator.set_state(self.current(min(drew)).get_state())
 
 
 def map_ended(where: str) -> MeshError:
-    """The error of a graph that has outlived its workers."""
+    """The error of a graph that is used after its map has ended."""
     return MeshError(
         message(
             where,
@@ -71,12 +71,12 @@ def map_ended(where: str) -> MeshError:
 
 
 class WorkerContext:
-    """A worker's place in a map, which outlives a run of it: backward may be another run.
+    """The worker that a graph belongs to. It outlives a run of the map, because backward may be another run.
 
-    worker: the one that sits there now; None between runs. twins: parameters varied in this graph, until its backward.
-    tokens: tensors without history to which operators gave one, because another worker's have it; kept where the map
-    is differentiated from outside (else None). draws: the random generators of the run. number, tickets: by which
-    compiled graphs know it, and the operators that were bound here.
+    worker: the worker that runs now; None between runs. varied_copies: of parameters, by id and state, until backward.
+    extra_leaves: tensors that require a gradient only because another worker's tensor does; kept if the map is
+    differentiated from outside, else None. generators: the random generators of the run.
+    number, tickets: compiled graphs refer to this context by number, and to operators that were bound here by ticket.
     """
 
     __slots__ = (
@@ -102,7 +102,7 @@ class WorkerContext:
         self.tickets: dict[Operator, int] = {}
 
     def acting_worker(self) -> Worker:
-        """The worker that acts here: that of the body that runs in this thread, if it is of this place."""
+        """The worker of this context: the one whose body runs in this thread, or else the one that is set."""
         now = WORKER.get()
         if now is not None and now.index == self.index and now.mesh is self.mesh:
             return now
@@ -112,7 +112,7 @@ class WorkerContext:
 
     @contextmanager
     def active(self, worker: Worker):
-        """This place while the worker runs."""
+        """Make this the context of a worker while it runs."""
         before, self.worker = self.worker, worker
         COMPILE_GUARD.name = f"worker {self.index}"
         token = CONTEXT.set(self)
@@ -125,7 +125,7 @@ class WorkerContext:
 
 
 COMPILE_GUARD = threading.local()
-"""PLACE.name is another string for each worker: of all that differs between threads, torch.compile guards this."""
+"""`COMPILE_GUARD.name` differs between workers. torch.compile guards it, so each worker has graphs of its own."""
 
 
 CONTEXT: ContextVar[WorkerContext | None] = ContextVar("spmd_torch_seat", default=None)
@@ -135,7 +135,7 @@ _numbers = itertools.count()
 
 
 def context_of(worker: Worker) -> WorkerContext:
-    """The place of a worker: the one its map made, or, in a body of NumPy's map, one of its own."""
+    """The context of a worker: that of its map, or a new one in a body that `spmd.map` runs."""
     context = CONTEXT.get()
     if context is None or context.worker is not worker:
         context = WorkerContext(worker.mesh, worker.index)

@@ -1,4 +1,4 @@
-"""What the handlers of operators ask of their arguments: which are partitioned, by name, by dimension."""
+"""Arguments of operators: the partitioned ones, their names, the axes that split their dimensions."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def refuse_plain_target(func: Any, target: Any, source: PartitionedTensor) -> No
 
 
 def refuse_compiled(block: torch.Tensor) -> None:
-    """Raise in a compiled graph, whose collectives go otherwise."""
+    """Raise in a compiled graph, which cannot hold this collective."""
     if is_traceable_wrapper_subclass(block) or type(block).__name__ in ("FakeTensor", "FunctionalTensor"):
         raise LayoutError(
             message(
@@ -78,7 +78,7 @@ def refuse_compiled(block: torch.Tensor) -> None:
 
 
 def split_dims(x: PartitionedTensor) -> list[tuple[tuple[str, ...], Any]] | None:
-    """For each dimension the axes that split it and the sizes of its blocks; None where that is not how it lies."""
+    """For each dimension the axes that split it and the sizes of its blocks; None if the layout has no spec."""
     layout = x._placement.layout
     if layout.spec is None or tuple(x.shape) != layout.shape:
         return None
@@ -93,7 +93,7 @@ def split_dims_or_refuse(func: Any, args: Any, kwargs: dict[str, Any]) -> list[t
 
 
 def layout_of_dims(x: PartitionedTensor, dims: Sequence[tuple[tuple[str, ...], Any]], shape: Shape) -> Layout:
-    """The layout whose dimensions are split so."""
+    """The layout of a shape whose dimensions are split as given."""
     return Layout(shape, P(*(names or None for names, _ in dims)), x._placement.layout.axes, [cut for _, cut in dims])
 
 

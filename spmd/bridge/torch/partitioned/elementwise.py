@@ -30,7 +30,7 @@ from spmd.layout import Layout, P
 
 
 def _part(func: Any, x: Any, shape: Shape, lead: PartitionedTensor, layout: Layout) -> Any:
-    """The part of an operand that meets this worker's block, where the whole result has this shape and layout."""
+    """The part of an operand for this worker's block of a result of this shape and layout."""
     if isinstance(x, list | tuple):
         return type(x)(_part(func, y, shape, lead, layout) for y in x)
     if not isinstance(x, torch.Tensor):
@@ -55,7 +55,7 @@ def _part(func: Any, x: Any, shape: Shape, lead: PartitionedTensor, layout: Layo
 
 
 def _refined(x: PartitionedTensor, shape: Shape, layout: Layout, index: int) -> torch.Tensor:
-    """The part of a block that meets that of a layout which splits more dimensions."""
+    """The part of a block for a layout that splits more dimensions."""
     own: Any = x._placement.layout
     if own == layout or own.spec is None or tuple(x.shape) != own.shape:
         return x._block
@@ -70,7 +70,7 @@ def _refined(x: PartitionedTensor, shape: Shape, layout: Layout, index: int) -> 
 
 
 def _shape_of(args: Any) -> Shape:
-    """The shape in which tensors meet."""
+    """The broadcast shape of tensors."""
     shapes: list[Any] = []
     for a in args:
         if isinstance(a, torch.Tensor):
@@ -81,7 +81,7 @@ def _shape_of(args: Any) -> Shape:
 
 
 def _common(func: Any, tensors: list[PartitionedTensor], shape: Shape) -> tuple[PartitionedTensor, Layout]:
-    """The layout of what is made of these by elements."""
+    """The first tensor, and the layout of an elementwise function of all."""
     lead = tensors[0]
     layout = lead._placement.layout
     if all(x._placement.layout == layout and tuple(x.shape) == shape for x in tensors):
@@ -90,7 +90,7 @@ def _common(func: Any, tensors: list[PartitionedTensor], shape: Shape) -> tuple[
 
 
 def _broadcast_layout(func: Any, tensors: list[PartitionedTensor], shape: Shape) -> Layout:
-    """The layout of tensors of several shapes, where their blocks broadcast as they do."""
+    """The layout of tensors of several shapes, if their blocks broadcast as the wholes do."""
     names: list[tuple[str, ...] | None] = [None] * len(shape)
     cuts: list[Any] = [None] * len(shape)
     axes = dict(tensors[0]._placement.layout.axes)
@@ -152,7 +152,7 @@ def _pointwise(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _general(func: Any, args: Any, kwargs: dict[str, Any], every: Any) -> Any:
-    """An elementwise function of tensors of several kinds and shapes."""
+    """An elementwise function of partitioned and other tensors of several shapes."""
     shape = _shape_of(every)
     tensors = list(partitioned_among(every))
     lead, layout = _common(func, tensors, shape)
@@ -187,7 +187,7 @@ handles(
 
 
 def _listwise(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Elementwise functions of lists: what stands at one place of the lists meets."""
+    """Elementwise functions of lists of tensors: entry by entry."""
     n = len(args[0])
     leads: list[tuple[PartitionedTensor, Layout, Shape] | None] = []
     for k in range(n):
@@ -245,8 +245,8 @@ def _alike(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 @handles("new_empty new_zeros new_ones new_full new_empty_strided")
 def _new(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Of as many entries as the whole, or of one in some dimensions: it lies as the whole does. Of others: a tensor
-    of this worker's own."""
+    """A new tensor. It has the layout of x if its shape is that of x, or has length 1 in some dimensions of x.
+    Otherwise it is a plain tensor of this worker."""
     x, size, *rest = args
     shape = tuple(size)
     layout = _one_in_some(x, shape)
@@ -260,7 +260,7 @@ def _new(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _one_in_some(x: PartitionedTensor, shape: Shape) -> Layout | None:
-    """The layout of what has one entry in some dimensions, and else the shape of x; None where nothing splits it."""
+    """The layout of the shape of x with length 1 in some dimensions; None if no axis splits the others."""
     dims = split_dims(x)
     if dims is None or len(shape) != x.ndim or shape == tuple(x.shape):
         return None
@@ -272,7 +272,7 @@ def _one_in_some(x: PartitionedTensor, shape: Shape) -> Layout | None:
 
 @handles("index_put_")
 def _index_put(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """One number where a mask that lies as its target is true."""
+    """Write one number where a mask of the layout of x is true."""
     x, indices, values, *rest = args
     mask: Any = indices[0] if len(indices) == 1 else None
     fits = isinstance(x, PartitionedTensor) and isinstance(mask, PartitionedTensor) and mask.dtype is torch.bool
@@ -287,7 +287,7 @@ def _index_put(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     "rand_like randn_like randint_like",
 )
 def _random(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Random entries: those that the whole would have, of which each worker keeps its part."""
+    """Random entries: each worker draws those of the whole and keeps its part."""
     x, *rest = args
     if any(isinstance(a, torch.Tensor) for a in (*rest, *kwargs.values())):
         refuse(func, args, kwargs)

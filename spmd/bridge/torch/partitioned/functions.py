@@ -1,17 +1,18 @@
-"""Functions of torch that are called with partitioned tensors: the states of what meets, gradients, `p.data`.
+"""Functions of torch that are called with partitioned tensors: states of operands, gradients, `p.data`.
 
-What the function does with the blocks is the business of the operators that it calls; see `registry`.
+The operators that a function calls handle the blocks; see `registry`.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch._functorch import eager_transforms
 
+from spmd.bridge.torch.call_arguments import tensors_in
 from spmd.bridge.torch.functorch import current_level, unwrapped
 from spmd.bridge.torch.partitioned.placement import MEND
 from spmd.bridge.torch.partitioned.registry import FUNCTIONS
@@ -33,16 +34,6 @@ from spmd.state import State
 _disabled = torch._C.DisableTorchFunctionSubclass
 
 
-def _all_tensors(args: Any) -> Iterator[torch.Tensor]:
-    for a in args:
-        if isinstance(a, torch.Tensor):
-            yield a
-        elif type(a) in (tuple, list):
-            yield from _all_tensors(a)
-        elif type(a) is dict:
-            yield from _all_tensors(a.values())
-
-
 _IN_PLACE = {
     getattr(torch.Tensor, name)
     for name in "add_ sub_ mul_ div_ addcmul_ addcdiv_ lerp_ copy_ zero_ sqrt_ neg_ clamp_".split()
@@ -50,8 +41,10 @@ _IN_PLACE = {
 
 
 def _write_blocks(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether an in-place function of elements, of tensors that lie alike, has been done on their blocks: the shorter
-    way of optimizers, which come by it in each step. Not where torch follows it, or transforms or compiles it."""
+    """Apply an in-place elementwise function to the blocks of tensors of one layout, if that is possible.
+
+    The fast path of optimisers. Not under autograd, torch.func or torch.compile.
+    """
     target, *others = args
     if torch.is_grad_enabled() or current_level() is not None or torch.compiler.is_compiling():
         return False
@@ -90,11 +83,11 @@ def _call_function(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _common_state(func: Any, args: Any, kwargs: dict[str, Any]) -> State:
-    """The state, besides the layouts, of what meets."""
+    """The union of the states of the operands, besides their layouts."""
     state: State | None = None
     mixed = False
     layouts: set[str] = set()
-    for x in _all_tensors((args, kwargs) if kwargs else args):
+    for x in tensors_in(args, kwargs):
         inner = unwrapped(x) if type(x) is _WrappedTensor else x
         if isinstance(inner, PartitionedTensor):
             own = inner._state
@@ -112,13 +105,13 @@ def _common_state(func: Any, args: Any, kwargs: dict[str, Any]) -> State:
         return INVARIANT
     layouts |= {
         n
-        for x in _all_tensors((args, kwargs))
+        for x in tensors_in(args, kwargs)
         if isinstance(unwrapped(x), PartitionedTensor)
         for n in unwrapped(x)._placement.layout.varying
     }
     clash = sorted(layouts & state.varying)
-    if clash or (mixed and torch.is_grad_enabled() and any(x.requires_grad for x in _all_tensors((args, kwargs)))):
-        # No TypeError, which operators take for a hint to try the other operand.
+    if clash or (mixed and torch.is_grad_enabled() and any(x.requires_grad for x in tensors_in(args, kwargs))):
+        # No TypeError: operators of Python would then try the other operand.
         raise LayoutError(
             message(
                 f"torch.{getattr(func, '__name__', 'a function')}",
@@ -203,7 +196,7 @@ def _set_data(func: Any, args: Any, kwargs: Any) -> None:
 
 def _no_memory(func: Any, args: Any, kwargs: Any) -> Any:
     name = getattr(func, "__name__", "a function")
-    x = next(x for x in _all_tensors(args) if isinstance(unwrapped(x), PartitionedTensor))
+    x = next(x for x in tensors_in(args, {}) if isinstance(unwrapped(x), PartitionedTensor))
     raise LayoutError(
         message(
             f"p.{name}",
@@ -220,12 +213,12 @@ def _backward(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _gradients(func: Any, args: Any, kwargs: Any) -> Any:
-    """torch.autograd.grad: the gradient of a partitioned tensor lies as it does."""
+    """torch.autograd.grad: the gradient of a partitioned tensor has its layout."""
     inputs = args[1] if len(args) > 1 else kwargs["inputs"]
     inputs = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
     with backward_scope():
-        found = func(*args, **kwargs)
-    return tuple(_gradient(x, g, state_of_tensor(x) | summed_state(x)) for x, g in zip(inputs, found, strict=True))
+        grads = func(*args, **kwargs)
+    return tuple(_gradient(x, g, state_of_tensor(x) | summed_state(x)) for x, g in zip(inputs, grads, strict=True))
 
 
 def _gradient(x: Any, g: Any, state: State) -> Any:
@@ -240,7 +233,7 @@ def _gradient(x: Any, g: Any, state: State) -> Any:
 
 
 def _matmul(func: Any, args: Any, kwargs: Any) -> Any:
-    """A product over one entry works by elements, and keeps the layout."""
+    """A matrix product over one entry is an elementwise product, which keeps the layout."""
     a, b = args
     if a.ndim > 1 and b.ndim > 1 and a.shape[-1] == b.shape[-2] == 1:
         return a * b
@@ -248,7 +241,7 @@ def _matmul(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 class _Refusing:
-    """The functions of bodies take a block or a whole."""
+    """The frontend of partitioned tensors: all functions of bodies raise. They take a block or a whole."""
 
     def __getattr__(self, name: str) -> Any:
         def refuse(*args: Any, **kwargs: Any) -> Any:

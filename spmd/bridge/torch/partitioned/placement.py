@@ -1,4 +1,4 @@
-"""Where a block belongs: its layout, its number there, and the worker that holds it."""
+"""Which block of a layout this worker holds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MEND = "p.block() is this worker's part, and p.whole() is the whole, on every wo
 
 
 class Placement:
-    """Where a block belongs: the layout of the whole, the worker's number in it, and the worker's seat, if known."""
+    """The layout of the whole, this worker's number in it, and the worker's context, if there is one."""
 
     __slots__ = ("context", "index", "layout")
 
@@ -34,10 +34,10 @@ class Placement:
         return hash((self.index, self.layout))
 
     def __deepcopy__(self, memo: Any) -> Placement:
-        return self  # nobody changes it
+        return self  # immutable
 
     def derived(self, layout: Layout) -> Placement:
-        """The place of this worker in another layout over the same axes."""
+        """The placement of this worker in another layout over the same axes."""
         return self if layout is self.layout else Placement(layout, self.index, self.context)
 
     @property
@@ -47,7 +47,7 @@ class Placement:
 
 
 def check_worker(placement: Placement, worker: Worker | None) -> None:
-    """Raise where this is not the worker whose block it is."""
+    """Raise if another worker holds the block."""
     layout = placement.layout
     if worker is None or placement.context is not None and placement.context.worker is worker:
         return
@@ -63,10 +63,10 @@ def check_worker(placement: Placement, worker: Worker | None) -> None:
 
 
 def worker_of(placement: Placement, what: str) -> Worker:
-    """The worker whose block it is, for a collective. Raises where there are no workers, or they take turns."""
+    """The worker that holds the block, for a collective. Raises outside of bodies and inside `spt.drawing`."""
     worker = WORKER.get()
     if worker is None and placement.context is not None:
-        worker = placement.context.worker  # a thread of torch's own
+        worker = placement.context.worker  # in a thread of torch
     if worker is None:
         raise MeshError(
             message(

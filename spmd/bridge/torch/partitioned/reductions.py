@@ -29,7 +29,7 @@ from spmd.operators.reduce import Sum
 
 
 class _Reduction:
-    """What is reduced of a tensor: the dimensions, and the axes over which workers meet."""
+    """A reduction of a tensor: the dimensions, and the axes of its collective."""
 
     def __init__(self, func: Any, x: PartitionedTensor, dim: Any, keepdim: bool):
         self.x = x
@@ -59,7 +59,7 @@ class _Reduction:
             self.result = self._left(spec)
 
     def _left(self, spec: list[tuple[tuple[str, ...], Any]]) -> Layout | None:
-        """The layout of the result; None where it is whole."""
+        """The layout of the result; None if no axis splits it."""
         x = self.x
         left = [whole_dim(1) if d in self.dims else s for d, s in enumerate(spec) if self.keepdim or d not in self.dims]
         if not any(names for names, _ in left):
@@ -68,20 +68,20 @@ class _Reduction:
         return layout_of_dims(x, left, tuple(shape))
 
     def local(self, f: Callable[[torch.Tensor, Any], torch.Tensor], identity: Any = None) -> torch.Tensor:
-        """What this worker's block gives, with dimensions kept; the identity for one without entries."""
+        """The reduction of this worker's block, with dimensions kept; the identity for an empty one."""
         if identity is not None and 0 in [self.block.shape[d] for d in self.reduced]:
             shape = [1 if d in self.reduced else n for d, n in enumerate(self.block.shape)]
             return f(self.block.new_full([1] * self.block.ndim, 1), self.reduced).new_full(shape, identity)
         return f(self.block, self.reduced)
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
-        """Parts added over the workers."""
+        """The sum of parts over the workers."""
         if not self.names or part.device.type == "meta" or self._alone():
             return part
         return apply(Sum(self.names), part.contiguous(), context_of(self._worker()))
 
     def joined(self, part: torch.Tensor, f: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Parts reduced over the workers by a function of their stack."""
+        """Parts of the workers, reduced by a function of their stack."""
         if not self.names or part.device.type == "meta" or self._alone():
             return part
         stack = apply(AllGather(self.names, 0, False), part.contiguous(), context_of(self._worker()))
@@ -96,7 +96,7 @@ class _Reduction:
         return worker_of(self.x._placement, "a reduction of a partitioned tensor")
 
     def given(self, value: torch.Tensor) -> Any:
-        """The result as torch has it: whole, or in blocks."""
+        """The result in the shape that torch gives it, whole or partitioned."""
         if self.x._placement.layout.spec is None or not self.result and self.all and not self.keepdim:
             return value.reshape([1] * self.x.ndim if self.keepdim else [])
         if not self.keepdim:
@@ -105,7 +105,7 @@ class _Reduction:
 
 
 def _accumulated(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums of this one are taken."""
+    """The dtype in which sums of a dtype are accumulated."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
@@ -121,7 +121,7 @@ def _sum(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         and not (dtype.is_floating_point or dtype.is_complex)
         or (x.dtype, name) == (torch.bool, "aten::mean")
     ):
-        return func(torch.empty(tuple(x.shape), dtype=x.dtype), *args[1:], **kwargs)  # which says what is wrong
+        return func(torch.empty(tuple(x.shape), dtype=x.dtype), *args[1:], **kwargs)  # raises the error of torch
     take = torch.nansum if name == "aten::nansum" else torch.sum
     part = take(r.block, r.reduced, keepdim=True, dtype=_accumulated(dtype))
     total = r.sum(part)
@@ -161,7 +161,7 @@ def _any(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _extreme(dtype: torch.dtype, largest: bool) -> Any:
-    """What is no larger (or smaller) than anything."""
+    """The identity of a maximum (largest) or a minimum."""
     if dtype is torch.bool:
         return not largest
     if dtype.is_floating_point:
@@ -177,7 +177,7 @@ def _extremum(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     r = _Reduction(func, x, a.get("dim"), a.get("keepdim", False))
     largest = func._schema.name in ("aten::amax", "aten::max")
     if not r.count:
-        return func(torch.empty(tuple(x.shape), dtype=x.dtype), *args[1:], **kwargs)  # which says what is wrong
+        return func(torch.empty(tuple(x.shape), dtype=x.dtype), *args[1:], **kwargs)  # raises the error of torch
     take = torch.amax if largest else torch.amin
     part = r.local(lambda b, dims: take(b, dims, keepdim=True), _extreme(x.dtype, largest))
     return r.given(r.joined(part, lambda s: take(s, 0)))
@@ -207,7 +207,7 @@ def _norm_dtype(x: PartitionedTensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _powers(r: _Reduction, order: float) -> torch.Tensor:
-    """What is added, or compared, over the workers."""
+    """The part of this worker: a power of the norm of its block, to be added, or its extremum."""
     wide = torch.complex128 if r.block.is_complex() else torch.float64
     identity = math.inf if order == -math.inf else 0.0
     norm = r.local(lambda b, dims: torch.linalg.vector_norm(b, order, dims, keepdim=True, dtype=wide), identity)
@@ -215,7 +215,7 @@ def _powers(r: _Reduction, order: float) -> torch.Tensor:
 
 
 def _norms(order: float) -> tuple[bool, Callable[[torch.Tensor], torch.Tensor]]:
-    """Whether parts are added, and what becomes of the sum."""
+    """Whether parts are added, and the function of the sum that is the norm."""
     if order in (math.inf, -math.inf):
         return False, lambda t: t
     if order == 0:
@@ -229,7 +229,7 @@ def _largest(order: float) -> Callable[[torch.Tensor], torch.Tensor]:
 
 @handles("_foreach_norm")
 def _list_of_norms(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """The norms of several tensors, of which those over the same axes travel together."""
+    """The norms of several tensors. Those over the same axes share a collective."""
     a = arguments_by_name(func, args, kwargs)
     order, tensors = float(a["ord"]), a["self"]
     power, root = _norms(order)

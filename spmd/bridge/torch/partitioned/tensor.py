@@ -1,8 +1,8 @@
-"""Tensors that lie in blocks on several workers, and know it: `PartitionedTensor`, and `Parameter`, a leaf of it.
+"""Tensors of which each worker holds a block: `PartitionedTensor`, and `Parameter`, a leaf of it.
 
-torch sees a tensor of the shape of the whole that has no memory of its own, so no kernel can take the block for the
-whole. What a function of torch does with it is said in `partitioned_ops`: it keeps the layout, or gives the value of
-the whole, or raises. Above that, `__torch_function__` brings in the states of what meets it, as `Tensor` does.
+To torch it is a tensor of the shape of the whole without memory, so no kernel can take the block for the whole. The
+handlers of `registry` say what an operator of torch does with it: it keeps the layout, gives the value of the whole, or
+raises. `__torch_function__` handles states, as that of `Tensor` does.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _disabled = torch._C.DisableTorchFunctionSubclass
 
 
 class PartitionedTensor(torch.Tensor):
-    """A tensor of which each worker holds a block; parameters, their gradients, and what is made of them by elements.
+    """A tensor of which each worker holds a block: parameters, their gradients, and elementwise functions of them.
 
     `shape` is that of the whole. `block()`: this worker's block. `whole()`: the whole, on every worker. `block_layout`:
-    how the whole lies on the mesh. `state`: the axes besides those of the layout along which it varies.
+    the layout of the whole. `state`: the axes besides those of the layout along which it varies.
     Elementwise functions keep the layout. Reductions and products over a split dimension give the value of the whole,
     and are collective. Other functions raise LayoutError.
     """
@@ -74,7 +74,7 @@ class PartitionedTensor(torch.Tensor):
 
     @property
     def block_layout(self) -> Layout:
-        """How the whole lies on the mesh."""
+        """The layout of the whole."""
         return self._placement.layout
 
     @property
@@ -88,9 +88,9 @@ class PartitionedTensor(torch.Tensor):
         return self._state
 
     def block(self) -> torch.Tensor:
-        """This worker's block: what the forward of a module takes. In bodies it varies along the axes of the layout.
+        """This worker's block, for the forward of a module. In bodies it varies along the axes of the layout.
 
-        Forward: the block, on the same memory. Gradient: a tensor that lies as this one.
+        Forward: the block, on the same memory. Gradient: a tensor of the layout of this one.
         """
         return _block(self)
 
@@ -102,14 +102,14 @@ class PartitionedTensor(torch.Tensor):
         return _whole(self)
 
     def varied(self, state: State) -> PartitionedTensor:
-        """The same in another state besides its layout; its cotangents are not summed."""
+        """The same tensor in another state. Its cotangents are not summed."""
         with _disabled():
             copied: Any = self.view_as(self)
         copied._state = self._state | state
         return copied
 
     def like_whole(self, whole: torch.Tensor) -> PartitionedTensor:
-        """The tensor of which this worker has the part of `whole` that lies as this one does. Without gradient."""
+        """The tensor with the values of `whole` and the layout of this one. Without gradient."""
         with _disabled():
             return split_like(whole.detach(), self._placement).clone()
 
@@ -164,7 +164,7 @@ class PartitionedTensor(torch.Tensor):
 
 
 class _ParameterMeta(type(torch.Tensor)):
-    """As for `nn.Parameter`: what `nn.Parameter(x)` makes of a partitioned tensor is one."""
+    """As for `nn.Parameter`: `nn.Parameter(x)` of a partitioned tensor is an instance."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return super().__instancecheck__(instance) or (
@@ -186,11 +186,11 @@ class Parameter(PartitionedTensor, metaclass=_ParameterMeta):
     whole: the tensor of which the block is cut, the same on all workers. spec: a spec or a Grid, for balanced blocks,
     or a Layout of the whole. To be made in a body; nothing is communicated.
 
-    It is an `nn.Parameter` of the shape of the whole. Its gradient lies as it does. What is made of it by elementwise
-    functions keeps the layout: so optimisers work on blocks. What reduces a split dimension (norms, sums), or
-    contracts it outside of autograd, gives the value of the whole, on all workers that hold a block, which all call it.
-    Functions of `nn.init` give the values that they give on one worker. Other functions raise LayoutError and name
-    `block()`, which is what forward takes, and `whole()`.
+    It is an `nn.Parameter` of the shape of the whole. Its gradient has its layout. Elementwise functions keep the
+    layout, so optimisers work on blocks. Functions that reduce a split dimension (norms, sums), or contract it outside
+    of autograd, give the value of the whole; all workers that hold a block call them. Functions of `nn.init` give the
+    values that they give on one worker. Other functions raise LayoutError and name `block()`, for forward, and
+    `whole()`.
     `load_state_dict` of the module takes whole tensors; `spt.state_dict(module)` gives them.
 
     Raises LayoutError where spec and shape do not fit, StateError for a whole that varies, MeshError outside of bodies.
@@ -225,14 +225,14 @@ class Parameter(PartitionedTensor, metaclass=_ParameterMeta):
         collective and sends no bytes; blocks may be uneven.
         Raises LayoutError where blocks and layout do not fit.
         """
-        made = _leaf_of_block(cls, "spt.Parameter.from_block", block, spec)
+        parameter = _leaf_of_block(cls, "spt.Parameter.from_block", block, spec)
         with _disabled():
-            made.requires_grad_(requires_grad)
-        return with_gradient_layout(made)
+            parameter.requires_grad_(requires_grad)
+        return with_gradient_layout(parameter)
 
 
 class _WrappedTensor(torch.Tensor):
-    """What torch.func's transformations wrap a partitioned tensor in."""
+    """A tensor by which a transformation of torch.func wraps a partitioned tensor."""
 
     __spmd_partitioned__ = True
 
@@ -250,7 +250,7 @@ class _WrappedTensor(torch.Tensor):
 
 
 def mark_wrapped(x: Any) -> Any:
-    """A result of torch.func's, which is of our class again where it wraps a partitioned tensor."""
+    """Set the class of a result of torch.func that wraps a partitioned tensor."""
     if isinstance(x, tuple | list):
         return type(x)(map(mark_wrapped, x)) if type(x) in (tuple, list) else x
     if type(x) is torch.Tensor and isinstance(unwrapped(x), PartitionedTensor):
@@ -261,7 +261,7 @@ def mark_wrapped(x: Any) -> Any:
 def _new_leaf(
     cls: Any, block: torch.Tensor, placement: Placement, state: State, requires_grad: bool, as_: Any = None
 ) -> Any:
-    """A leaf. as_: one of the shape and strides that it is to have."""
+    """A leaf. as_: a tensor of its shape and strides."""
     shape = () if as_ is None else (tuple(as_.shape), as_.stride())
     with _disabled():
         x = PartitionedTensor.__new__(cls, block, placement, *shape)
@@ -298,8 +298,11 @@ def _leaf_of_block(cls: Any, where: str, block: torch.Tensor, spec: LayoutLike) 
 def with_block(
     x: PartitionedTensor, block: torch.Tensor, layout: Layout | None = None, shape: Any = None, strides: Any = None
 ):
-    """A partitioned tensor on another block, by the same worker. strides: of the whole, as torch would have them; None
-    for those of a contiguous tensor, as which the block then lies: so all workers see alike what may be a view."""
+    """A partitioned tensor with another block of the same worker.
+
+    strides: of the whole, as torch would have them. None: those of a contiguous tensor; the block is made contiguous
+    too, so that all workers agree on what may be a view.
+    """
     placement = x._placement if layout is None else x._placement.derived(layout)
     if strides is None and not block.is_contiguous():
         block = block.contiguous()
@@ -307,7 +310,7 @@ def with_block(
 
 
 def _unpickled(cls: type, block: torch.Tensor, placement: Placement, requires_grad: bool) -> Any:
-    """Raises LayoutError on another worker than the one that saved it."""
+    """Unpickle. Raises LayoutError on another worker than the one that saved it."""
     worker = WORKER.get()
     if worker is not None:
         placement = Placement(placement.layout, placement.index, context_of(worker))
@@ -316,11 +319,11 @@ def _unpickled(cls: type, block: torch.Tensor, placement: Placement, requires_gr
     return x
 
 
-# From the whole to blocks and back, with gradients
+# Blocks of the whole and back, with gradients
 
 
 class _BlockFunction(Function):
-    """The block of a partitioned tensor. Its adjoint makes a partitioned tensor of a block."""
+    """The block of a partitioned tensor. The adjoint makes a partitioned tensor from a block."""
 
     @staticmethod
     def forward(ctx: Any, x: PartitionedTensor) -> torch.Tensor:
@@ -363,7 +366,7 @@ def _from_block(block: torch.Tensor, placement: Placement, state: State) -> Part
 
 
 class _FromBlockFunction(Function):
-    """A partitioned tensor on a block: the adjoint of taking the block."""
+    """A partitioned tensor from a block: the adjoint of taking the block."""
 
     @staticmethod
     def forward(block: torch.Tensor, placement: Placement, state: State) -> Any:
@@ -388,7 +391,7 @@ def _block_in_graph(x: Any) -> torch.Tensor:
 
 
 def _block(x: Any) -> torch.Tensor:
-    if torch.compiler.is_dynamo_compiling():  # where tensors carry no state
+    if torch.compiler.is_dynamo_compiling():  # there tensors carry no state
         return _block_in_graph(x)
     inner = unwrapped(x)
     layout = inner._placement.layout
@@ -406,7 +409,7 @@ def _block(x: Any) -> torch.Tensor:
     block = (_TransformableBlockFunction if inner is not x or has_tangent(x) else _BlockFunction).apply(x)
     if worker is None or not worker.tracked:
         if id(x) in GRADIENT_SYNCS:
-            block._block_of = id(x)  # whose gradients are summed elsewhere
+            block._block_of = id(x)  # `spt.data_parallel` sums its gradients
         return block
     state = inner._state | state_of(layout.varying)
     return with_state(block, state) if state.varying else block
@@ -444,12 +447,12 @@ def _gather_operator(layout: Layout) -> Repartition:
 
 
 def split_like(g: Any, placement: Placement) -> Any:
-    """A cotangent as it lies by a placement: it may have come as a whole, of a sum."""
+    """A cotangent in the layout of a placement. The cotangent of a sum is a whole."""
     inner = unwrapped(g)
     if isinstance(inner, PartitionedTensor):
         if inner._placement.layout == placement.layout:
             return g
-        # It is whole in some dimensions, as that of a sum over them.
+        # It is whole in some dimensions, as the cotangent of a sum over them.
         zeros = inner._block.new_zeros(placement.layout.block_shape(placement.index))
         with _disabled():
             return g + PartitionedTensor(zeros, placement)
@@ -468,7 +471,7 @@ def split_like(g: Any, placement: Placement) -> Any:
 
 
 def with_gradient_layout(x: Any) -> Any:
-    """See to it that the gradient of a leaf lies as the leaf does."""
+    """Register a hook by which the gradient of a leaf gets the layout of the leaf."""
     with _disabled():
         if x.requires_grad and x.is_leaf and not x.__dict__.get("_follows"):
             placement = x._placement

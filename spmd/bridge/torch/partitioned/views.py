@@ -32,26 +32,26 @@ def _viewed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if shape == tuple(x.shape):
         return with_block(x, x._block.detach(), None, shape, strides)
     dims = split_dims(x)
-    found = _regrouped(x, dims, shape) if dims is not None else None
-    if found is not None:
-        return with_block(x, x._block.view(found[0]), found[1], shape, strides)
-    # Another view of the same blocks: what it is as a whole, and by elements, is known.
+    regrouped = _regrouped(x, dims, shape) if dims is not None else None
+    if regrouped is not None:
+        return with_block(x, x._block.view(regrouped[0]), regrouped[1], shape, strides)
+    # A view that only elementwise functions and `whole()` can use: the blocks stay as they are.
     return with_block(x, x._block.detach(), None, shape, strides)
 
 
 def _probe(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """What torch makes of a tensor of the shape and strides of the whole, without data."""
+    """The result for a tensor of the shape and strides of the whole, without data."""
     x = args[0]
     return func(torch.empty_strided(tuple(x.shape), x.stride(), dtype=x.dtype, device="meta"), *args[1:], **kwargs)
 
 
 def _regrouped(x: PartitionedTensor, dims: Any, shape: Shape) -> tuple[Shape, Layout] | None:
-    """The shape of the block, and the layout, of a view in which what splits x splits dimensions too; None where not.
+    """The shape of the block and the layout of a view, if the axes that split x split dimensions of it; else None.
 
-    A split dimension may be joined with whole ones after it, or parted into itself and whole ones: its blocks are then
-    those of the new dimension, as many times longer or shorter.
+    A split dimension may be merged with whole ones after it, or divided into itself and whole ones. The blocks of the
+    new dimension are longer or shorter by the same factor.
     """
-    sized = lambda n: n or 1_000_003  # an empty dimension has its place too
+    sized = lambda n: n or 1_000_003  # an empty dimension counts as well
     before = lambda lengths, d: math.prod(map(sized, lengths[:d]))
     old = tuple(x.shape)
     out = [whole_dim(n) for n in shape]
@@ -71,7 +71,7 @@ def _regrouped(x: PartitionedTensor, dims: Any, shape: Shape) -> tuple[Shape, La
 
 
 def _rescaled(cut: Sequence[int], old: int, new: int) -> tuple[int, ...] | None:
-    """The sizes of the blocks of a dimension of another length, in proportion; None where there are none."""
+    """The sizes of the blocks of a dimension of another length, in proportion; None if they are no integers."""
     if old == new:
         return tuple(cut)
     if not old or not new or any(n * new % old for n in cut):
@@ -143,7 +143,7 @@ def _expanded(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     "flip select_backward slice_backward _softmax_backward_data _log_softmax_backward_data logcumsumexp mode kthvalue",
 )
 def _one_dimension(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """What works along one dimension, where that is not split."""
+    """Functions along one dimension, which no axis may split."""
     names = [a.name for a in func._schema.arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
     defaults = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}

@@ -22,7 +22,7 @@ from spmd.bridge.torch.partitioned.tensor import PartitionedTensor, gathered
     "linalg_matrix_exp linalg_lstsq linalg_pinv.atol_rtol_tensor linalg_householder_product trace tril triu",
 )
 def _contraction(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """What contracts dimensions. In a network with gradients the block is meant: there it raises."""
+    """Functions that contract dimensions. Raises under autograd beside plain tensors: forward means the block."""
     plain = [a for a in args if isinstance(a, torch.Tensor) and not isinstance(a, PartitionedTensor)]
     if torch.is_grad_enabled() and plain:
         refuse(func, args, kwargs)
