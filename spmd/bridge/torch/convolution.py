@@ -45,7 +45,7 @@ _uncompiled: Any = torch.compiler.disable
 class DistributedConv(ShardedModule):
     """`conv`, an `nn.Conv1d`, `nn.Conv2d` or `nn.Conv3d`, on blocks.
 
-    conv: with the weights of the whole, the same on all workers. in_spec, out_spec: of what comes in and goes out, by
+    conv: with the weights of the whole, the same on all workers. in_spec, out_spec: of the input and the output, by
     dimension: batch, channels, space; batch and space are split alike. out_spec: None for in_spec with its channels
     whole. With groups=1 the channels in and out are split over different axes or not at all; in groups over the same
     axes, whose workers share the groups evenly.
@@ -137,7 +137,7 @@ class DistributedConv(ShardedModule):
 class DistributedPool(nn.Module):
     """`pool`, an `nn.MaxPool1d` to `nn.AvgPool3d`, on blocks.
 
-    spec: of what comes in and goes out: batch, channels, space. size: as for `DistributedConv`.
+    spec: of the input and the output: batch, channels, space. size: as for `DistributedConv`.
 
     Forward: this worker's block of pool(x), in balanced blocks; one `halo_exchange`. Backward: `halo_accumulate`.
     Raises SpecError for a spec that does not fit, LayoutError for a pooling that gives indices.

@@ -1,4 +1,4 @@
-"""Batches of a DataLoader in a body: tensors read by a `DistributedSampler` vary along its axes."""
+"""Batches of a DataLoader in a body: tensors that a `DistributedSampler` selects vary along its axes."""
 
 from __future__ import annotations
 

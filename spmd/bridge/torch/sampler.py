@@ -29,10 +29,10 @@ class DistributedSampler(Sampler[int]):
     """This worker's share of each minibatch of a sequential run.
 
     The sequential run takes the samples in the order of `torch.randperm(n, generator=torch.Generator().manual_seed(
-    seed + epoch))`, or in their own without shuffle, `batch_size` at a time. Here each of its minibatches is split
-    over the workers as the library splits a dimension: the shares, in the order of the workers, are the blocks of the
-    minibatch under `P(axis_name)`. No sample is lost and none comes twice, and all workers make as many steps. In the
-    last, short minibatch shares are smaller; with fewer samples than workers some are empty.
+    seed + epoch))`, or in index order without shuffle, `batch_size` at a time. Each of its minibatches is split over
+    the workers: the shares, in the order of the workers, are the blocks of the minibatch under `P(axis_name)`. No
+    sample is lost or repeated, and all workers make the same number of steps. In the last minibatch, shares may be
+    smaller; with fewer samples than workers some are empty.
 
         sampler = DistributedSampler(data, batch_size=64, axis_name="data")  # in a body; 64 over all workers together
         loader = sampler.loader(num_workers=2)
@@ -40,7 +40,7 @@ class DistributedSampler(Sampler[int]):
             sampler.set_epoch(epoch)
             for x, y in loader: ...
 
-    The same in other ways:
+    Other ways to use it:
 
     - `DataLoader(data, batch_sampler=sampler.batches, collate_fn=Collate(data))` is that loader. `sampler.batches`
       yields a list of indices for each step. torch's own collation fails on an empty list, `Collate` does not.
@@ -216,7 +216,7 @@ class DistributedSampler(Sampler[int]):
 
     @property
     def _order(self) -> dict[str, Any]:
-        """What the order of the samples depends on, beside the epoch."""
+        """The values that determine the order of the samples, besides the epoch."""
         return {
             "samples": len(self.dataset),
             "batch_size": self.batch_size,
@@ -227,7 +227,7 @@ class DistributedSampler(Sampler[int]):
         }
 
     def _start(self) -> tuple[int, int]:
-        """Where a pass begins that is asked for now."""
+        """The step and the offset at which the next pass starts."""
         if not self._resumes:
             self._at = (0, 0)
         self._resumes = False
@@ -252,7 +252,7 @@ class DistributedSampler(Sampler[int]):
         return whole + (rest > 0)
 
     def _indices(self) -> list[int]:
-        """This worker's indices of an epoch. Those of a step follow each other."""
+        """This worker's indices of an epoch. Those of a step are adjacent."""
         n = len(self.dataset)
         order = torch.arange(n, device="cpu")
         if self.shuffle:  # on the host, whatever the default device is
@@ -291,7 +291,7 @@ class DistributedSampler(Sampler[int]):
 
 
 class Batches(Sampler[list[int]]):
-    """The indices of a `DistributedSampler` as one list for each step. All workers make as many steps.
+    """The indices of a `DistributedSampler` as one list for each step. All workers make the same number of steps.
 
     `DataLoader(data, batch_sampler=sampler.batches, collate_fn=Collate(data))`. A list may be empty, where a minibatch
     has fewer samples than there are workers. Arrays take it as it is (`x[indices]`), so does `DataLoader(data,
@@ -326,15 +326,15 @@ class Batches(Sampler[list[int]]):
         return self.sampler.drop_last
 
     def set_epoch(self, epoch: int) -> None:
-        """As of the sampler."""
+        """As for the sampler."""
         self.sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """As of the sampler."""
+        """As for the sampler."""
         return self.sampler.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """As of the sampler."""
+        """As for the sampler."""
         self.sampler.load_state_dict(state_dict)
 
 

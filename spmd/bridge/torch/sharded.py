@@ -113,7 +113,7 @@ class ShardedModule(nn.Module):
         return value.block_layout if is_partitioned(value) else Layout(tuple(value.shape), P(), {})
 
     def shard(self, name: str) -> torch.Tensor:
-        """The block of a parameter as it is to be used in forward: `block()` of it."""
+        """The block of a parameter for forward: its `block()`."""
         value = getattr(self, name)
         if torch.compiler.is_dynamo_compiling():
             return value.block() if name in self._split else value

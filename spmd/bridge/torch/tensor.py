@@ -425,9 +425,7 @@ def _summed_elsewhere(x: torch.Tensor, state: State) -> frozenset[str]:
         variable = getattr(node, "variable", None)
         if variable is not None:
             axes_of_leaves.add(summed_state(variable).varying & wanted)
-        elif isinstance(
-            getattr(node, "call", None), CollectiveCall
-        ):  # what comes of a collective: its own adjoint says what becomes of cotangents
+        elif isinstance(getattr(node, "call", None), CollectiveCall):  # its adjoint handles the cotangent
             axes_of_leaves.add(frozenset())
         else:
             stack += [parent for parent, _ in node.next_functions]
