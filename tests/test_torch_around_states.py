@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 import spmd  # noqa: E402
 from spmd import P  # noqa: E402
 from spmd.bridge import torch as spt  # noqa: E402
-from spmd.bridge.torch.tensor import plain, state_of_tensor  # noqa: E402
+from spmd.bridge.torch.tensor_state import plain, state_of_tensor  # noqa: E402
 from spmd.errors import MutationError, StateError  # noqa: E402
 
 pytestmark = pytest.mark.host("a body makes its tensors on the host")

@@ -12,7 +12,7 @@ from spmd import P
 torch = pytest.importorskip("torch")
 
 from spmd.bridge import torch as spt  # noqa: E402
-from spmd.bridge.torch.closure import tensors_within_reach  # noqa: E402
+from spmd.bridge.torch.captured_tensors import reachable_tensors  # noqa: E402
 
 MODEL = torch.nn.Linear(2, 2)
 
@@ -57,12 +57,12 @@ REACHED = {
 @pytest.mark.parametrize("name", REACHED)
 def test_what_is_within_reach(name):
     f, tensor = REACHED[name]
-    assert id(tensor) in tensors_within_reach(f)
+    assert id(tensor) in reachable_tensors(f)
 
 
 def test_what_is_not():
-    assert id(MODEL.weight) not in tensors_within_reach(CLOSED)
-    assert not tensors_within_reach(lambda x: torch.relu(x) + spmd.psum(x, "x"))
+    assert id(MODEL.weight) not in reachable_tensors(CLOSED)
+    assert not reachable_tensors(lambda x: torch.relu(x) + spmd.psum(x, "x"))
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import spmd  # noqa: E402
 from spmd.bridge import torch as spt  # noqa: E402
-from spmd.bridge.torch.tensor import SUMMED, plain  # noqa: E402
+from spmd.bridge.torch.tensor_state import GRADIENT_SYNCS, plain  # noqa: E402
 from spmd.errors import (  # noqa: E402
     DifferentiationError,
     LayoutError,
@@ -192,7 +192,7 @@ def test_one_all_reduce_for_each_bucket_and_step(n):
         with spmd.ledger() as log, model.no_sync():
             model(x).sum().backward()
         steps.append((dict(log.workers[worker].verbs) if log.workers else {}, {}))
-        counts[worker] = len(model._sums.buckets)
+        counts[worker] = len(model._sync.buckets)
         return steps
 
     for found in on_workers(n, main):
@@ -211,7 +211,7 @@ def test_buckets_follow_the_order_in_which_backward_reaches_parameters():
         model = spt.data_parallel(Net(), "data", bucket_bytes=1)
         names = []
         for _ in range(2):
-            names.append([g.name for b in model._sums.buckets for g in b.gradients])
+            names.append([g.name for b in model._sync.buckets for g in b.gradients])
             model(spt.varying(randn(3, 5), "data")).sum().backward()
         return names
 
@@ -230,7 +230,7 @@ def test_buckets_are_sent_while_backward_goes_on():
         model(x).sum().backward()  # after which buckets are in order
 
         def look(_):
-            seen[worker] = model._sums.sent, len(model._sums.buckets)
+            seen[worker] = model._sync.sent, len(model._sync.buckets)
 
         with spmd.ledger():
             hidden = {}
@@ -322,7 +322,7 @@ def test_frozen_parameters_are_not_sent_and_may_be_released(check):
                 getattr(model, name).requires_grad_(name not in frozen)
             model.zero_grad()
             model(share(x, worker, 3), "abc").sin().sum().backward()
-            sizes.append(len(model._sums.gradients))
+            sizes.append(len(model._sync.gradients))
             found.append(gradients(model))
         return sizes, found
 
@@ -1015,12 +1015,12 @@ def test_a_loss_outlives_its_module(check):
 
 
 def test_nothing_is_left_when_a_module_goes():
-    before = len(SUMMED)
+    before = len(GRADIENT_SYNCS)
 
     def main(worker):
         model = spt.data_parallel(Net(), "data")
         model(spt.varying(randn(3, 5), "data")).sum().backward()
-        gone = weakref.ref(model._sums)
+        gone = weakref.ref(model._sync)
         module = model.module
         del model
         assert gone() is None
@@ -1032,7 +1032,7 @@ def test_nothing_is_left_when_a_module_goes():
 
     on_workers(2, main)
     gc.collect()
-    assert len(SUMMED) == before
+    assert len(GRADIENT_SYNCS) == before
 
 
 class Shards(nn.Module):

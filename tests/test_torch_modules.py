@@ -16,7 +16,7 @@ from torch import nn  # noqa: E402
 import spmd  # noqa: E402
 from spmd import Layout, P  # noqa: E402
 from spmd.bridge import torch as spt  # noqa: E402
-from spmd.bridge.torch.modules import grid_of, learnt, spread  # noqa: E402
+from spmd.bridge.torch.layouts import broadcast_grid, grid_of, layout_of_shapes  # noqa: E402
 from spmd.errors import LayoutError, MeshError, MismatchError, StateError  # noqa: E402
 
 Grid = spt.Grid
@@ -437,7 +437,7 @@ def test_grids_broadcast_as_arrays_do():
         ndim = max(2, len(small))
         total = int(np.prod(large))
         workers = tuple(rng.permutation(total).tolist())
-        counts, holders = spread("a test", Grid(small), Grid(large, workers), ndim)
+        counts, holders = broadcast_grid("a test", Grid(small), Grid(large, workers), ndim)
         # Which block each worker has, by NumPy's own broadcasting.
         owned = np.broadcast_to(np.arange(np.prod(small)).reshape(small), large).ravel()
         expected = {w: int(owned[k]) for k, w in enumerate(workers)}
@@ -452,7 +452,7 @@ def test_a_grid_is_a_layout_without_its_shape():
     assert grid.layout((3, 7, 5), axes) == Layout.grid((3, 7, 5), (1, 2, 2), axes, [5, 4, 0, 1])
     assert grid_of(grid.layout((7, 5), axes)) == Grid((2, 2), (5, 4, 0, 1), axes=("x", "y"))
     assert Grid((2,), copies=3).layout((5,), axes) == Layout.grid((5,), (2, 3), axes)
-    lies = learnt("a test", ((0, 0), (2, 3), (0, 0), (1, 3)), Grid((2, 1), (3, 1)), (("x", 4),))
+    lies = layout_of_shapes("a test", ((0, 0), (2, 3), (0, 0), (1, 3)), Grid((2, 1), (3, 1)), (("x", 4),))
     assert lies == Layout.grid((3, 3), (2, 1), {"x": 4}, (3, 1), [(1, 2), (3,)])
 
 

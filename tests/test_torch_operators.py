@@ -18,7 +18,7 @@ from torch_operators import MESHES, Placed, applied, cases, integers, placed  # 
 import spmd  # noqa: E402
 from spmd import P  # noqa: E402
 from spmd.bridge import torch as spt  # noqa: E402
-from spmd.bridge.torch.memory import array_dtype, borrowed  # noqa: E402
+from spmd.bridge.torch.interop import array_dtype, borrowed  # noqa: E402
 from spmd.mesh import Mesh, here  # noqa: E402
 from spmd.state import ROOTED  # noqa: E402
 from spmd.testing import Case, operator_cases, operator_classes  # noqa: E402

@@ -29,7 +29,8 @@ from torch.utils.data.distributed import DistributedSampler as Torchs  # noqa: E
 
 import spmd  # noqa: E402
 from spmd import P  # noqa: E402
-from spmd.bridge.torch.sampler import Batches, Collate, DistributedSampler  # noqa: E402
+from spmd.bridge.torch.collate import Collate  # noqa: E402
+from spmd.bridge.torch.sampler import Batches, DistributedSampler  # noqa: E402
 from spmd.errors import MeshError  # noqa: E402
 from spmd.layout import Layout  # noqa: E402
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset  # noqa: E402
 import spmd  # noqa: E402
 from spmd import P  # noqa: E402
 from spmd.bridge import torch as spt  # noqa: E402
-from spmd.bridge.torch.tensor import state_of_tensor  # noqa: E402
+from spmd.bridge.torch.tensor_state import state_of_tensor  # noqa: E402
 
 pytestmark = pytest.mark.host("a body makes its tensors on the host")
 

@@ -11,7 +11,8 @@ import torch
 from case_blocks import MESHES, block_shapes
 
 from spmd.bridge import torch as spt
-from spmd.bridge.torch.tensor import plain, stated
+from spmd.bridge.torch.tensor import with_state
+from spmd.bridge.torch.tensor_state import plain
 from spmd.layout import Layout, P
 from spmd.mesh import Mesh, here
 from spmd.operators.base import Operator
@@ -46,12 +47,12 @@ class Placed(NamedTuple):
         """In a body: this worker's block, of its part of the vector."""
         worker = here("a test")
         block = plain(x).reshape(self.shapes[worker.index])
-        return stated(block, state_of(self.inner)) if worker.tracked else block
+        return with_state(block, state_of(self.inner)) if worker.tracked else block
 
     def flat(self, y: torch.Tensor) -> torch.Tensor:
         """In a body: this worker's part of the vector of results, of its block."""
         y = plain(y).reshape(-1)
-        return stated(y, state_of(self.target.varying)) if here("a test").tracked else y
+        return with_state(y, state_of(self.target.varying)) if here("a test").tracked else y
 
     def results(self) -> Any:
         """How a vector of results is cut, as that of a cotangent."""

@@ -25,30 +25,31 @@ except ImportError as error:
     ) from error
 
 import spmd
-from spmd.bridge.torch import autograd_functions, native_writes, transforms  # noqa: F401
+from spmd.bridge.torch import in_place_checks, loader_states, transforms, user_functions  # noqa: F401
+from spmd.bridge.torch.collate import Collate
 from spmd.bridge.torch.compiled import compilable, operator
 from spmd.bridge.torch.convolution import DistributedConv, DistributedPool
 from spmd.bridge.torch.data_parallel import DataParallel, data_parallel
-from spmd.bridge.torch.drawing import drawing
 from spmd.bridge.torch.dropout import dropout
-from spmd.bridge.torch.function import tie
+from spmd.bridge.torch.layouts import Grid
 from spmd.bridge.torch.linear import ColumnParallelLinear, DistributedLinear, RowParallelLinear
 from spmd.bridge.torch.mapping import map
 from spmd.bridge.torch.modules import (
     AllGather,
     AllSumReduce,
     Broadcast,
-    Grid,
     HaloExchange,
     ReduceScatter,
     Repartition,
     SumReduce,
 )
-from spmd.bridge.torch.partitioned import Parameter, PartitionedTensor
-from spmd.bridge.torch.sampler import Batches, Collate, DistributedSampler
+from spmd.bridge.torch.partitioned.tensor import Parameter, PartitionedTensor
+from spmd.bridge.torch.rng import drawing
+from spmd.bridge.torch.sampler import Batches, DistributedSampler
 from spmd.bridge.torch.scaler import GradScaler
 from spmd.bridge.torch.sharded import ShardedModule, clip_grad_norm_, grad_norm, state_dict
 from spmd.bridge.torch.tensor import Tensor
+from spmd.bridge.torch.tie import tie
 from spmd.lazy_imports import absent
 from spmd.tracebacks import api_boundary
 
@@ -101,11 +102,11 @@ def __getattr__(name: str) -> Any:
     """The functions of bodies, which take tensors as they take arrays."""
     if name not in spmd.__all__ or name not in _shared():
         raise absent(__name__, name)
-    found = getattr(spmd, name)
-    if getattr(found, "__module__", "").startswith("spmd.operators."):
-        found = compilable(found)
-    globals()[name] = found
-    return found
+    value = getattr(spmd, name)
+    if getattr(value, "__module__", "").startswith("spmd.operators."):
+        value = compilable(value)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

@@ -1,8 +1,8 @@
 """Operators in compiled functions: one custom op that torch.compile can see, for all of them.
 
-A compiled graph holds no Python objects, so an operator stands in it by its name (a token), and what came of it, the
-operator bound to the blocks it met and the place of the worker, by a ticket: a number in a tensor, which the graph
-hands on to backward. Outside of compiled functions nothing of this is used.
+A compiled graph holds no Python objects. It refers to an operator by name (a token). Forward binds the operator to the
+shapes of all blocks; the graph refers to the bound operator and the worker's context by a ticket: a number in a tensor,
+which it passes to backward. Only compiled functions use this module.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import numpy as np
 import torch
 
 import spmd
-from spmd.bridge.torch.function import PLACE, Seat, apply, captured, expanded, map_is_over, seat_of, ties_of
-from spmd.bridge.torch.tensor import COMPILED, Tensor
+from spmd.bridge.torch.function import apply, expanded, recorded_calls, ties_of
+from spmd.bridge.torch.tensor import STATE_IN_COMPILED, Tensor
+from spmd.bridge.torch.worker_context import COMPILE_GUARD, WorkerContext, context_of, map_ended
 from spmd.errors import MeshError, StateError, message
 from spmd.layout import Layout, P
 from spmd.mesh import WORKER, Mesh, Worker, here
@@ -32,10 +33,10 @@ from spmd.tracebacks import api_boundary
 
 __all__ = ["OperatorFunction", "compilable", "operator", "token_of"]
 
-# What stands in a graph: tokens for what is called, tickets for what came of it.
+# References in a graph: tokens for functions, tickets for bound operators.
 
 _tokens: dict[str, tuple[Any, tuple, dict[str, Any]]] = {}
-_seats: WeakValueDictionary[int, Seat] = WeakValueDictionary()
+_contexts: WeakValueDictionary[int, WorkerContext] = WeakValueDictionary()
 _PLACES = 1 << 24
 
 
@@ -53,21 +54,21 @@ def _summed(part_of: str, back: bool, x: Any, names: tuple[str, ...]) -> Any:
     return operate(named("psum", Sum, names, forward=part_of) if back else named(part_of, Sum, names), x)
 
 
-def _ticket(op: Operator, seat: Seat) -> torch.Tensor:
+def _ticket(op: Operator, context: WorkerContext) -> torch.Tensor:
     """A number for an operator bound on a worker; equal ones have one number."""
-    if seat.number not in _seats:
-        _seats[seat.number] = seat
-    place = seat.tickets.setdefault(op, len(seat.tickets))
-    return torch.tensor([seat.number * _PLACES + place])
+    if context.number not in _contexts:
+        _contexts[context.number] = context
+    place = context.tickets.setdefault(op, len(context.tickets))
+    return torch.tensor([context.number * _PLACES + place])
 
 
-def _bound(ticket: torch.Tensor) -> tuple[Operator, Seat]:
-    """The operator of a ticket, and the worker's place."""
+def _bound(ticket: torch.Tensor) -> tuple[Operator, WorkerContext]:
+    """The operator of a ticket, and the worker's context."""
     number, place = divmod(int(ticket), _PLACES)
-    seat = _seats.get(number)
-    if seat is None:
-        raise map_is_over("backward of a compiled function")
-    return next(itertools.islice(seat.tickets, place, None)), seat
+    context = _contexts.get(number)
+    if context is None:
+        raise map_ended("backward of a compiled function")
+    return next(itertools.islice(context.tickets, place, None)), context
 
 
 def _own(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -79,20 +80,20 @@ def _own(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 @torch.library.custom_op("spmd::apply", mutates_args=(), schema="(Tensor x, str token) -> (Tensor, Tensor)")
 def _apply(x: torch.Tensor, token: str) -> tuple[torch.Tensor, torch.Tensor]:
     function, args, kwargs = _tokens[token]
-    with torch.no_grad(), captured() as tasks:
+    with torch.no_grad(), recorded_calls() as calls:
         y = function(x, *args, **kwargs)
-    op = tasks[0].op if len(tasks) == 1 else None
+    op = calls[0].op if len(calls) == 1 else None
     if not isinstance(op, Operator):
         raise MeshError(
             message(
                 f"a compiled call of {token.split('(')[0]}",
-                got=f"{len(tasks)} collectives",
+                got=f"{len(calls)} collectives",
                 need="one linear operator",
                 mend="call it outside of the compiled function",
             )
         )
     y = _own(y, x)
-    return y, _ticket(op, tasks[0].seat)
+    return y, _ticket(op, calls[0].context)
 
 
 @_apply.register_fake
@@ -107,9 +108,9 @@ def _(x: torch.Tensor, token: str) -> tuple[torch.Tensor, torch.Tensor]:
     "spmd::move", mutates_args=(), schema="(Tensor g, Tensor ticket, SymInt[] shape, bool forward) -> Tensor"
 )
 def _move(g: torch.Tensor, ticket: torch.Tensor, shape: Sequence[int], forward: bool) -> torch.Tensor:
-    op, seat = _bound(ticket)
+    op, context = _bound(ticket)
     with torch.no_grad():
-        y = apply(op if forward else op.back, g, seat)
+        y = apply(op if forward else op.back, g, context)
     return _own(y, g)
 
 
@@ -280,7 +281,7 @@ def _in_graph(x: torch.Tensor, name: str, args: tuple, kwargs: dict[str, Any]) -
 
 def _traced(x: torch.Tensor, token: str) -> torch.Tensor:
     if _constant_placed(token):
-        assert PLACE.name  # read, so that it is guarded
+        assert COMPILE_GUARD.name  # read, so that it is guarded
     return torch.ops.spmd.apply(x, token)[0]
 
 
@@ -342,7 +343,7 @@ def _attain(x: torch.Tensor, how: str, total: str, dims: Sequence[int]) -> torch
     (names,) = _tokens[total][1]
     with torch.no_grad():
         op = named(how, Extremum, names, how[-3:], tuple(dims))
-        return _own(apply(op, x, seat_of(here("torch.compile"))), x)
+        return _own(apply(op, x, context_of(here("torch.compile"))), x)
 
 
 @_attain.register_fake
@@ -449,7 +450,7 @@ _DECOMPOSED: dict[str, Callable] = {
 
 def _refuse_states(x: torch.Tensor) -> None:
     if isinstance(x, Tensor):
-        raise StateError(COMPILED)
+        raise StateError(STATE_IN_COMPILED)
 
 
 class OperatorFunction:

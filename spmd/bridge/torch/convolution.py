@@ -1,8 +1,8 @@
-"""Convolutions and poolings of torch on tensors that lie in blocks: over space, over channels, over the batch.
+"""Convolutions and poolings of torch on blocks: split over space, over channels, over the batch.
 
-A module of torch is given, and specs of what goes in and comes out; the same module on this worker's blocks is made of
-it. Each worker fetches the interval of the input that its block of the output is made of (`spmd.plan_windows`), and has
-its own channels of the weights.
+A module of torch and the specs of its input and output give the same module on this worker's blocks. Each worker
+fetches the interval of the input that its block of the output needs (`spmd.plan_windows`), and holds its own channels
+of the weights.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from spmd.bridge.torch.memory import array_dtype
+from spmd.bridge.torch.interop import array_dtype
 from spmd.bridge.torch.sharded import ShardedModule
 from spmd.errors import LayoutError, SpecError, describe, message
 from spmd.layout import Layout, P, block_sizes
@@ -40,14 +40,14 @@ _POOLINGS: dict[type, tuple[int, Any]] = {
     nn.AvgPool3d: (3, F.avg_pool3d),
 }
 
-_as_it_is: Any = torch.compiler.disable
-"""A layer that a compiled function calls runs as it is: its plan may want a meeting of the workers."""
+_uncompiled: Any = torch.compiler.disable
+"""Layers are not compiled, also if a compiled function calls them: the workers may have to exchange shapes."""
 
 
 class DistributedConv(ShardedModule):
     """`conv`, an `nn.Conv1d`, `nn.Conv2d` or `nn.Conv3d`, on blocks.
 
-    conv: with the weights of the whole, the same on all workers. in_spec, out_spec: of what comes in and goes out, by
+    conv: with the weights of the whole, the same on all workers. in_spec, out_spec: of the input and the output, by
     dimension: batch, channels, space; batch and space are split alike. out_spec: None for in_spec with its channels
     whole. With groups=1 the channels in and out are split over different axes or not at all; in groups over the same
     axes, whose workers share the groups evenly.
@@ -74,9 +74,9 @@ class DistributedConv(ShardedModule):
         self._convolve = _function(where, "conv", conv, _CONVOLUTIONS)
         given: Any = conv
         self.space = given.weight.ndim - 2
-        batch, taken, *space = _padded(where, worker, "in_spec", in_spec, self.space + 2)
+        batch, in_axes, *space = _padded(where, worker, "in_spec", in_spec, self.space + 2)
         out_spec = P(batch or None, None, *(names or None for names in space)) if out_spec is None else out_spec
-        out_batch, made, *out_space = _padded(where, worker, "out_spec", out_spec, self.space + 2)
+        out_batch, out_axes, *out_space = _padded(where, worker, "out_spec", out_spec, self.space + 2)
         if (batch, space) != (out_batch, out_space):
             raise SpecError(
                 message(
@@ -87,12 +87,12 @@ class DistributedConv(ShardedModule):
                     mend="repartition the result: spt.repartition(y, src, dst)",
                 )
             )
-        self.groups = _groups(where, worker, given.groups, taken, made)
+        self.groups = _groups(where, worker, given.groups, in_axes, out_axes)
         self.in_spec, self.out_spec = in_spec, out_spec
         self._spread = (*batch, *(n for names in space for n in names))  # along which each worker has the same weights
-        # Without groups each worker along `made` takes the same x, and those along `taken` make parts of the same y.
-        self._made, self._same, self._added = made, *((made, taken) if given.groups == 1 else ((), ()))
-        self.specs = {"weight": P(made or None, self._added or None), "bias": P(made or None)}
+        # Without groups, workers along out_axes take the same x, and those along in_axes compute summands of y.
+        self._same, self._added = (out_axes, in_axes) if given.groups == 1 else ((), ())
+        self.specs = {"weight": P(out_axes or None, self._added or None), "bias": P(out_axes or None)}
         self._plan = _Plan(where, space, given.kernel_size, given.stride, given.dilation, _padding_of(given), size)
         self._boundary = _BOUNDARIES[given.padding_mode]
         for name, spec in self.specs.items():
@@ -102,13 +102,13 @@ class DistributedConv(ShardedModule):
             else:
                 self.register_shard(name, whole, spec, requires_grad=whole.requires_grad)
 
-    @_as_it_is
+    @_uncompiled
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         windows = self._plan.windows(x)
         x = self._plan.exchanged(x, windows, [w.widths for w in windows], self._boundary)
         x = pvary(x, self._same) if self._same else x
-        weight = self._met("weight")
-        bias = None if self.bias is None else self._met("bias")
+        weight = self._parameter_block("weight")
+        bias = None if self.bias is None else self._parameter_block("bias")
         y = self._valid(x, weight, None if self._added else bias, windows)
         if self._added:
             # The bias comes after the sum: before it, every worker would add it once.
@@ -116,14 +116,14 @@ class DistributedConv(ShardedModule):
             y = y if bias is None else y + bias.reshape(-1, *[1] * self.space)
         return y
 
-    def _met(self, name: str) -> Any:
-        """The block of a parameter, varied to where it meets the input."""
+    def _parameter_block(self, name: str) -> Any:
+        """The block of a parameter, varied to the state of the input."""
         block = self.shard(name)
         return pvary(block, self._spread) if self._spread else block
 
     def _valid(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, windows: list[Window]):
-        """The convolution without padding. torch wants a channel and a window at least: zeros stand in for them, so
-        that the graphs of all workers hold the same collectives."""
+        """The convolution without padding. torch needs at least one channel and one window: empty ones are padded
+        with zeros, so that the graphs of all workers hold the same collectives."""
         shape = (x.shape[0], weight.shape[0], *self._plan.own(windows))
         if 0 in (*shape[1:], weight.shape[1]):
             x = _at_least(x, (0, 1, *self._plan.extents))
@@ -139,7 +139,7 @@ class DistributedConv(ShardedModule):
 class DistributedPool(nn.Module):
     """`pool`, an `nn.MaxPool1d` to `nn.AvgPool3d`, on blocks.
 
-    spec: of what comes in and goes out: batch, channels, space. size: as for `DistributedConv`.
+    spec: of the input and the output: batch, channels, space. size: as for `DistributedConv`.
 
     Forward: this worker's block of pool(x), in balanced blocks; one `halo_exchange`. Backward: `halo_accumulate`.
     Raises SpecError for a spec that does not fit, LayoutError for a pooling that gives indices.
@@ -171,13 +171,13 @@ class DistributedPool(nn.Module):
         padding = [(p, p) for p in _each(given.padding, space)]
         self._plan = _Plan(where, dims[2:], kernel, stride, dilation, padding, size, given.ceil_mode)
 
-    @_as_it_is
+    @_uncompiled
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         plan = self._plan
         windows = plan.windows(x)
         largest = hasattr(self.pool, "return_indices")
         x = plan.exchanged(x, windows, [w.halos for w in windows], "none")
-        # What lies beyond the ends is the least there is, or counts for nothing in the sum.
+        # Beyond the ends: the smallest value for a maximum, zero for a sum.
         pads = [w.pads[k] for w, k in zip(windows, plan.places(), strict=True)]
         if any(map(any, pads)):
             x = F.pad(x, [n for pair in reversed(pads) for n in pair], value=-math.inf if largest else 0.0)
@@ -189,7 +189,7 @@ class DistributedPool(nn.Module):
         return y if largest else self._weighed(y, windows)
 
     def _weighed(self, y: torch.Tensor, windows: list[Window]) -> torch.Tensor:
-        """Averages over the full kernel, as averages over what the module counts."""
+        """Averages over the full kernel, rescaled to averages over the entries that the module counts."""
         taps = math.prod(self._plan.kernel)
         override = getattr(self.pool, "divisor_override", None)
         if override:
@@ -210,7 +210,7 @@ class DistributedPool(nn.Module):
 
 
 class _Plan:
-    """The windows of a module over the dimensions of space.
+    """The windows of a module over the spatial dimensions.
 
     axes: over which each dimension is split. kernel, stride, dilation: one for each; padding: (low, high) for each.
     """
@@ -229,21 +229,21 @@ class _Plan:
         self.where, self.axes = where, list(axes)
         self.kernel, self.stride, self.dilation = tuple(kernel), tuple(stride), tuple(dilation)
         self.padding, self.ceil = tuple(padding), ceil
-        self._kept: Any = None
+        self._cached: Any = None
         self.size = None if size is None else tuple(size)
         self.extents = [(k - 1) * d + 1 for k, d in zip(kernel, dilation, strict=True)]
         self.spec = P(None, None, *(names or None for names in self.axes))
 
     def windows(self, x: torch.Tensor) -> list[Window]:
-        """The window of each dimension. Those of the last lengths are kept."""
+        """The window of each dimension, cached for the last lengths."""
         axes = here(self.where).mesh.axes
         key = (self._inputs(x), tuple(axes.items()))
-        if self._kept is None or self._kept[0] != key:
+        if self._cached is None or self._cached[0] != key:
             cuts = key[0]
             source = Layout([sum(n) for n in cuts], P(*(names or None for names in self.axes)), axes, cuts)
             taps = {"stride": self.stride, "padding": self.padding, "dilation": self.dilation}
-            self._kept = key, list(plan_windows(source, self.kernel, **taps, ceil=self.ceil).dims)
-        return self._kept[1]
+            self._cached = key, list(plan_windows(source, self.kernel, **taps, ceil=self.ceil).dims)
+        return self._cached[1]
 
     def _inputs(self, x: torch.Tensor) -> tuple[tuple[int, ...], ...]:
         """The lengths of the blocks of x in each dimension."""
@@ -273,9 +273,9 @@ class _Plan:
         )
 
 
-def _function(where: str, argument: str, module: Any, known: dict) -> Any:
+def _function(where: str, argument: str, module: Any, kinds: dict) -> Any:
     """What a module computes with."""
-    for kind, function in known.items():
+    for kind, function in kinds.items():
         if isinstance(module, kind):
             return function
     raise LayoutError(
@@ -283,7 +283,7 @@ def _function(where: str, argument: str, module: Any, known: dict) -> Any:
             where,
             argument=argument,
             got=describe(module),
-            need=f"one of {', '.join(f'nn.{kind.__name__}' for kind in known)}",
+            need=f"one of {', '.join(f'nn.{kind.__name__}' for kind in kinds)}",
             mend="give the module of the whole, with its weights",
         )
     )
@@ -295,10 +295,10 @@ def _padded(where: str, worker: Worker, argument: str, spec: P, ndim: int) -> li
     return [*spec.dims, *[()] * (ndim - len(spec))]
 
 
-def _groups(where: str, worker: Worker, groups: int, taken: tuple[str, ...], made: tuple[str, ...]) -> int:
+def _groups(where: str, worker: Worker, groups: int, in_axes: tuple[str, ...], out_axes: tuple[str, ...]) -> int:
     """The groups of this worker."""
     if groups == 1:
-        both = [n for n in taken if n in made]
+        both = [n for n in in_axes if n in out_axes]
         if both:
             raise SpecError(
                 message(
@@ -310,13 +310,13 @@ def _groups(where: str, worker: Worker, groups: int, taken: tuple[str, ...], mad
                 )
             )
         return 1
-    n = worker.group(taken).size
-    if taken != made:
+    n = worker.group(in_axes).size
+    if in_axes != out_axes:
         raise SpecError(
             message(
                 where,
                 argument="out_spec",
-                got=f"channels in {groups} groups, split over {taken} coming in and over {made} going out",
+                got=f"channels in {groups} groups, split over {in_axes} coming in and over {out_axes} going out",
                 need="the same axes: each worker has whole groups",
                 mend="P(batch, axis, ...) for both, or whole channels for both",
             )
@@ -326,7 +326,7 @@ def _groups(where: str, worker: Worker, groups: int, taken: tuple[str, ...], mad
             message(
                 where,
                 argument="conv",
-                got=f"{groups} groups for {n} workers along {' and '.join(map(repr, taken))}",
+                got=f"{groups} groups for {n} workers along {' and '.join(map(repr, in_axes))}",
                 need="as many groups for each of them",
                 mend="split the channels over fewer workers, and space over more",
             )

@@ -1,7 +1,7 @@
 """Data parallelism in torch: a module whose parameters are one value on all workers, though each has its own data.
 
-To give each worker the same parameters is to vary them (`Vary`); the adjoint is a sum (`Sum`). `DataParallel` takes it
-for all parameters together: in buckets that are sent while backward goes on, and that arrive before it ends.
+Giving each worker the same parameters is `Vary`, whose adjoint is `Sum`. `DataParallel` sums the gradients of all
+parameters together, in buckets that are sent while backward runs and that arrive before it ends.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from spmd.bridge.torch.function import FRONTEND
-from spmd.bridge.torch.gradients import WHERE, Sums
+from spmd.bridge.torch.frontend import FRONTEND
+from spmd.bridge.torch.gradient_sync import GradientSync
+from spmd.bridge.torch.module_broadcast import WHERE
 from spmd.errors import MeshError, StateError, message
 from spmd.mesh import WORKER, Worker, here
 from spmd.spellings import closest
@@ -40,9 +41,9 @@ def data_parallel(
     overlap: bool = True,
     varying: str | Sequence[str] = (),
 ) -> DataParallel:
-    """The module, with parameters that are one value on all workers along axis_name, each of which has data of its own.
+    """The module, with parameters that are one value on all workers along axis_name, each of which has its own data.
 
-    To be called in a body, on every worker, as `torch.nn.parallel.DistributedDataParallel` is in every process:
+    Call it in a body, on every worker, as `torch.nn.parallel.DistributedDataParallel` is called in every process:
 
         model = spt.data_parallel(Net(), "data")
         loss = spt.mean(F.cross_entropy(model(x), y, reduction="none"), "data")
@@ -50,37 +51,25 @@ def data_parallel(
         optimizer.step()
 
     module: this worker's own. Its parameters and buffers become those of the first worker along axis_name.
-    axis_name: an axis of the mesh, or several. Along others, parameters are one value too, which is verified here, but
-    for those of `ShardedModule`s and those that the forward declares, by `spt.varying(self.weight, "model")`.
-    reduction: what `.grad` holds when `backward()` returns. "sum": the sum of what the workers' own backwards give.
-    That is the adjoint of varying the parameters, and what this library takes everywhere: the gradient of a loss that
-    is one value for all workers (`spt.mean`, `spt.psum`), however uneven their shares are. "mean": that sum over the
-    number of workers, which is DDP's convention: right where each worker's loss is the mean over its own minibatch,
-    and all minibatches are equally long.
-    bucket_bytes: gradients are sent when so many bytes of them have come, in the order in which backward makes them,
-    a bucket for each dtype. With the first backward, that of the first worker is taken for the order.
-    broadcast_buffers: after each backward that sums, buffers (running means) become those of the first worker. (DDP
-    does so before the next forward.)
+    axis_name: an axis of the mesh, or several. Along other axes parameters must be one value too, which is verified
+    here, except those of `ShardedModule`s and those that forward declares, by `spt.varying(self.weight, "model")`.
+    reduction: what `.grad` holds after `backward()`. "sum": the sum of the workers' own gradients, which is the adjoint
+    of varying the parameters: the gradient of a loss that is one value for all workers (`spt.mean`, `spt.psum`),
+    however uneven their shares are. "mean": that sum over the number of workers, as DDP: right if each worker's loss is
+    the mean over its own minibatch, and all minibatches have one length.
+    bucket_bytes: a bucket is sent when its gradients, of one dtype, have this many bytes. Gradients are in the order in
+    which the first backward of the first worker computes them.
+    broadcast_buffers: after each backward that sums, copy the buffers (running means) of the first worker. (DDP does so
+    before the next forward.)
     init: "broadcast", or "verify", which sends the same and raises StateError where anything differs.
-    overlap: False sends all buckets when backward is through: where workers' graphs part ways and hold collectives of
-    their own, and where several such modules share a backward that differs from worker to worker.
+    overlap: False sends all buckets at the end of backward. Needed where the graphs of workers differ and hold
+    collectives, and where several such modules share a backward that differs between workers.
+    varying: other axes along which parameters may differ, as those of the stages of a pipeline.
 
-    Forward: `module(...)`, whose tensors are Varying over axis_name in every gradient mode; `model.module(x)` is the
-    module alone, for an x that is the same on all workers. Backward: one all-reduce per bucket, waited for before
-    `backward()` returns. It may be called several times, on several forwards at once, with retain_graph, through
-    `torch.utils.checkpoint`; gradients add up in `.grad`. A parameter that no worker's backward reaches keeps the
-    `.grad` it has, None for one; one that some reach gets the sum on all. A worker whose backward reaches none at all
-    takes no part, and the others' is a mismatch: `spt.tie(loss, *model.parameters())` there.
-    A term that all workers add alike, as a penalty on the parameters, is counted once for each worker: with "sum"
-    divide it by `spt.axis_size(axis_name)`.
-
-    `with model.no_sync():` backwards that send nothing: `.grad` grows by this worker's own gradient, and the first
-    backward after it sends what has come together. `torch.autograd.grad` gives this worker's own gradient, with
-    create_graph too, which `spt.psum` sums; `backward(create_graph=True)` raises DifferentiationError.
-
-    `state_dict()`, `load_state_dict()`, `named_parameters()` and attributes are those of the module, which is
-    `model.module`. Frozen parameters are not sent; they may be released later. Raises MeshError outside of bodies and
-    on another mesh, StateError for a module that two workers share, MismatchError where modules differ.
+    Forward: `module(...)`, whose tensors vary over axis_name in every gradient mode. `model.module(x)` is the module
+    alone, for an x that is the same on all workers. See `DataParallel` for backward.
+    Raises MeshError outside of bodies and on another mesh, StateError for a module that two workers share,
+    MismatchError where modules differ.
     """
     return DataParallel(
         module,
@@ -95,7 +84,22 @@ def data_parallel(
 
 
 class DataParallel(nn.Module):
-    """A module whose gradients are summed over workers; see `data_parallel`."""
+    """A module whose gradients are summed over workers; `data_parallel` makes it.
+
+    Backward: one all-reduce per bucket, waited for before `backward()` returns. It may be called several times, for
+    several forwards, with retain_graph, and through `torch.utils.checkpoint`; gradients are added in `.grad`. If no
+    worker's backward reaches a parameter, its `.grad` stays as it is. If some reach it, all get the sum. A worker whose
+    backward reaches no parameter takes no part, which is a mismatch: call `spt.tie(loss, *model.parameters())` there.
+    A term that all workers add alike, such as a penalty on the parameters, counts once for each worker: with "sum"
+    divide it by `spt.axis_size(axis_name)`.
+
+    `with model.no_sync():` backwards that send nothing: `.grad` grows by this worker's own gradient, and the first
+    backward after it sums everything. `torch.autograd.grad` gives this worker's own gradient, also with create_graph;
+    `spt.psum` sums it. `backward(create_graph=True)` raises DifferentiationError.
+
+    `state_dict()`, `load_state_dict()`, `named_parameters()` and attributes are those of the module, which is
+    `model.module`. Frozen parameters are not sent; they may be released later.
+    """
 
     module: nn.Module
 
@@ -124,8 +128,8 @@ class DataParallel(nn.Module):
         self.broadcast_buffers = broadcast_buffers
         self.init = init
         self.overlap = overlap
-        self._sums: Sums | None = Sums(self, worker)
-        self._sums.level(worker, verify=init == "verify")
+        self._sync: GradientSync | None = GradientSync(self, worker)
+        self._sync.equalize(worker, verify=init == "verify")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         worker = WORKER.get()
@@ -140,44 +144,43 @@ class DataParallel(nn.Module):
                     )
                 )
             return self.module(*args, **kwargs)
-        sums = self._of(worker)
-        with sums.varied(worker):
+        sync = self._sync_of(worker)
+        with sync.varied(worker):
             out = self.module(*args, **kwargs)
         if worker.tracked:
             out = pytree.tree_map(partial(self._varying, worker=worker), out)
         if torch.is_grad_enabled():
-            sums.watch(out)
+            sync.watch_outputs(out)
         return out
 
     def _varying(self, x: Any, worker: Worker) -> Any:
-        """A result, which varies along the axes whatever it was computed of, and in every gradient mode."""
+        """A result, varied along the axes whatever it depends on, in every gradient mode."""
         return FRONTEND.vary(x, self.axis_name, worker) if isinstance(x, torch.Tensor) else x
 
-    def _of(self, worker: Worker) -> Sums:
+    def _sync_of(self, worker: Worker) -> GradientSync:
         """The sums of this worker, for its parameters as they are now."""
-        sums = self._sums
-        if sums is None:  # copied or loaded
-            sums = self._sums = Sums(self, worker)
-            sums.level(worker, verify=False)
-            return sums
-        sums.sit(worker)
-        if sums.outdated():
-            sums = self._sums = Sums(self, worker, sums)
-        return sums
+        sync = self._sync
+        if sync is None:  # copied or loaded
+            sync = self._sync = GradientSync(self, worker)
+            sync.equalize(worker, verify=False)
+            return sync
+        sync.bind(worker)
+        if sync.outdated():
+            sync = self._sync = GradientSync(self, worker, sync)
+        return sync
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards that send nothing: `.grad` grows by this worker's own gradient.
 
-        The first backward after it sums what has come together. (DDP asks for the forward to be inside too; here it
-        makes no difference where that is.)
+        The first backward after it sums everything. (DDP needs forward inside too; here that makes no difference.)
         """
-        sums = self._of(here(f"no_sync of {WHERE}"))
-        before, sums.syncing = sums.syncing, False
+        sync = self._sync_of(here(f"no_sync of {WHERE}"))
+        before, sync.syncing = sync.syncing, False
         try:
             yield
         finally:
-            sums.syncing = before
+            sync.syncing = before
 
     # The names of the module
 
@@ -211,24 +214,24 @@ class DataParallel(nn.Module):
     # Copies
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_sums": None}
+        return {**self.__dict__, "_sync": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._sums = None
+        self._sync = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataParallel:
-        """A copy with sums of its own. It sends nothing: copies of what is one value are one value."""
+        """A copy that sums its own gradients. It sends nothing, because copies of equal parameters are equal."""
         import copy
 
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
-        nn.Module.__init__(twin)
-        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        nn.Module.__init__(copied)
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         worker = WORKER.get()
-        if worker is not None and self._sums is not None:
-            twin._sums = Sums(twin, worker, self._sums)
-        return twin
+        if worker is not None and self._sync is not None:
+            copied._sync = GradientSync(copied, worker, self._sync)
+        return copied
 
 
 def _others(worker: Worker, varying: str | Sequence[str], axes: tuple[str, ...]) -> tuple[str, ...]:

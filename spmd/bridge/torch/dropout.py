@@ -1,4 +1,4 @@
-"""Dropout whose mask depends on the place of an entry in the whole tensor, not on which worker holds it."""
+"""Dropout whose mask depends on the index of an entry in the whole tensor, not on the worker that holds it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from spmd.bridge.torch.drawing import stream, word
-from spmd.bridge.torch.function import no_lockstep
+from spmd.bridge.torch.rng import random_word, worker_generator
+from spmd.bridge.torch.worker_context import refuse_lockstep
 from spmd.errors import SpecError, describe, message
 from spmd.layout import P
 from spmd.mesh import WORKER
@@ -53,19 +53,18 @@ def dropout(
         return x
     worker = WORKER.get()
     if worker is not None:
-        no_lockstep(worker)
+        refuse_lockstep(worker)
     layout = layouts.layout_of_block(_WHERE, x, spec)
     if key is None:
         key = _key()
-    keep: Any = distributions.bernoulli(
-        key, 1 - float(p), tuple(x.shape) if layout is None else layout.shape, spec=layout
-    )
+    shape = tuple(x.shape) if layout is None else layout.shape
+    keep: Any = distributions.bernoulli(key, 1 - float(p), shape, spec=layout)
     if not isinstance(keep, torch.Tensor):
         keep = torch.from_numpy(np.array(keep))
     return torch.where(keep.to(x.device), x, torch.zeros((), dtype=x.dtype, device=x.device)) * (1 / (1 - float(p)))
 
 
 def _key() -> np.ndarray:
-    """A key that the generator gives from which functions of torch draw here."""
-    own = stream() or torch.default_generator
-    return np.array([word(own, 32), word(own, 32)], np.uint32)
+    """A key, drawn from the generator of this worker."""
+    own = worker_generator() or torch.default_generator
+    return np.array([random_word(own, 32), random_word(own, 32)], np.uint32)

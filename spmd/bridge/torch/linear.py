@@ -1,4 +1,4 @@
-"""Linear layers whose weights are sharded: in general over partitions, and in the forms that have names."""
+"""Linear layers with sharded weights: between partitions, column-parallel, and row-parallel."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 import spmd
 from spmd.bridge.torch.compiled import compilable
-from spmd.bridge.torch.drawing import drawing
-from spmd.bridge.torch.modules import Grid, Shape, common_axes, grid_of, learnt, met, of_shape
+from spmd.bridge.torch.layouts import Grid, Shape, common_axes, gather_shapes, grid_of, layout_for, layout_of_shapes
+from spmd.bridge.torch.rng import drawing
 from spmd.bridge.torch.sharded import ShardedModule
 from spmd.errors import LayoutError, describe, message
 from spmd.layout import Layout, P
@@ -45,19 +45,19 @@ class _Linear(ShardedModule):
         options: dict[str, Any],
         in_features: int,
         out_features: int,
-        lies: tuple[P | Layout, P | Layout],
+        specs: tuple[P | Layout, P | Layout],
         bias: bool,
         device: Any,
         dtype: torch.dtype | None,
         generator: torch.Generator | int | None,
     ) -> None:
-        """Take the blocks of the parameters that nn.Linear would have. places, options: arguments of the form."""
+        """Register the blocks of the parameters of nn.Linear. places, options: arguments of the subclass, for repr."""
         self._places, self._options = places, options
         self.in_features, self.out_features = in_features, out_features
         whole = nn.Linear(in_features, out_features, bias, device="meta", dtype=dtype)
-        self.register_shard("weight", whole.weight, lies[0])
+        self.register_shard("weight", whole.weight, specs[0])
         if bias:
-            self.register_shard("bias", whole.bias, lies[1])
+            self.register_shard("bias", whole.bias, specs[1])
         else:
             self.register_parameter("bias", None)
         on = torch.get_default_device() if device is None else torch.device(device)
@@ -89,15 +89,15 @@ class _Linear(ShardedModule):
             )
         w, b = linear.weight, linear.bias
         form: Any = cls
-        made = form(
+        layer = form(
             *places, linear.in_features, linear.out_features, b is not None, device="meta", dtype=w.dtype, **options
         )
-        made.to_empty(device=w.device)
-        made.load_state_dict(linear.state_dict())
-        made.weight.requires_grad_(w.requires_grad)
-        if b is not None and made.bias is not None:
-            made.bias.requires_grad_(b.requires_grad)
-        return made.train(linear.training)
+        layer.to_empty(device=w.device)
+        layer.load_state_dict(linear.state_dict())
+        layer.weight.requires_grad_(w.requires_grad)
+        if b is not None and layer.bias is not None:
+            layer.bias.requires_grad_(b.requires_grad)
+        return layer.train(linear.training)
 
     def to_linear(self) -> nn.Linear:
         """The whole as an nn.Linear, on every worker. Collective; it shares no memory with this."""
@@ -180,10 +180,10 @@ class DistributedLinear(_Linear):
         self.P_x, self.P_y, self.P_w, self.axes = P_x, P_y, P_w, axes
         if isinstance(P_x, P) and isinstance(P_y, P) and isinstance(P_w, P):
             out, into, self._batch = _spec_form(where, P_x, P_y, P_w)
-            lies = (P(out, into), P(out))
+            specs = (P(out, into), P(out))
             self._rows, self._columns = out, into
         elif isinstance(P_x, Grid) and isinstance(P_y, Grid) and isinstance(P_w, Grid | Layout):
-            lies = _grid_form(where, P_x, P_y, of_shape(shape, P_w, axes), shape)
+            specs = _grid_form(where, P_x, P_y, layout_for(shape, P_w, axes), shape)
         else:
             raise LayoutError(
                 message(
@@ -194,7 +194,7 @@ class DistributedLinear(_Linear):
                     'P(None, "r"), P("r", "c")',
                 )
             )
-        self._hold((P_x, P_y, P_w), {}, in_features, out_features, lies, bias, device, dtype, generator)
+        self._hold((P_x, P_y, P_w), {}, in_features, out_features, specs, bias, device, dtype, generator)
 
     @classmethod
     def from_linear(
@@ -219,12 +219,12 @@ class DistributedLinear(_Linear):
         y = _psum(F.linear(x, w), self._columns)
         return y if b is None else y + b.to(y.dtype)  # under autocast y is narrower
 
-    # Layouts are learnt from the workers, which a compiled graph cannot hold.
+    # The workers exchange shapes, which a compiled graph cannot hold.
     @_uncompiled
     def _by_grids(self, x: torch.Tensor) -> torch.Tensor:
         where = "spt.DistributedLinear"
         worker = here(where)
-        shapes = met(where, x, tuple(self.axes), worker)
+        shapes = gather_shapes(where, x, tuple(self.axes), worker)
         weights = self.shard_layout("weight")
         src, needed, parts, dst = _layouts(where, shapes, self.P_x, self.P_y, weights, tuple(self.axes.items()))
         x = spmd.repartition(x, src, needed)
@@ -274,8 +274,8 @@ def _grid_form(where: str, P_x: Grid, P_y: Grid, weights: Layout, shape: Shape) 
 def _layouts(
     where: str, shapes: tuple[Shape, ...], P_x: Grid, P_y: Grid, weights: Layout, axes: tuple[tuple[str, int], ...]
 ) -> tuple[Layout, Layout, Layout, Layout]:
-    """How x comes, how the workers of the weights need it, how they give their products, and how y leaves."""
-    src = learnt(where, shapes, P_x, axes)
+    """The layouts of x, of x on the workers of the weights, of their products, and of y."""
+    src = layout_of_shapes(where, shapes, P_x, axes)
     out_features, in_features = weights.shape
     if not src.shape or src.shape[-1] != in_features:
         raise LayoutError(
@@ -332,8 +332,8 @@ class ColumnParallelLinear(_Linear):
         self.sequence, self.gather = _dimension(where, sequence), gather
         options = {"sequence": sequence} if sequence is not None else {}
         options |= {"gather": True} if gather else {}
-        lies = P(self.names), P(self.names)
-        self._hold((_one(self.names),), options, in_features, out_features, lies, bias, device, dtype, generator)
+        specs = P(self.names), P(self.names)
+        self._hold((_one(self.names),), options, in_features, out_features, specs, bias, device, dtype, generator)
 
     @classmethod
     def from_linear(
@@ -384,8 +384,8 @@ class RowParallelLinear(_Linear):
         self.names = here(where).mesh.names(axis_name, where)
         self.sequence = _dimension(where, sequence)
         options = {} if sequence is None else {"sequence": sequence}
-        lies = P(None, self.names), P()
-        self._hold((_one(self.names),), options, in_features, out_features, lies, bias, device, dtype, generator)
+        specs = P(None, self.names), P()
+        self._hold((_one(self.names),), options, in_features, out_features, specs, bias, device, dtype, generator)
 
     @classmethod
     def from_linear(

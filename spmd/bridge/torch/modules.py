@@ -1,322 +1,51 @@
 """Movements of data as modules without parameters, with DistDL's names.
 
-A module says between which layouts, or along which axis, its tensors move; forward is the operator, and backward its
-exact adjoint. Layouts may be given without a shape, as specs or grids. Then the shape is that of the tensor which
-comes: the workers meet at each call to learn all blocks, without a byte, since one that sees its own block alone
-cannot tell whether another's has changed. What is made of the shapes is kept.
+A module has the layouts between which, or the axis along which, its tensors move. Forward is the operator, and backward
+its exact adjoint. Layouts may be given without a shape, as specs or grids. Then the workers exchange the shapes of all
+blocks at each call, without a byte of data: no worker can know whether the block of another has changed. Layouts are
+computed once for each set of shapes.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from operator import index
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import nn
 
 import spmd
 from spmd.bridge.torch.compiled import compilable, token_of
-from spmd.bridge.torch.function import no_lockstep
-from spmd.bridge.torch.memory import array_dtype
-from spmd.errors import LayoutError, describe, message
+from spmd.bridge.torch.layouts import (
+    Grid,
+    LayoutLike,
+    Shape,
+    added_axes,
+    broadcast_grid,
+    checked_layout,
+    common_axes,
+    copied_layout,
+    gather_shapes,
+    layout_for,
+    layout_of_blocks,
+    resolve_layout,
+)
+from spmd.errors import LayoutError, message
 from spmd.layout import Layout, P
-from spmd.mesh import Worker, here
+from spmd.mesh import here
 from spmd.tracebacks import api_boundary
-from spmd.transport.call import Call
 from spmd.window import Window
 from spmd.window_nd import Windows, plan_windows
 
-__all__ = [
-    "AllGather",
-    "AllSumReduce",
-    "Broadcast",
-    "Grid",
-    "HaloExchange",
-    "Lies",
-    "ReduceScatter",
-    "Repartition",
-    "SumReduce",
-    "common_axes",
-    "grid_of",
-    "learnt",
-    "met",
-    "of_shape",
-    "resolved",
-    "spread",
-]
-
-Shape = tuple[int, ...]
-
-
-# Layouts of any shape
-
-
-@dataclass(frozen=True)
-class Grid:
-    """A Cartesian grid of workers, for arrays of any shape: `Layout.grid` before the shape is known.
-
-    dims: the number of blocks in each of the last dimensions of the array; dimensions before these are whole.
-    workers: who holds the blocks, by number, last dimension fastest; the first prod(dims) by default. The others hold
-    nothing: blocks of shape (0, 0, ...).
-    copies: so many workers, next to each other in `workers`, hold each block, a value each.
-    axes: the axes of the mesh that number the workers; all of the mesh by default. Along its other axes there is such
-    a grid at each place.
-
-    DistDL's partition: `Grid((2, 2), workers=[4, 5, 6, 7])`.
-    Raises LayoutError for numbers that are none, and, when an array comes, for one of fewer dimensions.
-    """
-
-    dims: tuple[int, ...]
-    workers: tuple[int, ...] | None = None
-    copies: int = 1
-    axes: tuple[str, ...] | None = None
-
-    def __post_init__(self):
-        axes = (self.axes,) if isinstance(self.axes, str) else self.axes
-        try:
-            dims = tuple(map(index, self.dims))
-            workers = None if self.workers is None else tuple(map(index, self.workers))
-            fits = min((*dims, index(self.copies))) >= 1
-        except TypeError:
-            dims, workers, fits = (), None, False
-        if not fits:
-            raise LayoutError(
-                message(
-                    "spt.Grid",
-                    got=f"dims={self.dims!r}, workers={self.workers!r}, copies={self.copies!r}",
-                    need="a number of blocks, 1 or more, for each dimension, and the numbers of their workers",
-                    mend="Grid((2, 3), workers=[0, 1, 2, 4, 5, 6])",
-                )
-            )
-        object.__setattr__(self, "dims", dims)
-        object.__setattr__(self, "workers", workers)
-        object.__setattr__(self, "axes", None if axes is None else tuple(axes))
-
-    def __repr__(self) -> str:
-        more = "" if self.workers is None else f", workers={list(self.workers)}"
-        more += "" if self.copies == 1 else f", copies={self.copies}"
-        return f"Grid({self.dims}{more}{'' if self.axes is None else f', axes={self.axes}'})"
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        """The numbers of the workers that hold something."""
-        return tuple(range(math.prod(self.dims) * self.copies)) if self.workers is None else self.workers
-
-    def layout(self, shape: Sequence[int], axes: dict[str, int]) -> Layout:
-        """An array of this shape on the grid, in balanced blocks. axes: those that number the workers."""
-        if len(shape) < len(self.dims):
-            raise LayoutError(
-                message(
-                    "spt.Grid",
-                    argument="dims",
-                    got=f"{self.dims} for an array of shape {list(shape)}",
-                    need=f"at most {len(shape)} numbers of blocks, one for each dimension",
-                    mend="leave dimensions out at the front; copies= counts copies of each block",
-                )
-            )
-        whole = (1,) * (len(shape) - len(self.dims))
-        return Layout.grid(shape, (*whole, *self.dims, self.copies), axes, self.workers)
-
-
-Lies = Layout | P | Grid
-"""How the tensors of a module lie: a layout; or a spec or a grid, for tensors of any shape."""
-
-
-def _checked(where: str, argument: str, lies: Any) -> Lies:
-    if isinstance(lies, Layout | P | Grid):
-        return lies
-    raise LayoutError(
-        message(
-            where,
-            argument=argument,
-            got=describe(lies),
-            need="a Layout, or a spec or a Grid, which serve tensors of any shape",
-            mend='spt.P("x"), spt.Grid((2, 2)), mesh.layout(shape, spec) or spt.Layout.grid(shape, grid, mesh.axes)',
-        )
-    )
-
-
-def common_axes(where: str, worker: Worker, *all_lies: Lies) -> dict[str, int]:
-    """The axes that number the workers of some layouts: those that a layout or a grid says, or specs name.
-
-    Along the other axes of the mesh each place moves its tensors by itself, whatever their state there.
-    """
-    mesh = worker.mesh
-    fixed, named = {}, set()
-    for lies in all_lies:
-        if isinstance(lies, P):
-            lies.check(mesh.axes, where, "spec")
-            named |= lies.varying
-        else:
-            axes = tuple(lies.axes if lies.axes is not None else mesh.axes)
-            fixed.setdefault(mesh.names(axes, where), lies)
-    chosen = next(iter(fixed), tuple(n for n in mesh.axes if n in named))
-    if len(fixed) > 1 or named - set(chosen):
-        raise LayoutError(
-            message(
-                where,
-                got=" and ".join(map(repr, all_lies)),
-                need="layouts over the same axes of the mesh, in one order, which numbers the workers",
-                mend=f"axes={chosen} for grids; specs that name no other axes than {list(chosen)}",
-            )
-        )
-    return {n: mesh.axes[n] for n in chosen}
-
-
-def met(where: str, x: Any, axes: Sequence[str], worker: Worker) -> tuple[Shape, ...]:
-    """The shapes of the blocks of all workers along some axes. A meeting; no bytes."""
-    group = worker.group(tuple(axes))
-    if group.size == 1:
-        return (tuple(x.shape),)
-    tensor = isinstance(x, torch.Tensor)
-    if tensor:
-        no_lockstep(worker)
-    call = Call(where, group.axes, array_dtype(x.dtype) if tensor else x.dtype, tuple(x.shape), alike=None)
-    return tuple(tuple(s) for s in worker.comm.shapes(group, call).wait())
-
-
-@lru_cache(maxsize=1024)
-def learnt(where: str, shapes: tuple[Shape, ...], lies: P | Grid, axes: tuple[tuple[str, int], ...]) -> Layout:
-    """The layout in which the workers along some axes hold blocks of these shapes."""
-    if isinstance(lies, P):
-        return Layout.of_blocks(shapes, lies, dict(axes), where)
-    first = lies.members[0]
-    probe = lies.layout((0,) * len(shapes[first] if first < len(shapes) else lies.dims), dict(axes))
-    return _filled(where, shapes, probe)
-
-
-def _filled(where: str, shapes: tuple[Shape, ...], probe: Layout) -> Layout:
-    """A layout on the grid of `probe`, in blocks of these shapes."""
-    assert probe.workers is not None
-    ndim = len(probe.shape)
-    cuts: list[list[int | None]] = [[None] * len(c) for c in probe.cuts]
-    seen: dict[tuple[int, int], int] = {}
-    for w, shape in enumerate(shapes):
-        place = probe.positions(w)
-        if (len(shape) != ndim and (ndim or place is not None)) or (place is None and any(shape)):
-            raise LayoutError(
-                message(
-                    where,
-                    argument="x",
-                    got=f"a block of shape {list(shape)} on {probe.describe(w)}",
-                    need=f"one of shape {[0] * ndim}: the grid gives it nothing"
-                    if place is None
-                    else f"one of {ndim} dimensions, as on {probe.describe(probe.workers[0])}",
-                    mend=f"torch.zeros({[0] * ndim}) on workers without a block",
-                )
-            )
-        for d, k in enumerate(place or ()):
-            other = seen.setdefault((d, k), w)
-            if cuts[d][k] not in (None, shape[d]):
-                raise LayoutError(
-                    message(
-                        where,
-                        argument="x",
-                        got=f"a block of shape {list(shapes[other])} on {probe.describe(other)}, and one of shape "
-                        f"{list(shape)} on {probe.describe(w)}",
-                        need=f"blocks that lie on a grid: equal lengths in dimension {d}",
-                        mend="make the lengths agree, or give another grid",
-                    )
-                )
-            cuts[d][k] = shape[d]
-    sizes = [[k or 0 for k in c] for c in cuts]
-    return _regridded(probe, [sum(c) for c in sizes], sizes)
-
-
-def _regridded(grid: Layout, shape: Sequence[int], cuts: Sequence[Sequence[int]]) -> Layout:
-    """Another array on the same grid of the same workers."""
-    assert grid.workers is not None
-    counts = [len(c) for c in grid.cuts]
-    copies = len(grid.workers) // math.prod(counts)
-    return Layout.grid(shape, (*counts, copies), grid.axes, grid.workers, cuts, copies=grid.copies)
-
-
-def resolved(where: str, x: Any, lies: Lies, axes: dict[str, int], worker: Worker) -> Layout:
-    """The layout of a tensor that comes: as it is given, or learnt from all blocks."""
-    if isinstance(lies, Layout):
-        return lies
-    return learnt(where, met(where, x, tuple(axes), worker), lies, tuple(axes.items()))
-
-
-def of_shape(shape: Shape, lies: Lies, axes: dict[str, int]) -> Layout:
-    """The layout of an array of this shape: balanced, where only spec or grid are given."""
-    if isinstance(lies, Layout):
-        return lies
-    return _balanced(shape, lies, tuple(axes.items()))
-
-
-@lru_cache(maxsize=1024)
-def _balanced(shape: Shape, lies: P | Grid, axes: tuple[tuple[str, int], ...]) -> Layout:
-    return Layout(shape, lies, dict(axes)) if isinstance(lies, P) else lies.layout(shape, dict(axes))
-
-
-def grid_of(layout: Layout) -> Grid:
-    """The grid on which a layout lies."""
-    workers = layout.workers
-    if workers is None:
-        workers = tuple(w for _, holders in sorted(layout.holders.items()) for w in holders)
-    counts = tuple(len(c) for c in layout.cuts)
-    return Grid(counts, workers, len(workers) // max(1, math.prod(counts)), tuple(layout.axes))
-
-
-@lru_cache(maxsize=1024)
-def spread(where: str, small: Grid, large: Grid, ndim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Blocks of a small grid on the workers of a large one, by the rules of broadcasting.
-
-    Grids are aligned at their last dimensions. Where the small one has one block and the large one more, each of those
-    holds a copy. Gives the grid, copies last, and its workers, as `Layout.grid` takes them.
-    """
-    n = max(ndim, len(small.dims), len(large.dims))
-    a, b = ((1,) * (n - len(g.dims)) + g.dims for g in (small, large))
-    if small.copies > 1 or len(small.dims) > ndim or any(p not in (1, q) for p, q in zip(a, b, strict=True)):
-        raise LayoutError(
-            message(
-                where,
-                got=f"{small} and {large}, for a tensor of {ndim} dimensions",
-                need="grids that broadcast: in each dimension, counted from the last, one block or as many",
-                mend="spt.Repartition to blocks that fit, before or after; no copies in the smaller one",
-            )
-        )
-    held = np.array(large.members).reshape(*b, large.copies)
-    own = [d for d in range(n) if a[d] == b[d]]
-    order = [*own, *(d for d in range(n) if d not in own), n]
-    return (*a[n - ndim :], held.size // math.prod(a)), tuple(held.transpose(order).ravel().tolist())
-
-
-def _copied(where: str, layout: Layout, large: Grid) -> Layout:
-    """A layout with a copy of its blocks on all workers of a larger grid."""
-    counts, workers = spread(where, grid_of(layout), large, len(layout.shape))
-    return Layout.grid(layout.shape, counts, layout.axes, workers, layout.cuts)
-
-
-def _added_axes(where: str, small: P, large: P) -> tuple[str, ...]:
-    """The axes along which blocks laid out by one spec are copied to those of a larger one."""
-    for d, names in enumerate(small.trimmed):
-        if names and (d >= len(large.dims) or large.dims[d] != names):
-            raise LayoutError(
-                message(
-                    where,
-                    got=f"{small} and {large}",
-                    need=f"specs that broadcast: dimension {d} split over {names} in both, or whole in the smaller one",
-                    mend="spt.Repartition to blocks that fit, before or after",
-                )
-            )
-    return tuple(n for n in large.axes if n not in small.varying)
-
-
-# Modules
+__all__ = ["AllGather", "AllSumReduce", "Broadcast", "HaloExchange", "ReduceScatter", "Repartition", "SumReduce"]
 
 
 _psum, _pvary = compilable(spmd.psum), compilable(spmd.pvary)
 
 
 class _Movement(nn.Module):
-    """A module without parameters that moves data. Its arguments are those it was made with."""
+    """A module without parameters that moves data."""
 
     where: ClassVar[str]
 
@@ -332,7 +61,7 @@ class _Movement(nn.Module):
         self._declare()
 
     def _declare(self) -> None:
-        """Give it the name by which compiled functions know it."""
+        """Register the token by which compiled graphs refer to this module."""
         layouts = [getattr(self, name) for name in ("src", "dst") if isinstance(getattr(self, name, None), Layout)]
         fixed = tuple(layouts) if len(layouts) == 2 else None
         self._token = token_of(self._moved, f"{self.where}({self.extra_repr()})", fixed)
@@ -352,19 +81,19 @@ class _Movement(nn.Module):
 class _Relayout(_Movement):
     """From one layout to another."""
 
-    src: Lies
-    dst: Lies
+    src: LayoutLike
+    dst: LayoutLike
 
     @api_boundary
-    def __init__(self, src: Lies, dst: Lies):
-        super().__init__(src=_checked(self.where, "src", src), dst=_checked(self.where, "dst", dst))
+    def __init__(self, src: LayoutLike, dst: LayoutLike):
+        super().__init__(src=checked_layout(self.where, "src", src), dst=checked_layout(self.where, "dst", dst))
 
     def extra_repr(self) -> str:
         return f"{self.src!r}, {self.dst!r}"
 
 
 class Repartition(_Relayout):
-    """From one layout to another: each worker gets its box of the target, from whoever holds it in the source.
+    """From one layout to another: each worker gets its box of the target from the workers that hold it in the source.
 
     src, dst: layouts, or specs or grids, for tensors of any shape. A spec or grid as src stands for the blocks that
     come, balanced or not, and as dst for balanced ones; beside a `Layout` it stands for balanced blocks of its shape.
@@ -381,10 +110,10 @@ class Repartition(_Relayout):
         worker = here(self.where)
         axes = common_axes(self.where, worker, self.src, self.dst)
         if isinstance(self.dst, Layout):
-            src = of_shape(self.dst.shape, self.src, axes)
+            src = layout_for(self.dst.shape, self.src, axes)
         else:
-            src = resolved(self.where, x, self.src, axes, worker)
-        return spmd.repartition(x, src, of_shape(src.shape, self.dst, axes))
+            src = resolve_layout(self.where, x, self.src, axes, worker)
+        return spmd.repartition(x, src, layout_for(src.shape, self.dst, axes))
 
 
 class Broadcast(_Relayout):
@@ -408,16 +137,16 @@ class Broadcast(_Relayout):
         src, dst = self.src, self.dst
         axes = common_axes(self.where, worker, src, dst)
         if isinstance(src, P) and isinstance(dst, P):
-            return spmd.pvary(x, _added_axes(self.where, src, dst))
+            return spmd.pvary(x, added_axes(self.where, src, dst))
         if isinstance(dst, Grid) and not isinstance(src, P):
-            src = resolved(self.where, x, src, axes, worker)
-            return spmd.repartition(x, src, _copied(self.where, src, dst))
+            src = resolve_layout(self.where, x, src, axes, worker)
+            return spmd.repartition(x, src, copied_layout(self.where, src, dst))
         if not isinstance(dst, Layout):
             raise _unlike(self.where, src, dst)
-        return spmd.repartition(x, of_shape(dst.shape, src, axes), dst)
+        return spmd.repartition(x, layout_for(dst.shape, src, axes), dst)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if isinstance(self.src, P) and isinstance(self.dst, P) and not _added_axes(self.where, self.src, self.dst):
+        if isinstance(self.src, P) and isinstance(self.dst, P) and not added_axes(self.where, self.src, self.dst):
             return x
         return super().forward(x)
 
@@ -445,19 +174,19 @@ class SumReduce(_Relayout):
         src, dst = self.src, self.dst
         axes = common_axes(self.where, worker, src, dst)
         if isinstance(src, P) and isinstance(dst, P):
-            return spmd.psum(x, _added_axes(self.where, dst, src))
+            return spmd.psum(x, added_axes(self.where, dst, src))
         if isinstance(src, Grid) and isinstance(dst, Layout):
-            return spmd.accumulate(x, _copied(self.where, dst, src), dst)
+            return spmd.accumulate(x, copied_layout(self.where, dst, src), dst)
         if isinstance(src, Grid) and isinstance(dst, Grid):
-            shapes = met(self.where, x, tuple(axes), worker)
+            shapes = gather_shapes(self.where, x, tuple(axes), worker)
             parts, dst = _summands(self.where, shapes, src, dst, tuple(axes.items()))
             return spmd.accumulate(x, parts, dst)
         if not isinstance(src, Layout):
             raise _unlike(self.where, src, dst)
-        return spmd.accumulate(x, src, of_shape(src.shape, dst, axes))
+        return spmd.accumulate(x, src, layout_for(src.shape, dst, axes))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if isinstance(self.src, P) and isinstance(self.dst, P) and not _added_axes(self.where, self.dst, self.src):
+        if isinstance(self.src, P) and isinstance(self.dst, P) and not added_axes(self.where, self.dst, self.src):
             return x
         return super().forward(x)
 
@@ -466,15 +195,15 @@ class SumReduce(_Relayout):
 def _summands(
     where: str, shapes: tuple[Shape, ...], large: Grid, small: Grid, axes: tuple[tuple[str, int], ...]
 ) -> tuple[Layout, Layout]:
-    """The layouts of summands of these shapes, and of their sums."""
+    """The layouts of summands of these shapes and of their sums."""
     first = large.members[0]
     ndim = len(shapes[first]) if first < len(shapes) else len(large.dims)
-    counts, workers = spread(where, small, large, ndim)
-    parts = _filled(where, shapes, Layout.grid((0,) * ndim, counts, dict(axes), workers))
+    counts, workers = broadcast_grid(where, small, large, ndim)
+    parts = layout_of_blocks(where, shapes, Layout.grid((0,) * ndim, counts, dict(axes), workers))
     return parts, Layout.grid(parts.shape, counts[:-1], dict(axes), small.workers, parts.cuts)
 
 
-def _unlike(where: str, src: Lies, dst: Lies) -> LayoutError:
+def _unlike(where: str, src: LayoutLike, dst: LayoutLike) -> LayoutError:
     return LayoutError(
         message(
             where,
@@ -514,7 +243,7 @@ class AllSumReduce(_Movement):
 
 
 class AllGather(_Movement):
-    """The blocks of all workers along an axis, joined on each of them.
+    """The blocks of all workers along an axis, concatenated on each of them.
 
     axis_name: an axis of the mesh, or a tuple. axis: the dimension of the tensors that is joined; blocks may be uneven
     there. tiled=False stacks equal blocks along a new dimension. to: "varying" or "invariant", as for `spt.all_gather`.
@@ -659,7 +388,7 @@ class HaloExchange(_Movement):
             return spmd.halo_exchange(x, self.spec, self.widths, self.boundary, shape=self.shape, sizes=self.sizes)
         worker = here(self.where)
         axes = common_axes(self.where, worker, self.spec)
-        source = resolved(self.where, x, self.spec, axes, worker)
+        source = resolve_layout(self.where, x, self.spec, axes, worker)
         return spmd.halo_exchange(x, self.spec, self.plan(source).widths, self.boundary, sizes=source.cuts)
 
 

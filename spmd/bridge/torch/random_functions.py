@@ -9,6 +9,8 @@ import torch
 from torch.nn import functional as F
 from torch.nn import init
 
+from spmd.bridge.torch.call_arguments import argument
+
 __all__ = ["draws_now"]
 
 _NAMES = """
@@ -23,29 +25,25 @@ feature_alpha_dropout feature_alpha_dropout_
 """.split()
 
 
-def _argument(args: Any, kwargs: dict, place: int, name: str, default: Any) -> Any:
-    return args[place] if len(args) > place else kwargs.get(name, default)
-
-
 def _always(args: Any, kwargs: dict) -> bool:
     return True
 
 
 def _dropout(args: Any, kwargs: dict) -> bool:
     training = args[2] if len(args) > 2 else kwargs.get("training", kwargs.get("train", True))
-    return bool(training) and _argument(args, kwargs, 1, "p", 0.5) != 0
+    return bool(training) and argument(args, kwargs, 1, "p", 0.5) != 0
 
 
 def _rrelu(args: Any, kwargs: dict) -> bool:
-    return bool(_argument(args, kwargs, 3, "training", False))
+    return bool(argument(args, kwargs, 3, "training", False))
 
 
 def _attention(args: Any, kwargs: dict) -> bool:
-    return _argument(args, kwargs, 4, "dropout_p", 0.0) != 0
+    return argument(args, kwargs, 4, "dropout_p", 0.0) != 0
 
 
 def _heads(args: Any, kwargs: dict) -> bool:
-    return bool(_argument(args, kwargs, 13, "training", True)) and _argument(args, kwargs, 10, "dropout_p", 0.0) != 0
+    return bool(argument(args, kwargs, 13, "training", True)) and argument(args, kwargs, 10, "dropout_p", 0.0) != 0
 
 
 def _recurrent(args: Any, kwargs: dict) -> bool:

@@ -1,15 +1,14 @@
-"""Parameters that are to be one value along the axes of a mesh that nothing names: whether they are.
+"""Compare parameters that must be one value along the axes that `data_parallel` does not name.
 
-Where an Invariant parameter meets data that vary along an axis, its gradients are summed along it. That is right if the
-parameter is one value there, and adds up gradients of different weights otherwise. So parameters are compared when a
-module is wrapped. Those of torch's own layers may not differ without a word (`varying=`); the forward of a user's
-module may still declare its own, by `spt.varying`: until it does, they cannot be used.
+If an Invariant parameter meets data that vary along an axis, its gradients are summed along that axis. The sum is wrong
+if the parameter differs there. So parameters are compared when a module is wrapped. Those of torch's own layers may
+differ only along axes in `varying=`. Those of a user's module may differ if forward declares them by `spt.varying`;
+until it does, they cannot be used.
 """
 
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,16 +18,15 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from spmd.bridge.torch.memory import owned
-from spmd.bridge.torch.tensor import Tensor, in_blocks, local
+from spmd.bridge.torch.interop import owned
+from spmd.bridge.torch.module_broadcast import WHERE, sync_call
+from spmd.bridge.torch.tensor import Tensor
+from spmd.bridge.torch.tensor_state import is_partitioned, local_data
 from spmd.errors import ReplicaError, StateError, message
 from spmd.mesh import Worker
 from spmd.operators.at_root import alone_along
-from spmd.transport.call import Call
 
 __all__ = ["Difference", "ToBeDeclared", "differing", "to_be_declared"]
-
-_WHERE = "spt.data_parallel"
 
 
 @dataclass(frozen=True)
@@ -39,12 +37,12 @@ class Difference:
     axes: tuple[str, ...]
 
     def error(self, kind: type[Exception] = ReplicaError) -> Exception:
-        """By default no TypeError, which torch's operators would take for operands that they do not know."""
+        """The error for it. (No TypeError, which operators of torch take for an unknown operand.)"""
         axis = self.axes[0] if len(self.axes) == 1 else self.axes
         attribute = self.name.rpartition(".")[2]
         return kind(
             message(
-                _WHERE,
+                WHERE,
                 argument="module",
                 got=f"{self.name}, which differs between workers along {', '.join(map(repr, self.axes))}",
                 need="parameters that are one value along all axes of the mesh, or are said to differ: their "
@@ -57,7 +55,7 @@ class Difference:
 
 
 def differing(worker: Worker, module: nn.Module, excused: Sequence[str]) -> dict[int, Difference]:
-    """By id, the parameters that differ along other axes than those excused, and are to be declared in forward.
+    """By id, the parameters that differ along axes that are not excused, which forward must declare.
 
     Raises StateError for one that cannot be: a parameter of torch's own layers, or of a module that others lack.
     Cost: along each axis one or two all-reduces of digests.
@@ -70,30 +68,30 @@ def differing(worker: Worker, module: nn.Module, excused: Sequence[str]) -> dict
     named = list(module.named_parameters())
     names = _digest(repr([name for name, _ in named]).encode())
     digests = [_digest(repr(tuple(p.shape)).encode() + _bytes(p)) for _, p in named]
-    found: dict[int, Difference] = {}
+    differences: dict[int, Difference] = {}
     for axis in axes:
         if _differ(worker, axis, [names]):
             raise Difference("the list of parameters", (axis,)).error(StateError)
-        mine = [0 if axis in laid.get(id(p), ()) else d for d, (_, p) in zip(digests, named, strict=True)]
-        for k in _differ(worker, axis, mine):
+        own_digests = [0 if axis in laid.get(id(p), ()) else d for d, (_, p) in zip(digests, named, strict=True)]
+        for k in _differ(worker, axis, own_digests):
             name, p = named[k]
-            before = found[id(p)].axes if id(p) in found else ()
-            found[id(p)] = Difference(name, (*before, axis))
+            before = differences[id(p)].axes if id(p) in differences else ()
+            differences[id(p)] = Difference(name, (*before, axis))
     for name, p in named:
         owner = module.get_submodule(name.rpartition(".")[0])
-        if id(p) in found and type(owner).__module__.startswith("torch."):
-            raise found[id(p)].error(StateError)
-    return found
+        if id(p) in differences and type(owner).__module__.startswith("torch."):
+            raise differences[id(p)].error(StateError)
+    return differences
 
 
 def _laid_out(module: nn.Module) -> dict[int, frozenset[str]]:
     """By id, the axes over which parameters in blocks are split."""
-    parameters: Any = [p for p in module.parameters() if in_blocks(p)]
+    parameters: Any = [p for p in module.parameters() if is_partitioned(p)]
     return {id(p): p.block_layout.varying for p in parameters}
 
 
 def _bytes(p: torch.Tensor) -> bytes:
-    return local(p).detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return local_data(p).detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _digest(data: bytes) -> int:
@@ -101,13 +99,11 @@ def _digest(data: bytes) -> int:
 
 
 def _differ(worker: Worker, axis: str, digests: list[int]) -> list[int]:
-    """At which places the workers along an axis have different digests."""
+    """The positions at which the digests of the workers along an axis differ."""
     ends = np.array([digests, [-d for d in digests]], np.int64)
     block: Any = ends if worker.mesh.places is None else worker.mesh.places.own(ends, worker.index)
     detail = f"parameters compared along {axis!r}; varying={axis!r} says that they differ"
-    call = Call("data_parallel", (axis,), ends.dtype, ends.shape, detail=detail, alike=True, frame=sys._getframe(4))
-    if worker.mesh.places is not None:
-        call.host = False
+    call = sync_call(worker, (axis,), ends.dtype, ends.shape, detail)
     cell = [worker.comm.all_reduce(worker.group((axis,)), call, block, "max").wait()]
     largest, smallest = owned(cell).tolist()
     return [k for k, (a, b) in enumerate(zip(largest, smallest, strict=True)) if a != -b]
@@ -117,7 +113,7 @@ _FACTS = ("__get__", "size", "dim", "numel", "stride", "element_size", "is_conti
 
 
 class ToBeDeclared(Tensor):
-    """A parameter in the forward of its module that differs along an axis, which nothing has said yet."""
+    """A parameter, in forward, that differs along an axis and is not declared yet."""
 
     difference: Difference
 
@@ -134,6 +130,6 @@ class ToBeDeclared(Tensor):
 
 
 def to_be_declared(x: Tensor, difference: Difference) -> None:
-    """From now on x cannot be used before it is declared."""
+    """Let any use of x raise until it is declared."""
     x.__class__ = ToBeDeclared
     x.difference = difference  # type: ignore[attr-defined]

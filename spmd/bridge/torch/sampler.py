@@ -1,31 +1,26 @@
 """The minibatches of a sequential run, split over workers.
 
-What a DataLoader reads by a sampler of this module differs between the workers that split the minibatches. So in a body
-that tracks states its batches are declared: every tensor in them varies along the axes of the sampler.
+In a body that tracks states, the tensors of a batch vary along the axes of the sampler: see `loader_states`.
 """
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from operator import index
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, dataloader, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from spmd.bridge.torch.function import FRONTEND
+from spmd.bridge.torch.collate import Collate
 from spmd.errors import MeshError, describe, message
 from spmd.layout import block_sizes, offsets
 from spmd.mesh import WORKER
 from spmd.tracebacks import api_boundary
 
-__all__ = ["Batches", "Collate", "DistributedSampler"]
+__all__ = ["Batches", "DistributedSampler"]
 
 _WHERE = "spmd.bridge.torch.DistributedSampler"
 
@@ -34,10 +29,10 @@ class DistributedSampler(Sampler[int]):
     """This worker's share of each minibatch of a sequential run.
 
     The sequential run takes the samples in the order of `torch.randperm(n, generator=torch.Generator().manual_seed(
-    seed + epoch))`, or in their own without shuffle, `batch_size` at a time. Here each of its minibatches is split
-    over the workers as the library splits a dimension: the shares, in the order of the workers, are the blocks of the
-    minibatch under `P(axis_name)`. No sample is lost and none comes twice, and all workers make as many steps. In the
-    last, short minibatch shares are smaller; with fewer samples than workers some are empty.
+    seed + epoch))`, or in index order without shuffle, `batch_size` at a time. Each of its minibatches is split over
+    the workers: the shares, in the order of the workers, are the blocks of the minibatch under `P(axis_name)`. No
+    sample is lost or repeated, and all workers make the same number of steps. In the last minibatch, shares may be
+    smaller; with fewer samples than workers some are empty.
 
         sampler = DistributedSampler(data, batch_size=64, axis_name="data")  # in a body; 64 over all workers together
         loader = sampler.loader(num_workers=2)
@@ -45,7 +40,7 @@ class DistributedSampler(Sampler[int]):
             sampler.set_epoch(epoch)
             for x, y in loader: ...
 
-    The same in other ways:
+    Other ways to use it:
 
     - `DataLoader(data, batch_sampler=sampler.batches, collate_fn=Collate(data))` is that loader. `sampler.batches`
       yields a list of indices for each step. torch's own collation fails on an empty list, `Collate` does not.
@@ -221,7 +216,7 @@ class DistributedSampler(Sampler[int]):
 
     @property
     def _order(self) -> dict[str, Any]:
-        """What the order of the samples depends on, beside the epoch."""
+        """The values that determine the order of the samples, besides the epoch."""
         return {
             "samples": len(self.dataset),
             "batch_size": self.batch_size,
@@ -232,7 +227,7 @@ class DistributedSampler(Sampler[int]):
         }
 
     def _start(self) -> tuple[int, int]:
-        """Where a pass begins that is asked for now."""
+        """The step and the offset at which the next pass starts."""
         if not self._resumes:
             self._at = (0, 0)
         self._resumes = False
@@ -257,15 +252,15 @@ class DistributedSampler(Sampler[int]):
         return whole + (rest > 0)
 
     def _indices(self) -> list[int]:
-        """This worker's indices of an epoch. Those of a step follow each other."""
+        """This worker's indices of an epoch. Those of a step are adjacent."""
         n = len(self.dataset)
         order = torch.arange(n, device="cpu")
         if self.shuffle:  # on the host, whatever the default device is
             generator = torch.Generator("cpu").manual_seed(self.seed + self.epoch)
             order = torch.randperm(n, generator=generator, device="cpu")
         if self.padding:
-            mine = self.rank + self.num_replicas * torch.arange(len(self), device="cpu")
-            return order[mine % max(n, 1)].tolist()
+            positions = self.rank + self.num_replicas * torch.arange(len(self), device="cpu")
+            return order[positions % max(n, 1)].tolist()
         assert self.batch_size is not None
         whole, rest = self._minibatches
         end = whole * self.batch_size
@@ -296,7 +291,7 @@ class DistributedSampler(Sampler[int]):
 
 
 class Batches(Sampler[list[int]]):
-    """The indices of a `DistributedSampler` as one list for each step. All workers make as many steps.
+    """The indices of a `DistributedSampler` as one list for each step. All workers make the same number of steps.
 
     `DataLoader(data, batch_sampler=sampler.batches, collate_fn=Collate(data))`. A list may be empty, where a minibatch
     has fewer samples than there are workers. Arrays take it as it is (`x[indices]`), so does `DataLoader(data,
@@ -331,75 +326,16 @@ class Batches(Sampler[list[int]]):
         return self.sampler.drop_last
 
     def set_epoch(self, epoch: int) -> None:
-        """As of the sampler."""
+        """As for the sampler."""
         self.sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """As of the sampler."""
+        """As for the sampler."""
         return self.sampler.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """As of the sampler."""
+        """As for the sampler."""
         self.sampler.load_state_dict(state_dict)
-
-
-class Collate:
-    """A collate_fn that also takes an empty list, of which it makes a batch of length 0.
-
-    Such a batch has the structure, dtypes and other lengths of the batches that collate_fn makes: one sample is
-    collated alone and with itself, and what grew by so much from none to one is taken away again. So the dimension
-    that counts samples has length 0, whichever it is; lists of names are empty; what does not depend on the number of
-    samples stays.
-
-    dataset: where the sample is from, by `dataset[0]`. collate_fn: by default torch's `default_collate`. It is called
-    as it is with all other lists. Raises TypeError where it makes what has no length; a collate_fn that takes an empty
-    list itself needs no `Collate`.
-    """
-
-    @api_boundary
-    def __init__(self, dataset: Any, collate_fn: Callable[[list], Any] | None = None):
-        self.dataset = dataset
-        self.collate_fn = collate_fn or default_collate
-
-    def __call__(self, samples: Any) -> Any:
-        if not (isinstance(samples, list) and not samples):  # a dataset may have made a batch of an empty list itself
-            return self.collate_fn(samples)
-        sample = self.dataset[0]
-        return _of_none(self.collate_fn([sample]), self.collate_fn([sample, sample]), "")
-
-
-def _of_none(one: Any, two: Any, path: str) -> Any:
-    """What a collation makes of no sample, from what it makes of one and of two: lengths grow evenly."""
-    if isinstance(one, torch.Tensor | np.ndarray) and type(one) is type(two) and one.ndim == two.ndim:
-        lengths = [2 * a - b for a, b in zip(one.shape, two.shape, strict=True)]
-        fits = all(0 <= n <= a for n, a in zip(lengths, one.shape, strict=True))
-        if fits and (one.shape != two.shape or bool((one == two).all())):
-            cut = one[tuple(slice(n) for n in lengths)]
-            return cut.clone() if isinstance(cut, torch.Tensor) else cut.copy()
-    elif isinstance(one, Mapping) and isinstance(two, Mapping) and [*one] == [*two]:
-        found = {k: _of_none(one[k], two[k], f"{path}[{k!r}]") for k in one}
-        if not isinstance(one, MutableMapping):
-            return found
-        made = copy.copy(one)
-        made.update(found)
-        return made
-    elif isinstance(one, list | tuple) and type(one) is type(two):
-        if len(one) == len(two):
-            parts = [_of_none(a, b, f"{path}[{k}]") for k, (a, b) in enumerate(zip(one, two, strict=True))]
-            return type(one)(*parts) if hasattr(one, "_fields") else type(one)(parts)
-        if 0 <= 2 * len(one) - len(two) < len(one):
-            return one[: 2 * len(one) - len(two)]
-    elif isinstance(one, int | float | str | bytes | None) and one == two:
-        return one
-    raise TypeError(
-        message(
-            "spmd.bridge.torch.Collate",
-            argument=f"result{path} of collate_fn",
-            got=f"{describe(one)} of one sample, {describe(two)} of two, and now there is none",
-            need="arrays, or lists, of a length that grows with the number of samples, in tuples, lists and dicts",
-            mend="a collate_fn of your own that takes an empty list too, in place of Collate",
-        )
-    )
 
 
 def _integer(argument: str, value: Any, least: int | None, mend: str, where: str = _WHERE) -> int:
@@ -444,42 +380,30 @@ def _check_dataset(dataset: Any) -> None:
 def _place(
     num_replicas: Any, rank: Any, axis_name: str | Sequence[str] | None
 ) -> tuple[tuple[int, ...], int, tuple[str, ...]]:
-    """The parts that a minibatch is split into, major to minor; which of them is this worker's; over which axes."""
+    """The numbers of parts into which a minibatch is split, major to minor; this worker's part; the axes."""
     worker = WORKER.get()
     if axis_name is not None:
         if num_replicas is not None or rank is not None:
-            raise MeshError(
-                message(
-                    _WHERE,
-                    argument="axis_name",
-                    got=f"{axis_name!r}, with num_replicas={num_replicas}, rank={rank}",
-                    need="the axis, or the two numbers",
-                    mend="leave out the one that is not meant",
-                )
+            raise _no_place(
+                f"{axis_name!r}, with num_replicas={num_replicas}, rank={rank}",
+                "the axis, or the two numbers",
+                "leave out the one that is not meant",
             )
         if worker is None:
-            raise MeshError(
-                message(
-                    _WHERE,
-                    argument="axis_name",
-                    got=f"{axis_name!r}, outside of any body",
-                    need="a worker to be made on, whose place along the axis is known",
-                    mend="make it inside the function that is mapped, or give num_replicas= and rank=",
-                )
+            raise _no_place(
+                f"{axis_name!r}, outside of any body",
+                "a worker to be made on, whose place along the axis is known",
+                "make it inside the function that is mapped, or give num_replicas= and rank=",
             )
         names = worker.mesh.names(axis_name, _WHERE)
         group = worker.group(names)
         return group.dims, group.index, names
     if num_replicas is None and rank is None:
         if worker is not None:
-            raise MeshError(
-                message(
-                    _WHERE,
-                    argument="axis_name",
-                    got=f"none, in a body on {worker.mesh}",
-                    need="the axes along which minibatches are split",
-                    mend=f"axis_name={next(iter(worker.mesh.axes), ())!r}",
-                )
+            raise _no_place(
+                f"none, in a body on {worker.mesh}",
+                "the axes along which minibatches are split",
+                f"axis_name={next(iter(worker.mesh.axes), ())!r}",
             )
         if dist.is_available() and dist.is_initialized():
             return (dist.get_world_size(),), dist.get_rank(), ()
@@ -507,52 +431,5 @@ def _place(
     return (size,), place, ()
 
 
-# Batches of DataLoaders, declared
-
-
-def _axes_of(sampler: Any) -> tuple[str, ...]:
-    """The axes over which a sampler splits minibatches, through torch's own samplers around it."""
-    while sampler is not None and not isinstance(sampler, DistributedSampler):
-        sampler = getattr(sampler, "sampler", None)
-    return () if sampler is None else sampler.axis_names
-
-
-def _declared(x: Any, declare: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A batch with all its tensors declared: the containers that DataLoader pins, and dataclasses."""
-    each = functools.partial(_declared, declare=declare)
-    if isinstance(x, torch.Tensor):
-        return declare(x)
-    if isinstance(x, MutableMapping):
-        made = copy.copy(x)
-        made.update({k: each(v) for k, v in x.items()})
-        return made
-    if isinstance(x, Mapping):
-        return {k: each(v) for k, v in x.items()}
-    if isinstance(x, tuple) and hasattr(x, "_fields"):
-        return type(x)(*map(each, x))
-    if type(x) in (list, tuple):
-        return type(x)(map(each, x))
-    if dataclasses.is_dataclass(x) and not isinstance(x, type):
-        made = copy.copy(x)
-        for field in dataclasses.fields(x):
-            object.__setattr__(made, field.name, each(getattr(x, field.name)))  # also where it is frozen
-        return made
-    return x
-
-
-def _declaring(step: Callable) -> Callable:
-    """The next batch of a DataLoader's iterator, declared. So loaders that users make of a sampler are covered too, and
-    nothing of it happens in processes that read data, which know of no mesh."""
-
-    @functools.wraps(step)
-    def call(self: Any) -> Any:
-        batch, worker = step(self), WORKER.get()
-        if worker is None or not worker.tracked:
-            return batch
-        names = tuple(n for n in _axes_of(self._index_sampler) if n in worker.mesh.axes)
-        return _declared(batch, lambda x: FRONTEND.declare(x, names, worker)) if names else batch
-
-    return call
-
-
-dataloader._BaseDataLoaderIter.__next__ = _declaring(dataloader._BaseDataLoaderIter.__next__)
+def _no_place(got: str, need: str, mend: str) -> MeshError:
+    return MeshError(message(_WHERE, argument="axis_name", got=got, need=need, mend=mend))

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 
-from spmd.bridge.torch.function import apply, seat_of
-from spmd.bridge.torch.partitioned_ops import unscaling
+from spmd.bridge.torch.function import apply
+from spmd.bridge.torch.partitioned.arguments import operator_error
+from spmd.bridge.torch.partitioned.registry import handles
+from spmd.bridge.torch.partitioned.tensor import PartitionedTensor
+from spmd.bridge.torch.worker_context import context_of, device_of
 from spmd.mesh import WORKER
 from spmd.operators.sums import Sum
 
@@ -34,21 +40,46 @@ class GradScaler(torch.amp.GradScaler):
     """
 
     def __init__(self, device: str | None = None, *args: Any, **kwargs: Any):
-        worker = WORKER.get()
         if device is None:
-            device = "cpu" if worker is None or worker.mesh.places is None else "cuda"
+            device = device_of(WORKER.get()).type
         super().__init__(device, *args, **kwargs)
 
     def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
         with unscaling():
-            found = super()._unscale_grads_(*args, **kwargs)
+            found_inf = super()._unscale_grads_(*args, **kwargs)
         worker = WORKER.get()
         if worker is None or worker.mesh.size == 1:
-            return found
+            return found_inf
         # Gradients lie on the device of the mesh; a worker may have none.
-        own = sum((f.detach().double() for f in found.values()), torch.zeros((), dtype=torch.float64))
-        device = "cpu" if worker.mesh.places is None else "cuda"
-        total = apply(Sum(tuple(worker.mesh.axes)), own.reshape(()).to(device), seat_of(worker))
-        if not found:  # a worker without gradients, which is told what the others have found
-            return {torch.device(device): (total > 0).float()}
-        return {d: f.copy_((total > 0).to(f)) for d, f in found.items()}
+        own = sum((f.detach().double() for f in found_inf.values()), torch.zeros((), dtype=torch.float64))
+        device = device_of(worker)
+        total = apply(Sum(tuple(worker.mesh.axes)), own.reshape(()).to(device), context_of(worker))
+        if not found_inf:  # a worker without gradients, which is told what the others have found_inf
+            return {device: (total > 0).float()}
+        return {d: f.copy_((total > 0).to(f)) for d, f in found_inf.items()}
+
+
+_unscaling: ContextVar[bool] = ContextVar("spmd_torch_unscaling", default=False)
+
+
+@contextlib.contextmanager
+def unscaling() -> Iterator[None]:
+    """Admit the check of gradients that loss scaling makes, whose result workers are then told."""
+    token = _unscaling.set(True)
+    try:
+        yield
+    finally:
+        _unscaling.reset(token)
+
+
+@handles("_amp_foreach_non_finite_check_and_unscale_")
+def _unscaled(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if not _unscaling.get():
+        raise operator_error(
+            func,
+            "gradients in blocks: what one worker finds infinite the others would not know of",
+            "a scaler whose workers agree on each step",
+            "spt.GradScaler in place of torch.amp.GradScaler",
+        )
+    grads, found_inf, scale = args
+    return func([g._block if isinstance(g, PartitionedTensor) else g for g in grads], found_inf, scale)

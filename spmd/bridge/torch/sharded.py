@@ -1,8 +1,8 @@
-"""Modules of whose parameters each worker holds a block: what they save, load, and count as one.
+"""Modules of whose parameters each worker holds a block: saving, loading, and norms of gradients.
 
-Such a parameter is a `spt.Parameter`, which knows its layout. The `state_dict` of a `ShardedModule` holds whole
-tensors, as that of the module which is not sharded, and `load_state_dict` takes them and keeps the block. So
-checkpoints fit any mesh. Replicated parameters are ordinary ones.
+Such a parameter is a `spt.Parameter`, which has a layout. The `state_dict` of a `ShardedModule` holds whole tensors, as
+that of the same module without shards, and `load_state_dict` copies this worker's block of them. So checkpoints fit any
+mesh. Replicated parameters are `nn.Parameter`s.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ import torch
 from torch import nn
 
 import spmd
-from spmd.bridge.torch.drawing import drawing
-from spmd.bridge.torch.function import apply, seat_of
-from spmd.bridge.torch.modules import Lies
-from spmd.bridge.torch.partitioned import Parameter, PartitionedTensor, cut, layout_of
-from spmd.bridge.torch.tensor import in_blocks, plain
+from spmd.bridge.torch.function import apply
+from spmd.bridge.torch.layouts import LayoutLike
+from spmd.bridge.torch.partitioned.placement import layout_of
+from spmd.bridge.torch.partitioned.tensor import Parameter, PartitionedTensor, split_like
+from spmd.bridge.torch.rng import drawing
+from spmd.bridge.torch.tensor_state import is_partitioned, plain
+from spmd.bridge.torch.worker_context import context_of, device_of
 from spmd.errors import LayoutError, StateError, describe, message
 from spmd.layout import Layout, P
 from spmd.mesh import WORKER, here
@@ -34,7 +36,7 @@ _whole: ContextVar[bool] = ContextVar("spmd_torch_whole", default=True)
 
 
 class ShardedModule(nn.Module):
-    """A module of whose parameters, or some of them, each worker holds a block.
+    """A module of some of whose parameters each worker holds a block.
 
         class Scale(spt.ShardedModule):
             def __init__(self, features):
@@ -57,7 +59,7 @@ class ShardedModule(nn.Module):
         self,
         name: str,
         value: torch.Tensor | Callable[[torch.Tensor], Any],
-        lies: Lies,
+        spec: LayoutLike,
         shape: Iterable[int] | None = None,
         *,
         dtype: torch.dtype | None = None,
@@ -65,12 +67,12 @@ class ShardedModule(nn.Module):
         generator: torch.Generator | int | None = None,
         requires_grad: bool = True,
     ) -> None:
-        """Add a `spt.Parameter`, of which this worker holds a block; an `nn.Parameter` where no axis splits it.
+        """Add a `spt.Parameter`, of which this worker holds a block; an `nn.Parameter` if no axis splits it.
 
-        value: the whole tensor, the same on all workers; or what fills one of this shape and dtype in place, such as
-        `nn.init.xavier_uniform_`. It draws as `spt.drawing(generator)` says: the same whole on any mesh. One worker of
-        a process at a time holds the whole, on the host, until its block is cut. Nothing is communicated.
-        lies: a Layout of the whole; or a spec or a `Grid`, for balanced blocks. Who holds nothing has a block of shape
+        value: the whole tensor, the same on all workers; or a function that fills a tensor of this shape and dtype in
+        place, such as `nn.init.xavier_uniform_`. It draws inside `spt.drawing(generator)`: the same whole on any mesh.
+        One worker of a process at a time holds the whole, on the host. Nothing is communicated.
+        spec: a Layout of the whole; or a spec or a `Grid`, for balanced blocks. Who holds nothing has a block of shape
         (0, 0, ...). device, dtype: of the block, by default torch's. On the device "meta" nothing is filled.
         Raises LayoutError where layout and shape do not fit.
         """
@@ -89,7 +91,7 @@ class ShardedModule(nn.Module):
                     mend="shape=(out_features, in_features)",
                 )
             )
-        layout = layout_of(where, tuple(shape), lies, here(where))
+        layout = layout_of(where, tuple(shape), spec, here(where))
         dtype = dtype or torch.get_default_dtype()
         device = torch.device(device) if device is not None else torch.get_default_device()
         if device.type == "meta":
@@ -108,14 +110,14 @@ class ShardedModule(nn.Module):
     def shard_layout(self, name: str) -> Layout:
         """How the whole of a parameter lies on the mesh."""
         value = getattr(self, name)
-        return value.block_layout if in_blocks(value) else Layout(tuple(value.shape), P(), {})
+        return value.block_layout if is_partitioned(value) else Layout(tuple(value.shape), P(), {})
 
     def shard(self, name: str) -> torch.Tensor:
-        """The block of a parameter as it is to be used in forward: `block()` of it."""
+        """The block of a parameter for forward: its `block()`."""
         value = getattr(self, name)
         if torch.compiler.is_dynamo_compiling():
             return value.block() if name in self._split else value
-        if in_blocks(value):
+        if is_partitioned(value):
             return value.block()
         if name not in self._split:
             return value
@@ -136,7 +138,7 @@ class ShardedModule(nn.Module):
         """
         value = getattr(self, name)
         value = value if history else value.detach()
-        return value.whole() if in_blocks(value) else value if history else plain(value).clone()
+        return value.whole() if is_partitioned(value) else value if history else plain(value).clone()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -221,8 +223,8 @@ def _parameters(modules: nn.Module | Iterable[nn.Module]) -> Iterator[nn.Paramet
 
 @api_boundary
 def grad_norm(modules: nn.Module | Iterable[nn.Module], norm_type: float = 2.0) -> torch.Tensor:
-    """The norm of all gradients of modules taken together as one vector, of whole parameters: each block counts once,
-    and so does a replicated parameter. The same on all workers, and that of the same module without shards.
+    """The norm of all gradients of modules as one vector. Each block counts once, and so does a replicated parameter.
+    It is the same on all workers, and equal to that of the same module without shards.
 
     modules: a module, or several. norm_type: of the p-norm, above 0; infinity for the largest. In at least float32.
     Cost: one all-reduce of a number for each set of axes over which parameters lie. Collective; no gradient.
@@ -233,8 +235,7 @@ def grad_norm(modules: nn.Module | Iterable[nn.Module], norm_type: float = 2.0) 
             message("spt.grad_norm", argument="norm_type", got=repr(norm_type), need="a number above 0", mend="2.0")
         )
     largest = p == float("inf")
-    worker = WORKER.get()
-    on = torch.device("cpu" if worker is None or worker.mesh.places is None else "cuda")
+    on = device_of(WORKER.get())
     parts: dict[tuple[str, ...], list[torch.Tensor]] = {}
     with torch.no_grad():
         for parameter in _parameters(modules):
@@ -243,7 +244,7 @@ def grad_norm(modules: nn.Module | Iterable[nn.Module], norm_type: float = 2.0) 
             part = parts.setdefault(() if placement is None else tuple(placement.layout.axes), [])
             if g is None:
                 continue
-            g = plain(g).detach() if placement is None else cut(g, placement)._block
+            g = plain(g).detach() if placement is None else split_like(g, placement)._block
             if not g.numel() or (placement is not None and placement.layout.owners[placement.index] != placement.index):
                 continue
             if g.dtype not in (torch.float64, torch.complex128):
@@ -251,24 +252,24 @@ def grad_norm(modules: nn.Module | Iterable[nn.Module], norm_type: float = 2.0) 
             norm = torch.linalg.vector_norm(g, p).to(on, torch.float64)
             part.append(norm if largest else norm**p)
         zero = torch.zeros((), dtype=torch.float64, device=on)
-        sums = [_over(axes, _joined([zero, *part], largest), largest) for axes, part in parts.items()]
-        total = _joined([zero, *sums], largest)
+        sums = [_over(axes, _combined([zero, *part], largest), largest) for axes, part in parts.items()]
+        total = _combined([zero, *sums], largest)
         return total if largest else total ** (1 / p)
 
 
-def _joined(parts: list[torch.Tensor], largest: bool) -> torch.Tensor:
+def _combined(parts: list[torch.Tensor], largest: bool) -> torch.Tensor:
     stacked = torch.stack(parts)
     return stacked.amax() if largest else stacked.sum()
 
 
 def _over(axes: tuple[str, ...], part: torch.Tensor, largest: bool) -> torch.Tensor:
-    """A number of each worker, summed over them, or the largest."""
+    """The sum, or the largest, of the numbers of all workers along some axes."""
     if not axes:
         return part
     worker = here("spt.grad_norm")
     if largest:
         return spmd.block(spmd.pmax(spmd.varying(part, axes), axes))  # type: ignore[return-value]
-    return apply(named("grad_norm", Sum, axes), part, seat_of(worker))
+    return apply(named("grad_norm", Sum, axes), part, context_of(worker))
 
 
 @api_boundary

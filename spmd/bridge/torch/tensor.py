@@ -1,9 +1,8 @@
-"""Tensors that carry their state, so that Invariant against Varying gets its `Vary` as in NumPy's bodies.
+"""Tensors that carry their state, so that `Vary` is inserted as in bodies of NumPy.
 
-A `Tensor` is a `torch.Tensor` with one thing more: the axes along which it varies. torch asks the class about every
-function that it is an argument of; what differs from the plain function is that Invariant operands that are
-differentiated are varied before they meet Varying ones, and that results know their state. Tensors without a state,
-parameters of modules for one, count as Invariant.
+A `Tensor` is a `torch.Tensor` that knows the axes along which it varies. torch calls `__torch_function__` for every
+function that has one as an argument. It varies Invariant operands that are differentiated before they meet Varying
+ones, and gives results their state. Tensors without a state, such as parameters of modules, count as Invariant.
 """
 
 from __future__ import annotations
@@ -11,49 +10,55 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from spmd.errors import MutationError, StateError, describe, message
-from spmd.mesh import WORKER
+from spmd.bridge.torch.call_arguments import tensors_in
+from spmd.bridge.torch.function import CollectiveCall, LinearFunction, TransformableFunction
+from spmd.bridge.torch.functorch import current_level, has_tangent, is_wrapped
+from spmd.bridge.torch.interop import array_of
+from spmd.bridge.torch.loss_checks import verify_loss, warn_of_invariant_terms
+from spmd.bridge.torch.tensor_state import (
+    GRADIENT_SYNCS,
+    INVARIANT,
+    TensorWithState,
+    gradient_sync_of,
+    is_partitioned,
+    needs_grad,
+    no_overrides,
+    plain,
+    state_of_tensor,
+    summed_state,
+)
+from spmd.bridge.torch.worker_context import context_of
+from spmd.errors import MeshError, MutationError, ReplicaError, StateError, describe, message
+from spmd.mesh import WORKER, Worker
+from spmd.operators.sums import Vary
+from spmd.operators.varying import verify
 from spmd.state import State, state_of
 
 __all__ = [
-    "COMPILED",
-    "RULES",
-    "SUMMED",
+    "CALL_CHECKS",
+    "STATE_IN_COMPILED",
     "Tensor",
-    "admit_write",
-    "differentiated",
-    "in_blocks",
-    "joined_state",
-    "local",
-    "look_at_losses",
-    "no_overrides",
-    "plain",
-    "put_state",
-    "state_of_tensor",
-    "stated",
-    "summed",
-    "sums_of",
-    "sweep",
-    "swept",
+    "backward_scope",
+    "check_losses",
+    "check_write",
+    "common_state",
+    "in_backward",
+    "set_state",
     "varied_arguments",
+    "varied_copy",
+    "with_state",
 ]
 
-_INVARIANT = state_of(())
 _disabled = torch._C.DisableTorchFunctionSubclass
-_functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
-no_overrides = torch._C.DisableTorchFunction
-"""A context without overrides, in which functions of torch ask neither subclasses nor modes."""
-
-SUMMED: dict[int, Callable[[], Any]] = {}
-"""By id, parameters whose gradients are summed by `spt.data_parallel`, in place of the adjoint of their `Vary`."""
 
 
-COMPILED = message(
+STATE_IN_COMPILED = message(
     "torch.compile",
     got="a tensor that carries its state",
     need="plain tensors in compiled functions",
@@ -61,19 +66,13 @@ COMPILED = message(
 )
 
 
-class Tensor(torch.Tensor):
-    """A tensor of a body, with its state along the axes of the mesh. Made by `spt.map` and by operators.
+class Tensor(TensorWithState):
+    """A tensor of a body, with its state along the axes of the mesh. `spt.map` and operators make it.
 
-    replica: a parameter in the forward of its module, which varies though it was not declared.
+    replica: whether it is a parameter that `spt.data_parallel` varies during the forward of its module.
     """
 
-    _state: State
     replica: bool = False
-
-    @property
-    def state(self) -> State:
-        """The axes along which it varies."""
-        return self.__dict__.get("_state", _INVARIANT)
 
     def __spmd_describe__(self) -> str:
         with _disabled():
@@ -88,7 +87,7 @@ class Tensor(torch.Tensor):
         return plain(self).__reduce_ex__(protocol)
 
     def __copy__(self) -> Any:
-        return stated(self.view_as(self), self.state)
+        return with_state(self.view_as(self), self.state)
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if spec and not self.ndim else super().__format__(spec)
@@ -98,54 +97,54 @@ class Tensor(torch.Tensor):
             return memo[id(self)]
         if not self.is_leaf:
             return torch.Tensor.__deepcopy__(plain(self), memo)  # which says what is wrong
-        twin: Any
+        copied: Any
         with _disabled():
-            twin = copy.deepcopy(self.detach().as_subclass(torch.Tensor), {})
-        put_state(twin, self.state)  # in place: a view would be no leaf
-        twin.requires_grad_(self.requires_grad)
+            copied = copy.deepcopy(self.detach().as_subclass(torch.Tensor), {})
+        set_state(copied, self.state)  # in place: a view would be no leaf
+        copied.requires_grad_(self.requires_grad)
         if self.grad is not None:
-            twin.grad = copy.deepcopy(self.grad, memo)
-        memo[id(self)] = twin
-        return twin
+            copied.grad = copy.deepcopy(self.grad, memo)
+        memo[id(self)] = copied
+        return copied
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            raise StateError(COMPILED)
+            raise StateError(STATE_IN_COMPILED)
         if len(types) > 1 and any(getattr(t, "__spmd_partitioned__", False) for t in types):
-            return NotImplemented  # tensors in blocks know what becomes of a state
+            return NotImplemented  # `PartitionedTensor` handles the states of both
         kwargs = kwargs or {}
         if func is torch.Tensor.backward:
-            look_at_losses(args[0])
-            with sweep():
+            check_losses(args[0])
+            with backward_scope():
                 return func(*args, **kwargs)
         if func is torch.autograd.grad:
             return _gradients(func, args, kwargs)
-        state, mixed = _joined(args, kwargs)
-        if state.varying and func in RULES:
-            RULES[func](func, args, kwargs)
+        state, mixed = _common_state(args, kwargs)
+        if state.varying and func in CALL_CHECKS:
+            CALL_CHECKS[func](func, args, kwargs)
         targets: list[torch.Tensor] = []
         if mixed:
             if _is_foreach(func):
-                return _each(func, args, kwargs)
-            args, kwargs, targets = _varied(func, args, kwargs, state)
+                return _call_foreach(func, args, kwargs)
+            args, kwargs, targets = _vary_arguments(func, args, kwargs, state)
         with _disabled():
             result = func(*args, **kwargs)
         for x in targets:
             if isinstance(x, Tensor):
                 x._state = state
         if type(result) is torch.Tensor and any(result is a for a in (*args, *kwargs.values())):
-            return result  # one without a state that was written to
-        return _with_state(result, state)
+            return result  # a tensor without a state, written in place
+        return _results_with_state(result, state)
 
 
 _sweeping = threading.local()
 
 
 @contextmanager
-def sweep() -> Iterator[None]:
-    """A function of torch's that starts backward does not ask `Tensor` once more; what backward calls does."""
-    before, _sweeping.on = swept(), True
+def backward_scope() -> Iterator[None]:
+    """Mark this thread as in backward. Functions that start it do not call `__torch_function__` a second time."""
+    before, _sweeping.on = in_backward(), True
     try:
         with _disabled():
             yield
@@ -153,105 +152,60 @@ def sweep() -> Iterator[None]:
         _sweeping.on = before
 
 
-def swept() -> bool:
-    """Whether this thread is in a backward that began with a `Tensor`."""
+def in_backward() -> bool:
+    """Whether this thread is in a backward that started at a `Tensor`."""
     return getattr(_sweeping, "on", False)
 
 
-def stated(x: torch.Tensor, state: State) -> torch.Tensor:
-    """A tensor on the same data in this state; one node of the graph, that hands cotangents on."""
+def with_state(x: torch.Tensor, state: State) -> torch.Tensor:
+    """A tensor on the same data in this state: a view, as autograd sees it."""
     with no_overrides():
-        twin = x.as_subclass(Tensor)
-    twin._state = state
-    return twin
+        result = x.as_subclass(Tensor)
+    result._state = state
+    return result
 
 
-def put_state(x: Any, state: State) -> None:
-    """Give a state to a plain tensor that nobody else has, in place: no operation, and what was a leaf is one."""
+def set_state(x: Any, state: State) -> None:
+    """Give a state to a plain tensor in place. A leaf stays a leaf. No other code may hold the tensor."""
     x.__class__ = Tensor
     x._state = state
 
 
-def plain(x: torch.Tensor) -> torch.Tensor:
-    """The tensor without its state."""
-    with no_overrides():
-        return x.as_subclass(torch.Tensor)
-
-
-def in_blocks(x: Any) -> bool:
-    """Whether a tensor is one of which each worker holds a block: a `PartitionedTensor`."""
-    return getattr(type(x), "__spmd_partitioned__", False)
-
-
-def local(x: Any) -> torch.Tensor:
-    """The data that this worker holds of a tensor: its block, or the tensor without its state."""
-    return x._block if in_blocks(x) else plain(x)
-
-
-def state_of_tensor(x: torch.Tensor) -> State:
-    """The state that a tensor carries; Invariant where it carries none."""
-    return x.state if isinstance(x, Tensor) else _INVARIANT
-
-
-def summed(x: torch.Tensor) -> State:
-    """As what a bare parameter counts, the workers' own gradients of which are summed elsewhere; else Invariant."""
-    sums = sums_of(x)
-    return _INVARIANT if sums is None else sums.state
-
-
-def sums_of(x: torch.Tensor) -> Any:
-    """What sums the gradients of a parameter, if a module of `spt.data_parallel` has it."""
-    found = SUMMED.get(getattr(x, "_block_of", id(x)))
-    return None if found is None else found()
-
-
-def _tensors(args: Any, kwargs: dict) -> Iterator[torch.Tensor]:
-    """The tensors among the arguments of a function, and in lists of them."""
-    for a in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(a, torch.Tensor):
-            yield a
-        elif type(a) in (tuple, list):
-            yield from _tensors(a, {})
-        elif type(a) is dict:
-            yield from _tensors((), a)
-
-
-def _joined(args: Any, kwargs: dict) -> tuple[State, bool]:
-    """The state in which the tensors meet, and whether one of them has another."""
+def _common_state(args: Any, kwargs: dict) -> tuple[State, bool]:
+    """The union of the states of the tensors, and whether one of them differs from it."""
     state: State | None = None
     mixed = False
-    for x in _tensors(args, kwargs):
+    for x in tensors_in(args, kwargs):
         own = state_of_tensor(x)
         if state is None:
             state = own
         elif own is not state:
             state, mixed = state | own, True
-    return state or _INVARIANT, mixed
+    return state or INVARIANT, mixed
 
 
-def joined_state(args: Any, kwargs: dict) -> State:
-    """The state in which the tensors among some arguments meet."""
-    return _joined(args, kwargs)[0]
+def common_state(args: Any, kwargs: dict) -> State:
+    """The union of the states of the tensors among some arguments."""
+    return _common_state(args, kwargs)[0]
 
 
-def _varied(func: Callable, args: Any, kwargs: dict, state: State) -> tuple[Any, dict, list[torch.Tensor]]:
-    """The arguments, of which differentiated ones are varied to where they meet; and those that are written to."""
-    targets = _written(func, args, kwargs)
+def _vary_arguments(func: Callable, args: Any, kwargs: dict, state: State) -> tuple[Any, dict, list[torch.Tensor]]:
+    """The arguments, varied to a state where they are differentiated, and the tensors that are written to."""
+    targets = _written_tensors(func, args, kwargs)
     for x in targets:
         if state_of_tensor(x) is not state:
-            admit_write(func, x, state)
+            check_write(func, x, state)
     return *varied_arguments(args, kwargs, state, targets), targets
 
 
 def varied_arguments(args: Any, kwargs: dict, state: State, targets: Any = ()) -> tuple[Any, dict]:
-    """The arguments of a function, of which those that are differentiated are varied to a state."""
-    from spmd.bridge.torch.function import twin
+    """The arguments of a function, varied to a state where they are differentiated."""
 
     def one(a: Any) -> Any:
         if isinstance(a, torch.Tensor):
-            if state_of_tensor(a) is state or not differentiated(a):
+            if state_of_tensor(a) is state or not needs_grad(a):
                 return a
-            return a if any(a is x for x in targets) else twin(a, state, True)
+            return a if any(a is x for x in targets) else varied_copy(a, state, True)
         if type(a) in (tuple, list):
             return type(a)(one(b) for b in a)
         return a
@@ -259,32 +213,21 @@ def varied_arguments(args: Any, kwargs: dict, state: State, targets: Any = ()) -
     return tuple(one(a) for a in args), {k: one(a) for k, a in kwargs.items()}
 
 
-def differentiated(x: torch.Tensor) -> bool:
-    """Whether torch follows what becomes of x: for what a transformation of torch.func wraps, at any level."""
-    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-        return False
-    with no_overrides():
-        if _functorch.maybe_current_level() is not None:
-            while not x.requires_grad and _functorch.is_functorch_wrapped_tensor(x):
-                x = _functorch.get_unwrapped(x)
-        return x.requires_grad
-
-
 def _is_foreach(func: Callable) -> bool:
     return getattr(func, "__name__", "").startswith(("_foreach_", "_fused_"))
 
 
-def _each(func: Callable, args: Any, kwargs: dict) -> Any:
-    """A function of lists of tensors: entry by entry, as if it were called for each."""
+def _call_foreach(func: Callable, args: Any, kwargs: dict) -> Any:
+    """A function of lists of tensors: states are joined entry by entry."""
     every = (*args, *kwargs.values())
     lists = [a for a in every if type(a) in (list, tuple) and a and isinstance(a[0], torch.Tensor)]
-    alone = _joined([a for a in every if isinstance(a, torch.Tensor)], {})[0]
-    states = [_joined(entries, {})[0] | alone for entries in zip(*lists, strict=True)]
+    alone = _common_state([a for a in every if isinstance(a, torch.Tensor)], {})[0]
+    states = [_common_state(entries, {})[0] | alone for entries in zip(*lists, strict=True)]
     writes = func.__name__.endswith("_")
     if writes:
         for x, state in zip(args[0], states, strict=True):
             if state_of_tensor(x) is not state:
-                admit_write(func, x, state)
+                check_write(func, x, state)
     else:
 
         def one(a: Any) -> Any:
@@ -300,16 +243,16 @@ def _each(func: Callable, args: Any, kwargs: dict) -> Any:
             if isinstance(x, Tensor):
                 x._state = state
         return result
-    return [_with_state(r, s) for r, s in zip(result, states, strict=True)]
+    return [_results_with_state(r, s) for r, s in zip(result, states, strict=True)]
 
 
-def _written(func: Callable, args: Any, kwargs: dict) -> list[torch.Tensor]:
+def _written_tensors(func: Callable, args: Any, kwargs: dict) -> list[torch.Tensor]:
     """The tensors that a function writes to."""
     if isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return _mutated(func, args, kwargs)
     out = kwargs.get("out")
     if out is not None:
-        return list(_tensors((out,), {}))
+        return list(tensors_in((out,), {}))
     name = getattr(func, "__name__", "")
     dunder = name.startswith("__")
     inplace = (dunder and name.startswith("__i") and name not in ("__index__", "__invert__", "__int__")) or (
@@ -319,18 +262,18 @@ def _written(func: Callable, args: Any, kwargs: dict) -> list[torch.Tensor]:
 
 
 def _mutated(op: Any, args: Any, kwargs: dict) -> list[torch.Tensor]:
-    """The tensors that a custom operator says it writes to."""
+    """The tensors that the schema of an operator marks as written."""
     overload = op if isinstance(op, torch._ops.OpOverload) else getattr(op, op.overloads()[0])
     given = [
         args[k] if k < len(args) else kwargs.get(a.name)
         for k, a in enumerate(overload._schema.arguments)
         if a.alias_info is not None and a.alias_info.is_write
     ]
-    return list(_tensors(given, {}))
+    return list(tensors_in(given, {}))
 
 
-def admit_write(func: Callable, target: torch.Tensor, state: State) -> None:
-    """Raise where what is written to would not know that it varies from now on."""
+def check_write(func: Callable, target: torch.Tensor, state: State) -> None:
+    """Raise if a tensor that is written to cannot carry the state of what is written."""
     free = isinstance(target, Tensor) and not target.requires_grad
     if free:
         return
@@ -349,45 +292,43 @@ def admit_write(func: Callable, target: torch.Tensor, state: State) -> None:
     )
 
 
-def _with_state(result: Any, state: State) -> Any:
+def _results_with_state(result: Any, state: State) -> Any:
     if isinstance(result, torch.Tensor):
         if type(result) is Tensor:
             result._state = state
             return result
         if type(result) is not torch.Tensor:
             return result
-        return stated(result, state)
+        return with_state(result, state)
     if isinstance(result, tuple | list):
         if not any(isinstance(r, torch.Tensor) for r in result):
             return result
-        parts = [_with_state(r, state) for r in result]
+        parts = [_results_with_state(r, state) for r in result]
         return type(result)(parts) if type(result) in (tuple, list) or hasattr(result, "n_fields") else result
     return result
 
 
-def look_at_losses(outputs: Any) -> None:
-    """Warn of Invariant terms of what varies; raise where what is Invariant differs between workers."""
-    from spmd.bridge.torch.losses import look_at, verify_loss
-
+def check_losses(outputs: Any) -> None:
+    """Warn of Invariant terms of Varying losses. Raise if an Invariant loss differs between workers."""
     for x in (outputs,) if isinstance(outputs, torch.Tensor) else outputs:
-        if isinstance(x, torch.Tensor) and not x.ndim and not in_blocks(x):
-            (look_at if state_of_tensor(x).varying else verify_loss)(x)
+        if isinstance(x, torch.Tensor) and not x.ndim and not is_partitioned(x):
+            (warn_of_invariant_terms if state_of_tensor(x).varying else verify_loss)(x)
 
 
 def _gradients(func: Callable, args: Any, kwargs: dict) -> Any:
-    """torch.autograd.grad: a cotangent has the state of what it is the cotangent of."""
+    """torch.autograd.grad: a gradient has the state of its input."""
     inputs = args[1] if len(args) > 1 else kwargs["inputs"]
     several = not isinstance(inputs, torch.Tensor)
     states = [
-        state_of_tensor(x) | summed(x) if isinstance(x, torch.Tensor) else None
+        state_of_tensor(x) | summed_state(x) if isinstance(x, torch.Tensor) else None
         for x in (inputs if several else [inputs])
     ]
-    look_at_losses(args[0] if args else kwargs["outputs"])
-    with sweep():
-        found = func(*args, **kwargs)
+    check_losses(args[0] if args else kwargs["outputs"])
+    with backward_scope():
+        grads = func(*args, **kwargs)
     return tuple(
-        g if g is None or s is None else stated(g, s) if WORKER.get() is not None else g
-        for g, s in zip(found, states, strict=True)
+        g if g is None or s is None else with_state(g, s) if WORKER.get() is not None else g
+        for g, s in zip(grads, states, strict=True)
     )
 
 
@@ -408,8 +349,100 @@ def _refuse_value(func: Callable, args: Any, kwargs: dict) -> None:
     )
 
 
-RULES: dict[Any, Callable[[Callable, Any, dict], None]] = {
+CALL_CHECKS: dict[Any, Callable[[Callable, Any, dict], None]] = {
     getattr(torch.Tensor, name): _refuse_value
     for name in "item __bool__ __int__ __float__ __complex__ __index__ tolist numpy __array__".split()
 }
-"""What raises where some functions of torch are given tensors that vary, and do with them what nobody would see."""
+"""Checks of calls with Varying tensors, by function: they raise where the result would be wrong without a sign."""
+
+
+def varied_copy(x: torch.Tensor, state: State, joined: bool = False) -> torch.Tensor:
+    """An Invariant tensor varied to a state. All uses share one copy, so their cotangents are added before the sum.
+
+    joined: whether it is varied because it meets others in this state.
+    """
+    worker = WORKER.get()
+    if worker is None:
+        raise MeshError(
+            message(
+                "a function of torch",
+                got="tensors of different state outside of any body",
+                need="tensors without state: spt.map gives results without",
+                mend="return what is needed outside with an out_spec",
+            )
+        )
+    with no_overrides():
+        return _new_varied_copy(x, state, joined, worker)
+
+
+def _new_varied_copy(x: torch.Tensor, state: State, joined: bool, worker: Worker) -> torch.Tensor:
+    own = _summed_elsewhere(x, state)
+    if own:
+        sums = gradient_sync_of(x)
+        difference = None if sums is None else sums.undeclared.get(id(x))
+        if difference is not None and not state.varying.isdisjoint(difference.axes):
+            raise difference.error()
+        own_state = state_of(own | state_of_tensor(x).varying)
+        return with_state(x, own_state) if own_state is state else varied_copy(with_state(x, own_state), state, joined)
+    context = context_of(worker)
+    names = tuple(n for n in worker.mesh.axes if n in state.varying - state_of_tensor(x).varying)
+    key = (id(x), state)
+    # The graph of the copy holds the leaf. The leaf must not hold the copy: no collector would see that circle.
+    cache: Any = context.varied_copies if x.is_leaf else vars(x).setdefault("_varied_copies", {})
+    cached = cache.get(key)
+    if cached is not None and cached[1] == x._version and (cached[0] is None or cached[0] is x):
+        return cached[2]
+    if worker.tracked:
+        verify(array_of(x), names, "a gradient in a body", "the differentiated tensor")
+    call = CollectiveCall(Vary(names), context)
+    call.scalar_term = joined and not x.ndim
+    followed = is_wrapped(x) or has_tangent(x)
+    # A tensor that no transformation wraps is varied below all of them, in its own graph.
+    beneath = not followed and current_level() is not None
+    with temporarily_clear_interpreter_stack() if beneath else nullcontext():
+        varied = with_state((TransformableFunction if followed else LinearFunction).apply(plain(x), call), state)
+    if not is_wrapped(x):
+        cache[key] = (x if x.is_leaf else None, x._version, varied)
+        call.key = key if x.is_leaf else None
+    return varied
+
+
+def _summed_elsewhere(x: torch.Tensor, state: State) -> frozenset[str]:
+    """The axes along which `spt.data_parallel` sums the gradients of the parameters that x is, or is computed of: its
+    cotangent is not to be summed along them before.
+
+    Raises ReplicaError for what is computed of others too, whose cotangent is.
+    """
+    wanted = state.varying - state_of_tensor(x).varying
+    if x.is_leaf or not any(sums is not None and sums.state.varying & wanted for sums in _all_sums()):
+        return summed_state(x).varying & state.varying
+    axes_of_leaves: set[frozenset[str]] = set()
+    stack, seen = [x.grad_fn], set()
+    while stack:
+        node: Any = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            axes_of_leaves.add(summed_state(variable).varying & wanted)
+        elif isinstance(getattr(node, "call", None), CollectiveCall):  # its adjoint handles the cotangent
+            axes_of_leaves.add(frozenset())
+        else:
+            stack += [parent for parent, _ in node.next_functions]
+    if len(axes_of_leaves) > 1:
+        axes = ", ".join(map(repr, sorted(frozenset().union(*axes_of_leaves))))
+        raise ReplicaError(
+            message(
+                "a module of spt.data_parallel",
+                got=f"a value that meets what varies over {axes}, computed of its parameters and of others, or of "
+                "results of collectives",
+                need="parameters of the module alone: their gradients are summed after backward, all others before",
+                mend=f"spt.pvary(value, {axes}) of each part, before they are put together",
+            )
+        )
+    return axes_of_leaves.pop() if axes_of_leaves else frozenset()
+
+
+def _all_sums() -> set[Any]:
+    return {reference() for reference in list(GRADIENT_SYNCS.values())}

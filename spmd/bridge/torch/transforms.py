@@ -1,8 +1,8 @@
 """torch.func and torch.utils.checkpoint in bodies whose tensors carry their state.
 
-The transformations wrap what a function is given, and unwrap what it gives, in plain tensors. So the few functions by
-which torch does so are made to hand states on: a wrapper is in the state of what it wraps, and the other way round. A
-reentrant checkpoint calls its function again on plain tensors; they are put into the states of those of its first call.
+The transformations wrap arguments in plain tensors, and unwrap results. The functions of torch that do so are replaced
+here by ones that keep the state. A reentrant checkpoint calls its function again on plain tensors; they get the states
+of the first call.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from torch._functorch import eager_transforms, vmap
 from torch.utils import checkpoint
 
-from spmd.bridge.torch.drawing import BodyMode, in_body, mode_is_on
-from spmd.bridge.torch.tensor import Tensor, put_state, swept
+from spmd.bridge.torch.rng import BodyMode, has_body_mode, in_body
+from spmd.bridge.torch.tensor import Tensor, in_backward, set_state
 from spmd.tracebacks import boundary_like
 
 __all__: list[str] = []
@@ -28,7 +28,7 @@ def _keeping(function: Callable) -> Callable:
     def call(x: Any, *args: Any, **kwargs: Any) -> Any:
         y = function(x, *args, **kwargs)
         if isinstance(x, Tensor) and type(y) is torch.Tensor:
-            put_state(y, x.state)
+            set_state(y, x.state)
         return y
 
     return call
@@ -51,7 +51,7 @@ def _with_states(forward: Callable) -> Callable:
         def again(*args: Any) -> Any:
             for x, state in zip(args, states, strict=True):
                 if state is not None and type(x) is torch.Tensor:
-                    put_state(x, state)
+                    set_state(x, state)
             return function(*args)
 
         return forward(ctx, again if any(states) else function, preserve, *args)
@@ -60,14 +60,14 @@ def _with_states(forward: Callable) -> Callable:
 
 
 def _asking(engine: Callable) -> Callable:
-    """What backward calls of Python's, a checkpointed function for one, meets tensors with states as forward did."""
+    """Python code that backward calls, such as a checkpointed function, handles states as forward does."""
 
     @boundary_like(engine)
     def call(*args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
-            if swept():
+            if in_backward():
                 stack.enter_context(torch._C._EnableTorchFunction())  # type: ignore[attr-defined]
-            if in_body() and not mode_is_on():
+            if in_body() and not has_body_mode():
                 stack.enter_context(BodyMode())
             return engine(*args, **kwargs)
 

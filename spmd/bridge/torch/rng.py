@@ -1,10 +1,10 @@
-"""Random numbers of bodies: what torch draws depends on the worker's place and on the program, never on timing.
+"""Random numbers of bodies: what torch draws depends on the worker's coordinates and on the program, never on timing.
 
-Virtual workers are threads, and torch's generator of the host is one for all threads. So every worker of a map has a
-generator of its own, which begins in the state that torch's had where the map was called. In a body that tracks states
-each function of torch that draws (`random_functions`) draws from it: on Invariant tensors all workers draw the same
-numbers. For Varying tensors the worker's generator gives one number, and a generator that is seeded by it and by the
-place along the axes over which they vary gives the rest: other numbers at each place, the same along other axes.
+Virtual workers are threads, and all threads share torch's generator of the host. So every worker of a map has its own
+generator, which starts in the state that torch's has where the map is called. In a body that tracks states, functions
+of torch that draw (`random_functions`) use it. For Invariant tensors all workers draw the same numbers. For Varying
+tensors a new generator is seeded by one number of the worker's generator and by the coordinates along the axes over
+which the tensors vary. So numbers differ along these axes, and agree along the others.
 """
 
 from __future__ import annotations
@@ -22,45 +22,44 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from spmd.bridge.torch.function import SEAT, Draws
 from spmd.bridge.torch.random_functions import draws_now
-from spmd.bridge.torch.tensor import Tensor, joined_state, look_at_losses, swept
+from spmd.bridge.torch.tensor import Tensor, check_losses, common_state, in_backward
+from spmd.bridge.torch.worker_context import CONTEXT, WorkerGenerators
 from spmd.errors import StallError, StateError, describe, message
 from spmd.mesh import WORKER, Worker
 from spmd.state import State
 from spmd.transport.processes.watchdog import time_limit
 
-__all__ = ["BodyMode", "drawing", "in_body", "is_drawing", "mode_is_on", "stream", "word"]
+__all__ = ["BodyMode", "drawing", "has_body_mode", "in_body", "is_drawing", "random_word", "worker_generator"]
 
 Generator = torch.Generator
 
 _lock = threading.RLock()
 _drawing: ContextVar[bool] = ContextVar("spmd_torch_drawing", default=False)
-_used: WeakKeyDictionary[Generator, tuple[Draws, int]] = WeakKeyDictionary()
+_used: WeakKeyDictionary[Generator, tuple[WorkerGenerators, int]] = WeakKeyDictionary()
 
 
 def is_drawing() -> bool:
-    """Whether this worker is inside of `drawing`."""
+    """Whether this worker is inside `drawing`."""
     return _drawing.get()
 
 
 @contextmanager
 def drawing(generator: torch.Generator | int | None = None) -> Iterator[None]:
-    """Inside, torch's generator of the host is this worker's own: modules are initialised alike on all workers.
+    """Inside, torch's generator of the host is that of this worker, so all workers initialise modules alike.
 
         with spt.drawing():
             net = nn.Sequential(nn.Embedding(100, 32), nn.Linear(32, 32))
 
-    generator: None: the worker's generator. It begins, at each call of a map, in the state that torch's generator has
-    there, and goes on from one use to the next; torch's goes on from there when the map is over. So after
-    `torch.manual_seed(0)` before the map, modules made in a body have the parameters that they have in a serial program
-    which makes them in the same order. Processes seed alike. A number: a new generator with this seed. A
-    `torch.Generator` of this worker, on the host: that one.
+    generator: None: the worker's generator. At each call of a map it starts in the state of torch's generator; when the
+    map ends, torch's generator continues from its last state. So after `torch.manual_seed(0)` before the map, modules
+    made in a body have the parameters of a serial program that makes them in the same order. Processes must seed alike.
+    A number: a new generator with this seed. A `torch.Generator` of this worker, on the host: that one.
 
     Workers take turns, so a collective inside raises StallError at once. `torch.manual_seed` inside seeds the worker's
-    generator; elsewhere in a body it gives the functions of torch another one on this worker, from which nothing here
-    is drawn. Outside of bodies None is torch's own generator.
-    Raises StateError for a generator that another worker draws from too: what each got would be a matter of timing.
+    generator. Elsewhere in a body it seeds another generator of this worker, which serves functions of torch but not
+    `drawing`. Outside of bodies, None is torch's own generator.
+    Raises StateError for a generator that another worker uses too: its numbers would depend on timing.
     """
     worker = WORKER.get()
     if generator is None and (worker is None or _drawing.get()):
@@ -92,7 +91,7 @@ def drawing(generator: torch.Generator | int | None = None) -> Iterator[None]:
 
 
 class _NoComm:
-    """In place of a worker's transport while it draws: whatever a collective asks of it raises."""
+    """Replaces a worker's transport inside `drawing`: every attribute raises."""
 
     def __getattr__(self, name: str) -> Any:
         raise StallError(
@@ -109,7 +108,7 @@ class _NoComm:
 def _without_collectives(worker: Worker) -> Iterator[None]:
     before = worker.comm, worker.prepared
     no_comm: Any = _NoComm()
-    worker.comm, worker.prepared = no_comm, {}  # lines have ways of their own to the transport
+    worker.comm, worker.prepared = no_comm, {}  # prepared calls hold the transport too
     try:
         yield
     finally:
@@ -117,10 +116,10 @@ def _without_collectives(worker: Worker) -> Iterator[None]:
 
 
 def _generator(given: Generator | int | None, worker: Worker | None) -> Generator:
-    seat = SEAT.get()
-    draws = seat.draws if seat is not None and seat.worker is worker else None
+    context = CONTEXT.get()
+    generators = context.generators if context is not None and context.worker is worker else None
     if given is None:
-        if draws is None or worker is None:
+        if generators is None or worker is None:
             raise StateError(
                 message(
                     "spt.drawing",
@@ -130,7 +129,7 @@ def _generator(given: Generator | int | None, worker: Worker | None) -> Generato
                     mend="spt.map(...), or generator=0",
                 )
             )
-        return draws.of(worker.index)
+        return generators.of(worker.index)
     if isinstance(given, int) and not isinstance(given, bool):
         return Generator().manual_seed(given)
     if not isinstance(given, Generator) or given.device.type != "cpu":
@@ -143,11 +142,11 @@ def _generator(given: Generator | int | None, worker: Worker | None) -> Generato
                 mend="torch.Generator().manual_seed(0), or generator=0",
             )
         )
-    if draws is not None and worker is not None:
-        by, index = _used.setdefault(given, (draws, worker.index))
-        if by is not draws:
-            _used[given] = draws, worker.index
-        if by is draws and index != worker.index:
+    if generators is not None and worker is not None:
+        by, index = _used.setdefault(given, (generators, worker.index))
+        if by is not generators:
+            _used[given] = generators, worker.index
+        if by is generators and index != worker.index:
             raise StateError(
                 message(
                     "spt.drawing",
@@ -164,59 +163,58 @@ def _generator(given: Generator | int | None, worker: Worker | None) -> Generato
 
 
 class BodyMode(TorchFunctionMode):
-    """Of a worker whose body tracks states: functions of torch draw from its generator."""
+    """In a body that tracks states: functions of torch draw from the worker's generator."""
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if draws_now(func, args, kwargs):
-            return _drawn(lambda: _asked(func, types, args, kwargs), joined_state(args, kwargs))
-        return _asked(func, types, args, kwargs)
+            return _draw(lambda: _call_function(func, types, args, kwargs), common_state(args, kwargs))
+        return _call_function(func, types, args, kwargs)
 
 
 def in_body() -> bool:
-    """Whether a worker acts here whose body tracks states, in a map of this bridge."""
-    worker, seat = WORKER.get(), SEAT.get()
-    return worker is not None and worker.tracked and seat is not None
+    """Whether this thread runs a body of `spt.map` that tracks states."""
+    worker, context = WORKER.get(), CONTEXT.get()
+    return worker is not None and worker.tracked and context is not None
 
 
-def mode_is_on() -> bool:
-    """Whether functions of torch ask a `BodyMode`. Within what it calls they do not, as Python's code that backward
-    calls."""
+def has_body_mode() -> bool:
+    """Whether a `BodyMode` is active. It is not in what it calls itself, such as Python code that backward runs."""
     return any(type(m) is BodyMode for m in _get_current_function_mode_stack())
 
 
-def _asked(func: Callable, types: Any, args: Any, kwargs: dict) -> Any:
-    """Call a function as torch does without a mode. Tensors of bodies are asked here, which saves a round."""
+def _call_function(func: Callable, types: Any, args: Any, kwargs: dict) -> Any:
+    """Call a function as torch does without a mode. `Tensor` is called directly, which is faster."""
     if len(types) == 1 and Tensor in types:
         return Tensor.__torch_function__(func, types, args, kwargs)
-    if func is torch.Tensor.backward or func is torch.autograd.grad:  # of tensors that have met no others of the body
-        if not swept():
-            look_at_losses(args[0] if args else kwargs["outputs"])
-    elif not types:  # torch.full(shape, x) asks nobody, whatever x is
-        state = joined_state(args, kwargs)
+    if func is torch.Tensor.backward or func is torch.autograd.grad:  # of tensors without a state
+        if not in_backward():
+            check_losses(args[0] if args else kwargs["outputs"])
+    elif not types:  # torch.full(shape, x) looks at no subclass
+        state = common_state(args, kwargs)
         if state.varying:
             return Tensor.__torch_function__(func, types, args, kwargs)
     return func(*args, **kwargs)
 
 
-def stream() -> Generator | None:
-    """What functions of torch draw from in this body; None where that is torch's own generator."""
-    worker, seat = WORKER.get(), SEAT.get()
-    if worker is None or not worker.tracked or seat is None or seat.draws is None or _drawing.get():
+def worker_generator() -> Generator | None:
+    """The generator that functions of torch draw from in this body; None for torch's own."""
+    worker, context = WORKER.get(), CONTEXT.get()
+    if worker is None or not worker.tracked or context is None or context.generators is None or _drawing.get():
         return None
-    return seat.draws.current(_number(worker, seat.worker))
+    return context.generators.current(_number(worker, context.worker))
 
 
-def _number(worker: Worker, seated: Worker | None) -> int:
-    """Whose generator it is. What `at_root` runs on some workers only has one of its own there, so that those of the
-    bodies go on alike."""
-    return worker.index if worker is seated else worker.index + worker.mesh.size
+def _number(worker: Worker, context_worker: Worker | None) -> int:
+    """The number of the generator of a worker. What `at_root` runs on some workers only has a generator of its own, so
+    that those of the bodies stay in step."""
+    return worker.index if worker is context_worker else worker.index + worker.mesh.size
 
 
-def _drawn(run: Callable[[], Any], state: State) -> Any:
-    """What a function draws for tensors of a state."""
+def _draw(run: Callable[[], Any], state: State) -> Any:
+    """Run a function that draws, for tensors of a state."""
     worker, default = WORKER.get(), torch.default_generator
-    own = stream()
+    own = worker_generator()
     if worker is None or (own is None and not _drawing.get()):
         return run()
     place = [(n, worker.coordinates[n]) for n in worker.mesh.axes if n in state.varying]
@@ -240,15 +238,15 @@ def _drawn(run: Callable[[], Any], state: State) -> Any:
             own.set_state(after)
 
 
-def word(own: Generator, bits: int = 31) -> int:
-    """A number from a generator, also within transformations of torch.func, which know of no state."""
+def random_word(own: Generator, bits: int = 31) -> int:
+    """A number from a generator, also inside transformations of torch.func."""
     with torch._C.DisableTorchFunction(), temporarily_clear_interpreter_stack():
         return int(torch.randint(1 << bits, (), generator=own))
 
 
 def _state_at(place: list[tuple[str, int]], own: Generator) -> torch.Tensor:
-    """The state of the generator of a place along some axes. It takes one number from the worker's own."""
-    seed = zlib.crc32(repr((word(own), place)).encode())
+    """The state of a generator for coordinates along some axes. Takes one number from the worker's generator."""
+    seed = zlib.crc32(repr((random_word(own), place)).encode())
     return Generator().manual_seed(seed).get_state()
 
 
@@ -256,26 +254,27 @@ def _state_at(place: list[tuple[str, int]], own: Generator) -> torch.Tensor:
 
 
 def _in_bodies(function: Callable, own: Callable[..., Any]) -> None:
-    """Let a function of torch's generator be `own(stream, ...)` where functions draw from a worker's stream."""
+    """Replace a function of torch's generator, in bodies, by `own(generator, ...)` for the worker's generator."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        found = stream()
-        return function(*args, **kwargs) if found is None else own(found, *args, **kwargs)
+        generator = worker_generator()
+        return function(*args, **kwargs) if generator is None else own(generator, *args, **kwargs)
 
     for module in (torch, torch.random):
         setattr(module, function.__name__, call)
 
 
 def _seed_stream(_: Generator, seed: Any) -> Generator:
-    worker, seat = WORKER.get(), SEAT.get()
+    worker, context = WORKER.get(), CONTEXT.get()
     assert worker is not None
-    assert seat is not None
-    assert seat.draws is not None
-    found = seat.draws.seeded[_number(worker, seat.worker)] = Generator().manual_seed(int(seed))
+    assert context is not None
+    assert context.generators is not None
+    generator = Generator().manual_seed(int(seed))
+    context.generators.seeded[_number(worker, context.worker)] = generator
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(int(seed))
-    return found
+    return generator
 
 
 _in_bodies(torch.get_rng_state, lambda own: own.get_state())

@@ -1,8 +1,8 @@
-"""Tensors as arrays and arrays as tensors, without a copy where nobody can notice.
+"""Tensors as arrays and arrays as tensors, without a copy where no one can notice.
 
-A collective reads a tensor's memory as it is. What comes of it is memory of one of three kinds: new memory that only
-this worker has, which becomes a tensor as it is; memory that others read too, which torch's code must not write to,
-and which is copied; and this worker's own tensor, copied likewise, since no autograd knows of such a view.
+A collective reads the memory of a tensor. Its result is memory of one of three kinds. New memory that only this worker
+holds becomes a tensor without a copy. Memory that other workers read too is copied, because torch may write to it.
+Memory of this worker's own tensor is copied too, because autograd does not know of such a view.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from spmd.bridge.torch.tensor import no_overrides
+from spmd.bridge.torch.functorch import is_wrapped, is_wrapped_by_grad, unwrapped_once
+from spmd.bridge.torch.tensor_state import no_overrides, plain
 from spmd.device import contiguous, imported
 from spmd.errors import LayoutError, MeshError, message
 from spmd.kernels import on_device
@@ -23,7 +25,17 @@ from spmd.kernels.memory.pool import Lease, Margin
 from spmd.mesh import Mesh, Worker
 from spmd.transport.handles import sealed
 
-__all__ = ["array_dtype", "block_of", "borrowed", "owned", "shaped_like", "tensor_of", "torch_dtype", "write"]
+__all__ = [
+    "array_dtype",
+    "array_of",
+    "block_of",
+    "borrowed",
+    "owned",
+    "shaped_like",
+    "tensor_of",
+    "torch_dtype",
+    "write",
+]
 
 _NAMES = (
     "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 float32 float64 complex64 complex128 bfloat16"
@@ -69,8 +81,8 @@ def array_dtype(dtype: torch.dtype, where: str = "spmd.bridge.torch") -> np.dtyp
 def torch_dtype(dtype: Any) -> torch.dtype:
     """torch's dtype for one of NumPy's."""
     name = np.dtype(dtype).name
-    found = getattr(torch, name, None) if name in _NAMES else None
-    if found is None:
+    result = getattr(torch, name, None) if name in _NAMES else None
+    if result is None:
         raise LayoutError(
             message(
                 "spmd.bridge.torch",
@@ -79,7 +91,7 @@ def torch_dtype(dtype: Any) -> torch.dtype:
                 mend='x.astype("float32") before',
             )
         )
-    return found
+    return result
 
 
 def borrowed(x: torch.Tensor) -> Any:
@@ -93,8 +105,21 @@ def borrowed(x: torch.Tensor) -> Any:
         return sealed(x.numpy(force=True))
 
 
+def array_of(x: torch.Tensor) -> Any:
+    """The data of a tensor as an array; None where there is none yet, as in compiled functions and under vmap."""
+    x = plain(x)
+    if torch.compiler.is_compiling():
+        return None
+    while is_wrapped(x):
+        if not is_wrapped_by_grad(x):
+            return None
+        x = unwrapped_once(x)
+    with temporarily_clear_interpreter_stack():
+        return borrowed(x)
+
+
 def check_device(x: torch.Tensor, mesh: Mesh, where: str, argument: str) -> None:
-    """A tensor lies where its mesh computes."""
+    """Raise if a tensor is not on the device of the mesh."""
     if x.device.type != mesh.device:
         raise MeshError(
             message(
@@ -108,8 +133,8 @@ def check_device(x: torch.Tensor, mesh: Mesh, where: str, argument: str) -> None
 
 
 def block_of(x: torch.Tensor, worker: Worker, where: str) -> tuple[Any, bool]:
-    """A tensor's data for a collective, and whether it is lent: the very memory of the tensor, which may be written to
-    as soon as this worker goes on."""
+    """A tensor's data for a collective, and whether it is borrowed: the memory of the tensor itself, which this worker
+    may write to as soon as it continues."""
     with no_overrides():
         check_device(x, worker.mesh, where, "x")
         array = borrowed(x)
@@ -124,7 +149,7 @@ def _copy(array: np.ndarray) -> np.ndarray:
 
 
 def tensor_of(array: Any) -> torch.Tensor:
-    """A tensor on the memory of an array that nobody else has."""
+    """A tensor on the memory of an array that no other code holds."""
     if on_device(array):
         return torch.from_dlpack(array)
     if array.dtype.name == "bfloat16":
@@ -138,9 +163,9 @@ def _copied(array: Any) -> torch.Tensor:
 
 
 def owned(cell: list[Any]) -> torch.Tensor:
-    """The array in a cell as a tensor that may be written to; it is taken out, and no name may be left for it.
+    """The array in a cell as a tensor that may be written to. The array is taken out of the cell.
 
-    It is on the same memory where nobody else has any name for that either, and a copy otherwise.
+    The tensor shares the memory if no other reference to it exists; otherwise it is a copy.
     """
     array = cell.pop()
     if on_device(array) or not array.flags.c_contiguous or _names(array) > _ALONE:
@@ -150,7 +175,7 @@ def owned(cell: list[Any]) -> torch.Tensor:
         owner = owner.base
         if _names(owner) > _HELD:
             return _copied(array)
-    if owner.base is not None and type(owner.base) is not Lease:  # memory of somebody else, as this worker's own tensor
+    if owner.base is not None and type(owner.base) is not Lease:  # foreign memory, such as this worker's own tensor
         return _copied(array)
     owner.flags.writeable = True
     array.flags.writeable = True
@@ -172,7 +197,7 @@ def _names(x: Any) -> int:
 
 
 def _counted() -> tuple[int, int]:
-    """The names of an array that only `owned` has, and of the owner of such a view."""
+    """The reference counts, in `owned`, of an array that no other code holds, and of the base of such a view."""
     cell = [np.empty(4)]
     array = cell.pop()
     alone = _names(array)
@@ -187,5 +212,5 @@ _ALONE, _HELD = _counted()
 
 
 def shaped_like(x: Any) -> np.ndarray:
-    """An array of the dtype and the shape of a tensor that takes no memory, for checks."""
+    """An array of the dtype and shape of a tensor that takes no memory, for checks."""
     return np.broadcast_to(np.zeros((), array_dtype(x.dtype)), tuple(x.shape))

@@ -1,9 +1,9 @@
-"""Functions of the user's, subclasses of torch.autograd.Function, in bodies whose tensors carry their state.
+"""Subclasses of torch.autograd.Function that users write, in bodies whose tensors carry their state.
 
-torch applies them without asking what their arguments are. So `apply` is made to do here what all functions of torch do
-there: Invariant arguments that are differentiated are varied before they meet Varying ones, so that what backward gives
-for them is summed once over the workers; and results know their state. A backward that is differentiated itself has
-only what was varied before: cotangents, which know of no state, and what forward has saved. It asks nothing.
+torch applies them without calling `__torch_function__`. So `apply` is replaced here: it varies Invariant arguments that
+are differentiated before they meet Varying ones, so that their cotangents are summed once over the workers. It gives
+results their state. A backward that is itself differentiated has only values that are varied already: cotangents and
+what forward has saved. So it ignores states.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.nn.modules._functions import BackwardHookFunction
 
-from spmd.bridge.torch.tensor import joined_state, put_state, state_of_tensor, stated, varied_arguments
+from spmd.bridge.torch.tensor import common_state, set_state, varied_arguments, with_state
+from spmd.bridge.torch.tensor_state import state_of_tensor
 from spmd.mesh import WORKER
 
 __all__: list[str] = []
 
 _OF_TORCH = ("torch.utils.checkpoint", "torch._functorch.")
-"""Functions that run functions of the user's, on tensors in the states that they had."""
+"""Modules whose functions run other functions, which handle states themselves."""
 
 _apply: Any = torch.autograd.Function.__dict__["apply"].__func__
 _backward: Any = BackwardCFunction.apply
@@ -31,19 +32,19 @@ def _applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
     worker = WORKER.get()
     if worker is None or not worker.tracked or cls.__module__.startswith(_OF_TORCH):
         return _apply(cls, *args, **kwargs)
-    state = joined_state(args, kwargs)
+    state = common_state(args, kwargs)
     if not state.varying:
         return _apply(cls, *args, **kwargs)
     if cls is BackwardHookFunction:  # of the arguments or results of a module, each as it is
         out = _apply(cls, *args, **kwargs)
         for a, y in zip(args, out if isinstance(out, tuple) else (out,), strict=True):
             if type(y) is torch.Tensor:
-                put_state(y, state_of_tensor(a))  # in place: torch looks for their node
+                set_state(y, state_of_tensor(a))  # in place: torch looks for their node
         return out
     args, kwargs = varied_arguments(args, kwargs, state)
     out = _apply(cls, *args, **kwargs)
     # What forward has computed by functions of torch knows its state, also a result that is less Varying.
-    one = lambda y: stated(y, state) if type(y) is torch.Tensor else y
+    one = lambda y: with_state(y, state) if type(y) is torch.Tensor else y
     return tuple(map(one, out)) if isinstance(out, tuple) else one(out)
 
 

@@ -1,6 +1,6 @@
 """One clear error where torch.compile meets tensors that carry their state.
 
-Its compiler follows Python's code, that of this library too, and gives up there with errors of its own.
+Its compiler traces Python code, that of this library too, and fails there with errors that do not help.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from spmd.bridge.torch.tensor import COMPILED
+from spmd.bridge.torch.tensor import STATE_IN_COMPILED
 from spmd.errors import StateError
 from spmd.mesh import WORKER
 
@@ -34,7 +34,7 @@ def clear_errors() -> None:
             worker = WORKER.get()
             if worker is None or not worker.tracked or not _is_of_states(error):
                 raise
-        raise StateError(COMPILED)
+        raise StateError(STATE_IN_COMPILED)
 
     wrapper.__call__ = call
 
@@ -49,9 +49,9 @@ def _is_of_states(error: Exception) -> bool:
 def _clearing(compile: Any) -> Any:
     @functools.wraps(compile)
     def call(*args: Any, **kwargs: Any) -> Any:
-        made = compile(*args, **kwargs)
+        compiled = compile(*args, **kwargs)
         clear_errors()
-        return made
+        return compiled
 
     return call
 

@@ -1,7 +1,7 @@
-"""Functions of torch that write into tensors beneath what asks for states: they raise where that would mix states.
+"""Checks of functions of torch that write into buffers or weights: they raise where that would mix states.
 
-torch's batch norms take the statistics of this worker's entries, and write them into buffers that count as one value
-on all workers. So they are not given data that vary along an axis along which their buffers do not.
+torch's batch norms write the statistics of this worker's entries into buffers that count as one value on all workers.
+So their data may not vary along an axis along which the buffers do not.
 """
 
 from __future__ import annotations
@@ -14,17 +14,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from spmd.bridge.torch.tensor import RULES, Tensor, admit_write, state_of_tensor
+from spmd.bridge.torch.call_arguments import argument
+from spmd.bridge.torch.tensor import CALL_CHECKS, Tensor, check_write
+from spmd.bridge.torch.tensor_state import state_of_tensor
 from spmd.errors import StateError, describe, message
 
 __all__: list[str] = []
 
 
 _BUFFERS = ("running_mean", "running_var")
-
-
-def _given(args: Any, kwargs: dict, place: int, name: str, default: Any = None) -> Any:
-    return args[place] if len(args) > place else kwargs.get(name, default)
 
 
 def _refuse(where: str, x: Any, *like: torch.Tensor | None) -> None:
@@ -54,20 +52,20 @@ def _batch_norm(mean: int, weight: int) -> Callable[[Callable, Any, dict], None]
     """The rule of a batch norm whose running mean and weight are at these places."""
 
     def rule(func: Callable, args: Any, kwargs: dict) -> None:
-        if _given(args, kwargs, 5, "training", False):
-            like = [_given(args, kwargs, mean + k, name) for k, name in enumerate(_BUFFERS)]
+        if argument(args, kwargs, 5, "training", False):
+            like = [argument(args, kwargs, mean + k, name) for k, name in enumerate(_BUFFERS)]
             if like[0] is None:
-                like = [_given(args, kwargs, weight, "weight")]
-            _refuse(f"torch.{func.__name__}", _given(args, kwargs, 0, "input"), *like)
+                like = [argument(args, kwargs, weight, "weight")]
+            _refuse(f"torch.{func.__name__}", argument(args, kwargs, 0, "input"), *like)
 
     return rule
 
 
 def _instance_norm(mean: int) -> Callable[[Callable, Any, dict], None]:
     def rule(func: Callable, args: Any, kwargs: dict) -> None:
-        like = [_given(args, kwargs, mean + k, name) for k, name in enumerate(_BUFFERS)]
-        if like[0] is not None and _given(args, kwargs, 5, "use_input_stats", True):
-            _refuse(f"torch.{func.__name__}", _given(args, kwargs, 0, "input"), *like)
+        like = [argument(args, kwargs, mean + k, name) for k, name in enumerate(_BUFFERS)]
+        if like[0] is not None and argument(args, kwargs, 5, "use_input_stats", True):
+            _refuse(f"torch.{func.__name__}", argument(args, kwargs, 0, "input"), *like)
 
     return rule
 
@@ -75,8 +73,10 @@ def _instance_norm(mean: int) -> Callable[[Callable, Any, dict], None]:
 def _embedding(func: Callable, args: Any, kwargs: dict) -> None:
     """Rows that are longer than max_norm are scaled in place: those that this worker's indices name. Gradients that
     are scaled by how often an index occurs would be scaled by how often it does on this worker."""
-    indices, weight = _given(args, kwargs, 0, "input"), _given(args, kwargs, 1, "weight")
-    if _given(args, kwargs, 5, "scale_grad_by_freq", False) and state_of_tensor(indices) is not state_of_tensor(weight):
+    indices, weight = argument(args, kwargs, 0, "input"), argument(args, kwargs, 1, "weight")
+    if argument(args, kwargs, 5, "scale_grad_by_freq", False) and state_of_tensor(indices) is not state_of_tensor(
+        weight
+    ):
         raise StateError(
             message(
                 f"torch.{func.__name__}",
@@ -86,13 +86,13 @@ def _embedding(func: Callable, args: Any, kwargs: dict) -> None:
                 mend="scale_grad_by_freq=False, and weight.grad divided by spt.psum of torch.bincount of the indices",
             )
         )
-    if _given(args, kwargs, 3, "max_norm") is not None:
+    if argument(args, kwargs, 3, "max_norm") is not None:
         state = state_of_tensor(weight) | state_of_tensor(indices)
         if state is not state_of_tensor(weight):
-            admit_write(func, weight, state)
+            check_write(func, weight, state)
 
 
-RULES.update(
+CALL_CHECKS.update(
     {
         F.batch_norm: _batch_norm(1, 3),
         torch.batch_norm: _batch_norm(3, 1),
@@ -106,7 +106,7 @@ RULES.update(
 
 
 def _refusing(forward: Callable) -> Callable:
-    """torch's own would meet in torch.distributed, with whatever processes there are, or take this worker's entries."""
+    """torch's own would synchronise over torch.distributed, or use the entries of this worker only."""
 
     @functools.wraps(forward)
     def call(self: Any, input: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,118 @@
+"""The tensors that a function captures: those that its code reaches without getting them as arguments."""
+
+from __future__ import annotations
+
+import gc
+import types
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from spmd.errors import StateError, message
+
+__all__ = ["captured_leaves", "reachable_tensors"]
+
+_LIBRARIES = ("torch", "numpy", "builtins", "spmd", "typing", "abc", "functools", "collections", "types")
+_MAX_OBJECTS = 200_000
+
+
+def reachable_tensors(f: Callable) -> set[int]:
+    """The ids of the tensors that f can reach: through its closure, its defaults, the globals that its code names, and
+    what these hold. Libraries are not searched."""
+    tensors: set[int] = set()
+    seen: set[int] = set()
+    queue: deque[Any] = deque([f])  # breadth first
+    while queue and len(seen) < _MAX_OBJECTS:
+        x = queue.popleft()
+        if id(x) in seen or isinstance(x, str | bytes | int | float | complex | bool | types.CodeType):
+            continue
+        seen.add(id(x))
+        if isinstance(x, torch.Tensor):
+            tensors.add(id(x))
+        else:
+            queue.extend(_referents(x))
+    return tensors
+
+
+def _referents(x: Any) -> Iterable[Any]:
+    if isinstance(x, types.FunctionType):
+        held = [x.__closure__, x.__defaults__, x.__kwdefaults__, x.__dict__]
+        if not _is_user_module(x.__module__ or ""):  # a wrapper of a library may hold a function of the user's
+            return held
+        names = _names_in(x.__code__)
+        module = [x.__globals__[n] for n in names if n in x.__globals__]
+        # An attribute of a module that the code names is reached by its name alone.
+        inner = [vars(m).get(n) for m in module if _is_searched(m) for n in names]
+        return [*module, *inner, *held]
+    if isinstance(x, types.ModuleType):
+        return ()
+    if isinstance(x, type):
+        return vars(x).values() if _is_user_module(x.__module__) else ()
+    return [r for r in gc.get_referents(x) if not isinstance(r, type) or _is_user_module(r.__module__)]
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    """The names that code, and the functions that it makes, look up."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _names_in(constant)
+    return names
+
+
+def _is_user_module(module: str) -> bool:
+    return module.split(".", 1)[0] not in _LIBRARIES
+
+
+def _is_searched(m: Any) -> bool:
+    return isinstance(m, types.ModuleType) and _is_user_module(m.__name__)
+
+
+def captured_leaves(call: Any, run: Any) -> list[torch.Tensor]:
+    """The leaves of the workers' graphs that f captures: no arguments, and not made by f itself.
+
+    A leaf in the graphs of several threads is captured. If this process runs one worker only, f is searched instead.
+
+    Raises StateError if f captures a tensor with a history: all workers would run its graph.
+    """
+    leaves: dict[int, torch.Tensor] = {}
+    holders: dict[int, set[int]] = {}
+    met: dict[Any, int] = {}
+    for index, outputs in run.outputs.items():
+        own = {id(x) for x in (*run.inputs[index], *(run.contexts[index].extra_leaves or []))}
+        stack = [e.grad_fn for e in outputs if e is not None and e.grad_fn is not None]
+        for e in outputs:
+            if e is not None and e.grad_fn is None and id(e) not in own:
+                leaves[id(e)] = e
+                holders.setdefault(id(e), set()).add(index)
+        while stack:
+            node = stack.pop()
+            seen = met.get(node)
+            if seen == index:
+                continue
+            variable = getattr(node, "variable", None)
+            if variable is not None:
+                if id(variable) not in own:
+                    leaves[id(variable)] = variable
+                    holders.setdefault(id(variable), set()).add(index)
+                continue
+            if seen is not None:
+                raise StateError(
+                    message(
+                        call.where,
+                        argument="f",
+                        got=f"a function that closes over a tensor with a history: {node.name()} is in the graphs of "
+                        f"{call.mesh.describe(seen)} and {call.mesh.describe(index)}",
+                        need="what has been computed outside as an argument",
+                        mend="pass it to the map, with a spec in in_specs (P() for a replicated one); parameters, "
+                        "which have no history, may be closed over",
+                    )
+                )
+            met[node] = index
+            stack.extend(n for n, _ in node.next_functions if n is not None)
+    if len(run.outputs) > 1:
+        return [x for key, x in leaves.items() if len(holders[key]) > 1]
+    reached = reachable_tensors(call.mapped.f) if leaves else set()
+    return [x for key, x in leaves.items() if key in reached]

@@ -1,0 +1,116 @@
+"""Gradients of parameters, and the buckets in which they are summed over workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from spmd.bridge.torch.module_broadcast import WHERE
+from spmd.bridge.torch.tensor_state import local_data
+from spmd.errors import StateError, message
+from spmd.transport.handles import Handle
+
+__all__ = ["Bucket", "ParameterGradient", "fill_buckets"]
+
+
+class ParameterGradient:
+    """A parameter and its gradient.
+
+    index: its position among the gradients that are summed. node: the AccumulateGrad node of the parameter.
+    base: the sum of earlier backwards, while `.grad` does not hold it or does not hold it alone.
+    unsynced: whether `.grad` holds this worker's own part, from a backward that sent nothing (`no_sync`).
+    version: of `.grad` after that backward, if base is in it.
+    arrived: whether this backward has computed it. set_aside: whether this backward has set base aside.
+    """
+
+    __slots__ = ("arrived", "base", "bucket", "index", "name", "node", "p", "set_aside", "unsynced", "version")
+
+    def __init__(self, index: int, name: str, p: nn.Parameter):
+        self.index = index
+        self.name = name
+        self.p = p
+        self.bucket: Bucket
+        self.node: Any = None
+        self.base: torch.Tensor | None = None
+        self.unsynced = False
+        self.version = 0
+        self.arrived = False
+        self.set_aside = False
+
+    def own(self) -> torch.Tensor | None:
+        """This worker's own gradient."""
+        return self.p.grad if self.arrived or self.unsynced else None
+
+    def put_aside(self) -> None:
+        """Leave only this worker's own part in `.grad`."""
+        if self.set_aside:
+            return
+        self.set_aside = True
+        if not self.unsynced:
+            self.base, self.p.grad = self.p.grad, None
+        elif self.base is not None and self.p.grad is not None:
+            self.p.grad -= self.base
+
+    def restore(self) -> None:
+        """Undo `put_aside`."""
+        if not self.set_aside:
+            return
+        self.set_aside = False
+        if not self.unsynced:
+            self.p.grad, self.base = self.base, None
+        elif self.base is not None and self.p.grad is not None:
+            self.p.grad += self.base
+            self.version = self.p.grad._version
+
+    def check_grad(self) -> None:
+        """Take notice of what the user has done to `.grad` since a backward that sent nothing."""
+        grad = self.p.grad
+        if grad is None:
+            self.unsynced, self.base = False, None
+        elif self.base is not None and grad._version != self.version:
+            if bool(grad.any()):
+                raise StateError(
+                    message(
+                        WHERE,
+                        argument=self.name,
+                        got="a .grad that was changed after a backward under no_sync, which added this worker's own "
+                        "part to a sum of earlier ones",
+                        need="the one or the other alone, or a .grad that is left as it is",
+                        mend="optimizer.zero_grad() before no_sync; or change .grad after the sum",
+                    )
+                )
+            self.base = None  # the user has cleared it
+
+
+class Bucket:
+    """Gradients of one dtype that are sent together. missing: how many this backward has not computed yet."""
+
+    __slots__ = ("gradients", "handle", "like", "missing")
+
+    def __init__(self, like: torch.Tensor):
+        self.like = local_data(like).detach()
+        self.gradients: list[ParameterGradient] = []
+        self.handle: Handle | None = None
+        self.missing = 0
+
+
+def fill_buckets(gradients: Sequence[ParameterGradient], order: Sequence[int], limit: int) -> list[Bucket]:
+    """Buckets of `limit` bytes or more for gradients that arrive in this order. They are sent in the order in which
+    they fill."""
+    buckets: list[Bucket] = []
+    filling: dict[Any, tuple[Bucket, int]] = {}
+    for index in order:
+        g = gradients[index]
+        kind = (g.p.dtype, g.p.device)
+        bucket, nbytes = filling.pop(kind, None) or (Bucket(g.p), 0)
+        bucket.gradients.append(g)
+        g.bucket = bucket
+        nbytes += local_data(g.p).numel() * g.p.element_size()
+        if nbytes >= limit:
+            buckets.append(bucket)
+        else:
+            filling[kind] = bucket, nbytes
+    return buckets + [bucket for bucket, _ in filling.values()]

@@ -1,0 +1,476 @@
+"""Sum the gradients of a module over workers while backward runs: the engine of `data_parallel`.
+
+Each leaf has one AccumulateGrad node, which runs once in each backward. Before it runs, the earlier value of `.grad`,
+which is one value on all workers, is set aside. After it, `.grad` holds this worker's own gradient, and a bucket sends
+it without a copy. A callback at the end of backward waits for the sums, and adds them to what was set aside.
+"""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils import _pytree as pytree
+
+from spmd.bridge.torch.gradient_buckets import Bucket, ParameterGradient, fill_buckets
+from spmd.bridge.torch.interop import array_dtype, block_of, write
+from spmd.bridge.torch.module_broadcast import (
+    WHERE,
+    any_worker,
+    broadcast_first,
+    copy_first,
+    copy_module,
+    sync_call,
+)
+from spmd.bridge.torch.replicas import Difference, differing, to_be_declared
+from spmd.bridge.torch.tensor import with_state
+from spmd.bridge.torch.tensor_state import GRADIENT_SYNCS, is_partitioned, local_data, plain
+from spmd.bridge.torch.worker_context import WorkerContext, context_of, device_of
+from spmd.device import to_host
+from spmd.errors import DifferentiationError, LayoutError, MeshError, StateError, message
+from spmd.mesh import WORKER, Worker
+from spmd.state import state_of
+from spmd.transport.call import LEDGERS
+
+__all__ = ["WHERE", "GradientSync"]
+
+_FIRST = 2**64 - 1
+"""The sequence number that torch gives to AccumulateGrad nodes: backward runs them as soon as it can."""
+_engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+
+
+class Options(Protocol):
+    """The options of `data_parallel`."""
+
+    module: nn.Module
+    axis_name: tuple[str, ...]
+    varying: tuple[str, ...]
+    reduction: str
+    bucket_bytes: int
+    broadcast_buffers: bool
+    overlap: bool
+
+
+class _Token:
+    """Lives as long as a backward: the callback at its end holds it, and torch drops both if backward raises."""
+
+    __slots__ = ("__weakref__",)
+
+
+class GradientSync:
+    """Sums the gradients of one worker's module.
+
+    context: of the worker; threads of torch act for it. entries: the dictionaries that hold the parameters.
+    gradients: those that are summed, in the order of the module; the other parameters are fixed.
+    token: of the backward that runs. begun: whether it has reached a parameter. sent: the number of buckets that it has
+    started. order: in which its gradients arrived.
+    """
+
+    def __init__(self, model: Options, worker: Worker, before: GradientSync | None = None):
+        module = model.module
+        self.model = weakref.ref(model)
+        self.axes: tuple[str, ...] = model.axis_name
+        self.state = state_of((*self.axes, *model.varying))
+        self.undeclared: dict[int, Difference] = {} if before is None else before.undeclared
+        self.size = worker.group(self.axes).size
+        self.mean = model.reduction == "mean"
+        self.overlap = model.overlap
+        self.limit = model.bucket_bytes
+        self.syncing = True
+        self.context: WorkerContext
+        self.bind(worker, new=True)
+        self.entries: list[tuple[dict[str, Any], str, nn.Parameter]] = [
+            (m._parameters, name, p) for m in module.modules() for name, p in m._parameters.items() if p is not None
+        ]
+        # As under DDP, batch norms use the statistics of this worker; `broadcast_buffers` replaces them after backward.
+        self.statistics = [
+            (m._buffers, name)
+            for m in module.modules()
+            if isinstance(m, _NormBase)
+            for name in ("running_mean", "running_var")
+        ]
+        named = list(module.named_parameters())
+        self.buffers = list(module.buffers()) if model.broadcast_buffers else []
+        copied = before is not None and before.model() is not model
+        wanted = self._agreed(worker, named) if not copied else self._as_in(before, module)
+        summed_state = [np for np, w in zip(named, wanted, strict=True) if w]
+        self.gradients = [ParameterGradient(k, name, p) for k, (name, p) in enumerate(summed_state)]
+        self.fixed = [p for (_, p), w in zip(named, wanted, strict=True) if not w]
+        if before is not None and not copied:
+            self._take_over(before)
+        self.buckets = fill_buckets(self.gradients, range(len(self.gradients) - 1, -1, -1), self.limit)
+        kinds = {(g.p.dtype, g.p.device) for g in self.gradients}
+        self.order_agreed = not self.overlap or self.size == 1 or len(self.buckets) <= len(kinds)
+        self.token: weakref.ref[_Token] | None = None
+        self._reset()
+        self._claim()
+
+    # Parameters
+
+    def _agreed(self, worker: Worker, named: list[tuple[str, nn.Parameter]]) -> list[bool]:
+        """Which parameters any worker differentiates. Raises MismatchError if names, shapes or dtypes differ."""
+        for name, p in named:
+            array_dtype(p.dtype, f"{WHERE}, parameter {name}")
+        text = repr([(name, tuple(p.shape), p.dtype) for name, p in named])
+        entries = sum(p.numel() for _, p in named)
+        detail = f"{len(named)} parameters of {entries} entries together, digest {zlib.crc32(text.encode()):08x}"
+        return any_worker(worker, self.axes, [p.requires_grad for _, p in named], detail)
+
+    def _as_in(self, before: Any, module: nn.Module) -> list[bool]:
+        """Which parameters are summed: those of the module that this is a copy of."""
+        summed_state = {g.name for g in before.gradients}
+        return [name in summed_state for name, _ in module.named_parameters()]
+
+    def _take_over(self, before: GradientSync) -> None:
+        """Take over gradients that were not summed yet, after parameters were released or replaced."""
+        former = {id(g.p): g for g in before.gradients}
+        for g in self.gradients:
+            old = former.get(id(g.p))
+            if old is not None:
+                g.base, g.unsynced, g.version = old.base, old.unsynced, old.version
+        self.syncing = before.syncing
+        before.release()
+
+    def outdated(self) -> bool:
+        """Whether a parameter was released, replaced or converted since."""
+        for g in self.gradients:
+            if g.node is None and g.p.requires_grad:
+                self._hook(g)
+        return (
+            any(p.requires_grad for p in self.fixed)
+            or any(g.p.dtype is not b.like.dtype for b in self.buckets for g in b.gradients)
+            or any(owner.get(name) is not p for owner, name, p in self.entries)
+        )
+
+    def _claim(self) -> None:
+        """Register hooks of the gradients. Raises StateError if another module sums them."""
+        self.handles: list[Any] = []
+        me = weakref.ref(self)
+        taken: list[int] = []
+        self.release = weakref.finalize(self, _release, taken, self.handles)
+        for _, _, p in self.entries:
+            if GRADIENT_SYNCS.setdefault(id(p), me) is me:
+                taken.append(id(p))
+                continue
+            other = GRADIENT_SYNCS[id(p)]()
+            raise StateError(
+                message(
+                    WHERE,
+                    argument="module",
+                    got=f"parameters that a module of {WHERE} has already, "
+                    f"on {other.context.mesh.describe(other.context.index) if other is not None else 'another worker'}",
+                    need="a module of this worker's own, in one such module",
+                    mend="make it in the body, or spt.data_parallel(copy.deepcopy(module), axis_name); a former one "
+                    "ends with `del model`",
+                )
+            )
+        for g in self.gradients:
+            if g.p.requires_grad:
+                self._hook(g)
+
+    def _hook(self, g: ParameterGradient) -> None:
+        me = weakref.ref(self)
+
+        def before(_: Any) -> None:
+            sums = me()
+            if sums is not None:
+                sums._before_accumulate(g)
+
+        def after(_: Any) -> None:
+            sums = me()
+            if sums is not None:
+                sums._after_accumulate(g)
+
+        with torch.enable_grad():
+            view: Any = g.p.view_as(g.p)
+        g.node = view.grad_fn.next_functions[0][0]  # held, so that torch does not make another one
+        self.handles += [g.node.register_prehook(before), g.p.register_post_accumulate_grad_hook(after)]
+
+    # Places
+
+    def bind(self, worker: Worker, new: bool = False) -> None:
+        """Act for this worker from now on. Raises MeshError if the module was made on another worker."""
+        if not new and (worker.index != self.context.index or worker.mesh != self.context.mesh):
+            raise MeshError(
+                message(
+                    f"a module of {WHERE}",
+                    got=f"{worker.mesh.describe(worker.index)} of {worker.mesh}",
+                    need=f"{self.context.mesh.describe(self.context.index)} of {self.context.mesh}, where it was made",
+                    mend="make the module in this map: spt.data_parallel(model.module, axis_name)",
+                )
+            )
+        if new or self.context.worker is not worker:
+            self.context = context_of(worker)
+
+    @contextmanager
+    def _acting(self) -> Iterator[Worker]:
+        """The worker, set as the current one; threads of torch run parts of backward."""
+        worker = self.context.acting_worker()
+        if WORKER.get() is worker:
+            yield worker
+            return
+        token = WORKER.set(worker)
+        try:
+            yield worker
+        finally:
+            WORKER.reset(token)
+
+    # Forward
+
+    @contextmanager
+    def varied(self, worker: Worker) -> Iterator[None]:
+        """Let the parameters of the module vary, so that this worker's own gradients reach them.
+
+        Otherwise each would be varied where it meets data, and summed by itself.
+        """
+        if not worker.tracked:
+            yield
+            return
+        varied_parameter: Any
+        varied_by_id: dict[int, Any] = {}
+        swapped: list[tuple[dict[str, Any], str, Any, Any]] = []
+        try:
+            for owner, name, p in self.entries:
+                if owner.get(name) is p:
+                    varied_parameter = varied_by_id.get(id(p))
+                    if varied_parameter is None:
+                        leaf: Any = p
+                        varied_parameter = leaf.varied(self.state) if is_partitioned(p) else with_state(p, self.state)
+                        varied_by_id[id(p)] = varied_parameter
+                        varied_parameter.replica = True
+                        if id(p) in self.undeclared:
+                            to_be_declared(varied_parameter, self.undeclared[id(p)])
+                        if varied_parameter.grad_fn is not None:
+                            # Backward runs this node as soon as its gradient is there.
+                            varied_parameter.grad_fn._set_sequence_nr(_FIRST)
+                    owner[name] = varied_parameter
+                    swapped.append((owner, name, varied_parameter, p))
+            for owner, name in self.statistics:
+                b = owner.get(name)
+                if b is not None:
+                    owner[name] = varied_parameter = with_state(b, self.state)
+                    swapped.append((owner, name, varied_parameter, b))
+            yield
+        finally:
+            for owner, name, varied_parameter, p in swapped:
+                if owner.get(name) is varied_parameter:
+                    owner[name] = p
+
+    def watch_outputs(self, out: Any) -> None:
+        """Notice a backward when it starts at these results, so that its end is noticed. A nested backward, as of
+        `torch.utils.checkpoint`, may reach parameters first. The results keep this object alive."""
+
+        def entered(_: Any) -> None:
+            if self.syncing:
+                self._begin()
+
+        for x in (out,) if isinstance(out, torch.Tensor) else pytree.tree_leaves(out):
+            if isinstance(x, torch.Tensor) and x.requires_grad:
+                x.register_hook(entered)
+
+    # Backward
+
+    def _begin(self) -> None:
+        """Register a callback at the end of the backward that runs."""
+        if self.token is not None and self.token() is not None:
+            return
+        token, me = _Token(), weakref.ref(self)
+
+        def raised(_: Any) -> None:
+            sums = me()
+            if sums is not None:
+                sums._abort()
+
+        self.token = weakref.ref(token, raised)
+        _engine.queue_callback(partial(self._end, token))
+
+    def _before_accumulate(self, g: ParameterGradient) -> None:
+        """A gradient is about to be added to `.grad`."""
+        if torch.is_grad_enabled():
+            raise DifferentiationError(
+                message(
+                    f"backward through a module of {WHERE}",
+                    got="create_graph=True",
+                    need="a backward that is not differentiated: sums of buckets have no history",
+                    mend="own = torch.autograd.grad(loss, parameters, create_graph=True), which gives this worker's "
+                    "own gradients, and spt.psum(g, axis_name) of each",
+                )
+            )
+        p = g.p
+        if not g.set_aside:
+            g.check_grad()
+        if not self.syncing:
+            if not g.unsynced:
+                g.unsynced, g.base = True, None if p.grad is None else p.grad.detach().clone()
+            return
+        self._begin()
+        if g.arrived:
+            if g.bucket.handle is None:
+                return
+            self._finish()  # A nested backward reaches it again: sum once more.
+        self.begun = True
+        g.put_aside()
+
+    def _after_accumulate(self, g: ParameterGradient) -> None:
+        """`.grad` holds this worker's own gradient."""
+        grad = g.p.grad
+        assert grad is not None
+        if grad.layout is not torch.strided:
+            raise LayoutError(
+                message(
+                    WHERE,
+                    argument=g.name,
+                    got=f"a gradient of layout {grad.layout}",
+                    need="dense gradients",
+                    mend="nn.Embedding(..., sparse=False)",
+                )
+            )
+        if not self.syncing:
+            g.version = grad._version
+            return
+        if g.arrived:
+            return
+        g.arrived = True
+        self.order.append(g.index)
+        g.bucket.missing -= 1
+        if self.overlap and self._full():
+            with self._acting() as worker:
+                while self._full():
+                    self._send(worker)
+
+    def _full(self) -> bool:
+        """Whether the next bucket is full. All workers send buckets in the same order, whichever fills first."""
+        return self.sent < len(self.buckets) and self.buckets[self.sent].missing == 0
+
+    def _abort(self) -> None:
+        """Restore `.grad` after a backward that raised."""
+        with torch.no_grad():
+            for g in self.gradients:
+                g.restore()
+        self._reset()
+        self.token = None
+
+    def _reset(self) -> None:
+        """Wait for the next backward."""
+        self.begun = False
+        self.sent = 0
+        self.order: list[int] = []
+        for g in self.gradients:
+            g.arrived = g.set_aside = False
+        for bucket in self.buckets:
+            bucket.handle = None
+            bucket.missing = len(bucket.gradients)
+
+    def _send(self, worker: Worker) -> None:
+        """Start the sum of the next bucket. The last one carries which gradients each worker has."""
+        bucket = self.buckets[self.sent]
+        self.sent += 1
+        blocks = [self._block(self._part(g), g.p, worker) for g in bucket.gradients]
+        if self.sent == len(self.buckets):
+            some = [g.own() is not None for g in self.gradients]
+            blocks.append(self._block(bucket.like.new_tensor(some), bucket.like, worker))
+        size = (sum(b.size for b in blocks),)
+        detail = f"gradients of {bucket.gradients[0].name} and {len(bucket.gradients) - 1} more"
+        call = sync_call(
+            worker, self.axes, blocks[0].dtype, size, f"bucket {self.sent} of {len(self.buckets)}, {detail}"
+        )
+        for ledger in LEDGERS.get():
+            for _ in bucket.gradients:
+                ledger.operator(worker.index, "Sum", self.axes)
+        call.lent = True
+        bucket.handle = worker.comm.all_reduce_many(worker.group(self.axes), call, blocks)
+
+    def _part(self, g: ParameterGradient) -> torch.Tensor | None:
+        """This worker's summand. For a mean, float16 is divided first, as DDP does: the sum might overflow."""
+        own = g.own()
+        return own / self.size if own is not None and self.mean and own.dtype is torch.float16 else own
+
+    def _block(self, x: torch.Tensor | None, like: torch.Tensor, worker: Worker) -> Any:
+        """A gradient as a block that may be sent without a copy: it is written only when the sum is there."""
+        x = torch.zeros_like(local_data(like).detach()) if x is None else local_data(x)
+        return block_of(x, worker, WHERE)[0]
+
+    def _end(self, token: _Token) -> None:
+        """Finish the sums at the end of a backward."""
+        try:
+            if self.begun:
+                order = self.order
+                self._finish()
+                with self._acting() as worker, torch.no_grad():
+                    if self.buffers:
+                        copy_first(worker, self.axes, self.buffers, "buffers")
+                    if not self.order_agreed:
+                        self._agree_order(worker, order)
+        finally:
+            if self.begun:
+                self._abort()
+            self.token = None
+
+    def _finish(self) -> None:
+        """Send the remaining buckets, wait for all sums, and store them in `.grad`."""
+        with self._acting() as worker, torch.no_grad():
+            for g in self.gradients:
+                if g.unsynced and not g.arrived:
+                    g.check_grad()
+                    if g.unsynced:
+                        g.put_aside()
+            while self.sent < len(self.buckets):
+                self._send(worker)
+            totals: list[Any] = [b.handle.wait() for b in self.buckets]  # type: ignore[union-attr]
+            *totals[-1], mask = totals[-1]
+            some = to_host(mask).tolist()
+            for bucket, total in zip(self.buckets, totals, strict=True):
+                self._store(bucket, total, some)
+            self._reset()
+
+    def _store(self, bucket: Bucket, totals: list[Any], some: list[Any]) -> None:
+        stored: list[tuple[ParameterGradient, torch.Tensor]] = []
+        for g, total in zip(bucket.gradients, totals, strict=True):
+            if not some[g.index]:
+                g.restore()
+                continue
+            own = g.own()
+            if own is None or own.is_conj() or own.is_neg():
+                own = torch.empty_like(g.p, requires_grad=False)
+            own = own if is_partitioned(own) else plain(own)
+            write(local_data(own), total)
+            stored.append((g, own))
+        whole = [own for _, own in stored if own.dtype is not torch.float16] if self.mean and self.size > 1 else []
+        if whole:
+            torch._foreach_div_(whole, self.size)  # type: ignore[attr-defined]
+        for g, own in stored:
+            base = g.base if g.set_aside else g.p.grad
+            g.p.grad = own if base is None else base.add_(own)
+            g.base, g.unsynced = None, False
+
+    def _agree_order(self, worker: Worker, order: list[int]) -> None:
+        """Fill the buckets in the order in which gradients arrived on the first worker."""
+        others = [g.index for b in self.buckets for g in b.gradients]
+        own_order = torch.tensor(list(dict.fromkeys(order + others)), device=device_of(worker))
+        self.buckets = fill_buckets(
+            self.gradients, broadcast_first(worker, self.axes, own_order, "order of gradients").tolist(), self.limit
+        )
+        self._reset()
+        self.order_agreed = True
+
+    def equalize(self, worker: Worker, verify: bool) -> None:
+        """Copy the parameters and buffers of the first worker to the others. verify: raise where they differ."""
+        model = self.model()
+        assert model is not None
+        copy_module(worker, self.axes, model.module, verify)
+        if worker.tracked:
+            self.undeclared = differing(worker, model.module, (*self.axes, *model.varying))
+
+
+def _release(taken: list[int], handles: list[Any]) -> None:
+    for k in taken:
+        GRADIENT_SYNCS.pop(k, None)
+    for handle in handles:
+        handle.remove()

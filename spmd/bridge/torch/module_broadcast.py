@@ -1,0 +1,86 @@
+"""Copy or compare the parameters and buffers of a module over workers: the messages of `data_parallel` but for sums."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from spmd.bridge.torch.interop import block_of, owned
+from spmd.bridge.torch.tensor_state import local_data
+from spmd.bridge.torch.worker_context import device_of
+from spmd.errors import StateError, message
+from spmd.mesh import Worker
+from spmd.transport.call import Call
+
+__all__ = ["WHERE", "any_worker", "broadcast_first", "copy_first", "copy_module", "sync_call"]
+
+WHERE = "spt.data_parallel"
+_BROADCAST_BYTES = 32 << 20
+"""At most so many bytes of parameters travel in one broadcast, unless one parameter alone is larger."""
+
+
+def sync_call(worker: Worker, axes: tuple[str, ...], dtype: Any, shape: tuple[int, ...], detail: str) -> Call:
+    """The description of a collective that all workers along some axes call alike."""
+    call = Call("data_parallel", axes, dtype, shape, detail=detail, alike=True, frame=sys._getframe(1))
+    if worker.mesh.places is not None:
+        call.host = False
+    return call
+
+
+def any_worker(worker: Worker, axes: tuple[str, ...], flags: list[bool], detail: str) -> list[bool]:
+    """For each flag, whether it is set on any worker."""
+    block, _ = block_of(torch.tensor(flags, dtype=torch.uint8, device=device_of(worker)), worker, WHERE)
+    call = sync_call(worker, axes, block.dtype, block.shape, detail)
+    cell = [worker.comm.all_reduce(worker.group(axes), call, block, "max").wait()]
+    return [bool(f) for f in owned(cell).tolist()]
+
+
+def broadcast_first(worker: Worker, axes: tuple[str, ...], x: torch.Tensor, detail: str) -> torch.Tensor:
+    """The x of the first worker along some axes."""
+    group = worker.group(axes)
+    block, _ = block_of(x, worker, WHERE)
+    call = sync_call(worker, axes, block.dtype, block.shape, detail)
+    cell = [worker.comm.broadcast(group, call, block if group.index == 0 else None, 0).wait()]
+    return owned(cell)
+
+
+def copy_first(
+    worker: Worker, axes: tuple[str, ...], tensors: Sequence[torch.Tensor], what: str, verify: Sequence[str] = ()
+) -> None:
+    """Copy the first worker's values of tensors, of any dtypes, in one broadcast.
+
+    verify: the names of the tensors: compare them in place of copying, and raise StateError where one differs.
+    """
+    own_bytes = [local_data(x).detach().contiguous().reshape(-1).view(torch.uint8) for x in tensors]
+    first = broadcast_first(worker, axes, torch.cat(own_bytes), what)
+    for k, (x, piece) in enumerate(zip(tensors, first.split([b.numel() for b in own_bytes]), strict=True)):
+        if not verify:
+            own = local_data(x).detach()
+            own.copy_(piece.clone().view(x.dtype).reshape(own.shape))
+        elif not torch.equal(piece, own_bytes[k]):
+            raise StateError(
+                message(
+                    WHERE,
+                    argument="module",
+                    got=f"{verify[k]} that differs from that of the first worker",
+                    need='one value on all workers, with init="verify"',
+                    mend='init="broadcast", which takes those of the first worker',
+                )
+            )
+
+
+def copy_module(worker: Worker, axes: tuple[str, ...], module: nn.Module, verify: bool) -> None:
+    """Copy the parameters and buffers of the first worker to the others, or compare them (verify)."""
+    named = [*module.named_parameters(), *module.named_buffers()]
+    with torch.no_grad():
+        while named:
+            n = nbytes = 0
+            while n < len(named) and (n == 0 or nbytes < _BROADCAST_BYTES):
+                nbytes += local_data(named[n][1]).numel() * named[n][1].element_size()
+                n += 1
+            some, named = named[:n], named[n:]
+            copy_first(worker, axes, [x for _, x in some], "values", [name for name, _ in some] if verify else ())

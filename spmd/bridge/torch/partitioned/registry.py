@@ -1,0 +1,68 @@
+"""Which function handles an operator or a function of torch that is given a partitioned tensor: two tables.
+
+`run` serves `__torch_dispatch__`: operators of torch (ATen), by name. `call` serves `__torch_function__`: functions of
+torch, by object. The modules beside this one register their handlers when they are imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Handler = Callable[[Any, Any, dict[str, Any]], Any]
+
+OPERATORS: dict[str, Handler] = {}
+"""By the name of an operator, or by name and overload; "*" and "_foreach_*" handle all other elementwise operators on
+tensors and on lists, and "" refuses what has no other handler."""
+
+FUNCTIONS: dict[Any, Handler] = {}
+"""By the function; None handles all others."""
+
+_resolved: dict[Any, Handler] = {}
+_NO_ELEMENTWISE_LISTS = {"foreach_powsum"}
+
+
+def handles(*names: str) -> Callable[[Handler], Handler]:
+    """Register a function as the handler of operators, whose names are separated by blanks."""
+
+    def register(handler: Handler) -> Handler:
+        for name in " ".join(names).split():
+            OPERATORS[name] = handler
+        return handler
+
+    return register
+
+
+def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Apply an operator of torch."""
+    handler = _resolved.get(func)
+    if handler is None:
+        handler = _resolved[func] = _resolve(func)
+    return handler(func, args, kwargs)
+
+
+def call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Call a function of torch."""
+    return (FUNCTIONS.get(func) or FUNCTIONS[None])(func, args, kwargs)
+
+
+def _resolve(func: Any) -> Handler:
+    space, _, name = func._schema.name.partition("::")
+    if space == "aten":
+        handler = OPERATORS.get(f"{name}.{func._overloadname}") or OPERATORS.get(name)
+        if handler is not None:
+            return handler
+        if name.startswith(("_foreach_", "_fused_")) and name.strip("_") not in _NO_ELEMENTWISE_LISTS:
+            return OPERATORS["_foreach_*"]
+        if torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags:
+            return OPERATORS["*"]
+    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+        return _decompose
+    return OPERATORS[""]
+
+
+def _decompose(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run the operators that a composite one consists of. Autograd does so itself where it is on."""
+    return func.decompose(*args, **kwargs)

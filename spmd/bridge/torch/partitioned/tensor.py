@@ -1,0 +1,480 @@
+"""Tensors of which each worker holds a block: `PartitionedTensor`, and `Parameter`, a leaf of it.
+
+To torch it is a tensor of the shape of the whole without memory, so no kernel can take the block for the whole. The
+handlers of `registry` say what an operator of torch does with it: it keeps the layout, gives the value of the whole, or
+raises. `__torch_function__` handles states, as that of `Tensor` does.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from spmd.bridge.torch.function import Function, apply
+from spmd.bridge.torch.functorch import current_level, has_tangent, unwrapped
+from spmd.bridge.torch.layouts import LayoutLike, common_axes, resolve_layout
+from spmd.bridge.torch.partitioned.placement import Placement, check_worker, layout_of, own_placement, worker_of
+from spmd.bridge.torch.partitioned.registry import call, run
+from spmd.bridge.torch.tensor import Tensor, with_state
+from spmd.bridge.torch.tensor_state import GRADIENT_SYNCS, INVARIANT, no_overrides, plain, state_of_tensor
+from spmd.bridge.torch.worker_context import context_of
+from spmd.errors import LayoutError, StateError, describe, message
+from spmd.layout import Layout, P
+from spmd.mesh import WORKER, here
+from spmd.operators.repartition import Repartition
+from spmd.state import State, state_of
+
+__all__ = [
+    "Parameter",
+    "PartitionedTensor",
+    "gathered",
+    "mark_wrapped",
+    "split_like",
+    "with_block",
+    "with_gradient_layout",
+]
+
+_disabled = torch._C.DisableTorchFunctionSubclass
+
+
+class PartitionedTensor(torch.Tensor):
+    """A tensor of which each worker holds a block: parameters, their gradients, and elementwise functions of them.
+
+    `shape` is that of the whole. `block()`: this worker's block. `whole()`: the whole, on every worker. `block_layout`:
+    the layout of the whole. `state`: the axes besides those of the layout along which it varies.
+    Elementwise functions keep the layout. Reductions and products over a split dimension give the value of the whole,
+    and are collective. Other functions raise LayoutError.
+    """
+
+    __spmd_partitioned__ = True
+    _block: torch.Tensor
+    _placement: Placement
+    _state: State
+
+    @staticmethod
+    def __new__(cls, block: torch.Tensor, placement: Placement, shape: Any = None, strides: Any = None) -> Any:
+        shape = placement.layout.shape if shape is None else shape
+        with no_overrides():
+            x: Any = torch.Tensor._make_wrapper_subclass(cls, shape, strides, dtype=block.dtype, device=block.device)
+        x._block = block
+        x._placement = placement
+        x._state = INVARIANT
+        return x
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        pass
+
+    @classmethod
+    def from_block(cls, block: torch.Tensor, spec: LayoutLike) -> PartitionedTensor:
+        """The tensor of which this worker holds this block. As `Parameter.from_block`, without being a parameter."""
+        return _leaf_of_block(PartitionedTensor, f"spt.{cls.__name__}.from_block", block, spec)
+
+    @property
+    def block_layout(self) -> Layout:
+        """The layout of the whole."""
+        return self._placement.layout
+
+    @property
+    def block_index(self) -> int:
+        """The number of this worker in the layout."""
+        return self._placement.index
+
+    @property
+    def state(self) -> State:
+        """The axes, besides those of the layout, along which it varies."""
+        return self._state
+
+    def block(self) -> torch.Tensor:
+        """This worker's block, for the forward of a module. In bodies it varies along the axes of the layout.
+
+        Forward: the block, on the same memory. Gradient: a tensor of the layout of this one.
+        """
+        return _block(self)
+
+    def whole(self) -> torch.Tensor:
+        """The whole, on every worker, in memory of its own. Collective along the axes of the layout.
+
+        Gradient: each worker's part of the cotangent. Cost: each block sent to every worker that has another.
+        """
+        return _whole(self)
+
+    def varied(self, state: State) -> PartitionedTensor:
+        """The same tensor in another state. Its cotangents are not summed."""
+        with _disabled():
+            copied: Any = self.view_as(self)
+        copied._state = self._state | state
+        return copied
+
+    def like_whole(self, whole: torch.Tensor) -> PartitionedTensor:
+        """The tensor with the values of `whole` and the layout of this one. Without gradient."""
+        with _disabled():
+            return split_like(whole.detach(), self._placement).clone()
+
+    def __repr__(self, *args: Any, **kwargs: Any) -> str:
+        with _disabled():
+            lies = "" if self.block_layout.spec is None else f", spec={self.block_layout.spec}"
+            grad = ", requires_grad=True" if self.requires_grad else ""
+            return f"{type(self).__name__}(shape={list(self.shape)}{lies}, block={plain(self._block)!r}{grad})"
+
+    def __spmd_describe__(self) -> str:
+        with _disabled():
+            return (
+                f"a tensor {str(self.dtype).removeprefix('torch.')}{list(self.shape)} of which each worker has a block"
+            )
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        if id(self) in memo:
+            return memo[id(self)]
+        with _disabled():
+            if not self.is_leaf:
+                return torch.Tensor.__deepcopy__(self, memo)  # which says what is wrong
+            copied = _new_leaf(type(self), self._block.clone(), self._placement, self._state, self.requires_grad, self)
+            memo[id(self)] = copied
+            if self.grad is not None:
+                copied.grad = copy.deepcopy(self.grad, memo)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with _disabled():
+            if not self.is_leaf:
+                raise RuntimeError("Only leaf tensors can be pickled: x.detach() before")
+            return _unpickled, (type(self), self._block, self._placement, self.requires_grad)
+
+    def __tensor_flatten__(self) -> Any:
+        return ["_block"], (self._placement, tuple(self.shape), tuple(self.stride()), self._state.varying)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, meta: Any, size: Any, stride: Any) -> Any:
+        placement, shape, strides, state = meta
+        x = PartitionedTensor(inner["_block"], placement, shape, strides)
+        x._state = state_of(state)
+        return x
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return call(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with no_overrides():  # what functions of torch draw has been seen to above
+            return run(func, args, kwargs or {})
+
+
+class _ParameterMeta(type(torch.Tensor)):
+    """As for `nn.Parameter`: `nn.Parameter(x)` of a partitioned tensor is an instance."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return super().__instancecheck__(instance) or (
+            cls is Parameter and isinstance(instance, PartitionedTensor) and getattr(instance, "_is_param", False)
+        )
+
+
+class Parameter(PartitionedTensor, metaclass=_ParameterMeta):
+    """A parameter of which each worker holds a block, and which knows it.
+
+        class Scale(nn.Module):
+            def __init__(self, features):
+                super().__init__()
+                self.scale = spt.Parameter(torch.ones(features), P("model"))
+
+            def forward(self, x):
+                return x * self.scale.block()
+
+    whole: the tensor of which the block is cut, the same on all workers. spec: a spec or a Grid, for balanced blocks,
+    or a Layout of the whole. To be made in a body; nothing is communicated.
+
+    It is an `nn.Parameter` of the shape of the whole. Its gradient has its layout. Elementwise functions keep the
+    layout, so optimisers work on blocks. Functions that reduce a split dimension (norms, sums), or contract it outside
+    of autograd, give the value of the whole; all workers that hold a block call them. Functions of `nn.init` give the
+    values that they give on one worker. Other functions raise LayoutError and name `block()`, for forward, and
+    `whole()`.
+    `load_state_dict` of the module takes whole tensors; `spt.state_dict(module)` gives them.
+
+    Raises LayoutError where spec and shape do not fit, StateError for a whole that varies, MeshError outside of bodies.
+    """
+
+    _is_param = True
+
+    @staticmethod
+    def __new__(cls, whole: torch.Tensor, spec: LayoutLike, requires_grad: bool = True) -> Any:
+        where = "spt.Parameter"
+        worker = here(where)
+        layout = layout_of(where, tuple(whole.shape), spec, worker)
+        if isinstance(whole, PartitionedTensor) or state_of_tensor(whole).varying:
+            raise StateError(
+                message(
+                    where,
+                    argument="whole",
+                    got=describe(whole),
+                    need="one tensor, the same on all workers",
+                    mend="spt.Parameter.from_block(block, spec) takes this worker's block",
+                )
+            )
+        placement = own_placement(layout, worker)
+        block = plain(whole).detach()[placement.slices].clone(memory_format=torch.contiguous_format)
+        return _new_leaf(cls, block, placement, INVARIANT, requires_grad)
+
+    @classmethod
+    def from_block(cls, block: torch.Tensor, spec: LayoutLike, requires_grad: bool = True) -> Parameter:
+        """The parameter of which this worker holds this block, on its memory.
+
+        spec: a Layout of the whole. Or a spec or a Grid: the workers then learn each other's shapes, which is
+        collective and sends no bytes; blocks may be uneven.
+        Raises LayoutError where blocks and layout do not fit.
+        """
+        parameter = _leaf_of_block(cls, "spt.Parameter.from_block", block, spec)
+        with _disabled():
+            parameter.requires_grad_(requires_grad)
+        return with_gradient_layout(parameter)
+
+
+class _WrappedTensor(torch.Tensor):
+    """A tensor by which a transformation of torch.func wraps a partitioned tensor."""
+
+    __spmd_partitioned__ = True
+
+    def block(self) -> torch.Tensor:
+        """As `PartitionedTensor.block`."""
+        return _block(self)
+
+    def whole(self) -> torch.Tensor:
+        """As `PartitionedTensor.whole`."""
+        return _whole(self)
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return mark_wrapped(call(func, args, kwargs or {}))
+
+
+def mark_wrapped(x: Any) -> Any:
+    """Set the class of a result of torch.func that wraps a partitioned tensor."""
+    if isinstance(x, tuple | list):
+        return type(x)(map(mark_wrapped, x)) if type(x) in (tuple, list) else x
+    if type(x) is torch.Tensor and isinstance(unwrapped(x), PartitionedTensor):
+        x.__class__ = _WrappedTensor
+    return x
+
+
+def _new_leaf(
+    cls: Any, block: torch.Tensor, placement: Placement, state: State, requires_grad: bool, as_: Any = None
+) -> Any:
+    """A leaf. as_: a tensor of its shape and strides."""
+    shape = () if as_ is None else (tuple(as_.shape), as_.stride())
+    with _disabled():
+        x = PartitionedTensor.__new__(cls, block, placement, *shape)
+        x._state = state
+        if as_ is not None and getattr(as_, "_is_param", False):
+            x._is_param = True
+        x.requires_grad_(requires_grad)
+    return with_gradient_layout(x)
+
+
+def _leaf_of_block(cls: Any, where: str, block: torch.Tensor, spec: LayoutLike) -> Any:
+    worker = here(where)
+    axes = common_axes(where, worker, spec)
+    own = plain(block).detach()
+    layout = layout_of(where, resolve_layout(where, own, spec, axes, worker).shape, spec, worker)
+    if not isinstance(spec, Layout):
+        layout = resolve_layout(where, own, spec, axes, worker)
+    placement = own_placement(layout, worker)
+    extra = state_of_tensor(block).varying - layout.varying
+    if tuple(own.shape) != layout.block_shape(placement.index) or extra:
+        raise LayoutError(
+            message(
+                where,
+                argument="block",
+                got=describe(block),
+                need=f"a block of shape {list(layout.block_shape(placement.index))}, of {list(layout.shape)}, "
+                f"on {layout.describe(placement.index)}, one value along the other axes",
+                mend="a spec in place of the layout learns the shapes of all blocks",
+            )
+        )
+    return _new_leaf(cls, own, placement, INVARIANT, False)
+
+
+def with_block(
+    x: PartitionedTensor, block: torch.Tensor, layout: Layout | None = None, shape: Any = None, strides: Any = None
+):
+    """A partitioned tensor with another block of the same worker.
+
+    strides: of the whole, as torch would have them. None: those of a contiguous tensor; the block is made contiguous
+    too, so that all workers agree on what may be a view.
+    """
+    placement = x._placement if layout is None else x._placement.derived(layout)
+    if strides is None and not block.is_contiguous():
+        block = block.contiguous()
+    return PartitionedTensor(block, placement, shape, strides)
+
+
+def _unpickled(cls: type, block: torch.Tensor, placement: Placement, requires_grad: bool) -> Any:
+    """Unpickle. Raises LayoutError on another worker than the one that saved it."""
+    worker = WORKER.get()
+    if worker is not None:
+        placement = Placement(placement.layout, placement.index, context_of(worker))
+    x = _new_leaf(cls, block, placement, INVARIANT, requires_grad)
+    check_worker(x._placement, worker)
+    return x
+
+
+# Blocks of the whole and back, with gradients
+
+
+class _BlockFunction(Function):
+    """The block of a partitioned tensor. The adjoint makes a partitioned tensor from a block."""
+
+    @staticmethod
+    def forward(ctx: Any, x: PartitionedTensor) -> torch.Tensor:
+        ctx.placement, ctx.state = x._placement, x._state
+        with no_overrides():
+            return x._block.detach()
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> Any:
+        g = plain(g) if isinstance(g, Tensor) else g
+        if not torch.is_grad_enabled() and current_level() is None:
+            return _from_block(g, ctx.placement, ctx.state)
+        return _FromBlockFunction.apply(g, ctx.placement, ctx.state)
+
+
+class _TransformableBlockFunction(Function):
+    """The same for forward mode and for torch.func."""
+
+    @staticmethod
+    def forward(x: PartitionedTensor) -> torch.Tensor:
+        return x._block.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x = unwrapped(inputs[0])
+        ctx.placement, ctx.state = x._placement, x._state
+
+    backward = _BlockFunction.backward
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Any) -> Any:
+        return _TransformableBlockFunction.apply(tangent)
+
+
+def _from_block(block: torch.Tensor, placement: Placement, state: State) -> PartitionedTensor:
+    with no_overrides():
+        x = PartitionedTensor(block.detach(), placement)
+    x._state = state
+    return x
+
+
+class _FromBlockFunction(Function):
+    """A partitioned tensor from a block: the adjoint of taking the block."""
+
+    @staticmethod
+    def forward(block: torch.Tensor, placement: Placement, state: State) -> Any:
+        return _from_block(block, placement, state)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.placement = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> Any:
+        return _block(split_like(g, ctx.placement)), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, *_: Any) -> Any:
+        return _FromBlockFunction.apply(tangent, ctx.placement, INVARIANT)
+
+
+@torch._dynamo.allow_in_graph  # type: ignore[attr-defined]
+def _block_in_graph(x: Any) -> torch.Tensor:
+    return _BlockFunction.apply(x)
+
+
+def _block(x: Any) -> torch.Tensor:
+    if torch.compiler.is_dynamo_compiling():  # there tensors carry no state
+        return _block_in_graph(x)
+    inner = unwrapped(x)
+    layout = inner._placement.layout
+    if tuple(inner.shape) != layout.shape:
+        raise LayoutError(
+            message(
+                "p.block()",
+                got=f"a view of shape {list(inner.shape)} of what lies as {layout}",
+                need=f"the shape {list(layout.shape)}",
+                mend="p.block() first, and the view of that",
+            )
+        )
+    worker = WORKER.get()
+    check_worker(inner._placement, worker)
+    block = (_TransformableBlockFunction if inner is not x or has_tangent(x) else _BlockFunction).apply(x)
+    if worker is None or not worker.tracked:
+        if id(x) in GRADIENT_SYNCS:
+            block._block_of = id(x)  # `spt.data_parallel` sums its gradients
+        return block
+    state = inner._state | state_of(layout.varying)
+    return with_state(block, state) if state.varying else block
+
+
+def _whole(x: Any) -> torch.Tensor:
+    inner = unwrapped(x)
+    layout = inner._placement.layout
+    if inner.device.type == "meta":
+        return inner._block.new_empty(inner.shape)
+    if tuple(inner.shape) != layout.shape:
+        return _whole(x.reshape(layout.shape)).reshape(inner.shape)
+    block = plain(_block(x)) if torch.is_grad_enabled() and x.requires_grad else inner._block.detach()
+    if layout.size == 1:
+        whole = block.clone()
+    else:
+        worker = worker_of(inner._placement, "p.whole()")
+        whole = apply(_gather_operator(layout), block, context_of(worker))
+    return with_state(whole, inner._state) if inner._state.varying and WORKER.get() is not None else whole
+
+
+def gathered(x: PartitionedTensor) -> torch.Tensor:
+    """The data of the whole, on every worker; no history, no state."""
+    layout = x._placement.layout
+    if x._block.device.type == "meta":
+        return x._block.new_empty(x.shape)
+    if layout.size == 1:
+        return x._block.reshape(x.shape).clone()
+    worker = worker_of(x._placement, "the whole of a partitioned tensor")
+    return apply(_gather_operator(layout), x._block, context_of(worker)).reshape(x.shape)
+
+
+def _gather_operator(layout: Layout) -> Repartition:
+    return Repartition(tuple(layout.axes), layout, Layout(layout.shape, P(), layout.axes))
+
+
+def split_like(g: Any, placement: Placement) -> Any:
+    """A cotangent in the layout of a placement. The cotangent of a sum is a whole."""
+    inner = unwrapped(g)
+    if isinstance(inner, PartitionedTensor):
+        if inner._placement.layout == placement.layout:
+            return g
+        # It is whole in some dimensions, as the cotangent of a sum over them.
+        zeros = inner._block.new_zeros(placement.layout.block_shape(placement.index))
+        with _disabled():
+            return g + PartitionedTensor(zeros, placement)
+    if g.requires_grad and torch.is_grad_enabled():
+        layout = placement.layout
+        src = Layout(layout.shape, P(), layout.axes)
+        context = placement.context
+        worker = WORKER.get()
+        if worker is not None:
+            context = context_of(worker)
+        assert context is not None
+        return _FromBlockFunction.apply(
+            apply(Repartition(tuple(layout.axes), src, layout), plain(g), context), placement, INVARIANT
+        )
+    return PartitionedTensor(plain(g).detach()[placement.slices].contiguous(), placement)
+
+
+def with_gradient_layout(x: Any) -> Any:
+    """Register a hook by which the gradient of a leaf gets the layout of the leaf."""
+    with _disabled():
+        if x.requires_grad and x.is_leaf and not x.__dict__.get("_follows"):
+            placement = x._placement
+            x._follows = True
+            x.register_hook(lambda g: split_like(g, placement))
+    return x

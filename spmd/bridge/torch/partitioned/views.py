@@ -1,0 +1,176 @@
+"""Views of partitioned tensors, and functions along one dimension that no axis splits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from spmd.bridge.torch.partitioned.arguments import (
+    Shape,
+    layout_of_dims,
+    refuse,
+    split_dims,
+    split_dims_or_refuse,
+    whole_dim,
+)
+from spmd.bridge.torch.partitioned.registry import handles
+from spmd.bridge.torch.partitioned.tensor import PartitionedTensor, with_block
+from spmd.layout import Layout
+
+
+@handles("view _unsafe_view _reshape_alias")
+def _viewed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    x: Any = args[0]
+    size: Any = args[1]
+    if isinstance(size, torch.dtype):
+        refuse(func, args, kwargs)
+    shape = tuple(torch.empty(tuple(x.shape), device="meta").view(tuple(size)).shape)
+    strides = _probe(func, args, kwargs).stride()
+    if shape == tuple(x.shape):
+        return with_block(x, x._block.detach(), None, shape, strides)
+    dims = split_dims(x)
+    regrouped = _regrouped(x, dims, shape) if dims is not None else None
+    if regrouped is not None:
+        return with_block(x, x._block.view(regrouped[0]), regrouped[1], shape, strides)
+    # A view that only elementwise functions and `whole()` can use: the blocks stay as they are.
+    return with_block(x, x._block.detach(), None, shape, strides)
+
+
+def _probe(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The result for a tensor of the shape and strides of the whole, without data."""
+    x = args[0]
+    return func(torch.empty_strided(tuple(x.shape), x.stride(), dtype=x.dtype, device="meta"), *args[1:], **kwargs)
+
+
+def _regrouped(x: PartitionedTensor, dims: Any, shape: Shape) -> tuple[Shape, Layout] | None:
+    """The shape of the block and the layout of a view, if the axes that split x split dimensions of it; else None.
+
+    A split dimension may be merged with whole ones after it, or divided into itself and whole ones. The blocks of the
+    new dimension are longer or shorter by the same factor.
+    """
+    sized = lambda n: n or 1_000_003  # an empty dimension counts as well
+    before = lambda lengths, d: math.prod(map(sized, lengths[:d]))
+    old = tuple(x.shape)
+    out = [whole_dim(n) for n in shape]
+    least = 0
+    for d, (names, cut) in enumerate(dims):
+        if not names:
+            continue
+        places = (j for j in range(least, len(shape)) if before(shape, j) == before(old, d))
+        j = next((j for j in places if _rescaled(cut, old[d], shape[j])), None)
+        if j is None:
+            return None
+        out[j] = names, _rescaled(cut, old[d], shape[j])
+        least = j + 1
+    layout = layout_of_dims(x, out, shape)
+    local = layout.block_shape(x._placement.index)
+    return (local, layout) if math.prod(local) == x._block.numel() else None
+
+
+def _rescaled(cut: Sequence[int], old: int, new: int) -> tuple[int, ...] | None:
+    """The sizes of the blocks of a dimension of another length, in proportion; None if they are no integers."""
+    if old == new:
+        return tuple(cut)
+    if not old or not new or any(n * new % old for n in cut):
+        return None
+    return tuple(n * new // old for n in cut)
+
+
+@handles("t transpose.int permute")
+def _permuted(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    x = args[0]
+    dims = split_dims_or_refuse(func, args, kwargs)
+    probe = _probe(func, args, kwargs)
+    order = func(torch.empty(tuple(range(2, 2 + x.ndim)), device="meta"), *args[1:], **kwargs).shape
+    arranged = [dims[n - 2] for n in order]
+    layout = layout_of_dims(x, arranged, tuple(probe.shape))
+    return with_block(x, func(x._block, *args[1:], **kwargs), layout, probe.shape, probe.stride())
+
+
+@handles("unsqueeze")
+def _unsqueezed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    x, dim = args
+    dims = split_dims_or_refuse(func, args, kwargs)
+    dim = dim + x.ndim + 1 if dim < 0 else dim
+    shape = (*x.shape[:dim], 1, *x.shape[dim:])
+    layout = layout_of_dims(x, [*dims[:dim], whole_dim(1), *dims[dim:]], shape)
+    return with_block(x, x._block.unsqueeze(dim), layout, shape, _probe(func, args, kwargs).stride())
+
+
+@handles("squeeze squeeze.dim squeeze.dims")
+def _squeezed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    x = args[0]
+    dims = split_dims_or_refuse(func, args, kwargs)
+    asked = range(x.ndim) if len(args) == 1 else [args[1]] if isinstance(args[1], int) else args[1]
+    gone = {d % x.ndim for d in asked if x.shape[d] == 1}
+    if any(dims[d][0] for d in gone):
+        refuse(func, args, kwargs)
+    keep = [d for d in range(x.ndim) if d not in gone]
+    shape = tuple(x.shape[d] for d in keep)
+    block = x._block.squeeze(tuple(gone)) if gone else x._block.detach()
+    return with_block(
+        x, block, layout_of_dims(x, [dims[d] for d in keep], shape), shape, _probe(func, args, kwargs).stride()
+    )
+
+
+@handles("expand")
+def _expanded(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    x, size = args[0], args[1]
+    dims = split_dims_or_refuse(func, args, kwargs)
+    lead = len(size) - x.ndim
+    shape = tuple(x.shape[d - lead] if n == -1 else n for d, n in enumerate(size))
+    out, local = [whole_dim(n) for n in shape[:lead]], list(shape[:lead])
+    for d, n in enumerate(shape[lead:]):
+        if n == x.shape[d]:
+            out.append(dims[d])
+            local.append(x._block.shape[d])
+        elif dims[d][0]:
+            refuse(func, args, kwargs)
+        else:
+            out.append(whole_dim(n))
+            local.append(n)
+    return with_block(
+        x, x._block.expand(local), layout_of_dims(x, out, shape), shape, _probe(func, args, kwargs).stride()
+    )
+
+
+@handles(
+    "select.int slice.Tensor narrow split.Tensor split_with_sizes unbind.int",
+    "cumsum cumprod _softmax _log_softmax argmax argmin max.dim min.dim sort sort.stable topk median.dim logsumexp",
+    "flip select_backward slice_backward _softmax_backward_data _log_softmax_backward_data logcumsumexp mode kthvalue",
+)
+def _one_dimension(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Functions along one dimension, which no axis may split."""
+    names = [a.name for a in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    defaults = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
+    chosen: Any = given.get("dim", given.get("dims", defaults.get("dim")))
+    x = args[0]
+    others = [a for a in args[1:] if isinstance(a, torch.Tensor)]
+    dims = split_dims_or_refuse(func, args, kwargs)
+    if chosen is None or others or not isinstance(x, PartitionedTensor):
+        refuse(func, args, kwargs)
+    ndim = x.ndim
+    wanted = {d % ndim for d in ([chosen] if isinstance(chosen, int) else chosen)}
+    if func._schema.name == "aten::slice":
+        bounds = slice(given.get("start"), given.get("end"), given.get("step"))
+        if bounds.indices(x.shape[chosen]) == (0, x.shape[chosen], 1):
+            return with_block(x, x._block.detach(), None, x.shape, x.stride())
+    if any(dims[d][0] for d in wanted) or "backward" in func._schema.name:
+        refuse(func, args, kwargs)
+    result = func(x._block, *args[1:], **kwargs)
+    probe = _probe(func, args, kwargs)
+
+    def wrap(block: torch.Tensor, whole: torch.Tensor) -> Any:
+        shape = tuple(whole.shape)
+        kept = dims if len(shape) == ndim else [d for k, d in enumerate(dims) if k not in wanted]
+        out = [d if d[0] else whole_dim(n) for d, n in zip(kept, shape, strict=True)]
+        return with_block(x, block, layout_of_dims(x, out, shape), shape, whole.stride())
+
+    if isinstance(result, torch.Tensor):
+        return wrap(result, probe)
+    parts = [wrap(r, p) for r, p in zip(result, probe, strict=True)]
+    return parts if isinstance(result, list) else tuple(parts)

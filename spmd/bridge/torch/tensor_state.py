@@ -1,0 +1,74 @@
+"""The state that a tensor carries, and what is asked of any tensor: its state, its local data, its gradient mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from spmd.bridge.torch.functorch import current_level, unwrapped_once
+from spmd.state import State, state_of
+
+INVARIANT = state_of(())
+_functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
+no_overrides = torch._C.DisableTorchFunction
+"""A context in which functions of torch call neither `__torch_function__` of subclasses nor modes."""
+
+GRADIENT_SYNCS: dict[int, Callable[[], Any]] = {}
+"""By id, the parameters whose gradients `spt.data_parallel` sums, in place of the adjoint of their `Vary`."""
+
+
+class TensorWithState(torch.Tensor):
+    """The base class of `Tensor`: a tensor and the axes along which it varies."""
+
+    _state: State
+
+    @property
+    def state(self) -> State:
+        """The axes along which it varies."""
+        return self.__dict__.get("_state", INVARIANT)
+
+
+def plain(x: torch.Tensor) -> torch.Tensor:
+    """The tensor without its state."""
+    with no_overrides():
+        return x.as_subclass(torch.Tensor)
+
+
+def is_partitioned(x: Any) -> bool:
+    """Whether a tensor is a `PartitionedTensor`, of which each worker holds a block."""
+    return getattr(type(x), "__spmd_partitioned__", False)
+
+
+def local_data(x: Any) -> torch.Tensor:
+    """The data of a tensor on this worker: its block, or the tensor without its state."""
+    return x._block if is_partitioned(x) else plain(x)
+
+
+def state_of_tensor(x: torch.Tensor) -> State:
+    """The state that a tensor carries; Invariant if it carries none."""
+    return x.state if isinstance(x, TensorWithState) else INVARIANT
+
+
+def summed_state(x: torch.Tensor) -> State:
+    """The state that a parameter has where `spt.data_parallel` sums its gradients; Invariant for other tensors."""
+    sums = gradient_sync_of(x)
+    return INVARIANT if sums is None else sums.state
+
+
+def gradient_sync_of(x: torch.Tensor) -> Any:
+    """The `GradientSync` that sums the gradients of a parameter, or None."""
+    reference = GRADIENT_SYNCS.get(getattr(x, "_block_of", id(x)))
+    return None if reference is None else reference()
+
+
+def needs_grad(x: torch.Tensor) -> bool:
+    """Whether autograd records functions of x. A tensor that torch.func wraps counts if any level does."""
+    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        return False
+    with no_overrides():
+        if current_level() is not None:
+            while not x.requires_grad and _functorch.is_functorch_wrapped_tensor(x):
+                x = unwrapped_once(x)
+        return x.requires_grad

@@ -1,0 +1,54 @@
+"""`tie`: let the backward of a loss run through other outputs too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from spmd.bridge.torch.function import Function
+from spmd.bridge.torch.tensor import with_state
+from spmd.bridge.torch.tensor_state import plain, state_of_tensor
+from spmd.mesh import WORKER
+from spmd.tracebacks import api_boundary
+
+__all__ = ["tie"]
+
+
+class Tie(Function):
+    """The first tensor; backward reaches the others too, with cotangents of zero."""
+
+    @staticmethod
+    def forward(first: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        return first.view_as(first)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.likes = [(x.shape, x.dtype, x.device) for x in inputs[1:]]
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> Any:
+        return g, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.likes)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Any, *others: Any) -> Any:
+        return tangent.view_as(tangent) if tangent is not None else None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, first: torch.Tensor, *others: torch.Tensor) -> Any:
+        return Tie.apply(first, *others), in_dims[0]
+
+
+@api_boundary
+def tie(loss: torch.Tensor, *outputs: torch.Tensor) -> torch.Tensor:
+    """The loss, whose backward runs through the outputs too, with cotangents of zero.
+
+    If only some workers compute a loss, or use an output of a collective, their graphs differ. Then backward would
+    wait for collectives that other workers never reach. Tied to the loss on every worker, they are reached on all.
+
+    loss: a tensor; on a worker without a loss of its own `torch.zeros(())`. outputs: tensors of its graph, or none.
+    Forward: the loss. Gradient: g to the loss, zeros to each output, exact zeros though the outputs hold infinities.
+    """
+    tied = Tie.apply(plain(loss), *(plain(x) for x in outputs))
+    worker = WORKER.get()
+    return with_state(tied, state_of_tensor(loss)) if worker is not None and worker.tracked else tied
