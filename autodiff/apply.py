@@ -20,7 +20,6 @@ from spmd.errors import (
     StateError,
     TracedConversionError,
     describe,
-    message,
 )
 
 __all__ = [
@@ -109,26 +108,22 @@ def _copied(tree):
 
 
 def _no_array(prim: Primitive, ans) -> Exception:
-    return DifferentiationError(
-        message(
-            prim.name,
-            argument="result",
-            got=describe(ans),
-            need="an array, a number, or a tuple of arrays, as results that a tape records",
-            mend="return a tuple",
-        )
+    return DifferentiationError.at(
+        prim.name,
+        argument="result",
+        got=describe(ans),
+        need="an array, a number, or a tuple of arrays, as results that a tape records",
+        mend="return a tuple",
     )
 
 
 def _inside(prim: Primitive, a) -> Exception:
-    return TracedConversionError(
-        message(
-            prim.name,
-            got=f"a traced array within a {type(a).__name__}",
-            need="arrays as arguments of their own; a list of them would be converted, and cut off from its gradient",
-            mend="np.stack([a, b]) in place of [a, b]; in a function of your own, f(*arrays) with a rule for each, "
-            "or spmd.custom_vjp, whose arguments are pytrees",
-        )
+    return TracedConversionError.at(
+        prim.name,
+        got=f"a traced array within a {type(a).__name__}",
+        need="arrays as arguments of their own; a list of them would be converted, and cut off from its gradient",
+        mend="np.stack([a, b]) in place of [a, b]; in a function of your own, f(*arrays) with a rule for each, "
+        "or spmd.custom_vjp, whose arguments are pytrees",
     )
 
 
@@ -271,13 +266,11 @@ class _Taken:
     """What is left of a temporary whose data a result was written into."""
 
     def __getattr__(self, name: str):
-        raise StateError(
-            message(
-                "an array",
-                got="a temporary array, used again after an operator had written its result into it",
-                need="arrays that Python code holds in a variable while it needs them",
-                mend="assign it to a variable before the operator, in code that is compiled to C",
-            )
+        raise StateError.at(
+            "an array",
+            got="a temporary array, used again after an operator had written its result into it",
+            need="arrays that Python code holds in a variable while it needs them",
+            mend="assign it to a variable before the operator, in code that is compiled to C",
         )
 
 
@@ -368,13 +361,11 @@ def operand(x, where: str) -> Any:
     if isinstance(x, np.ndarray):
         return admit(x, where, None, need="a plain array", beside=" beside an Array", name="m")
     if is_elsewhere(kind):
-        raise TracedConversionError(
-            message(
-                where,
-                got=f"{describe(x)} beside an Array",
-                need="arrays of NumPy or CuPy: other libraries do not record on this tape, nor it on theirs",
-                mend="np.asarray(x) of it, where it is a constant; spmd.custom_vjp around the other library",
-            )
+        raise TracedConversionError.at(
+            where,
+            got=f"{describe(x)} beside an Array",
+            need="arrays of NumPy or CuPy: other libraries do not record on this tape, nor it on theirs",
+            mend="np.asarray(x) of it, where it is a constant; spmd.custom_vjp around the other library",
         )
     return x
 
@@ -426,13 +417,11 @@ def compute_bare(fun, args, kwargs, arrays: list[Array]) -> Any:
 
 
 def _hidden(fun) -> Exception:
-    return TracedConversionError(
-        message(
-            name_of(fun),
-            got="an Array as like=, or within an object of another class",
-            need="arrays as arguments, or in lists, tuples and dicts",
-            mend="pass the array itself; leave like out",
-        )
+    return TracedConversionError.at(
+        name_of(fun),
+        got="an Array as like=, or within an object of another class",
+        need="arrays as arguments, or in lists, tuples and dicts",
+        mend="pass the array itself; leave like out",
     )
 
 
@@ -490,11 +479,9 @@ def read_only_views(tree) -> Any:
 
 
 def _keyword_array(prim: Primitive) -> Exception:
-    return DifferentiationError(
-        message(
-            prim.name,
-            got="a traced array passed by keyword",
-            need="array arguments by position",
-            mend="write it without the keyword",
-        )
+    return DifferentiationError.at(
+        prim.name,
+        got="a traced array passed by keyword",
+        need="array arguments by position",
+        mend="write it without the keyword",
     )

@@ -105,13 +105,11 @@ def _operand(x):
 
 
 def _beside_tensors(where: str) -> Exception:
-    return TracedConversionError(
-        message(
-            where,
-            got="an Array beside tensors, or in place of one",
-            need="one or the other: torch does not record on this tape, nor NumPy on that of torch",
-            mend=_BARE,
-        )
+    return TracedConversionError.at(
+        where,
+        got="an Array beside tensors, or in place of one",
+        need="one or the other: torch does not record on this tape, nor NumPy on that of torch",
+        mend=_BARE,
     )
 
 
@@ -233,14 +231,12 @@ def _astype(self, dtype, order="K", casting: Any = "unsafe", subok=True, copy=Tr
         raise TypeError(f"cannot cast from {self.dtype} to {dtype} by the rule {casting!r}")
     kind = kind_of_dtype(dtype)
     if self.tape is not None and (not kind or dtype.type is np.void):
-        raise DtypeError(
-            message(
-                "x.astype",
-                argument="dtype",
-                got=f"{dtype} for a {describe(self)}",
-                need="a dtype of numbers: others have no gradient",
-                mend=f"spmd.stop_gradient(x).astype({str(dtype)!r})",
-            )
+        raise DtypeError.at(
+            "x.astype",
+            argument="dtype",
+            got=f"{dtype} for a {describe(self)}",
+            need="a dtype of numbers: others have no gradient",
+            mend=f"spmd.stop_gradient(x).astype({str(dtype)!r})",
         )
     return astype(self, dtype) if kind != "i" else wrap(value_of(self).astype(dtype), self.state)
 
@@ -248,13 +244,11 @@ def _astype(self, dtype, order="K", casting: Any = "unsafe", subok=True, copy=Tr
 def _view(self, dtype=None, type=None):
     if type is None and (dtype is None or (not _is_type(dtype) and np.dtype(dtype) == self.dtype)):
         return self
-    raise StateError(
-        message(
-            "x.view",
-            got=f"{type or dtype} for a {describe(self)}",
-            need="the array's own dtype: other views read its bytes, which are no part of its value",
-            mend="x.astype(dtype); np.real(x) and np.imag(x) of complex entries",
-        )
+    raise StateError.at(
+        "x.view",
+        got=f"{type or dtype} for a {describe(self)}",
+        need="the array's own dtype: other views read its bytes, which are no part of its value",
+        mend="x.astype(dtype); np.real(x) and np.imag(x) of complex entries",
     )
 
 
@@ -393,9 +387,7 @@ _SETTERS = {
 
 def _refuse_setting(name: str, mend: str) -> Callable:
     def refuse(self, value):
-        raise StateError(
-            message(f"x.{name} = v", got=f"an assignment to a {describe(self)}", need=_IMMUTABLE, mend=mend)
-        )
+        raise StateError.at(f"x.{name} = v", got=f"an assignment to a {describe(self)}", need=_IMMUTABLE, mend=mend)
 
     return refuse
 

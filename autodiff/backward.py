@@ -18,7 +18,7 @@ from spmd.autodiff.dtypes import cotangent_dtype
 from spmd.autodiff.sanitizers import FINITE, Watched, check_finite
 from spmd.autodiff.staging.recorder import one_line
 from spmd.autodiff.tape import Bundle, Future, Like, Node, Tape, underscored
-from spmd.errors import DifferentiationError, message
+from spmd.errors import DifferentiationError
 
 __all__ = ["alone", "fit", "sweep", "unbroadcast"]
 
@@ -29,13 +29,11 @@ def unbroadcast(g, shape: tuple[int, ...]):
     if extra > 0 and shape and type(g) is np.ndarray and g.shape[extra:] == shape:  # as most often, of a bias
         return _total(g, 0 if extra == 1 else tuple(range(extra)))
     if extra < 0 or any(n not in (1, m) for n, m in zip(shape, g.shape[extra:], strict=True)):
-        raise DifferentiationError(
-            message(
-                "the backward sweep",
-                got=f"a cotangent of shape {list(g.shape)} for a value of shape {list(shape)}",
-                need="the shape of the value, or one that the value broadcasts to",
-                mend="let the backward function (custom_vjp, an operator's H) return cotangents as its arguments are",
-            )
+        raise DifferentiationError.at(
+            "the backward sweep",
+            got=f"a cotangent of shape {list(g.shape)} for a value of shape {list(shape)}",
+            need="the shape of the value, or one that the value broadcasts to",
+            mend="let the backward function (custom_vjp, an operator's H) return cotangents as its arguments are",
         )
     stretched = tuple(i + extra for i, n in enumerate(shape) if n == 1 and g.shape[i + extra] != 1)
     axes = tuple(range(extra)) + stretched
@@ -279,22 +277,18 @@ def alone(count: int, h: np.ndarray) -> bool:
 
 
 def _nothing(prim) -> Exception:
-    return DifferentiationError(
-        message(
-            f"the backward sweep, at {prim.name}",
-            got="None from a derivative rule",
-            need="the cotangent of the argument",
-            mend="return it; zero is np.zeros_like(x), and an argument without derivative has None in place of a rule",
-        )
+    return DifferentiationError.at(
+        f"the backward sweep, at {prim.name}",
+        got="None from a derivative rule",
+        need="the cotangent of the argument",
+        mend="return it; zero is np.zeros_like(x), and an argument without derivative has None in place of a rule",
     )
 
 
 def _freed() -> Exception:
-    return DifferentiationError(
-        message(
-            "a backward sweep",
-            got="a tape that has been freed by grad or value_and_grad",
-            need="a tape that was kept",
-            mend="use vjp: its pullback may be called many times",
-        )
+    return DifferentiationError.at(
+        "a backward sweep",
+        got="a tape that has been freed by grad or value_and_grad",
+        need="a tape that was kept",
+        mend="use vjp: its pullback may be called many times",
     )

@@ -10,7 +10,8 @@ import numpy as np
 from spmd.autodiff import tree
 from spmd.autodiff.dtypes import float0, spacing
 from spmd.autodiff.tracer import value_of
-from spmd.autodiff.transforms import jvp, kind_of, name_of, vjp, zeros_like
+from spmd.autodiff.transform_arguments import kind_of, name_of, zeros_like
+from spmd.autodiff.transforms import jvp, vjp
 from spmd.errors import DifferentiationError, describe, message
 from spmd.tracebacks import api_boundary
 

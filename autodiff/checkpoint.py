@@ -19,8 +19,9 @@ from spmd.autodiff.sketch import Sketch, differ, rounding, sketch, slack
 from spmd.autodiff.staging.recorder import slot_of
 from spmd.autodiff.tape import ACTIVE, Node, Place, Tape, recording
 from spmd.autodiff.tracer import Array, value_of
-from spmd.autodiff.transforms import innermost, joint, lower, name_of, on, places, refuse_handles, stated, unstated
-from spmd.errors import DifferentiationError, describe, message
+from spmd.autodiff.transform_arguments import innermost, lower, name_of, on, places, refuse_handles, stated, unstated
+from spmd.autodiff.transforms import joint
+from spmd.errors import DifferentiationError, describe
 from spmd.tracebacks import api_boundary, boundary_like
 
 __all__ = ["checkpoint"]
@@ -51,14 +52,12 @@ def checkpoint(
     static_argnums, static_argnames: arguments that are passed as they are, and are never traced.
     """
     if policy is not None:
-        raise DifferentiationError(
-            message(
-                f"checkpoint of {name_of(fun)}",
-                argument="policy",
-                got=describe(policy),
-                need="None: all intermediate values are computed again",
-                mend="checkpoint smaller functions, and leave out what is to be kept",
-            )
+        raise DifferentiationError.at(
+            f"checkpoint of {name_of(fun)}",
+            argument="policy",
+            got=describe(policy),
+            need="None: all intermediate values are computed again",
+            mend="checkpoint smaller functions, and leave out what is to be kept",
         )
     names = {static_argnames} if isinstance(static_argnames, str) else set(static_argnames)
 
@@ -69,16 +68,7 @@ def checkpoint(
             return fun(*args, **kwargs)  # nothing is differentiated, or elsewhere: by a tape of another thread
         static = places(static_argnums, len(args))
         fixed = {k: v for k, v in kwargs.items() if k in names}
-        if innermost(tree.leaves(([args[n] for n in static], fixed))) is not None:
-            raise DifferentiationError(
-                message(
-                    f"checkpoint of {name_of(fun)}",
-                    argument="static_argnums",
-                    got="a traced array in a static argument",
-                    need="static arguments without a gradient",
-                    mend="leave it out of static_argnums and static_argnames",
-                )
-            )
+        _refuse_traced(fun, ([args[n] for n in static], fixed))
         moving = [i for i in range(len(args)) if i not in static]
         named = {k: v for k, v in kwargs.items() if k not in names}
         leaves, treedef = tree.flatten(([args[i] for i in moving], named))
@@ -94,6 +84,18 @@ def checkpoint(
         return _computed_again(call, leaves, tapes, _where(fun))
 
     return wrapped
+
+
+def _refuse_traced(fun: Callable, static: Any) -> None:
+    """Raise where a static argument is traced."""
+    if innermost(tree.leaves(static)) is not None:
+        raise DifferentiationError.at(
+            f"checkpoint of {name_of(fun)}",
+            argument="static_argnums",
+            got="a traced array in a static argument",
+            need="static arguments without a gradient",
+            mend="leave it out of static_argnums and static_argnames",
+        )
 
 
 def _where(fun: Callable) -> str:
@@ -288,27 +290,23 @@ class _Again:
     def other_value(self, k: int, out: Any, how_much: str = "") -> Exception:
         """The error; with how_much, what is told where the difference may be rounding."""
         path = tree.shown_paths(self.first.structure)[k] if len(self.first.sketches) > 1 else ""
-        return DifferentiationError(
-            message(
-                self.where,
-                argument=f"result{path}",
-                got=f"other values ({describe(out)}) when it is called again for the backward sweep"
-                + (f", {how_much}" if how_much else ""),
-                need="the values of its first call, up to rounding: the gradient is that of what is computed again",
-                mend="pass in what changes between the calls as an argument: a loop's variable in a lambda "
-                "(lambda y, i=i: ..., or an argument of the function), random numbers, counters, arrays that are "
-                "written into",
-            )
+        return DifferentiationError.at(
+            self.where,
+            argument=f"result{path}",
+            got=f"other values ({describe(out)}) when it is called again for the backward sweep"
+            + (f", {how_much}" if how_much else ""),
+            need="the values of its first call, up to rounding: the gradient is that of what is computed again",
+            mend="pass in what changes between the calls as an argument: a loop's variable in a lambda "
+            "(lambda y, i=i: ..., or an argument of the function), random numbers, counters, arrays that are "
+            "written into",
         )
 
     def another(self) -> Exception:
-        return DifferentiationError(
-            message(
-                self.where,
-                got="a function that uses other arrays, or returns others, when it is called again",
-                need="a function of its arguments, and of arrays that stay what they are",
-                mend="keep random draws, counters and the like outside, and pass them in",
-            )
+        return DifferentiationError.at(
+            self.where,
+            got="a function that uses other arrays, or returns others, when it is called again",
+            need="a function of its arguments, and of arrays that stay what they are",
+            mend="keep random draws, counters and the like outside, and pass them in",
         )
 
 
@@ -321,13 +319,11 @@ def _kept(values: list, aside: Tape) -> Iterator[Any]:
 
 
 def _traced_elsewhere(where: str) -> Exception:
-    return DifferentiationError(
-        message(
-            where,
-            got="a function that closes over an array traced in another thread or greenlet",
-            need="arrays traced where the function is called, or arguments",
-            mend="pass the array as an argument",
-        )
+    return DifferentiationError.at(
+        where,
+        got="a function that closes over an array traced in another thread or greenlet",
+        need="arrays traced where the function is called, or arguments",
+        mend="pass the array as an argument",
     )
 
 

@@ -22,7 +22,7 @@ from spmd.autodiff import devices, tracer
 from spmd.autodiff.devices import arrays, device_modules, is_array, moved_to
 from spmd.autodiff.primitive import Method, composites, handlers
 from spmd.autodiff.staging.recorder import whole_line
-from spmd.errors import JitError, StateError, describe, message
+from spmd.errors import JitError, StateError, describe
 
 __all__ = ["ALONE", "again", "otherwise", "pulled_again", "run", "stepwise", "ways"]
 
@@ -272,13 +272,11 @@ def again(fun: Callable, args: list[Any], kwargs: dict[str, Any], error: Excepti
                 if type(failed).__module__.startswith("spmd"):
                     raise
                 second = failed
-        raise StateError(
-            message(
-                name,
-                got=f"{describe(there)} on a GPU, which CuPy's function does not take: {second}",
-                need="a function, and options, that CuPy has too",
-                mend="compose it of others; or a host function on spmd.block(x).get(), which waits for the GPU",
-            )
+        raise StateError.at(
+            name,
+            got=f"{describe(there)} on a GPU, which CuPy's function does not take: {second}",
+            need="a function, and options, that CuPy has too",
+            mend="compose it of others; or a host function on spmd.block(x).get(), which waits for the GPU",
         ) from error
 
 

@@ -13,20 +13,19 @@ from spmd.autodiff import tracer, tree
 from spmd.autodiff.dtypes import float0
 from spmd.autodiff.tape import Tape, refusing
 from spmd.autodiff.tracer import Array, value_of
-from spmd.autodiff.transforms import (
+from spmd.autodiff.transform_arguments import (
     innermost,
-    joint,
     kind_of,
     lower,
     name_of,
     places,
-    pullback_of,
     refuse_handles,
     stated,
     unstated,
     zeros_like,
 )
-from spmd.errors import ClosureError, DifferentiationError, describe, message
+from spmd.autodiff.transforms import joint, pullback_of
+from spmd.errors import ClosureError, DifferentiationError, describe
 from spmd.tracebacks import api_boundary
 
 __all__ = ["custom_jvp", "custom_vjp"]
@@ -78,8 +77,8 @@ class _Custom:
         raise NotImplementedError
 
     def _unresolved(self, got: str, need: str) -> Exception:
-        return DifferentiationError(
-            message(self.where, argument="arguments", got=got, need=need, mend="pass the arguments by position")
+        return DifferentiationError.at(
+            self.where, argument="arguments", got=got, need=need, mend="pass the arguments by position"
         )
 
     def _fixed(self, args: tuple) -> set[int]:
@@ -89,30 +88,26 @@ class _Custom:
         numbers |= {names.index(n) for n in self.nondiff_argnames if n in names[: len(args)]}
         for n in numbers:
             if innermost(tree.leaves(args[n])) is not None:
-                raise DifferentiationError(
-                    message(
-                        self.where,
-                        argument=f"number {n}",
-                        got=f"{describe(args[n])}, in a position that nondiff_argnums names",
-                        need="arguments without a gradient there",
-                        mend="leave it out of nondiff_argnums and return None as its cotangent; "
-                        "or pass spmd.stop_gradient(x)",
-                    )
+                raise DifferentiationError.at(
+                    self.where,
+                    argument=f"number {n}",
+                    got=f"{describe(args[n])}, in a position that nondiff_argnums names",
+                    need="arguments without a gradient there",
+                    mend="leave it out of nondiff_argnums and return None as its cotangent; "
+                    "or pass spmd.stop_gradient(x)",
                 )
         return numbers
 
     def _no_rule(self, need: str, mend: str) -> Exception:
-        return DifferentiationError(message(self.where, got="no rule", need=need, mend=mend))
+        return DifferentiationError.at(self.where, got="no rule", need=need, mend=mend)
 
     def _no_symbols(self) -> Exception:
-        return DifferentiationError(
-            message(
-                self.where,
-                argument="symbolic_zeros",
-                got="True",
-                need="False: cotangents and tangents that are zero come as arrays of zeros",
-                mend="leave it out",
-            )
+        return DifferentiationError.at(
+            self.where,
+            argument="symbolic_zeros",
+            got="True",
+            need="False: cotangents and tangents that are zero come as arrays of zeros",
+            mend="leave it out",
         )
 
 
@@ -228,14 +223,12 @@ def _check_moved(where: str, result, moved) -> None:
         if np.shape(value_of(x)) != np.shape(value_of(t)) or not floats:
             need, have = describe(x), describe(t)
     if need != have:
-        raise DifferentiationError(
-            message(
-                where,
-                argument="the tangent of the result",
-                got=str(have),
-                need=f"the structure and shapes of the result, {need}",
-                mend="return (result, tangent), the tangent being linear in the tangents that came",
-            )
+        raise DifferentiationError.at(
+            where,
+            argument="the tangent of the result",
+            got=str(have),
+            need=f"the structure and shapes of the result, {need}",
+            mend="return (result, tangent), the tangent being linear in the tangents that came",
         )
 
 
@@ -279,19 +272,17 @@ def _zeros(x) -> Callable[[], Any]:
 
 
 def _closure(where: str) -> Exception:
-    return ClosureError(
-        message(
-            where,
-            got="a function that uses an array traced outside of it",
-            need="functions that use their arguments only",
-            mend="pass the array as an argument",
-        )
+    return ClosureError.at(
+        where,
+        got="a function that uses an array traced outside of it",
+        need="functions that use their arguments only",
+        mend="pass the array as an argument",
     )
 
 
 def _no_pair(where: str, argument: str, got, need: str) -> Exception:
-    return DifferentiationError(
-        message(where, argument=argument, got=describe(got), need=f"a pair {need}", mend="return both as a tuple")
+    return DifferentiationError.at(
+        where, argument=argument, got=describe(got), need=f"a pair {need}", mend="return both as a tuple"
     )
 
 
@@ -299,9 +290,7 @@ _SUMMED = "sum it over the dimensions that were broadcast"
 
 
 def _misfit(g, need: str, mend: str, where: str, k: int) -> Exception:
-    return DifferentiationError(
-        message(where, argument=f"cotangent of leaf {k}", got=describe(g), need=need, mend=mend)
-    )
+    return DifferentiationError.at(where, argument=f"cotangent of leaf {k}", got=describe(g), need=need, mend=mend)
 
 
 def _cotangent_leaves(gs, treedef, where: str) -> list:
@@ -319,12 +308,10 @@ def _cotangent_leaves(gs, treedef, where: str) -> list:
 
 
 def _misbuilt(where: str, got: str, need: str) -> Exception:
-    return DifferentiationError(
-        message(
-            where,
-            argument="result of bwd",
-            got=got,
-            need=need,
-            mend="return one per differentiable argument, None for zero",
-        )
+    return DifferentiationError.at(
+        where,
+        argument="result of bwd",
+        got=got,
+        need=need,
+        mend="return one per differentiable argument, None for zero",
     )

@@ -42,7 +42,6 @@ from spmd.errors import (
     DtypeError,
     StateError,
     describe,
-    message,
     nearest,
 )
 
@@ -50,23 +49,19 @@ __all__ = ["by_numpy", "creators", "dispatch", "load_families"]
 
 
 def _no_mask(fun, where: Array) -> Exception:
-    return DtypeError(
-        message(name_of(fun), argument="where", got=describe(where), need="a mask of booleans", mend="x != 0")
-    )
+    return DtypeError.at(name_of(fun), argument="where", got=describe(where), need="a mask of booleans", mend="x != 0")
 
 
 def dispatch(fun, args, kwargs):
     """What a NumPy function does when one of its arguments is an Array."""
     out = kwargs.pop("out", None) if kwargs else None
     if out is not None and not (isinstance(out, tuple) and all(o is None for o in out)):
-        raise StateError(
-            message(
-                name_of(fun),
-                argument="out",
-                got="an array to write into",
-                need="no out: arrays are immutable",
-                mend=f"use the result: y = {name_of(fun)}(...); for `y += x`: y = y + x",
-            )
+        raise StateError.at(
+            name_of(fun),
+            argument="out",
+            got="an array to write into",
+            need="no out: arrays are immutable",
+            mend=f"use the result: y = {name_of(fun)}(...); for `y += x`: y = y + x",
         )
     if kwargs and type(where := kwargs.get("where")) is Array and where.dtype.kind != "b":
         raise _no_mask(fun, where)
@@ -149,17 +144,15 @@ def _no_rule(fun) -> Exception:
         # A function of NumPy that writes into what it makes has a twin.
         instead = (asked(sys._getframe(3)) or ("", ""))[1] or instead
     known = [] if instead else [names[k] for k in nearest(fun.__name__, names)]
-    return DifferentiationError(
-        message(
-            name_of(fun),
-            got="an Array, which is immutable"
-            if fun in in_place
-            else "a traced array, and no derivative rule for this function",
-            need=f"a function with a rule{'; the nearest are ' if known else ''}{', '.join(known)}",
-            mend=instead
-            or "compose it of functions with rules, declare it with spmd.custom_vjp, "
-            "or cut its argument off with spmd.stop_gradient",
-        )
+    return DifferentiationError.at(
+        name_of(fun),
+        got="an Array, which is immutable"
+        if fun in in_place
+        else "a traced array, and no derivative rule for this function",
+        need=f"a function with a rule{'; the nearest are ' if known else ''}{', '.join(known)}",
+        mend=instead
+        or "compose it of functions with rules, declare it with spmd.custom_vjp, "
+        "or cut its argument off with spmd.stop_gradient",
     )
 
 
@@ -186,14 +179,12 @@ def _array_ufunc(self, ufunc, method, first, *others, **kwargs):
         inputs = tuple(np.asarray(a) if type(a) in SEQUENCES else a for a in inputs)
     if method == "__call__":
         if kwargs and kwargs.pop("where", True) is not True:
-            raise DifferentiationError(
-                message(
-                    name_of(ufunc),
-                    argument="where",
-                    got="a mask",
-                    need="no where argument",
-                    mend="np.where(mask, f(x), other)",
-                )
+            raise DifferentiationError.at(
+                name_of(ufunc),
+                argument="where",
+                got="a mask",
+                need="no where argument",
+                mend="np.where(mask, f(x), other)",
             )
         return dispatch(ufunc, inputs, kwargs)
     known = Method((ufunc, method))

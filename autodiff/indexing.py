@@ -15,7 +15,7 @@ from spmd.autodiff.dtypes import cotangent_dtype, kind_of_dtype
 from spmd.autodiff.registry import primitive
 from spmd.autodiff.tape import Node
 from spmd.autodiff.tracer import USUAL, Array, bare, find, value_of
-from spmd.errors import DtypeError, describe, message
+from spmd.errors import DtypeError, describe
 from spmd.tracebacks import api_boundary
 
 __all__ = ["At", "astype", "at", "define_indexing", "scatter_add"]
@@ -270,8 +270,8 @@ class At:
             ambient = x if type(x) is Array else Array(x, tracer.mixing.ambient())
             x = tracer.mixing.join([ambient, *[Array(value_of(a), a.state) for a in arrays]])[0][0]
         if not hasattr(x, "dtype"):
-            raise DtypeError(
-                message("spmd.at", argument="x", got=describe(x), need="an array", mend="spmd.at(np.asarray(x))[i]")
+            raise DtypeError.at(
+                "spmd.at", argument="x", got=describe(x), need="an array", mend="spmd.at(np.asarray(x))[i]"
             )
         if not isinstance(v, Array | int | float | complex | list | tuple) and not devices.is_array(v):
             v = admit(v, "x.at[i]", "v", error=DtypeError)
@@ -279,14 +279,12 @@ class At:
             v = np.stack(v)
         comes = np.result_type(value_of(v))
         if -1 < _rank(x.dtype) < _rank(comes):
-            raise DtypeError(
-                message(
-                    "x.at[i]",
-                    argument="v",
-                    got=f"{comes} for an array of {x.dtype}",
-                    need=f"values that {x.dtype} can hold: others would be cut, and their gradient lost",
-                    mend=f"x.astype({str(comes)!r}).at[i], or convert v",
-                )
+            raise DtypeError.at(
+                "x.at[i]",
+                argument="v",
+                got=f"{comes} for an array of {x.dtype}",
+                need=f"values that {x.dtype} can hold: others would be cut, and their gradient lost",
+                mend=f"x.astype({str(comes)!r}).at[i], or convert v",
             )
         return update(x, v, bare(self.index))
 

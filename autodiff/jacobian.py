@@ -9,24 +9,13 @@ from typing import Any
 import numpy as np
 
 from spmd.autodiff import tree
+from spmd.autodiff.cotangent_matching import check_sequences, match_tangents, varying_over
 from spmd.autodiff.dtypes import float0
 from spmd.autodiff.tape import Tape
 from spmd.autodiff.tracer import value_of
-from spmd.autodiff.transforms import (
-    check_result,
-    check_sequences,
-    grad,
-    is_one,
-    kind_of,
-    linearize,
-    match_tangents,
-    name_of,
-    positions,
-    varying_over,
-    vjp,
-    zeros_like,
-)
-from spmd.errors import DifferentiationError, describe, message
+from spmd.autodiff.transform_arguments import is_one, kind_of, name_of, positions, zeros_like
+from spmd.autodiff.transforms import check_result, grad, linearize, vjp
+from spmd.errors import DifferentiationError, describe
 from spmd.tracebacks import api_boundary, boundary_like
 
 __all__ = ["hessian", "hvp", "jacfwd", "jacrev"]
@@ -159,7 +148,7 @@ def _check_arguments(where: str, chosen: list, holomorphic: bool, *, allow_int: 
             need, mend = "floating arguments", "x.astype(float), or leave it out of argnums"
         else:
             continue
-        raise DifferentiationError(message(where, argument="argnums", got=describe(x), need=need, mend=mend))
+        raise DifferentiationError.at(where, argument="argnums", got=describe(x), need=need, mend=mend)
 
 
 def _images(linear: Callable, leaves: list, treedef, k: int) -> list[list]:
@@ -196,12 +185,10 @@ def _one_by_one(where: str, args: Any, outs: Any, tape: Tape) -> None:
     states = {varying_over(x) for x in (*tree.leaves(args), *tree.leaves(outs))}
     moves = any(node.prim is not None and node.prim.owe is not None for node in tape.nodes)
     if len(states) > 1 or (moves and states != {frozenset()}):
-        raise DifferentiationError(
-            message(
-                where,
-                got="a function that communicates, of arrays of which some vary over workers",
-                need="Invariant arguments and results, or a function of each worker's own block",
-                mend="take the Jacobian outside of the map, where arrays are global; "
-                "or use spmd.vjp, whose cotangents and sums are well defined",
-            )
+        raise DifferentiationError.at(
+            where,
+            got="a function that communicates, of arrays of which some vary over workers",
+            need="Invariant arguments and results, or a function of each worker's own block",
+            mend="take the Jacobian outside of the map, where arrays are global; "
+            "or use spmd.vjp, whose cotangents and sums are well defined",
         )

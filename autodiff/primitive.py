@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from spmd.autodiff.tape import Like
-from spmd.errors import DifferentiationError, message
+from spmd.errors import DifferentiationError
 
 __all__ = [
     "Like",
@@ -247,39 +247,33 @@ _NEUTRAL = frozenset(("casting", "copy", "dtype", "kind", "optimize", "order", "
 
 
 def _not_differentiable(prim: Primitive, i: int) -> Exception:
-    return DifferentiationError(
-        message(
-            prim.name,
-            argument=f"number {i + 1}",
-            got="a traced array where the function has no derivative",
-            need="bare data",
-            mend="pass spmd.stop_gradient(x)",
-        )
+    return DifferentiationError.at(
+        prim.name,
+        argument=f"number {i + 1}",
+        got="a traced array where the function has no derivative",
+        need="bare data",
+        mend="pass spmd.stop_gradient(x)",
     )
 
 
 def _malformed(prim: Primitive, k: int, parameters: list[inspect.Parameter]) -> Exception:
-    return DifferentiationError(
-        message(
-            prim.name,
-            argument=f"the rule of argument {k}",
-            got=f"parameters ({', '.join(p.name for p in parameters)})",
-            need="g, the result, and every array argument: lambda g, ans, x: ...",
-            mend="name those that the rule does not look at _ans, _x",
-        )
+    return DifferentiationError.at(
+        prim.name,
+        argument=f"the rule of argument {k}",
+        got=f"parameters ({', '.join(p.name for p in parameters)})",
+        need="g, the result, and every array argument: lambda g, ans, x: ...",
+        mend="name those that the rule does not look at _ans, _x",
     )
 
 
 def _not_supported(prim: Primitive, argument: str, known: Iterable[str]) -> Exception:
     options = ", ".join(known)
-    return DifferentiationError(
-        message(
-            prim.name,
-            argument=argument,
-            got="an option that the derivative rule does not know",
-            need=f"no others than {options}" if options else "no options",
-            mend="compose the function of simpler ones (for a mask: np.where(mask, x, other) first)",
-        )
+    return DifferentiationError.at(
+        prim.name,
+        argument=argument,
+        got="an option that the derivative rule does not know",
+        need=f"no others than {options}" if options else "no options",
+        mend="compose the function of simpler ones (for a mask: np.where(mask, x, other) first)",
     )
 
 

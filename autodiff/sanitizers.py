@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd.errors import MutationError, NonFiniteError, caller, describe, message, source_line
+from spmd.errors import MutationError, NonFiniteError, caller, describe, source_line
 
 __all__ = ["FINITE", "WATCHING", "Watched", "check_finite"]
 
@@ -40,13 +40,11 @@ class Watched(list):
         for node, checksum in self.sums or ():
             if node.args is not None and _checksum(node.args) != checksum:
                 where = self.places[id(node)]
-                raise MutationError(
-                    message(
-                        f"{node.prim.name}, recorded at {where}",
-                        got="a bare array that was written into after the tape had kept it",
-                        need="arrays that stay as they are until the backward sweep: it would give wrong gradients",
-                        mend="write into a copy, or make a new array: a = a + 1 in place of a += 1",
-                    )
+                raise MutationError.at(
+                    f"{node.prim.name}, recorded at {where}",
+                    got="a bare array that was written into after the tape had kept it",
+                    need="arrays that stay as they are until the backward sweep: it would give wrong gradients",
+                    mend="write into a copy, or make a new array: a = a + 1 in place of a += 1",
                 )
 
 
@@ -65,14 +63,12 @@ def check_finite(x, kinds: str, where: Callable[[], str]) -> None:
     found = search(lambda block: _not_finite(block, kinds)) if search is not None else _not_finite(x, kinds)
     if found is not None:
         index, entry, count = found
-        raise NonFiniteError(
-            message(
-                where(),
-                got=f"{entry} at {tuple(index)} of {describe(x)}, and {count} of {np.size(x)} entries in all",
-                need=f"no {kinds}, within spmd.debug(nans=...)",
-                mend="look at its operands there; np.where(ok, x, 1.0) before the operation keeps entries out of its "
-                "derivative too" + ("; nans='nan' lets infinities pass" if "nan" not in entry else ""),
-            )
+        raise NonFiniteError.at(
+            where(),
+            got=f"{entry} at {tuple(index)} of {describe(x)}, and {count} of {np.size(x)} entries in all",
+            need=f"no {kinds}, within spmd.debug(nans=...)",
+            mend="look at its operands there; np.where(ok, x, 1.0) before the operation keeps entries out of its "
+            "derivative too" + ("; nans='nan' lets infinities pass" if "nan" not in entry else ""),
         )
 
 

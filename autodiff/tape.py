@@ -134,24 +134,20 @@ class _Closed:
 
 
 def _leaked() -> Exception:
-    return DifferentiationError(
-        message(
-            "a traced array",
-            got="an operation on an array traced by a transformation that has already ended",
-            need="a value that was returned by the transformed function",
-            mend="return it (grad(f, has_aux=True) returns extra values); do not keep it in a variable outside",
-        )
+    return DifferentiationError.at(
+        "a traced array",
+        got="an operation on an array traced by a transformation that has already ended",
+        need="a value that was returned by the transformed function",
+        mend="return it (grad(f, has_aux=True) returns extra values); do not keep it in a variable outside",
     )
 
 
 def _closed_over() -> Exception:
-    return ClosureError(
-        message(
-            "spmd.map",
-            got="a body that uses an array traced outside of its map",
-            need="bodies that use their arguments only",
-            mend="pass the array to the map as an argument, with a spec in in_specs (P() for a replicated one)",
-        )
+    return ClosureError.at(
+        "spmd.map",
+        got="a body that uses an array traced outside of its map",
+        need="bodies that use their arguments only",
+        mend="pass the array to the map as an argument, with a spec in in_specs (P() for a replicated one)",
     )
 
 

@@ -276,19 +276,17 @@ class Array(metaclass=Shown):
 
         traced = self.tape is not None
         where, mend = asked(sys._getframe(1)) or ("np.asarray, or a function that calls it", "")
-        raise TracedConversionError(
-            message(
-                where,
-                got=describe(self),
-                need="a bare array; converting would "
-                + ("cut the result off from its gradient" if traced else "lose the state of the array"),
-                mend=(mend or _OF_UNKNOWN)
-                + (
-                    "; spmd.stop_gradient(x) if no gradient is wanted"
-                    if traced
-                    else "; spmd.block(x) gives the bare read-only data"
-                ),
-            )
+        raise TracedConversionError.at(
+            where,
+            got=describe(self),
+            need="a bare array; converting would "
+            + ("cut the result off from its gradient" if traced else "lose the state of the array"),
+            mend=(mend or _OF_UNKNOWN)
+            + (
+                "; spmd.stop_gradient(x) if no gradient is wanted"
+                if traced
+                else "; spmd.block(x) gives the bare read-only data"
+            ),
         )
 
     def _number(self, kind: str):
@@ -297,24 +295,20 @@ class Array(metaclass=Shown):
             from spmd.autodiff.conversion_errors import asked
 
             function, mend = asked(sys._getframe(2)) or ("", "")
-            raise TracedConversionError(
-                message(
-                    f"{function}, which calls {where}" if mend and function not in where else where,
-                    got=describe(self),
-                    need="an undifferentiated array; a Python number has no gradient",
-                    mend=(f"{mend}; " if mend else "keep it an array (np.where in place of `if`), or take ")
-                    + "spmd.stop_gradient(x) first",
-                )
+            raise TracedConversionError.at(
+                f"{function}, which calls {where}" if mend and function not in where else where,
+                got=describe(self),
+                need="an undifferentiated array; a Python number has no gradient",
+                mend=(f"{mend}; " if mend else "keep it an array (np.where in place of `if`), or take ")
+                + "spmd.stop_gradient(x) first",
             )
         if self.state is not None and self.state.varying:
-            raise StateError(
-                message(
-                    where,
-                    got=describe(self),
-                    need="an Invariant array: each worker would go its own way",
-                    mend="reduce it over the axes it varies over (spmd.psum, spmd.pmax), or use np.where; "
-                    "spmd.block(x) gives this worker's bare data, spmd.worker_index the worker's plain index",
-                )
+            raise StateError.at(
+                where,
+                got=describe(self),
+                need="an Invariant array: each worker would go its own way",
+                mend="reduce it over the axes it varies over (spmd.psum, spmd.pmax), or use np.where; "
+                "spmd.block(x) gives this worker's bare data, spmd.worker_index the worker's plain index",
             )
         return self.value
 
@@ -343,13 +337,11 @@ class Array(metaclass=Shown):
         return value.tolist() if hasattr(value, "tolist") else value
 
     def __setitem__(self, index, value):
-        raise StateError(
-            message(
-                "x[i] = v",
-                got=f"an assignment into a {self.__spmd_describe__()}",
-                need="arrays are immutable",
-                mend="x = x.at[i].set(v), or spmd.at(x)[i].set(v) where x may be a bare array",
-            )
+        raise StateError.at(
+            "x[i] = v",
+            got=f"an assignment into a {self.__spmd_describe__()}",
+            need="arrays are immutable",
+            mend="x = x.at[i].set(v), or spmd.at(x)[i].set(v) where x may be a bare array",
         )
 
     def __hash__(self):

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from spmd.array import PartitionedArray
-from spmd.autodiff import transforms, tree
+from spmd.autodiff import transform_arguments, transforms, tree
 from spmd.autodiff.dtypes import kind_of_dtype
 from spmd.autodiff.sanitizers import FINITE
 from spmd.autodiff.tracer import Array, value_of
@@ -54,7 +54,7 @@ def apply(
         raise called_in_body(mapped.where)
     mesh = mesh_for(mapped.mesh, mapped.where)
     leaves, rebuild = mapped.arguments.bind(mesh, args, kwargs)
-    tape = transforms.innermost([leaf.value for leaf in leaves if leaf.spec is not None])
+    tape = transform_arguments.innermost([leaf.value for leaf in leaves if leaf.spec is not None])
     if tape is None:
 
         def body(worker: Worker, blocks: list):
@@ -64,9 +64,9 @@ def apply(
         result = run(mesh, ("run",), leaves, body, mapped.check)
         return tree.unflatten(result.treedef, result.joined)
     of = [k for k, x in enumerate(leaves) if x.spec is not None and type(x.value) is Array and x.value.tape is tape]
-    lowered = [x._replace(value=transforms.lower(x.value, tape)) for x in leaves]
+    lowered = [x._replace(value=transform_arguments.lower(x.value, tape)) for x in leaves]
     vjp = MapVjp(mapped, mesh, lowered, rebuild, of)
-    if transforms.innermost([x.value for x in lowered]) is None:
+    if transform_arguments.innermost([x.value for x in lowered]) is None:
         out_tree, outs, pull = (forward or MapVjp.forward)(vjp, tape.once)
     else:
         # An outer tape traces the arguments too: apply the map below this tape, and pull back by a map that can be
@@ -220,7 +220,7 @@ def value_and_grad(
         forward = vjp.on_worker(worker, blocks, True)
         check(tree.unflatten(forward.treedef, forward.blocks))
         assert forward.pull is not None
-        one = Array(transforms.one_like(forward.blocks[0]), state_of(()))
+        one = Array(transform_arguments.one_like(forward.blocks[0]), state_of(()))
         back = gradients(worker, [leaves[k] for k in of], forward.pull([one]))
         return BodyResults(
             forward.treedef, forward.paths + back.paths, forward.specs + back.specs, forward.blocks + back.blocks

@@ -34,6 +34,9 @@ if not TYPE_CHECKING:  # Type checkers report misspelt names themselves.
         raise absent(__name__, name)
 
 
+from spmd.autodiff import transform_arguments
+
+
 @dataclass(frozen=True)
 class Solution:
     """The result of a solver.
@@ -114,7 +117,10 @@ class _Function:
 
     def __call__(self, x: Any) -> Any:
         y = self.f(x)
-        if transforms.innermost(tree.leaves(x)) is None and transforms.innermost(tree.leaves(y)) is not None:
+        if (
+            transform_arguments.innermost(tree.leaves(x)) is None
+            and transform_arguments.innermost(tree.leaves(y)) is not None
+        ):
             raise DifferentiationError.at(
                 self.where,
                 argument="A",
@@ -167,7 +173,7 @@ def cg(
     given = b if x0 is None else x0
     A, b, x0 = _system(where, A, b, x0)
     options = {"rtol": rtol, "atol": atol, "maxiter": maxiter}
-    tape = transforms.innermost([*tree.leaves(b), *_parameters(A)])
+    tape = transform_arguments.innermost([*tree.leaves(b), *_parameters(A)])
     if tape is not None:
         return _differentiated(where, tape, A, b, x0, given, M, callback, options)
     found = _cg(A, b, x0, M, callback, **options)
@@ -179,7 +185,7 @@ def _parameters(A: Any) -> list:
 
 
 def _lowered(A: Any, tape: Any) -> Any:
-    return A._with(lambda p: transforms.lower(p, tape)) if isinstance(A, LinearOperator) else A
+    return A._with(lambda p: transform_arguments.lower(p, tape)) if isinstance(A, LinearOperator) else A
 
 
 def _system(where: str, A: Any, b: Any, x0: Any) -> tuple[Any, Any, Any]:
@@ -256,7 +262,7 @@ def _differentiated(where, tape, A, b, x0, given, M, callback, options) -> Solut
     on the tape for the parameters of A, and another solve gives the rest.
     """
     below = _lowered(A, tape)
-    found = cg(below, tree.map(lambda v: transforms.lower(v, tape), b), x0, M=M, callback=callback, **options)
+    found = cg(below, tree.map(lambda v: transform_arguments.lower(v, tape), b), x0, M=M, callback=callback, **options)
     below, x, _ = _system(where, below, found.x, None)
     xs, treedef = tree.flatten(x)
     residual = tree.leaves(_axpy(-1, A(x), b))
@@ -312,7 +318,7 @@ def lsqr(
             need="a linear operator on global arrays: its adjoint is needed",
             mend="spmd.linear_operator(f, in_specs, out_specs, shape=...)",
         )
-    if transforms.innermost([*tree.leaves(b), *_parameters(A), *tree.leaves(x0)]) is not None:
+    if transform_arguments.innermost([*tree.leaves(b), *_parameters(A), *tree.leaves(x0)]) is not None:
         raise DifferentiationError.at(
             where,
             got="a differentiated system",

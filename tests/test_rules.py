@@ -430,7 +430,7 @@ def test_full_like_keeps_the_gradient_of_its_value():
 def kept(f, **args) -> str:
     """Which of its arguments and its result the last node of f keeps."""
     from spmd.autodiff.tape import recording
-    from spmd.autodiff.transforms import lift
+    from spmd.autodiff.transform_arguments import lift
 
     with recording() as tape:
         out = f(*(lift(tape, a, "", str) for a in args.values()))

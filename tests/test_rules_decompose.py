@@ -589,7 +589,7 @@ def test_what_is_refused():
 
 def test_multi_dot_takes_the_cheapest_order():
     from spmd.autodiff.tape import recording
-    from spmd.autodiff.transforms import lift
+    from spmd.autodiff.transform_arguments import lift
 
     with recording() as tape:
         arrays = [lift(tape, np.ones(s), "", str) for s in ((2, 50), (50, 3), (3, 40), (40, 1))]

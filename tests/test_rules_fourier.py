@@ -19,7 +19,7 @@ from spmd.autodiff.primitive import passives
 from spmd.autodiff.rules.fourier_scipy import functions
 from spmd.autodiff.tape import recording
 from spmd.autodiff.tracer import Array
-from spmd.autodiff.transforms import lift
+from spmd.autodiff.transform_arguments import lift
 from spmd.errors import DifferentiationError, TracedConversionError
 
 TABLE = Table()

@@ -395,7 +395,7 @@ def test_what_is_told_without_the_entries():
 
 def test_linear_functions_keep_nothing():
     from spmd.autodiff.tape import recording
-    from spmd.autodiff.transforms import lift
+    from spmd.autodiff.transform_arguments import lift
 
     x = np.ones((3, 3))
     with recording() as tape:

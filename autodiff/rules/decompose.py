@@ -28,7 +28,7 @@ from spmd.autodiff.rules.elementwise import nonzero
 from spmd.autodiff.rules.reduce import array, conj, largest, square
 from spmd.autodiff.staging.recorder import checked
 from spmd.autodiff.tracer import bare
-from spmd.errors import DifferentiationError, message
+from spmd.errors import DifferentiationError
 
 
 def _t(x):
@@ -300,13 +300,11 @@ rule(np.linalg.cholesky, _cholesky)
 def _check_turn(turn, name: str, g) -> None:
     turn, scale = np.abs(turn - _h(turn)), np.abs(g)
     if largest(turn) > math.sqrt(_eps(scale)) * largest(scale):
-        raise DifferentiationError(
-            message(
-                name,
-                got="a function that depends on which basis of the orthogonal complement was found",
-                need="one that does not, because the derivative of that basis does not exist",
-                mend='leave these columns out (full_matrices=False, mode="reduced"), or use them in the form q2 @ q2^H',
-            )
+        raise DifferentiationError.at(
+            name,
+            got="a function that depends on which basis of the orthogonal complement was found",
+            need="one that does not, because the derivative of that basis does not exist",
+            mend='leave these columns out (full_matrices=False, mode="reduced"), or use them in the form q2 @ q2^H',
         )
 
 
@@ -346,14 +344,12 @@ def qr(a, mode="reduced"):
     if mode == "r":
         return _qr(a, "reduced")[1]
     if mode not in ("reduced", "complete"):
-        raise DifferentiationError(
-            message(
-                "np.linalg.qr",
-                argument="mode",
-                got=repr(mode),
-                need="'reduced', 'complete' or 'r', where differentiated",
-                mend="q, r = np.linalg.qr(a)",
-            )
+        raise DifferentiationError.at(
+            "np.linalg.qr",
+            argument="mode",
+            got=repr(mode),
+            need="'reduced', 'complete' or 'r', where differentiated",
+            mend="q, r = np.linalg.qr(a)",
         )
     return _qr(a, mode)
 

@@ -21,7 +21,7 @@ import numpy as np
 from spmd.autodiff.primitive import passive
 from spmd.autodiff.registry import primitive, rule
 from spmd.autodiff.rules.shape import along
-from spmd.errors import DifferentiationError, message
+from spmd.errors import DifferentiationError
 
 
 @primitive("scaled", lambda g, _ans, _x, index, factor: scaled(g, index, factor))  # type: ignore
@@ -54,14 +54,12 @@ def over(ndim: int, s, axes: Any) -> tuple[int, ...]:
         axes = range(ndim) if s is None else range(-np.size(s), 0)
     axes = [axis % ndim for axis in ([axes] if np.ndim(axes) == 0 else axes)]
     if len(set(axes)) < len(axes):
-        raise DifferentiationError(
-            message(
-                "a Fourier transform, in a backward sweep",
-                argument="axes",
-                got=f"{axes}, which name a dimension twice",
-                need="each dimension once",
-                mend="transform one dimension after the other: np.fft.fft(x, n, axis)",
-            )
+        raise DifferentiationError.at(
+            "a Fourier transform, in a backward sweep",
+            argument="axes",
+            got=f"{axes}, which name a dimension twice",
+            need="each dimension once",
+            mend="transform one dimension after the other: np.fft.fft(x, n, axis)",
         )
     return tuple(axes)
 

@@ -23,7 +23,7 @@ from spmd.autodiff.registry import primitive
 from spmd.autodiff.rules.fourier import fitted, of_complex, of_hermitian, of_real, over, scaled
 from spmd.autodiff.rules.shape import along
 from spmd.autodiff.tracer import Array
-from spmd.errors import DifferentiationError, message
+from spmd.errors import DifferentiationError
 
 functions: dict[str, Callable[..., Any]] = {}
 """The functions by name."""
@@ -138,14 +138,12 @@ def _of_trigonometric(inverse: str, kind: str) -> Callable:
 
 
 def _ignored(name: str, orthogonalize: bool) -> Exception:
-    return DifferentiationError(
-        message(
-            f"scipy.fft.{name}, in a backward sweep",
-            argument="orthogonalize",
-            got=f"{orthogonalize} with a complex array, for which scipy does not look at it",
-            need="orthogonalize=None",
-            mend=f"transform the parts: {name}(x.real, ...) + 1j * {name}(x.imag, ...)",
-        )
+    return DifferentiationError.at(
+        f"scipy.fft.{name}, in a backward sweep",
+        argument="orthogonalize",
+        got=f"{orthogonalize} with a complex array, for which scipy does not look at it",
+        need="orthogonalize=None",
+        mend=f"transform the parts: {name}(x.real, ...) + 1j * {name}(x.imag, ...)",
     )
 
 

@@ -15,7 +15,7 @@ from spmd.autodiff.primitive import composite, handlers
 from spmd.autodiff.registry import primitive, rule
 from spmd.autodiff.rules.shape import along, entries
 from spmd.autodiff.tracer import Array, value_of
-from spmd.errors import DtypeError, describe, message
+from spmd.errors import DtypeError, describe
 
 
 def pick(a, index) -> Any:
@@ -64,8 +64,8 @@ def extract(condition, arr):
 @composite(np.delete)
 def delete(arr, obj, axis=None):
     if getattr(obj, "dtype", np.dtype(int)).kind not in "biu":
-        raise DtypeError(
-            message("np.delete", argument="obj", got=describe(obj), need="integers or a mask", mend="obj.astype(int)")
+        raise DtypeError.at(
+            "np.delete", argument="obj", got=describe(obj), need="integers or a mask", mend="obj.astype(int)"
         )
     arr, axis = (np.ravel(arr), 0) if axis is None else (arr, axis)
     return np.take(arr, np.delete(np.arange(arr.shape[axis]), obj), axis)
@@ -78,14 +78,12 @@ def insert(arr, obj, values, axis=None):
     arr, axis = (np.ravel(arr), 0) if axis is None else (arr, axis % arr.ndim)
     n, values = arr.shape[axis], entries(values)
     if not np.can_cast(values.dtype, arr.dtype, "same_kind"):
-        raise DtypeError(
-            message(
-                "np.insert",
-                argument="values",
-                got=f"{values.dtype} for an array of {arr.dtype}",
-                need=f"values that {arr.dtype} can hold: others would be cut, and their gradient lost",
-                mend=f"arr.astype({str(values.dtype)!r})",
-            )
+        raise DtypeError.at(
+            "np.insert",
+            argument="values",
+            got=f"{values.dtype} for an array of {arr.dtype}",
+            need=f"values that {arr.dtype} can hold: others would be cut, and their gradient lost",
+            mend=f"arr.astype({str(values.dtype)!r})",
         )
     values = values.astype(arr.dtype)
     count = len(np.insert(np.arange(n), obj, 0)) - n

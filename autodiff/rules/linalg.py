@@ -15,7 +15,7 @@ from spmd.autodiff.registry import primitive, rule
 from spmd.autodiff.rules.elementwise import nonzero
 from spmd.autodiff.rules.reduce import array, conj, expand, largest
 from spmd.autodiff.rules.shape import cast
-from spmd.errors import DifferentiationError, message
+from spmd.errors import DifferentiationError
 
 # np.matmul: a vector on the left is a row, one on the right a column, and the dimensions before the last two are
 # a batch. Where only the other operand has a batch, contracting over it at once saves a product per member.
@@ -110,14 +110,12 @@ def linalg_outer(x1, x2, /):
 def _operands(name: str, arrays, ndims, dtype=None, casting: Any = "same_kind", order=None, subok=None, **others):
     """The operands of a generalised ufunc, as arrays of the dtype asked for and of these numbers of dimensions."""
     if others:
-        raise DifferentiationError(
-            message(
-                name,
-                argument=next(iter(others)),
-                got="an option that is not supported where the function is differentiated",
-                need="no others than axis and keepdims (of vecdot), dtype and casting",
-                mend="move the dimensions by np.moveaxis",
-            )
+        raise DifferentiationError.at(
+            name,
+            argument=next(iter(others)),
+            got="an option that is not supported where the function is differentiated",
+            need="no others than axis and keepdims (of vecdot), dtype and casting",
+            mend="move the dimensions by np.moveaxis",
         )
     arrays = [cast(array(x), dtype, casting) for x in arrays]
     for x, n in zip(arrays, ndims, strict=True):

@@ -14,7 +14,7 @@ from spmd.autodiff.dispatch import by_numpy
 from spmd.autodiff.primitive import composite, handlers
 from spmd.autodiff.registry import primitive, rule
 from spmd.autodiff.tracer import Array, bare, find, value_of
-from spmd.errors import DifferentiationError, message
+from spmd.errors import DifferentiationError
 
 
 def along(axis: int, ndim: int, index) -> tuple:
@@ -91,14 +91,12 @@ def _reshape(g, _ans, _x, shape, order: Any = "C", copy=None):
 
 
 def _unordered(where: str, order) -> Exception:
-    return DifferentiationError(
-        message(
-            where,
-            argument="order",
-            got=f"{order!r}, which depends on how the array lies in memory",
-            need="order 'C' or 'F'",
-            mend="name the order that is meant",
-        )
+    return DifferentiationError.at(
+        where,
+        argument="order",
+        got=f"{order!r}, which depends on how the array lies in memory",
+        need="order 'C' or 'F'",
+        mend="name the order that is meant",
     )
 
 
@@ -435,14 +433,12 @@ def pad(array, pad_width, mode: Any = "constant", **kwargs):
         pad_width = [pad_width.get(i, pad_width.get(i - ndim, 0)) for i in range(ndim)]
         pad_width = [(w, w) if np.ndim(w) == 0 else w for w in pad_width]
     if callable(mode):
-        raise DifferentiationError(
-            message(
-                "np.pad",
-                argument="mode",
-                got="a function, which writes into the padded array",
-                need=f"one of {', '.join(_PAD_OPTIONS)}",
-                mend="np.concatenate the edges that are meant",
-            )
+        raise DifferentiationError.at(
+            "np.pad",
+            argument="mode",
+            got="a function, which writes into the padded array",
+            need=f"one of {', '.join(_PAD_OPTIONS)}",
+            mend="np.concatenate the edges that are meant",
         )
     if mode not in _PAD_OPTIONS:
         raise ValueError(f"np.pad has no mode {mode!r}")

@@ -19,40 +19,12 @@ import numpy as np
 
 from spmd.autodiff.allocation import writable
 from spmd.autodiff.primitive import constants, passives, primitives
+from spmd.autodiff.staging.numpy_tables import BARE, BY_VALUE, IN_PLACE, NO_NUMBER, PLAIN, STATIC, TOLD, refuse
 from spmd.autodiff.staging.program import COMM, Built, Like, Line, Ref, done, mapped, refs, within
-from spmd.errors import JitError, MissingMethodError, caller, describe, message
+from spmd.errors import JitError, MissingMethodError, caller
 
 __all__ = ["Number", "Program", "Slot", "bared", "checked", "is_slot", "one_line", "slot_of", "slots", "whole_line"]
 NOTHING: dict[str, Any] = {}
-
-
-def _refuse(where: str, x: Any, mend: str) -> JitError:
-    return JitError(
-        message(
-            where,
-            got=f"{describe(x)}, within spmd.jit",
-            need="a program that does not depend on the values of arrays: it is written down once, and done again with "
-            "other values",
-            mend=mend,
-        )
-    )
-
-
-_NO_NUMBER = "np.where in place of `if`; an argument with the spec None is part of the program; or leave spmd.jit out"
-_STATIC = {np.shape, np.ndim, np.size, np.result_type, np.iscomplexobj, np.isrealobj, np.can_cast, np.common_type}
-"""Functions that tell about arrays what is alike each time."""
-_BY_VALUE = {
-    *(np.nonzero, np.flatnonzero, np.argwhere, np.extract, np.compress, np.unique, np.union1d, np.intersect1d),
-    *(np.setdiff1d, np.setxor1d, np.trim_zeros, np.bincount, np.unique_all, np.unique_counts, np.unique_inverse),
-    *(np.unique_values, np.array_split, np.split, np.delete, np.insert, np.repeat, np.roots),
-}
-"""Functions whose results may have shapes that depend on values."""
-_IN_PLACE = {"fill", "sort", "partition", "put", "itemset", "resize"}
-_BARE = {"tobytes", "tofile", "dump", "dumps", "data", "ctypes", "__array_interface__"}
-_PLAIN = {np.concatenate, np.max, np.mean, np.min, np.ones_like, np.prod, np.stack, np.sum, np.where, np.zeros_like}
-"""Functions whose results are never views of their arguments; so are those of ufuncs and kernels."""
-_TOLD = {"base", "device", "dtype", "flags", "itemsize", "nbytes", "ndim", "shape", "size", "strides"}
-"""What an array tells about itself that is no array."""
 
 
 class _Recorded:
@@ -67,13 +39,13 @@ class _Recorded:
         self.value: Any = value
 
     def _no(self, where: str, mend: str = "") -> Exception:
-        error = self._refused(where, mend or _NO_NUMBER)
+        error = self._refused(where, mend or NO_NUMBER)
         error.looked = True
         return error
 
     def _refused(self, where: str, mend: str) -> JitError:
         """An error that a program cannot go on after, whoever catches it."""
-        self.program.failed = error = _refuse(where, self, mend)
+        self.program.failed = error = refuse(where, self, mend)
         return error
 
     def __bool__(self) -> bool:
@@ -115,11 +87,11 @@ class _Recorded:
     def __array_function__(self, fun: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if not all(issubclass(t, _Recorded | np.ndarray) for t in types):
             return NotImplemented
-        if fun in _STATIC or fun in passives:
+        if fun in STATIC or fun in passives:
             return fun(*bared(args), **bared(kwargs))
         if not slots((args, kwargs)):  # this array came by like=
             return self.program.call(fun, args, kwargs, fresh=True)
-        if fun in _BY_VALUE and (_moves(fun, args, kwargs)):
+        if fun in BY_VALUE and (_moves(fun, args, kwargs)):
             mend = "a function whose result has one shape whatever the values are"
             raise self._refused(f"np.{fun.__name__}", mend)
         if fun is np.where and len(args) == 1:
@@ -136,7 +108,7 @@ class _Recorded:
         arrays = 1 if prim is None else len(prim.rules) if prim.variadic is None else len(args)
         if not writes and (not known or slots((args[arrays:], kwargs))):
             return whole_line(fun, args, kwargs)  # whose results may have other shapes then
-        return self.program.call(fun, args, kwargs, writes=writes, fresh=fun in _PLAIN and not writes)
+        return self.program.call(fun, args, kwargs, writes=writes, fresh=fun in PLAIN and not writes)
 
 
 def _moves(fun: Any, args: Any, kwargs: Any) -> bool:
@@ -224,19 +196,19 @@ class Slot(_Recorded):
         return (self[i] for i in range(len(self)))
 
     def __getattr__(self, name: str) -> Any:
-        if name in _TOLD:
+        if name in TOLD:
             return getattr(self.value, name)
-        if name in _BARE:
-            raise MissingMethodError(lambda: str(_refuse(f"x.{name}", self, _NO_NUMBER)))
+        if name in BARE:
+            raise MissingMethodError(lambda: str(refuse(f"x.{name}", self, NO_NUMBER)))
         if name.startswith("_") or not hasattr(np.ndarray, name):
             raise AttributeError(f"an array has no attribute {name!r}")
         if not callable(getattr(np.ndarray, name)):
             return self.program.call(name, (self,), form="attribute")
 
         def method(*args: Any, **kwargs: Any) -> Any:
-            if slots((args, kwargs)) and name not in _IN_PLACE:
+            if slots((args, kwargs)) and name not in IN_PLACE:
                 return whole_line(getattr(np.ndarray, name), (self, *args), kwargs)
-            return self.program.call(name, (self, *args), kwargs, form="method", writes=name in _IN_PLACE)
+            return self.program.call(name, (self, *args), kwargs, form="method", writes=name in IN_PLACE)
 
         return method
 
@@ -343,13 +315,11 @@ class _Whole:
         if self.kinds is None:
             self.kinds = kinds
         elif kinds != self.kinds:
-            raise JitError(
-                message(
-                    f"{self.__name__}, within spmd.jit",
-                    got=f"a result of {', '.join(kinds)}",
-                    need=f"one of {', '.join(self.kinds)}, as when the program was written down",
-                    mend="a function whose result has one shape whatever the values are; or leave spmd.jit out",
-                )
+            raise JitError.at(
+                f"{self.__name__}, within spmd.jit",
+                got=f"a result of {', '.join(kinds)}",
+                need=f"one of {', '.join(self.kinds)}, as when the program was written down",
+                mend="a function whose result has one shape whatever the values are; or leave spmd.jit out",
             )
         return result
 
@@ -473,13 +443,11 @@ class Program:
             return
         if isinstance(self.failed, JitError):
             raise self.failed
-        raise JitError(
-            message(
-                "a body, within spmd.jit",
-                got=f"a {type(self.failed).__name__} that it catches: {self.failed}",
-                need="one way, whatever the values are: with others there may be no such error",
-                mend="leave spmd.jit out, or the `try`",
-            )
+        raise JitError.at(
+            "a body, within spmd.jit",
+            got=f"a {type(self.failed).__name__} that it catches: {self.failed}",
+            need="one way, whatever the values are: with others there may be no such error",
+            mend="leave spmd.jit out, or the `try`",
         )
 
     def needed(self, start: int, inputs: Sequence[int], outputs: Sequence[Any]) -> list[int]:

@@ -257,18 +257,11 @@ def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets
         _check_rows("output_offsets", came[..., 0], came[..., 1], n, worker, group)
     _check_overlap(came, worker, group)
 
-    me, m = group.index, told.shape[1]
-    both = [
-        Piece(me, k, *map(int, (numbers["input_offsets"][k, i], *told[k, i])))
-        for k in range(group.size)
-        for i in range(m)
-    ]
-    # Where a piece begins at its sender no receiver knows, nor needs to: it takes what comes in order.
-    both += [Piece(k, me, 0, *map(int, came[k, i])) for k in range(group.size) if k != me for i in range(m)]
+    pieces = _pieces(group, numbers, told, came)
     found = []
     for (x, y), n, leaf in zip(pairs, rows, leaves, strict=True):
         called = Called("ragged_all_to_all", leaf)
-        arrived = operate(RaggedAllToAll(names, tuple(both), n, called=called), x, frame)
+        arrived = operate(RaggedAllToAll(names, pieces, n, called=called), x, frame)
         new = np.zeros((n[1],) + (1,) * (np.ndim(y) - 1), bool)
         for at, size in came.reshape(-1, 2).tolist():
             new[at : at + size] = True
@@ -278,6 +271,20 @@ def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets
         else:
             found.append(sealed(np.where(varying(new, names), arrived, y)))
     return tree.unflatten(treedef, found)
+
+
+def _pieces(group: Group, numbers: dict[str, np.ndarray], told: np.ndarray, came: np.ndarray) -> tuple[Piece, ...]:
+    """The pieces that this worker sends, and those that it gets: of `told` it has told each worker where pieces begin
+    and how long they are, and `came` is what others have told."""
+    me, m = group.index, told.shape[1]
+    both = [
+        Piece(me, k, *map(int, (numbers["input_offsets"][k, i], *told[k, i])))
+        for k in range(group.size)
+        for i in range(m)
+    ]
+    # Where a piece begins at its sender no receiver knows, nor needs to: it takes what comes in order.
+    both += [Piece(k, me, 0, *map(int, came[k, i])) for k in range(group.size) if k != me for i in range(m)]
+    return tuple(both)
 
 
 def _numbers(group: Group, **given) -> dict[str, np.ndarray]:

@@ -20,7 +20,8 @@ from spmd.autodiff import tree
 from spmd.autodiff.admission import admit, admit_dtype
 from spmd.autodiff.tape import refusing
 from spmd.autodiff.tracer import Array
-from spmd.autodiff.transforms import innermost, joint, lower, on, pullback_of, unstated
+from spmd.autodiff.transform_arguments import innermost, lower, on, unstated
+from spmd.autodiff.transforms import joint, pullback_of
 from spmd.errors import ClosureError, JitError, StateError, again, class_name, describe
 from spmd.frontends import frontend
 from spmd.kernels import on_device

@@ -15,7 +15,7 @@ from spmd.autodiff.dispatch import dispatch
 from spmd.autodiff.primitive import composite, handlers
 from spmd.autodiff.registry import primitive, rule
 from spmd.autodiff.tracer import Array, find, value_of
-from spmd.errors import DifferentiationError, message
+from spmd.errors import DifferentiationError
 
 __all__ = [
     "arrays",
@@ -99,7 +99,7 @@ def composed(name: str, *, by_scipy: bool = False) -> Callable:
 
 
 def refusal(name: str, argument: str, got: str, need: str, mend: str) -> Exception:
-    return DifferentiationError(message(f"scipy.special.{name}", argument=argument, got=got, need=need, mend=mend))
+    return DifferentiationError.at(f"scipy.special.{name}", argument=argument, got=got, need=need, mend=mend)
 
 
 def arrays(*xs) -> Any:

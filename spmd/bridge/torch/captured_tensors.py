@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from spmd.errors import StateError, message
+from spmd.errors import StateError
 
 __all__ = ["captured_leaves", "reachable_tensors"]
 
@@ -99,16 +99,14 @@ def captured_leaves(call: Any, run: Any) -> list[torch.Tensor]:
                     holders.setdefault(id(variable), set()).add(index)
                 continue
             if seen is not None:
-                raise StateError(
-                    message(
-                        call.where,
-                        argument="f",
-                        got=f"a function that closes over a tensor with a history: {node.name()} is in the graphs of "
-                        f"{call.mesh.describe(seen)} and {call.mesh.describe(index)}",
-                        need="what has been computed outside as an argument",
-                        mend="pass it to the map, with a spec in in_specs (P() for a replicated one); parameters, "
-                        "which have no history, may be closed over",
-                    )
+                raise StateError.at(
+                    call.where,
+                    argument="f",
+                    got=f"a function that closes over a tensor with a history: {node.name()} is in the graphs of "
+                    f"{call.mesh.describe(seen)} and {call.mesh.describe(index)}",
+                    need="what has been computed outside as an argument",
+                    mend="pass it to the map, with a spec in in_specs (P() for a replicated one); parameters, "
+                    "which have no history, may be closed over",
                 )
             met[node] = index
             stack.extend(n for n, _ in node.next_functions if n is not None)

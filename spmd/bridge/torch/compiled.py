@@ -21,7 +21,7 @@ import spmd
 from spmd.bridge.torch.function import apply, expanded, recorded_calls, ties_of
 from spmd.bridge.torch.tensor import STATE_IN_COMPILED, Tensor
 from spmd.bridge.torch.worker_context import COMPILE_GUARD, WorkerContext, context_of, map_ended
-from spmd.errors import MeshError, StateError, message
+from spmd.errors import MeshError, StateError
 from spmd.layout import Layout, P
 from spmd.mesh import WORKER, Mesh, Worker, here
 from spmd.operators.apply import operate
@@ -84,13 +84,11 @@ def _apply(x: torch.Tensor, token: str) -> tuple[torch.Tensor, torch.Tensor]:
         y = function(x, *args, **kwargs)
     op = calls[0].op if len(calls) == 1 else None
     if not isinstance(op, Operator):
-        raise MeshError(
-            message(
-                f"a compiled call of {token.split('(')[0]}",
-                got=f"{len(calls)} collectives",
-                need="one linear operator",
-                mend="call it outside of the compiled function",
-            )
+        raise MeshError.at(
+            f"a compiled call of {token.split('(')[0]}",
+            got=f"{len(calls)} collectives",
+            need="one linear operator",
+            mend="call it outside of the compiled function",
         )
     y = _own(y, x)
     return y, _ticket(op, calls[0].context)
@@ -177,14 +175,11 @@ def _ndim(token: str, shape: tuple[Any, ...], open_dims: list[int], axes: tuple,
     ndim = None if open_dims else _seen.get((token, concrete, axes, worker.index))
     if ndim is not None:
         return ndim
-    raise MeshError(
-        message(
-            f"a compiled call of {token.split('(')[0]}",
-            got=f"a block of shape {list(concrete)}, of which nothing but the other workers' blocks tells what comes "
-            "of it",
-            need="a shape of the result that has been met before",
-            mend="run the function once before it is compiled; torch.compiler.disable keeps this call out",
-        )
+    raise MeshError.at(
+        f"a compiled call of {token.split('(')[0]}",
+        got=f"a block of shape {list(concrete)}, of which nothing but the other workers' blocks tells what comes of it",
+        need="a shape of the result that has been met before",
+        mend="run the function once before it is compiled; torch.compiler.disable keeps this call out",
     )
 
 

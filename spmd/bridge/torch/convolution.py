@@ -17,7 +17,7 @@ from torch import nn
 
 from spmd.bridge.torch.interop import array_dtype
 from spmd.bridge.torch.sharded import ShardedModule
-from spmd.errors import LayoutError, SpecError, describe, message
+from spmd.errors import LayoutError, SpecError, describe
 from spmd.layout import Layout, P, block_sizes
 from spmd.mesh import Worker, here
 from spmd.operators.halo import halo_exchange
@@ -78,14 +78,12 @@ class DistributedConv(ShardedModule):
         out_spec = P(batch or None, None, *(names or None for names in space)) if out_spec is None else out_spec
         out_batch, out_axes, *out_space = _padded(where, worker, "out_spec", out_spec, self.space + 2)
         if (batch, space) != (out_batch, out_space):
-            raise SpecError(
-                message(
-                    where,
-                    argument="out_spec",
-                    got=f"{out_spec}, where in_spec is {in_spec}",
-                    need="specs that differ in dimension 1 only, the channels",
-                    mend="repartition the result: spt.repartition(y, src, dst)",
-                )
+            raise SpecError.at(
+                where,
+                argument="out_spec",
+                got=f"{out_spec}, where in_spec is {in_spec}",
+                need="specs that differ in dimension 1 only, the channels",
+                mend="repartition the result: spt.repartition(y, src, dst)",
             )
         self.groups = _groups(where, worker, given.groups, in_axes, out_axes)
         self.in_spec, self.out_spec = in_spec, out_spec
@@ -154,14 +152,12 @@ class DistributedPool(nn.Module):
         space, self._pool = _function(where, "pool", pool, _POOLINGS)
         given: Any = pool
         if getattr(given, "return_indices", False):
-            raise LayoutError(
-                message(
-                    where,
-                    argument="pool",
-                    got=f"{pool}, with return_indices=True",
-                    need="a pooling that gives values: indices would count in the block with its halo",
-                    mend="leave return_indices out",
-                )
+            raise LayoutError.at(
+                where,
+                argument="pool",
+                got=f"{pool}, with return_indices=True",
+                need="a pooling that gives values: indices would count in the block with its halo",
+                mend="leave return_indices out",
             )
         self.spec, self.pool = spec, given
         dims = _padded(where, here(where), "spec", spec, space + 2)
@@ -278,14 +274,12 @@ def _function(where: str, argument: str, module: Any, kinds: dict) -> Any:
     for kind, function in kinds.items():
         if isinstance(module, kind):
             return function
-    raise LayoutError(
-        message(
-            where,
-            argument=argument,
-            got=describe(module),
-            need=f"one of {', '.join(f'nn.{kind.__name__}' for kind in kinds)}",
-            mend="give the module of the whole, with its weights",
-        )
+    raise LayoutError.at(
+        where,
+        argument=argument,
+        got=describe(module),
+        need=f"one of {', '.join(f'nn.{kind.__name__}' for kind in kinds)}",
+        mend="give the module of the whole, with its weights",
     )
 
 
@@ -300,36 +294,30 @@ def _groups(where: str, worker: Worker, groups: int, in_axes: tuple[str, ...], o
     if groups == 1:
         both = [n for n in in_axes if n in out_axes]
         if both:
-            raise SpecError(
-                message(
-                    where,
-                    argument="out_spec",
-                    got=f"channels that go out split over {both[0]!r}, as those that come in",
-                    need="different axes, or whole channels on one side: each channel is made of all that come in",
-                    mend="let them go out whole, and take a block: spt.pslice(y, axis_name, axis=1, tiled=True)",
-                )
+            raise SpecError.at(
+                where,
+                argument="out_spec",
+                got=f"channels that go out split over {both[0]!r}, as those that come in",
+                need="different axes, or whole channels on one side: each channel is made of all that come in",
+                mend="let them go out whole, and take a block: spt.pslice(y, axis_name, axis=1, tiled=True)",
             )
         return 1
     n = worker.group(in_axes).size
     if in_axes != out_axes:
-        raise SpecError(
-            message(
-                where,
-                argument="out_spec",
-                got=f"channels in {groups} groups, split over {in_axes} coming in and over {out_axes} going out",
-                need="the same axes: each worker has whole groups",
-                mend="P(batch, axis, ...) for both, or whole channels for both",
-            )
+        raise SpecError.at(
+            where,
+            argument="out_spec",
+            got=f"channels in {groups} groups, split over {in_axes} coming in and over {out_axes} going out",
+            need="the same axes: each worker has whole groups",
+            mend="P(batch, axis, ...) for both, or whole channels for both",
         )
     if groups % n:
-        raise LayoutError(
-            message(
-                where,
-                argument="conv",
-                got=f"{groups} groups for {n} workers along {' and '.join(map(repr, in_axes))}",
-                need="as many groups for each of them",
-                mend="split the channels over fewer workers, and space over more",
-            )
+        raise LayoutError.at(
+            where,
+            argument="conv",
+            got=f"{groups} groups for {n} workers along {' and '.join(map(repr, in_axes))}",
+            need="as many groups for each of them",
+            mend="split the channels over fewer workers, and space over more",
         )
     return groups // n
 

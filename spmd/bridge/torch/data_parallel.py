@@ -135,13 +135,11 @@ class DataParallel(nn.Module):
         worker = WORKER.get()
         if worker is None:
             if torch.is_grad_enabled():
-                raise MeshError(
-                    message(
-                        f"a module of {WHERE}",
-                        got="a forward outside of any body that is to be differentiated: its gradients could not meet",
-                        need="a body: spt.map(main, (), None, mesh=mesh)()",
-                        mend="with torch.no_grad(): model(x), or model.module(x), the module alone",
-                    )
+                raise MeshError.at(
+                    f"a module of {WHERE}",
+                    got="a forward outside of any body that is to be differentiated: its gradients could not meet",
+                    need="a body: spt.map(main, (), None, mesh=mesh)()",
+                    mend="with torch.no_grad(): model(x), or model.module(x), the module alone",
                 )
             return self.module(*args, **kwargs)
         sync = self._sync_of(worker)
@@ -239,14 +237,12 @@ def _others(worker: Worker, varying: str | Sequence[str], axes: tuple[str, ...])
     names = worker.mesh.names(varying, WHERE)
     both = [n for n in names if n in axes]
     if both:
-        raise StateError(
-            message(
-                WHERE,
-                argument="varying",
-                got=f"{varying!r}, and axis_name={axes}",
-                need="other axes: along axis_name parameters are one value",
-                mend=f"leave {both[0]!r} out of one of them",
-            )
+        raise StateError.at(
+            WHERE,
+            argument="varying",
+            got=f"{varying!r}, and axis_name={axes}",
+            need="other axes: along axis_name parameters are one value",
+            mend=f"leave {both[0]!r} out of one of them",
         )
     return names
 
@@ -285,12 +281,10 @@ def _check(module: Any, reduction: Any, bucket_bytes: Any, init: Any) -> None:
         )
     for name, p in module.named_parameters():
         if isinstance(p, nn.parameter.UninitializedParameter):
-            raise StateError(
-                message(
-                    WHERE,
-                    argument="module",
-                    got=f"a lazy module, whose {name} has no shape yet",
-                    need="parameters with a shape",
-                    mend="a forward with any data before: with torch.no_grad(): module(x)",
-                )
+            raise StateError.at(
+                WHERE,
+                argument="module",
+                got=f"a lazy module, whose {name} has no shape yet",
+                need="parameters with a shape",
+                mend="a forward with any data before: with torch.no_grad(): module(x)",
             )

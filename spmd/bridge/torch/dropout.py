@@ -9,7 +9,7 @@ import torch
 
 from spmd.bridge.torch.rng import random_word, worker_generator
 from spmd.bridge.torch.worker_context import refuse_lockstep
-from spmd.errors import SpecError, describe, message
+from spmd.errors import SpecError, describe
 from spmd.layout import P
 from spmd.mesh import WORKER
 from spmd.random import distributions, layouts
@@ -40,14 +40,12 @@ def dropout(
     itself, other entries on each.
     """
     if not isinstance(p, int | float | np.floating) or not 0 <= p < 1:
-        raise SpecError(
-            message(
-                _WHERE,
-                argument="p",
-                got=describe(p),
-                need="the probability to drop an entry, from 0 to below 1",
-                mend="p=0.1",
-            )
+        raise SpecError.at(
+            _WHERE,
+            argument="p",
+            got=describe(p),
+            need="the probability to drop an entry, from 0 to below 1",
+            mend="p=0.1",
         )
     if not training or not p:
         return x

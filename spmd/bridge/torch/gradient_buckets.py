@@ -10,7 +10,7 @@ from torch import nn
 
 from spmd.bridge.torch.module_broadcast import WHERE
 from spmd.bridge.torch.tensor_state import local_data
-from spmd.errors import StateError, message
+from spmd.errors import StateError
 from spmd.transport.handles import Handle
 
 __all__ = ["Bucket", "ParameterGradient", "fill_buckets"]
@@ -72,15 +72,13 @@ class ParameterGradient:
             self.unsynced, self.base = False, None
         elif self.base is not None and grad._version != self.version:
             if bool(grad.any()):
-                raise StateError(
-                    message(
-                        WHERE,
-                        argument=self.name,
-                        got="a .grad that was changed after a backward under no_sync, which added this worker's own "
-                        "part to a sum of earlier ones",
-                        need="the one or the other alone, or a .grad that is left as it is",
-                        mend="optimizer.zero_grad() before no_sync; or change .grad after the sum",
-                    )
+                raise StateError.at(
+                    WHERE,
+                    argument=self.name,
+                    got="a .grad that was changed after a backward under no_sync, which added this worker's own "
+                    "part to a sum of earlier ones",
+                    need="the one or the other alone, or a .grad that is left as it is",
+                    mend="optimizer.zero_grad() before no_sync; or change .grad after the sum",
                 )
             self.base = None  # the user has cleared it
 

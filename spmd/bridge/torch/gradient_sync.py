@@ -34,7 +34,7 @@ from spmd.bridge.torch.tensor import with_state
 from spmd.bridge.torch.tensor_state import GRADIENT_SYNCS, is_partitioned, local_data, plain
 from spmd.bridge.torch.worker_context import WorkerContext, context_of, device_of
 from spmd.device import to_host
-from spmd.errors import DifferentiationError, LayoutError, MeshError, StateError, message
+from spmd.errors import DifferentiationError, LayoutError, MeshError, StateError
 from spmd.mesh import WORKER, Worker
 from spmd.state import state_of
 from spmd.transport.call import LEDGERS
@@ -160,16 +160,14 @@ class GradientSync:
                 taken.append(id(p))
                 continue
             other = GRADIENT_SYNCS[id(p)]()
-            raise StateError(
-                message(
-                    WHERE,
-                    argument="module",
-                    got=f"parameters that a module of {WHERE} has already, "
-                    f"on {other.context.mesh.describe(other.context.index) if other is not None else 'another worker'}",
-                    need="a module of this worker's own, in one such module",
-                    mend="make it in the body, or spt.data_parallel(copy.deepcopy(module), axis_name); a former one "
-                    "ends with `del model`",
-                )
+            raise StateError.at(
+                WHERE,
+                argument="module",
+                got=f"parameters that a module of {WHERE} has already, "
+                f"on {other.context.mesh.describe(other.context.index) if other is not None else 'another worker'}",
+                need="a module of this worker's own, in one such module",
+                mend="make it in the body, or spt.data_parallel(copy.deepcopy(module), axis_name); a former one "
+                "ends with `del model`",
             )
         for g in self.gradients:
             if g.p.requires_grad:
@@ -198,13 +196,11 @@ class GradientSync:
     def bind(self, worker: Worker, new: bool = False) -> None:
         """Act for this worker from now on. Raises MeshError if the module was made on another worker."""
         if not new and (worker.index != self.context.index or worker.mesh != self.context.mesh):
-            raise MeshError(
-                message(
-                    f"a module of {WHERE}",
-                    got=f"{worker.mesh.describe(worker.index)} of {worker.mesh}",
-                    need=f"{self.context.mesh.describe(self.context.index)} of {self.context.mesh}, where it was made",
-                    mend="make the module in this map: spt.data_parallel(model.module, axis_name)",
-                )
+            raise MeshError.at(
+                f"a module of {WHERE}",
+                got=f"{worker.mesh.describe(worker.index)} of {worker.mesh}",
+                need=f"{self.context.mesh.describe(self.context.index)} of {self.context.mesh}, where it was made",
+                mend="make the module in this map: spt.data_parallel(model.module, axis_name)",
             )
         if new or self.context.worker is not worker:
             self.context = context_of(worker)
@@ -294,14 +290,12 @@ class GradientSync:
     def _before_accumulate(self, g: ParameterGradient) -> None:
         """A gradient is about to be added to `.grad`."""
         if torch.is_grad_enabled():
-            raise DifferentiationError(
-                message(
-                    f"backward through a module of {WHERE}",
-                    got="create_graph=True",
-                    need="a backward that is not differentiated: sums of buckets have no history",
-                    mend="own = torch.autograd.grad(loss, parameters, create_graph=True), which gives this worker's "
-                    "own gradients, and spt.psum(g, axis_name) of each",
-                )
+            raise DifferentiationError.at(
+                f"backward through a module of {WHERE}",
+                got="create_graph=True",
+                need="a backward that is not differentiated: sums of buckets have no history",
+                mend="own = torch.autograd.grad(loss, parameters, create_graph=True), which gives this worker's "
+                "own gradients, and spt.psum(g, axis_name) of each",
             )
         p = g.p
         if not g.set_aside:
@@ -323,14 +317,12 @@ class GradientSync:
         grad = g.p.grad
         assert grad is not None
         if grad.layout is not torch.strided:
-            raise LayoutError(
-                message(
-                    WHERE,
-                    argument=g.name,
-                    got=f"a gradient of layout {grad.layout}",
-                    need="dense gradients",
-                    mend="nn.Embedding(..., sparse=False)",
-                )
+            raise LayoutError.at(
+                WHERE,
+                argument=g.name,
+                got=f"a gradient of layout {grad.layout}",
+                need="dense gradients",
+                mend="nn.Embedding(..., sparse=False)",
             )
         if not self.syncing:
             g.version = grad._version

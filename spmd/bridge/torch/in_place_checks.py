@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from spmd.bridge.torch.call_arguments import argument
 from spmd.bridge.torch.tensor import CALL_CHECKS, Tensor, check_write
 from spmd.bridge.torch.tensor_state import state_of_tensor
-from spmd.errors import StateError, describe, message
+from spmd.errors import StateError, describe
 
 __all__: list[str] = []
 
@@ -33,18 +33,16 @@ def _refuse(where: str, x: Any, *like: torch.Tensor | None) -> None:
         return
     axis = repr(axes[0]) if len(axes) == 1 else repr(tuple(axes))
     dims = (0, *range(2, x.ndim))
-    raise StateError(
-        message(
-            where,
-            argument="input",
-            got=f"{describe(x)} in training: the statistics would be those of this worker's entries alone, in buffers "
-            "that count as one value on all workers",
-            need=f"statistics of all workers' entries along {axis}, or buffers that vary along it",
-            mend=f"what spmd.functions.batch_norm(..., axis_name={axis}) does in bodies of NumPy, by hand: "
-            f"mean = spt.mean(x, {axis}, {dims}), and of (x - mean)**2 the variance; module.eval() takes the running "
-            f"statistics as they are; where each worker has channels of its own, declare the buffers: "
-            f"bn.running_mean = spt.varying(bn.running_mean, {axis}), and bn.running_var",
-        )
+    raise StateError.at(
+        where,
+        argument="input",
+        got=f"{describe(x)} in training: the statistics would be those of this worker's entries alone, in buffers "
+        "that count as one value on all workers",
+        need=f"statistics of all workers' entries along {axis}, or buffers that vary along it",
+        mend=f"what spmd.functions.batch_norm(..., axis_name={axis}) does in bodies of NumPy, by hand: "
+        f"mean = spt.mean(x, {axis}, {dims}), and of (x - mean)**2 the variance; module.eval() takes the running "
+        f"statistics as they are; where each worker has channels of its own, declare the buffers: "
+        f"bn.running_mean = spt.varying(bn.running_mean, {axis}), and bn.running_var",
     )
 
 
@@ -77,14 +75,12 @@ def _embedding(func: Callable, args: Any, kwargs: dict) -> None:
     if argument(args, kwargs, 5, "scale_grad_by_freq", False) and state_of_tensor(indices) is not state_of_tensor(
         weight
     ):
-        raise StateError(
-            message(
-                f"torch.{func.__name__}",
-                argument="scale_grad_by_freq",
-                got=f"True, for {describe(indices)}",
-                need="counts of the indices of all workers",
-                mend="scale_grad_by_freq=False, and weight.grad divided by spt.psum of torch.bincount of the indices",
-            )
+        raise StateError.at(
+            f"torch.{func.__name__}",
+            argument="scale_grad_by_freq",
+            got=f"True, for {describe(indices)}",
+            need="counts of the indices of all workers",
+            mend="scale_grad_by_freq=False, and weight.grad divided by spt.psum of torch.bincount of the indices",
         )
     if argument(args, kwargs, 3, "max_norm") is not None:
         state = state_of_tensor(weight) | state_of_tensor(indices)

@@ -18,7 +18,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from spmd.bridge.torch.functorch import is_wrapped, is_wrapped_by_grad, unwrapped_once
 from spmd.bridge.torch.tensor_state import no_overrides, plain
 from spmd.device import contiguous, imported
-from spmd.errors import LayoutError, MeshError, message
+from spmd.errors import LayoutError, MeshError
 from spmd.kernels import on_device
 from spmd.kernels.memory import pool
 from spmd.kernels.memory.pool import Lease, Margin
@@ -47,13 +47,11 @@ def _bfloat16() -> np.dtype:
     try:
         import ml_dtypes
     except ImportError as error:
-        raise LayoutError(
-            message(
-                "spmd.bridge.torch",
-                got=f"a tensor of bfloat16, and ml_dtypes cannot be imported ({error})",
-                need="ml_dtypes, by which NumPy knows that dtype",
-                mend='pip install "spmd[torch]", or x.float() before',
-            )
+        raise LayoutError.at(
+            "spmd.bridge.torch",
+            got=f"a tensor of bfloat16, and ml_dtypes cannot be imported ({error})",
+            need="ml_dtypes, by which NumPy knows that dtype",
+            mend='pip install "spmd[torch]", or x.float() before',
         ) from error
     return np.dtype(ml_dtypes.bfloat16)
 
@@ -65,14 +63,12 @@ def array_dtype(dtype: torch.dtype, where: str = "spmd.bridge.torch") -> np.dtyp
     if name == "bfloat16":
         return _bfloat16()
     if name not in _NAMES:
-        raise LayoutError(
-            message(
-                where,
-                argument="x",
-                got=f"a tensor of {dtype}",
-                need=f"one of {', '.join(_NAMES)}",
-                mend="x.to(torch.float32) before",
-            )
+        raise LayoutError.at(
+            where,
+            argument="x",
+            got=f"a tensor of {dtype}",
+            need=f"one of {', '.join(_NAMES)}",
+            mend="x.to(torch.float32) before",
         )
     return np.dtype(name)
 
@@ -83,13 +79,11 @@ def torch_dtype(dtype: Any) -> torch.dtype:
     name = np.dtype(dtype).name
     result = getattr(torch, name, None) if name in _NAMES else None
     if result is None:
-        raise LayoutError(
-            message(
-                "spmd.bridge.torch",
-                got=f"an array of {name}",
-                need=f"one of {', '.join(_NAMES)}",
-                mend='x.astype("float32") before',
-            )
+        raise LayoutError.at(
+            "spmd.bridge.torch",
+            got=f"an array of {name}",
+            need=f"one of {', '.join(_NAMES)}",
+            mend='x.astype("float32") before',
         )
     return result
 
@@ -121,14 +115,12 @@ def array_of(x: torch.Tensor) -> Any:
 def check_device(x: torch.Tensor, mesh: Mesh, where: str, argument: str) -> None:
     """Raise if a tensor is not on the device of the mesh."""
     if x.device.type != mesh.device:
-        raise MeshError(
-            message(
-                where,
-                argument=argument,
-                got=f"a tensor on {x.device}",
-                need=f'tensors on {mesh.device}, for a mesh with device="{mesh.device}"',
-                mend="x.cuda()" if mesh.device == "cuda" else 'x.cpu(), or Mesh(..., device="cuda")',
-            )
+        raise MeshError.at(
+            where,
+            argument=argument,
+            got=f"a tensor on {x.device}",
+            need=f'tensors on {mesh.device}, for a mesh with device="{mesh.device}"',
+            mend="x.cuda()" if mesh.device == "cuda" else 'x.cpu(), or Mesh(..., device="cuda")',
         )
 
 

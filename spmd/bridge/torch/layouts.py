@@ -14,7 +14,7 @@ import torch
 
 from spmd.bridge.torch.interop import array_dtype
 from spmd.bridge.torch.worker_context import refuse_lockstep
-from spmd.errors import LayoutError, describe, message
+from spmd.errors import LayoutError, describe
 from spmd.layout import Layout, P
 from spmd.mesh import Worker
 from spmd.transport.call import Call
@@ -64,13 +64,11 @@ class Grid:
         except TypeError:
             dims, workers, fits = (), None, False
         if not fits:
-            raise LayoutError(
-                message(
-                    "spt.Grid",
-                    got=f"dims={self.dims!r}, workers={self.workers!r}, copies={self.copies!r}",
-                    need="a number of blocks, 1 or more, for each dimension, and the numbers of their workers",
-                    mend="Grid((2, 3), workers=[0, 1, 2, 4, 5, 6])",
-                )
+            raise LayoutError.at(
+                "spt.Grid",
+                got=f"dims={self.dims!r}, workers={self.workers!r}, copies={self.copies!r}",
+                need="a number of blocks, 1 or more, for each dimension, and the numbers of their workers",
+                mend="Grid((2, 3), workers=[0, 1, 2, 4, 5, 6])",
             )
         object.__setattr__(self, "dims", dims)
         object.__setattr__(self, "workers", workers)
@@ -89,14 +87,12 @@ class Grid:
     def layout(self, shape: Sequence[int], axes: dict[str, int]) -> Layout:
         """An array of this shape on the grid, in balanced blocks. axes: those that number the workers."""
         if len(shape) < len(self.dims):
-            raise LayoutError(
-                message(
-                    "spt.Grid",
-                    argument="dims",
-                    got=f"{self.dims} for an array of shape {list(shape)}",
-                    need=f"at most {len(shape)} numbers of blocks, one for each dimension",
-                    mend="leave dimensions out at the front; copies= counts copies of each block",
-                )
+            raise LayoutError.at(
+                "spt.Grid",
+                argument="dims",
+                got=f"{self.dims} for an array of shape {list(shape)}",
+                need=f"at most {len(shape)} numbers of blocks, one for each dimension",
+                mend="leave dimensions out at the front; copies= counts copies of each block",
             )
         whole = (1,) * (len(shape) - len(self.dims))
         return Layout.grid(shape, (*whole, *self.dims, self.copies), axes, self.workers)
@@ -109,14 +105,12 @@ LayoutLike = Layout | P | Grid
 def checked_layout(where: str, argument: str, spec: Any) -> LayoutLike:
     if isinstance(spec, Layout | P | Grid):
         return spec
-    raise LayoutError(
-        message(
-            where,
-            argument=argument,
-            got=describe(spec),
-            need="a Layout, or a spec or a Grid, which serve tensors of any shape",
-            mend='spt.P("x"), spt.Grid((2, 2)), mesh.layout(shape, spec) or spt.Layout.grid(shape, grid, mesh.axes)',
-        )
+    raise LayoutError.at(
+        where,
+        argument=argument,
+        got=describe(spec),
+        need="a Layout, or a spec or a Grid, which serve tensors of any shape",
+        mend='spt.P("x"), spt.Grid((2, 2)), mesh.layout(shape, spec) or spt.Layout.grid(shape, grid, mesh.axes)',
     )
 
 
@@ -136,13 +130,11 @@ def common_axes(where: str, worker: Worker, *specs: LayoutLike) -> dict[str, int
             fixed.setdefault(mesh.names(axes, where), spec)
     chosen = next(iter(fixed), tuple(n for n in mesh.axes if n in named))
     if len(fixed) > 1 or named - set(chosen):
-        raise LayoutError(
-            message(
-                where,
-                got=" and ".join(map(repr, specs)),
-                need="layouts over the same axes of the mesh, in one order, which numbers the workers",
-                mend=f"axes={chosen} for grids; specs that name no other axes than {list(chosen)}",
-            )
+        raise LayoutError.at(
+            where,
+            got=" and ".join(map(repr, specs)),
+            need="layouts over the same axes of the mesh, in one order, which numbers the workers",
+            mend=f"axes={chosen} for grids; specs that name no other axes than {list(chosen)}",
         )
     return {n: mesh.axes[n] for n in chosen}
 
@@ -180,29 +172,25 @@ def layout_of_blocks(where: str, shapes: tuple[Shape, ...], grid_layout: Layout)
     for w, shape in enumerate(shapes):
         place = grid_layout.positions(w)
         if (len(shape) != ndim and (ndim or place is not None)) or (place is None and any(shape)):
-            raise LayoutError(
-                message(
-                    where,
-                    argument="x",
-                    got=f"a block of shape {list(shape)} on {grid_layout.describe(w)}",
-                    need=f"one of shape {[0] * ndim}: the grid gives it nothing"
-                    if place is None
-                    else f"one of {ndim} dimensions, as on {grid_layout.describe(grid_layout.workers[0])}",
-                    mend=f"torch.zeros({[0] * ndim}) on workers without a block",
-                )
+            raise LayoutError.at(
+                where,
+                argument="x",
+                got=f"a block of shape {list(shape)} on {grid_layout.describe(w)}",
+                need=f"one of shape {[0] * ndim}: the grid gives it nothing"
+                if place is None
+                else f"one of {ndim} dimensions, as on {grid_layout.describe(grid_layout.workers[0])}",
+                mend=f"torch.zeros({[0] * ndim}) on workers without a block",
             )
         for d, k in enumerate(place or ()):
             other = seen.setdefault((d, k), w)
             if cuts[d][k] not in (None, shape[d]):
-                raise LayoutError(
-                    message(
-                        where,
-                        argument="x",
-                        got=f"a block of shape {list(shapes[other])} on {grid_layout.describe(other)}, and one of "
-                        f"shape {list(shape)} on {grid_layout.describe(w)}",
-                        need=f"blocks that lie on a grid: equal lengths in dimension {d}",
-                        mend="make the lengths agree, or give another grid",
-                    )
+                raise LayoutError.at(
+                    where,
+                    argument="x",
+                    got=f"a block of shape {list(shapes[other])} on {grid_layout.describe(other)}, and one of "
+                    f"shape {list(shape)} on {grid_layout.describe(w)}",
+                    need=f"blocks that lie on a grid: equal lengths in dimension {d}",
+                    mend="make the lengths agree, or give another grid",
                 )
             cuts[d][k] = shape[d]
     sizes = [[k or 0 for k in c] for c in cuts]
@@ -255,13 +243,11 @@ def broadcast_grid(where: str, small: Grid, large: Grid, ndim: int) -> tuple[tup
     n = max(ndim, len(small.dims), len(large.dims))
     a, b = ((1,) * (n - len(g.dims)) + g.dims for g in (small, large))
     if small.copies > 1 or len(small.dims) > ndim or any(p not in (1, q) for p, q in zip(a, b, strict=True)):
-        raise LayoutError(
-            message(
-                where,
-                got=f"{small} and {large}, for a tensor of {ndim} dimensions",
-                need="grids that broadcast: in each dimension, counted from the last, one block or as many",
-                mend="spt.Repartition to blocks that fit, before or after; no copies in the smaller one",
-            )
+        raise LayoutError.at(
+            where,
+            got=f"{small} and {large}, for a tensor of {ndim} dimensions",
+            need="grids that broadcast: in each dimension, counted from the last, one block or as many",
+            mend="spt.Repartition to blocks that fit, before or after; no copies in the smaller one",
         )
     held = np.array(large.members).reshape(*b, large.copies)
     own = [d for d in range(n) if a[d] == b[d]]
@@ -279,12 +265,10 @@ def added_axes(where: str, small: P, large: P) -> tuple[str, ...]:
     """The axes along which blocks laid out by one spec are copied to those of a larger one."""
     for d, names in enumerate(small.trimmed):
         if names and (d >= len(large.dims) or large.dims[d] != names):
-            raise LayoutError(
-                message(
-                    where,
-                    got=f"{small} and {large}",
-                    need=f"specs that broadcast: dimension {d} split over {names} in both, or whole in the smaller one",
-                    mend="spt.Repartition to blocks that fit, before or after",
-                )
+            raise LayoutError.at(
+                where,
+                got=f"{small} and {large}",
+                need=f"specs that broadcast: dimension {d} split over {names} in both, or whole in the smaller one",
+                mend="spt.Repartition to blocks that fit, before or after",
             )
     return tuple(n for n in large.axes if n not in small.varying)

@@ -15,7 +15,7 @@ from spmd.bridge.torch.compiled import compilable
 from spmd.bridge.torch.layouts import Grid, Shape, common_axes, gather_shapes, grid_of, layout_for, layout_of_shapes
 from spmd.bridge.torch.rng import drawing
 from spmd.bridge.torch.sharded import ShardedModule
-from spmd.errors import LayoutError, describe, message
+from spmd.errors import LayoutError, describe
 from spmd.layout import Layout, P
 from spmd.mesh import here
 from spmd.tracebacks import api_boundary
@@ -78,14 +78,12 @@ class _Linear(ShardedModule):
         if isinstance(linear, _Linear):
             linear = linear.to_linear()
         if not isinstance(linear, nn.Linear):
-            raise LayoutError(
-                message(
-                    f"spt.{cls.__name__}.from_linear",
-                    argument="linear",
-                    got=describe(linear),
-                    need="an nn.Linear, the same on all workers, or another form",
-                    mend="a layer of another kind has register_shard",
-                )
+            raise LayoutError.at(
+                f"spt.{cls.__name__}.from_linear",
+                argument="linear",
+                got=describe(linear),
+                need="an nn.Linear, the same on all workers, or another form",
+                mend="a layer of another kind has register_shard",
             )
         w, b = linear.weight, linear.bias
         form: Any = cls
@@ -120,17 +118,15 @@ class _Linear(ShardedModule):
     def _features(self, x: torch.Tensor, need: int, argument: str = "x") -> None:
         if x.ndim and x.shape[-1] == need:
             return
-        raise LayoutError(
-            message(
-                f"spt.{type(self).__name__}",
-                argument=argument,
-                got=f"a block of shape {list(x.shape)}",
-                need=f"{need} features in the last dimension, of {self.in_features} in all",
-                mend="P_x says how the features are split: spt.Repartition to it before"
-                if type(self) is DistributedLinear
-                else "spt.pslice(x, axis_name, axis=-1, tiled=True) takes this worker's of a whole x, and "
-                "spt.all_gather(x, axis_name, axis=-1, tiled=True) joins those of all",
-            )
+        raise LayoutError.at(
+            f"spt.{type(self).__name__}",
+            argument=argument,
+            got=f"a block of shape {list(x.shape)}",
+            need=f"{need} features in the last dimension, of {self.in_features} in all",
+            mend="P_x says how the features are split: spt.Repartition to it before"
+            if type(self) is DistributedLinear
+            else "spt.pslice(x, axis_name, axis=-1, tiled=True) takes this worker's of a whole x, and "
+            "spt.all_gather(x, axis_name, axis=-1, tiled=True) joins those of all",
         )
 
 
@@ -185,14 +181,12 @@ class DistributedLinear(_Linear):
         elif isinstance(P_x, Grid) and isinstance(P_y, Grid) and isinstance(P_w, Grid | Layout):
             specs = _grid_form(where, P_x, P_y, layout_for(shape, P_w, axes), shape)
         else:
-            raise LayoutError(
-                message(
-                    where,
-                    got=f"P_x={P_x!r}, P_y={P_y!r}, P_w={P_w!r}",
-                    need="three grids, of which P_w may be a Layout.grid of the weights, or three specs",
-                    mend='P_x=spt.Grid((1, 3)), P_y=spt.Grid((1, 2)), P_w=spt.Grid((2, 3)); or P(None, "c"), '
-                    'P(None, "r"), P("r", "c")',
-                )
+            raise LayoutError.at(
+                where,
+                got=f"P_x={P_x!r}, P_y={P_y!r}, P_w={P_w!r}",
+                need="three grids, of which P_w may be a Layout.grid of the weights, or three specs",
+                mend='P_x=spt.Grid((1, 3)), P_y=spt.Grid((1, 2)), P_w=spt.Grid((2, 3)); or P(None, "c"), '
+                'P(None, "r"), P("r", "c")',
             )
         self._hold((P_x, P_y, P_w), {}, in_features, out_features, specs, bias, device, dtype, generator)
 
@@ -241,13 +235,11 @@ def _spec_form(where: str, P_x: P, P_y: P, P_w: P) -> tuple[tuple[str, ...], tup
     last_x, last_y = (P.dims[-1] if P.dims else () for P in (P_x, P_y))
     batch_x, batch_y = (tuple(n for d in P.dims[:-1] for n in d) for P in (P_x, P_y))
     if len(P_w) > 2 or last_x != into or last_y != out or batch_x != batch_y or {*batch_x} & {*out, *into}:
-        raise LayoutError(
-            message(
-                where,
-                got=f"P_x={P_x}, P_y={P_y}, P_w={P_w}",
-                need="P_x = P(..., c), P_y = P(..., r), P_w = P(r, c), where the dots are the same",
-                mend="grids may be any: spt.Grid in place of specs; or spt.Repartition before or after",
-            )
+        raise LayoutError.at(
+            where,
+            got=f"P_x={P_x}, P_y={P_y}, P_w={P_w}",
+            need="P_x = P(..., c), P_y = P(..., r), P_w = P(r, c), where the dots are the same",
+            mend="grids may be any: spt.Grid in place of specs; or spt.Repartition before or after",
         )
     return out, into, batch_x
 
@@ -256,14 +248,12 @@ def _grid_form(where: str, P_x: Grid, P_y: Grid, weights: Layout, shape: Shape) 
     """The layouts of weights and bias on a grid: the bias on its first column."""
     grid = grid_of(weights)
     if weights.shape != shape or weights.has_copies or P_x.copies > 1 or P_y.copies > 1:
-        raise LayoutError(
-            message(
-                where,
-                argument="P_w",
-                got=f"{weights}, P_x={P_x}, P_y={P_y}",
-                need=f"each block of weights of shape {list(shape)}, of x and of y on one worker",
-                mend="spt.Grid((rows, columns)) without copies",
-            )
+        raise LayoutError.at(
+            where,
+            argument="P_w",
+            got=f"{weights}, P_x={P_x}, P_y={P_y}",
+            need=f"each block of weights of shape {list(shape)}, of x and of y on one worker",
+            mend="spt.Grid((rows, columns)) without copies",
         )
     rows, columns = grid.dims
     first = grid.members[::columns]
@@ -278,14 +268,12 @@ def _layouts(
     src = layout_of_shapes(where, shapes, P_x, axes)
     out_features, in_features = weights.shape
     if not src.shape or src.shape[-1] != in_features:
-        raise LayoutError(
-            message(
-                where,
-                argument="x",
-                got=f"blocks that join to shape {list(src.shape)}",
-                need=f"{in_features} features in the last dimension",
-                mend="P_x says how the features are split; on workers without a block x has shape (0, 0, ...)",
-            )
+        raise LayoutError.at(
+            where,
+            argument="x",
+            got=f"blocks that join to shape {list(src.shape)}",
+            need=f"{in_features} features in the last dimension",
+            mend="P_x says how the features are split; on workers without a block x has shape (0, 0, ...)",
         )
     *batch, _ = src.shape
     rows, columns = (len(c) for c in weights.cuts)
@@ -414,12 +402,10 @@ def _one(names: tuple[str, ...]) -> AxisName:
 def _dimension(where: str, sequence: int | None) -> int | None:
     if sequence is None or (isinstance(sequence, int) and sequence != -1):
         return sequence
-    raise LayoutError(
-        message(
-            where,
-            argument="sequence",
-            got=repr(sequence),
-            need="a dimension before the features, or None",
-            mend="sequence=-2 for tensors (batch, sequence, features); 0 for (sequence, batch, features)",
-        )
+    raise LayoutError.at(
+        where,
+        argument="sequence",
+        got=repr(sequence),
+        need="a dimension before the features, or None",
+        mend="sequence=-2 for tensors (batch, sequence, features); 0 for (sequence, batch, features)",
     )

@@ -24,7 +24,7 @@ from spmd.bridge.torch.tensor_state import is_partitioned, plain, state_of_tenso
 from spmd.bridge.torch.thread_settings import thread_state, torch_threads
 from spmd.bridge.torch.worker_context import WorkerContext
 from spmd.device import contiguous
-from spmd.errors import LayoutError, StateError, TransportError, describe, message
+from spmd.errors import LayoutError, StateError, TransportError, describe
 from spmd.layout import Layout, P
 from spmd.map_arguments import note_argument
 from spmd.map_results import BodyResults, joined_leaves, one_structure
@@ -126,13 +126,11 @@ class MapCall:
 
     def _execute(self, body: Callable[[Worker], Any], tracked: bool) -> Any:
         if self.mesh.scheduler == "lockstep" and self.mesh.size > 1 and self.mesh.transport.name == "local":
-            raise TransportError(
-                message(
-                    self.where,
-                    got='a mesh with scheduler="lockstep"',
-                    need="threads: torch's own frames do not survive a switch of greenlets",
-                    mend='leave scheduler out, or Mesh(..., scheduler="threads")',
-                )
+            raise TransportError.at(
+                self.where,
+                got='a mesh with scheduler="lockstep"',
+                need="threads: torch's own frames do not survive a switch of greenlets",
+                mend='leave scheduler out, or Mesh(..., scheduler="threads")',
             )
 
         def limited(worker: Worker) -> Any:
@@ -212,14 +210,12 @@ class MapCall:
         x = leaf.value
         if isinstance(x, Tensor):
             if x.state.varying:
-                raise StateError(
-                    message(
-                        self.where,
-                        argument=leaf.path,
-                        got=f"{describe(x)}, with the out_spec None",
-                        need="an object that is equal on all workers",
-                        mend="give it a spec: P() for one value, P(axis) for a block per worker",
-                    )
+                raise StateError.at(
+                    self.where,
+                    argument=leaf.path,
+                    got=f"{describe(x)}, with the out_spec None",
+                    need="an object that is equal on all workers",
+                    mend="give it a spec: P() for one value, P(axis) for a block per worker",
                 )
             return plain(x).detach()
         return x
@@ -233,14 +229,12 @@ class MapCall:
 
     def _unchanged(self, leaf: Leaf, version: int) -> None:
         if leaf.value._version != version:
-            raise StateError(
-                message(
-                    self.where,
-                    argument=leaf.path,
-                    got="a tensor that the body has written to: workers share its memory, and the caller's was changed",
-                    need="a body that leaves its arguments as they are",
-                    mend="x = x.clone() in the body, or write a new tensor: y = x + 1 in place of x += 1",
-                )
+            raise StateError.at(
+                self.where,
+                argument=leaf.path,
+                got="a tensor that the body has written to: workers share its memory, and the caller's was changed",
+                need="a body that leaves its arguments as they are",
+                mend="x = x.clone() in the body, or write a new tensor: y = x + 1 in place of x += 1",
             )
 
     def _find_differentiated(self, run: MapRun) -> None:
@@ -355,14 +349,12 @@ def _or_zeros(g: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
 
 
 def _in_blocks_refused(where: str, leaf: Leaf) -> LayoutError:
-    return LayoutError(
-        message(
-            where,
-            argument=leaf.path,
-            got=describe(leaf.value),
-            need="what this worker has: a block, or a whole",
-            mend="p.block() with the spec of p, or p.whole() with P()",
-        )
+    return LayoutError.at(
+        where,
+        argument=leaf.path,
+        got=describe(leaf.value),
+        need="what this worker has: a block, or a whole",
+        mend="p.block() with the spec of p, or p.whole() with P()",
     )
 
 

@@ -16,7 +16,7 @@ from spmd import mapping
 from spmd.bridge.torch.interop import check_device, shaped_like
 from spmd.bridge.torch.map_call import MapCall
 from spmd.bridge.torch.tensor import Tensor
-from spmd.errors import StateError, describe, message
+from spmd.errors import StateError, describe
 from spmd.map_interpreters import called_in_body
 from spmd.mapping import Mapped
 from spmd.mesh import WORKER, Mesh
@@ -102,25 +102,21 @@ class TorchMapped(Mapped):
         if not isinstance(x, torch.Tensor):
             return self.arguments.admit(mesh, leaf)
         if isinstance(x, Tensor):
-            raise StateError(
-                message(
-                    self.where,
-                    argument=leaf.path,
-                    got=f"{describe(x)} of a body",
-                    need="a tensor from outside",
-                    mend="return it from its map with an out_spec, or pass spt.block(x)",
-                )
+            raise StateError.at(
+                self.where,
+                argument=leaf.path,
+                got=f"{describe(x)} of a body",
+                need="a tensor from outside",
+                mend="return it from its map with an out_spec, or pass spt.block(x)",
             )
         check_device(x, mesh, self.where, leaf.path)
         if x.layout is not torch.strided:
-            raise StateError(
-                message(
-                    self.where,
-                    argument=leaf.path,
-                    got=f"a tensor of layout {x.layout}",
-                    need="a dense tensor",
-                    mend="x.to_dense(), or the spec None to pass it as it is",
-                )
+            raise StateError.at(
+                self.where,
+                argument=leaf.path,
+                got=f"a tensor of layout {x.layout}",
+                need="a dense tensor",
+                mend="x.to_dense(), or the spec None to pass it as it is",
             )
         self.arguments.admit(mesh, leaf._replace(value=shaped_like(x)))
         return leaf

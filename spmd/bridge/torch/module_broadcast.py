@@ -12,7 +12,7 @@ from torch import nn
 from spmd.bridge.torch.interop import block_of, owned
 from spmd.bridge.torch.tensor_state import local_data
 from spmd.bridge.torch.worker_context import device_of
-from spmd.errors import StateError, message
+from spmd.errors import StateError
 from spmd.mesh import Worker
 from spmd.transport.call import Call
 
@@ -62,14 +62,12 @@ def copy_first(
             own = local_data(x).detach()
             own.copy_(piece.clone().view(x.dtype).reshape(own.shape))
         elif not torch.equal(piece, own_bytes[k]):
-            raise StateError(
-                message(
-                    WHERE,
-                    argument="module",
-                    got=f"{verify[k]} that differs from that of the first worker",
-                    need='one value on all workers, with init="verify"',
-                    mend='init="broadcast", which takes those of the first worker',
-                )
+            raise StateError.at(
+                WHERE,
+                argument="module",
+                got=f"{verify[k]} that differs from that of the first worker",
+                need='one value on all workers, with init="verify"',
+                mend='init="broadcast", which takes those of the first worker',
             )
 
 

@@ -31,7 +31,7 @@ from spmd.bridge.torch.layouts import (
     layout_of_blocks,
     resolve_layout,
 )
-from spmd.errors import LayoutError, message
+from spmd.errors import LayoutError
 from spmd.layout import Layout, P
 from spmd.mesh import here
 from spmd.tracebacks import api_boundary
@@ -204,13 +204,11 @@ def _summands(
 
 
 def _unlike(where: str, src: LayoutLike, dst: LayoutLike) -> LayoutError:
-    return LayoutError(
-        message(
-            where,
-            got=f"{src!r} and {dst!r}",
-            need="two grids, two specs, or two layouts of one shape",
-            mend="spt.Grid for both; mesh.layout(shape, spec) says how a spec lays out an array of this shape",
-        )
+    return LayoutError.at(
+        where,
+        got=f"{src!r} and {dst!r}",
+        need="two grids, two specs, or two layouts of one shape",
+        mend="spt.Grid for both; mesh.layout(shape, spec) says how a spec lays out an array of this shape",
     )
 
 
@@ -400,8 +398,6 @@ def _frozen(x: Any) -> Any:
 def _choice(where: str, to: str) -> str:
     if to in ("varying", "invariant"):
         return to
-    raise LayoutError(
-        message(
-            where, argument="to", got=repr(to), need='"varying" or "invariant"', mend='leave it out, or "invariant"'
-        )
+    raise LayoutError.at(
+        where, argument="to", got=repr(to), need='"varying" or "invariant"', mend='leave it out, or "invariant"'
     )

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from spmd.bridge.torch.random_functions import draws_now
 from spmd.bridge.torch.tensor import Tensor, check_losses, common_state, in_backward
 from spmd.bridge.torch.worker_context import CONTEXT, WorkerGenerators
-from spmd.errors import StallError, StateError, describe, message
+from spmd.errors import StallError, StateError, describe
 from spmd.mesh import WORKER, Worker
 from spmd.state import State
 from spmd.transport.processes.watchdog import time_limit
@@ -67,13 +67,11 @@ def drawing(generator: torch.Generator | int | None = None) -> Iterator[None]:
         return
     limit = time_limit()
     if not _lock.acquire(timeout=limit or -1):
-        raise StallError(
-            message(
-                "spt.drawing",
-                got=f"another worker that has been drawing for {limit:g} seconds",
-                need="that workers, which take turns there, are soon through",
-                mend="make modules inside, and compute before or after",
-            )
+        raise StallError.at(
+            "spt.drawing",
+            got=f"another worker that has been drawing for {limit:g} seconds",
+            need="that workers, which take turns there, are soon through",
+            mend="make modules inside, and compute before or after",
         )
     try:
         own, default = _generator(generator, worker), torch.default_generator
@@ -94,13 +92,11 @@ class _NoComm:
     """Replaces a worker's transport inside `drawing`: every attribute raises."""
 
     def __getattr__(self, name: str) -> Any:
-        raise StallError(
-            message(
-                "spt.drawing",
-                got="a collective inside",
-                need="no collectives: workers take turns here, and cannot meet",
-                mend="make modules inside of spt.drawing(), and move data before or after",
-            )
+        raise StallError.at(
+            "spt.drawing",
+            got="a collective inside",
+            need="no collectives: workers take turns here, and cannot meet",
+            mend="make modules inside of spt.drawing(), and move data before or after",
         )
 
 
@@ -120,41 +116,35 @@ def _generator(given: Generator | int | None, worker: Worker | None) -> Generato
     generators = context.generators if context is not None and context.worker is worker else None
     if given is None:
         if generators is None or worker is None:
-            raise StateError(
-                message(
-                    "spt.drawing",
-                    argument="generator",
-                    got="None, in a body that spmd.map runs",
-                    need="a map that knows in which state torch's generator was",
-                    mend="spt.map(...), or generator=0",
-                )
+            raise StateError.at(
+                "spt.drawing",
+                argument="generator",
+                got="None, in a body that spmd.map runs",
+                need="a map that knows in which state torch's generator was",
+                mend="spt.map(...), or generator=0",
             )
         return generators.of(worker.index)
     if isinstance(given, int) and not isinstance(given, bool):
         return Generator().manual_seed(given)
     if not isinstance(given, Generator) or given.device.type != "cpu":
-        raise StateError(
-            message(
-                "spt.drawing",
-                argument="generator",
-                got=f"a generator on {given.device}" if isinstance(given, Generator) else describe(given),
-                need="a torch.Generator of the host, a seed, or None: the same numbers on any device",
-                mend="torch.Generator().manual_seed(0), or generator=0",
-            )
+        raise StateError.at(
+            "spt.drawing",
+            argument="generator",
+            got=f"a generator on {given.device}" if isinstance(given, Generator) else describe(given),
+            need="a torch.Generator of the host, a seed, or None: the same numbers on any device",
+            mend="torch.Generator().manual_seed(0), or generator=0",
         )
     if generators is not None and worker is not None:
         by, index = _used.setdefault(given, (generators, worker.index))
         if by is not generators:
             _used[given] = generators, worker.index
         if by is generators and index != worker.index:
-            raise StateError(
-                message(
-                    "spt.drawing",
-                    argument="generator",
-                    got=f"a generator that {worker.mesh.describe(index)} draws from too",
-                    need="one for each worker: what they get of one would be a matter of timing",
-                    mend="make it in the body: torch.Generator().manual_seed(0); or generator=0",
-                )
+            raise StateError.at(
+                "spt.drawing",
+                argument="generator",
+                got=f"a generator that {worker.mesh.describe(index)} draws from too",
+                need="one for each worker: what they get of one would be a matter of timing",
+                mend="make it in the body: torch.Generator().manual_seed(0); or generator=0",
             )
     return given
 

@@ -408,13 +408,11 @@ def _place(
         if dist.is_available() and dist.is_initialized():
             return (dist.get_world_size(),), dist.get_rank(), ()
     if num_replicas is None or rank is None:
-        raise MeshError(
-            message(
-                _WHERE,
-                got=f"num_replicas={num_replicas}, rank={rank}, axis_name=None",
-                need="the number of workers, and which of them this is",
-                mend='num_replicas=4, rank=k, or in a body axis_name="data"; the size of a minibatch is batch_size=',
-            )
+        raise MeshError.at(
+            _WHERE,
+            got=f"num_replicas={num_replicas}, rank={rank}, axis_name=None",
+            need="the number of workers, and which of them this is",
+            mend='num_replicas=4, rank=k, or in a body axis_name="data"; the size of a minibatch is batch_size=',
         )
     size = _integer("num_replicas", num_replicas, 1, "num_replicas=4")
     place = _integer("rank", rank, 0, "rank=0")
@@ -432,4 +430,4 @@ def _place(
 
 
 def _no_place(got: str, need: str, mend: str) -> MeshError:
-    return MeshError(message(_WHERE, argument="axis_name", got=got, need=need, mend=mend))
+    return MeshError.at(_WHERE, argument="axis_name", got=got, need=need, mend=mend)

@@ -23,7 +23,7 @@ from spmd.bridge.torch.partitioned.tensor import Parameter, PartitionedTensor, s
 from spmd.bridge.torch.rng import drawing
 from spmd.bridge.torch.tensor_state import is_partitioned, plain
 from spmd.bridge.torch.worker_context import context_of, device_of
-from spmd.errors import LayoutError, StateError, describe, message
+from spmd.errors import LayoutError, StateError, describe
 from spmd.layout import Layout, P
 from spmd.mesh import WORKER, here
 from spmd.operators.base import named
@@ -82,14 +82,12 @@ class ShardedModule(nn.Module):
             device = value.device if device is None else device
         where = f"spt.ShardedModule.register_shard({name!r})"
         if shape is None:
-            raise LayoutError(
-                message(
-                    where,
-                    argument="shape",
-                    got="none, for a parameter that is filled",
-                    need="the shape of the whole",
-                    mend="shape=(out_features, in_features)",
-                )
+            raise LayoutError.at(
+                where,
+                argument="shape",
+                got="none, for a parameter that is filled",
+                need="the shape of the whole",
+                mend="shape=(out_features, in_features)",
             )
         layout = layout_of(where, tuple(shape), spec, here(where))
         dtype = dtype or torch.get_default_dtype()
@@ -121,14 +119,12 @@ class ShardedModule(nn.Module):
             return value.block()
         if name not in self._split:
             return value
-        raise LayoutError(
-            message(
-                f"{type(self).__name__}.shard({name!r})",
-                got=f"{describe(value)} in its place",
-                need="a tensor of which each worker has a block",
-                mend="load_state_dict for whole tensors; spt.Parameter(whole, spec); or what "
-                "spt.state_dict(module, whole=False) gives, whose tensors have block()",
-            )
+        raise LayoutError.at(
+            f"{type(self).__name__}.shard({name!r})",
+            got=f"{describe(value)} in its place",
+            need="a tensor of which each worker has a block",
+            mend="load_state_dict for whole tensors; spt.Parameter(whole, spec); or what "
+            "spt.state_dict(module, whole=False) gives, whose tensors have block()",
         )
 
     def gathered(self, name: str, *, history: bool = False) -> torch.Tensor:
@@ -204,14 +200,12 @@ def _parameters(modules: nn.Module | Iterable[nn.Module]) -> Iterator[nn.Paramet
     every = [modules] if isinstance(modules, nn.Module) else list(modules)
     for m in every:
         if not isinstance(m, nn.Module):
-            raise StateError(
-                message(
-                    "spt.grad_norm",
-                    argument="modules",
-                    got=describe(m),
-                    need="modules: they know which of their parameters are blocks",
-                    mend="spt.clip_grad_norm_(net, 1.0)",
-                )
+            raise StateError.at(
+                "spt.grad_norm",
+                argument="modules",
+                got=describe(m),
+                need="modules: they know which of their parameters are blocks",
+                mend="spt.clip_grad_norm_(net, 1.0)",
             )
     for module in every:
         for m in module.modules():
@@ -231,8 +225,8 @@ def grad_norm(modules: nn.Module | Iterable[nn.Module], norm_type: float = 2.0) 
     """
     p = float(norm_type)
     if not p > 0:
-        raise StateError(
-            message("spt.grad_norm", argument="norm_type", got=repr(norm_type), need="a number above 0", mend="2.0")
+        raise StateError.at(
+            "spt.grad_norm", argument="norm_type", got=repr(norm_type), need="a number above 0", mend="2.0"
         )
     largest = p == float("inf")
     on = device_of(WORKER.get())

@@ -281,14 +281,12 @@ def check_write(func: Callable, target: torch.Tensor, state: State) -> None:
     if not axes:
         return
     # No TypeError, which torch would take for a hint to write y = y + x for y += x.
-    raise MutationError(
-        message(
-            f"torch.{getattr(func, '__name__', 'a function')} in place",
-            argument="self",
-            got=f"{describe(target)}, which is {state_of_tensor(target)}, and is given what varies over {axes}",
-            need="a tensor that varies over the same axes",
-            mend=f"write a new tensor, y = x + g; or declare it first: x = spt.varying(x, {axes})",
-        )
+    raise MutationError.at(
+        f"torch.{getattr(func, '__name__', 'a function')} in place",
+        argument="self",
+        got=f"{describe(target)}, which is {state_of_tensor(target)}, and is given what varies over {axes}",
+        need="a tensor that varies over the same axes",
+        mend=f"write a new tensor, y = x + g; or declare it first: x = spt.varying(x, {axes})",
     )
 
 
@@ -337,15 +335,13 @@ def _refuse_value(func: Callable, args: Any, kwargs: dict) -> None:
     name = getattr(func, "__name__", "")
     call = f"{name.strip('_')}(x)" if name.startswith("__") else f"x.{name}()"
     axis = sorted(x.state.varying)[0]
-    raise StateError(
-        message(
-            call,
-            argument="x",
-            got=x.__spmd_describe__(),
-            need="an Invariant tensor: workers would part ways on a value of their own",
-            mend=f"spt.psum(x, {axis!r}), spt.mean(x, {axis!r}) or spt.pmax(x, {axis!r}) make it so; "
-            "spt.block(x) gives the data alone, to print it",
-        )
+    raise StateError.at(
+        call,
+        argument="x",
+        got=x.__spmd_describe__(),
+        need="an Invariant tensor: workers would part ways on a value of their own",
+        mend=f"spt.psum(x, {axis!r}), spt.mean(x, {axis!r}) or spt.pmax(x, {axis!r}) make it so; "
+        "spt.block(x) gives the data alone, to print it",
     )
 
 
@@ -363,13 +359,11 @@ def varied_copy(x: torch.Tensor, state: State, joined: bool = False) -> torch.Te
     """
     worker = WORKER.get()
     if worker is None:
-        raise MeshError(
-            message(
-                "a function of torch",
-                got="tensors of different state outside of any body",
-                need="tensors without state: spt.map gives results without",
-                mend="return what is needed outside with an out_spec",
-            )
+        raise MeshError.at(
+            "a function of torch",
+            got="tensors of different state outside of any body",
+            need="tensors without state: spt.map gives results without",
+            mend="return what is needed outside with an out_spec",
         )
     with no_overrides():
         return _new_varied_copy(x, state, joined, worker)
@@ -432,14 +426,12 @@ def _summed_elsewhere(x: torch.Tensor, state: State) -> frozenset[str]:
             stack += [parent for parent, _ in node.next_functions]
     if len(axes_of_leaves) > 1:
         axes = ", ".join(map(repr, sorted(frozenset().union(*axes_of_leaves))))
-        raise ReplicaError(
-            message(
-                "a module of spt.data_parallel",
-                got=f"a value that meets what varies over {axes}, computed of its parameters and of others, or of "
-                "results of collectives",
-                need="parameters of the module alone: their gradients are summed after backward, all others before",
-                mend=f"spt.pvary(value, {axes}) of each part, before they are put together",
-            )
+        raise ReplicaError.at(
+            "a module of spt.data_parallel",
+            got=f"a value that meets what varies over {axes}, computed of its parameters and of others, or of "
+            "results of collectives",
+            need="parameters of the module alone: their gradients are summed after backward, all others before",
+            mend=f"spt.pvary(value, {axes}) of each part, before they are put together",
         )
     return axes_of_leaves.pop() if axes_of_leaves else frozenset()
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from spmd.errors import MeshError, TransportError, message
+from spmd.errors import MeshError, TransportError
 from spmd.mesh import WORKER, Mesh, Worker
 from spmd.operators.base import Operator
 
@@ -60,13 +60,11 @@ class WorkerGenerators:
 
 def map_ended(where: str) -> MeshError:
     """The error of a graph that is used after its map has ended."""
-    return MeshError(
-        message(
-            where,
-            got="a graph of a body whose map is over",
-            need="backward inside the body, or from outside through a result of the map",
-            mend="call loss.backward() in the body, or return the loss with an out_spec, as P()",
-        )
+    return MeshError.at(
+        where,
+        got="a graph of a body whose map is over",
+        need="backward inside the body, or from outside through a result of the map",
+        mend="call loss.backward() in the body, or return the loss with an out_spec, as P()",
     )
 
 
@@ -152,11 +150,9 @@ def refuse_lockstep(worker: Worker) -> None:
     """Raise where waiting would switch greenlets beneath torch's frames."""
     run = getattr(worker.comm, "execution", None)
     if type(run).__name__ == "LockstepRun" and worker.mesh.size > 1:
-        raise TransportError(
-            message(
-                "spmd.bridge.torch",
-                got="tensors in a body that the lockstep scheduler runs",
-                need="threads: torch's own frames do not survive a switch of greenlets",
-                mend='spt.map(f, in_specs, out_specs), or Mesh(..., scheduler="threads")',
-            )
+        raise TransportError.at(
+            "spmd.bridge.torch",
+            got="tensors in a body that the lockstep scheduler runs",
+            need="threads: torch's own frames do not survive a switch of greenlets",
+            mend='spt.map(f, in_specs, out_specs), or Mesh(..., scheduler="threads")',
         )

@@ -11,14 +11,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from spmd.bridge.torch.partitioned.placement import MEND
 from spmd.bridge.torch.partitioned.registry import OPERATORS
 from spmd.bridge.torch.partitioned.tensor import PartitionedTensor
-from spmd.errors import LayoutError, describe, message
+from spmd.errors import LayoutError, describe
 from spmd.layout import Layout, P
 
 Shape = tuple[int, ...]
 
 
 def operator_error(func: Any, got: str, need: str, mend: str = MEND) -> LayoutError:
-    return LayoutError(message(f"torch's {func._schema.name.partition('::')[2]}", got=got, need=need, mend=mend))
+    return LayoutError.at(f"torch's {func._schema.name.partition('::')[2]}", got=got, need=need, mend=mend)
 
 
 def first_partitioned(args: Any) -> PartitionedTensor:
@@ -67,13 +67,11 @@ def refuse_plain_target(func: Any, target: Any, source: PartitionedTensor) -> No
 def refuse_compiled(block: torch.Tensor) -> None:
     """Raise in a compiled graph, which cannot hold this collective."""
     if is_traceable_wrapper_subclass(block) or type(block).__name__ in ("FakeTensor", "FunctionalTensor"):
-        raise LayoutError(
-            message(
-                "torch.compile",
-                got="a reduction of a partitioned tensor",
-                need="functions of blocks in compiled functions",
-                mend="p.block() inside, or the reduction outside of the compiled function",
-            )
+        raise LayoutError.at(
+            "torch.compile",
+            got="a reduction of a partitioned tensor",
+            need="functions of blocks in compiled functions",
+            mend="p.block() inside, or the reduction outside of the compiled function",
         )
 
 

@@ -25,7 +25,7 @@ from spmd.bridge.torch.partitioned.registry import OPERATORS, handles
 from spmd.bridge.torch.partitioned.tensor import PartitionedTensor, gathered, with_block
 from spmd.bridge.torch.rng import drawing
 from spmd.bridge.torch.tensor import Tensor
-from spmd.errors import LayoutError, describe, message
+from spmd.errors import LayoutError, describe
 from spmd.layout import Layout, P
 
 
@@ -38,13 +38,11 @@ def _part(func: Any, x: Any, shape: Shape, lead: PartitionedTensor, layout: Layo
     if isinstance(x, PartitionedTensor):
         return _refined(x, shape, layout, lead._placement.index)
     if isinstance(x, Tensor) and x.state.varying:
-        raise LayoutError(
-            message(
-                f"torch's {func._schema.name.partition('::')[2]}",
-                got=f"{describe(x)} beside {describe(lead)}",
-                need="a tensor that is the same on all workers",
-                mend=MEND,
-            )
+        raise LayoutError.at(
+            f"torch's {func._schema.name.partition('::')[2]}",
+            got=f"{describe(x)} beside {describe(lead)}",
+            need="a tensor that is the same on all workers",
+            mend=MEND,
         )
     if not x.ndim:
         return x

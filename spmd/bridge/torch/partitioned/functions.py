@@ -26,7 +26,7 @@ from spmd.bridge.torch.partitioned.tensor import (
 )
 from spmd.bridge.torch.tensor import Tensor, backward_scope, with_state
 from spmd.bridge.torch.tensor_state import INVARIANT, no_overrides, state_of_tensor, summed_state
-from spmd.errors import LayoutError, describe, message
+from spmd.errors import LayoutError, describe
 from spmd.frontends import register
 from spmd.mesh import WORKER
 from spmd.state import State
@@ -112,14 +112,12 @@ def _common_state(func: Any, args: Any, kwargs: dict[str, Any]) -> State:
     clash = sorted(layouts & state.varying)
     if clash or (mixed and torch.is_grad_enabled() and any(x.requires_grad for x in tensors_in(args, kwargs))):
         # No TypeError: operators of Python would then try the other operand.
-        raise LayoutError(
-            message(
-                f"torch.{getattr(func, '__name__', 'a function')}",
-                got="a tensor of which each worker has a block, and one that varies over "
-                + ", ".join(map(repr, clash or sorted(state.varying))),
-                need="tensors of one state, which are whole or lie alike",
-                mend=MEND,
-            )
+        raise LayoutError.at(
+            f"torch.{getattr(func, '__name__', 'a function')}",
+            got="a tensor of which each worker has a block, and one that varies over "
+            + ", ".join(map(repr, clash or sorted(state.varying))),
+            need="tensors of one state, which are whole or lie alike",
+            mend=MEND,
         )
     return state
 
@@ -157,24 +155,20 @@ def _detached(func: Any, args: Any, kwargs: Any) -> Any:
 def _set_data(func: Any, args: Any, kwargs: Any) -> None:
     x, value = args
     if not isinstance(x, PartitionedTensor):
-        raise LayoutError(
-            message(
-                "x.data = p",
-                argument="p",
-                got=describe(value),
-                need="a tensor that this worker has as a whole",
-                mend=MEND,
-            )
+        raise LayoutError.at(
+            "x.data = p",
+            argument="p",
+            got=describe(value),
+            need="a tensor that this worker has as a whole",
+            mend=MEND,
         )
     if tuple(value.shape) != x._placement.layout.shape:
-        raise LayoutError(
-            message(
-                "p.data = x",
-                argument="x",
-                got=describe(value),
-                need=f"a whole of shape {list(x._placement.layout.shape)}, or a tensor that lies as p",
-                mend="p.block().data.copy_(block) for a block",
-            )
+        raise LayoutError.at(
+            "p.data = x",
+            argument="x",
+            got=describe(value),
+            need=f"a whole of shape {list(x._placement.layout.shape)}, or a tensor that lies as p",
+            mend="p.block().data.copy_(block) for a block",
         )
     with _disabled():
         if state_of_tensor(value).varying:
@@ -182,14 +176,12 @@ def _set_data(func: Any, args: Any, kwargs: Any) -> None:
         target_block = split_like(value.detach(), x._placement)
         x._block = target_block._block if isinstance(value, PartitionedTensor) else target_block._block.clone()
         if x.dtype != target_block.dtype or x.device != target_block.device:
-            raise LayoutError(
-                message(
-                    "p.data = x",
-                    argument="x",
-                    got=describe(value),
-                    need=f"{x.dtype} on {x.device}",
-                    mend="module.to(dtype, device) converts parameters",
-                )
+            raise LayoutError.at(
+                "p.data = x",
+                argument="x",
+                got=describe(value),
+                need=f"{x.dtype} on {x.device}",
+                mend="module.to(dtype, device) converts parameters",
             )
         torch.autograd.graph.increment_version(x)
 
@@ -197,13 +189,11 @@ def _set_data(func: Any, args: Any, kwargs: Any) -> None:
 def _no_memory(func: Any, args: Any, kwargs: Any) -> Any:
     name = getattr(func, "__name__", "a function")
     x = next(x for x in tensors_in(args, {}) if isinstance(unwrapped(x), PartitionedTensor))
-    raise LayoutError(
-        message(
-            f"p.{name}",
-            got=describe(unwrapped(x)),
-            need="a tensor that this worker has as a whole: a block is not the whole",
-            mend=MEND,
-        )
+    raise LayoutError.at(
+        f"p.{name}",
+        got=describe(unwrapped(x)),
+        need="a tensor that this worker has as a whole: a block is not the whole",
+        mend=MEND,
     )
 
 
@@ -246,13 +236,11 @@ class _Refusing:
     def __getattr__(self, name: str) -> Any:
         def refuse(*args: Any, **kwargs: Any) -> Any:
             x = next(x for x in args if isinstance(x, PartitionedTensor))
-            raise LayoutError(
-                message(
-                    "a function of bodies",
-                    got=describe(x),
-                    need="what this worker has: a tensor of its own, or a whole",
-                    mend=MEND,
-                )
+            raise LayoutError.at(
+                "a function of bodies",
+                got=describe(x),
+                need="what this worker has: a tensor of its own, or a whole",
+                mend=MEND,
             )
 
         return refuse

@@ -7,7 +7,7 @@ from typing import Any
 from spmd.bridge.torch.layouts import LayoutLike, common_axes, layout_for
 from spmd.bridge.torch.rng import is_drawing
 from spmd.bridge.torch.worker_context import WorkerContext, context_of
-from spmd.errors import LayoutError, MeshError, StateError, message
+from spmd.errors import LayoutError, MeshError, StateError
 from spmd.layout import Layout
 from spmd.mesh import WORKER, Worker
 
@@ -52,13 +52,11 @@ def check_worker(placement: Placement, worker: Worker | None) -> None:
     if worker is None or placement.context is not None and placement.context.worker is worker:
         return
     if worker.group(tuple(layout.axes)).index != placement.index:
-        raise LayoutError(
-            message(
-                "a partitioned tensor",
-                got=f"the block of {layout.describe(placement.index)} on {worker.mesh.describe(worker.index)}",
-                need="the worker that it was made on",
-                mend="spt.state_dict(module) gives whole tensors, which load_state_dict takes on any worker",
-            )
+        raise LayoutError.at(
+            "a partitioned tensor",
+            got=f"the block of {layout.describe(placement.index)} on {worker.mesh.describe(worker.index)}",
+            need="the worker that it was made on",
+            mend="spt.state_dict(module) gives whole tensors, which load_state_dict takes on any worker",
         )
 
 
@@ -68,22 +66,18 @@ def worker_of(placement: Placement, what: str) -> Worker:
     if worker is None and placement.context is not None:
         worker = placement.context.worker  # in a thread of torch
     if worker is None:
-        raise MeshError(
-            message(
-                what,
-                got="a call outside of any body",
-                need=f"all workers, which hold a block each of {list(placement.layout.shape)}",
-                mend="call state_dict() in the body, on every worker; it gives each the whole, as p.whole() does",
-            )
+        raise MeshError.at(
+            what,
+            got="a call outside of any body",
+            need=f"all workers, which hold a block each of {list(placement.layout.shape)}",
+            mend="call state_dict() in the body, on every worker; it gives each the whole, as p.whole() does",
         )
     if is_drawing():
-        raise StateError(
-            message(
-                what,
-                got="a call inside of spt.drawing(), where workers take turns",
-                need="all workers at once",
-                mend="call it before or after",
-            )
+        raise StateError.at(
+            what,
+            got="a call inside of spt.drawing(), where workers take turns",
+            need="all workers at once",
+            mend="call it before or after",
         )
     check_worker(placement, worker)
     return worker
@@ -95,22 +89,20 @@ def layout_of(where: str, shape: tuple[int, ...], spec: LayoutLike, worker: Work
     varying = layout.has_copies and (layout.spec is None or layout.copies == "varying")
     if layout.shape == shape and shape and not varying:
         return layout
-    raise LayoutError(
-        message(
-            where,
-            argument="spec",
-            got=f"{layout} for a parameter of shape {list(shape)}",
-            need="each block on one worker"
-            if varying
-            else f"a layout of shape {list(shape)}"
-            if shape
-            else "a parameter of one dimension or more",
-            mend="a grid without copies"
-            if varying
-            else "a spec or a Grid serves any shape"
-            if shape
-            else "nn.Parameter: numbers are replicated",
-        )
+    raise LayoutError.at(
+        where,
+        argument="spec",
+        got=f"{layout} for a parameter of shape {list(shape)}",
+        need="each block on one worker"
+        if varying
+        else f"a layout of shape {list(shape)}"
+        if shape
+        else "a parameter of one dimension or more",
+        mend="a grid without copies"
+        if varying
+        else "a spec or a Grid serves any shape"
+        if shape
+        else "nn.Parameter: numbers are replicated",
     )
 
 

@@ -21,7 +21,7 @@ from spmd.bridge.torch.partitioned.registry import call, run
 from spmd.bridge.torch.tensor import Tensor, with_state
 from spmd.bridge.torch.tensor_state import GRADIENT_SYNCS, INVARIANT, no_overrides, plain, state_of_tensor
 from spmd.bridge.torch.worker_context import context_of
-from spmd.errors import LayoutError, StateError, describe, message
+from spmd.errors import LayoutError, StateError, describe
 from spmd.layout import Layout, P
 from spmd.mesh import WORKER, here
 from spmd.operators.repartition import Repartition
@@ -204,14 +204,12 @@ class Parameter(PartitionedTensor, metaclass=_ParameterMeta):
         worker = here(where)
         layout = layout_of(where, tuple(whole.shape), spec, worker)
         if isinstance(whole, PartitionedTensor) or state_of_tensor(whole).varying:
-            raise StateError(
-                message(
-                    where,
-                    argument="whole",
-                    got=describe(whole),
-                    need="one tensor, the same on all workers",
-                    mend="spt.Parameter.from_block(block, spec) takes this worker's block",
-                )
+            raise StateError.at(
+                where,
+                argument="whole",
+                got=describe(whole),
+                need="one tensor, the same on all workers",
+                mend="spt.Parameter.from_block(block, spec) takes this worker's block",
             )
         placement = own_placement(layout, worker)
         block = plain(whole).detach()[placement.slices].clone(memory_format=torch.contiguous_format)
@@ -282,15 +280,13 @@ def _leaf_of_block(cls: Any, where: str, block: torch.Tensor, spec: LayoutLike) 
     placement = own_placement(layout, worker)
     extra = state_of_tensor(block).varying - layout.varying
     if tuple(own.shape) != layout.block_shape(placement.index) or extra:
-        raise LayoutError(
-            message(
-                where,
-                argument="block",
-                got=describe(block),
-                need=f"a block of shape {list(layout.block_shape(placement.index))}, of {list(layout.shape)}, "
-                f"on {layout.describe(placement.index)}, one value along the other axes",
-                mend="a spec in place of the layout learns the shapes of all blocks",
-            )
+        raise LayoutError.at(
+            where,
+            argument="block",
+            got=describe(block),
+            need=f"a block of shape {list(layout.block_shape(placement.index))}, of {list(layout.shape)}, "
+            f"on {layout.describe(placement.index)}, one value along the other axes",
+            mend="a spec in place of the layout learns the shapes of all blocks",
         )
     return _new_leaf(cls, own, placement, INVARIANT, False)
 
@@ -396,13 +392,11 @@ def _block(x: Any) -> torch.Tensor:
     inner = unwrapped(x)
     layout = inner._placement.layout
     if tuple(inner.shape) != layout.shape:
-        raise LayoutError(
-            message(
-                "p.block()",
-                got=f"a view of shape {list(inner.shape)} of what lies as {layout}",
-                need=f"the shape {list(layout.shape)}",
-                mend="p.block() first, and the view of that",
-            )
+        raise LayoutError.at(
+            "p.block()",
+            got=f"a view of shape {list(inner.shape)} of what lies as {layout}",
+            need=f"the shape {list(layout.shape)}",
+            mend="p.block() first, and the view of that",
         )
     worker = WORKER.get()
     check_worker(inner._placement, worker)

@@ -1,0 +1,36 @@
+"""What functions and attributes of NumPy mean to a recorded program, and the error where they depend on values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from spmd.errors import JitError, describe
+
+
+def refuse(where: str, x: Any, mend: str) -> JitError:
+    return JitError.at(
+        where,
+        got=f"{describe(x)}, within spmd.jit",
+        need="a program that does not depend on the values of arrays: it is written down once, and done again with "
+        "other values",
+        mend=mend,
+    )
+
+
+NO_NUMBER = "np.where in place of `if`; an argument with the spec None is part of the program; or leave spmd.jit out"
+STATIC = {np.shape, np.ndim, np.size, np.result_type, np.iscomplexobj, np.isrealobj, np.can_cast, np.common_type}
+"""Functions that tell about arrays what is alike each time."""
+BY_VALUE = {
+    *(np.nonzero, np.flatnonzero, np.argwhere, np.extract, np.compress, np.unique, np.union1d, np.intersect1d),
+    *(np.setdiff1d, np.setxor1d, np.trim_zeros, np.bincount, np.unique_all, np.unique_counts, np.unique_inverse),
+    *(np.unique_values, np.array_split, np.split, np.delete, np.insert, np.repeat, np.roots),
+}
+"""Functions whose results may have shapes that depend on values."""
+IN_PLACE = {"fill", "sort", "partition", "put", "itemset", "resize"}
+BARE = {"tobytes", "tofile", "dump", "dumps", "data", "ctypes", "__array_interface__"}
+PLAIN = {np.concatenate, np.max, np.mean, np.min, np.ones_like, np.prod, np.stack, np.sum, np.where, np.zeros_like}
+"""Functions whose results are never views of their arguments; so are those of ufuncs and kernels."""
+TOLD = {"base", "device", "dtype", "flags", "itemsize", "nbytes", "ndim", "shape", "size", "strides"}
+"""What an array tells about itself that is no array."""
