@@ -29,7 +29,7 @@ from spmd.operators.repartition import Repartition
 from spmd.ownership import owned
 from spmd.tracebacks import api_boundary
 from spmd.transport.call import Call
-from spmd.transport.handles import sealed
+from spmd.transport.handles import read_only
 
 __all__ = [
     "DONATED",
@@ -143,7 +143,7 @@ class PartitionedArray:
         blocks = {w: b for w, b in self.blocks.items() if self.layout.positions(w) is not None}
         first = next(iter(blocks.values()))
         if first.shape == self.shape:
-            return sealed(to_host(first))
+            return read_only(to_host(first))
         out = np.empty(self.shape, self.dtype)
         for w, b in blocks.items():
             out[self.layout.slices(w)] = to_host(b)
@@ -347,7 +347,7 @@ def implements(function: Any) -> Callable[[Callable[..., Any]], Callable[..., An
 
 def _unpickled(blocks: dict[int, np.ndarray], layout: Layout, mesh: Mesh, compared: bool | None) -> PartitionedArray:
     """The array of a pickle, whose blocks become read-only again."""
-    x = PartitionedArray({w: sealed(block) for w, block in blocks.items()}, layout, mesh)
+    x = PartitionedArray({w: read_only(block) for w, block in blocks.items()}, layout, mesh)
     x.compared = compared
     return x
 
@@ -391,7 +391,7 @@ for _name, _ufunc in {"neg": np.negative, "abs": np.absolute, "invert": np.inver
 
 
 def as_block(x) -> np.ndarray:
-    return sealed(contiguous(x))
+    return read_only(contiguous(x))
 
 
 _no_device = nullcontext()
@@ -479,7 +479,9 @@ def relayout(x: PartitionedArray, layout: Layout) -> PartitionedArray:
 
     def body(worker: Worker):
         block = worker.comm.given(x.blocks[worker.index])
-        call = Call("relayout", op.axes, x.dtype, block.shape, detail=f"{x.layout} to {layout}", alike=op.alike)
+        call = Call(
+            "relayout", op.axes, x.dtype, block.shape, detail=f"{x.layout} to {layout}", same_shape=op.same_shape
+        )
         return op.start(worker.comm, worker.group(op.axes), block, call).wait()[0]
 
     return share_copies(x.mesh.run(body).results, layout, x.mesh)

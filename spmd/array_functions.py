@@ -157,7 +157,7 @@ def _sum(x: PartitionedArray, axis=None, dtype=None, out=None, keepdims=False) -
         part = contiguous(np.sum(block, axis=tuple(summed), dtype=dtype, keepdims=keepdims))
         if not axes:
             return part
-        call = Call("np.sum", axes, part.dtype, part.shape, alike=True)
+        call = Call("np.sum", axes, part.dtype, part.shape, same_shape=True)
         return worker.comm.all_reduce(worker.group(axes), call, part).wait()
 
     kept = [d for d in range(x.ndim) if d not in summed]

@@ -137,7 +137,9 @@ def _compare(x: Array, value) -> None:
     token = REPLICAS.set(False)
     try:
         block = contiguous(value)
-        call = Call("spmd.debug(replicas=True)", axes, block.dtype, block.shape, alike=None, frame=sys._getframe(2))
+        call = Call(
+            "spmd.debug(replicas=True)", axes, block.dtype, block.shape, same_shape=None, frame=sys._getframe(2)
+        )
         others = [to_host(x) for x in worker.comm.all_gather(group, call, block).wait()]
     finally:
         REPLICAS.reset(token)

@@ -146,7 +146,7 @@ def _inner_outside(a, b):
         # On a device the zeros of the other workers lie on the device too.
         dtype = np.result_type(a.dtype, b.dtype)
         part = mine.astype(dtype) if on_device(mine) else owned_on(worker.mesh, np.asarray(mine, dtype), w)
-        call = Call("inner", axes, part.dtype, part.shape, alike=True)
+        call = Call("inner", axes, part.dtype, part.shape, same_shape=True)
         return worker.comm.all_reduce(worker.group(axes), call, part).wait()
 
     return to_host(next(iter(a.mesh.run(body).results.values())))[()]

@@ -18,7 +18,7 @@ from spmd.map_arguments import MapArgument, cotangent_input
 from spmd.map_results import BodyResults
 from spmd.mesh import Mesh
 from spmd.spec_trees import Leaf
-from spmd.transport.handles import sealed
+from spmd.transport.handles import read_only
 
 __all__ = ["JitEntry"]
 
@@ -86,7 +86,7 @@ def program_inputs(program: Program, blocks: list, variable: list[Leaf | None]) 
 def result_values(results: BodyResults) -> list:
     """The values of recorded results."""
     pairs = zip(results.blocks, results.specs, strict=True)
-    return [slot_of(b) if spec is None else sealed(slot_of(b)) for b, spec in pairs]
+    return [slot_of(b) if spec is None else read_only(slot_of(b)) for b, spec in pairs]
 
 
 def shapes_of(values: list) -> list[Any]:
@@ -106,7 +106,7 @@ def join_results(mesh: Mesh, results: dict[int, list], layouts: list[Any]) -> li
         if layout is None:
             joined.append(first[k])
         else:
-            blocks = mesh.shared(layout, lambda w, k=k: sealed(results[w][k]))
+            blocks = mesh.shared(layout, lambda w, k=k: read_only(results[w][k]))
             joined.append(PartitionedArray(blocks, layout, mesh))
     return joined
 

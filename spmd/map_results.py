@@ -40,12 +40,12 @@ from spmd.replicas.verify import report, verify_shared
 from spmd.spec_trees import Leaf, shown, spread
 from spmd.state import State, state_of
 from spmd.transport.call import Call
-from spmd.transport.handles import Outcome, sealed
+from spmd.transport.handles import Outcome, read_only
 
 
 def as_block(x: Any) -> Any:
     """A computed array as a block: contiguous and read-only."""
-    return sealed(contiguous(x))
+    return read_only(contiguous(x))
 
 
 _RESULT = "an array of numbers, or a number"
@@ -118,7 +118,7 @@ class ResultSpecs:
         elif type(x) in (PartitionedArray, Rooted) or frontend(x) is not None:
             raise self._unsuitable(leaf)
         elif isinstance(x, np.generic | int | float | complex):
-            block = sealed(self._admit(leaf, x))
+            block = read_only(self._admit(leaf, x))
         else:
             bare = self._admit(leaf, x)
             block = owned(bare) if writable(bare) else np.asarray(bare, order="C")
@@ -127,7 +127,7 @@ class ResultSpecs:
             block = worker.mesh.places.moved(block, worker.index)
         copies = tuple(n for n in worker.mesh.axes if n not in spec.varying)
         if not worker.tracked and copies and worker.group(copies).size > 1:
-            call = Call("spmd.map, check=False", copies, block.dtype, block.shape, detail=leaf.path, alike=True)
+            call = Call("spmd.map, check=False", copies, block.dtype, block.shape, detail=leaf.path, same_shape=True)
             group = worker.group(copies)
             block = worker.comm.broadcast(group, call, block if group.index == 0 else None, 0).wait()
         return block

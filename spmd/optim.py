@@ -28,7 +28,7 @@ from spmd.kernels import on_device
 from spmd.lazy_imports import absent
 from spmd.ownership import reclaimed
 from spmd.tracebacks import api_boundary
-from spmd.transport.handles import sealed
+from spmd.transport.handles import read_only
 
 __all__ = [
     "AdamState",
@@ -360,7 +360,7 @@ class _Step(NamedTuple):
             with device_of_worker(mesh, workers[0]):
                 made = fun(*blocks, options=numbers, over=mine)
             for new, to in zip(made, results, strict=True):
-                sealed(new)
+                read_only(new)
                 for w in workers:
                     to[w] = new
         return tuple([PartitionedArray(blocks, layout, mesh) for blocks in results])

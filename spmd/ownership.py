@@ -17,7 +17,7 @@ from spmd.errors import (
 from spmd.kernels import on_device
 from spmd.kernels.memory.pool import Lease
 from spmd.tracebacks import api_boundary
-from spmd.transport.handles import sealed
+from spmd.transport.handles import read_only
 
 __all__ = ["Frozen", "freeze", "owned", "reclaimed", "thaw"]
 
@@ -127,4 +127,4 @@ def owned(a: np.ndarray) -> np.ndarray:
     bare = np.asarray(a)
     if isinstance(a, Frozen) and not a.flags.writeable and a.flags.c_contiguous:
         return bare
-    return sealed(copied(bare))
+    return read_only(copied(bare))

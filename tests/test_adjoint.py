@@ -24,7 +24,7 @@ from spmd.operators.permute import Permute
 from spmd.operators.root import Keep
 from spmd.operators.sums import Sum, Vary, unmoved
 from spmd.testing import AdjointError, check_adjoint, operator_cases, operator_classes, states, table
-from spmd.transport.handles import Done, Mapped, sealed
+from spmd.transport.handles import Done, Mapped, read_only
 from spmd.transport.plan import Forward, Plan
 
 X = ("x",)
@@ -395,7 +395,7 @@ class _Backwards(Permute):
 
 class _Double(Vary):
     def start(self, comm, group, x, call):
-        return Done((sealed(2 * x), self))
+        return Done((read_only(2 * x), self))
 
 
 class _Twice(Sum):
@@ -435,7 +435,7 @@ class _Unsummed(Keep):
 
 class _Doubled(type(Keep(X).H)):
     def start(self, comm, group, x, call):
-        return Mapped(super().start(comm, group, x, call), lambda made: (sealed(2 * made[0]), made[1]))
+        return Mapped(super().start(comm, group, x, call), lambda made: (read_only(2 * made[0]), made[1]))
 
 
 class _WrongSizes(AllGather):
@@ -491,7 +491,7 @@ class _OneCell(Operator):
         y = x.copy()
         if self.misses and group.index == group.size - 1 and x.size:
             y.reshape(-1)[-1] = 0
-        return Done((sealed(y), self))
+        return Done((read_only(y), self))
 
     @property
     def H(self) -> Operator:

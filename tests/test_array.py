@@ -265,7 +265,7 @@ def test_what_has_no_name_is_thawed(shape):
 def test_memory_that_is_used_again_is_thawed_in_place(rows):
     made = []
 
-    def sealed() -> np.ndarray:
+    def read_only() -> np.ndarray:
         x = pool.empty((rows, 100))
         x.fill(3)
         x.setflags(write=False)
@@ -273,10 +273,10 @@ def test_memory_that_is_used_again_is_thawed_in_place(rows):
         return x
 
     for _ in range(3):
-        x = spmd.thaw(sealed())
+        x = spmd.thaw(read_only())
         assert x.ctypes.data == made.pop()
         x += 1
-    named = sealed()
+    named = read_only()
     view = named[1:]
     assert spmd.thaw(named).ctypes.data != made.pop()
     assert not view.flags.writeable

@@ -850,7 +850,7 @@ class _WithoutCorners(HaloExchange):
         for d, stage in enumerate(stages):
             beyond[d][stage.place : stage.place + x.shape[d]] = False
         y[np.ix_(*beyond)] = 0
-        return halo.sealed(y), replace_class(bound, type(self))
+        return halo.read_only(y), replace_class(bound, type(self))
 
 
 @dataclass(frozen=True)
@@ -862,7 +862,7 @@ class _Overwriting(HaloAccumulate):
         out, _ = yield from super()._accumulate(comm, group, g, call)
         own = [slice(s.place, s.place + n) for s, n in zip(stages, self.block, strict=True)]
         only, out = np.array(g[tuple(own)]), np.array(out)
-        return halo.sealed(np.where(out == only, only, out - only).astype(g.dtype)), self
+        return halo.read_only(np.where(out == only, only, out - only).astype(g.dtype)), self
 
 
 @dataclass(frozen=True)
@@ -871,7 +871,7 @@ class _Shifted(HaloAccumulate):
 
     def _accumulate(self, comm, group, g, call):
         out, _ = yield from super()._accumulate(comm, group, g, call)
-        return halo.sealed(np.roll(out, 1, 0)), self
+        return halo.read_only(np.roll(out, 1, 0)), self
 
 
 def replace_class(op, kind):

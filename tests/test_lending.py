@@ -218,8 +218,8 @@ def test_a_block_is_copied_only_where_it_is_handed_over_as_it_is(monkeypatch):
         copies.append(x.nbytes)
         return real(x)
 
-    for module in (spmd.operators.base, spmd.transport.local.comm, spmd.transport.plan, spmd.device):
-        monkeypatch.setattr(module, "copied", counted)
+    for module in ("operators.apply", "operators.blocks", "transport.local.comm", "transport.plan", "device"):
+        monkeypatch.setattr(f"spmd.{module}.copied", counted)
     mesh = Mesh(x=2)
     rows, columns = mesh.layout((64, 64), P("x")), mesh.layout((64, 64), P(None, "x"))
 

@@ -16,7 +16,7 @@ from spmd.operators.base import Operator
 from spmd.operators.halo import HaloAccumulate, HaloExchange
 from spmd.state import VARYING
 from spmd.testing import AdjointReport, check_adjoint, operator_classes
-from spmd.transport.handles import Mapped, sealed
+from spmd.transport.handles import Mapped, read_only
 
 OURS = [kind for kind in operator_classes() if kind.__module__.startswith("spmd.")]
 
@@ -87,7 +87,7 @@ class Spoil:
 
     def before(self, op, group, x):
         if self.name == "overwritten" and op.takes(op.axes[0]) == VARYING and group.index:
-            return sealed(np.zeros_like(x))
+            return read_only(np.zeros_like(x))
         return x
 
     def after(self, op, comm, group, call, y):
@@ -110,7 +110,7 @@ class Spoil:
             case "shifted the wrong way" if op.target == VARYING:
                 turned = comm.exchange(group, call, {(group.index + 1) % group.size: y}).wait()
                 z = next(iter(turned.values())).copy()
-        return sealed(z)
+        return read_only(z)
 
 
 SPOILS = (
@@ -223,7 +223,7 @@ class _LosesCorner(HaloAccumulate):
         y = x.copy()
         if len(self.widths) == 2 and all(low > 0 for ((low, _),) in self.widths):
             y[(0,) * y.ndim] = 0
-        return super().start(comm, group, sealed(y), call)
+        return super().start(comm, group, read_only(y), call)
 
 
 @pytest.mark.parametrize("axes", [{"x": 2, "y": 2}, {"x": 3, "y": 4}, {"z": 2, "y": 2, "x": 2}], ids=str)

@@ -623,7 +623,7 @@ def test_sums_are_written_over_what_can_be_spared(scheduler, dtype, size):
         xs = [(rng.standard_normal(n) * 9).astype(dtype) for n in (size, 5, size, 4)]
         before = [x.copy() for x in xs]
         spare = [me == 0, me == 1, me == 2, False]
-        call = Call("psum", ("x",), xs[0].dtype, (sum(x.size for x in xs),), alike=True)
+        call = Call("psum", ("x",), xs[0].dtype, (sum(x.size for x in xs),), same_shape=True)
         totals = comm.all_reduce_many(group, call, xs, spare).wait()
         for k, (x, old) in enumerate(zip(xs, before, strict=True)):
             written = k == me and k < 2  # over the first worker's or the second one's
@@ -652,7 +652,7 @@ def test_nothing_received_can_be_written_to(scheduler):
             comm.reduce_scatter(group, call_of(group, x), parts()).wait(),
             *comm.all_gather(group, call_of(group, x), x.copy()).wait(),
             *comm.all_to_all(group, call_of(group, x), parts()).wait(),
-            comm.broadcast(group, call_of(group, x, alike=None), x.copy() if group.index == 1 else None, 1).wait(),
+            comm.broadcast(group, call_of(group, x, same_shape=None), x.copy() if group.index == 1 else None, 1).wait(),
             *comm.exchange(group, call_of(group, x), dict(enumerate(parts()))).wait().values(),
         ]
         total = comm.reduce(group, call_of(group, x), x, 2).wait()

@@ -190,7 +190,7 @@ def _inner(a: Any, b: Any) -> Any:
                 bare = [to_host(worker.comm.given(x.blocks[w])).astype(np.clongdouble) for x in (u, v)]
                 total += np.sum(np.conj(bare[0]) * bare[1])
         mine = np.array([total])
-        call = Call("check_adjoint", axes, mine.dtype, mine.shape, alike=True)
+        call = Call("check_adjoint", axes, mine.dtype, mine.shape, same_shape=True)
         return np.sum(worker.comm.all_gather(worker.group(axes), call, mine).wait(), axis=0)[0]
 
     return next(iter(mesh.run(body).results.values()))

@@ -14,7 +14,7 @@ import numpy as np
 from spmd.adjoints.dot import DotTest
 from spmd.adjoints.probing import Lazily, wrong_entries
 from spmd.adjoints.report import AdjointReport, Entry, Place, number, plain
-from spmd.adjoints.trial import InBody, sealed, state_in
+from spmd.adjoints.trial import InBody, read_only, state_in
 from spmd.autodiff.tracer import Array, value_of
 from spmd.device import to_host
 from spmd.layout import Layout, P
@@ -148,7 +148,7 @@ class _Side:
             else:
                 mine = vector[first : first + size]
             data = np.array(mine, a.dtype).reshape(shape)
-            made.append(Array(sealed(data, self.body.worker), state_in(a, self.body.worker)))
+            made.append(Array(read_only(data, self.body.worker), state_in(a, self.body.worker)))
         return made
 
     def read(self, arrays: Sequence) -> np.ndarray:

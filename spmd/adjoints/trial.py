@@ -24,7 +24,7 @@ from spmd.spec_trees import spread
 from spmd.state import ROOTED, VARYING, state_of
 from spmd.transport.call import Call
 
-__all__ = ["Found", "InBody", "Trial", "raised", "sealed", "state_in"]
+__all__ = ["Found", "InBody", "Trial", "raised", "read_only", "state_in"]
 
 Shape = tuple[int, ...]
 
@@ -230,7 +230,7 @@ class Trial(InBody):
                 return np.asarray(to_host(value_of(z))) + factor * np.asarray(to_host(value_of(x)))
 
             blocks = [(z, np.asarray(combined(z, x), z.dtype)) for x, z in zip(xs, others, strict=True)]
-            both = self.forward(*[Array(sealed(data, self.worker), z.state) for z, data in blocks])
+            both = self.forward(*[Array(read_only(data, self.worker), z.state) for z, data in blocks])
             right = (self._close(b, combined(a, o)) for b, o, a in zip(both, outs, apart, strict=True))
             return [k for k, fine in enumerate(right) if not fine]
 
@@ -353,7 +353,7 @@ class Trial(InBody):
             if state not in rngs:  # Workers that hold copies draw the same for them.
                 rngs[state] = self.draw.rng(state, tag)
             signs = rngs[state].choice([-1.0, 1.0], data.shape)
-            new = sealed((data * (1 + np.finfo(data.dtype).eps * signs)).astype(data.dtype), self.worker)
+            new = read_only((data * (1 + np.finfo(data.dtype).eps * signs)).astype(data.dtype), self.worker)
             return Array(new, a.state) if type(a) is Array else new
 
         try:
@@ -396,7 +396,7 @@ class _Draw:
             return np.where(drawn > most, most - drawn, drawn)
 
         data = real() + 1j * real() if dtype.kind == "c" else real()
-        return Array(sealed(np.asarray(data, dtype), self.worker), state)
+        return Array(read_only(np.asarray(data, dtype), self.worker), state)
 
     def like(self, x, tag: int) -> Array:
         """A block of the shape, the dtype and the state of x."""
@@ -406,10 +406,10 @@ class _Draw:
     def shaken(self, x: Array, tag: int) -> Array:
         signs = self.rng(x.state, tag).choice([-1.0, 1.0], np.shape(x.value))
         data = np.asarray(to_host(x.value)) * (1 + np.finfo(x.dtype).eps * signs)
-        return Array(sealed(data.astype(x.dtype), self.worker), x.state)
+        return Array(read_only(data.astype(x.dtype), self.worker), x.state)
 
 
-def sealed(data: np.ndarray, worker: Worker) -> np.ndarray:
+def read_only(data: np.ndarray, worker: Worker) -> np.ndarray:
     """A block that nobody writes to, on the device of its worker."""
     data = np.asarray(data)
     data.flags.writeable = False

@@ -18,7 +18,7 @@ from spmd.layout import Layout, Spec
 from spmd.map_arguments import move_to_layout
 from spmd.mesh import Mesh
 from spmd.spec_trees import spread
-from spmd.transport.handles import sealed
+from spmd.transport.handles import read_only
 
 __all__ = ["Space"]
 
@@ -73,7 +73,7 @@ class Space:
         def block(w: int) -> Any:
             at = tuple(s.start for s in self.layout.slices(w))
             one = np.asarray(f(self.layout.block_shape(w), at), self.dtype, order="C")
-            return sealed(one if self.mesh.places is None else self.mesh.places.own(one, w))
+            return read_only(one if self.mesh.places is None else self.mesh.places.own(one, w))
 
         return PartitionedArray(self.mesh.shared(self.layout, block), self.layout, self.mesh)
 

@@ -24,7 +24,7 @@ from spmd.operators.reduce import AxisName, _names
 from spmd.operators.splitting import agree, given_sizes, normal_axis, split_ways
 from spmd.operators.varying import varying
 from spmd.transport.call import Call, Group, Shape
-from spmd.transport.handles import sealed
+from spmd.transport.handles import read_only
 from spmd.transport.plan import Combine, Concatenate, Make, Plan
 
 __all__ = ["AllToAll", "Piece", "RaggedAllToAll", "all_to_all", "pswapaxes", "ragged_all_to_all"]
@@ -207,7 +207,7 @@ class AddRows(Combine):
                 for p in run:
                     y[p.at : p.at + p.size] += blocks[source][start : start + p.size]
                     start += p.size
-            return sealed(y)
+            return read_only(y)
 
         return make, shape
 
@@ -250,7 +250,9 @@ def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets
     told = np.stack([numbers["output_offsets"], numbers["send_sizes"]], axis=-1)
     *leaves, whole = tree.leaf_positions(treedef)
     detail = "where the rows go"
-    call = Call("ragged_all_to_all", names, told.dtype, told.shape, detail=detail, alike=True, frame=frame, leaf=whole)
+    call = Call(
+        "ragged_all_to_all", names, told.dtype, told.shape, detail=detail, same_shape=True, frame=frame, leaf=whole
+    )
     came = np.stack(worker.comm.all_to_all(group, call, [np.ascontiguousarray(t) for t in told]).wait())
     _check_sizes(came[..., 1], numbers["recv_sizes"], worker, group)
     for _, n in rows:
@@ -269,7 +271,7 @@ def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets
         if other is not None:
             found.append(other.where(varying(new, names), arrived, y))
         else:
-            found.append(sealed(np.where(varying(new, names), arrived, y)))
+            found.append(read_only(np.where(varying(new, names), arrived, y)))
     return tree.unflatten(treedef, found)
 
 

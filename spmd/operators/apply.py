@@ -34,7 +34,7 @@ from spmd.operators.varying import admitted, outside, vary
 from spmd.state import State, state_of
 from spmd.transport.base import Comm
 from spmd.transport.call import LEDGERS
-from spmd.transport.handles import Done, Handle, sealed
+from spmd.transport.handles import Done, Handle, read_only
 
 
 def operate(op: Collective, x, frame: FrameType | None = None) -> Any:
@@ -81,22 +81,22 @@ def _begin(op: Collective, x, worker: Worker, frame) -> Callable[[], Any]:
 
 
 def _begin_bare(op: Collective, x, worker: Worker, frame) -> Callable[[], Any]:
-    """`_begin` in a body whose arrays carry no state. A block that could be written to is lent: it is read until the
-    collective is over, and copied only by those that hand blocks over as they are."""
-    block, lent = bare_block(x, op), False
+    """`_begin` in a body whose arrays carry no state. A block that could be written to is borrowed: it is read until
+    the collective is over, and copied only by those that hand blocks over as they are."""
+    block, borrowed = bare_block(x, op), False
     x = x if isinstance(x, np.ndarray | np.generic) else block  # what came otherwise may share its memory too
     if writable(x) and not on_device(block):
-        lent = block.flags.c_contiguous
-        block = sealed(block.view()) if lent else copied(block)
+        borrowed = block.flags.c_contiguous
+        block = read_only(block.view()) if borrowed else copied(block)
     if block.dtype == bool and op.adds:
         block = block.astype(np.int64)
-    begun = launch(op, block, worker, frame, lent=lent)
-    if not lent:
+    begun = launch(op, block, worker, frame, borrowed=borrowed)
+    if not borrowed:
         return lambda: begun()[0]
 
     def finish():
         result = begun()[0]
-        return sealed(copied(result)) if np.may_share_memory(result, x) else result
+        return read_only(copied(result)) if np.may_share_memory(result, x) else result
 
     return finish
 
@@ -137,18 +137,18 @@ def _apply(op: Collective, x, worker: Worker, frame) -> Callable[[], tuple[Any, 
 
 
 def launch(
-    op: Collective, x, worker: Worker, frame, asks: list[bool] | None = None, lent: bool = False
+    op: Collective, x, worker: Worker, frame, needs_grad: list[bool] | None = None, borrowed: bool = False
 ) -> Callable[[], tuple[Any, Collective]]:
     """Start on a bare block. A number that is varied stays a number, weakly typed.
 
     frame: from where it was called; None: from the nearest line of the user's above.
-    asks: whether the block is differentiated; once finished, whether that of any member is.
-    lent: whether the block may be written to when the collective is over.
+    needs_grad: whether the block is differentiated; once finished, whether that of any member is.
+    borrowed: whether the block may be written to when the collective is over.
     """
     if worker.program is not None and type(op) is not Vary:
         found = _written_down(op, x, worker, frame)
         return lambda: found
-    return _start(op, x, worker, frame, asks, lent).wait
+    return _start(op, x, worker, frame, needs_grad, borrowed).wait
 
 
 class _Line:
@@ -174,7 +174,9 @@ def _written_down(op: Collective, x: Any, worker: Worker, frame: Any) -> tuple[A
     return block, line.bound
 
 
-def _start(op: Collective, x, worker: Worker, frame, asks: list[bool] | None = None, lent: bool = False) -> Handle:
+def _start(
+    op: Collective, x, worker: Worker, frame, needs_grad: list[bool] | None = None, borrowed: bool = False
+) -> Handle:
     """`launch`: the handle, whose result is the new block and the bound operator."""
     for ledger in LEDGERS.get():
         ledger.operator(worker.index, type(op).__name__, op.axes)
@@ -184,7 +186,7 @@ def _start(op: Collective, x, worker: Worker, frame, asks: list[bool] | None = N
         x = contiguous(x)
     group = worker.group(op.axes)
     op.check(group, x)
-    return op.start(worker.comm, group, x, call_of(op, x, worker, frame, asks, lent))
+    return op.start(worker.comm, group, x, call_of(op, x, worker, frame, needs_grad, borrowed))
 
 
 def _recorded(bound: Collective, x: Array, ans: Any, state: State) -> Array:

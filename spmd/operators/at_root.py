@@ -33,7 +33,7 @@ from spmd.operators.sums import Vary
 from spmd.state import REPLICAS, state_of
 from spmd.tracebacks import shorten
 from spmd.transport.call import Call, Group
-from spmd.transport.handles import Handle, sealed
+from spmd.transport.handles import Handle, read_only
 from spmd.transport.plan import Plan
 
 __all__ = ["at_root"]
@@ -228,7 +228,7 @@ class _Call:
             np.dtype(np.uint8),
             shape,
             detail=detail,
-            alike=None,
+            same_shape=None,
             frame=self.frame,
             leaf=self.whole,
         )
@@ -237,7 +237,7 @@ class _Call:
 
     def nothing(self, like: _Like):
         """What another worker than the root has of a result."""
-        block = sealed(np.zeros((0,), _heard(like.dtype)))
+        block = read_only(np.zeros((0,), _heard(like.dtype)))
         if self.worker.mesh.places is not None:
             block = self.worker.mesh.places.own(block, self.worker.index)
         return self.worker.carrying(block, state_of(like.varying))

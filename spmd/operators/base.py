@@ -215,7 +215,7 @@ class Collective:
     called: what the user called, where that is another function, or a tree. It is part of what all members agree on.
     function: the name of the function that users write. source and target: the state along the axes that it takes
     and gives. adds: it refuses an Invariant array (which would be multiplied), others insert `Vary`.
-    alike: whether all members must bring blocks of one shape (None: not even of as many dimensions).
+    same_shape: whether all members must bring blocks of one shape (None: not even of as many dimensions).
     """
 
     axes: tuple[str, ...]
@@ -225,7 +225,7 @@ class Collective:
     source: ClassVar[str] = VARYING
     target: ClassVar[str] = VARYING
     adds: ClassVar[bool] = False
-    alike: ClassVar[bool | None] = False
+    same_shape: ClassVar[bool | None] = False
 
     def plan(self, group: Group, shape: Shape, dtype: np.dtype) -> Any:
         """What moves of a block of this shape and dtype, and what is made of what comes: a `Plan`, from which all else

@@ -12,7 +12,7 @@ from spmd.errors import StateError, describe
 from spmd.kernels import on_device
 from spmd.mesh import WORKER
 from spmd.operators.base import Collective
-from spmd.transport.handles import sealed
+from spmd.transport.handles import read_only
 
 __all__ = ["bare_block", "owned_block"]
 
@@ -21,7 +21,7 @@ def owned_block(x, op: Collective) -> np.ndarray:
     """A block that nobody else writes to, on the device of the mesh."""
     block = bare_block(x, op)
     shared = x if isinstance(x, np.ndarray | np.generic) else block
-    return sealed(copied(block)) if writable(shared) and not on_device(block) else block
+    return read_only(copied(block)) if writable(shared) and not on_device(block) else block
 
 
 def bare_block(x, op: Collective) -> np.ndarray:

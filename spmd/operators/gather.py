@@ -95,7 +95,7 @@ class ReduceScatter(_Split):
 
     function: ClassVar[str] = "psum_scatter"
     adds: ClassVar[bool] = True
-    alike: ClassVar[bool] = True
+    same_shape: ClassVar[bool] = True
 
     @cached_property
     def detail(self) -> str:

@@ -131,7 +131,7 @@ def _sum_of_gradients(
     if call is None:
         size, listed = sum(map(math.prod, shapes)), ", ".join(str([*shape]) for shape in shapes)
         detail, leaf = f"gradients of shapes {listed}", _arguments(places)
-        call = Call("psum", axes, dtype, (size,), detail=detail, alike=True, frame=user, leaf=leaf)
+        call = Call("psum", axes, dtype, (size,), detail=detail, same_shape=True, frame=user, leaf=leaf)
         bounded(_calls)[key] = call  # It keeps the code, so that no other has its id.
     return call
 

@@ -49,7 +49,7 @@ from spmd.operators.sums import unmoved
 from spmd.tracebacks import shorten
 from spmd.transport.base import Comm
 from spmd.transport.call import Call, Group, Shape
-from spmd.transport.handles import Chained, Handle, sealed
+from spmd.transport.handles import Chained, Handle, read_only
 from spmd.transport.plan import NeedsShapes, Plan, Plans
 
 __all__ = ["HaloAccumulate", "HaloExchange", "halo_accumulate", "halo_exchange"]
@@ -105,7 +105,7 @@ class HaloExchange(Halo):
         # The result is made once, and the block put where it stands in it, while the first messages are under way if
         # nobody writes to the block; each dimension then fills a little more.
         block, result, room = x, x, None
-        if call.lent and plans.room is not None and plans.steps:
+        if call.borrowed and plans.room is not None and plans.steps:
             room, result = plans.room.place(x, True)
             block = room[plans.room.window]
         for plan in plans.steps:
@@ -255,7 +255,7 @@ class HaloAccumulate(Halo):
             for t, m in combine.sends.items():  # in the order of the workers
                 add_ranges(out, m, came[t], combine.d)
             g = out
-        return sealed(g if g is x or (mine and g.flags.c_contiguous) else copied(g)), plans.bound
+        return read_only(g if g is x or (mine and g.flags.c_contiguous) else copied(g)), plans.bound
 
     def repeatable_plan(self, group: Group, x: np.ndarray) -> Plan | None:
         """Where halos are of one dimension."""

@@ -20,7 +20,7 @@ from spmd.operators.halo_geometry import (
     whole_piece,
 )
 from spmd.transport.call import Group, Shape
-from spmd.transport.handles import sealed
+from spmd.transport.handles import read_only
 from spmd.transport.plan import Combine, Make, Plan, Plans
 
 Place = tuple[Any, Any, bool]
@@ -181,7 +181,7 @@ class FillHalo(Combine):
             out, whole = begun or self.begin(plan, x)
             for s, _, places in self.takes:
                 _fill(out, blocks[s], places, self.d)
-            return sealed(whole)
+            return read_only(whole)
 
         return make, shape
 
@@ -258,7 +258,7 @@ class AddHalo(Combine):
             out = self.begin(plan, g) if begun is None else begun
             for t, m in self.sends.items():  # in the order of the workers
                 add_ranges(out, m, blocks[t], self.d)
-            return sealed(out)
+            return read_only(out)
 
         return make, block
 

@@ -184,7 +184,7 @@ def sendrecv(x, axis_name: AxisName, source: Partner, dest: Partner):
     partners = {argument: _partners(argument, partner, group) for argument, partner in given.items()}
     if any(type(p) is int for p in partners.values()):
         mine = np.array([p if type(p) is int else p[group.index] for p in partners.values()], np.int64)
-        call = Call("sendrecv", names, mine.dtype, mine.shape, detail="the partners", alike=True, frame=frame)
+        call = Call("sendrecv", names, mine.dtype, mine.shape, detail="the partners", same_shape=True, frame=frame)
         everyones = np.stack(worker.comm.all_gather(group, call, mine).wait())
         partners = {argument: everyones[:, i].tolist() for i, argument in enumerate(partners)}
     sources, dests = partners["source"], partners["dest"]

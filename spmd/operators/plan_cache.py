@@ -108,11 +108,11 @@ def _prepare(
     return known
 
 
-def call_of(op: Collective, x, worker: Worker, frame, asks: list[bool] | None, lent: bool) -> Call:
+def call_of(op: Collective, x, worker: Worker, frame, needs_grad: list[bool] | None, borrowed: bool) -> Call:
     """What a worker calls, and from where. The same line calls the same with every block of a shape: that is made once,
     but for what is told of one block alone."""
-    user, alone = caller(frame), asks is not None or worker.mesh.places is not None
-    key = None if user is None or alone else (id(user.f_code), user.f_lasti, x.dtype, x.shape, lent)
+    user, alone = caller(frame), needs_grad is not None or worker.mesh.places is not None
+    key = None if user is None or alone else (id(user.f_code), user.f_lasti, x.dtype, x.shape, borrowed)
     call = op.calls.get(key)
     if call is None:
         admit_dtype(x.dtype, f"spmd.{op.function}", lambda: describe(x))
@@ -120,9 +120,20 @@ def call_of(op: Collective, x, worker: Worker, frame, asks: list[bool] | None, l
         if called.forward:
             detail += f"{', ' if detail else ''}the adjoint of {called.forward}"
         call = Call(
-            called.function, op.axes, x.dtype, x.shape, detail=detail, alike=op.alike, frame=user, leaf=called.leaf
+            called.function,
+            op.axes,
+            x.dtype,
+            x.shape,
+            detail=detail,
+            same_shape=op.same_shape,
+            frame=user,
+            leaf=called.leaf,
         )
-        call.lent, call.asks, call.host = lent, asks, worker.mesh.places is not None and not on_device(x)
+        call.borrowed, call.needs_grad, call.host = (
+            borrowed,
+            needs_grad,
+            worker.mesh.places is not None and not on_device(x),
+        )
         if key is not None:
             bounded(op.calls)[key] = call  # It keeps the code, so that no other has its id.
     return call

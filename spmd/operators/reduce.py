@@ -201,7 +201,7 @@ class Extremum(Collective):
     target: ClassVar[str] = INVARIANT
 
     @property
-    def alike(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def same_shape(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Blocks may be uneven along the dimensions that go away."""
         return not self.dims
 
@@ -239,7 +239,7 @@ class Extremum(Collective):
             return result[0][:-1].reshape(y.shape), self
 
         plan = self.plan(group, packed.shape, packed.dtype)
-        return Mapped(comm.run(plan, call.of(packed.shape, alike=True), packed), unpack)
+        return Mapped(comm.run(plan, call.of(packed.shape, same_shape=True), packed), unpack)
 
     def _empty(self) -> LayoutError:
         return LayoutError.at(
@@ -262,7 +262,7 @@ class Extremum(Collective):
             if empty
             else (np.max if self.how == "max" else np.min)(x, axis=self.dims)
         )
-        call = call.of(y.shape, alike=True)
+        call = call.of(y.shape, same_shape=True)
         return (yield comm.run(self.plan(group, y.shape, y.dtype), call, contiguous(y)))
 
     def pull(self, g, x, ans):

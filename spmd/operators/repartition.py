@@ -43,7 +43,7 @@ class _Relayout(Operator):
     src: Layout
     dst: Layout
 
-    alike: ClassVar[bool | None] = None
+    same_shape: ClassVar[bool | None] = None
 
     @property
     def layouts(self) -> tuple[Layout, Layout]:

@@ -104,7 +104,7 @@ class _AtRoot(Operator):
     """An operator to or from the worker at place `root` along the axes."""
 
     root: int = 0
-    alike: ClassVar[bool | None] = None
+    same_shape: ClassVar[bool | None] = None
 
     def out_state(self, state: State) -> State:
         return state_of(state.varying - set(self.axes)) if self.target == ROOTED else super().out_state(state)
@@ -167,7 +167,7 @@ class SumReduce(_AtRoot):
     function: ClassVar[str] = "sum_reduce"
     target: ClassVar[str] = ROOTED
     adds: ClassVar[bool] = True
-    alike: ClassVar[bool | None] = True
+    same_shape: ClassVar[bool | None] = True
 
     def plan(self, group: Group, shape: Shape, dtype: np.dtype) -> Plan:
         parts = [... if k == self.root else None for k in range(group.size)]
@@ -324,7 +324,7 @@ class Gather(_InPieces):
 
     function: ClassVar[str] = "gather"
     target: ClassVar[str] = ROOTED
-    alike: ClassVar[bool | None] = False
+    same_shape: ClassVar[bool | None] = False
 
     def check(self, group: Group, x: np.ndarray) -> None:
         super().check(group, x)
@@ -464,7 +464,7 @@ def gather(x, axis_name: AxisName, *, axis: int = 0, root: int = 0):
     Gather(names, root).check_root(group)
     mine = np.array([n for s in shapes for n in s], np.int64)
     whole, detail = tree.leaf_positions(treedef)[-1], "the shapes of the blocks"
-    call = Call("gather", names, mine.dtype, mine.shape, detail=detail, alike=True, frame=frame, leaf=whole)
+    call = Call("gather", names, mine.dtype, mine.shape, detail=detail, same_shape=True, frame=frame, leaf=whole)
     everyones = [b.tolist() for b in worker.comm.all_gather(group, call, mine).wait()]
     found, at = [], 0
     for k, (leaf, shape, d) in enumerate(zip(leaves, shapes, along, strict=True)):

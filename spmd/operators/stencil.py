@@ -32,7 +32,7 @@ from spmd.operators.memo import bounded, interned, rebound
 from spmd.spellings import closest
 from spmd.transport.base import Comm
 from spmd.transport.call import Call, Group
-from spmd.transport.handles import Chained, Handle, sealed
+from spmd.transport.handles import Chained, Handle, read_only
 from spmd.transport.plan import Plans
 
 __all__ = ["Stencil", "checked_offsets", "stencil"]
@@ -171,7 +171,7 @@ class Stencil(Operator):
             at_high = at_low if of_high is of_low else stencil(of_high, closed)
             y[along(d, 0, low)] = at_low[along(d, 0, low)]
             y[along(d, y.shape[d] - high, None)] = at_high[along(d, at_high.shape[d] - high, None)]
-        return sealed(y), rebound(self, sizes=tuple(sizes))
+        return read_only(y), rebound(self, sizes=tuple(sizes))
 
     @property
     def H(self) -> Operator:

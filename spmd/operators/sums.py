@@ -65,7 +65,7 @@ class Sum(Operator):
     function: ClassVar[str] = "psum"
     target: ClassVar[str] = INVARIANT
     adds: ClassVar[bool] = True
-    alike: ClassVar[bool] = True
+    same_shape: ClassVar[bool] = True
 
     def plan(self, group: Group, shape: Shape, dtype: np.dtype) -> Plan:
         return reduce_to_all(self, group, shape, dtype)

@@ -37,7 +37,7 @@ from spmd.replicas.records import Source, source_of
 from spmd.replicas.verify import verify_replicas
 from spmd.state import INVARIANT, VARYING, State, state_of
 from spmd.tracebacks import api_boundary
-from spmd.transport.handles import sealed
+from spmd.transport.handles import read_only
 
 __all__ = ["Join"]
 
@@ -182,7 +182,7 @@ class Join(Mixing):
         return g
 
     def kept(self, g):
-        return sealed(copied(g)) if WORKER.get() is not None and writable(g) else g
+        return read_only(copied(g)) if WORKER.get() is not None and writable(g) else g
 
 
 _NUMERIC = (np.ndarray, np.generic, float, complex)

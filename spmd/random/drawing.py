@@ -13,7 +13,7 @@ from spmd.mesh import WORKER, Mesh
 from spmd.operators.varying import varying
 from spmd.placement import mesh_for
 from spmd.random.arguments import key_words, varying_axes
-from spmd.transport.handles import sealed
+from spmd.transport.handles import read_only
 
 SPLITS, FOLDS = 1, 2
 """The streams of a key for `split` and `fold_in`; numbers come from stream 0."""
@@ -60,7 +60,7 @@ def draw(
     layout = on.layout(shape, spec, where)
     if worker is not None:
         return with_state(_block(make, layout, on, worker.index), layout.varying | varying_axes(key))
-    return PartitionedArray(on.shared(layout, lambda w: sealed(_block(make, layout, on, w))), layout, on)
+    return PartitionedArray(on.shared(layout, lambda w: read_only(_block(make, layout, on, w))), layout, on)
 
 
 def _block(make: Callable[[Any, Mesh, int], Any], layout: Layout, on: Mesh, worker: int) -> Any:
@@ -74,4 +74,4 @@ def with_state(x: Any, axes: frozenset[str]) -> Any:
     worker = WORKER.get()
     if worker is None or not worker.tracked:
         return x
-    return varying(sealed(x), tuple(n for n in worker.mesh.axes if n in axes))
+    return varying(read_only(x), tuple(n for n in worker.mesh.axes if n in axes))

@@ -32,7 +32,7 @@ def checks_are_on() -> bool:
 
 class Comm(ABC):
     """One worker's view of a transport. Whole blocks are C-contiguous, parts of them may be views of any strides;
-    received ones are read-only, and where workers share memory they are the very views that were sent, if not lent.
+    received ones are read-only, and where workers share memory they are the very views that were sent, if not borrowed.
 
     The public verbs count what they cost, in messages and bytes that this worker sends; engines implement the
     protected ones. The cost is logical (that of the usual algorithm), the same in every transport.
@@ -52,7 +52,7 @@ class Comm(ABC):
             return self._run_with_shapes(plan, call, x)
         if plan.kind == "none":
             blocks = [part_of(x, part) for part in plan.parts]
-            return Done(plan.finish(x, blocks, begun=plan.combine.begin(plan, x, call.lent)))
+            return Done(plan.finish(x, blocks, begun=plan.combine.begin(plan, x, call.borrowed)))
         self._count_plan(plan, x)
         return self._run(plan, call, x)
 
@@ -85,7 +85,7 @@ class Comm(ABC):
             handle = self._all_to_all(group, call, [*plan.sends(x).values()])
             return Mapped(handle, lambda blocks: plan.finish(like, blocks))
         handle = self._exchange(group, call, plan.sends(x))
-        begun = plan.combine.begin(plan, x, call.lent)
+        begun = plan.combine.begin(plan, x, call.borrowed)
         return Mapped(handle, lambda came: plan.finish(like, [came.get(k) for k in range(group.size)], begun=begun))
 
     def _run_with_shapes(self, needs: NeedsShapes, call: Call, x: Any) -> Handle:

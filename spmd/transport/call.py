@@ -75,20 +75,33 @@ class Call:
     """One worker's side of a collective: the operator, its parameters, and what it brings.
 
     op: the function's name as users write it. detail: the parameters that must agree. leaf: which leaf of which tree
-    the block is, if the user gave a tree. shape: of the block. alike: all members must bring the same shape (False: as
-    many dimensions; None: any). frame: where the user called from; only its code and place in it are kept, because a
-    frame would keep the user's arrays alive.
+    the block is, if the user gave a tree. shape: of the block. same_shape: all members must bring the same shape
+    (False: as many dimensions; None: any). frame: where the user called from; only its code and place in it are kept,
+    because a frame would keep the user's arrays alive.
     host: what it moves lies on the host, though blocks may lie on a device.
-    lent: whether what it brings may be written to when the collective is over: nobody may keep it, or a view of it.
-    asks: [whether this worker's block is differentiated], where that is to be agreed upon: when the members have met it
-    says whether any member's is.
+    borrowed: whether what it brings may be written to when the collective is over: nobody may keep it, or a view of it.
+    needs_grad: [whether this worker's block is differentiated], where that is to be agreed upon: when the members have
+    met it says whether any member's is.
     number: what a transport tells it by, once that is known.
 
     Workers who call the same from one line may share one object, so whoever is given a call does not write to it.
     """
 
     __slots__ = (
-        *("alike", "asks", "axes", "code", "detail", "dtype", "host", "instruction", "leaf", "lent", "number", "op"),
+        *(
+            "same_shape",
+            "needs_grad",
+            "axes",
+            "code",
+            "detail",
+            "dtype",
+            "host",
+            "instruction",
+            "leaf",
+            "borrowed",
+            "number",
+            "op",
+        ),
         "shape",
     )
 
@@ -100,7 +113,7 @@ class Call:
         shape: tuple[int, ...],
         *,
         detail: str = "",
-        alike: bool | None = False,
+        same_shape: bool | None = False,
         frame: FrameType | None = None,
         leaf: Leaf | None = None,
     ):
@@ -109,27 +122,27 @@ class Call:
         self.detail = detail
         self.dtype = dtype
         self.shape = shape
-        self.alike = alike
+        self.same_shape = same_shape
         self.leaf = leaf
         self.host = False
-        self.lent = False
-        self.asks: list[bool] | None = None
+        self.borrowed = False
+        self.needs_grad: list[bool] | None = None
         self.number: int | None = None
         user = caller(frame) if frame is not None else None
         self.code = user.f_code if user is not None else None
         self.instruction = user.f_lasti if user is not None else 0
 
-    def of(self, shape: tuple[int, ...], *, alike: bool | None = None) -> Call:
-        """The same call, that brings a block of another shape. alike: where that is to be different."""
+    def of(self, shape: tuple[int, ...], *, same_shape: bool | None = None) -> Call:
+        """The same call, that brings a block of another shape. same_shape: where that is to be different."""
         other = copy(self)
         other.shape, other.number = shape, None
-        other.alike = self.alike if alike is None else alike
+        other.same_shape = self.same_shape if same_shape is None else same_shape
         return other
 
     @property
     def key(self) -> tuple[Any, ...]:
         """What must be equal on all members."""
-        shape = self.shape if self.alike else None if self.alike is None else len(self.shape)
+        shape = self.shape if self.same_shape else None if self.same_shape is None else len(self.shape)
         return self.op, self.axes, self.detail, self.dtype, shape, self.leaf and self.leaf.digest
 
     def __str__(self) -> str:

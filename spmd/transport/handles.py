@@ -10,7 +10,7 @@ import numpy as np
 if TYPE_CHECKING:
     pass
 
-__all__ = ["Chained", "Done", "Handle", "Outcome", "sealed"]
+__all__ = ["Chained", "Done", "Handle", "Outcome", "read_only"]
 
 
 class Handle(Protocol):
@@ -21,7 +21,7 @@ class Handle(Protocol):
         ...
 
 
-def sealed(x: Any) -> Any:
+def read_only(x: Any) -> Any:
     """An array as one that nobody writes to, in place."""
     if type(x) is np.ndarray:
         x.setflags(False)  # pyright: ignore[reportCallIssue]  (by its name it takes twice as long)

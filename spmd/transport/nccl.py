@@ -101,7 +101,7 @@ class NcclComm(Comm):
             # Its making takes the device; what is under way there could wait for what comes after it.
             current().stream.synchronize()
             mine = np.array(nccl.get_unique_id() if group.index == 0 else (), np.int64)
-            about = Call(call.op, call.axes, mine.dtype, mine.shape, detail="where NCCL meets", alike=None)
+            about = Call(call.op, call.axes, mine.dtype, mine.shape, detail="where NCCL meets", same_shape=None)
             about.host = True
             told = self.host._broadcast(group, about, mine if group.index == 0 else None, 0).wait()
             found = nccl.NcclCommunicator(group.size, tuple(told.tolist()), group.index)

@@ -22,7 +22,7 @@ from spmd.kernels.memory import pool
 from spmd.kernels.parallel import split_work
 from spmd.layout import Box, block_sizes, offsets
 from spmd.transport.call import Group, Shape
-from spmd.transport.handles import sealed
+from spmd.transport.handles import read_only
 
 __all__ = [
     "Combine",
@@ -316,7 +316,7 @@ class Reduce(Combine):
 
 
 def _combined(how: str, x: Any, blocks: Sequence[Any], *more: Any) -> Any:
-    return sealed(kernels.of(x).combine(blocks, how))
+    return read_only(kernels.of(x).combine(blocks, how))
 
 
 @dataclass(frozen=True)
@@ -333,13 +333,13 @@ class Forward(Combine):
     def complete(self, plan: Plan, shapes: Shapes) -> tuple[Make, Shape]:
         source, me, fill = self.source, plan.group.index, self.fill
         if source is None:
-            return lambda x, *more: sealed(zeros(fill, x)), fill
+            return lambda x, *more: read_only(zeros(fill, x)), fill
         if source == me:
-            return lambda x, blocks, *more: sealed(contiguous(blocks[me])), shapes[me]
+            return lambda x, blocks, *more: read_only(contiguous(blocks[me])), shapes[me]
 
         def make(x: Any, blocks: Sequence[Any], fresh: bool = True, begun: Any = None) -> Any:
             block = blocks[source]
-            return sealed(owned(block) if fresh else contiguous(block))
+            return read_only(owned(block) if fresh else contiguous(block))
 
         return make, shapes[source]
 
@@ -365,11 +365,11 @@ class Concatenate(Combine):
 
         def make(x: Any, blocks: Sequence[Any], fresh: bool = True, begun: Any = None) -> Any:
             if not (fresh and places and type(blocks[0]) is np.ndarray and split_work.plain(nbytes)):
-                return sealed(whole(blocks, axis, fresh))
+                return read_only(whole(blocks, axis, fresh))
             out = empty(shape, plan.dtype)
             for place, block in zip(places, blocks, strict=True):
                 out[place] = block
-            return sealed(out)
+            return read_only(out)
 
         return make, shape
 
@@ -413,11 +413,11 @@ class PlaceBoxes(Combine):
         def make(x: Any, blocks: Sequence[Any], fresh: bool = True, begun: Any = None) -> Any:
             parts = [blocks[k] for k in sources]
             if not parts:
-                return sealed(zeros(shape, x))
+                return read_only(zeros(shape, x))
             if only:
-                return sealed(copied(parts[0]) if fresh else contiguous(parts[0]))
+                return read_only(copied(parts[0]) if fresh else contiguous(parts[0]))
             engine = kernels.of(x)
-            return sealed((engine.add_boxes if adds else engine.unpack)(shape, boxes, parts))
+            return read_only((engine.add_boxes if adds else engine.unpack)(shape, boxes, parts))
 
         return make, shape
 

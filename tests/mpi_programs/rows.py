@@ -39,7 +39,7 @@ def body(worker) -> str:
         where = [turn != 5 or k != 2 for k in range(3)]
         xs = [laid(block(size, column) + turn, where[column]) for size in sizes]
         where = [all(where)] * 3
-        call = Call("many", ("c",), xs[0].dtype, (sum(sizes),), alike=True)
+        call = Call("many", ("c",), xs[0].dtype, (sum(sizes),), same_shape=True)
         spare = [turn % 2 == 1 and k != 3 for k in range(len(xs))]
         mine = [x.ctypes.data for x in xs]
         totals = worker.comm.all_reduce_many(worker.group(("c",)), call, xs, spare).wait()
@@ -52,7 +52,7 @@ def body(worker) -> str:
         # A small one that goes by itself beside a large one: it lies where others can read it, and is not to be spared.
         pair = [laid(block(size, column) + turn, True) for size in (100_000, 20_000)]
         pair[1].flags.writeable = turn % 3 > 0
-        call = Call("pair", ("c",), pair[0].dtype, (120_000,), alike=True)
+        call = Call("pair", ("c",), pair[0].dtype, (120_000,), same_shape=True)
         totals = worker.comm.all_reduce_many(worker.group(("c",)), call, pair, [True, turn % 4 == 3]).wait()
         for k, total in enumerate(totals):
             assert np.array_equal(total, sum(block(total.size, j) + turn for j in range(3)))

@@ -100,7 +100,7 @@ def verbs(worker, axes: tuple[str, ...], dtype: str, shape: tuple[int, ...]) -> 
     x = draw(me, shape, dtype)
 
     def call(name: str, x, alike: bool | None = False) -> Call:
-        return Call(name, axes, x.dtype, x.shape, alike=alike)
+        return Call(name, axes, x.dtype, x.shape, same_shape=alike)
 
     def planned(kind: str, name: str, x, parts: list, combine) -> np.ndarray:
         plan = Plan(kind, group, x.shape, x.dtype, parts, combine, lambda _: None)
@@ -242,7 +242,7 @@ def around(worker, axes: tuple[str, ...]) -> dict[str, object]:
 
         x, uneven = block(most), block(most + k - 1)
         parts = [block(most + j - 1) for j in range(n)]
-        same, any_shape = (Call("around", axes, y.dtype, y.shape, alike=y is x) for y in (x, uneven))
+        same, any_shape = (Call("around", axes, y.dtype, y.shape, same_shape=y is x) for y in (x, uneven))
         found[f"{most}"] = [
             comm.all_reduce(group, same, x).wait(),
             comm.all_gather(group, any_shape, uneven).wait(),
@@ -254,11 +254,11 @@ def around(worker, axes: tuple[str, ...]) -> dict[str, object]:
     for dtype in ("float64", "complex64"):
         xs = [draw(worker.index, shape, dtype) for shape in [(7,), (70001,), (), (3, 40000), (0,), (12,)]]
         for some in (xs, xs[1:2], xs[3:]):
-            call = Call("many", axes, np.dtype(dtype), (sum(y.size for y in some),), alike=True)
+            call = Call("many", axes, np.dtype(dtype), (sum(y.size for y in some),), same_shape=True)
             found[f"{len(some)} of {dtype}"] = comm.all_reduce_many(group, call, some).wait()
     for dtype in ("float16", "float32", "complex64"):
         xs = [draw(worker.index, shape, dtype) for shape in [(150001,), (7,), (3, 50000)]]
-        call = Call("spare", axes, np.dtype(dtype), (sum(y.size for y in xs),), alike=True)
+        call = Call("spare", axes, np.dtype(dtype), (sum(y.size for y in xs),), same_shape=True)
         found[f"spare of {dtype}"] = comm.all_reduce_many(group, call, list(map(copied, xs)), [True] * 3).wait()
     return found
 
@@ -349,7 +349,7 @@ def in_flight(worker, axes: tuple[str, ...]) -> dict[str, object]:
     for k, over in enumerate([axes, all_axes, axes, axes]):
         for size in (7, 50000):
             x = draw(worker.index, (size,), "float64", k)
-            call = Call("sum", over, x.dtype, x.shape, alike=True)
+            call = Call("sum", over, x.dtype, x.shape, same_shape=True)
             handles.append(comm.all_reduce(worker.group(over), call, x))
             handles.append(comm.exchange(worker.group(over), Call("swap", over, x.dtype, x.shape), {0: x, 1: x[:3]}))
     return {"in flight": [h.wait() for h in handles]}

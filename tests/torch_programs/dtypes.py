@@ -29,7 +29,7 @@ def body(worker) -> dict[str, str]:
             sends = {k: x[: size // (1 + k)] for k in range(3) if (k + worker.index) % 3}
 
             def call(name: str, y: np.ndarray, alike: bool | None) -> Call:
-                return Call(name, ("x",), y.dtype, y.shape, alike=alike)
+                return Call(name, ("x",), y.dtype, y.shape, same_shape=alike)
 
             results = {
                 "sum": comm.all_reduce(group, call("sum", x, True), x),

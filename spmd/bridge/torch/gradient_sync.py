@@ -376,7 +376,7 @@ class GradientSync:
         for ledger in LEDGERS.get():
             for _ in bucket.gradients:
                 ledger.operator(worker.index, "Sum", self.axes)
-        call.lent = True
+        call.borrowed = True
         bucket.handle = worker.comm.all_reduce_many(worker.group(self.axes), call, blocks)
 
     def _part(self, g: ParameterGradient) -> torch.Tensor | None:

@@ -23,7 +23,7 @@ from spmd.kernels import on_device
 from spmd.kernels.memory import pool
 from spmd.kernels.memory.pool import Lease, Margin
 from spmd.mesh import Mesh, Worker
-from spmd.transport.handles import sealed
+from spmd.transport.handles import read_only
 
 __all__ = [
     "array_dtype",
@@ -95,8 +95,8 @@ def borrowed(x: torch.Tensor) -> Any:
             return imported("spmd.bridge.torch").from_dlpack(x.detach().resolve_conj().resolve_neg())
         dtype = array_dtype(x.dtype)
         if x.dtype is torch.bfloat16:
-            return sealed(x.detach().contiguous().view(torch.int16).numpy().view(dtype))
-        return sealed(x.numpy(force=True))
+            return read_only(x.detach().contiguous().view(torch.int16).numpy().view(dtype))
+        return read_only(x.numpy(force=True))
 
 
 def array_of(x: torch.Tensor) -> Any:

@@ -147,7 +147,7 @@ def gather_shapes(where: str, x: Any, axes: Sequence[str], worker: Worker) -> tu
     tensor = isinstance(x, torch.Tensor)
     if tensor:
         refuse_lockstep(worker)
-    call = Call(where, group.axes, array_dtype(x.dtype) if tensor else x.dtype, tuple(x.shape), alike=None)
+    call = Call(where, group.axes, array_dtype(x.dtype) if tensor else x.dtype, tuple(x.shape), same_shape=None)
     return tuple(tuple(s) for s in worker.comm.shapes(group, call).wait())
 
 

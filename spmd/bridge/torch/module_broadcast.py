@@ -25,7 +25,7 @@ _BROADCAST_BYTES = 32 << 20
 
 def sync_call(worker: Worker, axes: tuple[str, ...], dtype: Any, shape: tuple[int, ...], detail: str) -> Call:
     """The description of a collective that all workers along some axes call alike."""
-    call = Call("data_parallel", axes, dtype, shape, detail=detail, alike=True, frame=sys._getframe(1))
+    call = Call("data_parallel", axes, dtype, shape, detail=detail, same_shape=True, frame=sys._getframe(1))
     if worker.mesh.places is not None:
         call.host = False
     return call

@@ -13,7 +13,7 @@ from spmd import kernels
 from spmd.device import copied
 from spmd.kernels.parallel import split_work
 from spmd.transport.call import LEDGERS, Call, Group, Shape
-from spmd.transport.handles import Done, Handle, Mapped, sealed
+from spmd.transport.handles import Done, Handle, Mapped, read_only
 from spmd.transport.local.rendezvous import Participant, Rendezvous, Waiting, own_error
 from spmd.transport.local.run_plan import RepeatedPlan
 from spmd.transport.plan import Completion, NeedsShapes, Plan, part_of
@@ -42,11 +42,11 @@ class LocalComm(Participant):
 
     def _run(self, plan: Plan, call: Call, x: np.ndarray) -> Handle:
         """The last to come makes the new blocks of all, so that nobody needs the others' blocks when it is over."""
-        group, lent = plan.group, call.lent
+        group, borrowed = plan.group, call.borrowed
         if plan.combine.parallel:
             return super()._run(plan, call, x)
-        if lent and plan.hands_over:
-            x, lent = copied(x), False  # others keep it
+        if borrowed and plan.hands_over:
+            x, borrowed = copied(x), False  # others keep it
 
         def take(m: Rendezvous) -> Any:
             mine = m.result[group.index]
@@ -55,12 +55,12 @@ class LocalComm(Participant):
             m.result[group.index] = None  # so that this may be the only name of what it takes
             return mine
 
-        return self._meet(group, call, (plan, sealed(x), lent), take, partial(self._results, group))
+        return self._meet(group, call, (plan, read_only(x), borrowed), take, partial(self._results, group))
 
     def _results(self, group: Group, brought: list[tuple[Plan, np.ndarray, bool]]) -> list[Any]:
         """The results of all members of a group, of their plans and blocks."""
-        plans, xs, lent = (list(of_all) for of_all in zip(*brought, strict=True))
-        fresh = any(lent)
+        plans, xs, borrowed = (list(of_all) for of_all in zip(*brought, strict=True))
+        fresh = any(borrowed)
         brought.clear()
         if plans[0].same:
             completions = [plan.complete([x.shape for x in xs]) for plan in plans]
@@ -108,7 +108,7 @@ class LocalComm(Participant):
             else:
                 received = _taken(group, [parts for _, parts in m.result])
                 blocks = [received.get(k) for k in range(group.size)]
-            return plan.finish(x, blocks, begun=plan.combine.begin(plan, x, call.lent) if call.lent else None)
+            return plan.finish(x, blocks, begun=plan.combine.begin(plan, x, call.borrowed) if call.borrowed else None)
 
         return self._meet(group, call, (x.shape, parts_for), take, finish)
 
@@ -116,10 +116,10 @@ class LocalComm(Participant):
         def finish(xs: list[np.ndarray]):
             combine = kernels.of(x).combine
             if x.nbytes < split_work.LEAST:
-                return sealed(combine(xs, how))
-            return self.execution.make(group, x.nbytes, lambda: sealed(combine(xs, how)))
+                return read_only(combine(xs, how))
+            return self.execution.make(group, x.nbytes, lambda: read_only(combine(xs, how)))
 
-        return self._meet(group, call, sealed(x), _result, finish)
+        return self._meet(group, call, read_only(x), _result, finish)
 
     def _all_reduce_many(self, group: Group, call: Call, xs: Sequence[np.ndarray], spare: Sequence[bool]) -> Handle:
         """Sums are written over blocks of the first worker or the second one, where these can be spared."""
@@ -128,7 +128,7 @@ class LocalComm(Participant):
             def total(k: int) -> np.ndarray:
                 blocks = [xs[k] for xs, _ in brought]
                 into = next((x for x, (_, spare) in zip(blocks[:2], brought, strict=False) if spare[k]), None)
-                return sealed(kernels.of(blocks[0]).combine(blocks, into=into))
+                return read_only(kernels.of(blocks[0]).combine(blocks, into=into))
 
             totals = self.execution.make(group, nbytes, lambda: [total(k) for k in range(count)])
             brought.clear()  # The handle may be asked much later.
@@ -137,17 +137,17 @@ class LocalComm(Participant):
         count, nbytes = len(xs), sum(x.nbytes for x in xs)
         for x, own in zip(xs, spare, strict=True):
             if not own:
-                sealed(x)
+                read_only(x)
         return self._meet(group, call, (xs, spare), _result, finish)
 
     def _reduce_scatter(self, group: Group, call: Call, parts: Sequence[np.ndarray]) -> Handle:
-        return Mapped(self._all_to_all(group, call, parts), lambda xs: sealed(kernels.of(xs[0]).combine(xs)))
+        return Mapped(self._all_to_all(group, call, parts), lambda xs: read_only(kernels.of(xs[0]).combine(xs)))
 
     def _all_gather(self, group: Group, call: Call, x: np.ndarray) -> Handle:
         return self._meet(group, call, handed(call, x), lambda m: list(m.contributions))
 
     def _all_to_all(self, group: Group, call: Call, parts: Sequence[np.ndarray]) -> Handle:
-        handed_out = [sealed(p) if k == group.index else handed(call, p) for k, p in enumerate(parts)]
+        handed_out = [read_only(p) if k == group.index else handed(call, p) for k, p in enumerate(parts)]
         return self._meet(group, call, handed_out, lambda m: [p[group.index] for p in m.contributions])
 
     def _broadcast(self, group: Group, call: Call, x: np.ndarray | None, root: int) -> Handle:
@@ -156,7 +156,7 @@ class LocalComm(Participant):
 
     def _reduce(self, group: Group, call: Call, x: np.ndarray, root: int) -> Handle:
         def finish(xs: list[np.ndarray]) -> np.ndarray:
-            return self.execution.make(group, x.nbytes, lambda: sealed(kernels.of(x).combine(xs)))
+            return self.execution.make(group, x.nbytes, lambda: read_only(kernels.of(x).combine(xs)))
 
         def take(m: Rendezvous) -> Any:
             if group.index != root:
@@ -164,7 +164,7 @@ class LocalComm(Participant):
             total, m.result = m.result, None
             return total
 
-        return self._meet(group, call, sealed(x), take, finish)
+        return self._meet(group, call, read_only(x), take, finish)
 
     def _exchange(self, group: Group, call: Call, sends: Mapping[int, np.ndarray]) -> Handle:
         return self._meet(group, call, _parts(group, call, sends), lambda m: _taken(group, m.contributions))
@@ -186,7 +186,7 @@ def _tried(completion: Completion, x: np.ndarray, blocks: list[Any], fresh: bool
 
 def _parts(group: Group, call: Call, sends: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
     """What a member of the group sends, as others may keep it."""
-    return {k: sealed(x) if k == group.index else handed(call, x) for k, x in sends.items()}
+    return {k: read_only(x) if k == group.index else handed(call, x) for k, x in sends.items()}
 
 
 def _taken(group: Group, parts: Sequence[dict[int, np.ndarray]]) -> dict[int, np.ndarray]:
@@ -195,8 +195,8 @@ def _taken(group: Group, parts: Sequence[dict[int, np.ndarray]]) -> dict[int, np
 
 
 def handed(call: Call, x: np.ndarray) -> np.ndarray:
-    """What this worker brings as others may keep it: a copy of what is only lent."""
-    return sealed(copied(x) if call.lent else x)
+    """What this worker brings as others may keep it: a copy of what is only borrowed."""
+    return read_only(copied(x) if call.borrowed else x)
 
 
 def _result(m: Rendezvous):

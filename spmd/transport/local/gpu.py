@@ -14,7 +14,7 @@ from spmd.cuda import Place
 from spmd.kernels import on_device
 from spmd.transport.base import Comm
 from spmd.transport.call import Call, Group
-from spmd.transport.handles import Handle, sealed
+from spmd.transport.handles import Handle, read_only
 from spmd.transport.local.comm import LocalComm, handed
 from spmd.transport.local.rendezvous import Rendezvous, Run, Waiting
 from spmd.transport.plan import NeedsShapes, Plan
@@ -140,17 +140,17 @@ class DeviceComm(LocalComm):
         """None is written over: what a stream still has to read, nobody counts."""
 
         def finish(all_xs: list[Sequence[Any]]) -> list[Any]:
-            return [sealed(kernels.of(one[0]).combine(one)) for one in zip(*all_xs, strict=True)]
+            return [read_only(kernels.of(one[0]).combine(one)) for one in zip(*all_xs, strict=True)]
 
-        return self._meet(group, call, [sealed(x) for x in xs], lambda m: m.result, finish)
+        return self._meet(group, call, [read_only(x) for x in xs], lambda m: m.result, finish)
 
     def _reduce(self, group: Group, call: Call, x: Any, root: int) -> Handle:
         """The root makes the sum on its own device."""
 
         def take(m: Rendezvous) -> Any:
-            return sealed(kernels.of(x).combine(list(m.contributions))) if group.index == root else None
+            return read_only(kernels.of(x).combine(list(m.contributions))) if group.index == root else None
 
-        return self._meet(group, call, sealed(x) if group.index == root else handed(call, x), take)
+        return self._meet(group, call, read_only(x) if group.index == root else handed(call, x), take)
 
     def _open(self, x: Any, home: Place) -> Any:
         if isinstance(x, list | dict):

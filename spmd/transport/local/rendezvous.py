@@ -228,11 +228,11 @@ class Run:
             first = calls[0]
             if calls.count(first) < size or meeting.numbers.count(meeting.numbers[0]) < size:
                 self._compare(meeting)
-            if first.asks is not None:
-                asked = [call.asks for call in calls if call.asks is not None]
-                if any(asks[0] for asks in asked):
-                    for asks in asked:
-                        asks[0] = True
+            if first.needs_grad is not None:
+                asked = [call.needs_grad for call in calls if call.needs_grad is not None]
+                if any(needs_grad[0] for needs_grad in asked):
+                    for needs_grad in asked:
+                        needs_grad[0] = True
             if finish is not None:
                 meeting.result = finish(meeting.contributions)
         except Exception as error:

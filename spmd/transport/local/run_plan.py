@@ -71,7 +71,7 @@ class RepeatedPlan:
             self.vain += 1
             return long(comm, x)  # Others have come by the verbs.
         if self.plan.forwards_from is not None:
-            x.setflags(False)  # pyright: ignore[reportCallIssue]  (as in `sealed`)
+            x.setflags(False)  # pyright: ignore[reportCallIssue]  (as in `read_only`)
         met = repeated.get(key)
         if met is None:
             met = repeated[key] = RepeatedRendezvous(group.size, comm.number, count)

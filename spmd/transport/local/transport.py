@@ -1,7 +1,7 @@
 """Virtual workers of this process: one data path, two schedulers.
 
 Workers meet in a `Rendezvous`: each leaves its block there, the last to come completes it, all take what is theirs.
-Blocks are handed over as they are, read-only, and copied only where they are lent. Where something new is made of
+Blocks are handed over as they are, read-only, and copied only where they are borrowed. Where something new is made of
 several, the last to come makes it for all, so that nobody needs the others' blocks when the collective is over.
 
 `lockstep` runs the workers as greenlets of one thread: the order is deterministic, a switch costs about 1 us, and a

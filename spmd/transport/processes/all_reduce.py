@@ -13,7 +13,7 @@ from spmd.device import joined, put
 from spmd.kernels.memory import nontemporal
 from spmd.layout import block_sizes, offsets
 from spmd.transport.call import Call, Group
-from spmd.transport.handles import Done, Handle, Mapped, sealed
+from spmd.transport.handles import Done, Handle, Mapped, read_only
 from spmd.transport.processes.announce import Announcing, read_only_room
 from spmd.transport.processes.channel import bytes_of, pieces
 
@@ -38,7 +38,7 @@ class AllReducing(Announcing):
 
     def _all_reduce(self, group: Group, call: Call, x: np.ndarray, how: str) -> Handle:
         if group.size == 1:
-            return Done(sealed(x))
+            return Done(read_only(x))
         return self._agreed_sum(group, call, x, how)
 
     def _agreed_sum(self, group: Group, call: Call, x: np.ndarray, how: str) -> Handle:
@@ -55,13 +55,13 @@ class AllReducing(Announcing):
         n, me = group.size, group.index
         x = blocks[me]
         if n == 2 or x.nbytes <= _SMALL:
-            return Done(sealed(kernels.of(x).combine(blocks, how)))
+            return Done(read_only(kernels.of(x).combine(blocks, how)))
         room, sizes = self.room(x.nbytes, call, x), block_sizes(x.size, n)
         rooms = pieces(room, [size * x.itemsize for size in sizes])
         mine, start = rooms[me].view(x.dtype), sum(sizes[:me])
         kernels.of(x).combine([b.reshape(-1)[start : start + sizes[me]] for b in blocks], how, mine)
         most = self.inline_limit(call, x)
-        heard, along = self._tell(group, call.of(mine.shape, alike=False), mine.shape, mine, most)
+        heard, along = self._tell(group, call.of(mine.shape, same_shape=False), mine.shape, mine, most)
         self.number -= 1  # It is no collective of its own, and others make their sum in one meeting.
         receives = self._read(group, heard, x.dtype, [(size,) for size in sizes], rooms, most)
         sends = {} if along else {k: rooms[me] for k in range(n) if k != me}
@@ -88,7 +88,7 @@ class AllReducing(Announcing):
             blocks = self.room(n * x.nbytes, call, x).reshape(n, x.nbytes)
 
             def small() -> np.ndarray:
-                return sealed(kernels.of(x).combine([b.view(x.dtype).reshape(x.shape) for b in blocks], how))
+                return read_only(kernels.of(x).combine([b.view(x.dtype).reshape(x.shape) for b in blocks], how))
 
             self.ready()
             return self._pending(channel.all_gather(send, blocks.reshape(-1), [x.nbytes] * n), (send, blocks), small)
@@ -111,7 +111,7 @@ class AllReducing(Announcing):
     def _all_reduce_many(self, group: Group, call: Call, xs: Sequence[np.ndarray], spare: Sequence[bool]) -> Handle:
         """None is written over but what others can read: the rest is sent."""
         if group.size == 1 or not xs:
-            return Done([sealed(x) for x in xs])
+            return Done([read_only(x) for x in xs])
         small = [k for k, x in enumerate(xs) if x.nbytes < _APART]
         large = [k for k, x in enumerate(xs) if x.nbytes >= _APART]
         blocks = [xs[k] for k in large]
@@ -148,10 +148,10 @@ class AllReducing(Announcing):
             arena, before = (None, 0) if mail is None else (mail.arena, len(mail.next))
             mine = np.full(len(xs), -1)
             for j, x in enumerate(xs):
-                lent = call.lent or not x.flags.c_contiguous
-                place = None if mail is None else mail.offer(x, lent)
+                borrowed = call.borrowed or not x.flags.c_contiguous
+                place = None if mail is None else mail.offer(x, borrowed)
                 if arena is not None and place is not None:
-                    free = spare[j] and x.flags.writeable and not lent and x.nbytes > _SMALL
+                    free = spare[j] and x.flags.writeable and not borrowed and x.nbytes > _SMALL
                     mine[j] = 2 * place[0] + (free and arena.place(x) == place[0])
             kept = [] if mail is None else mail.next[before:]
             if mine.nbytes <= self.inline_limit(call, xs):
@@ -174,7 +174,7 @@ class AllReducing(Announcing):
 
         def sum_of(j: int, x: np.ndarray) -> Handle:
             if over[j]:
-                return Done(sealed(x))
+                return Done(read_only(x))
             if not places or min(where[j] for where in places) < 0:
                 return self._reduce_blocks(group, call, x, "sum")
             if mail is not None and group.size > 2:

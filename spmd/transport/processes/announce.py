@@ -16,7 +16,7 @@ import numpy as np
 from spmd.device import put
 from spmd.kernels.memory import pool
 from spmd.transport.call import Call, Group, Shape
-from spmd.transport.handles import Done, Handle, sealed
+from spmd.transport.handles import Done, Handle, read_only
 from spmd.transport.processes.base import Connections, Participant
 from spmd.transport.processes.channel import Channel
 from spmd.transport.processes.headers import INLINE_LIMIT, Headers, name_of, told
@@ -26,8 +26,8 @@ __all__ = ["Announcing", "Pending", "read_only_room"]
 
 def read_only_room(room: np.ndarray, block: np.ndarray) -> np.ndarray:
     """A block that lies in a room, as one that nobody writes to, by neither name."""
-    sealed(room)
-    return sealed(block)
+    read_only(room)
+    return read_only(block)
 
 
 class Pending:
@@ -103,21 +103,21 @@ class Announcing(Participant):
         transport = self.transport
         self.number += 1
         channel = transport.channels.get(group.ordered) or transport.channel(group.ordered, call)
-        return channel, name_of(call, transport.runs, self.number), call.asks is not None and call.asks[0]
+        return channel, name_of(call, transport.runs, self.number), call.needs_grad is not None and call.needs_grad[0]
 
-    def _words(self, channel: Channel, call: Call, x: Any, most: int, asks: bool) -> tuple[bytes, bool]:
+    def _words(self, channel: Channel, call: Call, x: Any, most: int, needs_grad: bool) -> tuple[bytes, bool]:
         """What is told to whom a block is for, and whether that is all: it has at most so many bytes, or others can
         read it where it lies."""
         if x is None:
-            return told(call.op, None, asks), True
-        header = told(call.op, x.shape, asks)
+            return told(call.op, None, needs_grad), True
+        header = told(call.op, x.shape, needs_grad)
         if x.nbytes <= most:
             return header + x.tobytes(), True
-        place = None if channel.mail is None or most < 0 else channel.mail.offer(x, call.lent)
+        place = None if channel.mail is None or most < 0 else channel.mail.offer(x, call.borrowed)
         if place is None:
             return header, False
         at, strides = place
-        return told(call.op, x.shape, asks, strides) + at.to_bytes(8, "little"), True
+        return told(call.op, x.shape, needs_grad, strides) + at.to_bytes(8, "little"), True
 
     def _tell(
         self, group: Group, call: Call, shape: Shape | None, x: Any = None, most: int = -1
@@ -130,8 +130,10 @@ class Announcing(Participant):
         early, self.early = self.early, None
         if early is not None:
             return early, True
-        channel, name, asks = self._begin(group, call)
-        header, along = (told(call.op, shape, asks), False) if x is None else self._words(channel, call, x, most, asks)
+        channel, name, needs_grad = self._begin(group, call)
+        header, along = (
+            (told(call.op, shape, needs_grad), False) if x is None else self._words(channel, call, x, most, needs_grad)
+        )
         said, end = channel.said, 8 + len(header)
         for row in channel.others:
             said.words[row][0] = name
@@ -149,12 +151,12 @@ class Announcing(Participant):
         early, self.early = self.early, None
         if early is not None:
             return early, ()
-        channel, name, asks = self._begin(group, call)
+        channel, name, needs_grad = self._begin(group, call)
         said, me, longest, apart = channel.said, channel.me, 0, []
         for k, row in enumerate(group.rows):
             if row == me:
                 continue
-            header, along = self._words(channel, call, part(k), most, asks)
+            header, along = self._words(channel, call, part(k), most, needs_grad)
             if not along:
                 apart.append(k)
             end = 8 + len(header)
@@ -169,8 +171,8 @@ class Announcing(Participant):
         self.transport.swap(channel, nbytes, call)
         self.agree(group, call, channel, name)
         heard = channel.heard
-        if call.asks is not None:
-            call.asks[0] = call.asks[0] or any(map(heard.asks, channel.others))
+        if call.needs_grad is not None:
+            call.needs_grad[0] = call.needs_grad[0] or any(map(heard.needs_grad, channel.others))
         return heard
 
     def _agree(self, group: Group, call: Call, x: np.ndarray) -> None:

@@ -17,7 +17,7 @@ from spmd import kernels
 from spmd.device import Adjoining, copied, put
 from spmd.kernels.cpu.moves import places
 from spmd.transport.call import Call, Group, Shape
-from spmd.transport.handles import Done, Handle, Mapped, sealed
+from spmd.transport.handles import Done, Handle, Mapped, read_only
 from spmd.transport.plan import PlaceBoxes, Plan
 from spmd.transport.processes.all_reduce import AllReducing
 from spmd.transport.processes.announce import read_only_room
@@ -64,7 +64,7 @@ class ProcessComm(AllReducing):
 
     def _reduce_scatter(self, group: Group, call: Call, parts: Sequence[np.ndarray]) -> Handle:
         if group.size == 1:
-            return Done(sealed(parts[0]))
+            return Done(read_only(parts[0]))
         mine = parts[group.index]
 
         def finish(xs: list[np.ndarray]) -> np.ndarray:
@@ -72,7 +72,7 @@ class ProcessComm(AllReducing):
             # Of two, into what came: of more it would keep what came of all. What came in a header is not for that.
             into: Any = xs[1 - group.index] if len(xs) == 2 and mine.nbytes > INLINE_LIMIT else None
             total = kernels.of(mine).combine(xs, into=into)
-            return sealed(total) if into is None else read_only_room(into.base, total)
+            return read_only(total) if into is None else read_only_room(into.base, total)
 
         if self.transport.checks:
             most = self.inline_limit(call, parts)
@@ -80,17 +80,17 @@ class ProcessComm(AllReducing):
             coming = [mine.shape] * group.size
             if not apart and self._all_here(heard, group, [mine.nbytes] * group.size, most):
                 blocks = heard.beside(mine, group.rows, group.index, coming)
-                return Done(sealed(kernels.of(mine).combine(blocks)))
+                return Done(read_only(kernels.of(mine).combine(blocks)))
             coming = [s or () for s in self._shapes_in(heard, group, mine.shape)]
             return Mapped(self._swapped(group, call, parts, coming, heard, most, apart), finish)
         return Mapped(self._swapped(group, call, parts, [mine.shape] * group.size), finish)
 
     def _all_gather(self, group: Group, call: Call, x: np.ndarray) -> Handle:
         if group.size == 1:
-            return Done([sealed(x)])
+            return Done([read_only(x)])
         heard, along, here, shapes = self._told_of(group, call, x)
         if here:
-            mine = sealed(copied(x) if call.lent else x)
+            mine = read_only(copied(x) if call.borrowed else x)
             return Done(heard.inline_blocks(mine, group.rows, group.index, shapes))
         return self._gathered(group, call, x, shapes, heard, along)
 
@@ -121,14 +121,14 @@ class ProcessComm(AllReducing):
         else:
             self.ready()
             requests = self.transport.channel(group.members).all_gather(send, receive, counts)
-        return self._pending(requests, (send, receive), lambda: _split(sealed(receive), shapes, x.dtype))
+        return self._pending(requests, (send, receive), lambda: _split(read_only(receive), shapes, x.dtype))
 
     def _all_to_all(self, group: Group, call: Call, parts: Sequence[np.ndarray]) -> Handle:
         if group.size == 1:
-            return Done([sealed(p) for p in parts])
+            return Done([read_only(p) for p in parts])
         heard, apart, here, coming = self._told_parts(group, call, parts)
         if here:
-            return Done(heard.inline_blocks(sealed(parts[group.index]), group.rows, group.index, coming))
+            return Done(heard.inline_blocks(read_only(parts[group.index]), group.rows, group.index, coming))
         return self._swapped(group, call, parts, coming, heard, self.inline_limit(call, parts), apart, True)
 
     def _told_parts(
@@ -173,16 +173,16 @@ class ProcessComm(AllReducing):
         requests = self._messages(group, sends, receives)
         if own:  # while the others are under way
             put(rooms[me].view(dtype).reshape(parts[me].shape), parts[me])
-            return self._pending(requests, (sends, receive), lambda: _split(sealed(receive), shapes, dtype))
+            return self._pending(requests, (sends, receive), lambda: _split(read_only(receive), shapes, dtype))
         return self._pending(requests, (sends, receive), lambda: [*_split(receive, shapes, dtype)])
 
     def _broadcast(self, group: Group, call: Call, x: np.ndarray | None, root: int) -> Handle:
         if group.size == 1:
-            return Done(sealed(x))
+            return Done(read_only(x))
         most, dtype = self.inline_limit(call, x), np.dtype(call.dtype)
         heard, along = self._tell(group, call, None if x is None else x.shape, x, most)
         if along and x is not None:
-            return Done(sealed(copied(x) if call.lent else x))
+            return Done(read_only(copied(x) if call.borrowed else x))
         shape = (heard.shape(group.rows[root]) if x is None else x.shape) or ()
         size = prod(shape) * dtype.itemsize
         if x is None and heard.came(group.rows[root], size, most):
@@ -191,19 +191,19 @@ class ProcessComm(AllReducing):
         self.ready()
         requests = self.transport.channel(group.members).broadcast(room, root)
         if x is not None:
-            return self._pending(requests, room, lambda: sealed(x))
+            return self._pending(requests, room, lambda: read_only(x))
         return self._pending(requests, room, lambda: read_only_room(room, room.view(dtype).reshape(shape)))
 
     def _reduce(self, group: Group, call: Call, x: np.ndarray, root: int) -> Handle:
         if group.size == 1:
-            return Done(sealed(x))
+            return Done(read_only(x))
         n, at_root, rows, most = group.size, group.index == root, group.rows, self.inline_limit(call, x)
         apart: Collection[int] = () if at_root else (root,)
         heard: Headers | None = None
         if self.transport.checks:
             heard, apart = self._tell_each(group, call, lambda k: x if k == root else None, most)
             if at_root and self._all_here(heard, group, [x.nbytes] * n, most):
-                return Done(sealed(kernels.of(x).combine(heard.beside(x, rows, root, (x.shape,) * n))))
+                return Done(read_only(kernels.of(x).combine(heard.beside(x, rows, root, (x.shape,) * n))))
             if not at_root and not apart:
                 return Done(None)
         theirs = self.room((n - 1) * x.nbytes, call, x).reshape(n - 1, x.nbytes) if at_root else None
@@ -223,7 +223,7 @@ class ProcessComm(AllReducing):
             # Of two, into what came, as in a reduce-scatter.
             into: Any = blocks[0] if n == 2 else None
             total = kernels.of(x).combine([*blocks[:root], x, *blocks[root:]], into=into)
-            return sealed(total) if into is None else read_only_room(into.base, total)
+            return read_only(total) if into is None else read_only_room(into.base, total)
 
         return self._pending(requests, (send, theirs), finish)
 
@@ -237,14 +237,14 @@ class ProcessComm(AllReducing):
         """into[k]: where what member k sends is put, if it is of that shape; a message only if it is contiguous."""
         me, most, found = group.index, self.inline_limit(call, sends), {}
         if group.size == 1:
-            return Done({k: sealed(x) for k, x in sends.items()})
+            return Done({k: read_only(x) for k, x in sends.items()})
         heard, apart = self._tell_each(group, call, sends.get, most)
         sent = {k: bytes_of(sends[k]) for k in apart}
         dtype, received = np.dtype(call.dtype), {}
         for k, row in enumerate(group.rows):
             if k == me:
                 if k in sends:
-                    found[k] = sealed(sends[k])
+                    found[k] = read_only(sends[k])
                 continue
             shape = heard.shape(row)
             if shape is None:

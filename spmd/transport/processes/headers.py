@@ -19,7 +19,7 @@ from spmd.autodiff.dtypes import dtype_name
 from spmd.device import owned
 from spmd.errors import TransportError
 from spmd.transport.call import Call, Shape
-from spmd.transport.handles import sealed
+from spmd.transport.handles import read_only
 
 __all__ = ["INLINE_LIMIT", "MAX_NDIM", "ROOM", "Headers", "digest", "name_of", "stamped", "told"]
 
@@ -32,7 +32,7 @@ INLINE_LIMIT = ROOM - 8 * (2 + MAX_NDIM)
 _VIEWS = 64
 """Views of blocks in the headers of a member that are kept."""
 ASKS = 256
-"""Added to the rank where the block is differentiated: see `Call.asks`."""
+"""Added to the rank where the block is differentiated: see `Call.needs_grad`."""
 PLACED = 512
 """Added to the rank where the block is read from the sender's arena. Then its strides follow, and where it begins."""
 
@@ -61,7 +61,7 @@ def stamped(name: int, run: int, number: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def told(op: str, shape: Shape | None, asks: bool, strides: Shape = ()) -> bytes:
+def told(op: str, shape: Shape | None, needs_grad: bool, strides: Shape = ()) -> bytes:
     """The words on what comes: its rank and shape, and its strides if it is read where it lies. None: nothing comes."""
     if shape is not None and len(shape) > MAX_NDIM:
         raise TransportError.at(
@@ -71,7 +71,7 @@ def told(op: str, shape: Shape | None, asks: bool, strides: Shape = ()) -> bytes
             mend="reshape it for the collective",
         )
     words = (0,) if shape is None else (1 + len(shape), *shape, *strides)
-    return np.array([words[0] + ASKS * asks + PLACED * bool(strides), *words[1:]], np.int64).tobytes()
+    return np.array([words[0] + ASKS * needs_grad + PLACED * bool(strides), *words[1:]], np.int64).tobytes()
 
 
 class Headers:
@@ -95,7 +95,7 @@ class Headers:
         """Headers to, or from, so many members, in memory of their own."""
         return cls(np.zeros((size, ROOM // 8), np.uint64))
 
-    def asks(self, k: int) -> bool:
+    def needs_grad(self, k: int) -> bool:
         """Whether the block of member k is differentiated."""
         return bool(self.words[k][1] & ASKS)
 
@@ -131,7 +131,7 @@ class Headers:
 
     def inline_block(self, k: int, shape: Shape, dtype: np.dtype) -> np.ndarray:
         """The block that came along with the header of member k, in memory of its own."""
-        return sealed(owned(self.there(k, shape, dtype)))
+        return read_only(owned(self.there(k, shape, dtype)))
 
     def beside(self, x: np.ndarray, rows: Sequence[int], me: int, shapes: Sequence[Shape]) -> list[np.ndarray]:
         """The blocks of all members where they lie, of these shapes, and of the dtype of this one's, which is x. Member

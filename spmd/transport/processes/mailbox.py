@@ -188,10 +188,10 @@ class Mailbox:
         self.next.extend(blocks)
         self.told = True
 
-    def offer(self, x: Any, lent: bool) -> tuple[int, Shape] | None:
+    def offer(self, x: Any, borrowed: bool) -> tuple[int, Shape] | None:
         """Where others can read a block, and by which strides: it, or a copy of one that lies elsewhere or is lent and
         is not very large. None: it is to be sent."""
-        at = None if lent else self.place(x)
+        at = None if borrowed else self.place(x)
         if at is not None:
             return at, x.strides
         if self.arena is None or type(x) is not np.ndarray or x.nbytes > _COPIED:
