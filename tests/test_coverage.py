@@ -743,7 +743,7 @@ def check_mend_of_at(f, known):
 
 
 def test_attributes_of_arrays():
-    tables = importlib.import_module("test_syntax")
+    tables = importlib.import_module("autodiff.test_array_methods")
     found = page.attributes()
     assert {"T", "sum", "item", "strides", "shape"} < set(found) <= set(dir(np.ndarray))
     for name, (kind, instead) in found.items():

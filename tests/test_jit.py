@@ -7,11 +7,11 @@ import itertools
 import math
 import tracemalloc
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
+from launch import ROOT
 from rules import Table
 
 import spmd
@@ -23,8 +23,8 @@ from spmd.operators.root import Broadcast, Replicate, Rooted, Scatter, Unroot
 from spmd.state import ROOTED, VARYING
 from spmd.testing import operator_cases, operator_classes
 
-for _file in Path(__file__).parent.glob("test_rules*.py"):
-    importlib.import_module(_file.stem)
+for _file in (ROOT / "tests" / "autodiff" / "rules").glob("test_*.py"):
+    importlib.import_module(f"autodiff.rules.{_file.stem}")
 
 MESHES = [{"x": 1}, {"x": 2}, {"x": 3}, {"x": 2, "y": 2}, {"x": 4, "y": 2}]
 

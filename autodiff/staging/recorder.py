@@ -19,7 +19,7 @@ import numpy as np
 
 from spmd.autodiff.allocation import writable
 from spmd.autodiff.primitive import constants, passives, primitives
-from spmd.autodiff.staging.numpy_tables import BARE, BY_VALUE, IN_PLACE, NO_NUMBER, PLAIN, STATIC, TOLD, refuse
+from spmd.autodiff.staging.function_tables import BARE, BY_VALUE, IN_PLACE, NO_NUMBER, PLAIN, STATIC, TOLD, refuse
 from spmd.autodiff.staging.program import COMM, Built, Like, Line, Ref, done, mapped, refs, within
 from spmd.errors import JitError, MissingMethodError, caller
 

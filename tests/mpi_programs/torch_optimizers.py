@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import test_torch_training as training
+import bridge.torch.test_training as training
 import torch
 
 NAMES = ["clip_grad_norm_ foreach", "weight penalty", "gradient penalty", "adamw", "adafactor", "lbfgs", "ema"]

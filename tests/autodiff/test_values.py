@@ -9,20 +9,20 @@ import itertools
 import re
 import warnings
 import zlib
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from launch import ROOT
 from rules import Table
 
 import spmd
 from spmd.autodiff import grad, hessian, tree, vjp
 
-for path in sorted(Path(__file__).parent.glob("test_rules*.py")):
-    importlib.import_module(path.stem)
+for path in sorted((ROOT / "tests" / "autodiff" / "rules").glob("test_*.py")):
+    importlib.import_module(f"autodiff.rules.{path.stem}")
 ROWS = [row for table in Table.all for row in table.rows.values()]
 each = pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from emulator import device
+from launch import ROOT
 
 from spmd import functions, kernels
 from spmd.kernels import FAMILIES, jit, jit_cache
@@ -50,7 +51,7 @@ def test_no_family_has_the_name_of_a_kernel():
 
 @pytest.mark.parametrize(("family", "name"), NAMES)
 def test_every_kernel_has_cases(family, name):
-    cases = importlib.import_module(f"test_kernels_{family}").family.cases
+    cases = importlib.import_module(f"kernels.test_{family}").family.cases
     assert name in {case.name for case in cases}
 
 
@@ -321,7 +322,7 @@ def test_threads_are_never_given_the_same_memory():
 
 
 def test_every_function_stands_on_its_page():
-    page = (Path(__file__).parent.parent / "docs" / "models.md").read_text()
+    page = (ROOT / "docs" / "models.md").read_text()
     assert [name for name in functions.__all__ if f"`{name}`" not in page] == []
 
 

@@ -9,10 +9,10 @@ import sys
 import textwrap
 import types
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
+from launch import ROOT
 
 import spmd
 import spmd.numpy as snp
@@ -22,7 +22,6 @@ from spmd.autodiff.primitive import twins
 from spmd.autodiff.tracer import Array, bare, find
 from spmd.errors import DtypeError, StateError, TracedConversionError
 
-ROOT = Path(__file__).resolve().parent.parent
 X = np.array([[0.71, -1.23, 0.43], [1.52, -0.54, 0.94]])
 V = np.array([0.5, 1.5, 2.5, 4.0])
 F = X.astype("f4")

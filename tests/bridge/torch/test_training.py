@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import pytest
-from launch import TORCHRUN, launch, mpiexec
+from launch import ROOT, TORCHRUN, launch, mpiexec
 
 torch = pytest.importorskip("torch")
 
@@ -302,7 +301,7 @@ def test_training_in_single_precision(name):
     check(name, torch.float32)
 
 
-PROGRAM = Path(__file__).with_name("mpi_programs") / "torch_optimizers.py"
+PROGRAM = ROOT / "tests" / "mpi_programs" / "torch_optimizers.py"
 MPI = [pytest.mark.mpi, pytest.mark.skipif(mpiexec() is None, reason="no mpiexec beside this Python")]
 
 

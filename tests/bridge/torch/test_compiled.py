@@ -11,9 +11,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from launch import ROOT, launch, mpiexec  # noqa: E402
-from test_torch_operators import KINDS, each, few, mesh_name, result  # noqa: E402
 from torch_operators import MESHES, applied, integers, placed  # noqa: E402
 
+from bridge.torch.test_operators import KINDS, each, few, mesh_name, result  # noqa: E402
 from spmd import P  # noqa: E402
 from spmd.bridge import torch as spt  # noqa: E402
 from spmd.errors import StateError  # noqa: E402

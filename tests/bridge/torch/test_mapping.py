@@ -14,11 +14,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from launch import ROOT, launch, mpiexec, run_python  # noqa: E402
-from test_torch_operators import KINDS, each, few  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 from torch_operators import placed  # noqa: E402
 
 import spmd  # noqa: E402
+from bridge.torch.test_operators import KINDS, each, few  # noqa: E402
 from spmd import P  # noqa: E402
 from spmd.bridge import torch as spt  # noqa: E402
 from spmd.errors import LayoutError, MeshError, MutationError, SpecError, StateError, TransportError  # noqa: E402

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import Each, Oracle
-from test_root import near, on_workers
 
 import spmd
+from operators.test_root import near, on_workers
 from spmd import P
 from spmd.errors import LayoutError, StateError
 from spmd.kernels import on_device

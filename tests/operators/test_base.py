@@ -178,7 +178,7 @@ def split(kind) -> Callable[[Draw], Case]:
 
 
 def halo(kind) -> Callable[[Draw], Case]:
-    """Along one dimension; tests/test_halo.py has the others. The joined blocks are padded by np.pad."""
+    """Along one dimension; tests/operators/test_halo.py has the others. The joined blocks are padded by np.pad."""
     modes = {"zero": "constant", "periodic": "wrap", "reflect": "reflect", "edge": "edge"}
 
     def case(d: Draw) -> Case:

@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -148,7 +147,7 @@ def test_without_torch_it_is_said_how_to_get_it(python, tmp_path):
 
 @pytest.mark.skipif(emulator.COMPILER is None, reason="the stand-in needs g++")
 def test_blocks_on_a_gpu_go_through_the_host(python):
-    here = Path(__file__).resolve().parent
+    here = ROOT / "tests"
     path = os.pathsep.join(map(str, (here / "emulator" / "site", ROOT, here)))
     variables = {"SPMD_TEST_DEVICE": "emulated", "SPMD_DEVICE": "cuda", "PYTHONPATH": path}
     ended = launch(here / "mpi_programs" / "devices.py", python=TORCHRUN, timeout=120, **variables)
