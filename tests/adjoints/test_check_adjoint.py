@@ -694,7 +694,7 @@ def test_a_report_of_failure():
         "    from y[0] (worker 1 (x=1)) to x[0] (worker 0 (x=0)): 0, needed 1",
         "    from y[0] (worker 0 (x=0)) to x[0] (worker 1 (x=1)): 1, needed 0",
         "  looks like: F* does what F does: it goes the same way once more, and not back",
-        "  reproduce: import spmd; from test_adjoint import _Backwards; spmd.check_adjoint("
+        "  reproduce: import spmd; from adjoints.test_check_adjoint import _Backwards; spmd.check_adjoint("
         f"{operator.format('((0, 1),)')}, (1,), mesh=spmd.Mesh(x=2), seed=7)",
     ]
 
