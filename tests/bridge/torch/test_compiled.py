@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -144,7 +145,8 @@ def test_torch_checks_the_registrations_everywhere(kind, axes):
 @pytest.mark.mpi
 @pytest.mark.skipif(mpiexec() is None, reason="no mpiexec beside this Python")
 def test_torch_checks_the_registrations_in_processes():
-    ended = launch(ROOT / "tests" / "test_torch_compile.py", n=2, timeout=300)
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
+    ended = launch(ROOT / "tests" / "bridge" / "torch" / "test_compiled.py", n=2, timeout=300, PYTHONPATH=path)
     assert ended.returncode == 0, ended
 
 

@@ -507,7 +507,7 @@ def test_workers_with_other_modules_are_told_the_line_of_their_own_code():
     def main():
         modules[spmd.worker_index("x")](spt.varying(torch.ones(3), "x"))
 
-    with pytest.raises(MismatchError, match=r"test_torch_modules\.py") as caught:
+    with pytest.raises(MismatchError, match=r"test_modules\.py") as caught:
         spt.map(main, (), None, mesh=mesh)()
     assert "torch/nn" not in str(caught.value)
 
