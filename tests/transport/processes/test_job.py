@@ -185,7 +185,8 @@ def test_a_map_that_only_one_process_comes_to_is_an_error(python, tmp_path):
     ended = launch(program, n=3, python=python, timeout=LIMIT + START)
     assert ended.returncode not in (0, None), str(ended)
     assert "DeadlockError" in ended.stderr, str(ended)
-    assert "worker 1 (x=1) has left the program, and called nothing" in ended.stderr
+    # One that has left is enough; on a busy machine the other may still be leaving.
+    assert re.search(r"worker [12] \(x=[12]\) has left the program, and called nothing", ended.stderr), str(ended)
     assert ended.stderr.count("Traceback") == 1, str(ended)
 
 
