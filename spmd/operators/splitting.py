@@ -16,7 +16,7 @@ from spmd.layout import block_sizes, offsets
 from spmd.operators.base import Collective
 from spmd.transport.call import Group, Shape
 
-__all__ = ["agree", "check_length", "given_sizes", "normal_axis", "pieces", "split_at", "split_ways"]
+__all__ = ["agree", "check_length", "given_sizes", "normal_axis", "split_at", "split_ways"]
 
 
 # What operators that split or join share
@@ -86,11 +86,6 @@ def cuts(axis: int, sizes: Sequence[int]) -> list[Any]:
     """The index of each piece of what is cut along an axis."""
     before = (slice(None),) * axis
     return [(*before, slice(start, stop)) for start, stop in pairwise(offsets(sizes))]
-
-
-def pieces(x: np.ndarray, axis: int, sizes: Sequence[int]) -> list[np.ndarray]:
-    """x cut along an axis: views."""
-    return [x[piece] for piece in cuts(axis, sizes)]
 
 
 def split_ways(

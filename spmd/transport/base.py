@@ -15,11 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from spmd.layout import block_sizes
 from spmd.settings import setting
 from spmd.transport.call import LEDGERS, Call, Group
 from spmd.transport.handles import Chained, Done, Handle, Mapped, Outcome
-from spmd.transport.plan import NeedsShapes, Plan, RunPlan, part_of
+from spmd.transport.plan import NeedsShapes, Plan, RunPlan, all_reduce_cost, part_of
 
 __all__ = ["Comm", "Transport", "checks_are_on"]
 
@@ -60,7 +59,7 @@ class Comm(ABC):
         """Count what is really sent of a block: `plan.cost` has to be that."""
         if LEDGERS.get():
             reduces = plan.kind == "all_reduce"
-            cost = all_reduce_cost(plan.group, x) if reduces else _parts_cost(plan.group, plan.sends(x))
+            cost = _all_reduce_cost(plan.group, x) if reduces else _parts_cost(plan.group, plan.sends(x))
             self._count(plan.kind, *cost)
 
     def _run(self, plan: Plan, call: Call, x: Any) -> Handle:
@@ -73,7 +72,7 @@ class Comm(ABC):
         if kind == "broadcast":
             mine = x if group.index == plan.root else None
             return Mapped(self._broadcast(group, call, mine, plan.root), plan.with_bound)
-        like = x if plan.uses_block else None  # who receives a block may be the only one who has it
+        like = x if plan.combine.uses_block else None  # who receives a block may be the only one who has it
         if kind == "reduce":
             handle = self._reduce(group, call, x, plan.root)
             if group.index == plan.root:
@@ -116,7 +115,7 @@ class Comm(ABC):
         Cost: 2 (n - 1) messages; every chunk but the own one goes out, the reduced own chunk goes to all others.
         """
         if LEDGERS.get():
-            self._count("all_reduce", *all_reduce_cost(group, x))
+            self._count("all_reduce", *_all_reduce_cost(group, x))
         return self._all_reduce(group, call, x, how)
 
     def all_reduce_many(self, group: Group, call: Call, xs: Sequence[np.ndarray], spare: Sequence[bool] = ()) -> Handle:
@@ -125,7 +124,7 @@ class Comm(ABC):
         spare: for each block whether nobody else has it, so that its sum may be written over it.
         """
         if LEDGERS.get():
-            self._count("all_reduce", *all_reduce_cost(group, *xs))
+            self._count("all_reduce", *_all_reduce_cost(group, *xs))
         return self._all_reduce_many(group, call, xs, spare or [False] * len(xs))
 
     def reduce_scatter(self, group: Group, call: Call, parts: Sequence[np.ndarray]) -> Handle:
@@ -197,11 +196,8 @@ class Comm(ABC):
     def _exchange(self, group: Group, call: Call, sends: Mapping[int, np.ndarray]) -> Handle: ...
 
 
-def all_reduce_cost(group: Group, *xs: np.ndarray) -> tuple[int, int]:
-    """Messages and bytes this member sends in an all-reduce: a reduce-scatter, then an all-gather, of chunks."""
-    n, size = group.size, sum(x.size for x in xs)
-    own = block_sizes(size, n)[group.index]
-    return (2 * (n - 1), (size - own + own * (n - 1)) * (xs[0].itemsize if xs else 0)) if n > 1 else (0, 0)
+def _all_reduce_cost(group: Group, *xs: np.ndarray) -> tuple[int, int]:
+    return all_reduce_cost(group, sum(x.size for x in xs), xs[0].itemsize if xs else 0)
 
 
 def _parts_cost(group: Group, parts: Mapping[int, np.ndarray]) -> tuple[int, int]:

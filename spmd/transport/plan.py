@@ -37,6 +37,7 @@ __all__ = [
     "Plans",
     "Reduce",
     "RunPlan",
+    "all_reduce_cost",
     "part_of",
     "to_all",
 ]
@@ -52,6 +53,13 @@ Make = Callable[..., Any]
 fresh: never in the memory of what came. begun: what `Combine.begin` has given."""
 
 Kind = Literal["none", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "exchange"]
+
+
+def all_reduce_cost(group: Group, size: int, itemsize: int) -> tuple[int, int]:
+    """Messages and bytes that a member sends in an all-reduce: a reduce-scatter, then an all-gather, of chunks."""
+    n = group.size
+    own = block_sizes(size, n)[group.index]
+    return (2 * (n - 1), (size - own + own * (n - 1)) * itemsize) if n > 1 else (0, 0)
 
 
 def part_of(x: Any, part: Part) -> Any:
@@ -132,11 +140,6 @@ class Plan:
         """How a reduction reduces: "sum", "max" or "min"."""
         return self.combine.how if type(self.combine) is Reduce else "sum"
 
-    @property
-    def uses_block(self) -> bool:
-        """Whether the new block is made of the own one too, other than by what the member sends itself."""
-        return self.combine.uses_block
-
     @cached_property
     def forwards_from(self) -> tuple[int, ...] | None:
         """Where the new block is a member's as it is: that member; nobody for zeros. None where it is another one."""
@@ -157,14 +160,12 @@ class Plan:
 
     @property
     def repeats(self) -> bool:
-        """Whether the parts are indices, the same for each block of this shape."""
+        """Whether it can be repeated without being looked at: something is exchanged, and parts are indices, the same
+        for each block of this shape. Where all reduce more than two large blocks, each reduces a part for all."""
+        large = prod(self.shape) * self.dtype.itemsize > COPIED
+        if self.group.size == 1 or (self.kind == "all_reduce" and self.group.size > 2 and large):
+            return False
         return not any(map(callable, self.parts))
-
-    @property
-    def reduces_at_once(self) -> bool:
-        """Whether each member that reduces does so with whole parts. Where all reduce more than two large blocks, each
-        reduces a part for all instead."""
-        return self.kind != "all_reduce" or self.group.size <= 2 or prod(self.shape) * self.dtype.itemsize <= COPIED
 
     @cached_property
     def _completions(self) -> dict[Any, Completion]:
@@ -203,13 +204,11 @@ class Plan:
     @cached_property
     def cost(self) -> tuple[int, int]:
         """The messages and bytes that this member sends, by the usual algorithm for this kind of movement."""
-        n, me = self.group.size, self.group.index
-        size = prod(self.shape)
-        if self.kind == "none" or (n == 1 and self.kind == "all_reduce"):
+        me, size = self.group.index, prod(self.shape)
+        if self.kind == "none":
             return 0, 0
-        if self.kind == "all_reduce":  # a reduce-scatter, then an all-gather, of chunks
-            own = block_sizes(size, n)[me]
-            return 2 * (n - 1), (size - own + own * (n - 1)) * self.dtype.itemsize
+        if self.kind == "all_reduce":
+            return all_reduce_cost(self.group, size, self.dtype.itemsize)
         block = np.broadcast_to(np.zeros((), self.dtype), self.shape)
         others = [part for k, part in enumerate(self.parts) if k != me and part is not None]
         return len(others), sum(size * self.dtype.itemsize if p is ... else part_of(block, p).nbytes for p in others)

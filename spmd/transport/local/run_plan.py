@@ -54,7 +54,7 @@ class RepeatedPlan:
         """Whether this is for such blocks: those of which little is written, or not so large that Python's part is
         nothing beside theirs."""
         size = plan.group.size
-        if size == 1 or not plan.repeats or not plan.reduces_at_once:
+        if not plan.repeats:
             return False
         return plan.copy_free or not nontemporal.large(x.nbytes * size)
 

@@ -44,8 +44,6 @@ class ProcessComm(AllReducing):
         if (
             plan.assumed_lengths is not None
             or not plan.repeats
-            or not plan.reduces_at_once
-            or group.size == 1
             or not self.transport.checks
             or x.ndim > MAX_NDIM
             or self.inline_limit(call, x) < INLINE_LIMIT
