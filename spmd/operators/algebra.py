@@ -42,13 +42,13 @@ class Terms(Linear):
 
     @property
     def H(self) -> Any:
-        turned = ((c.conjugate(), tuple(f.H for f in reversed(factors))) for c, factors in self._terms)
-        return self._make(turned, self._ends[::-1])
+        adjoints = ((c.conjugate(), tuple(f.H for f in reversed(factors))) for c, factors in self._terms)
+        return self._make(adjoints, self._ends[::-1])
 
     @property
     def T(self) -> Any:
-        turned = ((c, tuple(f.T for f in reversed(factors))) for c, factors in self._terms)
-        return self._make(turned, self._ends[::-1])
+        transposes = ((c, tuple(f.T for f in reversed(factors))) for c, factors in self._terms)
+        return self._make(transposes, self._ends[::-1])
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
@@ -86,7 +86,7 @@ def added(a: Any, b: Any) -> Any:
     return a + b
 
 
-def _short(op: Linear) -> str:
+def _op_repr(op: Linear) -> str:
     """An operator as one writes it: what is as by default is left out."""
     if not is_dataclass(op):
         return str(op)
@@ -95,7 +95,7 @@ def _short(op: Linear) -> str:
     return f"{type(op).__name__}({', '.join(texts)})"
 
 
-def formula(terms: tuple[Term, ...], name=_short) -> str:
+def formula(terms: tuple[Term, ...], name=_op_repr) -> str:
     """A normal form as one writes it."""
 
     def product(factors: tuple[Linear, ...]) -> str:
@@ -127,12 +127,14 @@ def signature(op: Linear) -> Mapping[str, Along]:
     """What an operator does along each axis it knows of; along others it leaves the state as it is."""
     if isinstance(op, Composed):
         return op.signature
-    known: Any = op
-    rooted = f"{ROOTED}({getattr(known, 'root', 0)})"
-    taken = {n: rooted if known.source == ROOTED else known.takes(n) for n in known.axes}
-    out = known.out_state(state_of(n for n, s in taken.items() if s == VARYING)).varying
-    given = {n: rooted if known.target == ROOTED else VARYING if n in out else INVARIANT for n in known.axes}
-    return {n: Along(taken[n], given[n], known.adds) for n in known.axes}
+    collective: Any = op
+    rooted = f"{ROOTED}({getattr(collective, 'root', 0)})"
+    sources = {n: rooted if collective.source == ROOTED else collective.takes(n) for n in collective.axes}
+    varying = collective.out_state(state_of(n for n, s in sources.items() if s == VARYING)).varying
+    targets = {n: VARYING if n in varying else INVARIANT for n in collective.axes}
+    if collective.target == ROOTED:
+        targets = dict.fromkeys(collective.axes, rooted)
+    return {n: Along(sources[n], targets[n], collective.adds) for n in collective.axes}
 
 
 class Composed(Terms):
@@ -146,7 +148,7 @@ class Composed(Terms):
     signature: Mapping[str, Along]
 
     def __init__(self, terms: Iterable[Term]):
-        self._terms, self.signature = _typed(collected(terms))
+        self._terms, self.signature = _with_states(collected(terms))
 
     def _make(self, terms: Iterable[Term], ends: Ends) -> Linear:
         return composed(terms)
@@ -160,11 +162,11 @@ class Composed(Terms):
 
 def composed(terms: Iterable[Term]) -> Linear:
     """The operator of a body with this normal form."""
-    made = Composed(terms)
-    match made.terms:
-        case ((1, (one,)),):
-            return one
-    return made
+    composition = Composed(terms)
+    match composition.terms:
+        case ((1, (operator,)),):
+            return operator
+    return composition
 
 
 def identity() -> Linear:
@@ -184,23 +186,23 @@ def meet(one: Linear, other: Linear, sign: str) -> None:
         )
 
 
-def _typed(terms: tuple[Term, ...]) -> tuple[tuple[Term, ...], dict[str, Along]]:
+def _with_states(terms: tuple[Term, ...]) -> tuple[tuple[Term, ...], dict[str, Along]]:
     """Terms of which the states fit, and what their sum does along each axis."""
     typed = [(c, *_chained(factors)) for c, factors in terms]
-    axes = dict.fromkeys(n for _, _, known in typed for n in known)
-    sources = {n: _met({k[n].source for _, _, k in typed if n in k}, n, "take") for n in axes}
+    axes = dict.fromkeys(n for _, _, sig in typed for n in sig)
+    sources = {n: _common_state({sig[n].source for _, _, sig in typed if n in sig}, n, "take") for n in axes}
     if len(typed) > 1:
-        typed = [(c, *_varied_first(factors, known, sources)) for c, factors, known in typed]
-    given = [{n: k[n].target if n in k else sources[n] for n in axes} for _, _, k in typed]
-    targets = {n: _met({g[n] for g in given}, n, "give") for n in axes}
+        typed = [(c, *_varied_first(factors, sig, sources)) for c, factors, sig in typed]
+    term_targets = [{n: sig[n].target if n in sig else sources[n] for n in axes} for _, _, sig in typed]
+    targets = {n: _common_state({target[n] for target in term_targets}, n, "give") for n in axes}
     final: list[Term] = []
-    for (c, factors, _), g in zip(typed, given, strict=True):
-        final.append((c, _vary([n for n in axes if (g[n], targets[n]) == (INVARIANT, VARYING)]) + factors))
-    adds = {n: any(k[n].adds for _, _, k in typed if n in k) for n in axes}
+    for (c, factors, _), target in zip(typed, term_targets, strict=True):
+        final.append((c, _vary([n for n in axes if (target[n], targets[n]) == (INVARIANT, VARYING)]) + factors))
+    adds = {n: any(sig[n].adds for _, _, sig in typed if n in sig) for n in axes}
     return collected(final), {n: Along(sources[n], targets[n], adds[n]) for n in axes}
 
 
-def _met(states: set[str], axis: str, verb: str) -> str:
+def _common_state(states: set[str], axis: str, verb: str) -> str:
     """The state in which terms of a sum meet: what they take is Invariant if one of them wants that, what they give
     is Varying if one of them is."""
     if len(states) > 1 and not states <= {INVARIANT, VARYING}:
@@ -220,39 +222,39 @@ def _vary(axes: Iterable[str]) -> tuple[Linear, ...]:
     return (Vary(names),) if names else ()
 
 
-def _varied_first(factors, known: dict[str, Along], sources: Mapping[str, str]):
+def _varied_first(factors, signature: dict[str, Along], sources: Mapping[str, str]):
     """A term that takes what all terms of the sum take."""
-    need = [n for n in known if (sources[n], known[n].source) == (INVARIANT, VARYING)]
-    _refuse(need, known, factors, "+")
-    return _chained(factors + _vary(need))
+    varied = [n for n in signature if (sources[n], signature[n].source) == (INVARIANT, VARYING)]
+    _refuse_invariant(varied, signature, factors, "+")
+    return _chained(factors + _vary(varied))
 
 
 def _chained(factors: tuple[Linear, ...]) -> tuple[tuple[Linear, ...], dict[str, Along]]:
     """A product of which each factor takes what the one to its right gives, and what it does along each axis."""
     chain: tuple[Linear, ...] = ()
-    known: dict[str, Along] = {}
+    total: dict[str, Along] = {}
     for factor in reversed(factors):
-        _follows(factor, chain)
+        _check_layouts(factor, chain)
         own = signature(factor)
-        need = [n for n in own if n in known and (known[n].target, own[n].source) == (INVARIANT, VARYING)]
-        _refuse(need, own, (factor, *chain), "@")
+        varied = [n for n in own if n in total and (total[n].target, own[n].source) == (INVARIANT, VARYING)]
+        _refuse_invariant(varied, own, (factor, *chain), "@")
         for n, along in own.items():
-            if n in known and n not in need and known[n].target != along.source:
+            if n in total and n not in varied and total[n].target != along.source:
                 raise StateError.at(
                     "A @ B",
-                    got=f"{formula(((1, chain),))}, which gives {known[n].target} arrays along axis {n!r}, before "
+                    got=f"{formula(((1, chain),))}, which gives {total[n].target} arrays along axis {n!r}, before "
                     f"{formula(((1, (factor,)),))}",
                     need=f"{along.source} arrays along {n!r}",
                     mend=f"Sum(({n!r},)) or Collect(({n!r},)) in between make a Varying array Invariant, Replicate "
                     "a Rooted one",
                 )
-        chain = (factor, *_vary(need), *chain)
+        chain = (factor, *_vary(varied), *chain)
         for n, along in own.items():
-            known[n] = along._replace(source=known[n].source, adds=known[n].adds) if n in known else along
-    return chain, known
+            total[n] = along._replace(source=total[n].source, adds=total[n].adds) if n in total else along
+    return chain, total
 
 
-def _follows(factor: Linear, chain: tuple[Linear, ...]) -> None:
+def _check_layouts(factor: Linear, chain: tuple[Linear, ...]) -> None:
     """Raise where an operator between layouts takes another layout than the one before it gives."""
     taken, given = (getattr(f, "layouts", None) for f in (factor, chain[0] if chain else None))
     if taken is not None and given is not None and taken[0] != given[1]:
@@ -265,7 +267,7 @@ def _follows(factor: Linear, chain: tuple[Linear, ...]) -> None:
         )
 
 
-def _refuse(axes: list[str], own: Mapping[str, Along], factors, sign: str) -> None:
+def _refuse_invariant(axes: list[str], own: Mapping[str, Along], factors, sign: str) -> None:
     """Raise where an operator that adds would be given Invariant arrays."""
     added = [n for n in axes if own[n].adds]
     if added:
@@ -302,10 +304,10 @@ def across(op: Linear, x: Any) -> Any:
     return cast(Any, mesh).map(body, source, target)(x)
 
 
-def _relays(op: Linear) -> bool:
+def _changes_layout(op: Linear) -> bool:
     """Whether an operator, or a factor of it, goes from one layout to another."""
     return getattr(op, "layouts", None) is not None or (
-        isinstance(op, Terms) and any(_relays(f) for _, factors in op.terms for f in factors)
+        isinstance(op, Terms) and any(_changes_layout(f) for _, factors in op.terms for f in factors)
     )
 
 
@@ -314,9 +316,9 @@ def _source(op: Linear, spec: Spec) -> Spec:
     layouts = getattr(op, "layouts", None)
     if layouts is not None:
         return layouts[0]
-    if not _relays(op):
+    if not _changes_layout(op):
         return spec
-    return _one([_source(factors[-1], spec) if factors else spec for _, factors in op.terms], op, "take")
+    return _agreed([_source(factors[-1], spec) if factors else spec for _, factors in op.terms], op, "take")
 
 
 def _target(op: Linear, spec: Spec, what: str) -> Spec:
@@ -324,47 +326,47 @@ def _target(op: Linear, spec: Spec, what: str) -> Spec:
     layouts = getattr(op, "layouts", None)
     if layouts is not None:
         return layouts[1]
-    if not _relays(op):
-        return _kept(op, spec, what)
-    found = []
+    if not _changes_layout(op):
+        return _target_by_axes(op, spec, what)
+    targets = []
     for _, factors in op.terms:
-        lies, run = spec, ()
+        layout, pending = spec, ()
         for k, factor in enumerate(reversed(factors)):
-            if _relays(factor):
-                lies = _kept(composed([(1, run)]), lies, what) if run else lies
+            if _changes_layout(factor):
+                layout = _target_by_axes(composed([(1, pending)]), layout, what) if pending else layout
                 if k:
-                    _one([lies, _source(factor, lies)], op, "give and take")
-                lies, run = _target(factor, lies, what), ()
+                    _agreed([layout, _source(factor, layout)], op, "give and take")
+                layout, pending = _target(factor, layout, what), ()
             else:
-                run = (factor, *run)
-        found.append(_kept(composed([(1, run)]), lies, what) if run else lies)
-    return _one(found, op, "give")
+                pending = (factor, *pending)
+        targets.append(_target_by_axes(composed([(1, pending)]), layout, what) if pending else layout)
+    return _agreed(targets, op, "give")
 
 
-def _one(found: list[Spec], op: Linear, verb: str) -> Spec:
+def _agreed(specs: list[Spec], op: Linear, verb: str) -> Spec:
     """The spec that all terms of a sum agree in."""
-    plain = [
+    comparable = [
         P(*s.spec.trimmed)
         if isinstance(s, Layout) and s.spec is not None and s.balanced and s.copies == "invariant"
         else s
-        for s in found
+        for s in specs
     ]
-    if any(s != plain[0] for s in plain):
+    if any(s != comparable[0] for s in comparable):
         raise SpecError.at(
             f"{op!r} of a global array",
-            got=f"terms that {verb} arrays laid out by {' and by '.join(map(str, dict.fromkeys(plain)))}",
+            got=f"terms that {verb} arrays laid out by {' and by '.join(map(str, dict.fromkeys(comparable)))}",
             need="terms that agree",
             mend="Repartition the terms that lie otherwise",
         )
-    return found[0]
+    return specs[0]
 
 
-def _kept(op: Linear, spec: Spec, what: str) -> Spec:
+def _target_by_axes(op: Linear, spec: Spec, what: str) -> Spec:
     """How the result of an operator lies that goes by axes, not by layouts."""
-    known = signature(op)
+    by_axis = signature(op)
     by_axes = spec if isinstance(spec, P) else spec.spec
-    rooted = [n for n, along in known.items() if ROOTED in along.source + along.target]
-    lost = [n for n, along in known.items() if along.target == VARYING and n not in (by_axes or P()).axes]
+    rooted = [n for n, along in by_axis.items() if ROOTED in along.source + along.target]
+    lost = [n for n, along in by_axis.items() if along.target == VARYING and n not in (by_axes or P()).axes]
     if rooted or lost:
         axis = (rooted or lost)[0]
         raise SpecError.at(
@@ -376,5 +378,7 @@ def _kept(op: Linear, spec: Spec, what: str) -> Spec:
             if lost
             else "spmd.map(f, in_specs, out_specs), with the operator in f",
         )
-    gone = {n for n, along in known.items() if along.target == INVARIANT}
-    return P(*(tuple(n for n in names if n not in gone) for names in by_axes.dims)) if by_axes is not None else spec
+    invariant = {n for n, along in by_axis.items() if along.target == INVARIANT}
+    return (
+        P(*(tuple(n for n in names if n not in invariant) for names in by_axes.dims)) if by_axes is not None else spec
+    )

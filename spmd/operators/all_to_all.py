@@ -149,15 +149,15 @@ class RaggedAllToAll(Operator):
     def check(self, group: Group, x: np.ndarray) -> None:
         k = group.index
         if x.ndim == 0 or x.shape[0] != self.rows[0]:
-            raise self._bad(f"a block of shape {list(x.shape)}", f"{self.rows[0]} rows, as rows={self.rows} says")
+            raise self._error(f"a block of shape {list(x.shape)}", f"{self.rows[0]} rows, as rows={self.rows} says")
         for p in self.pieces:
             if not (0 <= p.source < group.size and 0 <= p.target < group.size):
-                raise self._bad(repr(p), f"places from 0 to {group.size - 1}")
-            for mine, start, n in ((p.source == k, p.start, self.rows[0]), (p.target == k, p.at, self.rows[1])):
-                if mine and not (p.size >= 0 and 0 <= start <= n - p.size):
-                    raise self._bad(repr(p), f"rows from 0 to {n}")
+                raise self._error(repr(p), f"places from 0 to {group.size - 1}")
+            for is_own, start, n in ((p.source == k, p.start, self.rows[0]), (p.target == k, p.at, self.rows[1])):
+                if is_own and not (p.size >= 0 and 0 <= start <= n - p.size):
+                    raise self._error(repr(p), f"rows from 0 to {n}")
 
-    def _bad(self, got: str, need: str) -> LayoutError:
+    def _error(self, got: str, need: str) -> LayoutError:
         return LayoutError.at(
             f"spmd.{self.function}", argument="x", got=got, need=need, mend="give pieces of the blocks there are"
         )
@@ -175,12 +175,12 @@ class RaggedAllToAll(Operator):
 
     @property
     def H(self) -> Operator:
-        return self._turned
+        return self._adjoint
 
     @cached_property
-    def _turned(self) -> RaggedAllToAll:
-        turned = tuple(Piece(p.target, p.source, p.at, p.start, p.size) for p in self.pieces)
-        return RaggedAllToAll(self.axes, turned, (self.rows[1], self.rows[0]))
+    def _adjoint(self) -> RaggedAllToAll:
+        reversed_pieces = tuple(Piece(p.target, p.source, p.at, p.start, p.size) for p in self.pieces)
+        return RaggedAllToAll(self.axes, reversed_pieces, (self.rows[1], self.rows[0]))
 
 
 def _rows(pieces: Sequence[Piece]) -> Any:
@@ -236,7 +236,7 @@ def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets
     names, frame = _names(axis_name, "ragged_all_to_all"), sys._getframe(1)
     worker = here("spmd.ragged_all_to_all")
     group = worker.group(names)
-    numbers = _numbers(
+    numbers = _checked_numbers(
         group,
         input_offsets=input_offsets,
         send_sizes=send_sizes,
@@ -247,55 +247,55 @@ def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets
     rows = [(np.shape(x)[0], np.shape(y)[0]) for x, y in pairs]
     for n, _ in rows:
         _check_rows("input_offsets", numbers["input_offsets"], numbers["send_sizes"], n, worker, group)
-    told = np.stack([numbers["output_offsets"], numbers["send_sizes"]], axis=-1)
+    sent = np.stack([numbers["output_offsets"], numbers["send_sizes"]], axis=-1)
     *leaves, whole = tree.leaf_positions(treedef)
     detail = "where the rows go"
     call = Call(
-        "ragged_all_to_all", names, told.dtype, told.shape, detail=detail, same_shape=True, frame=frame, leaf=whole
+        "ragged_all_to_all", names, sent.dtype, sent.shape, detail=detail, same_shape=True, frame=frame, leaf=whole
     )
-    came = np.stack(worker.comm.all_to_all(group, call, [np.ascontiguousarray(t) for t in told]).wait())
-    _check_sizes(came[..., 1], numbers["recv_sizes"], worker, group)
+    received = np.stack(worker.comm.all_to_all(group, call, [np.ascontiguousarray(t) for t in sent]).wait())
+    _check_sizes(received[..., 1], numbers["recv_sizes"], worker, group)
     for _, n in rows:
-        _check_rows("output_offsets", came[..., 0], came[..., 1], n, worker, group)
-    _check_overlap(came, worker, group)
+        _check_rows("output_offsets", received[..., 0], received[..., 1], n, worker, group)
+    _check_overlap(received, worker, group)
 
-    pieces = _pieces(group, numbers, told, came)
-    found = []
+    pieces = _pieces(group, numbers, sent, received)
+    results = []
     for (x, y), n, leaf in zip(pairs, rows, leaves, strict=True):
         called = Called("ragged_all_to_all", leaf)
         arrived = operate(RaggedAllToAll(names, pieces, n, called=called), x, frame)
-        new = np.zeros((n[1],) + (1,) * (np.ndim(y) - 1), bool)
-        for at, size in came.reshape(-1, 2).tolist():
-            new[at : at + size] = True
+        replaced = np.zeros((n[1],) + (1,) * (np.ndim(y) - 1), bool)
+        for at, size in received.reshape(-1, 2).tolist():
+            replaced[at : at + size] = True
         other = frontend(x)
         if other is not None:
-            found.append(other.where(varying(new, names), arrived, y))
+            results.append(other.where(varying(replaced, names), arrived, y))
         else:
-            found.append(read_only(np.where(varying(new, names), arrived, y)))
-    return tree.unflatten(treedef, found)
+            results.append(read_only(np.where(varying(replaced, names), arrived, y)))
+    return tree.unflatten(treedef, results)
 
 
-def _pieces(group: Group, numbers: dict[str, np.ndarray], told: np.ndarray, came: np.ndarray) -> tuple[Piece, ...]:
+def _pieces(group: Group, numbers: dict[str, np.ndarray], sent: np.ndarray, received: np.ndarray) -> tuple[Piece, ...]:
     """The pieces that this worker sends, and those that it gets: of `told` it has told each worker where pieces begin
     and how long they are, and `came` is what others have told."""
-    me, m = group.index, told.shape[1]
-    both = [
-        Piece(me, k, *map(int, (numbers["input_offsets"][k, i], *told[k, i])))
+    me, m = group.index, sent.shape[1]
+    pieces = [
+        Piece(me, k, *map(int, (numbers["input_offsets"][k, i], *sent[k, i])))
         for k in range(group.size)
         for i in range(m)
     ]
     # Where a piece begins at its sender no receiver knows, nor needs to: it takes what comes in order.
-    both += [Piece(k, me, 0, *map(int, came[k, i])) for k in range(group.size) if k != me for i in range(m)]
-    return tuple(both)
+    pieces += [Piece(k, me, 0, *map(int, received[k, i])) for k in range(group.size) if k != me for i in range(m)]
+    return tuple(pieces)
 
 
-def _numbers(group: Group, **given) -> dict[str, np.ndarray]:
+def _checked_numbers(group: Group, **given) -> dict[str, np.ndarray]:
     """The offsets and sizes, a row of them for each worker."""
-    found, need = {}, f"integers, one for each of the {group.size} workers, or m of them each; as many in all four"
+    table, need = {}, f"integers, one for each of the {group.size} workers, or m of them each; as many in all four"
     for argument, numbers in given.items():
         bare = np.asarray(to_host(value_of(numbers)))
         bare = bare.astype(np.int64) if bare.size == 0 or bare.dtype.kind in "iu" else bare
-        first = next(iter(found.values()), bare)
+        first = next(iter(table.values()), bare)
         if bare.ndim != 1 or bare.dtype != np.int64 or bare.size % group.size or bare.size != first.size:
             raise LayoutError.at(
                 "spmd.ragged_all_to_all",
@@ -304,8 +304,8 @@ def _numbers(group: Group, **given) -> dict[str, np.ndarray]:
                 need=need,
                 mend="np.array([...]), those for the first worker first",
             )
-        found[argument] = bare.reshape(group.size, -1) if bare.size else np.zeros((group.size, 0), np.int64)
-    return found
+        table[argument] = bare.reshape(group.size, -1) if bare.size else np.zeros((group.size, 0), np.int64)
+    return table
 
 
 def _pairs(operand, output) -> tuple[list[tuple[Any, Any]], Any]:
@@ -331,7 +331,7 @@ def _pairs(operand, output) -> tuple[list[tuple[Any, Any]], Any]:
     return list(zip(xs, ys, strict=True)), treedef
 
 
-def _named(worker: Worker, group: Group, k: int) -> str:
+def _worker_name(worker: Worker, group: Group, k: int) -> str:
     return worker.mesh.describe(group.members[k])
 
 
@@ -340,8 +340,8 @@ def _check_rows(argument: str, offsets: np.ndarray, sizes: np.ndarray, rows: int
     wrong = (offsets < 0) | (sizes < 0) | (offsets + sizes > rows)
     if wrong.any():
         k, i = np.argwhere(wrong)[0]
-        mine, other = _named(worker, group, group.index), _named(worker, group, int(k))
-        ends = f"from {mine} to {other}" if argument == "input_offsets" else f"from {other} to {mine}"
+        own, other = _worker_name(worker, group, group.index), _worker_name(worker, group, int(k))
+        ends = f"from {own} to {other}" if argument == "input_offsets" else f"from {other} to {own}"
         raise LayoutError.at(
             "spmd.ragged_all_to_all",
             argument=argument,
@@ -358,24 +358,24 @@ def _check_sizes(sent: np.ndarray, expected: np.ndarray, worker: Worker, group: 
         raise LayoutError.at(
             "spmd.ragged_all_to_all",
             argument="recv_sizes",
-            got=f"{_named(worker, group, int(k))} sends {sent[k, i]} rows to "
-            f"{_named(worker, group, group.index)}, which waits for {expected[k, i]}",
+            got=f"{_worker_name(worker, group, int(k))} sends {sent[k, i]} rows to "
+            f"{_worker_name(worker, group, group.index)}, which waits for {expected[k, i]}",
             need="the sender's send_sizes",
             mend="recv_sizes = spmd.all_to_all(send_sizes, axis_name, 0, 0, tiled=True)",
         )
 
 
-def _check_overlap(came: np.ndarray, worker: Worker, group: Group) -> None:
+def _check_overlap(received: np.ndarray, worker: Worker, group: Group) -> None:
     """Raise where two pieces are to be written into the same rows: which is last would be left to chance."""
-    some = [(at, at + size, k) for k, run in enumerate(came.tolist()) for at, size in run if size]
-    some.sort()
-    for (_, end, k), (start, _, other) in itertools.pairwise(some):
+    spans = [(at, at + size, k) for k, run in enumerate(received.tolist()) for at, size in run if size]
+    spans.sort()
+    for (_, end, k), (start, _, other) in itertools.pairwise(spans):
         if start < end:
             raise LayoutError.at(
                 "spmd.ragged_all_to_all",
                 argument="output_offsets",
-                got=f"row {start} of {_named(worker, group, group.index)} twice: "
-                f"from {_named(worker, group, k)} and from {_named(worker, group, other)}",
+                got=f"row {start} of {_worker_name(worker, group, group.index)} twice: "
+                f"from {_worker_name(worker, group, k)} and from {_worker_name(worker, group, other)}",
                 need="pieces that do not overlap in output",
                 mend="give each its own rows, from where the one before ends",
             )

@@ -45,14 +45,14 @@ def operate(op: Collective, x, frame: FrameType | None = None) -> Any:
         value, tape, state = x.value, x.tape, x.state
         if type(value) is not np.ndarray and isinstance(value, np.generic):
             value = np.asarray(value)
-        known = state is not None and type(value) is np.ndarray and prepared_for(op, value, state, worker, frame)
-        if not known or (tape is not None and known.admitted is not state):
+        prepared = state is not None and type(value) is np.ndarray and prepared_for(op, value, state, worker, frame)
+        if not prepared or (tape is not None and prepared.admitted is not state):
             return _begin(op, x, worker, frame)()
-        short = known.short
-        block, bound = known(worker.comm, value) if short is None else short(worker.comm, value, known.long)
+        short = prepared.short
+        block, bound = prepared(worker.comm, value) if short is None else short(worker.comm, value, prepared.long)
         if tape is None:
-            return Array(block, known.state)
-        return _recorded(bound, x, block, known.state)
+            return Array(block, prepared.state)
+        return _recorded(bound, x, block, prepared.state)
     if isinstance(x, np.ndarray | np.generic | int | float | complex) or on_device(x) or frontend(x) is not None:
         return _begin(op, x, worker, frame)()
     leaves, treedef = tree.flatten(x)
@@ -209,9 +209,9 @@ def move(op: Collective, g):
         return _passed(op, g, op.out_state(g.state) if type(g) is Array else None)
     frame = sys._getframe(1)
     if type(g) is np.ndarray:
-        known = prepared_for(op, g, None, worker, caller(frame))
-        if known:
-            return known(worker.comm, g)[0]
+        prepared = prepared_for(op, g, None, worker, caller(frame))
+        if prepared:
+            return prepared(worker.comm, g)[0]
     return _apply(op, g, worker, frame)()[0]
 
 

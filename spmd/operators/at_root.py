@@ -69,22 +69,22 @@ def at_root(f: Callable, *xs, axis_name: AxisName, root: int = 0) -> Any:
     Keep(names, root).check_root(group)
     leaves, treedef = tree.flatten(xs)
     places = [k for k, leaf in enumerate(leaves) if _is_array(leaf)]
-    call = _Call(group, names, root, frame, tree.leaf_positions(treedef)[-1])
+    call = _RootCall(group, names, root, frame, tree.leaf_positions(treedef)[-1])
 
     def of_blocks(*blocks) -> list:
         full = list(leaves)
         for k, block in zip(places, blocks, strict=True):
             full[k] = block
         call.structure, outs = _encoded(f(*tree.unflatten(treedef, full)), call.worker)
-        return [call.stripped(out) for out in outs]
+        return [call.without_axes(out) for out in outs]
 
     blocks = [rooted(leaves[k], names, root, "at_root").block for k in places]
     outs = call.run(of_blocks, blocks)
     if worker.frontend is not None:
-        outs = [worker.frontend.tied(call.stripped(x), blocks) for x in outs]
+        outs = [worker.frontend.tied(call.without_axes(x), blocks) for x in outs]
     handles = (
-        Rooted(x, like.shape, x.dtype if frontend(x) is not None else _heard(like.dtype), names, root)
-        for x, like in zip(outs, call.likes, strict=True)
+        Rooted(x, like.shape, x.dtype if frontend(x) is not None else _dtype_from_json(like.dtype), names, root)
+        for x, like in zip(outs, call.specs, strict=True)
     )
     return _decoded(call.structure, handles)
 
@@ -94,7 +94,7 @@ def _is_array(leaf) -> bool:
     return known or hasattr(leaf, "__spmd_describe__")
 
 
-class _Like(NamedTuple):
+class _ResultSpec(NamedTuple):
     """What all workers know of a Rooted value."""
 
     shape: tuple[int, ...]
@@ -102,7 +102,7 @@ class _Like(NamedTuple):
     varying: tuple[str, ...]
 
 
-class _Call:
+class _RootCall:
     """One call of `at_root` on one worker."""
 
     def __init__(self, group: Group, axes: tuple[str, ...], root: int, frame: FrameType, whole: tree.Leaf | None):
@@ -112,7 +112,7 @@ class _Call:
         self.frame = frame
         self.whole = whole
         self.structure: Any = None
-        self.likes: list[_Like] = []
+        self.specs: list[_ResultSpec] = []
 
     @property
     def worker(self) -> Worker:
@@ -123,21 +123,21 @@ class _Call:
     def is_root(self) -> bool:
         return self.group.index == self.root
 
-    def run(self, fn: Callable, xs: list, likes: list[_Like] | None = None) -> list:
+    def run(self, fn: Callable, xs: list, specs: list[_ResultSpec] | None = None) -> list:
         """fn(*xs), a list of blocks, at the root; blocks of nothing elsewhere. Recorded on all tapes of xs.
 
-        likes: of the results, where the others know them already.
+        specs: of the results, where the others know them already.
         """
         token = REPLICAS.set(False)  # the root makes arrays that the others do not
         try:
-            return self._run(fn, xs, likes)
+            return self._run(fn, xs, specs)
         finally:
             REPLICAS.reset(token)
 
-    def _run(self, fn: Callable, xs: list, likes: list[_Like] | None) -> list:
+    def _run(self, fn: Callable, xs: list, specs: list[_ResultSpec] | None) -> list:
         tape = innermost(xs)
         if tape is None:
-            return self.alone(fn, xs, likes)
+            return self.evaluate(fn, xs, specs)
         lowered = [lower(x, tape) for x in xs]
         active = [k for k, x in enumerate(xs) if on(x, tape)]
 
@@ -152,21 +152,21 @@ class _Call:
 
         pulled: Callable
         if innermost(lowered) is None:
-            kept: list[Callable] = []
+            pullbacks: list[Callable] = []
 
             def keeping(*args):
                 outs, pull = with_pullback(args, tape.once)
-                kept.append(pull)
+                pullbacks.append(pull)
                 return outs
 
-            outs = self.alone(keeping, lowered, likes)
-            pulled, given = lambda *gs: kept[0](gs), []
+            outs = self.evaluate(keeping, lowered, specs)
+            pulled, given = lambda *gs: pullbacks[0](gs), []
         else:
             # An outer tape watches too: the pullback is a function of the arguments, run again as one of its own.
-            outs = self.run(fn, lowered, likes)
+            outs = self.run(fn, lowered, specs)
             n, given = len(lowered), lowered
             pulled = lambda *args: with_pullback(args[:n], True)[1](args[n:])
-        ends = [_like(xs[k]) for k in active]
+        ends = [_result_spec(xs[k]) for k in active]
         zeros = [(np.shape(_data(x)), _data(x).dtype) for x in outs]
 
         def pull(gs: list) -> list:
@@ -175,30 +175,30 @@ class _Call:
 
         return joint(_WHERE, tape, [xs[k] for k in active], outs, pull)
 
-    def alone(self, fn: Callable, xs: list, likes: list[_Like] | None) -> list:
+    def evaluate(self, fn: Callable, xs: list, specs: list[_ResultSpec] | None) -> list:
         """`run` below all tapes."""
         if not self.is_root:
-            if likes is None:
-                likes = self.heard()
-            return [self.nothing(like) for like in likes]
+            if specs is None:
+                specs = self.receive_results()
+            return [self.empty_block(like) for like in specs]
         try:
-            outs = self._apart(fn, xs)
+            outs = self._run_alone(fn, xs)
         except Exception as error:
-            if likes is None and len(self.worker.mesh.local_workers) < self.worker.mesh.size:
+            if specs is None and len(self.worker.mesh.local_workers) < self.worker.mesh.size:
                 shorten(error)  # the others are told what the user would see
-                self.tell({"error": class_name(error), "text": str(error), "trace": traceback.format_exc()})
+                self.report({"error": class_name(error), "text": str(error), "trace": traceback.format_exc()})
             raise
-        if likes is None:
-            self.likes = [_like(x) for x in outs]
-            self.tell({"structure": self.structure, "likes": self.likes})
+        if specs is None:
+            self.specs = [_result_spec(x) for x in outs]
+            self.report({"structure": self.structure, "specs": self.specs})
         return outs
 
-    def _apart(self, fn: Callable, xs: list) -> list:
+    def _run_alone(self, fn: Callable, xs: list) -> list:
         """fn(*xs), with collectives that the others do not make, and that do not count therefore."""
         comm = self.worker.comm
-        while type(comm) is _Apart:
+        while type(comm) is _RootComm:
             comm = comm.comm
-        token, number = WORKER.set(_Alone(self.worker, self.axes)), comm.number
+        token, number = WORKER.set(_RootWorker(self.worker, self.axes)), comm.number
         try:
             with refusing(0, _closure):
                 return list(fn(*xs))
@@ -206,21 +206,21 @@ class _Call:
             WORKER.reset(token)
             comm.number = number
 
-    def tell(self, said: dict[str, Any]) -> None:
+    def report(self, report: dict[str, Any]) -> None:
         """From the root to all others."""
-        self._broadcast(np.frombuffer(json.dumps(said).encode(), np.uint8))
+        self._broadcast(np.frombuffer(json.dumps(report).encode(), np.uint8))
 
-    def heard(self) -> list[_Like]:
+    def receive_results(self) -> list[_ResultSpec]:
         """What the root says of the results; its error is raised here too."""
-        said = json.loads(self._broadcast(None).tobytes())
-        if "error" in said:
-            raise _same_error(said, self.worker.mesh.describe(self.group.members[self.root]))
-        self.structure = said["structure"]
-        self.likes = [_Like(tuple(shape), dtype, tuple(varying)) for shape, dtype, varying in said["likes"]]
-        return self.likes
+        report = json.loads(self._broadcast(None).tobytes())
+        if "error" in report:
+            raise _same_error(report, self.worker.mesh.describe(self.group.members[self.root]))
+        self.structure = report["structure"]
+        self.specs = [_ResultSpec(tuple(shape), dtype, tuple(varying)) for shape, dtype, varying in report["specs"]]
+        return self.specs
 
-    def _broadcast(self, mine: np.ndarray | None) -> np.ndarray:
-        shape = (0,) if mine is None else mine.shape
+    def _broadcast(self, report: np.ndarray | None) -> np.ndarray:
+        shape = (0,) if report is None else report.shape
         detail = f"root={self.root}"
         call = Call(
             "at_root",
@@ -233,16 +233,16 @@ class _Call:
             leaf=self.whole,
         )
         call.host = True
-        return self.worker.comm.broadcast(self.group, call, mine, self.root).wait()
+        return self.worker.comm.broadcast(self.group, call, report, self.root).wait()
 
-    def nothing(self, like: _Like):
+    def empty_block(self, like: _ResultSpec):
         """What another worker than the root has of a result."""
-        block = read_only(np.zeros((0,), _heard(like.dtype)))
+        block = read_only(np.zeros((0,), _dtype_from_json(like.dtype)))
         if self.worker.mesh.places is not None:
             block = self.worker.mesh.places.own(block, self.worker.index)
         return self.worker.carrying(block, state_of(like.varying))
 
-    def stripped(self, x):
+    def without_axes(self, x):
         """A result in the state that the root's value has: it may have met data that vary along the axes."""
         other = frontend(x)
         if other is not None:
@@ -257,45 +257,45 @@ def _data(x):
     return x if hasattr(x, "dtype") else np.asarray(x)
 
 
-def _told(dtype: np.dtype) -> Any:
+def _dtype_to_json(dtype: np.dtype) -> Any:
     """A dtype as JSON: its name, which those of ml_dtypes have; of others its bytes and fields."""
     if dtype.isnative and dtype.names is None and dtype.type is not np.void:
         return dtype.name
     return np.lib.format.dtype_to_descr(dtype)
 
 
-def _heard(told: Any) -> np.dtype:
+def _dtype_from_json(descr: Any) -> np.dtype:
     """A dtype from what `_told` says, which JSON has made lists of."""
-    return np.dtype(told) if isinstance(told, str) else np.lib.format.descr_to_dtype([(*field,) for field in told])
+    return np.dtype(descr) if isinstance(descr, str) else np.lib.format.descr_to_dtype([(*field,) for field in descr])
 
 
-def _like(x) -> _Like:
+def _result_spec(x) -> _ResultSpec:
     other = frontend(x)
     if other is not None:
-        return _Like(tuple(x.shape), other.dtype(x).name, tuple(sorted(other.state(x).varying)))
+        return _ResultSpec(tuple(x.shape), other.dtype(x).name, tuple(sorted(other.state(x).varying)))
     varying = sorted(x.state.varying) if type(x) is Array else ()
-    return _Like(np.shape(_data(x)), _told(_data(x).dtype), tuple(varying))
+    return _ResultSpec(np.shape(_data(x)), _dtype_to_json(_data(x).dtype), tuple(varying))
 
 
-def alone_along(worker: Worker) -> tuple[str, ...]:
+def root_axes(worker: Worker) -> tuple[str, ...]:
     """The axes along which a worker acts alone, in a function that only the root runs."""
-    return worker.axes if isinstance(worker, _Alone) else ()
+    return worker.axes if isinstance(worker, _RootWorker) else ()
 
 
-class _Alone(Worker):
+class _RootWorker(Worker):
     """The root while it runs f: along the axes nobody else takes part."""
 
     __slots__ = ("axes",)
 
     def __init__(self, worker: Worker, axes: tuple[str, ...]):
         super().__init__(worker.mesh, worker.comm, worker.tracked, worker.replicas)
-        self.axes = (*axes, *alone_along(worker))
+        self.axes = (*axes, *root_axes(worker))
         self.frontend = worker.frontend
-        self.comm: Any = _Apart(worker.comm, axes)
+        self.comm: Any = _RootComm(worker.comm, axes)
         self.prepared = {}  # The short ways of others count on the transport as it is.
 
 
-class _Apart:
+class _RootComm:
     """A worker's transport, without the collectives that would wait for workers who never come."""
 
     def __init__(self, comm: Any, axes: tuple[str, ...]):
@@ -306,13 +306,13 @@ class _Apart:
         """No shorter way: what is called here is to be looked at."""
 
     def __getattr__(self, name: str):
-        found = getattr(self.comm, name)
-        if not callable(found):
-            return found
+        attribute = getattr(self.comm, name)
+        if not callable(attribute):
+            return attribute
 
         def verb(group: Group, call: Call, *args):
             self._check(group, call)
-            return found(group, call, *args)
+            return attribute(group, call, *args)
 
         return verb
 
@@ -381,10 +381,10 @@ def _decoded(structure, leaves: Iterator):
     return {"tuple": tuple, "list": list}[kind](_decoded(part, leaves) for part in parts)
 
 
-def _same_error(said: dict[str, str], who: str) -> Exception:
+def _same_error(report: dict[str, str], who: str) -> Exception:
     """An error like the one that the root raised, in another process."""
-    error = again(said["error"], said["text"])
-    error.add_note(f"raised in spmd.at_root by {who}:\n{said['trace']}")
+    error = again(report["error"], report["text"])
+    error.add_note(f"raised in spmd.at_root by {who}:\n{report['trace']}")
     return error
 
 

@@ -137,11 +137,11 @@ def as_number(a: Any) -> Number | None:
 
 def collected(terms: Iterable[Term]) -> tuple[Term, ...]:
     """Terms with the numbers of equal products added. What vanishes is left out, but one: it knows the shapes."""
-    found: dict[tuple[Linear, ...], Number] = {}
+    numbers: dict[tuple[Linear, ...], Number] = {}
     for c, factors in terms:
-        found[factors] = found[factors] + c if factors in found else c
-    kept = [(c, fs) for fs, c in found.items() if c != 0]
-    return tuple(kept or [(c, fs) for fs, c in found.items()][:1])
+        numbers[factors] = numbers[factors] + c if factors in numbers else c
+    nonzero = [(c, fs) for fs, c in numbers.items() if c != 0]
+    return tuple(nonzero or [(c, fs) for fs, c in numbers.items()][:1])
 
 
 # Operators
@@ -302,9 +302,9 @@ class Collective:
 
     def __getstate__(self) -> dict[str, Any]:
         """What makes it, without what it has found out."""
-        found = {n for n in self.__dict__ if n.startswith("memoised ")}
-        found |= {n for n in self.__dict__ if type(getattr(type(self), n, None)) is cached_property}
-        return {name: value for name, value in self.__dict__.items() if name not in found}
+        derived = {n for n in self.__dict__ if n.startswith("memoised ")}
+        derived |= {n for n in self.__dict__ if type(getattr(type(self), n, None)) is cached_property}
+        return {name: value for name, value in self.__dict__.items() if name not in derived}
 
     def out_state(self, state: State) -> State:
         """The state of the result of an array in `state`."""
@@ -350,10 +350,10 @@ class Operator(Collective, Linear):
     def back(self) -> Operator:
         """The adjoint as the backward sweep applies it."""
         adjoint = self.H
-        known = self.__dict__.get(_BACK)
-        if known is None or known[0] is not adjoint:
-            known = self.__dict__[_BACK] = adjoint, self.backward(adjoint)
-        return known[1]
+        cached = self.__dict__.get(_BACK)
+        if cached is None or cached[0] is not adjoint:
+            cached = self.__dict__[_BACK] = adjoint, self.backward(adjoint)
+        return cached[1]
 
     def __call__(self, x):
         """The operator applied to this worker's block, or to a pytree of blocks, in a body; outside of bodies to a
@@ -371,8 +371,8 @@ class Operator(Collective, Linear):
 
 def called_as(op: C, called: Called) -> C:
     """A collective with another `called`, whatever its class asks for to make one: the same object each time."""
-    found = _called_as(op, called)
-    return found if type(found) is type(op) else _renamed(op, called)  # a copy of another class has its tables too
+    renamed = _called_as(op, called)
+    return renamed if type(renamed) is type(op) else _renamed(op, called)  # a copy of another class has its tables too
 
 
 def _renamed(op: C, called: Called) -> C:
@@ -397,8 +397,8 @@ def each_leaf(f: Callable[[Any, Callable[[C], C]], Any], x: Any) -> Any:
     leaves, structure = tree.flatten(x)
     if tree.is_leaf(structure):
         return f(x, _by_itself)
-    found = [f(leaf, lambda op, k=k: op.over(structure)[k]) for k, leaf in enumerate(leaves)]
-    return tree.unflatten(structure, found)
+    results = [f(leaf, lambda op, k=k: op.over(structure)[k]) for k, leaf in enumerate(leaves)]
+    return tree.unflatten(structure, results)
 
 
 def _by_itself(op: C) -> C:

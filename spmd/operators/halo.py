@@ -27,7 +27,7 @@ from spmd.operators.halo_combine import (
     AddHalo,
     FillHalo,
     HaloPlans,
-    Room,
+    ResultBuffer,
     add_ranges,
     crops,
     entries_ahead,
@@ -83,7 +83,7 @@ class HaloExchange(Halo):
     def plans(self, group: Group, shape: Shape, dtype: np.dtype, nothing: bool = False) -> HaloPlans:
         """`plan`. nothing: whether an array of length 0 may be continued, as zeros."""
         dimensions = self._dimensions(group, len(shape))
-        sizes = tuple(self._supposed(d, dim, shape[d]) for d, dim in enumerate(dimensions))
+        sizes = tuple(self._assumed_lengths(d, dim, shape[d]) for d, dim in enumerate(dimensions))
         return self._plans_with(group, shape, dtype, nothing, sizes)
 
     def start(self, comm: Comm, group: Group, x: Any, call: Call) -> Handle:
@@ -93,7 +93,7 @@ class HaloExchange(Halo):
         """The exchange, dimension by dimension. nothing: whether an array of length 0 may be continued, as zeros."""
         plans = self._plans.get((group, x.shape, x.dtype, nothing))
         if plans is None:
-            d = self._only_unknown(group, x.ndim)
+            d = self._only_unknown_dimension(group, x.ndim)
             if d is not None:
                 line = self._dimensions(group, x.ndim)[d].line
                 needs = NeedsShapes(line, partial(self._learnt_plan, group, x.shape, x.dtype, nothing, d))
@@ -104,37 +104,37 @@ class HaloExchange(Halo):
 
         # The result is made once, and the block put where it stands in it, while the first messages are under way if
         # nobody writes to the block; each dimension then fills a little more.
-        block, result, room = x, x, None
-        if call.borrowed and plans.room is not None and plans.steps:
-            room, result = plans.room.place(x, True)
-            block = room[plans.room.window]
+        block, result, buffer = x, x, None
+        if call.borrowed and plans.buffer is not None and plans.steps:
+            buffer, result = plans.buffer.place(x, True)
+            block = buffer[plans.buffer.window]
         for plan in plans.steps:
             combine: Any = plan.combine
             handle = comm.exchange(plan.group, call, plan.sends(block)) if plan.kind != "none" else None
-            if room is None and plans.room is not None:
-                room, result = plans.room.place(x, False)
-            if room is None:
+            if buffer is None and plans.buffer is not None:
+                buffer, result = plans.buffer.place(x, False)
+            if buffer is None:
                 out = empty((*block.shape[: combine.d], combine.length, *block.shape[combine.d + 1 :]), x)
                 result = out
             else:
-                out = room[combine.window]
+                out = buffer[combine.window]
             combine.fill(out, block)
-            came = {} if handle is None else (yield handle)
-            blocks = [came.get(k) for k in range(plan.group.size)]
+            received = {} if handle is None else (yield handle)
+            blocks = [received.get(k) for k in range(plan.group.size)]
             block, _ = plan.finish(block, blocks, begun=(out, result if plan is plans.steps[-1] else out))
         return block, plans.bound
 
     def repeatable_plan(self, group: Group, x: np.ndarray) -> Plan | None:
         """Where halos are of one dimension, whose plan therefore fills all of the result."""
         key = group, x.shape, x.dtype, False
-        known = self._plans.get(key)
-        plans = known or self._learnt_plans.get(key)
-        if plans is None or plans.room is None or len(plans.steps) != 1:
+        cached = self._plans.get(key)
+        plans = cached or self._cached_learnt_plans.get(key)
+        if plans is None or plans.buffer is None or len(plans.steps) != 1:
             return None
         (plan,) = plans.steps
         combine: Any = plan.combine
-        assumed = None if known is not None else (combine.d, plans.bound.sizes[combine.d])
-        in_place = plans.room.is_around(x)
+        assumed = None if cached is not None else (combine.d, plans.bound.sizes[combine.d])
+        in_place = plans.buffer.is_around(x)
         return replace(plan, combine=replace(combine, in_place=in_place), assumed_lengths=assumed)
 
     @cached_property
@@ -143,11 +143,11 @@ class HaloExchange(Halo):
         return {}
 
     @cached_property
-    def _learnt_plans(self) -> dict[Any, HaloPlans]:
+    def _cached_learnt_plans(self) -> dict[Any, HaloPlans]:
         """The latest ones, where another time others may come with other blocks."""
         return {}
 
-    def _only_unknown(self, group: Group, ndim: int) -> int | None:
+    def _only_unknown_dimension(self, group: Group, ndim: int) -> int | None:
         """The dimension that alone is continued, if its lengths are to be learnt."""
         dimensions = self._dimensions(group, ndim)
         reached = [d for d, dim in enumerate(dimensions) if any(map(any, dim.pairs))]
@@ -160,17 +160,17 @@ class HaloExchange(Halo):
     ) -> Plan:
         """The plan where dimension d alone goes on, and the blocks of its line have these shapes."""
         lengths, key = tuple(s[d] for s in shapes), (group, shape, dtype, nothing)
-        plans = self._learnt_plans.get(key)
+        plans = self._cached_learnt_plans.get(key)
         if plans is None or plans.bound.sizes[d] != lengths:
             sizes = tuple(lengths if e == d else self._given(e) for e in range(len(shape)))
-            plans = bounded(self._learnt_plans)[key] = self._plans_with(group, shape, dtype, nothing, sizes)
+            plans = bounded(self._cached_learnt_plans)[key] = self._plans_with(group, shape, dtype, nothing, sizes)
         return plans.steps[0] if plans.steps else unmoved(plans.bound, group, shape, dtype)
 
     def _learn(self, comm: Comm, group: Group, x: np.ndarray, call: Call, nothing: bool):
-        learnt = yield from self._learnt(comm, self._dimensions(group, x.ndim), call)
-        sizes = tuple(learnt.get(d, self._given(d)) for d in range(x.ndim))
+        lengths = yield from self._gather_lengths(comm, self._dimensions(group, x.ndim), call)
+        sizes = tuple(lengths.get(d, self._given(d)) for d in range(x.ndim))
         plans = self._plans_with(group, x.shape, x.dtype, nothing, sizes)
-        if not learnt:
+        if not lengths:
             bounded(self._plans)[group, x.shape, x.dtype, nothing] = plans
         return plans
 
@@ -181,14 +181,14 @@ class HaloExchange(Halo):
         places, lengths = [stage.place for stage in stages], tuple(stage.length for stage in stages)
         moving = [d for d, stage in enumerate(stages) if not stage.idle]
         bound = self._like(type(self), sizes=sizes, block=shape)
-        window, room = [slice(at, at + n) for at, n in zip(places, shape, strict=True) if at is not None], None
+        window, buffer = [slice(at, at + n) for at, n in zip(places, shape, strict=True) if at is not None], None
         if len(window) == len(shape):
-            room = Room(lengths, tuple(window), entries_ahead(shape, window, moving))
+            buffer = ResultBuffer(lengths, tuple(window), entries_ahead(shape, window, moving))
         steps, block = [], list(shape)
         for d in moving:
             line, plan, k = stages[d]
             own = plan.own(k)
-            if room is not None:
+            if buffer is not None:
                 window[d] = slice(0, lengths[d])
                 own = tuple(p for p in own if (p.at, p.length) != (places[d], plan.sizes[k]) or p.flipped)
             combine = FillHalo(
@@ -198,23 +198,23 @@ class HaloExchange(Halo):
                 gaps=tuple(along(d, start, stop) for start, stop in plan.gaps[k]),
                 own=piece_places(own, d),
                 takes=tuple((s, m, piece_places(m.pieces, d)) for s, m in plan.takes[k].items()),
-                room=room,
-                window=None if room is None else tuple(window),
+                buffer=buffer,
+                window=None if buffer is None else tuple(window),
             )
             sends = {t: one_index(m.ranges, d) for t, m in plan.sends[k].items()}
             parts = [sends.get(j) for j in range(line.size)]
             kind = "exchange" if plan.moves else "none"
             steps.append(Plan(kind, line, tuple(block), dtype, parts, combine, lambda _: bound))
             block[d] = lengths[d]
-        return HaloPlans(tuple(steps), bound, room)
+        return HaloPlans(tuple(steps), bound, buffer)
 
     @cached_property
-    def _turned(self) -> HaloAccumulate:
+    def _adjoint(self) -> HaloAccumulate:
         return self._like(HaloAccumulate)
 
     @property
     def H(self) -> Operator:
-        return self._turned
+        return self._adjoint
 
 
 class HaloAccumulate(Halo):
@@ -229,48 +229,48 @@ class HaloAccumulate(Halo):
         dimensions, sizes = self._dimensions(group, len(shape)), []
         for d, dim in enumerate(dimensions):
             n = near_size(shape[d], dim.own, dim.boundary, dim.line.index, dim.line.size)
-            sizes.append(self._supposed(d, dim, max(n, 0)))
-        block, _ = replace(self, sizes=sizes)._without(dimensions, shape, {})
+            sizes.append(self._assumed_lengths(d, dim, max(n, 0)))
+        block, _ = replace(self, sizes=sizes)._cropped(dimensions, shape, {})
         return self._plans_with(stages_of(dimensions, block, sizes), shape, dtype, self)
 
     def start(self, comm: Comm, group: Group, x: Any, call: Call) -> Handle:
         return Chained(self._accumulate(comm, group, x, call))
 
     def _accumulate(self, comm: Comm, group: Group, x: np.ndarray, call: Call):
-        plans = self._known.get((group, x.shape, x.dtype))
+        plans = self._cached_plans.get((group, x.shape, x.dtype))
         if plans is None:
             plans = yield from self._learn(comm, group, x, call)
         if len(plans.steps) == 1:
             return (yield comm.run(plans.steps[0], call, x))
         # What dimensions only crop is a view, until something is added to it or the result is made of it.
-        g, mine = x, False
+        g, owned = x, False
         for plan in plans.steps:
             combine: Any = plan.combine
             handle = comm.exchange(plan.group, call, plan.sends(g)) if plan.kind != "none" else None
             adds = bool(combine.sends)
-            out = combine.sum_own(g, adds and not mine)
-            mine = mine or adds or not crops(combine.own, combine.size)
-            came = {} if handle is None else (yield handle)
-            plan.complete([came[k].shape if k in came else None for k in range(plan.group.size)])
+            out = combine.sum_own(g, adds and not owned)
+            owned = owned or adds or not crops(combine.own, combine.size)
+            received = {} if handle is None else (yield handle)
+            plan.complete([received[k].shape if k in received else None for k in range(plan.group.size)])
             for t, m in combine.sends.items():  # in the order of the workers
-                add_ranges(out, m, came[t], combine.d)
+                add_ranges(out, m, received[t], combine.d)
             g = out
-        return read_only(g if g is x or (mine and g.flags.c_contiguous) else copied(g)), plans.bound
+        return read_only(g if g is x or (owned and g.flags.c_contiguous) else copied(g)), plans.bound
 
     def repeatable_plan(self, group: Group, x: np.ndarray) -> Plan | None:
         """Where halos are of one dimension."""
-        plans = self._known.get((group, x.shape, x.dtype))
+        plans = self._cached_plans.get((group, x.shape, x.dtype))
         return plans.steps[0] if plans is not None and len(plans.steps) == 1 else None
 
     @cached_property
-    def _known(self) -> dict[Any, Plans]:
+    def _cached_plans(self) -> dict[Any, Plans]:
         """The plans for earlier blocks, by group, shape and dtype."""
         return {}
 
     def _learn(self, comm: Comm, group: Group, x: np.ndarray, call: Call):
         dimensions, shape = self._dimensions(group, x.ndim), x.shape
-        learnt = yield from self._learnt(comm, dimensions, call)
-        block, sizes = self._without(dimensions, shape, learnt)
+        lengths = yield from self._gather_lengths(comm, dimensions, call)
+        block, sizes = self._cropped(dimensions, shape, lengths)
         stages = stages_of(dimensions, block, sizes)
         need = tuple(stage.length for stage in stages)
         if shape != need:
@@ -282,8 +282,8 @@ class HaloAccumulate(Halo):
                 mend="give the spec, widths, boundary and sizes of the exchange",
             )
         plans = self._plans_with(stages, shape, x.dtype, self._like(type(self), sizes=sizes, block=block))
-        if not learnt:
-            bounded(self._known)[group, shape, x.dtype] = plans
+        if not lengths:
+            bounded(self._cached_plans)[group, shape, x.dtype] = plans
         return plans
 
     def _plans_with(self, stages: Sequence[Stage], shape: Shape, dtype: np.dtype, bound: Operator) -> Plans:
@@ -299,29 +299,29 @@ class HaloAccumulate(Halo):
             block[d] = plan.sizes[k]
         return Plans(tuple(steps), bound)
 
-    def _without(self, dimensions: Sequence[Dimension], shape: Shape, learnt: dict[int, tuple[int, ...]]):
+    def _cropped(self, dimensions: Sequence[Dimension], shape: Shape, lengths: dict[int, tuple[int, ...]]):
         """The shape of the block without its halo, and the lengths of all where they matter."""
         block, sizes = [], []
         for d, dim in enumerate(dimensions):
-            known = self._given(d)
-            if known is None and not dim.alone:
-                known = lengths_before(learnt[d], dim.pairs, dim.boundary, dim.line.dims)
-            sizes.append(known)
+            sizes_along = self._given(d)
+            if sizes_along is None and not dim.alone:
+                sizes_along = lengths_before(lengths[d], dim.pairs, dim.boundary, dim.line.dims)
+            sizes.append(sizes_along)
             if self.block is not None:
                 block.append(self.block[d])
-            elif known is not None:
-                block.append(known[dim.line.index])
+            elif sizes_along is not None:
+                block.append(sizes_along[dim.line.index])
             else:
                 block.append(lengths_before((shape[d],), (dim.own,), dim.boundary, ())[0])
         return tuple(block), tuple(sizes)
 
     @cached_property
-    def _turned(self) -> HaloExchange:
+    def _adjoint(self) -> HaloExchange:
         return self._like(HaloExchange)
 
     @property
     def H(self) -> Operator:
-        return self._turned
+        return self._adjoint
 
 
 def _operator(kind: type[Halo], spec: P, widths: Any, boundary: Any, shape: Any, sizes: Any) -> Halo:

@@ -48,10 +48,10 @@ def widths_of(where: str, spec: P, widths: Any) -> tuple[tuple[Pair, ...], ...]:
         return (pair(given),) if len(given) == 2 and _int(given[0]) is not None else tuple(map(pair, given))
 
     try:
-        found = tuple(entry(given) for given in widths)
-        if all(found) and len(found) >= len(spec.trimmed):
-            return found
-        got = f"{widths!r}, of {len(found)} entries, for {spec}"
+        entries = tuple(entry(given) for given in widths)
+        if all(entries) and len(entries) >= len(spec.trimmed):
+            return entries
+        got = f"{widths!r}, of {len(entries)} entries, for {spec}"
     except (TypeError, ValueError):
         got = repr(widths)
     raise LayoutError.at(
@@ -66,9 +66,9 @@ def widths_of(where: str, spec: P, widths: Any) -> tuple[tuple[Pair, ...], ...]:
 def sizes_of(where: str, sizes: Any) -> tuple[tuple[int, ...] | None, ...]:
     """For each dimension the lengths of its blocks, or None."""
     try:
-        found = tuple(None if s is None else tuple(map(index, s)) for s in sizes)
-        if all(n >= 0 for s in found for n in s or ()):
-            return found
+        lengths = tuple(None if s is None else tuple(map(index, s)) for s in sizes)
+        if all(n >= 0 for s in lengths for n in s or ()):
+            return lengths
     except TypeError:
         pass
     raise LayoutError.at(
@@ -148,10 +148,10 @@ def lengths_met(
 ) -> tuple[tuple[int, ...], ...]:
     """The lengths of all workers' blocks in each dimension of one of this shape. names: the axes that split each. A
     meeting for each dimension that several workers share; no bytes."""
-    found = []
+    lengths = []
     for d, axes in enumerate(names):
         group = worker.group(axes)
         call = Call(op, axes, np.dtype(dtype), tuple(shape))
         shapes = [shape] if group.size == 1 else worker.comm.shapes(group, call).wait()
-        found.append(tuple(s[d] for s in shapes))
-    return tuple(found)
+        lengths.append(tuple(s[d] for s in shapes))
+    return tuple(lengths)

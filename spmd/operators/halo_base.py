@@ -76,14 +76,14 @@ class Halo(Operator):
         other.__dict__.update({f.name: getattr(self, f.name) for f in fields(self)}, **changes)
         return other
 
-    def _learnt(self, comm: Comm, dimensions: Sequence[Dimension], call: Call):
+    def _gather_lengths(self, comm: Comm, dimensions: Sequence[Dimension], call: Call):
         """For each dimension the lengths of the blocks there are, where they matter and are not known."""
         unknown = [d for d, dim in enumerate(dimensions) if not dim.alone and self._given(d) is None]
         handles = [comm.shapes(dimensions[d].line, call) for d in unknown]
-        found: dict[int, tuple[int, ...]] = {}
+        lengths: dict[int, tuple[int, ...]] = {}
         for d, handle in zip(unknown, handles, strict=True):
-            found[d] = tuple(shape[d] for shape in (yield handle))
-        return found
+            lengths[d] = tuple(shape[d] for shape in (yield handle))
+        return lengths
 
     def check(self, group: Group, x: np.ndarray) -> None:
         if (group, x.shape) not in self._checked:
@@ -115,23 +115,23 @@ class Halo(Operator):
                     else "leave out dimensions that the block does not have",
                 )
         for d, dim in enumerate(self._dimensions(group, x.ndim)):
-            for argument, found in {"widths": dim.pairs, "sizes": self._given(d)}.items():
-                if found is not None and len(found) != dim.line.size:
-                    raise self._miscounted(argument, d, found, dim.line.size)
+            for argument, values in {"widths": dim.pairs, "sizes": self._given(d)}.items():
+                if values is not None and len(values) != dim.line.size:
+                    raise self._count_error(argument, d, values, dim.line.size)
 
-    def _miscounted(self, argument: str, d: int, found: tuple, blocks: int) -> LayoutError:
+    def _count_error(self, argument: str, d: int, entries: tuple, blocks: int) -> LayoutError:
         return LayoutError.at(
             f"spmd.{self.function}",
             argument=f"{argument}, dimension {d}",
-            got=f"{len(found)} entries: {found}",
+            got=f"{len(entries)} entries: {entries}",
             need=f"{blocks}, one per block",
             mend="one (low, high) for all blocks" if argument == "widths" else "None where they are to be learnt",
         )
 
-    def _supposed(self, d: int, dim: Dimension, n: int) -> tuple[int, ...] | None:
+    def _assumed_lengths(self, d: int, dim: Dimension, n: int) -> tuple[int, ...] | None:
         """The lengths of the blocks of a dimension; if they are not known, n for this one and enough for others."""
-        known = self._given(d)
-        if known is not None or dim.alone:
-            return known
+        lengths = self._given(d)
+        if lengths is not None or dim.alone:
+            return lengths
         enough = n + sum(abs(w) for pair in dim.pairs for w in pair) + 1
         return tuple(n if k == dim.line.index else enough for k in range(dim.line.size))

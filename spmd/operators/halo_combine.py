@@ -100,7 +100,7 @@ def add_ranges(out: Any, m: Message, part: Any, d: int) -> None:
         at += stop - start
 
 
-class Room(NamedTuple):
+class ResultBuffer(NamedTuple):
     """Where the result of an exchange lies. shape: of the result; window: where the block stands in it. ahead: how many
     entries of the result come before those of the block, where these come one after the other, and nothing else is
     sent; else None."""
@@ -113,16 +113,16 @@ class Room(NamedTuple):
         """Room for the result, in which the block has its place, and the result: around the block where it lies, if
         there is room and nobody writes to it."""
         if type(x) is np.ndarray and prod(self.shape) * x.itemsize <= COPIED:
-            room = np.empty(self.shape, x.dtype)
-            room[self.window] = x
-            return room, room
+            buffer = np.empty(self.shape, x.dtype)
+            buffer[self.window] = x
+            return buffer, buffer
         if self.ahead is not None and not borrowed and type(x) is np.ndarray:
-            found = pool.around(x, self.ahead * x.itemsize, self.shape)
-            if found is not None:
-                return found
-        room = empty(self.shape, x)
-        put(room[self.window], x)
-        return room, room
+            pooled = pool.around(x, self.ahead * x.itemsize, self.shape)
+            if pooled is not None:
+                return pooled
+        buffer = empty(self.shape, x)
+        put(buffer[self.window], x)
+        return buffer, buffer
 
     def is_around(self, x: np.ndarray) -> bool:
         """Whether the result finds room around a block that lies as this one."""
@@ -167,7 +167,7 @@ class FillHalo(Combine):
     gaps: tuple[Any, ...]
     own: tuple[Place, ...]
     takes: tuple[tuple[int, Message, tuple[Place, ...]], ...]
-    room: Room | None
+    buffer: ResultBuffer | None
     window: tuple[slice, ...] | None
     in_place: bool = False
     parallel: ClassVar[bool] = True
@@ -187,11 +187,11 @@ class FillHalo(Combine):
 
     def begin(self, plan: Plan, x: Any, borrowed: bool = False) -> Any:
         """What is filled now, and the result, with what the block has of it."""
-        if self.room is None:
+        if self.buffer is None:
             out = whole = empty((*x.shape[: self.d], self.length, *x.shape[self.d + 1 :]), x)
         else:
-            room, whole = self.room.place(x, borrowed)
-            out = room[self.window]
+            buffer, whole = self.buffer.place(x, borrowed)
+            out = buffer[self.window]
         self.fill(out, x)
         return out, whole
 
@@ -202,17 +202,17 @@ class FillHalo(Combine):
         _fill(out, x, self.own, self.d)
 
     def quick(self, plan: Plan, shapes: Sequence[Any]) -> Make | None:
-        d, room = self.d, self.room
-        if room is None or prod(room.shape) * plan.dtype.itemsize > COPIED:
+        d, buffer = self.d, self.buffer
+        if buffer is None or prod(buffer.shape) * plan.dtype.itemsize > COPIED:
             return None
         pieces = [(None, *place) for place in self.own]
         pieces += [(s, *place) for s, _, places in self.takes for place in places]
         if any(_length(of[d]) != _length(to[d]) for _, to, of, _ in pieces):  # of "edge" one entry is repeated
             return None
-        at_once = joiner(room.shape, plan.dtype, [room.window, *self.gaps, *(to for _, to, _, _ in pieces)])
+        at_once = joiner(buffer.shape, plan.dtype, [buffer.window, *self.gaps, *(to for _, to, _, _ in pieces)])
         if at_once is None:
             return None
-        zeros_there = [np.zeros(room.shape, plan.dtype)[gap] for gap in self.gaps]
+        zeros_there = [np.zeros(buffer.shape, plan.dtype)[gap] for gap in self.gaps]
 
         def parts(x: Any, blocks: Sequence[Any]) -> Iterator[np.ndarray]:
             for s, _, of, flipped in pieces:
@@ -230,7 +230,7 @@ class FillHalo(Combine):
 class HaloPlans(Plans):
     """The plans of an exchange, one for each dimension in which the block goes on. room: see `FillHalo`."""
 
-    room: Room | None
+    buffer: ResultBuffer | None
 
 
 @dataclass(frozen=True)

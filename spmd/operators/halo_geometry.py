@@ -73,13 +73,13 @@ class HaloPlan:
     @cached_property
     def messages(self) -> dict[Pair, Message]:
         """By source and target; those of a block to itself are its own pieces."""
-        found: dict[Pair, list[Piece]] = {}
+        by_pair: dict[Pair, list[Piece]] = {}
         for target, pieces in enumerate(self.pieces):
             for p in pieces:
-                found.setdefault((p.source, target), []).append(p)
+                by_pair.setdefault((p.source, target), []).append(p)
         return {
             (s, t): Message(((0, self.sizes[s]),), tuple(pieces)) if s == t else _packed(pieces)
-            for (s, t), pieces in sorted(found.items())
+            for (s, t), pieces in sorted(by_pair.items())
         }
 
     @cached_property
@@ -110,12 +110,12 @@ class HaloPlan:
     @cached_property
     def gaps(self) -> tuple[tuple[Pair, ...], ...]:
         """For each result the ranges that no piece fills: zeros."""
-        found = []
+        gaps_by_block = []
         for pieces, length in zip(self.pieces, self.lengths, strict=True):
             ends = (0, *(p.at + p.length for p in pieces))
             starts = (*(p.at for p in pieces), length)
-            found.append(tuple((end, start) for end, start in zip(ends, starts, strict=True) if end < start))
-        return tuple(found)
+            gaps_by_block.append(tuple((end, start) for end, start in zip(ends, starts, strict=True) if end < start))
+        return tuple(gaps_by_block)
 
 
 def _packed(pieces: list[Piece]) -> Message:
@@ -156,7 +156,7 @@ def halo_plan(sizes: tuple[int, ...], widths: tuple[Pair, ...], boundary: str) -
     Raises LayoutError where more is trimmed than is there, and where an array without entries is to be continued.
     """
     at, n = offsets(sizes), sum(sizes)
-    lengths, found = [], []
+    lengths, pieces = [], []
     for k, (low, high) in enumerate(widths):
         start, stop = at[k] - low, at[k + 1] + high
         if stop < start:
@@ -165,8 +165,8 @@ def halo_plan(sizes: tuple[int, ...], widths: tuple[Pair, ...], boundary: str) -
             start, stop = (min(max(end, 0), n) for end in (start, stop))
         lengths.append(stop - start)
         runs = _runs(start, stop, n, boundary)
-        found.append(tuple(piece for run in runs for piece in _owned(run, at)))
-    return HaloPlan(sizes, tuple(lengths), tuple(found))
+        pieces.append(tuple(piece for run in runs for piece in _owned(run, at)))
+    return HaloPlan(sizes, tuple(lengths), tuple(pieces))
 
 
 def _runs(start: int, stop: int, n: int, boundary: str) -> Iterator[_Run]:
@@ -300,13 +300,13 @@ def dimensions_of(
     ndim: int,
 ) -> tuple[Dimension, ...]:
     """The dimensions of the block of the worker at `place` of a group."""
-    found = []
+    dimensions = []
     for d in range(ndim):
         line = _line(axes, sides, members, place, spec.dims[d] if d < len(spec) else ())
         pairs = widths[d] if d < len(widths) else ((0, 0),)
         end = boundary if isinstance(boundary, str) else boundary[d] if d < len(boundary) else "none"
-        found.append(Dimension(line, pairs * line.size if len(pairs) == 1 else pairs, end))
-    return tuple(found)
+        dimensions.append(Dimension(line, pairs * line.size if len(pairs) == 1 else pairs, end))
+    return tuple(dimensions)
 
 
 def _line(axes: tuple[str, ...], sides: Shape, members: Shape, place: int, names: tuple[str, ...]) -> Group:
@@ -361,8 +361,8 @@ def stages_of(
     """The plans for a block of this shape. sizes: the lengths of all blocks of a dimension, where they matter. nothing:
     whether an array of length 0 may be continued in any way, as zeros."""
     stages = []
-    for dim, n, known in zip(dimensions, block, sizes, strict=True):
-        lengths, pairs, k = ((n,), (dim.own,), 0) if dim.alone else (known, dim.pairs, dim.line.index)
+    for dim, n, all_lengths in zip(dimensions, block, sizes, strict=True):
+        lengths, pairs, k = ((n,), (dim.own,), 0) if dim.alone else (all_lengths, dim.pairs, dim.line.index)
         assert lengths is not None
         boundary = "zero" if nothing and not sum(lengths) and dim.boundary != "none" else dim.boundary
         stages.append(Stage(dim.line, halo_plan(lengths, pairs, boundary), k))

@@ -29,16 +29,16 @@ def memoised(method: F) -> F:
     name = f"memoised {method.__qualname__}"
 
     @wraps(method)
-    def found(self: Any, *arguments: Any) -> Any:
+    def cached(self: Any, *arguments: Any) -> Any:
         table = self.__dict__.get(name)
         if table is None:
             table = self.__dict__[name] = {}
-        known = table.get(arguments)
-        if known is None:
-            known = bounded(table)[arguments] = method(self, *arguments)
-        return known
+        value = table.get(arguments)
+        if value is None:
+            value = bounded(table)[arguments] = method(self, *arguments)
+        return value
 
-    return found  # type: ignore[return-value]
+    return cached  # type: ignore[return-value]
 
 
 def interned(kind: type[C], *parameters: Any) -> C:

@@ -183,10 +183,10 @@ def sendrecv(x, axis_name: AxisName, source: Partner, dest: Partner):
     given = {"source": source, "dest": dest}
     partners = {argument: _partners(argument, partner, group) for argument, partner in given.items()}
     if any(type(p) is int for p in partners.values()):
-        mine = np.array([p if type(p) is int else p[group.index] for p in partners.values()], np.int64)
-        call = Call("sendrecv", names, mine.dtype, mine.shape, detail="the partners", same_shape=True, frame=frame)
-        everyones = np.stack(worker.comm.all_gather(group, call, mine).wait())
-        partners = {argument: everyones[:, i].tolist() for i, argument in enumerate(partners)}
+        own = np.array([p if type(p) is int else p[group.index] for p in partners.values()], np.int64)
+        call = Call("sendrecv", names, own.dtype, own.shape, detail="the partners", same_shape=True, frame=frame)
+        gathered = np.stack(worker.comm.all_gather(group, call, own).wait())
+        partners = {argument: gathered[:, i].tolist() for i, argument in enumerate(partners)}
     sources, dests = partners["source"], partners["dest"]
     _check_partners(worker, group, sources, dests)
     pairs = tuple((k, t) for k, t in enumerate(dests) if t != _NOBODY)
@@ -214,9 +214,9 @@ def _partners(argument: str, partner: Any, group: Group) -> Any:
         bare = to_host(value_of(partner))
         if bare is None or np.ndim(bare) == 0:
             return one(bare)
-        found = [one(p) for p in bare]
-        if len(found) == n:
-            return found
+        places = [one(p) for p in bare]
+        if len(places) == n:
+            return places
     except (TypeError, IndexError):
         pass
     raise LayoutError.at(

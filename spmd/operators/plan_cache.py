@@ -45,17 +45,17 @@ class Prepared:
         """The new block, and the operator bound to the shapes it met."""
         if self.short is not None:
             return self.short(comm, x, self.long)
-        found = self.long(comm, x)
+        result = self.long(comm, x)
         if not self.tried:
             self._shorten(comm, x)
-        return found
+        return result
 
     def long(self, comm: Comm, x: np.ndarray) -> tuple[Any, Any]:
         """In general."""
-        found = self.op.start(comm, self.group, x, self.call).wait()
+        result = self.op.start(comm, self.group, x, self.call).wait()
         if self.assumed is not None:
             self._shorten(comm, x)  # The others may have come with other blocks, and may do so from now on.
-        return found
+        return result
 
     def _shorten(self, comm: Comm, x: np.ndarray) -> None:
         """Find the shorter way, once the collective has been called: only then some know how it goes."""
@@ -77,13 +77,13 @@ def prepared_for(op: Collective, x: np.ndarray, state: State | None, worker: Wor
     above, as in the backward run of a map that is differentiated from outside."""
     dtype = x.dtype
     key = (id(op), state, id(dtype), x.shape, frame and id(frame.f_code), frame and frame.f_lasti)
-    known = worker.prepared.get(key)
-    if known is None:
-        known = _prepare(op, x, state, worker, frame, key)
-    if known is _ABOVE:
+    prepared = worker.prepared.get(key)
+    if prepared is None:
+        prepared = _prepare(op, x, state, worker, frame, key)
+    if prepared is _ABOVE:
         user = caller(frame)
         return None if user is frame else prepared_for(op, x, state, worker, user)
-    return None if not known or LEDGERS.get() or not x.flags.c_contiguous else known
+    return None if not prepared or LEDGERS.get() or not x.flags.c_contiguous else prepared
 
 
 def _prepare(
@@ -104,15 +104,15 @@ def _prepare(
     group = worker.group(op.axes)
     op.check(group, x)
     call = call_of(op, x, worker, frame, None, False)
-    known = bounded(worker.prepared)[key] = Prepared(op, x.dtype, group, call, admitted)
-    return known
+    prepared = bounded(worker.prepared)[key] = Prepared(op, x.dtype, group, call, admitted)
+    return prepared
 
 
 def call_of(op: Collective, x, worker: Worker, frame, needs_grad: list[bool] | None, borrowed: bool) -> Call:
     """What a worker calls, and from where. The same line calls the same with every block of a shape: that is made once,
     but for what is told of one block alone."""
-    user, alone = caller(frame), needs_grad is not None or worker.mesh.places is not None
-    key = None if user is None or alone else (id(user.f_code), user.f_lasti, x.dtype, x.shape, borrowed)
+    user, uncached = caller(frame), needs_grad is not None or worker.mesh.places is not None
+    key = None if user is None or uncached else (id(user.f_code), user.f_lasti, x.dtype, x.shape, borrowed)
     call = op.calls.get(key)
     if call is None:
         admit_dtype(x.dtype, f"spmd.{op.function}", lambda: describe(x))

@@ -253,12 +253,12 @@ class Extremum(Collective):
     def _on_device(self, comm: Comm, group: Group, x: Any, call: Call):
         """On a device nobody looks at numbers: whether there are entries is told by the shapes, before."""
         shapes = yield comm.shapes(group, call)
-        kept = [n for d, n in enumerate(x.shape) if d not in self.dims]
-        if not any(math.prod(s) for s in shapes) and math.prod(kept):
+        remaining = [n for d, n in enumerate(x.shape) if d not in self.dims]
+        if not any(math.prod(s) for s in shapes) and math.prod(remaining):
             raise self._empty()
         empty = any(x.shape[d] == 0 for d in self.dims)
         y = (
-            np.full_like(x, _identity(x.dtype, self.how), shape=tuple(kept))
+            np.full_like(x, _identity(x.dtype, self.how), shape=tuple(remaining))
             if empty
             else (np.max if self.how == "max" else np.min)(x, axis=self.dims)
         )

@@ -253,10 +253,10 @@ def laid_out(x: Rooted, layout: Layout, where: str, argument: str) -> Any:
     dims = [mesh.axes[n] for n in x.axes]
     root = dict(zip(x.axes, np.unravel_index(x.root, dims), strict=True))
     others = [n for n in mesh.axes if n not in x.axes]
-    alone = [n for n in others if len({p[n] for p in places}) == 1]
+    single = [n for n in others if len({p[n] for p in places}) == 1]
     fits = all(p[n] == k for p in places for n, k in root.items())
     if state is not None:  # along the other axes a value each leaves from each worker, one value from one
-        fits = fits and all((n in alone) != (n in state.varying) for n in others if mesh.axes[n] > 1)
+        fits = fits and all((n in single) != (n in state.varying) for n in others if mesh.axes[n] > 1)
     if not fits:
         holders = [w for w in range(mesh.size) if all(mesh.coordinates(w)[n] == k for n, k in root.items())]
         raise LayoutError.at(
@@ -267,11 +267,11 @@ def laid_out(x: Rooted, layout: Layout, where: str, argument: str) -> Any:
             mend=f"spmd.Layout.grid({x.shape}, {(1,) * len(x.shape)}, mesh.axes, workers=[{holders[0]}])",
         )
     block, axes, at = x.block, x.axes, x.root
-    kept = tuple(n for n in alone if state is None or n not in state.varying)
-    if kept:
-        place = int(np.ravel_multi_index([places[0][n] for n in kept], [mesh.axes[n] for n in kept]))
-        block = operate(Keep(kept, place), block)
-        axes, at = axes + kept, at * math.prod(mesh.axes[n] for n in kept) + place
+    fixed = tuple(n for n in single if state is None or n not in state.varying)
+    if fixed:
+        place = int(np.ravel_multi_index([places[0][n] for n in fixed], [mesh.axes[n] for n in fixed]))
+        block = operate(Keep(fixed, place), block)
+        axes, at = axes + fixed, at * math.prod(mesh.axes[n] for n in fixed) + place
     return operate(Unroot(axes, at, len(x.shape)), block)
 
 
@@ -456,23 +456,25 @@ def gather(x, axis_name: AxisName, *, axis: int = 0, root: int = 0):
     group = worker.group(names)
     leaves, treedef = tree.flatten(x)
     for leaf in leaves:
-        known = isinstance(leaf, Array | np.ndarray | np.generic | int | float | complex) or frontend(leaf) is not None
-        if not known and not on_device(leaf):
+        is_block = (
+            isinstance(leaf, Array | np.ndarray | np.generic | int | float | complex) or frontend(leaf) is not None
+        )
+        if not is_block and not on_device(leaf):
             owned_block(leaf, Gather(names, root))  # an error that says what to pass
     shapes = [np.shape(leaf) for leaf in leaves]
     along = [normal_axis("gather", "axis", axis, len(s)) for s in shapes]
     Gather(names, root).check_root(group)
-    mine = np.array([n for s in shapes for n in s], np.int64)
+    lengths = np.array([n for s in shapes for n in s], np.int64)
     whole, detail = tree.leaf_positions(treedef)[-1], "the shapes of the blocks"
-    call = Call("gather", names, mine.dtype, mine.shape, detail=detail, same_shape=True, frame=frame, leaf=whole)
-    everyones = [b.tolist() for b in worker.comm.all_gather(group, call, mine).wait()]
-    found, at = [], 0
+    call = Call("gather", names, lengths.dtype, lengths.shape, detail=detail, same_shape=True, frame=frame, leaf=whole)
+    gathered = [b.tolist() for b in worker.comm.all_gather(group, call, lengths).wait()]
+    handles, at = [], 0
     for k, (leaf, shape, d) in enumerate(zip(leaves, shapes, along, strict=True)):
-        theirs = [tuple(numbers[at : at + len(shape)]) for numbers in everyones]
+        member_shapes = [tuple(numbers[at : at + len(shape)]) for numbers in gathered]
         at += len(shape)
-        agree("gather", theirs, d)
-        cut = tuple(s[d] for s in theirs)
+        agree("gather", member_shapes, d)
+        cut = tuple(s[d] for s in member_shapes)
         block = operate(interned(Gather, names, root, d, cut).over(treedef)[k], leaf, frame)
         whole = (*shape[:d], sum(cut), *shape[d + 1 :])
-        found.append(Rooted(block, whole, _dtype(block), names, root))
-    return tree.unflatten(treedef, found)
+        handles.append(Rooted(block, whole, _dtype(block), names, root))
+    return tree.unflatten(treedef, handles)

@@ -27,18 +27,18 @@ def given_sizes(function: str, sizes: Any, tiled: bool = True) -> tuple[int, ...
     if sizes is None:
         return None
     try:
-        found = tuple(index(n) for n in sizes)
+        lengths = tuple(index(n) for n in sizes)
     except TypeError:
-        found = None
-    if found is None or not tiled:
+        lengths = None
+    if lengths is None or not tiled:
         raise LayoutError.at(
             f"spmd.{function}",
             argument="sizes",
-            got=repr(sizes) + (" with tiled=False" if found is not None else ""),
+            got=repr(sizes) + (" with tiled=False" if lengths is not None else ""),
             need="a length for each worker's piece, where tiled=True cuts a dimension into pieces",
-            mend="tiled=True, or leave sizes out" if found is not None else "sizes=(3, 2, 0): one integer per worker",
+            mend="tiled=True, or leave sizes out" if lengths is not None else "sizes=(3, 2, 0): one integer per worker",
         )
-    return found
+    return lengths
 
 
 def split_at(op: Collective, group: Group, shape: Shape, axis: int, sizes: Sequence[int] | None) -> tuple[int, ...]:

@@ -112,18 +112,18 @@ class Stencil(Operator):
         return {}
 
     def _begin(self, group: Group) -> list[tuple[int, HaloExchange]]:
-        found = self._exchanges.get(group)
-        if found is None:
+        exchanges = self._exchanges.get(group)
+        if exchanges is None:
             ndim = len(self.offsets[0])
             open_ = self._slabs(group, ndim)
-            found = bounded(self._exchanges)[group] = list(zip(open_, self._halos(ndim, open_), strict=True))
-        return found
+            exchanges = bounded(self._exchanges)[group] = list(zip(open_, self._halos(ndim, open_), strict=True))
+        return exchanges
 
     def _halos(self, ndim: int, open_: Sequence[int]) -> list[HaloExchange]:
         """The exchange for the slabs of each of these dimensions."""
         widths = tuple(w if d in open_ else (0, 0) for d, w in enumerate(self._reach))
-        known = self.sizes or (None,) * len(open_)
-        return [HaloExchange(self.axes, self.spec, widths, self._boundaries(ndim), sizes) for sizes in known]
+        all_sizes = self.sizes or (None,) * len(open_)
+        return [HaloExchange(self.axes, self.spec, widths, self._boundaries(ndim), sizes) for sizes in all_sizes]
 
     def _slab(self, shape: tuple[int, ...], d: int) -> tuple[int, ...]:
         """The shape of both faces of a block together; a short block is its own faces."""

@@ -47,10 +47,10 @@ def admitted(op: Collective, x: Any, state: State, worker: Worker) -> State:
 
     Raises StateError where it takes neither.
     """
-    known = op.admits.get(state)
-    if known is None:
-        known = op.admits[state] = _admitted(op, x, state, worker)
-    return known
+    taken = op.admits.get(state)
+    if taken is None:
+        taken = op.admits[state] = _admitted(op, x, state, worker)
+    return taken
 
 
 def _admitted(op: Collective, x: Any, state: State, worker: Worker) -> State:
@@ -196,9 +196,9 @@ def verify(value: Any, axes: tuple[str, ...], where: str, argument: str = "x") -
 
 
 def _verify(worker: Worker, value: Any, axes: tuple[str, ...], where: str, argument: str, source: Source) -> None:
-    apart = getattr(worker.comm, "axes", ())  # those of spmd.at_root, along which nobody else takes part
-    if apart:
-        axes = tuple(n for n in axes if n not in apart)
+    excluded = getattr(worker.comm, "axes", ())  # those of spmd.at_root, along which nobody else takes part
+    if excluded:
+        axes = tuple(n for n in axes if n not in excluded)
     if worker.program is None:
         verify_replicas(worker, axes, value, where, argument, source)
     else:

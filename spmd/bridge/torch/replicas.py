@@ -24,7 +24,7 @@ from spmd.bridge.torch.tensor import Tensor
 from spmd.bridge.torch.tensor_state import is_partitioned, local_data
 from spmd.errors import ReplicaError, StateError, message
 from spmd.mesh import Worker
-from spmd.operators.at_root import alone_along
+from spmd.operators.at_root import root_axes
 
 __all__ = ["Difference", "ToBeDeclared", "differing", "to_be_declared"]
 
@@ -60,7 +60,7 @@ def differing(worker: Worker, module: nn.Module, excused: Sequence[str]) -> dict
     Raises StateError for one that cannot be: a parameter of torch's own layers, or of a module that others lack.
     Cost: along each axis one or two all-reduces of digests.
     """
-    skipped = {*excused, *alone_along(worker)}
+    skipped = {*excused, *root_axes(worker)}
     axes = [n for n, size in worker.mesh.axes.items() if size > 1 and n not in skipped]
     if not axes:
         return {}
