@@ -18,9 +18,7 @@ from spmd.autodiff.staging.recorder import slot_of
 from spmd.autodiff.tape import Future, Node
 from spmd.autodiff.tracer import Array, value_of
 from spmd.device import contiguous, copied
-from spmd.errors import (
-    caller,
-)
+from spmd.errors import caller
 from spmd.frontends import frontend
 from spmd.kernels import on_device
 from spmd.mesh import WORKER, Worker, here
@@ -48,8 +46,10 @@ def operate(op: Collective, x, frame: FrameType | None = None) -> Any:
         prepared = state is not None and type(value) is np.ndarray and prepared_for(op, value, state, worker, frame)
         if not prepared or (tape is not None and prepared.admitted is not state):
             return _begin(op, x, worker, frame)()
-        short = prepared.short
-        block, bound = prepared(worker.comm, value) if short is None else short(worker.comm, value, prepared.long)
+        fast_run = prepared.fast_run
+        block, bound = (
+            prepared(worker.comm, value) if fast_run is None else fast_run(worker.comm, value, prepared.general_run)
+        )
         if tape is None:
             return Array(block, prepared.state)
         return _recorded(bound, x, block, prepared.state)

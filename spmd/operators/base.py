@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache
-from typing import Any, ClassVar, Protocol, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import numpy as np
 
@@ -147,35 +147,12 @@ def collected(terms: Iterable[Term]) -> tuple[Term, ...]:
 # Operators
 
 
-class Application(Protocol):
-    """How collectives are applied, and how operators are composed: `spmd.operators.apply` says it."""
-
-    def operate(self, op: Collective, x: Any, frame: Any = None) -> Any:
-        """Apply it to the user's x, in a body."""
-        ...
-
-    def across(self, op: Operator, x: Any) -> Any:
-        """Apply it to a global array, outside of bodies."""
-        ...
-
-    def move(self, op: Collective, g: Any) -> Any:
-        """Apply it to a cotangent."""
-        ...
-
-    def composed(self, terms: Iterable[Term]) -> Linear:
-        """The operator of a normal form."""
-        ...
-
-    def meet(self, one: Linear, other: Linear, sign: str) -> None:
-        """Raise where two operators cannot be composed."""
-        ...
+_application: Any
+"""`operate`, `move`, `across`, `composed` and `meet` of `spmd.operators.apply`, which imports this module."""
 
 
-_application: Application
-
-
-def use_application(application: Application) -> None:
-    """Let collectives be applied in this way."""
+def use_application(application: Any) -> None:
+    """Let collectives be applied by these functions."""
     global _application
     _application = application
 

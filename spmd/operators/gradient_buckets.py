@@ -23,7 +23,7 @@ from spmd.transport.handles import Done, Handle
 LEAF = object()
 """Under which a sweep's debts have the leaf that they are owed to."""
 
-_BUCKET = 4 << 20
+_BUCKET_NBYTES = 4 << 20
 """Bytes of owed sums that are sent together: enough to hide a message's latency, few enough to overlap the sweep."""
 
 
@@ -71,7 +71,7 @@ class _Owed:
         self.index = len(bucket.blocks) - 1
 
     def begin(self) -> None:
-        if self.bucket.nbytes >= _BUCKET:
+        if self.bucket.nbytes >= _BUCKET_NBYTES:
             self.sums.send_one(self.bucket)
 
     def wait(self) -> np.ndarray:

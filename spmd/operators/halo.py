@@ -35,15 +35,7 @@ from spmd.operators.halo_combine import (
     piece_places,
     returning,
 )
-from spmd.operators.halo_geometry import (
-    Dimension,
-    Stage,
-    along,
-    lengths_before,
-    near_size,
-    stages_of,
-    trimmed,
-)
+from spmd.operators.halo_geometry import Dimension, Stage, along, lengths_before, near_size, stages_of, trimmed
 from spmd.operators.memo import bounded
 from spmd.operators.sums import unmoved
 from spmd.tracebacks import shorten
@@ -75,13 +67,10 @@ class HaloExchange(Halo):
             if n + sum(dim.own) < 0:
                 raise trimmed(self.function, k, n, dim.own)
 
-    def plan(self, group: Group, shape: Shape, dtype: np.dtype) -> HaloPlans:
-        """One plan for each dimension in which the block goes on. Where lengths are to be learnt, it is that for this
-        block's length, and others that halos do not reach across."""
-        return self.plans(group, shape, dtype)
-
-    def plans(self, group: Group, shape: Shape, dtype: np.dtype, nothing: bool = False) -> HaloPlans:
-        """`plan`. nothing: whether an array of length 0 may be continued, as zeros."""
+    def plan(self, group: Group, shape: Shape, dtype: np.dtype, nothing: bool = False) -> HaloPlans:
+        """One plan for each dimension in which the block goes on. Where the other blocks' lengths are not known yet,
+        they are assumed to be so large that no halo reaches across one. nothing: whether an array of length 0 may be
+        continued, as zeros."""
         dimensions = self._dimensions(group, len(shape))
         sizes = tuple(self._assumed_lengths(d, dim, shape[d]) for d, dim in enumerate(dimensions))
         return self._plans_with(group, shape, dtype, nothing, sizes)

@@ -11,10 +11,7 @@ import numpy as np
 from spmd.errors import LayoutError, SpecError, describe
 from spmd.layout import P, block_sizes
 from spmd.mesh import Worker
-from spmd.operators.halo_geometry import (
-    BOUNDARIES,
-    Pair,
-)
+from spmd.operators.halo_geometry import BOUNDARIES, Pair
 from spmd.spellings import closest
 from spmd.transport.call import Call, Shape
 

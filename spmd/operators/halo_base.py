@@ -13,10 +13,7 @@ from spmd.errors import LayoutError, SpecError, describe
 from spmd.layout import P
 from spmd.operators.base import Operator
 from spmd.operators.halo_arguments import boundaries_of, sizes_of, widths_of
-from spmd.operators.halo_geometry import (
-    Dimension,
-    dimensions_of,
-)
+from spmd.operators.halo_geometry import Dimension, dimensions_of
 from spmd.operators.memo import bounded
 from spmd.transport.base import Comm
 from spmd.transport.call import Call, Group, Shape

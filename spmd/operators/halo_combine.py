@@ -13,12 +13,7 @@ from spmd.device import COPIED, copied, empty, put, zeros
 from spmd.errors import LayoutError
 from spmd.kernels.cpu.moves import joiner
 from spmd.kernels.memory import pool
-from spmd.operators.halo_geometry import (
-    Message,
-    Piece,
-    along,
-    whole_piece,
-)
+from spmd.operators.halo_geometry import Message, Piece, along, whole_piece
 from spmd.transport.call import Group, Shape
 from spmd.transport.handles import read_only
 from spmd.transport.plan import Combine, Make, Plan, Plans

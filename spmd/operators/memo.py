@@ -12,13 +12,13 @@ __all__ = ["bounded", "interned", "memoised", "rebound"]
 C = TypeVar("C")
 F = TypeVar("F", bound=Callable[..., Any])
 
-_MEMOISED = 512
+_TABLE_MAX = 512
 """Entries of a table after which it is emptied."""
 
 
 def bounded(table: dict) -> dict:
     """A table that an operator keeps, emptied if it has grown long."""
-    if len(table) >= _MEMOISED:
+    if len(table) >= _TABLE_MAX:
         table.clear()
     return table
 

@@ -9,10 +9,7 @@ from typing import Any
 import numpy as np
 
 from spmd.autodiff.admission import admit_dtype
-from spmd.errors import (
-    caller,
-    describe,
-)
+from spmd.errors import caller, describe
 from spmd.kernels import on_device
 from spmd.mesh import Worker
 from spmd.operators.base import Called, Collective
@@ -32,25 +29,25 @@ class Prepared:
     asked for. It keeps the operator and the dtype, and the call its code, so that no others have their ids.
     """
 
-    __slots__ = ("admitted", "assumed", "call", "dtype", "group", "op", "short", "state", "tried")
+    __slots__ = ("admitted", "assumed", "call", "dtype", "fast_run", "group", "op", "state", "tried")
 
     def __init__(self, op: Collective, dtype: np.dtype, group: Group, call: Call, admitted: State | None):
         self.op, self.dtype, self.group, self.call, self.admitted = op, dtype, group, call, admitted
         self.state = None if admitted is None else op.out_state(admitted)
-        self.short: Callable[[Any, np.ndarray, RunPlan], tuple[Any, Any]] | None = None
+        self.fast_run: Callable[[Any, np.ndarray, RunPlan], tuple[Any, Any]] | None = None
         self.assumed: Any = None
         self.tried = False
 
     def __call__(self, comm: Comm, x: np.ndarray) -> tuple[Any, Any]:
         """The new block, and the operator bound to the shapes it met."""
-        if self.short is not None:
-            return self.short(comm, x, self.long)
-        result = self.long(comm, x)
+        if self.fast_run is not None:
+            return self.fast_run(comm, x, self.general_run)
+        result = self.general_run(comm, x)
         if not self.tried:
             self._shorten(comm, x)
         return result
 
-    def long(self, comm: Comm, x: np.ndarray) -> tuple[Any, Any]:
+    def general_run(self, comm: Comm, x: np.ndarray) -> tuple[Any, Any]:
         """In general."""
         result = self.op.start(comm, self.group, x, self.call).wait()
         if self.assumed is not None:
@@ -63,8 +60,8 @@ class Prepared:
         if self.tried and plan is not None and plan.assumed_lengths == self.assumed:
             return
         self.tried = True
-        self.short = None if plan is None or plan.kind == "none" else comm.repeated_plan(self.call, plan, x)
-        self.assumed = None if self.short is None or plan is None else plan.assumed_lengths
+        self.fast_run = None if plan is None or plan.kind == "none" else comm.repeated_plan(self.call, plan, x)
+        self.assumed = None if self.fast_run is None or plan is None else plan.assumed_lengths
 
 
 _ABOVE = object()

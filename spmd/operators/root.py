@@ -123,13 +123,18 @@ class _AtRoot(Operator):
                 mend="root=0",
             )
 
-    def keep_at_root(self, group: Group, shape: Shape, dtype: np.dtype) -> Plan:
-        """The plan by which the root keeps its block, and the others have an empty one. Moves nothing."""
-        return unmoved(self, group, shape, dtype, fill=None if group.index == self.root else _NOTHING)
-
 
 _NOTHING = (0,)
 """The shape of the block of a Rooted value where it is not held."""
+
+
+class _KeepAtRoot(_AtRoot):
+    """The root keeps its block, and the others have an empty one. Moves nothing."""
+
+    target: ClassVar[str] = ROOTED
+
+    def plan(self, group: Group, shape: Shape, dtype: np.dtype) -> Plan:
+        return unmoved(self, group, shape, dtype, fill=None if group.index == self.root else _NOTHING)
 
 
 class _FromRoot(_AtRoot):
@@ -179,15 +184,11 @@ class SumReduce(_AtRoot):
         return interned(Broadcast, self.axes, self.root)
 
 
-class Keep(_AtRoot):
+class Keep(_KeepAtRoot):
     """I -> Rooted: the root keeps the value, the others drop it. Moves nothing; its adjoint is `Replicate`."""
 
     function: ClassVar[str] = "keep"
     source: ClassVar[str] = INVARIANT
-    target: ClassVar[str] = ROOTED
-
-    def plan(self, group: Group, shape: Shape, dtype: np.dtype) -> Plan:
-        return self.keep_at_root(group, shape, dtype)
 
     @property
     def H(self) -> Operator:
@@ -215,7 +216,7 @@ class Unroot(_AtRoot):
 
 
 @dataclass(frozen=True)
-class Enroot(_AtRoot):
+class Enroot(_KeepAtRoot):
     """V -> Rooted: the root's block as a value, where the others have empty blocks. Moves nothing.
 
     Its adjoint is `Unroot`.
@@ -223,7 +224,6 @@ class Enroot(_AtRoot):
 
     ndim: int = 1
     function: ClassVar[str] = "map"
-    target: ClassVar[str] = ROOTED
 
     def check(self, group: Group, x: np.ndarray) -> None:
         super().check(group, x)
@@ -235,9 +235,6 @@ class Enroot(_AtRoot):
                 need=f"empty blocks but at the root, place {self.root}: others would be lost",
                 mend="SumReduce adds blocks at the root, Gather joins them there",
             )
-
-    def plan(self, group: Group, shape: Shape, dtype: np.dtype) -> Plan:
-        return self.keep_at_root(group, shape, dtype)
 
     @property
     def H(self) -> Operator:

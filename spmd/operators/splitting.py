@@ -9,9 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd.errors import (
-    LayoutError,
-)
+from spmd.errors import LayoutError
 from spmd.layout import block_sizes, offsets
 from spmd.operators.base import Collective
 from spmd.transport.call import Group, Shape

@@ -181,7 +181,7 @@ class Stencil(Operator):
         """The halos of the slabs: for every dimension that is split those of its faces, in all of them."""
         open_, steps = self._slabs(group, len(shape)), []
         for d, halo in zip(open_, self._halos(len(shape), open_), strict=True):
-            steps += halo.plans(group, self._slab(shape, d), dtype, nothing=True).steps
+            steps += halo.plan(group, self._slab(shape, d), dtype, nothing=True).steps
         return Plans(tuple(steps), self)
 
 

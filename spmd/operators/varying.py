@@ -16,15 +16,7 @@ from spmd.autodiff.allocation import writable
 from spmd.autodiff.staging.recorder import is_slot
 from spmd.autodiff.tracer import Array, Mixing
 from spmd.device import copied
-from spmd.errors import (
-    ClosureError,
-    DifferentiationError,
-    StateError,
-    all_of,
-    axes_of,
-    describe,
-    one_or_all,
-)
+from spmd.errors import ClosureError, DifferentiationError, StateError, all_of, axes_of, describe, one_or_all
 from spmd.frontends import frontend
 from spmd.kernels import on_device
 from spmd.mesh import WORKER, Worker, here

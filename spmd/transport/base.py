@@ -70,22 +70,22 @@ class Comm(ABC):
         if kind == "reduce_scatter":
             return Mapped(self._reduce_scatter(group, call, [*plan.sends(x).values()]), plan.with_bound)
         if kind == "broadcast":
-            mine = x if group.index == plan.root else None
-            return Mapped(self._broadcast(group, call, mine, plan.root), plan.with_bound)
-        like = x if plan.combine.uses_block else None  # who receives a block may be the only one who has it
+            own_block = x if group.index == plan.root else None
+            return Mapped(self._broadcast(group, call, own_block, plan.root), plan.with_bound)
+        own = x if plan.combine.uses_block else None  # who receives a block may be the only one who has it
         if kind == "reduce":
             handle = self._reduce(group, call, x, plan.root)
             if group.index == plan.root:
                 return Mapped(handle, plan.with_bound)
-            return Mapped(handle, lambda _: plan.finish(like, [None] * group.size))
+            return Mapped(handle, lambda _: plan.finish(own, [None] * group.size))
         if kind == "all_gather":
-            return Mapped(self._all_gather(group, call, x), lambda blocks: plan.finish(like, blocks))
+            return Mapped(self._all_gather(group, call, x), lambda blocks: plan.finish(own, blocks))
         if kind == "all_to_all":
             handle = self._all_to_all(group, call, [*plan.sends(x).values()])
-            return Mapped(handle, lambda blocks: plan.finish(like, blocks))
+            return Mapped(handle, lambda blocks: plan.finish(own, blocks))
         handle = self._exchange(group, call, plan.sends(x))
         begun = plan.combine.begin(plan, x, call.borrowed)
-        return Mapped(handle, lambda came: plan.finish(like, [came.get(k) for k in range(group.size)], begun=begun))
+        return Mapped(handle, lambda parts: plan.finish(own, [parts.get(k) for k in range(group.size)], begun=begun))
 
     def _run_with_shapes(self, needs: NeedsShapes, call: Call, x: Any) -> Handle:
         """`run`, where the members first learn the shapes of all blocks, which takes a meeting of its own."""

@@ -31,7 +31,7 @@ def share_of_cores(workers: int, cores: int | None = None) -> int:
     return max(1, (usable_cores() if cores is None else cores) // workers)
 
 
-class _Held:
+class _LimitedLibrary:
     """A library, what it had before the first one asked, and what it has now."""
 
     __slots__ = ("before", "library", "now")
@@ -47,48 +47,53 @@ class _Limit:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()  # A handler of a signal that interrupts this may call a map.
-        self.asked: dict[object, int] = {}
-        self.held: list[_Held] = []
-        self.libraries: list[Any] = []
+        self.requests: dict[object, int] = {}
+        self.libraries: list[_LimitedLibrary] = []
+        self.loaded: list[Any] = []
         self.modules = -1
 
     def enter(self, who: object, n: int) -> None:
         with self.lock:
-            if not self.asked:
-                held = [_Held(x) for x in self._loaded()]
-                self.held, self.asked[who] = held, n  # in one step: a handler that comes between would lift its own
+            if not self.requests:
+                libraries = [_LimitedLibrary(x) for x in self._find_loaded()]
+                self.libraries, self.requests[who] = (
+                    libraries,
+                    n,
+                )  # in one step: a handler that comes between would lift its own
             elif self.modules != len(sys.modules):
-                known = {x.library.filepath for x in self.held}
-                self.held += [_Held(x) for x in self._loaded() if x.filepath not in known]
-            self.asked[who] = n
+                limited = {x.library.filepath for x in self.libraries}
+                self.libraries += [_LimitedLibrary(x) for x in self._find_loaded() if x.filepath not in limited]
+            self.requests[who] = n
             self._apply()
 
     def leave(self, who: object) -> None:
         """May be called again by whom an interrupt has kept from coming to its end."""
         with self.lock:
-            self.asked[who] = sys.maxsize  # It is here until all is set: a map in a handler then finds what was before.
+            self.requests[who] = (
+                sys.maxsize
+            )  # It is here until all is set: a map in a handler then finds what was before.
             self._apply()
-            del self.asked[who]
-            if not self.asked:
-                self.held = []  # From now on the user may set other numbers.
+            del self.requests[who]
+            if not self.requests:
+                self.libraries = []  # From now on the user may set other numbers.
 
     def _apply(self) -> None:
-        n = min(self.asked.values(), default=sys.maxsize)
-        for held in self.held:
-            threads = min(n, held.before)
-            if held.now != threads or n == sys.maxsize:  # A body may have changed it.
-                held.now = None  # as long as an interrupt may come between
-                _set(held.library, threads)
-                held.now = threads
+        n = min(self.requests.values(), default=sys.maxsize)
+        for libraries in self.libraries:
+            threads = min(n, libraries.before)
+            if libraries.now != threads or n == sys.maxsize:  # A body may have changed it.
+                libraries.now = None  # as long as an interrupt may come between
+                _set(libraries.library, threads)
+                libraries.now = threads
 
-    def _loaded(self) -> list[Any]:
+    def _find_loaded(self) -> list[Any]:
         """The loaded BLAS libraries; searched anew when modules, which may bring one, have been imported."""
         if self.modules != len(sys.modules):
             from threadpoolctl import ThreadpoolController
 
-            self.libraries = ThreadpoolController().select(user_api="blas").lib_controllers
+            self.loaded = ThreadpoolController().select(user_api="blas").lib_controllers
             self.modules = len(sys.modules)
-        return self.libraries
+        return self.loaded
 
 
 def _set(library: Any, n: int) -> None:
@@ -111,8 +116,8 @@ _limit = _Limit()
 def _forget() -> None:
     """In a forked child, where the maps that asked do not run."""
     global _limit
-    for held in _limit.held if _limit.asked else ():
-        _set(held.library, held.before)
+    for libraries in _limit.libraries if _limit.requests else ():
+        _set(libraries.library, libraries.before)
     _limit = _Limit()
 
 

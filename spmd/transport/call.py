@@ -82,27 +82,14 @@ class Call:
     borrowed: whether what it brings may be written to when the collective is over: nobody may keep it, or a view of it.
     needs_grad: [whether this worker's block is differentiated], where that is to be agreed upon: when the members have
     met it says whether any member's is.
-    number: what a transport tells it by, once that is known.
+    digest: of `key`, once a transport has computed it.
 
     Workers who call the same from one line may share one object, so whoever is given a call does not write to it.
     """
 
     __slots__ = (
-        *(
-            "same_shape",
-            "needs_grad",
-            "axes",
-            "code",
-            "detail",
-            "dtype",
-            "host",
-            "instruction",
-            "leaf",
-            "borrowed",
-            "number",
-            "op",
-        ),
-        "shape",
+        *("axes", "borrowed", "code", "detail", "digest", "dtype", "host", "instruction", "leaf", "needs_grad", "op"),
+        *("same_shape", "shape"),
     )
 
     def __init__(
@@ -127,7 +114,7 @@ class Call:
         self.host = False
         self.borrowed = False
         self.needs_grad: list[bool] | None = None
-        self.number: int | None = None
+        self.digest: int | None = None
         user = caller(frame) if frame is not None else None
         self.code = user.f_code if user is not None else None
         self.instruction = user.f_lasti if user is not None else 0
@@ -135,7 +122,7 @@ class Call:
     def of(self, shape: tuple[int, ...], *, same_shape: bool | None = None) -> Call:
         """The same call, that brings a block of another shape. same_shape: where that is to be different."""
         other = copy(self)
-        other.shape, other.number = shape, None
+        other.shape, other.digest = shape, None
         other.same_shape = self.same_shape if same_shape is None else same_shape
         return other
 
@@ -186,12 +173,12 @@ class Side(NamedTuple):
         tree = leaf.tree
         return side._replace(leaf=leaf.path, tree=tree.text, paths=tree.paths, digest=tree.digest)
 
-    def packed(self, room: int) -> bytes:
+    def packed(self, limit: int) -> bytes:
         """What there is to tell another process, in at most so many bytes; of long trees the beginning."""
         side = self._replace(call=self.call[:400], line=self.line[-400:], leaf=self.leaf[:200], tree=self.tree[:400])
         while True:
             text = json.dumps(side[1:]).encode()
-            if len(text) <= room:
+            if len(text) <= limit:
                 return text
             side = side._replace(paths=[*side.paths[: len(side.paths) // 2]], cut=True)
 
@@ -208,8 +195,8 @@ class Side(NamedTuple):
         return f"          {self.worker}: {self.call}{of if trees else ''}{count}\n            {self.line}"
 
 
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 _ONE_PATH = (
@@ -234,21 +221,21 @@ GRADIENTS = "the gradients"
 """How the text begins that says in place of a tree which gradients a sum is of."""
 
 
-_NAMED_PATHS = 8
+_PATHS_SHOWN = 8
 """Paths of a tree that an error names one by one."""
 
 
 def mismatch(first: Side, second: Side) -> MismatchError:
     """Two workers met with different calls."""
     order, trees = first.number != second.number, (first.digest, first.leaf) != (second.digest, second.leaf)
-    parted = first.digest != second.digest
+    trees_differ = first.digest != second.digest
     # As they are but for their shapes
     alike = len({re.sub(r"\[[\d, ]*\]", "", side.call) for side in (first, second)}) == 1
     one_tree = _ONE_USE if first.tree.startswith(GRADIENTS) else _ONE_TREE
-    mend = _ONE_PATH if order or not alike else one_tree if parted else _ONE_PATH if trees else _ONE_SHAPE
+    mend = _ONE_PATH if order or not alike else one_tree if trees_differ else _ONE_PATH if trees else _ONE_SHAPE
     lines = [side.shown(order, trees) for side in (first, second)]
-    if parted and first.tree and second.tree:
-        lines.append(f"          {_parting(first, second)}")
+    if trees_differ and first.tree and second.tree:
+        lines.append(f"          {_tree_difference(first, second)}")
     return MismatchError.at(
         "a collective",
         got="workers that met with different calls\n" + "\n".join(lines),
@@ -258,11 +245,11 @@ def mismatch(first: Side, second: Side) -> MismatchError:
     )
 
 
-def _parting(first: Side, second: Side) -> str:
+def _tree_difference(first: Side, second: Side) -> str:
     """Where two trees differ."""
     if not (first.cut or second.cut):
         only = [
-            f"{', '.join(missing[:_NAMED_PATHS])}{', ...' * (len(missing) > _NAMED_PATHS)} on {side.worker} only"
+            f"{', '.join(missing[:_PATHS_SHOWN])}{', ...' * (len(missing) > _PATHS_SHOWN)} on {side.worker} only"
             for side, other in ((first, second), (second, first))
             if (missing := [path for path in side.paths if path not in set(other.paths)])
         ]
@@ -286,5 +273,5 @@ def deadlock(lines: Sequence[str]) -> DeadlockError:
 
 def raised_by(error: BaseException, who: str) -> None:
     """Note on an error which worker raised it, in place of the note of an earlier map that raised the same object."""
-    kept = [note for note in getattr(error, "__notes__", ()) if not note.startswith("raised by worker ")]
-    error.__notes__ = [*kept, f"raised by {who}"]
+    notes = [note for note in getattr(error, "__notes__", ()) if not note.startswith("raised by worker ")]
+    error.__notes__ = [*notes, f"raised by {who}"]

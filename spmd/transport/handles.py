@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["Chained", "Done", "Handle", "Outcome", "read_only"]
 

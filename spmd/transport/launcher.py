@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import stat
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -22,6 +23,10 @@ raw_exit = os._exit
 # scheduler sets in plain shells of an allocation too (SLURM_NTASKS, SLURM_PROCID) say nothing.
 SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS")
 _RANKS = ("PMIX_RANK", "PMI_RANK")
+LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
+"""Where launchers of MPI say which of the processes of its host this one is: not always in the order of the ranks."""
+LAUNCHERS = ("hydra_pmi_proxy", "mpiexec", "mpirun", "orted", "prted", "prterun", "slurmstepd")
+"""How the names of launchers of MPI begin."""
 _WORLD_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 _OF_LAUNCHERS = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "MPI_LOCAL")
 _OF_TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -74,6 +79,11 @@ def torch_world() -> TorchWorld | None:
     return TorchWorld(int(rank), int(size), launched)
 
 
+def number_in(names: Sequence[str]) -> int | None:
+    """The number that the first of these environment variables holds that has one."""
+    return next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdecimal()), None)
+
+
 def describe_hint(hint: str | None) -> str:
     return f"{hint}={os.environ[hint or '']}: a launcher started several processes"
 
@@ -90,10 +100,10 @@ def refuse_leftovers(hint: str | None) -> None:
     MPI library would end the process without a word that helps."""
     if hint is None or (fault := _no_connection()) is None:
         return
-    found, names = leftovers("mpi")
+    variables, names = leftovers("mpi")
     raise TransportError.at(
         "spmd.Mesh",
-        got=f"{found} in the environment, as of a launcher of MPI, and {fault}",
+        got=f"{variables} in the environment, as of a launcher of MPI, and {fault}",
         need="the connection that a launcher gives to each process that it starts",
         mend=f'start it by mpiexec; or, where these are left over from another job, "unset {names}", or '
         'Mesh(..., transport="local"), or SPMD_TRANSPORT=local',

@@ -48,8 +48,8 @@ def _kind(dtype: Any, how: str) -> tuple[int, int] | None:
         return None
     if name in _REALS:
         return getattr(nccl, _NAMES[_REALS[name]]), 2
-    found = getattr(nccl, _NAMES.get(name, "none"), None)
-    return None if found is None else (found, 1)
+    nccl_type = getattr(nccl, _NAMES.get(name, "none"), None)
+    return None if nccl_type is None else (nccl_type, 1)
 
 
 def _flat(x: Any) -> Any:
@@ -96,17 +96,17 @@ class NcclComm(Comm):
     def _ring(self, group: Group, call: Call) -> Any:
         """NCCL's communicator of a group's members, made when they first meet."""
         key = (group.members, self.worker)
-        found = self.transport.rings.get(key)
-        if found is None:
+        ring = self.transport.rings.get(key)
+        if ring is None:
             # Its making takes the device; what is under way there could wait for what comes after it.
             current().stream.synchronize()
-            mine = np.array(nccl.get_unique_id() if group.index == 0 else (), np.int64)
-            about = Call(call.op, call.axes, mine.dtype, mine.shape, detail="where NCCL meets", same_shape=None)
-            about.host = True
-            told = self.host._broadcast(group, about, mine if group.index == 0 else None, 0).wait()
-            found = nccl.NcclCommunicator(group.size, tuple(told.tolist()), group.index)
-            self.transport.rings[key] = found
-        return found
+            own = np.array(nccl.get_unique_id() if group.index == 0 else (), np.int64)
+            id_call = Call(call.op, call.axes, own.dtype, own.shape, detail="where NCCL meets", same_shape=None)
+            id_call.host = True
+            unique_id = self.host._broadcast(group, id_call, own if group.index == 0 else None, 0).wait()
+            ring = nccl.NcclCommunicator(group.size, tuple(unique_id.tolist()), group.index)
+            self.transport.rings[key] = ring
+        return ring
 
     def _moves(self, group: Group, call: Call, sends: Mapping[int, Any], comes: Mapping[int, Shape]) -> dict[int, Any]:
         """What each member sends here, of the shapes that come."""
@@ -161,17 +161,17 @@ class NcclComm(Comm):
     def _reduce_scatter(self, group: Group, call: Call, parts: Sequence[Any]) -> Handle:
         if group.size == 1 or not on_device(parts[0]):
             return self.host._reduce_scatter(group, call, parts)
-        mine = parts[group.index]
+        own_part = parts[group.index]
         if self.transport.checks:
             self.host.meet(group, call, [p.shape for p in parts])
-        kind = None if self.transport.fixed_order else _kind(mine.dtype, "sum")
-        if kind is None or len({p.size for p in parts}) > 1 or not mine.size:
-            shape: Shape = mine.shape
-            found = self._moves(group, call, dict(enumerate(parts)), dict.fromkeys(range(group.size), shape))
-            return Done(kernels.of(mine).combine(list(found.values())))
-        packed, out = cp.concatenate([p.reshape(-1) for p in parts]), cp.empty(mine.shape, mine.dtype)
+        kind = None if self.transport.fixed_order else _kind(own_part.dtype, "sum")
+        if kind is None or len({p.size for p in parts}) > 1 or not own_part.size:
+            shape: Shape = own_part.shape
+            blocks = self._moves(group, call, dict(enumerate(parts)), dict.fromkeys(range(group.size), shape))
+            return Done(kernels.of(own_part).combine(list(blocks.values())))
+        packed, out = cp.concatenate([p.reshape(-1) for p in parts]), cp.empty(own_part.shape, own_part.dtype)
         ring, stream = self._ring(group, call), current().stream.ptr
-        ring.reduceScatter(packed.data.ptr, out.data.ptr, mine.size * kind[1], kind[0], nccl.NCCL_SUM, stream)
+        ring.reduceScatter(packed.data.ptr, out.data.ptr, own_part.size * kind[1], kind[0], nccl.NCCL_SUM, stream)
         return Done(out)
 
     def _all_gather(self, group: Group, call: Call, x: Any) -> Handle:
@@ -180,8 +180,8 @@ class NcclComm(Comm):
         shapes = [tuple(s) for s in self.host._shapes(group, call).wait()]
         if len(set(shapes)) == 1:
             return Done(self._gathered(group, call, x))
-        found = self._moves(group, call, dict.fromkeys(range(group.size), x), dict(enumerate(shapes)))
-        return Done(list(found.values()))
+        blocks = self._moves(group, call, dict.fromkeys(range(group.size), x), dict(enumerate(shapes)))
+        return Done(list(blocks.values()))
 
     def _all_to_all(self, group: Group, call: Call, parts: Sequence[Any]) -> Handle:
         if group.size == 1 or not on_device(parts[0]):
@@ -210,8 +210,8 @@ class NcclComm(Comm):
         if kind is None or not x.size:
             shape: Shape = x.shape
             comes = dict.fromkeys(range(group.size), shape) if at_root else {}
-            found = self._moves(group, call, {root: x}, comes)
-            return Done(kernels.of(x).combine(list(found.values())) if at_root else None)
+            blocks = self._moves(group, call, {root: x}, comes)
+            return Done(kernels.of(x).combine(list(blocks.values())) if at_root else None)
         out = cp.empty(x.shape, x.dtype)
         ring, stream = self._ring(group, call), current().stream.ptr
         ring.reduce(x.data.ptr, out.data.ptr, x.size * kind[1], kind[0], nccl.NCCL_SUM, root, stream)
@@ -249,9 +249,9 @@ class NcclTransport(Transport):
 
     def _one_each(self) -> None:
         """Raise where two workers have one GPU, which NCCL refuses."""
-        mine = {w: [platform.node(), cp.cuda.Device(self.places.device(w)).pci_bus_id] for w in self.local}
+        own = {w: [platform.node(), cp.cuda.Device(self.places.device(w)).pci_bus_id] for w in self.local}
         taken: dict[Any, int] = {}
-        for w, gpu in sorted(self.host.share(mine).items()):
+        for w, gpu in sorted(self.host.share(own).items()):
             first = taken.setdefault(tuple(gpu), w)
             if first != w:
                 raise TransportError.at(

@@ -174,13 +174,13 @@ class Plan:
     def complete(self, shapes: Shapes) -> Completion:
         """The plan for what comes: an array of shapes[k] from member k, or nothing (None)."""
         shapes = tuple(shapes)
-        known = self._completions.get(shapes)
-        if known is None:
-            if len(self._completions) >= _COMPLETIONS:
+        completion = self._completions.get(shapes)
+        if completion is None:
+            if len(self._completions) >= _COMPLETIONS_MAX:
                 self._completions.clear()
             bound = self.bind(shapes)  # which raises where the shapes do not fit each other
-            known = self._completions[shapes] = Completion(*self.combine.complete(self, shapes), bound)
-        return known
+            completion = self._completions[shapes] = Completion(*self.combine.complete(self, shapes), bound)
+        return completion
 
     def complete_repeated(self, shapes: Shapes) -> Completion:
         """`complete`, for a line that calls it again and again."""
@@ -225,18 +225,18 @@ class Plan:
 
     def _by_part(self) -> list[tuple[Part, list[int]]]:
         """The parts that other members get, each with those that get it."""
-        found: list[tuple[Part, list[int]]] = []
+        members_by_part: list[tuple[Part, list[int]]] = []
         for k, part in enumerate(self.parts):
             if part is None or k == self.group.index or self.kind == "none":
                 continue
-            if found and part is ... and found[-1][0] is ...:
-                found[-1][1].append(k)
+            if members_by_part and part is ... and members_by_part[-1][0] is ...:
+                members_by_part[-1][1].append(k)
             else:
-                found.append((part, [k]))
-        return found
+                members_by_part.append((part, [k]))
+        return members_by_part
 
 
-_COMPLETIONS = 64
+_COMPLETIONS_MAX = 64
 """Completions that a plan keeps: one for each combination of shapes that has come."""
 
 
@@ -374,7 +374,7 @@ class Concatenate(Combine):
 
     def _places(self, shapes: Shapes) -> list[Any]:
         """Where the blocks stand in the result; none for many, which NumPy joins more quickly."""
-        if len(shapes) > _FEW:
+        if len(shapes) > _PLACES_MAX:
             return []
         ends = offsets([s[self.axis] for s in shapes]) if self.tiled else []
         before = (slice(None),) * self.axis
@@ -391,7 +391,7 @@ class Concatenate(Combine):
         return f"what comes, {'joined along' if self.tiled else 'stacked along a new'} dimension {self.axis}"
 
 
-_FEW = 8
+_PLACES_MAX = 8
 """Blocks that are put in their places one by one: quicker, for so many, than NumPy's functions."""
 
 

@@ -28,16 +28,16 @@ if who == "first" and first:
 if who == "last" and last:
     mailbox.Mailbox = refuse
 if who == "blind" and last:
-    mailbox.arena = lambda: None
+    mailbox.shared_memory = lambda: None
 if who == "unread" and first:
     mailbox.window = refuse
 if who in ("blind", "unread"):
     read_where_they_lie()
 found = results_again(mesh)
-mails = [channel.mail for channel in mesh.transport.channels.values()]
+mails = [channel.mailbox for channel in mesh.transport.channels.values()]
 assert who not in ("all", "first", "last") or not any(mails), mails
 assert who in ("all", "first", "last") or any(mails), mails
-assert who not in ("blind", "unread") or not any(mail and mail.arena for mail in mails)
-assert who != "nobody" or any(mail and mail.arena for mail in mails)
+assert who not in ("blind", "unread") or not any(mail and mail.shared_memory for mail in mails)
+assert who != "nobody" or any(mail and mail.shared_memory for mail in mails)
 if spmd.is_main():
     print(json.dumps(found))

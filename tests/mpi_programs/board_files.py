@@ -53,7 +53,7 @@ else:
     with spmd.Mesh(x=SIZE) as mesh:
         f = spmd.map(lambda x: spmd.psum(x, "x"), P("x"), P())
         small, large = f(np.ones(SIZE)), f(np.ones((SIZE, 1 << 18)))
-        board = mesh.transport.board
-        mails = [channel.mail is not None for channel in mesh.transport.channels.values()]
+        board = mesh.transport.status_board
+        mails = [channel.mailbox is not None for channel in mesh.transport.channels.values()]
         where = "nowhere" if board.file is None else board.file.path.parent
         print(f"sums {small.numpy()[0]} {large.numpy().sum()} in {where}, {any(mails)}\n", end="", flush=True)

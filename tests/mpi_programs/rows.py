@@ -60,7 +60,7 @@ def body(worker) -> str:
             assert (total.ctypes.data == pair[k].ctypes.data) is spared, (turn, k)
             assert spared or np.array_equal(pair[k], block(pair[k].size, column) + turn)
         # What others were told of is told of once.
-        mail = worker.comm.transport.channel(worker.group(("c",)).ordered).mail
+        mail = worker.comm.transport.channel(worker.group(("c",)).ordered).mailbox
         assert mail is None or len(mail.next) + len(mail.now) + len(mail.before) < 40
         rows = spmd.psum(spmd.varying(np.ones(2), ("r", "c")), "r")
         assert spmd.block(rows)[0] == 2

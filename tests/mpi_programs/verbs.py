@@ -22,7 +22,7 @@ from spmd.kernels import on_device
 from spmd.kernels.memory import pool
 from spmd.transport.call import Call
 from spmd.transport.plan import Concatenate, PlaceBoxes, Plan
-from spmd.transport.processes.headers import INLINE_LIMIT, ROOM
+from spmd.transport.processes.headers import HEADER_NBYTES, INLINE_LIMIT
 
 DTYPES = "bool int8 int32 int64 float16 float32 float64 complex64 complex128".split()
 SMALL = [(), (0, 3), (3, 5)]
@@ -64,18 +64,18 @@ def read_where_they_lie() -> list[int]:
         out[...] = x
         return out
 
-    def place(self: shared_memory.Arena, x: np.ndarray) -> int | None:
+    def place(self: shared_memory.SharedMemory, x: np.ndarray) -> int | None:
         at = found(self, x)
         if at is not None:
             offered.append(x.nbytes)
         return at
 
     offered: list[int] = []
-    found, shared_memory.Arena.place = shared_memory.Arena.place, place
+    found, shared_memory.SharedMemory.place = shared_memory.SharedMemory.place, place
     announce.INLINE_LIMIT = comm.INLINE_LIMIT = run_plan.INLINE_LIMIT = 16
-    mailbox._COPIED = 100
+    mailbox._COPY_MAX = 100
     pool.LEAST, laid = 1, mostly
-    shared_memory.arena().serve()
+    shared_memory.shared_memory().serve()
     return offered
 
 
@@ -235,7 +235,7 @@ def around(worker, axes: tuple[str, ...]) -> dict[str, object]:
     comm, group, k = worker.comm, worker.group(axes), worker.group(axes).index
     n = group.size
     found: dict[str, object] = {}
-    for most in (INLINE_LIMIT - 1, INLINE_LIMIT, INLINE_LIMIT + 1, ROOM):
+    for most in (INLINE_LIMIT - 1, INLINE_LIMIT, INLINE_LIMIT + 1, HEADER_NBYTES):
 
         def block(length: int) -> np.ndarray:
             return draw(worker.index, (length,), "int8", length)

@@ -62,7 +62,7 @@ def threads_are_in_order():
 
 def all_as_before(threads):
     assert blas_now() == threads, (blas_now(), threads)
-    assert not blas._limit.asked and not blas._limit.held
+    assert not blas._limit.requests and not blas._limit.libraries
     assert getattr(split_work._here, "team", None) is None
     until = time.monotonic() + 10
     while not threads_are_in_order() and time.monotonic() < until: time.sleep(0.001)

@@ -216,19 +216,19 @@ def test_a_process_has_told_what_it_waits_in_once_it_has_written_that():
 
     from spmd.transport.call import Call
     from spmd.transport.processes.shared_files import elected, job_name
-    from spmd.transport.processes.status_board import Board
+    from spmd.transport.processes.status_board import StatusBoard
 
-    boards = [Board(rank, 2, partial(elected, job_name(os.getpid()))) for rank in range(2)]
+    boards = [StatusBoard(rank, 2, partial(elected, job_name(os.getpid()))) for rank in range(2)]
     try:
         one, other = boards
-        one.tell()
-        assert other.have_told([0])
-        one.come(one.meetings(7, (0, 1)), Call("psum", ("x",), np.dtype(float), (3,)))
-        one.wait(1)
-        assert not other.have_told([0, 1])
-        one.tell()
-        other.tell()
-        assert other.have_told([0, 1])
+        one.publish()
+        assert other.have_published([0])
+        one.enter(one.rendezvous_of(7, (0, 1)), Call("psum", ("x",), np.dtype(float), (3,)))
+        one.start_waiting(1)
+        assert not other.have_published([0, 1])
+        one.publish()
+        other.publish()
+        assert other.have_published([0, 1])
         assert other.calls(0)[0].startswith("psum(float64[3], 'x')")
     finally:
         for board in boards:

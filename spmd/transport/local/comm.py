@@ -27,10 +27,10 @@ class LocalComm(Participant):
 
     def _meet(self, group: Group, call: Call, payload: Any, take: Callable[[Rendezvous], Any], finish=None) -> Handle:
         if group.size == 1:
-            alone = Rendezvous(group)
-            alone.contributions = [payload]
-            alone.result = finish(alone.contributions) if finish is not None else None
-            return Done(take(alone))
+            rendezvous = Rendezvous(group)
+            rendezvous.contributions = [payload]
+            rendezvous.result = finish(rendezvous.contributions) if finish is not None else None
+            return Done(take(rendezvous))
         return Waiting(self, self.execution.post(self, group, call, payload, finish), take)
 
     def meet(self, group: Group, call: Call, shapes: Iterable[Any]) -> list[Any]:
@@ -49,11 +49,11 @@ class LocalComm(Participant):
             x, borrowed = copied(x), False  # others keep it
 
         def take(m: Rendezvous) -> Any:
-            mine = m.result[group.index]
-            if type(mine) is Failed:
-                raise own_error(mine.error)
+            result = m.result[group.index]
+            if type(result) is Failed:
+                raise own_error(result.error)
             m.result[group.index] = None  # so that this may be the only name of what it takes
-            return mine
+            return result
 
         return self._meet(group, call, (plan, read_only(x), borrowed), take, partial(self._results, group))
 

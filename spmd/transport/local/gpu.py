@@ -119,14 +119,14 @@ class DeviceComm(LocalComm):
 
         def taken(m: Rendezvous) -> Any:
             place.enter()
-            made: Made = m.result
-            if made.event is not None and made.place != place:
-                place.stream.wait_event(made.event)
-            result = made.result if made.place == place else place.borrow(made.result, made.place)
+            combined: Made = m.result
+            if combined.event is not None and combined.place != place:
+                place.stream.wait_event(combined.event)
+            result = combined.result if combined.place == place else place.borrow(combined.result, combined.place)
             return take(_Seen(view(m.contributions), result))  # type: ignore[arg-type]
 
-        mine = Brought(payload, place, place.mark() if _has_arrays(payload) else None)
-        return Arriving(self, self.execution.post(self, group, call, mine, complete), taken)
+        own = Brought(payload, place, place.mark() if _has_arrays(payload) else None)
+        return Arriving(self, self.execution.post(self, group, call, own, complete), taken)
 
     def _run(self, plan: Plan, call: Call, x: Any) -> Handle:
         """Each worker makes its new block on its own device."""

@@ -24,10 +24,10 @@ def _no_frames_of_optree() -> None:
     optree = sys.modules.get("optree.ops")
     if optree is None:
         return
-    theirs = vars(optree)
+    optree_globals = vars(optree)
     frame, body = sys._getframe(4), Run.work.__code__  # below: this, the wait, and at least two of the library's
     while frame is not None and frame.f_code is not body:
-        if frame.f_globals is theirs:
+        if frame.f_globals is optree_globals:
             raise TransportError.at(
                 "a collective",
                 got=f"a call from within optree.{frame.f_code.co_name}, under the lockstep scheduler",
@@ -89,7 +89,7 @@ class LockstepRun(Run):
                     if self.ready:
                         self._go_on()
             while self.repeated and self.limit >= 0:
-                self._turn_down_all()
+                self._all_fall_back()
                 self._go_on()
             for worker in workers:
                 if not worker.dead:
@@ -128,22 +128,22 @@ class LockstepRun(Run):
         while self.ready and self.limit >= 0:
             self.ready.popleft().switch()
 
-    def wake(self, meeting: Any) -> None:
-        self.ready.extend(meeting.waiters)
-        meeting.waiters = []
+    def wake(self, rendezvous: Any) -> None:
+        self.ready.extend(rendezvous.waiters)
+        rendezvous.waiters = []
 
-    def _turn_down_all(self) -> None:
+    def _all_fall_back(self) -> None:
         """Where nobody is ready: by the verbs it shows what those who have gathered wait for."""
         for key in list(self.repeated or ()):
-            self.turn_down(key)
+            self.fall_back(key)
 
-    def wait(self, meeting: Rendezvous | RepeatedRendezvous, comm: Participant) -> None:
+    def wait(self, rendezvous: Rendezvous | RepeatedRendezvous, comm: Participant) -> None:
         _no_frames_of_optree()
         self.switches += 1
         me, hub, ready = self.current(), self.hub, self.ready
-        meeting.waiters.append(me)
+        rendezvous.waiters.append(me)
         if comm is not self.own or me is hub:
-            while not meeting.done:
+            while not rendezvous.done:
                 if ready and self.limit >= 0:
                     ready.popleft().switch()
                 else:
@@ -152,7 +152,7 @@ class LockstepRun(Run):
             # A greenlet that the hub's body has made itself: the hub waits for it, and may not go on before it.
             self._make_hub(me)
             try:
-                while not meeting.done:
+                while not rendezvous.done:
                     self._idle(me)
             finally:
                 self._make_hub(hub)
@@ -178,6 +178,6 @@ class LockstepRun(Run):
         elif self.fresh:
             self._begin(self.fresh.popleft())
         elif self.repeated:
-            self._turn_down_all()
+            self._all_fall_back()
         else:
             self.stalled()  # All others wait too, or have left.

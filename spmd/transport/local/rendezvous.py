@@ -74,30 +74,30 @@ class Participant(Comm):
 class Waiting:
     """A handle on a meeting: wait for it, then take this worker's part."""
 
-    __slots__ = ("comm", "meeting", "take", "value")
+    __slots__ = ("comm", "rendezvous", "take", "value")
 
-    def __init__(self, comm: Participant, meeting: Rendezvous, take: Callable[[Rendezvous], Any]):
+    def __init__(self, comm: Participant, rendezvous: Rendezvous, take: Callable[[Rendezvous], Any]):
         self.comm = comm
-        self.meeting: Rendezvous | None = meeting
+        self.rendezvous: Rendezvous | None = rendezvous
         self.take: Callable[[Rendezvous], Any] = take
         self.value: Any = None
 
     def wait(self) -> Any:
-        meeting, comm = self.meeting, self.comm
-        if meeting is None:
+        rendezvous, comm = self.rendezvous, self.comm
+        if rendezvous is None:
             return self.value
-        if not meeting.done:
-            comm.waiting = meeting
+        if not rendezvous.done:
+            comm.waiting = rendezvous
             try:
-                comm.execution.wait(meeting, comm)
+                comm.execution.wait(rendezvous, comm)
             finally:
                 comm.waiting = None
-        if comm.clock < meeting.clock:
-            comm.clock = meeting.clock
-        if meeting.error is not None:
-            raise own_error(meeting.error)
-        self.value = self.take(meeting)
-        self.meeting = None
+        if comm.clock < rendezvous.clock:
+            comm.clock = rendezvous.clock
+        if rendezvous.error is not None:
+            raise own_error(rendezvous.error)
+        self.value = self.take(rendezvous)
+        self.rendezvous = None
         del self.take
         return self.value
 
@@ -134,11 +134,11 @@ class Run:
         self.left = size
         self.switches = 0
 
-    def wait(self, meeting: Rendezvous | RepeatedRendezvous, comm: Participant) -> None:
+    def wait(self, rendezvous: Rendezvous | RepeatedRendezvous, comm: Participant) -> None:
         """Let others run until the meeting is done that a worker waits for."""
         raise NotImplementedError
 
-    def wake(self, meeting: Any) -> None:
+    def wake(self, rendezvous: Any) -> None:
         """Let those that wait for the meeting go on."""
         raise NotImplementedError
 
@@ -172,13 +172,13 @@ class Run:
                 self.errors.append((0, 0, deadlock(self._waits())))
             self.stop()
 
-    def turn_down(self, key: str) -> None:
+    def fall_back(self, key: str) -> None:
         """Let those of a group who have gathered go by the verbs."""
         assert self.repeated is not None
-        gathering = self.repeated.pop(key)
-        gathering.blocks = None
-        gathering.done = True
-        self.wake(gathering)
+        rendezvous = self.repeated.pop(key)
+        rendezvous.blocks = None
+        rendezvous.done = True
+        self.wake(rendezvous)
 
     def make(self, group: Group, nbytes: int, make: Callable[[], Any]) -> Any:
         """What one worker makes for its group of so many bytes."""
@@ -186,18 +186,18 @@ class Run:
 
     def post(self, comm: Participant, group: Group, call: Call, payload: Any, finish) -> Rendezvous:
         """Leave a call and its payload in the group's meeting; the last to come completes it."""
-        meeting, last = self.enter(comm, group, call, payload)
+        rendezvous, last = self.enter(comm, group, call, payload)
         if last:
-            self._complete(meeting, finish)
-            self.wake(meeting)
-        return meeting
+            self._complete(rendezvous, finish)
+            self.wake(rendezvous)
+        return rendezvous
 
     def enter(self, comm: Participant, group: Group, call: Call, payload: Any) -> tuple[Rendezvous, bool]:
         """The group's meeting, and whether this worker is the last to come."""
         if self.repeated:
-            gathering = self.repeated.get(group.key)
-            if gathering is not None and gathering.count <= comm.counts.get(group.key, 0):  # else they are only ahead
-                self.turn_down(group.key)
+            repeated = self.repeated.get(group.key)
+            if repeated is not None and repeated.count <= comm.counts.get(group.key, 0):  # else they are only ahead
+                self.fall_back(group.key)
         comm.clock += 1
         comm.number += 1
         if comm.clock > self.limit:
@@ -206,56 +206,56 @@ class Run:
         count = comm.counts.get(group.key, 0)
         comm.counts[group.key] = count + 1
         key = (group.key, count)
-        meeting = self.open.get(key)
-        if meeting is None:
-            meeting = self.open[key] = Rendezvous(group)
-        place = group.index if meeting.group.axes == group.axes else meeting.group.members.index(comm.worker)
-        meeting.calls[place] = call
-        meeting.contributions[place] = payload
-        meeting.numbers[place] = comm.number
-        if meeting.clock < comm.clock:
-            meeting.clock = comm.clock
-        meeting.missing -= 1
-        if meeting.missing:
-            return meeting, False
+        rendezvous = self.open.get(key)
+        if rendezvous is None:
+            rendezvous = self.open[key] = Rendezvous(group)
+        place = group.index if rendezvous.group.axes == group.axes else rendezvous.group.members.index(comm.worker)
+        rendezvous.calls[place] = call
+        rendezvous.contributions[place] = payload
+        rendezvous.numbers[place] = comm.number
+        if rendezvous.clock < comm.clock:
+            rendezvous.clock = comm.clock
+        rendezvous.missing -= 1
+        if rendezvous.missing:
+            return rendezvous, False
         del self.open[key]
-        return meeting, True
+        return rendezvous, True
 
-    def _complete(self, meeting: Rendezvous, finish: Callable[[list[Any]], Any] | None) -> None:
+    def _complete(self, rendezvous: Rendezvous, finish: Callable[[list[Any]], Any] | None) -> None:
         """Verify that all called alike, and make the shared result. Whatever goes wrong is everyone's error."""
         try:
-            calls, size = meeting.calls, meeting.group.size
+            calls, size = rendezvous.calls, rendezvous.group.size
             first = calls[0]
-            if calls.count(first) < size or meeting.numbers.count(meeting.numbers[0]) < size:
-                self._compare(meeting)
+            if calls.count(first) < size or rendezvous.numbers.count(rendezvous.numbers[0]) < size:
+                self._compare(rendezvous)
             if first.needs_grad is not None:
-                asked = [call.needs_grad for call in calls if call.needs_grad is not None]
-                if any(needs_grad[0] for needs_grad in asked):
-                    for needs_grad in asked:
-                        needs_grad[0] = True
+                flags = [call.needs_grad for call in calls if call.needs_grad is not None]
+                if any(flag[0] for flag in flags):
+                    for flag in flags:
+                        flag[0] = True
             if finish is not None:
-                meeting.result = finish(meeting.contributions)
+                rendezvous.result = finish(rendezvous.contributions)
         except Exception as error:
-            meeting.error = error.with_traceback(None)
-        meeting.calls = []
-        meeting.done = True
+            rendezvous.error = error.with_traceback(None)
+        rendezvous.calls = []
+        rendezvous.done = True
 
-    def _compare(self, meeting: Rendezvous) -> None:
+    def _compare(self, rendezvous: Rendezvous) -> None:
         """Raise MismatchError where workers have called different things, or in a different order."""
-        first, number = meeting.calls[0], meeting.numbers[0]
-        for place, call in enumerate(meeting.calls):
-            if meeting.numbers[place] != number or (call is not first and call.key != first.key):
-                who = [self.describe(meeting.group.members[k]) for k in (0, place)]
-                raise mismatch(Side.of(who[0], first, number), Side.of(who[1], call, meeting.numbers[place]))
+        first, number = rendezvous.calls[0], rendezvous.numbers[0]
+        for place, call in enumerate(rendezvous.calls):
+            if rendezvous.numbers[place] != number or (call is not first and call.key != first.key):
+                who = [self.describe(rendezvous.group.members[k]) for k in (0, place)]
+                raise mismatch(Side.of(who[0], first, number), Side.of(who[1], call, rendezvous.numbers[place]))
 
     def _waits(self) -> list[str]:
         """What each worker waits for, and who has left."""
         lines = []
         for comm in self.comms[:_SHOWN]:
-            who, call, meeting = self.describe(comm.worker), comm.last, comm.waiting
-            if meeting is not None:
-                call = meeting.calls[meeting.group.members.index(comm.worker)]
-                absent = [m for m, c in zip(meeting.group.members, meeting.calls, strict=True) if c is None]
+            who, call, rendezvous = self.describe(comm.worker), comm.last, comm.waiting
+            if rendezvous is not None:
+                call = rendezvous.calls[rendezvous.group.members.index(comm.worker)]
+                absent = [m for m, c in zip(rendezvous.group.members, rendezvous.calls, strict=True) if c is None]
                 names = ", ".join(self.describe(m) for m in absent[:_SHOWN]) + ", ..." * (len(absent) > _SHOWN)
                 lines.append(f"{who} waits in {call} for {names}")
             elif call is not None:
@@ -305,11 +305,11 @@ class Run:
     def _note(self, errors: list[tuple[int, int, BaseException]]) -> None:
         """Say on the first error who raised it, and what others raised at the same clock."""
         clock, worker, error = errors[0]
-        said = _text(error)
+        text = _text(error)
         others = [(w, _text(e)) for c, w, e in errors[1:] if c == clock]
-        alike = sum(text == said for _, text in others)
-        lines = [self.describe(worker) + (f", and alike by {alike} more" if alike else "")]
-        lines += [f"{self.describe(w)} raised {text}" for w, text in others if text != said]
+        same = sum(other == text for _, other in others)
+        lines = [self.describe(worker) + (f", and alike by {same} more" if same else "")]
+        lines += [f"{self.describe(w)} raised {other}" for w, other in others if other != text]
         raised_by(error, "\n".join(lines))
 
 

@@ -22,13 +22,13 @@ from spmd.transport.plan import Plan, RunPlan, part_of
 
 __all__ = ["RepeatedPlan"]
 
-_KNOWN = 64
+_MAKERS_MAX = 64
 """Ways of making results that a member keeps: one for each combination of what its group called."""
 
-_VAIN = 16
+_MISSES_MAX = 16
 """Times in a row after which what is tried in vain is only tried now and then, _REST times as seldom."""
 
-_REST = 64
+_RETRY_INTERVAL = 64
 
 _Makers = Callable[[list[Any]], list[Any]]
 
@@ -40,14 +40,14 @@ class RepeatedPlan:
     makes the results, by who meets. vain: how often in a row it was tried in vain.
     """
 
-    __slots__ = ("call", "group", "known", "large", "plan", "shape", "shapes", "vain")
+    __slots__ = ("call", "group", "large", "makers", "misses", "plan", "shape", "shapes")
 
     def __init__(self, call: Call, plan: Plan, x: np.ndarray):
         self.call, self.plan, self.group, self.shape = call, plan, plan.group, x.shape
         self.shapes: list[Shape | None] = [None if p is None else part_of(x, p).shape for p in plan.parts]
         self.large = not plan.copy_free and x.nbytes * plan.group.size >= split_work.LEAST
-        self.vain = 0
-        self.known: dict[tuple[Any, ...], _Makers] = {}
+        self.misses = 0
+        self.makers: dict[tuple[Any, ...], _Makers] = {}
 
     @staticmethod
     def serves(plan: Plan, x: np.ndarray) -> bool:
@@ -58,84 +58,86 @@ class RepeatedPlan:
             return False
         return plan.copy_free or not nontemporal.large(x.nbytes * size)
 
-    def __call__(self, comm: Participant, x: np.ndarray, long: RunPlan) -> tuple[Any, Any]:
+    def __call__(self, comm: Participant, x: np.ndarray, general_run: RunPlan) -> tuple[Any, Any]:
         """The new block, and the bound operator. long: how it goes by the verbs."""
         run, group = comm.execution, self.group
         repeated, key = run.repeated, group.key
-        if repeated is None or comm.clock >= run.limit or (self.vain >= _VAIN and self._rests()):
-            return long(comm, x)
+        if repeated is None or comm.clock >= run.limit or (self.misses >= _MISSES_MAX and self._skips_retry()):
+            return general_run(comm, x)
         if self.large and type(x.base) is np.ndarray and x.base.nbytes > x.nbytes:
-            return long(comm, x)  # Parts of one array may lie side by side: then the verbs give that, without a copy.
+            return general_run(
+                comm, x
+            )  # Parts of one array may lie side by side: then the verbs give that, without a copy.
         count = comm.counts.get(key, 0)
         if run.open and (key, count) in run.open:
-            self.vain += 1
-            return long(comm, x)  # Others have come by the verbs.
+            self.misses += 1
+            return general_run(comm, x)  # Others have come by the verbs.
         if self.plan.forwards_from is not None:
             x.setflags(False)  # pyright: ignore[reportCallIssue]  (as in `read_only`)
-        met = repeated.get(key)
-        if met is None:
-            met = repeated[key] = RepeatedRendezvous(group.size, comm.number, count)
-        elif met.number != comm.number:
-            run.turn_down(key)
-            return long(comm, x)
+        rendezvous = repeated.get(key)
+        if rendezvous is None:
+            rendezvous = repeated[key] = RepeatedRendezvous(group.size, comm.number, count)
+        elif rendezvous.number != comm.number:
+            run.fall_back(key)
+            return general_run(comm, x)
         place = group.index
-        met.members[place] = self
-        met.blocks[place] = x
-        if met.clock < comm.clock:
-            met.clock = comm.clock
-        met.missing -= 1
-        if met.missing:
+        rendezvous.members[place] = self
+        rendezvous.blocks[place] = x
+        if rendezvous.clock < comm.clock:
+            rendezvous.clock = comm.clock
+        rendezvous.missing -= 1
+        if rendezvous.missing:
             try:
-                run.wait(met, comm)
+                run.wait(rendezvous, comm)
             except BaseException:  # who goes is no longer there to be met
-                if run.repeated and run.repeated.get(key) is met:
-                    run.turn_down(key)
+                if run.repeated and run.repeated.get(key) is rendezvous:
+                    run.fall_back(key)
                 raise
-        elif self._complete(met, run.size):
+        elif self._complete(rendezvous, run.size):
             del repeated[key]
-            met.done = True
-            run.wake(met)
+            rendezvous.done = True
+            run.wake(rendezvous)
         else:
-            run.turn_down(key)
-        made = met.blocks
-        if made is None:
-            self.vain += 1
-            return long(comm, x)
-        self.vain = 0
-        comm.clock = met.clock + 1
+            run.fall_back(key)
+        results = rendezvous.blocks
+        if results is None:
+            self.misses += 1
+            return general_run(comm, x)
+        self.misses = 0
+        comm.clock = rendezvous.clock + 1
         comm.number += 1
         comm.last = self.call
-        mine, made[place] = made[place], None  # so that this may be the only name of what it takes
-        return mine
+        own, results[place] = results[place], None  # so that this may be the only name of what it takes
+        return own
 
-    def _rests(self) -> bool:
+    def _skips_retry(self) -> bool:
         """Whether it is not to be tried this time, where it was in vain so often: others have no short way."""
-        self.vain += 1
-        return self.vain % _REST != 0
+        self.misses += 1
+        return self.misses % _RETRY_INTERVAL != 0
 
-    def _supposes(self, members: tuple[RepeatedPlan, ...]) -> bool:
+    def _holds_for(self, members: tuple[RepeatedPlan, ...]) -> bool:
         """Whether these bring what it is supposed that they bring."""
         if self.plan.assumed_lengths is None:
             return True
         d, lengths = self.plan.assumed_lengths
         return all(m.shape[d] == n for m, n in zip(members, lengths, strict=True))
 
-    def _complete(self, met: RepeatedRendezvous, workers: int) -> bool:
+    def _complete(self, rendezvous: RepeatedRendezvous, workers: int) -> bool:
         """Make all results of all blocks. False where that is to be found out, or to fail, by the verbs."""
-        members = tuple(met.members)
+        members = tuple(rendezvous.members)
         try:
-            make = self.known.get(members)
+            make = self.makers.get(members)
             if make is None:
                 if not all(m.call is self.call or m.call.key == self.call.key for m in members):
                     return False
-                if not all(m._supposes(members) for m in members):
+                if not all(m._holds_for(members) for m in members):
                     return False
                 make = _makers(members, workers)
                 for m in members:  # whoever is the last the next time
-                    if len(m.known) >= _KNOWN:
-                        m.known.clear()
-                    m.known[members] = make
-            met.blocks = make(met.blocks)
+                    if len(m.makers) >= _MAKERS_MAX:
+                        m.makers.clear()
+                    m.makers[members] = make
+            rendezvous.blocks = make(rendezvous.blocks)
         except Exception:
             return False
         return True
@@ -144,13 +146,13 @@ class RepeatedPlan:
 def _makers(members: tuple[RepeatedPlan, ...], workers: int) -> _Makers:
     """What makes the results of all members, of so many workers, of all their blocks."""
     large = any(m.large for m in members)
-    make, share = _made_by(members, large), len(members) / workers
+    make, share = _member_makers(members, large), len(members) / workers
     if not large or members[0].plan.combine.parallel:
         return make
     return lambda blocks: split_work.for_all(partial(make, blocks), share)
 
 
-def _made_by(members: tuple[RepeatedPlan, ...], large: bool) -> _Makers:
+def _member_makers(members: tuple[RepeatedPlan, ...], large: bool) -> _Makers:
     size, plans = len(members), [m.plan for m in members]
     completions = [plan.complete_repeated([m.shapes[k] for m in members]) for k, plan in enumerate(plans)]
     if plans[0].same:
@@ -184,8 +186,8 @@ def _made_by(members: tuple[RepeatedPlan, ...], large: bool) -> _Makers:
     def together(blocks: list[Any]) -> list[Any]:
         if sizes:
             return split_work.each([partial(one, blocks, k) for k in range(size)], sizes)
-        made = each(blocks)
-        sizes[:] = [y.nbytes for y, _ in made]  # at once: maps of other threads may learn them too
-        return made
+        results = each(blocks)
+        sizes[:] = [y.nbytes for y, _ in results]  # at once: maps of other threads may learn them too
+        return results
 
     return together if large else each

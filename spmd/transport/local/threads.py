@@ -117,10 +117,10 @@ class ThreadRun(Run):
         with crew, crew:
             return make()
 
-    def wake(self, meeting: Any) -> None:
+    def wake(self, rendezvous: Any) -> None:
         with self.lock:
-            self._release(meeting.waiters)
-            meeting.waiters = []
+            self._release(rendezvous.waiters)
+            rendezvous.waiters = []
 
     def _release(self, signals: Iterable[Any]) -> None:
         for signal in list(signals):
@@ -129,19 +129,19 @@ class ThreadRun(Run):
                 self.running += 1
                 signal.release()
 
-    def wait(self, meeting: Rendezvous | RepeatedRendezvous, comm: Participant) -> None:
+    def wait(self, rendezvous: Rendezvous | RepeatedRendezvous, comm: Participant) -> None:
         if os.getpid() != self.process:
             raise _forked()
         signal = threading.Lock()
         signal.acquire()
         try:
             with self.lock:
-                if meeting.done:
+                if rendezvous.done:
                     return
                 if self.limit < 0:
                     raise Stopped
                 self.switches += 1
-                meeting.waiters.append(signal)
+                rendezvous.waiters.append(signal)
                 self.parked.add(signal)
                 self.running -= 1
                 if self.running == 0:
@@ -150,7 +150,7 @@ class ThreadRun(Run):
         finally:
             with self.lock:
                 self._release([signal])
-        if not meeting.done:
+        if not rendezvous.done:
             raise Stopped
 
 

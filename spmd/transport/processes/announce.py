@@ -1,53 +1,89 @@
-"""How the members of a group tell each other what they call: the headers with which every collective begins.
+"""The headers with which every collective between processes begins.
 
-Each member says to each what it calls, and the shape of what it is going to send. It is one and the same movement for
-all collectives, so that workers that disagree learn it there, before any data moves; and receivers learn the sizes of
-what comes. Small blocks travel in the header itself. Large ones that lie in shared memory (`shared_memory.py`) stay
-there: the header says where, and whoever they are for reads them at once, before the next header.
+Each member sends each other member a header: what it calls, and the shape of what it is going to send. The movement is
+the same for all collectives, so workers that disagree learn it before any data moves, and receivers learn the sizes of
+what comes. Small blocks travel in the header. Large ones in shared memory (`shared_memory.py`) stay there: the header
+says where, and the receiver reads them before the next header.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from spmd.device import put
+from spmd.errors import MismatchError
 from spmd.kernels.memory import pool
-from spmd.transport.call import Call, Group, Shape
+from spmd.transport.base import Comm
+from spmd.transport.call import Call, Group, Shape, Side, mismatch
 from spmd.transport.handles import Done, Handle, read_only
-from spmd.transport.processes.base import Connections, Participant
 from spmd.transport.processes.channel import Channel
-from spmd.transport.processes.headers import INLINE_LIMIT, Headers, name_of, told
+from spmd.transport.processes.headers import INLINE_LIMIT, Headers, call_name, pack_header
+from spmd.transport.processes.status_board import StatusBoard
 
-__all__ = ["Announcing", "Pending", "read_only_room"]
+__all__ = ["HeaderComm", "Pending", "ProcessGroup", "read_only_buffer"]
+
+_SIDE_NBYTES = 1 << 14
+"""Bytes in which a process describes its call to the others after a mismatch."""
 
 
-def read_only_room(room: np.ndarray, block: np.ndarray) -> np.ndarray:
-    """A block that lies in a room, as one that nobody writes to, by neither name."""
-    read_only(room)
+class ProcessGroup(Protocol):
+    """What the parts of `ProcessTransport`, which imports them, use of it.
+
+    local: the worker of this process. ranks: the processes' numbers in the job, by worker. channels: the open ones, by
+    their members in order. runs, stage: number the maps, and the stages of the job. last: the latest call. pending:
+    the messages under way.
+    """
+
+    ranks: tuple[int, ...]
+    channels: dict[tuple[int, ...], Channel]
+    checks: bool
+    runs: int
+    stage: int
+    last: Any
+    pending: set[Any]
+    status_board: StatusBoard | None
+    time_limit: float
+    describe: Callable[[int], str]
+
+    @property
+    def local(self) -> Sequence[int]: ...
+
+    def channel(self, members: tuple[int, ...], call: Call | None = None) -> Channel: ...
+
+    def swap(self, channel: Channel, nbytes: int, call: Call) -> None: ...
+
+    def arrive(self, requests: Any, call: Call | None, buffers: Any = None) -> None: ...
+
+    def fail(self, error: BaseException) -> None: ...
+
+
+def read_only_buffer(buffer: np.ndarray, block: np.ndarray) -> np.ndarray:
+    """A block that lies in a buffer, with both made read-only."""
+    read_only(buffer)
     return read_only(block)
 
 
 class Pending:
-    """Requests under way, and what is to be done when they have arrived. Their buffers live until then."""
+    """Requests under way, and what to do when they have arrived. Keeps their buffers alive until then."""
 
     __slots__ = ("buffers", "call", "finish", "requests", "transport", "value")
 
-    def __init__(self, transport: Connections, requests: list[Any], buffers: Any, finish: Callable[[], Any]):
+    def __init__(self, transport: ProcessGroup, requests: list[Any], buffers: Any, finish: Callable[[], Any]):
         self.requests: list[Any] | None = requests
         self.buffers = buffers
         self.finish = finish
         self.transport = transport
         self.call = transport.last
         self.value: Any = None
-        transport.flying.add(self)
+        transport.pending.add(self)
 
     def wait(self) -> Any:
         if self.requests is not None:
             self.transport.arrive(self.requests, self.call)
-            self.transport.flying.discard(self)
+            self.transport.pending.discard(self)
             self.requests = self.buffers = None
             self.value = self.finish()
             del self.finish
@@ -55,159 +91,196 @@ class Pending:
 
 
 class _Shaped(NamedTuple):
-    """A block of which only the shape is told."""
+    """A block of which only the shape is sent."""
 
     shape: Shape
     nbytes: int = 0
 
 
-class Announcing(Participant):
-    """A process as it tells others what it calls, and hears what they call."""
+class HeaderComm(Comm):
+    """A process as it exchanges headers with others.
 
-    def room(self, nbytes: int, call: Call, like: Any) -> Any:
-        """Memory for what comes to a collective to which this worker brings `like`."""
+    early: headers that have arrived already for the verb that is called next.
+    """
+
+    def __init__(self, transport: ProcessGroup):
+        self.transport = transport
+        self.worker = transport.local[0]
+        self.early: Headers | None = None
+
+    def agree(self, group: Group, call: Call, channel: Channel, name: int) -> None:
+        """Raise MismatchError, on all members, where the headers that came name another call than this one's."""
+        words = channel.incoming.words
+        for row in channel.others:
+            if words[row][0] != name:
+                names = [name if row == channel.me else words[row][0] for row in group.rows]
+                error = self._mismatch(group, call, names)
+                self.transport.fail(error)
+                raise error
+        self.transport.last = call
+
+    def _mismatch(self, group: Group, call: Call, names: Sequence[int]) -> MismatchError:
+        """The error: all members know that they disagree, and exchange their calls and source lines."""
+        channel = self.transport.channel(group.ordered, call)
+        own = np.array([Side.of("", call, self.number).packed(_SIDE_NBYTES)], f"S{_SIDE_NBYTES}")
+        texts = np.empty(group.size, own.dtype)
+        sizes = [own.nbytes] * group.size
+        requests = channel.all_gather(own.view(np.uint8), texts.view(np.uint8), sizes)
+        self.transport.arrive(requests, call, (own, texts))
+        me = group.index
+        other = me if names[me] != names[0] else next(k for k, name in enumerate(names) if name != names[0])
+        first, second = (
+            Side.unpacked(self.transport.describe(group.members[k]), texts[group.rows[k]].item()) for k in (0, other)
+        )
+        error = mismatch(first, second)
+        status_board, ranks = self.transport.status_board, [self.transport.ranks[m] for m in group.members]
+        local = () if status_board is None else tuple(filter(status_board.is_local, ranks))
+        error.ranks = local  # type: ignore[attr-defined]
+        return error
+
+    def empty_buffer(self, nbytes: int, call: Call, x: Any) -> Any:
+        """Memory for what this worker receives in a collective to which it brings x."""
         return pool.empty(nbytes, np.uint8)
 
-    def ready(self) -> None:
-        """What is to be sent has been computed."""
+    def synchronize(self) -> None:
+        """Wait until what is to be sent has been computed."""
 
-    def inline_limit(self, call: Call, like: Any) -> int:
-        """Bytes up to which blocks travel in the header, of a collective to which this worker brings `like`."""
+    def inline_limit(self, call: Call, x: Any) -> int:
+        """Bytes up to which blocks travel in the header, in a collective to which this worker brings x."""
         return INLINE_LIMIT
 
     def _pending(self, requests: list[Any], buffers: Any, finish: Callable[[], Any]) -> Pending:
         return Pending(self.transport, requests, buffers, finish)
 
     def meet(self, group: Group, call: Call, shapes: Iterable[Shape | None]) -> list[Shape | None]:
-        """Tell every member what is called and the shape of what comes for it (None: nothing), and learn theirs.
+        """Send each member the shape of what it will receive (None: nothing); the shapes that this one will receive.
 
         Raises MismatchError on all members where they call different things.
         """
-        mine = list(shapes)
-        blocks = [None if shape is None else _Shaped(shape) for shape in mine]
-        return self._shapes_in(self._tell_each(group, call, blocks.__getitem__, -1)[0], group, mine[group.index])
+        blocks = [None if shape is None else _Shaped(shape) for shape in shapes]
+        own, (incoming, _) = blocks[group.index], self._send_headers(group, call, blocks.__getitem__, -1)
+        return self._shapes_in(incoming, group, None if own is None else own.shape)
 
-    def _shapes_in(self, heard: Headers, group: Group, mine: Shape | None) -> list[Shape | None]:
-        """The shapes of what comes from each member, where this one keeps one of shape `mine`."""
+    def _shapes_in(self, incoming: Headers, group: Group, own_shape: Shape | None) -> list[Shape | None]:
+        """The shapes of what comes from each member; own_shape: of what this one keeps."""
         me = group.index
-        return [mine if k == me else heard.shape(row) for k, row in enumerate(group.rows)]
+        return [own_shape if k == me else incoming.shape(row) for k, row in enumerate(group.rows)]
 
-    def _all_here(self, heard: Headers, group: Group, sizes: Sequence[int], most: int) -> bool:
-        """Whether what comes from all other members, of so many bytes, came along with the headers."""
+    def _all_inline(self, incoming: Headers, group: Group, sizes: Sequence[int], limit: int) -> bool:
+        """Whether the blocks of all other members, of these sizes, came with their headers."""
         me = group.index
-        return all(k == me or heard.came(row, sizes[k], most) for k, row in enumerate(group.rows))
+        return all(k == me or incoming.is_inline(row, sizes[k], limit) for k, row in enumerate(group.rows))
 
     def _begin(self, group: Group, call: Call) -> tuple[Channel, int, bool]:
-        """The channel of a group; the first word of its headers, what is called; and whether the block is
-        differentiated."""
+        """The channel of a group, the name of the call, and whether the block is differentiated."""
         transport = self.transport
         self.number += 1
         channel = transport.channels.get(group.ordered) or transport.channel(group.ordered, call)
-        return channel, name_of(call, transport.runs, self.number), call.needs_grad is not None and call.needs_grad[0]
+        return channel, call_name(call, transport.runs, self.number), call.needs_grad is not None and call.needs_grad[0]
 
-    def _words(self, channel: Channel, call: Call, x: Any, most: int, needs_grad: bool) -> tuple[bytes, bool]:
-        """What is told to whom a block is for, and whether that is all: it has at most so many bytes, or others can
-        read it where it lies."""
+    def _words(self, channel: Channel, call: Call, x: Any, limit: int, needs_grad: bool) -> tuple[bytes, bool]:
+        """The header to the receiver of a block, and whether the block goes with it: in it, or in shared memory."""
         if x is None:
-            return told(call.op, None, needs_grad), True
-        header = told(call.op, x.shape, needs_grad)
-        if x.nbytes <= most:
+            return pack_header(call.op, None, needs_grad), True
+        header = pack_header(call.op, x.shape, needs_grad)
+        if x.nbytes <= limit:
             return header + x.tobytes(), True
-        place = None if channel.mail is None or most < 0 else channel.mail.offer(x, call.borrowed)
+        place = None if channel.mailbox is None or limit < 0 else channel.mailbox.offer(x, call.borrowed)
         if place is None:
             return header, False
         at, strides = place
-        return told(call.op, x.shape, needs_grad, strides) + at.to_bytes(8, "little"), True
+        return pack_header(call.op, x.shape, needs_grad, strides) + at.to_bytes(8, "little"), True
 
-    def _tell(
-        self, group: Group, call: Call, shape: Shape | None, x: Any = None, most: int = -1
+    def _send_header(
+        self, group: Group, call: Call, shape: Shape | None, x: Any = None, limit: int = -1
     ) -> tuple[Headers, bool]:
-        """Tell all members what is called, and what comes, the same to everyone; and hear theirs.
+        """Send all members one header, and receive theirs.
 
-        x: the block that comes, which goes along if it has at most so many bytes, or others can read it: whether it
-        does.
+        x: the block; it goes with the header if it has at most `limit` bytes, or lies in shared memory. The second
+        result says whether it does.
         """
         early, self.early = self.early, None
         if early is not None:
             return early, True
         channel, name, needs_grad = self._begin(group, call)
-        header, along = (
-            (told(call.op, shape, needs_grad), False) if x is None else self._words(channel, call, x, most, needs_grad)
+        header, inline = (
+            (pack_header(call.op, shape, needs_grad), False)
+            if x is None
+            else self._words(channel, call, x, limit, needs_grad)
         )
-        said, end = channel.said, 8 + len(header)
+        outgoing, end = channel.outgoing, 8 + len(header)
         for row in channel.others:
-            said.words[row][0] = name
-            said.bytes[row][8:end] = header
-        return self.swap(group, call, channel, name, end), along
+            outgoing.words[row][0] = name
+            outgoing.bytes[row][8:end] = header
+        return self.swap(group, call, channel, name, end), inline
 
-    def _tell_each(
-        self, group: Group, call: Call, part: Callable[[int], Any], most: int
+    def _send_headers(
+        self, group: Group, call: Call, part: Callable[[int], Any], limit: int
     ) -> tuple[Headers, Collection[int]]:
-        """Tell each member what is called, and the shape of what comes for it; and hear theirs.
+        """Send each member a header of its own, and receive theirs.
 
-        part(k): what comes for member k, None if nothing does; it goes along if it has at most so many bytes, or others
-        can read it. Gives also those for whom it does not.
+        part(k): what member k will receive, None for nothing; it goes with the header as in `_send_header`. The second
+        result lists the members whose parts do not.
         """
         early, self.early = self.early, None
         if early is not None:
             return early, ()
         channel, name, needs_grad = self._begin(group, call)
-        said, me, longest, apart = channel.said, channel.me, 0, []
+        outgoing, me, longest, remaining = channel.outgoing, channel.me, 0, []
         for k, row in enumerate(group.rows):
             if row == me:
                 continue
-            header, along = self._words(channel, call, part(k), most, needs_grad)
-            if not along:
-                apart.append(k)
+            header, inline = self._words(channel, call, part(k), limit, needs_grad)
+            if not inline:
+                remaining.append(k)
             end = 8 + len(header)
-            said.words[row][0] = name
-            said.bytes[row][8:end] = header
+            outgoing.words[row][0] = name
+            outgoing.bytes[row][8:end] = header
             if end > longest:
                 longest = end
-        return self.swap(group, call, channel, name, longest), apart
+        return self.swap(group, call, channel, name, longest), remaining
 
     def swap(self, group: Group, call: Call, channel: Channel, name: int, nbytes: int) -> Headers:
-        """Send the headers that were written, and give those that come: they are read before the next call."""
+        """Send the headers that were written, and receive those of the others: read them before the next call."""
         self.transport.swap(channel, nbytes, call)
         self.agree(group, call, channel, name)
-        heard = channel.heard
+        incoming = channel.incoming
         if call.needs_grad is not None:
-            call.needs_grad[0] = call.needs_grad[0] or any(map(heard.needs_grad, channel.others))
-        return heard
+            call.needs_grad[0] = call.needs_grad[0] or any(map(incoming.needs_grad, channel.others))
+        return incoming
 
     def _agree(self, group: Group, call: Call, x: np.ndarray) -> None:
-        """Meet for the check alone: where all bring one shape, nobody has to learn any."""
+        """Check that all call the same; all bring blocks of one shape."""
         if self.transport.checks:
-            self._tell(group, call, x.shape)
+            self._send_header(group, call, x.shape)
 
     def _shapes(self, group: Group, call: Call) -> Handle:
         if group.size == 1:
             return Done([call.shape])
-        return Done(self._shapes_in(self._tell(group, call, call.shape)[0], group, call.shape))
+        return Done(self._shapes_in(self._send_header(group, call, call.shape)[0], group, call.shape))
 
     def _read(
         self,
         group: Group,
-        heard: Headers,
+        incoming: Headers,
         dtype: np.dtype,
         shapes: Sequence[Shape],
-        rooms: Sequence[np.ndarray],
-        most: int,
+        buffers: Sequence[np.ndarray],
+        limit: int,
     ) -> dict[int, np.ndarray]:
-        """Copy what came along with the headers into rooms of bytes, one for each member; the rooms of the rest."""
+        """Copy what came with the headers into buffers, one for each member; the buffers of the rest."""
         rest = {}
         for k, row in enumerate(group.rows):
             if k == group.index:
                 continue
-            if heard.came(row, rooms[k].nbytes, most):
-                put(rooms[k].view(dtype).reshape(shapes[k]), heard.there(row, shapes[k], dtype))
+            if incoming.is_inline(row, buffers[k].nbytes, limit):
+                put(buffers[k].view(dtype).reshape(shapes[k]), incoming.block_view(row, shapes[k], dtype))
             else:
-                rest[k] = rooms[k]
+                rest[k] = buffers[k]
         return rest
 
     def _messages(self, group: Group, sends: Mapping[int, np.ndarray], receives: Mapping[int, np.ndarray]) -> list[Any]:
-        """Blocks to some members, and from some, by the channel of the headers: it is there already, and so needs no
-        member that has nothing to send."""
+        """Exchange blocks over the channel of the headers: it is open, so members without messages need not come."""
         rows = group.rows
-        there, here = ({rows[k]: x for k, x in moved.items()} for moved in (sends, receives))
-        return self.transport.channel(group.ordered).exchange(there, here)
+        by_row = ({rows[k]: x for k, x in blocks.items()} for blocks in (sends, receives))
+        return self.transport.channel(group.ordered).exchange(*by_row)

@@ -1,4 +1,4 @@
-"""How bytes move among some processes: what an engine does for its transport."""
+"""Channels: how bytes move among some processes."""
 
 from __future__ import annotations
 
@@ -18,58 +18,60 @@ __all__ = ["Channel", "bytes_of", "pieces"]
 
 
 def bytes_of(x: np.ndarray) -> np.ndarray:
-    """A block as it is sent: flat, in place if it can be."""
+    """A block as flat bytes: a view if it is contiguous."""
     return contiguous(x).reshape(-1).view(np.uint8)
 
 
 def pieces(buffer: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
-    """What lies one after the other in a buffer of bytes."""
+    """Views of consecutive pieces of a buffer."""
     return [buffer[a:b] for a, b in pairwise(offsets(sizes))]
 
 
 class Channel(ABC):
-    """Some processes in an order, among which bytes move.
+    """An ordered group of processes among which bytes move.
 
-    Each method starts a movement and returns its requests: a list, which the transport's `arrive` waits for. Buffers
-    are C-contiguous arrays of bytes, and sizes are in bytes; nobody may touch the buffers before all has arrived.
+    Each method starts a movement and returns its requests: a list, for the transport's `arrive`. Buffers are
+    C-contiguous arrays of bytes, and sizes are in bytes; nobody may touch the buffers before all has arrived.
 
-    me: the place of this process; others: those of all others. said: the headers that go out next; heard: those that
-    came last. mail: where headers go without a message, if they do. meetings: those of the group, for the board, if
-    there is one.
+    me, others: the places of this process and of the others. outgoing: the headers to send next; incoming: those that
+    came last. mailbox: carries headers without messages, if there is one. meetings: the rendezvous count of the group.
     """
 
-    __slots__ = ("heard", "mail", "me", "meetings", "others", "said")
+    __slots__ = ("incoming", "mailbox", "me", "meetings", "others", "outgoing")
 
     def __init__(self, me: int, size: int):
         self.me = me
         self.others = [k for k in range(size) if k != me]
-        self.said, self.heard = Headers.of(size), Headers.of(size)
-        self.mail: Mailbox | None = None
+        self.outgoing, self.incoming = Headers.of(size), Headers.of(size)
+        self.mailbox: Mailbox | None = None
         self.meetings: Any = None
 
-    def share(self, mail: Mailbox | None) -> None:
-        """Headers go that way from now on, if there is one."""
-        if mail is not self.mail:
-            sides = (Headers.of(len(self.others) + 1) for _ in range(2))
-            self.mail, (self.said, self.heard) = mail, (mail.said, mail.heard) if mail is not None else sides
+    def share(self, mailbox: Mailbox | None) -> None:
+        """Send headers through this mailbox from now on; None: as messages."""
+        if mailbox is not self.mailbox:
+            self.mailbox = mailbox
+            if mailbox is not None:
+                self.outgoing, self.incoming = mailbox.outgoing, mailbox.incoming
+            else:
+                self.outgoing, self.incoming = (Headers.of(len(self.others) + 1) for _ in range(2))
 
     @abstractmethod
     def swap(self, nbytes: int) -> list[Any]:
-        """The headers in `said`, of at most so many bytes, go to the others, whose come into `heard`."""
+        """Send the first `nbytes` of the outgoing headers, and receive the incoming ones."""
 
     @abstractmethod
     def exchange(self, sends: Mapping[int, np.ndarray], receives: Mapping[int, np.ndarray]) -> list[Any]:
-        """sends[k] goes to member k, receives[k] takes what member k sends here. None of them is this process."""
+        """Send sends[k] to member k, and receive receives[k] from it, for other members k."""
 
     def all_gather(self, send: np.ndarray, receive: np.ndarray, sizes: Sequence[int]) -> list[Any]:
-        """What each member sends goes to everyone; receive takes the pieces, of these sizes, one after the other."""
-        rooms = pieces(receive, sizes)
-        requests = self.exchange(dict.fromkeys(self.others, send), {k: rooms[k] for k in self.others})
-        put(rooms[self.me], send)  # while the others are under way
+        """Send to everyone; `receive` takes the pieces of all members, of these sizes, in order."""
+        parts = pieces(receive, sizes)
+        requests = self.exchange(dict.fromkeys(self.others, send), {k: parts[k] for k in self.others})
+        put(parts[self.me], send)  # while the others are under way
         return requests
 
     def broadcast(self, buffer: np.ndarray, root: int) -> list[Any]:
-        """The root's buffer goes into that of all others."""
+        """Copy the root's buffer into the buffers of the others."""
         if self.me != root:
             return self.exchange({}, {root: buffer})
         return self.exchange(dict.fromkeys(self.others, buffer), {})

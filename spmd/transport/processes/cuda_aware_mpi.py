@@ -32,13 +32,13 @@ VARIABLE = "SPMD_MPI_CUDA"
 class DirectComm(ProcessComm):
     """This process's view, where MPI takes blocks from the device and puts them there."""
 
-    def room(self, nbytes: int, call: Call, like: Any) -> Any:
-        return cp.empty(nbytes, np.uint8) if of_device(call, like) else super().room(nbytes, call, like)
+    def empty_buffer(self, nbytes: int, call: Call, x: Any) -> Any:
+        return cp.empty(nbytes, np.uint8) if of_device(call, x) else super().empty_buffer(nbytes, call, x)
 
-    def inline_limit(self, call: Call, like: Any) -> int:
-        return -1 if of_device(call, like) else super().inline_limit(call, like)
+    def inline_limit(self, call: Call, x: Any) -> int:
+        return -1 if of_device(call, x) else super().inline_limit(call, x)
 
-    def ready(self) -> None:
+    def synchronize(self) -> None:
         current().stream.synchronize()
 
 
@@ -75,11 +75,11 @@ def try_alone() -> None:
 
 def try_together(comm: MPI.Comm) -> None:
     """Raise where what the processes send each other from GPUs does not arrive."""
-    mine = cp.full(1 << 16, comm.Get_rank() % 251, np.uint8)
-    everyones = cp.zeros((comm.Get_size(), 1 << 16), np.uint8)
+    own = cp.full(1 << 16, comm.Get_rank() % 251, np.uint8)
+    gathered = cp.zeros((comm.Get_size(), 1 << 16), np.uint8)
     current().stream.synchronize()
-    comm.Allgather([mine, MPI.BYTE], [everyones, MPI.BYTE])
-    right = ((np.arange(comm.Get_size()) % 251)[:, None] == everyones.get()).all(keepdims=True)
+    comm.Allgather([own, MPI.BYTE], [gathered, MPI.BYTE])
+    right = ((np.arange(comm.Get_size()) % 251)[:, None] == gathered.get()).all(keepdims=True)
     comm.Allreduce(MPI.IN_PLACE, right, MPI.LAND)
     if not right.all():
         raise _not_aware("what one process sends from its GPU is not what comes to another")

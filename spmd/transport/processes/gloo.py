@@ -38,21 +38,20 @@ from spmd.transport.launcher import TorchWorld, leftovers, torch_world
 from spmd.transport.processes.channel import Channel
 from spmd.transport.processes.headers import Headers, digest
 from spmd.transport.processes.hosts import address_of
-from spmd.transport.processes.job import abort
 from spmd.transport.processes.shared_files import SharedFile, created, job_name, namespace, opened, remove_abandoned
-from spmd.transport.processes.status_board import Board
+from spmd.transport.processes.status_board import StatusBoard
 from spmd.transport.processes.transport import ProcessTransport, disconnected, start
-from spmd.transport.processes.watchdog import LOOK, Watchdog, board_of_the_job, time_limit
+from spmd.transport.processes.watchdog import LOOK_INTERVAL, Watchdog, status_board_of_job, time_limit
 
 __all__ = ["TorchChannel", "TorchTransport"]
 
 _TAGS = (1 << 31) - 1
 _FOREVER = timedelta(days=3650)
-_LEARN = 1.0
+_LEARN_INTERVAL = 1.0
 """Seconds from time to time that a process learns which others have come, while it waits for all."""
-_CONNECT = timedelta(minutes=30)
+_CONNECT_TIMEOUT = timedelta(minutes=30)
 """For what takes milliseconds once all are here; that is waited for elsewhere, but with SPMD_CHECK=0."""
-_MAKE = timedelta(seconds=10)
+_FILE_TIMEOUT = timedelta(seconds=10)
 """For the file of the board, which takes milliseconds to make: without it the time limits of waits still hold."""
 
 
@@ -63,11 +62,11 @@ def _tensor(x: np.ndarray) -> torch.Tensor:
     return torch.frombuffer((ctypes.c_char * x.nbytes).from_address(x.ctypes.data), dtype=torch.uint8)
 
 
-class Lines:
+class Connections:
     """Connections of this process with all others."""
 
     def __init__(self, store: Any, rank: int, size: int):
-        self.group: Any = dist.ProcessGroupGloo(store, rank, size, _CONNECT)
+        self.group: Any = dist.ProcessGroupGloo(store, rank, size, _CONNECT_TIMEOUT)
         self.channels: list[TorchChannel] = []
         """They live as long: what a receive stands ready to write to is kept until nobody sends here any more."""
         self.peers = [r for r in range(size) if r != rank]
@@ -86,10 +85,10 @@ class Lines:
 class Posted(list):
     """Sends and receives under way, over some lines. closed: why not all of them could be posted."""
 
-    __slots__ = ("closed", "lines")
+    __slots__ = ("closed", "connections")
 
-    def __init__(self, lines: Lines):
-        self.lines = lines
+    def __init__(self, connections: Connections):
+        self.connections = connections
         self.closed = ""
 
     def post(self, move: Callable[..., Any], x: torch.Tensor, rank: int, tag: int) -> None:
@@ -109,19 +108,21 @@ class TorchChannel(Channel):
     next: where the headers of the next meeting come, which others may send while those of this one are read.
     """
 
-    __slots__ = ("greetings", "lines", "next", "ranks", "standing", "tag", "tensors")
+    __slots__ = ("connections", "header_tag", "next", "posted_receive", "ranks", "tag", "tensors")
 
-    def __init__(self, lines: Lines, ranks: Shape, me: int, key: int):
+    def __init__(self, connections: Connections, ranks: Shape, me: int, key: int):
         super().__init__(me, len(ranks))
-        self.lines, self.ranks = lines, ranks
+        self.connections, self.ranks = connections, ranks
         self.tag = digest("blocks", key) % _TAGS
-        self.greetings = digest("headers", key) % _TAGS
-        self.standing: Posted | None = None
+        self.header_tag = digest("headers", key) % _TAGS
+        self.posted_receive: Posted | None = None
         self.next = Headers.of(len(ranks))
-        self.tensors = {id(h): torch.from_numpy(h.array.view(np.int64)) for h in (self.said, self.heard, self.next)}
+        self.tensors = {
+            id(h): torch.from_numpy(h.array.view(np.int64)) for h in (self.outgoing, self.incoming, self.next)
+        }
 
     def exchange(self, sends: Mapping[int, np.ndarray], receives: Mapping[int, np.ndarray]) -> Posted:
-        posted, group = Posted(self.lines), self.lines.group
+        posted, group = Posted(self.connections), self.connections.group
         for move, blocks in (group.recv, receives), (group.send, sends):
             for k, x in blocks.items():
                 if x.size:
@@ -130,61 +131,61 @@ class TorchChannel(Channel):
 
     def swap(self, nbytes: int) -> Posted:
         """gloo's sender waits until it knows of the receive. So there is always one that stands ready for the next."""
-        posted = self.standing or self._stand()
-        self.heard, self.next = self.next, self.heard
-        self._post(posted, self.lines.group.send, self.said)
-        self.standing = self._stand()
+        posted = self.posted_receive or self._post_receive()
+        self.incoming, self.next = self.next, self.incoming
+        self._post(posted, self.connections.group.send, self.outgoing)
+        self.posted_receive = self._post_receive()
         return posted
 
-    def _stand(self) -> Posted:
-        posted = Posted(self.lines)
-        self._post(posted, self.lines.group.recv, self.next)
+    def _post_receive(self) -> Posted:
+        posted = Posted(self.connections)
+        self._post(posted, self.connections.group.recv, self.next)
         return posted
 
     def _post(self, posted: Posted, move: Callable[..., Any], headers: Headers) -> None:
         for k in self.others:
-            posted.post(move, self.tensors[id(headers)][k], self.ranks[k], self.greetings)
+            posted.post(move, self.tensors[id(headers)][k], self.ranks[k], self.header_tag)
 
 
 class Closed(Exception):
     """gloo's connections were closed while they were waited on."""
 
 
-class Turn:
+class _Wait:
     """One wait: who waits, on what, and the error that ends it."""
 
-    __slots__ = ("patience", "posted", "seen", "thread", "verdict")
+    __slots__ = ("error", "posted", "seen", "thread", "watchdog")
 
-    def __init__(self, patience: Watchdog, posted: Posted):
-        self.patience, self.posted = patience, posted
+    def __init__(self, watchdog: Watchdog, posted: Posted):
+        self.watchdog, self.posted = watchdog, posted
         self.thread = threading.current_thread()
         self.seen = False
-        self.verdict: BaseException | None = None
+        self.error: BaseException | None = None
 
 
 class Watch:
     """The thread that looks at the others while threads of this process wait in gloo."""
 
     def __init__(self) -> None:
-        self.turns: set[Turn] = set()
+        self.waits: set[_Wait] = set()
         self.lock = threading.Lock()
         self.hears_signals = False
-        self.ear, self.mouth = socket.socketpair()
-        self.ear.setblocking(False)
-        self.mouth.setblocking(False)
+        self.wake_reader, self.wake_writer = socket.socketpair()
+        self.wake_reader.setblocking(False)
+        self.wake_writer.setblocking(False)
         if threading.current_thread() is threading.main_thread():
             # Python tells of signals here. It does not come to handle them while its main thread waits elsewhere.
-            before = signal.set_wakeup_fd(self.mouth.fileno(), warn_on_full_buffer=False)
+            before = signal.set_wakeup_fd(self.wake_writer.fileno(), warn_on_full_buffer=False)
             if before != -1:
                 signal.set_wakeup_fd(before)
             else:
                 self.hears_signals = True
         threading.Thread(target=self._look, name="spmd-watch", daemon=True).start()
 
-    def wait(self, patience: Watchdog, posted: Posted) -> None:
+    def wait(self, watchdog: Watchdog, posted: Posted) -> None:
         """Wait for what was posted. Raises what is seen meanwhile, or Closed."""
-        turn = Turn(patience, posted)
-        self.turns.add(turn)
+        wait = _Wait(watchdog, posted)
+        self.waits.add(wait)
         closed = posted.closed
         try:
             if not closed:
@@ -194,38 +195,38 @@ class Watch:
             closed = str(error)
         finally:
             with self.lock:
-                self.turns.discard(turn)
-        if turn.verdict is not None:
-            raise turn.verdict.with_traceback(None)
+                self.waits.discard(wait)
+        if wait.error is not None:
+            raise wait.error.with_traceback(None)
         if closed:
             raise Closed(closed)
 
     def _look(self) -> None:
         while True:
             interrupted = False
-            if select.select([self.ear], [], [], LOOK)[0]:
-                interrupted = signal.SIGINT in self.ear.recv(4096)
-            for turn in list(self.turns):
-                if interrupted and self._hears(turn):
-                    self._end(turn, KeyboardInterrupt())
-                elif turn.seen:
+            if select.select([self.wake_reader], [], [], LOOK_INTERVAL)[0]:
+                interrupted = signal.SIGINT in self.wake_reader.recv(4096)
+            for wait in list(self.waits):
+                if interrupted and self._hears(wait):
+                    self._end(wait, KeyboardInterrupt())
+                elif wait.seen:
                     try:
-                        turn.patience.look(time.monotonic())
+                        wait.watchdog.look(time.monotonic())
                     except BaseException as error:
-                        self._end(turn, error)
-                turn.seen = True
+                        self._end(wait, error)
+                wait.seen = True
 
     @staticmethod
-    def _hears(turn: Turn) -> bool:
+    def _hears(wait: _Wait) -> bool:
         """Whether Python would raise an interrupt in this turn's thread."""
         default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        return default and turn.thread is threading.main_thread()
+        return default and wait.thread is threading.main_thread()
 
-    def _end(self, turn: Turn, error: BaseException) -> None:
+    def _end(self, wait: _Wait, error: BaseException) -> None:
         with self.lock:
-            if turn in self.turns and turn.verdict is None:
-                turn.verdict = error
-                turn.posted.lines.cut()
+            if wait in self.waits and wait.error is None:
+                wait.error = error
+                wait.posted.connections.cut()
 
 
 @cache
@@ -242,13 +243,13 @@ class TorchTransport(ProcessTransport):
     name = "torch"
 
     def __init__(self) -> None:
-        self.lines: Lines | None = None
-        self.old: list[Lines] = []
-        self.greetings: dict[int, int] = {}
+        self.connections: Connections | None = None
+        self.old: list[Connections] = []
+        self.header_tag: dict[int, int] = {}
         world, _ = _job()
         self.strangers = [r for r in range(world.size) if r != world.rank]
         self.learnt = 0.0
-        super().__init__(world.rank, tuple(range(world.size)), _board)
+        super().__init__(world.rank, tuple(range(world.size)), _status_board)
 
     @classmethod
     def of(cls) -> TorchTransport:
@@ -258,35 +259,35 @@ class TorchTransport(ProcessTransport):
         return _transports[cls]
 
     def connect(self) -> None:
-        if self.lines is None:
+        if self.connections is None:
             self.channel(tuple(range(self.size)), start("a map"))
 
     def open(self, members: Shape, call: Call) -> TorchChannel:
-        lines = self.lines or self._connected(call)
-        channel = TorchChannel(lines, members, members.index(self.local[0]), digest(members))
-        lines.channels.append(channel)
+        connections = self.connections or self._connected(call)
+        channel = TorchChannel(connections, members, members.index(self.local[0]), digest(members))
+        connections.channels.append(channel)
         return channel
 
-    def _connected(self, call: Call) -> Lines:
+    def _connected(self, call: Call) -> Connections:
         """New lines, which all make together."""
         name = f"lines of {type(self).__name__} {self.failed}"
-        lines: Lines = self.watched(lambda: _lines(name), call)
+        connections: Connections = self.watched(lambda: _connect(name), call)
         # Who connects anew has given up what was under way on the old lines, as all others have.
-        self.lost.clear()
-        self.flying.clear()
+        self.abandoned.clear()
+        self.pending.clear()
         self.old.clear()
-        self.lines = lines
-        return lines
+        self.connections = connections
+        return connections
 
     def fail(self, error: BaseException) -> None:
         failures = self.failed
         super().fail(error)
-        if self.failed != failures and self.lines is not None:
-            self.old.append(self.lines)  # To close them now might take from others what is on its way to them.
-            self.lines = None
+        if self.failed != failures and self.connections is not None:
+            self.old.append(self.connections)  # To close them now might take from others what is on its way to them.
+            self.connections = None
 
     def greet(self, others: Sequence[int], number: int, call: Call) -> None:
-        self.greetings[number] = count = self.greetings.get(number, 0) + 1
+        self.header_tag[number] = count = self.header_tag.get(number, 0) + 1
         world, store = _job()
         name = f"{type(self).__name__} {number} {count}"
         # The second time says that all were there the first time: whoever comes when the others have given up finds
@@ -294,20 +295,20 @@ class TorchTransport(ProcessTransport):
         for stage in "here", "all here":
             store.set(f"{name} {world.rank} {stage}", stage)
             keys = [f"{name} {r} {stage}" for r in others]
-            Watchdog(self, call).until(partial(store.check, keys), partial(self._learn, store, _LEARN))
+            Watchdog(self, call).until(partial(store.check, keys), partial(self._learn, store, _LEARN_INTERVAL))
         self._learn(store)
 
     def _learn(self, store: Any, every: float = 0.0) -> None:
         """Where other processes can be asked, as far as they have said so. every: seconds from time to time."""
-        board, now = self.board, time.monotonic()
-        assert board is not None
+        status_board, now = self.status_board, time.monotonic()
+        assert status_board is not None
         if now < self.learnt + every:
             return
         self.learnt = now
         for r in self.strangers[:]:
             key = f"address {r}"
             if store.check([key]):
-                board.meet(r, store.get(key))
+                status_board.add_address(r, store.get(key))
                 self.strangers.remove(r)
 
     @staticmethod
@@ -326,21 +327,15 @@ class TorchTransport(ProcessTransport):
 
     def watch(self, requests: list[Any], call: Call | None) -> None:
         assert isinstance(requests, Posted)
-        patience = Watchdog(self, call)
+        watchdog = Watchdog(self, call)
         try:
-            _watch().wait(patience, requests)
+            _watch().wait(watchdog, requests)
             return
         except Closed as error:
-            said = str(error)
+            reason = str(error)
         # Another has closed the connection. It may be about to say why.
-        patience.reason()
-        raise disconnected(call, said)
-
-    def leave(self, code: Any) -> None:
-        if code not in (None, 0):
-            if not isinstance(code, int):
-                print(code, file=sys.stderr)
-            abort(code if isinstance(code, int) else 1)
+        watchdog.reason()
+        raise disconnected(call, reason)
 
 
 _transports: dict[type, TorchTransport] = {}
@@ -374,21 +369,21 @@ def _job() -> tuple[TorchWorld, Any]:
 def _store(world: TorchWorld) -> Any:
     """The store of a world that nobody has initialised. torchrun's is there before its processes. Without torchrun the
     variables may be left over from another job, whose other processes will never come."""
-    seconds = time_limit() or _CONNECT.total_seconds()
+    seconds = time_limit() or _CONNECT_TIMEOUT.total_seconds()
     if world.launched:  # The host that has the store may have ended already.
-        store = _store_within(world, max(seconds, _START))
-        store.set_timeout(_CONNECT)
+        store = _store_within(world, max(seconds, _STORE_TIMEOUT_MIN))
+        store.set_timeout(_CONNECT_TIMEOUT)
         return store
-    notice = threading.Timer(_SILENT, _say_that_it_waits, (world,))
+    notice = threading.Timer(_QUIET_SECONDS, _say_that_it_waits, (world,))
     notice.daemon = True
     notice.start()
     try:
         return _store_within(world, seconds)
     except RuntimeError as error:
-        found, names = leftovers("torch")
+        variables, names = leftovers("torch")
         raise TransportError.at(
             "spmd.Mesh",
-            got=f"{found} in the environment, as of a launcher of torch.distributed, and not all {world.size} "
+            got=f"{variables} in the environment, as of a launcher of torch.distributed, and not all {world.size} "
             f"processes came together within {seconds:g} s ({str(error).partition(chr(10))[0]})",
             need="all processes of the job, started with such variables",
             mend=f'where they are left over from another job, "unset {names}", or Mesh(..., transport="local"), or '
@@ -403,63 +398,63 @@ def _store_within(world: TorchWorld, seconds: float) -> Any:
     return next(iter(rendezvous("env://", world.rank, world.size, timeout=timedelta(seconds=seconds))))[0]
 
 
-_START = 10.0
+_STORE_TIMEOUT_MIN = 10.0
 """Seconds that torchrun's store has at least to answer, on a busy machine."""
 
-_SILENT = 5.0
+_QUIET_SECONDS = 5.0
 """Seconds that a process waits for those that its environment speaks of before it says so."""
 
 
 def _say_that_it_waits(world: TorchWorld) -> None:
-    found, names = leftovers("torch")
+    variables, names = leftovers("torch")
     print(
-        f"spmd: rank {world.rank} waits for {world.size} processes of torch.distributed, because of {found} in its "
+        f"spmd: rank {world.rank} waits for {world.size} processes of torch.distributed, because of {variables} in its "
         f'environment; where that is left over from another job, "unset {names}" or set SPMD_TRANSPORT=local',
         file=sys.stderr,
         flush=True,
     )
 
 
-def _lines(name: str) -> Lines:
+def _connect(name: str) -> Connections:
     """Connections with all others, which meet under this name."""
     world, store = _job()
     try:
-        return Lines(PrefixStore(name, store), world.rank, world.size)
+        return Connections(PrefixStore(name, store), world.rank, world.size)
     except RuntimeError as error:
         raise _unconnected(str(error)) from error
 
 
-def _board() -> Board | None:
+def _status_board() -> StatusBoard | None:
     """The board of this host's processes, in a file that the first of them names."""
     world, store = _job()
 
     def file(nbytes: int) -> SharedFile:
         key = f"board of {namespace()} {os.geteuid()}"
         if store.add(f"{key}, asked for", 1) == 1:
-            return _told(store, key, nbytes)
+            return _create_file(store, key, nbytes)
         try:
-            store.wait([key], _MAKE)
-            said = store.get(key).decode()
+            store.wait([key], _FILE_TIMEOUT)
+            name = store.get(key).decode()
         except RuntimeError as error:
             raise TimeoutError(f"the first process of this host has named no file: {error}") from error
-        if not said:
+        if not name:
             raise FileNotFoundError("the first process of this host could make none")
-        return opened(Path(said), nbytes)
+        return opened(Path(name), nbytes)
 
-    board = board_of_the_job(world.rank, world.size, file)
-    store.set(f"address {world.rank}", address_of(board))
-    return board
+    status_board = status_board_of_job(world.rank, world.size, file)
+    store.set(f"address {world.rank}", address_of(status_board))
+    return status_board
 
 
-def _told(store: Any, key: str, nbytes: int) -> SharedFile:
+def _create_file(store: Any, key: str, nbytes: int) -> SharedFile:
     """A new file, and in the store its name; or that there is none."""
-    found: SharedFile | None = None
+    file: SharedFile | None = None
     try:
         remove_abandoned()
-        found = created(job_name(os.getppid()), nbytes)
-        return found
+        file = created(job_name(os.getppid()), nbytes)
+        return file
     finally:
-        store.set(key, "" if found is None else str(found.path))
+        store.set(key, "" if file is None else str(file.path))
 
 
 def _leave_to_the_parent() -> None:
@@ -468,23 +463,22 @@ def _leave_to_the_parent() -> None:
     parent's."""
     if _watch.cache_info().currsize and _watch().hears_signals:
         signal.set_wakeup_fd(-1)
-        _watch().ear.close()
-        _watch().mouth.close()
+        _watch().wake_reader.close()
+        _watch().wake_writer.close()
     for transport in _transports.values():
-        for lines in (transport.lines, *transport.old):
-            if lines is not None:
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(lines.group))
+        for connections in (transport.connections, *transport.old):
+            if connections is not None:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(connections.group))
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_to_the_parent)
+os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 
-def _unconnected(said: str) -> TransportError:
+def _unconnected(reason: str) -> TransportError:
     return TransportError.at(
         "spmd.Mesh",
         argument="transport",
-        got=f'"torch", and the processes cannot connect: {said}',
+        got=f'"torch", and the processes cannot connect: {reason}',
         need="gloo's connections among all of them",
         mend="GLOO_SOCKET_IFNAME names the network interface to use",
     )

@@ -1,9 +1,9 @@
-"""What processes tell each other before data moves: a header from each member of a group to each other one.
+"""Headers: what processes send each other before data moves, one from each member of a group to each other.
 
-A header is at most a kilobyte, of words of eight bytes: what is called, 1 + the rank of what comes (0: nothing), its
-lengths; and a small block itself, or where a large one lies in the sender's arena. Neither then needs a message of its
-own. It is written as bytes into memory that the engine sends again and again, for at this size every array that is made
-counts.
+A header has at most `HEADER_NBYTES` bytes, in words of eight: the name of the call, 1 + the rank of what comes (0:
+nothing), its lengths; then a small block itself, or the place of a large one in the sender's shared memory. Neither
+then needs a message of its own. Headers are written as bytes into memory that is sent again and again, because at this
+size creating an array costs too much.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from spmd.errors import TransportError
 from spmd.transport.call import Call, Shape
 from spmd.transport.handles import read_only
 
-__all__ = ["INLINE_LIMIT", "MAX_NDIM", "ROOM", "Headers", "digest", "name_of", "stamped", "told"]
+__all__ = ["HEADER_NBYTES", "INLINE_LIMIT", "MAX_NDIM", "Headers", "call_name", "digest", "numbered", "pack_header"]
 
-ROOM = 1024
+HEADER_NBYTES = 1024
 """Bytes of a header, at most."""
 MAX_NDIM = 32
 """Dimensions of a block between processes, at most."""
-INLINE_LIMIT = ROOM - 8 * (2 + MAX_NDIM)
+INLINE_LIMIT = HEADER_NBYTES - 8 * (2 + MAX_NDIM)
 """Bytes up to which a block travels in the header itself."""
-_VIEWS = 64
+_VIEWS_MAX = 64
 """Views of blocks in the headers of a member that are kept."""
-ASKS = 256
+NEEDS_GRAD = 256
 """Added to the rank where the block is differentiated: see `Call.needs_grad`."""
-PLACED = 512
+SHARED = 512
 """Added to the rank where the block is read from the sender's arena. Then its strides follow, and where it begins."""
 
 _WORD = (1 << 64) - 1
@@ -46,23 +46,25 @@ def digest(*key: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little", signed=True)
 
 
-def name_of(call: Call, run: int, number: int) -> int:
-    """The first word: what is called. run, number: in which map, and as which collective in it."""
-    name = call.number
+def call_name(call: Call, run: int, number: int) -> int:
+    """The first word of a header: the digest of a call, made unique by the map and the number of the collective
+    in it."""
+    name = call.digest
     if name is None:
         op, axes, detail, dtype, shape, leaf = call.key
-        name = call.number = digest(op, axes, detail, dtype_name(np.dtype(dtype)), shape, leaf)
-    return stamped(name, run, number)
+        name = call.digest = digest(op, axes, detail, dtype_name(np.dtype(dtype)), shape, leaf)
+    return numbered(name, run, number)
 
 
-def stamped(name: int, run: int, number: int) -> int:
-    """The name of a call, in a map and as one of its collectives: calls' names differ by far more."""
+def numbered(name: int, run: int, number: int) -> int:
+    """A digest combined with the numbers of a map and of a collective in it: small beside the distances of digests."""
     return name + (run << 32) + number & _WORD
 
 
 @lru_cache(maxsize=4096)
-def told(op: str, shape: Shape | None, needs_grad: bool, strides: Shape = ()) -> bytes:
-    """The words on what comes: its rank and shape, and its strides if it is read where it lies. None: nothing comes."""
+def pack_header(op: str, shape: Shape | None, needs_grad: bool, strides: Shape = ()) -> bytes:
+    """The words on what comes: its rank and shape, and its strides if it lies in shared memory. shape None: nothing
+    comes."""
     if shape is not None and len(shape) > MAX_NDIM:
         raise TransportError.at(
             op,
@@ -71,13 +73,13 @@ def told(op: str, shape: Shape | None, needs_grad: bool, strides: Shape = ()) ->
             mend="reshape it for the collective",
         )
     words = (0,) if shape is None else (1 + len(shape), *shape, *strides)
-    return np.array([words[0] + ASKS * needs_grad + PLACED * bool(strides), *words[1:]], np.int64).tobytes()
+    return np.array([words[0] + NEEDS_GRAD * needs_grad + SHARED * bool(strides), *words[1:]], np.int64).tobytes()
 
 
 class Headers:
-    """The headers of one side, those that go out or those that come in: row k is that to member k, or from it.
+    """The headers of one direction, outgoing or incoming: row k is that to member k, or from it.
 
-    array: of ROOM bytes for each, in words. windows: the arenas of the others, if blocks may lie there.
+    array: HEADER_NBYTES for each, in words. windows: the shared memories of the others, if blocks may lie there.
     """
 
     __slots__ = ("array", "bytes", "signed", "views", "windows", "words")
@@ -92,54 +94,53 @@ class Headers:
 
     @classmethod
     def of(cls, size: int) -> Headers:
-        """Headers to, or from, so many members, in memory of their own."""
-        return cls(np.zeros((size, ROOM // 8), np.uint64))
+        """Headers for `size` members, in memory of their own."""
+        return cls(np.zeros((size, HEADER_NBYTES // 8), np.uint64))
 
     def needs_grad(self, k: int) -> bool:
         """Whether the block of member k is differentiated."""
-        return bool(self.words[k][1] & ASKS)
+        return bool(self.words[k][1] & NEEDS_GRAD)
 
-    def placed(self, k: int) -> bool:
-        """Whether the block of member k is to be read where it lies."""
-        return self.words[k][1] >= PLACED
+    def is_shared(self, k: int) -> bool:
+        """Whether the block of member k lies in shared memory."""
+        return self.words[k][1] >= SHARED
 
-    def came(self, k: int, nbytes: int, most: int) -> bool:
-        """Whether the block of member k, of so many bytes, came along: those of at most so many do, and such as are to
-        be read where they lie."""
-        return nbytes <= most or self.placed(k)
+    def is_inline(self, k: int, nbytes: int, limit: int) -> bool:
+        """Whether the block of member k came with its header: it has at most `limit` bytes, or lies in shared
+        memory."""
+        return nbytes <= limit or self.is_shared(k)
 
     def shape(self, k: int) -> Shape | None:
         """The shape of what comes from member k."""
         words = self.words[k]
-        rank = words[1] % ASKS
+        rank = words[1] % NEEDS_GRAD
         return tuple(words[2 : 1 + rank]) if rank else None
 
-    def there(self, k: int, shape: Shape, dtype: np.dtype) -> np.ndarray:
-        """The block that came along with the header of member k, where it lies: to be read before the next header comes
-        there."""
-        if self.placed(k):
+    def block_view(self, k: int, shape: Shape, dtype: np.dtype) -> np.ndarray:
+        """A view of the block that came with the header of member k: valid until the next header arrives."""
+        if self.is_shared(k):
             n, words = len(shape), self.signed[k]
             return np.ndarray(shape, dtype, self.windows[k], words[2 + 2 * n], tuple(words[2 + n : 2 + 2 * n]))
         views = self.views[k]
-        found = views.get((shape, dtype))
-        if found is None:
-            if len(views) >= _VIEWS:
+        view = views.get((shape, dtype))
+        if view is None:
+            if len(views) >= _VIEWS_MAX:
                 views.clear()
-            found = np.ndarray(shape, dtype, self.bytes[k], 16 + 8 * len(shape))
-            views[shape, dtype] = found
-        return found
+            view = np.ndarray(shape, dtype, self.bytes[k], 16 + 8 * len(shape))
+            views[shape, dtype] = view
+        return view
 
     def inline_block(self, k: int, shape: Shape, dtype: np.dtype) -> np.ndarray:
-        """The block that came along with the header of member k, in memory of its own."""
-        return read_only(owned(self.there(k, shape, dtype)))
+        """A copy of the block that came with the header of member k."""
+        return read_only(owned(self.block_view(k, shape, dtype)))
 
-    def beside(self, x: np.ndarray, rows: Sequence[int], me: int, shapes: Sequence[Shape]) -> list[np.ndarray]:
-        """The blocks of all members where they lie, of these shapes, and of the dtype of this one's, which is x. Member
-        k has row rows[k]."""
+    def block_views(self, x: np.ndarray, rows: Sequence[int], me: int, shapes: Sequence[Shape]) -> list[np.ndarray]:
+        """The blocks of all members, of these shapes: this one's, x, and views of the others. Member k has row
+        rows[k]."""
         dtype = x.dtype
-        return [x if k == me else self.there(row, shapes[k], dtype) for k, row in enumerate(rows)]
+        return [x if k == me else self.block_view(row, shapes[k], dtype) for k, row in enumerate(rows)]
 
     def inline_blocks(self, x: np.ndarray, rows: Sequence[int], me: int, shapes: Sequence[Shape]) -> list[np.ndarray]:
-        """The same, in memory of their own."""
+        """As `block_views`, with copies."""
         dtype = x.dtype
         return [x if k == me else self.inline_block(row, shapes[k], dtype) for k, row in enumerate(rows)]

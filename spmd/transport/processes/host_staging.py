@@ -7,7 +7,6 @@ before each call.
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable
 from functools import cache
@@ -22,17 +21,15 @@ from spmd.kernels import on_device
 from spmd.transport.base import Comm
 from spmd.transport.call import Call, Group
 from spmd.transport.handles import Handle, Outcome
+from spmd.transport.launcher import LOCAL_RANKS, number_in
 from spmd.transport.processes.comm import ProcessComm
 from spmd.transport.processes.transport import ProcessTransport
 
 __all__ = ["Staged", "StagedComm", "of_device", "on_places", "staged"]
 
 
-def local_rank() -> int | None:
-    """This process's number among those of its host, if the launcher says."""
-    names = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK", "SLURM_LOCALID", "LOCAL_RANK")
-    found = (os.environ.get(name) for name in names)
-    return next((int(n) for n in found if n is not None and n.isdecimal()), None)
+_LOCAL_RANKS = ("PMI_LOCAL_RANK", "SLURM_LOCALID", "LOCAL_RANK")
+"""Further variables with the number of a process among those of its host."""
 
 
 def to_pinned(x: Any) -> Any:
@@ -148,7 +145,7 @@ def staged(engine: type[ProcessTransport]) -> Any:
 
 def on_places(transport: Any, places: Any) -> Any:
     """A transport of processes whose worker's device is told by the launcher."""
-    worker, local = transport.local[0], local_rank()
+    worker, local = transport.local[0], number_in((*LOCAL_RANKS, *_LOCAL_RANKS))
     if local is not None:
         places.first = local - worker
     transport.places = places

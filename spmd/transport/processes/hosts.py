@@ -36,7 +36,7 @@ from typing import NamedTuple
 import numpy as np
 
 from spmd.transport.processes.shared_files import machine
-from spmd.transport.processes.status_board import Board
+from spmd.transport.processes.status_board import StatusBoard
 
 __all__ = ["ADDRESS", "Hosts", "address_of"]
 
@@ -45,19 +45,19 @@ _ADDRESSES = 8
 _RECORD = struct.Struct(f"!16s8s8sH{4 * _ADDRESSES}s")
 ADDRESS = _RECORD.size
 """Bytes of what a process tells others of where it can be asked."""
-_EVERY = 0.1
+_POLL_INTERVAL = 0.1
 """Seconds from question to question, and the age up to which an answer is given again."""
-_AFTER = 1.0
+_POLL_SECONDS = 1.0
 """Seconds that a process goes on asking after it was last looked at what comes."""
-_QUIET = 1.0
+_REPLY_TIMEOUT = 1.0
 """Seconds after which another process of a host is asked."""
-_FAREWELL = 0.5
+_LEAVE_TIMEOUT = 0.5
 """Seconds that a process takes to tell those that ask it that it leaves."""
-_MOST = 1 << 28
+_REPLY_MAX = 1 << 28
 """Bytes of an answer, at most: who says more is no process of this job."""
 _HEAD = struct.Struct("!8sI")
 _ROW = struct.Struct("!II?d")
-_GONE = (errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE)
+_CLOSED_ERRNOS = (errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE)
 
 
 class _Address(NamedTuple):
@@ -65,21 +65,25 @@ class _Address(NamedTuple):
     answer: what its answers begin with. Other processes know neither."""
 
     host: bytes
-    knock: bytes
-    answer: bytes
+    request_token: bytes
+    reply_token: bytes
     port: int
     places: tuple[str, ...]
 
     @classmethod
     def of(cls, record: bytes) -> _Address | None:
-        host, knock, answer, port, packed = _RECORD.unpack(record)
+        host, request_token, reply_token, port, packed = _RECORD.unpack(record)
         places = [packed[k : k + 4] for k in range(0, len(packed), 4)]
-        return cls(host, knock, answer, port, tuple(socket.inet_ntoa(p) for p in places if any(p))) if port else None
+        return (
+            cls(host, request_token, reply_token, port, tuple(socket.inet_ntoa(p) for p in places if any(p)))
+            if port
+            else None
+        )
 
 
-def address_of(board: Board) -> bytes:
+def address_of(status_board: StatusBoard) -> bytes:
     """Where a process can be asked by those of other hosts."""
-    return bytes(ADDRESS) if board.hosts is None else board.hosts.address
+    return bytes(ADDRESS) if status_board.hosts is None else status_board.hosts.address
 
 
 class _Row(dict):
@@ -94,31 +98,31 @@ class _Row(dict):
         return cls({name: x.tolist() if x.dtype.kind == "S" else x.copy() for name, x in fields.items()})
 
 
-def _host_of(board: Board) -> bytes:
+def _host_of(status_board: StatusBoard) -> bytes:
     """A name of this host, or of the part of it that shares a board: this process alone, where there is no file."""
-    place = None if board.file is None else os.fstat(board.file.file)
+    place = None if status_board.file is None else os.fstat(status_board.file.file)
     where = ("alone", os.getpid()) if place is None else (place.st_dev, place.st_ino)
     return hashlib.blake2b(repr((machine(), *where)).encode(), digest_size=16).digest()
 
 
 def _network_addresses() -> list[bytes]:
     """This host's addresses by which others may reach it, of IPv4."""
-    found = []
+    addresses = []
     with suppress(ImportError, OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         import fcntl
 
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # an interface without an address
-                said = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
-                found.append(said[20:24])
-    if not found:
+                reply = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
+                addresses.append(reply[20:24])
+    if not addresses:
         with suppress(OSError):
-            found = [socket.inet_aton(a) for a in socket.gethostbyname_ex(socket.gethostname())[2]]
+            addresses = [socket.inet_aton(a) for a in socket.gethostbyname_ex(socket.gethostname())[2]]
     # The loopback serves processes of one machine that share no board, and comes last: it is one on each host.
-    return sorted(dict.fromkeys(found), key=lambda a: a[0] == 127)[:_ADDRESSES]
+    return sorted(dict.fromkeys(addresses), key=lambda a: a[0] == 127)[:_ADDRESSES]
 
 
-class _Line:
+class _Connection:
     """A connection that no thread waits on: what is to be sent is kept until it can be."""
 
     def __init__(self, hosts: Hosts, sock: socket.socket, outbox: bytes = b""):
@@ -139,23 +143,23 @@ class _Line:
                 del self.outbox[: self.sock.send(self.outbox)]
                 self.hosts.selector.modify(self.sock, self._events(), self.ready)
             if events & selectors.EVENT_READ:
-                came = self.sock.recv(1 << 20)
-                if not came:
-                    self.lost(errno.ECONNRESET)
+                data = self.sock.recv(1 << 20)
+                if not data:
+                    self.abandoned(errno.ECONNRESET)
                     return
-                self.inbox += came
+                self.inbox += data
                 self.read()
         except BlockingIOError:
             pass
         except OSError as error:
-            self.lost(error.errno or 0)
+            self.abandoned(error.errno or 0)
         except (ValueError, zlib.error):  # what no process of this job would say
-            self.lost(errno.EPROTO)
+            self.abandoned(errno.EPROTO)
 
     def read(self) -> None:
         """Something has come."""
 
-    def lost(self, reason: int) -> None:
+    def abandoned(self, reason: int) -> None:
         """The connection is no more, or has not come to be."""
         self.close()
 
@@ -165,55 +169,55 @@ class _Line:
         self.sock.close()
 
 
-class _Asked(_Line):
+class _ServerConnection(_Connection):
     """The connection of a process that asks this one."""
 
     known = False
 
     def read(self) -> None:
         if not self.known:
-            if len(self.inbox) < len(self.hosts.knock):
+            if len(self.inbox) < len(self.hosts.request_token):
                 return
-            if not hmac.compare_digest(self.inbox[: len(self.hosts.knock)], self.hosts.knock):
+            if not hmac.compare_digest(self.inbox[: len(self.hosts.request_token)], self.hosts.request_token):
                 self.close()
                 return
-            del self.inbox[: len(self.hosts.knock)]
+            del self.inbox[: len(self.hosts.request_token)]
             self.known = True
-            self.hosts.asked.add(self)
+            self.hosts.clients.add(self)
         if self.inbox:
             self.inbox.clear()
             if not self.outbox:  # Who is still being told asks again.
                 self.send(self.hosts.report())
 
     def close(self) -> None:
-        self.hosts.asked.discard(self)
+        self.hosts.clients.discard(self)
         super().close()
 
 
-class _Asking(_Line):
+class _ClientConnection(_Connection):
     """A connection to a process of another host, or one that is being tried."""
 
     def __init__(self, hosts: Hosts, host: _Host, rank: int, address: _Address, place: str):
-        self.host, self.rank, self.answer = host, rank, address.answer
+        self.host, self.rank, self.reply_token = host, rank, address.reply_token
         sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         sock.setblocking(False)
         sock.connect_ex((place, address.port))
-        super().__init__(hosts, sock, address.knock + b"?")
+        super().__init__(hosts, sock, address.request_token + b"?")
 
     def read(self) -> None:
         while len(self.inbox) >= _HEAD.size:
-            answer, nbytes = _HEAD.unpack_from(self.inbox)
-            if answer != self.answer or nbytes > _MOST:
-                self.lost(errno.EPROTO)
+            reply_token, nbytes = _HEAD.unpack_from(self.inbox)
+            if reply_token != self.reply_token or nbytes > _REPLY_MAX:
+                self.abandoned(errno.EPROTO)
                 return
             end = _HEAD.size + nbytes
             if len(self.inbox) < end:
                 return
-            said = zlib.decompress(bytes(self.inbox[_HEAD.size : end]))
+            rows = zlib.decompress(bytes(self.inbox[_HEAD.size : end]))
             del self.inbox[:end]
-            self.host.hear(self, said)
+            self.host.hear(self, rows)
 
-    def lost(self, reason: int) -> None:
+    def abandoned(self, reason: int) -> None:
         self.close()
         self.host.lose(self, reason)
 
@@ -229,18 +233,18 @@ class _Host:
     def __init__(self, hosts: Hosts):
         self.hosts = hosts
         self.addresses: dict[int, _Address] = {}
-        self.link: _Asking | None = None
-        self.trying: set[_Asking] = set()
+        self.link: _ClientConnection | None = None
+        self.trying: set[_ClientConnection] = set()
         self.reached = self.pending = False
         self.sent = self.answered = 0.0
         self.gone: set[int] = set()
-        self.turn = hosts.board.rank  # Those who ask choose different ones.
+        self.turn = hosts.status_board.rank  # Those who ask choose different ones.
 
     def step(self, now: float) -> None:
         """Ask, if it is time to."""
-        if self.pending and now - self.sent > _QUIET:
+        if self.pending and now - self.sent > _REPLY_TIMEOUT:
             self._next()
-        if now - self.sent < _EVERY or self.pending:
+        if now - self.sent < _POLL_INTERVAL or self.pending:
             return
         self.sent = now
         if self.link is not None:
@@ -254,33 +258,33 @@ class _Host:
             address = self.addresses[rank]
             for place in address.places:
                 with suppress(OSError):  # no socket is left, or there is no way to that network
-                    self.trying.add(_Asking(self.hosts, self, rank, address, place))
+                    self.trying.add(_ClientConnection(self.hosts, self, rank, address, place))
 
     def _next(self) -> None:
         """Another process is asked from now on."""
-        for line in (*self.trying, *filter(None, [self.link])):
-            line.close()
+        for connection in (*self.trying, *filter(None, [self.link])):
+            connection.close()
         self.trying.clear()
         self.link, self.pending, self.turn = None, False, self.turn + 1
 
-    def hear(self, line: _Asking, said: bytes) -> None:
+    def hear(self, connection: _ClientConnection, rows: bytes) -> None:
         self.reached = True
-        if line in self.trying:
-            self.trying.discard(line)
-            others, self.link, self.trying = self.trying, line, set()
+        if connection in self.trying:
+            self.trying.discard(connection)
+            others, self.link, self.trying = self.trying, connection, set()
             for other in others:
                 other.close()
         self.pending = False
-        self.answered = max(self.answered, self.sent - _EVERY)
-        self.hosts.take(self, said)
+        self.answered = max(self.answered, self.sent - _POLL_INTERVAL)
+        self.hosts.update_rows(self, rows)
 
-    def lose(self, line: _Asking, reason: int) -> None:
-        was_link = line is self.link
-        self.trying.discard(line)
+    def lose(self, connection: _ClientConnection, reason: int) -> None:
+        was_link = connection is self.link
+        self.trying.discard(connection)
         if self.trying or not (was_link or self.link is None):
             return
-        if was_link or (self.reached and reason in _GONE):
-            self.gone.add(line.rank)
+        if was_link or (self.reached and reason in _CLOSED_ERRNOS):
+            self.gone.add(connection.rank)
         self._next()
 
 
@@ -290,54 +294,53 @@ class Hosts:
     address: what others must know to ask this process. rows: those of processes of other hosts, by rank.
     """
 
-    def __init__(self, board: Board):
-        self.board = board
+    def __init__(self, status_board: StatusBoard):
+        self.status_board = status_board
         self.rows: dict[int, _Row] = {}
         self.hosts: dict[bytes, _Host] = {}
         self.host_of: dict[int, _Host] = {}
-        self.asked: set[_Asked] = set()
+        self.clients: set[_ServerConnection] = set()
         self.known: set[int] = set()
         self.new: deque[tuple[int, _Address]] = deque()
         self.until = self.made = 0.0
-        self.said = b""
+        self.reply = b""
         self.active = self.closing = False
-        self.host = _host_of(board)
-        self.knock, self.answer = secrets.token_bytes(8), secrets.token_bytes(8)
+        self.host = _host_of(status_board)
+        self.request_token, self.reply_token = secrets.token_bytes(8), secrets.token_bytes(8)
         self.selector = selectors.DefaultSelector()
         self.server = socket.create_server(("", 0), backlog=128)
         self.server.setblocking(False)
         self.selector.register(self.server, selectors.EVENT_READ, self._accept)
-        self.ear, self.mouth = socket.socketpair()
-        self.ear.setblocking(False)
-        self.mouth.setblocking(False)
-        self.selector.register(self.ear, selectors.EVENT_READ, self._wake)
+        self.wake_reader, self.wake_writer = socket.socketpair()
+        self.wake_reader.setblocking(False)
+        self.wake_writer.setblocking(False)
+        self.selector.register(self.wake_reader, selectors.EVENT_READ, self._wake)
         port = self.server.getsockname()[1]
         places = b"".join(_network_addresses())
-        self.address = _RECORD.pack(self.host, self.knock, self.answer, port, places)
+        self.address = _RECORD.pack(self.host, self.request_token, self.reply_token, port, places)
         self.thread = threading.Thread(target=self._serve, name="spmd-hosts", daemon=True)
         self.thread.start()
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._forget)
+        os.register_at_fork(after_in_child=self._forget)
 
     # For the board
 
-    def meet(self, rank: int, record: bytes) -> None:
+    def add_address(self, rank: int, record: bytes) -> None:
         """A process of this job is asked there from now on, if it is on another host. One of each is asked once at
         once: whoever cannot be reached later has been reached before."""
         address = None if rank in self.known else _Address.of(record)
         self.known.add(rank)
         if address is not None and address.host != self.host:
             self.new.append((rank, address))
-            self.ask()
+            self.poll()
 
-    def ask(self) -> None:
+    def poll(self) -> None:
         """Somebody waits, and looks at the rows: they are asked for, from now on for a moment."""
-        self.until = time.monotonic() + _AFTER
+        self.until = time.monotonic() + _POLL_SECONDS
         if not self.active:
             with suppress(OSError):
-                self.mouth.send(b"!")
+                self.wake_writer.send(b"!")
 
-    def fresh(self, ranks: Iterable[int], since: float) -> bool:
+    def is_fresh(self, ranks: Iterable[int], since: float) -> bool:
         """Whether what is known of processes is later than a moment, or is the last that there was."""
         hosts = {id(h): h for h in (self.host_of.get(r) for r in ranks) if h is not None}.values()
         return all(h.answered > since or h.addresses.keys() <= h.gone for h in hosts)
@@ -345,7 +348,9 @@ class Hosts:
     def silent(self, rank: int) -> bool:
         """Whether nobody answers for a process."""
         host = self.host_of.get(rank)
-        return host is not None and time.monotonic() - host.answered > _QUIET + 2 * _EVERY + _AFTER
+        return (
+            host is not None and time.monotonic() - host.answered > _REPLY_TIMEOUT + 2 * _POLL_INTERVAL + _POLL_SECONDS
+        )
 
     def has_died(self, rank: int) -> bool:
         host, row = self.host_of.get(rank), self.rows.get(rank)
@@ -357,15 +362,15 @@ class Hosts:
             return
         self.closing = True
         with suppress(OSError):
-            self.mouth.send(b"!")
-        self.thread.join(2 * _FAREWELL)
+            self.wake_writer.send(b"!")
+        self.thread.join(2 * _LEAVE_TIMEOUT)
 
     # The thread
 
     def _serve(self) -> None:
         while not self.closing:
             self.active = time.monotonic() < self.until
-            for key, events in self.selector.select(_EVERY / 2 if self.active else None):
+            for key, events in self.selector.select(_POLL_INTERVAL / 2 if self.active else None):
                 key.data(events)
             self._learn()
             now = time.monotonic()
@@ -384,35 +389,35 @@ class Hosts:
     def _accept(self, events: int) -> None:
         with suppress(OSError):
             sock, _ = self.server.accept()
-            _Asked(self, sock)
+            _ServerConnection(self, sock)
 
     def _wake(self, events: int) -> None:
         with suppress(OSError):
-            self.ear.recv(4096)
+            self.wake_reader.recv(4096)
 
     def report(self) -> bytes:
         """The rows of this host, as they are or were a moment ago."""
         now = time.monotonic()
-        if now - self.made > _EVERY:
-            board = self.board
-            board.tell()
+        if now - self.made > _POLL_INTERVAL:
+            status_board = self.status_board
+            status_board.publish()
             rows = []
-            for rank in filter(board.here, range(board.size)):
-                row = board.rows[rank].tobytes()
-                rows += [_ROW.pack(rank, len(row), board.has_died(rank), board.worked(rank)), row]
-            said = zlib.compress(b"".join(rows), 1)
-            self.said, self.made = _HEAD.pack(self.answer, len(said)) + said, now
-        return self.said
+            for rank in filter(status_board.is_local, range(status_board.size)):
+                row = status_board.rows[rank].tobytes()
+                rows += [_ROW.pack(rank, len(row), status_board.has_died(rank), status_board.cpu_seconds(rank)), row]
+            packed = zlib.compress(b"".join(rows), 1)
+            self.reply, self.made = _HEAD.pack(self.reply_token, len(packed)) + packed, now
+        return self.reply
 
-    def take(self, host: _Host, said: bytes) -> None:
+    def update_rows(self, host: _Host, data: bytes) -> None:
         """Rows of a host have come."""
-        dtype, place = self.board.rows.dtype, 0
-        while place + _ROW.size <= len(said):
-            rank, nbytes, died, worked = _ROW.unpack_from(said, place)
+        dtype, place = self.status_board.rows.dtype, 0
+        while place + _ROW.size <= len(data):
+            rank, nbytes, died, worked = _ROW.unpack_from(data, place)
             place += _ROW.size + nbytes
-            if nbytes != dtype.itemsize or not rank < self.board.size or place > len(said):
+            if nbytes != dtype.itemsize or not rank < self.status_board.size or place > len(data):
                 return
-            row = _Row.of(said[place - nbytes : place], dtype)
+            row = _Row.of(data[place - nbytes : place], dtype)
             row.died, row["cpu"] = died, worked
             self.rows[rank] = row
             self.host_of[rank] = host
@@ -421,11 +426,11 @@ class Hosts:
 
     def _take_leave(self) -> None:
         self.made = 0.0
-        last = self.report() if self.asked else b""
-        for line in list(self.asked):
-            line.send(last)
-        until = time.monotonic() + _FAREWELL
-        while any(line.outbox for line in self.asked) and time.monotonic() < until:
+        last = self.report() if self.clients else b""
+        for connection in list(self.clients):
+            connection.send(last)
+        until = time.monotonic() + _LEAVE_TIMEOUT
+        while any(connection.outbox for connection in self.clients) and time.monotonic() < until:
             for key, events in self.selector.select(0.05):
                 if key.fileobj is not self.server:
                     key.data(events)
@@ -436,5 +441,5 @@ class Hosts:
         for key in list((self.selector.get_map() or {}).values()):  # None where it is closed already
             if isinstance(key.fileobj, socket.socket):
                 key.fileobj.close()
-        self.mouth.close()
+        self.wake_writer.close()
         self.selector.close()

@@ -84,18 +84,18 @@ def start_mpi(hint: str | None = None) -> Any:
     import mpi4py
 
     rc = mpi4py.rc
-    wishes = rc.initialize, rc.finalize
+    options = rc.initialize, rc.finalize
     rc.initialize = rc.finalize = False
     try:
         from mpi4py import MPI
     finally:
-        rc.initialize, rc.finalize = wishes
-    if not MPI.Is_initialized() and wishes[0] is not False:
+        rc.initialize, rc.finalize = options
+    if not MPI.Is_initialized() and options[0] is not False:
         from spmd.transport.processes.lifetime import initialize
         from spmd.transport.processes.watchdog import time_limit
 
         initialize(MPI, rc, time_limit())
-        _end_mpi_at_exit(MPI, wishes[1] is not False)
+        _end_mpi_at_exit(MPI, options[1] is not False)
     return MPI
 
 
@@ -115,11 +115,11 @@ def _end_mpi(mpi: Any, finalizes: bool) -> None:
         return
     from spmd.transport.processes import lifetime, watchdog
 
-    board = watchdog._board
-    limit = watchdog.time_limit() if board is not None else 0.0
-    lifetime.await_others(board, limit)
+    status_board = watchdog._status_board
+    limit = watchdog.time_limit() if status_board is not None else 0.0
+    lifetime.await_others(status_board, limit)
     if finalizes:
-        lifetime.finalize(mpi, board, limit)
+        lifetime.finalize(mpi, status_board, limit)
 
 
 class World(NamedTuple):
@@ -197,12 +197,12 @@ def _exit(status: int) -> Any:
             abort(status)
         raw_exit(status)
     watchdog = sys.modules.get("spmd.transport.processes.watchdog")
-    board = None if watchdog is None else watchdog._board
-    if status or board is None:
+    status_board = None if watchdog is None else watchdog._status_board
+    if status or status_board is None:
         _say_exit(status)
         abort(status or 1)
     else:  # Whoever waits for this process finds that it has left. Else the job goes on.
-        board.close()
+        status_board.close()
         for leave in _leaving:
             leave()
         _end_mpi(mpi, True)
@@ -245,7 +245,7 @@ def _end_the_job(kind, error, traceback) -> None:
             abort(1)
 
 
-_READ = 0.1
+_FLUSH_SECONDS = 0.1
 """Seconds that a launcher has to read what was written: what it has not read when the job is aborted it may drop."""
 
 
@@ -256,7 +256,7 @@ def abort(status: int) -> None:
     for stream in sys.stdout, sys.stderr:
         with suppress(OSError, ValueError, AttributeError):
             stream.flush()
-    time.sleep(_READ)
+    time.sleep(_FLUSH_SECONDS)
     mpi = sys.modules.get("mpi4py.MPI")
     started = mpi is not None and mpi.Is_initialized()
     if mpi is not None and started:

@@ -18,26 +18,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from spmd.errors import DeadlockError, StallError, caller, message
-from spmd.transport.launcher import raw_exit, tell_launcher
+from spmd.transport.launcher import LAUNCHERS, LOCAL_RANKS, number_in, raw_exit, tell_launcher
 from spmd.transport.processes.shared_files import STATUS, stat_of
-from spmd.transport.processes.status_board import LEFT, Board
+from spmd.transport.processes.status_board import LEFT, StatusBoard
 
 __all__ = ["await_others", "finalize", "initialize"]
 
-_LOOK = 0.1
+_LOOK_INTERVAL = 0.1
 """Seconds between two looks at the others."""
-_SURE = 2.0
+_CONFIRM_SECONDS = 2.0
 """Seconds for which a process has to be gone, or stopped, before others say so: a launcher starts one after another."""
-_FIRST = 2.0
+_REPORT_GRACE = 2.0
 """Seconds that the first of those that wait has to report for all, and to end the job."""
 _LOCAL_SIZES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")
-_NUMBERS = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK")
-"""Where launchers say how many processes they start on this host, and which of those this one is. These numbers need
-not be in the order of the ranks."""
+"""Where launchers say how many processes they start on this host."""
 _SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
 _RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")
-"""The same of the world."""
-_LAUNCHERS = ("hydra_pmi_proxy", "mpiexec", "mpirun", "orted", "prted", "prterun", "slurmstepd")
+"""Where launchers say how many processes the world has, and which one this is."""
 
 
 class Peer(NamedTuple):
@@ -79,7 +76,7 @@ def _watched(look: Callable[[float], None]) -> Iterator[None]:
     done, started = threading.Event(), time.monotonic()
 
     def run() -> None:
-        while not done.wait(_LOOK):
+        while not done.wait(_LOOK_INTERVAL):
             look(time.monotonic() - started)
 
     threading.Thread(target=run, name="spmd-lifetime", daemon=True).start()
@@ -96,11 +93,11 @@ class _Start:
     def __init__(self, limit: float):
         self.limit = limit
         self.where = _place()
-        self.count = _number(_LOCAL_SIZES) or 0
-        self.whole = self.count == _number(_SIZES)
-        self.variables = _RANKS if self.whole else _NUMBERS
-        self.me = _number(self.variables)
-        self.next = _LOOK
+        self.count = number_in(_LOCAL_SIZES) or 0
+        self.whole = self.count == number_in(_SIZES)
+        self.variables = _RANKS if self.whole else LOCAL_RANKS
+        self.me = number_in(self.variables)
+        self.next = _LOOK_INTERVAL
         self.absent: set[int] = set()
         self.since = 0.0
 
@@ -114,11 +111,11 @@ class _Start:
         absent = set(range(self.count)) - peers.keys() if self.me in peers else set()
         if absent != self.absent:
             self.absent, self.since = absent, waited
-        ended = bool(absent) and waited - self.since > _SURE
+        ended = bool(absent) and waited - self.since > _CONFIRM_SECONDS
         late = 0 < self.limit < waited
         first = min((k for k, p in peers.items() if p.loaded and not p.stopped), default=self.me)
-        grace = 0 if self.me == first else _FIRST
-        if ended and waited - self.since > _SURE + grace:
+        grace = 0 if self.me == first else _REPORT_GRACE
+        if ended and waited - self.since > _CONFIRM_SECONDS + grace:
             who = ", ".join(map(self._name, sorted(absent)))
             _end(DeadlockError, self._text(f"{who} ended without starting MPI", []))
         if late and waited > self.limit + grace:
@@ -130,19 +127,14 @@ class _Start:
         return f"rank {number} of the world" if self.whole else f"process {number} of this host"
 
     def _text(self, got: str, lines: list[str]) -> str:
-        mine = "this process" if self.me is None else self._name(self.me)
+        own_name = "this process" if self.me is None else self._name(self.me)
         return message(
             "the start of MPI",
-            got="\n          ".join([got, *lines, f"{mine} waits {self.where}"]),
+            got="\n          ".join([got, *lines, f"{own_name} waits {self.where}"]),
             need="every process of the job",
             mend="let all processes make the mesh, and look for what the one that is missing has printed; "
             "SPMD_TIMEOUT=600, or more seconds, where one may come that late",
         )
-
-
-def _number(names: tuple[str, ...]) -> int | None:
-    """The number that the first of some variables holds."""
-    return next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdecimal()), None)
 
 
 def _place() -> str:
@@ -154,9 +146,9 @@ def _end(kind: type[Exception], text: str) -> None:
     """Report as Python does an error, and end the job. The main thread is in MPI, and does not come back; it may keep
     MPI's locks, so MPI is not called."""
     print(f"{kind.__module__}.{kind.__qualname__}: {text}", file=sys.stderr, flush=True)
-    time.sleep(_LOOK)
+    time.sleep(_LOOK_INTERVAL)
     tell_launcher(1)
-    time.sleep(_LOOK)
+    time.sleep(_LOOK_INTERVAL)
     raw_exit(1)
 
 
@@ -164,16 +156,16 @@ def _peers(name: str) -> dict[int, Peer]:
     """The processes that this one's launcher has started on this host, by the numbers that a variable gives them."""
     processes = _processes(f"{name}=".encode())
     launcher = _launcher(os.getpid(), processes)
-    found: dict[int, Peer] = {}
+    peers: dict[int, Peer] = {}
     if launcher not in processes:  # as in a container: others may be in containers of their own
-        return found
+        return peers
     for pid, (_, stopped, number, _) in processes.items():
         if number is None or _launcher(pid, processes) != launcher:
             continue
         # Between launcher and program may be others, as a shell: what is true of one of them is.
-        before = found.get(number, Peer(pid, False, False))
-        found[number] = Peer(max(pid, before.pid), stopped or before.stopped, before.loaded or _has_mpi(pid))
-    return found
+        before = peers.get(number, Peer(pid, False, False))
+        peers[number] = Peer(max(pid, before.pid), stopped or before.stopped, before.loaded or _has_mpi(pid))
+    return peers
 
 
 _Row = tuple[int, bool, "int | None", bool]
@@ -182,7 +174,7 @@ _Row = tuple[int, bool, "int | None", bool]
 def _processes(mark: bytes) -> dict[int, _Row]:
     """Of each process of this host that has not ended: its parent, whether it is stopped, the number that the variable
     `mark` gives it, and whether it is a launcher."""
-    found: dict[int, _Row] = {}
+    processes: dict[int, _Row] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, ValueError):
             name, _, rest = (folder / "stat").read_bytes().rpartition(b")")
@@ -193,9 +185,9 @@ def _processes(mark: bytes) -> dict[int, _Row]:
             with suppress(OSError):  # of others' processes only they know
                 variables = (folder / "environ").read_bytes().split(b"\0")
                 number = next((int(v[len(mark) :]) for v in variables if v.startswith(mark)), None)
-            is_launcher = name.partition(b"(")[2].decode(errors="replace").startswith(_LAUNCHERS)
-            found[int(folder.name)] = int(parent), state in b"Tt", number, is_launcher
-    return found
+            is_launcher = name.partition(b"(")[2].decode(errors="replace").startswith(LAUNCHERS)
+            processes[int(folder.name)] = int(parent), state in b"Tt", number, is_launcher
+    return processes
 
 
 def _launcher(pid: int, processes: dict[int, _Row]) -> int:
@@ -217,44 +209,53 @@ def _has_mpi(pid: int) -> bool:
 # End
 
 
-def await_others(board: Board | None, limit: float) -> None:
+def await_others(status_board: StatusBoard | None, limit: float) -> None:
     """Wait until all processes of this host have left the program. Reports and ends the job where those that have not
     are stopped for `limit` seconds; one that runs may take as long as it likes."""
-    if board is None or not limit:
+    if status_board is None or not limit:
         return
     stopped_since, started = None, time.monotonic()
-    while left := [r for r in range(board.size) if board.here(r) and board.rows[r]["state"] != LEFT]:
+    while left := [
+        r for r in range(status_board.size) if status_board.is_local(r) and status_board.rows[r]["state"] != LEFT
+    ]:
         now = time.monotonic()
-        if not all(_is_stopped(int(board.rows[r]["pid"])) for r in left):
+        if not all(_is_stopped(int(status_board.rows[r]["pid"])) for r in left):
             stopped_since = None
         elif stopped_since is None:
             stopped_since = now
-        elif now - stopped_since > limit + (0 if board.rank == _first_here(board) else _FIRST):
-            _end(StallError, _unended(f"{_names(board, left)} stopped for {limit:g} s, before leaving the program"))
-        time.sleep(min(0.001 + (now - started) / 20, _LOOK))
+        elif now - stopped_since > limit + (0 if status_board.rank == _first_here(status_board) else _REPORT_GRACE):
+            _end(
+                StallError,
+                _unended(f"{_names(status_board, left)} stopped for {limit:g} s, before leaving the program"),
+            )
+        time.sleep(min(0.001 + (now - started) / 20, _LOOK_INTERVAL))
 
 
-def _first_here(board: Board) -> int:
+def _first_here(status_board: StatusBoard) -> int:
     """The first of the processes of this host that have left and are not stopped: it reports for all."""
-    gone = [r for r in range(board.size) if board.here(r) and board.rows[r]["state"] == LEFT]
-    return min((r for r in gone if not _is_stopped(int(board.rows[r]["pid"]))), default=board.rank)
+    left = [r for r in range(status_board.size) if status_board.is_local(r) and status_board.rows[r]["state"] == LEFT]
+    return min((r for r in left if not _is_stopped(int(status_board.rows[r]["pid"]))), default=status_board.rank)
 
 
-def _names(board: Board, ranks: list[int]) -> str:
-    return ", ".join(f"rank {r} of the world (process {board.rows[r]['pid']})" for r in ranks)
+def _names(status_board: StatusBoard, ranks: list[int]) -> str:
+    return ", ".join(f"rank {r} of the world (process {status_board.rows[r]['pid']})" for r in ranks)
 
 
-def finalize(mpi: Any, board: Board | None, limit: float) -> None:
+def finalize(mpi: Any, status_board: StatusBoard | None, limit: float) -> None:
     """End MPI, which waits for all processes. Where all are of this host, and have said that they leave, it reports and
     ends the job if that takes more than `limit` seconds (0: no limit)."""
     library = ctypes.CDLL(mpi.__file__)
 
     def look(waited: float) -> None:
-        if board is None or not board.whole or not 0 < limit < waited:
+        if status_board is None or not status_board.whole or not 0 < limit < waited:
             return
-        if waited > limit + (0 if board.rank == _first_here(board) else _FIRST):
-            stopped = [r for r in range(board.size) if board.here(r) and _is_stopped(int(board.rows[r]["pid"]))]
-            who = f": {_names(board, stopped)} has died or is stopped" if stopped else ""
+        if waited > limit + (0 if status_board.rank == _first_here(status_board) else _REPORT_GRACE):
+            stopped = [
+                r
+                for r in range(status_board.size)
+                if status_board.is_local(r) and _is_stopped(int(status_board.rows[r]["pid"]))
+            ]
+            who = f": {_names(status_board, stopped)} has died or is stopped" if stopped else ""
             _end(StallError, _unended(f"no end of MPI within {limit:g} s{who}"))
 
     with _watched(look):

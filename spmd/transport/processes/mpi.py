@@ -5,7 +5,6 @@ A process that waits polls, for MPI moves its messages only while it is called.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -16,12 +15,12 @@ from mpi4py import MPI
 
 from spmd.transport.call import Call, Shape
 from spmd.transport.processes.channel import Channel
-from spmd.transport.processes.headers import ROOM
+from spmd.transport.processes.headers import HEADER_NBYTES
 from spmd.transport.processes.hosts import ADDRESS, address_of
-from spmd.transport.processes.job import abort, on_leaving
-from spmd.transport.processes.status_board import Board, file_of_launcher
+from spmd.transport.processes.job import on_leaving
+from spmd.transport.processes.status_board import StatusBoard, file_of_launcher
 from spmd.transport.processes.transport import ProcessTransport
-from spmd.transport.processes.watchdog import Watchdog, board_of_the_job, let_others
+from spmd.transport.processes.watchdog import Watchdog, let_others, status_board_of_job
 
 __all__ = ["MpiChannel", "MpiTransport"]
 
@@ -47,9 +46,9 @@ def _last_greetings() -> None:
 
 _TAGS = 32768
 """Tags that every MPI has, from 0."""
-_HEADERS = 1
+_HEADER_TAG = 1
 """The tag of headers; blocks have 0."""
-_SHORT = 64
+_SHORT_NBYTES = 64
 """Bytes of a header that goes out in fewer than all of its bytes: most are as short."""
 _POLLS = 200
 """How often a request is asked for before its process looks at the others."""
@@ -67,16 +66,17 @@ class MpiChannel(Channel):
     def __init__(self, comm: MPI.Comm):
         super().__init__(comm.Get_rank(), comm.Get_size())
         self.comm = comm
-        rows = [(k, self.said.array[k], self.heard.array[k]) for k in self.others]
-        receives = [comm.Recv_init([heard, MPI.BYTE], k, _HEADERS) for k, _, heard in rows]
+        rows = [(k, self.outgoing.array[k], self.incoming.array[k]) for k in self.others]
+        receives = [comm.Recv_init([header, MPI.BYTE], k, _HEADER_TAG) for k, _, header in rows]
         self.short, self.long = (
-            receives + [comm.Send_init([said.view(np.uint8)[:n], MPI.BYTE], k, _HEADERS) for k, said, _ in rows]
-            for n in (_SHORT, ROOM)
+            receives
+            + [comm.Send_init([outgoing.view(np.uint8)[:n], MPI.BYTE], k, _HEADER_TAG) for k, outgoing, _ in rows]
+            for n in (_SHORT_NBYTES, HEADER_NBYTES)
         )
         _channels.append(self)
 
     def swap(self, nbytes: int) -> list[MPI.Prequest]:
-        requests = self.short if nbytes <= _SHORT else self.long
+        requests = self.short if nbytes <= _SHORT_NBYTES else self.long
         for request in requests:
             request.Start()
         return requests
@@ -106,7 +106,7 @@ class MpiTransport(ProcessTransport):
 
     def __init__(self, comm: MPI.Comm, ranks: Shape):
         self.group = comm.Get_group()
-        super().__init__(comm.Get_rank(), ranks, _board)
+        super().__init__(comm.Get_rank(), ranks, _status_board)
 
     @classmethod
     def of(cls, comm: MPI.Comm) -> MpiTransport:
@@ -162,17 +162,17 @@ class MpiTransport(ProcessTransport):
 
     def _meet(self, others: Sequence[int], tag: int, call: Call) -> None:
         """Send these ranks where this process can be asked, and receive the same."""
-        world, board = MPI.COMM_WORLD, self.board
-        assert board is not None
-        mine, theirs = np.frombuffer(address_of(board), np.uint8), np.zeros((len(others), ADDRESS), np.uint8)
-        rooms = list(zip(others, theirs, strict=True))
-        received = [world.Irecv([room, MPI.BYTE], r, tag) for r, room in rooms]
-        sent = [world.Isend([mine, MPI.BYTE], r, tag) for r in others]
+        world, status_board = MPI.COMM_WORLD, self.status_board
+        assert status_board is not None
+        own, addresses = np.frombuffer(address_of(status_board), np.uint8), np.zeros((len(others), ADDRESS), np.uint8)
+        by_rank = list(zip(others, addresses, strict=True))
+        received = [world.Irecv([address, MPI.BYTE], r, tag) for r, address in by_rank]
+        sent = [world.Isend([own, MPI.BYTE], r, tag) for r in others]
 
         def learn() -> None:
-            for r, room in rooms:
-                if room.any():
-                    board.meet(r, room.tobytes())
+            for r, address in by_rank:
+                if address.any():
+                    status_board.add_address(r, address.tobytes())
 
         try:
             self._poll(received + sent, call, learn)
@@ -181,15 +181,12 @@ class MpiTransport(ProcessTransport):
             for request in received:
                 request.Cancel()
                 request.Wait()
-            self.lost.append((sent, mine))
+            self.abandoned.append((sent, own))
             raise
 
     def leave(self, code: Any) -> None:
-        """End the whole job with one worker's sys.exit, unless that reports success."""
-        if code not in (None, 0) and MPI.COMM_WORLD.Get_size() > 1:
-            if not isinstance(code, int):
-                print(code, file=sys.stderr)
-            abort(code if isinstance(code, int) else 1)
+        if MPI.COMM_WORLD.Get_size() > 1:
+            super().leave(code)
 
 
 _transports: dict[tuple[type, Shape], MpiTransport] = {}
@@ -209,5 +206,5 @@ def end() -> None:
 on_leaving(end)
 
 
-def _board() -> Board | None:
-    return board_of_the_job(MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size(), file_of_launcher)
+def _status_board() -> StatusBoard | None:
+    return status_board_of_job(MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size(), file_of_launcher)

@@ -40,9 +40,9 @@ _NAME = re.compile(
 )
 _NEW = ".new"
 """The end of the name of a candidate: a file whose process is not elected yet."""
-_ELECTION = 10.0
+_ELECTION_TIMEOUT = 10.0
 """Seconds after which a process goes on without a file, where another one was stopped in an election."""
-_OLD = 60.0
+_ABANDONED_AGE = 60.0
 """Seconds after which a file that nobody has open is removed although its launcher may be alive: processes of a job
 make their meshes at different times, and one that has left by then may have written that there."""
 _JOB_VARIABLES = ("PMIX_NAMESPACE", "PMI_JOBID", "SLURM_JOB_ID", "SLURM_STEP_ID")
@@ -98,10 +98,10 @@ def created(job: str, nbytes: int) -> SharedFile:
 def opened(path: Path, nbytes: int) -> SharedFile:
     """A file that another process of this job has made. Raises OSError where there is none, or it is not what such a
     process makes."""
-    found = _verified(path, nbytes)
-    if found is None:
+    file = _verified(path, nbytes)
+    if file is None:
         raise PermissionError(f"{path} is not a file that a process of this job and this user has made")
-    return found
+    return file
 
 
 def elected(job: str, nbytes: int) -> SharedFile:
@@ -111,36 +111,36 @@ def elected(job: str, nbytes: int) -> SharedFile:
     a file nor another candidate: of two processes one has made its candidate before the other has looked. Where several
     see each other all but the first by name withdraw. So there is never more than one file, whatever the timing.
     """
-    until = time.monotonic() + _ELECTION
+    until = time.monotonic() + _ELECTION_TIMEOUT
     folders, reasons = _folders(), []
-    mine: _Candidate | None = None
+    candidate: _Candidate | None = None
     try:
         while time.monotonic() < until:
-            rivals = [path for path in _listed(job, _NEW) if mine is None or path != mine.path]
+            rivals = [path for path in _listed(job, _NEW) if candidate is None or path != candidate.path]
             # After the candidates: one that was renamed meanwhile is seen here.
-            found = next(filter(None, (_verified(path, nbytes) for path in _listed(job))), None)
-            if found is not None:
-                return found
+            file = next(filter(None, (_verified(path, nbytes) for path in _listed(job))), None)
+            if file is not None:
+                return file
             if not folders:
                 raise _nowhere(reasons)
             try:
-                if mine is None and not rivals:
-                    mine = _Candidate(folders[0], job)
-                elif mine is not None and not rivals:
-                    found, mine = mine.become_the_file(nbytes), None
-                    return found
+                if candidate is None and not rivals:
+                    candidate = _Candidate(folders[0], job)
+                elif candidate is not None and not rivals:
+                    file, candidate = candidate.become_the_file(nbytes), None
+                    return file
             except OSError as error:
                 reasons.append(f"{folders.pop(0)}: {error.strerror or error}")
-                mine = _discarded(mine)
-            if mine is not None and any(path.name < mine.path.name for path in rivals):
-                mine = _discarded(mine)
+                candidate = _discarded(candidate)
+            if candidate is not None and any(path.name < candidate.path.name for path in rivals):
+                candidate = _discarded(candidate)
             for path in rivals:
                 _remove_if_unused(path)  # of a process that was killed in the election
             if rivals:
                 time.sleep(0.001)
     finally:
-        _discarded(mine)
-    raise TimeoutError(f"another process of this job has not made the file in {_ELECTION:g} s")
+        _discarded(candidate)
+    raise TimeoutError(f"another process of this job has not made the file in {_ELECTION_TIMEOUT:g} s")
 
 
 class _Candidate:
@@ -165,9 +165,9 @@ class _Candidate:
         path = self.path.with_suffix("")
         _reserve(self.file, PAGE + nbytes)
         os.pwrite(self.file, path.name.encode(), 0)
-        found = SharedFile(path, self.file, nbytes)
+        file = SharedFile(path, self.file, nbytes)
         os.rename(self.path, path)
-        return found
+        return file
 
     def discard(self) -> None:
         with suppress(OSError):
@@ -202,10 +202,10 @@ def _verified(path: Path, nbytes: int) -> SharedFile | None:
     except OSError:
         return None
     try:
-        known = os.fstat(file)
-        mine = stat.S_ISREG(known.st_mode) and known.st_uid == os.geteuid() and not known.st_mode & 0o077
+        status = os.fstat(file)
+        owned = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
         name = path.name.encode()
-        if mine and known.st_size == PAGE + nbytes and os.pread(file, len(name) + 1, 0) == name + b"\0":
+        if owned and status.st_size == PAGE + nbytes and os.pread(file, len(name) + 1, 0) == name + b"\0":
             fcntl.flock(file, fcntl.LOCK_SH)
             if _is_at(path, file):
                 return SharedFile(path, file, nbytes)
@@ -218,10 +218,10 @@ def _verified(path: Path, nbytes: int) -> SharedFile | None:
 def _is_at(path: Path, file: int) -> bool:
     """Whether a name is that of an open file."""
     try:
-        there, here = os.lstat(path), os.fstat(file)
+        at_path, opened_file = os.lstat(path), os.fstat(file)
     except OSError:
         return False
-    return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
+    return (at_path.st_dev, at_path.st_ino) == (opened_file.st_dev, opened_file.st_ino)
 
 
 def _nowhere(reasons: list[str]) -> OSError:
@@ -239,11 +239,11 @@ def _folders() -> list[Path]:
 
 def _is_safe(folder: Path) -> bool:
     try:
-        known = os.stat(folder)
+        status = os.stat(folder)
     except OSError:
         return False
-    others_write = known.st_mode & 0o022 and not known.st_mode & stat.S_ISVTX
-    return stat.S_ISDIR(known.st_mode) and known.st_uid in (0, os.geteuid()) and not others_write
+    others_write = status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX
+    return stat.S_ISDIR(status.st_mode) and status.st_uid in (0, os.geteuid()) and not others_write
 
 
 def _listed(job: str, end: str = "") -> list[Path]:
@@ -264,10 +264,10 @@ def _ours(beginning: str) -> Iterator[Path]:
 
 def _is_ours(entry: os.DirEntry[str]) -> bool:
     try:
-        known = entry.stat(follow_symlinks=False)
+        status = entry.stat(follow_symlinks=False)
     except OSError:
         return False
-    return stat.S_ISREG(known.st_mode) and known.st_uid == os.geteuid()
+    return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
 
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -305,7 +305,7 @@ def namespace() -> str:
 def remove_abandoned() -> None:
     """Remove what jobs of this user that were killed have left behind."""
     for path in _ours(f"spmd-{os.geteuid()}-"):
-        if _launcher_has_ended(path.name) or _age(path) > _OLD:
+        if _launcher_has_ended(path.name) or _age(path) > _ABANDONED_AGE:
             _remove_if_unused(path)
 
 

@@ -1,14 +1,12 @@
 """Memory that the processes of one host can read of each other: large blocks go from process to process in one copy.
 
-MPI has the system copy between processes, which looks up every page of both blocks each time. Here a process takes the
-memory of its large arrays from a file that has no name, its arena, and the others map that file. Whoever is told where
-a block lies copies from there, as from memory of its own; or adds it up, or puts it where it belongs, without a copy
-in between.
+MPI lets the kernel copy between processes, which looks up every page of both blocks each time. Here a process takes the
+memory of its large arrays from a file without a name, which the others map. Whoever knows where a block lies copies it
+from there, adds it up, or puts it in its place, without a copy in between.
 
-An arena is twice as large as the machine's memory, and nothing of it is there but what is used. That is never more than
-`buffers` may keep for later. For the pages of a file are small where the system gives no larger ones, and cost up to
-nine times as much to make as NumPy's (600 us a MB in place of 70 on a virtual machine with a Zen 5), and as little to
-use again. The rest is NumPy's memory, and blocks in it are sent.
+The file is twice as large as the machine's memory; only what is used exists, never more than `buffers` may keep for
+later. Without huge pages the pages of a file cost up to nine times as much to make as NumPy's (600 us a MB in place of
+70 on a virtual machine with a Zen 5), and as little to use again. Other arrays lie in NumPy's memory, and are sent.
 """
 
 from __future__ import annotations
@@ -29,9 +27,9 @@ import numpy as np
 
 from spmd.kernels.memory import pool
 
-__all__ = ["Arena", "arena", "window"]
+__all__ = ["SharedMemory", "shared_memory", "window"]
 
-_NAME = "spmd-arena"
+_NAME = "spmd-shared-memory"
 _PRIVATELY = 0x02 | 0x10 | 0x4000
 """What Linux calls MAP_PRIVATE, MAP_FIXED and MAP_NORESERVE."""
 _ANONYMOUS = 0x20
@@ -39,23 +37,23 @@ _ANONYMOUS = 0x20
 
 
 class _Piece(pool.Piece):
-    """A part of an arena, which goes back there when nobody has it any more."""
+    """A part of the shared memory, which is freed with the last array in it."""
 
-    __slots__ = ("arena", "at", "era")
+    __slots__ = ("at", "era", "owner")
 
     def __del__(self):
-        arena = getattr(self, "arena", None)  # Views of it have none.
-        if arena is not None:
-            arena.give(self)
+        owner = getattr(self, "owner", None)  # Views of it have none.
+        if owner is not None:
+            owner.give(self)
 
 
-class Arena:
+class SharedMemory:
     """The memory of this process that others of its host can read.
 
-    file: its number here, by which others find it; token: what they find at its beginning. start: where it begins in
-    memory. end: what lies behind was never used. left: places before that are free, by their bytes; freed: those that
-    are free, and are not yet among them. used: the bytes of pieces that are somebody's, and of these. era: how often
-    the process was forked: what was in use then is not used again while a child lives that may look at it.
+    file: its number, by which others find it; token: what they find at its beginning. start: its address. end: nothing
+    behind it was ever used. left: free places before that, by their bytes; freed: free places that are not yet in
+    `left`. used: the bytes of pieces in use, and of those in `freed`. era: the number of forks so far: what was in use
+    before a fork is not used again while a child lives that may look at it.
     """
 
     def __init__(self):
@@ -85,11 +83,11 @@ class Arena:
         self.held: deque[tuple[int, int, int]] = deque()
 
     def serve(self) -> None:
-        """Large arrays are taken from here from now on; what was taken before is not used again."""
+        """Take large arrays from here from now on; what was taken before is not used again."""
         pool.take_from(partial(self.take))
 
     def take(self, nbytes: int) -> _Piece | None:
-        """Memory for a large array; None where there is no more."""
+        """Memory for a large array; None where there is none."""
         nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         if self.held:
             self._look_at_children()
@@ -102,17 +100,17 @@ class Arena:
         if at is None:
             return None
         piece = _Piece(nbytes, np.uint8, self.memory, at)
-        piece.arena, piece.at, piece.era = self, at, self.era
+        piece.owner, piece.at, piece.era = self, at, self.era
         return piece
 
     def _place_for(self, nbytes: int) -> int | None:
-        """Where so many bytes are free, which are used from now on."""
-        self._gather()
-        most = pool.most_of_source() - nbytes
-        if self.used > most:
-            pool.let_go(self.used - most)
-            self._gather()
-            if self.used > most:
+        """Reserve so many bytes: their place."""
+        self._collect_freed()
+        limit = pool.most_of_source() - nbytes
+        if self.used > limit:
+            pool.let_go(self.used - limit)
+            self._collect_freed()
+            if self.used > limit:
                 return None
         at = self._unused(nbytes)
         if at is None:
@@ -127,7 +125,7 @@ class Arena:
         return at
 
     def _unused(self, nbytes: int) -> int | None:
-        """A place of so many bytes that is no longer free."""
+        """A free place of so many bytes, no longer listed as free."""
         places = self.left.get(nbytes)
         if not places and self.end + nbytes > self.nbytes:
             self._merge(nbytes)
@@ -139,15 +137,15 @@ class Arena:
         self.end += nbytes
         return self.end - nbytes
 
-    def _gather(self) -> None:
-        """What was freed is there for others."""
+    def _collect_freed(self) -> None:
+        """List what was freed as free."""
         while self.freed:
             at, nbytes = self.freed.popleft()
             self.left.setdefault(nbytes, []).append(at)
             self.used -= nbytes
 
     def _merge(self, nbytes: int) -> None:
-        """Make one place of those that lie side by side, and two of one that is larger than is asked for."""
+        """Merge adjacent free places, and split one that is larger than needed."""
         runs: list[list[int]] = []
         for at, length in sorted((at, length) for length, places in self.left.items() for at in places):
             if runs and sum(runs[-1]) == at:
@@ -164,10 +162,10 @@ class Arena:
             self.left.setdefault(length, []).append(at)
 
     def give(self, piece: _Piece) -> None:
-        """Nobody uses a piece any more: its pages go back to the system."""
+        """Nobody uses a piece any more: return its pages to the system."""
         if piece.era == self.era:
             self._free(piece.at, piece.nbytes)
-        elif _arena is self:  # and in no child
+        elif _shared_memory is self:  # and in no child
             self.held.append((piece.era, piece.at, piece.nbytes))
             self._look_at_children()
 
@@ -179,11 +177,11 @@ class Arena:
         self.freed.append((at, nbytes))
 
     def close(self) -> None:
-        """The program ends: what others still read stays. It goes with the last of those who map it."""
+        """The program ends: what others still read stays, until the last of them unmaps it."""
         self.remove = _nothing
 
     def place(self, x: np.ndarray) -> int | None:
-        """How far from the beginning the first entry of an array lies; None for one that lies elsewhere."""
+        """The offset of the first entry of an array; None if the array lies elsewhere."""
         if x.base is None:
             return None
         at = pool.address(x) - self.start
@@ -207,20 +205,20 @@ class Arena:
             os.close(writer)
 
     def in_a_child(self) -> None:
-        """A child sees what its parent has, and writes for itself alone."""
+        """Map the memory privately: a child sees what its parent has, and writes for itself alone."""
         self.era += 1
         for reader in self.forks.values():
             if reader >= 0:
                 os.close(reader)
-        place = _mmap()
-        nothing = place(self.start, self.nbytes, 0, _PRIVATELY | _ANONYMOUS, -1, 0)
-        mine = place(self.start, self.end, mmap.PROT_READ | mmap.PROT_WRITE, _PRIVATELY, self.file, 0)
-        if not nothing == mine == self.start:
+        mmap_at = _mmap()
+        reserved = mmap_at(self.start, self.nbytes, 0, _PRIVATELY | _ANONYMOUS, -1, 0)
+        private = mmap_at(self.start, self.end, mmap.PROT_READ | mmap.PROT_WRITE, _PRIVATELY, self.file, 0)
+        if not reserved == private == self.start:
             os.write(2, b"spmd: a child of os.fork cannot have the memory of its parent's arrays to itself\n")
             os._exit(1)
 
     def _look_at_children(self) -> None:
-        """Free what was held for children that are gone by now."""
+        """Free what was held for children that have ended."""
         if not self.lock.acquire(blocking=False):
             return  # another time
         try:
@@ -251,58 +249,58 @@ def _mmap() -> Any:
     return call
 
 
-_arena: Arena | None = None
+_shared_memory: SharedMemory | None = None
 _asked = False
 
 
-def arena() -> Arena | None:
-    """The arena of this process, from which large arrays are taken from the first call on; None where the system has no
-    such memory, and in a child, which is no process of the job."""
-    global _arena, _asked
+def shared_memory() -> SharedMemory | None:
+    """This process's shared memory, from which large arrays are taken from the first call on; None where the system has
+    none, and in a child of os.fork, which is no process of the job."""
+    global _shared_memory, _asked
     if not _asked:
         _asked = True
         with suppress(OSError, AttributeError, ValueError):
-            _arena = Arena()
-            atexit.register(_arena.close)
-            _arena.serve()
-    return _arena
+            _shared_memory = SharedMemory()
+            atexit.register(_shared_memory.close)
+            _shared_memory.serve()
+    return _shared_memory
 
 
 def _before_a_fork() -> None:
-    if _arena is not None:
-        _arena.before_a_fork()
+    if _shared_memory is not None:
+        _shared_memory.before_a_fork()
 
 
 def _in_the_parent() -> None:
-    if _arena is not None:
-        _arena.in_the_parent()
+    if _shared_memory is not None:
+        _shared_memory.in_the_parent()
 
 
 def _in_a_child() -> None:
-    global _arena, _asked
-    if _arena is not None:
-        _arena.in_a_child()
-    _arena, _asked = None, True
+    global _shared_memory, _asked
+    if _shared_memory is not None:
+        _shared_memory.in_a_child()
+    _shared_memory, _asked = None, True
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before_a_fork, after_in_parent=_in_the_parent, after_in_child=_in_a_child)
+os.register_at_fork(before=_before_a_fork, after_in_parent=_in_the_parent, after_in_child=_in_a_child)
 
 
 _windows: weakref.WeakValueDictionary[tuple[int, int], mmap.mmap] = weakref.WeakValueDictionary()
 
 
 def window(pid: int, file: int) -> mmap.mmap:
-    """The arena of another process of this host, to be read. Raises OSError or ValueError where there is none."""
+    """The shared memory of another process of this host, for reading. Raises OSError or ValueError where there is
+    none."""
     path = f"/proc/{pid}/fd/{file}"
     if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
         raise FileNotFoundError(path)
     opened = os.open(path, os.O_RDONLY)
     try:
-        known = os.fstat(opened)
-        found = _windows.get((known.st_dev, known.st_ino))
-        if found is None:
-            found = _windows[known.st_dev, known.st_ino] = mmap.mmap(opened, 0, prot=mmap.PROT_READ)
-        return found
+        status = os.fstat(opened)
+        window_ = _windows.get((status.st_dev, status.st_ino))
+        if window_ is None:
+            window_ = _windows[status.st_dev, status.st_ino] = mmap.mmap(opened, 0, prot=mmap.PROT_READ)
+        return window_
     finally:
         os.close(opened)

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from spmd.errors import caller, message
+from spmd.transport.launcher import LAUNCHERS
 from spmd.transport.processes.shared_files import (
     PARENT,
     STATUS,
@@ -35,21 +36,18 @@ from spmd.transport.processes.shared_files import (
     stat_of,
 )
 
-__all__ = [
-    *("FAILED", "FOLLOWS", "LEFT", "RUNNING", "WAITING"),
-    *("Board", "Meetings", "file_of_launcher"),
-]
+__all__ = ["FAILED", "FOLLOWS", "LEFT", "RUNNING", "WAITING", "Meetings", "StatusBoard", "file_of_launcher"]
 
 RUNNING, WAITING, FAILED, FOLLOWS, LEFT = range(5)
 """What a process does. FAILED: it ends with an error of its own. FOLLOWS: it ends with another's."""
 
-_GROUPS = 256
+_GROUPS_MAX = 256
 """Groups whose meetings a row counts: those that were new the latest."""
 
-_RANKS = 1024
+_RANKS_MAX = 1024
 """Ranks that a row can name; of larger jobs only the others' states are known."""
 
-_FAILURES = 16
+_FAILURES_MAX = 16
 """Maps that failed which a row tells of. Who catches an error may try again, and fail again, before others look."""
 
 _ROW = np.dtype(
@@ -61,13 +59,13 @@ _ROW = np.dtype(
         ("run", "i8"),  # in which map
         ("pid", "i8"),
         ("cpu", "f8"),  # seconds of the processor so far
-        ("told", "i8"),  # the beat up to which it has told its collectives
-        ("groups", "i8", _GROUPS),
-        ("met", "i8", _GROUPS),
-        ("members", "u1", _RANKS // 8),  # a bit for each rank of the group that it waits for
+        ("published", "i8"),  # the beat up to which it has written its collectives
+        ("groups", "i8", _GROUPS_MAX),
+        ("met", "i8", _GROUPS_MAX),
+        ("members", "u1", _RANKS_MAX // 8),  # a bit for each rank of the group that it waits for
         ("calls", "S4096"),  # its last collectives, the latest first, a line each
-        ("broken", "i8", _FAILURES),  # the last maps that failed here, by their numbers
-        ("errors", "S4096", _FAILURES),  # and how
+        ("broken", "i8", _FAILURES_MAX),  # the last maps that failed here, by their numbers
+        ("errors", "S4096", _FAILURES_MAX),  # and how
         ("end", "S4096"),  # the error that it ends with
     ]
 )
@@ -76,7 +74,7 @@ _LOCAL_SIZES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "LOCAL_WORLD_SI
 
 _SEPARATOR = "\x1f"
 _BEAT, _STATE, _GROUP, _MEETING, _RUN = range(5)
-_PULSE = 0.25
+_PUBLISH_INTERVAL = 0.25
 """Seconds between two entries of a process that does not wait."""
 
 
@@ -91,12 +89,12 @@ class Meetings:
 
     def __init__(self, group: int, ranks: Sequence[int]):
         self.group, self.count = group, 0
-        bits = np.zeros(_RANKS, bool)
-        bits[[r for r in ranks if r < _RANKS]] = True
+        bits = np.zeros(_RANKS_MAX, bool)
+        bits[[r for r in ranks if r < _RANKS_MAX]] = True
         self.members = np.packbits(bits)
 
 
-class Board:
+class StatusBoard:
     """The rows of the processes of this host, by their rank in the world; those of other hosts are empty.
 
     rank: of this process in the world. size: of the world. whole: whether all of it is on this host, as the launcher
@@ -134,15 +132,15 @@ class Board:
         self.failures_here = 0
         self.stop = threading.Event()
         self.lock = threading.Lock()
-        threading.Thread(target=self._beat, name="spmd-board", daemon=True).start()
+        threading.Thread(target=self._publish_regularly, name="spmd-board", daemon=True).start()
 
     # What this process does
 
-    def meetings(self, group: int, ranks: Sequence[int]) -> Meetings:
+    def rendezvous_of(self, group: int, ranks: Sequence[int]) -> Meetings:
         """Those of the group of this number, of these ranks."""
         return self.known.get(group) or self.known.setdefault(group, Meetings(group, ranks))
 
-    def come(self, meetings: Meetings, call: Any) -> None:
+    def enter(self, meetings: Meetings, call: Any) -> None:
         """It has come to the next meeting of a group. Others can see that when it waits there, or has told."""
         meetings.count += 1
         if self.coming is not meetings:
@@ -152,7 +150,7 @@ class Board:
             self.latest = call
             self.recent.append(call)
 
-    def wait(self, run: int) -> None:
+    def start_waiting(self, run: int) -> None:
         """It waits from now on, in a map, for the others of the meeting that it has come to."""
         head, meetings = self.head, self.coming
         with self.lock:
@@ -175,14 +173,14 @@ class Board:
         """A place for those of a group, that of the one that was new the longest ago where all are taken."""
         place = self.places.get(meetings.group)
         if place is None:
-            place = self.places.pop(next(iter(self.places))) if len(self.places) == _GROUPS else len(self.places)
+            place = self.places.pop(next(iter(self.places))) if len(self.places) == _GROUPS_MAX else len(self.places)
             self.places[meetings.group] = place
             self.row["groups"][place] = 0
             self.met[place] = meetings.count
             self.row["groups"][place] = meetings.group
         return place
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """It waits no longer."""
         self.head[_STATE] = RUNNING
         self.head[_BEAT] += 1
@@ -194,34 +192,34 @@ class Board:
         One at a time, for it looks as if it had left while it asks who has come.
         """
         with nullcontext() if self.file is None else self.file.locked():
-            self._come_again(-1)
-            gone = bool(self.missing(self.rank))
-            if not gone:
-                self._come_again(1)
-        return gone
+            self._add_count(-1)
+            withdrawn = bool(self.missing(self.rank))
+            if not withdrawn:
+                self._add_count(1)
+        return withdrawn
 
-    def _come_again(self, times: int) -> None:
+    def _add_count(self, times: int) -> None:
         with self.lock:
             self.coming.count += times
             self._count()
 
     def fail(self, run: int, origin: int, who: str, error: str) -> None:
         """A map has failed here, for the error that a worker raised, in the process `origin`."""
-        place = self.failures_here % _FAILURES
+        place = self.failures_here % _FAILURES_MAX
         self.failures_here += 1
         self.row["broken"][place] = 0  # Nobody reads a text that is being written.
         self.row["errors"][place] = f"{origin}{_SEPARATOR}{who}{_SEPARATOR}{error}".encode()[:4096]
         self.row["broken"][place] = run
         self.head[_BEAT] += 1
 
-    def end(self, state: int, error: str = "") -> None:
+    def finish(self, state: int, error: str = "") -> None:
         """It ends with an error, or has left the program."""
         self.row["end"] = error.encode()[:4096]
-        self.tell()
+        self.publish()
         self.head[_STATE] = state
         self.head[_BEAT] += 1
 
-    def tell(self) -> None:
+    def publish(self) -> None:
         """Write what it called last, and how much it has worked."""
         with self.lock:
             self._count()
@@ -230,19 +228,19 @@ class Board:
                 self.written = calls
                 self.row["calls"] = "\n".join(f"{c} {c.source}" for c in reversed(calls)).encode()[:4096]
             self.row["cpu"] = time.process_time()
-            self.row["told"] = beat
+            self.row["published"] = beat
 
     def close(self) -> None:
         """It leaves the program; the last to do so takes the file away."""
         self.stop.set()
-        self.end(LEFT)
-        known = [r for r in range(self.size) if self.whole or self.here(r)]  # Of all, some may not have come yet.
-        if all(self.here(r) and (self.rows[r]["state"] == LEFT or self.has_died(r)) for r in known):
+        self.finish(LEFT)
+        ranks = [r for r in range(self.size) if self.whole or self.is_local(r)]  # Of all, some may not have come yet.
+        if all(self.is_local(r) and (self.rows[r]["state"] == LEFT or self.has_died(r)) for r in ranks):
             self._unlink()
 
-    def _beat(self) -> None:
-        while not self.stop.wait(_PULSE):
-            self.tell()
+    def _publish_regularly(self) -> None:
+        while not self.stop.wait(_PUBLISH_INTERVAL):
+            self.publish()
             if self.named and 0 < max(_local_sizes(), default=0) <= np.count_nonzero(self.rows["pid"]):
                 self._unlink()  # All have mapped it: nothing is left behind, however they end.
 
@@ -253,42 +251,44 @@ class Board:
 
     # What others do
 
-    def here(self, rank: int) -> bool:
+    def is_local(self, rank: int) -> bool:
         """Whether a process is on this host, and has come as far as this."""
         return bool(self.rows[rank]["pid"])
 
-    def knows(self, rank: int) -> bool:
+    def is_known(self, rank: int) -> bool:
         """Whether this process knows of another: it is here, or those of its host have been asked."""
-        return self.here(rank) or (self.hosts is not None and rank in self.hosts.rows)
+        return self.is_local(rank) or (self.hosts is not None and rank in self.hosts.rows)
 
     def row_of(self, rank: int) -> Any:
         """What a process has written, by fields; on another host, as it was a moment ago."""
-        return self.rows[rank] if self.hosts is None or self.here(rank) else self.hosts.rows.get(rank, self.rows[rank])
+        return (
+            self.rows[rank] if self.hosts is None or self.is_local(rank) else self.hosts.rows.get(rank, self.rows[rank])
+        )
 
-    def meet(self, rank: int, address: bytes) -> None:
+    def add_address(self, rank: int, address: bytes) -> None:
         """Another process can be asked there, if it is on another host."""
         if self.hosts is not None:
-            self.hosts.meet(rank, address)
+            self.hosts.add_address(rank, address)
 
-    def ask(self) -> None:
+    def poll(self) -> None:
         """Ask other hosts for what they know, from now on for a moment."""
         if self.hosts is not None:
-            self.hosts.ask()
+            self.hosts.poll()
 
-    def fresh(self, ranks: Iterable[int], since: float) -> bool:
+    def is_fresh(self, ranks: Iterable[int], since: float) -> bool:
         """Whether what is known of processes is later than a moment."""
-        return self.hosts is None or self.hosts.fresh(ranks, since)
+        return self.hosts is None or self.hosts.is_fresh(ranks, since)
 
-    def worked(self, rank: int) -> float:
+    def cpu_seconds(self, rank: int) -> float:
         """The seconds of the processor that a process has used. The system knows it of one that does not get to write
         it, in a long call that holds the interpreter."""
-        fields = stat_of(int(self.rows[rank]["pid"])) if self.here(rank) else None
+        fields = stat_of(int(self.rows[rank]["pid"])) if self.is_local(rank) else None
         if fields is None:
             return float(self.row_of(rank)["cpu"])
         return (int(fields[UTIME]) + int(fields[STIME])) / os.sysconf("SC_CLK_TCK")
 
     def has_died(self, rank: int) -> bool:
-        if not self.here(rank):
+        if not self.is_local(rank):
             return self.hosts is not None and self.hosts.has_died(rank)
         pid = int(self.rows[rank]["pid"])
         fields = stat_of(pid)
@@ -315,58 +315,58 @@ class Board:
         if row["state"] != WAITING or group == 0:
             return []
         members = np.flatnonzero(np.unpackbits(row["members"])[: self.size]).tolist()
-        known = [m for m in members if m != rank and (self.whole or self.knows(m))]
-        return [m for m in known if not self.arrived(m, group, meeting)]
+        members_seen = [m for m in members if m != rank and (self.whole or self.is_known(m))]
+        return [m for m in members_seen if not self.arrived(m, group, meeting)]
 
-    def circle(self) -> dict[int, list[int]]:
+    def wait_cycle(self) -> dict[int, list[int]]:
         """Who waits in vain, each with those that it waits for: for each other, or for one that has left. Not those in
         a map that has failed elsewhere, for they go on as soon as they see it."""
-        known = list(filter(self.knows, range(self.size)))
-        failed = {int(run) for r in known for run in self.row_of(r)["broken"]} - {0}
-        ended = {r for r in known if self.row_of(r)["state"] == LEFT or self.has_died(r)}
+        ranks = list(filter(self.is_known, range(self.size)))
+        failed = {int(run) for r in ranks for run in self.row_of(r)["broken"]} - {0}
+        ended = {r for r in ranks if self.row_of(r)["state"] == LEFT or self.has_died(r)}
         waits: dict[int, list[int]] = {}
-        for rank in known:
+        for rank in ranks:
             absent = self.missing(rank) if rank not in ended and int(self.row_of(rank)["run"]) not in failed else []
             if absent:
                 waits[rank] = absent
         while True:
-            kept = {r: absent for r, absent in waits.items() if any(m in waits or m in ended for m in absent)}
-            if len(kept) == len(waits):
-                return kept
-            waits = kept
+            closed = {r: absent for r, absent in waits.items() if any(m in waits or m in ended for m in absent)}
+            if len(closed) == len(waits):
+                return closed
+            waits = closed
 
-    def beats(self, ranks: Sequence[int]) -> tuple[int, ...]:
+    def progress(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """What changes with the rows of some processes, and with the meetings that they come to, once they tell."""
         return tuple(int(self.row_of(r)["beat"]) + int(self.row_of(r)["met"].sum()) for r in ranks)
 
-    def have_told(self, ranks: Iterable[int]) -> bool:
+    def have_published(self, ranks: Iterable[int]) -> bool:
         """Whether processes have told what they wait in: that is written later than that they wait."""
-        return all(self.row_of(r)["told"] >= self.row_of(r)["beat"] for r in ranks)
+        return all(self.row_of(r)["published"] >= self.row_of(r)["beat"] for r in ranks)
 
     def calls(self, rank: int) -> list[str]:
         """The last collectives of a process, the latest first."""
         return self.row_of(rank)["calls"].decode(errors="replace").splitlines()
 
-    def broken(self, run: int, ranks: Sequence[int]) -> tuple[int, str, str] | None:
+    def failure_of(self, run: int, ranks: Sequence[int]) -> tuple[int, str, str] | None:
         """Of the first of some processes in which a map has failed, where which worker raised what."""
         for r in ranks:
             row = self.row_of(r)
             (places,) = np.nonzero(row["broken"] == run)
-            if len(places) and self.knows(r):
+            if len(places) and self.is_known(r):
                 origin, who, error = row["errors"][places[0]].decode(errors="replace").split(_SEPARATOR, 2)
                 return int(origin), who, error
         return None
 
-    def has_gone_on(self, rank: int) -> bool:
+    def has_recovered(self, rank: int) -> bool:
         """Whether a process that has raised an error has caught it, or is no more."""
         return int(self.row_of(rank)["state"]) in (WAITING, LEFT) or self.has_died(rank)
 
-    def failures(self, state: int = FAILED) -> dict[int, str]:
+    def end_errors(self, state: int = FAILED) -> dict[int, str]:
         """The errors that processes ended with."""
         return {
             r: self.row_of(r)["end"].decode(errors="replace")
             for r in range(self.size)
-            if self.knows(r) and self.row_of(r)["state"] == state
+            if self.is_known(r) and self.row_of(r)["state"] == state
         }
 
 
@@ -399,20 +399,17 @@ def file_of_launcher(nbytes: int) -> SharedFile:
     return elected(job_name(_launcher()), nbytes)
 
 
-_LAUNCHERS = ("hydra_pmi_proxy", "mpiexec", "mpirun", "orted", "prted", "prterun", "slurmstepd")
-
-
 def _launcher() -> int:
     """The process that has started those of this host. Between them may be others, such as a shell or `uv run`: they
     have this process's place in the world in their environment."""
     names = ("PMI_RANK", "PMI_FD", "PMIX_RANK", "PMIX_NAMESPACE")
-    mine = {f"{name}={os.environ[name]}".encode() for name in names if name in os.environ}
+    own_variables = {f"{name}={os.environ[name]}".encode() for name in names if name in os.environ}
     parent = os.getppid()
-    while mine:
+    while own_variables:
         try:
             folder = Path(f"/proc/{parent}")
-            between = mine <= set((folder / "environ").read_bytes().split(b"\0"))
-            if not between or (folder / "comm").read_text().strip().startswith(_LAUNCHERS):
+            between = own_variables <= set((folder / "environ").read_bytes().split(b"\0"))
+            if not between or (folder / "comm").read_text().strip().startswith(LAUNCHERS):
                 break
         except OSError:
             break

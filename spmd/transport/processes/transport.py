@@ -32,12 +32,12 @@ from spmd.transport.processes.announce import Pending
 from spmd.transport.processes.channel import Channel, bytes_of
 from spmd.transport.processes.comm import ProcessComm
 from spmd.transport.processes.headers import digest
-from spmd.transport.processes.job import end_the_job_on_error, no_job_of_a_child
+from spmd.transport.processes.job import abort, end_the_job_on_error, no_job_of_a_child
 from spmd.transport.processes.mailbox import shared
 from spmd.transport.processes.shared_files import machine
-from spmd.transport.processes.shared_memory import arena
-from spmd.transport.processes.status_board import Board
-from spmd.transport.processes.watchdog import Watchdog, let_others, like, time_limit
+from spmd.transport.processes.shared_memory import shared_memory
+from spmd.transport.processes.status_board import StatusBoard
+from spmd.transport.processes.watchdog import Watchdog, error_like, let_others, time_limit
 
 __all__ = ["ProcessTransport", "start"]
 
@@ -45,7 +45,7 @@ _HOST = np.dtype([("name", "i8"), ("cores", "u1", 4096)])
 """What a process tells of its host: a number for its name, and the cores that it may use."""
 
 
-class _End(Call):
+class _EndOfMap(Call):
     """The side of a worker that has left the map, where others still call."""
 
     __slots__ = ("last",)
@@ -67,11 +67,11 @@ def start(of: str) -> Call:
     return Call(of, (), np.dtype(bool), (), frame=sys._getframe())
 
 
-def disconnected(call: Call | None, said: str) -> TransportError:
+def disconnected(call: Call | None, reason: str) -> TransportError:
     """A connection was closed, and nobody knows why."""
     return TransportError.at(
         str(call) if call is not None else "a collective",
-        got=f"a connection that was closed ({said})",
+        got=f"a connection that was closed ({reason})",
         need="every worker's process, until all are through",
         mend="look for what another worker has printed",
     )
@@ -90,14 +90,14 @@ class ProcessTransport(Transport):
     places: Any = None
     """Where blocks lie on GPUs, if they do."""
 
-    def __init__(self, worker: int, ranks: Shape, board: Callable[[], Board | None]):
+    def __init__(self, worker: int, ranks: Shape, status_board: Callable[[], StatusBoard | None]):
         self.size = len(ranks)
         self.local = (worker,)
         self.everyone = Group((), (), tuple(range(self.size)), worker)
         self.describe: Callable[[int], str] = lambda worker: f"worker {worker}"
         self.ranks = ranks
-        self.flying: set[Pending] = set()
-        self.lost: list[Any] = []
+        self.pending: set[Pending] = set()
+        self.abandoned: list[Any] = []
         """Requests that nobody will wait for any more, and their buffers."""
         self.unread: dict[Shape, list[Any]] = {}
         """What the members of a group were told of before a map failed, which they may still read until they meet."""
@@ -108,13 +108,13 @@ class ProcessTransport(Transport):
         self.runs = 0
         self.comm = self.comm_type(self)
         self.failed = 0
-        self.number = self._number_of("before the first map")
-        self.broken = 0
+        self.stage = self._number_of("before the first map")
+        self.failed_stage = 0
         self.time_limit = time_limit()
         self.checks = checks_are_on()
-        self.board = board() if self.checks and self.size > 1 else None
-        if self.board is not None:
-            arena()  # What is made from now on can be read by the others of this host.
+        self.status_board = status_board() if self.checks and self.size > 1 else None
+        if self.status_board is not None:
+            shared_memory()  # What is made from now on can be read by the others of this host.
         self._threads: int | None = None
         self.channels: dict[Shape, Channel] = {}
         end_the_job_on_error()
@@ -151,7 +151,11 @@ class ProcessTransport(Transport):
         """All are about to run a map: an engine may make here what needs them all."""
 
     def leave(self, code: Any) -> None:
-        """This worker leaves the program with sys.exit(code) while the others are in a map."""
+        """End the whole job with sys.exit(code) of this worker in a map, unless that reports success."""
+        if code not in (None, 0):
+            if not isinstance(code, int):
+                print(code, file=sys.stderr)
+            abort(code if isinstance(code, int) else 1)
 
     # What is the same for all
 
@@ -163,35 +167,35 @@ class ProcessTransport(Transport):
 
     def _share_of_cores(self, call: Call) -> int:
         channel = self.channel(self.everyone.members, call)
-        self._gather(self.everyone.members, call)
-        mine = np.zeros((), _HOST)
-        mine["name"] = digest(machine())
-        mine["cores"][list(core_numbers())] = 1
-        all_of_them = np.empty(self.size, _HOST)
+        self._wait_for_members(self.everyone.members, call)
+        own = np.zeros((), _HOST)
+        own["name"] = digest(machine())
+        own["cores"][list(core_numbers())] = 1
+        hosts = np.empty(self.size, _HOST)
         sizes = [_HOST.itemsize] * self.size
-        self.arrive(channel.all_gather(bytes_of(mine), all_of_them.view(np.uint8), sizes), call, (mine, all_of_them))
+        self.arrive(channel.all_gather(bytes_of(own), hosts.view(np.uint8), sizes), call, (own, hosts))
         shares = []
-        for name in np.unique(all_of_them["name"]):
-            here = all_of_them[all_of_them["name"] == name]
+        for name in np.unique(hosts["name"]):
+            here = hosts[hosts["name"] == name]
             cores = here["cores"].any(axis=0)  # A launcher may have bound each process to cores of its own.
             shares.append(share_of_cores(len(here), int(cores.sum())))
         return min(shares)
 
     def channel(self, members: Shape, call: Call | None = None) -> Any:
         """The channel of some workers, in this order, made when they first meet: in a call, or the last one."""
-        found = self.channels.get(members)
-        if found is None:
-            ordered, call, board = tuple(sorted(members)), call or self.last, self.board
-            self._gather(ordered, call)
-            found = self._opened(members, call or start("a map"))
+        channel = self.channels.get(members)
+        if channel is None:
+            ordered, call, status_board = tuple(sorted(members)), call or self.last, self.status_board
+            self._wait_for_members(ordered, call)
+            channel = self._opened(members, call or start("a map"))
             group, ranks = self._group(members)
-            found.meetings = None if board is None else board.meetings(group, ranks)
+            channel.meetings = None if status_board is None else status_board.rendezvous_of(group, ranks)
             if members == ordered and self.checks and len(members) > 1:  # headers go in the order of the workers
-                here = board is not None and all(map(board.here, ranks))
-                found.share(shared(here, found.me, len(members), lambda x: self._everyones(found, x, call)))
+                here = status_board is not None and all(map(status_board.is_local, ranks))
+                channel.share(shared(here, channel.me, len(members), lambda x: self._all_gather(channel, x, call)))
                 self.unread.pop(members, None)
-            self.channels[members] = found
-        return found
+            self.channels[members] = channel
+        return channel
 
     def _opened(self, members: Shape, call: Call) -> Channel:
         try:
@@ -203,14 +207,14 @@ class ProcessTransport(Transport):
     def watched(self, work: Callable[[], Any], call: Call) -> Any:
         """What `work` gives, in which an engine waits for others. They may fail meanwhile, where they are not all known
         to have come to it: those of one host are."""
-        if self.board is None or self.board.whole:
+        if self.status_board is None or self.status_board.whole:
             return work()
         return Watchdog(self, call).through(work)
 
-    def _everyones(self, channel: Channel, mine: bytes, call: Call | None) -> list[bytes]:
+    def _all_gather(self, channel: Channel, token: bytes, call: Call | None) -> list[bytes]:
         """Eight bytes of each member of a channel, by messages."""
         rows = np.empty((len(channel.others) + 1, 8), np.uint8)
-        send = np.frombuffer(mine, np.uint8)
+        send = np.frombuffer(token, np.uint8)
         self.arrive(channel.all_gather(send, rows.reshape(-1), [8] * len(rows)), call, (send, rows))
         return [row.tobytes() for row in rows]
 
@@ -221,53 +225,53 @@ class ProcessTransport(Transport):
 
     def swap(self, channel: Channel, nbytes: int, call: Call) -> None:
         """Headers go to all members of a channel, and come from them: a meeting."""
-        board, mail = self.board, channel.mail
-        if board is None:
+        status_board, mailbox = self.status_board, channel.mailbox
+        if status_board is None:
             self.wait_for(channel.swap(nbytes))
             return
-        if self.broken == self.number:
-            raise self._failed_before()
-        board.come(channel.meetings, call)
+        if self.failed_stage == self.stage:
+            raise self._earlier_failure()
+        status_board.enter(channel.meetings, call)
         try:
-            if mail is not None:
-                if self.flying or not board.whole:
+            if mailbox is not None:
+                if self.pending or not status_board.whole:
                     self.progress()
-                come = mail.swap(let_others)
-                channel.said, channel.heard = mail.said, mail.heard
+                come = mailbox.swap(let_others)
+                channel.outgoing, channel.incoming = mailbox.outgoing, mailbox.incoming
                 if come:
                     return
-                board.wait(self.number)
-                Watchdog(self, call).until(mail.has_come, self.progress)
+                status_board.start_waiting(self.stage)
+                Watchdog(self, call).until(mailbox.has_come, self.progress)
             else:
                 requests = channel.swap(nbytes)
                 if self.has_come(requests):
                     return
-                board.wait(self.number)
+                status_board.start_waiting(self.stage)
                 self.watch(requests, call)
         except BaseException as error:
-            raise self._given_up(error, channel, call)  # noqa: B904 (it is this one, most often)
-        board.go_on()
+            raise self._abandon(error, channel, call)  # noqa: B904 (it is this one, most often)
+        status_board.resume()
 
-    def _failed_before(self) -> Exception:
+    def _earlier_failure(self) -> Exception:
         """The error that the map has failed with, where the body caught it: the others end the map with it."""
-        assert self.board is not None
-        return like(*self.board.broken(self.number, self.ranks) or (self.board.rank, "", ""))
+        assert self.status_board is not None
+        return error_like(*self.status_board.failure_of(self.stage, self.ranks) or (self.status_board.rank, "", ""))
 
-    def _gather(self, members: Shape, call: Call | None) -> None:
+    def _wait_for_members(self, members: Shape, call: Call | None) -> None:
         """Wait until all of these workers are here, before something is made that needs them all."""
-        if self.board is None or call is None:
+        if self.status_board is None or call is None:
             return
-        if self.broken == self.number:
-            raise self._failed_before()
+        if self.failed_stage == self.stage:
+            raise self._earlier_failure()
         number, ranks = self._group(members)
-        self.board.come(self.board.meetings(number, ranks), call)
-        self.board.wait(self.number)
-        rank = self.board.rank
-        if self.board.whole:
+        self.status_board.enter(self.status_board.rendezvous_of(number, ranks), call)
+        self.status_board.start_waiting(self.stage)
+        rank = self.status_board.rank
+        if self.status_board.whole:
             try:
-                Watchdog(self, call).until(lambda: not self.board.missing(rank))  # type: ignore[union-attr]
+                Watchdog(self, call).until(lambda: not self.status_board.missing(rank))  # type: ignore[union-attr]
             except BaseException as error:
-                if self.board.withdraw() or not isinstance(error, Exception):
+                if self.status_board.withdraw() or not isinstance(error, Exception):
                     self.fail(error)
                     raise
         else:
@@ -276,28 +280,28 @@ class ProcessTransport(Transport):
             except BaseException as error:
                 self.fail(error)
                 raise
-        self.board.go_on()
+        self.status_board.resume()
 
     def fail(self, error: BaseException) -> None:
         """A map has failed here. Others that wait in it learn so, and fail alike; then all meet on new channels, for on
         the old ones something may be under way that will never end."""
-        if self.board is not None:
-            self.board.go_on()
-        if self.board is not None and self.broken != self.number:
-            self.broken = self.number
+        if self.status_board is not None:
+            self.status_board.resume()
+        if self.status_board is not None and self.failed_stage != self.stage:
+            self.failed_stage = self.stage
             self.failed += 1
             for members, channel in self.channels.items():
-                if channel.mail is not None:
-                    self.unread.setdefault(members, []).append((channel.mail.before, channel.mail.now))
+                if channel.mailbox is not None:
+                    self.unread.setdefault(members, []).append((channel.mailbox.before, channel.mailbox.now))
                 channel.share(None)
             self.channels.clear()
             who = getattr(error, "peer", None) or self.describe(self.local[0])
-            origin = getattr(error, "origin", self.board.rank)
-            self.board.fail(self.number, origin, who, f"{class_name(error)}: {error}")
+            origin = getattr(error, "origin", self.status_board.rank)
+            self.status_board.fail(self.stage, origin, who, f"{class_name(error)}: {error}")
 
     def arrive(self, requests: list[Any], call: Call | None, buffers: Any = None) -> None:
         """Wait for requests; buffers are what they read and write."""
-        if self.board is None:
+        if self.status_board is None:
             self.wait_for(requests)
             return
         try:
@@ -305,12 +309,12 @@ class ProcessTransport(Transport):
                 return
             self.watch(requests, call)
         except BaseException as error:
-            raise self._given_up(error, (requests, buffers), call)  # noqa: B904 (it is this one, most often)
-        self.board.go_on()
+            raise self._abandon(error, (requests, buffers), call)  # noqa: B904 (it is this one, most often)
+        self.status_board.resume()
 
-    def _given_up(self, error: BaseException, waited: Any, call: Call | None) -> BaseException:
+    def _abandon(self, error: BaseException, waited: Any, call: Call | None) -> BaseException:
         """A wait ends with an error: what to raise. What was waited for may come yet, and is written to."""
-        self.lost.append(waited)
+        self.abandoned.append(waited)
         if isinstance(error, self.disconnections):
             error = self._reason(call) or disconnected(call, str(error))
         self.fail(error)
@@ -318,7 +322,7 @@ class ProcessTransport(Transport):
 
     def _reason(self, call: Call | None) -> BaseException | None:
         """What has become of a peer whose connection was lost, as an error, if it comes out."""
-        assert self.board is not None
+        assert self.status_board is not None
         try:
             Watchdog(self, call).reason()
         except BaseException as error:
@@ -347,7 +351,7 @@ class ProcessTransport(Transport):
     def _run(self, body: Callable[[Comm], Any], describe: Callable[[int], str]) -> Outcome:
         self.describe = describe
         self.runs += 1
-        self.number = self._number_of("a map")
+        self.stage = self._number_of("a map")
         self.comm = self.comm_type(self)
         worker = self.local[0]
         started = time.perf_counter()
@@ -362,7 +366,7 @@ class ProcessTransport(Transport):
                 raise
             except BaseException as failure:
                 # To send may fail, too. So may what the body itself does with the engine: then it has its own error.
-                lost = self.board is not None and isinstance(failure, self.disconnections)
+                lost = self.status_board is not None and isinstance(failure, self.disconnections)
                 error = (self._reason(self.last) if lost else None) or failure
                 if isinstance(error, Exception) and not isinstance(error, MismatchError) and not hasattr(error, "peer"):
                     raised_by(error, describe(worker))
@@ -371,13 +375,13 @@ class ProcessTransport(Transport):
                     raise
                 raise error from failure
             finally:
-                if self.broken == self.number:
+                if self.failed_stage == self.stage:
                     self._end_of_map()
         return Outcome({worker: result}, time.perf_counter() - started, 0)
 
     def _end_of_map(self) -> None:
         """A map that has failed is over: what follows has another number, and its error is not of that."""
-        self.number = self._number_of("after a map")
+        self.stage = self._number_of("after a map")
 
     def _number_of(self, stage: str) -> int:
         """What tells this stage of the job from all others, alike in every process. On boards, 0 stands for none."""
@@ -385,20 +389,20 @@ class ProcessTransport(Transport):
 
     def share(self, local: dict[int, Any]) -> dict[int, Any]:
         (value,) = local.values()
-        said = json.dumps(value).encode()
-        send = np.frombuffer(said, np.uint8)
+        own = json.dumps(value).encode()
+        send = np.frombuffer(own, np.uint8)
         with self.lock:
             self._begin()
             try:
-                handle = self.comm._all_gather(self.everyone, _End(send, self.last), send)  # no part of the ledger
+                handle = self.comm._all_gather(self.everyone, _EndOfMap(send, self.last), send)  # no part of the ledger
                 blocks = handle.wait()
             finally:
                 self.running = False
-                if self.broken == self.number:
+                if self.failed_stage == self.stage:
                     self._end_of_map()
             self.last = None
         texts = [block.tobytes() for block in blocks]
-        return {k: value if text == said else json.loads(text) for k, text in enumerate(texts)}  # most say the same
+        return {k: value if text == own else json.loads(text) for k, text in enumerate(texts)}  # most say the same
 
 
 _transports: weakref.WeakSet[ProcessTransport] = weakref.WeakSet()
@@ -422,5 +426,4 @@ def _nothing(*_: Any) -> None:
     pass
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_belong_to_the_parent)
+os.register_at_fork(after_in_child=_belong_to_the_parent)

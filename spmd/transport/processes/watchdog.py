@@ -15,16 +15,16 @@ from spmd.settings import setting
 from spmd.transport.call import Call, deadlock, raised_by
 from spmd.transport.processes.hosts import Hosts
 from spmd.transport.processes.shared_files import SharedFile
-from spmd.transport.processes.status_board import FAILED, FOLLOWS, LEFT, WAITING, Board
+from spmd.transport.processes.status_board import FAILED, FOLLOWS, LEFT, WAITING, StatusBoard
 
 if TYPE_CHECKING:
-    from spmd.transport.processes.base import Connections
+    from spmd.transport.processes.announce import ProcessGroup
 
-__all__ = ["LOOK", "Watchdog", "board_of_the_job", "failed_too", "let_others", "like", "time_limit"]
+__all__ = ["LOOK_INTERVAL", "Watchdog", "error_like", "failed_too", "let_others", "status_board_of_job", "time_limit"]
 
-LOOK = 0.1
+LOOK_INTERVAL = 0.1
 """Seconds between two looks at the others."""
-_AWAKE = 0.006
+_SPIN_SECONDS = 0.006
 """Seconds of a wait before the first nap: about what a message of 64 MB takes from process to process."""
 
 
@@ -34,40 +34,39 @@ def time_limit() -> float:
 
 
 let_others: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))  # not on every system
-_board: Board | None = None
+_status_board: StatusBoard | None = None
 
 
-def board_of_the_job(rank: int, size: int, file: Callable[[int], SharedFile]) -> Board:
+def status_board_of_job(rank: int, size: int, file: Callable[[int], SharedFile]) -> StatusBoard:
     """The board of this job on this host, made at the first call."""
-    global _board
-    if _board is None:
-        _board = Board(rank, size, file)
-        if size > 1 and not _board.whole:
+    global _status_board
+    if _status_board is None:
+        _status_board = StatusBoard(rank, size, file)
+        if size > 1 and not _status_board.whole:
             with suppress(OSError):  # a system without sockets to listen at: of other hosts only the time counts
-                _board.hosts = Hosts(_board)
-                atexit.register(_board.hosts.close)  # which runs after that of the board
-        atexit.register(_board.close)
-    return _board
+                _status_board.hosts = Hosts(_status_board)
+                atexit.register(_status_board.hosts.close)  # which runs after that of the board
+        atexit.register(_status_board.close)
+    return _status_board
 
 
 def _leave_to_the_parent() -> None:
     """A child of os.fork has no place on the board: its end is not that of its parent."""
-    global _board
-    if _board is not None:
-        atexit.unregister(_board.close)
-        _board = None
+    global _status_board
+    if _status_board is not None:
+        atexit.unregister(_status_board.close)
+        _status_board = None
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_to_the_parent)
+os.register_at_fork(after_in_child=_leave_to_the_parent)
 
-_TELLS = 2.0
+_PUBLISH_TIMEOUT = 2.0
 """Seconds that a process has to tell what it waits in, before others say that they wait for it in vain."""
-_AWAY = 10.0
+_ABORT_TIMEOUT = 10.0
 """Seconds after which a process ends the job that should have been ended by another."""
-_REASON = 3.0
+_REASON_TIMEOUT = 3.0
 """Seconds in which it should come out why a connection was closed."""
-_TOGETHER = 0.3
+_SAME_FAILURE_SECONDS = 0.3
 """Seconds in which errors of several processes count as one end of the job."""
 
 
@@ -77,46 +76,46 @@ def failed_too(kind: type[BaseException], error: BaseException) -> list[str]:
 
     error.ranks: who will fail with the same, if that is known.
     """
-    board = _board
-    if board is None:
+    status_board = _status_board
+    if status_board is None:
         return []
-    mine = f"{kind.__name__}: {error}"
+    own_error = f"{kind.__name__}: {error}"
     started = time.monotonic()
     origin = getattr(error, "origin", None)
-    if origin not in (None, board.rank):
-        board.end(FOLLOWS, mine)
-        while time.monotonic() - started < _AWAY and not board.has_gone_on(origin):
-            board.ask()
+    if origin not in (None, status_board.rank):
+        status_board.finish(FOLLOWS, own_error)
+        while time.monotonic() - started < _ABORT_TIMEOUT and not status_board.has_recovered(origin):
+            status_board.poll()
             time.sleep(0.01)  # whoever raised it reports, and ends the job
-        time.sleep(_TOGETHER)
-        if min(board.failures(FOLLOWS)) != board.rank:
-            time.sleep(_AWAY)  # where that one has caught it, the first one of those that have not does so
+        time.sleep(_SAME_FAILURE_SECONDS)
+        if min(status_board.end_errors(FOLLOWS)) != status_board.rank:
+            time.sleep(_ABORT_TIMEOUT)  # where that one has caught it, the first one of those that have not does so
         return []
-    board.end(FAILED, mine)
+    status_board.finish(FAILED, own_error)
     expected = set(getattr(error, "ranks", ()))
-    while (waited := time.monotonic() - started) < _TOGETHER or (
-        waited < 10 * _TOGETHER and not expected <= board.failures().keys()
+    while (waited := time.monotonic() - started) < _SAME_FAILURE_SECONDS or (
+        waited < 10 * _SAME_FAILURE_SECONDS and not expected <= status_board.end_errors().keys()
     ):
-        board.ask()
+        status_board.poll()
         time.sleep(0.01)
-    failures = board.failures()
-    if any(board.has_died(r) for r in failures):
-        time.sleep(_AWAY)  # the job is about to end by one that has reported
-    if min(failures) != board.rank:
-        time.sleep(_AWAY)  # the first one reports, and ends the job
+    failures = status_board.end_errors()
+    if any(status_board.has_died(r) for r in failures):
+        time.sleep(_ABORT_TIMEOUT)  # the job is about to end by one that has reported
+    if min(failures) != status_board.rank:
+        time.sleep(_ABORT_TIMEOUT)  # the first one reports, and ends the job
         return []
-    alike = [r for r in failures if r != board.rank and failures[r] == failures[board.rank]]
-    lines = [f"raised alike by {len(alike)} more processes: {', '.join(map(str, alike))}"] if alike else []
+    same = [r for r in failures if r != status_board.rank and failures[r] == failures[status_board.rank]]
+    lines = [f"raised alike by {len(same)} more processes: {', '.join(map(str, same))}"] if same else []
     return lines + [
         f"rank {r} of the world raised {text.partition(chr(10))[0]}"
         for r, text in failures.items()
-        if r != board.rank and r not in alike
+        if r != status_board.rank and r not in same
     ]
 
 
-def like(origin: int, who: str, said: str) -> Exception:
+def error_like(origin: int, who: str, text_of_error: str) -> Exception:
     """An error like the one that a worker raised in another process, for those that waited for it."""
-    name, _, text = said.partition(": ")
+    name, _, text = text_of_error.partition(": ")
     error = again(name, text)
     error.origin, error.peer = origin, who  # type: ignore[attr-defined]
     raised_by(error, who)
@@ -126,9 +125,9 @@ def like(origin: int, who: str, said: str) -> Exception:
 class Watchdog:
     """One wait of a process in a call."""
 
-    def __init__(self, transport: Connections, call: Call | None):
-        assert transport.board is not None
-        self.transport, self.board, self.call = transport, transport.board, call
+    def __init__(self, transport: ProcessGroup, call: Call | None):
+        assert transport.status_board is not None
+        self.transport, self.status_board, self.call = transport, transport.status_board, call
         self.seen: object = None
         self.since = 0.0
         self.mark: tuple[float, tuple] | None = None
@@ -137,14 +136,14 @@ class Watchdog:
         """Poll until it is done, doing something meanwhile. Raises DeadlockError where that will never be, StallError
         where nothing moves."""
         started = time.monotonic()
-        next_look, awake = started + LOOK, started + _AWAKE
+        next_look, awake = started + LOOK_INTERVAL, started + _SPIN_SECONDS
         while not done():
             meanwhile()
             now = time.monotonic()
             if now > next_look:
-                self._is_seen_to_wait()
+                self._show_waiting()
                 self.look(now)
-                next_look = now + LOOK
+                next_look = now + LOOK_INTERVAL
             if now < awake:
                 let_others()
             else:
@@ -175,44 +174,50 @@ class Watchdog:
 
     def reason(self) -> None:
         """A connection was closed. Raise why, if it comes out."""
-        until = time.monotonic() + _REASON
+        until = time.monotonic() + _REASON_TIMEOUT
         while (now := time.monotonic()) < until:
             self.look(now)
             time.sleep(0.02)
 
-    def _is_seen_to_wait(self) -> None:
+    def _show_waiting(self) -> None:
         """What waits for blocks is to be seen to wait, too: it polls, and would seem to work."""
-        if self.board.head[1] != WAITING and self.board.coming is not None:
-            self.board.wait(self.transport.number)
+        if self.status_board.head[1] != WAITING and self.status_board.coming is not None:
+            self.status_board.start_waiting(self.transport.stage)
 
     def look(self, now: float) -> None:
         """Raise what `until` does, if it is so. To be asked again, because what is seen once may be past."""
-        self.board.tell()
-        self.board.ask()
-        broken = self.board.broken(self.transport.number, self.transport.ranks)
+        self.status_board.publish()
+        self.status_board.poll()
+        broken = self.status_board.failure_of(self.transport.stage, self.transport.ranks)
         if broken is not None:
-            raise like(*broken)
-        circle = self.board.circle()
-        if self.board.rank in circle:
+            raise error_like(*broken)
+        circle = self.status_board.wait_cycle()
+        if self.status_board.rank in circle:
             ranks = sorted({*circle, *(m for absent in circle.values() for m in absent)})
-            if self._is_so_since(now, ranks, circle) and (self.board.have_told(circle) or now - self.since > _TELLS):
+            if self._is_unchanged(now, ranks, circle) and (
+                self.status_board.have_published(circle) or now - self.since > _PUBLISH_TIMEOUT
+            ):
                 raise deadlock(self._waits(circle))
         else:
             # Whoever waits for blocks is in no circle. But no map ends of which a process has died.
             dead = self._dead()
             if not dead:
                 self.seen = None
-            elif self._is_so_since(now, dead, dead) and now - self.since > _TELLS:
-                raise deadlock(self._waits({self.board.rank: dead}))
+            elif self._is_unchanged(now, dead, dead) and now - self.since > _PUBLISH_TIMEOUT:
+                raise deadlock(self._waits({self.status_board.rank: dead}))
         limit = self.transport.time_limit
         if not limit:
             return
         # Whoever computes, or goes from collective to collective, makes progress.
-        others = self.board.missing(self.board.rank) or [r for r in self.transport.ranks if r != self.board.rank]
-        known = [r for r in others if self.board.knows(r)]
+        others = self.status_board.missing(self.status_board.rank) or [
+            r for r in self.transport.ranks if r != self.status_board.rank
+        ]
+        known_ranks = [r for r in others if self.status_board.is_known(r)]
         # Whoever waits may use the processor for it.
-        worked = sum(self.board.worked(r) for r in known if self.board.row_of(r)["state"] != WAITING)
-        state = (self.board.beats(known), worked)
+        worked = sum(
+            self.status_board.cpu_seconds(r) for r in known_ranks if self.status_board.row_of(r)["state"] != WAITING
+        )
+        state = (self.status_board.progress(known_ranks), worked)
         if self.mark is None:
             self.mark = now, state
             return
@@ -220,21 +225,21 @@ class Watchdog:
         if state[0] != beats or worked - before > max(0.05, 0.02 * (now - since)):
             self.mark = now, state
         elif now - since > limit:
-            raise self._stalled(limit, self.board.missing(self.board.rank))
+            raise self._stalled(limit, self.status_board.missing(self.status_board.rank))
 
-    def _is_so_since(self, now: float, ranks: Sequence[int], what: object) -> bool:
+    def _is_unchanged(self, now: float, ranks: Sequence[int], what: object) -> bool:
         """Whether the same was seen before, of processes of which nothing has changed in between."""
-        seen = what, self.board.beats(ranks)
+        seen = what, self.status_board.progress(ranks)
         if seen != self.seen:
             self.seen, self.since = seen, now
             return False
-        return self.board.fresh(ranks, self.since)
+        return self.status_board.is_fresh(ranks, self.since)
 
     def _dead(self) -> list[int]:
         """The processes of this mesh that have died, and not left the program before."""
-        board = self.board
-        others = [r for r in self.transport.ranks if r != board.rank and board.knows(r)]
-        return [r for r in others if board.row_of(r)["state"] != LEFT and board.has_died(r)]
+        status_board = self.status_board
+        others = [r for r in self.transport.ranks if r != status_board.rank and status_board.is_known(r)]
+        return [r for r in others if status_board.row_of(r)["state"] != LEFT and status_board.has_died(r)]
 
     def _who(self, rank: int) -> str:
         ranks = self.transport.ranks
@@ -246,37 +251,38 @@ class Watchdog:
         for rank, absent in circle.items():
             call, source = self._last(rank)
             lines += [f"{self._who(rank)} waits in {call} for {', '.join(map(self._who, absent))}", *source]
-        gone = {m for absent in circle.values() for m in absent} - circle.keys()
-        for rank in sorted(gone):
-            state = self.board.row_of(rank)["state"]
-            if state == LEFT or self.board.has_died(rank):
+        absent_ranks = {m for absent in circle.values() for m in absent} - circle.keys()
+        for rank in sorted(absent_ranks):
+            state = self.status_board.row_of(rank)["state"]
+            if state == LEFT or self.status_board.has_died(rank):
                 how = "has died" if state != LEFT else "has left the program"
                 call, source = self._last(rank)
-                said = f"; the last it called was {call}" if source else ", and called nothing"
-                lines += [f"{self._who(rank)} {how}{said}", *source]
+                last = f"; the last it called was {call}" if source else ", and called nothing"
+                lines += [f"{self._who(rank)} {how}{last}", *source]
         return lines
 
     def _last(self, rank: int) -> tuple[str, list[str]]:
         """The last that a worker called, and a line that says where; no line where it has said nothing."""
-        call, _, source = (self.board.calls(rank) or ["a collective"])[0].partition(" at ")
+        call, _, source = (self.status_board.calls(rank) or ["a collective"])[0].partition(" at ")
         return call, [f"  at {source}"] if source else []
 
     def _stalled(self, seconds: float, missing: Sequence[int]) -> StallError:
         """What each worker called last, and who is missing."""
-        known = [r for r in self.transport.ranks if self.board.knows(r)]
-        absent = {m for r in known for m in self.board.missing(r)} | set(missing)
+        ranks = [r for r in self.transport.ranks if self.status_board.is_known(r)]
+        absent = {m for r in ranks for m in self.status_board.missing(r)} | set(missing)
         lines = []
         for rank in self.transport.ranks:
             who = self._who(rank)
-            if not self.board.knows(rank):
+            if not self.status_board.is_known(rank):
                 lines.append(
-                    f"{who} " + ("has made no mesh" if self.board.whole else "is on another host, or has made no mesh")
+                    f"{who} "
+                    + ("has made no mesh" if self.status_board.whole else "is on another host, or has made no mesh")
                 )
                 continue
             does = "is missing" if rank in absent else "waits"
-            if self.board.hosts is not None and self.board.hosts.silent(rank):
+            if self.status_board.hosts is not None and self.status_board.hosts.silent(rank):
                 does += ", by the last that its host has told"
-            calls = self.board.calls(rank)
+            calls = self.status_board.calls(rank)
             lines.append(f"{who} {does}; its last collectives" + (":" if calls else ": none"))
             lines += [f"  {call}" for call in calls[:4]]
         return StallError.at(

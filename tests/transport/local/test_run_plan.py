@@ -46,13 +46,13 @@ def short(monkeypatch) -> list[str]:
 def turned_down(monkeypatch) -> list[str]:
     """The groups that were turned down."""
     keys: list[str] = []
-    turn_down = LockstepRun.turn_down
+    fall_back = LockstepRun.fall_back
 
     def counted(self, key):
         keys.append(key)
-        turn_down(self, key)
+        fall_back(self, key)
 
-    monkeypatch.setattr(LockstepRun, "turn_down", counted)
+    monkeypatch.setattr(LockstepRun, "fall_back", counted)
     return keys
 
 

@@ -14,21 +14,21 @@ import pytest
 
 from spmd.transport.processes.hosts import ADDRESS, Hosts, _Address, address_of
 from spmd.transport.processes.shared_files import SharedFile, created, job_name, opened
-from spmd.transport.processes.status_board import LEFT, Board
+from spmd.transport.processes.status_board import LEFT, StatusBoard
 from spmd.transport.processes.transport import start
 
 WITHIN = 5.0
 """Seconds within which what is told arrives, on a machine that may be busy."""
 
 
-def comes(what: Callable[[], object], *boards: Board) -> bool:
+def comes(what: Callable[[], object], *boards: StatusBoard) -> bool:
     """Whether something becomes true, while processes ask."""
     until = time.monotonic() + WITHIN
     while time.monotonic() < until:
         if what():
             return True
         for board in boards:
-            board.ask()
+            board.poll()
         time.sleep(0.01)
     return False
 
@@ -42,17 +42,17 @@ def shared(files: dict[str, SharedFile], host: str, nbytes: int) -> SharedFile:
 
 
 @pytest.fixture
-def boards() -> Iterator[list[Board]]:
+def boards() -> Iterator[list[StatusBoard]]:
     """Those of ranks 0, 1 and 2; 1 and 2 are on one host."""
     files: dict[str, SharedFile] = {}
-    made = [Board(rank, 3, partial(shared, files, host)) for rank, host in enumerate(["one", "two", "two"])]
+    made = [StatusBoard(rank, 3, partial(shared, files, host)) for rank, host in enumerate(["one", "two", "two"])]
     for board in made:
         board.whole = False
         board.hosts = Hosts(board)
     for board in made:
         for other in made:
             if other is not board:
-                board.hosts.meet(other.rank, address_of(other))
+                board.hosts.add_address(other.rank, address_of(other))
     yield made
     for board in made:
         board.hosts.close()
@@ -62,7 +62,7 @@ def boards() -> Iterator[list[Board]]:
 
 
 def test_a_board_without_other_hosts_has_an_address_that_nobody_asks():
-    board = Board(0, 2, partial(created, job_name(os.getpid())))
+    board = StatusBoard(0, 2, partial(created, job_name(os.getpid())))
     assert address_of(board) == bytes(ADDRESS)
     assert _Address.of(address_of(board)) is None
     board.close()
@@ -70,41 +70,41 @@ def test_a_board_without_other_hosts_has_an_address_that_nobody_asks():
 
 def test_the_error_of_a_map_is_known_on_another_host(boards):
     one, two, three = boards
-    assert comes(lambda: one.knows(1) and one.knows(2), one)
+    assert comes(lambda: one.is_known(1) and one.is_known(2), one)
     three.fail(17, 2, "worker 2 (x=2)", "ValueError: no convergence")
-    assert comes(lambda: one.broken(17, (0, 1, 2)) == (2, "worker 2 (x=2)", "ValueError: no convergence"), one)
-    assert one.broken(18, (0, 1, 2)) is None
-    assert not one.here(1)
-    assert two.here(2)
+    assert comes(lambda: one.failure_of(17, (0, 1, 2)) == (2, "worker 2 (x=2)", "ValueError: no convergence"), one)
+    assert one.failure_of(18, (0, 1, 2)) is None
+    assert not one.is_local(1)
+    assert two.is_local(2)
 
 
 def test_waits_for_each_other_across_hosts_are_a_circle(boards):
     one, two, _ = boards
     for board, group in (one, 5), (two, 6):
-        board.come(board.meetings(group, (0, 1)), start("a collective"))
+        board.enter(board.rendezvous_of(group, (0, 1)), start("a collective"))
     for board in (one, two):
-        board.wait(1)
-    assert comes(lambda: one.circle() == two.circle() == {0: [1], 1: [0]}, one, two)
+        board.start_waiting(1)
+    assert comes(lambda: one.wait_cycle() == two.wait_cycle() == {0: [1], 1: [0]}, one, two)
     before = time.monotonic()
-    assert comes(lambda: one.fresh([0, 1], before), one)
+    assert comes(lambda: one.is_fresh([0, 1], before), one)
 
 
 def test_who_leaves_tells_it_and_another_of_its_host_answers_for_it(boards):
     one, two, three = boards
-    assert comes(lambda: one.knows(1) and one.knows(2), one)
-    two.end(LEFT)
+    assert comes(lambda: one.is_known(1) and one.is_known(2), one)
+    two.finish(LEFT)
     two.hosts.close()
     assert comes(lambda: one.row_of(1)["state"] == LEFT, one)
     three.fail(3, 2, "worker 2", "ValueError: later")
-    assert comes(lambda: one.broken(3, (1, 2)), one)
-    three.end(LEFT)
+    assert comes(lambda: one.failure_of(3, (1, 2)), one)
+    three.finish(LEFT)
     three.hosts.close()
     assert comes(lambda: one.row_of(2)["state"] == LEFT, one)
 
 
 def test_a_closed_connection_is_a_death_and_silence_is_none(boards):
     one, two, three = boards
-    assert comes(lambda: one.knows(1) and one.knows(2), one)
+    assert comes(lambda: one.is_known(1) and one.is_known(2), one)
     for board in (two, three):
         board.hosts.report = lambda: b""  # They accept, and say nothing.
     assert comes(lambda: one.hosts.silent(1) and one.hosts.silent(2), one)
@@ -123,12 +123,12 @@ def test_nobody_else_is_told_anything(boards):
             stranger.settimeout(0.5)
             with suppress(TimeoutError, ConnectionResetError):
                 assert stranger.recv(1) == b""
-    assert comes(lambda: boards[0].knows(1), boards[0])
+    assert comes(lambda: boards[0].is_known(1), boards[0])
 
 
 def test_nothing_is_sent_while_nobody_waits(boards):
     one, *_ = boards
-    assert comes(lambda: one.knows(1), one)
+    assert comes(lambda: one.is_known(1), one)
     time.sleep(1.5)  # Until it has stopped asking.
     sent = [host.sent for host in one.hosts.hosts.values()]
     time.sleep(0.5)
@@ -138,7 +138,7 @@ def test_nothing_is_sent_while_nobody_waits(boards):
 
 def test_a_child_of_fork_keeps_no_connection_open(boards):
     one, two, three = boards
-    assert comes(lambda: one.knows(1) and one.knows(2), one)
+    assert comes(lambda: one.is_known(1) and one.is_known(2), one)
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

@@ -25,7 +25,7 @@ from process_cases import ended_well, timed
 from spmd.kernels.memory import pool
 from spmd.transport.processes import mailbox, shared_files, shared_memory
 from spmd.transport.processes.shared_files import created, elected, job_name, opened, remove_abandoned
-from spmd.transport.processes.status_board import Board
+from spmd.transport.processes.status_board import StatusBoard
 
 NOBODY = 65534
 SIZE = 100_000
@@ -171,7 +171,7 @@ def test_other_files_are_not_opened(folder, wrong):
 
 
 def test_a_candidate_whose_process_stands_still_is_waited_for_no_longer_than_a_limit(folder, monkeypatch):
-    monkeypatch.setattr(shared_files, "_ELECTION", 0.3)
+    monkeypatch.setattr(shared_files, "_ELECTION_TIMEOUT", 0.3)
     job = "spmd-0-" + "0" * 16 + "-1-1-" + "0" * 16
     candidate = shared_files._Candidate(folder, job)
     with pytest.raises(TimeoutError, match="has not made the file"):
@@ -223,29 +223,29 @@ def test_without_any_file_there_is_a_warning_and_a_board_of_its_own():
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        board = Board(1, 4, none)
+        board = StatusBoard(1, 4, none)
     board.close()
     (warning,) = caught
     assert warning.filename == __file__
     assert "/dev/shm: No space left on device" in str(warning.message)
     assert "no progress for SPMD_TIMEOUT seconds" in str(warning.message)
     assert not board.whole
-    assert [board.here(r) for r in range(4)] == [False, True, False, False]
+    assert [board.is_local(r) for r in range(4)] == [False, True, False, False]
 
 
 def test_the_name_is_gone_when_all_have_mapped_the_file(folder, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     make = partial(elected, job_name(os.getpid()))
-    boards = [Board(0, 2, make)]
+    boards = [StatusBoard(0, 2, make)]
     time.sleep(0.6)
     assert len(list(folder.iterdir())) == 1
-    boards.append(Board(1, 2, make))
+    boards.append(StatusBoard(1, 2, make))
     until = time.monotonic() + 20
     while list(folder.iterdir()) and time.monotonic() < until:
         time.sleep(0.05)
     assert list(folder.iterdir()) == []
-    assert boards[0].here(1)
-    assert boards[1].here(0)
+    assert boards[0].is_local(1)
+    assert boards[1].is_local(0)
     for board in boards:
         board.close()
 
@@ -258,7 +258,7 @@ def test_without_memory_for_an_arena_arrays_lie_in_that_of_numpy(monkeypatch):
     def full(file: int, at: int, nbytes: int) -> None:
         raise OSError(28, os.strerror(28))
 
-    mine = shared_memory.Arena()
+    mine = shared_memory.SharedMemory()
     try:
         mine.serve()
         assert mine.place(pool.empty(1 << 20, np.uint8)) is not None
@@ -335,7 +335,7 @@ def test_what_a_killed_job_has_left_is_removed_and_what_is_in_use_is_not(monkeyp
 @own_processes
 def test_a_job_in_another_pid_namespace_removes_nothing_that_is_in_use(monkeypatch):
     """Neither from within, where the numbers of our processes are those of none, nor from without."""
-    remove = "from spmd.transport.processes import shared_files as s; s._OLD = -1; s.remove_abandoned()"
+    remove = "from spmd.transport.processes import shared_files as s; s._ABANDONED_AGE = -1; s.remove_abandoned()"
     apart = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     process, path = _holder(job_name(os.getpid()))
@@ -347,7 +347,7 @@ def test_a_job_in_another_pid_namespace_removes_nothing_that_is_in_use(monkeypat
     job = "from spmd.transport.processes.shared_files import job_name; print(job_name(1))"
     inside = subprocess.run([*apart, sys.executable, "-c", job], env=env, check=True, capture_output=True, text=True)
     process, path = _holder(inside.stdout.strip(), *apart)
-    monkeypatch.setattr(shared_files, "_OLD", -1)
+    monkeypatch.setattr(shared_files, "_ABANDONED_AGE", -1)
     remove_abandoned()
     assert path.exists()
     _kill(process)

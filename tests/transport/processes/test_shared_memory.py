@@ -17,10 +17,10 @@ BEGIN = """
 import gc, os, time
 import numpy as np
 from spmd.kernels.memory import pool
-from spmd.transport.processes.shared_memory import arena, window
+from spmd.transport.processes.shared_memory import shared_memory, window
 
-mine = arena()
-assert mine is arena()
+mine = shared_memory()
+assert mine is shared_memory()
 
 def filled(value, nbytes=1 << 20):
     x = pool.empty(nbytes, np.uint8)
@@ -104,7 +104,7 @@ def test_a_child_keeps_what_it_had_and_writes_for_itself():
             x[:10] = 5
             os.write(say, b"x")
             os.read(told, 1)
-            right = arena() is None and (x[:10] == 5).all() and (x[10:] == 1).all() and (y == 2).all()
+            right = shared_memory() is None and (x[:10] == 5).all() and (x[10:] == 1).all() and (y == 2).all()
             right = right and mine.place(filled(3)) is None
             os._exit(0 if right else 1)
         os.read(done, 1)
@@ -293,7 +293,7 @@ def test_threads_may_take_and_give_at_once():
         pool.release()
         filled(0, 1 << 22)
         pool.release()
-        mine._gather()
+        mine._collect_freed()
         assert mine.used == 0, mine.used
         """
     )
