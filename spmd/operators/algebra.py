@@ -87,7 +87,7 @@ def added(a: Any, b: Any) -> Any:
 
 
 def _op_repr(op: Linear) -> str:
-    """An operator as one writes it: what is as by default is left out."""
+    """The repr of an operator without default fields."""
     if not is_dataclass(op):
         return str(op)
     given = [f.name for f in fields(op) if getattr(op, f.name) != f.default]
@@ -96,7 +96,7 @@ def _op_repr(op: Linear) -> str:
 
 
 def formula(terms: tuple[Term, ...], name=_op_repr) -> str:
-    """A normal form as one writes it."""
+    """A normal form as text."""
 
     def product(factors: tuple[Linear, ...]) -> str:
         texts = (name(f) for f in factors)
@@ -112,9 +112,6 @@ def formula(terms: tuple[Term, ...], name=_op_repr) -> str:
     return text or "zero"
 
 
-# Operators of bodies
-
-
 class Along(NamedTuple):
     """What a map does along one axis: the states it takes and gives, and whether it refuses an Invariant array."""
 
@@ -124,7 +121,7 @@ class Along(NamedTuple):
 
 
 def signature(op: Linear) -> Mapping[str, Along]:
-    """What an operator does along each axis it knows of; along others it leaves the state as it is."""
+    """What an operator does along each of its axes; along others it keeps the state."""
     if isinstance(op, Composed):
         return op.signature
     collective: Any = op
@@ -187,7 +184,7 @@ def meet(one: Linear, other: Linear, sign: str) -> None:
 
 
 def _with_states(terms: tuple[Term, ...]) -> tuple[tuple[Term, ...], dict[str, Along]]:
-    """Terms of which the states fit, and what their sum does along each axis."""
+    """Terms whose states fit, and what their sum does along each axis."""
     typed = [(c, *_chained(factors)) for c, factors in terms]
     axes = dict.fromkeys(n for _, _, sig in typed for n in sig)
     sources = {n: _common_state({sig[n].source for _, _, sig in typed if n in sig}, n, "take") for n in axes}
@@ -203,8 +200,8 @@ def _with_states(terms: tuple[Term, ...]) -> tuple[tuple[Term, ...], dict[str, A
 
 
 def _common_state(states: set[str], axis: str, verb: str) -> str:
-    """The state in which terms of a sum meet: what they take is Invariant if one of them wants that, what they give
-    is Varying if one of them is."""
+    """The common state of the terms of a sum: they take Invariant arrays if one of them does, and give Varying ones if
+    one of them does."""
     if len(states) > 1 and not states <= {INVARIANT, VARYING}:
         raise StateError.at(
             "A + B",
@@ -223,14 +220,14 @@ def _vary(axes: Iterable[str]) -> tuple[Linear, ...]:
 
 
 def _varied_first(factors, signature: dict[str, Along], sources: Mapping[str, str]):
-    """A term that takes what all terms of the sum take."""
+    """A term changed to take what all terms of the sum take."""
     varied = [n for n in signature if (sources[n], signature[n].source) == (INVARIANT, VARYING)]
     _refuse_invariant(varied, signature, factors, "+")
     return _chained(factors + _vary(varied))
 
 
 def _chained(factors: tuple[Linear, ...]) -> tuple[tuple[Linear, ...], dict[str, Along]]:
-    """A product of which each factor takes what the one to its right gives, and what it does along each axis."""
+    """A product in which each factor takes what the one to its right gives, and what it does along each axis."""
     chain: tuple[Linear, ...] = ()
     total: dict[str, Along] = {}
     for factor in reversed(factors):
@@ -280,9 +277,6 @@ def _refuse_invariant(axes: list[str], own: Mapping[str, Along], factors, sign: 
         )
 
 
-# Outside of bodies
-
-
 @api_boundary
 def across(op: Linear, x: Any) -> Any:
     """An operator of bodies applied to a global array: to every block, as x lies.
@@ -312,7 +306,7 @@ def _changes_layout(op: Linear) -> bool:
 
 
 def _source(op: Linear, spec: Spec) -> Spec:
-    """How an operator takes an array that lies by a spec."""
+    """The layout in which an operator takes an array with this spec."""
     layouts = getattr(op, "layouts", None)
     if layouts is not None:
         return layouts[0]
@@ -322,7 +316,7 @@ def _source(op: Linear, spec: Spec) -> Spec:
 
 
 def _target(op: Linear, spec: Spec, what: str) -> Spec:
-    """How the result of an operator lies, of an array that lies by a spec."""
+    """The layout of the result of an operator, for an array with this spec."""
     layouts = getattr(op, "layouts", None)
     if layouts is not None:
         return layouts[1]
@@ -344,7 +338,7 @@ def _target(op: Linear, spec: Spec, what: str) -> Spec:
 
 
 def _agreed(specs: list[Spec], op: Linear, verb: str) -> Spec:
-    """The spec that all terms of a sum agree in."""
+    """The spec in which all terms of a sum agree."""
     comparable = [
         P(*s.spec.trimmed)
         if isinstance(s, Layout) and s.spec is not None and s.balanced and s.copies == "invariant"
@@ -362,7 +356,7 @@ def _agreed(specs: list[Spec], op: Linear, verb: str) -> Spec:
 
 
 def _target_by_axes(op: Linear, spec: Spec, what: str) -> Spec:
-    """How the result of an operator lies that goes by axes, not by layouts."""
+    """The layout of the result of an operator that goes by axes, not by layouts."""
     by_axis = signature(op)
     by_axes = spec if isinstance(spec, P) else spec.spec
     rooted = [n for n, along in by_axis.items() if ROOTED in along.source + along.target]

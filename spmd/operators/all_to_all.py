@@ -276,8 +276,8 @@ def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets
 
 
 def _pieces(group: Group, numbers: dict[str, np.ndarray], sent: np.ndarray, received: np.ndarray) -> tuple[Piece, ...]:
-    """The pieces that this worker sends, and those that it gets: of `told` it has told each worker where pieces begin
-    and how long they are, and `came` is what others have told."""
+    """The pieces that this worker sends, and those that it gets. sent, received: starts and lengths in the targets, as
+    sent to each worker, and as received from each."""
     me, m = group.index, sent.shape[1]
     pieces = [
         Piece(me, k, *map(int, (numbers["input_offsets"][k, i], *sent[k, i])))
@@ -352,7 +352,7 @@ def _check_rows(argument: str, offsets: np.ndarray, sizes: np.ndarray, rows: int
 
 
 def _check_sizes(sent: np.ndarray, expected: np.ndarray, worker: Worker, group: Group) -> None:
-    """Raise where this worker waits for other sizes than come."""
+    """Raise where this worker expects other sizes than come."""
     if (sent != expected).any():
         k, i = np.argwhere(sent != expected)[0]
         raise LayoutError.at(
@@ -366,7 +366,7 @@ def _check_sizes(sent: np.ndarray, expected: np.ndarray, worker: Worker, group: 
 
 
 def _check_overlap(received: np.ndarray, worker: Worker, group: Group) -> None:
-    """Raise where two pieces are to be written into the same rows: which is last would be left to chance."""
+    """Raise where two pieces go into the same rows: the result would depend on their order."""
     spans = [(at, at + size, k) for k, run in enumerate(received.tolist()) for at, size in run if size]
     spans.sort()
     for (_, end, k), (start, _, other) in itertools.pairwise(spans):

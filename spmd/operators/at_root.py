@@ -124,7 +124,7 @@ class _RootCall:
         return self.group.index == self.root
 
     def run(self, fn: Callable, xs: list, specs: list[_ResultSpec] | None = None) -> list:
-        """fn(*xs), a list of blocks, at the root; blocks of nothing elsewhere. Recorded on all tapes of xs.
+        """fn(*xs), a list of blocks, at the root; empty blocks elsewhere. Recorded on all tapes of xs.
 
         specs: of the results, where the others know them already.
         """
@@ -194,7 +194,7 @@ class _RootCall:
         return outs
 
     def _run_alone(self, fn: Callable, xs: list) -> list:
-        """fn(*xs), with collectives that the others do not make, and that do not count therefore."""
+        """fn(*xs), whose collectives the others do not make, and so are not numbered."""
         comm = self.worker.comm
         while type(comm) is _RootComm:
             comm = comm.comm
@@ -207,11 +207,11 @@ class _RootCall:
             comm.number = number
 
     def report(self, report: dict[str, Any]) -> None:
-        """From the root to all others."""
+        """Send a report from the root to all others."""
         self._broadcast(np.frombuffer(json.dumps(report).encode(), np.uint8))
 
     def receive_results(self) -> list[_ResultSpec]:
-        """What the root says of the results; its error is raised here too."""
+        """The specs of the results from the root; raises its error, if there was one."""
         report = json.loads(self._broadcast(None).tobytes())
         if "error" in report:
             raise _same_error(report, self.worker.mesh.describe(self.group.members[self.root]))
@@ -236,14 +236,14 @@ class _RootCall:
         return self.worker.comm.broadcast(self.group, call, report, self.root).wait()
 
     def empty_block(self, like: _ResultSpec):
-        """What another worker than the root has of a result."""
+        """The block of a result on a worker that is not the root."""
         block = read_only(np.zeros((0,), _dtype_from_json(like.dtype)))
         if self.worker.mesh.places is not None:
             block = self.worker.mesh.places.own(block, self.worker.index)
         return self.worker.carrying(block, state_of(like.varying))
 
     def without_axes(self, x):
-        """A result in the state that the root's value has: it may have met data that vary along the axes."""
+        """A result in the state of the root's value: it may have met data that vary along the axes."""
         other = frontend(x)
         if other is not None:
             state = other.state(x)
@@ -258,14 +258,14 @@ def _data(x):
 
 
 def _dtype_to_json(dtype: np.dtype) -> Any:
-    """A dtype as JSON: its name, which those of ml_dtypes have; of others its bytes and fields."""
+    """A dtype as JSON: its name, also for ml_dtypes; for others NumPy's description."""
     if dtype.isnative and dtype.names is None and dtype.type is not np.void:
         return dtype.name
     return np.lib.format.dtype_to_descr(dtype)
 
 
 def _dtype_from_json(descr: Any) -> np.dtype:
-    """A dtype from what `_told` says, which JSON has made lists of."""
+    """The dtype that `_dtype_to_json` wrote; JSON has turned tuples into lists."""
     return np.dtype(descr) if isinstance(descr, str) else np.lib.format.descr_to_dtype([(*field,) for field in descr])
 
 
@@ -296,14 +296,14 @@ class _RootWorker(Worker):
 
 
 class _RootComm:
-    """A worker's transport, without the collectives that would wait for workers who never come."""
+    """A worker's `Comm` that refuses collectives with workers that do not take part."""
 
     def __init__(self, comm: Any, axes: tuple[str, ...]):
         self.comm = comm
         self.axes = axes
 
     def repeated_plan(self, *_: Any) -> None:
-        """No shorter way: what is called here is to be looked at."""
+        """None: every call is to be checked."""
 
     def __getattr__(self, name: str):
         attribute = getattr(self.comm, name)
@@ -332,9 +332,6 @@ class _RootComm:
                 "data that vary along them: its gradient is a sum over workers",
                 mend="call it before or after at_root; make Varying data Rooted (spmd.gather, spmd.sum_reduce)",
             )
-
-
-# Results as JSON, which is all that travels
 
 
 def _encoded(out, worker: Worker) -> tuple[Any, list]:
@@ -382,7 +379,7 @@ def _decoded(structure, leaves: Iterator):
 
 
 def _same_error(report: dict[str, str], who: str) -> Exception:
-    """An error like the one that the root raised, in another process."""
+    """A copy of the error that the root raised in another process."""
     error = again(report["error"], report["text"])
     error.add_note(f"raised in spmd.at_root by {who}:\n{report['trace']}")
     return error

@@ -69,11 +69,11 @@ class Linear:
 
     @property
     def _ends(self) -> Ends:
-        """What the map goes from and to, where that is known."""
+        """The spaces that the map goes from and to, where known."""
         return None, None
 
     def _ends_with(self, other: Linear) -> Ends:
-        """What the sum of two maps goes from and to."""
+        """The spaces of the sum of two maps."""
         return self._ends
 
     def _make(self, terms: Iterable[Term], ends: Ends) -> Any:
@@ -136,15 +136,12 @@ def as_number(a: Any) -> Number | None:
 
 
 def collected(terms: Iterable[Term]) -> tuple[Term, ...]:
-    """Terms with the numbers of equal products added. What vanishes is left out, but one: it knows the shapes."""
+    """Terms with the numbers of equal products added. Zero terms are left out, but one, which knows the shapes."""
     numbers: dict[tuple[Linear, ...], Number] = {}
     for c, factors in terms:
         numbers[factors] = numbers[factors] + c if factors in numbers else c
     nonzero = [(c, fs) for fs, c in numbers.items() if c != 0]
     return tuple(nonzero or [(c, fs) for fs, c in numbers.items()][:1])
-
-
-# Operators
 
 
 _application: Any
@@ -214,7 +211,7 @@ class Collective:
 
     @memoised
     def plan_for(self, group: Group, shape: Shape, dtype: np.dtype) -> Any:
-        """`plan`, made once."""
+        """`plan`, computed once."""
         return self.plan(group, shape, dtype)
 
     def start(self, comm: Comm, group: Group, x: Any, call: Call) -> Handle:
@@ -247,8 +244,8 @@ class Collective:
         return ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in own)
 
     def backward(self, op: C) -> C:
-        """An operator that the backward sweep applies on behalf of this one. It knows what was called, and so is the
-        same on all workers where this one was."""
+        """An operator that the backward sweep applies for this one. It knows what was called, so it is the same on all
+        workers where this one was."""
         called = self.called or Called(self.function)
         forward = f"the adjoint of {called.forward}" if called.forward else called.function
         return called_as(op, Called(op.function, called.leaf, forward))
@@ -278,7 +275,7 @@ class Collective:
         return {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """What makes it, without what it has found out."""
+        """The parameters, without cached results."""
         derived = {n for n in self.__dict__ if n.startswith("memoised ")}
         derived |= {n for n in self.__dict__ if type(getattr(type(self), n, None)) is cached_property}
         return {name: value for name, value in self.__dict__.items() if name not in derived}
@@ -347,7 +344,7 @@ class Operator(Collective, Linear):
 
 
 def called_as(op: C, called: Called) -> C:
-    """A collective with another `called`, whatever its class asks for to make one: the same object each time."""
+    """A collective with another `called`: the same object each time."""
     renamed = _called_as(op, called)
     return renamed if type(renamed) is type(op) else _renamed(op, called)  # a copy of another class has its tables too
 

@@ -28,7 +28,7 @@ _BUCKET_NBYTES = 4 << 20
 
 
 class _Bucket:
-    """Sums owed to leaves, over one group and of one dtype: sent together when they are many, or at the end."""
+    """Sums owed to leaves, over one group and of one dtype: sent together when they are large enough, or at the end."""
 
     def __init__(self, worker: Worker, kind: tuple[tuple[str, ...], np.dtype]):
         self.worker = worker
@@ -82,7 +82,7 @@ class _Owed:
 
 
 class OwedSums:
-    """The sums that a sweep owes to leaves, in buckets: open is the one of each group and dtype that takes more."""
+    """The sums that a sweep owes to leaves. open: the unsent bucket of each group and dtype."""
 
     def __init__(self, worker: Worker):
         self.worker = worker
@@ -123,7 +123,7 @@ _calls: dict[Any, Call] = {}
 def _sum_of_gradients(
     axes: tuple[str, ...], dtype: np.dtype, shapes: tuple[Shape, ...], places: tuple[Place | None, ...]
 ) -> Call:
-    """What the workers call, from the line of the user that asks for gradients; made once for each, as by `launch`."""
+    """The call of the user's line that asks for gradients; created once for each."""
     user = caller(sys._getframe(2))
     line = (0, 0) if user is None else (id(user.f_code), user.f_lasti)
     key = (*line, axes, dtype, shapes, places)

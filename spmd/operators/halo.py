@@ -1,8 +1,8 @@
 """Blocks with their neighbours' edges around them, and the adjoint, which adds them back.
 
-`halo_plan` says of every block of a dimension which entries of which blocks it gets, and where. The operators carry
-plans out, dimension after dimension, so that corners come along with the edges: a worker exchanges messages with those
-only that lie on its own lines through the grid of blocks.
+`halo_plan` says for each block of a dimension which entries of which blocks it gets, and where. The operators carry
+plans out dimension by dimension, so that corners come along with the edges: a worker exchanges messages only with those
+on its own lines through the grid of blocks.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class HaloExchange(Halo):
         return block, plans.bound
 
     def repeatable_plan(self, group: Group, x: np.ndarray) -> Plan | None:
-        """Where halos are of one dimension, whose plan therefore fills all of the result."""
+        """The plan, where only one dimension is continued: it fills all of the result."""
         key = group, x.shape, x.dtype, False
         cached = self._plans.get(key)
         plans = cached or self._cached_learnt_plans.get(key)
@@ -128,16 +128,16 @@ class HaloExchange(Halo):
 
     @cached_property
     def _plans(self) -> dict[Any, HaloPlans]:
-        """Those of earlier blocks, by group, shape, dtype and whether nothing may be continued."""
+        """Plans of earlier blocks, by group, shape, dtype and whether empty arrays may be continued."""
         return {}
 
     @cached_property
     def _cached_learnt_plans(self) -> dict[Any, HaloPlans]:
-        """The latest ones, where another time others may come with other blocks."""
+        """The latest plans whose lengths were gathered: the next time others may bring other blocks."""
         return {}
 
     def _only_unknown_dimension(self, group: Group, ndim: int) -> int | None:
-        """The dimension that alone is continued, if its lengths are to be learnt."""
+        """The only dimension that is continued, if its lengths are not known; else None."""
         dimensions = self._dimensions(group, ndim)
         reached = [d for d, dim in enumerate(dimensions) if any(map(any, dim.pairs))]
         if len(reached) != 1 or dimensions[reached[0]].alone or self._given(reached[0]) is not None:
@@ -147,7 +147,7 @@ class HaloExchange(Halo):
     def _learnt_plan(
         self, group: Group, shape: Shape, dtype: np.dtype, nothing: bool, d: int, shapes: Sequence[Shape]
     ) -> Plan:
-        """The plan where dimension d alone goes on, and the blocks of its line have these shapes."""
+        """The plan where only dimension d is continued, and the blocks of its line have these shapes."""
         lengths, key = tuple(s[d] for s in shapes), (group, shape, dtype, nothing)
         plans = self._cached_learnt_plans.get(key)
         if plans is None or plans.bound.sizes[d] != lengths:
@@ -213,8 +213,8 @@ class HaloAccumulate(Halo):
     adds: ClassVar[bool] = True
 
     def plan(self, group: Group, shape: Shape, dtype: np.dtype) -> Plans:
-        """One plan for each dimension in which the block goes on, the last one first. Where lengths are to be learnt,
-        it is that for this block's length, and others that halos do not reach across."""
+        """One plan for each dimension in which the block goes on, the last one first. Where the other blocks' lengths
+        are not known yet, they are assumed to be so large that no halo reaches across one."""
         dimensions, sizes = self._dimensions(group, len(shape)), []
         for d, dim in enumerate(dimensions):
             n = near_size(shape[d], dim.own, dim.boundary, dim.line.index, dim.line.size)
@@ -247,7 +247,7 @@ class HaloAccumulate(Halo):
         return read_only(g if g is x or (owned and g.flags.c_contiguous) else copied(g)), plans.bound
 
     def repeatable_plan(self, group: Group, x: np.ndarray) -> Plan | None:
-        """Where halos are of one dimension."""
+        """The plan, where only one dimension is continued."""
         plans = self._cached_plans.get((group, x.shape, x.dtype))
         return plans.steps[0] if plans is not None and len(plans.steps) == 1 else None
 

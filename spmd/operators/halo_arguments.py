@@ -18,9 +18,6 @@ from spmd.transport.call import Call, Shape
 __all__ = ["balanced", "checked_spec", "lengths_met"]
 
 
-# The functions that users write
-
-
 def _int(n: Any) -> int | None:
     try:
         return index(n)

@@ -1,4 +1,4 @@
-"""What an exchange of halos and its adjoint share: their parameters, checked, and the lengths of blocks."""
+"""What a halo exchange and its adjoint share: checked parameters, and the lengths of blocks."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _WHOLE = P()
 
 @dataclass(frozen=True)
 class Halo(Operator):
-    """What the two directions share.
+    """Base of both directions.
 
-    spec: the axes that split each dimension; `axes` are its axes. widths: for each dimension (low, high) of each
-    block, or one pair for all. boundary: one for all dimensions, or one for each. sizes: for each dimension the lengths
-    of its blocks without halo (None: they are learnt). block: the shape of this worker's block without halo, once met.
+    spec: the axes that split each dimension; `axes` are its axes. widths: for each dimension (low, high) of each block,
+    or one pair for all. boundary: one for all dimensions, or one for each. sizes: for each dimension the lengths of its
+    blocks without halo (None: unknown). block: the shape of this worker's block without halo, once known.
     """
 
     spec: P = _WHOLE
@@ -68,13 +68,13 @@ class Halo(Operator):
         return self.sizes[d] if self.sizes is not None and d < len(self.sizes) else None
 
     def _like(self, kind: type[Kind], **changes: Any) -> Kind:
-        """This operator, or its adjoint, with other sizes: what was checked once need not be checked again."""
+        """A copy of this operator, or its adjoint, without checking the parameters again."""
         other = object.__new__(kind)
         other.__dict__.update({f.name: getattr(self, f.name) for f in fields(self)}, **changes)
         return other
 
     def _gather_lengths(self, comm: Comm, dimensions: Sequence[Dimension], call: Call):
-        """For each dimension the lengths of the blocks there are, where they matter and are not known."""
+        """For each dimension the lengths of its blocks, where they matter and are not known."""
         unknown = [d for d, dim in enumerate(dimensions) if not dim.alone and self._given(d) is None]
         handles = [comm.shapes(dimensions[d].line, call) for d in unknown]
         lengths: dict[int, tuple[int, ...]] = {}
@@ -89,7 +89,7 @@ class Halo(Operator):
 
     @cached_property
     def _checked(self) -> dict[Any, bool]:
-        """The groups and shapes of blocks that were found to be right."""
+        """The groups and shapes of blocks that have passed the check."""
         return {}
 
     def _check(self, group: Group, x: np.ndarray) -> None:
@@ -126,7 +126,7 @@ class Halo(Operator):
         )
 
     def _assumed_lengths(self, d: int, dim: Dimension, n: int) -> tuple[int, ...] | None:
-        """The lengths of the blocks of a dimension; if they are not known, n for this one and enough for others."""
+        """The lengths of the blocks of a dimension; if unknown, n for this one and large ones for others."""
         lengths = self._given(d)
         if lengths is not None or dim.alone:
             return lengths

@@ -1,4 +1,4 @@
-"""How blocks with halos are put together of what comes, and added back."""
+"""How blocks with halos are put together, and added back."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def _length(index: slice) -> int:
 
 
 def _fill(out: Any, block: Any, places: Iterable[Place], d: int) -> None:
-    """Put the pieces of a block, or of a message, where they stand."""
+    """Put the pieces of a block, or of a message, in their places."""
     for to, of, flipped in places:
         out[to] = np.flip(block[of], d) if flipped else block[of]
 
 
 def _add(out: Any, g: Any, pieces: Sequence[Piece], d: int) -> None:
-    """The adjoint of `_fill`: add to a block, or to a message, what stands at the places of its pieces."""
+    """The adjoint of `_fill`: add the entries at the places of the pieces to a block, or to a message."""
     for p in pieces:
         part = g[along(d, p.at, p.at + p.length)]
         if p.repeat > 1:
@@ -46,12 +46,12 @@ def _add(out: Any, g: Any, pieces: Sequence[Piece], d: int) -> None:
 
 
 def crops(pieces: Sequence[Piece], length: int) -> bool:
-    """Whether the sum of these pieces is one of them, a part of what it is taken from."""
+    """Whether the sum of these pieces is a slice of what it is taken from."""
     return len(pieces) == 1 and whole_piece(pieces, length) is not None
 
 
 def _sum(g: Any, pieces: Sequence[Piece], length: int, d: int, fresh: bool = False) -> Any:
-    """What stands at the places of the pieces, added up to a block or a message of this length. fresh: never a view."""
+    """The entries at the places of the pieces, added up to a block or a message of this length. fresh: never a view."""
     first = whole_piece(pieces, length)
     if first is None:
         out = zeros((*g.shape[:d], length, *g.shape[d + 1 :]), g)
@@ -65,7 +65,7 @@ def _sum(g: Any, pieces: Sequence[Piece], length: int, d: int, fresh: bool = Fal
 
 
 def _in_order(m: Message) -> list[Piece] | None:
-    """The pieces one after the other as they stand in the message, if they fill it, each entry by one of them."""
+    """The pieces in the order of the message, if they fill it without overlap, flips or repeats; else None."""
     pieces = sorted(m.pieces, key=lambda p: p.start)
     ends = [0, *(p.stop for p in pieces)]
     plain = all(p.start == end and not p.flipped and p.repeat == 1 for p, end in zip(pieces, ends, strict=False))
@@ -73,7 +73,7 @@ def _in_order(m: Message) -> list[Piece] | None:
 
 
 def returning(m: Message, d: int) -> Any:
-    """The part of a block with its halo that goes back for a message: an index, where nothing is to be added up."""
+    """The part of a block with its halo that goes back for a message: an index, if nothing is to be added up."""
     pieces = _in_order(m)
     if pieces is None:
         return lambda g: _sum(g, m.pieces, m.length, d)
@@ -81,14 +81,14 @@ def returning(m: Message, d: int) -> Any:
 
 
 def one_index(ranges: Sequence[tuple[int, int]], d: int) -> tuple[Any, ...]:
-    """Ranges of a dimension, one after the other, as one index: a slice if it is one range."""
+    """Consecutive ranges of a dimension as one index: a slice if it is one range."""
     if len(ranges) == 1:
         return along(d, *ranges[0])
     return (*(slice(None),) * d, np.concatenate([np.arange(start, stop) for start, stop in ranges]))
 
 
 def add_ranges(out: Any, m: Message, part: Any, d: int) -> None:
-    """Add what came back of a message to what the block gave to it."""
+    """Add what came back of a message to the entries that the block gave to it."""
     at = 0
     for start, stop in m.ranges:
         out[along(d, start, stop)] += part[along(d, at, at + stop - start)]
@@ -96,17 +96,19 @@ def add_ranges(out: Any, m: Message, part: Any, d: int) -> None:
 
 
 class ResultBuffer(NamedTuple):
-    """Where the result of an exchange lies. shape: of the result; window: where the block stands in it. ahead: how many
-    entries of the result come before those of the block, where these come one after the other, and nothing else is
-    sent; else None."""
+    """The buffer of the result of an exchange.
+
+    shape: of the result; window: the place of the block in it. ahead: the number of entries of the result before those
+    of the block, if the block is contiguous in it and only the halo is written; else None.
+    """
 
     shape: Shape
     window: tuple[slice, ...]
     ahead: int | None
 
     def place(self, x: Any, borrowed: bool) -> tuple[Any, Any]:
-        """Room for the result, in which the block has its place, and the result: around the block where it lies, if
-        there is room and nobody writes to it."""
+        """A buffer with the block in its place, and the result: the memory around the block, if that is free and nobody
+        writes to the block."""
         if type(x) is np.ndarray and prod(self.shape) * x.itemsize <= COPIED:
             buffer = np.empty(self.shape, x.dtype)
             buffer[self.window] = x
@@ -120,14 +122,14 @@ class ResultBuffer(NamedTuple):
         return buffer, buffer
 
     def is_around(self, x: np.ndarray) -> bool:
-        """Whether the result finds room around a block that lies as this one."""
+        """Whether the memory around such a block has room for the result."""
         nbytes = prod(self.shape) * x.itemsize
         return nbytes > COPIED and self.ahead is not None and pool.has_room(x, self.ahead * x.itemsize, nbytes)
 
 
 def entries_ahead(shape: Shape, window: Sequence[slice], moving: Sequence[int]) -> int | None:
-    """That of the room for the result of a block that goes on in the dimensions `moving`. None for several: what the
-    later ones send is of the room, which is another result's as soon as nobody has this one."""
+    """`ResultBuffer.ahead` for a block that is continued in the dimensions `moving`. None for several of them: later
+    ones send parts of the buffer, which another result may reuse."""
     if len(moving) != 1 or prod(shape[: moving[0]]) != 1:
         return None
     d = moving[0]
@@ -148,12 +150,11 @@ def agree_along(function: str, part: Shape, block: Shape, d: int, m: Message, li
 
 @dataclass(frozen=True)
 class FillHalo(Combine):
-    """A block, with what comes from its neighbours along one dimension around it.
+    """A block, with its neighbours' entries along one dimension around it.
 
-    function: the name that errors give. d: the dimension; length: of the result in it. gaps: where zeros stand. own:
-    what stands there of the block itself; takes: of what comes from others. room: where the result of all dimensions
-    lies, and window: what of it is filled then; None where the block is not all there, and so each dimension makes an
-    array of its own.
+    function: named by errors. d: the dimension; length: of the result in it. gaps: places of zeros. own: places of the
+    block's own pieces; takes: of what comes from others. buffer: for the result of all dimensions, and window: the part
+    that is filled now; None where the block is not all in the result, and each dimension makes a new array.
     """
 
     function: str
@@ -181,7 +182,7 @@ class FillHalo(Combine):
         return make, shape
 
     def begin(self, plan: Plan, x: Any, borrowed: bool = False) -> Any:
-        """What is filled now, and the result, with what the block has of it."""
+        """The array that is filled now, and the result, with the entries of the block itself."""
         if self.buffer is None:
             out = whole = empty((*x.shape[: self.d], self.length, *x.shape[self.d + 1 :]), x)
         else:
@@ -191,7 +192,7 @@ class FillHalo(Combine):
         return out, whole
 
     def fill(self, out: Any, x: Any) -> None:
-        """Put there what comes from nobody else."""
+        """Fill in zeros and the block's own entries."""
         for gap in self.gaps:
             out[gap] = 0
         _fill(out, x, self.own, self.d)
@@ -223,18 +224,18 @@ class FillHalo(Combine):
 
 @dataclass(frozen=True, eq=False)
 class HaloPlans(Plans):
-    """The plans of an exchange, one for each dimension in which the block goes on. room: see `FillHalo`."""
+    """The plans of an exchange, one for each dimension in which the block goes on. buffer: see `FillHalo`."""
 
     buffer: ResultBuffer | None
 
 
 @dataclass(frozen=True)
 class AddHalo(Combine):
-    """A block with a halo along one dimension, without it: what it holds of the block is added up, and what comes back
-    from others is added to it.
+    """A block with a halo along one dimension, without it: its own pieces are added up, and what comes back is added to
+    them.
 
-    function: the name that errors give. d: the dimension; size: of the block in it. own: the pieces of the block.
-    sends: what it has given to others, by member, which comes back.
+    function: named by errors. d: the dimension; size: of the block in it. own: the pieces of the block. sends: the
+    messages that come back, by member.
     """
 
     function: str
@@ -261,7 +262,7 @@ class AddHalo(Combine):
         return self.sum_own(x, True)
 
     def sum_own(self, g: Any, fresh: bool) -> Any:
-        """What the block itself holds. fresh: never a view."""
+        """The sum of the block's own pieces. fresh: never a view."""
         return _sum(g, self.own, self.size, self.d, fresh)
 
     def __str__(self) -> str:

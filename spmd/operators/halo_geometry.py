@@ -1,4 +1,4 @@
-"""Halos in integers, one dimension at a time: which entries of which blocks each block gets, and where they stand."""
+"""Halos as integers, one dimension at a time: which entries of which blocks each block gets, and where they go."""
 
 from __future__ import annotations
 
@@ -263,9 +263,6 @@ def trimmed(where: str, block: int, size: int, widths: Pair) -> LayoutError:
     )
 
 
-# Moving blocks
-
-
 def along(d: int, start: int, stop: int | None) -> tuple[slice, ...]:
     """The entries start:stop of dimension d."""
     return (*(slice(None),) * d, slice(start, stop))
@@ -280,7 +277,7 @@ class Dimension(NamedTuple):
 
     @property
     def alone(self) -> bool:
-        """Whether the worker needs nobody else here, nor anybody else this one: halos reach nowhere, or trim."""
+        """Whether this worker exchanges nothing here: there is one block, or halos only trim."""
         return self.line.size == 1 or all(low <= 0 and high <= 0 for low, high in self.pairs)
 
     @property
@@ -325,12 +322,12 @@ def _line(axes: tuple[str, ...], sides: Shape, members: Shape, place: int, names
 
 
 def whole_piece(pieces: Sequence[Piece], length: int) -> Piece | None:
-    """A piece that is all there is to be given, as it is."""
+    """A piece that is the whole block or message, unflipped, if there is one."""
     return next((p for p in pieces if p[1:3] == (0, length) and p.length == length and not p.flipped), None)
 
 
 class Stage(NamedTuple):
-    """The plan of a dimension, which of its blocks is this worker's, and the workers that it is for."""
+    """The plan of a dimension, the place of this worker's block in it, and the workers along it."""
 
     line: Group
     plan: HaloPlan
@@ -347,7 +344,7 @@ class Stage(NamedTuple):
 
     @property
     def place(self) -> int | None:
-        """Where the block stands in its result; None if it is not all there."""
+        """Where the block is in its result; None if it is not all there."""
         size = self.plan.sizes[self.k]
         if size == 0:
             return 0
@@ -359,7 +356,7 @@ def stages_of(
     dimensions: Sequence[Dimension], block: Shape, sizes: Sequence[tuple[int, ...] | None], nothing: bool = False
 ) -> list[Stage]:
     """The plans for a block of this shape. sizes: the lengths of all blocks of a dimension, where they matter. nothing:
-    whether an array of length 0 may be continued in any way, as zeros."""
+    whether an array of length 0 may be continued, as zeros."""
     stages = []
     for dim, n, all_lengths in zip(dimensions, block, sizes, strict=True):
         lengths, pairs, k = ((n,), (dim.own,), 0) if dim.alone else (all_lengths, dim.pairs, dim.line.index)

@@ -1,4 +1,4 @@
-"""Objects that are made once: operators, and what their methods find out."""
+"""Objects that are created once: operators, and the results of their methods."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ _TABLE_MAX = 512
 
 
 def bounded(table: dict) -> dict:
-    """A table that an operator keeps, emptied if it has grown long."""
+    """A table, emptied if it has grown long."""
     if len(table) >= _TABLE_MAX:
         table.clear()
     return table
 
 
 def memoised(method: F) -> F:
-    """A method of a collective that finds something out, which is not None, of arguments that can be hashed: once for
-    each of them."""
+    """A method that computes its result, which is not None, once for each combination of hashable arguments."""
     name = f"memoised {method.__qualname__}"
 
     @wraps(method)
@@ -42,8 +41,8 @@ def memoised(method: F) -> F:
 
 
 def interned(kind: type[C], *parameters: Any) -> C:
-    """The one collective of a kind with these parameters, that keeps what has been found out about it. Parameters that
-    cannot be hashed are no right ones, which the collective says itself when it is applied."""
+    """The one collective of a kind with these parameters, which keeps its plans. Unhashable parameters are wrong ones:
+    the collective says so when it is applied."""
     try:
         return _interned(kind, *parameters)
     except TypeError:
@@ -56,7 +55,7 @@ def _interned(kind: Any, *parameters: Any) -> Any:
 
 
 def rebound(op: C, **changes: Any) -> C:
-    """A collective of the same class with other parameters, once they are known: the same object each time."""
+    """A copy of a collective with other parameters: the same object each time."""
     return _rebound(op, tuple(changes.items()))
 
 

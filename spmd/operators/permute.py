@@ -235,15 +235,17 @@ def _check_partners(worker: Worker, group: Group, sources: list[int], dests: lis
     def named(k: int) -> str:
         return "nobody" if k == _NOBODY else worker.mesh.describe(group.members[k])
 
-    def refuse(got: str, k: int, other: int, mend: str) -> LayoutError:
-        need = f"{named(k)} and {named(other)} to agree"
-        return LayoutError.at("spmd.sendrecv", argument="source", got=got, need=need, mend=mend)
-
-    for k, s in enumerate(sources):
-        if s != _NOBODY and dests[s] != k:
-            got = f"{named(k)} receives from {named(s)}, which sends to {named(dests[s])}"
-            raise refuse(got, k, s, f"dest={k} on place {s}, or another source on place {k}")
-    for k, t in enumerate(dests):
-        if t != _NOBODY and sources[t] != k:
-            got = f"{named(k)} sends to {named(t)}, which receives from {named(sources[t])}"
-            raise refuse(got, k, t, f"source={k} on place {t}, or another dest on place {k}")
+    directions = (
+        (sources, dests, "receives from", "sends to", "dest", "source"),
+        (dests, sources, "sends to", "receives from", "source", "dest"),
+    )
+    for partners, back, does, partner_does, missing, given in directions:
+        for k, other in enumerate(partners):
+            if other != _NOBODY and back[other] != k:
+                raise LayoutError.at(
+                    "spmd.sendrecv",
+                    argument="source",
+                    got=f"{named(k)} {does} {named(other)}, which {partner_does} {named(back[other])}",
+                    need=f"{named(k)} and {named(other)} to agree",
+                    mend=f"{missing}={k} on place {other}, or another {given} on place {k}",
+                )

@@ -1,4 +1,4 @@
-"""The call cache: what a line of the user's has called before, with a block of some shape."""
+"""The call cache: what a user's line has called before, with a block of some shape."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from spmd.transport.plan import RunPlan
 
 
 class Prepared:
-    """What a line of the user's calls with a block of some shape: the group, the call, and the states in which it takes
-    the block and gives the result: None for cotangents, which are bare.
+    """What a user's line calls with a block of some shape: the group, the call, and the states in which it takes the
+    block and gives the result (None for cotangents, which are bare).
 
-    short: what runs its plan again, if there is something shorter than the general way; tried: whether that has been
-    asked for. It keeps the operator and the dtype, and the call its code, so that no others have their ids.
+    fast_run: runs the plan again, if there is something faster than the general way; tried: whether that has been
+    looked for. It keeps the operator, the dtype and the code alive, so that their ids stay unique.
     """
 
     __slots__ = ("admitted", "assumed", "call", "dtype", "fast_run", "group", "op", "state", "tried")
@@ -39,7 +39,7 @@ class Prepared:
         self.tried = False
 
     def __call__(self, comm: Comm, x: np.ndarray) -> tuple[Any, Any]:
-        """The new block, and the operator bound to the shapes it met."""
+        """The new block, and the bound operator."""
         if self.fast_run is not None:
             return self.fast_run(comm, x, self.general_run)
         result = self.general_run(comm, x)
@@ -48,14 +48,14 @@ class Prepared:
         return result
 
     def general_run(self, comm: Comm, x: np.ndarray) -> tuple[Any, Any]:
-        """In general."""
+        """Run the operator without the fast way."""
         result = self.op.start(comm, self.group, x, self.call).wait()
         if self.assumed is not None:
             self._shorten(comm, x)  # The others may have come with other blocks, and may do so from now on.
         return result
 
     def _shorten(self, comm: Comm, x: np.ndarray) -> None:
-        """Find the shorter way, once the collective has been called: only then some know how it goes."""
+        """Look for the fast way, which may exist only after the first call."""
         plan = self.op.repeatable_plan(self.group, x)
         if self.tried and plan is not None and plan.assumed_lengths == self.assumed:
             return
@@ -69,9 +69,9 @@ _ABOVE = object()
 
 
 def prepared_for(op: Collective, x: np.ndarray, state: State | None, worker: Worker, frame: FrameType | None) -> Any:
-    """What has been called before, by this line and with such a block: it was right, and has a short way. None where
-    there is none. state: that of the block, if that is to be admitted. frame: None where no line of the user's is
-    above, as in the backward run of a map that is differentiated from outside."""
+    """The prepared call of this line with such a block; None where there is none. state: that of the block, if it is to
+    be admitted. frame: None where no user's line is above, as in the backward sweep of a map that is differentiated
+    from outside."""
     dtype = x.dtype
     key = (id(op), state, id(dtype), x.shape, frame and id(frame.f_code), frame and frame.f_lasti)
     prepared = worker.prepared.get(key)
@@ -86,8 +86,8 @@ def prepared_for(op: Collective, x: np.ndarray, state: State | None, worker: Wor
 def _prepare(
     op: Collective, x: np.ndarray, state: State | None, worker: Worker, frame: FrameType | None, key: Any
 ) -> Any:
-    """What a line of the user's calls with such a block. False where that is not the same each time, or not all there
-    is to do, which may come to be that of others and does no harm; None where that is not known yet."""
+    """Prepare the call of a user's line with such a block. False where calls are not the same each time; None where
+    that is not known yet."""
     if frame is not None and caller(frame) is not frame:
         bounded(worker.prepared)[key] = _ABOVE
         return _ABOVE
@@ -106,8 +106,8 @@ def _prepare(
 
 
 def call_of(op: Collective, x, worker: Worker, frame, needs_grad: list[bool] | None, borrowed: bool) -> Call:
-    """What a worker calls, and from where. The same line calls the same with every block of a shape: that is made once,
-    but for what is told of one block alone."""
+    """What a worker calls, and from where. Calls of one line with blocks of one shape share one object, if nothing in
+    it is about one block only."""
     user, uncached = caller(frame), needs_grad is not None or worker.mesh.places is not None
     key = None if user is None or uncached else (id(user.f_code), user.f_lasti, x.dtype, x.shape, borrowed)
     call = op.calls.get(key)

@@ -251,7 +251,7 @@ class Extremum(Collective):
         )
 
     def _on_device(self, comm: Comm, group: Group, x: Any, call: Call):
-        """On a device nobody looks at numbers: whether there are entries is told by the shapes, before."""
+        """On a device, where values are not read on the host, the shapes tell first whether there are entries."""
         shapes = yield comm.shapes(group, call)
         remaining = [n for d, n in enumerate(x.shape) if d not in self.dims]
         if not any(math.prod(s) for s in shapes) and math.prod(remaining):
@@ -283,14 +283,14 @@ class Extremum(Collective):
 
 
 def _identity(dtype, how: str):
-    """The value that never wins."""
+    """The value that never wins the reduction."""
     if dtype.kind == "b":
         return how == "min"
     return least(dtype) if how == "max" else most(dtype)
 
 
 def _marker(dtype, how: str, some: bool):
-    """A number that says whether a block had entries, chosen so that one that had wins."""
+    """A number that says whether a block had entries; a block with entries wins the reduction."""
     return dtype.type(some if how == "max" else not some)
 
 

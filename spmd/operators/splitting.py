@@ -1,4 +1,4 @@
-"""What operators that split or join a dimension share."""
+"""Checks and geometry of operators that split or join a dimension."""
 
 from __future__ import annotations
 
@@ -15,9 +15,6 @@ from spmd.operators.base import Collective
 from spmd.transport.call import Group, Shape
 
 __all__ = ["agree", "check_length", "given_sizes", "normal_axis", "split_at", "split_ways"]
-
-
-# What operators that split or join share
 
 
 def given_sizes(function: str, sizes: Any, tiled: bool = True) -> tuple[int, ...] | None:

@@ -35,7 +35,7 @@ __all__ = ["Join"]
 
 
 def admitted(op: Collective, x: Any, state: State, worker: Worker) -> State:
-    """The state in which an operator takes x, which is in `state`: that, or a more Varying one.
+    """The state in which an operator takes x, which is in `state`: that, or one that varies over more axes.
 
     Raises StateError where it takes neither.
     """
@@ -75,7 +75,7 @@ def _admitted(op: Collective, x: Any, state: State, worker: Worker) -> State:
 
 
 def outside(where: str, x: Array, argument: str | None = None) -> Exception:
-    """The error for an array that a body meets without having been given it."""
+    """The error for an array of a body that was not passed to it."""
     return ClosureError.at(
         where,
         argument=argument,
@@ -199,7 +199,7 @@ def _verify(worker: Worker, value: Any, axes: tuple[str, ...], where: str, argum
 
 @dataclass(frozen=True)
 class _Verification:
-    """The comparison of a value with those of other workers, which programs repeat."""
+    """The comparison of a value with those of other workers, as a step of recorded programs."""
 
     axes: tuple[str, ...]
     where: str

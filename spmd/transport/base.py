@@ -1,10 +1,10 @@
-"""What a transport is: few verbs on contiguous buffers, spoken by every worker of a group alike.
+"""Transports: collectives on contiguous buffers, called alike by all workers of a group.
 
-A worker holds a `Comm`. Each verb starts a collective and returns a `Handle`; `wait()` gives the result. All members
-of a group start the same verbs in the same order; the `Call` that travels with each lets them verify it, and shapes
-travel along, so that nobody needs to know the others' blocks beforehand.
+A worker holds a `Comm`. Each verb starts a collective and returns a `Handle`; `wait()` gives the result. All members of
+a group start the same verbs in the same order; the `Call` that travels with each lets them check that. Shapes travel
+too, so nobody needs to know the others' blocks beforehand.
 
-Sums are taken in the order of the group's members, whatever the timing: the same inputs give the same bits.
+Sums are taken in the order of the group's members: the same inputs always give the same bits.
 """
 
 from __future__ import annotations
@@ -24,23 +24,22 @@ __all__ = ["Comm", "Transport", "checks_are_on"]
 
 
 def checks_are_on() -> bool:
-    """Whether collectives between processes begin with a check, waits are watched, and what counts as one value is
-    compared: not with SPMD_CHECK=0."""
+    """Whether headers are exchanged, waits are watched, and replicas are compared: not with SPMD_CHECK=0."""
     return setting("SPMD_CHECK")
 
 
 class Comm(ABC):
-    """One worker's view of a transport. Whole blocks are C-contiguous, parts of them may be views of any strides;
-    received ones are read-only, and where workers share memory they are the very views that were sent, if not borrowed.
+    """One worker's view of a transport. Whole blocks are C-contiguous, parts of them may have any strides. Received
+    ones are read-only; where workers share memory they are views of what was sent, unless that is borrowed.
 
-    The public verbs count what they cost, in messages and bytes that this worker sends; engines implement the
-    protected ones. The cost is logical (that of the usual algorithm), the same in every transport.
+    The public verbs count their cost, in messages and bytes that this worker sends; engines implement the protected
+    ones. The cost is that of the usual algorithm, the same in every transport.
     """
 
     worker: int
     number: int = 0
-    """The collectives so far. All workers make the same ones in one order, so members of a group meet with one number:
-    who takes two groups in another order than its partners does not, though every meeting by itself looks right."""
+    """The collectives so far. It is part of what members of a group compare: so workers that use two groups in another
+    order are found, although each rendezvous by itself looks right."""
 
     def run(self, plan: Plan | NeedsShapes, call: Call, x: Any) -> Handle:
         """Run a plan for a block: the result is the new block, and the operator bound to the shapes that came.
@@ -63,7 +62,7 @@ class Comm(ABC):
             self._count(plan.kind, *cost)
 
     def _run(self, plan: Plan, call: Call, x: Any) -> Handle:
-        """`run` by the verb for this kind of movement. Engines that can combine on the way override it."""
+        """Run a plan by the verb for its movement. Engines that can combine while receiving override it."""
         group, kind = plan.group, plan.kind
         if kind == "all_reduce":
             return Mapped(self._all_reduce(group, call, x, plan.how), plan.with_bound)
@@ -88,7 +87,7 @@ class Comm(ABC):
         return Mapped(handle, lambda parts: plan.finish(own, [parts.get(k) for k in range(group.size)], begun=begun))
 
     def _run_with_shapes(self, needs: NeedsShapes, call: Call, x: Any) -> Handle:
-        """`run`, where the members first learn the shapes of all blocks, which takes a meeting of its own."""
+        """Run a plan after a rendezvous in which the members learn the shapes of all blocks."""
 
         def steps() -> Generator[Handle, Any, Any]:
             shapes = yield self.shapes(needs.group, call)
@@ -97,12 +96,12 @@ class Comm(ABC):
         return Chained(steps())
 
     def repeated_plan(self, call: Call, plan: Plan, x: np.ndarray) -> Callable[[Any, np.ndarray, RunPlan], Any] | None:
-        """What runs a plan for each further time that the same line calls it with such a block, if there is anything
-        shorter than `run`. It is given the longer way, for where others bring other blocks."""
+        """A faster way to run a plan for further calls of the same line with such blocks; None if there is none. It
+        takes the general way as an argument, for when others bring other blocks."""
         return None
 
     def given(self, x: Any) -> Any:
-        """An array of whoever called the map, for this worker to read."""
+        """An array of the caller of the map, for this worker to read."""
         return x
 
     def _count(self, verb: str, messages: int, nbytes: int) -> None:
@@ -201,7 +200,7 @@ def _all_reduce_cost(group: Group, *xs: np.ndarray) -> tuple[int, int]:
 
 
 def _parts_cost(group: Group, parts: Mapping[int, np.ndarray]) -> tuple[int, int]:
-    """Messages and bytes this member sends: a part to each of the others that it has something for."""
+    """Messages and bytes that this member sends to the others."""
     others = [x.nbytes for k, x in parts.items() if k != group.index]
     return len(others), sum(others)
 

@@ -1,8 +1,8 @@
-"""One limit for the process on the threads of BLAS: the same share of the cores for every worker, in every transport.
+"""One limit on the BLAS threads of the process: the same share of the cores for every worker, in every transport.
 
-A product of matrices gives other bits on another number of threads, so the number must not depend on the transport.
-The limit is process-wide: while several maps run, the least of what they ask for holds, and the last one to end
-restores what was before. It never raises what the user has set.
+A matrix product gives other bits with another number of threads, so the number must not depend on the transport. The
+limit is process-wide: while several maps run, the smallest request holds, and the last map to end restores the numbers
+from before. It never raises what the user has set.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def share_of_cores(workers: int, cores: int | None = None) -> int:
 
 
 class _LimitedLibrary:
-    """A library, what it had before the first one asked, and what it has now."""
+    """A BLAS library, its number of threads before all requests, and now."""
 
     __slots__ = ("before", "library", "now")
 
@@ -43,10 +43,10 @@ class _LimitedLibrary:
 
 
 class _Limit:
-    """Who asks for how many threads, and the libraries that are limited meanwhile."""
+    """The requested numbers of threads, and the libraries that are limited meanwhile."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()  # A handler of a signal that interrupts this may call a map.
+        self.lock = threading.RLock()  # A signal handler may call a map.
         self.requests: dict[object, int] = {}
         self.libraries: list[_LimitedLibrary] = []
         self.loaded: list[Any] = []
@@ -56,10 +56,8 @@ class _Limit:
         with self.lock:
             if not self.requests:
                 libraries = [_LimitedLibrary(x) for x in self._find_loaded()]
-                self.libraries, self.requests[who] = (
-                    libraries,
-                    n,
-                )  # in one step: a handler that comes between would lift its own
+                # In one step: a signal handler that ran in between would lift its own limit.
+                self.libraries, self.requests[who] = libraries, n
             elif self.modules != len(sys.modules):
                 limited = {x.library.filepath for x in self.libraries}
                 self.libraries += [_LimitedLibrary(x) for x in self._find_loaded() if x.filepath not in limited]
@@ -67,24 +65,22 @@ class _Limit:
             self._apply()
 
     def leave(self, who: object) -> None:
-        """May be called again by whom an interrupt has kept from coming to its end."""
+        """May be called again after an interrupt."""
         with self.lock:
-            self.requests[who] = (
-                sys.maxsize
-            )  # It is here until all is set: a map in a handler then finds what was before.
+            self.requests[who] = sys.maxsize  # no limit, but present: a map in a signal handler keeps `before`
             self._apply()
             del self.requests[who]
             if not self.requests:
-                self.libraries = []  # From now on the user may set other numbers.
+                self.libraries = []  # the user may set other numbers now
 
     def _apply(self) -> None:
         n = min(self.requests.values(), default=sys.maxsize)
-        for libraries in self.libraries:
-            threads = min(n, libraries.before)
-            if libraries.now != threads or n == sys.maxsize:  # A body may have changed it.
-                libraries.now = None  # as long as an interrupt may come between
-                _set(libraries.library, threads)
-                libraries.now = threads
+        for limited in self.libraries:
+            threads = min(n, limited.before)
+            if limited.now != threads or n == sys.maxsize:  # a body may have changed it
+                limited.now = None  # as long as an interrupt may come between
+                _set(limited.library, threads)
+                limited.now = threads
 
     def _find_loaded(self) -> list[Any]:
         """The loaded BLAS libraries; searched anew when modules, which may bring one, have been imported."""
@@ -97,9 +93,9 @@ class _Limit:
 
 
 def _set(library: Any, n: int) -> None:
-    """Let a library use n threads. It has one number for all of the process, which since its release 3.8 threadpoolctl
-    lets the first thread alone change that did so; of maps any thread may be the last to leave. What that release sets
-    it with, when it has made sure of the thread, takes a fifth of the time."""
+    """Let a library use n threads. Since release 3.8 threadpoolctl allows that only to the thread that did so first,
+    but any thread may be the last to leave a map. Its internal setter has no such check, and takes a fifth of the time.
+    """
     at_once = getattr(library, "_real_set_num_threads", None)
     if at_once is not None:
         at_once(n)
@@ -116,8 +112,8 @@ _limit = _Limit()
 def _forget() -> None:
     """In a forked child, where the maps that asked do not run."""
     global _limit
-    for libraries in _limit.libraries if _limit.requests else ():
-        _set(libraries.library, libraries.before)
+    for limited in _limit.libraries if _limit.requests else ():
+        _set(limited.library, limited.before)
     _limit = _Limit()
 
 
@@ -128,8 +124,8 @@ if hasattr(os, "register_at_fork"):
 class blas_threads:
     """At most n BLAS threads while the block runs.
 
-    Entering and leaving may be done again. An interrupt may come at the very beginning of leaving, which then is not
-    done; `with limit, limit:` leaves once more, and finds nothing to do where there was no interrupt.
+    Entering and leaving may be repeated. An interrupt at the very start of leaving skips it; `with limit, limit:`
+    leaves a second time, which does nothing otherwise.
     """
 
     __slots__ = ("entered", "limit", "n")

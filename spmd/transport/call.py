@@ -1,4 +1,4 @@
-"""What workers call together: the group, each one's side of the call, and errors where they disagree."""
+"""Calls: the group, each worker's side of a collective, and the errors where they disagree."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Shape = tuple[int, ...]
 
 
 class Observer(Protocol):
-    """Who is told what workers do: see `spmd.ledger`."""
+    """Receives what workers do: see `spmd.ledger`."""
 
     def operator(self, worker: int, name: str, axes: tuple[str, ...]) -> None: ...
 
@@ -174,7 +174,7 @@ class Side(NamedTuple):
         return side._replace(leaf=leaf.path, tree=tree.text, paths=tree.paths, digest=tree.digest)
 
     def packed(self, limit: int) -> bytes:
-        """What there is to tell another process, in at most so many bytes; of long trees the beginning."""
+        """This side as JSON of at most `limit` bytes; long trees are cut."""
         side = self._replace(call=self.call[:400], line=self.line[-400:], leaf=self.leaf[:200], tree=self.tree[:400])
         while True:
             text = json.dumps(side[1:]).encode()
@@ -184,11 +184,11 @@ class Side(NamedTuple):
 
     @classmethod
     def unpacked(cls, worker: str, text: bytes) -> Side:
-        """What another process has told of a worker."""
+        """A worker's side from the JSON of another process."""
         return cls(worker, *json.loads(text))
 
     def shown(self, order: bool, trees: bool) -> str:
-        """The lines on this side. order, trees: whether to say how many collectives it has made, and of which tree."""
+        """The lines on this side. order, trees: whether to show the number of collectives, and the tree."""
         leaf = f", leaf {self.leaf} of" if self.leaf else ", of"
         of = f"{leaf} {_cut(self.tree, 200)}" if self.tree else ", of an array by itself"
         count = f", its collective {self.number}" if order else ""
@@ -226,10 +226,9 @@ _PATHS_SHOWN = 8
 
 
 def mismatch(first: Side, second: Side) -> MismatchError:
-    """Two workers met with different calls."""
+    """The error where two workers met with different calls."""
     order, trees = first.number != second.number, (first.digest, first.leaf) != (second.digest, second.leaf)
     trees_differ = first.digest != second.digest
-    # As they are but for their shapes
     alike = len({re.sub(r"\[[\d, ]*\]", "", side.call) for side in (first, second)}) == 1
     one_tree = _ONE_USE if first.tree.startswith(GRADIENTS) else _ONE_TREE
     mend = _ONE_PATH if order or not alike else one_tree if trees_differ else _ONE_PATH if trees else _ONE_SHAPE
@@ -262,7 +261,7 @@ def _tree_difference(first: Side, second: Side) -> str:
 
 
 def deadlock(lines: Sequence[str]) -> DeadlockError:
-    """Workers wait in vain; the lines say who, in what, and for whom."""
+    """The error where workers wait in vain; the lines say who, in what, and for whom."""
     return DeadlockError.at(
         "a collective",
         got="workers that wait for others that will never come\n" + "\n".join(f"          {x}" for x in lines),
@@ -272,6 +271,6 @@ def deadlock(lines: Sequence[str]) -> DeadlockError:
 
 
 def raised_by(error: BaseException, who: str) -> None:
-    """Note on an error which worker raised it, in place of the note of an earlier map that raised the same object."""
+    """Note on an error which worker raised it; replaces the note of an earlier map."""
     notes = [note for note in getattr(error, "__notes__", ()) if not note.startswith("raised by worker ")]
     error.__notes__ = [*notes, f"raised by {who}"]

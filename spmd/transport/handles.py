@@ -19,14 +19,14 @@ class Handle(Protocol):
 
 
 def read_only(x: Any) -> Any:
-    """An array as one that nobody writes to, in place."""
+    """Make an array read-only, in place."""
     if type(x) is np.ndarray:
         x.setflags(False)  # pyright: ignore[reportCallIssue]  (by its name it takes twice as long)
     return x
 
 
 class Done:
-    """A collective that was done at once."""
+    """A collective that is complete."""
 
     __slots__ = ("value",)
 
@@ -38,7 +38,7 @@ class Done:
 
 
 class Mapped:
-    """A collective, and what is made of its result, once."""
+    """A collective, and a function of its result, applied once."""
 
     __slots__ = ("handle", "make", "value")
 
@@ -54,7 +54,7 @@ class Mapped:
 
 
 class Chained:
-    """A collective of several steps: a generator that starts each and is given what comes of it."""
+    """A collective of several steps: a generator that starts each, and receives its result."""
 
     __slots__ = ("handle", "steps", "value")
 
@@ -77,10 +77,10 @@ class Chained:
 
 
 class Outcome:
-    """How a run of all workers ended: their results, how long it took, and how often they waited.
+    """The results of a run of all workers, its duration, and its number of waits.
 
-    shared: the seconds of it in which several cores worked for one worker, or one worker for all. replicas: what the
-    workers supposed to be one value.
+    shared: the seconds in which several cores worked for one worker, or one worker for all. replicas: what the workers
+    assumed to be one value.
     """
 
     __slots__ = ("replicas", "results", "seconds", "shared", "switches")

@@ -1,7 +1,7 @@
 """Whether this process is one of a job, of MPI or of torch.distributed.
 
-Of MPI launchers' variables are hints; only MPI's own world is believed. Of torch.distributed they are all there is,
-until somebody has initialised it.
+Variables of MPI launchers are hints; only MPI's own world counts. For torch.distributed they are all there is until it
+is initialised.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ __all__ = ["TorchWorld", "expected_size", "launcher_hint", "leftovers", "raw_exi
 
 raw_exit = os._exit
 
-# What a launcher of MPI tells each process that it starts: how many there are, or which one it is. Variables that a
-# scheduler sets in plain shells of an allocation too (SLURM_NTASKS, SLURM_PROCID) say nothing.
+# Variables of MPI launchers with the number of processes, or the rank. Those that a scheduler sets in plain shells of
+# an allocation too (SLURM_NTASKS, SLURM_PROCID) say nothing.
 SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS")
 _RANKS = ("PMIX_RANK", "PMI_RANK")
 LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
@@ -41,8 +41,7 @@ def launcher_hint() -> str | None:
 
 
 def expected_size() -> int | None:
-    """How many processes the job has of which this one seems to be, told without starting anything; None where that
-    cannot be told."""
+    """The likely number of processes of this job, without starting anything; None where that is unknown."""
     wanted = os.environ.get("SPMD_TRANSPORT")
     torch = torch_world() if wanted != "mpi" else None
     if torch is not None and torch.size > 1 and (torch.launched or wanted == "torch"):
@@ -65,8 +64,8 @@ class TorchWorld(NamedTuple):
 
 
 def torch_world() -> TorchWorld | None:
-    """The world of torch.distributed where it is initialised, else what a launcher's variables tell of it; None where
-    there is neither, and with SPMD_TRANSPORT=local. Does not import torch."""
+    """The world of torch.distributed if it is initialised, else by a launcher's variables; None where there is neither,
+    and with SPMD_TRANSPORT=local. Does not import torch."""
     if os.environ.get("SPMD_TRANSPORT") == "local":
         return None
     launched = "TORCHELASTIC_RUN_ID" in os.environ
@@ -89,15 +88,15 @@ def describe_hint(hint: str | None) -> str:
 
 
 def leftovers(engine: str) -> tuple[str, str]:
-    """The variables of launchers of an engine that this process has: with their values, and as `unset` takes them."""
+    """An engine's launcher variables in the environment: with their values, and as arguments of `unset`."""
     prefixes = sorted(n for n in os.environ if n.startswith(_OF_LAUNCHERS))
     names = [n for n in _OF_TORCH if n in os.environ] if engine == "torch" else prefixes
     return ", ".join(f"{n}={os.environ[n]}" for n in names), " ".join(names)
 
 
 def refuse_leftovers(hint: str | None) -> None:
-    """Raise where variables say that a launcher of MPI has started this process, and it has no connection to one: an
-    MPI library would end the process without a word that helps."""
+    """Raise where variables of an MPI launcher are set, but there is no connection to one: an MPI library would end the
+    process without a helpful message."""
     if hint is None or (fault := _no_connection()) is None:
         return
     variables, names = leftovers("mpi")
@@ -111,7 +110,7 @@ def refuse_leftovers(hint: str | None) -> None:
 
 
 def _no_connection() -> str | None:
-    """Why this process cannot reach the launcher that its variables speak of; None where nothing speaks against it."""
+    """Why this process cannot reach the launcher of its variables; None if it may."""
     if "PMI_FD" in os.environ and not _is_socket(os.environ["PMI_FD"]):
         return "PMI_FD is no connection"
     if (
@@ -131,8 +130,7 @@ def _is_socket(file: str) -> bool:
 
 
 def tell_launcher(status: int) -> None:
-    """MPICH's launcher takes no notice of a process that fails before it has started MPI, unless it says so. Launchers
-    of other kinds are told nothing: they see the status of the process."""
+    """Tell MPICH's launcher of a failure before the start of MPI, which it would ignore. Others see the exit status."""
     if _is_socket(os.environ.get("PMI_FD", "")):
         with suppress(OSError):
             os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={status}\n".encode())

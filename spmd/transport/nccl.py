@@ -1,11 +1,11 @@
 """Workers with a GPU each that move blocks by NCCL: processes of an MPI world, or threads of this process.
 
-Who calls what, and the shapes of what comes, is told over the transport beneath, as there: NCCL itself waits for ever
-where calls do not match. So are numbers of the host. Blocks go from GPU to GPU, on the stream of each worker. What only
-moves goes as bytes; sums of complex numbers are sums of twice as many real ones.
+Headers and numbers of the host go over the transport beneath: NCCL itself waits for ever where calls do not match.
+Blocks go from GPU to GPU, on the stream of each worker. What only moves goes as bytes; sums of complex numbers are sums
+of twice as many real ones.
 
 NCCL adds in an order of its own, the same on every run on the same machines. With SPMD_NCCL_FIXED_ORDER=1 blocks are
-gathered and added in the order of the workers, as all other transports do.
+gathered and added in the order of the workers, as in all other transports.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _REALS = {"complex64": "float32", "complex128": "float64"}
 
 
 def _kind(dtype: Any, how: str) -> tuple[int, int] | None:
-    """NCCL's type for a reduction, and how many of them an entry is; None where it has none, or passes a NaN over."""
+    """NCCL's type for a reduction, and how many of them an entry is; None where it has none, or drops NaNs."""
     name = np.dtype(dtype).name
     if how != "sum" and np.dtype(dtype).kind not in "biu":
         return None
@@ -58,7 +58,7 @@ def _flat(x: Any) -> Any:
 
 @contextmanager
 def _grouped():
-    """Calls of NCCL that make one step."""
+    """Group calls of NCCL into one step."""
     nccl.groupStart()
     try:
         yield
@@ -67,7 +67,7 @@ def _grouped():
 
 
 class NcclComm(Comm):
-    """One worker's view, over that of the transport beneath."""
+    """One worker's `Comm`, over that of the transport beneath."""
 
     def __init__(self, transport: NcclTransport, host: Any):
         self.transport = transport
@@ -89,16 +89,16 @@ class NcclComm(Comm):
         return self.host._shapes(group, call)
 
     def _agree(self, group: Group, call: Call) -> None:
-        """Meet for the check alone."""
+        """Check that all call the same."""
         if self.transport.checks:
             self.host._shapes(group, call).wait()
 
     def _ring(self, group: Group, call: Call) -> Any:
-        """NCCL's communicator of a group's members, made when they first meet."""
+        """NCCL's communicator of a group, created when its members first meet."""
         key = (group.members, self.worker)
         ring = self.transport.rings.get(key)
         if ring is None:
-            # Its making takes the device; what is under way there could wait for what comes after it.
+            # Creating it blocks the device, where pending work could wait for later work.
             current().stream.synchronize()
             own = np.array(nccl.get_unique_id() if group.index == 0 else (), np.int64)
             id_call = Call(call.op, call.axes, own.dtype, own.shape, detail="where NCCL meets", same_shape=None)
@@ -109,7 +109,7 @@ class NcclComm(Comm):
         return ring
 
     def _moves(self, group: Group, call: Call, sends: Mapping[int, Any], comes: Mapping[int, Shape]) -> dict[int, Any]:
-        """What each member sends here, of the shapes that come."""
+        """Exchange blocks: what each member sends here, of the shapes that come."""
         ring, stream, dtype = self._ring(group, call), current().stream.ptr, np.dtype(call.dtype)
         received = {k: cp.empty(s, dtype) for k, s in comes.items() if k != group.index}
         sent = {k: _flat(x) for k, x in sends.items() if k != group.index and x.size}
@@ -266,7 +266,7 @@ class NcclTransport(Transport):
     def run(self, body: Callable[[Comm], Any], scheduler: str, describe: Callable[[int], str]) -> Outcome:
         if not self.tried:
             self._one_each()
-        # NCCL waits in the thread that calls it, so each worker has one.
+        # NCCL blocks its thread, so each worker needs one.
         return self.host.run(lambda comm: body(NcclComm(self, comm)), "threads", describe)
 
     def threads(self) -> int:

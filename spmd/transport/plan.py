@@ -72,9 +72,9 @@ def part_of(x: Any, part: Part) -> Any:
 class Combine:
     """How a new block is combined from what comes.
 
-    in_place: the new block may be made around the own one, where that lies, so that little is written. parallel: each
-    member makes its own result, at the same time where they have cores; else one of a process makes those of all.
-    uses_block: the new block depends on the own one, or on where it lies, not only on what comes.
+    in_place: the result may extend the own block in its own buffer, so that little is written. parallel: each member
+    makes its own result, in parallel if there are cores; else one of a process makes all results. uses_block: the
+    result depends on the own block, or its place, not only on what comes.
     """
 
     in_place: bool = False
@@ -82,18 +82,18 @@ class Combine:
     uses_block: bool = True
 
     def complete(self, plan: Plan, shapes: Shapes) -> tuple[Make, Shape]:
-        """What makes the new block, and its shape, where blocks of these shapes come. Raises LayoutError where they do
-        not fit each other."""
+        """The function that makes the new block from blocks of these shapes, and its shape. Raises LayoutError where
+        they do not fit each other."""
         raise NotImplementedError
 
     def quick(self, plan: Plan, shapes: Shapes) -> Make | None:
-        """What makes the same of small blocks at once, for a line that calls it again and again: in memory that nobody
-        can ever write to. None where there is nothing quicker."""
+        """A faster function for small blocks of repeated calls, whose results nobody can ever write to; None if there
+        is none."""
         return None
 
     def begin(self, plan: Plan, x: Any, borrowed: bool = False) -> Any:
-        """What can be made of the own block while messages are under way, for `make`. borrowed: whether somebody may
-        write to the block when the collective is over."""
+        """What can be made of the own block while messages are under way, for `make`. borrowed: whether the block may
+        change when the collective is over."""
         return None
 
     def __str__(self) -> str:
@@ -101,8 +101,7 @@ class Combine:
 
 
 class Completion(NamedTuple):
-    """A plan for which the shapes of what comes are known: what makes the new block, its shape, and the operator bound
-    to the shapes."""
+    """A plan for known shapes: the function that makes the new block, its shape, and the bound operator."""
 
     make: Make
     shape: Shape
@@ -142,7 +141,7 @@ class Plan:
 
     @cached_property
     def forwards_from(self) -> tuple[int, ...] | None:
-        """Where the new block is a member's as it is: that member; nobody for zeros. None where it is another one."""
+        """Where the result is one member's block as it is: that member; nobody for zeros. Else None."""
         if type(self.combine) is not Forward:
             return None
         return () if self.combine.source is None else (self.combine.source,)
@@ -160,8 +159,8 @@ class Plan:
 
     @property
     def repeats(self) -> bool:
-        """Whether it can be repeated without being looked at: something is exchanged, and parts are indices, the same
-        for each block of this shape. Where all reduce more than two large blocks, each reduces a part for all."""
+        """Whether calls with blocks of this shape can be repeated unchecked: something is exchanged, and parts are
+        indices. Not where more than two members reduce large blocks, of which each reduces a part for all."""
         large = prod(self.shape) * self.dtype.itemsize > COPIED
         if self.group.size == 1 or (self.kind == "all_reduce" and self.group.size > 2 and large):
             return False
@@ -172,7 +171,7 @@ class Plan:
         return {}
 
     def complete(self, shapes: Shapes) -> Completion:
-        """The plan for what comes: an array of shapes[k] from member k, or nothing (None)."""
+        """The completion where an array of shapes[k] comes from member k, or nothing (None)."""
         shapes = tuple(shapes)
         completion = self._completions.get(shapes)
         if completion is None:
@@ -189,7 +188,7 @@ class Plan:
         return completion if quick is None else completion._replace(make=quick)
 
     def finish(self, x: Any, blocks: Sequence[Any], fresh: bool = False, begun: Any = None) -> tuple[Any, Any]:
-        """The new block of the own block x and of what came from each member, and the bound operator."""
+        """The new block from the own block x and what came from each member, and the bound operator."""
         completion = self.complete([None if b is None else b.shape for b in blocks])
         return completion.make(x, blocks, fresh, begun), completion.bound
 
@@ -237,13 +236,12 @@ class Plan:
 
 
 _COMPLETIONS_MAX = 64
-"""Completions that a plan keeps: one for each combination of shapes that has come."""
+"""Completions that a plan keeps, at most: one for each combination of shapes."""
 
 
 @dataclass(frozen=True, eq=False)
 class Plans:
-    """Plans that run one after the other, each on the block that the one before has made. bound: the operator bound to
-    the shapes of all blocks."""
+    """Plans that run one after the other, each on the result of the one before. bound: the bound operator."""
 
     steps: tuple[Plan, ...]
     bound: Any = field(repr=False)
@@ -263,7 +261,7 @@ RunPlan = Callable[[Any, np.ndarray], tuple[Any, Any]]
 
 
 class NeedsShapes(NamedTuple):
-    """A plan that depends on the shapes of the members' blocks. group: whose; plan: gives the plan for these shapes."""
+    """A plan that depends on the shapes of the members' blocks. plan: gives it for these shapes."""
 
     group: Group
     plan: Callable[[Sequence[Shape]], Plan]
@@ -291,9 +289,6 @@ def _described_index(index: Any) -> str:
 def to_all(group: Group) -> tuple[Part, ...]:
     """The parts where the whole block goes to every member."""
     return (...,) * group.size
-
-
-# Forms of combination
 
 
 @dataclass(frozen=True)
@@ -373,7 +368,7 @@ class Concatenate(Combine):
         return make, shape
 
     def _places(self, shapes: Shapes) -> list[Any]:
-        """Where the blocks stand in the result; none for many, which NumPy joins more quickly."""
+        """Where the blocks stand in the result; none for many blocks, which NumPy joins faster."""
         if len(shapes) > _PLACES_MAX:
             return []
         ends = offsets([s[self.axis] for s in shapes]) if self.tiled else []
@@ -392,7 +387,7 @@ class Concatenate(Combine):
 
 
 _PLACES_MAX = 8
-"""Blocks that are put in their places one by one: quicker, for so many, than NumPy's functions."""
+"""Blocks up to which copying them one by one is faster than NumPy's functions."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A virtual worker's view of its transport."""
+"""The `Comm` of a virtual worker."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from spmd.transport.plan import Completion, NeedsShapes, Plan, part_of
 
 
 class LocalComm(Participant):
-    """A virtual worker's view: every verb is a meeting."""
+    """A virtual worker's `Comm`: every verb is a rendezvous."""
 
     def repeated_plan(self, call: Call, plan: Plan, x: np.ndarray) -> RepeatedPlan | None:
         return RepeatedPlan(call, plan, x) if RepeatedPlan.serves(plan, x) else None
@@ -34,14 +34,14 @@ class LocalComm(Participant):
         return Waiting(self, self.execution.post(self, group, call, payload, finish), take)
 
     def meet(self, group: Group, call: Call, shapes: Iterable[Any]) -> list[Any]:
-        """Tell every member the shape of what comes for it (None: nothing), and learn theirs."""
+        """Send each member the shape of what it will receive (None: nothing); the shapes that this one will receive."""
         return self._meet(group, call, list(shapes), lambda m: [p[group.index] for p in m.contributions]).wait()
 
     def _shapes(self, group: Group, call: Call) -> Handle:
         return self._meet(group, call, call.shape, lambda m: list(m.contributions))
 
     def _run(self, plan: Plan, call: Call, x: np.ndarray) -> Handle:
-        """The last to come makes the new blocks of all, so that nobody needs the others' blocks when it is over."""
+        """The last to come makes all results, so nobody needs the others' blocks afterwards."""
         group, borrowed = plan.group, call.borrowed
         if plan.combine.parallel:
             return super()._run(plan, call, x)
@@ -58,7 +58,7 @@ class LocalComm(Participant):
         return self._meet(group, call, (plan, read_only(x), borrowed), take, partial(self._results, group))
 
     def _results(self, group: Group, brought: list[tuple[Plan, np.ndarray, bool]]) -> list[Any]:
-        """The results of all members of a group, of their plans and blocks."""
+        """The results of all members, from their plans and blocks."""
         plans, xs, borrowed = (list(of_all) for of_all in zip(*brought, strict=True))
         fresh = any(borrowed)
         brought.clear()
@@ -85,7 +85,7 @@ class LocalComm(Participant):
         return self.execution.make(group, nbytes, lambda: split_work.each(tasks, sizes))
 
     def _run_with_shapes(self, needs: NeedsShapes, call: Call, x: np.ndarray) -> Handle:
-        """In one meeting: the last to come finds out what each sends."""
+        """In one rendezvous: the last to come determines what each sends."""
         group = needs.group
 
         def parts_for(shapes: Sequence[Shape]) -> tuple[Plan, dict[int, np.ndarray]]:
@@ -94,7 +94,7 @@ class LocalComm(Participant):
 
         def finish(brought: list[tuple[Shape, Callable[[Sequence[Shape]], Any]]]) -> list[Any]:
             shapes, makers = zip(*brought, strict=True)
-            brought.clear()  # They know the blocks.
+            brought.clear()  # they keep the blocks alive
             return [parts_of(shapes) for parts_of in makers]
 
         def take(m: Rendezvous) -> Any:
@@ -122,7 +122,7 @@ class LocalComm(Participant):
         return self._meet(group, call, read_only(x), _result, finish)
 
     def _all_reduce_many(self, group: Group, call: Call, xs: Sequence[np.ndarray], spare: Sequence[bool]) -> Handle:
-        """Sums are written over blocks of the first worker or the second one, where these can be spared."""
+        """Sums are written over blocks of the first or the second worker that can be spared."""
 
         def finish(brought: list[tuple[Sequence[np.ndarray], Sequence[bool]]]):
             def total(k: int) -> np.ndarray:
@@ -131,7 +131,7 @@ class LocalComm(Participant):
                 return read_only(kernels.of(blocks[0]).combine(blocks, into=into))
 
             totals = self.execution.make(group, nbytes, lambda: [total(k) for k in range(count)])
-            brought.clear()  # The handle may be asked much later.
+            brought.clear()  # free the blocks: the handle may live long
             return totals
 
         count, nbytes = len(xs), sum(x.nbytes for x in xs)
@@ -171,7 +171,7 @@ class LocalComm(Participant):
 
 
 class Failed(NamedTuple):
-    """In place of a worker's result the error that is its own."""
+    """A member's error, in place of its result."""
 
     error: Exception
 
@@ -185,17 +185,17 @@ def _tried(completion: Completion, x: np.ndarray, blocks: list[Any], fresh: bool
 
 
 def _parts(group: Group, call: Call, sends: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
-    """What a member of the group sends, as others may keep it."""
+    """What a member sends, copied where it is borrowed: receivers may keep it."""
     return {k: read_only(x) if k == group.index else handed(call, x) for k, x in sends.items()}
 
 
 def _taken(group: Group, parts: Sequence[dict[int, np.ndarray]]) -> dict[int, np.ndarray]:
-    """What all members send this one: out of what they brought, so that it may be the only name of what it takes."""
+    """What all members send this one, removed from their contributions, so that this is the only reference."""
     return {k: p.pop(group.index) for k, p in enumerate(parts) if group.index in p}
 
 
 def handed(call: Call, x: np.ndarray) -> np.ndarray:
-    """What this worker brings as others may keep it: a copy of what is only borrowed."""
+    """A block for others to keep: a copy if it is borrowed."""
     return read_only(copied(x) if call.borrowed else x)
 
 

@@ -1,7 +1,7 @@
-"""Virtual workers whose blocks lie on GPUs: the meetings of `local`, with the streams in order.
+"""Virtual workers whose blocks lie on GPUs: rendezvous as in `local`, with the streams in order.
 
-Who comes to a meeting records an event behind what it brings. The last one to come waits for all of them, on its
-stream and not on the host, makes what there is to make, and records another; everyone's stream waits for that.
+Each worker records an event after its contribution. The last one to come lets its stream wait for all of them, computes
+the result, and records another event, which everyone's stream waits for. The host never waits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["DeviceComm"]
 
 
 class Brought(NamedTuple):
-    """What a worker brings to a meeting, and the event behind it; none if it brings nothing of a device."""
+    """A worker's contribution, and the event after it; no event without device arrays."""
 
     payload: Any
     place: Place
@@ -31,7 +31,7 @@ class Brought(NamedTuple):
 
 
 class Made(NamedTuple):
-    """What the last worker made of it, where, and the event behind it."""
+    """The result of the last worker, its place, and the event after it."""
 
     result: Any
     place: Place
@@ -39,7 +39,7 @@ class Made(NamedTuple):
 
 
 class Purse:
-    """Arrays of others in a list or a dict, borrowed as they are taken out."""
+    """Arrays of others in a list or a dict, borrowed when they are taken out."""
 
     __slots__ = ("borrow", "inner")
 
@@ -64,7 +64,7 @@ class Purse:
 
 
 class _Seen:
-    """A meeting as one worker sees it."""
+    """A rendezvous as one worker sees it."""
 
     __slots__ = ("contributions", "result")
 
@@ -74,7 +74,7 @@ class _Seen:
 
 
 class Arriving(Waiting):
-    """A handle that leaves this worker's stream the current one: others may have run in this thread meanwhile."""
+    """A handle that makes this worker's stream the current one again: others may have run in this thread."""
 
     __slots__ = ()
 
@@ -87,7 +87,7 @@ class Arriving(Waiting):
 
 
 class DeviceComm(LocalComm):
-    """A virtual worker's view. place: its own; callers: those of whoever called the map, by device."""
+    """A virtual worker's `Comm`. place: its device and stream; callers: those of the caller of the map, by device."""
 
     def __init__(self, run: Run, worker: int, place: Place, callers: Callable[[int], Place]):
         super().__init__(run, worker)
@@ -133,11 +133,11 @@ class DeviceComm(LocalComm):
         return Comm._run(self, plan, call, x)
 
     def _run_with_shapes(self, needs: NeedsShapes, call: Call, x: Any) -> Handle:
-        """In two meetings: what is sent is of this worker's stream."""
+        """In two rendezvous: what is sent belongs to this worker's stream."""
         return Comm._run_with_shapes(self, needs, call, x)
 
     def _all_reduce_many(self, group: Group, call: Call, xs: Sequence[Any], spare: Sequence[bool]) -> Handle:
-        """None is written over: what a stream still has to read, nobody counts."""
+        """No block is written over: streams may still read it."""
 
         def finish(all_xs: list[Sequence[Any]]) -> list[Any]:
             return [read_only(kernels.of(one[0]).combine(one)) for one in zip(*all_xs, strict=True)]

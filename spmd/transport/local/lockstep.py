@@ -20,7 +20,7 @@ from spmd.transport.local.rendezvous import Participant, Rendezvous, RepeatedRen
 
 
 def _no_frames_of_optree() -> None:
-    """Raise where a worker is to wait inside optree's C++ code: that does not survive a switch of greenlets."""
+    """Raise where a worker would wait inside optree's C++ code, which does not survive a switch of greenlets."""
     optree = sys.modules.get("optree.ops")
     if optree is None:
         return
@@ -39,21 +39,21 @@ def _no_frames_of_optree() -> None:
 
 @cache
 def _greenlets() -> tuple[Callable[[], Any], type]:
-    """greenlet.getcurrent and the class: imported late, found once."""
+    """greenlet.getcurrent and the greenlet class, imported late."""
     from greenlet import getcurrent, greenlet
 
     return getcurrent, greenlet
 
 
 class LockstepRun(Run):
-    """Workers take turns in the calling thread; each runs until it has to wait. All but the last begin in greenlets;
-    the last one is the caller itself: to begin a greenlet takes longer than a collective.
+    """Workers take turns in the calling thread; each runs until it has to wait. All but the last start in greenlets;
+    the last one runs in the caller itself, because starting a greenlet takes longer than a collective.
 
-    quiet: none is expected to wait. Then the caller itself runs one after the other, and the next ones begin in
-    greenlets only while one does wait.
+    quiet: no worker is expected to wait. Then the caller runs one after the other, and starts greenlets only while one
+    waits.
 
-    hub: the greenlet that goes on where nobody is ready: that of the caller. own: the worker that it runs; others: the
-    greenlets of others. fresh: the workers that have not begun; context: what they begin in, each in a copy.
+    hub: the caller's greenlet, which continues where nobody is ready. own: the worker that it runs; others: the
+    greenlets of others. fresh: workers that have not started; context: of which each gets a copy.
     """
 
     def __init__(self, size: int, describe: Callable[[int], str], quiet: bool = False):
@@ -101,7 +101,7 @@ class LockstepRun(Run):
         return self.outcome(time.perf_counter() - started, crew.seconds)
 
     def _end_all(self) -> None:
-        """End the workers that have begun and wait."""
+        """Stop the workers that have started and wait."""
         self.stop()
         for worker in self.others:
             if worker:
@@ -109,22 +109,22 @@ class LockstepRun(Run):
         self.others.clear()
         self.fresh.clear()
         self.ready.clear()
-        self.own = self.body = None  # They know their run.
+        self.own = self.body = None  # break reference cycles
 
     def close(self) -> None:
-        if self.others:  # An interrupt came while they were to be ended.
+        if self.others:  # an interrupt stopped _end_all
             self._end_all()
         super().close()
 
     def _begin(self, comm: Participant) -> None:
-        """Let a worker begin in a greenlet of its own, and run until it has to wait."""
+        """Start a worker in a greenlet of its own, until it has to wait."""
         worker = self.greenlet(self.work)
         worker.gr_context = self.context.copy()
         self.others.append(worker)
         worker.switch(comm, self.body)
 
     def _go_on(self) -> None:
-        """Let those run that need not wait any longer."""
+        """Run those that need not wait any longer."""
         while self.ready and self.limit >= 0:
             self.ready.popleft().switch()
 
@@ -133,7 +133,7 @@ class LockstepRun(Run):
         rendezvous.waiters = []
 
     def _all_fall_back(self) -> None:
-        """Where nobody is ready: by the verbs it shows what those who have gathered wait for."""
+        """Nobody is ready: the verbs show what the members of repeated rendezvous wait for."""
         for key in list(self.repeated or ()):
             self.fall_back(key)
 
@@ -149,7 +149,7 @@ class LockstepRun(Run):
                 else:
                     self._idle(me)
         else:
-            # A greenlet that the hub's body has made itself: the hub waits for it, and may not go on before it.
+            # A greenlet made by the hub's own body: the hub waits for it, so it becomes the hub meanwhile.
             self._make_hub(me)
             try:
                 while not rendezvous.done:
@@ -157,9 +157,9 @@ class LockstepRun(Run):
             finally:
                 self._make_hub(hub)
         if ready and me in ready:
-            ready.remove(me)  # It was not taken from there where one that has ended went on to it.
+            ready.remove(me)  # still queued if a greenlet that ended switched here directly
         if self.limit < 0:
-            raise Stopped  # One that ran meanwhile has ended them all.
+            raise Stopped  # by a worker that ran meanwhile
 
     def _make_hub(self, hub: Any) -> None:
         self.hub = hub
@@ -168,7 +168,7 @@ class LockstepRun(Run):
                 worker.parent = hub  # to whom it goes on when it ends
 
     def _idle(self, me: Any) -> None:
-        """Let another greenlet run, where this one has to wait."""
+        """Switch to another greenlet, where this one has to wait."""
         if self.limit < 0:
             raise Stopped
         if self.ready:
@@ -180,4 +180,4 @@ class LockstepRun(Run):
         elif self.repeated:
             self._all_fall_back()
         else:
-            self.stalled()  # All others wait too, or have left.
+            self.stalled()  # all others wait too, or have left

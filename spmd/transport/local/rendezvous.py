@@ -1,4 +1,4 @@
-"""Where virtual workers meet: what each brings, who waits, and what came of it."""
+"""Rendezvous of virtual workers: what each brings, who waits, and the result."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["Participant", "Rendezvous", "RepeatedRendezvous", "Run", "Waiting", 
 
 
 class RepeatedRendezvous:
-    """Those of a group who call again what they have called: who has come, with what, and what came of it.
+    """A rendezvous of members that repeat their calls.
 
-    members: those who have come, by their places; missing: how many are to come; waiters: whom to wake. number, clock:
-    the collectives behind them, as in a meeting; count: those of the group. done: there is nothing to wait for.
-    blocks: those that they bring, then their results; None if they are turned down.
+    members: the plans of those who have come, by place; missing: how many are to come; waiters: whom to wake. number,
+    clock: the collectives before it, as in a `Rendezvous`; count: those of the group. done: nobody has to wait. blocks:
+    the contributions, then the results; None if the members fall back to the verbs.
     """
 
     __slots__ = ("blocks", "clock", "count", "done", "members", "missing", "number", "waiters")
@@ -39,7 +39,7 @@ class RepeatedRendezvous:
 
 
 class Rendezvous:
-    """One collective of one group: who has come, with what, and what came of it."""
+    """One collective of one group: who has come, with what, and the result."""
 
     __slots__ = ("calls", "clock", "contributions", "done", "error", "group", "missing", "numbers", "result", "waiters")
 
@@ -57,9 +57,9 @@ class Rendezvous:
 
 
 class Participant(Comm):
-    """A virtual worker, as its run knows it.
+    """What a run knows of a virtual worker.
 
-    counts: the collectives of each group so far. last: the latest call. waiting: the meeting that it waits for.
+    counts: the collectives of each group so far. last: the latest call. waiting: the rendezvous that it waits for.
     """
 
     def __init__(self, run: Run, worker: int):
@@ -72,7 +72,7 @@ class Participant(Comm):
 
 
 class Waiting:
-    """A handle on a meeting: wait for it, then take this worker's part."""
+    """A handle on a rendezvous: wait for it, then take this worker's part."""
 
     __slots__ = ("comm", "rendezvous", "take", "value")
 
@@ -103,7 +103,7 @@ class Waiting:
 
 
 def own_error(error: Exception) -> Exception:
-    """The error of a meeting, for one of its members: an object that no other thread raises at the same time."""
+    """A copy of a rendezvous's error for one member: several threads may not raise the same object."""
     try:
         return type(error)(*error.args)
     except Exception:
@@ -111,13 +111,13 @@ def own_error(error: Exception) -> Exception:
 
 
 class Run:
-    """One execution of all workers. Schedulers say how a worker waits and how it is woken.
+    """One execution of all workers. Schedulers define how a worker waits and how it is woken.
 
-    A worker's clock counts the collectives behind it, its own and those that its partners had behind them. So what
-    a worker does at one clock depends on nothing that others do at later clocks, whatever the timing.
+    A worker's clock counts the collectives before it, its own and its partners'. So what a worker does at one clock
+    never depends on what others do at later clocks.
 
-    limit: the clock past which nobody needs to go: that of the first error, -1 when all are to stop.
-    repeated: those who meet because they call again what they have called, by group; None where none do.
+    limit: the clock past which nobody needs to go: that of the first error, -1 when all are to stop. repeated: the open
+    rendezvous of repeated plans, by group; None where there are none.
     """
 
     repeated: dict[str, RepeatedRendezvous] | None = None
@@ -135,19 +135,19 @@ class Run:
         self.switches = 0
 
     def wait(self, rendezvous: Rendezvous | RepeatedRendezvous, comm: Participant) -> None:
-        """Let others run until the meeting is done that a worker waits for."""
+        """Yield to other workers until the rendezvous is done."""
         raise NotImplementedError
 
     def wake(self, rendezvous: Any) -> None:
-        """Let those that wait for the meeting go on."""
+        """Wake those that wait for the rendezvous."""
         raise NotImplementedError
 
     def stop(self) -> None:
-        """All workers are to end. Needs the lock."""
+        """End all workers. Needs the lock."""
         self.limit = -1
 
     def work(self, comm: Participant, body: Callable[[Comm], Any]) -> None:
-        """A worker's life."""
+        """Run the body for a worker."""
         try:
             self.results[comm.worker] = body(comm)
         except Stopped:
@@ -158,7 +158,7 @@ class Run:
 
     def _fail(self, comm: Participant, error: BaseException) -> None:
         if self.limit < 0:
-            return  # What a worker raises while it is being stopped says nothing new.
+            return  # errors while being stopped say nothing new
         self.errors.append((comm.clock, comm.worker, error))
         if isinstance(error, Exception):
             self.limit = min(self.limit, comm.clock)
@@ -166,14 +166,14 @@ class Run:
             self.stop()
 
     def stalled(self) -> None:
-        """All who are left wait: for some that failed, or it is a deadlock. Needs the lock."""
+        """All remaining workers wait: for some that failed, or in a deadlock. Needs the lock."""
         if self.limit >= 0:
             if not self.errors:
                 self.errors.append((0, 0, deadlock(self._waits())))
             self.stop()
 
     def fall_back(self, key: str) -> None:
-        """Let those of a group who have gathered go by the verbs."""
+        """Let the waiting members of a repeated rendezvous fall back to the verbs."""
         assert self.repeated is not None
         rendezvous = self.repeated.pop(key)
         rendezvous.blocks = None
@@ -181,11 +181,11 @@ class Run:
         self.wake(rendezvous)
 
     def make(self, group: Group, nbytes: int, make: Callable[[], Any]) -> Any:
-        """What one worker makes for its group of so many bytes."""
+        """make(), run by one worker for its group; the result has so many bytes."""
         return make() if nbytes < split_work.LEAST else split_work.for_all(make, group.size / self.size)
 
     def post(self, comm: Participant, group: Group, call: Call, payload: Any, finish) -> Rendezvous:
-        """Leave a call and its payload in the group's meeting; the last to come completes it."""
+        """Join the group's rendezvous with a call and its payload; the last to come completes it."""
         rendezvous, last = self.enter(comm, group, call, payload)
         if last:
             self._complete(rendezvous, finish)
@@ -193,7 +193,7 @@ class Run:
         return rendezvous
 
     def enter(self, comm: Participant, group: Group, call: Call, payload: Any) -> tuple[Rendezvous, bool]:
-        """The group's meeting, and whether this worker is the last to come."""
+        """The group's rendezvous, and whether this worker is the last to come."""
         if self.repeated:
             repeated = self.repeated.get(group.key)
             if repeated is not None and repeated.count <= comm.counts.get(group.key, 0):  # else they are only ahead
@@ -222,7 +222,7 @@ class Run:
         return rendezvous, True
 
     def _complete(self, rendezvous: Rendezvous, finish: Callable[[list[Any]], Any] | None) -> None:
-        """Verify that all called alike, and make the shared result. Whatever goes wrong is everyone's error."""
+        """Check that all made the same call, and compute the shared result. Errors become everyone's."""
         try:
             calls, size = rendezvous.calls, rendezvous.group.size
             first = calls[0]
@@ -241,7 +241,7 @@ class Run:
         rendezvous.done = True
 
     def _compare(self, rendezvous: Rendezvous) -> None:
-        """Raise MismatchError where workers have called different things, or in a different order."""
+        """Raise MismatchError where calls differ, or come in a different order."""
         first, number = rendezvous.calls[0], rendezvous.numbers[0]
         for place, call in enumerate(rendezvous.calls):
             if rendezvous.numbers[place] != number or (call is not first and call.key != first.key):
@@ -268,7 +268,7 @@ class Run:
         return [*lines, f"and {more} more"] if more > 0 else lines
 
     def close(self) -> None:
-        """Let go of everything: workers know their run, and errors know its frames; nothing big may hang on that."""
+        """Release everything: workers refer to their run, and errors to its frames."""
         self.comms = []
         self.results = {}
         self.errors = []
@@ -303,7 +303,7 @@ class Run:
         return Side(self.describe(comm.worker), "the end of the map", after, comm.number)
 
     def _note(self, errors: list[tuple[int, int, BaseException]]) -> None:
-        """Say on the first error who raised it, and what others raised at the same clock."""
+        """Note on the first error who raised it, and what others raised at the same clock."""
         clock, worker, error = errors[0]
         text = _text(error)
         others = [(w, _text(e)) for c, w, e in errors[1:] if c == clock]

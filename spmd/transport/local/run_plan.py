@@ -1,9 +1,9 @@
-"""Collectives of virtual workers that take turns, from the second time on: a line that has called the same before.
+"""Collectives of virtual workers that take turns, from the second call of the same line on.
 
-A verb leaves in a meeting what it brings and how it goes on. But where a line calls again what it has called, with such
-a block, all that is known, and the block is enough. Workers who do meet apart from the others, by the group alone. If
-one of the group comes another way, or calls something else, or nobody comes any more, those that wait are turned down,
-and go by the verbs as if they had just begun: that is where all is checked, and where errors say what they have to.
+A verb leaves its contribution and its continuation in a rendezvous. A line that repeats its call with a block of the
+same shape needs to leave its block only. Workers that do so meet separately, by the group alone. If a member of the
+group comes by a verb, calls something else, or never comes, those that wait fall back to the verbs, which check
+everything and raise the errors.
 """
 
 from __future__ import annotations
@@ -23,21 +23,20 @@ from spmd.transport.plan import Plan, RunPlan, part_of
 __all__ = ["RepeatedPlan"]
 
 _MAKERS_MAX = 64
-"""Ways of making results that a member keeps: one for each combination of what its group called."""
-
+"""Makers of results that a member keeps: one for each combination of its group's plans."""
 _MISSES_MAX = 16
-"""Times in a row after which what is tried in vain is only tried now and then, _REST times as seldom."""
-
+"""After this many consecutive misses, retry only every `_RETRY_INTERVAL` calls."""
 _RETRY_INTERVAL = 64
 
 _Makers = Callable[[list[Any]], list[Any]]
 
 
 class RepeatedPlan:
-    """A collective of a group, as often as it is called with blocks of the same shapes.
+    """A collective of a group, for blocks of one shape.
 
-    shape: of the own block; shapes: of what goes to each member; large: whether it pays to join nothing. known: what
-    makes the results, by who meets. vain: how often in a row it was tried in vain.
+    shape: of the own block; shapes: of what goes to each member; large: whether blocks are so large that adjacent parts
+    should be joined without a copy. makers: what makes the results, by the members' plans. misses: consecutive
+    fallbacks.
     """
 
     __slots__ = ("call", "group", "large", "makers", "misses", "plan", "shape", "shapes")
@@ -51,27 +50,25 @@ class RepeatedPlan:
 
     @staticmethod
     def serves(plan: Plan, x: np.ndarray) -> bool:
-        """Whether this is for such blocks: those of which little is written, or not so large that Python's part is
-        nothing beside theirs."""
+        """Whether this pays for such blocks: little is written, or the blocks are small enough for Python's overhead to
+        matter."""
         size = plan.group.size
         if not plan.repeats:
             return False
         return plan.copy_free or not nontemporal.large(x.nbytes * size)
 
     def __call__(self, comm: Participant, x: np.ndarray, general_run: RunPlan) -> tuple[Any, Any]:
-        """The new block, and the bound operator. long: how it goes by the verbs."""
+        """The new block, and the bound operator. general_run: runs the plan by the verbs."""
         run, group = comm.execution, self.group
         repeated, key = run.repeated, group.key
         if repeated is None or comm.clock >= run.limit or (self.misses >= _MISSES_MAX and self._skips_retry()):
             return general_run(comm, x)
         if self.large and type(x.base) is np.ndarray and x.base.nbytes > x.nbytes:
-            return general_run(
-                comm, x
-            )  # Parts of one array may lie side by side: then the verbs give that, without a copy.
+            return general_run(comm, x)  # Parts of one array may be adjacent: then the verbs need no copy.
         count = comm.counts.get(key, 0)
         if run.open and (key, count) in run.open:
             self.misses += 1
-            return general_run(comm, x)  # Others have come by the verbs.
+            return general_run(comm, x)  # others have come by the verbs
         if self.plan.forwards_from is not None:
             x.setflags(False)  # pyright: ignore[reportCallIssue]  (as in `read_only`)
         rendezvous = repeated.get(key)
@@ -89,7 +86,7 @@ class RepeatedPlan:
         if rendezvous.missing:
             try:
                 run.wait(rendezvous, comm)
-            except BaseException:  # who goes is no longer there to be met
+            except BaseException:  # this worker is no longer there
                 if run.repeated and run.repeated.get(key) is rendezvous:
                     run.fall_back(key)
                 raise
@@ -111,19 +108,19 @@ class RepeatedPlan:
         return own
 
     def _skips_retry(self) -> bool:
-        """Whether it is not to be tried this time, where it was in vain so often: others have no short way."""
+        """Whether to use the verbs at once after many misses: the others have no repeated plan."""
         self.misses += 1
         return self.misses % _RETRY_INTERVAL != 0
 
     def _holds_for(self, members: tuple[RepeatedPlan, ...]) -> bool:
-        """Whether these bring what it is supposed that they bring."""
+        """Whether the blocks of these members have the assumed lengths."""
         if self.plan.assumed_lengths is None:
             return True
         d, lengths = self.plan.assumed_lengths
         return all(m.shape[d] == n for m, n in zip(members, lengths, strict=True))
 
     def _complete(self, rendezvous: RepeatedRendezvous, workers: int) -> bool:
-        """Make all results of all blocks. False where that is to be found out, or to fail, by the verbs."""
+        """Make the results of all members. False where the verbs have to check, or to raise an error."""
         members = tuple(rendezvous.members)
         try:
             make = self.makers.get(members)
@@ -133,7 +130,7 @@ class RepeatedPlan:
                 if not all(m._holds_for(members) for m in members):
                     return False
                 make = _makers(members, workers)
-                for m in members:  # whoever is the last the next time
+                for m in members:  # any of them may be the last next time
                     if len(m.makers) >= _MAKERS_MAX:
                         m.makers.clear()
                     m.makers[members] = make
@@ -144,7 +141,7 @@ class RepeatedPlan:
 
 
 def _makers(members: tuple[RepeatedPlan, ...], workers: int) -> _Makers:
-    """What makes the results of all members, of so many workers, of all their blocks."""
+    """A function that makes the results of all members from all blocks. workers: the number of all workers."""
     large = any(m.large for m in members)
     make, share = _member_makers(members, large), len(members) / workers
     if not large or members[0].plan.combine.parallel:
@@ -164,7 +161,7 @@ def _member_makers(members: tuple[RepeatedPlan, ...], large: bool) -> _Makers:
         return alike
     comes = [[(s, m.plan.parts[k]) for s, m in enumerate(members) if m.plan.parts[k] is not None] for k in range(size)]
 
-    # Whose block is a member's as it is, and all of it: nothing is made.
+    # Per member, the member whose whole block is its result, if there is one: nothing is copied.
     forwarded = [
         f[0] if f and plans[f[0]].parts[k] is ... else None for k, f in enumerate(p.forwards_from for p in plans)
     ]

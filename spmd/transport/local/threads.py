@@ -22,10 +22,10 @@ from spmd.transport.local.rendezvous import Participant, Rendezvous, RepeatedRen
 
 
 class ThreadRun(Run):
-    """Workers in threads of a persistent pool. The caller's thread only waits, so an interrupt finds it there.
+    """Workers in threads of a persistent pool. The caller's thread only waits, so an interrupt reaches it there.
 
-    running: the workers that neither wait nor have left. parked: what wakes those that wait. inside: the threads
-    of those that are in the body.
+    running: the number of workers that neither wait nor have left. parked: the locks of those that wait. inside: the
+    threads of those in the body.
     """
 
     def __init__(self, size: int, describe: Callable[[int], str]):
@@ -53,7 +53,7 @@ class ThreadRun(Run):
         return self.outcome(time.perf_counter() - started)
 
     def _begin(self, context: contextvars.Context, body: Callable[[Comm], Any], threads: list[Thread]) -> None:
-        """In the first worker's thread: let the others begin, then work."""
+        """In the first worker's thread: start the others, then work."""
         with self.lock:
             begun, self.begun = self.begun, True
         if begun:
@@ -84,7 +84,7 @@ class ThreadRun(Run):
                 self.stalled()
 
     def _interrupt(self, threads: list[Thread]) -> None:
-        """End all workers, wherever they are, and wait for that; a second interrupt leaves them to themselves."""
+        """End all workers, wherever they are, and wait for that; a second interrupt abandons them."""
         with self.lock:
             begun, self.begun = self.begun, True
             running = begun and self.left
@@ -97,7 +97,7 @@ class ThreadRun(Run):
             self._join()
 
     def _join(self) -> None:
-        """Wait until all workers have left. In rounds: a wait does not see a signal that came just before it began."""
+        """Wait until all workers have left, in rounds: a wait misses a signal that comes just before it."""
         while not self.over.acquire(timeout=0.5):
             pass
 
@@ -110,7 +110,7 @@ class ThreadRun(Run):
             return super().enter(comm, group, call, payload)
 
     def make(self, group: Group, nbytes: int, make: Callable[[], Any]) -> Any:
-        """All of the group wait for it, so their share of the cores helps."""
+        """The whole group waits for it, so its share of the cores helps."""
         if nbytes < split_work.LEAST:
             return make()
         crew = split_work.of(lambda: usable_cores() * group.size // self.size)

@@ -1,12 +1,12 @@
-"""Virtual workers of this process: one data path, two schedulers.
+"""Virtual workers of this process, with two schedulers.
 
-Workers meet in a `Rendezvous`: each leaves its block there, the last to come completes it, all take what is theirs.
-Blocks are handed over as they are, read-only, and copied only where they are borrowed. Where something new is made of
-several, the last to come makes it for all, so that nobody needs the others' blocks when the collective is over.
+Workers meet in a `Rendezvous`: each leaves its block there, the last to come completes it, and each takes its result.
+Blocks are passed on read-only, and copied only where they are borrowed. The last to come makes new blocks for all, so
+nobody needs the others' blocks afterwards.
 
 `lockstep` runs the workers as greenlets of one thread: the order is deterministic, a switch costs about 1 us, and a
-worker that waits in vain is known at once. `threads` runs them in a persistent pool. In both, workers that are all
-waiting are a deadlock, reported with what each waits for.
+deadlock shows at once. `threads` runs them in a persistent pool. In both, a deadlock is reported with what each waits
+for.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["LocalTransport"]
 
 
 class LocalTransport(Transport):
-    """n virtual workers in this process. places: where their arrays lie on GPUs, if they do."""
+    """n virtual workers in this process. places: the GPUs of their arrays, if any."""
 
     name = "local"
 
@@ -57,7 +57,7 @@ class LocalTransport(Transport):
                 execution.close()
 
     def _on_devices(self, execution: LockstepRun | ThreadRun, body: Callable[[Comm], Any]) -> Outcome:
-        """Every worker on a stream of its own, after what the caller has submitted and before what it will."""
+        """Run each worker on its own stream, between the caller's earlier and later work."""
         from spmd.transport.local.gpu import DeviceComm
 
         places = self.places

@@ -20,9 +20,9 @@ from spmd.transport.processes.channel import bytes_of, pieces
 __all__ = ["AllReduceComm"]
 
 _SEPARATE_MIN = 1 << 18
-"""Bytes from which a block of several is sent by itself, from where it lies; smaller ones are sent together."""
+"""Bytes from which a block of several is sent by itself; smaller ones are packed together."""
 _WHOLE_MAX = 1 << 15
-"""Bytes up to which an all-reduce sends whole blocks to everyone: one message time in place of two."""
+"""Bytes up to which an all-reduce sends whole blocks to everyone: one message time instead of two."""
 
 
 def _overwrite(to: np.ndarray, x: np.ndarray) -> None:
@@ -66,7 +66,7 @@ class AllReduceComm(HeaderComm):
         incoming, inline = self._send_header(
             group, call.of(own_sum.shape, same_shape=False), own_sum.shape, own_sum, limit
         )
-        self.number -= 1  # It is no collective of its own, and others make their sum in one meeting.
+        self.number -= 1  # an internal step of this collective
         receives = self._read(group, incoming, x.dtype, [(size,) for size in sizes], buffers, limit)
         sends = {} if inline else {k: buffers[me] for k in range(n) if k != me}
         total = buffer.view(x.dtype).reshape(x.shape)
@@ -80,7 +80,7 @@ class AllReduceComm(HeaderComm):
         """The sum of blocks of equal shapes, by messages."""
         channel, n = self.transport.channel(group.members), group.size
         send = bytes_of(x)
-        if n == 2:  # Whole blocks are as many bytes as chunks there and back, and one message time.
+        if n == 2:  # Whole blocks are as many bytes as two chunks, in one message time.
             other = 1 - group.index
             receive = self.empty_buffer(x.nbytes, call, x)
 
@@ -125,7 +125,6 @@ class AllReduceComm(HeaderComm):
         blocks = [xs[k] for k in large]
         if small:
             blocks.append(joined([xs[k].reshape(-1) for k in small], 0))
-        # Small ones may lie side by side as they are.
         free = [spare[k] for k in large] + [all(spare[k] for k in small)] * bool(small)
         handles = self._sums(group, call, blocks, free) if large else [self._agreed_sum(group, call, blocks[0], "sum")]
         large_handles = dict(zip(large, handles, strict=False))
@@ -147,7 +146,7 @@ class AllReduceComm(HeaderComm):
         """The sum of each of several blocks, of equal shapes on all members."""
         me, windows, offered = group.index, (), []
         places: list[list[int]] = []
-        """Where the blocks of each member lie in its arena, -1 for one that lies elsewhere."""
+        """The places of the blocks in each member's shared memory, -1 for a block that is not there."""
         in_place: list[bool] = [False] * len(xs)
         """Whether a sum is written over the blocks: nobody else has any of them."""
         mailbox = shared_memory = None
@@ -189,7 +188,7 @@ class AllReduceComm(HeaderComm):
             if not places or min(where[j] for where in places) < 0:
                 return self._reduce_blocks(group, call, x, "sum")
             if mailbox is not None and group.size > 2:
-                mailbox.keep(offered)  # Before it is read, others may tell each other of parts of sums before it.
+                mailbox.keep(offered)  # Others may meet again, for parts of earlier sums, before they read these.
             return self._sum_of(group, call, blocks_of(j), "sum")
 
         if mailbox is not None and any(in_place):
@@ -210,10 +209,10 @@ class AllReduceComm(HeaderComm):
             parts = [b[at[me] : at[me + 1]] for b in blocks]
             if me < 2:
                 kernels.of(parts[me]).combine(parts, into=parts[me])
-            else:  # It is still to be added when the first of them already stand there.
+            else:  # The blocks before are added first, so this one may not be overwritten yet.
                 parts[me][...] = kernels.of(parts[me]).combine(parts)
         self._send_header(group, call, sums[0][me].shape)
-        self.number -= 1  # It is no collective of its own, and others make their sums in one meeting.
+        self.number -= 1  # an internal step of this collective
         for blocks, at in zip(flat, cuts, strict=True):
             for k, block in enumerate(blocks):
                 if k != me:

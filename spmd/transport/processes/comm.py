@@ -56,7 +56,7 @@ class ProcessComm(AllReduceComm):
             p for p in (x[i] for k, i in enumerate(plan.parts) if i is not None and k != me) if p.nbytes > INLINE_LIMIT
         ]
         readable = channel.mailbox is not None and channel.mailbox.shared_memory is not None
-        # What is read where it lies is to be there: parts that are put together for it are not.
+        # Parts that are copied together do not lie in shared memory.
         served = not large or (readable and all(np.may_share_memory(p, x) for p in large))
         return RepeatedPlan(call, plan, x) if served else None
 
@@ -67,7 +67,7 @@ class ProcessComm(AllReduceComm):
 
         def finish(xs: list[np.ndarray]) -> np.ndarray:
             xs[group.index] = own_part
-            # Of two, into what came: of more it would keep what came of all. What came in a header is not for that.
+            # Reuse the buffer of one part, but not one that holds several parts, nor a header.
             into: Any = xs[1 - group.index] if len(xs) == 2 and own_part.nbytes > INLINE_LIMIT else None
             total = kernels.of(own_part).combine(xs, into=into)
             return read_only(total) if into is None else read_only_buffer(into.base, total)
@@ -218,7 +218,7 @@ class ProcessComm(AllReduceComm):
             if others is None:
                 return None
             blocks = [b.view(x.dtype).reshape(x.shape) for b in others]
-            # Of two, into what came, as in a reduce-scatter.
+            # as in a reduce-scatter
             into: Any = blocks[0] if n == 2 else None
             total = kernels.of(x).combine([*blocks[:root], x, *blocks[root:]], into=into)
             return read_only(total) if into is None else read_only_buffer(into.base, total)

@@ -1,12 +1,11 @@
 """Workers that are processes of torch.distributed, such as torchrun starts: no MPI is needed.
 
-Bytes move over connections of gloo's that are this library's own, so that nothing meets the messages of the user's
-process groups, and it does not matter whether there are any: of torch.distributed's world only its store is used, to
-agree where to connect. All movements are sends and receives between two processes, straight from and into arrays.
-They are the fastest that gloo has, and need no group but that of all; a tag tells the groups of workers apart.
+Bytes move over gloo connections of this library's own, apart from the messages of the user's process groups, which need
+not exist: of torch.distributed only the store is used, to connect. All movements are sends and receives between two
+processes, straight from and into arrays: gloo's fastest. A tag tells the groups of workers apart.
 
-A process waits in gloo, which neither polls nor can be asked. A thread of this process looks at the others meanwhile
-(`Watchdog`), and breaks the connections off where a wait cannot end. After a failure all connect anew.
+A process waits inside gloo, which cannot be polled. Meanwhile a thread runs the `Watchdog`, and closes the connections
+where a wait cannot end. After a failure all connect anew.
 """
 
 from __future__ import annotations
@@ -48,15 +47,15 @@ __all__ = ["TorchChannel", "TorchTransport"]
 _TAGS = (1 << 31) - 1
 _FOREVER = timedelta(days=3650)
 _LEARN_INTERVAL = 1.0
-"""Seconds from time to time that a process learns which others have come, while it waits for all."""
+"""Seconds between readings of the addresses of others, while a process waits for all."""
 _CONNECT_TIMEOUT = timedelta(minutes=30)
-"""For what takes milliseconds once all are here; that is waited for elsewhere, but with SPMD_CHECK=0."""
+"""For connecting, which takes milliseconds once all are here; only with SPMD_CHECK=0 it includes that wait."""
 _FILE_TIMEOUT = timedelta(seconds=10)
-"""For the file of the board, which takes milliseconds to make: without it the time limits of waits still hold."""
+"""For the file of the status board, which takes milliseconds to create: without it time limits still hold."""
 
 
 def _tensor(x: np.ndarray) -> torch.Tensor:
-    """Bytes as torch takes them, in place. Of read-only ones, which are only ever sent, it would warn."""
+    """Bytes as a tensor on the same memory. torch would warn of read-only ones, which are only ever sent."""
     if x.flags.writeable:
         return torch.from_numpy(x)
     return torch.frombuffer((ctypes.c_char * x.nbytes).from_address(x.ctypes.data), dtype=torch.uint8)
@@ -68,22 +67,20 @@ class Connections:
     def __init__(self, store: Any, rank: int, size: int):
         self.group: Any = dist.ProcessGroupGloo(store, rank, size, _CONNECT_TIMEOUT)
         self.channels: list[TorchChannel] = []
-        """They live as long: what a receive stands ready to write to is kept until nobody sends here any more."""
+        """Kept alive: their posted receives write to their headers."""
         self.peers = [r for r in range(size) if r != rank]
         self.tag = digest("nothing ever comes here") % _TAGS
 
     def cut(self) -> None:
-        """Break off, so that whoever waits on these lines, here or elsewhere, waits no longer.
-
-        gloo closes all connections where one receive runs out of time. On one that is closed already there is none.
-        """
+        """Close all connections, so that waits on them end, here and elsewhere: gloo does that where one receive times
+        out."""
         for peer in self.peers:
             with suppress(RuntimeError):
                 self.group.recv([torch.empty(1, dtype=torch.uint8)], peer, self.tag).wait(timedelta(milliseconds=1))
 
 
 class Posted(list):
-    """Sends and receives under way, over some lines. closed: why not all of them could be posted."""
+    """Sends and receives under way, over some connections. closed: why not all of them could be posted."""
 
     __slots__ = ("closed", "connections")
 
@@ -102,10 +99,8 @@ class Posted(list):
 class TorchChannel(Channel):
     """Some processes, by their ranks, and the tag of their messages.
 
-    Messages between two processes with one tag arrive in the order in which they were sent. What is empty is not sent:
-    the one that would receive it knows its size too.
-
-    next: where the headers of the next meeting come, which others may send while those of this one are read.
+    Messages between two processes with one tag arrive in order. Empty blocks are not sent: the receiver knows their
+    size. next: receives the headers of the next rendezvous, which may come while those of this one are read.
     """
 
     __slots__ = ("connections", "header_tag", "next", "posted_receive", "ranks", "tag", "tensors")
@@ -130,7 +125,7 @@ class TorchChannel(Channel):
         return posted
 
     def swap(self, nbytes: int) -> Posted:
-        """gloo's sender waits until it knows of the receive. So there is always one that stands ready for the next."""
+        """A receive for the next headers is always posted: gloo's sender waits until it knows of one."""
         posted = self.posted_receive or self._post_receive()
         self.incoming, self.next = self.next, self.incoming
         self._post(posted, self.connections.group.send, self.outgoing)
@@ -148,11 +143,11 @@ class TorchChannel(Channel):
 
 
 class Closed(Exception):
-    """gloo's connections were closed while they were waited on."""
+    """gloo's connections were closed during a wait."""
 
 
 class _Wait:
-    """One wait: who waits, on what, and the error that ends it."""
+    """One wait: its thread, the requests, and the error that ends it."""
 
     __slots__ = ("error", "posted", "seen", "thread", "watchdog")
 
@@ -164,7 +159,7 @@ class _Wait:
 
 
 class Watch:
-    """The thread that looks at the others while threads of this process wait in gloo."""
+    """The thread that runs the watchdog while threads of this process wait in gloo."""
 
     def __init__(self) -> None:
         self.waits: set[_Wait] = set()
@@ -174,7 +169,7 @@ class Watch:
         self.wake_reader.setblocking(False)
         self.wake_writer.setblocking(False)
         if threading.current_thread() is threading.main_thread():
-            # Python tells of signals here. It does not come to handle them while its main thread waits elsewhere.
+            # Python announces signals here; it cannot handle them while its main thread waits in gloo.
             before = signal.set_wakeup_fd(self.wake_writer.fileno(), warn_on_full_buffer=False)
             if before != -1:
                 signal.set_wakeup_fd(before)
@@ -183,7 +178,7 @@ class Watch:
         threading.Thread(target=self._look, name="spmd-watch", daemon=True).start()
 
     def wait(self, watchdog: Watchdog, posted: Posted) -> None:
-        """Wait for what was posted. Raises what is seen meanwhile, or Closed."""
+        """Wait for requests. Raises what the watchdog finds, or Closed."""
         wait = _Wait(watchdog, posted)
         self.waits.add(wait)
         closed = posted.closed
@@ -218,7 +213,7 @@ class Watch:
 
     @staticmethod
     def _hears(wait: _Wait) -> bool:
-        """Whether Python would raise an interrupt in this turn's thread."""
+        """Whether Python would raise an interrupt in the thread of this wait."""
         default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
         return default and wait.thread is threading.main_thread()
 
@@ -269,10 +264,10 @@ class TorchTransport(ProcessTransport):
         return channel
 
     def _connected(self, call: Call) -> Connections:
-        """New lines, which all make together."""
+        """New connections, which all make together."""
         name = f"lines of {type(self).__name__} {self.failed}"
         connections: Connections = self.watched(lambda: _connect(name), call)
-        # Who connects anew has given up what was under way on the old lines, as all others have.
+        # All have given up what was under way on the old connections.
         self.abandoned.clear()
         self.pending.clear()
         self.old.clear()
@@ -283,7 +278,7 @@ class TorchTransport(ProcessTransport):
         failures = self.failed
         super().fail(error)
         if self.failed != failures and self.connections is not None:
-            self.old.append(self.connections)  # To close them now might take from others what is on its way to them.
+            self.old.append(self.connections)  # Closing them now might lose messages to others.
             self.connections = None
 
     def greet(self, others: Sequence[int], number: int, call: Call) -> None:
@@ -299,7 +294,8 @@ class TorchTransport(ProcessTransport):
         self._learn(store)
 
     def _learn(self, store: Any, every: float = 0.0) -> None:
-        """Where other processes can be asked, as far as they have said so. every: seconds from time to time."""
+        """Read the addresses that other processes have put into the store. every: the least seconds between two
+        readings."""
         status_board, now = self.status_board, time.monotonic()
         assert status_board is not None
         if now < self.learnt + every:
@@ -333,7 +329,7 @@ class TorchTransport(ProcessTransport):
             return
         except Closed as error:
             reason = str(error)
-        # Another has closed the connection. It may be about to say why.
+        # Another process has closed the connection, and may be about to publish why.
         watchdog.reason()
         raise disconnected(call, reason)
 
@@ -343,7 +339,8 @@ _transports: dict[type, TorchTransport] = {}
 
 @cache
 def _job() -> tuple[TorchWorld, Any]:
-    """This process's place among all, and the store that they share: that of the user's world, where there is one."""
+    """This process's place among all, and the store that they share: the user's, if torch.distributed is
+    initialised."""
     world = torch_world()
     if world is None:
         raise TransportError.at(
@@ -416,7 +413,7 @@ def _say_that_it_waits(world: TorchWorld) -> None:
 
 
 def _connect(name: str) -> Connections:
-    """Connections with all others, which meet under this name."""
+    """Connect with all others under this name."""
     world, store = _job()
     try:
         return Connections(PrefixStore(name, store), world.rank, world.size)
@@ -425,7 +422,7 @@ def _connect(name: str) -> Connections:
 
 
 def _status_board() -> StatusBoard | None:
-    """The board of this host's processes, in a file that the first of them names."""
+    """The status board of this host, in a file that its first process names."""
     world, store = _job()
 
     def file(nbytes: int) -> SharedFile:
@@ -447,7 +444,7 @@ def _status_board() -> StatusBoard | None:
 
 
 def _create_file(store: Any, key: str, nbytes: int) -> SharedFile:
-    """A new file, and in the store its name; or that there is none."""
+    """Create a file, and put its name into the store; an empty name where that fails."""
     file: SharedFile | None = None
     try:
         remove_abandoned()
@@ -458,8 +455,8 @@ def _create_file(store: Any, key: str, nbytes: int) -> SharedFile:
 
 
 def _leave_to_the_parent() -> None:
-    """A child of os.fork has its parent's connections, without the threads that serve them. They are never taken down
-    in it: that would wait for those threads, and break the connections off for the parent too. Nor are its signals the
+    """A child of os.fork has its parent's connections, without the threads that serve them. They are never destroyed in
+    it: that would wait for those threads, and close the connections of the parent too. Nor are its signals the
     parent's."""
     if _watch.cache_info().currsize and _watch().hears_signals:
         signal.set_wakeup_fd(-1)

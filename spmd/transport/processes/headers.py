@@ -30,11 +30,11 @@ MAX_NDIM = 32
 INLINE_LIMIT = HEADER_NBYTES - 8 * (2 + MAX_NDIM)
 """Bytes up to which a block travels in the header itself."""
 _VIEWS_MAX = 64
-"""Views of blocks in the headers of a member that are kept."""
+"""Cached views of blocks in the headers of a member, at most."""
 NEEDS_GRAD = 256
 """Added to the rank where the block is differentiated: see `Call.needs_grad`."""
 SHARED = 512
-"""Added to the rank where the block is read from the sender's arena. Then its strides follow, and where it begins."""
+"""Added to the rank where the block is in the sender's shared memory. Then its strides follow, and its offset."""
 
 _WORD = (1 << 64) - 1
 """The largest word."""
@@ -86,7 +86,7 @@ class Headers:
 
     def __init__(self, array: np.ndarray, windows: Sequence[Any] = ()):
         self.array, self.windows = array, windows
-        # Views of memory are read and written in a third of the time that arrays take.
+        # Memoryviews take a third of the time of arrays.
         self.words = [row.data for row in array]
         self.bytes = [row.view(np.uint8).data for row in array]
         self.signed = [row.view(np.int64).data for row in array]

@@ -1,8 +1,7 @@
 """Processes whose blocks lie on GPUs, and go through the host.
 
-What is sent goes into pinned memory, which CuPy's pool uses again, and from there as any other block; sums are taken
-there, in the order of the members. Nothing that moves bytes of the host knows of streams, so the stream is waited for
-before each call.
+What is sent goes into pinned memory from CuPy's pool, and from there like any other block; sums are taken on the host,
+in the order of the members. MPI and gloo know nothing of streams, so the stream is synchronized before each call.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _LOCAL_RANKS = ("PMI_LOCAL_RANK", "SLURM_LOCALID", "LOCAL_RANK")
 
 
 def to_pinned(x: Any) -> Any:
-    """The arrays of a device in lists, tuples and dicts, on their way to pinned memory of the host."""
+    """Copy the device arrays in lists, tuples and dicts to pinned memory, asynchronously."""
     if isinstance(x, list | tuple):
         return [to_pinned(y) for y in x]
     if isinstance(x, dict):
@@ -81,8 +80,7 @@ _kept: deque[tuple[Any, Any]] = deque()
 
 
 def keep(host: Any) -> None:
-    """Keep arrays until the device has them: what was sent may come back in the pinned memory that it was sent from,
-    and CuPy copies from there without waiting, and without keeping it."""
+    """Keep arrays until the device has them: CuPy copies from pinned memory asynchronously, and does not keep it."""
     event = cp.cuda.Event(disable_timing=True)
     event.record()
     _kept.append((event, host))
@@ -91,7 +89,7 @@ def keep(host: Any) -> None:
 
 
 def of_device(call: Call, x: Any) -> bool:
-    """Whether a collective is one of blocks on a device; where this worker brings nothing, the call says."""
+    """Whether a collective is one of device blocks; where this worker brings nothing, the call says so."""
     if x is None:
         return not call.host
     parts = x.values() if isinstance(x, dict) else x if isinstance(x, list | tuple) else (x,)
@@ -126,7 +124,7 @@ for _name in VERBS:
 
 
 class Staged(ProcessTransport):
-    """Processes with a GPU each, or some on one. It stands before an engine's transport among the bases."""
+    """Processes with a GPU each, or some on one. A base class that stands before an engine's transport."""
 
     comm_type = StagedComm
 
@@ -144,7 +142,7 @@ def staged(engine: type[ProcessTransport]) -> Any:
 
 
 def on_places(transport: Any, places: Any) -> Any:
-    """A transport of processes whose worker's device is told by the launcher."""
+    """A transport of processes whose devices follow from their local ranks."""
     worker, local = transport.local[0], number_in((*LOCAL_RANKS, *_LOCAL_RANKS))
     if local is not None:
         places.first = local - worker

@@ -1,17 +1,15 @@
-"""What the processes of other hosts do, asked over TCP: the status board across hosts.
+"""The status board across hosts: what the processes of other hosts do, asked over TCP.
 
-A board is memory of one host. Each process also listens at a port, where it tells whoever asks the rows of all
-processes of its host. It learns the ports of others when they first meet. A process whose wait grows long asks one
-process of each other host, and from then on sees their rows as those of its own host, as of a moment ago: errors with
-their class and worker, circles of waits, who has left or died, and who makes progress.
+A status board is memory of one host. Each process also listens at a port, where it sends the rows of all processes of
+its host to whoever asks. Processes learn each other's ports when they first meet. A process whose wait grows long asks
+one process of each other host, and then sees their rows like those of its own host, a moment old.
 
-Why a process asks, and is not told: nothing is sent, and no thread wakes, while collectives succeed. Why TCP, and not
-messages of the engine: those of MPI and gloo arrive only while the receiver waits in the engine; a socket is served by
-a thread of its own, also while the process computes. And the system closes the connections of a process that dies,
-which tells its peers so. A host that falls silent (stopped, or cut off) closes nothing: silence is never taken for
-death, and ends by the time limit.
+Processes ask, and are not notified: while collectives succeed nothing is sent, and no thread wakes. They use TCP, and
+not messages of the engine, because MPI and gloo deliver only while the receiver waits in them; a socket has a thread of
+its own. The system closes the connections of a process that dies, so its peers learn that. A host that is stopped or
+cut off closes nothing: silence never counts as death, and ends by the time limit.
 
-Of each host one process is asked, another where it does not answer or is no more. To be refused counts as death only
+If the process that is asked does not answer, another of its host is asked. A refused connection counts as death only
 where a process of that host was reached before: a firewall refuses, too.
 """
 
@@ -41,28 +39,28 @@ from spmd.transport.processes.status_board import StatusBoard
 __all__ = ["ADDRESS", "Hosts", "address_of"]
 
 _ADDRESSES = 8
-"""Network addresses of a process that others try."""
+"""Network addresses of a process, at most."""
 _RECORD = struct.Struct(f"!16s8s8sH{4 * _ADDRESSES}s")
 ADDRESS = _RECORD.size
-"""Bytes of what a process tells others of where it can be asked."""
+"""Bytes of the address of a process."""
 _POLL_INTERVAL = 0.1
-"""Seconds from question to question, and the age up to which an answer is given again."""
+"""Seconds between requests, and the age up to which a report is sent again."""
 _POLL_SECONDS = 1.0
-"""Seconds that a process goes on asking after it was last looked at what comes."""
+"""Seconds that a process goes on asking after the last `poll`."""
 _REPLY_TIMEOUT = 1.0
 """Seconds after which another process of a host is asked."""
 _LEAVE_TIMEOUT = 0.5
-"""Seconds that a process takes to tell those that ask it that it leaves."""
+"""Seconds that a process takes to send its last reports."""
 _REPLY_MAX = 1 << 28
-"""Bytes of an answer, at most: who says more is no process of this job."""
+"""Bytes of a reply, at most."""
 _HEAD = struct.Struct("!8sI")
 _ROW = struct.Struct("!II?d")
 _CLOSED_ERRNOS = (errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE)
 
 
 class _Address(NamedTuple):
-    """Where a process can be asked. host: alike for those that share a board. knock: what it wants to hear first;
-    answer: what its answers begin with. Other processes know neither."""
+    """Where a process can be asked. host: alike for those that share a status board. request_token: what a request
+    begins with; reply_token: what replies begin with. Only processes of the job know them."""
 
     host: bytes
     request_token: bytes
@@ -82,12 +80,12 @@ class _Address(NamedTuple):
 
 
 def address_of(status_board: StatusBoard) -> bytes:
-    """Where a process can be asked by those of other hosts."""
+    """The address at which processes of other hosts can ask this one."""
     return bytes(ADDRESS) if status_board.hosts is None else status_board.hosts.address
 
 
 class _Row(dict):
-    """The row of a process, by fields, without what is empty of them; and whether the process has died."""
+    """The row of a process, by fields, and whether the process has died."""
 
     died = False
 
@@ -99,14 +97,14 @@ class _Row(dict):
 
 
 def _host_of(status_board: StatusBoard) -> bytes:
-    """A name of this host, or of the part of it that shares a board: this process alone, where there is no file."""
+    """A name of the processes that share this status board: this one alone, where there is no file."""
     place = None if status_board.file is None else os.fstat(status_board.file.file)
     where = ("alone", os.getpid()) if place is None else (place.st_dev, place.st_ino)
     return hashlib.blake2b(repr((machine(), *where)).encode(), digest_size=16).digest()
 
 
 def _network_addresses() -> list[bytes]:
-    """This host's addresses by which others may reach it, of IPv4."""
+    """The IPv4 addresses of this host."""
     addresses = []
     with suppress(ImportError, OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         import fcntl
@@ -118,12 +116,12 @@ def _network_addresses() -> list[bytes]:
     if not addresses:
         with suppress(OSError):
             addresses = [socket.inet_aton(a) for a in socket.gethostbyname_ex(socket.gethostname())[2]]
-    # The loopback serves processes of one machine that share no board, and comes last: it is one on each host.
+    # The loopback, for processes of one machine that share no status board, comes last: every host has it.
     return sorted(dict.fromkeys(addresses), key=lambda a: a[0] == 127)[:_ADDRESSES]
 
 
 class _Connection:
-    """A connection that no thread waits on: what is to be sent is kept until it can be."""
+    """A non-blocking connection: data that cannot be sent yet is kept."""
 
     def __init__(self, hosts: Hosts, sock: socket.socket, outbox: bytes = b""):
         self.hosts, self.sock, self.outbox, self.inbox = hosts, sock, bytearray(outbox), bytearray()
@@ -145,21 +143,21 @@ class _Connection:
             if events & selectors.EVENT_READ:
                 data = self.sock.recv(1 << 20)
                 if not data:
-                    self.abandoned(errno.ECONNRESET)
+                    self.lost(errno.ECONNRESET)
                     return
                 self.inbox += data
                 self.read()
         except BlockingIOError:
             pass
         except OSError as error:
-            self.abandoned(error.errno or 0)
+            self.lost(error.errno or 0)
         except (ValueError, zlib.error):  # what no process of this job would say
-            self.abandoned(errno.EPROTO)
+            self.lost(errno.EPROTO)
 
     def read(self) -> None:
-        """Something has come."""
+        """Handle the data in the inbox."""
 
-    def abandoned(self, reason: int) -> None:
+    def lost(self, reason: int) -> None:
         """The connection is no more, or has not come to be."""
         self.close()
 
@@ -186,7 +184,7 @@ class _ServerConnection(_Connection):
             self.hosts.clients.add(self)
         if self.inbox:
             self.inbox.clear()
-            if not self.outbox:  # Who is still being told asks again.
+            if not self.outbox:  # else a reply is under way
                 self.send(self.hosts.report())
 
     def close(self) -> None:
@@ -195,7 +193,7 @@ class _ServerConnection(_Connection):
 
 
 class _ClientConnection(_Connection):
-    """A connection to a process of another host, or one that is being tried."""
+    """A connection to a process of another host, or an attempt at one."""
 
     def __init__(self, hosts: Hosts, host: _Host, rank: int, address: _Address, place: str):
         self.host, self.rank, self.reply_token = host, rank, address.reply_token
@@ -208,7 +206,7 @@ class _ClientConnection(_Connection):
         while len(self.inbox) >= _HEAD.size:
             reply_token, nbytes = _HEAD.unpack_from(self.inbox)
             if reply_token != self.reply_token or nbytes > _REPLY_MAX:
-                self.abandoned(errno.EPROTO)
+                self.lost(errno.EPROTO)
                 return
             end = _HEAD.size + nbytes
             if len(self.inbox) < end:
@@ -217,17 +215,17 @@ class _ClientConnection(_Connection):
             del self.inbox[:end]
             self.host.hear(self, rows)
 
-    def abandoned(self, reason: int) -> None:
+    def lost(self, reason: int) -> None:
         self.close()
         self.host.lose(self, reason)
 
 
 class _Host:
-    """Another host: its processes, as far as they are known, and the one that is asked.
+    """Another host: its processes, and the one that is asked.
 
-    link: the connection to that one; trying: those that may become it. sent, pending: when it was asked last, and
-    whether it has not answered yet. answered: since when at least all that was written there is known here. gone: those
-    whose connections were closed, or refused after one of this host was reached.
+    link: the connection to that one; trying: attempts at it. sent, pending: when it was last asked, and whether the
+    answer is due. answered: a time before which all that was written there is known here. gone: processes whose
+    connections were closed, or refused after one of this host was reached.
     """
 
     def __init__(self, hosts: Hosts):
@@ -238,7 +236,7 @@ class _Host:
         self.reached = self.pending = False
         self.sent = self.answered = 0.0
         self.gone: set[int] = set()
-        self.turn = hosts.status_board.rank  # Those who ask choose different ones.
+        self.turn = hosts.status_board.rank  # so that processes ask different ones
 
     def step(self, now: float) -> None:
         """Ask, if it is time to."""
@@ -261,7 +259,7 @@ class _Host:
                     self.trying.add(_ClientConnection(self.hosts, self, rank, address, place))
 
     def _next(self) -> None:
-        """Another process is asked from now on."""
+        """Ask another process from now on."""
         for connection in (*self.trying, *filter(None, [self.link])):
             connection.close()
         self.trying.clear()
@@ -289,9 +287,9 @@ class _Host:
 
 
 class Hosts:
-    """The other hosts of a job, for the board of one process.
+    """The other hosts of a job, for the status board of one process.
 
-    address: what others must know to ask this process. rows: those of processes of other hosts, by rank.
+    address: at which others ask this process. rows: those of processes of other hosts, by rank.
     """
 
     def __init__(self, status_board: StatusBoard):
@@ -322,11 +320,9 @@ class Hosts:
         self.thread.start()
         os.register_at_fork(after_in_child=self._forget)
 
-    # For the board
-
     def add_address(self, rank: int, record: bytes) -> None:
-        """A process of this job is asked there from now on, if it is on another host. One of each is asked once at
-        once: whoever cannot be reached later has been reached before."""
+        """Add the address of a process, if it is on another host, and ask it once at once: only hosts that were reached
+        before can be found dead."""
         address = None if rank in self.known else _Address.of(record)
         self.known.add(rank)
         if address is not None and address.host != self.host:
@@ -334,19 +330,19 @@ class Hosts:
             self.poll()
 
     def poll(self) -> None:
-        """Somebody waits, and looks at the rows: they are asked for, from now on for a moment."""
+        """Ask for rows from now on, for a moment."""
         self.until = time.monotonic() + _POLL_SECONDS
         if not self.active:
             with suppress(OSError):
                 self.wake_writer.send(b"!")
 
     def is_fresh(self, ranks: Iterable[int], since: float) -> bool:
-        """Whether what is known of processes is later than a moment, or is the last that there was."""
+        """Whether the rows of these processes are newer than `since`, or the last there will be."""
         hosts = {id(h): h for h in (self.host_of.get(r) for r in ranks) if h is not None}.values()
         return all(h.answered > since or h.addresses.keys() <= h.gone for h in hosts)
 
     def silent(self, rank: int) -> bool:
-        """Whether nobody answers for a process."""
+        """Whether the host of a process has stopped answering."""
         host = self.host_of.get(rank)
         return (
             host is not None and time.monotonic() - host.answered > _REPLY_TIMEOUT + 2 * _POLL_INTERVAL + _POLL_SECONDS
@@ -357,15 +353,13 @@ class Hosts:
         return (host is not None and rank in host.gone) or (row is not None and row.died)
 
     def close(self) -> None:
-        """This process leaves: those that ask it are told so, and others do not wait for its answers."""
+        """This process leaves: send a last report to those that ask it."""
         if not self.thread.is_alive():  # in a child of os.fork
             return
         self.closing = True
         with suppress(OSError):
             self.wake_writer.send(b"!")
         self.thread.join(2 * _LEAVE_TIMEOUT)
-
-    # The thread
 
     def _serve(self) -> None:
         while not self.closing:
@@ -396,7 +390,7 @@ class Hosts:
             self.wake_reader.recv(4096)
 
     def report(self) -> bytes:
-        """The rows of this host, as they are or were a moment ago."""
+        """The rows of this host, at most `_POLL_INTERVAL` seconds old."""
         now = time.monotonic()
         if now - self.made > _POLL_INTERVAL:
             status_board = self.status_board
@@ -421,7 +415,7 @@ class Hosts:
             row.died, row["cpu"] = died, worked
             self.rows[rank] = row
             self.host_of[rank] = host
-            # Its fellows know better why its connection was closed.
+            # Others of its host know better why its connection was closed.
             (host.gone.add if died else host.gone.discard)(rank)
 
     def _take_leave(self) -> None:
@@ -437,7 +431,7 @@ class Hosts:
         self._forget()
 
     def _forget(self) -> None:
-        """Close everything: also in a child of os.fork, where a copy would keep the parent's connections open."""
+        """Close everything; also in a child of os.fork, which would keep the parent's connections open."""
         for key in list((self.selector.get_map() or {}).values()):  # None where it is closed already
             if isinstance(key.fileobj, socket.socket):
                 key.fileobj.close()

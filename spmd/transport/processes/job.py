@@ -1,4 +1,4 @@
-"""The job of several processes that this one is of: how it joins, and how its end is the others' too."""
+"""The job of this process: how it joins, and how the end of one process ends the others."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ _ends_at_exit = False
 
 
 def _end_mpi_at_exit(mpi: Any, finalizes: bool) -> None:
-    """Wait for the other processes at the end of the program, where this one is of several. finalizes: and end MPI."""
+    """At the end of the program, wait for the other processes of the job, and end MPI if `finalizes`."""
     global _ends_at_exit
     if not _ends_at_exit:
         _ends_at_exit = True
@@ -123,7 +123,7 @@ def _end_mpi(mpi: Any, finalizes: bool) -> None:
 
 
 class World(NamedTuple):
-    """The processes among which this one is: by which engine, its number, how many they are, and MPI's communicator."""
+    """The processes of a job: the engine, this one's number, how many they are, and MPI's communicator."""
 
     engine: str
     rank: int
@@ -132,10 +132,10 @@ class World(NamedTuple):
 
 
 def job_world() -> World | None:
-    """The job of several processes that this one is of, None where it is by itself.
+    """The job of this process; None where it is by itself.
 
-    torchrun stands nearer to a process than a launcher of MPI: it is what srun starts on each host. Otherwise MPI goes
-    before torch.distributed. SPMD_TRANSPORT names one of them.
+    torchrun goes before a launcher of MPI, because srun may start torchrun on each host. Otherwise MPI goes before
+    torch.distributed. SPMD_TRANSPORT names one of them.
     """
     wanted = os.environ.get("SPMD_TRANSPORT")
     torch = torch_world() if wanted != "mpi" else None
@@ -154,7 +154,7 @@ _leaving: list[Callable[[], None]] = []
 
 def on_leaving(leave: Callable[[], None]) -> None:
     """Call `leave` where this process leaves the job: at the end of the program, or by os._exit(0). Not in a child of
-    os.fork, which leaves nothing."""
+    os.fork."""
     _leaving.append(leave)
     atexit.register(leave)
 
@@ -179,7 +179,7 @@ _report: Any = None
 
 
 def end_the_job_on_error() -> None:
-    """From now on an error that nobody catches ends all processes of the job; the others would wait forever."""
+    """From now on an uncaught error ends all processes of the job, which would wait forever."""
     global _report
     if _report is None and not in_a_child():
         _report, sys.excepthook = sys.excepthook, _end_the_job
@@ -188,8 +188,8 @@ def end_the_job_on_error() -> None:
 
 
 def _exit(status: int) -> Any:
-    """In place of os._exit, which keeps the end of this process from the others: launchers of MPI then end them without
-    a word, MPICH's with status 0 if this is one."""
+    """In place of os._exit, which hides the end of this process: launchers of MPI then end the others silently, MPICH's
+    even with status 0."""
     mpi = sys.modules.get("mpi4py.MPI")
     if in_a_child() or mpi is None or not mpi.Is_initialized() or mpi.Is_finalized() or mpi.COMM_WORLD.Get_size() == 1:
         if status and mpi is None and not in_a_child():
@@ -222,14 +222,14 @@ def _say_exit(status: int) -> None:
 
 
 def _me() -> str:
-    """This process, as messages name it."""
+    """The name of this process in messages."""
     names = "PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "RANK"
     rank = next((os.environ[name] for name in names if name in os.environ), None)
     return f"process {os.getpid()}" if rank is None else f"rank {rank} of the world (process {os.getpid()})"
 
 
 def _end_the_job(kind, error, traceback) -> None:
-    """Report an error, one of all processes for all, and end them."""
+    """Report an error, one process for all, and end them."""
     watchdog = sys.modules.get("spmd.transport.processes.watchdog")
     others = watchdog.failed_too(kind, error) if watchdog is not None else []
     stderr, sys.stderr = sys.stderr, io.StringIO()
@@ -246,7 +246,7 @@ def _end_the_job(kind, error, traceback) -> None:
 
 
 _FLUSH_SECONDS = 0.1
-"""Seconds that a launcher has to read what was written: what it has not read when the job is aborted it may drop."""
+"""Seconds for the launcher to read the output: it may drop the rest when the job is aborted."""
 
 
 def abort(status: int) -> None:
@@ -268,14 +268,11 @@ def abort(status: int) -> None:
         raw_exit(status)  # torchrun ends the others as soon as it sees that. The usual end of torch takes its time.
 
 
-# Children of os.fork
-
 _child = False
 
 
 def in_a_child() -> bool:
-    """Whether this process is a child of os.fork of one of the job. What ends the job, and what says that this process
-    has left it, is the parent's."""
+    """Whether this process is a child of os.fork of one of the job: it can neither end nor leave the job."""
     return _child
 
 

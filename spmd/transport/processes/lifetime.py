@@ -1,8 +1,8 @@
-"""The start and the end of MPI in a process, where each waits for all others: neither may wait for ever.
+"""The start and the end of MPI in a process: neither may wait for ever.
 
 MPI_Init and MPI_Finalize return when all processes of the job have called them. A process that has left before, or was
 stopped, would keep the others there, in C, where no exception and no signal of Python ends a wait. So both are called
-without the interpreter's lock, while a thread looks at the others. What it finds it can only report, and end the job.
+without the interpreter's lock, while a thread looks at the others; it can only report, and end the job.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ __all__ = ["await_others", "finalize", "initialize"]
 _LOOK_INTERVAL = 0.1
 """Seconds between two looks at the others."""
 _CONFIRM_SECONDS = 2.0
-"""Seconds for which a process has to be gone, or stopped, before others say so: a launcher starts one after another."""
+"""Seconds for which a process has to be gone before others say so: a launcher starts one after another."""
 _REPORT_GRACE = 2.0
-"""Seconds that the first of those that wait has to report for all, and to end the job."""
+"""Seconds that the first of those that wait has to report and end the job."""
 _LOCAL_SIZES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")
 """Where launchers say how many processes they start on this host."""
 _SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
@@ -48,9 +48,6 @@ class Peer(NamedTuple):
         if self.stopped:
             return f"(process {self.pid}) is stopped"
         return f"(process {self.pid}) " + ("waits as well" if self.loaded else "has not started MPI")
-
-
-# Start
 
 
 def initialize(mpi: Any, rc: Any, limit: float) -> None:
@@ -72,7 +69,7 @@ def initialize(mpi: Any, rc: Any, limit: float) -> None:
 
 @contextmanager
 def _watched(look: Callable[[float], None]) -> Iterator[None]:
-    """Call `look` with the seconds that have gone by, every now and then, while something waits."""
+    """Call `look` with the elapsed seconds, again and again, while the block runs."""
     done, started = threading.Event(), time.monotonic()
 
     def run() -> None:
@@ -87,7 +84,7 @@ def _watched(look: Callable[[float], None]) -> Iterator[None]:
 
 
 class _Start:
-    """What is looked at while MPI starts. A process that is absent may not have been started yet, so it has to be for a
+    """The check while MPI starts. An absent process may not have been started yet, so it has to be absent for a
     while."""
 
     def __init__(self, limit: float):
@@ -143,8 +140,8 @@ def _place() -> str:
 
 
 def _end(kind: type[Exception], text: str) -> None:
-    """Report as Python does an error, and end the job. The main thread is in MPI, and does not come back; it may keep
-    MPI's locks, so MPI is not called."""
+    """Report like an uncaught error, and end the job. The main thread is in MPI and may hold its locks, so MPI is not
+    called."""
     print(f"{kind.__module__}.{kind.__qualname__}: {text}", file=sys.stderr, flush=True)
     time.sleep(_LOOK_INTERVAL)
     tell_launcher(1)
@@ -153,7 +150,7 @@ def _end(kind: type[Exception], text: str) -> None:
 
 
 def _peers(name: str) -> dict[int, Peer]:
-    """The processes that this one's launcher has started on this host, by the numbers that a variable gives them."""
+    """The processes that this one's launcher has started on this host, by the numbers in a variable of theirs."""
     processes = _processes(f"{name}=".encode())
     launcher = _launcher(os.getpid(), processes)
     peers: dict[int, Peer] = {}
@@ -172,8 +169,8 @@ _Row = tuple[int, bool, "int | None", bool]
 
 
 def _processes(mark: bytes) -> dict[int, _Row]:
-    """Of each process of this host that has not ended: its parent, whether it is stopped, the number that the variable
-    `mark` gives it, and whether it is a launcher."""
+    """Per running process of this host: its parent, whether it is stopped, its number in the variable `mark`, and
+    whether it is a launcher."""
     processes: dict[int, _Row] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, ValueError):
@@ -191,7 +188,7 @@ def _processes(mark: bytes) -> dict[int, _Row]:
 
 
 def _launcher(pid: int, processes: dict[int, _Row]) -> int:
-    """The nearest process above that is a launcher, or has no number of this process's."""
+    """The nearest ancestor that is a launcher, or has another number than this process."""
     number = processes[pid][2] if pid in processes else None
     while pid in processes:
         pid = processes[pid][0]
@@ -206,12 +203,9 @@ def _has_mpi(pid: int) -> bool:
     return False
 
 
-# End
-
-
 def await_others(status_board: StatusBoard | None, limit: float) -> None:
     """Wait until all processes of this host have left the program. Reports and ends the job where those that have not
-    are stopped for `limit` seconds; one that runs may take as long as it likes."""
+    are stopped for `limit` seconds; running ones may take any time."""
     if status_board is None or not limit:
         return
     stopped_since, started = None, time.monotonic()
@@ -232,7 +226,7 @@ def await_others(status_board: StatusBoard | None, limit: float) -> None:
 
 
 def _first_here(status_board: StatusBoard) -> int:
-    """The first of the processes of this host that have left and are not stopped: it reports for all."""
+    """The first process of this host that has left and is not stopped: it reports for all."""
     left = [r for r in range(status_board.size) if status_board.is_local(r) and status_board.rows[r]["state"] == LEFT]
     return min((r for r in left if not _is_stopped(int(status_board.rows[r]["pid"]))), default=status_board.rank)
 
@@ -242,8 +236,8 @@ def _names(status_board: StatusBoard, ranks: list[int]) -> str:
 
 
 def finalize(mpi: Any, status_board: StatusBoard | None, limit: float) -> None:
-    """End MPI, which waits for all processes. Where all are of this host, and have said that they leave, it reports and
-    ends the job if that takes more than `limit` seconds (0: no limit)."""
+    """End MPI, which waits for all processes. If all are of this host, and have left, but MPI takes more than `limit`
+    seconds (0: no limit), report and end the job."""
     library = ctypes.CDLL(mpi.__file__)
 
     def look(waited: float) -> None:
@@ -263,7 +257,7 @@ def finalize(mpi: Any, status_board: StatusBoard | None, limit: float) -> None:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a process is stopped, or is no more: then its launcher knows."""
+    """Whether a process is stopped, or has ended: then its launcher knows."""
     fields = stat_of(pid)
     return fields is None or fields[STATUS] in "TtZX"
 

@@ -35,16 +35,16 @@ AllGather = Callable[[bytes], list[bytes]]
 """Sends eight bytes to all members, and gives those of all."""
 
 _MEMBERS_MAX = 64
-"""Members of a group, at most: a mailbox has room for a header from each to each."""
+"""Members of a group, at most: a mailbox holds a header from each to each."""
 _NOTHING = bytes(8)
 _COPY_MAX = 2 << 20
-"""Bytes up to which it is sooner to copy a block to where others can read it than to send it."""
+"""Bytes up to which copying a block to shared memory is faster than sending it."""
 _STRIDE = HEADER_NBYTES + 64
-"""Bytes from header to header: whole lines of the cache, of which the first begins with the number of the meeting."""
+"""Bytes from header to header: whole cache lines; the first begins with the number of the rendezvous."""
 _SPINS = 64
-"""How often a process looks whether the others have come, before it lets others have the processor in between."""
+"""Polls before a process yields the processor."""
 _YIELDS = 200
-"""How often it does that, before it looks at what keeps them."""
+"""Yields before the watchdog takes over."""
 
 
 def possible() -> bool:
@@ -159,7 +159,7 @@ class Mailbox:
         words = slice(1, 1 + HEADER_NBYTES // 8)
         self.outbound = [Headers(outbound[turn, :, words]) for turn in (0, 1)]
         self.inbound = [Headers(inbound[turn, :, words]) for turn in (0, 1)]
-        # Views of memory are read and written in a third of the time that arrays take.
+        # Memoryviews take a third of the time of arrays.
         self.flags = [[outbound[turn, k, :1].data for k in others] for turn in (0, 1)]
         self.arrivals = [[inbound[turn, k, :1].data for k in others] for turn in (0, 1)]
         self.shared_memory: SharedMemory | None = None

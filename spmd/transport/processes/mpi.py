@@ -38,7 +38,7 @@ def _never() -> int:
 
 
 def _last_greetings() -> None:
-    """Receive what came when nobody waited for it any more: MPICH does not end well with messages that nobody took."""
+    """Receive greetings that nobody waited for any more: MPICH does not end well with unreceived messages."""
     status, nothing = MPI.Status(), [np.empty(ADDRESS, np.uint8), MPI.BYTE]
     while MPI.COMM_WORLD.Iprobe(status=status) and status.Get_tag() >= _first_greeting():
         MPI.COMM_WORLD.Recv(nothing, status.Get_source(), status.Get_tag())
@@ -49,16 +49,16 @@ _TAGS = 32768
 _HEADER_TAG = 1
 """The tag of headers; blocks have 0."""
 _SHORT_NBYTES = 64
-"""Bytes of a header that goes out in fewer than all of its bytes: most are as short."""
+"""Bytes that are sent of a short header, as most are."""
 _POLLS = 200
-"""How often a request is asked for before its process looks at the others."""
+"""Polls of a request before the watchdog takes over."""
 
 
 class MpiChannel(Channel):
-    """A communicator. Large blocks go from process to process, which MPI does in one copy on one host; what it moves in
-    its own collectives it moves in small pieces, and only while it is called.
+    """A communicator. Large blocks go as messages, which MPI copies once on one host; its own collectives move small
+    pieces, and only while they are called.
 
-    Headers go by persistent requests, which takes half the time of a send and a receive of the same.
+    Headers use persistent requests, which take half the time of a send and a receive.
     """
 
     __slots__ = ("comm", "long", "short")
@@ -82,7 +82,7 @@ class MpiChannel(Channel):
         return requests
 
     def close(self) -> None:
-        """Give back what is not under way: MPI does not like to end with it."""
+        """Free the requests that are not under way, before MPI ends."""
         for request in (*self.short, *self.long):
             with suppress(MPI.Exception):  # of a peer that has died
                 if request and request.Test():
@@ -120,7 +120,7 @@ class MpiTransport(ProcessTransport):
         group = self.group.Incl(members)
         number, _ = self._group(members)
         try:
-            # A tag of its own: what was given up in another thread may still go on.
+            # A tag of its own: an abandoned call may still run in another thread.
             return MpiChannel(self.watched(lambda: MPI.COMM_WORLD.Create_group(group, number % _TAGS), call))
         finally:
             group.Free()
@@ -161,7 +161,7 @@ class MpiTransport(ProcessTransport):
             self._meet(others, _first_greeting() + number % 1024, call)
 
     def _meet(self, others: Sequence[int], tag: int, call: Call) -> None:
-        """Send these ranks where this process can be asked, and receive the same."""
+        """Exchange addresses with these ranks."""
         world, status_board = MPI.COMM_WORLD, self.status_board
         assert status_board is not None
         own, addresses = np.frombuffer(address_of(status_board), np.uint8), np.zeros((len(others), ADDRESS), np.uint8)
@@ -191,7 +191,7 @@ class MpiTransport(ProcessTransport):
 
 _transports: dict[tuple[type, Shape], MpiTransport] = {}
 _channels: list[MpiChannel] = []
-"""All that were ever made: what an old one stands ready to receive is written where it lies."""
+"""All channels, kept alive: their posted receives write to their headers."""
 
 
 def end() -> None:

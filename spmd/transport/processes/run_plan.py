@@ -21,7 +21,7 @@ from spmd.transport.processes.headers import INLINE_LIMIT, Headers, call_name, n
 __all__ = ["RepeatedPlan"]
 
 _TABLES_MAX = 4
-"""Headers that are known: a channel has up to three sides. Those of channels that are no more are forgotten."""
+"""Cached tables, at most: a channel alternates between up to three headers."""
 
 
 class _Part(NamedTuple):

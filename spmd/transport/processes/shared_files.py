@@ -1,18 +1,17 @@
 """Files in memory that the processes of a job on one host share, and that no other user can read, take or replace.
 
-Such a file lies in /dev/shm, or in TMPDIR or /tmp where that cannot be used. Anybody can make files there, so a name
-that could be guessed could be taken first. Names are random here, and a file counts only if it is a regular file of
-this user that nobody else may open, of the right size, and holds its own name: what another user plants there, a link
-to another file of ours included, is passed over. All of it is reserved when it is made, because a write to memory for
-which there is no room ends a process by SIGBUS.
+Such a file lies in /dev/shm, or in TMPDIR or /tmp if that cannot be used. Anybody can create files there, so names are
+random, and a file counts only if it is a regular file of this user that nobody else may open, of the right size, and
+holds its own name: what another user plants there, also a link to another file of ours, is ignored. All of it is
+reserved when it is created, because a write to memory without room ends a process by SIGBUS.
 
-How the processes of a job find the file: those of torch.distributed read its name in their store. Those of MPI must not
-wait for each other here, for some may never come, and MPI has no store; so each looks for a file of its job, and they
-elect the one that makes it (`elected`). The name is gone as soon as all have mapped the file (`SharedFile.unlink`).
+The processes of torch.distributed find its name in their store. Those of MPI may not wait for each other here, because
+some may never come, and MPI has no store; so each looks for a file of its job, and they elect the one that creates it
+(`elected`). The name is removed as soon as all have mapped the file (`SharedFile.unlink`).
 
-Whoever has such a file open holds a lock on it, which the system takes away when the process ends, however it ends. A
-file without a lock whose launcher has ended was left behind by a job that was killed; the next job removes it. A lock
-holds across PID namespaces, where process ids say nothing.
+Each process that has such a file open holds a lock on it, which the system releases when the process ends. A file
+without a lock whose launcher has ended was left by a job that was killed; the next job removes it. A lock holds across
+PID namespaces, where process ids mean nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ __all__ = ["PARENT", "STATUS", "STIME", "UTIME", "SharedFile", "birth", "created
 __all__ += ["namespace", "opened", "remove_abandoned", "stat_of"]
 
 PAGE = mmap.PAGESIZE
-"""Bytes before the data, which hold the name of the file."""
+"""Bytes before the data, for the name of the file."""
 _NAME = re.compile(
     r"spmd-(?P<uid>\d+)-(?P<space>[0-9a-f]{16})-(?P<launcher>\d+)-(?P<birth>\d+)-[0-9a-f]{16}-[0-9a-f]{32}(\.new)?"
 )
@@ -46,13 +45,13 @@ _ABANDONED_AGE = 60.0
 """Seconds after which a file that nobody has open is removed although its launcher may be alive: processes of a job
 make their meshes at different times, and one that has left by then may have written that there."""
 _JOB_VARIABLES = ("PMIX_NAMESPACE", "PMI_JOBID", "SLURM_JOB_ID", "SLURM_STEP_ID")
-"""Where launchers that start several jobs tell them apart."""
+"""Variables that differ between jobs of one launcher."""
 
 
 class SharedFile:
     """A file of `nbytes` bytes that this process has mapped: `memory`, at `offset`.
 
-    path: its name, which may be gone. file: its number here, which holds the lock that says that it is in use.
+    path: its name, which may be gone. file: its number here, which holds the lock of a file in use.
     """
 
     offset = PAGE
@@ -62,22 +61,19 @@ class SharedFile:
         self.memory = mmap.mmap(file, PAGE + nbytes)
 
     def unlink(self) -> None:
-        """Take the name away, if it is still that of this file. The memory stays as long as a process maps it."""
+        """Remove the name, if it is still that of this file. The memory stays as long as a process maps it."""
         if _is_at(self.path, self.file):
             with suppress(OSError):
                 os.unlink(self.path)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """One process at a time."""
+        """Run the block in one process at a time."""
         fcntl.lockf(self.file, fcntl.LOCK_EX)
         try:
             yield
         finally:
             fcntl.lockf(self.file, fcntl.LOCK_UN)
-
-
-# Making and opening
 
 
 def created(job: str, nbytes: int) -> SharedFile:
@@ -96,8 +92,8 @@ def created(job: str, nbytes: int) -> SharedFile:
 
 
 def opened(path: Path, nbytes: int) -> SharedFile:
-    """A file that another process of this job has made. Raises OSError where there is none, or it is not what such a
-    process makes."""
+    """A file that another process of this job has created. Raises OSError where there is none, or another kind of
+    file."""
     file = _verified(path, nbytes)
     if file is None:
         raise PermissionError(f"{path} is not a file that a process of this job and this user has made")
@@ -105,11 +101,13 @@ def opened(path: Path, nbytes: int) -> SharedFile:
 
 
 def elected(job: str, nbytes: int) -> SharedFile:
-    """The file of a job, which one of its processes makes, and all others find. Raises OSError where none can make it.
+    """The file of a job, which one of its processes creates, and all others find. Raises OSError where none can create
+    it.
 
-    A process that finds no file makes a candidate. It reserves the file, and renames it, only when it then sees neither
-    a file nor another candidate: of two processes one has made its candidate before the other has looked. Where several
-    see each other all but the first by name withdraw. So there is never more than one file, whatever the timing.
+    A process that finds no file creates a candidate. It reserves the file, and renames it, only when it then sees
+    neither a file nor another candidate: of two processes, one has created its candidate before the other looks. Where
+    several see each other, all but the first by name withdraw. So there is never more than one file, whatever the
+    timing.
     """
     until = time.monotonic() + _ELECTION_TIMEOUT
     folders, reasons = _folders(), []
@@ -117,7 +115,7 @@ def elected(job: str, nbytes: int) -> SharedFile:
     try:
         while time.monotonic() < until:
             rivals = [path for path in _listed(job, _NEW) if candidate is None or path != candidate.path]
-            # After the candidates: one that was renamed meanwhile is seen here.
+            # After the candidates, to see one that was renamed meanwhile.
             file = next(filter(None, (_verified(path, nbytes) for path in _listed(job))), None)
             if file is not None:
                 return file
@@ -158,7 +156,7 @@ class _Candidate:
             except BaseException:
                 self.discard()
                 raise
-            self.discard()  # Somebody has taken it for one that was left behind, for it was not locked yet.
+            self.discard()  # It was removed as abandoned before it was locked.
 
     def become_the_file(self, nbytes: int) -> SharedFile:
         """Reserve memory, and take the name of a file that is ready. Raises OSError where there is no room."""
@@ -190,11 +188,11 @@ def _reserve(file: int, nbytes: int) -> None:
 
 
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-"""A link is not followed, and a FIFO does not keep who opens it waiting."""
+"""Links are not followed, and opening a FIFO does not block."""
 
 
 def _verified(path: Path, nbytes: int) -> SharedFile | None:
-    """The file of a name, if a process of this user has made it for processes like this one."""
+    """The file of a name, if a process of this user has created it for processes like this one."""
     if _NAME.fullmatch(path.name) is None or path.parent not in _folders():
         return None
     try:
@@ -228,11 +226,8 @@ def _nowhere(reasons: list[str]) -> OSError:
     return OSError("; ".join(reasons) or "there is no folder for temporary files that only its owners can change")
 
 
-# Where they are, and whose
-
-
 def _folders() -> list[Path]:
-    """Where such files may lie, the best first: folders in which no other user can rename or remove what is ours."""
+    """The folders for such files, the best first, in which no other user can rename or remove our files."""
     wanted = dict.fromkeys(map(Path, ("/dev/shm", os.environ.get("TMPDIR") or "/tmp", "/tmp")))
     return [folder for folder in wanted if _is_safe(folder)]
 
@@ -247,14 +242,14 @@ def _is_safe(folder: Path) -> bool:
 
 
 def _listed(job: str, end: str = "") -> list[Path]:
-    """The files of a job in all folders, by name: those that are ready, or with the end of candidates those."""
+    """The files of a job in all folders, sorted by name: those that are ready, or the candidates."""
     return sorted(
         (path for path in _ours(f"{job}-") if path.name.endswith(_NEW) == bool(end)), key=lambda path: path.name
     )
 
 
 def _ours(beginning: str) -> Iterator[Path]:
-    """The files of this user whose names begin so, by what their folders say of them."""
+    """The files of this user whose names begin so, by their folder entries."""
     for folder in _folders():
         with suppress(OSError), os.scandir(folder) as entries:
             for entry in entries:
@@ -274,7 +269,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def machine() -> str:
-    """What is equal for processes that share memory and cores."""
+    """An id that is equal for processes that share memory and cores."""
     with suppress(OSError):
         return _BOOT.read_text().strip()
     return platform.node()
@@ -285,32 +280,29 @@ def _digest(*parts: object) -> str:
 
 
 def job_name(launcher: int) -> str:
-    """What the names of all files of this job on this host begin with. launcher: the process that has started those of
-    this host."""
+    """How the names of all files of this job on this host begin. launcher: the process that started those of this
+    host."""
     which = _digest(*map(os.environ.get, _JOB_VARIABLES))
     return f"spmd-{os.geteuid()}-{namespace()}-{launcher}-{birth(launcher)}-{which}"
 
 
 def namespace() -> str:
-    """Processes of which this is equal know each other's numbers: those of one machine and one PID namespace."""
+    """An id of this machine and PID namespace, in which processes know each other's ids."""
     space = ""
     with suppress(OSError):
         space = os.readlink("/proc/self/ns/pid")
     return _digest(machine(), space)
 
 
-# What was left behind
-
-
 def remove_abandoned() -> None:
-    """Remove what jobs of this user that were killed have left behind."""
+    """Remove the files that killed jobs of this user have left."""
     for path in _ours(f"spmd-{os.geteuid()}-"):
         if _launcher_has_ended(path.name) or _age(path) > _ABANDONED_AGE:
             _remove_if_unused(path)
 
 
 def _launcher_has_ended(name: str) -> bool:
-    """Whether the launcher of a file's job is known to have ended: that of another PID namespace is not known."""
+    """Whether the launcher of a file's job is known to have ended; not known in another PID namespace."""
     parts = _NAME.fullmatch(name)
     if parts is None or parts["space"] != namespace() or parts["birth"] == "0":
         return False
@@ -341,19 +333,17 @@ def _remove_if_unused(path: Path) -> None:
         os.close(file)
 
 
-# What the system knows of processes
-
 STATUS, PARENT, UTIME, STIME, START = 0, 1, 11, 12, 19
 
 
 def birth(pid: int) -> str:
-    """When a process began, for its number may be used again; 0 where that is not known."""
+    """The start time of a process, whose id may be used again; 0 where unknown."""
     fields = stat_of(pid)
     return fields[START] if fields is not None else "0"
 
 
 def stat_of(pid: int) -> list[str] | None:
-    """What the system knows of a process, after its name; None where there is no such process, or no such knowledge."""
+    """The fields of /proc/PID/stat after the name; None where there is no such process, or no /proc."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
     except OSError:

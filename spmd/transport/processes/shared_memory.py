@@ -42,7 +42,7 @@ class _Piece(pool.Piece):
     __slots__ = ("at", "era", "owner")
 
     def __del__(self):
-        owner = getattr(self, "owner", None)  # Views of it have none.
+        owner = getattr(self, "owner", None)  # views have none
         if owner is not None:
             owner.give(self)
 
@@ -63,7 +63,7 @@ class SharedMemory:
             os.ftruncate(self.file, self.nbytes)
             self.memory = mmap.mmap(self.file, self.nbytes)
             self.remove = partial(self.memory.madvise, mmap.MADV_REMOVE)
-            self.remove(mmap.PAGESIZE, mmap.PAGESIZE)  # Where that cannot be done there is no arena.
+            self.remove(mmap.PAGESIZE, mmap.PAGESIZE)  # raises where it is not supported
         except BaseException:
             os.close(self.file)
             raise
@@ -116,7 +116,7 @@ class SharedMemory:
         if at is None:
             return None
         try:
-            # A write to a page for which there is no memory would end the process by SIGBUS.
+            # A write without memory for the page would end the process by SIGBUS.
             os.posix_fallocate(self.file, at, nbytes)
         except OSError:
             self.left.setdefault(nbytes, []).append(at)
@@ -187,14 +187,12 @@ class SharedMemory:
         at = pool.address(x) - self.start
         return at if 0 <= at < self.nbytes else None
 
-    # Children
-
     def before_a_fork(self) -> None:
         self.serve()
         reader = writer = -1
-        with suppress(OSError):  # Of such a child it will not be known when it is gone.
+        with suppress(OSError):  # then the end of this child is never noticed
             reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        # Nobody is left who has the writer when all children are gone.
+        # The reader sees the end of the pipe when all children have ended.
         self.forking.pipe = reader, writer
         self.forks[self.era] = reader
         self.era += 1

@@ -1,11 +1,11 @@
-"""A board that the processes of a host share: what each of them does, for those that wait for it.
+"""The status board: memory that the processes of a host share, in which each writes what it does.
 
-Every process of a job has a row, in a file that all of this host map into their memory (`shared_files.py`). It writes
-there what it waits for, and how often it has met with each group. Nobody reads that unless a wait grows long. Then it
-tells a deadlock, which is a closed circle of waits, from a partner that is busy, and what the others called last.
+Every process of a job has a row, in a file that all of its host map (`shared_files.py`). It writes there what it waits
+for, and how often it has met with each group. Others read that only when a wait grows long: to tell a deadlock, which
+is a cycle of waits, from a partner that is busy, and to report the last calls.
 
-The row of a process is written by itself alone, in words of eight bytes. What a reader makes of several rows may be
-torn; a verdict therefore needs to be seen twice, with nothing changed in between.
+Each process writes its own row only, in words of eight bytes. A reader may see several rows at different moments; so a
+verdict has to be seen twice, with no change in between.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ RUNNING, WAITING, FAILED, FOLLOWS, LEFT = range(5)
 """What a process does. FAILED: it ends with an error of its own. FOLLOWS: it ends with another's."""
 
 _GROUPS_MAX = 256
-"""Groups whose meetings a row counts: those that were new the latest."""
+"""Groups whose rendezvous a row counts: the newest ones."""
 
 _RANKS_MAX = 1024
-"""Ranks that a row can name; of larger jobs only the others' states are known."""
+"""Ranks that a row can name as members of a group."""
 
 _FAILURES_MAX = 16
-"""Maps that failed which a row tells of. Who catches an error may try again, and fail again, before others look."""
+"""Failed maps that a row describes: a program that catches errors may fail again before others look."""
 
 _ROW = np.dtype(
     [
@@ -75,14 +75,13 @@ _LOCAL_SIZES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "LOCAL_WORLD_SI
 _SEPARATOR = "\x1f"
 _BEAT, _STATE, _GROUP, _MEETING, _RUN = range(5)
 _PUBLISH_INTERVAL = 0.25
-"""Seconds between two entries of a process that does not wait."""
+"""Seconds between two `publish` calls of a process that does not wait."""
 
 
 class Meetings:
-    """Those of a group.
+    """How often this process has come to a rendezvous of a group.
 
-    group: its number, alike in all processes. members: a bit for each of its ranks. count: how often this process has
-    come to one.
+    group: its number, alike in all processes. members: a bit for each of its ranks.
     """
 
     __slots__ = ("count", "group", "members")
@@ -95,12 +94,11 @@ class Meetings:
 
 
 class StatusBoard:
-    """The rows of the processes of this host, by their rank in the world; those of other hosts are empty.
+    """The rows of the processes of this host, by rank in the world; those of other hosts are empty.
 
-    rank: of this process in the world. size: of the world. whole: whether all of it is on this host, as the launcher
-    says, and shares the file; then who has no row yet has not come as far as this. file: one for those of this host,
-    which is got by its size. None where there can be none: then others are known as little as those of other hosts.
-    hosts: what is known of the processes of other hosts, if it can be (`hosts.Hosts`).
+    rank: of this process in the world. size: of the world. whole: whether all of the world is on this host and shares
+    the file; then a process without a row has not started. file: gives the shared file by its size; where it fails,
+    this process has a row of its own only. hosts: the processes of other hosts, if they can be asked (`hosts.Hosts`).
     """
 
     hosts: Any = None
@@ -116,7 +114,7 @@ class StatusBoard:
         self.named = self.file is not None
         row = self.rows[rank : rank + 1]
         row[:] = np.zeros((), _ROW)
-        # Views of memory are written to in a third of the time that arrays take.
+        # Memoryviews take a third of the time of arrays.
         self.head = row.view(np.int64).reshape(-1)[:5].data
         self.row: Any = self.rows[rank]
         self.row["pid"] = os.getpid()
@@ -134,14 +132,12 @@ class StatusBoard:
         self.lock = threading.Lock()
         threading.Thread(target=self._publish_regularly, name="spmd-board", daemon=True).start()
 
-    # What this process does
-
     def rendezvous_of(self, group: int, ranks: Sequence[int]) -> Meetings:
-        """Those of the group of this number, of these ranks."""
+        """The rendezvous count of a group, by its number and ranks."""
         return self.known.get(group) or self.known.setdefault(group, Meetings(group, ranks))
 
     def enter(self, meetings: Meetings, call: Any) -> None:
-        """It has come to the next meeting of a group. Others can see that when it waits there, or has told."""
+        """This process comes to the next rendezvous of a group. Others see it after `start_waiting` or `publish`."""
         meetings.count += 1
         if self.coming is not meetings:
             self.coming = meetings
@@ -151,7 +147,7 @@ class StatusBoard:
             self.recent.append(call)
 
     def start_waiting(self, run: int) -> None:
-        """It waits from now on, in a map, for the others of the meeting that it has come to."""
+        """Show that this process waits, in a map, for the others of its latest rendezvous."""
         head, meetings = self.head, self.coming
         with self.lock:
             self._count()
@@ -164,13 +160,13 @@ class StatusBoard:
         head[_BEAT] += 1
 
     def _count(self) -> None:
-        """Write how many meetings it has come to. The group that it has come to last is the last that gets a place."""
+        """Write the rendezvous counts that have changed; the latest group is the last to get a place."""
         for meetings in (*self.changed, self.coming):
             if meetings is not None:
                 self.met[self._place(meetings)] = meetings.count
 
     def _place(self, meetings: Meetings) -> int:
-        """A place for those of a group, that of the one that was new the longest ago where all are taken."""
+        """The place of a group's count; where all are taken, that of the group that was new the longest ago."""
         place = self.places.get(meetings.group)
         if place is None:
             place = self.places.pop(next(iter(self.places))) if len(self.places) == _GROUPS_MAX else len(self.places)
@@ -181,16 +177,13 @@ class StatusBoard:
         return place
 
     def resume(self) -> None:
-        """It waits no longer."""
+        """Show that this process waits no longer."""
         self.head[_STATE] = RUNNING
         self.head[_BEAT] += 1
 
     def withdraw(self) -> bool:
-        """It waits no longer for a meeting that will not be, so that nobody who comes later counts on it. False where
-        all have come by now: they do count on it.
-
-        One at a time, for it looks as if it had left while it asks who has come.
-        """
+        """Take back the latest rendezvous, so that later comers do not count on it. False where all have come: they do
+        count on it. One process at a time: it looks as if it had left while it asks who has come."""
         with nullcontext() if self.file is None else self.file.locked():
             self._add_count(-1)
             withdrawn = bool(self.missing(self.rank))
@@ -204,23 +197,23 @@ class StatusBoard:
             self._count()
 
     def fail(self, run: int, origin: int, who: str, error: str) -> None:
-        """A map has failed here, for the error that a worker raised, in the process `origin`."""
+        """Publish that a map has failed, by the error that worker `who` raised in process `origin`."""
         place = self.failures_here % _FAILURES_MAX
         self.failures_here += 1
-        self.row["broken"][place] = 0  # Nobody reads a text that is being written.
+        self.row["broken"][place] = 0  # so that nobody reads a half-written text
         self.row["errors"][place] = f"{origin}{_SEPARATOR}{who}{_SEPARATOR}{error}".encode()[:4096]
         self.row["broken"][place] = run
         self.head[_BEAT] += 1
 
     def finish(self, state: int, error: str = "") -> None:
-        """It ends with an error, or has left the program."""
+        """Publish that this process ends with an error, or has left the program."""
         self.row["end"] = error.encode()[:4096]
         self.publish()
         self.head[_STATE] = state
         self.head[_BEAT] += 1
 
     def publish(self) -> None:
-        """Write what it called last, and how much it has worked."""
+        """Write the last calls of this process, and its processor time."""
         with self.lock:
             self._count()
             beat, calls = int(self.head[_BEAT]), list(self.recent)
@@ -231,10 +224,12 @@ class StatusBoard:
             self.row["published"] = beat
 
     def close(self) -> None:
-        """It leaves the program; the last to do so takes the file away."""
+        """This process leaves the program; the last to do so removes the file."""
         self.stop.set()
         self.finish(LEFT)
-        ranks = [r for r in range(self.size) if self.whole or self.is_local(r)]  # Of all, some may not have come yet.
+        ranks = [
+            r for r in range(self.size) if self.whole or self.is_local(r)
+        ]  # if whole, also those that have not started
         if all(self.is_local(r) and (self.rows[r]["state"] == LEFT or self.has_died(r)) for r in ranks):
             self._unlink()
 
@@ -242,46 +237,44 @@ class StatusBoard:
         while not self.stop.wait(_PUBLISH_INTERVAL):
             self.publish()
             if self.named and 0 < max(_local_sizes(), default=0) <= np.count_nonzero(self.rows["pid"]):
-                self._unlink()  # All have mapped it: nothing is left behind, however they end.
+                self._unlink()  # All have mapped it: it cannot be left behind.
 
     def _unlink(self) -> None:
         if self.named and self.file is not None:
             self.named = False
             self.file.unlink()
 
-    # What others do
-
     def is_local(self, rank: int) -> bool:
-        """Whether a process is on this host, and has come as far as this."""
+        """Whether a process is on this host, and has started."""
         return bool(self.rows[rank]["pid"])
 
     def is_known(self, rank: int) -> bool:
-        """Whether this process knows of another: it is here, or those of its host have been asked."""
+        """Whether a process is on this host, or its host has answered."""
         return self.is_local(rank) or (self.hosts is not None and rank in self.hosts.rows)
 
     def row_of(self, rank: int) -> Any:
-        """What a process has written, by fields; on another host, as it was a moment ago."""
+        """The row of a process, by fields; of another host, as it was a moment ago."""
         return (
             self.rows[rank] if self.hosts is None or self.is_local(rank) else self.hosts.rows.get(rank, self.rows[rank])
         )
 
     def add_address(self, rank: int, address: bytes) -> None:
-        """Another process can be asked there, if it is on another host."""
+        """Where another process can be asked, if it is on another host."""
         if self.hosts is not None:
             self.hosts.add_address(rank, address)
 
     def poll(self) -> None:
-        """Ask other hosts for what they know, from now on for a moment."""
+        """Ask other hosts for their rows, for the next moment."""
         if self.hosts is not None:
             self.hosts.poll()
 
     def is_fresh(self, ranks: Iterable[int], since: float) -> bool:
-        """Whether what is known of processes is later than a moment."""
+        """Whether the rows of these processes are newer than `since`."""
         return self.hosts is None or self.hosts.is_fresh(ranks, since)
 
     def cpu_seconds(self, rank: int) -> float:
-        """The seconds of the processor that a process has used. The system knows it of one that does not get to write
-        it, in a long call that holds the interpreter."""
+        """The processor time of a process: by the system on this host, because a long call keeps the process from
+        writing it."""
         fields = stat_of(int(self.rows[rank]["pid"])) if self.is_local(rank) else None
         if fields is None:
             return float(self.row_of(rank)["cpu"])
@@ -303,13 +296,13 @@ class StatusBoard:
         return False
 
     def arrived(self, rank: int, group: int, meeting: int) -> bool:
-        """Whether a process has come to a meeting of a group, or is past it."""
+        """Whether a process has come to this rendezvous of a group, or is past it."""
         row = self.row_of(rank)
         (places,) = np.nonzero(row["groups"] == group)
         return bool(len(places)) and int(row["met"][places[0]]) >= meeting
 
     def missing(self, rank: int) -> list[int]:
-        """Of the group that a process waits for the members that have not come, as far as this host knows."""
+        """The members that have not come, as far as is known, of the group that a process waits for."""
         row = self.row_of(rank)
         group, meeting = int(row["group"]), int(row["meeting"])
         if row["state"] != WAITING or group == 0:
@@ -319,8 +312,8 @@ class StatusBoard:
         return [m for m in members_seen if not self.arrived(m, group, meeting)]
 
     def wait_cycle(self) -> dict[int, list[int]]:
-        """Who waits in vain, each with those that it waits for: for each other, or for one that has left. Not those in
-        a map that has failed elsewhere, for they go on as soon as they see it."""
+        """The processes that wait for each other, or for one that has left, each with those that it waits for. Without
+        those in a map that has failed elsewhere: they go on as soon as they see that."""
         ranks = list(filter(self.is_known, range(self.size)))
         failed = {int(run) for r in ranks for run in self.row_of(r)["broken"]} - {0}
         ended = {r for r in ranks if self.row_of(r)["state"] == LEFT or self.has_died(r)}
@@ -336,11 +329,11 @@ class StatusBoard:
             waits = closed
 
     def progress(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """What changes with the rows of some processes, and with the meetings that they come to, once they tell."""
+        """Numbers that change whenever the rows or the rendezvous counts of these processes do."""
         return tuple(int(self.row_of(r)["beat"]) + int(self.row_of(r)["met"].sum()) for r in ranks)
 
     def have_published(self, ranks: Iterable[int]) -> bool:
-        """Whether processes have told what they wait in: that is written later than that they wait."""
+        """Whether processes have published their calls since they began to wait."""
         return all(self.row_of(r)["published"] >= self.row_of(r)["beat"] for r in ranks)
 
     def calls(self, rank: int) -> list[str]:
@@ -348,7 +341,7 @@ class StatusBoard:
         return self.row_of(rank)["calls"].decode(errors="replace").splitlines()
 
     def failure_of(self, run: int, ranks: Sequence[int]) -> tuple[int, str, str] | None:
-        """Of the first of some processes in which a map has failed, where which worker raised what."""
+        """How a map has failed in the first of these processes that says so: the origin, the worker, the error."""
         for r in ranks:
             row = self.row_of(r)
             (places,) = np.nonzero(row["broken"] == run)
@@ -358,11 +351,11 @@ class StatusBoard:
         return None
 
     def has_recovered(self, rank: int) -> bool:
-        """Whether a process that has raised an error has caught it, or is no more."""
+        """Whether a process that raised an error has caught it, or has ended."""
         return int(self.row_of(rank)["state"]) in (WAITING, LEFT) or self.has_died(rank)
 
     def end_errors(self, state: int = FAILED) -> dict[int, str]:
-        """The errors that processes ended with."""
+        """The errors with which processes ended, by rank."""
         return {
             r: self.row_of(r)["end"].decode(errors="replace")
             for r in range(self.size)
@@ -371,7 +364,7 @@ class StatusBoard:
 
 
 def _local_sizes() -> set[int]:
-    """How many processes of the job are on this host, as the launcher says."""
+    """The number of processes on this host, by each launcher's variable."""
     return {int(n) for n in map(os.environ.get, _LOCAL_SIZES) if n is not None and n.isdecimal()}
 
 
@@ -394,14 +387,14 @@ def _file_or_warning(file: Callable[[int], SharedFile], nbytes: int) -> SharedFi
 
 
 def file_of_launcher(nbytes: int) -> SharedFile:
-    """The file of this job on this host, by the process that has started those of this host. Raises OSError."""
+    """The file of this job on this host, named after the launcher process. Raises OSError."""
     remove_abandoned()
     return elected(job_name(_launcher()), nbytes)
 
 
 def _launcher() -> int:
-    """The process that has started those of this host. Between them may be others, such as a shell or `uv run`: they
-    have this process's place in the world in their environment."""
+    """The process that started those of this host. Processes in between, such as a shell or `uv run`, are skipped:
+    their environment has this process's rank."""
     names = ("PMI_RANK", "PMI_FD", "PMIX_RANK", "PMIX_NAMESPACE")
     own_variables = {f"{name}={os.environ[name]}".encode() for name in names if name in os.environ}
     parent = os.getppid()

@@ -1,11 +1,11 @@
-"""Workers that are processes: what is the same whichever library moves the bytes between them.
+"""Workers that are processes: what does not depend on the library that moves the bytes.
 
-What they do together is said in `verbs.py`. A process that waits looks at the others every tenth of a second (`Board`):
-workers that wait for each other in different groups, and such that wait for one that has left, learn it too.
-SPMD_CHECK=0 leaves out what can be left out: the headers of sums, whose shapes are equal by contract, and the looking.
+`comm.py` implements the collectives. A process that waits looks at the others every tenth of a second (`watchdog.py`):
+so a deadlock across groups, or a wait for a process that has left, becomes an error. SPMD_CHECK=0 leaves out what is
+optional: the headers of sums, whose shapes are equal by contract, and the watchdog.
 
-An engine is a `Channel`, which moves bytes among some processes, and a `ProcessTransport`, which makes channels and
-waits: `mpi.py` is that of mpi4py, `torch.py` that of torch.distributed.
+An engine is a `Channel`, which moves bytes among some processes, and a `ProcessTransport`, which opens channels and
+waits: `mpi.py` is that of mpi4py, `gloo.py` that of torch.distributed.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from spmd.transport.processes.watchdog import Watchdog, error_like, let_others, 
 __all__ = ["ProcessTransport", "start"]
 
 _HOST = np.dtype([("name", "i8"), ("cores", "u1", 4096)])
-"""What a process tells of its host: a number for its name, and the cores that it may use."""
+"""The host of a process: the digest of its name, and the cores that the process may use."""
 
 
 class _EndOfMap(Call):
-    """The side of a worker that has left the map, where others still call."""
+    """The call of a worker that has left the map, where others still call."""
 
     __slots__ = ("last",)
 
@@ -63,12 +63,12 @@ class _EndOfMap(Call):
 
 
 def start(of: str) -> Call:
-    """What waits in the making of a map, and not in a collective."""
+    """The call of a wait that belongs to no collective, as at the start of a map."""
     return Call(of, (), np.dtype(bool), (), frame=sys._getframe())
 
 
 def disconnected(call: Call | None, reason: str) -> TransportError:
-    """A connection was closed, and nobody knows why."""
+    """The error for a connection that was closed for an unknown reason."""
     return TransportError.at(
         str(call) if call is not None else "a collective",
         got=f"a connection that was closed ({reason})",
@@ -80,17 +80,17 @@ def disconnected(call: Call | None, reason: str) -> TransportError:
 class ProcessTransport(Transport):
     """Processes of a job, one worker each. Making it sends nothing.
 
-    worker: this one. ranks: for each worker the rank of its process in the job. board: that of the job, or None where
-    nothing is watched.
+    worker: this one. ranks: for each worker the rank of its process in the job. make_status_board: gives the job's, or
+    None where nothing is watched.
     """
 
     comm_type: type[ProcessComm] = ProcessComm
     disconnections: tuple[type[BaseException], ...] = ()
-    """Errors of the engine that may come of a peer that is no more."""
+    """Errors of the engine that a dead peer may cause."""
     places: Any = None
-    """Where blocks lie on GPUs, if they do."""
+    """The GPUs of the blocks, if any."""
 
-    def __init__(self, worker: int, ranks: Shape, status_board: Callable[[], StatusBoard | None]):
+    def __init__(self, worker: int, ranks: Shape, make_status_board: Callable[[], StatusBoard | None]):
         self.size = len(ranks)
         self.local = (worker,)
         self.everyone = Group((), (), tuple(range(self.size)), worker)
@@ -98,13 +98,13 @@ class ProcessTransport(Transport):
         self.ranks = ranks
         self.pending: set[Pending] = set()
         self.abandoned: list[Any] = []
-        """Requests that nobody will wait for any more, and their buffers."""
+        """Requests that are no longer waited for, and their buffers."""
         self.unread: dict[Shape, list[Any]] = {}
-        """What the members of a group were told of before a map failed, which they may still read until they meet."""
+        """Blocks offered to a group before a map failed: the others may read them until the next rendezvous."""
         self.last: Call | None = None
         self.lock = threading.RLock()
         self.running = False
-        """Whether the thread that has the lock runs a map: the handler of a signal gets the lock too."""
+        """Whether the thread with the lock runs a map: a signal handler gets the lock too."""
         self.runs = 0
         self.comm = self.comm_type(self)
         self.failed = 0
@@ -112,43 +112,41 @@ class ProcessTransport(Transport):
         self.failed_stage = 0
         self.time_limit = time_limit()
         self.checks = checks_are_on()
-        self.status_board = status_board() if self.checks and self.size > 1 else None
+        self.status_board = make_status_board() if self.checks and self.size > 1 else None
         if self.status_board is not None:
-            shared_memory()  # What is made from now on can be read by the others of this host.
+            shared_memory()  # Others of this host can read what is allocated from now on.
         self._threads: int | None = None
         self.channels: dict[Shape, Channel] = {}
         end_the_job_on_error()
         _transports.add(self)
 
-    # What an engine does
-
     @abstractmethod
     def open(self, members: Shape, call: Call) -> Channel:
-        """The channel of some workers, in this order. All of them are here, or about to come."""
+        """Open the channel of some workers, in this order. All of them are here, or about to come."""
 
     @abstractmethod
     def greet(self, others: Sequence[int], number: int, call: Call) -> None:
-        """Wait until these ranks come to the same meeting, of the group of this number, for the board does not know
-        those of other hosts; and learn where they can be asked (`Board.hosts`)."""
+        """Wait until these ranks, some of other hosts, come to the same rendezvous of the group of this number; and
+        learn their addresses (`StatusBoard.add_address`)."""
 
     @abstractmethod
     def wait_for(self, requests: list[Any]) -> None:
-        """Wait for requests and look at nobody."""
+        """Wait for requests, without the watchdog."""
 
     @abstractmethod
     def watch(self, requests: list[Any], call: Call | None) -> None:
-        """Wait for requests, and look at the others meanwhile. Raises what was seen there (`Watchdog`)."""
+        """Wait for requests under the watchdog, and raise what it finds."""
 
     @staticmethod
     def has_come(requests: list[Any]) -> bool:
-        """Whether requests have arrived within a moment, where that can be asked."""
+        """Whether requests complete within a moment, if the engine can tell."""
         return not requests
 
     def progress(self) -> None:
-        """Whatever is under way goes on, where an engine moves it only while it is called."""
+        """Let pending messages move, if the engine moves them only while it is called."""
 
     def connect(self) -> None:
-        """All are about to run a map: an engine may make here what needs them all."""
+        """All are about to run a map: an engine may connect them here."""
 
     def leave(self, code: Any) -> None:
         """End the whole job with sys.exit(code) of this worker in a map, unless that reports success."""
@@ -157,10 +155,8 @@ class ProcessTransport(Transport):
                 print(code, file=sys.stderr)
             abort(code if isinstance(code, int) else 1)
 
-    # What is the same for all
-
     def threads(self) -> int:
-        """The BLAS threads of every worker: this host's usable cores over its workers, agreed by all."""
+        """The BLAS threads of every worker: this host's usable cores over its workers; the least of all hosts."""
         if self._threads is None:
             self._threads = self._share_of_cores(start("the first map"))
         return self._threads
@@ -177,12 +173,12 @@ class ProcessTransport(Transport):
         shares = []
         for name in np.unique(hosts["name"]):
             here = hosts[hosts["name"] == name]
-            cores = here["cores"].any(axis=0)  # A launcher may have bound each process to cores of its own.
+            cores = here["cores"].any(axis=0)  # Processes may be bound to different cores.
             shares.append(share_of_cores(len(here), int(cores.sum())))
         return min(shares)
 
     def channel(self, members: Shape, call: Call | None = None) -> Any:
-        """The channel of some workers, in this order, made when they first meet: in a call, or the last one."""
+        """The channel of some workers, in this order; opened when they first meet, in `call` or the latest one."""
         channel = self.channels.get(members)
         if channel is None:
             ordered, call, status_board = tuple(sorted(members)), call or self.last, self.status_board
@@ -205,8 +201,7 @@ class ProcessTransport(Transport):
             raise
 
     def watched(self, work: Callable[[], Any], call: Call) -> Any:
-        """What `work` gives, in which an engine waits for others. They may fail meanwhile, where they are not all known
-        to have come to it: those of one host are."""
+        """Run `work`, in which an engine waits for others; under the watchdog where they are not known to have come."""
         if self.status_board is None or self.status_board.whole:
             return work()
         return Watchdog(self, call).through(work)
@@ -219,12 +214,12 @@ class ProcessTransport(Transport):
         return [row.tobytes() for row in rows]
 
     def _group(self, members: Shape) -> tuple[int, Shape]:
-        """The number of the group of some workers, alike in all processes until a map fails, and their ranks."""
+        """The number of a group of workers, alike in all processes until a map fails, and their ranks."""
         ranks = tuple(self.ranks[m] for m in members)
         return digest("group", self.failed, tuple(sorted(ranks))) or 1, ranks
 
     def swap(self, channel: Channel, nbytes: int, call: Call) -> None:
-        """Headers go to all members of a channel, and come from them: a meeting."""
+        """Exchange headers with all members of a channel: a rendezvous."""
         status_board, mailbox = self.status_board, channel.mailbox
         if status_board is None:
             self.wait_for(channel.swap(nbytes))
@@ -253,7 +248,8 @@ class ProcessTransport(Transport):
         status_board.resume()
 
     def _earlier_failure(self) -> Exception:
-        """The error that the map has failed with, where the body caught it: the others end the map with it."""
+        """The error with which this map has failed already, where the body caught it: the others end the map with
+        it."""
         assert self.status_board is not None
         return error_like(*self.status_board.failure_of(self.stage, self.ranks) or (self.status_board.rank, "", ""))
 
@@ -283,8 +279,8 @@ class ProcessTransport(Transport):
         self.status_board.resume()
 
     def fail(self, error: BaseException) -> None:
-        """A map has failed here. Others that wait in it learn so, and fail alike; then all meet on new channels, for on
-        the old ones something may be under way that will never end."""
+        """Publish that a map has failed here. Others that wait in it fail alike; then all use new channels, because
+        messages on the old ones may never complete."""
         if self.status_board is not None:
             self.status_board.resume()
         if self.status_board is not None and self.failed_stage != self.stage:
@@ -313,7 +309,8 @@ class ProcessTransport(Transport):
         self.status_board.resume()
 
     def _abandon(self, error: BaseException, waited: Any, call: Call | None) -> BaseException:
-        """A wait ends with an error: what to raise. What was waited for may come yet, and is written to."""
+        """The error to raise for a wait that failed. Keeps what was waited for: it may still arrive, and be
+        written to."""
         self.abandoned.append(waited)
         if isinstance(error, self.disconnections):
             error = self._reason(call) or disconnected(call, str(error))
@@ -321,7 +318,7 @@ class ProcessTransport(Transport):
         return error
 
     def _reason(self, call: Call | None) -> BaseException | None:
-        """What has become of a peer whose connection was lost, as an error, if it comes out."""
+        """Why a connection was lost, as an error; None if that stays unknown."""
         assert self.status_board is not None
         try:
             Watchdog(self, call).reason()
@@ -330,7 +327,7 @@ class ProcessTransport(Transport):
         return None
 
     def run(self, body: Callable[[Comm], Any], scheduler: str, describe: Callable[[int], str]) -> Outcome:
-        with self.lock:  # Of several threads one runs its map; should others come first elsewhere, it is a mismatch.
+        with self.lock:  # One thread at a time runs its map.
             self._begin()
             try:
                 return self._run(body, describe)
@@ -338,7 +335,7 @@ class ProcessTransport(Transport):
                 self.running = False
 
     def _begin(self) -> None:
-        """Note that this thread runs a map, or tells the others of its end. Raises where it does so already."""
+        """Note that this thread runs a map, or `share`. Raises where it does so already."""
         if self.running:
             raise TransportError.at(
                 "spmd.map",
@@ -365,7 +362,7 @@ class ProcessTransport(Transport):
                 self.leave(end.code)
                 raise
             except BaseException as failure:
-                # To send may fail, too. So may what the body itself does with the engine: then it has its own error.
+                # The body may fail because a peer is gone, or by its own use of the engine.
                 lost = self.status_board is not None and isinstance(failure, self.disconnections)
                 error = (self._reason(self.last) if lost else None) or failure
                 if isinstance(error, Exception) and not isinstance(error, MismatchError) and not hasattr(error, "peer"):
@@ -380,11 +377,11 @@ class ProcessTransport(Transport):
         return Outcome({worker: result}, time.perf_counter() - started, 0)
 
     def _end_of_map(self) -> None:
-        """A map that has failed is over: what follows has another number, and its error is not of that."""
+        """Give the next stage a number of its own after a failed map."""
         self.stage = self._number_of("after a map")
 
     def _number_of(self, stage: str) -> int:
-        """What tells this stage of the job from all others, alike in every process. On boards, 0 stands for none."""
+        """The number of this stage of the job, alike in every process; never 0."""
         return digest(stage, type(self).__name__, self.ranks, self.runs, self.failed) or 1
 
     def share(self, local: dict[int, Any]) -> dict[int, Any]:
@@ -409,8 +406,8 @@ _transports: weakref.WeakSet[ProcessTransport] = weakref.WeakSet()
 
 
 def _belong_to_the_parent() -> None:
-    """In a child of os.fork the connections, and the memory that others read, are its parent's. Methods are replaced,
-    so that it costs nothing where there is no child."""
+    """In a child of os.fork, refuse collectives: connections and shared memory are its parent's. Methods are replaced,
+    so that processes without children pay nothing."""
     for transport in list(_transports):
         for name in "run", "share", "swap", "arrive", "channel", "threads":
             setattr(transport, name, _refuse)

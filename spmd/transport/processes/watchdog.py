@@ -1,4 +1,4 @@
-"""How a process of a job waits for others: it polls, looks at them on the board, and ends what cannot end."""
+"""The watchdog: how a process waits for others. It polls, reads the status board, and ends waits that cannot end."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _status_board: StatusBoard | None = None
 
 
 def status_board_of_job(rank: int, size: int, file: Callable[[int], SharedFile]) -> StatusBoard:
-    """The board of this job on this host, made at the first call."""
+    """The status board of this process, made at the first call."""
     global _status_board
     if _status_board is None:
         _status_board = StatusBoard(rank, size, file)
@@ -51,7 +51,7 @@ def status_board_of_job(rank: int, size: int, file: Callable[[int], SharedFile])
 
 
 def _leave_to_the_parent() -> None:
-    """A child of os.fork has no place on the board: its end is not that of its parent."""
+    """A child of os.fork has no row: its end is not that of its parent."""
     global _status_board
     if _status_board is not None:
         atexit.unregister(_status_board.close)
@@ -61,20 +61,20 @@ def _leave_to_the_parent() -> None:
 os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 _PUBLISH_TIMEOUT = 2.0
-"""Seconds that a process has to tell what it waits in, before others say that they wait for it in vain."""
+"""Seconds that a process has to publish its calls, before others report that they wait for it."""
 _ABORT_TIMEOUT = 10.0
-"""Seconds after which a process ends the job that should have been ended by another."""
+"""Seconds after which a process ends the job itself, if another does not."""
 _REASON_TIMEOUT = 3.0
-"""Seconds in which it should come out why a connection was closed."""
+"""Seconds to wait for the reason why a connection was closed."""
 _SAME_FAILURE_SECONDS = 0.3
-"""Seconds in which errors of several processes count as one end of the job."""
+"""Errors of several processes within these seconds count as one."""
 
 
 def failed_too(kind: type[BaseException], error: BaseException) -> list[str]:
-    """Lines on what other processes of this host failed with, for the one that reports. The others do not return while
-    it does: it ends them.
+    """Lines on the failures of other processes, for the process that reports; it then ends the job. In the others this
+    call does not return in time.
 
-    error.ranks: who will fail with the same, if that is known.
+    error.ranks: who will fail with the same error, if that is known.
     """
     status_board = _status_board
     if status_board is None:
@@ -114,7 +114,7 @@ def failed_too(kind: type[BaseException], error: BaseException) -> list[str]:
 
 
 def error_like(origin: int, who: str, text_of_error: str) -> Exception:
-    """An error like the one that a worker raised in another process, for those that waited for it."""
+    """A copy of the error that a worker raised in another process, for those that waited for it."""
     name, _, text = text_of_error.partition(": ")
     error = again(name, text)
     error.origin, error.peer = origin, who  # type: ignore[attr-defined]
@@ -133,7 +133,7 @@ class Watchdog:
         self.mark: tuple[float, tuple] | None = None
 
     def until(self, done: Callable[[], bool], meanwhile: Callable[[], object] = lambda: None) -> None:
-        """Poll until it is done, doing something meanwhile. Raises DeadlockError where that will never be, StallError
+        """Poll until done() holds, with meanwhile() in between. Raises DeadlockError where it never will, StallError
         where nothing moves."""
         started = time.monotonic()
         next_look, awake = started + LOOK_INTERVAL, started + _SPIN_SECONDS
@@ -147,14 +147,13 @@ class Watchdog:
             if now < awake:
                 let_others()
             else:
-                # What comes moves only while one asks: for as long as it has slept a process asks without a break.
+                # Messages move only during polls: after a nap, poll for as long as it took.
                 nap = min((now - started) / 50, 0.005)
                 time.sleep(nap)
                 awake = now + 2 * nap
 
     def through(self, work: Callable[[], Any]) -> Any:
-        """What `work` gives, which waits for others without looking at them. It goes on in a thread of its own, which
-        is left alone where it cannot end."""
+        """The result of work(), which blocks. It runs in a thread, which is abandoned where it cannot end."""
         result: list[Any] = []
         errors: list[BaseException] = []
 
@@ -173,33 +172,33 @@ class Watchdog:
         return result[0]
 
     def reason(self) -> None:
-        """A connection was closed. Raise why, if it comes out."""
+        """A connection was closed: raise the reason, if it shows within `_REASON_TIMEOUT` seconds."""
         until = time.monotonic() + _REASON_TIMEOUT
         while (now := time.monotonic()) < until:
             self.look(now)
             time.sleep(0.02)
 
     def _show_waiting(self) -> None:
-        """What waits for blocks is to be seen to wait, too: it polls, and would seem to work."""
+        """Show on the status board that this process waits for blocks: a process that polls seems to work."""
         if self.status_board.head[1] != WAITING and self.status_board.coming is not None:
             self.status_board.start_waiting(self.transport.stage)
 
     def look(self, now: float) -> None:
-        """Raise what `until` does, if it is so. To be asked again, because what is seen once may be past."""
+        """Raise the error that ends this wait, if there is one. Errors have to be seen twice, so call it again."""
         self.status_board.publish()
         self.status_board.poll()
         broken = self.status_board.failure_of(self.transport.stage, self.transport.ranks)
         if broken is not None:
             raise error_like(*broken)
-        circle = self.status_board.wait_cycle()
-        if self.status_board.rank in circle:
-            ranks = sorted({*circle, *(m for absent in circle.values() for m in absent)})
-            if self._is_unchanged(now, ranks, circle) and (
-                self.status_board.have_published(circle) or now - self.since > _PUBLISH_TIMEOUT
+        cycle = self.status_board.wait_cycle()
+        if self.status_board.rank in cycle:
+            ranks = sorted({*cycle, *(m for absent in cycle.values() for m in absent)})
+            if self._is_unchanged(now, ranks, cycle) and (
+                self.status_board.have_published(cycle) or now - self.since > _PUBLISH_TIMEOUT
             ):
-                raise deadlock(self._waits(circle))
+                raise deadlock(self._waits(cycle))
         else:
-            # Whoever waits for blocks is in no circle. But no map ends of which a process has died.
+            # A wait for blocks is in no cycle, but cannot end if a process of the map has died.
             dead = self._dead()
             if not dead:
                 self.seen = None
@@ -208,12 +207,12 @@ class Watchdog:
         limit = self.transport.time_limit
         if not limit:
             return
-        # Whoever computes, or goes from collective to collective, makes progress.
+        # Computing, or going from collective to collective, is progress.
         others = self.status_board.missing(self.status_board.rank) or [
             r for r in self.transport.ranks if r != self.status_board.rank
         ]
         known_ranks = [r for r in others if self.status_board.is_known(r)]
-        # Whoever waits may use the processor for it.
+        # Waiting processes poll, which uses the processor.
         worked = sum(
             self.status_board.cpu_seconds(r) for r in known_ranks if self.status_board.row_of(r)["state"] != WAITING
         )
@@ -228,7 +227,7 @@ class Watchdog:
             raise self._stalled(limit, self.status_board.missing(self.status_board.rank))
 
     def _is_unchanged(self, now: float, ranks: Sequence[int], what: object) -> bool:
-        """Whether the same was seen before, of processes of which nothing has changed in between."""
+        """Whether the same was seen before, and nothing has changed in these processes since."""
         seen = what, self.status_board.progress(ranks)
         if seen != self.seen:
             self.seen, self.since = seen, now
@@ -236,7 +235,7 @@ class Watchdog:
         return self.status_board.is_fresh(ranks, self.since)
 
     def _dead(self) -> list[int]:
-        """The processes of this mesh that have died, and not left the program before."""
+        """The processes of this mesh that have died before they left the program."""
         status_board = self.status_board
         others = [r for r in self.transport.ranks if r != status_board.rank and status_board.is_known(r)]
         return [r for r in others if status_board.row_of(r)["state"] != LEFT and status_board.has_died(r)]
@@ -245,13 +244,13 @@ class Watchdog:
         ranks = self.transport.ranks
         return self.transport.describe(ranks.index(rank)) if rank in ranks else f"rank {rank} of the world"
 
-    def _waits(self, circle: dict[int, list[int]]) -> list[str]:
-        """What each worker of a circle of waits waits for, and who has left."""
+    def _waits(self, cycle: dict[int, list[int]]) -> list[str]:
+        """What each worker of a cycle waits for, and who has left."""
         lines = []
-        for rank, absent in circle.items():
+        for rank, absent in cycle.items():
             call, source = self._last(rank)
             lines += [f"{self._who(rank)} waits in {call} for {', '.join(map(self._who, absent))}", *source]
-        absent_ranks = {m for absent in circle.values() for m in absent} - circle.keys()
+        absent_ranks = {m for absent in cycle.values() for m in absent} - cycle.keys()
         for rank in sorted(absent_ranks):
             state = self.status_board.row_of(rank)["state"]
             if state == LEFT or self.status_board.has_died(rank):
@@ -262,12 +261,12 @@ class Watchdog:
         return lines
 
     def _last(self, rank: int) -> tuple[str, list[str]]:
-        """The last that a worker called, and a line that says where; no line where it has said nothing."""
+        """The last call of a worker, and a line with its source, if known."""
         call, _, source = (self.status_board.calls(rank) or ["a collective"])[0].partition(" at ")
         return call, [f"  at {source}"] if source else []
 
     def _stalled(self, seconds: float, missing: Sequence[int]) -> StallError:
-        """What each worker called last, and who is missing."""
+        """The error that lists the last calls of each worker, and who is missing."""
         ranks = [r for r in self.transport.ranks if self.status_board.is_known(r)]
         absent = {m for r in ranks for m in self.status_board.missing(r)} | set(missing)
         lines = []
